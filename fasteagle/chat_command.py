@@ -1,0 +1,75 @@
+"""What `fasteagle chat` does: load, then answer one prompt or hold a conversation."""
+
+from __future__ import annotations
+
+import sys
+
+from fasteagle.chat import ChatSession, format_stats
+from fasteagle.errors import FasteagleError
+from fasteagle.options import AnswerOptions, RuntimeOptions, SamplingParams
+from fasteagle.repl import Repl, utf8_streams
+
+
+def run_chat(
+    model: str, runtime_options: RuntimeOptions, params: SamplingParams, answer: AnswerOptions, *,
+    announce_seed: bool, prompt: str | None, system: str | None, quiet: bool,
+) -> None:  # fmt: skip
+    """Answer `prompt` (or piped standard input) once, or read questions until the person leaves."""
+    utf8_streams()
+    one_shot = prompt is not None or not sys.stdin.isatty()
+    text = _prompt_text(prompt) if one_shot else ""
+
+    from fasteagle.runtime import load_runtime, note, start_compiler
+
+    runtime = load_runtime(model, runtime_options, quiet)
+    if announce_seed and not quiet:
+        note(f"seed {params.seed}")
+    notify = (lambda line: None) if quiet and one_shot else note
+    session = ChatSession(runtime.engine, runtime.tokenizer, params, answer, system, notify)
+    # One answer is over before compilation pays; a conversation compiles while the person types.
+    wanted = runtime_options.compile
+    compiler = start_compiler(runtime.engine) if wanted or (wanted is None and not one_shot) else None
+    if compiler and wanted:
+        if not quiet:
+            note("compiling (kept for the next start) ...")
+        compiler.wait()
+    waiting = compiler is not None
+
+    def before_answer() -> None:
+        """Use compiled code from the first answer on that begins after it is ready."""
+        nonlocal waiting
+        if not compiler or not waiting:
+            return
+        waiting = not compiler.apply() and compiler.error is None
+        if compiler.error:
+            note(f"warning: running without compilation: {compiler.error}")
+        elif waiting and not quiet:
+            note("[still compiling: this answer runs without]")
+
+    if not one_shot:
+        if not quiet:
+            note(f"context {runtime.engine.max_seq_len:,} tokens; /help lists commands")
+        Repl(session, quiet, before_answer).run()
+        return
+    before_answer()
+    for piece in session.ask(text):
+        print(piece, end="", flush=True)
+    print()
+    if not quiet:
+        note(format_stats(session.stats))
+
+
+def _prompt_text(prompt: str | None) -> str:
+    """The one question: from the option, or from standard input, which must be UTF-8."""
+    if prompt in (None, "-"):
+        raw = sys.stdin.buffer.read()
+        try:
+            prompt = raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise FasteagleError(
+                f"standard input is not UTF-8: byte 0x{raw[error.start]:02x} at offset "
+                f"{error.start}; convert it first (iconv -t utf-8)"
+            ) from None
+    if not prompt or not prompt.strip():
+        raise FasteagleError("the prompt is empty: give text after -p, or pipe some in")
+    return prompt

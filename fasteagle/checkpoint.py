@@ -1,0 +1,272 @@
+"""From files to a loaded target: Hugging Face folders, GGUF files, or random weights of a shape.
+
+A checkpoint is anything with `config`, `names()`, `shape(name)` and `load(name)` under Hugging Face
+tensor names. Loading goes tensor by tensor, so that the peak is one copy of the model.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fasteagle import config as model_config
+from fasteagle.config import ModelConfig
+from fasteagle.errors import FasteagleError
+from fasteagle.gguf_file import GGUFFile
+from fasteagle.model import KEY_BLOCK, Transformer
+
+GIB = 2**30
+
+
+class Checkpoint(Protocol):
+    """Named tensors of one model, under Hugging Face names."""
+
+    config: ModelConfig
+
+    def names(self) -> set[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def load(self, name: str) -> Tensor: ...
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a `.gguf` file or a Hugging Face folder. Raises `FasteagleError` for anything else."""
+    if path.is_file():
+        return GGUFFile(path)
+    if not path.is_dir():
+        raise FasteagleError(f"{path}: no such file or folder")
+    raw = read_json(path / "config.json")
+    config = model_config.from_hf(raw, str(path))
+    if any(path.glob("*.safetensors")):
+        return SafetensorsFolder(path, config)
+    if any(path.glob("pytorch_model*.bin")):
+        return TorchBinFolder(path, config)
+    raise FasteagleError(f"{path}: no *.safetensors and no pytorch_model*.bin in the folder")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise FasteagleError(f"{path}: file is missing") from None
+    except (ValueError, OSError) as error:
+        raise FasteagleError(f"{path}: cannot be read as JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise FasteagleError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+class SafetensorsFolder:
+    """One or more `*.safetensors` files; an index file, where present, says which shards belong."""
+
+    def __init__(self, path: Path, config: ModelConfig) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self.path, self.config = path, config
+        self._files: dict[str, Any] = {}
+        for file in _shards(path, "model.safetensors", "*.safetensors"):
+            try:
+                handle = safe_open(file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise FasteagleError(
+                    f"{file}: damaged or truncated safetensors ({error}); fetch it again"
+                ) from error
+            self._files.update(dict.fromkeys(handle.keys(), handle))
+
+    def names(self) -> set[str]:
+        return set(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._files[name].get_slice(name).get_shape())
+
+    def load(self, name: str) -> Tensor:
+        return self._files[name].get_tensor(name)
+
+
+class TorchBinFolder:
+    """`pytorch_model*.bin`, memory-mapped and read with `weights_only=True`."""
+
+    def __init__(self, path: Path, config: ModelConfig) -> None:
+        self.path, self.config = path, config
+        self._tensors: dict[str, Tensor] = {}
+        for file in _shards(path, "pytorch_model.bin", "pytorch_model*.bin"):
+            try:
+                part = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+            except Exception as error:  # pickle, zip and RuntimeError, depending on the damage
+                reason = str(error).splitlines()[0]
+                raise FasteagleError(
+                    f"{file}: cannot be read as a weights-only torch file ({reason})"
+                ) from error
+            self._tensors.update({k: v for k, v in part.items() if isinstance(v, Tensor)})
+
+    def names(self) -> set[str]:
+        return set(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def load(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+
+class DummyCheckpoint:
+    """Random weights of a given shape, the same ones for the same name, for benchmarks."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        self._shapes = expected_shapes(config)
+
+    def names(self) -> set[str]:
+        return set(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def load(self, name: str) -> Tensor:
+        shape = self._shapes[name]
+        if len(shape) == 1:
+            return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        return torch.randn(shape, generator=generator) * 0.02
+
+
+def _shards(path: Path, single: str, pattern: str) -> list[Path]:
+    index = path / f"{single}.index.json"
+    if not index.exists():
+        return [path / single] if (path / single).exists() else sorted(path.glob(pattern))
+    names = sorted(set(read_json(index).get("weight_map", {}).values()))
+    absent = [name for name in names if not (path / name).exists()]
+    if absent:
+        raise FasteagleError(f"{path}: shards named by {index.name} are missing: {', '.join(absent)}")
+    return [path / name for name in names]
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor a model of this shape consists of, under Hugging Face names."""
+    D, E, F = config.dim, config.head_dim, config.ffn_dim
+    q_rows, kv_rows = config.n_head * E, config.n_kv_head * E
+    block: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (D,),
+        "post_attention_layernorm.weight": (D,),
+        "self_attn.q_proj.weight": (q_rows, D),
+        "self_attn.k_proj.weight": (kv_rows, D),
+        "self_attn.v_proj.weight": (kv_rows, D),
+        "self_attn.o_proj.weight": (D, q_rows),
+        "mlp.gate_proj.weight": (F, D),
+        "mlp.up_proj.weight": (F, D),
+        "mlp.down_proj.weight": (D, F),
+    }
+    if config.qkv_bias:
+        block |= {f"self_attn.{n}_proj.bias": (q_rows if n == "q" else kv_rows,) for n in "qkv"}
+    if config.qk_norm:
+        block |= {"self_attn.q_norm.weight": (E,), "self_attn.k_norm.weight": (E,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, D),
+        "model.norm.weight": (D,),
+    }
+    if not config.tie_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, D)
+    for i in range(config.n_layer):
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in block.items()}
+    return shapes
+
+
+def check_complete(checkpoint: Checkpoint, source: str) -> None:
+    """Raise `FasteagleError` listing missing, misshapen and unknown tensors."""
+    expected, found = expected_shapes(checkpoint.config), checkpoint.names()
+    problems = [f"missing {name}" for name in expected if name not in found]
+    for name in expected.keys() & found:
+        if checkpoint.shape(name) != expected[name]:
+            problems.append(f"{name} is {checkpoint.shape(name)}, expected {expected[name]}")
+    # Old files carry RoPE buffers; tied models may carry a copy of the head.
+    extra = {n for n in found - expected.keys() if not n.endswith("inv_freq")} - {"lm_head.weight"}
+    problems += [f"unknown {name}" for name in extra]
+    if problems:
+        shown = "; ".join(sorted(problems)[:6])
+        more = f"; and {len(problems) - 6} more" if len(problems) > 6 else ""
+        raise FasteagleError(f"{source}: {len(problems)} wrong tensors: {shown}{more}")
+
+
+def load_model(
+    checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device | str, max_seq_len: int,
+    source: str = "checkpoint",
+) -> Transformer:  # fmt: skip
+    """Build the target and fill it tensor by tensor.
+
+    Raises `FasteagleError` when tensors do not fit the config or the memory does not suffice.
+    """
+    config = checkpoint.config
+    check_complete(checkpoint, source)
+    require_memory(config, dtype, device, max_seq_len)
+    with torch.device("meta"):
+        model = Transformer(config)
+
+    def get(*names: str) -> nn.Parameter:
+        parts = [checkpoint.load(name).to(device=device, dtype=dtype) for name in names]
+        data = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return nn.Parameter(data.contiguous(), requires_grad=False)
+
+    model.embedding.weight = get("model.embed_tokens.weight")
+    model.norm.weight = get("model.norm.weight")
+    tied = config.tie_embeddings
+    model.lm_head.weight = model.embedding.weight if tied else get("lm_head.weight")
+    for i, block in enumerate(model.blocks):
+        p = f"model.layers.{i}."
+        block.attention_norm.weight = get(p + "input_layernorm.weight")
+        block.mlp_norm.weight = get(p + "post_attention_layernorm.weight")
+        attention, mlp = block.attention, block.mlp
+        attention.qkv.weight = get(*(f"{p}self_attn.{n}_proj.weight" for n in "qkv"))
+        if config.qkv_bias:
+            attention.qkv.bias = get(*(f"{p}self_attn.{n}_proj.bias" for n in "qkv"))
+        if config.qk_norm:
+            attention.q_norm.weight = get(p + "self_attn.q_norm.weight")
+            attention.k_norm.weight = get(p + "self_attn.k_norm.weight")
+        attention.out.weight = get(p + "self_attn.o_proj.weight")
+        mlp.gate_up.weight = get(p + "mlp.gate_proj.weight", p + "mlp.up_proj.weight")
+        mlp.down.weight = get(p + "mlp.down_proj.weight")
+    model.init_rope(max_seq_len + KEY_BLOCK, device)
+    return model.eval()
+
+
+def required_bytes(config: ModelConfig, dtype: torch.dtype, max_seq_len: int) -> tuple[int, int]:
+    """(weights, KV cache) in bytes."""
+    size = dtype.itemsize
+    return config.params * size, config.kv_bytes(max_seq_len + KEY_BLOCK, size)
+
+
+def require_memory(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, max_seq_len: int
+) -> None:
+    """Raise `FasteagleError` before loading what cannot fit."""
+    weights, cache = required_bytes(config, dtype, max_seq_len)
+    free = available_bytes(device)
+    if free is None or weights + cache <= free:
+        return
+    if weights > free:
+        fix = "choose a smaller model" if dtype.itemsize <= 2 else "use --dtype bf16"
+    else:
+        fix = "lower --max-seq-len"
+    raise FasteagleError(
+        f"weights need {weights / GIB:.1f} GiB and the KV cache of {max_seq_len:,} tokens "
+        f"{cache / GIB:.1f} GiB, {free / GIB:.1f} GiB free on {device}: {fix}"
+    )
+
+
+def available_bytes(device: torch.device | str) -> int | None:
+    """Free memory of a device, or None where the system does not tell."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None

@@ -1,0 +1,131 @@
+"""The `fasteagle` command: parse, call the library, print. Imports torch only inside commands."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from fasteagle import __version__
+from fasteagle.errors import FasteagleError
+from fasteagle.options import (
+    DTYPES,
+    AnswerOptions,
+    RuntimeOptions,
+    SamplingParams,
+    fresh_seed,
+)
+
+_SAMPLING = SamplingParams()
+_ANSWER = AnswerOptions()
+DEFAULT_MODEL = "smollm2-135m"
+
+
+class UserError(click.ClickException):
+    """One line on stderr, exit code 2."""
+
+    exit_code = 2
+
+
+class Cli(click.Group):
+    """Turns what users can mend into one line; everything else keeps its traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except FasteagleError as error:
+            raise UserError(str(error)) from error
+        except MemoryError as error:
+            raise UserError("out of memory: lower --max-seq-len or choose a smaller model") from error
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                where = f" at {error.filename}" if error.filename else ""
+                raise UserError(
+                    f"disk full{where}: free some space, or set XDG_CACHE_HOME to another disk"
+                ) from error
+            if error.errno == errno.EPIPE:  # the reader of a pipe has left
+                sys.stderr.close()
+                sys.exit(1)
+            raise
+
+
+@click.group(cls=Cli, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="fasteagle")
+def main() -> None:
+    """Fast, lossless text from one Llama-family model on one device."""
+
+
+def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Options every command that loads a model takes; arrive as one `RuntimeOptions`."""
+
+    @click.option("--model", default=DEFAULT_MODEL, show_default=True,
+                  help="Registry name, Hugging Face id, folder or .gguf file.")
+    @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda[:N].")
+    @click.option("--dtype", default="auto", show_default=True,
+                  help=f"auto, {', '.join(DTYPES)}.")
+    @click.option("--max-seq-len", type=int,
+                  help="Context in tokens; fixes the KV cache.  [default: the model's, "
+                       f"at most {RuntimeOptions.DEFAULT_MAX_SEQ_LEN}]")
+    @click.option("--threads", type=int, help="CPU threads.  [default: all cores]")
+    @functools.wraps(command)
+    def wrapped(device: str, dtype: str, max_seq_len: int | None, threads: int | None,
+                **kwargs: Any) -> Any:
+        runtime = RuntimeOptions(device, dtype, max_seq_len, kwargs.pop("compile_", None), threads)
+        return command(runtime_options=runtime, **kwargs)
+
+    return wrapped  # fmt: skip
+
+
+def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Options of drawing tokens and ending answers; arrive as two dataclasses."""
+
+    @click.option("--temperature", default=_SAMPLING.temperature, show_default=True,
+                  help="0 is greedy.")
+    @click.option("--top-k", default=_SAMPLING.top_k, show_default=True, help="0 is off.")
+    @click.option("--top-p", default=_SAMPLING.top_p, show_default=True)
+    @click.option("--min-p", default=_SAMPLING.min_p, show_default=True)
+    @click.option("--repetition-penalty", default=_SAMPLING.repetition_penalty, show_default=True)
+    @click.option("--seed", type=int, help="Same seed, same text.  [default: drawn and printed]")
+    @click.option("--max-new-tokens", default=_ANSWER.max_new_tokens, show_default=True)
+    @click.option("--stop", multiple=True, help="End the answer before this text (repeatable).")
+    @functools.wraps(command)
+    def wrapped(temperature: float, top_k: int, top_p: float, min_p: float,
+                repetition_penalty: float, seed: int | None, max_new_tokens: int,
+                stop: tuple[str, ...], **kwargs: Any) -> Any:
+        drawn = fresh_seed() if seed is None else seed
+        params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, drawn)
+        answer = AnswerOptions(max_new_tokens, stop)
+        announce = seed is None and not params.greedy
+        return command(params=params, answer=answer, announce_seed=announce, **kwargs)
+
+    return wrapped  # fmt: skip
+
+
+@main.command()
+@model_options
+@sampling_options
+@click.option("-p", "--prompt", help="Answer this once and leave; '-' reads standard input.")
+@click.option("--system", help="System prompt.  [default: the model's own]")
+@click.option("--compile/--no-compile", "compile_", default=None,
+              help="Compile first, or never.  [default: in the background; not for -p]")
+@click.option("--quiet", is_flag=True, help="Only answers, no numbers.")
+def chat(model: str, runtime_options: RuntimeOptions, params: SamplingParams,
+         answer: AnswerOptions, announce_seed: bool, prompt: str | None, system: str | None,
+         quiet: bool) -> None:  # fmt: skip
+    """Talk to a model. Text goes to stdout, everything else to stderr."""
+    from fasteagle.chat_command import run_chat
+
+    run_chat(model, runtime_options, params, answer, announce_seed=announce_seed, prompt=prompt,
+             system=system, quiet=quiet)  # fmt: skip
+
+
+@main.command()
+def models() -> None:
+    """List the models known by name."""
+    from fasteagle.listing import print_models
+
+    print_models()

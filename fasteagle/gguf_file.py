@@ -1,0 +1,190 @@
+"""GGUF files: metadata, tensors under their Hugging Face names, and nothing of the model.
+
+Reads through the `gguf` package. That package spends seconds on the token lists of each file, so the
+part we need at every start (fields and tensor offsets) is kept as an index in the user cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fasteagle import config as model_config
+from fasteagle.config import ModelConfig
+from fasteagle.errors import FasteagleError
+from fasteagle.paths import cache_dir, write_atomic
+
+SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")
+INDEX_VERSION = 1
+
+_GLOBAL_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_BLOCK_NAMES = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "attn_q.weight": "self_attn.q_proj.weight",
+    "attn_k.weight": "self_attn.k_proj.weight",
+    "attn_v.weight": "self_attn.v_proj.weight",
+    "attn_q.bias": "self_attn.q_proj.bias",
+    "attn_k.bias": "self_attn.k_proj.bias",
+    "attn_v.bias": "self_attn.v_proj.bias",
+    "attn_q_norm.weight": "self_attn.q_norm.weight",
+    "attn_k_norm.weight": "self_attn.k_norm.weight",
+    "attn_output.weight": "self_attn.o_proj.weight",
+    "ffn_gate.weight": "mlp.gate_proj.weight",
+    "ffn_up.weight": "mlp.up_proj.weight",
+    "ffn_down.weight": "mlp.down_proj.weight",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class GGUFTensor:
+    """Where one tensor lies in the file. `shape` is torch's order (rows first)."""
+
+    kind: str
+    shape: tuple[int, ...]
+    offset: int
+    n_bytes: int
+
+
+class GGUFFile:
+    """A GGUF checkpoint. Raises `FasteagleError` for damaged files and for types we cannot read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        index = _cached_index(path)
+        self.fields: dict[str, Any] = index["fields"]
+        self.tensors = {
+            hf_name(name): GGUFTensor(kind, tuple(shape), offset, n_bytes)
+            for name, kind, shape, offset, n_bytes in index["tensors"]
+            if name != "rope_freqs.weight"
+        }
+        self._check_types_and_size()
+        self.config = self._config(index)
+        self._data = np.memmap(path, mode="r", dtype=np.uint8)
+
+    def _check_types_and_size(self) -> None:
+        size = self.path.stat().st_size
+        for name, tensor in self.tensors.items():
+            if tensor.kind not in SUPPORTED_TYPES:
+                raise FasteagleError(
+                    f"{self.path}: tensor {name} has type {tensor.kind}; "
+                    f"supported: {', '.join(SUPPORTED_TYPES)}"
+                )
+            if tensor.offset + tensor.n_bytes > size:
+                raise FasteagleError(
+                    f"{self.path}: truncated: {name} ends at byte {tensor.offset + tensor.n_bytes:,}, "
+                    f"the file has {size:,}; fetch it again"
+                )
+
+    def _config(self, index: dict[str, Any]) -> ModelConfig:
+        embedding = self.tensors.get("model.embed_tokens.weight")
+        if embedding is None:
+            raise FasteagleError(f"{self.path}: missing tensor token_embd.weight")
+        factors = index["rope_freq_factors"]
+        return model_config.from_gguf(
+            self.fields,
+            vocab_size=embedding.shape[0],
+            tied="lm_head.weight" not in self.tensors,
+            rope_freq_factors=tuple(factors) if factors else None,
+            source=str(self.path),
+        )
+
+    def names(self) -> set[str]:
+        return set(self.tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.tensors[name].shape
+
+    def load(self, name: str) -> Tensor:
+        """The dequantized tensor in fp32 (F16/BF16 too: every value is exact there)."""
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        tensor = self.tensors[name]
+        raw = self._data[tensor.offset : tensor.offset + tensor.n_bytes]
+        kind = GGMLQuantizationType[tensor.kind]
+        rows = raw.reshape(tensor.shape[0], -1) if len(tensor.shape) > 1 else raw
+        values = torch.from_numpy(np.array(dequantize(rows, kind))).view(tensor.shape)
+        if self.config.architecture == "LlamaForCausalLM":
+            if name.endswith("q_proj.weight"):
+                return unpermute_rope(values, self.config.n_head)
+            if name.endswith("k_proj.weight"):
+                return unpermute_rope(values, self.config.n_kv_head)
+        return values
+
+
+def unpermute_rope(weight: Tensor, n_head: int) -> Tensor:
+    """Undo llama.cpp's row order for interleaved RoPE: pairs (2i, 2i+1) go back to halves."""
+    rows, columns = weight.shape
+    paired = weight.view(n_head, rows // n_head // 2, 2, columns)
+    return paired.transpose(1, 2).reshape(rows, columns)
+
+
+def hf_name(name: str) -> str:
+    """Hugging Face name of a GGUF tensor; unknown names come back unchanged."""
+    if name in _GLOBAL_NAMES:
+        return _GLOBAL_NAMES[name]
+    parts = name.split(".", 2)
+    if len(parts) == 3 and parts[0] == "blk" and parts[2] in _BLOCK_NAMES:
+        return f"model.layers.{parts[1]}.{_BLOCK_NAMES[parts[2]]}"
+    return name
+
+
+def file_key(path: Path) -> str:
+    """Cache key of a large local file: its place, size and time of change."""
+    stat = path.stat()
+    text = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{INDEX_VERSION}"
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def _cached_index(path: Path) -> dict[str, Any]:
+    cached = cache_dir() / "gguf" / f"{file_key(path)}.json"
+    try:
+        return json.loads(cached.read_text())
+    except (OSError, ValueError):
+        pass  # absent or damaged: read the file itself
+    index = _read_index(path)
+    write_atomic(cached, json.dumps(index).encode())
+    return index
+
+
+def _read_index(path: Path) -> dict[str, Any]:
+    from gguf import GGUFReader
+
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise FasteagleError(f"{path}: not a GGUF file (it does not start with 'GGUF')")
+    try:
+        reader = GGUFReader(path)
+    except Exception as error:  # the reader raises whatever its arithmetic on bad offsets raises
+        raise FasteagleError(
+            f"{path}: damaged or truncated GGUF ({error}); fetch it again"
+        ) from error
+    # Token lists are the tokenizer's business; they make 99 % of the metadata.
+    fields = {
+        key: field.contents()
+        for key, field in reader.fields.items()
+        if not (key.startswith("tokenizer.") and len(field.data) > 1)
+    }
+    tensors = [
+        (t.name, t.tensor_type.name, [int(n) for n in reversed(t.shape)],
+         int(t.data_offset), int(t.n_bytes))
+        for t in reader.tensors
+    ]  # fmt: skip
+    factors = [t.data.tolist() for t in reader.tensors if t.name == "rope_freqs.weight"]
+    return {
+        "fields": fields,
+        "tensors": tensors,
+        "rope_freq_factors": factors[0] if factors else None,
+    }

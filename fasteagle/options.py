@@ -1,0 +1,105 @@
+"""Options of the commands: frozen dataclasses that check themselves and need no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+
+from fasteagle.errors import FasteagleError
+
+DTYPES = ("bf16", "fp16", "fp32")
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise FasteagleError(message)
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is drawn from the target's logits; T = 0 is greedy."""
+
+    temperature: float = 0.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        t = self.temperature
+        _require(
+            math.isfinite(t) and 0 <= t <= 100, f"temperature {t} is out of range: use 0 .. 100"
+        )
+        _require(self.top_k >= 0, f"top-k {self.top_k} is out of range: use 0 (off) or more")
+        _require(0 < self.top_p <= 1, f"top-p {self.top_p} is out of range: use 0 < top-p <= 1")
+        _require(0 <= self.min_p < 1, f"min-p {self.min_p} is out of range: use 0 <= min-p < 1")
+        penalty = self.repetition_penalty
+        _require(
+            math.isfinite(penalty) and penalty > 0,
+            f"repetition-penalty {penalty} is out of range: use a number > 0 (1 is off)",
+        )
+        _require(0 <= self.seed < 2**63, f"seed {self.seed} is out of range: use 0 .. 2^63 - 1")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerOptions:
+    """When an answer ends."""
+
+    max_new_tokens: int = 512
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        n = self.max_new_tokens
+        _require(n >= 1, f"max-new-tokens {n} is out of range: use 1 or more")
+        _require(all(self.stop), "a stop string is empty: leave it out")
+
+
+@dataclasses.dataclass(frozen=True)
+class RuntimeOptions:
+    """Where and how the target runs."""
+
+    device: str = "auto"
+    dtype: str = "auto"
+    max_seq_len: int | None = None  # None: the model's own limit, at most DEFAULT_MAX_SEQ_LEN
+    compile: bool | None = None  # None: in the background where a session lasts long enough
+    threads: int | None = None
+
+    DEFAULT_MAX_SEQ_LEN = 4096
+
+    def __post_init__(self) -> None:
+        _require(
+            self.dtype in ("auto", *DTYPES),
+            f"dtype {self.dtype!r} is unknown: use auto, {', '.join(DTYPES)}",
+        )
+        _require(
+            self.device == "auto" or self.device.split(":")[0] in ("cpu", "cuda"),
+            f"device {self.device!r} is not supported: use auto, cpu or cuda",
+        )
+        n = self.max_seq_len
+        _require(n is None or n >= 16, f"max-seq-len {n} is too small: use 16 or more")
+        _require(
+            self.threads is None or self.threads >= 1,
+            f"threads {self.threads} is out of range: use 1 or more",
+        )
+
+    def seq_len_for(self, model_limit: int, name: str) -> int:
+        """The cache length to use for a model trained for `model_limit` positions."""
+        if self.max_seq_len is None:
+            return min(model_limit, self.DEFAULT_MAX_SEQ_LEN)
+        _require(
+            self.max_seq_len <= model_limit,
+            f"max-seq-len {self.max_seq_len:,} is beyond what {name} was trained for "
+            f"({model_limit:,}): use at most {model_limit:,}",
+        )
+        return self.max_seq_len
+
+
+def fresh_seed() -> int:
+    """A seed for a person who gave none; short enough to retype."""
+    return random.SystemRandom().randrange(2**31)

@@ -1,0 +1,64 @@
+"""Where fasteagle keeps things on this machine, and how files land there whole."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from fasteagle.errors import FasteagleError
+
+
+def cache_dir() -> Path:
+    """Models, compiled code and other files that can be made again (XDG base directories)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fasteagle"
+
+
+def state_dir() -> Path:
+    """What a person typed: the chat history file."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "fasteagle"
+
+
+def require_free_space(folder: Path, n_bytes: int, what: str) -> None:
+    """Raise `FasteagleError` unless the disk that holds `folder` has `n_bytes` left."""
+    existing = folder
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
+    if free < n_bytes:
+        raise FasteagleError(
+            f"{what} needs {n_bytes / 2**30:.1f} GiB on disk, {free / 2**30:.1f} GiB free "
+            f"at {existing}: free some space or set XDG_CACHE_HOME to another disk"
+        )
+
+
+@contextlib.contextmanager
+def atomic_dir(target: Path) -> Iterator[Path]:
+    """Yield a temporary folder beside `target`; on success it becomes `target`, else it is removed."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        yield temporary
+        if target.exists():  # another process was faster: its result is as good
+            shutil.rmtree(temporary)
+        else:
+            os.replace(temporary, target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def write_atomic(target: Path, data: bytes) -> None:
+    """Write `data` to `target` so that readers see the old file or the new one, never a part."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{target.name}-", dir=target.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(name, target)
+    except BaseException:
+        os.unlink(name)
+        raise

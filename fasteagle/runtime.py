@@ -1,0 +1,111 @@
+"""From a model's name and options to an engine that is ready to answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from fasteagle import registry
+from fasteagle.checkpoint import Checkpoint, DummyCheckpoint, load_model, open_checkpoint
+from fasteagle.errors import FasteagleError
+from fasteagle.generate import MAX_TREE_ROWS, Engine
+from fasteagle.options import RuntimeOptions
+from fasteagle.tokenizer import ChatTokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from fasteagle.compile import BlockCompiler
+
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def note(text: str) -> None:
+    """A line for the person, apart from the answer."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@dataclasses.dataclass
+class Runtime:
+    """A loaded model with everything needed to talk to it."""
+
+    name: str
+    checkpoint: Checkpoint
+    tokenizer: ChatTokenizer
+    engine: Engine
+    dtype_name: str
+    load_seconds: float
+
+
+def load_runtime(model: str, options: RuntimeOptions, quiet: bool = False) -> Runtime:
+    """Find, check, load. Raises `FasteagleError` with the value, the limit and the fix."""
+    device = pick_device(options.device)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    source = registry.resolve(model)
+    start = time.perf_counter()
+    checkpoint = open_checkpoint(source.path)
+    tokenizer = load_tokenizer(source.path, source.template)
+    dtype_name = pick_dtype(options.dtype, device)
+    engine = build_engine(checkpoint, dtype_name, device, options, source.name)
+    seconds = time.perf_counter() - start
+    if not quiet:
+        note(f"{source.name}: {dtype_name} on {device}, loaded in {seconds:.1f} s")
+    return Runtime(source.name, checkpoint, tokenizer, engine, dtype_name, seconds)
+
+
+def build_engine(
+    checkpoint: Checkpoint, dtype_name: str, device: torch.device, options: RuntimeOptions,
+    name: str,
+) -> Engine:  # fmt: skip
+    """Load the weights and make an engine around them, running eagerly."""
+    max_seq_len = options.seq_len_for(checkpoint.config.max_seq_len, name)
+    model = load_model(
+        checkpoint,
+        dtype=TORCH_DTYPES[dtype_name],
+        device=device,
+        max_seq_len=max_seq_len,
+        source=name,
+    )
+    return Engine(model, max_seq_len)
+
+
+def dummy_checkpoint(name: str) -> DummyCheckpoint:
+    """Random weights in the shape of a registry model, for benchmarks without a download."""
+    return DummyCheckpoint(registry.preset(name))
+
+
+def start_compiler(engine: Engine) -> BlockCompiler:
+    """Begin to compile the engine's blocks in the background."""
+    from fasteagle.compile import BlockCompiler
+
+    compiler = BlockCompiler(engine.model, engine.max_seq_len + MAX_TREE_ROWS)
+    compiler.start()
+    return compiler
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise FasteagleError(f"device {name!r} is not one: use auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise FasteagleError(f"device {name!r}: {count} CUDA devices found: use --device cpu")
+    return device
+
+
+def pick_dtype(name: str, device: torch.device) -> str:
+    """"auto" is bf16 where the hardware multiplies it, else fp32."""
+    if name != "auto":
+        return name
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported() else "fp16"
+    capabilities = torch.cpu.get_capabilities()
+    fast = any(capabilities.get(key) for key in ("avx512_bf16", "amx_bf16", "bf16", "arm_bf16"))
+    return "bf16" if fast else "fp32"

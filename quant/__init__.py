@@ -1,0 +1,1 @@
+"""Weight formats and what they cost in bytes."""
