@@ -24,8 +24,14 @@ LONG_REDUCTION = 4096
 
 
 def configure() -> None:
-    """Keep compiled code in the user cache; call before the first compilation."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor"))
+    """Keep compiled code in the user cache, unless the person has named another place.
+
+    Inductor reads the place from the environment, and writes its default there on import.
+    """
+    from torch._inductor.runtime.runtime_utils import default_cache_dir
+
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_dir() / "inductor")
 
 
 def missing_compiler() -> str | None:

@@ -12,13 +12,15 @@ from fasteagle.repl import Repl, utf8_streams
 
 def run_chat(
     model: str, runtime_options: RuntimeOptions, params: SamplingParams, answer: AnswerOptions, *,
-    announce_seed: bool, prompt: str | None, system: str | None, quiet: bool,
+    announce_seed: bool, prompt: str | None, system: str | None,
+    compile_blocks: bool | None, quiet: bool,
 ) -> None:  # fmt: skip
     """Answer `prompt` (or piped standard input) once, or read questions until the person leaves."""
     utf8_streams()
     one_shot = prompt is not None or not sys.stdin.isatty()
     text = _prompt_text(prompt) if one_shot else ""
 
+    from fasteagle.generate import choose_plain_rows
     from fasteagle.runtime import load_runtime, note, start_compiler
 
     runtime = load_runtime(model, runtime_options, quiet)
@@ -27,9 +29,9 @@ def run_chat(
     notify = (lambda line: None) if quiet and one_shot else note
     session = ChatSession(runtime.engine, runtime.tokenizer, params, answer, system, notify)
     # One answer is over before compilation pays; a conversation compiles while the person types.
-    wanted = runtime_options.compile
-    compiler = start_compiler(runtime.engine) if wanted or (wanted is None and not one_shot) else None
-    if compiler and wanted:
+    wanted = not one_shot if compile_blocks is None else compile_blocks
+    compiler = start_compiler(runtime.engine) if wanted else None
+    if compiler and compile_blocks:
         if not quiet:
             note("compiling (kept for the next start) ...")
         compiler.wait()
@@ -41,6 +43,8 @@ def run_chat(
         if not compiler or not waiting:
             return
         waiting = not compiler.apply() and compiler.error is None
+        if not waiting and not compiler.error:
+            runtime.engine.plain_rows = choose_plain_rows(runtime.engine)
         if compiler.error:
             note(f"warning: running without compilation: {compiler.error}")
         elif waiting and not quiet:

@@ -31,7 +31,7 @@ class UserError(click.ClickException):
     exit_code = 2
 
 
-class Cli(click.Group):
+class _OneLineErrors(click.Command):
     """Turns what users can mend into one line; everything else keeps its traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -51,6 +51,14 @@ class Cli(click.Group):
                 sys.stderr.close()
                 sys.exit(1)
             raise
+
+
+class Script(_OneLineErrors):
+    """A command of its own with fasteagle's manners about errors."""
+
+
+class Cli(_OneLineErrors, click.Group):
+    """The `fasteagle` group."""
 
 
 @click.group(cls=Cli, context_settings={"help_option_names": ["-h", "--help"]})
@@ -74,7 +82,7 @@ def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(command)
     def wrapped(device: str, dtype: str, max_seq_len: int | None, threads: int | None,
                 **kwargs: Any) -> Any:
-        runtime = RuntimeOptions(device, dtype, max_seq_len, kwargs.pop("compile_", None), threads)
+        runtime = RuntimeOptions(device, dtype, max_seq_len, threads)
         return command(runtime_options=runtime, **kwargs)
 
     return wrapped  # fmt: skip
@@ -115,12 +123,12 @@ def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--quiet", is_flag=True, help="Only answers, no numbers.")
 def chat(model: str, runtime_options: RuntimeOptions, params: SamplingParams,
          answer: AnswerOptions, announce_seed: bool, prompt: str | None, system: str | None,
-         quiet: bool) -> None:  # fmt: skip
+         compile_: bool | None, quiet: bool) -> None:  # fmt: skip
     """Talk to a model. Text goes to stdout, everything else to stderr."""
     from fasteagle.chat_command import run_chat
 
     run_chat(model, runtime_options, params, answer, announce_seed=announce_seed, prompt=prompt,
-             system=system, quiet=quiet)  # fmt: skip
+             system=system, compile_blocks=compile_, quiet=quiet)  # fmt: skip
 
 
 @main.command()

@@ -71,7 +71,8 @@ class GGUFFile:
         }
         self._check_types_and_size()
         self.config = self._config(index)
-        self._data = np.memmap(path, mode="r", dtype=np.uint8)
+        # A plain view: the memmap subclass costs microseconds on each of a million slices.
+        self._data = np.asarray(np.memmap(path, mode="r", dtype=np.uint8))
 
     def _check_types_and_size(self) -> None:
         size = self.path.stat().st_size
@@ -115,7 +116,9 @@ class GGUFFile:
         raw = self._data[tensor.offset : tensor.offset + tensor.n_bytes]
         kind = GGMLQuantizationType[tensor.kind]
         rows = raw.reshape(tensor.shape[0], -1) if len(tensor.shape) > 1 else raw
-        values = torch.from_numpy(np.array(dequantize(rows, kind))).view(tensor.shape)
+        array = dequantize(rows, kind)
+        values = torch.from_numpy(array if array.flags.writeable else array.copy())
+        values = values.view(tensor.shape)
         if self.config.architecture == "LlamaForCausalLM":
             if name.endswith("q_proj.weight"):
                 return unpermute_rope(values, self.config.n_head)

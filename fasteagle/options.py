@@ -67,7 +67,6 @@ class RuntimeOptions:
     device: str = "auto"
     dtype: str = "auto"
     max_seq_len: int | None = None  # None: the model's own limit, at most DEFAULT_MAX_SEQ_LEN
-    compile: bool | None = None  # None: in the background where a session lasts long enough
     threads: int | None = None
 
     DEFAULT_MAX_SEQ_LEN = 4096

@@ -1,0 +1,297 @@
+"""Tokens per second on real prompts: rows that answer the same questions in turn, in one run.
+
+A row is one way to decode at one precision. Rows take turns prompt by prompt, so that a machine
+that slows down slows them all. See `scripts/tokens_per_sec.py` for the command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import resource
+from collections.abc import Callable, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from fasteagle.checkpoint import Checkpoint, available_bytes, required_bytes
+from fasteagle.errors import FasteagleError
+from fasteagle.generate import Engine, choose_plain_rows
+from fasteagle.hf_baseline import hf_generate, hf_model
+from fasteagle.options import RuntimeOptions, SamplingParams
+from fasteagle.runtime import (
+    TORCH_DTYPES,
+    build_engine,
+    note,
+    pick_device,
+    start_compiler,
+)
+from fasteagle.tokenizer import ChatTokenizer, Message
+
+ROW_NAMES = ("hf", "plain")
+PRECISIONS = ("bf16", "fp32")
+WARM_UP_TOKENS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchOptions:
+    """What to run."""
+
+    model: str = "smollm2-135m"
+    rows: tuple[str, ...] = ROW_NAMES
+    precisions: tuple[str, ...] = ("bf16",)
+    data: Path | None = None
+    limit: int | None = None
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    seed: int = 0
+    compile: bool = True
+
+    def __post_init__(self) -> None:
+        for value, known, what in (
+            *((row, ROW_NAMES, "row") for row in self.rows),
+            *((precision, PRECISIONS, "precision") for precision in self.precisions),
+        ):
+            if value not in known:
+                raise FasteagleError(f"unknown {what} {value!r}: use {', '.join(known)}")
+        if self.limit is not None and self.limit < 1:
+            raise FasteagleError(f"limit {self.limit} is out of range: use 1 or more")
+        if self.max_new_tokens < 2:
+            raise FasteagleError(
+                f"max-new-tokens {self.max_new_tokens} is out of range: a rate needs 2 or more"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    turns: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """One answer, measured. Times in seconds."""
+
+    tokens: list[int]
+    ttft: float
+    seconds: float  # first to last token
+    passes: int  # target passes after prefill
+
+
+class Decoder(Protocol):
+    """One way to answer: `turn` gets a whole prompt, `restart` begins a new question."""
+
+    def turn(self, prompt: list[int], max_new_tokens: int) -> Turn: ...
+
+    def restart(self) -> None: ...
+
+
+class PlainDecoder:
+    """Our own engine without speculation; keeps the KV cache over the turns of a question."""
+
+    def __init__(self, engine: Engine, params: SamplingParams, eos_ids: frozenset[int]) -> None:
+        self.engine, self.params, self.eos_ids = engine, params, eos_ids
+
+    def restart(self) -> None:
+        self.engine.cached.clear()
+
+    def turn(self, prompt: list[int], max_new_tokens: int) -> Turn:
+        cycles = self.engine.generate(prompt, self.params, max_new_tokens, self.eos_ids)
+        tokens = [token for ids in cycles for token in ids]
+        stats = self.engine.stats
+        return Turn(tokens, stats.ttft, stats.decode_seconds, stats.passes)
+
+
+class HFDecoder:
+    """transformers' `generate` on the same weights."""
+
+    def __init__(self, model: Any, params: SamplingParams, eos_ids: frozenset[int]) -> None:
+        self.model, self.params, self.eos_ids = model, params, eos_ids
+
+    def restart(self) -> None:
+        pass
+
+    def turn(self, prompt: list[int], max_new_tokens: int) -> Turn:
+        tokens, ttft, seconds = hf_generate(
+            self.model, prompt, self.params, max_new_tokens, self.eos_ids
+        )
+        return Turn(tokens, ttft, seconds, len(tokens) - 1)
+
+
+@dataclasses.dataclass
+class Row:
+    """One line of the table, while it is being measured."""
+
+    name: str
+    precision: str
+    decoder: Decoder
+    weight_bytes: int  # read by every pass
+    turns: list[Turn] = dataclasses.field(default_factory=list)
+    peak_bytes: int = 0
+    plain_rows: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(turn.tokens) for turn in self.turns)
+
+    @property
+    def seconds(self) -> float:
+        return sum(turn.seconds for turn in self.turns)
+
+    @property
+    def tok_s(self) -> float:
+        return (self.tokens - len(self.turns)) / self.seconds if self.seconds else 0.0
+
+    @property
+    def tau(self) -> float:
+        passes = sum(turn.passes for turn in self.turns)
+        return (self.tokens - len(self.turns)) / passes if passes else 1.0
+
+    @property
+    def turn_rates(self) -> list[float]:
+        """tok/s of each answer of at least two tokens."""
+        return [(len(t.tokens) - 1) / t.seconds for t in self.turns if t.seconds > 0]
+
+
+def read_questions(path: Path | None, limit: int | None) -> list[Question]:
+    """Questions of a JSONL file with `turns`, or the ten shipped with the package."""
+    try:
+        if path is None:
+            text = (resources.files("fasteagle") / "data/prompts.jsonl").read_text("utf-8")
+        else:
+            text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FasteagleError(f"cannot read {path}: {error}") from error
+    questions = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            turns = json.loads(line)["turns"]
+            if not turns or not all(isinstance(turn, str) and turn for turn in turns):
+                raise ValueError("turns must be texts")
+        except (ValueError, TypeError, KeyError) as error:
+            raise FasteagleError(
+                f'{path}, line {number}: expected {{"turns": ["text", ...]}} ({error!r})'
+            ) from error
+        questions.append(Question(tuple(turns)))
+    if not questions:
+        raise FasteagleError(f"{path}: no questions in it")
+    return questions[:limit]
+
+
+def run(
+    options: BenchOptions, runtime: RuntimeOptions, checkpoint: Checkpoint, tokenizer: ChatTokenizer
+) -> list[Row]:
+    """Measure every row. Precisions run together where they fit in memory, else one by one."""
+    questions = read_questions(options.data, options.limit)
+    device = pick_device(runtime.device)
+    rows: list[Row] = []
+    for precisions in _fitting_groups(options, runtime, checkpoint, device):
+        group = [
+            _build_row(name, precision, options, runtime, checkpoint, tokenizer, device)
+            for precision in precisions
+            for name in options.rows
+        ]
+        _warm_up(group, questions[0], tokenizer)
+        for number, question in enumerate(questions, 1):
+            note(f"question {number} of {len(questions)} ({', '.join(precisions)})")
+            for row in group:
+                _answer(row, question, tokenizer, options.max_new_tokens, device)
+        for row in group:
+            row.decoder = _Spent()  # the next precision needs the memory
+        rows += group
+    return rows
+
+
+class _Spent:
+    """Stands where a decoder was whose model is no longer in memory."""
+
+    def turn(self, prompt: list[int], max_new_tokens: int) -> Turn:
+        raise AssertionError("this row has been measured")
+
+    def restart(self) -> None:
+        raise AssertionError("this row has been measured")
+
+
+def _fitting_groups(
+    options: BenchOptions, runtime: RuntimeOptions, checkpoint: Checkpoint, device: torch.device
+) -> list[tuple[str, ...]]:
+    max_seq_len = runtime.seq_len_for(checkpoint.config.max_seq_len, options.model)
+    needed = sum(
+        sum(required_bytes(checkpoint.config, TORCH_DTYPES[p], max_seq_len)) * len(options.rows)
+        for p in options.precisions
+    )
+    free = available_bytes(device)
+    together = free is None or needed * 1.2 < free
+    return [options.precisions] if together else [(p,) for p in options.precisions]
+
+
+def _build_row(
+    name: str, precision: str, options: BenchOptions, runtime: RuntimeOptions,
+    checkpoint: Checkpoint, tokenizer: ChatTokenizer, device: torch.device,
+) -> Row:  # fmt: skip
+    params = SamplingParams(temperature=options.temperature, seed=options.seed)
+    config, dtype = checkpoint.config, TORCH_DTYPES[precision]
+    read_per_pass = (config.linear_params + config.vocab_size * config.dim) * dtype.itemsize
+    if name == "hf":
+        model = hf_model(checkpoint, dtype, device)
+        return Row(name, precision, HFDecoder(model, params, tokenizer.eos_ids), read_per_pass)
+    engine = build_engine(checkpoint, precision, device, runtime, options.model)
+    if options.compile:
+        compiler = start_compiler(engine)
+        compiler.wait()
+        if not compiler.apply():
+            note(f"warning: running without compilation: {compiler.error}")
+    engine.plain_rows = choose_plain_rows(engine)
+    row = Row(name, precision, PlainDecoder(engine, params, tokenizer.eos_ids), read_per_pass)
+    row.plain_rows = engine.plain_rows
+    return row
+
+
+def _warm_up(rows: Sequence[Row], question: Question, tokenizer: ChatTokenizer) -> None:
+    prompt = tokenizer.encode(tokenizer.render([{"role": "user", "content": question.turns[0]}]))
+    for row in rows:
+        row.decoder.turn(prompt, WARM_UP_TOKENS)
+
+
+def _answer(
+    row: Row, question: Question, tokenizer: ChatTokenizer, max_new_tokens: int,
+    device: torch.device,
+) -> None:  # fmt: skip
+    """All turns of a question, with the row's own answers as history."""
+    row.decoder.restart()
+    messages: list[Message] = []
+    reset_peak, read_peak = _peak_meter(device)
+    for text in question.turns:
+        messages.append({"role": "user", "content": text})
+        prompt = tokenizer.encode(tokenizer.render(messages))
+        reset_peak()
+        turn = row.decoder.turn(prompt, max_new_tokens)
+        row.peak_bytes = max(row.peak_bytes, read_peak())
+        row.turns.append(turn)
+        messages.append({"role": "assistant", "content": tokenizer.decode(turn.tokens)})
+
+
+def _peak_meter(device: torch.device) -> tuple[Callable[[], None], Callable[[], int]]:
+    """How to reset and read the peak memory: of the device, or of this process on the CPU."""
+    if device.type == "cuda":
+        return (
+            lambda: torch.cuda.reset_peak_memory_stats(device),
+            lambda: torch.cuda.max_memory_allocated(device),
+        )
+
+    def reset() -> None:
+        with contextlib.suppress(OSError):  # then the peak is that of the whole process so far
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def read() -> int:
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/self/status").read_text().splitlines():
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    return reset, read

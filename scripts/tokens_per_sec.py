@@ -1,0 +1,94 @@
+"""Tokens per second of the ways to decode, on real prompts, in one run.
+
+    python scripts/tokens_per_sec.py
+    python scripts/tokens_per_sec.py --data questions.jsonl --limit 16 --rows hf,plain --md
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fasteagle.bench import PRECISIONS, ROW_NAMES, BenchOptions
+from fasteagle.cli import Script, model_options
+from fasteagle.options import RuntimeOptions
+from fasteagle.paths import write_atomic
+
+DEFAULTS = BenchOptions()
+
+
+@click.command(cls=Script)
+@model_options
+@click.option("--rows", default=",".join(ROW_NAMES), show_default=True, help="Comma list.")
+@click.option("--precision", default=",".join(DEFAULTS.precisions), show_default=True,
+              help=f"Comma list of {', '.join(PRECISIONS)}.")
+@click.option("--data", type=click.Path(path_type=Path, dir_okay=False),
+              help='JSONL with {"turns": ["text", ...]} lines.  [default: ten prompts of ours]')
+@click.option("--limit", type=int, help="Only the first N questions.")
+@click.option("--max-new-tokens", default=DEFAULTS.max_new_tokens, show_default=True)
+@click.option("--temperature", default=DEFAULTS.temperature, show_default=True)
+@click.option("--seed", default=DEFAULTS.seed, show_default=True)
+@click.option("--compile/--no-compile", "compile_", default=DEFAULTS.compile, show_default=True)
+@click.option("--load-format", type=click.Choice(["auto", "dummy"]), default="auto",
+              help="dummy: random weights in a registry model's shape, nothing downloaded.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False),
+              help="Write the full record here.")
+@click.option("--save-outputs", is_flag=True, help="Put the answers' token ids into the record.")
+@click.option("--md", is_flag=True, help="Print the table in Markdown.")
+def main(model: str, runtime_options: RuntimeOptions, rows: str, precision: str, compile_: bool,
+         load_format: str, json_path: Path | None, save_outputs: bool, md: bool,
+         **rest: Any) -> None:  # fmt: skip
+    """Measure tokens per second; see the module's docstring for examples."""
+    options = BenchOptions(model, _list(rows), _list(precision), compile=compile_, **rest)
+
+    from fasteagle.bench import run
+    from fasteagle.bench_report import build_report
+
+    checkpoint, tokenizer = _load(model, load_format)
+    measured = run(options, runtime_options, checkpoint, tokenizer)
+    report = build_report(measured, options, runtime_options, save_outputs)
+    if json_path:
+        write_atomic(json_path, json.dumps(report, indent=1).encode())
+    _print(report, md)
+
+
+def _load(model: str, load_format: str) -> tuple[Any, Any]:
+    from fasteagle import registry
+    from fasteagle.checkpoint import open_checkpoint
+    from fasteagle.runtime import dummy_checkpoint
+    from fasteagle.tokenizer import load_tokenizer
+
+    if load_format == "dummy":
+        # Text is not the point: the default model's tokenizer fits every larger vocabulary.
+        source = registry.resolve(registry.DEFAULT_MODEL)
+        return dummy_checkpoint(model), load_tokenizer(source.path)
+    source = registry.resolve(model)
+    return open_checkpoint(source.path), load_tokenizer(source.path, source.template)
+
+
+def _print(report: dict[str, Any], md: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from fasteagle.bench_report import COLUMNS, conditions, markdown, table_rows
+
+    if md:
+        print(markdown(report))
+        return
+    table = Table(*COLUMNS, box=None, pad_edge=False)
+    for cells in table_rows(report):
+        table.add_row(*cells)
+    console = Console(width=140)
+    console.print(table)
+    console.print(conditions(report))
+
+
+def _list(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+if __name__ == "__main__":
+    main()

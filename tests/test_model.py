@@ -1,0 +1,151 @@
+"""Our model against transformers, in fp32, for every family."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from conftest import FAMILIES, make_hf_model
+from fasteagle.checkpoint import load_model, open_checkpoint
+from fasteagle.model import KEY_BLOCK, KVCache, causal_mask
+
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request, tmp_path_factory):
+    """(transformers model, ours loaded from the folder it saved)."""
+    hf = make_hf_model(request.param)
+    folder = tmp_path_factory.mktemp(request.param)
+    hf.save_pretrained(folder)
+    ours = load_model(
+        open_checkpoint(folder), dtype=torch.float32, device="cpu", max_seq_len=512
+    )
+    return hf, ours
+
+
+def tokens_of(model, n: int) -> torch.Tensor:
+    return torch.randint(0, model.config.vocab_size, (n,), generator=torch.Generator().manual_seed(3))
+
+
+def run(model, tokens, start, cache, taps=()):
+    rows = torch.arange(start, start + len(tokens))
+    mask = causal_mask(start, len(tokens), cache.n_slots, model.config.sliding_window, "cpu")
+    return model(tokens, rows, rows, mask, cache, taps)
+
+
+def fresh_cache(model) -> KVCache:
+    return KVCache(model.config, KEY_BLOCK, torch.float32, "cpu")
+
+
+@torch.no_grad()
+def test_prefill_matches_transformers(pair):
+    hf, ours = pair
+    tokens = tokens_of(ours, 90)
+    expected = hf(tokens[None], output_hidden_states=True)
+    output = run(ours, tokens, 0, fresh_cache(ours))
+    assert (output.logits - expected.logits[0]).abs().max() < TOLERANCE
+    assert (output.features - expected.hidden_states[-1][0]).abs().max() < TOLERANCE
+
+
+@torch.no_grad()
+def test_incremental_matches_prefill(pair):
+    hf, ours = pair
+    tokens = tokens_of(ours, 40)
+    expected = hf(tokens[None]).logits[0]
+    cache = fresh_cache(ours)
+    parts = [run(ours, part, start, cache).logits
+             for start, part in ((0, tokens[:17]), (17, tokens[17:20]))]  # fmt: skip
+    parts += [run(ours, tokens[i : i + 1], i, cache).logits for i in range(20, 40)]
+    assert (torch.cat(parts) - expected).abs().max() < TOLERANCE
+
+
+@torch.no_grad()
+def test_taps_are_the_residual_entering_the_blocks(pair):
+    hf, ours = pair
+    tokens = tokens_of(ours, 12)
+    hidden = hf(tokens[None], output_hidden_states=True).hidden_states
+    taps = run(ours, tokens, 0, fresh_cache(ours), taps=(0, 2)).taps
+    expected = torch.cat((hidden[0][0], hidden[2][0]), dim=-1)
+    assert (taps - expected).abs().max() < TOLERANCE
+
+
+@torch.no_grad()
+def test_tree_rows_match_transformers_on_each_path(pair):
+    """Five tree rows behind a prefix: each row's logits equal those of its own path, run alone."""
+    hf, ours = pair
+    if ours.config.sliding_window:
+        pytest.skip("the window of a tree row is tested through Engine.verify")
+    prefix, nodes = tokens_of(ours, 11), tokens_of(ours, 30)[25:]
+    parents = [0, 0, 0, 1, 3]  # root; 1 and 2 below it; 3 below 1; 4 below 3
+    tree_mask = torch.eye(5, dtype=torch.bool)
+    depths = torch.zeros(5, dtype=torch.long)
+    for j in range(1, 5):
+        tree_mask[j] |= tree_mask[parents[j]]
+        depths[j] = depths[parents[j]] + 1
+    cache = fresh_cache(ours)
+    run(ours, prefix, 0, cache)
+    mask = (torch.arange(cache.n_slots) < 11).expand(5, -1).clone()
+    mask[:, 11:16] = tree_mask
+    logits = ours(nodes, 11 + depths, torch.arange(11, 16), mask, cache).logits
+    for j in range(5):
+        path = torch.cat((prefix, nodes[tree_mask[j]]))
+        assert (logits[j] - hf(path[None]).logits[0, -1]).abs().max() < TOLERANCE
+
+
+@torch.no_grad()
+def test_commit_moves_rows_as_if_they_had_been_decoded_there(pair):
+    _, ours = pair
+    if ours.config.sliding_window:
+        pytest.skip("commit does not look at the window")
+    prefix, tail = tokens_of(ours, 9), tokens_of(ours, 12)[9:]
+    straight, moved = fresh_cache(ours), fresh_cache(ours)
+    run(ours, torch.cat((prefix, tail)), 0, straight)
+    run(ours, prefix, 0, moved)
+    # The tail's three rows written with gaps, as accepted rows of a larger tree would be.
+    slots = torch.tensor([9, 12, 15])
+    mask = (torch.arange(moved.n_slots) < 9).expand(3, -1).clone()
+    mask[:, slots] = torch.ones(3, 3, dtype=torch.bool).tril()
+    ours(tail, torch.arange(9, 12), slots, mask, moved)
+    moved.commit(slots, torch.arange(9, 12))
+    for (k, v), (k2, v2) in zip(straight.layers, moved.layers, strict=True):
+        assert torch.allclose(k[:, :12], k2[:, :12], atol=1e-5)
+        assert torch.allclose(v[:, :12], v2[:, :12], atol=1e-5)
+
+
+def test_resize_keeps_what_fits():
+    from fasteagle.config import ModelConfig
+
+    config = ModelConfig(dim=8, n_layer=2, n_head=2, n_kv_head=1, head_dim=4, ffn_dim=8,
+                         vocab_size=10, max_seq_len=2048)  # fmt: skip
+    cache = KVCache(config, 10, torch.float32, "cpu")
+    assert cache.n_slots == KEY_BLOCK
+    cache.layers[1][0][:, :5] = 3.0
+    cache.resize(KEY_BLOCK + 1)
+    assert cache.n_slots == 2 * KEY_BLOCK
+    assert (cache.layers[1][0][:, :5] == 3).all() and (cache.layers[1][0][:, 5:] == 0).all()
+    cache.resize(4)
+    assert cache.n_slots == KEY_BLOCK and (cache.layers[1][0][:, :5] == 3).all()
+
+
+@torch.no_grad()
+def test_residual_stream_stays_fp32_in_bf16(pair):
+    """bf16 weights, fp32 residual: closer to fp32 than an all-bf16 pass of transformers."""
+    hf, ours = pair
+    tokens = tokens_of(ours, 60)
+    exact = run(ours, tokens, 0, fresh_cache(ours)).features
+    half = load_half(ours)
+    cache = KVCache(ours.config, KEY_BLOCK, torch.bfloat16, "cpu")
+    output = run(half, tokens, 0, cache)
+    assert output.features.dtype == torch.bfloat16
+    hf_half = copy.deepcopy(hf).to(torch.bfloat16)
+    theirs = hf_half(tokens[None], output_hidden_states=True).hidden_states[-1][0]
+    assert (output.features - exact).norm() < (theirs.float() - exact).norm()
+
+
+def load_half(model):
+    half = copy.deepcopy(model).to(torch.bfloat16)
+    half.init_rope(512, "cpu")
+    return half
