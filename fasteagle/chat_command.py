@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import sys
 
 from fasteagle.chat import ChatSession, format_stats
@@ -19,6 +21,8 @@ def run_chat(
     utf8_streams()
     one_shot = prompt is not None or not sys.stdin.isatty()
     text = _prompt_text(prompt) if one_shot else ""
+    system = None if system is None else _argument(system, "--system")
+    answer = dataclasses.replace(answer, stop=tuple(_argument(s, "--stop") for s in answer.stop))
 
     from fasteagle.generate import choose_plain_rows
     from fasteagle.runtime import load_runtime, note, start_compiler
@@ -65,15 +69,25 @@ def run_chat(
 
 def _prompt_text(prompt: str | None) -> str:
     """The one question: from the option, or from standard input, which must be UTF-8."""
-    if prompt in (None, "-"):
-        raw = sys.stdin.buffer.read()
-        try:
-            prompt = raw.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise FasteagleError(
-                f"standard input is not UTF-8: byte 0x{raw[error.start]:02x} at offset "
-                f"{error.start}; convert it first (iconv -t utf-8)"
-            ) from None
-    if not prompt or not prompt.strip():
+    if prompt is None or prompt == "-":
+        text = _decode(sys.stdin.buffer.read(), "standard input")
+    else:
+        text = _argument(prompt, "--prompt")
+    if not text.strip():
         raise FasteagleError("the prompt is empty: give text after -p, or pipe some in")
-    return prompt
+    return text
+
+
+def _argument(text: str, name: str) -> str:
+    """An argument as UTF-8, also where the locale made Python hide its bytes in surrogates."""
+    return _decode(os.fsencode(text), name)
+
+
+def _decode(raw: bytes, what: str) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FasteagleError(
+            f"{what} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}; "
+            "convert it first (iconv -t utf-8)"
+        ) from None

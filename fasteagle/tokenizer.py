@@ -84,14 +84,19 @@ def _auto_tokenizer() -> Any:
 
 
 def _eos_ids(folder: Path, backend: Any) -> frozenset[int]:
-    """Every id that ends an answer: the tokenizer's, the generation config's, chat end marks."""
+    """Every id that ends an answer: the tokenizer's, the model's, and chat end marks.
+
+    The generation config speaks for the model; only without one does the model config.
+    """
     ids = {backend.eos_token_id} if backend.eos_token_id is not None else set()
     for name in ("generation_config.json", "config.json"):
         try:
             value = json.loads((folder / name).read_text()).get("eos_token_id")
         except (OSError, ValueError, AttributeError):
             continue
-        ids.update(value if isinstance(value, list) else [] if value is None else [value])
+        if value is not None:
+            ids.update(value if isinstance(value, list) else [value])
+            break
     vocabulary = backend.get_added_vocab()
     ids.update(vocabulary[t] for t in ("<|im_end|>", "<|eot_id|>") if t in vocabulary)
     return frozenset(int(i) for i in ids)

@@ -1,0 +1,5 @@
+"""`python -m fasteagle`."""
+
+from fasteagle.cli import main
+
+main(prog_name="fasteagle")

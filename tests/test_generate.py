@@ -1,0 +1,183 @@
+"""The engine: against transformers, against itself without a cache, and at every kind of end."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from conftest import make_hf_model
+from fasteagle.checkpoint import load_model, open_checkpoint
+from fasteagle.errors import FasteagleError
+from fasteagle.generate import Engine, choose_plain_rows, common_prefix
+from fasteagle.model import causal_mask
+from fasteagle.options import SamplingParams
+
+GREEDY = SamplingParams()
+SAMPLED = SamplingParams(0.9, top_p=0.95, repetition_penalty=1.2, seed=11)
+PROMPT = [5, 9, 200, 17, 33, 8, 120, 64]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_dir):
+    checkpoint = open_checkpoint(tiny_dir)
+    return load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=512)
+
+
+@pytest.fixture
+def engine(model):
+    return Engine(model, max_seq_len=512)
+
+
+def tokens(engine, prompt, params=GREEDY, n=40, eos=frozenset()):
+    return [t for ids in engine.generate(prompt, params, n, eos) for t in ids]
+
+
+@pytest.mark.parametrize("family", ["llama3", "mistral", "qwen3"])
+def test_greedy_equals_transformers(family, tmp_path):
+    hf = make_hf_model(family)
+    hf.save_pretrained(tmp_path)
+    ours = load_model(open_checkpoint(tmp_path), dtype=torch.float32, device="cpu", max_seq_len=256)
+    expected = hf.generate(torch.tensor([PROMPT]), max_new_tokens=40, do_sample=False,
+                           eos_token_id=None, pad_token_id=0)  # fmt: skip
+    assert tokens(Engine(ours, 256), PROMPT) == expected[0, len(PROMPT) :].tolist()
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
+def test_a_long_run_equals_computing_every_prefix_anew(engine, model, params):
+    """Crosses a cache step (256 slots); the penalty sees prompt and answer."""
+    prompt = PROMPT * 30
+    out = tokens(engine, prompt, params, n=40)
+    for i in (0, 1, 15, 16, 17, 39):
+        assert tokens(Engine(model, 512), prompt + out[:i], params, n=1) == out[i : i + 1]
+
+
+def test_same_seed_same_tokens_other_seed_other_tokens(engine, model):
+    first = tokens(engine, PROMPT, SAMPLED)
+    assert tokens(Engine(model, 512), PROMPT, SAMPLED) == first
+    assert tokens(engine, PROMPT, dataclasses.replace(SAMPLED, seed=12)) != first
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
+def test_two_plain_rows_give_the_tokens_of_one(model, params):
+    one, two = Engine(model, 512), Engine(model, 512, plain_rows=2)
+    assert tokens(one, PROMPT, params) == tokens(two, PROMPT, params)
+
+
+def test_choosing_plain_rows_leaves_the_conversation_alone(engine, model):
+    before = tokens(engine, PROMPT, n=10)
+    assert choose_plain_rows(engine, budget=0.01) in (1, 2)
+    again = tokens(engine, PROMPT + before, n=10)
+    assert engine.stats.cached_tokens == len(PROMPT) + 9
+    assert again == tokens(Engine(model, 512), PROMPT + before, n=10)
+
+
+def test_follow_up_computes_only_what_is_new(engine, model):
+    answer = tokens(engine, PROMPT, n=20)
+    follow_up = PROMPT + answer + [3, 4, 5]
+    out = tokens(engine, follow_up, n=20)
+    # The last token of an answer was drawn but never run through the model.
+    assert engine.stats.cached_tokens == len(PROMPT) + 19
+    assert out == tokens(Engine(model, 512), follow_up, n=20)
+
+
+def test_changed_history_is_recomputed_from_where_it_differs(engine, model):
+    tokens(engine, PROMPT, n=20)
+    other = [*PROMPT[:3], 77, 78]
+    assert tokens(engine, other) == tokens(Engine(model, 512), other)
+    assert common_prefix([1, 2, 3], [1, 2, 4]) == 2 and common_prefix([1], [1, 2]) == 1
+
+
+def test_a_shorter_prompt_that_is_all_cached_still_answers(engine, model):
+    tokens(engine, PROMPT, n=5)
+    assert tokens(engine, PROMPT[:4]) == tokens(Engine(model, 512), PROMPT[:4])
+    assert tokens(engine, PROMPT[:4]) == tokens(Engine(model, 512), PROMPT[:4])
+
+
+def test_prefill_in_chunks_equals_one_pass(model, monkeypatch):
+    prompt = PROMPT * 20
+    whole = tokens(Engine(model, 512), prompt)
+    monkeypatch.setattr("fasteagle.generate.PREFILL_CHUNK", 7)
+    assert tokens(Engine(model, 512), prompt) == whole
+
+
+def test_generator_closed_or_broken_off_leaves_the_engine_usable(engine, model):
+    cycles = engine.generate(PROMPT, GREEDY, 40)
+    part = [next(cycles)[0] for _ in range(6)]
+    cycles.close()
+    assert engine.stats.finish == ""
+    cycles = engine.generate(PROMPT + part, GREEDY, 40)
+    next(cycles)
+    with pytest.raises(KeyboardInterrupt):
+        cycles.throw(KeyboardInterrupt)
+    expected = tokens(Engine(model, 512), PROMPT, n=20)
+    assert part == expected[:6]
+    assert tokens(engine, PROMPT, n=20) == expected
+
+
+def test_ends_with_eos_and_yields_it(engine):
+    free = tokens(engine, PROMPT, n=10)
+    out = tokens(engine, PROMPT, n=10, eos=frozenset({free[4], 259}))
+    assert out == free[: free.index(free[4]) + 1]
+    assert engine.stats.finish == "eos"
+
+
+def test_ends_at_max_new_tokens(engine):
+    assert len(tokens(engine, PROMPT, n=1)) == 1 and engine.stats.finish == "length"
+    assert engine.stats.passes == 0 and engine.stats.tau == 1.0 and engine.stats.tok_s == 0.0
+    assert len(tokens(engine, PROMPT, n=7)) == 7 and engine.stats.passes == 6
+    assert engine.stats.tau == 1.0 and engine.stats.tok_s > 0
+
+
+def test_ends_when_the_context_is_full(model):
+    small = Engine(model, max_seq_len=20)
+    out = tokens(small, PROMPT, n=100)
+    assert len(out) == 20 - len(PROMPT) and small.stats.finish == "context"
+    assert out == tokens(Engine(model, 512), PROMPT, n=12)
+    assert len(tokens(small, PROMPT + out[:-1])) == 1  # a prompt of 19 leaves room for one
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "prompt is empty"),
+        ([1] * 512, "512 tokens, max-seq-len 512 leaves room for 511"),
+        ([1, 260], "token id 260 is outside the vocabulary of 260"),
+        ([-1], "token id -1"),
+    ],
+)
+def test_prompts_that_cannot_run(engine, prompt, message):
+    with pytest.raises(FasteagleError, match=message):
+        tokens(engine, prompt)
+
+
+def test_logits_that_are_not_finite_say_which_precision_to_try(tiny_dir):
+    model = load_model(open_checkpoint(tiny_dir), dtype=torch.bfloat16, device="cpu", max_seq_len=64)
+    engine = Engine(model, 64)
+    model.norm.weight.fill_(float("nan"))
+    with pytest.raises(FasteagleError, match="not finite in bfloat16 at position 8: try --dtype fp32"):
+        tokens(engine, PROMPT)
+
+
+@torch.no_grad()
+def test_verify_gives_each_row_its_own_path_under_a_sliding_window(tmp_path):
+    hf = make_hf_model("mistral")
+    hf.save_pretrained(tmp_path)
+    model = load_model(open_checkpoint(tmp_path), dtype=torch.float32, device="cpu", max_seq_len=64)
+    engine = Engine(model, 64)
+    prompt = [*PROMPT, 1, 2, 3]
+    engine.prefill(prompt)
+    nodes = torch.tensor([50, 51, 52, 53])
+    tree_mask = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]).bool()
+    depths = torch.tensor([0, 1, 1, 2])
+    logits = engine.verify(nodes, depths, tree_mask).logits
+    for j in range(4):
+        path = prompt + nodes[tree_mask[j]].tolist()
+        expected = hf(torch.tensor([path])).logits[0, -1]
+        assert (logits[j] - expected).abs().max() < 1e-4
+
+
+def test_causal_mask_with_a_window():
+    mask = causal_mask(2, 2, 6, 2, "cpu")
+    assert mask.int().tolist() == [[0, 1, 1, 0, 0, 0], [0, 0, 1, 1, 0, 0]]

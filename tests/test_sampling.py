@@ -1,0 +1,171 @@
+"""Draws: against transformers' processors, against exact probabilities, and reproducible."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fasteagle.options import SamplingParams
+from fasteagle.sampling import BAD_ROW, draw, gumbel_noise, process_logits, top_p_threshold
+
+# 99.9 % points of chi-square by degrees of freedom
+CHI2 = {9: 27.88, 15: 37.70, 63: 103.44}
+
+
+def random_logits(rows=5, vocab=200, scale=3.0, seed=0):
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def theirs(logits, params, history):
+    """The processors of transformers, in the order its `generate` uses them."""
+    import transformers as t
+
+    processors = []
+    if params.repetition_penalty != 1:
+        processors.append(t.RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    if not params.greedy:
+        processors.append(t.TemperatureLogitsWarper(params.temperature))
+        if params.top_k:
+            processors.append(t.TopKLogitsWarper(params.top_k))
+        if params.top_p < 1:
+            processors.append(t.TopPLogitsWarper(params.top_p))
+        if params.min_p:
+            processors.append(t.MinPLogitsWarper(params.min_p))
+    for processor in processors:
+        logits = processor(history, logits)
+    return logits
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.7),
+        SamplingParams(temperature=1.3, top_k=7),
+        SamplingParams(temperature=1.0, top_k=1000),
+        SamplingParams(temperature=1.0, top_p=0.9),
+        SamplingParams(temperature=0.7, top_p=0.05),
+        SamplingParams(temperature=1.0, min_p=0.1),
+        SamplingParams(temperature=0.8, repetition_penalty=1.4),
+        SamplingParams(temperature=0.0, repetition_penalty=1.2),
+        SamplingParams(0.9, 40, 0.85, 0.02, 1.1),
+    ],
+)
+def test_processing_equals_transformers(params):
+    logits = random_logits()
+    history = torch.randint(0, 200, (5, 30), generator=torch.Generator().manual_seed(1))
+    seen = torch.zeros(5, 200, dtype=torch.bool).scatter_(1, history, True)
+    ours = process_logits(logits, params, seen)
+    expected = theirs(logits.clone(), params, history)
+    assert torch.equal(ours.isinf(), expected.isinf())
+    kept = ~expected.isinf()
+    assert torch.allclose(ours[kept], expected[kept], atol=1e-6)
+
+
+@pytest.mark.parametrize("top_p", [1e-6, 0.1, 0.5, 0.9, 0.999999])
+def test_threshold_is_the_smallest_nucleus(top_p):
+    """Up to the rounding of an fp32 sum: all kept tokens reach the mass, without the last they do not."""
+    probs = random_logits(8, 300, seed=2).softmax(-1)
+    for row, limit in zip(probs.double(), top_p_threshold(probs, top_p).double(), strict=True):
+        assert row[row >= limit].sum() > top_p - 1e-6
+        assert row[row > limit].sum() < top_p + 1e-6
+        assert (row == limit).any()
+
+
+def test_threshold_keeps_ties_together():
+    probs = torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.4, 0.3, 0.3, 0.0]])
+    kept = probs >= top_p_threshold(probs, 0.5)
+    assert kept.tolist() == [[True] * 4, [True, True, True, False]]
+
+
+def test_noise_is_standard_gumbel():
+    noise = gumbel_noise(1234, torch.arange(64), 4096).flatten().double()
+    assert abs(noise.mean() - 0.57722) < 0.01
+    assert abs(noise.var() - math.pi**2 / 6) < 0.02
+    for q in (0.001, 0.1, 0.5, 0.9, 0.999):
+        assert abs((noise < -math.log(-math.log(q))).double().mean() - q) < 0.003
+    assert noise.isfinite().all()
+
+
+def test_noise_reaches_far_beyond_24_bits():
+    """A 24-bit uniform ends at 16.6; among 2^27 draws larger ones must occur."""
+    top = max(gumbel_noise(5, torch.arange(i, i + 64), 2**15).max().item() for i in range(0, 4096, 64))
+    assert top > 17.5
+
+
+def test_noise_depends_on_seed_position_and_token_only():
+    whole = gumbel_noise(9, torch.arange(100, 110), 50)
+    assert torch.equal(whole[3:5], gumbel_noise(9, torch.tensor([103, 104]), 50))
+    assert torch.equal(whole[:, :20], gumbel_noise(9, torch.arange(100, 110), 20))
+    for other in (10, 9 + 2**32, 9 + 2**40):
+        assert not torch.equal(whole, gumbel_noise(other, torch.arange(100, 110), 50))
+    assert not torch.equal(whole[0], whole[1])
+
+
+def test_noise_of_neighbours_is_uncorrelated():
+    noise = gumbel_noise(3, torch.arange(512), 512).double()
+    other = gumbel_noise(4, torch.arange(512), 512).double()
+    for a, b in ((noise[1:], noise[:-1]), (noise[:, 1:], noise[:, :-1]), (noise, other)):
+        correlation = torch.corrcoef(torch.stack((a.flatten(), b.flatten())))[0, 1]
+        assert abs(correlation) < 0.01
+
+
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(1.0), SamplingParams(0.7, top_p=0.9), SamplingParams(1.5, top_k=6, min_p=0.02)],
+)
+def test_draws_follow_the_processed_distribution(params):
+    """Chi-square over 20,000 positions of the same logits."""
+    logits = random_logits(1, 10, scale=1.5, seed=4)
+    n = 20_000
+    tokens = draw(logits.expand(n, -1), torch.arange(n), params)
+    expected = process_logits(logits, params).softmax(-1)[0].double() * n
+    counts = torch.bincount(tokens, minlength=10).double()
+    assert (counts[expected == 0] == 0).all()
+    possible = expected > 0
+    chi2 = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
+    assert chi2 < CHI2[9]
+
+
+def test_two_tokens_in_a_row_are_independent():
+    """Chi-square of pairs drawn at neighbouring positions of one sequence, over many seeds."""
+    logits = random_logits(1, 4, scale=1.0, seed=6)
+    n = 8000
+    counts = torch.zeros(16, dtype=torch.double)
+    for seed in range(n):
+        a, b = draw(logits.expand(2, -1), torch.tensor([7, 8]), SamplingParams(1.0, seed=seed))
+        counts[a * 4 + b] += 1
+    p = logits.softmax(-1)[0].double()
+    expected = torch.outer(p, p).flatten() * n
+    assert ((counts - expected) ** 2 / expected).sum() < CHI2[15]
+
+
+def test_greedy_is_argmax_and_ignores_the_seed():
+    logits = random_logits()
+    for seed in (0, 5):
+        tokens = draw(logits, torch.arange(5), SamplingParams(seed=seed))
+        assert torch.equal(tokens, logits.argmax(-1))
+
+
+def test_top_k_one_is_greedy_at_any_seed():
+    logits = random_logits(50, 30)
+    for seed in range(5):
+        tokens = draw(logits, torch.arange(50), SamplingParams(1.0, top_k=1, seed=seed))
+        assert torch.equal(tokens, logits.argmax(-1))
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(0.8, top_p=0.9)])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_rows_that_are_not_finite_are_marked(params, bad):
+    logits = random_logits(3, 20)
+    logits[1, 4] = bad
+    tokens = draw(logits, torch.arange(3), params)
+    assert tokens[1] == BAD_ROW and tokens[0] != BAD_ROW and tokens[2] != BAD_ROW
+
+
+def test_masked_tokens_are_no_error():
+    logits = random_logits(2, 20)
+    logits[:, 3:] = float("-inf")
+    tokens = draw(logits, torch.arange(2), SamplingParams(1.0))
+    assert (tokens >= 0).all() and (tokens < 3).all()
