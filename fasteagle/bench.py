@@ -57,6 +57,7 @@ class BenchOptions:
         ):
             if value not in known:
                 raise FasteagleError(f"unknown {what} {value!r}: use {', '.join(known)}")
+        SamplingParams(temperature=self.temperature, seed=self.seed)  # checks both
         if self.limit is not None and self.limit < 1:
             raise FasteagleError(f"limit {self.limit} is out of range: use 1 or more")
         if self.max_new_tokens < 2:
@@ -183,10 +184,10 @@ def read_questions(path: Path | None, limit: int | None) -> list[Question]:
 
 
 def run(
-    options: BenchOptions, runtime: RuntimeOptions, checkpoint: Checkpoint, tokenizer: ChatTokenizer
-) -> list[Row]:
+    options: BenchOptions, runtime: RuntimeOptions, checkpoint: Checkpoint,
+    tokenizer: ChatTokenizer, questions: Sequence[Question],
+) -> list[Row]:  # fmt: skip
     """Measure every row. Precisions run together where they fit in memory, else one by one."""
-    questions = read_questions(options.data, options.limit)
     device = pick_device(runtime.device)
     rows: list[Row] = []
     for precisions in _fitting_groups(options, runtime, checkpoint, device):

@@ -143,7 +143,9 @@ def _shards(path: Path, single: str, pattern: str) -> list[Path]:
     names = sorted(set(read_json(index).get("weight_map", {}).values()))
     absent = [name for name in names if not (path / name).exists()]
     if absent:
-        raise FasteagleError(f"{path}: shards named by {index.name} are missing: {', '.join(absent)}")
+        raise FasteagleError(
+            f"{path}: shards named by {index.name} are missing: {', '.join(absent)}"
+        )
     return [path / name for name in names]
 
 

@@ -40,7 +40,9 @@ class _OneLineErrors(click.Command):
         except FasteagleError as error:
             raise UserError(str(error)) from error
         except MemoryError as error:
-            raise UserError("out of memory: lower --max-seq-len or choose a smaller model") from error
+            raise UserError(
+                "out of memory: lower --max-seq-len or choose a smaller model"
+            ) from error
         except OSError as error:
             if error.errno == errno.ENOSPC:
                 where = f" at {error.filename}" if error.filename else ""
@@ -70,18 +72,25 @@ def main() -> None:
 def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Options every command that loads a model takes; arrive as one `RuntimeOptions`."""
 
-    @click.option("--model", default=DEFAULT_MODEL, show_default=True,
-                  help="Registry name, Hugging Face id, folder or .gguf file.")
+    @click.option(
+        "--model",
+        default=DEFAULT_MODEL,
+        show_default=True,
+        help="Registry name, Hugging Face id, folder or .gguf file.",
+    )
     @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda[:N].")
-    @click.option("--dtype", default="auto", show_default=True,
-                  help=f"auto, {', '.join(DTYPES)}.")
-    @click.option("--max-seq-len", type=int,
-                  help="Context in tokens; fixes the KV cache.  [default: the model's, "
-                       f"at most {RuntimeOptions.DEFAULT_MAX_SEQ_LEN}]")
+    @click.option("--dtype", default="auto", show_default=True, help=f"auto, {', '.join(DTYPES)}.")
+    @click.option(
+        "--max-seq-len",
+        type=int,
+        help="Context in tokens; fixes the KV cache.  [default: the model's, "
+        f"at most {RuntimeOptions.DEFAULT_MAX_SEQ_LEN}]",
+    )
     @click.option("--threads", type=int, help="CPU threads.  [default: all cores]")
     @functools.wraps(command)
-    def wrapped(device: str, dtype: str, max_seq_len: int | None, threads: int | None,
-                **kwargs: Any) -> Any:
+    def wrapped(
+        device: str, dtype: str, max_seq_len: int | None, threads: int | None, **kwargs: Any
+    ) -> Any:
         runtime = RuntimeOptions(device, dtype, max_seq_len, threads)
         return command(runtime_options=runtime, **kwargs)
 
@@ -91,8 +100,9 @@ def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Options of drawing tokens and ending answers; arrive as two dataclasses."""
 
-    @click.option("--temperature", default=_SAMPLING.temperature, show_default=True,
-                  help="0 is greedy.")
+    @click.option(
+        "--temperature", default=_SAMPLING.temperature, show_default=True, help="0 is greedy."
+    )
     @click.option("--top-k", default=_SAMPLING.top_k, show_default=True, help="0 is off.")
     @click.option("--top-p", default=_SAMPLING.top_p, show_default=True)
     @click.option("--min-p", default=_SAMPLING.min_p, show_default=True)
@@ -101,9 +111,17 @@ def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
     @click.option("--max-new-tokens", default=_ANSWER.max_new_tokens, show_default=True)
     @click.option("--stop", multiple=True, help="End the answer before this text (repeatable).")
     @functools.wraps(command)
-    def wrapped(temperature: float, top_k: int, top_p: float, min_p: float,
-                repetition_penalty: float, seed: int | None, max_new_tokens: int,
-                stop: tuple[str, ...], **kwargs: Any) -> Any:
+    def wrapped(
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        min_p: float,
+        repetition_penalty: float,
+        seed: int | None,
+        max_new_tokens: int,
+        stop: tuple[str, ...],
+        **kwargs: Any,
+    ) -> Any:
         drawn = fresh_seed() if seed is None else seed
         params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, drawn)
         answer = AnswerOptions(max_new_tokens, stop)
@@ -118,8 +136,12 @@ def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @sampling_options
 @click.option("-p", "--prompt", help="Answer this once and leave; '-' reads standard input.")
 @click.option("--system", help="System prompt.  [default: the model's own]")
-@click.option("--compile/--no-compile", "compile_", default=None,
-              help="Compile first, or never.  [default: in the background; not for -p]")
+@click.option(
+    "--compile/--no-compile",
+    "compile_",
+    default=None,
+    help="Compile first, or never.  [default: in the background; not for -p]",
+)
 @click.option("--quiet", is_flag=True, help="Only answers, no numbers.")
 def chat(model: str, runtime_options: RuntimeOptions, params: SamplingParams,
          answer: AnswerOptions, announce_seed: bool, prompt: str | None, system: str | None,

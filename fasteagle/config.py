@@ -1,4 +1,4 @@
-"""Architecture of a Llama-family model: one frozen dataclass, read from Hugging Face or GGUF metadata.
+"""Architecture of a Llama-family model: one frozen dataclass, from HF or GGUF metadata.
 
 Knows nothing about weights or torch, so that `fasteagle models` can do its arithmetic at once.
 """
@@ -45,7 +45,9 @@ class ModelConfig:
     rope_base: float = 10000.0
     rope_scaling: Llama3RopeScaling | None = None
     rope_linear_factor: float = 1.0
-    rope_freq_factors: tuple[float, ...] | None = None  # per-frequency divisors, as GGUF stores them
+    rope_freq_factors: tuple[float, ...] | None = (
+        None  # per-frequency divisors, as GGUF stores them
+    )
     tie_embeddings: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -135,7 +137,9 @@ def from_hf(raw: Mapping[str, Any], source: str) -> ModelConfig:
 def _refuse_unsupported(raw: Mapping[str, Any], source: str) -> None:
     """Fields whose non-default values would change the arithmetic in a way we do not implement."""
     if raw.get("hidden_act", "silu") != "silu":
-        raise FasteagleError(f"{source}: hidden_act {raw['hidden_act']!r} is not supported; only silu")
+        raise FasteagleError(
+            f"{source}: hidden_act {raw['hidden_act']!r} is not supported; only silu"
+        )
     for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
         if raw.get(key):
             raise FasteagleError(f"{source}: {key}=true is not supported")

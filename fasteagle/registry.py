@@ -186,4 +186,3 @@ def preset(name: str) -> ModelConfig:
     if name not in REGISTRY:
         raise FasteagleError(f"unknown preset {name!r}{suggest(name, REGISTRY)}")
     return REGISTRY[name].config
-

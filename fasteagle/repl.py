@@ -223,7 +223,9 @@ def _with_value(options: Any, key: str, value: str) -> Any:
     """`options` with field `key` read from text, checked by the dataclass itself."""
     old = getattr(options, key)
     try:
-        new = tuple(s for s in value.split(",") if s) if isinstance(old, tuple) else type(old)(value)
+        new = (
+            tuple(s for s in value.split(",") if s) if isinstance(old, tuple) else type(old)(value)
+        )
     except ValueError:
         kind = type(old).__name__
         raise FasteagleError(f"/set {key}: {value!r} is not a number ({kind})") from None

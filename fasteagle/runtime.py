@@ -101,7 +101,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str, device: torch.device) -> str:
-    """"auto" is bf16 where the hardware multiplies it, else fp32."""
+    """ "auto" is bf16 where the hardware multiplies it, else fp32."""
     if name != "auto":
         return name
     if device.type == "cuda":

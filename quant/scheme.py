@@ -16,7 +16,7 @@ class Scheme:
     head_bytes: float
 
     def model_bytes(self, config: ModelConfig) -> int:
-        """Weight bytes of a model. A tied embedding is stored once more when the head is not 16-bit."""
+        """Weight bytes of a model; a tied embedding is stored apart from a head below 16 bits."""
         table = config.vocab_size * config.dim
         embedding = 0 if config.tie_embeddings and self.head_bytes == 2 else 2 * table
         return int(config.linear_params * self.linear_bytes + table * self.head_bytes + embedding)

@@ -1,7 +1,7 @@
 """Tokens per second of the ways to decode, on real prompts, in one run.
 
-    python scripts/tokens_per_sec.py
-    python scripts/tokens_per_sec.py --data questions.jsonl --limit 16 --rows hf,plain --md
+python scripts/tokens_per_sec.py
+python scripts/tokens_per_sec.py --data questions.jsonl --limit 16 --rows hf,plain --md
 """
 
 from __future__ import annotations
@@ -23,19 +23,34 @@ DEFAULTS = BenchOptions()
 @click.command(cls=Script)
 @model_options
 @click.option("--rows", default=",".join(ROW_NAMES), show_default=True, help="Comma list.")
-@click.option("--precision", default=",".join(DEFAULTS.precisions), show_default=True,
-              help=f"Comma list of {', '.join(PRECISIONS)}.")
-@click.option("--data", type=click.Path(path_type=Path, dir_okay=False),
-              help='JSONL with {"turns": ["text", ...]} lines.  [default: ten prompts of ours]')
+@click.option(
+    "--precision",
+    default=",".join(DEFAULTS.precisions),
+    show_default=True,
+    help=f"Comma list of {', '.join(PRECISIONS)}.",
+)
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help='JSONL with {"turns": ["text", ...]} lines.  [default: ten prompts of ours]',
+)
 @click.option("--limit", type=int, help="Only the first N questions.")
 @click.option("--max-new-tokens", default=DEFAULTS.max_new_tokens, show_default=True)
 @click.option("--temperature", default=DEFAULTS.temperature, show_default=True)
 @click.option("--seed", default=DEFAULTS.seed, show_default=True)
 @click.option("--compile/--no-compile", "compile_", default=DEFAULTS.compile, show_default=True)
-@click.option("--load-format", type=click.Choice(["auto", "dummy"]), default="auto",
-              help="dummy: random weights in a registry model's shape, nothing downloaded.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False),
-              help="Write the full record here.")
+@click.option(
+    "--load-format",
+    type=click.Choice(["auto", "dummy"]),
+    default="auto",
+    help="dummy: random weights in a registry model's shape, nothing downloaded.",
+)
+@click.option(
+    "--json",
+    "json_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the full record here.",
+)
 @click.option("--save-outputs", is_flag=True, help="Put the answers' token ids into the record.")
 @click.option("--md", is_flag=True, help="Print the table in Markdown.")
 def main(model: str, runtime_options: RuntimeOptions, rows: str, precision: str, compile_: bool,
@@ -44,11 +59,12 @@ def main(model: str, runtime_options: RuntimeOptions, rows: str, precision: str,
     """Measure tokens per second; see the module's docstring for examples."""
     options = BenchOptions(model, _list(rows), _list(precision), compile=compile_, **rest)
 
-    from fasteagle.bench import run
+    from fasteagle.bench import read_questions, run
     from fasteagle.bench_report import build_report
 
+    questions = read_questions(options.data, options.limit)
     checkpoint, tokenizer = _load(model, load_format)
-    measured = run(options, runtime_options, checkpoint, tokenizer)
+    measured = run(options, runtime_options, checkpoint, tokenizer, questions)
     report = build_report(measured, options, runtime_options, save_outputs)
     if json_path:
         write_atomic(json_path, json.dumps(report, indent=1).encode())
@@ -59,12 +75,11 @@ def _load(model: str, load_format: str) -> tuple[Any, Any]:
     from fasteagle import registry
     from fasteagle.checkpoint import open_checkpoint
     from fasteagle.runtime import dummy_checkpoint
-    from fasteagle.tokenizer import load_tokenizer
+    from fasteagle.tokenizer import DummyTokenizer, load_tokenizer
 
     if load_format == "dummy":
-        # Text is not the point: the default model's tokenizer fits every larger vocabulary.
-        source = registry.resolve(registry.DEFAULT_MODEL)
-        return dummy_checkpoint(model), load_tokenizer(source.path)
+        checkpoint = dummy_checkpoint(model)
+        return checkpoint, DummyTokenizer(checkpoint.config.vocab_size)
     source = registry.resolve(model)
     return open_checkpoint(source.path), load_tokenizer(source.path, source.template)
 

@@ -18,10 +18,9 @@ from fasteagle.errors import FasteagleError
 
 def fasteagle(*args, stdin=b"", **kwargs) -> subprocess.CompletedProcess:
     """Run the command in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "fasteagle", *(a if isinstance(a, bytes) else str(a) for a in args)], input=stdin, capture_output=True,
-        timeout=120, **kwargs,
-    )  # fmt: skip
+    arguments = [a if isinstance(a, bytes) else str(a) for a in args]
+    command = [sys.executable, "-m", "fasteagle", *arguments]
+    return subprocess.run(command, input=stdin, capture_output=True, timeout=120, **kwargs)
 
 
 def invoke(*args):

@@ -153,10 +153,14 @@ def test_prompts_that_cannot_run(engine, prompt, message):
 
 
 def test_logits_that_are_not_finite_say_which_precision_to_try(tiny_dir):
-    model = load_model(open_checkpoint(tiny_dir), dtype=torch.bfloat16, device="cpu", max_seq_len=64)
+    model = load_model(
+        open_checkpoint(tiny_dir), dtype=torch.bfloat16, device="cpu", max_seq_len=64
+    )
     engine = Engine(model, 64)
     model.norm.weight.fill_(float("nan"))
-    with pytest.raises(FasteagleError, match="not finite in bfloat16 at position 8: try --dtype fp32"):
+    with pytest.raises(
+        FasteagleError, match="not finite in bfloat16 at position 8: try --dtype fp32"
+    ):
         tokens(engine, PROMPT)
 
 

@@ -103,12 +103,18 @@ def test_a_download_that_was_cut_off_is_resumed(hub_cache, tmp_path, monkeypatch
     import huggingface_hub
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files",
-                        lambda self, repo, revision=None: ["a.safetensors", "pytorch_model.bin"])
+    monkeypatch.setattr(
+        huggingface_hub.HfApi,
+        "list_repo_files",
+        lambda self, repo, revision=None: ["a.safetensors", "pytorch_model.bin"],
+    )
     hub.fetch_repo(REPO, REVISION)
     assert "*.safetensors" in asked["patterns"] and "pytorch_model*.bin" not in asked["patterns"]
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files",
-                        lambda self, repo, revision=None: ["pytorch_model.bin"])
+    monkeypatch.setattr(
+        huggingface_hub.HfApi,
+        "list_repo_files",
+        lambda self, repo, revision=None: ["pytorch_model.bin"],
+    )
     hub.fetch_repo(REPO, REVISION)
     assert "pytorch_model*.bin" in asked["patterns"]
 
@@ -118,9 +124,9 @@ def test_hub_errors_are_one_line_with_the_fix(hub_cache, monkeypatch):
 
     cases = [
         (errors.GatedRepoError("gated", response=response(403)),
-         r"gated: accept its licence at https://huggingface.co/someone/tiny-model, then run `hf auth"),
+         r"gated: accept .* at https://huggingface.co/someone/tiny-model, then run `hf auth login`"),
         (errors.RepositoryNotFoundError("none", response=response(404)), "no such repository"),
-        (errors.RevisionNotFoundError("none", response=response(404)), "revision .* does not exist"),
+        (errors.RevisionNotFoundError("none", response=response(404)), "revision .* not exist"),
         (ConnectionError("no route to host"), r"no route to host\): check the network"),
         (errors.HfHubHTTPError("503 down", response=response(503)), "check the network"),
     ]  # fmt: skip

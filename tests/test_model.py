@@ -20,14 +20,14 @@ def pair(request, tmp_path_factory):
     hf = make_hf_model(request.param)
     folder = tmp_path_factory.mktemp(request.param)
     hf.save_pretrained(folder)
-    ours = load_model(
-        open_checkpoint(folder), dtype=torch.float32, device="cpu", max_seq_len=512
-    )
+    ours = load_model(open_checkpoint(folder), dtype=torch.float32, device="cpu", max_seq_len=512)
     return hf, ours
 
 
 def tokens_of(model, n: int) -> torch.Tensor:
-    return torch.randint(0, model.config.vocab_size, (n,), generator=torch.Generator().manual_seed(3))
+    return torch.randint(
+        0, model.config.vocab_size, (n,), generator=torch.Generator().manual_seed(3)
+    )
 
 
 def run(model, tokens, start, cache, taps=()):

