@@ -124,7 +124,7 @@ def test_hub_errors_are_one_line_with_the_fix(hub_cache, monkeypatch):
 
     cases = [
         (errors.GatedRepoError("gated", response=response(403)),
-         r"gated: accept .* at https://huggingface.co/someone/tiny-model, then run `hf auth login`"),
+         r"gated: accept .* at https://huggingface.co/someone/tiny-model, then run `hf"),
         (errors.RepositoryNotFoundError("none", response=response(404)), "no such repository"),
         (errors.RevisionNotFoundError("none", response=response(404)), "revision .* not exist"),
         (ConnectionError("no route to host"), r"no route to host\): check the network"),
