@@ -6,6 +6,7 @@ tensor names. Loading goes tensor by tensor, so that the peak is one copy of the
 
 from __future__ import annotations
 
+import hashlib
 import json
 import zlib
 from pathlib import Path
@@ -193,6 +194,20 @@ def check_complete(checkpoint: Checkpoint, source: str) -> None:
         shown = "; ".join(sorted(problems)[:6])
         more = f"; and {len(problems) - 6} more" if len(problems) > 6 else ""
         raise FasteagleError(f"{source}: {len(problems)} wrong tensors: {shown}{more}")
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """Identity of the weights as stored: sha256 over every tensor's name, shape and first values.
+
+    The first 1,024 values of each, dequantized to fp32, in the order of the names: a repack that
+    loses nothing keeps the fingerprint, another quantization does not.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(expected_shapes(checkpoint.config)):
+        head = checkpoint.load(name).flatten()[:1024].float().contiguous()
+        digest.update(f"{name}{checkpoint.shape(name)}".encode())
+        digest.update(head.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def load_model(

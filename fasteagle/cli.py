@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import functools
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -17,6 +19,7 @@ from fasteagle.options import (
     AnswerOptions,
     RuntimeOptions,
     SamplingParams,
+    TrainOptions,
     fresh_seed,
 )
 
@@ -131,6 +134,25 @@ def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped  # fmt: skip
 
 
+def hyper_parameters(command: Callable[..., Any]) -> Callable[..., Any]:
+    """One option for every field of `TrainOptions`; arrive as a dict of those given."""
+    names = []
+    for field in reversed(dataclasses.fields(TrainOptions)):
+        if isinstance(field.default, (int, float)):
+            names.append(field.name)
+            flag = f"--{field.name.replace('_', '-')}"
+            command = click.option(flag, field.name, default=field.default, show_default=True)(
+                command
+            )
+
+    @functools.wraps(command)
+    def wrapped(**kwargs: Any) -> Any:
+        options = {name: kwargs.pop(name) for name in names}
+        return command(options=options, **kwargs)
+
+    return wrapped
+
+
 @main.command()
 @model_options
 @sampling_options
@@ -159,3 +181,24 @@ def models() -> None:
     from fasteagle.listing import print_models
 
     print_models()
+
+
+@main.command("train-head")
+@model_options
+@click.option("--data", "data", type=click.Path(path_type=Path, dir_okay=False), multiple=True,
+              required=True, help="JSONL of token ids the model wrote itself (repeatable).")
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True,
+              help="Folder of the head.")
+@click.option("--resume", is_flag=True, help="Continue the run in --out.")
+@click.option("--held-out", default=100, show_default=True, help="Conversations to measure on.")
+@click.option("--max-len", default=640, show_default=True, help="Longer conversations are cut.")
+@click.option("--every", default=200, show_default=True, help="Steps between evaluations.")
+@click.option("--patience", type=int, help="Stop after so many evaluations without gain.")
+@hyper_parameters
+def train_head(model: str, runtime_options: RuntimeOptions, options: dict[str, Any],
+               **run: Any) -> None:  # fmt: skip
+    """Train an EAGLE draft head on text its target wrote."""
+    from fasteagle.train_command import TrainRun
+    from fasteagle.train_command import train_head as train
+
+    train(model, runtime_options, TrainRun(**run), TrainOptions(**options))

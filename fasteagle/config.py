@@ -92,6 +92,51 @@ class ModelConfig:
         return 2 * self.n_layer * self.n_kv_head * self.head_dim * seq_len * element_bytes
 
 
+@dataclasses.dataclass(frozen=True)
+class HeadConfig:
+    """Shape of an EAGLE-1/2 draft head. `block` describes its one decoder block and vocabulary.
+
+    `block.vocab_size` is the target's; `draft_vocab_size` is how many of its tokens can be drafted.
+    """
+
+    block: ModelConfig
+    draft_vocab_size: int
+    fc_bias: bool = True
+
+
+def head_from_hf(raw: Mapping[str, Any], source: str) -> HeadConfig:
+    """Read the `config.json` of a published or own EAGLE-1/2 head.
+
+    RoPE base is the head's own or 10000, never the target's; its context length and layer count
+    are ignored (design of the public heads). Raises `FasteagleError` for missing keys.
+    """
+    needed = ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+    missing = [key for key in needed if key not in raw]
+    if missing:
+        raise FasteagleError(f"{source}: config.json of the draft head lacks {', '.join(missing)}")
+    _refuse_unsupported(raw, source)
+    n_head = raw["num_attention_heads"]
+    rope = raw.get("rope_parameters") or {}
+    block = ModelConfig(
+        dim=raw["hidden_size"],
+        n_layer=1,
+        n_head=n_head,
+        n_kv_head=raw.get("num_key_value_heads") or n_head,
+        head_dim=raw.get("head_dim") or raw["hidden_size"] // n_head,
+        ffn_dim=raw["intermediate_size"],
+        vocab_size=raw["vocab_size"],
+        max_seq_len=2**31,
+        norm_eps=raw.get("rms_norm_eps", 1e-6),
+        rope_base=raw.get("rope_theta") or rope.get("rope_theta") or 10000.0,
+        qkv_bias=bool(raw.get("qkv_bias", False)),
+    )
+    return HeadConfig(
+        block,
+        draft_vocab_size=raw.get("draft_vocab_size") or raw["vocab_size"],
+        fc_bias=bool(raw.get("bias", True)),
+    )
+
+
 def from_hf(raw: Mapping[str, Any], source: str) -> ModelConfig:
     """Read a Hugging Face `config.json`. Raises `FasteagleError` for what we cannot run exactly."""
     architecture = (raw.get("architectures") or ["(none)"])[0]

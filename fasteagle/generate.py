@@ -16,10 +16,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from fasteagle.drafters import Drafter
 from fasteagle.errors import FasteagleError
 from fasteagle.model import KVCache, Output, Transformer, causal_mask
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import BAD_ROW, draw
+from fasteagle.tree import ancestor_mask
+from fasteagle.verify import PAD, accept, seen_rows
 
 PREFILL_CHUNK = 256
 MAX_TREE_ROWS = 64  # cache rows kept free behind the context for tokens not yet committed
@@ -33,8 +36,12 @@ class Stats:
     cached_tokens: int = 0  # of the prompt, found in the KV cache
     new_tokens: int = 0
     passes: int = 0  # target passes after prefill
+    drafted: int = 0  # nodes verified, roots not counted
+    path_lengths: list[int] = dataclasses.field(default_factory=list)  # accepted, per pass
     ttft: float = 0.0  # start to first token
     decode_seconds: float = 0.0  # first to last token
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
     finish: str = ""  # "eos", "length", "context", or "" while running or interrupted
 
     @property
@@ -44,22 +51,32 @@ class Stats:
 
     @property
     def tau(self) -> float:
-        """Tokens per target pass after prefill."""
+        """Tokens per target pass after prefill, bonus included."""
         return (self.new_tokens - 1) / self.passes if self.passes else 1.0
+
+    @property
+    def accepted(self) -> int:
+        """Drafted tokens that were accepted."""
+        return sum(self.path_lengths)
 
 
 class Engine:
-    """One model, one sequence: the KV cache and the tokens it holds.
+    """One model, one sequence: the KV cache, the tokens it holds, and a drafter if there is one.
 
     `cached` are the tokens whose keys and values lie in slots `0 .. len(cached) - 1`; anything
-    behind is never read. `plain_rows` is how many rows a plain pass computes: 2 where the kernels
-    are faster at two rows than at one (see `choose_plain_rows`); the second row is thrown away.
+    behind is never read. Without a drafter, `plain_rows` is how many rows a pass computes: 2 where
+    the kernels are faster at two rows than at one (see `choose_plain_rows`); the second row is
+    thrown away.
     """
 
-    def __init__(self, model: Transformer, max_seq_len: int, plain_rows: int = 1) -> None:
+    def __init__(
+        self, model: Transformer, max_seq_len: int, plain_rows: int = 1,
+        drafter: Drafter | None = None,
+    ) -> None:  # fmt: skip
         self.model = model
         self.max_seq_len = max_seq_len
         self.plain_rows = plain_rows
+        self.drafter = drafter
         self.device = model.norm.weight.device
         self.dtype = model.norm.weight.dtype
         self.on_cpu = self.device.type == "cpu"
@@ -85,55 +102,120 @@ class Engine:
         features, stats.cached_tokens = self.prefill(prompt)
         positions = torch.tensor([len(prompt)], device=self.device)
         root = draw(self.model.lm_head(features), positions, params, seen)
+        new = self._read(root)
+        pairs = (root, features)  # committed since the drafter last saw any
+        first = time.perf_counter()
+        stats.ttft = first - start
         while True:
-            token = self._read(root)
-            now = time.perf_counter()
-            if stats.new_tokens == 0:
-                stats.ttft, first = now - start, now
-            stats.new_tokens += 1
-            stats.decode_seconds = now - first
-            stats.finish = self._finish(token, max_new_tokens, eos_ids)
-            yield [token]
+            kept = self._until_end(new, max_new_tokens, eos_ids)
+            stats.new_tokens += len(kept)
+            stats.decode_seconds = time.perf_counter() - first
+            yield kept
             if stats.finish:
                 return
-            if seen is not None:
-                seen[:, token] = True
-            root = self._plain_cycle(token, root, params, seen)
+            cycle = self._plain_cycle if self.drafter is None else self._draft_cycle
+            new, pairs = cycle(new[-1], pairs, params, seen)
             stats.passes += 1
 
+    def _draft_cycle(
+        self, root_id: int, pairs: tuple[Tensor, Tensor], params: SamplingParams,
+        seen: Tensor | None,
+    ) -> tuple[list[int], tuple[Tensor, Tensor]]:  # fmt: skip
+        """One cycle: extend, propose, verify, accept, commit. The new tokens, and their pairs."""
+        drafter = self.drafter
+        assert drafter is not None
+        begin = time.perf_counter()
+        # The drafter sees the true features of what was committed, then guesses what follows.
+        count = len(self.cached) - drafter.length
+        drafter.extend(*pairs, count)
+        root = torch.tensor([root_id], device=self.device)
+        tree = drafter.propose(root, [*self.cached, root_id])
+        drafted = time.perf_counter()
+
+        tree_mask, depths = ancestor_mask(tree.parents, tree.valid)
+        output = self.verify(tree.tokens, depths, tree_mask)
+        verified = time.perf_counter()
+
+        # The target draws at every row; the path along its own draws is what it would have said.
+        base = len(self.cached)
+        rows_seen = None if seen is None else seen_rows(seen, tree, tree_mask)
+        drawn = draw(output.logits, base + depths + 1, params, rows_seen)
+        path = accept(drawn, tree, tree_mask, depths, drafter.depth)
+
+        slots = base + torch.arange(drafter.depth + 1, device=self.device)
+        self.cache.commit(base + path.rows, slots)
+        new = self._read(path.emitted)  # the one read of the host in a cycle
+        self.cached.extend([root_id, *new[:-1]])
+        if seen is not None:
+            seen[:, torch.tensor([root_id, *new], device=self.device)] = True
+        stats = self.stats
+        stats.draft_seconds += drafted - begin
+        stats.verify_seconds += verified - drafted
+        stats.drafted += drafter.rows - 1
+        stats.path_lengths.append(len(new) - 1)
+        return new, (path.emitted.clamp(min=0), output.features[path.rows])
+
     def _plain_cycle(
-        self, token: int, root: Tensor, params: SamplingParams, seen: Tensor | None
-    ) -> Tensor:
-        """Verify a tree that is only the root; commit it; draw the next root [1]."""
+        self, root_id: int, pairs: tuple[Tensor, Tensor], params: SamplingParams,
+        seen: Tensor | None,
+    ) -> tuple[list[int], tuple[Tensor, Tensor]]:  # fmt: skip
+        """Verify a tree that is only the root, and commit it."""
         T = self.plain_rows
-        tokens = torch.cat((root, root.new_zeros(T - 1)))
-        depths = root.new_zeros(T)
+        tokens = torch.zeros(T, dtype=torch.long, device=self.device)
+        tokens[0] = root_id
         tree_mask = torch.eye(T, dtype=torch.bool, device=self.device)
-        output = self.verify(tokens, depths, tree_mask)
-        positions = root.new_full((1,), len(self.cached) + 1)
+        if seen is not None:
+            seen[:, root_id] = True
+        begin = time.perf_counter()
+        output = self.verify(tokens, torch.zeros_like(tokens), tree_mask)
+        self.stats.verify_seconds += time.perf_counter() - begin
+        positions = torch.tensor([len(self.cached) + 1], device=self.device)
         root = draw(output.logits[:1], positions, params, seen)
-        self.cached.append(token)
-        return root
+        new = self._read(root)
+        self.cached.append(root_id)
+        return new, (root, output.features[:1])
 
     @torch.no_grad()
     def prefill(self, prompt: Sequence[int]) -> tuple[Tensor, int]:
-        """Bring the cache to hold exactly `prompt`.
+        """Bring the cache to hold exactly `prompt`, and the drafter all of it but the last pair.
 
         Returns the features [1, D] of the last token, and how many tokens were there already.
         """
-        # The last row is always computed: it yields the logits.
-        kept = min(common_prefix(self.cached, prompt), len(prompt) - 1)
+        same = common_prefix(self.cached, prompt)
+        kept = min(same, len(prompt) - 1)  # the last row is always computed: it yields the logits
+        if self.drafter is not None:
+            # The drafter's pairs are a feature and the token after it. The last token that is the
+            # same may have another one after it now, and only a pass brings its feature back.
+            kept = max(0, min(kept if same == len(prompt) else same - 1, self.drafter.length))
+            self.drafter.rewind(kept)
         del self.cached[kept:]
         self._reserve(len(prompt))
         for begin in range(kept, len(prompt), PREFILL_CHUNK):
             chunk = prompt[begin : begin + PREFILL_CHUNK]
-            tokens = torch.tensor(chunk, device=self.device)
-            rows = torch.arange(begin, begin + len(chunk), device=self.device)
-            window = self.model.config.sliding_window
-            mask = causal_mask(begin, len(chunk), self.cache.n_slots, window, self.device)
-            features, _ = self.model.encode(tokens, rows, rows, mask, self.cache)
+            features = self._run(chunk, begin)
             self.cached.extend(chunk)
+            if self.drafter is not None:
+                after = prompt[begin + 1 : begin + len(chunk) + 1]
+                if after:
+                    tokens = torch.tensor(after, device=self.device)
+                    self.drafter.extend(tokens, features[: len(after)], len(after))
         return features[-1:], kept
+
+    def _run(self, ids: Sequence[int], begin: int) -> Tensor:
+        """Features of `ids` run behind the `begin` rows before them, reserved already."""
+        tokens = torch.tensor(ids, device=self.device)
+        rows = torch.arange(begin, begin + len(ids), device=self.device)
+        window = self.model.config.sliding_window
+        mask = causal_mask(begin, len(ids), self.cache.n_slots, window, self.device)
+        return self.model.encode(tokens, rows, rows, mask, self.cache)[0]
+
+    @torch.no_grad()
+    def features(self, ids: Sequence[int]) -> Tensor:
+        """Features [len(ids), D] of every token of a text, for training; forgets the cache."""
+        self.cached.clear()
+        self._reserve(len(ids))
+        starts = range(0, len(ids), PREFILL_CHUNK)
+        return torch.cat([self._run(ids[at : at + PREFILL_CHUNK], at) for at in starts])
 
     def verify(self, tokens: Tensor, depths: Tensor, tree_mask: Tensor) -> Output:
         """One target pass over T uncommitted rows behind the committed prefix.
@@ -180,26 +262,39 @@ class Engine:
         seen[0, torch.tensor(prompt, device=self.device)] = True
         return seen
 
-    def _read(self, root: Tensor) -> int:
-        token = int(root)
-        if token == BAD_ROW:
+    def _read(self, drawn: Tensor) -> list[int]:
+        """New tokens on the host, padding left out. Raises `FasteagleError` for bad logits."""
+        tokens = [token for token in drawn.tolist() if token != PAD]
+        if BAD_ROW in tokens:
             dtype = str(self.dtype).removeprefix("torch.")
             other = "fp32" if self.dtype != torch.float16 else "bf16 or fp32"
             raise FasteagleError(
                 f"the model's logits are not finite in {dtype} at position {len(self.cached)}: "
                 f"try --dtype {other}, or fetch the weights again"
             )
-        return token
+        return tokens
 
-    def _finish(self, token: int, max_new_tokens: int, eos_ids: frozenset[int]) -> str:
-        if token in eos_ids:
-            return "eos"
-        if self.stats.new_tokens >= max_new_tokens:
-            return "length"
-        # The token just drawn takes slot len(cached); its successor needs one more.
-        if len(self.cached) + 1 >= self.max_seq_len:
-            return "context"
-        return ""
+    def _until_end(
+        self, new: list[int], max_new_tokens: int, eos_ids: frozenset[int]
+    ) -> list[int]:
+        """The part of `new` up to the end of the answer, if it is in there; sets `finish`.
+
+        What lies behind is taken back: the cache then holds all but the last token that is kept.
+        """
+        before = len(self.cached) - (len(new) - 1)
+        for i, token in enumerate(new):
+            if token in eos_ids:
+                self.stats.finish = "eos"
+            elif self.stats.new_tokens + i + 1 >= max_new_tokens:
+                self.stats.finish = "length"
+            elif before + i + 1 >= self.max_seq_len:
+                # This token takes the last slot; its successor would need one more.
+                self.stats.finish = "context"
+            else:
+                continue
+            del self.cached[before + i :]
+            return new[: i + 1]
+        return new
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fasteagle.config import ModelConfig
+from fasteagle.config import HeadConfig, ModelConfig
 
 KEY_BLOCK = 256  # attention reads a prefix of the cache rounded up to this many keys
 
@@ -82,6 +82,17 @@ class RMSNorm(nn.Module):
         return (x32 * self.weight).to(self.weight.dtype)
 
 
+class Cast(nn.Module):
+    """Stands where EAGLE's block has no norm: fp32 residual to the dtype the linears take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("like", torch.empty(0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(self.like.dtype)
+
+
 class Attention(nn.Module):
     """Grouped-query attention over the cache; query, key and value come from one product."""
 
@@ -137,9 +148,9 @@ class Block(nn.Module):
     every block, was the larger half of the features' error (default model: 2.7 % against 1.6 %).
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, input_norm: bool = True) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps) if input_norm else Cast()
         self.attention = Attention(config)
         self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
         self.mlp = MLP(config.dim, config.ffn_dim)
@@ -199,6 +210,63 @@ class Transformer(nn.Module):
         """`encode`, then the LM head on every row."""
         features, taps = self.encode(tokens, positions, slots, mask, cache, tap_layers)
         return Output(self.lm_head(features), features, taps)
+
+
+class EagleHead(nn.Module):
+    """EAGLE-1/2 draft head: one block on (token embedding, feature) that predicts the next feature.
+
+    `block(fc(cat(embedding(t_{i+1}), f_i)))` without input norm and final norm; the result goes
+    straight into the target's LM head and is the next step's feature (paper, section 4.1). The
+    embedding is the target's, and so are the rows of the LM head: `borrow` takes both.
+    """
+
+    rope_cos: Tensor
+    rope_sin: Tensor
+    d2t: Tensor  # [draft vocabulary] int64, target id of each draft id minus the draft id
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.config = config
+        dim = config.block.dim
+        self.fc = nn.Linear(2 * dim, dim, bias=config.fc_bias)
+        self.block = Block(config.block, input_norm=False)
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+
+    def borrow(self, target: Transformer, max_seq_len: int) -> None:
+        """Share the target's embedding, gather its LM head's rows, tabulate RoPE."""
+        device, dtype = target.norm.weight.device, target.norm.weight.dtype
+        self.to(device=device, dtype=dtype)
+        # In a tuple, so that neither becomes a submodule whose weights would be saved or moved.
+        self._embedding = (target.embedding,)
+        if self.config.draft_vocab_size == target.config.vocab_size:
+            self._lm_head: tuple[nn.Module, ...] = (target.lm_head,)
+        else:
+            rows = nn.Linear(target.config.dim, len(self.d2t), bias=False, device="meta")
+            weight = target.lm_head.weight[self.target_ids()]
+            rows.weight = nn.Parameter(weight, requires_grad=False)
+            self._lm_head = (rows,)
+        cos, sin = rope_table(self.config.block, max_seq_len)
+        self.register_buffer("rope_cos", cos.to(device), persistent=False)
+        self.register_buffer("rope_sin", sin.to(device), persistent=False)
+
+    def target_ids(self) -> Tensor:
+        """Target id of every draft id, ascending."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def forward(
+        self, tokens: Tensor, features: Tensor, positions: Tensor, slots: Tensor, mask: Tensor,
+        cache: KVCache, rows: slice = slice(None),
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Draft logits [T, draft vocabulary] and next features [T, D], of the rows asked for.
+
+        `tokens` [T] are target ids, each one position after its `features` row [T, D]; `positions`
+        [T] are those of the features. `slots` and `mask` as in `Transformer.encode`.
+        """
+        cos, sin = self.rope_cos[positions].unsqueeze(1), self.rope_sin[positions].unsqueeze(1)
+        x = self.fc(torch.cat((self._embedding[0](tokens), features), dim=-1)).float()
+        x = self.block(x, cos, sin, slots, mask, *cache.layers[0])
+        features = x[rows].to(features.dtype)
+        return self._lm_head[0](features), features
 
 
 def rope_table(config: ModelConfig, max_seq_len: int) -> tuple[Tensor, Tensor]:

@@ -99,6 +99,41 @@ class RuntimeOptions:
         return self.max_seq_len
 
 
+@dataclasses.dataclass(frozen=True)
+class TrainOptions:
+    """Hyper-parameters; the defaults are the paper's where it names one."""
+
+    lr: float = 3e-5
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    clip: float = 0.5  # of the gradient's norm
+    noise: float = 0.1  # uniform, added to the input features
+    ce_weight: float = 0.1
+    feature_weight: float = 1.0
+    unroll: int = 1
+    unroll_decay: float = 0.8
+    batch_tokens: int = 4096
+    steps: int = 2000
+    warmup: int = 100
+    draft_vocab_size: int = 16384
+    loss_vocab_size: int = 8192  # of the draft vocabulary, its most frequent; drafting uses all
+    init_scale: float = 0.02
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "clip", "batch_tokens", "steps", "unroll", "draft_vocab_size",
+                     "loss_vocab_size"):  # fmt: skip
+            if getattr(self, name) <= 0:
+                raise FasteagleError(f"{name} {getattr(self, name)} is out of range: use > 0")
+
+    def lr_at(self, step: int) -> float:
+        """Linear warm-up, then a cosine down to a tenth."""
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        done = min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
+        return self.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+
+
 def fresh_seed() -> int:
     """A seed for a person who gave none; short enough to retype."""
     return random.SystemRandom().randrange(2**31)

@@ -58,7 +58,14 @@ def write_atomic(target: Path, data: bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
+            os.fchmod(file.fileno(), 0o666 & ~_umask())  # a temporary file is private
         os.replace(name, target)
     except BaseException:
         os.unlink(name)
         raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)  # there is no way to read it without setting it
+    os.umask(mask)
+    return mask

@@ -28,6 +28,10 @@ TINY_SHAPE = {
 }
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--golden", metavar="DIR", help="More recorded cases of draft heads to match.")
+
+
 @pytest.fixture(autouse=True)
 def own_home(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory,
              monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip

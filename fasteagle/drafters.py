@@ -1,0 +1,292 @@
+"""Ways to guess what the target will say: EAGLE trees and chains, and n-grams of the context.
+
+A drafter sees every committed position once (`extend`) and then proposes a tree (`propose`). It may
+guess anything: verification keeps only what the target would have said.
+
+Shapes: T tree rows, W rows of the draft head in one step, D model dim, S draft cache slots, V draft
+vocabulary, k width, P pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fasteagle.errors import FasteagleError
+from fasteagle.model import EagleHead, KVCache, causal_mask
+from fasteagle.tree import PAPER_TREE, DraftTree, Pool, TreeShape, ancestor_mask, chain, rerank
+
+
+class Drafter(Protocol):
+    """What the engine needs of a drafter. `length` is how many positions it has seen."""
+
+    name: str
+    depth: int  # longest path it proposes
+    rows: int  # rows of its trees, root included
+
+    @property
+    def length(self) -> int: ...
+
+    def rewind(self, length: int) -> None:
+        """Forget positions from `length` on."""
+
+    def extend(self, tokens: Tensor, features: Tensor, count: int) -> None:
+        """See the next positions: `features` [W, D], and `tokens` [W], each the one after its row.
+
+        Only the first `count` rows are real, the others padding.
+        """
+
+    def propose(self, root: Tensor, context: Sequence[int]) -> DraftTree:
+        """A tree under `root` [1], the token after the last position seen.
+
+        `context` are the committed tokens, root last, for drafters that work on text.
+        """
+
+
+class EagleDrafter:
+    """EAGLE-2's dynamic tree; with width 1 it is a chain.
+
+    Expands `depth` levels of `topk` nodes by cumulative log-probability, then keeps the `nodes`
+    best of all candidates (paper EAGLE-2, section 4). `value` and `do_rerank` are its ablations.
+    """
+
+    def __init__(
+        self, head: EagleHead, shape: TreeShape, max_seq_len: int,
+        value: str = "cumulative", do_rerank: bool = True,
+    ) -> None:  # fmt: skip
+        if shape.topk > head.config.draft_vocab_size:
+            raise FasteagleError(
+                f"tree-topk {shape.topk} is more than the draft vocabulary of "
+                f"{head.config.draft_vocab_size:,} tokens"
+            )
+        self.name = "eagle-chain" if shape.topk == 1 else "eagle"
+        self.shape, self.depth, self.rows = shape, shape.depth, shape.rows
+        self._value, self._rerank = value, do_rerank
+        self.state = HeadState(head, max_seq_len, (shape.depth - 1) * shape.topk)
+
+    @property
+    def length(self) -> int:
+        return self.state.length
+
+    def rewind(self, length: int) -> None:
+        self.state.rewind(length)
+
+    def extend(self, tokens: Tensor, features: Tensor, count: int) -> None:
+        self.state.extend(tokens, features, count)
+
+    def propose(self, root: Tensor, context: Sequence[int]) -> DraftTree:
+        pool = self.expand()
+        if not self._rerank:
+            pool = pool._replace(scores=torch.arange(len(pool.scores), 0.0, -1.0))
+        return rerank(pool, root, self.shape.nodes)
+
+    def expand(self) -> Pool:
+        """`depth` levels; every level's frontier are the k best of its candidates."""
+        k, state = self.shape.topk, self.state
+        ids, logp = top_children(state.logits, k)  # [1, k]
+        tokens, scores = state.to_target(ids[0]), logp[0]
+        features = state.feature.expand(k, -1)
+        all_tokens, all_scores = [tokens], [scores]
+        all_parents = [torch.full_like(tokens, -1)]
+        frontier = torch.arange(k, device=tokens.device)  # pool index of each frontier node
+        mask = torch.eye(k, dtype=torch.bool, device=tokens.device)  # among the head's own rows
+        for level in range(1, self.depth):
+            logits, features = state.step(tokens, features, level - 1, mask)
+            ids, logp = top_children(logits, k)  # [k, k]
+            reached = scores.unsqueeze(1) + logp if self._value == "cumulative" else logp
+            child_scores = torch.minimum(reached, scores.unsqueeze(1)).flatten()
+            child_tokens = state.to_target(ids.flatten())
+            first = all_tokens[0].shape[0] + (level - 1) * k * k
+            all_tokens.append(child_tokens)
+            all_scores.append(child_scores)
+            all_parents.append(frontier.repeat_interleave(k))
+            best = torch.sort(child_scores, descending=True, stable=True).indices[:k]
+            above = best // k
+            tokens, scores = child_tokens[best], child_scores[best]
+            features = features[above]
+            frontier = first + best
+            own = torch.eye(k, dtype=torch.bool, device=tokens.device)
+            mask = torch.cat((mask[above], own), dim=1)
+        return Pool(torch.cat(all_tokens), torch.cat(all_scores), torch.cat(all_parents))
+
+
+class StaticTreeDrafter:
+    """EAGLE-1's tree of fixed shape: node `path` is the rank-th best child at every step."""
+
+    def __init__(
+        self, head: EagleHead, max_seq_len: int, paths: Sequence[tuple[int, ...]] = PAPER_TREE
+    ) -> None:
+        check_paths(paths, head.config.draft_vocab_size)
+        self.name = "eagle-static"
+        order = sorted(paths, key=lambda path: (len(path), path))
+        row_of = {(): 0, **{path: row for row, path in enumerate(order, 1)}}
+        self.depth, self.rows = len(order[-1]), len(order) + 1
+        self._parents = torch.tensor([0] + [row_of[path[:-1]] for path in order])
+        inner = {path[:-1] for path in order} - {()}
+        self._levels = []
+        frontier: list[tuple[int, ...]] = [()]
+        width = 0
+        for level in range(1, self.depth + 1):
+            here = [path for path in order if len(path) == level]
+            above = torch.tensor([frontier.index(path[:-1]) for path in here])
+            ranks = torch.tensor([path[-1] for path in here])
+            frontier = [path for path in here if path in inner]
+            kept = torch.tensor([here.index(path) for path in frontier], dtype=torch.long)
+            self._levels.append((above, ranks, kept))
+            width += len(frontier)
+        self.state = HeadState(head, max_seq_len, width)
+
+    @property
+    def length(self) -> int:
+        return self.state.length
+
+    def rewind(self, length: int) -> None:
+        self.state.rewind(length)
+
+    def extend(self, tokens: Tensor, features: Tensor, count: int) -> None:
+        self.state.extend(tokens, features, count)
+
+    def propose(self, root: Tensor, context: Sequence[int]) -> DraftTree:
+        state, device = self.state, root.device
+        logits, features = state.logits, state.feature
+        found, mask, written = [root], torch.zeros(1, 0, dtype=torch.bool, device=device), 0
+        for above, ranks, kept in self._levels:
+            above, ranks, kept = above.to(device), ranks.to(device), kept.to(device)
+            ids, _ = top_children(logits, int(self._widest))
+            tokens = state.to_target(ids[above, ranks])
+            found.append(tokens)
+            if not len(kept):
+                break
+            own = torch.eye(len(kept), dtype=torch.bool, device=device)
+            mask = torch.cat((mask[above[kept]], own), dim=1)
+            logits, features = state.step(
+                tokens[kept], features[above[kept]], len(found) - 2, mask, written
+            )
+            written += len(kept)
+        tokens = torch.cat(found)
+        return DraftTree(tokens, self._parents.to(device), torch.ones_like(tokens).bool())
+
+    @property
+    def _widest(self) -> int:
+        return max(int(ranks.max()) for _, ranks, _ in self._levels) + 1
+
+
+class NgramDrafter:
+    """A chain copied from where the context's last few tokens stood before; needs no training."""
+
+    name = "ngram"
+
+    def __init__(self, depth: int = 7, longest: int = 3, shortest: int = 1) -> None:
+        self.depth, self.rows = depth, depth + 1
+        self._sizes = range(longest, shortest - 1, -1)
+        self._length = 0
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    def rewind(self, length: int) -> None:
+        self._length = min(self._length, length)
+
+    def extend(self, tokens: Tensor, features: Tensor, count: int) -> None:
+        self._length += count
+
+    def propose(self, root: Tensor, context: Sequence[int]) -> DraftTree:
+        found = self.lookup(context)
+        tokens = torch.zeros(self.rows, dtype=torch.long)
+        tokens[0] = context[-1]
+        tokens[1 : 1 + len(found)] = torch.tensor(found, dtype=torch.long)
+        valid = torch.arange(self.rows) <= len(found)
+        return chain(tokens.to(root.device), valid.to(root.device))
+
+    def lookup(self, context: Sequence[int]) -> Sequence[int]:
+        """What followed the latest earlier occurrence of the longest matching end of `context`."""
+        for size in self._sizes:
+            end = list(context[-size:])
+            if len(end) < size:
+                continue
+            for at in range(len(context) - size - 1, -1, -1):
+                if context[at] == end[0] and list(context[at : at + size]) == end:
+                    return context[at + size : at + size + self.depth]
+        return []
+
+
+class HeadState:
+    """The draft head with its KV cache, and what it predicts after the last position seen."""
+
+    def __init__(self, head: EagleHead, max_seq_len: int, tree_rows: int) -> None:
+        self.head = head
+        weight = head.fc.weight
+        self.on_cpu = weight.device.type == "cpu"
+        n_slots = 1 if self.on_cpu else max_seq_len + tree_rows
+        self.cache = KVCache(head.config.block, n_slots, weight.dtype, weight.device)
+        self.length = 0
+        self._tree_rows = tree_rows
+        self._target_ids = head.target_ids()
+        self.logits = weight.new_empty(1, head.config.draft_vocab_size)  # [1, V]
+        self.feature = weight.new_empty(1, head.config.block.dim)  # [1, D]
+
+    def rewind(self, length: int) -> None:
+        self.length = min(self.length, length)
+
+    def to_target(self, ids: Tensor) -> Tensor:
+        return self._target_ids[ids]
+
+    def extend(self, tokens: Tensor, features: Tensor, count: int) -> None:
+        """Run true pairs through the head; see `Drafter.extend`."""
+        W = tokens.shape[0]
+        self._reserve(self.length + W + self._tree_rows)
+        rows = self.length + torch.arange(W, device=tokens.device)
+        mask = causal_mask(self.length, W, self.cache.n_slots, None, tokens.device)
+        last = slice(count - 1, count)
+        logits, out = self.head(tokens, features, rows, rows, mask, self.cache, last)
+        self.logits, self.feature = logits, out
+        self.length += count
+
+    def step(
+        self, tokens: Tensor, features: Tensor, level: int, tree_mask: Tensor,
+        written: int | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """One level of the tree: logits [W, V] and features [W, D] of nodes `tokens` [W].
+
+        `tree_mask` [W, written + W]: which of the tree's rows so far each node sees. All nodes of a
+        level share a position, as in the public implementation.
+        """
+        W, device = tokens.shape[0], tokens.device
+        begin = self.length + (level * W if written is None else written)
+        slots = begin + torch.arange(W, device=device)
+        positions = torch.full_like(tokens, self.length + level)
+        mask = (torch.arange(self.cache.n_slots, device=device) < self.length).expand(W, -1)
+        columns = self.length + torch.arange(tree_mask.shape[1], device=device)
+        mask = mask.index_copy(1, columns, tree_mask)
+        return self.head(tokens, features, positions, slots, mask, self.cache)
+
+    def _reserve(self, n_slots: int) -> None:
+        if self.on_cpu:
+            self.cache.resize(n_slots)
+
+
+def top_children(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Draft ids and log-probabilities [W, k] of each row's best children, by logits [W, V]."""
+    values, ids = logits.float().topk(k, dim=-1)
+    return ids, values - logits.float().logsumexp(-1, keepdim=True)
+
+
+def check_paths(paths: Sequence[tuple[int, ...]], vocab_size: int) -> None:
+    """Raise `FasteagleError` unless `paths` are a tree: every node's parent is there."""
+    known = {(), *paths}
+    if not paths or len(known) != len(paths) + 1:
+        raise FasteagleError("tree: needs at least one node, and each only once")
+    for path in paths:
+        if path[:-1] not in known:
+            raise FasteagleError(f"tree: node {list(path)} has no parent {list(path[:-1])}")
+        if not 0 <= path[-1] < vocab_size:
+            raise FasteagleError(f"tree: rank {path[-1]} is outside the draft vocabulary")
+
+
+__all__ = [
+    "Drafter", "EagleDrafter", "NgramDrafter", "StaticTreeDrafter", "TreeShape", "ancestor_mask",
+]  # fmt: skip

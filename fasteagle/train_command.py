@@ -1,0 +1,135 @@
+"""What `fasteagle train-head` does: text, features, training, a head directory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fasteagle.checkpoint import fingerprint
+from fasteagle.errors import FasteagleError
+from fasteagle.head_file import save_head
+from fasteagle.options import RuntimeOptions, TrainOptions
+from fasteagle.paths import cache_dir, write_atomic
+from fasteagle.runtime import Runtime, load_runtime, note, start_compiler
+from fasteagle.train import Trainer, evaluate, new_head
+from fasteagle.train_data import (
+    Conversation,
+    FeatureStore,
+    choose_held_out,
+    compute_features,
+    frequent_tokens,
+    read_conversations,
+    store_key,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainRun:
+    """Where a run's text comes from and where its head goes."""
+
+    data: tuple[Path, ...]
+    out: Path
+    held_out: int = 100  # conversations to measure on
+    max_len: int = 640
+    resume: bool = False
+    every: int = 200
+    patience: int | None = None
+
+
+def train_head(
+    model: str, runtime_options: RuntimeOptions, run: TrainRun, options: TrainOptions
+) -> None:
+    """Train a draft head for `model` and write it to `run.out`."""
+    state = run.out / "state.pt"
+    if state.exists() and not run.resume:
+        raise FasteagleError(
+            f"{run.out} holds an unfinished run: continue it with --resume, or give another --out"
+        )
+    runtime = load_runtime(model, runtime_options)
+    config = runtime.checkpoint.config
+    conversations = [
+        c for path in run.data for c in read_conversations(path, config.vocab_size, run.max_len)
+    ]
+    if len(conversations) <= run.held_out:
+        raise FasteagleError(
+            f"{len(conversations)} conversations are too few to hold {run.held_out} out: "
+            "give more text, or a smaller --held-out"
+        )
+    held_out = choose_held_out(conversations, run.held_out)
+    identity = fingerprint(runtime.checkpoint)
+    store = _features(runtime, conversations, identity)
+    training = [c for i, c in enumerate(conversations) if i not in set(held_out)]
+    draft_ids = frequent_tokens(training, min(options.draft_vocab_size, config.vocab_size))
+    loss_ids = frequent_tokens(training, min(options.loss_vocab_size, len(draft_ids)))
+    target = runtime.engine.model
+    head = new_head(target, draft_ids, options)
+    trainer = Trainer(head, target, store, held_out, loss_ids, options, run.out)
+    if run.resume and trainer.resume():
+        note(f"continuing at step {trainer.step:,}")
+    trainer.run(_progress(options, run.out), run.every, patience=run.patience)
+    _finish(trainer, runtime, identity, sum(len(c.ids) for c in training), run)
+
+
+def _features(
+    runtime: Runtime, conversations: Sequence[Conversation], identity: str
+) -> FeatureStore:
+    """The target's features, from the user cache or computed now with compiled blocks."""
+    folder = cache_dir() / "features" / store_key(conversations, identity)
+    if not (folder / "index.json").exists():
+        compiler = start_compiler(runtime.engine)
+        compiler.wait()
+        if not compiler.apply():
+            note(f"warning: running without compilation: {compiler.error}")
+    total, done = sum(len(c.ids) for c in conversations), 0
+
+    def progress(n: int) -> None:
+        nonlocal done
+        done += n
+        note(f"features of {done:,} of {total:,} tokens")
+
+    return compute_features(runtime.engine, conversations, folder, progress)
+
+
+def _progress(options: TrainOptions, out: Path) -> Any:
+    def report(entry: dict[str, Any]) -> None:
+        alphas = " ".join(f"{alpha:.3f}" for alpha in entry["alphas"])
+        note(
+            f"step {entry['step']:,} of {options.steps:,} | loss {entry['loss']:.4f} | "
+            f"n-alpha {alphas} | tau {entry['tau']:.2f} | {entry['tok_s']:,} tok/s"
+        )
+
+    return report
+
+
+def _finish(
+    trainer: Trainer, runtime: Runtime, identity: str, n_tokens: int, run: TrainRun
+) -> None:
+    """Write the head, its header and the training curve; drop the optimizer's state."""
+    held = evaluate(trainer.head, trainer.target, trainer.store, trainer.held_out)
+    header = {
+        "algorithm": "eagle1",
+        "target": runtime.name,
+        "target_fingerprint": identity,
+        "scheme": None,
+        "group_size": None,
+        "draft_vocab_size": trainer.head.config.draft_vocab_size,
+        "training_tokens": n_tokens,
+        "steps": trainer.step,
+        **held.as_dict(),
+    }
+    save_head(run.out, trainer.head, header, torch.bfloat16)
+    record = {
+        "header": header,
+        "options": dataclasses.asdict(trainer.options),
+        "command": " ".join(sys.argv),
+        "history": trainer.history,
+    }
+    write_atomic(run.out / "training.json", (json.dumps(record, indent=1) + "\n").encode())
+    (run.out / "state.pt").unlink(missing_ok=True)
+    note(f"head written to {run.out}: 0-alpha {held.alphas[0]:.3f}, chain tau {held.tau:.2f}")

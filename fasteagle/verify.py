@@ -1,0 +1,54 @@
+"""What a target pass over a draft tree decides: which path is accepted, and the token after it.
+
+Sample-and-match: at every row the target draws its own next token, by the same stateless draw that
+plain decoding uses; the path from the root along drawn tokens is accepted. The proposal is a
+function of the context alone, so the emitted tokens are exactly those plain decoding would emit.
+
+Shapes: T tree rows, V vocabulary, D deepest level.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fasteagle.tree import DraftTree
+
+PAD = -2  # fills the emitted tokens behind the last one
+
+
+class Accepted(NamedTuple):
+    """The accepted path, root first, padded to D + 1 rows with the root's row."""
+
+    rows: Tensor  # [D + 1] tree rows
+    emitted: Tensor  # [D + 1] what the target drew at each: accepted tokens, bonus token, PAD
+    count: Tensor  # [] emitted tokens, 1 .. D + 1
+
+
+def accept(
+    drawn: Tensor, tree: DraftTree, tree_mask: Tensor, depths: Tensor, depth: int
+) -> Accepted:
+    """Walk from the root to the child whose token equals the token drawn at its parent.
+
+    `drawn` [T] are the target's own tokens after each row, `depth` the deepest level D.
+    """
+    T = drawn.shape[0]
+    row = torch.arange(T, device=drawn.device)
+    matches = (tree.valid & (tree.tokens == drawn[tree.parents])) | (row == 0)
+    alive = ~(tree_mask & ~matches.unsqueeze(0)).any(-1) & tree.valid
+    # Siblings differ, so the living rows form one path; its end is the deepest of them.
+    last = torch.where(alive, depths, -1).argmax()
+    on_path = tree_mask[last]
+    level = torch.where(on_path, depths, depth + 1)  # rows off the path go to a spare place
+    rows = row.new_zeros(depth + 2).scatter(0, level, row)[: depth + 1]
+    count = depths[last] + 1
+    inside = torch.arange(depth + 1, device=drawn.device) < count
+    return Accepted(rows, torch.where(inside, drawn[rows], PAD), count)
+
+
+def seen_rows(seen: Tensor, tree: DraftTree, tree_mask: Tensor) -> Tensor:
+    """Tokens under the repetition penalty at each row [T, V]: committed ones and its ancestors."""
+    ids = torch.where(tree_mask, tree.tokens.unsqueeze(0), tree.tokens[0])
+    return seen.expand(len(tree.tokens), -1).scatter(1, ids, True)
