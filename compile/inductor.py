@@ -47,16 +47,17 @@ def missing_compiler() -> str | None:
 
 
 class BlockCompiler:
-    """Compiles `Block.forward` for one model; `apply` makes the model use the result.
+    """Compiles `Block.forward` for a model and its draft head; `apply` makes them use the result.
 
     `start` works in a thread of its own, `wait` blocks until it is done. The model runs eagerly
     until `apply`. If compilation fails, `error` says why and `apply` changes nothing.
     """
 
-    def __init__(self, model: Transformer, max_slots: int) -> None:
+    def __init__(self, model: Transformer, max_slots: int, head_block: Block | None = None) -> None:
         self.error: str | None = None
         self.seconds = 0.0
         self._model = model
+        self._head_block = head_block
         self._max_slots = max_slots
         self._forward = torch.compile(Block.forward, fullgraph=True)
         self._done = threading.Event()
@@ -78,7 +79,7 @@ class BlockCompiler:
     def apply(self) -> bool:
         """Switch the model's blocks to compiled code if it is ready; true if they now use it."""
         if self.ready and not self._applied:
-            for block in self._model.blocks:
+            for block in [*self._model.blocks, *self._extra_blocks]:
                 block.forward = functools.partial(self._forward, block)
             self._applied = True
         return self._applied
@@ -102,12 +103,18 @@ class BlockCompiler:
             slots.append(2 * LONG_REDUCTION)
         for S in slots:
             for T in (1, 5):
-                self._forward(self._model.blocks[0], *self._inputs(T, S))
+                for block in (self._model.blocks[0], *self._extra_blocks):
+                    self._forward(block, *self._inputs(block, T, S))
 
-    def _inputs(self, T: int, S: int) -> tuple[Tensor, ...]:
+    @property
+    def _extra_blocks(self) -> list[Block]:
+        return [] if self._head_block is None else [self._head_block]
+
+    def _inputs(self, block: Block, T: int, S: int) -> tuple[Tensor, ...]:
         config, weight = self._model.config, self._model.norm.weight
-        rope = self._model.rope_cos[:T].unsqueeze(1)
-        kv = [weight.new_zeros(config.n_kv_head, S, config.head_dim) for _ in range(2)]
+        n_kv_head, head_dim = block.attention.n_kv_head, block.attention.head_dim
+        rope = self._model.rope_cos[:T, :1].expand(T, head_dim).unsqueeze(1)
+        kv = [weight.new_zeros(n_kv_head, S, head_dim) for _ in range(2)]
         rows = torch.arange(T, device=weight.device)
         mask = torch.ones(T, S, dtype=torch.bool, device=weight.device)
         x = rope.new_zeros(T, config.dim)

@@ -18,10 +18,12 @@ from typing import Any, Protocol
 import torch
 
 from fasteagle.checkpoint import Checkpoint, available_bytes, required_bytes
+from fasteagle.drafters import Drafter, EagleDrafter
 from fasteagle.errors import FasteagleError
-from fasteagle.generate import Engine, choose_plain_rows
+from fasteagle.generate import Engine, Stats, choose_plain_rows
+from fasteagle.heads import make_drafter
 from fasteagle.hf_baseline import hf_generate, hf_model
-from fasteagle.options import RuntimeOptions, SamplingParams
+from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.runtime import (
     TORCH_DTYPES,
     build_engine,
@@ -31,7 +33,8 @@ from fasteagle.runtime import (
 )
 from fasteagle.tokenizer import ChatTokenizer, Message
 
-ROW_NAMES = ("hf", "plain")
+ROW_NAMES = ("hf", "hf-pld", "plain", "eagle", "eagle-static", "eagle-chain", "ngram")
+DEFAULT_ROWS = ("hf", "plain", "eagle")
 PRECISIONS = ("bf16", "fp32")
 WARM_UP_TOKENS = 16
 
@@ -41,7 +44,7 @@ class BenchOptions:
     """What to run."""
 
     model: str = "smollm2-135m"
-    rows: tuple[str, ...] = ROW_NAMES
+    rows: tuple[str, ...] = DEFAULT_ROWS
     precisions: tuple[str, ...] = ("bf16",)
     data: Path | None = None
     limit: int | None = None
@@ -49,11 +52,15 @@ class BenchOptions:
     temperature: float = 0.0
     seed: int = 0
     compile: bool = True
+    draft: DraftOptions = dataclasses.field(default_factory=DraftOptions)
+    tree_value: str = "cumulative"  # "confidence": EAGLE-2's ablation without cumulative scores
+    rerank: bool = True  # False: its ablation that keeps nodes in the order they were found
 
     def __post_init__(self) -> None:
         for value, known, what in (
             *((row, ROW_NAMES, "row") for row in self.rows),
             *((precision, PRECISIONS, "precision") for precision in self.precisions),
+            (self.tree_value, ("cumulative", "confidence"), "tree value"),
         ):
             if value not in known:
                 raise FasteagleError(f"unknown {what} {value!r}: use {', '.join(known)}")
@@ -79,6 +86,7 @@ class Turn:
     ttft: float
     seconds: float  # first to last token
     passes: int  # target passes after prefill
+    stats: Stats | None = None  # of our own engine
 
 
 class Decoder(Protocol):
@@ -89,36 +97,40 @@ class Decoder(Protocol):
     def restart(self) -> None: ...
 
 
-class PlainDecoder:
-    """Our own engine without speculation; keeps the KV cache over the turns of a question."""
+class EngineDecoder:
+    """Our own engine; keeps the KV cache over the turns of a question."""
 
     def __init__(self, engine: Engine, params: SamplingParams, eos_ids: frozenset[int]) -> None:
         self.engine, self.params, self.eos_ids = engine, params, eos_ids
 
     def restart(self) -> None:
         self.engine.cached.clear()
+        self.engine.use(self.engine.drafter)
 
     def turn(self, prompt: list[int], max_new_tokens: int) -> Turn:
         cycles = self.engine.generate(prompt, self.params, max_new_tokens, self.eos_ids)
         tokens = [token for ids in cycles for token in ids]
         stats = self.engine.stats
-        return Turn(tokens, stats.ttft, stats.decode_seconds, stats.passes)
+        return Turn(tokens, stats.ttft, stats.decode_seconds, stats.passes, stats)
 
 
 class HFDecoder:
-    """transformers' `generate` on the same weights."""
+    """transformers' `generate` on the same weights, with prompt lookup or without."""
 
-    def __init__(self, model: Any, params: SamplingParams, eos_ids: frozenset[int]) -> None:
+    def __init__(
+        self, model: Any, params: SamplingParams, eos_ids: frozenset[int], lookup: bool = False
+    ) -> None:
         self.model, self.params, self.eos_ids = model, params, eos_ids
+        self.lookup = lookup
 
     def restart(self) -> None:
         pass
 
     def turn(self, prompt: list[int], max_new_tokens: int) -> Turn:
-        tokens, ttft, seconds = hf_generate(
-            self.model, prompt, self.params, max_new_tokens, self.eos_ids
+        tokens, ttft, seconds, passes = hf_generate(
+            self.model, prompt, self.params, max_new_tokens, self.eos_ids, self.lookup
         )
-        return Turn(tokens, ttft, seconds, len(tokens) - 1)
+        return Turn(tokens, ttft, seconds, passes)
 
 
 @dataclasses.dataclass
@@ -149,6 +161,16 @@ class Row:
     def tau(self) -> float:
         passes = sum(turn.passes for turn in self.turns)
         return (self.tokens - len(self.turns)) / passes if passes else 1.0
+
+    @property
+    def stats(self) -> list[Stats]:
+        """Of the turns that drafted."""
+        return [turn.stats for turn in self.turns if turn.stats and turn.stats.drafted]
+
+    @property
+    def path_lengths(self) -> list[int]:
+        """Accepted tokens of every drafted pass."""
+        return [n for stats in self.stats for n in stats.path_lengths]
 
     @property
     def turn_rates(self) -> list[float]:
@@ -191,11 +213,9 @@ def run(
     device = pick_device(runtime.device)
     rows: list[Row] = []
     for precisions in _fitting_groups(options, runtime, checkpoint, device):
-        group = [
-            _build_row(name, precision, options, runtime, checkpoint, tokenizer, device)
-            for precision in precisions
-            for name in options.rows
-        ]
+        group = []
+        for precision in precisions:
+            group += _build_rows(precision, options, runtime, checkpoint, tokenizer, device)
         _warm_up(group, questions[0], tokenizer)
         for number, question in enumerate(questions, 1):
             note(f"question {number} of {len(questions)} ({', '.join(precisions)})")
@@ -222,7 +242,7 @@ def _fitting_groups(
 ) -> list[tuple[str, ...]]:
     max_seq_len = runtime.seq_len_for(checkpoint.config.max_seq_len, options.model)
     needed = sum(
-        sum(required_bytes(checkpoint.config, TORCH_DTYPES[p], max_seq_len)) * len(options.rows)
+        sum(required_bytes(checkpoint.config, TORCH_DTYPES[p], max_seq_len)) * 2  # theirs, ours
         for p in options.precisions
     )
     free = available_bytes(device)
@@ -230,26 +250,62 @@ def _fitting_groups(
     return [options.precisions] if together else [(p,) for p in options.precisions]
 
 
-def _build_row(
-    name: str, precision: str, options: BenchOptions, runtime: RuntimeOptions,
-    checkpoint: Checkpoint, tokenizer: ChatTokenizer, device: torch.device,
-) -> Row:  # fmt: skip
+def _build_rows(
+    precision: str, options: BenchOptions, runtime: RuntimeOptions, checkpoint: Checkpoint,
+    tokenizer: ChatTokenizer, device: torch.device,
+) -> list[Row]:  # fmt: skip
+    """The rows of one precision; they share one copy of the weights, and transformers has one."""
     params = SamplingParams(temperature=options.temperature, seed=options.seed)
     config, dtype = checkpoint.config, TORCH_DTYPES[precision]
     read_per_pass = (config.linear_params + config.vocab_size * config.dim) * dtype.itemsize
-    if name == "hf":
-        model = hf_model(checkpoint, dtype, device)
-        return Row(name, precision, HFDecoder(model, params, tokenizer.eos_ids), read_per_pass)
-    engine = build_engine(checkpoint, precision, device, runtime, options.model)
+    theirs = None
+    if any(name.startswith("hf") for name in options.rows):
+        theirs = hf_model(checkpoint, dtype, device)
+    base = None
+    if any(not name.startswith("hf") for name in options.rows):
+        base = build_engine(checkpoint, precision, device, runtime, options.model)
+    rows = []
+    for name in options.rows:
+        if name.startswith("hf"):
+            decoder: Decoder = HFDecoder(theirs, params, tokenizer.eos_ids, name == "hf-pld")
+        else:
+            assert base is not None
+            engine = Engine(base.model, base.max_seq_len)
+            engine.use(_drafter(name, engine, checkpoint, options))
+            decoder = EngineDecoder(engine, params, tokenizer.eos_ids)
+        rows.append(Row(name, precision, decoder, read_per_pass))
+    engines = [row.decoder.engine for row in rows if isinstance(row.decoder, EngineDecoder)]
     if options.compile:
+        _compile(engines)
+    for row in rows:
+        if row.name == "plain" and isinstance(row.decoder, EngineDecoder):
+            row.plain_rows = choose_plain_rows(row.decoder.engine)
+            row.decoder.engine.plain_rows = row.plain_rows
+    return rows
+
+
+def _drafter(
+    name: str, engine: Engine, checkpoint: Checkpoint, options: BenchOptions
+) -> Drafter | None:
+    if name == "plain":
+        return None
+    draft = dataclasses.replace(options.draft, drafter=name)
+    if name != "eagle-static":
+        draft = dataclasses.replace(draft, tree_file=None)
+    drafter = make_drafter(options.model, engine, checkpoint, draft, lambda line: None)
+    if name == "eagle" and isinstance(drafter, EagleDrafter):
+        drafter.value, drafter.rerank = options.tree_value, options.rerank
+    return drafter
+
+
+def _compile(engines: Sequence[Engine]) -> None:
+    """Compile the blocks of the shared model once, and those of every draft head."""
+    for engine in engines:
         compiler = start_compiler(engine)
         compiler.wait()
         if not compiler.apply():
             note(f"warning: running without compilation: {compiler.error}")
-    engine.plain_rows = choose_plain_rows(engine)
-    row = Row(name, precision, PlainDecoder(engine, params, tokenizer.eos_ids), read_per_pass)
-    row.plain_rows = engine.plain_rows
-    return row
+            return
 
 
 def _warm_up(rows: Sequence[Row], question: Question, tokenizer: ChatTokenizer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import platform
 import statistics
@@ -52,11 +53,36 @@ def build_report(
             else None,
             "peak_mem_gb": round(row.peak_bytes / 1e9, 3),
             "plain_rows": row.plain_rows,
+            **_drafting(row),
         }
         if save_outputs:
             record["outputs"] = [turn.tokens for turn in row.turns]
         out.append(record)
     return {"meta": meta, "rows": out}
+
+
+def _drafting(row: Row) -> dict[str, Any]:
+    """Acceptance and the parts of a cycle, for rows that draft.
+
+    `accepted_by_depth`: share of passes that accepted at least 1, 2, ... guesses; `n_alpha`, of
+    chains: acceptance of guess n + 1 given that the first n were accepted.
+    """
+    paths = row.path_lengths
+    if not paths:
+        return {}
+    reached = [sum(n >= d for n in paths) for d in range(max(paths) + 2)]
+    parts = {
+        "draft_ms": sum(s.draft_seconds for s in row.stats),
+        "verify_ms": sum(s.verify_seconds for s in row.stats),
+        "other_ms": sum(s.decode_seconds - s.draft_seconds - s.verify_seconds for s in row.stats),
+    }
+    return {
+        "accepted_by_depth": [round(n / len(paths), 4) for n in reached[1:-1]],
+        "n_alpha": [round(reached[d + 1] / reached[d], 4) for d in range(len(reached) - 2)]
+        if row.name == "eagle-chain"
+        else None,
+        **{name: round(1e3 * total / len(paths), 3) for name, total in parts.items()},
+    }
 
 
 def metadata(options: BenchOptions, runtime: RuntimeOptions) -> dict[str, Any]:
@@ -80,6 +106,9 @@ def metadata(options: BenchOptions, runtime: RuntimeOptions) -> dict[str, Any]:
         "temperature": options.temperature,
         "seed": options.seed,
         "compile": options.compile,
+        "draft": dataclasses.asdict(options.draft),
+        "tree_value": options.tree_value,
+        "rerank": options.rerank,
         "command": " ".join(sys.argv),
     }
 
@@ -104,8 +133,8 @@ def _device_name(device: torch.device) -> str:
     return platform.processor() or platform.machine()
 
 
-COLUMNS = ("row", "precision", "tok/s", "median (min - max) per turn", "x plain", "tau", "TTFT s",
-           "MBU", "peak GB")  # fmt: skip
+COLUMNS = ("row", "precision", "tok/s", "median (min - max) per turn", "x plain", "tau",
+           "draft + verify + other ms", "TTFT s", "MBU", "peak GB")  # fmt: skip
 
 
 def table_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -120,6 +149,9 @@ def table_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
             else "-",
             _cell(row["speedup_vs_plain"]),
             f"{row['tau']:.2f}",
+            f"{row['draft_ms']:.1f} + {row['verify_ms']:.1f} + {row['other_ms']:.1f}"
+            if "draft_ms" in row
+            else "-",
             f"{row['ttft_s']:.3f}",
             _cell(row["mbu"]),
             f"{row['peak_mem_gb']:.2f}",

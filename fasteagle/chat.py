@@ -27,6 +27,7 @@ class ChatSession:
         self.engine, self.tokenizer = engine, tokenizer
         self.params, self.answer = params, answer
         self.notify = notify
+        self.mark_accepted: Callable[[str], str] | None = None  # dresses accepted text up
         self.turns: list[Message] = []  # user and assistant, alternating
         self.system = system
         self._text, self._ids = "", []  # type: tuple[str, list[int]]
@@ -74,9 +75,12 @@ class ChatSession:
             cycles = self.engine.generate(prompt, params, limit, self.tokenizer.eos_ids)
             for ids in cycles:
                 new_ids.extend(ids)
-                pieces.append(stream.push(i for i in ids if i not in self.tokenizer.eos_ids))
-                if pieces[-1]:
-                    yield pieces[-1]
+                # All but the last token of a cycle were guessed by the drafter.
+                for part, mark in ((ids[:-1], self.mark_accepted), (ids[-1:], None)):
+                    text_part = stream.push(i for i in part if i not in self.tokenizer.eos_ids)
+                    pieces.append(text_part)
+                    if text_part:
+                        yield mark(text_part) if mark else text_part
                 if stream.stopped:
                     self.stats.finish = "stop"
                     cycles.close()
@@ -127,7 +131,15 @@ class ChatSession:
 def format_stats(stats: Stats) -> str:
     """One line about an answer."""
     cached = f" ({stats.cached_tokens:,} cached)" if stats.cached_tokens else ""
-    return (
+    line = (
         f"prefill {stats.prompt_tokens:,} tok{cached} {stats.ttft:.2f} s | "
         f"{stats.new_tokens:,} tok {stats.tok_s:.1f} tok/s | tau {stats.tau:.2f}"
+    )
+    if not stats.drafted:
+        return line
+    return (
+        f"{line} | accepted {stats.accepted:,}/{stats.drafted:,} "
+        f"({100 * stats.accepted / stats.drafted:.0f} %) | "
+        f"draft {1e3 * stats.draft_seconds / stats.passes:.1f} ms "
+        f"verify {1e3 * stats.verify_seconds / stats.passes:.1f} ms"
     )

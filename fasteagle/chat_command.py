@@ -6,16 +6,18 @@ import dataclasses
 import os
 import sys
 
+import click
+
 from fasteagle.chat import ChatSession, format_stats
 from fasteagle.errors import FasteagleError
-from fasteagle.options import AnswerOptions, RuntimeOptions, SamplingParams
+from fasteagle.options import AnswerOptions, DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.repl import Repl, utf8_streams
 
 
 def run_chat(
-    model: str, runtime_options: RuntimeOptions, params: SamplingParams, answer: AnswerOptions, *,
-    announce_seed: bool, prompt: str | None, system: str | None,
-    compile_blocks: bool | None, quiet: bool,
+    model: str, runtime_options: RuntimeOptions, draft: DraftOptions, params: SamplingParams,
+    answer: AnswerOptions, *, announce_seed: bool, show_accepted: bool, prompt: str | None,
+    system: str | None, compile_blocks: bool | None, quiet: bool,
 ) -> None:  # fmt: skip
     """Answer `prompt` (or piped standard input) once, or read questions until the person leaves."""
     utf8_streams()
@@ -25,13 +27,20 @@ def run_chat(
     answer = dataclasses.replace(answer, stop=tuple(_argument(s, "--stop") for s in answer.stop))
 
     from fasteagle.generate import choose_plain_rows
+    from fasteagle.heads import make_drafter
     from fasteagle.runtime import load_runtime, note, start_compiler
 
     runtime = load_runtime(model, runtime_options, quiet)
+    runtime.engine.use(
+        make_drafter(runtime.name, runtime.engine, runtime.checkpoint, draft,
+                     (lambda line: None) if quiet else note)
+    )  # fmt: skip
     if announce_seed and not quiet:
         note(f"seed {params.seed}")
     notify = (lambda line: None) if quiet and one_shot else note
     session = ChatSession(runtime.engine, runtime.tokenizer, params, answer, system, notify)
+    if show_accepted:
+        session.mark_accepted = lambda text: click.style(text, fg="green")
     # One answer is over before compilation pays; a conversation compiles while the person types.
     wanted = not one_shot if compile_blocks is None else compile_blocks
     compiler = start_compiler(runtime.engine) if wanted else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import zlib
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,6 +35,10 @@ class Checkpoint(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def load(self, name: str) -> Tensor: ...
+
+    def start(self, name: str, n: int) -> Tensor:
+        """The first `n` values, or more; cheaper than all of them."""
+        ...
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -89,6 +94,9 @@ class SafetensorsFolder:
     def load(self, name: str) -> Tensor:
         return self._files[name].get_tensor(name)
 
+    def start(self, name: str, n: int) -> Tensor:
+        return self._files[name].get_slice(name)[: rows_for(self.shape(name), n)]
+
 
 class TorchBinFolder:
     """`pytorch_model*.bin`, memory-mapped and read with `weights_only=True`."""
@@ -115,6 +123,9 @@ class TorchBinFolder:
     def load(self, name: str) -> Tensor:
         return self._tensors[name]
 
+    def start(self, name: str, n: int) -> Tensor:
+        return self._tensors[name][: rows_for(self.shape(name), n)]
+
 
 class DummyCheckpoint:
     """Random weights of a given shape, the same ones for the same name, for benchmarks."""
@@ -135,6 +146,14 @@ class DummyCheckpoint:
             return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         return torch.randn(shape, generator=generator) * 0.02
+
+    def start(self, name: str, n: int) -> Tensor:
+        return self.load(name)
+
+
+def rows_for(shape: tuple[int, ...], n: int) -> int:
+    """Leading rows of a tensor that hold its first `n` values."""
+    return min(shape[0], -(-n // math.prod(shape[1:])))
 
 
 def _shards(path: Path, single: str, pattern: str) -> list[Path]:
@@ -204,7 +223,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     """
     digest = hashlib.sha256()
     for name in sorted(expected_shapes(checkpoint.config)):
-        head = checkpoint.load(name).flatten()[:1024].float().contiguous()
+        head = checkpoint.start(name, 1024).flatten()[:1024].float().contiguous()
         digest.update(f"{name}{checkpoint.shape(name)}".encode())
         digest.update(head.numpy().tobytes())
     return digest.hexdigest()

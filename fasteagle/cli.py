@@ -15,8 +15,10 @@ import click
 from fasteagle import __version__
 from fasteagle.errors import FasteagleError
 from fasteagle.options import (
+    DRAFTERS,
     DTYPES,
     AnswerOptions,
+    DraftOptions,
     RuntimeOptions,
     SamplingParams,
     TrainOptions,
@@ -25,6 +27,7 @@ from fasteagle.options import (
 
 _SAMPLING = SamplingParams()
 _ANSWER = AnswerOptions()
+_DRAFT = DraftOptions()
 DEFAULT_MODEL = "smollm2-135m"
 
 
@@ -134,6 +137,64 @@ def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped  # fmt: skip
 
 
+def draft_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Options of guessing ahead; arrive as one `DraftOptions`."""
+
+    @click.option(
+        "--head", help="Draft head: folder or Hugging Face id.  [default: found by itself]"
+    )
+    @click.option(
+        "--drafter", default=_DRAFT.drafter, show_default=True, help=f"{', '.join(DRAFTERS)}."
+    )
+    @click.option("--no-spec", is_flag=True, help="The same as --drafter none.")
+    @click.option(
+        "--tree",
+        default="auto",
+        show_default=True,
+        help="auto: the three sizes below; or a JSON file of child-rank paths.",
+    )
+    @click.option(
+        "--tree-depth",
+        default=_DRAFT.tree_depth,
+        show_default=True,
+        help="Levels (SGLang: num-steps).",
+    )
+    @click.option(
+        "--tree-topk",
+        default=_DRAFT.tree_topk,
+        show_default=True,
+        help="Nodes expanded a level (SGLang: eagle-topk).",
+    )
+    @click.option(
+        "--tree-nodes",
+        default=_DRAFT.tree_nodes,
+        show_default=True,
+        help="Nodes verified a pass (SGLang: num-draft-tokens less the root).",
+    )
+    @functools.wraps(command)
+    def wrapped(
+        head: str | None,
+        drafter: str,
+        no_spec: bool,
+        tree: str,
+        tree_depth: int,
+        tree_topk: int,
+        tree_nodes: int,
+        **kwargs: Any,
+    ) -> Any:
+        draft = DraftOptions(
+            "none" if no_spec else drafter,
+            head,
+            tree_depth,
+            tree_topk,
+            tree_nodes,
+            None if tree == "auto" else tree,
+        )
+        return command(draft=draft, **kwargs)
+
+    return wrapped  # fmt: skip
+
+
 def hyper_parameters(command: Callable[..., Any]) -> Callable[..., Any]:
     """One option for every field of `TrainOptions`; arrive as a dict of those given."""
     names = []
@@ -155,6 +216,7 @@ def hyper_parameters(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @main.command()
 @model_options
+@draft_options
 @sampling_options
 @click.option("-p", "--prompt", help="Answer this once and leave; '-' reads standard input.")
 @click.option("--system", help="System prompt.  [default: the model's own]")
@@ -164,15 +226,17 @@ def hyper_parameters(command: Callable[..., Any]) -> Callable[..., Any]:
     default=None,
     help="Compile first, or never.  [default: in the background; not for -p]",
 )
+@click.option("--show-accepted", is_flag=True, help="Colour the text that was guessed right.")
 @click.option("--quiet", is_flag=True, help="Only answers, no numbers.")
-def chat(model: str, runtime_options: RuntimeOptions, params: SamplingParams,
+def chat(model: str, runtime_options: RuntimeOptions, draft: DraftOptions, params: SamplingParams,
          answer: AnswerOptions, announce_seed: bool, prompt: str | None, system: str | None,
-         compile_: bool | None, quiet: bool) -> None:  # fmt: skip
+         compile_: bool | None, show_accepted: bool, quiet: bool) -> None:  # fmt: skip
     """Talk to a model. Text goes to stdout, everything else to stderr."""
     from fasteagle.chat_command import run_chat
 
-    run_chat(model, runtime_options, params, answer, announce_seed=announce_seed, prompt=prompt,
-             system=system, compile_blocks=compile_, quiet=quiet)  # fmt: skip
+    run_chat(model, runtime_options, draft, params, answer, announce_seed=announce_seed,
+             show_accepted=show_accepted, prompt=prompt, system=system,
+             compile_blocks=compile_, quiet=quiet)  # fmt: skip
 
 
 @main.command()
@@ -185,10 +249,20 @@ def models() -> None:
 
 @main.command("train-head")
 @model_options
-@click.option("--data", "data", type=click.Path(path_type=Path, dir_okay=False), multiple=True,
-              required=True, help="JSONL of token ids the model wrote itself (repeatable).")
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True,
-              help="Folder of the head.")
+@click.option(
+    "--data",
+    "data",
+    type=click.Path(path_type=Path, dir_okay=False),
+    multiple=True,
+    required=True,
+    help="JSONL of token ids the model wrote itself (repeatable).",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    required=True,
+    help="Folder of the head.",
+)
 @click.option("--resume", is_flag=True, help="Continue the run in --out.")
 @click.option("--held-out", default=100, show_default=True, help="Conversations to measure on.")
 @click.option("--max-len", default=640, show_default=True, help="Longer conversations are cut.")

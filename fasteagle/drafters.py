@@ -9,6 +9,7 @@ vocabulary, k width, P pool.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from fasteagle.errors import FasteagleError
 from fasteagle.model import EagleHead, KVCache, causal_mask
-from fasteagle.tree import PAPER_TREE, DraftTree, Pool, TreeShape, ancestor_mask, chain, rerank
+from fasteagle.tree import PAPER_TREE, DraftTree, Pool, TreeShape, chain, rerank
 
 
 class Drafter(Protocol):
@@ -64,8 +65,18 @@ class EagleDrafter:
             )
         self.name = "eagle-chain" if shape.topk == 1 else "eagle"
         self.shape, self.depth, self.rows = shape, shape.depth, shape.rows
-        self._value, self._rerank = value, do_rerank
+        self.value, self.rerank = value, do_rerank
         self.state = HeadState(head, max_seq_len, (shape.depth - 1) * shape.topk)
+
+    def resized(self, nodes: int) -> EagleDrafter:
+        """A drafter over the same head that keeps `nodes` candidates, fewer levels if need be."""
+        if nodes > self.shape.pool:
+            raise FasteagleError(
+                f"{nodes} nodes are more than the {self.shape.pool} candidates of "
+                f"--tree-depth {self.shape.depth} and --tree-topk {self.shape.topk}"
+            )
+        shape = dataclasses.replace(self.shape, nodes=nodes, depth=min(self.depth, max(1, nodes)))
+        return EagleDrafter(self.state.head, shape, self.state.max_seq_len, self.value, self.rerank)
 
     @property
     def length(self) -> int:
@@ -79,7 +90,7 @@ class EagleDrafter:
 
     def propose(self, root: Tensor, context: Sequence[int]) -> DraftTree:
         pool = self.expand()
-        if not self._rerank:
+        if not self.rerank:
             pool = pool._replace(scores=torch.arange(len(pool.scores), 0.0, -1.0))
         return rerank(pool, root, self.shape.nodes)
 
@@ -96,7 +107,7 @@ class EagleDrafter:
         for level in range(1, self.depth):
             logits, features = state.step(tokens, features, level - 1, mask)
             ids, logp = top_children(logits, k)  # [k, k]
-            reached = scores.unsqueeze(1) + logp if self._value == "cumulative" else logp
+            reached = scores.unsqueeze(1) + logp if self.value == "cumulative" else logp
             child_scores = torch.minimum(reached, scores.unsqueeze(1)).flatten()
             child_tokens = state.to_target(ids.flatten())
             first = all_tokens[0].shape[0] + (level - 1) * k * k
@@ -218,7 +229,7 @@ class HeadState:
     """The draft head with its KV cache, and what it predicts after the last position seen."""
 
     def __init__(self, head: EagleHead, max_seq_len: int, tree_rows: int) -> None:
-        self.head = head
+        self.head, self.max_seq_len = head, max_seq_len
         weight = head.fc.weight
         self.on_cpu = weight.device.type == "cpu"
         n_slots = 1 if self.on_cpu else max_seq_len + tree_rows
@@ -285,8 +296,3 @@ def check_paths(paths: Sequence[tuple[int, ...]], vocab_size: int) -> None:
             raise FasteagleError(f"tree: node {list(path)} has no parent {list(path[:-1])}")
         if not 0 <= path[-1] < vocab_size:
             raise FasteagleError(f"tree: rank {path[-1]} is outside the draft vocabulary")
-
-
-__all__ = [
-    "Drafter", "EagleDrafter", "NgramDrafter", "StaticTreeDrafter", "TreeShape", "ancestor_mask",
-]  # fmt: skip

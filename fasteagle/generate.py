@@ -55,6 +55,13 @@ class Stats:
         return (self.new_tokens - 1) / self.passes if self.passes else 1.0
 
     @property
+    def acceptance_by_depth(self) -> list[float]:
+        """Share of passes that accepted at least 1, 2, ... drafted tokens."""
+        deepest = max(self.path_lengths, default=0)
+        n = len(self.path_lengths)
+        return [sum(x >= d for x in self.path_lengths) / n for d in range(1, deepest + 1)]
+
+    @property
     def accepted(self) -> int:
         """Drafted tokens that were accepted."""
         return sum(self.path_lengths)
@@ -84,6 +91,12 @@ class Engine:
         self.cache = KVCache(model.config, max(n_slots, 1), self.dtype, self.device)
         self.cached: list[int] = []
         self.stats = Stats()
+
+    def use(self, drafter: Drafter | None) -> None:
+        """Draft with `drafter` from the next answer on, or not at all."""
+        if drafter is not None:
+            drafter.rewind(0)  # whatever it has seen may have been another conversation
+        self.drafter = drafter
 
     @torch.no_grad()
     def generate(
@@ -274,9 +287,7 @@ class Engine:
             )
         return tokens
 
-    def _until_end(
-        self, new: list[int], max_new_tokens: int, eos_ids: frozenset[int]
-    ) -> list[int]:
+    def _until_end(self, new: list[int], max_new_tokens: int, eos_ids: frozenset[int]) -> list[int]:
         """The part of `new` up to the end of the answer, if it is in there; sets `finish`.
 
         What lies behind is taken back: the cache then holds all but the last token that is kept.

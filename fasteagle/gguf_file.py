@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -107,24 +108,39 @@ class GGUFFile:
     def shape(self, name: str) -> tuple[int, ...]:
         return self.tensors[name].shape
 
-    def load(self, name: str) -> Tensor:
-        """The dequantized tensor in fp32 (F16/BF16 too: every value is exact there)."""
+    def start(self, name: str, n: int) -> Tensor:
+        """The first `n` values or more."""
+        if self._permuted(name) is not None:  # the first rows come from all over the first head
+            return self.load(name)
+        shape = self.tensors[name].shape
+        return self._rows(name, min(shape[0], -(-n // math.prod(shape[1:]))))
+
+    def _rows(self, name: str, n_rows: int) -> Tensor:
+        """The first rows as the file orders them, dequantized."""
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 
         tensor = self.tensors[name]
         raw = self._data[tensor.offset : tensor.offset + tensor.n_bytes]
-        kind = GGMLQuantizationType[tensor.kind]
-        rows = raw.reshape(tensor.shape[0], -1) if len(tensor.shape) > 1 else raw
-        array = dequantize(rows, kind)
+        array = dequantize(raw.reshape(tensor.shape[0], -1)[:n_rows],
+                           GGMLQuantizationType[tensor.kind])  # fmt: skip
         values = torch.from_numpy(array if array.flags.writeable else array.copy())
-        values = values.view(tensor.shape)
+        return values.view(n_rows, *tensor.shape[1:])
+
+    def load(self, name: str) -> Tensor:
+        """The dequantized tensor in fp32 (F16/BF16 too: every value is exact there)."""
+        values = self._rows(name, self.tensors[name].shape[0])
+        n_head = self._permuted(name)
+        return values if n_head is None else unpermute_rope(values, n_head)
+
+    def _permuted(self, name: str) -> int | None:
+        """Heads of a tensor whose rows llama.cpp has reordered; None for all others."""
         if self.config.architecture == "LlamaForCausalLM":
             if name.endswith("q_proj.weight"):
-                return unpermute_rope(values, self.config.n_head)
+                return self.config.n_head
             if name.endswith("k_proj.weight"):
-                return unpermute_rope(values, self.config.n_kv_head)
-        return values
+                return self.config.n_kv_head
+        return None
 
 
 def unpermute_rope(weight: Tensor, n_head: int) -> Tensor:

@@ -91,9 +91,13 @@ class _Clock:
 @torch.no_grad()
 def hf_generate(
     model: Any, prompt: list[int], params: SamplingParams, max_new_tokens: int,
-    eos_ids: frozenset[int],
-) -> tuple[list[int], float, float]:  # fmt: skip
-    """`model.generate` on one prompt: new tokens, seconds to the first, seconds to the last."""
+    eos_ids: frozenset[int], lookup: bool = False,
+) -> tuple[list[int], float, float, int]:  # fmt: skip
+    """`model.generate` on one prompt, with prompt lookup if asked.
+
+    Returns the new tokens, seconds to the first, seconds from it to the last, and passes after
+    the first.
+    """
     torch.manual_seed(params.seed)
     drawing: dict[str, Any] = {"do_sample": False}
     if not params.greedy:
@@ -104,7 +108,11 @@ def hf_generate(
             "top_p": params.top_p,
             "min_p": params.min_p or None,
         }
+    if lookup:
+        drawing["prompt_lookup_num_tokens"] = 10  # the value its documentation uses
     clock = _Clock()
+    calls: list[None] = []
+    hook = model.register_forward_hook(lambda *_: calls.append(None))
     ids = torch.tensor([prompt], device=model.device)
     start = time.perf_counter()
     output = model.generate(
@@ -117,5 +125,6 @@ def hf_generate(
         streamer=clock,
         **drawing,
     )
+    hook.remove()
     tokens = output[0, len(prompt) :].tolist()
-    return tokens, clock.times[0] - start, clock.times[-1] - clock.times[0]
+    return tokens, clock.times[0] - start, clock.times[-1] - clock.times[0], len(calls) - 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from fasteagle.heads import has_head
 from fasteagle.quant.scheme import BF16, INT8, int4_for
 from fasteagle.registry import DEFAULT_MODEL, REGISTRY, local_path
 
@@ -22,7 +23,7 @@ def print_models() -> None:
             entry.source + (" (gated)" if entry.gated else ""),
             _count(config.params),
             *(_gib(size) for size in sizes),
-            "no",  # speculative decoding is not built yet
+            "yes" if has_head(name) else "no",
             "yes" if local_path(name) else "no",
             entry.licence,
         )

@@ -99,6 +99,31 @@ class RuntimeOptions:
         return self.max_seq_len
 
 
+DRAFTERS = ("auto", "eagle", "eagle-static", "eagle-chain", "ngram", "none")
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftOptions:
+    """How to guess ahead. `drafter` auto: an EAGLE tree where a head is found, else n-grams."""
+
+    drafter: str = "auto"
+    head: str | None = None  # folder or Hugging Face id; None: look in the usual places
+    tree_depth: int = 3
+    tree_topk: int = 4
+    tree_nodes: int = 7
+    tree_file: str | None = None  # JSON list of child-rank paths, for the static tree
+
+    def __post_init__(self) -> None:
+        _require(
+            self.drafter in DRAFTERS,
+            f"drafter {self.drafter!r} is unknown: use {', '.join(DRAFTERS)}",
+        )
+        _require(
+            self.tree_file is None or self.drafter in ("auto", "eagle-static"),
+            f"--tree FILE is a static tree: drop --drafter {self.drafter}",
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainOptions:
     """Hyper-parameters; the defaults are the paper's where it names one."""

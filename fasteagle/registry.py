@@ -38,6 +38,7 @@ class Entry:
     download_bytes: int | None = None
     gated: bool = False
     template: str | None = None  # None: the checkpoint's own
+    head_repo: str | None = None  # published EAGLE-1/2 head
 
     @property
     def source(self) -> str:
@@ -95,25 +96,28 @@ REGISTRY: dict[str, Entry] = {
     "llama2-7b": Entry(
         _LLAMA2_7B, _LLAMA2_LICENCE, "meta-llama/Llama-2-7b-chat-hf",
         "f5db02db724555f92da89c216ac04704f23d4590", download_bytes=13_476_900_000, gated=True,
+        head_repo="yuhuili/EAGLE-llama2-chat-7B",
     ),
     "llama2-13b": Entry(
         _LLAMA2_13B, _LLAMA2_LICENCE, "meta-llama/Llama-2-13b-chat-hf",
         "a2cb7a712bb6e5e736ca7f8cd98167f81a0b5bd8", download_bytes=26_031_800_000, gated=True,
+        head_repo="yuhuili/EAGLE-llama2-chat-13B",
     ),
     "llama2-70b": Entry(_LLAMA2_70B, _LLAMA2_LICENCE),
     "vicuna-7b": Entry(
         _vicuna(_LLAMA2_7B), "Llama 1, non-commercial", "lmsys/vicuna-7b-v1.3",
         "236eeeab96f0dc2e463f2bebb7bb49809279c6d6", download_bytes=13_476_900_000,
-        template=VICUNA_TEMPLATE,
+        template=VICUNA_TEMPLATE, head_repo="yuhuili/EAGLE-Vicuna-7B-v1.3",
     ),
     "vicuna-13b": Entry(
         _vicuna(_LLAMA2_13B), "Llama 1, non-commercial", "lmsys/vicuna-13b-v1.3",
         "6566e9cb1787585d1147dcf4f9bc48f29e1328d2", download_bytes=26_031_900_000,
-        template=VICUNA_TEMPLATE,
+        template=VICUNA_TEMPLATE, head_repo="yuhuili/EAGLE-Vicuna-13B-v1.3",
     ),
     "llama3-8b": Entry(
         _LLAMA3_8B, "Llama 3 Community License", "meta-llama/Meta-Llama-3-8B-Instruct",
         "5f0b02c75b57c5855da9ae460ce51323ea669d8a", download_bytes=16_060_600_000, gated=True,
+        head_repo="yuhuili/EAGLE-LLaMA3-Instruct-8B",
     ),
     "llama3.1-8b": Entry(
         _LLAMA31_8B, "Llama 3.1 Community License", "meta-llama/Llama-3.1-8B-Instruct",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fasteagle.chat import ChatSession, format_stats
+from fasteagle.drafters import EagleDrafter
 from fasteagle.errors import FasteagleError, suggest
 from fasteagle.options import AnswerOptions, SamplingParams
 from fasteagle.paths import state_dir, write_atomic
@@ -34,6 +35,7 @@ HELP = """\
 /set K=V[;K=V]    temperature, top_k, top_p, min_p, repetition_penalty, seed,
                   max_new_tokens, stop (commas between stop strings)
 /show             the options in force
+/spec on|off|N    guess ahead, do not, or verify N guesses a pass
 /save FILE        write the conversation          /load FILE  read it back
 /exit             leave                           (also /bye, /quit, Ctrl-D)
 \"\"\"               begins and ends a text of several lines
@@ -48,6 +50,7 @@ class Repl:
         before_answer: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self.session = session
+        self.drafter = session.engine.drafter
         self.quiet = quiet
         self.before_answer = before_answer
 
@@ -112,6 +115,7 @@ class Repl:
             "/system": self._system,
             "/set": self._set,
             "/show": lambda _: self._show(),
+            "/spec": self._spec,
             "/save": self._save,
             "/load": self._load,
         }
@@ -132,6 +136,27 @@ class Repl:
             f"passes {stats.passes:,} | finish {stats.finish or 'stopped'} | context "
             f"{len(self.session.engine.cached):,} of {self.session.engine.max_seq_len:,}"
         )
+
+        by_depth = stats.acceptance_by_depth
+        if by_depth:
+            print("accepted to depth " + " ".join(
+                f"{d}: {100 * share:.0f} %" for d, share in enumerate(by_depth, 1)))  # fmt: skip
+
+    def _spec(self, text: str) -> None:
+        engine = self.session.engine
+        if text == "off":
+            engine.use(None)
+        elif text == "on":
+            engine.use(self.drafter)
+        elif text.isdigit():
+            if not isinstance(self.drafter, EagleDrafter):
+                raise FasteagleError("/spec N needs a draft head")
+            self.drafter = self.drafter.resized(int(text))
+            engine.use(self.drafter)
+        elif text:
+            raise FasteagleError(f"/spec wants on, off or a number of nodes, got {text!r}")
+        drafter = engine.drafter
+        print(f"{drafter.name}, {drafter.rows - 1} nodes" if drafter else "no speculation")
 
     def _reset(self) -> None:
         self.session.reset()

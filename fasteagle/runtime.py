@@ -81,7 +81,9 @@ def start_compiler(engine: Engine) -> BlockCompiler:
     """Begin to compile the engine's blocks in the background."""
     from fasteagle.compile import BlockCompiler
 
-    compiler = BlockCompiler(engine.model, engine.max_seq_len + MAX_TREE_ROWS)
+    state = getattr(engine.drafter, "state", None)
+    head_block = None if state is None else state.head.block
+    compiler = BlockCompiler(engine.model, engine.max_seq_len + MAX_TREE_ROWS, head_block)
     compiler.start()
     return compiler
 

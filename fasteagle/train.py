@@ -163,7 +163,7 @@ class SoftCrossEntropy(torch.autograd.Function):
         return total / len(predicted)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
         return (gradient * grad).to(ctx.dtype), None, None
 

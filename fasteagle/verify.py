@@ -39,11 +39,12 @@ def accept(
     matches = (tree.valid & (tree.tokens == drawn[tree.parents])) | (row == 0)
     alive = ~(tree_mask & ~matches.unsqueeze(0)).any(-1) & tree.valid
     # Siblings differ, so the living rows form one path; its end is the deepest of them.
-    last = torch.where(alive, depths, -1).argmax()
-    on_path = tree_mask[last]
+    # One-element indices, for a graph cannot index by a scalar that lives on the device.
+    last = torch.where(alive, depths, -1).argmax(0, keepdim=True)
+    on_path = tree_mask.index_select(0, last)[0]
     level = torch.where(on_path, depths, depth + 1)  # rows off the path go to a spare place
     rows = row.new_zeros(depth + 2).scatter(0, level, row)[: depth + 1]
-    count = depths[last] + 1
+    count = depths.index_select(0, last)[0] + 1
     inside = torch.arange(depth + 1, device=drawn.device) < count
     return Accepted(rows, torch.where(inside, drawn[rows], PAD), count)
 

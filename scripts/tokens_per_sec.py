@@ -12,9 +12,9 @@ from typing import Any
 
 import click
 
-from fasteagle.bench import PRECISIONS, ROW_NAMES, BenchOptions
-from fasteagle.cli import Script, model_options
-from fasteagle.options import RuntimeOptions
+from fasteagle.bench import DEFAULT_ROWS, PRECISIONS, ROW_NAMES, BenchOptions
+from fasteagle.cli import Script, draft_options, model_options
+from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.paths import write_atomic
 
 DEFAULTS = BenchOptions()
@@ -22,7 +22,13 @@ DEFAULTS = BenchOptions()
 
 @click.command(cls=Script)
 @model_options
-@click.option("--rows", default=",".join(ROW_NAMES), show_default=True, help="Comma list.")
+@draft_options
+@click.option(
+    "--rows",
+    default=",".join(DEFAULT_ROWS),
+    show_default=True,
+    help=f"Comma list of {', '.join(ROW_NAMES)}.",
+)
 @click.option(
     "--precision",
     default=",".join(DEFAULTS.precisions),
@@ -40,6 +46,13 @@ DEFAULTS = BenchOptions()
 @click.option("--seed", default=DEFAULTS.seed, show_default=True)
 @click.option("--compile/--no-compile", "compile_", default=DEFAULTS.compile, show_default=True)
 @click.option(
+    "--tree-value",
+    default=DEFAULTS.tree_value,
+    show_default=True,
+    help="cumulative, or confidence (EAGLE-2's ablation): what ranks a node.",
+)
+@click.option("--rerank/--no-rerank", default=True, show_default=True, help="EAGLE-2's ablation.")
+@click.option(
     "--load-format",
     type=click.Choice(["auto", "dummy"]),
     default="auto",
@@ -53,11 +66,13 @@ DEFAULTS = BenchOptions()
 )
 @click.option("--save-outputs", is_flag=True, help="Put the answers' token ids into the record.")
 @click.option("--md", is_flag=True, help="Print the table in Markdown.")
-def main(model: str, runtime_options: RuntimeOptions, rows: str, precision: str, compile_: bool,
+def main(model: str, runtime_options: RuntimeOptions, draft: DraftOptions, rows: str, precision: str, compile_: bool,
          load_format: str, json_path: Path | None, save_outputs: bool, md: bool,
          **rest: Any) -> None:  # fmt: skip
     """Measure tokens per second; see the module's docstring for examples."""
-    options = BenchOptions(model, _list(rows), _list(precision), compile=compile_, **rest)
+    options = BenchOptions(
+        model, _list(rows), _list(precision), compile=compile_, draft=draft, **rest
+    )
 
     from fasteagle.bench import read_questions, run
     from fasteagle.bench_report import build_report

@@ -188,7 +188,9 @@ def test_kept_nodes_are_closed_under_ancestors_whatever_ties(noise):
         scores = torch.zeros(size)
         for j in range(size):
             above = scores[parents[j]] if parents[j] >= 0 else 0.0
-            step = torch.randint(-1, 1, (1,), generator=g)[0] + noise * torch.randn(1, generator=g)[0]
+            step = (
+                torch.randint(-1, 1, (1,), generator=g)[0] + noise * torch.randn(1, generator=g)[0]
+            )
             scores[j] = min(above, above + step)
         pool = Pool(torch.arange(100, 140), scores, parents)
         tree = rerank(pool, torch.tensor([7]), 15)
@@ -216,7 +218,7 @@ def test_static_tree_is_the_ranked_children_of_each_node():
     tokens, features = torch.arange(3, 12), torch.randn(9, 32)
     drafter.extend(tokens, features, 9)
     tree = drafter.propose(torch.tensor([11]), [])
-    mask, depths = ancestor_mask(tree.parents, tree.valid)
+    _, depths = ancestor_mask(tree.parents, tree.valid)
     assert len(tree.tokens) == 26 and depths.max() == 5
     order = sorted(PAPER_TREE, key=lambda p: (len(p), p))
     for path, row in zip(order, range(1, 26), strict=True):
@@ -338,7 +340,7 @@ def test_saved_head_loads_back_and_drafts_the_same(tmp_path):
     head = random_head(target, ids)
     save_head(tmp_path, head, {"tau": 2.5}, torch.float32)
     loaded, header = load_head(tmp_path, target.config)
-    assert header == {"tau": 2.5} and loaded.config == head.config or loaded.config.fc_bias
+    assert header == {"tau": 2.5} and loaded.config.draft_vocab_size == 30
     loaded.borrow(target, 512)
     assert torch.equal(loaded.target_ids(), ids)
     a, b = (EagleDrafter(h, TreeShape(), 256) for h in (head, loaded))
@@ -382,7 +384,9 @@ def test_published_layouts_load(tmp_path, pickled, bias):
 def test_heads_that_do_not_fit(tmp_path):
     target = random_target(tiny_config())
     official_files(tmp_path, random_head(target), pickled=False, bias=True)
-    with pytest.raises(FasteagleError, match=r"for a vocabulary of 60, the model has 61: .*no-spec"):
+    with pytest.raises(
+        FasteagleError, match=r"for a vocabulary of 60, the model has 61: .*no-spec"
+    ):
         load_head(tmp_path, tiny_config(vocab_size=61))
     with pytest.raises(FasteagleError, match=r"for a width of 32, the model has 64"):
         load_head(tmp_path, tiny_config(dim=64))

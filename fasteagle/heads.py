@@ -1,0 +1,135 @@
+"""Which draft head a model gets, and the drafter made of it.
+
+Looked for in this order: the one asked for, the user cache (heads calibrated here), the one that
+ships with the package, the published one the registry names. Without a head: n-grams.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fasteagle import hub
+from fasteagle.checkpoint import Checkpoint, fingerprint
+from fasteagle.drafters import Drafter, EagleDrafter, NgramDrafter, StaticTreeDrafter, check_paths
+from fasteagle.errors import FasteagleError
+from fasteagle.head_file import load_head
+from fasteagle.model import KEY_BLOCK, EagleHead
+from fasteagle.options import DraftOptions
+from fasteagle.paths import cache_dir
+from fasteagle.registry import REGISTRY
+from fasteagle.tree import PAPER_TREE, TreeShape
+
+if TYPE_CHECKING:
+    from fasteagle.generate import Engine
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundHead:
+    """A head directory, and where it came from in a person's words."""
+
+    path: Path
+    origin: str
+
+
+def find_head(asked: str | None, name: str, identity: str, fetch: bool = True) -> FoundHead | None:
+    """The head for model `name` with fingerprint `identity`, or None.
+
+    Raises `FasteagleError` if the one asked for cannot be had.
+    """
+    if asked is not None:
+        path = Path(asked).expanduser()
+        if path.is_dir():
+            return FoundHead(path, str(path))
+        if hub.is_repo_id(asked) and not path.exists():
+            return FoundHead(hub.fetch_repo(asked, None), asked)
+        raise FasteagleError(f"head {asked!r}: no such folder, and no Hugging Face id (owner/name)")
+    cached = cache_dir() / "heads" / identity
+    if (cached / "config.json").exists():
+        return FoundHead(cached, "calibrated here")
+    shipped = Path(str(resources.files("fasteagle") / "data" / "heads" / name))
+    if (shipped / "config.json").exists():
+        return FoundHead(shipped, "shipped with fasteagle")
+    entry = REGISTRY.get(name)
+    if entry is not None and entry.head_repo is not None:
+        local = hub.local_repo(entry.head_repo, None)
+        if local is not None or fetch:
+            return FoundHead(local or hub.fetch_repo(entry.head_repo, None), entry.head_repo)
+    return None
+
+
+def has_head(name: str) -> bool:
+    """Whether `fasteagle chat --model name` finds an EAGLE head by itself."""
+    shipped = resources.files("fasteagle") / "data" / "heads" / name / "config.json"
+    return REGISTRY[name].head_repo is not None or shipped.is_file()
+
+
+def make_drafter(
+    name: str, engine: Engine, checkpoint: Checkpoint, options: DraftOptions,
+    notify: Callable[[str], None],
+) -> Drafter | None:  # fmt: skip
+    """The drafter that `options` ask for; `notify` hears what it is, in one line.
+
+    `name` is the model's, `checkpoint` the weights the engine runs.
+    """
+    if options.drafter == "none":
+        return None
+    if options.drafter == "ngram":
+        return NgramDrafter()
+    identity = fingerprint(checkpoint)
+    found = find_head(options.head, name, identity)
+    if found is None:
+        if options.drafter != "auto":
+            raise FasteagleError(
+                f"no draft head for {name}: give one with --head, train one with "
+                "`fasteagle train-head`, or use --drafter ngram"
+            )
+        notify("no draft head for this model: guessing from the context (n-grams) instead")
+        return NgramDrafter()
+    head = _ready_head(engine, found, identity, notify)
+    drafter = _tree_drafter(head, options, engine.max_seq_len)
+    notify(f"draft head {found.origin}: {drafter.name}, {drafter.rows - 1} nodes")
+    return drafter
+
+
+def _ready_head(
+    engine: Engine, found: FoundHead, identity: str, notify: Callable[[str], None]
+) -> EagleHead:
+    head, header = load_head(found.path, engine.model.config)
+    if header is None:
+        notify("draft head: not calibrated to these weights (it has no header)")
+    elif header.get("target_fingerprint") != identity:
+        notify(
+            "warning: the draft head was trained for other weights: answers stay exact, but fewer "
+            "guesses are accepted; `fasteagle train-head` makes one for these"
+        )
+    head.requires_grad_(False)
+    head.borrow(engine.model, engine.max_seq_len + KEY_BLOCK)
+    return head
+
+
+def _tree_drafter(head: EagleHead, options: DraftOptions, max_seq_len: int) -> Drafter:
+    if options.drafter == "eagle-static" or options.tree_file:
+        paths = PAPER_TREE if options.tree_file is None else read_tree(Path(options.tree_file))
+        check_paths(paths, head.config.draft_vocab_size)
+        return StaticTreeDrafter(head, max_seq_len, paths)
+    if options.drafter == "eagle-chain":
+        shape = TreeShape(options.tree_depth, 1, options.tree_depth)
+    else:
+        shape = TreeShape(options.tree_depth, options.tree_topk, options.tree_nodes)
+    return EagleDrafter(head, shape, max_seq_len)
+
+
+def read_tree(path: Path) -> tuple[tuple[int, ...], ...]:
+    """A static tree from JSON: a list of child-rank paths, `[[0], [1], [0, 0]]`."""
+    try:
+        raw = json.loads(path.read_text("utf-8"))
+        if not all(type(rank) is int for node in raw for rank in node):
+            raise ValueError("ranks must be integers")
+        return tuple(tuple(node) for node in raw)
+    except (OSError, ValueError, TypeError) as error:
+        raise FasteagleError(f"tree file {path}: expected a list of paths ({error})") from error

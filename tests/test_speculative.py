@@ -1,0 +1,298 @@
+"""Speculation changes no token: every drafter, tree and way of drawing against plain decoding."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from fasteagle.drafters import EagleDrafter, NgramDrafter, StaticTreeDrafter, TreeShape
+from fasteagle.generate import Engine
+from fasteagle.model import Transformer
+from fasteagle.options import SamplingParams
+from fasteagle.sampling import process_logits
+from fasteagle.tree import DraftTree, chain
+from test_drafters import random_head, random_target, tiny_config
+
+PROMPT = [5, 9, 20, 17, 33, 8, 12, 44]
+GREEDY = SamplingParams()
+DRAWN = (
+    GREEDY,
+    SamplingParams(repetition_penalty=1.3),
+    SamplingParams(0.7, seed=3),
+    SamplingParams(1.0, top_p=0.9, seed=4),
+    SamplingParams(1.0, top_k=8, min_p=0.05, seed=5),
+    SamplingParams(0.9, repetition_penalty=1.2, seed=6),
+)
+
+
+@pytest.fixture(scope="module")
+def target() -> Transformer:
+    return random_target(tiny_config())
+
+
+@pytest.fixture(scope="module")
+def head(target):
+    return random_head(target)
+
+
+class Fake:
+    """Proposes what a function of the position says: rows of (token, parent, valid)."""
+
+    name = "fake"
+
+    def __init__(self, propose, rows: int, depth: int) -> None:
+        self._propose, self.rows, self.depth = propose, rows, depth
+        self.length = 0
+
+    def rewind(self, length):
+        self.length = min(self.length, length)
+
+    def extend(self, tokens, features, count):
+        assert 1 <= count <= len(tokens) == len(features)
+        self.length += count
+
+    def propose(self, root, context):
+        assert int(root) == context[-1] and self.length == len(context) - 1
+        return self._propose(list(context))
+
+
+def oracle(truth, depth, every=1):
+    """A chain of what plain decoding said; wrong at every `every`-th position if > 1."""
+
+    def propose(context):
+        at = len(context)
+        tokens = [context[-1]]
+        for i in range(at, at + depth):
+            token = truth[i] if i < len(truth) else 0
+            tokens.append(token if every == 1 or i % every else (token + 1) % 60)
+        return chain(torch.tensor(tokens), torch.ones(depth + 1, dtype=torch.bool))
+
+    return propose
+
+
+def drafters(target, head):
+    """Every drafter with several shapes."""
+    trimmed = random_head(target, torch.arange(0, 60, 2), seed=2)
+    made = {f"eagle {d}-{k}-{n}": EagleDrafter(head, TreeShape(d, k, n), 512)
+            for d, k, n in ((1, 1, 1), (1, 4, 3), (3, 4, 7), (6, 10, 59), (4, 2, 10))}  # fmt: skip
+    made["chain"] = EagleDrafter(head, TreeShape(5, 1, 5), 512)
+    made["trimmed"] = EagleDrafter(trimmed, TreeShape(3, 4, 7), 512)
+    made["by confidence"] = EagleDrafter(head, TreeShape(3, 4, 7), 512, value="confidence")
+    made["no rerank"] = EagleDrafter(head, TreeShape(3, 4, 7), 512, do_rerank=False)
+    made["static"] = StaticTreeDrafter(head, 512)
+    made["static two levels"] = StaticTreeDrafter(head, 512, ((0,), (1,), (1, 0)))
+    made["ngram"] = NgramDrafter(depth=4)
+    return made
+
+
+def tokens(engine, prompt=PROMPT, params=GREEDY, n=60, eos=frozenset()):
+    return [t for ids in engine.generate(prompt, params, n, eos) for t in ids]
+
+
+@pytest.mark.parametrize("params", DRAWN, ids=str)
+def test_every_drafter_gives_the_tokens_of_plain_decoding(target, head, params):
+    expected = tokens(Engine(target, 512), params=params)
+    for name, drafter in drafters(target, head).items():
+        engine = Engine(target, 512, drafter=drafter)
+        assert tokens(engine, params=params) == expected, name
+        stats = engine.stats
+        assert stats.new_tokens == 60 and len(stats.path_lengths) == stats.passes
+        assert 0 < stats.passes <= 59 and stats.drafted == stats.passes * (drafter.rows - 1)
+        assert stats.tau == pytest.approx(59 / stats.passes)
+
+
+@pytest.mark.parametrize("family", [{"n_kv_head": 4}, {"sliding_window": 6}, {"qk_norm": True}])
+def test_other_targets(family):
+    target = random_target(tiny_config(**family))
+    head = random_head(target, qk_norm=False, sliding_window=None)
+    expected = tokens(Engine(target, 512))
+    for shape in (TreeShape(3, 4, 7), TreeShape(6, 10, 59)):
+        assert tokens(Engine(target, 512, drafter=EagleDrafter(head, shape, 512))) == expected
+
+
+@pytest.mark.parametrize("n", [59, 60, 61])
+def test_a_drafter_that_is_always_right(target, n):
+    truth = PROMPT + tokens(Engine(target, 512), n=80)
+    engine = Engine(target, 512, drafter=Fake(oracle(truth, 5), 6, 5))
+    assert tokens(engine, n=n) == truth[len(PROMPT) :][:n]
+    assert engine.stats.passes == -(-(n - 1) // 6)  # six tokens a pass
+    assert set(engine.stats.path_lengths) == {5}
+
+
+def test_a_drafter_that_is_never_right(target):
+    truth = PROMPT + tokens(Engine(target, 512))
+    wrong = [(t + 1) % 60 for t in truth]
+    engine = Engine(target, 512, drafter=Fake(oracle(wrong, 3), 4, 3))
+    assert tokens(engine) == truth[len(PROMPT) :]
+    assert engine.stats.tau == 1.0 and engine.stats.accepted == 0
+
+
+def test_a_drafter_that_is_sometimes_right(target):
+    truth = PROMPT + tokens(Engine(target, 512))
+    engine = Engine(target, 512, drafter=Fake(oracle(truth, 4, every=3), 5, 4))
+    assert tokens(engine) == truth[len(PROMPT) :]
+    assert 1.5 < engine.stats.tau < 4
+
+
+def test_the_right_token_on_any_branch_is_found(target):
+    """The truth hangs below the last of three siblings."""
+    truth = PROMPT + tokens(Engine(target, 512), n=80)
+
+    def propose(context):
+        at = len(context)
+        a, b = (truth[i] if i < len(truth) else 0 for i in (at, at + 1))
+        rows = [context[-1], (a + 1) % 60, (a + 2) % 60, a, (b + 1) % 60, b]
+        return DraftTree(torch.tensor(rows), torch.tensor([0, 0, 0, 0, 3, 3]),
+                         torch.ones(6, dtype=torch.bool))  # fmt: skip
+
+    engine = Engine(target, 512, drafter=Fake(propose, 6, 2))
+    assert tokens(engine) == truth[len(PROMPT) :][:60]
+    assert set(engine.stats.path_lengths[:-1]) == {2}
+
+
+def test_rejected_rows_leave_nothing_in_the_caches(target, head):
+    """Caches after speculation equal those of a plain run, row for row."""
+    plain = Engine(target, 512)
+    out = tokens(plain, n=50)
+    for drafter in drafters(target, head).values():
+        engine = Engine(target, 512, drafter=drafter)
+        assert tokens(engine, n=50) == out
+        assert engine.cached == plain.cached
+        n = len(plain.cached)
+        for (k, v), (k2, v2) in zip(plain.cache.layers, engine.cache.layers, strict=True):
+            assert torch.allclose(k[:, :n], k2[:, :n], atol=1e-4)
+            assert torch.allclose(v[:, :n], v2[:, :n], atol=1e-4)
+
+
+@torch.no_grad()
+def test_draft_cache_holds_the_true_pairs(target, head):
+    """After a run and a follow-up, the head's cache equals one filled from the whole text."""
+    drafter = EagleDrafter(head, TreeShape(3, 4, 7), 512)
+    engine = Engine(target, 512, drafter=drafter)
+    text = PROMPT + tokens(engine, n=30)
+    text = [*text, 7, 3, 1]
+    text = text + tokens(engine, text, n=20)
+    assert engine.stats.cached_tokens > 30
+    n = drafter.length
+    fresh = EagleDrafter(head, TreeShape(3, 4, 7), 512)
+    features = Engine(target, 512).features(text)
+    fresh.extend(torch.tensor(text[1 : n + 1]), features[:n], n)
+    for a, b in zip(fresh.state.cache.layers[0], drafter.state.cache.layers[0], strict=True):
+        assert torch.allclose(a[:, :n], b[:, :n], atol=1e-4)
+
+
+def test_follow_ups_and_changed_histories(target, head):
+    drafter = EagleDrafter(head, TreeShape(3, 4, 7), 512)
+    engine = Engine(target, 512, drafter=drafter)
+    first = tokens(engine, n=20)
+    for prompt in (PROMPT + first + [1, 2], PROMPT + first, PROMPT[:5], PROMPT, [1], [1, 2]):
+        assert tokens(engine, prompt, n=15) == tokens(Engine(target, 512), prompt, n=15), prompt
+
+
+def test_breaking_off_anywhere_leaves_the_engine_usable(target, head, monkeypatch):
+    expected = tokens(Engine(target, 512))
+    for step in ("extend", "propose"):
+        drafter = EagleDrafter(head, TreeShape(3, 4, 7), 512)
+        engine = Engine(target, 512, drafter=drafter)
+        original, calls = getattr(drafter, step), []
+
+        def interrupted(*args, original=original, calls=calls):
+            calls.append(1)
+            if len(calls) == 4:
+                raise KeyboardInterrupt
+            return original(*args)
+
+        monkeypatch.setattr(drafter, step, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            tokens(engine)
+        assert tokens(engine) == expected
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(1.0, seed=8)])
+def test_ends_in_the_middle_of_an_accepted_path(target, params):
+    """End of text, length and context, at every offset within a path of five."""
+    truth = tokens(Engine(target, 512), params=params, n=80)
+    whole = PROMPT + truth
+
+    def engine(max_seq_len=512):
+        return Engine(target, max_seq_len, drafter=Fake(oracle(whole, 5), 6, 5))
+
+    for at in range(1, 14):
+        eos = truth[at]
+        expected = truth[: truth.index(eos) + 1]
+        made = engine()
+        assert tokens(made, params=params, eos=frozenset({eos})) == expected
+        assert made.stats.finish == "eos" and made.cached == PROMPT + expected[:-1]
+        assert tokens(made, params=params, n=at) == truth[:at]
+        assert made.stats.finish == "length" and made.cached == PROMPT + truth[: at - 1]
+        small = engine(len(PROMPT) + at)
+        assert tokens(small, params=params) == truth[:at] and small.stats.finish == "context"
+        follow_up = PROMPT + expected + [3]
+        assert tokens(made, follow_up, params, 9) == tokens(
+            Engine(target, 512), follow_up, params, 9
+        )
+
+
+def test_distribution_two_tokens_deep(target, head):
+    """Chi-square of the first two emitted tokens against exact probabilities, with speculation."""
+    small = random_target(tiny_config(vocab_size=6), seed=4)
+    small.lm_head.weight.mul_(0.3)
+    drafter = EagleDrafter(random_head(small, seed=5), TreeShape(2, 3, 6), 512)
+    params = SamplingParams(1.0, top_p=0.97)
+    prompt, n = [1, 2, 3], 3000
+    first = exact_probabilities(small, prompt, params)
+    expected = torch.stack([p * exact_probabilities(small, [*prompt, t], params)
+                            for t, p in enumerate(first)]).flatten() * n  # fmt: skip
+    engine = Engine(small, 512, drafter=drafter)
+    counts = torch.zeros(36, dtype=torch.double)
+    accepted = 0
+    for seed in range(n):
+        # The first token comes from prefill; the next two from a draft cycle.
+        a, b = tokens(engine, prompt, dataclasses.replace(params, seed=seed), n=2)
+        counts[a * 6 + b] += 1
+        accepted += engine.stats.accepted
+    assert 0 < accepted < n
+    assert (counts[expected == 0] == 0).all()
+    likely = expected > 0
+    chi2 = ((counts - expected)[likely] ** 2 / expected[likely]).sum()
+    assert chi2 < 66.6  # 99.9 % point of 35 degrees of freedom
+
+
+@torch.no_grad()
+def exact_probabilities(model, prompt, params) -> torch.Tensor:
+    features, _ = Engine(model, 512).prefill(prompt)
+    return process_logits(model.lm_head(features).float(), params).softmax(-1)[0].double()
+
+
+def test_pieces_compile_whole(target, head):
+    """Every device step of a cycle is one graph: no break, nothing read by the host."""
+    from fasteagle.drafters import top_children
+    from fasteagle.tree import Pool, ancestor_mask, rerank
+    from fasteagle.verify import accept, seen_rows
+
+    torch._dynamo.reset()
+    tree = DraftTree(torch.tensor([1, 2, 3]), torch.tensor([0, 0, 1]), torch.ones(3).bool())
+    mask, depths = ancestor_mask(tree.parents, tree.valid)
+    pool = Pool(
+        torch.arange(4), torch.tensor([0.0, -1.0, -1.0, -2.0]), torch.tensor([-1, -1, 0, 0])
+    )
+    cases = [
+        (ancestor_mask, (tree.parents, tree.valid)),
+        (accept, (torch.tensor([2, 0, 5]), tree, mask, depths, 2)),
+        (rerank, (pool, torch.tensor([9]), 3)),
+        (seen_rows, (torch.zeros(1, 10, dtype=torch.bool), tree, mask)),
+        (top_children, (torch.randn(2, 9), 3)),
+    ]
+    for function, arguments in cases:
+        compiled = torch.compile(function, fullgraph=True, backend="eager")
+        for a, b in zip(flat(compiled(*arguments)), flat(function(*arguments)), strict=True):
+            assert torch.equal(a, b)
+    torch._dynamo.reset()
+
+
+def flat(value):
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for part in value for t in flat(part)]
