@@ -166,6 +166,18 @@ def draft_options(command: Callable[..., Any]) -> Callable[..., Any]:
         help="Nodes expanded a level (SGLang: eagle-topk).",
     )
     @click.option(
+        "--draft-noise",
+        default=_DRAFT.noise,
+        show_default=True,
+        help="shared or none: at temperature > 0, rank guesses with the target's own noise.",
+    )
+    @click.option(
+        "--verify",
+        default=_DRAFT.verify,
+        show_default=True,
+        help="match, or multi-round: the paper's sampling, for eagle-static and eagle-chain.",
+    )
+    @click.option(
         "--tree-nodes",
         default=_DRAFT.tree_nodes,
         show_default=True,
@@ -180,6 +192,8 @@ def draft_options(command: Callable[..., Any]) -> Callable[..., Any]:
         tree_depth: int,
         tree_topk: int,
         tree_nodes: int,
+        draft_noise: str,
+        verify: str,
         **kwargs: Any,
     ) -> Any:
         draft = DraftOptions(
@@ -189,6 +203,8 @@ def draft_options(command: Callable[..., Any]) -> Callable[..., Any]:
             tree_topk,
             tree_nodes,
             None if tree == "auto" else tree,
+            draft_noise,
+            verify,
         )
         return command(draft=draft, **kwargs)
 
@@ -267,6 +283,11 @@ def models() -> None:
 @click.option("--held-out", default=100, show_default=True, help="Conversations to measure on.")
 @click.option("--max-len", default=640, show_default=True, help="Longer conversations are cut.")
 @click.option("--every", default=200, show_default=True, help="Steps between evaluations.")
+@click.option(
+    "--init",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Begin from this head.",
+)
 @click.option("--patience", type=int, help="Stop after so many evaluations without gain.")
 @hyper_parameters
 def train_head(model: str, runtime_options: RuntimeOptions, options: dict[str, Any],

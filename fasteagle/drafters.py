@@ -18,7 +18,12 @@ from torch import Tensor
 
 from fasteagle.errors import FasteagleError
 from fasteagle.model import EagleHead, KVCache, causal_mask
+from fasteagle.multi_round import DRAFT_STREAM
+from fasteagle.options import SamplingParams
+from fasteagle.sampling import gumbel_noise
 from fasteagle.tree import PAPER_TREE, DraftTree, Pool, TreeShape, chain, rerank
+
+GREEDY = SamplingParams()
 
 
 class Drafter(Protocol):
@@ -40,10 +45,11 @@ class Drafter(Protocol):
         Only the first `count` rows are real, the others padding.
         """
 
-    def propose(self, root: Tensor, context: Sequence[int]) -> DraftTree:
+    def propose(self, root: Tensor, context: Sequence[int], params: SamplingParams) -> DraftTree:
         """A tree under `root` [1], the token after the last position seen.
 
-        `context` are the committed tokens, root last, for drafters that work on text.
+        `context` are the committed tokens, root last, for drafters that work on text; `params`
+        say how the target will draw, for drafters that can guess the draw itself.
         """
 
 
@@ -56,7 +62,7 @@ class EagleDrafter:
 
     def __init__(
         self, head: EagleHead, shape: TreeShape, max_seq_len: int,
-        value: str = "cumulative", do_rerank: bool = True,
+        value: str = "cumulative", do_rerank: bool = True, noise: str = "shared",
     ) -> None:  # fmt: skip
         if shape.topk > head.config.draft_vocab_size:
             raise FasteagleError(
@@ -65,7 +71,7 @@ class EagleDrafter:
             )
         self.name = "eagle-chain" if shape.topk == 1 else "eagle"
         self.shape, self.depth, self.rows = shape, shape.depth, shape.rows
-        self.value, self.rerank = value, do_rerank
+        self.value, self.rerank, self.noise = value, do_rerank, noise
         self.state = HeadState(head, max_seq_len, (shape.depth - 1) * shape.topk)
 
     def resized(self, nodes: int) -> EagleDrafter:
@@ -88,16 +94,19 @@ class EagleDrafter:
     def extend(self, tokens: Tensor, features: Tensor, count: int) -> None:
         self.state.extend(tokens, features, count)
 
-    def propose(self, root: Tensor, context: Sequence[int]) -> DraftTree:
-        pool = self.expand()
+    def propose(
+        self, root: Tensor, context: Sequence[int], params: SamplingParams = GREEDY
+    ) -> DraftTree:
+        pool = self.expand(params)
         if not self.rerank:
             pool = pool._replace(scores=torch.arange(len(pool.scores), 0.0, -1.0))
         return rerank(pool, root, self.shape.nodes)
 
-    def expand(self) -> Pool:
+    def expand(self, params: SamplingParams = GREEDY) -> Pool:
         """`depth` levels; every level's frontier are the k best of its candidates."""
         k, state = self.shape.topk, self.state
-        ids, logp = top_children(state.logits, k)  # [1, k]
+        logits = state.ranking_logits(state.logits, 1, params, self.noise)
+        ids, logp = top_children(logits, k)  # [1, k]
         tokens, scores = state.to_target(ids[0]), logp[0]
         features = state.feature.expand(k, -1)
         all_tokens, all_scores = [tokens], [scores]
@@ -106,6 +115,7 @@ class EagleDrafter:
         mask = torch.eye(k, dtype=torch.bool, device=tokens.device)  # among the head's own rows
         for level in range(1, self.depth):
             logits, features = state.step(tokens, features, level - 1, mask)
+            logits = state.ranking_logits(logits, level + 1, params, self.noise)
             ids, logp = top_children(logits, k)  # [k, k]
             reached = scores.unsqueeze(1) + logp if self.value == "cumulative" else logp
             child_scores = torch.minimum(reached, scores.unsqueeze(1)).flatten()
@@ -125,18 +135,28 @@ class EagleDrafter:
 
 
 class StaticTreeDrafter:
-    """EAGLE-1's tree of fixed shape: node `path` is the rank-th best child at every step."""
+    """EAGLE-1's tree of fixed shape: node `path` is the rank-th best child at every step.
+
+    With `sampled` and a temperature, children are instead drawn from the draft's distribution
+    without replacement, the rank being the order of drawing; `proposals` [T, V] then holds that
+    distribution for every row, as multi-round verification needs it.
+    """
 
     def __init__(
-        self, head: EagleHead, max_seq_len: int, paths: Sequence[tuple[int, ...]] = PAPER_TREE
-    ) -> None:
+        self, head: EagleHead, max_seq_len: int,
+        paths: Sequence[tuple[int, ...]] = PAPER_TREE, noise: str = "shared",
+        sampled: bool = False,
+    ) -> None:  # fmt: skip
         check_paths(paths, head.config.draft_vocab_size)
-        self.name = "eagle-static"
+        self.name, self.noise = "eagle-static", noise
         order = sorted(paths, key=lambda path: (len(path), path))
         row_of = {(): 0, **{path: row for row, path in enumerate(order, 1)}}
         self.depth, self.rows = len(order[-1]), len(order) + 1
         self._parents = torch.tensor([0] + [row_of[path[:-1]] for path in order])
         inner = {path[:-1] for path in order} - {()}
+        self._rows_of_inner: list[Tensor] = []  # of each level's frontier
+        self.sampled = sampled
+        self.proposals: Tensor | None = None
         self._levels = []
         frontier: list[tuple[int, ...]] = [()]
         width = 0
@@ -144,6 +164,7 @@ class StaticTreeDrafter:
             here = [path for path in order if len(path) == level]
             above = torch.tensor([frontier.index(path[:-1]) for path in here])
             ranks = torch.tensor([path[-1] for path in here])
+            self._rows_of_inner.append(torch.tensor([row_of[path] for path in frontier]))
             frontier = [path for path in here if path in inner]
             kept = torch.tensor([here.index(path) for path in frontier], dtype=torch.long)
             self._levels.append((above, ranks, kept))
@@ -160,13 +181,27 @@ class StaticTreeDrafter:
     def extend(self, tokens: Tensor, features: Tensor, count: int) -> None:
         self.state.extend(tokens, features, count)
 
-    def propose(self, root: Tensor, context: Sequence[int]) -> DraftTree:
+    def propose(
+        self, root: Tensor, context: Sequence[int], params: SamplingParams = GREEDY
+    ) -> DraftTree:
         state, device = self.state, root.device
         logits, features = state.logits, state.feature
+        sampled = self.sampled and not params.greedy
+        if sampled:
+            params = dataclasses.replace(params, seed=params.seed ^ DRAFT_STREAM)
+            vocab_size = state.head.config.block.vocab_size
+            self.proposals = torch.zeros(self.rows, vocab_size, device=device)
         found, mask, written = [root], torch.zeros(1, 0, dtype=torch.bool, device=device), 0
-        for above, ranks, kept in self._levels:
+        for level, (above, ranks, kept) in enumerate(self._levels, 1):
             above, ranks, kept = above.to(device), ranks.to(device), kept.to(device)
-            ids, _ = top_children(logits, int(self._widest))
+            if sampled and self.proposals is not None:
+                probs = (logits.float() / params.temperature).softmax(-1)
+                rows = self._rows_of_inner[level - 1].to(device)
+                self.proposals[rows.unsqueeze(1), state.to_target(slice(None))] = probs
+            # Ranking by the sum with Gumbel noise draws without replacement, in order.
+            noise = "shared" if sampled else self.noise
+            ranked = state.ranking_logits(logits, level, params, noise)
+            ids, _ = top_children(ranked, self._widest)
             tokens = state.to_target(ids[above, ranks])
             found.append(tokens)
             if not len(kept):
@@ -205,7 +240,9 @@ class NgramDrafter:
     def extend(self, tokens: Tensor, features: Tensor, count: int) -> None:
         self._length += count
 
-    def propose(self, root: Tensor, context: Sequence[int]) -> DraftTree:
+    def propose(
+        self, root: Tensor, context: Sequence[int], params: SamplingParams = GREEDY
+    ) -> DraftTree:
         found = self.lookup(context)
         tokens = torch.zeros(self.rows, dtype=torch.long)
         tokens[0] = context[-1]
@@ -243,8 +280,22 @@ class HeadState:
     def rewind(self, length: int) -> None:
         self.length = min(self.length, length)
 
-    def to_target(self, ids: Tensor) -> Tensor:
+    def to_target(self, ids: Tensor | slice) -> Tensor:
         return self._target_ids[ids]
+
+    def ranking_logits(
+        self, logits: Tensor, level: int, params: SamplingParams, noise: str
+    ) -> Tensor:
+        """What children are ranked by, [W, V]: logits, or with the noise the target will draw with.
+
+        At level `level` the target picks argmax(its logits / T + g); g is known here already. The
+        softmax of the draft's own sum then estimates how likely each child is that argmax.
+        """
+        if params.greedy or noise == "none":
+            return logits
+        position = torch.tensor([self.length + level], device=logits.device)
+        gumbel = gumbel_noise(params.seed, position, self._target_ids)
+        return logits.float() / params.temperature + gumbel
 
     def extend(self, tokens: Tensor, features: Tensor, count: int) -> None:
         """Run true pairs through the head; see `Drafter.extend`."""

@@ -19,8 +19,9 @@ from torch import Tensor
 from fasteagle.drafters import Drafter
 from fasteagle.errors import FasteagleError
 from fasteagle.model import KVCache, Output, Transformer, causal_mask
+from fasteagle.multi_round import multi_round
 from fasteagle.options import SamplingParams
-from fasteagle.sampling import BAD_ROW, draw
+from fasteagle.sampling import BAD_ROW, draw, process_logits
 from fasteagle.tree import ancestor_mask
 from fasteagle.verify import PAD, accept, seen_rows
 
@@ -142,7 +143,7 @@ class Engine:
         count = len(self.cached) - drafter.length
         drafter.extend(*pairs, count)
         root = torch.tensor([root_id], device=self.device)
-        tree = drafter.propose(root, [*self.cached, root_id])
+        tree = drafter.propose(root, [*self.cached, root_id], params)
         drafted = time.perf_counter()
 
         tree_mask, depths = ancestor_mask(tree.parents, tree.valid)
@@ -152,8 +153,13 @@ class Engine:
         # The target draws at every row; the path along its own draws is what it would have said.
         base = len(self.cached)
         rows_seen = None if seen is None else seen_rows(seen, tree, tree_mask)
-        drawn = draw(output.logits, base + depths + 1, params, rows_seen)
-        path = accept(drawn, tree, tree_mask, depths, drafter.depth)
+        proposals = getattr(drafter, "proposals", None)
+        if proposals is None:
+            drawn = draw(output.logits, base + depths + 1, params, rows_seen)
+            path = accept(drawn, tree, tree_mask, depths, drafter.depth)
+        else:  # children were sampled: the paper's algorithm instead
+            probs = process_logits(output.logits.float(), params, rows_seen).softmax(-1)
+            path = multi_round(probs, proposals, tree, drafter.depth, params.seed, base)
 
         slots = base + torch.arange(drafter.depth + 1, device=self.device)
         self.cache.commit(base + path.rows, slots)

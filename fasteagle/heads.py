@@ -113,15 +113,19 @@ def _ready_head(
 
 
 def _tree_drafter(head: EagleHead, options: DraftOptions, max_seq_len: int) -> Drafter:
+    sampled = options.verify == "multi-round"
     if options.drafter == "eagle-static" or options.tree_file:
         paths = PAPER_TREE if options.tree_file is None else read_tree(Path(options.tree_file))
         check_paths(paths, head.config.draft_vocab_size)
-        return StaticTreeDrafter(head, max_seq_len, paths)
+        return StaticTreeDrafter(head, max_seq_len, paths, options.noise, sampled)
+    if options.drafter == "eagle-chain" and sampled:
+        paths = tuple((0,) * n for n in range(1, options.tree_depth + 1))
+        return StaticTreeDrafter(head, max_seq_len, paths, options.noise, sampled)
     if options.drafter == "eagle-chain":
         shape = TreeShape(options.tree_depth, 1, options.tree_depth)
     else:
         shape = TreeShape(options.tree_depth, options.tree_topk, options.tree_nodes)
-    return EagleDrafter(head, shape, max_seq_len)
+    return EagleDrafter(head, shape, max_seq_len, noise=options.noise)
 
 
 def read_tree(path: Path) -> tuple[tuple[int, ...], ...]:

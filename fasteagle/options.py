@@ -112,11 +112,25 @@ class DraftOptions:
     tree_topk: int = 4
     tree_nodes: int = 7
     tree_file: str | None = None  # JSON list of child-rank paths, for the static tree
+    noise: str = "shared"  # at T > 0, rank children with the target's own noise, or "none"
+
+    verify: str = "match"  # or "multi-round": the paper's algorithm, for static trees and chains
 
     def __post_init__(self) -> None:
         _require(
+            self.verify in ("match", "multi-round"),
+            f"verify {self.verify!r}: use match or multi-round",
+        )
+        _require(
+            self.verify == "match" or self.drafter in ("eagle-static", "eagle-chain"),
+            "verify multi-round needs sampled children: add --drafter eagle-static or eagle-chain",
+        )
+        _require(
             self.drafter in DRAFTERS,
             f"drafter {self.drafter!r} is unknown: use {', '.join(DRAFTERS)}",
+        )
+        _require(
+            self.noise in ("shared", "none"), f"draft-noise {self.noise!r}: use shared or none"
         )
         _require(
             self.tree_file is None or self.drafter in ("auto", "eagle-static"),

@@ -29,9 +29,10 @@ def draw(
     scores = process_logits(logits.float(), params, seen)
     if not params.greedy:
         # A NaN or +inf logit must stay visible: only finite scores and -inf take noise.
-        scores = scores + gumbel_noise(params.seed, positions, logits.shape[-1])
-    best, tokens = scores.max(dim=-1)
-    return torch.where(best.isfinite(), tokens, BAD_ROW)
+        tokens = torch.arange(logits.shape[-1], device=logits.device)
+        scores = scores + gumbel_noise(params.seed, positions, tokens)
+    best, drawn = scores.max(dim=-1)
+    return torch.where(best.isfinite(), drawn, BAD_ROW)
 
 
 def process_logits(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> Tensor:
@@ -71,13 +72,14 @@ def top_p_threshold(probs: Tensor, top_p: float) -> Tensor:
     return high.view(torch.float32)
 
 
-def gumbel_noise(seed: int, positions: Tensor, vocab_size: int) -> Tensor:
+def gumbel_noise(seed: int, positions: Tensor, tokens: Tensor) -> Tensor:
     """Standard Gumbel noise [T, V] in fp32, a pure function of (seed, position, token id).
+
+    `positions` [T], `tokens` [V]: the token ids to make noise for.
 
     With a 32-bit hash h, `v = (h + 0.5) 2^-32` and `g = -log(-log1p(-v))`: the upper tail, which
     decides a maximum over a large vocabulary, keeps all 32 bits (a 24-bit uniform would clip it).
     """
-    tokens = torch.arange(vocab_size, device=positions.device)
     first = _mix(positions ^ (seed & 0xFFFFFFFF))
     second = _mix(first ^ _mix(positions + (seed >> 32) + 0x9E3779B9))
     hashed = _mix(_mix(tokens + first.unsqueeze(1)) ^ second.unsqueeze(1))

@@ -13,7 +13,7 @@ import torch
 
 from fasteagle.checkpoint import fingerprint
 from fasteagle.errors import FasteagleError
-from fasteagle.head_file import save_head
+from fasteagle.head_file import load_head, save_head
 from fasteagle.options import RuntimeOptions, TrainOptions
 from fasteagle.paths import cache_dir, write_atomic
 from fasteagle.runtime import Runtime, load_runtime, note, start_compiler
@@ -40,6 +40,7 @@ class TrainRun:
     resume: bool = False
     every: int = 200
     patience: int | None = None
+    init: Path | None = None  # a head to begin from instead of the identity
 
 
 def train_head(
@@ -65,10 +66,14 @@ def train_head(
     identity = fingerprint(runtime.checkpoint)
     store = _features(runtime, conversations, identity)
     training = [c for i, c in enumerate(conversations) if i not in set(held_out)]
-    draft_ids = frequent_tokens(training, min(options.draft_vocab_size, config.vocab_size))
-    loss_ids = frequent_tokens(training, min(options.loss_vocab_size, len(draft_ids)))
     target = runtime.engine.model
-    head = new_head(target, draft_ids, options)
+    if run.init is not None:
+        head, _ = load_head(run.init, config)
+    else:
+        size = min(options.draft_vocab_size, config.vocab_size)
+        head = new_head(target, frequent_tokens(training, size), options)
+    loss_size = min(options.loss_vocab_size, head.config.draft_vocab_size)
+    loss_ids = frequent_tokens(training, loss_size)
     trainer = Trainer(head, target, store, held_out, loss_ids, options, run.out)
     if run.resume and trainer.resume():
         note(f"continuing at step {trainer.step:,}")

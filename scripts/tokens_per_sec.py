@@ -66,9 +66,9 @@ DEFAULTS = BenchOptions()
 )
 @click.option("--save-outputs", is_flag=True, help="Put the answers' token ids into the record.")
 @click.option("--md", is_flag=True, help="Print the table in Markdown.")
-def main(model: str, runtime_options: RuntimeOptions, draft: DraftOptions, rows: str, precision: str, compile_: bool,
-         load_format: str, json_path: Path | None, save_outputs: bool, md: bool,
-         **rest: Any) -> None:  # fmt: skip
+def main(model: str, runtime_options: RuntimeOptions, draft: DraftOptions, rows: str,
+         precision: str, compile_: bool, load_format: str, json_path: Path | None,
+         save_outputs: bool, md: bool, **rest: Any) -> None:  # fmt: skip
     """Measure tokens per second; see the module's docstring for examples."""
     options = BenchOptions(
         model, _list(rows), _list(precision), compile=compile_, draft=draft, **rest

@@ -80,7 +80,7 @@ def test_threshold_keeps_ties_together():
 
 
 def test_noise_is_standard_gumbel():
-    noise = gumbel_noise(1234, torch.arange(64), 4096).flatten().double()
+    noise = gumbel_noise(1234, torch.arange(64), torch.arange(4096)).flatten().double()
     assert abs(noise.mean() - 0.57722) < 0.01
     assert abs(noise.var() - math.pi**2 / 6) < 0.02
     for q in (0.001, 0.1, 0.5, 0.9, 0.999):
@@ -91,23 +91,24 @@ def test_noise_is_standard_gumbel():
 def test_noise_reaches_far_beyond_24_bits():
     """A 24-bit uniform ends at 16.6; among 2^27 draws larger ones must occur."""
     top = max(
-        gumbel_noise(5, torch.arange(i, i + 64), 2**15).max().item() for i in range(0, 4096, 64)
+        gumbel_noise(5, torch.arange(i, i + 64), torch.arange(2**15)).max().item()
+        for i in range(0, 4096, 64)
     )
     assert top > 17.5
 
 
 def test_noise_depends_on_seed_position_and_token_only():
-    whole = gumbel_noise(9, torch.arange(100, 110), 50)
-    assert torch.equal(whole[3:5], gumbel_noise(9, torch.tensor([103, 104]), 50))
-    assert torch.equal(whole[:, :20], gumbel_noise(9, torch.arange(100, 110), 20))
+    whole = gumbel_noise(9, torch.arange(100, 110), torch.arange(50))
+    assert torch.equal(whole[3:5], gumbel_noise(9, torch.tensor([103, 104]), torch.arange(50)))
+    assert torch.equal(whole[:, :20], gumbel_noise(9, torch.arange(100, 110), torch.arange(20)))
     for other in (10, 9 + 2**32, 9 + 2**40):
-        assert not torch.equal(whole, gumbel_noise(other, torch.arange(100, 110), 50))
+        assert not torch.equal(whole, gumbel_noise(other, torch.arange(100, 110), torch.arange(50)))
     assert not torch.equal(whole[0], whole[1])
 
 
 def test_noise_of_neighbours_is_uncorrelated():
-    noise = gumbel_noise(3, torch.arange(512), 512).double()
-    other = gumbel_noise(4, torch.arange(512), 512).double()
+    noise = gumbel_noise(3, torch.arange(512), torch.arange(512)).double()
+    other = gumbel_noise(4, torch.arange(512), torch.arange(512)).double()
     for a, b in ((noise[1:], noise[:-1]), (noise[:, 1:], noise[:, :-1]), (noise, other)):
         correlation = torch.corrcoef(torch.stack((a.flatten(), b.flatten())))[0, 1]
         assert abs(correlation) < 0.01

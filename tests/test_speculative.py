@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fasteagle.drafters import EagleDrafter, NgramDrafter, StaticTreeDrafter, TreeShape
-from fasteagle.generate import Engine
+from fasteagle.generate import Engine, Stats
 from fasteagle.model import Transformer
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import process_logits
@@ -53,7 +53,7 @@ class Fake:
         assert 1 <= count <= len(tokens) == len(features)
         self.length += count
 
-    def propose(self, root, context):
+    def propose(self, root, context, params):
         assert int(root) == context[-1] and self.length == len(context) - 1
         return self._propose(list(context))
 
@@ -235,29 +235,57 @@ def test_ends_in_the_middle_of_an_accepted_path(target, params):
         )
 
 
-def test_distribution_two_tokens_deep(target, head):
-    """Chi-square of the first two emitted tokens against exact probabilities, with speculation."""
-    small = random_target(tiny_config(vocab_size=6), seed=4)
+SHALLOW = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0))
+
+
+@pytest.mark.parametrize("kind", ["shared noise", "no noise", "static", "multi-round", "chain m-r"])
+def test_distribution_two_tokens_deep(kind):
+    """Chi-square of two emitted tokens against exact probabilities, with speculation.
+
+    The prompt's own next token is fixed, so that both come out of draft cycles.
+    """
+    small = random_target(tiny_config(vocab_size=4), seed=4)
     small.lm_head.weight.mul_(0.3)
-    drafter = EagleDrafter(random_head(small, seed=5), TreeShape(2, 3, 6), 512)
+    head = random_head(small, seed=5)
+    drafter = {
+        "shared noise": lambda: EagleDrafter(head, TreeShape(2, 3, 6), 512),
+        "no noise": lambda: EagleDrafter(head, TreeShape(2, 3, 6), 512, noise="none"),
+        "static": lambda: StaticTreeDrafter(head, 512, SHALLOW),
+        "multi-round": lambda: StaticTreeDrafter(head, 512, SHALLOW, sampled=True),
+        "chain m-r": lambda: StaticTreeDrafter(head, 512, ((0,), (0, 0)), sampled=True),
+    }[kind]()
     params = SamplingParams(1.0, top_p=0.97)
-    prompt, n = [1, 2, 3], 3000
+    prompt, n = [1, 2, 3], 1200
     first = exact_probabilities(small, prompt, params)
     expected = torch.stack([p * exact_probabilities(small, [*prompt, t], params)
                             for t, p in enumerate(first)]).flatten() * n  # fmt: skip
     engine = Engine(small, 512, drafter=drafter)
-    counts = torch.zeros(36, dtype=torch.double)
+    counts = torch.zeros(16, dtype=torch.double)
     accepted = 0
     for seed in range(n):
-        # The first token comes from prefill; the next two from a draft cycle.
-        a, b = tokens(engine, prompt, dataclasses.replace(params, seed=seed), n=2)
-        counts[a * 6 + b] += 1
+        drawn = dataclasses.replace(params, seed=seed)
+        a, b = two_drafted_tokens(engine, prompt, drawn)
+        counts[a * 4 + b] += 1
         accepted += engine.stats.accepted
-    assert 0 < accepted < n
+    assert n / 4 < accepted < 2 * n
     assert (counts[expected == 0] == 0).all()
     likely = expected > 0
     chi2 = ((counts - expected)[likely] ** 2 / expected[likely]).sum()
-    assert chi2 < 66.6  # 99.9 % point of 35 degrees of freedom
+    assert chi2 < 37.7  # 99.9 % point of 15 degrees of freedom
+
+
+@torch.no_grad()
+def two_drafted_tokens(engine, prompt, params) -> list[int]:
+    """The two tokens after `prompt`, its last token being the root of the first draft cycle."""
+    engine.cached.clear()
+    engine.stats = Stats()
+    features, _ = engine.prefill(prompt[:-1])
+    root, pairs, drawn = prompt[-1], (torch.tensor(prompt[-1:]), features), []
+    while len(drawn) < 2:
+        new, pairs = engine._draft_cycle(root, pairs, params, None)
+        drawn += new
+        root = new[-1]
+    return drawn[:2]
 
 
 @torch.no_grad()

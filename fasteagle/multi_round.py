@@ -1,0 +1,65 @@
+"""EAGLE-1's own verification: multi-round speculative sampling over sampled children.
+
+The second way to verify, kept for fidelity to the paper (algorithm 1). The emitted distribution is
+the target's, as with sample-and-match, but a given seed yields other text than plain decoding.
+It runs on the host, row by row, and only makes sense for trees whose children were *sampled*.
+
+Shapes: T tree rows, V target vocabulary, D deepest level.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fasteagle.tree import DraftTree
+from fasteagle.verify import PAD, Accepted
+
+DRAFT_STREAM = 0x5DEECE66D  # the seed's companion for sampling children
+ACCEPT_STREAM = 0x9E3779B97F4A7C15
+
+
+def multi_round(
+    target: Tensor, draft: Tensor, tree: DraftTree, depth: int, seed: int, position: int
+) -> Accepted:
+    """Walk from the root; at each node try the children in the order they were sampled.
+
+    `target` and `draft` [T, V] are each row's next-token probabilities. A child is accepted with
+    probability min(1, p / q); a rejected one leaves the residual of p, and q without the child,
+    to the next. When none is left, the token comes from what remains of p.
+    """
+    generator = torch.Generator().manual_seed((seed ^ ACCEPT_STREAM ^ (position << 20)) % 2**63)
+    tokens, parents, valid = (t.tolist() for t in tree)
+    rows, emitted = [0], []
+    while True:
+        row = rows[-1]
+        p, q = target[row].double(), draft[row].double()
+        children = [j for j in range(1, len(tokens)) if parents[j] == row and valid[j]]
+        accepted = None
+        for child in children:
+            token = tokens[child]
+            if torch.rand((), generator=generator, dtype=torch.double) * q[token] < p[token]:
+                accepted = child
+                break
+            p = _normalized((p - q).clamp(min=0), p)
+            q = q.clone()
+            q[token] = 0
+            q = _normalized(q, q)
+        if accepted is None:
+            emitted.append(int(torch.multinomial(p, 1, generator=generator)))
+            break
+        rows.append(accepted)
+        emitted.append(tokens[accepted])
+    fill = depth + 1 - len(rows)
+    device = tree.tokens.device
+    return Accepted(
+        torch.tensor(rows + [0] * fill, device=device),
+        torch.tensor(emitted + [PAD] * fill, device=device),
+        torch.tensor(len(emitted), device=device),
+    )
+
+
+def _normalized(x: Tensor, otherwise: Tensor) -> Tensor:
+    """x as probabilities; `otherwise` where rounding has left nothing of it."""
+    total = x.sum()
+    return x / total if total > 0 else otherwise
