@@ -109,7 +109,7 @@ def metadata(options: BenchOptions, runtime: RuntimeOptions) -> dict[str, Any]:
         "draft": dataclasses.asdict(options.draft),
         "tree_value": options.tree_value,
         "rerank": options.rerank,
-        "command": " ".join(sys.argv),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
 
 

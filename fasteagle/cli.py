@@ -270,9 +270,14 @@ def models() -> None:
     "data",
     type=click.Path(path_type=Path, dir_okay=False),
     multiple=True,
-    required=True,
     help="JSONL of token ids the model wrote itself (repeatable).",
 )
+@click.option(
+    "--prompts",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help='JSONL with {"turns": [...]} lines; the model answers them first.',
+)
+@click.option("--answer-tokens", default=256, show_default=True, help="Longest answer to those.")
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),

@@ -6,6 +6,7 @@ published heads too (`pytorch_model.bin`); embeddings in a file are ignored for 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -108,6 +109,16 @@ def load_head(folder: Path, target: ModelConfig) -> tuple[EagleHead, dict[str, A
     if ids.min() < 0 or ids.max() >= target.vocab_size or (ids.diff() <= 0).any():
         raise FasteagleError(f"{folder}: d2t does not list ascending ids of the target")
     return head.eval(), header
+
+
+def with_vocabulary(head: EagleHead, draft_ids: Tensor) -> EagleHead:
+    """The same head, drafting only `draft_ids` (ascending target ids)."""
+    changed = EagleHead(dataclasses.replace(head.config, draft_vocab_size=len(draft_ids)))
+    state = official_state(head) | {"d2t": draft_ids - torch.arange(len(draft_ids))}
+    if len(draft_ids) == head.config.block.vocab_size:
+        del state["d2t"]
+    load_official_state(changed, state, "head")
+    return changed
 
 
 def _read_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:

@@ -13,7 +13,7 @@ import torch
 
 from fasteagle.checkpoint import fingerprint
 from fasteagle.errors import FasteagleError
-from fasteagle.head_file import load_head, save_head
+from fasteagle.head_file import load_head, save_head, with_vocabulary
 from fasteagle.options import RuntimeOptions, TrainOptions
 from fasteagle.paths import cache_dir, write_atomic
 from fasteagle.runtime import Runtime, load_runtime, note, start_compiler
@@ -27,6 +27,7 @@ from fasteagle.train_data import (
     read_conversations,
     store_key,
 )
+from fasteagle.train_text import write_answers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +41,8 @@ class TrainRun:
     resume: bool = False
     every: int = 200
     patience: int | None = None
+    prompts: Path | None = None  # questions for the target to answer, besides `data`
+    answer_tokens: int = 256
     init: Path | None = None  # a head to begin from instead of the identity
 
 
@@ -54,8 +57,11 @@ def train_head(
         )
     runtime = load_runtime(model, runtime_options)
     config = runtime.checkpoint.config
+    data = [*run.data, *_written_now(runtime, run)]
+    if not data:
+        raise FasteagleError("nothing to train on: give --data, or --prompts to be answered now")
     conversations = [
-        c for path in run.data for c in read_conversations(path, config.vocab_size, run.max_len)
+        c for path in data for c in read_conversations(path, config.vocab_size, run.max_len)
     ]
     if len(conversations) <= run.held_out:
         raise FasteagleError(
@@ -67,11 +73,11 @@ def train_head(
     store = _features(runtime, conversations, identity)
     training = [c for i, c in enumerate(conversations) if i not in set(held_out)]
     target = runtime.engine.model
-    if run.init is not None:
-        head, _ = load_head(run.init, config)
+    draft_ids = frequent_tokens(training, min(options.draft_vocab_size, config.vocab_size))
+    if run.init is None:
+        head = new_head(target, draft_ids, options)
     else:
-        size = min(options.draft_vocab_size, config.vocab_size)
-        head = new_head(target, frequent_tokens(training, size), options)
+        head = with_vocabulary(load_head(run.init, config)[0], draft_ids)
     loss_size = min(options.loss_vocab_size, head.config.draft_vocab_size)
     loss_ids = frequent_tokens(training, loss_size)
     trainer = Trainer(head, target, store, held_out, loss_ids, options, run.out)
@@ -79,6 +85,22 @@ def train_head(
         note(f"continuing at step {trainer.step:,}")
     trainer.run(_progress(options, run.out), run.every, patience=run.patience)
     _finish(trainer, runtime, identity, sum(len(c.ids) for c in training), run)
+
+
+def _written_now(runtime: Runtime, run: TrainRun) -> list[Path]:
+    """The target's answers to `run.prompts`, written into the run's folder."""
+    if run.prompts is None:
+        return []
+    run.out.mkdir(parents=True, exist_ok=True)
+
+    def progress(done: int, total: int) -> None:
+        if done % 20 == 0 or done == total:
+            note(f"answered {done:,} of {total:,} prompts")
+
+    out = run.out / "text.jsonl"
+    limit = run.answer_tokens
+    engine, tokenizer = runtime.engine, runtime.tokenizer
+    return [write_answers(engine, tokenizer, run.prompts, out, limit, progress)]
 
 
 def _features(
@@ -132,7 +154,7 @@ def _finish(
     record = {
         "header": header,
         "options": dataclasses.asdict(trainer.options),
-        "command": " ".join(sys.argv),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "history": trainer.history,
     }
     write_atomic(run.out / "training.json", (json.dumps(record, indent=1) + "\n").encode())

@@ -88,3 +88,61 @@ def test_the_readmes_question_from_the_command_line():
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout and "tau 1.00" in done.stderr
+
+
+PROMPTS = ("What is the capital of France?", "Write a short poem about the sea.",
+           "Count from 1 to 20, one number a line.")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(), SamplingParams(0.7, top_p=0.9, seed=1), SamplingParams(1.0, min_p=0.05)],
+    ids=str,
+)
+def test_speculation_changes_no_token(checkpoint, model, tokenizer, params):
+    """fp32 on the CPU: the shipped head, two trees, static, chain and n-grams against plain."""
+    from fasteagle.drafters import EagleDrafter, NgramDrafter, StaticTreeDrafter
+    from fasteagle.heads import make_drafter
+    from fasteagle.options import DraftOptions
+    from fasteagle.tree import TreeShape
+
+    engine = Engine(model, 1024)
+    said: list[str] = []
+    first = make_drafter(DEFAULT_MODEL, engine, checkpoint, DraftOptions(), said.append)
+    assert said[0].startswith("draft head shipped with fasteagle"), said
+    head = first.state.head
+    drafters = [
+        first,
+        EagleDrafter(head, TreeShape(6, 10, 59), 1024),
+        EagleDrafter(head, TreeShape(4, 1, 4), 1024),
+        StaticTreeDrafter(head, 1024),
+        NgramDrafter(),
+    ]
+    for text in PROMPTS:
+        prompt = tokenizer.encode(tokenizer.render([{"role": "user", "content": text}]))
+
+        def answer(drafter, prompt=prompt):
+            engine.use(drafter)
+            engine.cached.clear()
+            cycles = engine.generate(prompt, params, 48, tokenizer.eos_ids)
+            return [t for ids in cycles for t in ids]
+
+        expected = answer(None)
+        for drafter in drafters:
+            assert answer(drafter) == expected, (text, drafter.name, drafter.rows)
+            assert drafter.name == "ngram" or engine.stats.tau > 1.1
+
+
+def test_the_shipped_head_belongs_to_the_model(checkpoint):
+    from importlib import resources
+    from pathlib import Path
+
+    from fasteagle.checkpoint import fingerprint
+    from fasteagle.head_file import load_head
+
+    folder = Path(str(resources.files("fasteagle") / "data" / "heads" / DEFAULT_MODEL))
+    head, header = load_head(folder, checkpoint.config)
+    assert header["target_fingerprint"] == fingerprint(checkpoint)
+    assert len(head.target_ids()) == header["draft_vocab_size"]
+    assert (folder / "model.safetensors").stat().st_size < 16e6
+    assert header["alphas"][0] > 0.5

@@ -223,3 +223,21 @@ def test_leaving_while_compilation_goes_on(tiny_dir):
     assert "still compiling: this answer runs without" in terminal.ask("hello")
     terminal.send("/exit\n")
     assert terminal.close() == 0
+
+
+def test_switching_speculation(tiny_dir):
+    terminal = Terminal("--model", tiny_dir, "--no-compile", "--max-new-tokens", 8,
+                        "--drafter", "ngram")  # fmt: skip
+    terminal.wait_for(">>> $")
+    first = terminal.ask("hello", r"prefill[^\n]*\n>>> $")
+    assert re.search(r"accepted \d+/\d+ \(\d+ %\) \| draft [\d.]+ ms verify [\d.]+ ms", first)
+    assert "no speculation" in terminal.ask("/spec off")
+    terminal.ask("/reset")
+    again = terminal.ask("hello", r"prefill[^\n]*\n>>> $")
+    assert "accepted" not in again
+    assert again.split("\n")[1] == first.split("\n")[1]  # the same answer
+    assert "ngram, 7 nodes" in terminal.ask("/spec on")
+    assert "needs a draft head" in terminal.ask("/spec 4")
+    assert "wants on, off or a number" in terminal.ask("/spec often")
+    terminal.send("/exit\n")
+    assert terminal.close() == 0

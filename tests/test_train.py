@@ -356,3 +356,31 @@ def test_too_little_text(tiny_dir, text_file, tmp_path):
     arguments = command(tiny_dir, text_file, tmp_path / "h", "--held-out", 30)
     done = subprocess.run(arguments, capture_output=True, text=True)
     assert done.returncode == 2 and "30 conversations are too few to hold 30 out" in done.stderr
+
+
+def test_prompts_are_answered_and_trained_on(tiny_dir, tmp_path):
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text("".join(json.dumps({"turns": [f"question {i}"]}) + "\n" for i in range(12)))
+    out = tmp_path / "head"
+    arguments = [sys.executable, "-m", "fasteagle", "train-head", "--model", tiny_dir, "--prompts",
+                 prompts, "--out", out, "--held-out", "3", "--steps", "4", "--batch-tokens", "200",
+                 "--answer-tokens", "24", "--draft-vocab-size", "128",
+                 "--loss-vocab-size", "64"]  # fmt: skip
+    done = subprocess.run([*map(str, arguments)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "answered 12 of 12 prompts" in done.stderr
+    lines = [json.loads(line) for line in (out / "text.jsonl").read_text().splitlines()]
+    assert [line["T"] for line in lines[:4]] == [0.0, 0.7, 1.0, 0.0]
+    # A last line that was cut off is written again, the others are kept.
+    (out / "text.jsonl").write_text("\n".join(json.dumps(line) for line in lines)[:-5])
+    done = subprocess.run([*map(str, arguments)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    again = [json.loads(line) for line in (out / "text.jsonl").read_text().splitlines()]
+    assert again == lines
+
+
+def test_nothing_to_train_on(tiny_dir, tmp_path):
+    arguments = [sys.executable, "-m", "fasteagle", "train-head", "--model", str(tiny_dir), "--out",
+                 str(tmp_path / "h")]  # fmt: skip
+    done = subprocess.run(arguments, capture_output=True, text=True)
+    assert done.returncode == 2 and "give --data, or --prompts" in done.stderr

@@ -1,0 +1,53 @@
+"""Text to train on, written by the target itself: its answers to a file of prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from fasteagle.bench import read_questions
+from fasteagle.generate import Engine
+from fasteagle.options import SamplingParams
+from fasteagle.tokenizer import ChatTokenizer
+
+TEMPERATURES = (0.0, 0.7, 1.0)  # taken in turn: greedy text is what most answers are
+
+
+def write_answers(
+    engine: Engine, tokenizer: ChatTokenizer, prompts: Path, out: Path, max_new_tokens: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Path:  # fmt: skip
+    """Answer the first turn of every question in `prompts` (JSONL with `turns`) into `out`.
+
+    Lines that `out` holds already are kept and not written again, so that a call that was cut off
+    goes on where it stopped; a last line that was cut is dropped.
+    """
+    questions = read_questions(prompts, None)
+    done = _whole_lines(out)
+    with out.open("a", encoding="utf-8") as file:
+        for number, question in enumerate(questions):
+            if number < done:
+                continue
+            messages = [{"role": "user", "content": question.turns[0]}]
+            prompt = tokenizer.encode(tokenizer.render(messages))
+            temperature = TEMPERATURES[number % len(TEMPERATURES)]
+            params = SamplingParams(temperature, seed=number)
+            cycles = engine.generate(prompt, params, max_new_tokens, tokenizer.eos_ids)
+            ids = prompt + [token for new in cycles for token in new]
+            line = {"T": temperature, "prompt_len": len(prompt), "ids": ids}
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            progress(number + 1, len(questions))
+    return out
+
+
+def _whole_lines(path: Path) -> int:
+    """Number of complete lines; cuts off an incomplete last one."""
+    if not path.exists():
+        return 0
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) < len(data):
+        path.write_bytes(whole)
+    return whole.count(b"\n")
