@@ -35,8 +35,9 @@ def questions(tmp_path):
 
 
 def measure(folder, questions, **options):
+    options = {"precisions": ("fp32",), "rows": ("hf", "plain"), **options}
     options = BenchOptions(model=str(folder), data=questions, max_new_tokens=12, compile=False,
-                           **{"precisions": ("fp32",), **options})  # fmt: skip
+                           **options)  # fmt: skip
     rows = run(options, CPU, open_checkpoint(folder), load_tokenizer(folder),
                read_questions(options.data, options.limit))  # fmt: skip
     return build_report(rows, options, CPU, save_outputs=True)
@@ -60,9 +61,39 @@ def test_hf_and_plain_give_the_same_greedy_tokens_in_fp32(tiny_dir, questions):
     assert meta["max_new_tokens"] == 12 and meta["model"] == str(tiny_dir)
 
 
+def test_every_row_drafts_what_it_says(tiny_dir, questions, tmp_path):
+    """All rows answer alike in fp32; drafted ones report acceptance and the parts of a cycle."""
+    from fasteagle.checkpoint import load_model
+    from fasteagle.head_file import save_head
+    from fasteagle.options import DraftOptions
+    from test_drafters import random_head
+
+    checkpoint = open_checkpoint(tiny_dir)
+    model = load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=64)
+    head = random_head(model, rope_scaling=None, rope_base=10000.0)
+    save_head(tmp_path / "head", head, {}, torch.float32)
+    report = measure(tiny_dir, questions, rows=bench.ROW_NAMES,
+                     draft=DraftOptions(head=str(tmp_path / "head")))  # fmt: skip
+    rows = {row["name"]: row for row in report["rows"]}
+    assert list(rows) == list(bench.ROW_NAMES)
+    for name, row in rows.items():
+        assert row["outputs"] == rows["plain"]["outputs"], name
+        assert row["tau"] >= 1
+        drafted = name not in ("hf", "hf-pld", "plain")
+        assert ("accepted_by_depth" in row) == drafted
+        if drafted:
+            shares = row["accepted_by_depth"]
+            assert shares == sorted(shares, reverse=True) and all(0 < s <= 1 for s in shares)
+            # The bonus token, and a share of a pass for every depth reached (last ones cut short).
+            assert row["tau"] <= 1 + sum(shares) + 1e-3
+            assert row["draft_ms"] > 0 and row["verify_ms"] > 0 and row["other_ms"] > 0
+            assert (row["n_alpha"] is not None) == (name == "eagle-chain")
+    assert "draft + verify + other ms" in markdown(report)
+
+
 def test_rows_take_turns_and_each_has_its_own_history(tiny_dir, questions, monkeypatch):
     calls = []
-    for kind in (bench.HFDecoder, bench.PlainDecoder):
+    for kind in (bench.HFDecoder, bench.EngineDecoder):
         original = kind.turn
 
         def turn(self, prompt, n, original=original, kind=kind):
@@ -73,8 +104,8 @@ def test_rows_take_turns_and_each_has_its_own_history(tiny_dir, questions, monke
         monkeypatch.setattr(kind, "turn", turn)
     measure(tiny_dir, questions, limit=2)
     names = [name for name, _, _ in calls]
-    assert names[:2] == ["HFDecoder", "PlainDecoder"]  # warm-up
-    assert names[2:] == ["HFDecoder"] * 2 + ["PlainDecoder"] * 2 + ["HFDecoder", "PlainDecoder"]
+    assert names[:2] == ["HFDecoder", "EngineDecoder"]  # warm-up
+    assert names[2:] == ["HFDecoder"] * 2 + ["EngineDecoder"] * 2 + ["HFDecoder", "EngineDecoder"]
     tokenizer = load_tokenizer(tiny_dir)
     for first, second in ((2, 3), (4, 5)):
         messages = [
@@ -202,6 +233,7 @@ def test_the_script_measures_shapes_without_weights(script, monkeypatch, tmp_pat
     out = tmp_path / "r.json"
     result = script("--model", "llama2-70b", "--load-format", "dummy", "--data", questions,
                     "--no-compile", "--max-new-tokens", 9, "--precision", "fp32", "--json", out,
+                    "--rows", "hf,plain",
                     "--save-outputs")  # fmt: skip
     assert result.exit_code == 0, result.stderr
     rows = json.loads(out.read_text())["rows"]

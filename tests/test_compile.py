@@ -50,6 +50,33 @@ def test_compiled_equals_eager_and_nothing_recompiles(model, no_recompiles):
     assert tokens(fast, PROMPT * 30, 60) == tokens(eager, PROMPT * 30, 60)
 
 
+@pytest.mark.parametrize("shape", [(3, 4, 7), (3, 1, 3)])
+def test_a_long_chat_with_speculation_recompiles_nothing(model, no_recompiles, shape):
+    """Twelve turns through every cache size up to the limit, compiled against eager."""
+    from fasteagle.drafters import EagleDrafter
+    from fasteagle.tree import TreeShape
+    from test_drafters import random_head
+
+    def engine(compiled):
+        target = copy.deepcopy(model)
+        head = random_head(target, rope_scaling=None, rope_base=10000.0)
+        made = Engine(target, 512, drafter=EagleDrafter(head, TreeShape(*shape), 512))
+        if compiled:
+            compiler = start_compiler(made)
+            compiler.wait()
+            assert compiler.apply(), compiler.error
+        return made
+
+    fast, slow = engine(True), engine(False)
+    torch.compiler.set_stance("fail_on_recompile")
+    text = list(PROMPT)
+    for turn in range(12):
+        out = tokens(fast, text, 30)
+        assert out == tokens(slow, text, 30)
+        text += [*out, turn, 7, 9]
+    assert len(fast.cached) > 380
+
+
 def test_long_caches_are_warmed_up_too(no_recompiles, tmp_path):
     from conftest import save_tiny
 
