@@ -109,8 +109,8 @@ class DraftOptions:
     drafter: str = "auto"
     head: str | None = None  # folder or Hugging Face id; None: look in the usual places
     tree_depth: int = 3
-    tree_topk: int = 4
-    tree_nodes: int = 7
+    tree_topk: int = 3
+    tree_nodes: int = 8  # the sizes come from a sweep: BENCHMARKS.md, 2026-11-21
     tree_file: str | None = None  # JSON list of child-rank paths, for the static tree
     noise: str = "shared"  # at T > 0, rank children with the target's own noise, or "none"
 

@@ -33,8 +33,8 @@ class TreeShape:
     """Of a dynamic tree: `depth` levels of `topk` nodes each are expanded, `nodes` are verified."""
 
     depth: int = 3
-    topk: int = 4
-    nodes: int = 7
+    topk: int = 3
+    nodes: int = 8
 
     def __post_init__(self) -> None:
         for name in ("depth", "topk", "nodes"):

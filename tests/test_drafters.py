@@ -261,7 +261,7 @@ def test_tree_shapes_that_cannot_be(options, message):
 def test_width_beyond_the_draft_vocabulary():
     head = random_head(random_target(tiny_config()), torch.arange(0, 60, 20))
     with pytest.raises(FasteagleError, match="tree-topk 4 .* draft vocabulary of 3"):
-        EagleDrafter(head, TreeShape(), 256)
+        EagleDrafter(head, TreeShape(3, 4, 7), 256)
 
 
 @pytest.mark.parametrize(
