@@ -30,6 +30,8 @@ def configure() -> None:
     """
     from torch._inductor.runtime.runtime_utils import default_cache_dir
 
+    # Target and head blocks, one or several rows, short and long caches, by precision.
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_dir() / "inductor")
 

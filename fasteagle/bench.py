@@ -87,6 +87,7 @@ class Turn:
     seconds: float  # first to last token
     passes: int  # target passes after prefill
     stats: Stats | None = None  # of our own engine
+    first: int = 1  # tokens that came with the first one, at `ttft`
 
 
 class Decoder(Protocol):
@@ -127,10 +128,10 @@ class HFDecoder:
         pass
 
     def turn(self, prompt: list[int], max_new_tokens: int) -> Turn:
-        tokens, ttft, seconds, passes = hf_generate(
+        tokens, ttft, seconds, passes, first = hf_generate(
             self.model, prompt, self.params, max_new_tokens, self.eos_ids, self.lookup
         )
-        return Turn(tokens, ttft, seconds, passes)
+        return Turn(tokens, ttft, seconds, passes, first=first)
 
 
 @dataclasses.dataclass
@@ -155,12 +156,17 @@ class Row:
 
     @property
     def tok_s(self) -> float:
-        return (self.tokens - len(self.turns)) / self.seconds if self.seconds else 0.0
+        return self._later_tokens / self.seconds if self.seconds else 0.0
 
     @property
     def tau(self) -> float:
         passes = sum(turn.passes for turn in self.turns)
-        return (self.tokens - len(self.turns)) / passes if passes else 1.0
+        return self._later_tokens / passes if passes else 1.0
+
+    @property
+    def _later_tokens(self) -> int:
+        """Tokens after each answer's first ones: those that `seconds` and passes account for."""
+        return self.tokens - sum(turn.first for turn in self.turns)
 
     @property
     def stats(self) -> list[Stats]:
@@ -175,7 +181,7 @@ class Row:
     @property
     def turn_rates(self) -> list[float]:
         """tok/s of each answer of at least two tokens."""
-        return [(len(t.tokens) - 1) / t.seconds for t in self.turns if t.seconds > 0]
+        return [(len(t.tokens) - t.first) / t.seconds for t in self.turns if t.seconds > 0]
 
 
 def read_questions(path: Path | None, limit: int | None) -> list[Question]:
@@ -289,9 +295,9 @@ def _drafter(
 ) -> Drafter | None:
     if name == "plain":
         return None
-    draft = dataclasses.replace(options.draft, drafter=name)
-    if name != "eagle-static":
-        draft = dataclasses.replace(draft, tree_file=None)
+    tree_file = options.draft.tree_file if name == "eagle-static" else None
+    verify = options.draft.verify if name in ("eagle-static", "eagle-chain") else "match"
+    draft = dataclasses.replace(options.draft, drafter=name, tree_file=tree_file, verify=verify)
     drafter = make_drafter(options.model, engine, checkpoint, draft, lambda line: None)
     if name == "eagle" and isinstance(drafter, EagleDrafter):
         drafter.value, drafter.rerank = options.tree_value, options.rerank

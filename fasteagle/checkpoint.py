@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fasteagle import config as model_config
 from fasteagle.config import ModelConfig
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, shortened
 from fasteagle.gguf_file import GGUFFile
 from fasteagle.model import KEY_BLOCK, Transformer
 
@@ -210,9 +210,7 @@ def check_complete(checkpoint: Checkpoint, source: str) -> None:
     extra = {n for n in found - expected.keys() if not n.endswith("inv_freq")} - {"lm_head.weight"}
     problems += [f"unknown {name}" for name in extra]
     if problems:
-        shown = "; ".join(sorted(problems)[:6])
-        more = f"; and {len(problems) - 6} more" if len(problems) > 6 else ""
-        raise FasteagleError(f"{source}: {len(problems)} wrong tensors: {shown}{more}")
+        raise FasteagleError(f"{source}: {len(problems)} wrong tensors: {shortened(problems)}")
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:

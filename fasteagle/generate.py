@@ -170,7 +170,7 @@ class Engine:
         stats = self.stats
         stats.draft_seconds += drafted - begin
         stats.verify_seconds += verified - drafted
-        stats.drafted += drafter.rows - 1
+        stats.drafted += int(tree.valid.sum()) - 1
         stats.path_lengths.append(len(new) - 1)
         return new, (path.emitted.clamp(min=0), output.features[path.rows])
 
@@ -310,6 +310,8 @@ class Engine:
             else:
                 continue
             del self.cached[before + i :]
+            if self.stats.path_lengths:  # guesses behind the end were right, but for nothing
+                self.stats.path_lengths[-1] = min(self.stats.path_lengths[-1], i + 1)
             return new[: i + 1]
         return new
 

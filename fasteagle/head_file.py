@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fasteagle.checkpoint import read_json
 from fasteagle.config import HeadConfig, ModelConfig, head_from_hf
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, shortened
 from fasteagle.model import EagleHead
 
 HEADER_KEY = "fasteagle"
@@ -63,7 +63,7 @@ def load_official_state(head: EagleHead, state: dict[str, Tensor], source: str) 
     ]
     problems += [f"unknown {n}" for n in state if n not in expected and n not in IGNORED]
     if problems:
-        raise FasteagleError(f"{source}: not a draft head we can load: {'; '.join(problems)}")
+        raise FasteagleError(f"{source}: not a draft head we can load: {shortened(problems)}")
     with torch.no_grad():
         # The views of the fused weights reach into the parameters themselves.
         for name, part in official_state(head).items():
@@ -119,6 +119,18 @@ def with_vocabulary(head: EagleHead, draft_ids: Tensor) -> EagleHead:
         del state["d2t"]
     load_official_state(changed, state, "head")
     return changed
+
+
+def read_header(folder: Path) -> dict[str, Any] | None:
+    """The JSON header of a head of our own, None for others; reads no tensor."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(folder / "model.safetensors", framework="pt") as file:
+            metadata = file.metadata() or {}
+            return json.loads(metadata[HEADER_KEY]) if HEADER_KEY in metadata else None
+    except (SafetensorError, OSError, ValueError):
+        return None
 
 
 def _read_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:

@@ -17,7 +17,7 @@ from fasteagle import hub
 from fasteagle.checkpoint import Checkpoint, fingerprint
 from fasteagle.drafters import Drafter, EagleDrafter, NgramDrafter, StaticTreeDrafter, check_paths
 from fasteagle.errors import FasteagleError
-from fasteagle.head_file import load_head
+from fasteagle.head_file import load_head, read_header
 from fasteagle.model import KEY_BLOCK, EagleHead
 from fasteagle.options import DraftOptions
 from fasteagle.paths import cache_dir
@@ -51,9 +51,11 @@ def find_head(asked: str | None, name: str, identity: str, fetch: bool = True) -
     cached = cache_dir() / "heads" / identity
     if (cached / "config.json").exists():
         return FoundHead(cached, "calibrated here")
-    shipped = Path(str(resources.files("fasteagle") / "data" / "heads" / name))
-    if (shipped / "config.json").exists():
-        return FoundHead(shipped, "shipped with fasteagle")
+    # A model given by its path may be one whose head ships: the fingerprint tells.
+    for shipped in _shipped_heads():
+        header = read_header(shipped) or {}
+        if shipped.name == name or header.get("target_fingerprint") == identity:
+            return FoundHead(shipped, "shipped with fasteagle")
     entry = REGISTRY.get(name)
     if entry is not None and entry.head_repo is not None:
         local = hub.local_repo(entry.head_repo, None)
@@ -62,10 +64,16 @@ def find_head(asked: str | None, name: str, identity: str, fetch: bool = True) -
     return None
 
 
+def _shipped_heads() -> list[Path]:
+    """Head folders inside the package, named after the registry models they are for."""
+    folder = Path(str(resources.files("fasteagle") / "data" / "heads"))
+    return [path.parent for path in sorted(folder.glob("*/config.json"))]
+
+
 def has_head(name: str) -> bool:
     """Whether `fasteagle chat --model name` finds an EAGLE head by itself."""
-    shipped = resources.files("fasteagle") / "data" / "heads" / name / "config.json"
-    return REGISTRY[name].head_repo is not None or shipped.is_file()
+    shipped = any(path.name == name for path in _shipped_heads())
+    return shipped or REGISTRY[name].head_repo is not None
 
 
 def make_drafter(

@@ -77,10 +77,12 @@ class _Clock:
 
     def __init__(self) -> None:
         self.times: list[float] = []
+        self.first = 0  # tokens that came with the first time
         self._prompt_seen = False
 
     def put(self, value: Tensor) -> None:
         if self._prompt_seen:
+            self.first = self.first or value.numel()
             self.times.append(time.perf_counter())
         self._prompt_seen = True
 
@@ -92,11 +94,11 @@ class _Clock:
 def hf_generate(
     model: Any, prompt: list[int], params: SamplingParams, max_new_tokens: int,
     eos_ids: frozenset[int], lookup: bool = False,
-) -> tuple[list[int], float, float, int]:  # fmt: skip
+) -> tuple[list[int], float, float, int, int]:  # fmt: skip
     """`model.generate` on one prompt, with prompt lookup if asked.
 
-    Returns the new tokens, seconds to the first, seconds from it to the last, and passes after
-    the first.
+    Returns the new tokens, seconds to the first, seconds from it to the last, passes after the
+    first, and how many tokens that first pass brought (prompt lookup may bring several).
     """
     torch.manual_seed(params.seed)
     drawing: dict[str, Any] = {"do_sample": False}
@@ -127,4 +129,5 @@ def hf_generate(
     )
     hook.remove()
     tokens = output[0, len(prompt) :].tolist()
-    return tokens, clock.times[0] - start, clock.times[-1] - clock.times[0], len(calls) - 1
+    seconds = clock.times[-1] - clock.times[0]
+    return tokens, clock.times[0] - start, seconds, len(calls) - 1, clock.first

@@ -30,7 +30,8 @@ class TextStream:
 
     def push(self, ids: Iterable[int]) -> str:
         """Add tokens; the text they finish (may be empty)."""
-        if self.stopped:
+        ids = list(ids)
+        if self.stopped or not ids:  # decoding nothing would forget what stood before
             return ""
         self._ids.extend(ids)
         before = self._decoder.decode(self._ids[self._context : self._read])

@@ -69,6 +69,9 @@ def test_search_order(tmp_path, monkeypatch, hub_cache):  # noqa: F811
     put_in_cache(hub_cache, repo, registry.REGISTRY[name].head_repo, "1" * 40)
     assert find_head(None, "llama2-70b", identity) is None
     assert find_head(None, name, identity).origin == "yuhuili/EAGLE-Vicuna-7B-v1.3"
+    other = shipped / "data" / "heads" / "some-model"
+    other.mkdir(parents=True)
+    (other / "config.json").write_text("{}")
     (shipped / "data" / "heads" / name).mkdir(parents=True)
     (shipped / "data" / "heads" / name / "config.json").write_text("{}")
     assert find_head(None, name, identity).origin == "shipped with fasteagle"
@@ -104,6 +107,18 @@ def test_chat_by_name_finds_target_and_published_head(name, tmp_path, hub_cache)
     plain = CliRunner().invoke(cli.main, [*arguments, "--no-spec"])
     assert plain.stdout == result.stdout and "accepted" not in plain.stderr
     assert registry.local_path(name) is not None and heads.has_head(name)
+
+
+def test_a_shipped_head_is_found_for_the_same_weights_under_another_name(
+    tmp_path, monkeypatch, head, checkpoint
+):
+    identity = fingerprint(checkpoint)
+    monkeypatch.setattr(heads.resources, "files", lambda package: tmp_path)
+    folder = tmp_path / "data" / "heads" / "famous-model"
+    save_head(folder, head, {"target_fingerprint": identity}, torch.float32)
+    found = find_head(None, str(tmp_path / "copy.gguf"), identity)
+    assert found is not None and found.path == folder
+    assert find_head(None, str(tmp_path / "copy.gguf"), "0" * 64) is None
 
 
 def test_without_a_head_the_context_is_searched(model, checkpoint):

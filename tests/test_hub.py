@@ -24,7 +24,8 @@ REPO, REVISION = "someone/tiny-model", "0123456789abcdef0123456789abcdef01234567
 @pytest.fixture
 def hub_cache(tmp_path, monkeypatch):
     """An empty hub cache, and a hub that must not be asked."""
-    import huggingface_hub
+    import huggingface_hub._snapshot_download
+    import huggingface_hub.constants
 
     path = tmp_path / "hub"
     path.mkdir()

@@ -99,7 +99,8 @@ def test_every_drafter_gives_the_tokens_of_plain_decoding(target, head, params):
         assert tokens(engine, params=params) == expected, name
         stats = engine.stats
         assert stats.new_tokens == 60 and len(stats.path_lengths) == stats.passes
-        assert 0 < stats.passes <= 59 and stats.drafted == stats.passes * (drafter.rows - 1)
+        assert 0 < stats.passes <= 59 and stats.drafted <= stats.passes * (drafter.rows - 1)
+        assert name == "ngram" or stats.drafted == stats.passes * (drafter.rows - 1)
         assert stats.tau == pytest.approx(59 / stats.passes)
 
 
@@ -118,7 +119,8 @@ def test_a_drafter_that_is_always_right(target, n):
     engine = Engine(target, 512, drafter=Fake(oracle(truth, 5), 6, 5))
     assert tokens(engine, n=n) == truth[len(PROMPT) :][:n]
     assert engine.stats.passes == -(-(n - 1) // 6)  # six tokens a pass
-    assert set(engine.stats.path_lengths) == {5}
+    assert set(engine.stats.path_lengths[:-1]) == {5}
+    assert engine.stats.accepted + engine.stats.passes >= n - 1
 
 
 def test_a_drafter_that_is_never_right(target):

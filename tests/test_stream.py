@@ -85,3 +85,21 @@ def test_any_split_gives_the_same_text():
             out += stream.push(ids[i : i + n])
             i += n
         assert out + stream.finish() == "naïve façade 東京 stop me "
+
+
+class Sentencepiece:
+    """Drops the blank a text begins with, as Llama-2's decoder does."""
+
+    pieces = (" Hello", " world", " again")
+
+    def decode(self, ids):
+        return "".join(self.pieces[i] for i in ids).removeprefix(" ")
+
+
+def test_pushing_nothing_forgets_nothing():
+    """A cycle that accepts no guess pushes an empty part before its one token."""
+    stream = TextStream(Sentencepiece())
+    out = ""
+    for i in range(3):
+        out += stream.push([]) + stream.push([i])
+    assert out + stream.finish() == "Hello world again"
