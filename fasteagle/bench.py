@@ -50,6 +50,7 @@ class BenchOptions:
     limit: int | None = None
     max_new_tokens: int = 128
     temperature: float = 0.0
+    top_p: float = 1.0
     seed: int = 0
     compile: bool = True
     draft: DraftOptions = dataclasses.field(default_factory=DraftOptions)
@@ -64,7 +65,7 @@ class BenchOptions:
         ):
             if value not in known:
                 raise FasteagleError(f"unknown {what} {value!r}: use {', '.join(known)}")
-        SamplingParams(temperature=self.temperature, seed=self.seed)  # checks both
+        SamplingParams(self.temperature, top_p=self.top_p, seed=self.seed)  # checks them
         if self.limit is not None and self.limit < 1:
             raise FasteagleError(f"limit {self.limit} is out of range: use 1 or more")
         if self.max_new_tokens < 2:
@@ -261,7 +262,7 @@ def _build_rows(
     tokenizer: ChatTokenizer, device: torch.device,
 ) -> list[Row]:  # fmt: skip
     """The rows of one precision; they share one copy of the weights, and transformers has one."""
-    params = SamplingParams(temperature=options.temperature, seed=options.seed)
+    params = SamplingParams(options.temperature, top_p=options.top_p, seed=options.seed)
     config, dtype = checkpoint.config, TORCH_DTYPES[precision]
     read_per_pass = (config.linear_params + config.vocab_size * config.dim) * dtype.itemsize
     theirs = None

@@ -104,6 +104,7 @@ def metadata(options: BenchOptions, runtime: RuntimeOptions) -> dict[str, Any]:
         "limit": options.limit,
         "max_new_tokens": options.max_new_tokens,
         "temperature": options.temperature,
+        "top_p": options.top_p,
         "seed": options.seed,
         "compile": options.compile,
         "draft": dataclasses.asdict(options.draft),

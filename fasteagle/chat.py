@@ -54,14 +54,20 @@ class ChatSession:
         yield from self._answer(self.params)
 
     def retry(self) -> Iterator[str]:
-        """Answer the last question again, with the next seed."""
+        """Answer the last question again, with the next seed; if nothing comes, all stays."""
         if not self.turns:
             raise FasteagleError("nothing to retry: ask something first")
+        kept = (list(self.turns), self._text, self._ids, self.params)
         if self.turns[-1]["role"] == "assistant":
             self.turns.pop()
             self._text, self._ids = "", []
         self.params = dataclasses.replace(self.params, seed=(self.params.seed + 1) % 2**63)
-        yield from self._answer(self.params)
+        n_turns = len(self.turns)
+        try:
+            yield from self._answer(self.params)
+        finally:
+            if len(self.turns) < n_turns:  # not one token came
+                self.turns, self._text, self._ids, self.params = kept
 
     def _answer(self, params: SamplingParams) -> Iterator[str]:
         stream = TextStream(self.tokenizer, self.answer.stop)
@@ -98,7 +104,7 @@ class ChatSession:
 
     def _record(self, text: str, prompt: list[int], new_ids: list[int], answer: str) -> None:
         if not new_ids:
-            self.turns.pop()  # the question; `retry` has taken its old answer away already
+            self.turns.pop()  # the question
             return
         self.turns.append({"role": "assistant", "content": answer})
         self._text, self._ids = text + self.tokenizer.raw(new_ids), prompt + new_ids
@@ -107,12 +113,15 @@ class ChatSession:
         """Rendered conversation and its tokens; drops the oldest turns until an answer fits."""
         limit = self.engine.max_seq_len
         room = min(self.answer.max_new_tokens, limit // 4)
-        dropped = 0
-        text, ids = self._render()
-        while len(ids) + room > limit and len(self.turns) > 1:
-            del self.turns[:2]
+        turns, dropped = list(self.turns), 0
+        text, ids = self._render(turns)
+        while len(ids) + room > limit and len(turns) > 1:
+            del turns[:2]
             dropped += 1
-            text, ids = self._render()
+            text, ids = self._render(turns)
+        if len(ids) >= limit:
+            return text, ids  # the question alone is too long: the engine says so, nothing is lost
+        self.turns = turns
         if dropped:
             self.notify(
                 f"[context full: {limit:,} tokens; forgot the oldest "
@@ -120,9 +129,9 @@ class ChatSession:
             )
         return text, ids
 
-    def _render(self) -> tuple[str, list[int]]:
+    def _render(self, turns: list[Message]) -> tuple[str, list[int]]:
         system = [{"role": "system", "content": self.system}] if self.system else []
-        text = self.tokenizer.render([*system, *self.turns])
+        text = self.tokenizer.render([*system, *turns])
         if self._text and text.startswith(self._text):
             return text, self._ids + self.tokenizer.encode(text[len(self._text) :])
         return text, self.tokenizer.encode(text)

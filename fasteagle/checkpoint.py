@@ -108,7 +108,7 @@ class TorchBinFolder:
             try:
                 part = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
             except Exception as error:  # pickle, zip and RuntimeError, depending on the damage
-                reason = str(error).splitlines()[0]
+                reason = (str(error) or type(error).__name__).splitlines()[0]
                 raise FasteagleError(
                     f"{file}: cannot be read as a weights-only torch file ({reason})"
                 ) from error

@@ -76,13 +76,11 @@ class EagleDrafter:
 
     def resized(self, nodes: int) -> EagleDrafter:
         """A drafter over the same head that keeps `nodes` candidates, fewer levels if need be."""
-        if nodes > self.shape.pool:
-            raise FasteagleError(
-                f"{nodes} nodes are more than the {self.shape.pool} candidates of "
-                f"--tree-depth {self.shape.depth} and --tree-topk {self.shape.topk}"
-            )
-        shape = dataclasses.replace(self.shape, nodes=nodes, depth=min(self.depth, max(1, nodes)))
-        return EagleDrafter(self.state.head, shape, self.state.max_seq_len, self.value, self.rerank)
+        depth = min(self.shape.depth, max(1, nodes))
+        shape = TreeShape(depth, self.shape.topk, nodes)
+        return EagleDrafter(
+            self.state.head, shape, self.state.max_seq_len, self.value, self.rerank, self.noise
+        )
 
     @property
     def length(self) -> int:
@@ -99,7 +97,7 @@ class EagleDrafter:
     ) -> DraftTree:
         pool = self.expand(params)
         if not self.rerank:
-            pool = pool._replace(scores=torch.arange(len(pool.scores), 0.0, -1.0))
+            pool = pool._replace(scores=torch.arange(len(pool.scores), 0, -1, device=root.device))
         return rerank(pool, root, self.shape.nodes)
 
     def expand(self, params: SamplingParams = GREEDY) -> Pool:
@@ -187,6 +185,7 @@ class StaticTreeDrafter:
         state, device = self.state, root.device
         logits, features = state.logits, state.feature
         sampled = self.sampled and not params.greedy
+        self.proposals = None
         if sampled:
             params = dataclasses.replace(params, seed=params.seed ^ DRAFT_STREAM)
             vocab_size = state.head.config.block.vocab_size
@@ -347,3 +346,14 @@ def check_paths(paths: Sequence[tuple[int, ...]], vocab_size: int) -> None:
             raise FasteagleError(f"tree: node {list(path)} has no parent {list(path[:-1])}")
         if not 0 <= path[-1] < vocab_size:
             raise FasteagleError(f"tree: rank {path[-1]} is outside the draft vocabulary")
+
+
+def check_no_gaps(paths: Sequence[tuple[int, ...]]) -> None:
+    """Raise `FasteagleError` unless every node's children are ranked 0, 1, 2, ...
+
+    Multi-round sampling draws children without replacement: a rank left out is a draw not tried.
+    """
+    known = set(paths)
+    for path in paths:
+        if path[-1] > 0 and (*path[:-1], path[-1] - 1) not in known:
+            raise FasteagleError(f"tree: {list(path)} skips a rank, which multi-round cannot")

@@ -284,14 +284,30 @@ class Engine:
     def _read(self, drawn: Tensor) -> list[int]:
         """New tokens on the host, padding left out. Raises `FasteagleError` for bad logits."""
         tokens = [token for token in drawn.tolist() if token != PAD]
+        position = len(self.cached)
         if BAD_ROW in tokens:
+            self._forget_everything()
             dtype = str(self.dtype).removeprefix("torch.")
-            other = "fp32" if self.dtype != torch.float16 else "bf16 or fp32"
+            fixes = {torch.float16: "try --dtype bf16 or fp32, or ", torch.float32: ""}
             raise FasteagleError(
-                f"the model's logits are not finite in {dtype} at position {len(self.cached)}: "
-                f"try --dtype {other}, or fetch the weights again"
+                f"the model's logits are not finite in {dtype} at position {position}: "
+                f"{fixes.get(self.dtype, 'try --dtype fp32, or ')}fetch the weights again"
             )
         return tokens
+
+    def _forget_everything(self) -> None:
+        """Clear the caches, for a NaN in a row behind the text would spoil every later answer.
+
+        Attention multiplies the rows it does not look at by zero, and zero times NaN is NaN.
+        """
+        self.cached.clear()
+        caches = [self.cache]
+        if self.drafter is not None:
+            self.drafter.rewind(0)
+            state = getattr(self.drafter, "state", None)
+            caches += [] if state is None else [state.cache]
+        for cache in caches:
+            cache.clear()
 
     def _until_end(self, new: list[int], max_new_tokens: int, eos_ids: frozenset[int]) -> list[int]:
         """The part of `new` up to the end of the answer, if it is in there; sets `finish`.

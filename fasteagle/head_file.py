@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from fasteagle.checkpoint import read_json
 from fasteagle.config import HeadConfig, ModelConfig, head_from_hf
 from fasteagle.errors import FasteagleError, shortened
 from fasteagle.model import EagleHead
+from fasteagle.paths import replacing
 
 HEADER_KEY = "fasteagle"
 IGNORED = ("embed_tokens.weight", "lm_head.weight")
@@ -79,12 +79,11 @@ def save_head(folder: Path, head: EagleHead, header: dict[str, Any], dtype: torc
         name: (t if name == "d2t" else t.to(dtype)).contiguous().clone()
         for name, t in official_state(head).items()
     }
-    temporary = folder / ".model.safetensors.tmp"
-    save_file(state, temporary, metadata={"format": "pt", HEADER_KEY: json.dumps(header)})
-    os.replace(temporary, folder / "model.safetensors")
-    temporary = folder / ".config.json.tmp"
-    temporary.write_text(json.dumps(_hf_config(head.config, dtype), indent=1) + "\n")
-    os.replace(temporary, folder / "config.json")
+    with replacing(folder / "model.safetensors") as temporary:
+        save_file(state, temporary, metadata={"format": "pt", HEADER_KEY: json.dumps(header)})
+        temporary.chmod(0o644)  # safetensors writes private files
+    with replacing(folder / "config.json") as temporary:
+        temporary.write_text(json.dumps(_hf_config(head.config, dtype), indent=1) + "\n")
 
 
 def load_head(folder: Path, target: ModelConfig) -> tuple[EagleHead, dict[str, Any] | None]:
@@ -149,7 +148,7 @@ def _read_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]
         try:
             return torch.load(pickled, map_location="cpu", weights_only=True), None
         except Exception as error:  # pickle, zip and RuntimeError, depending on the damage
-            reason = str(error).splitlines()[0]
+            reason = (str(error) or type(error).__name__).splitlines()[0]
             raise FasteagleError(f"{pickled}: not a weights-only torch file ({reason})") from error
     raise FasteagleError(f"{folder}: no model.safetensors and no pytorch_model.bin")
 

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING
 
 from fasteagle import hub
 from fasteagle.checkpoint import Checkpoint, fingerprint
-from fasteagle.drafters import Drafter, EagleDrafter, NgramDrafter, StaticTreeDrafter, check_paths
+from fasteagle.drafters import (
+    Drafter,
+    EagleDrafter,
+    NgramDrafter,
+    StaticTreeDrafter,
+    check_no_gaps,
+    check_paths,
+)
 from fasteagle.errors import FasteagleError
 from fasteagle.head_file import load_head, read_header
 from fasteagle.model import KEY_BLOCK, EagleHead
@@ -36,7 +43,7 @@ class FoundHead:
     origin: str
 
 
-def find_head(asked: str | None, name: str, identity: str, fetch: bool = True) -> FoundHead | None:
+def find_head(asked: str | None, name: str, identity: str) -> FoundHead | None:
     """The head for model `name` with fingerprint `identity`, or None.
 
     Raises `FasteagleError` if the one asked for cannot be had.
@@ -58,9 +65,7 @@ def find_head(asked: str | None, name: str, identity: str, fetch: bool = True) -
             return FoundHead(shipped, "shipped with fasteagle")
     entry = REGISTRY.get(name)
     if entry is not None and entry.head_repo is not None:
-        local = hub.local_repo(entry.head_repo, None)
-        if local is not None or fetch:
-            return FoundHead(local or hub.fetch_repo(entry.head_repo, None), entry.head_repo)
+        return FoundHead(hub.fetch_repo(entry.head_repo, None), entry.head_repo)
     return None
 
 
@@ -89,7 +94,13 @@ def make_drafter(
     if options.drafter == "ngram":
         return NgramDrafter()
     identity = fingerprint(checkpoint)
-    found = find_head(options.head, name, identity)
+    try:
+        found = find_head(options.head, name, identity)
+    except FasteagleError as error:
+        if options.drafter != "auto" or options.head is not None:
+            raise
+        notify(f"warning: {error}")  # the answer does not depend on it
+        found = None
     if found is None:
         if options.drafter != "auto":
             raise FasteagleError(
@@ -125,6 +136,8 @@ def _tree_drafter(head: EagleHead, options: DraftOptions, max_seq_len: int) -> D
     if options.drafter == "eagle-static" or options.tree_file:
         paths = PAPER_TREE if options.tree_file is None else read_tree(Path(options.tree_file))
         check_paths(paths, head.config.draft_vocab_size)
+        if sampled:
+            check_no_gaps(paths)
         return StaticTreeDrafter(head, max_seq_len, paths, options.noise, sampled)
     if options.drafter == "eagle-chain" and sampled:
         paths = tuple((0,) * n for n in range(1, options.tree_depth + 1))

@@ -61,6 +61,12 @@ class KVCache:
             self.layers[index] = (moved[0], moved[1])
         self.n_slots = n_slots
 
+    def clear(self) -> None:
+        """Zero every row."""
+        for keys, values in self.layers:
+            keys.zero_()
+            values.zero_()
+
     def commit(self, source: Tensor, target: Tensor) -> None:
         """Copy cache rows `source` [n] to `target` [n] in every block (overlap allowed)."""
         for keys, values in self.layers:

@@ -33,7 +33,7 @@ def multi_round(
     rows, emitted = [0], []
     while True:
         row = rows[-1]
-        p, q = target[row].double(), draft[row].double()
+        p, q = target[row].double().cpu(), draft[row].double().cpu()
         children = [j for j in range(1, len(tokens)) if parents[j] == row and valid[j]]
         accepted = None
         for child in children:

@@ -143,7 +143,8 @@ class TrainOptions:
     """Hyper-parameters; the defaults are the paper's where it names one."""
 
     lr: float = 3e-5
-    betas: tuple[float, float] = (0.9, 0.95)
+    beta1: float = 0.9
+    beta2: float = 0.95
     weight_decay: float = 0.0
     clip: float = 0.5  # of the gradient's norm
     noise: float = 0.1  # uniform, added to the input features

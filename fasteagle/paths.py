@@ -51,6 +51,27 @@ def atomic_dir(target: Path) -> Iterator[Path]:
         raise
 
 
+@contextlib.contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """Yield a temporary path for a library to write; on success it replaces `target`.
+
+    Libraries report a full disk each in their own way: any failure to write is one
+    `FasteagleError` here, and the old file stays.
+    """
+    temporary = target.with_name(f".{target.name}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, target)
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0][:160]
+        raise FasteagleError(
+            f"cannot write {target} ({reason}): free some space; what was there is kept"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
 def write_atomic(target: Path, data: bytes) -> None:
     """Write `data` to `target` so that readers see the old file or the new one, never a part."""
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -69,8 +69,11 @@ class Repl:
                 except UnicodeDecodeError as error:
                     note(f"that line is not UTF-8 ({error.reason}): not sent")
                     continue
-                if line.strip() and self._handle(line):
-                    return
+                try:
+                    if line.strip() and self._handle(line):
+                        return
+                except KeyboardInterrupt:
+                    print("\n[stopped]")
         finally:
             save_history()
 
@@ -148,11 +151,10 @@ class Repl:
             engine.use(None)
         elif text == "on":
             engine.use(self.drafter)
-        elif text.isdigit():
+        elif text.isascii() and text.isdigit():
             if not isinstance(self.drafter, EagleDrafter):
                 raise FasteagleError("/spec N needs a draft head")
-            self.drafter = self.drafter.resized(int(text))
-            engine.use(self.drafter)
+            engine.use(self.drafter.resized(int(text)))
         elif text:
             raise FasteagleError(f"/spec wants on, off or a number of nodes, got {text!r}")
         drafter = engine.drafter
@@ -237,7 +239,10 @@ def _split(line: str) -> tuple[str, str]:
 def _file_argument(name: str, command: str) -> Path:
     if not name:
         raise FasteagleError(f"{command} wants a file name")
-    return Path(name).expanduser()
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:  # ~nobody-we-know/x
+        raise FasteagleError(f"{name}: {error}") from error
 
 
 def _field_names(options: Any) -> list[str]:

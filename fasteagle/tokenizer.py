@@ -94,7 +94,7 @@ def load_tokenizer(path: Path, template: str | None = None) -> ChatTokenizer:
     try:
         backend = _auto_tokenizer().from_pretrained(folder, local_files_only=True)
     except Exception as error:  # transformers raises OSError, ValueError, ImportError, KeyError
-        reason = str(error).splitlines()[0]
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise FasteagleError(f"{path}: no usable tokenizer ({reason})") from error
     return ChatTokenizer(backend, _eos_ids(folder, backend), template)
 

@@ -11,9 +11,9 @@ Shapes: B conversations, L positions, D model dim, V draft vocabulary, M rows th
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +27,7 @@ from fasteagle.config import HeadConfig
 from fasteagle.errors import FasteagleError
 from fasteagle.model import EagleHead, Transformer, apply_rope
 from fasteagle.options import TrainOptions
+from fasteagle.paths import replacing
 from fasteagle.train_data import FeatureStore
 
 
@@ -180,6 +181,8 @@ def head_loss(
     weight_sum = 0.0
     for step, predicted in enumerate(unroll(head, embeds, features, options.unroll)):
         counted = batch.counted(step)
+        if not counted.any():
+            break  # every answer of the batch is shorter than the unroll
         p, t = predicted[counted], batch.targets[counted]  # [M, D]
         cross_entropy = SoftCrossEntropy.apply(p, t, lm_rows)
         feature_loss = F.smooth_l1_loss(p.float(), t.float())
@@ -188,7 +191,7 @@ def head_loss(
             options.feature_weight * feature_loss + options.ce_weight * cross_entropy
         )
         weight_sum += weight
-    return total / weight_sum
+    return total / max(weight_sum, 1e-9)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,9 +230,9 @@ def evaluate(
             drafted = ids[(predicted[0].to(lm_rows.dtype) @ lm_rows.T).argmax(-1)]
             counted = batch.counted(step)[0]
             alive = (torch.cat((alive.new_zeros(1), alive[:-1])) if step else alive) & counted
-            tried[step] += alive.sum()
+            tried[step] += alive.sum().cpu()
             alive = alive & (drafted == best)
-            accepted[step] += alive.sum()
+            accepted[step] += alive.sum().cpu()
     alphas = tuple((accepted / tried.clamp(min=1)).tolist())
     tau = 1 + sum(math.prod(alphas[: n + 1]) for n in range(depth))
     return HeldOut(alphas, tau, int(tried[0]))
@@ -268,12 +271,15 @@ class Trainer:
 
     def __init__(
         self, head: EagleHead, target: Transformer, store: FeatureStore, held_out: list[int],
-        loss_ids: Tensor, options: TrainOptions, folder: Path,
+        loss_ids: Tensor, options: TrainOptions, folder: Path, identity: str = "",
     ) -> None:  # fmt: skip
         self.head, self.target, self.store, self.options = head, target, store, options
         self.held_out = held_out
         self.training = sorted(set(range(len(store))) - set(held_out))
         self.folder = folder
+        # What must not change between the parts of a run, besides the options.
+        text = json.dumps([identity, held_out, head.target_ids().tolist(), loss_ids.tolist()])
+        self.identity = hashlib.sha256(text.encode()).hexdigest()
         self.step = 0
         self.history: list[dict[str, Any]] = []
         device = target.norm.weight.device
@@ -285,7 +291,8 @@ class Trainer:
         self._lm_rows = target.lm_head.weight[loss_ids].to(dtype)
         self.optimizer = torch.optim.AdamW(
             [p for p in head.parameters() if p.requires_grad],
-            lr=options.lr, betas=options.betas, weight_decay=options.weight_decay,
+            lr=options.lr, betas=(options.beta1, options.beta2),
+            weight_decay=options.weight_decay,
         )  # fmt: skip
 
     def resume(self) -> bool:
@@ -301,6 +308,11 @@ class Trainer:
                 f"{self.folder} was begun with other options ({', '.join(changed)}): "
                 "give the same ones, or another --out"
             )
+        if state["identity"] != self.identity:
+            raise FasteagleError(
+                f"{self.folder} was begun with another model or other text: give the same --model, "
+                "--data, --prompts, --max-len, --held-out and --init, or another --out"
+            )
         self.head.load_state_dict(state["head"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.history = state["step"], state["history"]
@@ -314,11 +326,11 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
             "history": self.history,
+            "identity": self.identity,
             "options": json.loads(json.dumps(dataclasses.asdict(self.options))),
         }
-        temporary = self.folder / ".state.tmp"
-        torch.save(state, temporary)
-        os.replace(temporary, self.folder / "state.pt")
+        with replacing(self.folder / "state.pt") as temporary:
+            torch.save(state, temporary)
 
     def run(
         self, report: Callable[[dict[str, Any]], None], every: int = 200,

@@ -45,6 +45,12 @@ class TrainRun:
     answer_tokens: int = 256
     init: Path | None = None  # a head to begin from instead of the identity
 
+    def __post_init__(self) -> None:
+        for name in ("held_out", "max_len", "every", "answer_tokens"):
+            if getattr(self, name) < 1:
+                flag = name.replace("_", "-")
+                raise FasteagleError(f"{flag} {getattr(self, name)} is out of range: use >= 1")
+
 
 def train_head(
     model: str, runtime_options: RuntimeOptions, run: TrainRun, options: TrainOptions
@@ -57,11 +63,13 @@ def train_head(
         )
     runtime = load_runtime(model, runtime_options)
     config = runtime.checkpoint.config
-    data = [*run.data, *_written_now(runtime, run)]
+    max_len = min(run.max_len, runtime.engine.max_seq_len)
+    identity = fingerprint(runtime.checkpoint)
+    data = [*run.data, *_written_now(runtime, run, identity)]
     if not data:
         raise FasteagleError("nothing to train on: give --data, or --prompts to be answered now")
     conversations = [
-        c for path in data for c in read_conversations(path, config.vocab_size, run.max_len)
+        c for path in data for c in read_conversations(path, config.vocab_size, max_len)
     ]
     if len(conversations) <= run.held_out:
         raise FasteagleError(
@@ -69,7 +77,6 @@ def train_head(
             "give more text, or a smaller --held-out"
         )
     held_out = choose_held_out(conversations, run.held_out)
-    identity = fingerprint(runtime.checkpoint)
     store = _features(runtime, conversations, identity)
     training = [c for i, c in enumerate(conversations) if i not in set(held_out)]
     target = runtime.engine.model
@@ -80,14 +87,15 @@ def train_head(
         head = with_vocabulary(load_head(run.init, config)[0], draft_ids)
     loss_size = min(options.loss_vocab_size, head.config.draft_vocab_size)
     loss_ids = frequent_tokens(training, loss_size)
-    trainer = Trainer(head, target, store, held_out, loss_ids, options, run.out)
+    text = f"{store_key(conversations, identity)} {run.init}"
+    trainer = Trainer(head, target, store, held_out, loss_ids, options, run.out, text)
     if run.resume and trainer.resume():
         note(f"continuing at step {trainer.step:,}")
     trainer.run(_progress(options, run.out), run.every, patience=run.patience)
     _finish(trainer, runtime, identity, sum(len(c.ids) for c in training), run)
 
 
-def _written_now(runtime: Runtime, run: TrainRun) -> list[Path]:
+def _written_now(runtime: Runtime, run: TrainRun, identity: str) -> list[Path]:
     """The target's answers to `run.prompts`, written into the run's folder."""
     if run.prompts is None:
         return []
@@ -100,7 +108,7 @@ def _written_now(runtime: Runtime, run: TrainRun) -> list[Path]:
     out = run.out / "text.jsonl"
     limit = run.answer_tokens
     engine, tokenizer = runtime.engine, runtime.tokenizer
-    return [write_answers(engine, tokenizer, run.prompts, out, limit, progress)]
+    return [write_answers(engine, tokenizer, run.prompts, out, limit, identity, progress)]
 
 
 def _features(

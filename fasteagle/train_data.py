@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
-from fasteagle.paths import require_free_space
+from fasteagle.paths import replacing, require_free_space
 
 SHARD_TOKENS = 1 << 17
 
@@ -163,9 +163,8 @@ def compute_features(
         "lengths": [len(c.ids) for c in conversations],
         "prompt_lens": [c.prompt_len for c in conversations],
     }
-    temporary = folder / ".index.tmp"
-    temporary.write_text(json.dumps(index))
-    temporary.replace(index_path)
+    with replacing(index_path) as temporary:
+        temporary.write_text(json.dumps(index))
     return FeatureStore(folder)
 
 
@@ -187,6 +186,5 @@ def _write_shard(engine: Engine, group: Sequence[Conversation], path: Path) -> N
 
     features = [engine.features(c.ids).to(torch.bfloat16).cpu() for c in group]
     ids = torch.tensor([i for c in group for i in c.ids], dtype=torch.int32)
-    temporary = path.with_name("." + path.name)
-    save_file({"ids": ids, "features": torch.cat(features)}, temporary)
-    temporary.replace(path)
+    with replacing(path) as temporary:
+        save_file({"ids": ids, "features": torch.cat(features)}, temporary)

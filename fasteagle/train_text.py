@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 from fasteagle.bench import read_questions
+from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
+from fasteagle.paths import write_atomic
 from fasteagle.tokenizer import ChatTokenizer
 
 TEMPERATURES = (0.0, 0.7, 1.0)  # taken in turn: greedy text is what most answers are
@@ -16,14 +19,24 @@ TEMPERATURES = (0.0, 0.7, 1.0)  # taken in turn: greedy text is what most answer
 
 def write_answers(
     engine: Engine, tokenizer: ChatTokenizer, prompts: Path, out: Path, max_new_tokens: int,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    identity: str, progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Path:  # fmt: skip
     """Answer the first turn of every question in `prompts` (JSONL with `turns`) into `out`.
 
     Lines that `out` holds already are kept and not written again, so that a call that was cut off
-    goes on where it stopped; a last line that was cut is dropped.
+    goes on where it stopped; a last line that was cut is dropped. `identity` names the model:
+    raises `FasteagleError` if `out` holds answers of another one, or to other prompts.
     """
     questions = read_questions(prompts, None)
+    key = hashlib.sha256(
+        json.dumps([identity, max_new_tokens, [q.turns[0] for q in questions]]).encode()
+    ).hexdigest()
+    key_file = out.with_suffix(".key")
+    if out.exists() and (not key_file.exists() or key_file.read_text() != key):
+        raise FasteagleError(
+            f"{out} holds answers of another model or to other prompts: give another --out"
+        )
+    write_atomic(key_file, key.encode())
     done = _whole_lines(out)
     with out.open("a", encoding="utf-8") as file:
         for number, question in enumerate(questions):

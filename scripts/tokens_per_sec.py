@@ -43,6 +43,7 @@ DEFAULTS = BenchOptions()
 @click.option("--limit", type=int, help="Only the first N questions.")
 @click.option("--max-new-tokens", default=DEFAULTS.max_new_tokens, show_default=True)
 @click.option("--temperature", default=DEFAULTS.temperature, show_default=True)
+@click.option("--top-p", default=DEFAULTS.top_p, show_default=True)
 @click.option("--seed", default=DEFAULTS.seed, show_default=True)
 @click.option("--compile/--no-compile", "compile_", default=DEFAULTS.compile, show_default=True)
 @click.option(

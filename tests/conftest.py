@@ -133,3 +133,21 @@ def edit_json(path: Path, **changes) -> None:
 def default_model_path() -> Path:
     """The embedded default model, downloaded if this machine does not have it yet."""
     return registry.resolve(registry.DEFAULT_MODEL).path
+
+
+@pytest.fixture
+def hub_cache(tmp_path, monkeypatch):
+    """An empty hub cache, and a hub that must not be asked."""
+    import huggingface_hub._snapshot_download
+    import huggingface_hub.constants
+
+    path = tmp_path / "hub"
+    path.mkdir()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(path))
+    monkeypatch.setattr(huggingface_hub._snapshot_download.constants, "HF_HUB_CACHE", str(path))
+
+    def asked(*args, **kwargs):
+        raise AssertionError("asked the network")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", asked)
+    return path

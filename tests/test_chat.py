@@ -147,7 +147,26 @@ def test_a_question_longer_than_the_context_is_refused_and_nothing_is_lost(model
     kept = list(session.turns)
     with pytest.raises(FasteagleError, match="leaves room for 63: shorten it"):
         answer(session, "x" * 100)
-    assert session.turns in (kept, [])  # older turns may have made room in vain
+    assert session.turns == kept and session.remarks == []
+    answer(session, "short")
+    assert len(session.turns) >= 2 and session.turns[-2]["content"] == "short"
+
+
+def test_a_retry_that_brings_nothing_keeps_the_old_answer(session, monkeypatch):
+    answer(session, "hello")
+    answer(session, "more")
+    kept, seed = list(session.turns), session.params.seed
+
+    def interrupted(prompt):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session.engine, "prefill", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(session.retry())
+    assert session.turns == kept and session.params.seed == seed
+    "".join(session.retry())
+    assert len(session.turns) == 4 and session.turns[:3] == kept[:3]
 
 
 def test_stats_line():

@@ -164,6 +164,21 @@ def test_logits_that_are_not_finite_say_which_precision_to_try(tiny_dir):
         tokens(engine, PROMPT)
 
 
+def test_after_bad_logits_the_next_answer_is_as_good_as_ever(tiny_dir):
+    model = load_model(
+        open_checkpoint(tiny_dir), dtype=torch.float32, device="cpu", max_seq_len=512
+    )
+    engine = Engine(model, 512)
+    expected = tokens(engine, PROMPT)
+    weight = model.blocks[0].attention.qkv.weight
+    kept = weight.clone()
+    weight.fill_(float("nan"))
+    with pytest.raises(FasteagleError, match=r"not finite in float32 .*: fetch the weights again"):
+        tokens(engine, [7, 8, *PROMPT, 9, 9, 9])
+    weight.copy_(kept)
+    assert tokens(engine, PROMPT) == expected
+
+
 @torch.no_grad()
 def test_verify_gives_each_row_its_own_path_under_a_sliding_window(tmp_path):
     hf = make_hf_model("mistral")

@@ -8,7 +8,6 @@ import shutil
 import pytest
 import torch
 from click.testing import CliRunner
-from test_hub import forbid, hub_cache, put_in_cache  # noqa: F401
 
 from conftest import save_tiny
 from fasteagle import cli, heads, registry
@@ -18,9 +17,10 @@ from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.head_file import save_head, with_vocabulary
 from fasteagle.heads import find_head, make_drafter, read_tree
-from fasteagle.options import DraftOptions
+from fasteagle.options import DraftOptions, SamplingParams
 from fasteagle.paths import cache_dir
 from test_drafters import official_files, random_head
+from test_hub import forbid, put_in_cache
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def drafter_for(model, checkpoint, **options):
 # The search
 
 
-def test_search_order(tmp_path, monkeypatch, hub_cache):  # noqa: F811
+def test_search_order(tmp_path, monkeypatch, hub_cache):
     identity, name = "ab" * 32, "vicuna-7b"
     shipped = tmp_path / "package"
     monkeypatch.setattr(heads.resources, "files", lambda package: shipped)
@@ -86,7 +86,7 @@ def test_search_order(tmp_path, monkeypatch, hub_cache):  # noqa: F811
 
 
 @pytest.mark.parametrize("name", [n for n, e in registry.REGISTRY.items() if e.head_repo])
-def test_chat_by_name_finds_target_and_published_head(name, tmp_path, hub_cache):  # noqa: F811
+def test_chat_by_name_finds_target_and_published_head(name, tmp_path, hub_cache):
     """A fake hub cache with a tiny target and a tiny head in the published layouts."""
     entry = registry.REGISTRY[name]
     target_dir = save_tiny(tmp_path / "target")
@@ -168,6 +168,22 @@ def test_fingerprint_is_of_the_stored_values(tiny_dir, tmp_path):
     assert fingerprint(open_checkpoint(same)) != first
 
 
+def test_a_head_that_cannot_be_fetched_is_no_reason_not_to_answer(
+    checkpoint,
+    model,
+    hub_cache,
+    monkeypatch,
+):
+    forbid(monkeypatch, ConnectionError("offline"))
+    said = []
+    engine = Engine(model, 512)
+    drafter = make_drafter("vicuna-7b", engine, checkpoint, DraftOptions(), said.append)
+    assert isinstance(drafter, NgramDrafter)
+    assert "cannot fetch yuhuili/EAGLE-Vicuna-7B-v1.3" in said[0] and "n-grams" in said[1]
+    with pytest.raises(FasteagleError, match="cannot fetch"):
+        make_drafter("vicuna-7b", engine, checkpoint, DraftOptions(drafter="eagle"), said.append)
+
+
 def test_vocabulary_can_be_changed_without_touching_the_weights(head):
     ids = torch.arange(0, 260, 5)
     changed = with_vocabulary(head, ids)
@@ -189,6 +205,37 @@ def test_tree_files(tmp_path, model, checkpoint, head_dir):
             read_tree(path)
     with pytest.raises(FasteagleError, match="tree file .*nowhere"):
         read_tree(tmp_path / "nowhere")
+
+
+def test_multi_round_needs_every_rank(tmp_path, model, checkpoint, head_dir):
+    path = tmp_path / "tree.json"
+    path.write_text("[[0], [2]]")
+    options = {"head": str(head_dir), "drafter": "eagle-static", "tree_file": str(path)}
+    assert drafter_for(model, checkpoint, **options)[0].rows == 3
+    with pytest.raises(FasteagleError, match="skips a rank"):
+        drafter_for(model, checkpoint, **options, verify="multi-round")
+
+
+def test_a_drafter_can_be_resized_and_back(model, checkpoint, head_dir):
+    drafter, _ = drafter_for(model, checkpoint, head=str(head_dir), noise="none")
+    small = drafter.resized(1)
+    assert (small.rows, small.depth, small.noise) == (2, 1, "none")
+    assert drafter.resized(8).rows == 9 and drafter.depth == 3
+    with pytest.raises(FasteagleError, match="more than the"):
+        drafter.resized(500)
+
+
+def test_greedy_after_multi_round_is_greedy(model, checkpoint, head_dir):
+    """The sampled children of an answer must not decide the next, greedy one."""
+    drafter, _ = drafter_for(model, checkpoint, head=str(head_dir), drafter="eagle-static",
+                             verify="multi-round")  # fmt: skip
+    engine = Engine(model, 512, drafter=drafter)
+
+    def answer(params, engine=engine):
+        return [t for ids in engine.generate([5, 9, 40, 7], params, 25) for t in ids]
+
+    answer(SamplingParams(1.0, seed=3))
+    assert answer(SamplingParams()) == answer(SamplingParams(), Engine(model, 512))
 
 
 # The command line

@@ -21,20 +21,6 @@ from fasteagle.paths import atomic_dir, cache_dir, require_free_space, write_ato
 REPO, REVISION = "someone/tiny-model", "0123456789abcdef0123456789abcdef01234567"
 
 
-@pytest.fixture
-def hub_cache(tmp_path, monkeypatch):
-    """An empty hub cache, and a hub that must not be asked."""
-    import huggingface_hub._snapshot_download
-    import huggingface_hub.constants
-
-    path = tmp_path / "hub"
-    path.mkdir()
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(path))
-    monkeypatch.setattr(huggingface_hub._snapshot_download.constants, "HF_HUB_CACHE", str(path))
-    forbid(monkeypatch, AssertionError("asked the network"))
-    return path
-
-
 def forbid(monkeypatch, error):
     import huggingface_hub
 

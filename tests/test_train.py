@@ -291,6 +291,37 @@ def test_resuming_with_other_options_is_refused(target, store, tmp_path):
         other.resume()
 
 
+def test_resuming_with_other_text_is_refused(target, store, tmp_path):
+    made = trainer(target, store, tmp_path / "run", dataclasses.replace(OPTIONS, steps=3))
+    made.run(lambda entry: None)
+    head = new_head(target, torch.arange(40), OPTIONS)
+    for held_out, identity in (([0, 1], ""), ([0, 1, 2], "other text")):
+        options = dataclasses.replace(OPTIONS, steps=3)
+        ids = torch.arange(30)
+        other = Trainer(head, target, store, held_out, ids, options, tmp_path / "run", identity)
+        with pytest.raises(FasteagleError, match="another model or other text"):
+            other.resume()
+
+
+def test_a_full_disk_costs_one_line_and_keeps_the_old_checkpoint(
+    target, store, tmp_path, monkeypatch
+):
+    made = trainer(target, store, tmp_path / "run")
+    made.step = 7
+    made.save()
+
+    def full(state, path):
+        path.write_bytes(b"half of it")
+        raise RuntimeError("PytorchStreamWriter failed writing file: no space left")
+
+    monkeypatch.setattr(torch, "save", full)
+    made.step = 8
+    with pytest.raises(FasteagleError, match=r"cannot write .*state\.pt .*no space left"):
+        made.save()
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["state.pt"]
+    assert torch.load(tmp_path / "run" / "state.pt", weights_only=True)["step"] == 7
+
+
 def test_training_stops_when_held_out_text_gains_nothing(target, store, tmp_path):
     made = trainer(target, store, tmp_path / "run", dataclasses.replace(OPTIONS, lr=1e-12))
     made.run(lambda entry: None, every=2, patience=3)
@@ -379,6 +410,23 @@ def test_prompts_are_answered_and_trained_on(tiny_dir, tmp_path):
     assert done.returncode == 0, done.stderr
     again = [json.loads(line) for line in (out / "text.jsonl").read_text().splitlines()]
     assert again == lines
+    prompts.write_text('{"turns": ["something else"]}\n')
+    done = subprocess.run([*map(str, arguments)], capture_output=True, text=True)
+    assert done.returncode == 2 and "holds answers of another model or to other" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [("--every", "every 0"), ("--held-out", "held-out 0"), ("--max-len", "max-len 0")],
+)
+def test_run_options_out_of_range(tiny_dir, text_file, tmp_path, option, message):
+    from click.testing import CliRunner
+
+    from fasteagle import cli
+
+    arguments = command(tiny_dir, text_file, tmp_path / "h", option, 0)[3:]
+    result = CliRunner().invoke(cli.main, [str(a) for a in arguments])
+    assert result.exit_code == 2 and message in result.stderr
 
 
 def test_nothing_to_train_on(tiny_dir, tmp_path):
