@@ -172,7 +172,7 @@ class Row:
     @property
     def stats(self) -> list[Stats]:
         """Of the turns that drafted."""
-        return [turn.stats for turn in self.turns if turn.stats and turn.stats.drafted]
+        return [turn.stats for turn in self.turns if turn.stats and turn.stats.path_lengths]
 
     @property
     def path_lengths(self) -> list[int]:

@@ -144,11 +144,11 @@ def format_stats(stats: Stats) -> str:
         f"prefill {stats.prompt_tokens:,} tok{cached} {stats.ttft:.2f} s | "
         f"{stats.new_tokens:,} tok {stats.tok_s:.1f} tok/s | tau {stats.tau:.2f}"
     )
-    if not stats.drafted:
+    if not stats.path_lengths:
         return line
     return (
         f"{line} | accepted {stats.accepted:,}/{stats.drafted:,} "
-        f"({100 * stats.accepted / stats.drafted:.0f} %) | "
+        f"({100 * stats.accepted / max(stats.drafted, 1):.0f} %) | "
         f"draft {1e3 * stats.draft_seconds / stats.passes:.1f} ms "
         f"verify {1e3 * stats.verify_seconds / stats.passes:.1f} ms"
     )
