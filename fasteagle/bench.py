@@ -27,9 +27,9 @@ from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.runtime import (
     TORCH_DTYPES,
     build_engine,
+    compile_now,
     note,
     pick_device,
-    start_compiler,
 )
 from fasteagle.tokenizer import ChatTokenizer, Message
 
@@ -308,10 +308,7 @@ def _drafter(
 def _compile(engines: Sequence[Engine]) -> None:
     """Compile the blocks of the shared model once, and those of every draft head."""
     for engine in engines:
-        compiler = start_compiler(engine)
-        compiler.wait()
-        if not compiler.apply():
-            note(f"warning: running without compilation: {compiler.error}")
+        if not compile_now(engine):
             return
 
 

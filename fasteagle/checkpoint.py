@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import zlib
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from fasteagle import config as model_config
 from fasteagle.config import ModelConfig
 from fasteagle.errors import FasteagleError, shortened
-from fasteagle.gguf_file import GGUFFile
+from fasteagle.gguf_file import GGUFFile, rows_for
 from fasteagle.model import KEY_BLOCK, Transformer
 
 GIB = 2**30
@@ -149,11 +148,6 @@ class DummyCheckpoint:
 
     def start(self, name: str, n: int) -> Tensor:
         return self.load(name)
-
-
-def rows_for(shape: tuple[int, ...], n: int) -> int:
-    """Leading rows of a tensor that hold its first `n` values."""
-    return min(shape[0], -(-n // math.prod(shape[1:])))
 
 
 def _shards(path: Path, single: str, pattern: str) -> list[Path]:

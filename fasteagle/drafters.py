@@ -118,7 +118,7 @@ class EagleDrafter:
             reached = scores.unsqueeze(1) + logp if self.value == "cumulative" else logp
             child_scores = torch.minimum(reached, scores.unsqueeze(1)).flatten()
             child_tokens = state.to_target(ids.flatten())
-            first = all_tokens[0].shape[0] + (level - 1) * k * k
+            first = k + (level - 1) * k * k
             all_tokens.append(child_tokens)
             all_scores.append(child_scores)
             all_parents.append(frontier.repeat_interleave(k))
@@ -190,7 +190,7 @@ class StaticTreeDrafter:
             params = dataclasses.replace(params, seed=params.seed ^ DRAFT_STREAM)
             vocab_size = state.head.config.block.vocab_size
             self.proposals = torch.zeros(self.rows, vocab_size, device=device)
-        found, mask, written = [root], torch.zeros(1, 0, dtype=torch.bool, device=device), 0
+        found, mask = [root], torch.zeros(1, 0, dtype=torch.bool, device=device)
         for level, (above, ranks, kept) in enumerate(self._levels, 1):
             above, ranks, kept = above.to(device), ranks.to(device), kept.to(device)
             if sampled and self.proposals is not None:
@@ -207,10 +207,7 @@ class StaticTreeDrafter:
                 break
             own = torch.eye(len(kept), dtype=torch.bool, device=device)
             mask = torch.cat((mask[above[kept]], own), dim=1)
-            logits, features = state.step(
-                tokens[kept], features[above[kept]], len(found) - 2, mask, written
-            )
-            written += len(kept)
+            logits, features = state.step(tokens[kept], features[above[kept]], level - 1, mask)
         tokens = torch.cat(found)
         return DraftTree(tokens, self._parents.to(device), torch.ones_like(tokens).bool())
 
@@ -308,17 +305,16 @@ class HeadState:
         self.length += count
 
     def step(
-        self, tokens: Tensor, features: Tensor, level: int, tree_mask: Tensor,
-        written: int | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self, tokens: Tensor, features: Tensor, level: int, tree_mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """One level of the tree: logits [W, V] and features [W, D] of nodes `tokens` [W].
 
         `tree_mask` [W, written + W]: which of the tree's rows so far each node sees. All nodes of a
         level share a position, as in the public implementation.
         """
         W, device = tokens.shape[0], tokens.device
-        begin = self.length + (level * W if written is None else written)
-        slots = begin + torch.arange(W, device=device)
+        written = tree_mask.shape[1] - W
+        slots = self.length + written + torch.arange(W, device=device)
         positions = torch.full_like(tokens, self.length + level)
         mask = (torch.arange(self.cache.n_slots, device=device) < self.length).expand(W, -1)
         columns = self.length + torch.arange(tree_mask.shape[1], device=device)

@@ -112,8 +112,7 @@ class GGUFFile:
         """The first `n` values or more."""
         if self._permuted(name) is not None:  # the first rows come from all over the first head
             return self.load(name)
-        shape = self.tensors[name].shape
-        return self._rows(name, min(shape[0], -(-n // math.prod(shape[1:]))))
+        return self._rows(name, rows_for(self.shape(name), n))
 
     def _rows(self, name: str, n_rows: int) -> Tensor:
         """The first rows as the file orders them, dequantized."""
@@ -141,6 +140,11 @@ class GGUFFile:
             if name.endswith("k_proj.weight"):
                 return self.config.n_kv_head
         return None
+
+
+def rows_for(shape: tuple[int, ...], n: int) -> int:
+    """Leading rows of a tensor that hold its first `n` values."""
+    return min(shape[0], -(-n // math.prod(shape[1:])))
 
 
 def unpermute_rope(weight: Tensor, n_head: int) -> Tensor:

@@ -88,6 +88,16 @@ def start_compiler(engine: Engine) -> BlockCompiler:
     return compiler
 
 
+def compile_now(engine: Engine) -> bool:
+    """Compile the engine's blocks and use them; a warning line and False where that fails."""
+    compiler = start_compiler(engine)
+    compiler.wait()
+    if compiler.apply():
+        return True
+    note(f"warning: running without compilation: {compiler.error}")
+    return False
+
+
 def pick_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -16,7 +16,7 @@ from fasteagle.errors import FasteagleError
 from fasteagle.head_file import load_head, save_head, with_vocabulary
 from fasteagle.options import RuntimeOptions, TrainOptions
 from fasteagle.paths import cache_dir, write_atomic
-from fasteagle.runtime import Runtime, load_runtime, note, start_compiler
+from fasteagle.runtime import Runtime, compile_now, load_runtime, note
 from fasteagle.train import Trainer, evaluate, new_head
 from fasteagle.train_data import (
     Conversation,
@@ -77,7 +77,8 @@ def train_head(
             "give more text, or a smaller --held-out"
         )
     held_out = choose_held_out(conversations, run.held_out)
-    store = _features(runtime, conversations, identity)
+    text = store_key(conversations, identity)
+    store = _features(runtime, conversations, text)
     training = [c for i, c in enumerate(conversations) if i not in set(held_out)]
     target = runtime.engine.model
     draft_ids = frequent_tokens(training, min(options.draft_vocab_size, config.vocab_size))
@@ -87,11 +88,11 @@ def train_head(
         head = with_vocabulary(load_head(run.init, config)[0], draft_ids)
     loss_size = min(options.loss_vocab_size, head.config.draft_vocab_size)
     loss_ids = frequent_tokens(training, loss_size)
-    text = f"{store_key(conversations, identity)} {run.init}"
-    trainer = Trainer(head, target, store, held_out, loss_ids, options, run.out, text)
+    origin = f"{text} {run.init}"
+    trainer = Trainer(head, target, store, held_out, loss_ids, options, run.out, origin)
     if run.resume and trainer.resume():
         note(f"continuing at step {trainer.step:,}")
-    trainer.run(_progress(options, run.out), run.every, patience=run.patience)
+    trainer.run(_progress(options), run.every, patience=run.patience)
     _finish(trainer, runtime, identity, sum(len(c.ids) for c in training), run)
 
 
@@ -111,16 +112,11 @@ def _written_now(runtime: Runtime, run: TrainRun, identity: str) -> list[Path]:
     return [write_answers(engine, tokenizer, run.prompts, out, limit, identity, progress)]
 
 
-def _features(
-    runtime: Runtime, conversations: Sequence[Conversation], identity: str
-) -> FeatureStore:
+def _features(runtime: Runtime, conversations: Sequence[Conversation], key: str) -> FeatureStore:
     """The target's features, from the user cache or computed now with compiled blocks."""
-    folder = cache_dir() / "features" / store_key(conversations, identity)
+    folder = cache_dir() / "features" / key
     if not (folder / "index.json").exists():
-        compiler = start_compiler(runtime.engine)
-        compiler.wait()
-        if not compiler.apply():
-            note(f"warning: running without compilation: {compiler.error}")
+        compile_now(runtime.engine)
     total, done = sum(len(c.ids) for c in conversations), 0
 
     def progress(n: int) -> None:
@@ -131,7 +127,7 @@ def _features(
     return compute_features(runtime.engine, conversations, folder, progress)
 
 
-def _progress(options: TrainOptions, out: Path) -> Any:
+def _progress(options: TrainOptions) -> Any:
     def report(entry: dict[str, Any]) -> None:
         alphas = " ".join(f"{alpha:.3f}" for alpha in entry["alphas"])
         note(
