@@ -53,7 +53,23 @@ class Drafter(Protocol):
         """
 
 
-class EagleDrafter:
+class HeadDrafter:
+    """What drafters with an EAGLE head share: the head's state sees the committed positions."""
+
+    state: HeadState
+
+    @property
+    def length(self) -> int:
+        return self.state.length
+
+    def rewind(self, length: int) -> None:
+        self.state.rewind(length)
+
+    def extend(self, tokens: Tensor, features: Tensor, count: int) -> None:
+        self.state.extend(tokens, features, count)
+
+
+class EagleDrafter(HeadDrafter):
     """EAGLE-2's dynamic tree; with width 1 it is a chain.
 
     Expands `depth` levels of `topk` nodes by cumulative log-probability, then keeps the `nodes`
@@ -81,16 +97,6 @@ class EagleDrafter:
         return EagleDrafter(
             self.state.head, shape, self.state.max_seq_len, self.value, self.rerank, self.noise
         )
-
-    @property
-    def length(self) -> int:
-        return self.state.length
-
-    def rewind(self, length: int) -> None:
-        self.state.rewind(length)
-
-    def extend(self, tokens: Tensor, features: Tensor, count: int) -> None:
-        self.state.extend(tokens, features, count)
 
     def propose(
         self, root: Tensor, context: Sequence[int], params: SamplingParams = GREEDY
@@ -132,7 +138,7 @@ class EagleDrafter:
         return Pool(torch.cat(all_tokens), torch.cat(all_scores), torch.cat(all_parents))
 
 
-class StaticTreeDrafter:
+class StaticTreeDrafter(HeadDrafter):
     """EAGLE-1's tree of fixed shape: node `path` is the rank-th best child at every step.
 
     With `sampled` and a temperature, children are instead drawn from the draft's distribution
@@ -168,16 +174,6 @@ class StaticTreeDrafter:
             self._levels.append((above, ranks, kept))
             width += len(frontier)
         self.state = HeadState(head, max_seq_len, width)
-
-    @property
-    def length(self) -> int:
-        return self.state.length
-
-    def rewind(self, length: int) -> None:
-        self.state.rewind(length)
-
-    def extend(self, tokens: Tensor, features: Tensor, count: int) -> None:
-        self.state.extend(tokens, features, count)
 
     def propose(
         self, root: Tensor, context: Sequence[int], params: SamplingParams = GREEDY

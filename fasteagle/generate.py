@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fasteagle.drafters import Drafter
+from fasteagle.drafters import Drafter, HeadDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.model import KVCache, Output, Transformer, causal_mask
 from fasteagle.multi_round import multi_round
@@ -304,8 +304,8 @@ class Engine:
         caches = [self.cache]
         if self.drafter is not None:
             self.drafter.rewind(0)
-            state = getattr(self.drafter, "state", None)
-            caches += [] if state is None else [state.cache]
+        if isinstance(self.drafter, HeadDrafter):
+            caches.append(self.drafter.state.cache)
         for cache in caches:
             cache.clear()
 

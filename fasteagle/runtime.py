@@ -11,6 +11,7 @@ import torch
 
 from fasteagle import registry
 from fasteagle.checkpoint import Checkpoint, DummyCheckpoint, load_model, open_checkpoint
+from fasteagle.drafters import HeadDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import MAX_TREE_ROWS, Engine
 from fasteagle.options import RuntimeOptions
@@ -81,8 +82,8 @@ def start_compiler(engine: Engine) -> BlockCompiler:
     """Begin to compile the engine's blocks in the background."""
     from fasteagle.compile import BlockCompiler
 
-    state = getattr(engine.drafter, "state", None)
-    head_block = None if state is None else state.head.block
+    drafter = engine.drafter
+    head_block = drafter.state.head.block if isinstance(drafter, HeadDrafter) else None
     compiler = BlockCompiler(engine.model, engine.max_seq_len + MAX_TREE_ROWS, head_block)
     compiler.start()
     return compiler
