@@ -285,41 +285,65 @@ class HeadState:
         """
         if params.greedy or noise == "none":
             return logits
-        position = torch.tensor([self.length + level], device=logits.device)
+        position = (self.seq_len + level).unsqueeze(0)
         gumbel = gumbel_noise(params.seed, position, self._target_ids)
         return logits.float() / params.temperature + gumbel
 
     def extend(self, tokens: Tensor, features: Tensor, count: int) -> None:
         """Run true pairs through the head; see `Drafter.extend`."""
-        W = tokens.shape[0]
-        self._reserve(self.length + W + self._tree_rows)
-        rows = self.length + torch.arange(W, device=tokens.device)
-        mask = causal_mask(self.length, W, self.cache.n_slots, None, tokens.device)
-        last = slice(count - 1, count)
-        logits, out = self.head(tokens, features, rows, rows, mask, self.cache, last)
-        self.logits, self.feature = logits, out
+        self._reserve(self.length + tokens.shape[0] + self._tree_rows)
+        last = torch.tensor([count - 1], device=tokens.device)
+        self.logits, self.feature = head_extend(
+            self.head, self.cache, tokens, features, self.seq_len, last
+        )
         self.length += count
 
     def step(
         self, tokens: Tensor, features: Tensor, level: int, tree_mask: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """One level of the tree: logits [W, V] and features [W, D] of nodes `tokens` [W].
+        """One level of the tree; see `head_step`."""
+        return head_step(self.head, self.cache, tokens, features, self.seq_len, level, tree_mask)
 
-        `tree_mask` [W, written + W]: which of the tree's rows so far each node sees. All nodes of a
-        level share a position, as in the public implementation.
-        """
-        W, device = tokens.shape[0], tokens.device
-        written = tree_mask.shape[1] - W
-        slots = self.length + written + torch.arange(W, device=device)
-        positions = torch.full_like(tokens, self.length + level)
-        mask = (torch.arange(self.cache.n_slots, device=device) < self.length).expand(W, -1)
-        columns = self.length + torch.arange(tree_mask.shape[1], device=device)
-        mask = mask.index_copy(1, columns, tree_mask)
-        return self.head(tokens, features, positions, slots, mask, self.cache)
+    @property
+    def seq_len(self) -> Tensor:
+        """`length` on the device, 0-d."""
+        return torch.tensor(self.length, device=self._target_ids.device)
 
     def _reserve(self, n_slots: int) -> None:
         if self.on_cpu:
             self.cache.resize(n_slots)
+
+
+def head_extend(
+    head: EagleHead, cache: KVCache, tokens: Tensor, features: Tensor, seq_len: Tensor, last: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Run W true pairs at `seq_len` (0-d) and behind; logits [1, V], feature [1, D] of row `last`.
+
+    Rows behind `last` [1] are padding: what they write is overwritten before it is read.
+    """
+    W = tokens.shape[0]
+    rows = seq_len + torch.arange(W, device=tokens.device)
+    mask = causal_mask(seq_len, W, cache.n_slots, None, tokens.device)
+    return head(tokens, features, rows, rows, mask, cache, last)
+
+
+def head_step(
+    head: EagleHead, cache: KVCache, tokens: Tensor, features: Tensor, seq_len: Tensor, level: int,
+    tree_mask: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """One level of the tree: logits [W, V] and features [W, D] of nodes `tokens` [W].
+
+    `seq_len` (0-d): true pairs in the cache; `tree_mask` [W, written + W]: which of the tree's
+    rows so far each node sees. All nodes of a level share a position, as in the public
+    implementation.
+    """
+    W, device = tokens.shape[0], tokens.device
+    tree_rows = tree_mask.shape[1]
+    columns = seq_len + torch.arange(tree_rows, device=device)
+    positions = torch.zeros_like(tokens) + seq_len + level
+    mask = (torch.arange(cache.n_slots, device=device) < seq_len).expand(W, -1)
+    mask = mask.index_copy(1, columns, tree_mask)
+    return head(tokens, features, positions, columns[tree_rows - W :], mask, cache)
 
 
 def top_children(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

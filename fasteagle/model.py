@@ -53,8 +53,9 @@ class KVCache:
         n_slots = round_up(n_slots, KEY_BLOCK)
         if n_slots == self.n_slots:
             return
-        kept = min(n_slots, self.n_slots)
+        self.n_slots = 0  # until all are done: the next call finishes what an interrupt left
         for index, pair in enumerate(self.layers):
+            kept = min(n_slots, pair[0].shape[1])
             moved = [t.new_zeros(t.shape[0], n_slots, t.shape[2]) for t in pair]
             for new, old in zip(moved, pair, strict=True):
                 new[:, :kept] = old[:, :kept]
@@ -169,6 +170,24 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+class LMHead(nn.Linear):
+    """Logits in fp32, the best few of them computed once more with fp32 products.
+
+    In bf16 a logit near 25 moves in steps of 0.125, so that real leads become ties, and the lowest
+    token id wins: the default model then began to answer in French. Costs 1 % of a pass.
+    """
+
+    REFINED = 8
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = F.linear(x, self.weight)  # [T, V]
+        if logits.dtype == torch.float32:
+            return logits
+        best = logits.topk(min(self.REFINED, self.out_features)).indices
+        exact = (self.weight[best].float() @ x.float().unsqueeze(-1)).squeeze(-1)
+        return logits.float().scatter(1, best, exact)
+
+
 class Transformer(nn.Module):
     """The target. Built on any device, `meta` included; weights are assigned by `checkpoint`."""
 
@@ -181,7 +200,7 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.lm_head = LMHead(config.dim, config.vocab_size, bias=False)
 
     def init_rope(self, max_seq_len: int, device: torch.device | str) -> None:
         """Tabulate RoPE for positions `0 .. max_seq_len - 1`, in fp32 whatever the weights are."""
@@ -261,9 +280,9 @@ class EagleHead(nn.Module):
 
     def forward(
         self, tokens: Tensor, features: Tensor, positions: Tensor, slots: Tensor, mask: Tensor,
-        cache: KVCache, rows: slice = slice(None),
+        cache: KVCache, rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Draft logits [T, draft vocabulary] and next features [T, D], of the rows asked for.
+        """Draft logits [T, draft vocabulary] and next features [T, D], of `rows` or of all.
 
         `tokens` [T] are target ids, each one position after its `features` row [T, D]; `positions`
         [T] are those of the features. `slots` and `mask` as in `Transformer.encode`.
@@ -271,7 +290,7 @@ class EagleHead(nn.Module):
         cos, sin = self.rope_cos[positions].unsqueeze(1), self.rope_sin[positions].unsqueeze(1)
         x = self.fc(torch.cat((self._embedding[0](tokens), features), dim=-1)).float()
         x = self.block(x, cos, sin, slots, mask, *cache.layers[0])
-        features = x[rows].to(features.dtype)
+        features = (x if rows is None else x.index_select(0, rows)).to(features.dtype)
         return self._lm_head[0](features), features
 
 

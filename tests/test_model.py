@@ -9,7 +9,7 @@ import torch
 
 from conftest import FAMILIES, make_hf_model
 from fasteagle.checkpoint import load_model, open_checkpoint
-from fasteagle.model import KEY_BLOCK, KVCache, causal_mask
+from fasteagle.model import KEY_BLOCK, KVCache, LMHead, causal_mask
 
 TOLERANCE = 1e-4
 
@@ -128,6 +128,50 @@ def test_resize_keeps_what_fits():
     assert (cache.layers[1][0][:, :5] == 3).all() and (cache.layers[1][0][:, 5:] == 0).all()
     cache.resize(4)
     assert cache.n_slots == KEY_BLOCK and (cache.layers[1][0][:, :5] == 3).all()
+
+
+class Interrupted(list):
+    """A list whose second item cannot be set yet."""
+
+    def __setitem__(self, index, value):
+        if index == 1:
+            raise KeyboardInterrupt
+        super().__setitem__(index, value)
+
+
+def test_an_interrupted_resize_is_finished_by_the_next():
+    from fasteagle.config import ModelConfig
+
+    config = ModelConfig(dim=8, n_layer=2, n_head=2, n_kv_head=1, head_dim=4, ffn_dim=8,
+                         vocab_size=10, max_seq_len=2048)  # fmt: skip
+    cache = KVCache(config, 10, torch.float32, "cpu")
+    for keys, values in cache.layers:
+        keys[:, :5], values[:, :5] = 3.0, 4.0
+    layers, cache.layers = cache.layers, Interrupted(cache.layers)
+    with pytest.raises(KeyboardInterrupt):
+        cache.resize(KEY_BLOCK + 1)
+    layers[0] = cache.layers[0]
+    cache.layers = layers
+    for n_slots in (KEY_BLOCK + 1, 10):
+        cache.resize(n_slots)
+        assert {t.shape[1] for pair in cache.layers for t in pair} == {cache.n_slots}
+        for keys, values in cache.layers:
+            assert (keys[:, :5] == 3).all() and (values[:, :5] == 4).all()
+
+
+def test_leads_that_bf16_rounds_away_still_decide():
+    """Logits near 25 round in steps of 0.125: the best must be the best of the exact products."""
+    head = LMHead(4, 100, bias=False, dtype=torch.bfloat16)
+    with torch.no_grad():
+        head.weight.zero_()
+        head.weight[7] = torch.tensor([16.0, 9.0, 0.0, 0.0])  # 25
+        head.weight[60] = torch.tensor([16.0, 9.0, 1 / 32, 0.0])  # 25.03, rounded 25 as well
+        x = torch.ones(3, 4, dtype=torch.bfloat16)
+        plain = torch.nn.functional.linear(x, head.weight)
+        logits = head(x)
+    assert (plain[:, 7] == plain[:, 60]).all()
+    assert logits.dtype == torch.float32 and (logits.argmax(-1) == 60).all()
+    assert logits[0, 60] - logits[0, 7] == 1 / 32
 
 
 @torch.no_grad()

@@ -78,8 +78,8 @@ def terminal(tiny_dir):
 
 
 def test_a_conversation(terminal):
-    first = terminal.ask("hello", r"prefill \d+ tok [\d.]+ s \| \d tok .*tau 1.00\n>>> $")
-    assert "cached" not in first
+    first = terminal.ask("hello", r"prefill \d+ tok [\d.]+ s \| \d tok [^\n]*tau \d[^\n]*\n>>> $")
+    assert "cached" not in first and re.search(r"tau \d\.\d\d \| accepted \d+/\d+ \(\d+ %\)", first)
     terminal.ask("and more", r"prefill \d+ tok \(\d+ cached\)[^\n]*\n>>> $")
     stats = terminal.ask("/stats")
     assert "tau 1.00" in stats and re.search(r"context \d+ of 512", stats)

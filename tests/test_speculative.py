@@ -322,6 +322,48 @@ def test_pieces_compile_whole(target, head):
     torch._dynamo.reset()
 
 
+@torch.no_grad()
+def test_the_heads_pieces_compile_whole(target):
+    """Extend, one level, all levels and commit; the committed length is a tensor of theirs."""
+    from fasteagle.drafters import head_extend, head_step
+    from test_drafters import random_head
+
+    def compiled(function):
+        return torch.compile(function, fullgraph=True, backend="eager")
+
+    torch._dynamo.reset()
+    head = random_head(target, rope_scaling=None, rope_base=10000.0)
+    drafter = EagleDrafter(head, TreeShape(3, 4, 7), 512)
+    state, dim = drafter.state, target.config.dim
+    state.extend(torch.arange(1, 8), torch.randn(7, dim), 7)
+    two, mask = torch.tensor([4, 5]), torch.eye(2, dtype=torch.bool)
+    fast_extend, fast_step = compiled(head_extend), compiled(head_step)
+    torch.compiler.set_stance("default")
+    for seq_len in (7, 20, 33):  # another length is another value, not another graph
+        if seq_len > 7:
+            torch.compiler.set_stance("fail_on_recompile")
+        at = torch.tensor(seq_len)
+        rows = (two, torch.ones(2, dim), at)
+        for fast, slow, rest in (
+            (fast_extend, head_extend, (torch.tensor([1]),)),
+            (fast_step, head_step, (1, mask)),
+        ):
+            for a, b in zip(
+                fast(head, state.cache, *rows, *rest), slow(head, state.cache, *rows, *rest),
+                strict=True,
+            ):  # fmt: skip
+                assert torch.equal(a, b)
+    torch.compiler.set_stance("default")
+    pool = drafter.expand()
+    for a, b in zip(compiled(drafter.expand)(), pool, strict=True):
+        assert torch.equal(a, b)
+    before = [t.clone() for t in state.cache.layers[0]]
+    compiled(state.cache.commit)(torch.tensor([3, 5]), torch.tensor([1, 2]))
+    for now, was in zip(state.cache.layers[0], before, strict=True):
+        assert torch.equal(now[:, 1:3], was[:, [3, 5]]) and torch.equal(now[:, 3:], was[:, 3:])
+    torch._dynamo.reset()
+
+
 def flat(value):
     if isinstance(value, torch.Tensor):
         return [value]
