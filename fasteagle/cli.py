@@ -293,6 +293,13 @@ def models() -> None:
     type=click.Path(path_type=Path, file_okay=False, exists=True),
     help="Begin from this head.",
 )
+@click.option(
+    "--features",
+    type=click.Choice(["cached", "live"]),
+    default="cached",
+    show_default=True,
+    help="Keep the target's features on disk, or compute them for every batch.",
+)
 @click.option("--patience", type=int, help="Stop after so many evaluations without gain.")
 @hyper_parameters
 def train_head(model: str, runtime_options: RuntimeOptions, options: dict[str, Any],

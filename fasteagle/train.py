@@ -28,7 +28,7 @@ from fasteagle.errors import FasteagleError
 from fasteagle.model import EagleHead, Transformer, apply_rope
 from fasteagle.options import TrainOptions
 from fasteagle.paths import replacing
-from fasteagle.train_data import FeatureStore
+from fasteagle.train_data import Features
 
 
 @dataclasses.dataclass
@@ -47,7 +47,7 @@ class Batch:
         return (rows >= self.first[:, None] + step) & (rows < self.last[:, None])
 
 
-def make_batch(store: FeatureStore, chosen: list[int], device: torch.device) -> Batch:
+def make_batch(store: Features, chosen: list[int], device: torch.device) -> Batch:
     """Pad conversations to the longest of them."""
     parts = [store.conversation(i) for i in chosen]
     length = max(len(ids) for ids, _ in parts) - 1
@@ -66,7 +66,7 @@ def make_batch(store: FeatureStore, chosen: list[int], device: torch.device) -> 
     return Batch(*(t.to(device) for t in (tokens, features, targets, first, last)))
 
 
-def batches(store: FeatureStore, indices: list[int], options: TrainOptions) -> Iterator[list[int]]:
+def batches(store: Features, indices: list[int], options: TrainOptions) -> Iterator[list[int]]:
     """Endless batches of about `batch_tokens` tokens of like length, the same for the same seed."""
     for epoch in range(1 << 30):
         generator = torch.Generator().manual_seed(options.seed * 1_000_003 + epoch)
@@ -208,7 +208,7 @@ class HeldOut:
 
 @torch.no_grad()
 def evaluate(
-    head: EagleHead, target: Transformer, store: FeatureStore, indices: list[int], depth: int = 5
+    head: EagleHead, target: Transformer, store: Features, indices: list[int], depth: int = 5
 ) -> HeldOut:
     """Chain drafting simulated from every answer position of the held-out text.
 
@@ -270,7 +270,7 @@ class Trainer:
     """One training run in one folder; `run` continues exactly where a killed run stopped."""
 
     def __init__(
-        self, head: EagleHead, target: Transformer, store: FeatureStore, held_out: list[int],
+        self, head: EagleHead, target: Transformer, store: Features, held_out: list[int],
         loss_ids: Tensor, options: TrainOptions, folder: Path, identity: str = "",
     ) -> None:  # fmt: skip
         self.head, self.target, self.store, self.options = head, target, store, options
@@ -335,8 +335,12 @@ class Trainer:
     def run(
         self, report: Callable[[dict[str, Any]], None], every: int = 200,
         save_every: int = 50, patience: int | None = None,
+        tick: Callable[[int, float], None] = lambda step, loss: None,
     ) -> None:  # fmt: skip
-        """Train to `options.steps`, or until `patience` evaluations brought no better 0-alpha."""
+        """Train to `options.steps`, or until `patience` evaluations brought no better 0-alpha.
+
+        `tick` hears the number and the loss of every step, `report` every evaluation.
+        """
         device = self.head.fc.weight.device
         schedule = batches(self.store, self.training, self.options)
         for _ in range(self.step):
@@ -347,6 +351,7 @@ class Trainer:
             losses.append(self._update(batch))
             tokens += int(batch.counted(0).sum())
             self.step += 1
+            tick(self.step, losses[-1])
             last = self.step == self.options.steps
             if self.step % every == 0 or last:
                 held = evaluate(self.head, self.target, self.store, self.held_out)

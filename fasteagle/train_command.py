@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fasteagle.checkpoint import fingerprint
 from fasteagle.errors import FasteagleError
@@ -20,7 +22,8 @@ from fasteagle.runtime import Runtime, compile_now, load_runtime, note
 from fasteagle.train import Trainer, evaluate, new_head
 from fasteagle.train_data import (
     Conversation,
-    FeatureStore,
+    Features,
+    LiveFeatures,
     choose_held_out,
     compute_features,
     frequent_tokens,
@@ -44,6 +47,7 @@ class TrainRun:
     prompts: Path | None = None  # questions for the target to answer, besides `data`
     answer_tokens: int = 256
     init: Path | None = None  # a head to begin from instead of the identity
+    features: str = "cached"  # in shards on disk, or "live": computed again for every batch
 
     def __post_init__(self) -> None:
         for name in ("held_out", "max_len", "every", "answer_tokens"):
@@ -78,7 +82,7 @@ def train_head(
         )
     held_out = choose_held_out(conversations, run.held_out)
     text = store_key(conversations, identity)
-    store = _features(runtime, conversations, text)
+    store = _features(runtime, conversations, text, run.features)
     training = [c for i, c in enumerate(conversations) if i not in set(held_out)]
     target = runtime.engine.model
     draft_ids = frequent_tokens(training, min(options.draft_vocab_size, config.vocab_size))
@@ -92,7 +96,8 @@ def train_head(
     trainer = Trainer(head, target, store, held_out, loss_ids, options, run.out, origin)
     if run.resume and trainer.resume():
         note(f"continuing at step {trainer.step:,}")
-    trainer.run(_progress(options), run.every, patience=run.patience)
+    with TrainingBar(trainer) as bar:
+        trainer.run(bar.report, run.every, patience=run.patience, tick=bar.tick)
     _finish(trainer, runtime, identity, sum(len(c.ids) for c in training), run)
 
 
@@ -112,11 +117,15 @@ def _written_now(runtime: Runtime, run: TrainRun, identity: str) -> list[Path]:
     return [write_answers(engine, tokenizer, run.prompts, out, limit, identity, progress)]
 
 
-def _features(runtime: Runtime, conversations: Sequence[Conversation], key: str) -> FeatureStore:
-    """The target's features, from the user cache or computed now with compiled blocks."""
+def _features(
+    runtime: Runtime, conversations: Sequence[Conversation], key: str, kind: str
+) -> Features:
+    """The target's features: live, from the user cache, or computed into it now."""
     folder = cache_dir() / "features" / key
-    if not (folder / "index.json").exists():
+    if kind == "live" or not (folder / "index.json").exists():
         compile_now(runtime.engine)
+    if kind == "live":
+        return LiveFeatures(runtime.engine, conversations)
     total, done = sum(len(c.ids) for c in conversations), 0
 
     def progress(n: int) -> None:
@@ -127,15 +136,40 @@ def _features(runtime: Runtime, conversations: Sequence[Conversation], key: str)
     return compute_features(runtime.engine, conversations, folder, progress)
 
 
-def _progress(options: TrainOptions) -> Any:
-    def report(entry: dict[str, Any]) -> None:
-        alphas = " ".join(f"{alpha:.3f}" for alpha in entry["alphas"])
-        note(
-            f"step {entry['step']:,} of {options.steps:,} | loss {entry['loss']:.4f} | "
-            f"n-alpha {alphas} | tau {entry['tau']:.2f} | {entry['tok_s']:,} tok/s"
-        )
+class TrainingBar:
+    """Steps done, loss, and the last held-out 0-alpha and tau; lines alone without a terminal."""
 
-    return report
+    def __init__(self, trainer: Trainer) -> None:
+        console = Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("step {task.completed:,} of {task.total:,}"), BarColumn(),
+            TimeRemainingColumn(), TextColumn("{task.fields[numbers]}"),
+            console=console, disable=not console.is_terminal,
+        )  # fmt: skip
+        steps = trainer.options.steps
+        self._task = self._progress.add_task("", total=steps, completed=trainer.step, numbers="")
+        self._steps, self._loss, self._held = steps, 0.0, ""
+
+    def __enter__(self) -> TrainingBar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def tick(self, step: int, loss: float) -> None:
+        self._loss = loss if not self._loss else 0.95 * self._loss + 0.05 * loss
+        numbers = f"loss {self._loss:.4f}{self._held}"
+        self._progress.update(self._task, completed=step, numbers=numbers)
+
+    def report(self, entry: dict[str, Any]) -> None:
+        self._held = f" | 0-alpha {entry['alphas'][0]:.3f} | tau {entry['tau']:.2f}"
+        alphas = " ".join(f"{alpha:.3f}" for alpha in entry["alphas"])
+        self._progress.console.out(
+            f"step {entry['step']:,} of {self._steps:,} | loss {entry['loss']:.4f} | "
+            f"n-alpha {alphas} | tau {entry['tau']:.2f} | {entry['tok_s']:,} tok/s",
+            highlight=False,
+        )
 
 
 def _finish(

@@ -12,6 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -94,6 +95,34 @@ def frequent_tokens(conversations: Sequence[Conversation], size: int) -> Tensor:
     return torch.tensor(sorted(chosen))
 
 
+class Features(Protocol):
+    """Conversations with the target's features, wherever those come from."""
+
+    lengths: list[int]
+    prompt_lens: list[int]
+
+    def __len__(self) -> int: ...
+
+    def conversation(self, i: int) -> tuple[Tensor, Tensor]:
+        """Ids [n] and bf16 features [n, D] of one conversation."""
+
+
+class LiveFeatures:
+    """Features computed anew each time they are asked for: no disk, more time."""
+
+    def __init__(self, engine: Engine, conversations: Sequence[Conversation]) -> None:
+        self._engine, self._conversations = engine, conversations
+        self.lengths = [len(c.ids) for c in conversations]
+        self.prompt_lens = [c.prompt_len for c in conversations]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def conversation(self, i: int) -> tuple[Tensor, Tensor]:
+        ids = self._conversations[i].ids
+        return torch.tensor(ids), self._engine.features(ids).to(torch.bfloat16).cpu()
+
+
 class FeatureStore:
     """Ids [N] and features [N, D] of conversations, memory-mapped from safetensors shards."""
 
@@ -116,7 +145,6 @@ class FeatureStore:
         return len(self.lengths)
 
     def conversation(self, i: int) -> tuple[Tensor, Tensor]:
-        """Ids [n] and features [n, D] of one conversation."""
         shard, row = self._shard_of[i]
         n, start = self.lengths[i], self._starts[i]
         return self.ids[start : start + n], self._features[shard][row : row + n]

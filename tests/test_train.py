@@ -30,6 +30,7 @@ from fasteagle.train import (
 from fasteagle.train_data import (
     Conversation,
     FeatureStore,
+    LiveFeatures,
     choose_held_out,
     compute_features,
     frequent_tokens,
@@ -176,6 +177,29 @@ def test_features_are_the_targets_and_shards_resume(target, tmp_path, monkeypatc
                         lambda *a: (written.append(a[2].name), original(*a)))  # fmt: skip
     compute_features(engine, text, tmp_path / "f")
     assert written == [last.name]
+
+
+def test_live_features_train_the_same_head(target, store, tmp_path):
+    live = LiveFeatures(Engine(target, 256), talk(target))
+    heads = []
+    for source in (store, live):
+        made = trainer(target, source, tmp_path / type(source).__name__)
+        made.run(lambda entry: None)
+        heads.append(made.head.state_dict())
+        assert [list(e["alphas"]) for e in made.history]
+    for name, cached in heads[0].items():
+        assert torch.allclose(cached, heads[1][name], atol=2e-3), name
+
+
+def test_an_unroll_longer_than_every_answer(target, tmp_path):
+    """Steps for which no row of the batch counts are left out, and the loss stays finite."""
+    short = [Conversation(c.ids[: c.prompt_len + 3], c.prompt_len, True) for c in talk(target)]
+    store = compute_features(Engine(target, 256), short, tmp_path / "features")
+    options = dataclasses.replace(OPTIONS, unroll=6, steps=3)
+    made = trainer(target, store, tmp_path / "run", options)
+    losses = []
+    made.run(lambda entry: None, tick=lambda step, loss: losses.append(loss))
+    assert len(losses) == 3 and all(0 < loss < 100 for loss in losses)
 
 
 def test_rows_that_count(target, store):
@@ -397,7 +421,7 @@ def test_prompts_are_answered_and_trained_on(tiny_dir, tmp_path):
     out = tmp_path / "head"
     arguments = [sys.executable, "-m", "fasteagle", "train-head", "--model", tiny_dir, "--prompts",
                  prompts, "--out", out, "--held-out", "3", "--steps", "4", "--batch-tokens", "200",
-                 "--answer-tokens", "24", "--draft-vocab-size", "128",
+                 "--answer-tokens", "24", "--draft-vocab-size", "128", "--features", "live",
                  "--loss-vocab-size", "64"]  # fmt: skip
     done = subprocess.run([*map(str, arguments)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -427,6 +451,24 @@ def test_run_options_out_of_range(tiny_dir, text_file, tmp_path, option, message
     arguments = command(tiny_dir, text_file, tmp_path / "h", option, 0)[3:]
     result = CliRunner().invoke(cli.main, [str(a) for a in arguments])
     assert result.exit_code == 2 and message in result.stderr
+
+
+def test_the_bar_shows_loss_and_held_out_quality(monkeypatch, capsys):
+    import types
+
+    from fasteagle.train_command import TrainingBar
+
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    run = types.SimpleNamespace(options=TrainOptions(steps=40), step=10)
+    with TrainingBar(run) as bar:
+        bar.tick(11, 2.0)
+        bar.report({"step": 11, "alphas": [0.5, 0.25], "loss": 2.0, "tau": 1.625, "tok_s": 9})
+        bar.tick(12, 2.0)
+    shown = capsys.readouterr().err
+    assert "step 12 of 40" in shown and "loss 2.0000 | 0-alpha 0.500 | tau 1.62" in shown
+    assert "step 11 of 40 | loss 2.0000 | n-alpha 0.500 0.250 | tau 1.62 | 9 tok/s" in shown
 
 
 def test_nothing_to_train_on(tiny_dir, tmp_path):
