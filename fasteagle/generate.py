@@ -138,17 +138,17 @@ class Engine:
         """One cycle: extend, propose, verify, accept, commit. The new tokens, and their pairs."""
         drafter = self.drafter
         assert drafter is not None
-        begin = time.perf_counter()
+        begin = self._now()
         # The drafter sees the true features of what was committed, then guesses what follows.
         count = len(self.cached) - drafter.length
         drafter.extend(*pairs, count)
         root = torch.tensor([root_id], device=self.device)
         tree = drafter.propose(root, [*self.cached, root_id], params)
-        drafted = time.perf_counter()
+        drafted = self._now()
 
         tree_mask, depths = ancestor_mask(tree.parents, tree.valid)
         output = self.verify(tree.tokens, depths, tree_mask)
-        verified = time.perf_counter()
+        verified = self._now()
 
         # The target draws at every row; the path along its own draws is what it would have said.
         base = len(self.cached)
@@ -185,9 +185,9 @@ class Engine:
         tree_mask = torch.eye(T, dtype=torch.bool, device=self.device)
         if seen is not None:
             seen[:, root_id] = True
-        begin = time.perf_counter()
+        begin = self._now()
         output = self.verify(tokens, torch.zeros_like(tokens), tree_mask)
-        self.stats.verify_seconds += time.perf_counter() - begin
+        self.stats.verify_seconds += self._now() - begin
         positions = torch.tensor([len(self.cached) + 1], device=self.device)
         root = draw(output.logits[:1], positions, params, seen)
         new = self._read(root)
@@ -253,6 +253,12 @@ class Engine:
             mask = mask & (keys > (positions - window).unsqueeze(1))
         mask = mask.index_copy(1, slots, tree_mask)
         return self.model(tokens, positions, slots, mask, self.cache)
+
+    def _now(self) -> float:
+        """Seconds on a clock, once the device has done what was asked of it."""
+        if not self.on_cpu:
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
 
     def _reserve(self, n_slots: int) -> None:
         if self.on_cpu:

@@ -89,6 +89,27 @@ def test_every_row_drafts_what_it_says(tiny_dir, questions, tmp_path):
             assert row["draft_ms"] > 0 and row["verify_ms"] > 0 and row["other_ms"] > 0
             assert (row["n_alpha"] is not None) == (name == "eagle-chain")
     assert "draft + verify + other ms" in markdown(report)
+    # A tree from a file is the static row's alone.
+    (tmp_path / "tree.json").write_text("[[0], [1]]")
+    draft = DraftOptions(head=str(tmp_path / "head"), tree_file=str(tmp_path / "tree.json"))
+    report = measure(tiny_dir, questions, rows=("eagle", "eagle-static", "ngram"), draft=draft)
+    for row in report["rows"]:
+        assert row["outputs"] == rows["plain"]["outputs"], row["name"]
+        if row["name"] == "eagle-static":
+            assert len(row["accepted_by_depth"]) <= 1 and row["tau"] <= 2
+
+
+def test_prompt_lookup_counts_its_first_batch_apart():
+    """What comes with the first pass took no decoding time of its own."""
+    from fasteagle.hf_baseline import _Clock
+
+    clock = _Clock()
+    for n in (9, 4, 2):  # the prompt, four tokens of the first pass, two of the next
+        clock.put(torch.zeros(n))
+    assert clock.first == 4 and len(clock.times) == 2
+    row = bench.Row("hf-pld", "fp32", None, 1)
+    row.turns.append(bench.Turn([0] * 6, 0.5, 0.1, 1, first=clock.first))
+    assert row.tok_s == pytest.approx(20) and row.tau == 2 and row.turn_rates == [20]
 
 
 def test_rows_take_turns_and_each_has_its_own_history(tiny_dir, questions, monkeypatch):

@@ -157,10 +157,34 @@ def test_ctrl_c_stops_the_answer_and_keeps_it(terminal, tmp_path):
 
 
 def test_ctrl_c_at_an_empty_prompt(terminal):
+    # CPython's `input` misses a signal between showing the prompt and waiting for a key.
+    time.sleep(0.5)
     terminal.send("\x03")
     terminal.wait_for("Ctrl-D or /exit to leave\n>>> $")
     terminal.send("/exit\n")
     assert terminal.close() == 0
+
+
+def test_ctrl_c_in_a_command_ends_the_command_only(monkeypatch, capsys):
+    from fasteagle import repl
+
+    lines = ["/stats", "/save x"]
+    handled = []
+
+    def read(self):
+        if not lines:
+            raise EOFError
+        return lines.pop()
+
+    def handle(self, line):
+        handled.append(line)
+        if line == "/save x":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(repl.Repl, "_handle", handle)
+    monkeypatch.setattr(repl.Repl, "_read", read)
+    repl.Repl.run(object.__new__(repl.Repl))
+    assert handled == ["/save x", "/stats"] and "[stopped]" in capsys.readouterr().out
 
 
 def test_save_and_load(terminal, tmp_path):
