@@ -1,0 +1,152 @@
+"""Quantized weights as plain tensors, and the plain-torch reference of what they mean.
+
+Every importer and quantizer ends in a `PackedWeight`, every kernel begins from one, and each of
+them is tested against `dequantize`.
+
+Shapes: N output rows, K input columns, g group size, G = K / g groups in a row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fasteagle.errors import FasteagleError
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedWeight:
+    """`w = (q - zero) * scale` or `w = q * scale + offset`, in groups along a row; in fp32.
+
+    4 bits: q is 0 .. 15, column 2i in the low nibble of byte i, with zeros or offsets. 8 bits: q is
+    -128 .. 127, and `w = q * scale`.
+    """
+
+    bits: int
+    group_size: int
+    q: Tensor  # uint8 [N, K / 2] or int8 [N, K]
+    scales: Tensor  # [N, G] fp16, bf16 or fp32
+    zeros: Tensor | None = None  # [N, G] uint8, 0 .. 16
+    offsets: Tensor | None = None  # [N, G], like scales
+
+    def __post_init__(self) -> None:
+        N, K = self.shape
+        G = check_group_size(K, self.group_size)
+        parts = [part for part in (self.scales, self.zeros, self.offsets) if part is not None]
+        assert all(part.shape == (N, G) for part in parts), [part.shape for part in parts]
+        assert len(parts) == (2 if self.bits == 4 else 1), "zeros or offsets at 4 bits, else none"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        N, columns = self.q.shape
+        return N, columns * 2 if self.bits == 4 else columns
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors().values())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that are there, by name."""
+        named = {"q": self.q, "scales": self.scales, "zeros": self.zeros, "offsets": self.offsets}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def values(self) -> Tensor:
+        """q, one value an element: uint8 or int8 [N, K]."""
+        return unpack_nibbles(self.q) if self.bits == 4 else self.q
+
+    def dequantize(self) -> Tensor:
+        """The weight in fp32 [N, K]."""
+        N, K = self.shape
+        q = self.values().view(N, -1, self.group_size).float()
+        scales = self.scales.float().unsqueeze(-1)
+        if self.zeros is not None:
+            w = (q - self.zeros.float().unsqueeze(-1)) * scales
+        elif self.offsets is not None:
+            w = q * scales + self.offsets.float().unsqueeze(-1)
+        else:
+            w = q * scales
+        return w.reshape(N, K)
+
+    def affine(self) -> tuple[Tensor, Tensor]:
+        """(scales, offsets) [N, G] in fp32: the float-offset form of any 4-bit weight, exact."""
+        scales = self.scales.float()
+        if self.offsets is not None:
+            return scales, self.offsets.float()
+        assert self.zeros is not None
+        return scales, -self.zeros.float() * scales
+
+    def rows(self, index: Tensor | slice) -> PackedWeight:
+        """Some of the output rows."""
+        return self._each(lambda tensor: tensor[index])
+
+    def to(self, device: torch.device | str) -> PackedWeight:
+        return self._each(lambda tensor: tensor.to(device))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> PackedWeight:
+        return dataclasses.replace(
+            self, **{name: change(tensor) for name, tensor in self.tensors().items()}
+        )
+
+
+def stack(parts: Sequence[PackedWeight]) -> PackedWeight:
+    """Weights one above the other, as fused products need them.
+
+    Integer zeros become float offsets where the parts differ; that is exact, in fp32.
+    """
+    first = parts[0]
+    assert {(p.bits, p.group_size) for p in parts} == {(first.bits, first.group_size)}
+    if len({frozenset(p.tensors()) for p in parts}) > 1:
+        parts = [_with_offsets(part) for part in parts]
+    joined = {}
+    for name in parts[0].tensors():
+        tensors = [part.tensors()[name] for part in parts]
+        dtypes = {tensor.dtype for tensor in tensors}
+        if len(dtypes) > 1:
+            tensors = [tensor.float() for tensor in tensors]
+        joined[name] = torch.cat(tensors)
+    return dataclasses.replace(parts[0], **joined)
+
+
+def _with_offsets(part: PackedWeight) -> PackedWeight:
+    scales, offsets = part.affine()
+    return dataclasses.replace(part, scales=scales, zeros=None, offsets=offsets)
+
+
+def pack_nibbles(values: Tensor) -> Tensor:
+    """uint8 [..., K] of 0 .. 15 to uint8 [..., K / 2], column 2i in the low nibble."""
+    return values[..., 0::2] | (values[..., 1::2] << 4)
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """The inverse of `pack_nibbles`."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+def int4(
+    values: Tensor, scales: Tensor, *, zeros: Tensor | None = None, offsets: Tensor | None = None,
+) -> PackedWeight:  # fmt: skip
+    """A 4-bit weight from q values [N, K] (any integer dtype) and its groups' parameters [N, G]."""
+    group_size = values.shape[1] // scales.shape[1]
+    zeros = None if zeros is None else zeros.to(torch.uint8)
+    q = pack_nibbles(values.to(torch.uint8))
+    return PackedWeight(4, group_size, q, scales, zeros, offsets)
+
+
+def int8(values: Tensor, scales: Tensor) -> PackedWeight:
+    """An 8-bit weight from q values [N, K] and scales [N, G]."""
+    group_size = values.shape[1] // scales.shape[1]
+    return PackedWeight(8, group_size, values.to(torch.int8), scales)
+
+
+def check_group_size(columns: int, group_size: int) -> int:
+    """Groups in a row of `columns`. Raises `FasteagleError` where they do not come out even."""
+    if columns % group_size:
+        fitting = [g for g in (128, 64, 32) if columns % g == 0]
+        fix = f"use {' or '.join(f'g{g}' for g in fitting)}" if fitting else "use int8"
+        raise FasteagleError(
+            f"group size {group_size} does not divide the {columns:,} inputs of a linear: {fix}"
+        )
+    return columns // group_size
