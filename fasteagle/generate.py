@@ -155,7 +155,8 @@ class Engine:
         rows_seen = None if seen is None else seen_rows(seen, tree, tree_mask)
         proposals = getattr(drafter, "proposals", None)
         if proposals is None:
-            drawn = draw(output.logits, base + depths + 1, params, rows_seen)
+            positions = base + 1 + torch.arange(drafter.depth + 1, device=self.device)
+            drawn = draw(output.logits, positions, params, rows_seen, depths)
             path = accept(drawn, tree, tree_mask, depths, drafter.depth)
         else:  # children were sampled: the paper's algorithm instead
             probs = process_logits(output.logits.float(), params, rows_seen).softmax(-1)

@@ -172,3 +172,28 @@ def test_masked_tokens_are_no_error():
     logits[:, 3:] = float("-inf")
     tokens = draw(logits, torch.arange(2), SamplingParams(1.0))
     assert (tokens >= 0).all() and (tokens < 3).all()
+
+
+def test_the_likeliest_decide_the_nucleus_where_they_can():
+    """Both ways to the threshold agree, also in a batch where only some rows need the long one."""
+    from fasteagle.sampling import _search_threshold, top_p_threshold
+
+    g = torch.Generator().manual_seed(0)
+    spread = torch.tensor([0.1, 1.0, 3.0, 8.0]).unsqueeze(1)
+    probs = (torch.randn(4, 3000, generator=g) * spread).softmax(-1)
+    for top_p in (0.05, 0.5, 0.9, 0.999):
+        expected = _search_threshold(probs, top_p)
+        both = top_p_threshold(probs, top_p)
+        assert torch.equal(both, expected)
+        for row in range(4):
+            assert torch.equal(
+                top_p_threshold(probs[row : row + 1], top_p), expected[row : row + 1]
+            )
+    assert top_p_threshold(probs[:1], 0.9) < probs[0].topk(256).values[-1]  # the long way was taken
+
+
+def test_rows_of_one_depth_share_their_noise():
+    logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(1))
+    params, depths = SamplingParams(1.0, seed=3), torch.tensor([0, 1, 1, 2, 1])
+    apart = draw(logits, 40 + depths, params)
+    assert torch.equal(draw(logits, torch.tensor([40, 41, 42]), params, None, depths), apart)
