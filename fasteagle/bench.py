@@ -24,18 +24,24 @@ from fasteagle.generate import Engine, Stats, choose_plain_rows
 from fasteagle.heads import make_drafter
 from fasteagle.hf_baseline import hf_generate, hf_model
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
+from fasteagle.quant.scheme import is_scheme_name
 from fasteagle.runtime import (
     TORCH_DTYPES,
+    TORCHAO,
     build_engine,
     compile_now,
     note,
     pick_device,
+    pick_dtype,
+    precision_options,
+    quantized_checkpoint,
+    scheme_of,
 )
 from fasteagle.tokenizer import ChatTokenizer, Message
 
 ROW_NAMES = ("hf", "hf-pld", "plain", "eagle", "eagle-static", "eagle-chain", "ngram")
 DEFAULT_ROWS = ("hf", "plain", "eagle")
-PRECISIONS = ("bf16", "fp32")
+PRECISIONS = ("bf16", "fp16", "fp32", "int8", "int4", "a scheme like int4-g64-hqq")
 WARM_UP_TOKENS = 16
 
 
@@ -60,7 +66,11 @@ class BenchOptions:
     def __post_init__(self) -> None:
         for value, known, what in (
             *((row, ROW_NAMES, "row") for row in self.rows),
-            *((precision, PRECISIONS, "precision") for precision in self.precisions),
+            *(
+                (precision, PRECISIONS, "precision")
+                for precision in self.precisions
+                if not is_scheme_name(precision.removesuffix(TORCHAO))
+            ),
             (self.tree_value, ("cumulative", "confidence"), "tree value"),
         ):
             if value not in known:
@@ -248,9 +258,10 @@ def _fitting_groups(
     options: BenchOptions, runtime: RuntimeOptions, checkpoint: Checkpoint, device: torch.device
 ) -> list[tuple[str, ...]]:
     max_seq_len = runtime.seq_len_for(checkpoint.config.max_seq_len, options.model)
+    dtypes = [TORCH_DTYPES.get(p, torch.bfloat16) for p in options.precisions]  # at most
     needed = sum(
-        sum(required_bytes(checkpoint.config, TORCH_DTYPES[p], max_seq_len)) * 2  # theirs, ours
-        for p in options.precisions
+        sum(required_bytes(checkpoint.config, dtype, max_seq_len)) * 2  # theirs, ours
+        for dtype in dtypes
     )
     free = available_bytes(device)
     together = free is None or needed * 1.2 < free
@@ -263,22 +274,30 @@ def _build_rows(
 ) -> list[Row]:  # fmt: skip
     """The rows of one precision; they share one copy of the weights, and transformers has one."""
     params = SamplingParams(options.temperature, top_p=options.top_p, seed=options.seed)
-    config, dtype = checkpoint.config, TORCH_DTYPES[precision]
-    read_per_pass = (config.linear_params + config.vocab_size * config.dim) * dtype.itemsize
+    runtime = precision_options(runtime, precision)
+    source = quantized_checkpoint(checkpoint, runtime, tokenizer)
+    scheme = scheme_of(source, runtime)
+    dtype_name = pick_dtype(runtime.dtype, device, scheme is not None)
+    config, dtype = checkpoint.config, TORCH_DTYPES[dtype_name]
+    read_per_pass = int(
+        config.linear_params * (scheme.linear_bytes if scheme else dtype.itemsize)
+        + config.vocab_size * config.dim * (scheme.head_bytes if scheme else dtype.itemsize)
+    )
+    names = [n for n in options.rows if not (scheme and n.startswith("hf"))]  # theirs are dense
     theirs = None
-    if any(name.startswith("hf") for name in options.rows):
+    if any(name.startswith("hf") for name in names):
         theirs = hf_model(checkpoint, dtype, device)
     base = None
-    if any(not name.startswith("hf") for name in options.rows):
-        base = build_engine(checkpoint, precision, device, runtime, options.model)
+    if any(not name.startswith("hf") for name in names):
+        base = build_engine(source, dtype_name, device, runtime, options.model)
     rows = []
-    for name in options.rows:
+    for name in names:
         if name.startswith("hf"):
             decoder: Decoder = HFDecoder(theirs, params, tokenizer.eos_ids, name == "hf-pld")
         else:
             assert base is not None
             engine = Engine(base.model, base.max_seq_len)
-            engine.use(_drafter(name, engine, checkpoint, options))
+            engine.use(_drafter(name, engine, source, options))
             decoder = EngineDecoder(engine, params, tokenizer.eos_ids)
         rows.append(Row(name, precision, decoder, read_per_pass))
     engines = [row.decoder.engine for row in rows if isinstance(row.decoder, EngineDecoder)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ from fasteagle import config as model_config
 from fasteagle.config import ModelConfig
 from fasteagle.errors import FasteagleError, shortened
 from fasteagle.gguf_file import GGUFFile, rows_for
-from fasteagle.model import KEY_BLOCK, Transformer
+from fasteagle.model import KEY_BLOCK, Block, Transformer
 
 GIB = 2**30
 
@@ -40,6 +41,17 @@ class Checkpoint(Protocol):
         ...
 
 
+class QuantizedLinears(Protocol):
+    """Makes linears that are not dense, in place of those the model was built with."""
+
+    def weight_bytes(self) -> int: ...
+
+    def linear(self, names: Sequence[str], bias: Tensor | None) -> nn.Module | None:
+        """One module for the weights `names` above each other, or None for a dense one."""
+
+    def lm_head(self) -> nn.Module | None: ...
+
+
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open a `.gguf` file or a Hugging Face folder. Raises `FasteagleError` for anything else."""
     if path.is_file():
@@ -47,6 +59,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not path.is_dir():
         raise FasteagleError(f"{path}: no such file or folder")
     raw = read_json(path / "config.json")
+    if raw.get("quantization_config"):
+        from fasteagle.quant.folders import open_quantized
+
+        return open_quantized(path, raw)
     config = model_config.from_hf(raw, str(path))
     if any(path.glob("*.safetensors")):
         return SafetensorsFolder(path, config)
@@ -223,43 +239,80 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 def load_model(
     checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device | str, max_seq_len: int,
-    source: str = "checkpoint",
+    source: str = "checkpoint", quantized: QuantizedLinears | None = None,
 ) -> Transformer:  # fmt: skip
-    """Build the target and fill it tensor by tensor.
+    """Build the target and fill it tensor by tensor; linears come from `quantized` if given.
 
     Raises `FasteagleError` when tensors do not fit the config or the memory does not suffice.
     """
     config = checkpoint.config
     check_complete(checkpoint, source)
-    require_memory(config, dtype, device, max_seq_len)
+    weight_bytes = None if quantized is None else quantized.weight_bytes()
+    require_memory(config, dtype, device, max_seq_len, weight_bytes)
     with torch.device("meta"):
         model = Transformer(config)
 
-    def get(*names: str) -> nn.Parameter:
-        parts = [checkpoint.load(name).to(device=device, dtype=dtype) for name in names]
-        data = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return nn.Parameter(data.contiguous(), requires_grad=False)
+    def get(name: str) -> nn.Parameter:
+        return _joined(checkpoint, [name], device, dtype)
 
     model.embedding.weight = get("model.embed_tokens.weight")
     model.norm.weight = get("model.norm.weight")
-    tied = config.tie_embeddings
-    model.lm_head.weight = model.embedding.weight if tied else get("lm_head.weight")
+    lm_head = None if quantized is None else quantized.lm_head()
+    if lm_head is not None:
+        model.lm_head = lm_head
+    else:
+        tied = config.tie_embeddings
+        model.lm_head.weight = model.embedding.weight if tied else get("lm_head.weight")
     for i, block in enumerate(model.blocks):
-        p = f"model.layers.{i}."
-        block.attention_norm.weight = get(p + "input_layernorm.weight")
-        block.mlp_norm.weight = get(p + "post_attention_layernorm.weight")
-        attention, mlp = block.attention, block.mlp
-        attention.qkv.weight = get(*(f"{p}self_attn.{n}_proj.weight" for n in "qkv"))
-        if config.qkv_bias:
-            attention.qkv.bias = get(*(f"{p}self_attn.{n}_proj.bias" for n in "qkv"))
-        if config.qk_norm:
-            attention.q_norm.weight = get(p + "self_attn.q_norm.weight")
-            attention.k_norm.weight = get(p + "self_attn.k_norm.weight")
-        attention.out.weight = get(p + "self_attn.o_proj.weight")
-        mlp.gate_up.weight = get(p + "mlp.gate_proj.weight", p + "mlp.up_proj.weight")
-        mlp.down.weight = get(p + "mlp.down_proj.weight")
+        fill_block(block, i, checkpoint, device, dtype, quantized)
     model.init_rope(max_seq_len + KEY_BLOCK, device)
     return model.eval()
+
+
+def block_linears(i: int) -> dict[str, list[str]]:
+    """The names of the weights that make up each linear of block `i`."""
+    p = f"model.layers.{i}."
+    return {
+        "attention.qkv": [f"{p}self_attn.{n}_proj.weight" for n in "qkv"],
+        "attention.out": [f"{p}self_attn.o_proj.weight"],
+        "mlp.gate_up": [f"{p}mlp.gate_proj.weight", f"{p}mlp.up_proj.weight"],
+        "mlp.down": [f"{p}mlp.down_proj.weight"],
+    }
+
+
+def fill_block(
+    block: Block, i: int, checkpoint: Checkpoint, device: torch.device | str, dtype: torch.dtype,
+    quantized: QuantizedLinears | None = None,
+) -> None:  # fmt: skip
+    """Give block `i`, built on `meta`, its weights; linears come from `quantized` if given."""
+
+    def get(*names: str) -> nn.Parameter:
+        return _joined(checkpoint, names, device, dtype)
+
+    p = f"model.layers.{i}."
+    block.attention_norm.weight = get(p + "input_layernorm.weight")
+    block.mlp_norm.weight = get(p + "post_attention_layernorm.weight")
+    if checkpoint.config.qk_norm:
+        block.attention.q_norm.weight = get(p + "self_attn.q_norm.weight")
+        block.attention.k_norm.weight = get(p + "self_attn.k_norm.weight")
+    for path, names in block_linears(i).items():
+        has_bias = path == "attention.qkv" and checkpoint.config.qkv_bias
+        bias = get(*(n.replace(".weight", ".bias") for n in names)) if has_bias else None
+        made = None if quantized is None else quantized.linear(names, bias)
+        if made is not None:
+            block.set_submodule(path, made)
+            continue
+        linear = block.get_submodule(path)
+        linear.weight, linear.bias = get(*names), bias
+
+
+def _joined(
+    checkpoint: Checkpoint, names: Sequence[str], device: torch.device | str, dtype: torch.dtype
+) -> nn.Parameter:
+    """Tensors above each other, as one parameter."""
+    parts = [checkpoint.load(name).to(device=device, dtype=dtype) for name in names]
+    data = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return nn.Parameter(data.contiguous(), requires_grad=False)
 
 
 def required_bytes(config: ModelConfig, dtype: torch.dtype, max_seq_len: int) -> tuple[int, int]:
@@ -269,21 +322,38 @@ def required_bytes(config: ModelConfig, dtype: torch.dtype, max_seq_len: int) ->
 
 
 def require_memory(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, max_seq_len: int
-) -> None:
-    """Raise `FasteagleError` before loading what cannot fit."""
+    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, max_seq_len: int,
+    weight_bytes: int | None = None,
+) -> None:  # fmt: skip
+    """Raise `FasteagleError` before loading what cannot fit.
+
+    `weight_bytes` is what quantized weights take; None: all of them in `dtype`.
+    """
     weights, cache = required_bytes(config, dtype, max_seq_len)
+    weights = weights if weight_bytes is None else weight_bytes
     free = available_bytes(device)
     if free is None or weights + cache <= free:
         return
     if weights > free:
-        fix = "choose a smaller model" if dtype.itemsize <= 2 else "use --dtype bf16"
+        fix = _smaller_weights(config, dtype, free, weight_bytes is not None)
     else:
         fix = "lower --max-seq-len"
     raise FasteagleError(
         f"weights need {weights / GIB:.1f} GiB and the KV cache of {max_seq_len:,} tokens "
         f"{cache / GIB:.1f} GiB, {free / GIB:.1f} GiB free on {device}: {fix}"
     )
+
+
+def _smaller_weights(config: ModelConfig, dtype: torch.dtype, free: int, is_quantized: bool) -> str:
+    """What a person can do whose weights do not fit."""
+    from fasteagle.quant.scheme import INT8, int4_for
+
+    for scheme, option in ((INT8, "--int8"), (int4_for(config), "--int4")):
+        size = scheme.model_bytes(config)
+        if not is_quantized and size < free:
+            return f"use {option} ({size / GIB:.1f} GiB)"
+    too_wide = dtype.itemsize > 2 and not is_quantized
+    return "use --dtype bf16 --int4" if too_wide else "choose a smaller model"
 
 
 def available_bytes(device: torch.device | str) -> int | None:

@@ -93,11 +93,40 @@ def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
         f"at most {RuntimeOptions.DEFAULT_MAX_SEQ_LEN}]",
     )
     @click.option("--threads", type=int, help="CPU threads.  [default: all cores]")
+    @click.option("--int4", is_flag=True, help="The checkpoint's own 4 bits, or HQQ.")
+    @click.option("--int8", is_flag=True, help="8 bits, one scale a row.")
+    @click.option("--quant", help="A scheme by name: int4-g64, int4-g128-hqq, int4-g32-gptq ...")
+    @click.option(
+        "--lm-head",
+        default=RuntimeOptions.lm_head,
+        show_default=True,
+        help="Of a quantized model: int8, int4 or keep.",
+    )
+    @click.option(
+        "--quant-backend",
+        default=RuntimeOptions.backend,
+        show_default=True,
+        help="fasteagle, or torchao's own formats and kernels.",
+    )
     @functools.wraps(command)
     def wrapped(
-        device: str, dtype: str, max_seq_len: int | None, threads: int | None, **kwargs: Any
+        device: str,
+        dtype: str,
+        max_seq_len: int | None,
+        threads: int | None,
+        int4: bool,
+        int8: bool,
+        quant: str | None,
+        lm_head: str,
+        quant_backend: str,
+        **kwargs: Any,
     ) -> Any:
-        runtime = RuntimeOptions(device, dtype, max_seq_len, threads)
+        asked = [*(["int4"] if int4 else []), *(["int8"] if int8 else []), *filter(None, [quant])]
+        if len(asked) > 1:
+            raise FasteagleError(f"{' and '.join(asked)} contradict each other: give one")
+        runtime = RuntimeOptions(
+            device, dtype, max_seq_len, threads, asked[0] if asked else None, lm_head, quant_backend
+        )
         return command(runtime_options=runtime, **kwargs)
 
     return wrapped  # fmt: skip
@@ -261,6 +290,80 @@ def models() -> None:
     from fasteagle.listing import print_models
 
     print_models()
+
+
+@main.command("eval")
+@model_options
+@click.option(
+    "--text",
+    type=click.Path(path_type=Path, dir_okay=False),
+    required=True,
+    help="Text file to predict.",
+)
+@click.option(
+    "--precision",
+    default="bf16,int8,int4",
+    show_default=True,
+    help="Comma list: bf16, fp32, int8, int4, schemes like int4-g64-hqq, int4-torchao.",
+)
+@click.option("--tokens", default=8192, show_default=True, help="Of the text, at most.")
+@click.option("--window", default=512, show_default=True, help="Tokens predicted in one go.")
+@click.option("--md", is_flag=True, help="Print the table in Markdown.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False))
+def eval_(model: str, runtime_options: RuntimeOptions, text: Path, precision: str, tokens: int,
+          window: int, md: bool, json_path: Path | None) -> None:  # fmt: skip
+    """Perplexity, and KL divergence to the unquantized model, by precision."""
+    from fasteagle.quality import EvalOptions, run_eval
+
+    names = tuple(part.strip() for part in precision.split(",") if part.strip())
+    run_eval(model, runtime_options, EvalOptions(text, names, tokens, window), md, json_path)
+
+
+@main.command()
+@click.argument("name", required=False)
+@model_options
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    required=True,
+    help="Folder to write; chat takes it as --model.",
+)
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="JSONL of token ids to calibrate GPTQ on.  [default: text the model writes]",
+)
+def quantize(name: str | None, model: str, runtime_options: RuntimeOptions, out: Path,
+             data: Path | None) -> None:  # fmt: skip
+    """Write model NAME's weights in the scheme of --int4, --int8 or --quant."""
+    from fasteagle.quant.prepare import quantize_to
+
+    quantize_to(name or model, runtime_options, out, data)
+
+
+@main.command("calibrate-head")
+@model_options
+@click.option("--head", help="Head to begin from.  [default: the one chat would use]")
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="JSONL of token ids the quantized model wrote.  [default: it writes some now]",
+)
+@click.option("--tokens", default=50_000, show_default=True, help="Of text to write.")
+@click.option("--minutes", default=30.0, show_default=True, help="For all of it.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder of the head.  [default: the user cache, where chat finds it]",
+)
+@click.option("--resume", is_flag=True, help="Continue the run that was cut off.")
+def calibrate_head(model: str, runtime_options: RuntimeOptions, **options: Any) -> None:
+    """Fit a draft head to a quantized model; each stage is kept only if it helps."""
+    from fasteagle.calibrate_command import CalibrateOptions
+    from fasteagle.calibrate_command import calibrate_head as calibrate
+
+    calibrate(model, runtime_options, CalibrateOptions(**options))
 
 
 @main.command("train-head")

@@ -259,7 +259,7 @@ class HeadState:
 
     def __init__(self, head: EagleHead, max_seq_len: int, tree_rows: int) -> None:
         self.head, self.max_seq_len = head, max_seq_len
-        weight = head.fc.weight
+        weight = head.block.mlp_norm.weight
         self.on_cpu = weight.device.type == "cpu"
         n_slots = 1 if self.on_cpu else max_seq_len + tree_rows
         self.cache = KVCache(head.config.block, n_slots, weight.dtype, weight.device)

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from fasteagle import config as model_config
 from fasteagle.config import ModelConfig
 from fasteagle.errors import FasteagleError
 from fasteagle.paths import cache_dir, write_atomic
+
+if TYPE_CHECKING:
+    from fasteagle.quant.packed import PackedWeight
 
 SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")
 INDEX_VERSION = 1
@@ -130,7 +133,24 @@ class GGUFFile:
         """The dequantized tensor in fp32 (F16/BF16 too: every value is exact there)."""
         values = self._rows(name, self.tensors[name].shape[0])
         n_head = self._permuted(name)
-        return values if n_head is None else unpermute_rope(values, n_head)
+        return values if n_head is None else values[rope_order(len(values), n_head)]
+
+    def kinds(self) -> dict[str, str]:
+        """The GGUF type of every tensor."""
+        return {name: tensor.kind for name, tensor in self.tensors.items()}
+
+    def packed(self, name: str) -> PackedWeight | None:
+        """The tensor's own 4- or 8-bit values, nothing rounded; None for other types."""
+        from fasteagle.quant.import_formats import GGUF_BLOCKS, from_gguf_blocks
+
+        tensor = self.tensors[name]
+        if tensor.kind not in GGUF_BLOCKS:
+            return None
+        raw = self._data[tensor.offset : tensor.offset + tensor.n_bytes]
+        blocks = torch.from_numpy(raw.reshape(tensor.shape[0], -1).copy())
+        weight = from_gguf_blocks(blocks, tensor.kind)
+        n_head = self._permuted(name)
+        return weight if n_head is None else weight.rows(rope_order(tensor.shape[0], n_head))
 
     def _permuted(self, name: str) -> int | None:
         """Heads of a tensor whose rows llama.cpp has reordered; None for all others."""
@@ -147,11 +167,10 @@ def rows_for(shape: tuple[int, ...], n: int) -> int:
     return min(shape[0], -(-n // math.prod(shape[1:])))
 
 
-def unpermute_rope(weight: Tensor, n_head: int) -> Tensor:
-    """Undo llama.cpp's row order for interleaved RoPE: pairs (2i, 2i+1) go back to halves."""
-    rows, columns = weight.shape
-    paired = weight.view(n_head, rows // n_head // 2, 2, columns)
-    return paired.transpose(1, 2).reshape(rows, columns)
+def rope_order(n_rows: int, n_head: int) -> Tensor:
+    """Row order [n_rows] that undoes llama.cpp's for interleaved RoPE: pairs go back to halves."""
+    paired = torch.arange(n_rows).view(n_head, n_rows // n_head // 2, 2)
+    return paired.transpose(1, 2).reshape(n_rows)
 
 
 def hf_name(name: str) -> str:

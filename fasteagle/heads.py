@@ -110,6 +110,11 @@ def make_drafter(
         notify("no draft head for this model: guessing from the context (n-grams) instead")
         return NgramDrafter()
     head = _ready_head(engine, found, identity, notify)
+    scheme = getattr(checkpoint, "scheme", None)
+    if scheme is not None:
+        from fasteagle.quant.source import quantize_head_
+
+        quantize_head_(head, scheme)
     drafter = _tree_drafter(head, options, engine.max_seq_len)
     notify(f"draft head {found.origin}: {drafter.name}, {drafter.rows - 1} nodes")
     return drafter

@@ -60,6 +60,9 @@ class AnswerOptions:
         _require(all(self.stop), "a stop string is empty: leave it out")
 
 
+LM_HEAD_BITS = {"int8": 8, "int4": 4, "keep": 16}
+
+
 @dataclasses.dataclass(frozen=True)
 class RuntimeOptions:
     """Where and how the target runs."""
@@ -68,6 +71,9 @@ class RuntimeOptions:
     dtype: str = "auto"
     max_seq_len: int | None = None  # None: the model's own limit, at most DEFAULT_MAX_SEQ_LEN
     threads: int | None = None
+    quant: str | None = None  # "int4", "int8" or the name of a scheme; None: as the checkpoint is
+    lm_head: str = "int8"  # of a quantized model; "int4" or "keep" for 16 bits
+    backend: str = "fasteagle"  # whose kernels and formats: ours, or "torchao"
 
     DEFAULT_MAX_SEQ_LEN = 4096
 
@@ -80,12 +86,28 @@ class RuntimeOptions:
             self.device == "auto" or self.device.split(":")[0] in ("cpu", "cuda"),
             f"device {self.device!r} is not supported: use auto, cpu or cuda",
         )
+        _require(
+            self.lm_head in LM_HEAD_BITS,
+            f"lm-head {self.lm_head!r} is unknown: use {', '.join(LM_HEAD_BITS)}",
+        )
+        _require(
+            self.backend in ("fasteagle", "torchao"),
+            f"quant-backend {self.backend!r} is unknown: use fasteagle or torchao",
+        )
+        _require(
+            self.backend == "fasteagle" or self.quant is not None,
+            "quant-backend torchao does nothing by itself: add --int4, --int8 or --quant",
+        )
         n = self.max_seq_len
         _require(n is None or n >= 16, f"max-seq-len {n} is too small: use 16 or more")
         _require(
             self.threads is None or self.threads >= 1,
             f"threads {self.threads} is out of range: use 1 or more",
         )
+
+    @property
+    def head_bits(self) -> int:
+        return LM_HEAD_BITS[self.lm_head]
 
     def seq_len_for(self, model_limit: int, name: str) -> int:
         """The cache length to use for a model trained for `model_limit` positions."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -15,11 +16,14 @@ from fasteagle.drafters import HeadDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import MAX_TREE_ROWS, Engine
 from fasteagle.options import RuntimeOptions
+from fasteagle.quant.scheme import Scheme, parse_scheme
 from fasteagle.tokenizer import ChatTokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from fasteagle.compile import BlockCompiler
+    from fasteagle.quant.source import QuantizedSource
 
+TORCHAO = "-torchao"  # behind int4 or int8: torchao's formats and kernels instead of ours
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -47,13 +51,16 @@ def load_runtime(model: str, options: RuntimeOptions, quiet: bool = False) -> Ru
         torch.set_num_threads(options.threads)
     source = registry.resolve(model)
     start = time.perf_counter()
-    checkpoint = open_checkpoint(source.path)
+    stored = open_checkpoint(source.path)
     tokenizer = load_tokenizer(source.path, source.template)
-    dtype_name = pick_dtype(options.dtype, device)
+    notify = (lambda line: None) if quiet else note
+    checkpoint = quantized_checkpoint(stored, options, tokenizer, notify)
+    scheme = scheme_of(checkpoint, options)
+    dtype_name = pick_dtype(options.dtype, device, scheme is not None)
     engine = build_engine(checkpoint, dtype_name, device, options, source.name)
     seconds = time.perf_counter() - start
-    if not quiet:
-        note(f"{source.name}: {dtype_name} on {device}, loaded in {seconds:.1f} s")
+    what = f"{scheme.name} ({options.backend}), {dtype_name}" if scheme else dtype_name
+    notify(f"{source.name}: {what} on {device}, loaded in {seconds:.1f} s")
     return Runtime(source.name, checkpoint, tokenizer, engine, dtype_name, seconds)
 
 
@@ -61,16 +68,49 @@ def build_engine(
     checkpoint: Checkpoint, dtype_name: str, device: torch.device, options: RuntimeOptions,
     name: str,
 ) -> Engine:  # fmt: skip
-    """Load the weights and make an engine around them, running eagerly."""
+    """Load the weights and make an engine around them, running eagerly.
+
+    Linears of a checkpoint that has a `scheme` are quantized; see `quantized_checkpoint`.
+    """
     max_seq_len = options.seq_len_for(checkpoint.config.max_seq_len, name)
+    dtype = TORCH_DTYPES[dtype_name]
+    linears = None
+    if hasattr(checkpoint, "scheme"):
+        from fasteagle.quant.source import Linears
+
+        linears = Linears(cast("QuantizedSource", checkpoint), device, dtype)
     model = load_model(
         checkpoint,
-        dtype=TORCH_DTYPES[dtype_name],
+        dtype=dtype,
         device=device,
         max_seq_len=max_seq_len,
         source=name,
+        quantized=linears,
     )
+    if options.backend == "torchao" and options.quant:
+        from fasteagle.quant.torchao_backend import quantize_with_torchao
+
+        quantize_with_torchao(model, options.quant, options.head_bits)
     return Engine(model, max_seq_len)
+
+
+def quantized_checkpoint(
+    checkpoint: Checkpoint, options: RuntimeOptions, tokenizer: ChatTokenizer,
+    notify: Callable[[str], None] = note,
+) -> Checkpoint:  # fmt: skip
+    """The checkpoint under the scheme the options ask for; the same one where they ask for none."""
+    if options.backend == "torchao" or options.quant is None:
+        return checkpoint
+    from fasteagle.quant.prepare import with_scheme
+
+    return with_scheme(checkpoint, options.quant, options.head_bits, notify, tokenizer)
+
+
+def scheme_of(checkpoint: Checkpoint, options: RuntimeOptions) -> Scheme | None:
+    """In which scheme a checkpoint's linears run; None where they are dense."""
+    if options.backend == "torchao" and options.quant:
+        return parse_scheme(options.quant, checkpoint.config, options.head_bits)
+    return getattr(checkpoint, "scheme", None)
 
 
 def dummy_checkpoint(name: str) -> DummyCheckpoint:
@@ -99,6 +139,15 @@ def compile_now(engine: Engine) -> bool:
     return False
 
 
+def precision_options(runtime: RuntimeOptions, precision: str) -> RuntimeOptions:
+    """`runtime` for a precision by name: bf16, fp16, fp32, a scheme, or one with "-torchao"."""
+    if precision in TORCH_DTYPES:
+        return dataclasses.replace(runtime, dtype=precision, quant=None, backend="fasteagle")
+    name = precision.removesuffix(TORCHAO)
+    backend = "torchao" if name != precision else runtime.backend
+    return dataclasses.replace(runtime, dtype="auto", quant=name, backend=backend)
+
+
 def pick_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -113,10 +162,15 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def pick_dtype(name: str, device: torch.device) -> str:
-    """ "auto" is bf16 where the hardware multiplies it, else fp32."""
+def pick_dtype(name: str, device: torch.device, quantized: bool = False) -> str:
+    """ "auto" is bf16 where the hardware multiplies it, else fp32.
+
+    The CPU kernels of quantized weights take bf16 whatever the hardware multiplies.
+    """
     if name != "auto":
         return name
+    if quantized and device.type == "cpu":
+        return "bf16"
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported() else "fp16"
     capabilities = torch.cpu.get_capabilities()

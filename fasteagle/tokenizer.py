@@ -35,6 +35,13 @@ class ChatTokenizer:
         self._template = template or backend.chat_template
         self.eos_ids = eos_ids
 
+    def save(self, folder: Path) -> None:
+        """Write everything `load_tokenizer` needs into a folder."""
+        self._backend.chat_template = self._template
+        self._backend.save_pretrained(folder)
+        ends = {"eos_token_id": sorted(self.eos_ids)}
+        (folder / "generation_config.json").write_text(json.dumps(ends) + "\n")
+
     def encode(self, text: str) -> list[int]:
         """Token ids of `text` as it stands: special tokens written in it count, none are added."""
         return self._backend.encode(text, add_special_tokens=False)

@@ -201,6 +201,7 @@ class HeldOut:
     alphas: tuple[float, ...]  # n-alpha: acceptance of token n + 1 given that n were accepted
     tau: float  # tokens per target pass of a chain as deep as `alphas` is long, bonus included
     rows: int
+    counts: tuple[tuple[int, int], ...] = ()  # (rows, drafted tokens accepted) by conversation
 
     def as_dict(self) -> dict[str, Any]:
         return {"alphas": [round(a, 4) for a in self.alphas], "tau": round(self.tau, 4)}
@@ -216,15 +217,17 @@ def evaluate(
     """
     device = head.fc.weight.device
     ids = head.target_ids()
-    lm_rows = target.lm_head.weight[ids]
+    lm_rows = target.head_rows(ids)
     accepted = torch.zeros(depth, dtype=torch.double)
     tried = torch.zeros(depth, dtype=torch.double)
+    counts = []
     for i in indices:
+        before = int(tried[0]), int(accepted.sum())
         batch = make_batch(store, [i], device)
         embeds = target.embedding.weight[batch.tokens]
         with _autocast(device):
             outputs = unroll(head, embeds, batch.features, depth)
-        best = (batch.targets[0].to(lm_rows.dtype) @ target.lm_head.weight.T).argmax(-1)
+        best = target.lm_head(batch.targets[0].to(lm_rows.dtype)).argmax(-1)
         alive = torch.ones_like(best, dtype=torch.bool)
         for step, predicted in enumerate(outputs):
             drafted = ids[(predicted[0].to(lm_rows.dtype) @ lm_rows.T).argmax(-1)]
@@ -233,9 +236,10 @@ def evaluate(
             tried[step] += alive.sum().cpu()
             alive = alive & (drafted == best)
             accepted[step] += alive.sum().cpu()
+        counts.append((int(tried[0]) - before[0], int(accepted.sum()) - before[1]))
     alphas = tuple((accepted / tried.clamp(min=1)).tolist())
     tau = 1 + sum(math.prod(alphas[: n + 1]) for n in range(depth))
-    return HeldOut(alphas, tau, int(tried[0]))
+    return HeldOut(alphas, tau, int(tried[0]), tuple(counts))
 
 
 def _autocast(device: torch.device) -> torch.autocast:
@@ -285,10 +289,9 @@ class Trainer:
         device = target.norm.weight.device
         head.float().to(device)
         longest = max(store.lengths)
-        dtype = target.norm.weight.dtype
         head.borrow(target, longest + 1)  # RoPE; the trainer reads the target's tensors itself
         head.float()
-        self._lm_rows = target.lm_head.weight[loss_ids].to(dtype)
+        self._lm_rows = target.head_rows(loss_ids)
         self.optimizer = torch.optim.AdamW(
             [p for p in head.parameters() if p.requires_grad],
             lr=options.lr, betas=(options.beta1, options.beta2),

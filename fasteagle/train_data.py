@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -82,14 +83,20 @@ def choose_held_out(conversations: Sequence[Conversation], n: int) -> list[int]:
     return [pool[i * len(pool) // n] for i in range(n)]
 
 
-def frequent_tokens(conversations: Sequence[Conversation], size: int) -> Tensor:
-    """The `size` token ids most frequent in answers, ascending; the rest filled by lowest id."""
+def frequent_tokens(
+    conversations: Sequence[Conversation], size: int, prior: Sequence[int] = ()
+) -> Tensor:
+    """The `size` token ids most frequent in answers, ascending.
+
+    Where the text has too few: those of `prior`, then the lowest ids.
+    """
     counts: Counter[int] = Counter()
     for conversation in conversations:
         counts.update(conversation.ids[conversation.prompt_len :])
     ranked = sorted(counts, key=lambda token: (-counts[token], token))[:size]
     chosen = set(ranked)
-    fill = (token for token in range(size + len(chosen)) if token not in chosen)
+    rest = itertools.chain(prior, range(size + len(chosen)))
+    fill = (token for token in rest if token not in chosen)
     while len(chosen) < size:
         chosen.add(next(fill))
     return torch.tensor(sorted(chosen))
@@ -121,6 +128,21 @@ class LiveFeatures:
     def conversation(self, i: int) -> tuple[Tensor, Tensor]:
         ids = self._conversations[i].ids
         return torch.tensor(ids), self._engine.features(ids).to(torch.bfloat16).cpu()
+
+
+class SomeOf:
+    """Some of the conversations of another source, numbered anew."""
+
+    def __init__(self, source: Features, indices: Sequence[int]) -> None:
+        self._source, self._indices = source, indices
+        self.lengths = [source.lengths[i] for i in indices]
+        self.prompt_lens = [source.prompt_lens[i] for i in indices]
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def conversation(self, i: int) -> tuple[Tensor, Tensor]:
+        return self._source.conversation(self._indices[i])
 
 
 class FeatureStore:

@@ -16,6 +16,8 @@ from fasteagle.tokenizer import ChatTokenizer
 
 TEMPERATURES = (0.0, 0.7, 1.0)  # taken in turn: greedy text is what most answers are
 
+QUESTION_TOKENS = 64
+
 
 def write_answers(
     engine: Engine, tokenizer: ChatTokenizer, prompts: Path, out: Path, max_new_tokens: int,
@@ -46,13 +48,61 @@ def write_answers(
             prompt = tokenizer.encode(tokenizer.render(messages))
             temperature = TEMPERATURES[number % len(TEMPERATURES)]
             params = SamplingParams(temperature, seed=number)
-            cycles = engine.generate(prompt, params, max_new_tokens, tokenizer.eos_ids)
-            ids = prompt + [token for new in cycles for token in new]
+            ids = prompt + _generated(engine, prompt, params, max_new_tokens, tokenizer)
             line = {"T": temperature, "prompt_len": len(prompt), "ids": ids}
             file.write(json.dumps(line) + "\n")
             file.flush()
             progress(number + 1, len(questions))
     return out
+
+
+def write_conversations(
+    engine: Engine, tokenizer: ChatTokenizer, out: Path, n_tokens: int, max_new_tokens: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    enough: Callable[[], bool] = lambda: False,
+) -> Path:  # fmt: skip
+    """Add to `out` conversations that the model makes up whole, until it holds `n_tokens` tokens.
+
+    Ends sooner once `enough()`.
+
+    The model continues its own chat template from where a person would begin to type: it writes a
+    question, and then answers it. Needs no data. Lines already there count, as in `write_answers`;
+    the n-th conversation of a model is the same each time.
+    """
+    number = _whole_lines(out)
+    lines = out.read_text("utf-8").splitlines() if number else []
+    done = sum(len(json.loads(line)["ids"]) for line in lines)
+    before_question = _user_prefix(tokenizer)
+    with out.open("a", encoding="utf-8") as file:
+        while done < n_tokens and not enough():
+            params = SamplingParams(1.0, top_p=0.95, seed=number)
+            ids = _generated(engine, before_question, params, QUESTION_TOKENS, tokenizer)
+            question = tokenizer.decode([i for i in ids if i not in tokenizer.eos_ids]).strip()
+            messages = [{"role": "user", "content": question or f"Tell me about {number}."}]
+            prompt = tokenizer.encode(tokenizer.render(messages))
+            temperature = TEMPERATURES[number % len(TEMPERATURES)]
+            params = SamplingParams(temperature, seed=number)
+            answer = _generated(engine, prompt, params, max_new_tokens, tokenizer)
+            line = {"T": temperature, "prompt_len": len(prompt), "ids": prompt + answer}
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            number, done = number + 1, done + len(prompt) + len(answer)
+            progress(min(done, n_tokens), n_tokens)
+    return out
+
+
+def _user_prefix(tokenizer: ChatTokenizer) -> list[int]:
+    """The template up to where the first question begins."""
+    mark = "QUESTION-GOES-HERE"
+    text = tokenizer.render([{"role": "user", "content": mark}])
+    return tokenizer.encode(text[: text.index(mark)])
+
+
+def _generated(
+    engine: Engine, prompt: list[int], params: SamplingParams, limit: int, tokenizer: ChatTokenizer
+) -> list[int]:
+    cycles = engine.generate(prompt, params, limit, tokenizer.eos_ids)
+    return [token for new in cycles for token in new]
 
 
 def _whole_lines(path: Path) -> int:

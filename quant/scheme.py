@@ -1,39 +1,123 @@
-"""Weight formats by name, and what they cost in bytes."""
+"""Weight formats by name, and what they cost in bytes. Needs no torch.
+
+int8                 one scale a row          int4          the checkpoint's own, or HQQ
+int8-g32             one for 32 weights       int4-g64      min-max, groups of 64
+int4-g128-hqq        HQQ, groups of 128       int4-g32-gptq GPTQ, groups of 32
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Iterable
 
 from fasteagle.config import ModelConfig
+from fasteagle.errors import FasteagleError
+
+GROUP_SIZES = (128, 64, 32)
+METHODS = ("minmax", "hqq", "gptq")
+EXAMPLES = "int4, int8, int4-g64, int4-g128-hqq, int4-g32-gptq"
+_PATTERN = re.compile(r"int(?P<bits>\d+)(-g(?P<group>\d+))?(-(?P<method>[a-z]+))?")
 
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
     """How block linears and the LM head are stored; embeddings and norms stay in 16 bits."""
 
-    name: str
-    linear_bytes: float  # per weight, scales and zeros included
-    head_bytes: float
+    bits: int = 16
+    group_size: int = 0  # 0: one scale a row
+    method: str = "minmax"  # how values are chosen; "own": the checkpoint brings them
+    head_bits: int = 16  # of the LM head: 8 is one scale a row, 4 groups like the linears
+
+    @property
+    def name(self) -> str:
+        if self.bits == 16:
+            return "bf16"
+        group = f"-g{self.group_size}" if self.group_size else ""
+        method = f"-{self.method}" if self.bits == 4 or self.method == "own" else ""
+        return f"int{self.bits}{group}{method}"
+
+    @property
+    def linear_bytes(self) -> float:
+        """Per weight of a block linear, parameters of the groups included."""
+        if self.bits == 16:
+            return 2.0
+        return grouped_bytes(self.bits, self.group_size) if self.group_size else 1.0
+
+    @property
+    def head_bytes(self) -> float:
+        """Per weight of the LM head."""
+        return self.linear_bytes if self.head_bits == self.bits else self.head_bits / 8
 
     def model_bytes(self, config: ModelConfig) -> int:
         """Weight bytes of a model; a tied embedding is stored apart from a head below 16 bits."""
         table = config.vocab_size * config.dim
-        embedding = 0 if config.tie_embeddings and self.head_bytes == 2 else 2 * table
+        embedding = 0 if config.tie_embeddings and self.head_bits == 16 else 2 * table
         return int(config.linear_params * self.linear_bytes + table * self.head_bytes + embedding)
 
 
 def grouped_bytes(bits: int, group_size: int) -> float:
-    """Bytes per weight with an fp16 scale and an fp16 zero for every group."""
-    return bits / 8 + 4 / group_size
+    """Bytes per weight: at 4 bits with a 16-bit scale and zero for every group, at 8 a scale."""
+    return bits / 8 + (4 if bits == 4 else 2) / group_size
 
 
-BF16 = Scheme("bf16", 2.0, 2.0)
-INT8 = Scheme("int8", 1.0, 1.0)  # per row: one scale in thousands of weights
-INT4_G128 = Scheme("int4-g128", grouped_bytes(4, 128), 1.0)
-INT4_G32 = Scheme("int4-g32", grouped_bytes(4, 32), 1.0)
+BF16 = Scheme()
+INT8 = Scheme(8, head_bits=8)  # per row: one scale in thousands of weights
 
 
-def int4_for(config: ModelConfig) -> Scheme:
-    """The int4 scheme that a model's widths allow: groups of 128 where they divide, else 32."""
-    widths = (config.dim, config.n_head * config.head_dim, config.ffn_dim)
-    return INT4_G128 if all(width % 128 == 0 for width in widths) else INT4_G32
+def is_scheme_name(text: str) -> bool:
+    """Whether `text` looks like the name of a scheme; `parse_scheme` says if it is one."""
+    return bool(_PATTERN.fullmatch(text)) and text[3:5].rstrip("-") in ("4", "8")
+
+
+def parse_scheme(name: str, config: ModelConfig, head_bits: int = 8) -> Scheme:
+    """The scheme called `name` for a model of this shape; "int4" takes the widest group that fits.
+
+    Raises `FasteagleError` for unknown names and groups that do not divide a linear's inputs.
+    """
+    if name == "int4":
+        return int4_for(config, head_bits)
+    match = _PATTERN.fullmatch(name)
+    if match is None:
+        raise FasteagleError(f"quantization {name!r} is unknown: use for example {EXAMPLES}")
+    bits, group = int(match["bits"]), int(match["group"] or 0)
+    method = match["method"] or "minmax"
+    if bits not in (4, 8):
+        raise FasteagleError(f"quantization {name!r}: {bits} bits have no kernel: use int4 or int8")
+    if method not in METHODS or (bits == 8 and match["method"]):
+        known = ", ".join(METHODS) if bits == 4 else "none for int8"
+        raise FasteagleError(f"quantization {name!r}: method {method!r} is not one of: {known}")
+    allowed = GROUP_SIZES if bits == 4 else (0, 32)
+    if group not in allowed:
+        sizes = ", ".join(f"g{g}" for g in allowed if g)
+        raise FasteagleError(
+            f"quantization {name!r}: group size {group} has no kernel: use {sizes}"
+        )
+    widths = linear_inputs(config)
+    if group and not _divides(group, widths):
+        fitting = ", ".join(f"g{g}" for g in GROUP_SIZES if _divides(g, widths)) or "int8"
+        raise FasteagleError(
+            f"quantization {name!r}: groups of {group} do not divide the inputs of this model's "
+            f"linears ({', '.join(map(str, widths))}): use {fitting}"
+        )
+    return Scheme(bits, group, method, head_bits)
+
+
+def int4_for(config: ModelConfig, head_bits: int = 8) -> Scheme:
+    """HQQ in the widest groups that this model's linears allow."""
+    widths = linear_inputs(config)
+    group = next((g for g in GROUP_SIZES if _divides(g, widths)), None)
+    if group is None:
+        raise FasteagleError(
+            f"int4 needs groups of 32, which do not divide this model's widths {widths}: use --int8"
+        )
+    return Scheme(4, group, "hqq", head_bits)
+
+
+def linear_inputs(config: ModelConfig) -> tuple[int, ...]:
+    """The input widths of the block linears."""
+    return tuple(sorted({config.dim, config.n_head * config.head_dim, config.ffn_dim}))
+
+
+def _divides(group: int, widths: Iterable[int]) -> bool:
+    return all(width % group == 0 for width in widths)

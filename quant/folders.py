@@ -1,0 +1,18 @@
+"""Which reader a folder with quantized weights gets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fasteagle.checkpoint import Checkpoint
+from fasteagle.quant.store import METHOD, StoredFolder
+
+
+def open_quantized(path: Path, raw: dict[str, Any]) -> Checkpoint:
+    """Open a folder whose config.json has a `quantization_config`. Raises `FasteagleError`."""
+    if raw["quantization_config"].get("quant_method") == METHOD:
+        return StoredFolder(path, raw)
+    from fasteagle.quant import importers
+
+    return importers.open_quantized(path, raw)

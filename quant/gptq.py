@@ -1,0 +1,137 @@
+"""GPTQ: 4-bit values chosen so that each linear's outputs, not its weights, stay close.
+
+Columns are rounded one after the other, and the columns still to come make up for each error as
+far as the inputs seen allow (Frantar et al., arXiv 2210.17323, algorithm 1). Inputs are those of
+the model quantized so far, on text the target wrote. One block is in memory at a time.
+
+Shapes: N output rows, K input columns, g group size, L tokens of a text, D model dim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fasteagle.checkpoint import Checkpoint, block_linears, fill_block
+from fasteagle.errors import FasteagleError
+from fasteagle.model import Block, KVCache, Transformer, causal_mask
+from fasteagle.quant import packed
+from fasteagle.quant.packed import PackedWeight
+from fasteagle.quant.params import min_max
+from fasteagle.quant.scheme import Scheme
+
+DAMPING = 0.01  # of the mean of the Hessian's diagonal
+LAZY = 128  # columns rounded before the others are updated; a multiple of every group size
+MIN_TOKENS = 512
+
+
+@torch.no_grad()
+def gptq_weights(
+    checkpoint: Checkpoint, texts: Sequence[list[int]], scheme: Scheme,
+    device: torch.device | str = "cpu", tick: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, PackedWeight]:  # fmt: skip
+    """Every block linear of the model, by name. Raises `FasteagleError` for too little text."""
+    n_tokens = sum(len(ids) for ids in texts)
+    if n_tokens < MIN_TOKENS:
+        raise FasteagleError(
+            f"calibration text of {n_tokens:,} tokens is too short for GPTQ: give {MIN_TOKENS:,} "
+            "or more with --data"
+        )
+    config = checkpoint.config
+    with torch.device("meta"):
+        model = Transformer(config)
+    model.init_rope(max(len(ids) for ids in texts), device)
+    embedding = checkpoint.load("model.embed_tokens.weight").to(device).float()
+    streams = [embedding[torch.tensor(ids, device=device)] for ids in texts]  # [L, D] each
+    found: dict[str, PackedWeight] = {}
+    for i in range(config.n_layer):
+        with torch.device("meta"):
+            block = Block(config)
+        fill_block(block, i, checkpoint, device, torch.float32)
+        # In the order of the pass: each linear sees what the quantized ones before it make.
+        for part, names in block_linears(i).items():
+            linear = block.get_submodule(part)
+            assert isinstance(linear, nn.Linear)
+            hessian = _hessian(model, block, linear, streams)
+            weight = gptq_weight(linear.weight, hessian, scheme.group_size)
+            linear.weight = nn.Parameter(weight.dequantize(), requires_grad=False)
+            sizes = [checkpoint.shape(name)[0] for name in names]
+            starts = [sum(sizes[:j]) for j in range(len(sizes))]
+            for name, start, size in zip(names, starts, sizes, strict=True):
+                found[name] = weight.rows(slice(start, start + size))
+        streams = [_run(model, block, x) for x in streams]
+        tick(i + 1, config.n_layer)
+    return found
+
+
+def _run(model: Transformer, block: Block, x: Tensor) -> Tensor:
+    """The block on one text [L, D]."""
+    L, device = len(x), x.device
+    cache = KVCache(dataclasses.replace(model.config, n_layer=1), L, torch.float32, device)
+    rows = torch.arange(L, device=device)
+    mask = causal_mask(0, L, cache.n_slots, model.config.sliding_window, device)
+    cos, sin = model.rope_cos[:L].unsqueeze(1), model.rope_sin[:L].unsqueeze(1)
+    return block(x, cos, sin, rows, mask, *cache.layers[0])
+
+
+def _hessian(
+    model: Transformer, block: Block, linear: nn.Linear, streams: Sequence[Tensor]
+) -> Tensor:
+    """Sum of x x^T over all inputs of `linear`, [K, K]."""
+    total = torch.zeros(linear.in_features, linear.in_features, device=streams[0].device)
+
+    def see(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        total.addmm_(inputs[0].T, inputs[0])
+
+    hook = linear.register_forward_pre_hook(see)
+    for x in streams:
+        _run(model, block, x)
+    hook.remove()
+    return total
+
+
+def gptq_weight(weight: Tensor, hessian: Tensor, group_size: int) -> PackedWeight:
+    """Quantize [N, K] under the inputs' second moments `hessian` [K, K].
+
+    A group's scale and zero are those of its columns as the earlier ones have left them.
+    """
+    N, K = weight.shape
+    packed.check_group_size(K, group_size)
+    w = weight.float().clone()
+    upper = _inverse_root(hessian.clone(), w)
+    q = torch.empty(N, K, dtype=torch.uint8, device=w.device)
+    scales = torch.empty(N, K // group_size, dtype=torch.bfloat16, device=w.device)
+    zeros = torch.empty(N, K // group_size, dtype=torch.int32, device=w.device)
+    for begin in range(0, K, LAZY):
+        end = min(begin + LAZY, K)
+        errors = torch.zeros(N, end - begin, device=w.device)
+        for k in range(begin, end):
+            if k % group_size == 0:
+                g = k // group_size  # the group ends with the lazy columns, or before them
+                found = min_max(w[:, k : k + group_size], group_size)
+                scales[:, g : g + 1], zeros[:, g : g + 1] = found
+            s, z = scales[:, k // group_size].float(), zeros[:, k // group_size]
+            q[:, k] = (w[:, k] / s + z).round().clamp(0, 15)
+            error = (w[:, k] - (q[:, k].float() - z) * s) / upper[k, k]
+            w[:, k + 1 : end] -= error.unsqueeze(1) * upper[k, k + 1 : end]
+            errors[:, k - begin] = error
+        w[:, end:] -= errors @ upper[begin:end, end:]
+    return packed.int4(q, scales, zeros=zeros)
+
+
+def _inverse_root(hessian: Tensor, w: Tensor) -> Tensor:
+    """Upper Cholesky factor of the damped inverse Hessian [K, K]; zeroes columns never used."""
+    diagonal = hessian.diagonal()
+    unused = diagonal == 0
+    diagonal[unused] = 1
+    w[:, unused] = 0
+    damping = DAMPING * diagonal.mean()
+    while True:
+        damped = hessian + damping * torch.eye(len(hessian), device=hessian.device)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if not failed:
+            return torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
+        damping = 10 * damping  # fewer inputs than columns leave it singular

@@ -1,0 +1,150 @@
+"""Linears over quantized weights: each holds its weight once, in the layout its kernel reads.
+
+CPU, bf16: ATen's int4 and int8 products, called as they are: Inductor emits them as plain calls,
+where a custom op of ours would cost 25 us of Python each, 120 times a pass. CUDA: our own kernels.
+fp32 on the CPU has no fast kernel; there the weight is dequantized once, exactly.
+
+Shapes: T rows, N outputs, K inputs, G groups in a row.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fasteagle.model import sharpen
+from fasteagle.quant.packed import PackedWeight
+
+
+def make_linear(
+    weight: PackedWeight, bias: Tensor | None, device: torch.device | str, dtype: torch.dtype
+) -> nn.Module:
+    """A module that maps [T, K] to [T, N] in `dtype`, whatever the device."""
+    device = torch.device(device)
+    bias = None if bias is None else bias.to(device, dtype)
+    if device.type == "cuda":
+        from fasteagle.quant.cuda_linear import PlanesLinear
+
+        return PlanesLinear(weight.to(device), bias)
+    if dtype == torch.bfloat16 and weight.bits == 4:
+        return Int4Linear(weight, bias)
+    if dtype == torch.bfloat16 and weight.group_size == weight.shape[1]:
+        return Int8Linear(weight, bias)
+    return dense_linear(weight, bias, dtype)
+
+
+def dense_linear(weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> nn.Linear:
+    """The dequantized weight in an ordinary linear: exact in fp32, and as large as any."""
+    N, K = weight.shape
+    linear = nn.Linear(K, N, bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight.dequantize().to(dtype), requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear
+
+
+class Int4Linear(nn.Module):
+    """`_weight_int4pack_mm_for_cpu`: w = (q - 8) * scale + middle, both in bf16."""
+
+    packed: Tensor
+    scales_and_middles: Tensor
+
+    def __init__(self, weight: PackedWeight, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.group_size = weight.group_size
+        scales, offsets = weight.affine()
+        params = torch.stack((scales, offsets + 8 * scales), dim=-1).to(torch.bfloat16)  # [N, G, 2]
+        values = weight.values().to(torch.int32)
+        spare = -self.out_features % 16  # the kernel takes sixteen rows at a time
+        if spare:
+            values, params = (
+                F.pad(t, (0, 0) * (t.ndim - 1) + (0, spare)) for t in (values, params)
+            )
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values, 1)
+        self.register_buffer("packed", packed)
+        self.register_buffer("scales_and_middles", params.transpose(0, 1).contiguous())
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.ops.aten._weight_int4pack_mm_for_cpu(
+            x, self.packed, self.group_size, self.scales_and_middles
+        )
+        if y.shape[1] != self.out_features:
+            y = y[:, : self.out_features]
+        return y if self.bias is None else y + self.bias
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Rows of the weight as multiplied, in bf16 [n, K]; by products with the unit vectors."""
+        unit = torch.eye(self.in_features, dtype=torch.bfloat16)
+        return torch.cat([self(part)[:, index] for part in unit.split(64)]).T.contiguous()
+
+
+class Int8Linear(nn.Module):
+    """`_weight_int8pack_mm`: one bf16 scale a row."""
+
+    packed: Tensor
+    scales: Tensor
+
+    def __init__(self, weight: PackedWeight, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.register_buffer("packed", weight.q.contiguous())
+        self.register_buffer("scales", weight.scales[:, 0].to(torch.bfloat16))
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.ops.aten._weight_int8pack_mm(x, self.packed, self.scales)
+        return y if self.bias is None else y + self.bias
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Rows [..., K] of the weight, in fp32."""
+        return self.packed[index].float() * self.scales[index].float().unsqueeze(-1)
+
+
+class QuantizedLMHead(nn.Module):
+    """Logits in fp32 from a quantized linear; the best few computed once more with fp32 products.
+
+    See `model.sharpen`; only where the linear can give its rows at once (8 bits).
+    """
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.linear(x)
+        if logits.dtype == torch.float32 or not isinstance(self.linear, Int8Linear):
+            return logits.float()
+        return sharpen(logits, x, self.linear.rows)
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Rows [n, K] of the weight."""
+        dense = isinstance(self.linear, nn.Linear)
+        return self.linear.weight[index] if dense else self.linear.rows(index)
+
+
+class Permuted(nn.Module):
+    """A linear whose inputs are taken in another order first (GPTQ's act-order)."""
+
+    columns: Tensor
+
+    def __init__(self, linear: nn.Module, columns: Tensor) -> None:
+        super().__init__()
+        self.linear = linear
+        self.register_buffer("columns", columns)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.index_select(-1, self.columns))
+
+
+class SideBySide(nn.Module):
+    """Linears of one input whose outputs stand side by side, where they cannot be one product."""
+
+    def __init__(self, linears: list[nn.Module]) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(linears)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([linear(x) for linear in self.linears], dim=-1)

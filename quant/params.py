@@ -1,0 +1,86 @@
+"""Choosing 4- and 8-bit values for a weight: min-max, HQQ (torchao's search), int8 by its maximum.
+
+Scales are rounded to bf16 before the values are chosen, for the CPU kernels hold no more than
+that: what is stored is then what is multiplied. Shapes: N output rows, K input columns, G groups
+in a row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fasteagle.quant import packed
+from fasteagle.quant.packed import PackedWeight
+from fasteagle.quant.scheme import Scheme
+
+
+def quantize_weight(weight: Tensor, scheme: Scheme) -> PackedWeight:
+    """Quantize [N, K] by itself, without data. Raises `FasteagleError` for groups that do not fit.
+
+    `gptq` needs data and lives in `gptq`; only its starting parameters come from here (min-max).
+    """
+    weight = weight.float()
+    group_size = scheme.group_size or weight.shape[1]
+    packed.check_group_size(weight.shape[1], group_size)
+    if scheme.bits == 8:
+        return _int8(weight, group_size)
+    if scheme.method == "hqq":
+        return _hqq(weight, group_size)
+    scales, zeros = min_max(weight, group_size)
+    grouped = weight.unflatten(1, (-1, group_size))
+    q = (grouped / scales.float().unsqueeze(-1) + zeros.unsqueeze(-1)).round().clamp(0, 15)
+    return packed.int4(q.flatten(1), scales, zeros=zeros)
+
+
+def min_max(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """Scales (bf16) and integer zeros (int32) [N, G] that span each group's range, and 0.
+
+    What torchao's `choose_qparams_affine` chooses, but for the rounding of the scale; importing
+    torchao takes seconds, which every start with a quantized head would pay.
+    """
+    grouped = weight.unflatten(1, (-1, group_size))
+    low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
+    scales = ((high - low) / 15).clamp(min=1e-8).to(torch.bfloat16)
+    zeros = (-low / scales.float()).round().clamp(0, 15).to(torch.int32)
+    return scales, zeros
+
+
+def _hqq(weight: Tensor, group_size: int) -> PackedWeight:
+    """Half-quadratic quantization: float offsets that minimize an l_p norm of the error."""
+    with quiet_import():
+        from torchao.quantization.quant_primitives import _choose_qparams_and_quantize_affine_hqq
+
+    _, scales, zeros, _ = _choose_qparams_and_quantize_affine_hqq(
+        weight, nbits=4, group_size=group_size, compute_dtype=torch.float32,
+        device=weight.device.type, raw_output=True,
+    )  # fmt: skip
+    # The kernels hold the value of q = 8 rather than that of q = 0, in bf16 too.
+    middle = ((8 - zeros) * scales).to(torch.bfloat16).float()
+    scales = scales.to(torch.bfloat16)
+    offsets = middle - 8 * scales.float()
+    grouped = weight.unflatten(1, (-1, group_size))
+    q = ((grouped - offsets.unsqueeze(-1)) / scales.float().unsqueeze(-1)).round().clamp(0, 15)
+    return packed.int4(q.flatten(1), scales, offsets=offsets)
+
+
+def _int8(weight: Tensor, group_size: int) -> PackedWeight:
+    grouped = weight.unflatten(1, (-1, group_size))
+    scales = (grouped.abs().amax(-1) / 127).clamp(min=1e-12).to(torch.bfloat16)
+    q = (grouped / scales.float().unsqueeze(-1)).round().clamp(-127, 127)
+    return packed.int8(q.flatten(1), scales)
+
+
+@contextlib.contextmanager
+def quiet_import() -> Iterator[None]:
+    """Keep torchao's warnings about libraries for other hardware to itself while it is imported."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)

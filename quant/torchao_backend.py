@@ -1,0 +1,57 @@
+"""torchao's own weight-only formats and kernels, for comparison."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from fasteagle.errors import FasteagleError
+from fasteagle.model import Transformer
+from fasteagle.quant.params import quiet_import
+from fasteagle.quant.scheme import Scheme, parse_scheme
+
+
+def quantize_with_torchao(model: Transformer, name: str, head_bits: int) -> None:
+    """Quantize block linears, and the LM head where it is not kept, in place.
+
+    The embedding keeps a dense copy where it is tied. Raises `FasteagleError` for what torchao
+    cannot do on this device.
+    """
+    with quiet_import():
+        from torchao.quantization import quantize_
+
+    scheme = parse_scheme(name, model.config, head_bits)
+    on_cpu = model.norm.weight.device.type == "cpu"
+    if scheme.head_bits != 16:
+        head = nn.Linear(model.config.dim, model.config.vocab_size, bias=False, device="meta")
+        head.weight = nn.Parameter(model.lm_head.weight.detach().clone(), requires_grad=False)
+        quantize_(head, _config(Scheme(8) if scheme.head_bits == 8 else scheme, on_cpu))
+        model.lm_head = head
+    for block in model.blocks:
+        quantize_(block, _config(scheme, on_cpu))
+
+
+def _config(scheme: Scheme, on_cpu: bool) -> Any:
+    from torchao import quantization
+
+    if scheme.bits == 8:
+        if scheme.group_size:
+            granularity: Any = quantization.PerGroup(scheme.group_size)
+        else:
+            granularity = quantization.PerRow()
+        return quantization.Int8WeightOnlyConfig(granularity=granularity)
+    if scheme.method == "gptq":
+        raise FasteagleError("quant-backend torchao has min-max and HQQ: drop -gptq")
+    algorithm = "hqq" if scheme.method == "hqq" else "tinygemm"
+    if not on_cpu:
+        return quantization.Int4WeightOnlyConfig(
+            group_size=scheme.group_size,
+            int4_packing_format="tile_packed_to_4d",
+            int4_choose_qparams_algorithm=algorithm,
+        )
+    from torchao.prototype.quantization.int4 import inference_workflow
+
+    return inference_workflow.PrototypeInt4WeightOnlyConfig(
+        group_size=scheme.group_size, int4_choose_qparams_algorithm=algorithm
+    )

@@ -1,0 +1,299 @@
+"""Times of one quantized linear at a time on a CUDA device, as shares of its copy bandwidth.
+
+python scripts/bench_kernels.py
+python scripts/bench_kernels.py --model llama2-7b --linears down --kernels int4-g128,fp16 --md
+
+Weights come from memory, not from the cache: a measurement takes turns through copies that together
+are larger than it. One CUDA graph holds many calls, so that launches cost what they cost when
+decoding. Bytes counted are those of the weight, x and y; the bandwidth is that of a copy on the
+device in the same run, read and written bytes together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fasteagle.cli import Script
+from fasteagle.errors import FasteagleError
+from fasteagle.paths import write_atomic
+from fasteagle.quant import packed
+from fasteagle.registry import preset
+
+LINEARS = ("qkv", "out", "gate_up", "down", "lm_head")
+KERNELS = ("int4-g128", "int4-g64", "int4-g32", "int8", "fp16", "torchao-g128")
+CALLS = 40  # in a graph, at least
+COPY_BYTES = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """One linear with one kernel at one number of rows."""
+
+    model: str
+    linear: str
+    N: int
+    K: int
+    kernel: str
+    rows: int
+    microseconds: float  # median of the repeats
+    gb_s: float
+    share: float  # of the copy bandwidth
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One weight in memory several times over, together larger than the cache."""
+
+    calls: Sequence[Callable[[Tensor], Tensor]]  # a product each
+    n_bytes: int  # of one copy
+    dtype: torch.dtype  # of x
+
+
+def comma_list(_: click.Context, option: click.Parameter, text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+@click.command(cls=Script)
+@click.option(
+    "--model",
+    "models",
+    default="llama2-7b,llama2-13b,llama2-70b",
+    show_default=True,
+    callback=comma_list,
+    help="Comma list of registry names; only their shapes are used.",
+)
+@click.option(
+    "--linears", default=",".join(LINEARS), show_default=True, callback=comma_list,
+    help="Comma list.",
+)  # fmt: skip
+@click.option(
+    "--kernels",
+    default=",".join(KERNELS),
+    show_default=True,
+    callback=comma_list,
+    help="Comma list; fp16 is cuBLAS, torchao is left out where it is missing.",
+)
+@click.option(
+    "--rows", default="1,2,4,8,16,32,64", show_default=True, callback=comma_list,
+    help="Comma list of the rows M of x.",
+)  # fmt: skip
+@click.option(
+    "--accumulate",
+    type=click.Choice(["fp32", "fp16"]),
+    default="fp32",
+    show_default=True,
+    help="Within a group, in our kernels.",
+)
+@click.option("--repeats", default=20, show_default=True, help="Of every graph.")
+@click.option(
+    "--json",
+    "json_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the full record here.",
+)
+@click.option("--md", is_flag=True, help="Print the table in Markdown.")
+def main(models: list[str], linears: list[str], kernels: list[str], rows: list[str],
+         accumulate: str, repeats: int, json_path: Path | None, md: bool) -> None:  # fmt: skip
+    """Time quantized linears; see the module's docstring for examples."""
+    check_known(linears, LINEARS, "linear")
+    check_known(kernels, KERNELS, "kernel")
+    counts = row_counts(rows)
+    meta = conditions(accumulate)
+    bandwidth = meta["copy_gb_s"] = copy_bandwidth(repeats)
+    timings = []
+    for name in models:
+        for linear, N, K in fused_linears(name):
+            for kernel in kernels if linear in linears else []:
+                for count, us, gb_s in measure(kernel, N, K, counts, accumulate, repeats):
+                    share = gb_s / bandwidth
+                    timings.append(Timing(name, linear, N, K, kernel, count, us, gb_s, share))
+    if json_path:
+        record = {"meta": meta, "timings": [dataclasses.asdict(timing) for timing in timings]}
+        write_atomic(json_path, json.dumps(record, indent=1).encode())
+    print("per number of rows M: microseconds, GB/s, share of the copy bandwidth\n")
+    print(table(timings, md))
+    print(", ".join(f"{key} {value}" for key, value in meta.items()))
+
+
+def fused_linears(name: str) -> list[tuple[str, int, int]]:
+    """(linear, outputs, inputs) of a block and the LM head, q/k/v and gate/up in one."""
+    c = preset(name)
+    heads, groups = c.n_head * c.head_dim, c.n_kv_head * c.head_dim
+    return [
+        ("qkv", heads + 2 * groups, c.dim), ("out", c.dim, heads),
+        ("gate_up", 2 * c.ffn_dim, c.dim), ("down", c.dim, c.ffn_dim),
+        ("lm_head", c.vocab_size, c.dim),
+    ]  # fmt: skip
+
+
+def measure(
+    kernel: str, N: int, K: int, counts: list[int], accumulate: str, repeats: int
+) -> list[tuple[int, float, float]]:
+    """(rows, microseconds, GB/s) of one kernel; nothing where its library is missing."""
+    case = _torchao(N, K) if kernel == "torchao-g128" else _case(kernel, N, K, accumulate)
+    if case is None:
+        return []
+    timings = []
+    for count in counts:
+        x = torch.randn(count, K, device="cuda").to(case.dtype)
+        n_bytes = case.n_bytes + x.nbytes + case.calls[0](x).nbytes
+        us = _time_cold(case.calls, x, repeats)
+        timings.append((count, us, n_bytes / us / 1e3))
+    return timings
+
+
+def copy_bandwidth(repeats: int) -> float:
+    """GB/s of a copy on the device, far larger than its cache."""
+    free, _ = torch.cuda.mem_get_info()
+    source = torch.empty(min(COPY_BYTES, free // 4), dtype=torch.uint8, device="cuda").zero_()
+    target = torch.empty_like(source)
+    seconds = statistics.median(_elapsed(lambda: target.copy_(source), repeats)) / 1e3
+    return 2 * source.nbytes / seconds / 1e9
+
+
+def _case(kernel: str, N: int, K: int, accumulate: str) -> Case:
+    if kernel == "fp16":
+        half = torch.float16
+        dense = _copies(lambda: torch.randn(N, K, device="cuda", dtype=half), 2 * N * K)
+        return Case([partial(F.linear, weight=w) for w in dense], 2 * N * K, half)
+    from fasteagle.quant import planes
+    from fasteagle.quant.kernels import linear
+
+    first = planes.pack_planes(_random_weight(kernel, N, K))
+
+    def copy() -> planes.PlanesWeight:
+        return dataclasses.replace(first, planes=first.planes.clone(), params=first.params.clone())
+
+    weights = _copies(copy, first.n_bytes)
+    calls = [partial(linear, weight=w, accumulate=accumulate) for w in weights]
+    return Case(calls, first.n_bytes, torch.float16)
+
+
+def _random_weight(kernel: str, N: int, K: int) -> packed.PackedWeight:
+    if kernel == "int8":
+        values = torch.randint(-127, 128, (N, K), dtype=torch.int8, device="cuda")
+        return packed.int8(values, torch.full((N, 1), 1e-3, device="cuda"))
+    groups = K // int(kernel.removeprefix("int4-g"))
+    values = torch.randint(0, 16, (N, K), dtype=torch.uint8, device="cuda")
+    zeros = torch.randint(0, 16, (N, groups), dtype=torch.uint8, device="cuda")
+    scales = torch.full((N, groups), 1e-2, dtype=torch.float16, device="cuda")
+    return packed.int4(values, scales, zeros=zeros)
+
+
+def _torchao(N: int, K: int) -> Case | None:
+    """tinygemm, the int4 kernel torchao has for consumer cards."""
+    try:
+        from torchao.quantization import Int4WeightOnlyConfig, quantize_
+    except ImportError:
+        return None
+
+    def one() -> torch.nn.Module:
+        module = torch.nn.Linear(K, N, bias=False, device="cuda", dtype=torch.bfloat16)
+        config = Int4WeightOnlyConfig(group_size=128, int4_packing_format="tile_packed_to_4d")
+        quantize_(module, config)
+        return module.requires_grad_(False)
+
+    n_bytes = N * K // 2 + 4 * N * K // 128  # as it is stored, without what pads K to 1,024
+    return Case(_copies(one, n_bytes), n_bytes, torch.bfloat16)
+
+
+def _copies(make: Callable[[], Any], n_bytes: int) -> list[Any]:
+    cache = torch.cuda.get_device_properties(0).L2_cache_size
+    return [make() for _ in range(max(2, -(-3 * cache // n_bytes)))]
+
+
+def _time_cold(calls: Sequence[Callable[[Tensor], Tensor]], x: Tensor, repeats: int) -> float:
+    """Median microseconds of a call, when no weight is in the cache."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls:
+            call(x)  # compiles, and lets libraries choose before the capture
+    torch.cuda.current_stream().wait_stream(side)
+    rounds = -(-CALLS // len(calls))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for call in calls:
+                call(x)
+    return statistics.median(_elapsed(graph.replay, repeats)) * 1e3 / (rounds * len(calls))
+
+
+def _elapsed(run: Callable[[], object], repeats: int) -> list[float]:
+    """Milliseconds of every repeat, after three that do not count."""
+    times = []
+    for repeat in range(3 + repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        if repeat >= 3:
+            times.append(start.elapsed_time(end))
+    return times
+
+
+def table(timings: list[Timing], md: bool) -> str:
+    """A line for every linear and kernel, a column for every M."""
+    counts = sorted({timing.rows for timing in timings})
+    lines: dict[tuple[str, ...], dict[int, str]] = {}
+    for t in timings:
+        key = (t.model, t.linear, f"{t.N}x{t.K}", t.kernel)
+        lines.setdefault(key, {})[t.rows] = f"{t.microseconds:.1f} {t.gb_s:.0f} {t.share:.0%}"
+    head = ["model", "linear", "NxK", "kernel", *(f"M={count}" for count in counts)]
+    body = [[*key, *(cells.get(count, "") for count in counts)] for key, cells in lines.items()]
+    if md:
+        rows = [head, ["---"] * len(head), *body]
+        return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    widths = [max(len(row[i]) for row in [head, *body]) for i in range(len(head))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in [head, *body]
+    )
+
+
+def conditions(accumulate: str) -> dict[str, Any]:
+    """What the numbers were taken on. Raises `FasteagleError` where there is no CUDA device."""
+    if not torch.cuda.is_available():
+        raise FasteagleError("this times CUDA kernels and there is no CUDA device: run it on one")
+    import triton
+
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "device": properties.name,
+        "multiprocessors": properties.multi_processor_count,
+        "l2_mb": properties.L2_cache_size / 1e6,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "accumulate": accumulate,
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    }
+
+
+def check_known(names: list[str], known: tuple[str, ...], noun: str) -> None:
+    for name in names:
+        if name not in known:
+            raise FasteagleError(f"unknown {noun} {name!r}: use {', '.join(known)}")
+
+
+def row_counts(parts: list[str]) -> list[int]:
+    counts = [int(part) if part.isdecimal() else 0 for part in parts]
+    if not counts or min(counts) < 1:
+        raise FasteagleError(f"--rows {','.join(parts)}: give counts from 1 on, such as 1,8,32")
+    return counts
+
+
+if __name__ == "__main__":
+    main()
