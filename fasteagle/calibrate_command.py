@@ -214,8 +214,9 @@ class _Run:
         engine = self.engine(self.quantized)
         conversations = self.text(engine, work)
         held_out = choose_held_out(conversations, max(8, len(conversations) // 8))
-        shown = self.for_map(conversations, held_out)
-        if work.result("unquantized") is None:
+        # A checkpoint that comes quantized has no unquantized twin to compare with.
+        shown = [] if self.quantized is self.stored else self.for_map(conversations, held_out)
+        if shown and work.result("unquantized") is None:
             engine.model.to("meta")  # one target at a time
             del engine
             gc.collect()
@@ -265,9 +266,16 @@ class _Run:
                     said[0] = time.perf_counter()
                     note(f"written {done:,} of {total:,} tokens, {work.seconds / 60:.1f} minutes")
 
-            limit = TEXT_SHARE * 60 * self.options.minutes
-            write_conversations(engine, self.tokenizer, path, self.options.tokens, 256, progress,
-                                lambda: work.seconds > limit)  # fmt: skip
+            limit = work.seconds + TEXT_SHARE * 60 * self.options.minutes
+            write_conversations(
+                engine,
+                self.tokenizer,
+                path,
+                self.options.tokens,
+                256,
+                progress,
+                lambda n: n >= MIN_CONVERSATIONS and work.seconds > limit,
+            )
             work.record("text", True)
             engine.use(None)
         found = read_conversations(path, self.stored.config.vocab_size, engine.max_seq_len)
@@ -319,7 +327,7 @@ class _Run:
             return head if best is None or kept else best.head
 
         best = judge("i, as it was", self.head)
-        if best.config.fc_bias:
+        if best.config.fc_bias and shown:
             full = FeatureStore(work.folder / "full-features")
             n = len(held_out)
             whole = SomeOf(full, range(n, n + len(shown)))

@@ -108,15 +108,16 @@ class Speeds:
 
 
 def show(
-    candidates: Sequence[Candidate], unquantized: dict[str, Any], speeds: Speeds,
+    candidates: Sequence[Candidate], unquantized: dict[str, Any] | None, speeds: Speeds,
     best: Candidate, minutes: float,
 ) -> None:  # fmt: skip
     """The table, on stderr."""
     quantized = f"tok/s, {speeds.head_scheme.name} head"
     table = Table("stage", "kept", "tau", "n-alpha", "gain in tau (95 %)", "tok/s, 16-bit head",
                   quantized, box=None, pad_edge=False)  # fmt: skip
-    table.add_row("i, unquantized target", "", f"{unquantized['tau']:.3f}",
-                  alphas(unquantized["alphas"]))  # fmt: skip
+    if unquantized is not None:
+        table.add_row("i, unquantized target", "", f"{unquantized['tau']:.3f}",
+                      alphas(unquantized["alphas"]))  # fmt: skip
     for c in candidates:
         table.add_row(
             c.name, "yes" if c.kept else "no", f"{c.held.tau:.3f}", alphas(c.held.alphas),

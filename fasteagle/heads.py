@@ -109,9 +109,14 @@ def make_drafter(
             )
         notify("no draft head for this model: guessing from the context (n-grams) instead")
         return NgramDrafter()
-    head = _ready_head(engine, found, identity, notify)
     scheme = getattr(checkpoint, "scheme", None)
-    if scheme is not None:
+    if scheme is None:
+        repair = f"fasteagle train-head --model {name} --prompts FILE --out DIR"
+    else:
+        repair = f"fasteagle calibrate-head --model {name} {scheme.option}"
+    head = _ready_head(engine, found, identity, repair, notify)
+    # A calibrated head says what was faster for it; others are quantized like their target.
+    if scheme is not None and (read_header(found.path) or {}).get("head_scheme") != "bf16":
         from fasteagle.quant.source import quantize_head_
 
         quantize_head_(head, scheme)
@@ -121,7 +126,7 @@ def make_drafter(
 
 
 def _ready_head(
-    engine: Engine, found: FoundHead, identity: str, notify: Callable[[str], None]
+    engine: Engine, found: FoundHead, identity: str, repair: str, notify: Callable[[str], None]
 ) -> EagleHead:
     head, header = load_head(found.path, engine.model.config)
     if header is None:
@@ -129,7 +134,7 @@ def _ready_head(
     elif header.get("target_fingerprint") != identity:
         notify(
             "warning: the draft head was trained for other weights: answers stay exact, but fewer "
-            "guesses are accepted; `fasteagle train-head` makes one for these"
+            f"guesses may be accepted; this makes one for these: {repair}"
         )
     head.requires_grad_(False)
     head.borrow(engine.model, engine.max_seq_len + KEY_BLOCK)

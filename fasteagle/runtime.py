@@ -145,7 +145,7 @@ def precision_options(runtime: RuntimeOptions, precision: str) -> RuntimeOptions
         return dataclasses.replace(runtime, dtype=precision, quant=None, backend="fasteagle")
     name = precision.removesuffix(TORCHAO)
     backend = "torchao" if name != precision else runtime.backend
-    return dataclasses.replace(runtime, dtype="auto", quant=name, backend=backend)
+    return dataclasses.replace(runtime, quant=name, backend=backend)
 
 
 def pick_device(name: str) -> torch.device:

@@ -59,11 +59,11 @@ def write_answers(
 def write_conversations(
     engine: Engine, tokenizer: ChatTokenizer, out: Path, n_tokens: int, max_new_tokens: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
-    enough: Callable[[], bool] = lambda: False,
+    enough: Callable[[int], bool] = lambda n: False,
 ) -> Path:  # fmt: skip
     """Add to `out` conversations that the model makes up whole, until it holds `n_tokens` tokens.
 
-    Ends sooner once `enough()`.
+    Ends sooner once `enough(number of conversations)`.
 
     The model continues its own chat template from where a person would begin to type: it writes a
     question, and then answers it. Needs no data. Lines already there count, as in `write_answers`;
@@ -74,7 +74,7 @@ def write_conversations(
     done = sum(len(json.loads(line)["ids"]) for line in lines)
     before_question = _user_prefix(tokenizer)
     with out.open("a", encoding="utf-8") as file:
-        while done < n_tokens and not enough():
+        while done < n_tokens and not enough(number):
             params = SamplingParams(1.0, top_p=0.95, seed=number)
             ids = _generated(engine, before_question, params, QUESTION_TOKENS, tokenizer)
             question = tokenizer.decode([i for i in ids if i not in tokenizer.eos_ids]).strip()

@@ -6,24 +6,36 @@ from torch import Tensor, nn
 
 from fasteagle.quant import planes
 from fasteagle.quant.packed import PackedWeight
+from fasteagle.quant.planes import PlanesWeight
 
 
 class PlanesLinear(nn.Module):
-    """Maps [T, K] to [T, N]; fp16 products, fp32 sums, the input's dtype outside."""
+    """Maps [T, K] to [T, N]: fp16 products, fp32 sums, the input's dtype outside."""
 
     planes: Tensor
     params: Tensor
 
-    def __init__(self, weight: PackedWeight, bias: Tensor | None) -> None:
+    def __init__(self, weight: PackedWeight, bias: Tensor | None, accumulate: str = "fp32") -> None:
         super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self._packed = planes.pack_planes(weight)
+        packed = planes.pack_planes(weight)
+        self.out_features, self.in_features = packed.shape
+        # As buffers rather than one object, so that they move with the model and compile.
+        self.register_buffer("planes", packed.planes)
+        self.register_buffer("params", packed.params)
+        self.format = packed.bits, packed.group_size, packed.offsets
+        self.accumulate = accumulate
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = planes.linear(x.half(), self._packed).to(x.dtype)
+        y = planes.planes_linear(
+            x.half(), self.planes, self.params, self.out_features, self.in_features,
+            *self.format, self.accumulate,
+        ).to(x.dtype)  # fmt: skip
         return y if self.bias is None else y + self.bias
 
     def rows(self, index: Tensor) -> Tensor:
         """Rows [n, K] of the weight, in fp32."""
-        return planes.dequantize(self._packed)[index]
+        weight = PlanesWeight(
+            self.planes, self.params, self.out_features, self.in_features, *self.format
+        )
+        return planes.dequantize(weight)[index]

@@ -52,7 +52,7 @@ def with_scheme(
     if quant is None:
         return checkpoint
     if own is not None and quant == f"int{own.bits}":
-        return checkpoint if fixed else OwnSource(checkpoint, own)
+        return OwnSource(checkpoint, dataclasses.replace(own, head_bits=head_bits))
     if fixed and own is not None:
         raise FasteagleError(
             f"this checkpoint is quantized already ({own.name}), which {quant} contradicts: "

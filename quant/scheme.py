@@ -38,6 +38,13 @@ class Scheme:
         return f"int{self.bits}{group}{method}"
 
     @property
+    def option(self) -> str:
+        """What asks for this scheme on a command line."""
+        if self.method == "own":
+            return f"--int{self.bits}"
+        return f"--quant {self.name}"
+
+    @property
     def linear_bytes(self) -> float:
         """Per weight of a block linear, parameters of the groups included."""
         if self.bits == 16:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fasteagle.checkpoint import Checkpoint, DummyCheckpoint
 from fasteagle.config import ModelConfig
+from fasteagle.errors import FasteagleError
 from fasteagle.model import EagleHead
 from fasteagle.quant.linear import Permuted, QuantizedLMHead, SideBySide, make_linear
 from fasteagle.quant.packed import PackedWeight, stack
@@ -66,15 +67,13 @@ class OwnSource:
         self.config: ModelConfig = checkpoint.config
         for name in ("names", "shape", "load", "start", "packed"):
             setattr(self, name, getattr(checkpoint, name))
+        self.columns = getattr(checkpoint, "columns", lambda name: None)
 
     names: Callable[[], set[str]]
     shape: Callable[[str], tuple[int, ...]]
     load: Callable[[str], Tensor]
     start: Callable[[str, int], Tensor]
     packed: Callable[[str], PackedWeight | None]
-
-    def columns(self, name: str) -> Tensor | None:
-        return None
 
 
 class DummySource(DummyCheckpoint):
@@ -118,7 +117,11 @@ class Linears:
         parts = [weight for weight in weights if weight is not None]
         if not parts:
             return None
-        assert len(parts) == len(weights), f"{names} are packed in part"
+        if len(parts) < len(weights):
+            raise FasteagleError(
+                f"{', '.join(names)} make one product, but only some are quantized: "
+                "use the unquantized checkpoint"
+            )
         orders = [self.source.columns(name) for name in names]
         if all(_same(order, orders[0]) for order in orders):
             made = make_linear(stack(parts), bias, self.device, self.dtype)

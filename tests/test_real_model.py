@@ -147,3 +147,54 @@ def test_the_shipped_head_belongs_to_the_model(checkpoint):
     assert len(head.target_ids()) == header["draft_vocab_size"]
     assert (folder / "model.safetensors").stat().st_size < 16e6
     assert header["alphas"][0] > 0.5
+
+
+# Its own 4 bits
+
+
+def test_its_linears_repack_with_zero_error(checkpoint):
+    from fasteagle.quant.source import is_block_linear
+
+    linears = [name for name in checkpoint.names() if is_block_linear(name)]
+    assert len(linears) == 7 * 30 and {checkpoint.kinds()[n] for n in linears} == {"Q4_1"}
+    for name in [*linears, "model.embed_tokens.weight"]:
+        weight = checkpoint.packed(name)
+        assert weight.bits == (4 if name in linears else 8) and weight.group_size == 32
+        assert torch.equal(weight.dequantize(), checkpoint.load(name)), name
+
+
+def test_int4_is_the_same_model_to_its_heads(checkpoint):
+    from fasteagle.checkpoint import fingerprint
+    from fasteagle.quant.prepare import with_scheme
+
+    own = with_scheme(checkpoint, "int4")
+    assert own.scheme.name == "int4-g32-own"
+    assert fingerprint(own) == fingerprint(checkpoint)
+    config = checkpoint.config
+    linear = config.linear_params * 0.625
+    table = config.vocab_size * config.dim
+    assert own.scheme.model_bytes(config) == pytest.approx(linear + 3 * table)
+
+
+def test_int4_says_what_fp32_says(checkpoint, model, tokenizer):
+    """The bf16 kernels on the file's 4 bits against the dequantized weights in fp32."""
+    from fasteagle.quant.linear import Int4Linear
+    from fasteagle.quant.prepare import with_scheme
+    from fasteagle.quant.source import Linears
+
+    own = with_scheme(checkpoint, "int4")
+    linears = Linears(own, "cpu", torch.bfloat16)
+    quick = load_model(own, dtype=torch.bfloat16, device="cpu", max_seq_len=512, quantized=linears)
+    held = sum(
+        t.numel() * t.element_size() for m in quick.modules() if isinstance(m, Int4Linear)
+        for t in m.buffers()
+    )  # fmt: skip
+    assert held / checkpoint.config.linear_params <= 0.63
+    ids = tokenizer.encode(
+        "The sky is blue because of Rayleigh scattering, and at sunset it is red."
+    )
+    with torch.no_grad():
+        ours, exact = Engine(quick, 512).features(ids), Engine(model, 512).features(ids)
+        said, meant = quick.lm_head(ours).argmax(-1), model.lm_head(exact).argmax(-1)
+    assert (ours.float() - exact).norm() < 0.05 * exact.norm()
+    assert (said == meant).float().mean() >= 0.8
