@@ -14,7 +14,7 @@ from rich.table import Table
 from fasteagle.drafters import EagleDrafter
 from fasteagle.generate import Engine
 from fasteagle.model import EagleHead
-from fasteagle.options import SamplingParams
+from fasteagle.options import DraftOptions, SamplingParams
 from fasteagle.quant.calibrate import Gain
 from fasteagle.quant.scheme import Scheme
 from fasteagle.quant.source import quantize_head_
@@ -68,7 +68,8 @@ def ready_head(head: EagleHead, engine: Engine, scheme: Scheme | None) -> EagleH
 
 def draft_with(engine: Engine, head: EagleHead, scheme: Scheme | None) -> None:
     """Let `engine` draft with a copy of `head`, in the default tree, compiled."""
-    drafter = EagleDrafter(ready_head(head, engine, scheme), TreeShape(), engine.max_seq_len)
+    shape = TreeShape(*DraftOptions().sizes(quantized_on_cpu=engine.on_cpu))
+    drafter = EagleDrafter(ready_head(head, engine, scheme), shape, engine.max_seq_len)
     engine.use(drafter)
     compile_now(engine)
 

@@ -15,8 +15,10 @@ import click
 from fasteagle import __version__
 from fasteagle.errors import FasteagleError
 from fasteagle.options import (
+    DEFAULT_TREE,
     DRAFTERS,
     DTYPES,
+    QUANTIZED_TREE,
     AnswerOptions,
     DraftOptions,
     RuntimeOptions,
@@ -180,18 +182,18 @@ def draft_options(command: Callable[..., Any]) -> Callable[..., Any]:
         "--tree",
         default="auto",
         show_default=True,
-        help="auto: the three sizes below; or a JSON file of child-rank paths.",
+        help="auto: the three sizes below, by default "
+        f"{', '.join(map(str, DEFAULT_TREE))}, or {', '.join(map(str, QUANTIZED_TREE))} for a "
+        "quantized model on the CPU; or a JSON file of child-rank paths.",
     )
     @click.option(
         "--tree-depth",
-        default=_DRAFT.tree_depth,
-        show_default=True,
+        type=int,
         help="Levels (SGLang: num-steps).",
     )
     @click.option(
         "--tree-topk",
-        default=_DRAFT.tree_topk,
-        show_default=True,
+        type=int,
         help="Nodes expanded a level (SGLang: eagle-topk).",
     )
     @click.option(
@@ -208,8 +210,7 @@ def draft_options(command: Callable[..., Any]) -> Callable[..., Any]:
     )
     @click.option(
         "--tree-nodes",
-        default=_DRAFT.tree_nodes,
-        show_default=True,
+        type=int,
         help="Nodes verified a pass (SGLang: num-draft-tokens less the root).",
     )
     @functools.wraps(command)
@@ -218,9 +219,9 @@ def draft_options(command: Callable[..., Any]) -> Callable[..., Any]:
         drafter: str,
         no_spec: bool,
         tree: str,
-        tree_depth: int,
-        tree_topk: int,
-        tree_nodes: int,
+        tree_depth: int | None,
+        tree_topk: int | None,
+        tree_nodes: int | None,
         draft_noise: str,
         verify: str,
         **kwargs: Any,

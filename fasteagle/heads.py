@@ -120,7 +120,8 @@ def make_drafter(
         from fasteagle.quant.source import quantize_head_
 
         quantize_head_(head, scheme)
-    drafter = _tree_drafter(head, options, engine.max_seq_len)
+    sizes = options.sizes(quantized_on_cpu=scheme is not None and engine.on_cpu)
+    drafter = _tree_drafter(head, options, engine.max_seq_len, sizes)
     notify(f"draft head {found.origin}: {drafter.name}, {drafter.rows - 1} nodes")
     return drafter
 
@@ -141,7 +142,9 @@ def _ready_head(
     return head
 
 
-def _tree_drafter(head: EagleHead, options: DraftOptions, max_seq_len: int) -> Drafter:
+def _tree_drafter(
+    head: EagleHead, options: DraftOptions, max_seq_len: int, sizes: tuple[int, int, int]
+) -> Drafter:
     sampled = options.verify == "multi-round"
     if options.drafter == "eagle-static" or options.tree_file:
         paths = PAPER_TREE if options.tree_file is None else read_tree(Path(options.tree_file))
@@ -150,12 +153,12 @@ def _tree_drafter(head: EagleHead, options: DraftOptions, max_seq_len: int) -> D
             check_no_gaps(paths)
         return StaticTreeDrafter(head, max_seq_len, paths, options.noise, sampled)
     if options.drafter == "eagle-chain" and sampled:
-        paths = tuple((0,) * n for n in range(1, options.tree_depth + 1))
+        paths = tuple((0,) * n for n in range(1, sizes[0] + 1))
         return StaticTreeDrafter(head, max_seq_len, paths, options.noise, sampled)
     if options.drafter == "eagle-chain":
-        shape = TreeShape(options.tree_depth, 1, options.tree_depth)
+        shape = TreeShape(sizes[0], 1, sizes[0])
     else:
-        shape = TreeShape(options.tree_depth, options.tree_topk, options.tree_nodes)
+        shape = TreeShape(*sizes)
     return EagleDrafter(head, shape, max_seq_len, noise=options.noise)
 
 

@@ -121,6 +121,10 @@ class RuntimeOptions:
         return self.max_seq_len
 
 
+# Depth, width, nodes, from sweeps: BENCHMARKS.md, 2026-11-21.
+DEFAULT_TREE = (3, 3, 8)
+QUANTIZED_TREE = (2, 3, 3)
+
 DRAFTERS = ("auto", "eagle", "eagle-static", "eagle-chain", "ngram", "none")
 
 
@@ -130,13 +134,23 @@ class DraftOptions:
 
     drafter: str = "auto"
     head: str | None = None  # folder or Hugging Face id; None: look in the usual places
-    tree_depth: int = 3
-    tree_topk: int = 3
-    tree_nodes: int = 8  # the sizes come from a sweep: BENCHMARKS.md, 2026-11-21
+    # None: those of DEFAULT_TREE, or of QUANTIZED_TREE where a row of the target costs more.
+    tree_depth: int | None = None
+    tree_topk: int | None = None
+    tree_nodes: int | None = None
     tree_file: str | None = None  # JSON list of child-rank paths, for the static tree
     noise: str = "shared"  # at T > 0, rank children with the target's own noise, or "none"
 
     verify: str = "match"  # or "multi-round": the paper's algorithm, for static trees and chains
+
+    def sizes(self, quantized_on_cpu: bool) -> tuple[int, int, int]:
+        """Depth, width and nodes of the tree."""
+        default = QUANTIZED_TREE if quantized_on_cpu else DEFAULT_TREE
+        asked = (self.tree_depth, self.tree_topk, self.tree_nodes)
+        depth, topk, nodes = (d if a is None else a for a, d in zip(asked, default, strict=True))
+        if self.tree_nodes is None:  # as many as the other two allow
+            nodes = max(depth, min(nodes, topk + (depth - 1) * topk**2))
+        return depth, topk, nodes
 
     def __post_init__(self) -> None:
         _require(

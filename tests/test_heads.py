@@ -146,6 +146,15 @@ def test_every_kind_of_drafter(model, checkpoint, head_dir, options, kind, rows)
     assert len(said) == 1 and said[0].startswith(f"draft head {head_dir}: {drafter.name}")
 
 
+def test_sizes_of_the_tree():
+    """Given ones stay, the others follow the precision and fit them."""
+    assert DraftOptions().sizes(False) == (3, 3, 8) and DraftOptions().sizes(True) == (2, 3, 3)
+    assert DraftOptions(tree_depth=6).sizes(False) == (6, 3, 8)
+    assert DraftOptions(tree_depth=6).sizes(True) == (6, 3, 6)
+    assert DraftOptions(tree_depth=1, tree_topk=2).sizes(False) == (1, 2, 2)
+    assert DraftOptions(tree_depth=2, tree_topk=3, tree_nodes=12).sizes(True) == (2, 3, 12)
+
+
 def test_a_head_for_other_weights_warns_and_runs(model, checkpoint, head, tmp_path):
     save_head(tmp_path / "h", head, {"target_fingerprint": "0" * 64}, torch.float32)
     drafter, said = drafter_for(model, checkpoint, head=str(tmp_path / "h"))
