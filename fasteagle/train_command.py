@@ -192,7 +192,7 @@ def _finish(
     record = {
         "header": header,
         "options": dataclasses.asdict(trainer.options),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join(["fasteagle", *sys.argv[1:]]),
         "history": trainer.history,
     }
     write_atomic(run.out / "training.json", (json.dumps(record, indent=1) + "\n").encode())
