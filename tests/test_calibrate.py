@@ -163,35 +163,48 @@ def model_and_head(tmp_path_factory):
     return folder, folder.parent / "head"
 
 
-def command(folder, head, out, *more):
+@pytest.fixture
+def text(tmp_path):
+    g = torch.Generator().manual_seed(0)
+    path = tmp_path / "text.jsonl"
+    with path.open("w") as file:
+        for _ in range(32):
+            ids = torch.randint(0, 256, (40,), generator=g).tolist()
+            file.write(json.dumps({"ids": ids, "prompt_len": 8, "T": 0.0}) + "\n")
+    return path
+
+
+def command(folder, head, text, out, *more):
     arguments = [sys.executable, "-m", "fasteagle", "calibrate-head", "--model", folder, "--head",
-                 head, "--quant", "int4-g32", "--tokens", 3000, "--minutes", 1.2, "--out", out,
+                 head, "--quant", "int4-g32", "--data", text, "--minutes", 1.5, "--out", out,
                  "--max-seq-len", 384, *more]  # fmt: skip
     return [str(a) for a in arguments]
 
 
-def test_the_command_survives_a_kill_and_chat_finds_the_head(model_and_head, tmp_path):
+def test_the_command_survives_a_kill_and_chat_finds_the_head(model_and_head, text, tmp_path):
     folder, head = model_and_head
-    out = tmp_path / "out"
-    work = tmp_path / "out.calibrating"
-    process = subprocess.Popen(command(folder, head, out), stderr=subprocess.PIPE)
+    out, work = tmp_path / "out", tmp_path / "out.calibrating"
+
+    def run(*more):
+        return subprocess.run(command(folder, head, text, out, *more), capture_output=True,
+                              text=True)  # fmt: skip
+
+    process = subprocess.Popen(command(folder, head, text, out), stderr=subprocess.PIPE)
     end = time.monotonic() + 150
     while not list(work.glob("*/run/state.pt")) and time.monotonic() < end:
         assert process.poll() is None, process.stderr.read().decode()
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
-    lines = (work / "text.jsonl").read_text().splitlines()
-    again = subprocess.run(command(folder, head, out), capture_output=True, text=True)
+    state = json.loads((work / "state.json").read_text())
+    assert state["results"]["unquantized"]["tau"] >= 1  # not to be done again
+    again = run()
     assert again.returncode == 2 and "continue it with --resume" in again.stderr
-    other = command(folder, head, out, "--resume", "--tokens", "4000")
-    other = subprocess.run(other, capture_output=True, text=True)
+    other = run("--resume", "--tokens", 4000)
     assert other.returncode == 2 and "begun with other tokens" in other.stderr
-    done = subprocess.run(command(folder, head, out, "--resume"), capture_output=True, text=True)
+    done = run("--resume")
     assert done.returncode == 0, done.stderr
-    assert "written" not in done.stderr.split("head written")[0].split("stage")[0].replace(
-        "writes", "")  # fmt: skip
-    assert not work.exists() and len(lines) >= 24
+    assert "i, unquantized target: tau" not in done.stderr and not work.exists()
     report = json.loads((out / "calibration.json").read_text())
     names = [stage["stage"] for stage in report["stages"]]
     assert names[:3] == ["i, as it was", "ii, feature map", "iii, vocabulary"]
@@ -205,3 +218,25 @@ def test_the_command_survives_a_kill_and_chat_finds_the_head(model_and_head, tmp
             "--max-seq-len", "128"]  # fmt: skip
     chat = subprocess.run(chat, capture_output=True, text=True)
     assert chat.returncode == 0 and "warning" not in chat.stderr, chat.stderr
+
+
+def test_a_model_makes_up_conversations(tmp_path, tiny_dir):
+    """Whole ones, the same each time, and a cut-off file is continued."""
+    from fasteagle.checkpoint import load_model, open_checkpoint
+    from fasteagle.tokenizer import load_tokenizer
+    from fasteagle.train_text import write_conversations
+
+    model = load_model(open_checkpoint(tiny_dir), dtype=torch.float32, device="cpu",
+                       max_seq_len=256)  # fmt: skip
+    engine, tokenizer = Engine(model, 256), load_tokenizer(tiny_dir)
+    whole = write_conversations(engine, tokenizer, tmp_path / "a.jsonl", 300, 12)
+    lines = whole.read_text().splitlines()
+    assert sum(len(json.loads(line)["ids"]) for line in lines) >= 300
+    assert [json.loads(line)["T"] for line in lines[:3]] == [0.0, 0.7, 1.0]
+    part = tmp_path / "b.jsonl"
+    part.write_text("\n".join(lines[:2]) + "\n" + lines[2][:9])
+    write_conversations(engine, tokenizer, part, 300, 12)
+    assert part.read_text().splitlines() == lines
+    few = write_conversations(engine, tokenizer, tmp_path / "c.jsonl", 300, 12,
+                              enough=lambda n: n >= 2)  # fmt: skip
+    assert few.read_text().splitlines() == lines[:2]
