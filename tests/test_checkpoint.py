@@ -165,7 +165,7 @@ def test_old_files_with_rope_buffers_load(folder, tiny_dir):
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"attention_bias": True}, "attention_bias"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "RoPE scaling 'yarn'"),
-        ({"quantization_config": {"quant_method": "gptq"}}, r"already quantized \(gptq\)"),
+        ({"quantization_config": {"quant_method": "exl2"}}, "EXL2"),
         ({"num_key_value_heads": 3}, "do not divide"),
     ],
 )
