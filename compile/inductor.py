@@ -89,6 +89,7 @@ class BlockCompiler:
     def _run(self, n_threads: int) -> None:
         start = time.perf_counter()
         try:
+            configure()  # again: torch's settings are those of a thread
             torch.set_num_threads(n_threads)
             if self._model.norm.weight.device.type == "cpu" and (reason := missing_compiler()):
                 raise RuntimeError(reason)

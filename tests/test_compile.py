@@ -77,6 +77,16 @@ def test_a_long_chat_with_speculation_recompiles_nothing(model, no_recompiles, s
     assert len(fast.cached) > 380
 
 
+def test_the_compiling_thread_has_our_settings(model, monkeypatch):
+    """torch's settings are those of a thread: several models in one process need more than 8."""
+    seen = []
+    monkeypatch.setattr(BlockCompiler, "_warm_up",
+                        lambda self: seen.append(torch._dynamo.config.recompile_limit))  # fmt: skip
+    compiler = start_compiler(Engine(model, 512))
+    compiler.wait()
+    assert compiler.error is None and seen[0] >= 64
+
+
 def test_long_caches_are_warmed_up_too(no_recompiles, tmp_path):
     from conftest import save_tiny
 
