@@ -118,8 +118,8 @@ class Work:
         else:
             folder.mkdir(parents=True, exist_ok=True)
             self.state = {"key": key, "results": {}, "spent": 0.0}
-            self._save()
         self._begun = time.perf_counter() - self.state["spent"]
+        self._save()
 
     @property
     def seconds(self) -> float:
@@ -134,8 +134,7 @@ class Work:
         self._save()
 
     def _save(self) -> None:
-        if hasattr(self, "_begun"):
-            self.state["spent"] = self.seconds
+        self.state["spent"] = self.seconds
         write_atomic(self._path, json.dumps(self.state, indent=1).encode())
 
 

@@ -241,6 +241,11 @@ def draft_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped  # fmt: skip
 
 
+def comma_list(text: str) -> tuple[str, ...]:
+    """The parts of `a, b,c`; empty ones are left out."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
 def hyper_parameters(command: Callable[..., Any]) -> Callable[..., Any]:
     """One option for every field of `TrainOptions`; arrive as a dict of those given."""
     names = []
@@ -316,8 +321,8 @@ def eval_(model: str, runtime_options: RuntimeOptions, text: Path, precision: st
     """Perplexity, and KL divergence to the unquantized model, by precision."""
     from fasteagle.quality import EvalOptions, run_eval
 
-    names = tuple(part.strip() for part in precision.split(",") if part.strip())
-    run_eval(model, runtime_options, EvalOptions(text, names, tokens, window), md, json_path)
+    options = EvalOptions(text, comma_list(precision), tokens, window)
+    run_eval(model, runtime_options, options, md, json_path)
 
 
 @main.command()

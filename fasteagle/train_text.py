@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 from fasteagle.bench import read_questions
 from fasteagle.errors import FasteagleError
@@ -44,14 +45,7 @@ def write_answers(
         for number, question in enumerate(questions):
             if number < done:
                 continue
-            messages = [{"role": "user", "content": question.turns[0]}]
-            prompt = tokenizer.encode(tokenizer.render(messages))
-            temperature = TEMPERATURES[number % len(TEMPERATURES)]
-            params = SamplingParams(temperature, seed=number)
-            ids = prompt + _generated(engine, prompt, params, max_new_tokens, tokenizer)
-            line = {"T": temperature, "prompt_len": len(prompt), "ids": ids}
-            file.write(json.dumps(line) + "\n")
-            file.flush()
+            _write_answer(file, engine, tokenizer, question.turns[0], number, max_new_tokens)
             progress(number + 1, len(questions))
     return out
 
@@ -78,17 +72,26 @@ def write_conversations(
             params = SamplingParams(1.0, top_p=0.95, seed=number)
             ids = _generated(engine, before_question, params, QUESTION_TOKENS, tokenizer)
             question = tokenizer.decode([i for i in ids if i not in tokenizer.eos_ids]).strip()
-            messages = [{"role": "user", "content": question or f"Tell me about {number}."}]
-            prompt = tokenizer.encode(tokenizer.render(messages))
-            temperature = TEMPERATURES[number % len(TEMPERATURES)]
-            params = SamplingParams(temperature, seed=number)
-            answer = _generated(engine, prompt, params, max_new_tokens, tokenizer)
-            line = {"T": temperature, "prompt_len": len(prompt), "ids": prompt + answer}
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-            number, done = number + 1, done + len(prompt) + len(answer)
+            question = question or f"Tell me about {number}."
+            done += _write_answer(file, engine, tokenizer, question, number, max_new_tokens)
+            number += 1
             progress(min(done, n_tokens), n_tokens)
     return out
+
+
+def _write_answer(
+    file: TextIO, engine: Engine, tokenizer: ChatTokenizer, question: str, number: int,
+    max_new_tokens: int,
+) -> int:  # fmt: skip
+    """Answer `question` as the `number`-th line of `file`; how many tokens the line holds."""
+    prompt = tokenizer.encode(tokenizer.render([{"role": "user", "content": question}]))
+    temperature = TEMPERATURES[number % len(TEMPERATURES)]
+    params = SamplingParams(temperature, seed=number)
+    ids = prompt + _generated(engine, prompt, params, max_new_tokens, tokenizer)
+    line = {"T": temperature, "prompt_len": len(prompt), "ids": ids}
+    file.write(json.dumps(line) + "\n")
+    file.flush()
+    return len(ids)
 
 
 def _user_prefix(tokenizer: ChatTokenizer) -> list[int]:

@@ -21,7 +21,8 @@ from fasteagle.head_file import with_vocabulary
 from fasteagle.model import EagleHead, Transformer
 from fasteagle.options import TrainOptions
 from fasteagle.quant.params import quantize_weight
-from fasteagle.quant.scheme import GROUP_SIZES, Scheme
+from fasteagle.quant.scheme import Scheme
+from fasteagle.quant.source import fitting_scheme
 from fasteagle.train import HeldOut, Trainer
 from fasteagle.train_data import Conversation, Features, frequent_tokens
 
@@ -114,15 +115,8 @@ def fake_quantize_(head: EagleHead, scheme: Scheme) -> None:
     """Make the head's linears compute with quantized weights while fp32 ones are trained."""
     for linear in head.modules():
         if isinstance(linear, nn.Linear):
-            fitting = _fitting(scheme, linear.in_features)
+            fitting = fitting_scheme(scheme, linear.in_features)
             parametrize.register_parametrization(linear, "weight", FakeQuantized(fitting))
-
-
-def _fitting(scheme: Scheme, n_inputs: int) -> Scheme:
-    group = scheme.group_size
-    if group and n_inputs % group:
-        group = next(g for g in GROUP_SIZES if n_inputs % g == 0)
-    return Scheme(scheme.bits, group)
 
 
 @torch.no_grad()
@@ -131,7 +125,7 @@ def as_quantized(head: EagleHead, scheme: Scheme) -> EagleHead:
     changed = copy.deepcopy(head)
     for linear in changed.modules():
         if isinstance(linear, nn.Linear):
-            fitting = _fitting(scheme, linear.in_features)
+            fitting = fitting_scheme(scheme, linear.in_features)
             linear.weight.copy_(quantize_weight(linear.weight, fitting).dequantize())
     return changed
 

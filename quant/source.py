@@ -175,14 +175,19 @@ def quantize_head_(head: EagleHead, scheme: Scheme) -> None:
         head.use_lm_head(quantize_linear(head.lm_head, head_scheme(scheme)))
 
 
+def fitting_scheme(scheme: Scheme, n_inputs: int) -> Scheme:
+    """`scheme` for one linear by itself: in groups that divide its inputs, values without data."""
+    group = scheme.group_size
+    if group and n_inputs % group:
+        group = next((g for g in GROUP_SIZES if n_inputs % g == 0), group)
+    method = "minmax" if scheme.method in ("own", "gptq") else scheme.method
+    return Scheme(scheme.bits, group, method)
+
+
 def quantize_linear(linear: nn.Linear, scheme: Scheme) -> nn.Module:
     """A quantized linear in place of a dense one, in groups its inputs allow."""
     weight = linear.weight.detach()
-    group = scheme.group_size
-    if group and weight.shape[1] % group:
-        group = next((g for g in GROUP_SIZES if weight.shape[1] % g == 0), group)
-    method = "minmax" if scheme.method in ("own", "gptq") else scheme.method
-    packed = quantize_weight(weight, Scheme(scheme.bits, group, method))
+    packed = quantize_weight(weight, fitting_scheme(scheme, weight.shape[1]))
     bias = None if linear.bias is None else linear.bias.detach()
     return make_linear(packed, bias, weight.device, weight.dtype)
 

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fasteagle.cli import Script
+from fasteagle.cli import Script, comma_list
 from fasteagle.errors import FasteagleError
 from fasteagle.paths import write_atomic
 from fasteagle.quant import packed
@@ -61,8 +61,8 @@ class Case:
     dtype: torch.dtype  # of x
 
 
-def comma_list(_: click.Context, option: click.Parameter, text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
+def parts(_: click.Context, option: click.Parameter, text: str) -> list[str]:
+    return list(comma_list(text))
 
 
 @click.command(cls=Script)
@@ -71,22 +71,22 @@ def comma_list(_: click.Context, option: click.Parameter, text: str) -> list[str
     "models",
     default="llama2-7b,llama2-13b,llama2-70b",
     show_default=True,
-    callback=comma_list,
+    callback=parts,
     help="Comma list of registry names; only their shapes are used.",
 )
 @click.option(
-    "--linears", default=",".join(LINEARS), show_default=True, callback=comma_list,
+    "--linears", default=",".join(LINEARS), show_default=True, callback=parts,
     help="Comma list.",
 )  # fmt: skip
 @click.option(
     "--kernels",
     default=",".join(KERNELS),
     show_default=True,
-    callback=comma_list,
+    callback=parts,
     help="Comma list; fp16 is cuBLAS, torchao is left out where it is missing.",
 )
 @click.option(
-    "--rows", default="1,2,4,8,16,32,64", show_default=True, callback=comma_list,
+    "--rows", default="1,2,4,8,16,32,64", show_default=True, callback=parts,
     help="Comma list of the rows M of x.",
 )  # fmt: skip
 @click.option(

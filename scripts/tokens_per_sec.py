@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from fasteagle.bench import DEFAULT_ROWS, PRECISIONS, ROW_NAMES, BenchOptions
-from fasteagle.cli import Script, draft_options, model_options
+from fasteagle.cli import Script, comma_list, draft_options, model_options
 from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.paths import write_atomic
 
@@ -72,7 +72,7 @@ def main(model: str, runtime_options: RuntimeOptions, draft: DraftOptions, rows:
          save_outputs: bool, md: bool, **rest: Any) -> None:  # fmt: skip
     """Measure tokens per second; see the module's docstring for examples."""
     options = BenchOptions(
-        model, _list(rows), _list(precision), compile=compile_, draft=draft, **rest
+        model, comma_list(rows), comma_list(precision), compile=compile_, draft=draft, **rest
     )
 
     from fasteagle.bench import read_questions, run
@@ -115,10 +115,6 @@ def _print(report: dict[str, Any], md: bool) -> None:
     console = Console(width=140)
     console.print(table)
     console.print(conditions(report))
-
-
-def _list(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 if __name__ == "__main__":
