@@ -26,9 +26,9 @@ def run_chat(
     system = None if system is None else _argument(system, "--system")
     answer = dataclasses.replace(answer, stop=tuple(_argument(s, "--stop") for s in answer.stop))
 
-    from fasteagle.generate import choose_plain_rows
+    from fasteagle.background import Preparation
     from fasteagle.heads import make_drafter
-    from fasteagle.runtime import load_runtime, note, start_compiler
+    from fasteagle.runtime import load_runtime, note
 
     runtime = load_runtime(model, runtime_options, quiet)
     runtime.engine.use(
@@ -43,32 +43,19 @@ def run_chat(
         session.mark_accepted = lambda text: click.style(text, fg="green")
     # One answer is over before compilation pays; a conversation compiles while the person types.
     wanted = not one_shot if compile_blocks is None else compile_blocks
-    compiler = start_compiler(runtime.engine) if wanted else None
-    if compiler and compile_blocks:
+    preparation = Preparation(runtime.engine, quiet, tune=not one_shot) if wanted else None
+    if preparation and compile_blocks:
         if not quiet:
             note("compiling (kept for the next start) ...")
-        compiler.wait()
-    waiting = compiler is not None
-
-    def before_answer() -> None:
-        """Use compiled code from the first answer on that begins after it is ready."""
-        nonlocal waiting
-        if not compiler or not waiting:
-            return
-        waiting = not compiler.apply() and compiler.error is None
-        if not waiting and not compiler.error:
-            runtime.engine.plain_rows = choose_plain_rows(runtime.engine)
-        if compiler.error:
-            note(f"warning: running without compilation: {compiler.error}")
-        elif waiting and not quiet:
-            note("[still compiling: this answer runs without]")
+        preparation.wait_for_compiler()
 
     if not one_shot:
         if not quiet:
             note(f"context {runtime.engine.max_seq_len:,} tokens; /help lists commands")
-        Repl(session, quiet, before_answer).run()
+        Repl(session, quiet, preparation).run()
         return
-    before_answer()
+    if preparation:
+        preparation.before_answer()
     for piece in session.ask(text):
         print(piece, end="", flush=True)
     print()

@@ -182,9 +182,11 @@ def draft_options(command: Callable[..., Any]) -> Callable[..., Any]:
         "--tree",
         default="auto",
         show_default=True,
-        help="auto: the three sizes below, by default "
+        help="auto: what pays here, chosen from measured costs and what was accepted lately; "
+        "until it was measured "
         f"{', '.join(map(str, DEFAULT_TREE))}, or {', '.join(map(str, QUANTIZED_TREE))} for a "
-        "quantized model on the CPU; or a JSON file of child-rank paths.",
+        "quantized model on the CPU; or a JSON file of child-rank paths. Any of the three sizes "
+        "below fixes the tree.",
     )
     @click.option(
         "--tree-depth",
@@ -288,6 +290,16 @@ def chat(model: str, runtime_options: RuntimeOptions, draft: DraftOptions, param
     run_chat(model, runtime_options, draft, params, answer, announce_seed=announce_seed,
              show_accepted=show_accepted, prompt=prompt, system=system,
              compile_blocks=compile_, quiet=quiet)  # fmt: skip
+
+
+@main.command()
+@model_options
+@draft_options
+def tune(model: str, runtime_options: RuntimeOptions, draft: DraftOptions) -> None:
+    """Measure what trees cost on this device, and show which one pays when."""
+    from fasteagle.tune_command import run_tune
+
+    run_tune(model, runtime_options, draft)
 
 
 @main.command()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -20,8 +21,10 @@ from fasteagle.errors import FasteagleError
 from fasteagle.model import EagleHead, KVCache, causal_mask
 from fasteagle.multi_round import DRAFT_STREAM
 from fasteagle.options import SamplingParams
+from fasteagle.pilot import Pilot
 from fasteagle.sampling import gumbel_noise
 from fasteagle.tree import PAPER_TREE, DraftTree, Pool, TreeShape, chain, rerank
+from fasteagle.tuner import Plan, Ranks
 
 GREEDY = SamplingParams()
 
@@ -30,8 +33,14 @@ class Drafter(Protocol):
     """What the engine needs of a drafter. `length` is how many positions it has seen."""
 
     name: str
-    depth: int  # longest path it proposes
-    rows: int  # rows of its trees, root included
+
+    @property
+    def depth(self) -> int:
+        """Longest path it proposes."""
+
+    @property
+    def rows(self) -> int:
+        """Of its trees, root included."""
 
     @property
     def length(self) -> int: ...
@@ -45,15 +54,48 @@ class Drafter(Protocol):
         Only the first `count` rows are real, the others padding.
         """
 
-    def propose(self, root: Tensor, context: Sequence[int], params: SamplingParams) -> DraftTree:
-        """A tree under `root` [1], the token after the last position seen.
+    def propose(
+        self, root: Tensor, context: Sequence[int], params: SamplingParams
+    ) -> DraftTree | None:
+        """A tree under `root` [1], the token after the last position seen; None: no guess.
 
         `context` are the committed tokens, root last, for drafters that work on text; `params`
         say how the target will draw, for drafters that can guess the draw itself.
         """
 
+    def rests(self) -> bool:
+        """Whether the next pass should be a plain one, because guessing does not pay now."""
 
-class HeadDrafter:
+    def learn(self, accepted: int | None) -> None:
+        """A pass is over: so many guesses were accepted; None if it had none."""
+
+
+class Piloted:
+    """What drafters share that may change their tree while decoding: the pilot, if there is one.
+
+    Without a pilot (no costs measured yet, or sizes asked for) the tree stays as it is.
+    """
+
+    pilot: Pilot | None = None
+    tuning: Tuning | None = None  # where costs are kept, for drafters that may get a pilot
+
+    def rests(self) -> bool:
+        return self.pilot is not None and self.pilot.shape is None
+
+    def learn(self, accepted: int | None) -> None:
+        if self.pilot is not None:
+            self.pilot.learn(accepted)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """What the tuner must know of a drafter."""
+
+    path: Path  # of the measured costs
+    ranks: Ranks
+
+
+class HeadDrafter(Piloted):
     """What drafters with an EAGLE head share: the head's state sees the committed positions."""
 
     state: HeadState
@@ -86,9 +128,22 @@ class EagleDrafter(HeadDrafter):
                 f"{head.config.draft_vocab_size:,} tokens"
             )
         self.name = "eagle-chain" if shape.topk == 1 else "eagle"
-        self.shape, self.depth, self.rows = shape, shape.depth, shape.rows
+        self.shape = shape
         self.value, self.rerank, self.noise = value, do_rerank, noise
         self.state = HeadState(head, max_seq_len, (shape.depth - 1) * shape.topk)
+
+    @property
+    def depth(self) -> int:
+        return self.shape.depth
+
+    @property
+    def rows(self) -> int:
+        return self.shape.rows
+
+    def follow(self, plan: Plan) -> None:
+        """Draft what the plan finds best from now on."""
+        self.pilot = Pilot(plan)
+        self.state.make_room(max((s.depth - 1) * s.topk for s in plan.shapes or [self.shape]))
 
     def resized(self, nodes: int) -> EagleDrafter:
         """A drafter over the same head that keeps `nodes` candidates, fewer levels if need be."""
@@ -101,6 +156,8 @@ class EagleDrafter(HeadDrafter):
     def propose(
         self, root: Tensor, context: Sequence[int], params: SamplingParams = GREEDY
     ) -> DraftTree:
+        if self.pilot is not None and self.pilot.shape is not None:
+            self.shape = self.pilot.shape
         pool = self.expand(params)
         if not self.rerank:
             pool = pool._replace(scores=torch.arange(len(pool.scores), 0, -1, device=root.device))
@@ -212,15 +269,23 @@ class StaticTreeDrafter(HeadDrafter):
         return max(int(ranks.max()) for _, ranks, _ in self._levels) + 1
 
 
-class NgramDrafter:
+class NgramDrafter(Piloted):
     """A chain copied from where the context's last few tokens stood before; needs no training."""
 
     name = "ngram"
 
     def __init__(self, depth: int = 7, longest: int = 3, shortest: int = 1) -> None:
-        self.depth, self.rows = depth, depth + 1
+        self.depth = depth
         self._sizes = range(longest, shortest - 1, -1)
         self._length = 0
+
+    @property
+    def rows(self) -> int:
+        return self.depth + 1
+
+    def follow(self, plan: Plan) -> None:
+        """Guess as many tokens as the plan finds best from now on."""
+        self.pilot = Pilot(plan)
 
     @property
     def length(self) -> int:
@@ -234,8 +299,12 @@ class NgramDrafter:
 
     def propose(
         self, root: Tensor, context: Sequence[int], params: SamplingParams = GREEDY
-    ) -> DraftTree:
+    ) -> DraftTree | None:
+        if self.pilot is not None and self.pilot.shape is not None:
+            self.depth = self.pilot.shape.depth
         found = self.lookup(context)
+        if not found:
+            return None
         tokens = torch.zeros(self.rows, dtype=torch.long)
         tokens[0] = context[-1]
         tokens[1 : 1 + len(found)] = torch.tensor(found, dtype=torch.long)
@@ -271,6 +340,12 @@ class HeadState:
 
     def rewind(self, length: int) -> None:
         self.length = min(self.length, length)
+
+    def make_room(self, tree_rows: int) -> None:
+        """Keep `tree_rows` slots free behind the text. Loses nothing that was kept."""
+        self._tree_rows = max(tree_rows, self._tree_rows)
+        if not self.on_cpu:
+            self.cache.resize(self.max_seq_len + self._tree_rows)
 
     def to_target(self, ids: Tensor | slice) -> Tensor:
         return self._target_ids[ids]

@@ -26,6 +26,7 @@ from fasteagle.tree import ancestor_mask
 from fasteagle.verify import PAD, accept, seen_rows
 
 PREFILL_CHUNK = 256
+FEW_PAIRS = 8  # a follow-up question may compute so many rows twice
 MAX_TREE_ROWS = 64  # cache rows kept free behind the context for tokens not yet committed
 
 
@@ -126,10 +127,26 @@ class Engine:
             stats.decode_seconds = time.perf_counter() - first
             yield kept
             if stats.finish:
+                self._catch_up(pairs)
                 return
-            cycle = self._plain_cycle if self.drafter is None else self._draft_cycle
-            new, pairs = cycle(new[-1], pairs, params, seen)
+            new, pairs = self._cycle(new[-1], pairs, params, seen)
             stats.passes += 1
+
+    def _cycle(
+        self, root_id: int, pairs: tuple[Tensor, Tensor], params: SamplingParams,
+        seen: Tensor | None,
+    ) -> tuple[list[int], tuple[Tensor, Tensor]]:  # fmt: skip
+        """Whichever cycle is due; `pairs` are what the drafter has not seen yet."""
+        drafter = self.drafter
+        if drafter is None:
+            return self._plain_cycle(root_id, pairs, params, seen)
+        if not drafter.rests():
+            return self._draft_cycle(root_id, pairs, params, seen)
+        count = len(self.cached) - drafter.length
+        new, more = self._plain_cycle(root_id, pairs, params, seen)
+        drafter.learn(None)
+        tokens, features = (torch.cat((old[:count], a)) for old, a in zip(pairs, more, strict=True))
+        return new, (tokens, features)
 
     def _draft_cycle(
         self, root_id: int, pairs: tuple[Tensor, Tensor], params: SamplingParams,
@@ -138,17 +155,21 @@ class Engine:
         """One cycle: extend, propose, verify, accept, commit. The new tokens, and their pairs."""
         drafter = self.drafter
         assert drafter is not None
-        begin = self._now()
+        begin = self.now()
         # The drafter sees the true features of what was committed, then guesses what follows.
         count = len(self.cached) - drafter.length
         drafter.extend(*pairs, count)
         root = torch.tensor([root_id], device=self.device)
         tree = drafter.propose(root, [*self.cached, root_id], params)
-        drafted = self._now()
+        drafted = self.now()
+        self.stats.draft_seconds += drafted - begin
+        if tree is None:
+            drafter.learn(None)
+            return self._plain_cycle(root_id, pairs, params, seen)
 
         tree_mask, depths = ancestor_mask(tree.parents, tree.valid)
         output = self.verify(tree.tokens, depths, tree_mask)
-        verified = self._now()
+        verified = self.now()
 
         # The target draws at every row; the path along its own draws is what it would have said.
         base = len(self.cached)
@@ -169,10 +190,10 @@ class Engine:
         if seen is not None:
             seen[:, torch.tensor([root_id, *new], device=self.device)] = True
         stats = self.stats
-        stats.draft_seconds += drafted - begin
         stats.verify_seconds += verified - drafted
         stats.drafted += int(tree.valid.sum()) - 1
         stats.path_lengths.append(len(new) - 1)
+        drafter.learn(len(new) - 1)
         return new, (path.emitted.clamp(min=0), output.features[path.rows])
 
     def _plain_cycle(
@@ -186,14 +207,21 @@ class Engine:
         tree_mask = torch.eye(T, dtype=torch.bool, device=self.device)
         if seen is not None:
             seen[:, root_id] = True
-        begin = self._now()
+        begin = self.now()
         output = self.verify(tokens, torch.zeros_like(tokens), tree_mask)
-        self.stats.verify_seconds += self._now() - begin
+        self.stats.verify_seconds += self.now() - begin
         positions = torch.tensor([len(self.cached) + 1], device=self.device)
         root = draw(output.logits[:1], positions, params, seen)
         new = self._read(root)
         self.cached.append(root_id)
         return new, (root, output.features[:1])
+
+    def _catch_up(self, pairs: tuple[Tensor, Tensor]) -> None:
+        """Show the drafter what it slept through, lest the next prompt pays for it."""
+        drafter = self.drafter
+        count = 0 if drafter is None else len(self.cached) - drafter.length
+        if drafter is not None and count > FEW_PAIRS:
+            drafter.extend(*pairs, count)
 
     @torch.no_grad()
     def prefill(self, prompt: Sequence[int]) -> tuple[Tensor, int]:
@@ -255,7 +283,7 @@ class Engine:
         mask = mask.index_copy(1, slots, tree_mask)
         return self.model(tokens, positions, slots, mask, self.cache)
 
-    def _now(self) -> float:
+    def now(self) -> float:
         """Seconds on a clock, once the device has done what was asked of it."""
         if not self.on_cpu:
             torch.cuda.synchronize(self.device)

@@ -20,6 +20,7 @@ from fasteagle.drafters import (
     EagleDrafter,
     NgramDrafter,
     StaticTreeDrafter,
+    Tuning,
     check_no_gaps,
     check_paths,
 )
@@ -27,9 +28,10 @@ from fasteagle.errors import FasteagleError
 from fasteagle.head_file import load_head, read_header
 from fasteagle.model import KEY_BLOCK, EagleHead
 from fasteagle.options import DraftOptions
-from fasteagle.paths import cache_dir
+from fasteagle.paths import cache_dir, costs_path
 from fasteagle.registry import REGISTRY
 from fasteagle.tree import PAPER_TREE, TreeShape
+from fasteagle.tuner import NGRAM_RANKS, ranks_of
 
 if TYPE_CHECKING:
     from fasteagle.generate import Engine
@@ -91,9 +93,9 @@ def make_drafter(
     """
     if options.drafter == "none":
         return None
-    if options.drafter == "ngram":
-        return NgramDrafter()
     identity = fingerprint(checkpoint)
+    if options.drafter == "ngram":
+        return _ngram(engine, checkpoint, identity)
     try:
         found = find_head(options.head, name, identity)
     except FasteagleError as error:
@@ -108,7 +110,7 @@ def make_drafter(
                 "`fasteagle train-head`, or use --drafter ngram"
             )
         notify("no draft head for this model: guessing from the context (n-grams) instead")
-        return NgramDrafter()
+        return _ngram(engine, checkpoint, identity)
     scheme = getattr(checkpoint, "scheme", None)
     if scheme is None:
         repair = f"fasteagle train-head --model {name} --prompts FILE --out DIR"
@@ -122,8 +124,23 @@ def make_drafter(
         quantize_head_(head, scheme)
     sizes = options.sizes(quantized_on_cpu=scheme is not None and engine.on_cpu)
     drafter = _tree_drafter(head, options, engine.max_seq_len, sizes)
+    if options.auto_tree and isinstance(drafter, EagleDrafter):
+        path = costs_path(identity, _precision(engine, checkpoint), "eagle")
+        drafter.tuning = Tuning(path, ranks_of(read_header(found.path)))
     notify(f"draft head {found.origin}: {drafter.name}, {drafter.rows - 1} nodes")
     return drafter
+
+
+def _ngram(engine: Engine, checkpoint: Checkpoint, identity: str) -> NgramDrafter:
+    drafter = NgramDrafter()
+    path = costs_path(identity, _precision(engine, checkpoint), "ngram")
+    drafter.tuning = Tuning(path, NGRAM_RANKS)
+    return drafter
+
+
+def _precision(engine: Engine, checkpoint: Checkpoint) -> str:
+    scheme = getattr(checkpoint, "scheme", None)
+    return scheme.name if scheme else str(engine.dtype).removeprefix("torch.")
 
 
 def _ready_head(

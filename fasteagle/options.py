@@ -143,6 +143,12 @@ class DraftOptions:
 
     verify: str = "match"  # or "multi-round": the paper's algorithm, for static trees and chains
 
+    @property
+    def auto_tree(self) -> bool:
+        """Whether the tuner may choose the tree."""
+        asked = (self.tree_depth, self.tree_topk, self.tree_nodes, self.tree_file)
+        return all(size is None for size in asked) and self.drafter in ("auto", "eagle", "ngram")
+
     def sizes(self, quantized_on_cpu: bool) -> tuple[int, int, int]:
         """Depth, width and nodes of the tree."""
         default = QUANTIZED_TREE if quantized_on_cpu else DEFAULT_TREE

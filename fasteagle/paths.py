@@ -22,6 +22,11 @@ def state_dir() -> Path:
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "fasteagle"
 
 
+def costs_path(identity: str, scheme: str, drafter: str) -> Path:
+    """Where the costs of a model (by fingerprint), its scheme and its kind of drafter are kept."""
+    return cache_dir() / "tuner" / f"{identity[:32]}-{scheme}-{drafter}.json"
+
+
 def require_free_space(folder: Path, n_bytes: int, what: str) -> None:
     """Raise `FasteagleError` unless the disk that holds `folder` has `n_bytes` left."""
     existing = folder

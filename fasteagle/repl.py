@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fasteagle.chat import ChatSession, format_stats
 from fasteagle.drafters import EagleDrafter
@@ -15,6 +15,9 @@ from fasteagle.errors import FasteagleError, suggest
 from fasteagle.options import AnswerOptions, SamplingParams
 from fasteagle.paths import state_dir, write_atomic
 from fasteagle.runtime import note
+
+if TYPE_CHECKING:
+    from fasteagle.background import Preparation
 
 PROMPT = ">>> "
 CONTINUATION = "... "
@@ -43,16 +46,15 @@ Ctrl-C            stops an answer and keeps what came"""
 
 
 class Repl:
-    """Reads until /exit or end of input. `before_answer` runs ahead of each answer."""
+    """Reads until /exit or end of input; `preparation` works while it waits for the person."""
 
     def __init__(
-        self, session: ChatSession, quiet: bool = False,
-        before_answer: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+        self, session: ChatSession, quiet: bool = False, preparation: Preparation | None = None
+    ) -> None:
         self.session = session
         self.drafter = session.engine.drafter
         self.quiet = quiet
-        self.before_answer = before_answer
+        self.preparation = preparation
 
     def run(self) -> None:
         save_history = _open_history()
@@ -98,13 +100,17 @@ class Repl:
 
     def print_answer(self, pieces: Iterator[str]) -> None:
         """Print an answer as it comes; Ctrl-C ends it and keeps the part that came."""
-        self.before_answer()
+        if self.preparation:
+            self.preparation.before_answer()
         try:
             for piece in pieces:
                 print(piece, end="", flush=True)
             print()
         except KeyboardInterrupt:
             print("\n[stopped; the part above stays in the conversation]")
+        finally:
+            if self.preparation:
+                self.preparation.after_answer()
         if not self.quiet and self.session.stats.new_tokens:
             note(format_stats(self.session.stats))
 
@@ -140,6 +146,9 @@ class Repl:
             f"{len(self.session.engine.cached):,} of {self.session.engine.max_seq_len:,}"
         )
 
+        pilot = getattr(self.session.engine.drafter, "pilot", None)
+        if pilot is not None:
+            print(pilot.explain())
         by_depth = stats.acceptance_by_depth
         if by_depth:
             print("accepted to depth " + " ".join(

@@ -7,7 +7,13 @@ import dataclasses
 import pytest
 import torch
 
-from fasteagle.drafters import EagleDrafter, NgramDrafter, StaticTreeDrafter, TreeShape
+from fasteagle.drafters import (
+    EagleDrafter,
+    NgramDrafter,
+    Piloted,
+    StaticTreeDrafter,
+    TreeShape,
+)
 from fasteagle.generate import Engine, Stats
 from fasteagle.model import Transformer
 from fasteagle.options import SamplingParams
@@ -37,7 +43,7 @@ def head(target):
     return random_head(target)
 
 
-class Fake:
+class Fake(Piloted):
     """Proposes what a function of the position says: rows of (token, parent, valid)."""
 
     name = "fake"
@@ -98,7 +104,9 @@ def test_every_drafter_gives_the_tokens_of_plain_decoding(target, head, params):
         engine = Engine(target, 512, drafter=drafter)
         assert tokens(engine, params=params) == expected, name
         stats = engine.stats
-        assert stats.new_tokens == 60 and len(stats.path_lengths) == stats.passes
+        n_drafted = len(stats.path_lengths)
+        assert stats.new_tokens == 60 and 0 < n_drafted <= stats.passes
+        assert name == "ngram" or n_drafted == stats.passes  # n-grams may have no guess
         assert 0 < stats.passes <= 59 and stats.drafted <= stats.passes * (drafter.rows - 1)
         assert name == "ngram" or stats.drafted == stats.passes * (drafter.rows - 1)
         assert stats.tau == pytest.approx(59 / stats.passes)

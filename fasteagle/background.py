@@ -1,0 +1,94 @@
+"""What a conversation prepares while it waits for the person: compiled code, and the tuner's costs.
+
+Compilation goes on all the time, measuring only while nobody waits for an answer. An answer that
+begins before either is ready does without.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import torch
+
+from fasteagle.compile import BlockCompiler
+from fasteagle.drafters import EagleDrafter, NgramDrafter
+from fasteagle.generate import Engine, choose_plain_rows
+from fasteagle.runtime import note, start_compiler
+from fasteagle.tune import Measurement, follow_costs, load_costs, store_costs
+
+
+class Preparation:
+    """Begins at once, in threads of its own.
+
+    `before_answer` makes the engine use what is ready, and `after_answer` lets measuring go on;
+    between the two it pauses.
+    """
+
+    def __init__(self, engine: Engine, quiet: bool, tune: bool = True) -> None:
+        self._engine, self._quiet = engine, quiet
+        self._idle = threading.Event()
+        self._idle.set()
+        self._compiler: BlockCompiler = start_compiler(engine)
+        self._said = False  # whether compilation's end was spoken of
+        self._news: list[str] = []  # for the person, once no line is being typed
+        drafter = engine.drafter
+        self._drafter = None
+        if tune and isinstance(drafter, (EagleDrafter, NgramDrafter)) and drafter.tuning:
+            self._drafter = drafter
+            threads = torch.get_num_threads()
+            threading.Thread(target=self._tune, args=(threads,), daemon=True).start()
+
+    def wait_for_compiler(self) -> None:
+        self._compiler.wait()
+
+    def before_answer(self) -> None:
+        """Use what is ready; a line where something is not, or has just become so."""
+        self._idle.clear()
+        for line in self._news:
+            self._note(line)
+        self._news.clear()
+        if self._said:
+            return
+        applied = self._compiler.apply()
+        self._said = applied or self._compiler.error is not None
+        if applied and self._drafter is None:
+            self._engine.plain_rows = choose_plain_rows(self._engine)
+        if self._compiler.error:
+            note(f"warning: running without compilation: {self._compiler.error}")
+        elif not applied:
+            self._note("[still compiling: this answer runs without]")
+
+    def after_answer(self) -> None:
+        self._idle.set()
+
+    def _note(self, line: str) -> None:
+        if not self._quiet:
+            note(line)
+
+    def _tune(self, threads: int) -> None:
+        """Kept costs, or new ones; without compiled code neither is right."""
+        torch.set_num_threads(threads)
+        engine, drafter = self._engine, self._drafter
+        assert drafter is not None and drafter.tuning is not None, "started only for such"
+        self._compiler.wait()
+        if self._compiler.error:
+            return
+        try:
+            costs = load_costs(drafter.tuning.path, engine, self._news.append)
+            if costs is None:
+                self._idle.wait()
+                self._compiler.apply()
+                begin = time.perf_counter()
+                costs = Measurement(engine, drafter, gate=self._pause).run()
+                seconds = time.perf_counter() - begin
+                store_costs(drafter.tuning.path, engine, costs, seconds)
+                self._news.append(f"[tuned in {seconds:.1f} s; /stats shows the tree]")
+            self._idle.wait()
+            follow_costs(engine, drafter, costs)
+        except Exception as error:  # whatever it is: the tree stays as it was, and answers go on
+            reason = (str(error) or type(error).__name__).splitlines()[0][:200]
+            self._news.append(f"warning: not tuned: {reason}")
+
+    def _pause(self) -> None:
+        self._idle.wait()
