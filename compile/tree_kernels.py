@@ -7,10 +7,10 @@ softmax is computed apart and merged afterwards, the split-KV idea of Flash-Deco
 whose keys it gathers along the row's path, and the merge.
 
 A row's bits depend on its own logical keys alone. It meets them in the same blocks, in the same
-order, by the same function `_attend_block`, in whichever kernel. What could still differ between
-two programs does not: maxima are exact, every sum over keys or over E is a tensor core product,
-whose order along K is that of one instruction (m16n8k16: blocks of rows are 16 or 32, for from 64
-on Hopper takes another), and nothing is fused but by the code.
+order, by the same function `_attend_block`, in whichever kernel. Nor does it matter which threads
+the compiler gives a row: maxima are exact, and every sum over keys or over E is a tensor core
+product by m16n8k16, added up in ascending order of K. For blocks of 64 rows Hopper would take
+another instruction, so they are 16 or 32. Only what the code says is fused.
 
 Shapes: T tree rows, G KV heads, R = group * T query rows of a KV head, E head dim, S cache slots.
 """

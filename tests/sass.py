@@ -37,7 +37,7 @@ class Usage(NamedTuple):
 
 def compile_kernel(
     function, types: dict[str, str], constants: dict[str, object], options: dict[str, object],
-    aligned: Iterable[str] = (),
+    aligned: Iterable[str] = (), target: GPUTarget = SM_86,
 ):  # fmt: skip
     """As a launch would specialize it: aligned pointers, `aligned` numbers divisible by 16.
 
@@ -51,7 +51,7 @@ def compile_kernel(
     }
     values = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(function, signature, values, attributes)
-    return triton.compile(source, target=SM_86, options=dict(options))
+    return triton.compile(source, target=target, options=dict(options))
 
 
 def disassemble(compiled, folder: Path) -> tuple[str, Usage]:

@@ -267,7 +267,7 @@ def sass(kernels, cache, monkeypatch):
     return sass
 
 
-def build(sass, function, dtype: str, constants: dict[str, object], options: dict[str, object]):
+def build(sass, function, dtype: str, constants: dict, options: dict, **target):
     halves = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{dtype}")
     types = halves | {
         "seq_len_ptr": "*i64", "depths_ptr": "*i64", "paths_ptr": "*i32", "parts_ptr": "*fp32",
@@ -275,7 +275,7 @@ def build(sass, function, dtype: str, constants: dict[str, object], options: dic
     }  # fmt: skip
     types = {name: type for name, type in types.items() if name in function.arg_names}
     strides = [name for name in function.arg_names if name.startswith("stride_")]
-    return sass.compile_kernel(function, types, constants, options, strides)
+    return sass.compile_kernel(function, types, constants, options, strides, **target)
 
 
 def check_products(code: str, ptx: str, dtype: str, M: int, constants: dict[str, object]) -> None:
@@ -315,6 +315,16 @@ def test_finish_kernel_on_sm_86(sass, kernels, E, dtype, window, tmp_path):
     assert usage.shared <= 32 * 1024, "three programs"
     assert usage.registers <= (170 if E <= 128 else 255), "three programs"
     check_products(code, compiled.asm["ptx"], dtype, 16, constants)
+
+
+@pytest.mark.parametrize("rows", [16, 32])
+def test_hopper_takes_the_same_instruction(sass, kernels, rows):
+    """Its own, wgmma, adds up in another order, but wants blocks of 64 rows."""
+    target = sass.GPUTarget("cuda", 90, 32)
+    constants = kernels.prefix_constants(128, rows, None)
+    compiled = build(sass, kernels.prefix_kernel, "fp16", constants, kernels.OPTIONS, target=target)
+    kinds = set(re.findall(r"\b\w*mma[.\w]*", compiled.asm["ptx"]))
+    assert kinds == {"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"}
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
