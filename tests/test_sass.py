@@ -8,8 +8,6 @@ were written, so that a change that doubles the work or leaves the fast path sho
 from __future__ import annotations
 
 import re
-import subprocess
-from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,17 +16,13 @@ import torch
 
 from fasteagle.quant.planes import BLOCK_N, PlanesWeight
 
-triton = pytest.importorskip(
-    "triton", reason="Triton is not installed (it comes with torch on Linux)"
-)
+pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+import sass
+from fasteagle.quant import kernels
+from sass import TWO_PROGRAMS, VERSION, opcodes
 
-from fasteagle.quant import kernels  # noqa: E402
-
-K, SM_86 = 4096, GPUTarget("cuda", 86, 32)
-TWO_PROGRAMS = 49 * 1024  # of the 100 KB of shared memory, one of which each program loses
+K = 4096
 
 # (format, rows, accumulate): lane instructions per weight in the main loop, by Triton version.
 LIMITS = {
@@ -54,7 +48,6 @@ LIMITS = {
     },
 }
 POINTERS = {"x_ptr": "*fp16", "planes_ptr": "*i16", "params_ptr": "*i32", "out_ptr": "*fp32"}
-VERSION = ".".join(triton.__version__.split(".")[:2])
 
 
 class Compiled(NamedTuple):
@@ -62,10 +55,7 @@ class Compiled(NamedTuple):
 
     loop: list[str]  # SASS of the main loop
     weights: int  # of one iteration of one program
-    shared: int  # bytes
-    registers: int
-    stack: int
-    local: int
+    usage: sass.Usage
 
     @property
     def per_weight(self) -> float:
@@ -88,58 +78,14 @@ def build(name: str, rows: int, accumulate: str, folder: Path, *, use_asm: bool 
     cut = kernels.tiling(weight.layout, K, K, rows, 82)
     constants = kernels.constants(weight, cut, accumulate) | {"USE_ASM": use_asm}
     compiled = compile_kernel(kernels.planes_kernel, POINTERS, constants)
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    usage = run_tool("cuobjdump", "-res-usage", str(cubin))
-    registers, stack, local = (
-        int(re.search(rf"\b{key}:(\d+)", usage)[1]) for key in ("REG", "STACK", "LOCAL")
-    )
-    loop = main_loop(run_tool("nvdisasm", "-c", str(cubin)))
+    code, usage = sass.disassemble(compiled, folder)
     weights = weight.layout.tile * BLOCK_N
-    return Compiled(loop, weights, compiled.metadata.shared, registers, stack, local)
+    return Compiled(sass.main_loop(code), weights, usage)
 
 
 def compile_kernel(function, pointers: dict[str, str], constants: dict[str, object]):
-    """As a launch would specialize it: aligned pointers, widths divisible by 16."""
-    names = function.arg_names
-    signature = {name: "i32" for name in names} | pointers | dict.fromkeys(constants, "constexpr")
-    aligned = [*pointers, "out_columns", "Np", "Kp"]
-    attributes = {
-        (names.index(name),): [["tt.divisibility", 16]] for name in aligned if name in names
-    }
-    values = {(names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(function, signature, values, attributes)
-    return triton.compile(source, target=SM_86, options=dict(kernels.OPTIONS))
-
-
-def run_tool(name: str, *arguments: str) -> str:
-    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    if not path.exists():
-        pytest.skip(f"this Triton ships without {name}")
-    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
-
-
-def main_loop(sass: str) -> list[str]:
-    """Instructions of the shortest backward jump round a tensor core product."""
-    labels: dict[str, int] = {}
-    instructions: list[str] = []
-    loops = []
-    for line in sass.splitlines():
-        if label := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[label[1]] = len(instructions)
-        elif code := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
-            instructions.append(code[1].strip())
-            jump = re.search(r"\bBRA\b.*?(\.L_x_\d+)", code[1])
-            if jump and jump[1] in labels:
-                loops.append(instructions[labels[jump[1]] :])
-    loops = [loop for loop in loops if any("HMMA" in code for code in loop)]
-    assert loops, "no loop with a tensor core product"
-    return min(loops, key=len)
-
-
-def opcodes(loop: list[str]) -> Counter[str]:
-    """How often each instruction occurs, without its modifiers and predicates."""
-    return Counter(re.sub(r"^@!?U?P\w+\s+", "", code).split()[0].split(".")[0] for code in loop)
+    aligned = ("out_columns", "Np", "Kp")
+    return sass.compile_kernel(function, pointers, constants, kernels.OPTIONS, aligned)
 
 
 @pytest.fixture(autouse=True)
@@ -162,12 +108,11 @@ def test_main_loop(name, rows, accumulate, tmp_path):
     built = build(name, rows, accumulate, tmp_path)
     counts = opcodes(built.loop)
     print(f"\n{name} M={rows} {accumulate}: {built.per_weight:.2f} instructions per weight, "
-          f"{built.shared} B shared, {built.registers} registers, "
-          f"stack {built.stack}, local {built.local}")  # fmt: skip
+          f"{built.usage}")  # fmt: skip
     assert built.per_weight <= LIMITS[VERSION][name, rows, accumulate]
-    assert built.shared <= TWO_PROGRAMS
-    assert built.registers * 32 * kernels.OPTIONS["num_warps"] * 2 <= 65536
-    assert built.stack == built.local == 0, "registers spill"
+    assert built.usage.shared <= TWO_PROGRAMS
+    assert built.usage.registers * 32 * kernels.OPTIONS["num_warps"] * 2 <= 65536
+    assert built.usage.stack == built.usage.local == 0, "registers spill"
     macs = max(rows, 16) * built.weights
     m16n8k16 = 16 * 8 * 16
     assert counts["HMMA"] * kernels.OPTIONS["num_warps"] * m16n8k16 == macs, "once each, all of it"
