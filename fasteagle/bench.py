@@ -13,18 +13,21 @@ import resource
 from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from fasteagle.checkpoint import Checkpoint, available_bytes, required_bytes
-from fasteagle.drafters import Drafter, EagleDrafter
+from fasteagle.bench_rows import Decoder, EngineDecoder, HFDecoder, Row, Spent
+from fasteagle.checkpoint import Checkpoint, DummyCheckpoint, available_bytes, required_bytes
+from fasteagle.drafters import Drafter, EagleDrafter, Piloted
 from fasteagle.errors import FasteagleError
-from fasteagle.generate import Engine, Stats, choose_plain_rows
+from fasteagle.generate import Engine, choose_plain_rows
 from fasteagle.heads import make_drafter
-from fasteagle.hf_baseline import hf_generate, hf_model
+from fasteagle.hf_baseline import LOOKUP_TOKENS, hf_model
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.quant.scheme import is_scheme_name
+from fasteagle.roofline import Storage
+from fasteagle.row_tree import TreeSize, used_tree
 from fasteagle.runtime import (
     TORCH_DTYPES,
     TORCHAO,
@@ -37,7 +40,9 @@ from fasteagle.runtime import (
     quantized_checkpoint,
     scheme_of,
 )
+from fasteagle.simulate import check_simulation, dummy_drafter, is_eagle, wants_dummy_head
 from fasteagle.tokenizer import ChatTokenizer, Message
+from fasteagle.tune import tune_now
 
 ROW_NAMES = ("hf", "hf-pld", "plain", "eagle", "eagle-static", "eagle-chain", "ngram")
 DEFAULT_ROWS = ("hf", "plain", "eagle")
@@ -62,6 +67,7 @@ class BenchOptions:
     draft: DraftOptions = dataclasses.field(default_factory=DraftOptions)
     tree_value: str = "cumulative"  # "confidence": EAGLE-2's ablation without cumulative scores
     rerank: bool = True  # False: its ablation that keeps nodes in the order they were found
+    simulate_tau: float | None = None  # of eagle rows on random weights; see `simulate`
 
     def __post_init__(self) -> None:
         for value, known, what in (
@@ -87,112 +93,6 @@ class BenchOptions:
 @dataclasses.dataclass(frozen=True)
 class Question:
     turns: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Turn:
-    """One answer, measured. Times in seconds."""
-
-    tokens: list[int]
-    ttft: float
-    seconds: float  # first to last token
-    passes: int  # target passes after prefill
-    stats: Stats | None = None  # of our own engine
-    first: int = 1  # tokens that came with the first one, at `ttft`
-
-
-class Decoder(Protocol):
-    """One way to answer: `turn` gets a whole prompt, `restart` begins a new question."""
-
-    def turn(self, prompt: list[int], max_new_tokens: int) -> Turn: ...
-
-    def restart(self) -> None: ...
-
-
-class EngineDecoder:
-    """Our own engine; keeps the KV cache over the turns of a question."""
-
-    def __init__(self, engine: Engine, params: SamplingParams, eos_ids: frozenset[int]) -> None:
-        self.engine, self.params, self.eos_ids = engine, params, eos_ids
-
-    def restart(self) -> None:
-        self.engine.cached.clear()
-        self.engine.use(self.engine.drafter)
-
-    def turn(self, prompt: list[int], max_new_tokens: int) -> Turn:
-        cycles = self.engine.generate(prompt, self.params, max_new_tokens, self.eos_ids)
-        tokens = [token for ids in cycles for token in ids]
-        stats = self.engine.stats
-        return Turn(tokens, stats.ttft, stats.decode_seconds, stats.passes, stats)
-
-
-class HFDecoder:
-    """transformers' `generate` on the same weights, with prompt lookup or without."""
-
-    def __init__(
-        self, model: Any, params: SamplingParams, eos_ids: frozenset[int], lookup: bool = False
-    ) -> None:
-        self.model, self.params, self.eos_ids = model, params, eos_ids
-        self.lookup = lookup
-
-    def restart(self) -> None:
-        pass
-
-    def turn(self, prompt: list[int], max_new_tokens: int) -> Turn:
-        tokens, ttft, seconds, passes, first = hf_generate(
-            self.model, prompt, self.params, max_new_tokens, self.eos_ids, self.lookup
-        )
-        return Turn(tokens, ttft, seconds, passes, first=first)
-
-
-@dataclasses.dataclass
-class Row:
-    """One line of the table, while it is being measured."""
-
-    name: str
-    precision: str
-    decoder: Decoder
-    weight_bytes: int  # read by every pass
-    turns: list[Turn] = dataclasses.field(default_factory=list)
-    peak_bytes: int = 0
-    plain_rows: int | None = None
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(turn.tokens) for turn in self.turns)
-
-    @property
-    def seconds(self) -> float:
-        return sum(turn.seconds for turn in self.turns)
-
-    @property
-    def tok_s(self) -> float:
-        return self._later_tokens / self.seconds if self.seconds else 0.0
-
-    @property
-    def tau(self) -> float:
-        passes = sum(turn.passes for turn in self.turns)
-        return self._later_tokens / passes if passes else 1.0
-
-    @property
-    def _later_tokens(self) -> int:
-        """Tokens after each answer's first ones: those that `seconds` and passes account for."""
-        return self.tokens - sum(turn.first for turn in self.turns)
-
-    @property
-    def stats(self) -> list[Stats]:
-        """Of the turns that drafted."""
-        return [turn.stats for turn in self.turns if turn.stats and turn.stats.path_lengths]
-
-    @property
-    def path_lengths(self) -> list[int]:
-        """Accepted tokens of every drafted pass."""
-        return [n for stats in self.stats for n in stats.path_lengths]
-
-    @property
-    def turn_rates(self) -> list[float]:
-        """tok/s of each answer of at least two tokens."""
-        return [(len(t.tokens) - t.first) / t.seconds for t in self.turns if t.seconds > 0]
 
 
 def read_questions(path: Path | None, limit: int | None) -> list[Question]:
@@ -228,6 +128,9 @@ def run(
 ) -> list[Row]:  # fmt: skip
     """Measure every row. Precisions run together where they fit in memory, else one by one."""
     device = pick_device(runtime.device)
+    if runtime.threads:
+        torch.set_num_threads(runtime.threads)
+    check_simulated(options, runtime, isinstance(checkpoint, DummyCheckpoint))
     rows: list[Row] = []
     for precisions in _fitting_groups(options, runtime, checkpoint, device):
         group = []
@@ -239,19 +142,33 @@ def run(
             for row in group:
                 _answer(row, question, tokenizer, options.max_new_tokens, device)
         for row in group:
-            row.decoder = _Spent()  # the next precision needs the memory
+            row.tree = _tree(row.decoder)
+            row.auto = _pilot_line(row.decoder)
+            row.decoder = Spent()  # the next precision needs the memory
         rows += group
     return rows
 
 
-class _Spent:
-    """Stands where a decoder was whose model is no longer in memory."""
+def check_simulated(options: BenchOptions, runtime: RuntimeOptions, is_dummy: bool) -> None:
+    """Raise `FasteagleError` where `simulate_tau` cannot be; looks at no weights."""
+    runtimes = (precision_options(runtime, precision) for precision in options.precisions)
+    # torchao's formats leave the draft head dense, and the tree as it is for a dense target.
+    quantized = tuple(r.quant is not None and r.backend == "fasteagle" for r in runtimes)
+    on_cpu = pick_device(runtime.device).type == "cpu"
+    check_simulation(options.simulate_tau, is_dummy, options.rows, quantized, options.draft, on_cpu)
 
-    def turn(self, prompt: list[int], max_new_tokens: int) -> Turn:
-        raise AssertionError("this row has been measured")
 
-    def restart(self) -> None:
-        raise AssertionError("this row has been measured")
+def _tree(decoder: Decoder) -> TreeSize | None:
+    if isinstance(decoder, HFDecoder):
+        return TreeSize(LOOKUP_TOKENS, 1, LOOKUP_TOKENS) if decoder.lookup else None
+    return used_tree(decoder.engine.drafter) if isinstance(decoder, EngineDecoder) else None
+
+
+def _pilot_line(decoder: Decoder) -> str | None:
+    """What the tuner chose and why, where it did."""
+    drafter = decoder.engine.drafter if isinstance(decoder, EngineDecoder) else None
+    pilot = drafter.pilot if isinstance(drafter, Piloted) else None
+    return pilot.explain() if pilot else None
 
 
 def _fitting_groups(
@@ -273,41 +190,54 @@ def _build_rows(
     tokenizer: ChatTokenizer, device: torch.device,
 ) -> list[Row]:  # fmt: skip
     """The rows of one precision; they share one copy of the weights, and transformers has one."""
-    params = SamplingParams(options.temperature, top_p=options.top_p, seed=options.seed)
     runtime = precision_options(runtime, precision)
     source = quantized_checkpoint(checkpoint, runtime, tokenizer)
     scheme = scheme_of(source, runtime)
     dtype_name = pick_dtype(runtime.dtype, device, scheme is not None)
     config, dtype = checkpoint.config, TORCH_DTYPES[dtype_name]
-    read_per_pass = int(
-        config.linear_params * (scheme.linear_bytes if scheme else dtype.itemsize)
-        + config.vocab_size * config.dim * (scheme.head_bytes if scheme else dtype.itemsize)
-    )
     names = [n for n in options.rows if not (scheme and n.startswith("hf"))]  # theirs are dense
-    theirs = None
+    theirs = base = None
     if any(name.startswith("hf") for name in names):
         theirs = hf_model(checkpoint, dtype, device)
-    base = None
     if any(not name.startswith("hf") for name in names):
         base = build_engine(source, dtype_name, device, runtime, options.model)
-    rows = []
-    for name in names:
-        if name.startswith("hf"):
-            decoder: Decoder = HFDecoder(theirs, params, tokenizer.eos_ids, name == "hf-pld")
-        else:
-            assert base is not None
-            engine = Engine(base.model, base.max_seq_len)
-            engine.use(_drafter(name, engine, source, options))
-            decoder = EngineDecoder(engine, params, tokenizer.eos_ids)
-        rows.append(Row(name, precision, decoder, read_per_pass))
+    rows = [
+        Row(
+            name,
+            precision,
+            _decoder(name, theirs, base, source, options, tokenizer.eos_ids),
+            weight_bytes=Storage.of(scheme, dtype.itemsize).pass_bytes(config),
+            kv_bytes=config.kv_bytes(1, dtype.itemsize),
+            scheme=scheme,
+            dtype=dtype_name,
+            simulated_tau=options.simulate_tau if is_eagle(name) else None,
+        )
+        for name in names
+    ]
     engines = [row.decoder.engine for row in rows if isinstance(row.decoder, EngineDecoder)]
-    if options.compile:
-        _compile(engines)
+    if options.compile and _compile(engines):
+        for engine in engines:
+            if tuned := tune_now(engine, note):
+                note(f"{precision}: tuned in {tuned[1]:.1f} s (0: kept from before)")
     for row in rows:
         if row.name == "plain" and isinstance(row.decoder, EngineDecoder):
             row.plain_rows = choose_plain_rows(row.decoder.engine)
             row.decoder.engine.plain_rows = row.plain_rows
     return rows
+
+
+def _decoder(
+    name: str, theirs: Any, base: Engine | None, checkpoint: Checkpoint, options: BenchOptions,
+    eos_ids: frozenset[int],
+) -> Decoder:  # fmt: skip
+    """What row `name` answers with: transformers' model `theirs`, or the weights of `base`."""
+    params = SamplingParams(options.temperature, top_p=options.top_p, seed=options.seed)
+    if name.startswith("hf"):
+        return HFDecoder(theirs, params, eos_ids, name == "hf-pld")
+    assert base is not None
+    engine = Engine(base.model, base.max_seq_len)
+    engine.use(_drafter(name, engine, checkpoint, options))
+    return EngineDecoder(engine, params, eos_ids)
 
 
 def _drafter(
@@ -318,17 +248,19 @@ def _drafter(
     tree_file = options.draft.tree_file if name == "eagle-static" else None
     verify = options.draft.verify if name in ("eagle-static", "eagle-chain") else "match"
     draft = dataclasses.replace(options.draft, drafter=name, tree_file=tree_file, verify=verify)
-    drafter = make_drafter(options.model, engine, checkpoint, draft, lambda line: None)
+    drafter: Drafter | None
+    if wants_dummy_head(name, checkpoint, draft):
+        drafter = dummy_drafter(options.model, engine, checkpoint, draft)
+    else:
+        drafter = make_drafter(options.model, engine, checkpoint, draft, lambda line: None)
     if name == "eagle" and isinstance(drafter, EagleDrafter):
         drafter.value, drafter.rerank = options.tree_value, options.rerank
     return drafter
 
 
-def _compile(engines: Sequence[Engine]) -> None:
+def _compile(engines: Sequence[Engine]) -> bool:
     """Compile the blocks of the shared model once, and those of every draft head."""
-    for engine in engines:
-        if not compile_now(engine):
-            return
+    return all(compile_now(engine) for engine in engines)
 
 
 def _warm_up(rows: Sequence[Row], question: Question, tokenizer: ChatTokenizer) -> None:

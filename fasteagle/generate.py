@@ -42,6 +42,7 @@ class Stats:
     path_lengths: list[int] = dataclasses.field(default_factory=list)  # accepted, per pass
     ttft: float = 0.0  # start to first token
     decode_seconds: float = 0.0  # first to last token
+    cycle_seconds: list[float] = dataclasses.field(default_factory=list)  # chunk to chunk
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     finish: str = ""  # "eos", "length", "context", or "" while running or interrupted
@@ -124,7 +125,10 @@ class Engine:
         while True:
             kept = self._until_end(new, max_new_tokens, eos_ids)
             stats.new_tokens += len(kept)
-            stats.decode_seconds = time.perf_counter() - first
+            elapsed = time.perf_counter() - first
+            if stats.passes:
+                stats.cycle_seconds.append(elapsed - stats.decode_seconds)
+            stats.decode_seconds = elapsed
             yield kept
             if stats.finish:
                 self._catch_up(pairs)

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fasteagle import hub
-from fasteagle.checkpoint import Checkpoint, fingerprint
+from fasteagle.checkpoint import Checkpoint, fingerprint, read_json
+from fasteagle.config import HeadConfig, ModelConfig, head_from_hf
 from fasteagle.drafters import (
     Drafter,
     EagleDrafter,
@@ -83,6 +84,24 @@ def has_head(name: str) -> bool:
     return shipped or REGISTRY[name].head_repo is not None
 
 
+def head_shape(name: str, config: ModelConfig) -> HeadConfig:
+    """Shape of the head a model called `name` gets, no weights read: that of the one that ships.
+
+    Else as published EAGLE-1/2 heads are: a block like the target's over `fc` [dim, 2 dim], and
+    all of its vocabulary.
+    """
+    for shipped in _shipped_heads():
+        if shipped.name == name:
+            raw = read_json(shipped / "config.json")
+            if (raw["hidden_size"], raw["vocab_size"]) == (config.dim, config.vocab_size):
+                return head_from_hf(raw, str(shipped))
+    block = dataclasses.replace(
+        config, n_layer=1, rope_base=10000.0, rope_scaling=None, rope_linear_factor=1.0,
+        rope_freq_factors=None, qkv_bias=False, qk_norm=False, sliding_window=None,
+    )  # fmt: skip
+    return HeadConfig(block, config.vocab_size)
+
+
 def make_drafter(
     name: str, engine: Engine, checkpoint: Checkpoint, options: DraftOptions,
     notify: Callable[[str], None],
@@ -123,7 +142,7 @@ def make_drafter(
 
         quantize_head_(head, scheme)
     sizes = options.sizes(quantized_on_cpu=scheme is not None and engine.on_cpu)
-    drafter = _tree_drafter(head, options, engine.max_seq_len, sizes)
+    drafter = tree_drafter(head, options, engine.max_seq_len, sizes)
     if options.auto_tree and isinstance(drafter, EagleDrafter):
         path = costs_path(identity, _precision(engine, checkpoint), "eagle")
         drafter.tuning = Tuning(path, ranks_of(read_header(found.path)))
@@ -159,9 +178,10 @@ def _ready_head(
     return head
 
 
-def _tree_drafter(
+def tree_drafter(
     head: EagleHead, options: DraftOptions, max_seq_len: int, sizes: tuple[int, int, int]
 ) -> Drafter:
+    """The drafter that `options` ask for over a head that is ready; `sizes` of a dynamic tree."""
     sampled = options.verify == "multi-round"
     if options.drafter == "eagle-static" or options.tree_file:
         paths = PAPER_TREE if options.tree_file is None else read_tree(Path(options.tree_file))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fasteagle.checkpoint import Checkpoint
 from fasteagle.config import ModelConfig
+from fasteagle.latency import Chunk
 from fasteagle.options import SamplingParams
+
+LOOKUP_TOKENS = 10  # the value transformers' documentation uses for prompt lookup
 
 
 def hf_config(config: ModelConfig) -> Any:
@@ -72,34 +76,51 @@ def hf_model(
     return model.eval()
 
 
+class HFAnswer(NamedTuple):
+    """An answer of transformers, measured. Times in seconds."""
+
+    tokens: list[int]
+    ttft: float
+    seconds: float  # first to last token
+    passes: int  # after the first
+    first: int  # tokens that came with the first pass: prompt lookup may bring several
+    chunks: list[Chunk]  # after the first
+
+
 class _Clock:
     """A transformers streamer that notes when each token arrives."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
-        self.first = 0  # tokens that came with the first time
+        self.sizes: list[int] = []  # tokens that came with each time
         self._prompt_seen = False
 
     def put(self, value: Tensor) -> None:
         if self._prompt_seen:
-            self.first = self.first or value.numel()
+            self.sizes.append(value.numel())
             self.times.append(time.perf_counter())
         self._prompt_seen = True
 
     def end(self) -> None:
         pass
 
+    @property
+    def first(self) -> int:
+        return self.sizes[0]
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """Those after the first."""
+        gaps = (b - a for a, b in itertools.pairwise(self.times))
+        return list(zip(self.sizes[1:], gaps, strict=True))
+
 
 @torch.no_grad()
 def hf_generate(
     model: Any, prompt: list[int], params: SamplingParams, max_new_tokens: int,
     eos_ids: frozenset[int], lookup: bool = False,
-) -> tuple[list[int], float, float, int, int]:  # fmt: skip
-    """`model.generate` on one prompt, with prompt lookup if asked.
-
-    Returns the new tokens, seconds to the first, seconds from it to the last, passes after the
-    first, and how many tokens that first pass brought (prompt lookup may bring several).
-    """
+) -> HFAnswer:  # fmt: skip
+    """`model.generate` on one prompt, with prompt lookup if asked."""
     torch.manual_seed(params.seed)
     drawing: dict[str, Any] = {"do_sample": False}
     if not params.greedy:
@@ -111,7 +132,7 @@ def hf_generate(
             "min_p": params.min_p or None,
         }
     if lookup:
-        drawing["prompt_lookup_num_tokens"] = 10  # the value its documentation uses
+        drawing["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
     clock = _Clock()
     calls: list[None] = []
     hook = model.register_forward_hook(lambda *_: calls.append(None))
@@ -130,4 +151,5 @@ def hf_generate(
     hook.remove()
     tokens = output[0, len(prompt) :].tolist()
     seconds = clock.times[-1] - clock.times[0]
-    return tokens, clock.times[0] - start, seconds, len(calls) - 1, clock.first
+    ttft = clock.times[0] - start
+    return HFAnswer(tokens, ttft, seconds, len(calls) - 1, clock.first, clock.chunks)

@@ -40,6 +40,23 @@ def require_free_space(folder: Path, n_bytes: int, what: str) -> None:
         )
 
 
+def require_writable(target: Path) -> None:
+    """Raise `FasteagleError` unless a file can be written at `target`; makes its folder.
+
+    For before a long run, whose result would else be lost at its end.
+    """
+    if target.is_dir():
+        raise FasteagleError(f"cannot write {target}: it is a folder: give a file's name")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=target.parent):
+            pass
+    except OSError as error:
+        raise FasteagleError(
+            f"cannot write {target} ({error.strerror}): choose another place"
+        ) from error
+
+
 @contextlib.contextmanager
 def atomic_dir(target: Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes `target` on success and is removed otherwise."""

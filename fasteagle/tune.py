@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fasteagle import __version__
+from fasteagle.device_speed import device_name
 from fasteagle.drafters import EagleDrafter, NgramDrafter
 from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
@@ -41,20 +42,6 @@ def conditions(engine: Engine) -> dict[str, Any]:
         "threads": torch.get_num_threads() if engine.on_cpu else None,
         "dtype": str(engine.dtype).removeprefix("torch."),
     }
-
-
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    import platform
-
-    return platform.processor() or platform.machine()
 
 
 def load_costs(path: Path, engine: Engine, notify: Callable[[str], None]) -> Costs | None:

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fasteagle.cli import Script, comma_list
+from fasteagle.device_speed import copy_bandwidth
 from fasteagle.errors import FasteagleError
 from fasteagle.paths import write_atomic
 from fasteagle.quant import packed
@@ -34,7 +35,6 @@ from fasteagle.registry import preset
 LINEARS = ("qkv", "out", "gate_up", "down", "lm_head")
 KERNELS = ("int4-g128", "int4-g64", "int4-g32", "int8", "fp16", "torchao-g128")
 CALLS = 40  # in a graph, at least
-COPY_BYTES = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +111,7 @@ def main(models: list[str], linears: list[str], kernels: list[str], rows: list[s
     check_known(kernels, KERNELS, "kernel")
     counts = row_counts(rows)
     meta = conditions(accumulate)
-    bandwidth = meta["copy_gb_s"] = copy_bandwidth(repeats)
+    bandwidth = meta["copy_gb_s"] = copy_bandwidth(torch.device("cuda"))
     timings = []
     for name in models:
         for linear, N, K in fused_linears(name):
@@ -152,15 +152,6 @@ def measure(
         us = _time_cold(case.calls, x, repeats)
         timings.append((count, us, n_bytes / us / 1e3))
     return timings
-
-
-def copy_bandwidth(repeats: int) -> float:
-    """GB/s of a copy on the device, far larger than its cache."""
-    free, _ = torch.cuda.mem_get_info()
-    source = torch.empty(min(COPY_BYTES, free // 4), dtype=torch.uint8, device="cuda").zero_()
-    target = torch.empty_like(source)
-    seconds = statistics.median(_elapsed(lambda: target.copy_(source), repeats)) / 1e3
-    return 2 * source.nbytes / seconds / 1e9
 
 
 def _case(kernel: str, N: int, K: int, accumulate: str) -> Case:

@@ -2,6 +2,14 @@
 
 python scripts/tokens_per_sec.py
 python scripts/tokens_per_sec.py --data questions.jsonl --limit 16 --rows hf,plain --md
+python scripts/tokens_per_sec.py --precision bf16,int8,int4 --json record.json --plot chart.png
+python scripts/tokens_per_sec.py --model llama2-7b --load-format dummy --rows plain,eagle \
+    --simulate-tau 3.6
+
+P50 / P99 are of the tokens after each answer's first ones: a token's time is that of its chunk
+(since the chunk before) divided by the tokens in the chunk. MBU: weights of the target, and keys
+and values of the mean context, times target passes a second, as a share of memory bandwidth, which
+is measured on a CPU and the data sheet's on a GPU we know; what a draft head reads is not counted.
 """
 
 from __future__ import annotations
@@ -13,9 +21,10 @@ from typing import Any
 import click
 
 from fasteagle.bench import DEFAULT_ROWS, PRECISIONS, ROW_NAMES, BenchOptions
+from fasteagle.bench_plot import check_plot, plot
 from fasteagle.cli import Script, comma_list, draft_options, model_options
 from fasteagle.options import DraftOptions, RuntimeOptions
-from fasteagle.paths import write_atomic
+from fasteagle.paths import require_writable, write_atomic
 
 DEFAULTS = BenchOptions()
 
@@ -60,30 +69,48 @@ DEFAULTS = BenchOptions()
     help="dummy: random weights in a registry model's shape, nothing downloaded.",
 )
 @click.option(
+    "--simulate-tau",
+    type=float,
+    help="With dummy weights: tokens per cycle of the eagle rows; their tok/s is simulated.",
+)
+@click.option(
     "--json",
     "json_path",
     type=click.Path(path_type=Path, dir_okay=False),
     help="Write the full record here.",
 )
 @click.option("--save-outputs", is_flag=True, help="Put the answers' token ids into the record.")
+@click.option(
+    "--plot",
+    "plot_path",
+    type=click.Path(path_type=Path),
+    help='A bar chart here (.png, .svg, .pdf); needs matplotlib: pip install "fasteagle[plot]".',
+)
 @click.option("--md", is_flag=True, help="Print the table in Markdown.")
 def main(model: str, runtime_options: RuntimeOptions, draft: DraftOptions, rows: str,
          precision: str, compile_: bool, load_format: str, json_path: Path | None,
-         save_outputs: bool, md: bool, **rest: Any) -> None:  # fmt: skip
+         save_outputs: bool, plot_path: Path | None, md: bool, **rest: Any) -> None:  # fmt: skip
     """Measure tokens per second; see the module's docstring for examples."""
     options = BenchOptions(
         model, comma_list(rows), comma_list(precision), compile=compile_, draft=draft, **rest
     )
 
-    from fasteagle.bench import read_questions, run
+    from fasteagle.bench import check_simulated, read_questions, run
     from fasteagle.bench_report import build_report
 
+    if plot_path:
+        check_plot(plot_path)
+    if json_path:
+        require_writable(json_path)
+    check_simulated(options, runtime_options, load_format == "dummy")
     questions = read_questions(options.data, options.limit)
     checkpoint, tokenizer = _load(model, load_format)
     measured = run(options, runtime_options, checkpoint, tokenizer, questions)
     report = build_report(measured, options, runtime_options, save_outputs)
     if json_path:
         write_atomic(json_path, json.dumps(report, indent=1).encode())
+    if plot_path:
+        plot(report, plot_path)
     _print(report, md)
 
 
@@ -112,9 +139,8 @@ def _print(report: dict[str, Any], md: bool) -> None:
     table = Table(*COLUMNS, box=None, pad_edge=False)
     for cells in table_rows(report):
         table.add_row(*cells)
-    console = Console(width=140)
-    console.print(table)
-    console.print(conditions(report))
+    Console(width=240).print(table)  # wider than any row, for folded rows cannot be read
+    print(conditions(report))
 
 
 if __name__ == "__main__":

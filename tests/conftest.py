@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from fasteagle import registry
 
+SCRIPTS = Path(__file__).parent.parent / "scripts"
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -151,3 +154,34 @@ def hub_cache(tmp_path, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", asked)
     return path
+
+
+def write_questions(path: Path, *questions: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in questions))
+    return path
+
+
+@pytest.fixture
+def questions(tmp_path):
+    """Three questions for the benchmark, four turns."""
+    return write_questions(tmp_path / "q.jsonl", ["one", "and then?"], ["two"], ["three"])
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Runs scripts/tokens_per_sec.py in this process."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import tokens_per_sec
+
+    return lambda *args: CliRunner().invoke(tokens_per_sec.main, [str(a) for a in args])
+
+
+@pytest.fixture
+def tiny_preset(monkeypatch):
+    """The registry knows a tiny shape under the name it returns: int4 groups and all."""
+    small = dataclasses.replace(
+        registry.preset("llama2-7b"), dim=64, n_layer=2, n_head=4, n_kv_head=4, head_dim=16,
+        ffn_dim=96, vocab_size=100,
+    )  # fmt: skip
+    monkeypatch.setitem(registry.REGISTRY, "llama2-70b", registry.Entry(small, "none"))
+    return "llama2-70b"

@@ -6,32 +6,25 @@ import dataclasses
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 
+from conftest import SCRIPTS
 from fasteagle import bench
-from fasteagle.bench import BenchOptions, Row, Turn, read_questions, run
+from fasteagle.bench import BenchOptions, read_questions, run
 from fasteagle.bench_report import build_report, markdown
+from fasteagle.bench_rows import EngineDecoder, HFDecoder, Row, Turn
 from fasteagle.checkpoint import open_checkpoint
+from fasteagle.device_speed import Bandwidth
 from fasteagle.errors import FasteagleError
+from fasteagle.latency import percentile
 from fasteagle.options import RuntimeOptions
+from fasteagle.row_tree import planned_tree
 from fasteagle.tokenizer import load_tokenizer
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "tokens_per_sec.py"
+SCRIPT = SCRIPTS / "tokens_per_sec.py"
 CPU = RuntimeOptions(device="cpu")
-
-
-def write_questions(path, *questions):
-    path.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in questions))
-    return path
-
-
-@pytest.fixture
-def questions(tmp_path):
-    return write_questions(tmp_path / "q.jsonl", ["one", "and then?"], ["two"], ["three"])
 
 
 def measure(folder, questions, **options):
@@ -53,12 +46,19 @@ def test_hf_and_plain_give_the_same_greedy_tokens_in_fp32(tiny_dir, questions):
     assert plain["tau"] == hf["tau"] == 1.0
     assert plain["plain_rows"] in (1, 2) and hf["plain_rows"] is None
     for row in report["rows"]:
-        assert row["mbu"] is None  # nobody told us this CPU's bandwidth
+        assert row["mbu"] > 0 and not row["simulated"] and row["tree"] is None
+        assert 0 < row["p50_ms"] <= row["p99_ms"]
+        assert 12 < row["context"] < 100 and row["dtype"] == "fp32" and row["scheme"] is None
         assert row["peak_mem_gb"] > 0.05 and row["ttft_s"] > 0 and row["precision"] == "fp32"
         assert row["tok_s_min"] <= row["tok_s_median"] <= row["tok_s_max"]
     meta = report["meta"]
     assert meta["torch"] == torch.__version__ and meta["device"] and meta["date"]
     assert meta["max_new_tokens"] == 12 and meta["model"] == str(tiny_dir)
+    assert meta["bandwidth"]["gb_s"] == meta["bandwidth"]["measured_gb_s"] > 0.1
+    assert meta["bandwidth"]["source"] == "measured, reading with 2 threads"
+    parts = [plain[name] for name in ("draft_ms", "verify_ms", "other_ms")]
+    assert parts[0] == 0 < min(parts[1:]) and "draft_ms" not in hf
+    assert sum(parts) == pytest.approx(1e3 / plain["tok_s"], rel=0.01)  # a token a cycle
 
 
 def test_every_row_drafts_what_it_says(tiny_dir, questions, tmp_path):
@@ -72,13 +72,15 @@ def test_every_row_drafts_what_it_says(tiny_dir, questions, tmp_path):
     model = load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=64)
     head = random_head(model, rope_scaling=None, rope_base=10000.0)
     save_head(tmp_path / "head", head, {}, torch.float32)
-    report = measure(tiny_dir, questions, rows=bench.ROW_NAMES,
-                     draft=DraftOptions(head=str(tmp_path / "head")))  # fmt: skip
+    draft = DraftOptions(head=str(tmp_path / "head"))
+    report = measure(tiny_dir, questions, rows=bench.ROW_NAMES, draft=draft)
     rows = {row["name"]: row for row in report["rows"]}
     assert list(rows) == list(bench.ROW_NAMES)
     for name, row in rows.items():
         assert row["outputs"] == rows["plain"]["outputs"], name
         assert row["tau"] >= 1
+        planned = planned_tree(name, draft, quantized_on_cpu=False)
+        assert row["tree"] == (planned and dataclasses.asdict(planned))
         drafted = name not in ("hf", "hf-pld", "plain")
         assert ("accepted_by_depth" in row) == drafted
         if drafted:
@@ -88,7 +90,9 @@ def test_every_row_drafts_what_it_says(tiny_dir, questions, tmp_path):
             assert row["tau"] <= 1 + sum(shares) + 1e-3
             assert row["draft_ms"] > 0 and row["verify_ms"] > 0 and row["other_ms"] > 0
             assert (row["n_alpha"] is not None) == (name == "eagle-chain")
-    assert "draft + verify + other ms" in markdown(report)
+    table = markdown(report)
+    assert "draft + verify + other ms" in table and "P50 / P99 ms per token" in table
+    assert "| 3, 3, 8 |" in table and "| 5, -, 25 |" in table and "simulated" not in table
     # A tree from a file is the static row's alone.
     (tmp_path / "tree.json").write_text("[[0], [1]]")
     draft = DraftOptions(head=str(tmp_path / "head"), tree_file=str(tmp_path / "tree.json"))
@@ -107,14 +111,15 @@ def test_prompt_lookup_counts_its_first_batch_apart():
     for n in (9, 4, 2):  # the prompt, four tokens of the first pass, two of the next
         clock.put(torch.zeros(n))
     assert clock.first == 4 and len(clock.times) == 2
-    row = bench.Row("hf-pld", "fp32", None, 1)
-    row.turns.append(bench.Turn([0] * 6, 0.5, 0.1, 1, first=clock.first))
+    assert clock.chunks == [(2, clock.times[1] - clock.times[0])]
+    row = Row("hf-pld", "fp32", None, 1)
+    row.turns.append(Turn([0] * 6, 0.5, 0.1, 1, first=clock.first))
     assert row.tok_s == pytest.approx(20) and row.tau == 2 and row.turn_rates == [20]
 
 
 def test_rows_take_turns_and_each_has_its_own_history(tiny_dir, questions, monkeypatch):
     calls = []
-    for kind in (bench.HFDecoder, bench.EngineDecoder):
+    for kind in (HFDecoder, EngineDecoder):
         original = kind.turn
 
         def turn(self, prompt, n, original=original, kind=kind):
@@ -156,6 +161,15 @@ def test_precisions_run_together_or_one_by_one(tiny_dir, questions, monkeypatch)
     assert [row["precision"] for row in report["rows"]] == ["bf16", "fp32"]
 
 
+def test_threads_are_those_asked_for(tiny_dir, questions):
+    options = BenchOptions(str(tiny_dir), ("plain",), ("fp32",), compile=False, max_new_tokens=2)
+    runtime = dataclasses.replace(CPU, threads=1)
+    assert torch.get_num_threads() == 2
+    run(options, runtime, open_checkpoint(tiny_dir), load_tokenizer(tiny_dir),
+        read_questions(questions, 1))  # fmt: skip
+    assert torch.get_num_threads() == 1
+
+
 def test_same_seed_same_sampled_outputs(tiny_dir, questions):
     first, second = (
         measure(tiny_dir, questions, rows=("plain",), temperature=1.0, seed=5) for _ in range(2)
@@ -178,11 +192,40 @@ def test_arithmetic_of_a_row():
 
 
 def test_bandwidth_use_where_the_bandwidth_is_known(monkeypatch):
-    monkeypatch.setattr("fasteagle.bench_report._device_name", lambda d: "NVIDIA GeForce RTX 3090")
-    row = Row("plain", "bf16", decoder=None, weight_bytes=int(9.36e9))
-    row.turns = [Turn([1] * 51, 0.5, 1.0, 25)]  # 50 tokens in 25 passes of one second
+    bandwidth = Bandwidth(936, "data sheet of RTX 3090", 850)
+    monkeypatch.setattr("fasteagle.bench_report.memory_bandwidth", lambda *device: bandwidth)
+    row = Row("eagle", "bf16", decoder=None, weight_bytes=int(9.36e9))
+    row.turns = [Turn([1] * 51, 0.5, 1.0, 25, prompt_tokens=75)]  # 50 tokens in 25 passes, 1 s
     report = build_report([row], BenchOptions(), CPU, save_outputs=False)
     assert report["rows"][0]["mbu"] == pytest.approx(0.25)
+    assert report["rows"][0]["context"] == 100.5  # halfway through the answer
+    row.kv_bytes = int(9.36e9 / 100.5)  # the cache is read too: as much again
+    report = build_report([row], BenchOptions(), CPU, save_outputs=False)
+    assert report["rows"][0]["mbu"] == pytest.approx(0.5)
+    assert "MBU of 936.0 GB/s (data sheet of RTX 3090)" in markdown(report)
+
+
+def test_latency_of_a_token_is_its_share_of_its_chunk():
+    row = Row("eagle", "bf16", decoder=None, weight_bytes=1)
+    chunks = ((3, 0.3), (1, 0.5), (2, 0.1))
+    row.turns = [Turn([1] * 7, 0.5, 0.9, 3, chunks=chunks)]
+    assert row.latencies == pytest.approx([0.1, 0.1, 0.1, 0.5, 0.05, 0.05])
+    assert sum(row.latencies) == pytest.approx(row.seconds)
+    report = build_report([row], BenchOptions(), CPU, save_outputs=False)
+    assert (report["rows"][0]["p50_ms"], report["rows"][0]["p99_ms"]) == (100, 500)
+    assert "| 100.0 / 500.0 |" in markdown(report)
+    row.turns = [Turn([1], 0.5, 0.0, 0)]  # an answer of one token has no gaps
+    report = build_report([row], BenchOptions(), CPU, save_outputs=False)
+    assert report["rows"][0]["p50_ms"] is None and "None" not in markdown(report)
+
+
+@pytest.mark.parametrize(
+    ("values", "share", "expected"),
+    [([3.0], 0.99, 3.0), ([1.0, 2.0], 0.5, 1.0), (range(1, 101), 0.99, 99), ([], 0.5, None),
+     (range(100, 0, -1), 0.5, 50), ([1.0, 2.0], 0.0, 1.0), ([1.0, 2.0], 1.0, 2.0)],
+)  # fmt: skip
+def test_percentiles(values, share, expected):
+    assert percentile(values, share) == expected
 
 
 def test_our_questions_are_ten_and_the_limit_counts_questions(questions):
@@ -237,22 +280,9 @@ def test_the_script(tiny_dir, questions, tmp_path):
     assert done.stdout.strip() == markdown(record).strip()
 
 
-@pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    import tokens_per_sec
-
-    return lambda *args: CliRunner().invoke(tokens_per_sec.main, [str(a) for a in args])
-
-
-def test_the_script_measures_shapes_without_weights(script, monkeypatch, tmp_path, questions):
-    from fasteagle import registry
-
-    small = dataclasses.replace(registry.preset("llama2-7b"), dim=64, n_layer=2, n_head=4,
-                                n_kv_head=4, head_dim=16, ffn_dim=96, vocab_size=100)  # fmt: skip
-    monkeypatch.setitem(registry.REGISTRY, "llama2-70b", registry.Entry(small, "none"))
+def test_the_script_measures_shapes_without_weights(script, tiny_preset, tmp_path, questions):
     out = tmp_path / "r.json"
-    result = script("--model", "llama2-70b", "--load-format", "dummy", "--data", questions,
+    result = script("--model", tiny_preset, "--load-format", "dummy", "--data", questions,
                     "--no-compile", "--max-new-tokens", 9, "--precision", "fp32", "--json", out,
                     "--rows", "hf,plain",
                     "--save-outputs")  # fmt: skip
@@ -260,7 +290,7 @@ def test_the_script_measures_shapes_without_weights(script, monkeypatch, tmp_pat
     rows = json.loads(out.read_text())["rows"]
     assert [row["name"] for row in rows] == ["hf", "plain"]
     assert rows[0]["outputs"] == rows[1]["outputs"] and rows[1]["tokens"] == 4 * 9
-    assert "llama2-70b" in result.stdout
+    assert tiny_preset in result.stdout
 
 
 @pytest.mark.parametrize(
