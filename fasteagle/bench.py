@@ -27,7 +27,7 @@ from fasteagle.hf_baseline import LOOKUP_TOKENS, hf_model
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.quant.scheme import is_scheme_name
 from fasteagle.roofline import Storage
-from fasteagle.row_tree import TreeSize, used_tree
+from fasteagle.row_tree import TreeSize, draft_of, is_sized, used_tree
 from fasteagle.runtime import (
     TORCH_DTYPES,
     TORCHAO,
@@ -71,7 +71,7 @@ class BenchOptions:
 
     def __post_init__(self) -> None:
         for value, known, what in (
-            *((row, ROW_NAMES, "row") for row in self.rows),
+            *((row, ROW_NAMES, "row") for row in self.rows if not is_sized(row)),
             *(
                 (precision, PRECISIONS, "precision")
                 for precision in self.precisions
@@ -82,6 +82,8 @@ class BenchOptions:
             if value not in known:
                 raise FasteagleError(f"unknown {what} {value!r}: use {', '.join(known)}")
         SamplingParams(self.temperature, top_p=self.top_p, seed=self.seed)  # checks them
+        for row in self.rows:
+            draft_of(row, self.draft)
         if self.limit is not None and self.limit < 1:
             raise FasteagleError(f"limit {self.limit} is out of range: use 1 or more")
         if self.max_new_tokens < 2:
@@ -245,15 +247,13 @@ def _drafter(
 ) -> Drafter | None:
     if name == "plain":
         return None
-    tree_file = options.draft.tree_file if name == "eagle-static" else None
-    verify = options.draft.verify if name in ("eagle-static", "eagle-chain") else "match"
-    draft = dataclasses.replace(options.draft, drafter=name, tree_file=tree_file, verify=verify)
+    draft = draft_of(name, options.draft)
     drafter: Drafter | None
     if wants_dummy_head(name, checkpoint, draft):
         drafter = dummy_drafter(options.model, engine, checkpoint, draft)
     else:
         drafter = make_drafter(options.model, engine, checkpoint, draft, lambda line: None)
-    if name == "eagle" and isinstance(drafter, EagleDrafter):
+    if draft.drafter == "eagle" and isinstance(drafter, EagleDrafter):
         drafter.value, drafter.rerank = options.tree_value, options.rerank
     return drafter
 

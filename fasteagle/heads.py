@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fasteagle import hub
-from fasteagle.checkpoint import Checkpoint, fingerprint, read_json
+from fasteagle.checkpoint import Checkpoint, DummyCheckpoint, fingerprint, read_json
 from fasteagle.config import HeadConfig, ModelConfig, head_from_hf
 from fasteagle.drafters import (
     Drafter,
@@ -112,9 +112,9 @@ def make_drafter(
     """
     if options.drafter == "none":
         return None
-    identity = fingerprint(checkpoint)
     if options.drafter == "ngram":
-        return _ngram(engine, checkpoint, identity)
+        return _ngram(engine, checkpoint)
+    identity = fingerprint(checkpoint)
     try:
         found = find_head(options.head, name, identity)
     except FasteagleError as error:
@@ -129,7 +129,7 @@ def make_drafter(
                 "`fasteagle train-head`, or use --drafter ngram"
             )
         notify("no draft head for this model: guessing from the context (n-grams) instead")
-        return _ngram(engine, checkpoint, identity)
+        return _ngram(engine, checkpoint)
     scheme = getattr(checkpoint, "scheme", None)
     if scheme is None:
         repair = f"fasteagle train-head --model {name} --prompts FILE --out DIR"
@@ -150,10 +150,11 @@ def make_drafter(
     return drafter
 
 
-def _ngram(engine: Engine, checkpoint: Checkpoint, identity: str) -> NgramDrafter:
+def _ngram(engine: Engine, checkpoint: Checkpoint) -> NgramDrafter:
     drafter = NgramDrafter()
-    path = costs_path(identity, _precision(engine, checkpoint), "ngram")
-    drafter.tuning = Tuning(path, NGRAM_RANKS)
+    if not isinstance(checkpoint, DummyCheckpoint):  # whose fingerprint would make all its weights
+        path = costs_path(fingerprint(checkpoint), _precision(engine, checkpoint), "ngram")
+        drafter.tuning = Tuning(path, NGRAM_RANKS)
     return drafter
 
 

@@ -15,7 +15,7 @@ from fasteagle.options import LM_HEAD_BITS, DraftOptions
 from fasteagle.registry import REGISTRY, preset
 from fasteagle.roofline import ELEMENT_BYTES, Case, Device, Prediction, Storage, predict
 from fasteagle.roofline import storage_named as named
-from fasteagle.row_tree import TreeSize, planned_tree
+from fasteagle.row_tree import TreeSize, draft_of, is_sized, planned_tree
 
 ROWS = ("hf", "hf-pld", "plain", "eagle", "eagle-static", "eagle-chain", "ngram")
 
@@ -33,8 +33,9 @@ class RooflineOptions:
 
     def __post_init__(self) -> None:
         for row in self.rows:
-            if row not in ROWS:
+            if row not in ROWS and not is_sized(row):
                 raise FasteagleError(f"unknown row {row!r}: use {', '.join(ROWS)}")
+            draft_of(row, self.draft)
         if self.lm_head not in LM_HEAD_BITS:
             known = ", ".join(LM_HEAD_BITS)
             raise FasteagleError(f"lm-head {self.lm_head!r} is unknown: use {known}")

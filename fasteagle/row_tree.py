@@ -9,6 +9,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fasteagle.errors import FasteagleError
 from fasteagle.options import DraftOptions
 
 if TYPE_CHECKING:
@@ -32,6 +33,31 @@ class TreeSize:
         return f"{self.depth}, {self.topk or '-'}, {self.nodes}"
 
 
+SIZED = "eagle@"  # a row with a tree of its own: eagle@DEPTH/TOPK/NODES
+
+
+def is_sized(row: str) -> bool:
+    return row.startswith(SIZED)
+
+
+def draft_of(row: str, draft: DraftOptions) -> DraftOptions:
+    """`draft` as row `row` takes it. Raises `FasteagleError` for sizes that are not three."""
+    if row in ("hf", "hf-pld", "plain"):
+        return draft
+    if is_sized(row):
+        sizes = row.removeprefix(SIZED).split("/")
+        if len(sizes) != 3 or not all(size.isascii() and size.isdigit() for size in sizes):
+            raise FasteagleError(f"row {row!r}: use {SIZED}DEPTH/TOPK/NODES, like eagle@3/3/8")
+        depth, topk, nodes = map(int, sizes)
+        return dataclasses.replace(
+            draft, drafter="eagle", tree_depth=depth, tree_topk=topk, tree_nodes=nodes,
+            tree_file=None, verify="match",
+        )  # fmt: skip
+    tree_file = draft.tree_file if row == "eagle-static" else None
+    verify = draft.verify if row in ("eagle-static", "eagle-chain") else "match"
+    return dataclasses.replace(draft, drafter=row, tree_file=tree_file, verify=verify)
+
+
 def planned_tree(row: str, draft: DraftOptions, quantized_on_cpu: bool) -> TreeSize | None:
     """The tree that row `row` will draft, None for rows that do not draft."""
     if row in ("hf", "plain"):
@@ -44,7 +70,7 @@ def planned_tree(row: str, draft: DraftOptions, quantized_on_cpu: bool) -> TreeS
         from fasteagle.drafters import NgramDrafter
 
         return used_tree(NgramDrafter())
-    depth, topk, nodes = draft.sizes(quantized_on_cpu)
+    depth, topk, nodes = draft_of(row, draft).sizes(quantized_on_cpu)
     if row == "eagle-chain":
         return TreeSize(depth, 1, depth)
     if row == "eagle-static":

@@ -36,7 +36,7 @@ DEFAULTS = BenchOptions()
     "--rows",
     default=",".join(DEFAULT_ROWS),
     show_default=True,
-    help=f"Comma list of {', '.join(ROW_NAMES)}.",
+    help=f"Comma list of {', '.join(ROW_NAMES)}, or eagle@DEPTH/TOPK/NODES.",
 )
 @click.option(
     "--precision",

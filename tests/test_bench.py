@@ -19,8 +19,8 @@ from fasteagle.checkpoint import open_checkpoint
 from fasteagle.device_speed import Bandwidth
 from fasteagle.errors import FasteagleError
 from fasteagle.latency import percentile
-from fasteagle.options import RuntimeOptions
-from fasteagle.row_tree import planned_tree
+from fasteagle.options import DraftOptions, RuntimeOptions
+from fasteagle.row_tree import draft_of, planned_tree
 from fasteagle.tokenizer import load_tokenizer
 
 SCRIPT = SCRIPTS / "tokens_per_sec.py"
@@ -306,3 +306,16 @@ def test_the_script_measures_shapes_without_weights(script, tiny_preset, tmp_pat
 def test_bad_input_to_the_script(script, arguments, message):
     result = script(*arguments)
     assert result.exit_code == 2 and message in result.stderr and result.stdout == ""
+
+
+def test_a_row_may_name_its_tree():
+    options = BenchOptions(rows=("plain", "eagle@4/2/10"))
+    draft = draft_of(options.rows[1], options.draft)
+    assert (draft.drafter, draft.sizes(False)) == ("eagle", (4, 2, 10))
+    assert not draft.auto_tree and planned_tree("eagle@4/2/10", DraftOptions(), True).nodes == 10
+
+
+@pytest.mark.parametrize("row", ["eagle@", "eagle@3/3", "eagle@3/3/x", "eagle@3/3/-8"])
+def test_a_row_with_half_a_tree_is_refused(row):
+    with pytest.raises(FasteagleError, match="DEPTH/TOPK/NODES"):
+        BenchOptions(rows=(row,))
