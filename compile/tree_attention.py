@@ -72,6 +72,13 @@ def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Tensor | TreeView)
     return tree_attention(q, k_cache, v_cache, *mask)
 
 
+def use_tree_attention(target: model.Transformer) -> None:
+    """Make the target's blocks take a `TreeView` where they took a mask, besides masks."""
+    for block in target.blocks:
+        block.attention.attend = attend
+    target.takes_tree_view = True
+
+
 def reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, view: TreeView) -> Tensor:
     """What the kernels compute, by `model.attend` in fp32."""
     mask = view.mask(k_cache.shape[1])

@@ -59,7 +59,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not path.is_dir():
         raise FasteagleError(f"{path}: no such file or folder")
     raw = read_json(path / "config.json")
-    if raw.get("quantization_config"):
+    # GPTQ tools of the first years wrote a file of their own and nothing into config.json.
+    if raw.get("quantization_config") or (path / "quantize_config.json").exists():
         from fasteagle.quant.folders import open_quantized
 
         return open_quantized(path, raw)

@@ -156,12 +156,16 @@ class EagleDrafter(HeadDrafter):
     def propose(
         self, root: Tensor, context: Sequence[int], params: SamplingParams = GREEDY
     ) -> DraftTree:
-        if self.pilot is not None and self.pilot.shape is not None:
-            self.shape = self.pilot.shape
+        piloted = None if self.pilot is None else self.pilot.shape
+        return self.tree_of(piloted or self.shape, root, params)
+
+    def tree_of(self, shape: TreeShape, root: Tensor, params: SamplingParams) -> DraftTree:
+        """A tree of this shape, now and until another one is asked for."""
+        self.shape = shape
         pool = self.expand(params)
         if not self.rerank:
             pool = pool._replace(scores=torch.arange(len(pool.scores), 0, -1, device=root.device))
-        return rerank(pool, root, self.shape.nodes)
+        return rerank(pool, root, shape.nodes)
 
     def expand(self, params: SamplingParams = GREEDY) -> Pool:
         """`depth` levels; every level's frontier are the k best of its candidates."""
@@ -334,6 +338,7 @@ class HeadState:
         self.cache = KVCache(head.config.block, n_slots, weight.dtype, weight.device)
         self.length = 0
         self._tree_rows = tree_rows
+        self.shared_seq_len: Tensor | None = None  # 0-d, of cycles that nothing on the host steers
         self._target_ids = head.target_ids()
         self.logits = weight.new_empty(1, head.config.draft_vocab_size)  # [1, V]
         self.feature = weight.new_empty(1, head.config.block.dim)  # [1, D]
@@ -366,7 +371,7 @@ class HeadState:
 
     def extend(self, tokens: Tensor, features: Tensor, count: int) -> None:
         """Run true pairs through the head; see `Drafter.extend`."""
-        self._reserve(self.length + tokens.shape[0] + self._tree_rows)
+        self.reserve(self.length + tokens.shape[0] + self._tree_rows)
         last = torch.tensor([count - 1], device=tokens.device)
         self.logits, self.feature = head_extend(
             self.head, self.cache, tokens, features, self.seq_len, last
@@ -382,9 +387,12 @@ class HeadState:
     @property
     def seq_len(self) -> Tensor:
         """`length` on the device, 0-d."""
+        if self.shared_seq_len is not None:
+            return self.shared_seq_len
         return torch.tensor(self.length, device=self._target_ids.device)
 
-    def _reserve(self, n_slots: int) -> None:
+    def reserve(self, n_slots: int) -> None:
+        """Make room in a cache that grows with the text; on CUDA it has its full size."""
         if self.on_cpu:
             self.cache.resize(n_slots)
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ from fasteagle.options import SamplingParams
 from fasteagle.sampling import BAD_ROW, draw, process_logits
 from fasteagle.tree import ancestor_mask
 from fasteagle.verify import PAD, accept, seen_rows
+
+if TYPE_CHECKING:
+    from fasteagle.compile.static_cycles import StaticCycles
 
 PREFILL_CHUNK = 256
 FEW_PAIRS = 8  # a follow-up question may compute so many rows twice
@@ -94,12 +98,14 @@ class Engine:
         self.cache = KVCache(model.config, max(n_slots, 1), self.dtype, self.device)
         self.cached: list[int] = []
         self.stats = Stats()
+        self.captured: StaticCycles | None = None  # replays whole cycles, where a device can
 
     def use(self, drafter: Drafter | None) -> None:
         """Draft with `drafter` from the next answer on, or not at all."""
         if drafter is not None:
             drafter.rewind(0)  # whatever it has seen may have been another conversation
         self.drafter = drafter
+        self.captured = None  # it was of the other drafter
 
     @torch.no_grad()
     def generate(
@@ -118,10 +124,15 @@ class Engine:
         features, stats.cached_tokens = self.prefill(prompt)
         positions = torch.tensor([len(prompt)], device=self.device)
         root = draw(self.model.lm_head(features), positions, params, seen)
-        new = self._read(root)
+        new = self.read(root.tolist())
         pairs = (root, features)  # committed since the drafter last saw any
         first = time.perf_counter()
         stats.ttft = first - start
+        captured = self.captured
+        if captured is not None and captured.takes(params, seen):
+            cycles = captured.cycles(new[-1], pairs, params)
+        else:
+            cycles = self.cycles(new[-1], pairs, params, seen)
         while True:
             kept = self._until_end(new, max_new_tokens, eos_ids)
             stats.new_tokens += len(kept)
@@ -131,10 +142,24 @@ class Engine:
             stats.decode_seconds = elapsed
             yield kept
             if stats.finish:
-                self._catch_up(pairs)
+                cycles.close()
                 return
-            new, pairs = self._cycle(new[-1], pairs, params, seen)
+            new = next(cycles)
             stats.passes += 1
+
+    def cycles(
+        self, root_id: int, pairs: tuple[Tensor, Tensor], params: SamplingParams,
+        seen: Tensor | None,
+    ) -> Generator[list[int]]:  # fmt: skip
+        """New tokens, cycle by cycle, without end; `cached` holds all but the last of them."""
+        new = [root_id]
+        try:
+            while True:
+                new, pairs = self._cycle(new[-1], pairs, params, seen)
+                yield new
+        finally:
+            if self.stats.finish:
+                self._catch_up(pairs)
 
     def _cycle(
         self, root_id: int, pairs: tuple[Tensor, Tensor], params: SamplingParams,
@@ -189,7 +214,7 @@ class Engine:
 
         slots = base + torch.arange(drafter.depth + 1, device=self.device)
         self.cache.commit(base + path.rows, slots)
-        new = self._read(path.emitted)  # the one read of the host in a cycle
+        new = self.read(path.emitted.tolist())  # the one read of the host in a cycle
         self.cached.extend([root_id, *new[:-1]])
         if seen is not None:
             seen[:, torch.tensor([root_id, *new], device=self.device)] = True
@@ -216,7 +241,7 @@ class Engine:
         self.stats.verify_seconds += self.now() - begin
         positions = torch.tensor([len(self.cached) + 1], device=self.device)
         root = draw(output.logits[:1], positions, params, seen)
-        new = self._read(root)
+        new = self.read(root.tolist())
         self.cached.append(root_id)
         return new, (root, output.features[:1])
 
@@ -241,7 +266,7 @@ class Engine:
             kept = max(0, min(kept if same == len(prompt) else same - 1, self.drafter.length))
             self.drafter.rewind(kept)
         del self.cached[kept:]
-        self._reserve(len(prompt))
+        self.reserve(len(prompt))
         for begin in range(kept, len(prompt), PREFILL_CHUNK):
             chunk = prompt[begin : begin + PREFILL_CHUNK]
             features = self._run(chunk, begin)
@@ -265,7 +290,7 @@ class Engine:
     def features(self, ids: Sequence[int]) -> Tensor:
         """Features [len(ids), D] of every token of a text, for training; forgets the cache."""
         self.cached.clear()
-        self._reserve(len(ids))
+        self.reserve(len(ids))
         starts = range(0, len(ids), PREFILL_CHUNK)
         return torch.cat([self._run(ids[at : at + PREFILL_CHUNK], at) for at in starts])
 
@@ -274,12 +299,28 @@ class Engine:
 
         `depths` [T] count from the root (0); `tree_mask` [T, T] (bool): row j sees row i.
         """
-        T, seq_len = tokens.shape[0], len(self.cached)
-        self._reserve(seq_len + T)
+        seq_len = len(self.cached)
+        self.reserve(seq_len + tokens.shape[0])
+        return self.verify_at(seq_len, tokens, depths, tree_mask)
+
+    def verify_at(
+        self, seq_len: int | Tensor, tokens: Tensor, depths: Tensor, tree_mask: Tensor
+    ) -> Output:
+        """`verify` behind `seq_len` committed tokens, a number of the host's or 0-d on the device.
+
+        Reads nothing back, so that it can be captured.
+        """
+        T = tokens.shape[0]
         positions = seq_len + depths
         slots = seq_len + torch.arange(T, device=self.device)
-        # Rows of one depth see the same committed keys: those of a causal row at their position.
         window = self.model.config.sliding_window
+        if self.model.takes_tree_view:
+            from fasteagle.compile.tree_attention import TreeView, tree_paths
+
+            length = torch.as_tensor(seq_len, device=self.device)
+            view = TreeView(length, tree_paths(tree_mask, depths, T - 1), depths, window)
+            return self.model(tokens, positions, slots, view, self.cache)
+        # Rows of one depth see the same committed keys: those of a causal row at their position.
         keys = torch.arange(self.cache.n_slots, device=self.device)
         mask = (keys < seq_len).expand(T, -1)
         if window is not None:
@@ -293,7 +334,8 @@ class Engine:
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
-    def _reserve(self, n_slots: int) -> None:
+    def reserve(self, n_slots: int) -> None:
+        """Make room in a cache that grows with the text; on CUDA it has its full size."""
         if self.on_cpu:
             self.cache.resize(n_slots)
 
@@ -320,9 +362,9 @@ class Engine:
         seen[0, torch.tensor(prompt, device=self.device)] = True
         return seen
 
-    def _read(self, drawn: Tensor) -> list[int]:
-        """New tokens on the host, padding left out. Raises `FasteagleError` for bad logits."""
-        tokens = [token for token in drawn.tolist() if token != PAD]
+    def read(self, drawn: list[int]) -> list[int]:
+        """`drawn` without its padding. Raises `FasteagleError` where logits were not finite."""
+        tokens = [token for token in drawn if token != PAD]
         position = len(self.cached)
         if BAD_ROW in tokens:
             self._forget_everything()

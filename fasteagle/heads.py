@@ -137,10 +137,12 @@ def make_drafter(
         repair = f"fasteagle calibrate-head --model {name} {scheme.option}"
     head = _ready_head(engine, found, identity, repair, notify)
     # A calibrated head says what was faster for it; others are quantized like their target.
-    if scheme is not None and (read_header(found.path) or {}).get("head_scheme") != "bf16":
+    judged = (read_header(found.path) or {}).get("head_scheme")
+    if scheme is not None and judged != "bf16":
         from fasteagle.quant.source import quantize_head_
 
-        quantize_head_(head, scheme)
+        # Calibration measures it with plain min-max values, whatever the target's come from.
+        quantize_head_(head, dataclasses.replace(scheme, method="minmax") if judged else scheme)
     sizes = options.sizes(quantized_on_cpu=scheme is not None and engine.on_cpu)
     drafter = tree_drafter(head, options, engine.max_seq_len, sizes)
     if options.auto_tree and isinstance(drafter, EagleDrafter):

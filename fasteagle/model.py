@@ -112,6 +112,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.n_head * config.head_dim, config.dim, bias=False)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.attend = attend  # a kernel may take its place, from outside
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, mask: Tensor,
@@ -127,7 +128,7 @@ class Attention(nn.Module):
         group = self.n_head // self.n_kv_head
         q = q.view(T, self.n_kv_head, group, self.head_dim).permute(1, 2, 0, 3)
         q = q.reshape(self.n_kv_head, group * T, self.head_dim)
-        y = attend(q, k_cache, v_cache, mask)  # [G, group * T, E]
+        y = self.attend(q, k_cache, v_cache, mask)  # [G, group * T, E]
         y = y.view(self.n_kv_head, group, T, self.head_dim).permute(2, 0, 1, 3)
         return self.out(y.reshape(T, self.n_head * self.head_dim))
 
@@ -207,6 +208,8 @@ class Transformer(nn.Module):
 
     rope_cos: Tensor
     rope_sin: Tensor
+    # Whether attention takes `compile.TreeView` instead of a mask; see `use_tree_attention` there.
+    takes_tree_view = False
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -10,8 +10,12 @@ from fasteagle.quant.store import METHOD, StoredFolder
 
 
 def open_quantized(path: Path, raw: dict[str, Any]) -> Checkpoint:
-    """Open a folder whose config.json has a `quantization_config`. Raises `FasteagleError`."""
-    if raw["quantization_config"].get("quant_method") == METHOD:
+    """Open a folder whose config.json has a `quantization_config`, or a GPTQ tool's file beside it.
+
+    Raises `FasteagleError`.
+    """
+    settings = raw.get("quantization_config")
+    if isinstance(settings, dict) and settings.get("quant_method") == METHOD:
         return StoredFolder(path, raw)
     from fasteagle.quant import importers
 

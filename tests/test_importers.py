@@ -20,6 +20,7 @@ from fasteagle.checkpoint import (
     expected_shapes,
     fingerprint,
     load_model,
+    open_checkpoint,
 )
 from fasteagle.errors import FasteagleError
 from fasteagle.quant.import_formats import (
@@ -655,6 +656,9 @@ def test_quantize_config_json_fills_in(tmp_path):
     raw = json.loads((tmp_path / "config.json").read_text())
     del raw["quantization_config"]  # older folders say it only beside
     assert torch.equal(open_quantized(tmp_path, raw).load(f"{Q_PROJ}.weight"), weight)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    found = open_checkpoint(tmp_path)  # what every command opens a folder by
+    assert torch.equal(found.load(f"{Q_PROJ}.weight"), weight)
 
 
 def change_tensors(folder: Path, change) -> None:

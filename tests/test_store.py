@@ -123,6 +123,28 @@ def test_speculation_changes_no_token_of_a_quantized_model(folder, quant):
         assert tokens(engine, 60) == expected
 
 
+@pytest.mark.parametrize(
+    ("header", "method"),
+    [({}, "hqq"), ({"head_scheme": "int4-g32-minmax"}, "minmax"), ({"head_scheme": "bf16"}, None)],
+)
+def test_a_calibrated_head_runs_as_it_was_judged(folder, tmp_path, monkeypatch, header, method):
+    """Calibration measures min-max weights, whatever the target's values come from."""
+    from fasteagle.head_file import save_head
+    from fasteagle.heads import make_drafter
+    from fasteagle.options import DraftOptions
+    from fasteagle.quant import source
+    from test_drafters import random_head
+
+    engine, checkpoint = quantized_engine(folder, "int4-g32-hqq")
+    head = random_head(engine.model, rope_scaling=None, rope_base=10000.0)
+    save_head(tmp_path / "head", head, header, torch.float32)
+    asked = []
+    monkeypatch.setattr(source, "quantize_head_", lambda head, scheme: asked.append(scheme.method))
+    options = DraftOptions("eagle", str(tmp_path / "head"))
+    make_drafter("tiny", engine, checkpoint, options, lambda line: None)
+    assert asked == ([method] if method else [])
+
+
 def test_flags_that_contradict_the_checkpoint(folder, tmp_path):
     out = tmp_path / "out"
     assert cli("quantize", folder, "--quant", "int4-g32", "-o", out).exit_code == 0
