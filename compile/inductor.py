@@ -1,7 +1,8 @@
-"""Block-wise `torch.compile`, in the background if asked, with a cache that outlives the process.
+"""`torch.compile` of a few blocks, in the background if asked; its cache outlives the process.
 
-One decoder block is compiled, not the model: all blocks share its code, so that it takes seconds.
-Rows and cache slots are dynamic dimensions: one graph for one row, one for two or more.
+A span of decoder blocks is compiled, not the model: all spans share its code, so that it takes
+seconds; a span, not a block, because each call costs 50 us on a CPU. Rows and cache slots are
+dynamic dimensions: one graph for one row, one for two or more.
 
 Shapes: T rows, D model dim, E head dim, G KV heads, S cache slots.
 """
@@ -9,16 +10,23 @@ Shapes: T rows, D model dim, E head dim, G KV heads, S cache slots.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import threading
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fasteagle.model import KEY_BLOCK, Block, Transformer
+from fasteagle.compile.tree_attention import TreeView
+from fasteagle.model import KEY_BLOCK, Block, Transformer, attend, run_blocks
 from fasteagle.paths import cache_dir
 
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]
+
+LONGEST_SPAN = 6  # blocks; longer ones take longer to compile and gained nothing more
 # Above this many keys Inductor's softmax takes another summation, which is another graph.
 LONG_REDUCTION = 4096
 
@@ -49,7 +57,7 @@ def missing_compiler() -> str | None:
 
 
 class BlockCompiler:
-    """Compiles `Block.forward` for a model and its draft head; `apply` makes them use the result.
+    """Compiles the blocks of a model and of its draft head; `apply` makes them use the result.
 
     `start` works in a thread of its own, `wait` blocks until it is done. The model runs eagerly
     until `apply`. If compilation fails, `error` says why and `apply` changes nothing.
@@ -61,7 +69,9 @@ class BlockCompiler:
         self._model = model
         self._head_block = head_block
         self._max_slots = max_slots
-        self._forward = torch.compile(Block.forward, fullgraph=True)
+        self._forward = torch.compile(Block.forward, fullgraph=True)  # of the head's
+        self._compiled = torch.compile(run_blocks, fullgraph=True)
+        self._span = span(model.config.n_layer)
         self._done = threading.Event()
         self._applied = False
 
@@ -81,18 +91,31 @@ class BlockCompiler:
     def apply(self) -> bool:
         """Switch the model's blocks to compiled code if it is ready; true if they now use it."""
         if self.ready and not self._applied:
-            for block in [*self._model.blocks, *self._extra_blocks]:
-                block.forward = functools.partial(self._forward, block)
+            self._model.run_blocks = self._run_spans
+            head_block: Any
+            for head_block in self._extra_blocks:
+                head_block.forward = functools.partial(self._forward, head_block)
             self._applied = True
         return self._applied
+
+    def _run_spans(
+        self, blocks: Sequence[Block], layers: Sequence[tuple[Tensor, Tensor]], x: Tensor,
+        *rest: Tensor,
+    ) -> Tensor:  # fmt: skip
+        for begin in range(0, len(blocks), self._span):
+            end = begin + self._span
+            x = self._compiled(blocks[begin:end], layers[begin:end], x, *rest)
+        return x
 
     def _run(self, n_threads: int) -> None:
         start = time.perf_counter()
         try:
             configure()  # again: torch's settings are those of a thread
             torch.set_num_threads(n_threads)
-            if self._model.norm.weight.device.type == "cpu" and (reason := missing_compiler()):
-                raise RuntimeError(reason)
+            if self._model.norm.weight.device.type == "cpu":
+                if reason := missing_compiler():
+                    raise RuntimeError(reason)
+                self._use_sums()
             with torch.no_grad():
                 self._warm_up()
         except Exception as error:  # whatever it is, the eager path still answers
@@ -100,20 +123,48 @@ class BlockCompiler:
         self.seconds = time.perf_counter() - start
         self._done.set()
 
+    def _use_sums(self) -> None:
+        for block in [*self._model.blocks, *self._extra_blocks]:
+            if block.attention.attend is attend:
+                block.attention.attend = attend_on_cpu
+
     def _warm_up(self) -> None:
         slots = [2 * KEY_BLOCK]
         if self._max_slots > LONG_REDUCTION:
             slots.append(2 * LONG_REDUCTION)
         for S in slots:
             for T in (1, 5):
-                for block in (self._model.blocks[0], *self._extra_blocks):
-                    self._forward(block, *self._inputs(block, T, S))
+                self._run_warm(T, S)
+                for block in self._extra_blocks:
+                    x, cos, sin, rows, mask, kv = self._inputs(block, T, S)
+                    self._forward(block, x, cos, sin, rows, mask, *kv)
+
+    def _run_warm(self, T: int, S: int) -> None:
+        blocks = list(self._model.blocks)[: self._span]
+        for which in range(2 if self._model.takes_tree_view else 1):
+            made = [self._inputs(block, T, S) for block in blocks]
+            x, cos, sin, rows, mask, _ = made[0]
+            view = self._view(T) if which else mask
+            layers = [(kv[0], kv[1]) for *_, kv in made]
+            self._compiled(blocks, layers, x, cos, sin, rows, view)
+
+    def _view(self, T: int) -> TreeView:
+        """A chain of T rows, as attention sees it that takes no mask."""
+        device = self._model.norm.weight.device
+        depths = torch.arange(T, device=device)
+        paths = depths.to(torch.int32).expand(T, T).clone()
+        if T > 1:
+            for tensor, dim in ((paths, 0), (paths, 1), (depths, 0)):
+                torch._dynamo.mark_dynamic(tensor, dim)
+        length = torch.zeros((), dtype=torch.long, device=device)
+        return TreeView(length, paths, depths, self._model.config.sliding_window)
 
     @property
     def _extra_blocks(self) -> list[Block]:
         return [] if self._head_block is None else [self._head_block]
 
-    def _inputs(self, block: Block, T: int, S: int) -> tuple[Tensor, ...]:
+    def _inputs(self, block: Block, T: int, S: int) -> Inputs:
+        """x, cos, sin, slots, mask, and the keys and values of one block."""
         config, weight = self._model.config, self._model.norm.weight
         n_kv_head, head_dim = block.attention.n_kv_head, block.attention.head_dim
         rope = self._model.rope_cos[:T, :1].expand(T, head_dim).unsqueeze(1)
@@ -127,4 +178,21 @@ class BlockCompiler:
         if T > 1:
             for tensor in (x, cos, sin, rows, mask):
                 torch._dynamo.mark_dynamic(tensor, 0)
-        return x, cos, sin, rows, mask, *kv
+        return x, cos, sin, rows, mask, kv
+
+
+def span(n_layer: int) -> int:
+    """Blocks compiled together: as many as divide the model, at most `LONGEST_SPAN`."""
+    return max(n for n in range(1, LONGEST_SPAN + 1) if n_layer % n == 0)
+
+
+def attend_on_cpu(q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Tensor) -> Tensor:
+    """`model.attend`, in compiled code for one row by sums, which Inductor fuses into a few loops.
+
+    A product of so few rows costs 35 us, whatever its size. Run eagerly, the sums would be slower.
+    """
+    if mask.shape[0] != 1 or not torch.compiler.is_compiling():
+        return attend(q, k_cache, v_cache, mask)
+    scores = (q.unsqueeze(2).float() * k_cache.unsqueeze(1).float()).sum(-1) / math.sqrt(q.shape[2])
+    weights = torch.softmax(scores.masked_fill(~mask, float("-inf")), -1)  # [G, group, S]
+    return (weights.unsqueeze(3) * v_cache.unsqueeze(1).float()).sum(2).to(v_cache.dtype)

@@ -13,12 +13,16 @@ S cache slots.
 
 from __future__ import annotations
 
+import importlib.util
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fasteagle import model
+from fasteagle.config import ModelConfig
+
+MAX_HEAD_DIM = 256  # of the kernels
 
 
 class TreeView(NamedTuple):
@@ -70,6 +74,16 @@ def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Tensor | TreeView)
     if isinstance(mask, Tensor):
         return model.attend(q, k_cache, v_cache, mask)
     return tree_attention(q, k_cache, v_cache, *mask)
+
+
+def has_kernel(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a target of this shape gets the kernels here."""
+    return (
+        device.type == "cuda"
+        and dtype in (torch.float16, torch.bfloat16)
+        and config.head_dim <= MAX_HEAD_DIM
+        and importlib.util.find_spec("triton") is not None
+    )
 
 
 def use_tree_attention(target: model.Transformer) -> None:

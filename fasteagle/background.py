@@ -12,6 +12,7 @@ import time
 import torch
 
 from fasteagle.compile import BlockCompiler
+from fasteagle.compile.static_cycles import use_static_cycles
 from fasteagle.drafters import EagleDrafter, NgramDrafter
 from fasteagle.generate import Engine, choose_plain_rows
 from fasteagle.runtime import note, start_compiler
@@ -31,6 +32,7 @@ class Preparation:
         self._idle.set()
         self._compiler: BlockCompiler = start_compiler(engine)
         self._said = False  # whether compilation's end was spoken of
+        self._warned = False  # that capture failed
         self._news: list[str] = []  # for the person, once no line is being typed
         drafter = engine.drafter
         self._drafter = None
@@ -48,6 +50,10 @@ class Preparation:
         for line in self._news:
             self._note(line)
         self._news.clear()
+        captured = self._engine.captured
+        if captured is not None and captured.error and not self._warned:
+            self._warned = True
+            note(f"warning: running without CUDA graphs: {captured.error}")
         if self._said:
             return
         applied = self._compiler.apply()
@@ -86,6 +92,8 @@ class Preparation:
                 self._news.append(f"[tuned in {seconds:.1f} s; /stats shows the tree]")
             self._idle.wait()
             follow_costs(engine, drafter, costs)
+            if engine.drafter is drafter:  # not switched off meanwhile
+                use_static_cycles(engine)
         except Exception as error:  # whatever it is: the tree stays as it was, and answers go on
             reason = (str(error) or type(error).__name__).splitlines()[0][:200]
             self._news.append(f"warning: not tuned: {reason}")

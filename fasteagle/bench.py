@@ -19,6 +19,7 @@ import torch
 
 from fasteagle.bench_rows import Decoder, EngineDecoder, HFDecoder, Row, Spent
 from fasteagle.checkpoint import Checkpoint, DummyCheckpoint, available_bytes, required_bytes
+from fasteagle.compile.static_cycles import use_static_cycles
 from fasteagle.drafters import Drafter, EagleDrafter, Piloted
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine, choose_plain_rows
@@ -139,6 +140,9 @@ def run(
         for precision in precisions:
             group += _build_rows(precision, options, runtime, checkpoint, tokenizer, device)
         _warm_up(group, questions[0], tokenizer)
+        for row in group:
+            if reason := _uncaptured(row.decoder):
+                note(f"warning: {row.name} {row.precision} runs without CUDA graphs: {reason}")
         for number, question in enumerate(questions, 1):
             note(f"question {number} of {len(questions)} ({', '.join(precisions)})")
             for row in group:
@@ -171,6 +175,12 @@ def _pilot_line(decoder: Decoder) -> str | None:
     drafter = decoder.engine.drafter if isinstance(decoder, EngineDecoder) else None
     pilot = drafter.pilot if isinstance(drafter, Piloted) else None
     return pilot.explain() if pilot else None
+
+
+def _uncaptured(decoder: Decoder) -> str | None:
+    """Why cycles that should be replayed are not."""
+    captured = decoder.engine.captured if isinstance(decoder, EngineDecoder) else None
+    return captured.error if captured else None
 
 
 def _fitting_groups(
@@ -221,6 +231,8 @@ def _build_rows(
         for engine in engines:
             if tuned := tune_now(engine, note):
                 note(f"{precision}: tuned in {tuned[1]:.1f} s (0: kept from before)")
+    for engine in engines:
+        use_static_cycles(engine)
     for row in rows:
         if row.name == "plain" and isinstance(row.decoder, EngineDecoder):
             row.plain_rows = choose_plain_rows(row.decoder.engine)

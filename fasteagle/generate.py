@@ -105,7 +105,6 @@ class Engine:
         if drafter is not None:
             drafter.rewind(0)  # whatever it has seen may have been another conversation
         self.drafter = drafter
-        self.captured = None  # it was of the other drafter
 
     @torch.no_grad()
     def generate(

@@ -10,7 +10,7 @@ V vocabulary, S cache slots, R EAGLE-3 taps.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -180,6 +180,16 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+def run_blocks(
+    blocks: Sequence[Block], layers: Sequence[tuple[Tensor, Tensor]], x: Tensor, cos: Tensor,
+    sin: Tensor, slots: Tensor, mask: Tensor,
+) -> Tensor:  # fmt: skip
+    """The residual stream [T, D] behind `blocks`, which write into their cache `layers`."""
+    for block, (k_cache, v_cache) in zip(blocks, layers, strict=True):
+        x = block(x, cos, sin, slots, mask, k_cache, v_cache)
+    return x
+
+
 class LMHead(nn.Linear):
     """Logits in fp32, the best few of them exact; see `sharpen`. Costs 1 % of a pass."""
 
@@ -218,6 +228,8 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.lm_head = LMHead(config.dim, config.vocab_size, bias=False)
+        # Compiled code may take its place, from outside.
+        self.run_blocks: Callable[..., Tensor] = run_blocks
 
     def init_rope(self, max_seq_len: int, device: torch.device | str) -> None:
         """Tabulate RoPE for positions `0 .. max_seq_len - 1`, in fp32 whatever the weights are."""
@@ -232,17 +244,20 @@ class Transformer(nn.Module):
         """Run the blocks and the final norm: features [T, D] and, if asked, taps [T, R * D].
 
         `positions` [T] feed RoPE only, `slots` [T] say which cache rows are written, `mask` [T, S]
-        (bool) says which cache rows each row sees, its own included.
+        (bool) says which cache rows each row sees, its own included. `tap_layers` ascend.
         """
         cos, sin = self.rope_cos[positions].unsqueeze(1), self.rope_sin[positions].unsqueeze(1)
         x = self.embedding(tokens).float()
-        taps = []
-        for index, (block, (k_cache, v_cache)) in enumerate(
-            zip(self.blocks, cache.layers, strict=True)
-        ):
-            if index in tap_layers:
+        taps: list[Tensor] = []
+        blocks = list(self.blocks)
+        begin = 0
+        for end in (*tap_layers, len(blocks)):
+            if begin < end:
+                layers = cache.layers[begin:end]
+                x = self.run_blocks(blocks[begin:end], layers, x, cos, sin, slots, mask)
+            if end < len(blocks):
                 taps.append(x)
-            x = block(x, cos, sin, slots, mask, k_cache, v_cache)
+            begin = end
         return self.norm(x), torch.cat(taps, dim=-1) if taps else None
 
     def head_rows(self, index: Tensor) -> Tensor:

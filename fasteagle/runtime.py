@@ -12,6 +12,7 @@ import torch
 
 from fasteagle import registry
 from fasteagle.checkpoint import Checkpoint, DummyCheckpoint, load_model, open_checkpoint
+from fasteagle.compile.tree_attention import has_kernel, use_tree_attention
 from fasteagle.drafters import HeadDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import MAX_TREE_ROWS, Engine
@@ -91,6 +92,8 @@ def build_engine(
         from fasteagle.quant.torchao_backend import quantize_with_torchao
 
         quantize_with_torchao(model, options.quant, options.head_bits)
+    if has_kernel(checkpoint.config, dtype, device):
+        use_tree_attention(model)
     return Engine(model, max_seq_len)
 
 

@@ -30,7 +30,7 @@ class Bytes:
     eos_ids: frozenset[int] = frozenset()
 
     def encode(self, text: str) -> list[int]:
-        return [1 + ord(c) % 60 for c in text]
+        return [1 + ord(c) % 59 for c in text]
 
     def decode(self, ids) -> str:
         return "".join(chr(97 + i % 26) for i in ids)

@@ -7,16 +7,19 @@ import torch
 from test_tuner import costs
 
 from fasteagle.compile.graphs import GraphRunner
+from fasteagle.compile.inductor import missing_compiler
 from fasteagle.compile.static_cycles import StaticCycles
 from fasteagle.compile.tree_attention import use_tree_attention
 from fasteagle.drafters import EagleDrafter, Tuning
 from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
+from fasteagle.runtime import compile_now
 from fasteagle.tree import TreeShape
 from fasteagle.tune import follow_costs
 from fasteagle.tuner import DEFAULT_RANKS
 from test_drafters import random_head, random_target, tiny_config
 
+needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason="no C++ compiler")
 CUDA = torch.cuda.is_available()
 PROMPT = [5, 6, 7, 8, 9]
 GREEDY = SamplingParams()
@@ -108,10 +111,14 @@ def test_a_repetition_penalty_is_left_to_the_engine(target, head):
     assert answer(engine, params=params) == answer(Engine(target, 256), params=params)
 
 
-def test_another_drafter_ends_them(target, head):
+def test_another_drafter_does_without_them(target, head):
     engine = static_engine(target, head)
+    kept = engine.drafter
     engine.use(None)
-    assert engine.captured is None
+    expected = answer(engine)
+    assert engine.stats.path_lengths == []
+    engine.use(kept)
+    assert answer(engine) == expected and engine.stats.path_lengths
 
 
 def test_bad_logits_are_reported(head):
@@ -138,6 +145,18 @@ def test_tree_attention_in_the_whole_model(head):
         drafter = EagleDrafter(head, TreeShape(3, 3, 8), 256)
         assert answer(Engine(other, 256, drafter=drafter), params=params) == expected
         assert answer(static_engine(other, head), params=params) == expected
+
+
+@needs_compiler
+def test_compiled_blocks_take_a_tree_view(target):
+    other = random_target(tiny_config())
+    use_tree_attention(other)
+    engine = static_engine(other, random_head(other))
+    assert compile_now(engine)
+    expected = answer(Engine(target, 256))
+    answer(engine, n=12)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert answer(engine) == expected
 
 
 def test_a_sliding_window_in_the_whole_model():
