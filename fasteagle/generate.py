@@ -211,9 +211,12 @@ class Engine:
             probs = process_logits(output.logits.float(), params, rows_seen).softmax(-1)
             path = multi_round(probs, proposals, tree, drafter.depth, params.seed, base)
 
-        slots = base + torch.arange(drafter.depth + 1, device=self.device)
-        self.cache.commit(base + path.rows, slots)
         new = self.read(path.emitted.tolist())  # the one read of the host in a cycle
+        # Accepted rows that lie where they belong already, as the likeliest ones do, stay there.
+        in_order = torch.arange(len(new), device=self.device)
+        rows = path.rows[: len(new)]
+        if not self.on_cpu or not torch.equal(rows, in_order):
+            self.cache.commit(base + rows, base + in_order)
         self.cached.extend([root_id, *new[:-1]])
         if seen is not None:
             seen[:, torch.tensor([root_id, *new], device=self.device)] = True
