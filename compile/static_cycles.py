@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from fasteagle.compile.graphs import GraphRunner
-from fasteagle.drafters import EagleDrafter, head_extend
+from fasteagle.drafters import EagleDrafter
 from fasteagle.generate import Engine
+from fasteagle.head_state import head_extend
 from fasteagle.model import KEY_BLOCK, KVCache
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import draw

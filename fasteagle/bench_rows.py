@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Protocol
 
-from fasteagle.generate import Engine, Stats
+from fasteagle.generate import Engine
 from fasteagle.hf_baseline import hf_generate
 from fasteagle.latency import Chunk, token_latencies
 from fasteagle.options import SamplingParams
 from fasteagle.quant.scheme import Scheme
 from fasteagle.row_tree import TreeSize
+from fasteagle.stats import Stats
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,9 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 from fasteagle.errors import FasteagleError
-from fasteagle.generate import Engine, Stats
+from fasteagle.generate import Engine
 from fasteagle.options import AnswerOptions, SamplingParams
+from fasteagle.stats import Stats
 from fasteagle.stream import TextStream
 from fasteagle.tokenizer import ChatTokenizer, Message
 

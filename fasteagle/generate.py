@@ -8,7 +8,6 @@ Shapes: T rows, V vocabulary, S cache slots.
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import time
 from collections.abc import Generator, Iterator, Sequence
@@ -23,6 +22,7 @@ from fasteagle.model import KVCache, Output, Transformer, causal_mask
 from fasteagle.multi_round import multi_round
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import BAD_ROW, draw, process_logits
+from fasteagle.stats import Stats
 from fasteagle.tree import ancestor_mask
 from fasteagle.verify import PAD, accept, seen_rows
 
@@ -32,46 +32,6 @@ if TYPE_CHECKING:
 PREFILL_CHUNK = 256
 FEW_PAIRS = 8  # a follow-up question may compute so many rows twice
 MAX_TREE_ROWS = 64  # cache rows kept free behind the context for tokens not yet committed
-
-
-@dataclasses.dataclass
-class Stats:
-    """What one answer took. Times in seconds."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0  # of the prompt, found in the KV cache
-    new_tokens: int = 0
-    passes: int = 0  # target passes after prefill
-    drafted: int = 0  # nodes verified, roots not counted
-    path_lengths: list[int] = dataclasses.field(default_factory=list)  # accepted, per pass
-    ttft: float = 0.0  # start to first token
-    decode_seconds: float = 0.0  # first to last token
-    cycle_seconds: list[float] = dataclasses.field(default_factory=list)  # chunk to chunk
-    draft_seconds: float = 0.0
-    verify_seconds: float = 0.0
-    finish: str = ""  # "eos", "length", "context", or "" while running or interrupted
-
-    @property
-    def tok_s(self) -> float:
-        """Tokens per second after the first one."""
-        return (self.new_tokens - 1) / self.decode_seconds if self.decode_seconds > 0 else 0.0
-
-    @property
-    def tau(self) -> float:
-        """Tokens per target pass after prefill, bonus included."""
-        return (self.new_tokens - 1) / self.passes if self.passes else 1.0
-
-    @property
-    def acceptance_by_depth(self) -> list[float]:
-        """Share of passes that accepted at least 1, 2, ... drafted tokens."""
-        deepest = max(self.path_lengths, default=0)
-        n = len(self.path_lengths)
-        return [sum(x >= d for x in self.path_lengths) / n for d in range(1, deepest + 1)]
-
-    @property
-    def accepted(self) -> int:
-        """Drafted tokens that were accepted."""
-        return sum(self.path_lengths)
 
 
 class Engine:

@@ -10,8 +10,9 @@ import torch
 from fasteagle.chat import ChatSession, format_stats
 from fasteagle.checkpoint import load_model, open_checkpoint
 from fasteagle.errors import FasteagleError
-from fasteagle.generate import Engine, Stats
+from fasteagle.generate import Engine
 from fasteagle.options import AnswerOptions, SamplingParams
+from fasteagle.stats import Stats
 from fasteagle.tokenizer import load_tokenizer
 
 

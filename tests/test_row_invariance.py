@@ -1,7 +1,7 @@
 """On a GPU: a row's logits have the same bits whatever else is verified with it.
 
-Then greedy text is the same with and without speculation at int4 and int8, without "up to rounding".
-bf16 goes through cuBLAS, which chooses by the number of rows: its agreement is printed, not asserted.
+Then greedy text is the same with and without speculation at int4 and int8, bit for bit. bf16 goes
+through cuBLAS, which chooses by the number of rows: its agreement is printed, not asserted.
 """
 
 from __future__ import annotations

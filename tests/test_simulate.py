@@ -11,7 +11,6 @@ from fasteagle.bench import BenchOptions
 from fasteagle.bench_report import COLUMNS, build_report, markdown, table_rows
 from fasteagle.bench_rows import Row, Turn
 from fasteagle.errors import FasteagleError
-from fasteagle.generate import Stats
 from fasteagle.heads import head_shape
 from fasteagle.model import LMHead
 from fasteagle.options import DraftOptions, RuntimeOptions
@@ -20,6 +19,7 @@ from fasteagle.registry import preset
 from fasteagle.row_tree import TreeSize
 from fasteagle.runtime import build_engine, dummy_checkpoint, precision_options
 from fasteagle.simulate import check_simulation, dummy_drafter
+from fasteagle.stats import Stats
 
 CPU = RuntimeOptions(device="cpu", max_seq_len=64)
 EAGLE = DraftOptions(drafter="eagle")

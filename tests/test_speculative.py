@@ -14,10 +14,11 @@ from fasteagle.drafters import (
     StaticTreeDrafter,
     TreeShape,
 )
-from fasteagle.generate import Engine, Stats
+from fasteagle.generate import Engine
 from fasteagle.model import Transformer
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import process_logits
+from fasteagle.stats import Stats
 from fasteagle.tree import DraftTree, chain
 from test_drafters import random_head, random_target, tiny_config
 
@@ -333,7 +334,7 @@ def test_pieces_compile_whole(target, head):
 @torch.no_grad()
 def test_the_heads_pieces_compile_whole(target):
     """Extend, one level, all levels and commit; the committed length is a tensor of theirs."""
-    from fasteagle.drafters import head_extend, head_step
+    from fasteagle.head_state import head_extend, head_step
     from test_drafters import random_head
 
     def compiled(function):

@@ -13,10 +13,10 @@ import time
 import pytest
 import torch
 
-from fasteagle.drafters import HeadState
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.head_file import load_head
+from fasteagle.head_state import HeadState
 from fasteagle.options import SamplingParams, TrainOptions
 from fasteagle.train import (
     SoftCrossEntropy,
