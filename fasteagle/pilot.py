@@ -15,8 +15,9 @@ from fasteagle.tuner import QUALITIES, Plan, expected_accepted
 
 MEMORY = 0.98  # of a cycle in the average, each cycle: about the last 50 count
 PRIOR_CYCLES = 8  # that the header's acceptance weighs at first
-PROBE_CYCLES = 6
-FIRST_REST, LONGEST_REST = 32, 512  # passes
+PROBE_CYCLES = 5
+FIRST_REST, LONGEST_REST = 48, 768  # passes
+SETTLED = 40  # cycles of drafting after which a rest was not in vain, and the next is short again
 EVERY = 4  # cycles between decisions
 MARGIN = 1.03  # another tree must promise this over the one in use
 
@@ -33,6 +34,7 @@ class Pilot:
         self._resting = 0  # passes left of this one
         self._probing = 0  # cycles left of this probe
         self._since = 0
+        self._drafted = 0  # cycles since the last rest
         self.shape = plan.at(1.0)
         if not plan.shapes:  # nothing pays here, however good the guesses
             return
@@ -66,6 +68,7 @@ class Pilot:
             return
         self._count(self.shape, accepted)
         self._since += 1
+        self._drafted += 1
         if self._probing:
             self._probing -= 1
             if not self._probing:
@@ -85,10 +88,11 @@ class Pilot:
         quality = self.quality
         wanted = self.plan.at(quality)
         if wanted is None:
-            self.shape, self._resting = None, self._rest
+            if self._drafted > SETTLED:
+                self._rest = FIRST_REST
+            self.shape, self._resting, self._drafted = None, self._rest, 0
             self._rest = min(2 * self._rest, LONGEST_REST)
             return
-        self._rest = FIRST_REST
         rate = self.plan.rate
         if self.shape is None or rate(wanted, quality) > MARGIN * rate(self.shape, quality):
             self.shape = wanted
