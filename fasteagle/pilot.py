@@ -13,8 +13,11 @@ from collections import Counter
 from fasteagle.tree import TreeShape
 from fasteagle.tuner import QUALITIES, Plan, expected_accepted
 
+# Of the guesses at first. A header tells of text the model made up; people's questions are harder:
+# the default head's first guess is right for 0.50 of MT-bench's tokens, 0.69 of its held-out text.
+START_QUALITY = 0.8
 MEMORY = 0.98  # of a cycle in the average, each cycle: about the last 50 count
-PRIOR_CYCLES = 8  # that the header's acceptance weighs at first
+PRIOR_CYCLES = 8  # that this weighs at first
 PROBE_CYCLES = 5
 FIRST_REST, LONGEST_REST = 48, 768  # passes
 SETTLED = 40  # cycles of drafting after which a rest was not in vain, and the next is short again
@@ -35,12 +38,12 @@ class Pilot:
         self._probing = 0  # cycles left of this probe
         self._since = 0
         self._drafted = 0  # cycles since the last rest
-        self.shape = plan.at(1.0)
+        self.shape = plan.at(START_QUALITY)
         if not plan.shapes:  # nothing pays here, however good the guesses
             return
         prior = self.shape or self._cheapest()
         for _ in range(PRIOR_CYCLES):
-            self._count(prior, expected_accepted(prior, plan.ranks, 1.0))
+            self._count(prior, expected_accepted(prior, plan.ranks, START_QUALITY))
         if self.shape is None:
             self._begin_probe()
 

@@ -13,7 +13,7 @@ from fasteagle import tune
 from fasteagle.drafters import EagleDrafter, NgramDrafter, Tuning
 from fasteagle.generate import Engine
 from fasteagle.options import DraftOptions, SamplingParams
-from fasteagle.pilot import PROBE_CYCLES, Pilot
+from fasteagle.pilot import PROBE_CYCLES, START_QUALITY, Pilot
 from fasteagle.tree import TreeShape
 from fasteagle.tuner import (
     DEFAULT_RANKS,
@@ -162,7 +162,7 @@ def test_a_drafter_without_a_guess_teaches_nothing():
 def test_explaining_names_the_tree_and_its_price():
     plan = make_plan(costs(), DEFAULT_RANKS, 8)
     line = Pilot(plan).explain()
-    shape = plan.at(1.0)
+    shape = plan.at(START_QUALITY)
     assert f"{shape.depth}/{shape.topk}/{shape.nodes}" in line
     assert f"verify {plan.costs.verify(shape.rows):.1f}" in line and "plain" in line
 
