@@ -134,7 +134,7 @@ class StaticCycles:
                     launched.append((place, shape))
                     place = 1 - place
                     if len(launched) == 1 and self._ahead:
-                        continue
+                        continue  # the next one as well, before the first is read
                 at, shape = launched.pop(0)
                 new = self._committed(at, root, shape)
                 root = new[-1]
@@ -176,7 +176,9 @@ class StaticCycles:
         if shape is not None:
             stats.drafted += shape.nodes
             stats.path_lengths.append(len(new) - 1)
-        self._drafter.learn(None if shape is None else len(new) - 1)
+        pilot = self._drafter.pilot
+        if pilot is None or pilot.shape == shape:  # what it had changed already teaches nothing
+            self._drafter.learn(None if shape is None else len(new) - 1)
         return new
 
     def _for(self, params: SamplingParams) -> dict[TreeShape | None, GraphRunner]:

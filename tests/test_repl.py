@@ -237,6 +237,8 @@ def test_history_is_kept_between_sessions(tiny_dir):
 
 
 def test_a_terminal_that_goes_away_ends_the_chat(terminal):
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        pytest.skip("whoever started the tests ignores SIGHUP, which is inherited (nohup)")
     os.killpg(terminal.process.pid, signal.SIGHUP)
     assert terminal.close() == -signal.SIGHUP
 
