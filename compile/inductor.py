@@ -24,8 +24,6 @@ from fasteagle.compile.tree_attention import TreeView
 from fasteagle.model import KEY_BLOCK, Block, Transformer, attend, run_blocks
 from fasteagle.paths import cache_dir
 
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, list[Tensor]]
-
 LONGEST_SPAN = 6  # blocks; longer ones take longer to compile and gained nothing more
 # Above this many keys Inductor's softmax takes another summation, which is another graph.
 LONG_REDUCTION = 4096
@@ -134,19 +132,14 @@ class BlockCompiler:
             slots.append(2 * LONG_REDUCTION)
         for S in slots:
             for T in (1, 5):
-                self._run_warm(T, S)
+                blocks = list(self._model.blocks)[: self._span]
+                layers = [self._layer(block, S) for block in blocks]
+                *rows, mask = self._inputs(blocks[0], T, S)
+                self._compiled(blocks, layers, *rows, mask)
+                if self._model.takes_tree_view:
+                    self._compiled(blocks, layers, *rows, self._view(T))
                 for block in self._extra_blocks:
-                    x, cos, sin, rows, mask, kv = self._inputs(block, T, S)
-                    self._forward(block, x, cos, sin, rows, mask, *kv)
-
-    def _run_warm(self, T: int, S: int) -> None:
-        blocks = list(self._model.blocks)[: self._span]
-        for which in range(2 if self._model.takes_tree_view else 1):
-            made = [self._inputs(block, T, S) for block in blocks]
-            x, cos, sin, rows, mask, _ = made[0]
-            view = self._view(T) if which else mask
-            layers = [(kv[0], kv[1]) for *_, kv in made]
-            self._compiled(blocks, layers, x, cos, sin, rows, view)
+                    self._forward(block, *self._inputs(block, T, S), *self._layer(block, S))
 
     def _view(self, T: int) -> TreeView:
         """A chain of T rows, as attention sees it that takes no mask."""
@@ -163,22 +156,29 @@ class BlockCompiler:
     def _extra_blocks(self) -> list[Block]:
         return [] if self._head_block is None else [self._head_block]
 
-    def _inputs(self, block: Block, T: int, S: int) -> Inputs:
-        """x, cos, sin, slots, mask, and the keys and values of one block."""
-        config, weight = self._model.config, self._model.norm.weight
-        n_kv_head, head_dim = block.attention.n_kv_head, block.attention.head_dim
-        rope = self._model.rope_cos[:T, :1].expand(T, head_dim).unsqueeze(1)
-        kv = [weight.new_zeros(n_kv_head, S, head_dim) for _ in range(2)]
-        rows = torch.arange(T, device=weight.device)
-        mask = torch.ones(T, S, dtype=torch.bool, device=weight.device)
+    def _layer(self, block: Block, S: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one block."""
+        weight, attention = self._model.norm.weight, block.attention
+        keys, values = (
+            weight.new_zeros(attention.n_kv_head, S, attention.head_dim) for _ in range(2)
+        )
+        for tensor in (keys, values):
+            torch._dynamo.mark_dynamic(tensor, 1)
+        return keys, values
+
+    def _inputs(self, block: Block, T: int, S: int) -> tuple[Tensor, ...]:
+        """x, cos, sin, slots and mask of a pass through `block`."""
+        device, config = self._model.norm.weight.device, self._model.config
+        rope = self._model.rope_cos[:T, :1].expand(T, block.attention.head_dim).unsqueeze(1)
+        rows = torch.arange(T, device=device)
+        mask = torch.ones(T, S, dtype=torch.bool, device=device)
         x = rope.new_zeros(T, config.dim)
         cos, sin = rope.clone(), rope.clone()
-        for tensor, dim in ((kv[0], 1), (kv[1], 1), (mask, 1)):
-            torch._dynamo.mark_dynamic(tensor, dim)
+        torch._dynamo.mark_dynamic(mask, 1)
         if T > 1:
             for tensor in (x, cos, sin, rows, mask):
                 torch._dynamo.mark_dynamic(tensor, 0)
-        return x, cos, sin, rows, mask, kv
+        return x, cos, sin, rows, mask
 
 
 def span(n_layer: int) -> int:

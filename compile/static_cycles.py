@@ -88,6 +88,7 @@ class StaticCycles:
         self._engine, self._drafter = engine, drafter
         cuda = engine.device.type == "cuda"
         self._ahead = cuda if ahead is None else ahead  # launch a cycle before the last is read
+        self._shapes = tuple(shapes)
         self._depth = max(shape.depth for shape in shapes)
         self._most_rows = max(shape.rows for shape in shapes)
         drafter.state.make_room(
@@ -188,14 +189,12 @@ class StaticCycles:
         if params not in self._runners:
             while len(self._runners) >= MOST_PARAMS:
                 del self._runners[next(iter(self._runners))]
-            drafter = self._drafter
-            shapes = drafter.pilot.plan.shapes if drafter.pilot else [drafter.shape]
             self._runners[params] = {
                 shape: GraphRunner(
                     self._step(shape, params), self._engine.device, self._pool,
                     self.buffers.advanced,
                 )
-                for shape in [None, *shapes]
+                for shape in [None, *self._shapes]
             }  # fmt: skip
         return self._runners[params]
 

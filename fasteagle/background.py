@@ -7,16 +7,14 @@ begins before either is ready does without.
 from __future__ import annotations
 
 import threading
-import time
 
 import torch
 
 from fasteagle.compile import BlockCompiler
 from fasteagle.compile.static_cycles import use_static_cycles
-from fasteagle.drafters import EagleDrafter, NgramDrafter
 from fasteagle.generate import Engine, choose_plain_rows
 from fasteagle.runtime import note, start_compiler
-from fasteagle.tune import Measurement, follow_costs, load_costs, store_costs
+from fasteagle.tune import costs_of, follow_costs, tunable
 
 
 class Preparation:
@@ -34,10 +32,8 @@ class Preparation:
         self._said = False  # whether compilation's end was spoken of
         self._warned = False  # that capture failed
         self._news: list[str] = []  # for the person, once no line is being typed
-        drafter = engine.drafter
-        self._drafter = None
-        if tune and isinstance(drafter, (EagleDrafter, NgramDrafter)) and drafter.tuning:
-            self._drafter = drafter
+        self._drafter = tunable(engine) if tune else None
+        if self._drafter is not None:
             threads = torch.get_num_threads()
             threading.Thread(target=self._tune, args=(threads,), daemon=True).start()
 
@@ -76,19 +72,15 @@ class Preparation:
         """Kept costs, or new ones; without compiled code neither is right."""
         torch.set_num_threads(threads)
         engine, drafter = self._engine, self._drafter
-        assert drafter is not None and drafter.tuning is not None, "started only for such"
+        assert drafter is not None, "started only for such"
         self._compiler.wait()
         if self._compiler.error:
             return
         try:
-            costs = load_costs(drafter.tuning.path, engine, self._news.append)
-            if costs is None:
-                self._idle.wait()
-                self._compiler.apply()
-                begin = time.perf_counter()
-                costs = Measurement(engine, drafter, gate=self._pause).run()
-                seconds = time.perf_counter() - begin
-                store_costs(drafter.tuning.path, engine, costs, seconds)
+            self._idle.wait()
+            self._compiler.apply()
+            costs, seconds = costs_of(engine, drafter, self._news.append, gate=self._pause)
+            if seconds:
                 self._news.append(f"[tuned in {seconds:.1f} s; /stats shows the tree]")
             self._idle.wait()
             follow_costs(engine, drafter, costs)

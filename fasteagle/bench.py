@@ -26,9 +26,10 @@ from fasteagle.generate import Engine, choose_plain_rows
 from fasteagle.heads import make_drafter
 from fasteagle.hf_baseline import LOOKUP_TOKENS, hf_model
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
+from fasteagle.pilot import Pilot
 from fasteagle.quant.scheme import is_scheme_name
 from fasteagle.roofline import Storage
-from fasteagle.row_tree import TreeSize, draft_of, is_sized, used_tree
+from fasteagle.row_tree import ROW_NAMES, TreeSize, draft_of, is_sized, used_tree
 from fasteagle.runtime import (
     TORCH_DTYPES,
     TORCHAO,
@@ -45,7 +46,6 @@ from fasteagle.simulate import check_simulation, dummy_drafter, is_eagle, wants_
 from fasteagle.tokenizer import ChatTokenizer, Message
 from fasteagle.tune import tune_now
 
-ROW_NAMES = ("hf", "hf-pld", "plain", "eagle", "eagle-static", "eagle-chain", "ngram")
 DEFAULT_ROWS = ("hf", "plain", "eagle")
 PRECISIONS = ("bf16", "fp16", "fp32", "int8", "int4", "a scheme like int4-g64-hqq")
 WARM_UP_TOKENS = 16
@@ -149,7 +149,8 @@ def run(
                 _answer(row, question, tokenizer, options.max_new_tokens, device)
         for row in group:
             row.tree = _tree(row.decoder)
-            row.auto = _pilot_line(row.decoder)
+            if pilot := _pilot(row.decoder):
+                row.auto, row.auto_shares = pilot.explain(), pilot.shares()
             row.decoder = Spent()  # the next precision needs the memory
         rows += group
     return rows
@@ -170,11 +171,10 @@ def _tree(decoder: Decoder) -> TreeSize | None:
     return used_tree(decoder.engine.drafter) if isinstance(decoder, EngineDecoder) else None
 
 
-def _pilot_line(decoder: Decoder) -> str | None:
-    """What the tuner chose and why, where it did."""
+def _pilot(decoder: Decoder) -> Pilot | None:
+    """Who chose the trees, where the tuner did."""
     drafter = decoder.engine.drafter if isinstance(decoder, EngineDecoder) else None
-    pilot = drafter.pilot if isinstance(drafter, Piloted) else None
-    return pilot.explain() if pilot else None
+    return drafter.pilot if isinstance(drafter, Piloted) else None
 
 
 def _uncaptured(decoder: Decoder) -> str | None:

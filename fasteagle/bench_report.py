@@ -58,6 +58,7 @@ def build_report(
             "dtype": row.dtype,
             "tree": dataclasses.asdict(row.tree) if row.tree else None,
             "auto": row.auto,
+            "auto_shares": row.auto_shares,
             "plain_rows": row.plain_rows,
             **_parts(row),
             **_acceptance(row),
@@ -192,8 +193,8 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 def _tree_cell(row: dict[str, Any]) -> str:
     """Depth, top-k, nodes; for a tuned row the shares of its passes."""
-    if row["auto"]:
-        return "auto: " + row["auto"].partition(" | used ")[2]
+    if row["auto_shares"] is not None:
+        return "auto: " + row["auto_shares"]
     return str(TreeSize(**row["tree"])) if row["tree"] else "-"
 
 

@@ -115,6 +115,7 @@ class Row:
     dtype: str = ""
     tree: TreeSize | None = None
     auto: str | None = None  # what the tuner chose, and why
+    auto_shares: str | None = None  # how many of the passes each tree had
     simulated_tau: float | None = None
     turns: list[Turn] = dataclasses.field(default_factory=list)
     peak_bytes: int = 0

@@ -79,6 +79,10 @@ class Piloted:
     pilot: Pilot | None = None
     tuning: Tuning | None = None  # where costs are kept, for drafters that may get a pilot
 
+    def follow(self, plan: Plan) -> None:
+        """Guess as the plan finds best from now on."""
+        self.pilot = Pilot(plan)
+
     def rests(self) -> bool:
         return self.pilot is not None and self.pilot.shape is None
 
@@ -141,8 +145,7 @@ class EagleDrafter(HeadDrafter):
         return self.shape.rows
 
     def follow(self, plan: Plan) -> None:
-        """Draft what the plan finds best from now on."""
-        self.pilot = Pilot(plan)
+        super().follow(plan)
         self.state.make_room(max((s.depth - 1) * s.topk for s in plan.shapes or [self.shape]))
 
     def resized(self, nodes: int) -> EagleDrafter:
@@ -286,10 +289,6 @@ class NgramDrafter(Piloted):
     @property
     def rows(self) -> int:
         return self.depth + 1
-
-    def follow(self, plan: Plan) -> None:
-        """Guess as many tokens as the plan finds best from now on."""
-        self.pilot = Pilot(plan)
 
     @property
     def length(self) -> int:

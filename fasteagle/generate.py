@@ -127,11 +127,11 @@ class Engine:
         """Whichever cycle is due; `pairs` are what the drafter has not seen yet."""
         drafter = self.drafter
         if drafter is None:
-            return self._plain_cycle(root_id, pairs, params, seen)
+            return self._plain_cycle(root_id, params, seen)
         if not drafter.rests():
             return self._draft_cycle(root_id, pairs, params, seen)
         count = len(self.cached) - drafter.length
-        new, more = self._plain_cycle(root_id, pairs, params, seen)
+        new, more = self._plain_cycle(root_id, params, seen)
         drafter.learn(None)
         tokens, features = (torch.cat((old[:count], a)) for old, a in zip(pairs, more, strict=True))
         return new, (tokens, features)
@@ -153,7 +153,7 @@ class Engine:
         self.stats.draft_seconds += drafted - begin
         if tree is None:
             drafter.learn(None)
-            return self._plain_cycle(root_id, pairs, params, seen)
+            return self._plain_cycle(root_id, params, seen)
 
         tree_mask, depths = ancestor_mask(tree.parents, tree.valid)
         output = self.verify(tree.tokens, depths, tree_mask)
@@ -188,9 +188,8 @@ class Engine:
         return new, (path.emitted.clamp(min=0), output.features[path.rows])
 
     def _plain_cycle(
-        self, root_id: int, pairs: tuple[Tensor, Tensor], params: SamplingParams,
-        seen: Tensor | None,
-    ) -> tuple[list[int], tuple[Tensor, Tensor]]:  # fmt: skip
+        self, root_id: int, params: SamplingParams, seen: Tensor | None
+    ) -> tuple[list[int], tuple[Tensor, Tensor]]:
         """Verify a tree that is only the root, and commit it."""
         T = self.plain_rows
         tokens = torch.zeros(T, dtype=torch.long, device=self.device)

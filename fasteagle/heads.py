@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fasteagle import hub
 from fasteagle.checkpoint import Checkpoint, DummyCheckpoint, fingerprint, read_json
@@ -135,9 +135,9 @@ def make_drafter(
         repair = f"fasteagle train-head --model {name} --prompts FILE --out DIR"
     else:
         repair = f"fasteagle calibrate-head --model {name} {scheme.option}"
-    head = _ready_head(engine, found, identity, repair, notify)
+    head, header = _ready_head(engine, found, identity, repair, notify)
     # A calibrated head says what was faster for it; others are quantized like their target.
-    judged = (read_header(found.path) or {}).get("head_scheme")
+    judged = (header or {}).get("head_scheme")
     if scheme is not None and judged != "bf16":
         from fasteagle.quant.source import quantize_head_
 
@@ -147,7 +147,7 @@ def make_drafter(
     drafter = tree_drafter(head, options, engine.max_seq_len, sizes)
     if options.auto_tree and isinstance(drafter, EagleDrafter):
         path = costs_path(identity, _precision(engine, checkpoint), "eagle")
-        drafter.tuning = Tuning(path, ranks_of(read_header(found.path)))
+        drafter.tuning = Tuning(path, ranks_of(header))
     notify(f"draft head {found.origin}: {drafter.name}, {drafter.rows - 1} nodes")
     return drafter
 
@@ -167,7 +167,8 @@ def _precision(engine: Engine, checkpoint: Checkpoint) -> str:
 
 def _ready_head(
     engine: Engine, found: FoundHead, identity: str, repair: str, notify: Callable[[str], None]
-) -> EagleHead:
+) -> tuple[EagleHead, dict[str, Any] | None]:
+    """The head, borrowing the target's parts, and its header; a line where they do not match."""
     head, header = load_head(found.path, engine.model.config)
     if header is None:
         notify("draft head: not calibrated to these weights (it has no header)")
@@ -178,7 +179,7 @@ def _ready_head(
         )
     head.requires_grad_(False)
     head.borrow(engine.model, engine.max_seq_len + KEY_BLOCK)
-    return head
+    return head, header
 
 
 def tree_drafter(

@@ -15,9 +15,7 @@ from fasteagle.options import LM_HEAD_BITS, DraftOptions
 from fasteagle.registry import REGISTRY, preset
 from fasteagle.roofline import ELEMENT_BYTES, Case, Device, Prediction, Storage, predict
 from fasteagle.roofline import storage_named as named
-from fasteagle.row_tree import TreeSize, draft_of, is_sized, planned_tree
-
-ROWS = ("hf", "hf-pld", "plain", "eagle", "eagle-static", "eagle-chain", "ngram")
+from fasteagle.row_tree import ROW_NAMES, TreeSize, draft_of, is_sized, planned_tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +31,8 @@ class RooflineOptions:
 
     def __post_init__(self) -> None:
         for row in self.rows:
-            if row not in ROWS and not is_sized(row):
-                raise FasteagleError(f"unknown row {row!r}: use {', '.join(ROWS)}")
+            if row not in ROW_NAMES and not is_sized(row):
+                raise FasteagleError(f"unknown row {row!r}: use {', '.join(ROW_NAMES)}")
             draft_of(row, self.draft)
         if self.lm_head not in LM_HEAD_BITS:
             known = ", ".join(LM_HEAD_BITS)

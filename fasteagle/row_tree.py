@@ -33,6 +33,7 @@ class TreeSize:
         return f"{self.depth}, {self.topk or '-'}, {self.nodes}"
 
 
+ROW_NAMES = ("hf", "hf-pld", "plain", "eagle", "eagle-static", "eagle-chain", "ngram")
 SIZED = "eagle@"  # a row with a tree of its own: eagle@DEPTH/TOPK/NODES
 
 

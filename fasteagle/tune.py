@@ -6,6 +6,7 @@ belongs to one model, scheme, device and version; another one's is not used.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 import time
@@ -68,6 +69,28 @@ def store_costs(path: Path, engine: Engine, costs: Costs, seconds: float) -> Non
     write_atomic(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
+def tunable(engine: Engine) -> TunedDrafter | None:
+    """The engine's drafter if its tree may be tuned: not where sizes were asked for."""
+    drafter = engine.drafter
+    return drafter if isinstance(drafter, TunedDrafter) and drafter.tuning else None
+
+
+def costs_of(
+    engine: Engine, drafter: TunedDrafter, notify: Callable[[str], None], *, anew: bool = False,
+    gate: Callable[[], None] = lambda: None,
+) -> tuple[Costs, float]:  # fmt: skip
+    """The kept costs, or new ones, which are kept; and the seconds that measuring took."""
+    assert drafter.tuning is not None, "the caller asks only drafters that may be tuned"
+    kept = None if anew else load_costs(drafter.tuning.path, engine, notify)
+    if kept is not None:
+        return kept, 0.0
+    begin = time.perf_counter()
+    costs = Measurement(engine, drafter, gate).run()
+    seconds = time.perf_counter() - begin
+    store_costs(drafter.tuning.path, engine, costs, seconds)
+    return costs, seconds
+
+
 def follow_costs(engine: Engine, drafter: TunedDrafter, costs: Costs) -> Plan:
     """Let the drafter and plain passes use what pays by these costs."""
     assert drafter.tuning is not None, "the caller asks only drafters that may be tuned"
@@ -83,19 +106,12 @@ def tune_now(
 ) -> tuple[Plan, float] | None:
     """Use the kept costs or measure them; the plan, and the seconds that measuring took.
 
-    None where the drafter has nothing to tune: sizes were asked for, or there is none.
+    None where there is nothing to tune.
     """
-    drafter = engine.drafter
-    if not isinstance(drafter, TunedDrafter) or drafter.tuning is None:
+    drafter = tunable(engine)
+    if drafter is None:
         return None
-    costs, seconds = None, 0.0
-    if not anew:
-        costs = load_costs(drafter.tuning.path, engine, notify)
-    if costs is None:
-        begin = time.perf_counter()
-        costs = Measurement(engine, drafter).run()
-        seconds = time.perf_counter() - begin
-        store_costs(drafter.tuning.path, engine, costs, seconds)
+    costs, seconds = costs_of(engine, drafter, notify, anew=anew)
     return follow_costs(engine, drafter, costs), seconds
 
 
@@ -143,13 +159,13 @@ class Measurement:
                 one, three = (self._draft(drafter, features, depth, k) for depth in (1, 3))
                 first.setdefault(k, []).append(one)
                 level.setdefault(k, []).append(max(three - one, 0.0) / 2)
-        engine.plain_rows = min((1, 2), key=lambda T: statistics.median(passes[T][1:]))
-        plain_rest = self._rest(None)
         if drafter is None:
-            rest = plain_rest + TREE_MS
-            return Costs(_medians(passes), {1: NGRAM_MS}, {1: 0.0}, rest, plain_rest)
-        rest = self._rest(drafter)
-        return Costs(_medians(passes), _medians(first), _medians(level), rest, plain_rest)
+            first, level = {1: [NGRAM_MS]}, {1: [0.0]}
+        costs = Costs(_medians(passes), _medians(first), _medians(level), 0.0, 0.0)
+        engine.plain_rows = costs.plain_rows
+        plain_rest = self._rest(None)
+        rest = plain_rest + TREE_MS if drafter is None else self._rest(drafter)
+        return dataclasses.replace(costs, rest=rest, plain_rest=plain_rest)
 
     def _timed(self, work: Callable[[], object]) -> float:
         """Milliseconds."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from fasteagle.drafters import EagleDrafter, NgramDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.heads import make_drafter
 from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.pilot import name
 from fasteagle.runtime import compile_now, load_runtime, note
-from fasteagle.tune import tune_now
+from fasteagle.tune import costs_of, follow_costs, tunable
 from fasteagle.tuner import QUALITIES, Costs, Plan, expected_accepted
 
 
@@ -24,17 +23,18 @@ def run_tune(model: str, runtime_options: RuntimeOptions, draft: DraftOptions) -
     runtime = load_runtime(model, runtime_options)
     engine = runtime.engine
     engine.use(make_drafter(runtime.name, engine, runtime.checkpoint, draft, note))
-    if not isinstance(engine.drafter, (EagleDrafter, NgramDrafter)):
+    drafter = tunable(engine)
+    if drafter is None:
         raise FasteagleError("nothing to tune without a drafter")
     note("compiling (kept for the next start) ...")
     compile_now(engine)
-    tuned = tune_now(engine, note, anew=True)
-    assert tuned is not None and engine.drafter.tuning is not None, "it may be tuned: see above"
-    plan, seconds = tuned
+    costs, seconds = costs_of(engine, drafter, note, anew=True)
+    plan = follow_costs(engine, drafter, costs)
+    assert drafter.tuning is not None, "or it were not tunable"
     console = Console(width=100)
     console.print(_costs_table(plan.costs))
     console.print(_plan_table(plan))
-    note(f"tuned in {seconds:.1f} s; kept in {engine.drafter.tuning.path}")
+    note(f"tuned in {seconds:.1f} s; kept in {drafter.tuning.path}")
 
 
 def _costs_table(costs: Costs) -> Table:

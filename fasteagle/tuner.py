@@ -160,13 +160,20 @@ def shapes(max_rows: int, max_topk: int) -> list[TreeShape]:
     return found
 
 
+def tokens_per_second(costs: Costs, ranks: Ranks, shape: TreeShape | None, quality: float) -> float:
+    """Expected; None is plain decoding."""
+    if shape is None:
+        return 1e3 / costs.plain
+    return 1e3 * (1 + expected_accepted(shape, ranks, quality)) / costs.cycle(shape)
+
+
 def best_shape(
     costs: Costs, ranks: Ranks, quality: float, candidates: list[TreeShape]
 ) -> TreeShape | None:
     """The shape with the most tokens per second; None where plain decoding has more."""
-    best, best_rate = None, ADVANTAGE / costs.plain
+    best, best_rate = None, ADVANTAGE * tokens_per_second(costs, ranks, None, quality)
     for shape in candidates:
-        rate = (1 + expected_accepted(shape, ranks, quality)) / costs.cycle(shape)
+        rate = tokens_per_second(costs, ranks, shape, quality)
         if rate > best_rate:
             best, best_rate = shape, rate
     return best
@@ -190,11 +197,7 @@ class Plan:
         return self.choices[nearest]
 
     def rate(self, shape: TreeShape | None, quality: float) -> float:
-        """Expected tokens per second."""
-        if shape is None:
-            return 1e3 / self.costs.plain
-        accepted = expected_accepted(shape, self.ranks, quality)
-        return 1e3 * (1 + accepted) / self.costs.cycle(shape)
+        return tokens_per_second(self.costs, self.ranks, shape, quality)
 
 
 def make_plan(costs: Costs, ranks: Ranks, max_topk: int, most: int = 4) -> Plan:

@@ -20,11 +20,12 @@ from typing import Any
 
 import click
 
-from fasteagle.bench import DEFAULT_ROWS, PRECISIONS, ROW_NAMES, BenchOptions
+from fasteagle.bench import DEFAULT_ROWS, PRECISIONS, BenchOptions
 from fasteagle.bench_plot import check_plot, plot
 from fasteagle.cli import Script, comma_list, draft_options, model_options
 from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.paths import require_writable, write_atomic
+from fasteagle.row_tree import ROW_NAMES
 
 DEFAULTS = BenchOptions()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -185,3 +187,21 @@ def tiny_preset(monkeypatch):
     )  # fmt: skip
     monkeypatch.setitem(registry.REGISTRY, "llama2-70b", registry.Entry(small, "none"))
     return "llama2-70b"
+
+
+def output_without_triton(code: str) -> str:
+    """What `code` prints in a process of its own in which Triton cannot be imported."""
+    code = "import sys; sys.modules['triton'] = None\n" + code
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+def write_random_text(path: Path, n: int, length: int) -> Path:
+    """`n` conversations of `length` random token ids each, as training text."""
+    g = torch.Generator().manual_seed(0)
+    with path.open("w") as file:
+        for _ in range(n):
+            ids = torch.randint(0, 256, (length,), generator=g).tolist()
+            file.write(json.dumps({"ids": ids, "prompt_len": 8, "T": 0.0}) + "\n")
+    return path

@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 
-from conftest import save_tiny
+from conftest import save_tiny, write_random_text
 from fasteagle.calibrate_command import CalibrateOptions, peak_bytes
 from fasteagle.config import HeadConfig
 from fasteagle.generate import Engine
@@ -165,13 +165,7 @@ def model_and_head(tmp_path_factory):
 
 @pytest.fixture
 def text(tmp_path):
-    g = torch.Generator().manual_seed(0)
-    path = tmp_path / "text.jsonl"
-    with path.open("w") as file:
-        for _ in range(32):
-            ids = torch.randint(0, 256, (40,), generator=g).tolist()
-            file.write(json.dumps({"ids": ids, "prompt_len": 8, "T": 0.0}) + "\n")
-    return path
+    return write_random_text(tmp_path / "text.jsonl", 32, 40)
 
 
 def command(folder, head, text, out, *more):

@@ -13,6 +13,7 @@ import time
 import pytest
 import torch
 
+from conftest import write_random_text
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.head_file import load_head
@@ -363,13 +364,7 @@ def test_options_out_of_range(name):
 
 @pytest.fixture
 def text_file(tiny_dir, tmp_path):
-    g = torch.Generator().manual_seed(0)
-    path = tmp_path / "text.jsonl"
-    with path.open("w") as file:
-        for _ in range(30):
-            ids = torch.randint(0, 256, (30,), generator=g).tolist()
-            file.write(json.dumps({"ids": ids, "prompt_len": 8, "T": 0.0}) + "\n")
-    return path
+    return write_random_text(tmp_path / "text.jsonl", 30, 30)
 
 
 def command(tiny_dir, text_file, out, *more):
