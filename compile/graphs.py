@@ -20,9 +20,12 @@ class GraphRunner:
     """
 
     def __init__(
-        self, step: Callable[[], None], device: torch.device, pool: Any = None,
+        self,
+        step: Callable[[], None],
+        device: torch.device,
+        pool: Any = None,
         advanced: Sequence[Tensor] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._step, self._device, self._pool = step, device, pool
         self._advanced = advanced
         self._graph: torch.cuda.CUDAGraph | None = None

@@ -103,9 +103,14 @@ def reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, view: TreeView) -> Te
 
 @torch.library.custom_op("fasteagle::tree_attention", mutates_args=(), device_types="cpu")
 def tree_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_len: Tensor, paths: Tensor, depths: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    seq_len: Tensor,
+    paths: Tensor,
+    depths: Tensor,
     window: int | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Attention of q [G, group * T, E] over caches [G, S, E] under `TreeView(seq_len, ...)`.
 
     The scale is 1 / sqrt(E), the softmax in fp32, the result in v's dtype. Caches may be strided
@@ -118,18 +123,28 @@ def tree_attention(
 
 @tree_attention.register_fake
 def _fake(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_len: Tensor, paths: Tensor, depths: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    seq_len: Tensor,
+    paths: Tensor,
+    depths: Tensor,
     window: int | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     check_shapes(q, k_cache, v_cache, seq_len, paths, depths)
     return q.new_empty(q.shape, dtype=v_cache.dtype)
 
 
 @tree_attention.register_kernel("cuda")
 def _cuda(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_len: Tensor, paths: Tensor, depths: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    seq_len: Tensor,
+    paths: Tensor,
+    depths: Tensor,
     window: int | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     from fasteagle.compile import tree_kernels  # Triton exists where CUDA does
 
     check_shapes(q, k_cache, v_cache, seq_len, paths, depths)

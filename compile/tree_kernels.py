@@ -58,15 +58,24 @@ def prefix_constants(E: int, n_rows: int, window: int | None) -> dict[str, objec
 def finish_constants(E: int, window: int | None) -> dict[str, object]:
     """What `finish_kernel` is compiled for."""
     return {
-        "E": E, "E_PAD": triton.next_power_of_2(E), "BLOCK": key_block(E), "SPLIT": SPLIT,
-        "WINDOW": window or 0, "SUM_COLUMNS": SUM_COLUMNS,
-    }  # fmt: skip
+        "E": E,
+        "E_PAD": triton.next_power_of_2(E),
+        "BLOCK": key_block(E),
+        "SPLIT": SPLIT,
+        "WINDOW": window or 0,
+        "SUM_COLUMNS": SUM_COLUMNS,
+    }
 
 
 def tree_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_len: Tensor, paths: Tensor, depths: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    seq_len: Tensor,
+    paths: Tensor,
+    depths: Tensor,
     window: int | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """See `fasteagle.compile.tree_attention`; on CUDA, or on the CPU in Triton's interpreter.
 
     Raises `FasteagleError` for a dtype, head_dim or window that no kernel is made for.
@@ -83,13 +92,39 @@ def tree_attention(
     strides = *k_cache.stride()[:2], *v_cache.stride()[:2]
     prefix = prefix_constants(E, R, window)
     prefix_kernel[(triton.cdiv(R, row_block(R)), G, n_splits)](
-        q, k_cache, v_cache, seq_len, depths, parts, stats, *strides, scale, R, T,
-        **prefix, **OPTIONS,
-    )  # fmt: skip
+        q,
+        k_cache,
+        v_cache,
+        seq_len,
+        depths,
+        parts,
+        stats,
+        *strides,
+        scale,
+        R,
+        T,
+        **prefix,
+        **OPTIONS,
+    )
     finish_kernel[(T, G, triton.cdiv(group, 16))](
-        q, k_cache, v_cache, seq_len, depths, parts, stats, paths, out, *strides, scale, R, T, P,
-        n_splits, **finish_constants(E, window), **FINISH_OPTIONS,
-    )  # fmt: skip
+        q,
+        k_cache,
+        v_cache,
+        seq_len,
+        depths,
+        parts,
+        stats,
+        paths,
+        out,
+        *strides,
+        scale,
+        R,
+        T,
+        P,
+        n_splits,
+        **finish_constants(E, window),
+        **FINISH_OPTIONS,
+    )
     return out
 
 
@@ -134,12 +169,29 @@ def _attend_block(q, k, v, peak, total, acc, visible, scale, MASKED: tl.constexp
 
 @triton.jit(do_not_specialize=["R", "T"])
 def prefix_kernel(
-    q_ptr, k_ptr, v_ptr, seq_len_ptr, depths_ptr, parts_ptr, stats_ptr,
-    stride_kg, stride_ks, stride_vg, stride_vs, scale, R, T,
-    E: tl.constexpr, E_PAD: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
-    WINDOW: tl.constexpr, SUM_COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    seq_len_ptr,
+    depths_ptr,
+    parts_ptr,
+    stats_ptr,
+    stride_kg,
+    stride_ks,
+    stride_vg,
+    stride_vs,
+    scale,
+    R,
+    T,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SUM_COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     STAGES: tl.constexpr,
-):  # fmt: skip
+):
     """State of a block of query rows after the full committed blocks of one split.
 
     Row blocks vary fastest, so that those after the first find the keys in the cache. Blocks before
@@ -159,8 +211,9 @@ def prefix_kernel(
     n = tl.arange(0, BLOCK)
     q = tl.load(
         q_ptr + (head * R + row)[:, None] * E + e[None, :],
-        mask=(row < R)[:, None] & (e < E)[None, :], other=0.0,
-    )  # fmt: skip
+        mask=(row < R)[:, None] & (e < E)[None, :],
+        other=0.0,
+    )
     first = tl.zeros((BLOCK_M,), tl.int32)  # position that the row's window begins with
     if WINDOW > 0:
         depth = tl.load(depths_ptr + row % T).to(tl.int32)
@@ -182,9 +235,10 @@ def prefix_kernel(
     n_splits = tl.num_programs(2)
     at = (head * n_splits + split) * R + row
     tl.store(
-        parts_ptr + at.to(tl.int64)[:, None] * E + e[None, :], acc,
+        parts_ptr + at.to(tl.int64)[:, None] * E + e[None, :],
+        acc,
         mask=(row < R)[:, None] & (e < E)[None, :],
-    )  # fmt: skip
+    )
     tl.store(stats_ptr + at, peak, mask=row < R)
     totals_at = stats_ptr + tl.num_programs(1) * n_splits * R + at
     tl.store(totals_at, tl.max(total, 1), mask=row < R)  # its columns are equal
@@ -192,11 +246,31 @@ def prefix_kernel(
 
 @triton.jit(do_not_specialize=["R", "T", "P", "n_splits"])
 def finish_kernel(
-    q_ptr, k_ptr, v_ptr, seq_len_ptr, depths_ptr, parts_ptr, stats_ptr, paths_ptr, out_ptr,
-    stride_kg, stride_ks, stride_vg, stride_vs, scale, R, T, P, n_splits,
-    E: tl.constexpr, E_PAD: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
-    WINDOW: tl.constexpr, SUM_COLUMNS: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    seq_len_ptr,
+    depths_ptr,
+    parts_ptr,
+    stats_ptr,
+    paths_ptr,
+    out_ptr,
+    stride_kg,
+    stride_ks,
+    stride_vg,
+    stride_vs,
+    scale,
+    R,
+    T,
+    P,
+    n_splits,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SUM_COLUMNS: tl.constexpr,
+):
     """The output of one tree row, up to 16 of its query heads at a time.
 
     Goes through the row's splits in order: takes the state that the first kernel left, if the split
@@ -233,8 +307,9 @@ def finish_kernel(
         part_total = tl.broadcast_to(part_total[:, None], total.shape)
         part_acc = tl.load(
             parts_ptr + at.to(tl.int64)[:, None] * E + e[None, :],
-            mask=stored[:, None] & (e < E)[None, :], other=0.0,
-        )  # fmt: skip
+            mask=stored[:, None] & (e < E)[None, :],
+            other=0.0,
+        )
         start = tl.maximum(tl.maximum(begin, done), first // BLOCK * BLOCK)
         for block in range(start, tl.minimum(begin + SPLIT, position + 1), BLOCK):
             key = block + n
@@ -260,6 +335,7 @@ def finish_kernel(
         peak = new_peak
     out = acc / tl.max(total, 1)[:, None]
     tl.store(
-        out_ptr + (head * R + row)[:, None] * E + e[None, :], out.to(out_ptr.dtype.element_ty),
+        out_ptr + (head * R + row)[:, None] * E + e[None, :],
+        out.to(out_ptr.dtype.element_ty),
         mask=inside,
-    )  # fmt: skip
+    )

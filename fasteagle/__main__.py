@@ -1,5 +1,5 @@
 """`python -m fasteagle`."""
 
-from fasteagle.cli import main
+from fasteagle.cli.main import main
 
 main(prog_name="fasteagle")

@@ -147,10 +147,15 @@ def from_hf(raw: Mapping[str, Any], source: str) -> ModelConfig:
         )
     missing = [
         key
-        for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
-                    "vocab_size")
+        for key in (
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "intermediate_size",
+            "vocab_size",
+        )
         if key not in raw
-    ]  # fmt: skip
+    ]
     if missing:
         raise FasteagleError(f"{source}: config.json lacks {', '.join(missing)}")
     _refuse_unsupported(raw, source)

@@ -17,14 +17,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fasteagle.drafting.controller import Pilot
+from fasteagle.drafting.head_state import HeadState
+from fasteagle.drafting.plan import Plan, Ranks
 from fasteagle.errors import FasteagleError
-from fasteagle.head_state import HeadState
 from fasteagle.model import EagleHead
 from fasteagle.multi_round import DRAFT_STREAM
 from fasteagle.options import SamplingParams
-from fasteagle.pilot import Pilot
 from fasteagle.tree import PAPER_TREE, DraftTree, Pool, TreeShape, chain, rerank
-from fasteagle.tuner import Plan, Ranks
 
 GREEDY = SamplingParams()
 
@@ -123,9 +123,14 @@ class EagleDrafter(HeadDrafter):
     """
 
     def __init__(
-        self, head: EagleHead, shape: TreeShape, max_seq_len: int,
-        value: str = "cumulative", do_rerank: bool = True, noise: str = "shared",
-    ) -> None:  # fmt: skip
+        self,
+        head: EagleHead,
+        shape: TreeShape,
+        max_seq_len: int,
+        value: str = "cumulative",
+        do_rerank: bool = True,
+        noise: str = "shared",
+    ) -> None:
         if shape.topk > head.config.draft_vocab_size:
             raise FasteagleError(
                 f"tree-topk {shape.topk} is more than the draft vocabulary of "
@@ -211,10 +216,13 @@ class StaticTreeDrafter(HeadDrafter):
     """
 
     def __init__(
-        self, head: EagleHead, max_seq_len: int,
-        paths: Sequence[tuple[int, ...]] = PAPER_TREE, noise: str = "shared",
+        self,
+        head: EagleHead,
+        max_seq_len: int,
+        paths: Sequence[tuple[int, ...]] = PAPER_TREE,
+        noise: str = "shared",
         sampled: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         check_paths(paths, head.config.draft_vocab_size)
         self.name, self.noise = "eagle-static", noise
         order = sorted(paths, key=lambda path: (len(path), path))

@@ -27,7 +27,7 @@ from fasteagle.tree import ancestor_mask
 from fasteagle.verify import PAD, accept, seen_rows
 
 if TYPE_CHECKING:
-    from fasteagle.compile.static_cycles import StaticCycles
+    from fasteagle.compile.cycles import StaticCycles
 
 PREFILL_CHUNK = 256
 FEW_PAIRS = 8  # a follow-up question may compute so many rows twice
@@ -44,9 +44,12 @@ class Engine:
     """
 
     def __init__(
-        self, model: Transformer, max_seq_len: int, plain_rows: int = 1,
+        self,
+        model: Transformer,
+        max_seq_len: int,
+        plain_rows: int = 1,
         drafter: Drafter | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.model = model
         self.max_seq_len = max_seq_len
         self.plain_rows = plain_rows
@@ -68,9 +71,12 @@ class Engine:
 
     @torch.no_grad()
     def generate(
-        self, prompt: Sequence[int], params: SamplingParams, max_new_tokens: int,
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        max_new_tokens: int,
         eos_ids: frozenset[int] = frozenset(),
-    ) -> Iterator[list[int]]:  # fmt: skip
+    ) -> Iterator[list[int]]:
         """Yield newly committed tokens, cycle by cycle, up to and including an end-of-text token.
 
         Whatever part of `prompt` the cache already holds is not computed again. Closing the
@@ -107,9 +113,12 @@ class Engine:
             stats.passes += 1
 
     def cycles(
-        self, root_id: int, pairs: tuple[Tensor, Tensor], params: SamplingParams,
+        self,
+        root_id: int,
+        pairs: tuple[Tensor, Tensor],
+        params: SamplingParams,
         seen: Tensor | None,
-    ) -> Generator[list[int]]:  # fmt: skip
+    ) -> Generator[list[int]]:
         """New tokens, cycle by cycle, without end; `cached` holds all but the last of them."""
         new = [root_id]
         try:
@@ -121,9 +130,12 @@ class Engine:
                 self._catch_up(pairs)
 
     def _cycle(
-        self, root_id: int, pairs: tuple[Tensor, Tensor], params: SamplingParams,
+        self,
+        root_id: int,
+        pairs: tuple[Tensor, Tensor],
+        params: SamplingParams,
         seen: Tensor | None,
-    ) -> tuple[list[int], tuple[Tensor, Tensor]]:  # fmt: skip
+    ) -> tuple[list[int], tuple[Tensor, Tensor]]:
         """Whichever cycle is due; `pairs` are what the drafter has not seen yet."""
         drafter = self.drafter
         if drafter is None:
@@ -137,9 +149,12 @@ class Engine:
         return new, (tokens, features)
 
     def _draft_cycle(
-        self, root_id: int, pairs: tuple[Tensor, Tensor], params: SamplingParams,
+        self,
+        root_id: int,
+        pairs: tuple[Tensor, Tensor],
+        params: SamplingParams,
         seen: Tensor | None,
-    ) -> tuple[list[int], tuple[Tensor, Tensor]]:  # fmt: skip
+    ) -> tuple[list[int], tuple[Tensor, Tensor]]:
         """One cycle: extend, propose, verify, accept, commit. The new tokens, and their pairs."""
         drafter = self.drafter
         assert drafter is not None

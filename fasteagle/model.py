@@ -44,10 +44,12 @@ class KVCache:
         self.n_slots = round_up(n_slots, KEY_BLOCK)
         shape = (config.n_kv_head, self.n_slots, config.head_dim)
         self.layers = [
-            (torch.zeros(shape, dtype=dtype, device=device),
-             torch.zeros(shape, dtype=dtype, device=device))
+            (
+                torch.zeros(shape, dtype=dtype, device=device),
+                torch.zeros(shape, dtype=dtype, device=device),
+            )
             for _ in range(config.n_layer)
-        ]  # fmt: skip
+        ]
 
     def resize(self, n_slots: int) -> None:
         """Make room for `n_slots` rounded up to `KEY_BLOCK`, keeping the rows that fit."""
@@ -115,9 +117,15 @@ class Attention(nn.Module):
         self.attend = attend  # a kernel may take its place, from outside
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, mask: Tensor,
-        k_cache: Tensor, v_cache: Tensor,
-    ) -> Tensor:  # fmt: skip
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        mask: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+    ) -> Tensor:
         T = x.shape[0]
         heads = (self.n_head, self.n_kv_head, self.n_kv_head)
         q, k, v = self.qkv(x).view(T, -1, self.head_dim).split(heads, dim=1)  # [T, H or G, E]
@@ -173,17 +181,28 @@ class Block(nn.Module):
         self.mlp = MLP(config.dim, config.ffn_dim)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, mask: Tensor,
-        k_cache: Tensor, v_cache: Tensor,
-    ) -> Tensor:  # fmt: skip
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        mask: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+    ) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin, slots, mask, k_cache, v_cache)
         return x + self.mlp(self.mlp_norm(x))
 
 
 def run_blocks(
-    blocks: Sequence[Block], layers: Sequence[tuple[Tensor, Tensor]], x: Tensor, cos: Tensor,
-    sin: Tensor, slots: Tensor, mask: Tensor,
-) -> Tensor:  # fmt: skip
+    blocks: Sequence[Block],
+    layers: Sequence[tuple[Tensor, Tensor]],
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    mask: Tensor,
+) -> Tensor:
     """The residual stream [T, D] behind `blocks`, which write into their cache `layers`."""
     for block, (k_cache, v_cache) in zip(blocks, layers, strict=True):
         x = block(x, cos, sin, slots, mask, k_cache, v_cache)
@@ -238,9 +257,14 @@ class Transformer(nn.Module):
         self.register_buffer("rope_sin", sin.to(device), persistent=False)
 
     def encode(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, cache: KVCache,
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        mask: Tensor,
+        cache: KVCache,
         tap_layers: tuple[int, ...] = (),
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None]:
         """Run the blocks and the final norm: features [T, D] and, if asked, taps [T, R * D].
 
         `positions` [T] feed RoPE only, `slots` [T] say which cache rows are written, `mask` [T, S]
@@ -267,9 +291,14 @@ class Transformer(nn.Module):
         return rows.to(self.norm.weight.dtype)
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, cache: KVCache,
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        mask: Tensor,
+        cache: KVCache,
         tap_layers: tuple[int, ...] = (),
-    ) -> Output:  # fmt: skip
+    ) -> Output:
         """`encode`, then the LM head on every row."""
         features, taps = self.encode(tokens, positions, slots, mask, cache, tap_layers)
         return Output(self.lm_head(features), features, taps)
@@ -326,9 +355,15 @@ class EagleHead(nn.Module):
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def forward(
-        self, tokens: Tensor, features: Tensor, positions: Tensor, slots: Tensor, mask: Tensor,
-        cache: KVCache, rows: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        mask: Tensor,
+        cache: KVCache,
+        rows: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Draft logits [T, draft vocabulary] and next features [T, D], of `rows` or of all.
 
         `tokens` [T] are target ids, each one position after its `features` row [T, D]; `positions`

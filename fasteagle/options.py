@@ -203,8 +203,15 @@ class TrainOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("lr", "clip", "batch_tokens", "steps", "unroll", "draft_vocab_size",
-                     "loss_vocab_size"):  # fmt: skip
+        for name in (
+            "lr",
+            "clip",
+            "batch_tokens",
+            "steps",
+            "unroll",
+            "draft_vocab_size",
+            "loss_vocab_size",
+        ):
             if getattr(self, name) <= 0:
                 raise FasteagleError(f"{name} {getattr(self, name)} is out of range: use > 0")
 

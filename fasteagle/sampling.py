@@ -19,9 +19,12 @@ BAD_ROW = -1  # what `draw` yields for a row whose logits are not finite
 
 
 def draw(
-    logits: Tensor, positions: Tensor, params: SamplingParams, seen: Tensor | None = None,
+    logits: Tensor,
+    positions: Tensor,
+    params: SamplingParams,
+    seen: Tensor | None = None,
     depths: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """One token per row [T] from logits [T, V]; `BAD_ROW` where a row has no finite maximum.
 
     `positions` [P] are the positions of the tokens being drawn; row t draws at number `depths[t]`

@@ -28,9 +28,14 @@ class PlanesLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = planes.planes_linear(
-            x.half(), self.planes, self.params, self.out_features, self.in_features,
-            *self.format, self.accumulate,
-        ).to(x.dtype)  # fmt: skip
+            x.half(),
+            self.planes,
+            self.params,
+            self.out_features,
+            self.in_features,
+            *self.format,
+            self.accumulate,
+        ).to(x.dtype)
         return y if self.bias is None else y + self.bias
 
     def rows(self, index: Tensor) -> Tensor:

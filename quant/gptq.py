@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from fasteagle.checkpoint import Checkpoint, block_linears, fill_block
 from fasteagle.errors import FasteagleError
+from fasteagle.loading.checkpoint import Checkpoint, block_linears, fill_block
 from fasteagle.model import Block, KVCache, Transformer, causal_mask
 from fasteagle.quant import packed
 from fasteagle.quant.packed import PackedWeight
@@ -30,9 +30,12 @@ MIN_TOKENS = 512
 
 @torch.no_grad()
 def gptq_weights(
-    checkpoint: Checkpoint, texts: Sequence[list[int]], scheme: Scheme,
-    device: torch.device | str = "cpu", tick: Callable[[int, int], None] = lambda done, total: None,
-) -> dict[str, PackedWeight]:  # fmt: skip
+    checkpoint: Checkpoint,
+    texts: Sequence[list[int]],
+    scheme: Scheme,
+    device: torch.device | str = "cpu",
+    tick: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, PackedWeight]:
     """Every block linear of the model, by name. Raises `FasteagleError` for too little text."""
     n_tokens = sum(len(ids) for ids in texts)
     if n_tokens < MIN_TOKENS:

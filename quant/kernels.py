@@ -102,9 +102,19 @@ def _small(x: Tensor, weight: PlanesWeight, accumulate: str) -> Tensor:
     y = x.new_empty(M, N, dtype=torch.float32)
     parts = y if cut.split == 1 else x.new_empty(cut.split, M, Np, dtype=torch.float32)
     planes_kernel[(cut.n_blocks, Np // BLOCK_N, cut.split)](
-        x, weight.planes, weight.params, parts, M, parts.shape[-1], Np, Kp, tiles,
-        -(-tiles // cut.split), **constants(weight, cut, accumulate), **OPTIONS,
-    )  # fmt: skip
+        x,
+        weight.planes,
+        weight.params,
+        parts,
+        M,
+        parts.shape[-1],
+        Np,
+        Kp,
+        tiles,
+        -(-tiles // cut.split),
+        **constants(weight, cut, accumulate),
+        **OPTIONS,
+    )
     if cut.split > 1:
         sum_kernel[(Np // BLOCK_N, M)](
             parts, y, N, Np, M * Np, SPLIT=cut.split, BLOCK_N=BLOCK_N, **OPTIONS
@@ -133,17 +143,24 @@ def constants(weight: PlanesWeight, cut: Tiling, accumulate: str) -> dict[str, o
     fp16 = accumulate == "fp16"
     unit = (1 / 16 if weight.bits == 4 else 1 / 128) if fp16 and not weight.offsets else 1.0
     return format_constants(weight) | {
-        "BLOCK_M": cut.block_m, "STAGES": cut.n_stages, "FP16": fp16, "UNIT": unit,
-    }  # fmt: skip
+        "BLOCK_M": cut.block_m,
+        "STAGES": cut.n_stages,
+        "FP16": fp16,
+        "UNIT": unit,
+    }
 
 
 def format_constants(weight: PlanesWeight) -> dict[str, object]:
     """The part of them that every kernel over this format shares."""
     layout = weight.layout
     return {
-        "BITS": weight.bits, "TILE": layout.tile, "GROUP": layout.group_size,
-        "OFFSETS": weight.offsets, "BLOCK_N": BLOCK_N, "USE_ASM": not INTERPRETED,
-    }  # fmt: skip
+        "BITS": weight.bits,
+        "TILE": layout.tile,
+        "GROUP": layout.group_size,
+        "OFFSETS": weight.offsets,
+        "BLOCK_N": BLOCK_N,
+        "USE_ASM": not INTERPRETED,
+    }
 
 
 @functools.cache
@@ -155,11 +172,27 @@ def _multiprocessors(device: torch.device) -> int:
 
 @triton.jit(do_not_specialize=["M", "tiles", "tiles_per_split"])
 def planes_kernel(
-    x_ptr, planes_ptr, params_ptr, out_ptr, M, out_columns, Np, Kp, tiles, tiles_per_split,
-    BITS: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FP16: tl.constexpr, UNIT: tl.constexpr,
-    STAGES: tl.constexpr, USE_ASM: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    planes_ptr,
+    params_ptr,
+    out_ptr,
+    M,
+    out_columns,
+    Np,
+    Kp,
+    tiles,
+    tiles_per_split,
+    BITS: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FP16: tl.constexpr,
+    UNIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    USE_ASM: tl.constexpr,
+):
     """A block of rows and columns over one split of K: out[split, row, n], out_columns wide.
 
     Row blocks vary fastest, so that those after the first find the weights in the cache.
@@ -209,9 +242,16 @@ def _row(values, like):
 
 @triton.jit
 def _group(
-    params_at, tile, j, Np, second, BITS: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
+    params_at,
+    tile,
+    j,
+    Np,
+    second,
+    BITS: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
     ROWS: tl.constexpr,
-):  # fmt: skip
+):
     """(scale, second parameter) of the group that plane j begins; see `PlanesWeight.params`.
 
     At 8 bits the second parameter is the scale of the tile's second group.
@@ -227,9 +267,15 @@ def _group(
 
 @triton.jit
 def _plane(
-    q, scale, second, PLANE: tl.constexpr, BITS: tl.constexpr, OFFSETS: tl.constexpr,
-    UNIT: tl.constexpr, USE_ASM: tl.constexpr,
-):  # fmt: skip
+    q,
+    scale,
+    second,
+    PLANE: tl.constexpr,
+    BITS: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    UNIT: tl.constexpr,
+    USE_ASM: tl.constexpr,
+):
     """fp16 values of plane PLANE: (q - zero) * UNIT, or the weights where they have offsets.
 
     A field that starts at bit 4 reads 1024 + 16 q, a sixteenth of which is 64 + q. Every step is
@@ -246,9 +292,13 @@ def _plane(
         add = _row((second + (1024.0 - BASE)) * UNIT, q)
     if USE_ASM:
         values = tl.inline_asm_elementwise(
-            _unpack_asm(BITS, PLANE, MUL), "=r,r,r", [q, add],
-            dtype=tl.float16, is_pure=True, pack=2,
-        )  # fmt: skip
+            _unpack_asm(BITS, PLANE, MUL),
+            "=r,r,r",
+            [q, add],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
     else:
         SHIFT: tl.constexpr = 8 * (PLANE * BITS // 8)
         MASK: tl.constexpr = 0xFF if BITS == 8 else (0xF0 if HIGH else 0x0F)
@@ -258,9 +308,13 @@ def _plane(
         return values
     if USE_ASM:
         return tl.inline_asm_elementwise(
-            "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [values, _row(scale, q), _row(second, q)],
-            dtype=tl.float16, is_pure=True, pack=2,
-        )  # fmt: skip
+            "fma.rn.f16x2 $0, $1, $2, $3;",
+            "=r,r,r,r",
+            [values, _row(scale, q), _row(second, q)],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
     return values * scale[None, :] + second[None, :]
 
 
@@ -294,10 +348,18 @@ def sum_kernel(parts_ptr, y_ptr, N, Np, stride_split, SPLIT: tl.constexpr, BLOCK
 
 @triton.jit
 def dequantize_kernel(
-    planes_ptr, params_ptr, out_ptr, Np, BITS: tl.constexpr, TILE: tl.constexpr,
-    GROUP: tl.constexpr, OFFSETS: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr,
+    planes_ptr,
+    params_ptr,
+    out_ptr,
+    Np,
+    BITS: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UNIT: tl.constexpr,
     USE_ASM: tl.constexpr,
-):  # fmt: skip
+):
     """One tile of fp16 w.T [Kp, Np], for one block of columns."""
     PLANES: tl.constexpr = 16 // BITS
     ROWS: tl.constexpr = TILE // PLANES

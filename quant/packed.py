@@ -126,8 +126,8 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
 
 
 def int4(
-    values: Tensor, scales: Tensor, *, zeros: Tensor | None = None, offsets: Tensor | None = None,
-) -> PackedWeight:  # fmt: skip
+    values: Tensor, scales: Tensor, *, zeros: Tensor | None = None, offsets: Tensor | None = None
+) -> PackedWeight:
     """A 4-bit weight from q values [N, K] (any integer dtype) and its groups' parameters [N, G]."""
     group_size = values.shape[1] // scales.shape[1]
     zeros = None if zeros is None else zeros.to(torch.uint8)

@@ -56,9 +56,13 @@ def _hqq(weight: Tensor, group_size: int) -> PackedWeight:
         from torchao.quantization.quant_primitives import _choose_qparams_and_quantize_affine_hqq
 
     _, scales, zeros, _ = _choose_qparams_and_quantize_affine_hqq(
-        weight, nbits=4, group_size=group_size, compute_dtype=torch.float32,
-        device=weight.device.type, raw_output=True,
-    )  # fmt: skip
+        weight,
+        nbits=4,
+        group_size=group_size,
+        compute_dtype=torch.float32,
+        device=weight.device.type,
+        raw_output=True,
+    )
     # The kernels hold the value of q = 8 rather than that of q = 0, in bf16 too.
     middle = ((8 - zeros) * scales).to(torch.bfloat16).float()
     scales = scales.to(torch.bfloat16)

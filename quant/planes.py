@@ -113,9 +113,14 @@ def pack_planes(weight: PackedWeight) -> PlanesWeight:
         q = (q.to(torch.int16) + 128).to(torch.uint8)
     q = F.pad(q, (0, padded[1] - K, 0, padded[0] - N))
     return PlanesWeight(
-        _spread(q, layout), _params(weight, layout, padded), N, K, weight.bits, weight.group_size,
+        _spread(q, layout),
+        _params(weight, layout, padded),
+        N,
+        K,
+        weight.bits,
+        weight.group_size,
         weight.offsets is not None,
-    )  # fmt: skip
+    )
 
 
 def unpack_planes(weight: PlanesWeight) -> Tensor:
@@ -161,16 +166,30 @@ def linear(x: Tensor, weight: PlanesWeight, *, accumulate: str = "fp32") -> Tens
 def op_arguments(x: Tensor, weight: PlanesWeight, accumulate: str) -> tuple[Any, ...]:
     """What `planes_linear` takes: custom ops know no dataclasses."""
     return (
-        x, weight.planes, weight.params, weight.N, weight.K, weight.bits, weight.group_size,
-        weight.offsets, accumulate,
-    )  # fmt: skip
+        x,
+        weight.planes,
+        weight.params,
+        weight.N,
+        weight.K,
+        weight.bits,
+        weight.group_size,
+        weight.offsets,
+        accumulate,
+    )
 
 
 @torch.library.custom_op("fasteagle::planes_linear", mutates_args=(), device_types="cpu")
 def planes_linear(
-    x: Tensor, planes: Tensor, params: Tensor, N: int, K: int, bits: int, group_size: int,
-    offsets: bool, accumulate: str,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    planes: Tensor,
+    params: Tensor,
+    N: int,
+    K: int,
+    bits: int,
+    group_size: int,
+    offsets: bool,
+    accumulate: str,
+) -> Tensor:
     """`linear` over plain tensors, for `torch.compile`. On CPU always in fp32."""
     weight = PlanesWeight(planes, params, N, K, bits, group_size, offsets)
     return x.float() @ dequantize(weight).T
@@ -185,9 +204,16 @@ def _fake(x: Tensor, planes: Tensor, params: Tensor, N: int, K: int, *format: ob
 
 @planes_linear.register_kernel("cuda")
 def _cuda(
-    x: Tensor, planes: Tensor, params: Tensor, N: int, K: int, bits: int, group_size: int,
-    offsets: bool, accumulate: str,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    planes: Tensor,
+    params: Tensor,
+    N: int,
+    K: int,
+    bits: int,
+    group_size: int,
+    offsets: bool,
+    accumulate: str,
+) -> Tensor:
     from fasteagle.quant import kernels  # Triton exists where CUDA does
 
     weight = PlanesWeight(planes, params, N, K, bits, group_size, offsets)

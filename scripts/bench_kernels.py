@@ -25,12 +25,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fasteagle.cli import Script, comma_list
-from fasteagle.device_speed import copy_bandwidth
+from fasteagle.bench.measure import copy_bandwidth
+from fasteagle.cli.main import Script, comma_list
 from fasteagle.errors import FasteagleError
+from fasteagle.loading.registry import preset
 from fasteagle.paths import write_atomic
 from fasteagle.quant import packed
-from fasteagle.registry import preset
 
 LINEARS = ("qkv", "out", "gate_up", "down", "lm_head")
 KERNELS = ("int4-g128", "int4-g64", "int4-g32", "int8", "fp16", "torchao-g128")
@@ -75,9 +75,8 @@ def parts(_: click.Context, option: click.Parameter, text: str) -> list[str]:
     help="Comma list of registry names; only their shapes are used.",
 )
 @click.option(
-    "--linears", default=",".join(LINEARS), show_default=True, callback=parts,
-    help="Comma list.",
-)  # fmt: skip
+    "--linears", default=",".join(LINEARS), show_default=True, callback=parts, help="Comma list."
+)
 @click.option(
     "--kernels",
     default=",".join(KERNELS),
@@ -86,9 +85,12 @@ def parts(_: click.Context, option: click.Parameter, text: str) -> list[str]:
     help="Comma list; fp16 is cuBLAS, torchao is left out where it is missing.",
 )
 @click.option(
-    "--rows", default="1,2,4,8,16,32,64", show_default=True, callback=parts,
+    "--rows",
+    default="1,2,4,8,16,32,64",
+    show_default=True,
+    callback=parts,
     help="Comma list of the rows M of x.",
-)  # fmt: skip
+)
 @click.option(
     "--accumulate",
     type=click.Choice(["fp32", "fp16"]),
@@ -104,8 +106,16 @@ def parts(_: click.Context, option: click.Parameter, text: str) -> list[str]:
     help="Write the full record here.",
 )
 @click.option("--md", is_flag=True, help="Print the table in Markdown.")
-def main(models: list[str], linears: list[str], kernels: list[str], rows: list[str],
-         accumulate: str, repeats: int, json_path: Path | None, md: bool) -> None:  # fmt: skip
+def main(
+    models: list[str],
+    linears: list[str],
+    kernels: list[str],
+    rows: list[str],
+    accumulate: str,
+    repeats: int,
+    json_path: Path | None,
+    md: bool,
+) -> None:
     """Time quantized linears; see the module's docstring for examples."""
     check_known(linears, LINEARS, "linear")
     check_known(kernels, KERNELS, "kernel")
@@ -132,10 +142,12 @@ def fused_linears(name: str) -> list[tuple[str, int, int]]:
     c = preset(name)
     heads, groups = c.n_head * c.head_dim, c.n_kv_head * c.head_dim
     return [
-        ("qkv", heads + 2 * groups, c.dim), ("out", c.dim, heads),
-        ("gate_up", 2 * c.ffn_dim, c.dim), ("down", c.dim, c.ffn_dim),
+        ("qkv", heads + 2 * groups, c.dim),
+        ("out", c.dim, heads),
+        ("gate_up", 2 * c.ffn_dim, c.dim),
+        ("down", c.dim, c.ffn_dim),
         ("lm_head", c.vocab_size, c.dim),
-    ]  # fmt: skip
+    ]
 
 
 def measure(

@@ -14,17 +14,19 @@ from typing import Any
 
 import click
 
-from fasteagle.cli import DEFAULT_MODEL, Script, comma_list
+from fasteagle.bench.roofline import DEVICES, THIS, Device, device_named
+from fasteagle.cli.main import DEFAULT_MODEL, Script, comma_list
 from fasteagle.errors import FasteagleError
 from fasteagle.options import DraftOptions
-from fasteagle.roofline import DEVICES, THIS, Device, device_named
 
 
 @click.command(cls=Script)
 @click.option(
-    "--device", default=THIS, show_default=True,
+    "--device",
+    default=THIS,
+    show_default=True,
     help=f"{', '.join(DEVICES)}, or {THIS}: this machine, measured now.",
-)  # fmt: skip
+)
 @click.option("--model", help=f"Registry name, folder or file.  [default: {DEFAULT_MODEL}]")
 @click.option("--precision", help="Comma list.  [default: bf16,int8,int4]")
 @click.option("--rows", help="Comma list.  [default: hf,plain,eagle]")
@@ -43,7 +45,7 @@ from fasteagle.roofline import DEVICES, THIS, Device, device_named
 )
 def main(device: str, fp16_accumulate: bool, record_path: Path | None, **given: Any) -> None:
     """Predict tokens per second; see the module's docstring for examples."""
-    from fasteagle import roofline_report as report
+    from fasteagle.bench import roofline_report as report
 
     given = {name: value for name, value in given.items() if value is not None}
     if record_path and given:
@@ -64,7 +66,7 @@ def main(device: str, fp16_accumulate: bool, record_path: Path | None, **given: 
 
 
 def _options(given: dict[str, Any]) -> Any:
-    from fasteagle.roofline_report import RooflineOptions
+    from fasteagle.bench.roofline_report import RooflineOptions
 
     sizes = {name: given.pop(name) for name in list(given) if name.startswith("tree_")}
     if "precision" in given:
@@ -75,7 +77,7 @@ def _options(given: dict[str, Any]) -> Any:
 
 
 def _on_cpu() -> bool:
-    from fasteagle.runtime import pick_device
+    from fasteagle.loading.open import pick_device
 
     return pick_device("auto").type == "cpu"
 
@@ -84,8 +86,8 @@ def _this(record: dict[str, Any] | None) -> Device:
     """This machine, measured with the threads of the record, if there is one."""
     import torch
 
-    from fasteagle.device_speed import device_name, this_device
-    from fasteagle.runtime import pick_device
+    from fasteagle.bench.measure import device_name, this_device
+    from fasteagle.loading.open import pick_device
 
     device = pick_device("auto")
     name = device_name(device)

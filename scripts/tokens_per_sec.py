@@ -20,12 +20,12 @@ from typing import Any
 
 import click
 
-from fasteagle.bench import DEFAULT_ROWS, PRECISIONS, BenchOptions
-from fasteagle.bench_plot import check_plot, plot
-from fasteagle.cli import Script, comma_list, draft_options, model_options
+from fasteagle.bench.plot import check_plot, plot
+from fasteagle.bench.row_spec import ROW_NAMES
+from fasteagle.bench.run import DEFAULT_ROWS, PRECISIONS, BenchOptions
+from fasteagle.cli.main import Script, comma_list, draft_options, model_options
 from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.paths import require_writable, write_atomic
-from fasteagle.row_tree import ROW_NAMES
 
 DEFAULTS = BenchOptions()
 
@@ -88,16 +88,27 @@ DEFAULTS = BenchOptions()
     help='A bar chart here (.png, .svg, .pdf); needs matplotlib: pip install "fasteagle[plot]".',
 )
 @click.option("--md", is_flag=True, help="Print the table in Markdown.")
-def main(model: str, runtime_options: RuntimeOptions, draft: DraftOptions, rows: str,
-         precision: str, compile_: bool, load_format: str, json_path: Path | None,
-         save_outputs: bool, plot_path: Path | None, md: bool, **rest: Any) -> None:  # fmt: skip
+def main(
+    model: str,
+    runtime_options: RuntimeOptions,
+    draft: DraftOptions,
+    rows: str,
+    precision: str,
+    compile_: bool,
+    load_format: str,
+    json_path: Path | None,
+    save_outputs: bool,
+    plot_path: Path | None,
+    md: bool,
+    **rest: Any,
+) -> None:
     """Measure tokens per second; see the module's docstring for examples."""
     options = BenchOptions(
         model, comma_list(rows), comma_list(precision), compile=compile_, draft=draft, **rest
     )
 
-    from fasteagle.bench import check_simulated, read_questions, run
-    from fasteagle.bench_report import build_report
+    from fasteagle.bench.report import build_report
+    from fasteagle.bench.run import check_simulated, read_questions, run
 
     if plot_path:
         check_plot(plot_path)
@@ -116,10 +127,10 @@ def main(model: str, runtime_options: RuntimeOptions, draft: DraftOptions, rows:
 
 
 def _load(model: str, load_format: str) -> tuple[Any, Any]:
-    from fasteagle import registry
-    from fasteagle.checkpoint import open_checkpoint
-    from fasteagle.runtime import dummy_checkpoint
-    from fasteagle.tokenizer import DummyTokenizer, load_tokenizer
+    from fasteagle.loading import registry
+    from fasteagle.loading.checkpoint import open_checkpoint
+    from fasteagle.loading.open import dummy_checkpoint
+    from fasteagle.loading.tokenizer import DummyTokenizer, load_tokenizer
 
     if load_format == "dummy":
         checkpoint = dummy_checkpoint(model)
@@ -132,7 +143,7 @@ def _print(report: dict[str, Any], md: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from fasteagle.bench_report import COLUMNS, conditions, markdown, table_rows
+    from fasteagle.bench.report import COLUMNS, conditions, markdown, table_rows
 
     if md:
         print(markdown(report))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from fasteagle import registry
+from fasteagle.loading import registry
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 CHAT_TEMPLATE = (
@@ -38,8 +38,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(autouse=True)
-def own_home(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory,
-             monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def own_home(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Nothing a test does touches the caches of the person who runs it, nor reads them.
 
     Tests of the real model keep the user cache: the model in it is 94 MiB to download.
@@ -62,22 +65,29 @@ def hf_class(family: str):
 
     gqa = {"num_key_value_heads": 2}
     llama3_rope = {
-        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
-    }  # fmt: skip
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
     families = {
         "llama2": (t.LlamaConfig, t.LlamaForCausalLM, {}),
         "llama3": (t.LlamaConfig, t.LlamaForCausalLM, gqa | {"rope_parameters": llama3_rope}),
         "vicuna": (
-            t.LlamaConfig, t.LlamaForCausalLM,
-            {"rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "linear", "factor": 2.0,
-                                                       "rope_theta": 10000.0}},
+            t.LlamaConfig,
+            t.LlamaForCausalLM,
+            {
+                "rms_norm_eps": 1e-6,
+                "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
+            },
         ),
         "mistral": (t.MistralConfig, t.MistralForCausalLM, gqa | {"sliding_window": 7}),
         "qwen2": (t.Qwen2Config, t.Qwen2ForCausalLM, gqa),
         "qwen3": (t.Qwen3Config, t.Qwen3ForCausalLM, gqa | {"head_dim": 32}),
         "smollm2": (t.LlamaConfig, t.LlamaForCausalLM, gqa | {"tie_word_embeddings": True}),
-    }  # fmt: skip
+    }
     return families[family]
 
 
@@ -182,9 +192,15 @@ def script(monkeypatch):
 def tiny_preset(monkeypatch):
     """The registry knows a tiny shape under the name it returns: int4 groups and all."""
     small = dataclasses.replace(
-        registry.preset("llama2-7b"), dim=64, n_layer=2, n_head=4, n_kv_head=4, head_dim=16,
-        ffn_dim=96, vocab_size=100,
-    )  # fmt: skip
+        registry.preset("llama2-7b"),
+        dim=64,
+        n_layer=2,
+        n_head=4,
+        n_kv_head=4,
+        head_dim=16,
+        ffn_dim=96,
+        vocab_size=100,
+    )
     monkeypatch.setitem(registry.REGISTRY, "llama2-70b", registry.Entry(small, "none"))
     return "llama2-70b"
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from conftest import make_hf_model
-from fasteagle.checkpoint import load_model, open_checkpoint
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine, choose_plain_rows, common_prefix
+from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.model import causal_mask
 from fasteagle.options import SamplingParams
 
@@ -39,8 +39,13 @@ def test_greedy_equals_transformers(family, tmp_path):
     hf = make_hf_model(family)
     hf.save_pretrained(tmp_path)
     ours = load_model(open_checkpoint(tmp_path), dtype=torch.float32, device="cpu", max_seq_len=256)
-    expected = hf.generate(torch.tensor([PROMPT]), max_new_tokens=40, do_sample=False,
-                           eos_token_id=None, pad_token_id=0)  # fmt: skip
+    expected = hf.generate(
+        torch.tensor([PROMPT]),
+        max_new_tokens=40,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     assert tokens(Engine(ours, 256), PROMPT) == expected[0, len(PROMPT) :].tolist()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from conftest import FAMILIES, make_hf_model
-from fasteagle.checkpoint import load_model, open_checkpoint
+from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.model import KEY_BLOCK, KVCache, LMHead, causal_mask
 
 TOLERANCE = 1e-4
@@ -56,8 +56,10 @@ def test_incremental_matches_prefill(pair):
     tokens = tokens_of(ours, 40)
     expected = hf(tokens[None]).logits[0]
     cache = fresh_cache(ours)
-    parts = [run(ours, part, start, cache).logits
-             for start, part in ((0, tokens[:17]), (17, tokens[17:20]))]  # fmt: skip
+    parts = [
+        run(ours, part, start, cache).logits
+        for start, part in ((0, tokens[:17]), (17, tokens[17:20]))
+    ]
     parts += [run(ours, tokens[i : i + 1], i, cache).logits for i in range(20, 40)]
     assert (torch.cat(parts) - expected).abs().max() < TOLERANCE
 
@@ -118,8 +120,16 @@ def test_commit_moves_rows_as_if_they_had_been_decoded_there(pair):
 def test_resize_keeps_what_fits():
     from fasteagle.config import ModelConfig
 
-    config = ModelConfig(dim=8, n_layer=2, n_head=2, n_kv_head=1, head_dim=4, ffn_dim=8,
-                         vocab_size=10, max_seq_len=2048)  # fmt: skip
+    config = ModelConfig(
+        dim=8,
+        n_layer=2,
+        n_head=2,
+        n_kv_head=1,
+        head_dim=4,
+        ffn_dim=8,
+        vocab_size=10,
+        max_seq_len=2048,
+    )
     cache = KVCache(config, 10, torch.float32, "cpu")
     assert cache.n_slots == KEY_BLOCK
     cache.layers[1][0][:, :5] = 3.0
@@ -142,8 +152,16 @@ class Interrupted(list):
 def test_an_interrupted_resize_is_finished_by_the_next():
     from fasteagle.config import ModelConfig
 
-    config = ModelConfig(dim=8, n_layer=2, n_head=2, n_kv_head=1, head_dim=4, ffn_dim=8,
-                         vocab_size=10, max_seq_len=2048)  # fmt: skip
+    config = ModelConfig(
+        dim=8,
+        n_layer=2,
+        n_head=2,
+        n_kv_head=1,
+        head_dim=4,
+        ffn_dim=8,
+        vocab_size=10,
+        max_seq_len=2048,
+    )
     cache = KVCache(config, 10, torch.float32, "cpu")
     for keys, values in cache.layers:
         keys[:, :5], values[:, :5] = 3.0, 4.0

@@ -26,10 +26,22 @@ def wheel(tmp_path_factory):
         else:
             shutil.copy(source, base / part)
     subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
-         "--wheel-dir", base / "out", base],
-        check=True, capture_output=True, timeout=300,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "--quiet",
+            "--no-deps",
+            "--no-build-isolation",
+            "--wheel-dir",
+            base / "out",
+            base,
+        ],
+        check=True,
+        capture_output=True,
+        timeout=300,
+    )
     return next((base / "out").glob("*.whl"))
 
 
@@ -48,14 +60,18 @@ def test_wheel_imports_on_its_own(wheel, tmp_path):
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
     code = (
-        "import fasteagle.compile, fasteagle.quant.scheme, fasteagle.cli, fasteagle.bench, sys; "
+        "import fasteagle.compile, fasteagle.quant.scheme, sys\n"
+        "import fasteagle.cli.main, fasteagle.bench.run\n"
         "print(fasteagle.compile.__file__); print(fasteagle.quant.__file__); "
         "print('compile' in sys.modules, 'quant' in sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(site)!r}); {code}"],
-        capture_output=True, text=True, cwd=tmp_path, timeout=120,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith(str(site)) and lines[1].startswith(str(site))
@@ -68,13 +84,30 @@ def test_symlinks_are_relative_and_point_to_the_packages():
         assert link.is_symlink() and str(link.readlink()) == f"../{name}"
 
 
-@pytest.mark.parametrize("line", ["import quant", "from quant.scheme import BF16",
-                                  "import compile", "from compile import inductor"])  # fmt: skip
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import quant",
+        "from quant.scheme import BF16",
+        "import compile",
+        "from compile import inductor",
+    ],
+)
 def test_ruff_bans_the_bare_names(tmp_path, line):
     path = tmp_path / "x.py"
     path.write_text(line + "\n")
-    command = [sys.executable, "-m", "ruff", "check", "--config", str(ROOT / "pyproject.toml"),
-               "--select", "TID251", "--no-cache", str(path)]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "ruff",
+        "check",
+        "--config",
+        str(ROOT / "pyproject.toml"),
+        "--select",
+        "TID251",
+        "--no-cache",
+        str(path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1 and "TID251" in done.stdout
 

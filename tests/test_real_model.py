@@ -8,23 +8,57 @@ import sys
 import pytest
 import torch
 
-from fasteagle.checkpoint import load_model, open_checkpoint
+from fasteagle.bench.hf import hf_model
 from fasteagle.generate import Engine
-from fasteagle.hf_baseline import hf_model
-from fasteagle.hub import sha256
+from fasteagle.loading.checkpoint import load_model, open_checkpoint
+from fasteagle.loading.hub import sha256
+from fasteagle.loading.registry import DEFAULT_MODEL, REGISTRY
+from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.model import KVCache, causal_mask
 from fasteagle.options import SamplingParams
-from fasteagle.registry import DEFAULT_MODEL, REGISTRY
-from fasteagle.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.real_model
 
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
 FRANCE_IDS = [
-    1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407,
-    19712, 8182, 2, 198, 1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531,
+    1,
+    9690,
     198,
-]  # fmt: skip
+    2683,
+    359,
+    253,
+    5356,
+    5646,
+    11173,
+    3365,
+    3511,
+    308,
+    34519,
+    28,
+    7018,
+    411,
+    407,
+    19712,
+    8182,
+    2,
+    198,
+    1,
+    4093,
+    198,
+    1780,
+    314,
+    260,
+    3575,
+    282,
+    4649,
+    47,
+    2,
+    198,
+    1,
+    520,
+    9531,
+    198,
+]
 
 
 @pytest.fixture(scope="module")
@@ -84,15 +118,20 @@ def test_answer_in_fp32(model, tokenizer):
 def test_the_readmes_question_from_the_command_line():
     done = subprocess.run(
         [sys.executable, "-m", "fasteagle", "chat", "-p", FRANCE[0]["content"]],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
     assert "draft head shipped with fasteagle" in done.stderr and "accepted" in done.stderr
 
 
-PROMPTS = ("What is the capital of France?", "Write a short poem about the sea.",
-           "Count from 1 to 20, one number a line.")  # fmt: skip
+PROMPTS = (
+    "What is the capital of France?",
+    "Write a short poem about the sea.",
+    "Count from 1 to 20, one number a line.",
+)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +142,7 @@ PROMPTS = ("What is the capital of France?", "Write a short poem about the sea."
 def test_speculation_changes_no_token(checkpoint, model, tokenizer, params):
     """fp32 on the CPU: the shipped head, two trees, static, chain and n-grams against plain."""
     from fasteagle.drafters import EagleDrafter, NgramDrafter, StaticTreeDrafter
-    from fasteagle.heads import make_drafter
+    from fasteagle.loading.find_head import make_drafter
     from fasteagle.options import DraftOptions
     from fasteagle.tree import TreeShape
 
@@ -138,8 +177,8 @@ def test_the_shipped_head_belongs_to_the_model(checkpoint):
     from importlib import resources
     from pathlib import Path
 
-    from fasteagle.checkpoint import fingerprint
-    from fasteagle.head_file import load_head
+    from fasteagle.loading.checkpoint import fingerprint
+    from fasteagle.loading.head_file import load_head
 
     folder = Path(str(resources.files("fasteagle") / "data" / "heads" / DEFAULT_MODEL))
     head, header = load_head(folder, checkpoint.config)
@@ -153,7 +192,7 @@ def test_the_shipped_head_belongs_to_the_model(checkpoint):
 
 
 def test_its_linears_repack_with_zero_error(checkpoint):
-    from fasteagle.quant.source import is_block_linear
+    from fasteagle.loading.source import is_block_linear
 
     linears = [name for name in checkpoint.names() if is_block_linear(name)]
     assert len(linears) == 7 * 30 and {checkpoint.kinds()[n] for n in linears} == {"Q4_1"}
@@ -164,8 +203,8 @@ def test_its_linears_repack_with_zero_error(checkpoint):
 
 
 def test_int4_is_the_same_model_to_its_heads(checkpoint):
-    from fasteagle.checkpoint import fingerprint
-    from fasteagle.quant.prepare import with_scheme
+    from fasteagle.loading.checkpoint import fingerprint
+    from fasteagle.loading.quantize import with_scheme
 
     own = with_scheme(checkpoint, "int4")
     assert own.scheme.name == "int4-g32-own"
@@ -178,17 +217,19 @@ def test_int4_is_the_same_model_to_its_heads(checkpoint):
 
 def test_int4_says_what_fp32_says(checkpoint, model, tokenizer):
     """The bf16 kernels on the file's 4 bits against the dequantized weights in fp32."""
+    from fasteagle.loading.quantize import with_scheme
+    from fasteagle.loading.source import Linears
     from fasteagle.quant.linear import Int4Linear
-    from fasteagle.quant.prepare import with_scheme
-    from fasteagle.quant.source import Linears
 
     own = with_scheme(checkpoint, "int4")
     linears = Linears(own, "cpu", torch.bfloat16)
     quick = load_model(own, dtype=torch.bfloat16, device="cpu", max_seq_len=512, quantized=linears)
     held = sum(
-        t.numel() * t.element_size() for m in quick.modules() if isinstance(m, Int4Linear)
+        t.numel() * t.element_size()
+        for m in quick.modules()
+        if isinstance(m, Int4Linear)
         for t in m.buffers()
-    )  # fmt: skip
+    )
     assert held / checkpoint.config.linear_params <= 0.63
     ids = tokenizer.encode(
         "The sky is blue because of Rayleigh scattering, and at sunset it is red."

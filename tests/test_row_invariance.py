@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_drafters import random_head
 
 from conftest import save_tiny
-from fasteagle.checkpoint import open_checkpoint
 from fasteagle.drafters import EagleDrafter
+from fasteagle.loading.checkpoint import open_checkpoint
+from fasteagle.loading.open import build_engine
+from fasteagle.loading.quantize import with_scheme
 from fasteagle.options import RuntimeOptions, SamplingParams
-from fasteagle.quant.prepare import with_scheme
-from fasteagle.runtime import build_engine
 from fasteagle.tree import TreeShape
-from test_drafters import random_head
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,21 +6,15 @@ import dataclasses
 
 import pytest
 import torch
+from test_drafters import random_head, random_target, tiny_config
 
-from fasteagle.drafters import (
-    EagleDrafter,
-    NgramDrafter,
-    Piloted,
-    StaticTreeDrafter,
-    TreeShape,
-)
+from fasteagle.drafters import EagleDrafter, NgramDrafter, Piloted, StaticTreeDrafter, TreeShape
 from fasteagle.generate import Engine
 from fasteagle.model import Transformer
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import process_logits
 from fasteagle.stats import Stats
 from fasteagle.tree import DraftTree, chain
-from test_drafters import random_head, random_target, tiny_config
 
 PROMPT = [5, 9, 20, 17, 33, 8, 12, 44]
 GREEDY = SamplingParams()
@@ -82,8 +76,10 @@ def oracle(truth, depth, every=1):
 def drafters(target, head):
     """Every drafter with several shapes."""
     trimmed = random_head(target, torch.arange(0, 60, 2), seed=2)
-    made = {f"eagle {d}-{k}-{n}": EagleDrafter(head, TreeShape(d, k, n), 512)
-            for d, k, n in ((1, 1, 1), (1, 4, 3), (3, 4, 7), (6, 10, 59), (4, 2, 10))}  # fmt: skip
+    made = {
+        f"eagle {d}-{k}-{n}": EagleDrafter(head, TreeShape(d, k, n), 512)
+        for d, k, n in ((1, 1, 1), (1, 4, 3), (3, 4, 7), (6, 10, 59), (4, 2, 10))
+    }
     made["chain"] = EagleDrafter(head, TreeShape(5, 1, 5), 512)
     made["trimmed"] = EagleDrafter(trimmed, TreeShape(3, 4, 7), 512)
     made["by confidence"] = EagleDrafter(head, TreeShape(3, 4, 7), 512, value="confidence")
@@ -155,8 +151,9 @@ def test_the_right_token_on_any_branch_is_found(target):
         at = len(context)
         a, b = (truth[i] if i < len(truth) else 0 for i in (at, at + 1))
         rows = [context[-1], (a + 1) % 60, (a + 2) % 60, a, (b + 1) % 60, b]
-        return DraftTree(torch.tensor(rows), torch.tensor([0, 0, 0, 0, 3, 3]),
-                         torch.ones(6, dtype=torch.bool))  # fmt: skip
+        return DraftTree(
+            torch.tensor(rows), torch.tensor([0, 0, 0, 0, 3, 3]), torch.ones(6, dtype=torch.bool)
+        )
 
     engine = Engine(target, 512, drafter=Fake(propose, 6, 2))
     assert tokens(engine) == truth[len(PROMPT) :][:60]
@@ -268,8 +265,12 @@ def test_distribution_two_tokens_deep(kind):
     params = SamplingParams(1.0, top_p=0.97)
     prompt, n = [1, 2, 3], 1200
     first = exact_probabilities(small, prompt, params)
-    expected = torch.stack([p * exact_probabilities(small, [*prompt, t], params)
-                            for t, p in enumerate(first)]).flatten() * n  # fmt: skip
+    expected = (
+        torch.stack(
+            [p * exact_probabilities(small, [*prompt, t], params) for t, p in enumerate(first)]
+        ).flatten()
+        * n
+    )
     engine = Engine(small, 512, drafter=drafter)
     counts = torch.zeros(16, dtype=torch.double)
     accepted = 0
@@ -334,8 +335,9 @@ def test_pieces_compile_whole(target, head):
 @torch.no_grad()
 def test_the_heads_pieces_compile_whole(target):
     """Extend, one level, all levels and commit; the committed length is a tensor of theirs."""
-    from fasteagle.head_state import head_extend, head_step
     from test_drafters import random_head
+
+    from fasteagle.drafting.head_state import head_extend, head_step
 
     def compiled(function):
         return torch.compile(function, fullgraph=True, backend="eager")
@@ -358,9 +360,10 @@ def test_the_heads_pieces_compile_whole(target):
             (fast_step, head_step, (1, mask)),
         ):
             for a, b in zip(
-                fast(head, state.cache, *rows, *rest), slow(head, state.cache, *rows, *rest),
+                fast(head, state.cache, *rows, *rest),
+                slow(head, state.cache, *rows, *rest),
                 strict=True,
-            ):  # fmt: skip
+            ):
                 assert torch.equal(a, b)
     torch.compiler.set_stance("default")
     pool = drafter.expand()

@@ -1,0 +1,201 @@
+"""`torch.compile` of a few blocks, in the background if asked; its cache outlives the process.
+
+A span of decoder blocks is compiled, not the model: all spans share its code, so that it takes
+seconds; a span, not a block, because each call costs 50 us on a CPU. Rows and cache slots are
+dynamic dimensions: one graph for one row, one for two or more.
+
+Shapes: T rows, D model dim, E head dim, G KV heads, S cache slots.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fasteagle.compile.tree_attention import TreeView
+from fasteagle.model import KEY_BLOCK, Block, Transformer, attend, run_blocks
+from fasteagle.paths import cache_dir
+
+LONGEST_SPAN = 6  # blocks; longer ones take longer to compile and gained nothing more
+# Above this many keys Inductor's softmax takes another summation, which is another graph.
+LONG_REDUCTION = 4096
+
+
+def configure() -> None:
+    """Keep compiled code in the user cache, unless the person has named another place.
+
+    Inductor reads the place from the environment, and writes its default there on import.
+    """
+    from torch._inductor.runtime.runtime_utils import default_cache_dir
+
+    # Target and head blocks, one or several rows, short and long caches, by precision.
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_dir() / "inductor")
+
+
+def missing_compiler() -> str | None:
+    """Why the CPU backend cannot compile here, or None if it can."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except (InvalidCxxCompiler, RuntimeError, OSError):
+        return "no C++ compiler found (install g++)"
+    return None
+
+
+class BlockCompiler:
+    """Compiles the blocks of a model and of its draft head; `apply` makes them use the result.
+
+    `start` works in a thread of its own, `wait` blocks until it is done. The model runs eagerly
+    until `apply`. If compilation fails, `error` says why and `apply` changes nothing.
+    """
+
+    def __init__(self, model: Transformer, max_slots: int, head_block: Block | None = None) -> None:
+        self.error: str | None = None
+        self.seconds = 0.0
+        self._model = model
+        self._head_block = head_block
+        self._max_slots = max_slots
+        self._forward = torch.compile(Block.forward, fullgraph=True)  # of the head's
+        self._compiled = torch.compile(run_blocks, fullgraph=True)
+        self._span = span(model.config.n_layer)
+        self._done = threading.Event()
+        self._applied = False
+
+    @property
+    def ready(self) -> bool:
+        return self._done.is_set() and self.error is None
+
+    def start(self) -> None:
+        configure()
+        # Guards compare these; a new thread would begin with its own.
+        n_threads = torch.get_num_threads()
+        threading.Thread(target=self._run, args=(n_threads,), daemon=True).start()
+
+    def wait(self) -> None:
+        self._done.wait()
+
+    def apply(self) -> bool:
+        """Switch the model's blocks to compiled code if it is ready; true if they now use it."""
+        if self.ready and not self._applied:
+            self._model.run_blocks = self._run_spans
+            head_block: Any
+            for head_block in self._extra_blocks:
+                head_block.forward = functools.partial(self._forward, head_block)
+            self._applied = True
+        return self._applied
+
+    def _run_spans(
+        self,
+        blocks: Sequence[Block],
+        layers: Sequence[tuple[Tensor, Tensor]],
+        x: Tensor,
+        *rest: Tensor,
+    ) -> Tensor:
+        for begin in range(0, len(blocks), self._span):
+            end = begin + self._span
+            x = self._compiled(blocks[begin:end], layers[begin:end], x, *rest)
+        return x
+
+    def _run(self, n_threads: int) -> None:
+        start = time.perf_counter()
+        try:
+            configure()  # again: torch's settings are those of a thread
+            torch.set_num_threads(n_threads)
+            if self._model.norm.weight.device.type == "cpu":
+                if reason := missing_compiler():
+                    raise RuntimeError(reason)
+                self._use_sums()
+            with torch.no_grad():
+                self._warm_up()
+        except Exception as error:  # whatever it is, the eager path still answers
+            self.error = (str(error) or type(error).__name__).strip().splitlines()[0][:200]
+        self.seconds = time.perf_counter() - start
+        self._done.set()
+
+    def _use_sums(self) -> None:
+        for block in [*self._model.blocks, *self._extra_blocks]:
+            if block.attention.attend is attend:
+                block.attention.attend = attend_on_cpu
+
+    def _warm_up(self) -> None:
+        slots = [2 * KEY_BLOCK]
+        if self._max_slots > LONG_REDUCTION:
+            slots.append(2 * LONG_REDUCTION)
+        for S in slots:
+            for T in (1, 5):
+                blocks = list(self._model.blocks)[: self._span]
+                layers = [self._layer(block, S) for block in blocks]
+                *rows, mask = self._inputs(blocks[0], T, S)
+                self._compiled(blocks, layers, *rows, mask)
+                if self._model.takes_tree_view:
+                    self._compiled(blocks, layers, *rows, self._view(T))
+                for block in self._extra_blocks:
+                    self._forward(block, *self._inputs(block, T, S), *self._layer(block, S))
+
+    def _view(self, T: int) -> TreeView:
+        """A chain of T rows, as attention sees it that takes no mask."""
+        device = self._model.norm.weight.device
+        depths = torch.arange(T, device=device)
+        paths = depths.to(torch.int32).expand(T, T).clone()
+        if T > 1:
+            for tensor, dim in ((paths, 0), (paths, 1), (depths, 0)):
+                torch._dynamo.mark_dynamic(tensor, dim)
+        length = torch.zeros((), dtype=torch.long, device=device)
+        return TreeView(length, paths, depths, self._model.config.sliding_window)
+
+    @property
+    def _extra_blocks(self) -> list[Block]:
+        return [] if self._head_block is None else [self._head_block]
+
+    def _layer(self, block: Block, S: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one block."""
+        weight, attention = self._model.norm.weight, block.attention
+        keys, values = (
+            weight.new_zeros(attention.n_kv_head, S, attention.head_dim) for _ in range(2)
+        )
+        for tensor in (keys, values):
+            torch._dynamo.mark_dynamic(tensor, 1)
+        return keys, values
+
+    def _inputs(self, block: Block, T: int, S: int) -> tuple[Tensor, ...]:
+        """x, cos, sin, slots and mask of a pass through `block`."""
+        device, config = self._model.norm.weight.device, self._model.config
+        rope = self._model.rope_cos[:T, :1].expand(T, block.attention.head_dim).unsqueeze(1)
+        rows = torch.arange(T, device=device)
+        mask = torch.ones(T, S, dtype=torch.bool, device=device)
+        x = rope.new_zeros(T, config.dim)
+        cos, sin = rope.clone(), rope.clone()
+        torch._dynamo.mark_dynamic(mask, 1)
+        if T > 1:
+            for tensor in (x, cos, sin, rows, mask):
+                torch._dynamo.mark_dynamic(tensor, 0)
+        return x, cos, sin, rows, mask
+
+
+def span(n_layer: int) -> int:
+    """Blocks compiled together: as many as divide the model, at most `LONGEST_SPAN`."""
+    return max(n for n in range(1, LONGEST_SPAN + 1) if n_layer % n == 0)
+
+
+def attend_on_cpu(q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Tensor) -> Tensor:
+    """`model.attend`, in compiled code for one row by sums, which Inductor fuses into a few loops.
+
+    A product of so few rows costs 35 us, whatever its size. Run eagerly, the sums would be slower.
+    """
+    if mask.shape[0] != 1 or not torch.compiler.is_compiling():
+        return attend(q, k_cache, v_cache, mask)
+    scores = (q.unsqueeze(2).float() * k_cache.unsqueeze(1).float()).sum(-1) / math.sqrt(q.shape[2])
+    weights = torch.softmax(scores.masked_fill(~mask, float("-inf")), -1)  # [G, group, S]
+    return (weights.unsqueeze(3) * v_cache.unsqueeze(1).float()).sum(2).to(v_cache.dtype)

@@ -1,0 +1,1 @@
+"""Measuring speed and quality, and predicting speed from bytes and FLOPs."""

@@ -1,0 +1,159 @@
+"""The same weights in Hugging Face transformers: the baseline people have, and a test oracle."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fasteagle.bench.latency import Chunk
+from fasteagle.config import ModelConfig
+from fasteagle.loading.checkpoint import Checkpoint
+from fasteagle.options import SamplingParams
+
+LOOKUP_TOKENS = 10  # the value transformers' documentation uses for prompt lookup
+
+
+def hf_config(config: ModelConfig) -> Any:
+    """The transformers configuration of a model of ours."""
+    import transformers
+
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_base}
+    if config.rope_scaling is not None:
+        s = config.rope_scaling
+        rope |= {
+            "rope_type": "llama3",
+            "factor": s.factor,
+            "low_freq_factor": s.low_freq_factor,
+            "high_freq_factor": s.high_freq_factor,
+            "original_max_position_embeddings": s.original_max_seq_len,
+        }
+    elif config.rope_linear_factor != 1:
+        rope |= {"rope_type": "linear", "factor": config.rope_linear_factor}
+    kind = getattr(transformers, config.architecture.replace("ForCausalLM", "Config"))
+    made = kind(
+        hidden_size=config.dim,
+        num_hidden_layers=config.n_layer,
+        num_attention_heads=config.n_head,
+        num_key_value_heads=config.n_kv_head,
+        head_dim=config.head_dim,
+        intermediate_size=config.ffn_dim,
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_seq_len,
+        rms_norm_eps=config.norm_eps,
+        rope_parameters=rope,
+        tie_word_embeddings=config.tie_embeddings,
+        architectures=[config.architecture],
+    )
+    if config.architecture == "MistralForCausalLM":
+        made.sliding_window = config.sliding_window
+    return made
+
+
+def hf_model(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str, **options: Any
+) -> Any:
+    """A transformers model that holds the checkpoint's (dequantized) weights in `dtype`."""
+    import transformers
+
+    config = hf_config(checkpoint.config)
+    config._attn_implementation = options.pop("attention", "sdpa")
+    kind = getattr(transformers, checkpoint.config.architecture)
+    with torch.device("meta"):
+        model = kind(config)
+    state = {
+        name: checkpoint.load(name).to(device=device, dtype=dtype) for name in checkpoint.names()
+    }
+    if checkpoint.config.tie_embeddings:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    model.load_state_dict(state, strict=True, assign=True)
+    model.tie_weights()
+    # Non-persistent buffers are not in any checkpoint: make them anew, on the device.
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
+    return model.eval()
+
+
+class HFAnswer(NamedTuple):
+    """An answer of transformers, measured. Times in seconds."""
+
+    tokens: list[int]
+    ttft: float
+    seconds: float  # first to last token
+    passes: int  # after the first
+    first: int  # tokens that came with the first pass: prompt lookup may bring several
+    chunks: list[Chunk]  # after the first
+
+
+class _Clock:
+    """A transformers streamer that notes when each token arrives."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.sizes: list[int] = []  # tokens that came with each time
+        self._prompt_seen = False
+
+    def put(self, value: Tensor) -> None:
+        if self._prompt_seen:
+            self.sizes.append(value.numel())
+            self.times.append(time.perf_counter())
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        pass
+
+    @property
+    def first(self) -> int:
+        return self.sizes[0]
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """Those after the first."""
+        gaps = (b - a for a, b in itertools.pairwise(self.times))
+        return list(zip(self.sizes[1:], gaps, strict=True))
+
+
+@torch.no_grad()
+def hf_generate(
+    model: Any,
+    prompt: list[int],
+    params: SamplingParams,
+    max_new_tokens: int,
+    eos_ids: frozenset[int],
+    lookup: bool = False,
+) -> HFAnswer:
+    """`model.generate` on one prompt, with prompt lookup if asked."""
+    torch.manual_seed(params.seed)
+    drawing: dict[str, Any] = {"do_sample": False}
+    if not params.greedy:
+        drawing = {
+            "do_sample": True,
+            "temperature": params.temperature,
+            "top_k": params.top_k,
+            "top_p": params.top_p,
+            "min_p": params.min_p or None,
+        }
+    if lookup:
+        drawing["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
+    clock = _Clock()
+    calls: list[None] = []
+    hook = model.register_forward_hook(lambda *_: calls.append(None))
+    ids = torch.tensor([prompt], device=model.device)
+    start = time.perf_counter()
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_new_tokens,
+        eos_token_id=sorted(eos_ids) or None,
+        pad_token_id=min(eos_ids, default=0),
+        repetition_penalty=params.repetition_penalty,
+        streamer=clock,
+        **drawing,
+    )
+    hook.remove()
+    tokens = output[0, len(prompt) :].tolist()
+    seconds = clock.times[-1] - clock.times[0]
+    ttft = clock.times[0] - start
+    return HFAnswer(tokens, ttft, seconds, len(calls) - 1, clock.first, clock.chunks)

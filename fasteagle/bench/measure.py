@@ -1,0 +1,103 @@
+"""How fast this machine reads memory and multiplies, measured in about a second.
+
+Best of several runs: other work on the machine only ever makes a run slower.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from fasteagle.bench.roofline import Device, device_reported_as
+from fasteagle.loading.checkpoint import available_bytes
+
+READ_BYTES = 2**28  # far more than a last-level cache holds
+COPY_BYTES = 2**30
+REPEATS, SECONDS = 5, 0.25  # of each measurement, at least
+
+
+@dataclasses.dataclass(frozen=True)
+class Bandwidth:
+    """Memory bandwidth in GB/s (1e9), with where it comes from in words."""
+
+    gb_s: float
+    source: str
+    measured_gb_s: float
+
+
+def device_name(device: torch.device) -> str:
+    """What the maker calls it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def memory_bandwidth(device: torch.device, name: str) -> Bandwidth:
+    """Of a CPU by reading; of CUDA the data sheet, or a copy where we have none."""
+    if device.type == "cpu":
+        read = read_bandwidth()
+        return Bandwidth(read, f"measured, reading with {torch.get_num_threads()} threads", read)
+    copied = copy_bandwidth(device)
+    sheet = device_reported_as(name)
+    if sheet is None:
+        return Bandwidth(copied, "measured, copying", copied)
+    return Bandwidth(sheet.gb_s, f"data sheet of {sheet.name}", copied)
+
+
+def read_bandwidth(n_bytes: int = READ_BYTES) -> float:
+    """GB/s at which all CPU threads together read one large array."""
+    free = available_bytes("cpu")
+    n_bytes = n_bytes if free is None else min(n_bytes, free // 4)
+    data = torch.ones(max(1, n_bytes // 4))
+    return data.nbytes / _best_seconds(data.sum, torch.device("cpu")) / 1e9
+
+
+def copy_bandwidth(device: torch.device, n_bytes: int = COPY_BYTES) -> float:
+    """GB/s of a copy on the device, bytes read and bytes written."""
+    free = available_bytes(device)
+    n_bytes = n_bytes if free is None else min(n_bytes, free // 4)
+    source = torch.zeros(n_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _best_seconds(lambda: target.copy_(source), device) / 1e9
+
+
+def matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
+    """TFLOP/s of a square product."""
+    size = 1024 if device.type == "cpu" else 8192
+    a = torch.randn(size, size, device=device).to(dtype)
+    return 2 * size**3 / _best_seconds(lambda: a @ a, device) / 1e12
+
+
+def this_device(device: torch.device, name: str) -> Device:
+    """This machine as a `Device`, everything measured."""
+    half = matmul_rate(torch.bfloat16, device)
+    full = matmul_rate(torch.float32, device)
+    speed = read_bandwidth() if device.type == "cpu" else copy_bandwidth(device)
+    memory = (available_bytes(device) or 0) / 1e9
+    return Device(f"this machine ({name})", speed, memory, half, half, full)
+
+
+def _best_seconds(work: Callable[[], object], device: torch.device) -> float:
+    times: list[float] = []
+    while len(times) < REPEATS or sum(times) < SECONDS:
+        _wait(device)
+        begin = time.perf_counter()
+        work()
+        _wait(device)
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

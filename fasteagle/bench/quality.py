@@ -1,0 +1,227 @@
+"""What quantization costs in quality: perplexity, and how far the next-token distribution moves.
+
+The unquantized model runs first and leaves its features; it is freed before any other one loads.
+Shapes: W windows of the text, L tokens in a window, D model dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fasteagle.errors import FasteagleError
+from fasteagle.generate import Engine
+from fasteagle.loading import registry
+from fasteagle.loading.checkpoint import (
+    Checkpoint,
+    available_bytes,
+    open_checkpoint,
+    required_bytes,
+)
+from fasteagle.loading.open import (
+    TORCH_DTYPES,
+    build_engine,
+    note,
+    pick_device,
+    pick_dtype,
+    precision_options,
+    quantized_checkpoint,
+    scheme_of,
+)
+from fasteagle.loading.tokenizer import ChatTokenizer, load_tokenizer
+from fasteagle.options import RuntimeOptions
+from fasteagle.paths import write_atomic
+
+ROWS_AT_ONCE = 128  # of logits
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalOptions:
+    """What to measure on which text."""
+
+    text: Path
+    precisions: tuple[str, ...] = ("bf16", "int8", "int4")
+    tokens: int = 8192
+    window: int = 512
+
+    def __post_init__(self) -> None:
+        if self.window < 16:
+            raise FasteagleError(f"window {self.window} is too short: use 16 tokens or more")
+        if self.tokens < self.window:
+            raise FasteagleError(
+                f"tokens {self.tokens} do not fill one window of {self.window}: use more"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Quality:
+    """One precision against the unquantized model in `reference`."""
+
+    precision: str
+    scheme: str
+    perplexity: float
+    kl: float  # mean KL(unquantized || this), nats a token
+    agreement: float  # share of positions with the same likeliest token
+    weight_gb: float
+
+
+def evaluate(model: str, options: EvalOptions, runtime: RuntimeOptions) -> list[Quality]:
+    """Measure every precision. The first entry is the reference itself."""
+    device = pick_device(runtime.device)
+    source = registry.resolve(model)
+    checkpoint = open_checkpoint(source.path)
+    tokenizer = load_tokenizer(source.path, source.template)
+    windows = read_windows(options, tokenizer)
+    reference, rows = _reference(checkpoint, windows, runtime, device, model)
+    found = [rows]
+    for precision in options.precisions:
+        chosen = precision_options(runtime, precision)
+        found.append(
+            _measure(precision, checkpoint, tokenizer, windows, reference, chosen, device, model)
+        )
+        note(f"{precision}: perplexity {found[-1].perplexity:.3f}, KL {found[-1].kl:.5f}")
+    return found
+
+
+def read_windows(options: EvalOptions, tokenizer: ChatTokenizer) -> list[list[int]]:
+    """The text in windows of equal length. Raises `FasteagleError` if it is too short for one."""
+    try:
+        text = options.text.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FasteagleError(f"cannot read {options.text}: {error}") from error
+    ids = tokenizer.encode(text)[: options.tokens]
+    n = len(ids) // options.window
+    if n == 0:
+        raise FasteagleError(
+            f"{options.text} has {len(ids):,} tokens, fewer than one window of {options.window}: "
+            "give a longer text, or a smaller --window"
+        )
+    return [ids[i * options.window : (i + 1) * options.window] for i in range(n)]
+
+
+class Reference:
+    """Next-token distributions of the unquantized model: its features and its LM head."""
+
+    def __init__(self, engine: Engine, windows: Sequence[list[int]]) -> None:
+        self.features = [engine.features(ids) for ids in windows]
+        self.head: nn.Module = engine.model.lm_head
+
+    def log_probs(self, window: int, rows: slice) -> Tensor:
+        """[rows, V] in fp32."""
+        return self.head(self.features[window][rows]).float().log_softmax(-1)
+
+
+@torch.no_grad()
+def _reference(
+    checkpoint: Checkpoint,
+    windows: Sequence[list[int]],
+    runtime: RuntimeOptions,
+    device: torch.device,
+    name: str,
+) -> tuple[Reference, Quality]:
+    """In fp32 where that fits in memory, else in 16 bits."""
+    plain = dataclasses.replace(runtime, quant=None, backend="fasteagle")
+    need = sum(required_bytes(checkpoint.config, torch.float32, len(windows[0])))
+    free = available_bytes(device)
+    fits = free is None or need * 1.1 < free
+    dtype_name = "fp32" if fits else pick_dtype("auto", device)
+    note(f"the unquantized model in {dtype_name} ...")
+    engine = build_engine(checkpoint, dtype_name, device, plain, name)
+    reference = Reference(engine, windows)
+    loss = sum(
+        float(_nll(reference.log_probs(i, rows), ids, rows).sum())
+        for i, ids in enumerate(windows)
+        for rows in _parts(ids)
+    )
+    n = sum(len(ids) - 1 for ids in windows)
+    size = required_bytes(checkpoint.config, TORCH_DTYPES[dtype_name], 0)[0] / 1e9
+    return reference, Quality(dtype_name, "unquantized", math.exp(loss / n), 0.0, 1.0, size)
+
+
+@torch.no_grad()
+def _measure(
+    precision: str,
+    checkpoint: Checkpoint,
+    tokenizer: ChatTokenizer,
+    windows: Sequence[list[int]],
+    reference: Reference,
+    runtime: RuntimeOptions,
+    device: torch.device,
+    name: str,
+) -> Quality:
+    source = quantized_checkpoint(checkpoint, runtime, tokenizer)
+    scheme = scheme_of(source, runtime)
+    dtype_name = pick_dtype(runtime.dtype, device, scheme is not None)
+    engine = build_engine(source, dtype_name, device, runtime, name)
+    loss = kl = same = 0.0
+    for i, ids in enumerate(windows):
+        features = engine.features(ids)
+        for rows in _parts(ids):
+            ours = engine.model.lm_head(features[rows]).float().log_softmax(-1)
+            theirs = reference.log_probs(i, rows)
+            loss += float(_nll(ours, ids, rows).sum())
+            kl += float(F.kl_div(ours, theirs, reduction="sum", log_target=True))
+            same += float((ours.argmax(-1) == theirs.argmax(-1)).sum())
+    n = sum(len(ids) - 1 for ids in windows)
+    dense = required_bytes(checkpoint.config, TORCH_DTYPES[dtype_name], 0)[0]
+    size = (scheme.model_bytes(checkpoint.config) if scheme else dense) / 1e9
+    label = scheme.name if scheme else "unquantized"
+    return Quality(precision, label, math.exp(loss / n), kl / n, same / n, size)
+
+
+def _parts(ids: list[int]) -> list[slice]:
+    """The rows of a window that predict its next token, a few at a time."""
+    last = len(ids) - 1
+    return [slice(at, min(at + ROWS_AT_ONCE, last)) for at in range(0, last, ROWS_AT_ONCE)]
+
+
+def _nll(log_probs: Tensor, ids: list[int], rows: slice) -> Tensor:
+    after = torch.tensor(ids[rows.start + 1 : rows.stop + 1], device=log_probs.device)
+    return -log_probs.gather(1, after.unsqueeze(1))[:, 0]
+
+
+def run_eval(
+    model: str, runtime: RuntimeOptions, options: EvalOptions, md: bool, json_path: Path | None
+) -> None:
+    """Measure and print, as `fasteagle eval` does."""
+    found = evaluate(model, options, runtime)
+    headings = (
+        "precision",
+        "scheme",
+        "perplexity",
+        "KL nats/token",
+        "same top token",
+        "weights GB",
+    )
+    cells = [
+        (
+            q.precision,
+            q.scheme,
+            f"{q.perplexity:.3f}",
+            f"{q.kl:.5f}",
+            f"{100 * q.agreement:.2f} %",
+            f"{q.weight_gb:.3f}",
+        )
+        for q in found
+    ]
+    if json_path:
+        record = {"model": model, "text": options.text.name, "rows": [vars(q) for q in found]}
+        write_atomic(json_path, json.dumps(record, indent=1).encode())
+    if md:
+        for row in (headings, ("---",) * len(headings), *cells):
+            print(f"| {' | '.join(row)} |")
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*headings, box=None, pad_edge=False)
+    for row in cells:
+        table.add_row(*row)
+    Console(width=120).print(table)

@@ -1,0 +1,340 @@
+"""Tokens per second on real prompts: rows that answer the same questions in turn, in one run.
+
+A row is one way to decode at one precision. Rows take turns prompt by prompt, so that a machine
+that slows down slows them all. See `scripts/tokens_per_sec.py` for the command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import resource
+from collections.abc import Callable, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fasteagle.bench.hf import LOOKUP_TOKENS, hf_model
+from fasteagle.bench.roofline import Storage
+from fasteagle.bench.row_spec import ROW_NAMES, TreeSize, draft_of, is_sized, used_tree
+from fasteagle.bench.rows import Decoder, EngineDecoder, HFDecoder, Row, Spent
+from fasteagle.bench.simulate import check_simulation, dummy_drafter, is_eagle, wants_dummy_head
+from fasteagle.compile.costs import tune_now
+from fasteagle.compile.cycles import use_static_cycles
+from fasteagle.drafters import Drafter, EagleDrafter, Piloted
+from fasteagle.drafting.controller import Pilot
+from fasteagle.errors import FasteagleError
+from fasteagle.generate import Engine, choose_plain_rows
+from fasteagle.loading.checkpoint import (
+    Checkpoint,
+    DummyCheckpoint,
+    available_bytes,
+    required_bytes,
+)
+from fasteagle.loading.find_head import make_drafter
+from fasteagle.loading.open import (
+    TORCH_DTYPES,
+    TORCHAO,
+    build_engine,
+    compile_now,
+    note,
+    pick_device,
+    pick_dtype,
+    precision_options,
+    quantized_checkpoint,
+    scheme_of,
+)
+from fasteagle.loading.tokenizer import ChatTokenizer, Message
+from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
+from fasteagle.quant.scheme import is_scheme_name
+
+DEFAULT_ROWS = ("hf", "plain", "eagle")
+PRECISIONS = ("bf16", "fp16", "fp32", "int8", "int4", "a scheme like int4-g64-hqq")
+WARM_UP_TOKENS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchOptions:
+    """What to run."""
+
+    model: str = "smollm2-135m"
+    rows: tuple[str, ...] = DEFAULT_ROWS
+    precisions: tuple[str, ...] = ("bf16",)
+    data: Path | None = None
+    limit: int | None = None
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    compile: bool = True
+    draft: DraftOptions = dataclasses.field(default_factory=DraftOptions)
+    tree_value: str = "cumulative"  # "confidence": EAGLE-2's ablation without cumulative scores
+    rerank: bool = True  # False: its ablation that keeps nodes in the order they were found
+    simulate_tau: float | None = None  # of eagle rows on random weights; see `simulate`
+
+    def __post_init__(self) -> None:
+        for value, known, what in (
+            *((row, ROW_NAMES, "row") for row in self.rows if not is_sized(row)),
+            *(
+                (precision, PRECISIONS, "precision")
+                for precision in self.precisions
+                if not is_scheme_name(precision.removesuffix(TORCHAO))
+            ),
+            (self.tree_value, ("cumulative", "confidence"), "tree value"),
+        ):
+            if value not in known:
+                raise FasteagleError(f"unknown {what} {value!r}: use {', '.join(known)}")
+        SamplingParams(self.temperature, top_p=self.top_p, seed=self.seed)  # checks them
+        for row in self.rows:
+            draft_of(row, self.draft)
+        if self.limit is not None and self.limit < 1:
+            raise FasteagleError(f"limit {self.limit} is out of range: use 1 or more")
+        if self.max_new_tokens < 2:
+            raise FasteagleError(
+                f"max-new-tokens {self.max_new_tokens} is out of range: a rate needs 2 or more"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    turns: tuple[str, ...]
+
+
+def read_questions(path: Path | None, limit: int | None) -> list[Question]:
+    """Questions of a JSONL file with `turns`, or the ten shipped with the package."""
+    try:
+        if path is None:
+            text = (resources.files("fasteagle") / "data/prompts.jsonl").read_text("utf-8")
+        else:
+            text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FasteagleError(f"cannot read {path}: {error}") from error
+    questions = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            turns = json.loads(line)["turns"]
+            if not turns or not all(isinstance(turn, str) and turn for turn in turns):
+                raise ValueError("turns must be texts")
+        except (ValueError, TypeError, KeyError) as error:
+            raise FasteagleError(
+                f'{path}, line {number}: expected {{"turns": ["text", ...]}} ({error!r})'
+            ) from error
+        questions.append(Question(tuple(turns)))
+    if not questions:
+        raise FasteagleError(f"{path}: no questions in it")
+    return questions[:limit]
+
+
+def run(
+    options: BenchOptions,
+    runtime: RuntimeOptions,
+    checkpoint: Checkpoint,
+    tokenizer: ChatTokenizer,
+    questions: Sequence[Question],
+) -> list[Row]:
+    """Measure every row. Precisions run together where they fit in memory, else one by one."""
+    device = pick_device(runtime.device)
+    if runtime.threads:
+        torch.set_num_threads(runtime.threads)
+    check_simulated(options, runtime, isinstance(checkpoint, DummyCheckpoint))
+    rows: list[Row] = []
+    for precisions in _fitting_groups(options, runtime, checkpoint, device):
+        group = []
+        for precision in precisions:
+            group += _build_rows(precision, options, runtime, checkpoint, tokenizer, device)
+        _warm_up(group, questions[0], tokenizer)
+        for row in group:
+            if reason := _uncaptured(row.decoder):
+                note(f"warning: {row.name} {row.precision} runs without CUDA graphs: {reason}")
+        for number, question in enumerate(questions, 1):
+            note(f"question {number} of {len(questions)} ({', '.join(precisions)})")
+            for row in group:
+                _answer(row, question, tokenizer, options.max_new_tokens, device)
+        for row in group:
+            row.tree = _tree(row.decoder)
+            if pilot := _pilot(row.decoder):
+                row.auto, row.auto_shares = pilot.explain(), pilot.shares()
+            row.decoder = Spent()  # the next precision needs the memory
+        rows += group
+    return rows
+
+
+def check_simulated(options: BenchOptions, runtime: RuntimeOptions, is_dummy: bool) -> None:
+    """Raise `FasteagleError` where `simulate_tau` cannot be; looks at no weights."""
+    runtimes = (precision_options(runtime, precision) for precision in options.precisions)
+    # torchao's formats leave the draft head dense, and the tree as it is for a dense target.
+    quantized = tuple(r.quant is not None and r.backend == "fasteagle" for r in runtimes)
+    on_cpu = pick_device(runtime.device).type == "cpu"
+    check_simulation(options.simulate_tau, is_dummy, options.rows, quantized, options.draft, on_cpu)
+
+
+def _tree(decoder: Decoder) -> TreeSize | None:
+    if isinstance(decoder, HFDecoder):
+        return TreeSize(LOOKUP_TOKENS, 1, LOOKUP_TOKENS) if decoder.lookup else None
+    return used_tree(decoder.engine.drafter) if isinstance(decoder, EngineDecoder) else None
+
+
+def _pilot(decoder: Decoder) -> Pilot | None:
+    """Who chose the trees, where the tuner did."""
+    drafter = decoder.engine.drafter if isinstance(decoder, EngineDecoder) else None
+    return drafter.pilot if isinstance(drafter, Piloted) else None
+
+
+def _uncaptured(decoder: Decoder) -> str | None:
+    """Why cycles that should be replayed are not."""
+    captured = decoder.engine.captured if isinstance(decoder, EngineDecoder) else None
+    return captured.error if captured else None
+
+
+def _fitting_groups(
+    options: BenchOptions, runtime: RuntimeOptions, checkpoint: Checkpoint, device: torch.device
+) -> list[tuple[str, ...]]:
+    max_seq_len = runtime.seq_len_for(checkpoint.config.max_seq_len, options.model)
+    dtypes = [TORCH_DTYPES.get(p, torch.bfloat16) for p in options.precisions]  # at most
+    needed = sum(
+        sum(required_bytes(checkpoint.config, dtype, max_seq_len)) * 2  # theirs, ours
+        for dtype in dtypes
+    )
+    free = available_bytes(device)
+    together = free is None or needed * 1.2 < free
+    return [options.precisions] if together else [(p,) for p in options.precisions]
+
+
+def _build_rows(
+    precision: str,
+    options: BenchOptions,
+    runtime: RuntimeOptions,
+    checkpoint: Checkpoint,
+    tokenizer: ChatTokenizer,
+    device: torch.device,
+) -> list[Row]:
+    """The rows of one precision; they share one copy of the weights, and transformers has one."""
+    runtime = precision_options(runtime, precision)
+    source = quantized_checkpoint(checkpoint, runtime, tokenizer)
+    scheme = scheme_of(source, runtime)
+    dtype_name = pick_dtype(runtime.dtype, device, scheme is not None)
+    config, dtype = checkpoint.config, TORCH_DTYPES[dtype_name]
+    names = [n for n in options.rows if not (scheme and n.startswith("hf"))]  # theirs are dense
+    theirs = base = None
+    if any(name.startswith("hf") for name in names):
+        theirs = hf_model(checkpoint, dtype, device)
+    if any(not name.startswith("hf") for name in names):
+        base = build_engine(source, dtype_name, device, runtime, options.model)
+    rows = [
+        Row(
+            name,
+            precision,
+            _decoder(name, theirs, base, source, options, tokenizer.eos_ids),
+            weight_bytes=Storage.of(scheme, dtype.itemsize).pass_bytes(config),
+            kv_bytes=config.kv_bytes(1, dtype.itemsize),
+            scheme=scheme,
+            dtype=dtype_name,
+            simulated_tau=options.simulate_tau if is_eagle(name) else None,
+        )
+        for name in names
+    ]
+    engines = [row.decoder.engine for row in rows if isinstance(row.decoder, EngineDecoder)]
+    if options.compile and _compile(engines):
+        for engine in engines:
+            if tuned := tune_now(engine, note):
+                note(f"{precision}: tuned in {tuned[1]:.1f} s (0: kept from before)")
+    for engine in engines:
+        use_static_cycles(engine)
+    for row in rows:
+        if row.name == "plain" and isinstance(row.decoder, EngineDecoder):
+            row.plain_rows = choose_plain_rows(row.decoder.engine)
+            row.decoder.engine.plain_rows = row.plain_rows
+    return rows
+
+
+def _decoder(
+    name: str,
+    theirs: Any,
+    base: Engine | None,
+    checkpoint: Checkpoint,
+    options: BenchOptions,
+    eos_ids: frozenset[int],
+) -> Decoder:
+    """What row `name` answers with: transformers' model `theirs`, or the weights of `base`."""
+    params = SamplingParams(options.temperature, top_p=options.top_p, seed=options.seed)
+    if name.startswith("hf"):
+        return HFDecoder(theirs, params, eos_ids, name == "hf-pld")
+    assert base is not None
+    engine = Engine(base.model, base.max_seq_len)
+    engine.use(_drafter(name, engine, checkpoint, options))
+    return EngineDecoder(engine, params, eos_ids)
+
+
+def _drafter(
+    name: str, engine: Engine, checkpoint: Checkpoint, options: BenchOptions
+) -> Drafter | None:
+    if name == "plain":
+        return None
+    draft = draft_of(name, options.draft)
+    drafter: Drafter | None
+    if wants_dummy_head(name, checkpoint, draft):
+        drafter = dummy_drafter(options.model, engine, checkpoint, draft)
+    else:
+        drafter = make_drafter(options.model, engine, checkpoint, draft, lambda line: None)
+    if draft.drafter == "eagle" and isinstance(drafter, EagleDrafter):
+        drafter.value, drafter.rerank = options.tree_value, options.rerank
+    return drafter
+
+
+def _compile(engines: Sequence[Engine]) -> bool:
+    """Compile the blocks of the shared model once, and those of every draft head."""
+    return all(compile_now(engine) for engine in engines)
+
+
+def _warm_up(rows: Sequence[Row], question: Question, tokenizer: ChatTokenizer) -> None:
+    prompt = tokenizer.encode(tokenizer.render([{"role": "user", "content": question.turns[0]}]))
+    for row in rows:
+        row.decoder.turn(prompt, WARM_UP_TOKENS)
+
+
+def _answer(
+    row: Row,
+    question: Question,
+    tokenizer: ChatTokenizer,
+    max_new_tokens: int,
+    device: torch.device,
+) -> None:
+    """All turns of a question, with the row's own answers as history."""
+    row.decoder.restart()
+    messages: list[Message] = []
+    reset_peak, read_peak = _peak_meter(device)
+    for text in question.turns:
+        messages.append({"role": "user", "content": text})
+        prompt = tokenizer.encode(tokenizer.render(messages))
+        reset_peak()
+        turn = row.decoder.turn(prompt, max_new_tokens)
+        row.peak_bytes = max(row.peak_bytes, read_peak())
+        row.turns.append(turn)
+        messages.append({"role": "assistant", "content": tokenizer.decode(turn.tokens)})
+
+
+def _peak_meter(device: torch.device) -> tuple[Callable[[], None], Callable[[], int]]:
+    """How to reset and read the peak memory: of the device, or of this process on the CPU."""
+    if device.type == "cuda":
+        return (
+            lambda: torch.cuda.reset_peak_memory_stats(device),
+            lambda: torch.cuda.max_memory_allocated(device),
+        )
+
+    def reset() -> None:
+        with contextlib.suppress(OSError):  # then the peak is that of the whole process so far
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def read() -> int:
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/self/status").read_text().splitlines():
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    return reset, read

@@ -1,0 +1,96 @@
+"""Benchmarks of shapes without weights: a random draft head, and a tau a person supplies.
+
+A cycle takes as long on random weights as on real ones, but a random head's guesses are wrong. So
+cycle times are measured, tok/s follows from the tau that is asked for, and everything that does is
+labelled simulated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from fasteagle.bench.row_spec import planned_tree
+from fasteagle.config import HeadConfig
+from fasteagle.drafters import Drafter
+from fasteagle.errors import FasteagleError
+from fasteagle.generate import Engine
+from fasteagle.loading.checkpoint import Checkpoint, DummyCheckpoint
+from fasteagle.loading.find_head import head_shape, tree_drafter
+from fasteagle.model import KEY_BLOCK, EagleHead
+from fasteagle.options import DraftOptions
+
+
+def is_eagle(row: str) -> bool:
+    """Whether a row drafts with a draft head."""
+    return row.startswith("eagle")
+
+
+def check_simulation(
+    tau: float | None,
+    is_dummy: bool,
+    rows: tuple[str, ...],
+    quantized: tuple[bool, ...],
+    draft: DraftOptions,
+    on_cpu: bool,
+) -> None:
+    """Raise `FasteagleError` unless every eagle row could reach `tau`.
+
+    `quantized` has an entry for each precision of the run.
+    """
+    if tau is None:
+        return
+    asked = f"simulate-tau {tau:g}"
+    if not is_dummy:
+        raise FasteagleError(f"{asked} is for random weights: add --load-format dummy, or drop it")
+    drafting = [row for row in rows if is_eagle(row)]
+    if not drafting:
+        raise FasteagleError(f"{asked} needs a row that drafts with a head: add eagle to --rows")
+    for row in drafting:
+        for is_quantized in quantized:
+            tree = planned_tree(row, draft, is_quantized and on_cpu)
+            assert tree is not None, "eagle rows draft"
+            if not 1 <= tau <= tree.depth + 1:
+                raise FasteagleError(
+                    f"{asked} is out of range for {row}: a tree of depth {tree.depth} gives "
+                    f"1 .. {tree.depth + 1} tokens a cycle: change it or --tree-depth"
+                )
+
+
+def wants_dummy_head(row: str, checkpoint: Checkpoint, draft: DraftOptions) -> bool:
+    """Whether a row gets a random head: no real one fits random weights, unless asked for."""
+    return is_eagle(row) and isinstance(checkpoint, DummyCheckpoint) and draft.head is None
+
+
+def dummy_drafter(
+    name: str, engine: Engine, checkpoint: Checkpoint, draft: DraftOptions
+) -> Drafter:
+    """A drafter with random weights of the shape that model `name`'s head has.
+
+    They are stored as the target's are; the values cost no time, so they are chosen the quick way.
+    """
+    head = _random_head(head_shape(name, engine.model.config), engine.dtype)
+    head.borrow(engine.model, engine.max_seq_len + KEY_BLOCK)
+    scheme = getattr(checkpoint, "scheme", None)
+    if scheme is not None:
+        from fasteagle.loading.source import quantize_head_
+
+        quantize_head_(head, dataclasses.replace(scheme, method="minmax"))
+    sizes = draft.sizes(quantized_on_cpu=scheme is not None and engine.on_cpu)
+    return tree_drafter(head, draft, engine.max_seq_len, sizes)
+
+
+def _random_head(config: HeadConfig, dtype: torch.dtype) -> EagleHead:
+    """The same random weights every time, like `DummyCheckpoint`'s."""
+    with torch.device("meta"):
+        head = EagleHead(config)
+    head.to(dtype).to_empty(device="cpu").requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in head.named_parameters():
+        if parameter.ndim == 2:
+            parameter.normal_(std=0.02, generator=generator)
+        else:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+    head.d2t.zero_()  # the first ids of the vocabulary
+    return head.eval()

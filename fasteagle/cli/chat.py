@@ -1,0 +1,103 @@
+"""What `fasteagle chat` does: load, then answer one prompt or hold a conversation."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+
+import click
+
+from fasteagle.cli.repl import Repl, utf8_streams
+from fasteagle.cli.session import ChatSession, format_stats
+from fasteagle.errors import FasteagleError
+from fasteagle.options import AnswerOptions, DraftOptions, RuntimeOptions, SamplingParams
+
+
+def run_chat(
+    model: str,
+    runtime_options: RuntimeOptions,
+    draft: DraftOptions,
+    params: SamplingParams,
+    answer: AnswerOptions,
+    *,
+    announce_seed: bool,
+    show_accepted: bool,
+    prompt: str | None,
+    system: str | None,
+    compile_blocks: bool | None,
+    quiet: bool,
+) -> None:
+    """Answer `prompt` (or piped standard input) once, or read questions until the person leaves."""
+    utf8_streams()
+    one_shot = prompt is not None or not sys.stdin.isatty()
+    text = _prompt_text(prompt) if one_shot else ""
+    system = None if system is None else _argument(system, "--system")
+    answer = dataclasses.replace(answer, stop=tuple(_argument(s, "--stop") for s in answer.stop))
+
+    from fasteagle.cli.background import Preparation
+    from fasteagle.loading.find_head import make_drafter
+    from fasteagle.loading.open import load_runtime, note
+
+    runtime = load_runtime(model, runtime_options, quiet)
+    runtime.engine.use(
+        make_drafter(
+            runtime.name,
+            runtime.engine,
+            runtime.checkpoint,
+            draft,
+            (lambda line: None) if quiet else note,
+        )
+    )
+    if announce_seed and not quiet:
+        note(f"seed {params.seed}")
+    notify = (lambda line: None) if quiet and one_shot else note
+    session = ChatSession(runtime.engine, runtime.tokenizer, params, answer, system, notify)
+    if show_accepted:
+        session.mark_accepted = lambda text: click.style(text, fg="green")
+    # One answer is over before compilation pays; a conversation compiles while the person types.
+    wanted = not one_shot if compile_blocks is None else compile_blocks
+    preparation = Preparation(runtime.engine, quiet, tune=not one_shot) if wanted else None
+    if preparation and compile_blocks:
+        if not quiet:
+            note("compiling (kept for the next start) ...")
+        preparation.wait_for_compiler()
+
+    if not one_shot:
+        if not quiet:
+            note(f"context {runtime.engine.max_seq_len:,} tokens; /help lists commands")
+        Repl(session, quiet, preparation).run()
+        return
+    if preparation:
+        preparation.before_answer()
+    for piece in session.ask(text):
+        print(piece, end="", flush=True)
+    print()
+    if not quiet:
+        note(format_stats(session.stats))
+
+
+def _prompt_text(prompt: str | None) -> str:
+    """The one question: from the option, or from standard input, which must be UTF-8."""
+    if prompt is None or prompt == "-":
+        text = _decode(sys.stdin.buffer.read(), "standard input")
+    else:
+        text = _argument(prompt, "--prompt")
+    if not text.strip():
+        raise FasteagleError("the prompt is empty: give text after -p, or pipe some in")
+    return text
+
+
+def _argument(text: str, name: str) -> str:
+    """An argument as UTF-8, also where the locale made Python hide its bytes in surrogates."""
+    return _decode(os.fsencode(text), name)
+
+
+def _decode(raw: bytes, what: str) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FasteagleError(
+            f"{what} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}; "
+            "convert it first (iconv -t utf-8)"
+        ) from None

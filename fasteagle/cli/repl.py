@@ -1,0 +1,313 @@
+"""The chat at a terminal: reading lines, slash commands, printing answers as they come."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fasteagle.cli.session import ChatSession, format_stats
+from fasteagle.drafters import EagleDrafter
+from fasteagle.errors import FasteagleError, suggest
+from fasteagle.loading.open import note
+from fasteagle.options import AnswerOptions, SamplingParams
+from fasteagle.paths import state_dir, write_atomic
+
+if TYPE_CHECKING:
+    from fasteagle.cli.background import Preparation
+
+PROMPT = ">>> "
+CONTINUATION = "... "
+HISTORY_LENGTH = 1000
+
+ALIASES = {
+    "/?": "/help",
+    "/h": "/help",
+    "/metrics": "/stats",
+    "/clear": "/reset",
+    "/c": "/reset",
+    "/regen": "/retry",
+    "/r": "/retry",
+    "/bye": "/exit",
+    "/quit": "/exit",
+    "/q": "/exit",
+    "/sp": "/system",
+}
+
+HELP = """\
+/help             this list                       (also /?)
+/stats            the last answer in numbers      (also /metrics)
+/reset            forget the conversation         (also /clear)
+/retry            answer again, with the next seed (also /regen)
+/system [TEXT]    show or set the system prompt, and start anew
+/set K=V[;K=V]    temperature, top_k, top_p, min_p, repetition_penalty, seed,
+                  max_new_tokens, stop (commas between stop strings)
+/show             the options in force
+/spec on|off|N    guess ahead, do not, or verify N guesses a pass
+/save FILE        write the conversation          /load FILE  read it back
+/exit             leave                           (also /bye, /quit, Ctrl-D)
+\"\"\"               begins and ends a text of several lines
+Ctrl-C            stops an answer and keeps what came"""
+
+
+class Repl:
+    """Reads until /exit or end of input; `preparation` works while it waits for the person."""
+
+    def __init__(
+        self, session: ChatSession, quiet: bool = False, preparation: Preparation | None = None
+    ) -> None:
+        self.session = session
+        self.drafter = session.engine.drafter
+        self.quiet = quiet
+        self.preparation = preparation
+
+    def run(self) -> None:
+        save_history = _open_history()
+        try:
+            while True:
+                try:
+                    line = self._read()
+                except EOFError:
+                    print()
+                    return
+                except KeyboardInterrupt:
+                    print("\nCtrl-D or /exit to leave")
+                    continue
+                except UnicodeDecodeError as error:
+                    note(f"that line is not UTF-8 ({error.reason}): not sent")
+                    continue
+                try:
+                    if line.strip() and self._handle(line):
+                        return
+                except KeyboardInterrupt:
+                    print("\n[stopped]")
+        finally:
+            save_history()
+
+    def _read(self) -> str:
+        line = input(PROMPT)
+        if not line.lstrip().startswith('"""'):
+            return line
+        text = line.lstrip()[3:]
+        while not text.rstrip().endswith('"""'):
+            text += "\n" + input(CONTINUATION)
+        return text.rstrip()[:-3]
+
+    def _handle(self, line: str) -> bool:
+        """Act on one line; true means leave. Mistakes cost a message, never the conversation."""
+        try:
+            if line.startswith("/"):
+                return self._command(*_split(line.strip()))
+            self.print_answer(self.session.ask(line))
+        except FasteagleError as error:
+            note(f"Error: {error}")
+        return False
+
+    def print_answer(self, pieces: Iterator[str]) -> None:
+        """Print an answer as it comes; Ctrl-C ends it and keeps the part that came."""
+        if self.preparation:
+            self.preparation.before_answer()
+        try:
+            for piece in pieces:
+                print(piece, end="", flush=True)
+            print()
+        except KeyboardInterrupt:
+            print("\n[stopped; the part above stays in the conversation]")
+        finally:
+            if self.preparation:
+                self.preparation.after_answer()
+        if not self.quiet and self.session.stats.new_tokens:
+            note(format_stats(self.session.stats))
+
+    def _command(self, name: str, argument: str) -> bool:
+        name = ALIASES.get(name, name)
+        actions: dict[str, Callable[[str], None]] = {
+            "/help": lambda _: print(HELP),
+            "/stats": lambda _: self._stats(),
+            "/reset": lambda _: self._reset(),
+            "/retry": lambda _: self.print_answer(self.session.retry()),
+            "/system": self._system,
+            "/set": self._set,
+            "/show": lambda _: self._show(),
+            "/spec": self._spec,
+            "/save": self._save,
+            "/load": self._load,
+        }
+        if name == "/exit":
+            return True
+        if name not in actions:
+            known = [*actions, "/exit", *ALIASES]
+            raise FasteagleError(f"no command {name!r}{suggest(name, known)} /help lists them")
+        actions[name](argument)
+        return False
+
+    def _stats(self) -> None:
+        stats = self.session.stats
+        if not stats.new_tokens:
+            raise FasteagleError("no answer yet")
+        print(format_stats(stats))
+        print(
+            f"passes {stats.passes:,} | finish {stats.finish or 'stopped'} | context "
+            f"{len(self.session.engine.cached):,} of {self.session.engine.max_seq_len:,}"
+        )
+
+        pilot = getattr(self.session.engine.drafter, "pilot", None)
+        if pilot is not None:
+            print(pilot.explain())
+        by_depth = stats.acceptance_by_depth
+        if by_depth:
+            print(
+                "accepted to depth "
+                + " ".join(f"{d}: {100 * share:.0f} %" for d, share in enumerate(by_depth, 1))
+            )
+
+    def _spec(self, text: str) -> None:
+        engine = self.session.engine
+        if text == "off":
+            engine.use(None)
+        elif text == "on":
+            engine.use(self.drafter)
+        elif text.isascii() and text.isdigit():
+            if not isinstance(self.drafter, EagleDrafter):
+                raise FasteagleError("/spec N needs a draft head")
+            engine.use(self.drafter.resized(int(text)))
+        elif text:
+            raise FasteagleError(f"/spec wants on, off or a number of nodes, got {text!r}")
+        drafter = engine.drafter
+        print(f"{drafter.name}, {drafter.rows - 1} nodes" if drafter else "no speculation")
+
+    def _reset(self) -> None:
+        self.session.reset()
+        print("conversation forgotten")
+
+    def _system(self, text: str) -> None:
+        if not text:
+            print(self.session.system or "(the model's own default)")
+            return
+        self.session.system = text
+        self._reset()
+
+    def _set(self, text: str) -> None:
+        if not text:
+            self._show()
+            return
+        params, answer = self.session.params, self.session.answer
+        for item in text.split(";"):
+            key, separator, value = (part.strip() for part in item.partition("="))
+            if not separator:
+                raise FasteagleError(f"/set wants key=value, got {item.strip()!r}")
+            key = key.replace("-", "_")
+            if key in _field_names(params):
+                params = _with_value(params, key, value)
+            elif key in _field_names(answer):
+                answer = _with_value(answer, key, value)
+            else:
+                known = [*_field_names(params), *_field_names(answer)]
+                raise FasteagleError(f"/set knows no {key!r}: {', '.join(known)}")
+        self.session.params, self.session.answer = params, answer
+
+    def _show(self) -> None:
+        for options in (self.session.params, self.session.answer):
+            for key, value in dataclasses.asdict(options).items():
+                print(f"{key} = {','.join(value) if isinstance(value, tuple) else value}")
+
+    def _save(self, name: str) -> None:
+        path = _file_argument(name, "/save")
+        content = {
+            "system": self.session.system,
+            "turns": self.session.turns,
+            "params": dataclasses.asdict(self.session.params),
+            "answer": dataclasses.asdict(self.session.answer),
+        }
+        try:
+            write_atomic(path, json.dumps(content, ensure_ascii=False, indent=1).encode())
+        except OSError as error:
+            raise FasteagleError(f"cannot write {path}: {error.strerror}") from error
+        print(f"saved {len(self.session.turns)} messages to {path}")
+
+    def _load(self, name: str) -> None:
+        path = _file_argument(name, "/load")
+        try:
+            content = json.loads(path.read_text("utf-8"))
+            turns = [{"role": t["role"], "content": t["content"]} for t in content["turns"]]
+            expected = ["user", "assistant"] * len(turns)
+            if any(t["role"] != role for t, role in zip(turns, expected, strict=False)):
+                raise ValueError("turns do not alternate between user and assistant")
+            params = SamplingParams(**content["params"])
+            answer = AnswerOptions(
+                content["answer"]["max_new_tokens"], tuple(content["answer"]["stop"])
+            )
+        except OSError as error:
+            raise FasteagleError(f"cannot read {path}: {error.strerror}") from error
+        except (ValueError, TypeError, KeyError) as error:
+            raise FasteagleError(f"{path} is no saved conversation ({error})") from error
+        self.session.reset()
+        self.session.system, self.session.turns = content.get("system"), list(turns)
+        self.session.params, self.session.answer = params, answer
+        print(f"loaded {len(turns)} messages from {path}")
+
+
+def _split(line: str) -> tuple[str, str]:
+    name, _, argument = line.partition(" ")
+    return name, argument.strip()
+
+
+def _file_argument(name: str, command: str) -> Path:
+    if not name:
+        raise FasteagleError(f"{command} wants a file name")
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:  # ~nobody-we-know/x
+        raise FasteagleError(f"{name}: {error}") from error
+
+
+def _field_names(options: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(options)]
+
+
+def _with_value(options: Any, key: str, value: str) -> Any:
+    """`options` with field `key` read from text, checked by the dataclass itself."""
+    old = getattr(options, key)
+    try:
+        new = (
+            tuple(s for s in value.split(",") if s) if isinstance(old, tuple) else type(old)(value)
+        )
+    except ValueError:
+        kind = type(old).__name__
+        raise FasteagleError(f"/set {key}: {value!r} is not a number ({kind})") from None
+    return dataclasses.replace(options, **{key: new})
+
+
+def _open_history() -> Callable[[], None]:
+    """Load the line history where readline exists; returns what saves it."""
+    try:
+        import readline
+    except ImportError:  # Windows, or a Python built without it
+        return lambda: None
+    path = state_dir() / "history"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            readline.read_history_file(path)
+    except OSError as error:
+        note(f"history not kept: {error}")
+        return lambda: None
+    readline.set_history_length(HISTORY_LENGTH)
+
+    def save() -> None:
+        try:
+            readline.write_history_file(path)
+        except OSError as error:
+            note(f"history not saved: {error}")
+
+    return save
+
+
+def utf8_streams() -> None:
+    """Answers and questions are UTF-8 whatever the locale; wrong bytes in are an error."""
+    for stream, errors in ((sys.stdin, "strict"), (sys.stdout, "replace"), (sys.stderr, "replace")):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(encoding="utf-8", errors=errors)

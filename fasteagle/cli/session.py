@@ -1,0 +1,159 @@
+"""A conversation: turns, the model's template, the context limit. Knows no terminal.
+
+The tokens of earlier turns are kept as they were generated, not encoded anew, so that a follow-up
+question finds them all in the KV cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from fasteagle.cli.stream import TextStream
+from fasteagle.errors import FasteagleError
+from fasteagle.generate import Engine
+from fasteagle.loading.tokenizer import ChatTokenizer, Message
+from fasteagle.options import AnswerOptions, SamplingParams
+from fasteagle.stats import Stats
+
+
+class ChatSession:
+    """One conversation with one engine. `notify` receives remarks meant for the person."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: ChatTokenizer,
+        params: SamplingParams,
+        answer: AnswerOptions,
+        system: str | None = None,
+        notify: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.engine, self.tokenizer = engine, tokenizer
+        self.params, self.answer = params, answer
+        self.notify = notify
+        self.mark_accepted: Callable[[str], str] | None = None  # dresses accepted text up
+        self.turns: list[Message] = []  # user and assistant, alternating
+        self.system = system
+        self._text, self._ids = "", []  # type: tuple[str, list[int]]
+
+    @property
+    def stats(self) -> Stats:
+        """Of the last answer."""
+        return self.engine.stats
+
+    def reset(self) -> None:
+        """Forget all turns; the system prompt and the options stay."""
+        self.turns = []
+        self._text, self._ids = "", []
+
+    def ask(self, text: str) -> Iterator[str]:
+        """Answer `text`, piece by piece.
+
+        An answer cut short (generator closed, Ctrl-C) stays in the conversation as far as it came;
+        a question that got no token at all is taken back.
+        """
+        if not text.strip():
+            raise FasteagleError("the prompt is empty: type a question")
+        self.turns.append({"role": "user", "content": text})
+        yield from self._answer(self.params)
+
+    def retry(self) -> Iterator[str]:
+        """Answer the last question again, with the next seed; if nothing comes, all stays."""
+        if not self.turns:
+            raise FasteagleError("nothing to retry: ask something first")
+        kept = (list(self.turns), self._text, self._ids, self.params)
+        if self.turns[-1]["role"] == "assistant":
+            self.turns.pop()
+            self._text, self._ids = "", []
+        self.params = dataclasses.replace(self.params, seed=(self.params.seed + 1) % 2**63)
+        n_turns = len(self.turns)
+        try:
+            yield from self._answer(self.params)
+        finally:
+            if len(self.turns) < n_turns:  # not one token came
+                self.turns, self._text, self._ids, self.params = kept
+
+    def _answer(self, params: SamplingParams) -> Iterator[str]:
+        stream = TextStream(self.tokenizer, self.answer.stop)
+        new_ids: list[int] = []
+        pieces: list[str] = []
+        prompt: list[int] = []
+        text = ""
+        try:
+            text, prompt = self._fit()
+            limit = self.answer.max_new_tokens
+            cycles = self.engine.generate(prompt, params, limit, self.tokenizer.eos_ids)
+            for ids in cycles:
+                new_ids.extend(ids)
+                # All but the last token of a cycle were guessed by the drafter.
+                for part, mark in ((ids[:-1], self.mark_accepted), (ids[-1:], None)):
+                    text_part = stream.push(i for i in part if i not in self.tokenizer.eos_ids)
+                    pieces.append(text_part)
+                    if text_part:
+                        yield mark(text_part) if mark else text_part
+                if stream.stopped:
+                    self.stats.finish = "stop"
+                    cycles.close()
+                    break
+            pieces.append(stream.finish())
+            if pieces[-1]:
+                yield pieces[-1]
+        finally:
+            self._record(text, prompt, new_ids, "".join(pieces))
+        if self.stats.finish == "context":
+            self.notify(
+                f"[context full at {self.engine.max_seq_len:,} tokens: the answer ends here; "
+                "the oldest turns make room for the next one]"
+            )
+
+    def _record(self, text: str, prompt: list[int], new_ids: list[int], answer: str) -> None:
+        if not new_ids:
+            self.turns.pop()  # the question
+            return
+        self.turns.append({"role": "assistant", "content": answer})
+        self._text, self._ids = text + self.tokenizer.raw(new_ids), prompt + new_ids
+
+    def _fit(self) -> tuple[str, list[int]]:
+        """Rendered conversation and its tokens; drops the oldest turns until an answer fits."""
+        limit = self.engine.max_seq_len
+        room = min(self.answer.max_new_tokens, limit // 4)
+        turns, dropped = list(self.turns), 0
+        text, ids = self._render(turns)
+        while len(ids) + room > limit and len(turns) > 1:
+            del turns[:2]
+            dropped += 1
+            text, ids = self._render(turns)
+        if len(ids) >= limit:
+            return text, ids  # the question alone is too long: the engine says so, nothing is lost
+        self.turns = turns
+        if dropped:
+            self.notify(
+                f"[context full: {limit:,} tokens; forgot the oldest "
+                f"{'turn' if dropped == 1 else f'{dropped} turns'}]"
+            )
+        return text, ids
+
+    def _render(self, turns: list[Message]) -> tuple[str, list[int]]:
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        text = self.tokenizer.render([*system, *turns])
+        if self._text and text.startswith(self._text):
+            return text, self._ids + self.tokenizer.encode(text[len(self._text) :])
+        return text, self.tokenizer.encode(text)
+
+
+def format_stats(stats: Stats) -> str:
+    """One line about an answer."""
+    cached = f" ({stats.cached_tokens:,} cached)" if stats.cached_tokens else ""
+    line = (
+        f"prefill {stats.prompt_tokens:,} tok{cached} {stats.ttft:.2f} s | "
+        f"{stats.new_tokens:,} tok {stats.tok_s:.1f} tok/s | tau {stats.tau:.2f}"
+    )
+    if not stats.path_lengths:
+        return line
+    return (
+        f"{line} | accepted {stats.accepted:,}/{stats.drafted:,} "
+        f"({100 * stats.accepted / max(stats.drafted, 1):.0f} %) | "
+        f"draft {1e3 * stats.draft_seconds / stats.passes:.1f} ms "
+        f"verify {1e3 * stats.verify_seconds / stats.passes:.1f} ms"
+    )

@@ -1,0 +1,77 @@
+"""What `fasteagle tune` does: measure, and show what the tuner would choose for which guesses."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from fasteagle.compile.costs import costs_of, follow_costs, tunable
+from fasteagle.drafting.controller import name
+from fasteagle.drafting.plan import QUALITIES, Costs, Plan, expected_accepted
+from fasteagle.errors import FasteagleError
+from fasteagle.loading.find_head import make_drafter
+from fasteagle.loading.open import compile_now, load_runtime, note
+from fasteagle.options import DraftOptions, RuntimeOptions
+
+
+def run_tune(model: str, runtime_options: RuntimeOptions, draft: DraftOptions) -> None:
+    """Measure anew, keep the costs, print them and the plan."""
+    if not draft.auto_tree:
+        raise FasteagleError(
+            "nothing to tune: the tree is fixed; leave out --drafter and the --tree options"
+        )
+    runtime = load_runtime(model, runtime_options)
+    engine = runtime.engine
+    engine.use(make_drafter(runtime.name, engine, runtime.checkpoint, draft, note))
+    drafter = tunable(engine)
+    if drafter is None:
+        raise FasteagleError("nothing to tune without a drafter")
+    note("compiling (kept for the next start) ...")
+    compile_now(engine)
+    costs, seconds = costs_of(engine, drafter, note, anew=True)
+    plan = follow_costs(engine, drafter, costs)
+    assert drafter.tuning is not None, "or it were not tunable"
+    console = Console(width=100)
+    console.print(_costs_table(plan.costs))
+    console.print(_plan_table(plan))
+    note(f"tuned in {seconds:.1f} s; kept in {drafter.tuning.path}")
+
+
+def _costs_table(costs: Costs) -> Table:
+    table = Table("", "ms", box=None, pad_edge=False, title="costs", title_justify="left")
+    table.add_row("target pass, rows", _cells(costs.passes))
+    table.add_row("draft, first level, width", _cells(costs.first_level))
+    table.add_row("draft, each later level, width", _cells(costs.level))
+    table.add_row("rest of a cycle / of a plain pass", f"{costs.rest:.2f} / {costs.plain_rest:.2f}")
+    return table
+
+
+def _cells(times: dict[int, float]) -> str:
+    return "  ".join(f"{key}: {value:.2f}" for key, value in sorted(times.items()))
+
+
+def _plan_table(plan: Plan) -> Table:
+    table = Table(
+        "quality of the guesses",
+        "tree (depth/width/nodes)",
+        "tokens a pass",
+        "tok/s",
+        "x plain",
+        box=None,
+        pad_edge=False,
+        title="plan (1.0 is the head's own record)",
+        title_justify="left",
+    )
+    plain = plan.rate(None, 1.0)
+    for quality in QUALITIES:
+        shape = plan.at(quality)
+        accepted = expected_accepted(shape, plan.ranks, quality) if shape else 0.0
+        rate = plan.rate(shape, quality)
+        table.add_row(
+            f"{quality:.1f}",
+            name(shape),
+            f"{1 + accepted:.2f}",
+            f"{rate:.1f}",
+            f"{rate / plain:.2f}",
+        )
+    return table

@@ -1,0 +1,1 @@
+"""From a name, folder or file to a model that is ready to run."""

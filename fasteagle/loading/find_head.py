@@ -1,0 +1,224 @@
+"""Which draft head a model gets, and the drafter made of it.
+
+Looked for in this order: the one asked for, the user cache (heads calibrated here), the one that
+ships with the package, the published one the registry names. Without a head: n-grams.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fasteagle.config import HeadConfig, ModelConfig, head_from_hf
+from fasteagle.drafters import (
+    Drafter,
+    EagleDrafter,
+    NgramDrafter,
+    StaticTreeDrafter,
+    Tuning,
+    check_no_gaps,
+    check_paths,
+)
+from fasteagle.drafting.plan import NGRAM_RANKS, ranks_of
+from fasteagle.errors import FasteagleError
+from fasteagle.loading import hub
+from fasteagle.loading.checkpoint import Checkpoint, DummyCheckpoint, fingerprint, read_json
+from fasteagle.loading.head_file import load_head, read_header
+from fasteagle.loading.registry import REGISTRY
+from fasteagle.model import KEY_BLOCK, EagleHead
+from fasteagle.options import DraftOptions
+from fasteagle.paths import cache_dir, costs_path
+from fasteagle.tree import PAPER_TREE, TreeShape
+
+if TYPE_CHECKING:
+    from fasteagle.generate import Engine
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundHead:
+    """A head directory, and where it came from in a person's words."""
+
+    path: Path
+    origin: str
+
+
+def find_head(asked: str | None, name: str, identity: str) -> FoundHead | None:
+    """The head for model `name` with fingerprint `identity`, or None.
+
+    Raises `FasteagleError` if the one asked for cannot be had.
+    """
+    if asked is not None:
+        path = Path(asked).expanduser()
+        if path.is_dir():
+            return FoundHead(path, str(path))
+        if hub.is_repo_id(asked) and not path.exists():
+            return FoundHead(hub.fetch_repo(asked, None), asked)
+        raise FasteagleError(f"head {asked!r}: no such folder, and no Hugging Face id (owner/name)")
+    cached = cache_dir() / "heads" / identity
+    if (cached / "config.json").exists():
+        return FoundHead(cached, "calibrated here")
+    # A model given by its path may be one whose head ships: the fingerprint tells.
+    for shipped in _shipped_heads():
+        header = read_header(shipped) or {}
+        if shipped.name == name or header.get("target_fingerprint") == identity:
+            return FoundHead(shipped, "shipped with fasteagle")
+    entry = REGISTRY.get(name)
+    if entry is not None and entry.head_repo is not None:
+        return FoundHead(hub.fetch_repo(entry.head_repo, None), entry.head_repo)
+    return None
+
+
+def _shipped_heads() -> list[Path]:
+    """Head folders inside the package, named after the registry models they are for."""
+    folder = Path(str(resources.files("fasteagle") / "data" / "heads"))
+    return [path.parent for path in sorted(folder.glob("*/config.json"))]
+
+
+def has_head(name: str) -> bool:
+    """Whether `fasteagle chat --model name` finds an EAGLE head by itself."""
+    shipped = any(path.name == name for path in _shipped_heads())
+    return shipped or REGISTRY[name].head_repo is not None
+
+
+def head_shape(name: str, config: ModelConfig) -> HeadConfig:
+    """Shape of the head a model called `name` gets, no weights read: that of the one that ships.
+
+    Else as published EAGLE-1/2 heads are: a block like the target's over `fc` [dim, 2 dim], and
+    all of its vocabulary.
+    """
+    for shipped in _shipped_heads():
+        if shipped.name == name:
+            raw = read_json(shipped / "config.json")
+            if (raw["hidden_size"], raw["vocab_size"]) == (config.dim, config.vocab_size):
+                return head_from_hf(raw, str(shipped))
+    block = dataclasses.replace(
+        config,
+        n_layer=1,
+        rope_base=10000.0,
+        rope_scaling=None,
+        rope_linear_factor=1.0,
+        rope_freq_factors=None,
+        qkv_bias=False,
+        qk_norm=False,
+        sliding_window=None,
+    )
+    return HeadConfig(block, config.vocab_size)
+
+
+def make_drafter(
+    name: str,
+    engine: Engine,
+    checkpoint: Checkpoint,
+    options: DraftOptions,
+    notify: Callable[[str], None],
+) -> Drafter | None:
+    """The drafter that `options` ask for; `notify` hears what it is, in one line.
+
+    `name` is the model's, `checkpoint` the weights the engine runs.
+    """
+    if options.drafter == "none":
+        return None
+    if options.drafter == "ngram":
+        return _ngram(engine, checkpoint)
+    identity = fingerprint(checkpoint)
+    try:
+        found = find_head(options.head, name, identity)
+    except FasteagleError as error:
+        if options.drafter != "auto" or options.head is not None:
+            raise
+        notify(f"warning: {error}")  # the answer does not depend on it
+        found = None
+    if found is None:
+        if options.drafter != "auto":
+            raise FasteagleError(
+                f"no draft head for {name}: give one with --head, train one with "
+                "`fasteagle train-head`, or use --drafter ngram"
+            )
+        notify("no draft head for this model: guessing from the context (n-grams) instead")
+        return _ngram(engine, checkpoint)
+    scheme = getattr(checkpoint, "scheme", None)
+    if scheme is None:
+        repair = f"fasteagle train-head --model {name} --prompts FILE --out DIR"
+    else:
+        repair = f"fasteagle calibrate-head --model {name} {scheme.option}"
+    head, header = _ready_head(engine, found, identity, repair, notify)
+    # A calibrated head says what was faster for it; others are quantized like their target.
+    judged = (header or {}).get("head_scheme")
+    if scheme is not None and judged != "bf16":
+        from fasteagle.loading.source import quantize_head_
+
+        # Calibration measures it with plain min-max values, whatever the target's come from.
+        quantize_head_(head, dataclasses.replace(scheme, method="minmax") if judged else scheme)
+    sizes = options.sizes(quantized_on_cpu=scheme is not None and engine.on_cpu)
+    drafter = tree_drafter(head, options, engine.max_seq_len, sizes)
+    if options.auto_tree and isinstance(drafter, EagleDrafter):
+        path = costs_path(identity, _precision(engine, checkpoint), "eagle")
+        drafter.tuning = Tuning(path, ranks_of(header))
+    notify(f"draft head {found.origin}: {drafter.name}, {drafter.rows - 1} nodes")
+    return drafter
+
+
+def _ngram(engine: Engine, checkpoint: Checkpoint) -> NgramDrafter:
+    drafter = NgramDrafter()
+    if not isinstance(checkpoint, DummyCheckpoint):  # whose fingerprint would make all its weights
+        path = costs_path(fingerprint(checkpoint), _precision(engine, checkpoint), "ngram")
+        drafter.tuning = Tuning(path, NGRAM_RANKS)
+    return drafter
+
+
+def _precision(engine: Engine, checkpoint: Checkpoint) -> str:
+    scheme = getattr(checkpoint, "scheme", None)
+    return scheme.name if scheme else str(engine.dtype).removeprefix("torch.")
+
+
+def _ready_head(
+    engine: Engine, found: FoundHead, identity: str, repair: str, notify: Callable[[str], None]
+) -> tuple[EagleHead, dict[str, Any] | None]:
+    """The head, borrowing the target's parts, and its header; a line where they do not match."""
+    head, header = load_head(found.path, engine.model.config)
+    if header is None:
+        notify("draft head: not calibrated to these weights (it has no header)")
+    elif header.get("target_fingerprint") != identity:
+        notify(
+            "warning: the draft head was trained for other weights: answers stay exact, but fewer "
+            f"guesses may be accepted; this makes one for these: {repair}"
+        )
+    head.requires_grad_(False)
+    head.borrow(engine.model, engine.max_seq_len + KEY_BLOCK)
+    return head, header
+
+
+def tree_drafter(
+    head: EagleHead, options: DraftOptions, max_seq_len: int, sizes: tuple[int, int, int]
+) -> Drafter:
+    """The drafter that `options` ask for over a head that is ready; `sizes` of a dynamic tree."""
+    sampled = options.verify == "multi-round"
+    if options.drafter == "eagle-static" or options.tree_file:
+        paths = PAPER_TREE if options.tree_file is None else read_tree(Path(options.tree_file))
+        check_paths(paths, head.config.draft_vocab_size)
+        if sampled:
+            check_no_gaps(paths)
+        return StaticTreeDrafter(head, max_seq_len, paths, options.noise, sampled)
+    if options.drafter == "eagle-chain" and sampled:
+        paths = tuple((0,) * n for n in range(1, sizes[0] + 1))
+        return StaticTreeDrafter(head, max_seq_len, paths, options.noise, sampled)
+    if options.drafter == "eagle-chain":
+        shape = TreeShape(sizes[0], 1, sizes[0])
+    else:
+        shape = TreeShape(*sizes)
+    return EagleDrafter(head, shape, max_seq_len, noise=options.noise)
+
+
+def read_tree(path: Path) -> tuple[tuple[int, ...], ...]:
+    """A static tree from JSON: a list of child-rank paths, `[[0], [1], [0, 0]]`."""
+    try:
+        raw = json.loads(path.read_text("utf-8"))
+        if not all(type(rank) is int for node in raw for rank in node):
+            raise ValueError("ranks must be integers")
+        return tuple(tuple(node) for node in raw)
+    except (OSError, ValueError, TypeError) as error:
+        raise FasteagleError(f"tree file {path}: expected a list of paths ({error})") from error

@@ -1,0 +1,238 @@
+"""GGUF files: metadata, tensors under their Hugging Face names, and nothing of the model.
+
+Reads through the `gguf` package. That package spends seconds on the token lists of each file, so
+the part we need at every start (fields and tensor offsets) is kept as an index in the user cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fasteagle import config as model_config
+from fasteagle.config import ModelConfig
+from fasteagle.errors import FasteagleError
+from fasteagle.paths import cache_dir, write_atomic
+
+if TYPE_CHECKING:
+    from fasteagle.quant.packed import PackedWeight
+
+SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")
+INDEX_VERSION = 1
+
+_GLOBAL_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_BLOCK_NAMES = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "attn_q.weight": "self_attn.q_proj.weight",
+    "attn_k.weight": "self_attn.k_proj.weight",
+    "attn_v.weight": "self_attn.v_proj.weight",
+    "attn_q.bias": "self_attn.q_proj.bias",
+    "attn_k.bias": "self_attn.k_proj.bias",
+    "attn_v.bias": "self_attn.v_proj.bias",
+    "attn_q_norm.weight": "self_attn.q_norm.weight",
+    "attn_k_norm.weight": "self_attn.k_norm.weight",
+    "attn_output.weight": "self_attn.o_proj.weight",
+    "ffn_gate.weight": "mlp.gate_proj.weight",
+    "ffn_up.weight": "mlp.up_proj.weight",
+    "ffn_down.weight": "mlp.down_proj.weight",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class GGUFTensor:
+    """Where one tensor lies in the file. `shape` is torch's order (rows first)."""
+
+    kind: str
+    shape: tuple[int, ...]
+    offset: int
+    n_bytes: int
+
+
+class GGUFFile:
+    """A GGUF checkpoint. Raises `FasteagleError` for damaged files and for types we cannot read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        index = _cached_index(path)
+        self.fields: dict[str, Any] = index["fields"]
+        self.tensors = {
+            hf_name(name): GGUFTensor(kind, tuple(shape), offset, n_bytes)
+            for name, kind, shape, offset, n_bytes in index["tensors"]
+            if name != "rope_freqs.weight"
+        }
+        self._check_types_and_size()
+        self.config = self._config(index)
+        # A plain view: the memmap subclass costs microseconds on each of a million slices.
+        self._data = np.asarray(np.memmap(path, mode="r", dtype=np.uint8))
+
+    def _check_types_and_size(self) -> None:
+        size = self.path.stat().st_size
+        for name, tensor in self.tensors.items():
+            if tensor.kind not in SUPPORTED_TYPES:
+                raise FasteagleError(
+                    f"{self.path}: tensor {name} has type {tensor.kind}; "
+                    f"supported: {', '.join(SUPPORTED_TYPES)}"
+                )
+            if tensor.offset + tensor.n_bytes > size:
+                raise FasteagleError(
+                    f"{self.path}: truncated: {name} ends at byte "
+                    f"{tensor.offset + tensor.n_bytes:,}, the file has {size:,}; fetch it again"
+                )
+
+    def _config(self, index: dict[str, Any]) -> ModelConfig:
+        embedding = self.tensors.get("model.embed_tokens.weight")
+        if embedding is None:
+            raise FasteagleError(f"{self.path}: missing tensor token_embd.weight")
+        factors = index["rope_freq_factors"]
+        return model_config.from_gguf(
+            self.fields,
+            vocab_size=embedding.shape[0],
+            tied="lm_head.weight" not in self.tensors,
+            rope_freq_factors=tuple(factors) if factors else None,
+            source=str(self.path),
+        )
+
+    def names(self) -> set[str]:
+        return set(self.tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.tensors[name].shape
+
+    def start(self, name: str, n: int) -> Tensor:
+        """The first `n` values or more."""
+        if self._permuted(name) is not None:  # the first rows come from all over the first head
+            return self.load(name)
+        return self._rows(name, rows_for(self.shape(name), n))
+
+    def _rows(self, name: str, n_rows: int) -> Tensor:
+        """The first rows as the file orders them, dequantized."""
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        tensor = self.tensors[name]
+        raw = self._data[tensor.offset : tensor.offset + tensor.n_bytes]
+        array = dequantize(
+            raw.reshape(tensor.shape[0], -1)[:n_rows], GGMLQuantizationType[tensor.kind]
+        )
+        values = torch.from_numpy(array if array.flags.writeable else array.copy())
+        return values.view(n_rows, *tensor.shape[1:])
+
+    def load(self, name: str) -> Tensor:
+        """The dequantized tensor in fp32 (F16/BF16 too: every value is exact there)."""
+        values = self._rows(name, self.tensors[name].shape[0])
+        n_head = self._permuted(name)
+        return values if n_head is None else values[rope_order(len(values), n_head)]
+
+    def kinds(self) -> dict[str, str]:
+        """The GGUF type of every tensor."""
+        return {name: tensor.kind for name, tensor in self.tensors.items()}
+
+    def packed(self, name: str) -> PackedWeight | None:
+        """The tensor's own 4- or 8-bit values, nothing rounded; None for other types."""
+        from fasteagle.quant.formats import GGUF_BLOCKS, from_gguf_blocks
+
+        tensor = self.tensors[name]
+        if tensor.kind not in GGUF_BLOCKS:
+            return None
+        raw = self._data[tensor.offset : tensor.offset + tensor.n_bytes]
+        blocks = torch.from_numpy(raw.reshape(tensor.shape[0], -1).copy())
+        weight = from_gguf_blocks(blocks, tensor.kind)
+        n_head = self._permuted(name)
+        return weight if n_head is None else weight.rows(rope_order(tensor.shape[0], n_head))
+
+    def _permuted(self, name: str) -> int | None:
+        """Heads of a tensor whose rows llama.cpp has reordered; None for all others."""
+        if self.config.architecture == "LlamaForCausalLM":
+            if name.endswith("q_proj.weight"):
+                return self.config.n_head
+            if name.endswith("k_proj.weight"):
+                return self.config.n_kv_head
+        return None
+
+
+def rows_for(shape: tuple[int, ...], n: int) -> int:
+    """Leading rows of a tensor that hold its first `n` values."""
+    return min(shape[0], -(-n // math.prod(shape[1:])))
+
+
+def rope_order(n_rows: int, n_head: int) -> Tensor:
+    """Row order [n_rows] that undoes llama.cpp's for interleaved RoPE: pairs go back to halves."""
+    paired = torch.arange(n_rows).view(n_head, n_rows // n_head // 2, 2)
+    return paired.transpose(1, 2).reshape(n_rows)
+
+
+def hf_name(name: str) -> str:
+    """Hugging Face name of a GGUF tensor; unknown names come back unchanged."""
+    if name in _GLOBAL_NAMES:
+        return _GLOBAL_NAMES[name]
+    parts = name.split(".", 2)
+    if len(parts) == 3 and parts[0] == "blk" and parts[2] in _BLOCK_NAMES:
+        return f"model.layers.{parts[1]}.{_BLOCK_NAMES[parts[2]]}"
+    return name
+
+
+def file_key(path: Path) -> str:
+    """Cache key of a large local file: its place, size and time of change."""
+    stat = path.stat()
+    text = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{INDEX_VERSION}"
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def _cached_index(path: Path) -> dict[str, Any]:
+    cached = cache_dir() / "gguf" / f"{file_key(path)}.json"
+    try:
+        return json.loads(cached.read_text())
+    except (OSError, ValueError):
+        pass  # absent or damaged: read the file itself
+    index = _read_index(path)
+    write_atomic(cached, json.dumps(index).encode())
+    return index
+
+
+def _read_index(path: Path) -> dict[str, Any]:
+    from gguf import GGUFReader
+
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise FasteagleError(f"{path}: not a GGUF file (it does not start with 'GGUF')")
+    try:
+        reader = GGUFReader(path)
+    except Exception as error:  # the reader raises whatever its arithmetic on bad offsets raises
+        raise FasteagleError(
+            f"{path}: damaged or truncated GGUF ({error}); fetch it again"
+        ) from error
+    # Token lists are the tokenizer's business; they make 99 % of the metadata.
+    fields = {
+        key: field.contents()
+        for key, field in reader.fields.items()
+        if not (key.startswith("tokenizer.") and len(field.data) > 1)
+    }
+    tensors = [
+        (
+            t.name,
+            t.tensor_type.name,
+            [int(n) for n in reversed(t.shape)],
+            int(t.data_offset),
+            int(t.n_bytes),
+        )
+        for t in reader.tensors
+    ]
+    factors = [t.data.tolist() for t in reader.tensors if t.name == "rope_freqs.weight"]
+    return {
+        "fields": fields,
+        "tensors": tensors,
+        "rope_freq_factors": factors[0] if factors else None,
+    }

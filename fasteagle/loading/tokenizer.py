@@ -1,0 +1,177 @@
+"""Text to token ids and back, and the chat template. A thin layer over transformers' tokenizers."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fasteagle.errors import FasteagleError
+from fasteagle.loading.gguf import file_key
+from fasteagle.paths import atomic_dir, cache_dir
+
+Message = Mapping[str, str]  # {"role": "system" | "user" | "assistant", "content": text}
+
+# GGUF names the splitting rule of a byte-level BPE instead of storing it.
+_DIGITS = "digits"
+_PRE_TOKENIZERS = {
+    "default": None,
+    "gpt-2": None,
+    "smollm": _DIGITS,
+    "llama-bpe": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "qwen2": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
+
+
+class ChatTokenizer:
+    """Encode, decode, and render a conversation with the model's own template."""
+
+    def __init__(self, backend: Any, eos_ids: frozenset[int], template: str | None = None) -> None:
+        self._backend = backend
+        self._template = template or backend.chat_template
+        self.eos_ids = eos_ids
+
+    def save(self, folder: Path) -> None:
+        """Write everything `load_tokenizer` needs into a folder."""
+        self._backend.chat_template = self._template
+        self._backend.save_pretrained(folder)
+        ends = {"eos_token_id": sorted(self.eos_ids)}
+        (folder / "generation_config.json").write_text(json.dumps(ends) + "\n")
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text` as it stands: special tokens written in it count, none are added."""
+        return self._backend.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids` without special tokens."""
+        return self._backend.decode(ids, skip_special_tokens=True)
+
+    def raw(self, ids: Sequence[int]) -> str:
+        """Text of `ids` with special tokens written out."""
+        return self._backend.decode(ids, skip_special_tokens=False)
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+        """The conversation as the model was trained to read it, up to where its answer begins.
+
+        A model without a template gets the messages' text alone. Raises `FasteagleError` where
+        the template refuses the messages (a system prompt it does not know, say).
+        """
+        if not self._template:
+            return "\n".join(m["content"] for m in messages)
+        try:
+            return self._backend.apply_chat_template(
+                [dict(m) for m in messages],
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except Exception as error:  # jinja2's errors, and whatever a template raises on purpose
+            raise FasteagleError(f"the model's chat template refused: {error}") from error
+
+
+class DummyTokenizer(ChatTokenizer):
+    """For random weights of any vocabulary: one id for four bytes of text, and no end of text."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self.eos_ids = frozenset()
+
+    def encode(self, text: str) -> list[int]:
+        data = text.encode()
+        pieces = (data[i : i + 4] for i in range(0, len(data), 4))
+        return [zlib.crc32(piece) % self._vocab_size for piece in pieces]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "tok " * len(ids)
+
+    def raw(self, ids: Sequence[int]) -> str:
+        return self.decode(ids)
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+        return "".join(m["content"] for m in messages)
+
+
+def load_tokenizer(path: Path, template: str | None = None) -> ChatTokenizer:
+    """Tokenizer of a Hugging Face folder or a GGUF file. Raises `FasteagleError`."""
+    folder = _converted_gguf(path) if path.is_file() else path
+    try:
+        backend = _auto_tokenizer().from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # transformers raises OSError, ValueError, ImportError, KeyError
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise FasteagleError(f"{path}: no usable tokenizer ({reason})") from error
+    return ChatTokenizer(backend, _eos_ids(folder, backend), template)
+
+
+def _auto_tokenizer() -> Any:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    return transformers.AutoTokenizer
+
+
+def _eos_ids(folder: Path, backend: Any) -> frozenset[int]:
+    """Every id that ends an answer: the tokenizer's, the model's, and chat end marks.
+
+    The generation config speaks for the model; only without one does the model config.
+    """
+    ids = {backend.eos_token_id} if backend.eos_token_id is not None else set()
+    for name in ("generation_config.json", "config.json"):
+        try:
+            value = json.loads((folder / name).read_text()).get("eos_token_id")
+        except (OSError, ValueError, AttributeError):
+            continue
+        if value is not None:
+            ids.update(value if isinstance(value, list) else [value])
+            break
+    vocabulary = backend.get_added_vocab()
+    ids.update(vocabulary[t] for t in ("<|im_end|>", "<|eot_id|>") if t in vocabulary)
+    return frozenset(int(i) for i in ids)
+
+
+def _converted_gguf(path: Path) -> Path:
+    """Folder with the tokenizer of a GGUF file, converted once (it takes seconds)."""
+    folder = cache_dir() / "tokenizers" / file_key(path)
+    if folder.exists():
+        return folder
+    try:
+        backend = _auto_tokenizer().from_pretrained(path.parent, gguf_file=path.name)
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise FasteagleError(f"{path}: its tokenizer cannot be converted ({reason})") from error
+    _set_pre_tokenizer(backend, path)
+    with atomic_dir(folder) as temporary:
+        backend.save_pretrained(temporary)
+    return folder
+
+
+def _set_pre_tokenizer(backend: Any, path: Path) -> None:
+    """Install the splitting rule the file names; transformers gives every BPE file GPT-2's."""
+    from tokenizers import Regex
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
+
+    from fasteagle.loading.gguf import GGUFFile
+
+    fields = GGUFFile(path).fields
+    if fields.get("tokenizer.ggml.model") != "gpt2":
+        return
+    name = fields.get("tokenizer.ggml.pre", "default")
+    if name not in _PRE_TOKENIZERS:
+        raise FasteagleError(
+            f"{path}: GGUF pre-tokenizer {name!r} is not supported "
+            f"({', '.join(_PRE_TOKENIZERS)} are): use the model's Hugging Face folder"
+        )
+    rule = _PRE_TOKENIZERS[name]
+    if rule is None:
+        return
+    if rule is _DIGITS:
+        steps = [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
+    else:
+        steps = [
+            Split(Regex(rule), behavior="isolated"),
+            ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    backend.backend_tokenizer.pre_tokenizer = Sequence(steps)

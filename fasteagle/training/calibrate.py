@@ -1,0 +1,175 @@
+"""The stages of `calibrate-head`: what may make a draft head fit a quantized target better.
+
+Each stage takes a head and gives another one; `keeps` decides, on held-out text, whether it stays.
+Shapes: N tokens, D model dim.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from fasteagle.loading.head_file import with_vocabulary
+from fasteagle.loading.source import fitting_scheme
+from fasteagle.model import EagleHead, Transformer
+from fasteagle.options import TrainOptions
+from fasteagle.quant.params import quantize_weight
+from fasteagle.quant.scheme import Scheme
+from fasteagle.training.data import Conversation, Features, frequent_tokens
+from fasteagle.training.train import HeldOut, Trainer
+
+RIDGE = 1e-3  # of the features' mean square
+RESAMPLES = 2000
+
+
+@dataclasses.dataclass(frozen=True)
+class Gain:
+    """By how much one head's tau on held-out text exceeds another's, with its 95 % interval."""
+
+    tau: float
+    low: float
+    high: float
+
+    @property
+    def is_sure(self) -> bool:
+        return self.low > 0
+
+
+def gain(before: HeldOut, after: HeldOut) -> Gain:
+    """Paired bootstrap over the held-out conversations."""
+    assert len(before.counts) == len(after.counts)
+    pairs = list(zip(before.counts, after.counts, strict=True))
+    draw = random.Random(0)
+    found = sorted(_difference(draw.choices(pairs, k=len(pairs))) for _ in range(RESAMPLES))
+    return Gain(_difference(pairs), found[RESAMPLES // 40], found[-RESAMPLES // 40 - 1])
+
+
+def _difference(pairs: Sequence[tuple[tuple[int, int], tuple[int, int]]]) -> float:
+    """Accepted tokens a pass, after less before."""
+    rates = []
+    for side in (0, 1):
+        rows = sum(pair[side][0] for pair in pairs)
+        rates.append(sum(pair[side][1] for pair in pairs) / max(rows, 1))
+    return rates[1] - rates[0]
+
+
+@torch.no_grad()
+def fold_feature_map(head: EagleHead, full: Features, quantized: Features) -> EagleHead:
+    """Stage ii: the least-squares map from quantized to unquantized features, folded into `fc`.
+
+    Both sources hold the features of the same conversations. `fc` must have a bias, which takes
+    the map's constant.
+    """
+    D = head.config.block.dim
+    moment = torch.zeros(D + 1, D + 1, dtype=torch.double)
+    cross = torch.zeros(D + 1, D, dtype=torch.double)
+    for i in range(len(full)):
+        wanted, seen = full.conversation(i)[1].double(), quantized.conversation(i)[1].double()
+        seen = torch.cat((seen, torch.ones(len(seen), 1, dtype=torch.double)), dim=1)
+        moment += seen.T @ seen
+        cross += seen.T @ wanted
+    ridge = RIDGE * moment.diagonal()[:D].mean()
+    penalty = torch.eye(D + 1, dtype=torch.double) * ridge
+    penalty[D, D] = 0
+    # Towards the identity: where the text says nothing, features stay as they are.
+    cross[:D] += torch.eye(D, dtype=torch.double) * ridge
+    solved = torch.linalg.solve(moment + penalty, cross).float()  # [D + 1, D]
+    mapped = copy.deepcopy(head)
+    on_features = head.fc.weight[:, D:].float().cpu()
+    mapped.fc.weight[:, D:] = (on_features @ solved[:D].T).to(mapped.fc.weight)
+    mapped.fc.bias += (on_features @ solved[D]).to(mapped.fc.bias)
+    return mapped
+
+
+def rebuilt_vocabulary(head: EagleHead, conversations: Sequence[Conversation]) -> EagleHead:
+    """Stage iii: as many draft tokens as before, those most frequent in the target's own answers.
+
+    Tokens the text does not show are filled up from the old vocabulary.
+    """
+    old = head.target_ids().tolist()
+    return with_vocabulary(head, frequent_tokens(conversations, len(old), old))
+
+
+class FakeQuantized(nn.Module):
+    """A weight as it will be once quantized; gradients pass as if it were not."""
+
+    def __init__(self, scheme: Scheme) -> None:
+        super().__init__()
+        self.scheme = scheme
+
+    def forward(self, weight: Tensor) -> Tensor:
+        with torch.no_grad():
+            change = quantize_weight(weight, self.scheme).dequantize() - weight
+        return weight + change
+
+
+def fake_quantize_(head: EagleHead, scheme: Scheme) -> None:
+    """Make the head's linears compute with quantized weights while fp32 ones are trained."""
+    for linear in head.modules():
+        if isinstance(linear, nn.Linear):
+            fitting = fitting_scheme(scheme, linear.in_features)
+            parametrize.register_parametrization(linear, "weight", FakeQuantized(fitting))
+
+
+@torch.no_grad()
+def as_quantized(head: EagleHead, scheme: Scheme) -> EagleHead:
+    """A copy whose linears hold the values they will have once quantized, in full precision."""
+    changed = copy.deepcopy(head)
+    for linear in changed.modules():
+        if isinstance(linear, nn.Linear):
+            fitting = fitting_scheme(scheme, linear.in_features)
+            linear.weight.copy_(quantize_weight(linear.weight, fitting).dequantize())
+    return changed
+
+
+def distilled(
+    head: EagleHead,
+    target: Transformer,
+    store: Features,
+    held_out: list[int],
+    options: TrainOptions,
+    folder: Path,
+    identity: str,
+    scheme: Scheme | None,
+    report: Any,
+    tick: Any,
+    save_every: int,
+) -> EagleHead:
+    """Stages iv and v: training on the quantized target's own answers, on self-fed steps too.
+
+    With `scheme` the head's linears compute quantized meanwhile. Continues a run in `folder`.
+    """
+    student = copy.deepcopy(head).float()
+    for parameter in student.parameters():
+        parameter.requires_grad_(True)
+    if scheme is not None:
+        fake_quantize_(student, scheme)
+    loss_ids = student.target_ids()
+    trainer = Trainer(student, target, store, held_out, loss_ids, options, folder, identity)
+    trainer.resume()
+    trainer.run(report, every=max(1, options.steps // 8), save_every=save_every, tick=tick)
+    for linear in student.modules():
+        if isinstance(linear, nn.Linear) and parametrize.is_parametrized(linear):
+            parametrize.remove_parametrizations(linear, "weight", leave_parametrized=False)
+    return student
+
+
+def training_options(n_steps: int, seed: int = 0) -> TrainOptions:
+    """For short further training of a good head: small steps, self-fed features, no noise."""
+    return TrainOptions(
+        lr=1e-4,
+        steps=n_steps,
+        warmup=min(50, n_steps // 4 + 1),
+        unroll=3,
+        batch_tokens=2048,
+        noise=0.0,
+        seed=seed,
+    )

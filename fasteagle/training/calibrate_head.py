@@ -1,0 +1,441 @@
+"""What `fasteagle calibrate-head` does: text, features, stages, a head directory, a report.
+
+Only one target is in memory at a time: the quantized one writes the text, the unquantized one
+leaves its features on disk, and the quantized one comes back for everything else. All of it lies
+in a work folder next to the head, from which a run that was cut off continues.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fasteagle.config import HeadConfig, ModelConfig
+from fasteagle.errors import FasteagleError
+from fasteagle.generate import Engine
+from fasteagle.loading import registry
+from fasteagle.loading.checkpoint import Checkpoint, available_bytes, fingerprint, open_checkpoint
+from fasteagle.loading.find_head import FoundHead, find_head
+from fasteagle.loading.head_file import load_head, save_head
+from fasteagle.loading.open import (
+    build_engine,
+    compile_now,
+    note,
+    pick_device,
+    pick_dtype,
+    quantized_checkpoint,
+    scheme_of,
+)
+from fasteagle.loading.text import write_conversations
+from fasteagle.loading.tokenizer import ChatTokenizer, load_tokenizer
+from fasteagle.model import KEY_BLOCK, EagleHead
+from fasteagle.options import RuntimeOptions
+from fasteagle.paths import cache_dir, write_atomic
+from fasteagle.quant.scheme import BF16, Scheme
+from fasteagle.training import calibrate
+from fasteagle.training.data import (
+    Conversation,
+    FeatureStore,
+    SomeOf,
+    choose_held_out,
+    compute_features,
+    read_conversations,
+)
+from fasteagle.training.report import Candidate, Speeds, draft_with, ready_head, record, show
+from fasteagle.training.train import evaluate
+
+MAP_TOKENS = 16_384  # of unquantized features, for the least-squares map
+TEXT_SHARE = 0.45  # of the time
+MIN_CONVERSATIONS = 24
+
+
+@dataclasses.dataclass(frozen=True)
+class CalibrateOptions:
+    """How much to spend, on what, and where the head goes."""
+
+    head: str | None = None
+    data: Path | None = None
+    tokens: int = 50_000
+    minutes: float = 30.0
+    out: Path | None = None  # None: the user cache, where chat finds it
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        if self.tokens < 2_000:
+            raise FasteagleError(
+                f"tokens {self.tokens} are too few to learn from: use 2000 or more"
+            )
+        if not 0 < self.minutes < 10_000:
+            raise FasteagleError(f"minutes {self.minutes} is out of range: use more than 0")
+
+
+def peak_bytes(config: ModelConfig, head: HeadConfig, scheme: Scheme, seq_len: int) -> int:
+    """The most memory a calibration takes: either target alone, or the quantized one and training.
+
+    Training holds the head in fp32 with its gradient and Adam's two moments, the LM head's rows of
+    the draft vocabulary in 16 bits, and the activations of one batch.
+    """
+    cache = config.kv_bytes(seq_len + KEY_BLOCK)
+    full = BF16.model_bytes(config) + cache
+    block = head.block.linear_params + 2 * head.block.dim**2
+    rows = head.draft_vocab_size * config.dim * 2
+    options = calibrate.training_options(1)
+    per_token = 4 * (12 * head.block.dim + 4 * head.block.ffn_dim) * options.unroll
+    training = 16 * block + rows + options.batch_tokens * per_token
+    return max(full, scheme.model_bytes(config) + cache + training)
+
+
+class Work:
+    """The work folder: what is done already is not done again."""
+
+    def __init__(self, folder: Path, key: dict[str, Any], resume: bool) -> None:
+        self.folder = folder
+        self._path = folder / "state.json"
+        if self._path.exists():
+            self.state = json.loads(self._path.read_text())
+            if not resume:
+                raise FasteagleError(
+                    f"{folder} holds an unfinished calibration: continue it with --resume, or "
+                    "remove it"
+                )
+            changed = [k for k in key if self.state["key"].get(k) != key[k]]
+            if changed:
+                raise FasteagleError(
+                    f"{folder} was begun with other {', '.join(changed)}: give the same ones, "
+                    "or remove it"
+                )
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.state = {"key": key, "results": {}, "spent": 0.0}
+        self._begun = time.perf_counter() - self.state["spent"]
+        self._save()
+
+    @property
+    def seconds(self) -> float:
+        """Spent so far, over all parts of the run."""
+        return time.perf_counter() - self._begun
+
+    def result(self, name: str) -> Any:
+        return self.state["results"].get(name)
+
+    def record(self, name: str, value: Any) -> None:
+        self.state["results"][name] = value
+        self._save()
+
+    def _save(self) -> None:
+        self.state["spent"] = self.seconds
+        write_atomic(self._path, json.dumps(self.state, indent=1).encode())
+
+
+def calibrate_head(model: str, runtime: RuntimeOptions, options: CalibrateOptions) -> None:
+    """Fit the head of `model` to its quantized weights and write it where chat looks."""
+    if runtime.quant is None:
+        runtime = dataclasses.replace(runtime, quant="int4-g64")
+    source = registry.resolve(model)
+    stored = open_checkpoint(source.path)
+    tokenizer = load_tokenizer(source.path, source.template)
+    quantized = quantized_checkpoint(stored, runtime, tokenizer)
+    scheme = scheme_of(quantized, runtime)
+    assert scheme is not None
+    identity = fingerprint(quantized)
+    found = find_head(options.head, source.name, identity)
+    if found is None:
+        raise FasteagleError(
+            f"no draft head for {source.name} to calibrate: give one with --head, or train one "
+            "with `fasteagle train-head`"
+        )
+    out = options.out or cache_dir() / "heads" / identity
+    run = _Run(source.name, runtime, options, stored, quantized, scheme, tokenizer, found, identity)
+    run.announce()
+    work = Work(out.with_name(out.name + ".calibrating"), run.key(), options.resume)
+    run.calibrate(work, out)
+    shutil.rmtree(work.folder)
+
+
+class _Run:
+    """One calibration: the two checkpoints, the head, and where things are."""
+
+    def __init__(
+        self,
+        name: str,
+        runtime: RuntimeOptions,
+        options: CalibrateOptions,
+        stored: Checkpoint,
+        quantized: Checkpoint,
+        scheme: Scheme,
+        tokenizer: ChatTokenizer,
+        found: FoundHead,
+        identity: str,
+    ) -> None:
+        self.name, self.runtime, self.options = name, runtime, options
+        self.stored, self.quantized, self.scheme = stored, quantized, scheme
+        self.tokenizer, self.found, self.identity = tokenizer, found, identity
+        self.device = pick_device(runtime.device)
+        self.head = load_head(found.path, stored.config)[0]
+        self.head_scheme = Scheme(scheme.bits, scheme.group_size, head_bits=scheme.head_bits)
+
+    def key(self) -> dict[str, Any]:
+        """What must not change between the parts of a run."""
+        return {
+            "model": self.identity,
+            "scheme": self.scheme.name,
+            "head": self.found.origin,
+            "data": str(self.options.data),
+            "tokens": self.options.tokens,
+            "minutes": self.options.minutes,
+        }
+
+    def announce(self) -> None:
+        length = min(self.stored.config.max_seq_len, RuntimeOptions.DEFAULT_MAX_SEQ_LEN)
+        peak = peak_bytes(self.stored.config, self.head.config, self.scheme, length)
+        free = available_bytes(self.device)
+        note(
+            f"calibrating {self.found.origin} to {self.name} at {self.scheme.name}: at most "
+            f"{self.options.minutes:g} minutes, about {peak / 2**30:.1f} GiB"
+        )
+        if free is not None and peak > free:
+            raise FasteagleError(
+                f"calibration needs {peak / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free on "
+                f"{self.device}: use --device cpu, a smaller --max-seq-len, or a smaller model"
+            )
+
+    def engine(self, checkpoint: Checkpoint) -> Engine:
+        is_quantized = checkpoint is self.quantized
+        runtime = self.runtime if is_quantized else dataclasses.replace(self.runtime, quant=None)
+        dtype = pick_dtype(runtime.dtype, self.device, is_quantized)
+        engine = build_engine(checkpoint, dtype, self.device, runtime, self.name)
+        compile_now(engine)
+        return engine
+
+    def calibrate(self, work: Work, out: Path) -> None:
+        """All of it; the head and the report land in `out`."""
+        engine = self.engine(self.quantized)
+        conversations = self.text(engine, work)
+        held_out = choose_held_out(conversations, max(8, len(conversations) // 8))
+        # A checkpoint that comes quantized has no unquantized twin to compare with.
+        shown = [] if self.quantized is self.stored else self.for_map(conversations, held_out)
+        if shown and work.result("unquantized") is None:
+            engine.model.to("meta")  # one target at a time
+            del engine
+            gc.collect()
+            self.unquantized(work, [conversations[i] for i in held_out + shown], len(held_out))
+            engine = self.engine(self.quantized)
+        store = compute_features(engine, conversations, work.folder / "quantized-features")
+        candidates = self.stages(work, engine, store, conversations, held_out, shown)
+        best = [c for c in candidates if c.kept][-1]
+        held = [conversations[i] for i in held_out]
+        speeds = Speeds(engine, candidates, held, self.head_scheme)
+        quantized = speeds.quantized_is_faster(best.name)
+        minutes = work.seconds / 60
+        show(candidates, work.result("unquantized"), speeds, best, minutes)
+        header = {
+            "algorithm": "eagle1",
+            "target": self.name,
+            "target_fingerprint": self.identity,
+            "scheme": self.scheme.name,
+            "group_size": self.scheme.group_size or None,
+            "head_scheme": self.head_scheme.name if quantized else "bf16",
+            "draft_vocab_size": best.head.config.draft_vocab_size,
+            "training_tokens": sum(len(c.ids) for c in conversations),
+            **best.held.as_dict(),
+        }
+        report = {
+            "header": header,
+            "head": self.found.origin,
+            "written": best.name,
+            "unquantized": work.result("unquantized"),
+            "minutes": round(minutes, 1),
+            **record(candidates, speeds),
+        }
+        save_head(out, best.head, header, torch.bfloat16)
+        write_atomic(out / "calibration.json", (json.dumps(report, indent=1) + "\n").encode())
+        note(f"head written to {out}")
+
+    # Text and features
+
+    def text(self, engine: Engine, work: Work) -> list[Conversation]:
+        """The quantized target's own conversations, or those of --data."""
+        path = self.options.data
+        if path is None:
+            path = work.folder / "text.jsonl"
+        if self.options.data is None and not work.result("text"):
+            draft_with(engine, self.head, self.head_scheme)
+            said = [0.0]
+
+            def progress(done: int, total: int) -> None:
+                if time.perf_counter() - said[0] > 15 or done == total:
+                    said[0] = time.perf_counter()
+                    note(f"written {done:,} of {total:,} tokens, {work.seconds / 60:.1f} minutes")
+
+            limit = work.seconds + TEXT_SHARE * 60 * self.options.minutes
+            write_conversations(
+                engine,
+                self.tokenizer,
+                path,
+                self.options.tokens,
+                256,
+                progress,
+                lambda n: n >= MIN_CONVERSATIONS and work.seconds > limit,
+            )
+            work.record("text", True)
+            engine.use(None)
+        found = read_conversations(path, self.stored.config.vocab_size, engine.max_seq_len)
+        if len(found) < MIN_CONVERSATIONS:
+            raise FasteagleError(
+                f"{len(found)} conversations are too few to calibrate on: give "
+                f"{MIN_CONVERSATIONS} or more, or a larger --tokens or --minutes"
+            )
+        return found
+
+    def unquantized(self, work: Work, conversations: Sequence[Conversation], n_held: int) -> None:
+        """Stage i on the unquantized target, whose features stay on disk for stage ii."""
+        engine = self.engine(self.stored)
+        store = compute_features(engine, conversations, work.folder / "full-features")
+        head = ready_head(self.head, engine, None).float()
+        held = evaluate(head, engine.model, store, list(range(n_held)))
+        work.record("unquantized", held.as_dict())
+        note(f"i, unquantized target: tau {held.tau:.3f}")
+
+    def for_map(self, conversations: Sequence[Conversation], held_out: list[int]) -> list[int]:
+        """Conversations for the least-squares map: the first ones that are not held out."""
+        found, total = [], 0
+        for i in sorted(set(range(len(conversations))) - set(held_out)):
+            if total >= MAP_TOKENS:
+                break
+            found.append(i)
+            total += len(conversations[i].ids)
+        return found
+
+    # The stages
+
+    def stages(
+        self,
+        work: Work,
+        engine: Engine,
+        store: FeatureStore,
+        conversations: Sequence[Conversation],
+        held_out: list[int],
+        shown: list[int],
+    ) -> list[Candidate]:
+        """Every stage in turn, each on what was kept so far; judged with quantized weights."""
+        held_ids = set(held_out)
+        training = [c for i, c in enumerate(conversations) if i not in held_ids]
+        found: list[Candidate] = []
+
+        def judge(name: str, head: EagleHead) -> EagleHead:
+            best = [c for c in found if c.kept][-1] if found else None
+            as_run = calibrate.as_quantized(head, self.head_scheme)
+            held = evaluate(ready_head(as_run, engine, None).float(), engine.model, store, held_out)
+            gained = None if best is None else calibrate.gain(best.held, held)
+            kept = gained is None or gained.is_sure
+            found.append(Candidate(name, head, held, kept, gained))
+            note(found[-1].line())
+            return head if best is None or kept else best.head
+
+        best = judge("i, as it was", self.head)
+        if best.config.fc_bias and shown:
+            full = FeatureStore(work.folder / "full-features")
+            n = len(held_out)
+            whole = SomeOf(full, range(n, n + len(shown)))
+            mapped = calibrate.fold_feature_map(best, whole, SomeOf(store, shown))
+            best = judge("ii, feature map", mapped)
+        if best.config.draft_vocab_size < self.stored.config.vocab_size:
+            best = judge("iii, vocabulary", calibrate.rebuilt_vocabulary(best, training))
+        for name, scheme in (("iv, distilled", None), ("v, quantized", self.head_scheme)):
+            trained = self.distill(name, scheme, best, work, engine, store, held_out)
+            if trained is None:
+                note(f"{name}: left out, the time is up")
+            else:
+                best = judge(name, trained)
+        return found
+
+    def distill(
+        self,
+        name: str,
+        scheme: Scheme | None,
+        head: EagleHead,
+        work: Work,
+        engine: Engine,
+        store: FeatureStore,
+        held_out: list[int],
+    ) -> EagleHead | None:
+        """A training run of half the time that is left; None where that is too short."""
+        folder = work.folder / name.replace(", ", "-")
+        finished = folder / "head"
+        if (finished / "config.json").exists():
+            return load_head(finished, self.stored.config)[0]
+        n_steps = work.result(name)
+        if n_steps is None:
+            left = 60 * self.options.minutes * 0.92 - work.seconds
+            share = left if scheme is not None else left / 2
+            n_steps = int(share / self.step_seconds(head, scheme, engine, store, held_out))
+            if n_steps < 20:
+                return None
+            work.record(name, n_steps)
+        last = [time.perf_counter()]
+
+        def tick(step: int, loss: float) -> None:
+            if time.perf_counter() - last[0] > 20:
+                last[0] = time.perf_counter()
+                note(f"{name}: step {step:,} of {n_steps:,}, loss {loss:.4f}")
+
+        def report(entry: dict[str, Any]) -> None:
+            note(
+                f"{name}: step {entry['step']:,}, 0-alpha {entry['alphas'][0]:.3f}, "
+                f"tau {entry['tau']:.2f}"
+            )
+
+        options = calibrate.training_options(n_steps)
+        trained = calibrate.distilled(
+            ready_head(head, engine, None),
+            engine.model,
+            store,
+            held_out,
+            options,
+            folder / "run",
+            self.identity,
+            scheme,
+            report,
+            tick,
+            save_every=25,
+        )
+        save_head(finished, trained, {}, torch.float32)
+        return load_head(finished, self.stored.config)[0]
+
+    def step_seconds(
+        self,
+        head: EagleHead,
+        scheme: Scheme | None,
+        engine: Engine,
+        store: FeatureStore,
+        held_out: list[int],
+    ) -> float:
+        """Seconds a training step takes here, evaluations included, by a few of them."""
+        times: list[float] = [time.perf_counter()]
+        with tempfile.TemporaryDirectory() as name:
+            calibrate.distilled(
+                ready_head(head, engine, None),
+                engine.model,
+                store,
+                held_out[:4],
+                calibrate.training_options(6),
+                Path(name),
+                "",
+                scheme,
+                lambda entry: None,
+                lambda step, loss: times.append(time.perf_counter()),
+                save_every=1000,
+            )
+        steps = [b - a for a, b in itertools.pairwise(times[1:])]
+        return 1.3 * statistics.mean(steps)

@@ -1,0 +1,242 @@
+"""Training text and the target's features on it, computed once and kept in shards.
+
+A conversation is a line of JSON with `ids` (token ids of all of it) and `prompt_len` (where the
+answer begins). Shapes: N tokens of all conversations end to end, D model dim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fasteagle.errors import FasteagleError
+from fasteagle.generate import Engine
+from fasteagle.paths import replacing, require_free_space
+
+SHARD_TOKENS = 1 << 17
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """Token ids of a conversation, where its answer begins, and whether it was written greedily."""
+
+    ids: list[int]
+    prompt_len: int
+    greedy: bool = False
+
+
+def read_conversations(
+    path: Path, vocab_size: int, max_len: int, limit: int | None = None
+) -> list[Conversation]:
+    """Conversations of a JSONL file, cut at `max_len` tokens.
+
+    Raises `FasteagleError` naming the line for ids outside the vocabulary and wrong fields.
+    """
+    found: list[Conversation] = []
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    found.append(_conversation(line, f"{path}, line {number}", vocab_size, max_len))
+                if limit is not None and len(found) >= limit:
+                    break
+    except (OSError, UnicodeDecodeError) as error:
+        raise FasteagleError(f"cannot read {path}: {error}") from error
+    found = [c for c in found if len(c.ids) >= c.prompt_len + 3]
+    if not found:
+        raise FasteagleError(f"{path}: no conversation with an answer of three tokens or more")
+    return found
+
+
+def _conversation(line: str, where: str, vocab_size: int, max_len: int) -> Conversation:
+    try:
+        raw = json.loads(line)
+        ids, prompt_len = raw["ids"], raw["prompt_len"]
+        if not all(type(i) is int for i in ids) or type(prompt_len) is not int or prompt_len < 1:
+            raise ValueError("ids must be integers, prompt_len an integer >= 1")
+    except (ValueError, TypeError, KeyError) as error:
+        raise FasteagleError(
+            f'{where}: expected {{"ids": [...], "prompt_len": n}} ({error!r})'
+        ) from error
+    bad = next((i for i in ids if not 0 <= i < vocab_size), None)
+    if bad is not None:
+        raise FasteagleError(f"{where}: token id {bad} is outside the vocabulary of {vocab_size:,}")
+    return Conversation(ids[:max_len], prompt_len, raw.get("T") == 0)
+
+
+def choose_held_out(conversations: Sequence[Conversation], n: int) -> list[int]:
+    """Indices of `n` conversations spread over the text, greedy ones where there are enough.
+
+    On greedily written text the simulated acceptance is exact.
+    """
+    greedy = [i for i, c in enumerate(conversations) if c.greedy]
+    pool = greedy if len(greedy) >= n else list(range(len(conversations)))
+    return [pool[i * len(pool) // n] for i in range(n)]
+
+
+def frequent_tokens(
+    conversations: Sequence[Conversation], size: int, prior: Sequence[int] = ()
+) -> Tensor:
+    """The `size` token ids most frequent in answers, ascending.
+
+    Where the text has too few: those of `prior`, then the lowest ids.
+    """
+    counts: Counter[int] = Counter()
+    for conversation in conversations:
+        counts.update(conversation.ids[conversation.prompt_len :])
+    ranked = sorted(counts, key=lambda token: (-counts[token], token))[:size]
+    chosen = set(ranked)
+    rest = itertools.chain(prior, range(size + len(chosen)))
+    fill = (token for token in rest if token not in chosen)
+    while len(chosen) < size:
+        chosen.add(next(fill))
+    return torch.tensor(sorted(chosen))
+
+
+class Features(Protocol):
+    """Conversations with the target's features, wherever those come from."""
+
+    lengths: list[int]
+    prompt_lens: list[int]
+
+    def __len__(self) -> int: ...
+
+    def conversation(self, i: int) -> tuple[Tensor, Tensor]:
+        """Ids [n] and bf16 features [n, D] of one conversation."""
+
+
+class LiveFeatures:
+    """Features computed anew each time they are asked for: no disk, more time."""
+
+    def __init__(self, engine: Engine, conversations: Sequence[Conversation]) -> None:
+        self._engine, self._conversations = engine, conversations
+        self.lengths = [len(c.ids) for c in conversations]
+        self.prompt_lens = [c.prompt_len for c in conversations]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def conversation(self, i: int) -> tuple[Tensor, Tensor]:
+        ids = self._conversations[i].ids
+        return torch.tensor(ids), self._engine.features(ids).to(torch.bfloat16).cpu()
+
+
+class SomeOf:
+    """Some of the conversations of another source, numbered anew."""
+
+    def __init__(self, source: Features, indices: Sequence[int]) -> None:
+        self._source, self._indices = source, indices
+        self.lengths = [source.lengths[i] for i in indices]
+        self.prompt_lens = [source.prompt_lens[i] for i in indices]
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def conversation(self, i: int) -> tuple[Tensor, Tensor]:
+        return self._source.conversation(self._indices[i])
+
+
+class FeatureStore:
+    """Ids [N] and features [N, D] of conversations, memory-mapped from safetensors shards."""
+
+    def __init__(self, folder: Path) -> None:
+        from safetensors.torch import load_file
+
+        self.folder = folder
+        index = json.loads((folder / "index.json").read_text())
+        shards = [load_file(folder / name) for name in index["shards"]]
+        self.ids = torch.cat([shard["ids"] for shard in shards]).long()
+        self._features = [shard["features"] for shard in shards]
+        self._shard_of = index["shard_of"]  # shard and row of each conversation's first token
+        self.lengths: list[int] = index["lengths"]
+        self.prompt_lens: list[int] = index["prompt_lens"]
+        self._starts = [0]
+        for length in self.lengths:
+            self._starts.append(self._starts[-1] + length)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def conversation(self, i: int) -> tuple[Tensor, Tensor]:
+        shard, row = self._shard_of[i]
+        n, start = self.lengths[i], self._starts[i]
+        return self.ids[start : start + n], self._features[shard][row : row + n]
+
+
+def store_key(conversations: Sequence[Conversation], fingerprint: str) -> str:
+    """Names the features of this text under this target."""
+    digest = hashlib.sha256(fingerprint.encode())
+    for c in conversations:
+        digest.update(json.dumps([c.prompt_len, c.ids]).encode())
+    return digest.hexdigest()[:24]
+
+
+def compute_features(
+    engine: Engine,
+    conversations: Sequence[Conversation],
+    folder: Path,
+    progress: Callable[[int], None] = lambda n: None,
+) -> FeatureStore:
+    """The target's post-norm features of every token, in shards; finished shards are kept.
+
+    Continues where an earlier call was stopped. Raises `FasteagleError` if the disk is too small.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    index_path = folder / "index.json"
+    if index_path.exists():
+        return FeatureStore(folder)
+    total = sum(len(c.ids) for c in conversations)
+    row_bytes = engine.model.config.dim * 2 + 4
+    done = len(list(folder.glob("features-*.safetensors"))) * SHARD_TOKENS
+    require_free_space(folder, max(0, total - done) * row_bytes, "caching features")
+    names, shard_of = [], []
+    for shard, group in enumerate(_shards(conversations)):
+        name = f"features-{shard:05}.safetensors"
+        row = 0
+        for conversation in group:
+            shard_of.append((shard, row))
+            row += len(conversation.ids)
+        if not (folder / name).exists():
+            _write_shard(engine, group, folder / name)
+        progress(row)
+        names.append(name)
+    index = {
+        "shards": names,
+        "shard_of": shard_of,
+        "lengths": [len(c.ids) for c in conversations],
+        "prompt_lens": [c.prompt_len for c in conversations],
+    }
+    with replacing(index_path) as temporary:
+        temporary.write_text(json.dumps(index))
+    return FeatureStore(folder)
+
+
+def _shards(conversations: Sequence[Conversation]) -> Iterator[list[Conversation]]:
+    group: list[Conversation] = []
+    size = 0
+    for conversation in conversations:
+        group.append(conversation)
+        size += len(conversation.ids)
+        if size >= SHARD_TOKENS:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _write_shard(engine: Engine, group: Sequence[Conversation], path: Path) -> None:
+    from safetensors.torch import save_file
+
+    features = [engine.features(c.ids).to(torch.bfloat16).cpu() for c in group]
+    ids = torch.tensor([i for c in group for i in c.ids], dtype=torch.int32)
+    with replacing(path) as temporary:
+        save_file({"ids": ids, "features": torch.cat(features)}, temporary)

@@ -1,0 +1,203 @@
+"""What `fasteagle train-head` does: text, features, training, a head directory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from fasteagle.errors import FasteagleError
+from fasteagle.loading.checkpoint import fingerprint
+from fasteagle.loading.head_file import load_head, save_head, with_vocabulary
+from fasteagle.loading.open import Runtime, compile_now, load_runtime, note
+from fasteagle.loading.text import write_answers
+from fasteagle.options import RuntimeOptions, TrainOptions
+from fasteagle.paths import cache_dir, write_atomic
+from fasteagle.training.data import (
+    Conversation,
+    Features,
+    LiveFeatures,
+    choose_held_out,
+    compute_features,
+    frequent_tokens,
+    read_conversations,
+    store_key,
+)
+from fasteagle.training.train import Trainer, evaluate, new_head
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainRun:
+    """Where a run's text comes from and where its head goes."""
+
+    data: tuple[Path, ...]
+    out: Path
+    held_out: int = 100  # conversations to measure on
+    max_len: int = 640
+    resume: bool = False
+    every: int = 200
+    patience: int | None = None
+    prompts: Path | None = None  # questions for the target to answer, besides `data`
+    answer_tokens: int = 256
+    init: Path | None = None  # a head to begin from instead of the identity
+    features: str = "cached"  # in shards on disk, or "live": computed again for every batch
+
+    def __post_init__(self) -> None:
+        for name in ("held_out", "max_len", "every", "answer_tokens"):
+            if getattr(self, name) < 1:
+                flag = name.replace("_", "-")
+                raise FasteagleError(f"{flag} {getattr(self, name)} is out of range: use >= 1")
+
+
+def train_head(
+    model: str, runtime_options: RuntimeOptions, run: TrainRun, options: TrainOptions
+) -> None:
+    """Train a draft head for `model` and write it to `run.out`."""
+    state = run.out / "state.pt"
+    if state.exists() and not run.resume:
+        raise FasteagleError(
+            f"{run.out} holds an unfinished run: continue it with --resume, or give another --out"
+        )
+    runtime = load_runtime(model, runtime_options)
+    config = runtime.checkpoint.config
+    max_len = min(run.max_len, runtime.engine.max_seq_len)
+    identity = fingerprint(runtime.checkpoint)
+    data = [*run.data, *_written_now(runtime, run, identity)]
+    if not data:
+        raise FasteagleError("nothing to train on: give --data, or --prompts to be answered now")
+    conversations = [
+        c for path in data for c in read_conversations(path, config.vocab_size, max_len)
+    ]
+    if len(conversations) <= run.held_out:
+        raise FasteagleError(
+            f"{len(conversations)} conversations are too few to hold {run.held_out} out: "
+            "give more text, or a smaller --held-out"
+        )
+    held_out = choose_held_out(conversations, run.held_out)
+    text = store_key(conversations, identity)
+    store = _features(runtime, conversations, text, run.features)
+    training = [c for i, c in enumerate(conversations) if i not in set(held_out)]
+    target = runtime.engine.model
+    draft_ids = frequent_tokens(training, min(options.draft_vocab_size, config.vocab_size))
+    if run.init is None:
+        head = new_head(target, draft_ids, options)
+    else:
+        head = with_vocabulary(load_head(run.init, config)[0], draft_ids)
+    loss_size = min(options.loss_vocab_size, head.config.draft_vocab_size)
+    loss_ids = frequent_tokens(training, loss_size)
+    origin = f"{text} {run.init}"
+    trainer = Trainer(head, target, store, held_out, loss_ids, options, run.out, origin)
+    if run.resume and trainer.resume():
+        note(f"continuing at step {trainer.step:,}")
+    with TrainingBar(trainer) as bar:
+        trainer.run(bar.report, run.every, patience=run.patience, tick=bar.tick)
+    _finish(trainer, runtime, identity, sum(len(c.ids) for c in training), run)
+
+
+def _written_now(runtime: Runtime, run: TrainRun, identity: str) -> list[Path]:
+    """The target's answers to `run.prompts`, written into the run's folder."""
+    if run.prompts is None:
+        return []
+    run.out.mkdir(parents=True, exist_ok=True)
+
+    def progress(done: int, total: int) -> None:
+        if done % 20 == 0 or done == total:
+            note(f"answered {done:,} of {total:,} prompts")
+
+    out = run.out / "text.jsonl"
+    limit = run.answer_tokens
+    engine, tokenizer = runtime.engine, runtime.tokenizer
+    return [write_answers(engine, tokenizer, run.prompts, out, limit, identity, progress)]
+
+
+def _features(
+    runtime: Runtime, conversations: Sequence[Conversation], key: str, kind: str
+) -> Features:
+    """The target's features: live, from the user cache, or computed into it now."""
+    folder = cache_dir() / "features" / key
+    if kind == "live" or not (folder / "index.json").exists():
+        compile_now(runtime.engine)
+    if kind == "live":
+        return LiveFeatures(runtime.engine, conversations)
+    total, done = sum(len(c.ids) for c in conversations), 0
+
+    def progress(n: int) -> None:
+        nonlocal done
+        done += n
+        note(f"features of {done:,} of {total:,} tokens")
+
+    return compute_features(runtime.engine, conversations, folder, progress)
+
+
+class TrainingBar:
+    """Steps done, loss, and the last held-out 0-alpha and tau; lines alone without a terminal."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        console = Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("step {task.completed:,} of {task.total:,}"),
+            BarColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        steps = trainer.options.steps
+        self._task = self._progress.add_task("", total=steps, completed=trainer.step, numbers="")
+        self._steps, self._loss, self._held = steps, 0.0, ""
+
+    def __enter__(self) -> TrainingBar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def tick(self, step: int, loss: float) -> None:
+        self._loss = loss if not self._loss else 0.95 * self._loss + 0.05 * loss
+        numbers = f"loss {self._loss:.4f}{self._held}"
+        self._progress.update(self._task, completed=step, numbers=numbers)
+
+    def report(self, entry: dict[str, Any]) -> None:
+        self._held = f" | 0-alpha {entry['alphas'][0]:.3f} | tau {entry['tau']:.2f}"
+        alphas = " ".join(f"{alpha:.3f}" for alpha in entry["alphas"])
+        self._progress.console.out(
+            f"step {entry['step']:,} of {self._steps:,} | loss {entry['loss']:.4f} | "
+            f"n-alpha {alphas} | tau {entry['tau']:.2f} | {entry['tok_s']:,} tok/s",
+            highlight=False,
+        )
+
+
+def _finish(
+    trainer: Trainer, runtime: Runtime, identity: str, n_tokens: int, run: TrainRun
+) -> None:
+    """Write the head, its header and the training curve; drop the optimizer's state."""
+    held = evaluate(trainer.head, trainer.target, trainer.store, trainer.held_out)
+    header = {
+        "algorithm": "eagle1",
+        "target": runtime.name,
+        "target_fingerprint": identity,
+        "scheme": None,
+        "group_size": None,
+        "draft_vocab_size": trainer.head.config.draft_vocab_size,
+        "training_tokens": n_tokens,
+        "steps": trainer.step,
+        **held.as_dict(),
+    }
+    save_head(run.out, trainer.head, header, torch.bfloat16)
+    record = {
+        "header": header,
+        "options": dataclasses.asdict(trainer.options),
+        "command": " ".join(["fasteagle", *sys.argv[1:]]),
+        "history": trainer.history,
+    }
+    write_atomic(run.out / "training.json", (json.dumps(record, indent=1) + "\n").encode())
+    (run.out / "state.pt").unlink(missing_ok=True)
+    note(f"head written to {run.out}: 0-alpha {held.alphas[0]:.3f}, chain tau {held.tau:.2f}")

@@ -1,0 +1,335 @@
+"""Other tools' quantized tensors as `PackedWeight`: values and scales exactly as they are stored.
+
+Functions of tensors alone; which file they lie in is the business of `importers`.
+
+Shapes: N output rows, K input columns, g group size, G = K / g groups in a row. Words are int32,
+their fields counted from the lowest bits; seen as bytes (little-endian) they hold column 2i in the
+low nibble of byte i, which is `PackedWeight`'s own order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fasteagle.errors import FasteagleError
+from fasteagle.quant.packed import PackedWeight, int4, pack_nibbles, unpack_nibbles
+
+Shape = tuple[int, ...]
+
+WAY_OUT = (
+    "use the unquantized checkpoint, or a GPTQ, AWQ, compressed-tensors or GGUF Q4_0/Q4_1/Q8_0 one"
+)
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column, within eight, that each nibble of a word holds
+GGUF_BLOCKS = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}  # bytes that 32 weights take
+GGUF_GROUP = 32
+
+
+class Geometry(NamedTuple):
+    """What the shapes of a weight's stored parts say about it."""
+
+    bits: int
+    n_rows: int
+    n_columns: int
+    group_size: int
+
+
+class Imported(NamedTuple):
+    """A weight and its column order: `y = weight.dequantize() @ x[columns]`; None: as usual."""
+
+    weight: PackedWeight
+    columns: Tensor | None
+
+    def dequantize(self) -> Tensor:
+        """The weight in fp32 [N, K], columns in the order of the model."""
+        values = self.weight.dequantize()
+        if self.columns is None:
+            return values
+        original = torch.empty_like(values)
+        original[:, self.columns] = values
+        return original
+
+
+def refused(what: str) -> FasteagleError:
+    """The error for a format that has no exact import."""
+    return FasteagleError(f"{what} are not supported: {WAY_OUT}")
+
+
+def gptq_geometry(qweight: Shape, qzeros: Shape, scales: Shape) -> Geometry:
+    """Geometry of a GPTQ weight. Raises `FasteagleError` where the shapes contradict each other."""
+    misfit = _misfit(qweight=qweight, qzeros=qzeros, scales=scales)
+    if not len(qweight) == len(qzeros) == len(scales) == 2 or 0 in qweight + qzeros + scales:
+        raise misfit
+    G, N = scales
+    bits, rest = divmod(32 * qzeros[1], N)
+    if rest or qweight[1] != N or qzeros[0] != G or bits not in range(2, 9):
+        raise misfit
+    if bits not in (4, 8):
+        raise refused(f"{bits}-bit GPTQ weights")
+    return _grouped(bits, N, qweight[0] * 32 // bits, G, misfit)
+
+
+def gptq_zero_offset(qzeros: Tensor, *, bits: int, v2: bool, sym: bool) -> int:
+    """What to add to stored zeros: 1 where they were stored less one (`gptq`), 0 for `gptq_v2`.
+
+    Symmetric weights have the zero 2^(bits - 1), so that the stored values themselves tell: some
+    files labelled `gptq` hold v2's (vllm-project/vllm#38966). The label decides for all others.
+    """
+    middle = 1 << (bits - 1)
+    stored = _fields(qzeros, bits)
+    if sym and bool((stored == middle).all()):
+        return 0
+    if sym and bool((stored == middle - 1).all()):
+        return 1
+    return 0 if v2 else 1
+
+
+def from_gptq(
+    qweight: Tensor,
+    qzeros: Tensor,
+    scales: Tensor,
+    g_idx: Tensor | None = None,
+    *,
+    zero_offset: int,
+) -> Imported:
+    """GPTQ as AutoGPTQ and GPTQModel write it; `w[n, k] = (q - zero) * scale`.
+
+    qweight [K * bits / 32, N] int32, packed along K; qzeros [G, N * bits / 32] int32, packed along
+    N; scales [G, N]; g_idx [K], the group of each column. A stored 15 with `zero_offset` 1 is the
+    zero 16: the reference kernels add after unpacking. Raises `FasteagleError` for shapes that do
+    not fit, and for 8 bits with other zeros than 128, which `PackedWeight` has no place for.
+    """
+    _check_dtypes(scales, qweight=qweight, qzeros=qzeros)
+    geometry = gptq_geometry(qweight.shape, qzeros.shape, scales.shape)
+    zeros = _fields(qzeros, geometry.bits).to(torch.int16) + zero_offset  # 255 + 1 must not wrap
+    q = _as_bytes(qweight.T)
+    weight = _with_zeros(geometry, q, scales.T.contiguous(), zeros.T.contiguous(), "GPTQ")
+    return _ordered(weight, g_idx)
+
+
+def awq_geometry(qweight: Shape, qzeros: Shape, scales: Shape) -> Geometry:
+    """Geometry of an AWQ weight. Raises `FasteagleError` where the shapes contradict each other."""
+    misfit = _misfit(qweight=qweight, qzeros=qzeros, scales=scales)
+    if not len(qweight) == len(qzeros) == len(scales) == 2 or 0 in qweight + qzeros + scales:
+        raise misfit
+    G, N = scales
+    if qweight[1] * 8 != N or qzeros != (G, qweight[1]):
+        raise misfit
+    return _grouped(4, N, qweight[0], G, misfit)
+
+
+def from_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> PackedWeight:
+    """AWQ in AutoAWQ's `gemm` layout; `w[n, k] = (q - zero) * scale`.
+
+    qweight [K, N / 8] int32 and qzeros [G, N / 8] int32, both packed along N in `AWQ_ORDER`;
+    scales [G, N]. Raises `FasteagleError` for shapes that do not fit.
+    """
+    _check_dtypes(scales, qweight=qweight, qzeros=qzeros)
+    awq_geometry(qweight.shape, qzeros.shape, scales.shape)
+    values, zeros = _awq_fields(qweight), _awq_fields(qzeros)
+    return int4(values.T.contiguous(), scales.T.contiguous(), zeros=zeros.T.contiguous())
+
+
+def _awq_fields(words: Tensor) -> Tensor:
+    """[R, N / 8] int32 to [R, N] uint8."""
+    nibble_of_column = torch.tensor(AWQ_ORDER).argsort()
+    return _fields(words, 4).unflatten(1, (-1, 8))[..., nibble_of_column].flatten(1)
+
+
+def compressed_tensors_geometry(
+    weight_packed: Shape, weight_scale: Shape, shape: Shape
+) -> Geometry:
+    """Geometry of a compressed-tensors weight of `shape` (N, K). Raises `FasteagleError`."""
+    misfit = _misfit(weight_packed=weight_packed, weight_scale=weight_scale, weight_shape=shape)
+    if not len(weight_packed) == len(weight_scale) == len(shape) == 2 or 0 in weight_scale + shape:
+        raise misfit
+    N, K = shape
+    fitting = [bits for bits in (4, 8) if weight_packed == (N, -(-K * bits // 32))]
+    if not fitting or weight_scale[0] != N or K % 2:
+        raise misfit
+    return _grouped(fitting[0], N, K, weight_scale[1], misfit)
+
+
+def from_compressed_tensors(
+    weight_packed: Tensor,
+    weight_scale: Tensor,
+    shape: Shape,
+    weight_zero_point: Tensor | None = None,
+    weight_g_idx: Tensor | None = None,
+) -> Imported:
+    """compressed-tensors `pack-quantized`; `w[n, k] = (q - zero) * scale`, 4 or 8 bits.
+
+    weight_packed [N, K * bits / 32] int32, packed along K after adding 2^(bits - 1); weight_scale
+    [N, G]; weight_zero_point packed likewise along N, [N * bits / 32, G] int32, or plain int8
+    [N, G]; none where symmetric; weight_g_idx [K], all -1 where unused; `shape` is (N, K). Raises
+    `FasteagleError` for shapes that do not fit and for 8 bits with zero points.
+    """
+    _check_dtypes(weight_scale, weight_packed=weight_packed)
+    geometry = compressed_tensors_geometry(weight_packed.shape, weight_scale.shape, shape)
+    zeros = _zero_points(weight_zero_point, geometry.bits, *weight_scale.shape)
+    n_bytes = geometry.n_columns * geometry.bits // 8  # of a row, without padding
+    q = _as_bytes(weight_packed)[:, :n_bytes].contiguous()
+    weight = _with_zeros(geometry, q, weight_scale.contiguous(), zeros, "compressed-tensors")
+    return _ordered(weight, weight_g_idx)
+
+
+def _zero_points(point: Tensor | None, bits: int, n_rows: int, n_groups: int) -> Tensor:
+    """Unsigned zeros [N, G] from compressed-tensors' signed zero points, packed or plain."""
+    middle = 1 << (bits - 1)
+    if point is None:
+        return torch.full((n_rows, n_groups), middle, dtype=torch.int16)
+    if point.dtype == torch.int8 and point.shape == (n_rows, n_groups):
+        return point.to(torch.int16) + middle
+    if point.dtype == torch.int32 and point.shape == (-(-n_rows * bits // 32), n_groups):
+        return _fields(point.T, bits)[:, :n_rows].T.contiguous()
+    raise FasteagleError(
+        f"weight_zero_point is {point.dtype} {tuple(point.shape)}, which does not fit {n_rows} "
+        f"rows of {n_groups} groups; fetch the file again"
+    )
+
+
+def from_tile_packed(qdata: Tensor, scale_and_zero: Tensor, shape: Shape) -> PackedWeight:
+    """torchao's `Int4TilePackedTo4dTensor`; `w = (q - 8) * scale + zero`, parameters in bf16.
+
+    qdata [N / 8, K / 128, 32, 4] int32 and scale_and_zero [G, N, 2], both perhaps padded (K to a
+    multiple of 1024); `shape` is (N, K) without padding.
+
+    The layout is that of PyTorch's `_convert_weight_to_int4pack` on CUDA (int4mm.cu), made for the
+    B operand of the m16n8k16 tensor-core product, where lane t of 32 holds row t / 4 and, of each
+    16 columns, 2 (t % 4) + {0, 1, 8, 9}. Its word j spans columns 32 j .. 32 j + 31 of a tile of
+    128, so four such pairs, 8 columns apart: pair i (0 .. 3) starts at 32 j + 8 i + 2 (t % 4). The
+    even columns of the pairs are nibbles 0 .. 3, the odd ones nibbles 4 .. 7. This is read off the
+    source and tested against a model of it; not yet against the packer itself, which needs a GPU.
+    ROCm packs another order under the same shape, and nothing in the tensors tells.
+
+    Both forms of w are exact up to one rounding to fp32, for 4-bit integers times bf16 fit it; so
+    they are bit-equal wherever `zero - 8 * scale` is exact, that is unless one of the two is some
+    2^16 times the other; beyond that they differ by the rounding of that offset.
+    """
+    padded = _tile_geometry(qdata.shape, scale_and_zero.shape, shape)
+    _check_dtypes(scale_and_zero, qdata=qdata)
+    (N, K), group_size = shape, padded.group_size
+    nibbles = unpack_nibbles(qdata.contiguous().view(torch.uint8))
+    # [N/8, K/128, row, pair of columns, j, odd, i] to [N/8, row, K/128, j, i, pair, odd]
+    lanes = nibbles.unflatten(3, (4, 2, 4)).unflatten(2, (8, 4)).permute(0, 2, 1, 4, 6, 3, 5)
+    values = lanes.reshape(padded.n_rows, padded.n_columns)[:N, :K]
+    scales, middles = scale_and_zero[: K // group_size, :N].float().permute(2, 1, 0).contiguous()
+    return int4(values, scales, offsets=middles - 8 * scales)
+
+
+def _tile_geometry(qdata: Shape, scale_and_zero: Shape, shape: Shape) -> Geometry:
+    """Geometry with padding. Raises `FasteagleError` where `shape` and parts do not fit."""
+    misfit = _misfit(qdata=qdata, scale_and_zero=scale_and_zero, weight_shape=shape)
+    if len(qdata) != 4 or qdata[2:] != (32, 4) or len(scale_and_zero) != 3 or not scale_and_zero[0]:
+        raise misfit
+    geometry = _grouped(4, qdata[0] * 8, qdata[1] * 128, scale_and_zero[0], misfit)
+    is_padded = shape[0] <= geometry.n_rows and shape[1] <= geometry.n_columns
+    if not is_padded or scale_and_zero[1:] != (geometry.n_rows, 2):
+        raise misfit
+    if shape[1] % geometry.group_size:
+        raise refused(f"groups of {geometry.group_size}, padded from {shape[1]} columns,")
+    return geometry
+
+
+def from_gguf_blocks(raw: Tensor, kind: str) -> PackedWeight:
+    """GGUF rows uint8 [N, bytes of a row] of type Q4_0, Q4_1 or Q8_0, in groups of 32.
+
+    Bit-equal in fp32 to `gguf.quants.dequantize`. A block is fp16 d, for Q4_1 fp16 m, then 16
+    bytes with weights 0 .. 15 in their low and 16 .. 31 in their high nibbles, or 32 int8:
+    `d * (q - 8)`, `d * q + m`, `d * q`. Raises `FasteagleError` for other types.
+    """
+    if kind not in GGUF_BLOCKS:
+        raise refused(f"GGUF {kind} weights")
+    size = GGUF_BLOCKS[kind]
+    if raw.ndim != 2 or raw.dtype != torch.uint8 or raw.shape[1] % size:
+        raise FasteagleError(
+            f"{raw.dtype} {tuple(raw.shape)} are no rows of {kind} blocks of {size} bytes; "
+            "fetch the file again"
+        )
+    blocks = raw.unflatten(1, (-1, size))  # [N, G, size]
+    n_params = 2 if kind == "Q4_1" else 1
+    params = blocks[..., : 2 * n_params].contiguous().view(torch.float16)
+    scales = params[..., 0].contiguous()
+    rest = blocks[..., 2 * n_params :]
+    if kind == "Q8_0":
+        return PackedWeight(8, GGUF_GROUP, rest.contiguous().view(torch.int8).flatten(1), scales)
+    values = torch.cat((rest & 15, rest >> 4), dim=-1).flatten(1)
+    if kind == "Q4_1":
+        return int4(values, scales, offsets=params[..., 1].contiguous())
+    return int4(values, scales, zeros=torch.full(scales.shape, 8))
+
+
+def act_order(g_idx: Tensor, n_columns: int, group_size: int) -> Tensor | None:
+    """Column order [K] that makes the groups of `g_idx` [K] contiguous; None if they are so.
+
+    Stable, so that columns keep their order within a group; -1 throughout means unused. Raises
+    `FasteagleError` unless every group has exactly `group_size` columns.
+    """
+    plain = torch.arange(n_columns) // group_size
+    g_idx = g_idx.long()
+    if g_idx.shape == plain.shape and (torch.equal(g_idx, plain) or bool((g_idx == -1).all())):
+        return None
+    columns = torch.argsort(g_idx, stable=True)
+    if g_idx.shape != plain.shape or not torch.equal(g_idx[columns], plain):
+        raise FasteagleError(
+            f"g_idx {tuple(g_idx.shape)} does not put {n_columns} columns into groups of "
+            f"{group_size}; fetch the file again"
+        )
+    return columns
+
+
+def _ordered(weight: PackedWeight, g_idx: Tensor | None) -> Imported:
+    """`weight`, its columns so far in the model's order, in the order that its groups want."""
+    if g_idx is None:
+        return Imported(weight, None)
+    columns = act_order(g_idx, weight.shape[1], weight.group_size)
+    if columns is None:
+        return Imported(weight, None)
+    values = weight.values()[:, columns]
+    q = pack_nibbles(values) if weight.bits == 4 else values
+    parts = weight.tensors() | {"q": q}
+    return Imported(PackedWeight(weight.bits, weight.group_size, **parts), columns)
+
+
+def _with_zeros(
+    geometry: Geometry, q: Tensor, scales: Tensor, zeros: Tensor, method: str
+) -> PackedWeight:
+    """A weight from unsigned q, packed as bytes [N, K * bits / 8], and zeros [N, G]."""
+    bits, group_size = geometry.bits, geometry.group_size
+    if bits == 4:
+        return PackedWeight(4, group_size, q, scales, zeros=zeros.to(torch.uint8))
+    if bool((zeros != 128).any()):
+        raise refused(f"asymmetric 8-bit {method} weights")
+    return PackedWeight(8, group_size, (q ^ 128).view(torch.int8), scales)  # q - 128, as a bit flip
+
+
+def _fields(words: Tensor, bits: int) -> Tensor:
+    """int32 [R, W] to uint8 [R, W * 32 / bits], lowest bits first."""
+    return unpack_nibbles(_as_bytes(words)) if bits == 4 else _as_bytes(words)
+
+
+def _as_bytes(words: Tensor) -> Tensor:
+    """int32 [R, W] to uint8 [R, 4 W]."""
+    # By way of one axis: a transposed [R, 1] counts as contiguous and yet has the wrong stride.
+    return words.contiguous().flatten().view(torch.uint8).view(len(words), -1)
+
+
+def _grouped(bits: int, n_rows: int, n_columns: int, n_groups: int, misfit: Exception) -> Geometry:
+    if n_columns % n_groups:
+        raise misfit
+    return Geometry(bits, n_rows, n_columns, n_columns // n_groups)
+
+
+def _misfit(**shapes: Shape) -> FasteagleError:
+    listed = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
+    return FasteagleError(f"shapes do not fit each other: {listed}; fetch the file again")
+
+
+def _check_dtypes(scales: Tensor, **words: Tensor) -> None:
+    for name, tensor in words.items():
+        if tensor.dtype != torch.int32:
+            raise refused(f"{name} words of {tensor.dtype}")
+    if scales.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise refused(f"scales of {scales.dtype}")

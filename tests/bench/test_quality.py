@@ -1,0 +1,93 @@
+"""`fasteagle eval`: perplexity and KL against figures computed another way."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from conftest import save_tiny
+from fasteagle.bench.hf import hf_model
+from fasteagle.bench.quality import EvalOptions, evaluate
+from fasteagle.loading.checkpoint import open_checkpoint
+from fasteagle.loading.quantize import with_scheme
+from fasteagle.loading.tokenizer import load_tokenizer
+from fasteagle.options import RuntimeOptions
+
+TEXT = "The quick brown fox jumps over the lazy dog, again and again. " * 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("e") / "model", "smollm2", intermediate_size=128)
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def logits_of(checkpoint, windows):
+    model = hf_model(checkpoint, torch.float32, "cpu")
+    with torch.no_grad():
+        return [model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1) for ids in windows]
+
+
+def test_against_transformers(folder, text):
+    options = EvalOptions(text, ("fp32", "int8", "int4-g32"), tokens=300, window=64)
+    runtime = RuntimeOptions(dtype="fp32", lm_head="keep")  # the stored values, nothing else
+    found = evaluate(str(folder), options, runtime)
+    assert [q.precision for q in found] == ["fp32", "fp32", "int8", "int4-g32"]
+    ids = load_tokenizer(folder).encode(TEXT)[:300]
+    windows = [ids[i : i + 64] for i in range(0, 256, 64)]
+    full = logits_of(open_checkpoint(folder), windows)
+    for q in found:
+        scheme = None if q.precision == "fp32" else q.precision
+        checkpoint = with_scheme(open_checkpoint(folder), scheme)
+        theirs = full if scheme is None else logits_of(_plain(checkpoint), windows)
+        nll = -torch.cat(
+            [
+                p.gather(1, torch.tensor(w[1:])[:, None])
+                for p, w in zip(theirs, windows, strict=True)
+            ]
+        ).mean()
+        p, r = torch.cat(theirs), torch.cat(full)
+        kl = (r.exp() * (r - p)).sum(-1).mean()
+        assert q.perplexity == pytest.approx(math.exp(nll), rel=1e-4)
+        assert q.kl == pytest.approx(float(kl), rel=1e-3, abs=1e-6)
+    exact, eight, four = found[1], found[2], found[3]
+    assert exact.kl < 1e-6 < eight.kl < four.kl and exact.agreement == 1 > four.agreement
+    assert exact.weight_gb > eight.weight_gb > four.weight_gb
+
+
+class _plain:
+    def __init__(self, checkpoint):
+        self.config, self.names, self.load = checkpoint.config, checkpoint.names, checkpoint.load
+
+
+def test_the_command(folder, text, tmp_path):
+    from click.testing import CliRunner
+
+    from fasteagle.cli.main import main
+
+    def run(*more):
+        arguments = ["eval", "--model", folder, "--text", text, "--window", 64, *more]
+        return CliRunner().invoke(main, [str(a) for a in arguments])
+
+    done = run("--tokens", 128, "--precision", "int4-g32", "--md", "--json", tmp_path / "e.json")
+    assert done.exit_code == 0, done.output
+    assert "| precision | scheme | perplexity | KL nats/token |" in done.stdout
+    rows = json.loads((tmp_path / "e.json").read_text())["rows"]
+    assert [row["scheme"] for row in rows] == ["unquantized", "int4-g32-minmax"]
+    for more, message in (
+        (("--tokens", 32), "tokens 32 do not fill one window of 64"),
+        (("--window", 4000, "--tokens", 4000), "fewer than one window of 4000"),
+        (("--precision", "int3"), "quantization 'int3'"),
+        (("--text", tmp_path / "none"), "cannot read"),
+    ):
+        done = run(*more)
+        assert done.exit_code == 2 and message in done.stderr, done.stderr

@@ -1,0 +1,212 @@
+"""Shapes without weights: the random draft head, and what a supplied tau may and may not touch."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from fasteagle.bench.report import COLUMNS, build_report, markdown, table_rows
+from fasteagle.bench.row_spec import TreeSize
+from fasteagle.bench.rows import Row, Turn
+from fasteagle.bench.run import BenchOptions
+from fasteagle.bench.simulate import check_simulation, dummy_drafter
+from fasteagle.errors import FasteagleError
+from fasteagle.loading.find_head import head_shape
+from fasteagle.loading.open import build_engine, dummy_checkpoint, precision_options
+from fasteagle.loading.registry import preset
+from fasteagle.model import LMHead
+from fasteagle.options import DraftOptions, RuntimeOptions
+from fasteagle.quant.linear import QuantizedLMHead
+from fasteagle.stats import Stats
+
+CPU = RuntimeOptions(device="cpu", max_seq_len=64)
+EAGLE = DraftOptions(drafter="eagle")
+
+
+def run_dummy(script, model, questions, tmp_path, *more):
+    out = tmp_path / "r.json"
+    result = script(
+        "--model",
+        model,
+        "--load-format",
+        "dummy",
+        "--data",
+        questions,
+        "--limit",
+        1,
+        "--no-compile",
+        "--max-new-tokens",
+        9,
+        "--json",
+        out,
+        "--md",
+        *more,
+    )
+    assert result.exit_code == 0, result.stderr
+    return json.loads(out.read_text()), result.stdout
+
+
+def test_a_supplied_tau_is_labelled_wherever_it_reaches(script, tiny_preset, questions, tmp_path):
+    report, text = run_dummy(
+        script,
+        tiny_preset,
+        questions,
+        tmp_path,
+        "--precision",
+        "bf16,int4",
+        "--rows",
+        "hf,plain,eagle,eagle-chain,ngram",
+        "--simulate-tau",
+        2.5,
+    )
+    rows = {(row["precision"], row["name"]): row for row in report["rows"]}
+    assert len(rows) == 5 + 4  # transformers has no int4
+    for (precision, name), row in rows.items():
+        eagle = name.startswith("eagle")
+        assert row["simulated"] is eagle
+        assert row["simulated_tau"] == (2.5 if eagle else None)
+        assert ("measured_tau" in row) == eagle
+        line = next(x for x in text.splitlines() if x.startswith(f"| {name} | {precision} |"))
+        assert line.count("*simulated*") == (5 if eagle else 0), line
+        if not eagle:
+            continue
+        assert row["tau"] == 2.5 and "accepted_by_depth" not in row
+        cycle = row["draft_ms"] + row["verify_ms"] + row["other_ms"]  # measured
+        assert row["tok_s"] == pytest.approx(2.5 / cycle * 1e3, rel=0.01)
+        plain = rows[precision, "plain"]["tok_s"]
+        assert row["speedup_vs_plain"] == pytest.approx(row["tok_s"] / plain, rel=0.01)
+        assert row["tree"]["depth"] == (2 if precision == "int4" else 3)
+    assert rows["int4", "eagle"]["scheme"] == "int4-g32-hqq"
+    assert "tau 2.5 was given" in text.splitlines()[-1]
+    assert "tau 2.5 was given" not in markdown({**report, "rows": [rows["bf16", "plain"]]})
+
+
+def test_dummy_weights_without_a_tau_are_measured(script, tiny_preset, questions, tmp_path):
+    report, text = run_dummy(
+        script,
+        tiny_preset,
+        questions,
+        tmp_path,
+        "--precision",
+        "fp32",
+        "--rows",
+        "plain,eagle,eagle-static",
+        "--save-outputs",
+        "--tree-depth",
+        2,
+    )
+    plain, *drafting = report["rows"]
+    for row in drafting:
+        assert row["outputs"] == plain["outputs"]  # a random head changes nothing either
+        assert not row["simulated"] and row["accepted_by_depth"] is not None
+    assert "simulated" not in text
+
+
+def test_arithmetic_of_a_simulated_row():
+    row = Row("eagle", "bf16", decoder=None, weight_bytes=10, tree=TreeSize(3, 3, 8))
+    stats = Stats(
+        passes=10, draft_seconds=0.5, verify_seconds=1.0, decode_seconds=2.0, path_lengths=[0] * 10
+    )
+    row.turns = [Turn([1] * 11, 0.5, 2.0, 10, stats, chunks=((1, 0.1), (1, 0.4)))]
+    row.simulated_tau = 3.0
+    assert row.tok_s == 15 and row.tau == 3 and row.measured_tau == 1
+    assert row.turn_rates == [15] and row.latencies == pytest.approx([0.1 / 3, 0.4 / 3])
+    assert row.passes_s == 5  # what MBU counts is measured
+    plain = Row("plain", "bf16", decoder=None, weight_bytes=10)
+    plain.turns = [Turn([1] * 11, 0.5, 2.0, 10)]
+    report = build_report([plain, row], BenchOptions(), CPU, save_outputs=False)
+    first, second = (dict(zip(COLUMNS, cells, strict=True)) for cells in table_rows(report))
+    assert second["x plain"] == "3.00 *simulated*" and first["x plain"] == "1.00"
+    assert second["tau"] == "3.00 *simulated*" and second["tree"] == "3, 3, 8"
+    assert second["draft + verify + other ms"] == "50.0 + 100.0 + 50.0"
+
+
+def made(name, precision):
+    checkpoint = dummy_checkpoint(name)
+    runtime = precision_options(CPU, precision)
+    if runtime.quant:
+        from fasteagle.loading.quantize import with_scheme
+
+        checkpoint = with_scheme(checkpoint, runtime.quant)
+    dtype = "fp32" if precision == "fp32" else "bf16"
+    engine = build_engine(checkpoint, dtype, torch.device("cpu"), runtime, name)
+    return dummy_drafter(name, engine, checkpoint, EAGLE).state.head, engine
+
+
+def test_the_random_head_is_stored_like_its_target(tiny_preset):
+    dense, engine = made(tiny_preset, "bf16")
+    assert dense.fc.weight.shape == (64, 128) and dense.fc.bias is not None
+    assert dense.fc.weight.dtype == torch.bfloat16 and dense.fc.weight.std() > 0.01
+    assert dense.lm_head is engine.model.lm_head and isinstance(dense.lm_head, LMHead)
+    assert dense.config.draft_vocab_size == 100 and int(dense.d2t.abs().max()) == 0
+    again, _ = made(tiny_preset, "bf16")
+    for name, value in dense.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+    for precision in ("int4", "int8"):
+        packed, engine = made(tiny_preset, precision)
+        assert not any(isinstance(m, torch.nn.Linear) for m in packed.modules())
+        assert isinstance(packed.lm_head, QuantizedLMHead)
+
+
+def test_shapes_of_heads_come_from_the_registry_or_from_what_ships():
+    llama = head_shape("llama2-7b", preset("llama2-7b"))
+    assert (llama.block.n_layer, llama.draft_vocab_size, llama.fc_bias) == (1, 32000, True)
+    assert llama.block.linear_params == 4096 * (3 * 4096 + 4096) + 3 * 4096 * 11008
+    qwen = head_shape("qwen3-8b", preset("qwen3-8b"))
+    assert not qwen.block.qk_norm and qwen.block.rope_base == 10000
+    shipped = head_shape("smollm2-135m", preset("smollm2-135m"))
+    assert shipped.draft_vocab_size < shipped.block.vocab_size == 49152
+    # The name alone does not make another shape's head fit.
+    other = head_shape("smollm2-135m", preset("llama2-7b"))
+    assert other.block.dim == 4096
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((3.0, False, ("plain", "eagle"), (False,), EAGLE, True), "add --load-format dummy"),
+        ((3.0, True, ("hf", "plain", "ngram"), (False,), EAGLE, True), "add eagle to --rows"),
+        ((4.5, True, ("eagle",), (False,), EAGLE, True), "depth 3 gives 1 .. 4"),
+        ((0.5, True, ("eagle",), (False,), EAGLE, True), "simulate-tau 0.5 is out of range"),
+        ((float("nan"), True, ("eagle",), (False,), EAGLE, True), "simulate-tau nan"),
+        ((4.0, True, ("eagle",), (False, True), EAGLE, True), "depth 2 gives 1 .. 3"),
+        (
+            (
+                3.1,
+                True,
+                ("eagle-static", "eagle-chain"),
+                (False,),
+                DraftOptions(tree_depth=2),
+                True,
+            ),
+            "eagle-chain: a tree of depth 2",
+        ),
+    ],
+)
+def test_taus_that_cannot_be(arguments, message):
+    with pytest.raises(FasteagleError, match=message):
+        check_simulation(*arguments)
+
+
+def test_taus_that_can_be():
+    rows = ("plain", "eagle", "eagle-static", "eagle-chain")
+    check_simulation(4.0, True, rows, (False, True), EAGLE, on_cpu=False)  # depth 3 on a GPU
+    check_simulation(6.0, True, ("eagle-static",), (False,), EAGLE, on_cpu=True)
+    check_simulation(1.0, True, rows, (True,), EAGLE, on_cpu=True)
+    check_simulation(None, False, rows, (True,), EAGLE, on_cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--simulate-tau", 3, "--model", "llama2-7b"], "add --load-format dummy"),
+        (["--simulate-tau", 9, "--load-format", "dummy", "--model", "llama2-7b"], "1 .. 4 tokens"),
+    ],
+)
+def test_the_script_refuses_before_it_loads(script, monkeypatch, arguments, message):
+    monkeypatch.setattr("tokens_per_sec._load", lambda *a: pytest.fail("loaded"))
+    result = script("--data", "/nowhere", *arguments)
+    assert result.exit_code == 2 and message in result.stderr
+    assert result.stderr.count("\n") == 1 and result.stdout == ""

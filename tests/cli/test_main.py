@@ -1,0 +1,225 @@
+"""The command line as a person meets it: help, one-shot answers, and every bad input."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+from click.testing import CliRunner
+
+from fasteagle.cli import main as cli
+from fasteagle.errors import FasteagleError
+
+
+def fasteagle(*args, stdin=b"", **kwargs) -> subprocess.CompletedProcess:
+    """Run the command in a process of its own."""
+    arguments = [a if isinstance(a, bytes) else str(a) for a in args]
+    command = [sys.executable, "-m", "fasteagle", *arguments]
+    return subprocess.run(command, input=stdin, capture_output=True, timeout=120, **kwargs)
+
+
+def invoke(*args):
+    return CliRunner().invoke(cli.main, [str(arg) for arg in args])
+
+
+def assert_one_line(result, *parts) -> None:
+    """Exit code 2, one line on stderr that starts with Error and holds `parts`, empty stdout."""
+    lines = result.stderr.strip().splitlines()
+    text = lines[-1]
+    assert result.exit_code == 2, result.stderr
+    assert text.startswith("Error: ") and "Traceback" not in result.stderr
+    assert result.stdout == ""
+    for part in parts:
+        assert part in text
+
+
+def test_help_is_quick_and_needs_no_torch():
+    fasteagle("--help")  # byte-compile
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = fasteagle("--help")
+        times.append(time.perf_counter() - start)
+    assert done.returncode == 0 and b"chat" in done.stdout and b"models" in done.stdout
+    assert min(times) < 0.5
+    code = "import sys; from fasteagle import cli; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("command", [["chat"], ["models"]])
+def test_help_names_every_option(command):
+    result = invoke(*command, "--help")
+    assert result.exit_code == 0
+    if command == ["chat"]:
+        for option in (
+            "--model",
+            "--device",
+            "--dtype",
+            "--max-seq-len",
+            "--max-new-tokens",
+            "--temperature",
+            "--top-p",
+            "--top-k",
+            "--min-p",
+            "--seed",
+            "--system",
+            "--compile / --no-compile",
+            "--quiet",
+            "--prompt",
+            "--stop",
+        ):
+            assert option in result.output
+
+
+def test_models_lists_every_name():
+    result = invoke("models")
+    assert result.exit_code == 0
+    for name in ("smollm2-135m (default)", "llama2-7b", "vicuna-13b", "llama3-8b", "llama2-70b"):
+        assert name in result.output
+    row = next(line for line in result.output.splitlines() if line.startswith("llama2-7b"))
+    assert "(gated)" in row and "6.7B" in row and "12.55" in row and "3.57" in row
+
+
+def test_one_shot_answer_is_alone_on_stdout(tiny_dir):
+    done = fasteagle("chat", "--model", tiny_dir, "-p", "hello", "--max-new-tokens", 5)
+    assert done.returncode == 0, done.stderr
+    assert b"prefill" in done.stderr and b"tau 1.00" in done.stderr
+    quiet = fasteagle("chat", "--model", tiny_dir, "-p", "hello", "--max-new-tokens", 5, "--quiet")
+    assert quiet.stdout == done.stdout and quiet.stderr == b""
+    assert len(done.stdout) > 1
+
+
+def test_prompt_from_standard_input(tiny_dir):
+    arguments = ("chat", "--model", tiny_dir, "--max-new-tokens", 5, "--quiet")
+    expected = fasteagle(*arguments, "-p", "grüß dich").stdout
+    text = "grüß dich".encode()
+    assert fasteagle(*arguments, "-p", "-", stdin=text).stdout == expected
+    assert fasteagle(*arguments, stdin=text).stdout == expected
+
+
+def test_a_locale_without_utf8_still_prints(tiny_dir):
+    env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    arguments = ("chat", "--model", tiny_dir, "-p", "東京", "--max-new-tokens", 5)
+    done = fasteagle(*arguments, env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == fasteagle(*arguments).stdout
+    bad = fasteagle("chat", "--model", tiny_dir, "-p", b"caf\xe9", env=env)
+    assert bad.returncode == 2 and b"--prompt is not UTF-8: byte 0xe9 at offset 3" in bad.stderr
+
+
+def test_seed_is_drawn_and_printed_and_repeats(tiny_dir):
+    arguments = ("chat", "--model", tiny_dir, "-p", "x", "--max-new-tokens", 20, "--temperature", 1)
+    first = fasteagle(*arguments)
+    line = next(t for t in first.stderr.decode().splitlines() if t.startswith("seed "))
+    again = fasteagle(*arguments, "--seed", line.split()[1])
+    assert again.stdout == first.stdout
+    assert b"seed" not in fasteagle("chat", "--model", tiny_dir, "-p", "x").stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (["--temperature", "-1"], ["temperature -1", "0 .. 100"]),
+        (["--temperature", "nan"], ["temperature nan"]),
+        (["--top-p", "0"], ["top-p 0", "0 < top-p <= 1"]),
+        (["--top-p", "1.5"], ["top-p 1.5"]),
+        (["--top-k", "-2"], ["top-k -2"]),
+        (["--min-p", "1"], ["min-p 1"]),
+        (["--repetition-penalty", "0"], ["repetition-penalty 0"]),
+        (["--seed", "-5"], ["seed -5"]),
+        (["--max-new-tokens", "0"], ["max-new-tokens 0", "use 1 or more"]),
+        (["--stop", ""], ["stop string is empty"]),
+        (["--device", "tpu"], ["device 'tpu'", "auto, cpu or cuda"]),
+        (["--dtype", "int3"], ["dtype 'int3'", "bf16, fp16, fp32"]),
+        (["--max-seq-len", "3"], ["max-seq-len 3", "use 16 or more"]),
+        (["--max-seq-len", "100000"], ["max-seq-len 100,000", "512", "use at most 512"]),
+        (["--threads", "0"], ["threads 0"]),
+        (["-p", ""], ["prompt is empty"]),
+        (["-p", "  "], ["prompt is empty"]),
+        (["-p", "x" * 600], ["tokens, max-seq-len 512", "shorten it"]),
+        (["--model", "smolm2-135m"], ["unknown model 'smolm2-135m'", "'smollm2-135m'"]),
+        (["--model", "llama2-70b"], ["llama2-70b", "shape without weights"]),
+        (["--model", "nowhere.gguf"], ["nowhere.gguf", "no such file"]),
+    ],
+)
+def test_bad_options_cost_one_line(tiny_dir, options, parts):
+    base = ["chat", "--model", tiny_dir, "-p", "hi"]
+    assert_one_line(invoke(*base, *options), *parts)
+
+
+def test_cuda_where_there_is_none(tiny_dir, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    result = invoke("chat", "--model", tiny_dir, "-p", "hi", "--device", "cuda")
+    assert_one_line(result, "device 'cuda'", "0 CUDA devices found", "--device cpu")
+
+
+def test_input_that_is_not_utf8(tiny_dir):
+    done = fasteagle("chat", "--model", tiny_dir, "-p", "-", stdin=b"caf\xe9")
+    text = done.stderr.decode()
+    assert done.returncode == 2 and done.stdout == b""
+    assert "not UTF-8: byte 0xe9 at offset 3" in text and "Traceback" not in text
+
+
+def test_empty_standard_input(tiny_dir):
+    done = fasteagle("chat", "--model", tiny_dir, stdin=b"\n")
+    assert done.returncode == 2 and b"prompt is empty" in done.stderr
+
+
+def test_damaged_model_costs_one_line(tiny_dir, tmp_path):
+    folder = shutil.copytree(tiny_dir, tmp_path / "m")
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    assert_one_line(invoke("chat", "--model", folder, "-p", "x"), "damaged or truncated")
+
+
+def test_nan_logits_cost_one_line(tiny_dir, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(tiny_dir, tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"].fill_(float("nan"))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    result = invoke("chat", "--model", folder, "-p", "x", "--dtype", "bf16", "--quiet")
+    assert_one_line(result, "not finite in bfloat16", "--dtype fp32")
+
+
+def test_too_little_memory_costs_one_line(tiny_dir, monkeypatch):
+    monkeypatch.setattr("fasteagle.loading.checkpoint.available_bytes", lambda device: 1000)
+    result = invoke("chat", "--model", tiny_dir, "-p", "x")
+    assert_one_line(result, "GiB free on cpu", "choose a smaller model")
+
+
+@pytest.mark.parametrize(
+    ("error", "parts"),
+    [
+        (OSError(errno.ENOSPC, "No space left", "/x/y"), ["disk full at /x/y", "XDG_CACHE_HOME"]),
+        (MemoryError(), ["out of memory"]),
+        (FasteagleError("as it was said"), ["as it was said"]),
+    ],
+)
+def test_errors_from_below_become_one_line(tiny_dir, monkeypatch, error, parts):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr("fasteagle.loading.open.open_checkpoint", fail)
+    assert_one_line(invoke("chat", "--model", tiny_dir, "-p", "x"), *parts)
+
+
+def test_our_own_mistakes_keep_their_traceback(tiny_dir, monkeypatch):
+    def fail(*args, **kwargs):
+        raise AssertionError("a bug")
+
+    monkeypatch.setattr("fasteagle.loading.open.open_checkpoint", fail)
+    result = invoke("chat", "--model", tiny_dir, "-p", "x")
+    assert isinstance(result.exception, AssertionError)
+
+
+def test_unknown_option_and_command():
+    assert invoke("chat", "--temprature", "1").exit_code == 2
+    assert invoke("chta").exit_code == 2

@@ -1,0 +1,279 @@
+"""The chat at a terminal, driven through a pseudo-terminal as a person's shell would."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from fasteagle.paths import state_dir
+
+
+class Terminal:
+    """`fasteagle chat` on a pseudo-terminal; stderr goes to the same screen."""
+
+    def __init__(self, *args, env=None) -> None:
+        self.master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "fasteagle", "chat", *map(str, args)],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+            preexec_fn=_own_terminal,
+            env={**os.environ, "TERM": "dumb", **(env or {})},
+        )
+        os.close(slave)
+        self.screen = ""
+
+    def wait_for(self, pattern: str, timeout: float = 60) -> str:
+        """Read until `pattern` appears after what was read before; the text up to its end."""
+        end = time.monotonic() + timeout
+        while not (found := re.search(pattern, self.screen)):
+            left = end - time.monotonic()
+            assert left > 0, f"no {pattern!r} on the screen:\n{self.screen}"
+            if select.select([self.master], [], [], left)[0]:
+                try:
+                    data = os.read(self.master, 65536)
+                except OSError:
+                    data = b""
+                assert data, f"closed before {pattern!r}:\n{self.screen}"
+                self.screen += data.decode("utf-8", "replace").replace("\r\n", "\n")
+        text, self.screen = self.screen[: found.end()], self.screen[found.end() :]
+        return text
+
+    def send(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def ask(self, line: str, until: str = ">>> $") -> str:
+        self.send(line + "\n")
+        return self.wait_for(until)
+
+    def close(self) -> int:
+        try:
+            return self.process.wait(timeout=20)
+        finally:
+            self.process.kill()
+            os.close(self.master)
+
+
+def _own_terminal() -> None:
+    import fcntl
+    import termios
+
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+@pytest.fixture
+def terminal(tiny_dir):
+    made = Terminal("--model", tiny_dir, "--no-compile", "--max-new-tokens", 8)
+    made.wait_for(">>> $")
+    yield made
+    if made.process.poll() is None:
+        made.process.kill()
+
+
+def test_a_conversation(terminal):
+    first = terminal.ask("hello", r"prefill \d+ tok [\d.]+ s \| \d tok [^\n]*tau \d[^\n]*\n>>> $")
+    assert "cached" not in first and re.search(r"tok/s \| tau \d\.\d\d", first)
+    terminal.ask("and more", r"prefill \d+ tok \(\d+ cached\)[^\n]*\n>>> $")
+    stats = terminal.ask("/stats")
+    assert "tau 1.00" in stats and re.search(r"context \d+ of 512", stats)
+    assert terminal.ask("/metrics").count("tau") == 1
+    terminal.send("\x04")  # Ctrl-D
+    assert terminal.close() == 0
+
+
+@pytest.mark.parametrize("leave", ["/exit", "/bye", "/quit"])
+def test_leaving(terminal, leave):
+    terminal.send(leave + "\n")
+    assert terminal.close() == 0
+
+
+def test_commands(terminal):
+    assert "/retry" in terminal.ask("/help") and "Ctrl-C" in terminal.ask("/?")
+    assert "no answer yet" in terminal.ask("/stats")
+    assert "nothing to retry" in terminal.ask("/retry")
+    terminal.ask("hello")
+    terminal.ask("/regen", r"prefill[^\n]*\n>>> $")
+    assert "conversation forgotten" in terminal.ask("/reset")
+    assert "nothing to retry" in terminal.ask("/retry")
+    assert "model's own default" in terminal.ask("/system")
+    terminal.ask("/system Be brief.")
+    assert "Be brief." in terminal.ask("/system")
+
+
+def test_unknown_command_is_not_sent_to_the_model(terminal):
+    text = terminal.ask("/retyr")
+    assert "no command '/retyr'; did you mean '/retry'" in text and "prefill" not in text
+    assert "no answer yet" in terminal.ask("/stats")
+
+
+def test_setting_options(terminal):
+    terminal.ask("/set temperature=0.5;top-p=0.8;seed=23;max_new_tokens=3;stop=a,b")
+    shown = terminal.ask("/show")
+    for line in (
+        "temperature = 0.5",
+        "top_p = 0.8",
+        "seed = 23",
+        "max_new_tokens = 3",
+        "stop = a,b",
+    ):
+        assert line in shown
+    for bad, message in (
+        ("/set temperature=-1;seed=1", "temperature -1"),
+        ("/set top_q=1", "knows no 'top_q'"),
+        ("/set seed=x", "'x' is not a number"),
+        ("/set seed", "wants key=value"),
+        ("/set max_new_tokens=0", "max-new-tokens 0"),
+    ):
+        assert message in terminal.ask(bad)
+    assert "seed = 23" in terminal.ask("/show")  # nothing of a wrong line takes effect
+
+
+def test_several_lines_make_one_question(terminal, tmp_path):
+    terminal.send('"""first line\n')
+    terminal.wait_for(r"\.\.\. $")
+    terminal.send("/second line\n")
+    terminal.wait_for(r"\.\.\. $")
+    terminal.ask('third"""', r"prefill[^\n]*\n>>> $")
+    terminal.ask(f"/save {tmp_path / 'c.json'}")
+    turns = json.loads((tmp_path / "c.json").read_text())["turns"]
+    assert turns[0]["content"] == "first line\n/second line\nthird"
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_it(terminal, tmp_path):
+    terminal.ask("/set max_new_tokens=400;temperature=1;seed=1")
+    terminal.send("hello\n")
+    terminal.wait_for("hello\n.{4}")  # the answer has begun
+    terminal.send("\x03")
+    text = terminal.wait_for(">>> $")
+    assert "[stopped; the part above stays" in text
+    assert "finish stopped" in terminal.ask("/stats")
+    terminal.ask(f"/save {tmp_path / 'c.json'}")
+    turns = json.loads((tmp_path / "c.json").read_text())["turns"]
+    assert [t["role"] for t in turns] == ["user", "assistant"] and turns[1]["content"]
+    terminal.ask("/set max_new_tokens=5")
+    assert "cached" in terminal.ask("go on", r"prefill[^\n]*\n>>> $")
+
+
+def test_ctrl_c_at_an_empty_prompt(terminal):
+    # CPython's `input` misses a signal between showing the prompt and waiting for a key.
+    time.sleep(0.5)
+    terminal.send("\x03")
+    terminal.wait_for("Ctrl-D or /exit to leave\n>>> $")
+    terminal.send("/exit\n")
+    assert terminal.close() == 0
+
+
+def test_ctrl_c_in_a_command_ends_the_command_only(monkeypatch, capsys):
+    from fasteagle.cli import repl
+
+    lines = ["/stats", "/save x"]
+    handled = []
+
+    def read(self):
+        if not lines:
+            raise EOFError
+        return lines.pop()
+
+    def handle(self, line):
+        handled.append(line)
+        if line == "/save x":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(repl.Repl, "_handle", handle)
+    monkeypatch.setattr(repl.Repl, "_read", read)
+    repl.Repl.run(object.__new__(repl.Repl))
+    assert handled == ["/save x", "/stats"] and "[stopped]" in capsys.readouterr().out
+
+
+def test_save_and_load(terminal, tmp_path):
+    path = tmp_path / "talk.json"
+    terminal.ask("/set temperature=0.7;seed=9")
+    terminal.ask("hello")
+    assert "saved 2 messages" in terminal.ask(f"/save {path}")
+    terminal.ask("/reset")
+    terminal.ask("/set seed=1")
+    assert "loaded 2 messages" in terminal.ask(f"/load {path}")
+    assert "seed = 9" in terminal.ask("/show")
+    assert "cached" in terminal.ask("more", r"prefill[^\n]*\n>>> $")
+    assert "wants a file name" in terminal.ask("/save")
+    assert "cannot read" in terminal.ask("/load /nowhere/x")
+    assert "cannot write" in terminal.ask("/save /proc/nowhere/x")
+    path.write_text('{"turns": [{"role": "assistant", "content": "x"}]}')
+    assert "is no saved conversation" in terminal.ask(f"/load {path}")
+    assert "saved 4 messages" in terminal.ask(f"/save {path}")  # nothing was lost
+
+
+def test_a_line_that_is_not_utf8_costs_at_most_that_line(terminal):
+    """Readline may drop the wrong byte itself; what it lets through is refused."""
+    os.write(terminal.master, b"caf\xe9\n")
+    text = terminal.wait_for(">>> $")
+    assert "Traceback" not in text and ("not UTF-8" in text or "prefill" in text)
+    assert "/retry" in terminal.ask("/help")
+
+
+def test_an_empty_line_is_nothing(terminal):
+    assert "prefill" not in terminal.ask("")
+
+
+def test_too_long_a_question_leaves_the_conversation_as_it_was(terminal):
+    terminal.ask("hello")
+    terminal.send('"""' + "x" * 300 + "\n")
+    terminal.wait_for(r"\.\.\. $")
+    assert "shorten it" in terminal.ask("y" * 300 + '"""')
+    assert "prefill" in terminal.ask("short again", r"prefill[^\n]*\n>>> $")
+
+
+def test_history_is_kept_between_sessions(tiny_dir):
+    for line in ("first question", "second question"):
+        terminal = Terminal("--model", tiny_dir, "--no-compile", "--max-new-tokens", 2)
+        terminal.wait_for(">>> $")
+        terminal.ask(line)
+        terminal.send("/exit\n")
+        assert terminal.close() == 0
+    lines = (state_dir() / "history").read_text().splitlines()
+    assert lines == ["first question", "/exit", "second question", "/exit"]
+
+
+def test_a_terminal_that_goes_away_ends_the_chat(terminal):
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        pytest.skip("whoever started the tests ignores SIGHUP, which is inherited (nohup)")
+    os.killpg(terminal.process.pid, signal.SIGHUP)
+    assert terminal.close() == -signal.SIGHUP
+
+
+def test_leaving_while_compilation_goes_on(tiny_dir):
+    terminal = Terminal("--model", tiny_dir, "--max-new-tokens", 2)
+    terminal.wait_for(">>> $")
+    assert "still compiling: this answer runs without" in terminal.ask("hello")
+    terminal.send("/exit\n")
+    assert terminal.close() == 0
+
+
+def test_switching_speculation(tiny_dir):
+    terminal = Terminal(
+        "--model", tiny_dir, "--no-compile", "--max-new-tokens", 80, "--drafter", "ngram"
+    )
+    terminal.wait_for(">>> $")
+    first = terminal.ask("hello", r"prefill[^\n]*\n>>> $")
+    assert re.search(r"accepted \d+/\d+ \(\d+ %\) \| draft [\d.]+ ms verify [\d.]+ ms", first)
+    assert "no speculation" in terminal.ask("/spec off")
+    terminal.ask("/reset")
+    again = terminal.ask("hello", r"prefill[^\n]*\n>>> $")
+    assert "accepted" not in again
+    assert again.split("\n")[1] == first.split("\n")[1]  # the same answer
+    assert "ngram, 7 nodes" in terminal.ask("/spec on")
+    assert "needs a draft head" in terminal.ask("/spec 4")
+    assert "wants on, off or a number" in terminal.ask("/spec often")
+    terminal.send("/exit\n")
+    assert terminal.close() == 0

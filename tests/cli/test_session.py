@@ -1,0 +1,189 @@
+"""Conversations: cached turns, a full context, retries, answers cut short."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from fasteagle.cli.session import ChatSession, format_stats
+from fasteagle.errors import FasteagleError
+from fasteagle.generate import Engine
+from fasteagle.loading.checkpoint import load_model, open_checkpoint
+from fasteagle.loading.tokenizer import load_tokenizer
+from fasteagle.options import AnswerOptions, SamplingParams
+from fasteagle.stats import Stats
+
+
+@pytest.fixture(scope="module")
+def model(tiny_dir):
+    checkpoint = open_checkpoint(tiny_dir)
+    return load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=512)
+
+
+@pytest.fixture
+def session(model, tiny_dir):
+    made = ChatSession(
+        Engine(model, 512),
+        load_tokenizer(tiny_dir),
+        SamplingParams(1.0, top_p=0.95, seed=3),
+        AnswerOptions(max_new_tokens=12),
+    )
+    made.remarks = []
+    made.notify = made.remarks.append
+    return made
+
+
+def answer(session, text):
+    return "".join(session.ask(text))
+
+
+def test_turns_are_kept_and_cached(session):
+    first = answer(session, "hello")
+    assert session.turns == [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": first},
+    ]
+    total = session.stats.prompt_tokens + session.stats.new_tokens
+    answer(session, "and again")
+    # Everything but the answer's last token was in the cache; nothing was encoded differently.
+    assert session.stats.cached_tokens == total - 1
+    assert len(session.turns) == 4
+
+
+def test_answer_equals_a_fresh_engine_on_the_rendered_conversation(session, model, tiny_dir):
+    for text in ("hello", "second question", "third"):
+        answer(session, text)
+    other = ChatSession(
+        Engine(model, 512), load_tokenizer(tiny_dir), session.params, session.answer
+    )
+    other.turns = session.turns[:-2]
+    again = answer(other, "third")
+    assert other.stats.cached_tokens == 0
+    if other._ids == session._ids:  # unless random bytes encode differently the second time
+        assert again == session.turns[-1]["content"]
+
+
+def test_system_prompt_leads_the_conversation(session):
+    session.system = "Be brief."
+    answer(session, "x")
+    assert session._text.startswith("<|system|>Be brief.<|end|><|user|>x")
+
+
+def test_a_stop_string_ends_the_answer_and_the_next_turn_works(session, model):
+    free = answer(session, "hello")
+    stop = free[3:5]
+    session.reset()
+    session.answer = AnswerOptions(max_new_tokens=12, stop=(stop,))
+    assert answer(session, "hello") == free[: free.index(stop)]
+    assert session.stats.finish == "stop"
+    answer(session, "more")
+    assert len(session.turns) == 4
+
+
+def test_retry_takes_the_next_seed_and_replaces_the_answer(session):
+    first = answer(session, "hello")
+    second = "".join(session.retry())
+    assert session.params.seed == 4 and second != first
+    assert [t["content"] for t in session.turns] == ["hello", second]
+    assert session.stats.cached_tokens > 0
+    session.reset()
+    assert answer(session, "hello") == second
+
+
+def test_retry_needs_a_question(session):
+    with pytest.raises(FasteagleError, match="nothing to retry"):
+        list(session.retry())
+
+
+def test_interrupted_answer_stays_as_far_as_it_came(session):
+    pieces = session.ask("hello")
+    part = next(pieces)
+    with pytest.raises(KeyboardInterrupt):
+        pieces.throw(KeyboardInterrupt)
+    assert session.turns[-1]["role"] == "assistant"
+    assert session.turns[-1]["content"].startswith(part)
+    assert session.stats.finish == ""
+    answer(session, "go on")
+    assert len(session.turns) == 4 and session.stats.cached_tokens > 5
+
+
+def test_interruption_before_the_first_token_takes_the_question_back(session, monkeypatch):
+    def interrupted(prompt):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session.engine, "prefill", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(session.ask("hello"))
+    assert session.turns == []
+
+
+def test_empty_question(session):
+    with pytest.raises(FasteagleError, match="prompt is empty"):
+        answer(session, " \n")
+    assert session.turns == []
+
+
+def test_a_full_context_drops_the_oldest_turns_and_says_so(model, session):
+    session.engine = Engine(model, 128)
+    for i in range(8):
+        answer(session, f"question number {i}")
+    assert any("forgot the oldest turn" in remark for remark in session.remarks)
+    assert session.turns[-2]["content"] == "question number 7"
+    assert len(session.turns) < 16
+    assert session.turns[0]["role"] == "user"
+
+
+def test_an_answer_that_fills_the_context_says_so(model, session):
+    session.engine = Engine(model, 40)
+    session.answer = AnswerOptions(max_new_tokens=200)
+    session.tokenizer.eos_ids = frozenset()
+    answer(session, "twenty characters ok")
+    assert session.stats.finish == "context"
+    assert "context full at 40 tokens" in session.remarks[-1]
+    answer(session, "next")  # and it goes on
+    assert session.turns[-2]["content"] == "next"
+
+
+def test_a_question_longer_than_the_context_is_refused_and_nothing_is_lost(model, session):
+    session.engine = Engine(model, 64)
+    answer(session, "hi")
+    kept = list(session.turns)
+    with pytest.raises(FasteagleError, match="leaves room for 63: shorten it"):
+        answer(session, "x" * 100)
+    assert session.turns == kept and session.remarks == []
+    answer(session, "short")
+    assert len(session.turns) >= 2 and session.turns[-2]["content"] == "short"
+
+
+def test_a_retry_that_brings_nothing_keeps_the_old_answer(session, monkeypatch):
+    answer(session, "hello")
+    answer(session, "more")
+    kept, seed = list(session.turns), session.params.seed
+
+    def interrupted(prompt):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session.engine, "prefill", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(session.retry())
+    assert session.turns == kept and session.params.seed == seed
+    "".join(session.retry())
+    assert len(session.turns) == 4 and session.turns[:3] == kept[:3]
+
+
+def test_stats_line():
+    stats = Stats(
+        prompt_tokens=1024,
+        cached_tokens=512,
+        new_tokens=257,
+        passes=256,
+        ttft=0.114,
+        decode_seconds=1.28,
+    )
+    assert format_stats(stats) == (
+        "prefill 1,024 tok (512 cached) 0.11 s | 257 tok 200.0 tok/s | tau 1.00"
+    )
+    assert "cached" not in format_stats(dataclasses.replace(stats, cached_tokens=0))

@@ -1,0 +1,105 @@
+"""Text out of tokens: characters split between tokens, and stop strings."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from fasteagle.cli.stream import TextStream
+
+
+class Bytes:
+    """One token a byte, as the worst tokenizer would have it."""
+
+    def decode(self, ids):
+        return bytes(ids).decode("utf-8", errors="replace")
+
+
+class Words:
+    """Tokens are pieces of text."""
+
+    def __init__(self, *pieces):
+        self.pieces = pieces
+
+    def decode(self, ids):
+        return "".join(self.pieces[i] for i in ids)
+
+
+def feed(stream, ids):
+    return [stream.push([i]) for i in ids] + [stream.finish()]
+
+
+@pytest.mark.parametrize("text", ["hello", "Zürich → 東京 🙂", "e\u0301 👩‍👩‍👧 नमस्ते"])
+def test_no_piece_holds_half_a_character(text):
+    pieces = feed(TextStream(Bytes()), text.encode())
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_wrong_bytes_come_out_as_replacement_characters():
+    pieces = feed(TextStream(Bytes()), b"ab\xff")
+    assert "".join(pieces) == "ab\ufffd"
+
+
+def test_wrong_bytes_inside_do_not_hold_up_the_rest():
+    pieces = feed(TextStream(Bytes()), b"a\xffbc")
+    assert "".join(pieces) == "a\ufffdbc" and pieces[2] == "\ufffdb"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stop", "expected"),
+    [
+        (["one ", "two ", "three"], ["two"], "one "),
+        (["ab", "cd", "ef"], ["bcde"], "a"),
+        (["ab", "cd", "ef"], ["f"], "abcde"),
+        (["ab", "ab", "ac"], ["abac"], "ab"),
+        (["x\n", "\nUser", ": hi"], ["\n\nUser:", "zzz"], "x"),
+        (["aXbY"], ["Y", "X"], "a"),
+    ],
+)
+def test_stop_strings_end_the_text_wherever_tokens_split_them(pieces, stop, expected):
+    stream = TextStream(Words(*pieces), stop)
+    out = "".join(feed(stream, range(len(pieces))))
+    assert out == expected and stream.stopped
+    assert stream.push([0]) == ""
+
+
+def test_the_beginning_of_a_stop_string_is_held_back_then_released():
+    stream = TextStream(Words("a", "EN", "D", "x"), ["END!"])
+    assert [stream.push([i]) for i in range(4)] == ["a", "", "", "ENDx"]
+    stream = TextStream(Words("a", "EN"), ["END!"])
+    assert [stream.push([0]), stream.push([1]), stream.finish()] == ["a", "", "EN"]
+    assert not stream.stopped
+
+
+def test_any_split_gives_the_same_text():
+    rng = random.Random(0)
+    text = "naïve façade 東京 stop me if you can 🙂 end"
+    data = text.encode()
+    for _ in range(50):
+        stream = TextStream(Bytes(), ["if you"])
+        ids, out, i = list(data), "", 0
+        while i < len(ids):
+            n = rng.randint(1, 5)
+            out += stream.push(ids[i : i + n])
+            i += n
+        assert out + stream.finish() == "naïve façade 東京 stop me "
+
+
+class Sentencepiece:
+    """Drops the blank a text begins with, as Llama-2's decoder does."""
+
+    pieces = (" Hello", " world", " again")
+
+    def decode(self, ids):
+        return "".join(self.pieces[i] for i in ids).removeprefix(" ")
+
+
+def test_pushing_nothing_forgets_nothing():
+    """A cycle that accepts no guess pushes an empty part before its one token."""
+    stream = TextStream(Sentencepiece())
+    out = ""
+    for i in range(3):
+        out += stream.push([]) + stream.push([i])
+    assert out + stream.finish() == "Hello world again"

@@ -1,0 +1,36 @@
+"""`fasteagle tune`: tables of costs and choices, kept where the chat finds them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from fasteagle.cli import main as cli
+from fasteagle.compile.blocks import missing_compiler
+from fasteagle.paths import cache_dir
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(cli.main, ["tune", *map(str, arguments)])
+
+
+@pytest.mark.skipif(missing_compiler() is not None, reason="no C++ compiler")
+def test_costs_and_plan_are_printed_and_kept(tiny_dir):
+    done = invoke("--model", tiny_dir, "--max-seq-len", 256)
+    assert done.exit_code == 0, done.output
+    assert "target pass, rows" in done.stdout and "x plain" in done.stdout
+    (kept,) = (cache_dir() / "tuner").glob("*-ngram.json")
+    costs = json.loads(kept.read_text())["costs"]
+    assert set(costs["passes"]) >= {"1", "2", "8"}
+    assert str(kept) in done.stderr.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--tree-depth", 3], ["--drafter", "eagle-chain"], ["--no-spec"]]
+)
+def test_a_fixed_tree_has_nothing_to_tune(tiny_dir, arguments):
+    done = invoke("--model", tiny_dir, *arguments)
+    assert done.exit_code == 2 and "nothing to tune" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1

@@ -1,0 +1,169 @@
+"""The tree attention kernels on the CPU. `test_tree_attention.py` runs this file in Triton's
+interpreter, with TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from test_tree_attention import NAN, Problem, assert_close, problem, sdpa
+from triton.runtime import interpreter
+
+from fasteagle.compile import tree_kernels
+from fasteagle.compile.tree_attention import tree_attention
+
+assert tree_kernels.INTERPRETED, "run me with TRITON_INTERPRET=1"
+
+HALF, BF16 = torch.float16, torch.bfloat16
+
+
+def product(builder, a, b, acc, *_):
+    """A product as the tensor cores make it, of bf16 too and in one order along K.
+
+    The interpreter's own multiplies the bits of bf16, and leaves the order of the sums to a library
+    that chooses it by the number of rows.
+    """
+
+    def widen(x) -> np.ndarray:
+        if x.dtype.scalar.is_bf16():
+            return (x.data.astype(np.uint32) << 16).view(np.float32)
+        return x.data.astype(np.float32)
+
+    a, b, total = widen(a), widen(b), acc.data.copy()
+    for k in range(a.shape[1]):
+        total += a[:, k, None] * b[k]
+    return interpreter.TensorHandle(total, acc.dtype.scalar)
+
+
+interpreter.InterpreterBuilder.create_dot = product
+
+
+def run(p: Problem) -> torch.Tensor:
+    """By the kernels: the op itself takes the reference on a CPU."""
+    return p.run(tree_kernels.tree_attention)
+
+
+# T, seq_len, E, group, dtype, window, spread (1: a chain)
+CASES = [
+    (1, 0, 64, 1, HALF, None, 4),
+    (1, 1, 128, 3, BF16, None, 4),
+    (1, 256, 64, 8, HALF, None, 4),
+    (7, 0, 64, 3, BF16, None, 4),
+    (7, 63, 128, 1, HALF, None, 4),
+    (7, 700, 80, 8, HALF, None, 1),
+    (16, 1, 64, 3, HALF, None, 1),
+    (16, 64, 96, 1, BF16, None, 4),
+    (16, 255, 64, 8, HALF, None, 9),
+    (33, 256, 128, 3, BF16, None, 2),
+    (33, 63, 40, 1, HALF, None, 1),
+    (64, 230, 64, 1, HALF, None, 1),
+    (64, 63, 32, 1, BF16, None, 9),
+    (7, 700, 64, 3, HALF, 1, 4),
+    (7, 700, 64, 3, BF16, 100, 4),
+    (16, 256, 64, 1, HALF, 64, 1),
+    (33, 300, 64, 1, HALF, 257, 2),
+    (7, 20, 64, 1, HALF, 1000, 4),
+    (7, 100, 256, 20, HALF, 90, 2),
+]
+
+
+@pytest.mark.parametrize(("T", "seq_len", "E", "group", "dtype", "window", "spread"), CASES)
+def test_results(T, seq_len, E, group, dtype, window, spread):
+    p = problem(
+        T,
+        seq_len,
+        E=E,
+        group=group,
+        G=2 if T < 16 else 1,
+        spread=spread,
+        dtype=dtype,
+        window=window,
+    )
+    result = run(p)
+    assert_close(result, sdpa(p))
+    assert_close(result, p.run(tree_attention))
+
+
+TREES = [
+    (10, 0, 1, HALF, None, 4),
+    (10, 61, 3, BF16, None, 4),
+    (9, 250, 1, HALF, None, 1),
+    (9, 256, 8, HALF, None, 4),
+    (6, 700, 6, HALF, None, 3),
+    (9, 250, 3, HALF, 70, 1),
+    (9, 120, 3, BF16, 5, 2),
+    (6, 700, 1, HALF, 300, 2),
+]
+
+
+@pytest.mark.parametrize(("T", "seq_len", "group", "dtype", "window", "spread"), TREES)
+def test_rows_have_the_bits_of_plain_decoding(T, seq_len, group, dtype, window, spread):
+    p = problem(T, seq_len, group=group, dtype=dtype, window=window, spread=spread)
+    whole = run(p)
+    for j in range(T):
+        assert torch.equal(run(p.row(j))[:, :, 0], whole[:, :, j]), j
+
+
+@pytest.mark.parametrize("window", [None, 30])
+def test_a_chain_across_splits_has_the_bits_of_plain_decoding(window):
+    """64 rows from position 200 on: the last ones in a new split, their window before it."""
+    p = problem(64, 200, E=32, group=2, spread=1, window=window)
+    whole = run(p)
+    for j in (0, 40, 56, 63):
+        assert torch.equal(run(p.row(j))[:, :, 0], whole[:, :, j]), j
+
+
+@pytest.mark.parametrize(("T", "window"), [(64, None), (33, 60)])
+def test_rows_do_not_depend_on_their_number(T, window):
+    p = problem(T, 250, E=32, spread=6, window=window)
+    whole = run(p)
+    for T in (8, 16, 32) if window is None else (16,):
+        assert torch.equal(run(p.rows(torch.arange(T))), whole[:, :, :T]), T
+
+
+def test_rows_do_not_depend_on_their_order():
+    p = problem(16, 120, group=3, spread=6)
+    order = p.view.depths.sort(stable=True).indices
+    order = torch.cat([order[p.view.depths[order] == d].flip(0) for d in p.view.depths.unique()])
+    assert order.tolist() != list(range(16))
+    assert torch.equal(run(p.rows(order)), run(p)[:, :, order])
+
+
+@pytest.mark.parametrize("seq_len", [0, 250])
+def test_other_branches_are_not_read(seq_len):
+    """Not even multiplied by zero."""
+    p = problem(12, seq_len, group=3)
+    whole = run(p)
+    for j in (5, 11):
+        hidden = torch.arange(12)[~p.view.mask(seq_len + 12)[j, seq_len:]]
+        k, v = p.k.clone(), p.v.clone()
+        k[:, seq_len + hidden], v[:, seq_len + hidden] = NAN, NAN
+        assert torch.equal(run(p._replace(k=k, v=v))[:, :, j], whole[:, :, j]), j
+
+
+def test_blocks_before_every_window_are_not_read():
+    p = problem(7, 700, group=1, window=100)
+    whole = run(p)
+    first = (700 - 100 + 1) // 64 * 64
+    p.k[:, :first], p.v[:, :first] = NAN, NAN
+    assert torch.equal(run(p), whole)
+
+
+def test_strided_caches_and_a_seq_len_in_32_bits():
+    p = problem(7, 100, group=3, G=2)
+    pairs = torch.stack((p.k, p.v), dim=2)
+    view = p.view._replace(seq_len=p.view.seq_len.int(), depths=p.view.depths.int())
+    strided = Problem(p.q, pairs[:, :, 0], pairs[:, :, 1], view)
+    assert not strided.k.is_contiguous()
+    assert torch.equal(run(strided), run(p))
+
+
+def test_scores_far_apart():
+    """The first keys outweigh all later ones, then the last key all before it."""
+    p = problem(5, 300, group=2)
+    for at in (3, 304):
+        k = p.k.clone()
+        k[:, at] *= 100
+        spread = p._replace(k=k)
+        assert_close(run(spread), sdpa(spread))

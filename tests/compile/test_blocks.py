@@ -1,0 +1,158 @@
+"""Compiled blocks against eager ones, no recompilation afterwards, and no compiler at all."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from fasteagle.compile import BlockCompiler, blocks
+from fasteagle.generate import Engine
+from fasteagle.loading.checkpoint import load_model, open_checkpoint
+from fasteagle.loading.open import start_compiler
+from fasteagle.options import SamplingParams
+
+PROMPT = [5, 9, 200, 17, 33, 8, 120, 64]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_dir):
+    checkpoint = open_checkpoint(tiny_dir)
+    return load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=512)
+
+
+def tokens(engine, prompt, n=40):
+    return [t for ids in engine.generate(prompt, SamplingParams(), n) for t in ids]
+
+
+@pytest.fixture
+def no_recompiles():
+    torch._dynamo.reset()
+    yield
+    torch.compiler.set_stance("default")
+    torch._dynamo.reset()
+
+
+def test_compiled_equals_eager_and_nothing_recompiles(model, no_recompiles):
+    eager = Engine(model, 512)
+    fast = Engine(copy.deepcopy(model), 512)
+    compiler = start_compiler(fast)
+    compiler.wait()
+    assert compiler.error is None and compiler.ready and compiler.seconds > 0
+    assert compiler.apply()
+    torch.compiler.set_stance("fail_on_recompile")
+    # 1, 2, 5, 9, 100 and 256 rows; 256, 512 and 768 cache slots; every block of the model
+    for n in (2, 5, 9, 100):
+        assert tokens(fast, PROMPT * 40, 1) == tokens(eager, PROMPT * 40, 1)
+        assert tokens(fast, [n] * n) == tokens(eager, [n] * n)
+    fast.plain_rows = 2
+    assert tokens(fast, PROMPT * 30, 60) == tokens(eager, PROMPT * 30, 60)
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 7), (3, 1, 3)])
+def test_a_long_chat_with_speculation_recompiles_nothing(model, no_recompiles, shape):
+    """Twelve turns through every cache size up to the limit, compiled against eager."""
+    from test_drafters import random_head
+
+    from fasteagle.drafters import EagleDrafter
+    from fasteagle.tree import TreeShape
+
+    def engine(compiled):
+        target = copy.deepcopy(model)
+        head = random_head(target, rope_scaling=None, rope_base=10000.0)
+        made = Engine(target, 512, drafter=EagleDrafter(head, TreeShape(*shape), 512))
+        if compiled:
+            compiler = start_compiler(made)
+            compiler.wait()
+            assert compiler.apply(), compiler.error
+        return made
+
+    fast, slow = engine(True), engine(False)
+    torch.compiler.set_stance("fail_on_recompile")
+    text = list(PROMPT)
+    for turn in range(12):
+        out = tokens(fast, text, 30)
+        assert out == tokens(slow, text, 30)
+        text += [*out, turn, 7, 9]
+    assert len(fast.cached) > 380
+
+
+def test_the_compiling_thread_has_our_settings(model, monkeypatch):
+    """torch's settings are those of a thread: several models in one process need more than 8."""
+    seen = []
+    monkeypatch.setattr(
+        BlockCompiler, "_warm_up", lambda self: seen.append(torch._dynamo.config.recompile_limit)
+    )
+    compiler = start_compiler(Engine(model, 512))
+    compiler.wait()
+    assert compiler.error is None and seen[0] >= 64
+
+
+def test_long_caches_are_warmed_up_too(no_recompiles, tmp_path):
+    from conftest import save_tiny
+
+    folder = save_tiny(tmp_path / "long", max_position_embeddings=8192, num_hidden_layers=1)
+    model = load_model(open_checkpoint(folder), dtype=torch.float32, device="cpu", max_seq_len=6000)
+    engine = Engine(model, 6000)
+    compiler = start_compiler(engine)
+    compiler.wait()
+    assert compiler.apply(), compiler.error
+    torch.compiler.set_stance("fail_on_recompile")
+    engine.prefill(PROMPT * 600)  # 4,800 slots
+    assert len(tokens(engine, PROMPT * 600, 4)) == 4
+    assert len(tokens(engine, PROMPT, 4)) == 4
+
+
+def test_without_a_compiler_the_model_stays_eager(model, monkeypatch):
+    monkeypatch.setattr(blocks, "missing_compiler", lambda: "no C++ compiler found (install g++)")
+    engine = Engine(copy.deepcopy(model), 512)
+    compiler = start_compiler(engine)
+    compiler.wait()
+    assert not compiler.ready and compiler.error == "no C++ compiler found (install g++)"
+    assert not compiler.apply()
+    assert tokens(engine, PROMPT) == tokens(Engine(model, 512), PROMPT)
+
+
+def test_missing_compiler_is_noticed():
+    import torch._inductor.config as config
+
+    assert blocks.missing_compiler() is None
+    with config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        assert "install g++" in blocks.missing_compiler()
+
+
+def test_a_failing_compilation_is_reported_not_raised(model, monkeypatch):
+    compiler = BlockCompiler(model, 512)
+    monkeypatch.setattr(compiler, "_warm_up", lambda: (_ for _ in ()).throw(ValueError("bad\nx")))
+    compiler.start()
+    compiler.wait()
+    assert compiler.error == "bad" and not compiler.apply()
+
+
+def test_compiled_code_goes_to_the_user_cache(monkeypatch, tmp_path):
+    import os
+
+    from torch._inductor.runtime.runtime_utils import default_cache_dir
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
+    blocks.configure()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "fasteagle" / "inductor")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/chosen/by/hand")
+    blocks.configure()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/chosen/by/hand"
+
+
+def test_chat_says_once_that_it_runs_without(tiny_dir, monkeypatch):
+    from click.testing import CliRunner
+
+    from fasteagle.cli import main as cli
+
+    monkeypatch.setattr(blocks, "missing_compiler", lambda: "no C++ compiler found (install g++)")
+    result = CliRunner().invoke(
+        cli.main,
+        ["chat", "--model", str(tiny_dir), "-p", "x", "--compile", "--max-new-tokens", "3"],
+    )
+    assert result.exit_code == 0
+    assert result.stderr.count("warning: running without compilation: no C++ compiler") == 1

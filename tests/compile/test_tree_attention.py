@@ -1,0 +1,417 @@
+"""Attention of tree rows: the path table, the op, what the kernels compile to and, on a GPU or
+interpreted, their results.
+
+`interpreted_tree_attention.py` runs in a process of its own, with Triton's interpreter. It shares
+the problems below, whose cache holds NaN wherever nothing was written.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from conftest import output_without_triton
+from fasteagle import model
+from fasteagle.compile.tree_attention import TreeView, attend, reference, tree_attention, tree_paths
+from fasteagle.errors import FasteagleError
+from fasteagle.tree import ancestor_mask
+
+NAN = float("nan")
+TOLERANCE = {torch.float16: (2e-3, 1e-3), torch.bfloat16: (1.6e-2, 8e-3)}  # relative, absolute
+
+
+class Problem(NamedTuple):
+    """Arguments of `attend` for a tree of T rows behind `seq_len` committed positions."""
+
+    q: Tensor  # [G, group * T, E]
+    k: Tensor  # [G, S, E]
+    v: Tensor
+    view: TreeView
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[1] // len(self.view.depths)
+
+    def run(self, function) -> Tensor:
+        """Result [G, group, T, E] of a function with the op's arguments."""
+        return function(self.q, self.k, self.v, *self.view).unflatten(1, (self.group, -1))
+
+    def to(self, device: str) -> Problem:
+        view = TreeView(*(t.to(device) for t in self.view[:3]), self.view.window)
+        return Problem(self.q.to(device), self.k.to(device), self.v.to(device), view)
+
+    def row(self, j: int) -> Problem:
+        """Row j in plain decoding: its ancestors committed, nothing else in the cache."""
+        seq_len, depth = int(self.view.seq_len), int(self.view.depths[j])
+        path = self.view.paths[j, : depth + 1].long()
+        source = torch.cat((torch.arange(seq_len), seq_len + path.cpu())).to(path.device)
+        k, v = torch.full_like(self.k, NAN), torch.full_like(self.v, NAN)
+        k[:, : len(source)], v[:, : len(source)] = self.k[:, source], self.v[:, source]
+        q = self.q.unflatten(1, (self.group, -1))[:, :, j]
+        zero = torch.zeros(1, dtype=torch.int64, device=k.device)
+        view = TreeView(self.view.seq_len + depth, zero.int()[None], zero, self.view.window)
+        return Problem(q, k, v, view)
+
+    def rows(self, order: Tensor) -> Problem:
+        """A tree of these rows alone, in this order; with a row come its ancestors."""
+        seq_len = int(self.view.seq_len)
+        k, v = self.k.clone(), self.v.clone()
+        k[:, seq_len:], v[:, seq_len:] = NAN, NAN
+        k[:, seq_len : seq_len + len(order)] = self.k[:, seq_len + order]
+        v[:, seq_len : seq_len + len(order)] = self.v[:, seq_len + order]
+        q = self.q.unflatten(1, (self.group, -1))[:, :, order].flatten(1, 2)
+        renamed = torch.full((len(self.view.depths),), -1, dtype=torch.int32, device=k.device)
+        renamed[order] = torch.arange(len(order), dtype=torch.int32, device=k.device)
+        paths = renamed[self.view.paths[order].long() % len(renamed)]
+        return Problem(q, k, v, self.view._replace(paths=paths, depths=self.view.depths[order]))
+
+
+def random_parents(T: int, seed: int, spread: int = 4) -> Tensor:
+    """A tree of T rows, each the child of one of the `spread` rows before it; 1 makes a chain."""
+    generator = torch.Generator().manual_seed(seed)
+    steps = torch.randint(1, spread + 1, (T,), generator=generator)
+    return (torch.arange(T) - steps).clamp(min=0)
+
+
+def problem(
+    T: int,
+    seq_len: int,
+    *,
+    E: int = 64,
+    group: int = 1,
+    G: int = 1,
+    spread: int = 4,
+    dtype: torch.dtype = torch.float16,
+    window: int | None = None,
+    n_slots: int | None = None,
+) -> Problem:
+    """A random tree over random keys. Slots behind it hold NaN, the table's rest nonsense."""
+    generator = torch.Generator().manual_seed(1000 * seq_len + T)
+    n_slots = n_slots or seq_len + T + 5
+
+    def normal(rows: int) -> Tensor:
+        return torch.randn(G, rows, E, generator=generator).to(dtype)
+
+    q, k, v = normal(group * T), normal(n_slots), normal(n_slots)
+    k[:, seq_len + T :], v[:, seq_len + T :] = NAN, NAN
+    parents = random_parents(T, seq_len, spread)
+    tree_mask, depths = ancestor_mask(parents, torch.ones(T, dtype=torch.bool))
+    P = int(depths.max()) + 2
+    paths = tree_paths(tree_mask, depths, P - 1)
+    paths[torch.arange(P) > depths[:, None]] = 10**6
+    return Problem(q, k, v, TreeView(torch.tensor(seq_len), paths, depths, window))
+
+
+def assert_close(result: Tensor, expected: Tensor) -> None:
+    rtol, atol = TOLERANCE[result.dtype]
+    torch.testing.assert_close(result, expected, rtol=rtol, atol=atol)
+
+
+def sdpa(p: Problem) -> Tensor:
+    """In fp32, [G, group, T, E]."""
+    S, T = p.k.shape[1], len(p.view.depths)
+    k, v = (torch.nan_to_num(cache).float()[:, None] for cache in (p.k, p.v))
+    q = p.q.float().unflatten(1, (p.group, T))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=p.view.mask(S)).to(p.v.dtype)
+
+
+def plain_mask(parents: list[int], seq_len: int, n_slots: int, window: int | None) -> Tensor:
+    """Who sees what, row by row and key by key."""
+    mask = torch.zeros(len(parents), n_slots, dtype=torch.bool)
+    for j in range(len(parents)):
+        path = [j]
+        while path[-1]:
+            path.append(parents[path[-1]])
+        slots = [*range(seq_len), *(seq_len + row for row in reversed(path))]
+        mask[j, slots[-window:] if window else slots] = True
+    return mask
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 20, 100])
+@pytest.mark.parametrize(("T", "seq_len", "spread"), [(1, 0, 1), (7, 0, 3), (9, 30, 1), (33, 5, 9)])
+def test_a_view_means_this_mask(T, seq_len, spread, window):
+    view = problem(T, seq_len, spread=spread, window=window).view
+    parents = random_parents(T, seq_len, spread).tolist()
+    assert torch.equal(view.mask(80), plain_mask(parents, seq_len, 80, window))
+
+
+def test_paths_of_a_tree():
+    tree_mask, depths = ancestor_mask(torch.tensor([0, 0, 0, 1, 3, 2]), torch.ones(6).bool())
+    paths = tree_paths(tree_mask, depths, 3)
+    assert paths.dtype == torch.int32
+    assert paths.tolist() == [
+        [0, 0, 0, 0],
+        [0, 1, 0, 0],
+        [0, 2, 0, 0],
+        [0, 1, 3, 0],
+        [0, 1, 3, 4],
+        [0, 2, 5, 0],
+    ]
+
+
+def test_padding_rows_see_the_prefix_and_themselves():
+    valid = torch.tensor([True, True, False, False])
+    tree_mask, depths = ancestor_mask(torch.tensor([0, 0, 1, 0]), valid)
+    assert tree_paths(tree_mask, depths, 1).tolist() == [[0, 0], [0, 1], [2, 0], [3, 0]]
+
+
+def test_attend_takes_a_mask_or_a_view():
+    p = problem(7, 20, group=3, G=2)._replace()
+    k, v = torch.nan_to_num(p.k), torch.nan_to_num(p.v)
+    mask = p.view.mask(k.shape[1])
+    expected = model.attend(p.q, k, v, mask)
+    assert torch.equal(attend(p.q, k, v, mask), expected)
+    assert_close(attend(p.q, k, v, p.view), expected)
+    assert torch.equal(attend(p.q, p.k, p.v, p.view), reference(*p))
+    assert_close(p.run(tree_attention), sdpa(p))
+
+
+def test_op_is_described_to_the_compiler():
+    p = problem(7, 20, group=3, G=2)
+    clean = p._replace(k=torch.nan_to_num(p.k), v=torch.nan_to_num(p.v))
+    torch.library.opcheck(tree_attention, (*clean[:3], *p.view[:3], 9))
+
+
+def test_op_in_a_full_graph_as_the_text_grows():
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(p: Problem) -> Tensor:
+        return attend(p.q * 2, p.k, p.v, p.view) + 1
+
+    p = problem(7, 41, group=3, n_slots=64)
+    for seq_len, stance in ((20, "default"), (41, "fail_on_recompile")):
+        p = p._replace(view=p.view._replace(seq_len=torch.tensor(seq_len)))
+        with torch.compiler.set_stance(stance):
+            assert torch.equal(step(p), attend(p.q * 2, p.k, p.v, p.view) + 1)
+
+
+def test_shapes_are_checked_while_tracing():
+    p = problem(7, 20)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        q, k, v, *view = (mode.from_tensor(t) for t in (*p[:3], *p.view[:3]))
+        assert tree_attention(q, k, v, *view).shape == q.shape
+        with pytest.raises(AssertionError, match="T tree rows"):
+            tree_attention(q[:, :6], k, v, *view)
+
+
+def test_package_needs_no_triton():
+    code = "from fasteagle.compile import tree_attention\nprint(tree_attention.attend.__name__)"
+    assert output_without_triton(code) == "attend"
+
+
+@pytest.fixture
+def kernels():
+    pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
+    from fasteagle.compile import tree_kernels
+
+    return tree_kernels
+
+
+def test_refusals_name_the_fix(kernels):
+    def refused(p: Problem, message: str) -> None:
+        with pytest.raises(FasteagleError, match=message):
+            p.run(kernels.tree_attention)
+
+    fix = ": pass a mask instead of a TreeView"
+    refused(problem(1, 3, dtype=torch.float32), "float16 or bfloat16, got torch.float32" + fix)
+    refused(problem(1, 3, E=512), "head_dim 512 is out of tree attention's 16 to 256" + fix)
+    refused(problem(1, 3, window=0), "sliding_window 0 is out of range: use >= 1, or none")
+
+
+def test_splits_are_whole_blocks(kernels):
+    for E in (16, 64, 80, 128, 160, 256):
+        assert kernels.SPLIT % kernels.key_block(E) == 0
+
+
+def test_kernels_in_the_interpreter(kernels):
+    path = Path(__file__).with_name("interpreted_tree_attention.py")
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", str(path)],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+    assert re.search(r"^\d+ passed", run.stdout, re.M), run.stdout[-500:]
+
+
+# (E, group, dtype, window) of 16 tree rows: in groups of 1 one block of 16 query rows, in groups of
+# 4 or 8 blocks of 32. `finish_kernel` pads every group to 16: one variant for all.
+PREFIX_VARIANTS = [
+    (E, group, dtype, None) for E in (64, 128) for group in (1, 4, 8) for dtype in ("fp16", "bf16")
+]
+PREFIX_VARIANTS += [
+    (64, 1, "fp16", 4096),
+    (128, 8, "bf16", 4096),
+    (80, 8, "fp16", None),
+    (256, 8, "fp16", None),
+]
+FINISH_VARIANTS = [(E, dtype, None) for E in (64, 128) for dtype in ("fp16", "bf16")]
+FINISH_VARIANTS += [(128, "fp16", 4096), (80, "bf16", None), (256, "fp16", None)]
+SHARED_LIMITS = {(256, 32): 51200}  # by E and rows of a block: one program on a multiprocessor
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("triton")
+
+
+@pytest.fixture
+def sass(kernels, cache, monkeypatch):
+    """The helper module; it compiles into a cache of these tests, each variant once."""
+    import sass
+
+    if kernels.INTERPRETED:
+        pytest.skip("TRITON_INTERPRET is set")
+    if sass.VERSION != "3.9":
+        pytest.skip(f"resources were read with Triton 3.9, this is {sass.VERSION}")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
+    return sass
+
+
+def build(sass, function, dtype: str, constants: dict, options: dict, **target):
+    halves = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{dtype}")
+    types = halves | {
+        "seq_len_ptr": "*i64",
+        "depths_ptr": "*i64",
+        "paths_ptr": "*i32",
+        "parts_ptr": "*fp32",
+        "stats_ptr": "*fp32",
+        "scale": "fp32",
+    }
+    types = {name: type for name, type in types.items() if name in function.arg_names}
+    strides = [name for name in function.arg_names if name.startswith("stride_")]
+    return sass.compile_kernel(function, types, constants, options, strides, **target)
+
+
+def check_products(code: str, ptx: str, dtype: str, M: int, constants: dict[str, object]) -> None:
+    """One instruction for every product, in one order along K, and no sum beside them."""
+    E, BLOCK, columns = (constants[name] for name in ("E_PAD", "BLOCK", "SUM_COLUMNS"))
+    kinds = set(re.findall(r"HMMA[.\w]*", code))
+    assert kinds == {"HMMA.16816.F32" + (".BF16" if dtype == "bf16" else "")}
+    # Each of four warps has a quarter of the scores and of E, and sums the weights for itself.
+    tiles = M // 16 * (2 * (BLOCK // 4 // 8) * (E // 16) // 2 + E // 4 // 8 * (BLOCK // 16))
+    tiles += M // 16 * (columns // 8) * (BLOCK // 16)
+    assert len(re.findall(r"\bHMMA", code)) == tiles
+    assert not re.findall(r"\badd(?:\.\w+)*\.f32", ptx), "a sum outside of the tensor cores"
+
+
+@pytest.mark.parametrize(("E", "group", "dtype", "window"), PREFIX_VARIANTS)
+def test_prefix_kernel_on_sm_86(sass, kernels, E, group, dtype, window, tmp_path):
+    constants = kernels.prefix_constants(E, 16 * group, window)
+    compiled = build(sass, kernels.prefix_kernel, dtype, constants, kernels.OPTIONS)
+    code, usage = sass.disassemble(compiled, tmp_path)
+    print(f"\nprefix {dtype} E={E} group={group} window={window}: {usage}")
+    M = constants["BLOCK_M"]
+    assert usage.stack == usage.local == 0, "registers spill"
+    assert usage.shared <= SHARED_LIMITS.get((E, M), sass.TWO_PROGRAMS)
+    assert usage.registers <= 170, "three programs"
+    check_products(code, compiled.asm["ptx"], dtype, M, constants)
+    counts = sass.opcodes(sass.main_loop(code))
+    assert counts["LDGSTS"] and not counts["LDG"], "a load in the loop waits for memory"
+
+
+@pytest.mark.parametrize(("E", "dtype", "window"), FINISH_VARIANTS)
+def test_finish_kernel_on_sm_86(sass, kernels, E, dtype, window, tmp_path):
+    constants = kernels.finish_constants(E, window)
+    compiled = build(sass, kernels.finish_kernel, dtype, constants, kernels.FINISH_OPTIONS)
+    code, usage = sass.disassemble(compiled, tmp_path)
+    print(f"\nfinish {dtype} E={E} window={window}: {usage}")
+    assert usage.stack == usage.local == 0, "registers spill"
+    assert usage.shared <= 32 * 1024, "three programs"
+    assert usage.registers <= (170 if E <= 128 else 255), "three programs"
+    check_products(code, compiled.asm["ptx"], dtype, 16, constants)
+
+
+@pytest.mark.parametrize("rows", [16, 32])
+def test_hopper_takes_the_same_instruction(sass, kernels, rows):
+    """Its own, wgmma, adds up in another order, but wants blocks of 64 rows."""
+    target = sass.GPUTarget("cuda", 90, 32)
+    constants = kernels.prefix_constants(128, rows, None)
+    compiled = build(sass, kernels.prefix_kernel, "fp16", constants, kernels.OPTIONS, target=target)
+    kinds = set(re.findall(r"\b\w*mma[.\w]*", compiled.asm["ptx"]))
+    assert kinds == {"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"}
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(
+    ("E", "group"), [(64, 3), (80, 1), (128, 1), (128, 4), (128, 20), (256, 2)]
+)
+def test_results_on_the_device(kernels, E, group, window, dtype):
+    for T in (1, 7, 16, 33, 64):
+        for seq_len in (0, 1, 63, 64, 255, 256, 700, 2000):
+            p = problem(T, seq_len, E=E, group=group, G=2, dtype=dtype, window=window).to("cuda")
+            assert_close(p.run(tree_attention), sdpa(p))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(
+    ("E", "group", "spread"), [(64, 3, 5), (128, 1, 1), (128, 4, 5), (80, 8, 3)]
+)
+def test_rows_on_the_device_have_the_bits_of_plain_decoding(E, group, spread, window, dtype):
+    for seq_len in (0, 1, 63, 230, 256, 700, 2000):
+        p = problem(64, seq_len, E=E, group=group, G=2, spread=spread, dtype=dtype, window=window)
+        p = p.to("cuda")
+        whole = p.run(tree_attention)
+        for j in range(64):
+            assert torch.equal(p.row(j).run(tree_attention)[:, :, 0], whole[:, :, j]), (seq_len, j)
+        for T in (8, 16, 17, 32):
+            part = p.rows(torch.arange(T, device="cuda")).run(tree_attention)
+            assert torch.equal(part, whole[:, :, :T]), (seq_len, T)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_replayed_graph_sees_the_text_grow():
+    problems = [
+        problem(16, seq_len, group=4, G=2, n_slots=1024).to("cuda") for seq_len in (10, 255, 700)
+    ]
+    P = max(p.view.paths.shape[1] for p in problems)
+    static = problems[0]
+    paths = torch.zeros(16, P, dtype=torch.int32, device="cuda")
+    static = static._replace(view=static.view._replace(paths=paths))
+
+    def load(p: Problem) -> None:
+        for target, source in zip(static[:3], p[:3], strict=True):
+            target.copy_(source)
+        static.view.seq_len.copy_(p.view.seq_len)
+        static.view.depths.copy_(p.view.depths)
+        paths.zero_()[:, : p.view.paths.shape[1]] = p.view.paths
+
+    problems[0] = problems[0]._replace(
+        q=static.q.clone(),
+        k=static.k.clone(),
+        v=static.v.clone(),
+        view=static.view._replace(
+            seq_len=static.view.seq_len.clone(),
+            paths=problems[0].view.paths.clone(),
+            depths=static.view.depths.clone(),
+        ),
+    )
+    load(problems[0])
+    static.run(tree_attention)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = static.run(tree_attention)
+    for p in (*problems, problems[0]):
+        load(p)
+        graph.replay()
+        assert torch.equal(result, p.run(tree_attention)), int(p.view.seq_len)

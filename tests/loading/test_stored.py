@@ -1,0 +1,239 @@
+"""Folders of quantized weights, what a checkpoint becomes under an option, and the engine on it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from conftest import edit_json, save_tiny
+from fasteagle.cli.main import main
+from fasteagle.errors import FasteagleError
+from fasteagle.generate import Engine
+from fasteagle.loading.checkpoint import fingerprint, load_model, open_checkpoint
+from fasteagle.loading.open import build_engine, load_runtime, quantized_checkpoint
+from fasteagle.loading.quantize import with_scheme
+from fasteagle.loading.source import DummySource, Linears
+from fasteagle.loading.stored import StoredFolder
+from fasteagle.options import RuntimeOptions, SamplingParams
+from fasteagle.quant.linear import Int4Linear, Int8Linear, QuantizedLMHead
+from fasteagle.quant.scheme import Scheme
+
+PROMPT = [5, 9, 200, 17, 33, 8, 120, 64]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("q") / "model", "llama3", intermediate_size=128)
+
+
+def cli(*arguments):
+    from click.testing import CliRunner
+
+    return CliRunner().invoke(main, [str(a) for a in arguments])
+
+
+def tokens(engine, n=24, prompt=PROMPT):
+    return [t for ids in engine.generate(prompt, SamplingParams(), n) for t in ids]
+
+
+def quantized_engine(path, quant, dtype=torch.float32, head_bits=8):
+    checkpoint = with_scheme(open_checkpoint(path), quant, head_bits)
+    linears = Linears(checkpoint, "cpu", dtype)
+    model = load_model(checkpoint, dtype=dtype, device="cpu", max_seq_len=256, quantized=linears)
+    return Engine(model, 256), checkpoint
+
+
+@pytest.mark.parametrize("quant", ["int8", "int4-g32", "int4-g64-hqq", "int4"])
+def test_written_folders_load_back_bit_equal(folder, tmp_path, quant):
+    option = ["--quant", quant] if "-" in quant else [f"--{quant}"]
+    out = tmp_path / "out"
+    done = cli("quantize", folder, *option, "-o", out)
+    assert done.exit_code == 0, done.output
+    stored, direct = open_checkpoint(out), with_scheme(open_checkpoint(folder), quant)
+    assert isinstance(stored, StoredFolder) and stored.names() == direct.names()
+    for name in stored.names():
+        assert torch.equal(stored.load(name), direct.load(name)), name
+        a, b = stored.packed(name), direct.packed(name)
+        assert (a is None) == (b is None) == ("_proj" not in name)
+        assert stored.shape(name) == tuple(stored.load(name).shape)
+        assert torch.equal(
+            stored.start(name, 100).flatten()[:100], stored.load(name).flatten()[:100]
+        )
+    assert fingerprint(stored) == fingerprint(direct) != fingerprint(open_checkpoint(folder))
+    chat = cli("chat", "--model", out, "-p", "hello", "--max-new-tokens", 4, "--no-compile")
+    assert chat.exit_code == 0 and "int" in chat.stderr, chat.output
+
+
+def test_the_second_start_does_not_quantize_again(folder):
+    said: list[str] = []
+    first = with_scheme(open_checkpoint(folder), "int4-g32", 8, said.append)
+    assert said == ["quantizing to int4-g32-minmax (once; kept in the user cache) ..."]
+    second = with_scheme(open_checkpoint(folder), "int4-g32", 16, said.append)
+    assert len(said) == 1 and fingerprint(first) == fingerprint(second)
+    assert first.scheme.head_bits == 8 and second.scheme.head_bits == 16
+
+
+def test_a_quantized_model_is_its_dequantized_twin(folder):
+    """In fp32 the engine computes with exactly the stored values."""
+    engine, checkpoint = quantized_engine(folder, "int4-g32", head_bits=16)
+    dense = load_model(_Dequantized(checkpoint), dtype=torch.float32, device="cpu", max_seq_len=256)
+    assert tokens(engine) == tokens(Engine(dense, 256))
+    full = load_model(open_checkpoint(folder), dtype=torch.float32, device="cpu", max_seq_len=256)
+    assert (full.blocks[0].mlp.down.weight - dense.blocks[0].mlp.down.weight).abs().max() > 0.01
+
+
+class _Dequantized:
+    """A quantized checkpoint seen as an ordinary one."""
+
+    def __init__(self, checkpoint):
+        self.config, self.names = checkpoint.config, checkpoint.names
+        self.shape, self.load, self.start = checkpoint.shape, checkpoint.load, checkpoint.start
+
+
+@pytest.mark.parametrize(("bits", "kind"), [(8, Int8Linear), (4, Int4Linear), (16, None)])
+def test_what_runs_on_the_cpu(folder, bits, kind):
+    engine, _ = quantized_engine(folder, "int4-g32", torch.bfloat16, bits)
+    block = engine.model.blocks[1]
+    for linear in (block.attention.qkv, block.attention.out, block.mlp.gate_up, block.mlp.down):
+        assert isinstance(linear, Int4Linear)
+    head = engine.model.lm_head
+    assert type(head.linear) is kind if kind else not isinstance(head, QuantizedLMHead)
+    exact, _ = quantized_engine(folder, "int4-g32", torch.float32, bits)
+    with torch.no_grad():
+        ours, theirs = engine.prefill(PROMPT)[0].float(), exact.prefill(PROMPT)[0]
+    assert (ours - theirs).norm() < 0.1 * theirs.norm()
+
+
+@pytest.mark.parametrize("quant", ["int8", "int4-g32"])
+def test_speculation_changes_no_token_of_a_quantized_model(folder, quant):
+    from test_drafters import random_head
+
+    from fasteagle.drafters import EagleDrafter, NgramDrafter
+    from fasteagle.loading.source import quantize_head_
+    from fasteagle.tree import TreeShape
+
+    plain, _ = quantized_engine(folder, quant)
+    expected = tokens(plain, 60)
+    head = random_head(plain.model, rope_scaling=None, rope_base=10000.0)
+    quantize_head_(head, Scheme(8))
+    for drafter in (EagleDrafter(head, TreeShape(3, 4, 7), 256), NgramDrafter()):
+        engine = Engine(plain.model, 256, drafter=drafter)
+        assert tokens(engine, 60) == expected
+
+
+@pytest.mark.parametrize(
+    ("header", "method"),
+    [({}, "hqq"), ({"head_scheme": "int4-g32-minmax"}, "minmax"), ({"head_scheme": "bf16"}, None)],
+)
+def test_a_calibrated_head_runs_as_it_was_judged(folder, tmp_path, monkeypatch, header, method):
+    """Calibration measures min-max weights, whatever the target's values come from."""
+    from test_drafters import random_head
+
+    from fasteagle.loading import source
+    from fasteagle.loading.find_head import make_drafter
+    from fasteagle.loading.head_file import save_head
+    from fasteagle.options import DraftOptions
+
+    engine, checkpoint = quantized_engine(folder, "int4-g32-hqq")
+    head = random_head(engine.model, rope_scaling=None, rope_base=10000.0)
+    save_head(tmp_path / "head", head, header, torch.float32)
+    asked = []
+    monkeypatch.setattr(source, "quantize_head_", lambda head, scheme: asked.append(scheme.method))
+    options = DraftOptions("eagle", str(tmp_path / "head"))
+    make_drafter("tiny", engine, checkpoint, options, lambda line: None)
+    assert asked == ([method] if method else [])
+
+
+def test_flags_that_contradict_the_checkpoint(folder, tmp_path):
+    out = tmp_path / "out"
+    assert cli("quantize", folder, "--quant", "int4-g32", "-o", out).exit_code == 0
+    for arguments, message in (
+        (
+            ("chat", "--model", out, "--int8", "-p", "x"),
+            "quantized already (int4-g32-minmax), which",
+        ),
+        (("quantize", out, "--int8", "-o", tmp_path / "b"), "is quantized already"),
+        (("quantize", folder, "-o", tmp_path / "b"), "quantize to what? give --int4"),
+        (("quantize", folder, "--int8", "-o", out), "not empty: give another -o"),
+        (("chat", "--model", folder, "--int8", "--int4", "-p", "x"), "contradict each other"),
+        (("chat", "--model", folder, "--quant", "int4-g128", "-p", "x"), "groups of 128 do not"),
+        (("chat", "--model", folder, "--quant-backend", "torchao", "-p", "x"), "add --int4"),
+        (("chat", "--model", folder, "--lm-head", "int2", "-p", "x"), "lm-head 'int2' is unknown"),
+    ):
+        done = cli(*arguments)
+        assert done.exit_code == 2 and message in done.stderr, (arguments, done.stderr)
+        assert done.stderr.count("\n") == 1
+    same = cli("chat", "--model", out, "--int4", "-p", "x", "--max-new-tokens", 2, "--no-compile")
+    assert same.exit_code == 0, same.stderr
+
+
+@pytest.mark.parametrize("damage", ["format", "scheme", "shard", "part", "json"])
+def test_damaged_folders(folder, tmp_path, damage):
+    out = tmp_path / "out"
+    assert cli("quantize", folder, "--quant", "int4-g32", "-o", out).exit_code == 0
+    config = json.loads((out / "config.json").read_text())
+    quantization = config["quantization_config"]
+    shard = out / "model-00001.safetensors"
+    if damage == "format":
+        edit_json(out / "config.json", quantization_config=quantization | {"format": 99})
+    elif damage == "scheme":
+        del quantization["scheme"]
+        edit_json(out / "config.json", quantization_config=quantization)
+    elif damage == "part":
+        name = next(iter(quantization["packed"]))
+        quantization["packed"][name]["group_size"] = 64
+        edit_json(out / "config.json", quantization_config=quantization)
+    elif damage == "shard":
+        shard.write_bytes(shard.read_bytes()[:5000])
+    else:
+        (out / "config.json").write_text("{")
+    done = cli("chat", "--model", out, "-p", "x")
+    assert done.exit_code == 2 and done.stderr.startswith("Error: ") and str(out) in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_disk_without_room(folder, monkeypatch):
+    from fasteagle import paths
+
+    full = shutil._ntuple_diskusage(0, 0, 1000)
+    monkeypatch.setattr(paths.shutil, "disk_usage", lambda path: full)
+    with pytest.raises(FasteagleError, match="the int4-g32-minmax weights needs .* on disk"):
+        with_scheme(open_checkpoint(folder), "int4-g32")
+
+
+def test_memory_that_would_suffice_is_named(folder, monkeypatch):
+    from fasteagle.loading import checkpoint
+    from fasteagle.loading.registry import preset
+
+    monkeypatch.setattr(checkpoint, "available_bytes", lambda device: 10 * 2**30)
+    with pytest.raises(FasteagleError, match=r"use --int8 \(6.4 GiB\)"):
+        checkpoint.require_memory(preset("llama2-7b"), torch.bfloat16, "cpu", 512)
+    monkeypatch.setattr(checkpoint, "available_bytes", lambda device: 5 * 2**30)
+    with pytest.raises(FasteagleError, match=r"use --int4 \(3.6 GiB\)"):
+        checkpoint.require_memory(preset("llama2-7b"), torch.bfloat16, "cpu", 512)
+
+
+def test_dummy_weights_are_made_as_stored(folder):
+    from fasteagle.loading.checkpoint import DummyCheckpoint
+
+    config = open_checkpoint(folder).config
+    for quant in ("int8", "int4-g32"):
+        source = with_scheme(DummyCheckpoint(config), quant)
+        assert isinstance(source, DummySource)
+        engine = build_engine(source, "bf16", torch.device("cpu"), RuntimeOptions(), "dummy")
+        assert len(tokens(engine, 3)) == 3
+
+
+def test_torchao_runs_beside_ours(folder):
+    options = RuntimeOptions(quant="int8", backend="torchao", max_seq_len=64)
+    runtime = load_runtime(str(folder), options, quiet=True)
+    assert "torchao" in type(runtime.engine.model.blocks[0].mlp.down.weight).__module__
+    assert len(tokens(runtime.engine, 4)) == 4
+    ours = quantized_checkpoint(open_checkpoint(folder), RuntimeOptions(quant="int8"), None)
+    engine = build_engine(ours, "bf16", torch.device("cpu"), RuntimeOptions(max_seq_len=64), "x")
+    with torch.no_grad():
+        a, b = engine.prefill(PROMPT)[0].float(), runtime.engine.prefill(PROMPT)[0].float()
+    assert (a - b).norm() < 0.1 * b.norm()

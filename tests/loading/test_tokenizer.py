@@ -1,0 +1,169 @@
+"""Tokenizers from every kind of file, and the chat templates."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from gguf import GGUFWriter
+
+from conftest import TINY_VOCAB, edit_json, make_hf_model, save_tokenizer
+from fasteagle.errors import FasteagleError
+from fasteagle.loading.registry import VICUNA_TEMPLATE
+from fasteagle.loading.tokenizer import load_tokenizer
+
+USER = [{"role": "user", "content": "Hi"}]
+
+
+def test_folder_round_trip_and_template(tiny_dir):
+    tokenizer = load_tokenizer(tiny_dir)
+    text = "Grüße, 東京 🙂\n"
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    rendered = tokenizer.render(USER)
+    assert rendered == "<|user|>Hi<|end|><|assistant|>"
+    ids = tokenizer.encode(rendered)
+    assert len(ids) == 5  # special tokens are one id each
+    assert tokenizer.decode(ids) == "Hi" and tokenizer.raw(ids) == rendered
+    assert tokenizer.eos_ids == {TINY_VOCAB - 1}
+
+
+def test_every_end_of_text_id_counts(tiny_dir, tmp_path):
+    folder = shutil.copytree(tiny_dir, tmp_path / "m")
+    edit_json(folder / "generation_config.json", eos_token_id=[7, 9])
+    edit_json(folder / "config.json", eos_token_id=11)
+    assert load_tokenizer(folder).eos_ids == {TINY_VOCAB - 1, 7, 9}
+    (folder / "generation_config.json").unlink()
+    assert load_tokenizer(folder).eos_ids == {TINY_VOCAB - 1, 11}
+
+
+def test_template_that_refuses_is_one_line(tiny_dir):
+    tokenizer = load_tokenizer(tiny_dir, "{{ raise_exception('no system prompt, please') }}")
+    with pytest.raises(FasteagleError, match="template refused: no system prompt, please"):
+        tokenizer.render(USER)
+
+
+def test_model_without_a_template_gets_the_text_alone(tiny_dir, tmp_path):
+    folder = shutil.copytree(tiny_dir, tmp_path / "m")
+    (folder / "chat_template.jinja").unlink()
+    assert load_tokenizer(folder).render(USER) == "Hi"
+
+
+def test_folder_without_tokenizer(tmp_path):
+    make_hf_model("llama2").save_pretrained(tmp_path)
+    with pytest.raises(FasteagleError, match="no usable tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_sentencepiece_model_alone(tmp_path):
+    """Vicuna's layout: tokenizer.model and no tokenizer.json."""
+    import sentencepiece
+
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text(
+        "\n".join(f"the quick brown fox number {i} jumps over it" for i in range(200))
+    )
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(corpus),
+        model_prefix=str(tmp_path / "tokenizer"),
+        vocab_size=320,
+        model_type="bpe",
+        byte_fallback=True,
+        character_coverage=1.0,
+        minloglevel=2,
+    )
+    edit = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(edit))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    tokenizer = load_tokenizer(tmp_path, VICUNA_TEMPLATE)
+    assert tokenizer.eos_ids == {2}
+    ids = tokenizer.encode("the quick fox é")
+    assert tokenizer.decode(ids) == "the quick fox é"
+    turns = [*USER, {"role": "assistant", "content": "Hello."}, *USER]
+    text = tokenizer.render(turns)
+    assert text.startswith("A chat between a curious user")
+    assert text.endswith("USER: Hi ASSISTANT: Hello.</s> USER: Hi ASSISTANT:")
+    assert 2 in tokenizer.encode(text)
+    with_system = tokenizer.render([{"role": "system", "content": "Be brief."}, *USER])
+    assert with_system == "Be brief. USER: Hi ASSISTANT:"
+
+
+def write_gguf_tokenizer(path, pre: str) -> None:
+    """A GGUF file with a byte-level tokenizer that has merges for digits and for blanks."""
+    from tokenizers import pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = ["1 2", "12 3", "Ġ Ġ", "Ġ 1"]
+    words = [*alphabet, "12", "123", "ĠĠ", "Ġ1", "<|im_start|>", "<|im_end|>"]
+    writer = GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(words)
+    writer.add_token_types([1] * (len(words) - 2) + [3, 3])
+    writer.add_token_merges(merges)
+    writer.add_eos_token_id(len(words) - 1)
+    writer.add_bos_token_id(len(words) - 2)
+    writer.add_chat_template("{% for m in messages %}<|im_start|>{{ m['content'] }}{% endfor %}")
+    for add, value in (
+        (writer.add_block_count, 1),
+        (writer.add_context_length, 64),
+        (writer.add_embedding_length, 8),
+        (writer.add_feed_forward_length, 8),
+        (writer.add_head_count, 1),
+        (writer.add_layer_norm_rms_eps, 1e-5),
+    ):
+        add(value)
+    import numpy as np
+
+    writer.add_tensor("token_embd.weight", np.zeros((len(words), 8), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("gpt-2", [" 1", "2", "3", "123"]),
+        ("smollm", [" ", "1", "2", "3", "1", "2", "3"]),
+        ("llama-bpe", [" ", "123", "123"]),
+        ("qwen2", [" ", "1", "2", "3", "1", "2", "3"]),
+    ],
+)
+def test_gguf_splitting_rules(tmp_path, pre, pieces):
+    path = tmp_path / "m.gguf"
+    write_gguf_tokenizer(path, pre)
+    tokenizer = load_tokenizer(path)
+    found = [tokenizer.decode([i]) for i in tokenizer.encode(" 123123")]
+    if pre == "gpt-2":  # one word for GPT-2's rule: merges run across all six digits
+        assert "".join(found) == " 123123" and len(found) < 7
+    else:
+        assert found == pieces
+
+
+def test_gguf_template_special_tokens_and_cache(tmp_path, monkeypatch):
+    path = tmp_path / "m.gguf"
+    write_gguf_tokenizer(path, "smollm")
+    tokenizer = load_tokenizer(path)
+    text = tokenizer.render(USER)
+    assert text == "<|im_start|>Hi"
+    assert len(tokenizer.encode(text)) == 3
+    assert len(tokenizer.eos_ids) == 1
+    monkeypatch.setattr(
+        "fasteagle.loading.tokenizer._set_pre_tokenizer", lambda *a: pytest.fail("again")
+    )
+    assert load_tokenizer(path).encode(text) == tokenizer.encode(text)
+
+
+def test_unknown_gguf_splitting_rule_is_refused(tmp_path):
+    path = tmp_path / "m.gguf"
+    write_gguf_tokenizer(path, "deepseek-v3")
+    with pytest.raises(FasteagleError, match="pre-tokenizer 'deepseek-v3' is not supported"):
+        load_tokenizer(path)
+
+
+def test_saved_tokenizer_is_what_the_tiny_model_needs(tmp_path):
+    save_tokenizer(tmp_path)
+    assert max(load_tokenizer(tmp_path).encode("<|end|>")) == TINY_VOCAB - 1

@@ -1,0 +1,102 @@
+"""Kernels compiled for a consumer Ampere card (sm_86), and what their machine code says of them.
+
+Needs Triton and the tools that it ships with, and no GPU.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+SM_86 = GPUTarget("cuda", 86, 32)
+TWO_PROGRAMS = 49 * 1024  # of the 100 KB of shared memory, one of which each program loses
+VERSION = ".".join(triton.__version__.split(".")[:2])
+
+
+class Usage(NamedTuple):
+    """What one program takes. Stack and local memory above 0: registers spill."""
+
+    registers: int  # of a thread
+    shared: int  # bytes
+    stack: int
+    local: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.registers} registers, {self.shared} B shared, "
+            f"stack {self.stack}, local {self.local}"
+        )
+
+
+def compile_kernel(
+    function,
+    types: dict[str, str],
+    constants: dict[str, object],
+    options: dict[str, object],
+    aligned: Iterable[str] = (),
+    target: GPUTarget = SM_86,
+):
+    """As a launch would specialize it: aligned pointers, `aligned` numbers divisible by 16.
+
+    types: of the arguments that are not int32.
+    """
+    names = function.arg_names
+    signature = {name: "i32" for name in names} | types | dict.fromkeys(constants, "constexpr")
+    aligned = [*aligned, *(name for name, type in types.items() if type.startswith("*"))]
+    attributes = {
+        (names.index(name),): [["tt.divisibility", 16]] for name in aligned if name in names
+    }
+    values = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(function, signature, values, attributes)
+    return triton.compile(source, target=target, options=dict(options))
+
+
+def disassemble(compiled, folder: Path) -> tuple[str, Usage]:
+    """SASS of a compiled kernel and what it takes."""
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    usage = run_tool("cuobjdump", "-res-usage", str(cubin))
+    registers, stack, local = (
+        int(re.search(rf"\b{key}:(\d+)", usage)[1]) for key in ("REG", "STACK", "LOCAL")
+    )
+    sass = run_tool("nvdisasm", "-c", str(cubin))
+    return sass, Usage(registers, compiled.metadata.shared, stack, local)
+
+
+def run_tool(name: str, *arguments: str) -> str:
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    if not path.exists():
+        pytest.skip(f"this Triton ships without {name}")
+    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def main_loop(sass: str) -> list[str]:
+    """Instructions of the shortest backward jump round a tensor core product."""
+    labels: dict[str, int] = {}
+    instructions: list[str] = []
+    loops = []
+    for line in sass.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(instructions)
+        elif code := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            instructions.append(code[1].strip())
+            jump = re.search(r"\bBRA\b.*?(\.L_x_\d+)", code[1])
+            if jump and jump[1] in labels:
+                loops.append(instructions[labels[jump[1]] :])
+    loops = [loop for loop in loops if any("HMMA" in code for code in loop)]
+    assert loops, "no loop with a tensor core product"
+    return min(loops, key=len)
+
+
+def opcodes(loop: list[str]) -> Counter[str]:
+    """How often each instruction occurs, without its modifiers and predicates."""
+    return Counter(re.sub(r"^@!?U?P\w+\s+", "", code).split()[0].split(".")[0] for code in loop)

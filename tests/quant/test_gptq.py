@@ -1,0 +1,114 @@
+"""GPTQ against plain rounding, where inputs say which weights matter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from conftest import save_tiny
+from fasteagle.errors import FasteagleError
+from fasteagle.loading.checkpoint import load_model, open_checkpoint
+from fasteagle.loading.quantize import with_scheme
+from fasteagle.loading.source import is_block_linear
+from fasteagle.quant.gptq import gptq_weight, gptq_weights
+from fasteagle.quant.params import quantize_weight
+from fasteagle.quant.scheme import Scheme
+
+
+def inputs(n=600, k=128) -> torch.Tensor:
+    """Mostly in a few directions, as activations are."""
+    g = torch.Generator().manual_seed(0)
+    main = torch.randn(n, k // 4, generator=g) @ torch.randn(k // 4, k, generator=g)
+    return main + 0.3 * torch.randn(n, k, generator=g)
+
+
+def test_outputs_are_closer_than_rounding_alone_brings_them():
+    x = inputs()
+    w = torch.randn(40, 128, generator=torch.Generator().manual_seed(1)) * 0.05
+    for group in (32, 64, 128):
+        ours = gptq_weight(w, x.T @ x, group)
+        plain = quantize_weight(w, Scheme(4, group))
+        assert ours.group_size == group and ours.scales.dtype == torch.bfloat16
+        exact = x @ w.T
+        errors = [(x @ q.dequantize().T - exact).norm() for q in (ours, plain)]
+        assert errors[0] < 0.6 * errors[1], (group, errors)
+
+
+def test_uncorrelated_inputs_leave_plain_rounding():
+    """Without correlations no column can make up for another."""
+    w = torch.randn(16, 64, generator=torch.Generator().manual_seed(2)) * 0.05
+    ours = gptq_weight(w, torch.eye(64) * 7, 32)
+    assert torch.equal(ours.dequantize(), quantize_weight(w, Scheme(4, 32)).dequantize())
+
+
+def test_columns_never_used_do_no_harm():
+    x = inputs(k=64)
+    x[:, 5] = 0
+    w = torch.randn(16, 64, generator=torch.Generator().manual_seed(3)) * 0.05
+    found = gptq_weight(w, x.T @ x, 32).dequantize()
+    assert torch.isfinite(found).all()
+    assert (x @ (found - w).T).norm() < 0.1 * (x @ w.T).norm()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("g") / "model"
+    return save_tiny(path, "qwen2", intermediate_size=128, initializer_range=0.08)
+
+
+def test_a_whole_model(folder):
+    """On its own kind of text the model's outputs stay closer than with rounding alone."""
+    checkpoint = open_checkpoint(folder)
+    g = torch.Generator().manual_seed(4)
+    texts = [torch.randint(0, 256, (96,), generator=g).tolist() for _ in range(12)]
+    found = gptq_weights(checkpoint, texts, Scheme(4, 32, "gptq"))
+    assert set(found) == {n for n in checkpoint.names() if is_block_linear(n)}
+    errors = {}
+    full = _features(checkpoint, texts[0])
+    for method in ("minmax", "gptq"):
+
+        def load(name, method=method):
+            weight = checkpoint.load(name)
+            if not is_block_linear(name):
+                return weight
+            if method == "gptq":
+                return found[name].dequantize()
+            return quantize_weight(weight, Scheme(4, 32)).dequantize()
+
+        errors[method] = (_features(_Changed(checkpoint, load), texts[0]) - full).norm()
+    assert errors["gptq"] < 0.8 * errors["minmax"], errors
+
+
+class _Changed:
+    def __init__(self, checkpoint, load):
+        self.config, self.names, self.shape = checkpoint.config, checkpoint.names, checkpoint.shape
+        self.load = load
+
+
+def _features(checkpoint, ids):
+    from fasteagle.generate import Engine
+
+    model = load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=128)
+    return Engine(model, 128).features(ids)
+
+
+def test_text_the_model_makes_up_is_enough(folder, monkeypatch):
+    """Through the option: no data given, the model writes, the result is kept."""
+    from fasteagle.loading import quantize as prepare
+    from fasteagle.loading.tokenizer import load_tokenizer
+
+    monkeypatch.setattr(prepare, "GPTQ_TOKENS", 700)
+    monkeypatch.setattr(prepare, "compile_now", lambda engine: True)
+    said: list[str] = []
+    checkpoint, tokenizer = open_checkpoint(folder), load_tokenizer(folder)
+    first = with_scheme(checkpoint, "int4-g32-gptq", 8, said.append, tokenizer)
+    assert "the model writes 700 tokens to calibrate on ..." in said
+    assert first.scheme.method == "gptq"
+    plain = with_scheme(checkpoint, "int4-g32", 8)
+    name = "model.layers.1.mlp.down_proj.weight"
+    assert not torch.equal(first.load(name), plain.load(name))
+
+
+def test_too_little_text(folder):
+    with pytest.raises(FasteagleError, match="40 tokens is too short for GPTQ: give 512"):
+        gptq_weights(open_checkpoint(folder), [[1] * 40], Scheme(4, 32, "gptq"))

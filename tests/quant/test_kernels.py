@@ -1,0 +1,399 @@
+"""The layout of the CUDA kernels, their custom op and, on a GPU or interpreted, their results.
+
+What `interpreted_kernels.py` tests needs an interpreter chosen before Triton is imported, so it
+runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+from conftest import output_without_triton
+from fasteagle.errors import FasteagleError
+from fasteagle.quant import packed, planes
+from fasteagle.quant.packed import PackedWeight
+
+FORMATS = ("g128", "g64", "g32", "g128-offsets", "g64-offsets", "g32-offsets", "int8", "int8-g32")
+# Odd N; K of both tiles, of two splits that differ in length, and without a whole tile.
+SHAPES = {
+    "g128": (129, 1152),
+    "g64": (131, 192),
+    "g32": (129, 96),
+    "g128-offsets": (130, 256),
+    "g64-offsets": (1, 192),
+    "g32-offsets": (131, 1152),
+    "int8": (129, 1152),
+    "int8-g32": (131, 96),
+}
+
+
+def random_weight(
+    name: str, N: int, K: int, *, whole: bool = False, seed: int = 0, device: str = "cpu"
+) -> PackedWeight:
+    """A random weight of a format in `FORMATS`.
+
+    whole: scales are powers of two and the rest so small and round that every product and sum with
+    x of -1, 0, 1 is exact, in whatever order and even in fp16.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    group = re.search(r"g(\d+)", name)
+    G = K // int(group[1]) if group else 1
+    scales = (torch.rand(N, G, generator=generator) + 0.5) * 0.01
+    if whole:
+        scales = 2.0 ** -integers(2, 5, N, G)
+    if name.startswith("int8"):
+        limit = 16 if whole else 128
+        values, parts = integers(-limit + 1, limit, N, K), {}
+        weight = packed.int8(values, scales.half() if group else scales)
+    else:
+        values = integers(0, 16, N, K)
+        offsets = (torch.rand(N, G, generator=generator) - 1.1) * 0.1
+        if whole:
+            offsets = -integers(0, 16, N, G) * scales
+        parts = {"offsets": offsets.half()} if "offsets" in name else {}
+        parts = parts or {"zeros": integers(0, 17, N, G)}
+        weight = packed.int4(values, scales.half(), **parts)
+    return weight.to(device)
+
+
+def random_rows(M: int, K: int, *, whole: bool = False, seed: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if whole:
+        return torch.randint(-1, 2, (M, K), generator=generator).half()
+    return torch.randn(M, K, generator=generator).half()
+
+
+def relative_error(y: torch.Tensor, x: torch.Tensor, weight: PackedWeight) -> float:
+    """Of y against fp64, relative to the size of the terms that a sum is of."""
+    dense = weight.dequantize().double()
+    size = x.double().norm(dim=1)[:, None] * dense.norm(dim=1)
+    return ((y.double() - x.double() @ dense.T) / size).abs().max().item()
+
+
+def tolerance(name: str, accumulate: str) -> float:
+    """Float offsets round each weight to fp16; sums in fp16 round up to eight times in a group."""
+    if accumulate == "fp16":
+        return 1.5e-3
+    return 2e-4 if "offsets" in name else 5e-7
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_packing_comes_back(name):
+    weight = random_weight(name, *SHAPES[name])
+    laid_out = planes.pack_planes(weight)
+    assert torch.equal(planes.unpack_planes(laid_out), weight.values())
+    scales, second = planes.unpack_params(laid_out)
+    assert torch.equal(scales, weight.scales.float())
+    if weight.zeros is not None:
+        assert torch.equal(second, weight.zeros.float())
+    if weight.offsets is not None:
+        middles = weight.offsets.float() + 8 * weight.scales.float()
+        assert torch.equal(second, middles.half().float())
+        torch.testing.assert_close(
+            planes.dequantize(laid_out),
+            weight.dequantize(),
+            rtol=0,
+            atol=2**-11 * middles.abs().max().item(),
+        )
+    else:
+        assert torch.equal(planes.dequantize(laid_out), weight.dequantize())
+
+
+@pytest.mark.parametrize(
+    ("name", "K", "tile"),
+    [
+        ("g128", 256, 128),
+        ("g64", 256, 128),
+        ("g32", 96, 64),
+        ("int8", 192, 64),
+        ("int8", 256, 128),
+        ("int8-g32", 256, 64),
+    ],
+)
+def test_field_j_of_row_r_holds_column_r_of_plane_j(name, K, tile):
+    weight = random_weight(name, 5, K)
+    stored = planes.pack_planes(weight).planes.numpy().view(np.uint16)
+    bits, values = weight.bits, weight.values().int().tolist()
+    rows = tile * bits // 16
+    for n in range(5):
+        for k in range(K):
+            j, r = divmod(k % tile, rows)
+            word = int(stored[k // tile * rows + r, n])
+            field = word >> (bits * j) & (2**bits - 1)
+            assert field == (values[n][k] + 128 if bits == 8 else values[n][k]), (n, k)
+
+
+def test_bytes_per_weight():
+    def bytes_per_weight(name: str) -> float:
+        return planes.pack_planes(random_weight(name, 256, 256)).n_bytes / 256**2
+
+    assert bytes_per_weight("g128") == 0.53125
+    assert bytes_per_weight("g32-offsets") == 0.625
+    assert bytes_per_weight("int8-g32") == 1.0625
+    assert bytes_per_weight("int8") == 1 + 4 / 256
+
+
+def test_offset_far_from_zero_keeps_small_weights():
+    """q * scale + offset cancels to small weights; an offset in fp16 would move them by 3e-3."""
+    scales, offsets = torch.full((1, 1), 1.0), torch.full((1, 1), -8.0019)
+    weight = packed.int4(torch.full((1, 32), 8), scales, offsets=offsets)
+    restored = planes.dequantize(planes.pack_planes(weight))
+    torch.testing.assert_close(restored, weight.dequantize(), rtol=1e-3, atol=0)
+
+
+def test_refusals_name_the_fix():
+    odd = packed.int4(torch.zeros(4, 96), torch.ones(4, 2), zeros=torch.zeros(4, 2))
+    with pytest.raises(FasteagleError, match="4-bit groups of 48: use 32, 64 or 128"):
+        planes.pack_planes(odd)
+    with pytest.raises(FasteagleError, match="8-bit groups of 64: use 32, or one scale a row"):
+        planes.pack_planes(packed.int8(torch.zeros(4, 128), torch.ones(4, 2)))
+    for bad in (1e6, float("nan")):
+        huge = packed.int4(torch.zeros(4, 32), torch.full((4, 1), bad), zeros=torch.zeros(4, 1))
+        with pytest.raises(
+            FasteagleError, match=re.escape(f"scale is {bad:.4g}, ") + ".* use int8"
+        ):
+            planes.pack_planes(huge)
+
+
+@pytest.mark.parametrize("name", ["g64", "g32-offsets", "int8"])
+def test_op_computes_the_reference_on_cpu(name):
+    weight = random_weight(name, *SHAPES[name])
+    laid_out = planes.pack_planes(weight)
+    x = random_rows(3, weight.shape[1])
+    y = planes.linear(x, laid_out)
+    assert y.dtype == torch.float32
+    assert relative_error(y, x, weight) < tolerance(name, "fp32")
+    torch.library.opcheck(planes.planes_linear, planes.op_arguments(x, laid_out, "fp32"))
+
+
+def test_op_in_a_full_graph_with_any_number_of_rows():
+    weight = planes.pack_planes(random_weight("g32-offsets", 33, 96))
+
+    @torch.compile(fullgraph=True)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return planes.linear(x * 2, weight).relu()
+
+    def check(M: int) -> None:
+        x = random_rows(M, 96)
+        torch._dynamo.mark_dynamic(x, 0)
+        torch.testing.assert_close(step(x), planes.linear(x * 2, weight).relu())
+
+    check(2)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        check(5)
+
+
+def test_shapes_are_checked_while_tracing():
+    weight = planes.pack_planes(random_weight("g32", 33, 96))
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        right, wrong = (mode.from_tensor(random_rows(2, K)) for K in (96, 64))
+        assert planes.linear(right, weight).shape == (2, 33)
+        with pytest.raises(RuntimeError):
+            planes.linear(wrong, weight)
+
+
+def test_package_needs_no_triton():
+    code = (
+        "import fasteagle, torch\n"
+        "from fasteagle.quant import packed, planes\n"
+        "w = packed.int4(torch.ones(2, 32), torch.ones(2, 1), zeros=torch.zeros(2, 1))\n"
+        "print(planes.linear(torch.ones(1, 32).half(), planes.pack_planes(w)).tolist())"
+    )
+    assert output_without_triton(code) == "[[32.0, 32.0]]"
+
+
+@pytest.fixture
+def kernels():
+    pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
+    from fasteagle.quant import kernels
+
+    return kernels
+
+
+SEVEN_B = {
+    "qkv": (12288, 4096),
+    "out": (4096, 4096),
+    "gate_up": (22016, 4096),
+    "down": (4096, 11008),
+    "lm_head": (32000, 4096),
+}
+
+
+def test_splits_fill_the_card(kernels):
+    """A narrow matrix alone would leave most of 82 multiprocessors idle."""
+    for N, K in SEVEN_B.values():
+        split = kernels.split_k(N, K, 82)
+        assert split * -(-N // 128) >= 1.5 * 82, (N, K, split)
+        assert K // 128 // split >= 4, "a program has a pipeline to fill"
+    assert kernels.split_k(256, 512, 82) == 1
+
+
+def test_only_the_weight_decides_the_split(kernels):
+    layout = planes.layout_for(4, 128, 4096)
+    cuts = [kernels.tiling(layout, 4096, 4096, rows, 82) for rows in (1, 16, 17, 32, 33, 64)]
+    assert len({cut.split for cut in cuts}) == 1
+    assert [(cut.block_m, cut.n_blocks) for cut in cuts] == [
+        (16, 1),
+        (16, 1),
+        (32, 1),
+        (32, 1),
+        (32, 2),
+        (32, 2),
+    ]
+
+
+def test_input_is_checked(kernels):
+    weight = planes.pack_planes(random_weight("g32", 33, 96))
+    with pytest.raises(FasteagleError, match=r"fp16 \[rows, 96\], got torch.float32 \[2, 96\]"):
+        kernels.linear(torch.zeros(2, 96), weight)
+    with pytest.raises(FasteagleError, match=r"fp16 \[rows, 96\]"):
+        kernels.linear(torch.zeros(2, 64).half(), weight)
+    with pytest.raises(FasteagleError, match="'bf16': use fp32 or fp16"):
+        kernels.linear(torch.zeros(2, 96).half(), weight, accumulate="bf16")
+
+
+def run_ptx(text: str, first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """The few PTX instructions of `_unpack_asm`, on uint32 pairs; NumPy has the fp16 arithmetic."""
+    registers = {"$1": first, "$2": second}
+
+    def read(name: str) -> np.ndarray:
+        return registers[name] if name in registers else np.uint32(int(name, 0))
+
+    for line in re.sub(r"[{}]", "", text).split(";"):
+        opcode, *names = line.replace(",", " ").split() or [".reg"]
+        if opcode == ".reg":
+            continue
+        values = [read(name) for name in names[1:]]
+        if opcode == "shr.b32":
+            result = values[0] >> values[1]
+        elif opcode == "mov.b32":
+            result = np.broadcast_to(values[0], first.shape).copy()
+        elif opcode == "lop3.b32":
+            assert values[3] == 0xEA
+            result = (values[0] & values[1]) | values[2]
+        else:
+            assert opcode == "fma.rn.f16x2"
+            a, b, c = (value.view(np.float16).astype(np.float32) for value in values)
+            result = (a * b + c).astype(np.float16).view(np.uint32)  # a * b + c is exact in fp32
+        registers[names[0]] = result
+    return registers["$0"]
+
+
+@pytest.mark.parametrize("fp16", [False, True])
+@pytest.mark.parametrize(("bits", "plane"), [*((4, j) for j in range(4)), (8, 0), (8, 1)])
+def test_assembly_unpacks_every_word(kernels, bits, plane, fp16):
+    """The interpreter never sees the assembly, so its instructions are followed here."""
+    high = bits == 4 and plane % 2
+    unit = (1 / 16 if bits == 4 else 1 / 128) if fp16 else 1.0
+    words = np.arange(2**16, dtype=np.uint16)
+    pairs = words | words[::-1].astype(np.uint32) << 16  # the neighbour must not leak in
+    text = kernels._unpack_asm(bits, plane, unit / 16 if high else unit)
+    for zero in (0, 7, 16) if bits == 4 else (128,):
+        add = np.float16(((-64 if high else -1024) - zero) * unit)
+        constant = np.full(pairs.shape, np.array([add, add]).view(np.uint32)[0])
+        low, upper = run_ptx(text, pairs, constant).view(np.float16).reshape(-1, 2).T
+        expected = ((words >> (bits * plane) & (2**bits - 1)).astype(np.float64) - zero) * unit
+        assert np.array_equal(low, expected)
+        assert np.array_equal(upper, expected[::-1])
+
+
+def test_kernels_in_the_interpreter(kernels):
+    """Every format and many row counts, without a GPU: see `interpreted_kernels.py`."""
+    path = Path(__file__).with_name("interpreted_kernels.py")
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", str(path)],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+    assert re.search(r"^\d+ passed", run.stdout, re.M), run.stdout[-500:]
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
+    import bench_kernels
+
+    return bench_kernels
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device to measure")
+def test_the_benchmark_says_in_one_line_what_it_needs(bench):
+    result = CliRunner().invoke(bench.main, [])
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1 and "no CUDA device" in result.stderr
+    for option, value in (("--rows", "8,0"), ("--kernels", "int3"), ("--linears", "gate")):
+        result = CliRunner().invoke(bench.main, [option, value])
+        assert result.exit_code == 2 and value.split(",")[-1] in result.stderr, option
+
+
+def test_the_benchmark_measures_the_fused_shapes(bench):
+    for name, N, K in bench.fused_linears("llama2-7b"):
+        assert SEVEN_B[name] == (N, K)
+    timings = [
+        bench.Timing("m", "down", 4096, 11008, kernel, rows, 30.0, 800.0, 0.9)
+        for kernel in ("int8", "fp16")
+        for rows in (1, 16)
+    ]
+    lines = bench.table(timings[:3], md=True).splitlines()
+    assert lines[0] == "| model | linear | NxK | kernel | M=1 | M=16 |"
+    assert lines[2:] == [
+        "| m | down | 4096x11008 | int8 | 30.0 800 90% | 30.0 800 90% |",
+        "| m | down | 4096x11008 | fp16 | 30.0 800 90% |  |",
+    ]
+    assert len(bench.table(timings, md=False).splitlines()) == 3
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+GPU_FORMATS = ("g128", "g64", "g32", "g128-offsets", "g32-offsets", "int8", "int8-g32")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("accumulate", ["fp32", "fp16"])
+@pytest.mark.parametrize("name", GPU_FORMATS)
+def test_results_on_the_device(kernels, name, accumulate):
+    weight = random_weight(name, *SHAPES[name])
+    laid_out = planes.pack_planes(weight.to("cuda"))
+    for M in (1, 7, 16, 33, 64, 70):
+        x = random_rows(M, weight.shape[1])
+        y = kernels.linear(x.cuda(), laid_out, accumulate=accumulate).cpu()
+        limit = 3e-4 if M > kernels.MAX_ROWS else tolerance(name, accumulate)
+        assert relative_error(y, x, weight) < limit, M
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("accumulate", ["fp32", "fp16"])
+@pytest.mark.parametrize("name", GPU_FORMATS)
+def test_rows_on_the_device_do_not_depend_on_their_number(kernels, name, accumulate):
+    """At 7B width, where K is split: what makes greedy speculation exact on a GPU."""
+    laid_out = planes.pack_planes(random_weight(name, 4096, 4096, device="cuda"))
+    x = random_rows(64, 4096).cuda()
+    full = kernels.linear(x, laid_out, accumulate=accumulate)
+    for M in (1, 8, 16, 17, 32):
+        part = kernels.linear(x[:M], laid_out, accumulate=accumulate)
+        assert torch.equal(part, full[:M]), M
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_op_on_the_device_in_a_full_graph(kernels):
+    laid_out = planes.pack_planes(random_weight("g128", 384, 1024, device="cuda"))
+    x = random_rows(8, 1024).cuda()
+    step = torch.compile(lambda x: planes.linear(x, laid_out) + 1, fullgraph=True)
+    assert torch.equal(step(x), kernels.linear(x, laid_out) + 1)

@@ -1,0 +1,191 @@
+"""Quantized weights: the format, how values are chosen, and the CPU modules against it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fasteagle.errors import FasteagleError
+from fasteagle.loading.source import quantize_, quantize_head_
+from fasteagle.model import EagleHead
+from fasteagle.quant import packed
+from fasteagle.quant.linear import (
+    Int4Linear,
+    Int8Linear,
+    Permuted,
+    QuantizedLMHead,
+    SideBySide,
+    make_linear,
+)
+from fasteagle.quant.packed import PackedWeight, pack_nibbles, stack, unpack_nibbles
+from fasteagle.quant.params import min_max, quantize_weight
+from fasteagle.quant.scheme import Scheme
+
+SCHEMES = [
+    Scheme(8),
+    Scheme(8, 32),
+    Scheme(4, 32),
+    Scheme(4, 64),
+    Scheme(4, 128),
+    Scheme(4, 32, "hqq"),
+    Scheme(4, 64, "hqq"),
+    Scheme(4, 128, "hqq"),
+]
+
+
+def weight(n=48, k=256, seed=0) -> torch.Tensor:
+    return torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) * 0.05
+
+
+def test_nibbles_by_hand():
+    values = torch.tensor([[1, 2, 15, 0]], dtype=torch.uint8)
+    assert pack_nibbles(values).tolist() == [[0x21, 0x0F]]
+    assert torch.equal(unpack_nibbles(pack_nibbles(values)), values)
+
+
+def test_what_a_weight_means_by_hand():
+    q = torch.tensor([[0, 3, 15, 8]])
+    zeros = packed.int4(q, torch.tensor([[0.5, 2.0]]).half(), zeros=torch.tensor([[3, 16]]))
+    assert zeros.dequantize().tolist() == [[-1.5, 0.0, -2.0, -16.0]]
+    offsets = torch.tensor([[1.0, -1.0]])
+    floats = packed.int4(q, torch.tensor([[0.5, 2.0]]), offsets=offsets)
+    assert floats.dequantize().tolist() == [[1.0, 2.5, 29.0, 15.0]]
+    eight = packed.int8(torch.tensor([[-128, 127]]), torch.tensor([[0.5]]))
+    assert eight.dequantize().tolist() == [[-64.0, 63.5]]
+    scales, b = zeros.affine()
+    assert b.tolist() == [[-1.5, -32.0]] and scales.tolist() == [[0.5, 2.0]]
+
+
+def test_stacking_keeps_every_value():
+    a = quantize_weight(weight(seed=1), Scheme(4, 64))
+    b = quantize_weight(weight(seed=2), Scheme(4, 64, "hqq"))
+    for parts in ((a, a), (a, b), (b, b)):
+        whole = stack(parts)
+        expected = torch.cat([part.dequantize() for part in parts])
+        assert torch.allclose(whole.dequantize(), expected, rtol=1e-6, atol=1e-7)
+        assert torch.equal(whole.values(), torch.cat([part.values() for part in parts]))
+    index = torch.tensor([5, 0, 7])
+    assert torch.equal(a.rows(index).dequantize(), a.dequantize()[index])
+
+
+def test_group_sizes_that_do_not_divide():
+    with pytest.raises(FasteagleError, match="64 does not divide the 96 inputs .*: use g32"):
+        quantize_weight(weight(k=96), Scheme(4, 64))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
+def test_errors_stay_within_half_a_step(scheme):
+    w = weight()
+    found = quantize_weight(w, scheme)
+    step = found.scales.float().repeat_interleave(found.group_size, 1)
+    error = (found.dequantize() - w).abs()
+    if scheme.method == "hqq":  # it clips outliers on purpose
+        assert (error <= 0.51 * step).float().mean() > 0.97
+    else:
+        assert (error <= 0.54 * step).all()  # scales are rounded to bf16
+    assert found.scales.dtype == torch.bfloat16
+
+
+def test_hqq_beats_min_max_where_weights_have_outliers():
+    w = weight()
+    w[::7, ::31] *= 8
+    norms = {}
+    for method in ("minmax", "hqq"):
+        error = quantize_weight(w, Scheme(4, 64, method)).dequantize() - w
+        norms[method] = error.abs().pow(0.7).mean()
+    assert norms["hqq"] < norms["minmax"]
+
+
+def test_min_max_is_torchaos_but_for_the_rounded_scale():
+    from torchao.quantization.quant_primitives import MappingType, choose_qparams_affine
+
+    w = weight() + 0.03
+    scales, zeros = min_max(w, 64)
+    theirs, points = choose_qparams_affine(
+        w, MappingType.ASYMMETRIC, (1, 64), torch.uint8, 0, 15, eps=1e-8, scale_dtype=torch.float32
+    )
+    assert torch.equal(scales, theirs.view_as(scales).bfloat16())
+    assert (zeros - points.view_as(zeros)).abs().max() <= 1
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
+@pytest.mark.parametrize("rows", [1, 2, 7, 33])
+@pytest.mark.parametrize("n", [48, 41])
+def test_modules_multiply_what_is_stored(scheme, rows, n):
+    found = quantize_weight(weight(n), scheme)
+    x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(3)).bfloat16()
+    bias = torch.linspace(-1, 1, n)
+    exact = x.float() @ found.dequantize().T + bias
+    module = make_linear(found, bias, "cpu", torch.bfloat16)
+    assert (module(x).float() - exact).abs().max() < 0.02 * exact.abs().max()
+    dense = make_linear(found, bias, "cpu", torch.float32)
+    assert torch.allclose(dense(x.float()), exact, atol=1e-5)
+
+
+def test_each_weight_is_held_once():
+    """Bytes of a module's buffers: design's figures for int4, one byte a weight for int8."""
+    for scheme, most in (
+        (Scheme(4, 32), 0.63),
+        (Scheme(4, 64), 0.57),
+        (Scheme(4, 128), 0.54),
+        (Scheme(8), 1.01),
+    ):
+        module = make_linear(quantize_weight(weight(), scheme), None, "cpu", torch.bfloat16)
+        held = sum(t.numel() * t.element_size() for t in module.buffers())
+        assert held / (48 * 256) <= most and not list(module.parameters())
+
+
+def test_rows_of_a_module_are_those_of_the_weight():
+    index = torch.tensor([40, 3, 3])
+    for scheme, kind in ((Scheme(8), Int8Linear), (Scheme(4, 64), Int4Linear)):
+        found = quantize_weight(weight(41), scheme)
+        module = make_linear(found, None, "cpu", torch.bfloat16)
+        assert isinstance(module, kind)
+        expected = found.dequantize()[index]
+        assert (module.rows(index).float() - expected).abs().max() < 0.005 * expected.abs().max()
+
+
+def test_quantized_logits_are_exact_where_it_matters():
+    found = quantize_weight(weight(300) * 40, Scheme(8))
+    head = QuantizedLMHead(make_linear(found, None, "cpu", torch.bfloat16))
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(4)).bfloat16() * 3
+    exact, logits = x.float() @ found.dequantize().T, head(x)
+    best = exact.topk(4).indices
+    assert torch.allclose(logits.gather(1, best), exact.gather(1, best), rtol=1e-4)
+    assert not torch.allclose(
+        head.linear(x).float().gather(1, best), exact.gather(1, best), rtol=1e-4
+    )
+
+
+def test_inputs_in_another_order():
+    found = quantize_weight(weight(), Scheme(4, 64))
+    order = torch.randperm(256, generator=torch.Generator().manual_seed(5))
+    x = torch.randn(3, 256)
+    module = Permuted(make_linear(found, None, "cpu", torch.float32), order)
+    assert torch.equal(module(x), x[:, order] @ found.dequantize().T)
+    two = SideBySide([module, make_linear(found, None, "cpu", torch.float32)])
+    assert torch.equal(two(x)[:, 48:], x @ found.dequantize().T)
+
+
+def test_quantizing_in_place_reaches_every_linear():
+    from test_drafters import random_head, random_target, tiny_config
+
+    config = tiny_config(dim=64, n_head=4, head_dim=16, ffn_dim=96)
+    target = random_target(config).bfloat16()
+    quantize_(target.blocks, Scheme(4, 32))
+    assert not [m for m in target.blocks.modules() if isinstance(m, nn.Linear)]
+    head: EagleHead = random_head(target, torch.arange(0, 60, 2), rope_base=10000.0)
+    head.borrow(target, 128)
+    quantize_head_(head, Scheme(4, 64, head_bits=8))
+    assert isinstance(head.fc, Int4Linear) and head.fc.group_size == 64
+    assert head.block.mlp.down.group_size == 32  # 96 inputs
+    assert isinstance(head.lm_head, Int8Linear) and isinstance(target.lm_head, nn.Linear)
+
+
+def test_a_packed_weight_refuses_parts_that_do_not_fit():
+    good = quantize_weight(weight(), Scheme(4, 64))
+    with pytest.raises(AssertionError):
+        PackedWeight(4, 64, good.q, good.scales)
+    with pytest.raises(AssertionError):
+        PackedWeight(4, 64, good.q, good.scales[:, :1], good.zeros)

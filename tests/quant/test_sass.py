@@ -1,0 +1,146 @@
+"""What the kernels compile to for a consumer Ampere card (sm_86), counted without having one.
+
+A pass over 4-bit weights leaves a multiprocessor about 11 instructions of a lane for each weight it
+streams at 90 % of 936 GB/s. The limits stand well below, a little above what was counted when they
+were written, so that a change that doubles the work or leaves the fast path shows up here.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from fasteagle.quant.planes import BLOCK_N, PlanesWeight
+
+pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
+
+import sass
+from fasteagle.quant import kernels
+from sass import TWO_PROGRAMS, VERSION, opcodes
+
+K = 4096
+
+# (format, rows, accumulate): lane instructions per weight in the main loop, by Triton version.
+LIMITS = {
+    "3.9": {
+        ("g128", 16, "fp32"): 2.6,
+        ("g128", 16, "fp16"): 2.6,
+        ("g128", 32, "fp32"): 2.9,
+        ("g128", 32, "fp16"): 3.2,
+        ("g64", 16, "fp32"): 2.8,
+        ("g64", 32, "fp32"): 3.4,
+        ("g32", 16, "fp32"): 3.5,
+        ("g32", 32, "fp32"): 4.4,
+        ("g128-offsets", 16, "fp32"): 2.8,
+        ("g128-offsets", 32, "fp32"): 3.0,
+        ("g32-offsets", 16, "fp32"): 3.0,
+        ("g32-offsets", 32, "fp32"): 3.2,
+        ("g32-offsets", 32, "fp16"): 3.9,
+        ("int8", 16, "fp32"): 2.3,
+        ("int8", 32, "fp32"): 2.8,
+        ("int8", 32, "fp16"): 3.2,
+        ("int8-g32", 16, "fp32"): 3.5,
+        ("int8-g32", 32, "fp32"): 4.6,
+    }
+}
+POINTERS = {"x_ptr": "*fp16", "planes_ptr": "*i16", "params_ptr": "*i32", "out_ptr": "*fp32"}
+
+
+class Compiled(NamedTuple):
+    """A kernel for sm_86."""
+
+    loop: list[str]  # SASS of the main loop
+    weights: int  # of one iteration of one program
+    usage: sass.Usage
+
+    @property
+    def per_weight(self) -> float:
+        return len(self.loop) * 32 * kernels.OPTIONS["num_warps"] / self.weights
+
+
+def empty_weight(name: str) -> PlanesWeight:
+    """A weight of a format without its tensors."""
+    bits = 8 if name.startswith("int8") else 4
+    group = re.search(r"g(\d+)", name)
+    none = torch.empty(0)
+    return PlanesWeight(
+        none, none, K, K, bits, int(group[1]) if group else K, offsets="offsets" in name
+    )
+
+
+def build(name: str, rows: int, accumulate: str, folder: Path, *, use_asm: bool = True) -> Compiled:
+    """The variant that a product of `rows` rows launches."""
+    weight = empty_weight(name)
+    cut = kernels.tiling(weight.layout, K, K, rows, 82)
+    constants = kernels.constants(weight, cut, accumulate) | {"USE_ASM": use_asm}
+    compiled = compile_kernel(kernels.planes_kernel, POINTERS, constants)
+    code, usage = sass.disassemble(compiled, folder)
+    weights = weight.layout.tile * BLOCK_N
+    return Compiled(sass.main_loop(code), weights, usage)
+
+
+def compile_kernel(function, pointers: dict[str, str], constants: dict[str, object]):
+    aligned = ("out_columns", "Np", "Kp")
+    return sass.compile_kernel(function, pointers, constants, kernels.OPTIONS, aligned)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """Compile anew: not from, and not into, the cache of the person who runs this."""
+    if kernels.INTERPRETED:
+        pytest.skip("TRITON_INTERPRET is set")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+
+
+counted = pytest.mark.skipif(
+    VERSION not in LIMITS,
+    reason=f"limits were counted with Triton {', '.join(LIMITS)}, this is {VERSION}",
+)
+
+
+@counted
+@pytest.mark.parametrize(("name", "rows", "accumulate"), LIMITS.get(VERSION, LIMITS["3.9"]))
+def test_main_loop(name, rows, accumulate, tmp_path):
+    built = build(name, rows, accumulate, tmp_path)
+    counts = opcodes(built.loop)
+    print(
+        f"\n{name} M={rows} {accumulate}: {built.per_weight:.2f} instructions per weight, "
+        f"{built.usage}"
+    )
+    assert built.per_weight <= LIMITS[VERSION][name, rows, accumulate]
+    assert built.usage.shared <= TWO_PROGRAMS
+    assert built.usage.registers * 32 * kernels.OPTIONS["num_warps"] * 2 <= 65536
+    assert built.usage.stack == built.usage.local == 0, "registers spill"
+    macs = max(rows, 16) * built.weights
+    m16n8k16 = 16 * 8 * 16
+    assert counts["HMMA"] * kernels.OPTIONS["num_warps"] * m16n8k16 == macs, "once each, all of it"
+    kind = "HMMA.16816.F16" if accumulate == "fp16" else "HMMA.16816.F32"
+    assert all(kind in code for code in built.loop if "HMMA" in code)
+    assert counts["LDGSTS"] and not counts["LDG"], "a load in the loop waits for memory"
+    assert not counts["STS"], "values go from shared memory to the tensor cores and not back"
+    assert not counts["I2F"] and not counts["I2FP"], "lop3 does without conversions"
+
+
+@counted
+def test_the_count_sees_a_slow_kernel(tmp_path):
+    """Without the assembly the loop is far above its limit: the limits can fail."""
+    built = build("g128", 16, "fp32", tmp_path, use_asm=False)
+    assert built.per_weight > 1.5 * LIMITS[VERSION]["g128", 16, "fp32"]
+
+
+@pytest.mark.parametrize("name", ["g128", "g32-offsets", "int8", "int8-g32"])
+def test_dequantizing_compiles_with_the_assembly(name):
+    constants = kernels.format_constants(empty_weight(name)) | {"UNIT": 1.0, "USE_ASM": True}
+    pointers = {"planes_ptr": "*i16", "params_ptr": "*i32", "out_ptr": "*fp16"}
+    assert "lop3" in compile_kernel(kernels.dequantize_kernel, pointers, constants).asm["ptx"]
+
+
+def test_partial_sums_are_added_in_order():
+    pointers = {"parts_ptr": "*fp32", "y_ptr": "*fp32"}
+    ptx = compile_kernel(kernels.sum_kernel, pointers, {"SPLIT": 3, "BLOCK_N": BLOCK_N}).asm["ptx"]
+    assert len(re.findall(r"\badd(?:\.rn)?\.f32", ptx)) == 3
+    assert not re.search(r"\b(atom|red)\.", ptx)

@@ -1,0 +1,82 @@
+"""Names of weight formats, and their bytes against figures worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from fasteagle.errors import FasteagleError
+from fasteagle.loading.registry import preset
+from fasteagle.quant.scheme import (
+    BF16,
+    INT8,
+    Scheme,
+    grouped_bytes,
+    int4_for,
+    is_scheme_name,
+    parse_scheme,
+)
+
+SEVEN, SMALL = preset("llama2-7b"), preset("smollm2-135m")
+
+
+def test_bytes_per_weight():
+    assert grouped_bytes(4, 128) == 0.53125
+    assert grouped_bytes(4, 64) == 0.5625
+    assert grouped_bytes(4, 32) == 0.625
+    assert grouped_bytes(8, 32) == 1.0625
+
+
+def test_model_bytes_by_hand():
+    linear, table = 32 * (4 * 4096**2 + 3 * 4096 * 11008), 32000 * 4096
+    assert BF16.model_bytes(SEVEN) == 2 * (linear + 2 * table)
+    assert INT8.model_bytes(SEVEN) == linear + table + 2 * table
+    int4 = parse_scheme("int4-g128", SEVEN)
+    assert int4.model_bytes(SEVEN) == pytest.approx(0.53125 * linear + 3 * table)
+    all_int4 = parse_scheme("int4-g128", SEVEN, head_bits=4)
+    assert all_int4.model_bytes(SEVEN) == pytest.approx(0.53125 * (linear + table) + 2 * table)
+    assert BF16.model_bytes(SMALL) == 2 * (SMALL.linear_params + 49152 * 576)
+    assert INT8.model_bytes(SMALL) == SMALL.linear_params + 3 * 49152 * 576
+
+
+def test_the_widest_group_that_fits():
+    assert int4_for(SEVEN) == Scheme(4, 128, "hqq", 8)
+    assert int4_for(SMALL).group_size == 64  # 576 does not divide by 128
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [
+        ("int8", Scheme(8, 0, "minmax", 8)),
+        ("int8-g32", Scheme(8, 32, "minmax", 8)),
+        ("int4", Scheme(4, 128, "hqq", 8)),
+        ("int4-g64", Scheme(4, 64, "minmax", 8)),
+        ("int4-g128-hqq", Scheme(4, 128, "hqq", 8)),
+        ("int4-g32-gptq", Scheme(4, 32, "gptq", 8)),
+    ],
+)
+def test_names(name, scheme):
+    assert parse_scheme(name, SEVEN) == scheme
+    assert is_scheme_name(name)
+    if name != "int4":
+        assert parse_scheme(scheme.name, SEVEN) == scheme
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fp8", "'fp8' is unknown: use for example int4"),
+        ("int3-g64", "3 bits have no kernel"),
+        ("int4-g64-awq", "method 'awq' is not one of: minmax, hqq, gptq"),
+        ("int8-g32-hqq", "none for int8"),
+        ("int4-g16", "group size 16 has no kernel: use g128, g64, g32"),
+        ("int8-g64", "group size 64 has no kernel: use g32"),
+    ],
+)
+def test_names_that_are_none(name, message):
+    with pytest.raises(FasteagleError, match=message):
+        parse_scheme(name, SEVEN)
+
+
+def test_groups_that_do_not_divide():
+    with pytest.raises(FasteagleError, match=r"groups of 128 do not divide .*576, 1536\): use g64"):
+        parse_scheme("int4-g128", SMALL)

@@ -1,0 +1,532 @@
+"""Training a head: the loss, the simulation of drafting, resuming, and wrong text."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from test_drafters import random_head, random_target, tiny_config
+
+from conftest import write_random_text
+from fasteagle.drafting.head_state import HeadState
+from fasteagle.errors import FasteagleError
+from fasteagle.generate import Engine
+from fasteagle.loading.head_file import load_head
+from fasteagle.options import SamplingParams, TrainOptions
+from fasteagle.training.data import (
+    Conversation,
+    FeatureStore,
+    LiveFeatures,
+    choose_held_out,
+    compute_features,
+    frequent_tokens,
+    read_conversations,
+)
+from fasteagle.training.train import (
+    SoftCrossEntropy,
+    Trainer,
+    batches,
+    evaluate,
+    make_batch,
+    new_head,
+    unroll,
+)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_target(tiny_config())
+
+
+def talk(target, n=24, seed=0) -> list[Conversation]:
+    """Conversations that the target answered greedily."""
+    g = torch.Generator().manual_seed(seed)
+    engine, found = Engine(target, 256), []
+    for _ in range(n):
+        size = int(torch.randint(4, 9, (1,), generator=g))
+        prompt = torch.randint(0, 60, (size,), generator=g).tolist()
+        answer = [t for ids in engine.generate(prompt, SamplingParams(), 20) for t in ids]
+        found.append(Conversation(prompt + answer, size, True))
+    return found
+
+
+@pytest.fixture
+def store(target, tmp_path) -> FeatureStore:
+    return compute_features(Engine(target, 256), talk(target), tmp_path / "features")
+
+
+OPTIONS = TrainOptions(
+    lr=3e-3, batch_tokens=200, steps=30, warmup=5, draft_vocab_size=40, loss_vocab_size=30
+)
+
+
+def trainer(target, store, folder, options=OPTIONS) -> Trainer:
+    head = new_head(target, torch.arange(40), options)
+    return Trainer(head, target, store, [0, 1, 2], torch.arange(30), options, folder)
+
+
+# The simulation of drafting
+
+
+@torch.no_grad()
+def test_unrolled_steps_equal_drafting_with_the_cache(target):
+    """Each row's s-th prediction equals that of the head fed its own features s times."""
+    head = random_head(target)
+    tokens = torch.randint(0, 60, (14,), generator=torch.Generator().manual_seed(1))
+    features = torch.randn(14, 32, generator=torch.Generator().manual_seed(2))
+    outputs = unroll(head, head._embedding[0](tokens)[None], features[None], 4)
+    for start in (1, 5, 9):
+        state = HeadState(head, 256, 8)
+        state.extend(tokens[:start], features[:start], start)
+        feature = state.feature
+        assert torch.allclose(feature[0], outputs[0][0, start - 1], atol=1e-4)
+        for step in range(1, 4):
+            row = start - 1 + step
+            mask = torch.ones(1, step, dtype=torch.bool)
+            _, feature = state.step(tokens[row : row + 1], feature, step - 1, mask)
+            assert torch.allclose(feature[0], outputs[step][0, row], atol=1e-4), (start, step)
+
+
+@torch.no_grad()
+def test_simulated_acceptance_equals_what_the_engine_measures(target, store, tmp_path):
+    """Chains drafted at every position of greedy text, by hand, against `evaluate`."""
+    made = trainer(target, store, tmp_path / "run", dataclasses.replace(OPTIONS, steps=120))
+    with torch.enable_grad():
+        made.run(lambda entry: None, every=200)
+    head = made.head
+    held = evaluate_fp32(head, target, store, list(range(3, 9)))
+    tried, accepted = [0] * 5, [0] * 5
+    for i in range(3, 9):
+        ids, features = store.conversation(i)
+        features = features.float()
+        for root in range(store.prompt_lens[i], len(ids) - 1):
+            state = HeadState(head, 256, 8)
+            state.extend(ids[1 : root + 1], features[:root], root)
+            logits, feature, step = state.logits, state.feature, 0
+            while step < 5 and root + step < len(ids) - 1:
+                tried[step] += 1
+                token = int(head.target_ids()[logits.argmax()])
+                best = int((features[root + step] @ target.lm_head.weight.T).argmax())
+                if token != best:
+                    break
+                accepted[step] += 1
+                mask = torch.ones(1, step + 1, dtype=torch.bool)
+                row = ids[root + 1 + step : root + 2 + step]
+                logits, feature = state.step(row, feature, step, mask)
+                step += 1
+    assert tried[0] == held.rows and accepted[0] > 5 and accepted[1] > 0
+    for step in range(5):
+        if tried[step]:
+            assert held.alphas[step] == pytest.approx(accepted[step] / tried[step])
+
+
+def evaluate_fp32(head, target, store, indices):
+    """`evaluate` without bf16 rounding, which could turn a tie."""
+    import contextlib
+
+    import fasteagle.training.train as train
+
+    original = train._autocast
+    train._autocast = lambda device: contextlib.nullcontext()
+    try:
+        return evaluate(head, target, store, indices)
+    finally:
+        train._autocast = original
+
+
+def test_soft_cross_entropy_and_its_gradient():
+    g = torch.Generator().manual_seed(0)
+    p = torch.randn(700, 16, generator=g, requires_grad=True)
+    t, rows = torch.randn(700, 16, generator=g), torch.randn(50, 16, generator=g)
+    loss = SoftCrossEntropy.apply(p, t, rows)
+    (3 * loss).backward()
+    ours, p.grad = p.grad, None
+    wanted = (t @ rows.T).softmax(-1)
+    expected = -(wanted * (p @ rows.T).log_softmax(-1)).sum(-1).mean()
+    (3 * expected).backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert torch.allclose(ours, p.grad, atol=1e-6)
+
+
+# Text and features
+
+
+def test_features_are_the_targets_and_shards_resume(target, tmp_path, monkeypatch):
+    monkeypatch.setattr("fasteagle.training.data.SHARD_TOKENS", 100)
+    text = talk(target, 12)
+    engine = Engine(target, 256)
+    store = compute_features(engine, text, tmp_path / "f")
+    assert len(list((tmp_path / "f").glob("features-*.safetensors"))) > 2
+    for i, conversation in enumerate(text):
+        ids, features = store.conversation(i)
+        assert ids.tolist() == conversation.ids
+        assert torch.equal(features, engine.features(conversation.ids).bfloat16())
+    (tmp_path / "f" / "index.json").unlink()
+    last = sorted((tmp_path / "f").glob("features-*.safetensors"))[-1]
+    last.unlink()
+    written = []
+    import fasteagle.training.data as train_data
+
+    original = train_data._write_shard
+    monkeypatch.setattr(
+        train_data, "_write_shard", lambda *a: (written.append(a[2].name), original(*a))
+    )
+    compute_features(engine, text, tmp_path / "f")
+    assert written == [last.name]
+
+
+def test_live_features_train_the_same_head(target, store, tmp_path):
+    live = LiveFeatures(Engine(target, 256), talk(target))
+    heads = []
+    for source in (store, live):
+        made = trainer(target, source, tmp_path / type(source).__name__)
+        made.run(lambda entry: None)
+        heads.append(made.head.state_dict())
+        assert [list(e["alphas"]) for e in made.history]
+    for name, cached in heads[0].items():
+        assert torch.allclose(cached, heads[1][name], atol=2e-3), name
+
+
+def test_an_unroll_longer_than_every_answer(target, tmp_path):
+    """Steps for which no row of the batch counts are left out, and the loss stays finite."""
+    short = [Conversation(c.ids[: c.prompt_len + 3], c.prompt_len, True) for c in talk(target)]
+    store = compute_features(Engine(target, 256), short, tmp_path / "features")
+    options = dataclasses.replace(OPTIONS, unroll=6, steps=3)
+    made = trainer(target, store, tmp_path / "run", options)
+    losses = []
+    made.run(lambda entry: None, tick=lambda step, loss: losses.append(loss))
+    assert len(losses) == 3 and all(0 < loss < 100 for loss in losses)
+
+
+def test_rows_that_count(target, store):
+    """A row counts if drafting could begin there and the answer goes on behind it."""
+    batch = make_batch(store, [0, 3], torch.device("cpu"))
+    for b, i in enumerate((0, 3)):
+        ids, features = store.conversation(i)
+        for step in (0, 2):
+            rows = batch.counted(step)[b].nonzero()[:, 0].tolist()
+            assert rows == list(range(store.prompt_lens[i] - 1 + step, len(ids) - 2))
+        assert batch.tokens[b, : len(ids) - 1].equal(ids[1:])
+        assert batch.targets[b, : len(ids) - 1].equal(features[1:])
+
+
+def test_batches_cover_everything_once_and_repeat(store):
+    indices = list(range(3, len(store)))
+    first = batches(store, indices, OPTIONS)
+    seen: list[int] = []
+    while len(seen) < len(indices):
+        seen += next(first)
+    assert sorted(seen) == indices
+    again = batches(store, indices, OPTIONS)
+    assert next(again) == next(batches(store, indices, OPTIONS))
+
+
+def test_frequent_tokens_and_held_out():
+    text = [Conversation([1, 2, 9, 9, 5, 5, 5], 2, i % 2 == 0) for i in range(10)]
+    assert frequent_tokens(text, 2).tolist() == [5, 9]
+    assert frequent_tokens(text, 4).tolist() == [0, 1, 5, 9]
+    assert choose_held_out(text, 3) == [0, 2, 6]
+    assert len(set(choose_held_out(text, 8))) == 8
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"ids": [1, 2, 3, 99], "prompt_len": 1}', "line 2: token id 99 is outside .* of 60"),
+        ('{"ids": [1, -2, 3, 4], "prompt_len": 1}', "token id -2"),
+        ('{"ids": [1, 2.5, 3, 4], "prompt_len": 1}', "line 2: expected"),
+        ('{"ids": "abc", "prompt_len": 1}', "line 2: expected"),
+        ('{"ids": [1, 2, 3, 4], "prompt_len": 0}', "line 2: expected"),
+        ('{"ids": [1, 2, 3, 4]}', "line 2: expected"),
+        ("nonsense", "line 2: expected"),
+    ],
+)
+def test_text_that_cannot_be_trained_on(tmp_path, line, message):
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"ids": [1, 2, 3, 4, 5], "prompt_len": 1}\n' + line + "\n")
+    with pytest.raises(FasteagleError, match=message):
+        read_conversations(path, 60, 100)
+
+
+def test_text_without_answers(tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"ids": [1, 2, 3], "prompt_len": 3}\n')
+    with pytest.raises(FasteagleError, match="no conversation with an answer"):
+        read_conversations(path, 60, 100)
+
+
+# Training
+
+
+def test_training_learns(target, store, tmp_path):
+    """Measured on the text it trains on: a random target says nothing one could generalize."""
+    made = trainer(target, store, tmp_path / "run", dataclasses.replace(OPTIONS, steps=150))
+    entries = []
+    made.run(entries.append, every=50)
+    assert entries[-1]["step"] == 150 and len(entries) == 3
+    assert entries[-1]["loss"] < 0.8 * entries[0]["loss"]
+    before = evaluate(new_head_ready(target), target, store, made.training)
+    after = evaluate(made.head, target, store, made.training)
+    assert after.alphas[0] > before.alphas[0] + 0.1
+
+
+def new_head_ready(target):
+    head = new_head(target, torch.arange(40), OPTIONS)
+    head.borrow(target, 256)
+    return head
+
+
+@pytest.mark.parametrize("unrolled", [1, 3])
+def test_a_run_that_was_cut_off_continues_exactly(target, store, tmp_path, unrolled):
+    options = dataclasses.replace(OPTIONS, steps=12, unroll=unrolled)
+    whole = trainer(target, store, tmp_path / "a", options)
+    whole.run(lambda entry: None, every=100)
+
+    class Killed(Exception):
+        pass
+
+    part = trainer(target, store, tmp_path / "b", options)
+    original = part._update
+
+    def update(batch):
+        if part.step == 8:
+            raise Killed
+        return original(batch)
+
+    part._update = update
+    with pytest.raises(Killed):
+        part.run(lambda entry: None, every=100, save_every=3)
+    rest = trainer(target, store, tmp_path / "b", options)
+    assert rest.resume() and rest.step == 6
+    rest.run(lambda entry: None, every=100)
+    for a, b in zip(whole.head.parameters(), rest.head.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_resuming_with_other_options_is_refused(target, store, tmp_path):
+    made = trainer(target, store, tmp_path / "run", dataclasses.replace(OPTIONS, steps=3))
+    made.run(lambda entry: None)
+    other = trainer(target, store, tmp_path / "run", dataclasses.replace(OPTIONS, steps=3, lr=1e-4))
+    with pytest.raises(FasteagleError, match=r"other options \(lr 0.003 -> 0.0001\)"):
+        other.resume()
+
+
+def test_resuming_with_other_text_is_refused(target, store, tmp_path):
+    made = trainer(target, store, tmp_path / "run", dataclasses.replace(OPTIONS, steps=3))
+    made.run(lambda entry: None)
+    head = new_head(target, torch.arange(40), OPTIONS)
+    for held_out, identity in (([0, 1], ""), ([0, 1, 2], "other text")):
+        options = dataclasses.replace(OPTIONS, steps=3)
+        ids = torch.arange(30)
+        other = Trainer(head, target, store, held_out, ids, options, tmp_path / "run", identity)
+        with pytest.raises(FasteagleError, match="another model or other text"):
+            other.resume()
+
+
+def test_a_full_disk_costs_one_line_and_keeps_the_old_checkpoint(
+    target, store, tmp_path, monkeypatch
+):
+    made = trainer(target, store, tmp_path / "run")
+    made.step = 7
+    made.save()
+
+    def full(state, path):
+        path.write_bytes(b"half of it")
+        raise RuntimeError("PytorchStreamWriter failed writing file: no space left")
+
+    monkeypatch.setattr(torch, "save", full)
+    made.step = 8
+    with pytest.raises(FasteagleError, match=r"cannot write .*state\.pt .*no space left"):
+        made.save()
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["state.pt"]
+    assert torch.load(tmp_path / "run" / "state.pt", weights_only=True)["step"] == 7
+
+
+def test_training_stops_when_held_out_text_gains_nothing(target, store, tmp_path):
+    made = trainer(target, store, tmp_path / "run", dataclasses.replace(OPTIONS, lr=1e-12))
+    made.run(lambda entry: None, every=2, patience=3)
+    assert made.step == 8
+
+
+@pytest.mark.parametrize("name", ["lr", "steps", "unroll", "draft_vocab_size"])
+def test_options_out_of_range(name):
+    with pytest.raises(FasteagleError, match=f"{name} 0"):
+        TrainOptions(**{name: 0})
+
+
+# The command
+
+
+@pytest.fixture
+def text_file(tiny_dir, tmp_path):
+    return write_random_text(tmp_path / "text.jsonl", 30, 30)
+
+
+def command(tiny_dir, text_file, out, *more):
+    return [
+        sys.executable,
+        "-m",
+        "fasteagle",
+        "train-head",
+        "--model",
+        tiny_dir,
+        "--data",
+        text_file,
+        "--out",
+        out,
+        "--held-out",
+        "4",
+        "--batch-tokens",
+        "200",
+        "--lr",
+        "1e-3",
+        "--draft-vocab-size",
+        "128",
+        "--loss-vocab-size",
+        "64",
+        *map(str, more),
+    ]
+
+
+def test_the_command_survives_a_kill_and_writes_a_head(tiny_dir, text_file, tmp_path):
+    out = tmp_path / "head"
+    options = ("--steps", 400, "--every", 50)
+    process = subprocess.Popen(
+        command(tiny_dir, text_file, out, *options), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    end = time.monotonic() + 120
+    while not (out / "state.pt").exists() and time.monotonic() < end:
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    step = torch.load(out / "state.pt", weights_only=True)["step"]
+    assert 50 <= step < 400, "the kill came too late to test anything"
+    again = subprocess.run(command(tiny_dir, text_file, out, *options), capture_output=True)
+    assert again.returncode == 2 and b"unfinished run: continue it with --resume" in again.stderr
+    done = subprocess.run(
+        command(tiny_dir, text_file, out, *options, "--resume"),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "continuing at step" in done.stderr and "0-alpha" in done.stderr
+    assert sorted(p.name for p in out.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "training.json",
+    ]
+    from fasteagle.loading.checkpoint import fingerprint, open_checkpoint
+
+    checkpoint = open_checkpoint(tiny_dir)
+    head, header = load_head(out, checkpoint.config)
+    assert header["target_fingerprint"] == fingerprint(checkpoint)
+    assert header["draft_vocab_size"] == 128 == len(head.target_ids())
+    record = json.loads((out / "training.json").read_text())
+    assert record["options"]["steps"] == 400 and len(record["history"]) == 8
+
+
+def test_too_little_text(tiny_dir, text_file, tmp_path):
+    arguments = command(tiny_dir, text_file, tmp_path / "h", "--held-out", 30)
+    done = subprocess.run(arguments, capture_output=True, text=True)
+    assert done.returncode == 2 and "30 conversations are too few to hold 30 out" in done.stderr
+
+
+def test_prompts_are_answered_and_trained_on(tiny_dir, tmp_path):
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text("".join(json.dumps({"turns": [f"question {i}"]}) + "\n" for i in range(12)))
+    out = tmp_path / "head"
+    arguments = [
+        sys.executable,
+        "-m",
+        "fasteagle",
+        "train-head",
+        "--model",
+        tiny_dir,
+        "--prompts",
+        prompts,
+        "--out",
+        out,
+        "--held-out",
+        "3",
+        "--steps",
+        "4",
+        "--batch-tokens",
+        "200",
+        "--answer-tokens",
+        "24",
+        "--draft-vocab-size",
+        "128",
+        "--features",
+        "live",
+        "--loss-vocab-size",
+        "64",
+    ]
+    done = subprocess.run([*map(str, arguments)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "answered 12 of 12 prompts" in done.stderr
+    lines = [json.loads(line) for line in (out / "text.jsonl").read_text().splitlines()]
+    assert [line["T"] for line in lines[:4]] == [0.0, 0.7, 1.0, 0.0]
+    # A last line that was cut off is written again, the others are kept.
+    (out / "text.jsonl").write_text("\n".join(json.dumps(line) for line in lines)[:-5])
+    done = subprocess.run([*map(str, arguments)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    again = [json.loads(line) for line in (out / "text.jsonl").read_text().splitlines()]
+    assert again == lines
+    prompts.write_text('{"turns": ["something else"]}\n')
+    done = subprocess.run([*map(str, arguments)], capture_output=True, text=True)
+    assert done.returncode == 2 and "holds answers of another model or to other" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [("--every", "every 0"), ("--held-out", "held-out 0"), ("--max-len", "max-len 0")],
+)
+def test_run_options_out_of_range(tiny_dir, text_file, tmp_path, option, message):
+    from click.testing import CliRunner
+
+    from fasteagle.cli import main as cli
+
+    arguments = command(tiny_dir, text_file, tmp_path / "h", option, 0)[3:]
+    result = CliRunner().invoke(cli.main, [str(a) for a in arguments])
+    assert result.exit_code == 2 and message in result.stderr
+
+
+def test_the_bar_shows_loss_and_held_out_quality(monkeypatch, capsys):
+    import types
+
+    from fasteagle.training.train_head import TrainingBar
+
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    run = types.SimpleNamespace(options=TrainOptions(steps=40), step=10)
+    with TrainingBar(run) as bar:
+        bar.tick(11, 2.0)
+        bar.report({"step": 11, "alphas": [0.5, 0.25], "loss": 2.0, "tau": 1.625, "tok_s": 9})
+        bar.tick(12, 2.0)
+    shown = capsys.readouterr().err
+    assert "step 12 of 40" in shown and "loss 2.0000 | 0-alpha 0.500 | tau 1.62" in shown
+    assert "step 11 of 40 | loss 2.0000 | n-alpha 0.500 0.250 | tau 1.62 | 9 tok/s" in shown
+
+
+def test_nothing_to_train_on(tiny_dir, tmp_path):
+    arguments = [
+        sys.executable,
+        "-m",
+        "fasteagle",
+        "train-head",
+        "--model",
+        str(tiny_dir),
+        "--out",
+        str(tmp_path / "h"),
+    ]
+    done = subprocess.run(arguments, capture_output=True, text=True)
+    assert done.returncode == 2 and "give --data, or --prompts" in done.stderr
