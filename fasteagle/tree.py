@@ -20,12 +20,14 @@ from fasteagle.errors import FasteagleError
 class DraftTree(NamedTuple):
     """Row 0 is the root; `parents[0] = 0`, `parents[j] < j`; siblings carry distinct tokens.
 
-    Rows that are not `valid` are padding: token 0, seen by nobody, never accepted.
+    Rows that are not `valid` are padding: token 0, seen by nobody, never accepted. Where children
+    were sampled, `distributions` holds what each row's were drawn from.
     """
 
     tokens: Tensor  # [T] target ids
     parents: Tensor  # [T]
     valid: Tensor  # [T] bool
+    distributions: Tensor | None = None  # [T, V]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +61,73 @@ class TreeShape:
     def rows(self) -> int:
         """Rows of the verify pass, root included."""
         return self.nodes + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class PathTree:
+    """A tree of fixed form: every node is a path of child ranks from the root."""
+
+    paths: tuple[tuple[int, ...], ...]
+
+    @property
+    def depth(self) -> int:
+        return max(map(len, self.paths))
+
+    @property
+    def nodes(self) -> int:
+        return len(self.paths)
+
+    @property
+    def rows(self) -> int:
+        return self.nodes + 1
+
+
+Shape = TreeShape | PathTree
+
+
+class TreeView(NamedTuple):
+    """What the rows of a tree see of the KV cache.
+
+    Tree row j lies in cache slot `seq_len + j`. It sees the keys at positions `0 .. seq_len +
+    depths[j]`, with a sliding window of w only the last w of them. Plain decoding is the tree of
+    one row: paths [[0]], depths [0].
+    """
+
+    seq_len: Tensor  # 0-d, integer, on the device: a replayed CUDA graph sees the text grow
+    paths: Tensor  # [T, P] int32: row of j's ancestor at depth d, its own at its own depth
+    depths: Tensor  # [T] integer, the root's is 0; all below P
+    window: int | None = None
+
+    def mask(self, n_slots: int) -> Tensor:
+        """The same as a mask [T, n_slots]: row j sees slot s."""
+        depth = torch.arange(self.paths.shape[1], device=self.paths.device)
+        last = (self.seq_len + self.depths).unsqueeze(1)
+        key = torch.arange(n_slots, device=self.paths.device)
+        committed = key < self.seq_len
+        position = self.seq_len + depth
+        seen = position <= last
+        if self.window is not None:
+            first = last - self.window + 1
+            committed = committed & (key >= first)
+            seen = seen & (position >= first)
+        # Entries that stand for no ancestor name the row itself, which it sees anyway.
+        own = self.paths.gather(1, self.depths.long().unsqueeze(1))
+        slots = self.seq_len + torch.where(seen, self.paths, own)
+        mask = committed.expand(last.shape[0], -1).clone()
+        return mask.scatter_(1, slots.long(), True)
+
+
+def tree_paths(tree_mask: Tensor, depths: Tensor, depth: int) -> Tensor:
+    """Path table [T, depth + 1] int32 of `ancestor_mask`'s tree_mask [T, T] and depths [T].
+
+    `depth` is the depth of the deepest row, a number that the host knows: the drafter's, not this
+    tree's. Entries behind a row's own are 0.
+    """
+    rows = torch.arange(len(depths), device=depths.device, dtype=torch.int32)
+    # Row j's ancestor i belongs in column depths[i]; what is no ancestor, in one cut off again.
+    column = torch.where(tree_mask & (depths <= depth), depths, depth + 1)
+    table = rows.new_zeros(len(depths), depth + 2)
+    return table.scatter(1, column.long(), rows.expand_as(tree_mask))[:, :-1].contiguous()
 
 
 def ancestor_mask(parents: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:

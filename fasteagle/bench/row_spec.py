@@ -13,7 +13,7 @@ from fasteagle.errors import FasteagleError
 from fasteagle.options import DraftOptions
 
 if TYPE_CHECKING:
-    from fasteagle.drafters import Drafter
+    from fasteagle.drafting.base import Drafter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ def planned_tree(row: str, draft: DraftOptions, quantized_on_cpu: bool) -> TreeS
 
         return TreeSize(LOOKUP_TOKENS, 1, LOOKUP_TOKENS)
     if row == "ngram":
-        from fasteagle.drafters import NgramDrafter
+        from fasteagle.drafting.ngram import NgramDrafter
 
         return used_tree(NgramDrafter())
     depth, topk, nodes = draft_of(row, draft).sizes(quantized_on_cpu)

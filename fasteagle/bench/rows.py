@@ -43,8 +43,7 @@ class EngineDecoder:
         self.engine, self.params, self.eos_ids = engine, params, eos_ids
 
     def restart(self) -> None:
-        self.engine.cached.clear()
-        self.engine.use(self.engine.drafter)
+        self.engine.restart()
 
     def turn(self, prompt: list[int], max_new_tokens: int) -> Turn:
         chunks = list(self.engine.generate(prompt, self.params, max_new_tokens, self.eos_ids))

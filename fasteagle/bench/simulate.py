@@ -13,7 +13,7 @@ import torch
 
 from fasteagle.bench.row_spec import planned_tree
 from fasteagle.config import HeadConfig
-from fasteagle.drafters import Drafter
+from fasteagle.drafting.base import Drafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import Checkpoint, DummyCheckpoint

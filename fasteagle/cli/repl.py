@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fasteagle.cli.session import ChatSession, format_stats
-from fasteagle.drafters import EagleDrafter
+from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError, suggest
 from fasteagle.loading.open import note
 from fasteagle.options import AnswerOptions, SamplingParams
@@ -154,7 +154,7 @@ class Repl:
             f"{len(self.session.engine.cached):,} of {self.session.engine.max_seq_len:,}"
         )
 
-        pilot = getattr(self.session.engine.drafter, "pilot", None)
+        pilot = drafter.controller if (drafter := self.session.engine.drafter) else None
         if pilot is not None:
             print(pilot.explain())
         by_depth = stats.acceptance_by_depth
@@ -177,7 +177,7 @@ class Repl:
         elif text:
             raise FasteagleError(f"/spec wants on, off or a number of nodes, got {text!r}")
         drafter = engine.drafter
-        print(f"{drafter.name}, {drafter.rows - 1} nodes" if drafter else "no speculation")
+        print(f"{drafter.name}, {drafter.shape.nodes} nodes" if drafter else "no speculation")
 
     def _reset(self) -> None:
         self.session.reset()

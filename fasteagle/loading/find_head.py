@@ -14,15 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fasteagle.config import HeadConfig, ModelConfig, head_from_hf
-from fasteagle.drafters import (
-    Drafter,
-    EagleDrafter,
-    NgramDrafter,
-    StaticTreeDrafter,
-    Tuning,
-    check_no_gaps,
-    check_paths,
-)
+from fasteagle.drafting.base import Drafter, Tuning
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.ngram import NgramDrafter
+from fasteagle.drafting.static_tree import StaticTreeDrafter, check_no_gaps, check_paths
 from fasteagle.drafting.plan import NGRAM_RANKS, ranks_of
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import hub
@@ -158,7 +153,7 @@ def make_drafter(
     if options.auto_tree and isinstance(drafter, EagleDrafter):
         path = costs_path(identity, _precision(engine, checkpoint), "eagle")
         drafter.tuning = Tuning(path, ranks_of(header))
-    notify(f"draft head {found.origin}: {drafter.name}, {drafter.rows - 1} nodes")
+    notify(f"draft head {found.origin}: {drafter.name}, {drafter.shape.nodes} nodes")
     return drafter
 
 

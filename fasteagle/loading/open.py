@@ -10,18 +10,21 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from fasteagle.compile import BlockCompiler
+from fasteagle.compile.cycles import CycleCompiler
+from fasteagle.compile.graphs import make_engine
 from fasteagle.compile.tree_attention import has_kernel, use_tree_attention
-from fasteagle.drafters import HeadDrafter
+from fasteagle.drafting.draft_head import HeadDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import MAX_TREE_ROWS, Engine
 from fasteagle.loading import registry
 from fasteagle.loading.checkpoint import Checkpoint, DummyCheckpoint, load_model, open_checkpoint
 from fasteagle.loading.tokenizer import ChatTokenizer, load_tokenizer
-from fasteagle.options import RuntimeOptions
+from fasteagle.options import RuntimeOptions, SamplingParams
+from fasteagle.sampling import DrawKind
 from fasteagle.quant.scheme import Scheme, parse_scheme
 
 if TYPE_CHECKING:
-    from fasteagle.compile import BlockCompiler
     from fasteagle.loading.source import QuantizedSource
 
 TORCHAO = "-torchao"  # behind int4 or int8: torchao's formats and kernels instead of ours
@@ -97,7 +100,7 @@ def build_engine(
         quantize_with_torchao(model, options.quant, options.head_bits)
     if has_kernel(checkpoint.config, dtype, device):
         use_tree_attention(model)
-    return Engine(model, max_seq_len)
+    return make_engine(model, max_seq_len)
 
 
 def quantized_checkpoint(
@@ -126,20 +129,21 @@ def dummy_checkpoint(name: str) -> DummyCheckpoint:
     return DummyCheckpoint(registry.preset(name))
 
 
-def start_compiler(engine: Engine) -> BlockCompiler:
-    """Begin to compile the engine's blocks in the background."""
-    from fasteagle.compile import BlockCompiler
-
+def start_compiler(engine: Engine, params: SamplingParams | None = None) -> BlockCompiler:
+    """Begin to compile what the engine runs in the background, for answers drawn like `params`."""
     drafter = engine.drafter
-    head_block = drafter.state.head.block if isinstance(drafter, HeadDrafter) else None
-    compiler = BlockCompiler(engine.model, engine.max_seq_len + MAX_TREE_ROWS, head_block)
+    head_block = drafter.head.block if isinstance(drafter, HeadDrafter) else None
+    kind = DrawKind.of(params or SamplingParams(), engine.model.config.vocab_size)
+    cycles = CycleCompiler(engine, kind)
+    max_slots = engine.max_seq_len + MAX_TREE_ROWS
+    compiler = BlockCompiler(engine.model, max_slots, head_block, cycles)
     compiler.start()
     return compiler
 
 
-def compile_now(engine: Engine) -> bool:
-    """Compile the engine's blocks and use them; a warning line and False where that fails."""
-    compiler = start_compiler(engine)
+def compile_now(engine: Engine, params: SamplingParams | None = None) -> bool:
+    """Compile what the engine runs and use it; a warning line and False where that fails."""
+    compiler = start_compiler(engine, params)
     compiler.wait()
     if compiler.apply():
         return True

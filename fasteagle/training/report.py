@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fasteagle.drafters import EagleDrafter
+from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.generate import Engine
 from fasteagle.loading.open import compile_now
 from fasteagle.loading.source import quantize_head_
@@ -95,8 +95,7 @@ class Speeds:
         for conversation in [held[0], *held[:SPEED_PROMPTS]]:  # the first one twice: to warm up
             prompt = conversation.ids[: conversation.prompt_len]
             for way, one in engines.items():
-                one.cached.clear()
-                one.use(one.drafter)
+                one.restart()
                 for _ in one.generate(prompt, SamplingParams(), SPEED_TOKENS):
                     pass
                 self.of[way].append(one.stats.tok_s)
