@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fasteagle import __version__
-from fasteagle.bench.measure import device_name
+from fasteagle.device import device_name
 from fasteagle.drafters import EagleDrafter, NgramDrafter
 from fasteagle.drafting.plan import ROWS, WIDTHS, Costs, Plan, make_plan
 from fasteagle.generate import Engine

@@ -77,7 +77,7 @@ def _options(given: dict[str, Any]) -> Any:
 
 
 def _on_cpu() -> bool:
-    from fasteagle.loading.open import pick_device
+    from fasteagle.device import pick_device
 
     return pick_device("auto").type == "cpu"
 
@@ -86,8 +86,8 @@ def _this(record: dict[str, Any] | None) -> Device:
     """This machine, measured with the threads of the record, if there is one."""
     import torch
 
-    from fasteagle.bench.measure import device_name, this_device
-    from fasteagle.loading.open import pick_device
+    from fasteagle.bench.measure import this_device
+    from fasteagle.device import device_name, pick_device
 
     device = pick_device("auto")
     name = device_name(device)

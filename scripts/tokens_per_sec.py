@@ -108,7 +108,8 @@ def main(
     )
 
     from fasteagle.bench.report import build_report
-    from fasteagle.bench.run import check_simulated, read_questions, run
+    from fasteagle.bench.run import check_simulated, run
+    from fasteagle.prompts import read_questions
 
     if plot_path:
         check_plot(plot_path)

@@ -16,25 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fasteagle.errors import FasteagleError
+from fasteagle.device import TORCH_DTYPES, available_bytes, pick_device, pick_dtype
+from fasteagle.errors import FasteagleError, note
 from fasteagle.generate import Engine
 from fasteagle.loading import registry
-from fasteagle.loading.checkpoint import (
-    Checkpoint,
-    available_bytes,
-    open_checkpoint,
-    required_bytes,
-)
-from fasteagle.loading.open import (
-    TORCH_DTYPES,
-    build_engine,
-    note,
-    pick_device,
-    pick_dtype,
-    precision_options,
-    quantized_checkpoint,
-    scheme_of,
-)
+from fasteagle.loading.checkpoint import Checkpoint, open_checkpoint, required_bytes
+from fasteagle.loading.open import build_engine, precision_options, quantized_checkpoint, scheme_of
 from fasteagle.loading.tokenizer import ChatTokenizer, load_tokenizer
 from fasteagle.options import RuntimeOptions
 from fasteagle.paths import write_atomic

@@ -16,11 +16,11 @@ import torch
 
 from fasteagle import __version__
 from fasteagle.bench.latency import percentile
-from fasteagle.bench.measure import device_name, memory_bandwidth
+from fasteagle.bench.measure import memory_bandwidth
 from fasteagle.bench.row_spec import TreeSize
 from fasteagle.bench.rows import Row
 from fasteagle.bench.run import BenchOptions
-from fasteagle.loading.open import pick_device
+from fasteagle.device import device_name, pick_device
 from fasteagle.options import RuntimeOptions
 
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import resource
 from collections.abc import Callable, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -24,31 +22,24 @@ from fasteagle.bench.rows import Decoder, EngineDecoder, HFDecoder, Row, Spent
 from fasteagle.bench.simulate import check_simulation, dummy_drafter, is_eagle, wants_dummy_head
 from fasteagle.compile.costs import tune_now
 from fasteagle.compile.cycles import use_static_cycles
+from fasteagle.device import TORCH_DTYPES, available_bytes, pick_device, pick_dtype
 from fasteagle.drafters import Drafter, EagleDrafter, Piloted
 from fasteagle.drafting.controller import Pilot
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, note
 from fasteagle.generate import Engine, choose_plain_rows
-from fasteagle.loading.checkpoint import (
-    Checkpoint,
-    DummyCheckpoint,
-    available_bytes,
-    required_bytes,
-)
+from fasteagle.loading.checkpoint import Checkpoint, DummyCheckpoint, required_bytes
 from fasteagle.loading.find_head import make_drafter
 from fasteagle.loading.open import (
-    TORCH_DTYPES,
     TORCHAO,
     build_engine,
     compile_now,
-    note,
-    pick_device,
-    pick_dtype,
     precision_options,
     quantized_checkpoint,
     scheme_of,
 )
 from fasteagle.loading.tokenizer import ChatTokenizer, Message
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
+from fasteagle.prompts import Question
 from fasteagle.quant.scheme import is_scheme_name
 
 DEFAULT_ROWS = ("hf", "plain", "eagle")
@@ -96,38 +87,6 @@ class BenchOptions:
             raise FasteagleError(
                 f"max-new-tokens {self.max_new_tokens} is out of range: a rate needs 2 or more"
             )
-
-
-@dataclasses.dataclass(frozen=True)
-class Question:
-    turns: tuple[str, ...]
-
-
-def read_questions(path: Path | None, limit: int | None) -> list[Question]:
-    """Questions of a JSONL file with `turns`, or the ten shipped with the package."""
-    try:
-        if path is None:
-            text = (resources.files("fasteagle") / "data/prompts.jsonl").read_text("utf-8")
-        else:
-            text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise FasteagleError(f"cannot read {path}: {error}") from error
-    questions = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            turns = json.loads(line)["turns"]
-            if not turns or not all(isinstance(turn, str) and turn for turn in turns):
-                raise ValueError("turns must be texts")
-        except (ValueError, TypeError, KeyError) as error:
-            raise FasteagleError(
-                f'{path}, line {number}: expected {{"turns": ["text", ...]}} ({error!r})'
-            ) from error
-        questions.append(Question(tuple(turns)))
-    if not questions:
-        raise FasteagleError(f"{path}: no questions in it")
-    return questions[:limit]
 
 
 def run(

@@ -13,8 +13,9 @@ import torch
 from fasteagle.compile import BlockCompiler
 from fasteagle.compile.costs import costs_of, follow_costs, tunable
 from fasteagle.compile.cycles import use_static_cycles
+from fasteagle.errors import note
 from fasteagle.generate import Engine, choose_plain_rows
-from fasteagle.loading.open import note, start_compiler
+from fasteagle.loading.open import start_compiler
 
 
 class Preparation:

@@ -36,8 +36,9 @@ def run_chat(
     answer = dataclasses.replace(answer, stop=tuple(_argument(s, "--stop") for s in answer.stop))
 
     from fasteagle.cli.background import Preparation
+    from fasteagle.errors import note
     from fasteagle.loading.find_head import make_drafter
-    from fasteagle.loading.open import load_runtime, note
+    from fasteagle.loading.open import load_runtime
 
     runtime = load_runtime(model, runtime_options, quiet)
     runtime.engine.use(

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fasteagle.cli.session import ChatSession, format_stats
 from fasteagle.drafters import EagleDrafter
-from fasteagle.errors import FasteagleError, suggest
-from fasteagle.loading.open import note
+from fasteagle.errors import FasteagleError, note, suggest
 from fasteagle.options import AnswerOptions, SamplingParams
 from fasteagle.paths import state_dir, write_atomic
 

@@ -8,9 +8,9 @@ from rich.table import Table
 from fasteagle.compile.costs import costs_of, follow_costs, tunable
 from fasteagle.drafting.controller import name
 from fasteagle.drafting.plan import QUALITIES, Costs, Plan, expected_accepted
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.find_head import make_drafter
-from fasteagle.loading.open import compile_now, load_runtime, note
+from fasteagle.loading.open import compile_now, load_runtime
 from fasteagle.options import DraftOptions, RuntimeOptions
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fasteagle import config as model_config
 from fasteagle.config import ModelConfig
+from fasteagle.device import available_bytes
 from fasteagle.errors import FasteagleError, shortened
 from fasteagle.loading.gguf import GGUFFile, rows_for
 from fasteagle.model import KEY_BLOCK, Block, Transformer
@@ -367,17 +368,3 @@ def _smaller_weights(config: ModelConfig, dtype: torch.dtype, free: int, is_quan
             return f"use {option} ({size / GIB:.1f} GiB)"
     too_wide = dtype.itemsize > 2 and not is_quantized
     return "use --dtype bf16 --int4" if too_wide else "choose a smaller model"
-
-
-def available_bytes(device: torch.device | str) -> int | None:
-    """Free memory of a device, or None where the system does not tell."""
-    device = torch.device(device)
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None

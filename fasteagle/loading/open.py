@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
@@ -11,8 +10,9 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from fasteagle.compile.tree_attention import has_kernel, use_tree_attention
+from fasteagle.device import TORCH_DTYPES, pick_device, pick_dtype
 from fasteagle.drafters import HeadDrafter
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import note
 from fasteagle.generate import MAX_TREE_ROWS, Engine
 from fasteagle.loading import registry
 from fasteagle.loading.checkpoint import Checkpoint, DummyCheckpoint, load_model, open_checkpoint
@@ -25,12 +25,6 @@ if TYPE_CHECKING:
     from fasteagle.loading.source import QuantizedSource
 
 TORCHAO = "-torchao"  # behind int4 or int8: torchao's formats and kernels instead of ours
-TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-def note(text: str) -> None:
-    """A line for the person, apart from the answer."""
-    print(text, file=sys.stderr, flush=True)
 
 
 @dataclasses.dataclass
@@ -92,7 +86,7 @@ def build_engine(
         quantized=linears,
     )
     if options.backend == "torchao" and options.quant:
-        from fasteagle.quant.torchao_backend import quantize_with_torchao
+        from fasteagle.loading.torchao_backend import quantize_with_torchao
 
         quantize_with_torchao(model, options.quant, options.head_bits)
     if has_kernel(checkpoint.config, dtype, device):
@@ -154,33 +148,3 @@ def precision_options(runtime: RuntimeOptions, precision: str) -> RuntimeOptions
     name = precision.removesuffix(TORCHAO)
     backend = "torchao" if name != precision else runtime.backend
     return dataclasses.replace(runtime, quant=name, backend=backend)
-
-
-def pick_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise FasteagleError(f"device {name!r} is not one: use auto, cpu, cuda or cuda:N") from None
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
-            raise FasteagleError(f"device {name!r}: {count} CUDA devices found: use --device cpu")
-    return device
-
-
-def pick_dtype(name: str, device: torch.device, quantized: bool = False) -> str:
-    """ "auto" is bf16 where the hardware multiplies it, else fp32.
-
-    The CPU kernels of quantized weights take bf16 whatever the hardware multiplies.
-    """
-    if name != "auto":
-        return name
-    if quantized and device.type == "cpu":
-        return "bf16"
-    if device.type == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported() else "fp16"
-    capabilities = torch.cpu.get_capabilities()
-    fast = any(capabilities.get(key) for key in ("avx512_bf16", "amx_bf16", "bf16", "arm_bf16"))
-    return "bf16" if fast else "fp32"

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fasteagle.errors import FasteagleError
+from fasteagle.device import pick_device, pick_dtype
+from fasteagle.errors import FasteagleError, note
 from fasteagle.loading import registry
 from fasteagle.loading.checkpoint import (
     Checkpoint,
@@ -17,18 +18,18 @@ from fasteagle.loading.checkpoint import (
     fingerprint,
     open_checkpoint,
 )
-from fasteagle.loading.open import build_engine, compile_now, note, pick_device, pick_dtype
+from fasteagle.loading.gptq_pass import gptq_weights
+from fasteagle.loading.open import build_engine, compile_now
 from fasteagle.loading.source import DummySource, OwnSource, is_block_linear, own_packed, own_scheme
 from fasteagle.loading.stored import StoredFolder, is_stored, save
 from fasteagle.loading.text import write_conversations
 from fasteagle.loading.tokenizer import ChatTokenizer, load_tokenizer
 from fasteagle.options import RuntimeOptions
 from fasteagle.paths import atomic_dir, cache_dir, require_free_space
-from fasteagle.quant.gptq import gptq_weights
+from fasteagle.prompts import read_conversations
 from fasteagle.quant.packed import PackedWeight
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme, parse_scheme
-from fasteagle.training.data import read_conversations
 
 GPTQ_TOKENS = 8192
 

@@ -22,36 +22,23 @@ from typing import Any
 import torch
 
 from fasteagle.config import HeadConfig, ModelConfig
-from fasteagle.errors import FasteagleError
+from fasteagle.device import available_bytes, pick_device, pick_dtype
+from fasteagle.errors import FasteagleError, note
 from fasteagle.generate import Engine
 from fasteagle.loading import registry
-from fasteagle.loading.checkpoint import Checkpoint, available_bytes, fingerprint, open_checkpoint
+from fasteagle.loading.checkpoint import Checkpoint, fingerprint, open_checkpoint
 from fasteagle.loading.find_head import FoundHead, find_head
 from fasteagle.loading.head_file import load_head, save_head
-from fasteagle.loading.open import (
-    build_engine,
-    compile_now,
-    note,
-    pick_device,
-    pick_dtype,
-    quantized_checkpoint,
-    scheme_of,
-)
+from fasteagle.loading.open import build_engine, compile_now, quantized_checkpoint, scheme_of
 from fasteagle.loading.text import write_conversations
 from fasteagle.loading.tokenizer import ChatTokenizer, load_tokenizer
 from fasteagle.model import KEY_BLOCK, EagleHead
 from fasteagle.options import RuntimeOptions
 from fasteagle.paths import cache_dir, write_atomic
+from fasteagle.prompts import Conversation, read_conversations
 from fasteagle.quant.scheme import BF16, Scheme
 from fasteagle.training import calibrate
-from fasteagle.training.data import (
-    Conversation,
-    FeatureStore,
-    SomeOf,
-    choose_held_out,
-    compute_features,
-    read_conversations,
-)
+from fasteagle.training.data import FeatureStore, SomeOf, choose_held_out, compute_features
 from fasteagle.training.report import Candidate, Speeds, draft_with, ready_head, record, show
 from fasteagle.training.train import evaluate
 

@@ -17,9 +17,9 @@ from fasteagle.loading.open import compile_now
 from fasteagle.loading.source import quantize_head_
 from fasteagle.model import EagleHead
 from fasteagle.options import DraftOptions, SamplingParams
+from fasteagle.prompts import Conversation
 from fasteagle.quant.scheme import Scheme
 from fasteagle.training.calibrate import Gain
-from fasteagle.training.data import Conversation
 from fasteagle.training.train import HeldOut
 from fasteagle.tree import TreeShape
 

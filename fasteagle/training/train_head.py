@@ -13,21 +13,20 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.checkpoint import fingerprint
 from fasteagle.loading.head_file import load_head, save_head, with_vocabulary
-from fasteagle.loading.open import Runtime, compile_now, load_runtime, note
+from fasteagle.loading.open import Runtime, compile_now, load_runtime
 from fasteagle.loading.text import write_answers
 from fasteagle.options import RuntimeOptions, TrainOptions
 from fasteagle.paths import cache_dir, write_atomic
+from fasteagle.prompts import Conversation, read_conversations
 from fasteagle.training.data import (
-    Conversation,
     Features,
     LiveFeatures,
     choose_held_out,
     compute_features,
     frequent_tokens,
-    read_conversations,
     store_key,
 )
 from fasteagle.training.train import Trainer, evaluate, new_head

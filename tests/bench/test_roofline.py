@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from conftest import SCRIPTS
 from fasteagle.bench import measure as device_speed
-from fasteagle.bench.measure import device_name, memory_bandwidth
+from fasteagle.bench.measure import memory_bandwidth
 from fasteagle.bench.roofline import (
     DEVICES,
     Roofline,
@@ -30,6 +30,7 @@ from fasteagle.bench.roofline_report import (
     table_rows,
 )
 from fasteagle.bench.row_spec import TreeSize
+from fasteagle.device import device_name
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.find_head import head_shape
 from fasteagle.loading.registry import preset

@@ -17,11 +17,12 @@ from fasteagle.bench.measure import Bandwidth
 from fasteagle.bench.report import build_report, markdown
 from fasteagle.bench.row_spec import draft_of, planned_tree
 from fasteagle.bench.rows import EngineDecoder, HFDecoder, Row, Turn
-from fasteagle.bench.run import BenchOptions, read_questions, run
+from fasteagle.bench.run import BenchOptions, run
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import open_checkpoint
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.options import DraftOptions, RuntimeOptions
+from fasteagle.prompts import read_questions
 
 SCRIPT = SCRIPTS / "tokens_per_sec.py"
 CPU = RuntimeOptions(device="cpu")

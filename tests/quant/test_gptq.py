@@ -8,9 +8,10 @@ import torch
 from conftest import save_tiny
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
+from fasteagle.loading.gptq_pass import gptq_weights
 from fasteagle.loading.quantize import with_scheme
 from fasteagle.loading.source import is_block_linear
-from fasteagle.quant.gptq import gptq_weight, gptq_weights
+from fasteagle.quant.gptq import gptq_weight
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme
 

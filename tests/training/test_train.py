@@ -20,14 +20,13 @@ from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.head_file import load_head
 from fasteagle.options import SamplingParams, TrainOptions
+from fasteagle.prompts import Conversation, read_conversations
 from fasteagle.training.data import (
-    Conversation,
     FeatureStore,
     LiveFeatures,
     choose_held_out,
     compute_features,
     frequent_tokens,
-    read_conversations,
 )
 from fasteagle.training.train import (
     SoftCrossEntropy,
