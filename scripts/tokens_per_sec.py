@@ -117,8 +117,7 @@ def main(
         require_writable(json_path)
     check_simulated(options, runtime_options, load_format == "dummy")
     questions = read_questions(options.data, options.limit)
-    checkpoint, tokenizer = _load(model, load_format)
-    measured = run(options, runtime_options, checkpoint, tokenizer, questions)
+    measured = run(options, runtime_options, _load(model, load_format), questions)
     report = build_report(measured, options, runtime_options, save_outputs)
     if json_path:
         write_atomic(json_path, json.dumps(report, indent=1).encode())
@@ -127,17 +126,10 @@ def main(
     _print(report, md)
 
 
-def _load(model: str, load_format: str) -> tuple[Any, Any]:
-    from fasteagle.loading import registry
-    from fasteagle.loading.checkpoint import open_checkpoint
-    from fasteagle.loading.open import dummy_checkpoint
-    from fasteagle.loading.tokenizer import DummyTokenizer, load_tokenizer
+def _load(model: str, load_format: str) -> Any:
+    from fasteagle.loading.open import open_dummy, open_model
 
-    if load_format == "dummy":
-        checkpoint = dummy_checkpoint(model)
-        return checkpoint, DummyTokenizer(checkpoint.config.vocab_size)
-    source = registry.resolve(model)
-    return open_checkpoint(source.path), load_tokenizer(source.path, source.template)
+    return open_dummy(model) if load_format == "dummy" else open_model(model)
 
 
 def _print(report: dict[str, Any], md: bool) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fasteagle.bench.latency import Chunk
 from fasteagle.config import ModelConfig
-from fasteagle.loading.checkpoint import Checkpoint
+from fasteagle.loading.tensors import Checkpoint
 from fasteagle.options import SamplingParams
 
 LOOKUP_TOKENS = 10  # the value transformers' documentation uses for prompt lookup

@@ -12,9 +12,10 @@ from fasteagle.bench.roofline import storage_named as named
 from fasteagle.bench.row_spec import ROW_NAMES, TreeSize, draft_of, is_sized, planned_tree
 from fasteagle.config import ModelConfig
 from fasteagle.errors import FasteagleError
-from fasteagle.loading.checkpoint import open_checkpoint, read_json
+from fasteagle.loading.checkpoint import open_checkpoint
 from fasteagle.loading.find_head import head_shape
 from fasteagle.loading.registry import REGISTRY, preset
+from fasteagle.loading.tensors import read_json
 from fasteagle.options import LM_HEAD_BITS, DraftOptions
 
 

@@ -22,21 +22,21 @@ from fasteagle.bench.rows import Decoder, EngineDecoder, HFDecoder, Row, Spent
 from fasteagle.bench.simulate import check_simulation, dummy_drafter, is_eagle, wants_dummy_head
 from fasteagle.compile.costs import tune_now
 from fasteagle.compile.cycles import use_static_cycles
-from fasteagle.device import TORCH_DTYPES, available_bytes, pick_device, pick_dtype
+from fasteagle.device import TORCH_DTYPES, available_bytes, pick_device
 from fasteagle.drafters import Drafter, EagleDrafter, Piloted
 from fasteagle.drafting.controller import Pilot
 from fasteagle.errors import FasteagleError, note
 from fasteagle.generate import Engine, choose_plain_rows
-from fasteagle.loading.checkpoint import Checkpoint, DummyCheckpoint, required_bytes
+from fasteagle.loading.checkpoint import required_bytes
 from fasteagle.loading.find_head import make_drafter
 from fasteagle.loading.open import (
     TORCHAO,
-    build_engine,
+    OpenedModel,
+    PreparedModel,
     compile_now,
     precision_options,
-    quantized_checkpoint,
-    scheme_of,
 )
+from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint
 from fasteagle.loading.tokenizer import ChatTokenizer, Message
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.prompts import Question
@@ -92,20 +92,21 @@ class BenchOptions:
 def run(
     options: BenchOptions,
     runtime: RuntimeOptions,
-    checkpoint: Checkpoint,
-    tokenizer: ChatTokenizer,
+    opened: OpenedModel,
     questions: Sequence[Question],
 ) -> list[Row]:
     """Measure every row. Precisions run together where they fit in memory, else one by one."""
     device = pick_device(runtime.device)
     if runtime.threads:
         torch.set_num_threads(runtime.threads)
+    checkpoint, tokenizer = opened.checkpoint, opened.tokenizer
     check_simulated(options, runtime, isinstance(checkpoint, DummyCheckpoint))
     rows: list[Row] = []
     for precisions in _fitting_groups(options, runtime, checkpoint, device):
         group = []
         for precision in precisions:
-            group += _build_rows(precision, options, runtime, checkpoint, tokenizer, device)
+            chosen = precision_options(runtime, precision)
+            group += _build_rows(precision, options, opened.prepared(chosen))
         _warm_up(group, questions[0], tokenizer)
         for row in group:
             if reason := _uncaptured(row.decoder):
@@ -164,35 +165,24 @@ def _fitting_groups(
     return [options.precisions] if together else [(p,) for p in options.precisions]
 
 
-def _build_rows(
-    precision: str,
-    options: BenchOptions,
-    runtime: RuntimeOptions,
-    checkpoint: Checkpoint,
-    tokenizer: ChatTokenizer,
-    device: torch.device,
-) -> list[Row]:
+def _build_rows(precision: str, options: BenchOptions, prepared: PreparedModel) -> list[Row]:
     """The rows of one precision; they share one copy of the weights, and transformers has one."""
-    runtime = precision_options(runtime, precision)
-    source = quantized_checkpoint(checkpoint, runtime, tokenizer)
-    scheme = scheme_of(source, runtime)
-    dtype_name = pick_dtype(runtime.dtype, device, scheme is not None)
-    config, dtype = checkpoint.config, TORCH_DTYPES[dtype_name]
+    config, dtype, scheme = prepared.checkpoint.config, prepared.dtype, prepared.scheme
     names = [n for n in options.rows if not (scheme and n.startswith("hf"))]  # theirs are dense
     theirs = base = None
     if any(name.startswith("hf") for name in names):
-        theirs = hf_model(checkpoint, dtype, device)
+        theirs = hf_model(prepared.checkpoint, dtype, prepared.device)
     if any(not name.startswith("hf") for name in names):
-        base = build_engine(source, dtype_name, device, runtime, options.model)
+        base = prepared.engine()
     rows = [
         Row(
             name,
             precision,
-            _decoder(name, theirs, base, source, options, tokenizer.eos_ids),
+            _decoder(name, theirs, base, prepared, options),
             weight_bytes=Storage.of(scheme, dtype.itemsize).pass_bytes(config),
             kv_bytes=config.kv_bytes(1, dtype.itemsize),
             scheme=scheme,
-            dtype=dtype_name,
+            dtype=prepared.dtype_name,
             simulated_tau=options.simulate_tau if is_eagle(name) else None,
         )
         for name in names
@@ -212,34 +202,30 @@ def _build_rows(
 
 
 def _decoder(
-    name: str,
-    theirs: Any,
-    base: Engine | None,
-    checkpoint: Checkpoint,
-    options: BenchOptions,
-    eos_ids: frozenset[int],
+    name: str, theirs: Any, base: Engine | None, prepared: PreparedModel, options: BenchOptions
 ) -> Decoder:
     """What row `name` answers with: transformers' model `theirs`, or the weights of `base`."""
     params = SamplingParams(options.temperature, top_p=options.top_p, seed=options.seed)
+    eos_ids = prepared.tokenizer.eos_ids
     if name.startswith("hf"):
         return HFDecoder(theirs, params, eos_ids, name == "hf-pld")
     assert base is not None
     engine = Engine(base.model, base.max_seq_len)
-    engine.use(_drafter(name, engine, checkpoint, options))
+    engine.use(_drafter(name, engine, prepared, options))
     return EngineDecoder(engine, params, eos_ids)
 
 
 def _drafter(
-    name: str, engine: Engine, checkpoint: Checkpoint, options: BenchOptions
+    name: str, engine: Engine, prepared: PreparedModel, options: BenchOptions
 ) -> Drafter | None:
     if name == "plain":
         return None
-    draft = draft_of(name, options.draft)
+    checkpoint, draft = prepared.checkpoint, draft_of(name, options.draft)
     drafter: Drafter | None
     if wants_dummy_head(name, checkpoint, draft):
-        drafter = dummy_drafter(options.model, engine, checkpoint, draft)
+        drafter = dummy_drafter(prepared.name, engine, checkpoint, draft)
     else:
-        drafter = make_drafter(options.model, engine, checkpoint, draft, lambda line: None)
+        drafter = make_drafter(prepared.name, engine, checkpoint, draft, lambda line: None)
     if draft.drafter == "eagle" and isinstance(drafter, EagleDrafter):
         drafter.value, drafter.rerank = options.tree_value, options.rerank
     return drafter

@@ -16,8 +16,9 @@ from fasteagle.config import HeadConfig
 from fasteagle.drafters import Drafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
-from fasteagle.loading.checkpoint import Checkpoint, DummyCheckpoint
 from fasteagle.loading.find_head import head_shape, tree_drafter
+from fasteagle.loading.source import quantize_head_
+from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint
 from fasteagle.model import KEY_BLOCK, EagleHead
 from fasteagle.options import DraftOptions
 
@@ -72,10 +73,8 @@ def dummy_drafter(
     """
     head = _random_head(head_shape(name, engine.model.config), engine.dtype)
     head.borrow(engine.model, engine.max_seq_len + KEY_BLOCK)
-    scheme = getattr(checkpoint, "scheme", None)
+    scheme = checkpoint.scheme
     if scheme is not None:
-        from fasteagle.loading.source import quantize_head_
-
         quantize_head_(head, dataclasses.replace(scheme, method="minmax"))
     sizes = draft.sizes(quantized_on_cpu=scheme is not None and engine.on_cpu)
     return tree_drafter(head, draft, engine.max_seq_len, sizes)

@@ -376,9 +376,9 @@ def quantize(
     name: str | None, model: str, runtime_options: RuntimeOptions, out: Path, data: Path | None
 ) -> None:
     """Write model NAME's weights in the scheme of --int4, --int8 or --quant."""
-    from fasteagle.loading.quantize import quantize_to
+    from fasteagle.cli.quantize import run_quantize
 
-    quantize_to(name or model, runtime_options, out, data)
+    run_quantize(name or model, runtime_options, out, data)
 
 
 @main.command("calibrate-head")

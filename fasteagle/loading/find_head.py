@@ -26,9 +26,10 @@ from fasteagle.drafters import (
 from fasteagle.drafting.plan import NGRAM_RANKS, ranks_of
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import hub
-from fasteagle.loading.checkpoint import Checkpoint, DummyCheckpoint, fingerprint, read_json
 from fasteagle.loading.head_file import load_head, read_header
 from fasteagle.loading.registry import REGISTRY
+from fasteagle.loading.source import quantize_head_
+from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint, fingerprint, read_json
 from fasteagle.model import KEY_BLOCK, EagleHead
 from fasteagle.options import DraftOptions
 from fasteagle.paths import cache_dir, costs_path
@@ -140,7 +141,7 @@ def make_drafter(
             )
         notify("no draft head for this model: guessing from the context (n-grams) instead")
         return _ngram(engine, checkpoint)
-    scheme = getattr(checkpoint, "scheme", None)
+    scheme = checkpoint.scheme
     if scheme is None:
         repair = f"fasteagle train-head --model {name} --prompts FILE --out DIR"
     else:
@@ -149,8 +150,6 @@ def make_drafter(
     # A calibrated head says what was faster for it; others are quantized like their target.
     judged = (header or {}).get("head_scheme")
     if scheme is not None and judged != "bf16":
-        from fasteagle.loading.source import quantize_head_
-
         # Calibration measures it with plain min-max values, whatever the target's come from.
         quantize_head_(head, dataclasses.replace(scheme, method="minmax") if judged else scheme)
     sizes = options.sizes(quantized_on_cpu=scheme is not None and engine.on_cpu)
@@ -171,7 +170,7 @@ def _ngram(engine: Engine, checkpoint: Checkpoint) -> NgramDrafter:
 
 
 def _precision(engine: Engine, checkpoint: Checkpoint) -> str:
-    scheme = getattr(checkpoint, "scheme", None)
+    scheme = checkpoint.scheme
     return scheme.name if scheme else str(engine.dtype).removeprefix("torch.")
 
 

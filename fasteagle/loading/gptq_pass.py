@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from fasteagle.errors import FasteagleError
-from fasteagle.loading.checkpoint import Checkpoint, block_linears, fill_block
+from fasteagle.loading.checkpoint import fill_block
+from fasteagle.loading.tensors import Checkpoint, block_linears
 from fasteagle.model import Block, KVCache, Transformer, causal_mask
 from fasteagle.quant.gptq import gptq_weight
 from fasteagle.quant.packed import PackedWeight

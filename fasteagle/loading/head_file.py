@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fasteagle.config import HeadConfig, ModelConfig, head_from_hf
 from fasteagle.errors import FasteagleError, shortened
-from fasteagle.loading.checkpoint import read_json
+from fasteagle.loading.tensors import read_json
 from fasteagle.model import EagleHead
 from fasteagle.paths import replacing
 

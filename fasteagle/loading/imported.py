@@ -14,9 +14,14 @@ from torch import Tensor
 
 from fasteagle import config as model_config
 from fasteagle.errors import FasteagleError, shortened
-from fasteagle.loading.checkpoint import SafetensorsFolder, expected_shapes, read_json
-from fasteagle.loading.gguf import rows_for
-from fasteagle.quant import formats as formats
+from fasteagle.loading.tensors import (
+    Checkpoint,
+    SafetensorsFolder,
+    expected_shapes,
+    read_json,
+    rows_for,
+)
+from fasteagle.quant import formats
 from fasteagle.quant.formats import Geometry, Imported, Shape, refused
 from fasteagle.quant.packed import PackedWeight
 from fasteagle.quant.scheme import Scheme
@@ -122,7 +127,7 @@ class PartsFolder(SafetensorsFolder):
         return part[:n] if axis == 0 else part[:, :n]
 
 
-class QuantizedFolder:
+class QuantizedFolder(Checkpoint):
     """A folder of packed linears, under the plain names of their weights.
 
     `scheme` says what its block linears are; `head_bits` is 16 unless the LM head is packed too.
@@ -226,7 +231,6 @@ class QuantizedFolder:
         return self._unpack(name).weight if name in self._parts else None
 
     def columns(self, name: str) -> Tensor | None:
-        """Order [K] in which a packed weight wants its inputs (act-order), None for the usual."""
         for part in self._parts.get(name, set()) & {"g_idx", "weight_g_idx"}:
             geometry = self._geometry[name]
             g_idx = self._files.load(_part(name, part))

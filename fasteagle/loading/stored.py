@@ -20,8 +20,7 @@ from torch import Tensor
 
 from fasteagle.config import Llama3RopeScaling, ModelConfig
 from fasteagle.errors import FasteagleError
-from fasteagle.loading.checkpoint import Checkpoint, read_json
-from fasteagle.loading.gguf import rows_for
+from fasteagle.loading.tensors import Checkpoint, read_json, rows_for
 from fasteagle.paths import replacing
 from fasteagle.quant.packed import PackedWeight
 from fasteagle.quant.scheme import Scheme
@@ -88,7 +87,7 @@ def is_stored(folder: Path) -> bool:
     return (folder / INDEX).exists() and (folder / "config.json").exists()
 
 
-class StoredFolder:
+class StoredFolder(Checkpoint):
     """A folder written by `save`. Raises `FasteagleError` for damaged and for newer ones."""
 
     def __init__(self, path: Path, raw: dict[str, Any] | None = None) -> None:
@@ -142,9 +141,6 @@ class StoredFolder:
             if f"{name}.{part}" in self._files
         }
         return PackedWeight(**self._packed[name], **parts)
-
-    def columns(self, name: str) -> Tensor | None:
-        return None
 
     def load(self, name: str) -> Tensor:
         weight = self.packed(name)

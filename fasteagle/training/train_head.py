@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fasteagle.errors import FasteagleError, note
-from fasteagle.loading.checkpoint import fingerprint
 from fasteagle.loading.head_file import load_head, save_head, with_vocabulary
 from fasteagle.loading.open import Runtime, compile_now, load_runtime
+from fasteagle.loading.tensors import fingerprint
 from fasteagle.loading.text import write_answers
 from fasteagle.options import RuntimeOptions, TrainOptions
 from fasteagle.paths import cache_dir, write_atomic

@@ -20,6 +20,7 @@ from fasteagle.bench.rows import EngineDecoder, HFDecoder, Row, Turn
 from fasteagle.bench.run import BenchOptions, run
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import open_checkpoint
+from fasteagle.loading.open import open_model
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.prompts import read_questions
@@ -33,13 +34,7 @@ def measure(folder, questions, **options):
     options = BenchOptions(
         model=str(folder), data=questions, max_new_tokens=12, compile=False, **options
     )
-    rows = run(
-        options,
-        CPU,
-        open_checkpoint(folder),
-        load_tokenizer(folder),
-        read_questions(options.data, options.limit),
-    )
+    rows = run(options, CPU, open_model(str(folder)), read_questions(options.data, options.limit))
     return build_report(rows, options, CPU, save_outputs=True)
 
 
@@ -173,13 +168,7 @@ def test_threads_are_those_asked_for(tiny_dir, questions):
     options = BenchOptions(str(tiny_dir), ("plain",), ("fp32",), compile=False, max_new_tokens=2)
     runtime = dataclasses.replace(CPU, threads=1)
     assert torch.get_num_threads() == 2
-    run(
-        options,
-        runtime,
-        open_checkpoint(tiny_dir),
-        load_tokenizer(tiny_dir),
-        read_questions(questions, 1),
-    )
+    run(options, runtime, open_model(str(tiny_dir)), read_questions(questions, 1))
     assert torch.get_num_threads() == 1
 
 

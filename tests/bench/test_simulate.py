@@ -14,7 +14,7 @@ from fasteagle.bench.run import BenchOptions
 from fasteagle.bench.simulate import check_simulation, dummy_drafter
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.find_head import head_shape
-from fasteagle.loading.open import build_engine, dummy_checkpoint, precision_options
+from fasteagle.loading.open import open_dummy, precision_options
 from fasteagle.loading.registry import preset
 from fasteagle.model import LMHead
 from fasteagle.options import DraftOptions, RuntimeOptions
@@ -124,15 +124,9 @@ def test_arithmetic_of_a_simulated_row():
 
 
 def made(name, precision):
-    checkpoint = dummy_checkpoint(name)
-    runtime = precision_options(CPU, precision)
-    if runtime.quant:
-        from fasteagle.loading.quantize import with_scheme
-
-        checkpoint = with_scheme(checkpoint, runtime.quant)
-    dtype = "fp32" if precision == "fp32" else "bf16"
-    engine = build_engine(checkpoint, dtype, torch.device("cpu"), runtime, name)
-    return dummy_drafter(name, engine, checkpoint, EAGLE).state.head, engine
+    prepared = open_dummy(name).prepared(precision_options(CPU, precision))
+    engine = prepared.engine()
+    return dummy_drafter(name, engine, prepared.checkpoint, EAGLE).state.head, engine
 
 
 def test_the_random_head_is_stored_like_its_target(tiny_preset):

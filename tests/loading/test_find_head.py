@@ -18,9 +18,10 @@ from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading import find_head as heads
 from fasteagle.loading import registry
-from fasteagle.loading.checkpoint import fingerprint, load_model, open_checkpoint
+from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.find_head import find_head, make_drafter, read_tree
 from fasteagle.loading.head_file import save_head, with_vocabulary
+from fasteagle.loading.tensors import fingerprint
 from fasteagle.options import DraftOptions, SamplingParams
 from fasteagle.paths import cache_dir
 

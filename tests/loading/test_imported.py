@@ -15,15 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from conftest import edit_json
 from fasteagle.errors import FasteagleError
-from fasteagle.loading.checkpoint import (
-    SafetensorsFolder,
-    check_complete,
-    expected_shapes,
-    fingerprint,
-    load_model,
-    open_checkpoint,
-)
+from fasteagle.loading.checkpoint import check_complete, load_model, open_checkpoint
 from fasteagle.loading.imported import QuantizedFolder, open_quantized
+from fasteagle.loading.tensors import SafetensorsFolder, expected_shapes, fingerprint
 from fasteagle.quant.formats import (
     WAY_OUT,
     from_awq,

@@ -422,7 +422,8 @@ def test_the_command_survives_a_kill_and_writes_a_head(tiny_dir, text_file, tmp_
         "model.safetensors",
         "training.json",
     ]
-    from fasteagle.loading.checkpoint import fingerprint, open_checkpoint
+    from fasteagle.loading.checkpoint import open_checkpoint
+    from fasteagle.loading.tensors import fingerprint
 
     checkpoint = open_checkpoint(tiny_dir)
     head, header = load_head(out, checkpoint.config)
