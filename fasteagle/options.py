@@ -7,7 +7,9 @@ import math
 import random
 
 from fasteagle.errors import FasteagleError
+from fasteagle.shapes import TreeShape
 
+DEFAULT_MODEL = "smollm2-135m"
 DTYPES = ("bf16", "fp16", "fp32")
 
 
@@ -121,9 +123,9 @@ class RuntimeOptions:
         return self.max_seq_len
 
 
-# Depth, width, nodes, from sweeps: BENCHMARKS.md, 2026-11-21.
-DEFAULT_TREE = (3, 3, 8)
-QUANTIZED_TREE = (2, 3, 3)
+# From sweeps: BENCHMARKS.md, 2026-11-21.
+DEFAULT_TREE = TreeShape()
+QUANTIZED_TREE = TreeShape(depth=2, topk=3, nodes=3)
 
 DRAFTERS = ("auto", "eagle", "eagle-static", "eagle-chain", "ngram", "none")
 
@@ -149,14 +151,17 @@ class DraftOptions:
         asked = (self.tree_depth, self.tree_topk, self.tree_nodes, self.tree_file)
         return all(size is None for size in asked) and self.drafter in ("auto", "eagle", "ngram")
 
-    def sizes(self, quantized_on_cpu: bool) -> tuple[int, int, int]:
-        """Depth, width and nodes of the tree."""
+    def tree_shape(self, quantized_on_cpu: bool) -> TreeShape:
+        """Of the dynamic tree or the chain. Raises `FasteagleError` for sizes that do not fit."""
         default = QUANTIZED_TREE if quantized_on_cpu else DEFAULT_TREE
-        asked = (self.tree_depth, self.tree_topk, self.tree_nodes)
-        depth, topk, nodes = (d if a is None else a for a, d in zip(asked, default, strict=True))
-        if self.tree_nodes is None:  # as many as the other two allow
-            nodes = max(depth, min(nodes, topk + (depth - 1) * topk**2))
-        return depth, topk, nodes
+        depth = default.depth if self.tree_depth is None else self.tree_depth
+        if self.drafter == "eagle-chain":
+            return TreeShape(depth, topk=1, nodes=depth)
+        topk = default.topk if self.tree_topk is None else self.tree_topk
+        nodes = self.tree_nodes
+        if nodes is None:  # as many as the other two allow
+            nodes = max(depth, min(default.nodes, topk + (depth - 1) * topk**2))
+        return TreeShape(depth, topk, nodes)
 
     def __post_init__(self) -> None:
         _require(

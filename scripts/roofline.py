@@ -15,9 +15,9 @@ from typing import Any
 import click
 
 from fasteagle.bench.roofline import DEVICES, THIS, Device, device_named
-from fasteagle.cli.main import DEFAULT_MODEL, Script, comma_list
+from fasteagle.cli.main import Script, comma_list
 from fasteagle.errors import FasteagleError
-from fasteagle.options import DraftOptions
+from fasteagle.options import DEFAULT_MODEL, DraftOptions
 
 
 @click.command(cls=Script)

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from fasteagle.bench.latency import Chunk
+from fasteagle.bench.row_spec import LOOKUP_TOKENS
 from fasteagle.config import ModelConfig
 from fasteagle.loading.tensors import Checkpoint
 from fasteagle.options import SamplingParams
-
-LOOKUP_TOKENS = 10  # the value transformers' documentation uses for prompt lookup
 
 
 def hf_config(config: ModelConfig) -> Any:

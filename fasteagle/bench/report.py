@@ -17,11 +17,11 @@ import torch
 from fasteagle import __version__
 from fasteagle.bench.latency import percentile
 from fasteagle.bench.measure import memory_bandwidth
-from fasteagle.bench.row_spec import TreeSize
 from fasteagle.bench.rows import Row
 from fasteagle.bench.run import BenchOptions
 from fasteagle.device import device_name, pick_device
 from fasteagle.options import RuntimeOptions
+from fasteagle.shapes import shape_of
 
 
 def build_report(
@@ -206,7 +206,7 @@ def _tree_cell(row: dict[str, Any]) -> str:
     """Depth, top-k, nodes; for a tuned row the shares of its passes."""
     if row["auto_shares"] is not None:
         return "auto: " + row["auto_shares"]
-    return str(TreeSize(**row["tree"])) if row["tree"] else "-"
+    return str(shape_of(**row["tree"])) if row["tree"] else "-"
 
 
 def conditions(report: dict[str, Any]) -> str:

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from fasteagle.bench.hf import LOOKUP_TOKENS, hf_model
+from fasteagle.bench.hf import hf_model
 from fasteagle.bench.roofline import Storage
-from fasteagle.bench.row_spec import ROW_NAMES, TreeSize, draft_of, is_sized, used_tree
+from fasteagle.bench.row_spec import LOOKUP_TOKENS, RowSpec, chain_shape, parse_rows
 from fasteagle.bench.rows import Decoder, EngineDecoder, HFDecoder, Row, Spent
-from fasteagle.bench.simulate import check_simulation, dummy_drafter, is_eagle, wants_dummy_head
+from fasteagle.bench.simulate import check_simulation, dummy_drafter, wants_dummy_head
 from fasteagle.compile.costs import tune_now
 from fasteagle.compile.cycles import use_static_cycles
 from fasteagle.device import TORCH_DTYPES, available_bytes, pick_device
@@ -38,9 +38,10 @@ from fasteagle.loading.open import (
 )
 from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint
 from fasteagle.loading.tokenizer import ChatTokenizer, Message
-from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
+from fasteagle.options import DEFAULT_MODEL, DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.prompts import Question
 from fasteagle.quant.scheme import is_scheme_name
+from fasteagle.shapes import AnyShape, StaticShape
 
 DEFAULT_ROWS = ("hf", "plain", "eagle")
 PRECISIONS = ("bf16", "fp16", "fp32", "int8", "int4", "a scheme like int4-g64-hqq")
@@ -51,7 +52,7 @@ WARM_UP_TOKENS = 16
 class BenchOptions:
     """What to run."""
 
-    model: str = "smollm2-135m"
+    model: str = DEFAULT_MODEL
     rows: tuple[str, ...] = DEFAULT_ROWS
     precisions: tuple[str, ...] = ("bf16",)
     data: Path | None = None
@@ -66,9 +67,12 @@ class BenchOptions:
     rerank: bool = True  # False: its ablation that keeps nodes in the order they were found
     simulate_tau: float | None = None  # of eagle rows on random weights; see `simulate`
 
+    @property
+    def specs(self) -> tuple[RowSpec, ...]:
+        return parse_rows(self.rows, self.draft)
+
     def __post_init__(self) -> None:
         for value, known, what in (
-            *((row, ROW_NAMES, "row") for row in self.rows if not is_sized(row)),
             *(
                 (precision, PRECISIONS, "precision")
                 for precision in self.precisions
@@ -79,8 +83,7 @@ class BenchOptions:
             if value not in known:
                 raise FasteagleError(f"unknown {what} {value!r}: use {', '.join(known)}")
         SamplingParams(self.temperature, top_p=self.top_p, seed=self.seed)  # checks them
-        for row in self.rows:
-            draft_of(row, self.draft)
+        parse_rows(self.rows, self.draft)  # checks them
         if self.limit is not None and self.limit < 1:
             raise FasteagleError(f"limit {self.limit} is out of range: use 1 or more")
         if self.max_new_tokens < 2:
@@ -130,13 +133,24 @@ def check_simulated(options: BenchOptions, runtime: RuntimeOptions, is_dummy: bo
     # torchao's formats leave the draft head dense, and the tree as it is for a dense target.
     quantized = tuple(r.quant is not None and r.backend == "fasteagle" for r in runtimes)
     on_cpu = pick_device(runtime.device).type == "cpu"
-    check_simulation(options.simulate_tau, is_dummy, options.rows, quantized, options.draft, on_cpu)
+    check_simulation(
+        options.simulate_tau, is_dummy, options.specs, quantized, options.draft, on_cpu
+    )
 
 
-def _tree(decoder: Decoder) -> TreeSize | None:
+def _tree(decoder: Decoder) -> AnyShape | None:
+    """The tree that was drafted."""
     if isinstance(decoder, HFDecoder):
-        return TreeSize(LOOKUP_TOKENS, 1, LOOKUP_TOKENS) if decoder.lookup else None
-    return used_tree(decoder.engine.drafter) if isinstance(decoder, EngineDecoder) else None
+        return chain_shape(LOOKUP_TOKENS) if decoder.lookup else None
+    drafter = decoder.engine.drafter if isinstance(decoder, EngineDecoder) else None
+    if drafter is None:
+        return None
+    if isinstance(drafter, EagleDrafter):
+        return drafter.shape
+    nodes = drafter.rows - 1
+    if nodes == drafter.depth:
+        return chain_shape(nodes)
+    return StaticShape(drafter.depth, None, nodes)
 
 
 def _pilot(decoder: Decoder) -> Pilot | None:
@@ -168,24 +182,24 @@ def _fitting_groups(
 def _build_rows(precision: str, options: BenchOptions, prepared: PreparedModel) -> list[Row]:
     """The rows of one precision; they share one copy of the weights, and transformers has one."""
     config, dtype, scheme = prepared.checkpoint.config, prepared.dtype, prepared.scheme
-    names = [n for n in options.rows if not (scheme and n.startswith("hf"))]  # theirs are dense
+    specs = [spec for spec in options.specs if not (scheme and spec.is_hf)]
     theirs = base = None
-    if any(name.startswith("hf") for name in names):
+    if any(spec.is_hf for spec in specs):
         theirs = hf_model(prepared.checkpoint, dtype, prepared.device)
-    if any(not name.startswith("hf") for name in names):
+    if not all(spec.is_hf for spec in specs):
         base = prepared.engine()
     rows = [
         Row(
-            name,
+            spec.label,
             precision,
-            _decoder(name, theirs, base, prepared, options),
+            _decoder(spec, theirs, base, prepared, options),
             weight_bytes=Storage.of(scheme, dtype.itemsize).pass_bytes(config),
             kv_bytes=config.kv_bytes(1, dtype.itemsize),
             scheme=scheme,
             dtype=prepared.dtype_name,
-            simulated_tau=options.simulate_tau if is_eagle(name) else None,
+            simulated_tau=options.simulate_tau if spec.has_head else None,
         )
-        for name in names
+        for spec in specs
     ]
     engines = [row.decoder.engine for row in rows if isinstance(row.decoder, EngineDecoder)]
     if options.compile and _compile(engines):
@@ -202,27 +216,27 @@ def _build_rows(precision: str, options: BenchOptions, prepared: PreparedModel) 
 
 
 def _decoder(
-    name: str, theirs: Any, base: Engine | None, prepared: PreparedModel, options: BenchOptions
+    spec: RowSpec, theirs: Any, base: Engine | None, prepared: PreparedModel, options: BenchOptions
 ) -> Decoder:
-    """What row `name` answers with: transformers' model `theirs`, or the weights of `base`."""
+    """What row `spec` answers with: transformers' model `theirs`, or the weights of `base`."""
     params = SamplingParams(options.temperature, top_p=options.top_p, seed=options.seed)
     eos_ids = prepared.tokenizer.eos_ids
-    if name.startswith("hf"):
-        return HFDecoder(theirs, params, eos_ids, name == "hf-pld")
+    if spec.is_hf:
+        return HFDecoder(theirs, params, eos_ids, spec.looks_up)
     assert base is not None
     engine = Engine(base.model, base.max_seq_len)
-    engine.use(_drafter(name, engine, prepared, options))
+    engine.use(_drafter(spec, engine, prepared, options))
     return EngineDecoder(engine, params, eos_ids)
 
 
 def _drafter(
-    name: str, engine: Engine, prepared: PreparedModel, options: BenchOptions
+    spec: RowSpec, engine: Engine, prepared: PreparedModel, options: BenchOptions
 ) -> Drafter | None:
-    if name == "plain":
+    if spec.is_plain:
         return None
-    checkpoint, draft = prepared.checkpoint, draft_of(name, options.draft)
+    checkpoint, draft = prepared.checkpoint, spec.draft_options(options.draft)
     drafter: Drafter | None
-    if wants_dummy_head(name, checkpoint, draft):
+    if wants_dummy_head(spec, checkpoint, draft):
         drafter = dummy_drafter(prepared.name, engine, checkpoint, draft)
     else:
         drafter = make_drafter(prepared.name, engine, checkpoint, draft, lambda line: None)

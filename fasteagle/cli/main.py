@@ -15,6 +15,7 @@ import click
 from fasteagle import __version__
 from fasteagle.errors import FasteagleError
 from fasteagle.options import (
+    DEFAULT_MODEL,
     DEFAULT_TREE,
     DRAFTERS,
     DTYPES,
@@ -30,7 +31,6 @@ from fasteagle.options import (
 _SAMPLING = SamplingParams()
 _ANSWER = AnswerOptions()
 _DRAFT = DraftOptions()
-DEFAULT_MODEL = "smollm2-135m"
 
 
 class UserError(click.ClickException):
@@ -184,7 +184,7 @@ def draft_options(command: Callable[..., Any]) -> Callable[..., Any]:
         show_default=True,
         help="auto: what pays here, chosen from measured costs and what was accepted lately; "
         "until it was measured "
-        f"{', '.join(map(str, DEFAULT_TREE))}, or {', '.join(map(str, QUANTIZED_TREE))} for a "
+        f"{DEFAULT_TREE}, or {QUANTIZED_TREE} for a "
         "quantized model on the CPU; or a JSON file of child-rank paths. Any of the three sizes "
         "below fixes the tree.",
     )

@@ -7,7 +7,6 @@ ships with the package, the published one the registry names. Without a head: n-
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -33,7 +32,7 @@ from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint, fingerprint, 
 from fasteagle.model import KEY_BLOCK, EagleHead
 from fasteagle.options import DraftOptions
 from fasteagle.paths import cache_dir, costs_path
-from fasteagle.tree import PAPER_TREE, TreeShape
+from fasteagle.shapes import PAPER_TREE, read_tree
 
 if TYPE_CHECKING:
     from fasteagle.generate import Engine
@@ -152,8 +151,8 @@ def make_drafter(
     if scheme is not None and judged != "bf16":
         # Calibration measures it with plain min-max values, whatever the target's come from.
         quantize_head_(head, dataclasses.replace(scheme, method="minmax") if judged else scheme)
-    sizes = options.sizes(quantized_on_cpu=scheme is not None and engine.on_cpu)
-    drafter = tree_drafter(head, options, engine.max_seq_len, sizes)
+    quantized_on_cpu = scheme is not None and engine.on_cpu
+    drafter = tree_drafter(head, options, engine.max_seq_len, quantized_on_cpu)
     if options.auto_tree and isinstance(drafter, EagleDrafter):
         path = costs_path(identity, _precision(engine, checkpoint), "eagle")
         drafter.tuning = Tuning(path, ranks_of(header))
@@ -192,9 +191,9 @@ def _ready_head(
 
 
 def tree_drafter(
-    head: EagleHead, options: DraftOptions, max_seq_len: int, sizes: tuple[int, int, int]
+    head: EagleHead, options: DraftOptions, max_seq_len: int, quantized_on_cpu: bool
 ) -> Drafter:
-    """The drafter that `options` ask for over a head that is ready; `sizes` of a dynamic tree."""
+    """The drafter that `options` ask for over a head that is ready."""
     sampled = options.verify == "multi-round"
     if options.drafter == "eagle-static" or options.tree_file:
         paths = PAPER_TREE if options.tree_file is None else read_tree(Path(options.tree_file))
@@ -202,22 +201,8 @@ def tree_drafter(
         if sampled:
             check_no_gaps(paths)
         return StaticTreeDrafter(head, max_seq_len, paths, options.noise, sampled)
+    shape = options.tree_shape(quantized_on_cpu)
     if options.drafter == "eagle-chain" and sampled:
-        paths = tuple((0,) * n for n in range(1, sizes[0] + 1))
+        paths = tuple((0,) * n for n in range(1, shape.depth + 1))
         return StaticTreeDrafter(head, max_seq_len, paths, options.noise, sampled)
-    if options.drafter == "eagle-chain":
-        shape = TreeShape(sizes[0], 1, sizes[0])
-    else:
-        shape = TreeShape(*sizes)
     return EagleDrafter(head, shape, max_seq_len, noise=options.noise)
-
-
-def read_tree(path: Path) -> tuple[tuple[int, ...], ...]:
-    """A static tree from JSON: a list of child-rank paths, `[[0], [1], [0, 0]]`."""
-    try:
-        raw = json.loads(path.read_text("utf-8"))
-        if not all(type(rank) is int for node in raw for rank in node):
-            raise ValueError("ranks must be integers")
-        return tuple(tuple(node) for node in raw)
-    except (OSError, ValueError, TypeError) as error:
-        raise FasteagleError(f"tree file {path}: expected a list of paths ({error})") from error

@@ -21,7 +21,6 @@ from fasteagle.prompts import Conversation
 from fasteagle.quant.scheme import Scheme
 from fasteagle.training.calibrate import Gain
 from fasteagle.training.train import HeldOut
-from fasteagle.tree import TreeShape
 
 SPEED_PROMPTS, SPEED_TOKENS = 6, 64
 
@@ -68,7 +67,7 @@ def ready_head(head: EagleHead, engine: Engine, scheme: Scheme | None) -> EagleH
 
 def draft_with(engine: Engine, head: EagleHead, scheme: Scheme | None) -> None:
     """Let `engine` draft with a copy of `head`, in the default tree, compiled."""
-    shape = TreeShape(*DraftOptions().sizes(quantized_on_cpu=engine.on_cpu))
+    shape = DraftOptions().tree_shape(quantized_on_cpu=engine.on_cpu)
     drafter = EagleDrafter(ready_head(head, engine, scheme), shape, engine.max_seq_len)
     engine.use(drafter)
     compile_now(engine)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fasteagle.bench.report import COLUMNS, build_report, markdown, table_rows
-from fasteagle.bench.row_spec import TreeSize
+from fasteagle.bench.row_spec import RowSpec, parse_rows
 from fasteagle.bench.rows import Row, Turn
 from fasteagle.bench.run import BenchOptions
 from fasteagle.bench.simulate import check_simulation, dummy_drafter
@@ -19,6 +19,7 @@ from fasteagle.loading.registry import preset
 from fasteagle.model import LMHead
 from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.quant.linear import QuantizedLMHead
+from fasteagle.shapes import TreeShape
 from fasteagle.stats import Stats
 
 CPU = RuntimeOptions(device="cpu", max_seq_len=64)
@@ -105,7 +106,7 @@ def test_dummy_weights_without_a_tau_are_measured(script, tiny_preset, questions
 
 
 def test_arithmetic_of_a_simulated_row():
-    row = Row("eagle", "bf16", decoder=None, weight_bytes=10, tree=TreeSize(3, 3, 8))
+    row = Row("eagle", "bf16", decoder=None, weight_bytes=10, tree=TreeShape(3, 3, 8))
     stats = Stats(
         passes=10, draft_seconds=0.5, verify_seconds=1.0, decode_seconds=2.0, path_lengths=[0] * 10
     )
@@ -181,13 +182,14 @@ def test_shapes_of_heads_come_from_the_registry_or_from_what_ships():
 )
 def test_taus_that_cannot_be(arguments, message):
     with pytest.raises(FasteagleError, match=message):
-        check_simulation(*arguments)
+        tau, is_dummy, names, *rest = arguments
+        check_simulation(tau, is_dummy, parse_rows(names, EAGLE), *rest)
 
 
 def test_taus_that_can_be():
-    rows = ("plain", "eagle", "eagle-static", "eagle-chain")
+    rows = parse_rows(("plain", "eagle", "eagle-static", "eagle-chain"), EAGLE)
     check_simulation(4.0, True, rows, (False, True), EAGLE, on_cpu=False)  # depth 3 on a GPU
-    check_simulation(6.0, True, ("eagle-static",), (False,), EAGLE, on_cpu=True)
+    check_simulation(6.0, True, (RowSpec("eagle-static"),), (False,), EAGLE, on_cpu=True)
     check_simulation(1.0, True, rows, (True,), EAGLE, on_cpu=True)
     check_simulation(None, False, rows, (True,), EAGLE, on_cpu=True)
 
