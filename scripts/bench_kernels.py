@@ -26,7 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fasteagle.bench.measure import copy_bandwidth
-from fasteagle.cli.main import Script, comma_list
+from fasteagle.cli.command import Script
+from fasteagle.cli.options import comma_list
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.registry import preset
 from fasteagle.paths import write_atomic

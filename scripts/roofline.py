@@ -15,7 +15,8 @@ from typing import Any
 import click
 
 from fasteagle.bench.roofline import DEVICES, THIS, Device, device_named
-from fasteagle.cli.main import Script, comma_list
+from fasteagle.cli.command import Script
+from fasteagle.cli.options import comma_list
 from fasteagle.errors import FasteagleError
 from fasteagle.options import DEFAULT_MODEL, DraftOptions
 

@@ -23,7 +23,8 @@ import click
 from fasteagle.bench.plot import check_plot, plot
 from fasteagle.bench.row_spec import ROW_NAMES
 from fasteagle.bench.run import DEFAULT_ROWS, PRECISIONS, BenchOptions
-from fasteagle.cli.main import Script, comma_list, draft_options, model_options
+from fasteagle.cli.command import Script
+from fasteagle.cli.options import comma_list, draft_options, model_options
 from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.paths import require_writable, write_atomic
 
@@ -104,7 +105,12 @@ def main(
 ) -> None:
     """Measure tokens per second; see the module's docstring for examples."""
     options = BenchOptions(
-        model, comma_list(rows), comma_list(precision), compile=compile_, draft=draft, **rest
+        model=model,
+        rows=comma_list(rows),
+        precisions=comma_list(precision),
+        compile=compile_,
+        draft=draft,
+        **rest,
     )
 
     from fasteagle.bench.report import build_report

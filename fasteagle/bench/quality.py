@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fasteagle.bench.options import EvalOptions
 from fasteagle.device import available_bytes, pick_device, pick_dtype
 from fasteagle.errors import FasteagleError, note
 from fasteagle.generate import Engine
@@ -26,24 +27,6 @@ from fasteagle.options import RuntimeOptions
 from fasteagle.paths import write_atomic
 
 ROWS_AT_ONCE = 128  # of logits
-
-
-@dataclasses.dataclass(frozen=True)
-class EvalOptions:
-    """What to measure on which text."""
-
-    text: Path
-    precisions: tuple[str, ...] = ("bf16", "int8", "int4")
-    tokens: int = 8192
-    window: int = 512
-
-    def __post_init__(self) -> None:
-        if self.window < 16:
-            raise FasteagleError(f"window {self.window} is too short: use 16 tokens or more")
-        if self.tokens < self.window:
-            raise FasteagleError(
-                f"tokens {self.tokens} do not fill one window of {self.window}: use more"
-            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +140,7 @@ def _nll(log_probs: Tensor, ids: list[int], rows: slice) -> Tensor:
 
 
 def run_eval(
-    model: str, runtime: RuntimeOptions, options: EvalOptions, md: bool, json_path: Path | None
+    model: str, runtime: RuntimeOptions, options: EvalOptions, *, md: bool, json_path: Path | None
 ) -> None:
     """Measure and print, as `fasteagle eval` does."""
     found = evaluate(model, options, runtime)

@@ -20,11 +20,11 @@ from torch.nn.utils import parametrize
 from fasteagle.loading.head_file import with_vocabulary
 from fasteagle.loading.source import fitting_scheme
 from fasteagle.model import EagleHead, Transformer
-from fasteagle.options import TrainOptions
 from fasteagle.prompts import Conversation
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme
 from fasteagle.training.data import Features, frequent_tokens
+from fasteagle.training.options import TrainOptions
 from fasteagle.training.train import HeldOut, Trainer
 
 RIDGE = 1e-3  # of the features' mean square

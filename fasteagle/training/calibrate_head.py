@@ -37,32 +37,13 @@ from fasteagle.prompts import Conversation, read_conversations
 from fasteagle.quant.scheme import BF16, Scheme
 from fasteagle.training import calibrate
 from fasteagle.training.data import FeatureStore, SomeOf, choose_held_out, compute_features
+from fasteagle.training.options import CalibrateOptions
 from fasteagle.training.report import Candidate, Speeds, draft_with, ready_head, record, show
 from fasteagle.training.train import evaluate
 
 MAP_TOKENS = 16_384  # of unquantized features, for the least-squares map
 TEXT_SHARE = 0.45  # of the time
 MIN_CONVERSATIONS = 24
-
-
-@dataclasses.dataclass(frozen=True)
-class CalibrateOptions:
-    """How much to spend, on what, and where the head goes."""
-
-    head: str | None = None
-    data: Path | None = None
-    tokens: int = 50_000
-    minutes: float = 30.0
-    out: Path | None = None  # None: the user cache, where chat finds it
-    resume: bool = False
-
-    def __post_init__(self) -> None:
-        if self.tokens < 2_000:
-            raise FasteagleError(
-                f"tokens {self.tokens} are too few to learn from: use 2000 or more"
-            )
-        if not 0 < self.minutes < 10_000:
-            raise FasteagleError(f"minutes {self.minutes} is out of range: use more than 0")
 
 
 def peak_bytes(config: ModelConfig, head: HeadConfig, scheme: Scheme, seq_len: int) -> int:

@@ -26,9 +26,9 @@ from torch import Tensor
 from fasteagle.config import HeadConfig
 from fasteagle.errors import FasteagleError
 from fasteagle.model import EagleHead, Transformer, apply_rope
-from fasteagle.options import TrainOptions
 from fasteagle.paths import replacing
 from fasteagle.training.data import Features
+from fasteagle.training.options import TrainOptions
 
 
 @dataclasses.dataclass

@@ -19,7 +19,7 @@ from fasteagle.drafting.head_state import HeadState
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.head_file import load_head
-from fasteagle.options import SamplingParams, TrainOptions
+from fasteagle.options import SamplingParams
 from fasteagle.prompts import Conversation, read_conversations
 from fasteagle.training.data import (
     FeatureStore,
@@ -28,6 +28,7 @@ from fasteagle.training.data import (
     compute_features,
     frequent_tokens,
 )
+from fasteagle.training.options import TrainOptions
 from fasteagle.training.train import (
     SoftCrossEntropy,
     Trainer,
