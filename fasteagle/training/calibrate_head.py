@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from fasteagle.config import HeadConfig, ModelConfig
 from fasteagle.device import available_bytes
 from fasteagle.errors import FasteagleError, note
 from fasteagle.generate import Engine
@@ -30,78 +29,22 @@ from fasteagle.loading.head_file import load_head, save_head
 from fasteagle.loading.open import OpenedModel, PreparedModel, compile_now, open_model
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.loading.text import write_conversations
-from fasteagle.model import KEY_BLOCK, EagleHead
+from fasteagle.model import EagleHead
 from fasteagle.options import RuntimeOptions
 from fasteagle.paths import cache_dir, write_atomic
 from fasteagle.prompts import Conversation, read_conversations
-from fasteagle.quant.scheme import BF16, Scheme
+from fasteagle.quant.scheme import Scheme
 from fasteagle.training import calibrate
+from fasteagle.training.calibrate import peak_bytes
 from fasteagle.training.data import FeatureStore, SomeOf, choose_held_out, compute_features
+from fasteagle.training.held_out import evaluate
 from fasteagle.training.options import CalibrateOptions
 from fasteagle.training.report import Candidate, Speeds, draft_with, ready_head, record, show
-from fasteagle.training.train import evaluate
+from fasteagle.training.work import Work
 
 MAP_TOKENS = 16_384  # of unquantized features, for the least-squares map
 TEXT_SHARE = 0.45  # of the time
 MIN_CONVERSATIONS = 24
-
-
-def peak_bytes(config: ModelConfig, head: HeadConfig, scheme: Scheme, seq_len: int) -> int:
-    """The most memory a calibration takes: either target alone, or the quantized one and training.
-
-    Training holds the head in fp32 with its gradient and Adam's two moments, the LM head's rows of
-    the draft vocabulary in 16 bits, and the activations of one batch.
-    """
-    cache = config.kv_bytes(seq_len + KEY_BLOCK)
-    full = BF16.model_bytes(config) + cache
-    block = head.block.linear_params + 2 * head.block.dim**2
-    rows = head.draft_vocab_size * config.dim * 2
-    options = calibrate.training_options(1)
-    per_token = 4 * (12 * head.block.dim + 4 * head.block.ffn_dim) * options.unroll
-    training = 16 * block + rows + options.batch_tokens * per_token
-    return max(full, scheme.model_bytes(config) + cache + training)
-
-
-class Work:
-    """The work folder: what is done already is not done again."""
-
-    def __init__(self, folder: Path, key: dict[str, Any], resume: bool) -> None:
-        self.folder = folder
-        self._path = folder / "state.json"
-        if self._path.exists():
-            self.state = json.loads(self._path.read_text())
-            if not resume:
-                raise FasteagleError(
-                    f"{folder} holds an unfinished calibration: continue it with --resume, or "
-                    "remove it"
-                )
-            changed = [k for k in key if self.state["key"].get(k) != key[k]]
-            if changed:
-                raise FasteagleError(
-                    f"{folder} was begun with other {', '.join(changed)}: give the same ones, "
-                    "or remove it"
-                )
-        else:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.state = {"key": key, "results": {}, "spent": 0.0}
-        self._begun = time.perf_counter() - self.state["spent"]
-        self._save()
-
-    @property
-    def seconds(self) -> float:
-        """Spent so far, over all parts of the run."""
-        return time.perf_counter() - self._begun
-
-    def result(self, name: str) -> Any:
-        return self.state["results"].get(name)
-
-    def record(self, name: str, value: Any) -> None:
-        self.state["results"][name] = value
-        self._save()
-
-    def _save(self) -> None:
-        self.state["spent"] = self.seconds
-        write_atomic(self._path, json.dumps(self.state, indent=1).encode())
 
 
 def calibrate_head(model: str, runtime: RuntimeOptions, options: CalibrateOptions) -> None:

@@ -20,7 +20,7 @@ from fasteagle.options import DraftOptions, SamplingParams
 from fasteagle.prompts import Conversation
 from fasteagle.quant.scheme import Scheme
 from fasteagle.training.calibrate import Gain
-from fasteagle.training.train import HeldOut
+from fasteagle.training.held_out import HeldOut
 
 SPEED_PROMPTS, SPEED_TOKENS = 6, 64
 

@@ -29,8 +29,9 @@ from fasteagle.training.data import (
     frequent_tokens,
     store_key,
 )
+from fasteagle.training.held_out import evaluate
 from fasteagle.training.options import TrainOptions, TrainRun
-from fasteagle.training.train import Trainer, evaluate, new_head
+from fasteagle.training.train import Trainer, new_head
 
 
 def train_head(

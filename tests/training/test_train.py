@@ -28,16 +28,10 @@ from fasteagle.training.data import (
     compute_features,
     frequent_tokens,
 )
+from fasteagle.training.held_out import evaluate
+from fasteagle.training.loss import SoftCrossEntropy, batches, make_batch, unroll
 from fasteagle.training.options import TrainOptions
-from fasteagle.training.train import (
-    SoftCrossEntropy,
-    Trainer,
-    batches,
-    evaluate,
-    make_batch,
-    new_head,
-    unroll,
-)
+from fasteagle.training.train import Trainer, new_head
 
 
 @pytest.fixture(scope="module")
@@ -131,14 +125,14 @@ def evaluate_fp32(head, target, store, indices):
     """`evaluate` without bf16 rounding, which could turn a tie."""
     import contextlib
 
-    import fasteagle.training.train as train
+    from fasteagle.training import held_out
 
-    original = train._autocast
-    train._autocast = lambda device: contextlib.nullcontext()
+    original = held_out.autocast
+    held_out.autocast = lambda device: contextlib.nullcontext()
     try:
         return evaluate(head, target, store, indices)
     finally:
-        train._autocast = original
+        held_out.autocast = original
 
 
 def test_soft_cross_entropy_and_its_gradient():
