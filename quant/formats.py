@@ -1,6 +1,6 @@
 """Other tools' quantized tensors as `PackedWeight`: values and scales exactly as they are stored.
 
-Functions of tensors alone; which file they lie in is the business of `importers`.
+Functions of tensors alone; which file they lie in is the business of `loading.imported`.
 
 Shapes: N output rows, K input columns, g group size, G = K / g groups in a row. Words are int32,
 their fields counted from the lowest bits; seen as bytes (little-endian) they hold column 2i in the

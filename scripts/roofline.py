@@ -46,6 +46,7 @@ from fasteagle.options import DEFAULT_MODEL, DraftOptions
 )
 def main(device: str, fp16_accumulate: bool, record_path: Path | None, **given: Any) -> None:
     """Predict tokens per second; see the module's docstring for examples."""
+    # Here and below: --help answers without importing torch.
     from fasteagle.bench import roofline_report as report
 
     given = {name: value for name, value in given.items() if value is not None}

@@ -19,14 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
+from rich.table import Table
 
 from fasteagle.bench.plot import check_plot, plot
+from fasteagle.bench.report import COLUMNS, build_report, conditions, markdown, table_rows
 from fasteagle.bench.row_spec import ROW_NAMES
-from fasteagle.bench.run import DEFAULT_ROWS, PRECISIONS, BenchOptions
+from fasteagle.bench.run import DEFAULT_ROWS, PRECISIONS, BenchOptions, check_simulated, run
 from fasteagle.cli.command import Script
 from fasteagle.cli.options import comma_list, draft_options, model_options
+from fasteagle.loading.open import open_dummy, open_model
 from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.paths import require_writable, write_atomic
+from fasteagle.prompts import read_questions
 
 DEFAULTS = BenchOptions()
 
@@ -113,10 +118,6 @@ def main(
         **rest,
     )
 
-    from fasteagle.bench.report import build_report
-    from fasteagle.bench.run import check_simulated, run
-    from fasteagle.prompts import read_questions
-
     if plot_path:
         check_plot(plot_path)
     if json_path:
@@ -133,17 +134,10 @@ def main(
 
 
 def _load(model: str, load_format: str) -> Any:
-    from fasteagle.loading.open import open_dummy, open_model
-
     return open_dummy(model) if load_format == "dummy" else open_model(model)
 
 
 def _print(report: dict[str, Any], md: bool) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from fasteagle.bench.report import COLUMNS, conditions, markdown, table_rows
-
     if md:
         print(markdown(report))
         return

@@ -18,7 +18,7 @@ from fasteagle.options import SamplingParams
 
 def hf_config(config: ModelConfig) -> Any:
     """The transformers configuration of a model of ours."""
-    import transformers
+    import transformers  # takes seconds: only for rows of its own
 
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_base}
     if config.rope_scaling is not None:
@@ -56,7 +56,7 @@ def hf_model(
     checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str, **options: Any
 ) -> Any:
     """A transformers model that holds the checkpoint's (dequantized) weights in `dtype`."""
-    import transformers
+    import transformers  # takes seconds: only for rows of its own
 
     config = hf_config(checkpoint.config)
     config._attn_implementation = options.pop("attention", "sdpa")

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor, nn
 
 from fasteagle.bench.options import EvalOptions
@@ -170,9 +172,6 @@ def run_eval(
         for row in (headings, ("---",) * len(headings), *cells):
             print(f"| {' | '.join(row)} |")
         return
-    from rich.console import Console
-    from rich.table import Table
-
     table = Table(*headings, box=None, pad_edge=False)
     for row in cells:
         table.add_row(*row)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import importlib.metadata
 import platform
 import statistics
 import subprocess
@@ -115,8 +116,6 @@ def _acceptance(row: Row) -> dict[str, Any]:
 
 def metadata(options: BenchOptions, runtime: RuntimeOptions) -> dict[str, Any]:
     """The conditions of the numbers."""
-    import transformers
-
     device = pick_device(runtime.device)
     name = device_name(device)
     return {
@@ -128,7 +127,7 @@ def metadata(options: BenchOptions, runtime: RuntimeOptions) -> dict[str, Any]:
         "fasteagle": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": importlib.metadata.version("transformers"),
         "model": options.model,
         "data": str(options.data) if options.data else "package prompts",
         "limit": options.limit,

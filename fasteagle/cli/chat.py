@@ -8,9 +8,12 @@ import sys
 
 import click
 
+from fasteagle.cli.background import Preparation
 from fasteagle.cli.repl import Repl, utf8_streams
 from fasteagle.cli.session import ChatSession, format_stats
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, note
+from fasteagle.loading.find_head import make_drafter
+from fasteagle.loading.open import load_runtime
 from fasteagle.options import AnswerOptions, DraftOptions, RuntimeOptions, SamplingParams
 
 
@@ -34,11 +37,6 @@ def run_chat(
     text = _prompt_text(prompt) if one_shot else ""
     system = None if system is None else _argument(system, "--system")
     answer = dataclasses.replace(answer, stop=tuple(_argument(s, "--stop") for s in answer.stop))
-
-    from fasteagle.cli.background import Preparation
-    from fasteagle.errors import note
-    from fasteagle.loading.find_head import make_drafter
-    from fasteagle.loading.open import load_runtime
 
     runtime = load_runtime(model, runtime_options, quiet)
     runtime.engine.use(

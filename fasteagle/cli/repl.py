@@ -7,16 +7,14 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fasteagle.cli.background import Preparation
 from fasteagle.cli.session import ChatSession, format_stats
 from fasteagle.drafters import EagleDrafter
 from fasteagle.errors import FasteagleError, note, suggest
 from fasteagle.options import AnswerOptions, SamplingParams
 from fasteagle.paths import state_dir, write_atomic
-
-if TYPE_CHECKING:
-    from fasteagle.cli.background import Preparation
 
 PROMPT = ">>> "
 CONTINUATION = "... "

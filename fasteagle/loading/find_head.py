@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fasteagle.config import HeadConfig, ModelConfig, head_from_hf
 from fasteagle.drafters import (
@@ -24,6 +24,7 @@ from fasteagle.drafters import (
 )
 from fasteagle.drafting.plan import NGRAM_RANKS, ranks_of
 from fasteagle.errors import FasteagleError
+from fasteagle.generate import Engine
 from fasteagle.loading import hub
 from fasteagle.loading.head_file import load_head, read_header
 from fasteagle.loading.registry import REGISTRY
@@ -33,9 +34,6 @@ from fasteagle.model import KEY_BLOCK, EagleHead
 from fasteagle.options import DraftOptions
 from fasteagle.paths import cache_dir, costs_path
 from fasteagle.shapes import PAPER_TREE, read_tree
-
-if TYPE_CHECKING:
-    from fasteagle.generate import Engine
 
 
 @dataclasses.dataclass(frozen=True)

@@ -119,7 +119,7 @@ class GGUFFile(Checkpoint):
 
     def _rows(self, name: str, n_rows: int) -> Tensor:
         """The first rows as the file orders them, dequantized."""
-        from gguf import GGMLQuantizationType
+        from gguf import GGMLQuantizationType  # 0.2 s, for GGUF files only
         from gguf.quants import dequantize
 
         tensor = self.tensors[name]
@@ -207,7 +207,7 @@ def _cached_index(path: Path) -> dict[str, Any]:
 
 
 def _read_index(path: Path) -> dict[str, Any]:
-    from gguf import GGUFReader
+    from gguf import GGUFReader  # 0.2 s, and only for files without an index
 
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":

@@ -1,7 +1,7 @@
 """Folders of weights that another tool has quantized: GPTQ, AWQ and compressed-tensors.
 
 Which tensor is which is decided here, from config.json and the tensors' names; what they mean is
-the business of `import_formats`. Whatever has no exact import is refused by name.
+the business of `layouts` and `quant.formats`. Whatever has no exact import is refused by name.
 """
 
 from __future__ import annotations

@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from fasteagle.config import Llama3RopeScaling, ModelConfig
@@ -155,8 +157,6 @@ class StoredFolder(Checkpoint):
 
 
 def _open_all(path: Path, where: dict[str, str]) -> dict[str, Any]:
-    from safetensors import SafetensorError, safe_open
-
     handles = {}
     try:
         for name in set(where.values()):
@@ -178,8 +178,6 @@ def _model_config(raw: dict[str, Any]) -> ModelConfig:
 
 
 def _save_file(tensors: dict[str, Tensor], path: Path) -> None:
-    from safetensors.torch import save_file
-
     with replacing(path) as temporary:
         save_file(tensors, temporary, metadata={"format": "pt"})
         temporary.chmod(0o644)  # safetensors writes private files

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fasteagle.config import ModelConfig
@@ -83,8 +84,6 @@ class SafetensorsFolder(Checkpoint):
     """One or more `*.safetensors` files; an index file, where present, says which shards belong."""
 
     def __init__(self, path: Path, config: ModelConfig) -> None:
-        from safetensors import SafetensorError, safe_open
-
         self.path, self.config = path, config
         self._files: dict[str, Any] = {}
         for file in _shards(path, "model.safetensors", "*.safetensors"):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fasteagle.generate import Engine
@@ -100,8 +101,6 @@ class FeatureStore:
     """Ids [N] and features [N, D] of conversations, memory-mapped from safetensors shards."""
 
     def __init__(self, folder: Path) -> None:
-        from safetensors.torch import load_file
-
         self.folder = folder
         index = json.loads((folder / "index.json").read_text())
         shards = [load_file(folder / name) for name in index["shards"]]
@@ -185,8 +184,6 @@ def _shards(conversations: Sequence[Conversation]) -> Iterator[list[Conversation
 
 
 def _write_shard(engine: Engine, group: Sequence[Conversation], path: Path) -> None:
-    from safetensors.torch import save_file
-
     features = [engine.features(c.ids).to(torch.bfloat16).cpu() for c in group]
     ids = torch.tensor([i for c in group for i in c.ids], dtype=torch.int32)
     with replacing(path) as temporary:
