@@ -130,14 +130,27 @@ def make_drafter(
             raise
         notify(f"warning: {error}")  # the answer does not depend on it
         found = None
-    if found is None:
-        if options.drafter != "auto":
-            raise FasteagleError(
-                f"no draft head for {name}: give one with --head, train one with "
-                "`fasteagle train-head`, or use --drafter ngram"
-            )
-        notify("no draft head for this model: guessing from the context (n-grams) instead")
-        return _ngram(engine, checkpoint)
+    if found is not None:
+        return _eagle(name, engine, checkpoint, options, found, identity, notify)
+    if options.drafter != "auto":
+        raise FasteagleError(
+            f"no draft head for {name}: give one with --head, train one with "
+            "`fasteagle train-head`, or use --drafter ngram"
+        )
+    notify("no draft head for this model: guessing from the context (n-grams) instead")
+    return _ngram(engine, checkpoint)
+
+
+def _eagle(
+    name: str,
+    engine: Engine,
+    checkpoint: Checkpoint,
+    options: DraftOptions,
+    found: FoundHead,
+    identity: str,
+    notify: Callable[[str], None],
+) -> Drafter:
+    """What drafts with the head found, quantized where its target is."""
     scheme = checkpoint.scheme
     if scheme is None:
         repair = f"fasteagle train-head --model {name} --prompts FILE --out DIR"
