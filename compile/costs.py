@@ -20,16 +20,17 @@ from typing import Any
 import torch
 
 from fasteagle import __version__
-from fasteagle.bench.measure import device_name
 from fasteagle.compile.cycles import CycleCompiler
 from fasteagle.cycle import EAGER, Proposal, decode_cycle
+from fasteagle.device import device_name
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.draft_head import HeadDrafter
 from fasteagle.drafting.plan import ROWS, WIDTHS, Costs, Plan, make_plan
 from fasteagle.generate import Engine
 from fasteagle.paths import write_atomic
 from fasteagle.sampling import DrawKind
-from fasteagle.tree import Shape, TreeShape, ancestor_mask, chain
+from fasteagle.shapes import AnyShape, TreeShape
+from fasteagle.tree import ancestor_mask, chain
 
 TABLE = 2  # of what a kept table holds; another number's is not used
 CONTEXT = 256  # committed tokens while measuring
@@ -158,14 +159,16 @@ def tune_now(
     return follow_costs(engine, drafter, costs), seconds
 
 
-def choose_plain_rows(engine: Engine, budget: float = 0.5) -> int:
+def choose_plain_rows(
+    engine: Engine, budget: float = 0.5, gate: Gate = contextlib.nullcontext
+) -> int:
     """1 or 2, whichever makes a target pass faster here (some bf16 CPU kernels prefer two rows).
 
     Times both in turn for about `budget` seconds.
     """
     if not engine.on_cpu:
         return 1
-    measurement = Measurement(engine, None)
+    measurement = Measurement(engine, None, gate=gate)
     times: dict[int, list[float]] = {1: [], 2: []}
     begin = time.perf_counter()
     while len(times[2]) < 4 or time.perf_counter() - begin < budget:
@@ -212,9 +215,7 @@ class Measurement:
                 first.setdefault(k, []).append(one)
                 level.setdefault(k, []).append(max(three - one, 0.0) / 2)
         share = self._compiled_share()
-        costs = Costs(
-            _medians(passes), _medians(first, share), _medians(level, share), 0.0, 0.0
-        )
+        costs = Costs(_medians(passes), _medians(first, share), _medians(level, share), 0.0, 0.0)
         self._engine.plain_rows = costs.plain_rows
         plain_rest = self._rest(None)
         rest = plain_rest if drafter is None else self._rest(drafter.shape)
@@ -244,7 +245,7 @@ class Measurement:
         return self._timed(lambda: EAGER.verify(state, target, proposal), None)
 
     @torch.no_grad()
-    def draft(self, shape: Shape, eager: bool = True) -> float:
+    def draft(self, shape: AnyShape, eager: bool = True) -> float:
         """Milliseconds of drafting a tree."""
         engine, drafter = self._engine, self._drafter
         spec = engine.spec(shape, self._kind)
@@ -262,12 +263,12 @@ class Measurement:
                 found.append(self._cycle(shape)[0])
         return {shape: round(statistics.median(found[1:]), 4) for shape, found in times.items()}
 
-    def _rest(self, shape: Shape | None) -> float:
+    def _rest(self, shape: AnyShape | None) -> float:
         """Milliseconds of a cycle that are neither drafting nor the pass."""
         return statistics.median(self._cycle(shape)[1] for _ in range(CYCLES))
 
     @torch.no_grad()
-    def _cycle(self, shape: Shape | None) -> tuple[float, float]:
+    def _cycle(self, shape: AnyShape | None) -> tuple[float, float]:
         """Milliseconds of one cycle, and of its rest."""
         engine, drafter = self._engine, self._drafter
         spec = engine.spec(shape, self._kind)
@@ -284,12 +285,12 @@ class Measurement:
         parts = self.verify(spec.rows) + (0.0 if shape is None else self.draft(shape))
         return total, max(0.0, total - parts)
 
-    def _timed(self, work: Callable[[], object], shape: Shape | None) -> float:
+    def _timed(self, work: Callable[[], object], shape: AnyShape | None) -> float:
         with self._gate():
             self._begin(shape)
             return self._engine.runner.timed(work, lambda: self._begin(shape))
 
-    def _begin(self, shape: Shape | None) -> None:
+    def _begin(self, shape: AnyShape | None) -> None:
         """Stand behind the committed tokens, two pairs pending, the text a repetition."""
         engine, state = self._engine, self._engine.state
         if len(engine.cached) + 1 + max(self._rows) > engine.max_seq_len:
@@ -297,7 +298,7 @@ class Measurement:
         seq_len = max(len(engine.cached) + 1, self._context)
         engine.reserve(seq_len + max(self._rows))
         if self._drafter is not None:
-            depth, topk = (1, 1) if shape is None else (shape.depth, getattr(shape, "topk", 8))
+            depth, topk = (1, 1) if shape is None else (shape.depth, shape.topk or 8)
             self._drafter.reserve(seq_len + 2 + depth * topk)
         state.seq_len.fill_(seq_len)
         state.count.fill_(min(2, 1 + (0 if shape is None else shape.depth)))
@@ -314,6 +315,5 @@ def _small_tree(depth: int, k: int) -> TreeShape:
 def _medians(times: dict[int, list[float]], scale: float = 1.0) -> dict[int, float]:
     """Of each list; the first round also warms up and is left out."""
     return {
-        key: round(scale * statistics.median(found[1:] or found), 4)
-        for key, found in times.items()
+        key: round(scale * statistics.median(found[1:] or found), 4) for key, found in times.items()
     }

@@ -18,8 +18,8 @@ from fasteagle.drafting.draft_head import HeadDrafter
 from fasteagle.generate import Engine
 from fasteagle.model import KEY_BLOCK, KVCache, Output
 from fasteagle.sampling import DrawKind
+from fasteagle.shapes import AnyShape
 from fasteagle.state import CycleSpec, DecodeState
-from fasteagle.tree import Shape
 
 
 class CycleCompiler:
@@ -29,7 +29,7 @@ class CycleCompiler:
     """
 
     def __init__(
-        self, engine: Engine, kind: DrawKind | None = None, shapes: Sequence[Shape] = ()
+        self, engine: Engine, kind: DrawKind | None = None, shapes: Sequence[AnyShape] = ()
     ) -> None:
         drafter = engine.drafter
         self._engine, self._drafter = engine, drafter

@@ -12,6 +12,7 @@ S cache slots.
 from __future__ import annotations
 
 import importlib.util
+
 import torch
 from torch import Tensor
 

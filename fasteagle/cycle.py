@@ -1,4 +1,4 @@
-"""The decode cycle: extend, expand, rerank, verify, accept, commit. Written down here and only here.
+"""The decode cycle: extend, expand, rerank, verify, accept, commit. Written down only here.
 
 One function over a `DecodeState`. What differs is passed in: the drafter says how the tree is made
 (EAGLE, n-gram lookup), a spec without a shape is plain decoding, whose tree is only the root. Who
@@ -114,7 +114,7 @@ def accepted_path(
 def commit(
     state: DecodeState, spec: CycleSpec, proposal: Proposal, output: Output, path: Accepted
 ) -> None:
-    """Move the accepted rows of the KV cache behind the text, and make the rest of the state new."""
+    """Move the accepted rows of the KV cache behind the text; bring the rest of the state there."""
     levels = torch.arange(spec.depth + 1, device=path.rows.device)
     emitted = path.emitted.clamp(min=0)  # padding and bad rows as token 0: it is not read
     if spec.depth:

@@ -22,6 +22,7 @@ from fasteagle.model import KEY_BLOCK, KVCache, Transformer, causal_mask
 from fasteagle.options import SamplingParams
 from fasteagle.runner import Done, Runner
 from fasteagle.sampling import BAD_ROW, DrawKind, draw
+from fasteagle.shapes import AnyShape
 from fasteagle.state import MAX_DEPTH, PENDING, Committed, CycleSpec, DecodeState
 from fasteagle.stats import Stats
 from fasteagle.verify import PAD
@@ -174,7 +175,7 @@ class Engine:
         self.reserve(reach + spec.rows)
         return spec
 
-    def spec(self, shape: object, kind: DrawKind) -> CycleSpec:
+    def spec(self, shape: AnyShape | None, kind: DrawKind) -> CycleSpec:
         """The variant of the cycle with a tree of `shape`, None for plain decoding."""
         drafter = self.drafter
         width = 0

@@ -265,8 +265,8 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Run the blocks and the final norm: features [T, D] and, if asked, taps [T, R * D].
 
-        `positions` [T] feed RoPE only, `slots` [T] say which cache rows are written, `visible` which
-        cache rows each row sees, its own included: a mask [T, S] (bool) or the view of a tree.
+        `positions` [T] feed RoPE only, `slots` [T] say which cache rows are written, `visible` says
+        which ones each row sees, its own included: a mask [T, S] (bool) or the view of a tree.
         `tap_layers` ascend.
         """
         mask = visible

@@ -1,4 +1,4 @@
-"""Runs decode cycles as they are, operation by operation, or by compiled pieces where there are some.
+"""Runs decode cycles operation by operation, or by compiled pieces where there are some.
 
 `compile.graphs` has the runner that replays CUDA graphs.
 """
@@ -89,9 +89,7 @@ class Runner:
                 return proposal
             return plain_proposal(state, self.plain_rows)
 
-        def finish(
-            state: DecodeState, spec: CycleSpec, proposal: Proposal, output: Output
-        ) -> None:
+        def finish(state: DecodeState, spec: CycleSpec, proposal: Proposal, output: Output) -> None:
             if len(proposal.depths) == spec.rows:
                 pieces.finish(state, spec, proposal, output)
             else:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fasteagle.model import KVCache, Transformer
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import DrawKind, Knobs
-from fasteagle.tree import Shape
+from fasteagle.shapes import AnyShape
 
 MAX_DEPTH = 63  # of a tree's paths
 PENDING = 128  # pairs kept for a draft head that is not run for a while
@@ -41,7 +41,7 @@ class CycleSpec:
     how many pending pairs the draft head is run on, 0 where the drafter reads no features.
     """
 
-    shape: Shape | None
+    shape: AnyShape | None
     rows: int
     width: int
     kind: DrawKind
@@ -84,7 +84,13 @@ class DecodeState:
     def advanced(self) -> list[Tensor]:
         """What a cycle changes, but for rows behind the text."""
         return [
-            self.seq_len, self.root, self.count, self.tokens, self.features, self.result, self.seen,
+            self.seq_len,
+            self.root,
+            self.count,
+            self.tokens,
+            self.features,
+            self.result,
+            self.seen,
         ]
 
     def committed(self, width: int) -> Committed:

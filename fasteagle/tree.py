@@ -8,13 +8,13 @@ D levels.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fasteagle.errors import FasteagleError
+from fasteagle.shapes import PAPER_TREE as PAPER_TREE  # trees and their shapes come together
+from fasteagle.shapes import TreeShape as TreeShape
 
 
 class DraftTree(NamedTuple):
@@ -28,61 +28,6 @@ class DraftTree(NamedTuple):
     parents: Tensor  # [T]
     valid: Tensor  # [T] bool
     distributions: Tensor | None = None  # [T, V]
-
-
-@dataclasses.dataclass(frozen=True)
-class TreeShape:
-    """Of a dynamic tree: `depth` levels of `topk` nodes each are expanded, `nodes` are verified."""
-
-    depth: int = 3
-    topk: int = 3
-    nodes: int = 8
-
-    def __post_init__(self) -> None:
-        for name in ("depth", "topk", "nodes"):
-            if getattr(self, name) < 1:
-                raise FasteagleError(f"tree-{name} {getattr(self, name)} is out of range: use >= 1")
-        if self.nodes > self.pool:
-            raise FasteagleError(
-                f"tree-nodes {self.nodes} is more than the {self.pool} candidates that "
-                f"--tree-depth {self.depth} and --tree-topk {self.topk} yield"
-            )
-        if self.nodes < self.depth:
-            raise FasteagleError(
-                f"tree-nodes {self.nodes} cannot hold a path of --tree-depth {self.depth}"
-            )
-
-    @property
-    def pool(self) -> int:
-        """Candidates: the first level, and k children of each of k nodes on every other level."""
-        return self.topk + (self.depth - 1) * self.topk**2
-
-    @property
-    def rows(self) -> int:
-        """Rows of the verify pass, root included."""
-        return self.nodes + 1
-
-
-@dataclasses.dataclass(frozen=True)
-class PathTree:
-    """A tree of fixed form: every node is a path of child ranks from the root."""
-
-    paths: tuple[tuple[int, ...], ...]
-
-    @property
-    def depth(self) -> int:
-        return max(map(len, self.paths))
-
-    @property
-    def nodes(self) -> int:
-        return len(self.paths)
-
-    @property
-    def rows(self) -> int:
-        return self.nodes + 1
-
-
-Shape = TreeShape | PathTree
 
 
 class TreeView(NamedTuple):
@@ -171,33 +116,3 @@ def chain(tokens: Tensor, valid: Tensor) -> DraftTree:
     """A path of T rows, root first."""
     parents = (torch.arange(tokens.shape[0], device=tokens.device) - 1).clamp(min=0)
     return DraftTree(torch.where(valid, tokens, 0), parents, valid)
-
-
-# The 25 nodes of EAGLE-1's static tree as child ranks from the root (paper, figure 7).
-PAPER_TREE: tuple[tuple[int, ...], ...] = (
-    (0,),
-    (1,),
-    (2,),
-    (3,),
-    (0, 0),
-    (0, 1),
-    (0, 2),
-    (1, 0),
-    (1, 1),
-    (2, 0),
-    (2, 1),
-    (3, 0),
-    (0, 0, 0),
-    (0, 0, 1),
-    (0, 0, 2),
-    (0, 1, 0),
-    (0, 1, 1),
-    (0, 2, 0),
-    (0, 2, 1),
-    (1, 0, 0),
-    (0, 0, 0, 0),
-    (0, 0, 0, 1),
-    (0, 0, 0, 2),
-    (0, 0, 0, 0, 0),
-    (0, 0, 0, 0, 1),
-)

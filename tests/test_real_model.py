@@ -177,8 +177,8 @@ def test_the_shipped_head_belongs_to_the_model(checkpoint):
     from importlib import resources
     from pathlib import Path
 
-    from fasteagle.loading.checkpoint import fingerprint
     from fasteagle.loading.head_file import load_head
+    from fasteagle.loading.tensors import fingerprint
 
     folder = Path(str(resources.files("fasteagle") / "data" / "heads" / DEFAULT_MODEL))
     head, header = load_head(folder, checkpoint.config)
@@ -192,7 +192,7 @@ def test_the_shipped_head_belongs_to_the_model(checkpoint):
 
 
 def test_its_linears_repack_with_zero_error(checkpoint):
-    from fasteagle.loading.source import is_block_linear
+    from fasteagle.loading.tensors import is_block_linear
 
     linears = [name for name in checkpoint.names() if is_block_linear(name)]
     assert len(linears) == 7 * 30 and {checkpoint.kinds()[n] for n in linears} == {"Q4_1"}
@@ -203,8 +203,8 @@ def test_its_linears_repack_with_zero_error(checkpoint):
 
 
 def test_int4_is_the_same_model_to_its_heads(checkpoint):
-    from fasteagle.loading.checkpoint import fingerprint
     from fasteagle.loading.quantize import with_scheme
+    from fasteagle.loading.tensors import fingerprint
 
     own = with_scheme(checkpoint, "int4")
     assert own.scheme.name == "int4-g32-own"

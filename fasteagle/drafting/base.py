@@ -8,6 +8,7 @@ code over the state of the cycle, so that they can be compiled and captured.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,8 +17,9 @@ from torch import Tensor
 from fasteagle.drafting.controller import Controller
 from fasteagle.drafting.plan import Plan, Ranks
 from fasteagle.model import KVCache
+from fasteagle.shapes import AnyShape
 from fasteagle.state import Committed, CycleSpec, DecodeState
-from fasteagle.tree import DraftTree, Shape
+from fasteagle.tree import DraftTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,18 +34,24 @@ class Drafter(Protocol):
     """Proposes trees. `controller` chooses among shapes while decoding, where there is one."""
 
     name: str
-    shape: Shape  # of its trees where no controller chooses another one
     controller: Controller | None
     tuning: Tuning | None  # set where the tree may be tuned
     reads_features: bool  # whether `extend` must see every committed position
     always_proposes: bool  # whether every tree has a node besides the root
     capturable: bool  # whether its cycles read nothing on the host
-    caches: list[KVCache]  # of its own
 
-    def next_shape(self) -> Shape | None:
+    @property
+    def shape(self) -> AnyShape:
+        """Of its trees where no controller chooses another one."""
+
+    @property
+    def caches(self) -> Sequence[KVCache]:
+        """Of its own."""
+
+    def next_shape(self) -> AnyShape | None:
         """Of the next cycle's tree; None for plain decoding, because drafting does not pay now."""
 
-    def shapes(self) -> list[Shape]:
+    def shapes(self) -> Sequence[AnyShape]:
         """All that `next_shape` may ask for."""
 
     def reserve(self, n_tokens: int) -> None:
@@ -61,7 +69,7 @@ class Drafter(Protocol):
     def follow(self, plan: Plan) -> None:
         """Draft what the plan finds best from now on."""
 
-    def learn(self, shape: Shape | None, accepted: int | None) -> None:
+    def learn(self, shape: AnyShape | None, accepted: int | None) -> None:
         """A pass with a tree of `shape` is over: so many tokens were accepted.
 
         `accepted` None: nothing was proposed.
@@ -74,7 +82,7 @@ class Controlled:
     Without a controller (no costs measured yet, or sizes asked for) the tree stays as it is.
     """
 
-    shape: Shape
+    shape: AnyShape
     controller: Controller | None = None
     tuning: Tuning | None = None
     always_proposes = True
@@ -83,14 +91,14 @@ class Controlled:
     def follow(self, plan: Plan) -> None:
         self.controller = Controller(plan)
 
-    def next_shape(self) -> Shape | None:
+    def next_shape(self) -> AnyShape | None:
         return self.shape if self.controller is None else self.controller.shape
 
-    def shapes(self) -> list[Shape]:
-        planned = [] if self.controller is None else list(self.controller.plan.shapes)
+    def shapes(self) -> Sequence[AnyShape]:
+        planned = [] if self.controller is None else self.controller.plan.shapes
         return planned or [self.shape]
 
-    def learn(self, shape: Shape | None, accepted: int | None) -> None:
+    def learn(self, shape: AnyShape | None, accepted: int | None) -> None:
         # What the controller has changed since the cycle was launched teaches nothing.
         if self.controller is not None and self.controller.shape == shape:
             self.controller.learn(accepted)

@@ -62,9 +62,7 @@ class HeadDrafter(Controlled):
         rows = start + torch.arange(W, device=seq_len.device)
         mask = causal_mask(start, W, k_cache.shape[1], None, seq_len.device)
         last = new.count - 1
-        return Prediction(
-            *self.head(new.tokens, new.features, rows, rows, mask, self.cache, last)
-        )
+        return Prediction(*self.head(new.tokens, new.features, rows, rows, mask, self.cache, last))
 
     def step(
         self, tokens: Tensor, features: Tensor, seq_len: Tensor, level: int, tree_mask: Tensor

@@ -11,8 +11,9 @@ from torch import Tensor
 from fasteagle.drafting.draft_head import HeadDrafter, Prediction, top_children
 from fasteagle.errors import FasteagleError
 from fasteagle.model import EagleHead
+from fasteagle.shapes import TreeShape
 from fasteagle.state import CycleSpec, DecodeState
-from fasteagle.tree import DraftTree, Pool, TreeShape, rerank
+from fasteagle.tree import DraftTree, Pool, rerank
 
 
 class EagleDrafter(HeadDrafter):

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from fasteagle.drafting.base import Controlled
 from fasteagle.model import KVCache
+from fasteagle.shapes import AnyShape, TreeShape
 from fasteagle.state import Committed, CycleSpec, DecodeState
-from fasteagle.tree import DraftTree, Shape, TreeShape, chain
+from fasteagle.tree import DraftTree, chain
 
 
 class NgramDrafter(Controlled):
@@ -22,7 +23,7 @@ class NgramDrafter(Controlled):
     always_proposes = False
 
     def __init__(self, depth: int = 7, longest: int = 3, shortest: int = 1) -> None:
-        self.shape: Shape = TreeShape(depth, 1, depth)
+        self.shape: AnyShape = TreeShape(depth, 1, depth)
         self._longest, self._shortest = longest, shortest
         self.caches: list[KVCache] = []
 

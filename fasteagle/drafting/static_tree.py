@@ -16,8 +16,9 @@ from fasteagle.errors import FasteagleError
 from fasteagle.model import EagleHead
 from fasteagle.multi_round import DRAFT_STREAM
 from fasteagle.sampling import gumbel_noise
+from fasteagle.shapes import PAPER_TREE, StaticShape
 from fasteagle.state import CycleSpec, DecodeState
-from fasteagle.tree import PAPER_TREE, DraftTree, PathTree
+from fasteagle.tree import DraftTree
 
 
 class Level(NamedTuple):
@@ -50,7 +51,7 @@ class StaticTreeDrafter(HeadDrafter):
         check_paths(paths, head.config.draft_vocab_size)
         super().__init__(head, max_seq_len, noise)
         order = tuple(sorted(paths, key=lambda path: (len(path), path)))
-        self.shape: PathTree = PathTree(order)
+        self.shape = StaticShape(len(order[-1]), None, len(order))
         self.sampled = sampled
         self.capturable = not sampled  # multi-round verification walks the tree on the host
         row_of = {(): 0, **{path: row for row, path in enumerate(order, 1)}}

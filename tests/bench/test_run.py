@@ -15,13 +15,16 @@ from fasteagle.bench import run as bench
 from fasteagle.bench.latency import percentile
 from fasteagle.bench.measure import Bandwidth
 from fasteagle.bench.report import build_report, markdown
-from fasteagle.bench.row_spec import draft_of, planned_tree
+from fasteagle.bench.row_spec import ROW_NAMES, RowSpec
 from fasteagle.bench.rows import EngineDecoder, HFDecoder, Row, Turn
-from fasteagle.bench.run import BenchOptions, read_questions, run
+from fasteagle.bench.run import BenchOptions, run
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import open_checkpoint
+from fasteagle.loading.open import open_model
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.options import DraftOptions, RuntimeOptions
+from fasteagle.prompts import read_questions
+from fasteagle.shapes import TreeShape
 
 SCRIPT = SCRIPTS / "tokens_per_sec.py"
 CPU = RuntimeOptions(device="cpu")
@@ -32,13 +35,7 @@ def measure(folder, questions, **options):
     options = BenchOptions(
         model=str(folder), data=questions, max_new_tokens=12, compile=False, **options
     )
-    rows = run(
-        options,
-        CPU,
-        open_checkpoint(folder),
-        load_tokenizer(folder),
-        read_questions(options.data, options.limit),
-    )
+    rows = run(options, CPU, open_model(str(folder)), read_questions(options.data, options.limit))
     return build_report(rows, options, CPU, save_outputs=True)
 
 
@@ -80,13 +77,13 @@ def test_every_row_drafts_what_it_says(tiny_dir, questions, tmp_path):
     head = random_head(model, rope_scaling=None, rope_base=10000.0)
     save_head(tmp_path / "head", head, {}, torch.float32)
     draft = DraftOptions(head=str(tmp_path / "head"))
-    report = measure(tiny_dir, questions, rows=bench.ROW_NAMES, draft=draft)
+    report = measure(tiny_dir, questions, rows=ROW_NAMES, draft=draft)
     rows = {row["name"]: row for row in report["rows"]}
-    assert list(rows) == list(bench.ROW_NAMES)
+    assert list(rows) == list(ROW_NAMES)
     for name, row in rows.items():
         assert row["outputs"] == rows["plain"]["outputs"], name
         assert row["tau"] >= 1
-        planned = planned_tree(name, draft, quantized_on_cpu=False)
+        planned = RowSpec.parse(name).planned_tree(draft, quantized_on_cpu=False)
         assert row["tree"] == (planned and dataclasses.asdict(planned))
         drafted = name not in ("hf", "hf-pld", "plain")
         assert ("accepted_by_depth" in row) == drafted
@@ -172,13 +169,7 @@ def test_threads_are_those_asked_for(tiny_dir, questions):
     options = BenchOptions(str(tiny_dir), ("plain",), ("fp32",), compile=False, max_new_tokens=2)
     runtime = dataclasses.replace(CPU, threads=1)
     assert torch.get_num_threads() == 2
-    run(
-        options,
-        runtime,
-        open_checkpoint(tiny_dir),
-        load_tokenizer(tiny_dir),
-        read_questions(questions, 1),
-    )
+    run(options, runtime, open_model(str(tiny_dir)), read_questions(questions, 1))
     assert torch.get_num_threads() == 1
 
 
@@ -363,9 +354,11 @@ def test_bad_input_to_the_script(script, arguments, message):
 
 def test_a_row_may_name_its_tree():
     options = BenchOptions(rows=("plain", "eagle@4/2/10"))
-    draft = draft_of(options.rows[1], options.draft)
-    assert (draft.drafter, draft.sizes(False)) == ("eagle", (4, 2, 10))
-    assert not draft.auto_tree and planned_tree("eagle@4/2/10", DraftOptions(), True).nodes == 10
+    row = options.specs[1]
+    draft = row.draft_options(options.draft)
+    assert (draft.drafter, draft.tree_shape(False)) == ("eagle", TreeShape(4, 2, 10))
+    assert not draft.auto_tree and row.planned_tree(DraftOptions(), True).nodes == 10
+    assert row.label == options.rows[1]
 
 
 @pytest.mark.parametrize("row", ["eagle@", "eagle@3/3", "eagle@3/3/x", "eagle@3/3/-8"])

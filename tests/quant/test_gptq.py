@@ -8,9 +8,11 @@ import torch
 from conftest import save_tiny
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
+from fasteagle.loading.gptq_pass import gptq_weights
 from fasteagle.loading.quantize import with_scheme
-from fasteagle.loading.source import is_block_linear
-from fasteagle.quant.gptq import gptq_weight, gptq_weights
+from fasteagle.loading.tensors import is_block_linear
+from fasteagle.options import RuntimeOptions
+from fasteagle.quant.gptq import gptq_weight
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme
 
@@ -94,17 +96,16 @@ def _features(checkpoint, ids):
 
 def test_text_the_model_makes_up_is_enough(folder, monkeypatch):
     """Through the option: no data given, the model writes, the result is kept."""
-    from fasteagle.loading import quantize as prepare
-    from fasteagle.loading.tokenizer import load_tokenizer
+    from fasteagle.loading import open as door
 
-    monkeypatch.setattr(prepare, "GPTQ_TOKENS", 700)
-    monkeypatch.setattr(prepare, "compile_now", lambda engine: True)
+    monkeypatch.setattr(door, "GPTQ_TOKENS", 700)
+    monkeypatch.setattr(door, "compile_now", lambda engine: True)
     said: list[str] = []
-    checkpoint, tokenizer = open_checkpoint(folder), load_tokenizer(folder)
-    first = with_scheme(checkpoint, "int4-g32-gptq", 8, said.append, tokenizer)
+    opened, options = door.open_model(str(folder)), RuntimeOptions(quant="int4-g32-gptq")
+    first = opened.prepared(options, said.append).checkpoint
     assert "the model writes 700 tokens to calibrate on ..." in said
     assert first.scheme.method == "gptq"
-    plain = with_scheme(checkpoint, "int4-g32", 8)
+    plain = with_scheme(opened.checkpoint, "int4-g32", 8)
     name = "model.layers.1.mlp.down_proj.weight"
     assert not torch.equal(first.load(name), plain.load(name))
 

@@ -19,12 +19,15 @@ from conftest import save_tiny, write_random_text
 from fasteagle.config import HeadConfig
 from fasteagle.generate import Engine
 from fasteagle.loading.registry import preset
+from fasteagle.prompts import Conversation
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme, parse_scheme
 from fasteagle.training import calibrate
-from fasteagle.training.calibrate_head import CalibrateOptions, peak_bytes
-from fasteagle.training.data import Conversation, compute_features
-from fasteagle.training.train import HeldOut, new_head
+from fasteagle.training.calibrate_head import peak_bytes
+from fasteagle.training.data import compute_features
+from fasteagle.training.held_out import HeldOut
+from fasteagle.training.options import CalibrateOptions
+from fasteagle.training.train import new_head
 
 SCHEME = Scheme(4, 32)
 

@@ -19,25 +19,19 @@ from fasteagle.drafting.head_state import HeadState
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.head_file import load_head
-from fasteagle.options import SamplingParams, TrainOptions
+from fasteagle.options import SamplingParams
+from fasteagle.prompts import Conversation, read_conversations
 from fasteagle.training.data import (
-    Conversation,
     FeatureStore,
     LiveFeatures,
     choose_held_out,
     compute_features,
     frequent_tokens,
-    read_conversations,
 )
-from fasteagle.training.train import (
-    SoftCrossEntropy,
-    Trainer,
-    batches,
-    evaluate,
-    make_batch,
-    new_head,
-    unroll,
-)
+from fasteagle.training.held_out import evaluate
+from fasteagle.training.loss import SoftCrossEntropy, batches, make_batch, unroll
+from fasteagle.training.options import TrainOptions
+from fasteagle.training.train import Trainer, new_head
 
 
 @pytest.fixture(scope="module")
@@ -131,14 +125,14 @@ def evaluate_fp32(head, target, store, indices):
     """`evaluate` without bf16 rounding, which could turn a tie."""
     import contextlib
 
-    import fasteagle.training.train as train
+    from fasteagle.training import held_out
 
-    original = train._autocast
-    train._autocast = lambda device: contextlib.nullcontext()
+    original = held_out.autocast
+    held_out.autocast = lambda device: contextlib.nullcontext()
     try:
         return evaluate(head, target, store, indices)
     finally:
-        train._autocast = original
+        held_out.autocast = original
 
 
 def test_soft_cross_entropy_and_its_gradient():
@@ -423,7 +417,8 @@ def test_the_command_survives_a_kill_and_writes_a_head(tiny_dir, text_file, tmp_
         "model.safetensors",
         "training.json",
     ]
-    from fasteagle.loading.checkpoint import fingerprint, open_checkpoint
+    from fasteagle.loading.checkpoint import open_checkpoint
+    from fasteagle.loading.tensors import fingerprint
 
     checkpoint = open_checkpoint(tiny_dir)
     head, header = load_head(out, checkpoint.config)
