@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 import torch
 
-from conftest import make_hf_model
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine, choose_plain_rows, common_prefix
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.model import causal_mask
 from fasteagle.options import SamplingParams
+from helpers import make_hf_model
 
 GREEDY = SamplingParams()
 SAMPLED = SamplingParams(0.9, top_p=0.95, repetition_penalty=1.2, seed=11)

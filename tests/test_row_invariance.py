@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_drafters import random_head
 
-from conftest import save_tiny
 from fasteagle.drafters import EagleDrafter
 from fasteagle.loading.checkpoint import open_checkpoint
 from fasteagle.loading.open import build_engine
 from fasteagle.loading.quantize import with_scheme
 from fasteagle.options import RuntimeOptions, SamplingParams
 from fasteagle.tree import TreeShape
+from helpers import random_head, save_tiny
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 import torch
-from test_drafters import random_head, random_target, tiny_config
 
 from fasteagle.drafters import EagleDrafter, NgramDrafter, Piloted, StaticTreeDrafter, TreeShape
 from fasteagle.generate import Engine
@@ -15,6 +14,7 @@ from fasteagle.options import SamplingParams
 from fasteagle.sampling import process_logits
 from fasteagle.stats import Stats
 from fasteagle.tree import DraftTree, chain
+from helpers import random_head, random_target, tiny_config
 
 PROMPT = [5, 9, 20, 17, 33, 8, 12, 44]
 GREEDY = SamplingParams()
@@ -335,7 +335,6 @@ def test_pieces_compile_whole(target, head):
 @torch.no_grad()
 def test_the_heads_pieces_compile_whole(target):
     """Extend, one level, all levels and commit; the committed length is a tensor of theirs."""
-    from test_drafters import random_head
 
     from fasteagle.drafting.head_state import head_extend, head_step
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from conftest import SCRIPTS
 from fasteagle.bench import measure as device_speed
 from fasteagle.bench.measure import device_name, memory_bandwidth
 from fasteagle.bench.roofline import (
@@ -35,6 +34,7 @@ from fasteagle.loading.find_head import head_shape
 from fasteagle.loading.registry import preset
 from fasteagle.options import DraftOptions
 from fasteagle.quant.scheme import BF16, Scheme, parse_scheme
+from helpers import SCRIPTS
 
 CPU = torch.device("cpu")
 LLAMA = preset("llama2-7b")

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_drafters import random_head, random_target, tiny_config
-from test_plan import costs
 
 from fasteagle.cli.session import ChatSession
 from fasteagle.compile.blocks import missing_compiler
@@ -19,6 +17,7 @@ from fasteagle.generate import Engine
 from fasteagle.loading.open import compile_now
 from fasteagle.options import AnswerOptions, SamplingParams
 from fasteagle.tree import TreeShape
+from helpers import costs, random_head, random_target, tiny_config
 
 TURNS, WARM_UP = 300, 60
 needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason="no C++ compiler")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_drafters import random_head, random_target, tiny_config
-from test_plan import costs
 
 from fasteagle.compile.blocks import missing_compiler
 from fasteagle.compile.costs import follow_costs
@@ -18,6 +16,7 @@ from fasteagle.generate import Engine
 from fasteagle.loading.open import compile_now
 from fasteagle.options import SamplingParams
 from fasteagle.tree import TreeShape
+from helpers import costs, random_head, random_target, tiny_config
 
 needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason="no C++ compiler")
 CUDA = torch.cuda.is_available()

@@ -10,57 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fasteagle.config import HeadConfig, ModelConfig, head_from_hf
+from fasteagle.config import head_from_hf
 from fasteagle.drafters import EagleDrafter, NgramDrafter, StaticTreeDrafter, check_paths
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.head_file import load_head, load_official_state, official_state, save_head
-from fasteagle.model import EagleHead, KVCache, Transformer, causal_mask
+from fasteagle.model import KVCache, Transformer, causal_mask
 from fasteagle.tree import PAPER_TREE, DraftTree, Pool, TreeShape, ancestor_mask, rerank
 from fasteagle.verify import PAD, accept, seen_rows
+from helpers import official_files, random_head, random_target, tiny_config
 
 ASSETS = Path(__file__).parents[1] / "assets" / "golden"
-
-
-def tiny_config(**changes) -> ModelConfig:
-    shape = dict(
-        dim=32,
-        n_layer=2,
-        n_head=4,
-        n_kv_head=2,
-        head_dim=8,
-        ffn_dim=48,
-        vocab_size=60,
-        max_seq_len=256,
-    )
-    return ModelConfig(**{**shape, **changes})
-
-
-def random_target(config: ModelConfig, seed=0) -> Transformer:
-    torch.manual_seed(seed)
-    model = Transformer(config)
-    for p in model.parameters():
-        p.requires_grad_(False)
-        if p.ndim == 2:
-            p.normal_(0, 0.3)
-    model.init_rope(512, "cpu")
-    return model.eval()
-
-
-def random_head(target: Transformer, draft_ids=None, seed=1, **changes) -> EagleHead:
-    torch.manual_seed(seed)
-    vocab_size = target.config.vocab_size
-    size = vocab_size if draft_ids is None else len(draft_ids)
-    block = ModelConfig(**{**vars(target.config), "n_layer": 1, **changes})
-    head = EagleHead(HeadConfig(block, size))
-    with torch.no_grad():
-        for p in head.parameters():
-            if p.ndim == 2:
-                p.normal_(0, 0.3)
-        if draft_ids is not None:
-            head.d2t.copy_(draft_ids - torch.arange(size))
-    head.requires_grad_(False)
-    head.borrow(target, 512)
-    return head.eval()
 
 
 # The reference implementation's own numbers.
@@ -351,30 +310,6 @@ def test_saved_head_loads_back_and_drafts_the_same(tmp_path):
     for drafter in (a, b):
         drafter.extend(torch.arange(5), torch.ones(5, 32), 5)
     assert a.propose(torch.tensor([1]), []).tokens.equal(b.propose(torch.tensor([1]), []).tokens)
-
-
-def official_files(folder: Path, head: EagleHead, pickled: bool, bias: bool) -> None:
-    """A head as published: no header, a copy of the embedding, no RoPE base in the config."""
-    state = {k: v.clone() for k, v in official_state(head).items() if k != "d2t"}
-    state["embed_tokens.weight"] = torch.zeros(60, 32)
-    if not bias:
-        del state["fc.bias"]
-    if pickled:
-        torch.save(state, folder / "pytorch_model.bin")
-    else:
-        save_file(state, folder / "model.safetensors")
-    c = head.config.block
-    raw = {
-        "hidden_size": c.dim,
-        "intermediate_size": c.ffn_dim,
-        "num_attention_heads": c.n_head,
-        "num_key_value_heads": c.n_kv_head,
-        "vocab_size": c.vocab_size,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 16,
-        "num_hidden_layers": 40,
-    }
-    (folder / "config.json").write_text(json.dumps(raw if bias else {**raw, "bias": False}))
 
 
 @pytest.mark.parametrize("pickled", [False, True])

@@ -8,7 +8,6 @@ import random
 
 import pytest
 import torch
-from test_drafters import random_head, random_target, tiny_config
 
 from fasteagle.compile import costs as tune
 from fasteagle.drafters import EagleDrafter, NgramDrafter, Tuning
@@ -17,7 +16,6 @@ from fasteagle.drafting.plan import (
     DEFAULT_RANKS,
     NGRAM_RANKS,
     QUALITIES,
-    Costs,
     best_shape,
     chance,
     expected_accepted,
@@ -28,16 +26,9 @@ from fasteagle.drafting.plan import (
 from fasteagle.generate import Engine
 from fasteagle.options import DraftOptions, SamplingParams
 from fasteagle.tree import TreeShape
+from helpers import ROWS, costs, random_head, random_target, tiny_config
 
 GREEDY = SamplingParams()
-ROWS = {1: 10.0, 2: 10.5, 3: 11.0, 4: 12.0, 6: 16.0, 8: 22.0, 16: 37.0, 32: 70.0}
-
-
-def costs(passes=None, first=1.0, level=0.8, rest=1.0):
-    widths = (1, 2, 3, 4, 6, 8)
-    return Costs(
-        passes or ROWS, dict.fromkeys(widths, first), dict.fromkeys(widths, level), rest, rest / 2
-    )
 
 
 def brute_force(shape, ranks, quality):

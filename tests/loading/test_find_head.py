@@ -8,10 +8,7 @@ import shutil
 import pytest
 import torch
 from click.testing import CliRunner
-from test_drafters import official_files, random_head
-from test_hub import forbid, put_in_cache
 
-from conftest import save_tiny
 from fasteagle.cli import main as cli
 from fasteagle.drafters import EagleDrafter, NgramDrafter, StaticTreeDrafter
 from fasteagle.errors import FasteagleError
@@ -23,6 +20,7 @@ from fasteagle.loading.find_head import find_head, make_drafter, read_tree
 from fasteagle.loading.head_file import save_head, with_vocabulary
 from fasteagle.options import DraftOptions, SamplingParams
 from fasteagle.paths import cache_dir
+from helpers import forbid, official_files, put_in_cache, random_head, save_tiny
 
 
 @pytest.fixture(scope="module")

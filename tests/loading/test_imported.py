@@ -13,7 +13,6 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize as gguf_dequantize
 from safetensors.torch import load_file, save_file
 
-from conftest import edit_json
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import (
     SafetensorsFolder,
@@ -33,6 +32,7 @@ from fasteagle.quant.formats import (
     from_tile_packed,
     gptq_zero_offset,
 )
+from helpers import edit_json
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from conftest import save_tiny
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.quantize import with_scheme
@@ -13,6 +12,7 @@ from fasteagle.loading.source import is_block_linear
 from fasteagle.quant.gptq import gptq_weight, gptq_weights
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme
+from helpers import save_tiny
 
 
 def inputs(n=600, k=128) -> torch.Tensor:

@@ -12,10 +12,7 @@ import time
 
 import pytest
 import torch
-from test_drafters import random_head, random_target, tiny_config
-from test_train import OPTIONS, talk
 
-from conftest import save_tiny, write_random_text
 from fasteagle.config import HeadConfig
 from fasteagle.generate import Engine
 from fasteagle.loading.registry import preset
@@ -25,6 +22,15 @@ from fasteagle.training import calibrate
 from fasteagle.training.calibrate_head import CalibrateOptions, peak_bytes
 from fasteagle.training.data import Conversation, compute_features
 from fasteagle.training.train import HeldOut, new_head
+from helpers import (
+    OPTIONS,
+    random_head,
+    random_target,
+    save_tiny,
+    talk,
+    tiny_config,
+    write_random_text,
+)
 
 SCHEME = Scheme(4, 32)
 

@@ -12,14 +12,12 @@ import time
 
 import pytest
 import torch
-from test_drafters import random_head, random_target, tiny_config
 
-from conftest import write_random_text
 from fasteagle.drafting.head_state import HeadState
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.head_file import load_head
-from fasteagle.options import SamplingParams, TrainOptions
+from fasteagle.options import TrainOptions
 from fasteagle.training.data import (
     Conversation,
     FeatureStore,
@@ -38,6 +36,7 @@ from fasteagle.training.train import (
     new_head,
     unroll,
 )
+from helpers import OPTIONS, random_head, random_target, talk, tiny_config, write_random_text
 
 
 @pytest.fixture(scope="module")
@@ -45,26 +44,9 @@ def target():
     return random_target(tiny_config())
 
 
-def talk(target, n=24, seed=0) -> list[Conversation]:
-    """Conversations that the target answered greedily."""
-    g = torch.Generator().manual_seed(seed)
-    engine, found = Engine(target, 256), []
-    for _ in range(n):
-        size = int(torch.randint(4, 9, (1,), generator=g))
-        prompt = torch.randint(0, 60, (size,), generator=g).tolist()
-        answer = [t for ids in engine.generate(prompt, SamplingParams(), 20) for t in ids]
-        found.append(Conversation(prompt + answer, size, True))
-    return found
-
-
 @pytest.fixture
 def store(target, tmp_path) -> FeatureStore:
     return compute_features(Engine(target, 256), talk(target), tmp_path / "features")
-
-
-OPTIONS = TrainOptions(
-    lr=3e-3, batch_tokens=200, steps=30, warmup=5, draft_vocab_size=40, loss_vocab_size=30
-)
 
 
 def trainer(target, store, folder, options=OPTIONS) -> Trainer:
