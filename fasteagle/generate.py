@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -398,7 +398,9 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 @torch.no_grad()
-def choose_plain_rows(engine: Engine, budget: float = 0.5) -> int:
+def choose_plain_rows(
+    engine: Engine, budget: float = 0.5, clock: Callable[[], float] = time.perf_counter
+) -> int:
     """1 or 2, whichever makes a target pass faster here (some bf16 CPU kernels prefer two rows).
 
     Times both in turn for about `budget` seconds on rows behind the committed ones, which are
@@ -407,11 +409,11 @@ def choose_plain_rows(engine: Engine, budget: float = 0.5) -> int:
     if not engine.on_cpu or len(engine.cached) + 2 > engine.max_seq_len:
         return 1
     times: dict[int, list[float]] = {1: [], 2: []}
-    begin = time.perf_counter()
-    while len(times[2]) < 4 or time.perf_counter() - begin < budget:
+    begin = clock()
+    while len(times[2]) < 4 or clock() - begin < budget:
         for T in (1, 2):
             tokens = torch.zeros(T, dtype=torch.long)
-            start = time.perf_counter()
+            start = clock()
             engine.verify(tokens, tokens, torch.eye(T, dtype=torch.bool))
-            times[T].append(time.perf_counter() - start)
+            times[T].append(clock() - start)
     return min(times, key=lambda T: statistics.median(times[T][1:]))  # the first one warms up

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,14 @@ from helpers import SCRIPTS, save_tiny, write_questions
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--golden", metavar="DIR", help="More recorded cases of draft heads to match.")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_code(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What one test compiles, the others and their processes need not compile again."""
+    os.environ.setdefault(
+        "TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled") / "inductor")
+    )
 
 
 @pytest.fixture(autouse=True)

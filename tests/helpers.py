@@ -260,6 +260,29 @@ def write_random_text(path: Path, n: int, length: int) -> Path:
     return path
 
 
+# Conversations
+
+
+class Letters:
+    """A tokenizer whose tokens are letters of their own: every text it decodes encodes back."""
+
+    eos_ids: frozenset[int] = frozenset()
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        return [(ord(c) - 0x4E00 if ord(c) >= 0x4E00 else ord(c)) % self.vocab_size for c in text]
+
+    def decode(self, ids) -> str:
+        return "".join(chr(0x4E00 + i) for i in ids)
+
+    raw = decode
+
+    def render(self, turns) -> str:
+        return "".join(turn["content"] for turn in turns)
+
+
 # Processes
 
 
