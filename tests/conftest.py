@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import runpy
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,15 @@ from helpers import SCRIPTS, save_tiny, write_questions
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--golden", metavar="DIR", help="More recorded cases of draft heads to match.")
+    parser.addoption("--no-bf16", action="store_true", help="As on a CPU that multiplies no bf16.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--no-bf16"):
+        folder = Path(__file__).parent / "no_bf16"
+        runpy.run_path(str(folder / "sitecustomize.py"))["without_bf16"](torch.cpu)
+        others = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *([others] if others else [])])
 
 
 @pytest.fixture(scope="session", autouse=True)

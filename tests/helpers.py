@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -284,6 +285,21 @@ class Letters:
 
 
 # Processes
+
+
+def kill_at_first_save(*arguments: object) -> None:
+    """Run `fasteagle` in a process of its own, which dies once training has saved its state."""
+    code = (
+        "import os, signal\n"
+        "from fasteagle.training.train import Trainer\n"
+        "save = Trainer.save\n"
+        "Trainer.save = lambda self: (save(self), os.kill(os.getpid(), signal.SIGKILL))\n"
+        "from fasteagle.cli.main import main\n"
+        "main()"
+    )
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == -signal.SIGKILL, run.stderr
 
 
 def output_without_triton(code: str) -> str:

@@ -392,6 +392,11 @@ def quantize(
 @click.option("--tokens", default=50_000, show_default=True, help="Of text to write.")
 @click.option("--minutes", default=30.0, show_default=True, help="For all of it.")
 @click.option(
+    "--steps",
+    type=int,
+    help="Of each of the two training runs.  [default: as many as fit into --minutes]",
+)
+@click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder of the head.  [default: the user cache, where chat finds it]",

@@ -68,6 +68,7 @@ class CalibrateOptions:
     data: Path | None = None
     tokens: int = 50_000
     minutes: float = 30.0
+    steps: int | None = None  # of each training run; None: what the minutes allow
     out: Path | None = None  # None: the user cache, where chat finds it
     resume: bool = False
 
@@ -78,6 +79,8 @@ class CalibrateOptions:
             )
         if not 0 < self.minutes < 10_000:
             raise FasteagleError(f"minutes {self.minutes} is out of range: use more than 0")
+        if self.steps is not None and self.steps < 1:
+            raise FasteagleError(f"steps {self.steps} is out of range: use 1 or more")
 
 
 def peak_bytes(config: ModelConfig, head: HeadConfig, scheme: Scheme, seq_len: int) -> int:
@@ -194,6 +197,7 @@ class _Run:
             "data": str(self.options.data),
             "tokens": self.options.tokens,
             "minutes": self.options.minutes,
+            "steps": self.options.steps,
         }
 
     def announce(self) -> None:
@@ -370,12 +374,15 @@ class _Run:
         store: FeatureStore,
         held_out: list[int],
     ) -> EagleHead | None:
-        """A training run of half the time that is left; None where that is too short."""
+        """A training run of the given steps, or of half the time that is left.
+
+        None where that is too short.
+        """
         folder = work.folder / name.replace(", ", "-")
         finished = folder / "head"
         if (finished / "config.json").exists():
             return load_head(finished, self.stored.config)[0]
-        n_steps = work.result(name)
+        n_steps = self.options.steps or work.result(name)
         if n_steps is None:
             left = 60 * self.options.minutes * 0.92 - work.seconds
             share = left if scheme is not None else left / 2

@@ -82,8 +82,28 @@ def _own_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
+@pytest.fixture(scope="module")
+def shared(tiny_dir, tmp_path_factory):
+    """One chat for all tests that leave it at its prompt."""
+    state = tmp_path_factory.mktemp("state")
+    made = Terminal("--model", tiny_dir, "--no-compile", env={"XDG_STATE_HOME": str(state)})
+    made.wait_for(">>> $")
+    yield made
+    made.send("/exit\n")
+    assert made.close() == 0
+
+
 @pytest.fixture
-def terminal(tiny_dir):
+def terminal(shared):
+    """The shared chat as if just begun."""
+    shared.ask("/set temperature=0;top_p=1;seed=0;max_new_tokens=8;stop=")
+    shared.ask("/reset")
+    return shared
+
+
+@pytest.fixture
+def own_terminal(tiny_dir):
+    """A chat that the test may end."""
     made = Terminal("--model", tiny_dir, "--no-compile", "--max-new-tokens", 8)
     made.wait_for(">>> $")
     yield made
@@ -91,7 +111,9 @@ def terminal(tiny_dir):
         made.process.kill()
 
 
-def test_a_conversation(terminal):
+def test_a_conversation(own_terminal):
+    terminal = own_terminal
+    assert "no answer yet" in terminal.ask("/stats")
     first = terminal.ask("hello", r"prefill \d+ tok [\d.]+ s \| \d tok [^\n]*tau \d[^\n]*\n>>> $")
     assert "cached" not in first and re.search(r"tok/s \| tau \d\.\d\d", first)
     terminal.ask("and more", r"prefill \d+ tok \(\d+ cached\)[^\n]*\n>>> $")
@@ -103,12 +125,15 @@ def test_a_conversation(terminal):
 
 
 @pytest.mark.parametrize("leave", ["/exit", "/bye", "/quit"])
-def test_leaving(terminal, leave):
-    terminal.send(leave + "\n")
-    assert terminal.close() == 0
+def test_leaving(monkeypatch, leave):
+    lines = ["/help", leave]
+    monkeypatch.setattr(repl.Repl, "_read", lambda self: lines.pop())
+    repl.Repl.run(object.__new__(repl.Repl))
+    assert lines == ["/help"]
 
 
-def test_commands(terminal):
+def test_commands(own_terminal):
+    terminal = own_terminal
     assert "/retry" in terminal.ask("/help") and "Ctrl-C" in terminal.ask("/?")
     assert "no answer yet" in terminal.ask("/stats")
     assert "nothing to retry" in terminal.ask("/retry")
@@ -124,7 +149,7 @@ def test_commands(terminal):
 def test_unknown_command_is_not_sent_to_the_model(terminal):
     text = terminal.ask("/retyr")
     assert "no command '/retyr'; did you mean '/retry'" in text and "prefill" not in text
-    assert "no answer yet" in terminal.ask("/stats")
+    assert "nothing to retry" in terminal.ask("/retry")
 
 
 def test_setting_options(terminal):
@@ -175,7 +200,8 @@ def test_ctrl_c_stops_the_answer_and_keeps_it(terminal, tmp_path):
     assert "cached" in terminal.ask("go on", r"prefill[^\n]*\n>>> $")
 
 
-def test_ctrl_c_at_an_empty_prompt(terminal):
+def test_ctrl_c_at_an_empty_prompt(own_terminal):
+    terminal = own_terminal
     # CPython's `input` misses a signal between showing the prompt and waiting for a key.
     hint = "Ctrl-D or /exit to leave\n>>> $"
     for _ in range(100):
@@ -272,11 +298,11 @@ def test_history_is_kept_between_sessions(tiny_dir):
     assert lines == ["first question", "/exit", "second question", "/exit"]
 
 
-def test_a_terminal_that_goes_away_ends_the_chat(terminal):
+def test_a_terminal_that_goes_away_ends_the_chat(own_terminal):
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         pytest.skip("whoever started the tests ignores SIGHUP, which is inherited (nohup)")
-    os.killpg(terminal.process.pid, signal.SIGHUP)
-    assert terminal.close() == -signal.SIGHUP
+    os.killpg(own_terminal.process.pid, signal.SIGHUP)
+    assert own_terminal.close() == -signal.SIGHUP
 
 
 def test_leaving_while_compilation_goes_on(tiny_dir):
