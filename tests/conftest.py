@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import subprocess
-import sys
+import os
+import runpy
 from pathlib import Path
 
 import pytest
@@ -13,28 +12,28 @@ import torch
 from click.testing import CliRunner
 
 from fasteagle.loading import registry
-
-SCRIPTS = Path(__file__).parent.parent / "scripts"
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-SPECIALS = ["<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
-TINY_VOCAB = 260  # 256 bytes and the special tokens
-
-TINY_SHAPE = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "vocab_size": TINY_VOCAB,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.3,  # far from uniform logits, so that argmax is not a coin toss
-}
+from helpers import SCRIPTS, save_tiny, write_questions
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--golden", metavar="DIR", help="More recorded cases of draft heads to match.")
+    parser.addoption("--no-bf16", action="store_true", help="As on a CPU that multiplies no bf16.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--no-bf16"):
+        folder = Path(__file__).parent / "no_bf16"
+        runpy.run_path(str(folder / "sitecustomize.py"))["without_bf16"](torch.cpu)
+        others = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *([others] if others else [])])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_code(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What one test compiles, the others and their processes need not compile again."""
+    os.environ.setdefault(
+        "TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled") / "inductor")
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -59,89 +58,10 @@ def two_threads() -> None:
     torch.set_num_threads(2)
 
 
-def hf_class(family: str):
-    """(transformers config class, model class, settings beyond the tiny shape) of a family."""
-    import transformers as t
-
-    gqa = {"num_key_value_heads": 2}
-    llama3_rope = {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }
-    families = {
-        "llama2": (t.LlamaConfig, t.LlamaForCausalLM, {}),
-        "llama3": (t.LlamaConfig, t.LlamaForCausalLM, gqa | {"rope_parameters": llama3_rope}),
-        "vicuna": (
-            t.LlamaConfig,
-            t.LlamaForCausalLM,
-            {
-                "rms_norm_eps": 1e-6,
-                "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
-            },
-        ),
-        "mistral": (t.MistralConfig, t.MistralForCausalLM, gqa | {"sliding_window": 7}),
-        "qwen2": (t.Qwen2Config, t.Qwen2ForCausalLM, gqa),
-        "qwen3": (t.Qwen3Config, t.Qwen3ForCausalLM, gqa | {"head_dim": 32}),
-        "smollm2": (t.LlamaConfig, t.LlamaForCausalLM, gqa | {"tie_word_embeddings": True}),
-    }
-    return families[family]
-
-
-FAMILIES = ("llama2", "llama3", "vicuna", "mistral", "qwen2", "qwen3", "smollm2")
-
-
-def make_hf_model(family: str, **overrides):
-    """A random transformers model; biases and norms random too, so that none can be forgotten."""
-    config_class, model_class, extra = hf_class(family)
-    torch.manual_seed(7)
-    config = config_class(**{**TINY_SHAPE, **extra, **overrides})
-    config._attn_implementation = "eager"
-    model = model_class(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 1:
-                mean = 1.0 if "norm" in name else 0.0
-                parameter.copy_(mean + 0.2 * torch.randn_like(parameter))
-    return model
-
-
-def save_tokenizer(folder: Path) -> None:
-    """A byte-level tokenizer with a chat template, in Hugging Face files."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(SPECIALS)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
-    fast.chat_template = CHAT_TEMPLATE
-    fast.save_pretrained(folder)
-
-
-def save_tiny(folder: Path, family: str = "llama3", **overrides) -> Path:
-    """A complete Hugging Face folder of a tiny random model."""
-    model = make_hf_model(family, **overrides)
-    model.generation_config.eos_token_id = TINY_VOCAB - 1
-    model.save_pretrained(folder)
-    save_tokenizer(folder)
-    return folder
-
-
 @pytest.fixture(scope="session")
 def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Hugging Face folder of a tiny Llama; do not write into it."""
     return save_tiny(tmp_path_factory.mktemp("tiny") / "model")
-
-
-def edit_json(path: Path, **changes) -> None:
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps({**content, **changes}))
 
 
 @pytest.fixture(scope="session")
@@ -165,11 +85,6 @@ def hub_cache(tmp_path, monkeypatch):
         raise AssertionError("asked the network")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", asked)
-    return path
-
-
-def write_questions(path: Path, *questions: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in questions))
     return path
 
 
@@ -203,21 +118,3 @@ def tiny_preset(monkeypatch):
     )
     monkeypatch.setitem(registry.REGISTRY, "llama2-70b", registry.Entry(small, "none"))
     return "llama2-70b"
-
-
-def output_without_triton(code: str) -> str:
-    """What `code` prints in a process of its own in which Triton cannot be imported."""
-    code = "import sys; sys.modules['triton'] = None\n" + code
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    return run.stdout.strip()
-
-
-def write_random_text(path: Path, n: int, length: int) -> Path:
-    """`n` conversations of `length` random token ids each, as training text."""
-    g = torch.Generator().manual_seed(0)
-    with path.open("w") as file:
-        for _ in range(n):
-            ids = torch.randint(0, 256, (length,), generator=g).tolist()
-            file.write(json.dumps({"ids": ids, "prompt_len": 8, "T": 0.0}) + "\n")
-    return path

@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 import torch
 
-from conftest import make_hf_model
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine, choose_plain_rows, common_prefix
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.model import causal_mask
 from fasteagle.options import SamplingParams
+from helpers import make_hf_model
 
 GREEDY = SamplingParams()
 SAMPLED = SamplingParams(0.9, top_p=0.95, repetition_penalty=1.2, seed=11)
@@ -70,9 +70,24 @@ def test_two_plain_rows_give_the_tokens_of_one(model, params):
     assert tokens(one, PROMPT, params) == tokens(two, PROMPT, params)
 
 
+@pytest.mark.parametrize(("seconds", "faster"), [({1: 3.0, 2: 2.0}, 2), ({1: 2.0, 2: 3.0}, 1)])
+def test_plain_rows_are_those_of_the_faster_pass(engine, monkeypatch, seconds, faster):
+    """On a clock that only passes move; the first pass of each kind, which warms up, is slow."""
+    tokens(engine, PROMPT, n=2)
+    now, seen = [0.0], []
+
+    def verify(rows, depths, mask):
+        now[0] += 100.0 * (len(rows) == faster and len(rows) not in seen) + seconds[len(rows)]
+        seen.append(len(rows))
+
+    monkeypatch.setattr(engine, "verify", verify)
+    assert choose_plain_rows(engine, budget=130.0, clock=lambda: now[0]) == faster
+    assert seen == [1, 2] * 6
+
+
 def test_choosing_plain_rows_leaves_the_conversation_alone(engine, model):
     before = tokens(engine, PROMPT, n=10)
-    assert choose_plain_rows(engine, budget=0.01) in (1, 2)
+    choose_plain_rows(engine, budget=0.0)
     again = tokens(engine, PROMPT + before, n=10)
     assert engine.stats.cached_tokens == len(PROMPT) + 9
     assert again == tokens(Engine(model, 512), PROMPT + before, n=10)

@@ -7,9 +7,9 @@ import copy
 import pytest
 import torch
 
-from conftest import FAMILIES, make_hf_model
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.model import KEY_BLOCK, KVCache, LMHead, causal_mask
+from helpers import FAMILIES, make_hf_model
 
 TOLERANCE = 1e-4
 

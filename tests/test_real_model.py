@@ -141,7 +141,9 @@ PROMPTS = (
 )
 def test_speculation_changes_no_token(checkpoint, model, tokenizer, params):
     """fp32 on the CPU: the shipped head, two trees, static, chain and n-grams against plain."""
-    from fasteagle.drafters import EagleDrafter, NgramDrafter, StaticTreeDrafter
+    from fasteagle.drafting.eagle import EagleDrafter
+    from fasteagle.drafting.ngram import NgramDrafter
+    from fasteagle.drafting.static_tree import StaticTreeDrafter
     from fasteagle.loading.find_head import make_drafter
     from fasteagle.options import DraftOptions
     from fasteagle.tree import TreeShape

@@ -1,22 +1,21 @@
 """On a GPU: a row's logits have the same bits whatever else is verified with it.
 
-Then greedy text is the same with and without speculation at int4 and int8, bit for bit. bf16 goes
-through cuBLAS, which chooses by the number of rows: its agreement is printed, not asserted.
+Then greedy text is the same with and without speculation at int4 and int8, bit for bit. bf16 is
+not among them: cuBLAS chooses the order of its sums by the number of rows.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
-from test_drafters import random_head
 
-from conftest import save_tiny
-from fasteagle.drafters import EagleDrafter
+from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.loading.checkpoint import open_checkpoint
 from fasteagle.loading.open import build_engine
 from fasteagle.loading.quantize import with_scheme
 from fasteagle.options import RuntimeOptions, SamplingParams
 from fasteagle.tree import TreeShape
+from helpers import random_head, save_tiny
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,16 +25,13 @@ PROMPT = list(range(5, 45))
 GREEDY = SamplingParams()
 
 
-@pytest.fixture(scope="module", params=["int4-g32", "int8", None], ids=str)
+@pytest.fixture(scope="module", params=["int4-g32", "int8"], ids=str)
 def engine(request, tmp_path_factory):
     folder = save_tiny(tmp_path_factory.mktemp("invariance"), hidden_size=256)
     options = RuntimeOptions(device="cuda", quant=request.param, max_seq_len=256)
     checkpoint = open_checkpoint(folder)
-    if request.param:
-        checkpoint = with_scheme(checkpoint, request.param, 8)
-    made = build_engine(checkpoint, "bf16", torch.device("cuda"), options, "tiny")
-    made.exact = request.param is not None
-    return made
+    checkpoint = with_scheme(checkpoint, request.param, 8)
+    return build_engine(checkpoint, "bf16", torch.device("cuda"), options, "tiny")
 
 
 def answer(engine, n=60):
@@ -57,9 +53,7 @@ def test_logits_do_not_depend_on_the_number_of_rows(engine):
         full = logits_of_a_chain(engine, tokens, 32)
         for T in (1, 8, 16):
             found = logits_of_a_chain(engine, tokens, T)
-            same = (found == full[:T]).all(-1).float().mean().item()
-            print(f"T = {T}: {100 * same:.0f} % of rows bit-equal to those of 32")
-            assert same == 1 or not engine.exact
+            assert torch.equal(found, full[:T]), T
 
 
 @pytest.mark.parametrize("shape", [TreeShape(5, 1, 5), TreeShape(3, 3, 8), TreeShape(4, 4, 31)])
@@ -68,7 +62,4 @@ def test_greedy_text_is_that_of_plain_decoding(engine, shape):
     expected = answer(engine)
     head = random_head(engine.model)
     engine.use(EagleDrafter(head, shape, 256))
-    found = answer(engine)
-    agreeing = sum(a == b for a, b in zip(found, expected, strict=False)) / len(expected)
-    print(f"{shape}: {100 * agreeing:.0f} % of tokens agree")
-    assert found == expected or not engine.exact
+    assert answer(engine) == expected

@@ -6,15 +6,19 @@ import dataclasses
 
 import pytest
 import torch
-from test_drafters import random_head, random_target, tiny_config
 
-from fasteagle.drafters import EagleDrafter, NgramDrafter, Piloted, StaticTreeDrafter, TreeShape
+from fasteagle.drafting.base import Controlled
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.ngram import NgramDrafter
+from fasteagle.drafting.static_tree import StaticTreeDrafter
 from fasteagle.generate import Engine
 from fasteagle.model import Transformer
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import process_logits
+from fasteagle.shapes import TreeShape
 from fasteagle.stats import Stats
 from fasteagle.tree import DraftTree, chain
+from helpers import random_head, random_target, tiny_config
 
 PROMPT = [5, 9, 20, 17, 33, 8, 12, 44]
 GREEDY = SamplingParams()
@@ -38,7 +42,7 @@ def head(target):
     return random_head(target)
 
 
-class Fake(Piloted):
+class Fake(Controlled):
     """Proposes what a function of the position says: rows of (token, parent, valid)."""
 
     name = "fake"
@@ -308,7 +312,7 @@ def exact_probabilities(model, prompt, params) -> torch.Tensor:
 
 def test_pieces_compile_whole(target, head):
     """Every device step of a cycle is one graph: no break, nothing read by the host."""
-    from fasteagle.drafters import top_children
+    from fasteagle.drafting.draft_head import top_children
     from fasteagle.tree import Pool, ancestor_mask, rerank
     from fasteagle.verify import accept, seen_rows
 
@@ -335,9 +339,8 @@ def test_pieces_compile_whole(target, head):
 @torch.no_grad()
 def test_the_heads_pieces_compile_whole(target):
     """Extend, one level, all levels and commit; the committed length is a tensor of theirs."""
-    from test_drafters import random_head
 
-    from fasteagle.drafting.head_state import head_extend, head_step
+    from fasteagle.drafting.draft_head import head_extend, head_step
 
     def compiled(function):
         return torch.compile(function, fullgraph=True, backend="eager")

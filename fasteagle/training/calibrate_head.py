@@ -95,6 +95,7 @@ class _Run:
             "data": str(self.options.data),
             "tokens": self.options.tokens,
             "minutes": self.options.minutes,
+            "steps": self.options.steps,
         }
 
     def announce(self) -> None:
@@ -277,12 +278,15 @@ class _Run:
         store: FeatureStore,
         held_out: list[int],
     ) -> EagleHead | None:
-        """A training run of half the time that is left; None where that is too short."""
+        """A training run of the given steps, or of half the time that is left.
+
+        None where that is too short.
+        """
         folder = work.folder / name.replace(", ", "-")
         finished = folder / "head"
         if (finished / "config.json").exists():
             return load_head(finished, self.config)[0]
-        n_steps = work.result(name)
+        n_steps = self.options.steps or work.result(name)
         if n_steps is None:
             left = 60 * self.options.minutes * 0.92 - work.seconds
             share = left if scheme is not None else left / 2

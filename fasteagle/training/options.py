@@ -96,6 +96,9 @@ class CalibrateOptions:
     )
     tokens: int = option(50_000, "Of text to write.")
     minutes: float = option(30.0, "For all of it.")
+    steps: int | None = option(
+        None, "Of each of the two training runs.  [default: as many as fit into --minutes]"
+    )
     out: Path | None = option(
         None, "Folder of the head.  [default: the user cache, where chat finds it]", kind="folder"
     )
@@ -108,3 +111,5 @@ class CalibrateOptions:
             )
         if not 0 < self.minutes < 10_000:
             raise FasteagleError(f"minutes {self.minutes} is out of range: use more than 0")
+        if self.steps is not None and self.steps < 1:
+            raise FasteagleError(f"steps {self.steps} is out of range: use 1 or more")

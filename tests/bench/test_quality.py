@@ -8,13 +8,13 @@ import math
 import pytest
 import torch
 
-from conftest import save_tiny
 from fasteagle.bench.hf import hf_model
 from fasteagle.bench.quality import EvalOptions, evaluate
 from fasteagle.loading.checkpoint import open_checkpoint
 from fasteagle.loading.quantize import with_scheme
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.options import RuntimeOptions
+from helpers import save_tiny
 
 TEXT = "The quick brown fox jumps over the lazy dog, again and again. " * 12
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from conftest import SCRIPTS
 from fasteagle.bench import measure as device_speed
 from fasteagle.bench.measure import memory_bandwidth
 from fasteagle.bench.roofline import (
@@ -36,6 +35,7 @@ from fasteagle.loading.registry import preset
 from fasteagle.options import DraftOptions
 from fasteagle.quant.scheme import BF16, Scheme, parse_scheme
 from fasteagle.shapes import StaticShape, TreeShape
+from helpers import SCRIPTS
 
 CPU = torch.device("cpu")
 LLAMA = preset("llama2-7b")

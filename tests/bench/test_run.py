@@ -10,7 +10,6 @@ import sys
 import pytest
 import torch
 
-from conftest import SCRIPTS
 from fasteagle.bench import run as bench
 from fasteagle.bench.latency import percentile
 from fasteagle.bench.measure import Bandwidth
@@ -25,6 +24,7 @@ from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.prompts import read_questions
 from fasteagle.shapes import TreeShape
+from helpers import SCRIPTS, random_head
 
 SCRIPT = SCRIPTS / "tokens_per_sec.py"
 CPU = RuntimeOptions(device="cpu")
@@ -66,7 +66,6 @@ def test_hf_and_plain_give_the_same_greedy_tokens_in_fp32(tiny_dir, questions):
 
 def test_every_row_drafts_what_it_says(tiny_dir, questions, tmp_path):
     """All rows answer alike in fp32; drafted ones report acceptance and the parts of a cycle."""
-    from test_drafters import random_head
 
     from fasteagle.loading.checkpoint import load_model
     from fasteagle.loading.head_file import save_head

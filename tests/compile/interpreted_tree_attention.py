@@ -7,11 +7,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from test_tree_attention import NAN, Problem, assert_close, problem, sdpa
 from triton.runtime import interpreter
 
 from fasteagle.compile import tree_kernels
 from fasteagle.compile.tree_attention import tree_attention
+from tree_problems import NAN, Problem, assert_close, problem, sdpa
 
 assert tree_kernels.INTERPRETED, "run me with TRITON_INTERPRET=1"
 

@@ -12,6 +12,7 @@ from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.open import start_compiler
 from fasteagle.options import SamplingParams
+from helpers import random_head, save_tiny
 
 PROMPT = [5, 9, 200, 17, 33, 8, 120, 64]
 
@@ -53,9 +54,8 @@ def test_compiled_equals_eager_and_nothing_recompiles(model, no_recompiles):
 @pytest.mark.parametrize("shape", [(3, 4, 7), (3, 1, 3)])
 def test_a_long_chat_with_speculation_recompiles_nothing(model, no_recompiles, shape):
     """Twelve turns through every cache size up to the limit, compiled against eager."""
-    from test_drafters import random_head
 
-    from fasteagle.drafters import EagleDrafter
+    from fasteagle.drafting.eagle import EagleDrafter
     from fasteagle.tree import TreeShape
 
     def engine(compiled):
@@ -90,7 +90,6 @@ def test_the_compiling_thread_has_our_settings(model, monkeypatch):
 
 
 def test_long_caches_are_warmed_up_too(no_recompiles, tmp_path):
-    from conftest import save_tiny
 
     folder = save_tiny(tmp_path / "long", max_position_embeddings=8192, num_hidden_layers=1)
     model = load_model(open_checkpoint(folder), dtype=torch.float32, device="cpu", max_seq_len=6000)

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_drafters import random_head, random_target, tiny_config
-from test_plan import costs
 
 from fasteagle.compile.blocks import missing_compiler
 from fasteagle.compile.costs import follow_costs
 from fasteagle.compile.cycles import StaticCycles
 from fasteagle.compile.graphs import GraphRunner
 from fasteagle.compile.tree_attention import use_tree_attention
-from fasteagle.drafters import EagleDrafter, Tuning
+from fasteagle.drafting.base import Tuning
+from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.plan import DEFAULT_RANKS
+from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.open import compile_now
 from fasteagle.options import SamplingParams
 from fasteagle.tree import TreeShape
+from helpers import costs, random_head, random_target, tiny_config
 
 needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason="no C++ compiler")
 CUDA = torch.cuda.is_available()
@@ -87,10 +88,12 @@ def test_up_to_the_last_slot(target, head, ahead):
 def test_an_answer_cut_short_leaves_the_engine_ready(target, head):
     engine = static_engine(target, head)
     begun = engine.generate(PROMPT, GREEDY, 50)
-    first = [next(begun), next(begun)]
+    first = [t for ids in (next(begun), next(begun)) for t in ids]
     begun.close()
-    assert first
-    assert answer(engine) == answer(Engine(target, 256))
+    expected = answer(Engine(target, 256))
+    assert first == expected[: len(first)] and len(first) >= 2
+    assert engine.cached == (PROMPT + first)[:-1]
+    assert answer(engine) == expected
 
 
 def test_the_pilot_steers_static_cycles_too(target, head, tmp_path):
@@ -128,7 +131,7 @@ def test_bad_logits_are_reported(head):
     next(begun)
     with torch.no_grad():
         target.norm.weight.fill_(float("nan"))
-    with pytest.raises(Exception, match="not finite"):
+    with pytest.raises(FasteagleError, match="not finite"):
         for _ in begun:
             pass
 

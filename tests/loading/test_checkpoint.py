@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from conftest import edit_json, make_hf_model
 from fasteagle.config import ModelConfig
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import checkpoint as checkpoint_module
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.tensors import DummyCheckpoint, expected_shapes
+from helpers import edit_json, make_hf_model
 
 
 def load(path, dtype=torch.float32, max_seq_len=64):

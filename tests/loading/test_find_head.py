@@ -8,12 +8,11 @@ import shutil
 import pytest
 import torch
 from click.testing import CliRunner
-from test_drafters import official_files, random_head
-from test_hub import forbid, put_in_cache
 
-from conftest import save_tiny
 from fasteagle.cli import main as cli
-from fasteagle.drafters import EagleDrafter, NgramDrafter, StaticTreeDrafter
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.ngram import NgramDrafter
+from fasteagle.drafting.static_tree import StaticTreeDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading import find_head as heads
@@ -25,6 +24,7 @@ from fasteagle.loading.tensors import fingerprint
 from fasteagle.options import DraftOptions, SamplingParams
 from fasteagle.paths import cache_dir
 from fasteagle.shapes import TreeShape
+from helpers import forbid, official_files, put_in_cache, random_head, save_tiny
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,12 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter, quants
 
-from conftest import TINY_VOCAB, make_hf_model
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import gguf as gguf_file
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.gguf import GGUFFile, hf_name
 from fasteagle.model import KVCache, causal_mask
+from helpers import TINY_VOCAB, make_hf_model
 
 GGUF_NAMES = {hf: gguf for gguf, hf in gguf_file._GLOBAL_NAMES.items()}
 

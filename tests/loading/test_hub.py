@@ -13,32 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from conftest import save_tiny
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import hub, registry
 from fasteagle.paths import atomic_dir, cache_dir, require_free_space, write_atomic
-
-REPO, REVISION = "someone/tiny-model", "0123456789abcdef0123456789abcdef01234567"
-
-
-def forbid(monkeypatch, error):
-    import huggingface_hub
-
-    def raise_it(*args, **kwargs):
-        raise error
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", raise_it)
-
-
-def put_in_cache(hub_cache: Path, folder: Path, repo=REPO, revision=REVISION) -> Path:
-    """Lay a folder into the cache as a finished download of a commit."""
-    base = hub_cache / f"models--{repo.replace('/', '--')}"
-    snapshot = base / "snapshots" / revision
-    snapshot.parent.mkdir(parents=True)
-    shutil.copytree(folder, snapshot)
-    (base / "refs").mkdir()
-    (base / "refs" / "main").write_text(revision)
-    return snapshot
+from helpers import REPO, REVISION, forbid, make_hf_model, put_in_cache, save_tiny
 
 
 def response(status: int) -> SimpleNamespace:
@@ -70,7 +48,6 @@ def test_another_commit_in_the_cache_is_not_taken(hub_cache, tiny_dir, monkeypat
 
 
 def test_a_download_that_was_cut_off_is_resumed(hub_cache, tmp_path, monkeypatch):
-    from conftest import make_hf_model
 
     folder = tmp_path / "sharded"
     make_hf_model("llama3").save_pretrained(folder, max_shard_size="100KB")

@@ -13,7 +13,6 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize as gguf_dequantize
 from safetensors.torch import load_file, save_file
 
-from conftest import edit_json
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import check_complete, load_model, open_checkpoint
 from fasteagle.loading.imported import QuantizedFolder, open_quantized
@@ -26,6 +25,7 @@ from fasteagle.quant.formats import (
     from_gptq,
     gptq_zero_offset,
 )
+from helpers import edit_json
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -8,7 +8,6 @@ import shutil
 import pytest
 import torch
 
-from conftest import edit_json, save_tiny
 from fasteagle.cli.main import main
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
@@ -21,6 +20,7 @@ from fasteagle.loading.tensors import fingerprint
 from fasteagle.options import RuntimeOptions, SamplingParams
 from fasteagle.quant.linear import Int4Linear, Int8Linear, QuantizedLMHead
 from fasteagle.quant.scheme import Scheme
+from helpers import edit_json, random_head, save_tiny
 
 PROMPT = [5, 9, 200, 17, 33, 8, 120, 64]
 
@@ -111,9 +111,9 @@ def test_what_runs_on_the_cpu(folder, bits, kind):
 
 @pytest.mark.parametrize("quant", ["int8", "int4-g32"])
 def test_speculation_changes_no_token_of_a_quantized_model(folder, quant):
-    from test_drafters import random_head
 
-    from fasteagle.drafters import EagleDrafter, NgramDrafter
+    from fasteagle.drafting.eagle import EagleDrafter
+    from fasteagle.drafting.ngram import NgramDrafter
     from fasteagle.loading.source import quantize_head_
     from fasteagle.tree import TreeShape
 
@@ -132,7 +132,6 @@ def test_speculation_changes_no_token_of_a_quantized_model(folder, quant):
 )
 def test_a_calibrated_head_runs_as_it_was_judged(folder, tmp_path, monkeypatch, header, method):
     """Calibration measures min-max weights, whatever the target's values come from."""
-    from test_drafters import random_head
 
     from fasteagle.loading import find_head
     from fasteagle.loading.find_head import make_drafter

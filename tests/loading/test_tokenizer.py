@@ -8,10 +8,10 @@ import shutil
 import pytest
 from gguf import GGUFWriter
 
-from conftest import TINY_VOCAB, edit_json, make_hf_model, save_tokenizer
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.registry import VICUNA_TEMPLATE
 from fasteagle.loading.tokenizer import load_tokenizer
+from helpers import TINY_VOCAB, edit_json, make_hf_model, save_tokenizer
 
 USER = [{"role": "user", "content": "Hi"}]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_kernels import FORMATS, SHAPES, random_rows, random_weight, relative_error, tolerance
 
 from fasteagle.quant import kernels, planes
+from kernel_cases import FORMATS, SHAPES, random_rows, random_weight, relative_error, tolerance
 
 assert kernels.INTERPRETED, "run me with TRITON_INTERPRET=1"
 

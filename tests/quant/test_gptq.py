@@ -5,16 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from conftest import save_tiny
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.gptq_pass import gptq_weights
-from fasteagle.loading.quantize import with_scheme
 from fasteagle.loading.tensors import is_block_linear
 from fasteagle.options import RuntimeOptions
 from fasteagle.quant.gptq import gptq_weight
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme
+from helpers import save_tiny
 
 
 def inputs(n=600, k=128) -> torch.Tensor:
@@ -65,20 +64,19 @@ def test_a_whole_model(folder):
     texts = [torch.randint(0, 256, (96,), generator=g).tolist() for _ in range(12)]
     found = gptq_weights(checkpoint, texts, Scheme(4, 32, "gptq"))
     assert set(found) == {n for n in checkpoint.names() if is_block_linear(n)}
-    errors = {}
-    full = _features(checkpoint, texts[0])
-    for method in ("minmax", "gptq"):
+    plain = {name: quantize_weight(checkpoint.load(name), Scheme(4, 32)) for name in found}
+    error, plain_error = (_output_error(checkpoint, w, texts[0]) for w in (found, plain))
+    assert error < 0.8 * plain_error
 
-        def load(name, method=method):
-            weight = checkpoint.load(name)
-            if not is_block_linear(name):
-                return weight
-            if method == "gptq":
-                return found[name].dequantize()
-            return quantize_weight(weight, Scheme(4, 32)).dequantize()
 
-        errors[method] = (_features(_Changed(checkpoint, load), texts[0]) - full).norm()
-    assert errors["gptq"] < 0.8 * errors["minmax"], errors
+def _output_error(checkpoint, weights, ids) -> float:
+    """How far the features of `ids` move when the model computes with these packed weights."""
+
+    def load(name):
+        return weights[name].dequantize() if name in weights else checkpoint.load(name)
+
+    full = _features(checkpoint, ids)
+    return (_features(_Changed(checkpoint, load), ids) - full).norm().item()
 
 
 class _Changed:
@@ -95,7 +93,7 @@ def _features(checkpoint, ids):
 
 
 def test_text_the_model_makes_up_is_enough(folder, monkeypatch):
-    """Through the option: no data given, the model writes, the result is kept."""
+    """Through the option: no data given, the model writes, and on such text the result is good."""
     from fasteagle.loading import open as door
 
     monkeypatch.setattr(door, "GPTQ_TOKENS", 700)
@@ -105,9 +103,19 @@ def test_text_the_model_makes_up_is_enough(folder, monkeypatch):
     first = opened.prepared(options, said.append).checkpoint
     assert "the model writes 700 tokens to calibrate on ..." in said
     assert first.scheme.method == "gptq"
-    plain = with_scheme(opened.checkpoint, "int4-g32", 8)
-    name = "model.layers.1.mlp.down_proj.weight"
-    assert not torch.equal(first.load(name), plain.load(name))
+    texts = opened.gptq_texts(said.append)  # as kept
+    checkpoint = opened.checkpoint
+    linears = [name for name in checkpoint.names() if is_block_linear(name)]
+    found = {name: first.packed(name) for name in linears}
+    expected = gptq_weights(checkpoint, texts, first.scheme)
+    for name in linears:
+        assert torch.equal(found[name].dequantize(), expected[name].dequantize()), name
+    plain = {name: quantize_weight(checkpoint.load(name), Scheme(4, 32)) for name in linears}
+    error, plain_error = (_output_error(checkpoint, w, texts[0]) for w in (found, plain))
+    assert error < 0.9 * plain_error
+    said.clear()
+    opened.prepared(options, said.append)
+    assert said == []  # kept, not made again
 
 
 def test_too_little_text(folder):

@@ -21,6 +21,7 @@ from fasteagle.quant.linear import (
 from fasteagle.quant.packed import PackedWeight, pack_nibbles, stack, unpack_nibbles
 from fasteagle.quant.params import min_max, quantize_weight
 from fasteagle.quant.scheme import Scheme
+from helpers import random_head, random_target, tiny_config
 
 SCHEMES = [
     Scheme(8),
@@ -169,7 +170,6 @@ def test_inputs_in_another_order():
 
 
 def test_quantizing_in_place_reaches_every_linear():
-    from test_drafters import random_head, random_target, tiny_config
 
     config = tiny_config(dim=64, n_head=4, head_dim=16, ffn_dim=96)
     target = random_target(config).bfloat16()

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
-from test_drafters import random_head, random_target, tiny_config
+from click.testing import CliRunner
 
-from conftest import write_random_text
-from fasteagle.drafting.head_state import HeadState
+from fasteagle.cli import main as cli
+from fasteagle.drafting.draft_head import HeadState
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.head_file import load_head
-from fasteagle.options import SamplingParams
 from fasteagle.prompts import Conversation, read_conversations
 from fasteagle.training.data import (
     FeatureStore,
@@ -32,6 +26,15 @@ from fasteagle.training.held_out import evaluate
 from fasteagle.training.loss import SoftCrossEntropy, batches, make_batch, unroll
 from fasteagle.training.options import TrainOptions
 from fasteagle.training.train import Trainer, new_head
+from helpers import (
+    OPTIONS,
+    kill_at_first_save,
+    random_head,
+    random_target,
+    talk,
+    tiny_config,
+    write_random_text,
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,26 +42,9 @@ def target():
     return random_target(tiny_config())
 
 
-def talk(target, n=24, seed=0) -> list[Conversation]:
-    """Conversations that the target answered greedily."""
-    g = torch.Generator().manual_seed(seed)
-    engine, found = Engine(target, 256), []
-    for _ in range(n):
-        size = int(torch.randint(4, 9, (1,), generator=g))
-        prompt = torch.randint(0, 60, (size,), generator=g).tolist()
-        answer = [t for ids in engine.generate(prompt, SamplingParams(), 20) for t in ids]
-        found.append(Conversation(prompt + answer, size, True))
-    return found
-
-
 @pytest.fixture
 def store(target, tmp_path) -> FeatureStore:
     return compute_features(Engine(target, 256), talk(target), tmp_path / "features")
-
-
-OPTIONS = TrainOptions(
-    lr=3e-3, batch_tokens=200, steps=30, warmup=5, draft_vocab_size=40, loss_vocab_size=30
-)
 
 
 def trainer(target, store, folder, options=OPTIONS) -> Trainer:
@@ -364,54 +350,26 @@ def text_file(tiny_dir, tmp_path):
 
 
 def command(tiny_dir, text_file, out, *more):
-    return [
-        sys.executable,
-        "-m",
-        "fasteagle",
-        "train-head",
-        "--model",
-        tiny_dir,
-        "--data",
-        text_file,
-        "--out",
-        out,
-        "--held-out",
-        "4",
-        "--batch-tokens",
-        "200",
-        "--lr",
-        "1e-3",
-        "--draft-vocab-size",
-        "128",
-        "--loss-vocab-size",
-        "64",
-        *map(str, more),
-    ]
+    options = ("--held-out", 4, "--batch-tokens", 200, "--lr", 1e-3)
+    sizes = ("--draft-vocab-size", 128, "--loss-vocab-size", 64)
+    files = ("--model", tiny_dir, "--data", text_file, "--out", out)
+    return ("train-head", *files, *options, *sizes, *more)
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(cli.main, [str(a) for a in arguments])
 
 
 def test_the_command_survives_a_kill_and_writes_a_head(tiny_dir, text_file, tmp_path):
     out = tmp_path / "head"
-    options = ("--steps", 400, "--every", 50)
-    process = subprocess.Popen(
-        command(tiny_dir, text_file, out, *options), stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    end = time.monotonic() + 120
-    while not (out / "state.pt").exists() and time.monotonic() < end:
-        time.sleep(0.02)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
-    step = torch.load(out / "state.pt", weights_only=True)["step"]
-    assert 50 <= step < 400, "the kill came too late to test anything"
-    again = subprocess.run(command(tiny_dir, text_file, out, *options), capture_output=True)
-    assert again.returncode == 2 and b"unfinished run: continue it with --resume" in again.stderr
-    done = subprocess.run(
-        command(tiny_dir, text_file, out, *options, "--resume"),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "continuing at step" in done.stderr and "0-alpha" in done.stderr
+    train = command(tiny_dir, text_file, out, "--steps", 130, "--every", 40)
+    kill_at_first_save(*train)
+    assert torch.load(out / "state.pt", weights_only=True)["step"] == 50
+    again = invoke(*train)
+    assert again.exit_code == 2 and "unfinished run: continue it with --resume" in again.stderr
+    done = invoke(*train, "--resume")
+    assert done.exit_code == 0, done.stderr
+    assert "continuing at step 50" in done.stderr and "0-alpha" in done.stderr
     assert sorted(p.name for p in out.iterdir()) == [
         "config.json",
         "model.safetensors",
@@ -425,59 +383,37 @@ def test_the_command_survives_a_kill_and_writes_a_head(tiny_dir, text_file, tmp_
     assert header["target_fingerprint"] == fingerprint(checkpoint)
     assert header["draft_vocab_size"] == 128 == len(head.target_ids())
     record = json.loads((out / "training.json").read_text())
-    assert record["options"]["steps"] == 400 and len(record["history"]) == 8
+    assert record["options"]["steps"] == 130
+    assert [entry["step"] for entry in record["history"]] == [40, 80, 120, 130]
 
 
 def test_too_little_text(tiny_dir, text_file, tmp_path):
-    arguments = command(tiny_dir, text_file, tmp_path / "h", "--held-out", 30)
-    done = subprocess.run(arguments, capture_output=True, text=True)
-    assert done.returncode == 2 and "30 conversations are too few to hold 30 out" in done.stderr
+    done = invoke(*command(tiny_dir, text_file, tmp_path / "h", "--held-out", 30))
+    assert done.exit_code == 2 and "30 conversations are too few to hold 30 out" in done.stderr
 
 
 def test_prompts_are_answered_and_trained_on(tiny_dir, tmp_path):
     prompts = tmp_path / "p.jsonl"
     prompts.write_text("".join(json.dumps({"turns": [f"question {i}"]}) + "\n" for i in range(12)))
     out = tmp_path / "head"
-    arguments = [
-        sys.executable,
-        "-m",
-        "fasteagle",
-        "train-head",
-        "--model",
-        tiny_dir,
-        "--prompts",
-        prompts,
-        "--out",
-        out,
-        "--held-out",
-        "3",
-        "--steps",
-        "4",
-        "--batch-tokens",
-        "200",
-        "--answer-tokens",
-        "24",
-        "--draft-vocab-size",
-        "128",
-        "--features",
-        "live",
-        "--loss-vocab-size",
-        "64",
-    ]
-    done = subprocess.run([*map(str, arguments)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    files = ("--model", tiny_dir, "--prompts", prompts, "--out", out)
+    options = ("--held-out", 3, "--steps", 4, "--batch-tokens", 200, "--answer-tokens", 24)
+    sizes = ("--draft-vocab-size", 128, "--loss-vocab-size", 64, "--features", "live")
+    arguments = ("train-head", *files, *options, *sizes)
+    done = invoke(*arguments)
+    assert done.exit_code == 0, done.stderr
     assert "answered 12 of 12 prompts" in done.stderr
     lines = [json.loads(line) for line in (out / "text.jsonl").read_text().splitlines()]
     assert [line["T"] for line in lines[:4]] == [0.0, 0.7, 1.0, 0.0]
     # A last line that was cut off is written again, the others are kept.
     (out / "text.jsonl").write_text("\n".join(json.dumps(line) for line in lines)[:-5])
-    done = subprocess.run([*map(str, arguments)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = invoke(*arguments)
+    assert done.exit_code == 0, done.stderr
     again = [json.loads(line) for line in (out / "text.jsonl").read_text().splitlines()]
     assert again == lines
     prompts.write_text('{"turns": ["something else"]}\n')
-    done = subprocess.run([*map(str, arguments)], capture_output=True, text=True)
-    assert done.returncode == 2 and "holds answers of another model or to other" in done.stderr
+    done = invoke(*arguments)
+    assert done.exit_code == 2 and "holds answers of another model or to other" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -485,12 +421,7 @@ def test_prompts_are_answered_and_trained_on(tiny_dir, tmp_path):
     [("--every", "every 0"), ("--held-out", "held-out 0"), ("--max-len", "max-len 0")],
 )
 def test_run_options_out_of_range(tiny_dir, text_file, tmp_path, option, message):
-    from click.testing import CliRunner
-
-    from fasteagle.cli import main as cli
-
-    arguments = command(tiny_dir, text_file, tmp_path / "h", option, 0)[3:]
-    result = CliRunner().invoke(cli.main, [str(a) for a in arguments])
+    result = invoke(*command(tiny_dir, text_file, tmp_path / "h", option, 0))
     assert result.exit_code == 2 and message in result.stderr
 
 
@@ -513,15 +444,5 @@ def test_the_bar_shows_loss_and_held_out_quality(monkeypatch, capsys):
 
 
 def test_nothing_to_train_on(tiny_dir, tmp_path):
-    arguments = [
-        sys.executable,
-        "-m",
-        "fasteagle",
-        "train-head",
-        "--model",
-        str(tiny_dir),
-        "--out",
-        str(tmp_path / "h"),
-    ]
-    done = subprocess.run(arguments, capture_output=True, text=True)
-    assert done.returncode == 2 and "give --data, or --prompts" in done.stderr
+    done = invoke("train-head", "--model", tiny_dir, "--out", tmp_path / "h")
+    assert done.exit_code == 2 and "give --data, or --prompts" in done.stderr

@@ -1,0 +1,310 @@
+"""Tiny random models, heads, files and texts that tests of several modules use."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from fasteagle.config import HeadConfig, ModelConfig
+from fasteagle.drafting.plan import Costs
+from fasteagle.generate import Engine
+from fasteagle.loading.head_file import official_state
+from fasteagle.model import EagleHead, Transformer
+from fasteagle.options import SamplingParams, TrainOptions
+from fasteagle.training.data import Conversation
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIALS = ["<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
+TINY_VOCAB = 260  # 256 bytes and the special tokens
+
+TINY_SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": TINY_VOCAB,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,  # far from uniform logits, so that argmax is not a coin toss
+}
+
+
+# Hugging Face folders
+
+
+def hf_class(family: str):
+    """(transformers config class, model class, settings beyond the tiny shape) of a family."""
+    import transformers as t
+
+    gqa = {"num_key_value_heads": 2}
+    llama3_rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    families = {
+        "llama2": (t.LlamaConfig, t.LlamaForCausalLM, {}),
+        "llama3": (t.LlamaConfig, t.LlamaForCausalLM, gqa | {"rope_parameters": llama3_rope}),
+        "vicuna": (
+            t.LlamaConfig,
+            t.LlamaForCausalLM,
+            {
+                "rms_norm_eps": 1e-6,
+                "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
+            },
+        ),
+        "mistral": (t.MistralConfig, t.MistralForCausalLM, gqa | {"sliding_window": 7}),
+        "qwen2": (t.Qwen2Config, t.Qwen2ForCausalLM, gqa),
+        "qwen3": (t.Qwen3Config, t.Qwen3ForCausalLM, gqa | {"head_dim": 32}),
+        "smollm2": (t.LlamaConfig, t.LlamaForCausalLM, gqa | {"tie_word_embeddings": True}),
+    }
+    return families[family]
+
+
+FAMILIES = ("llama2", "llama3", "vicuna", "mistral", "qwen2", "qwen3", "smollm2")
+
+
+def make_hf_model(family: str, **overrides):
+    """A random transformers model; biases and norms random too, so that none can be forgotten."""
+    config_class, model_class, extra = hf_class(family)
+    torch.manual_seed(7)
+    config = config_class(**{**TINY_SHAPE, **extra, **overrides})
+    config._attn_implementation = "eager"
+    model = model_class(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                mean = 1.0 if "norm" in name else 0.0
+                parameter.copy_(mean + 0.2 * torch.randn_like(parameter))
+    return model
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer with a chat template, in Hugging Face files."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIALS)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
+
+
+def save_tiny(folder: Path, family: str = "llama3", **overrides) -> Path:
+    """A complete Hugging Face folder of a tiny random model."""
+    model = make_hf_model(family, **overrides)
+    model.generation_config.eos_token_id = TINY_VOCAB - 1
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def edit_json(path: Path, **changes) -> None:
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, **changes}))
+
+
+def write_questions(path: Path, *questions: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in questions))
+    return path
+
+
+# The hub
+
+REPO, REVISION = "someone/tiny-model", "0123456789abcdef0123456789abcdef01234567"
+
+
+def forbid(monkeypatch, error):
+    import huggingface_hub
+
+    def raise_it(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", raise_it)
+
+
+def put_in_cache(hub_cache: Path, folder: Path, repo=REPO, revision=REVISION) -> Path:
+    """Lay a folder into the cache as a finished download of a commit."""
+    base = hub_cache / f"models--{repo.replace('/', '--')}"
+    snapshot = base / "snapshots" / revision
+    snapshot.parent.mkdir(parents=True)
+    shutil.copytree(folder, snapshot)
+    (base / "refs").mkdir()
+    (base / "refs" / "main").write_text(revision)
+    return snapshot
+
+
+# Our own classes
+
+
+def tiny_config(**changes) -> ModelConfig:
+    shape = dict(
+        dim=32,
+        n_layer=2,
+        n_head=4,
+        n_kv_head=2,
+        head_dim=8,
+        ffn_dim=48,
+        vocab_size=60,
+        max_seq_len=256,
+    )
+    return ModelConfig(**{**shape, **changes})
+
+
+def random_target(config: ModelConfig, seed=0) -> Transformer:
+    torch.manual_seed(seed)
+    model = Transformer(config)
+    for p in model.parameters():
+        p.requires_grad_(False)
+        if p.ndim == 2:
+            p.normal_(0, 0.3)
+    model.init_rope(512, "cpu")
+    return model.eval()
+
+
+def random_head(target: Transformer, draft_ids=None, seed=1, **changes) -> EagleHead:
+    torch.manual_seed(seed)
+    vocab_size = target.config.vocab_size
+    size = vocab_size if draft_ids is None else len(draft_ids)
+    block = ModelConfig(**{**vars(target.config), "n_layer": 1, **changes})
+    head = EagleHead(HeadConfig(block, size))
+    with torch.no_grad():
+        for p in head.parameters():
+            if p.ndim == 2:
+                p.normal_(0, 0.3)
+        if draft_ids is not None:
+            head.d2t.copy_(draft_ids - torch.arange(size))
+    head.requires_grad_(False)
+    head.borrow(target, 512)
+    return head.eval()
+
+
+def official_files(folder: Path, head: EagleHead, pickled: bool, bias: bool) -> None:
+    """A head as published: no header, a copy of the embedding, no RoPE base in the config."""
+    state = {k: v.clone() for k, v in official_state(head).items() if k != "d2t"}
+    state["embed_tokens.weight"] = torch.zeros(60, 32)
+    if not bias:
+        del state["fc.bias"]
+    if pickled:
+        torch.save(state, folder / "pytorch_model.bin")
+    else:
+        save_file(state, folder / "model.safetensors")
+    c = head.config.block
+    raw = {
+        "hidden_size": c.dim,
+        "intermediate_size": c.ffn_dim,
+        "num_attention_heads": c.n_head,
+        "num_key_value_heads": c.n_kv_head,
+        "vocab_size": c.vocab_size,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 16,
+        "num_hidden_layers": 40,
+    }
+    (folder / "config.json").write_text(json.dumps(raw if bias else {**raw, "bias": False}))
+
+
+# The tuner
+
+ROWS = {1: 10.0, 2: 10.5, 3: 11.0, 4: 12.0, 6: 16.0, 8: 22.0, 16: 37.0, 32: 70.0}
+
+
+def costs(passes=None, first=1.0, level=0.8, rest=1.0):
+    widths = (1, 2, 3, 4, 6, 8)
+    return Costs(
+        passes or ROWS, dict.fromkeys(widths, first), dict.fromkeys(widths, level), rest, rest / 2
+    )
+
+
+# Training
+
+OPTIONS = TrainOptions(
+    lr=3e-3, batch_tokens=200, steps=30, warmup=5, draft_vocab_size=40, loss_vocab_size=30
+)
+
+
+def talk(target, n=24, seed=0) -> list[Conversation]:
+    """Conversations that the target answered greedily."""
+    g = torch.Generator().manual_seed(seed)
+    engine, found = Engine(target, 256), []
+    for _ in range(n):
+        size = int(torch.randint(4, 9, (1,), generator=g))
+        prompt = torch.randint(0, 60, (size,), generator=g).tolist()
+        answer = [t for ids in engine.generate(prompt, SamplingParams(), 20) for t in ids]
+        found.append(Conversation(prompt + answer, size, True))
+    return found
+
+
+def write_random_text(path: Path, n: int, length: int) -> Path:
+    """`n` conversations of `length` random token ids each, as training text."""
+    g = torch.Generator().manual_seed(0)
+    with path.open("w") as file:
+        for _ in range(n):
+            ids = torch.randint(0, 256, (length,), generator=g).tolist()
+            file.write(json.dumps({"ids": ids, "prompt_len": 8, "T": 0.0}) + "\n")
+    return path
+
+
+# Conversations
+
+
+class Letters:
+    """A tokenizer whose tokens are letters of their own: every text it decodes encodes back."""
+
+    eos_ids: frozenset[int] = frozenset()
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        return [(ord(c) - 0x4E00 if ord(c) >= 0x4E00 else ord(c)) % self.vocab_size for c in text]
+
+    def decode(self, ids) -> str:
+        return "".join(chr(0x4E00 + i) for i in ids)
+
+    raw = decode
+
+    def render(self, turns) -> str:
+        return "".join(turn["content"] for turn in turns)
+
+
+# Processes
+
+
+def kill_at_first_save(*arguments: object) -> None:
+    """Run `fasteagle` in a process of its own, which dies once training has saved its state."""
+    code = (
+        "import os, signal\n"
+        "from fasteagle.training.train import Trainer\n"
+        "save = Trainer.save\n"
+        "Trainer.save = lambda self: (save(self), os.kill(os.getpid(), signal.SIGKILL))\n"
+        "from fasteagle.cli.main import main\n"
+        "main()"
+    )
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == -signal.SIGKILL, run.stderr
+
+
+def output_without_triton(code: str) -> str:
+    """What `code` prints in a process of its own in which Triton cannot be imported."""
+    code = "import sys; sys.modules['triton'] = None\n" + code
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()

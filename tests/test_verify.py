@@ -1,0 +1,49 @@
+"""Accepting: the path that the drawn tokens choose, padding, tokens each row has seen."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from fasteagle.tree import DraftTree, ancestor_mask
+from fasteagle.verify import PAD, accept, seen_rows
+
+
+def test_accept_follows_the_drawn_tokens():
+    """Every tree of up to four rows, every drawing over three tokens, against a plain walk."""
+    for parents in ([0, 0, 0, 1], [0, 0, 1, 2], [0, 0, 0, 0], [0, 0, 1, 1]):
+        tokens = [2, 0, 1, 2] if parents != [0, 0, 1, 1] else [2, 0, 0, 1]
+        tree = DraftTree(torch.tensor(tokens), torch.tensor(parents), torch.ones(4).bool())
+        mask, depths = ancestor_mask(tree.parents, tree.valid)
+        for drawn in itertools.product(range(3), repeat=4):
+            got = accept(torch.tensor(drawn), tree, mask, depths, 3)
+            at, path = 0, [0]
+            while True:
+                below = [j for j in range(1, 4) if parents[j] == at and tokens[j] == drawn[at]]
+                if not below:
+                    break
+                at = below[0]
+                path.append(at)
+            assert got.count == len(path)
+            assert got.rows[: len(path)].tolist() == path
+            expected = [drawn[j] for j in path]
+            assert got.emitted.tolist() == expected + [PAD] * (4 - len(path))
+
+
+def test_padding_is_never_accepted():
+    valid = torch.tensor([True, True, False])
+    tree = DraftTree(torch.tensor([5, 6, 0]), torch.tensor([0, 0, 1]), valid)
+    mask, depths = ancestor_mask(tree.parents, tree.valid)
+    got = accept(torch.tensor([6, 0, 0]), tree, mask, depths, 2)
+    assert got.emitted.tolist() == [6, 0, PAD]
+
+
+def test_penalty_sees_each_rows_own_ancestors():
+    tree = DraftTree(torch.tensor([5, 6, 7, 8]), torch.tensor([0, 0, 0, 1]), torch.ones(4).bool())
+    mask, _ = ancestor_mask(tree.parents, tree.valid)
+    seen = torch.zeros(1, 10, dtype=torch.bool)
+    seen[0, 1] = True
+    rows = [set(row.nonzero()[:, 0].tolist()) for row in seen_rows(seen, tree, mask)]
+    assert rows == [{1, 5}, {1, 5, 6}, {1, 5, 7}, {1, 5, 6, 8}]
+    assert seen.sum() == 1
