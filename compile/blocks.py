@@ -99,9 +99,6 @@ class BlockCompiler:
         """Switch the model's blocks to compiled code if it is ready; true if they now use it."""
         if self.ready and not self._applied:
             self._model.run_blocks = self._run_spans
-            head_block: Any
-            for head_block in self._extra_blocks:
-                head_block.forward = functools.partial(self._forward, head_block)
             if self._cycles is not None:
                 self._cycles.apply()
             self._applied = True
@@ -132,6 +129,8 @@ class BlockCompiler:
                 self._warm_up()
         except Exception as error:  # whatever it is, the eager path still answers
             self.error = (str(error) or type(error).__name__).strip().splitlines()[0][:200]
+            for head_block in self._extra_blocks:
+                head_block.__dict__.pop("forward", None)
         self.seconds = time.perf_counter() - start
         self._done.set()
 
@@ -155,6 +154,10 @@ class BlockCompiler:
                     self._compiled(blocks, layers, *rows, view)
                 for block in self._extra_blocks:
                     self._forward(block, *self._inputs(block, T, S), *self._layer(block, S))
+        # The head's block first: compiled drafting is traced with it in place.
+        head_block: Any
+        for head_block in self._extra_blocks:
+            head_block.forward = functools.partial(self._forward, head_block)
         if self._cycles is not None:
             self._cycles.compile(slots)
 

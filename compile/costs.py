@@ -160,7 +160,10 @@ def tune_now(
 
 
 def choose_plain_rows(
-    engine: Engine, budget: float = 0.5, gate: Gate = contextlib.nullcontext
+    engine: Engine,
+    budget: float = 0.5,
+    gate: Gate = contextlib.nullcontext,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> int:
     """1 or 2, whichever makes a target pass faster here (some bf16 CPU kernels prefer two rows).
 
@@ -170,8 +173,8 @@ def choose_plain_rows(
         return 1
     measurement = Measurement(engine, None, gate=gate)
     times: dict[int, list[float]] = {1: [], 2: []}
-    begin = time.perf_counter()
-    while len(times[2]) < 4 or time.perf_counter() - begin < budget:
+    begin = clock()
+    while len(times[2]) < 4 or clock() - begin < budget:
         for T in (1, 2):
             times[T].append(measurement.verify(T))
     return min(times, key=lambda T: statistics.median(times[T][1:]))  # the first one warms up
@@ -296,10 +299,8 @@ class Measurement:
         if len(engine.cached) + 1 + max(self._rows) > engine.max_seq_len:
             engine.restart()
         seq_len = max(len(engine.cached) + 1, self._context)
-        engine.reserve(seq_len + max(self._rows))
-        if self._drafter is not None:
-            depth, topk = (1, 1) if shape is None else (shape.depth, shape.topk or 8)
-            self._drafter.reserve(seq_len + 2 + depth * topk)
+        depth, topk = (1, 1) if shape is None else (shape.depth, shape.topk or 8)
+        engine.reserve(seq_len, max(self._rows), 2 + depth * topk)
         state.seq_len.fill_(seq_len)
         state.count.fill_(min(2, 1 + (0 if shape is None else shape.depth)))
         state.root.zero_()

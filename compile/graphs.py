@@ -129,6 +129,7 @@ class CapturedRunner(Runner):
     """Replays cycles; those that cannot be captured run as they are, and `error` says why."""
 
     ahead = 1
+    fixed_addresses = True
 
     def __init__(self, target: Transformer, state: DecodeState, graphs: Graphs) -> None:
         super().__init__(target, state)

@@ -97,7 +97,7 @@ class Engine:
         self._check_prompt(prompt)
         self.stats = stats = Stats(prompt_tokens=len(prompt))
         kind = DrawKind.of(params, self.model.config.vocab_size)
-        self._prepare(kind)
+        self._prepare(kind, params)
         feature, stats.cached_tokens = self.prefill(prompt)
         new = self._first_token(prompt, feature, kind, params)
         first = time.perf_counter()
@@ -171,8 +171,7 @@ class Engine:
                 if launched:
                     return None
                 self._show_pending()
-            drafter.reserve(reach + spec.width)
-        self.reserve(reach + spec.rows)
+        self.reserve(reach, spec.rows, spec.width)
         return spec
 
     def spec(self, shape: AnyShape | None, kind: DrawKind) -> CycleSpec:
@@ -223,7 +222,7 @@ class Engine:
         if drafter is None or not drafter.reads_features:
             self.shown = len(self.cached)
         elif keep_last or n > FEW_PAIRS:
-            drafter.reserve(len(self.cached))
+            self.reserve(len(self.cached))
             count = torch.tensor([n], device=self.device)
             seq_len = torch.tensor(len(self.cached), device=self.device)
             drafter.extend(Committed(state.tokens[:n], state.features[:n], count), seq_len)
@@ -258,7 +257,6 @@ class Engine:
                 tokens = torch.tensor(after, device=self.device)
                 count = torch.tensor([len(after)], device=self.device)
                 self.shown = begin + len(after)
-                drafter.reserve(self.shown)
                 new = Committed(tokens, features[: len(after)], count)
                 drafter.extend(new, torch.tensor(self.shown, device=self.device))
         return features[-1:], kept
@@ -285,30 +283,36 @@ class Engine:
         self.cached.clear()
         self.shown = 0
 
-    def reserve(self, n_slots: int) -> None:
-        """Make room in a cache that grows with the text; on CUDA it has its full size."""
-        if self.on_cpu:
-            self.cache.resize(n_slots)
+    def reserve(self, n_tokens: int, rows: int = 0, width: int = 0) -> None:
+        """Make room for text, rows of a pass behind it, and `width` pairs of the draft head.
+
+        Caches grow with the text, but where the runner needs fixed addresses.
+        """
+        grows = self.on_cpu and not self.runner.fixed_addresses
+        full = self.max_seq_len + MAX_TREE_ROWS
+        self.cache.resize(n_tokens + rows if grows else full)
+        if self.drafter is not None:
+            self.drafter.reserve(n_tokens + width if grows else full)
 
     @torch.no_grad()
     def prepare(self, params: SamplingParams) -> None:
         """Let the runner prepare every cycle that answers drawn like this may need."""
-        self._prepare(DrawKind.of(params, self.model.config.vocab_size))
+        self._prepare(DrawKind.of(params, self.model.config.vocab_size), params)
 
-    def _prepare(self, kind: DrawKind) -> None:
+    def _prepare(self, kind: DrawKind, params: SamplingParams) -> None:
         drafter = self.drafter
         shapes = [] if drafter is None else drafter.shapes()
         specs = [self.spec(shape, kind) for shape in (None, *shapes)]
         if not self.runner.needs(specs, drafter):
             return
-        if drafter is not None:
-            drafter.reserve(self.max_seq_len)
+        self.reserve(len(self.cached) + 1, max(spec.rows for spec in specs), MAX_DEPTH)
         # Preparing runs cycles: behind the text, where rows are free.
         free = min(len(self.cached) + 1, self.max_seq_len - 1)
         del self.cached[free:]
         self.shown = min(self.shown, free)
         self.state.seq_len.fill_(free)
         self.state.count.fill_(1)
+        self.state.knobs.load(params)
         self.runner.prepare(specs, drafter)
 
     def _check_prompt(self, prompt: Sequence[int]) -> None:

@@ -35,6 +35,7 @@ class Runner:
 
     ahead = 0  # cycles launched before the first one is read
     plain_rows = 1  # of a pass without a tree
+    fixed_addresses = False  # whether caches must not move: they have their full size then
 
     def __init__(self, target: Transformer, state: DecodeState) -> None:
         self.target, self.state = target, state

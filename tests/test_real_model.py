@@ -152,7 +152,7 @@ def test_speculation_changes_no_token(checkpoint, model, tokenizer, params):
     said: list[str] = []
     first = make_drafter(DEFAULT_MODEL, engine, checkpoint, DraftOptions(), said.append)
     assert said[0].startswith("draft head shipped with fasteagle"), said
-    head = first.state.head
+    head = first.head
     drafters = [
         first,
         EagleDrafter(head, TreeShape(6, 10, 59), 1024),
@@ -165,13 +165,13 @@ def test_speculation_changes_no_token(checkpoint, model, tokenizer, params):
 
         def answer(drafter, prompt=prompt):
             engine.use(drafter)
-            engine.cached.clear()
+            engine.restart()
             cycles = engine.generate(prompt, params, 48, tokenizer.eos_ids)
             return [t for ids in cycles for t in ids]
 
         expected = answer(None)
         for drafter in drafters:
-            assert answer(drafter) == expected, (text, drafter.name, drafter.rows)
+            assert answer(drafter) == expected, (text, drafter.name, drafter.shape)
             assert drafter.name == "ngram" or engine.stats.tau > 1.1
 
 

@@ -31,7 +31,6 @@ class HeadDrafter(Controlled):
     def __init__(self, head: EagleHead, max_seq_len: int, noise: str) -> None:
         self.head, self.max_seq_len, self.noise = head, max_seq_len, noise
         weight = head.block.mlp_norm.weight
-        self.on_cpu = weight.device.type == "cpu"
         self.cache = KVCache(head.config.block, 1, weight.dtype, weight.device)
         self.target_ids = head.target_ids()
 
@@ -45,11 +44,8 @@ class HeadDrafter(Controlled):
         raise NotImplementedError
 
     def reserve(self, n_tokens: int) -> None:
-        # On CUDA the cache has its full size from the first call on: graphs hold its address.
-        n_slots = n_tokens if self.on_cpu else self.max_seq_len
-        n_slots += self.tree_rows + max(shape.depth for shape in self.shapes()) + 1
-        if self.on_cpu or n_slots > self.cache.n_slots:
-            self.cache.resize(n_slots)
+        deepest = max(shape.depth for shape in self.shapes())
+        self.cache.resize(n_tokens + self.tree_rows + deepest + 1)
 
     def extend(self, new: Committed, seq_len: Tensor) -> Prediction:
         """Run the true pairs through the head. Rows behind `count` are padding.
