@@ -30,7 +30,7 @@ from fasteagle.generate import Engine
 from fasteagle.paths import write_atomic
 from fasteagle.sampling import DrawKind
 from fasteagle.shapes import AnyShape, TreeShape
-from fasteagle.tree import ancestor_mask, chain
+from fasteagle.tree import chain
 
 TABLE = 2  # of what a kept table holds; another number's is not used
 CONTEXT = 256  # committed tokens while measuring
@@ -244,7 +244,7 @@ class Measurement:
         state, target = self._engine.state, self._engine.model
         tokens = torch.zeros(T, dtype=torch.long, device=self._engine.device)
         tree = chain(tokens, torch.ones_like(tokens).bool())
-        proposal = Proposal(tree, *ancestor_mask(tree.parents, tree.valid))
+        proposal = Proposal.of(tree)
         return self._timed(lambda: EAGER.verify(state, target, proposal), None)
 
     @torch.no_grad()

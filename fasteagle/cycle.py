@@ -33,6 +33,12 @@ class Proposal(NamedTuple):
     tree: DraftTree
     tree_mask: Tensor  # [T, T] bool: row j sees row i
     depths: Tensor  # [T], the root's is 0
+    paths: Tensor  # [T, T] int32, see `tree_paths`
+
+    @classmethod
+    def of(cls, tree: DraftTree) -> Proposal:
+        tree_mask, depths = ancestor_mask(tree.parents, tree.valid)
+        return cls(tree, tree_mask, depths, tree_paths(tree_mask, depths, len(depths) - 1))
 
 
 class Pieces(NamedTuple):
@@ -60,29 +66,18 @@ def decode_cycle(
 def draft(state: DecodeState, drafter: Drafter | None, spec: CycleSpec) -> Proposal:
     """Show the drafter the new true pairs, then let it propose the tree under the root."""
     if spec.shape is None or drafter is None:
-        return plain_proposal(state, spec.rows)
+        return Proposal.of(state.root_alone(spec.rows))
     prediction = drafter.extend(state.committed(spec.width), state.seq_len)
     tree = drafter.propose(prediction, state, spec)
-    return Proposal(tree, *ancestor_mask(tree.parents, tree.valid))
-
-
-def plain_proposal(state: DecodeState, rows: int) -> Proposal:
-    """Only the root; `rows` - 1 rows of padding, where kernels are faster at two rows than one."""
-    padding = state.root.new_zeros(rows - 1)
-    row = torch.arange(rows, device=state.root.device)
-    tree = DraftTree(torch.cat((state.root, padding)), torch.zeros_like(row), row == 0)
-    own = torch.eye(rows, dtype=torch.bool, device=row.device)
-    return Proposal(tree, own, torch.zeros_like(row))
+    return Proposal.of(tree)
 
 
 def verify(state: DecodeState, target: Transformer, proposal: Proposal) -> Output:
     """One pass of the target over the tree's rows, behind the committed tokens."""
-    tree, tree_mask, depths = proposal
-    T = len(depths)
-    paths = tree_paths(tree_mask, depths, T - 1)
-    view = TreeView(state.seq_len, paths, depths, target.config.sliding_window)
-    slots = state.seq_len + torch.arange(T, device=depths.device)
-    return target(tree.tokens, state.seq_len + depths, slots, view, state.cache)
+    depths = proposal.depths
+    view = TreeView(state.seq_len, proposal.paths, depths, target.config.sliding_window)
+    slots = state.seq_len + torch.arange(len(depths), device=depths.device)
+    return target(proposal.tree.tokens, state.seq_len + depths, slots, view, state.cache)
 
 
 def accept_and_commit(
@@ -97,7 +92,7 @@ def accepted_path(
     state: DecodeState, spec: CycleSpec, proposal: Proposal, output: Output
 ) -> Accepted:
     """The path along the target's own draws; or the paper's algorithm for sampled children."""
-    tree, tree_mask, depths = proposal
+    tree, tree_mask, depths, _ = proposal
     seen = seen_rows(state.seen, tree, tree_mask) if spec.kind.penalty else None
     if tree.distributions is not None:
         probs = process_logits(output.logits.float(), spec.kind, state.knobs, seen).softmax(-1)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fasteagle.cycle import EAGER, Pieces, Proposal, decode_cycle, plain_proposal
+from fasteagle.cycle import EAGER, Pieces, Proposal, decode_cycle
 from fasteagle.drafting.base import Drafter
 from fasteagle.model import Output, Transformer
 from fasteagle.state import CycleSpec, DecodeState
@@ -43,6 +43,7 @@ class Runner:
         self.error: str | None = None  # why cycles are not replayed that should be
         self._on_cpu = state.root.device.type == "cpu"
         self._times: dict[str, float] = {}
+        self._plain: dict[int, Proposal] = {}  # by rows
 
     def needs(self, specs: Sequence[CycleSpec], drafter: Drafter | None) -> bool:
         """Whether `prepare` has something to do for these."""
@@ -64,11 +65,21 @@ class Runner:
         found = self.compiled.get((drafter, spec), EAGER)
         if not self._on_cpu:
             return found
-        if spec.shape is not None and drafter is not None and not drafter.always_proposes:
+        if spec.shape is None:
+            found = found._replace(draft=self._plain_draft)
+        elif drafter is not None and not drafter.always_proposes:
             found = self._plain_if_empty(found, spec, drafter)
         return found._replace(
             draft=self._timed("draft", found.draft), verify=self._timed("verify", found.verify)
         )
+
+    def _plain_draft(
+        self, state: DecodeState, drafter: Drafter | None, spec: CycleSpec
+    ) -> Proposal:
+        """Without a drafter the proposal is the same tensors every time: made once."""
+        if spec.rows not in self._plain:
+            self._plain[spec.rows] = EAGER.draft(state, None, spec)
+        return self._plain[spec.rows]
 
     def _timed(self, name: str, piece: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:
@@ -88,7 +99,7 @@ class Runner:
             proposal = pieces.draft(state, drafter, spec)
             if proposal.tree.valid[1:].any():
                 return proposal
-            return plain_proposal(state, self.plain_rows)
+            return self._plain_draft(state, drafter, plain)
 
         def finish(state: DecodeState, spec: CycleSpec, proposal: Proposal, output: Output) -> None:
             if len(proposal.depths) == spec.rows:

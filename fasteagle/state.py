@@ -16,8 +16,10 @@ from fasteagle.model import KVCache, Transformer
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import DrawKind, Knobs
 from fasteagle.shapes import AnyShape
+from fasteagle.tree import DraftTree
 
 MAX_DEPTH = 63  # of a tree's paths
+PLAIN_ROWS = 2  # of a pass without a tree, at most
 PENDING = 128  # pairs kept for a draft head that is not run for a while
 
 
@@ -70,7 +72,8 @@ class DecodeState:
             return torch.zeros(size, dtype=torch.long, device=device)
 
         self.seq_len = ints()  # 0-d
-        self.root = ints(1)
+        self._root_rows = ints(PLAIN_ROWS)
+        self.root = self._root_rows[:1]
         self.count = ints(1)
         self.tokens = ints(PENDING)
         self.features = weight.new_zeros(PENDING, target.config.dim)  # [P, F]
@@ -92,6 +95,11 @@ class DecodeState:
             self.result,
             self.seen,
         ]
+
+    def root_alone(self, rows: int) -> DraftTree:
+        """The tree of plain decoding; `rows` - 1 rows of padding, where kernels like two better."""
+        row = torch.arange(rows, device=self.root.device)
+        return DraftTree(self._root_rows[:rows], torch.zeros_like(row), row == 0)
 
     def committed(self, width: int) -> Committed:
         """The pairs that the draft head has not seen, padded to `width` rows."""

@@ -25,7 +25,7 @@ from fasteagle.sampling import DrawKind, Knobs
 from fasteagle.shapes import AnyShape
 from fasteagle.state import Committed, CycleSpec, DecodeState
 from fasteagle.training.options import TrainOptions
-from fasteagle.tree import DraftTree, ancestor_mask
+from fasteagle.tree import DraftTree
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 CHAT_TEMPLATE = (
@@ -357,8 +357,7 @@ def verify_rows(engine: Engine, tokens, parents) -> Output:
     tree = DraftTree(rows, above, torch.ones_like(rows).bool())
     engine.reserve(len(engine.cached) + len(rows))
     state.seq_len.fill_(len(engine.cached))
-    proposal = Proposal(tree, *ancestor_mask(tree.parents, tree.valid))
-    return EAGER.verify(state, engine.model, proposal)
+    return EAGER.verify(state, engine.model, Proposal.of(tree))
 
 
 # A device that replays, on the CPU
