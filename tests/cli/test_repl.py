@@ -13,9 +13,11 @@ import sys
 import time
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from fasteagle.cli import repl
 from fasteagle.paths import state_dir
+from helpers import TINY_VOCAB, save_tiny
 
 HANGS = 300  # seconds, after which a process will not answer on any machine
 
@@ -185,8 +187,12 @@ def test_several_lines_make_one_question(terminal, tmp_path):
     assert turns[0]["content"] == "first line\n/second line\nthird"
 
 
-def test_ctrl_c_stops_the_answer_and_keeps_it(terminal, tmp_path):
-    terminal.ask("/set max_new_tokens=400;temperature=1;seed=1")
+def test_ctrl_c_stops_the_answer_and_keeps_it(tmp_path):
+    terminal = Terminal(
+        "--model", endless_model(tmp_path / "model"), "--no-compile", "--max-seq-len", 32768
+    )
+    terminal.wait_for(">>> $")
+    terminal.ask("/set max_new_tokens=30000")
     terminal.send("hello\n")
     terminal.wait_for("hello\n.{4}")  # the answer has begun
     terminal.send("\x03")
@@ -198,6 +204,17 @@ def test_ctrl_c_stops_the_answer_and_keeps_it(terminal, tmp_path):
     assert [t["role"] for t in turns] == ["user", "assistant"] and turns[1]["content"]
     terminal.ask("/set max_new_tokens=5")
     assert "cached" in terminal.ask("go on", r"prefill[^\n]*\n>>> $")
+    terminal.send("/exit\n")
+    assert terminal.close() == 0
+
+
+def endless_model(folder):
+    """A model whose greedy answer goes on for minutes: it never says the end of a turn."""
+    save_tiny(folder, max_position_embeddings=32768, num_hidden_layers=1)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"][TINY_VOCAB - 1] = 0  # and of 259 other logits one is above 0
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def test_ctrl_c_at_an_empty_prompt(own_terminal):

@@ -202,13 +202,15 @@ def invoke(*arguments):
     return CliRunner().invoke(cli.main, [str(a) for a in arguments])
 
 
-def test_the_command_survives_a_kill_and_chat_finds_the_head(model_and_head, text, tmp_path):
+def test_the_command_survives_a_kill_and_chat_finds_the_head(
+    model_and_head, text, tmp_path, compiled
+):
     folder, head = model_and_head
     out, work = tmp_path / "out", tmp_path / "out.calibrating"
     model = ("--model", folder, "--quant", "int4-g32")
     command = ("calibrate-head", *model, "--head", head, "--data", text, "--steps", 30)
     command += ("--minutes", 600, "--max-seq-len", 384, "--out", out)
-    kill_at_first_save(*command)
+    kill_at_first_save(*command, compiled=compiled)
     state = json.loads((work / "state.json").read_text())
     assert state["results"]["unquantized"]["tau"] >= 1  # not to be done again
     saved = torch.load(work / "iv-distilled" / "run" / "state.pt", weights_only=True)

@@ -367,10 +367,10 @@ def invoke(*arguments):
     return CliRunner().invoke(cli.main, [str(a) for a in arguments])
 
 
-def test_the_command_survives_a_kill_and_writes_a_head(tiny_dir, text_file, tmp_path):
+def test_the_command_survives_a_kill_and_writes_a_head(tiny_dir, text_file, tmp_path, compiled):
     out = tmp_path / "head"
     train = command(tiny_dir, text_file, out, "--steps", 130, "--every", 40)
-    kill_at_first_save(*train)
+    kill_at_first_save(*train, compiled=compiled)
     assert torch.load(out / "state.pt", weights_only=True)["step"] == 50
     again = invoke(*train)
     assert again.exit_code == 2 and "unfinished run: continue it with --resume" in again.stderr
@@ -393,12 +393,12 @@ def test_the_command_survives_a_kill_and_writes_a_head(tiny_dir, text_file, tmp_
     assert [entry["step"] for entry in record["history"]] == [40, 80, 120, 130]
 
 
-def test_too_little_text(tiny_dir, text_file, tmp_path):
+def test_too_little_text(tiny_dir, text_file, tmp_path, no_compiler):
     done = invoke(*command(tiny_dir, text_file, tmp_path / "h", "--held-out", 30))
     assert done.exit_code == 2 and "30 conversations are too few to hold 30 out" in done.stderr
 
 
-def test_prompts_are_answered_and_trained_on(tiny_dir, tmp_path):
+def test_prompts_are_answered_and_trained_on(tiny_dir, tmp_path, no_compiler):
     prompts = tmp_path / "p.jsonl"
     prompts.write_text("".join(json.dumps({"turns": [f"question {i}"]}) + "\n" for i in range(12)))
     out = tmp_path / "head"
