@@ -149,6 +149,7 @@ def test_tree_attention_in_the_whole_model(head):
         assert answer(static_engine(other, head), params=params) == expected
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_compiled_blocks_take_a_tree_view(target):
     other = random_target(tiny_config())

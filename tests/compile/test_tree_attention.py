@@ -132,6 +132,7 @@ def test_splits_are_whole_blocks(kernels):
         assert kernels.SPLIT % kernels.key_block(E) == 0
 
 
+@pytest.mark.slow
 def test_kernels_in_the_interpreter(kernels):
     path = Path(__file__).with_name("interpreted_tree_attention.py")
     run = subprocess.run(

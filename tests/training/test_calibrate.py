@@ -203,8 +203,10 @@ def invoke(*arguments):
 
 
 def test_the_command_survives_a_kill_and_chat_finds_the_head(
-    model_and_head, text, tmp_path, compiled
+    model_and_head, text, tmp_path, monkeypatch, compiled
 ):
+    monkeypatch.setattr("fasteagle.training.report.SPEED_PROMPTS", 2)
+    monkeypatch.setattr("fasteagle.training.report.SPEED_TOKENS", 16)
     folder, head = model_and_head
     out, work = tmp_path / "out", tmp_path / "out.calibrating"
     model = ("--model", folder, "--quant", "int4-g32")
