@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from fasteagle.bench import run as bench
-from fasteagle.bench.latency import percentile
 from fasteagle.bench.measure import Bandwidth
 from fasteagle.bench.report import build_report, markdown
-from fasteagle.bench.row_spec import draft_of, planned_tree
+from fasteagle.bench.row_spec import planned_tree
 from fasteagle.bench.rows import EngineDecoder, HFDecoder, Row, Turn
 from fasteagle.bench.run import BenchOptions, read_questions, run
 from fasteagle.errors import FasteagleError
@@ -74,7 +73,6 @@ def test_every_row_drafts_what_it_says(tiny_dir, questions, tmp_path):
 
     from fasteagle.loading.checkpoint import load_model
     from fasteagle.loading.head_file import save_head
-    from fasteagle.options import DraftOptions
 
     checkpoint = open_checkpoint(tiny_dir)
     model = load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=64)
@@ -218,36 +216,6 @@ def test_bandwidth_use_where_the_bandwidth_is_known(monkeypatch):
     assert "MBU of 936.0 GB/s (data sheet of RTX 3090)" in markdown(report)
 
 
-def test_latency_of_a_token_is_its_share_of_its_chunk():
-    row = Row("eagle", "bf16", decoder=None, weight_bytes=1)
-    chunks = ((3, 0.3), (1, 0.5), (2, 0.1))
-    row.turns = [Turn([1] * 7, 0.5, 0.9, 3, chunks=chunks)]
-    assert row.latencies == pytest.approx([0.1, 0.1, 0.1, 0.5, 0.05, 0.05])
-    assert sum(row.latencies) == pytest.approx(row.seconds)
-    report = build_report([row], BenchOptions(), CPU, save_outputs=False)
-    assert (report["rows"][0]["p50_ms"], report["rows"][0]["p99_ms"]) == (100, 500)
-    assert "| 100.0 / 500.0 |" in markdown(report)
-    row.turns = [Turn([1], 0.5, 0.0, 0)]  # an answer of one token has no gaps
-    report = build_report([row], BenchOptions(), CPU, save_outputs=False)
-    assert report["rows"][0]["p50_ms"] is None and "None" not in markdown(report)
-
-
-@pytest.mark.parametrize(
-    ("values", "share", "expected"),
-    [
-        ([3.0], 0.99, 3.0),
-        ([1.0, 2.0], 0.5, 1.0),
-        (range(1, 101), 0.99, 99),
-        ([], 0.5, None),
-        (range(100, 0, -1), 0.5, 50),
-        ([1.0, 2.0], 0.0, 1.0),
-        ([1.0, 2.0], 1.0, 2.0),
-    ],
-)
-def test_percentiles(values, share, expected):
-    assert percentile(values, share) == expected
-
-
 def test_our_questions_are_ten_and_the_limit_counts_questions(questions):
     assert len(read_questions(None, None)) == 10
     assert [len(q.turns) for q in read_questions(questions, 2)] == [2, 1]
@@ -360,16 +328,3 @@ def test_the_script_measures_shapes_without_weights(script, tiny_preset, tmp_pat
 def test_bad_input_to_the_script(script, arguments, message):
     result = script(*arguments)
     assert result.exit_code == 2 and message in result.stderr and result.stdout == ""
-
-
-def test_a_row_may_name_its_tree():
-    options = BenchOptions(rows=("plain", "eagle@4/2/10"))
-    draft = draft_of(options.rows[1], options.draft)
-    assert (draft.drafter, draft.sizes(False)) == ("eagle", (4, 2, 10))
-    assert not draft.auto_tree and planned_tree("eagle@4/2/10", DraftOptions(), True).nodes == 10
-
-
-@pytest.mark.parametrize("row", ["eagle@", "eagle@3/3", "eagle@3/3/x", "eagle@3/3/-8"])
-def test_a_row_with_half_a_tree_is_refused(row):
-    with pytest.raises(FasteagleError, match="DEPTH/TOPK/NODES"):
-        BenchOptions(rows=(row,))

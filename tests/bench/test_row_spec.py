@@ -1,0 +1,23 @@
+"""Rows of the benchmark by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from fasteagle.bench.row_spec import draft_of, planned_tree
+from fasteagle.bench.run import BenchOptions
+from fasteagle.errors import FasteagleError
+from fasteagle.options import DraftOptions
+
+
+def test_a_row_may_name_its_tree():
+    options = BenchOptions(rows=("plain", "eagle@4/2/10"))
+    draft = draft_of(options.rows[1], options.draft)
+    assert (draft.drafter, draft.sizes(False)) == ("eagle", (4, 2, 10))
+    assert not draft.auto_tree and planned_tree("eagle@4/2/10", DraftOptions(), True).nodes == 10
+
+
+@pytest.mark.parametrize("row", ["eagle@", "eagle@3/3", "eagle@3/3/x", "eagle@3/3/-8"])
+def test_a_row_with_half_a_tree_is_refused(row):
+    with pytest.raises(FasteagleError, match="DEPTH/TOPK/NODES"):
+        BenchOptions(rows=(row,))
