@@ -25,10 +25,12 @@ HANGS = 300  # seconds, after which a process will not answer on any machine
 class Terminal:
     """`fasteagle chat` on a pseudo-terminal; stderr goes to the same screen."""
 
-    def __init__(self, *args, env=None) -> None:
+    def __init__(self, *args, env=None, before="") -> None:
+        """`before` is run by the same process first."""
         self.master, slave = pty.openpty()
+        code = f"{before}\nfrom fasteagle.cli.main import main\nmain()"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "fasteagle", "chat", *map(str, args)],
+            [sys.executable, "-c", code, "chat", *map(str, args)],
             stdin=slave,
             stdout=slave,
             stderr=slave,
@@ -322,8 +324,17 @@ def test_a_terminal_that_goes_away_ends_the_chat(own_terminal):
     assert own_terminal.close() == -signal.SIGHUP
 
 
+ENDLESS = """
+from fasteagle.compile.blocks import BlockCompiler
+def compile_again_and_again(self, compile=BlockCompiler._warm_up):
+    while True:
+        compile(self)
+BlockCompiler._warm_up = compile_again_and_again
+"""
+
+
 def test_leaving_while_compilation_goes_on(tiny_dir):
-    terminal = Terminal("--model", tiny_dir, "--max-new-tokens", 2)
+    terminal = Terminal("--model", tiny_dir, "--max-new-tokens", 2, before=ENDLESS)
     terminal.wait_for(">>> $")
     assert "still compiling: this answer runs without" in terminal.ask("hello")
     terminal.send("/exit\n")
