@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import pty
@@ -10,6 +11,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 
 import pytest
@@ -19,6 +21,7 @@ from fasteagle.cli import repl
 from fasteagle.paths import state_dir
 from helpers import TINY_VOCAB, save_tiny
 
+READLINE = importlib.util.find_spec("readline") is not None
 HANGS = 300  # seconds, after which a process will not answer on any machine
 
 
@@ -42,11 +45,22 @@ class Terminal:
         self.screen = ""
 
     def wait_for(self, pattern: str) -> str:
-        """Read until `pattern` appears after what was read before; the text up to its end."""
+        """Read until `pattern` appears after what was read before; the text up to its end.
+
+        A pattern that ends in a prompt also waits until that prompt reads keys itself: the terminal
+        would echo those that come sooner, and the prompt appear a second time.
+        """
         assert self.shows(pattern, HANGS), f"no {pattern!r} on the screen:\n{self.screen}"
+        end = time.monotonic() + HANGS
+        while pattern.endswith(" $") and READLINE and self._terminal_reads_lines():
+            assert time.monotonic() < end, "the prompt does not read keys"
+            time.sleep(0.01)
         found = re.search(pattern, self.screen)
         text, self.screen = self.screen[: found.end()], self.screen[found.end() :]
         return text
+
+    def _terminal_reads_lines(self) -> bool:
+        return bool(termios.tcgetattr(self.master)[3] & termios.ICANON)
 
     def shows(self, pattern: str, within: float) -> bool:
         """Whether `pattern` is on the screen, or appears in so many seconds."""
@@ -81,7 +95,6 @@ class Terminal:
 
 def _own_terminal() -> None:
     import fcntl
-    import termios
 
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
