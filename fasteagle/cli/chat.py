@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import threading
 
 import click
 
@@ -67,6 +68,7 @@ def run_chat(
         if not quiet:
             note(f"context {runtime.engine.max_seq_len:,} tokens; /help lists commands")
         Repl(session, quiet, preparation).run()
+        _leave()
         return
     if preparation:
         preparation.before_answer()
@@ -75,6 +77,17 @@ def run_chat(
     print()
     if not quiet:
         note(format_stats(session.stats))
+
+
+def _leave() -> None:
+    """End the process here while a thread still compiles or measures.
+
+    The interpreter's own end stops such threads inside of torch's C++ code, which aborts.
+    """
+    if any(thread.daemon for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def _prompt_text(prompt: str | None) -> str:
