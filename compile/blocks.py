@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasteagle.compile.tree_attention import TreeView
+from fasteagle.compile.cycles import CycleCompiler
 from fasteagle.model import KEY_BLOCK, Block, Transformer, attend, run_blocks
 from fasteagle.paths import cache_dir
+from fasteagle.tree import TreeView
 
 LONGEST_SPAN = 6  # blocks; longer ones take longer to compile and gained nothing more
 # Above this many keys Inductor's softmax takes another summation, which is another graph.
@@ -37,7 +38,7 @@ def configure() -> None:
     from torch._inductor.runtime.runtime_utils import default_cache_dir
 
     # Target and head blocks, one or several rows, short and long caches, by precision.
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    torch._dynamo.config.recompile_limit = max(256, torch._dynamo.config.recompile_limit)
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_dir() / "inductor")
 
@@ -55,18 +56,26 @@ def missing_compiler() -> str | None:
 
 
 class BlockCompiler:
-    """Compiles the blocks of a model and of its draft head; `apply` makes them use the result.
+    """Compiles the blocks of a model and of its draft head, and the pieces of the decode cycle.
 
     `start` works in a thread of its own, `wait` blocks until it is done. The model runs eagerly
-    until `apply`. If compilation fails, `error` says why and `apply` changes nothing.
+    until `apply` makes it use the result. If compilation fails, `error` says why and `apply`
+    changes nothing.
     """
 
-    def __init__(self, model: Transformer, max_slots: int, head_block: Block | None = None) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        max_slots: int,
+        head_block: Block | None = None,
+        cycles: CycleCompiler | None = None,
+    ) -> None:
         self.error: str | None = None
         self.seconds = 0.0
         self._model = model
         self._head_block = head_block
         self._max_slots = max_slots
+        self._cycles = cycles
         self._forward = torch.compile(Block.forward, fullgraph=True)  # of the head's
         self._compiled = torch.compile(run_blocks, fullgraph=True)
         self._span = span(model.config.n_layer)
@@ -90,9 +99,8 @@ class BlockCompiler:
         """Switch the model's blocks to compiled code if it is ready; true if they now use it."""
         if self.ready and not self._applied:
             self._model.run_blocks = self._run_spans
-            head_block: Any
-            for head_block in self._extra_blocks:
-                head_block.forward = functools.partial(self._forward, head_block)
+            if self._cycles is not None:
+                self._cycles.apply()
             self._applied = True
         return self._applied
 
@@ -121,6 +129,8 @@ class BlockCompiler:
                 self._warm_up()
         except Exception as error:  # whatever it is, the eager path still answers
             self.error = (str(error) or type(error).__name__).strip().splitlines()[0][:200]
+            for head_block in self._extra_blocks:
+                head_block.__dict__.pop("forward", None)
         self.seconds = time.perf_counter() - start
         self._done.set()
 
@@ -139,10 +149,17 @@ class BlockCompiler:
                 layers = [self._layer(block, S) for block in blocks]
                 *rows, mask = self._inputs(blocks[0], T, S)
                 self._compiled(blocks, layers, *rows, mask)
-                if self._model.takes_tree_view:
-                    self._compiled(blocks, layers, *rows, self._view(T))
+                view = self._view(T)
+                if self._model.visible_keys(view, S) is view:  # kernels take it as it is
+                    self._compiled(blocks, layers, *rows, view)
                 for block in self._extra_blocks:
                     self._forward(block, *self._inputs(block, T, S), *self._layer(block, S))
+        # The head's block first: compiled drafting is traced with it in place.
+        head_block: Any
+        for head_block in self._extra_blocks:
+            head_block.forward = functools.partial(self._forward, head_block)
+        if self._cycles is not None:
+            self._cycles.compile(slots)
 
     def _view(self, T: int) -> TreeView:
         """A chain of T rows, as attention sees it that takes no mask."""

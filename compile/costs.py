@@ -1,43 +1,51 @@
-"""Measures what passes and drafting cost here, keeps the table, makes plans of it.
+"""Measures what passes, drafting and cycles cost here, keeps the table, makes plans of it.
 
-Measuring uses an engine of its own over the same weights: no conversation is touched. The table
-belongs to one model, scheme, device and version; another one's is not used.
+Everything is timed through the runner that will be used and on the engine's own cache, in rows
+behind the committed ones, which are free: no conversation is touched. The table belongs to one
+model, scheme, device and version; another one's is not used.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fasteagle import __version__
-from fasteagle.bench.measure import device_name
-from fasteagle.drafters import EagleDrafter, NgramDrafter
+from fasteagle.compile.cycles import CycleCompiler
+from fasteagle.cycle import EAGER, Proposal, decode_cycle
+from fasteagle.device import device_name
+from fasteagle.drafting.base import Drafter
+from fasteagle.drafting.draft_head import HeadDrafter
 from fasteagle.drafting.plan import ROWS, WIDTHS, Costs, Plan, make_plan
 from fasteagle.generate import Engine
-from fasteagle.options import SamplingParams
 from fasteagle.paths import write_atomic
-from fasteagle.tree import TreeShape
+from fasteagle.sampling import DrawKind
+from fasteagle.shapes import AnyShape, TreeShape
+from fasteagle.tree import ancestor_mask, chain
 
+TABLE = 2  # of what a kept table holds; another number's is not used
 CONTEXT = 256  # committed tokens while measuring
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 9
 SECONDS = 5.0  # after which no further round begins
-CYCLES = 12  # whole ones, to see what a cycle costs besides drafting and the pass
-NGRAM_MS, TREE_MS = 0.3, 0.4  # a look into the context; the mask, the walk and the move of a tree
+CYCLES = 8  # whole ones of each shape
 
-TunedDrafter = EagleDrafter | NgramDrafter
+Gate = Callable[[], AbstractContextManager[Any]]
 
 
 def conditions(engine: Engine) -> dict[str, Any]:
     """What the costs hold for."""
     return {
         "fasteagle": __version__,
+        "table": TABLE,
         "torch": torch.__version__,
         "device": device_name(engine.device),
         "threads": torch.get_num_threads() if engine.on_cpu else None,
@@ -71,44 +79,74 @@ def store_costs(path: Path, engine: Engine, costs: Costs, seconds: float) -> Non
     write_atomic(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
-def tunable(engine: Engine) -> TunedDrafter | None:
+def tunable(engine: Engine) -> Drafter | None:
     """The engine's drafter if its tree may be tuned: not where sizes were asked for."""
     drafter = engine.drafter
-    return drafter if isinstance(drafter, TunedDrafter) and drafter.tuning else None
+    return None if drafter is None or drafter.tuning is None else drafter
 
 
 def costs_of(
     engine: Engine,
-    drafter: TunedDrafter,
+    drafter: Drafter,
     notify: Callable[[str], None],
+    kind: DrawKind | None = None,
     *,
     anew: bool = False,
-    gate: Callable[[], None] = lambda: None,
+    gate: Gate = contextlib.nullcontext,
+    compiled: bool = False,
 ) -> tuple[Costs, float]:
-    """The kept costs, or new ones, which are kept; and the seconds that measuring took."""
+    """The kept costs, or new ones, which are kept; and the seconds that measuring took.
+
+    With `compiled` the drafting of every tree that may be used is compiled on a CPU, for answers
+    drawn as `kind` says. `gate` is entered for each measurement and may wait.
+    """
     assert drafter.tuning is not None, "the caller asks only drafters that may be tuned"
     kept = None if anew else load_costs(drafter.tuning.path, engine, notify)
+    begin = time.perf_counter()
+    measurement = Measurement(engine, drafter, kind or DrawKind(), gate)
+    costs = measurement.run() if kept is None else kept
+    plan = plan_of(drafter, costs)
+    if compiled and plan.shapes:
+        compiler = CycleCompiler(engine, kind, plan.shapes)
+        compiler.compile()
+        with gate():
+            compiler.apply()
     if kept is not None:
         return kept, 0.0
-    begin = time.perf_counter()
-    costs = Measurement(engine, drafter, gate).run()
+    if plan.shapes:
+        # An estimate chose these; from here on only what was measured counts.
+        costs = dataclasses.replace(costs, cycles=measurement.cycles(plan.shapes))
     seconds = time.perf_counter() - begin
     store_costs(drafter.tuning.path, engine, costs, seconds)
     return costs, seconds
 
 
-def follow_costs(engine: Engine, drafter: TunedDrafter, costs: Costs) -> Plan:
-    """Let the drafter and plain passes use what pays by these costs."""
+def plan_of(drafter: Drafter, costs: Costs) -> Plan:
+    """What pays by these costs."""
     assert drafter.tuning is not None, "the caller asks only drafters that may be tuned"
-    head_k = drafter.state.head.config.draft_vocab_size if isinstance(drafter, EagleDrafter) else 1
-    plan = make_plan(costs, drafter.tuning.ranks, head_k)
+    return make_plan(costs, drafter.tuning.ranks, widest(drafter))
+
+
+def widest(drafter: Drafter) -> int:
+    """The largest top-k that a drafter can have."""
+    return drafter.head.config.draft_vocab_size if isinstance(drafter, HeadDrafter) else 1
+
+
+def follow_costs(engine: Engine, drafter: Drafter, costs: Costs) -> Plan:
+    """Let the drafter and plain passes use what pays by these costs."""
+    plan = plan_of(drafter, costs)
     drafter.follow(plan)
     engine.plain_rows = costs.plain_rows
     return plan
 
 
 def tune_now(
-    engine: Engine, notify: Callable[[str], None], *, anew: bool = False
+    engine: Engine,
+    notify: Callable[[str], None],
+    kind: DrawKind | None = None,
+    *,
+    anew: bool = False,
+    compiled: bool = False,
 ) -> tuple[Plan, float] | None:
     """Use the kept costs or measure them; the plan, and the seconds that measuring took.
 
@@ -117,109 +155,166 @@ def tune_now(
     drafter = tunable(engine)
     if drafter is None:
         return None
-    costs, seconds = costs_of(engine, drafter, notify, anew=anew)
+    costs, seconds = costs_of(engine, drafter, notify, kind, anew=anew, compiled=compiled)
     return follow_costs(engine, drafter, costs), seconds
 
 
-class Measurement:
-    """Times passes and drafting in rounds, so that a machine that slows down slows them all.
+def choose_plain_rows(
+    engine: Engine,
+    budget: float = 0.5,
+    gate: Gate = contextlib.nullcontext,
+    clock: Callable[[], float] = time.perf_counter,
+) -> int:
+    """1 or 2, whichever makes a target pass faster here (some bf16 CPU kernels prefer two rows).
 
-    `gate` is called between any two measurements and may wait, while an answer is being written.
+    Times both in turn for about `budget` seconds.
     """
+    if not engine.on_cpu:
+        return 1
+    measurement = Measurement(engine, None, gate=gate)
+    times: dict[int, list[float]] = {1: [], 2: []}
+    begin = clock()
+    while len(times[2]) < 4 or clock() - begin < budget:
+        for T in (1, 2):
+            times[T].append(measurement.verify(T))
+    return min(times, key=lambda T: statistics.median(times[T][1:]))  # the first one warms up
+
+
+class Measurement:
+    """Times passes and drafting in rounds, so that a machine that slows down slows them all."""
 
     def __init__(
-        self, engine: Engine, drafter: TunedDrafter, gate: Callable[[], None] = lambda: None
+        self,
+        engine: Engine,
+        drafter: Drafter | None,
+        kind: DrawKind | None = None,
+        gate: Gate = contextlib.nullcontext,
     ) -> None:
-        self._gate = gate
-        self._engine = Engine(engine.model, engine.max_seq_len)
-        self._drafter: EagleDrafter | None = None
-        if isinstance(drafter, EagleDrafter):
-            head = drafter.state.head
-            self._drafter = EagleDrafter(head, TreeShape(1, 1, 1), engine.max_seq_len)
-            self._widths = [k for k in WIDTHS if k <= head.config.draft_vocab_size]
-            self._drafter.state.make_room(2 * max(self._widths))
+        self._engine, self._drafter, self._gate = engine, drafter, gate
+        self._kind = kind or DrawKind()
         # Some room must be left for the rows behind the context.
-        n = min(CONTEXT, engine.max_seq_len // 2)
-        self._prompt = [i % engine.model.config.vocab_size for i in range(n)]
-        self._rows = [T for T in ROWS if n + T <= engine.max_seq_len]
+        self._context = min(CONTEXT, engine.max_seq_len // 2)
+        self._rows = [T for T in ROWS if self._context + T <= engine.max_seq_len]
 
-    @torch.no_grad()
     def run(self, seconds: float = SECONDS) -> Costs:
         """Medians over the rounds that fit into about `seconds`, three at least."""
-        engine, drafter = self._engine, self._drafter
-        engine.use(drafter)
-        features, _ = engine.prefill(self._prompt)
+        drafter = self._drafter
         passes: dict[int, list[float]] = {T: [] for T in self._rows}
         first: dict[int, list[float]] = {}
         level: dict[int, list[float]] = {}
-        begin, rounds = time.perf_counter(), 0
+        widths = [k for k in WIDTHS if drafter is not None and k <= widest(drafter)]
+        begin = time.perf_counter()
+        rounds = 0
         while rounds < FEWEST_ROUNDS or (
             rounds < MOST_ROUNDS and time.perf_counter() - begin < seconds
         ):
             rounds += 1
             for T, times in passes.items():
-                times.append(self._pass(T))
+                times.append(self.verify(T))
             if drafter is None:
                 continue
-            for k in self._widths:
-                one, three = (self._draft(drafter, features, depth, k) for depth in (1, 3))
+            for k in widths:
+                one, three = (self.draft(_small_tree(depth, k)) for depth in (1, 3))
                 first.setdefault(k, []).append(one)
                 level.setdefault(k, []).append(max(three - one, 0.0) / 2)
-        if drafter is None:
-            first, level = {1: [NGRAM_MS]}, {1: [0.0]}
-        costs = Costs(_medians(passes), _medians(first), _medians(level), 0.0, 0.0)
-        engine.plain_rows = costs.plain_rows
+        share = self._compiled_share()
+        costs = Costs(_medians(passes), _medians(first, share), _medians(level, share), 0.0, 0.0)
+        self._engine.plain_rows = costs.plain_rows
         plain_rest = self._rest(None)
-        rest = plain_rest + TREE_MS if drafter is None else self._rest(drafter)
+        rest = plain_rest if drafter is None else self._rest(drafter.shape)
         return dataclasses.replace(costs, rest=rest, plain_rest=plain_rest)
 
-    def _timed(self, work: Callable[[], object]) -> float:
-        """Milliseconds."""
-        self._gate()
-        begin = self._engine.now()
-        work()
-        return 1e3 * (self._engine.now() - begin)
+    def _compiled_share(self) -> float:
+        """How long the compiled draft of the drafter's own tree takes, of the eager one's time."""
+        drafter = self._drafter
+        if drafter is None:
+            return 1.0
+        spec = self._engine.spec(drafter.shape, self._kind)
+        if (drafter, spec) not in self._engine.runner.compiled:
+            return 1.0
+        eager, compiled = (
+            statistics.median(self.draft(drafter.shape, eager) for _ in range(CYCLES))
+            for eager in (True, False)
+        )
+        return min(1.0, compiled / eager)
 
-    def _pass(self, T: int) -> float:
+    @torch.no_grad()
+    def verify(self, T: int) -> float:
+        """Milliseconds of a pass over T rows."""
+        state, target = self._engine.state, self._engine.model
         tokens = torch.zeros(T, dtype=torch.long, device=self._engine.device)
-        mask = torch.eye(T, dtype=torch.bool, device=self._engine.device)
-        return self._timed(lambda: self._engine.verify(tokens, tokens, mask))
+        tree = chain(tokens, torch.ones_like(tokens).bool())
+        proposal = Proposal(tree, *ancestor_mask(tree.parents, tree.valid))
+        return self._timed(lambda: EAGER.verify(state, target, proposal), None)
 
-    def _draft(self, drafter: EagleDrafter, features: torch.Tensor, depth: int, k: int) -> float:
-        """Two pairs through the head, then `depth` levels of `k` nodes."""
-        drafter.shape = TreeShape(depth, k, max(depth, min(k + (depth - 1) * k * k, 8)))
-        device = self._engine.device
-        root = torch.zeros(1, dtype=torch.long, device=device)
-        pairs = features.expand(2, -1)
-        drafter.rewind(len(self._prompt) - 2)
+    @torch.no_grad()
+    def draft(self, shape: AnyShape, eager: bool = True) -> float:
+        """Milliseconds of drafting a tree."""
+        engine, drafter = self._engine, self._drafter
+        spec = engine.spec(shape, self._kind)
+        pieces = EAGER if eager else engine.runner.compiled[drafter, spec]
+        if engine.on_cpu:
+            # As in a real cycle: the target's weights have pushed the head's out of the caches.
+            self.verify(1)
+        return self._timed(lambda: pieces.draft(engine.state, drafter, spec), shape)
 
-        def work() -> None:
-            drafter.extend(root.expand(2), pairs, 2)
-            drafter.propose(root, [])
+    def cycles(self, shapes: list[TreeShape]) -> dict[TreeShape, float]:
+        """Median milliseconds of whole cycles, shapes in turn."""
+        times: dict[TreeShape, list[float]] = {shape: [] for shape in shapes}
+        for _ in range(CYCLES + 1):
+            for shape, found in times.items():
+                found.append(self._cycle(shape)[0])
+        return {shape: round(statistics.median(found[1:]), 4) for shape, found in times.items()}
 
-        # As in a real cycle: the target's weights have pushed the head's out of the caches.
-        self._pass(1)
-        return self._timed(work)
+    def _rest(self, shape: AnyShape | None) -> float:
+        """Milliseconds of a cycle that are neither drafting nor the pass."""
+        return statistics.median(self._cycle(shape)[1] for _ in range(CYCLES))
 
-    def _rest(self, drafter: EagleDrafter | None) -> float:
-        """Milliseconds of a whole cycle that are neither drafting nor the pass."""
-        engine = self._engine
-        engine.use(drafter)
-        if drafter is not None:
-            drafter.shape = TreeShape(2, 3, 5)
-        found = []
-        cycles = engine.generate(self._prompt, SamplingParams(), CYCLES)
-        before = 0.0
-        for i, _ in enumerate(cycles):
-            stats = engine.stats
-            rest = stats.decode_seconds - stats.draft_seconds - stats.verify_seconds
-            if i:
-                found.append(1e3 * (rest - before))
-            before = rest
-            self._gate()
-        return statistics.median(found) if found else 0.0
+    @torch.no_grad()
+    def _cycle(self, shape: AnyShape | None) -> tuple[float, float]:
+        """Milliseconds of one cycle, and of its rest."""
+        engine, drafter = self._engine, self._drafter
+        spec = engine.spec(shape, self._kind)
+        if engine.on_cpu:
+            with self._gate():
+                self._begin(shape)
+                begin = time.perf_counter()
+                engine.runner.launch(spec, drafter)
+                done = engine.runner.read()
+                total = 1e3 * (time.perf_counter() - begin)
+            parts = 1e3 * ((done.draft_seconds or 0.0) + (done.verify_seconds or 0.0))
+            return total, total - parts
+        total = self._timed(lambda: decode_cycle(engine.state, engine.model, drafter, spec), shape)
+        parts = self.verify(spec.rows) + (0.0 if shape is None else self.draft(shape))
+        return total, max(0.0, total - parts)
+
+    def _timed(self, work: Callable[[], object], shape: AnyShape | None) -> float:
+        with self._gate():
+            self._begin(shape)
+            return self._engine.runner.timed(work, lambda: self._begin(shape))
+
+    def _begin(self, shape: AnyShape | None) -> None:
+        """Stand behind the committed tokens, two pairs pending, the text a repetition."""
+        engine, state = self._engine, self._engine.state
+        if len(engine.cached) + 1 + max(self._rows) > engine.max_seq_len:
+            engine.restart()
+        seq_len = max(len(engine.cached) + 1, self._context)
+        depth, topk = (1, 1) if shape is None else (shape.depth, shape.topk or 8)
+        engine.reserve(seq_len, max(self._rows), 2 + depth * topk)
+        state.seq_len.fill_(seq_len)
+        state.count.fill_(min(2, 1 + (0 if shape is None else shape.depth)))
+        state.root.zero_()
+        state.tokens.zero_()
+        state.text[max(0, seq_len - 32) : seq_len + 1] = 0
+        state.knobs.temperature.fill_(1.0)
 
 
-def _medians(times: dict[int, list[float]]) -> dict[int, float]:
+def _small_tree(depth: int, k: int) -> TreeShape:
+    return TreeShape(depth, k, max(depth, min(k + (depth - 1) * k * k, 8)))
+
+
+def _medians(times: dict[int, list[float]], scale: float = 1.0) -> dict[int, float]:
     """Of each list; the first round also warms up and is left out."""
-    return {key: round(statistics.median(found[1:] or found), 4) for key, found in times.items()}
+    return {
+        key: round(scale * statistics.median(found[1:] or found), 4) for key, found in times.items()
+    }

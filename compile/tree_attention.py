@@ -1,11 +1,9 @@
-"""Attention of a draft tree's rows over the KV cache, the op over its kernels and its slow twin.
+"""Attention of a draft tree's rows over the KV cache: the op over its kernels, and its slow twin.
 
-At verify, tree row j lies in cache slot `seq_len + j`. It sees the committed prefix, whose slots
-are positions, its ancestors and itself. The issue asked for one ancestor bitmask per row. What a
-row gets instead is its path, the tree rows of its ancestors by depth: position `seq_len + d` lies
-in slot `seq_len + paths[j, d]`. A bitmask names the same keys, but in slot order, which differs
-from tree to tree, and so would the order of the sums over them. Along its path a row meets its keys
-in logical order, in the blocks that plain decoding uses, and has the same bits as there.
+The kernels take a `TreeView` with its path table where the reference takes a mask. A bitmask of
+ancestors names the same keys, but in slot order, which differs from tree to tree, and so would the
+order of the sums over them. Along its path a row meets its keys in logical order, in the blocks
+that plain decoding uses, and has the same bits as there.
 
 Shapes: T tree rows, P depths of the path table, G KV heads, group query heads of each, E head dim,
 S cache slots.
@@ -14,56 +12,15 @@ S cache slots.
 from __future__ import annotations
 
 import importlib.util
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fasteagle import model
 from fasteagle.config import ModelConfig
+from fasteagle.tree import TreeView
 
 MAX_HEAD_DIM = 256  # of the kernels
-
-
-class TreeView(NamedTuple):
-    """What the rows of a tree see; stands where `model.attend` takes a mask.
-
-    Row j sees the keys at positions `0 .. seq_len + depths[j]`, with a sliding window of w only the
-    last w of them. Plain decoding is the tree of one row: paths [[0]], depths [0].
-    """
-
-    seq_len: Tensor  # 0-d, integer, on the device: a replayed CUDA graph sees the text grow
-    paths: (
-        Tensor  # [T, P] int32: row of j's ancestor at depth d, its own at its own; see tree_paths
-    )
-    depths: Tensor  # [T] integer, the root's is 0; all below P
-    window: int | None = None
-
-    def mask(self, n_slots: int) -> Tensor:
-        """The same as a mask [T, n_slots]: row j sees slot s."""
-        depth = torch.arange(self.paths.shape[1], device=self.paths.device)
-        last = (self.seq_len + self.depths).unsqueeze(1)
-        key = torch.arange(n_slots, device=self.paths.device)
-        first = key.new_zeros(()) if self.window is None else last - self.window + 1
-        committed = (key < self.seq_len) & (key >= first)
-        position = self.seq_len + depth
-        seen = (position <= last) & (position >= first)
-        slots = torch.where(seen, self.seq_len + self.paths, n_slots)
-        mask = torch.nn.functional.pad(committed.expand(last.shape[0], -1), (0, 1))
-        return mask.scatter(1, slots.long(), True)[:, :n_slots]
-
-
-def tree_paths(tree_mask: Tensor, depths: Tensor, depth: int) -> Tensor:
-    """Path table [T, depth + 1] int32 of `tree.ancestor_mask`'s tree_mask [T, T] and depths [T].
-
-    `depth` is the depth of the deepest row, a number that the host knows: the drafter's, not this
-    tree's. Entries behind a row's own are 0. No host sync.
-    """
-    rows = torch.arange(len(depths), device=depths.device, dtype=torch.int32)
-    # Row j's ancestor i belongs in column depths[i]; what is no ancestor, in one cut off again.
-    column = torch.where(tree_mask & (depths <= depth), depths, depth + 1)
-    table = rows.new_zeros(len(depths), depth + 2)
-    return table.scatter(1, column.long(), rows.expand_as(tree_mask))[:, :-1].contiguous()
 
 
 def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Tensor | TreeView) -> Tensor:
@@ -90,7 +47,7 @@ def use_tree_attention(target: model.Transformer) -> None:
     """Make the target's blocks take a `TreeView` where they took a mask, besides masks."""
     for block in target.blocks:
         block.attention.attend = attend
-    target.takes_tree_view = True
+    target.visible_keys = lambda view, n_slots: view
 
 
 def reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, view: TreeView) -> Tensor:

@@ -1,13 +1,22 @@
-"""The one exception that user input may raise. The command line prints it as one line, exit 2."""
+"""What a person is told: the one exception that user input may raise, and notes on the way.
+
+The command line prints the exception as one line and exits with 2.
+"""
 
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable
 
 
 class FasteagleError(Exception):
     """A mistake the user can mend: the message names the value, the limit and the fix."""
+
+
+def note(text: str) -> None:
+    """A line for the person, apart from the answer."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def shortened(problems: list[str], limit: int = 6) -> str:

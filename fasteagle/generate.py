@@ -1,33 +1,31 @@
-"""Prompt in, tokens out: prefill, then one target pass per cycle, as a generator.
+"""Prompt in, tokens out: prefill, then one decode cycle after the other, as a generator.
 
-Reads in the order it runs: prefill -> verify -> accept -> commit. Knows token ids only; text,
-stop strings and chat turns live in `stream` and `chat`.
+The cycle itself is in `cycle`; here is what surrounds it: the prompt's check, prefill, the loop,
+the ends of an answer, its statistics. Knows token ids only; text, stop strings and chat turns live
+in `cli.stream` and `cli.session`.
 
 Shapes: T rows, V vocabulary, S cache slots.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from fasteagle.drafters import Drafter, HeadDrafter
+from fasteagle.drafting.base import Drafter
 from fasteagle.errors import FasteagleError
-from fasteagle.model import KVCache, Output, Transformer, causal_mask
-from fasteagle.multi_round import multi_round
+from fasteagle.model import KEY_BLOCK, KVCache, Transformer, causal_mask
 from fasteagle.options import SamplingParams
-from fasteagle.sampling import BAD_ROW, draw, process_logits
+from fasteagle.runner import Done, Runner
+from fasteagle.sampling import BAD_ROW, DrawKind, draw
+from fasteagle.shapes import AnyShape
+from fasteagle.state import MAX_DEPTH, PENDING, Committed, CycleSpec, DecodeState
 from fasteagle.stats import Stats
-from fasteagle.tree import ancestor_mask
-from fasteagle.verify import PAD, accept, seen_rows
-
-if TYPE_CHECKING:
-    from fasteagle.compile.cycles import StaticCycles
+from fasteagle.verify import PAD
 
 PREFILL_CHUNK = 256
 FEW_PAIRS = 8  # a follow-up question may compute so many rows twice
@@ -39,8 +37,8 @@ class Engine:
 
     `cached` are the tokens whose keys and values lie in slots `0 .. len(cached) - 1`; anything
     behind is never read. Without a drafter, `plain_rows` is how many rows a pass computes: 2 where
-    the kernels are faster at two rows than at one (see `choose_plain_rows`); the second row is
-    thrown away.
+    the kernels are faster at two rows than at one; the second row is thrown away. `runner` runs the
+    cycles: as they are, compiled, or as CUDA graphs.
     """
 
     def __init__(
@@ -52,21 +50,34 @@ class Engine:
     ) -> None:
         self.model = model
         self.max_seq_len = max_seq_len
-        self.plain_rows = plain_rows
-        self.drafter = drafter
         self.device = model.norm.weight.device
         self.dtype = model.norm.weight.dtype
         self.on_cpu = self.device.type == "cpu"
         n_slots = 0 if self.on_cpu else max_seq_len + MAX_TREE_ROWS
         self.cache = KVCache(model.config, max(n_slots, 1), self.dtype, self.device)
+        self.state = DecodeState(model, self.cache, max_seq_len)
+        self.runner = Runner(model, self.state)
+        self.plain_rows = plain_rows
         self.cached: list[int] = []
+        self.shown = 0  # committed positions that the drafter has seen
         self.stats = Stats()
-        self.captured: StaticCycles | None = None  # replays whole cycles, where a device can
+        self.drafter: Drafter | None = None
+        self.use(drafter)
+
+    @property
+    def plain_rows(self) -> int:
+        """Rows of a pass without a tree."""
+        return self.runner.plain_rows
+
+    @plain_rows.setter
+    def plain_rows(self, rows: int) -> None:
+        self.runner.plain_rows = rows
 
     def use(self, drafter: Drafter | None) -> None:
         """Draft with `drafter` from the next answer on, or not at all."""
-        if drafter is not None:
-            drafter.rewind(0)  # whatever it has seen may have been another conversation
+        if drafter is not None and max(s.depth for s in drafter.shapes()) > MAX_DEPTH:
+            raise FasteagleError(f"tree-depth is out of range: use at most {MAX_DEPTH}")
+        self.shown = 0  # whatever it has seen may have been another conversation
         self.drafter = drafter
 
     @torch.no_grad()
@@ -85,19 +96,13 @@ class Engine:
         start = time.perf_counter()
         self._check_prompt(prompt)
         self.stats = stats = Stats(prompt_tokens=len(prompt))
-        seen = self._seen(prompt, params)
-        features, stats.cached_tokens = self.prefill(prompt)
-        positions = torch.tensor([len(prompt)], device=self.device)
-        root = draw(self.model.lm_head(features), positions, params, seen)
-        new = self.read(root.tolist())
-        pairs = (root, features)  # committed since the drafter last saw any
+        kind = DrawKind.of(params, self.model.config.vocab_size)
+        self._prepare(kind, params)
+        feature, stats.cached_tokens = self.prefill(prompt)
+        new = self._first_token(prompt, feature, kind, params)
         first = time.perf_counter()
         stats.ttft = first - start
-        captured = self.captured
-        if captured is not None and captured.takes(params, seen):
-            cycles = captured.cycles(new[-1], pairs, params)
-        else:
-            cycles = self.cycles(new[-1], pairs, params, seen)
+        cycles = self._cycles(new[-1], kind)
         while True:
             kept = self._until_end(new, max_new_tokens, eos_ids)
             stats.new_tokens += len(kept)
@@ -112,146 +117,148 @@ class Engine:
             new = next(cycles)
             stats.passes += 1
 
-    def cycles(
-        self,
-        root_id: int,
-        pairs: tuple[Tensor, Tensor],
-        params: SamplingParams,
-        seen: Tensor | None,
-    ) -> Generator[list[int]]:
-        """New tokens, cycle by cycle, without end; `cached` holds all but the last of them."""
-        new = [root_id]
+    def _first_token(
+        self, prompt: Sequence[int], feature: Tensor, kind: DrawKind, params: SamplingParams
+    ) -> list[int]:
+        """Draw the token after the prompt, and bring the state of the cycles behind it."""
+        state = self.state
+        state.knobs.load(params)
+        seen = None
+        if kind.penalty:
+            seen = state.seen.fill_(False)
+            seen[0, torch.tensor(prompt, device=self.device)] = True
+        position = torch.tensor([len(prompt)], device=self.device)
+        root = draw(self.model.lm_head(feature), position, kind, state.knobs, seen)
+        new = self._checked(root.tolist())
+        state.load([*self.cached, *new], feature, params)
+        return new
+
+    def _cycles(self, root: int, kind: DrawKind) -> Generator[list[int]]:
+        """New tokens, cycle by cycle, without end; `cached` holds all but the last of them.
+
+        Where the runner works ahead, the next cycle is launched before the last one is read: what
+        it finds is dropped if the answer ends there.
+        """
+        launched: deque[CycleSpec] = deque()
         try:
             while True:
-                new, pairs = self._cycle(new[-1], pairs, params, seen)
+                while len(launched) <= self.runner.ahead:
+                    spec = self._next_spec(kind, launched)
+                    if spec is None:
+                        break
+                    self.runner.launch(spec, self.drafter)
+                    launched.append(spec)
+                spec = launched.popleft()
+                new = self._record(root, spec, self.runner.read())
+                root = new[-1]
                 yield new
         finally:
-            if self.stats.finish:
-                self._catch_up(pairs)
+            self.runner.drop()
+            if self.stats.finish and all(spec.shape is None for spec in launched):
+                self._show_pending(keep_last=False)
 
-    def _cycle(
-        self,
-        root_id: int,
-        pairs: tuple[Tensor, Tensor],
-        params: SamplingParams,
-        seen: Tensor | None,
-    ) -> tuple[list[int], tuple[Tensor, Tensor]]:
-        """Whichever cycle is due; `pairs` are what the drafter has not seen yet."""
+    def _next_spec(self, kind: DrawKind, launched: deque[CycleSpec]) -> CycleSpec | None:
+        """The variant of the next cycle; None: those in flight must be read first."""
         drafter = self.drafter
-        if drafter is None:
-            return self._plain_cycle(root_id, params, seen)
-        if not drafter.rests():
-            return self._draft_cycle(root_id, pairs, params, seen)
-        count = len(self.cached) - drafter.length
-        new, more = self._plain_cycle(root_id, params, seen)
-        drafter.learn(None)
-        tokens, features = (torch.cat((old[:count], a)) for old, a in zip(pairs, more, strict=True))
-        return new, (tokens, features)
+        shape = None if drafter is None else drafter.next_shape()
+        reach = len(self.cached) + sum(spec.depth + 1 for spec in launched)
+        spec = self.spec(shape, kind)
+        if launched and not self._fits(reach, spec):
+            return None
+        if drafter is not None and drafter.reads_features:
+            most = self._most_pending(launched)
+            if most > (PENDING - 1 if shape is None else spec.width):
+                if launched:
+                    return None
+                self._show_pending()
+        self.reserve(reach, spec.rows, spec.width)
+        return spec
 
-    def _draft_cycle(
-        self,
-        root_id: int,
-        pairs: tuple[Tensor, Tensor],
-        params: SamplingParams,
-        seen: Tensor | None,
-    ) -> tuple[list[int], tuple[Tensor, Tensor]]:
-        """One cycle: extend, propose, verify, accept, commit. The new tokens, and their pairs."""
+    def spec(self, shape: AnyShape | None, kind: DrawKind) -> CycleSpec:
+        """The variant of the cycle with a tree of `shape`, None for plain decoding."""
         drafter = self.drafter
-        assert drafter is not None
-        begin = self.now()
-        # The drafter sees the true features of what was committed, then guesses what follows.
-        count = len(self.cached) - drafter.length
-        drafter.extend(*pairs, count)
-        root = torch.tensor([root_id], device=self.device)
-        tree = drafter.propose(root, [*self.cached, root_id], params)
-        drafted = self.now()
-        self.stats.draft_seconds += drafted - begin
-        if tree is None:
-            drafter.learn(None)
-            return self._plain_cycle(root_id, params, seen)
+        width = 0
+        if drafter is not None and drafter.reads_features:
+            # Ahead of the host, the pairs of any tree may be pending.
+            shapes = drafter.shapes() if self.runner.ahead or shape is None else [shape]
+            width = max(s.depth for s in shapes) + 1
+        return CycleSpec(shape, self.plain_rows if shape is None else shape.rows, width, kind)
 
-        tree_mask, depths = ancestor_mask(tree.parents, tree.valid)
-        output = self.verify(tree.tokens, depths, tree_mask)
-        verified = self.now()
+    def _most_pending(self, launched: deque[CycleSpec]) -> int:
+        """Committed positions that the draft head will not have seen, at most."""
+        most = len(self.cached) - self.shown
+        for spec in launched:
+            most = most + 1 if spec.shape is None else spec.depth + 1
+        return most
 
-        # The target draws at every row; the path along its own draws is what it would have said.
-        base = len(self.cached)
-        rows_seen = None if seen is None else seen_rows(seen, tree, tree_mask)
-        proposals = getattr(drafter, "proposals", None)
-        if proposals is None:
-            positions = base + 1 + torch.arange(drafter.depth + 1, device=self.device)
-            drawn = draw(output.logits, positions, params, rows_seen, depths)
-            path = accept(drawn, tree, tree_mask, depths, drafter.depth)
-        else:  # children were sampled: the paper's algorithm instead
-            probs = process_logits(output.logits.float(), params, rows_seen).softmax(-1)
-            path = multi_round(probs, proposals, tree, drafter.depth, params.seed, base)
+    def _fits(self, seq_len: int, spec: CycleSpec) -> bool:
+        """Whether a cycle that begins at `seq_len` stays within the caches and the RoPE tables."""
+        limit = self.max_seq_len + (KEY_BLOCK if self.on_cpu else MAX_TREE_ROWS)
+        return seq_len + spec.rows + spec.width < limit and seq_len <= self.max_seq_len
 
-        new = self.read(path.emitted.tolist())  # the one read of the host in a cycle
-        # Accepted rows that lie where they belong already, as the likeliest ones do, stay there.
-        in_order = torch.arange(len(new), device=self.device)
-        rows = path.rows[: len(new)]
-        if not self.on_cpu or not torch.equal(rows, in_order):
-            self.cache.commit(base + rows, base + in_order)
-        self.cached.extend([root_id, *new[:-1]])
-        if seen is not None:
-            seen[:, torch.tensor([root_id, *new], device=self.device)] = True
+    def _record(self, root: int, spec: CycleSpec, done: Done) -> list[int]:
+        """Enter what a cycle found into the host's books; its new tokens."""
         stats = self.stats
-        stats.verify_seconds += verified - drafted
-        stats.drafted += int(tree.valid.sum()) - 1
-        stats.path_lengths.append(len(new) - 1)
-        drafter.learn(len(new) - 1)
-        return new, (path.emitted.clamp(min=0), output.features[path.rows])
+        new = self._checked(done.tokens)
+        if done.drafted:
+            stats.drafted += done.drafted
+            stats.path_lengths.append(len(new) - 1)
+        stats.add_times(done.draft_seconds, done.verify_seconds)
+        if spec.shape is not None:
+            self.shown = len(self.cached)  # the cycle began with showing it all of them
+        if self.drafter is not None:
+            proposed = spec.shape is not None and done.drafted > 0
+            self.drafter.learn(spec.shape, len(new) - 1 if proposed else None)
+        self.cached.extend([root, *new[:-1]])
+        return new
 
-    def _plain_cycle(
-        self, root_id: int, params: SamplingParams, seen: Tensor | None
-    ) -> tuple[list[int], tuple[Tensor, Tensor]]:
-        """Verify a tree that is only the root, and commit it."""
-        T = self.plain_rows
-        tokens = torch.zeros(T, dtype=torch.long, device=self.device)
-        tokens[0] = root_id
-        tree_mask = torch.eye(T, dtype=torch.bool, device=self.device)
-        if seen is not None:
-            seen[:, root_id] = True
-        begin = self.now()
-        output = self.verify(tokens, torch.zeros_like(tokens), tree_mask)
-        self.stats.verify_seconds += self.now() - begin
-        positions = torch.tensor([len(self.cached) + 1], device=self.device)
-        root = draw(output.logits[:1], positions, params, seen)
-        new = self.read(root.tolist())
-        self.cached.append(root_id)
-        return new, (root, output.features[:1])
+    def _show_pending(self, keep_last: bool = True) -> None:
+        """Show the draft head the pairs that it has not seen, all or all but the last.
 
-    def _catch_up(self, pairs: tuple[Tensor, Tensor]) -> None:
-        """Show the drafter what it slept through, lest the next prompt pays for it."""
-        drafter = self.drafter
-        count = 0 if drafter is None else len(self.cached) - drafter.length
-        if drafter is not None and count > FEW_PAIRS:
-            drafter.extend(*pairs, count)
+        After plain passes these may be many, and the next prompt would have to compute them again.
+        """
+        drafter, state = self.drafter, self.state
+        n = len(self.cached) - self.shown
+        if drafter is None or not drafter.reads_features:
+            self.shown = len(self.cached)
+        elif keep_last or n > FEW_PAIRS:
+            self.reserve(len(self.cached))
+            count = torch.tensor([n], device=self.device)
+            seq_len = torch.tensor(len(self.cached), device=self.device)
+            drafter.extend(Committed(state.tokens[:n], state.features[:n], count), seq_len)
+            self.shown = len(self.cached)
+            if keep_last:
+                state.keep_last_pair(n)
+                self.shown -= 1
 
     @torch.no_grad()
     def prefill(self, prompt: Sequence[int]) -> tuple[Tensor, int]:
         """Bring the cache to hold exactly `prompt`, and the drafter all of it but the last pair.
 
-        Returns the features [1, D] of the last token, and how many tokens were there already.
+        Returns the feature [1, D] of the last token, and how many tokens were there already.
         """
+        drafter = self.drafter
+        reads = drafter is not None and drafter.reads_features
         same = common_prefix(self.cached, prompt)
         kept = min(same, len(prompt) - 1)  # the last row is always computed: it yields the logits
-        if self.drafter is not None:
+        if reads:
             # The drafter's pairs are a feature and the token after it. The last token that is the
             # same may have another one after it now, and only a pass brings its feature back.
-            kept = max(0, min(kept if same == len(prompt) else same - 1, self.drafter.length))
-            self.drafter.rewind(kept)
+            kept = max(0, min(kept if same == len(prompt) else same - 1, self.shown))
+        self.shown = kept
         del self.cached[kept:]
         self.reserve(len(prompt))
         for begin in range(kept, len(prompt), PREFILL_CHUNK):
             chunk = prompt[begin : begin + PREFILL_CHUNK]
             features = self._run(chunk, begin)
             self.cached.extend(chunk)
-            if self.drafter is not None:
-                after = prompt[begin + 1 : begin + len(chunk) + 1]
-                if after:
-                    tokens = torch.tensor(after, device=self.device)
-                    self.drafter.extend(tokens, features[: len(after)], len(after))
+            after = prompt[begin + 1 : begin + len(chunk) + 1]
+            if drafter is not None and reads and after:
+                tokens = torch.tensor(after, device=self.device)
+                count = torch.tensor([len(after)], device=self.device)
+                self.shown = begin + len(after)
+                new = Committed(tokens, features[: len(after)], count)
+                drafter.extend(new, torch.tensor(self.shown, device=self.device))
         return features[-1:], kept
 
     def _run(self, ids: Sequence[int], begin: int) -> Tensor:
@@ -266,54 +273,47 @@ class Engine:
     def features(self, ids: Sequence[int]) -> Tensor:
         """Features [len(ids), D] of every token of a text, for training; forgets the cache."""
         self.cached.clear()
+        self.shown = 0
         self.reserve(len(ids))
         starts = range(0, len(ids), PREFILL_CHUNK)
         return torch.cat([self._run(ids[at : at + PREFILL_CHUNK], at) for at in starts])
 
-    def verify(self, tokens: Tensor, depths: Tensor, tree_mask: Tensor) -> Output:
-        """One target pass over T uncommitted rows behind the committed prefix.
+    def restart(self) -> None:
+        """Forget the conversation."""
+        self.cached.clear()
+        self.shown = 0
 
-        `depths` [T] count from the root (0); `tree_mask` [T, T] (bool): row j sees row i.
+    def reserve(self, n_tokens: int, rows: int = 0, width: int = 0) -> None:
+        """Make room for text, rows of a pass behind it, and `width` pairs of the draft head.
+
+        Caches grow with the text, but where the runner needs fixed addresses.
         """
-        seq_len = len(self.cached)
-        self.reserve(seq_len + tokens.shape[0])
-        return self.verify_at(seq_len, tokens, depths, tree_mask)
+        grows = self.on_cpu and not self.runner.fixed_addresses
+        full = self.max_seq_len + MAX_TREE_ROWS
+        self.cache.resize(n_tokens + rows if grows else full)
+        if self.drafter is not None:
+            self.drafter.reserve(n_tokens + width if grows else full)
 
-    def verify_at(
-        self, seq_len: int | Tensor, tokens: Tensor, depths: Tensor, tree_mask: Tensor
-    ) -> Output:
-        """`verify` behind `seq_len` committed tokens, a number of the host's or 0-d on the device.
+    @torch.no_grad()
+    def prepare(self, params: SamplingParams) -> None:
+        """Let the runner prepare every cycle that answers drawn like this may need."""
+        self._prepare(DrawKind.of(params, self.model.config.vocab_size), params)
 
-        Reads nothing back, so that it can be captured.
-        """
-        T = tokens.shape[0]
-        positions = seq_len + depths
-        slots = seq_len + torch.arange(T, device=self.device)
-        window = self.model.config.sliding_window
-        if self.model.takes_tree_view:
-            from fasteagle.compile.tree_attention import TreeView, tree_paths
-
-            length = torch.as_tensor(seq_len, device=self.device)
-            view = TreeView(length, tree_paths(tree_mask, depths, T - 1), depths, window)
-            return self.model(tokens, positions, slots, view, self.cache)
-        # Rows of one depth see the same committed keys: those of a causal row at their position.
-        keys = torch.arange(self.cache.n_slots, device=self.device)
-        mask = (keys < seq_len).expand(T, -1)
-        if window is not None:
-            mask = mask & (keys > (positions - window).unsqueeze(1))
-        mask = mask.index_copy(1, slots, tree_mask)
-        return self.model(tokens, positions, slots, mask, self.cache)
-
-    def now(self) -> float:
-        """Seconds on a clock, once the device has done what was asked of it."""
-        if not self.on_cpu:
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
-    def reserve(self, n_slots: int) -> None:
-        """Make room in a cache that grows with the text; on CUDA it has its full size."""
-        if self.on_cpu:
-            self.cache.resize(n_slots)
+    def _prepare(self, kind: DrawKind, params: SamplingParams) -> None:
+        drafter = self.drafter
+        shapes = [] if drafter is None else drafter.shapes()
+        specs = [self.spec(shape, kind) for shape in (None, *shapes)]
+        if not self.runner.needs(specs, drafter):
+            return
+        self.reserve(len(self.cached) + 1, max(spec.rows for spec in specs), MAX_DEPTH)
+        # Preparing runs cycles: behind the text, where rows are free.
+        free = min(len(self.cached) + 1, self.max_seq_len - 1)
+        del self.cached[free:]
+        self.shown = min(self.shown, free)
+        self.state.seq_len.fill_(free)
+        self.state.count.fill_(1)
+        self.state.knobs.load(params)
+        self.runner.prepare(specs, drafter)
 
     def _check_prompt(self, prompt: Sequence[int]) -> None:
         if not prompt:
@@ -329,16 +329,7 @@ class Engine:
             bad = low if low < 0 else high
             raise FasteagleError(f"token id {bad} is outside the vocabulary of {vocab_size:,}")
 
-    def _seen(self, prompt: Sequence[int], params: SamplingParams) -> Tensor | None:
-        """Tokens under the repetition penalty so far, [1, V], or None where it is off."""
-        if params.repetition_penalty == 1:
-            return None
-        vocab_size = self.model.config.vocab_size
-        seen = torch.zeros(1, vocab_size, dtype=torch.bool, device=self.device)
-        seen[0, torch.tensor(prompt, device=self.device)] = True
-        return seen
-
-    def read(self, drawn: list[int]) -> list[int]:
+    def _checked(self, drawn: list[int]) -> list[int]:
         """`drawn` without its padding. Raises `FasteagleError` where logits were not finite."""
         tokens = [token for token in drawn if token != PAD]
         position = len(self.cached)
@@ -357,13 +348,9 @@ class Engine:
 
         Attention multiplies the rows it does not look at by zero, and zero times NaN is NaN.
         """
-        self.cached.clear()
-        caches = [self.cache]
-        if self.drafter is not None:
-            self.drafter.rewind(0)
-        if isinstance(self.drafter, HeadDrafter):
-            caches.append(self.drafter.state.cache)
-        for cache in caches:
+        self.restart()
+        own = [] if self.drafter is None else self.drafter.caches
+        for cache in (self.cache, *own):
             cache.clear()
 
     def _until_end(self, new: list[int], max_new_tokens: int, eos_ids: frozenset[int]) -> list[int]:
@@ -383,7 +370,7 @@ class Engine:
             else:
                 continue
             del self.cached[before + i :]
-            if self.stats.path_lengths:  # guesses behind the end were right, but for nothing
+            if self.stats.path_lengths:  # what lay behind the end was right, but for nothing
                 self.stats.path_lengths[-1] = min(self.stats.path_lengths[-1], i + 1)
             return new[: i + 1]
         return new
@@ -395,25 +382,3 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
         if x != y:
             return i
     return min(len(a), len(b))
-
-
-@torch.no_grad()
-def choose_plain_rows(
-    engine: Engine, budget: float = 0.5, clock: Callable[[], float] = time.perf_counter
-) -> int:
-    """1 or 2, whichever makes a target pass faster here (some bf16 CPU kernels prefer two rows).
-
-    Times both in turn for about `budget` seconds on rows behind the committed ones, which are
-    never read: the conversation is untouched.
-    """
-    if not engine.on_cpu or len(engine.cached) + 2 > engine.max_seq_len:
-        return 1
-    times: dict[int, list[float]] = {1: [], 2: []}
-    begin = clock()
-    while len(times[2]) < 4 or clock() - begin < budget:
-        for T in (1, 2):
-            tokens = torch.zeros(T, dtype=torch.long)
-            start = clock()
-            engine.verify(tokens, tokens, torch.eye(T, dtype=torch.bool))
-            times[T].append(clock() - start)
-    return min(times, key=lambda T: statistics.median(times[T][1:]))  # the first one warms up

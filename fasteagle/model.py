@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fasteagle.config import HeadConfig, ModelConfig
+from fasteagle.tree import TreeView
 
 KEY_BLOCK = 256  # attention reads a prefix of the cache rounded up to this many keys
 
@@ -31,51 +32,49 @@ class Output(NamedTuple):
 
 
 class KVCache:
-    """Keys and values of every block, `[L][2][G, S, E]`, each a tensor of its own.
+    """Keys and values of every block in one tensor `rows` [2 L, G, S, E], even rows the keys.
 
-    Separate tensors, because views of one mutated tensor make AOTAutograd guard their overlap.
-    Attention reads all S slots: where nothing needs fixed addresses (CPU), S follows the text in
-    steps of `KEY_BLOCK` by `resize`, since oneDNN copies any batch that is not contiguous.
+    `layers` are its planes as (keys, values) [G, S, E] of each block. Attention reads all S slots:
+    where nothing needs fixed addresses (CPU), S follows the text in steps of `KEY_BLOCK` by
+    `resize`, since oneDNN copies any batch that is not contiguous.
     """
 
     def __init__(
         self, config: ModelConfig, n_slots: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        self.n_slots = round_up(n_slots, KEY_BLOCK)
-        shape = (config.n_kv_head, self.n_slots, config.head_dim)
-        self.layers = [
-            (
-                torch.zeros(shape, dtype=dtype, device=device),
-                torch.zeros(shape, dtype=dtype, device=device),
-            )
-            for _ in range(config.n_layer)
-        ]
+        n_slots = round_up(n_slots, KEY_BLOCK)
+        shape = (2 * config.n_layer, config.n_kv_head, n_slots, config.head_dim)
+        self._use(torch.zeros(shape, dtype=dtype, device=device))
+
+    def _use(self, rows: Tensor) -> None:
+        # Through DLPack each plane has a storage object of its own over the same memory. Views of
+        # one tensor would make AOTAutograd guard the overlap of all that a compiled pass writes.
+        planes = [torch.from_dlpack(plane) for plane in rows]
+        self.layers = list(zip(planes[::2], planes[1::2], strict=True))
+        self.rows = rows
+
+    @property
+    def n_slots(self) -> int:
+        return self.rows.shape[2]
 
     def resize(self, n_slots: int) -> None:
         """Make room for `n_slots` rounded up to `KEY_BLOCK`, keeping the rows that fit."""
         n_slots = round_up(n_slots, KEY_BLOCK)
         if n_slots == self.n_slots:
             return
-        self.n_slots = 0  # until all are done: the next call finishes what an interrupt left
-        for index, pair in enumerate(self.layers):
-            kept = min(n_slots, pair[0].shape[1])
-            moved = [t.new_zeros(t.shape[0], n_slots, t.shape[2]) for t in pair]
-            for new, old in zip(moved, pair, strict=True):
-                new[:, :kept] = old[:, :kept]
-            self.layers[index] = (moved[0], moved[1])
-        self.n_slots = n_slots
+        kept = min(n_slots, self.n_slots)
+        n_planes, G, _, E = self.rows.shape
+        rows = self.rows.new_zeros(n_planes, G, n_slots, E)
+        rows[:, :, :kept] = self.rows[:, :, :kept]
+        self._use(rows)
 
     def clear(self) -> None:
         """Zero every row."""
-        for keys, values in self.layers:
-            keys.zero_()
-            values.zero_()
+        self.rows.zero_()
 
     def commit(self, source: Tensor, target: Tensor) -> None:
         """Copy cache rows `source` [n] to `target` [n] in every block (overlap allowed)."""
-        for keys, values in self.layers:
-            keys[:, target] = keys[:, source]
-            values[:, target] = values[:, source]
+        self.rows[:, :, target] = self.rows[:, :, source]
 
 
 class RMSNorm(nn.Module):
@@ -237,8 +236,6 @@ class Transformer(nn.Module):
 
     rope_cos: Tensor
     rope_sin: Tensor
-    # Whether attention takes `compile.TreeView` instead of a mask; see `use_tree_attention` there.
-    takes_tree_view = False
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -247,8 +244,9 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.lm_head = LMHead(config.dim, config.vocab_size, bias=False)
-        # Compiled code may take its place, from outside.
+        # Both may be replaced from outside: by compiled code, by kernels that take the view itself.
         self.run_blocks: Callable[..., Tensor] = run_blocks
+        self.visible_keys: Callable[[TreeView, int], Tensor | TreeView] = TreeView.mask
 
     def init_rope(self, max_seq_len: int, device: torch.device | str) -> None:
         """Tabulate RoPE for positions `0 .. max_seq_len - 1`, in fp32 whatever the weights are."""
@@ -261,15 +259,19 @@ class Transformer(nn.Module):
         tokens: Tensor,
         positions: Tensor,
         slots: Tensor,
-        mask: Tensor,
+        visible: Tensor | TreeView,
         cache: KVCache,
         tap_layers: tuple[int, ...] = (),
     ) -> tuple[Tensor, Tensor | None]:
         """Run the blocks and the final norm: features [T, D] and, if asked, taps [T, R * D].
 
-        `positions` [T] feed RoPE only, `slots` [T] say which cache rows are written, `mask` [T, S]
-        (bool) says which cache rows each row sees, its own included. `tap_layers` ascend.
+        `positions` [T] feed RoPE only, `slots` [T] say which cache rows are written, `visible` says
+        which ones each row sees, its own included: a mask [T, S] (bool) or the view of a tree.
+        `tap_layers` ascend.
         """
+        mask = visible
+        if isinstance(visible, TreeView):
+            mask = self.visible_keys(visible, cache.n_slots)
         cos, sin = self.rope_cos[positions].unsqueeze(1), self.rope_sin[positions].unsqueeze(1)
         x = self.embedding(tokens).float()
         taps: list[Tensor] = []
@@ -295,12 +297,12 @@ class Transformer(nn.Module):
         tokens: Tensor,
         positions: Tensor,
         slots: Tensor,
-        mask: Tensor,
+        visible: Tensor | TreeView,
         cache: KVCache,
         tap_layers: tuple[int, ...] = (),
     ) -> Output:
         """`encode`, then the LM head on every row."""
-        features, taps = self.encode(tokens, positions, slots, mask, cache, tap_layers)
+        features, taps = self.encode(tokens, positions, slots, visible, cache, tap_layers)
         return Output(self.lm_head(features), features, taps)
 
 

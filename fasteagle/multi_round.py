@@ -29,7 +29,7 @@ def multi_round(
     to the next. When none is left, the token comes from what remains of p.
     """
     generator = torch.Generator().manual_seed((seed ^ ACCEPT_STREAM ^ (position << 20)) % 2**63)
-    tokens, parents, valid = (t.tolist() for t in tree)
+    tokens, parents, valid = (t.tolist() for t in tree[:3])
     rows, emitted = [0], []
     while True:
         row = rows[-1]

@@ -1,14 +1,41 @@
-"""Options of the commands: frozen dataclasses that check themselves and need no torch."""
+"""Options of the commands: frozen dataclasses that check themselves and need no torch.
+
+The command line is generated from them (`cli.options`): `option` gives a field its help text, and
+its flag and its default there where those are not the field's own.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import random
+from typing import Any, ClassVar
 
 from fasteagle.errors import FasteagleError
+from fasteagle.shapes import TreeShape
 
+DEFAULT_MODEL = "smollm2-135m"
 DTYPES = ("bf16", "fp16", "fp32")
+
+
+UNSAID = object()
+
+
+def option(
+    default: Any = dataclasses.MISSING,
+    text: str | None = None,
+    *,
+    flag: str | None = None,
+    unset: Any = UNSAID,
+    kind: str | tuple[str, ...] | None = None,
+) -> Any:
+    """A field that is an option of the command line.
+
+    `text` is its help. `unset` is the default there where it is not the field's; `kind` is "file",
+    "folder", "existing folder", "comma list" or the words to choose from.
+    """
+    metadata = {"text": text, "flag": flag, "unset": unset, "kind": kind}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def _require(ok: bool, message: str) -> None:
@@ -20,12 +47,12 @@ def _require(ok: bool, message: str) -> None:
 class SamplingParams:
     """How the next token is drawn from the target's logits; T = 0 is greedy."""
 
-    temperature: float = 0.0
-    top_k: int = 0  # 0: off
+    temperature: float = option(0.0, "0 is greedy.")
+    top_k: int = option(0, "0 is off.")
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    seed: int = 0
+    seed: int = option(0, "Same seed, same text.  [default: drawn and printed]", unset=None)
 
     def __post_init__(self) -> None:
         t = self.temperature
@@ -52,7 +79,7 @@ class AnswerOptions:
     """When an answer ends."""
 
     max_new_tokens: int = 512
-    stop: tuple[str, ...] = ()
+    stop: tuple[str, ...] = option((), "End the answer before this text (repeatable).")
 
     def __post_init__(self) -> None:
         n = self.max_new_tokens
@@ -67,15 +94,22 @@ LM_HEAD_BITS = {"int8": 8, "int4": 4, "keep": 16}
 class RuntimeOptions:
     """Where and how the target runs."""
 
-    device: str = "auto"
-    dtype: str = "auto"
-    max_seq_len: int | None = None  # None: the model's own limit, at most DEFAULT_MAX_SEQ_LEN
-    threads: int | None = None
-    quant: str | None = None  # "int4", "int8" or the name of a scheme; None: as the checkpoint is
-    lm_head: str = "int8"  # of a quantized model; "int4" or "keep" for 16 bits
-    backend: str = "fasteagle"  # whose kernels and formats: ours, or "torchao"
+    DEFAULT_MAX_SEQ_LEN: ClassVar[int] = 4096
 
-    DEFAULT_MAX_SEQ_LEN = 4096
+    device: str = option("auto", "auto, cpu or cuda[:N].")
+    dtype: str = option("auto", f"auto, {', '.join(DTYPES)}.")
+    max_seq_len: int | None = option(
+        None,
+        "Context in tokens; fixes the KV cache.  [default: the model's, "
+        f"at most {DEFAULT_MAX_SEQ_LEN}]",
+    )
+    threads: int | None = option(None, "CPU threads.  [default: all cores]")
+    # "int4", "int8" or the name of a scheme; None: as the checkpoint is
+    quant: str | None = option(None, "A scheme by name: int4-g64, int4-g128-hqq, int4-g32-gptq ...")
+    lm_head: str = option("int8", "Of a quantized model: int8, int4 or keep.")  # keep: 16 bits
+    backend: str = option(
+        "fasteagle", "fasteagle, or torchao's own formats and kernels.", flag="--quant-backend"
+    )
 
     def __post_init__(self) -> None:
         _require(
@@ -121,9 +155,9 @@ class RuntimeOptions:
         return self.max_seq_len
 
 
-# Depth, width, nodes, from sweeps: BENCHMARKS.md, 2026-11-21.
-DEFAULT_TREE = (3, 3, 8)
-QUANTIZED_TREE = (2, 3, 3)
+# From sweeps: BENCHMARKS.md, 2026-11-21.
+DEFAULT_TREE = TreeShape()
+QUANTIZED_TREE = TreeShape(depth=2, topk=3, nodes=3)
 
 DRAFTERS = ("auto", "eagle", "eagle-static", "eagle-chain", "ngram", "none")
 
@@ -132,16 +166,32 @@ DRAFTERS = ("auto", "eagle", "eagle-static", "eagle-chain", "ngram", "none")
 class DraftOptions:
     """How to guess ahead. `drafter` auto: an EAGLE tree where a head is found, else n-grams."""
 
-    drafter: str = "auto"
-    head: str | None = None  # folder or Hugging Face id; None: look in the usual places
+    drafter: str = option("auto", f"{', '.join(DRAFTERS)}.")
+    head: str | None = option(
+        None, "Draft head: folder or Hugging Face id.  [default: found by itself]"
+    )
+    tree_file: str | None = option(
+        None,
+        "auto: what pays here, chosen from measured costs and what was accepted lately; until it "
+        f"was measured {DEFAULT_TREE}, or {QUANTIZED_TREE} for a quantized model on the CPU; or a "
+        "JSON file of child-rank paths. Any of the three sizes below fixes the tree.",
+        flag="--tree",
+        unset="auto",
+    )
     # None: those of DEFAULT_TREE, or of QUANTIZED_TREE where a row of the target costs more.
-    tree_depth: int | None = None
-    tree_topk: int | None = None
-    tree_nodes: int | None = None
-    tree_file: str | None = None  # JSON list of child-rank paths, for the static tree
-    noise: str = "shared"  # at T > 0, rank children with the target's own noise, or "none"
-
-    verify: str = "match"  # or "multi-round": the paper's algorithm, for static trees and chains
+    tree_depth: int | None = option(None, "Levels (SGLang: num-steps).")
+    tree_topk: int | None = option(None, "Nodes expanded a level (SGLang: eagle-topk).")
+    tree_nodes: int | None = option(
+        None, "Nodes verified a pass (SGLang: num-draft-tokens less the root)."
+    )
+    noise: str = option(
+        "shared",
+        "shared or none: at temperature > 0, rank guesses with the target's own noise.",
+        flag="--draft-noise",
+    )
+    verify: str = option(
+        "match", "match, or multi-round: the paper's sampling, for eagle-static and eagle-chain."
+    )
 
     @property
     def auto_tree(self) -> bool:
@@ -149,14 +199,17 @@ class DraftOptions:
         asked = (self.tree_depth, self.tree_topk, self.tree_nodes, self.tree_file)
         return all(size is None for size in asked) and self.drafter in ("auto", "eagle", "ngram")
 
-    def sizes(self, quantized_on_cpu: bool) -> tuple[int, int, int]:
-        """Depth, width and nodes of the tree."""
+    def tree_shape(self, quantized_on_cpu: bool) -> TreeShape:
+        """Of the dynamic tree or the chain. Raises `FasteagleError` for sizes that do not fit."""
         default = QUANTIZED_TREE if quantized_on_cpu else DEFAULT_TREE
-        asked = (self.tree_depth, self.tree_topk, self.tree_nodes)
-        depth, topk, nodes = (d if a is None else a for a, d in zip(asked, default, strict=True))
-        if self.tree_nodes is None:  # as many as the other two allow
-            nodes = max(depth, min(nodes, topk + (depth - 1) * topk**2))
-        return depth, topk, nodes
+        depth = default.depth if self.tree_depth is None else self.tree_depth
+        if self.drafter == "eagle-chain":
+            return TreeShape(depth, topk=1, nodes=depth)
+        topk = default.topk if self.tree_topk is None else self.tree_topk
+        nodes = self.tree_nodes
+        if nodes is None:  # as many as the other two allow
+            nodes = max(depth, min(default.nodes, topk + (depth - 1) * topk**2))
+        return TreeShape(depth, topk, nodes)
 
     def __post_init__(self) -> None:
         _require(
@@ -178,49 +231,6 @@ class DraftOptions:
             self.tree_file is None or self.drafter in ("auto", "eagle-static"),
             f"--tree FILE is a static tree: drop --drafter {self.drafter}",
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainOptions:
-    """Hyper-parameters; the defaults are the paper's where it names one."""
-
-    lr: float = 3e-5
-    beta1: float = 0.9
-    beta2: float = 0.95
-    weight_decay: float = 0.0
-    clip: float = 0.5  # of the gradient's norm
-    noise: float = 0.1  # uniform, added to the input features
-    ce_weight: float = 0.1
-    feature_weight: float = 1.0
-    unroll: int = 1
-    unroll_decay: float = 0.8
-    batch_tokens: int = 4096
-    steps: int = 2000
-    warmup: int = 100
-    draft_vocab_size: int = 16384
-    loss_vocab_size: int = 8192  # of the draft vocabulary, its most frequent; drafting uses all
-    init_scale: float = 0.02
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in (
-            "lr",
-            "clip",
-            "batch_tokens",
-            "steps",
-            "unroll",
-            "draft_vocab_size",
-            "loss_vocab_size",
-        ):
-            if getattr(self, name) <= 0:
-                raise FasteagleError(f"{name} {getattr(self, name)} is out of range: use > 0")
-
-    def lr_at(self, step: int) -> float:
-        """Linear warm-up, then a cosine down to a tenth."""
-        if step < self.warmup:
-            return self.lr * (step + 1) / self.warmup
-        done = min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
-        return self.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
 
 def fresh_seed() -> int:

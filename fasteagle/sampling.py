@@ -9,19 +9,80 @@ Shapes: T rows, V vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
 from fasteagle.options import SamplingParams
 
 NEG_INF = float("-inf")
+TOP_K_SIZES = (64, 1024)  # variants of top-k; larger values sort the whole vocabulary
 BAD_ROW = -1  # what `draw` yields for a row whose logits are not finite
+
+
+@dataclasses.dataclass(frozen=True)
+class DrawKind:
+    """Which parts of drawing are on; their values are `Knobs` on the device.
+
+    One compiled or captured variant of the cycle serves all values of one kind.
+    """
+
+    greedy: bool = True
+    top_k: int = 0  # the largest value served; 0: off
+    top_p: bool = False
+    min_p: bool = False
+    penalty: bool = False
+
+    @classmethod
+    def of(cls, params: SamplingParams, vocab_size: int) -> DrawKind:
+        penalty = params.repetition_penalty != 1
+        if params.greedy:
+            return cls(penalty=penalty)
+        largest = 0
+        if 0 < params.top_k < vocab_size:
+            largest = next((n for n in TOP_K_SIZES if params.top_k <= n), vocab_size)
+        return cls(
+            False, min(largest, vocab_size), params.top_p < 1, params.min_p > 0, penalty=penalty
+        )
+
+    @property
+    def filtered(self) -> bool:
+        """Whether tokens are left out before one is drawn."""
+        return self.top_k > 0 or self.top_p or self.min_p
+
+
+class Knobs:
+    """The numbers of `SamplingParams` as 0-d tensors of fixed addresses."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.seed = torch.zeros((), dtype=torch.long, device=device)
+        self.top_k = torch.zeros((), dtype=torch.long, device=device)
+        self.temperature = torch.zeros((), device=device)
+        self.top_p = torch.zeros((), device=device)
+        self.min_p = torch.zeros((), device=device)
+        self.penalty = torch.zeros((), device=device)
+
+    @classmethod
+    def of(cls, params: SamplingParams, device: torch.device | str = "cpu") -> Knobs:
+        knobs = cls(device)
+        knobs.load(params)
+        return knobs
+
+    def load(self, params: SamplingParams) -> None:
+        self.seed.fill_(params.seed)
+        self.top_k.fill_(params.top_k)
+        self.temperature.fill_(params.temperature)
+        self.top_p.fill_(params.top_p)
+        self.min_p.fill_(params.min_p)
+        self.penalty.fill_(params.repetition_penalty)
 
 
 def draw(
     logits: Tensor,
     positions: Tensor,
-    params: SamplingParams,
+    kind: DrawKind,
+    knobs: Knobs,
     seen: Tensor | None = None,
     depths: Tensor | None = None,
 ) -> Tensor:
@@ -31,37 +92,40 @@ def draw(
     of them, or at number t. `seen` [T, V] (bool) marks the tokens that the repetition penalty
     applies to; None where it is off.
     """
-    scores = process_logits(logits.float(), params, seen)
-    if not params.greedy:
+    scores = process_logits(logits.float(), kind, knobs, seen)
+    if not kind.greedy:
         # A NaN or +inf logit must stay visible: only finite scores and -inf take noise.
         tokens = torch.arange(logits.shape[-1], device=logits.device)
-        noise = gumbel_noise(params.seed, positions, tokens)
+        noise = gumbel_noise(knobs.seed, positions, tokens)
         scores = scores + (noise if depths is None else noise[depths])
     best, drawn = scores.max(dim=-1)
     return torch.where(best.isfinite(), drawn, BAD_ROW)
 
 
-def process_logits(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> Tensor:
+def process_logits(
+    logits: Tensor, kind: DrawKind, knobs: Knobs, seen: Tensor | None = None
+) -> Tensor:
     """Apply, in the order of transformers: penalty, temperature, top-k, top-p, min-p. [T, V]."""
-    if params.repetition_penalty != 1 and seen is not None:
-        p = params.repetition_penalty
+    if kind.penalty and seen is not None:
+        p = knobs.penalty
         logits = torch.where(seen, torch.where(logits < 0, logits * p, logits / p), logits)
-    if params.greedy:
+    if kind.greedy:
         return logits
-    logits = logits / params.temperature
-    if 0 < params.top_k < logits.shape[-1]:
-        kth = logits.topk(params.top_k, dim=-1).values[:, -1:]
+    logits = logits / knobs.temperature
+    if kind.top_k:
+        best = logits.topk(kind.top_k, dim=-1).values
+        kth = best.index_select(-1, (knobs.top_k - 1).unsqueeze(0))
         logits = logits.masked_fill(logits < kth, NEG_INF)
-    if params.top_p < 1:
+    if kind.top_p:
         probs = logits.softmax(-1)
-        logits = logits.masked_fill(probs < top_p_threshold(probs, params.top_p), NEG_INF)
-    if params.min_p > 0:
+        logits = logits.masked_fill(probs < top_p_threshold(probs, knobs.top_p), NEG_INF)
+    if kind.min_p:
         probs = logits.softmax(-1)
-        logits = logits.masked_fill(probs < params.min_p * probs.amax(-1, True), NEG_INF)
+        logits = logits.masked_fill(probs < knobs.min_p * probs.amax(-1, True), NEG_INF)
     return logits
 
 
-def top_p_threshold(probs: Tensor, top_p: float, n_likely: int = 256) -> Tensor:
+def top_p_threshold(probs: Tensor, top_p: Tensor, n_likely: int = 256) -> Tensor:
     """Smallest probability [T, 1] that the nucleus of mass `top_p` keeps; ties are kept together.
 
     A token stays if the mass of strictly likelier tokens is below `top_p`. Nearly always the
@@ -79,7 +143,7 @@ def top_p_threshold(probs: Tensor, top_p: float, n_likely: int = 256) -> Tensor:
     return torch.where(found, among_likely, _search_threshold(probs, top_p))
 
 
-def _search_threshold(probs: Tensor, top_p: float) -> Tensor:
+def _search_threshold(probs: Tensor, top_p: Tensor) -> Tensor:
     """The threshold among all tokens, without a sort.
 
     The mass above it falls as it rises, and non-negative floats sort like their bit patterns, so
@@ -95,16 +159,16 @@ def _search_threshold(probs: Tensor, top_p: float) -> Tensor:
     return high.view(torch.float32)
 
 
-def gumbel_noise(seed: int, positions: Tensor, tokens: Tensor) -> Tensor:
+def gumbel_noise(seed: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     """Standard Gumbel noise [T, V] in fp32, a pure function of (seed, position, token id).
 
-    `positions` [T], `tokens` [V]: the token ids to make noise for.
+    `seed` is 0-d int64, `positions` [T], `tokens` [V]: the token ids to make noise for.
 
     With a 32-bit hash h, `v = (h + 0.5) 2^-32` and `g = -log(-log1p(-v))`: the upper tail, which
     decides a maximum over a large vocabulary, keeps all 32 bits (a 24-bit uniform would clip it).
     """
-    first = _mix(_low32(positions) ^ _signed(seed))
-    second = _mix(first ^ _mix(_low32(positions) + _signed((seed >> 32) + 0x9E3779B9)))
+    first = _mix(_low32(positions) ^ _low32(seed))
+    second = _mix(first ^ _mix(_low32(positions) + _low32((seed >> 32) + 0x9E3779B9)))
     hashed = _mix(_mix(_low32(tokens) + first.unsqueeze(1)) ^ second.unsqueeze(1))
     # fp32 rounds the last few v to 1, whose noise would be -inf and would win over nothing.
     unsigned = hashed.long() & 0xFFFFFFFF

@@ -20,7 +20,14 @@ class Stats:
     cycle_seconds: list[float] = dataclasses.field(default_factory=list)  # chunk to chunk
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
+    parts_timed: bool = True  # false where a whole cycle is replayed, and has no parts to time
     finish: str = ""  # "eos", "length", "context", or "" while running or interrupted
+
+    def add_times(self, draft: float | None, verify: float | None) -> None:
+        """Of one cycle; None where its parts were not timed."""
+        self.parts_timed = self.parts_timed and draft is not None and verify is not None
+        self.draft_seconds += draft or 0.0
+        self.verify_seconds += verify or 0.0
 
     @property
     def tok_s(self) -> float:

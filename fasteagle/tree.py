@@ -8,57 +8,71 @@ D levels.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fasteagle.errors import FasteagleError
+from fasteagle.shapes import PAPER_TREE as PAPER_TREE  # trees and their shapes come together
+from fasteagle.shapes import TreeShape as TreeShape
 
 
 class DraftTree(NamedTuple):
     """Row 0 is the root; `parents[0] = 0`, `parents[j] < j`; siblings carry distinct tokens.
 
-    Rows that are not `valid` are padding: token 0, seen by nobody, never accepted.
+    Rows that are not `valid` are padding: token 0, seen by nobody, never accepted. Where children
+    were sampled, `distributions` holds what each row's were drawn from.
     """
 
     tokens: Tensor  # [T] target ids
     parents: Tensor  # [T]
     valid: Tensor  # [T] bool
+    distributions: Tensor | None = None  # [T, V]
 
 
-@dataclasses.dataclass(frozen=True)
-class TreeShape:
-    """Of a dynamic tree: `depth` levels of `topk` nodes each are expanded, `nodes` are verified."""
+class TreeView(NamedTuple):
+    """What the rows of a tree see of the KV cache.
 
-    depth: int = 3
-    topk: int = 3
-    nodes: int = 8
+    Tree row j lies in cache slot `seq_len + j`. It sees the keys at positions `0 .. seq_len +
+    depths[j]`, with a sliding window of w only the last w of them. Plain decoding is the tree of
+    one row: paths [[0]], depths [0].
+    """
 
-    def __post_init__(self) -> None:
-        for name in ("depth", "topk", "nodes"):
-            if getattr(self, name) < 1:
-                raise FasteagleError(f"tree-{name} {getattr(self, name)} is out of range: use >= 1")
-        if self.nodes > self.pool:
-            raise FasteagleError(
-                f"tree-nodes {self.nodes} is more than the {self.pool} candidates that "
-                f"--tree-depth {self.depth} and --tree-topk {self.topk} yield"
-            )
-        if self.nodes < self.depth:
-            raise FasteagleError(
-                f"tree-nodes {self.nodes} cannot hold a path of --tree-depth {self.depth}"
-            )
+    seq_len: Tensor  # 0-d, integer, on the device: a replayed CUDA graph sees the text grow
+    paths: Tensor  # [T, P] int32: row of j's ancestor at depth d, its own at its own depth
+    depths: Tensor  # [T] integer, the root's is 0; all below P
+    window: int | None = None
 
-    @property
-    def pool(self) -> int:
-        """Candidates: the first level, and k children of each of k nodes on every other level."""
-        return self.topk + (self.depth - 1) * self.topk**2
+    def mask(self, n_slots: int) -> Tensor:
+        """The same as a mask [T, n_slots]: row j sees slot s."""
+        depth = torch.arange(self.paths.shape[1], device=self.paths.device)
+        last = (self.seq_len + self.depths).unsqueeze(1)
+        key = torch.arange(n_slots, device=self.paths.device)
+        committed = key < self.seq_len
+        position = self.seq_len + depth
+        seen = position <= last
+        if self.window is not None:
+            first = last - self.window + 1
+            committed = committed & (key >= first)
+            seen = seen & (position >= first)
+        # Entries that stand for no ancestor name the row itself, which it sees anyway.
+        own = self.paths.gather(1, self.depths.long().unsqueeze(1))
+        slots = self.seq_len + torch.where(seen, self.paths, own)
+        mask = committed.expand(last.shape[0], -1).clone()
+        return mask.scatter_(1, slots.long(), True)
 
-    @property
-    def rows(self) -> int:
-        """Rows of the verify pass, root included."""
-        return self.nodes + 1
+
+def tree_paths(tree_mask: Tensor, depths: Tensor, depth: int) -> Tensor:
+    """Path table [T, depth + 1] int32 of `ancestor_mask`'s tree_mask [T, T] and depths [T].
+
+    `depth` is the depth of the deepest row, a number that the host knows: the drafter's, not this
+    tree's. Entries behind a row's own are 0.
+    """
+    rows = torch.arange(len(depths), device=depths.device, dtype=torch.int32)
+    # Row j's ancestor i belongs in column depths[i]; what is no ancestor, in one cut off again.
+    column = torch.where(tree_mask & (depths <= depth), depths, depth + 1)
+    table = rows.new_zeros(len(depths), depth + 2)
+    return table.scatter(1, column.long(), rows.expand_as(tree_mask))[:, :-1].contiguous()
 
 
 def ancestor_mask(parents: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,33 +116,3 @@ def chain(tokens: Tensor, valid: Tensor) -> DraftTree:
     """A path of T rows, root first."""
     parents = (torch.arange(tokens.shape[0], device=tokens.device) - 1).clamp(min=0)
     return DraftTree(torch.where(valid, tokens, 0), parents, valid)
-
-
-# The 25 nodes of EAGLE-1's static tree as child ranks from the root (paper, figure 7).
-PAPER_TREE: tuple[tuple[int, ...], ...] = (
-    (0,),
-    (1,),
-    (2,),
-    (3,),
-    (0, 0),
-    (0, 1),
-    (0, 2),
-    (1, 0),
-    (1, 1),
-    (2, 0),
-    (2, 1),
-    (3, 0),
-    (0, 0, 0),
-    (0, 0, 1),
-    (0, 0, 2),
-    (0, 1, 0),
-    (0, 1, 1),
-    (0, 2, 0),
-    (0, 2, 1),
-    (1, 0, 0),
-    (0, 0, 0, 0),
-    (0, 0, 0, 1),
-    (0, 0, 0, 2),
-    (0, 0, 0, 0, 0),
-    (0, 0, 0, 0, 1),
-)

@@ -1,6 +1,6 @@
 """Other tools' quantized tensors as `PackedWeight`: values and scales exactly as they are stored.
 
-Functions of tensors alone; which file they lie in is the business of `importers`.
+Functions of tensors alone; which file they lie in is the business of `loading.imported`.
 
 Shapes: N output rows, K input columns, g group size, G = K / g groups in a row. Words are int32,
 their fields counted from the lowest bits; seen as bytes (little-endian) they hold column 2i in the
@@ -188,49 +188,6 @@ def _zero_points(point: Tensor | None, bits: int, n_rows: int, n_groups: int) ->
         f"weight_zero_point is {point.dtype} {tuple(point.shape)}, which does not fit {n_rows} "
         f"rows of {n_groups} groups; fetch the file again"
     )
-
-
-def from_tile_packed(qdata: Tensor, scale_and_zero: Tensor, shape: Shape) -> PackedWeight:
-    """torchao's `Int4TilePackedTo4dTensor`; `w = (q - 8) * scale + zero`, parameters in bf16.
-
-    qdata [N / 8, K / 128, 32, 4] int32 and scale_and_zero [G, N, 2], both perhaps padded (K to a
-    multiple of 1024); `shape` is (N, K) without padding.
-
-    The layout is that of PyTorch's `_convert_weight_to_int4pack` on CUDA (int4mm.cu), made for the
-    B operand of the m16n8k16 tensor-core product, where lane t of 32 holds row t / 4 and, of each
-    16 columns, 2 (t % 4) + {0, 1, 8, 9}. Its word j spans columns 32 j .. 32 j + 31 of a tile of
-    128, so four such pairs, 8 columns apart: pair i (0 .. 3) starts at 32 j + 8 i + 2 (t % 4). The
-    even columns of the pairs are nibbles 0 .. 3, the odd ones nibbles 4 .. 7. This is read off the
-    source and tested against a model of it; not yet against the packer itself, which needs a GPU.
-    ROCm packs another order under the same shape, and nothing in the tensors tells.
-
-    Both forms of w are exact up to one rounding to fp32, for 4-bit integers times bf16 fit it; so
-    they are bit-equal wherever `zero - 8 * scale` is exact, that is unless one of the two is some
-    2^16 times the other; beyond that they differ by the rounding of that offset.
-    """
-    padded = _tile_geometry(qdata.shape, scale_and_zero.shape, shape)
-    _check_dtypes(scale_and_zero, qdata=qdata)
-    (N, K), group_size = shape, padded.group_size
-    nibbles = unpack_nibbles(qdata.contiguous().view(torch.uint8))
-    # [N/8, K/128, row, pair of columns, j, odd, i] to [N/8, row, K/128, j, i, pair, odd]
-    lanes = nibbles.unflatten(3, (4, 2, 4)).unflatten(2, (8, 4)).permute(0, 2, 1, 4, 6, 3, 5)
-    values = lanes.reshape(padded.n_rows, padded.n_columns)[:N, :K]
-    scales, middles = scale_and_zero[: K // group_size, :N].float().permute(2, 1, 0).contiguous()
-    return int4(values, scales, offsets=middles - 8 * scales)
-
-
-def _tile_geometry(qdata: Shape, scale_and_zero: Shape, shape: Shape) -> Geometry:
-    """Geometry with padding. Raises `FasteagleError` where `shape` and parts do not fit."""
-    misfit = _misfit(qdata=qdata, scale_and_zero=scale_and_zero, weight_shape=shape)
-    if len(qdata) != 4 or qdata[2:] != (32, 4) or len(scale_and_zero) != 3 or not scale_and_zero[0]:
-        raise misfit
-    geometry = _grouped(4, qdata[0] * 8, qdata[1] * 128, scale_and_zero[0], misfit)
-    is_padded = shape[0] <= geometry.n_rows and shape[1] <= geometry.n_columns
-    if not is_padded or scale_and_zero[1:] != (geometry.n_rows, 2):
-        raise misfit
-    if shape[1] % geometry.group_size:
-        raise refused(f"groups of {geometry.group_size}, padded from {shape[1]} columns,")
-    return geometry
 
 
 def from_gguf_blocks(raw: Tensor, kind: str) -> PackedWeight:

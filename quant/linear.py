@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fasteagle.model import sharpen
+from fasteagle.quant.cuda_linear import PlanesLinear
 from fasteagle.quant.packed import PackedWeight
 
 
@@ -24,8 +25,6 @@ def make_linear(
     device = torch.device(device)
     bias = None if bias is None else bias.to(device, dtype)
     if device.type == "cuda":
-        from fasteagle.quant.cuda_linear import PlanesLinear
-
         return PlanesLinear(weight.to(device), bias)
     if dtype == torch.bfloat16 and weight.bits == 4:
         return Int4Linear(weight, bias)

@@ -52,7 +52,7 @@ def min_max(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
 
 def _hqq(weight: Tensor, group_size: int) -> PackedWeight:
     """Half-quadratic quantization: float offsets that minimize an l_p norm of the error."""
-    with quiet_import():
+    with quiet_import():  # takes seconds, and says so
         from torchao.quantization.quant_primitives import _choose_qparams_and_quantize_affine_hqq
 
     _, scales, zeros, _ = _choose_qparams_and_quantize_affine_hqq(

@@ -26,11 +26,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fasteagle.bench.measure import copy_bandwidth
-from fasteagle.cli.main import Script, comma_list
+from fasteagle.cli.command import Script
+from fasteagle.cli.options import comma_list
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.registry import preset
 from fasteagle.paths import write_atomic
-from fasteagle.quant import packed
+from fasteagle.quant import packed, planes
 
 LINEARS = ("qkv", "out", "gate_up", "down", "lm_head")
 KERNELS = ("int4-g128", "int4-g64", "int4-g32", "int8", "fp16", "torchao-g128")
@@ -171,8 +172,7 @@ def _case(kernel: str, N: int, K: int, accumulate: str) -> Case:
         half = torch.float16
         dense = _copies(lambda: torch.randn(N, K, device="cuda", dtype=half), 2 * N * K)
         return Case([partial(F.linear, weight=w) for w in dense], 2 * N * K, half)
-    from fasteagle.quant import planes
-    from fasteagle.quant.kernels import linear
+    from fasteagle.quant.kernels import linear  # Triton exists where CUDA does
 
     first = planes.pack_planes(_random_weight(kernel, N, K))
 
@@ -198,6 +198,7 @@ def _random_weight(kernel: str, N: int, K: int) -> packed.PackedWeight:
 def _torchao(N: int, K: int) -> Case | None:
     """tinygemm, the int4 kernel torchao has for consumer cards."""
     try:
+        # Optional here, and takes seconds.
         from torchao.quantization import Int4WeightOnlyConfig, quantize_
     except ImportError:
         return None
@@ -271,7 +272,7 @@ def conditions(accumulate: str) -> dict[str, Any]:
     """What the numbers were taken on. Raises `FasteagleError` where there is no CUDA device."""
     if not torch.cuda.is_available():
         raise FasteagleError("this times CUDA kernels and there is no CUDA device: run it on one")
-    import triton
+    import triton  # exists where CUDA does
 
     properties = torch.cuda.get_device_properties(0)
     return {

@@ -15,9 +15,10 @@ from typing import Any
 import click
 
 from fasteagle.bench.roofline import DEVICES, THIS, Device, device_named
-from fasteagle.cli.main import DEFAULT_MODEL, Script, comma_list
+from fasteagle.cli.command import Script
+from fasteagle.cli.options import comma_list
 from fasteagle.errors import FasteagleError
-from fasteagle.options import DraftOptions
+from fasteagle.options import DEFAULT_MODEL, DraftOptions
 
 
 @click.command(cls=Script)
@@ -45,6 +46,7 @@ from fasteagle.options import DraftOptions
 )
 def main(device: str, fp16_accumulate: bool, record_path: Path | None, **given: Any) -> None:
     """Predict tokens per second; see the module's docstring for examples."""
+    # Here and below: --help answers without importing torch.
     from fasteagle.bench import roofline_report as report
 
     given = {name: value for name, value in given.items() if value is not None}
@@ -77,7 +79,7 @@ def _options(given: dict[str, Any]) -> Any:
 
 
 def _on_cpu() -> bool:
-    from fasteagle.loading.open import pick_device
+    from fasteagle.device import pick_device
 
     return pick_device("auto").type == "cpu"
 
@@ -86,8 +88,8 @@ def _this(record: dict[str, Any] | None) -> Device:
     """This machine, measured with the threads of the record, if there is one."""
     import torch
 
-    from fasteagle.bench.measure import device_name, this_device
-    from fasteagle.loading.open import pick_device
+    from fasteagle.bench.measure import this_device
+    from fasteagle.device import device_name, pick_device
 
     device = pick_device("auto")
     name = device_name(device)

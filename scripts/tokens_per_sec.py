@@ -19,13 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
+from rich.table import Table
 
 from fasteagle.bench.plot import check_plot, plot
+from fasteagle.bench.report import COLUMNS, build_report, conditions, markdown, table_rows
 from fasteagle.bench.row_spec import ROW_NAMES
-from fasteagle.bench.run import DEFAULT_ROWS, PRECISIONS, BenchOptions
-from fasteagle.cli.main import Script, comma_list, draft_options, model_options
+from fasteagle.bench.run import DEFAULT_ROWS, PRECISIONS, BenchOptions, check_simulated, run
+from fasteagle.cli.command import Script
+from fasteagle.cli.options import comma_list, draft_options, model_options
+from fasteagle.loading.open import open_dummy, open_model
 from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.paths import require_writable, write_atomic
+from fasteagle.prompts import read_questions
 
 DEFAULTS = BenchOptions()
 
@@ -104,11 +110,13 @@ def main(
 ) -> None:
     """Measure tokens per second; see the module's docstring for examples."""
     options = BenchOptions(
-        model, comma_list(rows), comma_list(precision), compile=compile_, draft=draft, **rest
+        model=model,
+        rows=comma_list(rows),
+        precisions=comma_list(precision),
+        compile=compile_,
+        draft=draft,
+        **rest,
     )
-
-    from fasteagle.bench.report import build_report
-    from fasteagle.bench.run import check_simulated, read_questions, run
 
     if plot_path:
         check_plot(plot_path)
@@ -116,8 +124,7 @@ def main(
         require_writable(json_path)
     check_simulated(options, runtime_options, load_format == "dummy")
     questions = read_questions(options.data, options.limit)
-    checkpoint, tokenizer = _load(model, load_format)
-    measured = run(options, runtime_options, checkpoint, tokenizer, questions)
+    measured = run(options, runtime_options, _load(model, load_format), questions)
     report = build_report(measured, options, runtime_options, save_outputs)
     if json_path:
         write_atomic(json_path, json.dumps(report, indent=1).encode())
@@ -126,25 +133,11 @@ def main(
     _print(report, md)
 
 
-def _load(model: str, load_format: str) -> tuple[Any, Any]:
-    from fasteagle.loading import registry
-    from fasteagle.loading.checkpoint import open_checkpoint
-    from fasteagle.loading.open import dummy_checkpoint
-    from fasteagle.loading.tokenizer import DummyTokenizer, load_tokenizer
-
-    if load_format == "dummy":
-        checkpoint = dummy_checkpoint(model)
-        return checkpoint, DummyTokenizer(checkpoint.config.vocab_size)
-    source = registry.resolve(model)
-    return open_checkpoint(source.path), load_tokenizer(source.path, source.template)
+def _load(model: str, load_format: str) -> Any:
+    return open_dummy(model) if load_format == "dummy" else open_model(model)
 
 
 def _print(report: dict[str, Any], md: bool) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from fasteagle.bench.report import COLUMNS, conditions, markdown, table_rows
-
     if md:
         print(markdown(report))
         return

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import runpy
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -136,3 +139,16 @@ def tiny_preset(monkeypatch):
     )
     monkeypatch.setitem(registry.REGISTRY, "llama2-70b", registry.Entry(small, "none"))
     return "llama2-70b"
+
+
+@pytest.fixture
+def gpu_subprocess():
+    """Runs code in a process of its own, which must succeed."""
+
+    def run(code: str) -> None:
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+
+    return run

@@ -12,13 +12,20 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from fasteagle.compile.graphs import CapturedRunner
 from fasteagle.config import HeadConfig, ModelConfig
+from fasteagle.cycle import EAGER, Proposal
 from fasteagle.drafting.plan import Costs
 from fasteagle.generate import Engine
 from fasteagle.loading.head_file import official_state
-from fasteagle.model import EagleHead, Transformer
-from fasteagle.options import SamplingParams, TrainOptions
-from fasteagle.training.data import Conversation
+from fasteagle.model import EagleHead, KVCache, Output, Transformer
+from fasteagle.options import SamplingParams
+from fasteagle.prompts import Conversation
+from fasteagle.sampling import DrawKind, Knobs
+from fasteagle.shapes import AnyShape
+from fasteagle.state import Committed, CycleSpec, DecodeState
+from fasteagle.training.options import TrainOptions
+from fasteagle.tree import DraftTree, ancestor_mask
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 CHAT_TEMPLATE = (
@@ -310,3 +317,109 @@ def output_without_triton(code: str) -> str:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return run.stdout.strip()
+
+
+# Drafters by themselves
+
+
+def drawing(params: SamplingParams, vocab_size: int) -> tuple[DrawKind, Knobs]:
+    """What functions that draw take in place of `params`."""
+    return DrawKind.of(params, vocab_size), Knobs.of(params)
+
+
+def empty_state(target: Transformer, max_seq_len: int = 512) -> DecodeState:
+    cache = KVCache(target.config, max_seq_len, torch.float32, "cpu")
+    return DecodeState(target, cache, max_seq_len)
+
+
+def spec_of(shape: AnyShape, width: int = 1, kind: DrawKind | None = None) -> CycleSpec:
+    return CycleSpec(shape, shape.rows, width, kind or DrawKind())
+
+
+def pairs(tokens, features, count: int | None = None) -> Committed:
+    """The first `count` rows are real, all of them if it is None."""
+    n = len(tokens) if count is None else count
+    return Committed(torch.as_tensor(tokens), features, torch.tensor([n]))
+
+
+def propose(drafter, state: DecodeState, new: Committed, root: int) -> DraftTree:
+    """The tree under `root` after the drafter has seen `new` behind what `state` holds."""
+    state.seq_len.add_(int(new.count))
+    state.root.fill_(root)
+    drafter.reserve(int(state.seq_len) + len(new.tokens))
+    prediction = drafter.extend(new, state.seq_len)
+    return drafter.propose(prediction, state, spec_of(drafter.shape))
+
+
+def verify_rows(engine: Engine, tokens, parents) -> Output:
+    """One pass over a tree behind what the engine holds; a parent of -1 is the root's own."""
+    device, state = engine.device, engine.state
+    rows = torch.tensor(list(tokens), device=device)
+    above = torch.tensor(list(parents), device=device).clamp(min=0)
+    tree = DraftTree(rows, above, torch.ones_like(rows).bool())
+    engine.reserve(len(engine.cached) + len(rows))
+    state.seq_len.fill_(len(engine.cached))
+    proposal = Proposal(tree, *ancestor_mask(tree.parents, tree.valid))
+    return EAGER.verify(state, engine.model, proposal)
+
+
+# A device that replays, on the CPU
+
+
+class FakeGraphs:
+    """Stands for a device with graphs: keeps steps and runs them again; may refuse."""
+
+    def __init__(self) -> None:
+        self.captured = 0
+        self.failing = False
+
+    def capture(self, step, restore):
+        for _ in range(2):  # warming up runs the step
+            step()
+            restore()
+        if self.failing:
+            raise RuntimeError("operation not permitted\nmore about it")
+        self.captured += 1
+        return step
+
+    def place(self, result):
+        return FakePlace()
+
+    def synchronize(self) -> None:
+        pass
+
+    def milliseconds(self, replay) -> float:
+        replay()
+        return 1.0
+
+
+class FakePlace:
+    """A copy made at once, which another cycle does not change."""
+
+    def fill(self, result) -> None:
+        self._copy = result.tolist()
+
+    def read(self) -> list[int]:
+        return self._copy
+
+
+class CountingRunner(CapturedRunner):
+    """A captured runner that counts what it replays."""
+
+    def __init__(self, target, state, graphs) -> None:
+        super().__init__(target, state, graphs)
+        self.graphs = graphs
+        self.replays = 0
+
+    def launch(self, spec, drafter) -> None:
+        self.replays += self._replays.get(self._key(spec, drafter)) is not None
+        super().launch(spec, drafter)
+
+
+def captured_engine(target: Transformer, max_seq_len: int, ahead: int = 1) -> Engine:
+    """An engine of a device that replays, as `make_engine` makes it for CUDA."""
+    engine = Engine(target, max_seq_len)
+    runner = CountingRunner(target, engine.state, FakeGraphs())
+    runner.ahead = ahead
+    engine.runner = runner
+    return engine

@@ -7,12 +7,13 @@ import dataclasses
 import pytest
 import torch
 
+from fasteagle.compile.costs import Measurement, choose_plain_rows
 from fasteagle.errors import FasteagleError
-from fasteagle.generate import Engine, choose_plain_rows, common_prefix
+from fasteagle.generate import Engine, common_prefix
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.model import causal_mask
 from fasteagle.options import SamplingParams
-from helpers import make_hf_model
+from helpers import make_hf_model, verify_rows
 
 GREEDY = SamplingParams()
 SAMPLED = SamplingParams(0.9, top_p=0.95, repetition_penalty=1.2, seed=11)
@@ -76,11 +77,13 @@ def test_plain_rows_are_those_of_the_faster_pass(engine, monkeypatch, seconds, f
     tokens(engine, PROMPT, n=2)
     now, seen = [0.0], []
 
-    def verify(rows, depths, mask):
-        now[0] += 100.0 * (len(rows) == faster and len(rows) not in seen) + seconds[len(rows)]
-        seen.append(len(rows))
+    def verify(self, T):
+        taken = 100.0 * (faster == T and T not in seen) + seconds[T]
+        now[0] += taken
+        seen.append(T)
+        return 1e3 * taken
 
-    monkeypatch.setattr(engine, "verify", verify)
+    monkeypatch.setattr(Measurement, "verify", verify)
     assert choose_plain_rows(engine, budget=130.0, clock=lambda: now[0]) == faster
     assert seen == [1, 2] * 6
 
@@ -207,12 +210,9 @@ def test_verify_gives_each_row_its_own_path_under_a_sliding_window(tmp_path):
     engine = Engine(model, 64)
     prompt = [*PROMPT, 1, 2, 3]
     engine.prefill(prompt)
-    nodes = torch.tensor([50, 51, 52, 53])
-    tree_mask = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]).bool()
-    depths = torch.tensor([0, 1, 1, 2])
-    logits = engine.verify(nodes, depths, tree_mask).logits
-    for j in range(4):
-        path = prompt + nodes[tree_mask[j]].tolist()
+    logits = verify_rows(engine, [50, 51, 52, 53], [-1, 0, 0, 2]).logits
+    for j, rows in enumerate(([50], [50, 51], [50, 52], [50, 52, 53])):
+        path = prompt + rows
         expected = hf(torch.tensor([path])).logits[0, -1]
         assert (logits[j] - expected).abs().max() < 1e-4
 

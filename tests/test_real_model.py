@@ -148,7 +148,9 @@ DRAWN = (SamplingParams(0.7, top_p=0.9, seed=1), SamplingParams(1.0, min_p=0.05)
 )
 def test_speculation_changes_no_token(checkpoint, model, tokenizer, params, texts):
     """fp32 on the CPU: the shipped head, two trees, static, chain and n-grams against plain."""
-    from fasteagle.drafters import EagleDrafter, NgramDrafter, StaticTreeDrafter
+    from fasteagle.drafting.eagle import EagleDrafter
+    from fasteagle.drafting.ngram import NgramDrafter
+    from fasteagle.drafting.static_tree import StaticTreeDrafter
     from fasteagle.loading.find_head import make_drafter
     from fasteagle.options import DraftOptions
     from fasteagle.tree import TreeShape
@@ -157,7 +159,7 @@ def test_speculation_changes_no_token(checkpoint, model, tokenizer, params, text
     said: list[str] = []
     first = make_drafter(DEFAULT_MODEL, engine, checkpoint, DraftOptions(), said.append)
     assert said[0].startswith("draft head shipped with fasteagle"), said
-    head = first.state.head
+    head = first.head
     drafters = [
         first,
         EagleDrafter(head, TreeShape(6, 10, 59), 1024),
@@ -170,13 +172,13 @@ def test_speculation_changes_no_token(checkpoint, model, tokenizer, params, text
 
         def answer(drafter, prompt=prompt):
             engine.use(drafter)
-            engine.cached.clear()
+            engine.restart()
             cycles = engine.generate(prompt, params, 48, tokenizer.eos_ids)
             return [t for ids in cycles for t in ids]
 
         expected = answer(None)
         for drafter in drafters:
-            assert answer(drafter) == expected, (text, drafter.name, drafter.rows)
+            assert answer(drafter) == expected, (text, drafter.name, drafter.shape)
             assert drafter.name == "ngram" or engine.stats.tau > 1.1
 
 
@@ -184,8 +186,8 @@ def test_the_shipped_head_belongs_to_the_model(checkpoint):
     from importlib import resources
     from pathlib import Path
 
-    from fasteagle.loading.checkpoint import fingerprint
     from fasteagle.loading.head_file import load_head
+    from fasteagle.loading.tensors import fingerprint
 
     folder = Path(str(resources.files("fasteagle") / "data" / "heads" / DEFAULT_MODEL))
     head, header = load_head(folder, checkpoint.config)
@@ -199,7 +201,7 @@ def test_the_shipped_head_belongs_to_the_model(checkpoint):
 
 
 def test_its_linears_repack_with_zero_error(checkpoint):
-    from fasteagle.loading.source import is_block_linear
+    from fasteagle.loading.tensors import is_block_linear
 
     linears = [name for name in checkpoint.names() if is_block_linear(name)]
     assert len(linears) == 7 * 30 and {checkpoint.kinds()[n] for n in linears} == {"Q4_1"}
@@ -210,8 +212,8 @@ def test_its_linears_repack_with_zero_error(checkpoint):
 
 
 def test_int4_is_the_same_model_to_its_heads(checkpoint):
-    from fasteagle.loading.checkpoint import fingerprint
     from fasteagle.loading.quantize import with_scheme
+    from fasteagle.loading.tensors import fingerprint
 
     own = with_scheme(checkpoint, "int4")
     assert own.scheme.name == "int4-g32-own"

@@ -9,13 +9,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fasteagle.drafters import EagleDrafter
+from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.loading.checkpoint import open_checkpoint
 from fasteagle.loading.open import build_engine
 from fasteagle.loading.quantize import with_scheme
 from fasteagle.options import RuntimeOptions, SamplingParams
 from fasteagle.tree import TreeShape
-from helpers import random_head, save_tiny
+from helpers import random_head, save_tiny, verify_rows
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,9 +42,7 @@ def logits_of_a_chain(engine, tokens, T):
     """Logits of the first row of a chain of T of `tokens`, behind the prompt."""
     engine.use(None)
     engine.prefill(PROMPT)
-    rows = torch.tensor(tokens[:T], device="cuda")
-    mask = torch.ones(T, T, dtype=torch.bool, device="cuda").tril()
-    return engine.verify(rows, torch.arange(T, device="cuda"), mask).logits
+    return verify_rows(engine, tokens[:T], range(-1, T - 1)).logits
 
 
 def test_logits_do_not_depend_on_the_number_of_rows(engine):

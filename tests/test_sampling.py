@@ -7,11 +7,29 @@ import math
 import pytest
 import torch
 
+from fasteagle import sampling
 from fasteagle.options import SamplingParams
-from fasteagle.sampling import BAD_ROW, draw, gumbel_noise, process_logits, top_p_threshold
+from fasteagle.sampling import BAD_ROW, DrawKind
+from helpers import drawing
 
 # 99.9 % points of chi-square by degrees of freedom
 CHI2 = {9: 27.88, 15: 37.70, 63: 103.44}
+
+
+def draw(logits, positions, params, seen=None, depths=None):
+    return sampling.draw(logits, positions, *drawing(params, logits.shape[-1]), seen, depths)
+
+
+def process_logits(logits, params, seen=None):
+    return sampling.process_logits(logits, *drawing(params, logits.shape[-1]), seen)
+
+
+def gumbel_noise(seed, positions, tokens):
+    return sampling.gumbel_noise(torch.tensor(seed), positions, tokens)
+
+
+def top_p_threshold(probs, top_p):
+    return sampling.top_p_threshold(probs, torch.tensor(top_p))
 
 
 def random_logits(rows=5, vocab=200, scale=3.0, seed=0):
@@ -176,13 +194,11 @@ def test_masked_tokens_are_no_error():
 
 def test_the_likeliest_decide_the_nucleus_where_they_can():
     """Both ways to the threshold agree, also in a batch where only some rows need the long one."""
-    from fasteagle.sampling import _search_threshold, top_p_threshold
-
     g = torch.Generator().manual_seed(0)
     spread = torch.tensor([0.1, 1.0, 3.0, 8.0]).unsqueeze(1)
     probs = (torch.randn(4, 3000, generator=g) * spread).softmax(-1)
     for top_p in (0.05, 0.5, 0.9, 0.999):
-        expected = _search_threshold(probs, top_p)
+        expected = sampling._search_threshold(probs, torch.tensor(top_p))
         both = top_p_threshold(probs, top_p)
         assert torch.equal(both, expected)
         for row in range(4):
@@ -197,3 +213,25 @@ def test_rows_of_one_depth_share_their_noise():
     params, depths = SamplingParams(1.0, seed=3), torch.tensor([0, 1, 1, 2, 1])
     apart = draw(logits, 40 + depths, params)
     assert torch.equal(draw(logits, torch.tensor([40, 41, 42]), params, None, depths), apart)
+
+
+@pytest.mark.parametrize(
+    ("params", "kind"),
+    [
+        (SamplingParams(top_k=5, top_p=0.5), DrawKind()),
+        (SamplingParams(0.8), DrawKind(False)),
+        (SamplingParams(0.8, top_k=64), DrawKind(False, top_k=64)),
+        (SamplingParams(0.8, top_k=65), DrawKind(False, top_k=300)),
+        (SamplingParams(0.8, top_k=300), DrawKind(False)),
+        (SamplingParams(0.8, top_p=0.9, min_p=0.1), DrawKind(False, top_p=True, min_p=True)),
+        (SamplingParams(repetition_penalty=1.1), DrawKind(penalty=True)),
+    ],
+)
+def test_one_variant_serves_all_values_of_a_kind(params, kind):
+    assert DrawKind.of(params, 300) == kind
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 63, 64, 65, 299])
+def test_a_variant_of_top_k_keeps_as_many_as_asked(top_k):
+    kept = process_logits(random_logits(2, 300), SamplingParams(1.0, top_k=top_k)).isfinite()
+    assert kept.sum(-1).tolist() == [top_k, top_k]

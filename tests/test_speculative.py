@@ -7,14 +7,20 @@ import dataclasses
 import pytest
 import torch
 
-from fasteagle.drafters import EagleDrafter, NgramDrafter, Piloted, StaticTreeDrafter, TreeShape
+from fasteagle.bench.ablation import ablated
+from fasteagle.cycle import decode_cycle
+from fasteagle.drafting.base import Controlled
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.ngram import NgramDrafter
+from fasteagle.drafting.static_tree import StaticTreeDrafter
 from fasteagle.generate import Engine
 from fasteagle.model import Transformer
 from fasteagle.options import SamplingParams
-from fasteagle.sampling import process_logits
+from fasteagle.sampling import DrawKind, process_logits
+from fasteagle.shapes import StaticShape, TreeShape
 from fasteagle.stats import Stats
 from fasteagle.tree import DraftTree, chain
-from helpers import random_head, random_target, tiny_config
+from helpers import drawing, empty_state, pairs, random_head, random_target, spec_of, tiny_config
 
 PROMPT = [5, 9, 20, 17, 33, 8, 12, 44]
 GREEDY = SamplingParams()
@@ -38,25 +44,32 @@ def head(target):
     return random_head(target)
 
 
-class Fake(Piloted):
+class Fake(Controlled):
     """Proposes what a function of the position says: rows of (token, parent, valid)."""
 
     name = "fake"
+    reads_features = True
 
     def __init__(self, propose, rows: int, depth: int) -> None:
-        self._propose, self.rows, self.depth = propose, rows, depth
-        self.length = 0
+        self._propose = propose
+        self.shape = StaticShape(depth, None, rows - 1)
+        self.caches = []
+        self.seen = 0  # committed positions
 
-    def rewind(self, length):
-        self.length = min(self.length, length)
+    def reserve(self, n_tokens):
+        pass
 
-    def extend(self, tokens, features, count):
-        assert 1 <= count <= len(tokens) == len(features)
-        self.length += count
+    def extend(self, new, seq_len):
+        count = int(new.count)
+        assert 1 <= count <= len(new.tokens) == len(new.features)
+        assert int(seq_len) - count <= self.seen  # no position is left out
+        self.seen = int(seq_len)
 
-    def propose(self, root, context, params):
-        assert int(root) == context[-1] and self.length == len(context) - 1
-        return self._propose(list(context))
+    def propose(self, prediction, state, spec):
+        assert self.seen == int(state.seq_len)
+        context = state.text[: self.seen + 1].tolist()
+        assert context[-1] == int(state.root)
+        return self._propose(context)
 
 
 def oracle(truth, depth, every=1):
@@ -82,8 +95,9 @@ def drafters(target, head):
     }
     made["chain"] = EagleDrafter(head, TreeShape(5, 1, 5), 512)
     made["trimmed"] = EagleDrafter(trimmed, TreeShape(3, 4, 7), 512)
-    made["by confidence"] = EagleDrafter(head, TreeShape(3, 4, 7), 512, value="confidence")
-    made["no rerank"] = EagleDrafter(head, TreeShape(3, 4, 7), 512, do_rerank=False)
+    usual = EagleDrafter(head, TreeShape(3, 4, 7), 512)
+    made["by confidence"] = ablated(usual, by_confidence=True, reranks=True)
+    made["no rerank"] = ablated(usual, by_confidence=False, reranks=False)
     made["static"] = StaticTreeDrafter(head, 512)
     made["static two levels"] = StaticTreeDrafter(head, 512, ((0,), (1,), (1, 0)))
     made["ngram"] = NgramDrafter(depth=4)
@@ -104,8 +118,8 @@ def test_every_drafter_gives_the_tokens_of_plain_decoding(target, head, params):
         n_drafted = len(stats.path_lengths)
         assert stats.new_tokens == 60 and 0 < n_drafted <= stats.passes
         assert name == "ngram" or n_drafted == stats.passes  # n-grams may have no guess
-        assert 0 < stats.passes <= 59 and stats.drafted <= stats.passes * (drafter.rows - 1)
-        assert name == "ngram" or stats.drafted == stats.passes * (drafter.rows - 1)
+        assert 0 < stats.passes <= 59 and stats.drafted <= stats.passes * drafter.shape.nodes
+        assert name == "ngram" or stats.drafted == stats.passes * drafter.shape.nodes
         assert stats.tau == pytest.approx(59 / stats.passes)
 
 
@@ -183,11 +197,13 @@ def test_draft_cache_holds_the_true_pairs(target, head):
     text = [*text, 7, 3, 1]
     text = text + tokens(engine, text, n=20)
     assert engine.stats.cached_tokens > 30
-    n = drafter.length
+    n = engine.shown
+    assert n > len(text) - 10
     fresh = EagleDrafter(head, TreeShape(3, 4, 7), 512)
+    fresh.reserve(n)
     features = Engine(target, 512).features(text)
-    fresh.extend(torch.tensor(text[1 : n + 1]), features[:n], n)
-    for a, b in zip(fresh.state.cache.layers[0], drafter.state.cache.layers[0], strict=True):
+    fresh.extend(pairs(text[1 : n + 1], features[:n]), torch.tensor(n))
+    for a, b in zip(fresh.cache.layers[0], drafter.cache.layers[0], strict=True):
         assert torch.allclose(a[:, :n], b[:, :n], atol=1e-4)
 
 
@@ -294,26 +310,27 @@ def test_distribution_two_tokens_deep(kind):
 @torch.no_grad()
 def two_drafted_tokens(engine, prompt, params) -> list[int]:
     """The two tokens after `prompt`, its last token being the root of the first draft cycle."""
-    engine.cached.clear()
+    engine.restart()
     engine.stats = Stats()
-    features, _ = engine.prefill(prompt[:-1])
-    root, pairs, drawn = prompt[-1], (torch.tensor(prompt[-1:]), features), []
-    while len(drawn) < 2:
-        new, pairs = engine._draft_cycle(root, pairs, params, None)
+    feature, _ = engine.prefill(prompt[:-1])
+    engine.state.load(prompt, feature, params)
+    drawn = []
+    for new in engine._cycles(prompt[-1], DrawKind.of(params, 4)):
         drawn += new
-        root = new[-1]
-    return drawn[:2]
+        if len(drawn) >= 2:
+            return drawn[:2]
 
 
 @torch.no_grad()
 def exact_probabilities(model, prompt, params) -> torch.Tensor:
     features, _ = Engine(model, 512).prefill(prompt)
-    return process_logits(model.lm_head(features).float(), params).softmax(-1)[0].double()
+    logits = model.lm_head(features).float()
+    return process_logits(logits, *drawing(params, 4)).softmax(-1)[0].double()
 
 
 def test_pieces_compile_whole(target, head):
     """Every device step of a cycle is one graph: no break, nothing read by the host."""
-    from fasteagle.drafters import top_children
+    from fasteagle.drafting.draft_head import top_children
     from fasteagle.tree import Pool, ancestor_mask, rerank
     from fasteagle.verify import accept, seen_rows
 
@@ -338,49 +355,29 @@ def test_pieces_compile_whole(target, head):
 
 
 @torch.no_grad()
-def test_the_heads_pieces_compile_whole(target):
-    """Extend, one level, all levels and commit; the committed length is a tensor of theirs."""
-
-    from fasteagle.drafting.head_state import head_extend, head_step
-
-    def compiled(function):
-        return torch.compile(function, fullgraph=True, backend="eager")
-
-    torch._dynamo.reset()
-    head = random_head(target, rope_scaling=None, rope_base=10000.0)
-    drafter = EagleDrafter(head, TreeShape(3, 4, 7), 512)
-    state, dim = drafter.state, target.config.dim
-    state.extend(torch.arange(1, 8), torch.randn(7, dim), 7)
-    two, mask = torch.tensor([4, 5]), torch.eye(2, dtype=torch.bool)
-    fast_extend, fast_step = compiled(head_extend), compiled(head_step)
-    torch.compiler.set_stance("default")
-    for seq_len in (7, 20, 33):  # another length is another value, not another graph
-        if seq_len > 7:
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(0.8, seed=3)], ids=str)
+def test_the_whole_cycle_is_one_graph_whatever_the_length(target, head, params):
+    """No break, nothing read by the host; the committed length is a value, not another graph."""
+    kind, _ = drawing(params, target.config.vocab_size)
+    for drafter in drafters(target, head).values():
+        torch._dynamo.reset()
+        drafter.reserve(256)
+        fast, slow = empty_state(target), empty_state(target)
+        spec = spec_of(drafter.shape, drafter.shape.depth + 1, kind)
+        compiled = torch.compile(decode_cycle, fullgraph=True, backend="eager")
+        for seq_len in (7, 20, 33):
+            for state in (fast, slow):
+                state.load([*range(1, 9)] * 5, torch.ones(1, target.config.dim), params)
+                state.seq_len.fill_(seq_len)
+            compiled(fast, target, drafter, spec)
+            decode_cycle(slow, target, drafter, spec)
+            assert all(map(torch.equal, fast.advanced, slow.advanced)), drafter.name
             torch.compiler.set_stance("fail_on_recompile")
-        at = torch.tensor(seq_len)
-        rows = (two, torch.ones(2, dim), at)
-        for fast, slow, rest in (
-            (fast_extend, head_extend, (torch.tensor([1]),)),
-            (fast_step, head_step, (1, mask)),
-        ):
-            for a, b in zip(
-                fast(head, state.cache, *rows, *rest),
-                slow(head, state.cache, *rows, *rest),
-                strict=True,
-            ):
-                assert torch.equal(a, b)
-    torch.compiler.set_stance("default")
-    pool = drafter.expand()
-    for a, b in zip(compiled(drafter.expand)(), pool, strict=True):
-        assert torch.equal(a, b)
-    before = [t.clone() for t in state.cache.layers[0]]
-    compiled(state.cache.commit)(torch.tensor([3, 5]), torch.tensor([1, 2]))
-    for now, was in zip(state.cache.layers[0], before, strict=True):
-        assert torch.equal(now[:, 1:3], was[:, [3, 5]]) and torch.equal(now[:, 3:], was[:, 3:])
+        torch.compiler.set_stance("default")
     torch._dynamo.reset()
 
 
 def flat(value):
     if isinstance(value, torch.Tensor):
         return [value]
-    return [t for part in value for t in flat(part)]
+    return [t for part in value if part is not None for t in flat(part)]

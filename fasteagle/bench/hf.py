@@ -10,16 +10,15 @@ import torch
 from torch import Tensor
 
 from fasteagle.bench.latency import Chunk
+from fasteagle.bench.row_spec import LOOKUP_TOKENS
 from fasteagle.config import ModelConfig
-from fasteagle.loading.checkpoint import Checkpoint
+from fasteagle.loading.tensors import Checkpoint
 from fasteagle.options import SamplingParams
-
-LOOKUP_TOKENS = 10  # the value transformers' documentation uses for prompt lookup
 
 
 def hf_config(config: ModelConfig) -> Any:
     """The transformers configuration of a model of ours."""
-    import transformers
+    import transformers  # takes seconds: only for rows of its own
 
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_base}
     if config.rope_scaling is not None:
@@ -57,7 +56,7 @@ def hf_model(
     checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str, **options: Any
 ) -> Any:
     """A transformers model that holds the checkpoint's (dequantized) weights in `dtype`."""
-    import transformers
+    import transformers  # takes seconds: only for rows of its own
 
     config = hf_config(checkpoint.config)
     config._attn_implementation = options.pop("attention", "sdpa")

@@ -5,17 +5,14 @@ Best of several runs: other work on the machine only ever makes a run slower.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import platform
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from fasteagle.bench.roofline import Device, device_reported_as
-from fasteagle.loading.checkpoint import available_bytes
+from fasteagle.device import available_bytes
 
 READ_BYTES = 2**28  # far more than a last-level cache holds
 COPY_BYTES = 2**30
@@ -29,17 +26,6 @@ class Bandwidth:
     gb_s: float
     source: str
     measured_gb_s: float
-
-
-def device_name(device: torch.device) -> str:
-    """What the maker calls it."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def memory_bandwidth(device: torch.device, name: str) -> Bandwidth:

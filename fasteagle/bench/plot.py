@@ -16,7 +16,7 @@ def check_plot(path: Path) -> None:
     if path.suffix.lower() not in SUFFIXES:
         raise FasteagleError(f"--plot {path}: suffix {path.suffix!r}: use {', '.join(SUFFIXES)}")
     try:
-        import matplotlib  # noqa: F401
+        import matplotlib  # noqa: F401  (an extra that may be missing)
     except ImportError as error:
         raise FasteagleError(
             f'--plot needs matplotlib ({error}): pip install "fasteagle[plot]"'
@@ -32,7 +32,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
 
 def figure(report: dict[str, Any]) -> Any:
     """The chart as a matplotlib figure: rows side by side, a colour for each precision."""
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # an extra that may be missing
 
     rows, meta = report["rows"], report["meta"]
     names = list(dict.fromkeys(row["name"] for row in rows))

@@ -14,50 +14,21 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor, nn
 
-from fasteagle.errors import FasteagleError
+from fasteagle.bench.options import EvalOptions
+from fasteagle.device import available_bytes, pick_device, pick_dtype
+from fasteagle.errors import FasteagleError, note
 from fasteagle.generate import Engine
-from fasteagle.loading import registry
-from fasteagle.loading.checkpoint import (
-    Checkpoint,
-    available_bytes,
-    open_checkpoint,
-    required_bytes,
-)
-from fasteagle.loading.open import (
-    TORCH_DTYPES,
-    build_engine,
-    note,
-    pick_device,
-    pick_dtype,
-    precision_options,
-    quantized_checkpoint,
-    scheme_of,
-)
-from fasteagle.loading.tokenizer import ChatTokenizer, load_tokenizer
+from fasteagle.loading.checkpoint import required_bytes
+from fasteagle.loading.open import OpenedModel, PreparedModel, open_model, precision_options
+from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.options import RuntimeOptions
 from fasteagle.paths import write_atomic
 
 ROWS_AT_ONCE = 128  # of logits
-
-
-@dataclasses.dataclass(frozen=True)
-class EvalOptions:
-    """What to measure on which text."""
-
-    text: Path
-    precisions: tuple[str, ...] = ("bf16", "int8", "int4")
-    tokens: int = 8192
-    window: int = 512
-
-    def __post_init__(self) -> None:
-        if self.window < 16:
-            raise FasteagleError(f"window {self.window} is too short: use 16 tokens or more")
-        if self.tokens < self.window:
-            raise FasteagleError(
-                f"tokens {self.tokens} do not fill one window of {self.window}: use more"
-            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,18 +45,14 @@ class Quality:
 
 def evaluate(model: str, options: EvalOptions, runtime: RuntimeOptions) -> list[Quality]:
     """Measure every precision. The first entry is the reference itself."""
-    device = pick_device(runtime.device)
-    source = registry.resolve(model)
-    checkpoint = open_checkpoint(source.path)
-    tokenizer = load_tokenizer(source.path, source.template)
-    windows = read_windows(options, tokenizer)
-    reference, rows = _reference(checkpoint, windows, runtime, device, model)
+    pick_device(runtime.device)  # before anything is fetched
+    opened = open_model(model)
+    windows = read_windows(options, opened.tokenizer)
+    reference, rows = _reference(opened, windows, runtime)
     found = [rows]
     for precision in options.precisions:
-        chosen = precision_options(runtime, precision)
-        found.append(
-            _measure(precision, checkpoint, tokenizer, windows, reference, chosen, device, model)
-        )
+        prepared = opened.prepared(precision_options(runtime, precision))
+        found.append(_measure(precision, prepared, windows, reference))
         note(f"{precision}: perplexity {found[-1].perplexity:.3f}, KL {found[-1].kl:.5f}")
     return found
 
@@ -120,20 +87,16 @@ class Reference:
 
 @torch.no_grad()
 def _reference(
-    checkpoint: Checkpoint,
-    windows: Sequence[list[int]],
-    runtime: RuntimeOptions,
-    device: torch.device,
-    name: str,
+    opened: OpenedModel, windows: Sequence[list[int]], runtime: RuntimeOptions
 ) -> tuple[Reference, Quality]:
     """In fp32 where that fits in memory, else in 16 bits."""
-    plain = dataclasses.replace(runtime, quant=None, backend="fasteagle")
-    need = sum(required_bytes(checkpoint.config, torch.float32, len(windows[0])))
+    config, device = opened.checkpoint.config, pick_device(runtime.device)
+    need = sum(required_bytes(config, torch.float32, len(windows[0])))
     free = available_bytes(device)
     fits = free is None or need * 1.1 < free
     dtype_name = "fp32" if fits else pick_dtype("auto", device)
     note(f"the unquantized model in {dtype_name} ...")
-    engine = build_engine(checkpoint, dtype_name, device, plain, name)
+    engine = opened.prepared(precision_options(runtime, dtype_name)).engine()
     reference = Reference(engine, windows)
     loss = sum(
         float(_nll(reference.log_probs(i, rows), ids, rows).sum())
@@ -141,25 +104,15 @@ def _reference(
         for rows in _parts(ids)
     )
     n = sum(len(ids) - 1 for ids in windows)
-    size = required_bytes(checkpoint.config, TORCH_DTYPES[dtype_name], 0)[0] / 1e9
+    size = required_bytes(config, engine.dtype, 0)[0] / 1e9
     return reference, Quality(dtype_name, "unquantized", math.exp(loss / n), 0.0, 1.0, size)
 
 
 @torch.no_grad()
 def _measure(
-    precision: str,
-    checkpoint: Checkpoint,
-    tokenizer: ChatTokenizer,
-    windows: Sequence[list[int]],
-    reference: Reference,
-    runtime: RuntimeOptions,
-    device: torch.device,
-    name: str,
+    precision: str, prepared: PreparedModel, windows: Sequence[list[int]], reference: Reference
 ) -> Quality:
-    source = quantized_checkpoint(checkpoint, runtime, tokenizer)
-    scheme = scheme_of(source, runtime)
-    dtype_name = pick_dtype(runtime.dtype, device, scheme is not None)
-    engine = build_engine(source, dtype_name, device, runtime, name)
+    engine = prepared.engine()
     loss = kl = same = 0.0
     for i, ids in enumerate(windows):
         features = engine.features(ids)
@@ -170,8 +123,9 @@ def _measure(
             kl += float(F.kl_div(ours, theirs, reduction="sum", log_target=True))
             same += float((ours.argmax(-1) == theirs.argmax(-1)).sum())
     n = sum(len(ids) - 1 for ids in windows)
-    dense = required_bytes(checkpoint.config, TORCH_DTYPES[dtype_name], 0)[0]
-    size = (scheme.model_bytes(checkpoint.config) if scheme else dense) / 1e9
+    scheme, config = prepared.scheme, prepared.checkpoint.config
+    dense = required_bytes(config, prepared.dtype, 0)[0]
+    size = (scheme.model_bytes(config) if scheme else dense) / 1e9
     label = scheme.name if scheme else "unquantized"
     return Quality(precision, label, math.exp(loss / n), kl / n, same / n, size)
 
@@ -188,7 +142,7 @@ def _nll(log_probs: Tensor, ids: list[int], rows: slice) -> Tensor:
 
 
 def run_eval(
-    model: str, runtime: RuntimeOptions, options: EvalOptions, md: bool, json_path: Path | None
+    model: str, runtime: RuntimeOptions, options: EvalOptions, *, md: bool, json_path: Path | None
 ) -> None:
     """Measure and print, as `fasteagle eval` does."""
     found = evaluate(model, options, runtime)
@@ -218,9 +172,6 @@ def run_eval(
         for row in (headings, ("---",) * len(headings), *cells):
             print(f"| {' | '.join(row)} |")
         return
-    from rich.console import Console
-    from rich.table import Table
-
     table = Table(*headings, box=None, pad_edge=False)
     for row in cells:
         table.add_row(*row)

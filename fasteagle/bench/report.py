@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import importlib.metadata
 import platform
 import statistics
 import subprocess
@@ -16,12 +17,12 @@ import torch
 
 from fasteagle import __version__
 from fasteagle.bench.latency import percentile
-from fasteagle.bench.measure import device_name, memory_bandwidth
-from fasteagle.bench.row_spec import TreeSize
+from fasteagle.bench.measure import memory_bandwidth
 from fasteagle.bench.rows import Row
 from fasteagle.bench.run import BenchOptions
-from fasteagle.loading.open import pick_device
+from fasteagle.device import device_name, pick_device
 from fasteagle.options import RuntimeOptions
+from fasteagle.shapes import shape_of
 
 
 def build_report(
@@ -87,6 +88,8 @@ def _parts(row: Row) -> dict[str, Any]:
     passes = sum(stats.passes for stats in row.stats)
     if not passes:
         return {}
+    if not all(stats.parts_timed for stats in row.stats):
+        return {}
     parts = {
         "draft_ms": sum(s.draft_seconds for s in row.stats),
         "verify_ms": sum(s.verify_seconds for s in row.stats),
@@ -115,8 +118,6 @@ def _acceptance(row: Row) -> dict[str, Any]:
 
 def metadata(options: BenchOptions, runtime: RuntimeOptions) -> dict[str, Any]:
     """The conditions of the numbers."""
-    import transformers
-
     device = pick_device(runtime.device)
     name = device_name(device)
     return {
@@ -128,7 +129,7 @@ def metadata(options: BenchOptions, runtime: RuntimeOptions) -> dict[str, Any]:
         "fasteagle": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": importlib.metadata.version("transformers"),
         "model": options.model,
         "data": str(options.data) if options.data else "package prompts",
         "limit": options.limit,
@@ -206,7 +207,7 @@ def _tree_cell(row: dict[str, Any]) -> str:
     """Depth, top-k, nodes; for a tuned row the shares of its passes."""
     if row["auto_shares"] is not None:
         return "auto: " + row["auto_shares"]
-    return str(TreeSize(**row["tree"])) if row["tree"] else "-"
+    return str(shape_of(**row["tree"])) if row["tree"] else "-"
 
 
 def conditions(report: dict[str, Any]) -> str:

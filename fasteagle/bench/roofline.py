@@ -13,10 +13,11 @@ import dataclasses
 import re
 from collections.abc import Iterable
 
-from fasteagle.bench.row_spec import TreeSize
+from fasteagle.bench.row_spec import RowSpec
 from fasteagle.config import HeadConfig, ModelConfig
 from fasteagle.errors import FasteagleError
 from fasteagle.quant.scheme import Scheme, is_scheme_name, parse_scheme
+from fasteagle.shapes import AnyShape
 
 THIS = "this"  # the device name that means: measure this machine
 
@@ -151,7 +152,7 @@ class Roofline:
             + self._attention(config, rows)
         )
 
-    def draft(self, head: HeadConfig, tree: TreeSize) -> Time:
+    def draft(self, head: HeadConfig, tree: AnyShape) -> Time:
         """All passes of the draft head in a cycle, its linears stored like the target's.
 
         One extends by the committed positions, padded to D + 1 rows, with logits for the last; then
@@ -208,10 +209,10 @@ def _head_linears(head: HeadConfig) -> int:
 class Case:
     """One row of the benchmark to predict. `rows` are those of its target pass."""
 
-    row: str
+    row: RowSpec
     precision: str
     storage: Storage
-    tree: TreeSize | None
+    tree: AnyShape | None
     tau: float
     context: int
     rows: int = 1
@@ -252,8 +253,8 @@ def predict(
     found = []
     for case in cases:
         model = Roofline(device, config, case.storage, case.context, fp16_accumulate)
-        drafts = case.tree is not None and case.row.startswith("eagle")
-        draft = model.draft(head, case.tree) if drafts and case.tree else None
-        memory_gb = model.memory_bytes(head if drafts else None) / 1e9
+        tree = case.tree if case.row.has_head else None
+        draft = None if tree is None else model.draft(head, tree)
+        memory_gb = model.memory_bytes(None if tree is None else head) / 1e9
         found.append(Prediction(case, model.verify(1), model.verify(case.rows), draft, memory_gb))
     return found

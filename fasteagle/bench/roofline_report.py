@@ -9,13 +9,15 @@ from typing import Any
 
 from fasteagle.bench.roofline import ELEMENT_BYTES, Case, Device, Prediction, Storage, predict
 from fasteagle.bench.roofline import storage_named as named
-from fasteagle.bench.row_spec import ROW_NAMES, TreeSize, draft_of, is_sized, planned_tree
+from fasteagle.bench.row_spec import RowSpec, parse_rows
 from fasteagle.config import ModelConfig
 from fasteagle.errors import FasteagleError
-from fasteagle.loading.checkpoint import open_checkpoint, read_json
+from fasteagle.loading.checkpoint import open_checkpoint
 from fasteagle.loading.find_head import head_shape
 from fasteagle.loading.registry import REGISTRY, preset
+from fasteagle.loading.tensors import read_json
 from fasteagle.options import LM_HEAD_BITS, DraftOptions
+from fasteagle.shapes import shape_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +32,7 @@ class RooflineOptions:
     draft: DraftOptions = dataclasses.field(default_factory=DraftOptions)
 
     def __post_init__(self) -> None:
-        for row in self.rows:
-            if row not in ROW_NAMES and not is_sized(row):
-                raise FasteagleError(f"unknown row {row!r}: use {', '.join(ROW_NAMES)}")
-            draft_of(row, self.draft)
+        parse_rows(self.rows, self.draft)  # checks them
         if self.lm_head not in LM_HEAD_BITS:
             known = ", ".join(LM_HEAD_BITS)
             raise FasteagleError(f"lm-head {self.lm_head!r} is unknown: use {known}")
@@ -54,10 +53,10 @@ def planned_cases(options: RooflineOptions, config: ModelConfig, on_cpu: bool) -
     for precision in options.precisions:
         dense = precision in ELEMENT_BYTES
         storage = named(precision, config, LM_HEAD_BITS[options.lm_head])
-        for row in options.rows:
-            if row.startswith("hf") and not dense:  # transformers runs dense weights only
+        for row in parse_rows(options.rows, options.draft):
+            if row.is_hf and not dense:
                 continue
-            tree = planned_tree(row, options.draft, on_cpu and not dense)
+            tree = row.planned_tree(options.draft, on_cpu and not dense)
             tau = 1.0 if tree is None else options.tau
             limit = 1 if tree is None else tree.depth + 1
             if not 1 <= tau <= limit:
@@ -89,7 +88,7 @@ def recorded_cases(record: dict[str, Any], config: ModelConfig, source: str) -> 
 
 
 def _recorded_case(row: dict[str, Any], config: ModelConfig) -> Case:
-    tree = TreeSize(**row["tree"]) if row["tree"] else None
+    tree = shape_of(**row["tree"]) if row["tree"] else None
     element_bytes = ELEMENT_BYTES[row["dtype"]]
     storage = Storage.of(None, element_bytes)
     if row["scheme"] is not None:
@@ -97,7 +96,8 @@ def _recorded_case(row: dict[str, Any], config: ModelConfig) -> Case:
         storage = dataclasses.replace(storage, element_bytes=element_bytes)
     rows = row["plain_rows"] or 1 if tree is None else tree.rows
     context = round(row["context"])
-    return Case(row["name"], row["precision"], storage, tree, row["tau"], context, rows)
+    spec = RowSpec.parse(row["name"])
+    return Case(spec, row["precision"], storage, tree, row["tau"], context, rows)
 
 
 def predictions(
@@ -144,7 +144,7 @@ def _cells(found: Prediction, device: Device) -> tuple[str, ...]:
     case = found.case
     fits = found.memory_gb <= device.memory_gb
     return (
-        case.row,
+        case.row.label,
         case.precision,
         str(case.tree) if case.tree else "-",
         f"{case.context:,}",

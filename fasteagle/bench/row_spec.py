@@ -1,98 +1,112 @@
-"""Which tree a benchmark row drafts: planned from its options, or read off its drafter.
-
-Needs no torch until a static tree is asked for.
-"""
+"""Rows of the benchmark by name: how each decodes, and which tree it drafts. Needs no torch."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fasteagle.errors import FasteagleError
-from fasteagle.options import DraftOptions
+from fasteagle.options import DEFAULT_TREE, DraftOptions
+from fasteagle.shapes import PAPER_TREE, AnyShape, StaticShape, TreeShape, read_tree
 
-if TYPE_CHECKING:
-    from fasteagle.drafters import Drafter
+LOOKUP_TOKENS = 10  # of hf-pld: the value transformers' documentation uses for prompt lookup
+ROW_NAMES = ("hf", "hf-pld", "plain", "eagle", "eagle-static", "eagle-chain", "ngram")
+_SIZED = re.compile(r"eagle@([0-9]+)/([0-9]+)/([0-9]+)")
 
 
 @dataclasses.dataclass(frozen=True)
-class TreeSize:
-    """A draft tree in three numbers; `nodes` leave the root out, `topk` is None where it varies."""
+class RowSpec:
+    """One way to decode: one of `ROW_NAMES`, or an eagle row with a tree of its own."""
 
-    depth: int
-    topk: int | None
-    nodes: int
+    kind: str
+    shape: TreeShape | None = None  # of its own
+
+    @staticmethod
+    def parse(text: str) -> RowSpec:
+        """From a name, or `eagle@DEPTH/TOPK/NODES`. Raises `FasteagleError` for anything else."""
+        if text in ROW_NAMES:
+            return RowSpec(text)
+        if not text.startswith("eagle@"):
+            raise FasteagleError(f"unknown row {text!r}: use {', '.join(ROW_NAMES)}")
+        match = _SIZED.fullmatch(text)
+        if match is None:
+            example = RowSpec("eagle", DEFAULT_TREE).label
+            raise FasteagleError(f"row {text!r}: use eagle@DEPTH/TOPK/NODES, like {example}")
+        depth, topk, nodes = map(int, match.groups())
+        return RowSpec("eagle", TreeShape(depth, topk, nodes))
 
     @property
-    def rows(self) -> int:
-        """Rows of the verify pass, root included."""
-        return self.nodes + 1
+    def label(self) -> str:
+        """What `parse` reads."""
+        if self.shape is None:
+            return self.kind
+        return f"{self.kind}@{self.shape.depth}/{self.shape.topk}/{self.shape.nodes}"
 
     def __str__(self) -> str:
-        return f"{self.depth}, {self.topk or '-'}, {self.nodes}"
+        return self.label
+
+    @property
+    def is_hf(self) -> bool:
+        """Whether transformers decodes it, which runs dense weights only."""
+        return self.kind in ("hf", "hf-pld")
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether transformers drafts by prompt lookup."""
+        return self.kind == "hf-pld"
+
+    @property
+    def is_plain(self) -> bool:
+        return self.kind == "plain"
+
+    @property
+    def has_head(self) -> bool:
+        """Whether it drafts with a draft head."""
+        return self.kind in ("eagle", "eagle-static", "eagle-chain")
+
+    def draft_options(self, draft: DraftOptions) -> DraftOptions:
+        """`draft` as this row takes it."""
+        if self.is_hf or self.is_plain:
+            return draft
+        if self.shape is not None:
+            return dataclasses.replace(
+                draft,
+                drafter="eagle",
+                tree_depth=self.shape.depth,
+                tree_topk=self.shape.topk,
+                tree_nodes=self.shape.nodes,
+                tree_file=None,
+                verify="match",
+            )
+        tree_file = draft.tree_file if self.kind == "eagle-static" else None
+        verify = draft.verify if self.kind in ("eagle-static", "eagle-chain") else "match"
+        return dataclasses.replace(draft, drafter=self.kind, tree_file=tree_file, verify=verify)
+
+    def planned_tree(self, draft: DraftOptions, quantized_on_cpu: bool) -> AnyShape | None:
+        """The tree that this row will draft, None for rows that do not draft."""
+        if self.kind in ("hf", "plain"):
+            return None
+        if self.looks_up:
+            return chain_shape(LOOKUP_TOKENS)
+        if self.kind == "ngram":
+            from fasteagle.drafting.ngram import NgramDrafter  # needs torch
+
+            return NgramDrafter().shape
+        if self.kind == "eagle-static":
+            paths = read_tree(Path(draft.tree_file)) if draft.tree_file else PAPER_TREE
+            return StaticShape(max(map(len, paths)), None, len(paths))
+        return self.draft_options(draft).tree_shape(quantized_on_cpu)
 
 
-ROW_NAMES = ("hf", "hf-pld", "plain", "eagle", "eagle-static", "eagle-chain", "ngram")
-SIZED = "eagle@"  # a row with a tree of its own: eagle@DEPTH/TOPK/NODES
+def chain_shape(depth: int) -> TreeShape:
+    return TreeShape(depth, topk=1, nodes=depth)
 
 
-def is_sized(row: str) -> bool:
-    return row.startswith(SIZED)
-
-
-def draft_of(row: str, draft: DraftOptions) -> DraftOptions:
-    """`draft` as row `row` takes it. Raises `FasteagleError` for sizes that are not three."""
-    if row in ("hf", "hf-pld", "plain"):
-        return draft
-    if is_sized(row):
-        sizes = row.removeprefix(SIZED).split("/")
-        if len(sizes) != 3 or not all(size.isascii() and size.isdigit() for size in sizes):
-            raise FasteagleError(f"row {row!r}: use {SIZED}DEPTH/TOPK/NODES, like eagle@3/3/8")
-        depth, topk, nodes = map(int, sizes)
-        return dataclasses.replace(
-            draft,
-            drafter="eagle",
-            tree_depth=depth,
-            tree_topk=topk,
-            tree_nodes=nodes,
-            tree_file=None,
-            verify="match",
-        )
-    tree_file = draft.tree_file if row == "eagle-static" else None
-    verify = draft.verify if row in ("eagle-static", "eagle-chain") else "match"
-    return dataclasses.replace(draft, drafter=row, tree_file=tree_file, verify=verify)
-
-
-def planned_tree(row: str, draft: DraftOptions, quantized_on_cpu: bool) -> TreeSize | None:
-    """The tree that row `row` will draft, None for rows that do not draft."""
-    if row in ("hf", "plain"):
-        return None
-    if row == "hf-pld":
-        from fasteagle.bench.hf import LOOKUP_TOKENS
-
-        return TreeSize(LOOKUP_TOKENS, 1, LOOKUP_TOKENS)
-    if row == "ngram":
-        from fasteagle.drafters import NgramDrafter
-
-        return used_tree(NgramDrafter())
-    depth, topk, nodes = draft_of(row, draft).sizes(quantized_on_cpu)
-    if row == "eagle-chain":
-        return TreeSize(depth, 1, depth)
-    if row == "eagle-static":
-        from fasteagle.loading.find_head import read_tree
-        from fasteagle.tree import PAPER_TREE
-
-        paths = read_tree(Path(draft.tree_file)) if draft.tree_file else PAPER_TREE
-        return TreeSize(max(map(len, paths)), None, len(paths))
-    return TreeSize(depth, topk, nodes)
-
-
-def used_tree(drafter: Drafter | None) -> TreeSize | None:
-    """The tree that `drafter` proposes."""
-    if drafter is None:
-        return None
-    nodes = drafter.rows - 1
-    shape = getattr(drafter, "shape", None)
-    topk = 1 if nodes == drafter.depth else getattr(shape, "topk", None)
-    return TreeSize(drafter.depth, topk, nodes)
+def parse_rows(names: Iterable[str], draft: DraftOptions) -> tuple[RowSpec, ...]:
+    """The rows of a run. Raises `FasteagleError` for unknown ones, and where `draft` fits none."""
+    rows = tuple(map(RowSpec.parse, names))
+    for row in rows:
+        row.draft_options(draft)
+    return rows

@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 from fasteagle.bench.hf import hf_generate
 from fasteagle.bench.latency import Chunk, token_latencies
-from fasteagle.bench.row_spec import TreeSize
 from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
 from fasteagle.quant.scheme import Scheme
+from fasteagle.shapes import AnyShape
 from fasteagle.stats import Stats
 
 
@@ -43,8 +43,7 @@ class EngineDecoder:
         self.engine, self.params, self.eos_ids = engine, params, eos_ids
 
     def restart(self) -> None:
-        self.engine.cached.clear()
-        self.engine.use(self.engine.drafter)
+        self.engine.restart()
 
     def turn(self, prompt: list[int], max_new_tokens: int) -> Turn:
         chunks = list(self.engine.generate(prompt, self.params, max_new_tokens, self.eos_ids))
@@ -113,7 +112,7 @@ class Row:
     kv_bytes: int = 0  # of one cached position
     scheme: Scheme | None = None  # None: dense
     dtype: str = ""
-    tree: TreeSize | None = None
+    tree: AnyShape | None = None
     auto: str | None = None  # what the tuner chose, and why
     auto_shares: str | None = None  # how many of the passes each tree had
     simulated_tau: float | None = None

@@ -8,48 +8,43 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import resource
 from collections.abc import Callable, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fasteagle.bench.hf import LOOKUP_TOKENS, hf_model
+from fasteagle.bench.ablation import ablated
+from fasteagle.bench.hf import hf_model
 from fasteagle.bench.roofline import Storage
-from fasteagle.bench.row_spec import ROW_NAMES, TreeSize, draft_of, is_sized, used_tree
+from fasteagle.bench.row_spec import LOOKUP_TOKENS, RowSpec, chain_shape, parse_rows
 from fasteagle.bench.rows import Decoder, EngineDecoder, HFDecoder, Row, Spent
-from fasteagle.bench.simulate import check_simulation, dummy_drafter, is_eagle, wants_dummy_head
-from fasteagle.compile.costs import tune_now
-from fasteagle.compile.cycles import use_static_cycles
-from fasteagle.drafters import Drafter, EagleDrafter, Piloted
-from fasteagle.drafting.controller import Pilot
-from fasteagle.errors import FasteagleError
-from fasteagle.generate import Engine, choose_plain_rows
-from fasteagle.loading.checkpoint import (
-    Checkpoint,
-    DummyCheckpoint,
-    available_bytes,
-    required_bytes,
-)
+from fasteagle.bench.simulate import check_simulation, dummy_drafter, wants_dummy_head
+from fasteagle.compile.costs import choose_plain_rows, tune_now
+from fasteagle.compile.graphs import make_engine
+from fasteagle.device import TORCH_DTYPES, available_bytes, pick_device
+from fasteagle.drafting.base import Drafter
+from fasteagle.drafting.controller import Controller
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.errors import FasteagleError, note
+from fasteagle.generate import Engine
+from fasteagle.loading.checkpoint import required_bytes
 from fasteagle.loading.find_head import make_drafter
 from fasteagle.loading.open import (
-    TORCH_DTYPES,
     TORCHAO,
-    build_engine,
+    OpenedModel,
+    PreparedModel,
     compile_now,
-    note,
-    pick_device,
-    pick_dtype,
     precision_options,
-    quantized_checkpoint,
-    scheme_of,
 )
+from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint
 from fasteagle.loading.tokenizer import ChatTokenizer, Message
-from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
+from fasteagle.options import DEFAULT_MODEL, DraftOptions, RuntimeOptions, SamplingParams
+from fasteagle.prompts import Question
 from fasteagle.quant.scheme import is_scheme_name
+from fasteagle.sampling import DrawKind
+from fasteagle.shapes import AnyShape
 
 DEFAULT_ROWS = ("hf", "plain", "eagle")
 PRECISIONS = ("bf16", "fp16", "fp32", "int8", "int4", "a scheme like int4-g64-hqq")
@@ -60,7 +55,7 @@ WARM_UP_TOKENS = 16
 class BenchOptions:
     """What to run."""
 
-    model: str = "smollm2-135m"
+    model: str = DEFAULT_MODEL
     rows: tuple[str, ...] = DEFAULT_ROWS
     precisions: tuple[str, ...] = ("bf16",)
     data: Path | None = None
@@ -75,9 +70,12 @@ class BenchOptions:
     rerank: bool = True  # False: its ablation that keeps nodes in the order they were found
     simulate_tau: float | None = None  # of eagle rows on random weights; see `simulate`
 
+    @property
+    def specs(self) -> tuple[RowSpec, ...]:
+        return parse_rows(self.rows, self.draft)
+
     def __post_init__(self) -> None:
         for value, known, what in (
-            *((row, ROW_NAMES, "row") for row in self.rows if not is_sized(row)),
             *(
                 (precision, PRECISIONS, "precision")
                 for precision in self.precisions
@@ -87,9 +85,8 @@ class BenchOptions:
         ):
             if value not in known:
                 raise FasteagleError(f"unknown {what} {value!r}: use {', '.join(known)}")
-        SamplingParams(self.temperature, top_p=self.top_p, seed=self.seed)  # checks them
-        for row in self.rows:
-            draft_of(row, self.draft)
+        self.params  # noqa: B018 - checks them
+        parse_rows(self.rows, self.draft)  # checks them
         if self.limit is not None and self.limit < 1:
             raise FasteagleError(f"limit {self.limit} is out of range: use 1 or more")
         if self.max_new_tokens < 2:
@@ -97,56 +94,30 @@ class BenchOptions:
                 f"max-new-tokens {self.max_new_tokens} is out of range: a rate needs 2 or more"
             )
 
-
-@dataclasses.dataclass(frozen=True)
-class Question:
-    turns: tuple[str, ...]
-
-
-def read_questions(path: Path | None, limit: int | None) -> list[Question]:
-    """Questions of a JSONL file with `turns`, or the ten shipped with the package."""
-    try:
-        if path is None:
-            text = (resources.files("fasteagle") / "data/prompts.jsonl").read_text("utf-8")
-        else:
-            text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise FasteagleError(f"cannot read {path}: {error}") from error
-    questions = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            turns = json.loads(line)["turns"]
-            if not turns or not all(isinstance(turn, str) and turn for turn in turns):
-                raise ValueError("turns must be texts")
-        except (ValueError, TypeError, KeyError) as error:
-            raise FasteagleError(
-                f'{path}, line {number}: expected {{"turns": ["text", ...]}} ({error!r})'
-            ) from error
-        questions.append(Question(tuple(turns)))
-    if not questions:
-        raise FasteagleError(f"{path}: no questions in it")
-    return questions[:limit]
+    @property
+    def params(self) -> SamplingParams:
+        """How answers are drawn."""
+        return SamplingParams(self.temperature, top_p=self.top_p, seed=self.seed)
 
 
 def run(
     options: BenchOptions,
     runtime: RuntimeOptions,
-    checkpoint: Checkpoint,
-    tokenizer: ChatTokenizer,
+    opened: OpenedModel,
     questions: Sequence[Question],
 ) -> list[Row]:
     """Measure every row. Precisions run together where they fit in memory, else one by one."""
     device = pick_device(runtime.device)
     if runtime.threads:
         torch.set_num_threads(runtime.threads)
+    checkpoint, tokenizer = opened.checkpoint, opened.tokenizer
     check_simulated(options, runtime, isinstance(checkpoint, DummyCheckpoint))
     rows: list[Row] = []
     for precisions in _fitting_groups(options, runtime, checkpoint, device):
         group = []
         for precision in precisions:
-            group += _build_rows(precision, options, runtime, checkpoint, tokenizer, device)
+            chosen = precision_options(runtime, precision)
+            group += _build_rows(precision, options, opened.prepared(chosen))
         _warm_up(group, questions[0], tokenizer)
         for row in group:
             if reason := _uncaptured(row.decoder):
@@ -157,8 +128,8 @@ def run(
                 _answer(row, question, tokenizer, options.max_new_tokens, device)
         for row in group:
             row.tree = _tree(row.decoder)
-            if pilot := _pilot(row.decoder):
-                row.auto, row.auto_shares = pilot.explain(), pilot.shares()
+            if controller := _controller(row.decoder):
+                row.auto, row.auto_shares = controller.explain(), controller.shares()
             row.decoder = Spent()  # the next precision needs the memory
         rows += group
     return rows
@@ -170,25 +141,28 @@ def check_simulated(options: BenchOptions, runtime: RuntimeOptions, is_dummy: bo
     # torchao's formats leave the draft head dense, and the tree as it is for a dense target.
     quantized = tuple(r.quant is not None and r.backend == "fasteagle" for r in runtimes)
     on_cpu = pick_device(runtime.device).type == "cpu"
-    check_simulation(options.simulate_tau, is_dummy, options.rows, quantized, options.draft, on_cpu)
+    check_simulation(
+        options.simulate_tau, is_dummy, options.specs, quantized, options.draft, on_cpu
+    )
 
 
-def _tree(decoder: Decoder) -> TreeSize | None:
+def _tree(decoder: Decoder) -> AnyShape | None:
+    """The tree that was drafted."""
     if isinstance(decoder, HFDecoder):
-        return TreeSize(LOOKUP_TOKENS, 1, LOOKUP_TOKENS) if decoder.lookup else None
-    return used_tree(decoder.engine.drafter) if isinstance(decoder, EngineDecoder) else None
+        return chain_shape(LOOKUP_TOKENS) if decoder.lookup else None
+    drafter = decoder.engine.drafter if isinstance(decoder, EngineDecoder) else None
+    return None if drafter is None else drafter.shape
 
 
-def _pilot(decoder: Decoder) -> Pilot | None:
+def _controller(decoder: Decoder) -> Controller | None:
     """Who chose the trees, where the tuner did."""
     drafter = decoder.engine.drafter if isinstance(decoder, EngineDecoder) else None
-    return drafter.pilot if isinstance(drafter, Piloted) else None
+    return None if drafter is None else drafter.controller
 
 
 def _uncaptured(decoder: Decoder) -> str | None:
     """Why cycles that should be replayed are not."""
-    captured = decoder.engine.captured if isinstance(decoder, EngineDecoder) else None
-    return captured.error if captured else None
+    return decoder.engine.runner.error if isinstance(decoder, EngineDecoder) else None
 
 
 def _fitting_groups(
@@ -205,46 +179,35 @@ def _fitting_groups(
     return [options.precisions] if together else [(p,) for p in options.precisions]
 
 
-def _build_rows(
-    precision: str,
-    options: BenchOptions,
-    runtime: RuntimeOptions,
-    checkpoint: Checkpoint,
-    tokenizer: ChatTokenizer,
-    device: torch.device,
-) -> list[Row]:
+def _build_rows(precision: str, options: BenchOptions, prepared: PreparedModel) -> list[Row]:
     """The rows of one precision; they share one copy of the weights, and transformers has one."""
-    runtime = precision_options(runtime, precision)
-    source = quantized_checkpoint(checkpoint, runtime, tokenizer)
-    scheme = scheme_of(source, runtime)
-    dtype_name = pick_dtype(runtime.dtype, device, scheme is not None)
-    config, dtype = checkpoint.config, TORCH_DTYPES[dtype_name]
-    names = [n for n in options.rows if not (scheme and n.startswith("hf"))]  # theirs are dense
+    config, dtype, scheme = prepared.checkpoint.config, prepared.dtype, prepared.scheme
+    specs = [spec for spec in options.specs if not (scheme and spec.is_hf)]
     theirs = base = None
-    if any(name.startswith("hf") for name in names):
-        theirs = hf_model(checkpoint, dtype, device)
-    if any(not name.startswith("hf") for name in names):
-        base = build_engine(source, dtype_name, device, runtime, options.model)
+    if any(spec.is_hf for spec in specs):
+        theirs = hf_model(prepared.checkpoint, dtype, prepared.device)
+    if not all(spec.is_hf for spec in specs):
+        base = prepared.engine()
     rows = [
         Row(
-            name,
+            spec.label,
             precision,
-            _decoder(name, theirs, base, source, options, tokenizer.eos_ids),
+            _decoder(spec, theirs, base, prepared, options),
             weight_bytes=Storage.of(scheme, dtype.itemsize).pass_bytes(config),
             kv_bytes=config.kv_bytes(1, dtype.itemsize),
             scheme=scheme,
-            dtype=dtype_name,
-            simulated_tau=options.simulate_tau if is_eagle(name) else None,
+            dtype=prepared.dtype_name,
+            simulated_tau=options.simulate_tau if spec.has_head else None,
         )
-        for name in names
+        for spec in specs
     ]
     engines = [row.decoder.engine for row in rows if isinstance(row.decoder, EngineDecoder)]
-    if options.compile and _compile(engines):
+    params = options.params
+    if options.compile and all(compile_now(engine, params) for engine in engines):
+        kind = DrawKind.of(params, config.vocab_size)
         for engine in engines:
-            if tuned := tune_now(engine, note):
+            if tuned := tune_now(engine, note, kind, compiled=True):
                 note(f"{precision}: tuned in {tuned[1]:.1f} s (0: kept from before)")
-    for engine in engines:
-        use_static_cycles(engine)
     for row in rows:
         if row.name == "plain" and isinstance(row.decoder, EngineDecoder):
             row.plain_rows = choose_plain_rows(row.decoder.engine)
@@ -253,42 +216,38 @@ def _build_rows(
 
 
 def _decoder(
-    name: str,
-    theirs: Any,
-    base: Engine | None,
-    checkpoint: Checkpoint,
-    options: BenchOptions,
-    eos_ids: frozenset[int],
+    spec: RowSpec, theirs: Any, base: Engine | None, prepared: PreparedModel, options: BenchOptions
 ) -> Decoder:
-    """What row `name` answers with: transformers' model `theirs`, or the weights of `base`."""
-    params = SamplingParams(options.temperature, top_p=options.top_p, seed=options.seed)
-    if name.startswith("hf"):
-        return HFDecoder(theirs, params, eos_ids, name == "hf-pld")
+    """What row `spec` answers with: transformers' model `theirs`, or the weights of `base`."""
+    params = options.params
+    eos_ids = prepared.tokenizer.eos_ids
+    if spec.is_hf:
+        return HFDecoder(theirs, params, eos_ids, spec.looks_up)
     assert base is not None
-    engine = Engine(base.model, base.max_seq_len)
-    engine.use(_drafter(name, engine, checkpoint, options))
+    engine = make_engine(base.model, base.max_seq_len)
+    engine.use(_drafter(spec, engine, prepared, options))
     return EngineDecoder(engine, params, eos_ids)
 
 
 def _drafter(
-    name: str, engine: Engine, checkpoint: Checkpoint, options: BenchOptions
+    spec: RowSpec, engine: Engine, prepared: PreparedModel, options: BenchOptions
 ) -> Drafter | None:
-    if name == "plain":
+    if spec.is_plain:
         return None
-    draft = draft_of(name, options.draft)
+    checkpoint, draft = prepared.checkpoint, spec.draft_options(options.draft)
     drafter: Drafter | None
-    if wants_dummy_head(name, checkpoint, draft):
-        drafter = dummy_drafter(options.model, engine, checkpoint, draft)
+    if wants_dummy_head(spec, checkpoint, draft):
+        drafter = dummy_drafter(prepared.name, engine, checkpoint, draft)
     else:
-        drafter = make_drafter(options.model, engine, checkpoint, draft, lambda line: None)
-    if draft.drafter == "eagle" and isinstance(drafter, EagleDrafter):
-        drafter.value, drafter.rerank = options.tree_value, options.rerank
+        drafter = make_drafter(prepared.name, engine, checkpoint, draft, lambda line: None)
+    by_confidence = options.tree_value == "confidence"
+    if (by_confidence or not options.rerank) and isinstance(drafter, EagleDrafter):
+        return (
+            drafter
+            if draft.drafter != "eagle"
+            else ablated(drafter, by_confidence=by_confidence, reranks=options.rerank)
+        )
     return drafter
-
-
-def _compile(engines: Sequence[Engine]) -> bool:
-    """Compile the blocks of the shared model once, and those of every draft head."""
-    return all(compile_now(engine) for engine in engines)
 
 
 def _warm_up(rows: Sequence[Row], question: Question, tokenizer: ChatTokenizer) -> None:

@@ -8,30 +8,27 @@ labelled simulated.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
-from fasteagle.bench.row_spec import planned_tree
+from fasteagle.bench.row_spec import RowSpec
 from fasteagle.config import HeadConfig
-from fasteagle.drafters import Drafter
+from fasteagle.drafting.base import Drafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
-from fasteagle.loading.checkpoint import Checkpoint, DummyCheckpoint
 from fasteagle.loading.find_head import head_shape, tree_drafter
+from fasteagle.loading.source import quantize_head_
+from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint
 from fasteagle.model import KEY_BLOCK, EagleHead
 from fasteagle.options import DraftOptions
-
-
-def is_eagle(row: str) -> bool:
-    """Whether a row drafts with a draft head."""
-    return row.startswith("eagle")
 
 
 def check_simulation(
     tau: float | None,
     is_dummy: bool,
-    rows: tuple[str, ...],
-    quantized: tuple[bool, ...],
+    rows: Sequence[RowSpec],
+    quantized: Sequence[bool],
     draft: DraftOptions,
     on_cpu: bool,
 ) -> None:
@@ -44,12 +41,12 @@ def check_simulation(
     asked = f"simulate-tau {tau:g}"
     if not is_dummy:
         raise FasteagleError(f"{asked} is for random weights: add --load-format dummy, or drop it")
-    drafting = [row for row in rows if is_eagle(row)]
+    drafting = [row for row in rows if row.has_head]
     if not drafting:
         raise FasteagleError(f"{asked} needs a row that drafts with a head: add eagle to --rows")
     for row in drafting:
         for is_quantized in quantized:
-            tree = planned_tree(row, draft, is_quantized and on_cpu)
+            tree = row.planned_tree(draft, is_quantized and on_cpu)
             assert tree is not None, "eagle rows draft"
             if not 1 <= tau <= tree.depth + 1:
                 raise FasteagleError(
@@ -58,9 +55,9 @@ def check_simulation(
                 )
 
 
-def wants_dummy_head(row: str, checkpoint: Checkpoint, draft: DraftOptions) -> bool:
+def wants_dummy_head(row: RowSpec, checkpoint: Checkpoint, draft: DraftOptions) -> bool:
     """Whether a row gets a random head: no real one fits random weights, unless asked for."""
-    return is_eagle(row) and isinstance(checkpoint, DummyCheckpoint) and draft.head is None
+    return row.has_head and isinstance(checkpoint, DummyCheckpoint) and draft.head is None
 
 
 def dummy_drafter(
@@ -72,13 +69,11 @@ def dummy_drafter(
     """
     head = _random_head(head_shape(name, engine.model.config), engine.dtype)
     head.borrow(engine.model, engine.max_seq_len + KEY_BLOCK)
-    scheme = getattr(checkpoint, "scheme", None)
+    scheme = checkpoint.scheme
     if scheme is not None:
-        from fasteagle.loading.source import quantize_head_
-
         quantize_head_(head, dataclasses.replace(scheme, method="minmax"))
-    sizes = draft.sizes(quantized_on_cpu=scheme is not None and engine.on_cpu)
-    return tree_drafter(head, draft, engine.max_seq_len, sizes)
+    quantized_on_cpu = scheme is not None and engine.on_cpu
+    return tree_drafter(head, draft, engine.max_seq_len, quantized_on_cpu)
 
 
 def _random_head(config: HeadConfig, dtype: torch.dtype) -> EagleHead:

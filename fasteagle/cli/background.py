@@ -1,4 +1,4 @@
-"""What a conversation prepares while it waits for the person: compiled code, and the tuner's costs.
+"""What a conversation prepares in the background: compiled code, and the tuner's costs.
 
 Compilation goes on all the time, measuring only while nobody waits for an answer. An answer that
 begins before either is ready does without.
@@ -6,89 +6,140 @@ begins before either is ready does without.
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Callable, Iterator
 
 import torch
 
 from fasteagle.compile import BlockCompiler
-from fasteagle.compile.costs import costs_of, follow_costs, tunable
-from fasteagle.compile.cycles import use_static_cycles
-from fasteagle.generate import Engine, choose_plain_rows
-from fasteagle.loading.open import note, start_compiler
+from fasteagle.compile.blocks import configure
+from fasteagle.compile.costs import choose_plain_rows, costs_of, follow_costs, tunable
+from fasteagle.compile.cycles import CycleCompiler
+from fasteagle.errors import note
+from fasteagle.generate import Engine
+from fasteagle.loading.open import start_compiler
+from fasteagle.options import SamplingParams
+from fasteagle.sampling import DrawKind
 
 
 class Preparation:
     """Begins at once, in threads of its own.
 
-    `before_answer` makes the engine use what is ready, and `after_answer` lets measuring go on;
-    between the two it pauses.
+    Only one thread runs the engine at a time: an answer for as long as it lasts (`answering`), or
+    one measurement. Between two answers the engine gets what has become ready.
     """
 
-    def __init__(self, engine: Engine, quiet: bool, tune: bool = True) -> None:
+    def __init__(
+        self, engine: Engine, quiet: bool, tune: bool = True, params: SamplingParams | None = None
+    ) -> None:
         self._engine, self._quiet = engine, quiet
-        self._idle = threading.Event()
-        self._idle.set()
-        self._compiler: BlockCompiler = start_compiler(engine)
-        self._said = False  # whether compilation's end was spoken of
+        self._running = threading.Lock()  # held by whoever runs the engine
+        self._params = params or SamplingParams()
+        self._kinds = {self._kind(self._params)}  # ways to draw that are compiled
+        self._compiler: BlockCompiler = start_compiler(engine, self._params)
+        self._reported = False  # whether the person knows how compilation ended
         self._warned = False  # that capture failed
         self._news: list[str] = []  # for the person, once no line is being typed
         self._drafter = tunable(engine) if tune else None
-        if self._drafter is not None:
-            threads = torch.get_num_threads()
-            threading.Thread(target=self._tune, args=(threads,), daemon=True).start()
+        self._thread = self._start(self._prepare)
 
     def wait_for_compiler(self) -> None:
         self._compiler.wait()
 
-    def before_answer(self) -> None:
-        """Use what is ready; a line where something is not, or has just become so."""
-        self._idle.clear()
-        for line in self._news:
-            self._note(line)
-        self._news.clear()
-        captured = self._engine.captured
-        if captured is not None and captured.error and not self._warned:
-            self._warned = True
-            note(f"warning: running without CUDA graphs: {captured.error}")
-        if self._said:
-            return
-        applied = self._compiler.apply()
-        self._said = applied or self._compiler.error is not None
-        if applied and self._drafter is None:
-            self._engine.plain_rows = choose_plain_rows(self._engine)
+    def join(self) -> None:
+        """Wait until everything is prepared."""
+        self._thread.join()
+
+    @contextlib.contextmanager
+    def answering(self, params: SamplingParams) -> Iterator[None]:
+        """Answer inside, with what is ready; a line where something is not, or has become so."""
+        with self._running:
+            for line in self._news:
+                self._note(line)
+            self._news.clear()
+            if self._engine.runner.error and not self._warned:
+                self._warned = True
+                note(f"warning: running without CUDA graphs: {self._engine.runner.error}")
+            if not self._reported:
+                self._report(self._compiler.apply())
+            self._compile_other(self._kind(params))
+            yield
+
+    def _report(self, applied: bool) -> None:
+        self._reported = applied or self._compiler.error is not None
         if self._compiler.error:
             note(f"warning: running without compilation: {self._compiler.error}")
         elif not applied:
             self._note("[still compiling: this answer runs without]")
 
-    def after_answer(self) -> None:
-        self._idle.set()
-
     def _note(self, line: str) -> None:
         if not self._quiet:
             note(line)
 
-    def _tune(self, threads: int) -> None:
+    def _kind(self, params: SamplingParams) -> DrawKind:
+        return DrawKind.of(params, self._engine.model.config.vocab_size)
+
+    def _start(self, work: Callable[[], None]) -> threading.Thread:
+        n_threads = torch.get_num_threads()  # a new thread would begin with its own
+
+        def run() -> None:
+            torch.set_num_threads(n_threads)
+            configure()
+            work()
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        return thread
+
+    def _compile_other(self, kind: DrawKind) -> None:
+        """Compile for another way to draw, which runs eagerly until then."""
+        if not self._compiler.ready or kind in self._kinds:
+            return
+        self._kinds.add(kind)
+        compiler = CycleCompiler(self._engine, kind)
+
+        def work() -> None:
+            with self._reporting("compiled for these options"):
+                compiler.compile()
+                with self._running:
+                    compiler.apply()
+
+        self._start(work)
+
+    def _prepare(self) -> None:
         """Kept costs, or new ones; without compiled code neither is right."""
-        torch.set_num_threads(threads)
-        engine, drafter = self._engine, self._drafter
-        assert drafter is not None, "started only for such"
         self._compiler.wait()
         if self._compiler.error:
             return
-        try:
-            self._idle.wait()
-            self._compiler.apply()
-            costs, seconds = costs_of(engine, drafter, self._news.append, gate=self._pause)
+        engine, drafter = self._engine, self._drafter
+        with self._reporting("tuned"):
+            with self._running:
+                self._compiler.apply()
+            if drafter is None:
+                if engine.drafter is None:
+                    engine.plain_rows = choose_plain_rows(engine, gate=lambda: self._running)
+                return
+            costs, seconds = costs_of(
+                engine,
+                drafter,
+                self._news.append,
+                self._kind(self._params),
+                gate=lambda: self._running,
+                compiled=True,
+            )
             if seconds:
                 self._news.append(f"[tuned in {seconds:.1f} s; /stats shows the tree]")
-            self._idle.wait()
-            follow_costs(engine, drafter, costs)
-            if engine.drafter is drafter:  # not switched off meanwhile
-                use_static_cycles(engine)
-        except Exception as error:  # whatever it is: the tree stays as it was, and answers go on
-            reason = (str(error) or type(error).__name__).splitlines()[0][:200]
-            self._news.append(f"warning: not tuned: {reason}")
+            with self._running:
+                follow_costs(engine, drafter, costs)
+                if engine.drafter is drafter:  # not switched off meanwhile
+                    engine.prepare(self._params)
 
-    def _pause(self) -> None:
-        self._idle.wait()
+    @contextlib.contextmanager
+    def _reporting(self, what: str) -> Iterator[None]:
+        """Whatever fails: all stays as it was, and answers go on."""
+        try:
+            yield
+        except Exception as error:
+            reason = (str(error) or type(error).__name__).splitlines()[0][:200]
+            self._news.append(f"warning: not {what}: {reason}")

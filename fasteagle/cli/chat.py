@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -9,9 +10,12 @@ import threading
 
 import click
 
+from fasteagle.cli.background import Preparation
 from fasteagle.cli.repl import Repl, utf8_streams
 from fasteagle.cli.session import ChatSession, format_stats
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, note
+from fasteagle.loading.find_head import make_drafter
+from fasteagle.loading.open import load_runtime
 from fasteagle.options import AnswerOptions, DraftOptions, RuntimeOptions, SamplingParams
 
 
@@ -36,47 +40,40 @@ def run_chat(
     system = None if system is None else _argument(system, "--system")
     answer = dataclasses.replace(answer, stop=tuple(_argument(s, "--stop") for s in answer.stop))
 
-    from fasteagle.cli.background import Preparation
-    from fasteagle.loading.find_head import make_drafter
-    from fasteagle.loading.open import load_runtime, note
-
+    say = _silent if quiet else note
     runtime = load_runtime(model, runtime_options, quiet)
-    runtime.engine.use(
-        make_drafter(
-            runtime.name,
-            runtime.engine,
-            runtime.checkpoint,
-            draft,
-            (lambda line: None) if quiet else note,
-        )
-    )
-    if announce_seed and not quiet:
-        note(f"seed {params.seed}")
-    notify = (lambda line: None) if quiet and one_shot else note
-    session = ChatSession(runtime.engine, runtime.tokenizer, params, answer, system, notify)
+    engine = runtime.engine
+    engine.use(make_drafter(runtime.name, engine, runtime.checkpoint, draft, say))
+    if announce_seed:
+        say(f"seed {params.seed}")
+    notify = say if one_shot else note
+    session = ChatSession(engine, runtime.tokenizer, params, answer, system, notify)
     if show_accepted:
         session.mark_accepted = lambda text: click.style(text, fg="green")
     # One answer is over before compilation pays; a conversation compiles while the person types.
     wanted = not one_shot if compile_blocks is None else compile_blocks
-    preparation = Preparation(runtime.engine, quiet, tune=not one_shot) if wanted else None
+    preparation = Preparation(engine, quiet, not one_shot, params) if wanted else None
     if preparation and compile_blocks:
-        if not quiet:
-            note("compiling (kept for the next start) ...")
+        say("compiling (kept for the next start) ...")
         preparation.wait_for_compiler()
-
-    if not one_shot:
-        if not quiet:
-            note(f"context {runtime.engine.max_seq_len:,} tokens; /help lists commands")
+    if one_shot:
+        _answer_once(session, text, preparation)
+        say(format_stats(session.stats))
+    else:
+        say(f"context {engine.max_seq_len:,} tokens; /help lists commands")
         Repl(session, quiet, preparation).run()
         _leave()
-        return
-    if preparation:
-        preparation.before_answer()
-    for piece in session.ask(text):
-        print(piece, end="", flush=True)
-    print()
-    if not quiet:
-        note(format_stats(session.stats))
+
+
+def _silent(line: str) -> None:
+    """In place of `note`."""
+
+
+def _answer_once(session: ChatSession, text: str, preparation: Preparation | None) -> None:
+    with preparation.answering(session.params) if preparation else contextlib.nullcontext():
+        for piece in session.ask(text):
+            print(piece, end="", flush=True)
+        print()
 
 
 def _leave() -> None:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fasteagle.cli.background import Preparation
 from fasteagle.cli.session import ChatSession, format_stats
-from fasteagle.drafters import EagleDrafter
-from fasteagle.errors import FasteagleError, suggest
-from fasteagle.loading.open import note
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.errors import FasteagleError, note, suggest
 from fasteagle.options import AnswerOptions, SamplingParams
 from fasteagle.paths import state_dir, write_atomic
-
-if TYPE_CHECKING:
-    from fasteagle.cli.background import Preparation
 
 PROMPT = ">>> "
 CONTINUATION = "... "
@@ -108,17 +106,14 @@ class Repl:
 
     def print_answer(self, pieces: Iterator[str]) -> None:
         """Print an answer as it comes; Ctrl-C ends it and keeps the part that came."""
-        if self.preparation:
-            self.preparation.before_answer()
-        try:
-            for piece in pieces:
-                print(piece, end="", flush=True)
-            print()
-        except KeyboardInterrupt:
-            print("\n[stopped; the part above stays in the conversation]")
-        finally:
-            if self.preparation:
-                self.preparation.after_answer()
+        preparation, params = self.preparation, self.session.params
+        with preparation.answering(params) if preparation else contextlib.nullcontext():
+            try:
+                for piece in pieces:
+                    print(piece, end="", flush=True)
+                print()
+            except KeyboardInterrupt:
+                print("\n[stopped; the part above stays in the conversation]")
         if not self.quiet and self.session.stats.new_tokens:
             note(format_stats(self.session.stats))
 
@@ -154,9 +149,9 @@ class Repl:
             f"{len(self.session.engine.cached):,} of {self.session.engine.max_seq_len:,}"
         )
 
-        pilot = getattr(self.session.engine.drafter, "pilot", None)
-        if pilot is not None:
-            print(pilot.explain())
+        drafter = self.session.engine.drafter
+        if drafter is not None and drafter.controller is not None:
+            print(drafter.controller.explain())
         by_depth = stats.acceptance_by_depth
         if by_depth:
             print(
@@ -177,7 +172,7 @@ class Repl:
         elif text:
             raise FasteagleError(f"/spec wants on, off or a number of nodes, got {text!r}")
         drafter = engine.drafter
-        print(f"{drafter.name}, {drafter.rows - 1} nodes" if drafter else "no speculation")
+        print(f"{drafter.name}, {drafter.shape.nodes} nodes" if drafter else "no speculation")
 
     def _reset(self) -> None:
         self.session.reset()

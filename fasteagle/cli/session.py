@@ -154,6 +154,11 @@ def format_stats(stats: Stats) -> str:
     return (
         f"{line} | accepted {stats.accepted:,}/{stats.drafted:,} "
         f"({100 * stats.accepted / max(stats.drafted, 1):.0f} %) | "
-        f"draft {1e3 * stats.draft_seconds / stats.passes:.1f} ms "
-        f"verify {1e3 * stats.verify_seconds / stats.passes:.1f} ms"
+        f"draft {_milliseconds(stats, stats.draft_seconds)} "
+        f"verify {_milliseconds(stats, stats.verify_seconds)}"
     )
+
+
+def _milliseconds(stats: Stats, seconds: float) -> str:
+    """Of a part of a cycle, on average."""
+    return f"{1e3 * seconds / stats.passes:.1f} ms" if stats.parts_timed else "-"

@@ -8,9 +8,9 @@ from rich.table import Table
 from fasteagle.compile.costs import costs_of, follow_costs, tunable
 from fasteagle.drafting.controller import name
 from fasteagle.drafting.plan import QUALITIES, Costs, Plan, expected_accepted
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.find_head import make_drafter
-from fasteagle.loading.open import compile_now, load_runtime, note
+from fasteagle.loading.open import compile_now, load_runtime
 from fasteagle.options import DraftOptions, RuntimeOptions
 
 
@@ -27,8 +27,8 @@ def run_tune(model: str, runtime_options: RuntimeOptions, draft: DraftOptions) -
     if drafter is None:
         raise FasteagleError("nothing to tune without a drafter")
     note("compiling (kept for the next start) ...")
-    compile_now(engine)
-    costs, seconds = costs_of(engine, drafter, note, anew=True)
+    compiled = compile_now(engine)
+    costs, seconds = costs_of(engine, drafter, note, anew=True, compiled=compiled)
     plan = follow_costs(engine, drafter, costs)
     assert drafter.tuning is not None, "or it were not tunable"
     console = Console(width=100)

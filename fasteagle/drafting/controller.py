@@ -25,7 +25,7 @@ EVERY = 4  # cycles between decisions
 MARGIN = 1.03  # another tree must promise this over the one in use
 
 
-class Pilot:
+class Controller:
     """`shape` is for the next cycle, None for a plain pass; `learn` hears what became of it."""
 
     def __init__(self, plan: Plan) -> None:

@@ -42,6 +42,7 @@ class Costs:
     level: dict[int, float]  # k: every level after it
     rest: float  # acceptance, commit, reading the result
     plain_rest: float  # of a plain pass: choosing and reading one token
+    cycles: dict[TreeShape, float] = dataclasses.field(default_factory=dict)  # whole, measured
 
     @property
     def plain(self) -> float:
@@ -61,10 +62,13 @@ class Costs:
         return _interpolated(self.first_level, shape.topk) + more
 
     def cycle(self, shape: TreeShape) -> float:
-        return self.draft(shape) + self.verify(shape.rows) + self.rest
+        """What was measured; else the sum of its parts."""
+        estimate = self.draft(shape) + self.verify(shape.rows) + self.rest
+        return self.cycles.get(shape, estimate)
 
     def as_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        names = {f"{s.depth}/{s.topk}/{s.nodes}": ms for s, ms in self.cycles.items()}
+        return dataclasses.asdict(dataclasses.replace(self, cycles={})) | {"cycles": names}
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Costs:
@@ -73,8 +77,13 @@ class Costs:
             {int(key): float(value) for key, value in raw[name].items()}
             for name in ("passes", "first_level", "level")
         )
-        costs = cls(passes, first_level, level, float(raw["rest"]), float(raw["plain_rest"]))
-        numbers = [costs.rest, costs.plain_rest]
+        cycles = {
+            TreeShape(*map(int, name.split("/"))): float(ms) for name, ms in raw["cycles"].items()
+        }
+        costs = cls(
+            passes, first_level, level, float(raw["rest"]), float(raw["plain_rest"]), cycles
+        )
+        numbers = [costs.rest, costs.plain_rest, *cycles.values()]
         for table in (passes, first_level, level):
             numbers += table.values()
         if not {1, 2} <= set(passes) or not all(map(math.isfinite, numbers)):
@@ -203,7 +212,7 @@ class Plan:
 
 def make_plan(costs: Costs, ranks: Ranks, max_topk: int, most: int = 4) -> Plan:
     """Choose for every quality, from at most `most` shapes."""
-    candidates = shapes(max(costs.passes), max_topk)
+    candidates = list(costs.cycles) or shapes(max(costs.passes), max_topk)
     wanted = [best_shape(costs, ranks, quality, candidates) for quality in QUALITIES]
     distinct = list(dict.fromkeys(shape for shape in wanted if shape is not None))
     if len(distinct) > most:  # keep those at even distances, the first and the last among them

@@ -7,35 +7,28 @@ ships with the package, the published one the registry names. Without a head: n-
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fasteagle.config import HeadConfig, ModelConfig, head_from_hf
-from fasteagle.drafters import (
-    Drafter,
-    EagleDrafter,
-    NgramDrafter,
-    StaticTreeDrafter,
-    Tuning,
-    check_no_gaps,
-    check_paths,
-)
+from fasteagle.drafting.base import Drafter, Tuning
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.plan import NGRAM_RANKS, ranks_of
+from fasteagle.drafting.static_tree import StaticTreeDrafter, check_no_gaps, check_paths
 from fasteagle.errors import FasteagleError
+from fasteagle.generate import Engine
 from fasteagle.loading import hub
-from fasteagle.loading.checkpoint import Checkpoint, DummyCheckpoint, fingerprint, read_json
 from fasteagle.loading.head_file import load_head, read_header
 from fasteagle.loading.registry import REGISTRY
+from fasteagle.loading.source import quantize_head_
+from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint, fingerprint, read_json
 from fasteagle.model import KEY_BLOCK, EagleHead
 from fasteagle.options import DraftOptions
 from fasteagle.paths import cache_dir, costs_path
-from fasteagle.tree import PAPER_TREE, TreeShape
-
-if TYPE_CHECKING:
-    from fasteagle.generate import Engine
+from fasteagle.shapes import PAPER_TREE, read_tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,15 +125,28 @@ def make_drafter(
             raise
         notify(f"warning: {error}")  # the answer does not depend on it
         found = None
-    if found is None:
-        if options.drafter != "auto":
-            raise FasteagleError(
-                f"no draft head for {name}: give one with --head, train one with "
-                "`fasteagle train-head`, or use --drafter ngram"
-            )
-        notify("no draft head for this model: guessing from the context (n-grams) instead")
-        return _ngram(engine, checkpoint)
-    scheme = getattr(checkpoint, "scheme", None)
+    if found is not None:
+        return _eagle(name, engine, checkpoint, options, found, identity, notify)
+    if options.drafter != "auto":
+        raise FasteagleError(
+            f"no draft head for {name}: give one with --head, train one with "
+            "`fasteagle train-head`, or use --drafter ngram"
+        )
+    notify("no draft head for this model: guessing from the context (n-grams) instead")
+    return _ngram(engine, checkpoint)
+
+
+def _eagle(
+    name: str,
+    engine: Engine,
+    checkpoint: Checkpoint,
+    options: DraftOptions,
+    found: FoundHead,
+    identity: str,
+    notify: Callable[[str], None],
+) -> Drafter:
+    """What drafts with the head found, quantized where its target is."""
+    scheme = checkpoint.scheme
     if scheme is None:
         repair = f"fasteagle train-head --model {name} --prompts FILE --out DIR"
     else:
@@ -149,16 +155,14 @@ def make_drafter(
     # A calibrated head says what was faster for it; others are quantized like their target.
     judged = (header or {}).get("head_scheme")
     if scheme is not None and judged != "bf16":
-        from fasteagle.loading.source import quantize_head_
-
         # Calibration measures it with plain min-max values, whatever the target's come from.
         quantize_head_(head, dataclasses.replace(scheme, method="minmax") if judged else scheme)
-    sizes = options.sizes(quantized_on_cpu=scheme is not None and engine.on_cpu)
-    drafter = tree_drafter(head, options, engine.max_seq_len, sizes)
+    quantized_on_cpu = scheme is not None and engine.on_cpu
+    drafter = tree_drafter(head, options, engine.max_seq_len, quantized_on_cpu)
     if options.auto_tree and isinstance(drafter, EagleDrafter):
         path = costs_path(identity, _precision(engine, checkpoint), "eagle")
         drafter.tuning = Tuning(path, ranks_of(header))
-    notify(f"draft head {found.origin}: {drafter.name}, {drafter.rows - 1} nodes")
+    notify(f"draft head {found.origin}: {drafter.name}, {drafter.shape.nodes} nodes")
     return drafter
 
 
@@ -171,7 +175,7 @@ def _ngram(engine: Engine, checkpoint: Checkpoint) -> NgramDrafter:
 
 
 def _precision(engine: Engine, checkpoint: Checkpoint) -> str:
-    scheme = getattr(checkpoint, "scheme", None)
+    scheme = checkpoint.scheme
     return scheme.name if scheme else str(engine.dtype).removeprefix("torch.")
 
 
@@ -193,9 +197,9 @@ def _ready_head(
 
 
 def tree_drafter(
-    head: EagleHead, options: DraftOptions, max_seq_len: int, sizes: tuple[int, int, int]
+    head: EagleHead, options: DraftOptions, max_seq_len: int, quantized_on_cpu: bool
 ) -> Drafter:
-    """The drafter that `options` ask for over a head that is ready; `sizes` of a dynamic tree."""
+    """The drafter that `options` ask for over a head that is ready."""
     sampled = options.verify == "multi-round"
     if options.drafter == "eagle-static" or options.tree_file:
         paths = PAPER_TREE if options.tree_file is None else read_tree(Path(options.tree_file))
@@ -203,22 +207,8 @@ def tree_drafter(
         if sampled:
             check_no_gaps(paths)
         return StaticTreeDrafter(head, max_seq_len, paths, options.noise, sampled)
+    shape = options.tree_shape(quantized_on_cpu)
     if options.drafter == "eagle-chain" and sampled:
-        paths = tuple((0,) * n for n in range(1, sizes[0] + 1))
+        paths = tuple((0,) * n for n in range(1, shape.depth + 1))
         return StaticTreeDrafter(head, max_seq_len, paths, options.noise, sampled)
-    if options.drafter == "eagle-chain":
-        shape = TreeShape(sizes[0], 1, sizes[0])
-    else:
-        shape = TreeShape(*sizes)
     return EagleDrafter(head, shape, max_seq_len, noise=options.noise)
-
-
-def read_tree(path: Path) -> tuple[tuple[int, ...], ...]:
-    """A static tree from JSON: a list of child-rank paths, `[[0], [1], [0, 0]]`."""
-    try:
-        raw = json.loads(path.read_text("utf-8"))
-        if not all(type(rank) is int for node in raw for rank in node):
-            raise ValueError("ranks must be integers")
-        return tuple(tuple(node) for node in raw)
-    except (OSError, ValueError, TypeError) as error:
-        raise FasteagleError(f"tree file {path}: expected a list of paths ({error})") from error

@@ -9,9 +9,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,10 +19,11 @@ from torch import Tensor
 from fasteagle import config as model_config
 from fasteagle.config import ModelConfig
 from fasteagle.errors import FasteagleError
+from fasteagle.loading.tensors import Checkpoint, is_block_linear, rows_for
 from fasteagle.paths import cache_dir, write_atomic
-
-if TYPE_CHECKING:
-    from fasteagle.quant.packed import PackedWeight
+from fasteagle.quant.formats import GGUF_BLOCKS, from_gguf_blocks
+from fasteagle.quant.packed import PackedWeight
+from fasteagle.quant.scheme import Scheme
 
 SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")
 INDEX_VERSION = 1
@@ -61,7 +61,7 @@ class GGUFTensor:
     n_bytes: int
 
 
-class GGUFFile:
+class GGUFFile(Checkpoint):
     """A GGUF checkpoint. Raises `FasteagleError` for damaged files and for types we cannot read."""
 
     def __init__(self, path: Path) -> None:
@@ -119,7 +119,7 @@ class GGUFFile:
 
     def _rows(self, name: str, n_rows: int) -> Tensor:
         """The first rows as the file orders them, dequantized."""
-        from gguf import GGMLQuantizationType
+        from gguf import GGMLQuantizationType  # 0.2 s, for GGUF files only
         from gguf.quants import dequantize
 
         tensor = self.tensors[name]
@@ -140,10 +140,19 @@ class GGUFFile:
         """The GGUF type of every tensor."""
         return {name: tensor.kind for name, tensor in self.tensors.items()}
 
+    @property
+    def own_scheme(self) -> Scheme | None:
+        """A file may mix formats: it counts as 4 bits if every block linear has 4.
+
+        Not the `scheme` it runs in: unless asked, the dequantized values run dense.
+        """
+        if self.scheme is not None:
+            return self.scheme
+        linears = {kind for name, kind in self.kinds().items() if is_block_linear(name)}
+        return Scheme(4, 32, "own") if linears <= {"Q4_0", "Q4_1"} else None
+
     def packed(self, name: str) -> PackedWeight | None:
         """The tensor's own 4- or 8-bit values, nothing rounded; None for other types."""
-        from fasteagle.quant.formats import GGUF_BLOCKS, from_gguf_blocks
-
         tensor = self.tensors[name]
         if tensor.kind not in GGUF_BLOCKS:
             return None
@@ -161,11 +170,6 @@ class GGUFFile:
             if name.endswith("k_proj.weight"):
                 return self.config.n_kv_head
         return None
-
-
-def rows_for(shape: tuple[int, ...], n: int) -> int:
-    """Leading rows of a tensor that hold its first `n` values."""
-    return min(shape[0], -(-n // math.prod(shape[1:])))
 
 
 def rope_order(n_rows: int, n_head: int) -> Tensor:
@@ -203,7 +207,7 @@ def _cached_index(path: Path) -> dict[str, Any]:
 
 
 def _read_index(path: Path) -> dict[str, Any]:
-    from gguf import GGUFReader
+    from gguf import GGUFReader  # 0.2 s, and only for files without an index
 
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from fasteagle.config import HeadConfig, ModelConfig, head_from_hf
 from fasteagle.errors import FasteagleError, shortened
-from fasteagle.loading.checkpoint import read_json
+from fasteagle.loading.tensors import read_json
 from fasteagle.model import EagleHead
 from fasteagle.paths import replacing
 
@@ -72,8 +74,6 @@ def load_official_state(head: EagleHead, state: dict[str, Tensor], source: str) 
 
 def save_head(folder: Path, head: EagleHead, header: dict[str, Any], dtype: torch.dtype) -> None:
     """Write a head directory; each file lands whole."""
-    from safetensors.torch import save_file
-
     folder.mkdir(parents=True, exist_ok=True)
     state = {
         name: (t if name == "d2t" else t.to(dtype)).contiguous().clone()
@@ -122,8 +122,6 @@ def with_vocabulary(head: EagleHead, draft_ids: Tensor) -> EagleHead:
 
 def read_header(folder: Path) -> dict[str, Any] | None:
     """The JSON header of a head of our own, None for others; reads no tensor."""
-    from safetensors import SafetensorError, safe_open
-
     try:
         with safe_open(folder / "model.safetensors", framework="pt") as file:
             metadata = file.metadata() or {}
@@ -135,8 +133,6 @@ def read_header(folder: Path) -> dict[str, Any] | None:
 def _read_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
     safe, pickled = folder / "model.safetensors", folder / "pytorch_model.bin"
     if safe.exists():
-        from safetensors import SafetensorError, safe_open
-
         try:
             with safe_open(safe, framework="pt") as file:
                 metadata = file.metadata() or {}

@@ -117,6 +117,7 @@ def _check_hash(path: Path, expected: str) -> None:
 
 def local_repo(repo: str, revision: str | None) -> Path | None:
     """Snapshot folder of a repository, if the hub cache has it with all its weights."""
+    # Files given by their path need no hub.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -149,6 +150,7 @@ def fetch_repo(repo: str, revision: str | None, download_bytes: int | None = Non
     local = local_repo(repo, revision)
     if local is not None:
         return local
+    # Only where something is fetched.
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub import errors as hub_errors
 

@@ -1,36 +1,141 @@
-"""From a model's name and options to an engine that is ready to answer."""
+"""The one door: from a model's name and options to an engine that is ready to answer.
+
+`open_model` finds a model and opens its files, `prepared` puts its weights under the scheme that
+options ask for, `engine` loads them. `load_runtime` does all of it and tells the person.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
+import functools
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from pathlib import Path
 
 import torch
 
+from fasteagle.compile import BlockCompiler
+from fasteagle.compile.cycles import CycleCompiler
+from fasteagle.compile.graphs import make_engine
 from fasteagle.compile.tree_attention import has_kernel, use_tree_attention
-from fasteagle.drafters import HeadDrafter
-from fasteagle.errors import FasteagleError
+from fasteagle.device import TORCH_DTYPES, pick_device, pick_dtype
+from fasteagle.drafting.draft_head import HeadDrafter
+from fasteagle.errors import note
 from fasteagle.generate import MAX_TREE_ROWS, Engine
 from fasteagle.loading import registry
-from fasteagle.loading.checkpoint import Checkpoint, DummyCheckpoint, load_model, open_checkpoint
-from fasteagle.loading.tokenizer import ChatTokenizer, load_tokenizer
-from fasteagle.options import RuntimeOptions
+from fasteagle.loading.checkpoint import load_model, open_checkpoint
+from fasteagle.loading.quantize import with_scheme
+from fasteagle.loading.source import Linears
+from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint, fingerprint
+from fasteagle.loading.text import write_conversations
+from fasteagle.loading.tokenizer import ChatTokenizer, DummyTokenizer, load_tokenizer
+from fasteagle.loading.torchao_backend import quantize_with_torchao
+from fasteagle.options import RuntimeOptions, SamplingParams
+from fasteagle.paths import cache_dir
+from fasteagle.prompts import read_conversations
 from fasteagle.quant.scheme import Scheme, parse_scheme
-
-if TYPE_CHECKING:
-    from fasteagle.compile import BlockCompiler
-    from fasteagle.loading.source import QuantizedSource
+from fasteagle.sampling import DrawKind
 
 TORCHAO = "-torchao"  # behind int4 or int8: torchao's formats and kernels instead of ours
-TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+GPTQ_TOKENS = 8192
 
 
-def note(text: str) -> None:
-    """A line for the person, apart from the answer."""
-    print(text, file=sys.stderr, flush=True)
+@dataclasses.dataclass(frozen=True)
+class OpenedModel:
+    """A model's files, opened: its weights as they are stored, none of them loaded yet."""
+
+    name: str
+    checkpoint: Checkpoint
+    tokenizer: ChatTokenizer
+
+    def prepared(
+        self, options: RuntimeOptions, notify: Callable[[str], None] = note
+    ) -> PreparedModel:
+        """The weights as `options` ask for them; where it must be, they are quantized now.
+
+        Raises `FasteagleError` for schemes that do not fit the model or contradict its own.
+        """
+        checkpoint = self.checkpoint
+        if options.backend == "torchao" and options.quant is not None:
+            scheme: Scheme | None = parse_scheme(
+                options.quant, checkpoint.config, options.head_bits
+            )
+        else:
+            texts = functools.partial(self.gptq_texts, notify)
+            checkpoint = with_scheme(checkpoint, options.quant, options.head_bits, notify, texts)
+            scheme = checkpoint.scheme
+        device = pick_device(options.device)
+        dtype_name = pick_dtype(options.dtype, device, scheme is not None)
+        return PreparedModel(
+            self.name, checkpoint, self.tokenizer, options, scheme, device, dtype_name
+        )
+
+    def gptq_texts(
+        self, notify: Callable[[str], None], data: Path | None = None
+    ) -> list[list[int]]:
+        """Token ids to calibrate on: of a file, or of conversations the model makes up now."""
+        if data is None:
+            notify(f"the model writes {GPTQ_TOKENS:,} tokens to calibrate on ...")
+            data = self._own_text(GPTQ_TOKENS)
+        found, total = [], 0
+        for conversation in read_conversations(data, self.checkpoint.config.vocab_size, 512):
+            found.append(conversation.ids)
+            total += len(conversation.ids)
+            if total >= GPTQ_TOKENS:
+                break
+        return found
+
+    def _own_text(self, n_tokens: int) -> Path:
+        """A file of conversations the model made up, kept in the user cache and only added to."""
+        folder = cache_dir() / "text"
+        folder.mkdir(parents=True, exist_ok=True)
+        options = RuntimeOptions(max_seq_len=min(self.checkpoint.config.max_seq_len, 1024))
+        engine = self.prepared(options).engine()
+        compile_now(engine)
+        out = folder / f"{fingerprint(self.checkpoint)[:24]}.jsonl"
+        return write_conversations(engine, self.tokenizer, out, n_tokens, 256)
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedModel:
+    """A model whose weights can be loaded as they shall run: their scheme, device and dtype."""
+
+    name: str
+    checkpoint: Checkpoint
+    tokenizer: ChatTokenizer
+    options: RuntimeOptions
+    scheme: Scheme | None  # in which the linears run; None: dense
+    device: torch.device
+    dtype_name: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return TORCH_DTYPES[self.dtype_name]
+
+    def engine(self) -> Engine:
+        """Load the weights and make an engine around them, running eagerly."""
+        return build_engine(self.checkpoint, self.dtype_name, self.device, self.options, self.name)
+
+    def __str__(self) -> str:
+        """In a person's words."""
+        scheme = f"{self.scheme.name} ({self.options.backend}), " if self.scheme else ""
+        return f"{self.name}: {scheme}{self.dtype_name} on {self.device}"
+
+
+def open_model(model: str) -> OpenedModel:
+    """Find a model (registry name, folder, file, Hugging Face id), fetch it if needed, open it."""
+    return open_source(registry.resolve(model))
+
+
+def open_source(source: registry.Source) -> OpenedModel:
+    checkpoint = open_checkpoint(source.path)
+    return OpenedModel(source.name, checkpoint, load_tokenizer(source.path, source.template))
+
+
+def open_dummy(name: str) -> OpenedModel:
+    """Random weights in the shape of a registry model, for benchmarks without a download."""
+    checkpoint = DummyCheckpoint(registry.preset(name))
+    return OpenedModel(name, checkpoint, DummyTokenizer(checkpoint.config.vocab_size))
 
 
 @dataclasses.dataclass
@@ -41,28 +146,20 @@ class Runtime:
     checkpoint: Checkpoint
     tokenizer: ChatTokenizer
     engine: Engine
-    dtype_name: str
-    load_seconds: float
 
 
 def load_runtime(model: str, options: RuntimeOptions, quiet: bool = False) -> Runtime:
     """Find, check, load. Raises `FasteagleError` with the value, the limit and the fix."""
-    device = pick_device(options.device)
+    pick_device(options.device)  # before anything is fetched
     if options.threads:
         torch.set_num_threads(options.threads)
     source = registry.resolve(model)
     start = time.perf_counter()
-    stored = open_checkpoint(source.path)
-    tokenizer = load_tokenizer(source.path, source.template)
     notify = (lambda line: None) if quiet else note
-    checkpoint = quantized_checkpoint(stored, options, tokenizer, notify)
-    scheme = scheme_of(checkpoint, options)
-    dtype_name = pick_dtype(options.dtype, device, scheme is not None)
-    engine = build_engine(checkpoint, dtype_name, device, options, source.name)
-    seconds = time.perf_counter() - start
-    what = f"{scheme.name} ({options.backend}), {dtype_name}" if scheme else dtype_name
-    notify(f"{source.name}: {what} on {device}, loaded in {seconds:.1f} s")
-    return Runtime(source.name, checkpoint, tokenizer, engine, dtype_name, seconds)
+    prepared = open_source(source).prepared(options, notify)
+    engine = prepared.engine()
+    notify(f"{prepared}, loaded in {time.perf_counter() - start:.1f} s")
+    return Runtime(prepared.name, prepared.checkpoint, prepared.tokenizer, engine)
 
 
 def build_engine(
@@ -74,15 +171,11 @@ def build_engine(
 ) -> Engine:
     """Load the weights and make an engine around them, running eagerly.
 
-    Linears of a checkpoint that has a `scheme` are quantized; see `quantized_checkpoint`.
+    Linears of a checkpoint that has a `scheme` are quantized; see `OpenedModel.prepared`.
     """
     max_seq_len = options.seq_len_for(checkpoint.config.max_seq_len, name)
     dtype = TORCH_DTYPES[dtype_name]
-    linears = None
-    if hasattr(checkpoint, "scheme"):
-        from fasteagle.loading.source import Linears
-
-        linears = Linears(cast("QuantizedSource", checkpoint), device, dtype)
+    linears = Linears(checkpoint, device, dtype) if checkpoint.scheme is not None else None
     model = load_model(
         checkpoint,
         dtype=dtype,
@@ -92,54 +185,27 @@ def build_engine(
         quantized=linears,
     )
     if options.backend == "torchao" and options.quant:
-        from fasteagle.quant.torchao_backend import quantize_with_torchao
-
         quantize_with_torchao(model, options.quant, options.head_bits)
     if has_kernel(checkpoint.config, dtype, device):
         use_tree_attention(model)
-    return Engine(model, max_seq_len)
+    return make_engine(model, max_seq_len)
 
 
-def quantized_checkpoint(
-    checkpoint: Checkpoint,
-    options: RuntimeOptions,
-    tokenizer: ChatTokenizer,
-    notify: Callable[[str], None] = note,
-) -> Checkpoint:
-    """The checkpoint under the scheme the options ask for; the same one where they ask for none."""
-    if options.backend == "torchao" or options.quant is None:
-        return checkpoint
-    from fasteagle.loading.quantize import with_scheme
-
-    return with_scheme(checkpoint, options.quant, options.head_bits, notify, tokenizer)
-
-
-def scheme_of(checkpoint: Checkpoint, options: RuntimeOptions) -> Scheme | None:
-    """In which scheme a checkpoint's linears run; None where they are dense."""
-    if options.backend == "torchao" and options.quant:
-        return parse_scheme(options.quant, checkpoint.config, options.head_bits)
-    return getattr(checkpoint, "scheme", None)
-
-
-def dummy_checkpoint(name: str) -> DummyCheckpoint:
-    """Random weights in the shape of a registry model, for benchmarks without a download."""
-    return DummyCheckpoint(registry.preset(name))
-
-
-def start_compiler(engine: Engine) -> BlockCompiler:
-    """Begin to compile the engine's blocks in the background."""
-    from fasteagle.compile import BlockCompiler
-
+def start_compiler(engine: Engine, params: SamplingParams | None = None) -> BlockCompiler:
+    """Begin to compile what the engine runs in the background, for answers drawn like `params`."""
     drafter = engine.drafter
-    head_block = drafter.state.head.block if isinstance(drafter, HeadDrafter) else None
-    compiler = BlockCompiler(engine.model, engine.max_seq_len + MAX_TREE_ROWS, head_block)
+    head_block = drafter.head.block if isinstance(drafter, HeadDrafter) else None
+    kind = DrawKind.of(params or SamplingParams(), engine.model.config.vocab_size)
+    cycles = CycleCompiler(engine, kind)
+    max_slots = engine.max_seq_len + MAX_TREE_ROWS
+    compiler = BlockCompiler(engine.model, max_slots, head_block, cycles)
     compiler.start()
     return compiler
 
 
-def compile_now(engine: Engine) -> bool:
-    """Compile the engine's blocks and use them; a warning line and False where that fails."""
-    compiler = start_compiler(engine)
+def compile_now(engine: Engine, params: SamplingParams | None = None) -> bool:
+    """Compile what the engine runs and use it; a warning line and False where that fails."""
+    compiler = start_compiler(engine, params)
     compiler.wait()
     if compiler.apply():
         return True
@@ -154,33 +220,3 @@ def precision_options(runtime: RuntimeOptions, precision: str) -> RuntimeOptions
     name = precision.removesuffix(TORCHAO)
     backend = "torchao" if name != precision else runtime.backend
     return dataclasses.replace(runtime, quant=name, backend=backend)
-
-
-def pick_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise FasteagleError(f"device {name!r} is not one: use auto, cpu, cuda or cuda:N") from None
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
-            raise FasteagleError(f"device {name!r}: {count} CUDA devices found: use --device cpu")
-    return device
-
-
-def pick_dtype(name: str, device: torch.device, quantized: bool = False) -> str:
-    """ "auto" is bf16 where the hardware multiplies it, else fp32.
-
-    The CPU kernels of quantized weights take bf16 whatever the hardware multiplies.
-    """
-    if name != "auto":
-        return name
-    if quantized and device.type == "cpu":
-        return "bf16"
-    if device.type == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported() else "fp16"
-    capabilities = torch.cpu.get_capabilities()
-    fast = any(capabilities.get(key) for key in ("avx512_bf16", "amx_bf16", "bf16", "arm_bf16"))
-    return "bf16" if fast else "fp32"

@@ -11,9 +11,8 @@ from pathlib import Path
 from fasteagle.config import Llama3RopeScaling, ModelConfig
 from fasteagle.errors import FasteagleError, suggest
 from fasteagle.loading import hub
+from fasteagle.options import DEFAULT_MODEL
 from fasteagle.paths import cache_dir
-
-DEFAULT_MODEL = "smollm2-135m"
 
 VICUNA_TEMPLATE = (
     "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}"

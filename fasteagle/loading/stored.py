@@ -16,12 +16,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from fasteagle.config import Llama3RopeScaling, ModelConfig
 from fasteagle.errors import FasteagleError
-from fasteagle.loading.checkpoint import Checkpoint, read_json
-from fasteagle.loading.gguf import rows_for
+from fasteagle.loading.tensors import Checkpoint, read_json, rows_for
 from fasteagle.paths import replacing
 from fasteagle.quant.packed import PackedWeight
 from fasteagle.quant.scheme import Scheme
@@ -88,7 +89,7 @@ def is_stored(folder: Path) -> bool:
     return (folder / INDEX).exists() and (folder / "config.json").exists()
 
 
-class StoredFolder:
+class StoredFolder(Checkpoint):
     """A folder written by `save`. Raises `FasteagleError` for damaged and for newer ones."""
 
     def __init__(self, path: Path, raw: dict[str, Any] | None = None) -> None:
@@ -143,9 +144,6 @@ class StoredFolder:
         }
         return PackedWeight(**self._packed[name], **parts)
 
-    def columns(self, name: str) -> Tensor | None:
-        return None
-
     def load(self, name: str) -> Tensor:
         weight = self.packed(name)
         return self._files[name].get_tensor(name) if weight is None else weight.dequantize()
@@ -159,8 +157,6 @@ class StoredFolder:
 
 
 def _open_all(path: Path, where: dict[str, str]) -> dict[str, Any]:
-    from safetensors import SafetensorError, safe_open
-
     handles = {}
     try:
         for name in set(where.values()):
@@ -182,8 +178,6 @@ def _model_config(raw: dict[str, Any]) -> ModelConfig:
 
 
 def _save_file(tensors: dict[str, Tensor], path: Path) -> None:
-    from safetensors.torch import save_file
-
     with replacing(path) as temporary:
         save_file(tensors, temporary, metadata={"format": "pt"})
         temporary.chmod(0o644)  # safetensors writes private files

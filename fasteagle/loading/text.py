@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
-from fasteagle.bench.run import read_questions
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.options import SamplingParams
 from fasteagle.paths import write_atomic
+from fasteagle.prompts import read_questions
 
 TEMPERATURES = (0.0, 0.7, 1.0)  # taken in turn: greedy text is what most answers are
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fasteagle.errors import FasteagleError
-from fasteagle.loading.gguf import file_key
+from fasteagle.loading.gguf import GGUFFile, file_key
 from fasteagle.paths import atomic_dir, cache_dir
 
 Message = Mapping[str, str]  # {"role": "system" | "user" | "assistant", "content": text}
@@ -107,7 +107,7 @@ def load_tokenizer(path: Path, template: str | None = None) -> ChatTokenizer:
 
 
 def _auto_tokenizer() -> Any:
-    import transformers
+    import transformers  # takes seconds: only once a tokenizer is asked for
 
     transformers.logging.set_verbosity_error()
     return transformers.AutoTokenizer
@@ -150,10 +150,9 @@ def _converted_gguf(path: Path) -> Path:
 
 def _set_pre_tokenizer(backend: Any, path: Path) -> None:
     """Install the splitting rule the file names; transformers gives every BPE file GPT-2's."""
+    # For GGUF files only.
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
-
-    from fasteagle.loading.gguf import GGUFFile
 
     fields = GGUFFile(path).fields
     if fields.get("tokenizer.ggml.model") != "gpt2":

@@ -17,14 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from fasteagle.config import HeadConfig, ModelConfig
 from fasteagle.loading.head_file import with_vocabulary
 from fasteagle.loading.source import fitting_scheme
-from fasteagle.model import EagleHead, Transformer
-from fasteagle.options import TrainOptions
+from fasteagle.model import KEY_BLOCK, EagleHead, Transformer
+from fasteagle.prompts import Conversation
 from fasteagle.quant.params import quantize_weight
-from fasteagle.quant.scheme import Scheme
-from fasteagle.training.data import Conversation, Features, frequent_tokens
-from fasteagle.training.train import HeldOut, Trainer
+from fasteagle.quant.scheme import BF16, Scheme
+from fasteagle.training.data import Features, frequent_tokens
+from fasteagle.training.held_out import HeldOut
+from fasteagle.training.options import TrainOptions
+from fasteagle.training.train import Trainer
 
 RIDGE = 1e-3  # of the features' mean square
 RESAMPLES = 2000
@@ -173,3 +176,19 @@ def training_options(n_steps: int, seed: int = 0) -> TrainOptions:
         noise=0.0,
         seed=seed,
     )
+
+
+def peak_bytes(config: ModelConfig, head: HeadConfig, scheme: Scheme, seq_len: int) -> int:
+    """The most memory a calibration takes: either target alone, or the quantized one and training.
+
+    Training holds the head in fp32 with its gradient and Adam's two moments, the LM head's rows of
+    the draft vocabulary in 16 bits, and the activations of one batch.
+    """
+    cache = config.kv_bytes(seq_len + KEY_BLOCK)
+    full = BF16.model_bytes(config) + cache
+    block = head.block.linear_params + 2 * head.block.dim**2
+    rows = head.draft_vocab_size * config.dim * 2
+    options = training_options(1)
+    per_token = 4 * (12 * head.block.dim + 4 * head.block.ffn_dim) * options.unroll
+    training = 16 * block + rows + options.batch_tokens * per_token
+    return max(full, scheme.model_bytes(config) + cache + training)

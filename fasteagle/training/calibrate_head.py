@@ -21,145 +21,47 @@ from typing import Any
 
 import torch
 
-from fasteagle.config import HeadConfig, ModelConfig
-from fasteagle.errors import FasteagleError
+from fasteagle.device import available_bytes
+from fasteagle.errors import FasteagleError, note
 from fasteagle.generate import Engine
-from fasteagle.loading import registry
-from fasteagle.loading.checkpoint import Checkpoint, available_bytes, fingerprint, open_checkpoint
 from fasteagle.loading.find_head import FoundHead, find_head
 from fasteagle.loading.head_file import load_head, save_head
-from fasteagle.loading.open import (
-    build_engine,
-    compile_now,
-    note,
-    pick_device,
-    pick_dtype,
-    quantized_checkpoint,
-    scheme_of,
-)
+from fasteagle.loading.open import OpenedModel, PreparedModel, compile_now, open_model
+from fasteagle.loading.tensors import fingerprint
 from fasteagle.loading.text import write_conversations
-from fasteagle.loading.tokenizer import ChatTokenizer, load_tokenizer
-from fasteagle.model import KEY_BLOCK, EagleHead
+from fasteagle.model import EagleHead
 from fasteagle.options import RuntimeOptions
 from fasteagle.paths import cache_dir, write_atomic
-from fasteagle.quant.scheme import BF16, Scheme
+from fasteagle.prompts import Conversation, read_conversations
+from fasteagle.quant.scheme import Scheme
 from fasteagle.training import calibrate
-from fasteagle.training.data import (
-    Conversation,
-    FeatureStore,
-    SomeOf,
-    choose_held_out,
-    compute_features,
-    read_conversations,
-)
+from fasteagle.training.calibrate import peak_bytes
+from fasteagle.training.data import FeatureStore, SomeOf, choose_held_out, compute_features
+from fasteagle.training.held_out import evaluate
+from fasteagle.training.options import CalibrateOptions
 from fasteagle.training.report import Candidate, Speeds, draft_with, ready_head, record, show
-from fasteagle.training.train import evaluate
+from fasteagle.training.work import Work
 
 MAP_TOKENS = 16_384  # of unquantized features, for the least-squares map
 TEXT_SHARE = 0.45  # of the time
 MIN_CONVERSATIONS = 24
 
 
-@dataclasses.dataclass(frozen=True)
-class CalibrateOptions:
-    """How much to spend, on what, and where the head goes."""
-
-    head: str | None = None
-    data: Path | None = None
-    tokens: int = 50_000
-    minutes: float = 30.0
-    steps: int | None = None  # of each training run; None: what the minutes allow
-    out: Path | None = None  # None: the user cache, where chat finds it
-    resume: bool = False
-
-    def __post_init__(self) -> None:
-        if self.tokens < 2_000:
-            raise FasteagleError(
-                f"tokens {self.tokens} are too few to learn from: use 2000 or more"
-            )
-        if not 0 < self.minutes < 10_000:
-            raise FasteagleError(f"minutes {self.minutes} is out of range: use more than 0")
-        if self.steps is not None and self.steps < 1:
-            raise FasteagleError(f"steps {self.steps} is out of range: use 1 or more")
-
-
-def peak_bytes(config: ModelConfig, head: HeadConfig, scheme: Scheme, seq_len: int) -> int:
-    """The most memory a calibration takes: either target alone, or the quantized one and training.
-
-    Training holds the head in fp32 with its gradient and Adam's two moments, the LM head's rows of
-    the draft vocabulary in 16 bits, and the activations of one batch.
-    """
-    cache = config.kv_bytes(seq_len + KEY_BLOCK)
-    full = BF16.model_bytes(config) + cache
-    block = head.block.linear_params + 2 * head.block.dim**2
-    rows = head.draft_vocab_size * config.dim * 2
-    options = calibrate.training_options(1)
-    per_token = 4 * (12 * head.block.dim + 4 * head.block.ffn_dim) * options.unroll
-    training = 16 * block + rows + options.batch_tokens * per_token
-    return max(full, scheme.model_bytes(config) + cache + training)
-
-
-class Work:
-    """The work folder: what is done already is not done again."""
-
-    def __init__(self, folder: Path, key: dict[str, Any], resume: bool) -> None:
-        self.folder = folder
-        self._path = folder / "state.json"
-        if self._path.exists():
-            self.state = json.loads(self._path.read_text())
-            if not resume:
-                raise FasteagleError(
-                    f"{folder} holds an unfinished calibration: continue it with --resume, or "
-                    "remove it"
-                )
-            changed = [k for k in key if self.state["key"].get(k) != key[k]]
-            if changed:
-                raise FasteagleError(
-                    f"{folder} was begun with other {', '.join(changed)}: give the same ones, "
-                    "or remove it"
-                )
-        else:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.state = {"key": key, "results": {}, "spent": 0.0}
-        self._begun = time.perf_counter() - self.state["spent"]
-        self._save()
-
-    @property
-    def seconds(self) -> float:
-        """Spent so far, over all parts of the run."""
-        return time.perf_counter() - self._begun
-
-    def result(self, name: str) -> Any:
-        return self.state["results"].get(name)
-
-    def record(self, name: str, value: Any) -> None:
-        self.state["results"][name] = value
-        self._save()
-
-    def _save(self) -> None:
-        self.state["spent"] = self.seconds
-        write_atomic(self._path, json.dumps(self.state, indent=1).encode())
-
-
 def calibrate_head(model: str, runtime: RuntimeOptions, options: CalibrateOptions) -> None:
     """Fit the head of `model` to its quantized weights and write it where chat looks."""
     if runtime.quant is None:
         runtime = dataclasses.replace(runtime, quant="int4-g64")
-    source = registry.resolve(model)
-    stored = open_checkpoint(source.path)
-    tokenizer = load_tokenizer(source.path, source.template)
-    quantized = quantized_checkpoint(stored, runtime, tokenizer)
-    scheme = scheme_of(quantized, runtime)
-    assert scheme is not None
-    identity = fingerprint(quantized)
-    found = find_head(options.head, source.name, identity)
+    opened = open_model(model)
+    prepared = opened.prepared(runtime)
+    identity = fingerprint(prepared.checkpoint)
+    found = find_head(options.head, opened.name, identity)
     if found is None:
         raise FasteagleError(
-            f"no draft head for {source.name} to calibrate: give one with --head, or train one "
+            f"no draft head for {opened.name} to calibrate: give one with --head, or train one "
             "with `fasteagle train-head`"
         )
     out = options.out or cache_dir() / "heads" / identity
-    run = _Run(source.name, runtime, options, stored, quantized, scheme, tokenizer, found, identity)
+    run = _Run(opened, prepared, options, found, identity)
     run.announce()
     work = Work(out.with_name(out.name + ".calibrating"), run.key(), options.resume)
     run.calibrate(work, out)
@@ -171,22 +73,18 @@ class _Run:
 
     def __init__(
         self,
-        name: str,
-        runtime: RuntimeOptions,
+        opened: OpenedModel,
+        prepared: PreparedModel,
         options: CalibrateOptions,
-        stored: Checkpoint,
-        quantized: Checkpoint,
-        scheme: Scheme,
-        tokenizer: ChatTokenizer,
         found: FoundHead,
         identity: str,
     ) -> None:
-        self.name, self.runtime, self.options = name, runtime, options
-        self.stored, self.quantized, self.scheme = stored, quantized, scheme
-        self.tokenizer, self.found, self.identity = tokenizer, found, identity
-        self.device = pick_device(runtime.device)
-        self.head = load_head(found.path, stored.config)[0]
-        self.head_scheme = Scheme(scheme.bits, scheme.group_size, head_bits=scheme.head_bits)
+        assert prepared.scheme is not None, "`calibrate_head` asks for one"
+        self.opened, self.prepared, self.scheme = opened, prepared, prepared.scheme
+        self.options, self.found, self.identity = options, found, identity
+        self.name, self.config = opened.name, opened.checkpoint.config
+        self.head = load_head(found.path, self.config)[0]
+        self.head_scheme = dataclasses.replace(self.scheme, method="minmax")
 
     def key(self) -> dict[str, Any]:
         """What must not change between the parts of a run."""
@@ -201,9 +99,10 @@ class _Run:
         }
 
     def announce(self) -> None:
-        length = min(self.stored.config.max_seq_len, RuntimeOptions.DEFAULT_MAX_SEQ_LEN)
-        peak = peak_bytes(self.stored.config, self.head.config, self.scheme, length)
-        free = available_bytes(self.device)
+        length = min(self.config.max_seq_len, RuntimeOptions.DEFAULT_MAX_SEQ_LEN)
+        peak = peak_bytes(self.config, self.head.config, self.scheme, length)
+        device = self.prepared.device
+        free = available_bytes(device)
         note(
             f"calibrating {self.found.origin} to {self.name} at {self.scheme.name}: at most "
             f"{self.options.minutes:g} minutes, about {peak / 2**30:.1f} GiB"
@@ -211,30 +110,35 @@ class _Run:
         if free is not None and peak > free:
             raise FasteagleError(
                 f"calibration needs {peak / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free on "
-                f"{self.device}: use --device cpu, a smaller --max-seq-len, or a smaller model"
+                f"{device}: use --device cpu, a smaller --max-seq-len, or a smaller model"
             )
 
-    def engine(self, checkpoint: Checkpoint) -> Engine:
-        is_quantized = checkpoint is self.quantized
-        runtime = self.runtime if is_quantized else dataclasses.replace(self.runtime, quant=None)
-        dtype = pick_dtype(runtime.dtype, self.device, is_quantized)
-        engine = build_engine(checkpoint, dtype, self.device, runtime, self.name)
+    def engine(self, quantized: bool = True) -> Engine:
+        """The quantized target, or the unquantized one."""
+        prepared = self.prepared
+        if not quantized:
+            prepared = self.opened.prepared(dataclasses.replace(prepared.options, quant=None))
+        engine = prepared.engine()
         compile_now(engine)
         return engine
 
     def calibrate(self, work: Work, out: Path) -> None:
         """All of it; the head and the report land in `out`."""
-        engine = self.engine(self.quantized)
+        engine = self.engine()
         conversations = self.text(engine, work)
         held_out = choose_held_out(conversations, max(8, len(conversations) // 8))
         # A checkpoint that comes quantized has no unquantized twin to compare with.
-        shown = [] if self.quantized is self.stored else self.for_map(conversations, held_out)
+        shown = (
+            []
+            if self.prepared.checkpoint is self.opened.checkpoint
+            else self.for_map(conversations, held_out)
+        )
         if shown and work.result("unquantized") is None:
             engine.model.to("meta")  # one target at a time
             del engine
             gc.collect()
             self.unquantized(work, [conversations[i] for i in held_out + shown], len(held_out))
-            engine = self.engine(self.quantized)
+            engine = self.engine()
         store = compute_features(engine, conversations, work.folder / "quantized-features")
         candidates = self.stages(work, engine, store, conversations, held_out, shown)
         best = [c for c in candidates if c.kept][-1]
@@ -285,7 +189,7 @@ class _Run:
             limit = work.seconds + TEXT_SHARE * 60 * self.options.minutes
             write_conversations(
                 engine,
-                self.tokenizer,
+                self.opened.tokenizer,
                 path,
                 self.options.tokens,
                 256,
@@ -294,7 +198,7 @@ class _Run:
             )
             work.record("text", True)
             engine.use(None)
-        found = read_conversations(path, self.stored.config.vocab_size, engine.max_seq_len)
+        found = read_conversations(path, self.config.vocab_size, engine.max_seq_len)
         if len(found) < MIN_CONVERSATIONS:
             raise FasteagleError(
                 f"{len(found)} conversations are too few to calibrate on: give "
@@ -304,7 +208,7 @@ class _Run:
 
     def unquantized(self, work: Work, conversations: Sequence[Conversation], n_held: int) -> None:
         """Stage i on the unquantized target, whose features stay on disk for stage ii."""
-        engine = self.engine(self.stored)
+        engine = self.engine(quantized=False)
         store = compute_features(engine, conversations, work.folder / "full-features")
         head = ready_head(self.head, engine, None).float()
         held = evaluate(head, engine.model, store, list(range(n_held)))
@@ -354,7 +258,7 @@ class _Run:
             whole = SomeOf(full, range(n, n + len(shown)))
             mapped = calibrate.fold_feature_map(best, whole, SomeOf(store, shown))
             best = judge("ii, feature map", mapped)
-        if best.config.draft_vocab_size < self.stored.config.vocab_size:
+        if best.config.draft_vocab_size < self.config.vocab_size:
             best = judge("iii, vocabulary", calibrate.rebuilt_vocabulary(best, training))
         for name, scheme in (("iv, distilled", None), ("v, quantized", self.head_scheme)):
             trained = self.distill(name, scheme, best, work, engine, store, held_out)
@@ -381,7 +285,7 @@ class _Run:
         folder = work.folder / name.replace(", ", "-")
         finished = folder / "head"
         if (finished / "config.json").exists():
-            return load_head(finished, self.stored.config)[0]
+            return load_head(finished, self.config)[0]
         n_steps = self.options.steps or work.result(name)
         if n_steps is None:
             left = 60 * self.options.minutes * 0.92 - work.seconds
@@ -418,7 +322,7 @@ class _Run:
             save_every=25,
         )
         save_head(finished, trained, {}, torch.float32)
-        return load_head(finished, self.stored.config)[0]
+        return load_head(finished, self.config)[0]
 
     def step_seconds(
         self,

@@ -6,7 +6,6 @@ answer begins). Shapes: N tokens of all conversations end to end, D model dim.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import itertools
 import json
@@ -16,61 +15,14 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.paths import replacing, require_free_space
+from fasteagle.prompts import Conversation
 
 SHARD_TOKENS = 1 << 17
-
-
-@dataclasses.dataclass(frozen=True)
-class Conversation:
-    """Token ids of a conversation, where its answer begins, and whether it was written greedily."""
-
-    ids: list[int]
-    prompt_len: int
-    greedy: bool = False
-
-
-def read_conversations(
-    path: Path, vocab_size: int, max_len: int, limit: int | None = None
-) -> list[Conversation]:
-    """Conversations of a JSONL file, cut at `max_len` tokens.
-
-    Raises `FasteagleError` naming the line for ids outside the vocabulary and wrong fields.
-    """
-    found: list[Conversation] = []
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    found.append(_conversation(line, f"{path}, line {number}", vocab_size, max_len))
-                if limit is not None and len(found) >= limit:
-                    break
-    except (OSError, UnicodeDecodeError) as error:
-        raise FasteagleError(f"cannot read {path}: {error}") from error
-    found = [c for c in found if len(c.ids) >= c.prompt_len + 3]
-    if not found:
-        raise FasteagleError(f"{path}: no conversation with an answer of three tokens or more")
-    return found
-
-
-def _conversation(line: str, where: str, vocab_size: int, max_len: int) -> Conversation:
-    try:
-        raw = json.loads(line)
-        ids, prompt_len = raw["ids"], raw["prompt_len"]
-        if not all(type(i) is int for i in ids) or type(prompt_len) is not int or prompt_len < 1:
-            raise ValueError("ids must be integers, prompt_len an integer >= 1")
-    except (ValueError, TypeError, KeyError) as error:
-        raise FasteagleError(
-            f'{where}: expected {{"ids": [...], "prompt_len": n}} ({error!r})'
-        ) from error
-    bad = next((i for i in ids if not 0 <= i < vocab_size), None)
-    if bad is not None:
-        raise FasteagleError(f"{where}: token id {bad} is outside the vocabulary of {vocab_size:,}")
-    return Conversation(ids[:max_len], prompt_len, raw.get("T") == 0)
 
 
 def choose_held_out(conversations: Sequence[Conversation], n: int) -> list[int]:
@@ -149,8 +101,6 @@ class FeatureStore:
     """Ids [N] and features [N, D] of conversations, memory-mapped from safetensors shards."""
 
     def __init__(self, folder: Path) -> None:
-        from safetensors.torch import load_file
-
         self.folder = folder
         index = json.loads((folder / "index.json").read_text())
         shards = [load_file(folder / name) for name in index["shards"]]
@@ -234,8 +184,6 @@ def _shards(conversations: Sequence[Conversation]) -> Iterator[list[Conversation
 
 
 def _write_shard(engine: Engine, group: Sequence[Conversation], path: Path) -> None:
-    from safetensors.torch import save_file
-
     features = [engine.features(c.ids).to(torch.bfloat16).cpu() for c in group]
     ids = torch.tensor([i for c in group for i in c.ids], dtype=torch.int32)
     with replacing(path) as temporary:

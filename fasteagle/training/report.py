@@ -11,17 +11,17 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fasteagle.drafters import EagleDrafter
+from fasteagle.compile.graphs import make_engine
+from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.generate import Engine
 from fasteagle.loading.open import compile_now
 from fasteagle.loading.source import quantize_head_
 from fasteagle.model import EagleHead
 from fasteagle.options import DraftOptions, SamplingParams
+from fasteagle.prompts import Conversation
 from fasteagle.quant.scheme import Scheme
 from fasteagle.training.calibrate import Gain
-from fasteagle.training.data import Conversation
-from fasteagle.training.train import HeldOut
-from fasteagle.tree import TreeShape
+from fasteagle.training.held_out import HeldOut
 
 SPEED_PROMPTS, SPEED_TOKENS = 6, 64
 
@@ -68,7 +68,7 @@ def ready_head(head: EagleHead, engine: Engine, scheme: Scheme | None) -> EagleH
 
 def draft_with(engine: Engine, head: EagleHead, scheme: Scheme | None) -> None:
     """Let `engine` draft with a copy of `head`, in the default tree, compiled."""
-    shape = TreeShape(*DraftOptions().sizes(quantized_on_cpu=engine.on_cpu))
+    shape = DraftOptions().tree_shape(quantized_on_cpu=engine.on_cpu)
     drafter = EagleDrafter(ready_head(head, engine, scheme), shape, engine.max_seq_len)
     engine.use(drafter)
     compile_now(engine)
@@ -85,18 +85,17 @@ class Speeds:
         head_scheme: Scheme,
     ) -> None:
         self.head_scheme = head_scheme
-        engines = {("plain", False): Engine(engine.model, engine.max_seq_len)}
+        engines = {("plain", False): make_engine(engine.model, engine.max_seq_len)}
         for candidate in candidates:
             for quantized in (False, True):
-                made = Engine(engine.model, engine.max_seq_len)
+                made = make_engine(engine.model, engine.max_seq_len)
                 draft_with(made, candidate.head, head_scheme if quantized else None)
                 engines[candidate.name, quantized] = made
         self.of: dict[tuple[str, bool], list[float]] = {way: [] for way in engines}
         for conversation in [held[0], *held[:SPEED_PROMPTS]]:  # the first one twice: to warm up
             prompt = conversation.ids[: conversation.prompt_len]
             for way, one in engines.items():
-                one.cached.clear()
-                one.use(one.drafter)
+                one.restart()
                 for _ in one.generate(prompt, SamplingParams(), SPEED_TOKENS):
                     pass
                 self.of[way].append(one.stats.tok_s)

@@ -13,47 +13,25 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fasteagle.errors import FasteagleError
-from fasteagle.loading.checkpoint import fingerprint
+from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.head_file import load_head, save_head, with_vocabulary
-from fasteagle.loading.open import Runtime, compile_now, load_runtime, note
+from fasteagle.loading.open import Runtime, compile_now, load_runtime
+from fasteagle.loading.tensors import fingerprint
 from fasteagle.loading.text import write_answers
-from fasteagle.options import RuntimeOptions, TrainOptions
+from fasteagle.options import RuntimeOptions
 from fasteagle.paths import cache_dir, write_atomic
+from fasteagle.prompts import Conversation, read_conversations
 from fasteagle.training.data import (
-    Conversation,
     Features,
     LiveFeatures,
     choose_held_out,
     compute_features,
     frequent_tokens,
-    read_conversations,
     store_key,
 )
-from fasteagle.training.train import Trainer, evaluate, new_head
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainRun:
-    """Where a run's text comes from and where its head goes."""
-
-    data: tuple[Path, ...]
-    out: Path
-    held_out: int = 100  # conversations to measure on
-    max_len: int = 640
-    resume: bool = False
-    every: int = 200
-    patience: int | None = None
-    prompts: Path | None = None  # questions for the target to answer, besides `data`
-    answer_tokens: int = 256
-    init: Path | None = None  # a head to begin from instead of the identity
-    features: str = "cached"  # in shards on disk, or "live": computed again for every batch
-
-    def __post_init__(self) -> None:
-        for name in ("held_out", "max_len", "every", "answer_tokens"):
-            if getattr(self, name) < 1:
-                flag = name.replace("_", "-")
-                raise FasteagleError(f"{flag} {getattr(self, name)} is out of range: use >= 1")
+from fasteagle.training.held_out import evaluate
+from fasteagle.training.options import TrainOptions, TrainRun
+from fasteagle.training.train import Trainer, new_head
 
 
 def train_head(

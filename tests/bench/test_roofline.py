@@ -12,7 +12,7 @@ import torch
 from click.testing import CliRunner
 
 from fasteagle.bench import measure as device_speed
-from fasteagle.bench.measure import device_name, memory_bandwidth
+from fasteagle.bench.measure import memory_bandwidth
 from fasteagle.bench.roofline import (
     DEVICES,
     Roofline,
@@ -28,12 +28,13 @@ from fasteagle.bench.roofline_report import (
     recorded_cases,
     table_rows,
 )
-from fasteagle.bench.row_spec import TreeSize
+from fasteagle.device import device_name
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.find_head import head_shape
 from fasteagle.loading.registry import preset
 from fasteagle.options import DraftOptions
 from fasteagle.quant.scheme import BF16, Scheme, parse_scheme
+from fasteagle.shapes import StaticShape, TreeShape
 from helpers import SCRIPTS
 
 CPU = torch.device("cpu")
@@ -97,14 +98,14 @@ def test_drafting_costs_what_the_design_says():
     linears = HEAD.block.linear_params + 2 * 4096**2
     assert linears + 32000 * 4096 == pytest.approx(0.37e9, rel=0.01)
     roofline = model("bf16")
-    assert roofline.draft(HEAD, TreeSize(1, 4, 4)).ms == pytest.approx(0.8, abs=0.02)
-    assert roofline.draft(HEAD, TreeSize(5, 4, 15)).ms == pytest.approx(4.0, rel=0.03)
-    assert roofline.draft(HEAD, TreeSize(5, None, 25)).ms == pytest.approx(4.0, rel=0.03)
-    assert model("int4").draft(HEAD, TreeSize(5, 4, 15)).ms < 1.5
+    assert roofline.draft(HEAD, TreeShape(1, 4, 4)).ms == pytest.approx(0.8, abs=0.02)
+    assert roofline.draft(HEAD, TreeShape(5, 4, 15)).ms == pytest.approx(4.0, rel=0.03)
+    assert roofline.draft(HEAD, StaticShape(5, None, 25)).ms == pytest.approx(4.0, rel=0.03)
+    assert model("int4").draft(HEAD, TreeShape(5, 4, 15)).ms < 1.5
     # A trimmed vocabulary saves its part of the LM head in every step.
     trimmed = dataclasses.replace(HEAD, draft_vocab_size=8000)
-    saved = roofline.draft(HEAD, TreeSize(2, 1, 2)).memory
-    saved -= roofline.draft(trimmed, TreeSize(2, 1, 2)).memory
+    saved = roofline.draft(HEAD, TreeShape(2, 1, 2)).memory
+    saved -= roofline.draft(trimmed, TreeShape(2, 1, 2)).memory
     assert saved * 936e9 == pytest.approx(2 * 2 * 24000 * 4096)
 
 
@@ -126,9 +127,8 @@ def test_predicted_rows_of_a_benchmark():
         context=1024,
     )
     cases = planned_cases(options, LLAMA, on_cpu=False)
-    found = {
-        (p.case.precision, p.case.row): p for p in predictions(cases, RTX3090, "llama2-7b", LLAMA)
-    }
+    predicted = predictions(cases, RTX3090, "llama2-7b", LLAMA)
+    found = {(p.case.precision, p.case.row.label): p for p in predicted}
     assert len(found) == 5 + 4 and ("int4", "hf") not in found
     plain, eagle = found["int4", "plain"], found["int4", "eagle"]
     assert plain.tok_s == pytest.approx(1 / plain.plain.seconds) and plain.draft is None
@@ -139,7 +139,7 @@ def test_predicted_rows_of_a_benchmark():
     assert found["bf16", "hf"].tok_s == pytest.approx(68.1, rel=0.01)
     assert plain.memory_gb < eagle.memory_gb < 5 < found["bf16", "plain"].memory_gb < 15
     on_cpu = planned_cases(options, LLAMA, on_cpu=True)
-    assert {str(c.tree) for c in on_cpu if c.row == "eagle"} == {"3, 3, 8", "2, 3, 3"}
+    assert {str(c.tree) for c in on_cpu if c.row.kind == "eagle"} == {"3, 3, 8", "2, 3, 3"}
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_a_record_is_predicted_under_its_own_conditions(
     record["rows"][2] |= {"verify_ms": 3 * found[2].verify.ms, "tok_s": found[2].tok_s / 4}
     assert "(3.00 x)" in table_rows(found, RTX3090, record)[2][-3]
     assert "(0.25 x) *simulated*" in table_rows(found, RTX3090, record)[2][-1]
-    assert found[5].case.rows == record["rows"][5]["plain_rows"] and found[5].case.row == "plain"
+    assert found[5].case.rows == record["rows"][5]["plain_rows"] and found[5].case.row.is_plain
     for change, message in (
         ("context", "lacks 'context': it is of another version"),
         ("tree", "lacks 'tree'"),
@@ -361,4 +361,4 @@ def test_trees_of_a_file_are_predicted(tmp_path):
         precisions=("bf16",),
         draft=DraftOptions(tree_file=str(tmp_path / "tree.json")),
     )
-    assert planned_cases(options, LLAMA, on_cpu=False)[0].tree == TreeSize(2, None, 3)
+    assert planned_cases(options, LLAMA, on_cpu=False)[0].tree == StaticShape(2, None, 3)

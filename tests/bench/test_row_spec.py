@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from fasteagle.bench.row_spec import draft_of, planned_tree
 from fasteagle.bench.run import BenchOptions
 from fasteagle.errors import FasteagleError
 from fasteagle.options import DraftOptions
+from fasteagle.shapes import TreeShape
 
 
 def test_a_row_may_name_its_tree():
     options = BenchOptions(rows=("plain", "eagle@4/2/10"))
-    draft = draft_of(options.rows[1], options.draft)
-    assert (draft.drafter, draft.sizes(False)) == ("eagle", (4, 2, 10))
-    assert not draft.auto_tree and planned_tree("eagle@4/2/10", DraftOptions(), True).nodes == 10
+    row = options.specs[1]
+    draft = row.draft_options(options.draft)
+    assert (draft.drafter, draft.tree_shape(False)) == ("eagle", TreeShape(4, 2, 10))
+    assert not draft.auto_tree and row.planned_tree(DraftOptions(), True).nodes == 10
+    assert row.label == options.rows[1]
 
 
 @pytest.mark.parametrize("row", ["eagle@", "eagle@3/3", "eagle@3/3/x", "eagle@3/3/-8"])

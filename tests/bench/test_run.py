@@ -13,13 +13,15 @@ import torch
 from fasteagle.bench import run as bench
 from fasteagle.bench.measure import Bandwidth
 from fasteagle.bench.report import build_report, markdown
-from fasteagle.bench.row_spec import planned_tree
+from fasteagle.bench.row_spec import ROW_NAMES, RowSpec
 from fasteagle.bench.rows import EngineDecoder, HFDecoder, Row, Turn
-from fasteagle.bench.run import BenchOptions, read_questions, run
+from fasteagle.bench.run import BenchOptions, run
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import open_checkpoint
+from fasteagle.loading.open import open_model
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.options import DraftOptions, RuntimeOptions
+from fasteagle.prompts import read_questions
 from helpers import SCRIPTS, random_head
 
 SCRIPT = SCRIPTS / "tokens_per_sec.py"
@@ -31,13 +33,7 @@ def measure(folder, questions, **options):
     options = BenchOptions(
         model=str(folder), data=questions, max_new_tokens=12, compile=False, **options
     )
-    rows = run(
-        options,
-        CPU,
-        open_checkpoint(folder),
-        load_tokenizer(folder),
-        read_questions(options.data, options.limit),
-    )
+    rows = run(options, CPU, open_model(str(folder)), read_questions(options.data, options.limit))
     return build_report(rows, options, CPU, save_outputs=True)
 
 
@@ -60,9 +56,8 @@ def test_hf_and_plain_give_the_same_greedy_tokens_in_fp32(tiny_dir, questions):
     assert meta["torch"] == torch.__version__ and meta["device"] and meta["date"]
     assert meta["max_new_tokens"] == 12 and meta["model"] == str(tiny_dir)
     assert meta["bandwidth"]["gb_s"] == meta["bandwidth"]["measured_gb_s"] > 0.1
-    assert (
-        meta["bandwidth"]["source"] == f"measured, reading with {torch.get_num_threads()} threads"
-    )
+    threads = torch.get_num_threads()
+    assert meta["bandwidth"]["source"] == f"measured, reading with {threads} threads"
     parts = [plain[name] for name in ("draft_ms", "verify_ms", "other_ms")]
     assert parts[0] == 0 < min(parts[1:]) and "draft_ms" not in hf
     assert sum(parts) == pytest.approx(1e3 / plain["tok_s"], rel=0.01)  # a token a cycle
@@ -79,13 +74,13 @@ def test_every_row_drafts_what_it_says(tiny_dir, questions, tmp_path):
     head = random_head(model, rope_scaling=None, rope_base=10000.0)
     save_head(tmp_path / "head", head, {}, torch.float32)
     draft = DraftOptions(head=str(tmp_path / "head"))
-    report = measure(tiny_dir, questions, rows=bench.ROW_NAMES, draft=draft)
+    report = measure(tiny_dir, questions, rows=ROW_NAMES, draft=draft)
     rows = {row["name"]: row for row in report["rows"]}
-    assert list(rows) == list(bench.ROW_NAMES)
+    assert list(rows) == list(ROW_NAMES)
     for name, row in rows.items():
         assert row["outputs"] == rows["plain"]["outputs"], name
         assert row["tau"] >= 1
-        planned = planned_tree(name, draft, quantized_on_cpu=False)
+        planned = RowSpec.parse(name).planned_tree(draft, quantized_on_cpu=False)
         assert row["tree"] == (planned and dataclasses.asdict(planned))
         drafted = name not in ("hf", "hf-pld", "plain")
         assert ("accepted_by_depth" in row) == drafted
@@ -171,13 +166,7 @@ def test_threads_are_those_asked_for(tiny_dir, questions):
     options = BenchOptions(str(tiny_dir), ("plain",), ("fp32",), compile=False, max_new_tokens=2)
     runtime = dataclasses.replace(CPU, threads=1)
     assert torch.get_num_threads() == 2
-    run(
-        options,
-        runtime,
-        open_checkpoint(tiny_dir),
-        load_tokenizer(tiny_dir),
-        read_questions(questions, 1),
-    )
+    run(options, runtime, open_model(str(tiny_dir)), read_questions(questions, 1))
     assert torch.get_num_threads() == 1
 
 

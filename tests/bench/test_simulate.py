@@ -8,17 +8,18 @@ import pytest
 import torch
 
 from fasteagle.bench.report import COLUMNS, build_report, markdown, table_rows
-from fasteagle.bench.row_spec import TreeSize
+from fasteagle.bench.row_spec import RowSpec, parse_rows
 from fasteagle.bench.rows import Row, Turn
 from fasteagle.bench.run import BenchOptions
 from fasteagle.bench.simulate import check_simulation, dummy_drafter
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.find_head import head_shape
-from fasteagle.loading.open import build_engine, dummy_checkpoint, precision_options
+from fasteagle.loading.open import open_dummy, precision_options
 from fasteagle.loading.registry import preset
 from fasteagle.model import LMHead
 from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.quant.linear import QuantizedLMHead
+from fasteagle.shapes import TreeShape
 from fasteagle.stats import Stats
 
 CPU = RuntimeOptions(device="cpu", max_seq_len=64)
@@ -105,7 +106,7 @@ def test_dummy_weights_without_a_tau_are_measured(script, tiny_preset, questions
 
 
 def test_arithmetic_of_a_simulated_row():
-    row = Row("eagle", "bf16", decoder=None, weight_bytes=10, tree=TreeSize(3, 3, 8))
+    row = Row("eagle", "bf16", decoder=None, weight_bytes=10, tree=TreeShape(3, 3, 8))
     stats = Stats(
         passes=10, draft_seconds=0.5, verify_seconds=1.0, decode_seconds=2.0, path_lengths=[0] * 10
     )
@@ -124,15 +125,9 @@ def test_arithmetic_of_a_simulated_row():
 
 
 def made(name, precision):
-    checkpoint = dummy_checkpoint(name)
-    runtime = precision_options(CPU, precision)
-    if runtime.quant:
-        from fasteagle.loading.quantize import with_scheme
-
-        checkpoint = with_scheme(checkpoint, runtime.quant)
-    dtype = "fp32" if precision == "fp32" else "bf16"
-    engine = build_engine(checkpoint, dtype, torch.device("cpu"), runtime, name)
-    return dummy_drafter(name, engine, checkpoint, EAGLE).state.head, engine
+    prepared = open_dummy(name).prepared(precision_options(CPU, precision))
+    engine = prepared.engine()
+    return dummy_drafter(name, engine, prepared.checkpoint, EAGLE).state.head, engine
 
 
 def test_the_random_head_is_stored_like_its_target(tiny_preset):
@@ -187,13 +182,14 @@ def test_shapes_of_heads_come_from_the_registry_or_from_what_ships():
 )
 def test_taus_that_cannot_be(arguments, message):
     with pytest.raises(FasteagleError, match=message):
-        check_simulation(*arguments)
+        tau, is_dummy, names, *rest = arguments
+        check_simulation(tau, is_dummy, parse_rows(names, EAGLE), *rest)
 
 
 def test_taus_that_can_be():
-    rows = ("plain", "eagle", "eagle-static", "eagle-chain")
+    rows = parse_rows(("plain", "eagle", "eagle-static", "eagle-chain"), EAGLE)
     check_simulation(4.0, True, rows, (False, True), EAGLE, on_cpu=False)  # depth 3 on a GPU
-    check_simulation(6.0, True, ("eagle-static",), (False,), EAGLE, on_cpu=True)
+    check_simulation(6.0, True, (RowSpec("eagle-static"),), (False,), EAGLE, on_cpu=True)
     check_simulation(1.0, True, rows, (True,), EAGLE, on_cpu=True)
     check_simulation(None, False, rows, (True,), EAGLE, on_cpu=True)
 

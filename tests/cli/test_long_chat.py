@@ -10,7 +10,8 @@ import torch
 from fasteagle.cli.session import ChatSession
 from fasteagle.compile.blocks import missing_compiler
 from fasteagle.compile.costs import follow_costs
-from fasteagle.drafters import EagleDrafter, Tuning
+from fasteagle.drafting.base import Tuning
+from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.plan import DEFAULT_RANKS
 from fasteagle.generate import Engine
 from fasteagle.loading.open import compile_now

@@ -56,7 +56,7 @@ def test_compiled_equals_eager_and_nothing_recompiles(model, no_recompiles):
 def test_a_long_chat_with_speculation_recompiles_nothing(model, no_recompiles, shape):
     """Twelve turns through every cache size up to the limit, compiled against eager."""
 
-    from fasteagle.drafters import EagleDrafter
+    from fasteagle.drafting.eagle import EagleDrafter
     from fasteagle.tree import TreeShape
 
     def engine(compiled):

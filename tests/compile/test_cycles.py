@@ -1,4 +1,4 @@
-"""Static cycles against the engine's own: the same tokens, whatever is launched ahead."""
+"""Runners: eager, compiled and captured cycles give the same tokens in the same passes."""
 
 from __future__ import annotations
 
@@ -7,23 +7,31 @@ import torch
 
 from fasteagle.compile.blocks import missing_compiler
 from fasteagle.compile.costs import follow_costs
-from fasteagle.compile.cycles import StaticCycles
-from fasteagle.compile.graphs import GraphRunner
+from fasteagle.compile.graphs import CapturedRunner, CudaGraphs, make_engine
 from fasteagle.compile.tree_attention import use_tree_attention
-from fasteagle.drafters import EagleDrafter, Tuning
+from fasteagle.drafting.base import Tuning
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.plan import DEFAULT_RANKS
+from fasteagle.drafting.static_tree import StaticTreeDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.open import compile_now
 from fasteagle.options import SamplingParams
-from fasteagle.tree import TreeShape
-from helpers import costs, random_head, random_target, tiny_config
+from fasteagle.shapes import TreeShape
+from fasteagle.tree import TreeView
+from helpers import FakeGraphs, captured_engine, costs, random_head, random_target, tiny_config
 
 needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason="no C++ compiler")
 CUDA = torch.cuda.is_available()
 PROMPT = [5, 6, 7, 8, 9]
 GREEDY = SamplingParams()
-DRAWN = [GREEDY, SamplingParams(0.8, top_p=0.9, seed=7), SamplingParams(1.0, top_k=5, seed=3)]
+DRAWN = [
+    GREEDY,
+    SamplingParams(0.8, top_p=0.9, seed=7),
+    SamplingParams(1.0, top_k=5, seed=3),
+    SamplingParams(0.9, repetition_penalty=1.2, seed=6),
+]
 
 
 @pytest.fixture(scope="module")
@@ -36,35 +44,76 @@ def head(target):
     return random_head(target)
 
 
-def static_engine(target, head, shape=TreeShape(3, 3, 8), ahead=True, max_seq_len=256):  # noqa: B008
-    engine = Engine(target, max_seq_len)
-    drafter = EagleDrafter(head, shape, max_seq_len)
-    engine.use(drafter)
-    engine.captured = StaticCycles(engine, drafter, [shape], ahead)
-    return engine
+def drafters(head, max_seq_len=256):
+    return [
+        None,
+        EagleDrafter(head, TreeShape(3, 3, 8), max_seq_len),
+        EagleDrafter(head, TreeShape(2, 1, 2), max_seq_len),
+        EagleDrafter(head, TreeShape(4, 2, 10), max_seq_len),
+        StaticTreeDrafter(head, max_seq_len),
+        NgramDrafter(4),
+    ]
 
 
 def answer(engine, prompt=PROMPT, params=GREEDY, n=60, eos=frozenset()):
     return [t for ids in engine.generate(prompt, params, n, eos) for t in ids]
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("shape", [TreeShape(3, 3, 8), TreeShape(2, 1, 2), TreeShape(4, 2, 10)])
+def eagle_engine(target, head, ahead=1, max_seq_len=256):
+    engine = captured_engine(target, max_seq_len, ahead)
+    engine.use(EagleDrafter(head, TreeShape(3, 3, 8), max_seq_len))
+    return engine
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("params", DRAWN, ids=str)
-def test_the_tokens_of_plain_decoding(target, head, shape, ahead, params):
+def test_the_tokens_and_passes_of_eager_cycles(target, head, ahead, params):
     expected = answer(Engine(target, 256), params=params)
-    engine = static_engine(target, head, shape, ahead)
-    assert answer(engine, params=params) == expected
-    own = Engine(target, 256, drafter=EagleDrafter(head, shape, 256))
-    assert answer(own, params=params) == expected
-    # Not just right: the same guesses, accepted in the same passes.
-    assert engine.stats.path_lengths == own.stats.path_lengths
-    assert engine.stats.passes == own.stats.passes and engine.stats.drafted == own.stats.drafted
+    for ours, theirs in zip(drafters(head), drafters(head), strict=True):
+        engine = captured_engine(target, 256, ahead)
+        engine.use(ours)
+        assert answer(engine, params=params) == expected
+        assert engine.runner.error is None and engine.runner.replays > engine.stats.passes - 1
+        eager = Engine(target, 256, drafter=theirs)
+        assert answer(eager, params=params) == expected
+        # Not just right: the same proposals, accepted in the same passes.
+        assert engine.stats.path_lengths == eager.stats.path_lengths
+        assert engine.stats.passes == eager.stats.passes
+        assert engine.stats.drafted == eager.stats.drafted
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+def test_a_new_seed_or_temperature_captures_nothing(target, head):
+    engine = eagle_engine(target, head)
+    for values in ({}, {"seed": 5}, {"temperature": 0.4}, {"seed": 9, "top_p": 0.7}):
+        params = SamplingParams(**{"temperature": 0.8, "top_p": 0.9, "seed": 1, **values})
+        assert answer(engine, params=params) == answer(Engine(target, 256), params=params)
+        assert engine.runner.graphs.captured == 2  # plain, and the tree
+    answer(engine, params=SamplingParams(0.8))
+    assert engine.runner.graphs.captured == 4
+    answer(engine)
+    assert engine.runner.graphs.captured == 6  # and the oldest are gone
+    answer(engine, params=params)
+    assert engine.runner.graphs.captured == 8
+
+
+def test_everything_is_captured_before_the_first_token(target, head):
+    engine = eagle_engine(target, head)
+    cycles = engine.generate(PROMPT, GREEDY, 20)
+    next(cycles)
+    assert engine.runner.graphs.captured == 2 and engine.runner.replays == 0
+    cycles.close()
+
+
+def test_other_code_in_the_model_is_captured_anew(target, head):
+    engine = eagle_engine(target, head)
+    expected = answer(engine)
+    engine.runner.forget()
+    assert answer(engine) == expected and engine.runner.graphs.captured == 4
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
 def test_a_stop_rewinds_and_the_next_turn_goes_on(target, head, ahead):
-    engine = static_engine(target, head, ahead=ahead)
+    engine = eagle_engine(target, head, ahead)
     plain = Engine(target, 256)
     prompt = list(PROMPT)
     for n in (1, 2, 7, 20):
@@ -77,15 +126,15 @@ def test_a_stop_rewinds_and_the_next_turn_goes_on(target, head, ahead):
     assert answer(engine, eos=frozenset([stop])) == answer(plain, eos=frozenset([stop]))
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [0, 1])
 def test_up_to_the_last_slot(target, head, ahead):
     expected = answer(Engine(target, 48), n=100)
-    engine = static_engine(target, head, ahead=ahead, max_seq_len=48)
+    engine = eagle_engine(target, head, ahead, max_seq_len=48)
     assert answer(engine, n=100) == expected and engine.stats.finish == "context"
 
 
 def test_an_answer_cut_short_leaves_the_engine_ready(target, head):
-    engine = static_engine(target, head)
+    engine = eagle_engine(target, head)
     begun = engine.generate(PROMPT, GREEDY, 50)
     first = [t for ids in (next(begun), next(begun)) for t in ids]
     begun.close()
@@ -95,26 +144,22 @@ def test_an_answer_cut_short_leaves_the_engine_ready(target, head):
     assert answer(engine) == expected
 
 
-def test_the_pilot_steers_static_cycles_too(target, head, tmp_path):
-    engine = Engine(target, 512)
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_the_controller_steers_captured_cycles_too(target, head, tmp_path, ahead):
+    engine = captured_engine(target, 512, ahead)
     drafter = EagleDrafter(head, TreeShape(3, 3, 8), 512)
     drafter.tuning = Tuning(tmp_path / "costs.json", DEFAULT_RANKS)
     engine.use(drafter)
-    plan = follow_costs(engine, drafter, costs())
-    engine.captured = StaticCycles(engine, drafter, plan.shapes, ahead=True)
-    assert answer(engine, n=200) == answer(Engine(target, 512), n=200)
-    used = drafter.pilot.used
-    assert used[None] > 20 and len(used) > 1
+    follow_costs(engine, drafter, costs())
+    assert answer(engine, n=400) == answer(Engine(target, 512), n=400)
+    used = drafter.controller.used
+    assert used[None] > 130 and len(used) > 1  # a pause fills the pending pairs more than once
+    # Pairs of paused passes are shown to the head all the same: a follow-up finds them.
+    assert len(engine.cached) - engine.shown <= 8
 
 
-def test_a_repetition_penalty_is_left_to_the_engine(target, head):
-    params = SamplingParams(repetition_penalty=1.3)
-    engine = static_engine(target, head)
-    assert answer(engine, params=params) == answer(Engine(target, 256), params=params)
-
-
-def test_another_drafter_does_without_them(target, head):
-    engine = static_engine(target, head)
+def test_another_drafter_and_back(target, head):
+    engine = eagle_engine(target, head)
     kept = engine.drafter
     engine.use(None)
     expected = answer(engine)
@@ -123,9 +168,10 @@ def test_another_drafter_does_without_them(target, head):
     assert answer(engine) == expected and engine.stats.path_lengths
 
 
-def test_bad_logits_are_reported(head):
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_bad_logits_are_reported(head, ahead):
     target = random_target(tiny_config())
-    engine = static_engine(target, head)
+    engine = eagle_engine(target, head, ahead)
     begun = engine.generate(PROMPT, GREEDY, 50)
     next(begun)
     with torch.no_grad():
@@ -135,31 +181,49 @@ def test_bad_logits_are_reported(head):
             pass
 
 
-def test_tree_attention_in_the_whole_model(head):
+def test_what_cannot_be_captured_runs_as_it_is_and_says_why(target, head):
+    engine = eagle_engine(target, head)
+    engine.runner.graphs.failing = True
+    expected = answer(Engine(target, 256))
+    assert answer(engine) == expected
+    assert engine.runner.error == "operation not permitted" and engine.runner.replays == 0
+    # The next capture is not harmed by it.
+    engine.runner.graphs.failing = False
+    engine.runner.forget()
+    assert answer(engine) == expected and engine.runner.replays > 0
+
+
+def test_multi_round_sampling_walks_on_the_host_and_is_not_captured(target, head):
+    engine = captured_engine(target, 256)
+    drafter = StaticTreeDrafter(head, 256, sampled=True)
+    engine.use(drafter)
+    params = SamplingParams(0.9, seed=2)
+    found = answer(engine, params=params)
+    assert engine.runner.error is None and engine.runner.replays == 0
+    eager = Engine(target, 256, drafter=StaticTreeDrafter(head, 256, sampled=True))
+    assert found == answer(eager, params=params)
+
+
+def test_the_runner_of_a_cpu_captures_nothing(target):
+    assert not isinstance(make_engine(target, 64).runner, CapturedRunner)
+
+
+# Tree attention and compiled pieces
+
+
+def test_tree_attention_in_the_whole_model():
     """The op's reference on the CPU; its kernel has tests of its own."""
     target, other = random_target(tiny_config()), random_target(tiny_config())
     use_tree_attention(other)
-    assert other.takes_tree_view and not target.takes_tree_view
+    view = TreeView(torch.tensor(1), torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1).long())
+    assert other.visible_keys(view, 8) is view and target.visible_keys(view, 8).shape == (1, 8)
     head = random_head(target)
     for params in DRAWN:
         expected = answer(Engine(target, 256), params=params)
         assert answer(Engine(other, 256), params=params) == expected
         drafter = EagleDrafter(head, TreeShape(3, 3, 8), 256)
         assert answer(Engine(other, 256, drafter=drafter), params=params) == expected
-        assert answer(static_engine(other, head), params=params) == expected
-
-
-@pytest.mark.slow
-@needs_compiler
-def test_compiled_blocks_take_a_tree_view(target):
-    other = random_target(tiny_config())
-    use_tree_attention(other)
-    engine = static_engine(other, random_head(other))
-    assert compile_now(engine)
-    expected = answer(Engine(target, 256))
-    answer(engine, n=12)
-    with torch.compiler.set_stance("fail_on_recompile"):
-        assert answer(engine) == expected
+        assert answer(eagle_engine(other, head), params=params) == expected
 
 
 def test_a_sliding_window_in_the_whole_model():
@@ -168,29 +232,53 @@ def test_a_sliding_window_in_the_whole_model():
     use_tree_attention(other)
     head = random_head(target, sliding_window=None)
     expected = answer(Engine(target, 256))
-    assert answer(static_engine(other, head)) == expected
+    assert answer(eagle_engine(other, head)) == expected
 
 
-def test_on_a_cpu_a_runner_runs_the_step():
-    count = torch.zeros(1)
-    runner = GraphRunner(lambda: count.add_(1), torch.device("cpu"), advanced=[count])
-    runner.replay()
-    runner.replay()
-    assert count == 2 and not runner.captured and runner.error is None
+@pytest.mark.slow
+@needs_compiler
+def test_compiled_blocks_take_a_tree_view(target):
+    other = random_target(tiny_config())
+    use_tree_attention(other)
+    engine = Engine(other, 256, drafter=EagleDrafter(random_head(other), TreeShape(2, 2, 4), 256))
+    assert compile_now(engine)
+    expected = answer(Engine(target, 256))
+    answer(engine, n=12)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert answer(engine) == expected
 
 
-def test_steps_compile_without_a_break(target, head):
-    engine = static_engine(target, head)
-    answer(engine, n=2)
-    step = engine.captured._step(TreeShape(3, 3, 8), GREEDY)
-    before = [t.clone() for t in engine.captured.buffers.advanced]
-    engine.drafter.state.shared_seq_len = engine.captured.buffers.seq_len
-    step()
-    after = [t.clone() for t in engine.captured.buffers.advanced]
-    for tensor, old in zip(engine.captured.buffers.advanced, before, strict=True):
-        tensor.copy_(old)
-    torch.compile(step, fullgraph=True, backend="aot_eager")()
-    assert all(map(torch.equal, engine.captured.buffers.advanced, after))
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(0.8, seed=3)], ids=str)
+def test_compiled_pieces_are_the_eager_ones(target, head, params):
+    """Drafting is one call, accept and commit another; no value makes another variant of them."""
+    engine, eager = (
+        Engine(target, 512, drafter=EagleDrafter(head, TreeShape(2, 2, 4), 512)) for _ in range(2)
+    )
+    assert compile_now(engine, params)
+    assert len(engine.runner.compiled) == 2  # plain, and the tree
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for seed in (3, 4):
+            params = SamplingParams(params.temperature, seed=seed)
+            assert answer(engine, PROMPT * 45, params) == answer(eager, PROMPT * 45, params)
+            assert engine.stats.path_lengths == eager.stats.path_lengths
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_an_empty_proposal_costs_one_row_on_a_cpu(target):
+    engine = Engine(target, 256, drafter=NgramDrafter(4))
+    assert compile_now(engine)
+    rows = []
+    target_forward = target.forward
+    target.forward = lambda tokens, *rest: rows.append(len(tokens)) or target_forward(tokens, *rest)
+    try:
+        with torch.compiler.set_stance("fail_on_recompile"):
+            assert answer(engine) == answer(Engine(target, 256))
+    finally:
+        del target.forward
+    assert set(rows[: engine.stats.passes]) == {1, 5}
 
 
 @pytest.mark.gpu
@@ -198,15 +286,16 @@ def test_steps_compile_without_a_break(target, head):
 class TestGraphs:
     def made(self, shape=TreeShape(3, 3, 8), max_seq_len=512):  # noqa: B008
         target = random_target(tiny_config()).cuda()
-        head = random_head(target)
-        return target, static_engine(target, head, shape, max_seq_len=max_seq_len)
+        engine = make_engine(target, max_seq_len)
+        engine.use(EagleDrafter(random_head(target), shape, max_seq_len))
+        return target, engine
 
     @pytest.mark.parametrize("params", DRAWN, ids=str)
     def test_replayed_cycles_are_the_eager_ones(self, params):
         target, engine = self.made()
         assert answer(engine, params=params) == answer(Engine(target, 512), params=params)
-        assert engine.captured.error is None
-        assert all(r.captured for r in engine.captured._for(params).values() if r is not None)
+        assert engine.runner.error is None
+        assert all(replay is not None for replay in engine.runner._replays.values())
 
     def test_a_longer_context_and_another_tree_are_captured_anew(self):
         for shape, length in ((TreeShape(2, 2, 4), 256), (TreeShape(4, 3, 12), 512)):
@@ -218,27 +307,39 @@ class TestGraphs:
         for target, engine in (*pairs, *reversed(pairs)):
             assert answer(engine) == answer(Engine(target, 512))
 
-    def test_what_cannot_be_captured_runs_eagerly_and_says_why(self):
-        count = torch.zeros(1, device="cuda")
-
-        def step():
-            count.add_(1)
-            count.item()  # a read of the host
-
-        runner = GraphRunner(step, count.device, advanced=[count])
-        runner.replay()
-        runner.replay()
-        assert count == 2 and not runner.captured and runner.error
+    def test_after_a_failed_capture_the_process_can_capture_again(self, gpu_subprocess):
+        """In a process of its own: a broken stream or an open pool would spoil what follows."""
+        gpu_subprocess(
+            """
+            import torch
+            from fasteagle.compile.graphs import CudaGraphs
+            x = torch.zeros(1, device="cuda")
+            graphs = CudaGraphs(x.device)
+            before = torch.cuda.current_stream()
+            try:
+                graphs.capture(lambda: x.add_(1).item(), lambda: None)
+            except RuntimeError:
+                pass
+            else:
+                raise AssertionError("a read on the host was captured")
+            assert torch.cuda.current_stream() == before
+            x.zero_()
+            replay = graphs.capture(lambda: x.add_(1), x.zero_)
+            replay(); replay()
+            assert x.item() == 2, x
+            """
+        )
 
     def test_a_thousand_captures_and_replays_leak_nothing(self):
         buffer = torch.zeros(1024, device="cuda")
-        pool = torch.cuda.graph_pool_handle()
+        graphs = CudaGraphs(buffer.device)
 
         def once():
-            runner = GraphRunner(lambda: buffer.add_(1), buffer.device, pool, [buffer])
-            for _ in range(2):
-                runner.replay()
-            torch.cuda.synchronize()
+            replay = graphs.capture(lambda: buffer.add_(1), lambda: None)
+            buffer.zero_()
+            replay()
+            replay()
+            assert buffer[0] == 2
 
         for _ in range(50):
             once()
@@ -246,4 +347,13 @@ class TestGraphs:
         for _ in range(1000):
             once()
         assert before - torch.cuda.mem_get_info()[0] < 16 * 2**20
-        assert buffer[0] == 2 * 1050
+
+
+def test_the_fake_device_records_and_replays():
+    """What the tests above rest on."""
+    count = torch.zeros(1)
+    graphs = FakeGraphs()
+    replay = graphs.capture(lambda: count.add_(1), count.zero_)
+    assert count == 0 and graphs.captured == 1
+    replay()
+    assert count == 1

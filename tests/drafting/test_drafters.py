@@ -10,12 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from fasteagle.config import head_from_hf
-from fasteagle.drafters import EagleDrafter, StaticTreeDrafter, check_paths
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.static_tree import StaticTreeDrafter, check_paths
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.head_file import load_head
 from fasteagle.model import KVCache, Transformer, causal_mask
 from fasteagle.tree import PAPER_TREE, DraftTree, TreeShape, ancestor_mask
-from helpers import random_head, random_target, tiny_config
+from helpers import empty_state, pairs, propose, random_head, random_target, tiny_config
 
 ASSETS = Path(__file__).parents[1] / "assets" / "golden"
 
@@ -33,6 +34,7 @@ class Golden:
         target = Transformer(tiny_config(dim=config.block.dim, vocab_size=config.block.vocab_size))
         target.embedding.weight = torch.nn.Parameter(self.t["target.embed_tokens.weight"], False)
         target.lm_head.weight = torch.nn.Parameter(self.t["target.lm_head.weight"], False)
+        self.target = target
         self.head, _ = load_head(folder, target.config)
         self.head.requires_grad_(False)
         self.head.borrow(target, 512)
@@ -82,15 +84,16 @@ def test_golden_hidden_states_and_logits(golden):
 def test_golden_trees(golden):
     s = golden.settings
     shape = TreeShape(depth=s["depth"] + 1, topk=s["top_k"], nodes=s["total_tokens"] - 1)
-    drafter = EagleDrafter(golden.head, shape, 256)
+    drafter, state = EagleDrafter(golden.head, shape, 256), empty_state(golden.target, 256)
     first, second = golden.t["in.input_ids"][0], golden.t["in.input_ids_2"][0]
-    drafter.extend(first[1:], golden.t["in.features"][0], len(first) - 1)
-    assert_tree(drafter.propose(first[-1:], []), golden.t, "out.tree1", len(first) - 1)
+    tree = propose(drafter, state, pairs(first[1:], golden.t["in.features"][0]), int(first[-1]))
+    assert_tree(tree, golden.t, "out.tree1", len(first) - 1)
     # Three more positions; padded, as the engine's are.
     new = second[len(first) :]
     features = torch.cat((golden.t["in.features_2"][0], torch.randn(2, features_dim(golden))))
-    drafter.extend(torch.cat((new, new.new_zeros(2))), features, len(new))
-    assert_tree(drafter.propose(second[-1:], []), golden.t, "out.tree2", len(second) - 1)
+    padded = pairs(torch.cat((new, new.new_zeros(2))), features, len(new))
+    tree = propose(drafter, state, padded, int(second[-1]))
+    assert_tree(tree, golden.t, "out.tree2", len(second) - 1)
 
 
 def features_dim(golden) -> int:
@@ -118,8 +121,7 @@ def test_static_tree_is_the_ranked_children_of_each_node():
     head = random_head(target)
     drafter = StaticTreeDrafter(head, 256)
     tokens, features = torch.arange(3, 12), torch.randn(9, 32)
-    drafter.extend(tokens, features, 9)
-    tree = drafter.propose(torch.tensor([11]), [])
+    tree = propose(drafter, empty_state(target), pairs(tokens, features), 11)
     _, depths = ancestor_mask(tree.parents, tree.valid)
     assert len(tree.tokens) == 26 and depths.max() == 5
     order = sorted(PAPER_TREE, key=lambda p: (len(p), p))

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from fasteagle.compile import costs as tune
-from fasteagle.drafters import EagleDrafter, NgramDrafter, Tuning
-from fasteagle.drafting.controller import PROBE_CYCLES, START_QUALITY, Pilot
+from fasteagle.drafting.base import Tuning
+from fasteagle.drafting.controller import PROBE_CYCLES, START_QUALITY, Controller
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.plan import (
     DEFAULT_RANKS,
     NGRAM_RANKS,
@@ -75,7 +77,7 @@ def test_nothing_is_better_than_drafts_that_cost_more_than_they_save():
     assert best_shape(dear, DEFAULT_RANKS, 1.0, shapes(32, 8)) is None
     plan = make_plan(dear, DEFAULT_RANKS, 8)
     assert plan.shapes == [] and plan.at(1.0) is None
-    pilot = Pilot(plan)
+    pilot = Controller(plan)
     for _ in range(2000):
         assert pilot.shape is None  # and it never probes what cannot pay
         pilot.learn(None)
@@ -109,7 +111,7 @@ def simulate(pilot, plan, quality, n_tokens, seed=0):
 @pytest.mark.parametrize("seed", range(3))
 def test_useless_guesses_cost_little_over_plain_decoding(seed):
     plan = make_plan(costs(), DEFAULT_RANKS, 8)
-    pilot = Pilot(plan)
+    pilot = Controller(plan)
     spent, plain = simulate(pilot, plan, 0.0, 2000, seed)
     assert spent < 1.04 * plain
     assert pilot.used[None] > 0.8 * sum(pilot.used.values())
@@ -118,7 +120,7 @@ def test_useless_guesses_cost_little_over_plain_decoding(seed):
 @pytest.mark.parametrize("seed", range(3))
 def test_good_guesses_after_bad_ones_are_found_again(seed):
     plan = make_plan(costs(), DEFAULT_RANKS, 8)
-    pilot = Pilot(plan)
+    pilot = Controller(plan)
     simulate(pilot, plan, 0.0, 1500, seed)
     assert pilot.used[None] > 0.8 * sum(pilot.used.values())
     spent, plain = simulate(pilot, plan, 1.2, 3000, seed)
@@ -128,7 +130,7 @@ def test_good_guesses_after_bad_ones_are_found_again(seed):
 
 def test_a_probe_is_short():
     plan = make_plan(costs(), DEFAULT_RANKS, 8)
-    pilot = Pilot(plan)
+    pilot = Controller(plan)
     while pilot.shape is not None:
         pilot.learn(0)
     rest = 0
@@ -143,7 +145,7 @@ def test_a_probe_is_short():
 
 
 def test_a_drafter_without_a_guess_teaches_nothing():
-    pilot = Pilot(make_plan(costs(), DEFAULT_RANKS, 8))
+    pilot = Controller(make_plan(costs(), DEFAULT_RANKS, 8))
     before = pilot.quality
     for _ in range(100):
         pilot.learn(None)
@@ -152,7 +154,7 @@ def test_a_drafter_without_a_guess_teaches_nothing():
 
 def test_explaining_names_the_tree_and_its_price():
     plan = make_plan(costs(), DEFAULT_RANKS, 8)
-    line = Pilot(plan).explain()
+    line = Controller(plan).explain()
     shape = plan.at(START_QUALITY)
     assert f"{shape.depth}/{shape.topk}/{shape.nodes}" in line
     assert f"verify {plan.costs.verify(shape.rows):.1f}" in line and "plain" in line

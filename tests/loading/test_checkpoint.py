@@ -12,12 +12,8 @@ from safetensors.torch import load_file, save_file
 from fasteagle.config import ModelConfig
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import checkpoint as checkpoint_module
-from fasteagle.loading.checkpoint import (
-    DummyCheckpoint,
-    expected_shapes,
-    load_model,
-    open_checkpoint,
-)
+from fasteagle.loading.checkpoint import load_model, open_checkpoint
+from fasteagle.loading.tensors import DummyCheckpoint, expected_shapes
 from helpers import edit_json, make_hf_model
 
 

@@ -10,16 +10,20 @@ import torch
 from click.testing import CliRunner
 
 from fasteagle.cli import main as cli
-from fasteagle.drafters import EagleDrafter, NgramDrafter, StaticTreeDrafter
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.ngram import NgramDrafter
+from fasteagle.drafting.static_tree import StaticTreeDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading import find_head as heads
 from fasteagle.loading import registry
-from fasteagle.loading.checkpoint import fingerprint, load_model, open_checkpoint
+from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.find_head import find_head, make_drafter, read_tree
 from fasteagle.loading.head_file import save_head, with_vocabulary
+from fasteagle.loading.tensors import fingerprint
 from fasteagle.options import DraftOptions, SamplingParams
 from fasteagle.paths import cache_dir
+from fasteagle.shapes import TreeShape
 from helpers import forbid, official_files, put_in_cache, random_head, save_tiny
 
 
@@ -148,11 +152,13 @@ def test_every_kind_of_drafter(model, checkpoint, head_dir, options, kind, rows)
 
 def test_sizes_of_the_tree():
     """Given ones stay, the others follow the precision and fit them."""
-    assert DraftOptions().sizes(False) == (3, 3, 8) and DraftOptions().sizes(True) == (2, 3, 3)
-    assert DraftOptions(tree_depth=6).sizes(False) == (6, 3, 8)
-    assert DraftOptions(tree_depth=6).sizes(True) == (6, 3, 6)
-    assert DraftOptions(tree_depth=1, tree_topk=2).sizes(False) == (1, 2, 2)
-    assert DraftOptions(tree_depth=2, tree_topk=3, tree_nodes=12).sizes(True) == (2, 3, 12)
+    assert DraftOptions().tree_shape(False) == TreeShape(3, 3, 8)
+    assert DraftOptions().tree_shape(True) == TreeShape(2, 3, 3)
+    assert DraftOptions(tree_depth=6).tree_shape(False) == TreeShape(6, 3, 8)
+    assert DraftOptions(tree_depth=6).tree_shape(True) == TreeShape(6, 3, 6)
+    assert DraftOptions(tree_depth=1, tree_topk=2).tree_shape(False) == TreeShape(1, 2, 2)
+    asked = DraftOptions(tree_depth=2, tree_topk=3, tree_nodes=12)
+    assert asked.tree_shape(True) == TreeShape(2, 3, 12)
 
 
 def test_a_head_for_other_weights_warns_and_runs(model, checkpoint, head, tmp_path):

@@ -6,11 +6,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fasteagle.drafters import EagleDrafter
+from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.head_file import load_head, load_official_state, official_state, save_head
 from fasteagle.tree import TreeShape
-from helpers import official_files, random_head, random_target, tiny_config
+from helpers import (
+    empty_state,
+    official_files,
+    pairs,
+    propose,
+    random_head,
+    random_target,
+    tiny_config,
+)
 
 
 def test_saved_head_loads_back_and_drafts_the_same(tmp_path):
@@ -22,10 +30,10 @@ def test_saved_head_loads_back_and_drafts_the_same(tmp_path):
     assert header == {"tau": 2.5} and loaded.config.draft_vocab_size == 30
     loaded.borrow(target, 512)
     assert torch.equal(loaded.target_ids(), ids)
-    a, b = (EagleDrafter(h, TreeShape(), 256) for h in (head, loaded))
-    for drafter in (a, b):
-        drafter.extend(torch.arange(5), torch.ones(5, 32), 5)
-    assert a.propose(torch.tensor([1]), []).tokens.equal(b.propose(torch.tensor([1]), []).tokens)
+    trees = []
+    for drafter in (EagleDrafter(h, TreeShape(), 256) for h in (head, loaded)):
+        trees.append(propose(drafter, empty_state(target), pairs(range(5), torch.ones(5, 32)), 1))
+    assert trees[0].tokens.equal(trees[1].tokens)
 
 
 @pytest.mark.parametrize("pickled", [False, True])

@@ -14,22 +14,15 @@ from gguf.quants import dequantize as gguf_dequantize
 from safetensors.torch import load_file, save_file
 
 from fasteagle.errors import FasteagleError
-from fasteagle.loading.checkpoint import (
-    SafetensorsFolder,
-    check_complete,
-    expected_shapes,
-    fingerprint,
-    load_model,
-    open_checkpoint,
-)
+from fasteagle.loading.checkpoint import check_complete, load_model, open_checkpoint
 from fasteagle.loading.imported import QuantizedFolder, open_quantized
+from fasteagle.loading.tensors import SafetensorsFolder, expected_shapes, fingerprint
 from fasteagle.quant.formats import (
     WAY_OUT,
     from_awq,
     from_compressed_tensors,
     from_gguf_blocks,
     from_gptq,
-    from_tile_packed,
     gptq_zero_offset,
 )
 from helpers import edit_json
@@ -456,110 +449,6 @@ def test_gptq_zero_offset(stored, v2, sym, offset):
 def test_gptq_zero_offset_of_8_bits(stored, offset):
     qzeros = word_rows(np.full((2, 8), stored), 8)
     assert gptq_zero_offset(qzeros, bits=8, v2=False, sym=True) == offset
-
-
-# torchao's tile-packed layout.
-
-
-def tile_pack(q: np.ndarray) -> torch.Tensor:
-    """What PyTorch's packer does with [N, K], lane by lane.
-
-    PTX's figure of the B fragment of mma.m16n8k16: element i of lane t lies in row (of K)
-    2 (t % 4) + (i & 1) + 8 (i >= 2) and column (of N) t / 4. Two fragments make a word, as the
-    comment in int4mm.cu has it, from the high bits: v7 v5 v3 v1 v6 v4 v2 v0.
-    """
-    N, K = q.shape
-    out = np.zeros((N // 8, K // 128, 32, 4), dtype=np.int64)
-    for n_tile, k_tile, lane, word in np.ndindex(out.shape):
-        v = []
-        for fragment in range(8 * k_tile + 2 * word, 8 * k_tile + 2 * word + 2):
-            for i in range(4):
-                k = 16 * fragment + 2 * (lane % 4) + (i & 1) + 8 * (i >= 2)
-                v.append(int(q[8 * n_tile + lane // 4, k]))
-        for place, which in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
-            out[n_tile, k_tile, lane, word] |= v[which] << (4 * place)
-    return torch.from_numpy(out.astype(np.uint32).view(np.int32))
-
-
-def tile_params(N: int, G: int) -> tuple[torch.Tensor, torch.Tensor]:
-    torch.manual_seed(5)
-    return (torch.rand(N, G) * 0.02 + 0.001).bfloat16(), (torch.randn(N, G) * 0.05).bfloat16()
-
-
-def test_tile_packed_values_and_dequantization():
-    from torchao.quantization.quant_primitives import _dequantize_affine_tinygemm
-
-    N, K, group = 16, 256, 64
-    q = np.random.default_rng(0).integers(0, 16, (N, K))
-    scales, zeros = tile_params(N, K // group)
-    both = torch.stack((scales, zeros), dim=-1).transpose(0, 1).contiguous()
-    weight = from_tile_packed(tile_pack(q), both, (N, K))
-    assert weight.group_size == group
-    assert torch.equal(weight.values().long(), torch.from_numpy(q))
-    assert torch.equal(weight.scales, scales.float())
-    expected = _dequantize_affine_tinygemm(
-        torch.from_numpy(q).int(), (1, group), scales.float(), zeros.float(), torch.int32, 0, 15
-    )
-    assert torch.equal(weight.dequantize(), expected)
-
-
-def test_tile_packed_padding_is_cut():
-    N, K, group = 12, 96, 32
-    q = np.random.default_rng(1).integers(0, 16, (16, 1024))
-    scales, zeros = tile_params(16, 1024 // group)
-    both = torch.stack((scales, zeros), dim=-1).transpose(0, 1).contiguous()
-    weight = from_tile_packed(tile_pack(q), both, (N, K))
-    assert weight.shape == (N, K)
-    assert torch.equal(weight.values().long(), torch.from_numpy(q[:N, :K]))
-    assert torch.equal(weight.scales, scales[:N, :3].float())
-    levels = (q[:N, :K] - 8).reshape(N, 3, group).astype(np.float32)
-    expected = torch.from_numpy(levels) * scales[:N, :3, None] + zeros[:N, :3, None].float()
-    assert torch.equal(weight.dequantize(), expected.flatten(1))
-
-
-def test_tile_packed_offset_rounds_only_where_scales_are_lost_in_zeros():
-    q = np.random.default_rng(2).integers(0, 16, (8, 128))
-    both = torch.tensor([2.0**-20, 1.0]).bfloat16().repeat(1, 8, 1)
-    weight = from_tile_packed(tile_pack(q), both, (8, 128))
-    exact = (q - 8) * 2.0**-20 + 1.0  # fp64
-    assert np.array_equal(weight.dequantize().double().numpy(), exact.astype(np.float32))
-    both = torch.tensor([2.0**-30, 1.0]).bfloat16().repeat(1, 8, 1)
-    exact = (q - 8) * 2.0**-30 + 1.0
-    error = from_tile_packed(tile_pack(q), both, (8, 128)).dequantize().double().numpy() - exact
-    assert 0 < np.abs(error).max() <= 2.0**-24
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.version.hip is not None, reason="packs on CUDA only"
-)
-def test_tile_packed_against_the_cuda_packer():
-    q = torch.from_numpy(np.random.default_rng(3).integers(0, 16, (32, 1024))).to(torch.uint8)
-    pairs = (q[:, ::2] << 4 | q[:, 1::2]).contiguous().cuda()  # as torchao hands them over
-    packed = torch.ops.aten._convert_weight_to_int4pack(pairs, 8).cpu()
-    both = torch.ones(8, 32, 2).bfloat16()
-    assert torch.equal(from_tile_packed(packed, both, (32, 1024)).values(), q)
-    assert torch.equal(tile_pack(q.numpy()), packed)
-
-
-@pytest.mark.parametrize(
-    ("qdata", "params", "shape"),
-    [
-        ((2, 2, 32, 4), (4, 16, 2), (17, 256)),  # more rows than stored
-        ((2, 2, 32, 4), (4, 16, 2), (16, 257)),
-        ((2, 2, 32, 4), (4, 8, 2), (8, 256)),  # parameters of fewer rows
-        ((2, 2, 32, 4), (3, 16, 2), (16, 256)),
-        ((2, 2, 32, 2), (4, 16, 2), (16, 256)),  # other inner tiles
-        ((2, 2, 32), (4, 16, 2), (16, 256)),
-        ((2, 2, 32, 4), (4, 16, 2), (16, 96)),  # the last group is cut
-    ],
-)
-def test_tile_packed_shapes_that_do_not_fit(qdata, params, shape):
-    with pytest.raises(FasteagleError) as caught:
-        from_tile_packed(
-            torch.zeros(qdata, dtype=torch.int32), torch.ones(params).bfloat16(), shape
-        )
-    assert "\n" not in str(caught.value)
 
 
 # GGUF blocks.

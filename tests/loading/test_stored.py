@@ -11,11 +11,12 @@ import torch
 from fasteagle.cli.main import main
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
-from fasteagle.loading.checkpoint import fingerprint, load_model, open_checkpoint
-from fasteagle.loading.open import build_engine, load_runtime, quantized_checkpoint
+from fasteagle.loading.checkpoint import load_model, open_checkpoint
+from fasteagle.loading.open import build_engine, load_runtime, open_model
 from fasteagle.loading.quantize import with_scheme
-from fasteagle.loading.source import DummySource, Linears
+from fasteagle.loading.source import Linears
 from fasteagle.loading.stored import StoredFolder
+from fasteagle.loading.tensors import fingerprint
 from fasteagle.options import RuntimeOptions, SamplingParams
 from fasteagle.quant.linear import Int4Linear, Int8Linear, QuantizedLMHead
 from fasteagle.quant.scheme import Scheme
@@ -91,6 +92,7 @@ class _Dequantized:
     def __init__(self, checkpoint):
         self.config, self.names = checkpoint.config, checkpoint.names
         self.shape, self.load, self.start = checkpoint.shape, checkpoint.load, checkpoint.start
+        self.scheme = None
 
 
 @pytest.mark.parametrize(("bits", "kind"), [(8, Int8Linear), (4, Int4Linear), (16, None)])
@@ -110,7 +112,8 @@ def test_what_runs_on_the_cpu(folder, bits, kind):
 @pytest.mark.parametrize("quant", ["int8", "int4-g32"])
 def test_speculation_changes_no_token_of_a_quantized_model(folder, quant):
 
-    from fasteagle.drafters import EagleDrafter, NgramDrafter
+    from fasteagle.drafting.eagle import EagleDrafter
+    from fasteagle.drafting.ngram import NgramDrafter
     from fasteagle.loading.source import quantize_head_
     from fasteagle.tree import TreeShape
 
@@ -130,7 +133,7 @@ def test_speculation_changes_no_token_of_a_quantized_model(folder, quant):
 def test_a_calibrated_head_runs_as_it_was_judged(folder, tmp_path, monkeypatch, header, method):
     """Calibration measures min-max weights, whatever the target's values come from."""
 
-    from fasteagle.loading import source
+    from fasteagle.loading import find_head
     from fasteagle.loading.find_head import make_drafter
     from fasteagle.loading.head_file import save_head
     from fasteagle.options import DraftOptions
@@ -139,7 +142,9 @@ def test_a_calibrated_head_runs_as_it_was_judged(folder, tmp_path, monkeypatch, 
     head = random_head(engine.model, rope_scaling=None, rope_base=10000.0)
     save_head(tmp_path / "head", head, header, torch.float32)
     asked = []
-    monkeypatch.setattr(source, "quantize_head_", lambda head, scheme: asked.append(scheme.method))
+    monkeypatch.setattr(
+        find_head, "quantize_head_", lambda head, scheme: asked.append(scheme.method)
+    )
     options = DraftOptions("eagle", str(tmp_path / "head"))
     make_drafter("tiny", engine, checkpoint, options, lambda line: None)
     assert asked == ([method] if method else [])
@@ -215,12 +220,12 @@ def test_memory_that_would_suffice_is_named(folder, monkeypatch):
 
 
 def test_dummy_weights_are_made_as_stored(folder):
-    from fasteagle.loading.checkpoint import DummyCheckpoint
+    from fasteagle.loading.tensors import DummyCheckpoint
 
     config = open_checkpoint(folder).config
     for quant in ("int8", "int4-g32"):
         source = with_scheme(DummyCheckpoint(config), quant)
-        assert isinstance(source, DummySource)
+        assert isinstance(source, DummyCheckpoint) and source.scheme is not None
         engine = build_engine(source, "bf16", torch.device("cpu"), RuntimeOptions(), "dummy")
         assert len(tokens(engine, 3)) == 3
 
@@ -230,8 +235,7 @@ def test_torchao_runs_beside_ours(folder):
     runtime = load_runtime(str(folder), options, quiet=True)
     assert "torchao" in type(runtime.engine.model.blocks[0].mlp.down.weight).__module__
     assert len(tokens(runtime.engine, 4)) == 4
-    ours = quantized_checkpoint(open_checkpoint(folder), RuntimeOptions(quant="int8"), None)
-    engine = build_engine(ours, "bf16", torch.device("cpu"), RuntimeOptions(max_seq_len=64), "x")
+    engine = open_model(str(folder)).prepared(RuntimeOptions(quant="int8", max_seq_len=64)).engine()
     with torch.no_grad():
         a, b = engine.prefill(PROMPT)[0].float(), runtime.engine.prefill(PROMPT)[0].float()
     assert (a - b).norm() < 0.1 * b.norm()

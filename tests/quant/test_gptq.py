@@ -7,9 +7,10 @@ import torch
 
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
-from fasteagle.loading.quantize import with_scheme
-from fasteagle.loading.source import is_block_linear
-from fasteagle.quant.gptq import gptq_weight, gptq_weights
+from fasteagle.loading.gptq_pass import gptq_weights
+from fasteagle.loading.tensors import is_block_linear
+from fasteagle.options import RuntimeOptions
+from fasteagle.quant.gptq import gptq_weight
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme
 from helpers import save_tiny
@@ -93,17 +94,17 @@ def _features(checkpoint, ids):
 
 def test_text_the_model_makes_up_is_enough(folder, monkeypatch):
     """Through the option: no data given, the model writes, and on such text the result is good."""
-    from fasteagle.loading import quantize as prepare
-    from fasteagle.loading.tokenizer import load_tokenizer
+    from fasteagle.loading import open as door
 
-    monkeypatch.setattr(prepare, "GPTQ_TOKENS", 700)
-    monkeypatch.setattr(prepare, "compile_now", lambda engine: True)
+    monkeypatch.setattr(door, "GPTQ_TOKENS", 700)
+    monkeypatch.setattr(door, "compile_now", lambda engine: True)
     said: list[str] = []
-    checkpoint, tokenizer = open_checkpoint(folder), load_tokenizer(folder)
-    first = with_scheme(checkpoint, "int4-g32-gptq", 8, said.append, tokenizer)
+    opened, options = door.open_model(str(folder)), RuntimeOptions(quant="int4-g32-gptq")
+    first = opened.prepared(options, said.append).checkpoint
     assert "the model writes 700 tokens to calibrate on ..." in said
     assert first.scheme.method == "gptq"
-    texts = prepare.texts_for_gptq(checkpoint, tokenizer, said.append, None)  # as kept
+    texts = opened.gptq_texts(said.append)  # as kept
+    checkpoint = opened.checkpoint
     linears = [name for name in checkpoint.names() if is_block_linear(name)]
     found = {name: first.packed(name) for name in linears}
     expected = gptq_weights(checkpoint, texts, first.scheme)
@@ -113,7 +114,7 @@ def test_text_the_model_makes_up_is_enough(folder, monkeypatch):
     error, plain_error = (_output_error(checkpoint, w, texts[0]) for w in (found, plain))
     assert error < 0.9 * plain_error
     said.clear()
-    with_scheme(checkpoint, "int4-g32-gptq", 8, said.append, tokenizer)
+    opened.prepared(options, said.append)
     assert said == []  # kept, not made again
 
 

@@ -18,7 +18,7 @@ import torch
 from click.testing import CliRunner
 
 from fasteagle.errors import FasteagleError
-from fasteagle.quant import packed, planes
+from fasteagle.quant import packed, planes, tiling
 from helpers import output_without_triton
 from kernel_cases import FORMATS, SHAPES, random_rows, random_weight, relative_error, tolerance
 
@@ -168,10 +168,10 @@ SEVEN_B = {
 def test_splits_fill_the_card(kernels):
     """A narrow matrix alone would leave most of 82 multiprocessors idle."""
     for N, K in SEVEN_B.values():
-        split = kernels.split_k(N, K, 82)
+        split = tiling.split_k(N, K, 82)
         assert split * -(-N // 128) >= 1.5 * 82, (N, K, split)
         assert K // 128 // split >= 4, "a program has a pipeline to fill"
-    assert kernels.split_k(256, 512, 82) == 1
+    assert tiling.split_k(256, 512, 82) == 1
 
 
 def test_only_the_weight_decides_the_split(kernels):

@@ -8,11 +8,14 @@ import pytest
 import torch
 
 from fasteagle.generate import Engine
+from fasteagle.prompts import Conversation
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme
 from fasteagle.training import calibrate
-from fasteagle.training.data import Conversation, compute_features
-from fasteagle.training.train import HeldOut, head_loss, make_batch, new_head
+from fasteagle.training.data import compute_features
+from fasteagle.training.held_out import HeldOut
+from fasteagle.training.loss import head_loss, make_batch
+from fasteagle.training.train import new_head
 from helpers import OPTIONS, random_head, random_target, talk, tiny_config
 
 SCHEME = Scheme(4, 32)

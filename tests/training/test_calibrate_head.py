@@ -15,7 +15,8 @@ from fasteagle.errors import FasteagleError
 from fasteagle.loading.registry import preset
 from fasteagle.quant.scheme import parse_scheme
 from fasteagle.training import calibrate
-from fasteagle.training.calibrate_head import CalibrateOptions, peak_bytes
+from fasteagle.training.calibrate_head import peak_bytes
+from fasteagle.training.options import CalibrateOptions
 from helpers import kill_at_first_save, random_head, save_tiny, write_random_text
 
 

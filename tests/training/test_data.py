@@ -7,13 +7,8 @@ import torch
 
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
-from fasteagle.training.data import (
-    Conversation,
-    choose_held_out,
-    compute_features,
-    frequent_tokens,
-    read_conversations,
-)
+from fasteagle.prompts import Conversation, read_conversations
+from fasteagle.training.data import choose_held_out, compute_features, frequent_tokens
 from helpers import random_target, talk, tiny_config
 
 

@@ -7,21 +7,18 @@ import dataclasses
 import pytest
 import torch
 
-from fasteagle.drafting.head_state import HeadState
+from fasteagle.drafting.draft_head import HeadDrafter
+from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
-from fasteagle.options import TrainOptions
-from fasteagle.training.data import Conversation, FeatureStore, LiveFeatures, compute_features
-from fasteagle.training.train import (
-    SoftCrossEntropy,
-    Trainer,
-    batches,
-    evaluate,
-    make_batch,
-    new_head,
-    unroll,
-)
-from helpers import OPTIONS, random_head, random_target, talk, tiny_config
+from fasteagle.prompts import Conversation
+from fasteagle.shapes import TreeShape
+from fasteagle.training.data import FeatureStore, LiveFeatures, compute_features
+from fasteagle.training.held_out import evaluate
+from fasteagle.training.loss import SoftCrossEntropy, batches, make_batch, unroll
+from fasteagle.training.options import TrainOptions
+from fasteagle.training.train import Trainer, new_head
+from helpers import OPTIONS, pairs, random_head, random_target, talk, tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +39,13 @@ def trainer(target, store, folder, options=OPTIONS) -> Trainer:
 # The simulation of drafting
 
 
+def head_at_work(head) -> HeadDrafter:
+    """A head with an empty cache of 256 slots."""
+    drafter = EagleDrafter(head, TreeShape(), 256)
+    drafter.reserve(240)
+    return drafter
+
+
 @torch.no_grad()
 def test_unrolled_steps_equal_drafting_with_the_cache(target):
     """Each row's s-th prediction equals that of the head fed its own features s times."""
@@ -50,14 +54,15 @@ def test_unrolled_steps_equal_drafting_with_the_cache(target):
     features = torch.randn(14, 32, generator=torch.Generator().manual_seed(2))
     outputs = unroll(head, head._embedding[0](tokens)[None], features[None], 4)
     for start in (1, 5, 9):
-        state = HeadState(head, 256, 8)
-        state.extend(tokens[:start], features[:start], start)
-        feature = state.feature
+        seq_len = torch.tensor(start)
+        drafter = head_at_work(head)
+        feature = drafter.extend(pairs(tokens[:start], features[:start]), seq_len).feature
         assert torch.allclose(feature[0], outputs[0][0, start - 1], atol=1e-4)
         for step in range(1, 4):
             row = start - 1 + step
             mask = torch.ones(1, step, dtype=torch.bool)
-            _, feature = state.step(tokens[row : row + 1], feature, step - 1, mask)
+            token = tokens[row : row + 1]
+            _, feature = drafter.step(token, feature, seq_len, step - 1, mask)
             assert torch.allclose(feature[0], outputs[step][0, row], atol=1e-4), (start, step)
 
 
@@ -74,9 +79,9 @@ def test_simulated_acceptance_equals_what_the_engine_measures(target, store, tmp
         ids, features = store.conversation(i)
         features = features.float()
         for root in range(store.prompt_lens[i], len(ids) - 1):
-            state = HeadState(head, 256, 8)
-            state.extend(ids[1 : root + 1], features[:root], root)
-            logits, feature, step = state.logits, state.feature, 0
+            drafter, seq_len = head_at_work(head), torch.tensor(root)
+            known = pairs(ids[1 : root + 1], features[:root])
+            (logits, feature), step = drafter.extend(known, seq_len), 0
             while step < 5 and root + step < len(ids) - 1:
                 tried[step] += 1
                 token = int(head.target_ids()[logits.argmax()])
@@ -86,7 +91,7 @@ def test_simulated_acceptance_equals_what_the_engine_measures(target, store, tmp
                 accepted[step] += 1
                 mask = torch.ones(1, step + 1, dtype=torch.bool)
                 row = ids[root + 1 + step : root + 2 + step]
-                logits, feature = state.step(row, feature, step, mask)
+                logits, feature = drafter.step(row, feature, seq_len, step, mask)
                 step += 1
     assert tried[0] == held.rows and accepted[0] > 5 and accepted[1] > 0
     for step in range(5):
@@ -98,14 +103,14 @@ def evaluate_fp32(head, target, store, indices):
     """`evaluate` without bf16 rounding, which could turn a tie."""
     import contextlib
 
-    import fasteagle.training.train as train
+    from fasteagle.training import held_out
 
-    original = train._autocast
-    train._autocast = lambda device: contextlib.nullcontext()
+    original = held_out.autocast
+    held_out.autocast = lambda device: contextlib.nullcontext()
     try:
         return evaluate(head, target, store, indices)
     finally:
-        train._autocast = original
+        held_out.autocast = original
 
 
 def test_soft_cross_entropy_and_its_gradient():

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from fasteagle.cli import main as cli
 from fasteagle.loading.head_file import load_head
-from fasteagle.options import TrainOptions
+from fasteagle.training.options import TrainOptions
 from helpers import kill_at_first_save, write_random_text
 
 
@@ -45,7 +45,8 @@ def test_the_command_survives_a_kill_and_writes_a_head(tiny_dir, text_file, tmp_
         "model.safetensors",
         "training.json",
     ]
-    from fasteagle.loading.checkpoint import fingerprint, open_checkpoint
+    from fasteagle.loading.checkpoint import open_checkpoint
+    from fasteagle.loading.tensors import fingerprint
 
     checkpoint = open_checkpoint(tiny_dir)
     head, header = load_head(out, checkpoint.config)

@@ -19,7 +19,7 @@ def quantize_with_torchao(model: Transformer, name: str, head_bits: int) -> None
     cannot do on this device.
     """
     with quiet_import():
-        from torchao.quantization import quantize_
+        from torchao.quantization import quantize_  # takes seconds
 
     scheme = parse_scheme(name, model.config, head_bits)
     on_cpu = model.norm.weight.device.type == "cpu"
@@ -33,7 +33,7 @@ def quantize_with_torchao(model: Transformer, name: str, head_bits: int) -> None
 
 
 def _config(scheme: Scheme, on_cpu: bool) -> Any:
-    from torchao import quantization
+    from torchao import quantization  # takes seconds
 
     if scheme.bits == 8:
         if scheme.group_size:
@@ -50,6 +50,7 @@ def _config(scheme: Scheme, on_cpu: bool) -> Any:
             int4_packing_format="tile_packed_to_4d",
             int4_choose_qparams_algorithm=algorithm,
         )
+    # A prototype may move or go: only where it is asked for.
     from torchao.prototype.quantization.int4 import inference_workflow
 
     return inference_workflow.PrototypeInt4WeightOnlyConfig(

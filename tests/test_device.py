@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fasteagle.device import pick_device, pick_dtype
 from fasteagle.errors import FasteagleError
-from fasteagle.loading.open import pick_device, pick_dtype
 
 CPU = torch.device("cpu")
 

@@ -1,0 +1,40 @@
+"""EAGLE-2's ablations of its tree (paper, section 4): without cumulative scores or reranking."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fasteagle.drafting.draft_head import Prediction
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.shapes import TreeShape
+from fasteagle.state import CycleSpec, DecodeState
+from fasteagle.tree import DraftTree, rerank
+
+
+class AblatedDrafter(EagleDrafter):
+    """`by_confidence` scores a node by its own probability alone; without `reranks` the first nodes
+    found are kept instead of the best.
+    """
+
+    by_confidence = False
+    reranks = True
+
+    def child_scores(self, scores: Tensor, logp: Tensor) -> Tensor:
+        return torch.minimum(logp if self.by_confidence else scores + logp, scores)
+
+    def propose(self, prediction: Prediction, state: DecodeState, spec: CycleSpec) -> DraftTree:
+        assert isinstance(spec.shape, TreeShape), "the engine asks for shapes of this drafter"
+        pool = self.expand(prediction, state, spec)
+        if not self.reranks:
+            order = torch.arange(len(pool.scores), 0, -1, device=pool.scores.device)
+            pool = pool._replace(scores=order)
+        return rerank(pool, state.root, spec.shape.nodes)
+
+
+def ablated(drafter: EagleDrafter, by_confidence: bool, reranks: bool) -> AblatedDrafter:
+    """The same drafter without what is named."""
+    made = AblatedDrafter(drafter.head, drafter.shape, drafter.max_seq_len, drafter.noise)
+    made.tuning = drafter.tuning
+    made.by_confidence, made.reranks = by_confidence, reranks
+    return made

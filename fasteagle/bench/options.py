@@ -1,0 +1,32 @@
+"""Options of measuring quality. Needs no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from fasteagle.errors import FasteagleError
+from fasteagle.options import option
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalOptions:
+    """What to measure on which text."""
+
+    text: Path = option(text="Text file to predict.", kind="file")
+    precisions: tuple[str, ...] = option(
+        ("bf16", "int8", "int4"),
+        "Comma list: bf16, fp32, int8, int4, schemes like int4-g64-hqq, int4-torchao.",
+        flag="--precision",
+        kind="comma list",
+    )
+    tokens: int = option(8192, "Of the text, at most.")
+    window: int = option(512, "Tokens predicted in one go.")
+
+    def __post_init__(self) -> None:
+        if self.window < 16:
+            raise FasteagleError(f"window {self.window} is too short: use 16 tokens or more")
+        if self.tokens < self.window:
+            raise FasteagleError(
+                f"tokens {self.tokens} do not fill one window of {self.window}: use more"
+            )

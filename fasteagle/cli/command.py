@@ -1,0 +1,49 @@
+"""Commands that tell a person's mistakes in one line. Imports no torch."""
+
+from __future__ import annotations
+
+import errno
+import sys
+from typing import Any
+
+import click
+
+from fasteagle.errors import FasteagleError
+
+
+class UserError(click.ClickException):
+    """One line on stderr, exit code 2."""
+
+    exit_code = 2
+
+
+class _OneLineErrors(click.Command):
+    """Turns what users can mend into one line; everything else keeps its traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except FasteagleError as error:
+            raise UserError(str(error)) from error
+        except MemoryError as error:
+            raise UserError(
+                "out of memory: lower --max-seq-len or choose a smaller model"
+            ) from error
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                where = f" at {error.filename}" if error.filename else ""
+                raise UserError(
+                    f"disk full{where}: free some space, or set XDG_CACHE_HOME to another disk"
+                ) from error
+            if error.errno == errno.EPIPE:  # the reader of a pipe has left
+                sys.stderr.close()
+                sys.exit(1)
+            raise
+
+
+class Script(_OneLineErrors):
+    """A command of its own with fasteagle's manners about errors."""
+
+
+class Cli(_OneLineErrors, click.Group):
+    """The `fasteagle` group."""

@@ -1,0 +1,142 @@
+"""The decode cycle: extend, expand, rerank, verify, accept, commit. Written down only here.
+
+One function over a `DecodeState`. What differs is passed in: the drafter says how the tree is made
+(EAGLE, n-gram lookup), a spec without a shape is plain decoding, whose tree is only the root. Who
+runs it (operation by operation, compiled, replayed as a CUDA graph) is decided outside.
+
+Nothing here reads a device value on the host, but for the paper's multi-round sampling, which is
+kept for fidelity and runs eagerly.
+
+Shapes: T tree rows, D longest path, F feature dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fasteagle.drafting.base import Drafter
+from fasteagle.model import Output, Transformer
+from fasteagle.multi_round import multi_round
+from fasteagle.sampling import draw, process_logits
+from fasteagle.state import CycleSpec, DecodeState
+from fasteagle.tree import DraftTree, TreeView, ancestor_mask, tree_paths
+from fasteagle.verify import PAD, Accepted, accept, seen_rows
+
+
+class Proposal(NamedTuple):
+    """A draft tree, and how its rows see each other."""
+
+    tree: DraftTree
+    tree_mask: Tensor  # [T, T] bool: row j sees row i
+    depths: Tensor  # [T], the root's is 0
+
+
+class Pieces(NamedTuple):
+    """The three parts of a cycle; each may be replaced by compiled code of itself."""
+
+    draft: Callable[[DecodeState, Drafter | None, CycleSpec], Proposal]
+    verify: Callable[[DecodeState, Transformer, Proposal], Output]
+    finish: Callable[[DecodeState, CycleSpec, Proposal, Output], None]
+
+
+def decode_cycle(
+    state: DecodeState,
+    target: Transformer,
+    drafter: Drafter | None,
+    spec: CycleSpec,
+    pieces: Pieces | None = None,
+) -> None:
+    """Advance `state` by one pass of the target: 1 to D + 1 new tokens, in `state.result`."""
+    pieces = pieces or EAGER
+    proposal = pieces.draft(state, drafter, spec)  # extend, expand, rerank
+    output = pieces.verify(state, target, proposal)
+    pieces.finish(state, spec, proposal, output)  # accept, commit
+
+
+def draft(state: DecodeState, drafter: Drafter | None, spec: CycleSpec) -> Proposal:
+    """Show the drafter the new true pairs, then let it propose the tree under the root."""
+    if spec.shape is None or drafter is None:
+        return plain_proposal(state, spec.rows)
+    prediction = drafter.extend(state.committed(spec.width), state.seq_len)
+    tree = drafter.propose(prediction, state, spec)
+    return Proposal(tree, *ancestor_mask(tree.parents, tree.valid))
+
+
+def plain_proposal(state: DecodeState, rows: int) -> Proposal:
+    """Only the root; `rows` - 1 rows of padding, where kernels are faster at two rows than one."""
+    padding = state.root.new_zeros(rows - 1)
+    row = torch.arange(rows, device=state.root.device)
+    tree = DraftTree(torch.cat((state.root, padding)), torch.zeros_like(row), row == 0)
+    own = torch.eye(rows, dtype=torch.bool, device=row.device)
+    return Proposal(tree, own, torch.zeros_like(row))
+
+
+def verify(state: DecodeState, target: Transformer, proposal: Proposal) -> Output:
+    """One pass of the target over the tree's rows, behind the committed tokens."""
+    tree, tree_mask, depths = proposal
+    T = len(depths)
+    paths = tree_paths(tree_mask, depths, T - 1)
+    view = TreeView(state.seq_len, paths, depths, target.config.sliding_window)
+    slots = state.seq_len + torch.arange(T, device=depths.device)
+    return target(tree.tokens, state.seq_len + depths, slots, view, state.cache)
+
+
+def accept_and_commit(
+    state: DecodeState, spec: CycleSpec, proposal: Proposal, output: Output
+) -> None:
+    """Let the target draw at every row, follow its draws from the root, and keep that path."""
+    path = accepted_path(state, spec, proposal, output)
+    commit(state, spec, proposal, output, path)
+
+
+def accepted_path(
+    state: DecodeState, spec: CycleSpec, proposal: Proposal, output: Output
+) -> Accepted:
+    """The path along the target's own draws; or the paper's algorithm for sampled children."""
+    tree, tree_mask, depths = proposal
+    seen = seen_rows(state.seen, tree, tree_mask) if spec.kind.penalty else None
+    if tree.distributions is not None:
+        probs = process_logits(output.logits.float(), spec.kind, state.knobs, seen).softmax(-1)
+        position = int(state.seq_len)
+        return multi_round(
+            probs, tree.distributions, tree, spec.depth, int(state.knobs.seed), position
+        )
+    levels = torch.arange(spec.depth + 1, device=depths.device)
+    positions = state.seq_len + 1 + levels
+    drawn = draw(output.logits, positions, spec.kind, state.knobs, seen, depths)
+    return accept(drawn, tree, tree_mask, depths, spec.depth)
+
+
+def commit(
+    state: DecodeState, spec: CycleSpec, proposal: Proposal, output: Output, path: Accepted
+) -> None:
+    """Move the accepted rows of the KV cache behind the text; bring the rest of the state there."""
+    levels = torch.arange(spec.depth + 1, device=path.rows.device)
+    emitted = path.emitted.clamp(min=0)  # padding and bad rows as token 0: it is not read
+    if spec.depth:
+        state.cache.commit(state.seq_len + path.rows, state.seq_len + levels)
+    state.text.index_copy_(0, state.seq_len + 1 + levels, emitted)
+    if spec.kind.penalty:
+        # Padding repeats the root, which is penalized in any case.
+        inside = levels < path.count
+        state.seen.index_fill_(1, torch.where(inside, emitted, state.root), True)
+        state.seen.index_fill_(1, state.root, True)
+    state.result.fill_(PAD)
+    state.result[: spec.depth + 1] = path.emitted
+    state.result[-1:] = proposal.tree.valid.sum() - 1
+    if spec.width:
+        # Pairs wait behind those not shown to the draft head yet; after a draft there are none.
+        first = torch.zeros_like(state.count) if spec.shape is not None else state.count
+        state.tokens.index_copy_(0, first + levels, emitted)
+        state.features.index_copy_(0, first + levels, output.features[path.rows])
+        state.count.copy_(first + path.count)
+    last = (path.count - 1).unsqueeze(0)
+    state.root.copy_(emitted.index_select(0, last))
+    state.seq_len.add_(path.count)
+
+
+EAGER = Pieces(draft, verify, accept_and_commit)

@@ -1,0 +1,104 @@
+"""What the engine needs of a drafter, and what drafters share.
+
+A drafter sees every committed position once (`extend`) and then proposes a tree (`propose`). It may
+propose anything: verification keeps only what the target itself would have said. Both are tensor
+code over the state of the cycle, so that they can be compiled and captured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from fasteagle.drafting.controller import Controller
+from fasteagle.drafting.plan import Plan, Ranks
+from fasteagle.model import KVCache
+from fasteagle.shapes import AnyShape
+from fasteagle.state import Committed, CycleSpec, DecodeState
+from fasteagle.tree import DraftTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """What the tuner must know of a drafter."""
+
+    path: Path  # of the measured costs
+    ranks: Ranks
+
+
+class Drafter(Protocol):
+    """Proposes trees. `controller` chooses among shapes while decoding, where there is one."""
+
+    name: str
+    controller: Controller | None
+    tuning: Tuning | None  # set where the tree may be tuned
+    reads_features: bool  # whether `extend` must see every committed position
+    always_proposes: bool  # whether every tree has a node besides the root
+    capturable: bool  # whether its cycles read nothing on the host
+
+    @property
+    def shape(self) -> AnyShape:
+        """Of its trees where no controller chooses another one."""
+
+    @property
+    def caches(self) -> Sequence[KVCache]:
+        """Of its own."""
+
+    def next_shape(self) -> AnyShape | None:
+        """Of the next cycle's tree; None for plain decoding, because drafting does not pay now."""
+
+    def shapes(self) -> Sequence[AnyShape]:
+        """All that `next_shape` may ask for."""
+
+    def reserve(self, n_tokens: int) -> None:
+        """Make room for `n_tokens` tokens of text and a tree behind them."""
+
+    def extend(self, new: Committed, seq_len: Tensor) -> Any:
+        """See the pairs of the last `new.count` committed positions; what `propose` begins from.
+
+        `seq_len` (0-d) counts the committed tokens, those of `new` included.
+        """
+
+    def propose(self, prediction: Any, state: DecodeState, spec: CycleSpec) -> DraftTree:
+        """A tree of `spec.shape` under `state.root`."""
+
+    def follow(self, plan: Plan) -> None:
+        """Draft what the plan finds best from now on."""
+
+    def learn(self, shape: AnyShape | None, accepted: int | None) -> None:
+        """A pass with a tree of `shape` is over: so many tokens were accepted.
+
+        `accepted` None: nothing was proposed.
+        """
+
+
+class Controlled:
+    """What drafters share that may change their tree while decoding.
+
+    Without a controller (no costs measured yet, or sizes asked for) the tree stays as it is.
+    """
+
+    shape: AnyShape
+    controller: Controller | None = None
+    tuning: Tuning | None = None
+    always_proposes = True
+    capturable = True
+
+    def follow(self, plan: Plan) -> None:
+        self.controller = Controller(plan)
+
+    def next_shape(self) -> AnyShape | None:
+        return self.shape if self.controller is None else self.controller.shape
+
+    def shapes(self) -> Sequence[AnyShape]:
+        planned = [] if self.controller is None else self.controller.plan.shapes
+        return planned or [self.shape]
+
+    def learn(self, shape: AnyShape | None, accepted: int | None) -> None:
+        # What the controller has changed since the cycle was launched teaches nothing.
+        if self.controller is not None and self.controller.shape == shape:
+            self.controller.learn(accepted)

@@ -1,0 +1,144 @@
+"""EAGLE-1's tree of fixed form, its children ranked, or sampled as in the paper's algorithm 1.
+
+Shapes: T tree rows, D model dim, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fasteagle.drafting.draft_head import HeadDrafter, Prediction, top_children
+from fasteagle.errors import FasteagleError
+from fasteagle.model import EagleHead
+from fasteagle.multi_round import DRAFT_STREAM
+from fasteagle.sampling import gumbel_noise
+from fasteagle.shapes import PAPER_TREE, StaticShape
+from fasteagle.state import CycleSpec, DecodeState
+from fasteagle.tree import DraftTree
+
+
+class Level(NamedTuple):
+    """One level of the tree, over the frontier: the nodes above that have children."""
+
+    above: Tensor  # frontier index of each node's parent
+    ranks: Tensor  # of each node among its siblings
+    kept: Tensor  # nodes that have children themselves: the next frontier
+    frontier_rows: Tensor  # tree row of each frontier node
+
+
+class StaticTreeDrafter(HeadDrafter):
+    """Node `path` is the rank-th best child at every step.
+
+    With `sampled` and a temperature, children are instead drawn from the draft's distribution
+    without replacement, the rank being the order of drawing; the tree's `distributions` then hold
+    what each row's were drawn from, as multi-round verification needs it.
+    """
+
+    name = "eagle-static"
+
+    def __init__(
+        self,
+        head: EagleHead,
+        max_seq_len: int,
+        paths: Sequence[tuple[int, ...]] = PAPER_TREE,
+        noise: str = "shared",
+        sampled: bool = False,
+    ) -> None:
+        check_paths(paths, head.config.draft_vocab_size)
+        super().__init__(head, max_seq_len, noise)
+        order = tuple(sorted(paths, key=lambda path: (len(path), path)))
+        self.shape = StaticShape(len(order[-1]), None, len(order))
+        self.sampled = sampled
+        self.capturable = not sampled  # multi-round verification walks the tree on the host
+        row_of = {(): 0, **{path: row for row, path in enumerate(order, 1)}}
+        device = self.target_ids.device
+        self._parents = torch.tensor([0] + [row_of[path[:-1]] for path in order], device=device)
+        self._widest = max(path[-1] for path in order) + 1
+        self._levels: list[Level] = []
+        inner = {path[:-1] for path in order}
+        frontier: list[tuple[int, ...]] = [()]
+        self._inner_rows = 0
+        for level in range(1, self.shape.depth + 1):
+            here = [path for path in order if len(path) == level]
+            following = [path for path in here if path in inner]
+            columns: tuple[list[int], ...] = (
+                [frontier.index(path[:-1]) for path in here],
+                [path[-1] for path in here],
+                [here.index(path) for path in following],
+                [row_of[path] for path in frontier],
+            )
+            self._levels.append(
+                Level(*(torch.tensor(c, dtype=torch.long, device=device) for c in columns))
+            )
+            frontier = following
+            self._inner_rows += len(following)
+
+    @property
+    def tree_rows(self) -> int:
+        return self._inner_rows
+
+    def propose(self, prediction: Prediction, state: DecodeState, spec: CycleSpec) -> DraftTree:
+        logits, features = prediction
+        sampled = self.sampled and not spec.kind.greedy
+        distributions = None
+        if sampled:
+            vocab_size = self.head.config.block.vocab_size
+            distributions = torch.zeros(self.shape.rows, vocab_size, device=logits.device)
+        found = [state.root]
+        mask = torch.zeros(1, 0, dtype=torch.bool, device=logits.device)
+        for number, level in enumerate(self._levels, 1):
+            if distributions is not None:
+                probs = (logits.float() / state.knobs.temperature).softmax(-1)
+                distributions[level.frontier_rows.unsqueeze(1), self.target_ids] = probs
+            ranked = self._ranked(logits, state, spec, number, sampled)
+            ids, _ = top_children(ranked, self._widest)
+            tokens = self.target_ids[ids[level.above, level.ranks]]
+            found.append(tokens)
+            kept = level.kept
+            if not len(kept):
+                break
+            own = torch.eye(len(kept), dtype=torch.bool, device=logits.device)
+            parents = level.above[kept]
+            mask = torch.cat((mask[parents], own), dim=1)
+            logits, features = self.step(
+                tokens[kept], features[parents], state.seq_len, number - 1, mask
+            )
+        row = torch.cat(found)
+        return DraftTree(row, self._parents, torch.ones_like(row).bool(), distributions)
+
+    def _ranked(
+        self, logits: Tensor, state: DecodeState, spec: CycleSpec, level: int, sampled: bool
+    ) -> Tensor:
+        """What children are ranked by; the sum with noise draws them without replacement."""
+        if not sampled:
+            return self.ranking_logits(logits, state.seq_len, level, spec.kind, state.knobs)
+        position = (state.seq_len + level).unsqueeze(0)
+        gumbel = gumbel_noise(state.knobs.seed ^ DRAFT_STREAM, position, self.target_ids)
+        return logits.float() / state.knobs.temperature + gumbel
+
+
+def check_paths(paths: Sequence[tuple[int, ...]], vocab_size: int) -> None:
+    """Raise `FasteagleError` unless `paths` are a tree: every node's parent is there."""
+    known = {(), *paths}
+    if not paths or len(known) != len(paths) + 1:
+        raise FasteagleError("tree: needs at least one node, and each only once")
+    for path in paths:
+        if path[:-1] not in known:
+            raise FasteagleError(f"tree: node {list(path)} has no parent {list(path[:-1])}")
+        if not 0 <= path[-1] < vocab_size:
+            raise FasteagleError(f"tree: rank {path[-1]} is outside the draft vocabulary")
+
+
+def check_no_gaps(paths: Sequence[tuple[int, ...]]) -> None:
+    """Raise `FasteagleError` unless every node's children are ranked 0, 1, 2, ...
+
+    Multi-round sampling draws children without replacement: a rank left out is a draw not tried.
+    """
+    known = set(paths)
+    for path in paths:
+        if path[-1] > 0 and (*path[:-1], path[-1] - 1) not in known:
+            raise FasteagleError(f"tree: {list(path)} skips a rank, which multi-round cannot")

@@ -1,0 +1,254 @@
+"""Named tensors of one model, whatever files they lie in, under Hugging Face names.
+
+A checkpoint knows its shape (`config`), and gives its tensors one by one; its block linears may be
+packed, then it has a `scheme`. Plain Hugging Face folders and random weights are read here, GGUF
+files, our own folders and those of other quantizers in `gguf`, `stored` and `imported`.
+"""
+
+from __future__ import annotations
+
+import abc
+import copy
+import hashlib
+import json
+import math
+import zlib
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from fasteagle.config import ModelConfig
+from fasteagle.errors import FasteagleError
+from fasteagle.quant.packed import PackedWeight
+from fasteagle.quant.scheme import Scheme
+
+AnyCheckpoint = TypeVar("AnyCheckpoint", bound="Checkpoint")
+
+
+class Checkpoint(abc.ABC):
+    """Named tensors of one model. Without anything said to the contrary, none of them is packed."""
+
+    config: ModelConfig
+    scheme: Scheme | None = None  # in which its block linears run; None: dense
+
+    @property
+    def own_scheme(self) -> Scheme | None:
+        """The scheme in which the files hold the block linears; None where they are dense."""
+        return self.scheme
+
+    @abc.abstractmethod
+    def names(self) -> set[str]: ...
+
+    @abc.abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    @abc.abstractmethod
+    def load(self, name: str) -> Tensor:
+        """The whole tensor, dequantized where it is packed."""
+
+    @abc.abstractmethod
+    def start(self, name: str, n: int) -> Tensor:
+        """The first `n` values, or more; cheaper than all of them."""
+
+    def packed(self, name: str) -> PackedWeight | None:
+        """The packed weight of that name, None where it is stored in full."""
+        return None
+
+    def columns(self, name: str) -> Tensor | None:
+        """Order [K] in which that weight wants its inputs (act-order), None for the usual."""
+        return None
+
+    def run_in(self: AnyCheckpoint, scheme: Scheme) -> AnyCheckpoint:
+        """The same tensors, and so the same fingerprint, with block linears run in `scheme`."""
+        other = copy.copy(self)
+        other.scheme = scheme
+        return other
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise FasteagleError(f"{path}: file is missing") from None
+    except (ValueError, OSError) as error:
+        raise FasteagleError(f"{path}: cannot be read as JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise FasteagleError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+class SafetensorsFolder(Checkpoint):
+    """One or more `*.safetensors` files; an index file, where present, says which shards belong."""
+
+    def __init__(self, path: Path, config: ModelConfig) -> None:
+        self.path, self.config = path, config
+        self._files: dict[str, Any] = {}
+        for file in _shards(path, "model.safetensors", "*.safetensors"):
+            try:
+                handle = safe_open(file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise FasteagleError(
+                    f"{file}: damaged or truncated safetensors ({error}); fetch it again"
+                ) from error
+            self._files.update(dict.fromkeys(handle.keys(), handle))
+
+    def names(self) -> set[str]:
+        return set(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._files[name].get_slice(name).get_shape())
+
+    def load(self, name: str) -> Tensor:
+        return self._files[name].get_tensor(name)
+
+    def start(self, name: str, n: int) -> Tensor:
+        return self._files[name].get_slice(name)[: rows_for(self.shape(name), n)]
+
+
+class TorchBinFolder(Checkpoint):
+    """`pytorch_model*.bin`, memory-mapped and read with `weights_only=True`."""
+
+    def __init__(self, path: Path, config: ModelConfig) -> None:
+        self.path, self.config = path, config
+        self._tensors: dict[str, Tensor] = {}
+        for file in _shards(path, "pytorch_model.bin", "pytorch_model*.bin"):
+            try:
+                part = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+            except Exception as error:  # pickle, zip and RuntimeError, depending on the damage
+                reason = (str(error) or type(error).__name__).splitlines()[0]
+                raise FasteagleError(
+                    f"{file}: cannot be read as a weights-only torch file ({reason})"
+                ) from error
+            self._tensors.update({k: v for k, v in part.items() if isinstance(v, Tensor)})
+
+    def names(self) -> set[str]:
+        return set(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def load(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def start(self, name: str, n: int) -> Tensor:
+        return self._tensors[name][: rows_for(self.shape(name), n)]
+
+
+class DummyCheckpoint(Checkpoint):
+    """Random weights of a given shape, for benchmarks: the same ones for the same name.
+
+    Under a scheme, block linears are random packed weights, made as they are stored.
+    """
+
+    def __init__(self, config: ModelConfig, scheme: Scheme | None = None) -> None:
+        self.config, self.scheme = config, scheme
+        self._shapes = expected_shapes(config)
+
+    def names(self) -> set[str]:
+        return set(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def load(self, name: str) -> Tensor:
+        shape = self._shapes[name]
+        if len(shape) == 1:
+            return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        return torch.randn(shape, generator=generator) * 0.02
+
+    def start(self, name: str, n: int) -> Tensor:
+        return self.load(name)
+
+    def packed(self, name: str) -> PackedWeight | None:
+        scheme = self.scheme
+        if scheme is None or not is_block_linear(name):
+            return None
+        N, K = self.shape(name)
+        G = K // (scheme.group_size or K)
+        step = torch.full((N, G), 0.02 / (4 if scheme.bits == 4 else 64))
+        if scheme.bits == 8:
+            q = torch.randint(-127, 128, (N, K), dtype=torch.int8)
+            return PackedWeight(8, K // G, q, step.bfloat16())
+        q = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8)
+        return PackedWeight(4, K // G, q, step.bfloat16(), torch.full((N, G), 8, dtype=torch.uint8))
+
+
+def _shards(path: Path, single: str, pattern: str) -> list[Path]:
+    index = path / f"{single}.index.json"
+    if not index.exists():
+        return [path / single] if (path / single).exists() else sorted(path.glob(pattern))
+    names = sorted(set(read_json(index).get("weight_map", {}).values()))
+    absent = [name for name in names if not (path / name).exists()]
+    if absent:
+        raise FasteagleError(
+            f"{path}: shards named by {index.name} are missing: {', '.join(absent)}"
+        )
+    return [path / name for name in names]
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor a model of this shape consists of, under Hugging Face names."""
+    D, E, F = config.dim, config.head_dim, config.ffn_dim
+    q_rows, kv_rows = config.n_head * E, config.n_kv_head * E
+    block: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (D,),
+        "post_attention_layernorm.weight": (D,),
+        "self_attn.q_proj.weight": (q_rows, D),
+        "self_attn.k_proj.weight": (kv_rows, D),
+        "self_attn.v_proj.weight": (kv_rows, D),
+        "self_attn.o_proj.weight": (D, q_rows),
+        "mlp.gate_proj.weight": (F, D),
+        "mlp.up_proj.weight": (F, D),
+        "mlp.down_proj.weight": (D, F),
+    }
+    if config.qkv_bias:
+        block |= {f"self_attn.{n}_proj.bias": (q_rows if n == "q" else kv_rows,) for n in "qkv"}
+    if config.qk_norm:
+        block |= {"self_attn.q_norm.weight": (E,), "self_attn.k_norm.weight": (E,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, D),
+        "model.norm.weight": (D,),
+    }
+    if not config.tie_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, D)
+    for i in range(config.n_layer):
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in block.items()}
+    return shapes
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """Identity of the weights as stored: sha256 over every tensor's name, shape and first values.
+
+    The first 1,024 values of each, dequantized to fp32, in the order of the names: a repack that
+    loses nothing keeps the fingerprint, another quantization does not.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(expected_shapes(checkpoint.config)):
+        head = checkpoint.start(name, 1024).flatten()[:1024].float().contiguous()
+        digest.update(f"{name}{checkpoint.shape(name)}".encode())
+        digest.update(head.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def is_block_linear(name: str) -> bool:
+    return name.startswith("model.layers.") and name.endswith("_proj.weight")
+
+
+def block_linears(i: int) -> dict[str, list[str]]:
+    """The names of the weights that make up each linear of block `i`."""
+    p = f"model.layers.{i}."
+    return {
+        "attention.qkv": [f"{p}self_attn.{n}_proj.weight" for n in "qkv"],
+        "attention.out": [f"{p}self_attn.o_proj.weight"],
+        "mlp.gate_up": [f"{p}mlp.gate_proj.weight", f"{p}mlp.up_proj.weight"],
+        "mlp.down": [f"{p}mlp.down_proj.weight"],
+    }
+
+
+def rows_for(shape: tuple[int, ...], n: int) -> int:
+    """Leading rows of a tensor that hold its first `n` values."""
+    return min(shape[0], -(-n // math.prod(shape[1:])))

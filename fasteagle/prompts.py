@@ -1,0 +1,96 @@
+"""Files of questions and of conversations: what is asked, and what a target has answered.
+
+Both are JSON lines. A question has `turns`, a list of texts. A conversation has `ids` (token ids of
+all of it) and `prompt_len` (where the answer begins). Needs no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from importlib import resources
+from pathlib import Path
+
+from fasteagle.errors import FasteagleError
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """What a person says, turn by turn."""
+
+    turns: tuple[str, ...]
+
+
+def read_questions(path: Path | None, limit: int | None) -> list[Question]:
+    """Questions of a JSONL file with `turns`, or the ten shipped with the package."""
+    try:
+        if path is None:
+            text = (resources.files("fasteagle") / "data/prompts.jsonl").read_text("utf-8")
+        else:
+            text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FasteagleError(f"cannot read {path}: {error}") from error
+    questions = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            turns = json.loads(line)["turns"]
+            if not turns or not all(isinstance(turn, str) and turn for turn in turns):
+                raise ValueError("turns must be texts")
+        except (ValueError, TypeError, KeyError) as error:
+            raise FasteagleError(
+                f'{path}, line {number}: expected {{"turns": ["text", ...]}} ({error!r})'
+            ) from error
+        questions.append(Question(tuple(turns)))
+    if not questions:
+        raise FasteagleError(f"{path}: no questions in it")
+    return questions[:limit]
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """Token ids of a conversation, where its answer begins, and whether it was written greedily."""
+
+    ids: list[int]
+    prompt_len: int
+    greedy: bool = False
+
+
+def read_conversations(
+    path: Path, vocab_size: int, max_len: int, limit: int | None = None
+) -> list[Conversation]:
+    """Conversations of a JSONL file, cut at `max_len` tokens.
+
+    Raises `FasteagleError` naming the line for ids outside the vocabulary and wrong fields.
+    """
+    found: list[Conversation] = []
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    found.append(_conversation(line, f"{path}, line {number}", vocab_size, max_len))
+                if limit is not None and len(found) >= limit:
+                    break
+    except (OSError, UnicodeDecodeError) as error:
+        raise FasteagleError(f"cannot read {path}: {error}") from error
+    found = [c for c in found if len(c.ids) >= c.prompt_len + 3]
+    if not found:
+        raise FasteagleError(f"{path}: no conversation with an answer of three tokens or more")
+    return found
+
+
+def _conversation(line: str, where: str, vocab_size: int, max_len: int) -> Conversation:
+    try:
+        raw = json.loads(line)
+        ids, prompt_len = raw["ids"], raw["prompt_len"]
+        if not all(type(i) is int for i in ids) or type(prompt_len) is not int or prompt_len < 1:
+            raise ValueError("ids must be integers, prompt_len an integer >= 1")
+    except (ValueError, TypeError, KeyError) as error:
+        raise FasteagleError(
+            f'{where}: expected {{"ids": [...], "prompt_len": n}} ({error!r})'
+        ) from error
+    bad = next((i for i in ids if not 0 <= i < vocab_size), None)
+    if bad is not None:
+        raise FasteagleError(f"{where}: token id {bad} is outside the vocabulary of {vocab_size:,}")
+    return Conversation(ids[:max_len], prompt_len, raw.get("T") == 0)

@@ -1,0 +1,117 @@
+"""Runs decode cycles operation by operation, or by compiled pieces where there are some.
+
+`compile.graphs` has the runner that replays CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fasteagle.cycle import EAGER, Pieces, Proposal, decode_cycle, plain_proposal
+from fasteagle.drafting.base import Drafter
+from fasteagle.model import Output, Transformer
+from fasteagle.state import CycleSpec, DecodeState
+
+
+class Done(NamedTuple):
+    """What the host learns of a cycle."""
+
+    tokens: list[int]  # new ones, then padding
+    drafted: int  # tokens proposed
+    draft_seconds: float | None  # None: not timed apart
+    verify_seconds: float | None
+
+
+class Runner:
+    """Launches one cycle at a time; `read` waits for it.
+
+    `compiled` are pieces to use for a drafter and a spec instead of the eager ones.
+    """
+
+    ahead = 0  # cycles launched before the first one is read
+    plain_rows = 1  # of a pass without a tree
+    fixed_addresses = False  # whether caches must not move: they have their full size then
+
+    def __init__(self, target: Transformer, state: DecodeState) -> None:
+        self.target, self.state = target, state
+        self.compiled: dict[tuple[Drafter | None, CycleSpec], Pieces] = {}
+        self.error: str | None = None  # why cycles are not replayed that should be
+        self._on_cpu = state.root.device.type == "cpu"
+        self._times: dict[str, float] = {}
+
+    def needs(self, specs: Sequence[CycleSpec], drafter: Drafter | None) -> bool:
+        """Whether `prepare` has something to do for these."""
+        return False
+
+    def prepare(self, specs: Sequence[CycleSpec], drafter: Drafter | None) -> None:
+        """Make ready what is needed before the first cycle of these; may run cycles."""
+
+    def forget(self) -> None:
+        """What was prepared is void: the model runs other code from now on."""
+
+    def launch(self, spec: CycleSpec, drafter: Drafter | None) -> None:
+        """Begin a cycle."""
+        self._times.clear()
+        decode_cycle(self.state, self.target, drafter, spec, self.pieces(spec, drafter))
+
+    def pieces(self, spec: CycleSpec, drafter: Drafter | None) -> Pieces:
+        """Compiled pieces if there are some, timed where a clock costs no synchronization."""
+        found = self.compiled.get((drafter, spec), EAGER)
+        if not self._on_cpu:
+            return found
+        if spec.shape is not None and drafter is not None and not drafter.always_proposes:
+            found = self._plain_if_empty(found, spec, drafter)
+        return found._replace(
+            draft=self._timed("draft", found.draft), verify=self._timed("verify", found.verify)
+        )
+
+    def _timed(self, name: str, piece: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            begin = time.perf_counter()
+            found = piece(*args)
+            self._times[name] = time.perf_counter() - begin
+            return found
+
+        return timed
+
+    def _plain_if_empty(self, pieces: Pieces, spec: CycleSpec, drafter: Drafter) -> Pieces:
+        """On a CPU a look at the proposal costs nothing, and one row is cheaper than many."""
+        plain = dataclasses.replace(spec, shape=None, rows=self.plain_rows)
+        plain_pieces = self.compiled.get((drafter, plain), EAGER)
+
+        def draft(state: DecodeState, drafter: Drafter | None, spec: CycleSpec) -> Proposal:
+            proposal = pieces.draft(state, drafter, spec)
+            if proposal.tree.valid[1:].any():
+                return proposal
+            return plain_proposal(state, self.plain_rows)
+
+        def finish(state: DecodeState, spec: CycleSpec, proposal: Proposal, output: Output) -> None:
+            if len(proposal.depths) == spec.rows:
+                pieces.finish(state, spec, proposal, output)
+            else:
+                plain_pieces.finish(state, plain, proposal, output)
+
+        return Pieces(draft, pieces.verify, finish)
+
+    def read(self) -> Done:
+        """What the oldest launched cycle found."""
+        *tokens, drafted = self.state.result.tolist()
+        return Done(tokens, drafted, self._times.get("draft"), self._times.get("verify"))
+
+    def drop(self) -> None:
+        """Forget cycles that were launched and will not be read."""
+
+    def timed(self, work: Callable[[], Any], restore: Callable[[], None]) -> float:
+        """Milliseconds of `work`, as this runner would run it; `restore` undoes what it changed."""
+        if not self._on_cpu:
+            torch.cuda.synchronize(self.state.root.device)
+        begin = time.perf_counter()
+        work()
+        if not self._on_cpu:
+            torch.cuda.synchronize(self.state.root.device)
+        return 1e3 * (time.perf_counter() - begin)

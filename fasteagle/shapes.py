@@ -1,0 +1,117 @@
+"""Sizes of draft trees, and static trees as lists of paths. Needs no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from fasteagle.errors import FasteagleError
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeShape:
+    """Of a dynamic tree: `depth` levels of `topk` nodes each are expanded, `nodes` are verified.
+
+    A chain is one of `topk` 1. Raises `FasteagleError` for sizes that do not go together.
+    """
+
+    depth: int = 3
+    topk: int = 3
+    nodes: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("depth", "topk", "nodes"):
+            if getattr(self, name) < 1:
+                raise FasteagleError(f"tree-{name} {getattr(self, name)} is out of range: use >= 1")
+        if self.nodes > self.pool:
+            raise FasteagleError(
+                f"tree-nodes {self.nodes} is more than the {self.pool} candidates that "
+                f"--tree-depth {self.depth} and --tree-topk {self.topk} yield"
+            )
+        if self.nodes < self.depth:
+            raise FasteagleError(
+                f"tree-nodes {self.nodes} cannot hold a path of --tree-depth {self.depth}"
+            )
+
+    @property
+    def pool(self) -> int:
+        """Candidates: the first level, and k children of each of k nodes on every other level."""
+        return self.topk + (self.depth - 1) * self.topk**2
+
+    @property
+    def rows(self) -> int:
+        """Rows of the verify pass, root included."""
+        return self.nodes + 1
+
+    def __str__(self) -> str:
+        return f"{self.depth}, {self.topk}, {self.nodes}"
+
+
+@dataclasses.dataclass(frozen=True)
+class StaticShape:
+    """Of a tree that is fixed beforehand: `nodes` on `depth` levels, whose widths vary."""
+
+    depth: int
+    topk: None
+    nodes: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of the verify pass, root included."""
+        return self.nodes + 1
+
+    def __str__(self) -> str:
+        return f"{self.depth}, -, {self.nodes}"
+
+
+AnyShape = TreeShape | StaticShape
+
+
+def shape_of(depth: int, topk: int | None, nodes: int) -> AnyShape:
+    """A shape from its three sizes, as records hold them; `topk` is None for static trees."""
+    return StaticShape(depth, None, nodes) if topk is None else TreeShape(depth, topk, nodes)
+
+
+Paths = tuple[tuple[int, ...], ...]  # a static tree: child ranks from the root, node by node
+
+
+def read_tree(path: Path) -> Paths:
+    """A static tree from JSON: a list of child-rank paths, `[[0], [1], [0, 0]]`."""
+    try:
+        raw = json.loads(path.read_text("utf-8"))
+        if not all(type(rank) is int for node in raw for rank in node):
+            raise ValueError("ranks must be integers")
+        return tuple(tuple(node) for node in raw)
+    except (OSError, ValueError, TypeError) as error:
+        raise FasteagleError(f"tree file {path}: expected a list of paths ({error})") from error
+
+
+# The 25 nodes of EAGLE-1's static tree as child ranks from the root (paper, figure 7).
+PAPER_TREE: Paths = (
+    (0,),
+    (1,),
+    (2,),
+    (3,),
+    (0, 0),
+    (0, 1),
+    (0, 2),
+    (1, 0),
+    (1, 1),
+    (2, 0),
+    (2, 1),
+    (3, 0),
+    (0, 0, 0),
+    (0, 0, 1),
+    (0, 0, 2),
+    (0, 1, 0),
+    (0, 1, 1),
+    (0, 2, 0),
+    (0, 2, 1),
+    (1, 0, 0),
+    (0, 0, 0, 0),
+    (0, 0, 0, 1),
+    (0, 0, 0, 2),
+    (0, 0, 0, 0, 0),
+    (0, 0, 0, 0, 1),
+)

@@ -1,0 +1,119 @@
+"""What one decode cycle leaves for the next: tensors at fixed addresses, and nothing on the host.
+
+Shapes: P rows of `pending`, F feature dim, N tokens of the longest text, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fasteagle.model import KVCache, Transformer
+from fasteagle.options import SamplingParams
+from fasteagle.sampling import DrawKind, Knobs
+from fasteagle.shapes import AnyShape
+
+MAX_DEPTH = 63  # of a tree's paths
+PENDING = 128  # pairs kept for a draft head that is not run for a while
+
+
+class Committed(NamedTuple):
+    """True pairs for a draft head: the feature of a position and the token after it.
+
+    Only the first `count` rows are real, the others padding; the last real pair belongs to the
+    last committed position.
+    """
+
+    tokens: Tensor  # [W]
+    features: Tensor  # [W, F]
+    count: Tensor  # [1]
+
+
+@dataclasses.dataclass(frozen=True)
+class CycleSpec:
+    """What is fixed in one variant of the cycle; everything else is a value on the device.
+
+    `shape` None: plain decoding, a tree that is only the root, padded to `rows` rows. `width` is
+    how many pending pairs the draft head is run on, 0 where the drafter reads no features.
+    """
+
+    shape: AnyShape | None
+    rows: int
+    width: int
+    kind: DrawKind
+
+    @property
+    def depth(self) -> int:
+        """Longest path that can be accepted."""
+        return 0 if self.shape is None else self.shape.depth
+
+
+class DecodeState:
+    """One sequence between two cycles.
+
+    `seq_len` tokens are committed, their keys and values in `cache`; `root` is the token after
+    them, sampled already. The first `count` rows of `tokens` and `features` are the pairs that the
+    draft head has not seen. `text` holds the committed tokens and the root; what lies behind is
+    left over from other cycles. `result` is what the host reads: the new tokens, padded, and
+    behind them the number of drafted tokens.
+    """
+
+    def __init__(self, target: Transformer, cache: KVCache, max_seq_len: int) -> None:
+        weight = target.norm.weight
+        device = weight.device
+
+        def ints(*size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.long, device=device)
+
+        self.seq_len = ints()  # 0-d
+        self.root = ints(1)
+        self.count = ints(1)
+        self.tokens = ints(PENDING)
+        self.features = weight.new_zeros(PENDING, target.config.dim)  # [P, F]
+        self.text = ints(max_seq_len + MAX_DEPTH + 2)  # [N]
+        self.result = ints(MAX_DEPTH + 2)
+        self.seen = torch.zeros(1, target.config.vocab_size, dtype=torch.bool, device=device)
+        self.knobs = Knobs(device)
+        self.cache = cache
+
+    @property
+    def advanced(self) -> list[Tensor]:
+        """What a cycle changes, but for rows behind the text."""
+        return [
+            self.seq_len,
+            self.root,
+            self.count,
+            self.tokens,
+            self.features,
+            self.result,
+            self.seen,
+        ]
+
+    def committed(self, width: int) -> Committed:
+        """The pairs that the draft head has not seen, padded to `width` rows."""
+        return Committed(self.tokens[:width], self.features[:width], self.count)
+
+    def load(self, text: Sequence[int], feature: Tensor | None, params: SamplingParams) -> None:
+        """Begin behind `text`, whose last token is the root; one pair is pending.
+
+        `feature` [1, F] is that of the last committed token; None where nobody reads it.
+        """
+        ids = torch.tensor(text, device=self.root.device)
+        self.text[: len(text)] = ids
+        self.seq_len.fill_(len(text) - 1)
+        self.root.copy_(ids[-1:])
+        self.count.fill_(1)
+        self.tokens[:1] = ids[-1:]
+        if feature is not None:
+            self.features[:1] = feature
+        self.knobs.load(params)
+
+    def keep_last_pair(self, count: int) -> None:
+        """Forget all pending pairs but the last of `count`."""
+        self.tokens[:1] = self.tokens[count - 1 : count].clone()
+        self.features[:1] = self.features[count - 1 : count].clone()
+        self.count.fill_(1)

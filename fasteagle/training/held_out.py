@@ -1,0 +1,73 @@
+"""How good a draft head is on text that it was not trained on."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+
+from fasteagle.model import EagleHead, Transformer
+from fasteagle.training.data import Features
+from fasteagle.training.loss import autocast, make_batch, unroll
+
+RANKS = 4  # of a node's children whose acceptance is counted
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldOut:
+    """Quality on text not trained on: acceptance by depth of a chain, greedy."""
+
+    alphas: tuple[float, ...]  # n-alpha: acceptance of token n + 1 given that n were accepted
+    tau: float  # tokens per target pass of a chain as deep as `alphas` is long, bonus included
+    rows: int
+    counts: tuple[tuple[int, int], ...] = ()  # (rows, drafted tokens accepted) by conversation
+    ranks: tuple[tuple[float, ...], ...] = ()  # how often the child of rank 0, 1, ... was right
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "alphas": [round(a, 4) for a in self.alphas],
+            "tau": round(self.tau, 4),
+            "ranks": [[round(p, 4) for p in level] for level in self.ranks],
+        }
+
+
+@torch.no_grad()
+def evaluate(
+    head: EagleHead, target: Transformer, store: Features, indices: list[int], depth: int = 5
+) -> HeldOut:
+    """Chain drafting simulated from every answer position of the held-out text.
+
+    Exact for text the target wrote greedily: the tokens fed are then those it would accept.
+    """
+    device = head.fc.weight.device
+    ids = head.target_ids()
+    lm_rows = target.head_rows(ids)
+    n_ranks = min(RANKS, len(ids))
+    hits = torch.zeros(depth, n_ranks, dtype=torch.double)
+    accepted = torch.zeros(depth, dtype=torch.double)
+    tried = torch.zeros(depth, dtype=torch.double)
+    counts = []
+    for i in indices:
+        before = int(tried[0]), int(accepted.sum())
+        batch = make_batch(store, [i], device)
+        embeds = target.embedding.weight[batch.tokens]
+        with autocast(device):
+            outputs = unroll(head, embeds, batch.features, depth)
+        best = target.lm_head(batch.targets[0].to(lm_rows.dtype)).argmax(-1)
+        alive = torch.ones_like(best, dtype=torch.bool)
+        for step, predicted in enumerate(outputs):
+            drafted = ids[(predicted[0].to(lm_rows.dtype) @ lm_rows.T).topk(n_ranks).indices]
+            counted = batch.counted(step)[0]
+            alive = (torch.cat((alive.new_zeros(1), alive[:-1])) if step else alive) & counted
+            tried[step] += alive.sum().cpu()
+            right = (drafted == best.unsqueeze(1)) & alive.unsqueeze(1)
+            hits[step] += right.sum(0).cpu()
+            alive = right[:, 0]
+            accepted[step] += alive.sum().cpu()
+        counts.append((int(tried[0]) - before[0], int(accepted.sum()) - before[1]))
+    alphas = tuple((accepted / tried.clamp(min=1)).tolist())
+    tau = 1 + sum(math.prod(alphas[: n + 1]) for n in range(depth))
+    ranks = tuple(map(tuple, (hits / tried.clamp(min=1).unsqueeze(1)).tolist()))
+    return HeldOut(alphas, tau, int(tried[0]), tuple(counts), ranks)

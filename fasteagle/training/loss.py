@@ -1,0 +1,195 @@
+"""What a draft head is trained on: batches of features, its unrolled pass, and the loss.
+
+Loss and noise are the paper's (section 4.2) by default: SmoothL1 between predicted and true
+feature, plus a tenth of the cross-entropy between the two distributions over the draft vocabulary,
+on answer tokens. With `unroll` > 1 the head also learns from its own features: at step s a row sees
+true features up to s positions ago and its own predictions after that.
+
+Shapes: B conversations, L positions, D model dim, V draft vocabulary, M rows that count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fasteagle.model import EagleHead, apply_rope
+from fasteagle.training.data import Features
+from fasteagle.training.options import TrainOptions
+
+
+@dataclasses.dataclass
+class Batch:
+    """Right-padded conversations. Row j pairs feature j with token j + 1."""
+
+    tokens: Tensor  # [B, L] token j + 1
+    features: Tensor  # [B, L, D] feature j
+    targets: Tensor  # [B, L, D] feature j + 1
+    first: Tensor  # [B] first row whose prediction counts
+    last: Tensor  # [B] one past the last such row
+
+    def counted(self, step: int) -> Tensor:
+        """Rows [B, L] whose prediction counts after `step` self-fed steps."""
+        rows = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        return (rows >= self.first[:, None] + step) & (rows < self.last[:, None])
+
+
+def make_batch(store: Features, chosen: list[int], device: torch.device) -> Batch:
+    """Pad conversations to the longest of them."""
+    parts = [store.conversation(i) for i in chosen]
+    length = max(len(ids) for ids, _ in parts) - 1
+    dim = parts[0][1].shape[1]
+    tokens = torch.zeros(len(parts), length, dtype=torch.long)
+    features = torch.zeros(len(parts), length, dim, dtype=torch.bfloat16)
+    targets = torch.zeros_like(features)
+    for b, (ids, values) in enumerate(parts):
+        n = len(ids) - 1
+        tokens[b, :n] = ids[1:]
+        features[b, :n], targets[b, :n] = values[:-1], values[1:]
+    # Drafting begins once the first answer token is the root: its pair is row prompt_len - 1. What
+    # would follow the conversation's last token does not count.
+    first = torch.tensor([store.prompt_lens[i] - 1 for i in chosen])
+    last = torch.tensor([store.lengths[i] - 2 for i in chosen])
+    return Batch(*(t.to(device) for t in (tokens, features, targets, first, last)))
+
+
+def batches(store: Features, indices: list[int], options: TrainOptions) -> Iterator[list[int]]:
+    """Endless batches of about `batch_tokens` tokens of like length, the same for the same seed."""
+    for epoch in range(1 << 30):
+        generator = torch.Generator().manual_seed(options.seed * 1_000_003 + epoch)
+        jitter = torch.rand(len(indices), generator=generator).tolist()
+        blurred = [store.lengths[i] + 60 * j for i, j in zip(indices, jitter, strict=True)]
+        order = sorted(range(len(indices)), key=lambda i: blurred[i])
+        groups: list[list[int]] = [[]]
+        for i in order:
+            longest = store.lengths[indices[i]]  # ascending, but for the jitter
+            if groups[-1] and (len(groups[-1]) + 1) * longest > options.batch_tokens:
+                groups.append([])
+            groups[-1].append(indices[i])
+        for g in torch.randperm(len(groups), generator=generator).tolist():
+            yield groups[g]
+
+
+def unroll(head: EagleHead, embeds: Tensor, features: Tensor, steps: int) -> list[Tensor]:
+    """Predicted next features [B, L, D] after 1 .. `steps` steps, as drafting would compute them.
+
+    At step s, row j reads its own prediction of the step before, and attends to the true rows up
+    to j - s and to the self-fed rows that lead to it.
+    """
+    attention, block = head.block.attention, head.block
+    B, L, _ = embeds.shape
+    cos, sin = (t[:L].unsqueeze(1) for t in (head.rope_cos, head.rope_sin))
+    heads = (attention.n_head, attention.n_kv_head, attention.n_kv_head)
+    group = attention.n_head // attention.n_kv_head
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+    outputs: list[Tensor] = []
+    for step in range(steps):
+        x = head.fc(torch.cat((embeds, features.to(embeds.dtype)), dim=-1))
+        qkv = attention.qkv(x).view(B, L, -1, attention.head_dim)
+        q, k, v = qkv.split(heads, dim=2)  # [B, L, heads, E]
+        q = apply_rope(q, cos, sin).transpose(1, 2)
+        keys.append(apply_rope(k, cos, sin).transpose(1, 2).repeat_interleave(group, dim=1))
+        values.append(v.transpose(1, 2).repeat_interleave(group, dim=1))
+        y = _unrolled_attention(q, keys, values, step)
+        x = x + attention.out(y.transpose(1, 2).reshape(B, L, -1))
+        x = x + block.mlp(block.mlp_norm(x))
+        outputs.append(x)
+        features = _down(x, 1)  # row j reads what row j - 1 predicted
+    return outputs
+
+
+def _unrolled_attention(q: Tensor, keys: list[Tensor], values: list[Tensor], step: int) -> Tensor:
+    """Attention [B, H, L, E] of step `step` over the true rows and the self-fed diagonal."""
+    if step == 0:
+        return F.scaled_dot_product_attention(q, keys[0], values[0], is_causal=True)
+    L, E = q.shape[-2:]
+    scale = 1 / math.sqrt(E)
+    hidden = torch.ones(L, L, dtype=torch.bool, device=q.device).triu(1 - step)
+    scores = ((q @ keys[0].transpose(-1, -2)).float() * scale).masked_fill(hidden, -math.inf)
+    # The row that led here at step r lies step - r positions before.
+    extras = [
+        (q * _down(keys[r], step - r)).sum(-1, keepdim=True).float() * scale
+        for r in range(1, step + 1)
+    ]
+    weights = torch.cat((scores, *extras), dim=-1).softmax(-1).to(q.dtype)
+    y = weights[..., :L] @ values[0]
+    for r in range(1, step + 1):
+        y = y + weights[..., L + r - 1, None] * _down(values[r], step - r)
+    return y
+
+
+def _down(x: Tensor, n: int) -> Tensor:
+    """Shift rows (dim -2) down by n, zeros above."""
+    return F.pad(x[..., : x.shape[-2] - n, :], (0, 0, n, 0)) if n else x
+
+
+class SoftCrossEntropy(torch.autograd.Function):
+    """Mean cross-entropy between softmax(targets @ rows.T) and predicted @ rows.T.
+
+    Never holds more than `CHUNK` rows of logits: the gradient, which is the difference of the two
+    distributions times the rows, is computed on the way forward while both are in cache.
+    """
+
+    CHUNK = 256
+
+    @staticmethod
+    def forward(ctx: Any, predicted: Tensor, targets: Tensor, rows: Tensor) -> Tensor:
+        """predicted [M, D], targets [M, D], rows [V, D] -> scalar."""
+        total = predicted.new_zeros((), dtype=torch.float32)
+        gradient = torch.empty_like(predicted, dtype=torch.float32)
+        for begin in range(0, len(predicted), SoftCrossEntropy.CHUNK):
+            part = slice(begin, begin + SoftCrossEntropy.CHUNK)
+            wanted = (targets[part].to(rows.dtype) @ rows.T).float().softmax(-1)
+            logits = (predicted[part].to(rows.dtype) @ rows.T).float()
+            norm = logits.logsumexp(-1, keepdim=True)
+            total += (norm[:, 0] - (wanted * logits).sum(-1)).sum()
+            difference = logits.sub_(norm).exp_().sub_(wanted)
+            gradient[part] = (difference.to(rows.dtype) @ rows).float()
+        ctx.save_for_backward(gradient / len(predicted))
+        ctx.dtype = predicted.dtype
+        return total / len(predicted)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return (gradient * grad).to(ctx.dtype), None, None
+
+
+def head_loss(
+    head: EagleHead,
+    lm_rows: Tensor,
+    embedding: Tensor,
+    batch: Batch,
+    options: TrainOptions,
+    generator: torch.Generator,
+) -> Tensor:
+    """The training loss of a batch; `lm_rows` [V, D] are the LM head's rows of the vocabulary."""
+    noise = torch.rand(batch.features.shape, generator=generator, device=batch.features.device)
+    features = batch.features.float() + (2 * noise - 1) * options.noise
+    embeds = embedding[batch.tokens]
+    total = lm_rows.new_zeros((), dtype=torch.float32)
+    weight_sum = 0.0
+    for step, predicted in enumerate(unroll(head, embeds, features, options.unroll)):
+        counted = batch.counted(step)
+        if not counted.any():
+            break  # every answer of the batch is shorter than the unroll
+        p, t = predicted[counted], batch.targets[counted]  # [M, D]
+        cross_entropy = SoftCrossEntropy.apply(p, t, lm_rows)
+        feature_loss = F.smooth_l1_loss(p.float(), t.float())
+        weight = options.unroll_decay**step
+        total = total + weight * (
+            options.feature_weight * feature_loss + options.ce_weight * cross_entropy
+        )
+        weight_sum += weight
+    return total / max(weight_sum, 1e-9)
+
+
+def autocast(device: torch.device) -> torch.autocast:
+    return torch.autocast(device.type, dtype=torch.bfloat16)
