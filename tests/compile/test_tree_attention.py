@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from fasteagle import model
-from fasteagle.compile.tree_attention import attend, reference, tree_attention, tree_paths
+from fasteagle.compile.tree_attention import attend, reference, tree_attention
 from fasteagle.errors import FasteagleError
-from fasteagle.tree import ancestor_mask
+from fasteagle.tree import ancestor_mask, tree_paths
 from helpers import output_without_triton
 from tree_problems import Problem, assert_close, problem, random_parents, sdpa
 
