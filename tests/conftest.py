@@ -14,6 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from fasteagle.compile import blocks
 from fasteagle.loading import registry
 from helpers import SCRIPTS, save_tiny, write_questions
 
@@ -104,6 +105,23 @@ def script(monkeypatch):
     import tokens_per_sec
 
     return lambda *args: CliRunner().invoke(tokens_per_sec.main, [str(a) for a in args])
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    """Models run eagerly, as on a machine without a C++ compiler: compiling takes longest."""
+    monkeypatch.setattr(blocks, "missing_compiler", lambda: "not in this test")
+
+
+COMPILED = pytest.param(True, marks=pytest.mark.slow)
+
+
+@pytest.fixture(params=[False, COMPILED], ids=["eager", "compiled"])
+def compiled(request):
+    """Whether models are compiled; the test runs both ways."""
+    if not request.param:
+        request.getfixturevalue("no_compiler")
+    return request.param
 
 
 @pytest.fixture

@@ -294,10 +294,12 @@ class Letters:
 # Processes
 
 
-def kill_at_first_save(*arguments: object) -> None:
+def kill_at_first_save(*arguments: object, compiled: bool) -> None:
     """Run `fasteagle` in a process of its own, which dies once training has saved its state."""
     code = (
         "import os, signal\n"
+        "from fasteagle.compile import blocks\n"
+        f"blocks.missing_compiler = blocks.missing_compiler if {compiled} else lambda: 'none'\n"
         "from fasteagle.training.train import Trainer\n"
         "save = Trainer.save\n"
         "Trainer.save = lambda self: (save(self), os.kill(os.getpid(), signal.SIGKILL))\n"

@@ -134,12 +134,19 @@ PROMPTS = (
 )
 
 
+DRAWN = (SamplingParams(0.7, top_p=0.9, seed=1), SamplingParams(1.0, min_p=0.05))
+
+
 @pytest.mark.parametrize(
-    "params",
-    [SamplingParams(), SamplingParams(0.7, top_p=0.9, seed=1), SamplingParams(1.0, min_p=0.05)],
+    ("params", "texts"),
+    [
+        (SamplingParams(), PROMPTS[:1]),
+        pytest.param(SamplingParams(), PROMPTS[1:], marks=pytest.mark.slow),
+        *(pytest.param(params, PROMPTS, marks=pytest.mark.slow) for params in DRAWN),
+    ],
     ids=str,
 )
-def test_speculation_changes_no_token(checkpoint, model, tokenizer, params):
+def test_speculation_changes_no_token(checkpoint, model, tokenizer, params, texts):
     """fp32 on the CPU: the shipped head, two trees, static, chain and n-grams against plain."""
     from fasteagle.drafting.eagle import EagleDrafter
     from fasteagle.drafting.ngram import NgramDrafter
@@ -160,7 +167,7 @@ def test_speculation_changes_no_token(checkpoint, model, tokenizer, params):
         StaticTreeDrafter(head, 1024),
         NgramDrafter(),
     ]
-    for text in PROMPTS:
+    for text in texts:
         prompt = tokenizer.encode(tokenizer.render([{"role": "user", "content": text}]))
 
         def answer(drafter, prompt=prompt):

@@ -262,7 +262,12 @@ def test_ends_in_the_middle_of_an_accepted_path(target, params):
 SHALLOW = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0))
 
 
-@pytest.mark.parametrize("kind", ["shared noise", "no noise", "static", "multi-round", "chain m-r"])
+OTHER_KINDS = ("no noise", "static", "multi-round", "chain m-r")
+
+
+@pytest.mark.parametrize(
+    "kind", ["shared noise", *(pytest.param(k, marks=pytest.mark.slow) for k in OTHER_KINDS)]
+)
 def test_distribution_two_tokens_deep(kind):
     """Chi-square of two emitted tokens against exact probabilities, with speculation.
 

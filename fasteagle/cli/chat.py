@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import sys
+import threading
 
 import click
 
@@ -61,6 +62,7 @@ def run_chat(
     else:
         say(f"context {engine.max_seq_len:,} tokens; /help lists commands")
         Repl(session, quiet, preparation).run()
+        _leave()
 
 
 def _silent(line: str) -> None:
@@ -72,6 +74,17 @@ def _answer_once(session: ChatSession, text: str, preparation: Preparation | Non
         for piece in session.ask(text):
             print(piece, end="", flush=True)
         print()
+
+
+def _leave() -> None:
+    """End the process here while a thread still compiles or measures.
+
+    The interpreter's own end stops such threads inside of torch's C++ code, which aborts.
+    """
+    if any(thread.daemon for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def _prompt_text(prompt: str | None) -> str:

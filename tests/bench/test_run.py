@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from fasteagle.bench import run as bench
-from fasteagle.bench.latency import percentile
 from fasteagle.bench.measure import Bandwidth
 from fasteagle.bench.report import build_report, markdown
 from fasteagle.bench.row_spec import ROW_NAMES, RowSpec
@@ -23,7 +22,6 @@ from fasteagle.loading.open import open_model
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.prompts import read_questions
-from fasteagle.shapes import TreeShape
 from helpers import SCRIPTS, random_head
 
 SCRIPT = SCRIPTS / "tokens_per_sec.py"
@@ -58,7 +56,8 @@ def test_hf_and_plain_give_the_same_greedy_tokens_in_fp32(tiny_dir, questions):
     assert meta["torch"] == torch.__version__ and meta["device"] and meta["date"]
     assert meta["max_new_tokens"] == 12 and meta["model"] == str(tiny_dir)
     assert meta["bandwidth"]["gb_s"] == meta["bandwidth"]["measured_gb_s"] > 0.1
-    assert meta["bandwidth"]["source"] == "measured, reading with 2 threads"
+    threads = torch.get_num_threads()
+    assert meta["bandwidth"]["source"] == f"measured, reading with {threads} threads"
     parts = [plain[name] for name in ("draft_ms", "verify_ms", "other_ms")]
     assert parts[0] == 0 < min(parts[1:]) and "draft_ms" not in hf
     assert sum(parts) == pytest.approx(1e3 / plain["tok_s"], rel=0.01)  # a token a cycle
@@ -69,7 +68,6 @@ def test_every_row_drafts_what_it_says(tiny_dir, questions, tmp_path):
 
     from fasteagle.loading.checkpoint import load_model
     from fasteagle.loading.head_file import save_head
-    from fasteagle.options import DraftOptions
 
     checkpoint = open_checkpoint(tiny_dir)
     model = load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=64)
@@ -207,36 +205,6 @@ def test_bandwidth_use_where_the_bandwidth_is_known(monkeypatch):
     assert "MBU of 936.0 GB/s (data sheet of RTX 3090)" in markdown(report)
 
 
-def test_latency_of_a_token_is_its_share_of_its_chunk():
-    row = Row("eagle", "bf16", decoder=None, weight_bytes=1)
-    chunks = ((3, 0.3), (1, 0.5), (2, 0.1))
-    row.turns = [Turn([1] * 7, 0.5, 0.9, 3, chunks=chunks)]
-    assert row.latencies == pytest.approx([0.1, 0.1, 0.1, 0.5, 0.05, 0.05])
-    assert sum(row.latencies) == pytest.approx(row.seconds)
-    report = build_report([row], BenchOptions(), CPU, save_outputs=False)
-    assert (report["rows"][0]["p50_ms"], report["rows"][0]["p99_ms"]) == (100, 500)
-    assert "| 100.0 / 500.0 |" in markdown(report)
-    row.turns = [Turn([1], 0.5, 0.0, 0)]  # an answer of one token has no gaps
-    report = build_report([row], BenchOptions(), CPU, save_outputs=False)
-    assert report["rows"][0]["p50_ms"] is None and "None" not in markdown(report)
-
-
-@pytest.mark.parametrize(
-    ("values", "share", "expected"),
-    [
-        ([3.0], 0.99, 3.0),
-        ([1.0, 2.0], 0.5, 1.0),
-        (range(1, 101), 0.99, 99),
-        ([], 0.5, None),
-        (range(100, 0, -1), 0.5, 50),
-        ([1.0, 2.0], 0.0, 1.0),
-        ([1.0, 2.0], 1.0, 2.0),
-    ],
-)
-def test_percentiles(values, share, expected):
-    assert percentile(values, share) == expected
-
-
 def test_our_questions_are_ten_and_the_limit_counts_questions(questions):
     assert len(read_questions(None, None)) == 10
     assert [len(q.turns) for q in read_questions(questions, 2)] == [2, 1]
@@ -349,18 +317,3 @@ def test_the_script_measures_shapes_without_weights(script, tiny_preset, tmp_pat
 def test_bad_input_to_the_script(script, arguments, message):
     result = script(*arguments)
     assert result.exit_code == 2 and message in result.stderr and result.stdout == ""
-
-
-def test_a_row_may_name_its_tree():
-    options = BenchOptions(rows=("plain", "eagle@4/2/10"))
-    row = options.specs[1]
-    draft = row.draft_options(options.draft)
-    assert (draft.drafter, draft.tree_shape(False)) == ("eagle", TreeShape(4, 2, 10))
-    assert not draft.auto_tree and row.planned_tree(DraftOptions(), True).nodes == 10
-    assert row.label == options.rows[1]
-
-
-@pytest.mark.parametrize("row", ["eagle@", "eagle@3/3", "eagle@3/3/x", "eagle@3/3/-8"])
-def test_a_row_with_half_a_tree_is_refused(row):
-    with pytest.raises(FasteagleError, match="DEPTH/TOPK/NODES"):
-        BenchOptions(rows=(row,))

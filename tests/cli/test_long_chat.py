@@ -32,6 +32,7 @@ def held() -> tuple[int, int, int]:
     return sum(storages.values()), len(tensors), len(objects)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_turns_at_a_full_context(tmp_path):
     target = random_target(tiny_config())

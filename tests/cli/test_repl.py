@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import pty
@@ -10,23 +11,29 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from fasteagle.cli import repl
 from fasteagle.paths import state_dir
+from helpers import TINY_VOCAB, save_tiny
 
+READLINE = importlib.util.find_spec("readline") is not None
 HANGS = 300  # seconds, after which a process will not answer on any machine
 
 
 class Terminal:
     """`fasteagle chat` on a pseudo-terminal; stderr goes to the same screen."""
 
-    def __init__(self, *args, env=None) -> None:
+    def __init__(self, *args, env=None, before="") -> None:
+        """`before` is run by the same process first."""
         self.master, slave = pty.openpty()
+        code = f"{before}\nfrom fasteagle.cli.main import main\nmain()"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "fasteagle", "chat", *map(str, args)],
+            [sys.executable, "-c", code, "chat", *map(str, args)],
             stdin=slave,
             stdout=slave,
             stderr=slave,
@@ -38,11 +45,22 @@ class Terminal:
         self.screen = ""
 
     def wait_for(self, pattern: str) -> str:
-        """Read until `pattern` appears after what was read before; the text up to its end."""
+        """Read until `pattern` appears after what was read before; the text up to its end.
+
+        A pattern that ends in a prompt also waits until that prompt reads keys itself: the terminal
+        would echo those that come sooner, and the prompt appear a second time.
+        """
         assert self.shows(pattern, HANGS), f"no {pattern!r} on the screen:\n{self.screen}"
+        end = time.monotonic() + HANGS
+        while pattern.endswith(" $") and READLINE and self._terminal_reads_lines():
+            assert time.monotonic() < end, "the prompt does not read keys"
+            time.sleep(0.01)
         found = re.search(pattern, self.screen)
         text, self.screen = self.screen[: found.end()], self.screen[found.end() :]
         return text
+
+    def _terminal_reads_lines(self) -> bool:
+        return bool(termios.tcgetattr(self.master)[3] & termios.ICANON)
 
     def shows(self, pattern: str, within: float) -> bool:
         """Whether `pattern` is on the screen, or appears in so many seconds."""
@@ -77,9 +95,10 @@ class Terminal:
 
 def _own_terminal() -> None:
     import fcntl
-    import termios
 
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    for name in (signal.SIGINT, signal.SIGHUP):  # ignored where tests run in the background
+        signal.signal(name, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="module")
@@ -185,8 +204,12 @@ def test_several_lines_make_one_question(terminal, tmp_path):
     assert turns[0]["content"] == "first line\n/second line\nthird"
 
 
-def test_ctrl_c_stops_the_answer_and_keeps_it(terminal, tmp_path):
-    terminal.ask("/set max_new_tokens=400;temperature=1;seed=1")
+def test_ctrl_c_stops_the_answer_and_keeps_it(tmp_path):
+    terminal = Terminal(
+        "--model", endless_model(tmp_path / "model"), "--no-compile", "--max-seq-len", 32768
+    )
+    terminal.wait_for(">>> $")
+    terminal.ask("/set max_new_tokens=30000")
     terminal.send("hello\n")
     terminal.wait_for("hello\n.{4}")  # the answer has begun
     terminal.send("\x03")
@@ -198,6 +221,17 @@ def test_ctrl_c_stops_the_answer_and_keeps_it(terminal, tmp_path):
     assert [t["role"] for t in turns] == ["user", "assistant"] and turns[1]["content"]
     terminal.ask("/set max_new_tokens=5")
     assert "cached" in terminal.ask("go on", r"prefill[^\n]*\n>>> $")
+    terminal.send("/exit\n")
+    assert terminal.close() == 0
+
+
+def endless_model(folder):
+    """A model whose greedy answer goes on for minutes: it never says the end of a turn."""
+    save_tiny(folder, max_position_embeddings=32768, num_hidden_layers=1)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"][TINY_VOCAB - 1] = 0  # and of 259 other logits one is above 0
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def test_ctrl_c_at_an_empty_prompt(own_terminal):
@@ -299,14 +333,21 @@ def test_history_is_kept_between_sessions(tiny_dir):
 
 
 def test_a_terminal_that_goes_away_ends_the_chat(own_terminal):
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-        pytest.skip("whoever started the tests ignores SIGHUP, which is inherited (nohup)")
     os.killpg(own_terminal.process.pid, signal.SIGHUP)
     assert own_terminal.close() == -signal.SIGHUP
 
 
+ENDLESS = """
+from fasteagle.compile.blocks import BlockCompiler
+def compile_again_and_again(self, compile=BlockCompiler._warm_up):
+    while True:
+        compile(self)
+BlockCompiler._warm_up = compile_again_and_again
+"""
+
+
 def test_leaving_while_compilation_goes_on(tiny_dir):
-    terminal = Terminal("--model", tiny_dir, "--max-new-tokens", 2)
+    terminal = Terminal("--model", tiny_dir, "--max-new-tokens", 2, before=ENDLESS)
     terminal.wait_for(">>> $")
     assert "still compiling: this answer runs without" in terminal.ask("hello")
     terminal.send("/exit\n")

@@ -17,7 +17,8 @@ def invoke(*arguments):
 
 
 @pytest.mark.skipif(missing_compiler() is not None, reason="no C++ compiler")
-def test_costs_and_plan_are_printed_and_kept(tiny_dir):
+def test_costs_and_plan_are_printed_and_kept(tiny_dir, monkeypatch, compiled):
+    monkeypatch.setattr("fasteagle.compile.costs.MOST_ROUNDS", 3)
     done = invoke("--model", tiny_dir, "--max-seq-len", 256)
     assert done.exit_code == 0, done.output
     assert "target pass, rows" in done.stdout and "x plain" in done.stdout

@@ -51,6 +51,7 @@ def test_compiled_equals_eager_and_nothing_recompiles(model, no_recompiles):
     assert tokens(fast, PROMPT * 30, 60) == tokens(eager, PROMPT * 30, 60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(3, 4, 7), (3, 1, 3)])
 def test_a_long_chat_with_speculation_recompiles_nothing(model, no_recompiles, shape):
     """Twelve turns through every cache size up to the limit, compiled against eager."""
@@ -89,6 +90,7 @@ def test_the_compiling_thread_has_our_settings(model, monkeypatch):
     assert compiler.error is None and seen[0] >= 64
 
 
+@pytest.mark.slow
 def test_long_caches_are_warmed_up_too(no_recompiles, tmp_path):
 
     folder = save_tiny(tmp_path / "long", max_position_embeddings=8192, num_hidden_layers=1)

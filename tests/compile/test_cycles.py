@@ -235,6 +235,7 @@ def test_a_sliding_window_in_the_whole_model():
     assert answer(eagle_engine(other, head)) == expected
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_compiled_blocks_take_a_tree_view(target):
     other = random_target(tiny_config())
@@ -247,6 +248,7 @@ def test_compiled_blocks_take_a_tree_view(target):
         assert answer(engine) == expected
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(0.8, seed=3)], ids=str)
 def test_compiled_pieces_are_the_eager_ones(target, head, params):
@@ -263,6 +265,7 @@ def test_compiled_pieces_are_the_eager_ones(target, head, params):
             assert engine.stats.path_lengths == eager.stats.path_lengths
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_an_empty_proposal_costs_one_row_on_a_cpu(target):
     engine = Engine(target, 256, drafter=NgramDrafter(4))

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from fasteagle import model
-from fasteagle.compile.tree_attention import attend, reference, tree_attention, tree_paths
+from fasteagle.compile.tree_attention import attend, reference, tree_attention
 from fasteagle.errors import FasteagleError
-from fasteagle.tree import ancestor_mask
+from fasteagle.tree import ancestor_mask, tree_paths
 from helpers import output_without_triton
 from tree_problems import Problem, assert_close, problem, random_parents, sdpa
 
@@ -132,6 +132,7 @@ def test_splits_are_whole_blocks(kernels):
         assert kernels.SPLIT % kernels.key_block(E) == 0
 
 
+@pytest.mark.slow
 def test_kernels_in_the_interpreter(kernels):
     path = Path(__file__).with_name("interpreted_tree_attention.py")
     run = subprocess.run(

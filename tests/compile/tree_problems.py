@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fasteagle.compile.tree_attention import TreeView, tree_paths
-from fasteagle.tree import ancestor_mask
+from fasteagle.compile.tree_attention import TreeView
+from fasteagle.tree import ancestor_mask, tree_paths
 
 NAN = float("nan")
 TOLERANCE = {torch.float16: (2e-3, 1e-3), torch.bfloat16: (1.6e-2, 8e-3)}  # relative, absolute

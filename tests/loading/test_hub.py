@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import hub, registry
-from fasteagle.paths import atomic_dir, cache_dir, require_free_space, write_atomic
-from helpers import REPO, REVISION, forbid, make_hf_model, put_in_cache, save_tiny
+from fasteagle.paths import require_free_space
+from helpers import REPO, REVISION, forbid, make_hf_model, put_in_cache
 
 
 def response(status: int) -> SimpleNamespace:
@@ -28,16 +26,6 @@ def test_a_downloaded_repository_is_found_offline(hub_cache, tiny_dir, revision)
     snapshot = put_in_cache(hub_cache, tiny_dir)
     assert hub.fetch_repo(REPO, revision) == snapshot
     assert registry.resolve(REPO).path == snapshot
-
-
-@pytest.mark.parametrize("name", [n for n, e in registry.REGISTRY.items() if e.repo])
-def test_registry_names_find_their_pinned_commit_in_the_cache(hub_cache, tiny_dir, name):
-    entry = registry.REGISTRY[name]
-    assert registry.local_path(name) is None
-    snapshot = put_in_cache(hub_cache, tiny_dir, entry.repo, entry.revision)
-    source = registry.resolve(name)
-    assert source.path == snapshot and source.template == entry.template
-    assert registry.local_path(name) == snapshot
 
 
 def test_another_commit_in_the_cache_is_not_taken(hub_cache, tiny_dir, monkeypatch):
@@ -117,6 +105,7 @@ def test_no_network_at_all(hub_cache, monkeypatch):
         api_init(self, endpoint="http://127.0.0.1:9")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "__init__", init)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the hub's own tries
     with pytest.raises(FasteagleError, match="cannot fetch someone/tiny-model"):
         hub.fetch_repo(REPO, REVISION)
 
@@ -125,31 +114,6 @@ def test_disk_space_is_checked_before_a_download(hub_cache):
     with pytest.raises(FasteagleError, match=r"GiB on disk, .* GiB free at .*: free some space"):
         hub.fetch_repo(REPO, REVISION, download_bytes=2**60)
     require_free_space(hub_cache / "not" / "yet" / "there", 1, "nothing")
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("smolm2-135m", r"unknown model 'smolm2-135m'; did you mean 'smollm2-135m'"),
-        ("lama2-7b", "did you mean 'llama2-7b'"),
-        ("zzz", "`fasteagle models` lists"),
-        ("missing.gguf", "no such file"),
-        ("./nowhere", "no such file"),
-        ("llama2-70b", "shape without weights here: .*--load-format dummy"),
-    ],
-)
-def test_names_that_lead_nowhere(name, message):
-    with pytest.raises(FasteagleError, match=message):
-        registry.resolve(name)
-
-
-def test_every_entry_is_pinned_and_described():
-    for name, entry in registry.REGISTRY.items():
-        assert entry.licence, name
-        if entry.repo:
-            assert len(entry.revision) == 40 and entry.download_bytes > entry.config.params
-        if entry.wheel:
-            assert len(entry.wheel.wheel_sha256) == len(entry.wheel.member_sha256) == 64
 
 
 # The default model's way: one file in a wheel.
@@ -206,29 +170,3 @@ def test_missing_pip_is_one_clear_line(tmp_path, monkeypatch):
     monkeypatch.setattr(hub.subprocess, "run", lambda *a, **k: failed)
     with pytest.raises(FasteagleError, match="pip is missing in .*ensurepip"):
         hub.fetch_wheel_file(hub.WheelFile("x", "1", "", "", ""), tmp_path / "m.gguf")
-
-
-def test_atomic_writes(tmp_path, monkeypatch):
-    write_atomic(tmp_path / "a", b"old")
-    monkeypatch.setattr("fasteagle.paths.os.replace", lambda *a: (_ for _ in ()).throw(OSError(28)))
-    with pytest.raises(OSError):
-        write_atomic(tmp_path / "a", b"new")
-    with pytest.raises(OSError), atomic_dir(tmp_path / "d") as folder:
-        (folder / "x").write_text("1")
-    assert [p.name for p in tmp_path.iterdir()] == ["a"]
-    assert (tmp_path / "a").read_bytes() == b"old"
-
-
-def test_cache_follows_xdg(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_dir() == tmp_path / "fasteagle"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_dir() == Path.home() / ".cache" / "fasteagle"
-
-
-def test_local_gguf_and_folder_paths_resolve(tmp_path):
-    folder = save_tiny(tmp_path / "m")
-    assert registry.resolve(str(folder)).path == folder
-    (tmp_path / "x.gguf").write_bytes(b"GGUF")
-    assert registry.resolve(str(tmp_path / "x.gguf")).path == tmp_path / "x.gguf"
-    assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 3

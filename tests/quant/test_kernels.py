@@ -243,6 +243,7 @@ def test_assembly_unpacks_every_word(kernels, bits, plane, fp16):
         assert np.array_equal(upper, expected[::-1])
 
 
+@pytest.mark.slow
 def test_kernels_in_the_interpreter(kernels):
     """Every format and many row counts, without a GPU: see `interpreted_kernels.py`."""
     path = Path(__file__).with_name("interpreted_kernels.py")

@@ -3,41 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import pytest
 import torch
-from click.testing import CliRunner
 
-from fasteagle.cli import main as cli
 from fasteagle.drafting.draft_head import HeadDrafter
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
-from fasteagle.loading.head_file import load_head
-from fasteagle.prompts import Conversation, read_conversations
+from fasteagle.prompts import Conversation
 from fasteagle.shapes import TreeShape
-from fasteagle.training.data import (
-    FeatureStore,
-    LiveFeatures,
-    choose_held_out,
-    compute_features,
-    frequent_tokens,
-)
+from fasteagle.training.data import FeatureStore, LiveFeatures, compute_features
 from fasteagle.training.held_out import evaluate
 from fasteagle.training.loss import SoftCrossEntropy, batches, make_batch, unroll
 from fasteagle.training.options import TrainOptions
 from fasteagle.training.train import Trainer, new_head
-from helpers import (
-    OPTIONS,
-    kill_at_first_save,
-    pairs,
-    random_head,
-    random_target,
-    talk,
-    tiny_config,
-    write_random_text,
-)
+from helpers import OPTIONS, pairs, random_head, random_target, talk, tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -146,33 +127,6 @@ def test_soft_cross_entropy_and_its_gradient():
     assert torch.allclose(ours, p.grad, atol=1e-6)
 
 
-# Text and features
-
-
-def test_features_are_the_targets_and_shards_resume(target, tmp_path, monkeypatch):
-    monkeypatch.setattr("fasteagle.training.data.SHARD_TOKENS", 100)
-    text = talk(target, 12)
-    engine = Engine(target, 256)
-    store = compute_features(engine, text, tmp_path / "f")
-    assert len(list((tmp_path / "f").glob("features-*.safetensors"))) > 2
-    for i, conversation in enumerate(text):
-        ids, features = store.conversation(i)
-        assert ids.tolist() == conversation.ids
-        assert torch.equal(features, engine.features(conversation.ids).bfloat16())
-    (tmp_path / "f" / "index.json").unlink()
-    last = sorted((tmp_path / "f").glob("features-*.safetensors"))[-1]
-    last.unlink()
-    written = []
-    import fasteagle.training.data as train_data
-
-    original = train_data._write_shard
-    monkeypatch.setattr(
-        train_data, "_write_shard", lambda *a: (written.append(a[2].name), original(*a))
-    )
-    compute_features(engine, text, tmp_path / "f")
-    assert written == [last.name]
-
-
 def test_live_features_train_the_same_head(target, store, tmp_path):
     live = LiveFeatures(Engine(target, 256), talk(target))
     heads = []
@@ -217,40 +171,6 @@ def test_batches_cover_everything_once_and_repeat(store):
     assert sorted(seen) == indices
     again = batches(store, indices, OPTIONS)
     assert next(again) == next(batches(store, indices, OPTIONS))
-
-
-def test_frequent_tokens_and_held_out():
-    text = [Conversation([1, 2, 9, 9, 5, 5, 5], 2, i % 2 == 0) for i in range(10)]
-    assert frequent_tokens(text, 2).tolist() == [5, 9]
-    assert frequent_tokens(text, 4).tolist() == [0, 1, 5, 9]
-    assert choose_held_out(text, 3) == [0, 2, 6]
-    assert len(set(choose_held_out(text, 8))) == 8
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"ids": [1, 2, 3, 99], "prompt_len": 1}', "line 2: token id 99 is outside .* of 60"),
-        ('{"ids": [1, -2, 3, 4], "prompt_len": 1}', "token id -2"),
-        ('{"ids": [1, 2.5, 3, 4], "prompt_len": 1}', "line 2: expected"),
-        ('{"ids": "abc", "prompt_len": 1}', "line 2: expected"),
-        ('{"ids": [1, 2, 3, 4], "prompt_len": 0}', "line 2: expected"),
-        ('{"ids": [1, 2, 3, 4]}', "line 2: expected"),
-        ("nonsense", "line 2: expected"),
-    ],
-)
-def test_text_that_cannot_be_trained_on(tmp_path, line, message):
-    path = tmp_path / "t.jsonl"
-    path.write_text('{"ids": [1, 2, 3, 4, 5], "prompt_len": 1}\n' + line + "\n")
-    with pytest.raises(FasteagleError, match=message):
-        read_conversations(path, 60, 100)
-
-
-def test_text_without_answers(tmp_path):
-    path = tmp_path / "t.jsonl"
-    path.write_text('{"ids": [1, 2, 3], "prompt_len": 3}\n')
-    with pytest.raises(FasteagleError, match="no conversation with an answer"):
-        read_conversations(path, 60, 100)
 
 
 # Training
@@ -350,110 +270,3 @@ def test_training_stops_when_held_out_text_gains_nothing(target, store, tmp_path
 def test_options_out_of_range(name):
     with pytest.raises(FasteagleError, match=f"{name} 0"):
         TrainOptions(**{name: 0})
-
-
-# The command
-
-
-@pytest.fixture
-def text_file(tiny_dir, tmp_path):
-    return write_random_text(tmp_path / "text.jsonl", 30, 30)
-
-
-def command(tiny_dir, text_file, out, *more):
-    options = ("--held-out", 4, "--batch-tokens", 200, "--lr", 1e-3)
-    sizes = ("--draft-vocab-size", 128, "--loss-vocab-size", 64)
-    files = ("--model", tiny_dir, "--data", text_file, "--out", out)
-    return ("train-head", *files, *options, *sizes, *more)
-
-
-def invoke(*arguments):
-    return CliRunner().invoke(cli.main, [str(a) for a in arguments])
-
-
-def test_the_command_survives_a_kill_and_writes_a_head(tiny_dir, text_file, tmp_path):
-    out = tmp_path / "head"
-    train = command(tiny_dir, text_file, out, "--steps", 130, "--every", 40)
-    kill_at_first_save(*train)
-    assert torch.load(out / "state.pt", weights_only=True)["step"] == 50
-    again = invoke(*train)
-    assert again.exit_code == 2 and "unfinished run: continue it with --resume" in again.stderr
-    done = invoke(*train, "--resume")
-    assert done.exit_code == 0, done.stderr
-    assert "continuing at step 50" in done.stderr and "0-alpha" in done.stderr
-    assert sorted(p.name for p in out.iterdir()) == [
-        "config.json",
-        "model.safetensors",
-        "training.json",
-    ]
-    from fasteagle.loading.checkpoint import open_checkpoint
-    from fasteagle.loading.tensors import fingerprint
-
-    checkpoint = open_checkpoint(tiny_dir)
-    head, header = load_head(out, checkpoint.config)
-    assert header["target_fingerprint"] == fingerprint(checkpoint)
-    assert header["draft_vocab_size"] == 128 == len(head.target_ids())
-    record = json.loads((out / "training.json").read_text())
-    assert record["options"]["steps"] == 130
-    assert [entry["step"] for entry in record["history"]] == [40, 80, 120, 130]
-
-
-def test_too_little_text(tiny_dir, text_file, tmp_path):
-    done = invoke(*command(tiny_dir, text_file, tmp_path / "h", "--held-out", 30))
-    assert done.exit_code == 2 and "30 conversations are too few to hold 30 out" in done.stderr
-
-
-def test_prompts_are_answered_and_trained_on(tiny_dir, tmp_path):
-    prompts = tmp_path / "p.jsonl"
-    prompts.write_text("".join(json.dumps({"turns": [f"question {i}"]}) + "\n" for i in range(12)))
-    out = tmp_path / "head"
-    files = ("--model", tiny_dir, "--prompts", prompts, "--out", out)
-    options = ("--held-out", 3, "--steps", 4, "--batch-tokens", 200, "--answer-tokens", 24)
-    sizes = ("--draft-vocab-size", 128, "--loss-vocab-size", 64, "--features", "live")
-    arguments = ("train-head", *files, *options, *sizes)
-    done = invoke(*arguments)
-    assert done.exit_code == 0, done.stderr
-    assert "answered 12 of 12 prompts" in done.stderr
-    lines = [json.loads(line) for line in (out / "text.jsonl").read_text().splitlines()]
-    assert [line["T"] for line in lines[:4]] == [0.0, 0.7, 1.0, 0.0]
-    # A last line that was cut off is written again, the others are kept.
-    (out / "text.jsonl").write_text("\n".join(json.dumps(line) for line in lines)[:-5])
-    done = invoke(*arguments)
-    assert done.exit_code == 0, done.stderr
-    again = [json.loads(line) for line in (out / "text.jsonl").read_text().splitlines()]
-    assert again == lines
-    prompts.write_text('{"turns": ["something else"]}\n')
-    done = invoke(*arguments)
-    assert done.exit_code == 2 and "holds answers of another model or to other" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [("--every", "every 0"), ("--held-out", "held-out 0"), ("--max-len", "max-len 0")],
-)
-def test_run_options_out_of_range(tiny_dir, text_file, tmp_path, option, message):
-    result = invoke(*command(tiny_dir, text_file, tmp_path / "h", option, 0))
-    assert result.exit_code == 2 and message in result.stderr
-
-
-def test_the_bar_shows_loss_and_held_out_quality(monkeypatch, capsys):
-    import types
-
-    from fasteagle.training.train_head import TrainingBar
-
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "200")
-    run = types.SimpleNamespace(options=TrainOptions(steps=40), step=10)
-    with TrainingBar(run) as bar:
-        bar.tick(11, 2.0)
-        bar.report({"step": 11, "alphas": [0.5, 0.25], "loss": 2.0, "tau": 1.625, "tok_s": 9})
-        bar.tick(12, 2.0)
-    shown = capsys.readouterr().err
-    assert "step 12 of 40" in shown and "loss 2.0000 | 0-alpha 0.500 | tau 1.62" in shown
-    assert "step 11 of 40 | loss 2.0000 | n-alpha 0.500 0.250 | tau 1.62 | 9 tok/s" in shown
-
-
-def test_nothing_to_train_on(tiny_dir, tmp_path):
-    done = invoke("train-head", "--model", tiny_dir, "--out", tmp_path / "h")
-    assert done.exit_code == 2 and "give --data, or --prompts" in done.stderr

@@ -1,0 +1,54 @@
+"""Models by name: pinned entries, the cache, local paths, and names that lead nowhere."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fasteagle.errors import FasteagleError
+from fasteagle.loading import registry
+from helpers import put_in_cache, save_tiny
+
+
+@pytest.mark.parametrize("name", [n for n, e in registry.REGISTRY.items() if e.repo])
+def test_registry_names_find_their_pinned_commit_in_the_cache(hub_cache, tiny_dir, name):
+    entry = registry.REGISTRY[name]
+    assert registry.local_path(name) is None
+    snapshot = put_in_cache(hub_cache, tiny_dir, entry.repo, entry.revision)
+    source = registry.resolve(name)
+    assert source.path == snapshot and source.template == entry.template
+    assert registry.local_path(name) == snapshot
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("smolm2-135m", r"unknown model 'smolm2-135m'; did you mean 'smollm2-135m'"),
+        ("lama2-7b", "did you mean 'llama2-7b'"),
+        ("zzz", "`fasteagle models` lists"),
+        ("missing.gguf", "no such file"),
+        ("./nowhere", "no such file"),
+        ("llama2-70b", "shape without weights here: .*--load-format dummy"),
+    ],
+)
+def test_names_that_lead_nowhere(name, message):
+    with pytest.raises(FasteagleError, match=message):
+        registry.resolve(name)
+
+
+def test_every_entry_is_pinned_and_described():
+    for name, entry in registry.REGISTRY.items():
+        assert entry.licence, name
+        if entry.repo:
+            assert len(entry.revision) == 40 and entry.download_bytes > entry.config.params
+        if entry.wheel:
+            assert len(entry.wheel.wheel_sha256) == len(entry.wheel.member_sha256) == 64
+
+
+def test_local_gguf_and_folder_paths_resolve(tmp_path):
+    folder = save_tiny(tmp_path / "m")
+    assert registry.resolve(str(folder)).path == folder
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    assert registry.resolve(str(tmp_path / "x.gguf")).path == tmp_path / "x.gguf"
+    assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 3

@@ -1,0 +1,27 @@
+"""Where things are kept, and writing that leaves nothing half done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fasteagle.paths import atomic_dir, cache_dir, write_atomic
+
+
+def test_atomic_writes(tmp_path, monkeypatch):
+    write_atomic(tmp_path / "a", b"old")
+    monkeypatch.setattr("fasteagle.paths.os.replace", lambda *a: (_ for _ in ()).throw(OSError(28)))
+    with pytest.raises(OSError):
+        write_atomic(tmp_path / "a", b"new")
+    with pytest.raises(OSError), atomic_dir(tmp_path / "d") as folder:
+        (folder / "x").write_text("1")
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+    assert (tmp_path / "a").read_bytes() == b"old"
+
+
+def test_cache_follows_xdg(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_dir() == tmp_path / "fasteagle"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_dir() == Path.home() / ".cache" / "fasteagle"

@@ -1,0 +1,110 @@
+"""`fasteagle calibrate-head`: its memory, its options, a killed run and the report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from fasteagle.cli import main as cli
+from fasteagle.config import HeadConfig
+from fasteagle.errors import FasteagleError
+from fasteagle.loading.registry import preset
+from fasteagle.quant.scheme import parse_scheme
+from fasteagle.training import calibrate
+from fasteagle.training.calibrate_head import peak_bytes
+from fasteagle.training.options import CalibrateOptions
+from helpers import kill_at_first_save, random_head, save_tiny, write_random_text
+
+
+def test_memory_of_a_7b_fits_24_gb():
+    """By hand: int4 weights, KV cache, the head four times in fp32, rows, one batch."""
+    seven = preset("llama2-7b")
+    block = 4 * 4096**2 + 3 * 4096 * 11008
+    head = HeadConfig(dataclasses.replace(seven, n_layer=1), draft_vocab_size=32000)
+    scheme = parse_scheme("int4-g128", seven)
+    cache = seven.kv_bytes(4096 + 256)
+    full = 2 * (32 * block + 2 * 32000 * 4096) + cache
+    options = calibrate.training_options(1)
+    batch = options.batch_tokens * 4 * (12 * 4096 + 4 * 11008) * options.unroll
+    training = 16 * (block + 2 * 4096**2) + 2 * 32000 * 4096 + batch
+    expected = max(full, scheme.model_bytes(seven) + cache + training)
+    assert peak_bytes(seven, head, scheme, 4096) == pytest.approx(expected, rel=1e-6)
+    assert expected < 24e9
+    thirteen = preset("llama2-13b")
+    big = HeadConfig(dataclasses.replace(thirteen, n_layer=1), 32000)
+    assert peak_bytes(thirteen, big, parse_scheme("int4", thirteen), 4096) > 24e9  # the bf16 one
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": 10}, "tokens 10 are too few"),
+        ({"minutes": 0}, "minutes 0 is out of range"),
+        ({"steps": 0}, "steps 0 is out of range"),
+    ],
+)
+def test_options_out_of_range(change, message):
+    with pytest.raises(FasteagleError, match=message):
+        CalibrateOptions(**change)
+
+
+@pytest.fixture(scope="module")
+def model_and_head(tmp_path_factory):
+    from fasteagle.loading.checkpoint import load_model, open_checkpoint
+    from fasteagle.loading.head_file import save_head
+
+    sizes = {"intermediate_size": 128, "num_hidden_layers": 1}  # one layer is compiled sooner
+    folder = save_tiny(tmp_path_factory.mktemp("c") / "model", "llama3", **sizes)
+    model = load_model(open_checkpoint(folder), dtype=torch.float32, device="cpu", max_seq_len=64)
+    head = random_head(model, torch.arange(0, 260, 2), rope_scaling=None, rope_base=10000.0)
+    save_head(folder.parent / "head", head, {}, torch.float32)
+    return folder, folder.parent / "head"
+
+
+@pytest.fixture
+def text(tmp_path):
+    return write_random_text(tmp_path / "text.jsonl", 32, 40)
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(cli.main, [str(a) for a in arguments])
+
+
+def test_the_command_survives_a_kill_and_chat_finds_the_head(
+    model_and_head, text, tmp_path, monkeypatch, compiled
+):
+    monkeypatch.setattr("fasteagle.training.report.SPEED_PROMPTS", 2)
+    monkeypatch.setattr("fasteagle.training.report.SPEED_TOKENS", 16)
+    folder, head = model_and_head
+    out, work = tmp_path / "out", tmp_path / "out.calibrating"
+    model = ("--model", folder, "--quant", "int4-g32")
+    command = ("calibrate-head", *model, "--head", head, "--data", text, "--steps", 30)
+    command += ("--minutes", 600, "--max-seq-len", 384, "--out", out)
+    kill_at_first_save(*command, compiled=compiled)
+    state = json.loads((work / "state.json").read_text())
+    assert state["results"]["unquantized"]["tau"] >= 1  # not to be done again
+    saved = torch.load(work / "iv-distilled" / "run" / "state.pt", weights_only=True)
+    assert saved["step"] == 25
+    again = invoke(*command)
+    assert again.exit_code == 2 and "continue it with --resume" in again.stderr
+    other = invoke(*command, "--resume", "--tokens", 4000)
+    assert other.exit_code == 2 and "begun with other tokens" in other.stderr
+    done = invoke(*command, "--resume")
+    assert done.exit_code == 0, done.stderr
+    assert "i, unquantized target: tau" not in done.stderr and not work.exists()
+    assert "iv, distilled: step 27," in done.stderr and "iv, distilled: step 24," not in done.stderr
+    report = json.loads((out / "calibration.json").read_text())
+    names = [stage["stage"] for stage in report["stages"]]
+    stages = ["i, as it was", "ii, feature map", "iii, vocabulary", "iv, distilled", "v, quantized"]
+    assert names == stages and report["plain_tok_s"] > 0
+    for stage in report["stages"][1:]:
+        low, high = stage["interval"]
+        assert low <= high and stage["kept"] == (low > 0)
+    assert report["written"] == [s["stage"] for s in report["stages"] if s["kept"]][-1]
+    chat = ("chat", *model, "--head", out, "-p", "hi", "--max-new-tokens", 4, "--max-seq-len", 128)
+    said = invoke(*chat)
+    assert said.exit_code == 0 and "warning" not in said.stderr, said.stderr

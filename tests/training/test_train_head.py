@@ -1,0 +1,118 @@
+"""`fasteagle train-head`: a killed run, answered prompts, the bar, and bad input."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from fasteagle.cli import main as cli
+from fasteagle.loading.head_file import load_head
+from fasteagle.training.options import TrainOptions
+from helpers import kill_at_first_save, write_random_text
+
+
+@pytest.fixture
+def text_file(tiny_dir, tmp_path):
+    return write_random_text(tmp_path / "text.jsonl", 30, 30)
+
+
+def command(tiny_dir, text_file, out, *more):
+    options = ("--held-out", 4, "--batch-tokens", 200, "--lr", 1e-3)
+    sizes = ("--draft-vocab-size", 128, "--loss-vocab-size", 64)
+    files = ("--model", tiny_dir, "--data", text_file, "--out", out)
+    return ("train-head", *files, *options, *sizes, *more)
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(cli.main, [str(a) for a in arguments])
+
+
+def test_the_command_survives_a_kill_and_writes_a_head(tiny_dir, text_file, tmp_path, compiled):
+    out = tmp_path / "head"
+    train = command(tiny_dir, text_file, out, "--steps", 130, "--every", 40)
+    kill_at_first_save(*train, compiled=compiled)
+    assert torch.load(out / "state.pt", weights_only=True)["step"] == 50
+    again = invoke(*train)
+    assert again.exit_code == 2 and "unfinished run: continue it with --resume" in again.stderr
+    done = invoke(*train, "--resume")
+    assert done.exit_code == 0, done.stderr
+    assert "continuing at step 50" in done.stderr and "0-alpha" in done.stderr
+    assert sorted(p.name for p in out.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "training.json",
+    ]
+    from fasteagle.loading.checkpoint import open_checkpoint
+    from fasteagle.loading.tensors import fingerprint
+
+    checkpoint = open_checkpoint(tiny_dir)
+    head, header = load_head(out, checkpoint.config)
+    assert header["target_fingerprint"] == fingerprint(checkpoint)
+    assert header["draft_vocab_size"] == 128 == len(head.target_ids())
+    record = json.loads((out / "training.json").read_text())
+    assert record["options"]["steps"] == 130
+    assert [entry["step"] for entry in record["history"]] == [40, 80, 120, 130]
+
+
+def test_too_little_text(tiny_dir, text_file, tmp_path, no_compiler):
+    done = invoke(*command(tiny_dir, text_file, tmp_path / "h", "--held-out", 30))
+    assert done.exit_code == 2 and "30 conversations are too few to hold 30 out" in done.stderr
+
+
+def test_prompts_are_answered_and_trained_on(tiny_dir, tmp_path, no_compiler):
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text("".join(json.dumps({"turns": [f"question {i}"]}) + "\n" for i in range(12)))
+    out = tmp_path / "head"
+    files = ("--model", tiny_dir, "--prompts", prompts, "--out", out)
+    options = ("--held-out", 3, "--steps", 4, "--batch-tokens", 200, "--answer-tokens", 24)
+    sizes = ("--draft-vocab-size", 128, "--loss-vocab-size", 64, "--features", "live")
+    arguments = ("train-head", *files, *options, *sizes)
+    done = invoke(*arguments)
+    assert done.exit_code == 0, done.stderr
+    assert "answered 12 of 12 prompts" in done.stderr
+    lines = [json.loads(line) for line in (out / "text.jsonl").read_text().splitlines()]
+    assert [line["T"] for line in lines[:4]] == [0.0, 0.7, 1.0, 0.0]
+    # A last line that was cut off is written again, the others are kept.
+    (out / "text.jsonl").write_text("\n".join(json.dumps(line) for line in lines)[:-5])
+    done = invoke(*arguments)
+    assert done.exit_code == 0, done.stderr
+    again = [json.loads(line) for line in (out / "text.jsonl").read_text().splitlines()]
+    assert again == lines
+    prompts.write_text('{"turns": ["something else"]}\n')
+    done = invoke(*arguments)
+    assert done.exit_code == 2 and "holds answers of another model or to other" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [("--every", "every 0"), ("--held-out", "held-out 0"), ("--max-len", "max-len 0")],
+)
+def test_run_options_out_of_range(tiny_dir, text_file, tmp_path, option, message):
+    result = invoke(*command(tiny_dir, text_file, tmp_path / "h", option, 0))
+    assert result.exit_code == 2 and message in result.stderr
+
+
+def test_the_bar_shows_loss_and_held_out_quality(monkeypatch, capsys):
+    import types
+
+    from fasteagle.training.train_head import TrainingBar
+
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    run = types.SimpleNamespace(options=TrainOptions(steps=40), step=10)
+    with TrainingBar(run) as bar:
+        bar.tick(11, 2.0)
+        bar.report({"step": 11, "alphas": [0.5, 0.25], "loss": 2.0, "tau": 1.625, "tok_s": 9})
+        bar.tick(12, 2.0)
+    shown = capsys.readouterr().err
+    assert "step 12 of 40" in shown and "loss 2.0000 | 0-alpha 0.500 | tau 1.62" in shown
+    assert "step 11 of 40 | loss 2.0000 | n-alpha 0.500 0.250 | tau 1.62 | 9 tok/s" in shown
+
+
+def test_nothing_to_train_on(tiny_dir, tmp_path):
+    done = invoke("train-head", "--model", tiny_dir, "--out", tmp_path / "h")
+    assert done.exit_code == 2 and "give --data, or --prompts" in done.stderr
