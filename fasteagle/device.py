@@ -28,9 +28,9 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str, device: torch.device, quantized: bool = False) -> str:
-    """ "auto" is bf16 where the hardware multiplies it, else fp32.
+    """ "auto" is bf16 where the hardware has bf16 products, else fp32.
 
-    The CPU kernels of quantized weights take bf16 whatever the hardware multiplies.
+    The CPU kernels of quantized weights take bf16 on any hardware.
     """
     if name != "auto":
         return name
@@ -55,7 +55,7 @@ def device_name(device: torch.device) -> str:
 
 
 def available_bytes(device: torch.device | str) -> int | None:
-    """Free memory of a device, or None where the system does not tell."""
+    """Free memory of a device, or None where the system does not report it."""
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]

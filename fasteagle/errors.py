@@ -15,7 +15,7 @@ class FasteagleError(Exception):
 
 
 def note(text: str) -> None:
-    """A line for the person, apart from the answer."""
+    """Print a line for the user on stderr, apart from the answer."""
     print(text, file=sys.stderr, flush=True)
 
 

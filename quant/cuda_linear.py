@@ -10,7 +10,7 @@ from fasteagle.quant.planes import PlanesWeight
 
 
 class PlanesLinear(nn.Module):
-    """Maps [T, K] to [T, N]: fp16 products, fp32 sums, the input's dtype outside."""
+    """Maps [T, K] to [T, N]: fp16 products, fp32 sums, output in the input's dtype."""
 
     planes: Tensor
     params: Tensor

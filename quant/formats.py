@@ -28,7 +28,7 @@ GGUF_GROUP = 32
 
 
 class Geometry(NamedTuple):
-    """What the shapes of a weight's stored parts say about it."""
+    """Bits, shape and group size of a weight, from the shapes of its stored parts."""
 
     bits: int
     n_rows: int
@@ -37,7 +37,7 @@ class Geometry(NamedTuple):
 
 
 class Imported(NamedTuple):
-    """A weight and its column order: `y = weight.dequantize() @ x[columns]`; None: as usual."""
+    """A weight and its column order: `y = weight.dequantize() @ x[columns]`; None: unchanged."""
 
     weight: PackedWeight
     columns: Tensor | None
@@ -72,10 +72,10 @@ def gptq_geometry(qweight: Shape, qzeros: Shape, scales: Shape) -> Geometry:
 
 
 def gptq_zero_offset(qzeros: Tensor, *, bits: int, v2: bool, sym: bool) -> int:
-    """What to add to stored zeros: 1 where they were stored less one (`gptq`), 0 for `gptq_v2`.
+    """What to add to stored zeros: 1 for `gptq`, which stores zero - 1, and 0 for `gptq_v2`.
 
-    Symmetric weights have the zero 2^(bits - 1), so that the stored values themselves tell: some
-    files labelled `gptq` hold v2's (vllm-project/vllm#38966). The label decides for all others.
+    Symmetric weights have the zero 2^(bits - 1), so the stored values show which one it is: some
+    files labelled `gptq` hold v2 zeros (vllm-project/vllm#38966). For others the label decides.
     """
     middle = 1 << (bits - 1)
     stored = _fields(qzeros, bits)
@@ -99,7 +99,7 @@ def from_gptq(
     qweight [K * bits / 32, N] int32, packed along K; qzeros [G, N * bits / 32] int32, packed along
     N; scales [G, N]; g_idx [K], the group of each column. A stored 15 with `zero_offset` 1 is the
     zero 16: the reference kernels add after unpacking. Raises `FasteagleError` for shapes that do
-    not fit, and for 8 bits with other zeros than 128, which `PackedWeight` has no place for.
+    not fit, and for 8 bits with other zeros than 128, which `PackedWeight` cannot hold.
     """
     _check_dtypes(scales, qweight=qweight, qzeros=qzeros)
     geometry = gptq_geometry(qweight.shape, qzeros.shape, scales.shape)
@@ -219,9 +219,9 @@ def from_gguf_blocks(raw: Tensor, kind: str) -> PackedWeight:
 
 
 def act_order(g_idx: Tensor, n_columns: int, group_size: int) -> Tensor | None:
-    """Column order [K] that makes the groups of `g_idx` [K] contiguous; None if they are so.
+    """Column order [K] that makes the groups of `g_idx` [K] contiguous; None if they already are.
 
-    Stable, so that columns keep their order within a group; -1 throughout means unused. Raises
+    Stable, so that columns keep their order within a group; -1 everywhere means unused. Raises
     `FasteagleError` unless every group has exactly `group_size` columns.
     """
     plain = torch.arange(n_columns) // group_size
@@ -238,7 +238,7 @@ def act_order(g_idx: Tensor, n_columns: int, group_size: int) -> Tensor | None:
 
 
 def _ordered(weight: PackedWeight, g_idx: Tensor | None) -> Imported:
-    """`weight`, its columns so far in the model's order, in the order that its groups want."""
+    """`weight` with its columns moved from the model's order into the order of its groups."""
     if g_idx is None:
         return Imported(weight, None)
     columns = act_order(g_idx, weight.shape[1], weight.group_size)
@@ -269,7 +269,7 @@ def _fields(words: Tensor, bits: int) -> Tensor:
 
 def _as_bytes(words: Tensor) -> Tensor:
     """int32 [R, W] to uint8 [R, 4 W]."""
-    # By way of one axis: a transposed [R, 1] counts as contiguous and yet has the wrong stride.
+    # Flattened first: a transposed [R, 1] counts as contiguous but has the wrong stride.
     return words.contiguous().flatten().view(torch.uint8).view(len(words), -1)
 
 

@@ -1,8 +1,8 @@
 """GPTQ: 4-bit values chosen so that each linear's outputs, not its weights, stay close.
 
-Columns are rounded one after the other, and the columns still to come make up for each error as
-far as the inputs seen allow (Frantar et al., arXiv 2210.17323, algorithm 1). Inputs are those of
-the model quantized so far, on text the target wrote. One block is in memory at a time.
+Columns are rounded one after the other; each error is compensated in the columns not yet rounded,
+weighted by the inputs seen (Frantar et al., arXiv 2210.17323, algorithm 1). Inputs come from the
+layers quantized so far, on text that the target wrote. One block is in memory at a time.
 
 Shapes: N output rows, K input columns, g group size, L tokens of a text, D model dim.
 """
@@ -23,7 +23,7 @@ LAZY = 128  # columns rounded before the others are updated; a multiple of every
 def gptq_weight(weight: Tensor, hessian: Tensor, group_size: int) -> PackedWeight:
     """Quantize [N, K] under the inputs' second moments `hessian` [K, K].
 
-    A group's scale and zero are those of its columns as the earlier ones have left them.
+    A group's scale and zero are computed from its columns as corrected for earlier errors.
     """
     N, K = weight.shape
     packed.check_group_size(K, group_size)
@@ -37,7 +37,7 @@ def gptq_weight(weight: Tensor, hessian: Tensor, group_size: int) -> PackedWeigh
         errors = torch.zeros(N, end - begin, device=w.device)
         for k in range(begin, end):
             if k % group_size == 0:
-                g = k // group_size  # the group ends with the lazy columns, or before them
+                g = k // group_size  # a group never extends beyond the lazy block
                 found = min_max(w[:, k : k + group_size], group_size)
                 scales[:, g : g + 1], zeros[:, g : g + 1] = found
             s, z = scales[:, k // group_size].float(), zeros[:, k // group_size]
@@ -50,7 +50,7 @@ def gptq_weight(weight: Tensor, hessian: Tensor, group_size: int) -> PackedWeigh
 
 
 def _inverse_root(hessian: Tensor, w: Tensor) -> Tensor:
-    """Upper Cholesky factor of the damped inverse Hessian [K, K]; zeroes columns never used."""
+    """Upper Cholesky factor of the damped inverse Hessian [K, K]; zeroes unused columns."""
     diagonal = hessian.diagonal()
     unused = diagonal == 0
     diagonal[unused] = 1

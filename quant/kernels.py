@@ -1,13 +1,13 @@
 """Products of a few rows with 4- and 8-bit weights, in Triton: `y = x @ w.T`, fp16 in, fp32 out.
 
-Decoding reads every weight once a pass, so a kernel is as good as its share of the memory
-bandwidth. Values go from shared memory into tensor core operands by one `lop3` a pair: a value in
+Decoding reads every weight once per pass, so what counts is a kernel's share of the memory
+bandwidth. Values go from shared memory into tensor core operands by one `lop3` per pair: a value in
 the low bits of 0x6400 is the fp16 number 1024 + value. An integer zero is part of the constant
-that is added back. Scales act on the accumulators, only those with float offsets on the weights.
+that is added back. Scales are applied to the accumulators, or to the weights if these have offsets.
 
 Row r of a product has the same bits whatever the number of rows up to 64: one orientation, order
-along K, split and accumulator per shape of the weight, and no atomics. The idea of the masks is
-that of Kim et al. 2022 (arXiv 2211.10017) and Marlin (arXiv 2408.11743).
+along K, split and accumulator per shape of the weight, and no atomics. The masks follow
+Kim et al. 2022 (arXiv 2211.10017) and Marlin (arXiv 2408.11743).
 
 Shapes: M rows of x, N outputs, K inputs, Np outputs in whole blocks, S splits along K.
 """
@@ -29,7 +29,7 @@ from fasteagle.errors import FasteagleError
 from fasteagle.quant.planes import ACCUMULATE, BLOCK_N, PlanesWeight
 from fasteagle.quant.tiling import Tiling, tiling
 
-MAX_ROWS = 64  # beyond them dequantizing once and cuBLAS take over
+MAX_ROWS = 64  # above this the weight is dequantized and cuBLAS multiplies
 INTERPRETED = triton.knobs.runtime.interpret  # has no inline assembly; runs on the CPU
 RTX_3090_SMS = 82
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}  # fused only where the code says so
@@ -98,10 +98,10 @@ def _large(x: Tensor, weight: PlanesWeight) -> Tensor:
 
 
 def constants(weight: PlanesWeight, cut: Tiling, accumulate: str) -> dict[str, object]:
-    """What `planes_kernel` is compiled for.
+    """The compile-time constants of `planes_kernel`.
 
-    Sums of a group in fp16 are kept within its range by counting values in sixteenths, or at
-    8 bits in 128ths: exact, for both are powers of two.
+    fp16 sums of a group stay in range because values are scaled by 1/16, or at 8 bits by 1/128:
+    exact, since both are powers of two.
     """
     fp16 = accumulate == "fp16"
     unit = (1 / 16 if weight.bits == 4 else 1 / 128) if fp16 and not weight.offsets else 1.0
@@ -114,7 +114,7 @@ def constants(weight: PlanesWeight, cut: Tiling, accumulate: str) -> dict[str, o
 
 
 def format_constants(weight: PlanesWeight) -> dict[str, object]:
-    """The part of them that every kernel over this format shares."""
+    """The compile-time constants that all kernels over this format share."""
     layout = weight.layout
     return {
         "BITS": weight.bits,
@@ -215,7 +215,7 @@ def _group(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """(scale, second parameter) of the group that plane j begins; see `PlanesWeight.params`.
+    """(scale, second parameter) of the group that starts at plane j; see `PlanesWeight.params`.
 
     At 8 bits the second parameter is the scale of the tile's second group.
     """

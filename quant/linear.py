@@ -1,8 +1,8 @@
 """Linears over quantized weights: each holds its weight once, in the layout its kernel reads.
 
-CPU, bf16: ATen's int4 and int8 products, called as they are: Inductor emits them as plain calls,
-where a custom op of ours would cost 25 us of Python each, 120 times a pass. CUDA: our own kernels.
-fp32 on the CPU has no fast kernel; there the weight is dequantized once, exactly.
+CPU, bf16: ATen's int4 and int8 products, called directly: Inductor emits them as plain calls,
+while a custom op would cost 25 us of Python for each of 120 calls per pass. CUDA: our own
+kernels. fp32 on the CPU has no fast kernel; there the weight is dequantized once, exactly.
 
 Shapes: T rows, N outputs, K inputs, G groups in a row.
 """
@@ -21,7 +21,7 @@ from fasteagle.quant.packed import PackedWeight
 def make_linear(
     weight: PackedWeight, bias: Tensor | None, device: torch.device | str, dtype: torch.dtype
 ) -> nn.Module:
-    """A module that maps [T, K] to [T, N] in `dtype`, whatever the device."""
+    """A module that maps [T, K] to [T, N] in `dtype`, on any device."""
     device = torch.device(device)
     bias = None if bias is None else bias.to(device, dtype)
     if device.type == "cuda":
@@ -34,7 +34,7 @@ def make_linear(
 
 
 def dense_linear(weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> nn.Linear:
-    """The dequantized weight in an ordinary linear: exact in fp32, and as large as any."""
+    """The dequantized weight in an ordinary linear: exact in fp32, and it saves no memory."""
     N, K = weight.shape
     linear = nn.Linear(K, N, bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(weight.dequantize().to(dtype), requires_grad=False)
@@ -44,7 +44,7 @@ def dense_linear(weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) 
 
 
 class Int4Linear(nn.Module):
-    """`_weight_int4pack_mm_for_cpu`: w = (q - 8) * scale + middle, both in bf16."""
+    """`_weight_int4pack_mm_for_cpu`: w = (q - 8) * scale + middle; scale and middle in bf16."""
 
     packed: Tensor
     scales_and_middles: Tensor
@@ -75,13 +75,13 @@ class Int4Linear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def rows(self, index: Tensor) -> Tensor:
-        """Rows of the weight as multiplied, in bf16 [n, K]; by products with the unit vectors."""
+        """The kernel's bf16 values of rows [n, K] of the weight, by products with unit vectors."""
         unit = torch.eye(self.in_features, dtype=torch.bfloat16)
         return torch.cat([self(part)[:, index] for part in unit.split(64)]).T.contiguous()
 
 
 class Int8Linear(nn.Module):
-    """`_weight_int8pack_mm`: one bf16 scale a row."""
+    """`_weight_int8pack_mm`: one bf16 scale per row."""
 
     packed: Tensor
     scales: Tensor
@@ -103,9 +103,9 @@ class Int8Linear(nn.Module):
 
 
 class QuantizedLMHead(nn.Module):
-    """Logits in fp32 from a quantized linear; the best few computed once more with fp32 products.
+    """Logits in fp32 from a quantized linear; the highest few computed again with fp32 products.
 
-    See `model.sharpen`; only where the linear can give its rows at once (8 bits).
+    See `model.sharpen`; only where single rows of the weight are cheap to read (8 bits).
     """
 
     def __init__(self, linear: nn.Module) -> None:
@@ -125,7 +125,7 @@ class QuantizedLMHead(nn.Module):
 
 
 class Permuted(nn.Module):
-    """A linear whose inputs are taken in another order first (GPTQ's act-order)."""
+    """A linear that permutes its inputs first (GPTQ's act-order)."""
 
     columns: Tensor
 
@@ -139,7 +139,7 @@ class Permuted(nn.Module):
 
 
 class SideBySide(nn.Module):
-    """Linears of one input whose outputs stand side by side, where they cannot be one product."""
+    """Linears of one input whose outputs are concatenated, where they cannot be fused."""
 
     def __init__(self, linears: list[nn.Module]) -> None:
         super().__init__()

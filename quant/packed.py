@@ -1,7 +1,7 @@
-"""Quantized weights as plain tensors, and the plain-torch reference of what they mean.
+"""Quantized weights as plain tensors, and the plain-torch reference for their values.
 
-Every importer and quantizer ends in a `PackedWeight`, every kernel begins from one, and each of
-them is tested against `dequantize`.
+Every importer and quantizer produces a `PackedWeight`, every kernel starts from one, and all of
+them are tested against `dequantize`.
 
 Shapes: N output rows, K input columns, g group size, G = K / g groups in a row.
 """
@@ -49,12 +49,12 @@ class PackedWeight:
         return sum(t.numel() * t.element_size() for t in self.tensors().values())
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that are there, by name."""
+        """The tensors that are not None, by name."""
         named = {"q": self.q, "scales": self.scales, "zeros": self.zeros, "offsets": self.offsets}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def values(self) -> Tensor:
-        """q, one value an element: uint8 or int8 [N, K]."""
+        """q with one value per element: uint8 or int8 [N, K]."""
         return unpack_nibbles(self.q) if self.bits == 4 else self.q
 
     def dequantize(self) -> Tensor:
@@ -92,7 +92,7 @@ class PackedWeight:
 
 
 def stack(parts: Sequence[PackedWeight]) -> PackedWeight:
-    """Weights one above the other, as fused products need them.
+    """Stack weights along their rows, for fused linears.
 
     Integer zeros become float offsets where the parts differ; that is exact, in fp32.
     """
@@ -142,7 +142,7 @@ def int8(values: Tensor, scales: Tensor) -> PackedWeight:
 
 
 def check_group_size(columns: int, group_size: int) -> int:
-    """Groups in a row of `columns`. Raises `FasteagleError` where they do not come out even."""
+    """Groups in a row of `columns`. Raises `FasteagleError` if the group size does not fit."""
     if columns % group_size:
         fitting = [g for g in (128, 64, 32) if columns % g == 0]
         fix = f"use {' or '.join(f'g{g}' for g in fitting)}" if fitting else "use int8"

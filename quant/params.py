@@ -1,8 +1,9 @@
-"""Choosing 4- and 8-bit values for a weight: min-max, HQQ (torchao's search), int8 by its maximum.
+"""Choose 4- and 8-bit values for a weight: min-max, HQQ (torchao's search), int8 by maximum.
 
-Scales are rounded to bf16 before the values are chosen, for the CPU kernels hold no more than
-that: what is stored is then what is multiplied. Shapes: N output rows, K input columns, G groups
-in a row.
+Scales are rounded to bf16 before the values are chosen, because the CPU kernels hold them in bf16:
+the stored weight is then exactly the weight that is multiplied.
+
+Shapes: N output rows, K input columns, G groups in a row.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from fasteagle.quant.scheme import Scheme
 
 
 def quantize_weight(weight: Tensor, scheme: Scheme) -> PackedWeight:
-    """Quantize [N, K] by itself, without data. Raises `FasteagleError` for groups that do not fit.
+    """Quantize [N, K] without calibration data. Raises `FasteagleError` for groups that do not fit.
 
-    `gptq` needs data and lives in `gptq`; only its starting parameters come from here (min-max).
+    GPTQ needs data, see `gptq`; only its initial parameters come from here (min-max).
     """
     weight = weight.float()
     group_size = scheme.group_size or weight.shape[1]
@@ -40,8 +41,8 @@ def quantize_weight(weight: Tensor, scheme: Scheme) -> PackedWeight:
 def min_max(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """Scales (bf16) and integer zeros (int32) [N, G] that span each group's range, and 0.
 
-    What torchao's `choose_qparams_affine` chooses, but for the rounding of the scale; importing
-    torchao takes seconds, which every start with a quantized head would pay.
+    The same as torchao's `choose_qparams_affine`, except that the scale is rounded. Importing
+    torchao would add seconds to every start with a quantized draft head.
     """
     grouped = weight.unflatten(1, (-1, group_size))
     low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
@@ -63,7 +64,7 @@ def _hqq(weight: Tensor, group_size: int) -> PackedWeight:
         device=weight.device.type,
         raw_output=True,
     )
-    # The kernels hold the value of q = 8 rather than that of q = 0, in bf16 too.
+    # The kernels store the value of q = 8 instead of the value of q = 0, also in bf16.
     middle = ((8 - zeros) * scales).to(torch.bfloat16).float()
     scales = scales.to(torch.bfloat16)
     offsets = middle - 8 * scales.float()
@@ -81,7 +82,7 @@ def _int8(weight: Tensor, group_size: int) -> PackedWeight:
 
 @contextlib.contextmanager
 def quiet_import() -> Iterator[None]:
-    """Keep torchao's warnings about libraries for other hardware to itself while it is imported."""
+    """Silence torchao's warnings about libraries for other hardware during its import."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,9 +1,9 @@
 """The layout that the CUDA kernels read, its packing in plain torch, and the custom op over both.
 
-A weight [N, K] is cut along K into tiles. Of a tile the values are spread over planes: bit field j
+A weight [N, K] is cut along K into tiles. The values of a tile are spread over planes: bit field j
 of row r of the stored int16 holds the value of column `plane_rows * j + r`. A register with two
-neighbouring rows then yields, for every j, two neighbouring columns of plane j after one mask: what
-a tensor core takes as an operand, without another trip through shared memory.
+neighbouring rows then yields, for every j, two neighbouring columns of plane j after one mask.
+That is a tensor core operand, with no further trip through shared memory.
 
 Shapes: N output rows, K input columns, padded to whole blocks Np, Kp; G = Kp / g groups of g.
 """
@@ -41,7 +41,7 @@ class Layout:
         return self.tile // self.n_planes
 
     def padded(self, K: int) -> int:
-        """K in whole tiles; the columns of x added are zeros."""
+        """K rounded up to whole tiles; the added columns of x are zeros."""
         return -(-K // self.tile) * self.tile
 
 
@@ -49,8 +49,8 @@ class Layout:
 class PlanesWeight:
     """A `PackedWeight` in kernel layout: `w = (q - zero) * scale` or `(q - 8) * scale + middle`.
 
-    The middle, the value of q = 8, stands for the offset: it is small where the offset is as large
-    as the largest weight, whose fp16 rounding would move the whole group. params, by format:
+    The middle, the value of q = 8, replaces the offset: an offset can be as large as the largest
+    weight, and rounding it to fp16 would shift the whole group. params, by format:
         4 bits   int32 [G, Np]: the fp16 scale low, and high -(1024 + zero) or the middle in fp16
         8 bits   int32 [G / 2, Np]: the fp16 scales of two groups, the first one low
         8 bits   int32 [1, Np]: the bits of one fp32 scale a row (group_size = K)
@@ -86,9 +86,9 @@ class PlanesWeight:
 def layout_for(bits: int, group_size: int, K: int) -> Layout:
     """Tiles and groups for a format. Raises `FasteagleError` where no kernel fits the group size.
 
-    Tiles of 128 amortize the loop best; those of 64 are for K without a factor of 128. Bytes in
-    groups come in tiles of two groups, so that their scales fill one 32-bit word: narrower loads
-    are not asynchronous.
+    Tiles of 128 amortize the loop best; tiles of 64 are for K that 128 does not divide.
+    Grouped 8-bit weights use tiles of two groups, so that the two scales fill one 32-bit word:
+    narrower loads are not asynchronous.
     """
     if bits == 8 and group_size == K:
         return Layout(8, 64 if K % 128 else 128, 0)
@@ -99,10 +99,10 @@ def layout_for(bits: int, group_size: int, K: int) -> Layout:
 
 
 def pack_planes(weight: PackedWeight) -> PlanesWeight:
-    """Into kernel layout, on the weight's device.
+    """Pack into kernel layout, on the weight's device.
 
-    q and zeros are kept exactly. Scales and middles of groups are rounded to fp16, which holds
-    those from fp16 and mostly those from bf16; a row's own scale stays fp32. Raises
+    q and zeros are kept exactly. Scales and middles of groups are rounded to fp16: exact for
+    those stored in fp16 and for most stored in bf16; a scale per row stays fp32. Raises
     `FasteagleError` for group sizes without a kernel and for parameters beyond fp16.
     """
     N, K = weight.shape
@@ -164,7 +164,7 @@ def linear(x: Tensor, weight: PlanesWeight, *, accumulate: str = "fp32") -> Tens
 
 
 def op_arguments(x: Tensor, weight: PlanesWeight, accumulate: str) -> tuple[Any, ...]:
-    """What `planes_linear` takes: custom ops know no dataclasses."""
+    """The arguments of `planes_linear`, since custom ops take no dataclasses."""
     return (
         x,
         weight.planes,

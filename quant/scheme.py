@@ -1,7 +1,7 @@
 """Weight formats by name, and what they cost in bytes. Needs no torch.
 
-int8                 one scale a row          int4          the checkpoint's own, or HQQ
-int8-g32             one for 32 weights       int4-g64      min-max, groups of 64
+int8                 one scale per row        int4          the checkpoint's own, or HQQ
+int8-g32             one per 32 weights       int4-g64      min-max, groups of 64
 int4-g128-hqq        HQQ, groups of 128       int4-g32-gptq GPTQ, groups of 32
 """
 
@@ -25,9 +25,9 @@ class Scheme:
     """How block linears and the LM head are stored; embeddings and norms stay in 16 bits."""
 
     bits: int = 16
-    group_size: int = 0  # 0: one scale a row
-    method: str = "minmax"  # how values are chosen; "own": the checkpoint brings them
-    head_bits: int = 16  # of the LM head: 8 is one scale a row, 4 groups like the linears
+    group_size: int = 0  # 0: one scale per row
+    method: str = "minmax"  # how values are chosen; "own": the checkpoint has them
+    head_bits: int = 16  # of the LM head; 8: one scale per row, 4: groups as in the linears
 
     @property
     def name(self) -> str:
@@ -39,7 +39,7 @@ class Scheme:
 
     @property
     def option(self) -> str:
-        """What asks for this scheme on a command line."""
+        """The command-line option that selects this scheme."""
         if self.method == "own":
             return f"--int{self.bits}"
         return f"--quant {self.name}"
@@ -57,23 +57,23 @@ class Scheme:
         return self.linear_bytes if self.head_bits == self.bits else self.head_bits / 8
 
     def model_bytes(self, config: ModelConfig) -> int:
-        """Weight bytes of a model; a tied embedding is stored apart from a head below 16 bits."""
+        """Weight bytes of a model; a tied embedding is kept apart from an LM head below 16 bits."""
         table = config.vocab_size * config.dim
         embedding = 0 if config.tie_embeddings and self.head_bits == 16 else 2 * table
         return int(config.linear_params * self.linear_bytes + table * self.head_bytes + embedding)
 
 
 def grouped_bytes(bits: int, group_size: int) -> float:
-    """Bytes per weight: at 4 bits with a 16-bit scale and zero for every group, at 8 a scale."""
+    """Bytes per weight with a 16-bit scale per group, and at 4 bits a 16-bit zero as well."""
     return bits / 8 + (4 if bits == 4 else 2) / group_size
 
 
 BF16 = Scheme()
-INT8 = Scheme(8, head_bits=8)  # per row: one scale in thousands of weights
+INT8 = Scheme(8, head_bits=8)  # one scale per row, which has thousands of weights
 
 
 def is_scheme_name(text: str) -> bool:
-    """Whether `text` looks like the name of a scheme; `parse_scheme` says if it is one."""
+    """Whether `text` has the form of a scheme name; `parse_scheme` checks that it is one."""
     return bool(_PATTERN.fullmatch(text)) and text[3:5].rstrip("-") in ("4", "8")
 
 

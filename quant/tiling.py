@@ -15,7 +15,7 @@ SHARED_BYTES = 48 * 1024  # of a program: two fit into the 100 KB of a consumer 
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How a product is cut. Only the split can change a result, so it knows nothing of rows."""
+    """How a product is cut. Only the split can change a result, so it must not depend on rows."""
 
     block_m: int
     n_blocks: int  # of rows
@@ -24,7 +24,7 @@ class Tiling:
 
 
 def tiling(layout: Layout, N: int, K: int, rows: int, n_sm: int) -> Tiling:
-    """The cut for `rows` rows of x with a weight [N, K], on `n_sm` multiprocessors."""
+    """The tiling for `rows` rows of x with a weight [N, K], on `n_sm` multiprocessors."""
     block_m = next((block for block in ROW_BLOCKS if rows <= block), ROW_BLOCKS[-1])
     groups = layout.tile // layout.group_size if layout.group_size else 0
     weight_bytes = BLOCK_N * (layout.tile * layout.bits // 8 + 4 * groups)
@@ -34,10 +34,10 @@ def tiling(layout: Layout, N: int, K: int, rows: int, n_sm: int) -> Tiling:
 
 
 def split_k(N: int, K: int, n_sm: int) -> int:
-    """Parts of K for programs of their own: enough to keep `n_sm` multiprocessors evenly busy.
+    """Into how many parts K is split, to keep `n_sm` multiprocessors evenly busy.
 
-    Minimizes waves x the tiles of a program, plus what a program spends on filling its pipeline
-    and, once split, on writing partial sums: three and two tiles. An estimate, not a measurement.
+    Minimizes waves x (tiles per program, plus 3 for filling the pipeline, plus 2 for writing
+    partial sums where K is split). An estimate, not a measurement.
     """
     columns, tiles = -(-N // BLOCK_N), -(-K // 128)
 

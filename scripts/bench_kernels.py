@@ -3,8 +3,8 @@
 python scripts/bench_kernels.py
 python scripts/bench_kernels.py --model llama2-7b --linears down --kernels int4-g128,fp16 --md
 
-Weights come from memory, not from the cache: a measurement takes turns through copies that together
-are larger than it. One CUDA graph holds many calls, so that launches cost what they cost when
+Weights come from memory, not from the cache: a measurement cycles through copies that together are
+larger than the cache. One CUDA graph holds many calls, so that launches cost what they cost when
 decoding. Bytes counted are those of the weight, x and y; the bandwidth is that of a copy on the
 device in the same run, read and written bytes together.
 """
@@ -55,7 +55,7 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One weight in memory several times over, together larger than the cache."""
+    """Several copies of one weight in memory, together larger than the cache."""
 
     calls: Sequence[Callable[[Tensor], Tensor]]  # a product each
     n_bytes: int  # of one copy
@@ -224,7 +224,7 @@ def _time_cold(calls: Sequence[Callable[[Tensor], Tensor]], x: Tensor, repeats: 
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for call in calls:
-            call(x)  # compiles, and lets libraries choose before the capture
+            call(x)  # compiles, and lets libraries select kernels before the capture
     torch.cuda.current_stream().wait_stream(side)
     rounds = -(-CALLS // len(calls))
     graph = torch.cuda.CUDAGraph()
@@ -236,7 +236,7 @@ def _time_cold(calls: Sequence[Callable[[Tensor], Tensor]], x: Tensor, repeats: 
 
 
 def _elapsed(run: Callable[[], object], repeats: int) -> list[float]:
-    """Milliseconds of every repeat, after three that do not count."""
+    """Milliseconds of every repeat, after three warm-up runs."""
     times = []
     for repeat in range(3 + repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -269,7 +269,7 @@ def table(timings: list[Timing], md: bool) -> str:
 
 
 def conditions(accumulate: str) -> dict[str, Any]:
-    """What the numbers were taken on. Raises `FasteagleError` where there is no CUDA device."""
+    """The conditions of the measurement. Raises `FasteagleError` where there is no CUDA device."""
     if not torch.cuda.is_available():
         raise FasteagleError("this times CUDA kernels and there is no CUDA device: run it on one")
     import triton  # exists where CUDA does

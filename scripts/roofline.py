@@ -1,9 +1,9 @@
-"""What a device could reach, from bytes and FLOPs; beside what was measured, if anything was.
+"""The speed limit of a device, from bytes and FLOPs, next to measured values if there are any.
 
 python scripts/roofline.py --device 3090 --model llama2-7b --tau 3.6 --context 1024
 python scripts/roofline.py --device this --measured record.json
 
-A record brings its own model, rows, trees, tau and context. `int4` means the widest groups that fit
+A record has its own model, rows, trees, tau and context. `int4` means the widest groups that fit
 the model; the default model's own file has int4-g32.
 """
 
@@ -32,7 +32,7 @@ from fasteagle.options import DEFAULT_MODEL, DraftOptions
 @click.option("--precision", help="Comma list.  [default: bf16,int8,int4]")
 @click.option("--rows", help="Comma list.  [default: hf,plain,eagle]")
 @click.option("--context", type=int, help="Positions in the cache.  [default: 1024]")
-@click.option("--tau", type=float, help="Tokens a cycle of rows that draft.  [default: 2.3]")
+@click.option("--tau", type=float, help="Tokens per cycle of rows that draft.  [default: 2.3]")
 @click.option("--lm-head", help="Of quantized models: int8, int4 or keep.  [default: int8]")
 @click.option("--tree-depth", type=int)
 @click.option("--tree-topk", type=int)
@@ -114,7 +114,7 @@ def _print(columns: tuple[str, ...], rows: list[tuple[str, ...]], text: str) -> 
     table = Table(*columns, box=None, pad_edge=False)
     for cells in rows:
         table.add_row(*cells)
-    Console(width=240).print(table)  # wider than any row, for folded rows cannot be read
+    Console(width=240).print(table)  # wider than any row: wrapped rows are hard to read
     print(text)
 
 

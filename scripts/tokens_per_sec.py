@@ -1,4 +1,4 @@
-"""Tokens per second of the ways to decode, on real prompts, in one run.
+"""Tokens per second of several ways to decode, on real prompts, in one run.
 
 python scripts/tokens_per_sec.py
 python scripts/tokens_per_sec.py --data questions.jsonl --limit 16 --rows hf,plain --md
@@ -144,7 +144,7 @@ def _print(report: dict[str, Any], md: bool) -> None:
     table = Table(*COLUMNS, box=None, pad_edge=False)
     for cells in table_rows(report):
         table.add_row(*cells)
-    Console(width=240).print(table)  # wider than any row, for folded rows cannot be read
+    Console(width=240).print(table)  # wider than any row: wrapped rows are hard to read
     print(conditions(report))
 
 

@@ -1,4 +1,4 @@
-"""The same weights in Hugging Face transformers: the baseline people have, and a test oracle."""
+"""The same weights in Hugging Face transformers: the usual baseline, and a test oracle."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def hf_model(
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model.load_state_dict(state, strict=True, assign=True)
     model.tie_weights()
-    # Non-persistent buffers are not in any checkpoint: make them anew, on the device.
+    # Non-persistent buffers are not in any checkpoint: make them again, on the device.
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
     return model.eval()
 

@@ -1,4 +1,4 @@
-"""Time per token as a reader feels it: the gap between two chunks, shared among its tokens.
+"""Time per token as a reader sees it: the gap between two chunks, divided by its tokens.
 
 A cycle's tokens arrive together. Each of them counts as the time since the chunk before, divided
 by the tokens in the chunk, so that the latencies of an answer add up to its decoding time. The
@@ -19,7 +19,7 @@ def token_latencies(chunks: Iterable[Chunk]) -> list[float]:
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
-    """The smallest value that at least `share` (0 .. 1) of all do not exceed; None of none."""
+    """The smallest value that at least `share` (0 .. 1) of all do not exceed, or None."""
     if not values:
         return None
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]

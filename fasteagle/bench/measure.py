@@ -21,7 +21,7 @@ REPEATS, SECONDS = 5, 0.25  # of each measurement, at least
 
 @dataclasses.dataclass(frozen=True)
 class Bandwidth:
-    """Memory bandwidth in GB/s (1e9), with where it comes from in words."""
+    """Memory bandwidth in GB/s (1e9), with its source in words."""
 
     gb_s: float
     source: str
@@ -29,7 +29,7 @@ class Bandwidth:
 
 
 def memory_bandwidth(device: torch.device, name: str) -> Bandwidth:
-    """Of a CPU by reading; of CUDA the data sheet, or a copy where we have none."""
+    """On a CPU measured by reading; on CUDA the data sheet's, or measured by copying."""
     if device.type == "cpu":
         read = read_bandwidth()
         return Bandwidth(read, f"measured, reading with {torch.get_num_threads()} threads", read)

@@ -12,7 +12,7 @@ SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def check_plot(path: Path) -> None:
-    """Raise `FasteagleError` if `path` cannot become a chart; for before the long run."""
+    """Raise `FasteagleError` if `path` cannot become a chart; call it before a long run."""
     if path.suffix.lower() not in SUFFIXES:
         raise FasteagleError(f"--plot {path}: suffix {path.suffix!r}: use {', '.join(SUFFIXES)}")
     try:

@@ -1,6 +1,6 @@
-"""What quantization costs in quality: perplexity, and how far the next-token distribution moves.
+"""What quantization costs in quality: perplexity, and the change of the next-token distribution.
 
-The unquantized model runs first and leaves its features; it is freed before any other one loads.
+The unquantized model runs first; its features and LM head are kept, then the others load in turn.
 Shapes: W windows of the text, L tokens in a window, D model dim, V vocabulary.
 """
 
@@ -89,7 +89,7 @@ class Reference:
 def _reference(
     opened: OpenedModel, windows: Sequence[list[int]], runtime: RuntimeOptions
 ) -> tuple[Reference, Quality]:
-    """In fp32 where that fits in memory, else in 16 bits."""
+    """The unquantized model's result, in fp32 if that fits in memory, else in 16 bits."""
     config, device = opened.checkpoint.config, pick_device(runtime.device)
     need = sum(required_bytes(config, torch.float32, len(windows[0])))
     free = available_bytes(device)

@@ -1,4 +1,4 @@
-"""What a benchmark run found: the JSON document with its conditions, and the table for people."""
+"""The result of a benchmark run: the JSON document with its conditions, and the table."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fasteagle.shapes import shape_of
 def build_report(
     rows: Sequence[Row], options: BenchOptions, runtime: RuntimeOptions, save_outputs: bool
 ) -> dict[str, Any]:
-    """The JSON document: `meta` and one object a row."""
+    """The JSON document: `meta` and one object per row."""
     meta = metadata(options, runtime)
     plain = {row.precision: row.tok_s for row in rows if row.name == "plain"}
     out = []
@@ -71,14 +71,14 @@ def build_report(
 
 
 def _latency(row: Row) -> dict[str, Any]:
-    """The usual and the slow tokens, in ms; see `latency` for what a token's time is."""
+    """Median and 99th percentile of the time per token, in ms; see `latency`."""
     found = row.latencies
     shares = {"p50_ms": percentile(found, 0.5), "p99_ms": percentile(found, 0.99)}
     return {name: None if s is None else round(1e3 * s, 3) for name, s in shares.items()}
 
 
 def _simulation(row: Row) -> dict[str, Any]:
-    """Whether tau was supplied, and with it all that depends on tokens; what was measured then."""
+    """Whether tau was supplied; if so, also the tau that was measured."""
     record = {"simulated": row.simulated, "simulated_tau": row.simulated_tau}
     return {**record, "measured_tau": round(row.measured_tau, 3)} if row.simulated else record
 
@@ -99,10 +99,10 @@ def _parts(row: Row) -> dict[str, Any]:
 
 
 def _acceptance(row: Row) -> dict[str, Any]:
-    """Of rows that draft and whose tau is measured.
+    """Acceptance of rows that draft and whose tau is measured.
 
-    `accepted_by_depth`: share of passes that accepted at least 1, 2, ... guesses; `n_alpha`, of
-    chains: acceptance of guess n + 1 given that the first n were accepted.
+    `accepted_by_depth`: share of passes that accepted at least 1, 2, ... tokens; `n_alpha`, of
+    chains: acceptance rate of drafted token n + 1 when the first n were accepted.
     """
     paths = row.path_lengths
     if not paths or row.simulated:
@@ -172,7 +172,7 @@ COLUMNS = (
 
 
 def table_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Cells of the table, under `COLUMNS`; what follows from a supplied tau says so."""
+    """Cells of the table, under `COLUMNS`; values derived from a supplied tau are marked."""
     return [_cells(row) for row in report["rows"]]
 
 

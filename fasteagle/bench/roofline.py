@@ -1,10 +1,10 @@
-"""What a device could reach: milliseconds of a pass from its bytes and FLOPs. Needs no torch.
+"""The speed limit of a device: milliseconds of a pass from bytes and FLOPs. Needs no torch.
 
 Every part of a pass (block linears, LM head, attention) takes the longer of reading its weights or
 cached keys and values once, and computing. Nothing else is counted: no launches, no small kernels,
 no reading of activations. So predictions are limits, and measured times lie above them.
 
-Also the one place that knows data sheets.
+This is also the only place with data-sheet values.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DEVICES = {
     "h200": Device("H200", 4800, 141, 989, 989, 67),
 }
 
-# Devices of nearly the same name with another memory: not in the table.
+# Devices with similar names but different memory: not in the table.
 _OTHER_VARIANTS = re.compile(r"Laptop|Max-Q|PCIe|NVL|MIG|\bD\b")
 
 
@@ -58,7 +58,7 @@ def device_named(name: str) -> Device:
 
 
 def device_reported_as(full_name: str) -> Device | None:
-    """The data sheet of what a driver calls for example `NVIDIA GeForce RTX 3090`."""
+    """The data sheet for a driver's device name such as `NVIDIA GeForce RTX 3090`."""
     if _OTHER_VARIANTS.search(full_name):
         return None
     longest_first = sorted(DEVICES.values(), key=lambda d: -len(d.name))
@@ -81,12 +81,12 @@ class Storage:
         return Storage(scheme.linear_bytes, scheme.head_bytes, element_bytes)
 
     def pass_bytes(self, config: ModelConfig) -> int:
-        """Weight bytes every pass reads: of the embedding only a row a token, not counted."""
+        """Weight bytes that every pass reads; the embedding's one row per token is not counted."""
         table = config.vocab_size * config.dim
         return int(config.linear_params * self.linear_bytes + table * self.head_bytes)
 
     def model_bytes(self, config: ModelConfig) -> int:
-        """Weight bytes in memory; a tied embedding lies apart from an LM head below 16 bits."""
+        """Weight bytes in memory; a tied embedding is kept apart from an LM head below 16 bits."""
         shared = config.tie_embeddings and self.head_bytes >= 2
         table = 0 if shared else config.vocab_size * config.dim
         return self.pass_bytes(config) + table * self.element_bytes
@@ -113,7 +113,7 @@ def storage_named(name: str, config: ModelConfig, head_bits: int = 8) -> Storage
 
 @dataclasses.dataclass(frozen=True)
 class Time:
-    """Seconds to read, to compute, and of the longer of the two part by part."""
+    """Seconds of reading, of computing, and the sum of the longer of the two over the parts."""
 
     memory: float = 0.0
     compute: float = 0.0

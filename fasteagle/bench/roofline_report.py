@@ -175,7 +175,7 @@ def _measured(found: Prediction, row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def conditions(device: Device, model: str) -> str:
-    """The numbers that the prediction rests on."""
+    """The numbers that the prediction is based on."""
     return (
         f"{model} on {device.name}: {device.gb_s:,.1f} GB/s, {device.tflops:,.3g} TFLOP/s in 16 "
         f"bits ({device.tflops_fp16:,.3g} accumulating in fp16), {device.tflops_fp32:,.3g} in "

@@ -88,7 +88,7 @@ class HFDecoder:
 
 
 class Spent:
-    """Stands where a decoder was whose model is no longer in memory."""
+    """Replaces the decoder of a finished row, whose model is no longer in memory."""
 
     def turn(self, prompt: list[int], max_new_tokens: int) -> Turn:
         raise AssertionError("this row has been measured")
@@ -102,7 +102,7 @@ class Row:
     """One line of the table, while it is being measured.
 
     With `simulated_tau` the weights are random: cycle times are measured, and every number that
-    depends on how many tokens a cycle brings is derived from that tau instead.
+    depends on how many tokens a cycle yields is derived from that tau instead.
     """
 
     name: str

@@ -136,7 +136,7 @@ def run(
 
 
 def check_simulated(options: BenchOptions, runtime: RuntimeOptions, is_dummy: bool) -> None:
-    """Raise `FasteagleError` where `simulate_tau` cannot be; looks at no weights."""
+    """Raise `FasteagleError` if `simulate_tau` cannot be reached; needs no weights."""
     runtimes = (precision_options(runtime, precision) for precision in options.precisions)
     # torchao's formats leave the draft head dense, and the tree as it is for a dense target.
     quantized = tuple(r.quant is not None and r.backend == "fasteagle" for r in runtimes)
@@ -155,13 +155,13 @@ def _tree(decoder: Decoder) -> AnyShape | None:
 
 
 def _controller(decoder: Decoder) -> Controller | None:
-    """Who chose the trees, where the tuner did."""
+    """The controller of a row whose tree is chosen while decoding, else None."""
     drafter = decoder.engine.drafter if isinstance(decoder, EngineDecoder) else None
     return None if drafter is None else drafter.controller
 
 
 def _uncaptured(decoder: Decoder) -> str | None:
-    """Why cycles that should be replayed are not."""
+    """Why cycles are not replayed as CUDA graphs, or None."""
     return decoder.engine.runner.error if isinstance(decoder, EngineDecoder) else None
 
 
@@ -180,7 +180,7 @@ def _fitting_groups(
 
 
 def _build_rows(precision: str, options: BenchOptions, prepared: PreparedModel) -> list[Row]:
-    """The rows of one precision; they share one copy of the weights, and transformers has one."""
+    """The rows of one precision; ours share one copy of the weights, transformers has its own."""
     config, dtype, scheme = prepared.checkpoint.config, prepared.dtype, prepared.scheme
     specs = [spec for spec in options.specs if not (scheme and spec.is_hf)]
     theirs = base = None

@@ -1,8 +1,8 @@
-"""Benchmarks of shapes without weights: a random draft head, and a tau a person supplies.
+"""Benchmarks of shapes without weights: a random draft head, and a tau that is given.
 
-A cycle takes as long on random weights as on real ones, but a random head's guesses are wrong. So
-cycle times are measured, tok/s follows from the tau that is asked for, and everything that does is
-labelled simulated.
+A cycle takes as long with random weights as with real ones, but a random head's proposals are
+rejected. So cycle times are measured, tok/s is computed from the given tau, and everything
+computed from it is labelled simulated.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def check_simulation(
 
 
 def wants_dummy_head(row: RowSpec, checkpoint: Checkpoint, draft: DraftOptions) -> bool:
-    """Whether a row gets a random head: no real one fits random weights, unless asked for."""
+    """Whether a row gets a random head: with random weights, unless a head is asked for."""
     return row.has_head and isinstance(checkpoint, DummyCheckpoint) and draft.head is None
 
 
@@ -65,7 +65,7 @@ def dummy_drafter(
 ) -> Drafter:
     """A drafter with random weights of the shape that model `name`'s head has.
 
-    They are stored as the target's are; the values cost no time, so they are chosen the quick way.
+    They are stored like the target's; values do not affect the speed, so min-max is enough.
     """
     head = _random_head(head_shape(name, engine.model.config), engine.dtype)
     head.borrow(engine.model, engine.max_seq_len + KEY_BLOCK)

@@ -43,7 +43,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     settings = raw.get("quantization_config")
     if isinstance(settings, dict) and settings.get("quant_method") == stored.METHOD:
         return stored.StoredFolder(path, raw)
-    # GPTQ tools of the first years wrote a file of their own and nothing into config.json.
+    # Early GPTQ tools wrote a separate file and nothing into config.json.
     if settings or (path / "quantize_config.json").exists():
         return open_quantized(path, raw)
     config = model_config.from_hf(raw, str(path))
@@ -55,13 +55,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def check_complete(checkpoint: Checkpoint, source: str) -> None:
-    """Raise `FasteagleError` listing missing, misshapen and unknown tensors."""
+    """Raise `FasteagleError` listing tensors that are missing, unknown or of the wrong shape."""
     expected, found = expected_shapes(checkpoint.config), checkpoint.names()
     problems = [f"missing {name}" for name in expected if name not in found]
     for name in expected.keys() & found:
         if checkpoint.shape(name) != expected[name]:
             problems.append(f"{name} is {checkpoint.shape(name)}, expected {expected[name]}")
-    # Old files carry RoPE buffers; tied models may carry a copy of the head.
+    # Old files contain RoPE buffers; tied models may contain a copy of the LM head.
     extra = {n for n in found - expected.keys() if not n.endswith("inv_freq")} - {"lm_head.weight"}
     problems += [f"unknown {name}" for name in extra]
     if problems:
@@ -138,7 +138,7 @@ def fill_block(
 def _joined(
     checkpoint: Checkpoint, names: Sequence[str], device: torch.device | str, dtype: torch.dtype
 ) -> nn.Parameter:
-    """Tensors above each other, as one parameter."""
+    """Tensors stacked along their rows, as one parameter."""
     parts = [checkpoint.load(name).to(device=device, dtype=dtype) for name in names]
     data = parts[0] if len(parts) == 1 else torch.cat(parts)
     return nn.Parameter(data.contiguous(), requires_grad=False)
@@ -157,9 +157,9 @@ def require_memory(
     max_seq_len: int,
     weight_bytes: int | None = None,
 ) -> None:
-    """Raise `FasteagleError` before loading what cannot fit.
+    """Raise `FasteagleError` before loading a model that does not fit into memory.
 
-    `weight_bytes` is what quantized weights take; None: all of them in `dtype`.
+    `weight_bytes` is the size of quantized weights; None: all weights are in `dtype`.
     """
     weights, cache = required_bytes(config, dtype, max_seq_len)
     weights = weights if weight_bytes is None else weight_bytes
@@ -177,7 +177,7 @@ def require_memory(
 
 
 def _smaller_weights(config: ModelConfig, dtype: torch.dtype, free: int, is_quantized: bool) -> str:
-    """What a person can do whose weights do not fit."""
+    """What the error advises when the weights do not fit."""
     for scheme, option in ((INT8, "--int8"), (int4_for(config), "--int4")):
         size = scheme.model_bytes(config)
         if not is_quantized and size < free:

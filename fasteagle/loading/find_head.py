@@ -1,4 +1,4 @@
-"""Which draft head a model gets, and the drafter made of it.
+"""Find the draft head of a model and make a drafter of it.
 
 Looked for in this order: the one asked for, the user cache (heads calibrated here), the one that
 ships with the package, the published one the registry names. Without a head: n-grams.
@@ -33,7 +33,7 @@ from fasteagle.shapes import PAPER_TREE, read_tree
 
 @dataclasses.dataclass(frozen=True)
 class FoundHead:
-    """A head directory, and where it came from in a person's words."""
+    """A head directory, and its origin in words for the user."""
 
     path: Path
     origin: str
@@ -42,7 +42,7 @@ class FoundHead:
 def find_head(asked: str | None, name: str, identity: str) -> FoundHead | None:
     """The head for model `name` with fingerprint `identity`, or None.
 
-    Raises `FasteagleError` if the one asked for cannot be had.
+    Raises `FasteagleError` if the head that was asked for is not found.
     """
     if asked is not None:
         path = Path(asked).expanduser()
@@ -54,7 +54,7 @@ def find_head(asked: str | None, name: str, identity: str) -> FoundHead | None:
     cached = cache_dir() / "heads" / identity
     if (cached / "config.json").exists():
         return FoundHead(cached, "calibrated here")
-    # A model given by its path may be one whose head ships: the fingerprint tells.
+    # A model given by its path may be one with a shipped head: compare fingerprints.
     for shipped in _shipped_heads():
         header = read_header(shipped) or {}
         if shipped.name == name or header.get("target_fingerprint") == identity:
@@ -78,10 +78,10 @@ def has_head(name: str) -> bool:
 
 
 def head_shape(name: str, config: ModelConfig) -> HeadConfig:
-    """Shape of the head a model called `name` gets, no weights read: that of the one that ships.
+    """Shape of the draft head of model `name`: that of the shipped head, else the published one.
 
-    Else as published EAGLE-1/2 heads are: a block like the target's over `fc` [dim, 2 dim], and
-    all of its vocabulary.
+    Published EAGLE-1/2 heads have a block like the target's over `fc` [dim, 2 dim], and its whole
+    vocabulary. Reads no weights.
     """
     for shipped in _shipped_heads():
         if shipped.name == name:
@@ -109,7 +109,7 @@ def make_drafter(
     options: DraftOptions,
     notify: Callable[[str], None],
 ) -> Drafter | None:
-    """The drafter that `options` ask for; `notify` hears what it is, in one line.
+    """The drafter that `options` ask for; `notify` gets one line that names it.
 
     `name` is the model's, `checkpoint` the weights the engine runs.
     """
@@ -152,10 +152,10 @@ def _eagle(
     else:
         repair = f"fasteagle calibrate-head --model {name} {scheme.option}"
     head, header = _ready_head(engine, found, identity, repair, notify)
-    # A calibrated head says what was faster for it; others are quantized like their target.
+    # A calibrated head's header says what was faster; others are quantized like their target.
     judged = (header or {}).get("head_scheme")
     if scheme is not None and judged != "bf16":
-        # Calibration measures it with plain min-max values, whatever the target's come from.
+        # Calibration measures the head with min-max values, whatever method the target has.
         quantize_head_(head, dataclasses.replace(scheme, method="minmax") if judged else scheme)
     quantized_on_cpu = scheme is not None and engine.on_cpu
     drafter = tree_drafter(head, options, engine.max_seq_len, quantized_on_cpu)
@@ -168,7 +168,7 @@ def _eagle(
 
 def _ngram(engine: Engine, checkpoint: Checkpoint) -> NgramDrafter:
     drafter = NgramDrafter()
-    if not isinstance(checkpoint, DummyCheckpoint):  # whose fingerprint would make all its weights
+    if not isinstance(checkpoint, DummyCheckpoint):  # its fingerprint would generate all weights
         path = costs_path(fingerprint(checkpoint), _precision(engine, checkpoint), "ngram")
         drafter.tuning = Tuning(path, NGRAM_RANKS)
     return drafter
@@ -182,7 +182,7 @@ def _precision(engine: Engine, checkpoint: Checkpoint) -> str:
 def _ready_head(
     engine: Engine, found: FoundHead, identity: str, repair: str, notify: Callable[[str], None]
 ) -> tuple[EagleHead, dict[str, Any] | None]:
-    """The head, borrowing the target's parts, and its header; a line where they do not match."""
+    """The head with the target's embedding and LM head, and its header; warns about a mismatch."""
     head, header = load_head(found.path, engine.model.config)
     if header is None:
         notify("draft head: not calibrated to these weights (it has no header)")

@@ -1,4 +1,4 @@
-"""GGUF files: metadata, tensors under their Hugging Face names, and nothing of the model.
+"""GGUF files: metadata and tensors under Hugging Face names. Knows nothing of the model.
 
 Reads through the `gguf` package. That package spends seconds on the token lists of each file, so
 the part we need at every start (fields and tensor offsets) is kept as an index in the user cache.
@@ -113,12 +113,12 @@ class GGUFFile(Checkpoint):
 
     def start(self, name: str, n: int) -> Tensor:
         """The first `n` values or more."""
-        if self._permuted(name) is not None:  # the first rows come from all over the first head
+        if self._permuted(name) is not None:  # its first rows are not contiguous
             return self.load(name)
         return self._rows(name, rows_for(self.shape(name), n))
 
     def _rows(self, name: str, n_rows: int) -> Tensor:
-        """The first rows as the file orders them, dequantized."""
+        """The first rows in the file's order, dequantized."""
         from gguf import GGMLQuantizationType  # 0.2 s, for GGUF files only
         from gguf.quants import dequantize
 
@@ -152,7 +152,7 @@ class GGUFFile(Checkpoint):
         return Scheme(4, 32, "own") if linears <= {"Q4_0", "Q4_1"} else None
 
     def packed(self, name: str) -> PackedWeight | None:
-        """The tensor's own 4- or 8-bit values, nothing rounded; None for other types."""
+        """The tensor's stored 4- or 8-bit values, without rounding; None for other types."""
         tensor = self.tensors[name]
         if tensor.kind not in GGUF_BLOCKS:
             return None
@@ -163,7 +163,7 @@ class GGUFFile(Checkpoint):
         return weight if n_head is None else weight.rows(rope_order(tensor.shape[0], n_head))
 
     def _permuted(self, name: str) -> int | None:
-        """Heads of a tensor whose rows llama.cpp has reordered; None for all others."""
+        """Number of attention heads if llama.cpp has reordered the tensor's rows, else None."""
         if self.config.architecture == "LlamaForCausalLM":
             if name.endswith("q_proj.weight"):
                 return self.config.n_head
@@ -189,7 +189,7 @@ def hf_name(name: str) -> str:
 
 
 def file_key(path: Path) -> str:
-    """Cache key of a large local file: its place, size and time of change."""
+    """Cache key of a large local file: its path, size and modification time."""
     stat = path.stat()
     text = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{INDEX_VERSION}"
     return hashlib.sha256(text.encode()).hexdigest()[:24]
@@ -214,11 +214,11 @@ def _read_index(path: Path) -> dict[str, Any]:
             raise FasteagleError(f"{path}: not a GGUF file (it does not start with 'GGUF')")
     try:
         reader = GGUFReader(path)
-    except Exception as error:  # the reader raises whatever its arithmetic on bad offsets raises
+    except Exception as error:  # the reader does not check offsets: any error is possible
         raise FasteagleError(
             f"{path}: damaged or truncated GGUF ({error}); fetch it again"
         ) from error
-    # Token lists are the tokenizer's business; they make 99 % of the metadata.
+    # Token lists are 99 % of the metadata, and only the tokenizer needs them.
     fields = {
         key: field.contents()
         for key, field in reader.fields.items()

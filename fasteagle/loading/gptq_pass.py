@@ -51,7 +51,7 @@ def gptq_weights(
         with torch.device("meta"):
             block = Block(config)
         fill_block(block, i, checkpoint, device, torch.float32)
-        # In the order of the pass: each linear sees what the quantized ones before it make.
+        # In forward order: each linear sees the outputs of the quantized linears before it.
         for part, names in block_linears(i).items():
             linear = block.get_submodule(part)
             assert isinstance(linear, nn.Linear)

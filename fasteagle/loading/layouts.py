@@ -32,7 +32,7 @@ _METHOD_NAMES = {
 
 
 class GPTQLayout:
-    """AutoGPTQ, GPTQModel."""
+    """The parts that AutoGPTQ and GPTQModel write."""
 
     parts = ("qweight", "qzeros", "scales", "g_idx")
     row_axis = 1
@@ -55,7 +55,7 @@ class GPTQLayout:
 
 
 class AWQLayout:
-    """AutoAWQ, version gemm."""
+    """The parts that AutoAWQ writes, version gemm."""
 
     parts = required = ("qweight", "qzeros", "scales")
     row_axis = 1
@@ -68,7 +68,7 @@ class AWQLayout:
 
 
 class CompressedTensorsLayout:
-    """llm-compressor, `pack-quantized`."""
+    """The parts that llm-compressor writes, `pack-quantized`."""
 
     parts = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
     row_axis = 0
@@ -88,7 +88,7 @@ class CompressedTensorsLayout:
         )
 
     def unpack(self, parts: Mapping[str, Tensor]) -> Imported:
-        # The rows that are here, which are not all where only the first were read.
+        # The rows that were read, which may be only the first ones.
         shape = (len(parts["weight_packed"]), int(parts["weight_shape"][1]))
         return formats.from_compressed_tensors(
             parts["weight_packed"],
@@ -113,7 +113,7 @@ def declared_kinds(method: str, settings: dict[str, Any]) -> frozenset[Kind]:
 
 
 def _check_gptq(settings: dict[str, Any]) -> frozenset[Kind]:
-    """The kinds of weight, after refusing what we cannot import; so do the other checks."""
+    """The kinds of weight; refuses what cannot be imported, like the other checks."""
     bits = settings.get("bits")
     if bits not in (4, 8):
         raise refused(f"{bits}-bit GPTQ weights")

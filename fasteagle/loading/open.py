@@ -36,7 +36,7 @@ from fasteagle.prompts import read_conversations
 from fasteagle.quant.scheme import Scheme, parse_scheme
 from fasteagle.sampling import DrawKind
 
-TORCHAO = "-torchao"  # behind int4 or int8: torchao's formats and kernels instead of ours
+TORCHAO = "-torchao"  # suffix of int4 or int8: torchao's formats and kernels instead of ours
 GPTQ_TOKENS = 8192
 
 
@@ -73,7 +73,7 @@ class OpenedModel:
     def gptq_texts(
         self, notify: Callable[[str], None], data: Path | None = None
     ) -> list[list[int]]:
-        """Token ids to calibrate on: of a file, or of conversations the model makes up now."""
+        """Token ids for calibration: from a file, or from conversations that the model writes now."""
         if data is None:
             notify(f"the model writes {GPTQ_TOKENS:,} tokens to calibrate on ...")
             data = self._own_text(GPTQ_TOKENS)
@@ -86,7 +86,7 @@ class OpenedModel:
         return found
 
     def _own_text(self, n_tokens: int) -> Path:
-        """A file of conversations the model made up, kept in the user cache and only added to."""
+        """A file of conversations that the model wrote, in the user cache; later calls append to it."""
         folder = cache_dir() / "text"
         folder.mkdir(parents=True, exist_ok=True)
         options = RuntimeOptions(max_seq_len=min(self.checkpoint.config.max_seq_len, 1024))
@@ -113,7 +113,7 @@ class PreparedModel:
         return TORCH_DTYPES[self.dtype_name]
 
     def engine(self) -> Engine:
-        """Load the weights and make an engine around them, running eagerly."""
+        """Load the weights into an engine that runs eagerly."""
         return build_engine(self.checkpoint, self.dtype_name, self.device, self.options, self.name)
 
     def __str__(self) -> str:
@@ -169,7 +169,7 @@ def build_engine(
     options: RuntimeOptions,
     name: str,
 ) -> Engine:
-    """Load the weights and make an engine around them, running eagerly.
+    """Load the weights into an engine that runs eagerly.
 
     Linears of a checkpoint that has a `scheme` are quantized; see `OpenedModel.prepared`.
     """

@@ -1,4 +1,4 @@
-"""Quantizing a checkpoint: once, into a folder of ours in the user cache or where a person says.
+"""Quantize a checkpoint once, into our folder format: in the user cache or at a given path.
 
 Some checkpoints come quantized (GGUF, GPTQ, AWQ, our own folders) and run as they are.
 """
@@ -36,7 +36,7 @@ def with_scheme(
     notify: Callable[[str], None] = lambda line: None,
     texts: Texts | None = None,
 ) -> Checkpoint:
-    """`checkpoint` as `quant` wants it: "int4", "int8", a scheme's name, or None for as it is.
+    """`checkpoint` quantized as `quant` says: "int4", "int8", a scheme's name; None: unchanged.
 
     GPTQ needs `texts`. Raises `FasteagleError` as `scheme_asked` does.
     """
@@ -53,14 +53,14 @@ def with_scheme(
         notify(f"quantizing to {scheme.name} (once; kept in the user cache) ...")
         with atomic_dir(folder) as temporary:
             write_folder(temporary, checkpoint, scheme, texts)
-    # What the LM head becomes is decided at load; the folder holds it in 16 bits.
+    # The folder stores the LM head in 16 bits; its precision is chosen at load.
     return StoredFolder(folder).run_in(scheme)
 
 
 def scheme_asked(checkpoint: Checkpoint, quant: str, head_bits: int) -> Scheme:
     """The scheme that `quant` names: the checkpoint's own where it has that many bits.
 
-    Raises `FasteagleError` for schemes that contradict a checkpoint quantized already.
+    Raises `FasteagleError` if the checkpoint is already quantized in another scheme.
     """
     own = checkpoint.own_scheme
     if own is not None and quant == f"int{own.bits}":
@@ -84,7 +84,7 @@ def write_folder(folder: Path, checkpoint: Checkpoint, scheme: Scheme, texts: Te
 def quantized_weights(
     checkpoint: Checkpoint, scheme: Scheme, choose: Callable[[str, Tensor], PackedWeight]
 ) -> Iterable[tuple[str, PackedWeight | Tensor]]:
-    """Every tensor of a model as `scheme` stores it, one by one; `choose` packs a block linear."""
+    """Yield every tensor of a model as `scheme` stores it; `choose` packs a block linear."""
     for name in sorted(expected_shapes(checkpoint.config)):
         linear = is_block_linear(name)
         own = checkpoint.packed(name)
@@ -99,7 +99,7 @@ def quantized_weights(
 def chooser(
     checkpoint: Checkpoint, scheme: Scheme, texts: Texts | None
 ) -> Callable[[str, Tensor], PackedWeight]:
-    """What packs one named weight under `scheme`."""
+    """The function that packs one named weight under `scheme`."""
     if scheme.method != "gptq":
         return lambda name, weight: quantize_weight(weight, scheme)
     found: dict[str, PackedWeight] = {}

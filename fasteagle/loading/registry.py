@@ -228,12 +228,12 @@ def _resolve_entry(name: str, entry: Entry) -> Source:
 
 
 def local_wheel_file(name: str, wheel: hub.WheelFile) -> Path:
-    """Where a model that comes in a wheel lies once fetched."""
+    """The path of a model from a wheel after its download."""
     return cache_dir() / "models" / name / Path(wheel.member).name
 
 
 def local_path(name: str) -> Path | None:
-    """Where a registry model lies on this machine, or None; asks no network."""
+    """The local path of a registry model, or None; does not use the network."""
     entry = REGISTRY[name]
     if entry.wheel:
         path = local_wheel_file(name, entry.wheel)

@@ -17,7 +17,7 @@ from fasteagle.quant.scheme import GROUP_SIZES, Scheme
 
 
 class Linears:
-    """Makes the quantized modules of a model as `checkpoint.load_model` asks for them."""
+    """Makes the quantized modules that `checkpoint.load_model` asks for."""
 
     def __init__(
         self, checkpoint: Checkpoint, device: torch.device | str, dtype: torch.dtype
@@ -27,11 +27,11 @@ class Linears:
         self.device, self.dtype = device, dtype
 
     def weight_bytes(self) -> int:
-        """What the weights take on the device."""
+        """Bytes of the weights on the device."""
         return self.scheme.model_bytes(self.checkpoint.config)
 
     def linear(self, names: Sequence[str], bias: Tensor | None) -> nn.Module | None:
-        """One module for the weights `names` above each other; None where they are not packed."""
+        """One module for the stacked weights `names`; None where they are not packed."""
         weights = [self.checkpoint.packed(name) for name in names]
         parts = [weight for weight in weights if weight is not None]
         if not parts:
@@ -67,7 +67,7 @@ class Linears:
 
 
 def head_scheme(scheme: Scheme) -> Scheme:
-    """How an LM head of `scheme.head_bits` is quantized: 8 bits one scale a row, 4 by min-max."""
+    """How an LM head of `scheme.head_bits` is quantized: 8 bits per row, 4 by min-max."""
     return Scheme(8) if scheme.head_bits == 8 else Scheme(4, scheme.group_size or 32, "minmax")
 
 
@@ -85,9 +85,9 @@ def quantize_(module: nn.Module, scheme: Scheme) -> nn.Module:
 
 
 def quantize_head_(head: EagleHead, scheme: Scheme) -> None:
-    """Quantize a draft head that has borrowed its LM head: its linears, `fc` too, and its rows.
+    """Quantize a draft head after `borrow`: its linears, `fc` included, and its LM head rows.
 
-    Rows of its own become 8 bits, or 4 with the target's; a whole LM head is the target's already.
+    A trimmed LM head becomes 8 bits, or 4 like the target's; a full one is the target's module.
     """
     quantize_(head, scheme)
     if isinstance(head.lm_head, nn.Linear) and scheme.head_bits != 16:
@@ -95,7 +95,7 @@ def quantize_head_(head: EagleHead, scheme: Scheme) -> None:
 
 
 def fitting_scheme(scheme: Scheme, n_inputs: int) -> Scheme:
-    """`scheme` for one linear by itself: in groups that divide its inputs, values without data."""
+    """`scheme` adapted to one linear: groups that divide its inputs, values chosen without data."""
     group = scheme.group_size
     if group and n_inputs % group:
         group = next((g for g in GROUP_SIZES if n_inputs % g == 0), group)
@@ -104,7 +104,7 @@ def fitting_scheme(scheme: Scheme, n_inputs: int) -> Scheme:
 
 
 def quantize_linear(linear: nn.Linear, scheme: Scheme) -> nn.Module:
-    """A quantized linear in place of a dense one, in groups its inputs allow."""
+    """The quantized form of a dense linear, in groups that divide its inputs."""
     weight = linear.weight.detach()
     packed = quantize_weight(weight, fitting_scheme(scheme, weight.shape[1]))
     bias = None if linear.bias is None else linear.bias.detach()

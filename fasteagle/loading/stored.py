@@ -85,7 +85,7 @@ def save(
 
 
 def is_stored(folder: Path) -> bool:
-    """Whether a folder is one of ours, and whole."""
+    """Whether a folder is in our format and complete."""
     return (folder / INDEX).exists() and (folder / "config.json").exists()
 
 

@@ -58,7 +58,7 @@ class Checkpoint(abc.ABC):
         return None
 
     def columns(self, name: str) -> Tensor | None:
-        """Order [K] in which that weight wants its inputs (act-order), None for the usual."""
+        """Order [K] of the inputs for that weight (act-order), None for the model's order."""
         return None
 
     def run_in(self: AnyCheckpoint, scheme: Scheme) -> AnyCheckpoint:
@@ -223,8 +223,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def fingerprint(checkpoint: Checkpoint) -> str:
     """Identity of the weights as stored: sha256 over every tensor's name, shape and first values.
 
-    The first 1,024 values of each, dequantized to fp32, in the order of the names: a repack that
-    loses nothing keeps the fingerprint, another quantization does not.
+    The first 1,024 values of each, dequantized to fp32, in the order of the names: a lossless
+    repack keeps the fingerprint, another quantization does not.
     """
     digest = hashlib.sha256()
     for name in sorted(expected_shapes(checkpoint.config)):

@@ -15,7 +15,7 @@ from fasteagle.options import SamplingParams
 from fasteagle.paths import write_atomic
 from fasteagle.prompts import read_questions
 
-TEMPERATURES = (0.0, 0.7, 1.0)  # taken in turn: greedy text is what most answers are
+TEMPERATURES = (0.0, 0.7, 1.0)  # used in turn; most answers in practice are greedy
 
 QUESTION_TOKENS = 64
 
@@ -31,8 +31,8 @@ def write_answers(
 ) -> Path:
     """Answer the first turn of every question in `prompts` (JSONL with `turns`) into `out`.
 
-    Lines that `out` holds already are kept and not written again, so that a call that was cut off
-    goes on where it stopped; a last line that was cut is dropped. `identity` names the model:
+    Complete lines of `out` are kept, so that an interrupted call continues where it stopped; an
+    incomplete last line is dropped. `identity` names the model:
     raises `FasteagleError` if `out` holds answers of another one, or to other prompts.
     """
     questions = read_questions(prompts, None)
@@ -64,11 +64,11 @@ def write_conversations(
     progress: Callable[[int, int], None] = lambda done, total: None,
     enough: Callable[[int], bool] = lambda n: False,
 ) -> Path:
-    """Add to `out` conversations that the model makes up whole, until it holds `n_tokens` tokens.
+    """Append conversations written entirely by the model to `out`, up to `n_tokens` tokens.
 
     Ends sooner once `enough(number of conversations)`.
 
-    The model continues its own chat template from where a person would begin to type: it writes a
+    The model continues its own chat template from where the user's text would begin: it writes a
     question, and then answers it. Needs no data. Lines already there count, as in `write_answers`;
     the n-th conversation of a model is the same each time.
     """
@@ -96,7 +96,7 @@ def _write_answer(
     number: int,
     max_new_tokens: int,
 ) -> int:
-    """Answer `question` as the `number`-th line of `file`; how many tokens the line holds."""
+    """Write the answer to `question` as line `number` of `file`; returns the line's token count."""
     prompt = tokenizer.encode(tokenizer.render([{"role": "user", "content": question}]))
     temperature = TEMPERATURES[number % len(TEMPERATURES)]
     params = SamplingParams(temperature, seed=number)

@@ -43,7 +43,7 @@ class ChatTokenizer:
         (folder / "generation_config.json").write_text(json.dumps(ends) + "\n")
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text` as it stands: special tokens written in it count, none are added."""
+        """Token ids of `text`: special tokens written in it are recognized, none are added."""
         return self._backend.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -58,7 +58,7 @@ class ChatTokenizer:
         """The conversation as the model was trained to read it, up to where its answer begins.
 
         A model without a template gets the messages' text alone. Raises `FasteagleError` where
-        the template refuses the messages (a system prompt it does not know, say).
+        the template refuses the messages, for example an unsupported system prompt.
         """
         if not self._template:
             return "\n".join(m["content"] for m in messages)
@@ -74,7 +74,7 @@ class ChatTokenizer:
 
 
 class DummyTokenizer(ChatTokenizer):
-    """For random weights of any vocabulary: one id for four bytes of text, and no end of text."""
+    """For random weights of any vocabulary: one id per four bytes of text, no end-of-text token."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -116,7 +116,7 @@ def _auto_tokenizer() -> Any:
 def _eos_ids(folder: Path, backend: Any) -> frozenset[int]:
     """Every id that ends an answer: the tokenizer's, the model's, and chat end marks.
 
-    The generation config speaks for the model; only without one does the model config.
+    The generation config takes precedence; the model config is read only without one.
     """
     ids = {backend.eos_token_id} if backend.eos_token_id is not None else set()
     for name in ("generation_config.json", "config.json"):
@@ -149,7 +149,7 @@ def _converted_gguf(path: Path) -> Path:
 
 
 def _set_pre_tokenizer(backend: Any, path: Path) -> None:
-    """Install the splitting rule the file names; transformers gives every BPE file GPT-2's."""
+    """Install the splitting rule that the file names; transformers always uses GPT-2's."""
     # For GGUF files only.
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split

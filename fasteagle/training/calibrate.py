@@ -1,6 +1,6 @@
-"""The stages of `calibrate-head`: what may make a draft head fit a quantized target better.
+"""The stages of `calibrate-head`: ways to fit a draft head to a quantized target.
 
-Each stage takes a head and gives another one; `keeps` decides, on held-out text, whether it stays.
+Each stage makes a new head from a head; `Gain.is_sure` decides whether it is kept.
 Shapes: N tokens, D model dim.
 """
 
@@ -35,7 +35,7 @@ RESAMPLES = 2000
 
 @dataclasses.dataclass(frozen=True)
 class Gain:
-    """By how much one head's tau on held-out text exceeds another's, with its 95 % interval."""
+    """Gain in tau of one head over another on held-out text, with its 95 % interval."""
 
     tau: float
     low: float
@@ -56,7 +56,7 @@ def gain(before: HeldOut, after: HeldOut) -> Gain:
 
 
 def _difference(pairs: Sequence[tuple[tuple[int, int], tuple[int, int]]]) -> float:
-    """Accepted tokens a pass, after less before."""
+    """Accepted tokens per pass: after minus before."""
     rates = []
     for side in (0, 1):
         rows = sum(pair[side][0] for pair in pairs)
@@ -82,7 +82,7 @@ def fold_feature_map(head: EagleHead, full: Features, quantized: Features) -> Ea
     ridge = RIDGE * moment.diagonal()[:D].mean()
     penalty = torch.eye(D + 1, dtype=torch.double) * ridge
     penalty[D, D] = 0
-    # Towards the identity: where the text says nothing, features stay as they are.
+    # Regularize towards the identity: without evidence, features stay as they are.
     cross[:D] += torch.eye(D, dtype=torch.double) * ridge
     solved = torch.linalg.solve(moment + penalty, cross).float()  # [D + 1, D]
     mapped = copy.deepcopy(head)
@@ -95,14 +95,14 @@ def fold_feature_map(head: EagleHead, full: Features, quantized: Features) -> Ea
 def rebuilt_vocabulary(head: EagleHead, conversations: Sequence[Conversation]) -> EagleHead:
     """Stage iii: as many draft tokens as before, those most frequent in the target's own answers.
 
-    Tokens the text does not show are filled up from the old vocabulary.
+    If the text has too few distinct tokens, the old vocabulary supplies the others.
     """
     old = head.target_ids().tolist()
     return with_vocabulary(head, frequent_tokens(conversations, len(old), old))
 
 
 class FakeQuantized(nn.Module):
-    """A weight as it will be once quantized; gradients pass as if it were not."""
+    """A weight with its quantized values; gradients pass straight through."""
 
     def __init__(self, scheme: Scheme) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def fake_quantize_(head: EagleHead, scheme: Scheme) -> None:
 
 @torch.no_grad()
 def as_quantized(head: EagleHead, scheme: Scheme) -> EagleHead:
-    """A copy whose linears hold the values they will have once quantized, in full precision."""
+    """A copy whose linears hold their quantized values in full precision."""
     changed = copy.deepcopy(head)
     for linear in changed.modules():
         if isinstance(linear, nn.Linear):
@@ -148,7 +148,7 @@ def distilled(
 ) -> EagleHead:
     """Stages iv and v: training on the quantized target's own answers, on self-fed steps too.
 
-    With `scheme` the head's linears compute quantized meanwhile. Continues a run in `folder`.
+    With `scheme` the head's linears compute with quantized weights. Continues a run in `folder`.
     """
     student = copy.deepcopy(head).float()
     for parameter in student.parameters():
@@ -166,7 +166,7 @@ def distilled(
 
 
 def training_options(n_steps: int, seed: int = 0) -> TrainOptions:
-    """For short further training of a good head: small steps, self-fed features, no noise."""
+    """For short further training of a good head: low learning rate, self-fed features, no noise."""
     return TrainOptions(
         lr=1e-4,
         steps=n_steps,
@@ -179,7 +179,7 @@ def training_options(n_steps: int, seed: int = 0) -> TrainOptions:
 
 
 def peak_bytes(config: ModelConfig, head: HeadConfig, scheme: Scheme, seq_len: int) -> int:
-    """The most memory a calibration takes: either target alone, or the quantized one and training.
+    """Peak memory of a calibration: either target alone, or the quantized one plus training.
 
     Training holds the head in fp32 with its gradient and Adam's two moments, the LM head's rows of
     the draft vocabulary in 16 bits, and the activations of one batch.

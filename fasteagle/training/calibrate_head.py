@@ -1,8 +1,8 @@
 """What `fasteagle calibrate-head` does: text, features, stages, a head directory, a report.
 
 Only one target is in memory at a time: the quantized one writes the text, the unquantized one
-leaves its features on disk, and the quantized one comes back for everything else. All of it lies
-in a work folder next to the head, from which a run that was cut off continues.
+writes its features to disk, and the quantized one is loaded again for everything else. All files
+are in a work folder next to the head, from which an interrupted run continues.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MIN_CONVERSATIONS = 24
 
 
 def calibrate_head(model: str, runtime: RuntimeOptions, options: CalibrateOptions) -> None:
-    """Fit the head of `model` to its quantized weights and write it where chat looks."""
+    """Fit the head of `model` to its quantized weights and write it where chat finds it."""
     if runtime.quant is None:
         runtime = dataclasses.replace(runtime, quant="int4-g64")
     opened = open_model(model)
@@ -69,7 +69,7 @@ def calibrate_head(model: str, runtime: RuntimeOptions, options: CalibrateOption
 
 
 class _Run:
-    """One calibration: the two checkpoints, the head, and where things are."""
+    """One calibration: both checkpoints, the draft head, and the options."""
 
     def __init__(
         self,
@@ -123,11 +123,11 @@ class _Run:
         return engine
 
     def calibrate(self, work: Work, out: Path) -> None:
-        """All of it; the head and the report land in `out`."""
+        """Run all stages; write the head and the report to `out`."""
         engine = self.engine()
         conversations = self.text(engine, work)
         held_out = choose_held_out(conversations, max(8, len(conversations) // 8))
-        # A checkpoint that comes quantized has no unquantized twin to compare with.
+        # A checkpoint stored quantized has no unquantized version to compare with.
         shown = (
             []
             if self.prepared.checkpoint is self.opened.checkpoint
@@ -236,7 +236,7 @@ class _Run:
         held_out: list[int],
         shown: list[int],
     ) -> list[Candidate]:
-        """Every stage in turn, each on what was kept so far; judged with quantized weights."""
+        """Run every stage on the best head so far; judge each with quantized weights."""
         held_ids = set(held_out)
         training = [c for i, c in enumerate(conversations) if i not in held_ids]
         found: list[Candidate] = []
@@ -332,7 +332,7 @@ class _Run:
         store: FeatureStore,
         held_out: list[int],
     ) -> float:
-        """Seconds a training step takes here, evaluations included, by a few of them."""
+        """Seconds per training step here, evaluations included, measured on a few steps."""
         times: list[float] = [time.perf_counter()]
         with tempfile.TemporaryDirectory() as name:
             calibrate.distilled(

@@ -55,7 +55,7 @@ def frequent_tokens(
 
 
 class Features(Protocol):
-    """Conversations with the target's features, wherever those come from."""
+    """Conversations with the target's features, from any source."""
 
     lengths: list[int]
     prompt_lens: list[int]
@@ -67,7 +67,7 @@ class Features(Protocol):
 
 
 class LiveFeatures:
-    """Features computed anew each time they are asked for: no disk, more time."""
+    """Features computed again for every request: no disk space, more time."""
 
     def __init__(self, engine: Engine, conversations: Sequence[Conversation]) -> None:
         self._engine, self._conversations = engine, conversations
@@ -83,7 +83,7 @@ class LiveFeatures:
 
 
 class SomeOf:
-    """Some of the conversations of another source, numbered anew."""
+    """Some of the conversations of another source, renumbered."""
 
     def __init__(self, source: Features, indices: Sequence[int]) -> None:
         self._source, self._indices = source, indices
@@ -123,7 +123,7 @@ class FeatureStore:
 
 
 def store_key(conversations: Sequence[Conversation], fingerprint: str) -> str:
-    """Names the features of this text under this target."""
+    """The cache key of this text's features under this target."""
     digest = hashlib.sha256(fingerprint.encode())
     for c in conversations:
         digest.update(json.dumps([c.prompt_len, c.ids]).encode())

@@ -12,18 +12,18 @@ from fasteagle.model import EagleHead, Transformer
 from fasteagle.training.data import Features
 from fasteagle.training.loss import autocast, make_batch, unroll
 
-RANKS = 4  # of a node's children whose acceptance is counted
+RANKS = 4  # children of a node whose acceptance is counted
 
 
 @dataclasses.dataclass(frozen=True)
 class HeldOut:
-    """Quality on text not trained on: acceptance by depth of a chain, greedy."""
+    """Quality on held-out text: acceptance by depth of a greedy chain."""
 
     alphas: tuple[float, ...]  # n-alpha: acceptance of token n + 1 given that n were accepted
     tau: float  # tokens per target pass of a chain as deep as `alphas` is long, bonus included
     rows: int
     counts: tuple[tuple[int, int], ...] = ()  # (rows, drafted tokens accepted) by conversation
-    ranks: tuple[tuple[float, ...], ...] = ()  # how often the child of rank 0, 1, ... was right
+    ranks: tuple[tuple[float, ...], ...] = ()  # how often the child of rank 0, 1, ... matched
 
     def as_dict(self) -> dict[str, Any]:
         return {

@@ -60,7 +60,7 @@ def make_batch(store: Features, chosen: list[int], device: torch.device) -> Batc
 
 
 def batches(store: Features, indices: list[int], options: TrainOptions) -> Iterator[list[int]]:
-    """Endless batches of about `batch_tokens` tokens of like length, the same for the same seed."""
+    """Endless batches of about `batch_tokens` tokens, of similar length, determined by the seed."""
     for epoch in range(1 << 30):
         generator = torch.Generator().manual_seed(options.seed * 1_000_003 + epoch)
         jitter = torch.rand(len(indices), generator=generator).tolist()
@@ -68,7 +68,7 @@ def batches(store: Features, indices: list[int], options: TrainOptions) -> Itera
         order = sorted(range(len(indices)), key=lambda i: blurred[i])
         groups: list[list[int]] = [[]]
         for i in order:
-            longest = store.lengths[indices[i]]  # ascending, but for the jitter
+            longest = store.lengths[indices[i]]  # ascending, except for the jitter
             if groups[-1] and (len(groups[-1]) + 1) * longest > options.batch_tokens:
                 groups.append([])
             groups[-1].append(indices[i])
@@ -134,7 +134,7 @@ class SoftCrossEntropy(torch.autograd.Function):
     """Mean cross-entropy between softmax(targets @ rows.T) and predicted @ rows.T.
 
     Never holds more than `CHUNK` rows of logits: the gradient, which is the difference of the two
-    distributions times the rows, is computed on the way forward while both are in cache.
+    distributions times the rows, is computed in the forward pass while both are in cache.
     """
 
     CHUNK = 256

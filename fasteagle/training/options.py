@@ -86,7 +86,7 @@ class TrainRun:
 
 @dataclasses.dataclass(frozen=True)
 class CalibrateOptions:
-    """How much to spend, on what, and where the head goes."""
+    """The head to start from, text, time limit and output of a calibration."""
 
     head: str | None = option(None, "Head to begin from.  [default: the one chat would use]")
     data: Path | None = option(

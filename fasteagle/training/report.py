@@ -1,4 +1,4 @@
-"""What `calibrate-head` found: candidates, their speed side by side, the table and the record."""
+"""The result of `calibrate-head`: candidates, their speeds, the table and the record."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SPEED_PROMPTS, SPEED_TOKENS = 6, 64
 
 @dataclasses.dataclass
 class Candidate:
-    """A head after some stages, and its quality with the weights it would run with."""
+    """A head after some stages, measured with the weights it would run with."""
 
     name: str
     head: EagleHead
@@ -41,7 +41,7 @@ class Candidate:
         return {"stage": self.name, "kept": self.kept, "interval": interval, **self.held.as_dict()}
 
     def line(self) -> str:
-        """For people, while it goes on."""
+        """One line for the user, while it runs."""
         text = f"{self.name}: tau {self.held.tau:.3f}, n-alpha {alphas(self.held.alphas)}"
         if self.gain is None:
             return text
@@ -57,7 +57,7 @@ def span(gain: Gain) -> str:
 
 
 def ready_head(head: EagleHead, engine: Engine, scheme: Scheme | None) -> EagleHead:
-    """A copy of `head` at work with the engine's target, quantized if `scheme` says so."""
+    """A copy of `head` that uses the engine's target, quantized if `scheme` is given."""
     ready = copy.deepcopy(head)
     ready.requires_grad_(False)
     ready.borrow(engine.model, engine.max_seq_len)
@@ -75,7 +75,7 @@ def draft_with(engine: Engine, head: EagleHead, scheme: Scheme | None) -> None:
 
 
 class Speeds:
-    """tok/s on held-out prompts, the ways taking turns: every head in 16 bits and quantized."""
+    """tok/s on held-out prompts, measured in turn: every head in 16 bits and quantized."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Speeds:
         return statistics.median(self.of[name, quantized])
 
     def quantized_is_faster(self, name: str) -> bool:
-        """Whether a head's own quantized weights paid, by the median ratio over the prompts."""
+        """Whether a head is faster with quantized weights, by the median ratio over the prompts."""
         pairs = zip(self.of[name, True], self.of[name, False], strict=True)
         return statistics.median(a / b for a, b in pairs if b > 0) > 1
 

@@ -27,9 +27,9 @@ from fasteagle.training.options import TrainOptions
 
 
 def new_head(target: Transformer, draft_ids: Tensor, options: TrainOptions) -> EagleHead:
-    """A head that begins as the identity on the feature.
+    """A new head that starts as the identity on the feature.
 
-    Copying the target's last block diverges; small random attention and MLP train.
+    A copy of the target's last block diverges; small random attention and MLP weights train.
     """
     c = target.config
     block = dataclasses.replace(
@@ -117,7 +117,7 @@ class Trainer:
         return True
 
     def save(self) -> None:
-        """Write everything `resume` needs; the old checkpoint stays until the new one is whole."""
+        """Write everything `resume` needs; the old checkpoint is kept until the new one is done."""
         self.folder.mkdir(parents=True, exist_ok=True)
         state = {
             "head": self.head.state_dict(),
@@ -138,9 +138,9 @@ class Trainer:
         patience: int | None = None,
         tick: Callable[[int, float], None] = lambda step, loss: None,
     ) -> None:
-        """Train to `options.steps`, or until `patience` evaluations brought no better 0-alpha.
+        """Train to `options.steps`, or until 0-alpha did not improve for `patience` evaluations.
 
-        `tick` hears the number and the loss of every step, `report` every evaluation.
+        `tick` gets the number and the loss of every step, `report` gets every evaluation.
         """
         device = self.head.fc.weight.device
         schedule = batches(self.store, self.training, self.options)

@@ -115,7 +115,7 @@ def _features(
 
 
 class TrainingBar:
-    """Steps done, loss, and the last held-out 0-alpha and tau; lines alone without a terminal."""
+    """A progress bar with loss, held-out 0-alpha and tau; plain lines without a terminal."""
 
     def __init__(self, trainer: Trainer) -> None:
         console = Console(stderr=True)
@@ -156,7 +156,7 @@ class TrainingBar:
 def _finish(
     trainer: Trainer, runtime: Runtime, identity: str, n_tokens: int, run: TrainRun
 ) -> None:
-    """Write the head, its header and the training curve; drop the optimizer's state."""
+    """Write the head, its header and the training curve; delete the optimizer's state."""
     held = evaluate(trainer.head, trainer.target, trainer.store, trainer.held_out)
     header = {
         "algorithm": "eagle1",

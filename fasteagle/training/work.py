@@ -12,7 +12,7 @@ from fasteagle.paths import write_atomic
 
 
 class Work:
-    """The work folder: what is done already is not done again."""
+    """The work folder: records finished parts, so that they are not repeated."""
 
     def __init__(self, folder: Path, key: dict[str, Any], resume: bool) -> None:
         self.folder = folder
@@ -38,7 +38,7 @@ class Work:
 
     @property
     def seconds(self) -> float:
-        """Spent so far, over all parts of the run."""
+        """Time spent so far, over all parts of the run."""
         return time.perf_counter() - self._begun
 
     def result(self, name: str) -> Any:
