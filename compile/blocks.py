@@ -83,6 +83,11 @@ class BlockCompiler:
         self._applied = False
 
     @property
+    def done(self) -> bool:
+        """Whether compilation is over, well or not."""
+        return self._done.is_set()
+
+    @property
     def ready(self) -> bool:
         return self._done.is_set() and self.error is None
 

@@ -169,7 +169,7 @@ def choose_plain_rows(
 
     Times both in turn for about `budget` seconds.
     """
-    if not engine.on_cpu:
+    if not engine.on_cpu or engine.runner.fixed_addresses:
         return 1
     measurement = Measurement(engine, None, gate=gate)
     times: dict[int, list[float]] = {1: [], 2: []}
@@ -220,9 +220,9 @@ class Measurement:
         share = self._compiled_share()
         costs = Costs(_medians(passes), _medians(first, share), _medians(level, share), 0.0, 0.0)
         self._engine.plain_rows = costs.plain_rows
-        plain_rest = self._rest(None)
-        rest = plain_rest if drafter is None else self._rest(drafter.shape)
-        return dataclasses.replace(costs, rest=rest, plain_rest=plain_rest)
+        plain_other = self._other(None)
+        other = plain_other if drafter is None else self._other(drafter.shape)
+        return dataclasses.replace(costs, other=other, plain_other=plain_other)
 
     def _compiled_share(self) -> float:
         """How long the compiled draft of the drafter's own tree takes, of the eager one's time."""
@@ -253,7 +253,7 @@ class Measurement:
         engine, drafter = self._engine, self._drafter
         spec = engine.spec(shape, self._kind)
         pieces = EAGER if eager else engine.runner.compiled[drafter, spec]
-        if engine.on_cpu:
+        if not engine.runner.fixed_addresses:
             # As in a real cycle: the target's weights have pushed the head's out of the caches.
             self.verify(1)
         return self._timed(lambda: pieces.draft(engine.state, drafter, spec), shape)
@@ -266,16 +266,16 @@ class Measurement:
                 found.append(self._cycle(shape)[0])
         return {shape: round(statistics.median(found[1:]), 4) for shape, found in times.items()}
 
-    def _rest(self, shape: AnyShape | None) -> float:
+    def _other(self, shape: AnyShape | None) -> float:
         """Milliseconds of a cycle that are neither drafting nor the pass."""
         return statistics.median(self._cycle(shape)[1] for _ in range(CYCLES))
 
     @torch.no_grad()
     def _cycle(self, shape: AnyShape | None) -> tuple[float, float]:
-        """Milliseconds of one cycle, and of its rest."""
+        """Milliseconds of one cycle, and of what is neither drafting nor the pass."""
         engine, drafter = self._engine, self._drafter
         spec = engine.spec(shape, self._kind)
-        if engine.on_cpu:
+        if not engine.runner.fixed_addresses:  # and so its parts are timed
             with self._gate():
                 self._begin(shape)
                 begin = time.perf_counter()

@@ -221,9 +221,15 @@ class CapturedRunner(Runner):
         return statistics.median(times)
 
 
+def graphs_of(device: torch.device) -> Graphs | None:
+    """What captures on a device; None where nothing does."""
+    return CudaGraphs(device) if device.type == "cuda" else None
+
+
 def make_engine(model: Transformer, max_seq_len: int) -> Engine:
     """An engine with the runner that its device can have."""
     engine = Engine(model, max_seq_len)
-    if engine.device.type == "cuda":
-        engine.runner = CapturedRunner(model, engine.state, CudaGraphs(engine.device))
+    graphs = graphs_of(engine.device)
+    if graphs is not None:
+        engine.runner = CapturedRunner(model, engine.state, graphs)
     return engine

@@ -69,8 +69,9 @@ class Runner:
             found = found._replace(draft=self._plain_draft)
         elif drafter is not None and not drafter.always_proposes:
             found = self._plain_if_empty(found, spec, drafter)
-        return found._replace(
-            draft=self._timed("draft", found.draft), verify=self._timed("verify", found.verify)
+        found = found._replace(verify=self._timed("verify", found.verify))
+        return (
+            found if spec.shape is None else found._replace(draft=self._timed("draft", found.draft))
         )
 
     def _plain_draft(
@@ -112,7 +113,9 @@ class Runner:
     def read(self) -> Done:
         """What the oldest launched cycle found."""
         *tokens, drafted = self.state.result.tolist()
-        return Done(tokens, drafted, self._times.get("draft"), self._times.get("verify"))
+        if not self._on_cpu:
+            return Done(tokens, drafted, None, None)
+        return Done(tokens, drafted, self._times.get("draft", 0.0), self._times["verify"])
 
     def drop(self) -> None:
         """Forget cycles that were launched and will not be read."""

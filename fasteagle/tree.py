@@ -39,7 +39,7 @@ class TreeView(NamedTuple):
     """
 
     seq_len: Tensor  # 0-d, integer, on the device: a replayed CUDA graph sees the text grow
-    paths: Tensor  # [T, P] int32: row of j's ancestor at depth d, itself at its own and behind
+    paths: Tensor  # [T, P] int32: row of j's ancestor at depth d, itself at its own
     depths: Tensor  # [T] integer, the root's is 0; all below P
     window: int | None = None
 
@@ -48,25 +48,28 @@ class TreeView(NamedTuple):
         T, P = self.paths.shape
         key = torch.arange(n_slots, device=self.paths.device)
         committed = (key < self.seq_len).expand(T, -1)
-        paths = self.paths
+        depths = self.depths.unsqueeze(1)
+        depth = torch.arange(P, device=key.device)
+        seen = depth <= depths
         if self.window is not None:
-            first = (self.seq_len + self.depths - self.window + 1).unsqueeze(1)  # position
-            committed = committed & (key >= first)
-            position = self.seq_len + torch.arange(P, device=paths.device)
-            paths = torch.where(position >= first, paths, paths[:, -1:])  # itself, seen anyway
-        return committed.clone().scatter_(1, (self.seq_len + paths).long(), True)
+            first = depths - self.window + 1
+            committed = committed & (key >= self.seq_len + first)
+            seen = seen & (depth >= first)
+        # What is no ancestor of a row stands for the row itself, which it sees anyway.
+        rows = torch.where(seen, self.paths, key[:T].unsqueeze(1))
+        return committed.clone().scatter_(1, self.seq_len + rows, True)
 
 
 def tree_paths(tree_mask: Tensor, depths: Tensor, depth: int) -> Tensor:
     """Path table [T, depth + 1] int32 of `ancestor_mask`'s tree_mask [T, T] and depths [T].
 
     `depth` is the depth of the deepest row, a number that the host knows: the drafter's, not this
-    tree's. Entries behind a row's own repeat it.
+    tree's. Entries behind a row's own are 0.
     """
     rows = torch.arange(len(depths), device=depths.device, dtype=torch.int32)
     # Row j's ancestor i belongs in column depths[i]; what is no ancestor, in one cut off again.
     column = torch.where(tree_mask & (depths <= depth), depths, depth + 1)
-    table = rows.unsqueeze(1).repeat(1, depth + 2)
+    table = rows.new_zeros(len(depths), depth + 2)
     return table.scatter(1, column.long(), rows.expand_as(tree_mask))[:, :-1].contiguous()
 
 

@@ -77,11 +77,11 @@ def gptq_zero_offset(qzeros: Tensor, *, bits: int, v2: bool, sym: bool) -> int:
     Symmetric weights have the zero 2^(bits - 1), so the stored values show which one it is: some
     files labelled `gptq` hold v2 zeros (vllm-project/vllm#38966). For others the label decides.
     """
-    middle = 1 << (bits - 1)
+    midpoint = 1 << (bits - 1)
     stored = _fields(qzeros, bits)
-    if sym and bool((stored == middle).all()):
+    if sym and bool((stored == midpoint).all()):
         return 0
-    if sym and bool((stored == middle - 1).all()):
+    if sym and bool((stored == midpoint - 1).all()):
         return 1
     return 0 if v2 else 1
 
@@ -177,11 +177,11 @@ def from_compressed_tensors(
 
 def _zero_points(point: Tensor | None, bits: int, n_rows: int, n_groups: int) -> Tensor:
     """Unsigned zeros [N, G] from compressed-tensors' signed zero points, packed or plain."""
-    middle = 1 << (bits - 1)
+    midpoint = 1 << (bits - 1)
     if point is None:
-        return torch.full((n_rows, n_groups), middle, dtype=torch.int16)
+        return torch.full((n_rows, n_groups), midpoint, dtype=torch.int16)
     if point.dtype == torch.int8 and point.shape == (n_rows, n_groups):
-        return point.to(torch.int16) + middle
+        return point.to(torch.int16) + midpoint
     if point.dtype == torch.int32 and point.shape == (-(-n_rows * bits // 32), n_groups):
         return _fields(point.T, bits)[:, :n_rows].T.contiguous()
     raise FasteagleError(

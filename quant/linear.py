@@ -44,10 +44,10 @@ def dense_linear(weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) 
 
 
 class Int4Linear(nn.Module):
-    """`_weight_int4pack_mm_for_cpu`: w = (q - 8) * scale + middle; scale and middle in bf16."""
+    """`_weight_int4pack_mm_for_cpu`: w = (q - 8) * scale + midpoint; scale and midpoint in bf16."""
 
     packed: Tensor
-    scales_and_middles: Tensor
+    scales_and_midpoints: Tensor
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None) -> None:
         super().__init__()
@@ -63,12 +63,12 @@ class Int4Linear(nn.Module):
             )
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values, 1)
         self.register_buffer("packed", packed)
-        self.register_buffer("scales_and_middles", params.transpose(0, 1).contiguous())
+        self.register_buffer("scales_and_midpoints", params.transpose(0, 1).contiguous())
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.ops.aten._weight_int4pack_mm_for_cpu(
-            x, self.packed, self.group_size, self.scales_and_middles
+            x, self.packed, self.group_size, self.scales_and_midpoints
         )
         if y.shape[1] != self.out_features:
             y = y[:, : self.out_features]

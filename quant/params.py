@@ -65,9 +65,9 @@ def _hqq(weight: Tensor, group_size: int) -> PackedWeight:
         raw_output=True,
     )
     # The kernels store the value of q = 8 instead of the value of q = 0, also in bf16.
-    middle = ((8 - zeros) * scales).to(torch.bfloat16).float()
+    midpoint = ((8 - zeros) * scales).to(torch.bfloat16).float()
     scales = scales.to(torch.bfloat16)
-    offsets = middle - 8 * scales.float()
+    offsets = midpoint - 8 * scales.float()
     grouped = weight.unflatten(1, (-1, group_size))
     q = ((grouped - offsets.unsqueeze(-1)) / scales.float().unsqueeze(-1)).round().clamp(0, 15)
     return packed.int4(q.flatten(1), scales, offsets=offsets)

@@ -47,11 +47,11 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class PlanesWeight:
-    """A `PackedWeight` in kernel layout: `w = (q - zero) * scale` or `(q - 8) * scale + middle`.
+    """A `PackedWeight` in kernel layout: `w = (q - zero) * scale` or `(q - 8) * scale + midpoint`.
 
-    The middle, the value of q = 8, replaces the offset: an offset can be as large as the largest
+    The midpoint, the value of q = 8, replaces the offset: an offset can be as large as the largest
     weight, and rounding it to fp16 would shift the whole group. params, by format:
-        4 bits   int32 [G, Np]: the fp16 scale low, and high -(1024 + zero) or the middle in fp16
+        4 bits   int32 [G, Np]: the fp16 scale low, and high -(1024 + zero) or the midpoint in fp16
         8 bits   int32 [G / 2, Np]: the fp16 scales of two groups, the first one low
         8 bits   int32 [1, Np]: the bits of one fp32 scale a row (group_size = K)
     """
@@ -101,7 +101,7 @@ def layout_for(bits: int, group_size: int, K: int) -> Layout:
 def pack_planes(weight: PackedWeight) -> PlanesWeight:
     """Pack into kernel layout, on the weight's device.
 
-    q and zeros are kept exactly. Scales and middles of groups are rounded to fp16: exact for
+    q and zeros are kept exactly. Scales and midpoints of groups are rounded to fp16: exact for
     those stored in fp16 and for most stored in bf16; a scale per row stays fp32. Raises
     `FasteagleError` for group sizes without a kernel and for parameters beyond fp16.
     """
@@ -136,7 +136,7 @@ def unpack_planes(weight: PlanesWeight) -> Tensor:
 
 
 def unpack_params(weight: PlanesWeight) -> tuple[Tensor, Tensor | None]:
-    """fp32 scales and, at 4 bits, zeros or middles, each [N, groups in a row]."""
+    """fp32 scales and, at 4 bits, zeros or midpoints, each [N, groups in a row]."""
     group, N = weight.layout.group_size, weight.N
     if not group:
         return weight.params.view(torch.float32).T[:N], None
@@ -243,8 +243,8 @@ def _params(weight: PackedWeight, layout: Layout, padded: tuple[int, int]) -> Te
             second = -1024 - weight.zeros.to(torch.float16)  # integers up to 2048 are exact
         else:
             assert weight.offsets is not None
-            middles = weight.offsets.float() + 8 * weight.scales.float()
-            second = _fp16(middles, "middle")
+            midpoints = weight.offsets.float() + 8 * weight.scales.float()
+            second = _fp16(midpoints, "midpoint")
         pairs = torch.stack((F.pad(scales, groups).T, F.pad(second, groups).T), dim=-1)
     return pairs.contiguous().view(torch.int32).squeeze(-1)
 

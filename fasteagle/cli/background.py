@@ -42,14 +42,21 @@ class Preparation:
         self._warned = False  # that capture failed
         self._news: list[str] = []  # for the person, once no line is being typed
         self._drafter = tunable(engine) if tune else None
-        self._thread = self._start(self._prepare)
+        self._threads: list[threading.Thread] = []
+        self._start(self._prepare)
 
     def wait_for_compiler(self) -> None:
         self._compiler.wait()
 
     def join(self) -> None:
         """Wait until everything is prepared."""
-        self._thread.join()
+        for thread in list(self._threads):
+            thread.join()
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is still being compiled or measured."""
+        return not self._compiler.done or any(thread.is_alive() for thread in self._threads)
 
     @contextlib.contextmanager
     def answering(self, params: SamplingParams) -> Iterator[None]:
@@ -90,6 +97,7 @@ class Preparation:
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
+        self._threads.append(thread)
         return thread
 
     def _compile_other(self, kind: DrawKind) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import os
 import sys
-import threading
 
 import click
 
@@ -62,7 +61,8 @@ def run_chat(
     else:
         say(f"context {engine.max_seq_len:,} tokens; /help lists commands")
         Repl(session, quiet, preparation).run()
-        _leave()
+        if preparation and preparation.busy:
+            _leave()
 
 
 def _silent(line: str) -> None:
@@ -81,10 +81,9 @@ def _leave() -> None:
 
     The interpreter's own end stops such threads inside of torch's C++ code, which aborts.
     """
-    if any(thread.daemon for thread in threading.enumerate()):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _prompt_text(prompt: str | None) -> str:

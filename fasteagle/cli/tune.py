@@ -1,4 +1,4 @@
-"""What `fasteagle tune` does: measure, and show what the tuner would choose for which guesses."""
+"""What `fasteagle tune` does: measure, and show the tuner's choice for each acceptance rate."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rich.table import Table
 
 from fasteagle.compile.costs import costs_of, follow_costs, tunable
 from fasteagle.drafting.controller import name
-from fasteagle.drafting.plan import QUALITIES, Costs, Plan, expected_accepted
+from fasteagle.drafting.plan import FACTORS, Costs, Plan, expected_accepted
 from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.find_head import make_drafter
 from fasteagle.loading.open import compile_now, load_runtime
@@ -42,7 +42,9 @@ def _costs_table(costs: Costs) -> Table:
     table.add_row("target pass, rows", _cells(costs.passes))
     table.add_row("draft, first level, width", _cells(costs.first_level))
     table.add_row("draft, each later level, width", _cells(costs.level))
-    table.add_row("rest of a cycle / of a plain pass", f"{costs.rest:.2f} / {costs.plain_rest:.2f}")
+    table.add_row(
+        "other, of a cycle / of a plain pass", f"{costs.other:.2f} / {costs.plain_other:.2f}"
+    )
     return table
 
 
@@ -52,7 +54,7 @@ def _cells(times: dict[int, float]) -> str:
 
 def _plan_table(plan: Plan) -> Table:
     table = Table(
-        "quality of the guesses",
+        "acceptance, x recorded",
         "tree (depth/width/nodes)",
         "tokens a pass",
         "tok/s",
@@ -63,12 +65,12 @@ def _plan_table(plan: Plan) -> Table:
         title_justify="left",
     )
     plain = plan.rate(None, 1.0)
-    for quality in QUALITIES:
-        shape = plan.at(quality)
-        accepted = expected_accepted(shape, plan.ranks, quality) if shape else 0.0
-        rate = plan.rate(shape, quality)
+    for factor in FACTORS:
+        shape = plan.at(factor)
+        accepted = expected_accepted(shape, plan.ranks, factor) if shape else 0.0
+        rate = plan.rate(shape, factor)
         table.add_row(
-            f"{quality:.1f}",
+            f"{factor:.1f}",
             name(shape),
             f"{1 + accepted:.2f}",
             f"{rate:.1f}",

@@ -1,8 +1,9 @@
 """Which tree pays on this device: measured costs, expected acceptance, and the choice between them.
 
-A cycle costs drafting, a target pass of T rows, and the rest; it yields 1 + the expected number of
-accepted guesses. The tuner takes the tree with the most tokens per second, or none where plain
-decoding has more. Knows nothing of models: `tune.py` measures, `pilot.py` decides while decoding.
+A cycle costs drafting, a target pass of T rows, and what is left; it yields 1 + the expected number
+of accepted tokens. The plan takes the tree with the most tokens per second, or none where plain
+decoding has more. Knows nothing of models: `compile.costs` measures, `controller` chooses while
+decoding.
 
 Shapes: T rows of a target pass, k width, D levels, N nodes (`tree.TreeShape`).
 """
@@ -21,9 +22,9 @@ from fasteagle.tree import TreeShape
 ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 24, 32)  # of the target passes that are timed
 WIDTHS = (1, 2, 3, 4, 6, 8)
 DEPTHS = (1, 2, 3, 4, 5, 6)
-# Acceptance is the header's times a quality, which the text decides; the choice is made for each.
-QUALITIES = tuple(round(0.2 + 0.1 * i, 1) for i in range(13))
-SURE = 0.97  # no guess is surer than this
+# Acceptance is the header's times a factor, which the text decides; the choice is made for each.
+FACTORS = tuple(round(0.2 + 0.1 * i, 1) for i in range(13))
+SURE = 0.97  # no token is surer to be accepted
 RANK_DECAY = 0.7  # of acceptance from rank to rank beyond those measured
 # Of a head without a header: what published EAGLE heads reach on chat, roughly.
 DEFAULT_RANKS = ((0.6, 0.13, 0.06, 0.04),) * 5
@@ -40,14 +41,14 @@ class Costs:
     passes: dict[int, float]  # T: target pass of T rows
     first_level: dict[int, float]  # k: extend and the first level
     level: dict[int, float]  # k: every level after it
-    rest: float  # acceptance, commit, reading the result
-    plain_rest: float  # of a plain pass: choosing and reading one token
+    other: float  # of a cycle: accept, commit, reading the result
+    plain_other: float  # of a plain pass: choosing and reading one token
     cycles: dict[TreeShape, float] = dataclasses.field(default_factory=dict)  # whole, measured
 
     @property
     def plain(self) -> float:
         """A token of plain decoding: a pass of one row, or of two where that is faster."""
-        return min(self.passes[1], self.passes[2]) + self.plain_rest
+        return min(self.passes[1], self.passes[2]) + self.plain_other
 
     @property
     def plain_rows(self) -> int:
@@ -63,7 +64,7 @@ class Costs:
 
     def cycle(self, shape: TreeShape) -> float:
         """What was measured; else the sum of its parts."""
-        estimate = self.draft(shape) + self.verify(shape.rows) + self.rest
+        estimate = self.draft(shape) + self.verify(shape.rows) + self.other
         return self.cycles.get(shape, estimate)
 
     def as_json(self) -> dict[str, Any]:
@@ -81,9 +82,9 @@ class Costs:
             TreeShape(*map(int, name.split("/"))): float(ms) for name, ms in raw["cycles"].items()
         }
         costs = cls(
-            passes, first_level, level, float(raw["rest"]), float(raw["plain_rest"]), cycles
+            passes, first_level, level, float(raw["other"]), float(raw["plain_other"]), cycles
         )
-        numbers = [costs.rest, costs.plain_rest, *cycles.values()]
+        numbers = [costs.other, costs.plain_other, *cycles.values()]
         for table in (passes, first_level, level):
             numbers += table.values()
         if not {1, 2} <= set(passes) or not all(map(math.isfinite, numbers)):
@@ -117,31 +118,31 @@ def ranks_of(header: dict[str, Any] | None) -> Ranks:
     return tuple(tuple(float(p) for p in level) for level in found)
 
 
-def chance(ranks: Ranks, level: int, rank: int, quality: float) -> float:
+def chance(ranks: Ranks, level: int, rank: int, factor: float) -> float:
     """That the target agrees with the child of this rank, its parent (level 1: the root) given."""
     row = ranks[min(level, len(ranks)) - 1]
     last = len(row) - 1
     p = row[rank] if rank <= last else row[last] * RANK_DECAY ** (rank - last)
-    # A better match of the first guess leaves less for the others.
-    scaled = p * quality
-    total = sum(row) * quality
+    # The more often the first child is right, the less is left for the others.
+    scaled = p * factor
+    total = sum(row) * factor
     return min(scaled, SURE * p / sum(row)) if total > SURE else scaled
 
 
-def expected_accepted(shape: TreeShape, ranks: Ranks, quality: float) -> float:
-    """Guesses accepted per pass by the `nodes` likeliest nodes of `depth` levels of `topk` each.
+def expected_accepted(shape: TreeShape, ranks: Ranks, factor: float) -> float:
+    """Tokens accepted per pass by the `nodes` likeliest nodes of `depth` levels of `topk` each.
 
     A node counts if its whole path is right. The tree of a real cycle follows the head's own
     probabilities, which this average does not see; what is observed corrects it.
     """
-    return _expected_by_nodes(shape.topk, shape.depth, ranks, quality)[shape.nodes - 1]
+    return _expected_by_nodes(shape.topk, shape.depth, ranks, factor)[shape.nodes - 1]
 
 
 @functools.cache
-def _expected_by_nodes(topk: int, depth: int, ranks: Ranks, quality: float) -> list[float]:
+def _expected_by_nodes(topk: int, depth: int, ranks: Ranks, factor: float) -> list[float]:
     """The same for 1, 2, ... nodes, as far as the pool reaches or a pass has rows."""
     found: list[float] = []
-    pending = [(-chance(ranks, 1, rank, quality), 1) for rank in range(topk)]
+    pending = [(-chance(ranks, 1, rank, factor), 1) for rank in range(topk)]
     heapq.heapify(pending)
     while pending and len(found) < MAX_NODES:
         negative, level = heapq.heappop(pending)
@@ -149,7 +150,7 @@ def _expected_by_nodes(topk: int, depth: int, ranks: Ranks, quality: float) -> l
         if level < depth:
             for rank in range(topk):
                 heapq.heappush(
-                    pending, (negative * chance(ranks, level + 1, rank, quality), level + 1)
+                    pending, (negative * chance(ranks, level + 1, rank, factor), level + 1)
                 )
     return found
 
@@ -170,20 +171,20 @@ def shapes(max_rows: int, max_topk: int) -> list[TreeShape]:
     return found
 
 
-def tokens_per_second(costs: Costs, ranks: Ranks, shape: TreeShape | None, quality: float) -> float:
+def tokens_per_second(costs: Costs, ranks: Ranks, shape: TreeShape | None, factor: float) -> float:
     """Expected; None is plain decoding."""
     if shape is None:
         return 1e3 / costs.plain
-    return 1e3 * (1 + expected_accepted(shape, ranks, quality)) / costs.cycle(shape)
+    return 1e3 * (1 + expected_accepted(shape, ranks, factor)) / costs.cycle(shape)
 
 
 def best_shape(
-    costs: Costs, ranks: Ranks, quality: float, candidates: list[TreeShape]
+    costs: Costs, ranks: Ranks, factor: float, candidates: list[TreeShape]
 ) -> TreeShape | None:
     """The shape with the most tokens per second; None where plain decoding has more."""
-    best, best_rate = None, ADVANTAGE * tokens_per_second(costs, ranks, None, quality)
+    best, best_rate = None, ADVANTAGE * tokens_per_second(costs, ranks, None, factor)
     for shape in candidates:
-        rate = tokens_per_second(costs, ranks, shape, quality)
+        rate = tokens_per_second(costs, ranks, shape, factor)
         if rate > best_rate:
             best, best_rate = shape, rate
     return best
@@ -191,32 +192,32 @@ def best_shape(
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The choice for every quality; None stands for plain decoding."""
+    """The choice for every factor; None stands for plain decoding."""
 
     costs: Costs
     ranks: Ranks
-    choices: tuple[TreeShape | None, ...]  # one for each of QUALITIES
+    choices: tuple[TreeShape | None, ...]  # one for each of FACTORS
 
     @property
     def shapes(self) -> list[TreeShape]:
         """Those that occur: what a device must have captured."""
         return list(dict.fromkeys(shape for shape in self.choices if shape is not None))
 
-    def at(self, quality: float) -> TreeShape | None:
-        nearest = min(range(len(QUALITIES)), key=lambda i: abs(QUALITIES[i] - quality))
+    def at(self, factor: float) -> TreeShape | None:
+        nearest = min(range(len(FACTORS)), key=lambda i: abs(FACTORS[i] - factor))
         return self.choices[nearest]
 
-    def rate(self, shape: TreeShape | None, quality: float) -> float:
-        return tokens_per_second(self.costs, self.ranks, shape, quality)
+    def rate(self, shape: TreeShape | None, factor: float) -> float:
+        return tokens_per_second(self.costs, self.ranks, shape, factor)
 
 
 def make_plan(costs: Costs, ranks: Ranks, max_topk: int, most: int = 4) -> Plan:
-    """Choose for every quality, from at most `most` shapes."""
+    """Choose for every factor, from at most `most` shapes."""
     candidates = list(costs.cycles) or shapes(max(costs.passes), max_topk)
-    wanted = [best_shape(costs, ranks, quality, candidates) for quality in QUALITIES]
+    wanted = [best_shape(costs, ranks, factor, candidates) for factor in FACTORS]
     distinct = list(dict.fromkeys(shape for shape in wanted if shape is not None))
     if len(distinct) > most:  # keep those at even distances, the first and the last among them
         step = (len(distinct) - 1) / (most - 1)
         distinct = [distinct[round(i * step)] for i in range(most)]
-    choices = [best_shape(costs, ranks, quality, distinct) for quality in QUALITIES]
+    choices = [best_shape(costs, ranks, factor, distinct) for factor in FACTORS]
     return Plan(costs, ranks, tuple(choices))

@@ -73,7 +73,7 @@ class OpenedModel:
     def gptq_texts(
         self, notify: Callable[[str], None], data: Path | None = None
     ) -> list[list[int]]:
-        """Token ids for calibration: from a file, or from conversations that the model writes now."""
+        """Token ids for calibration: of a file, or of conversations that the model writes now."""
         if data is None:
             notify(f"the model writes {GPTQ_TOKENS:,} tokens to calibrate on ...")
             data = self._own_text(GPTQ_TOKENS)
@@ -86,7 +86,7 @@ class OpenedModel:
         return found
 
     def _own_text(self, n_tokens: int) -> Path:
-        """A file of conversations that the model wrote, in the user cache; later calls append to it."""
+        """A file of conversations that the model wrote, in the user cache; calls append to it."""
         folder = cache_dir() / "text"
         folder.mkdir(parents=True, exist_ok=True)
         options = RuntimeOptions(max_seq_len=min(self.checkpoint.config.max_seq_len, 1024))

@@ -127,7 +127,7 @@ def test_arithmetic_of_a_simulated_row():
 def made(name, precision):
     prepared = open_dummy(name).prepared(precision_options(CPU, precision))
     engine = prepared.engine()
-    return dummy_drafter(name, engine, prepared.checkpoint, EAGLE).state.head, engine
+    return dummy_drafter(name, engine, prepared.checkpoint, EAGLE).head, engine
 
 
 def test_the_random_head_is_stored_like_its_target(tiny_preset):

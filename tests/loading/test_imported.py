@@ -146,7 +146,7 @@ def awq_parts(oracle: Oracle) -> dict[str, torch.Tensor]:
 def compressed_parts(
     oracle: Oracle, zero_point: str | None = "packed", g_idx: bool = False
 ) -> dict[str, torch.Tensor]:
-    middle = 2 ** (oracle.bits - 1)
+    midpoint = 2 ** (oracle.bits - 1)
     parts = {
         "weight_packed": word_rows(oracle.q, oracle.bits),
         "weight_scale": oracle.scales,
@@ -155,7 +155,7 @@ def compressed_parts(
     if zero_point == "packed":
         parts["weight_zero_point"] = word_rows(oracle.zeros.T, oracle.bits).T.contiguous()
     elif zero_point == "int8":
-        parts["weight_zero_point"] = torch.from_numpy(oracle.zeros - middle).to(torch.int8)
+        parts["weight_zero_point"] = torch.from_numpy(oracle.zeros - midpoint).to(torch.int8)
     if g_idx:
         parts["weight_g_idx"] = torch.from_numpy(oracle.groups).to(torch.int32)
     return parts

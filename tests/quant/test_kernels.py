@@ -33,13 +33,13 @@ def test_packing_comes_back(name):
     if weight.zeros is not None:
         assert torch.equal(second, weight.zeros.float())
     if weight.offsets is not None:
-        middles = weight.offsets.float() + 8 * weight.scales.float()
-        assert torch.equal(second, middles.half().float())
+        midpoints = weight.offsets.float() + 8 * weight.scales.float()
+        assert torch.equal(second, midpoints.half().float())
         torch.testing.assert_close(
             planes.dequantize(laid_out),
             weight.dequantize(),
             rtol=0,
-            atol=2**-11 * middles.abs().max().item(),
+            atol=2**-11 * midpoints.abs().max().item(),
         )
     else:
         assert torch.equal(planes.dequantize(laid_out), weight.dequantize())

@@ -1,0 +1,172 @@
+"""What a chat prepares in the background, and that one thread at a time runs the engine."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from fasteagle.cli import background
+from fasteagle.cli.background import Preparation
+from fasteagle.compile import costs as tuner
+from fasteagle.drafting.base import Tuning
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.plan import DEFAULT_RANKS
+from fasteagle.generate import Engine
+from fasteagle.options import SamplingParams
+from fasteagle.shapes import TreeShape
+from helpers import captured_engine, costs, random_head, random_target, tiny_config
+
+GREEDY = SamplingParams()
+
+
+class NoCompiler:
+    """Stands for a compiler that is ready at once."""
+
+    error = None
+    ready = done = True
+
+    def __init__(self) -> None:
+        self.applied = 0
+
+    def wait(self) -> None:
+        pass
+
+    def apply(self) -> bool:
+        self.applied += 1
+        return True
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    made = NoCompiler()
+    monkeypatch.setattr(background, "start_compiler", lambda engine, params: made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_target(tiny_config())
+
+
+def tuned_engine(target, tmp_path, made=Engine):
+    engine = made(target, 512)
+    drafter = EagleDrafter(random_head(target), TreeShape(3, 3, 8), 512)
+    drafter.tuning = Tuning(tmp_path / "costs.json", DEFAULT_RANKS)
+    engine.use(drafter)
+    return engine
+
+
+def generated(engine, n=40):
+    return [t for ids in engine.generate([5, 6, 7, 8], GREEDY, n) for t in ids]
+
+
+@pytest.fixture
+def eager_pieces(monkeypatch):
+    """Compiling the pieces is tested elsewhere."""
+    monkeypatch.setattr(tuner.CycleCompiler, "compile", lambda self: None)
+
+
+def test_the_thread_measures_and_the_next_answer_follows_the_plan(
+    target, tmp_path, compiler, eager_pieces, capsys
+):
+    engine = tuned_engine(target, tmp_path)
+    expected = generated(Engine(target, 512))
+    preparation = Preparation(engine, quiet=False)
+    with preparation.answering(GREEDY):
+        assert generated(engine) == expected
+    preparation.join()
+    assert engine.drafter.controller is not None and compiler.applied
+    with preparation.answering(GREEDY):
+        assert generated(engine) == expected
+    assert "[tuned in " in capsys.readouterr().err
+    assert engine.drafter.tuning.path.exists()
+
+
+def test_nothing_is_measured_while_an_answer_is_written(
+    target, tmp_path, compiler, eager_pieces, monkeypatch
+):
+    """The measuring thread waits for the answer, and the answer for at most one measurement."""
+    engine, answering, broken = tuned_engine(target, tmp_path), threading.Event(), []
+    begin = tuner.Measurement._begin
+
+    def begun(self, shape):
+        broken.extend(["measured"] * answering.is_set())
+        begin(self, shape)
+
+    monkeypatch.setattr(tuner.Measurement, "_begin", begun)
+    preparation = Preparation(engine, quiet=True)
+    expected = generated(Engine(target, 512))
+    for _ in range(5):
+        with preparation.answering(GREEDY):
+            answering.set()
+            assert generated(engine) == expected
+            answering.clear()
+    preparation.join()
+    assert broken == [] and engine.drafter.controller is not None
+
+
+def test_on_a_device_that_replays_the_plan_is_captured_between_two_answers(
+    target, tmp_path, compiler, eager_pieces
+):
+    engine = tuned_engine(target, tmp_path, captured_engine)
+    tuner.store_costs(engine.drafter.tuning.path, engine, costs(), 1.0)
+    preparation = Preparation(engine, quiet=True)
+    preparation.join()
+    shapes = engine.drafter.controller.plan.shapes
+    assert engine.runner.graphs.captured == 1 + len(shapes) and engine.runner.replays == 0
+    with preparation.answering(GREEDY):
+        assert generated(engine) == generated(Engine(target, 512))
+    assert engine.runner.graphs.captured == 1 + len(shapes)
+    assert engine.runner.replays >= engine.stats.passes
+
+
+def test_a_measurement_that_fails_leaves_the_chat_as_it_was(
+    target, tmp_path, compiler, monkeypatch, capsys
+):
+    engine = tuned_engine(target, tmp_path)
+
+    def fail(self, seconds=0):
+        raise RuntimeError("no clock\nat all")
+
+    monkeypatch.setattr(tuner.Measurement, "run", fail)
+    preparation = Preparation(engine, quiet=False)
+    preparation.join()
+    with preparation.answering(GREEDY):
+        assert generated(engine) == generated(Engine(target, 512))
+    assert "warning: not tuned: no clock\n" in capsys.readouterr().err
+    assert engine.drafter.controller is None
+
+
+def test_an_answer_that_is_broken_off_lets_the_thread_go_on(
+    target, tmp_path, compiler, eager_pieces
+):
+    engine = tuned_engine(target, tmp_path)
+    preparation = Preparation(engine, quiet=True)
+    with pytest.raises(KeyboardInterrupt), preparation.answering(GREEDY):
+        raise KeyboardInterrupt
+    preparation.join()
+    assert engine.drafter.controller is not None
+
+
+def test_another_way_to_draw_is_compiled_in_the_background(target, compiler, monkeypatch):
+    engine = Engine(target, 512, drafter=EagleDrafter(random_head(target), TreeShape(), 512))
+    asked, done = [], threading.Event()
+
+    class Pieces:
+        def __init__(self, engine, kind):
+            asked.append(kind)
+
+        def compile(self):
+            pass
+
+        def apply(self):
+            done.set()
+
+    monkeypatch.setattr(background, "CycleCompiler", Pieces)
+    preparation = Preparation(engine, quiet=True, tune=False)
+    preparation.join()
+    for params in (GREEDY, SamplingParams(0.8), SamplingParams(0.5, seed=3)):
+        with preparation.answering(params):
+            pass
+    assert done.wait(60) and [kind.greedy for kind in asked] == [False]

@@ -1,0 +1,145 @@
+"""Every entrance and every drafter runs the one cycle, replayed where a device can.
+
+The device is a fake on the CPU that replays; everything else is what users run.
+"""
+
+from __future__ import annotations
+
+import builtins
+import sys
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from fasteagle.cli import main as cli
+from fasteagle.compile import graphs
+from fasteagle.loading.checkpoint import load_model, open_checkpoint
+from fasteagle.loading.head_file import save_head
+from fasteagle.loading.tensors import fingerprint
+from fasteagle.model import Transformer
+from fasteagle.runner import Runner
+from helpers import FakeGraphs, random_head
+
+DRAFTERS = ("none", "ngram", "eagle", "eagle-static", "eagle-chain")
+
+
+class Counts:
+    passes = 0  # of the target that yield logits: prefill has none
+    cycles = 0
+    launched = 0
+    unreplayed = 0
+
+
+@pytest.fixture
+def counts(monkeypatch):
+    """Counts passes and cycles of a process whose device replays."""
+    found = Counts()
+    forward, cycle, launch = Transformer.forward, graphs.decode_cycle, graphs.CapturedRunner.launch
+    fake = FakeGraphs()
+
+    def counted_forward(self, *args):
+        found.passes += 1
+        return forward(self, *args)
+
+    def counted_cycle(*args):
+        found.cycles += 1
+        return cycle(*args)
+
+    def counted_launch(self, *args):
+        found.launched += 1
+        return launch(self, *args)
+
+    def unreplayed(self, *args):
+        found.unreplayed += 1
+
+    monkeypatch.setattr(graphs, "graphs_of", lambda device: fake)
+    monkeypatch.setattr(Transformer, "forward", counted_forward)
+    monkeypatch.setattr(graphs, "decode_cycle", counted_cycle)
+    monkeypatch.setattr(graphs.CapturedRunner, "launch", counted_launch)
+    monkeypatch.setattr(Runner, "launch", unreplayed)
+    return found
+
+
+@pytest.fixture(scope="module")
+def head_dir(tiny_dir, tmp_path_factory):
+    checkpoint = open_checkpoint(tiny_dir)
+    target = load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=64)
+    folder = tmp_path_factory.mktemp("head")
+    head = random_head(target, rope_scaling=None, rope_base=10000.0)
+    save_head(folder, head, {"target_fingerprint": fingerprint(checkpoint)}, torch.float32)
+    return folder
+
+
+def options(tiny_dir, head_dir, drafter):
+    given = ["--model", str(tiny_dir), "--dtype", "fp32", "--drafter", drafter]
+    return [*given, *(["--head", str(head_dir)] if drafter.startswith("eagle") else [])]
+
+
+def prompt_option(run, monkeypatch):
+    return run(["-p", "a question"])
+
+
+def pipe(run, monkeypatch):
+    return run([], input="a question")
+
+
+def repl(run, monkeypatch):
+    lines = iter(["a question", "another one", "/exit"])
+    monkeypatch.setattr(builtins, "input", lambda prompt: next(lines))
+    monkeypatch.setattr(cli_stdin(), "isatty", lambda self: True, raising=False)
+    return run(["--no-compile"])
+
+
+def cli_stdin():
+    """The class of what stands for standard input under `CliRunner`."""
+    from click.testing import _NamedTextIOWrapper
+
+    return _NamedTextIOWrapper
+
+
+@pytest.mark.parametrize("entrance", [prompt_option, pipe, repl])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_chat_replays_every_pass(tiny_dir, head_dir, counts, monkeypatch, entrance, drafter):
+    asked = ["chat", *options(tiny_dir, head_dir, drafter), "--max-new-tokens", "12"]
+
+    def run(more, **given):
+        return CliRunner().invoke(cli.main, [*asked, *more], **given)
+
+    done = entrance(run, monkeypatch)
+    assert done.exit_code == 0, done.stderr
+    assert "warning" not in done.stderr and done.stdout.strip()
+    assert counts.launched >= 3 and counts.unreplayed == 0
+    assert counts.passes == counts.cycles > counts.launched  # capturing ran some as well
+
+
+def test_the_benchmark_replays_every_row(tiny_dir, head_dir, counts, script, questions):
+    rows = "plain,eagle,eagle-static,eagle-chain,ngram"
+    done = script(
+        "--model",
+        tiny_dir,
+        "--head",
+        head_dir,
+        "--rows",
+        rows,
+        "--precision",
+        "fp32",
+        "--no-compile",
+        "--data",
+        questions,
+        "--max-new-tokens",
+        8,
+    )
+    assert done.exit_code == 0, done.stderr
+    assert "without CUDA graphs" not in done.stderr
+    assert counts.launched > 50 and counts.unreplayed == 0
+    assert counts.passes == counts.cycles
+
+
+def test_the_counters_would_notice_a_cycle_of_its_own(counts):
+    """The tests above can fail: a pass outside of the cycle is counted apart."""
+    assert sys.modules["fasteagle.compile.graphs"] is graphs
+    before = counts.passes, counts.cycles
+    with pytest.raises(TypeError):
+        Transformer.forward(None)
+    assert (counts.passes, counts.cycles) == (before[0] + 1, before[1])

@@ -1,0 +1,147 @@
+"""The tuner measures through the engine's own runner, keeps its table, and disturbs nobody."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from fasteagle.compile.costs import Measurement, follow_costs, load_costs, store_costs, tune_now
+from fasteagle.drafting.base import Tuning
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.ngram import NgramDrafter
+from fasteagle.drafting.plan import DEFAULT_RANKS, NGRAM_RANKS
+from fasteagle.generate import Engine
+from fasteagle.options import SamplingParams
+from fasteagle.shapes import TreeShape
+from helpers import captured_engine, costs, random_head, random_target, tiny_config
+
+GREEDY = SamplingParams()
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_target(tiny_config())
+
+
+@pytest.fixture
+def engine(target, tmp_path):
+    made = Engine(target, 512)
+    drafter = EagleDrafter(random_head(target), TreeShape(3, 3, 8), 512)
+    drafter.tuning = Tuning(tmp_path / "costs.json", DEFAULT_RANKS)
+    made.use(drafter)
+    return made
+
+
+def generated(engine, n=40):
+    return [t for ids in engine.generate([5, 6, 7, 8], GREEDY, n) for t in ids]
+
+
+def test_measuring_leaves_the_conversation_alone_and_is_kept(engine, target):
+    expected = generated(Engine(target, 512), 60)
+    lines = []
+    first = generated(engine, 20)
+    held = list(engine.cached)
+    plan, seconds = tune_now(engine, lines.append)
+    assert engine.cached == held and seconds > 0 and lines == []
+    assert set(plan.costs.passes) >= {1, 2, 4, 8, 32}
+    assert all(v > 0 for v in plan.costs.passes.values())
+    again, none = tune_now(engine, lines.append)
+    assert none == 0.0 and again.costs == plan.costs and lines == []
+    assert first == expected[:20]
+    assert generated(engine, 60) == expected  # whatever the controller does
+
+
+def test_pausing_and_drafting_in_turn_changes_no_token(engine, target):
+    expected = generated(Engine(target, 512), 200)
+    # The tree pays only where much is accepted, and here little is: pauses and probes follow.
+    plan = follow_costs(engine, engine.drafter, costs())
+    assert plan.shapes
+    assert generated(engine, 200) == expected
+    used = engine.drafter.controller.used
+    assert used[None] > 30 and len(used) > 1
+    assert engine.stats.passes == sum(used.values())
+    # Pairs of paused passes are shown to the head at the end: a follow-up finds them there.
+    assert len(engine.cached) - engine.shown <= 8
+    follow_up = [5, 6, 7, 8, *expected, 9, 10]
+    fresh = Engine(target, 512)
+    want = [t for ids in fresh.generate(follow_up, GREEDY, 30) for t in ids]
+    assert [t for ids in engine.generate(follow_up, GREEDY, 30) for t in ids] == want
+    assert engine.stats.cached_tokens > 190
+
+
+def test_ngrams_may_be_tuned_too(target, tmp_path):
+    engine = Engine(target, 512)
+    drafter = NgramDrafter()
+    drafter.tuning = Tuning(tmp_path / "costs.json", NGRAM_RANKS)
+    engine.use(drafter)
+    expected = generated(Engine(target, 512), 80)
+    plan, _ = tune_now(engine, print)
+    assert all(shape.topk == 1 for shape in plan.shapes)
+    assert generated(engine, 80) == expected
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text.replace('"torch"', '"tensor"'),
+        lambda text: text.replace(f'"{torch.__version__}"', '"1.0"'),
+        lambda text: text[:40],
+        lambda text: "[]",
+        lambda text: text.replace('"other"', '"best"'),
+        lambda text: json.dumps(json.loads(text) | {"costs": {"passes": 3}}),
+    ],
+)
+def test_a_table_that_does_not_fit_is_ignored_with_one_line(engine, damage):
+    path = engine.drafter.tuning.path
+    store_costs(path, engine, costs(), 1.0)
+    assert load_costs(path, engine, print) == costs()
+    path.write_text(damage(path.read_text()))
+    lines = []
+    assert load_costs(path, engine, lines.append) is None
+    assert len(lines) == 1 and "tuner" in lines[0] and "\n" not in lines[0]
+
+
+def test_another_thread_count_is_another_device(engine):
+    path = engine.drafter.tuning.path
+    store_costs(path, engine, costs(), 1.0)
+    threads = torch.get_num_threads()
+    lines = []
+    try:
+        torch.set_num_threads(threads + 1)
+        assert load_costs(path, engine, lines.append) is None
+    finally:
+        torch.set_num_threads(threads)
+    assert f"threads {threads}, now {threads + 1}" in lines[0]
+
+
+def test_a_fixed_tree_is_not_tuned(target):
+    engine = Engine(target, 512)
+    engine.use(EagleDrafter(random_head(target), TreeShape(3, 3, 8), 512))
+    assert tune_now(engine, print) is None
+
+
+def test_captured_cycles_are_what_is_timed(target, tmp_path):
+    """On a device that replays, every figure is that of a replay, and the answers stay the same."""
+    engine = captured_engine(target, 512)
+    drafter = EagleDrafter(random_head(target), TreeShape(3, 3, 8), 512)
+    drafter.tuning = Tuning(tmp_path / "costs.json", DEFAULT_RANKS)
+    engine.use(drafter)
+    expected = generated(Engine(target, 512), 60)
+    assert generated(engine, 20) == expected[:20]
+    held = list(engine.cached)
+    plan, _ = tune_now(engine, print)
+    assert engine.cached == held
+    # The fake device takes 1 ms for whatever it replays.
+    assert set(plan.costs.passes.values()) == set(plan.costs.first_level.values()) == {1.0}
+    assert set(plan.costs.cycles.values()) <= {1.0}
+    assert generated(engine, 60) == expected
+
+
+def test_a_full_context_makes_room_for_measuring(target):
+    engine = Engine(target, 64)
+    generated(engine, 60)
+    measurement = Measurement(engine, None)
+    assert measurement.verify(32) > 0 and engine.cached == []
+    assert generated(engine, 40) == generated(Engine(target, 64), 40)
