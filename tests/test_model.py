@@ -9,7 +9,7 @@ import torch
 
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.model import KEY_BLOCK, KVCache, LMHead, causal_mask
-from helpers import FAMILIES, make_hf_model
+from helpers import FAMILIES, make_hf_model, tiny_config
 
 TOLERANCE = 1e-4
 
@@ -140,16 +140,7 @@ def test_resize_keeps_what_fits():
     assert cache.n_slots == KEY_BLOCK and (cache.layers[1][0][:, :5] == 3).all()
 
 
-class Interrupted(list):
-    """A list whose second item cannot be set yet."""
-
-    def __setitem__(self, index, value):
-        if index == 1:
-            raise KeyboardInterrupt
-        super().__setitem__(index, value)
-
-
-def test_an_interrupted_resize_is_finished_by_the_next():
+def test_an_interrupted_resize_is_finished_by_the_next(monkeypatch):
     from fasteagle.config import ModelConfig
 
     config = ModelConfig(
@@ -165,16 +156,35 @@ def test_an_interrupted_resize_is_finished_by_the_next():
     cache = KVCache(config, 10, torch.float32, "cpu")
     for keys, values in cache.layers:
         keys[:, :5], values[:, :5] = 3.0, 4.0
-    layers, cache.layers = cache.layers, Interrupted(cache.layers)
+    calls, view = [], torch.from_dlpack
+
+    def interrupted(plane):
+        calls.append(plane)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return view(plane)
+
+    monkeypatch.setattr(torch, "from_dlpack", interrupted)
     with pytest.raises(KeyboardInterrupt):
         cache.resize(KEY_BLOCK + 1)
-    layers[0] = cache.layers[0]
-    cache.layers = layers
     for n_slots in (KEY_BLOCK + 1, 10):
         cache.resize(n_slots)
         assert {t.shape[1] for pair in cache.layers for t in pair} == {cache.n_slots}
         for keys, values in cache.layers:
             assert (keys[:, :5] == 3).all() and (values[:, :5] == 4).all()
+
+
+def test_layers_are_planes_of_one_tensor():
+    """Written through either, seen through both, and committed by one copy for all blocks."""
+    config = tiny_config(n_layer=2)
+    cache = KVCache(config, 10, torch.bfloat16, "cpu")
+    for layer, (keys, values) in enumerate(cache.layers):
+        keys[:, 4] = 1 + layer
+        values[:, 4] = 3 + layer
+    assert cache.rows[:, 0, 4, 0].tolist() == [1, 3, 2, 4]
+    cache.commit(torch.tensor([4, 4]), torch.tensor([0, 7]))
+    for layer, (keys, values) in enumerate(cache.layers):
+        assert (keys[:, [0, 7]] == 1 + layer).all() and (values[:, [0, 7]] == 3 + layer).all()
 
 
 def test_leads_that_bf16_rounds_away_still_decide():

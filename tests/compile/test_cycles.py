@@ -236,6 +236,7 @@ def test_a_sliding_window_in_the_whole_model():
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @needs_compiler
 def test_compiled_blocks_take_a_tree_view(target):
     other = random_target(tiny_config())
@@ -248,6 +249,7 @@ def test_compiled_blocks_take_a_tree_view(target):
         assert answer(engine) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(0.8, seed=3)], ids=str)
@@ -265,6 +267,7 @@ def test_compiled_pieces_are_the_eager_ones(target, head, params):
             assert engine.stats.path_lengths == eager.stats.path_lengths
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 @needs_compiler
 def test_an_empty_proposal_costs_one_row_on_a_cpu(target):

@@ -146,7 +146,7 @@ def test_without_a_head_the_context_is_searched(model, checkpoint):
 )
 def test_every_kind_of_drafter(model, checkpoint, head_dir, options, kind, rows):
     drafter, said = drafter_for(model, checkpoint, head=str(head_dir), **options)
-    assert isinstance(drafter, kind) and (rows is None or drafter.rows == rows)
+    assert isinstance(drafter, kind) and (rows is None or drafter.shape.rows == rows)
     assert len(said) == 1 and said[0].startswith(f"draft head {head_dir}: {drafter.name}")
 
 
@@ -210,7 +210,7 @@ def test_tree_files(tmp_path, model, checkpoint, head_dir):
     path.write_text("[[0], [1], [0, 0]]")
     assert read_tree(path) == ((0,), (1,), (0, 0))
     drafter, _ = drafter_for(model, checkpoint, head=str(head_dir), tree_file=str(path))
-    assert drafter.rows == 4 and drafter.depth == 2
+    assert drafter.shape.rows == 4 and drafter.shape.depth == 2
     for text in ("[0]", "{}x", '[["a"]]', "[[1.5]]"):
         path.write_text(text)
         with pytest.raises(FasteagleError, match="tree file"):
@@ -223,7 +223,7 @@ def test_multi_round_needs_every_rank(tmp_path, model, checkpoint, head_dir):
     path = tmp_path / "tree.json"
     path.write_text("[[0], [2]]")
     options = {"head": str(head_dir), "drafter": "eagle-static", "tree_file": str(path)}
-    assert drafter_for(model, checkpoint, **options)[0].rows == 3
+    assert drafter_for(model, checkpoint, **options)[0].shape.rows == 3
     with pytest.raises(FasteagleError, match="skips a rank"):
         drafter_for(model, checkpoint, **options, verify="multi-round")
 
@@ -231,8 +231,8 @@ def test_multi_round_needs_every_rank(tmp_path, model, checkpoint, head_dir):
 def test_a_drafter_can_be_resized_and_back(model, checkpoint, head_dir):
     drafter, _ = drafter_for(model, checkpoint, head=str(head_dir), noise="none")
     small = drafter.resized(1)
-    assert (small.rows, small.depth, small.noise) == (2, 1, "none")
-    assert drafter.resized(8).rows == 9 and drafter.depth == 3
+    assert (small.shape.rows, small.shape.depth, small.noise) == (2, 1, "none")
+    assert drafter.resized(8).shape.rows == 9 and drafter.shape.depth == 3
     with pytest.raises(FasteagleError, match="more than the"):
         drafter.resized(500)
 
