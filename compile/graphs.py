@@ -62,31 +62,34 @@ class CudaGraphs:
         side = torch.cuda.Stream(self._device)
         side.wait_stream(torch.cuda.current_stream(self._device))
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UPS):
-                step()
-                restore()
-            side.synchronize()
-            # Other threads may use the device meanwhile: a chat prepares in the background.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                step()
-            except BaseException:
-                self._abandon(graph)
-                raise
-            try:
-                graph.capture_end()
-            except BaseException:
-                self._close_pool()
-                raise
-        torch.cuda.current_stream(self._device).wait_stream(side)
+        try:
+            with torch.cuda.stream(side):
+                for _ in range(WARM_UPS):
+                    step()
+                    restore()
+                side.synchronize()
+                # Other threads may use the device meanwhile: a chat prepares in the background.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    step()
+                except BaseException:
+                    self._abandon(graph)
+                    raise
+                self._end(graph)
+        finally:
+            torch.cuda.current_stream(self._device).wait_stream(side)
         return graph.replay
 
-    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
         try:
             graph.capture_end()
-        except RuntimeError:  # the capture is invalid, as expected
+        except BaseException:
             self._close_pool()
+            raise
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        with contextlib.suppress(RuntimeError):  # the capture is invalid, as expected
+            self._end(graph)
 
     def _close_pool(self) -> None:
         """`capture_end` raises before it ends the allocation to the pool, which would go on."""

@@ -177,12 +177,15 @@ class Engine:
     def spec(self, shape: AnyShape | None, kind: DrawKind) -> CycleSpec:
         """The variant of the cycle with a tree of `shape`, None for plain decoding."""
         drafter = self.drafter
+        reads = drafter is not None and drafter.reads_features
+        if shape is None:
+            return CycleSpec(None, self.plain_rows, int(reads), kind)
         width = 0
-        if drafter is not None and drafter.reads_features:
+        if drafter is not None and reads:
             # Ahead of the host, the pairs of any tree may be pending.
-            shapes = drafter.shapes() if self.runner.ahead or shape is None else [shape]
+            shapes = drafter.shapes() if self.runner.ahead else [shape]
             width = max(s.depth for s in shapes) + 1
-        return CycleSpec(shape, self.plain_rows if shape is None else shape.rows, width, kind)
+        return CycleSpec(shape, shape.rows, width, kind)
 
     def _most_pending(self, launched: deque[CycleSpec]) -> int:
         """Committed positions that the draft head will not have seen, at most."""

@@ -40,7 +40,8 @@ class CycleSpec:
     """What is fixed in one variant of the cycle; everything else is a value on the device.
 
     `shape` None: plain decoding, a tree that is only the root, padded to `rows` rows. `width` is
-    how many pending pairs the draft head is run on, 0 where the drafter reads no features.
+    how many pending pairs the draft head is run on. Plain decoding does not run it: there 1 says
+    that pairs are kept for it. 0: the drafter reads no features.
     """
 
     shape: AnyShape | None
