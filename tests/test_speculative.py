@@ -355,11 +355,20 @@ def test_pieces_compile_whole(target, head):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("params", [GREEDY, SamplingParams(0.8, seed=3)], ids=str)
-def test_the_whole_cycle_is_one_graph_whatever_the_length(target, head, params):
+@pytest.mark.parametrize(
+    ("names", "params"),
+    [
+        (("eagle 3-4-7", "static two levels", "ngram"), GREEDY),
+        pytest.param(None, GREEDY, marks=pytest.mark.slow),
+        pytest.param(None, SamplingParams(0.8, seed=3), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_whole_cycle_is_one_graph_whatever_the_length(target, head, names, params):
     """No break, nothing read by the host; the committed length is a value, not another graph."""
     kind, _ = drawing(params, target.config.vocab_size)
-    for drafter in drafters(target, head).values():
+    made = drafters(target, head)
+    for drafter in (made[name] for name in names or made):
         torch._dynamo.reset()
         drafter.reserve(256)
         fast, slow = empty_state(target), empty_state(target)

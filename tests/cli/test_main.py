@@ -108,6 +108,7 @@ def test_prompt_from_standard_input(tiny_dir):
     assert invoke(*arguments, stdin=text).stdout_bytes == expected
 
 
+@pytest.mark.slow
 def test_a_locale_without_utf8_still_prints(tiny_dir):
     env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     arguments = ("chat", "--model", tiny_dir, "-p", "東京", "--max-new-tokens", 5)

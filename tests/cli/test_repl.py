@@ -321,6 +321,7 @@ def test_too_long_a_question_leaves_the_conversation_as_it_was(terminal):
     assert "prefill" in terminal.ask("short again", r"prefill[^\n]*\n>>> $")
 
 
+@pytest.mark.slow
 def test_history_is_kept_between_sessions(tiny_dir):
     for line in ("first question", "second question"):
         terminal = Terminal("--model", tiny_dir, "--no-compile", "--max-new-tokens", 2)
@@ -346,6 +347,7 @@ BlockCompiler._warm_up = compile_again_and_again
 """
 
 
+@pytest.mark.slow
 def test_leaving_while_compilation_goes_on(tiny_dir):
     terminal = Terminal("--model", tiny_dir, "--max-new-tokens", 2, before=ENDLESS)
     terminal.wait_for(">>> $")
@@ -354,6 +356,7 @@ def test_leaving_while_compilation_goes_on(tiny_dir):
     assert terminal.close() == 0
 
 
+@pytest.mark.slow
 def test_switching_speculation(tiny_dir):
     terminal = Terminal(
         "--model", tiny_dir, "--no-compile", "--max-new-tokens", 80, "--drafter", "ngram"
