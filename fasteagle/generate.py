@@ -75,8 +75,9 @@ class Engine:
 
     def use(self, drafter: Drafter | None) -> None:
         """Draft with `drafter` from the next answer on, or not at all."""
-        if drafter is not None and max(s.depth for s in drafter.shapes()) > MAX_DEPTH:
-            raise FasteagleError(f"tree-depth is out of range: use at most {MAX_DEPTH}")
+        deepest = 0 if drafter is None else max(shape.depth for shape in drafter.shapes())
+        if deepest > MAX_DEPTH:
+            raise FasteagleError(f"tree-depth {deepest} is out of range: use at most {MAX_DEPTH}")
         self.shown = 0  # whatever it has seen may have been another conversation
         self.drafter = drafter
 

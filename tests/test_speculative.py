@@ -13,6 +13,7 @@ from fasteagle.drafting.base import Controlled
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.static_tree import StaticTreeDrafter
+from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.model import Transformer
 from fasteagle.options import SamplingParams
@@ -257,6 +258,12 @@ def test_ends_in_the_middle_of_an_accepted_path(target, params):
         assert tokens(made, follow_up, params, 9) == tokens(
             Engine(target, 512), follow_up, params, 9
         )
+
+
+def test_a_tree_deeper_than_the_state_has_room_for(target, head):
+    with pytest.raises(FasteagleError, match="tree-depth 64 is out of range: use at most 63"):
+        Engine(target, 512, drafter=EagleDrafter(head, TreeShape(64, 1, 64), 512))
+    assert tokens(Engine(target, 512, drafter=EagleDrafter(head, TreeShape(63, 1, 63), 512)), n=9)
 
 
 SHALLOW = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0))
