@@ -276,8 +276,7 @@ class Engine:
     @torch.no_grad()
     def features(self, ids: Sequence[int]) -> Tensor:
         """Features [len(ids), D] of every token of a text, for training; forgets the cache."""
-        self.cached.clear()
-        self.shown = 0
+        self.restart()
         self.reserve(len(ids))
         starts = range(0, len(ids), PREFILL_CHUNK)
         return torch.cat([self._run(ids[at : at + PREFILL_CHUNK], at) for at in starts])

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from fasteagle.drafting.draft_head import Prediction
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.shapes import TreeShape
 from fasteagle.state import CycleSpec, DecodeState
-from fasteagle.tree import DraftTree, rerank
+from fasteagle.tree import Pool
 
 
 class AblatedDrafter(EagleDrafter):
@@ -23,13 +22,12 @@ class AblatedDrafter(EagleDrafter):
     def child_scores(self, scores: Tensor, logp: Tensor) -> Tensor:
         return torch.minimum(logp if self.by_confidence else scores + logp, scores)
 
-    def propose(self, prediction: Prediction, state: DecodeState, spec: CycleSpec) -> DraftTree:
-        assert isinstance(spec.shape, TreeShape), "the engine asks for shapes of this drafter"
-        pool = self.expand(prediction, state, spec)
-        if not self.reranks:
-            order = torch.arange(len(pool.scores), 0, -1, device=pool.scores.device)
-            pool = pool._replace(scores=order)
-        return rerank(pool, state.root, spec.shape.nodes)
+    def expand(self, prediction: Prediction, state: DecodeState, spec: CycleSpec) -> Pool:
+        pool = super().expand(prediction, state, spec)
+        if self.reranks:
+            return pool
+        order = torch.arange(len(pool.scores), 0, -1, device=pool.scores.device)
+        return pool._replace(scores=order)
 
 
 def ablated(drafter: EagleDrafter, by_confidence: bool, reranks: bool) -> AblatedDrafter:

@@ -241,13 +241,10 @@ def _drafter(
     else:
         drafter = make_drafter(prepared.name, engine, checkpoint, draft, lambda line: None)
     by_confidence = options.tree_value == "confidence"
-    if (by_confidence or not options.rerank) and isinstance(drafter, EagleDrafter):
-        return (
-            drafter
-            if draft.drafter != "eagle"
-            else ablated(drafter, by_confidence=by_confidence, reranks=options.rerank)
-        )
-    return drafter
+    unchanged = options.rerank and not by_confidence
+    if unchanged or draft.drafter != "eagle" or not isinstance(drafter, EagleDrafter):
+        return drafter
+    return ablated(drafter, by_confidence=by_confidence, reranks=options.rerank)
 
 
 def _warm_up(rows: Sequence[Row], question: Question, tokenizer: ChatTokenizer) -> None:
