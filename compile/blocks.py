@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fasteagle.compile.cpu_blocks import is_native, is_native_block
 from fasteagle.compile.cycles import CycleCompiler
 from fasteagle.model import KEY_BLOCK, Block, Transformer, attend, run_blocks
-from fasteagle.paths import cache_dir
+from fasteagle.paths import compiled_dir
 from fasteagle.tree import TreeView
 
 LONGEST_SPAN = 6  # blocks; longer ones take longer to compile and gained nothing more
@@ -31,16 +32,10 @@ LONG_REDUCTION = 4096
 
 
 def configure() -> None:
-    """Keep compiled code in the user cache, unless the person has named another place.
-
-    Inductor reads the place from the environment, and writes its default there on import.
-    """
-    from torch._inductor.runtime.runtime_utils import default_cache_dir
-
+    """Keep compiled code where `compiled_dir` says."""
     # Target and head blocks, one or several rows, short and long caches, by precision.
     torch._dynamo.config.recompile_limit = max(256, torch._dynamo.config.recompile_limit)
-    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_dir() / "inductor")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compiled_dir())
 
 
 def missing_compiler() -> str | None:
@@ -103,7 +98,8 @@ class BlockCompiler:
     def apply(self) -> bool:
         """Switch the model's blocks to compiled code if it is ready; true if they now use it."""
         if self.ready and not self._applied:
-            self._model.run_blocks = self._run_spans
+            if not is_native(self._model):
+                self._model.run_blocks = self._run_spans
             if self._cycles is not None:
                 self._cycles.apply()
             self._applied = True
@@ -150,6 +146,10 @@ class BlockCompiler:
             slots.append(2 * LONG_REDUCTION)
         for S in slots:
             for T in (1, 5):
+                for block in self._extra_blocks:
+                    self._forward(block, *self._inputs(block, T, S), *self._layer(block, S))
+                if is_native(self._model):
+                    continue
                 blocks = list(self._model.blocks)[: self._span]
                 layers = [self._layer(block, S) for block in blocks]
                 *rows, mask = self._inputs(blocks[0], T, S)
@@ -157,8 +157,6 @@ class BlockCompiler:
                 view = self._view(T)
                 if self._model.visible_keys(view, S) is view:  # kernels take it as it is
                     self._compiled(blocks, layers, *rows, view)
-                for block in self._extra_blocks:
-                    self._forward(block, *self._inputs(block, T, S), *self._layer(block, S))
         # The head's block first: compiled drafting is traced with it in place.
         head_block: Any
         for head_block in self._extra_blocks:
@@ -179,7 +177,8 @@ class BlockCompiler:
 
     @property
     def _extra_blocks(self) -> list[Block]:
-        return [] if self._head_block is None else [self._head_block]
+        head_block = self._head_block
+        return [] if head_block is None or is_native_block(head_block) else [head_block]
 
     def _layer(self, block: Block, S: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one block."""

@@ -87,6 +87,7 @@ class AnswerOptions:
         _require(all(self.stop), "a stop string is empty: leave it out")
 
 
+CPU_KERNELS = ("auto", "native", "aten")
 LM_HEAD_BITS = {"int8": 8, "int4": 4, "keep": 16}
 
 
@@ -107,6 +108,9 @@ class RuntimeOptions:
     # "int4", "int8" or the name of a scheme; None: as the checkpoint is
     quant: str | None = option(None, "A scheme by name: int4-g64, int4-g128-hqq, int4-g32-gptq ...")
     lm_head: str = option("int8", "Of a quantized model: int8, int4 or keep.")  # keep: 16 bits
+    cpu_kernels: str = option(
+        "auto", "Of quantized weights on a CPU: auto, native (our own) or aten (torch's)."
+    )
     backend: str = option(
         "fasteagle", "fasteagle, or torchao's own formats and kernels.", flag="--quant-backend"
     )
@@ -127,6 +131,10 @@ class RuntimeOptions:
         _require(
             self.backend in ("fasteagle", "torchao"),
             f"quant-backend {self.backend!r} is unknown: use fasteagle or torchao",
+        )
+        _require(
+            self.cpu_kernels in CPU_KERNELS,
+            f"cpu-kernels {self.cpu_kernels!r} is unknown: use {', '.join(CPU_KERNELS)}",
         )
         _require(
             self.backend == "fasteagle" or self.quant is not None,

@@ -17,6 +17,17 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fasteagle"
 
 
+def compiled_dir() -> Path:
+    """Compiled code, in the user cache unless the person has named another place.
+
+    Inductor reads that place from the environment, and writes a default there on import.
+    """
+    named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if named is None or Path(named).name.startswith("torchinductor_"):
+        return cache_dir() / "inductor"
+    return Path(named)
+
+
 def state_dir() -> Path:
     """What a person typed: the chat history file."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "fasteagle"

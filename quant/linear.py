@@ -1,8 +1,8 @@
 """Linears over quantized weights: each holds its weight once, in the layout its kernel reads.
 
-CPU, bf16: ATen's int4 and int8 products, called directly: Inductor emits them as plain calls,
-while a custom op would cost 25 us of Python for each of 120 calls per pass. CUDA: our own
-kernels. fp32 on the CPU has no fast kernel; there the weight is dequantized once, exactly.
+CPU: our kernels (`cpu_linear`) where they could be built. Without them ATen's int4 and int8
+products in bf16; in fp32 ATen has none, and the weight is dequantized once, exactly. CUDA: our own
+kernels.
 
 Shapes: T rows, N outputs, K inputs, G groups in a row.
 """
@@ -14,18 +14,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fasteagle.model import sharpen
+from fasteagle.quant.cpu_linear import NativeLinear, fits
 from fasteagle.quant.cuda_linear import PlanesLinear
 from fasteagle.quant.packed import PackedWeight
 
 
 def make_linear(
-    weight: PackedWeight, bias: Tensor | None, device: torch.device | str, dtype: torch.dtype
+    weight: PackedWeight,
+    bias: Tensor | None,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    native: bool = False,
 ) -> nn.Module:
-    """A module that maps [T, K] to [T, N] in `dtype`, on any device."""
+    """A module that maps [T, K] to [T, N] in `dtype`, on any device.
+
+    `native`: on a CPU, by our kernels, which are loaded (`cpu_build`).
+    """
     device = torch.device(device)
     bias = None if bias is None else bias.to(device, dtype)
     if device.type == "cuda":
         return PlanesLinear(weight.to(device), bias)
+    if native and fits(weight):
+        return NativeLinear(weight, bias)
     if dtype == torch.bfloat16 and weight.bits == 4:
         return Int4Linear(weight, bias)
     if dtype == torch.bfloat16 and weight.group_size == weight.shape[1]:
@@ -113,6 +123,8 @@ class QuantizedLMHead(nn.Module):
         self.linear = linear
 
     def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.linear, NativeLinear):
+            return self.linear.exact(x)
         logits = self.linear(x)
         if logits.dtype == torch.float32 or not isinstance(self.linear, Int8Linear):
             return logits.float()

@@ -23,7 +23,7 @@ from fasteagle.bench.rows import Decoder, EngineDecoder, HFDecoder, Row, Spent
 from fasteagle.bench.simulate import check_simulation, dummy_drafter, wants_dummy_head
 from fasteagle.compile.costs import choose_plain_rows, tune_now
 from fasteagle.compile.graphs import make_engine
-from fasteagle.device import TORCH_DTYPES, available_bytes, pick_device
+from fasteagle.device import TORCH_DTYPES, available_bytes, pick_device, pick_dtype
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.controller import Controller
 from fasteagle.drafting.eagle import EagleDrafter
@@ -47,7 +47,7 @@ from fasteagle.sampling import DrawKind
 from fasteagle.shapes import AnyShape
 
 DEFAULT_ROWS = ("hf", "plain", "eagle")
-PRECISIONS = ("bf16", "fp16", "fp32", "int8", "int4", "a scheme like int4-g64-hqq")
+PRECISIONS = ("auto", "bf16", "fp16", "fp32", "int8", "int4", "a scheme like int4-g64-hqq")
 WARM_UP_TOKENS = 16
 
 
@@ -57,7 +57,7 @@ class BenchOptions:
 
     model: str = DEFAULT_MODEL
     rows: tuple[str, ...] = DEFAULT_ROWS
-    precisions: tuple[str, ...] = ("bf16",)
+    precisions: tuple[str, ...] = ("auto",)
     data: Path | None = None
     limit: int | None = None
     max_new_tokens: int = 128
@@ -181,26 +181,32 @@ def _fitting_groups(
 
 def _build_rows(precision: str, options: BenchOptions, prepared: PreparedModel) -> list[Row]:
     """The rows of one precision; ours share one copy of the weights, transformers has its own."""
-    config, dtype, scheme = prepared.checkpoint.config, prepared.dtype, prepared.scheme
-    specs = [spec for spec in options.specs if not (scheme and spec.is_hf)]
+    config, scheme = prepared.checkpoint.config, prepared.scheme
+    dense = pick_dtype("auto", prepared.device) if precision == "auto" else prepared.dtype_name
+    keeps_theirs = scheme is None or precision == "auto"  # in dense weights
+    if precision == "auto":
+        precision = f"int{scheme.bits}" if scheme else prepared.dtype_name
+    specs = [spec for spec in options.specs if keeps_theirs or not spec.is_hf]
     theirs = base = None
     if any(spec.is_hf for spec in specs):
-        theirs = hf_model(prepared.checkpoint, dtype, prepared.device)
+        theirs = hf_model(prepared.checkpoint, TORCH_DTYPES[dense], prepared.device)
     if not all(spec.is_hf for spec in specs):
         base = prepared.engine()
-    rows = [
-        Row(
+    rows = []
+    for spec in specs:
+        held, name = (None, dense) if spec.is_hf else (scheme, prepared.dtype_name)
+        size = TORCH_DTYPES[name].itemsize
+        row = Row(
             spec.label,
-            precision,
+            dense if spec.is_hf else precision,
             _decoder(spec, theirs, base, prepared, options),
-            weight_bytes=Storage.of(scheme, dtype.itemsize).pass_bytes(config),
-            kv_bytes=config.kv_bytes(1, dtype.itemsize),
-            scheme=scheme,
-            dtype=prepared.dtype_name,
+            weight_bytes=Storage.of(held, size).pass_bytes(config),
+            kv_bytes=config.kv_bytes(1, size),
+            scheme=held,
+            dtype=name,
             simulated_tau=options.simulate_tau if spec.has_head else None,
         )
-        for spec in specs
-    ]
+        rows.append(row)
     engines = [row.decoder.engine for row in rows if isinstance(row.decoder, EngineDecoder)]
     params = options.params
     if options.compile and all(compile_now(engine, params) for engine in engines):

@@ -18,7 +18,7 @@ from fasteagle.drafting.base import Drafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.find_head import head_shape, tree_drafter
-from fasteagle.loading.source import quantize_head_
+from fasteagle.loading.source import has_native, quantize_head_
 from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint
 from fasteagle.model import KEY_BLOCK, EagleHead
 from fasteagle.options import DraftOptions
@@ -71,7 +71,8 @@ def dummy_drafter(
     head.borrow(engine.model, engine.max_seq_len + KEY_BLOCK)
     scheme = checkpoint.scheme
     if scheme is not None:
-        quantize_head_(head, dataclasses.replace(scheme, method="minmax"))
+        minmax = dataclasses.replace(scheme, method="minmax")
+        quantize_head_(head, minmax, has_native(engine.model))
     quantized_on_cpu = scheme is not None and engine.on_cpu
     return tree_drafter(head, draft, engine.max_seq_len, quantized_on_cpu)
 

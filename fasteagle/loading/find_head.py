@@ -23,7 +23,7 @@ from fasteagle.generate import Engine
 from fasteagle.loading import hub
 from fasteagle.loading.head_file import load_head, read_header
 from fasteagle.loading.registry import REGISTRY
-from fasteagle.loading.source import quantize_head_
+from fasteagle.loading.source import has_native, quantize_head_
 from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint, fingerprint, read_json
 from fasteagle.model import KEY_BLOCK, EagleHead
 from fasteagle.options import DraftOptions
@@ -156,7 +156,11 @@ def _eagle(
     judged = (header or {}).get("head_scheme")
     if scheme is not None and judged != "bf16":
         # Calibration measures the head with min-max values, whatever method the target has.
-        quantize_head_(head, dataclasses.replace(scheme, method="minmax") if judged else scheme)
+        quantize_head_(
+            head,
+            dataclasses.replace(scheme, method="minmax") if judged else scheme,
+            has_native(engine.model),
+        )
     quantized_on_cpu = scheme is not None and engine.on_cpu
     drafter = tree_drafter(head, options, engine.max_seq_len, quantized_on_cpu)
     if options.auto_tree and isinstance(drafter, EagleDrafter):
@@ -176,7 +180,9 @@ def _ngram(engine: Engine, checkpoint: Checkpoint) -> NgramDrafter:
 
 def _precision(engine: Engine, checkpoint: Checkpoint) -> str:
     scheme = checkpoint.scheme
-    return scheme.name if scheme else str(engine.dtype).removeprefix("torch.")
+    if scheme is None:
+        return str(engine.dtype).removeprefix("torch.")
+    return f"{scheme.name}-native" if has_native(engine.model) else scheme.name
 
 
 def _ready_head(

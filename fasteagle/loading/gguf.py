@@ -142,14 +142,16 @@ class GGUFFile(Checkpoint):
 
     @property
     def own_scheme(self) -> Scheme | None:
-        """A file may mix formats: it counts as 4 bits if every block linear has 4.
+        """A file may mix formats: it counts as 4 bits if every block linear has 4, so with 8.
 
-        Not the `scheme` it runs in: unless asked, the dequantized values run dense.
+        Not the `scheme` it runs in: asked for another precision, the dequantized values run.
         """
         if self.scheme is not None:
             return self.scheme
         linears = {kind for name, kind in self.kinds().items() if is_block_linear(name)}
-        return Scheme(4, 32, "own") if linears <= {"Q4_0", "Q4_1"} else None
+        if linears <= {"Q4_0", "Q4_1"}:
+            return Scheme(4, 32, "own")
+        return Scheme(8, 32, "own") if linears == {"Q8_0"} else None
 
     def packed(self, name: str) -> PackedWeight | None:
         """The tensor's stored 4- or 8-bit values, without rounding; None for other types."""

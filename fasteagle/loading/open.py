@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from fasteagle.compile import BlockCompiler
+from fasteagle.compile.cpu_blocks import use_native_blocks
 from fasteagle.compile.cycles import CycleCompiler
 from fasteagle.compile.graphs import make_engine
 from fasteagle.compile.tree_attention import has_kernel, use_tree_attention
@@ -33,6 +34,7 @@ from fasteagle.loading.torchao_backend import quantize_with_torchao
 from fasteagle.options import RuntimeOptions, SamplingParams
 from fasteagle.paths import cache_dir
 from fasteagle.prompts import read_conversations
+from fasteagle.quant import cpu_build
 from fasteagle.quant.scheme import Scheme, parse_scheme
 from fasteagle.sampling import DrawKind
 
@@ -53,16 +55,20 @@ class OpenedModel:
     ) -> PreparedModel:
         """The weights as `options` ask for them; where it must be, they are quantized now.
 
+        Where they ask for neither a scheme nor a dtype, files that hold 4 or 8 bits run in these.
         Raises `FasteagleError` for schemes that do not fit the model or contradict its own.
         """
         checkpoint = self.checkpoint
+        quant = options.quant
+        if quant is None and options.dtype == "auto" and checkpoint.own_scheme is not None:
+            quant = f"int{checkpoint.own_scheme.bits}"  # as the files hold it
         if options.backend == "torchao" and options.quant is not None:
             scheme: Scheme | None = parse_scheme(
                 options.quant, checkpoint.config, options.head_bits
             )
         else:
             texts = functools.partial(self.gptq_texts, notify)
-            checkpoint = with_scheme(checkpoint, options.quant, options.head_bits, notify, texts)
+            checkpoint = with_scheme(checkpoint, quant, options.head_bits, notify, texts)
             scheme = checkpoint.scheme
         device = pick_device(options.device)
         dtype_name = pick_dtype(options.dtype, device, scheme is not None)
@@ -175,7 +181,10 @@ def build_engine(
     """
     max_seq_len = options.seq_len_for(checkpoint.config.max_seq_len, name)
     dtype = TORCH_DTYPES[dtype_name]
-    linears = Linears(checkpoint, device, dtype) if checkpoint.scheme is not None else None
+    native = checkpoint.scheme is not None and use_native(options, device)
+    linears = None
+    if checkpoint.scheme is not None:
+        linears = Linears(checkpoint, device, dtype, native)
     model = load_model(
         checkpoint,
         dtype=dtype,
@@ -186,9 +195,23 @@ def build_engine(
     )
     if options.backend == "torchao" and options.quant:
         quantize_with_torchao(model, options.quant, options.head_bits)
-    if has_kernel(checkpoint.config, dtype, device):
+    if native:
+        use_native_blocks(model)
+    elif has_kernel(checkpoint.config, dtype, device):
         use_tree_attention(model)
     return make_engine(model, max_seq_len)
+
+
+def use_native(options: RuntimeOptions, device: torch.device) -> bool:
+    """Whether quantized weights run by our CPU kernels, which are loaded then; a line if not."""
+    if device.type != "cpu" or options.cpu_kernels == "aten":
+        return False
+    if not cpu_build.is_built():
+        note("compiling the CPU kernels (once, about half a minute) ...")
+    why_not = cpu_build.available(options.cpu_kernels)
+    if why_not is not None:
+        note(f"warning: slower CPU kernels, torch's own, are used: {why_not}")
+    return why_not is None
 
 
 def start_compiler(engine: Engine, params: SamplingParams | None = None) -> BlockCompiler:
@@ -214,7 +237,12 @@ def compile_now(engine: Engine, params: SamplingParams | None = None) -> bool:
 
 
 def precision_options(runtime: RuntimeOptions, precision: str) -> RuntimeOptions:
-    """`runtime` for a precision by name: bf16, fp16, fp32, a scheme, or one with "-torchao"."""
+    """`runtime` for a precision by name: auto, bf16, fp16, fp32, a scheme, or one with "-torchao".
+
+    auto: as the model's files hold it.
+    """
+    if precision == "auto":
+        return dataclasses.replace(runtime, dtype="auto", quant=None)
     if precision in TORCH_DTYPES:
         return dataclasses.replace(runtime, dtype=precision, quant=None, backend="fasteagle")
     name = precision.removesuffix(TORCHAO)

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from fasteagle.compile.cpu_blocks import use_native_block
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.tensors import Checkpoint
 from fasteagle.model import EagleHead
 from fasteagle.quant.linear import Permuted, QuantizedLMHead, SideBySide, make_linear
-from fasteagle.quant.packed import stack
+from fasteagle.quant.cpu_linear import NativeLinear
+from fasteagle.quant.packed import PackedWeight, stack
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import GROUP_SIZES, Scheme
 
@@ -20,11 +22,18 @@ class Linears:
     """Makes the quantized modules that `checkpoint.load_model` asks for."""
 
     def __init__(
-        self, checkpoint: Checkpoint, device: torch.device | str, dtype: torch.dtype
+        self,
+        checkpoint: Checkpoint,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        native: bool = False,
     ) -> None:
         assert checkpoint.scheme is not None, "the linears of other checkpoints are dense"
         self.checkpoint, self.scheme = checkpoint, checkpoint.scheme
-        self.device, self.dtype = device, dtype
+        self.device, self.dtype, self.native = device, dtype, native
+
+    def _made(self, weight: PackedWeight, bias: Tensor | None) -> nn.Module:
+        return make_linear(weight, bias, self.device, self.dtype, self.native)
 
     def weight_bytes(self) -> int:
         """Bytes of the weights on the device."""
@@ -43,12 +52,12 @@ class Linears:
             )
         orders = [self.checkpoint.columns(name) for name in names]
         if all(_same(order, orders[0]) for order in orders):
-            made = make_linear(stack(parts), bias, self.device, self.dtype)
+            made = self._made(stack(parts), bias)
             return made if orders[0] is None else Permuted(made, orders[0].to(self.device))
         biases = [None] * len(parts) if bias is None else bias.split([p.shape[0] for p in parts])
         made_each = []
         for part, own_bias, order in zip(parts, biases, orders, strict=True):
-            one = make_linear(part, own_bias, self.device, self.dtype)
+            one = self._made(part, own_bias)
             made_each.append(one if order is None else Permuted(one, order.to(self.device)))
         return SideBySide(made_each)
 
@@ -57,13 +66,14 @@ class Linears:
         bits = self.scheme.head_bits
         tied = self.checkpoint.config.tie_embeddings
         name = "model.embed_tokens.weight" if tied else "lm_head.weight"
-        own = None if tied else self.checkpoint.packed(name)
-        if own is not None:
-            return QuantizedLMHead(make_linear(own, None, self.device, self.dtype))
+        own = self.checkpoint.packed(name)
+        # Only our kernels have groups at 8 bits, and a tied table may be asked for in other bits.
+        if own is not None and (not tied or (self.native and own.bits == bits)):
+            return QuantizedLMHead(self._made(own, None))
         if bits == 16:
             return None
         weight = quantize_weight(self.checkpoint.load(name), head_scheme(self.scheme))
-        return QuantizedLMHead(make_linear(weight, None, self.device, self.dtype))
+        return QuantizedLMHead(self._made(weight, None))
 
 
 def head_scheme(scheme: Scheme) -> Scheme:
@@ -71,27 +81,30 @@ def head_scheme(scheme: Scheme) -> Scheme:
     return Scheme(8) if scheme.head_bits == 8 else Scheme(4, scheme.group_size or 32, "minmax")
 
 
-def quantize_(module: nn.Module, scheme: Scheme) -> nn.Module:
+def quantize_(module: nn.Module, scheme: Scheme, native: bool = False) -> nn.Module:
     """Replace every `nn.Linear` inside `module` by a quantized one, in place.
 
     Raises `FasteagleError` where a group does not divide a linear's inputs.
     """
     for name, child in list(module.named_children()):
         if isinstance(child, nn.Linear):
-            setattr(module, name, quantize_linear(child, scheme))
+            setattr(module, name, quantize_linear(child, scheme, native))
         else:
-            quantize_(child, scheme)
+            quantize_(child, scheme, native)
     return module
 
 
-def quantize_head_(head: EagleHead, scheme: Scheme) -> None:
+def quantize_head_(head: EagleHead, scheme: Scheme, native: bool = False) -> None:
     """Quantize a draft head after `borrow`: its linears, `fc` included, and its LM head rows.
 
     A trimmed LM head becomes 8 bits, or 4 like the target's; a full one is the target's module.
+    `native`: by our CPU kernels, as the target is.
     """
-    quantize_(head, scheme)
+    quantize_(head, scheme, native)
+    if native:
+        use_native_block(head.block)
     if isinstance(head.lm_head, nn.Linear) and scheme.head_bits != 16:
-        head.use_lm_head(quantize_linear(head.lm_head, head_scheme(scheme)))
+        head.use_lm_head(quantize_linear(head.lm_head, head_scheme(scheme), native))
 
 
 def fitting_scheme(scheme: Scheme, n_inputs: int) -> Scheme:
@@ -103,12 +116,17 @@ def fitting_scheme(scheme: Scheme, n_inputs: int) -> Scheme:
     return Scheme(scheme.bits, group, method)
 
 
-def quantize_linear(linear: nn.Linear, scheme: Scheme) -> nn.Module:
+def quantize_linear(linear: nn.Linear, scheme: Scheme, native: bool = False) -> nn.Module:
     """The quantized form of a dense linear, in groups that divide its inputs."""
     weight = linear.weight.detach()
     packed = quantize_weight(weight, fitting_scheme(scheme, weight.shape[1]))
     bias = None if linear.bias is None else linear.bias.detach()
-    return make_linear(packed, bias, weight.device, weight.dtype)
+    return make_linear(packed, bias, weight.device, weight.dtype, native)
+
+
+def has_native(target: nn.Module) -> bool:
+    """Whether a model has linears of our CPU kernels."""
+    return any(isinstance(module, NativeLinear) for module in target.modules())
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:

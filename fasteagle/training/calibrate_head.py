@@ -49,9 +49,9 @@ MIN_CONVERSATIONS = 24
 
 def calibrate_head(model: str, runtime: RuntimeOptions, options: CalibrateOptions) -> None:
     """Fit the head of `model` to its quantized weights and write it where chat finds it."""
-    if runtime.quant is None:
-        runtime = dataclasses.replace(runtime, quant="int4-g64")
     opened = open_model(model)
+    if runtime.quant is None and opened.checkpoint.own_scheme is None:
+        runtime = dataclasses.replace(runtime, quant="int4-g64")
     prepared = opened.prepared(runtime)
     identity = fingerprint(prepared.checkpoint)
     found = find_head(options.head, opened.name, identity)

@@ -15,7 +15,7 @@ from fasteagle.compile.graphs import make_engine
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.generate import Engine
 from fasteagle.loading.open import compile_now
-from fasteagle.loading.source import quantize_head_
+from fasteagle.loading.source import has_native, quantize_head_
 from fasteagle.model import EagleHead
 from fasteagle.options import DraftOptions, SamplingParams
 from fasteagle.prompts import Conversation
@@ -62,7 +62,7 @@ def ready_head(head: EagleHead, engine: Engine, scheme: Scheme | None) -> EagleH
     ready.requires_grad_(False)
     ready.borrow(engine.model, engine.max_seq_len)
     if scheme is not None:
-        quantize_head_(ready, scheme)
+        quantize_head_(ready, scheme, has_native(engine.model))
     return ready
 
 

@@ -1,0 +1,129 @@
+"""Decoder blocks as one call of our CPU kernels, where all of their linears are in its layout.
+
+The model file stays as it is: `use_native_blocks` changes a target from outside, and its draft
+head. Results are those of `model.Block` but for activations in 8 bits; see `cpu_kernels.cpp`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fasteagle.model import Block, Cast, RMSNorm, Transformer
+from fasteagle.quant.cpu_linear import BLOCK, NativeLinear, NativeNorm
+from fasteagle.tree import TreeView
+
+MAX_HEAD_DIM = 256
+
+
+def fits(block: Block) -> bool:
+    """Whether the kernels can run this block."""
+    attention, mlp = block.attention, block.mlp
+    linears = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
+    return (
+        all(isinstance(linear, NativeLinear) for linear in linears)
+        and all(linear.in_features % BLOCK == 0 for linear in linears)
+        and attention.head_dim % 16 == 0
+        and attention.head_dim <= MAX_HEAD_DIM
+        and attention.out.bias is None
+    )
+
+
+class NativeBlock:
+    """What the kernels read of one block: nine tensors, empty where it has none."""
+
+    def __init__(self, block: Block) -> None:
+        assert fits(block), "see fits"
+        attention, mlp = block.attention, block.mlp
+        self.tensors: list[Tensor] = [
+            _scale(block.attention_norm),
+            attention.qkv.packed,
+            torch.empty(0) if attention.qkv.bias is None else attention.qkv.bias,
+            _scale(attention.q_norm),
+            _scale(attention.k_norm),
+            attention.out.packed,
+            _scale(block.mlp_norm),
+            mlp.gate_up.packed,
+            mlp.down.packed,
+        ]
+        self.n_head, self.eps = attention.n_head, block.mlp_norm.eps
+
+
+def _scale(norm: nn.Module) -> Tensor:
+    if isinstance(norm, RMSNorm):
+        return norm.weight.detach().float()
+    assert isinstance(norm, (Cast, nn.Identity)), "a block's norms are RMSNorm"
+    return torch.empty(0)
+
+
+def use_native_blocks(target: Transformer) -> bool:
+    """Run the target's blocks by the kernels if they fit; true if they now are."""
+    if not all(fits(block) for block in target.blocks):
+        return False
+    native = {id(block): NativeBlock(block) for block in target.blocks}
+    target.run_blocks = functools.partial(_run_blocks, native)
+    target.visible_keys = lambda view, n_slots: view
+    target.norm = NativeNorm(target.norm)
+    return True
+
+
+def is_native(target: Transformer) -> bool:
+    """Whether `use_native_blocks` has changed this target."""
+    return isinstance(target.norm, NativeNorm)
+
+
+def use_native_block(block: Any) -> bool:
+    """The same for the block of a draft head, which its owner calls by itself."""
+    if not fits(block):
+        return False
+    native = NativeBlock(block)
+
+    def forward(
+        x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, mask: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
+        return run([native], [k, v], x, cos, sin, slots, mask)
+
+    block.forward, block.native = forward, native
+    return True
+
+
+def is_native_block(block: Block) -> bool:
+    """Whether `use_native_block` has changed this block."""
+    return hasattr(block, "native")
+
+
+def _run_blocks(
+    native: dict[int, NativeBlock],
+    blocks: Sequence[Block],
+    layers: Sequence[tuple[Tensor, Tensor]],
+    x: Tensor,
+    *rest: Any,
+) -> Tensor:
+    chosen = [native[id(block)] for block in blocks]
+    return run(chosen, [cache for layer in layers for cache in layer], x, *rest)
+
+
+def run(
+    blocks: Sequence[NativeBlock],
+    caches: list[Tensor],
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    visible: Tensor | TreeView,
+) -> Tensor:
+    """The residual stream [T, D] behind `blocks`; `caches` are keys and values of each."""
+    if isinstance(visible, TreeView):
+        seen = (None, visible.seq_len, visible.paths, visible.depths, visible.window or 0)
+    else:
+        seen = (visible, None, None, None, 0)
+    tensors = [tensor for block in blocks for tensor in block.tensors]
+    first = blocks[0]
+    result: Tensor = torch.ops.fasteagle_cpu.blocks(
+        x, cos, sin, slots, *seen, caches, tensors, first.n_head, first.eps
+    )
+    return result

@@ -1,0 +1,1339 @@
+// Products of a few rows with 4- and 8-bit weights by integer dot products, decode attention, and
+// whole decoder blocks, for CPUs.
+//
+// Activations are rounded to 8 bits per row and block of 32, once per input. A weight is unpacked
+// once for up to eight rows, so that a further row costs only its multiplications. Sums of a block
+// are exact in int32; across blocks they run in fp32, in one order that depends neither on the
+// number of rows nor on the number of threads. Attention meets the keys of a row in logical order,
+// in blocks of 64 by rank. So a row of a pass has the same bits whatever other rows are in it.
+//
+// Weights: see `pack` in cpu_linear.py, which writes what `Weight` reads.
+//
+// Shapes: T rows, N outputs, K inputs, D model dim, H query heads, G KV heads, E head dim, F FFN
+// dim, S cache slots.
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <omp.h>
+#include <sched.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+// 4: AVX-512 VNNI, 3: AVX-512 BW, 2: AVX-VNNI, 1: AVX2, 0: plain loops. The caller's compiler flags
+// allow the instructions that a path needs.
+#ifndef FASTEAGLE_ISA
+#define FASTEAGLE_ISA 0
+#endif
+#if FASTEAGLE_ISA > 0
+#include <immintrin.h>
+#endif
+
+namespace {
+
+using at::Tensor;
+
+constexpr int W = FASTEAGLE_ISA >= 3 ? 16 : 8;  // lanes of a vector
+constexpr int BLOCK = 32;                       // inputs that share one scale of the activations
+constexpr int COLUMNS = 16;                     // outputs that lie together in a packed weight
+constexpr int MAX_TILE = 8;                     // rows that share one unpacking
+constexpr int MAX_ROWS = 32;                    // rows that go through the blocks together
+constexpr int KEYS = 64;                        // keys of one block of attention
+constexpr int MAX_HEAD_DIM = 256;
+constexpr int AHEAD = 4096;  // bytes of weights that are fetched before they are read
+
+typedef float VF __attribute__((vector_size(4 * W)));
+typedef int32_t VI __attribute__((vector_size(4 * W)));
+typedef uint16_t VH __attribute__((vector_size(2 * W)));
+typedef uint32_t VU __attribute__((vector_size(4 * W)));
+typedef int8_t VB __attribute__((vector_size(W)));
+
+inline VF load(const float* p) {
+  VF v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+inline void store(float* p, VF v) { std::memcpy(p, &v, sizeof v); }
+inline VF splat(float x) { return x - VF{}; }
+inline VI splat_int(int32_t x) { return x - VI{}; }
+inline VF to_float(VI v) { return __builtin_convertvector(v, VF); }
+
+// One rounding, on every path: a compiler's choice of what to fuse may differ between two copies.
+inline VF fma(VF a, VF b, VF c) {
+#if FASTEAGLE_ISA >= 3
+  return (VF)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif FASTEAGLE_ISA >= 1
+  return (VF)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
+// Lane i with lane i ^ d.
+template <int d, class V, int... j>
+inline V swapped(V v, std::integer_sequence<int, j...>) {
+  return __builtin_shuffle(v, (VI){(j ^ d)...});
+}
+
+template <int d, class V>
+inline V swapped(V v) {
+  return swapped<d>(v, std::make_integer_sequence<int, W>());
+}
+
+template <class V>
+inline auto sum(V v) {
+  if constexpr (W == 16) v += swapped<8>(v);
+  v += swapped<4>(v);
+  v += swapped<2>(v);
+  v += swapped<1>(v);
+  return v[0];
+}
+
+inline VF larger(VF a, VF b) { return a > b ? a : b; }
+
+inline float largest(VF v) {
+  if constexpr (W == 16) v = larger(v, swapped<8>(v));
+  v = larger(v, swapped<4>(v));
+  v = larger(v, swapped<2>(v));
+  return larger(v, swapped<1>(v))[0];
+}
+
+inline float half_to_float(uint16_t h) {
+  const uint32_t sign = uint32_t(h & 0x8000) << 16, exponent = (h >> 10) & 31, mantissa = h & 1023;
+  if (exponent == 0) {
+    const float value = std::ldexp(float(mantissa), -24);
+    return sign ? -value : value;
+  }
+  const uint32_t bits =
+      sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | (mantissa << 13);
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+inline VF load_half(const uint16_t* p) {
+#if FASTEAGLE_ISA >= 3
+  return (VF)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif FASTEAGLE_ISA >= 1
+  return (VF)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+  VF v;
+  for (int i = 0; i < W; i++) v[i] = half_to_float(p[i]);
+  return v;
+#endif
+}
+
+struct Bf16 {
+  uint16_t bits;
+};
+
+inline VF load(const Bf16* p) {
+  VH h;
+  std::memcpy(&h, p, sizeof h);
+#if FASTEAGLE_ISA >= 3
+  return (VF)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)h), 16);
+#elif FASTEAGLE_ISA >= 1
+  return (VF)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)h), 16);
+#else
+  return (VF)(__builtin_convertvector(h, VU) << 16);
+#endif
+}
+
+inline float to_scalar(float x) { return x; }
+inline float to_scalar(Bf16 x) {
+  const uint32_t bits = uint32_t(x.bits) << 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+inline void put(float* p, float x) { *p = x; }
+inline void put(Bf16* p, float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  const bool nan = (bits & 0x7fffffff) > 0x7f800000;
+  p->bits = nan ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline void store(Bf16* p, VF x) {
+  const VU bits = (VU)x;
+  const VU rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const VH h = __builtin_convertvector(x != x ? (VI)(VU{} + 0x7fc0) : (VI)rounded, VH);
+  std::memcpy(p, &h, sizeof h);
+}
+
+// e^x to about 1 unit in the last place; 0 below -87.3; NaN stays NaN.
+inline VF exp_of(VF x) {
+  const VF magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const VI tiny = x < -87.3f;
+  VF y = x < -87.3f ? splat(-87.3f) : x;
+  y = y > 88.0f ? splat(88.0f) : y;
+  const VF n = fma(y, splat(1.44269504f), magic) - magic;
+  VF r = fma(n, splat(-0.693359375f), y);
+  r = fma(n, splat(2.12194440e-4f), r);
+  VF p = splat(1.9875691500e-4f);
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  p = fma(p, r * r, r) + 1.0f;
+  // NaN converts to some integer; its mantissa is NaN already.
+  const VI power = (__builtin_convertvector(n, VI) + 127) << 23;
+  const VF value = p * (VF)power;
+  return tiny ? VF{} : value;
+}
+
+// ---------------------------------------------------------------------------------------------
+// Threads
+
+// The threads of one call. All of them come to every barrier.
+class Team {
+ public:
+  explicit Team(int size) : size_(size) {}
+
+  void barrier() {
+    if (size_ == 1) return;
+    const int turn = turn_.load(std::memory_order_relaxed);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+      arrived_.store(0, std::memory_order_relaxed);
+      turn_.store(turn + 1, std::memory_order_release);
+      return;
+    }
+    // Long enough for a phase of another thread; longer only where that thread does not run.
+    for (int spins = 0; turn_.load(std::memory_order_acquire) == turn; spins++) {
+      if (spins < 4000) {
+        relax();
+      } else {
+        sched_yield();
+      }
+    }
+  }
+
+ private:
+  static void relax() {
+#if FASTEAGLE_ISA > 0
+    _mm_pause();
+#endif
+  }
+
+  const int size_;
+  alignas(64) std::atomic<int> arrived_{0};
+  alignas(64) std::atomic<int> turn_{0};
+};
+
+struct Worker {
+  Team& team;
+  int id, size;
+
+  struct Range {
+    int64_t begin, end;
+  };
+  Range share(int64_t n) const { return {n * id / size, n * (id + 1) / size}; }
+};
+
+template <class F>
+void in_parallel(F work) {
+  const int wanted = omp_in_parallel() ? 1 : omp_get_max_threads();
+  if (wanted <= 1) {
+    Team team(1);
+    work(Worker{team, 0, 1});
+    return;
+  }
+  Team* team = nullptr;
+#pragma omp parallel num_threads(wanted)
+  {
+#pragma omp single
+    team = new Team(omp_get_num_threads());
+    work(Worker{*team, omp_get_thread_num(), omp_get_num_threads()});
+  }
+  delete team;
+}
+
+// ---------------------------------------------------------------------------------------------
+// Activations in 8 bits
+
+// Blocks of 32 inputs: of block b and row t the values, their scale, the sum of the values, and the
+// product of both, all at b * T + t, so that the rows of a block lie together.
+struct Activations {
+  int8_t* q;  // [blocks, T, 32]
+  float* scales;
+  int32_t* sums;
+  float* offsets;
+  int64_t blocks, rows;
+
+  static int64_t blocks_of(int64_t K) { return (K + BLOCK - 1) / BLOCK; }
+  static size_t bytes(int64_t rows, int64_t K) {
+    return size_t(rows) * blocks_of(K) * (BLOCK + 12) + 64;
+  }
+  static Activations at(uint8_t* memory, int64_t rows, int64_t K) {
+    Activations a;
+    a.blocks = blocks_of(K);
+    a.rows = rows;
+    a.q = (int8_t*)memory;
+    a.scales = (float*)(memory + rows * a.blocks * BLOCK);
+    a.sums = (int32_t*)(a.scales + rows * a.blocks);
+    a.offsets = (float*)(a.sums + rows * a.blocks);
+    return a;
+  }
+
+  // Rounds 32 values. What is not finite makes the scale NaN, and so everything that reads it.
+  void quantize(int64_t row, int64_t block, const float* x) {
+    VF best = {}, bad = {};
+    VF v[BLOCK / W];
+    for (int i = 0; i < BLOCK / W; i++) {
+      v[i] = load(x + i * W);
+      const VF size = v[i] < 0.0f ? -v[i] : v[i];
+      best = larger(size, best);
+      bad += v[i] * 0.0f;
+    }
+    const float most = largest(best), inverse = most > 1e-30f ? 127.0f / most : 0.0f;
+    const VF magic = splat(12582912.0f);
+    const int64_t at = block * rows + row;
+    int8_t* out = q + at * BLOCK;
+    VI total = {};
+    for (int i = 0; i < BLOCK / W; i++) {
+      const VI rounded = (VI)(v[i] * inverse + magic) - 0x4b400000;
+      total += rounded;
+      const VB bytes = __builtin_convertvector(rounded, VB);
+      std::memcpy(out + i * W, &bytes, W);
+    }
+    const int32_t sum_of = sum(total);
+    scales[at] = (most > 1e-30f ? most / 127.0f : 0.0f) + sum(bad);
+    sums[at] = sum_of;
+    offsets[at] = scales[at] * float(sum_of);
+  }
+
+  void quantize_row(int64_t row, const float* x, int64_t K) {
+    const int64_t whole = K / BLOCK;
+    for (int64_t b = 0; b < whole; b++) quantize(row, b, x + b * BLOCK);
+    if (whole < blocks) {
+      float rest[BLOCK] = {};
+      std::copy(x + whole * BLOCK, x + K, rest);
+      quantize(row, whole, rest);
+    }
+  }
+};
+
+// ---------------------------------------------------------------------------------------------
+// Weights and products
+
+struct Header {
+  int32_t magic, N, K, bits;
+  int32_t group_blocks;  // blocks of 32 inputs in a group
+  int32_t wide;          // parameters in fp32 instead of fp16
+  int32_t second;        // 0: scales only, 1: offsets, 2: zero points
+  int32_t base;          // subtracted from every stored value
+  int64_t stride;        // bytes of 16 outputs
+  int64_t scales_at, second_at;
+};
+constexpr int32_t MAGIC = 0x45474c46;
+constexpr int HEADER_BYTES = 64;
+
+struct Weight {
+  Header h;
+  const uint8_t* data = nullptr;
+  const float* bias = nullptr;
+  int64_t blocks = 0, groups = 0, column_blocks = 0;
+
+  Weight() = default;
+  explicit Weight(const Tensor& packed, const Tensor* bias_ = nullptr) {
+    TORCH_CHECK(packed.numel() >= HEADER_BYTES && packed.is_contiguous(), "not a packed weight");
+    const uint8_t* memory = packed.const_data_ptr<uint8_t>();
+    std::memcpy(&h, memory, sizeof h);
+    TORCH_CHECK(h.magic == MAGIC, "not a packed weight");
+    data = memory + HEADER_BYTES;
+    blocks = (h.K + BLOCK - 1) / BLOCK;
+    groups = (blocks + h.group_blocks - 1) / h.group_blocks;
+    column_blocks = (h.N + COLUMNS - 1) / COLUMNS;
+    TORCH_CHECK(packed.numel() == HEADER_BYTES + column_blocks * h.stride, "not a packed weight");
+    if (bias_ != nullptr && bias_->numel()) bias = bias_->const_data_ptr<float>();
+  }
+
+  VF parameter(const uint8_t* at, int64_t i) const {
+    return h.wide ? load((const float*)at + i) : load_half((const uint16_t*)at + i);
+  }
+};
+
+inline int32_t four(const int8_t* p) {
+  int32_t v;
+  std::memcpy(&v, p, 4);
+  return v;
+}
+
+// Sums of products of unsigned weights with signed activations, four inputs of W outputs at once.
+// `bias` is what was added to the weights to make them unsigned, where the sums contain it.
+#if FASTEAGLE_ISA >= 3
+typedef __m512i Bytes;
+inline Bytes load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
+inline Bytes low(Bytes v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
+inline Bytes high(Bytes v) {
+  return _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15));
+}
+inline Bytes spread(const int8_t* quad) { return _mm512_set1_epi32(four(quad)); }
+#elif FASTEAGLE_ISA >= 1
+typedef __m256i Bytes;
+inline Bytes load_bytes(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
+inline Bytes low(Bytes v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
+inline Bytes high(Bytes v) {
+  return _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15));
+}
+inline Bytes spread(const int8_t* quad) { return _mm256_set1_epi32(four(quad)); }
+#else
+struct Bytes {
+  uint8_t v[4 * W];
+};
+inline Bytes load_bytes(const uint8_t* p) {
+  Bytes b;
+  std::memcpy(&b, p, sizeof b);
+  return b;
+}
+inline Bytes low(Bytes b) {
+  for (uint8_t& x : b.v) x &= 15;
+  return b;
+}
+inline Bytes high(Bytes b) {
+  for (uint8_t& x : b.v) x >>= 4;
+  return b;
+}
+#endif
+
+// With TWO there are two chains, which hides latency where rows are few.
+template <int BITS, bool TWO>
+struct Dot {
+#if FASTEAGLE_ISA == 4
+  static constexpr int bias = BITS == 8 ? 128 : 0;
+  __m512i a = {}, b = {};
+  void add(Bytes w, const int8_t* quad) { a = _mm512_dpbusd_epi32(a, w, spread(quad)); }
+  void add_second(Bytes w, const int8_t* quad) {
+    if constexpr (TWO) {
+      b = _mm512_dpbusd_epi32(b, w, spread(quad));
+    } else {
+      add(w, quad);
+    }
+  }
+  VI total() const { return TWO ? (VI)a + (VI)b : (VI)a; }
+#elif FASTEAGLE_ISA == 2
+  static constexpr int bias = BITS == 8 ? 128 : 0;
+  __m256i a = {}, b = {};
+  void add(Bytes w, const int8_t* quad) { a = _mm256_dpbusd_avx_epi32(a, w, spread(quad)); }
+  void add_second(Bytes w, const int8_t* quad) {
+    if constexpr (TWO) {
+      b = _mm256_dpbusd_avx_epi32(b, w, spread(quad));
+    } else {
+      add(w, quad);
+    }
+  }
+  VI total() const { return TWO ? (VI)a + (VI)b : (VI)a; }
+#elif FASTEAGLE_ISA == 3
+  // Pairs are added in 16 bits. 4-bit weights: a block's eight pairs are at most 8 * 2 * 15 * 127.
+  // 8-bit weights: at most 2 * 128 * 127, if the sign goes to the activation.
+  static constexpr int bias = 0;
+  __m512i a = {};
+  void add(Bytes w, const int8_t* quad) {
+    if constexpr (BITS == 4) {
+      a = _mm512_add_epi16(a, _mm512_maddubs_epi16(w, spread(quad)));
+    } else {
+      const Bytes value = _mm512_xor_si512(w, _mm512_set1_epi8(-128)), x = spread(quad);
+      const Bytes turned =
+          _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(value), _mm512_setzero_si512(), x);
+      const Bytes pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(value), turned);
+      a = _mm512_add_epi32(a, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+    }
+  }
+  void add_second(Bytes w, const int8_t* quad) { add(w, quad); }
+  VI total() const {
+    return BITS == 4 ? (VI)_mm512_madd_epi16(a, _mm512_set1_epi16(1)) : (VI)a;
+  }
+#elif FASTEAGLE_ISA == 1
+  static constexpr int bias = 0;
+  __m256i a = {};
+  void add(Bytes w, const int8_t* quad) {
+    if constexpr (BITS == 4) {
+      a = _mm256_add_epi16(a, _mm256_maddubs_epi16(w, spread(quad)));
+    } else {
+      const Bytes value = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
+      const Bytes turned = _mm256_sign_epi8(spread(quad), value);
+      const Bytes pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(value), turned);
+      a = _mm256_add_epi32(a, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    }
+  }
+  void add_second(Bytes w, const int8_t* quad) { add(w, quad); }
+  VI total() const {
+    return BITS == 4 ? (VI)_mm256_madd_epi16(a, _mm256_set1_epi16(1)) : (VI)a;
+  }
+#else
+  static constexpr int bias = BITS == 8 ? 128 : 0;
+  int32_t a[W] = {};
+  void add(const Bytes& w, const int8_t* quad) {
+    for (int i = 0; i < W; i++)
+      for (int j = 0; j < 4; j++) a[i] += int32_t(w.v[4 * i + j]) * quad[j];
+  }
+  void add_second(const Bytes& w, const int8_t* quad) { add(w, quad); }
+  VI total() const {
+    VI v;
+    std::memcpy(&v, a, sizeof v);
+    return v;
+  }
+#endif
+};
+
+// R rows, from `row`, times W of the 16 outputs at `block`: y [R, 16]. SINGLE: groups of one block.
+template <int R, int BITS, bool SINGLE>
+inline void tile(const Weight& w, const uint8_t* block, int part, const Activations& x,
+                 int64_t row, float* y) {
+  using Sums = Dot<BITS, (R < 4)>;
+  constexpr int LINES = BITS == 4 ? 4 : 8;
+  const int base = w.h.base - (BITS == 8 ? 128 : 0) + Sums::bias;
+  const uint8_t* scales = block + w.h.scales_at;
+  const uint8_t* seconds = block + w.h.second_at;
+  const uint8_t* line = block + part * 4 * W;
+  VF acc[R] = {}, in_group[R] = {};
+  float moved[R] = {};
+  int64_t in_this = 0;  // blocks of the group so far
+  for (int64_t b = 0, group = 0; b < w.blocks; b++) {
+    const int64_t at = b * x.rows + row;
+    const int8_t* q = x.q + at * BLOCK;
+    Sums dots[R];
+    for (int j = 0; j < LINES; j++, line += 4 * COLUMNS) {
+      __builtin_prefetch(line + AHEAD);
+      const Bytes values = load_bytes(line);
+      if constexpr (BITS == 4) {
+        const Bytes first = low(values), second = high(values);
+        for (int r = 0; r < R; r++) {
+          dots[r].add(first, q + r * BLOCK + 4 * j);
+          dots[r].add_second(second, q + r * BLOCK + 4 * j + 16);
+        }
+      } else {
+        for (int r = 0; r < R; r++) {
+          if (j % 2) {
+            dots[r].add_second(values, q + r * BLOCK + 4 * j);
+          } else {
+            dots[r].add(values, q + r * BLOCK + 4 * j);
+          }
+        }
+      }
+    }
+    VI total[R];
+    for (int r = 0; r < R; r++) total[r] = dots[r].total();
+    if (base)
+      for (int r = 0; r < R; r++) total[r] -= base * x.sums[at + r];
+    for (int r = 0; r < R; r++) {
+      if constexpr (SINGLE) {
+        in_group[r] = to_float(total[r]) * x.scales[at + r];
+      } else {
+        in_group[r] = fma(to_float(total[r]), splat(x.scales[at + r]), in_group[r]);
+        moved[r] += x.offsets[at + r];
+      }
+    }
+    if (!SINGLE && ++in_this < w.h.group_blocks && b + 1 < w.blocks) continue;
+    const int64_t parameters = group * COLUMNS + part * W;
+    const VF scale = w.parameter(scales, parameters);
+    for (int r = 0; r < R; r++) acc[r] = fma(scale, in_group[r], acc[r]);
+    if (w.h.second) {
+      VF offset = w.parameter(seconds, parameters);
+      if (w.h.second == 2) offset = -(offset * scale);
+      for (int r = 0; r < R; r++)
+        acc[r] = fma(offset, splat(SINGLE ? x.offsets[at + r] : moved[r]), acc[r]);
+    }
+    group++;
+    in_this = 0;
+    if constexpr (!SINGLE)
+      for (int r = 0; r < R; r++) in_group[r] = VF{}, moved[r] = 0;
+  }
+  for (int r = 0; r < R; r++) store(y + r * COLUMNS, acc[r]);
+}
+
+template <int BITS, bool SINGLE>
+inline void tiles(const Weight& w, const uint8_t* block, int part, const Activations& x,
+                  int64_t row, int64_t rows, float* y) {
+  switch (rows) {
+    case 1: return tile<1, BITS, SINGLE>(w, block, part, x, row, y);
+    case 2: return tile<2, BITS, SINGLE>(w, block, part, x, row, y);
+    case 3: return tile<3, BITS, SINGLE>(w, block, part, x, row, y);
+    case 4: return tile<4, BITS, SINGLE>(w, block, part, x, row, y);
+    case 5: return tile<5, BITS, SINGLE>(w, block, part, x, row, y);
+    case 6: return tile<6, BITS, SINGLE>(w, block, part, x, row, y);
+    case 7: return tile<7, BITS, SINGLE>(w, block, part, x, row, y);
+    default: return tile<8, BITS, SINGLE>(w, block, part, x, row, y);
+  }
+}
+
+// Rows `row` .. `row + rows - 1` (at most 8) times 16 outputs: y [rows, 16], bias included.
+inline void product(const Weight& w, int64_t column_block, const Activations& x, int64_t row,
+                    int64_t rows, float* y) {
+  const uint8_t* block = w.data + column_block * w.h.stride;
+  for (int part = 0; part < COLUMNS / W; part++) {
+    float* out = y + part * W;
+    const bool single = w.h.group_blocks == 1;
+    if (w.h.bits == 4) {
+      single ? tiles<4, true>(w, block, part, x, row, rows, out)
+             : tiles<4, false>(w, block, part, x, row, rows, out);
+    } else {
+      single ? tiles<8, true>(w, block, part, x, row, rows, out)
+             : tiles<8, false>(w, block, part, x, row, rows, out);
+    }
+  }
+  if (w.bias != nullptr) {
+    const int64_t first = column_block * COLUMNS;
+    const int64_t n = std::min<int64_t>(COLUMNS, w.h.N - first);
+    for (int64_t r = 0; r < rows; r++)
+      for (int64_t i = 0; i < n; i++) y[r * COLUMNS + i] += w.bias[first + i];
+  }
+}
+
+// This worker's share of y [T, N] = x @ w.T, or of y += x @ w.T.
+void products(const Worker& me, const Weight& w, const Activations& x, int64_t T, float* y,
+              int64_t ldy, bool add) {
+  const auto [begin, end] = me.share(w.column_blocks);
+  alignas(64) float part[MAX_TILE * COLUMNS];
+  for (int64_t block = begin; block < end; block++) {
+    const int64_t first = block * COLUMNS, n = std::min<int64_t>(COLUMNS, w.h.N - first);
+    for (int64_t row = 0; row < T; row += MAX_TILE) {
+      const int64_t rows = std::min<int64_t>(MAX_TILE, T - row);
+      product(w, block, x, row, rows, part);
+      for (int64_t r = 0; r < rows; r++) {
+        float* out = y + (row + r) * ldy + first;
+        const float* in = part + r * COLUMNS;
+        if (add) {
+          for (int64_t i = 0; i < n; i++) out[i] += in[i];
+        } else {
+          std::memcpy(out, in, n * sizeof(float));
+        }
+      }
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------
+// Attention
+
+// The keys that each row sees: slots 0 .. shared - 1 all of them, then slots of its own.
+struct Visible {
+  int64_t shared = 0;
+  std::vector<int64_t> begin;  // [T + 1] into `own`
+  std::vector<int64_t> own;    // ascending within a row
+
+  int64_t length(int64_t t) const { return shared + begin[t + 1] - begin[t]; }
+
+  static Visible of_mask(const bool* mask, int64_t T, int64_t S) {
+    Visible v;
+    v.shared = S;
+    for (int64_t t = 0; t < T; t++) {
+      const bool* row = mask + t * S;
+      const void* gap = std::memchr(row, 0, v.shared);
+      if (gap != nullptr) v.shared = (const bool*)gap - row;
+    }
+    v.begin.push_back(0);
+    for (int64_t t = 0; t < T; t++) {
+      const bool* row = mask + t * S;
+      for (int64_t s = v.shared; s < S; s++)
+        if (row[s]) v.own.push_back(s);
+      v.begin.push_back(v.own.size());
+    }
+    return v;
+  }
+
+  static Visible of_tree(int64_t seq_len, const int32_t* paths, int64_t width,
+                         const int64_t* depths, int64_t T, int64_t window) {
+    Visible v;
+    v.shared = seq_len;
+    for (int64_t t = 0; t < T; t++)
+      if (window > 0 && seq_len + depths[t] >= window) v.shared = 0;
+    v.begin.push_back(0);
+    for (int64_t t = 0; t < T; t++) {
+      const int64_t last = seq_len + depths[t];  // logical positions first .. last
+      const int64_t first = window > 0 ? std::max<int64_t>(0, last - window + 1) : 0;
+      if (v.shared < seq_len)
+        for (int64_t s = first; s < seq_len; s++) v.own.push_back(s);
+      for (int64_t d = std::max<int64_t>(0, first - seq_len); d <= depths[t]; d++)
+        v.own.push_back(seq_len + paths[t * width + d]);
+      v.begin.push_back(v.own.size());
+    }
+    return v;
+  }
+};
+
+// The W x W matrix in v, turned: after stage d, lanes and rows have exchanged bit d.
+template <int d, int... j>
+inline void exchange(VF* v, std::integer_sequence<int, j...>) {
+#pragma GCC unroll 16
+  for (int i = 0; i < W; i++) {
+    if (i & d) continue;
+    const VF a = v[i], b = v[i + d];
+    v[i] = __builtin_shuffle(a, b, (VI){(j & d ? W + j - d : j)...});
+    v[i + d] = __builtin_shuffle(a, b, (VI){(j & d ? W + j : j + d)...});
+  }
+}
+
+inline void transpose(VF* v) {
+  constexpr auto lanes = std::make_integer_sequence<int, W>();
+  exchange<1>(v, lanes);
+  exchange<2>(v, lanes);
+  exchange<4>(v, lanes);
+  if constexpr (W == 16) exchange<8>(v, lanes);
+}
+
+struct Heads {
+  int64_t H, G, E;
+  int64_t group() const { return H / G; }
+  int64_t together() const { return E % BLOCK ? 2 : 1; }
+};
+
+// Attention of some rows over one block's cache, in units that threads share.
+template <class C>
+struct Attention {
+  Heads heads;
+  int64_t T, S, key_blocks;
+  const float* q;     // [G, T * group, E], scaled
+  const C* k;         // [G, S, E]
+  const C* v;         // [G, S, E]
+  const Visible* seen;
+  int64_t row;        // the first of the T rows in `seen`
+  float* parts;       // [G, key_blocks, T * group, E + 2]: sums, their weight, the largest score
+
+  int64_t queries() const { return T * heads.group(); }
+  float* part(int64_t g, int64_t block, int64_t i) const {
+    return parts + ((g * key_blocks + block) * queries() + i) * (heads.E + 2);
+  }
+  // i = t * group + head within the group
+  const float* query(int64_t g, int64_t i) const {
+    return q + (g * queries() + i) * heads.E;
+  }
+
+  // Keys `first` .. `first + n - 1`, element by element: turned [E, W], what lies behind as zeros.
+  void turned_keys(int64_t g, int64_t first, int64_t n, float* turned) const {
+    int64_t e = 0;
+    if constexpr (std::is_same_v<C, Bf16>) {  // in pairs of elements
+      for (; e + 2 * W <= heads.E; e += 2 * W) {
+        VF tile[W] = {};
+        for (int64_t i = 0; i < n; i++)
+          std::memcpy(&tile[i], k + (g * S + first + i) * heads.E + e, sizeof tile[i]);
+        transpose(tile);
+        for (int i = 0; i < W; i++) {
+          store(turned + (e + 2 * i) * W, (VF)((VU)tile[i] << 16));
+          store(turned + (e + 2 * i + 1) * W, (VF)((VU)tile[i] & 0xffff0000u));
+        }
+      }
+    }
+    for (; e < heads.E; e += W) {
+      VF tile[W] = {};
+      for (int64_t i = 0; i < n; i++) tile[i] = load(k + (g * S + first + i) * heads.E + e);
+      transpose(tile);
+      for (int i = 0; i < W; i++) store(turned + (e + i) * W, tile[i]);
+    }
+  }
+
+  // Products of R queries with W keys, in four chains.
+  template <int R>
+  void scores(int64_t g, int64_t i, const float* turned, VF* out) const {
+    const float* x[R];
+    VF chains[R][4] = {};
+    for (int r = 0; r < R; r++) x[r] = query(g, i + r);
+    for (int64_t e = 0; e < heads.E; e += 4)
+      for (int c = 0; c < 4; c++) {
+        const VF keys = load(turned + (e + c) * W);
+        for (int r = 0; r < R; r++) chains[r][c] = fma(splat(x[r][e + c]), keys, chains[r][c]);
+      }
+    for (int r = 0; r < R; r++)
+      out[r] = (chains[r][0] + chains[r][1]) + (chains[r][2] + chains[r][3]);
+  }
+
+  template <class F>
+  void all_scores(int64_t g, const float* turned, F take) const {
+    VF out[4];
+    for (int64_t i = 0, n; i < queries(); i += n) {
+      n = std::min<int64_t>(4, queries() - i);
+      switch (n) {
+        case 1: scores<1>(g, i, turned, out); break;
+        case 2: scores<2>(g, i, turned, out); break;
+        case 3: scores<3>(g, i, turned, out); break;
+        default: scores<4>(g, i, turned, out);
+      }
+      for (int64_t r = 0; r < n; r++) take(i + r, out[r]);
+    }
+  }
+
+  // All queries of KV head g over the keys of rank 64 * block .. 64 * block + 63 of their rows.
+  void unit(int64_t g, int64_t block, float* scratch) const {
+    const int64_t group = heads.group(), E = heads.E, first = block * KEYS;
+    const int64_t shared = std::clamp<int64_t>(seen->shared - first, 0, KEYS);
+    float* turned = scratch;                      // [E, W]
+    float* s = turned + E * W + queries() * W;  // [queries, KEYS]
+    const char* values = (const char*)(v + (g * S + first) * E);  // wanted after the scores
+    for (int64_t i = 0; i < shared * E * int64_t(sizeof(C)); i += 64) __builtin_prefetch(values + i);
+    std::fill(s, s + queries() * KEYS, -std::numeric_limits<float>::infinity());
+    for (int64_t at = 0; at < shared; at += W) {
+      const int64_t n = std::min<int64_t>(W, shared - at);
+      turned_keys(g, first + at, n, turned);
+      all_scores(g, turned, [&](int64_t i, VF found) {
+        if (n == W) return store(s + i * KEYS + at, found);
+        for (int64_t j = 0; j < n; j++) s[i * KEYS + at + j] = found[j];
+      });
+    }
+    own_scores(g, first, turned, s);
+
+    for (int64_t i = 0; i < queries(); i++) softmax(s + i * KEYS, part(g, block, i));
+    const int64_t width = E + 2;
+    add_values(s, v + (g * S + first) * E, shared, queries(), part(g, block, 0), width);
+    for (int64_t t = 0; t < T; t++) {
+      const auto [begin, end] = own_of(t, first);
+      for (const int64_t* slot = begin; slot < end; slot++) {
+        const int64_t rank = rank_of(t, slot) - first, i = t * group;
+        add_values(s + i * KEYS + rank, v + (g * S + *slot) * E, 1, group, part(g, block, i),
+                   width);
+      }
+    }
+  }
+
+  struct Slots {
+    const int64_t *begin, *end;
+  };
+  int64_t rank_of(int64_t t, const int64_t* slot) const {
+    return seen->shared + (slot - (seen->own.data() + seen->begin[row + t]));
+  }
+  // The own slots of a row whose rank is in the block that begins at rank `first`.
+  Slots own_of(int64_t t, int64_t first) const {
+    const int64_t* own = seen->own.data() + seen->begin[row + t];
+    const int64_t n = seen->begin[row + t + 1] - seen->begin[row + t];
+    const int64_t begin = std::clamp<int64_t>(first - seen->shared, 0, n);
+    const int64_t end = std::clamp<int64_t>(first + KEYS - seen->shared, 0, n);
+    return {own + begin, own + end};
+  }
+
+  // Scores of the rows' own keys. Those of all rows lie close together, and are turned at once.
+  void own_scores(int64_t g, int64_t first, float* turned, float* s) const {
+    int64_t least = S, most = -1;
+    for (int64_t t = 0; t < T; t++) {
+      const auto [begin, end] = own_of(t, first);
+      if (begin == end) continue;
+      least = std::min(least, *begin);
+      most = std::max(most, end[-1]);
+    }
+    for (int64_t slot = least; slot <= most; slot += W) {
+      const int64_t n = std::min<int64_t>(W, most + 1 - slot);
+      turned_keys(g, slot, n, turned);
+      float* all = turned + heads.E * W;  // [queries, W]
+      all_scores(g, turned, [&](int64_t i, VF found) { store(all + i * W, found); });
+      for (int64_t t = 0; t < T; t++) {
+        const auto [begin, end] = own_of(t, first);
+        const int64_t group = heads.group();
+        for (const int64_t* p = std::lower_bound(begin, end, slot); p < end && *p < slot + n; p++)
+          for (int64_t i = t * group; i < (t + 1) * group; i++)
+            s[i * KEYS + rank_of(t, p) - first] = all[i * W + *p - slot];
+      }
+    }
+  }
+
+  // Scores to weights in place; `out` gets zeros, their sum and the largest score.
+  void softmax(float* s, float* out) const {
+    VF best = load(s);
+    for (int j = W; j < KEYS; j += W) {
+      best = larger(load(s + j), best);
+    }
+    const float most = largest(best);
+    VF total = {};
+    if (most == -std::numeric_limits<float>::infinity()) {
+      std::fill(s, s + KEYS, 0.0f);  // no key of this row is in this block
+    } else {
+      for (int j = 0; j < KEYS; j += W) {
+        const VF p = exp_of(load(s + j) - most);
+        store(s + j, p);
+        total += p;
+      }
+    }
+    std::fill(out, out + heads.E, 0.0f);
+    out[heads.E] = sum(total);
+    out[heads.E + 1] = most;
+  }
+
+  // Adds n values [n, E], weighted by p [queries, KEYS], to rows of `out`, which are `width` apart.
+  void add_values(const float* p, const C* values, int64_t n, int64_t n_queries, float* out,
+                  int64_t width) const {
+    for (int64_t i = 0; i < n_queries; i += 4, p += 4 * KEYS, out += 4 * width) {
+      switch (std::min<int64_t>(4, n_queries - i)) {
+        case 1: add_values_of<1>(p, values, n, out, width); break;
+        case 2: add_values_of<2>(p, values, n, out, width); break;
+        case 3: add_values_of<3>(p, values, n, out, width); break;
+        default: add_values_of<4>(p, values, n, out, width);
+      }
+    }
+  }
+
+  template <int R>
+  void add_values_of(const float* p, const C* values, int64_t n, float* out,
+                     int64_t width) const {
+    constexpr int WIDE = W == 16 ? 4 : 2;  // vectors of a row at once
+    int64_t e = 0;
+    for (; e + WIDE * W <= heads.E; e += WIDE * W)
+      add_columns<R, WIDE>(p, values + e, n, out + e, width);
+    for (; e < heads.E; e += W) add_columns<R, 1>(p, values + e, n, out + e, width);
+  }
+
+  template <int R, int N>
+  void add_columns(const float* p, const C* values, int64_t n, float* out, int64_t width) const {
+    VF acc[R][N];
+    for (int r = 0; r < R; r++)
+      for (int c = 0; c < N; c++) acc[r][c] = load(out + r * width + c * W);
+    for (int64_t j = 0; j < n; j++, values += heads.E)
+      for (int c = 0; c < N; c++) {
+        const VF value = load(values + c * W);
+        for (int r = 0; r < R; r++) acc[r][c] = fma(splat(p[r * KEYS + j]), value, acc[r][c]);
+      }
+    for (int r = 0; r < R; r++)
+      for (int c = 0; c < N; c++) store(out + r * width + c * W, acc[r][c]);
+  }
+
+  // The result [E] of one query, its blocks added up in order.
+  void combine(int64_t g, int64_t i, float* out) const {
+    const int64_t E = heads.E, length = seen->length(row + i / heads.group());
+    const int64_t n = (length + KEYS - 1) / KEYS;
+    float most = -std::numeric_limits<float>::infinity();
+    for (int64_t b = 0; b < n; b++) {
+      const float m = part(g, b, i)[E + 1];
+      most = m > most ? m : most;
+    }
+    float total = 0;
+    std::fill(out, out + E, 0.0f);
+    for (int64_t first = 0; first < n; first += W) {
+      const int64_t end = std::min<int64_t>(n, first + W);
+      VF factors = splat(most);
+      for (int64_t b = first; b < end; b++) factors[b - first] = part(g, b, i)[E + 1];
+      factors = exp_of(factors - most);
+      for (int64_t b = first; b < end; b++) {
+        const float *found = part(g, b, i), factor = factors[b - first];
+        total += found[E] * factor;
+        for (int64_t e = 0; e < E; e += W)
+          store(out + e, fma(splat(factor), load(found + e), load(out + e)));
+      }
+    }
+    const float inverse = 1.0f / total;
+    for (int64_t e = 0; e < E; e += W) store(out + e, load(out + e) * inverse);
+  }
+
+};
+
+// ---------------------------------------------------------------------------------------------
+// Whole blocks
+
+struct Block {
+  const float *attention_norm, *q_norm, *k_norm, *mlp_norm;  // null where there is none
+  Weight qkv, out, gate_up, down;
+};
+constexpr int TENSORS = 9;  // of a block, in this order
+
+const float* floats(const Tensor& t) { return t.numel() ? t.const_data_ptr<float>() : nullptr; }
+
+Block block_of(const Tensor* t) {
+  Block b;
+  b.attention_norm = floats(t[0]);
+  b.qkv = Weight(t[1], &t[2]);
+  b.q_norm = floats(t[3]);
+  b.k_norm = floats(t[4]);
+  b.out = Weight(t[5]);
+  b.mlp_norm = floats(t[6]);
+  b.gate_up = Weight(t[7]);
+  b.down = Weight(t[8]);
+  return b;
+}
+
+// x / rms(x) * weight; without a weight, x itself.
+inline void rms_norm(const float* x, const float* weight, int64_t n, float eps, float* out) {
+  if (weight == nullptr) {
+    std::copy(x, x + n, out);
+    return;
+  }
+  VF total[2] = {};
+  int64_t i = 0;
+  for (; i + 2 * W <= n; i += 2 * W) {
+    const VF a = load(x + i), b = load(x + i + W);
+    total[0] = fma(a, a, total[0]);
+    total[1] = fma(b, b, total[1]);
+  }
+  float squares = sum(total[0] + total[1]);
+  for (; i < n; i++) squares += x[i] * x[i];
+  const float factor = 1.0f / std::sqrt(squares / float(n) + eps);
+  for (i = 0; i + W <= n; i += W) store(out + i, load(x + i) * factor * load(weight + i));
+  for (; i < n; i++) out[i] = x[i] * factor * weight[i];
+}
+
+struct Scratch {
+  std::vector<uint8_t> memory;
+  size_t used = 0;
+
+  void reserve(size_t bytes) {
+    used = 0;
+    if (memory.size() < bytes + 4096) memory.resize(bytes + 4096);
+  }
+  template <class E>
+  E* take(size_t n) {
+    used = (used + 63) / 64 * 64;
+    uint8_t* start = (uint8_t*)(((uintptr_t)memory.data() + 63) / 64 * 64);
+    E* p = (E*)(start + used);
+    used += n * sizeof(E);
+    TORCH_INTERNAL_ASSERT(used + 64 <= memory.size(), "scratch memory");
+    return p;
+  }
+};
+
+// What all blocks of one call share.
+template <class C>
+struct Pass {
+  Heads heads;
+  int64_t D, F, S, T, row;  // T rows, from `row` on
+  float eps;
+  const float *cos, *sin;  // [T, E]
+  const int64_t* slots;    // [T]
+  float* x;                // [T, D], in place
+  const Visible* seen;
+  float *qkv, *queries, *parts, *scratch;  // scratch: of each worker
+  int64_t scratch_size, key_blocks;
+  Activations normed, attended, hidden;
+
+  // One head, rotated and scaled, and written in the type of `out`.
+  template <class O>
+  void rope(const float* in, const float* norm, int64_t t, float scale, O* out) const {
+    const int64_t E = heads.E, half = E / 2;
+    float own[MAX_HEAD_DIM];
+    if (norm != nullptr) {
+      rms_norm(in, norm, E, eps, own);
+      in = own;
+    }
+    const float *c = cos + t * E, *s = sin + t * E;
+    int64_t e = 0;
+    for (; e + W <= half; e += W) {
+      const VF a = load(in + e), b = load(in + e + half);
+      store(out + e, (a * load(c + e) - b * load(s + e)) * scale);
+      store(out + e + half, (b * load(c + e + half) + a * load(s + e + half)) * scale);
+    }
+    for (; e < half; e++) {
+      const float a = in[e], b = in[e + half];
+      put(out + e, (a * c[e] - b * s[e]) * scale);
+      put(out + e + half, (b * c[e + half] + a * s[e + half]) * scale);
+    }
+  }
+
+  void rotate(const Worker& me, const Block& w, C* k, C* v) const {
+    const int64_t H = heads.H, G = heads.G, E = heads.E, n = H + 2 * G, group = heads.group();
+    const float scale = 1.0f / std::sqrt(float(E));
+    const auto [begin, end] = me.share(T * n);
+    for (int64_t i = begin; i < end; i++) {
+      const int64_t t = i / n, h = i % n;
+      const float* in = qkv + (t * n + h) * E;
+      if (h < H) {
+        const int64_t g = h / group, at = (g * T + t) * group + h % group;
+        rope(in, w.q_norm, t, scale, queries + at * E);
+      } else if (h < H + G) {
+        rope(in, w.k_norm, t, 1.0f, k + ((h - H) * S + slots[t]) * E);
+      } else {
+        C* out = v + ((h - H - G) * S + slots[t]) * E;
+        for (int64_t e = 0; e < E; e += W) store(out + e, load(in + e));
+      }
+    }
+  }
+
+  void norm(const Worker& me, const float* weight) {
+    float* own = scratch + me.id * scratch_size;
+    const auto [begin, end] = me.share(T);
+    for (int64_t t = begin; t < end; t++) {
+      rms_norm(x + t * D, weight, D, eps, own);
+      normed.quantize_row(t, own, D);
+    }
+  }
+
+  void attention(const Worker& me, const C* k, const C* v) {
+    Attention<C> a{heads, T, S, key_blocks, queries, k, v, seen, row, parts};
+    const auto [begin, end] = me.share(heads.G * key_blocks);
+    for (int64_t i = begin; i < end; i++)
+      a.unit(i % heads.G, i / heads.G, scratch + me.id * scratch_size);
+    me.team.barrier();
+    // As many heads together as fill blocks of 32.
+    const int64_t E = heads.E, group = heads.group(), together = heads.together();
+    float result[2 * MAX_HEAD_DIM];
+    const auto [from, to] = me.share(T * heads.H / together);
+    for (int64_t i = from; i < to; i++) {
+      const int64_t t = i * together / heads.H, first = i * together % heads.H;
+      for (int64_t h = first; h < first + together; h++)
+        a.combine(h / group, t * group + h % group, result + (h - first) * E);
+      for (int64_t e = 0; e < together * E; e += BLOCK)
+        attended.quantize(t, (first * E + e) / BLOCK, result + e);
+    }
+  }
+
+  // silu(gate) * up, 32 columns at a time, rounded as the next product reads it.
+  void gated(const Worker& me, const Weight& w) {
+    alignas(64) float gate[2][MAX_TILE * COLUMNS], up[2][MAX_TILE * COLUMNS], result[BLOCK];
+    const auto [begin, end] = me.share(F / BLOCK);
+    for (int64_t block = begin; block < end; block++) {
+      for (int64_t first = 0; first < T; first += MAX_TILE) {
+        const int64_t rows = std::min<int64_t>(MAX_TILE, T - first);
+        for (int i = 0; i < 2; i++) {
+          product(w, 2 * block + i, normed, first, rows, gate[i]);
+          product(w, F / COLUMNS + 2 * block + i, normed, first, rows, up[i]);
+        }
+        for (int64_t r = 0; r < rows; r++) {
+          for (int i = 0; i < BLOCK; i += W) {
+            const int at = r * COLUMNS + i % COLUMNS;
+            const VF a = load(gate[i / COLUMNS] + at);
+            store(result + i, a / (exp_of(-a) + 1.0f) * load(up[i / COLUMNS] + at));
+          }
+          hidden.quantize(first + r, block, result);
+        }
+      }
+    }
+  }
+
+  void block(const Worker& me, const Block& w, C* k, C* v) {
+    norm(me, w.attention_norm);
+    me.team.barrier();
+    products(me, w.qkv, normed, T, qkv, w.qkv.h.N, false);
+    me.team.barrier();
+    rotate(me, w, k, v);
+    me.team.barrier();
+    attention(me, k, v);
+    me.team.barrier();
+    products(me, w.out, attended, T, x, D, true);
+    me.team.barrier();
+    norm(me, w.mlp_norm);
+    me.team.barrier();
+    gated(me, w.gate_up);
+    me.team.barrier();
+    products(me, w.down, hidden, T, x, D, true);
+    me.team.barrier();
+  }
+};
+
+template <class C>
+void run_blocks(const std::vector<Block>& blocks, at::TensorList caches, Pass<C> pass,
+                int64_t rows) {
+  thread_local Scratch scratch;
+  const Heads& heads = pass.heads;
+  const int64_t H = heads.H, E = heads.E, most = std::min<int64_t>(rows, MAX_ROWS);
+  const int64_t n_qkv = (H + 2 * heads.G) * E;
+  int64_t longest = 0;
+  for (int64_t t = 0; t < rows; t++) longest = std::max(longest, pass.seen->length(t));
+  pass.key_blocks = (longest + KEYS - 1) / KEYS;
+  const int64_t n_parts = heads.G * pass.key_blocks * most * heads.group() * (E + 2);
+  const int64_t own = E * W + most * heads.group() * (W + KEYS);
+  const int threads = omp_get_max_threads();
+  pass.scratch_size = (std::max<int64_t>(own, pass.D) + 63) / 64 * 64;
+  const size_t quantized = Activations::bytes(most, pass.D) + Activations::bytes(most, H * E) +
+                           Activations::bytes(most, pass.F);
+  scratch.reserve(quantized + 4 * size_t(most * (n_qkv + H * E) + n_parts +
+                                         threads * pass.scratch_size));
+  pass.qkv = scratch.take<float>(most * n_qkv);
+  pass.queries = scratch.take<float>(most * H * E);
+  pass.parts = scratch.take<float>(n_parts);
+  pass.scratch = scratch.take<float>(threads * pass.scratch_size);
+  const auto activations = [&](int64_t K) {
+    return Activations::at(scratch.take<uint8_t>(Activations::bytes(most, K)), most, K);
+  };
+  pass.normed = activations(pass.D);
+  pass.attended = activations(H * E);
+  pass.hidden = activations(pass.F);
+  in_parallel([&](const Worker& me) {
+    for (int64_t first = 0; first < rows; first += MAX_ROWS) {
+      Pass<C> own_pass = pass;
+      own_pass.row = first;
+      own_pass.T = std::min<int64_t>(MAX_ROWS, rows - first);
+      own_pass.x += first * pass.D;
+      own_pass.cos += first * E;
+      own_pass.sin += first * E;
+      own_pass.slots += first;
+      for (size_t i = 0; i < blocks.size(); i++)
+        own_pass.block(me, blocks[i], (C*)caches[2 * i].data_ptr(),
+                       (C*)caches[2 * i + 1].data_ptr());
+    }
+  });
+}
+
+// The residual stream [T, D] (fp32) behind some blocks. `caches` are the keys and values of each,
+// [G, S, E]; rows `slots` are written. A row sees what `mask` [T, S] says, or the tree's view.
+Tensor blocks(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& slots,
+              const std::optional<Tensor>& mask, const std::optional<Tensor>& seq_len,
+              const std::optional<Tensor>& paths, const std::optional<Tensor>& depths,
+              int64_t window, at::TensorList caches, at::TensorList tensors, int64_t n_head,
+              double eps) {
+  TORCH_CHECK(x.dim() == 2 && x.scalar_type() == at::kFloat, "x is fp32 [T, D]");
+  const int64_t T = x.size(0), n_blocks = tensors.size() / TENSORS;
+  TORCH_CHECK(tensors.size() == size_t(n_blocks * TENSORS) &&
+                  caches.size() == size_t(2 * n_blocks),
+              "nine tensors and two caches of each block");
+  for (const Tensor& cache : caches) TORCH_CHECK(cache.is_contiguous(), "contiguous caches");
+  const Tensor& keys = caches[0];
+  const Heads heads{n_head, keys.size(0), keys.size(2)};
+  const int64_t S = keys.size(1);
+  TORCH_CHECK(heads.E % 16 == 0 && heads.E <= MAX_HEAD_DIM && heads.H % heads.together() == 0,
+              "head dim");
+  Tensor y = x.clone(at::MemoryFormat::Contiguous);
+  if (T == 0) return y;
+
+  const Tensor c = cos.contiguous(), s = sin.contiguous(), at_slots = slots.contiguous();
+  TORCH_CHECK(c.numel() == T * heads.E && s.numel() == T * heads.E, "cos and sin are [T, E]");
+  TORCH_CHECK(at_slots.numel() == T, "one slot for each row");
+  for (int64_t t = 0; t < T; t++) {
+    const int64_t slot = at_slots.const_data_ptr<int64_t>()[t];
+    TORCH_CHECK(slot >= 0 && slot < S, "slot ", slot, " of ", S);
+  }
+  Visible seen;
+  if (mask.has_value()) {
+    const Tensor m = mask->contiguous();
+    TORCH_CHECK(m.size(0) == T && m.size(1) == S, "mask is [T, S]");
+    seen = Visible::of_mask(m.const_data_ptr<bool>(), T, S);
+  } else {
+    const Tensor p = paths->contiguous(), d = depths->contiguous();
+    TORCH_CHECK(p.size(0) == T && d.numel() == T, "one path for each row");
+    seen = Visible::of_tree(seq_len->item<int64_t>(), p.const_data_ptr<int32_t>(), p.size(1),
+                            d.const_data_ptr<int64_t>(), T, window);
+  }
+  for (const int64_t slot : seen.own) TORCH_CHECK(slot >= 0 && slot < S, "slot ", slot, " of ", S);
+  TORCH_CHECK(seen.shared <= S, "more keys than slots");
+
+  std::vector<Block> all;
+  all.reserve(n_blocks);
+  for (int64_t i = 0; i < n_blocks; i++) all.push_back(block_of(tensors.data() + i * TENSORS));
+  const int64_t F = all[0].down.h.K;
+  TORCH_CHECK(F % BLOCK == 0 && x.size(1) % BLOCK == 0, "widths in blocks of 32");
+  const auto run = [&](auto element) {
+    using C = decltype(element);
+    Pass<C> pass{};
+    pass.heads = heads;
+    pass.D = x.size(1);
+    pass.F = F;
+    pass.S = S;
+    pass.eps = float(eps);
+    pass.cos = c.const_data_ptr<float>();
+    pass.sin = s.const_data_ptr<float>();
+    pass.slots = at_slots.const_data_ptr<int64_t>();
+    pass.x = y.mutable_data_ptr<float>();
+    pass.seen = &seen;
+    run_blocks<C>(all, caches, pass, T);
+  };
+  if (keys.scalar_type() == at::kBFloat16) {
+    run(Bf16{});
+  } else {
+    TORCH_CHECK(keys.scalar_type() == at::kFloat, "caches in bf16 or fp32");
+    run(0.0f);
+  }
+  return y;
+}
+
+// ---------------------------------------------------------------------------------------------
+// Single operations
+
+inline void row_in_fp32(const Tensor& x, int64_t row, int64_t n, float* out) {
+  if (x.scalar_type() == at::kFloat) {
+    std::memcpy(out, x.const_data_ptr<float>() + row * n, n * sizeof(float));
+  } else {
+    const Bf16* in = (const Bf16*)x.const_data_ptr() + row * n;
+    for (int64_t i = 0; i < n; i++) out[i] = to_scalar(in[i]);
+  }
+}
+
+void check_rows(const Tensor& x, int64_t K) {
+  TORCH_CHECK(x.dim() == 2 && x.size(1) == K, "x is [T, ", K, "]");
+  TORCH_CHECK(x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16,
+              "x in fp32 or bf16");
+}
+
+// x [T, K] @ w.T in fp32 [T, N], plus the bias [N] (fp32) where there is one.
+// `n` is N, for those who cannot look into the weight.
+Tensor linear(const Tensor& x_, const Tensor& packed, const std::optional<Tensor>& bias,
+              int64_t n) {
+  const Weight w(packed, bias.has_value() ? &*bias : nullptr);
+  TORCH_CHECK(n == w.h.N, "n is ", w.h.N);
+  const Tensor x = x_.contiguous();
+  check_rows(x, w.h.K);
+  const int64_t T = x.size(0), K = w.h.K, N = w.h.N;
+  Tensor y = at::empty({T, N}, x.options().dtype(at::kFloat));
+  thread_local Scratch scratch;
+  const int threads = omp_get_max_threads();
+  scratch.reserve(Activations::bytes(T, K) + 4 * size_t(threads) * (K + 64));
+  const Activations a =
+      Activations::at(scratch.take<uint8_t>(Activations::bytes(T, K)), T, K);
+  float* rows = scratch.take<float>(threads * (K + 64));
+  in_parallel([&](const Worker& me) {
+    float* own = rows + me.id * (K + 64);
+    const auto [begin, end] = me.share(T);
+    Activations mine = a;
+    for (int64_t t = begin; t < end; t++) {
+      row_in_fp32(x, t, K, own);
+      mine.quantize_row(t, own, K);
+    }
+    me.team.barrier();
+    products(me, w, a, T, y.mutable_data_ptr<float>(), N, false);
+  });
+  return y;
+}
+
+// RMSNorm of fp32 rows [T, D] with weight [D] (fp32), each row on its own.
+Tensor norm(const Tensor& x_, const Tensor& weight, double eps) {
+  const Tensor x = x_.contiguous();
+  TORCH_CHECK(x.scalar_type() == at::kFloat && weight.numel() == x.size(-1), "fp32 rows");
+  Tensor y = at::empty(x.sizes(), x.options());
+  const int64_t D = x.size(-1);
+  for (int64_t t = 0; t < x.numel() / D; t++)
+    rms_norm(x.const_data_ptr<float>() + t * D, weight.const_data_ptr<float>(), D, float(eps),
+             y.mutable_data_ptr<float>() + t * D);
+  return y;
+}
+
+// The values of rows `index` [n] of a packed weight, in fp32 [n, K]; `k` is K.
+Tensor rows(const Tensor& packed, const Tensor& index_, int64_t k_) {
+  const Weight w(packed);
+  const Tensor index = index_.contiguous();
+  const int64_t n = index.numel(), K = w.h.K;
+  TORCH_CHECK(k_ == K, "k is ", K);
+  Tensor y = at::empty({n, K}, packed.options().dtype(at::kFloat));
+  for (int64_t i = 0; i < n; i++) {
+    const int64_t row = index.const_data_ptr<int64_t>()[i], column = row % COLUMNS;
+    TORCH_CHECK(row >= 0 && row < w.h.N, "row ", row, " of ", w.h.N);
+    const uint8_t* block = w.data + row / COLUMNS * w.h.stride;
+    float* out = y.mutable_data_ptr<float>() + i * K;
+    const auto parameter = [&](const uint8_t* at, int64_t j) {
+      return w.h.wide ? ((const float*)at)[j] : half_to_float(((const uint16_t*)at)[j]);
+    };
+    for (int64_t k = 0; k < K; k++) {
+      const int64_t b = k / BLOCK, g = b / w.h.group_blocks, quad = k % BLOCK / 4;
+      const int64_t lines = w.h.bits == 4 ? 4 : 8;
+      const uint8_t byte =
+          block[(b * lines + quad % lines) * 4 * COLUMNS + column * 4 + k % 4];
+      const int value = w.h.bits == 8 ? byte : quad < 4 ? byte & 15 : byte >> 4;
+      const float scale = parameter(block + w.h.scales_at, g * COLUMNS + column);
+      const float q = float(value - w.h.base);
+      float second = w.h.second ? parameter(block + w.h.second_at, g * COLUMNS + column) : 0.0f;
+      out[k] = w.h.second == 2 ? (q - second) * scale : q * scale + second;
+    }
+  }
+  return y;
+}
+
+int64_t isa() { return FASTEAGLE_ISA; }
+
+}  // namespace
+
+TORCH_LIBRARY(FASTEAGLE_NAMESPACE, m) {
+  m.def(
+      "blocks(Tensor x, Tensor cos, Tensor sin, Tensor slots, Tensor? mask, Tensor? seq_len, "
+      "Tensor? paths, Tensor? depths, int window, Tensor(a!)[] caches, Tensor[] tensors, "
+      "int n_head, float eps) -> Tensor");
+  m.def("linear(Tensor x, Tensor packed, Tensor? bias, int n) -> Tensor");
+  m.def("norm(Tensor x, Tensor weight, float eps) -> Tensor");
+  m.def("rows(Tensor packed, Tensor index, int k) -> Tensor");
+  m.def("isa() -> int", &isa);
+}
+
+TORCH_LIBRARY_IMPL(FASTEAGLE_NAMESPACE, CPU, m) {
+  m.impl("blocks", &blocks);
+  m.impl("linear", &linear);
+  m.impl("norm", &norm);
+  m.impl("rows", &rows);
+}

@@ -1,0 +1,136 @@
+"""Linears over our own CPU kernels (`cpu_kernels.cpp`), and the layout of weights they read.
+
+Activations are rounded to 8 bits per row and block of 32; a product's result is fp32, and a row of
+it has the same bits whatever the number of rows.
+
+Shapes: T rows, N outputs, K inputs, G groups in a row, B blocks of 32 inputs.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fasteagle.quant.packed import PackedWeight
+
+BLOCK = 32  # inputs
+COLUMNS = 16  # outputs that lie together
+MAGIC = 0x45474C46
+HEADER = struct.Struct("<8i3q8x")  # as in the C++ file; 64 bytes
+SCALES_ONLY, OFFSETS, ZEROS = range(3)
+
+
+class NativeLinear(nn.Module):
+    """[T, K] in fp32 or bf16 to [T, N] in the same dtype; the LM head asks for `exact` fp32."""
+
+    packed: Tensor
+    bias: Tensor | None
+
+    def __init__(self, weight: PackedWeight, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.bits = weight.bits
+        self.register_buffer("packed", pack(weight))
+        self.register_buffer("bias", None if bias is None else bias.float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.exact(x).to(x.dtype)
+
+    def exact(self, x: Tensor) -> Tensor:
+        """The same in fp32, as the kernel computes it."""
+        return torch.ops.fasteagle_cpu.linear(x, self.packed, self.bias, self.out_features)
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Rows [..., K] of the weight, in fp32."""
+        found = torch.ops.fasteagle_cpu.rows(self.packed, index.flatten(), self.in_features)
+        return found.view(*index.shape, self.in_features)
+
+
+class NativeNorm(nn.Module):
+    """`model.RMSNorm` by one kernel: a row has the same bits whatever the number of rows."""
+
+    weight: Tensor
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        assert isinstance(norm.weight, Tensor) and isinstance(norm.eps, float)
+        self.eps = norm.eps
+        self.weight = nn.Parameter(norm.weight.detach(), requires_grad=False)
+        self.register_buffer("scale", norm.weight.detach().float(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.fasteagle_cpu.norm(x.float(), self.scale, self.eps).to(self.weight.dtype)
+
+
+def fits(weight: PackedWeight) -> bool:
+    """Whether the kernels take this weight: whole blocks of 32 inputs in a group, or one group."""
+    return weight.group_size % BLOCK == 0 or weight.group_size == weight.shape[1]
+
+
+def pack(weight: PackedWeight) -> Tensor:
+    """The bytes that the kernels read: a header, then 16 outputs at a time.
+
+    Of 16 outputs first the values: four inputs of each of the 16 together, at 4 bits the inputs
+    4 j .. 4 j + 3 of a block in the low nibbles and those 16 further in the high nibbles of line j.
+    Then the scales [G, 16] of all groups, then offsets or zero points [G, 16]; in fp16 where that
+    is exact, else all in fp32.
+    """
+    assert fits(weight), "see fits"
+    N, K = weight.shape
+    Np, Kp = -(-N // COLUMNS) * COLUMNS, -(-K // BLOCK) * BLOCK
+    B = Kp // BLOCK
+    scales, second, kind, base = _parameters(weight)
+    parts = [scales] if second is None else [scales, second]
+    wide = not all(_in_fp16(part) for part in parts)
+    values = weight.values()
+    # int8 is stored as value + 128. What is added here meets activations of zero, or is cut off.
+    values = (values.to(torch.int16) + 128).to(torch.uint8) if weight.bits == 8 else values
+    values = F.pad(values, (0, Kp - K, 0, Np - N))
+    quads = values.view(Np // COLUMNS, COLUMNS, B, 8, 4).permute(0, 2, 3, 1, 4)  # [., B, 8, 16, 4]
+    if weight.bits == 4:
+        quads = quads[:, :, :4] | (quads[:, :, 4:] << 4)
+    pieces = [quads.reshape(Np // COLUMNS, -1)]
+    for part in parts:
+        part = F.pad(part, (0, 0, 0, Np - N)).view(-1, COLUMNS, part.shape[1]).transpose(1, 2)
+        part = part.to(torch.float32 if wide else torch.float16).contiguous()
+        pieces.append(part.view(torch.uint8).flatten(1))
+    at, places = 0, []
+    for i, piece in enumerate(pieces):
+        pieces[i] = F.pad(piece, (0, -piece.shape[1] % 64))
+        places.append(at)
+        at += pieces[i].shape[1]
+    second_at = places[2] if len(places) > 2 else 0
+    group_blocks = -(-weight.group_size // BLOCK)
+    header = HEADER.pack(
+        MAGIC, N, K, weight.bits, group_blocks, wide, kind, base, at, places[1], second_at
+    )
+    body = torch.cat(pieces, dim=1).flatten()
+    return torch.cat((torch.frombuffer(bytearray(header), dtype=torch.uint8), body))
+
+
+def _parameters(weight: PackedWeight) -> tuple[Tensor, Tensor | None, int, int]:
+    """Scales, offsets or zero points or None [N, G] in fp32, which of them, and the base.
+
+    w = (stored - base) * scale + offset, or (stored - base - zero) * scale. HQQ's offsets are
+    rounded as the value of q = 8, so that with base 8 they are short.
+    """
+    scales = weight.scales.float()
+    if weight.bits == 8:
+        return scales, None, SCALES_ONLY, 128
+    if weight.zeros is not None:
+        return scales, weight.zeros.float(), ZEROS, 0
+    assert weight.offsets is not None
+    offsets = weight.offsets.float()
+    midpoints = offsets + 8 * scales
+    exact = torch.equal((midpoints.double() - 8 * scales.double()).float(), offsets)
+    if not _in_fp16(offsets) and exact and _in_fp16(midpoints):
+        return scales, midpoints, OFFSETS, 8
+    return scales, offsets, OFFSETS, 0
+
+
+def _in_fp16(values: Tensor) -> bool:
+    """Whether fp16 holds all of these exactly."""
+    return torch.equal(values.to(torch.float16).float(), values)

@@ -1,0 +1,196 @@
+"""Whole blocks in our CPU kernels: the model's results, the same bits whatever else is in a pass."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fasteagle.compile.cpu_blocks import is_native, is_native_block, use_native_blocks
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.ngram import NgramDrafter
+from fasteagle.drafting.static_tree import StaticTreeDrafter
+from fasteagle.generate import Engine
+from fasteagle.loading.source import has_native, quantize_, quantize_head_, quantize_linear
+from fasteagle.model import KVCache, Transformer, causal_mask
+from fasteagle.options import SamplingParams
+from fasteagle.quant import cpu_build
+from fasteagle.quant.cpu_linear import NativeLinear
+from fasteagle.quant.linear import QuantizedLMHead
+from fasteagle.quant.scheme import Scheme
+from fasteagle.shapes import TreeShape
+from fasteagle.tree import TreeView, ancestor_mask, tree_paths
+from helpers import random_head, random_target, tiny_config
+
+SHAPE = dict(dim=64, n_head=4, n_kv_head=2, head_dim=16, ffn_dim=96)
+CONFIGS = {
+    "gqa": SHAPE,
+    "mha": SHAPE | dict(n_kv_head=4),
+    "window": SHAPE | dict(sliding_window=7),
+    "long window": SHAPE | dict(sliding_window=90),
+    "qwen2": SHAPE | dict(qkv_bias=True),
+    "qwen3": SHAPE | dict(qk_norm=True, head_dim=32),
+    "wide heads": SHAPE | dict(head_dim=80, n_head=2, n_kv_head=1),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels():
+    cpu_build.load()
+
+
+def rounded(x: Tensor) -> Tensor:
+    blocks = nn.functional.pad(x, (0, -x.shape[1] % 32)).unflatten(1, (-1, 32))
+    most = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    return ((blocks * (127 / most)).round() * (most / 127)).flatten(1)[:, : x.shape[1]]
+
+
+class Emulated(nn.Module):
+    """A native linear in plain torch."""
+
+    def __init__(self, linear: NativeLinear) -> None:
+        super().__init__()
+        self.weight = linear.rows(torch.arange(linear.out_features))
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(rounded(x.float()), self.weight, self.bias).to(x.dtype)
+
+
+def native_target(config, bits: int = 4, dtype: torch.dtype = torch.float32) -> Transformer:
+    target = random_target(config).to(dtype)
+    target.init_rope(512, "cpu")  # in fp32, as checkpoints are loaded
+    for block in target.blocks:
+        if config.qkv_bias:
+            block.attention.qkv.bias.data.normal_()
+    scheme = Scheme(bits, 32 if bits == 4 else 0)
+    quantize_(target.blocks, scheme, native=True)
+    target.lm_head = QuantizedLMHead(quantize_linear(target.lm_head, Scheme(8), native=True))
+    assert use_native_blocks(target) and is_native(target) and has_native(target)
+    return target
+
+
+def emulated(target: Transformer) -> Transformer:
+    """The same weights in the model's own blocks, in fp32."""
+    twin = random_target(target.config)
+    for mine, theirs in zip(twin.blocks, target.blocks, strict=True):
+        for path in ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down"):
+            mine.set_submodule(path, Emulated(theirs.get_submodule(path)))
+    twin.lm_head = Emulated(target.lm_head.linear)
+    return twin
+
+
+def run_chain(target: Transformer, tokens: Tensor, cache: KVCache, begin: int = 0) -> Tensor:
+    rows = torch.arange(begin, begin + len(tokens))
+    mask = causal_mask(begin, len(tokens), cache.n_slots, target.config.sliding_window, "cpu")
+    return target(tokens, rows, rows, mask, cache).logits
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_blocks_compute_what_the_model_says(name, bits):
+    config = tiny_config(**CONFIGS[name])
+    target = native_target(config, bits)
+    tokens = torch.randint(0, config.vocab_size, (150,), generator=torch.Generator().manual_seed(1))
+    caches = [KVCache(config, 256, torch.float32, "cpu") for _ in range(2)]
+    found = run_chain(target, tokens, caches[0])
+    expected = run_chain(emulated(target), tokens, caches[1])
+    # Rounding to 8 bits turns over where fp32 sums differ in their last bits.
+    assert (found - expected).norm() < 0.02 * expected.norm()
+    assert (caches[0].rows - caches[1].rows).norm() < 0.02 * caches[1].rows.norm()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("length", [1, 60, 63, 130])
+def test_a_row_has_the_same_bits_in_any_pass(name, dtype, length):
+    """A tree's rows against their paths decoded token by token, and against one long chunk."""
+    config = tiny_config(**CONFIGS[name])
+    target = native_target(config, dtype=dtype)
+    generator = torch.Generator().manual_seed(length)
+    text = torch.randint(0, config.vocab_size, (length,), generator=generator)
+    parents = torch.tensor([0, 0, 0, 1, 1, 2, 3, 3, 6])
+    tokens = torch.randint(0, config.vocab_size, (len(parents),), generator=generator)
+    tree_mask, depths = ancestor_mask(parents, torch.ones(len(parents)).bool())
+    paths = tree_paths(tree_mask, depths, len(parents) - 1)
+
+    cache = KVCache(config, 256, dtype, "cpu")
+    run_chain(target, text, cache)
+    view = TreeView(torch.tensor(length), paths, depths, config.sliding_window)
+    slots = length + torch.arange(len(parents))
+    found = target(tokens, length + depths, slots, view, cache).logits
+    by_mask = target(tokens, length + depths, slots, view.mask(256), cache).logits
+    assert torch.equal(found, by_mask)
+    for row in range(len(parents)):
+        path = paths[row, : depths[row] + 1].long()
+        single = KVCache(config, 256, dtype, "cpu")
+        for at, token in enumerate([*text, *tokens[path]]):
+            logits = run_chain(target, token[None], single, at)
+        assert torch.equal(logits[0], found[row]), row
+        chunk = run_chain(target, torch.cat((text, tokens[path])),
+                          KVCache(config, 256, dtype, "cpu"))
+        assert torch.equal(chunk[-1], found[row]), row
+
+
+def test_what_nobody_has_written_is_not_read():
+    config = tiny_config(**SHAPE)
+    target = native_target(config)
+    tokens = torch.arange(9)
+    clean, dirty = (KVCache(config, 256, torch.float32, "cpu") for _ in range(2))
+    dirty.rows.fill_(float("nan"))
+    assert torch.equal(run_chain(target, tokens, clean), run_chain(target, tokens, dirty))
+
+
+def test_one_thread_or_two_give_the_same_bits():
+    config = tiny_config(**SHAPE)
+    target = native_target(config)
+    tokens, found = torch.arange(40), []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        found.append(run_chain(target, tokens, KVCache(config, 256, torch.float32, "cpu")))
+    assert torch.equal(*found)
+
+
+def test_wrong_slots_are_refused():
+    config = tiny_config(**SHAPE)
+    target = native_target(config)
+    cache = KVCache(config, 256, torch.float32, "cpu")
+    rows, mask = torch.arange(2), torch.ones(2, 256).bool()
+    with pytest.raises(RuntimeError, match="slot 256 of 256"):
+        target(torch.arange(2), rows, rows + 255, mask, cache)
+
+
+def test_other_models_keep_their_blocks():
+    for config in (tiny_config(**SHAPE | dict(head_dim=24)), tiny_config(**SHAPE | dict(ffn_dim=80))):
+        target = random_target(config)
+        quantize_(target.blocks, Scheme(8), native=True)
+        assert not use_native_blocks(target) and not is_native(target)
+        run_chain(target, torch.arange(5), KVCache(config, 256, torch.float32, "cpu"))
+    assert not use_native_blocks(random_target(tiny_config(**SHAPE)))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_every_drafter_writes_what_plain_decoding_writes(dtype, temperature):
+    config = tiny_config(**SHAPE)
+    target = native_target(config, dtype=dtype)
+    head = random_head(target, torch.arange(0, 60, 2), rope_base=10000.0)
+    head.borrow(target, 256)
+    quantize_head_(head, Scheme(4, 32, head_bits=8), native=True)
+    assert is_native_block(head.block)
+    params = SamplingParams(temperature=temperature, seed=3)
+
+    def answer(drafter) -> list[int]:
+        engine = Engine(copy.copy(target), 256, drafter=drafter)
+        return [t for new in engine.generate([1, 2, 3], params, 60) for t in new]
+
+    plain = answer(None)
+    for drafter in (
+        EagleDrafter(head, TreeShape(3, 3, 8), 256),
+        EagleDrafter(head, TreeShape(4, 1, 4), 256),
+        StaticTreeDrafter(head, 256, ((0,), (1,), (0, 0), (0, 1))),
+        NgramDrafter(),
+    ):
+        assert answer(drafter) == plain, drafter.name

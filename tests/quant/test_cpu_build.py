@@ -1,0 +1,123 @@
+"""Building the CPU kernels: once, by whoever comes first, and one line where it cannot be."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from fasteagle.errors import FasteagleError
+from fasteagle.quant import cpu_build
+from fasteagle.quant.cpu_build import BuildError
+
+FASTEST = cpu_build.runnable()[0]
+
+
+@pytest.fixture
+def fake_compiler(monkeypatch, tmp_path):
+    """A compiler that does what a script says; nothing is built or loaded before it."""
+
+    def make(script: str) -> Path:
+        path = tmp_path / "bin" / "c++"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("#!/bin/sh\n" + script)
+        path.chmod(path.stat().st_mode | stat.S_IEXEC)
+        monkeypatch.setenv("CXX", str(path))
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+        cpu_build.compiler.cache_clear()
+        monkeypatch.setattr(cpu_build, "_loaded", {})
+        return tmp_path / "cache" / "kernels"
+
+    yield make
+    monkeypatch.undo()
+    cpu_build.compiler.cache_clear()
+
+
+def test_a_compiler_that_fails_is_quoted_in_one_line(fake_compiler):
+    folder = fake_compiler('echo "kernels.cpp:1: error: no such thing" >&2; exit 1\n')
+    with pytest.raises(BuildError, match="the compiler failed: .*no such thing"):
+        cpu_build.load()
+    assert [path.suffix for path in folder.iterdir()] == [".lock"]
+    with pytest.raises(FasteagleError, match="cpu-kernels native: .*use --cpu-kernels auto or aten"):
+        cpu_build.available("native")
+    assert "no such thing" in (cpu_build.available("auto") or "")
+    assert cpu_build.available("aten") is not None
+
+
+def test_a_compiler_that_hangs_is_stopped(fake_compiler, monkeypatch):
+    fake_compiler("exec sleep 60\n")
+    monkeypatch.setattr(cpu_build, "TIME_LIMIT", 0.2)
+    with pytest.raises(BuildError, match=r"took more than 0 s"):
+        cpu_build.build(FASTEST)
+
+
+def test_a_broken_file_is_not_kept(fake_compiler):
+    folder = fake_compiler(
+        'while [ "$1" != "-o" ]; do shift; done\nhead -c 5000 /dev/zero > "$2"\n'
+    )
+    with pytest.raises(BuildError, match="loading what the compiler wrote failed"):
+        cpu_build.build(FASTEST)
+    assert not list(folder.glob("*.so")) and not list(folder.glob("*.tmp"))
+
+
+def test_no_compiler(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    cpu_build.compiler.cache_clear()
+    try:
+        with pytest.raises(BuildError, match=r"install g\+\+"):
+            cpu_build.library_path(FASTEST)
+        assert not cpu_build.is_built()
+    finally:
+        cpu_build.compiler.cache_clear()
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not sys.platform.startswith("linux"), reason="root")
+def test_a_cache_that_cannot_be_written(fake_compiler, monkeypatch, tmp_path):
+    fake_compiler("exit 0\n")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "inside"))
+    with pytest.raises(BuildError, match="cannot write"):
+        cpu_build.build(FASTEST)
+
+
+def test_two_at_once_compile_once(fake_compiler, monkeypatch, tmp_path):
+    fake_compiler(
+        f'echo once >> {tmp_path}/calls; sleep 0.3\n'
+        'while [ "$1" != "-o" ]; do shift; done\necho made > "$2"\n'
+    )
+    run = cpu_build._run
+    monkeypatch.setattr(
+        cpu_build, "_run", lambda command, what: what == "the compiler" and run(command, what)
+    )
+    threads = [threading.Thread(target=cpu_build.build, args=(FASTEST,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (tmp_path / "calls").read_text().split() == ["once"]
+    assert cpu_build.build(FASTEST).read_text() == "made\n"
+
+
+def test_the_name_says_what_a_file_is_for(monkeypatch):
+    first = cpu_build.library_path(FASTEST)
+    assert first != cpu_build.library_path(cpu_build.ISAS[-1])
+    monkeypatch.setattr(torch, "__version__", "9.9.9")
+    assert first != cpu_build.library_path(FASTEST)
+
+
+def test_the_cpu_decides_which_path_is_taken(monkeypatch):
+    names = [isa.name for isa in cpu_build.runnable()]
+    assert names[-1] == "plain"
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "fma3": True})
+    assert [isa.name for isa in cpu_build.runnable()] == ["plain"]
+    everything = {need: True for isa in cpu_build.ISAS for need in isa.needs}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: everything)
+    assert cpu_build.runnable()[0].name == "avx512-vnni"
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    assert cpu_build.runnable()[0].name == "avx-vnni"

@@ -1,0 +1,163 @@
+"""Our CPU products against the weights they stand for, on every path that this CPU can run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fasteagle.quant import cpu_build
+from fasteagle.quant.cpu_linear import NativeLinear, NativeNorm, fits, pack
+from fasteagle.quant.packed import PackedWeight, int4, int8
+
+KINDS = ["zeros", "gptq", "q4_1", "hqq", "wide", "int8"]
+PATHS = [
+    pytest.param(isa, marks=[] if i == 0 else pytest.mark.slow, id=isa.name)
+    for i, isa in enumerate(cpu_build.runnable())
+]
+
+
+def packed_weight(N: int, K: int, group: int, kind: str) -> PackedWeight:
+    """Random values with parameters as one source of weights has them."""
+    generator = torch.Generator().manual_seed(N * K + group)
+
+    def uniform(low: float, high: float) -> Tensor:
+        return torch.rand(N, K // group, generator=generator) * (high - low) + low
+
+    if kind == "int8":
+        values = torch.randint(-128, 128, (N, K), generator=generator)
+        return int8(values, uniform(0.001, 0.01).bfloat16())
+    values = torch.randint(0, 16, (N, K), generator=generator)
+    zeros = torch.randint(0, 17, (N, K // group), generator=generator)
+    if kind == "zeros":
+        return int4(values, uniform(0.001, 0.1).bfloat16(), zeros=zeros)
+    if kind == "gptq":
+        return int4(values, uniform(0.001, 0.1).half(), zeros=zeros)
+    if kind == "q4_1":
+        return int4(values, uniform(0.001, 0.1).half(), offsets=uniform(-0.5, 0.1).half())
+    if kind == "hqq":  # rounded as the value of q = 8
+        scales, midpoints = uniform(0.001, 0.1).bfloat16(), uniform(-0.1, 0.1).bfloat16()
+        return int4(values, scales, offsets=midpoints.float() - 8 * scales.float())
+    return int4(values, uniform(0.001, 0.1), offsets=uniform(-0.5, 0.1))
+
+
+def rounded(x: Tensor) -> Tensor:
+    """x [T, K] as the kernels see it: 8 bits in blocks of 32; in fp64."""
+    T, K = x.shape
+    blocks = torch.nn.functional.pad(x, (0, -K % 32)).unflatten(1, (-1, 32))
+    most = blocks.abs().amax(-1, keepdim=True)
+    q = torch.where(most > 0, blocks * (127 / most.clamp(min=1e-30)), 0).round()
+    return (q.double() * (most / 127).double()).flatten(1)[:, :K]
+
+
+def rows_of(n: int, K: int, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, K, generator=generator) * torch.rand(n, 1, generator=generator) * 4
+
+
+@pytest.fixture(params=PATHS)
+def ops(request):
+    """The ops of one path; other paths than the fastest are built for these tests."""
+    isa = request.param
+    namespace = cpu_build.NAMESPACE if isa == cpu_build.runnable()[0] else f"test_{isa.level}"
+    cpu_build.load(isa, namespace)
+    found = getattr(torch.ops, namespace)
+    assert found.isa() == isa.level
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("group", "K"), [(32, 96), (64, 192), (128, 384), (40, 40)])
+@pytest.mark.parametrize("N", [16, 37])
+def test_products_and_rows_are_those_of_the_weight(ops, kind, group, K, N):
+    if K == 40 and kind != "int8":
+        group = K = 32
+    weight = packed_weight(N, K, group, kind)
+    memory, dense = pack(weight), weight.dequantize()
+    found = ops.rows(memory, torch.arange(N), K)
+    assert torch.allclose(found, dense, rtol=1e-6, atol=1e-7)
+    x = rows_of(33, K)
+    exact = rounded(x) @ dense.double().T
+    y = ops.linear(x, memory, None, N)
+    assert (y - exact).abs().max() < 3e-6 * (x.abs() @ dense.abs().T).max()
+    for T in range(1, 33):
+        assert torch.equal(ops.linear(x[:T], memory, None, N), y[:T]), T
+    assert torch.equal(ops.linear(x[20:23], memory, None, N), y[20:23])
+    bias = torch.linspace(-1, 1, N)
+    assert torch.equal(ops.linear(x, memory, bias, N), y + bias)
+    assert torch.equal(ops.linear(x.bfloat16(), memory, None, N)[:3],
+                       ops.linear(x.bfloat16().float(), memory, None, N)[:3])
+
+
+@pytest.mark.parametrize("kind", ["q4_1", "int8"])
+def test_the_largest_sums_do_not_saturate(ops, kind):
+    weight = packed_weight(16, 128, 32, kind)
+    for value in (0, 15) if kind == "q4_1" else (-128, -127, 127):
+        filled = torch.full((16, 128), value)
+        if kind == "int8":
+            extreme = int8(filled, weight.scales)
+        else:
+            extreme = int4(filled, weight.scales, offsets=weight.offsets)
+        for sign in (1.0, -1.0):
+            x = torch.full((3, 128), 2.54 * sign)
+            exact = rounded(x) @ extreme.dequantize().double().T
+            y = ops.linear(x, pack(extreme), None, 16)
+            assert torch.allclose(y.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_not_finite_stays_visible(ops):
+    memory = pack(packed_weight(32, 64, 32, "q4_1"))
+    x = rows_of(4, 64)
+    clean = ops.linear(x, memory, None, 32)
+    x[1, 5], x[2, 40] = float("nan"), float("-inf")
+    y = ops.linear(x, memory, None, 32)
+    assert y[1:3].isnan().all() and torch.equal(y[[0, 3]], clean[[0, 3]])
+    assert torch.equal(ops.linear(torch.zeros(2, 64), memory, None, 32), torch.zeros(2, 32))
+
+
+def test_a_norm_is_that_of_the_model(ops):
+    from fasteagle.model import RMSNorm
+
+    norm = RMSNorm(100, 1e-5)
+    norm.weight.data.uniform_(0.5, 2)
+    x = rows_of(9, 100)
+    found = ops.norm(x, norm.weight.detach(), 1e-5)
+    assert torch.allclose(found, norm(x).detach(), rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(ops.norm(x[t : t + 1], norm.weight.detach(), 1e-5)[0], found[t])
+               for t in range(9))
+
+
+def test_modules():
+    cpu_build.load()
+    weight = packed_weight(48, 64, 32, "q4_1")
+    bias = torch.linspace(-1, 1, 48)
+    module = NativeLinear(weight, bias)
+    x = rows_of(3, 64)
+    exact = rounded(x) @ weight.dequantize().double().T + bias
+    assert torch.allclose(module(x), exact.float(), rtol=1e-4, atol=1e-4)
+    assert module(x.bfloat16()).dtype == torch.bfloat16
+    assert module.exact(x.bfloat16()).dtype == torch.float32
+    index = torch.tensor([[4, 47], [0, 4]])
+    assert torch.allclose(module.rows(index), weight.dequantize()[index], atol=1e-7)
+    held = sum(t.numel() * t.element_size() for t in module.buffers())
+    assert held <= 48 * 64 * 0.625 + 64 + 48 * 4 + 128 * 3
+    from fasteagle.model import RMSNorm
+
+    norm = RMSNorm(64, 1e-6).bfloat16()
+    assert NativeNorm(norm)(x).dtype == torch.bfloat16
+    assert not fits(int8(torch.zeros(4, 48, dtype=torch.int8), torch.ones(4, 3)))
+
+
+@pytest.mark.parametrize("wrong", ["short", "magic", "width", "length"])
+def test_a_wrong_weight_is_refused(wrong):
+    cpu_build.load()
+    memory = pack(packed_weight(32, 64, 32, "q4_1"))
+    x = torch.zeros(2, 96 if wrong == "width" else 64)
+    if wrong == "short":
+        memory = memory[:10]
+    elif wrong == "magic":
+        memory[0] += 1
+    elif wrong == "length":
+        memory = memory[:-64]
+    with pytest.raises(RuntimeError):
+        torch.ops.fasteagle_cpu.linear(x, memory.contiguous(), None, 32)
