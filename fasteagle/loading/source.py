@@ -11,8 +11,8 @@ from fasteagle.compile.cpu_blocks import use_native_block
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.tensors import Checkpoint
 from fasteagle.model import EagleHead
-from fasteagle.quant.linear import Permuted, QuantizedLMHead, SideBySide, make_linear
 from fasteagle.quant.cpu_linear import NativeLinear
+from fasteagle.quant.linear import Permuted, QuantizedLMHead, SideBySide, make_linear
 from fasteagle.quant.packed import PackedWeight, stack
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import GROUP_SIZES, Scheme

@@ -1,4 +1,4 @@
-"""Whole blocks in our CPU kernels: the model's results, the same bits whatever else is in a pass."""
+"""Whole blocks in our CPU kernels: the results of the model, the same bits in any pass."""
 
 from __future__ import annotations
 
@@ -129,8 +129,9 @@ def test_a_row_has_the_same_bits_in_any_pass(name, dtype, length):
         for at, token in enumerate([*text, *tokens[path]]):
             logits = run_chain(target, token[None], single, at)
         assert torch.equal(logits[0], found[row]), row
-        chunk = run_chain(target, torch.cat((text, tokens[path])),
-                          KVCache(config, 256, dtype, "cpu"))
+        chunk = run_chain(
+            target, torch.cat((text, tokens[path])), KVCache(config, 256, dtype, "cpu")
+        )
         assert torch.equal(chunk[-1], found[row]), row
 
 
@@ -163,7 +164,10 @@ def test_wrong_slots_are_refused():
 
 
 def test_other_models_keep_their_blocks():
-    for config in (tiny_config(**SHAPE | dict(head_dim=24)), tiny_config(**SHAPE | dict(ffn_dim=80))):
+    for config in (
+        tiny_config(**SHAPE | dict(head_dim=24)),
+        tiny_config(**SHAPE | dict(ffn_dim=80)),
+    ):
         target = random_target(config)
         quantize_(target.blocks, Scheme(8), native=True)
         assert not use_native_blocks(target) and not is_native(target)

@@ -43,7 +43,7 @@ def test_a_compiler_that_fails_is_quoted_in_one_line(fake_compiler):
     with pytest.raises(BuildError, match="the compiler failed: .*no such thing"):
         cpu_build.load()
     assert [path.suffix for path in folder.iterdir()] == [".lock"]
-    with pytest.raises(FasteagleError, match="cpu-kernels native: .*use --cpu-kernels auto or aten"):
+    with pytest.raises(FasteagleError, match="cpu-kernels native: .*use --cpu-kernels auto or"):
         cpu_build.available("native")
     assert "no such thing" in (cpu_build.available("auto") or "")
     assert cpu_build.available("aten") is not None
@@ -88,7 +88,7 @@ def test_a_cache_that_cannot_be_written(fake_compiler, monkeypatch, tmp_path):
 
 def test_two_at_once_compile_once(fake_compiler, monkeypatch, tmp_path):
     fake_compiler(
-        f'echo once >> {tmp_path}/calls; sleep 0.3\n'
+        f"echo once >> {tmp_path}/calls; sleep 0.3\n"
         'while [ "$1" != "-o" ]; do shift; done\necho made > "$2"\n'
     )
     run = cpu_build._run

@@ -43,7 +43,7 @@ def packed_weight(N: int, K: int, group: int, kind: str) -> PackedWeight:
 
 def rounded(x: Tensor) -> Tensor:
     """x [T, K] as the kernels see it: 8 bits in blocks of 32; in fp64."""
-    T, K = x.shape
+    K = x.shape[1]
     blocks = torch.nn.functional.pad(x, (0, -K % 32)).unflatten(1, (-1, 32))
     most = blocks.abs().amax(-1, keepdim=True)
     q = torch.where(most > 0, blocks * (127 / most.clamp(min=1e-30)), 0).round()
@@ -85,8 +85,10 @@ def test_products_and_rows_are_those_of_the_weight(ops, kind, group, K, N):
     assert torch.equal(ops.linear(x[20:23], memory, None, N), y[20:23])
     bias = torch.linspace(-1, 1, N)
     assert torch.equal(ops.linear(x, memory, bias, N), y + bias)
-    assert torch.equal(ops.linear(x.bfloat16(), memory, None, N)[:3],
-                       ops.linear(x.bfloat16().float(), memory, None, N)[:3])
+    assert torch.equal(
+        ops.linear(x.bfloat16(), memory, None, N)[:3],
+        ops.linear(x.bfloat16().float(), memory, None, N)[:3],
+    )
 
 
 @pytest.mark.parametrize("kind", ["q4_1", "int8"])
@@ -123,8 +125,10 @@ def test_a_norm_is_that_of_the_model(ops):
     x = rows_of(9, 100)
     found = ops.norm(x, norm.weight.detach(), 1e-5)
     assert torch.allclose(found, norm(x).detach(), rtol=1e-5, atol=1e-6)
-    assert all(torch.equal(ops.norm(x[t : t + 1], norm.weight.detach(), 1e-5)[0], found[t])
-               for t in range(9))
+    assert all(
+        torch.equal(ops.norm(x[t : t + 1], norm.weight.detach(), 1e-5)[0], found[t])
+        for t in range(9)
+    )
 
 
 def test_modules():
