@@ -1,9 +1,9 @@
 // Products of a few rows with 4- and 8-bit weights by integer dot products, decode attention, and
 // whole decoder blocks, for CPUs.
 //
-// Activations are rounded to 8 bits per row and block of 32, once per input. A weight is unpacked
-// once for up to eight rows, so that a further row costs only its multiplications. Sums of a block
-// are exact in int32; across blocks they run in fp32, in one order that depends neither on the
+// Activations are rounded to 8 bits per row and block of 32, once per input; a row's few blocks of
+// large values to 16. A weight is unpacked once for up to eight rows, so that a further row costs
+// only its multiplications. Sums of a block are exact in int32; across blocks they run in fp32, in one order that depends neither on the
 // number of rows nor on the number of threads. Attention meets the keys of a row in logical order,
 // in blocks of 64 by rank. So a row of a pass has the same bits whatever other rows are in it.
 //
@@ -261,27 +261,29 @@ void in_parallel(F work) {
 // ---------------------------------------------------------------------------------------------
 // Activations in 8 bits
 
-// Blocks of 32 inputs: of block b and row t the values, their scale, the sum of the values, and the
-// product of both, all at b * T + t, so that the rows of a block lie together.
+// Blocks of 32 inputs: of block b and row t the values, their scale and their sum, at b * T + t, so
+// that the rows of a block lie together; and the same of what rounding left over, whose scale is a
+// 254th. See `Choice` for where the latter counts.
 struct Activations {
-  int8_t* q;  // [blocks, T, 32]
+  int8_t *q, *rest;  // [blocks, T, 32]
   float* scales;
-  int32_t* sums;
-  float* offsets;
+  int32_t *sums, *rest_sums;
   int64_t blocks, rows;
 
   static int64_t blocks_of(int64_t K) { return (K + BLOCK - 1) / BLOCK; }
   static size_t bytes(int64_t rows, int64_t K) {
-    return size_t(rows) * blocks_of(K) * (BLOCK + 12) + 64;
+    return size_t(rows) * blocks_of(K) * (2 * BLOCK + 12) + 64;
   }
   static Activations at(uint8_t* memory, int64_t rows, int64_t K) {
     Activations a;
     a.blocks = blocks_of(K);
     a.rows = rows;
+    const int64_t n = rows * a.blocks;
     a.q = (int8_t*)memory;
-    a.scales = (float*)(memory + rows * a.blocks * BLOCK);
-    a.sums = (int32_t*)(a.scales + rows * a.blocks);
-    a.offsets = (float*)(a.sums + rows * a.blocks);
+    a.rest = a.q + n * BLOCK;
+    a.scales = (float*)(a.rest + n * BLOCK);
+    a.sums = (int32_t*)(a.scales + n);
+    a.rest_sums = a.sums + n;
     return a;
   }
 
@@ -295,32 +297,74 @@ struct Activations {
       best = larger(size, best);
       bad += v[i] * 0.0f;
     }
-    const float most = largest(best), inverse = most > 1e-30f ? 127.0f / most : 0.0f;
-    const VF magic = splat(12582912.0f);
+    const float most = largest(best);
+    const bool zero = !(most > 1e-30f);
+    const float inverse = zero ? 0.0f : 127.0f / most, scale = zero ? 0.0f : most / 127.0f;
     const int64_t at = block * rows + row;
-    int8_t* out = q + at * BLOCK;
-    VI total = {};
+    VI total = {}, rest_total = {};
     for (int i = 0; i < BLOCK / W; i++) {
-      const VI rounded = (VI)(v[i] * inverse + magic) - 0x4b400000;
-      total += rounded;
-      const VB bytes = __builtin_convertvector(rounded, VB);
-      std::memcpy(out + i * W, &bytes, W);
+      const VI first = rounded(v[i] * inverse);
+      const VI second = rounded(fma(-to_float(first), splat(scale), v[i]) * (254.0f * inverse));
+      total += first;
+      rest_total += second;
+      put_bytes(q + at * BLOCK + i * W, first);
+      put_bytes(rest + at * BLOCK + i * W, second);
     }
-    const int32_t sum_of = sum(total);
-    scales[at] = (most > 1e-30f ? most / 127.0f : 0.0f) + sum(bad);
-    sums[at] = sum_of;
-    offsets[at] = scales[at] * float(sum_of);
+    scales[at] = scale + sum(bad);
+    sums[at] = sum(total);
+    rest_sums[at] = sum(rest_total);
   }
 
   void quantize_row(int64_t row, const float* x, int64_t K) {
     const int64_t whole = K / BLOCK;
     for (int64_t b = 0; b < whole; b++) quantize(row, b, x + b * BLOCK);
     if (whole < blocks) {
-      float rest[BLOCK] = {};
-      std::copy(x + whole * BLOCK, x + K, rest);
-      quantize(row, whole, rest);
+      float last[BLOCK] = {};
+      std::copy(x + whole * BLOCK, x + K, last);
+      quantize(row, whole, last);
     }
   }
+
+ private:
+  static VI rounded(VF x) { return (VI)(x + splat(12582912.0f)) - 0x4b400000; }
+  static void put_bytes(int8_t* out, VI v) {
+    const VB bytes = __builtin_convertvector(v, VB);
+    std::memcpy(out, &bytes, W);
+  }
+};
+
+// Where a row counts with 16 bits: in the blocks of much larger values than its others, whose
+// rounding would be most of a product's error. A tenth of the blocks; it leaves a quarter of the
+// error. Each worker makes its own.
+struct Choice {
+  float *rest_scales, *offsets;  // [blocks, T]: 0 where 8 bits do; of both, scale times sum
+  uint8_t* twice;                // [tiles of 8 rows, blocks]: whether a row of the tile has 16
+
+  static size_t bytes(int64_t rows, int64_t K) {
+    return size_t(rows + 8) * Activations::blocks_of(K) * 9 + 64;
+  }
+
+  Choice(uint8_t* memory, const Activations& x, int64_t T) {
+    const int64_t n = x.rows * x.blocks;
+    rest_scales = (float*)memory;
+    offsets = rest_scales + n;
+    twice = (uint8_t*)(offsets + n);
+    std::memset(twice, 0, (T + MAX_TILE - 1) / MAX_TILE * x.blocks);
+    for (int64_t t = 0; t < T; t++) {
+      float squares = 0;
+      for (int64_t b = 0; b < x.blocks; b++) squares += square(x.scales[b * x.rows + t]);
+      for (int64_t b = 0; b < x.blocks; b++) {
+        const int64_t at = b * x.rows + t;
+        const bool large = square(x.scales[at]) * float(x.blocks) > 2.0f * squares;
+        rest_scales[at] = large ? x.scales[at] / 254.0f : 0.0f;
+        offsets[at] = x.scales[at] * float(x.sums[at]) + rest_scales[at] * float(x.rest_sums[at]);
+        twice[t / MAX_TILE * x.blocks + b] |= large;
+      }
+    }
+  }
+
+ private:
+  static float square(float x) { return x * x; }
 };
 
 // ---------------------------------------------------------------------------------------------
@@ -489,52 +533,54 @@ struct Dot {
 // R rows, from `row`, times W of the 16 outputs at `block`: y [R, 16]. SINGLE: groups of one block.
 template <int R, int BITS, bool SINGLE>
 inline void tile(const Weight& w, const uint8_t* block, int part, const Activations& x,
-                 int64_t row, float* y) {
+                 const Choice& choice, int64_t row, float* y) {
   using Sums = Dot<BITS, (R < 4)>;
   constexpr int LINES = BITS == 4 ? 4 : 8;
   const int base = w.h.base - (BITS == 8 ? 128 : 0) + Sums::bias;
   const uint8_t* scales = block + w.h.scales_at;
   const uint8_t* seconds = block + w.h.second_at;
   const uint8_t* line = block + part * 4 * W;
+  const uint8_t* twice = choice.twice + row / MAX_TILE * x.blocks;
   VF acc[R] = {}, in_group[R] = {};
   float moved[R] = {};
   int64_t in_this = 0;  // blocks of the group so far
-  for (int64_t b = 0, group = 0; b < w.blocks; b++) {
+  for (int64_t b = 0, group = 0; b < w.blocks; b++, line += LINES * 4 * COLUMNS) {
     const int64_t at = b * x.rows + row;
-    const int8_t* q = x.q + at * BLOCK;
-    Sums dots[R];
-    for (int j = 0; j < LINES; j++, line += 4 * COLUMNS) {
-      __builtin_prefetch(line + AHEAD);
-      const Bytes values = load_bytes(line);
-      if constexpr (BITS == 4) {
-        const Bytes first = low(values), second = high(values);
-        for (int r = 0; r < R; r++) {
-          dots[r].add(first, q + r * BLOCK + 4 * j);
-          dots[r].add_second(second, q + r * BLOCK + 4 * j + 16);
-        }
-      } else {
-        for (int r = 0; r < R; r++) {
-          if (j % 2) {
-            dots[r].add_second(values, q + r * BLOCK + 4 * j);
-          } else {
-            dots[r].add(values, q + r * BLOCK + 4 * j);
+    for (int pass = 0; pass <= twice[b]; pass++) {
+      const int8_t* q = (pass ? x.rest : x.q) + at * BLOCK;
+      const int32_t* sums = (pass ? x.rest_sums : x.sums) + at;
+      const float* x_scales = (pass ? choice.rest_scales : x.scales) + at;
+      Sums dots[R];
+      for (int j = 0; j < LINES; j++) {
+        __builtin_prefetch(line + j * 4 * COLUMNS + AHEAD);
+        const Bytes values = load_bytes(line + j * 4 * COLUMNS);
+        if constexpr (BITS == 4) {
+          const Bytes first = low(values), second = high(values);
+          for (int r = 0; r < R; r++) {
+            dots[r].add(first, q + r * BLOCK + 4 * j);
+            dots[r].add_second(second, q + r * BLOCK + 4 * j + 16);
+          }
+        } else {
+          for (int r = 0; r < R; r++) {
+            if (j % 2) {
+              dots[r].add_second(values, q + r * BLOCK + 4 * j);
+            } else {
+              dots[r].add(values, q + r * BLOCK + 4 * j);
+            }
           }
         }
       }
+      VI total[R];
+      for (int r = 0; r < R; r++) total[r] = dots[r].total();
+      if (base)
+        for (int r = 0; r < R; r++) total[r] -= base * sums[r];
+      for (int r = 0; r < R; r++)
+        in_group[r] = fma(to_float(total[r]), splat(x_scales[r]), in_group[r]);
     }
-    VI total[R];
-    for (int r = 0; r < R; r++) total[r] = dots[r].total();
-    if (base)
-      for (int r = 0; r < R; r++) total[r] -= base * x.sums[at + r];
-    for (int r = 0; r < R; r++) {
-      if constexpr (SINGLE) {
-        in_group[r] = to_float(total[r]) * x.scales[at + r];
-      } else {
-        in_group[r] = fma(to_float(total[r]), splat(x.scales[at + r]), in_group[r]);
-        moved[r] += x.offsets[at + r];
-      }
+    if constexpr (!SINGLE) {
+      for (int r = 0; r < R; r++) moved[r] += choice.offsets[at + r];
+      if (++in_this < w.h.group_blocks && b + 1 < w.blocks) continue;
     }
-    if (!SINGLE && ++in_this < w.h.group_blocks && b + 1 < w.blocks) continue;
     const int64_t parameters = group * COLUMNS + part * W;
     const VF scale = w.parameter(scales, parameters);
     for (int r = 0; r < R; r++) acc[r] = fma(scale, in_group[r], acc[r]);
@@ -542,44 +588,43 @@ inline void tile(const Weight& w, const uint8_t* block, int part, const Activati
       VF offset = w.parameter(seconds, parameters);
       if (w.h.second == 2) offset = -(offset * scale);
       for (int r = 0; r < R; r++)
-        acc[r] = fma(offset, splat(SINGLE ? x.offsets[at + r] : moved[r]), acc[r]);
+        acc[r] = fma(offset, splat(SINGLE ? choice.offsets[at + r] : moved[r]), acc[r]);
     }
     group++;
     in_this = 0;
-    if constexpr (!SINGLE)
-      for (int r = 0; r < R; r++) in_group[r] = VF{}, moved[r] = 0;
+    for (int r = 0; r < R; r++) in_group[r] = VF{}, moved[r] = 0;
   }
   for (int r = 0; r < R; r++) store(y + r * COLUMNS, acc[r]);
 }
 
 template <int BITS, bool SINGLE>
 inline void tiles(const Weight& w, const uint8_t* block, int part, const Activations& x,
-                  int64_t row, int64_t rows, float* y) {
+                  const Choice& choice, int64_t row, int64_t rows, float* y) {
   switch (rows) {
-    case 1: return tile<1, BITS, SINGLE>(w, block, part, x, row, y);
-    case 2: return tile<2, BITS, SINGLE>(w, block, part, x, row, y);
-    case 3: return tile<3, BITS, SINGLE>(w, block, part, x, row, y);
-    case 4: return tile<4, BITS, SINGLE>(w, block, part, x, row, y);
-    case 5: return tile<5, BITS, SINGLE>(w, block, part, x, row, y);
-    case 6: return tile<6, BITS, SINGLE>(w, block, part, x, row, y);
-    case 7: return tile<7, BITS, SINGLE>(w, block, part, x, row, y);
-    default: return tile<8, BITS, SINGLE>(w, block, part, x, row, y);
+    case 1: return tile<1, BITS, SINGLE>(w, block, part, x, choice, row, y);
+    case 2: return tile<2, BITS, SINGLE>(w, block, part, x, choice, row, y);
+    case 3: return tile<3, BITS, SINGLE>(w, block, part, x, choice, row, y);
+    case 4: return tile<4, BITS, SINGLE>(w, block, part, x, choice, row, y);
+    case 5: return tile<5, BITS, SINGLE>(w, block, part, x, choice, row, y);
+    case 6: return tile<6, BITS, SINGLE>(w, block, part, x, choice, row, y);
+    case 7: return tile<7, BITS, SINGLE>(w, block, part, x, choice, row, y);
+    default: return tile<8, BITS, SINGLE>(w, block, part, x, choice, row, y);
   }
 }
 
 // Rows `row` .. `row + rows - 1` (at most 8) times 16 outputs: y [rows, 16], bias included.
-inline void product(const Weight& w, int64_t column_block, const Activations& x, int64_t row,
-                    int64_t rows, float* y) {
+inline void product(const Weight& w, int64_t column_block, const Activations& x,
+                    const Choice& choice, int64_t row, int64_t rows, float* y) {
   const uint8_t* block = w.data + column_block * w.h.stride;
   for (int part = 0; part < COLUMNS / W; part++) {
     float* out = y + part * W;
     const bool single = w.h.group_blocks == 1;
     if (w.h.bits == 4) {
-      single ? tiles<4, true>(w, block, part, x, row, rows, out)
-             : tiles<4, false>(w, block, part, x, row, rows, out);
+      single ? tiles<4, true>(w, block, part, x, choice, row, rows, out)
+             : tiles<4, false>(w, block, part, x, choice, row, rows, out);
     } else {
-      single ? tiles<8, true>(w, block, part, x, row, rows, out)
-             : tiles<8, false>(w, block, part, x, row, rows, out);
+      single ? tiles<8, true>(w, block, part, x, choice, row, rows, out)
+             : tiles<8, false>(w, block, part, x, choice, row, rows, out);
     }
   }
   if (w.bias != nullptr) {
@@ -591,15 +636,16 @@ inline void product(const Weight& w, int64_t column_block, const Activations& x,
 }
 
 // This worker's share of y [T, N] = x @ w.T, or of y += x @ w.T.
-void products(const Worker& me, const Weight& w, const Activations& x, int64_t T, float* y,
-              int64_t ldy, bool add) {
+void products(const Worker& me, const Weight& w, const Activations& x, uint8_t* scratch, int64_t T,
+              float* y, int64_t ldy, bool add) {
+  const Choice choice(scratch, x, T);
   const auto [begin, end] = me.share(w.column_blocks);
   alignas(64) float part[MAX_TILE * COLUMNS];
   for (int64_t block = begin; block < end; block++) {
     const int64_t first = block * COLUMNS, n = std::min<int64_t>(COLUMNS, w.h.N - first);
     for (int64_t row = 0; row < T; row += MAX_TILE) {
       const int64_t rows = std::min<int64_t>(MAX_TILE, T - row);
-      product(w, block, x, row, rows, part);
+      product(w, block, x, choice, row, rows, part);
       for (int64_t r = 0; r < rows; r++) {
         float* out = y + (row + r) * ldy + first;
         const float* in = part + r * COLUMNS;
@@ -998,6 +1044,8 @@ struct Pass {
   int64_t scratch_size, key_blocks;
   Activations normed, attended, hidden;
 
+  float* own_scratch(const Worker& me) const { return scratch + me.id * scratch_size; }
+
   // One head, rotated and scaled, and written in the type of `out`.
   template <class O>
   void rope(const float* in, const float* norm, int64_t t, float scale, O* out) const {
@@ -1041,7 +1089,7 @@ struct Pass {
   }
 
   void norm(const Worker& me, const float* weight) {
-    float* own = scratch + me.id * scratch_size;
+    float* own = own_scratch(me);
     const auto [begin, end] = me.share(T);
     for (int64_t t = begin; t < end; t++) {
       rms_norm(x + t * D, weight, D, eps, own);
@@ -1053,7 +1101,7 @@ struct Pass {
     Attention<C> a{heads, T, S, key_blocks, queries, k, v, seen, row, parts};
     const auto [begin, end] = me.share(heads.G * key_blocks);
     for (int64_t i = begin; i < end; i++)
-      a.unit(i % heads.G, i / heads.G, scratch + me.id * scratch_size);
+      a.unit(i % heads.G, i / heads.G, own_scratch(me));
     me.team.barrier();
     // As many heads together as fill blocks of 32.
     const int64_t E = heads.E, group = heads.group(), together = heads.together();
@@ -1072,12 +1120,13 @@ struct Pass {
   void gated(const Worker& me, const Weight& w) {
     alignas(64) float gate[2][MAX_TILE * COLUMNS], up[2][MAX_TILE * COLUMNS], result[BLOCK];
     const auto [begin, end] = me.share(F / BLOCK);
+    const Choice choice((uint8_t*)own_scratch(me), normed, T);
     for (int64_t block = begin; block < end; block++) {
       for (int64_t first = 0; first < T; first += MAX_TILE) {
         const int64_t rows = std::min<int64_t>(MAX_TILE, T - first);
         for (int i = 0; i < 2; i++) {
-          product(w, 2 * block + i, normed, first, rows, gate[i]);
-          product(w, F / COLUMNS + 2 * block + i, normed, first, rows, up[i]);
+          product(w, 2 * block + i, normed, choice, first, rows, gate[i]);
+          product(w, F / COLUMNS + 2 * block + i, normed, choice, first, rows, up[i]);
         }
         for (int64_t r = 0; r < rows; r++) {
           for (int i = 0; i < BLOCK; i += W) {
@@ -1092,21 +1141,22 @@ struct Pass {
   }
 
   void block(const Worker& me, const Block& w, C* k, C* v) {
+    uint8_t* own = (uint8_t*)own_scratch(me);
     norm(me, w.attention_norm);
     me.team.barrier();
-    products(me, w.qkv, normed, T, qkv, w.qkv.h.N, false);
+    products(me, w.qkv, normed, own, T, qkv, w.qkv.h.N, false);
     me.team.barrier();
     rotate(me, w, k, v);
     me.team.barrier();
     attention(me, k, v);
     me.team.barrier();
-    products(me, w.out, attended, T, x, D, true);
+    products(me, w.out, attended, own, T, x, D, true);
     me.team.barrier();
     norm(me, w.mlp_norm);
     me.team.barrier();
     gated(me, w.gate_up);
     me.team.barrier();
-    products(me, w.down, hidden, T, x, D, true);
+    products(me, w.down, hidden, own, T, x, D, true);
     me.team.barrier();
   }
 };
@@ -1124,7 +1174,9 @@ void run_blocks(const std::vector<Block>& blocks, at::TensorList caches, Pass<C>
   const int64_t n_parts = heads.G * pass.key_blocks * most * heads.group() * (E + 2);
   const int64_t own = E * W + most * heads.group() * (W + KEYS);
   const int threads = omp_get_max_threads();
-  pass.scratch_size = (std::max<int64_t>(own, pass.D) + 63) / 64 * 64;
+  const int64_t widest = std::max({pass.D, pass.F, H * E});
+  const int64_t choice = Choice::bytes(most, widest) / 4 + 1;
+  pass.scratch_size = (std::max({own, pass.D, choice}) + 63) / 64 * 64;
   const size_t quantized = Activations::bytes(most, pass.D) + Activations::bytes(most, H * E) +
                            Activations::bytes(most, pass.F);
   scratch.reserve(quantized + 4 * size_t(most * (n_qkv + H * E) + n_parts +
@@ -1256,12 +1308,13 @@ Tensor linear(const Tensor& x_, const Tensor& packed, const std::optional<Tensor
   Tensor y = at::empty({T, N}, x.options().dtype(at::kFloat));
   thread_local Scratch scratch;
   const int threads = omp_get_max_threads();
-  scratch.reserve(Activations::bytes(T, K) + 4 * size_t(threads) * (K + 64));
+  const int64_t own_size = (std::max<int64_t>(K, Choice::bytes(T, K) / 4 + 1) + 63) / 64 * 64;
+  scratch.reserve(Activations::bytes(T, K) + 4 * size_t(threads) * own_size);
   const Activations a =
       Activations::at(scratch.take<uint8_t>(Activations::bytes(T, K)), T, K);
-  float* rows = scratch.take<float>(threads * (K + 64));
+  float* rows = scratch.take<float>(threads * own_size);
   in_parallel([&](const Worker& me) {
-    float* own = rows + me.id * (K + 64);
+    float* own = rows + me.id * own_size;
     const auto [begin, end] = me.share(T);
     Activations mine = a;
     for (int64_t t = begin; t < end; t++) {
@@ -1269,7 +1322,7 @@ Tensor linear(const Tensor& x_, const Tensor& packed, const std::optional<Tensor
       mine.quantize_row(t, own, K);
     }
     me.team.barrier();
-    products(me, w, a, T, y.mutable_data_ptr<float>(), N, false);
+    products(me, w, a, (uint8_t*)own, T, y.mutable_data_ptr<float>(), N, false);
   });
   return y;
 }

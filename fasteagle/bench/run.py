@@ -117,15 +117,15 @@ def run(
         group = []
         for precision in precisions:
             chosen = precision_options(runtime, precision)
-            group += _build_rows(precision, options, opened.prepared(chosen))
-        _warm_up(group, questions[0], tokenizer)
+            group += build_rows(precision, options, opened.prepared(chosen))
+        warm_up(group, questions[0], tokenizer)
         for row in group:
             if reason := _uncaptured(row.decoder):
                 note(f"warning: {row.name} {row.precision} runs without CUDA graphs: {reason}")
         for number, question in enumerate(questions, 1):
             note(f"question {number} of {len(questions)} ({', '.join(precisions)})")
             for row in group:
-                _answer(row, question, tokenizer, options.max_new_tokens, device)
+                answer(row, question, tokenizer, options.max_new_tokens, device)
         for row in group:
             row.tree = _tree(row.decoder)
             if controller := _controller(row.decoder):
@@ -179,7 +179,7 @@ def _fitting_groups(
     return [options.precisions] if together else [(p,) for p in options.precisions]
 
 
-def _build_rows(precision: str, options: BenchOptions, prepared: PreparedModel) -> list[Row]:
+def build_rows(precision: str, options: BenchOptions, prepared: PreparedModel) -> list[Row]:
     """The rows of one precision; ours share one copy of the weights, transformers has its own."""
     config, scheme = prepared.checkpoint.config, prepared.scheme
     dense = pick_dtype("auto", prepared.device) if precision == "auto" else prepared.dtype_name
@@ -253,13 +253,13 @@ def _drafter(
     return ablated(drafter, by_confidence=by_confidence, reranks=options.rerank)
 
 
-def _warm_up(rows: Sequence[Row], question: Question, tokenizer: ChatTokenizer) -> None:
+def warm_up(rows: Sequence[Row], question: Question, tokenizer: ChatTokenizer) -> None:
     prompt = tokenizer.encode(tokenizer.render([{"role": "user", "content": question.turns[0]}]))
     for row in rows:
         row.decoder.turn(prompt, WARM_UP_TOKENS)
 
 
-def _answer(
+def answer(
     row: Row,
     question: Question,
     tokenizer: ChatTokenizer,

@@ -1,0 +1,183 @@
+"""fasteagle and llama.cpp on the same GGUF file, question by question in turn, in one process.
+
+CMAKE_ARGS="-DGGML_NATIVE=ON" pip install --no-binary llama-cpp-python llama-cpp-python
+python scripts/versus_llamacpp.py --data questions.jsonl --limit 16
+python scripts/versus_llamacpp.py --model model.gguf --threads 4
+
+All rows decode greedily from the same prompts, and every answer has as many tokens as asked, or
+ends at the model's end of text. tok/s counts the tokens after each answer's first. llama.cpp is
+called through its C functions: one `llama_decode` a token, and its own greedy sampler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from fasteagle.bench.rows import Row, Turn
+from fasteagle.bench.run import BenchOptions, answer, build_rows, warm_up
+from fasteagle.cli.command import Script
+from fasteagle.cli.options import comma_list
+from fasteagle.device import device_name
+from fasteagle.errors import FasteagleError, note
+from fasteagle.loading.gguf import GGUFFile
+from fasteagle.loading.open import open_model
+from fasteagle.options import DEFAULT_MODEL, DraftOptions, RuntimeOptions
+from fasteagle.paths import write_atomic
+from fasteagle.prompts import read_questions
+
+CONTEXT = 4096
+
+
+class LlamaCpp:
+    """A `Decoder` over llama.cpp; keeps the keys and values of the turns before, as ours does."""
+
+    def __init__(self, path: Path, threads: int, eos_ids: frozenset[int]) -> None:
+        try:
+            import llama_cpp
+        except ImportError:
+            raise FasteagleError(
+                "llama-cpp-python is missing: see this script's first lines for how to build it"
+            ) from None
+        self._c: Any = llama_cpp
+        self._eos_ids = eos_ids
+        quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
+        self._quiet = quiet  # called as long as the library lives
+        llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
+        llama_cpp.llama_backend_init()
+        model = llama_cpp.llama_model_default_params()
+        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), model)
+        settings = llama_cpp.llama_context_default_params()
+        settings.n_ctx, settings.n_batch = CONTEXT, 512
+        settings.n_threads = settings.n_threads_batch = threads
+        self._context = llama_cpp.llama_init_from_model(self._model, settings)
+        if not self._model or not self._context:
+            raise FasteagleError(f"llama.cpp cannot load {path}")
+        self._sampler = llama_cpp.llama_sampler_init_greedy()
+        self._batch = llama_cpp.llama_batch_init(512, 0, 1)
+        self._cached: list[int] = []
+
+    def restart(self) -> None:
+        self._c.llama_memory_clear(self._c.llama_get_memory(self._context), True)
+        self._cached = []
+
+    def turn(self, prompt: list[int], max_new_tokens: int) -> Turn:
+        begin = time.perf_counter()
+        same = 0
+        while same < min(len(self._cached), len(prompt) - 1) and self._cached[same] == prompt[same]:
+            same += 1
+        memory = self._c.llama_get_memory(self._context)
+        self._c.llama_memory_seq_rm(memory, 0, same, -1)
+        for at in range(same, len(prompt), 512):
+            self._decode(prompt[at : min(at + 512, len(prompt))], at)
+        tokens, times = [self._sample()], [time.perf_counter()]
+        while len(tokens) < max_new_tokens and tokens[-1] not in self._eos_ids:
+            self._decode(tokens[-1:], len(prompt) + len(tokens) - 1)
+            tokens.append(self._sample())
+            times.append(time.perf_counter())
+        self._cached = [*prompt, *tokens[:-1]]
+        return Turn(
+            tokens,
+            times[0] - begin,
+            times[-1] - times[0],
+            len(tokens) - 1,
+            prompt_tokens=len(prompt),
+            chunks=tuple((1, b - a) for a, b in zip(times, times[1:], strict=False)),
+        )
+
+    def _decode(self, tokens: list[int], first: int) -> None:
+        batch = self._batch
+        batch.n_tokens = len(tokens)
+        for i, token in enumerate(tokens):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, first + i, 0
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+        batch.logits[len(tokens) - 1] = 1
+        if self._c.llama_decode(self._context, batch):
+            raise FasteagleError("llama_decode failed")
+
+    def _sample(self) -> int:
+        return int(self._c.llama_sampler_sample(self._sampler, self._context, -1))
+
+
+@click.command(cls=Script)
+@click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Of a GGUF file.")
+@click.option("--data", type=click.Path(path_type=Path, dir_okay=False), help="JSONL of turns.")
+@click.option("--limit", type=int, help="Only the first N questions.")
+@click.option("--max-new-tokens", default=128, show_default=True)
+@click.option("--threads", type=int, help="Of both.  [default: all cores]")
+@click.option("--rows", default="plain,eagle,ngram", show_default=True, help="Ours.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False))
+def main(
+    model: str,
+    data: Path | None,
+    limit: int | None,
+    max_new_tokens: int,
+    threads: int | None,
+    rows: str,
+    json_path: Path | None,
+) -> None:
+    """Compare the speed of fasteagle and llama.cpp; see the module's docstring."""
+    runtime = RuntimeOptions(threads=threads)
+    if threads:
+        torch.set_num_threads(threads)
+    options = BenchOptions(
+        model=model,
+        rows=comma_list(rows),
+        data=data,
+        limit=limit,
+        max_new_tokens=max_new_tokens,
+        draft=DraftOptions(),
+    )
+    opened = open_model(model)
+    if not isinstance(opened.checkpoint, GGUFFile):
+        raise FasteagleError(f"{model} is no GGUF file, and llama.cpp reads only these")
+    path = opened.checkpoint.path
+    theirs = LlamaCpp(path, torch.get_num_threads(), opened.tokenizer.eos_ids)
+    measured = [Row("llama.cpp", "file", theirs, path.stat().st_size)]
+    measured += build_rows("auto", options, opened.prepared(runtime))
+    questions = read_questions(data, limit)
+    device = torch.device("cpu")
+    warm_up(measured, questions[0], opened.tokenizer)
+    for number, question in enumerate(questions, 1):
+        note(f"question {number} of {len(questions)}")
+        # The first one pays for whatever ran before: everybody is it once.
+        turn = number % len(measured)
+        for row in [*measured[turn:], *measured[:turn]]:
+            answer(row, question, opened.tokenizer, max_new_tokens, device)
+    _print(measured, data, max_new_tokens)
+    if json_path:
+        record = [{"row": row.name, "tok_s": row.tok_s, "tau": row.tau} for row in measured]
+        write_atomic(json_path, json.dumps(record, indent=1).encode())
+
+
+def _print(rows: list[Row], data: Path | None, max_new_tokens: int) -> None:
+    table = Table(box=None, pad_edge=False)
+    for column in ("row", "precision", "tok/s", "x llama.cpp", "tau", "TTFT s"):
+        table.add_column(column)
+    for row in rows:
+        ttft = sorted(turn.ttft for turn in row.turns)[len(row.turns) // 2]
+        table.add_row(
+            row.name,
+            row.precision,
+            f"{row.tok_s:.1f}",
+            f"{row.tok_s / rows[0].tok_s:.2f}",
+            f"{row.tau:.2f}",
+            f"{ttft:.3f}",
+        )
+    Console(width=120).print(table)
+    note(
+        f"{len(rows[0].turns)} turns of {data or 'our prompts'}, at most {max_new_tokens} tokens, "
+        f"greedy; {device_name(torch.device('cpu'))}, {torch.get_num_threads()} threads"
+    )
+
+
+if __name__ == "__main__":
+    main()
