@@ -27,7 +27,7 @@ from fasteagle.bench.report import COLUMNS, build_report, conditions, markdown, 
 from fasteagle.bench.row_spec import ROW_NAMES
 from fasteagle.bench.run import DEFAULT_ROWS, PRECISIONS, BenchOptions, check_simulated, run
 from fasteagle.cli.command import Script
-from fasteagle.cli.options import comma_list, draft_options, model_options
+from fasteagle.cli.options import bench_model_options, comma_list, draft_options
 from fasteagle.loading.open import open_dummy, open_model
 from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.paths import require_writable, write_atomic
@@ -37,7 +37,7 @@ DEFAULTS = BenchOptions()
 
 
 @click.command(cls=Script)
-@model_options
+@bench_model_options
 @draft_options
 @click.option(
     "--rows",

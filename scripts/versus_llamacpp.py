@@ -12,6 +12,7 @@ called through its C functions: one `llama_decode` a token, and its own greedy s
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import time
 from pathlib import Path
@@ -90,7 +91,7 @@ class LlamaCpp:
             times[-1] - times[0],
             len(tokens) - 1,
             prompt_tokens=len(prompt),
-            chunks=tuple((1, b - a) for a, b in zip(times, times[1:], strict=False)),
+            chunks=tuple((1, b - a) for a, b in itertools.pairwise(times)),
         )
 
     def _decode(self, tokens: list[int], first: int) -> None:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import dataclasses
 import os
 import runpy
+import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
+
+# The test processes share the cores: a thread that waits must not spin. Read when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch
@@ -25,19 +30,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # What one test compiles, the others and their processes need not compile again.
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        folder = tempfile.mkdtemp(prefix="fasteagle-tests-")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     if config.getoption("--no-bf16"):
         folder = Path(__file__).parent / "no_bf16"
         runpy.run_path(str(folder / "sitecustomize.py"))["without_bf16"](torch.cpu)
         others = os.environ.get("PYTHONPATH")
         os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *([others] if others else [])])
-
-
-@pytest.fixture(scope="session", autouse=True)
-def compiled_code(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What one test compiles, the others and their processes need not compile again."""
-    os.environ.setdefault(
-        "TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled") / "inductor")
-    )
 
 
 @pytest.fixture(autouse=True)

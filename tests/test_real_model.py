@@ -12,10 +12,11 @@ from fasteagle.bench.hf import hf_model
 from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.hub import sha256
+from fasteagle.loading.open import open_model
 from fasteagle.loading.registry import DEFAULT_MODEL, REGISTRY
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.model import KVCache, causal_mask
-from fasteagle.options import SamplingParams
+from fasteagle.options import RuntimeOptions, SamplingParams
 
 pytestmark = pytest.mark.real_model
 
@@ -248,3 +249,14 @@ def test_int4_says_what_fp32_says(checkpoint, model, tokenizer):
         said, meant = quick.lm_head(ours).argmax(-1), model.lm_head(exact).argmax(-1)
     assert (ours.float() - exact).norm() < 0.05 * exact.norm()
     assert (said == meant).float().mean() >= 0.8
+
+
+def test_a_file_runs_in_its_own_bits_unless_asked():
+    opened = open_model(DEFAULT_MODEL)
+    for options, scheme in (
+        (RuntimeOptions(), "int4-g32-own"),
+        (RuntimeOptions(dtype="bf16"), None),
+        (RuntimeOptions(quant="int8"), "int8"),
+    ):
+        prepared = opened.prepared(options)
+        assert (prepared.scheme.name if prepared.scheme else None) == scheme

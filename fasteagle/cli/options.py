@@ -18,6 +18,7 @@ import click
 from fasteagle.errors import FasteagleError
 from fasteagle.options import (
     DEFAULT_MODEL,
+    DTYPES,
     UNSAID,
     AnswerOptions,
     DraftOptions,
@@ -114,13 +115,30 @@ def group(kind: type[Any], parameter: str) -> Option:
 
 def model_options(command: Command) -> Command:
     """Options every command that loads a model takes; arrive with one `RuntimeOptions`."""
+    precision = click.option(
+        "--precision",
+        default="auto",
+        show_default=True,
+        help="auto: as the model's files hold it; or int4, int8, bf16, fp16, fp32, a scheme.",
+    )
+    return bench_model_options(command, [precision])
+
+
+def bench_model_options(command: Command, more: Iterable[Option] = ()) -> Command:
+    """`model_options` of a command whose `--precision` is its own; `more` come with the bits."""
 
     @functools.wraps(command)
     def wrapped(int4: bool, int8: bool, **given: Any) -> Any:
+        precision = given.pop("precision") if more else "auto"
+        named = [precision] if precision != "auto" else []
         quant = given["quant"]
-        asked = [*(["int4"] if int4 else []), *(["int8"] if int8 else []), *filter(None, [quant])]
-        if len(asked) > 1:
-            raise FasteagleError(f"{' and '.join(asked)} contradict each other: give one")
+        asked = [*named, *(["int4"] if int4 else []), *(["int8"] if int8 else [])]
+        asked += filter(None, [quant])
+        if len(asked) > 1 or (named and given["dtype"] != "auto"):
+            both = " and ".join([*asked, *({given["dtype"]} - {"auto"})])
+            raise FasteagleError(f"{both} contradict each other: give one")
+        if named and precision in DTYPES:
+            asked, given["dtype"] = [], precision
         runtime = taken(RuntimeOptions, given, quant=asked[0] if asked else None)
         return command(runtime_options=runtime, **given)
 
@@ -134,7 +152,8 @@ def model_options(command: Command) -> Command:
         click.option("--int4", is_flag=True, help="The checkpoint's own 4 bits, or HQQ."),
         click.option("--int8", is_flag=True, help="8 bits, one scale a row."),
     )
-    return with_options(wrapped, [model, *options_of(RuntimeOptions, before={"quant": bits})])
+    before = {"quant": (*more, *bits)}
+    return with_options(wrapped, [model, *options_of(RuntimeOptions, before=before)])
 
 
 def draft_options(command: Command) -> Command:

@@ -39,7 +39,8 @@ def logits_of(checkpoint, windows):
 
 def test_against_transformers(folder, text):
     options = EvalOptions(text, ("fp32", "int8", "int4-g32"), tokens=300, window=64)
-    runtime = RuntimeOptions(dtype="fp32", lm_head="keep")  # the stored values, nothing else
+    # The stored values, nothing else.
+    runtime = RuntimeOptions(dtype="fp32", lm_head="keep", cpu_kernels="aten")
     found = evaluate(str(folder), options, runtime)
     assert [q.precision for q in found] == ["fp32", "fp32", "int8", "int4-g32"]
     ids = load_tokenizer(folder).encode(TEXT)[:300]

@@ -55,9 +55,9 @@ def test_help_is_quick_and_needs_no_torch():
 
 
 CHAT_OPTIONS = """
-    --model --device --dtype --max-seq-len --threads --int4 --int8 --quant --lm-head --quant-backend
-    --head --drafter --no-spec --tree --tree-depth --tree-topk --tree-nodes --draft-noise --verify
-    --temperature --top-k --top-p --min-p --repetition-penalty --seed --max-new-tokens --stop
+    --model --device --dtype --max-seq-len --threads --precision --int4 --int8 --quant --lm-head
+    --cpu-kernels --quant-backend --head --drafter --no-spec --tree --tree-depth --tree-topk
+    --tree-nodes --draft-noise --verify --temperature --top-k --top-p --min-p --repetition-penalty --seed --max-new-tokens --stop
     --prompt --system --compile --no-compile --show-accepted --quiet --help
 """
 
@@ -67,6 +67,20 @@ def test_help_names_every_option():
     assert result.exit_code == 0
     columns = [line[:29] for line in result.output.splitlines() if line.startswith("  -")]
     assert set(re.findall(r"--[a-z0-9-]+", " ".join(columns))) == set(CHAT_OPTIONS.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--precision", "bf16", "--int4"), "bf16 and int4 contradict each other"),
+        (("--precision", "fp32", "--dtype", "bf16"), "fp32 and bf16 contradict each other"),
+        (("--precision", "int5"), "5 bits have no kernel"),
+        (("--cpu-kernels", "avx"), "cpu-kernels 'avx' is unknown"),
+    ],
+)
+def test_precisions_that_contradict_or_do_not_exist(tiny_dir, arguments, message):
+    result = invoke("chat", "--model", tiny_dir, "-p", "x", *arguments)
+    assert result.exit_code == 2 and message in result.output
 
 
 @pytest.mark.parametrize("command", sorted(cli.main.commands))

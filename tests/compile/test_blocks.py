@@ -35,6 +35,7 @@ def no_recompiles():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_compiled_equals_eager_and_nothing_recompiles(model, no_recompiles):
     eager = Engine(model, 512)
     fast = Engine(copy.deepcopy(model), 512)

@@ -143,7 +143,7 @@ def test_a_calibrated_head_runs_as_it_was_judged(folder, tmp_path, monkeypatch, 
     save_head(tmp_path / "head", head, header, torch.float32)
     asked = []
     monkeypatch.setattr(
-        find_head, "quantize_head_", lambda head, scheme: asked.append(scheme.method)
+        find_head, "quantize_head_", lambda head, scheme, native: asked.append(scheme.method)
     )
     options = DraftOptions("eagle", str(tmp_path / "head"))
     make_drafter("tiny", engine, checkpoint, options, lambda line: None)

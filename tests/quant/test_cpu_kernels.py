@@ -42,7 +42,7 @@ def packed_weight(N: int, K: int, group: int, kind: str) -> PackedWeight:
 
 
 def rounded(x: Tensor) -> Tensor:
-    """x [T, K] as the kernels see it: 8 bits in blocks of 32, 16 where values are large; in fp64."""
+    """x [T, K] as the kernels see it: 8 bits in blocks of 32, or 16; in fp64."""
     K = x.shape[1]
     blocks = torch.nn.functional.pad(x, (0, -K % 32)).unflatten(1, (-1, 32))
     most = blocks.abs().amax(-1, keepdim=True)

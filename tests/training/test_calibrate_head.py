@@ -74,6 +74,7 @@ def invoke(*arguments):
     return CliRunner().invoke(cli.main, [str(a) for a in arguments])
 
 
+@pytest.mark.slow
 def test_the_command_survives_a_kill_and_chat_finds_the_head(
     model_and_head, text, tmp_path, monkeypatch, compiled
 ):
