@@ -28,6 +28,7 @@ from fasteagle.paths import compiled_dir
 SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 TIME_LIMIT = 300.0  # seconds for the compiler; it takes about half a minute
 NAMESPACE = "fasteagle_cpu"
+FLAGS = "FASTEAGLE_KERNEL_FLAGS"  # environment: more flags for the compiler, as for sanitizers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +92,7 @@ def library_path(isa: Isa, namespace: str = NAMESPACE) -> Path:
     return compiled_dir() / "kernels" / f"{isa.name}-{name}.so"
 
 
-def _command(isa: Isa, namespace: str, out: Path, extra: tuple[str, ...] = ()) -> list[str]:
+def _command(isa: Isa, namespace: str, out: Path) -> list[str]:
     root = Path(torch.__file__).parent
     return [
         compiler(),
@@ -101,7 +102,7 @@ def _command(isa: Isa, namespace: str, out: Path, extra: tuple[str, ...] = ()) -
         *(isa.flags if platform.machine() in ("x86_64", "AMD64") else ()),
         *(f"-DFASTEAGLE_ISA={isa.level}", f"-DFASTEAGLE_NAMESPACE={namespace}"),
         *(f"-I{root}/include", f"-I{root}/include/torch/csrc/api/include"),
-        *extra,
+        *os.environ.get(FLAGS, "").split(),
         str(SOURCE),
         *("-o", str(out)),
         *(f"-L{root}/lib", "-lc10", "-ltorch_cpu"),

@@ -187,7 +187,7 @@ inline VF exp_of(VF x) {
   p = fma(p, r, splat(5.0000001201e-1f));
   p = fma(p, r * r, r) + 1.0f;
   // NaN converts to some integer; its mantissa is NaN already.
-  const VI power = (__builtin_convertvector(n, VI) + 127) << 23;
+  const VU power = ((VU)__builtin_convertvector(n, VI) + 127u) << 23;
   const VF value = p * (VF)power;
   return tiny ? VF{} : value;
 }
@@ -301,18 +301,18 @@ struct Activations {
     const bool zero = !(most > 1e-30f);
     const float inverse = zero ? 0.0f : 127.0f / most, scale = zero ? 0.0f : most / 127.0f;
     const int64_t at = block * rows + row;
-    VI total = {}, rest_total = {};
+    VU total = {}, rest_total = {};
     for (int i = 0; i < BLOCK / W; i++) {
       const VI first = rounded(v[i] * inverse);
       const VI second = rounded(fma(-to_float(first), splat(scale), v[i]) * (254.0f * inverse));
-      total += first;
-      rest_total += second;
+      total += (VU)first;
+      rest_total += (VU)second;
       put_bytes(q + at * BLOCK + i * W, first);
       put_bytes(rest + at * BLOCK + i * W, second);
     }
     scales[at] = scale + sum(bad);
-    sums[at] = sum(total);
-    rest_sums[at] = sum(rest_total);
+    sums[at] = int32_t(sum(total));
+    rest_sums[at] = int32_t(sum(rest_total));
   }
 
   void quantize_row(int64_t row, const float* x, int64_t K) {
@@ -326,7 +326,8 @@ struct Activations {
   }
 
  private:
-  static VI rounded(VF x) { return (VI)(x + splat(12582912.0f)) - 0x4b400000; }
+  // Unsigned: what NaN becomes may overflow.
+  static VI rounded(VF x) { return (VI)((VU)(x + splat(12582912.0f)) - 0x4b400000u); }
   static void put_bytes(int8_t* out, VI v) {
     const VB bytes = __builtin_convertvector(v, VB);
     std::memcpy(out, &bytes, W);
@@ -573,7 +574,7 @@ inline void tile(const Weight& w, const uint8_t* block, int part, const Activati
       VI total[R];
       for (int r = 0; r < R; r++) total[r] = dots[r].total();
       if (base)
-        for (int r = 0; r < R; r++) total[r] -= base * sums[r];
+        for (int r = 0; r < R; r++) total[r] = (VI)((VU)total[r] - uint32_t(base) * uint32_t(sums[r]));
       for (int r = 0; r < R; r++)
         in_group[r] = fma(to_float(total[r]), splat(x_scales[r]), in_group[r]);
     }
