@@ -21,7 +21,7 @@ from fasteagle.config import ModelConfig
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.tensors import Checkpoint, is_block_linear, rows_for
 from fasteagle.paths import cache_dir, write_atomic
-from fasteagle.quant.formats import GGUF_4_BITS, GGUF_BLOCKS, GGUF_WIDENED, from_gguf_blocks
+from fasteagle.quant.gguf_blocks import GGUF_4_BITS, GGUF_BLOCKS, GGUF_WIDENED, from_gguf_blocks
 from fasteagle.quant.packed import PackedWeight
 from fasteagle.quant.scheme import Scheme
 

@@ -21,10 +21,10 @@ from fasteagle.quant.formats import (
     WAY_OUT,
     from_awq,
     from_compressed_tensors,
-    from_gguf_blocks,
     from_gptq,
     gptq_zero_offset,
 )
+from fasteagle.quant.gguf_blocks import from_gguf_blocks
 from helpers import edit_json
 
 CONFIG = {
