@@ -19,12 +19,8 @@ from fasteagle.quant.packed import PackedWeight, int4, pack_nibbles, unpack_nibb
 
 Shape = tuple[int, ...]
 
-WAY_OUT = (
-    "use the unquantized checkpoint, or a GPTQ, AWQ, compressed-tensors or GGUF Q4_0/Q4_1/Q8_0 one"
-)
+WAY_OUT = "use the unquantized checkpoint, or a GPTQ, AWQ, compressed-tensors or GGUF one"
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column, within eight, that each nibble of a word holds
-GGUF_BLOCKS = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}  # bytes that 32 weights take
-GGUF_GROUP = 32
 
 
 class Geometry(NamedTuple):
@@ -188,34 +184,6 @@ def _zero_points(point: Tensor | None, bits: int, n_rows: int, n_groups: int) ->
         f"weight_zero_point is {point.dtype} {tuple(point.shape)}, which does not fit {n_rows} "
         f"rows of {n_groups} groups; fetch the file again"
     )
-
-
-def from_gguf_blocks(raw: Tensor, kind: str) -> PackedWeight:
-    """GGUF rows uint8 [N, bytes of a row] of type Q4_0, Q4_1 or Q8_0, in groups of 32.
-
-    Bit-equal in fp32 to `gguf.quants.dequantize`. A block is fp16 d, for Q4_1 fp16 m, then 16
-    bytes with weights 0 .. 15 in their low and 16 .. 31 in their high nibbles, or 32 int8:
-    `d * (q - 8)`, `d * q + m`, `d * q`. Raises `FasteagleError` for other types.
-    """
-    if kind not in GGUF_BLOCKS:
-        raise refused(f"GGUF {kind} weights")
-    size = GGUF_BLOCKS[kind]
-    if raw.ndim != 2 or raw.dtype != torch.uint8 or raw.shape[1] % size:
-        raise FasteagleError(
-            f"{raw.dtype} {tuple(raw.shape)} are no rows of {kind} blocks of {size} bytes; "
-            "fetch the file again"
-        )
-    blocks = raw.unflatten(1, (-1, size))  # [N, G, size]
-    n_params = 2 if kind == "Q4_1" else 1
-    params = blocks[..., : 2 * n_params].contiguous().view(torch.float16)
-    scales = params[..., 0].contiguous()
-    rest = blocks[..., 2 * n_params :]
-    if kind == "Q8_0":
-        return PackedWeight(8, GGUF_GROUP, rest.contiguous().view(torch.int8).flatten(1), scales)
-    values = torch.cat((rest & 15, rest >> 4), dim=-1).flatten(1)
-    if kind == "Q4_1":
-        return int4(values, scales, offsets=params[..., 1].contiguous())
-    return int4(values, scales, zeros=torch.full(scales.shape, 8))
 
 
 def act_order(g_idx: Tensor, n_columns: int, group_size: int) -> Tensor | None:

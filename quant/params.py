@@ -1,7 +1,7 @@
 """Choose 4- and 8-bit values for a weight: min-max, HQQ (torchao's search), int8 by maximum.
 
 Scales are rounded to bf16 before the values are chosen, because the CPU kernels hold them in bf16:
-the stored weight is then exactly the weight that is multiplied.
+the stored weight is then exactly the weight that is multiplied. Only `int8_groups` keeps fp16.
 
 Shapes: N output rows, K input columns, G groups in a row.
 """
@@ -77,6 +77,23 @@ def _int8(weight: Tensor, group_size: int) -> PackedWeight:
     grouped = weight.unflatten(1, (-1, group_size))
     scales = (grouped.abs().amax(-1) / 127).clamp(min=1e-12).to(torch.bfloat16)
     q = (grouped / scales.float().unsqueeze(-1)).round().clamp(-127, 127)
+    return packed.int8(q.flatten(1), scales)
+
+
+def int8_groups(weight: Tensor, group_size: int = 32) -> PackedWeight:
+    """8 bits for fp32 [N, K] whose values had fewer bits, or share a product with 8-bit ones.
+
+    A scale is the group's largest magnitude amax / 127, rounded up to fp16 (by at most 2^-10, or
+    by 2^-24 where it is subnormal), so that nothing is cut off. The error is at most half a scale:
+    amax / 254 * (1 + 2^-10), or amax / 254 + 2^-25. A weight beyond the range keeps fp32 scales.
+    """
+    grouped = weight.unflatten(1, (-1, group_size))
+    exact = grouped.abs().amax(-1) / 127
+    short = exact.to(torch.float16)
+    next_up = (short.view(torch.int16) + 1).view(torch.float16)
+    short = torch.where(short.float() < exact, next_up, short)
+    scales = short if bool(short.isfinite().all()) else exact
+    q = (grouped / scales.float().clamp(min=1e-30).unsqueeze(-1)).round()
     return packed.int8(q.flatten(1), scales)
 
 

@@ -57,7 +57,10 @@ class Scheme:
         return self.linear_bytes if self.head_bits == self.bits else self.head_bits / 8
 
     def model_bytes(self, config: ModelConfig) -> int:
-        """Weight bytes of a model; a tied embedding is kept apart from an LM head below 16 bits."""
+        """Weight bytes of a model; a tied embedding is kept apart from an LM head below 16 bits.
+
+        As if every linear had `bits`: for a file that mixes bits, see `tensors.weight_bytes`.
+        """
         table = config.vocab_size * config.dim
         embedding = 0 if config.tie_embeddings and self.head_bits == 16 else 2 * table
         return int(config.linear_params * self.linear_bytes + table * self.head_bytes + embedding)

@@ -21,11 +21,11 @@ from fasteagle.config import ModelConfig
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.tensors import Checkpoint, is_block_linear, rows_for
 from fasteagle.paths import cache_dir, write_atomic
-from fasteagle.quant.formats import GGUF_BLOCKS, from_gguf_blocks
+from fasteagle.quant.gguf_blocks import GGUF_4_BITS, GGUF_BLOCKS, GGUF_WIDENED, from_gguf_blocks
 from fasteagle.quant.packed import PackedWeight
 from fasteagle.quant.scheme import Scheme
 
-SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")
+SUPPORTED_TYPES = ("F32", "F16", "BF16", *GGUF_BLOCKS)
 INDEX_VERSION = 1
 
 _GLOBAL_NAMES = {
@@ -142,19 +142,32 @@ class GGUFFile(Checkpoint):
 
     @property
     def own_scheme(self) -> Scheme | None:
-        """A file may mix formats: it counts as 4 bits if every block linear has 4, so with 8.
+        """8 bits, 4 if any block linear has 4; None where one is dense. Files often mix formats.
 
         Not the `scheme` it runs in: asked for another precision, the dequantized values run.
         """
         if self.scheme is not None:
             return self.scheme
-        linears = {kind for name, kind in self.kinds().items() if is_block_linear(name)}
-        if linears <= {"Q4_0", "Q4_1"}:
-            return Scheme(4, 32, "own")
-        return Scheme(8, 32, "own") if linears == {"Q8_0"} else None
+        linears = self._linear_kinds()
+        if not linears <= GGUF_BLOCKS.keys():
+            return None
+        return Scheme(4 if linears & GGUF_4_BITS else 8, 32, "own")
+
+    @property
+    def widened(self) -> list[str]:
+        return sorted(self._linear_kinds() & GGUF_WIDENED)
+
+    def _linear_kinds(self) -> set[str]:
+        return {kind for name, kind in self.kinds().items() if is_block_linear(name)}
+
+    def bits(self, name: str) -> int | None:
+        kind = self.tensors[name].kind
+        if kind not in GGUF_BLOCKS:
+            return None
+        return 4 if kind in GGUF_4_BITS else 8
 
     def packed(self, name: str) -> PackedWeight | None:
-        """The tensor's stored 4- or 8-bit values, without rounding; None for other types."""
+        """The tensor in 4 or 8 bits, rounded as `from_gguf_blocks` says; None for dense types."""
         tensor = self.tensors[name]
         if tensor.kind not in GGUF_BLOCKS:
             return None

@@ -20,6 +20,7 @@ from fasteagle.loading.tensors import (
     expected_shapes,
     fingerprint,
     is_block_linear,
+    weight_bytes,
 )
 from fasteagle.paths import atomic_dir, cache_dir, require_free_space
 from fasteagle.quant.packed import PackedWeight
@@ -44,6 +45,9 @@ def with_scheme(
         return checkpoint
     scheme = scheme_asked(checkpoint, quant, head_bits)
     if scheme.method == "own" or checkpoint.scheme is not None:
+        if checkpoint.widened:
+            kinds = ", ".join(checkpoint.widened)
+            notify(f"{kinds} weights are converted: they run in 8 bits, 1.06 bytes each")
         return checkpoint.run_in(scheme)
     if isinstance(checkpoint, DummyCheckpoint):
         return DummyCheckpoint(checkpoint.config, scheme)
@@ -75,7 +79,7 @@ def scheme_asked(checkpoint: Checkpoint, quant: str, head_bits: int) -> Scheme:
 
 def write_folder(folder: Path, checkpoint: Checkpoint, scheme: Scheme, texts: Texts | None) -> None:
     """Quantize every block linear into `folder`, as `StoredFolder` reads it."""
-    need = scheme.model_bytes(checkpoint.config)
+    need = weight_bytes(checkpoint, scheme)
     require_free_space(folder, need, f"the {scheme.name} weights")
     weights = quantized_weights(checkpoint, scheme, chooser(checkpoint, scheme, texts))
     save(folder, checkpoint, scheme, fingerprint(checkpoint), weights)

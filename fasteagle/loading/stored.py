@@ -134,6 +134,9 @@ class StoredFolder(Checkpoint):
         n_rows, columns = self._files[f"{name}.q"].get_slice(f"{name}.q").get_shape()
         return n_rows, columns * 8 // self._packed[name]["bits"]
 
+    def bits(self, name: str) -> int | None:
+        return self._packed[name]["bits"] if name in self._packed else None
+
     def packed(self, name: str) -> PackedWeight | None:
         if name not in self._packed:
             return None

@@ -23,7 +23,7 @@ from torch import Tensor
 from fasteagle.config import ModelConfig
 from fasteagle.errors import FasteagleError
 from fasteagle.quant.packed import PackedWeight
-from fasteagle.quant.scheme import Scheme
+from fasteagle.quant.scheme import Scheme, grouped_bytes
 
 AnyCheckpoint = TypeVar("AnyCheckpoint", bound="Checkpoint")
 
@@ -52,6 +52,15 @@ class Checkpoint(abc.ABC):
     @abc.abstractmethod
     def start(self, name: str, n: int) -> Tensor:
         """The first `n` values, or more; cheaper than all of them."""
+
+    @property
+    def widened(self) -> list[str]:
+        """Formats of block linears that run in clearly more bits than the files hold."""
+        return []
+
+    def bits(self, name: str) -> int | None:
+        """The bits of `packed`, without reading it; None where that is None or not known."""
+        return None
 
     def packed(self, name: str) -> PackedWeight | None:
         """The packed weight of that name, None where it is stored in full."""
@@ -247,6 +256,22 @@ def block_linears(i: int) -> dict[str, list[str]]:
         "mlp.gate_up": [f"{p}mlp.gate_proj.weight", f"{p}mlp.up_proj.weight"],
         "mlp.down": [f"{p}mlp.down_proj.weight"],
     }
+
+
+def weight_bytes(checkpoint: Checkpoint, scheme: Scheme) -> int:
+    """`scheme.model_bytes`, with the 8-bit weights of a file that mixes them with 4 bits.
+
+    A product is counted as it runs: in 8 bits if one of its weights has 8 (`source.Linears`).
+    """
+    total = scheme.model_bytes(checkpoint.config)
+    if scheme.method != "own" or scheme.bits == 8:
+        return total
+    more = grouped_bytes(8, 32) - scheme.linear_bytes
+    for i in range(checkpoint.config.n_layer):
+        for names in block_linears(i).values():
+            if any(checkpoint.bits(name) == 8 for name in names):
+                total += int(more * sum(math.prod(checkpoint.shape(name)) for name in names))
+    return total
 
 
 def rows_for(shape: tuple[int, ...], n: int) -> int:
