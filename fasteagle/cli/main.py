@@ -13,6 +13,7 @@ from fasteagle.cli.command import Cli
 from fasteagle.cli.options import (
     FILE,
     FOLDER,
+    bench_model_options,
     draft_options,
     group,
     model_options,
@@ -70,7 +71,7 @@ def models() -> None:
 
 
 @main.command("eval")
-@model_options
+@bench_model_options
 @group(EvalOptions, "options")
 @click.option("--md", is_flag=True, help="Print the table in Markdown.")
 @click.option("--json", "json_path", type=FILE)

@@ -145,13 +145,13 @@ def test_rows_take_turns_and_each_has_its_own_history(tiny_dir, questions, monke
 
 def test_precisions_run_together_or_one_by_one(tiny_dir, questions, monkeypatch):
     seen = []
-    answer = bench._answer
+    answer = bench.answer
 
     def spy(row, question, *rest):
         seen.append((row.name, row.precision, question.turns[0]))
         answer(row, question, *rest)
 
-    monkeypatch.setattr(bench, "_answer", spy)
+    monkeypatch.setattr(bench, "answer", spy)
     options = {"precisions": ("bf16", "fp32"), "rows": ("plain",), "limit": 2}
     measure(tiny_dir, questions, **options)
     assert [p for _, p, _ in seen] == ["bf16", "fp32", "bf16", "fp32"]
