@@ -11,12 +11,13 @@ import torch
 from fasteagle.bench.hf import hf_model
 from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
+from fasteagle.loading.find_head import make_drafter
 from fasteagle.loading.hub import sha256
 from fasteagle.loading.open import open_model
 from fasteagle.loading.registry import DEFAULT_MODEL, REGISTRY
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.model import KVCache, causal_mask
-from fasteagle.options import RuntimeOptions, SamplingParams
+from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
 
 pytestmark = pytest.mark.real_model
 
@@ -152,8 +153,6 @@ def test_speculation_changes_no_token(checkpoint, model, tokenizer, params, text
     from fasteagle.drafting.eagle import EagleDrafter
     from fasteagle.drafting.ngram import NgramDrafter
     from fasteagle.drafting.static_tree import StaticTreeDrafter
-    from fasteagle.loading.find_head import make_drafter
-    from fasteagle.options import DraftOptions
     from fasteagle.tree import TreeShape
 
     engine = Engine(model, 1024)
@@ -260,3 +259,20 @@ def test_a_file_runs_in_its_own_bits_unless_asked():
     ):
         prepared = opened.prepared(options)
         assert (prepared.scheme.name if prepared.scheme else None) == scheme
+
+
+def test_at_int4_speculation_changes_no_bit():
+    """Our CPU kernels: rows do not depend on the other rows of a pass."""
+    opened = open_model(DEFAULT_MODEL)
+    engine = opened.prepared(RuntimeOptions(max_seq_len=512, cpu_kernels="native")).engine()
+    prompt = opened.tokenizer.encode("The history of the city of Paris begins")
+
+    def answer(drafter: str) -> list[int]:
+        options = DraftOptions(drafter=drafter)
+        engine.use(make_drafter(opened.name, engine, opened.checkpoint, options, lambda line: None))
+        engine.restart()
+        return [t for new in engine.generate(prompt, SamplingParams(), 48) for t in new]
+
+    plain = answer("none")
+    for drafter in ("eagle", "eagle-static", "ngram"):
+        assert answer(drafter) == plain, drafter
