@@ -18,6 +18,7 @@ from fasteagle.quant.cpu_linear import BLOCK, NativeLinear, NativeNorm
 from fasteagle.tree import TreeView
 
 MAX_HEAD_DIM = 256
+TENSORS = 9  # that the kernels read of one block
 
 
 def fits(block: Block) -> bool:
@@ -33,24 +34,52 @@ def fits(block: Block) -> bool:
     )
 
 
-class NativeBlock:
-    """What the kernels read of one block: nine tensors, empty where it has none."""
+class NativeBlocks:
+    """What the kernels read of blocks that follow each other: `TENSORS` of each, in one list."""
 
-    def __init__(self, block: Block) -> None:
-        assert fits(block), "see fits"
-        attention, mlp = block.attention, block.mlp
-        self.tensors: list[Tensor] = [
-            _scale(block.attention_norm),
-            attention.qkv.packed,
-            torch.empty(0) if attention.qkv.bias is None else attention.qkv.bias,
-            _scale(attention.q_norm),
-            _scale(attention.k_norm),
-            attention.out.packed,
-            _scale(block.mlp_norm),
-            mlp.gate_up.packed,
-            mlp.down.packed,
-        ]
-        self.n_head, self.eps = attention.n_head, block.mlp_norm.eps
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        assert all(fits(block) for block in blocks), "see fits"
+        self._tensors = [tensor for block in blocks for tensor in _tensors(block)]
+        self._first = {id(block): TENSORS * i for i, block in enumerate(blocks)}
+        self._n_head, self._eps = blocks[0].attention.n_head, blocks[0].mlp_norm.eps
+
+    def run(
+        self,
+        blocks: Sequence[Block],
+        caches: list[Tensor],
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        visible: Tensor | TreeView,
+    ) -> Tensor:
+        """The residual stream [T, D] behind `blocks`; `caches` are keys and values of each."""
+        if isinstance(visible, TreeView):
+            seen = (None, visible.seq_len, visible.paths, visible.depths, visible.window or 0)
+        else:
+            seen = (visible, None, None, None, 0)
+        first = self._first[id(blocks[0])]
+        tensors = self._tensors[first : first + TENSORS * len(blocks)]
+        result: Tensor = torch.ops.fasteagle_cpu.blocks(
+            x, cos, sin, slots, *seen, caches, tensors, self._n_head, self._eps
+        )
+        return result
+
+
+def _tensors(block: Block) -> list[Tensor]:
+    """Empty where the block has none."""
+    attention, mlp = block.attention, block.mlp
+    return [
+        _scale(block.attention_norm),
+        attention.qkv.packed,
+        torch.empty(0) if attention.qkv.bias is None else attention.qkv.bias,
+        _scale(attention.q_norm),
+        _scale(attention.k_norm),
+        attention.out.packed,
+        _scale(block.mlp_norm),
+        mlp.gate_up.packed,
+        mlp.down.packed,
+    ]
 
 
 def _scale(norm: nn.Module) -> Tensor:
@@ -64,8 +93,7 @@ def use_native_blocks(target: Transformer) -> bool:
     """Run the target's blocks by the kernels if they fit; true if they now are."""
     if not all(fits(block) for block in target.blocks):
         return False
-    native = {id(block): NativeBlock(block) for block in target.blocks}
-    target.run_blocks = functools.partial(_run_blocks, native)
+    target.run_blocks = functools.partial(_run_blocks, NativeBlocks(list(target.blocks)))
     target.visible_keys = lambda view, n_slots: view
     target.norm = NativeNorm(target.norm)
     return True
@@ -76,19 +104,18 @@ def is_native(target: Transformer) -> bool:
     return isinstance(target.norm, NativeNorm)
 
 
-def use_native_block(block: Any) -> bool:
+def use_native_block(block: Any) -> None:
     """The same for the block of a draft head, which its owner calls by itself."""
     if not fits(block):
-        return False
-    native = NativeBlock(block)
+        return
+    native = NativeBlocks([block])
 
     def forward(
         x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, mask: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
-        return run([native], [k, v], x, cos, sin, slots, mask)
+        return native.run([block], [k, v], x, cos, sin, slots, mask)
 
     block.forward, block.native = forward, native
-    return True
 
 
 def is_native_block(block: Block) -> bool:
@@ -97,33 +124,10 @@ def is_native_block(block: Block) -> bool:
 
 
 def _run_blocks(
-    native: dict[int, NativeBlock],
+    native: NativeBlocks,
     blocks: Sequence[Block],
     layers: Sequence[tuple[Tensor, Tensor]],
     x: Tensor,
     *rest: Any,
 ) -> Tensor:
-    chosen = [native[id(block)] for block in blocks]
-    return run(chosen, [cache for layer in layers for cache in layer], x, *rest)
-
-
-def run(
-    blocks: Sequence[NativeBlock],
-    caches: list[Tensor],
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    slots: Tensor,
-    visible: Tensor | TreeView,
-) -> Tensor:
-    """The residual stream [T, D] behind `blocks`; `caches` are keys and values of each."""
-    if isinstance(visible, TreeView):
-        seen = (None, visible.seq_len, visible.paths, visible.depths, visible.window or 0)
-    else:
-        seen = (visible, None, None, None, 0)
-    tensors = [tensor for block in blocks for tensor in block.tensors]
-    first = blocks[0]
-    result: Tensor = torch.ops.fasteagle_cpu.blocks(
-        x, cos, sin, slots, *seen, caches, tensors, first.n_head, first.eps
-    )
-    return result
+    return native.run(blocks, [cache for layer in layers for cache in layer], x, *rest)

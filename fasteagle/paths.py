@@ -23,7 +23,8 @@ def compiled_dir() -> Path:
     Inductor reads that place from the environment, and writes a default there on import.
     """
     named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    if named is None or Path(named).name.startswith("torchinductor_"):
+    default = f"{tempfile.gettempdir()}/torchinductor_"
+    if named is None or named.startswith(default):
         return cache_dir() / "inductor"
     return Path(named)
 

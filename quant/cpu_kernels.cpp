@@ -63,7 +63,6 @@ inline VF load(const float* p) {
 }
 inline void store(float* p, VF v) { std::memcpy(p, &v, sizeof v); }
 inline VF splat(float x) { return x - VF{}; }
-inline VI splat_int(int32_t x) { return x - VI{}; }
 inline VF to_float(VI v) { return __builtin_convertvector(v, VF); }
 
 // One rounding, on every path: a compiler's choice of what to fuse may differ between two copies.
@@ -147,7 +146,6 @@ inline VF load(const Bf16* p) {
 #endif
 }
 
-inline float to_scalar(float x) { return x; }
 inline float to_scalar(Bf16 x) {
   const uint32_t bits = uint32_t(x.bits) << 16;
   float value;
@@ -424,6 +422,9 @@ inline Bytes high(Bytes v) {
   return _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15));
 }
 inline Bytes spread(const int8_t* quad) { return _mm512_set1_epi32(four(quad)); }
+#if FASTEAGLE_ISA == 4
+inline Bytes add_quads(Bytes sum, Bytes w, Bytes x) { return _mm512_dpbusd_epi32(sum, w, x); }
+#endif
 #elif FASTEAGLE_ISA >= 1
 typedef __m256i Bytes;
 inline Bytes load_bytes(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
@@ -432,6 +433,9 @@ inline Bytes high(Bytes v) {
   return _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15));
 }
 inline Bytes spread(const int8_t* quad) { return _mm256_set1_epi32(four(quad)); }
+#if FASTEAGLE_ISA == 2
+inline Bytes add_quads(Bytes sum, Bytes w, Bytes x) { return _mm256_dpbusd_avx_epi32(sum, w, x); }
+#endif
 #else
 struct Bytes {
   uint8_t v[4 * W];
@@ -454,25 +458,13 @@ inline Bytes high(Bytes b) {
 // With TWO there are two chains, which hides latency where rows are few.
 template <int BITS, bool TWO>
 struct Dot {
-#if FASTEAGLE_ISA == 4
+#if FASTEAGLE_ISA == 4 || FASTEAGLE_ISA == 2
   static constexpr int bias = BITS == 8 ? 128 : 0;
-  __m512i a = {}, b = {};
-  void add(Bytes w, const int8_t* quad) { a = _mm512_dpbusd_epi32(a, w, spread(quad)); }
+  Bytes a = {}, b = {};
+  void add(Bytes w, const int8_t* quad) { a = add_quads(a, w, spread(quad)); }
   void add_second(Bytes w, const int8_t* quad) {
     if constexpr (TWO) {
-      b = _mm512_dpbusd_epi32(b, w, spread(quad));
-    } else {
-      add(w, quad);
-    }
-  }
-  VI total() const { return TWO ? (VI)a + (VI)b : (VI)a; }
-#elif FASTEAGLE_ISA == 2
-  static constexpr int bias = BITS == 8 ? 128 : 0;
-  __m256i a = {}, b = {};
-  void add(Bytes w, const int8_t* quad) { a = _mm256_dpbusd_avx_epi32(a, w, spread(quad)); }
-  void add_second(Bytes w, const int8_t* quad) {
-    if constexpr (TWO) {
-      b = _mm256_dpbusd_avx_epi32(b, w, spread(quad));
+      b = add_quads(b, w, spread(quad));
     } else {
       add(w, quad);
     }

@@ -32,7 +32,6 @@ class NativeLinear(nn.Module):
     def __init__(self, weight: PackedWeight, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.bits = weight.bits
         self.register_buffer("packed", pack(weight))
         self.register_buffer("bias", None if bias is None else bias.float())
 

@@ -29,13 +29,15 @@ from fasteagle.cli.command import Script
 from fasteagle.cli.options import comma_list
 from fasteagle.device import device_name
 from fasteagle.errors import FasteagleError, note
+from fasteagle.generate import common_prefix
 from fasteagle.loading.gguf import GGUFFile
 from fasteagle.loading.open import open_model
-from fasteagle.options import DEFAULT_MODEL, DraftOptions, RuntimeOptions
+from fasteagle.options import DEFAULT_MODEL, RuntimeOptions
 from fasteagle.paths import write_atomic
 from fasteagle.prompts import read_questions
 
 CONTEXT = 4096
+BATCH = 512  # tokens of a prompt in one call
 
 
 class LlamaCpp:
@@ -57,13 +59,13 @@ class LlamaCpp:
         model = llama_cpp.llama_model_default_params()
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), model)
         settings = llama_cpp.llama_context_default_params()
-        settings.n_ctx, settings.n_batch = CONTEXT, 512
+        settings.n_ctx, settings.n_batch = CONTEXT, BATCH
         settings.n_threads = settings.n_threads_batch = threads
         self._context = llama_cpp.llama_init_from_model(self._model, settings)
         if not self._model or not self._context:
             raise FasteagleError(f"llama.cpp cannot load {path}")
         self._sampler = llama_cpp.llama_sampler_init_greedy()
-        self._batch = llama_cpp.llama_batch_init(512, 0, 1)
+        self._batch = llama_cpp.llama_batch_init(BATCH, 0, 1)
         self._cached: list[int] = []
 
     def restart(self) -> None:
@@ -72,13 +74,11 @@ class LlamaCpp:
 
     def turn(self, prompt: list[int], max_new_tokens: int) -> Turn:
         begin = time.perf_counter()
-        same = 0
-        while same < min(len(self._cached), len(prompt) - 1) and self._cached[same] == prompt[same]:
-            same += 1
+        same = min(common_prefix(self._cached, prompt), len(prompt) - 1)
         memory = self._c.llama_get_memory(self._context)
         self._c.llama_memory_seq_rm(memory, 0, same, -1)
-        for at in range(same, len(prompt), 512):
-            self._decode(prompt[at : min(at + 512, len(prompt))], at)
+        for at in range(same, len(prompt), BATCH):
+            self._decode(prompt[at : at + BATCH], at)
         tokens, times = [self._sample()], [time.perf_counter()]
         while len(tokens) < max_new_tokens and tokens[-1] not in self._eos_ids:
             self._decode(tokens[-1:], len(prompt) + len(tokens) - 1)
@@ -130,12 +130,7 @@ def main(
     if threads:
         torch.set_num_threads(threads)
     options = BenchOptions(
-        model=model,
-        rows=comma_list(rows),
-        data=data,
-        limit=limit,
-        max_new_tokens=max_new_tokens,
-        draft=DraftOptions(),
+        model=model, rows=comma_list(rows), data=data, limit=limit, max_new_tokens=max_new_tokens
     )
     opened = open_model(model)
     if not isinstance(opened.checkpoint, GGUFFile):

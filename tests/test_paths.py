@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from fasteagle.paths import atomic_dir, cache_dir, write_atomic
+from fasteagle.paths import atomic_dir, cache_dir, compiled_dir, write_atomic
 
 
 def test_atomic_writes(tmp_path, monkeypatch):
@@ -25,3 +26,14 @@ def test_cache_follows_xdg(tmp_path, monkeypatch):
     assert cache_dir() == tmp_path / "fasteagle"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_dir() == Path.home() / ".cache" / "fasteagle"
+
+
+def test_compiled_code_lies_where_a_person_said(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    own = tmp_path / "torchinductor_of_mine"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(own))
+    assert compiled_dir() == own
+    # torch writes its own default into the environment.
+    default = f"{tempfile.gettempdir()}/torchinductor_somebody"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default)
+    assert compiled_dir() == tmp_path / "fasteagle" / "inductor"

@@ -22,7 +22,7 @@ from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import TreeShape
 from fasteagle.tree import TreeView, ancestor_mask, tree_paths
-from helpers import random_head, random_target, tiny_config
+from helpers import random_head, random_target, rounded_activations, tiny_config
 
 SHAPE = dict(dim=64, n_head=4, n_kv_head=2, head_dim=16, ffn_dim=96)
 CONFIGS = {
@@ -41,26 +41,17 @@ def kernels():
     cpu_build.load()
 
 
-def rounded(x: Tensor) -> Tensor:
-    """x [T, K] as the kernels see it; see `test_cpu_kernels`."""
-    blocks = nn.functional.pad(x, (0, -x.shape[1] % 32)).unflatten(1, (-1, 32))
-    scale = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
-    first = (blocks / scale).round() * scale
-    rest = ((blocks - first) / (scale / 254)).round() * (scale / 254)
-    large = scale.square() * blocks.shape[1] > 2 * scale.square().sum(1, keepdim=True)
-    return (first + torch.where(large, rest, 0)).flatten(1)[:, : x.shape[1]]
-
-
 class Emulated(nn.Module):
     """A native linear in plain torch."""
 
     def __init__(self, linear: NativeLinear) -> None:
         super().__init__()
-        self.weight = linear.rows(torch.arange(linear.out_features))
-        self.bias = linear.bias
+        self.weight = linear.rows(torch.arange(linear.out_features)).double()
+        self.bias = None if linear.bias is None else linear.bias.double()
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(rounded(x.float()), self.weight, self.bias).to(x.dtype)
+        rounded = rounded_activations(x.float())
+        return nn.functional.linear(rounded, self.weight, self.bias).to(x.dtype)
 
 
 def native_target(config, bits: int = 4, dtype: torch.dtype = torch.float32) -> Transformer:

@@ -9,6 +9,7 @@ from torch import Tensor
 from fasteagle.quant import cpu_build
 from fasteagle.quant.cpu_linear import NativeLinear, NativeNorm, fits, pack
 from fasteagle.quant.packed import PackedWeight, int4, int8
+from helpers import rounded_activations
 
 KINDS = ["zeros", "gptq", "q4_1", "hqq", "wide", "int8"]
 PATHS = [
@@ -41,20 +42,6 @@ def packed_weight(N: int, K: int, group: int, kind: str) -> PackedWeight:
     return int4(values, uniform(0.001, 0.1), offsets=uniform(-0.5, 0.1))
 
 
-def rounded(x: Tensor) -> Tensor:
-    """x [T, K] as the kernels see it: 8 bits in blocks of 32, or 16; in fp64."""
-    K = x.shape[1]
-    blocks = torch.nn.functional.pad(x, (0, -K % 32)).unflatten(1, (-1, 32))
-    most = blocks.abs().amax(-1, keepdim=True)
-    inverse = torch.where(most > 0, 127 / most.clamp(min=1e-30), 0)
-    q = (blocks * inverse).round()
-    scale = most / 127
-    rest = ((blocks.double() - q.double() * scale.double()).float() * (254 * inverse)).round()
-    large = scale.square() * blocks.shape[1] > 2 * scale.square().sum(1, keepdim=True)
-    found = q.double() * scale.double() + torch.where(large, rest.double() * scale / 254, 0)
-    return found.flatten(1)[:, :K]
-
-
 def rows_of(n: int, K: int, seed: int = 1) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(n, K, generator=generator) * torch.rand(n, 1, generator=generator) * 4
@@ -82,7 +69,7 @@ def test_products_and_rows_are_those_of_the_weight(ops, kind, group, K, N):
     found = ops.rows(memory, torch.arange(N), K)
     assert torch.allclose(found, dense, rtol=1e-6, atol=1e-7)
     x = rows_of(33, K)
-    exact = rounded(x) @ dense.double().T
+    exact = rounded_activations(x) @ dense.double().T
     y = ops.linear(x, memory, None, N)
     assert (y - exact).abs().max() < 3e-6 * (x.abs() @ dense.abs().T).max()
     for T in range(1, 33):
@@ -107,7 +94,7 @@ def test_the_largest_sums_do_not_saturate(ops, kind):
             extreme = int4(filled, weight.scales, offsets=weight.offsets)
         for sign in (1.0, -1.0):
             x = torch.full((3, 128), 2.54 * sign)
-            exact = rounded(x) @ extreme.dequantize().double().T
+            exact = rounded_activations(x) @ extreme.dequantize().double().T
             y = ops.linear(x, pack(extreme), None, 16)
             assert torch.allclose(y.double(), exact, rtol=1e-5, atol=1e-5)
 
@@ -142,7 +129,7 @@ def test_modules():
     bias = torch.linspace(-1, 1, 48)
     module = NativeLinear(weight, bias)
     x = rows_of(3, 64)
-    exact = rounded(x) @ weight.dequantize().double().T + bias
+    exact = rounded_activations(x) @ weight.dequantize().double().T + bias
     assert torch.allclose(module(x), exact.float(), rtol=1e-4, atol=1e-4)
     assert module(x.bfloat16()).dtype == torch.bfloat16
     assert module.exact(x.bfloat16()).dtype == torch.float32
