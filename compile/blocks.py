@@ -10,6 +10,7 @@ Shapes: T rows, D model dim, E head dim, G KV heads, S cache slots.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
 import threading
@@ -64,16 +65,17 @@ class BlockCompiler:
         max_slots: int,
         head_block: Block | None = None,
         cycles: CycleCompiler | None = None,
+        tap_layers: tuple[int, ...] = (),
     ) -> None:
         self.error: str | None = None
         self.seconds = 0.0
         self._model = model
         self._head_block = head_block
+        self._tap_layers = tap_layers
         self._max_slots = max_slots
         self._cycles = cycles
         self._forward = torch.compile(Block.forward, fullgraph=True)  # of the head's
         self._compiled = torch.compile(run_blocks, fullgraph=True)
-        self._span = span(model.config.n_layer)
         self._done = threading.Event()
         self._applied = False
 
@@ -112,9 +114,11 @@ class BlockCompiler:
         x: Tensor,
         *rest: Tensor,
     ) -> Tensor:
-        for begin in range(0, len(blocks), self._span):
-            end = begin + self._span
+        begin = 0
+        for length in spans(len(blocks)):
+            end = begin + length
             x = self._compiled(blocks[begin:end], layers[begin:end], x, *rest)
+            begin = end
         return x
 
     def _run(self, n_threads: int) -> None:
@@ -147,22 +151,33 @@ class BlockCompiler:
         for S in slots:
             for T in (1, 5):
                 for block in self._extra_blocks:
-                    self._forward(block, *self._inputs(block, T, S), *self._layer(block, S))
+                    rows = self._inputs(block, T, S)
+                    self._forward(block, *rows, *self._layer(block, S), self._entry(block, T))
                 if is_native(self._model):
                     continue
-                blocks = list(self._model.blocks)[: self._span]
-                layers = [self._layer(block, S) for block in blocks]
-                *rows, mask = self._inputs(blocks[0], T, S)
-                self._compiled(blocks, layers, *rows, mask)
-                view = self._view(T)
-                if self._model.visible_keys(view, S) is view:  # kernels take it as it is
-                    self._compiled(blocks, layers, *rows, view)
+                for length in self._lengths:
+                    self._warm_up_span(length, T, S)
         # The head's block first: compiled drafting is traced with it in place.
         head_block: Any
         for head_block in self._extra_blocks:
             head_block.forward = functools.partial(self._forward, head_block)
         if self._cycles is not None:
             self._cycles.compile(slots)
+
+    @property
+    def _lengths(self) -> set[int]:
+        """Of all spans: between two taps, where the draft head reads any."""
+        bounds = (0, *self._tap_layers, self._model.config.n_layer)
+        return {n for a, b in itertools.pairwise(bounds) for n in spans(b - a)}
+
+    def _warm_up_span(self, length: int, T: int, S: int) -> None:
+        blocks = list(self._model.blocks)[:length]
+        layers = [self._layer(block, S) for block in blocks]
+        *rows, mask = self._inputs(blocks[0], T, S)
+        self._compiled(blocks, layers, *rows, mask)
+        view = self._view(T)
+        if self._model.visible_keys(view, S) is view:  # kernels take it as it is
+            self._compiled(blocks, layers, *rows, view)
 
     def _view(self, T: int) -> TreeView:
         """A chain of T rows, as attention sees it that takes no mask."""
@@ -190,6 +205,16 @@ class BlockCompiler:
             torch._dynamo.mark_dynamic(tensor, 1)
         return keys, values
 
+    def _entry(self, block: Block, T: int) -> Tensor | None:
+        """What the attention of an EAGLE-3 head reads instead of its normed input."""
+        weight, width = self._model.norm.weight, block.attention.qkv.in_features
+        if width == self._model.config.dim:
+            return None
+        entry = weight.new_zeros(T, width)
+        if T > 1:
+            torch._dynamo.mark_dynamic(entry, 0)
+        return entry
+
     def _inputs(self, block: Block, T: int, S: int) -> tuple[Tensor, ...]:
         """x, cos, sin, slots and mask of a pass through `block`."""
         device, config = self._model.norm.weight.device, self._model.config
@@ -205,9 +230,14 @@ class BlockCompiler:
         return x, cos, sin, rows, mask
 
 
-def span(n_layer: int) -> int:
-    """Blocks compiled together: as many as divide the model, at most `LONGEST_SPAN`."""
-    return max(n for n in range(1, LONGEST_SPAN + 1) if n_layer % n == 0)
+def spans(n_blocks: int) -> list[int]:
+    """Blocks compiled together, at most `LONGEST_SPAN`: equal lengths where they divide them all.
+
+    Else as few as it takes, of two lengths that differ by one.
+    """
+    length = max(n for n in range(1, LONGEST_SPAN + 1) if n_blocks % n == 0)
+    n_spans = n_blocks // length if 2 * length > LONGEST_SPAN else -(-n_blocks // LONGEST_SPAN)
+    return [(n_blocks + i) // n_spans for i in range(n_spans)] if n_blocks else []
 
 
 def attend_on_cpu(q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Tensor) -> Tensor:

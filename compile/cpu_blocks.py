@@ -52,6 +52,7 @@ class NativeBlocks:
         sin: Tensor,
         slots: Tensor,
         visible: Tensor | TreeView,
+        entry: Tensor | None = None,
     ) -> Tensor:
         """The residual stream [T, D] behind `blocks`; `caches` are keys and values of each."""
         if isinstance(visible, TreeView):
@@ -61,7 +62,7 @@ class NativeBlocks:
         first = self._first[id(blocks[0])]
         tensors = self._tensors[first : first + TENSORS * len(blocks)]
         result: Tensor = torch.ops.fasteagle_cpu.blocks(
-            x, cos, sin, slots, *seen, caches, tensors, self._n_head, self._eps
+            x, cos, sin, slots, *seen, caches, tensors, self._n_head, self._eps, entry
         )
         return result
 
@@ -111,9 +112,17 @@ def use_native_block(block: Any) -> None:
     native = NativeBlocks([block])
 
     def forward(
-        x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, mask: Tensor, k: Tensor, v: Tensor
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        mask: Tensor,
+        k: Tensor,
+        v: Tensor,
+        entry: Tensor | None = None,
     ) -> Tensor:
-        return native.run([block], [k, v], x, cos, sin, slots, mask)
+        entry = None if entry is None else entry.float()
+        return native.run([block], [k, v], x, cos, sin, slots, mask, entry)
 
     block.forward, block.native = forward, native
 

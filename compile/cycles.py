@@ -66,15 +66,22 @@ class CycleCompiler:
                 break
             if finish is EAGER.finish:
                 finish = _own_code(finish)
-            features = state.features[: len(proposal.depths)].clone()
-            finish(state, spec, proposal, Output(self._engine.model.lm_head(features), features))
+            finish(state, spec, proposal, self._output(len(proposal.depths)))
         return Pieces(draft, verify, finish)
+
+    def _output(self, T: int) -> Output:
+        """What a pass over T rows may have given."""
+        target, tap_layers = self._engine.model, self._engine.state.tap_layers
+        features = target.norm.weight.new_zeros(T, target.config.dim)
+        taps = features.new_zeros(T, len(tap_layers) * target.config.dim, dtype=torch.float32)
+        return Output(target.lm_head(features), features, taps if tap_layers else None)
 
     def _state(self, n_slots: int) -> DecodeState:
         engine = self._engine
         cache = KVCache(engine.model.config, n_slots, engine.dtype, engine.device)
         torch._dynamo.mark_dynamic(cache.rows, 2)
         state = DecodeState(engine.model, cache, engine.max_seq_len)
+        state.read_taps(engine.state.tap_layers, engine.model.config.dim)
         state.count.fill_(1)
         state.seq_len.fill_(2)
         state.knobs.temperature.fill_(1.0)

@@ -93,19 +93,52 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class Eagle3Config:
+    """What an EAGLE-3 head has beside its block; the defaults are the paper's."""
+
+    tap_layers: tuple[int, ...]  # target blocks whose input it reads, ascending
+    target_dim: int
+    own_embedding: bool = False
+    own_lm_head: bool = True
+    norm_before_residual: bool = False  # the residual stream begins with the normed feature
+    tap_norm: str = "none"  # before fc: "none", "all" taps as one vector, "each" by itself
+    norm_output: bool = False  # the next feature is the one after the final norm
+
+
+TAP_NORMS = ("none", "all", "each")
+
+
+@dataclasses.dataclass(frozen=True)
 class HeadConfig:
-    """Shape of an EAGLE-1/2 draft head. `block` describes its one decoder block and vocabulary.
+    """Shape of a draft head. `block` describes its one decoder block and vocabulary.
 
     `block.vocab_size` is the target's; `draft_vocab_size` is how many of its tokens can be drafted.
+    Without `eagle3` it is an EAGLE-1/2 head.
     """
 
     block: ModelConfig
     draft_vocab_size: int
     fc_bias: bool = True
+    eagle3: Eagle3Config | None = None
+
+    @property
+    def feature_dim(self) -> int:
+        """Width of what it reads of the target, for each token."""
+        if self.eagle3 is None:
+            return self.block.dim
+        return len(self.eagle3.tap_layers) * self.eagle3.target_dim
+
+    @property
+    def linear_params(self) -> int:
+        """Weights of its linears, without embedding and LM head."""
+        if self.eagle3 is None:
+            return self.block.linear_params + 2 * self.block.dim**2
+        entry = self.block.dim * self.block.qkv_dim  # QKV reads twice the width
+        return self.block.linear_params + entry + self.feature_dim * self.block.dim
 
 
 def head_from_hf(raw: Mapping[str, Any], source: str) -> HeadConfig:
-    """Read the `config.json` of a published or own EAGLE-1/2 head.
+    """Read the decoder layer of a published or own draft head, as its `config.json` has it.
 
     RoPE base is the head's own or 10000, never the target's; its context length and layer count
     are ignored (design of the public heads). Raises `FasteagleError` for missing keys.
@@ -116,7 +149,8 @@ def head_from_hf(raw: Mapping[str, Any], source: str) -> HeadConfig:
         raise FasteagleError(f"{source}: config.json of the draft head lacks {', '.join(missing)}")
     _refuse_unsupported(raw, source)
     n_head = raw["num_attention_heads"]
-    rope = raw.get("rope_parameters") or {}
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    scaling, linear = _rope_scaling(rope, source)
     block = ModelConfig(
         dim=raw["hidden_size"],
         n_layer=1,
@@ -128,6 +162,8 @@ def head_from_hf(raw: Mapping[str, Any], source: str) -> HeadConfig:
         max_seq_len=2**31,
         norm_eps=raw.get("rms_norm_eps", 1e-6),
         rope_base=raw.get("rope_theta") or rope.get("rope_theta") or 10000.0,
+        rope_scaling=scaling,
+        rope_linear_factor=linear,
         qkv_bias=bool(raw.get("qkv_bias", False)),
     )
     return HeadConfig(

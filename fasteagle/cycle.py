@@ -77,7 +77,8 @@ def verify(state: DecodeState, target: Transformer, proposal: Proposal) -> Outpu
     depths = proposal.depths
     view = TreeView(state.seq_len, proposal.paths, depths, target.config.sliding_window)
     slots = state.seq_len + torch.arange(len(depths), device=depths.device)
-    return target(proposal.tree.tokens, state.seq_len + depths, slots, view, state.cache)
+    positions = state.seq_len + depths
+    return target(proposal.tree.tokens, positions, slots, view, state.cache, state.tap_layers)
 
 
 def accept_and_commit(
@@ -127,7 +128,8 @@ def commit(
         # Pairs wait behind those not shown to the draft head yet; after a draft there are none.
         first = torch.zeros_like(state.count) if spec.shape is not None else state.count
         state.tokens.index_copy_(0, first + levels, emitted)
-        state.features.index_copy_(0, first + levels, output.features[path.rows])
+        read = output.features if output.taps is None else output.taps
+        state.features.index_copy_(0, first + levels, read[path.rows].to(state.features.dtype))
         state.count.copy_(first + path.count)
     last = (path.count - 1).unsqueeze(0)
     state.root.copy_(emitted.index_select(0, last))

@@ -80,6 +80,10 @@ class Engine:
             raise FasteagleError(f"tree-depth {deepest} is out of range: use at most {MAX_DEPTH}")
         self.shown = 0  # whatever it has seen may have been another conversation
         self.drafter = drafter
+        tap_layers = () if drafter is None else drafter.tap_layers
+        if tap_layers != self.state.tap_layers:
+            self.state.read_taps(tap_layers, self.model.config.dim)
+            self.runner.forget()  # what was captured writes to the old place
 
     @torch.no_grad()
     def generate(
@@ -99,8 +103,10 @@ class Engine:
         self.stats = stats = Stats(prompt_tokens=len(prompt))
         kind = DrawKind.of(params, self.model.config.vocab_size)
         self._prepare(kind, params)
-        feature, stats.cached_tokens = self.prefill(prompt)
-        new = self._first_token(prompt, feature, kind, params)
+        normed, feature, stats.cached_tokens = self.prefill(prompt)
+        root = self._first_token(prompt, normed, kind, params)
+        self.state.load([*self.cached, root], feature, params)
+        new = [root]
         first = time.perf_counter()
         stats.ttft = first - start
         cycles = self._cycles(new[-1], kind)
@@ -119,9 +125,9 @@ class Engine:
             stats.passes += 1
 
     def _first_token(
-        self, prompt: Sequence[int], feature: Tensor, kind: DrawKind, params: SamplingParams
-    ) -> list[int]:
-        """Draw the token after the prompt, and bring the state of the cycles behind it."""
+        self, prompt: Sequence[int], normed: Tensor, kind: DrawKind, params: SamplingParams
+    ) -> int:
+        """Draw the token after the prompt, by what the LM head reads of its last one [1, D]."""
         state = self.state
         state.knobs.load(params)
         seen = None
@@ -129,10 +135,8 @@ class Engine:
             seen = state.seen.fill_(False)
             seen[0, torch.tensor(prompt, device=self.device)] = True
         position = torch.tensor([len(prompt)], device=self.device)
-        root = draw(self.model.lm_head(feature), position, kind, state.knobs, seen)
-        new = self._checked(root.tolist())
-        state.load([*self.cached, *new], feature, params)
-        return new
+        root = draw(self.model.lm_head(normed), position, kind, state.knobs, seen)
+        return self._checked(root.tolist())[0]
 
     def _cycles(self, root: int, kind: DrawKind) -> Generator[list[int]]:
         """New tokens, cycle by cycle, without end; `cached` holds all but the last of them.
@@ -236,10 +240,11 @@ class Engine:
                 self.shown -= 1
 
     @torch.no_grad()
-    def prefill(self, prompt: Sequence[int]) -> tuple[Tensor, int]:
+    def prefill(self, prompt: Sequence[int]) -> tuple[Tensor, Tensor, int]:
         """Bring the cache to hold exactly `prompt`, and the drafter all of it but the last pair.
 
-        Returns the feature [1, D] of the last token, and how many tokens were there already.
+        Returns of the last token what the LM head reads [1, D] and what a draft head reads [1, F],
+        and how many tokens were there already.
         """
         drafter = self.drafter
         reads = drafter is not None and drafter.reads_features
@@ -254,32 +259,46 @@ class Engine:
         self.reserve(len(prompt))
         for begin in range(kept, len(prompt), PREFILL_CHUNK):
             chunk = prompt[begin : begin + PREFILL_CHUNK]
-            features = self._run(chunk, begin)
+            normed, taps = self._run(chunk, begin, self.state.tap_layers)
+            read = normed if taps is None else taps
             self.cached.extend(chunk)
             after = prompt[begin + 1 : begin + len(chunk) + 1]
             if drafter is not None and reads and after:
                 tokens = torch.tensor(after, device=self.device)
                 count = torch.tensor([len(after)], device=self.device)
                 self.shown = begin + len(after)
-                new = Committed(tokens, features[: len(after)], count)
+                new = Committed(tokens, read[: len(after)], count)
                 drafter.extend(new, torch.tensor(self.shown, device=self.device))
-        return features[-1:], kept
+        return normed[-1:], read[-1:], kept
 
-    def _run(self, ids: Sequence[int], begin: int) -> Tensor:
-        """Features of `ids` run behind the `begin` rows before them, reserved already."""
+    def _run(
+        self, ids: Sequence[int], begin: int, tap_layers: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run `ids` behind the `begin` rows before them, reserved already.
+
+        Returns what the LM head reads [T, D], and the taps [T, R * D] if there are any.
+        """
         tokens = torch.tensor(ids, device=self.device)
         rows = torch.arange(begin, begin + len(ids), device=self.device)
         window = self.model.config.sliding_window
         mask = causal_mask(begin, len(ids), self.cache.n_slots, window, self.device)
-        return self.model.encode(tokens, rows, rows, mask, self.cache)[0]
+        normed, taps = self.model.encode(tokens, rows, rows, mask, self.cache, tap_layers)
+        return normed, None if taps is None else taps.to(normed.dtype)
 
     @torch.no_grad()
-    def features(self, ids: Sequence[int]) -> Tensor:
-        """Features [len(ids), D] of every token of a text, for training; forgets the cache."""
+    def features(self, ids: Sequence[int], tap_layers: tuple[int, ...] = ()) -> Tensor:
+        """The taps of every token of a text, then what the LM head reads: [len(ids), (R + 1) * D].
+
+        For training; forgets the cache.
+        """
         self.restart()
         self.reserve(len(ids))
         starts = range(0, len(ids), PREFILL_CHUNK)
-        return torch.cat([self._run(ids[at : at + PREFILL_CHUNK], at) for at in starts])
+        rows = []
+        for at in starts:
+            normed, taps = self._run(ids[at : at + PREFILL_CHUNK], at, tap_layers)
+            rows.append(normed if taps is None else torch.cat((taps, normed), dim=-1))
+        return torch.cat(rows)
 
     def restart(self) -> None:
         """Forget the conversation."""

@@ -28,7 +28,7 @@ class Output(NamedTuple):
 
     logits: Tensor  # [T, V]
     features: Tensor  # [T, D], after the final norm: what the LM head (and EAGLE-1/2) reads
-    taps: Tensor | None = None  # [T, R * D], residual stream entering the asked blocks
+    taps: Tensor | None = None  # [T, R * D], fp32, residual stream entering the asked blocks
 
 
 class KVCache:
@@ -105,11 +105,11 @@ class Cast(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention over the cache; query, key and value come from one product."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, entry_dim: int | None = None) -> None:
         super().__init__()
         self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
         self.head_dim = config.head_dim
-        self.qkv = nn.Linear(config.dim, config.qkv_dim, bias=config.qkv_bias)
+        self.qkv = nn.Linear(entry_dim or config.dim, config.qkv_dim, bias=config.qkv_bias)
         self.out = nn.Linear(config.n_head * config.head_dim, config.dim, bias=False)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
@@ -170,12 +170,15 @@ class Block(nn.Module):
 
     x, the residual stream, is fp32 whatever the weights are: in bf16 its rounding, repeated in
     every block, was the larger half of the features' error (default model: 2.7 % against 1.6 %).
+    A draft head's attention may read an `entry` [T, entry_dim] of its own instead of the norm of x.
     """
 
-    def __init__(self, config: ModelConfig, input_norm: bool = True) -> None:
+    def __init__(
+        self, config: ModelConfig, input_norm: bool = True, entry_dim: int | None = None
+    ) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.dim, config.norm_eps) if input_norm else Cast()
-        self.attention = Attention(config)
+        self.attention = Attention(config, entry_dim)
         self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
         self.mlp = MLP(config.dim, config.ffn_dim)
 
@@ -188,8 +191,10 @@ class Block(nn.Module):
         mask: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
+        entry: Tensor | None = None,
     ) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin, slots, mask, k_cache, v_cache)
+        entry = self.attention_norm(x) if entry is None else entry
+        x = x + self.attention(entry, cos, sin, slots, mask, k_cache, v_cache)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -281,9 +286,9 @@ class Transformer(nn.Module):
             if begin < end:
                 layers = cache.layers[begin:end]
                 x = self.run_blocks(blocks[begin:end], layers, x, cos, sin, slots, mask)
-            if end < len(blocks):
-                taps.append(x)
+            taps.append(x)
             begin = end
+        taps.pop()  # the stream behind the last block, asked for by no layer
         return self.norm(x), torch.cat(taps, dim=-1) if taps else None
 
     def head_rows(self, index: Tensor) -> Tensor:
@@ -321,40 +326,62 @@ class EagleHead(nn.Module):
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         self.config = config
-        dim = config.block.dim
-        self.fc = nn.Linear(2 * dim, dim, bias=config.fc_bias)
-        self.block = Block(config.block, input_norm=False)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+        self.own_embedding: nn.Embedding | None = None
+        self.own_lm_head: nn.Module | None = None
+        self._init_layers()
+
+    def _init_layers(self) -> None:
+        dim = self.config.block.dim
+        self.fc = nn.Linear(2 * dim, dim, bias=self.config.fc_bias)
+        self.block = Block(self.config.block, input_norm=False)
 
     def borrow(self, target: Transformer, max_seq_len: int) -> None:
-        """Share the target's embedding, gather its LM head's rows, tabulate RoPE."""
+        """Share the target's embedding and LM head unless it has its own; tabulate RoPE."""
         device, dtype = target.norm.weight.device, target.norm.weight.dtype
         self.to(device=device, dtype=dtype)
-        self._embedding = (target.embedding,)
-        if self.config.draft_vocab_size == target.config.vocab_size:
-            self.use_lm_head(target.lm_head)
+        # In tuples, as a borrowed module must not become a submodule, saved and moved with this.
+        self._embedding = (self.own_embedding or target.embedding,)
+        if self.own_lm_head is not None:
+            self._lm_head = (self.own_lm_head,)
+        elif self.config.draft_vocab_size == target.config.vocab_size:
+            self._lm_head = (target.lm_head,)
         else:
             rows = nn.Linear(target.config.dim, len(self.d2t), bias=False, device="meta")
             weight = target.head_rows(self.target_ids())
             rows.weight = nn.Parameter(weight, requires_grad=False)
-            self.use_lm_head(rows)
+            self._lm_head = (rows,)
         cos, sin = rope_table(self.config.block, max_seq_len)
         self.register_buffer("rope_cos", cos.to(device), persistent=False)
         self.register_buffer("rope_sin", sin.to(device), persistent=False)
 
     @property
     def lm_head(self) -> nn.Module:
-        """What turns features into draft logits: the target's LM head, or rows of it."""
+        """What turns features into draft logits: its own, the target's LM head, or rows of it."""
         return self._lm_head[0]
 
     def use_lm_head(self, module: nn.Module) -> None:
         """Turn features into draft logits with `module` from now on."""
-        # In a tuple, as a borrowed module must not become a submodule, saved and moved with this.
         self._lm_head = (module,)
+        if self.own_lm_head is not None:
+            self.own_lm_head = module
 
     def target_ids(self) -> Tensor:
         """Target id of every draft id, ascending."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def read(self, features: Tensor) -> Tensor:
+        """The target's features [T, F] as `forward` takes features [T, D]."""
+        return features
+
+    def enter(self, embeds: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The residual stream [T, D] in fp32 and, where it is not that, the block's entry."""
+        return self.fc(torch.cat((embeds, features), dim=-1)).float(), None
+
+    def leave(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Of the block's output [T, D]: what the LM head reads, and the next features."""
+        features = x.to(dtype)
+        return features, features
 
     def forward(
         self,
@@ -372,10 +399,60 @@ class EagleHead(nn.Module):
         [T] are those of the features. `slots` and `mask` as in `Transformer.encode`.
         """
         cos, sin = self.rope_cos[positions].unsqueeze(1), self.rope_sin[positions].unsqueeze(1)
-        x = self.fc(torch.cat((self._embedding[0](tokens), features), dim=-1)).float()
-        x = self.block(x, cos, sin, slots, mask, *cache.layers[0])
-        features = (x if rows is None else x.index_select(0, rows)).to(features.dtype)
-        return self.lm_head(features), features
+        x, entry = self.enter(self._embedding[0](tokens), features)
+        x = self.block(x, cos, sin, slots, mask, *cache.layers[0], entry)
+        x = x if rows is None else x.index_select(0, rows)
+        said, features = self.leave(x, features.dtype)
+        return self.lm_head(said), features
+
+
+class Eagle3Head(EagleHead):
+    """EAGLE-3 draft head: reads the residual stream entering R blocks of the target.
+
+    `g = fc(cat(taps))` [T, D]; the block's attention reads cat(norm(embedding), norm(g)), its
+    residual stream begins with g. Logits are `lm_head(norm(x))` over a draft vocabulary of its own,
+    and x before that norm is the next step's g (paper, section 3).
+    """
+
+    def _init_layers(self) -> None:
+        block, own = self.config.block, self.config.eagle3
+        assert own is not None, "the config of an EAGLE-3 head"
+        dim, eps, n_taps = block.dim, block.norm_eps, len(own.tap_layers)
+        wide = self.config.feature_dim
+        norms = {"none": [], "all": [wide], "each": [own.target_dim] * n_taps}[own.tap_norm]
+        self.tap_norms = nn.ModuleList(RMSNorm(width, eps) for width in norms)
+        self.fc = nn.Linear(wide, dim, bias=self.config.fc_bias)
+        self.embedding_norm, self.feature_norm = RMSNorm(dim, eps), RMSNorm(dim, eps)
+        self.block = Block(block, input_norm=False, entry_dim=2 * dim)
+        self.norm = RMSNorm(dim, eps)
+        if own.own_embedding:
+            self.own_embedding = nn.Embedding(block.vocab_size, dim)
+        if own.own_lm_head:
+            self.own_lm_head = nn.Linear(dim, self.config.draft_vocab_size, bias=False)
+
+    def read(self, features: Tensor) -> Tensor:
+        if self.tap_norms:
+            parts = features.chunk(len(self.tap_norms), dim=-1)
+            normed = [norm(part) for norm, part in zip(self.tap_norms, parts, strict=True)]
+            features = torch.cat(normed, dim=-1)
+        return self.fc(features)
+
+    def enter(self, embeds: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
+        assert self.config.eagle3 is not None, "see _init_layers"
+        normed = self.feature_norm(features)
+        entry = torch.cat((self.embedding_norm(embeds), normed), dim=-1)
+        residual = normed if self.config.eagle3.norm_before_residual else features
+        return residual.float(), entry
+
+    def leave(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        assert self.config.eagle3 is not None, "see _init_layers"
+        normed = self.norm(x)
+        return normed, normed if self.config.eagle3.norm_output else x.to(dtype)
+
+
+def make_head(config: HeadConfig) -> EagleHead:
+    """An untrained head of the algorithm that `config` says."""
+    return EagleHead(config) if config.eagle3 is None else Eagle3Head(config)
 
 
 def rope_table(config: ModelConfig, max_seq_len: int) -> tuple[Tensor, Tensor]:

@@ -62,7 +62,8 @@ class DecodeState:
     them, sampled already. The first `count` rows of `tokens` and `features` are the pairs that the
     draft head has not seen. `text` holds the committed tokens and the root; what lies behind is
     left over from other cycles. `result` is what the host reads: the new tokens, padded, and
-    behind them the number of drafted tokens.
+    behind them the number of drafted tokens. Features are those after the final norm, or the taps
+    of `tap_layers` where the drafter reads these.
     """
 
     def __init__(self, target: Transformer, cache: KVCache, max_seq_len: int) -> None:
@@ -77,12 +78,21 @@ class DecodeState:
         self.root = self._root_rows[:1]
         self.count = ints(1)
         self.tokens = ints(PENDING)
+        self.tap_layers: tuple[int, ...] = ()
         self.features = weight.new_zeros(PENDING, target.config.dim)  # [P, F]
         self.text = ints(max_seq_len + MAX_DEPTH + 2)  # [N]
         self.result = ints(MAX_DEPTH + 2)
         self.seen = torch.zeros(1, target.config.vocab_size, dtype=torch.bool, device=device)
         self.knobs = Knobs(device)
         self.cache = cache
+
+    def read_taps(self, tap_layers: tuple[int, ...], dim: int) -> None:
+        """Keep taps of the target's blocks from now on, or without any the final features.
+
+        `dim` is the target's. Pending pairs are lost.
+        """
+        self.tap_layers = tap_layers
+        self.features = self.features.new_zeros(PENDING, dim * max(1, len(tap_layers)))
 
     @property
     def advanced(self) -> list[Tensor]:

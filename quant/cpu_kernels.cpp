@@ -1032,10 +1032,12 @@ struct Pass {
   const float *cos, *sin;  // [T, E]
   const int64_t* slots;    // [T]
   float* x;                // [T, D], in place
+  const float* entry;      // [T, entry_dim]: what the first product reads instead of norm(x), or null
+  int64_t entry_dim;
   const Visible* seen;
   float *qkv, *queries, *parts, *scratch;  // scratch: of each worker
   int64_t scratch_size, key_blocks;
-  Activations normed, attended, hidden;
+  Activations normed, attended, hidden, entered;
 
   float* own_scratch(const Worker& me) const { return scratch + me.id * scratch_size; }
 
@@ -1090,6 +1092,12 @@ struct Pass {
     }
   }
 
+  void enter(const Worker& me) {
+    const auto [begin, end] = me.share(T);
+    for (int64_t t = begin; t < end; t++)
+      entered.quantize_row(t, entry + t * entry_dim, entry_dim);
+  }
+
   void attention(const Worker& me, const C* k, const C* v) {
     Attention<C> a{heads, T, S, key_blocks, queries, k, v, seen, row, parts};
     const auto [begin, end] = me.share(heads.G * key_blocks);
@@ -1133,11 +1141,15 @@ struct Pass {
     }
   }
 
-  void block(const Worker& me, const Block& w, C* k, C* v) {
+  void block(const Worker& me, const Block& w, C* k, C* v, bool by_entry) {
     uint8_t* own = (uint8_t*)own_scratch(me);
-    norm(me, w.attention_norm);
+    if (by_entry) {
+      enter(me);
+    } else {
+      norm(me, w.attention_norm);
+    }
     me.team.barrier();
-    products(me, w.qkv, normed, own, T, qkv, w.qkv.h.N, false);
+    products(me, w.qkv, by_entry ? entered : normed, own, T, qkv, w.qkv.h.N, false);
     me.team.barrier();
     rotate(me, w, k, v);
     me.team.barrier();
@@ -1167,11 +1179,12 @@ void run_blocks(const std::vector<Block>& blocks, at::TensorList caches, Pass<C>
   const int64_t n_parts = heads.G * pass.key_blocks * most * heads.group() * (E + 2);
   const int64_t own = E * W + most * heads.group() * (W + KEYS);
   const int threads = omp_get_max_threads();
-  const int64_t widest = std::max({pass.D, pass.F, H * E});
+  const int64_t widest = std::max({pass.D, pass.F, H * E, pass.entry_dim});
   const int64_t choice = Choice::bytes(most, widest) / 4 + 1;
   pass.scratch_size = (std::max({own, pass.D, choice}) + 63) / 64 * 64;
   const size_t quantized = Activations::bytes(most, pass.D) + Activations::bytes(most, H * E) +
-                           Activations::bytes(most, pass.F);
+                           Activations::bytes(most, pass.F) +
+                           Activations::bytes(most, pass.entry_dim);
   scratch.reserve(quantized + 4 * size_t(most * (n_qkv + H * E) + n_parts +
                                          threads * pass.scratch_size));
   pass.qkv = scratch.take<float>(most * n_qkv);
@@ -1184,6 +1197,7 @@ void run_blocks(const std::vector<Block>& blocks, at::TensorList caches, Pass<C>
   pass.normed = activations(pass.D);
   pass.attended = activations(H * E);
   pass.hidden = activations(pass.F);
+  if (pass.entry != nullptr) pass.entered = activations(pass.entry_dim);
   in_parallel([&](const Worker& me) {
     for (int64_t first = 0; first < rows; first += MAX_ROWS) {
       Pass<C> own_pass = pass;
@@ -1193,20 +1207,22 @@ void run_blocks(const std::vector<Block>& blocks, at::TensorList caches, Pass<C>
       own_pass.cos += first * E;
       own_pass.sin += first * E;
       own_pass.slots += first;
+      if (pass.entry != nullptr) own_pass.entry += first * pass.entry_dim;
       for (size_t i = 0; i < blocks.size(); i++)
         own_pass.block(me, blocks[i], (C*)caches[2 * i].data_ptr(),
-                       (C*)caches[2 * i + 1].data_ptr());
+                       (C*)caches[2 * i + 1].data_ptr(), i == 0 && pass.entry != nullptr);
     }
   });
 }
 
 // The residual stream [T, D] (fp32) behind some blocks. `caches` are the keys and values of each,
 // [G, S, E]; rows `slots` are written. A row sees what `mask` [T, S] says, or the tree's view.
+// Where `entry` [T, K] (fp32) is given, the first block's QKV product reads it instead of norm(x).
 Tensor blocks(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& slots,
               const std::optional<Tensor>& mask, const std::optional<Tensor>& seq_len,
               const std::optional<Tensor>& paths, const std::optional<Tensor>& depths,
               int64_t window, at::TensorList caches, at::TensorList tensors, int64_t n_head,
-              double eps) {
+              double eps, const std::optional<Tensor>& entry) {
   TORCH_CHECK(x.dim() == 2 && x.scalar_type() == at::kFloat, "x is fp32 [T, D]");
   const int64_t T = x.size(0), n_blocks = tensors.size() / TENSORS;
   TORCH_CHECK(tensors.size() == size_t(n_blocks * TENSORS) &&
@@ -1245,6 +1261,11 @@ Tensor blocks(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tenso
   std::vector<Block> all;
   all.reserve(n_blocks);
   for (int64_t i = 0; i < n_blocks; i++) all.push_back(block_of(tensors.data() + i * TENSORS));
+  const Tensor e = entry.has_value() ? entry->contiguous() : Tensor();
+  if (e.defined())
+    TORCH_CHECK(e.dim() == 2 && e.size(0) == T && e.scalar_type() == at::kFloat &&
+                    e.size(1) == all[0].qkv.h.K && e.size(1) % BLOCK == 0,
+                "entry is fp32 [T, K]");
   const int64_t F = all[0].down.h.K;
   TORCH_CHECK(F % BLOCK == 0 && x.size(1) % BLOCK == 0, "widths in blocks of 32");
   const auto run = [&](auto element) {
@@ -1259,6 +1280,10 @@ Tensor blocks(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tenso
     pass.sin = s.const_data_ptr<float>();
     pass.slots = at_slots.const_data_ptr<int64_t>();
     pass.x = y.mutable_data_ptr<float>();
+    if (e.defined()) {
+      pass.entry = e.const_data_ptr<float>();
+      pass.entry_dim = e.size(1);
+    }
     pass.seen = &seen;
     run_blocks<C>(all, caches, pass, T);
   };
@@ -1370,7 +1395,7 @@ TORCH_LIBRARY(FASTEAGLE_NAMESPACE, m) {
   m.def(
       "blocks(Tensor x, Tensor cos, Tensor sin, Tensor slots, Tensor? mask, Tensor? seq_len, "
       "Tensor? paths, Tensor? depths, int window, Tensor(a!)[] caches, Tensor[] tensors, "
-      "int n_head, float eps) -> Tensor");
+      "int n_head, float eps, Tensor? entry=None) -> Tensor");
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int n) -> Tensor");
   m.def("norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("rows(Tensor packed, Tensor index, int k) -> Tensor");

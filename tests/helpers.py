@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import save_file
 
 from fasteagle.compile.graphs import CapturedRunner
-from fasteagle.config import HeadConfig, ModelConfig
+from fasteagle.config import Eagle3Config, HeadConfig, ModelConfig
 from fasteagle.cycle import EAGER, Proposal
 from fasteagle.drafting.plan import Costs
 from fasteagle.generate import Engine
 from fasteagle.loading.head_file import official_state
-from fasteagle.model import EagleHead, KVCache, Output, Transformer
+from fasteagle.model import EagleHead, KVCache, Output, Transformer, make_head
 from fasteagle.options import SamplingParams
 from fasteagle.prompts import Conversation
 from fasteagle.sampling import DrawKind, Knobs
@@ -186,12 +186,20 @@ def random_target(config: ModelConfig, seed=0) -> Transformer:
     return model.eval()
 
 
-def random_head(target: Transformer, draft_ids=None, seed=1, **changes) -> EagleHead:
+def eagle3_of(algorithm: str, config: ModelConfig, **changes) -> Eagle3Config | None:
+    """For "eagle3": reads the residual stream before the first, the last and behind all blocks."""
+    L = config.n_layer
+    if algorithm != "eagle3":
+        return None
+    return Eagle3Config(tap_layers=(0, L - 1, L), target_dim=config.dim, **changes)
+
+
+def random_head(target: Transformer, draft_ids=None, seed=1, eagle3=None, **changes) -> EagleHead:
     torch.manual_seed(seed)
     vocab_size = target.config.vocab_size
     size = vocab_size if draft_ids is None else len(draft_ids)
     block = ModelConfig(**{**vars(target.config), "n_layer": 1, **changes})
-    head = EagleHead(HeadConfig(block, size))
+    head = make_head(HeadConfig(block, size, eagle3=eagle3))
     with torch.no_grad():
         for p in head.parameters():
             if p.ndim == 2:

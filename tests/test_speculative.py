@@ -21,7 +21,16 @@ from fasteagle.sampling import DrawKind, process_logits
 from fasteagle.shapes import StaticShape, TreeShape
 from fasteagle.stats import Stats
 from fasteagle.tree import DraftTree, chain
-from helpers import drawing, empty_state, pairs, random_head, random_target, spec_of, tiny_config
+from helpers import (
+    drawing,
+    eagle3_of,
+    empty_state,
+    pairs,
+    random_head,
+    random_target,
+    spec_of,
+    tiny_config,
+)
 
 PROMPT = [5, 9, 20, 17, 33, 8, 12, 44]
 GREEDY = SamplingParams()
@@ -40,9 +49,9 @@ def target() -> Transformer:
     return random_target(tiny_config())
 
 
-@pytest.fixture(scope="module")
-def head(target):
-    return random_head(target)
+@pytest.fixture(scope="module", params=["eagle1", "eagle3"])
+def head(request, target):
+    return random_head(target, eagle3=eagle3_of(request.param, target.config))
 
 
 class Fake(Controlled):
@@ -89,7 +98,7 @@ def oracle(truth, depth, every=1):
 
 def drafters(target, head):
     """Every drafter with several shapes."""
-    trimmed = random_head(target, torch.arange(0, 60, 2), seed=2)
+    trimmed = random_head(target, torch.arange(0, 60, 2), seed=2, eagle3=head.config.eagle3)
     made = {
         f"eagle {d}-{k}-{n}": EagleDrafter(head, TreeShape(d, k, n), 512)
         for d, k, n in ((1, 1, 1), (1, 4, 3), (3, 4, 7), (6, 10, 59), (4, 2, 10))
@@ -202,7 +211,7 @@ def test_draft_cache_holds_the_true_pairs(target, head):
     assert n > len(text) - 10
     fresh = EagleDrafter(head, TreeShape(3, 4, 7), 512)
     fresh.reserve(n)
-    features = Engine(target, 512).features(text)
+    features = Engine(target, 512).features(text, fresh.tap_layers)[:, : head.config.feature_dim]
     fresh.extend(pairs(text[1 : n + 1], features[:n]), torch.tensor(n))
     for a, b in zip(fresh.cache.layers[0], drafter.cache.layers[0], strict=True):
         assert torch.allclose(a[:, :n], b[:, :n], atol=1e-4)
@@ -319,7 +328,7 @@ def two_drafted_tokens(engine, prompt, params) -> list[int]:
     """The two tokens after `prompt`, its last token being the root of the first draft cycle."""
     engine.restart()
     engine.stats = Stats()
-    feature, _ = engine.prefill(prompt[:-1])
+    feature, *_ = engine.prefill(prompt[:-1])
     engine.state.load(prompt, feature, params)
     drawn = []
     for new in engine._cycles(prompt[-1], DrawKind.of(params, 4)):
@@ -330,7 +339,7 @@ def two_drafted_tokens(engine, prompt, params) -> list[int]:
 
 @torch.no_grad()
 def exact_probabilities(model, prompt, params) -> torch.Tensor:
-    features, _ = Engine(model, 512).prefill(prompt)
+    features, *_ = Engine(model, 512).prefill(prompt)
     logits = model.lm_head(features).float()
     return process_logits(logits, *drawing(params, 4)).softmax(-1)[0].double()
 
@@ -379,11 +388,13 @@ def test_the_whole_cycle_is_one_graph_whatever_the_length(target, head, names, p
         torch._dynamo.reset()
         drafter.reserve(256)
         fast, slow = empty_state(target), empty_state(target)
+        for state in (fast, slow):
+            state.read_taps(drafter.tap_layers, target.config.dim)
         spec = spec_of(drafter.shape, drafter.shape.depth + 1, kind)
         compiled = torch.compile(decode_cycle, fullgraph=True, backend="eager")
         for seq_len in (7, 20, 33):
             for state in (fast, slow):
-                state.load([*range(1, 9)] * 5, torch.ones(1, target.config.dim), params)
+                state.load([*range(1, 9)] * 5, torch.ones(1, state.features.shape[1]), params)
                 state.seq_len.fill_(seq_len)
             compiled(fast, target, drafter, spec)
             decode_cycle(slow, target, drafter, spec)

@@ -37,6 +37,7 @@ class Drafter(Protocol):
     controller: Controller | None
     tuning: Tuning | None  # set where the tree may be tuned
     reads_features: bool  # whether `extend` must see every committed position
+    tap_layers: tuple[int, ...]  # whose taps are its features; empty: those of the final norm
     always_proposes: bool  # whether every tree has a node besides the root
     capturable: bool  # whether its cycles read nothing on the host
 
@@ -85,6 +86,7 @@ class Controlled:
     shape: AnyShape
     controller: Controller | None = None
     tuning: Tuning | None = None
+    tap_layers: tuple[int, ...] = ()
     always_proposes = True
     capturable = True
 

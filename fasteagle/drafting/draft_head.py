@@ -33,6 +33,8 @@ class HeadDrafter(Controlled):
         weight = head.block.mlp_norm.weight
         self.cache = KVCache(head.config.block, 1, weight.dtype, weight.device)
         self.target_ids = head.target_ids()
+        eagle3 = head.config.eagle3
+        self.tap_layers = () if eagle3 is None else eagle3.tap_layers
 
     @property
     def caches(self) -> list[KVCache]:
@@ -58,7 +60,8 @@ class HeadDrafter(Controlled):
         rows = start + torch.arange(W, device=seq_len.device)
         mask = causal_mask(start, W, k_cache.shape[1], None, seq_len.device)
         last = new.count - 1
-        return Prediction(*self.head(new.tokens, new.features, rows, rows, mask, self.cache, last))
+        features = self.head.read(new.features)
+        return Prediction(*self.head(new.tokens, features, rows, rows, mask, self.cache, last))
 
     def step(
         self, tokens: Tensor, features: Tensor, seq_len: Tensor, level: int, tree_mask: Tensor

@@ -1,7 +1,7 @@
-"""Draft head directories: `config.json` and weights in the official EAGLE-1/2 key layout.
+"""Draft head files: reading those of every dialect, and writing our own directories.
 
-A head of our own is `model.safetensors` whose metadata key `fasteagle` holds a JSON header. Reads
-published heads too (`pytorch_model.bin`); embeddings in a file are ignored for the target's.
+A head of our own is `config.json` and `model.safetensors` under the official names, whose metadata
+key `fasteagle` holds a JSON header. Published heads have none.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fasteagle.config import HeadConfig, ModelConfig, head_from_hf
+from fasteagle.config import HeadConfig, ModelConfig
 from fasteagle.errors import FasteagleError, shortened
+from fasteagle.loading.head_dialects import HeadSource, described
 from fasteagle.loading.tensors import read_json
-from fasteagle.model import EagleHead
+from fasteagle.model import Eagle3Head, EagleHead, make_head
 from fasteagle.paths import replacing
 
 HEADER_KEY = "fasteagle"
-IGNORED = ("embed_tokens.weight", "lm_head.weight")
 
 
 def official_state(head: EagleHead) -> dict[str, Tensor]:
-    """The head's tensors under the official keys."""
+    """The head's tensors under the names of the public EAGLE code, as views of its parameters."""
     c = head.config.block
     attention, mlp = head.block.attention, head.block.mlp
     q_rows, kv_rows = c.n_head * c.head_dim, c.n_kv_head * c.head_dim
     sizes = [q_rows, kv_rows, kv_rows]
-    p = "layers.0."
+    p = "layers.0." if head.config.eagle3 is None else "midlayer."
     state = {"fc.weight": head.fc.weight}
     if head.fc.bias is not None:
         state["fc.bias"] = head.fc.bias
@@ -41,6 +41,9 @@ def official_state(head: EagleHead) -> dict[str, Tensor]:
     if c.qkv_bias:
         for name, part in zip("qkv", attention.qkv.bias.split(sizes), strict=True):
             state[f"{p}self_attn.{name}_proj.bias"] = part
+    if c.qk_norm:
+        state[f"{p}self_attn.q_norm.weight"] = attention.q_norm.weight
+        state[f"{p}self_attn.k_norm.weight"] = attention.k_norm.weight
     gate, up = mlp.gate_up.weight.chunk(2)
     state |= {
         f"{p}self_attn.o_proj.weight": attention.out.weight,
@@ -49,9 +52,29 @@ def official_state(head: EagleHead) -> dict[str, Tensor]:
         f"{p}mlp.down_proj.weight": mlp.down.weight,
         f"{p}post_attention_layernorm.weight": head.block.mlp_norm.weight,
     }
+    if isinstance(head, Eagle3Head):
+        state |= _eagle3_state(head)
     if head.config.draft_vocab_size != c.vocab_size:
         state["d2t"] = head.d2t
     return {name: tensor.detach() for name, tensor in state.items()}
+
+
+def _eagle3_state(head: Eagle3Head) -> dict[str, Tensor]:
+    """What only EAGLE-3 heads have."""
+    state = {
+        "midlayer.input_layernorm.weight": head.embedding_norm.weight,
+        "midlayer.hidden_norm.weight": head.feature_norm.weight,
+        "norm.weight": head.norm.weight,
+    }
+    own = head.config.eagle3
+    assert own is not None, "the config of an EAGLE-3 head"
+    for i, norm in enumerate(head.tap_norms):
+        state["input_norm.weight" if own.tap_norm == "all" else f"fc_norm.{i}.weight"] = norm.weight
+    if head.own_lm_head is not None:
+        state["lm_head.weight"] = head.own_lm_head.weight
+    if head.own_embedding is not None:
+        state["embed_tokens.weight"] = head.own_embedding.weight
+    return state
 
 
 def load_official_state(head: EagleHead, state: dict[str, Tensor], source: str) -> None:
@@ -63,7 +86,7 @@ def load_official_state(head: EagleHead, state: dict[str, Tensor], source: str) 
         for name, shape in expected.items()
         if name in state and tuple(state[name].shape) != shape
     ]
-    problems += [f"unknown {n}" for n in state if n not in expected and n not in IGNORED]
+    problems += [f"unknown {n}" for n in state if n not in expected]
     if problems:
         raise FasteagleError(f"{source}: not a draft head we can load: {shortened(problems)}")
     with torch.no_grad():
@@ -86,33 +109,42 @@ def save_head(folder: Path, head: EagleHead, header: dict[str, Any], dtype: torc
         temporary.write_text(json.dumps(_hf_config(head.config, dtype), indent=1) + "\n")
 
 
-def load_head(folder: Path, target: ModelConfig) -> tuple[EagleHead, dict[str, Any] | None]:
+def open_head(path: Path) -> HeadSource:
+    """The head in a folder, of whichever dialect. Raises `FasteagleError` for what cannot run."""
+    raw = read_json(path / "config.json")
+    state, header = _read_state(path)
+    return described(str(path), raw, _with_frequent_list(path, state), header)
+
+
+def load_head(
+    path: Path, target: ModelConfig, tap_layers: tuple[int, ...] | None = None
+) -> tuple[EagleHead, dict[str, Any] | None]:
     """A head in fp32 on the CPU, and its header (None for published heads).
 
-    Raises `FasteagleError` when it does not fit the target's width or vocabulary.
+    `tap_layers` stand in for those that an EAGLE-3 head's files say. Raises `FasteagleError` when
+    it does not fit the target.
     """
-    config = head_from_hf(read_json(folder / "config.json"), str(folder))
-    for what, ours, theirs in (
-        ("width", config.block.dim, target.dim),
-        ("vocabulary", config.block.vocab_size, target.vocab_size),
-    ):
-        if ours != theirs:
-            raise FasteagleError(
-                f"{folder}: the head is for a {what} of {ours:,}, the model has {theirs:,}: "
-                "choose the head trained for this model, or run with --no-spec"
-            )
-    state, header = _read_state(folder)
-    head = EagleHead(config)
-    load_official_state(head, state, str(folder))
+    source = open_head(path)
+    head = make_head(source.config(target, tap_layers))
+    load_official_state(head, source.state, source.name)
     ids = head.target_ids()
     if ids.min() < 0 or ids.max() >= target.vocab_size or (ids.diff() <= 0).any():
-        raise FasteagleError(f"{folder}: d2t does not list ascending ids of the target")
-    return head.eval(), header
+        raise FasteagleError(f"{path}: d2t does not list ascending ids of the target")
+    return head.eval(), source.header
+
+
+def _with_frequent_list(folder: Path, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`state` with the vocabulary of an FR-Spec list `freq_*.pt`, where the folder has one."""
+    lists = sorted(folder.glob("freq_*.pt"))
+    if not lists or "d2t" in state:
+        return state
+    ids = torch.as_tensor(_unpickled(lists[0])).sort().values
+    return state | {"d2t": ids - torch.arange(len(ids))}
 
 
 def with_vocabulary(head: EagleHead, draft_ids: Tensor) -> EagleHead:
     """The same head, drafting only `draft_ids` (ascending target ids)."""
-    changed = EagleHead(dataclasses.replace(head.config, draft_vocab_size=len(draft_ids)))
+    changed = make_head(dataclasses.replace(head.config, draft_vocab_size=len(draft_ids)))
     state = official_state(head) | {"d2t": draft_ids - torch.arange(len(draft_ids))}
     if len(draft_ids) == head.config.block.vocab_size:
         del state["d2t"]
@@ -141,17 +173,21 @@ def _read_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]
         except (SafetensorError, OSError, ValueError) as error:
             raise FasteagleError(f"{safe}: damaged or truncated ({error})") from error
     if pickled.exists():
-        try:
-            return torch.load(pickled, map_location="cpu", weights_only=True), None
-        except Exception as error:  # pickle, zip and RuntimeError, depending on the damage
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise FasteagleError(f"{pickled}: not a weights-only torch file ({reason})") from error
+        return _unpickled(pickled), None
     raise FasteagleError(f"{folder}: no model.safetensors and no pytorch_model.bin")
+
+
+def _unpickled(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # pickle, zip and RuntimeError, depending on the damage
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise FasteagleError(f"{path}: not a weights-only torch file ({reason})") from error
 
 
 def _hf_config(config: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
     block = config.block
-    return {
+    raw = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_act": "silu",
@@ -165,7 +201,32 @@ def _hf_config(config: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
         "draft_vocab_size": config.draft_vocab_size,
         "rms_norm_eps": block.norm_eps,
         "rope_theta": block.rope_base,
+        "rope_scaling": _rope_scaling(block),
         "bias": config.fc_bias,
         "qkv_bias": block.qkv_bias,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
+    if config.eagle3 is not None:
+        own = config.eagle3
+        raw |= {
+            "tap_layers": list(own.tap_layers),
+            "target_hidden_size": own.target_dim,
+            "norm_before_residual": own.norm_before_residual,
+            "norm_output": own.norm_output,
+        }
+    return raw
+
+
+def _rope_scaling(block: ModelConfig) -> dict[str, Any] | None:
+    if block.rope_scaling is not None:
+        scaling = block.rope_scaling
+        return {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_seq_len,
+        }
+    if block.rope_linear_factor != 1.0:
+        return {"rope_type": "linear", "factor": block.rope_linear_factor}
+    return None

@@ -221,7 +221,7 @@ def start_compiler(engine: Engine, params: SamplingParams | None = None) -> Bloc
     kind = DrawKind.of(params or SamplingParams(), engine.model.config.vocab_size)
     cycles = CycleCompiler(engine, kind)
     max_slots = engine.max_seq_len + MAX_TREE_ROWS
-    compiler = BlockCompiler(engine.model, max_slots, head_block, cycles)
+    compiler = BlockCompiler(engine.model, max_slots, head_block, cycles, engine.state.tap_layers)
     compiler.start()
     return compiler
 

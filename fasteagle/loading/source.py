@@ -106,7 +106,8 @@ def quantize_head_(head: EagleHead, scheme: Scheme, native: bool = False) -> Non
     A trimmed LM head becomes 8 bits, or 4 like the target's; a full one is the target's module.
     `native`: by our CPU kernels, as the target is.
     """
-    quantize_(head, scheme, native)
+    head.fc = quantize_linear(head.fc, scheme, native)
+    quantize_(head.block, scheme, native)
     if native:
         use_native_block(head.block)
     if isinstance(head.lm_head, nn.Linear) and scheme.head_bits != 16:

@@ -19,7 +19,7 @@ from fasteagle.loading.head_file import save_head
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.model import Transformer
 from fasteagle.runner import Runner
-from helpers import FakeGraphs, random_head
+from helpers import FakeGraphs, eagle3_of, random_head
 
 DRAFTERS = ("none", "ngram", "eagle", "eagle-static", "eagle-chain")
 
@@ -61,12 +61,13 @@ def counts(monkeypatch):
     return found
 
 
-@pytest.fixture(scope="module")
-def head_dir(tiny_dir, tmp_path_factory):
+@pytest.fixture(scope="module", params=["eagle1", "eagle3"])
+def head_dir(request, tiny_dir, tmp_path_factory):
     checkpoint = open_checkpoint(tiny_dir)
     target = load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=64)
     folder = tmp_path_factory.mktemp("head")
-    head = random_head(target, rope_scaling=None, rope_base=10000.0)
+    eagle3 = eagle3_of(request.param, target.config)
+    head = random_head(target, rope_scaling=None, rope_base=10000.0, eagle3=eagle3)
     save_head(folder, head, {"target_fingerprint": fingerprint(checkpoint)}, torch.float32)
     return folder
 

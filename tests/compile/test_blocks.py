@@ -12,7 +12,7 @@ from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.open import start_compiler
 from fasteagle.options import SamplingParams
-from helpers import random_head, save_tiny
+from helpers import eagle3_of, random_head, save_tiny
 
 PROMPT = [5, 9, 200, 17, 33, 8, 120, 64]
 
@@ -53,8 +53,9 @@ def test_compiled_equals_eager_and_nothing_recompiles(model, no_recompiles):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["eagle1", "eagle3"])
 @pytest.mark.parametrize("shape", [(3, 4, 7), (3, 1, 3)])
-def test_a_long_chat_with_speculation_recompiles_nothing(model, no_recompiles, shape):
+def test_a_long_chat_with_speculation_recompiles_nothing(model, no_recompiles, shape, algorithm):
     """Twelve turns through every cache size up to the limit, compiled against eager."""
 
     from fasteagle.drafting.eagle import EagleDrafter
@@ -62,7 +63,8 @@ def test_a_long_chat_with_speculation_recompiles_nothing(model, no_recompiles, s
 
     def engine(compiled):
         target = copy.deepcopy(model)
-        head = random_head(target, rope_scaling=None, rope_base=10000.0)
+        eagle3 = eagle3_of(algorithm, target.config)
+        head = random_head(target, rope_scaling=None, rope_base=10000.0, eagle3=eagle3)
         made = Engine(target, 512, drafter=EagleDrafter(head, TreeShape(*shape), 512))
         if compiled:
             compiler = start_compiler(made)

@@ -22,7 +22,7 @@ from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import TreeShape
 from fasteagle.tree import TreeView, ancestor_mask, tree_paths
-from helpers import random_head, random_target, rounded_activations, tiny_config
+from helpers import eagle3_of, random_head, random_target, rounded_activations, tiny_config
 
 SHAPE = dict(dim=64, n_head=4, n_kv_head=2, head_dim=16, ffn_dim=96)
 CONFIGS = {
@@ -170,12 +170,14 @@ def test_other_models_keep_their_blocks():
     assert not use_native_blocks(random_target(tiny_config(**SHAPE)))
 
 
+@pytest.mark.parametrize("algorithm", ["eagle1", "eagle3"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_every_drafter_writes_what_plain_decoding_writes(dtype, temperature):
+def test_every_drafter_writes_what_plain_decoding_writes(dtype, temperature, algorithm):
     config = tiny_config(**SHAPE)
     target = native_target(config, dtype=dtype)
-    head = random_head(target, torch.arange(0, 60, 2), rope_base=10000.0)
+    eagle3 = eagle3_of(algorithm, config)
+    head = random_head(target, torch.arange(0, 60, 2), rope_base=10000.0, eagle3=eagle3)
     head.borrow(target, 256)
     quantize_head_(head, Scheme(4, 32, head_bits=8), native=True)
     assert is_native_block(head.block)

@@ -20,7 +20,15 @@ from fasteagle.loading.open import compile_now
 from fasteagle.options import SamplingParams
 from fasteagle.shapes import TreeShape
 from fasteagle.tree import TreeView
-from helpers import FakeGraphs, captured_engine, costs, random_head, random_target, tiny_config
+from helpers import (
+    FakeGraphs,
+    captured_engine,
+    costs,
+    eagle3_of,
+    random_head,
+    random_target,
+    tiny_config,
+)
 
 needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason="no C++ compiler")
 CUDA = torch.cuda.is_available()
@@ -39,9 +47,9 @@ def target():
     return random_target(tiny_config())
 
 
-@pytest.fixture(scope="module")
-def head(target):
-    return random_head(target)
+@pytest.fixture(scope="module", params=["eagle1", "eagle3"])
+def head(request, target):
+    return random_head(target, eagle3=eagle3_of(request.param, target.config))
 
 
 def drafters(head, max_seq_len=256):

@@ -1,0 +1,268 @@
+"""Draft heads as different projects publish them: their kind, and their way to one set of names.
+
+Whatever the dialect, a head becomes a `HeadSource`: the flat config of its decoder layer, and its
+tensors under the names of the public EAGLE code. Nothing here knows how a head computes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fasteagle.config import Eagle3Config, HeadConfig, ModelConfig, head_from_hf
+from fasteagle.errors import FasteagleError
+
+# Copies of the target's tensors, and what only training needs.
+IGNORED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
+COPIES = ("embed_tokens.weight", "lm_head.weight")  # which EAGLE-1/2 heads take from the target
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadSource:
+    """A head as its files say, not yet fitted to a target."""
+
+    name: str  # path or file, for messages
+    dialect: str
+    raw: Mapping[str, Any]  # the flat config of its decoder layer
+    state: dict[str, Tensor]  # under the official names
+    header: dict[str, Any] | None  # of heads of our own
+    eagle3: bool
+    tap_layers: tuple[int, ...] | None = None  # None: not said
+
+    @property
+    def algorithm(self) -> str:
+        return "EAGLE-3" if self.eagle3 else "EAGLE-1/2"
+
+    def config(self, target: ModelConfig, tap_layers: tuple[int, ...] | None = None) -> HeadConfig:
+        """Its shape over `target`. `tap_layers` stand in for what the files say.
+
+        Raises `FasteagleError` where it is made for another width or vocabulary.
+        """
+        found = head_from_hf(self.raw, self.name)
+        self._check_fit(found, target)
+        block = dataclasses.replace(
+            found.block,
+            vocab_size=target.vocab_size,
+            qk_norm=_ends_with(self.state, "self_attn.q_norm.weight"),
+            qkv_bias=_ends_with(self.state, "self_attn.q_proj.bias"),
+        )
+        draft_vocab_size = len(self.state["d2t"]) if "d2t" in self.state else target.vocab_size
+        if not self.eagle3:
+            if tap_layers is not None:
+                raise FasteagleError(
+                    f"{self.name}: an {self.algorithm} head reads no taps: leave out --tap-layers"
+                )
+            return HeadConfig(block, draft_vocab_size, found.fc_bias)
+        own = Eagle3Config(
+            tap_layers=self._taps(target, tap_layers),
+            target_dim=target.dim,
+            own_embedding="embed_tokens.weight" in self.state,
+            own_lm_head="lm_head.weight" in self.state,
+            norm_before_residual=bool(self.raw.get("norm_before_residual", False)),
+            tap_norm=_tap_norm(self.state),
+            norm_output=bool(self.raw.get("norm_output", False)),
+        )
+        if block.dim != target.dim and not (own.own_embedding and own.own_lm_head):
+            raise FasteagleError(
+                f"{self.name}: a head {block.dim:,} wide for a model {target.dim:,} wide needs an "
+                "embedding and an LM head of its own: choose the head trained for this model"
+            )
+        return HeadConfig(block, draft_vocab_size, "fc.bias" in self.state, own)
+
+    def _check_fit(self, found: HeadConfig, target: ModelConfig) -> None:
+        said = self.raw.get("target_hidden_size") or found.block.dim
+        for what, theirs, ours in (
+            ("width", said, target.dim),
+            ("vocabulary", found.block.vocab_size, target.vocab_size),
+        ):
+            if theirs != ours:
+                raise FasteagleError(
+                    f"{self.name}: the head is for a {what} of {theirs:,}, the model has {ours:,}: "
+                    "choose the head trained for this model, or run with --no-spec"
+                )
+
+    def _taps(self, target: ModelConfig, asked: tuple[int, ...] | None) -> tuple[int, ...]:
+        """Blocks whose input it reads. Raises `FasteagleError` for those the target lacks."""
+        taps = asked or self.tap_layers or default_taps(target.n_layer)
+        if list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > target.n_layer:
+            raise FasteagleError(
+                f"{self.name}: taps {_listed(taps)} must ascend within 0 .. {target.n_layer}, the "
+                "blocks of the model: give --tap-layers"
+            )
+        return tuple(taps)
+
+
+def default_taps(n_layer: int) -> tuple[int, ...]:
+    """Blocks whose input the public EAGLE-3 code reads."""
+    return 2, n_layer // 2, n_layer - 3
+
+
+def _listed(taps: Iterable[int]) -> str:
+    return ", ".join(str(tap) for tap in taps)
+
+
+def _ends_with(names: Iterable[str], end: str) -> bool:
+    return any(name.endswith(end) for name in names)
+
+
+def _tap_norm(names: Iterable[str]) -> str:
+    if "input_norm.weight" in names:
+        return "all"
+    return "each" if "fc_norm.0.weight" in names else "none"
+
+
+def described(
+    name: str, raw: Mapping[str, Any], state: dict[str, Tensor], header: dict[str, Any] | None
+) -> HeadSource:
+    """What a `config.json` and its tensors are. Raises `FasteagleError` for what cannot run."""
+    refuse_others(name, raw, state)
+    flat = {**raw, **raw.get("transformer_layer_config", {})}
+    eagle3 = any(
+        key.startswith("midlayer.") or key in ("norm.weight", "layers.0.hidden_norm.weight")
+        for key in state
+    )
+    if not eagle3:
+        dialect = "speculators EAGLE-1" if _is_speculators(raw) else "official EAGLE-1/2"
+        kept = {k: v for k, v in state.items() if k not in (*IGNORED, *COPIES)}
+        if header is not None:
+            dialect = "fasteagle"
+        return HeadSource(name, dialect, flat, _checked(name, kept), header, eagle3=False)
+    dialect, taps = _eagle3_dialect(name, raw, header)
+    if "draft_vocab_size" not in raw and "d2t" in state:
+        flat["draft_vocab_size"] = len(state["d2t"])
+    official = {_official(k): v for k, v in state.items()}
+    if official.get("d2t") is not None and "t2d" in official:
+        _check_maps(name, official["d2t"], official["t2d"])
+    kept = {k: v for k, v in official.items() if k not in IGNORED and "rotary_emb" not in k}
+    wanted = flat.get("draft_vocab_size") or flat.get("vocab_size")
+    if wanted != flat.get("vocab_size") and "d2t" not in kept:
+        raise FasteagleError(
+            f"{name}: a draft vocabulary of {wanted:,} tokens needs the map d2t, which is missing: "
+            "fetch the head again"
+        )
+    if wanted == flat.get("vocab_size"):
+        kept.pop("d2t", None)  # the identity, which some files hold as zeros
+    return HeadSource(name, dialect, flat, _checked(name, kept), header, True, taps)
+
+
+def _official(name: str) -> str:
+    """The official EAGLE-3 name of a tensor."""
+    if name.startswith("layers.0."):
+        return "midlayer." + name.removeprefix("layers.0.")
+    return "fc_norm." + name.removeprefix("fcs.") if name.startswith("fcs.") else name
+
+
+def _is_speculators(raw: Mapping[str, Any]) -> bool:
+    return "speculators_model_type" in raw
+
+
+def _eagle3_dialect(
+    name: str, raw: Mapping[str, Any], header: dict[str, Any] | None
+) -> tuple[str, tuple[int, ...] | None]:
+    """The dialect, and the blocks whose input is read, as it says them.
+
+    One key has two meanings: speculators and vLLM list blocks whose input is read, SpecForge,
+    SGLang and ModelOpt those whose output is, which is the input of the next one.
+    """
+    key = "eagle_aux_hidden_state_layer_ids"
+    if "tap_layers" in raw or header is not None:
+        return "fasteagle", _ids(name, "tap_layers", raw.get("tap_layers"), 0)
+    nested = raw.get("eagle_config") or {}
+    if _is_speculators(raw) or key in raw:
+        return "speculators / vLLM EAGLE-3", _ids(name, key, raw.get(key), 0)
+    if "use_input_layernorm_in_first_layer" in nested or "use_last_layernorm" in nested:
+        return "NVIDIA ModelOpt EAGLE-3", _ids(name, key, nested.get(key), 1)
+    if nested or "LlamaForCausalLMEagle3" in (raw.get("architectures") or []):
+        return "SpecForge / SGLang EAGLE-3", _ids(name, key, nested.get(key), 1)
+    return "official EAGLE-3", None
+
+
+def _ids(name: str, key: str, value: Any, shift: int) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if not (isinstance(value, list) and value and all(type(i) is int for i in value)):
+        raise FasteagleError(f"{name}: {key} is {value!r}: must be a list of block numbers")
+    return tuple(i + shift for i in value)
+
+
+def _check_maps(name: str, d2t: Tensor, t2d: Tensor) -> None:
+    ids = d2t + torch.arange(len(d2t))
+    members = t2d.nonzero().flatten()
+    if len(members) and not torch.equal(ids.sort().values, members):
+        raise FasteagleError(f"{name}: d2t and t2d do not agree: fetch the head again")
+
+
+def _checked(name: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`state` if its values can be weights. Raises `FasteagleError` for quantized tensors."""
+    for key, tensor in state.items():
+        wrong = tensor.is_floating_point() == (key == "d2t")
+        if wrong or tensor.dtype.itemsize < 2:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            needed = "integers" if key == "d2t" else "16 or 32 bit floats"
+            raise FasteagleError(f"{name}: {key} is {dtype}: must be {needed}: use the plain head")
+    return state
+
+
+def _says(raw: Mapping[str, Any], word: str) -> bool:
+    """Whether a config names its architecture or model type like `word`."""
+    said = [raw.get("model_type"), raw.get("speculators_model_type")]
+    architectures = raw.get("architectures")
+    said += architectures if isinstance(architectures, list) else [architectures]
+    return any(word in str(part).lower() for part in said)
+
+
+def _has(part: str) -> Callable[[Mapping[str, Any], Iterable[str]], bool]:
+    return lambda raw, names: any(part in name for name in names)
+
+
+# What is refused, by the name a person knows it under.
+_OTHERS: tuple[tuple[str, Callable[[Mapping[str, Any], Iterable[str]], bool]], ...] = (
+    (
+        "parallel drafting (P-EAGLE)",
+        lambda raw, names: (
+            bool(raw.get("parallel_drafting"))
+            or _says(raw, "peagle")
+            or any("mask_hidden" in name for name in names)
+        ),
+    ),
+    ("block diffusion (DFlash)", lambda raw, names: _says(raw, "dflash")),
+    (
+        "multi-token prediction layers (MTP)",
+        lambda raw, names: (
+            _says(raw, "mtp")
+            or _says(raw, "nextn")
+            or any("eh_proj" in name or name.startswith("mtp.") for name in names)
+        ),
+    ),
+    ("Medusa heads", lambda raw, names: _says(raw, "medusa") or "medusa_num_heads" in raw),
+    ("an MLP speculator", lambda raw, names: _says(raw, "mlp_speculator")),
+    ("latent attention (MLA)", _has("kv_a_proj")),
+    ("a mixture of experts", _has(".experts.")),
+    ("more than one decoder layer", _has("layers.1.")),
+    ("norms of HASS variants", _has("embed_layernorm")),
+    (
+        "sliding-window attention",
+        lambda raw, names: (
+            "sliding_attention"
+            in (raw.get("transformer_layer_config", raw).get("layer_types") or [])
+        ),
+    ),
+    (
+        "no auxiliary features",
+        lambda raw, names: (raw.get("eagle_config") or {}).get("use_aux_hidden_state") is False,
+    ),
+)
+
+
+def refuse_others(name: str, raw: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raise `FasteagleError` for drafting methods that are not EAGLE-1, -2 or -3."""
+    for what, applies in _OTHERS:
+        if applies(raw, names):
+            raise FasteagleError(
+                f"{name}: this draft model has {what}, which fasteagle does not run: use an "
+                "EAGLE-1, EAGLE-2 or EAGLE-3 head, or --drafter ngram"
+            )
