@@ -105,7 +105,26 @@ class Eagle3Config:
     norm_output: bool = False  # the next feature is the one after the final norm
 
 
-TAP_NORMS = ("none", "all", "each")
+def default_taps(n_layer: int) -> tuple[int, ...]:
+    """Blocks whose input the public EAGLE-3 code reads."""
+    return 2, n_layer // 2, n_layer - 3
+
+
+def parse_taps(text: str, n_layer: int) -> tuple[int, ...]:
+    """Block numbers `2,15,27`. Raises `FasteagleError` for what the model does not have."""
+    try:
+        taps = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise FasteagleError(f"taps {text!r}: must be block numbers such as 2,15,27") from None
+    return checked_taps(taps, n_layer)
+
+
+def checked_taps(taps: tuple[int, ...], n_layer: int) -> tuple[int, ...]:
+    """`taps`. Raises `FasteagleError` unless they ascend among the model's blocks."""
+    if list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > n_layer:
+        listed = ", ".join(str(tap) for tap in taps)
+        raise FasteagleError(f"taps {listed} must ascend within 0 .. {n_layer}, the model's blocks")
+    return taps
 
 
 @dataclasses.dataclass(frozen=True)

@@ -191,7 +191,8 @@ def eagle3_of(algorithm: str, config: ModelConfig, **changes) -> Eagle3Config | 
     L = config.n_layer
     if algorithm != "eagle3":
         return None
-    return Eagle3Config(tap_layers=(0, L - 1, L), target_dim=config.dim, **changes)
+    taps = tuple(sorted({0, L - 1, L}))
+    return Eagle3Config(tap_layers=taps, target_dim=config.dim, **changes)
 
 
 def random_head(target: Transformer, draft_ids=None, seed=1, eagle3=None, **changes) -> EagleHead:
@@ -249,8 +250,15 @@ def costs(passes=None, first=1.0, level=0.8, rest=1.0):
 
 # Training
 
-OPTIONS = TrainOptions(
-    lr=3e-3, batch_tokens=200, steps=30, warmup=5, draft_vocab_size=40, loss_vocab_size=30
+_TRAINED = {"lr": 3e-3, "batch_tokens": 200, "steps": 30, "warmup": 5}
+OPTIONS = TrainOptions(**_TRAINED, draft_vocab_size=40, loss_vocab_size=30)
+OPTIONS_3 = TrainOptions(
+    algorithm="eagle3",
+    taps="0,1,2",
+    self_fed_steps=2,
+    **_TRAINED,
+    draft_vocab_size=40,
+    loss_vocab_size=40,
 )
 
 

@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasteagle.config import Eagle3Config, HeadConfig, ModelConfig, head_from_hf
+from fasteagle.config import (
+    Eagle3Config,
+    HeadConfig,
+    ModelConfig,
+    checked_taps,
+    default_taps,
+    head_from_hf,
+)
 from fasteagle.errors import FasteagleError
 
 # Copies of the target's tensors, and what only training needs.
@@ -88,21 +95,10 @@ class HeadSource:
     def _taps(self, target: ModelConfig, asked: tuple[int, ...] | None) -> tuple[int, ...]:
         """Blocks whose input it reads. Raises `FasteagleError` for those the target lacks."""
         taps = asked or self.tap_layers or default_taps(target.n_layer)
-        if list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > target.n_layer:
-            raise FasteagleError(
-                f"{self.name}: taps {_listed(taps)} must ascend within 0 .. {target.n_layer}, the "
-                "blocks of the model: give --tap-layers"
-            )
-        return tuple(taps)
-
-
-def default_taps(n_layer: int) -> tuple[int, ...]:
-    """Blocks whose input the public EAGLE-3 code reads."""
-    return 2, n_layer // 2, n_layer - 3
-
-
-def _listed(taps: Iterable[int]) -> str:
-    return ", ".join(str(tap) for tap in taps)
+        try:
+            return checked_taps(taps, target.n_layer)
+        except FasteagleError as error:
+            raise FasteagleError(f"{self.name}: {error}: give --tap-layers") from error
 
 
 def _ends_with(names: Iterable[str], end: str) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -142,12 +143,25 @@ def _with_frequent_list(folder: Path, state: dict[str, Tensor]) -> dict[str, Ten
     return state | {"d2t": ids - torch.arange(len(ids))}
 
 
-def with_vocabulary(head: EagleHead, draft_ids: Tensor) -> EagleHead:
-    """The same head, drafting only `draft_ids` (ascending target ids)."""
+def with_vocabulary(
+    head: EagleHead, draft_ids: Tensor, rows: Callable[[Tensor], Tensor] | None = None
+) -> EagleHead:
+    """The same head, drafting only `draft_ids` (ascending target ids).
+
+    `rows` gives the target's LM head rows [n, D] of ids, for tokens that are new to an LM head of
+    the draft head's own.
+    """
     changed = make_head(dataclasses.replace(head.config, draft_vocab_size=len(draft_ids)))
     state = official_state(head) | {"d2t": draft_ids - torch.arange(len(draft_ids))}
     if len(draft_ids) == head.config.block.vocab_size:
         del state["d2t"]
+    if "lm_head.weight" in state:
+        assert rows is not None, "new rows come from the target"
+        known = head.target_ids().cpu()
+        at = torch.searchsorted(known, draft_ids).clamp(max=len(known) - 1)
+        is_known = (known[at] == draft_ids).unsqueeze(1)
+        old = state["lm_head.weight"]
+        state["lm_head.weight"] = torch.where(is_known, old.cpu()[at], rows(draft_ids).cpu())
     load_official_state(changed, state, "head")
     return changed
 

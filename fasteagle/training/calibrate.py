@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 
 from fasteagle.config import HeadConfig, ModelConfig
 from fasteagle.loading.head_file import with_vocabulary
-from fasteagle.loading.source import fitting_scheme
+from fasteagle.loading.source import fitting_scheme, head_scheme
 from fasteagle.model import KEY_BLOCK, EagleHead, Transformer
 from fasteagle.prompts import Conversation
 from fasteagle.quant.params import quantize_weight
@@ -68,37 +68,47 @@ def _difference(pairs: Sequence[tuple[tuple[int, int], tuple[int, int]]]) -> flo
 def fold_feature_map(head: EagleHead, full: Features, quantized: Features) -> EagleHead:
     """Stage ii: the least-squares map from quantized to unquantized features, folded into `fc`.
 
-    Both sources hold the features of the same conversations. `fc` must have a bias, which takes
-    the map's constant.
+    Both sources hold the features of the same conversations. A bias of `fc` takes the map's
+    constant; without one the map has none.
     """
-    D = head.config.block.dim
+    D, bias = head.config.feature_dim, head.fc.bias
     moment = torch.zeros(D + 1, D + 1, dtype=torch.double)
     cross = torch.zeros(D + 1, D, dtype=torch.double)
     for i in range(len(full)):
-        wanted, seen = full.conversation(i)[1].double(), quantized.conversation(i)[1].double()
-        seen = torch.cat((seen, torch.ones(len(seen), 1, dtype=torch.double)), dim=1)
+        wanted, seen = (s.conversation(i)[1][:, :D].double() for s in (full, quantized))
+        ones = torch.full((len(seen), 1), float(bias is not None), dtype=torch.double)
+        seen = torch.cat((seen, ones), dim=1)
         moment += seen.T @ seen
         cross += seen.T @ wanted
     ridge = RIDGE * moment.diagonal()[:D].mean()
     penalty = torch.eye(D + 1, dtype=torch.double) * ridge
-    penalty[D, D] = 0
+    penalty[D, D] = float(bias is None)
     # Regularize towards the identity: without evidence, features stay as they are.
     cross[:D] += torch.eye(D, dtype=torch.double) * ridge
     solved = torch.linalg.solve(moment + penalty, cross).float()  # [D + 1, D]
     mapped = copy.deepcopy(head)
-    on_features = head.fc.weight[:, D:].float().cpu()
-    mapped.fc.weight[:, D:] = (on_features @ solved[:D].T).to(mapped.fc.weight)
-    mapped.fc.bias += (on_features @ solved[D]).to(mapped.fc.bias)
+    on_features = head.fc.weight[:, -D:].float().cpu()
+    mapped.fc.weight[:, -D:] = (on_features @ solved[:D].T).to(mapped.fc.weight)
+    if bias is not None:
+        mapped.fc.bias += (on_features @ solved[D]).to(bias)
     return mapped
 
 
-def rebuilt_vocabulary(head: EagleHead, conversations: Sequence[Conversation]) -> EagleHead:
+def can_fold(head: EagleHead) -> bool:
+    """Whether a map of the features can be folded into `fc`: it must read them as they are."""
+    eagle3 = head.config.eagle3
+    return head.fc.bias is not None if eagle3 is None else eagle3.tap_norm == "none"
+
+
+def rebuilt_vocabulary(
+    head: EagleHead, conversations: Sequence[Conversation], target: Transformer
+) -> EagleHead:
     """Stage iii: as many draft tokens as before, those most frequent in the target's own answers.
 
     If the text has too few distinct tokens, the old vocabulary supplies the others.
     """
     old = head.target_ids().tolist()
-    return with_vocabulary(head, frequent_tokens(conversations, len(old), old))
+    return with_vocabulary(head, frequent_tokens(conversations, len(old), old), target.head_rows)
 
 
 class FakeQuantized(nn.Module):
@@ -116,20 +126,31 @@ class FakeQuantized(nn.Module):
 
 def fake_quantize_(head: EagleHead, scheme: Scheme) -> None:
     """Make the head's linears compute with quantized weights while fp32 ones are trained."""
+    for linear, own in _linears(head, scheme):
+        parametrize.register_parametrization(linear, "weight", FakeQuantized(own))
+
+
+def _linears(head: EagleHead, scheme: Scheme) -> list[tuple[nn.Linear, Scheme]]:
+    """The head's linears and how each is quantized; see `quantize_head_`."""
+    found = []
     for linear in head.modules():
+        if linear is head.own_lm_head:
+            if scheme.head_bits == 16:
+                continue
+            own = head_scheme(scheme)
+        else:
+            own = scheme
         if isinstance(linear, nn.Linear):
-            fitting = fitting_scheme(scheme, linear.in_features)
-            parametrize.register_parametrization(linear, "weight", FakeQuantized(fitting))
+            found.append((linear, fitting_scheme(own, linear.in_features)))
+    return found
 
 
 @torch.no_grad()
 def as_quantized(head: EagleHead, scheme: Scheme) -> EagleHead:
     """A copy whose linears hold their quantized values in full precision."""
     changed = copy.deepcopy(head)
-    for linear in changed.modules():
-        if isinstance(linear, nn.Linear):
-            fitting = fitting_scheme(scheme, linear.in_features)
-            linear.weight.copy_(quantize_weight(linear.weight, fitting).dequantize())
+    for linear, own in _linears(changed, scheme):
+        linear.weight.copy_(quantize_weight(linear.weight, own).dequantize())
     return changed
 
 
@@ -165,13 +186,14 @@ def distilled(
     return student
 
 
-def training_options(n_steps: int, seed: int = 0) -> TrainOptions:
+def training_options(n_steps: int, algorithm: str = "eagle1", seed: int = 0) -> TrainOptions:
     """For short further training of a good head: low learning rate, self-fed features, no noise."""
     return TrainOptions(
+        algorithm=algorithm,
         lr=1e-4,
         steps=n_steps,
         warmup=min(50, n_steps // 4 + 1),
-        unroll=3,
+        self_fed_steps=2,
         batch_tokens=2048,
         noise=0.0,
         seed=seed,
@@ -186,9 +208,8 @@ def peak_bytes(config: ModelConfig, head: HeadConfig, scheme: Scheme, seq_len: i
     """
     cache = config.kv_bytes(seq_len + KEY_BLOCK)
     full = BF16.model_bytes(config) + cache
-    block = head.block.linear_params + 2 * head.block.dim**2
     rows = head.draft_vocab_size * config.dim * 2
     options = training_options(1)
-    per_token = 4 * (12 * head.block.dim + 4 * head.block.ffn_dim) * options.unroll
-    training = 16 * block + rows + options.batch_tokens * per_token
+    per_token = 4 * (12 * head.block.dim + 4 * head.block.ffn_dim) * options.n_steps_ahead
+    training = 16 * head.linear_params + rows + options.batch_tokens * per_token
     return max(full, scheme.model_bytes(config) + cache + training)

@@ -84,6 +84,9 @@ class _Run:
         self.options, self.found, self.identity = options, found, identity
         self.name, self.config = opened.name, opened.checkpoint.config
         self.head = load_head(found.path, self.config)[0]
+        eagle3 = self.head.config.eagle3
+        self.algorithm = "eagle1" if eagle3 is None else "eagle3"
+        self.tap_layers = () if eagle3 is None else eagle3.tap_layers
         self.head_scheme = dataclasses.replace(self.scheme, method="minmax")
 
     def key(self) -> dict[str, Any]:
@@ -139,7 +142,8 @@ class _Run:
             gc.collect()
             self.unquantized(work, [conversations[i] for i in held_out + shown], len(held_out))
             engine = self.engine()
-        store = compute_features(engine, conversations, work.folder / "quantized-features")
+        folder = work.folder / "quantized-features"
+        store = compute_features(engine, conversations, folder, tap_layers=self.tap_layers)
         candidates = self.stages(work, engine, store, conversations, held_out, shown)
         best = [c for c in candidates if c.kept][-1]
         held = [conversations[i] for i in held_out]
@@ -148,7 +152,7 @@ class _Run:
         minutes = work.seconds / 60
         show(candidates, work.result("unquantized"), speeds, best, minutes)
         header = {
-            "algorithm": "eagle1",
+            "algorithm": self.algorithm,
             "target": self.name,
             "target_fingerprint": self.identity,
             "scheme": self.scheme.name,
@@ -209,7 +213,8 @@ class _Run:
     def unquantized(self, work: Work, conversations: Sequence[Conversation], n_held: int) -> None:
         """Stage i on the unquantized target, whose features stay on disk for stage ii."""
         engine = self.engine(quantized=False)
-        store = compute_features(engine, conversations, work.folder / "full-features")
+        folder = work.folder / "full-features"
+        store = compute_features(engine, conversations, folder, tap_layers=self.tap_layers)
         head = ready_head(self.head, engine, None).float()
         held = evaluate(head, engine.model, store, list(range(n_held)))
         work.record("unquantized", held.as_dict())
@@ -252,14 +257,16 @@ class _Run:
             return head if best is None or kept else best.head
 
         best = judge("i, as it was", self.head)
-        if best.config.fc_bias and shown:
+        if calibrate.can_fold(best) and shown:
             full = FeatureStore(work.folder / "full-features")
             n = len(held_out)
             whole = SomeOf(full, range(n, n + len(shown)))
             mapped = calibrate.fold_feature_map(best, whole, SomeOf(store, shown))
             best = judge("ii, feature map", mapped)
         if best.config.draft_vocab_size < self.config.vocab_size:
-            best = judge("iii, vocabulary", calibrate.rebuilt_vocabulary(best, training))
+            best = judge(
+                "iii, vocabulary", calibrate.rebuilt_vocabulary(best, training, engine.model)
+            )
         for name, scheme in (("iv, distilled", None), ("v, quantized", self.head_scheme)):
             trained = self.distill(name, scheme, best, work, engine, store, held_out)
             if trained is None:
@@ -307,7 +314,7 @@ class _Run:
                 f"tau {entry['tau']:.2f}"
             )
 
-        options = calibrate.training_options(n_steps)
+        options = calibrate.training_options(n_steps, self.algorithm)
         trained = calibrate.distilled(
             ready_head(head, engine, None),
             engine.model,
@@ -340,7 +347,7 @@ class _Run:
                 engine.model,
                 store,
                 held_out[:4],
-                calibrate.training_options(6),
+                calibrate.training_options(6, self.algorithm),
                 Path(name),
                 "",
                 scheme,

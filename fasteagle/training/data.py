@@ -59,18 +59,28 @@ class Features(Protocol):
 
     lengths: list[int]
     prompt_lens: list[int]
+    n_taps: int  # that an EAGLE-3 head reads
 
     def __len__(self) -> int: ...
 
     def conversation(self, i: int) -> tuple[Tensor, Tensor]:
-        """Ids [n] and bf16 features [n, D] of one conversation."""
+        """Ids [n] and bf16 features [n, (n_taps + 1) * D] of one conversation.
+
+        The last D columns are what the LM head reads, those before are the taps.
+        """
 
 
 class LiveFeatures:
     """Features computed again for every request: no disk space, more time."""
 
-    def __init__(self, engine: Engine, conversations: Sequence[Conversation]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        conversations: Sequence[Conversation],
+        tap_layers: tuple[int, ...] = (),
+    ) -> None:
         self._engine, self._conversations = engine, conversations
+        self._tap_layers, self.n_taps = tap_layers, len(tap_layers)
         self.lengths = [len(c.ids) for c in conversations]
         self.prompt_lens = [c.prompt_len for c in conversations]
 
@@ -79,7 +89,8 @@ class LiveFeatures:
 
     def conversation(self, i: int) -> tuple[Tensor, Tensor]:
         ids = self._conversations[i].ids
-        return torch.tensor(ids), self._engine.features(ids).to(torch.bfloat16).cpu()
+        features = self._engine.features(ids, self._tap_layers)
+        return torch.tensor(ids), features.to(torch.bfloat16).cpu()
 
 
 class SomeOf:
@@ -87,6 +98,7 @@ class SomeOf:
 
     def __init__(self, source: Features, indices: Sequence[int]) -> None:
         self._source, self._indices = source, indices
+        self.n_taps = source.n_taps
         self.lengths = [source.lengths[i] for i in indices]
         self.prompt_lens = [source.prompt_lens[i] for i in indices]
 
@@ -107,6 +119,7 @@ class FeatureStore:
         self.ids = torch.cat([shard["ids"] for shard in shards]).long()
         self._features = [shard["features"] for shard in shards]
         self._shard_of = index["shard_of"]  # shard and row of each conversation's first token
+        self.n_taps: int = index.get("n_taps", 0)
         self.lengths: list[int] = index["lengths"]
         self.prompt_lens: list[int] = index["prompt_lens"]
         self._starts = [0]
@@ -122,9 +135,12 @@ class FeatureStore:
         return self.ids[start : start + n], self._features[shard][row : row + n]
 
 
-def store_key(conversations: Sequence[Conversation], fingerprint: str) -> str:
+def store_key(
+    conversations: Sequence[Conversation], fingerprint: str, tap_layers: tuple[int, ...] = ()
+) -> str:
     """The cache key of this text's features under this target."""
-    digest = hashlib.sha256(fingerprint.encode())
+    taps = f" {tap_layers}" if tap_layers else ""
+    digest = hashlib.sha256(f"{fingerprint}{taps}".encode())
     for c in conversations:
         digest.update(json.dumps([c.prompt_len, c.ids]).encode())
     return digest.hexdigest()[:24]
@@ -135,8 +151,9 @@ def compute_features(
     conversations: Sequence[Conversation],
     folder: Path,
     progress: Callable[[int], None] = lambda n: None,
+    tap_layers: tuple[int, ...] = (),
 ) -> FeatureStore:
-    """The target's post-norm features of every token, in shards; finished shards are kept.
+    """The target's features of every token, see `Features`, in shards; finished shards are kept.
 
     Continues where an earlier call was stopped. Raises `FasteagleError` if the disk is too small.
     """
@@ -145,7 +162,7 @@ def compute_features(
     if index_path.exists():
         return FeatureStore(folder)
     total = sum(len(c.ids) for c in conversations)
-    row_bytes = engine.model.config.dim * 2 + 4
+    row_bytes = (len(tap_layers) + 1) * engine.model.config.dim * 2 + 4
     done = len(list(folder.glob("features-*.safetensors"))) * SHARD_TOKENS
     require_free_space(folder, max(0, total - done) * row_bytes, "caching features")
     names, shard_of = [], []
@@ -156,7 +173,7 @@ def compute_features(
             shard_of.append((shard, row))
             row += len(conversation.ids)
         if not (folder / name).exists():
-            _write_shard(engine, group, folder / name)
+            _write_shard(engine, group, folder / name, tap_layers)
         progress(row)
         names.append(name)
     index = {
@@ -164,6 +181,7 @@ def compute_features(
         "shard_of": shard_of,
         "lengths": [len(c.ids) for c in conversations],
         "prompt_lens": [c.prompt_len for c in conversations],
+        "n_taps": len(tap_layers),
     }
     with replacing(index_path) as temporary:
         temporary.write_text(json.dumps(index))
@@ -183,8 +201,10 @@ def _shards(conversations: Sequence[Conversation]) -> Iterator[list[Conversation
         yield group
 
 
-def _write_shard(engine: Engine, group: Sequence[Conversation], path: Path) -> None:
-    features = [engine.features(c.ids).to(torch.bfloat16).cpu() for c in group]
+def _write_shard(
+    engine: Engine, group: Sequence[Conversation], path: Path, tap_layers: tuple[int, ...]
+) -> None:
+    features = [engine.features(c.ids, tap_layers).to(torch.bfloat16).cpu() for c in group]
     ids = torch.tensor([i for c in group for i in c.ids], dtype=torch.int32)
     with replacing(path) as temporary:
         save_file({"ids": ids, "features": torch.cat(features)}, temporary)

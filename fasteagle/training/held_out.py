@@ -7,10 +7,11 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fasteagle.model import EagleHead, Transformer
 from fasteagle.training.data import Features
-from fasteagle.training.loss import autocast, make_batch, unroll
+from fasteagle.training.loss import autocast, compute_dtype, make_batch, unroll
 
 RANKS = 4  # children of a node whose acceptance is counted
 
@@ -33,6 +34,15 @@ class HeldOut:
         }
 
 
+def draft_rows(head: EagleHead, target: Transformer) -> Tensor:
+    """The rows [V, D] that turn its features into draft logits."""
+    if head.own_lm_head is None:
+        return target.head_rows(head.target_ids())
+    rows = head.own_lm_head.weight
+    assert isinstance(rows, Tensor), "an LM head that is evaluated is dense"
+    return rows
+
+
 @torch.no_grad()
 def evaluate(
     head: EagleHead, target: Transformer, store: Features, indices: list[int], depth: int = 5
@@ -43,7 +53,7 @@ def evaluate(
     """
     device = head.fc.weight.device
     ids = head.target_ids()
-    lm_rows = target.head_rows(ids)
+    lm_rows = draft_rows(head, target).to(compute_dtype(device))
     n_ranks = min(RANKS, len(ids))
     hits = torch.zeros(depth, n_ranks, dtype=torch.double)
     accepted = torch.zeros(depth, dtype=torch.double)
@@ -52,10 +62,10 @@ def evaluate(
     for i in indices:
         before = int(tried[0]), int(accepted.sum())
         batch = make_batch(store, [i], device)
-        embeds = target.embedding.weight[batch.tokens]
+        embeds = target.embedding.weight[batch.tokens].float()
         with autocast(device):
             outputs = unroll(head, embeds, batch.features, depth)
-        best = target.lm_head(batch.targets[0].to(lm_rows.dtype)).argmax(-1)
+        best = target.lm_head(batch.targets[0].to(target.norm.weight.dtype)).argmax(-1)
         alive = torch.ones_like(best, dtype=torch.bool)
         for step, predicted in enumerate(outputs):
             drafted = ids[(predicted[0].to(lm_rows.dtype) @ lm_rows.T).topk(n_ranks).indices]

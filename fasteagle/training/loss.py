@@ -1,11 +1,13 @@
 """What a draft head is trained on: batches of features, its unrolled pass, and the loss.
 
-Loss and noise are the paper's (section 4.2) by default: SmoothL1 between predicted and true
-feature, plus a tenth of the cross-entropy between the two distributions over the draft vocabulary,
-on answer tokens. With `unroll` > 1 the head also learns from its own features: at step s a row sees
-true features up to s positions ago and its own predictions after that.
+EAGLE-1: loss and noise are the paper's (section 4.2) by default: SmoothL1 between predicted and
+true feature, plus a tenth of the cross-entropy between the two distributions over the draft
+vocabulary, on answer tokens. EAGLE-3: that cross-entropy alone. With self-fed steps the head also
+learns from its own features: at step s a row sees true features up to s positions ago and its own
+predictions after that.
 
-Shapes: B conversations, L positions, D model dim, V draft vocabulary, M rows that count.
+Shapes: B conversations, L positions, D model dim, F feature dim, V draft vocabulary, M rows that
+count.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fasteagle.device import pick_dtype
 from fasteagle.model import EagleHead, apply_rope
 from fasteagle.training.data import Features
 from fasteagle.training.options import TrainOptions
@@ -29,8 +32,8 @@ class Batch:
     """Right-padded conversations. Row j pairs feature j with token j + 1."""
 
     tokens: Tensor  # [B, L] token j + 1
-    features: Tensor  # [B, L, D] feature j
-    targets: Tensor  # [B, L, D] feature j + 1
+    features: Tensor  # [B, L, F] feature j
+    targets: Tensor  # [B, L, D] what the target's LM head reads at j + 1
     first: Tensor  # [B] first row whose prediction counts
     last: Tensor  # [B] one past the last such row
 
@@ -44,14 +47,16 @@ def make_batch(store: Features, chosen: list[int], device: torch.device) -> Batc
     """Pad conversations to the longest of them."""
     parts = [store.conversation(i) for i in chosen]
     length = max(len(ids) for ids, _ in parts) - 1
-    dim = parts[0][1].shape[1]
+    width = parts[0][1].shape[1]
+    dim = width // (store.n_taps + 1)
     tokens = torch.zeros(len(parts), length, dtype=torch.long)
-    features = torch.zeros(len(parts), length, dim, dtype=torch.bfloat16)
-    targets = torch.zeros_like(features)
+    features = torch.zeros(len(parts), length, store.n_taps * dim or dim, dtype=torch.bfloat16)
+    targets = torch.zeros(len(parts), length, dim, dtype=torch.bfloat16)
     for b, (ids, values) in enumerate(parts):
         n = len(ids) - 1
         tokens[b, :n] = ids[1:]
-        features[b, :n], targets[b, :n] = values[:-1], values[1:]
+        features[b, :n] = values[:-1, : features.shape[2]]
+        targets[b, :n] = values[1:, width - dim :]
     # Drafting begins once the first answer token is the root: its pair is row prompt_len - 1. What
     # would follow the conversation's last token does not count.
     first = torch.tensor([store.prompt_lens[i] - 1 for i in chosen])
@@ -77,10 +82,10 @@ def batches(store: Features, indices: list[int], options: TrainOptions) -> Itera
 
 
 def unroll(head: EagleHead, embeds: Tensor, features: Tensor, steps: int) -> list[Tensor]:
-    """Predicted next features [B, L, D] after 1 .. `steps` steps, as drafting would compute them.
+    """What the LM head reads [B, L, D] after 1 .. `steps` steps, as drafting would compute it.
 
-    At step s, row j reads its own prediction of the step before, and attends to the true rows up
-    to j - s and to the self-fed rows that lead to it.
+    `features` [B, L, F] are the target's. At step s, row j reads its own prediction of the step
+    before, and attends to the true rows up to j - s and to the self-fed rows that lead to it.
     """
     attention, block = head.block.attention, head.block
     B, L, _ = embeds.shape
@@ -90,18 +95,21 @@ def unroll(head: EagleHead, embeds: Tensor, features: Tensor, steps: int) -> lis
     keys: list[Tensor] = []
     values: list[Tensor] = []
     outputs: list[Tensor] = []
+    features = head.read(features.to(embeds.dtype)).to(embeds.dtype)
     for step in range(steps):
-        x = head.fc(torch.cat((embeds, features.to(embeds.dtype)), dim=-1))
-        qkv = attention.qkv(x).view(B, L, -1, attention.head_dim)
+        x, entry = head.enter(embeds, features)
+        qkv = attention.qkv(x if entry is None else entry).view(B, L, -1, attention.head_dim)
         q, k, v = qkv.split(heads, dim=2)  # [B, L, heads, E]
-        q = apply_rope(q, cos, sin).transpose(1, 2)
-        keys.append(apply_rope(k, cos, sin).transpose(1, 2).repeat_interleave(group, dim=1))
+        q = apply_rope(attention.q_norm(q), cos, sin).transpose(1, 2)
+        k = apply_rope(attention.k_norm(k), cos, sin).transpose(1, 2)
+        keys.append(k.repeat_interleave(group, dim=1))
         values.append(v.transpose(1, 2).repeat_interleave(group, dim=1))
         y = _unrolled_attention(q, keys, values, step)
         x = x + attention.out(y.transpose(1, 2).reshape(B, L, -1))
         x = x + block.mlp(block.mlp_norm(x))
-        outputs.append(x)
-        features = _down(x, 1)  # row j reads what row j - 1 predicted
+        said, own = head.leave(x, embeds.dtype)
+        outputs.append(said)
+        features = _down(own, 1)  # row j reads what row j - 1 predicted
     return outputs
 
 
@@ -131,35 +139,48 @@ def _down(x: Tensor, n: int) -> Tensor:
 
 
 class SoftCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy between softmax(targets @ rows.T) and predicted @ rows.T.
+    """Mean cross-entropy between softmax(targets @ rows.T) and predicted @ own.T.
 
-    Never holds more than `CHUNK` rows of logits: the gradient, which is the difference of the two
-    distributions times the rows, is computed in the forward pass while both are in cache.
+    Never holds more than `CHUNK` rows of logits: the gradients, which are the difference of the two
+    distributions times the rows or the predictions, are computed in the forward pass while all are
+    in cache.
     """
 
     CHUNK = 256
 
     @staticmethod
-    def forward(ctx: Any, predicted: Tensor, targets: Tensor, rows: Tensor) -> Tensor:
-        """predicted [M, D], targets [M, D], rows [V, D] -> scalar."""
+    def forward(
+        ctx: Any, predicted: Tensor, targets: Tensor, rows: Tensor, own: Tensor | None = None
+    ) -> Tensor:
+        """predicted [M, D], targets [M, D], rows [V, D] -> scalar.
+
+        `own` [V, D] are the rows of a draft head with an LM head of its own; None: `rows`.
+        """
+        drafting = rows if own is None else own.to(rows.dtype)
         total = predicted.new_zeros((), dtype=torch.float32)
         gradient = torch.empty_like(predicted, dtype=torch.float32)
+        on_rows = None if own is None else torch.zeros_like(own, dtype=torch.float32)
         for begin in range(0, len(predicted), SoftCrossEntropy.CHUNK):
             part = slice(begin, begin + SoftCrossEntropy.CHUNK)
             wanted = (targets[part].to(rows.dtype) @ rows.T).float().softmax(-1)
-            logits = (predicted[part].to(rows.dtype) @ rows.T).float()
+            said = predicted[part].to(rows.dtype)
+            logits = (said @ drafting.T).float()
             norm = logits.logsumexp(-1, keepdim=True)
             total += (norm[:, 0] - (wanted * logits).sum(-1)).sum()
-            difference = logits.sub_(norm).exp_().sub_(wanted)
-            gradient[part] = (difference.to(rows.dtype) @ rows).float()
-        ctx.save_for_backward(gradient / len(predicted))
+            difference = logits.sub_(norm).exp_().sub_(wanted).to(rows.dtype)
+            gradient[part] = (difference @ drafting).float()
+            if on_rows is not None:
+                on_rows += (difference.T @ said).float()
+        n = len(predicted)
+        ctx.save_for_backward(gradient / n, None if on_rows is None else on_rows / n)
         ctx.dtype = predicted.dtype
-        return total / len(predicted)
+        return total / n
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (gradient,) = ctx.saved_tensors
-        return (gradient * grad).to(ctx.dtype), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, Tensor | None]:
+        gradient, on_rows = ctx.saved_tensors
+        own = None if on_rows is None else on_rows * grad
+        return (gradient * grad).to(ctx.dtype), None, None, own
 
 
 def head_loss(
@@ -170,26 +191,36 @@ def head_loss(
     options: TrainOptions,
     generator: torch.Generator,
 ) -> Tensor:
-    """The training loss of a batch; `lm_rows` [V, D] are the LM head's rows of the vocabulary."""
+    """The training loss of a batch; `lm_rows` [V, D] are the target's rows of the vocabulary.
+
+    They are in the dtype that the products shall have.
+    """
+    own = None if head.own_lm_head is None else head.own_lm_head.weight
+    assert isinstance(own, Tensor | None), "an LM head that is trained is dense"
     noise = torch.rand(batch.features.shape, generator=generator, device=batch.features.device)
     features = batch.features.float() + (2 * noise - 1) * options.noise
-    embeds = embedding[batch.tokens]
+    embeds = embedding[batch.tokens].float()
     total = lm_rows.new_zeros((), dtype=torch.float32)
     weight_sum = 0.0
-    for step, predicted in enumerate(unroll(head, embeds, features, options.unroll)):
+    for step, predicted in enumerate(unroll(head, embeds, features, options.n_steps_ahead)):
         counted = batch.counted(step)
         if not counted.any():
-            break  # every answer of the batch is shorter than the unroll
+            break  # every answer of the batch is shorter
         p, t = predicted[counted], batch.targets[counted]  # [M, D]
-        cross_entropy = SoftCrossEntropy.apply(p, t, lm_rows)
-        feature_loss = F.smooth_l1_loss(p.float(), t.float())
-        weight = options.unroll_decay**step
-        total = total + weight * (
-            options.feature_weight * feature_loss + options.ce_weight * cross_entropy
-        )
+        loss = options.ce_weight * SoftCrossEntropy.apply(p, t, lm_rows, own)
+        if options.feature_weight:
+            loss = loss + options.feature_weight * F.smooth_l1_loss(p.float(), t.float())
+        weight = options.self_fed_decay**step
+        total = total + weight * loss
         weight_sum += weight
     return total / max(weight_sum, 1e-9)
 
 
+def compute_dtype(device: torch.device) -> torch.dtype:
+    """bf16 where the hardware has products in it, else fp32."""
+    return torch.float32 if pick_dtype("auto", device) == "fp32" else torch.bfloat16
+
+
 def autocast(device: torch.device) -> torch.autocast:
-    return torch.autocast(device.type, dtype=torch.bfloat16)
+    enabled = compute_dtype(device) == torch.bfloat16
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)

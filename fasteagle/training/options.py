@@ -6,24 +6,44 @@ import dataclasses
 import math
 from pathlib import Path
 
+from fasteagle.config import default_taps, parse_taps
 from fasteagle.errors import FasteagleError
 from fasteagle.options import option
+
+ALGORITHMS = ("eagle1", "eagle3")
+# Where nothing else is said: those of the EAGLE-1 and of the EAGLE-3 paper.
+_DEFAULTS = {
+    "eagle1": {"noise": 0.1, "ce_weight": 0.1, "feature_weight": 1.0, "self_fed_steps": 0},
+    "eagle3": {"noise": 0.0, "ce_weight": 1.0, "feature_weight": 0.0, "self_fed_steps": 6},
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainOptions:
-    """Hyper-parameters; the defaults are the paper's where it names one."""
+    """Hyper-parameters; the defaults are the papers' where they name one.
 
+    Those that are None become the algorithm's own.
+    """
+
+    algorithm: str = option("eagle1", "What kind of head.", kind=ALGORITHMS)
+    taps: str | None = option(
+        None, "Blocks whose input an EAGLE-3 head reads.  [default: 2,L/2,L-3]"
+    )
+    borrow_lm_head: bool = option(
+        False, "Leave an EAGLE-3 head the model's LM head rows: a smaller file."
+    )
     lr: float = 3e-5
     beta1: float = 0.9
     beta2: float = 0.95
     weight_decay: float = 0.0
     clip: float = 0.5  # of the gradient's norm
-    noise: float = 0.1  # uniform, added to the input features
-    ce_weight: float = 0.1
-    feature_weight: float = 1.0
-    unroll: int = 1
-    unroll_decay: float = 0.8
+    noise: float | None = option(None, "Uniform, on the features.  [default: 0.1; EAGLE-3: 0]")
+    ce_weight: float | None = option(None, "Of the token loss.  [default: 0.1; EAGLE-3: 1]")
+    feature_weight: float | None = option(None, "Of the feature loss.  [default: 1; EAGLE-3: 0]")
+    self_fed_steps: int | None = option(
+        None, "Further steps on the head's own features.  [default: 0; EAGLE-3: 6]"
+    )
+    self_fed_decay: float = option(0.8, "Weight of each further step.")
     batch_tokens: int = 4096
     steps: int = 2000
     warmup: int = 100
@@ -33,17 +53,33 @@ class TrainOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in (
-            "lr",
-            "clip",
-            "batch_tokens",
-            "steps",
-            "unroll",
-            "draft_vocab_size",
-            "loss_vocab_size",
-        ):
+        for name, value in _DEFAULTS[self.algorithm].items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        positive = ("lr", "clip", "batch_tokens", "steps", "draft_vocab_size", "loss_vocab_size")
+        for name in positive:
             if getattr(self, name) <= 0:
                 raise FasteagleError(f"{name} {getattr(self, name)} is out of range: use > 0")
+        for name in ("noise", "ce_weight", "feature_weight", "self_fed_steps"):
+            if getattr(self, name) < 0:
+                raise FasteagleError(f"{name} {getattr(self, name)} is out of range: use >= 0")
+        if self.algorithm == "eagle1" and (self.taps or self.borrow_lm_head):
+            raise FasteagleError(
+                "--taps and --borrow-lm-head are for EAGLE-3 heads: give --algorithm eagle3"
+            )
+
+    @property
+    def n_steps_ahead(self) -> int:
+        """Steps of drafting that each row is trained for."""
+        return 1 + (self.self_fed_steps or 0)
+
+    def tap_layers(self, n_layer: int) -> tuple[int, ...]:
+        """Blocks whose input the head reads; empty for EAGLE-1."""
+        if self.algorithm == "eagle1":
+            return ()
+        if self.taps is None:
+            return default_taps(n_layer)
+        return parse_taps(self.taps, n_layer)
 
     def lr_at(self, step: int) -> float:
         """Linear warm-up, then a cosine down to a tenth."""

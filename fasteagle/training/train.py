@@ -1,6 +1,6 @@
-"""Training an EAGLE-1/2 draft head: a fresh one, and the run that can be continued.
+"""Training a draft head: a fresh one, and the run that can be continued.
 
-The optimizer is the paper's (section 4.2) by default.
+The optimizer is the EAGLE-1 paper's (section 4.2) by default.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasteagle.config import HeadConfig
+from fasteagle.config import Eagle3Config, HeadConfig
 from fasteagle.errors import FasteagleError
-from fasteagle.model import EagleHead, Transformer
+from fasteagle.model import Eagle3Head, EagleHead, Transformer, make_head
 from fasteagle.paths import replacing
 from fasteagle.training.data import Features
 from fasteagle.training.held_out import evaluate
-from fasteagle.training.loss import Batch, autocast, batches, head_loss, make_batch
+from fasteagle.training.loss import Batch, autocast, batches, compute_dtype, head_loss, make_batch
 from fasteagle.training.options import TrainOptions
 
 
 def new_head(target: Transformer, draft_ids: Tensor, options: TrainOptions) -> EagleHead:
-    """A new head that starts as the identity on the feature.
+    """A new head that starts as the identity on the feature; on the last tap, for EAGLE-3.
 
     A copy of the target's last block diverges; small random attention and MLP weights train.
     """
@@ -43,18 +43,35 @@ def new_head(target: Transformer, draft_ids: Tensor, options: TrainOptions) -> E
         rope_linear_factor=1.0,
         sliding_window=None,
     )
-    head = EagleHead(HeadConfig(block, len(draft_ids), fc_bias=True))
+    tap_layers = options.tap_layers(c.n_layer)
+    eagle3 = None
+    if tap_layers:
+        eagle3 = Eagle3Config(tap_layers, c.dim, own_lm_head=not options.borrow_lm_head)
+    config = HeadConfig(block, len(draft_ids), fc_bias=eagle3 is None, eagle3=eagle3)
+    head = make_head(config)
     generator = torch.Generator().manual_seed(options.seed)
     with torch.no_grad():
         for parameter in head.parameters():
             if parameter.ndim == 2:
                 parameter.normal_(0, options.init_scale, generator=generator)
-        head.fc.bias.zero_()
-        head.fc.weight[:, c.dim :] += torch.eye(c.dim)
+        if head.fc.bias is not None:
+            head.fc.bias.zero_()
+        head.fc.weight[:, -c.dim :] += torch.eye(c.dim)
         for linear in (head.block.attention.out, head.block.mlp.down):
             linear.weight.mul_(0.1)
         head.d2t.copy_(draft_ids - torch.arange(len(draft_ids)))
+        if isinstance(head, Eagle3Head):
+            _begin_with_the_targets(head, target)
     return head
+
+
+def _begin_with_the_targets(head: Eagle3Head, target: Transformer) -> None:
+    """The final norm, and the LM head's rows where it has its own."""
+    head.norm.weight.copy_(target.norm.weight)
+    if head.own_lm_head is not None:
+        head.own_lm_head.weight.copy_(
+            target.head_rows(head.target_ids().to(target.norm.weight.device))
+        )
 
 
 class Trainer:
@@ -85,7 +102,7 @@ class Trainer:
         longest = max(store.lengths)
         head.borrow(target, longest + 1)  # RoPE; the trainer reads the target's tensors itself
         head.float()
-        self._lm_rows = target.head_rows(loss_ids)
+        self._lm_rows = target.head_rows(loss_ids).to(compute_dtype(device))
         self.optimizer = torch.optim.AdamW(
             [p for p in head.parameters() if p.requires_grad],
             lr=options.lr,

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
 
 from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.head_file import load_head, save_head, with_vocabulary
 from fasteagle.loading.open import Runtime, compile_now, load_runtime
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.loading.text import write_answers
+from fasteagle.model import EagleHead, Transformer
 from fasteagle.options import RuntimeOptions
 from fasteagle.paths import cache_dir, write_atomic
 from fasteagle.prompts import Conversation, read_conversations
@@ -59,16 +61,19 @@ def train_head(
             "give more text, or a smaller --held-out"
         )
     held_out = choose_held_out(conversations, run.held_out)
-    text = store_key(conversations, identity)
-    store = _features(runtime, conversations, text, run.features)
+    taps = options.tap_layers(config.n_layer)
+    text = store_key(conversations, identity, taps)
+    store = _features(runtime, conversations, text, run.features, taps)
     training = [c for i, c in enumerate(conversations) if i not in set(held_out)]
     target = runtime.engine.model
     draft_ids = frequent_tokens(training, min(options.draft_vocab_size, config.vocab_size))
     if run.init is None:
         head = new_head(target, draft_ids, options)
     else:
-        head = with_vocabulary(load_head(run.init, config)[0], draft_ids)
+        head = _begun(run.init, target, draft_ids, taps)
     loss_size = min(options.loss_vocab_size, head.config.draft_vocab_size)
+    if head.own_lm_head is not None:
+        loss_size = head.config.draft_vocab_size  # all of its rows are trained
     loss_ids = frequent_tokens(training, loss_size)
     origin = f"{text} {run.init}"
     trainer = Trainer(head, target, store, held_out, loss_ids, options, run.out, origin)
@@ -77,6 +82,17 @@ def train_head(
     with TrainingBar(trainer) as bar:
         trainer.run(bar.report, run.every, patience=run.patience, tick=bar.tick)
     _finish(trainer, runtime, identity, sum(len(c.ids) for c in training), run)
+
+
+def _begun(init: Path, target: Transformer, draft_ids: Tensor, taps: tuple[int, ...]) -> EagleHead:
+    """The head that training begins from. Raises `FasteagleError` if it is of another kind."""
+    head = load_head(init, target.config)[0]
+    eagle3 = head.config.eagle3
+    if (() if eagle3 is None else eagle3.tap_layers) != taps:
+        raise FasteagleError(
+            f"{init}: the head reads other features than asked for: give its --algorithm and --taps"
+        )
+    return with_vocabulary(head, draft_ids, target.head_rows)
 
 
 def _written_now(runtime: Runtime, run: TrainRun, identity: str) -> list[Path]:
@@ -96,14 +112,18 @@ def _written_now(runtime: Runtime, run: TrainRun, identity: str) -> list[Path]:
 
 
 def _features(
-    runtime: Runtime, conversations: Sequence[Conversation], key: str, kind: str
+    runtime: Runtime,
+    conversations: Sequence[Conversation],
+    key: str,
+    kind: str,
+    taps: tuple[int, ...],
 ) -> Features:
     """The target's features: live, from the user cache, or computed into it now."""
     folder = cache_dir() / "features" / key
     if kind == "live" or not (folder / "index.json").exists():
         compile_now(runtime.engine)
     if kind == "live":
-        return LiveFeatures(runtime.engine, conversations)
+        return LiveFeatures(runtime.engine, conversations, taps)
     total, done = sum(len(c.ids) for c in conversations), 0
 
     def progress(n: int) -> None:
@@ -111,7 +131,7 @@ def _features(
         done += n
         note(f"features of {done:,} of {total:,} tokens")
 
-    return compute_features(runtime.engine, conversations, folder, progress)
+    return compute_features(runtime.engine, conversations, folder, progress, taps)
 
 
 class TrainingBar:
@@ -159,7 +179,7 @@ def _finish(
     """Write the head, its header and the training curve; delete the optimizer's state."""
     held = evaluate(trainer.head, trainer.target, trainer.store, trainer.held_out)
     header = {
-        "algorithm": "eagle1",
+        "algorithm": trainer.options.algorithm,
         "target": runtime.name,
         "target_fingerprint": identity,
         "scheme": None,

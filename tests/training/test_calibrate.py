@@ -16,7 +16,7 @@ from fasteagle.training.data import compute_features
 from fasteagle.training.held_out import HeldOut
 from fasteagle.training.loss import head_loss, make_batch
 from fasteagle.training.train import new_head
-from helpers import OPTIONS, random_head, random_target, talk, tiny_config
+from helpers import OPTIONS, eagle3_of, random_head, random_target, talk, tiny_config
 
 SCHEME = Scheme(4, 32)
 
@@ -44,6 +44,8 @@ def test_a_gain_is_sure_only_beyond_its_interval():
 
 class Store:
     """Features in memory."""
+
+    n_taps = 0
 
     def __init__(self, features):
         self._features = features
@@ -78,9 +80,37 @@ def test_the_map_undoes_what_was_done_to_the_features(target):
 def test_the_vocabulary_is_what_the_target_says(target):
     head = random_head(target, torch.arange(20, 40), rope_base=10000.0)
     said = [Conversation([1, 2, 50, 50, 51, 52, 50], 2)]
-    ids = calibrate.rebuilt_vocabulary(head, said).target_ids().tolist()
+    ids = calibrate.rebuilt_vocabulary(head, said, target).target_ids().tolist()
     assert len(ids) == 20 and {50, 51, 52} <= set(ids)
     assert set(ids) - {50, 51, 52} <= set(range(20, 40))  # the rest is from before
+
+
+@torch.no_grad()
+def test_the_map_of_taps(target):
+    """The same for an EAGLE-3 head, whose fc has no bias: the map has no constant."""
+    head = random_head(target, eagle3=eagle3_of("eagle3", target.config))
+    g = torch.Generator().manual_seed(1)
+    wide = head.config.feature_dim
+    full = [torch.randn(400, wide, generator=g) for _ in range(6)]
+    bend = torch.eye(wide) + 0.2 * torch.randn(wide, wide, generator=g) / wide**0.5
+    bent = [f @ bend.T for f in full]
+    head.fc.bias = None
+    fixed = calibrate.fold_feature_map(head, Store(full), Store(bent))
+    wanted, unfixed = head.fc(full[0][:5]), head.fc(bent[0][:5])
+    assert (fixed.fc(bent[0][:5]) - wanted).norm() < 0.02 * (unfixed - wanted).norm()
+
+
+def test_a_new_vocabulary_keeps_the_rows_that_it_can(target):
+    """An LM head of the head's own: known tokens keep their rows, new ones get the target's."""
+    head = random_head(target, torch.arange(20, 40), eagle3=eagle3_of("eagle3", target.config))
+    said = [Conversation([1, 2, 50, 50, 51, 52, 50], 2)]
+    rebuilt = calibrate.rebuilt_vocabulary(head, said, target)
+    for draft_id, token in enumerate(rebuilt.target_ids().tolist()):
+        row = rebuilt.own_lm_head.weight[draft_id]
+        if token >= 50:
+            assert torch.equal(row, target.lm_head.weight[token])
+        else:
+            assert torch.equal(row, head.own_lm_head.weight[token - 20])
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from fasteagle.quant.scheme import parse_scheme
 from fasteagle.training import calibrate
 from fasteagle.training.calibrate_head import peak_bytes
 from fasteagle.training.options import CalibrateOptions
-from helpers import kill_at_first_save, random_head, save_tiny, write_random_text
+from helpers import eagle3_of, kill_at_first_save, random_head, save_tiny, write_random_text
 
 
 def test_memory_of_a_7b_fits_24_gb():
@@ -29,7 +29,7 @@ def test_memory_of_a_7b_fits_24_gb():
     cache = seven.kv_bytes(4096 + 256)
     full = 2 * (32 * block + 2 * 32000 * 4096) + cache
     options = calibrate.training_options(1)
-    batch = options.batch_tokens * 4 * (12 * 4096 + 4 * 11008) * options.unroll
+    batch = options.batch_tokens * 4 * (12 * 4096 + 4 * 11008) * options.n_steps_ahead
     training = 16 * (block + 2 * 4096**2) + 2 * 32000 * 4096 + batch
     expected = max(full, scheme.model_bytes(seven) + cache + training)
     assert peak_bytes(seven, head, scheme, 4096) == pytest.approx(expected, rel=1e-6)
@@ -54,13 +54,20 @@ def test_options_out_of_range(change, message):
 
 @pytest.fixture(scope="module")
 def model_and_head(tmp_path_factory):
+    return written(tmp_path_factory.mktemp("c"), "eagle1")
+
+
+def written(folder, algorithm):
+    """A tiny model and a random head for it."""
     from fasteagle.loading.checkpoint import load_model, open_checkpoint
     from fasteagle.loading.head_file import save_head
 
     sizes = {"intermediate_size": 128, "num_hidden_layers": 1}  # one layer is compiled sooner
-    folder = save_tiny(tmp_path_factory.mktemp("c") / "model", "llama3", **sizes)
+    folder = save_tiny(folder / "model", "llama3", **sizes)
     model = load_model(open_checkpoint(folder), dtype=torch.float32, device="cpu", max_seq_len=64)
-    head = random_head(model, torch.arange(0, 260, 2), rope_scaling=None, rope_base=10000.0)
+    eagle3 = eagle3_of(algorithm, model.config)
+    own = {"rope_scaling": None, "rope_base": 10000.0, "eagle3": eagle3}
+    head = random_head(model, torch.arange(0, 260, 2), **own)
     save_head(folder.parent / "head", head, {}, torch.float32)
     return folder, folder.parent / "head"
 
@@ -106,6 +113,30 @@ def test_the_command_survives_a_kill_and_chat_finds_the_head(
         low, high = stage["interval"]
         assert low <= high and stage["kept"] == (low > 0)
     assert report["written"] == [s["stage"] for s in report["stages"] if s["kept"]][-1]
+    chat = ("chat", *model, "--head", out, "-p", "hi", "--max-new-tokens", 4, "--max-seq-len", 128)
+    said = invoke(*chat)
+    assert said.exit_code == 0 and "warning" not in said.stderr, said.stderr
+
+
+@pytest.mark.slow
+def test_an_eagle3_head_goes_through_all_stages(tmp_path, text, monkeypatch, no_compiler):
+    monkeypatch.setattr("fasteagle.training.report.SPEED_PROMPTS", 1)
+    monkeypatch.setattr("fasteagle.training.report.SPEED_TOKENS", 8)
+    folder, head = written(tmp_path, "eagle3")
+    out, model = tmp_path / "out", ("--model", folder, "--quant", "int4-g32")
+    command = ("calibrate-head", *model, "--head", head, "--data", text, "--steps", 4)
+    done = invoke(*command, "--minutes", 600, "--max-seq-len", 384, "--out", out)
+    assert done.exit_code == 0, done.stderr
+    report = json.loads((out / "calibration.json").read_text())
+    names = [stage["stage"] for stage in report["stages"]]
+    assert names == [
+        "i, as it was",
+        "ii, feature map",
+        "iii, vocabulary",
+        "iv, distilled",
+        "v, quantized",
+    ]
+    assert report["header"]["algorithm"] == "eagle3"
     chat = ("chat", *model, "--head", out, "-p", "hi", "--max-new-tokens", 4, "--max-seq-len", 128)
     said = invoke(*chat)
     assert said.exit_code == 0 and "warning" not in said.stderr, said.stderr

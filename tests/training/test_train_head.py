@@ -57,6 +57,26 @@ def test_the_command_survives_a_kill_and_writes_a_head(tiny_dir, text_file, tmp_
     assert [entry["step"] for entry in record["history"]] == [40, 80, 120, 130]
 
 
+def test_an_eagle3_head_is_trained_and_drafts(tiny_dir, text_file, tmp_path, no_compiler):
+    out = tmp_path / "head"
+    kind = ("--algorithm", "eagle3", "--taps", "0,1,2", "--self-fed-steps", 1)
+    done = invoke(*command(tiny_dir, text_file, out, *kind, "--steps", 4))
+    assert done.exit_code == 0, done.stderr
+    config = json.loads((out / "config.json").read_text())
+    assert config["tap_layers"] == [0, 1, 2] and config["draft_vocab_size"] == 128
+    assert json.loads((out / "training.json").read_text())["header"]["algorithm"] == "eagle3"
+    chat = ("chat", "--model", tiny_dir, "--dtype", "fp32", "-p", "hi", "--max-new-tokens", 8)
+    answers = [invoke(*chat, *more) for more in (("--head", out), ("--no-spec",))]
+    assert answers[0].exit_code == 0 and "warning" not in answers[0].stderr, answers[0].stderr
+    assert answers[0].stdout == answers[1].stdout
+    other = invoke(*command(tiny_dir, text_file, tmp_path / "more", "--init", out, "--steps", 2))
+    assert other.exit_code == 2 and "reads other features than asked for" in other.stderr
+    more = invoke(
+        *command(tiny_dir, text_file, tmp_path / "more", *kind, "--init", out, "--steps", 2)
+    )
+    assert more.exit_code == 0, more.stderr
+
+
 def test_too_little_text(tiny_dir, text_file, tmp_path, no_compiler):
     done = invoke(*command(tiny_dir, text_file, tmp_path / "h", "--held-out", 30))
     assert done.exit_code == 2 and "30 conversations are too few to hold 30 out" in done.stderr
