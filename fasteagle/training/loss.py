@@ -36,6 +36,23 @@ class Batch:
     targets: Tensor  # [B, L, D] what the target's LM head reads at j + 1
     first: Tensor  # [B] first row whose prediction counts
     last: Tensor  # [B] one past the last such row
+    numbers: list[int]  # of the conversations
+
+    def counts(self, steps: int) -> Tensor:
+        """How many rows count after 0 .. `steps` - 1 self-fed steps."""
+        return torch.stack([self.counted(step).sum() for step in range(steps)])
+
+    def noisy(self, options: TrainOptions, step: int) -> Tensor:
+        """Features in fp32 plus the noise of a training step, each conversation's its own."""
+        features = self.features.float()
+        if options.noise:
+            for b, number in enumerate(self.numbers):
+                seed = (options.seed * 7919 + step) * 1_000_003 + number
+                generator = torch.Generator(features.device).manual_seed(seed)
+                rows = features[b, : int(self.last[b]) + 1]
+                noise = torch.rand(rows.shape, generator=generator, device=rows.device)
+                rows += (2 * noise - 1) * options.noise
+        return features
 
     def counted(self, step: int) -> Tensor:
         """Rows [B, L] whose prediction counts after `step` self-fed steps."""
@@ -61,7 +78,14 @@ def make_batch(store: Features, chosen: list[int], device: torch.device) -> Batc
     # would follow the conversation's last token does not count.
     first = torch.tensor([store.prompt_lens[i] - 1 for i in chosen])
     last = torch.tensor([store.lengths[i] - 2 for i in chosen])
-    return Batch(*(t.to(device) for t in (tokens, features, targets, first, last)))
+    return Batch(
+        tokens.to(device),
+        features.to(device),
+        targets.to(device),
+        first.to(device),
+        last.to(device),
+        chosen,
+    )
 
 
 def batches(store: Features, indices: list[int], options: TrainOptions) -> Iterator[list[int]]:
@@ -189,30 +213,35 @@ def head_loss(
     embedding: Tensor,
     batch: Batch,
     options: TrainOptions,
-    generator: torch.Generator,
+    step: int,
+    counts: Tensor | None = None,
 ) -> Tensor:
     """The training loss of a batch; `lm_rows` [V, D] are the target's rows of the vocabulary.
 
-    They are in the dtype that the products shall have.
+    They are in the dtype that the products shall have. `step` is that of the run. `counts` are the
+    rows of the whole batch that count where this is one part of it: the losses of the parts add up.
     """
     own = None if head.own_lm_head is None else head.own_lm_head.weight
     assert isinstance(own, Tensor | None), "an LM head that is trained is dense"
-    noise = torch.rand(batch.features.shape, generator=generator, device=batch.features.device)
-    features = batch.features.float() + (2 * noise - 1) * options.noise
+    counts = batch.counts(options.n_steps_ahead) if counts is None else counts
+    features = batch.noisy(options, step)
     embeds = embedding[batch.tokens].float()
     total = lm_rows.new_zeros((), dtype=torch.float32)
     weight_sum = 0.0
-    for step, predicted in enumerate(unroll(head, embeds, features, options.n_steps_ahead)):
-        counted = batch.counted(step)
-        if not counted.any():
+    ahead = unroll(head, embeds, features, options.n_steps_ahead)
+    for n, (predicted, count) in enumerate(zip(ahead, counts.tolist(), strict=True)):
+        if count == 0:
             break  # every answer of the batch is shorter
+        weight = options.self_fed_decay**n
+        weight_sum += weight
+        counted = batch.counted(n)
+        if not counted.any():
+            continue
         p, t = predicted[counted], batch.targets[counted]  # [M, D]
         loss = options.ce_weight * SoftCrossEntropy.apply(p, t, lm_rows, own)
         if options.feature_weight:
             loss = loss + options.feature_weight * F.smooth_l1_loss(p.float(), t.float())
-        weight = options.self_fed_decay**step
-        total = total + weight * loss
-        weight_sum += weight
+        total = total + weight * len(p) / count * loss
     return total / max(weight_sum, 1e-9)
 
 

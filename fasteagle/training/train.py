@@ -24,6 +24,7 @@ from fasteagle.training.data import Features
 from fasteagle.training.held_out import evaluate
 from fasteagle.training.loss import Batch, autocast, batches, compute_dtype, head_loss, make_batch
 from fasteagle.training.options import TrainOptions
+from fasteagle.training.parallel import Ranks
 
 
 def new_head(target: Transformer, draft_ids: Tensor, options: TrainOptions) -> EagleHead:
@@ -87,8 +88,10 @@ class Trainer:
         options: TrainOptions,
         folder: Path,
         identity: str = "",
+        ranks: Ranks | None = None,
     ) -> None:
         self.head, self.target, self.store, self.options = head, target, store, options
+        self.ranks = ranks or Ranks()
         self.held_out = held_out
         self.training = sorted(set(range(len(store))) - set(held_out))
         self.folder = folder
@@ -165,9 +168,11 @@ class Trainer:
             next(schedule)
         begun, tokens, losses = time.perf_counter(), 0, []
         while self.step < self.options.steps:
-            batch = make_batch(self.store, next(schedule), device)
-            losses.append(self._update(batch))
-            tokens += int(batch.counted(0).sum())
+            share = self.ranks.share(next(schedule))
+            batch = make_batch(self.store, share, device) if share else None
+            loss, n_rows = self._update(batch)
+            losses.append(loss)
+            tokens += n_rows
             self.step += 1
             tick(self.step, losses[-1])
             last = self.step == self.options.steps
@@ -182,30 +187,37 @@ class Trainer:
                 self.history.append(entry)
                 report(entry)
                 begun, tokens, losses = time.perf_counter(), 0, []
-            if self.step % save_every == 0 or last:
+            if self.ranks.is_first and (self.step % save_every == 0 or last):
                 self.save()
             if patience and self._stalled(patience):
                 return
 
-    def _update(self, batch: Batch) -> float:
-        device = self.head.fc.weight.device
+    def _update(self, batch: Batch | None) -> tuple[float, int]:
+        """One step; the loss, and how many rows it was measured on. None: no share of the batch."""
+        device, options = self.head.fc.weight.device, self.options
         for group in self.optimizer.param_groups:
-            group["lr"] = self.options.lr_at(self.step)
-        generator = torch.Generator(device).manual_seed(self.options.seed * 7919 + self.step)
-        with autocast(device):
-            loss = head_loss(
-                self.head,
-                self._lm_rows,
-                self.target.embedding.weight,
-                batch,
-                self.options,
-                generator,
-            )
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.head.parameters(), self.options.clip)
+            group["lr"] = options.lr_at(self.step)
+        self.optimizer.zero_grad(set_to_none=False)
+        counts = torch.zeros(options.n_steps_ahead, dtype=torch.long, device=device)
+        if batch is not None:
+            counts += batch.counts(options.n_steps_ahead)
+        self.ranks.sum_([counts])
+        total = torch.zeros((), device=device)
+        if batch is not None:
+            with autocast(device):
+                table = self.target.embedding.weight
+                loss = head_loss(self.head, self._lm_rows, table, batch, options, self.step, counts)
+            if loss.requires_grad:
+                loss.backward()
+            total += loss.detach()
+        trained = [p for p in self.head.parameters() if p.requires_grad]
+        for parameter in trained:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self.ranks.sum_([total, *(p.grad for p in trained if p.grad is not None)])
+        torch.nn.utils.clip_grad_norm_(trained, options.clip)
         self.optimizer.step()
-        return loss.item()
+        return total.item(), int(counts[0])
 
     def _stalled(self, patience: int) -> bool:
         scores = [entry["alphas"][0] for entry in self.history]

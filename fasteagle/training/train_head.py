@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import Tensor
 
 from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.head_file import load_head, save_head, with_vocabulary
@@ -33,62 +32,81 @@ from fasteagle.training.data import (
 )
 from fasteagle.training.held_out import evaluate
 from fasteagle.training.options import TrainOptions, TrainRun
+from fasteagle.training.parallel import join, local_device
 from fasteagle.training.train import Trainer, new_head
 
 
 def train_head(
     model: str, runtime_options: RuntimeOptions, run: TrainRun, options: TrainOptions
 ) -> None:
-    """Train a draft head for `model` and write it to `run.out`."""
+    """Train a draft head for `model` and write it to `run.out`; one of several processes may."""
     state = run.out / "state.pt"
     if state.exists() and not run.resume:
         raise FasteagleError(
             f"{run.out} holds an unfinished run: continue it with --resume, or give another --out"
         )
-    runtime = load_runtime(model, runtime_options)
-    config = runtime.checkpoint.config
-    max_len = min(run.max_len, runtime.engine.max_seq_len)
+    ranks = join()
+    device = local_device()
+    if device is not None and runtime_options.device == "auto":
+        runtime_options = dataclasses.replace(runtime_options, device=device)
+    runtime = load_runtime(model, runtime_options, quiet=not ranks.is_first)
     identity = fingerprint(runtime.checkpoint)
-    data = [*run.data, *_written_now(runtime, run, identity)]
-    if not data:
-        raise FasteagleError("nothing to train on: give --data, or --prompts to be answered now")
-    conversations = [
-        c for path in data for c in read_conversations(path, config.vocab_size, max_len)
-    ]
-    if len(conversations) <= run.held_out:
-        raise FasteagleError(
-            f"{len(conversations)} conversations are too few to hold {run.held_out} out: "
-            "give more text, or a smaller --held-out"
-        )
+    with ranks.first_alone():  # writes text and features, which the others then find
+        conversations = _conversations(runtime, run, identity)
+        taps = options.tap_layers(runtime.checkpoint.config.n_layer)
+        text = store_key(conversations, identity, taps)
+        store = _features(runtime, conversations, text, run.features, taps)
     held_out = choose_held_out(conversations, run.held_out)
-    taps = options.tap_layers(config.n_layer)
-    text = store_key(conversations, identity, taps)
-    store = _features(runtime, conversations, text, run.features, taps)
     training = [c for i, c in enumerate(conversations) if i not in set(held_out)]
-    target = runtime.engine.model
-    draft_ids = frequent_tokens(training, min(options.draft_vocab_size, config.vocab_size))
-    if run.init is None:
-        head = new_head(target, draft_ids, options)
-    else:
-        head = _begun(run.init, target, draft_ids, taps)
+    head = _begun(run.init, runtime.engine.model, training, options)
     loss_size = min(options.loss_vocab_size, head.config.draft_vocab_size)
     if head.own_lm_head is not None:
         loss_size = head.config.draft_vocab_size  # all of its rows are trained
-    loss_ids = frequent_tokens(training, loss_size)
-    origin = f"{text} {run.init}"
-    trainer = Trainer(head, target, store, held_out, loss_ids, options, run.out, origin)
-    if run.resume and trainer.resume():
+    loss_ids, origin = frequent_tokens(training, loss_size), f"{text} {run.init}"
+    target = runtime.engine.model
+    trainer = Trainer(head, target, store, held_out, loss_ids, options, run.out, origin, ranks)
+    if run.resume and trainer.resume() and ranks.is_first:
         note(f"continuing at step {trainer.step:,}")
-    with TrainingBar(trainer) as bar:
-        trainer.run(bar.report, run.every, patience=run.patience, tick=bar.tick)
-    _finish(trainer, runtime, identity, sum(len(c.ids) for c in training), run)
+    if ranks.is_first:
+        with TrainingBar(trainer) as bar:
+            trainer.run(bar.report, run.every, patience=run.patience, tick=bar.tick)
+        _finish(trainer, runtime, identity, sum(len(c.ids) for c in training), run)
+    else:
+        trainer.run(lambda entry: None, run.every, patience=run.patience)
+    ranks.wait()
 
 
-def _begun(init: Path, target: Transformer, draft_ids: Tensor, taps: tuple[int, ...]) -> EagleHead:
-    """The head that training begins from. Raises `FasteagleError` if it is of another kind."""
+def _conversations(runtime: Runtime, run: TrainRun, identity: str) -> list[Conversation]:
+    """The text of the run. Raises `FasteagleError` if it is too little."""
+    data = [*run.data, *_written_now(runtime, run, identity)]
+    if not data:
+        raise FasteagleError("nothing to train on: give --data, or --prompts to be answered now")
+    max_len = min(run.max_len, runtime.engine.max_seq_len)
+    vocab_size = runtime.checkpoint.config.vocab_size
+    found = [c for path in data for c in read_conversations(path, vocab_size, max_len)]
+    if len(found) <= run.held_out:
+        raise FasteagleError(
+            f"{len(found)} conversations are too few to hold {run.held_out} out: "
+            "give more text, or a smaller --held-out"
+        )
+    return found
+
+
+def _begun(
+    init: Path | None, target: Transformer, training: list[Conversation], options: TrainOptions
+) -> EagleHead:
+    """The head that training begins from, a new one or `init`.
+
+    Raises `FasteagleError` if that is of another kind.
+    """
+    size = min(options.draft_vocab_size, target.config.vocab_size)
+    draft_ids = frequent_tokens(training, size)
+    if init is None:
+        return new_head(target, draft_ids, options)
     head = load_head(init, target.config)[0]
     eagle3 = head.config.eagle3
-    if (() if eagle3 is None else eagle3.tap_layers) != taps:
+    asked = options.tap_layers(target.config.n_layer)
+    if (() if eagle3 is None else eagle3.tap_layers) != asked:
         raise FasteagleError(
             f"{init}: the head reads other features than asked for: give its --algorithm and --taps"
         )

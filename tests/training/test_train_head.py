@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file
 
 from fasteagle.cli import main as cli
 from fasteagle.loading.head_file import load_head
@@ -75,6 +79,29 @@ def test_an_eagle3_head_is_trained_and_drafts(tiny_dir, text_file, tmp_path, no_
         *command(tiny_dir, text_file, tmp_path / "more", *kind, "--init", out, "--steps", 2)
     )
     assert more.exit_code == 0, more.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["eagle1", "eagle3"])
+def test_two_processes_train_what_one_does(tiny_dir, text_file, tmp_path, algorithm):
+    """Over gloo, from the same text."""
+    kind = ("--algorithm", algorithm, "--self-fed-steps", 1, "--steps", 6, "--features", "cached")
+    kind += ("--taps", "0,1,2") if algorithm == "eagle3" else ()
+    heads = []
+    for size in (1, 2):
+        out = tmp_path / str(size)
+        launch = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}")
+        train = (*launch, "-m", "fasteagle", *command(tiny_dir, text_file, out, *kind))
+        environment = os.environ | {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, *map(str, train)], env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("head written to") == 1
+        heads.append(load_file(out / "model.safetensors"))
+    for name, one in heads[0].items():
+        # Saved in bf16; the order of the sums differs.
+        assert torch.allclose(one.float(), heads[1][name].float(), rtol=2e-2, atol=1e-3), name
 
 
 def test_too_little_text(tiny_dir, text_file, tmp_path, no_compiler):

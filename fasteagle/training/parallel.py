@@ -1,0 +1,66 @@
+"""Training by several processes at once (`torchrun`): each takes a share of every batch.
+
+Gradients and counts are summed, so that the result is that of one process, but for rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Ranks:
+    """The processes of a run; one alone needs no process group."""
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes files and tells the person."""
+        return self.rank == 0
+
+    def share(self, chosen: list[int]) -> list[int]:
+        """This process' part of a batch; may be empty."""
+        return chosen[self.rank :: self.size]
+
+    def sum_(self, tensors: Iterable[Tensor]) -> None:
+        """Replace each tensor by its sum over all processes."""
+        if self.size > 1:
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+
+    @contextlib.contextmanager
+    def first_alone(self) -> Iterator[None]:
+        """The first process goes through, then all others."""
+        if not self.is_first:
+            self.wait()
+        yield
+        if self.is_first:
+            self.wait()
+
+    def wait(self) -> None:
+        """Until all processes are here."""
+        if self.size > 1:
+            dist.barrier()
+
+
+def join() -> Ranks:
+    """The processes that `torchrun` has started, told by its environment; else this one alone."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        return Ranks()
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    return Ranks(dist.get_rank(), size)
+
+
+def local_device() -> str | None:
+    """The GPU of this process among those that `torchrun` has started here; None without one."""
+    if "LOCAL_RANK" not in os.environ or not torch.cuda.is_available():
+        return None
+    return f"cuda:{os.environ['LOCAL_RANK']}"
