@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +166,7 @@ def distilled(
     report: Any,
     tick: Any,
     save_every: int,
+    enough: Callable[[], bool] = lambda: False,
 ) -> EagleHead:
     """Stages iv and v: training on the quantized target's own answers, on self-fed steps too.
 
@@ -179,7 +180,8 @@ def distilled(
     loss_ids = student.target_ids()
     trainer = Trainer(student, target, store, held_out, loss_ids, options, folder, identity)
     trainer.resume()
-    trainer.run(report, every=max(1, options.steps // 8), save_every=save_every, tick=tick)
+    every = max(1, options.steps // 8)
+    trainer.run(report, every, save_every=save_every, tick=tick, enough=enough)
     for linear in student.modules():
         if isinstance(linear, nn.Linear) and parametrize.is_parametrized(linear):
             parametrize.remove_parametrizations(linear, "weight", leave_parametrized=False)

@@ -75,7 +75,7 @@ def draft_with(engine: Engine, head: EagleHead, scheme: Scheme | None) -> None:
 
 
 class Speeds:
-    """tok/s on held-out prompts, measured in turn: every head in 16 bits and quantized."""
+    """tok/s on held-out prompts, measured in turn: each head in 16 bits and quantized."""
 
     def __init__(
         self,
@@ -103,6 +103,10 @@ class Speeds:
 
     def median(self, name: str, quantized: bool = False) -> float:
         return statistics.median(self.of[name, quantized])
+
+    def shown(self, name: str, quantized: bool = False) -> str:
+        """The median in a table; empty for heads that were not measured."""
+        return f"{self.median(name, quantized):.1f}" if (name, quantized) in self.of else ""
 
     def quantized_is_faster(self, name: str) -> bool:
         """Whether a head is faster with quantized weights, by the median ratio over the prompts."""
@@ -141,8 +145,8 @@ def show(
             f"{c.held.tau:.3f}",
             alphas(c.held.alphas),
             "" if c.gain is None else span(c.gain),
-            f"{speeds.median(c.name):.1f}",
-            f"{speeds.median(c.name, True):.1f}",
+            speeds.shown(c.name),
+            speeds.shown(c.name, True),
         )
     console = Console(stderr=True, width=150)
     console.print(table)
@@ -153,9 +157,12 @@ def show(
 
 def record(candidates: Sequence[Candidate], speeds: Speeds) -> dict[str, Any]:
     """Stages and speeds for the JSON report."""
+    tok_s: dict[bool, dict[str, float]] = {False: {}, True: {}}
+    for name, quantized in speeds.of:
+        tok_s[quantized][name] = round(speeds.median(name, quantized), 1)
     return {
         "stages": [c.as_dict() for c in candidates],
-        "plain_tok_s": round(speeds.median("plain"), 1),
-        "tok_s": {c.name: round(speeds.median(c.name), 1) for c in candidates},
-        "tok_s_quantized_head": {c.name: round(speeds.median(c.name, True), 1) for c in candidates},
+        "plain_tok_s": tok_s[False].pop("plain"),
+        "tok_s": tok_s[False],
+        "tok_s_quantized_head": tok_s[True],
     }

@@ -157,10 +157,12 @@ class Trainer:
         save_every: int = 50,
         patience: int | None = None,
         tick: Callable[[int, float], None] = lambda step, loss: None,
+        enough: Callable[[], bool] = lambda: False,
     ) -> None:
         """Train to `options.steps`, or until 0-alpha did not improve for `patience` evaluations.
 
-        `tick` gets the number and the loss of every step, `report` gets every evaluation.
+        `tick` gets the number and the loss of every step, `report` gets every evaluation. `enough`
+        is asked after each step whether to end now.
         """
         device = self.head.fc.weight.device
         schedule = batches(self.store, self.training, self.options)
@@ -175,6 +177,8 @@ class Trainer:
             tokens += n_rows
             self.step += 1
             tick(self.step, losses[-1])
+            if enough():
+                return
             last = self.step == self.options.steps
             if self.step % every == 0 or last:
                 held = evaluate(self.head, self.target, self.store, self.held_out)

@@ -41,6 +41,10 @@ class Work:
         """Time spent so far, over all parts of the run."""
         return time.perf_counter() - self._begun
 
+    def left(self, minutes: float, reserve: float = 0.0) -> float:
+        """Seconds of `minutes` that are not spent yet, `reserve` kept back."""
+        return 60 * minutes - self.seconds - reserve
+
     def result(self, name: str) -> Any:
         return self.state["results"].get(name)
 

@@ -15,8 +15,9 @@ from fasteagle.errors import FasteagleError
 from fasteagle.loading.registry import preset
 from fasteagle.quant.scheme import parse_scheme
 from fasteagle.training import calibrate
-from fasteagle.training.calibrate_head import peak_bytes
+from fasteagle.training.calibrate import peak_bytes
 from fasteagle.training.options import CalibrateOptions
+from fasteagle.training.work import Work
 from helpers import eagle3_of, kill_at_first_save, random_head, save_tiny, write_random_text
 
 
@@ -140,3 +141,23 @@ def test_an_eagle3_head_goes_through_all_stages(tmp_path, text, monkeypatch, no_
     chat = ("chat", *model, "--head", out, "-p", "hi", "--max-new-tokens", 4, "--max-seq-len", 128)
     said = invoke(*chat)
     assert said.exit_code == 0 and "warning" not in said.stderr, said.stderr
+
+
+@pytest.mark.slow
+def test_without_time_a_head_is_written_and_the_rest_left_out(tmp_path, monkeypatch, no_compiler):
+    """The clock says that all the time was spent before it began."""
+    monkeypatch.setattr(Work, "seconds", property(lambda self: 1e9))
+    monkeypatch.setattr("fasteagle.training.calibration.ANSWER_TOKENS", 16)
+    monkeypatch.setattr("fasteagle.training.report.SPEED_PROMPTS", 1)
+    monkeypatch.setattr("fasteagle.training.report.SPEED_TOKENS", 8)
+    folder, head = written(tmp_path, "eagle1")
+    out = tmp_path / "out"
+    command = ("calibrate-head", "--model", folder, "--quant", "int4-g32", "--head", head)
+    done = invoke(*command, "--tokens", 100_000, "--max-seq-len", 384, "--out", out)
+    assert done.exit_code == 0, done.stderr
+    assert "the least that calibration needs takes about" in done.stderr
+    assert "i, ii: left out, the unquantized target takes too long" in done.stderr
+    for name in ("iv, distilled", "v, quantized"):
+        assert f"{name}: left out, the time is up" in done.stderr
+    report = json.loads((out / "calibration.json").read_text())
+    assert [s["stage"] for s in report["stages"]] == ["i, as it was", "iii, vocabulary"]
