@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fasteagle.drafting.base import Controlled
+from fasteagle.errors import FasteagleError
 from fasteagle.model import EagleHead, KVCache, causal_mask
 from fasteagle.sampling import DrawKind, Knobs, gumbel_noise
 from fasteagle.state import Committed
@@ -29,6 +30,11 @@ class HeadDrafter(Controlled):
     reads_features = True
 
     def __init__(self, head: EagleHead, max_seq_len: int, noise: str) -> None:
+        if not head.config.shifted:
+            raise FasteagleError(
+                "the draft head was trained on unshifted tokens, to be compared, and cannot draft: "
+                "train one without --inputs unshifted"
+            )
         self.head, self.max_seq_len, self.noise = head, max_seq_len, noise
         weight = head.block.mlp_norm.weight
         self.cache = KVCache(head.config.block, 1, weight.dtype, weight.device)

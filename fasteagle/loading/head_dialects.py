@@ -63,7 +63,8 @@ class HeadSource:
                 raise FasteagleError(
                     f"{self.name}: an {self.algorithm} head reads no taps: leave out --tap-layers"
                 )
-            return HeadConfig(block, draft_vocab_size, found.fc_bias)
+            shifted = bool(self.raw.get("shifted", True))
+            return HeadConfig(block, draft_vocab_size, found.fc_bias, shifted=shifted)
         own = Eagle3Config(
             tap_layers=self._taps(target, tap_layers),
             target_dim=target.dim,

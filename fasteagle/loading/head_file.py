@@ -220,6 +220,8 @@ def _hf_config(config: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
         "qkv_bias": block.qkv_bias,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
+    if not config.shifted:
+        raw["shifted"] = False
     if config.eagle3 is not None:
         own = config.eagle3
         raw |= {

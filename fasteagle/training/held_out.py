@@ -61,7 +61,7 @@ def evaluate(
     counts = []
     for i in indices:
         before = int(tried[0]), int(accepted.sum())
-        batch = make_batch(store, [i], device)
+        batch = make_batch(store, [i], device, head.config.shifted)
         embeds = target.embedding.weight[batch.tokens].float()
         with autocast(device):
             outputs = unroll(head, embeds, batch.features, depth)

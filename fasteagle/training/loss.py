@@ -29,9 +29,9 @@ from fasteagle.training.options import TrainOptions
 
 @dataclasses.dataclass
 class Batch:
-    """Right-padded conversations. Row j pairs feature j with token j + 1."""
+    """Right-padded conversations. Row j pairs feature j with token j + 1, or j if not shifted."""
 
-    tokens: Tensor  # [B, L] token j + 1
+    tokens: Tensor  # [B, L]
     features: Tensor  # [B, L, F] feature j
     targets: Tensor  # [B, L, D] what the target's LM head reads at j + 1
     first: Tensor  # [B] first row whose prediction counts
@@ -60,7 +60,9 @@ class Batch:
         return (rows >= self.first[:, None] + step) & (rows < self.last[:, None])
 
 
-def make_batch(store: Features, chosen: list[int], device: torch.device) -> Batch:
+def make_batch(
+    store: Features, chosen: list[int], device: torch.device, shifted: bool = True
+) -> Batch:
     """Pad conversations to the longest of them."""
     parts = [store.conversation(i) for i in chosen]
     length = max(len(ids) for ids, _ in parts) - 1
@@ -71,7 +73,7 @@ def make_batch(store: Features, chosen: list[int], device: torch.device) -> Batc
     targets = torch.zeros(len(parts), length, dim, dtype=torch.bfloat16)
     for b, (ids, values) in enumerate(parts):
         n = len(ids) - 1
-        tokens[b, :n] = ids[1:]
+        tokens[b, :n] = ids[1:] if shifted else ids[:-1]
         features[b, :n] = values[:-1, : features.shape[2]]
         targets[b, :n] = values[1:, width - dim :]
     # Drafting begins once the first answer token is the root: its pair is row prompt_len - 1. What
