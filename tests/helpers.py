@@ -212,9 +212,10 @@ def random_head(target: Transformer, draft_ids=None, seed=1, eagle3=None, **chan
 
 
 def official_files(folder: Path, head: EagleHead, pickled: bool, bias: bool) -> None:
-    """A head as published: no header, a copy of the embedding, no RoPE base in the config."""
+    """A head as published: no header, no RoPE base in the config, EAGLE-1/2 copies an embedding."""
     state = {k: v.clone() for k, v in official_state(head).items() if k != "d2t"}
-    state["embed_tokens.weight"] = torch.zeros(60, 32)
+    if head.config.eagle3 is None:
+        state["embed_tokens.weight"] = torch.zeros(60, 32)
     if not bias:
         del state["fc.bias"]
     if pickled:

@@ -9,7 +9,7 @@ import pytest
 from gguf import GGUFWriter
 
 from fasteagle.errors import FasteagleError
-from fasteagle.loading.registry import VICUNA_TEMPLATE
+from fasteagle.loading.entries import VICUNA_TEMPLATE
 from fasteagle.loading.tokenizer import load_tokenizer
 from helpers import TINY_VOCAB, edit_json, make_hf_model, save_tokenizer
 
