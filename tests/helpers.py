@@ -32,6 +32,11 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+THINKING_TEMPLATE = (  # thoughts of earlier answers are dropped, and the prompt opens the next one
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'].split('</think>')[-1] }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '\n</think>\n\n' }}{% endif %}"
+)
 SPECIALS = ["<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
 TINY_VOCAB = 260  # 256 bytes and the special tokens
 
@@ -296,7 +301,7 @@ class Letters:
 
     raw = decode
 
-    def render(self, turns) -> str:
+    def render(self, turns, think=None) -> str:
         return "".join(turn["content"] for turn in turns)
 
 

@@ -61,7 +61,7 @@ CHAT_OPTIONS = """
     --cpu-kernels --quant-backend --head --drafter --no-spec --tree --tree-depth --tree-topk
     --tree-nodes --draft-noise --verify --temperature --top-k --top-p --min-p
     --repetition-penalty --seed --max-new-tokens --stop --prompt --system --compile --no-compile
-    --show-accepted --quiet --help
+    --think --no-think --show-accepted --quiet --help
 """
 
 
