@@ -156,6 +156,13 @@ class HeadConfig:
         entry = self.block.dim * self.block.qkv_dim  # QKV reads twice the width
         return self.block.linear_params + entry + self.feature_dim * self.block.dim
 
+    @property
+    def lm_head_params(self) -> int:
+        """Weights of an LM head of its own, 0 where it uses the target's."""
+        is_own = self.eagle3 is not None and self.eagle3.own_lm_head
+        is_trimmed = self.draft_vocab_size < self.block.vocab_size
+        return self.draft_vocab_size * self.block.dim if is_own or is_trimmed else 0
+
 
 def head_from_hf(raw: Mapping[str, Any], source: str) -> HeadConfig:
     """Read the decoder layer of a published or own draft head, as its `config.json` has it.

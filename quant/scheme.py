@@ -11,7 +11,7 @@ import dataclasses
 import re
 from collections.abc import Iterable
 
-from fasteagle.config import ModelConfig
+from fasteagle.config import HeadConfig, ModelConfig
 from fasteagle.errors import FasteagleError
 
 GROUP_SIZES = (128, 64, 32)
@@ -64,6 +64,10 @@ class Scheme:
         table = config.vocab_size * config.dim
         embedding = 0 if config.tie_embeddings and self.head_bits == 16 else 2 * table
         return int(config.linear_params * self.linear_bytes + table * self.head_bytes + embedding)
+
+    def draft_head_bytes(self, head: HeadConfig) -> int:
+        """Weight bytes of a draft head, which is stored like its target."""
+        return int(head.linear_params * self.linear_bytes + head.lm_head_params * self.head_bytes)
 
 
 def grouped_bytes(bits: int, group_size: int) -> float:

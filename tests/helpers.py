@@ -32,6 +32,11 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+THINKING_TEMPLATE = (  # thoughts of earlier answers are dropped, and the prompt opens the next one
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'].split('</think>')[-1] }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '\n</think>\n\n' }}{% endif %}"
+)
 SPECIALS = ["<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
 TINY_VOCAB = 260  # 256 bytes and the special tokens
 
@@ -213,9 +218,10 @@ def random_head(target: Transformer, draft_ids=None, seed=1, eagle3=None, **chan
 
 
 def official_files(folder: Path, head: EagleHead, pickled: bool, bias: bool) -> None:
-    """A head as published: no header, a copy of the embedding, no RoPE base in the config."""
+    """A head as published: no header, no RoPE base in the config, EAGLE-1/2 copies an embedding."""
     state = {k: v.clone() for k, v in official_state(head).items() if k != "d2t"}
-    state["embed_tokens.weight"] = torch.zeros(60, 32)
+    if head.config.eagle3 is None:
+        state["embed_tokens.weight"] = torch.zeros(60, 32)
     if not bias:
         del state["fc.bias"]
     if pickled:
@@ -303,7 +309,7 @@ class Letters:
 
     raw = decode
 
-    def render(self, turns) -> str:
+    def render(self, turns, think=None) -> str:
         return "".join(turn["content"] for turn in turns)
 
 

@@ -169,14 +169,15 @@ class Roofline:
         need = self.storage.model_bytes(self.config)
         need += self.config.kv_bytes(self.context, self.storage.element_bytes)
         if head is not None:
-            need += int(_head_linears(head) * self.storage.linear_bytes)
+            need += int(head.linear_params * self.storage.linear_bytes)
+            need += int(head.lm_head_params * self.storage.head_bytes)
             need += head.block.kv_bytes(self.context, self.storage.element_bytes)
         return need
 
     def _head_pass(self, head: HeadConfig, rows: int, logits: int) -> Time:
         table = head.draft_vocab_size * head.block.dim
         return (
-            self._product(_head_linears(head), self.storage.linear_bytes, rows)
+            self._product(head.linear_params, self.storage.linear_bytes, rows)
             + self._product(table, self.storage.head_bytes, logits)
             + self._attention(head.block, rows)
         )
@@ -198,11 +199,6 @@ class Roofline:
         if self.storage.element_bytes > 2:
             return self.device.tflops_fp32
         return self.device.tflops_fp16 if self.fp16_accumulate else self.device.tflops
-
-
-def _head_linears(head: HeadConfig) -> int:
-    """Weights of the head's block and of `fc` [dim, 2 dim]."""
-    return head.block.linear_params + 2 * head.block.dim**2
 
 
 @dataclasses.dataclass(frozen=True)

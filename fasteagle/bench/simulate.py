@@ -20,7 +20,7 @@ from fasteagle.generate import Engine
 from fasteagle.loading.find_head import head_shape, tree_drafter
 from fasteagle.loading.source import has_native, quantize_head_
 from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint
-from fasteagle.model import KEY_BLOCK, EagleHead
+from fasteagle.model import KEY_BLOCK, EagleHead, make_head
 from fasteagle.options import DraftOptions
 
 
@@ -80,7 +80,7 @@ def dummy_drafter(
 def _random_head(config: HeadConfig, dtype: torch.dtype) -> EagleHead:
     """The same random weights every time, like `DummyCheckpoint`'s."""
     with torch.device("meta"):
-        head = EagleHead(config)
+        head = make_head(config)
     head.to(dtype).to_empty(device="cpu").requires_grad_(False)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in head.named_parameters():

@@ -27,6 +27,7 @@ def run_chat(
     *,
     announce_seed: bool,
     show_accepted: bool,
+    think: bool | None,
     prompt: str | None,
     system: str | None,
     compile_blocks: bool | None,
@@ -46,9 +47,11 @@ def run_chat(
     if announce_seed:
         say(f"seed {params.seed}")
     notify = say if one_shot else note
-    session = ChatSession(engine, runtime.tokenizer, params, answer, system, notify)
+    session = ChatSession(engine, runtime.tokenizer, params, answer, system, notify, think)
     if show_accepted:
         session.mark_accepted = lambda text: click.style(text, fg="green")
+    if not one_shot and sys.stdout.isatty():
+        session.mark_thought = lambda text: click.style(text, dim=True)
     # One answer is over before compilation pays; a conversation compiles while the person types.
     wanted = not one_shot if compile_blocks is None else compile_blocks
     preparation = Preparation(engine, quiet, not one_shot, params) if wanted else None

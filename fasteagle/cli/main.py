@@ -38,6 +38,11 @@ def main() -> None:
 @click.option("-p", "--prompt", help="Answer this once and leave; '-' reads standard input.")
 @click.option("--system", help="System prompt.  [default: the model's own]")
 @click.option(
+    "--think/--no-think",
+    default=None,
+    help="Think before answering, or not (Qwen3).  [default: as the model's template does]",
+)
+@click.option(
     "--compile/--no-compile",
     "compile_blocks",
     default=None,

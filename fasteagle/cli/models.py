@@ -5,39 +5,73 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from fasteagle.loading.find_head import has_head
-from fasteagle.loading.registry import DEFAULT_MODEL, REGISTRY, local_path
-from fasteagle.quant.scheme import BF16, INT8, int4_for
+from fasteagle.loading.entries import EAGLE2, REGISTRY, Entry
+from fasteagle.loading.find_head import head_shape, is_shipped
+from fasteagle.loading.registry import local_path
+from fasteagle.options import DEFAULT_MODEL, RuntimeOptions
+from fasteagle.quant.scheme import int4_for
+
+HEADINGS = ("name", "params", "int4 GiB", "draft head", "gated", "here", "licence")
+NUMERIC = ("params", "int4 GiB")
+NOTES = (
+    "int4 GiB: weights, draft head and the cache of the default context, "
+    f"{RuntimeOptions.DEFAULT_MAX_SEQ_LEN:,} tokens or the model's own limit;",
+    "the embedding takes 16 bits, the LM head 8. A chat takes the first draft head of a model, the "
+    "faster one as its authors measured.",
+)
 
 
 def print_models() -> None:
-    """One row a model: name, source, size, memory by precision, head, presence, licence."""
+    """A row for every model, and one for every draft head besides the one a chat takes."""
     table = Table(box=None, pad_edge=False)
-    for heading in ("name", "source", "params", "bf16", "int8", "int4", "head", "local", "licence"):
-        table.add_column(heading, justify="right" if heading in _NUMERIC else "left", no_wrap=True)
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right" if heading in NUMERIC else "left", no_wrap=True)
     for name, entry in REGISTRY.items():
-        config = entry.config
-        sizes = [s.model_bytes(config) for s in (BF16, INT8, int4_for(config))]
+        heads = _heads(name, entry)
         table.add_row(
             name + (" (default)" if name == DEFAULT_MODEL else ""),
-            entry.source + (" (gated)" if entry.gated else ""),
-            _count(config.params),
-            *(_gib(size) for size in sizes),
-            "yes" if has_head(name) else "no",
-            "yes" if local_path(name) else "no",
+            _count(entry.config.params),
+            f"{int4_bytes(name) / 2**30:.1f}",
+            heads[0],
+            "yes" if entry.gated else "no",
+            _presence(name, entry),
             entry.licence,
         )
+        for head in heads[1:]:
+            table.add_row("", "", "", head)
     console = Console(width=160, soft_wrap=True)
     console.print(table)
-    console.print("Memory is for weights, in GiB; int8 and int4 keep the embedding in 16 bits.")
+    for line in NOTES:
+        console.print(line, highlight=False)
 
 
-_NUMERIC = {"params", "bf16", "int8", "int4"}
+def int4_bytes(name: str) -> int:
+    """Memory of a registry model at int4 with its draft head, at the default context."""
+    config = REGISTRY[name].config
+    scheme = int4_for(config)
+    total = scheme.model_bytes(config)
+    context = RuntimeOptions().seq_len_for(config.max_seq_len, name)
+    total += config.kv_bytes(context)
+    if is_shipped(name) or REGISTRY[name].heads:
+        head = head_shape(name, config)
+        total += scheme.draft_head_bytes(head) + head.block.kv_bytes(context)
+    return total
+
+
+def _heads(name: str, entry: Entry) -> list[str]:
+    """The draft heads in words, first the one that a chat takes by itself."""
+    found = [f"{EAGLE2} shipped with fasteagle"] if is_shipped(name) else []
+    for head in entry.heads:
+        words = f"or {head.algorithm}: --head" if found else head.algorithm
+        found.append(f"{words} {head.repo}")
+    return found or ["none"]
+
+
+def _presence(name: str, entry: Entry) -> str:
+    if entry.repo is None and entry.wheel is None:
+        return "shape only"
+    return "yes" if local_path(name) else "no"
 
 
 def _count(n: int) -> str:
-    return f"{n / 1e9:.1f}B" if n >= 1e9 else f"{n / 1e6:.0f}M"
-
-
-def _gib(n_bytes: int) -> str:
-    return f"{n_bytes / 2**30:.2f}"
+    return f"{n / 1e9:.2f}B" if n >= 1e9 else f"{n / 1e6:.0f}M"

@@ -35,6 +35,8 @@ ALIASES = {
     "/sp": "/system",
 }
 
+THINK = {"on": True, "off": False, "default": None}
+
 HELP = """\
 /help             this list                       (also /?)
 /stats            the last answer in numbers      (also /metrics)
@@ -42,7 +44,8 @@ HELP = """\
 /retry            answer again, with the next seed (also /regen)
 /system [TEXT]    show or set the system prompt, and start anew
 /set K=V[;K=V]    temperature, top_k, top_p, min_p, repetition_penalty, seed,
-                  max_new_tokens, stop (commas between stop strings)
+                  max_new_tokens, stop (commas between stop strings), think
+                  (on, off or default)
 /show             the options in force
 /spec on|off|N    guess ahead, do not, or verify N guesses a pass
 /save FILE        write the conversation          /load FILE  read it back
@@ -189,7 +192,7 @@ class Repl:
         if not text:
             self._show()
             return
-        params, answer = self.session.params, self.session.answer
+        params, answer, think = self.session.params, self.session.answer, self.session.think
         for item in text.split(";"):
             key, separator, value = (part.strip() for part in item.partition("="))
             if not separator:
@@ -199,15 +202,19 @@ class Repl:
                 params = _with_value(params, key, value)
             elif key in _field_names(answer):
                 answer = _with_value(answer, key, value)
+            elif key == "think":
+                think = _think_value(value)
             else:
-                known = [*_field_names(params), *_field_names(answer)]
+                known = [*_field_names(params), *_field_names(answer), "think"]
                 raise FasteagleError(f"/set knows no {key!r}: {', '.join(known)}")
+        self.session.think = think
         self.session.params, self.session.answer = params, answer
 
     def _show(self) -> None:
         for options in (self.session.params, self.session.answer):
             for key, value in dataclasses.asdict(options).items():
                 print(f"{key} = {','.join(value) if isinstance(value, tuple) else value}")
+        print("think =", next(word for word, v in THINK.items() if v is self.session.think))
 
     def _save(self, name: str) -> None:
         path = _file_argument(name, "/save")
@@ -216,6 +223,7 @@ class Repl:
             "turns": self.session.turns,
             "params": dataclasses.asdict(self.session.params),
             "answer": dataclasses.asdict(self.session.answer),
+            "think": self.session.think,
         }
         try:
             write_atomic(path, json.dumps(content, ensure_ascii=False, indent=1).encode())
@@ -235,6 +243,9 @@ class Repl:
             answer = AnswerOptions(
                 content["answer"]["max_new_tokens"], tuple(content["answer"]["stop"])
             )
+            think = content.get("think")
+            if not isinstance(think, bool | None):
+                raise ValueError(f"think is {think!r}")
         except OSError as error:
             raise FasteagleError(f"cannot read {path}: {error.strerror}") from error
         except (ValueError, TypeError, KeyError) as error:
@@ -242,6 +253,8 @@ class Repl:
         self.session.reset()
         self.session.system, self.session.turns = content.get("system"), list(turns)
         self.session.params, self.session.answer = params, answer
+        # A conversation goes on with another model too, one without the switch included.
+        self.session.think = think if self.session.tokenizer.has_thinking_switch else None
         print(f"loaded {len(turns)} messages from {path}")
 
 
@@ -274,6 +287,12 @@ def _with_value(options: Any, key: str, value: str) -> Any:
         kind = type(old).__name__
         raise FasteagleError(f"/set {key}: {value!r} is not a number ({kind})") from None
     return dataclasses.replace(options, **{key: new})
+
+
+def _think_value(word: str) -> bool | None:
+    if word not in THINK:
+        raise FasteagleError(f"/set think: {word!r} is unknown: use {', '.join(THINK)}")
+    return THINK[word]
 
 
 def _open_history() -> Callable[[], None]:

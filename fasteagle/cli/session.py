@@ -1,7 +1,8 @@
 """A conversation: turns, the model's template, the context limit. Knows no terminal.
 
 The tokens of earlier turns are kept as they were generated, not encoded anew, so that a follow-up
-question finds them all in the KV cache.
+question finds them all in the KV cache. Where the template renders an answer otherwise than it was
+generated (without its thought), all is encoded anew, and the cache serves up to that answer.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from fasteagle.cli.stream import TextStream
+from fasteagle.cli.stream import TextStream, ThoughtSplitter, opened_thought
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.tokenizer import ChatTokenizer, Message
@@ -28,14 +29,34 @@ class ChatSession:
         answer: AnswerOptions,
         system: str | None = None,
         notify: Callable[[str], None] = lambda text: None,
+        think: bool | None = None,
     ) -> None:
         self.engine, self.tokenizer = engine, tokenizer
         self.params, self.answer = params, answer
         self.notify = notify
         self.mark_accepted: Callable[[str], str] | None = None  # dresses accepted text up
+        self.mark_thought: Callable[[str], str] | None = None
         self.turns: list[Message] = []  # user and assistant, alternating
         self.system = system
+        self.think = think
         self._text, self._ids = "", []  # type: tuple[str, list[int]]
+
+    @property
+    def think(self) -> bool | None:
+        """Whether the model is to think before it answers; None: as its template does by itself.
+
+        Setting it raises `FasteagleError` where the template has no switch for it.
+        """
+        return self._think
+
+    @think.setter
+    def think(self, think: bool | None) -> None:
+        if think is not None and not self.tokenizer.has_thinking_switch:
+            raise FasteagleError(
+                f"think {'on' if think else 'off'}: this model's chat template has no thinking "
+                "switch (enable_thinking): leave it out, or choose a model that has one (qwen3-4b)"
+            )
+        self._think = think
 
     @property
     def stats(self) -> Stats:
@@ -75,13 +96,14 @@ class ChatSession:
                 self.turns, self._text, self._ids, self.params = kept
 
     def _answer(self, params: SamplingParams) -> Iterator[str]:
-        stream = TextStream(self.tokenizer, self.answer.stop)
+        stream, thought = TextStream(self.tokenizer, self.answer.stop), ThoughtSplitter()
         new_ids: list[int] = []
         pieces: list[str] = []
         prompt: list[int] = []
         text = ""
         try:
             text, prompt = self._fit()
+            thought = ThoughtSplitter(opened_thought(text))
             limit = self.answer.max_new_tokens
             cycles = self.engine.generate(prompt, params, limit, self.tokenizer.eos_ids)
             for ids in cycles:
@@ -90,21 +112,35 @@ class ChatSession:
                 for part, mark in ((ids[:-1], self.mark_accepted), (ids[-1:], None)):
                     text_part = stream.push(i for i in part if i not in self.tokenizer.eos_ids)
                     pieces.append(text_part)
-                    if text_part:
-                        yield mark(text_part) if mark else text_part
+                    yield from self._dressed(thought.push(text_part), mark)
                 if stream.stopped:
                     self.stats.finish = "stop"
                     cycles.close()
                     break
             pieces.append(stream.finish())
-            if pieces[-1]:
-                yield pieces[-1]
+            yield from self._dressed([*thought.push(pieces[-1]), *thought.finish()], None)
         finally:
-            self._record(text, prompt, new_ids, "".join(pieces))
+            self._record(text, prompt, new_ids, thought.closed("".join(pieces)))
+        self._explain_end(thought.inside)
+
+    def _dressed(
+        self, parts: list[tuple[str, bool]], mark: Callable[[str], str] | None
+    ) -> Iterator[str]:
+        """The text of `parts` for the screen, those of the thought marked as such."""
+        for text, is_thought in parts:
+            text = mark(text) if mark else text
+            yield self.mark_thought(text) if is_thought and self.mark_thought else text
+
+    def _explain_end(self, in_thought: bool) -> None:
         if self.stats.finish == "context":
             self.notify(
                 f"[context full at {self.engine.max_seq_len:,} tokens: the answer ends here; "
                 "the oldest turns make room for the next one]"
+            )
+        elif self.stats.finish == "length" and in_thought:
+            self.notify(
+                f"[{self.answer.max_new_tokens:,} tokens ended inside the thought: "
+                "raise max-new-tokens]"
             )
 
     def _record(self, text: str, prompt: list[int], new_ids: list[int], answer: str) -> None:
@@ -136,7 +172,7 @@ class ChatSession:
 
     def _render(self, turns: list[Message]) -> tuple[str, list[int]]:
         system = [{"role": "system", "content": self.system}] if self.system else []
-        text = self.tokenizer.render([*system, *turns])
+        text = self.tokenizer.render([*system, *turns], think=self.think)
         if self._text and text.startswith(self._text):
             return text, self._ids + self.tokenizer.encode(text[len(self._text) :])
         return text, self.tokenizer.encode(text)

@@ -1,4 +1,4 @@
-"""Tokens to text while they arrive: whole UTF-8 characters, and stop strings across tokens."""
+"""Tokens to text while they arrive: whole UTF-8 characters, stop strings, where a thought ends."""
 
 from __future__ import annotations
 
@@ -58,6 +58,62 @@ class TextStream:
         keep = 0 if final else max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
+
+
+THINK, END_THINK = "<think>", "</think>"
+
+
+def opened_thought(prompt: str) -> str:
+    """The end of `prompt` that begins a thought, as in DeepSeek-R1's template; else empty."""
+    _, mark, after = prompt.rpartition(THINK)
+    return mark + after if mark and not after.strip() else ""
+
+
+class ThoughtSplitter:
+    """Tells an answer's thought from the rest: `<think>` at the beginning, up to `</think>`.
+
+    `opened` is what `opened_thought` found in the prompt. Text is held back while it may be the
+    beginning of a mark.
+    """
+
+    def __init__(self, opened: str = "") -> None:
+        self.inside = bool(opened)
+        self._opened = opened
+        self._may_begin = not opened  # only blanks came so far
+        self._held = ""
+
+    def push(self, text: str) -> list[tuple[str, bool]]:
+        """The parts that `text` finishes, each with whether it belongs to the thought."""
+        text, self._held = self._held + text, ""
+        start = text.lstrip()
+        if self._may_begin and start:
+            if len(start) < len(THINK) and THINK.startswith(start):
+                self._held = text
+                return []
+            self._may_begin, self.inside = False, start.startswith(THINK)
+        if not self.inside:
+            return _filled((text, False))
+        thought, mark, rest = text.partition(END_THINK)
+        if mark:
+            self.inside = False
+            return _filled((thought + mark, True), (rest, False))
+        keep = _overlap(text, END_THINK)
+        self._held = text[len(text) - keep :]
+        return _filled((text[: len(text) - keep], True))
+
+    def finish(self) -> list[tuple[str, bool]]:
+        """What was held back, now that nothing follows."""
+        text, self._held = self._held, ""
+        return _filled((text, self.inside))
+
+    def closed(self, answer: str) -> str:
+        """The whole `answer` with both marks round its thought, so that a template can drop it."""
+        end = f"\n{END_THINK}\n\n" if self.inside else ""
+        return self._opened + answer + end
+
+
+def _filled(*parts: tuple[str, bool]) -> list[tuple[str, bool]]:
+    return [part for part in parts if part[0]]
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from fasteagle.config import HeadConfig, ModelConfig, head_from_hf
+from fasteagle.config import Eagle3Config, HeadConfig, ModelConfig, head_from_hf
 from fasteagle.drafting.base import Drafter, Tuning
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.ngram import NgramDrafter
@@ -21,8 +21,10 @@ from fasteagle.drafting.static_tree import StaticTreeDrafter, check_no_gaps, che
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading import hub
+from fasteagle.loading.entries import EAGLE3, REGISTRY
+from fasteagle.loading.head_dialects import default_taps
 from fasteagle.loading.head_file import load_head, read_header
-from fasteagle.loading.registry import REGISTRY
+from fasteagle.loading.registry import head_revision
 from fasteagle.loading.source import has_native, quantize_head_
 from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint, fingerprint, read_json
 from fasteagle.model import KEY_BLOCK, EagleHead
@@ -49,7 +51,7 @@ def find_head(asked: str | None, name: str, identity: str) -> FoundHead | None:
         if path.is_dir():
             return FoundHead(path, str(path))
         if hub.is_repo_id(asked) and not path.exists():
-            return FoundHead(hub.fetch_repo(asked, None), asked)
+            return FoundHead(hub.fetch_repo(asked, head_revision(asked)), asked)
         raise FasteagleError(f"head {asked!r}: no such folder, and no Hugging Face id (owner/name)")
     cached = cache_dir() / "heads" / identity
     if (cached / "config.json").exists():
@@ -59,9 +61,9 @@ def find_head(asked: str | None, name: str, identity: str) -> FoundHead | None:
         header = read_header(shipped) or {}
         if shipped.name == name or header.get("target_fingerprint") == identity:
             return FoundHead(shipped, "shipped with fasteagle")
-    entry = REGISTRY.get(name)
-    if entry is not None and entry.head_repo is not None:
-        return FoundHead(hub.fetch_repo(entry.head_repo, None), entry.head_repo)
+    heads = REGISTRY[name].heads if name in REGISTRY else ()
+    if heads:
+        return FoundHead(hub.fetch_repo(heads[0].repo, heads[0].revision), heads[0].repo)
     return None
 
 
@@ -71,17 +73,16 @@ def _shipped_heads() -> list[Path]:
     return [path.parent for path in sorted(folder.glob("*/config.json"))]
 
 
-def has_head(name: str) -> bool:
-    """Whether `fasteagle chat --model name` finds an EAGLE head by itself."""
-    shipped = any(path.name == name for path in _shipped_heads())
-    return shipped or REGISTRY[name].head_repo is not None
+def is_shipped(name: str) -> bool:
+    """Whether a head for model `name` is inside the package."""
+    return any(path.name == name for path in _shipped_heads())
 
 
 def head_shape(name: str, config: ModelConfig) -> HeadConfig:
     """Shape of the draft head of model `name`: that of the shipped head, else the published one.
 
-    Published EAGLE-1/2 heads have a block like the target's over `fc` [dim, 2 dim], and its whole
-    vocabulary. Reads no weights.
+    Published heads have a block like the target's. A model without one gets the shape of EAGLE-1/2:
+    `fc` [dim, 2 dim] and the whole vocabulary. Reads no weights.
     """
     for shipped in _shipped_heads():
         if shipped.name == name:
@@ -99,7 +100,12 @@ def head_shape(name: str, config: ModelConfig) -> HeadConfig:
         qk_norm=False,
         sliding_window=None,
     )
-    return HeadConfig(block, config.vocab_size)
+    head = next(iter(REGISTRY[name].heads), None) if name in REGISTRY else None
+    if head is None or head.algorithm != EAGLE3:
+        return HeadConfig(block, config.vocab_size)
+    own = Eagle3Config(default_taps(config.n_layer), target_dim=config.dim)
+    size = min(head.draft_vocab_size, config.vocab_size)
+    return HeadConfig(block, size, fc_bias=False, eagle3=own)
 
 
 def make_drafter(

@@ -54,20 +54,33 @@ class ChatTokenizer:
         """Text of `ids` with special tokens written out."""
         return self._backend.decode(ids, skip_special_tokens=False)
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+    @property
+    def has_thinking_switch(self) -> bool:
+        """Whether `render` can say if the model is to think before it answers."""
+        return "enable_thinking" in (self._template or "")
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        think: bool | None = None,
+    ) -> str:
         """The conversation as the model was trained to read it, up to where its answer begins.
 
-        A model without a template gets the messages' text alone. Raises `FasteagleError` where
-        the template refuses the messages, for example an unsupported system prompt.
+        `think` None: as the template does by itself. A model without a template gets the messages'
+        text alone. Raises `FasteagleError` where the template refuses the messages, for example an
+        unsupported system prompt.
         """
         if not self._template:
             return "\n".join(m["content"] for m in messages)
+        switch = {} if think is None else {"enable_thinking": think}
         try:
             return self._backend.apply_chat_template(
                 [dict(m) for m in messages],
                 chat_template=self._template,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
+                **switch,
             )
         except Exception as error:  # jinja2's errors, and whatever a template raises on purpose
             raise FasteagleError(f"the model's chat template refused: {error}") from error
@@ -78,6 +91,7 @@ class DummyTokenizer(ChatTokenizer):
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
+        self._template = None
         self.eos_ids = frozenset()
 
     def encode(self, text: str) -> list[int]:
@@ -91,7 +105,12 @@ class DummyTokenizer(ChatTokenizer):
     def raw(self, ids: Sequence[int]) -> str:
         return self.decode(ids)
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        think: bool | None = None,
+    ) -> str:
         return "".join(m["content"] for m in messages)
 
 

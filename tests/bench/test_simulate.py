@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -12,12 +13,14 @@ from fasteagle.bench.row_spec import RowSpec, parse_rows
 from fasteagle.bench.rows import Row, Turn
 from fasteagle.bench.run import BenchOptions
 from fasteagle.bench.simulate import check_simulation, dummy_drafter
+from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
+from fasteagle.loading.entries import EAGLE3, REGISTRY, PublishedHead
 from fasteagle.loading.find_head import head_shape
 from fasteagle.loading.open import open_dummy, precision_options
 from fasteagle.loading.registry import preset
-from fasteagle.model import LMHead
-from fasteagle.options import DraftOptions, RuntimeOptions
+from fasteagle.model import Eagle3Head, LMHead
+from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.shapes import TreeShape
 from fasteagle.stats import Stats
@@ -145,12 +148,27 @@ def test_the_random_head_is_stored_like_its_target(tiny_preset):
         assert isinstance(packed.lm_head, QuantizedLMHead)
 
 
+def test_the_random_head_is_of_the_published_algorithm(tiny_preset, monkeypatch):
+    entry = REGISTRY[tiny_preset]
+    config = dataclasses.replace(entry.config, n_layer=6)
+    head = PublishedHead("someone/head", EAGLE3, draft_vocab_size=80)
+    entry = dataclasses.replace(entry, config=config, heads=(head,))
+    monkeypatch.setitem(REGISTRY, tiny_preset, entry)
+    for precision in ("bf16", "int4"):
+        random, engine = made(tiny_preset, precision)
+        assert isinstance(random, Eagle3Head) and random.config.draft_vocab_size == 80
+        engine.use(EagleDrafter(random, TreeShape(3, 3, 8), engine.max_seq_len))
+        answer = [t for ids in engine.generate([5, 9, 40], SamplingParams(), 6) for t in ids]
+        assert len(answer) == 6
+
+
 def test_shapes_of_heads_come_from_the_registry_or_from_what_ships():
     llama = head_shape("llama2-7b", preset("llama2-7b"))
     assert (llama.block.n_layer, llama.draft_vocab_size, llama.fc_bias) == (1, 32000, True)
     assert llama.block.linear_params == 4096 * (3 * 4096 + 4096) + 3 * 4096 * 11008
     qwen = head_shape("qwen3-8b", preset("qwen3-8b"))
     assert not qwen.block.qk_norm and qwen.block.rope_base == 10000
+    assert (qwen.eagle3.tap_layers, qwen.draft_vocab_size) == ((2, 18, 33), 32000)
     shipped = head_shape("smollm2-135m", preset("smollm2-135m"))
     assert shipped.draft_vocab_size < shipped.block.vocab_size == 49152
     # The name alone does not make another shape's head fit.

@@ -13,7 +13,9 @@ import pytest
 from click.testing import CliRunner
 
 from fasteagle.cli import main as cli
+from fasteagle.cli.models import int4_bytes
 from fasteagle.errors import FasteagleError
+from fasteagle.loading.entries import REGISTRY
 
 
 def fasteagle(*args, stdin=b"", **kwargs) -> subprocess.CompletedProcess:
@@ -59,7 +61,7 @@ CHAT_OPTIONS = """
     --cpu-kernels --quant-backend --head --drafter --no-spec --tree --tree-depth --tree-topk
     --tree-nodes --draft-noise --verify --temperature --top-k --top-p --min-p
     --repetition-penalty --seed --max-new-tokens --stop --prompt --system --compile --no-compile
-    --show-accepted --quiet --help
+    --think --no-think --show-accepted --quiet --help
 """
 
 
@@ -98,10 +100,29 @@ def test_every_option_is_taken_and_shown(command):
 def test_models_lists_every_name():
     result = invoke("models")
     assert result.exit_code == 0
-    for name in ("smollm2-135m (default)", "llama2-7b", "vicuna-13b", "llama3-8b", "llama2-70b"):
-        assert name in result.output
-    row = next(line for line in result.output.splitlines() if line.startswith("llama2-7b"))
-    assert "(gated)" in row and "6.7B" in row and "12.55" in row and "3.57" in row
+    lines = result.output.splitlines()
+    rows = {line.split()[0]: " ".join(line.split()) for line in lines if not line.startswith(" ")}
+    assert set(REGISTRY) < set(rows)
+    assert rows["smollm2-135m"].startswith("smollm2-135m (default) 135M")
+    assert rows["llama2-7b"].startswith(
+        "llama2-7b 6.74B 5.7 EAGLE-1/2 yuhuili/EAGLE-llama2-chat-7B yes no Llama 2"
+    )
+    assert "EAGLE-3 AngelSlim/Qwen3-4B_eagle3 no no Apache-2.0" in rows["qwen3-4b"]
+    assert "none no shape only Llama 2" in rows["llama2-70b"]
+    at = next(i for i, line in enumerate(lines) if line.startswith("vicuna-13b"))
+    assert "EAGLE-3 yuhuili/EAGLE3-Vicuna1.3-13B" in lines[at]
+    assert lines[at + 1].strip() == "or EAGLE-1/2: --head yuhuili/EAGLE-Vicuna-13B-v1.3"
+
+
+def test_memory_at_int4_counts_the_draft_head_and_the_cache():
+    """At 4.25 bits a weight of a linear, with the embedding in 16 bits and the LM head in 8."""
+    linears = 4 * 4096**2 + 3 * 4096 * 11008  # of one block
+    weights = (33 * linears + 2 * 4096**2) * 17 // 32 + 32000 * 4096 * 3
+    assert int4_bytes("llama2-7b") == weights + 2 * 33 * 4096 * 4096 * 2
+    attention, mlp = 2560 * (32 + 8 + 8 + 32) * 128, 3 * 2560 * 9728
+    linears = 37 * (attention + mlp) + 2560 * 48 * 128 + 3 * 2560**2  # EAGLE-3: QKV is wider
+    weights = linears * 17 // 32 + 151936 * 2560 * 3 + 32000 * 2560
+    assert int4_bytes("qwen3-4b") == weights + 2 * 37 * 8 * 128 * 4096 * 2
 
 
 def test_one_shot_answer_is_alone_on_stdout(tiny_dir):

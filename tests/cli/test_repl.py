@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from fasteagle.cli import repl
 from fasteagle.paths import state_dir
-from helpers import TINY_VOCAB, save_tiny
+from helpers import THINKING_TEMPLATE, TINY_VOCAB, save_tiny
 
 READLINE = importlib.util.find_spec("readline") is not None
 HANGS = 300  # seconds, after which a process will not answer on any machine
@@ -188,9 +189,31 @@ def test_setting_options(terminal):
         ("/set seed=x", "'x' is not a number"),
         ("/set seed", "wants key=value"),
         ("/set max_new_tokens=0", "max-new-tokens 0"),
+        ("/set think=maybe", "'maybe' is unknown: use on, off, default"),
+        ("/set seed=1;think=on", "think on: this model's chat template has no thinking switch"),
     ):
         assert message in terminal.ask(bad)
     assert "seed = 23" in terminal.ask("/show")  # nothing of a wrong line takes effect
+
+
+def test_thoughts_are_dimmed_and_can_be_switched_off(tiny_dir, tmp_path):
+    folder = shutil.copytree(tiny_dir, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(THINKING_TEMPLATE)
+    terminal = Terminal("--model", folder, "--no-compile", "--max-new-tokens", 8)
+    terminal.wait_for(">>> $")
+    shown = terminal.ask("hello")
+    assert "\x1b[2m" in shown and "tokens ended inside the thought" in shown
+    terminal.ask("/set think=off")
+    assert "think = off" in terminal.ask("/show")
+    assert "\x1b[2m" not in terminal.ask("again")
+    terminal.ask(f"/save {tmp_path / 'c.json'}")
+    saved = json.loads((tmp_path / "c.json").read_text())
+    assert saved["think"] is False and saved["turns"][1]["content"].startswith("<think>")
+    terminal.ask("/set think=default")
+    terminal.ask(f"/load {tmp_path / 'c.json'}")
+    assert "think = off" in terminal.ask("/show")
+    terminal.send("/exit\n")
+    assert terminal.close() == 0
 
 
 def test_several_lines_make_one_question(terminal, tmp_path):
@@ -281,6 +304,13 @@ def test_save_and_load(terminal, tmp_path):
     assert "wants a file name" in terminal.ask("/save")
     assert "cannot read" in terminal.ask("/load /nowhere/x")
     assert "cannot write" in terminal.ask("/save /proc/nowhere/x")
+    saved = json.loads(path.read_text())
+    path.write_text(json.dumps({**saved, "think": True}))
+    terminal.ask(f"/load {path}")
+    assert "think = default" in terminal.ask("/show")  # this model has no switch
+    terminal.ask("more")
+    path.write_text(json.dumps({**saved, "think": "on"}))
+    assert "is no saved conversation (think is 'on')" in terminal.ask(f"/load {path}")
     path.write_text('{"turns": [{"role": "assistant", "content": "x"}]}')
     assert "is no saved conversation" in terminal.ask(f"/load {path}")
     assert "saved 4 messages" in terminal.ask(f"/save {path}")  # nothing was lost

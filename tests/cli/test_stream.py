@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from fasteagle.cli.stream import TextStream
+from fasteagle.cli.stream import TextStream, ThoughtSplitter, opened_thought
 
 
 class Bytes:
@@ -103,3 +103,50 @@ def test_pushing_nothing_forgets_nothing():
     for i in range(3):
         out += stream.push([]) + stream.push([i])
     assert out + stream.finish() == "Hello world again"
+
+
+def split(text, step, opened=""):
+    """The thought and the rest of `text`, given in pieces of `step` characters."""
+    splitter = ThoughtSplitter(opened)
+    parts = [p for i in range(0, len(text), step) for p in splitter.push(text[i : i + step])]
+    parts += splitter.finish()
+    assert "".join(part for part, _ in parts) == text and all(part for part, _ in parts)
+    kinds = [is_thought for _, is_thought in parts]
+    assert kinds == sorted(kinds, reverse=True)  # a thought comes first
+    thought = "".join(part for part, is_thought in parts if is_thought)
+    return thought, splitter.closed(text)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 100])
+@pytest.mark.parametrize(
+    ("opened", "text", "thought"),
+    [
+        ("", "plain < text", ""),
+        ("", "<think>a < b </thin</think>so", "<think>a < b </thin</think>"),
+        ("", "<th", ""),
+        ("", "say <think>aloud</think>", ""),  # only an answer's beginning is a thought
+        ("", "<b><think>x</think>", ""),
+        ("<think>\n", "a\n</think>\n\nb", "a\n</think>"),
+        ("<think>\n", "<think></think></think>", "<think></think>"),
+    ],
+)
+def test_the_thought_of_an_answer(step, opened, text, thought):
+    assert split(text, step, opened) == (thought, opened + text)
+
+
+@pytest.mark.parametrize("step", [1, 100])
+def test_a_thought_that_is_cut_short_is_closed(step):
+    assert split("<think>a</th", step) == ("<think>a</th", "<think>a</th\n</think>\n\n")
+    assert split("a", step, "<think>\n") == ("a", "<think>\na\n</think>\n\n")
+
+
+def test_blanks_before_a_thought_are_no_part_of_it():
+    splitter = ThoughtSplitter()
+    assert splitter.push("\n") == [("\n", False)]
+    assert splitter.push("<thi") == [] and splitter.push("nk>a") == [("<think>a", True)]
+
+
+def test_a_prompt_can_open_the_thought():
+    assert opened_thought("user: hi\nassistant: <think>\n") == "<think>\n"
+    assert opened_thought("<think>\n\n</think>\n\n") == ""
+    assert opened_thought("what does <think> do?") == opened_thought("") == ""

@@ -18,13 +18,14 @@ from fasteagle.generate import Engine
 from fasteagle.loading import find_head as heads
 from fasteagle.loading import registry
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
+from fasteagle.loading.entries import EAGLE3
 from fasteagle.loading.find_head import find_head, make_drafter, read_tree
 from fasteagle.loading.head_file import save_head, with_vocabulary
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.options import DraftOptions, SamplingParams
 from fasteagle.paths import cache_dir
 from fasteagle.shapes import TreeShape
-from helpers import forbid, official_files, put_in_cache, random_head, save_tiny
+from helpers import eagle3_of, forbid, official_files, put_in_cache, random_head, save_tiny
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,7 @@ def test_search_order(tmp_path, monkeypatch, hub_cache):
     for folder in (repo,):
         (folder / "config.json").write_text("{}")
         (folder / "pytorch_model.bin").write_bytes(b"x")
-    put_in_cache(hub_cache, repo, registry.REGISTRY[name].head_repo, "1" * 40)
+    put_in_cache(hub_cache, repo, registry.REGISTRY[name].heads[0].repo, "1" * 40)
     assert find_head(None, "llama2-70b", identity) is None
     assert find_head(None, name, identity).origin == "yuhuili/EAGLE-Vicuna-7B-v1.3"
     other = shipped / "data" / "heads" / "some-model"
@@ -89,28 +90,44 @@ def test_search_order(tmp_path, monkeypatch, hub_cache):
         find_head(str(tmp_path / "nowhere"), name, identity)
 
 
-@pytest.mark.parametrize("name", [n for n, e in registry.REGISTRY.items() if e.head_repo])
+@pytest.mark.parametrize(
+    ("name", "which"), [(n, i) for n, e in registry.REGISTRY.items() for i in range(len(e.heads))]
+)
+def test_published_heads_are_found_at_their_commit(name, which, hub_cache, tmp_path):
+    """The first head of a model by itself, the others by their name."""
+    published = registry.REGISTRY[name].heads[which]
+    folder = tmp_path / "head"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+    snapshot = put_in_cache(hub_cache, folder, published.repo, published.revision or "1" * 40)
+    found = find_head(published.repo if which else None, name, "0" * 64)
+    assert found is not None and (found.path, found.origin) == (snapshot, published.repo)
+
+
+@pytest.mark.parametrize("name", ["llama2-7b", "llama3-8b", "vicuna-13b"])
 def test_chat_by_name_finds_target_and_published_head(name, tmp_path, hub_cache):
     """A fake hub cache with a tiny target and a tiny head in the published layouts."""
     entry = registry.REGISTRY[name]
-    target_dir = save_tiny(tmp_path / "target")
+    published = entry.heads[0]
+    target_dir = save_tiny(tmp_path / "target", num_hidden_layers=8)
     checkpoint = open_checkpoint(target_dir)
     model = load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=64)
-    published = tmp_path / "head"
-    published.mkdir()
-    head = random_head(model, rope_scaling=None, rope_base=10000.0)
-    bias = name != "llama3-8b"
-    official_files(published, head, pickled=True, bias=bias)
+    folder = tmp_path / "head"
+    folder.mkdir()
+    own = eagle3_of("eagle3" if published.algorithm == EAGLE3 else "eagle1", model.config)
+    head = random_head(model, rope_scaling=None, rope_base=10000.0, eagle3=own)
+    official_files(folder, head, pickled=True, bias=name == "llama2-7b")
     put_in_cache(hub_cache, target_dir, entry.repo, entry.revision)
-    put_in_cache(hub_cache, published, entry.head_repo, "2" * 40)
+    put_in_cache(hub_cache, folder, published.repo, published.revision or "2" * 40)
     arguments = ["chat", "--model", name, "-p", "hello", "--max-new-tokens", "9", "--dtype", "fp32"]
     result = CliRunner().invoke(cli.main, arguments)
     assert result.exit_code == 0, result.stderr
-    assert f"draft head {entry.head_repo}: eagle" in result.stderr
+    assert f"draft head {published.repo}: eagle" in result.stderr
     assert "not calibrated" in result.stderr and "accepted" in result.stderr
     plain = CliRunner().invoke(cli.main, [*arguments, "--no-spec"])
     assert plain.stdout == result.stdout and "accepted" not in plain.stderr
-    assert registry.local_path(name) is not None and heads.has_head(name)
+    assert registry.local_path(name) is not None
 
 
 def test_a_shipped_head_is_found_for_the_same_weights_under_another_name(

@@ -8,6 +8,7 @@ import pytest
 
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import registry
+from fasteagle.loading.entries import EAGLE2, EAGLE3
 from helpers import put_in_cache, save_tiny
 
 
@@ -42,8 +43,36 @@ def test_every_entry_is_pinned_and_described():
         assert entry.licence, name
         if entry.repo:
             assert len(entry.revision) == 40 and entry.download_bytes > entry.config.params
+        for head in entry.heads:
+            assert head.revision is None or len(head.revision) == 40
+            assert head.draft_vocab_size <= entry.config.vocab_size
         if entry.wheel:
             assert len(entry.wheel.wheel_sha256) == len(entry.wheel.member_sha256) == 64
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),  # as the model cards say
+    [
+        ("qwen3-1.7b", "1.72"),
+        ("qwen3-4b", "4.02"),
+        ("qwen3-8b", "8.19"),
+        ("qwen3-14b", "14.77"),
+        ("qwen3-32b", "32.76"),
+        ("llama3.1-8b", "8.03"),
+        ("deepseek-r1-distill-8b", "8.03"),
+        ("llama3.3-70b", "70.55"),
+    ],
+)
+def test_shapes_have_the_published_number_of_parameters(name, billions):
+    assert f"{registry.preset(name).params / 1e9:.2f}" == billions
+
+
+def test_the_default_draft_head_is_the_newest_algorithm():
+    """EAGLE-3 is 1.8 times as fast as EAGLE-1 on vicuna-13b, say the authors of both."""
+    both = {n: e.heads for n, e in registry.REGISTRY.items() if len(e.heads) > 1}
+    assert set(both) == {"vicuna-13b", "llama3.1-8b"}
+    for heads in both.values():
+        assert [head.algorithm for head in heads] == [EAGLE3, EAGLE2]
 
 
 def test_local_gguf_and_folder_paths_resolve(tmp_path):

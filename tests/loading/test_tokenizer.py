@@ -9,9 +9,9 @@ import pytest
 from gguf import GGUFWriter
 
 from fasteagle.errors import FasteagleError
-from fasteagle.loading.registry import VICUNA_TEMPLATE
+from fasteagle.loading.entries import VICUNA_TEMPLATE
 from fasteagle.loading.tokenizer import load_tokenizer
-from helpers import TINY_VOCAB, edit_json, make_hf_model, save_tokenizer
+from helpers import THINKING_TEMPLATE, TINY_VOCAB, edit_json, make_hf_model, save_tokenizer
 
 USER = [{"role": "user", "content": "Hi"}]
 
@@ -42,6 +42,15 @@ def test_template_that_refuses_is_one_line(tiny_dir):
     tokenizer = load_tokenizer(tiny_dir, "{{ raise_exception('no system prompt, please') }}")
     with pytest.raises(FasteagleError, match="template refused: no system prompt, please"):
         tokenizer.render(USER)
+
+
+def test_templates_with_a_thinking_switch(tiny_dir):
+    tokenizer = load_tokenizer(tiny_dir, THINKING_TEMPLATE)
+    assert tokenizer.has_thinking_switch
+    default = "<|user|>Hi<|end|><|assistant|><think>\n"
+    assert tokenizer.render(USER) == tokenizer.render(USER, think=True) == default
+    assert tokenizer.render(USER, think=False) == default + "\n</think>\n\n"
+    assert not load_tokenizer(tiny_dir).has_thinking_switch
 
 
 def test_model_without_a_template_gets_the_text_alone(tiny_dir, tmp_path):

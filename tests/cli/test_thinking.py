@@ -1,0 +1,161 @@
+"""Answers that begin with a thought: what is shown, what later turns keep, and the KV cache."""
+
+from __future__ import annotations
+
+import re
+import shutil
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from fasteagle.cli import main as cli
+from fasteagle.cli.session import ChatSession
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.generate import Engine
+from fasteagle.loading.checkpoint import load_model, open_checkpoint
+from fasteagle.options import AnswerOptions, SamplingParams
+from fasteagle.shapes import TreeShape
+from helpers import THINKING_TEMPLATE, TINY_VOCAB, Letters, random_head
+
+DRAWN = SamplingParams(1.0, top_p=0.95, seed=3)
+
+
+class Thinker(Letters):
+    """Letters, two of which are the marks of a thought; its template drops earlier thoughts."""
+
+    has_thinking_switch = True
+
+    def __init__(self, marks: dict[int, str], opened: str = "") -> None:
+        super().__init__(TINY_VOCAB)
+        self.marks, self.opened = marks, opened
+
+    def encode(self, text):
+        ids = {mark: [i] for i, mark in self.marks.items()}
+        parts = re.split("(</?think>)", text)
+        return [i for part in parts for i in ids.get(part) or Letters.encode(self, part)]
+
+    def decode(self, ids) -> str:
+        return "".join(self.marks.get(i) or Letters.decode(self, [i]) for i in ids)
+
+    raw = decode
+
+    def render(self, turns, think=None) -> str:
+        text = "".join(turn["content"].split("</think>")[-1] for turn in turns)
+        return text + ("<think></think>" if think is False else self.opened)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_dir):
+    checkpoint = open_checkpoint(tiny_dir)
+    return load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=512)
+
+
+def new_session(model, tokenizer, drafter=None):
+    engine = Engine(model, 512)
+    if drafter == "eagle":
+        head = random_head(model, rope_scaling=None, rope_base=10000.0)
+        engine.use(EagleDrafter(head, TreeShape(3, 3, 8), 512))
+    session = ChatSession(engine, tokenizer, DRAWN, AnswerOptions(12))
+    session.remarks = []
+    session.notify = session.remarks.append
+    session.mark_thought = lambda text: f"[{text}]"
+    return session
+
+
+def answer(session, text):
+    return "".join(session.ask(text))
+
+
+def thinker(model, opened=""):
+    """A tokenizer with which the model's answer to "hello" begins with a thought of some tokens."""
+    begin = 7
+    prompt = Letters(TINY_VOCAB).encode("hello") + ([begin] if opened else [])
+    ids = [i for chunk in Engine(model, 512).generate(prompt, DRAWN, 12) for i in chunk]
+    if not opened:
+        begin = ids[0]
+    end = next(i for i in ids[3:-2] if i not in (begin, *ids[:3]))
+    return Thinker({begin: "<think>", end: "</think>"}, opened)
+
+
+@pytest.mark.parametrize("drafter", [None, "eagle"])
+@pytest.mark.parametrize("opened", ["", "<think>"])
+def test_later_turns_do_without_the_thought(model, drafter, opened):
+    """They are answered as by an engine that never saw it, from a cache that ends before it."""
+    tokenizer = thinker(model, opened)
+    session = new_session(model, tokenizer, drafter)
+    shown = answer(session, "hello")
+    thought, rest = re.fullmatch(r"((?:\[.+?\])+)(.+)", shown).groups()
+    assert thought.endswith("</think>]") and "[" not in rest
+    content = opened + shown.replace("[", "").replace("]", "")
+    assert session.turns[-1]["content"] == content and content.startswith("<think>")
+    for question in ("and more", "third"):
+        answer(session, question)
+        assert "hello" + rest + "and more" in session._text
+        assert session.stats.cached_tokens >= len("hello") - 1
+        fresh = new_session(model, tokenizer)
+        fresh.turns = session.turns[:-2]
+        answer(fresh, question)
+        assert fresh.turns == session.turns and fresh._ids == session._ids
+        assert fresh.stats.cached_tokens == 0
+
+
+@pytest.mark.parametrize("opened", ["", "<think>"])
+def test_a_thought_without_an_end_is_not_taken_for_the_answer(model, opened):
+    session = new_session(model, thinker(model, opened))
+    session.answer = AnswerOptions(2)
+    shown = answer(session, "hello").replace("[", "").replace("]", "")
+    assert session.remarks == ["[2 tokens ended inside the thought: raise max-new-tokens]"]
+    assert session.turns[-1]["content"] == f"{opened}{shown}\n</think>\n\n"
+    session.answer = AnswerOptions(12)
+    answer(session, "and more")
+    assert session._text.startswith("hello\n\nand more")
+
+
+def test_interrupting_a_thought_closes_it(model):
+    session = new_session(model, thinker(model))
+    pieces = session.ask("hello")
+    assert next(pieces) == "[<think>]"
+    with pytest.raises(KeyboardInterrupt):
+        pieces.throw(KeyboardInterrupt)
+    assert session.turns[-1]["content"].startswith("<think>")
+    assert session.turns[-1]["content"].endswith("</think>\n\n")
+
+
+def test_switching_in_a_conversation(model):
+    session = new_session(model, thinker(model))
+    answer(session, "hello")
+    session.think = False
+    answer(session, "more")
+    assert "more<think></think>" in session._text
+    session.think = None
+    answer(session, "last")
+    assert "<think></think>" not in session._text
+
+
+# The command line
+
+
+@pytest.fixture
+def thinking_dir(tiny_dir, tmp_path):
+    """A tiny model whose template opens a thought, or an empty one."""
+    folder = shutil.copytree(tiny_dir, tmp_path / "thinking")
+    (folder / "chat_template.jinja").write_text(THINKING_TEMPLATE)
+    return folder
+
+
+def chat(folder, *options):
+    arguments = ["chat", "--model", str(folder), "-p", "hello", "--max-new-tokens", "8", *options]
+    return CliRunner().invoke(cli.main, arguments)
+
+
+def test_options(thinking_dir, tiny_dir):
+    default, on, off = (chat(thinking_dir, *o) for o in ([], ["--think"], ["--no-think"]))
+    assert default.exit_code == 0 and default.stdout == on.stdout != off.stdout
+    assert "8 tokens ended inside the thought" in on.stderr and "inside" not in off.stderr
+    assert "\x1b" not in on.stdout
+    for option, word in (("--think", "on"), ("--no-think", "off")):
+        refused = chat(tiny_dir, option)
+        assert refused.exit_code == 2 and refused.stdout == ""
+        last = refused.stderr.strip().splitlines()[-1]
+        assert f"Error: think {word}: this model's chat template has no thinking switch" in last
