@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fasteagle.config import HeadConfig, ModelConfig
 from fasteagle.tree import TreeView
+from fasteagle.uninitialized import Uninitialized
 
 KEY_BLOCK = 256  # attention reads a prefix of the cache rounded up to this many keys
 
@@ -347,7 +348,8 @@ class EagleHead(nn.Module):
         elif self.config.draft_vocab_size == target.config.vocab_size:
             self._lm_head = (target.lm_head,)
         else:
-            rows = nn.Linear(target.config.dim, len(self.d2t), bias=False, device="meta")
+            with Uninitialized():
+                rows = nn.Linear(target.config.dim, len(self.d2t), bias=False, device="meta")
             weight = target.head_rows(self.target_ids())
             rows.weight = nn.Parameter(weight, requires_grad=False)
             self._lm_head = (rows,)

@@ -29,6 +29,7 @@ from fasteagle.loading.tensors import (
 )
 from fasteagle.model import KEY_BLOCK, Block, Transformer
 from fasteagle.quant.scheme import INT8, int4_for
+from fasteagle.uninitialized import Uninitialized
 
 GIB = 2**30
 
@@ -85,7 +86,7 @@ def load_model(
     check_complete(checkpoint, source)
     weight_bytes = None if quantized is None else quantized.weight_bytes()
     require_memory(config, dtype, device, max_seq_len, weight_bytes)
-    with torch.device("meta"):
+    with torch.device("meta"), Uninitialized():
         model = Transformer(config)
 
     def get(name: str) -> nn.Parameter:

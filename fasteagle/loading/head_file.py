@@ -23,6 +23,7 @@ from fasteagle.loading.head_dialects import HeadSource, described
 from fasteagle.loading.tensors import read_json
 from fasteagle.model import Eagle3Head, EagleHead, make_head
 from fasteagle.paths import replacing
+from fasteagle.uninitialized import Uninitialized
 
 HEADER_KEY = "fasteagle"
 
@@ -126,7 +127,8 @@ def load_head(
     it does not fit the target.
     """
     source = open_head(path)
-    head = make_head(source.config(target, tap_layers))
+    with Uninitialized():  # all of it is loaded, or it is refused
+        head = make_head(source.config(target, tap_layers))
     load_official_state(head, source.state, source.name)
     ids = head.target_ids()
     if ids.min() < 0 or ids.max() >= target.vocab_size or (ids.diff() <= 0).any():
