@@ -40,6 +40,11 @@ def generate_data(
     model: str, runtime: RuntimeOptions, options: DataOptions, api_key: str | None
 ) -> None:
     """Let `model`, or a server that has it, answer; append what is kept to `options.out`."""
+    if options.base_url is not None and runtime != RuntimeOptions():
+        raise FasteagleError(
+            "the server runs the model: with --base-url leave out --device, --int4 and what else "
+            "says how to run it"
+        )
     pick_device(runtime.device)
     if runtime.threads:
         torch.set_num_threads(runtime.threads)

@@ -203,6 +203,7 @@ def test_progress_is_told(model, prompts, tmp_path, monkeypatch):
         (("--self", "--count", 1, "--served-model", "x"), "has no server: add --base-url"),
         (("--self", "--count", 1, "--base-url", "http://x"), "chat server does not"),
         (("--prompts", "p.jsonl", "--base-url", "localhost:1"), "is not a URL"),
+        (("--prompts", "p.jsonl", "--base-url", "http://x", "--int4"), "the server runs the model"),
         (("--prompts", "absent.jsonl"), "cannot read absent.jsonl"),
         (("--prompts", "empty.jsonl"), "no questions in it"),
         (("--prompts", "s.jsonl"), 's.jsonl, line 1: expected {"turns"'),
@@ -236,6 +237,17 @@ def test_files_of_others_are_not_written_to(model, prompts, tmp_path):
     text.write_text('{"ids": [1, 2], "prompt_len": 1}\n')
     done = invoke("--model", model, "--out", text, "--prompts", prompts, *FEW)
     assert done.exit_code == 2 and "line 1: not a line that generate-data wrote" in done.stderr
+
+
+def test_a_draft_head_is_trained_on_it(model, prompts, tmp_path, no_compiler):
+    out = tmp_path / "text.jsonl"
+    generated(model, out, "--prompts", prompts)
+    sizes = ("--draft-vocab-size", 128, "--loss-vocab-size", 64, "--features", "live")
+    options = ("--held-out", 3, "--steps", 2, "--batch-tokens", 200, "--max-len", 200, *sizes)
+    arguments = ("--model", model, "--data", out, "--out", tmp_path / "head", *options)
+    done = CliRunner().invoke(cli.main, ["train-head", *map(str, arguments)])
+    assert done.exit_code == 0, done.output
+    assert "head written to" in done.stderr
 
 
 def test_a_template_without_a_question(tmp_path, monkeypatch):
