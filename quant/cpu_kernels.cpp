@@ -786,11 +786,12 @@ struct Attention {
       out[r] = (chains[r][0] + chains[r][1]) + (chains[r][2] + chains[r][3]);
   }
 
+  // Those of queries `from` .. `to` - 1.
   template <class F>
-  void all_scores(int64_t g, const float* turned, F take) const {
+  void some_scores(int64_t g, int64_t from, int64_t to, const float* turned, F take) const {
     VF out[4];
-    for (int64_t i = 0, n; i < queries(); i += n) {
-      n = std::min<int64_t>(4, queries() - i);
+    for (int64_t i = from, n; i < to; i += n) {
+      n = std::min<int64_t>(4, to - i);
       switch (n) {
         case 1: scores<1>(g, i, turned, out); break;
         case 2: scores<2>(g, i, turned, out); break;
@@ -813,7 +814,7 @@ struct Attention {
     for (int64_t at = 0; at < shared; at += W) {
       const int64_t n = std::min<int64_t>(W, shared - at);
       turned_keys(g, first + at, n, turned);
-      all_scores(g, turned, [&](int64_t i, VF found) {
+      some_scores(g, 0, queries(), turned, [&](int64_t i, VF found) {
         if (n == W) return store(s + i * KEYS + at, found);
         for (int64_t j = 0; j < n; j++) s[i * KEYS + at + j] = found[j];
       });
@@ -825,10 +826,11 @@ struct Attention {
     add_values(s, v + (g * S + first) * E, shared, queries(), part(g, block, 0), width);
     for (int64_t t = 0; t < T; t++) {
       const auto [begin, end] = own_of(t, first);
-      for (const int64_t* slot = begin; slot < end; slot++) {
+      for (const int64_t *slot = begin, *next; slot < end; slot = next) {
+        for (next = slot + 1; next < end && *next == next[-1] + 1;) next++;
         const int64_t rank = rank_of(t, slot) - first, i = t * group;
-        add_values(s + i * KEYS + rank, v + (g * S + *slot) * E, 1, group, part(g, block, i),
-                   width);
+        add_values(s + i * KEYS + rank, v + (g * S + *slot) * E, next - slot, group,
+                   part(g, block, i), width);
       }
     }
   }
@@ -848,26 +850,31 @@ struct Attention {
     return {own + begin, own + end};
   }
 
-  // Scores of the rows' own keys. Those of all rows lie close together, and are turned at once.
+  // Scores of the rows' own keys, W slots at a time, for the rows that see any of these. The keys
+  // of a tree's rows lie close together; those of a batch's rows far apart, each row by itself.
   void own_scores(int64_t g, int64_t first, float* turned, float* s) const {
-    int64_t least = S, most = -1;
-    for (int64_t t = 0; t < T; t++) {
-      const auto [begin, end] = own_of(t, first);
-      if (begin == end) continue;
-      least = std::min(least, *begin);
-      most = std::max(most, end[-1]);
-    }
-    for (int64_t slot = least; slot <= most; slot += W) {
-      const int64_t n = std::min<int64_t>(W, most + 1 - slot);
+    const int64_t group = heads.group();
+    float* all = turned + heads.E * W;  // [queries, W]
+    Slots left[MAX_ROWS];
+    for (int64_t t = 0; t < T; t++) left[t] = own_of(t, first);
+    for (;;) {
+      int64_t slot = S;
+      for (int64_t t = 0; t < T; t++)
+        if (left[t].begin < left[t].end) slot = std::min(slot, *left[t].begin);
+      if (slot == S) return;
+      const int64_t n = std::min<int64_t>(W, S - slot);
+      const auto seen_by = [&](int64_t t) {
+        return left[t].begin < left[t].end && *left[t].begin < slot + n;
+      };
       turned_keys(g, slot, n, turned);
-      float* all = turned + heads.E * W;  // [queries, W]
-      all_scores(g, turned, [&](int64_t i, VF found) { store(all + i * W, found); });
-      for (int64_t t = 0; t < T; t++) {
-        const auto [begin, end] = own_of(t, first);
-        const int64_t group = heads.group();
-        for (const int64_t* p = std::lower_bound(begin, end, slot); p < end && *p < slot + n; p++)
-          for (int64_t i = t * group; i < (t + 1) * group; i++)
-            s[i * KEYS + rank_of(t, p) - first] = all[i * W + *p - slot];
+      for (int64_t t = 0, end; t < T; t = end + 1) {
+        for (end = t; end < T && seen_by(end);) end++;
+        some_scores(g, t * group, end * group, turned,
+                    [&](int64_t i, VF found) { store(all + i * W, found); });
+        for (; t < end; t++)
+          for (const int64_t*& p = left[t].begin; seen_by(t); p++)
+            for (int64_t i = t * group; i < (t + 1) * group; i++)
+              s[i * KEYS + rank_of(t, p) - first] = all[i * W + *p - slot];
       }
     }
   }

@@ -20,7 +20,7 @@ from fasteagle.cli.options import (
     sampling_options,
 )
 from fasteagle.options import DraftOptions, RuntimeOptions
-from fasteagle.training.options import CalibrateOptions, TrainOptions, TrainRun
+from fasteagle.training.options import CalibrateOptions, DataOptions, TrainOptions, TrainRun
 
 # Commands import what they call inside their body: --help answers without importing torch.
 
@@ -134,3 +134,18 @@ def train_head(
     from fasteagle.training.train_head import train_head as train
 
     train(model, runtime_options, run, options)
+
+
+@main.command("generate-data")
+@model_options
+@group(DataOptions, "options")
+@click.option(
+    "--api-key", envvar="FASTEAGLE_API_KEY", show_envvar=True, help="Of the server, if it has one."
+)
+def generate_data(
+    model: str, runtime_options: RuntimeOptions, options: DataOptions, api_key: str | None
+) -> None:
+    """Let the model answer prompts, its own or yours: training text for draft heads."""
+    from fasteagle.training.generate_data import generate_data as generate
+
+    generate(model, runtime_options, options, api_key)

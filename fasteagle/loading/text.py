@@ -75,7 +75,7 @@ def write_conversations(
     number = _whole_lines(out)
     lines = out.read_text("utf-8").splitlines() if number else []
     done = sum(len(json.loads(line)["ids"]) for line in lines)
-    before_question = _user_prefix(tokenizer)
+    before_question = user_prefix(tokenizer)
     with out.open("a", encoding="utf-8") as file:
         while done < n_tokens and not enough(number):
             params = SamplingParams(1.0, top_p=0.95, seed=number)
@@ -107,11 +107,20 @@ def _write_answer(
     return len(ids)
 
 
-def _user_prefix(tokenizer: ChatTokenizer) -> list[int]:
-    """The template up to where the first question begins."""
+def user_prefix(tokenizer: ChatTokenizer) -> list[int]:
+    """The template up to where the first question begins.
+
+    Raises `FasteagleError` where there is nothing before it.
+    """
     mark = "QUESTION-GOES-HERE"
     text = tokenizer.render([{"role": "user", "content": mark}])
-    return tokenizer.encode(text[: text.index(mark)])
+    before, found, _ = text.partition(mark)
+    if not found or not before:
+        raise FasteagleError(
+            "the model's chat template has no beginning of a question, so that the model cannot "
+            "write one: give questions"
+        )
+    return tokenizer.encode(before)
 
 
 def _generated(

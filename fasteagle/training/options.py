@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fasteagle.config import default_taps, parse_taps
 from fasteagle.errors import FasteagleError
-from fasteagle.options import option
+from fasteagle.options import SamplingParams, option
 
 ALGORITHMS = ("eagle1", "eagle3")
 # Where nothing else is said: those of the EAGLE-1 and of the EAGLE-3 paper.
@@ -158,3 +158,84 @@ class CalibrateOptions:
             raise FasteagleError(f"minutes {self.minutes} is out of range: use more than 0")
         if self.steps is not None and self.steps < 1:
             raise FasteagleError(f"steps {self.steps} is out of range: use 1 or more")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """What `generate-data` asks a model, how it answers, and what is kept of it."""
+
+    prompts: Path | None = option(
+        None, 'JSONL with {"turns": [...]} lines; each turn is answered.', kind="file"
+    )
+    self_written: bool = option(
+        False, "The model writes the questions itself, from nothing.", flag="--self"
+    )
+    seeds: Path | None = option(
+        None,
+        'JSONL with {"instruction": "..."} lines; shown some of them, the model writes more.',
+        kind="file",
+    )
+    out: Path = option(text="JSONL to write; a run that was cut off goes on in it.", kind="file")
+    count: int | None = option(
+        None, "Conversations, those dropped included.  [default: every prompt]"
+    )
+    tokens: int | None = option(None, "Stop after so many tokens of answers.")
+    batch: int = option(8, "Conversations at a time.")
+    temperature: tuple[str, ...] = option(
+        ("0", "0.7"), "Of the conversations in turn.", kind="comma list"
+    )
+    top_p: float = 0.95
+    max_new_tokens: int = option(512, "Longest answer.")
+    seed: int = option(0, "Same seed, same text.")
+    exclude: tuple[Path, ...] = option(
+        (),
+        "JSONL of prompts to stay away from: text that shares 8 words in a row with one is "
+        "dropped (repeatable).",
+        kind="file",
+    )
+    drop_cut: bool = option(False, "Drop answers cut at --max-new-tokens.")
+    base_url: str | None = option(
+        None, "Let an OpenAI-compatible server answer, as http://HOST:PORT/v1."
+    )
+    served_model: str | None = option(None, "Name of the model there.  [default: --model]")
+
+    def __post_init__(self) -> None:
+        sources = (self.prompts, self.self_written or None, self.seeds)
+        given = sum(source is not None for source in sources)
+        if given != 1:
+            what = "contradict each other" if given else "say what is asked"
+            raise FasteagleError(f"--prompts, --self, --seeds {what}: give one of them")
+        if self.prompts is None and self.count is None and self.tokens is None:
+            raise FasteagleError("the model would write without end: give --count or --tokens")
+        for name in ("count", "tokens", "batch", "max_new_tokens"):
+            value, flag = getattr(self, name), name.replace("_", "-")
+            if value is not None and value < 1:
+                raise FasteagleError(f"{flag} {value} is out of range: use 1 or more")
+        if not self.temperatures:
+            raise FasteagleError("temperature is empty: give one, or several as 0,0.7")
+        for temperature in self.temperatures:
+            SamplingParams(temperature, top_p=self.top_p, seed=self.seed)
+        if self.base_url is None and self.served_model is not None:
+            raise FasteagleError(
+                f"served-model {self.served_model!r} has no server: add --base-url"
+            )
+        if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
+            raise FasteagleError(
+                f"base-url {self.base_url!r} is not a URL: use http://HOST:PORT/v1"
+            )
+        if self.base_url is not None and self.self_written:
+            raise FasteagleError(
+                "--self continues the chat template, which a chat server does not let one do: "
+                "use --seeds or --prompts, or leave out --base-url"
+            )
+
+    @property
+    def temperatures(self) -> tuple[float, ...]:
+        """Of conversation n: number n, in turn."""
+        try:
+            return tuple(float(text) for text in self.temperature)
+        except ValueError:
+            text = ",".join(self.temperature)
+            raise FasteagleError(
+                f"temperature {text!r} is not a list of numbers: use one, or 0,0.7"
+            ) from None

@@ -130,6 +130,31 @@ def test_a_row_has_the_same_bits_in_any_pass(name, dtype, length):
         assert torch.equal(chunk[-1], found[row]), row
 
 
+@pytest.mark.parametrize("name", ["gqa", "long window"])
+def test_rows_of_several_texts_have_the_bits_they_have_alone(name):
+    """Texts in regions of their own of one cache, the last token of each in one pass."""
+    config = tiny_config(**CONFIGS[name])
+    target = native_target(config)
+    lengths, region = [5, 200, 64, 1, 130], 256
+    generator = torch.Generator().manual_seed(0)
+    texts = [torch.randint(0, config.vocab_size, (n,), generator=generator) for n in lengths]
+    together = KVCache(config, len(texts) * region, torch.float32, "cpu")
+    mask = torch.zeros(len(texts), len(texts) * region, dtype=torch.bool)
+    alone = []
+    for i, text in enumerate(texts):
+        cache = KVCache(config, region, torch.float32, "cpu")
+        alone.append(run_chain(target, text, cache)[-1])
+        own = slice(i * region, (i + 1) * region)
+        together.rows[:, :, own] = cache.rows
+        last = len(text) - 1
+        mask[i, own] = causal_mask(last, 1, region, config.sliding_window, "cpu")[0]
+    positions = torch.tensor(lengths) - 1
+    slots = positions + region * torch.arange(len(texts))
+    together.rows[:, :, slots] = float("nan")  # this pass writes them
+    tokens = torch.stack([text[-1] for text in texts])
+    assert torch.equal(target(tokens, positions, slots, mask, together).logits, torch.stack(alone))
+
+
 def test_what_nobody_has_written_is_not_read():
     config = tiny_config(**SHAPE)
     target = native_target(config)

@@ -1,0 +1,192 @@
+"""Several texts written at once by one model, which itself knows one: for training data.
+
+One pass computes a row of each text. Every text has a region of its own in one KV cache, and its
+row sees that region alone. The prompt of each is run by the engine, by itself, and copied there.
+
+Shapes: T texts in a pass, B regions, R slots of a region, V vocabulary, G KV heads, group query
+heads of each, E head dim.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from fasteagle.compile.cpu_blocks import is_native
+from fasteagle.device import available_bytes
+from fasteagle.errors import FasteagleError
+from fasteagle.generate import Engine
+from fasteagle.model import KEY_BLOCK, KVCache, Transformer, round_up
+from fasteagle.options import SamplingParams
+from fasteagle.sampling import BAD_ROW, DrawKind, Knobs, draw
+
+
+@dataclasses.dataclass
+class _Text:
+    """One text in its region: all its tokens, of which the last is not in the cache yet."""
+
+    key: int
+    ids: list[int]
+    prompt_len: int
+    longest: int  # tokens that it may have, prompt included
+    kind: DrawKind
+    knobs: Knobs
+    ended: bool = False
+
+
+class BatchSampler:
+    """Writes up to `size` texts at once; a text's tokens do not depend on the others.
+
+    With quantized weights on a CPU they are those of `Engine.generate` bit for bit, else but for
+    the rounding of products, whose order depends on the number of rows.
+    """
+
+    def __init__(self, engine: Engine, size: int, eos_ids: frozenset[int]) -> None:
+        self._engine, self._model, self._eos_ids = engine, engine.model, eos_ids
+        self._texts: list[_Text | None] = [None] * size
+        self._cache = KVCache(engine.model.config, size * KEY_BLOCK, engine.dtype, engine.device)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another text may be added."""
+        return None in self._texts
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(self._texts)
+
+    @torch.no_grad()
+    def add(
+        self, key: int, prompt: Sequence[int], params: SamplingParams, max_new_tokens: int
+    ) -> None:
+        """Begin to continue `prompt`, which must leave room for a token; `step` names it `key`."""
+        limit = self._engine.max_seq_len
+        assert 0 < len(prompt) < limit, "the caller leaves out prompts that do not fit"
+        region = self._texts.index(None)
+        feature, _ = self._engine.prefill(prompt)
+        self._reserve(len(prompt) + 1)
+        held = self._engine.cache.rows[:, :, : len(prompt)]
+        self._by_region(self._cache)[:, :, region, : len(prompt)] = held
+        longest = min(len(prompt) + max_new_tokens, limit)
+        kind = DrawKind.of(params, self._model.config.vocab_size)
+        knobs = Knobs.of(params, self._engine.device)
+        text = _Text(key, list(prompt), len(prompt), longest, kind, knobs)
+        self._texts[region] = text
+        self._extend([text], self._model.lm_head(feature))
+
+    @torch.no_grad()
+    def step(self) -> list[tuple[int, list[int]]]:
+        """One pass over the unfinished texts; the texts that are finished: key and new tokens."""
+        active = [(i, text) for i, text in enumerate(self._texts) if text and not text.ended]
+        if active:
+            texts = [text for _, text in active]
+            self._reserve(max(len(text.ids) for text in texts))
+            self._extend(texts, self._logits([i for i, _ in active], texts))
+        done: list[tuple[int, list[int]]] = []
+        for i, found in enumerate(self._texts):
+            if found is not None and found.ended:
+                done.append((found.key, found.ids[found.prompt_len :]))
+                self._texts[i] = None
+        return done
+
+    def _extend(self, texts: Sequence[_Text], logits: Tensor) -> None:
+        """Draw the next token of each of `texts` from its row of `logits`."""
+        drawn = [
+            draw(row, torch.tensor([len(text.ids)], device=row.device), text.kind, text.knobs)
+            for text, row in zip(texts, logits.split(1), strict=True)
+        ]
+        for text, token in zip(texts, torch.cat(drawn).tolist(), strict=True):
+            if token == BAD_ROW:
+                raise FasteagleError(
+                    f"the model's logits are not finite at position {len(text.ids)}: "
+                    "try --dtype fp32, or fetch the weights again"
+                )
+            text.ids.append(token)
+            text.ended = token in self._eos_ids or len(text.ids) >= text.longest
+
+    def _logits(self, regions: list[int], texts: Sequence[_Text]) -> Tensor:
+        """Logits [T, V] after each text's last token."""
+        device, R = self._engine.device, self._region_slots
+        tokens = torch.tensor([text.ids[-1] for text in texts], device=device)
+        positions = torch.tensor([len(text.ids) - 1 for text in texts], device=device)
+        own = torch.tensor(regions, device=device)
+        mask = self._visible(positions)
+        chosen: contextlib.AbstractContextManager[None]
+        if is_native(self._model):
+            # The kernels leave out what a row does not see, and take masks over all slots.
+            wide = mask.new_zeros(len(texts), len(self._texts), R)
+            wide[torch.arange(len(texts)), own] = mask
+            chosen, mask = contextlib.nullcontext(), wide.flatten(1)
+        else:
+            is_full = len(regions) == len(self._texts)
+            chosen = attending_by_region(self._model, slice(None) if is_full else own)
+        with chosen:
+            features, _ = self._model.encode(
+                tokens, positions, own * R + positions, mask, self._cache
+            )
+        return self._model.lm_head(features)
+
+    def _visible(self, positions: Tensor) -> Tensor:
+        """Which slots [T, R] of its region each row sees: its past and itself, or a window."""
+        slot = torch.arange(self._region_slots, device=positions.device)
+        last = positions.unsqueeze(1)
+        window = self._model.config.sliding_window
+        mask = slot <= last
+        return mask if window is None else mask & (slot > last - window)
+
+    @property
+    def _region_slots(self) -> int:
+        return self._cache.n_slots // len(self._texts)
+
+    def _by_region(self, cache: KVCache) -> Tensor:
+        """The cache's rows as [2 L, G, B, R, E]."""
+        return cache.rows.unflatten(2, (len(self._texts), -1))
+
+    def _reserve(self, n_tokens: int) -> None:
+        """Make every region hold `n_tokens`, in steps of `KEY_BLOCK`."""
+        old, R = self._cache, self._region_slots
+        if n_tokens <= R:
+            return
+        engine, n_slots = self._engine, len(self._texts) * round_up(n_tokens, KEY_BLOCK)
+        needed = old.rows[:, :, :1].numel() * old.rows.element_size() * n_slots
+        free = available_bytes(engine.device)
+        if free is not None and needed > free:
+            raise FasteagleError(
+                f"{len(self._texts)} texts of {n_tokens:,} tokens need {needed / 2**30:.1f} GiB of "
+                f"KV cache, {free / 2**30:.1f} GiB free: lower --batch or --max-new-tokens"
+            )
+        self._cache = KVCache(self._model.config, n_slots, engine.dtype, engine.device)
+        self._by_region(self._cache)[:, :, :, :R] = self._by_region(old)
+
+
+@contextlib.contextmanager
+def attending_by_region(model: Transformer, regions: Tensor | slice) -> Iterator[None]:
+    """Inside, row t of a pass attends to region `regions[t]` of the cache, under a mask [T, R]."""
+    attentions = [block.attention for block in model.blocks]
+    before = [attention.attend for attention in attentions]
+    for attention in attentions:
+        attention.attend = functools.partial(attend_by_region, regions=regions)
+    try:
+        yield
+    finally:
+        for attention, attend in zip(attentions, before, strict=True):
+            attention.attend = attend
+
+
+def attend_by_region(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Tensor, regions: Tensor | slice
+) -> Tensor:
+    """`model.attend` of q [G, group * T, E] over caches [G, B * R, E], each row over its region."""
+    G, _, E = q.shape
+    T, R = mask.shape
+    q = q.view(G, -1, T, E).transpose(1, 2)  # [G, T, group, E]
+    k, v = (cache.view(G, -1, R, E)[:, regions] for cache in (k_cache, v_cache))  # [G, T, R, E]
+    scores = (q @ k.transpose(2, 3)).float() / math.sqrt(E)
+    weights = torch.softmax(scores.masked_fill(~mask.unsqueeze(1), float("-inf")), -1)
+    return (weights.to(v.dtype) @ v).transpose(1, 2).reshape(G, -1, E)

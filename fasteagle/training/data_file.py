@@ -1,0 +1,122 @@
+"""The file that `generate-data` writes: training text that grows by whole conversations.
+
+A line is an answer: `ids` and `prompt_len` as `prompts.read_conversations` reads them, `T` its
+temperature, `id` the conversation's number, `turn` and `turns` its place in it. Beside it lies
+`NAME.settings.json`: what must stay the same for a later run to go on in the file.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fasteagle.errors import FasteagleError
+from fasteagle.paths import require_writable, write_atomic
+from fasteagle.training.dialogues import Dialogue
+
+
+class DataFile:
+    """Opens or begins a file; `next_number` is the first conversation that is not done yet.
+
+    Raises `FasteagleError` for a file of other settings, or of another kind.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        self._path = path
+        require_writable(path)
+        beside = path.with_name(f"{path.name}.settings.json")
+        if path.exists() and path.stat().st_size:
+            _check_settings(path, beside, settings)
+        else:
+            write_atomic(beside, (json.dumps(settings, indent=1) + "\n").encode())
+        self.next_number = 0
+        self.conversations = 0  # of which a part at least is kept
+        self.tokens = 0  # of answers
+        self._prompts: set[tuple[int, ...]] = set()
+        self._load()
+        self._file = path.open("a", encoding="utf-8")
+
+    def close(self) -> None:
+        self._file.close()
+
+    def has_prompt(self, prompt: list[int]) -> bool:
+        """Whether a conversation begins with these tokens already."""
+        return tuple(prompt) in self._prompts
+
+    def append(self, number: int, dialogue: Dialogue) -> None:
+        """Write what is kept of conversation `number`, in one piece."""
+        lines = [
+            {
+                "id": number,
+                "turn": turn,
+                "turns": len(dialogue.answers),
+                "T": params.temperature,
+                "prompt_len": len(reply.prompt),
+                "ids": reply.prompt + reply.ids,
+            }
+            for turn, (reply, params) in enumerate(dialogue.answers, 1)
+        ]
+        self._file.write("".join(json.dumps(line) + "\n" for line in lines))
+        self._file.flush()
+        for line in lines:
+            self._count(line)
+        self.next_number = number + 1
+
+    def _load(self) -> None:
+        """Count what is there, and cut off a conversation that was not written to its end."""
+        if not self._path.exists():
+            return
+        data = self._path.read_bytes()
+        lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
+        found = [_parsed(line, f"{self._path}, line {n}") for n, line in enumerate(lines, 1)]
+        while found and found[-1]["turn"] < found[-1]["turns"]:
+            found.pop()
+            lines.pop()
+        whole = sum(map(len, lines))
+        if whole < len(data):
+            with self._path.open("r+b") as file:
+                file.truncate(whole)
+        for line in found:
+            self._count(line)
+            self.next_number = line["id"] + 1
+
+    def _count(self, line: dict[str, Any]) -> None:
+        prompt_len = line["prompt_len"]
+        self.tokens += len(line["ids"]) - prompt_len
+        if line["turn"] == 1:
+            self.conversations += 1
+            self._prompts.add(tuple(line["ids"][:prompt_len]))
+
+
+def _parsed(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        raw = json.loads(line)
+        numbers = [raw[key] for key in ("id", "turn", "turns", "prompt_len")]
+        if not all(type(n) is int for n in numbers) or not isinstance(raw["ids"], list):
+            raise ValueError("whole numbers and a list")
+        return raw
+    except (ValueError, TypeError, KeyError) as error:
+        raise FasteagleError(
+            f"{where}: not a line that generate-data wrote ({error!r}): give another --out"
+        ) from error
+
+
+def _check_settings(path: Path, beside: Path, settings: dict[str, Any]) -> None:
+    try:
+        saved = json.loads(beside.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise FasteagleError(
+            f"{path} is there, but not begun by generate-data ({beside.name} is missing or "
+            "damaged): give another --out"
+        ) from error
+    changed = [
+        f"{key} {saved.get(key)} -> {settings[key]}"
+        for key in settings
+        if saved.get(key) != settings[key]
+    ]
+    if changed:
+        raise FasteagleError(
+            f"{path} was begun with other settings ({', '.join(changed)}): give the same ones, "
+            "or another --out"
+        )

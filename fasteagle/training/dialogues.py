@@ -1,0 +1,184 @@
+"""Conversations with a model for training data: what it is asked, and which answers are kept.
+
+A conversation is a generator that yields requests, is sent the replies, and returns a `Dialogue`.
+Whoever runs it, a batch on this machine or a server, may run many side by side.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import random
+from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
+
+from fasteagle.errors import FasteagleError
+from fasteagle.loading.tokenizer import Message
+from fasteagle.options import SamplingParams
+from fasteagle.prompts import read_questions
+from fasteagle.training.filters import Excluded, repeats
+from fasteagle.training.options import DataOptions
+
+ANSWER_TOKENS = 3  # shorter answers are not read by training either
+INSTRUCTION_TOKENS = 192  # of one that the model writes itself
+INSTRUCTION_TEMPERATURE = 0.8
+SHOTS = 5  # seed tasks shown before a new one is asked for
+SHORT = 300  # characters; longer seeds cost more to read than the answer to write
+WRITE_A_TASK = "Write a task."
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """Messages to answer; without any, the model writes what a person would say first."""
+
+    messages: tuple[Message, ...]
+    params: SamplingParams
+    max_new_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Reply:
+    """The tokens before an answer and its own, its end mark included; None: it had no room."""
+
+    prompt: list[int]
+    ids: list[int]
+    text: str
+    is_cut: bool  # at `max_new_tokens`, or where the context ended
+
+
+@dataclasses.dataclass(frozen=True)
+class Dialogue:
+    """The answers of a conversation that are kept, and why it ended before its last one."""
+
+    answers: list[tuple[Reply, SamplingParams]]
+    dropped: str | None = None
+
+
+Conversing = Generator[Request, Reply | None, Dialogue]
+
+
+class Conversations:
+    """The conversations that `options` ask for, by number; the n-th is the same each time."""
+
+    def __init__(self, options: DataOptions, excluded: Excluded) -> None:
+        self._options, self._excluded = options, excluded
+        self._questions = []
+        self._seeds: list[str] = []
+        if options.prompts is not None:
+            self._questions = [q.turns for q in read_questions(options.prompts, None)]
+        if options.seeds is not None:
+            self._seeds = read_seeds(options.seeds)
+
+    @property
+    def count(self) -> int | None:
+        """How many there are; None: no end."""
+        if self._options.prompts is None:
+            return self._options.count
+        n = len(self._questions)
+        return n if self._options.count is None else min(n, self._options.count)
+
+    def identity(self) -> str:
+        """A digest of the files that the conversations are made from."""
+        text = json.dumps([self._questions, self._seeds])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def start(self, number: int) -> Conversing:
+        """Conversation `number`, from 0."""
+        options = self._options
+        temperature = options.temperatures[number % len(options.temperatures)]
+        if options.prompts is None:
+            first = yield self._first_request(number)
+            if first is None or first.is_cut or not first.text.strip():
+                return Dialogue([], "instruction without an end")
+            turns: Sequence[str] = [first.text.strip()]
+        else:
+            turns = self._questions[number]
+        answers: list[tuple[Reply, SamplingParams]] = []
+        messages: list[Message] = []
+        for turn, text in enumerate(turns):
+            if self._excluded.matches(text):
+                return Dialogue(answers, "like an excluded prompt")
+            params = self._params(temperature, number, turn)
+            messages.append({"role": "user", "content": text})
+            reply = yield Request(tuple(messages), params, options.max_new_tokens)
+            dropped = self._why_dropped(reply)
+            if reply is None or dropped is not None:
+                return Dialogue(answers, dropped)
+            answers.append((reply, params))
+            messages.append({"role": "assistant", "content": reply.text})
+        return Dialogue(answers)
+
+    def _first_request(self, number: int) -> Request:
+        """Asks the model for an instruction."""
+        # Seeds of their own: else the draws of an answer would repeat those of its instruction.
+        params = self._params(INSTRUCTION_TEMPERATURE, number, -1)
+        return Request(self._few_shot(number), params, INSTRUCTION_TOKENS)
+
+    def _few_shot(self, number: int) -> tuple[Message, ...]:
+        """A conversation in which some seeds were written; none without seeds."""
+        if not self._seeds:
+            return ()
+        chosen = random.Random(f"{self._options.seed} {number}").sample(
+            self._seeds, min(SHOTS, len(self._seeds))
+        )
+        asked: Message = {"role": "user", "content": WRITE_A_TASK}
+        shown = [m for text in chosen for m in (asked, {"role": "assistant", "content": text})]
+        return (*shown, asked)
+
+    def _params(self, temperature: float, number: int, turn: int) -> SamplingParams:
+        digest = hashlib.sha256(f"{self._options.seed} {number} {turn}".encode()).digest()
+        seed = int.from_bytes(digest[:4], "little") >> 1  # some servers take 31 bits
+        return SamplingParams(temperature, top_p=self._options.top_p, seed=seed)
+
+    def _why_dropped(self, reply: Reply | None) -> str | None:
+        if reply is None:
+            return "longer than the context"
+        if len(reply.ids) < ANSWER_TOKENS or not reply.text.strip():
+            return "empty answer"
+        if reply.is_cut and self._options.drop_cut:
+            return "cut answer"
+        if repeats(reply.ids):
+            return "repetition"
+        return "like an excluded prompt" if self._excluded.matches(reply.text) else None
+
+
+def read_seeds(path: Path) -> list[str]:
+    """The short tasks of a JSONL file with `instruction` and perhaps `input`.
+
+    Raises `FasteagleError` for other lines, and where no task is short.
+    """
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise FasteagleError(f"cannot read {path}: {error}") from error
+    seeds = [_seed(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
+    short = [seed for seed in seeds if len(seed) <= SHORT]
+    if not short:
+        raise FasteagleError(f"{path}: no seed task of at most {SHORT} characters in it")
+    return short
+
+
+def _seed(line: str, where: str) -> str:
+    try:
+        raw = json.loads(line)
+        parts = (raw["instruction"], raw.get("input", ""))
+        if not all(isinstance(part, str) for part in parts) or not parts[0].strip():
+            raise ValueError("instruction and input must be texts")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise FasteagleError(
+            f'{where}: expected {{"instruction": "text", "input": "text"}} ({error!r})'
+        ) from error
+    return "\n".join(part.strip() for part in parts if part.strip())
+
+
+def in_order(
+    finished: Iterator[tuple[int, Dialogue]], first: int
+) -> Iterator[tuple[int, Dialogue]]:
+    """The finished conversations by number, from `first` on; early ones wait for those before."""
+    early: dict[int, Dialogue] = {}
+    for number, dialogue in finished:
+        early[number] = dialogue
+        while first in early:
+            yield first, early.pop(first)
+            first += 1

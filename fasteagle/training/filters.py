@@ -1,0 +1,54 @@
+"""What is not worth training on, and what must not be trained on: benchmark prompts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from fasteagle.prompts import read_questions
+
+GRAM = 8  # words in a row
+CYCLE_TOKENS = 64  # longest text that counts as said over and over
+REPEATED_TOKENS = 40  # so many in a row, and twice the cycle, all as one cycle before
+
+
+class Excluded:
+    """Texts that generated ones must not share `GRAM` words in a row with."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._grams = {gram for text in texts for gram in _grams(text)}
+
+    @classmethod
+    def of_files(cls, paths: Iterable[Path]) -> Excluded:
+        """Every turn of question files. Raises `FasteagleError` for other files."""
+        questions = [question for path in paths for question in read_questions(path, None)]
+        return cls(turn for question in questions for turn in question.turns)
+
+    def identity(self) -> str:
+        """A digest of all that is excluded."""
+        text = json.dumps(sorted(self._grams))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def matches(self, text: str) -> bool:
+        return not self._grams.isdisjoint(_grams(text))
+
+
+def _grams(text: str) -> set[tuple[str, ...]]:
+    """All runs of `GRAM` words, without case and punctuation; of a shorter text all its words."""
+    words = re.findall(r"\w+", text.lower())
+    starts = range(max(1, len(words) - GRAM + 1)) if words else ()
+    return {tuple(words[at : at + GRAM]) for at in starts}
+
+
+def repeats(ids: Sequence[int]) -> bool:
+    """Whether a part of these tokens is one short text over and over, three times or more."""
+    for cycle in range(1, CYCLE_TOKENS + 1):
+        run = 0
+        for token, before in zip(ids[cycle:], ids, strict=False):
+            run = run + 1 if token == before else 0
+            if run >= max(REPEATED_TOKENS, 2 * cycle):
+                return True
+    return False

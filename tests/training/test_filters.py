@@ -1,0 +1,58 @@
+"""Text that is not kept."""
+
+from __future__ import annotations
+
+import pytest
+
+from fasteagle.errors import FasteagleError
+from fasteagle.training.filters import Excluded, repeats
+from helpers import write_questions
+
+ONE = "Compose an engaging travel blog post about a recent trip to Hawaii"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (ONE, True),
+        ("please COMPOSE an engaging, travel blog: post about a (long) trip", True),  # 8 words
+        ("compose an engaging travel blog post about the recent trip", False),  # 7 words
+        ("why not?", True),  # all of a short prompt
+        ("so why not?", False),
+        ("", False),
+        ("?!", False),
+    ],
+)
+def test_eight_words_in_a_row_are_too_many(text, found):
+    assert Excluded([ONE, "Why not?"]).matches(text) is found
+
+
+def test_every_turn_of_every_file_is_excluded(tmp_path):
+    files = [
+        write_questions(tmp_path / "a.jsonl", ["first", ONE]),
+        write_questions(tmp_path / "b.jsonl", ["second"]),
+    ]
+    excluded = Excluded.of_files(files)
+    assert all(excluded.matches(text) for text in ("first", "second", ONE))
+    assert excluded.identity() != Excluded.of_files(files[:1]).identity()
+    assert not Excluded.of_files(()).matches(ONE)
+    with pytest.raises(FasteagleError, match="cannot read"):
+        Excluded.of_files([tmp_path / "none.jsonl"])
+
+
+@pytest.mark.parametrize(
+    ("ids", "found"),
+    [
+        ([5] * 41, True),
+        ([5] * 40, False),
+        ([1, 2, 3] + list(range(10, 30)) * 3 + [1, 2], True),
+        (list(range(20)) * 2, False),
+        (list(range(60)) * 3, True),
+        (list(range(60)) * 2 + list(range(59)), False),
+        (list(range(65)) * 4, False),
+        ([t for n in range(50) for t in (7, 8, n)], False),
+        ([], False),
+    ],
+)
+def test_a_text_said_three_times_is_a_repetition(ids, found):
+    assert repeats(ids) is found

@@ -1,0 +1,276 @@
+"""`fasteagle generate-data`: every source, the same text in any batch, resuming, bad input."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from fasteagle.cli import main as cli
+from fasteagle.loading.tokenizer import load_tokenizer
+from fasteagle.prompts import read_conversations
+from fasteagle.training import data_file, generate_data
+from helpers import TINY_VOCAB, edit_json, save_tiny, write_questions
+
+FEW = ("--max-new-tokens", 24, "--dtype", "fp32", "--max-seq-len", 400)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tiny random model that ends its texts often: every tenth token is an end."""
+    folder = save_tiny(tmp_path_factory.mktemp("model"))
+    edit_json(folder / "generation_config.json", eos_token_id=[*range(0, 256, 10), TINY_VOCAB - 1])
+    return folder
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    asked = [[f"question {i}", "and", "then?"][: 1 + i % 3] for i in range(14)]
+    return write_questions(tmp_path / "prompts.jsonl", *asked)
+
+
+@pytest.fixture
+def seeds(tmp_path):
+    path = tmp_path / "seeds.jsonl"
+    rows = [{"instruction": f"Do {i}.", "input": "this" if i % 2 else ""} for i in range(9)]
+    rows.append({"instruction": "long " * 99})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(cli.main, ["generate-data", *map(str, arguments)])
+
+
+def generated(model, out, *arguments):
+    done = invoke("--model", model, "--out", out, *FEW, *arguments)
+    assert done.exit_code == 0, done.output
+    return done.stderr
+
+
+def lines(out):
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_every_turn_is_answered(model, prompts, tmp_path):
+    out = tmp_path / "text.jsonl"
+    told = generated(model, out, "--prompts", prompts, "--temperature", "0,0.7,1.0")
+    found, tokenizer = lines(out), load_tokenizer(model)
+    assert [line["id"] for line in found] == sorted(line["id"] for line in found)
+    assert all(line["T"] == (0.0, 0.7, 1.0)[line["id"] % 3] for line in found)
+    several = [line for line in found if line["turns"] > 1]
+    assert several, "a conversation keeps more than its first answer"
+    for first, second in itertools.pairwise(several):
+        if first["id"] == second["id"]:
+            assert second["turn"] == first["turn"] + 1
+            history = tokenizer.raw(first["ids"]).removesuffix("<|end|>")
+            assert tokenizer.raw(second["ids"]).startswith(history[:30])
+    conversations = read_conversations(out, TINY_VOCAB, 400)
+    assert [c.ids for c in conversations] == [line["ids"] for line in found]
+    tokens = sum(len(c.ids) - c.prompt_len for c in conversations)
+    assert f"| {tokens:,} tokens of answers |" in told
+
+
+@pytest.mark.parametrize("source", ["--prompts", "--self", "--seeds"])
+def test_the_text_does_not_depend_on_the_batch(source, model, prompts, seeds, tmp_path):
+    asked = {"--prompts": (prompts,), "--self": ("--count", 12), "--seeds": (seeds, "--count", 12)}
+    found = []
+    for size in (1, 3, 8):
+        out = tmp_path / f"{size}.jsonl"
+        generated(model, out, source, *asked[source], "--batch", size)
+        found.append(out.read_bytes())
+    assert found[0] == found[1] == found[2] and len(found[0].splitlines()) > 2
+    generated(model, tmp_path / "other.jsonl", source, *asked[source], "--seed", 1)
+    assert (tmp_path / "other.jsonl").read_bytes() != found[0]
+
+
+def test_seeds_are_shown_and_instructions_are_new(model, seeds, tmp_path, monkeypatch):
+    shown = []
+    render = load_tokenizer(model).__class__.render
+    monkeypatch.setattr(
+        "fasteagle.loading.tokenizer.ChatTokenizer.render",
+        lambda self, messages, *more: shown.append(messages) or render(self, messages, *more),
+    )
+    out = tmp_path / "text.jsonl"
+    generated(model, out, "--seeds", seeds, "--count", 10)
+    few_shot = [messages for messages in shown if len(messages) > 1]
+    assert len(few_shot) == 10 and len({str(messages) for messages in few_shot}) == 10
+    texts = {m["content"] for messages in few_shot for m in messages if m["role"] == "assistant"}
+    assert texts == {f"Do {i}." + "\nthis" * (i % 2) for i in range(9)}  # the long one is left out
+    prompts = [tuple(line["ids"][: line["prompt_len"]]) for line in lines(out)]
+    assert len(set(prompts)) == len(prompts)
+
+
+@pytest.mark.parametrize("torn", [5, 1, 0])
+def test_a_run_that_was_cut_off_goes_on(model, prompts, tmp_path, torn):
+    """Behind a whole line, in one, and between the turns of a conversation."""
+    whole, part = tmp_path / "whole.jsonl", tmp_path / "part.jsonl"
+    generated(model, whole, "--prompts", prompts)
+    found = whole.read_bytes().splitlines(keepends=True)
+    inside = next(i for i, line in enumerate(lines(whole)) if line["turn"] < line["turns"])
+    kept = found[: inside + 1]
+    part.write_bytes(b"".join(kept)[: -torn or None])
+    beside = "part.jsonl.settings.json"
+    (tmp_path / beside).write_bytes((tmp_path / "whole.jsonl.settings.json").read_bytes())
+    told = generated(model, part, "--prompts", prompts, "--batch", 2)
+    assert part.read_bytes() == whole.read_bytes()
+    assert "at conversation" in told or inside == 0
+    assert "nothing to do" in generated(model, part, "--prompts", prompts)
+    assert part.read_bytes() == whole.read_bytes()
+
+
+def test_more_of_the_same_is_appended(model, tmp_path):
+    out, once = tmp_path / "text.jsonl", tmp_path / "once.jsonl"
+    generated(model, out, "--self", "--tokens", 30)
+    few = sum(len(line["ids"]) - line["prompt_len"] for line in lines(out))
+    last = lines(out)[-1]
+    assert few >= 30 and few - (len(last["ids"]) - last["prompt_len"]) < 30
+    generated(model, out, "--self", "--tokens", 120, "--batch", 3)
+    generated(model, once, "--self", "--tokens", 120)
+    assert out.read_bytes() == once.read_bytes()
+
+
+def test_other_settings_are_refused(model, prompts, tmp_path):
+    out = tmp_path / "text.jsonl"
+    generated(model, out, "--prompts", prompts)
+    before = out.read_bytes()
+    write_questions(tmp_path / "others.jsonl", ["another"])
+    for arguments, message in (
+        (("--prompts", prompts, "--top-p", 0.5), "top_p 0.95 -> 0.5"),
+        (("--prompts", tmp_path / "others.jsonl"), "source prompts"),
+        (("--self", "--count", 3), "-> self"),
+        (("--prompts", prompts, "--exclude", prompts), "exclude"),
+        (("--prompts", prompts, "--int8"), "precision dense fp32 -> int8"),
+    ):
+        few = FEW[:2] if "--int8" in arguments else FEW
+        done = invoke("--model", model, "--out", out, *few, *arguments)
+        assert done.exit_code == 2 and message in done.stderr, done.stderr
+        assert done.stderr.count("Error: ") == 1 and "another --out" in done.stderr
+    assert out.read_bytes() == before
+
+
+def test_what_is_dropped_is_counted(model, tmp_path, monkeypatch):
+    benchmark = write_questions(tmp_path / "bench.jsonl", ["question 4"])
+    asked = [[f"question {i}"] for i in range(12)] + [["x" * 500]]
+    prompts = write_questions(tmp_path / "prompts.jsonl", *asked)
+    out = tmp_path / "text.jsonl"
+    arguments = ("--prompts", prompts, "--exclude", benchmark, "--drop-cut")
+    told = generated(model, out, *arguments, "--max-new-tokens", 8)
+    assert "1 like an excluded prompt" in told and "1 longer than the context" in told
+    for reason in ("cut answer", "empty answer"):
+        assert reason in told, told
+    found = lines(out)
+    assert 4 not in [line["id"] for line in found] and found
+    assert all(3 <= len(line["ids"]) - line["prompt_len"] <= 8 for line in found)
+    dropped = int(told.rsplit("dropped ", 1)[1].split()[0])
+    assert dropped == 13 - len(found)
+    monkeypatch.setattr("fasteagle.training.dialogues.repeats", lambda ids: True)
+    told = generated(model, tmp_path / "none.jsonl", "--prompts", prompts)
+    assert "repetition" in told and (tmp_path / "none.jsonl").read_bytes() == b""
+
+
+def test_a_model_that_writes_nothing_usable_is_not_asked_for_ever(tiny_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(generate_data, "HOPELESS", 5)
+    monkeypatch.setattr("fasteagle.training.dialogues.INSTRUCTION_TOKENS", 2)
+    done = invoke("--model", tiny_dir, "--out", tmp_path / "t.jsonl", *FEW, "--self", "--tokens", 9)
+    assert done.exit_code == 2
+    assert "5 conversations were all dropped (5 instruction without an end)" in done.stderr
+
+
+def test_progress_is_told(model, prompts, tmp_path, monkeypatch):
+    monkeypatch.setattr(generate_data, "REPORT_SECONDS", 0.0)
+    told = generated(model, tmp_path / "text.jsonl", "--prompts", prompts)
+    assert told.count("tok/s") == 14 + 1  # each conversation, and the end
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "say what is asked: give one"),
+        (("--self", "--prompts", "p.jsonl"), "contradict each other"),
+        (("--self",), "without end: give --count or --tokens"),
+        (("--self", "--count", 0), "count 0 is out of range"),
+        (("--self", "--tokens", -1), "tokens -1 is out of range"),
+        (("--self", "--count", 1, "--batch", 0), "batch 0 is out of range"),
+        (("--self", "--count", 1, "--max-new-tokens", 0), "max-new-tokens 0 is out of range"),
+        (("--self", "--count", 1, "--temperature", ""), "temperature is empty"),
+        (("--self", "--count", 1, "--temperature", "0,hot"), "'0,hot' is not a list of numbers"),
+        (("--self", "--count", 1, "--temperature", "0,-1"), "temperature -1.0 is out of range"),
+        (("--self", "--count", 1, "--top-p", 0), "top-p 0.0 is out of range"),
+        (("--self", "--count", 1, "--seed", -1), "seed -1 is out of range"),
+        (("--self", "--count", 1, "--served-model", "x"), "has no server: add --base-url"),
+        (("--self", "--count", 1, "--base-url", "http://x"), "chat server does not"),
+        (("--prompts", "p.jsonl", "--base-url", "localhost:1"), "is not a URL"),
+        (("--prompts", "p.jsonl", "--base-url", "http://x", "--int4"), "the server runs the model"),
+        (("--prompts", "absent.jsonl"), "cannot read absent.jsonl"),
+        (("--prompts", "empty.jsonl"), "no questions in it"),
+        (("--prompts", "s.jsonl"), 's.jsonl, line 1: expected {"turns"'),
+        (("--seeds", "p.jsonl", "--count", 1), 'p.jsonl, line 1: expected {"instruction"'),
+        (("--seeds", "empty.jsonl", "--count", 1), "no seed task of at most 300 characters"),
+        (("--prompts", "p.jsonl", "--exclude", "empty.jsonl"), "no questions in it"),
+        (("--prompts", "p.jsonl", "--out", "folder"), "is a directory"),
+        (("--prompts", "p.jsonl", "--out", "p.jsonl/x"), "cannot write p.jsonl/x"),
+    ],
+)
+def test_what_is_refused_before_a_model_is_opened(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(generate_data, "open_model", None)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "s.jsonl").write_text('{"instruction": "Sing."}\n')
+    write_questions(tmp_path / "p.jsonl", ["one"])
+    done = invoke("--out", "text.jsonl", *arguments)
+    assert done.exit_code == 2 and message in done.stderr, done.output
+    assert "Traceback" not in done.stderr and done.exception.__class__ is SystemExit
+
+
+def test_files_of_others_are_not_written_to(model, prompts, tmp_path):
+    out = tmp_path / "notes.txt"
+    out.write_text("mine\n")
+    done = invoke("--model", model, "--out", out, "--prompts", prompts)
+    assert done.exit_code == 2 and "not begun by generate-data" in done.stderr
+    assert out.read_text() == "mine\n"
+    text = tmp_path / "text.jsonl"
+    generated(model, text, "--prompts", prompts)
+    text.write_text('{"ids": [1, 2], "prompt_len": 1}\n')
+    done = invoke("--model", model, "--out", text, "--prompts", prompts, *FEW)
+    assert done.exit_code == 2 and "line 1: not a line that generate-data wrote" in done.stderr
+
+
+def test_a_draft_head_is_trained_on_it(model, prompts, tmp_path, no_compiler):
+    out = tmp_path / "text.jsonl"
+    generated(model, out, "--prompts", prompts)
+    sizes = ("--draft-vocab-size", 128, "--loss-vocab-size", 64, "--features", "live")
+    options = ("--held-out", 3, "--steps", 2, "--batch-tokens", 200, "--max-len", 200, *sizes)
+    arguments = ("--model", model, "--data", out, "--out", tmp_path / "head", *options)
+    done = CliRunner().invoke(cli.main, ["train-head", *map(str, arguments)])
+    assert done.exit_code == 0, done.output
+    assert "head written to" in done.stderr
+
+
+def test_a_template_without_a_question(tmp_path, monkeypatch):
+    folder = save_tiny(tmp_path / "model")
+    for name, template in (("none", None), ("fixed", "<|assistant|>")):
+        tokenizer = load_tokenizer(folder)
+        tokenizer._template = template
+        monkeypatch.setattr("fasteagle.loading.open.load_tokenizer", lambda *a, t=tokenizer: t)
+        monkeypatch.setattr(generate_data, "LocalModel", None)
+        out = tmp_path / f"{name}.jsonl"
+        done = invoke("--model", folder, "--out", out, "--self", "--count", 1)
+        assert done.exit_code == 2 and "has no beginning of a question" in done.stderr
+
+
+def test_a_line_is_written_whole_or_cut_off(tmp_path):
+    """A disk that fills up in the middle of a line: the next run begins with whole ones."""
+    data = data_file.DataFile(tmp_path / "t.jsonl", {"seed": 1})
+    data.close()
+    (tmp_path / "t.jsonl").write_text(
+        '{"id": 3, "turn": 1, "turns": 1, "prompt_len": 2, "ids": [1, 2, 3]}\n{"id": 4, "tu'
+    )
+    again = data_file.DataFile(tmp_path / "t.jsonl", {"seed": 1})
+    assert (again.next_number, again.conversations, again.tokens) == (4, 1, 1)
+    assert again.has_prompt([1, 2]) and not again.has_prompt([1])
+    assert len((tmp_path / "t.jsonl").read_text().splitlines()) == 1
+    again.close()

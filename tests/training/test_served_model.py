@@ -1,0 +1,203 @@
+"""A server that answers in the model's place, as a stub in a thread."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+import time
+
+import pytest
+from click.testing import CliRunner
+
+from fasteagle.cli import main as cli
+from fasteagle.loading.tokenizer import load_tokenizer
+from fasteagle.training import served_model
+from helpers import write_questions
+
+
+class Stub(http.server.ThreadingHTTPServer):
+    """Answers with `plan[i]` at request i: (status, body), "reset", or None for a good answer."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.plan: list = []
+        self.bodies: list[dict] = []
+        self.headers_seen: list = []
+        self.finish_reason, self.delay = "stop", 0.0
+        self.at_once = self.most_at_once = 0
+        self.lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, request, client_address) -> None:
+        """A connection that broke off is part of the plan."""
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    server: Stub
+
+    def do_POST(self) -> None:
+        stub = self.server
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with stub.lock:
+            number = len(stub.bodies)
+            stub.bodies.append({"path": self.path, **body})
+            stub.headers_seen.append(dict(self.headers))
+            stub.at_once += 1
+            stub.most_at_once = max(stub.most_at_once, stub.at_once)
+        time.sleep(stub.delay)
+        with stub.lock:
+            stub.at_once -= 1
+        planned = stub.plan[number] if number < len(stub.plan) else None
+        if planned == "reset":
+            self.connection.close()
+            return
+        asked = body["messages"][-1]["content"]
+        message = {"role": "assistant", "content": f"answer to {asked}"}
+        good = {"choices": [{"message": message, "finish_reason": stub.finish_reason}]}
+        status, answer = planned or (200, json.dumps(good))
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(answer.encode())
+
+    def log_message(self, *args) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def stub():
+    server = Stub()
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(served_model, "FIRST_DELAY", 0.01)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+
+@pytest.fixture
+def ask(tiny_dir, tmp_path):
+    prompts = write_questions(tmp_path / "p.jsonl", ["one", "and then?"], ["two"], ["three"])
+
+    def run(url, *more, out="text.jsonl"):
+        arguments = ("--model", tiny_dir, "--prompts", prompts, "--out", tmp_path / out)
+        words = ["generate-data", *arguments, "--base-url", url, *more]
+        return CliRunner().invoke(cli.main, [str(word) for word in words])
+
+    return run
+
+
+def lines(tmp_path):
+    return [json.loads(line) for line in (tmp_path / "text.jsonl").read_text().splitlines()]
+
+
+def test_a_server_answers(stub, ask, tiny_dir, tmp_path):
+    more = ("--served-model", "org/name", "--temperature", "0,0.7", "--top-p", 0.9)
+    done = ask(f"{stub.url}/v1", *more, "--max-new-tokens", 40, "--api-key", "secret")
+    assert done.exit_code == 0, done.output
+    assert "loaded in" not in done.stderr and "3 conversations" in done.stderr
+    tokenizer = load_tokenizer(tiny_dir)
+    texts = [tokenizer.raw(line["ids"]) for line in lines(tmp_path)]
+    first = "<|user|>one<|end|><|assistant|>answer to one<|end|>"
+    assert texts == [
+        first,
+        f"{first}<|user|>and then?<|end|><|assistant|>answer to and then?<|end|>",
+        "<|user|>two<|end|><|assistant|>answer to two<|end|>",
+        "<|user|>three<|end|><|assistant|>answer to three<|end|>",
+    ]
+    answers = [tokenizer.raw(line["ids"][line["prompt_len"] :]) for line in lines(tmp_path)]
+    assert answers[0] == "answer to one<|end|>"
+    assert [line["T"] for line in lines(tmp_path)] == [0.0, 0.0, 0.7, 0.0]
+    body = next(b for b in stub.bodies if b["messages"][-1]["content"] == "and then?")
+    assert body["path"] == "/v1/chat/completions" and body["model"] == "org/name"
+    assert [m["role"] for m in body["messages"]] == ["user", "assistant", "user"]
+    assert (body["temperature"], body["top_p"], body["max_tokens"]) == (0.0, 0.9, 40)
+    assert len({b["seed"] for b in stub.bodies}) == 4 and 0 <= body["seed"] < 2**31
+    assert stub.headers_seen[0]["Authorization"] == "Bearer secret"
+    written = "".join(path.read_text() for path in tmp_path.iterdir())
+    assert "secret" not in written
+
+
+def test_a_cut_answer_has_no_end_mark(stub, ask, tiny_dir, tmp_path):
+    stub.finish_reason = "length"
+    assert ask(stub.url).exit_code == 0
+    texts = [load_tokenizer(tiny_dir).raw(line["ids"]) for line in lines(tmp_path)]
+    assert texts[0].endswith("answer to one")
+
+
+def test_several_requests_at_once(stub, ask, tmp_path):
+    stub.delay = 0.2
+    assert ask(stub.url, "--batch", 3).exit_code == 0
+    together = (tmp_path / "text.jsonl").read_bytes()
+    assert stub.most_at_once == 3
+    assert ask(stub.url, "--batch", 1, out="alone.jsonl").exit_code == 0
+    assert (tmp_path / "alone.jsonl").read_bytes() == together
+
+
+@pytest.mark.parametrize("problem", [(429, "busy"), (500, "oops"), (503, ""), "reset"])
+def test_a_busy_server_is_asked_again(stub, ask, problem):
+    stub.plan = [problem, problem]
+    done = ask(stub.url, "--batch", 1)
+    assert done.exit_code == 0, done.output
+    assert "3 conversations" in done.stderr and len(stub.bodies) == 6
+
+
+def error(message):
+    return json.dumps({"error": {"message": message}})
+
+
+@pytest.mark.parametrize(
+    ("plan", "tries", "parts"),
+    [
+        ([(500, error("CUDA out\nof memory"))] * 9, 4, ["HTTP 500: CUDA out of memory (4 tries)"]),
+        ([(429, '{"message": "slow down"}')] * 9, 4, ["HTTP 429: slow down"]),
+        (["reset"] * 9, 4, ["4 tries", "run again"]),
+        ([(401, '{"error": "bad key"}')], 1, ["HTTP 401: bad key", "--api-key"]),
+        ([(404, error("no such model"))], 1, ["HTTP 404: no such model", "--served-model"]),
+        ([(400, "")], 1, ["HTTP 400: Bad Request"]),
+        ([(200, "<html>")], 1, ["is not JSON"]),
+        ([(200, "[]")], 1, ["not a chat completion"]),
+        ([(200, '{"choices": []}')], 1, ["not a chat completion"]),
+    ],
+)
+def test_what_the_server_says_is_told_in_a_line(stub, ask, plan, tries, parts):
+    stub.plan = plan
+    done = ask(stub.url, "--batch", 1)
+    assert done.exit_code == 2 and len(stub.bodies) == tries, done.output
+    assert len(done.stderr.strip().splitlines()) == 1
+    for part in [*parts, stub.url]:
+        assert part in done.stderr
+
+
+def test_nobody_listens(stub, ask):
+    stub.server_close()
+    done = ask(stub.url)
+    assert done.exit_code == 2 and "cannot reach" in done.stderr and "running" in done.stderr
+    done = ask("http://no-such-host.invalid/v1", out="b.jsonl")
+    assert done.exit_code == 2 and "cannot reach" in done.stderr
+
+
+def test_what_was_answered_before_an_error_is_kept(stub, ask, tmp_path):
+    stub.plan = [None, None, (400, error("too long"))]
+    assert ask(stub.url, "--batch", 1).exit_code == 2
+    assert [line["id"] for line in lines(tmp_path)] == [0, 0]
+    done = ask(stub.url, "--batch", 1)
+    assert done.exit_code == 0 and "going on" in done.stderr and len(stub.bodies) == 5
+    assert [line["id"] for line in lines(tmp_path)] == [0, 0, 1, 2]
+
+
+def test_an_answer_without_text_is_dropped(stub, ask, tmp_path):
+    empty = {"choices": [{"message": {"content": None}, "finish_reason": "stop"}]}
+    stub.plan = [(200, json.dumps(empty))]
+    done = ask(stub.url, "--batch", 1)
+    assert done.exit_code == 0 and "1 empty answer" in done.stderr
+    assert [line["id"] for line in lines(tmp_path)] == [1, 2]
