@@ -69,7 +69,7 @@ class BatchSampler:
         limit = self._engine.max_seq_len
         assert 0 < len(prompt) < limit, "the caller leaves out prompts that do not fit"
         region = self._texts.index(None)
-        feature, _ = self._engine.prefill(prompt)
+        feature, *_ = self._engine.prefill(prompt)
         self._reserve(len(prompt) + 1)
         held = self._engine.cache.rows[:, :, : len(prompt)]
         self._by_region(self._cache)[:, :, region, : len(prompt)] = held

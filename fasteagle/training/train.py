@@ -226,7 +226,8 @@ class Trainer:
         for parameter in trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        self.head.fc.weight.grad[:, unread_columns(options, self.target.config.dim)] = 0
+        if options.inputs in ("feature", "token"):
+            self.head.fc.weight.grad[:, unread_columns(options, self.target.config.dim)] = 0
         self.ranks.sum_([total, *(p.grad for p in trained if p.grad is not None)])
         torch.nn.utils.clip_grad_norm_(trained, options.clip)
         self.optimizer.step()
