@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fasteagle.config import HeadConfig, ModelConfig, head_from_hf
+from fasteagle.config_fields import Fields, parse_json
 from fasteagle.errors import FasteagleError, shortened
 from fasteagle.loading.tensors import read_json
 from fasteagle.model import EagleHead
@@ -56,6 +57,15 @@ def official_state(head: EagleHead) -> dict[str, Tensor]:
 
 def load_official_state(head: EagleHead, state: dict[str, Tensor], source: str) -> None:
     """Copy official tensors into `head`. Raises `FasteagleError` listing all that do not fit."""
+    require_official(head, state, source)
+    with torch.no_grad():
+        # The parts are views of the fused weights, so this writes into the parameters.
+        for name, part in official_state(head).items():
+            part.copy_(state[name])
+
+
+def require_official(head: EagleHead, state: dict[str, Tensor], source: str) -> None:
+    """Raise `FasteagleError` listing all tensors of `state` that `head` has no place for."""
     expected = {name: tuple(t.shape) for name, t in official_state(head).items()}
     problems = [f"missing {name}" for name in expected if name not in state]
     problems += [
@@ -66,10 +76,6 @@ def load_official_state(head: EagleHead, state: dict[str, Tensor], source: str) 
     problems += [f"unknown {n}" for n in state if n not in expected and n not in IGNORED]
     if problems:
         raise FasteagleError(f"{source}: not a draft head we can load: {shortened(problems)}")
-    with torch.no_grad():
-        # The parts are views of the fused weights, so this writes into the parameters.
-        for name, part in official_state(head).items():
-            part.copy_(state[name])
 
 
 def save_head(folder: Path, head: EagleHead, header: dict[str, Any], dtype: torch.dtype) -> None:
@@ -91,7 +97,7 @@ def load_head(folder: Path, target: ModelConfig) -> tuple[EagleHead, dict[str, A
 
     Raises `FasteagleError` when it does not fit the target's width or vocabulary.
     """
-    config = head_from_hf(read_json(folder / "config.json"), str(folder))
+    config = head_from_hf(read_json(folder / "config.json"), str(folder / "config.json"))
     for what, ours, theirs in (
         ("width", config.block.dim, target.dim),
         ("vocabulary", config.block.vocab_size, target.vocab_size),
@@ -102,6 +108,8 @@ def load_head(folder: Path, target: ModelConfig) -> tuple[EagleHead, dict[str, A
                 "choose the head trained for this model, or run with --no-spec"
             )
     state, header = _read_state(folder)
+    with torch.device("meta"):  # nothing is allocated before the file is known to hold it
+        require_official(EagleHead(config), state, str(folder))
     head = EagleHead(config)
     load_official_state(head, state, str(folder))
     ids = head.target_ids()
@@ -124,10 +132,26 @@ def read_header(folder: Path) -> dict[str, Any] | None:
     """The JSON header of a head of our own, None for others; reads no tensor."""
     try:
         with safe_open(folder / "model.safetensors", framework="pt") as file:
-            metadata = file.metadata() or {}
-            return json.loads(metadata[HEADER_KEY]) if HEADER_KEY in metadata else None
-    except (SafetensorError, OSError, ValueError):
+            return _header(file.metadata() or {}, f"{folder}: its header")
+    except (SafetensorError, OSError, FasteagleError):
         return None
+
+
+def _header(metadata: dict[str, str], source: str) -> dict[str, Any] | None:
+    """The header in a file's metadata, None where there is none. Raises `FasteagleError`."""
+    if HEADER_KEY not in metadata:
+        return None
+    try:
+        header = parse_json(metadata[HEADER_KEY])
+    except ValueError as error:
+        raise FasteagleError(f"{source} cannot be read as JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise FasteagleError(f"{source} must be a JSON object: train or fetch the head again")
+    fields = Fields(header, source)
+    for key in ("target_fingerprint", "head_scheme"):
+        fields.text(key, "")
+    fields.shares("ranks")
+    return header
 
 
 def _read_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
@@ -136,13 +160,16 @@ def _read_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]
         try:
             with safe_open(safe, framework="pt") as file:
                 metadata = file.metadata() or {}
-                header = json.loads(metadata[HEADER_KEY]) if HEADER_KEY in metadata else None
+                header = _header(metadata, f"{safe}: its header")
                 return {name: file.get_tensor(name) for name in file.keys()}, header  # noqa: SIM118
         except (SafetensorError, OSError, ValueError) as error:
             raise FasteagleError(f"{safe}: damaged or truncated ({error})") from error
     if pickled.exists():
         try:
-            return torch.load(pickled, map_location="cpu", weights_only=True), None
+            state = torch.load(pickled, map_location="cpu", weights_only=True)
+            if not all(isinstance(tensor, Tensor) for tensor in state.values()):
+                raise ValueError("it holds more than tensors")
+            return state, None
         except Exception as error:  # pickle, zip and RuntimeError, depending on the damage
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise FasteagleError(f"{pickled}: not a weights-only torch file ({reason})") from error
