@@ -8,13 +8,16 @@ import shutil
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 
 from fasteagle.cli import main as cli
+from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
-from fasteagle.loading.head_file import save_head
+from fasteagle.loading.head_file import HEADER_KEY, save_head
 from helpers import edit_json, random_head
 
 CONFIG, HEAD = "model/config.json", "head/config.json"
+HEADER = "head/model.safetensors"
 GENERATION, INDEX = "model/generation_config.json", "model/model.safetensors.index.json"
 LLAMA3 = {"rope_type": "llama3", "factor": 8}
 EVEN = "num_attention_heads (4) times an even number, or head_dim given"
@@ -76,6 +79,12 @@ BAD = [
         {"quantization_config": {"bits": 4}},
         'quantization_config is {"bits": 4}: must be absent',
     ),
+    (HEADER, {"ranks": "x"}, 'its header: ranks is "x": must be lists of numbers from 0 to 1'),
+    (HEADER, {"ranks": [[0.5], [2]]}, "its header: ranks is [[0.5], [2]]: must be lists of"),
+    (HEADER, {"ranks": [[0]]}, "its header: ranks is [[0]]: must be lists of"),
+    (HEADER, {"head_scheme": 4}, "its header: head_scheme is 4: must be a text"),
+    (HEADER, "[1]", "its header must be a JSON object"),
+    (HEADER, "{", "its header cannot be read as JSON"),
     # Whole files
     (CONFIG, "{", "cannot be read as JSON"),
     (CONFIG, "[1]", "expected a JSON object, found list"),
@@ -118,7 +127,11 @@ def test_bad_files_cost_one_line(good, tmp_path, monkeypatch, file, written, mes
         "fasteagle.loading.open.load_model", lambda *a, **k: pytest.fail("the target was loaded")
     )
     folder = shutil.copytree(good, tmp_path / "files")
-    if isinstance(written, str):
+    if file == HEADER:
+        header = written if isinstance(written, str) else json.dumps(written)
+        tensors = load_file(folder / file)
+        save_file(tensors, folder / file, metadata={HEADER_KEY: header})
+    elif isinstance(written, str):
         (folder / file).write_text(written)
     else:
         edit_json(folder / file, **written)
@@ -138,3 +151,12 @@ def test_null_is_the_same_as_absent(good, tmp_path):
     content = json.loads(path.read_text())
     path.write_text(json.dumps({key: v for key, v in content.items() if v is not None}))
     assert open_checkpoint(folder).config == config
+
+
+def test_what_a_file_says_cannot_break_the_line(good, tmp_path):
+    folder = shutil.copytree(good / "model", tmp_path / "model")
+    edit_json(folder / "config.json", architectures=["x\nError: \x1b[2J"])
+    with pytest.raises(FasteagleError) as caught:
+        open_checkpoint(folder)
+    assert str(caught.value).isprintable()
+    assert str(FasteagleError("a\nb \x1b[2J \u2028 é 東")) == "a\\nb \\x1b[2J \\u2028 é 東"
