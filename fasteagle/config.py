@@ -279,7 +279,7 @@ def from_gguf(
             f"{source}: rope_freqs.weight has {len(rope_freq_factors):,} values, half of the head "
             f"is {n_factors:,}: fetch it again"
         )
-    window = f"{kind}.attention.sliding_window"
+    window = f"{kind}.attention.sliding_window"  # 0: none
     linear = scaling == "linear"
     return ModelConfig(
         **shape,
@@ -293,6 +293,6 @@ def from_gguf(
         tie_embeddings=tied,
         qkv_bias=kind == "qwen2",
         qk_norm=kind == "qwen3",
-        sliding_window=fields.integer(window) if window in fields else None,
+        sliding_window=fields.integer(window, 0, least=0) or None,
         architecture=_GGUF_ARCHITECTURES[kind],
     )

@@ -117,7 +117,7 @@ class _Reader:
 
     def _value(self, key: str, kind: int) -> Any:
         if kind == _STRING:
-            return self._text()
+            return self._text(errors="replace")  # a vocabulary may hold parts of characters
         if kind not in _SCALARS:
             raise self._damaged(f"{key} of type {kind}")
         return self._number(_SCALARS[kind])
@@ -174,12 +174,12 @@ class _Reader:
         self._skip(struct.calcsize(form))
         return struct.unpack_from(form, self._data, at)[0]
 
-    def _text(self) -> str:
+    def _text(self, errors: str = "strict") -> str:
         length = self._number("<Q")
         at = self._at
         self._skip(length)
         try:
-            return self._data[at : at + length].decode("utf-8")
+            return self._data[at : at + length].decode("utf-8", errors)
         except UnicodeDecodeError:
             raise self._damaged("a text that is not UTF-8") from None
 
