@@ -79,10 +79,10 @@ class Fields:
         return tuple(map(float, self._checked(key, [], must, fits)))
 
     def shares(self, key: str) -> list[list[float]]:
-        """Lists of numbers of 0 .. 1 that are not all 0, empty where there is none."""
+        """Lists of numbers of 0 .. 1, none of which is empty; no list where there is none."""
         are_shares = _list_of(lambda v: _is_real(v) and 0 <= v <= 1)
-        must = "lists of numbers from 0 to 1, not all 0"
-        return self._checked(key, [], must, _list_of(lambda v: are_shares(v) and sum(v) > 0))
+        must = "lists of numbers from 0 to 1, none empty"
+        return self._checked(key, [], must, _list_of(lambda v: are_shares(v) and len(v) > 0))
 
     def token_ids(self, key: str) -> list[int]:
         """One token id, or a list of them."""

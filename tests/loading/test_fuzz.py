@@ -34,7 +34,7 @@ from fasteagle.shapes import TreeShape
 from gguf_files import write_gguf
 from helpers import make_hf_model, random_head, save_tiny
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:invalid value")]
 
 MORE_BYTES = 1 << 30  # of address space, over what the process has: torch's own arenas and threads
 SECONDS = 10  # for one example
