@@ -32,7 +32,7 @@ from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.gguf import GGUFFile
 from fasteagle.loading.open import open_model
 from fasteagle.options import DEFAULT_MODEL, DraftOptions, RuntimeOptions
-from fasteagle.paths import write_atomic
+from fasteagle.paths import require_writable, write_atomic
 from fasteagle.prompts import read_questions
 
 CONTEXT = 4096
@@ -137,6 +137,9 @@ def main(
         max_new_tokens=max_new_tokens,
         draft=DraftOptions(),
     )
+    if json_path:
+        require_writable(json_path)
+    questions = read_questions(data, limit)
     opened = open_model(model)
     if not isinstance(opened.checkpoint, GGUFFile):
         raise FasteagleError(f"{model} is no GGUF file, and llama.cpp reads only these")
@@ -144,7 +147,6 @@ def main(
     theirs = LlamaCpp(path, torch.get_num_threads(), opened.tokenizer.eos_ids)
     measured = [Row("llama.cpp", "file", theirs, path.stat().st_size)]
     measured += build_rows("auto", options, opened.prepared(runtime))
-    questions = read_questions(data, limit)
     device = torch.device("cpu")
     warm_up(measured, questions[0], opened.tokenizer)
     for number, question in enumerate(questions, 1):
