@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from fasteagle.config_fields import MOST_LAYERS, Fields
 from fasteagle.errors import FasteagleError
 
 SUPPORTED_ARCHITECTURES = (
@@ -56,14 +57,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("dim", "n_layer", "n_head", "n_kv_head", "head_dim", "ffn_dim", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise FasteagleError(f"model config: {name} is {getattr(self, name)}, must be >= 1")
-        if self.n_head % self.n_kv_head:
-            raise FasteagleError(
-                f"model config: {self.n_head} heads do not divide into {self.n_kv_head} KV heads"
-            )
-        if self.head_dim % 2:
-            raise FasteagleError(f"model config: head_dim {self.head_dim} is odd, RoPE needs pairs")
+            assert getattr(self, name) >= 1, f"{name} {getattr(self, name)}: its reader checks it"
+        assert self.n_head % self.n_kv_head == 0, "query heads share KV heads evenly"
+        assert self.head_dim % 2 == 0, "RoPE turns pairs"
 
     @property
     def qkv_dim(self) -> int:
@@ -168,119 +164,129 @@ def head_from_hf(raw: Mapping[str, Any], source: str) -> HeadConfig:
     """Read the decoder layer of a published or own draft head, as its `config.json` has it.
 
     RoPE base is the head's own or 10000, never the target's; its context length and layer count
-    are ignored (design of the public heads). Raises `FasteagleError` for missing keys.
+    are ignored (design of the public heads). Raises `FasteagleError`, as `Fields` words it.
     """
-    needed = ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
-    missing = [key for key in needed if key not in raw]
-    if missing:
-        raise FasteagleError(f"{source}: config.json of the draft head lacks {', '.join(missing)}")
-    _refuse_unsupported(raw, source)
-    n_head = raw["num_attention_heads"]
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    fields = Fields(raw, source)
+    fields.require("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+    _refuse_unsupported(fields)
+    vocab_size = fields.width("vocab_size")
+    rope = fields.part("rope_parameters" if raw.get("rope_parameters") else "rope_scaling")
     scaling, linear = _rope_scaling(rope, source)
     block = ModelConfig(
-        dim=raw["hidden_size"],
+        **read_shape(fields, _HF_KEYS),
         n_layer=1,
-        n_head=n_head,
-        n_kv_head=raw.get("num_key_value_heads") or n_head,
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // n_head,
-        ffn_dim=raw["intermediate_size"],
-        vocab_size=raw["vocab_size"],
+        vocab_size=vocab_size,
         max_seq_len=2**31,
-        norm_eps=raw.get("rms_norm_eps", 1e-6),
-        rope_base=raw.get("rope_theta") or rope.get("rope_theta") or 10000.0,
+        norm_eps=fields.number("rms_norm_eps", 1e-6, most=1),
+        rope_base=fields.number("rope_theta", rope.number("rope_theta", 10000.0)),
         rope_scaling=scaling,
         rope_linear_factor=linear,
-        qkv_bias=bool(raw.get("qkv_bias", False)),
+        qkv_bias=fields.flag("qkv_bias"),
     )
     return HeadConfig(
         block,
-        draft_vocab_size=raw.get("draft_vocab_size") or raw["vocab_size"],
-        fc_bias=bool(raw.get("bias", True)),
+        draft_vocab_size=fields.integer("draft_vocab_size", vocab_size, most=vocab_size),
+        fc_bias=fields.flag("bias", True),
     )
 
 
 def from_hf(raw: Mapping[str, Any], source: str) -> ModelConfig:
     """Read a Hugging Face `config.json`. Raises `FasteagleError` for what we cannot run exactly."""
-    architecture = (raw.get("architectures") or ["(none)"])[0]
+    fields = Fields(raw, source)
+    architecture = (fields.texts("architectures") or ["(none)"])[0]
     if architecture not in SUPPORTED_ARCHITECTURES:
         raise FasteagleError(
             f"{source}: architecture {architecture!r} is not supported; "
             f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
-    missing = [
-        key
-        for key in (
-            "hidden_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "intermediate_size",
-            "vocab_size",
-        )
-        if key not in raw
-    ]
-    if missing:
-        raise FasteagleError(f"{source}: config.json lacks {', '.join(missing)}")
-    _refuse_unsupported(raw, source)
-    n_head = raw["num_attention_heads"]
+    fields.require(
+        "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"
+    )
+    _refuse_unsupported(fields)
     # transformers 5 writes `rope_parameters`, older files `rope_scaling` and `rope_theta`.
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope = fields.part("rope_parameters" if raw.get("rope_parameters") else "rope_scaling")
     scaling, linear = _rope_scaling(rope, source)
+    has_window = architecture == "MistralForCausalLM" and "sliding_window" in fields
     return ModelConfig(
-        dim=raw["hidden_size"],
-        n_layer=raw["num_hidden_layers"],
-        n_head=n_head,
-        n_kv_head=raw.get("num_key_value_heads") or n_head,
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // n_head,
-        ffn_dim=raw["intermediate_size"],
-        vocab_size=raw["vocab_size"],
-        max_seq_len=raw.get("max_position_embeddings") or 2048,
-        norm_eps=raw.get("rms_norm_eps", 1e-6),
-        rope_base=rope.get("rope_theta") or raw.get("rope_theta") or 10000.0,
+        **read_shape(fields, _HF_KEYS),
+        n_layer=fields.integer("num_hidden_layers", most=MOST_LAYERS),
+        vocab_size=fields.width("vocab_size"),
+        max_seq_len=fields.integer("max_position_embeddings", 2048),
+        norm_eps=fields.number("rms_norm_eps", 1e-6, most=1),
+        rope_base=rope.number("rope_theta", fields.number("rope_theta", 10000.0)),
         rope_scaling=scaling,
         rope_linear_factor=linear,
-        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        tie_embeddings=fields.flag("tie_word_embeddings"),
         qkv_bias=architecture == "Qwen2ForCausalLM",
         qk_norm=architecture == "Qwen3ForCausalLM",
-        sliding_window=raw.get("sliding_window") if architecture == "MistralForCausalLM" else None,
+        sliding_window=fields.integer("sliding_window") if has_window else None,
         architecture=architecture,
     )
 
 
-def _refuse_unsupported(raw: Mapping[str, Any], source: str) -> None:
+_HF_KEYS = {
+    "dim": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_kv_head": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn_dim": "intermediate_size",
+}
+
+
+def read_shape(fields: Fields, keys: Mapping[str, str]) -> dict[str, Any]:
+    """The widths of a model's blocks by our names; `keys` says what the file calls them.
+
+    KV heads may be left out (as many as heads), and head_dim. Raises `FasteagleError` where they
+    do not fit each other.
+    """
+    shape: dict[str, Any] = {n: fields.width(keys[n]) for n in ("dim", "n_head", "ffn_dim")}
+    n_head = shape["n_head"]
+    shape["n_kv_head"] = fields.width(keys["n_kv_head"], n_head)
+    if n_head % shape["n_kv_head"]:
+        raise fields.error(keys["n_kv_head"], f"a divisor of {keys['n_head']} ({n_head:,})")
+    shape["head_dim"] = fields.width(keys["head_dim"], max(1, shape["dim"] // n_head))
+    if shape["head_dim"] % 2:  # RoPE turns pairs
+        if keys["head_dim"] in fields:
+            raise fields.error(keys["head_dim"], "even")
+        even = f"{keys['n_head']} ({n_head:,}) times an even number, or {keys['head_dim']} given"
+        raise fields.error(keys["dim"], even)
+    return shape
+
+
+def _refuse_unsupported(fields: Fields) -> None:
     """Fields whose non-default values would change the arithmetic in a way we do not implement."""
-    if raw.get("hidden_act", "silu") != "silu":
-        raise FasteagleError(
-            f"{source}: hidden_act {raw['hidden_act']!r} is not supported; only silu"
-        )
+    if fields.text("hidden_act", "silu") != "silu":
+        raise fields.error("hidden_act", '"silu", others are not supported')
     for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
-        if raw.get(key):
-            raise FasteagleError(f"{source}: {key}=true is not supported")
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise FasteagleError(
-            f"{source}: weights are already quantized ({method}); use the unquantized checkpoint"
-        )
+        if fields.flag(key):
+            raise fields.error(key, "false, the other is not supported")
+    if not fields.part("quantization_config").empty:
+        raise fields.error("quantization_config", "absent: use the unquantized checkpoint")
 
 
-def _rope_scaling(rope: Mapping[str, Any], source: str) -> tuple[Llama3RopeScaling | None, float]:
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+def _rope_scaling(rope: Fields, source: str) -> tuple[Llama3RopeScaling | None, float]:
+    kind = rope.text("rope_type", rope.text("type", "default"))
     if kind == "default":
         return None, 1.0
     if kind == "linear":
-        return None, float(rope["factor"])
-    if kind == "llama3":
-        return (
-            Llama3RopeScaling(
-                factor=rope["factor"],
-                low_freq_factor=rope["low_freq_factor"],
-                high_freq_factor=rope["high_freq_factor"],
-                original_max_seq_len=rope["original_max_position_embeddings"],
-            ),
-            1.0,
+        return None, rope.number("factor")
+    if kind != "llama3":
+        raise FasteagleError(
+            f"{source}: RoPE scaling {kind!r} is not supported; supported: default, linear, llama3"
         )
-    raise FasteagleError(
-        f"{source}: RoPE scaling {kind!r} is not supported; supported: default, linear, llama3"
+    return read_llama3_scaling(rope, "original_max_position_embeddings"), 1.0
+
+
+def read_llama3_scaling(rope: Fields, original: str) -> Llama3RopeScaling:
+    """Llama-3.1's scaling; `original` is the file's key of `original_max_seq_len`."""
+    low = rope.number("low_freq_factor")
+    if rope.number("high_freq_factor") <= low:
+        raise rope.error("high_freq_factor", f"above low_freq_factor ({low:g})")
+    return Llama3RopeScaling(
+        factor=rope.number("factor"),
+        low_freq_factor=low,
+        high_freq_factor=rope.number("high_freq_factor"),
+        original_max_seq_len=rope.integer(original),
     )
 
 
@@ -291,8 +297,17 @@ _GGUF_ARCHITECTURES = {
 }
 
 
+_GGUF_KEYS = {
+    "dim": "embedding_length",
+    "n_head": "attention.head_count",
+    "n_kv_head": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "ffn_dim": "feed_forward_length",
+}
+
+
 def from_gguf(
-    fields: Mapping[str, Any],
+    metadata: Mapping[str, Any],
     *,
     vocab_size: int,
     tied: bool,
@@ -300,43 +315,47 @@ def from_gguf(
     source: str,
 ) -> ModelConfig:
     """Read GGUF metadata, given as plain Python values by key."""
-    kind = fields.get("general.architecture", "(none)")
+    fields = Fields(metadata, source)
+    kind = fields.text("general.architecture", "(none)")
     if kind not in _GGUF_ARCHITECTURES:
         raise FasteagleError(
             f"{source}: GGUF architecture {kind!r} is not supported; "
             f"supported: {', '.join(_GGUF_ARCHITECTURES)}"
         )
 
-    def need(key: str) -> Any:
-        if f"{kind}.{key}" not in fields:
-            raise FasteagleError(f"{source}: GGUF metadata lacks {kind}.{key}")
-        return fields[f"{kind}.{key}"]
-
-    scaling = fields.get(f"{kind}.rope.scaling.type", "none")
+    scaling = fields.text(f"{kind}.rope.scaling.type", "none")
     if scaling not in ("none", "linear"):
         raise FasteagleError(f"{source}: GGUF RoPE scaling {scaling!r} is not supported")
-    if fields.get(f"{kind}.expert_count"):
+    if fields.integer(f"{kind}.expert_count", 0, least=0):
         raise FasteagleError(f"{source}: mixture-of-experts models are not supported")
-    n_head = need("attention.head_count")
-    dim = need("embedding_length")
+    required = ("dim", "n_head", "ffn_dim")
+    fields.require(
+        *(f"{kind}.{_GGUF_KEYS[name]}" for name in required),
+        f"{kind}.block_count",
+        f"{kind}.context_length",
+        f"{kind}.attention.layer_norm_rms_epsilon",
+    )
+    shape = read_shape(fields, {name: f"{kind}.{key}" for name, key in _GGUF_KEYS.items()})
+    n_factors = shape["head_dim"] // 2
+    if rope_freq_factors is not None and len(rope_freq_factors) != n_factors:
+        raise FasteagleError(
+            f"{source}: rope_freqs.weight has {len(rope_freq_factors):,} values, half of the head "
+            f"is {n_factors:,}: fetch it again"
+        )
+    window = f"{kind}.attention.sliding_window"  # 0: none
+    linear = scaling == "linear"
     return ModelConfig(
-        dim=dim,
-        n_layer=need("block_count"),
-        n_head=n_head,
-        n_kv_head=fields.get(f"{kind}.attention.head_count_kv", n_head),
-        head_dim=fields.get(f"{kind}.attention.key_length", dim // n_head),
-        ffn_dim=need("feed_forward_length"),
+        **shape,
+        n_layer=fields.integer(f"{kind}.block_count", most=MOST_LAYERS),
         vocab_size=vocab_size,
-        max_seq_len=need("context_length"),
-        norm_eps=need("attention.layer_norm_rms_epsilon"),
-        rope_base=fields.get(f"{kind}.rope.freq_base", 10000.0),
-        rope_linear_factor=float(fields.get(f"{kind}.rope.scaling.factor", 1.0))
-        if scaling == "linear"
-        else 1.0,
+        max_seq_len=fields.integer(f"{kind}.context_length"),
+        norm_eps=fields.number(f"{kind}.attention.layer_norm_rms_epsilon", most=1),
+        rope_base=fields.number(f"{kind}.rope.freq_base", 10000.0),
+        rope_linear_factor=fields.number(f"{kind}.rope.scaling.factor", 1.0) if linear else 1.0,
         rope_freq_factors=rope_freq_factors,
         tie_embeddings=tied,
         qkv_bias=kind == "qwen2",
         qk_norm=kind == "qwen3",
-        sliding_window=fields.get(f"{kind}.attention.sliding_window"),
+        sliding_window=fields.integer(window, 0, least=0) or None,
         architecture=_GGUF_ARCHITECTURES[kind],
     )

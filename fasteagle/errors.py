@@ -11,7 +11,14 @@ from collections.abc import Iterable
 
 
 class FasteagleError(Exception):
-    """A mistake the user can mend: the message names the value, the limit and the fix."""
+    """A mistake the user can mend: the message names the value, the limit and the fix.
+
+    It is one line: what it quotes from a file may hold line breaks, and codes that terminals obey.
+    """
+
+    def __init__(self, message: str) -> None:
+        shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
+        super().__init__("".join(shown))
 
 
 def note(text: str) -> None:

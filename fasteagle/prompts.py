@@ -7,10 +7,10 @@ all of it) and `prompt_len` (where the answer begins). Needs no torch.
 from __future__ import annotations
 
 import dataclasses
-import json
 from importlib import resources
 from pathlib import Path
 
+from fasteagle.config_fields import parse_json
 from fasteagle.errors import FasteagleError
 
 
@@ -31,21 +31,26 @@ def read_questions(path: Path | None, limit: int | None) -> list[Question]:
     except (OSError, UnicodeDecodeError) as error:
         raise FasteagleError(f"cannot read {path}: {error}") from error
     questions = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            turns = json.loads(line)["turns"]
-            if not turns or not all(isinstance(turn, str) and turn for turn in turns):
-                raise ValueError("turns must be texts")
-        except (ValueError, TypeError, KeyError) as error:
-            raise FasteagleError(
-                f'{path}, line {number}: expected {{"turns": ["text", ...]}} ({error!r})'
-            ) from error
-        questions.append(Question(tuple(turns)))
+    # Not `splitlines`, which also splits at line separators of other alphabets, inside of texts.
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            questions.append(_question(line, f"{path}, line {number}"))
     if not questions:
         raise FasteagleError(f"{path}: no questions in it")
     return questions[:limit]
+
+
+def _question(line: str, where: str) -> Question:
+    try:
+        turns = parse_json(line)["turns"]
+        if type(turns) is not list or not turns:
+            raise ValueError("turns must be a list of texts")
+        if not all(type(turn) is str and turn.strip() for turn in turns):
+            raise ValueError("each turn must be a text that is not empty")
+        "".join(turns).encode()  # JSON may hold halves of characters
+    except (ValueError, TypeError, KeyError) as error:
+        raise FasteagleError(f'{where}: expected {{"turns": ["text", ...]}} ({error!r})') from error
+    return Question(tuple(turns))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,10 +87,12 @@ def read_conversations(
 
 def _conversation(line: str, where: str, vocab_size: int, max_len: int) -> Conversation:
     try:
-        raw = json.loads(line)
+        raw = parse_json(line)
         ids, prompt_len = raw["ids"], raw["prompt_len"]
-        if not all(type(i) is int for i in ids) or type(prompt_len) is not int or prompt_len < 1:
-            raise ValueError("ids must be integers, prompt_len an integer >= 1")
+        if type(ids) is not list or not all(type(i) is int for i in ids):
+            raise ValueError("ids must be a list of integers")
+        if type(prompt_len) is not int or prompt_len < 1:
+            raise ValueError("prompt_len must be an integer >= 1")
     except (ValueError, TypeError, KeyError) as error:
         raise FasteagleError(
             f'{where}: expected {{"ids": [...], "prompt_len": n}} ({error!r})'

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
+from fasteagle.config_fields import parse_json
 from fasteagle.errors import FasteagleError
 
 
@@ -79,7 +79,7 @@ Paths = tuple[tuple[int, ...], ...]  # a static tree: child ranks from the root,
 def read_tree(path: Path) -> Paths:
     """A static tree from JSON: a list of child-rank paths, `[[0], [1], [0, 0]]`."""
     try:
-        raw = json.loads(path.read_text("utf-8"))
+        raw = parse_json(path.read_text("utf-8"))
         if not all(type(rank) is int for node in raw for rank in node):
             raise ValueError("ranks must be integers")
         return tuple(tuple(node) for node in raw)

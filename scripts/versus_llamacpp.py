@@ -33,7 +33,7 @@ from fasteagle.generate import common_prefix
 from fasteagle.loading.gguf import GGUFFile
 from fasteagle.loading.open import open_model
 from fasteagle.options import DEFAULT_MODEL, RuntimeOptions
-from fasteagle.paths import write_atomic
+from fasteagle.paths import require_writable, write_atomic
 from fasteagle.prompts import read_questions
 
 CONTEXT = 4096
@@ -132,6 +132,9 @@ def main(
     options = BenchOptions(
         model=model, rows=comma_list(rows), data=data, limit=limit, max_new_tokens=max_new_tokens
     )
+    if json_path:
+        require_writable(json_path)
+    questions = read_questions(data, limit)
     opened = open_model(model)
     if not isinstance(opened.checkpoint, GGUFFile):
         raise FasteagleError(f"{model} is no GGUF file, and llama.cpp reads only these")
@@ -139,7 +142,6 @@ def main(
     theirs = LlamaCpp(path, torch.get_num_threads(), opened.tokenizer.eos_ids)
     measured = [Row("llama.cpp", "file", theirs, path.stat().st_size)]
     measured += build_rows("auto", options, opened.prepared(runtime))
-    questions = read_questions(data, limit)
     device = torch.device("cpu")
     warm_up(measured, questions[0], opened.tokenizer)
     for number, question in enumerate(questions, 1):

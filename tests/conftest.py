@@ -20,6 +20,7 @@ import torch
 from click.testing import CliRunner
 
 from fasteagle.compile import blocks
+from fasteagle.loading import open as opening
 from fasteagle.loading import registry
 from helpers import SCRIPTS, save_tiny, write_questions
 
@@ -57,6 +58,12 @@ def own_home(
     home = tmp_path_factory.mktemp("home")
     monkeypatch.setenv("XDG_CACHE_HOME", str(home / "cache"))
     monkeypatch.setenv("XDG_STATE_HOME", str(home / "state"))
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a person is told does not depend on how fast this machine opens a model."""
+    monkeypatch.setattr(opening, "PATIENCE", 3600.0)
 
 
 @pytest.fixture(autouse=True)

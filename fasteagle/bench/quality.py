@@ -26,7 +26,7 @@ from fasteagle.loading.checkpoint import required_bytes
 from fasteagle.loading.open import OpenedModel, PreparedModel, open_model, precision_options
 from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.options import RuntimeOptions
-from fasteagle.paths import write_atomic
+from fasteagle.paths import require_writable, write_atomic
 
 ROWS_AT_ONCE = 128  # of logits
 
@@ -145,6 +145,8 @@ def run_eval(
     model: str, runtime: RuntimeOptions, options: EvalOptions, *, md: bool, json_path: Path | None
 ) -> None:
     """Measure and print, as `fasteagle eval` does."""
+    if json_path:
+        require_writable(json_path)
     found = evaluate(model, options, runtime)
     headings = (
         "precision",

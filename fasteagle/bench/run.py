@@ -17,6 +17,7 @@ import torch
 
 from fasteagle.bench.ablation import ablated
 from fasteagle.bench.hf import hf_model
+from fasteagle.bench.progress import QuestionBar
 from fasteagle.bench.roofline import Storage
 from fasteagle.bench.row_spec import LOOKUP_TOKENS, RowSpec, chain_shape, parse_rows
 from fasteagle.bench.rows import Decoder, EngineDecoder, HFDecoder, Row, Spent
@@ -30,7 +31,7 @@ from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError, note
 from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import required_bytes
-from fasteagle.loading.find_head import make_drafter
+from fasteagle.loading.find_head import check_draft, make_drafter
 from fasteagle.loading.open import (
     TORCHAO,
     OpenedModel,
@@ -112,6 +113,7 @@ def run(
         torch.set_num_threads(runtime.threads)
     checkpoint, tokenizer = opened.checkpoint, opened.tokenizer
     check_simulated(options, runtime, isinstance(checkpoint, DummyCheckpoint))
+    _check_drafts(options, runtime, opened)
     rows: list[Row] = []
     for precisions in _fitting_groups(options, runtime, checkpoint, device):
         group = []
@@ -122,10 +124,11 @@ def run(
         for row in group:
             if reason := _uncaptured(row.decoder):
                 note(f"warning: {row.name} {row.precision} runs without CUDA graphs: {reason}")
-        for number, question in enumerate(questions, 1):
-            note(f"question {number} of {len(questions)} ({', '.join(precisions)})")
-            for row in group:
-                answer(row, question, tokenizer, options.max_new_tokens, device)
+        with QuestionBar(group, len(questions)) as bar:
+            for question in questions:
+                for row in group:
+                    answer(row, question, tokenizer, options.max_new_tokens, device)
+                bar.answered()
         for row in group:
             row.tree = _tree(row.decoder)
             if controller := _controller(row.decoder):
@@ -133,6 +136,17 @@ def run(
             row.decoder = Spent()  # the next precision needs the memory
         rows += group
     return rows
+
+
+def _check_drafts(options: BenchOptions, runtime: RuntimeOptions, opened: OpenedModel) -> None:
+    """Raise `FasteagleError` for a head or a tree that cannot run, before weights are loaded."""
+    drafts = [spec.draft_options(options.draft) for spec in options.specs if spec.has_head]
+    for precision in options.precisions:
+        for draft in drafts:
+            tree_alone = dataclasses.replace(draft, head=None)
+            check_draft(tree_alone, opened, precision_options(runtime, precision))
+    if drafts:  # all have the same head
+        check_draft(drafts[0], opened, runtime)
 
 
 def check_simulated(options: BenchOptions, runtime: RuntimeOptions, is_dummy: bool) -> None:

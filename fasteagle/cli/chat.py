@@ -13,8 +13,8 @@ from fasteagle.cli.background import Preparation
 from fasteagle.cli.repl import Repl, utf8_streams
 from fasteagle.cli.session import ChatSession, format_stats
 from fasteagle.errors import FasteagleError, note
-from fasteagle.loading.find_head import make_drafter
-from fasteagle.loading.open import load_runtime
+from fasteagle.loading.find_head import check_draft, make_drafter
+from fasteagle.loading.open import open_for
 from fasteagle.options import AnswerOptions, DraftOptions, RuntimeOptions, SamplingParams
 
 
@@ -41,9 +41,11 @@ def run_chat(
     answer = dataclasses.replace(answer, stop=tuple(_argument(s, "--stop") for s in answer.stop))
 
     say = _silent if quiet else note
-    runtime = load_runtime(model, runtime_options, quiet)
+    opened = open_for(model, runtime_options, say)
+    asked = check_draft(draft, opened, runtime_options)
+    runtime = opened.loaded(runtime_options, say)
     engine = runtime.engine
-    engine.use(make_drafter(runtime.name, engine, runtime.checkpoint, draft, say))
+    engine.use(make_drafter(runtime.name, engine, runtime.checkpoint, draft, say, asked))
     if announce_seed:
         say(f"seed {params.seed}")
     notify = say if one_shot else note

@@ -9,7 +9,7 @@ from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.open import open_model
 from fasteagle.loading.quantize import scheme_asked, write_folder
 from fasteagle.options import RuntimeOptions
-from fasteagle.paths import atomic_dir
+from fasteagle.paths import atomic_dir, require_writable
 
 
 def run_quantize(model: str, options: RuntimeOptions, out: Path, data: Path | None) -> None:
@@ -18,6 +18,8 @@ def run_quantize(model: str, options: RuntimeOptions, out: Path, data: Path | No
         raise FasteagleError("quantize to what? give --int4, --int8 or --quant NAME")
     if out.exists() and any(out.iterdir()):
         raise FasteagleError(f"{out} is there already and not empty: give another -o")
+    if not out.exists():
+        require_writable(out)
     opened = open_model(model)
     checkpoint = opened.checkpoint
     if checkpoint.scheme is not None:

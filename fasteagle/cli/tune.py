@@ -9,8 +9,8 @@ from fasteagle.compile.costs import costs_of, follow_costs, tunable
 from fasteagle.drafting.controller import name
 from fasteagle.drafting.plan import FACTORS, Costs, Plan, expected_accepted
 from fasteagle.errors import FasteagleError, note
-from fasteagle.loading.find_head import make_drafter
-from fasteagle.loading.open import compile_now, load_runtime
+from fasteagle.loading.find_head import check_draft, make_drafter
+from fasteagle.loading.open import compile_now, open_for
 from fasteagle.options import DraftOptions, RuntimeOptions
 
 
@@ -20,9 +20,11 @@ def run_tune(model: str, runtime_options: RuntimeOptions, draft: DraftOptions) -
         raise FasteagleError(
             "nothing to tune: the tree is fixed; leave out --drafter and the --tree options"
         )
-    runtime = load_runtime(model, runtime_options)
+    opened = open_for(model, runtime_options)
+    asked = check_draft(draft, opened, runtime_options)
+    runtime = opened.loaded(runtime_options)
     engine = runtime.engine
-    engine.use(make_drafter(runtime.name, engine, runtime.checkpoint, draft, note))
+    engine.use(make_drafter(runtime.name, engine, runtime.checkpoint, draft, note, asked))
     drafter = tunable(engine)
     if drafter is None:
         raise FasteagleError("nothing to tune without a drafter")

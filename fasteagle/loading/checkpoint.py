@@ -35,11 +35,18 @@ GIB = 2**30
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a `.gguf` file or a Hugging Face folder. Raises `FasteagleError` for anything else."""
-    if path.is_file():
-        return GGUFFile(path)
-    if not path.is_dir():
+    """Open a `.gguf` file or a Hugging Face folder.
+
+    Raises `FasteagleError` for anything else, and where tensors do not fit the config.
+    """
+    if not path.exists():
         raise FasteagleError(f"{path}: no such file or folder")
+    checkpoint = GGUFFile(path) if path.is_file() else _open_folder(path)
+    check_complete(checkpoint, str(path))
+    return checkpoint
+
+
+def _open_folder(path: Path) -> Checkpoint:
     raw = read_json(path / "config.json")
     settings = raw.get("quantization_config")
     if isinstance(settings, dict) and settings.get("quant_method") == stored.METHOD:
@@ -47,7 +54,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     # Early GPTQ tools wrote a separate file and nothing into config.json.
     if settings or (path / "quantize_config.json").exists():
         return open_quantized(path, raw)
-    config = model_config.from_hf(raw, str(path))
+    config = model_config.from_hf(raw, str(path / "config.json"))
     if any(path.glob("*.safetensors")):
         return SafetensorsFolder(path, config)
     if any(path.glob("pytorch_model*.bin")):
@@ -75,15 +82,13 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device | str,
     max_seq_len: int,
-    source: str = "checkpoint",
     quantized: Linears | None = None,
 ) -> Transformer:
     """Build the target and fill it tensor by tensor; linears come from `quantized` if given.
 
-    Raises `FasteagleError` when tensors do not fit the config or the memory does not suffice.
+    Raises `FasteagleError` when the memory does not suffice.
     """
     config = checkpoint.config
-    check_complete(checkpoint, source)
     weight_bytes = None if quantized is None else quantized.weight_bytes()
     require_memory(config, dtype, device, max_seq_len, weight_bytes)
     with torch.device("meta"), Uninitialized():

@@ -24,13 +24,14 @@ from fasteagle.loading import hub
 from fasteagle.loading.entries import EAGLE3, REGISTRY
 from fasteagle.loading.head_dialects import default_taps
 from fasteagle.loading.head_file import load_head, read_header
+from fasteagle.loading.open import OpenedModel
 from fasteagle.loading.registry import head_revision
 from fasteagle.loading.source import has_native, quantize_head_
 from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint, fingerprint, read_json
 from fasteagle.model import KEY_BLOCK, EagleHead
-from fasteagle.options import DraftOptions
+from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.paths import cache_dir, costs_path
-from fasteagle.shapes import PAPER_TREE, read_tree
+from fasteagle.shapes import PAPER_TREE, Paths, TreeShape, read_tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +40,35 @@ class FoundHead:
 
     path: Path
     origin: str
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedHead:
+    """A draft head whose width and vocabulary are its target's, and where it comes from."""
+
+    origin: str
+    head: EagleHead
+    header: dict[str, Any] | None
+
+
+def check_draft(
+    options: DraftOptions, opened: OpenedModel, runtime: RuntimeOptions
+) -> LoadedHead | None:
+    """Raise `FasteagleError` for a head or a tree that cannot run, before the target is loaded.
+
+    Returns the head if `options` name one.
+    """
+    if options.drafter in ("none", "ngram"):
+        return None
+    config, quantized_on_cpu = opened.checkpoint.config, opened.quantized_on_cpu(runtime)
+    tree_of(options, config.vocab_size, quantized_on_cpu)
+    if options.head is None:
+        return None
+    found = find_head(options.head, opened.name, identity="")
+    assert found is not None, "a head that is asked for is found or refused"
+    loaded = LoadedHead(found.origin, *load_head(found.path, config))
+    tree_of(options, loaded.head.config.draft_vocab_size, quantized_on_cpu)
+    return loaded
 
 
 def find_head(asked: str | None, name: str, identity: str) -> FoundHead | None:
@@ -88,7 +118,7 @@ def head_shape(name: str, config: ModelConfig) -> HeadConfig:
         if shipped.name == name:
             raw = read_json(shipped / "config.json")
             if (raw["hidden_size"], raw["vocab_size"]) == (config.dim, config.vocab_size):
-                return head_from_hf(raw, str(shipped))
+                return head_from_hf(raw, str(shipped / "config.json"))
     block = dataclasses.replace(
         config,
         n_layer=1,
@@ -114,25 +144,23 @@ def make_drafter(
     checkpoint: Checkpoint,
     options: DraftOptions,
     notify: Callable[[str], None],
+    asked: LoadedHead | None = None,
 ) -> Drafter | None:
     """The drafter that `options` ask for; `notify` gets one line that names it.
 
-    `name` is the model's, `checkpoint` the weights the engine runs.
+    `name` is the model's, `checkpoint` the weights the engine runs; `asked` is the head that
+    `options` name, if `check_draft` has loaded it already.
     """
     if options.drafter == "none":
         return None
     if options.drafter == "ngram":
         return _ngram(engine, checkpoint)
     identity = fingerprint(checkpoint)
-    try:
-        found = find_head(options.head, name, identity)
-    except FasteagleError as error:
-        if options.drafter != "auto" or options.head is not None:
-            raise
-        notify(f"warning: {error}")  # the answer does not depend on it
-        found = None
-    if found is not None:
-        return _eagle(name, engine, checkpoint, options, found, identity, notify)
+    loaded = asked
+    if loaded is None:
+        loaded = _found_head(name, engine.model.config, options, identity, notify)
+    if loaded is not None:
+        return _eagle(name, engine, checkpoint, options, loaded, identity, notify)
     if options.drafter != "auto":
         raise FasteagleError(
             f"no draft head for {name}: give one with --head, train one with "
@@ -142,22 +170,42 @@ def make_drafter(
     return _ngram(engine, checkpoint)
 
 
+def _found_head(
+    name: str,
+    config: ModelConfig,
+    options: DraftOptions,
+    identity: str,
+    notify: Callable[[str], None],
+) -> LoadedHead | None:
+    try:
+        found = find_head(options.head, name, identity)
+    except FasteagleError as error:
+        if options.drafter != "auto" or options.head is not None:
+            raise
+        notify(f"warning: {error}")  # the answer does not depend on it
+        return None
+    return None if found is None else LoadedHead(found.origin, *load_head(found.path, config))
+
+
 def _eagle(
     name: str,
     engine: Engine,
     checkpoint: Checkpoint,
     options: DraftOptions,
-    found: FoundHead,
+    loaded: LoadedHead,
     identity: str,
     notify: Callable[[str], None],
 ) -> Drafter:
-    """What drafts with the head found, quantized where its target is."""
+    """What drafts with the head, quantized where its target is."""
     scheme = checkpoint.scheme
     if scheme is None:
         repair = f"fasteagle train-head --model {name} --prompts FILE --out DIR"
     else:
         repair = f"fasteagle calibrate-head --model {name} {scheme.option}"
-    head, header = _ready_head(engine, found, identity, repair, notify)
+    head, header = loaded.head, loaded.header
+    _tell_mismatch(header, identity, repair, notify)
+    head.requires_grad_(False)
+    head.borrow(engine.model, engine.max_seq_len + KEY_BLOCK)
     # A calibrated head's header says what was faster; others are quantized like their target.
     judged = (header or {}).get("head_scheme")
     if scheme is not None and judged != "bf16":
@@ -172,7 +220,7 @@ def _eagle(
     if options.auto_tree and isinstance(drafter, EagleDrafter):
         path = costs_path(identity, _precision(engine, checkpoint), "eagle")
         drafter.tuning = Tuning(path, ranks_of(header))
-    notify(f"draft head {found.origin}: {drafter.name}, {drafter.shape.nodes} nodes")
+    notify(f"draft head {loaded.origin}: {drafter.name}, {drafter.shape.nodes} nodes")
     return drafter
 
 
@@ -191,11 +239,10 @@ def _precision(engine: Engine, checkpoint: Checkpoint) -> str:
     return f"{scheme.name}-native" if has_native(engine.model) else scheme.name
 
 
-def _ready_head(
-    engine: Engine, found: FoundHead, identity: str, repair: str, notify: Callable[[str], None]
-) -> tuple[EagleHead, dict[str, Any] | None]:
-    """The head with the target's embedding and LM head, and its header; warns about a mismatch."""
-    head, header = load_head(found.path, engine.model.config)
+def _tell_mismatch(
+    header: dict[str, Any] | None, identity: str, repair: str, notify: Callable[[str], None]
+) -> None:
+    """A line where the head was not trained for these weights."""
     if header is None:
         notify("draft head: not calibrated to these weights (it has no header)")
     elif header.get("target_fingerprint") != identity:
@@ -203,24 +250,31 @@ def _ready_head(
             "warning: the draft head was trained for other weights: answers stay exact, but fewer "
             f"guesses may be accepted; this makes one for these: {repair}"
         )
-    head.requires_grad_(False)
-    head.borrow(engine.model, engine.max_seq_len + KEY_BLOCK)
-    return head, header
+
+
+def tree_of(
+    options: DraftOptions, draft_vocab_size: int, quantized_on_cpu: bool
+) -> Paths | TreeShape:
+    """The tree that `options` ask for, static or dynamic. Raises `FasteagleError`."""
+    sampled = options.verify == "multi-round"
+    if options.drafter == "eagle-static" or options.tree_file:
+        paths = PAPER_TREE if options.tree_file is None else read_tree(Path(options.tree_file))
+        check_paths(paths, draft_vocab_size)
+        if sampled:
+            check_no_gaps(paths)
+        return paths
+    shape = options.tree_shape(quantized_on_cpu)
+    if options.drafter == "eagle-chain" and sampled:
+        return tuple((0,) * n for n in range(1, shape.depth + 1))
+    return shape
 
 
 def tree_drafter(
     head: EagleHead, options: DraftOptions, max_seq_len: int, quantized_on_cpu: bool
 ) -> Drafter:
     """The drafter that `options` ask for over a head that is ready."""
+    tree = tree_of(options, head.config.draft_vocab_size, quantized_on_cpu)
+    if isinstance(tree, TreeShape):
+        return EagleDrafter(head, tree, max_seq_len, noise=options.noise)
     sampled = options.verify == "multi-round"
-    if options.drafter == "eagle-static" or options.tree_file:
-        paths = PAPER_TREE if options.tree_file is None else read_tree(Path(options.tree_file))
-        check_paths(paths, head.config.draft_vocab_size)
-        if sampled:
-            check_no_gaps(paths)
-        return StaticTreeDrafter(head, max_seq_len, paths, options.noise, sampled)
-    shape = options.tree_shape(quantized_on_cpu)
-    if options.drafter == "eagle-chain" and sampled:
-        paths = tuple((0,) * n for n in range(1, shape.depth + 1))
-        return StaticTreeDrafter(head, max_seq_len, paths, options.noise, sampled)
-    return EagleDrafter(head, shape, max_seq_len, noise=options.noise)
+    return StaticTreeDrafter(head, max_seq_len, tree, options.noise, sampled)

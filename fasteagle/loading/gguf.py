@@ -1,16 +1,11 @@
 """GGUF files: metadata and tensors under Hugging Face names. Knows nothing of the model.
 
-Reads through the `gguf` package. That package spends seconds on the token lists of each file, so
-the part we need at every start (fields and tensor offsets) is kept as an index in the user cache.
+`gguf_index` says what lies where, the `gguf` package dequantizes.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,15 +13,16 @@ from torch import Tensor
 
 from fasteagle import config as model_config
 from fasteagle.config import ModelConfig
+from fasteagle.config_fields import Fields
 from fasteagle.errors import FasteagleError
+from fasteagle.loading.gguf_index import GGUFIndex, GGUFTensor, read_index
 from fasteagle.loading.tensors import Checkpoint, is_block_linear, rows_for
-from fasteagle.paths import cache_dir, write_atomic
 from fasteagle.quant.gguf_blocks import GGUF_4_BITS, GGUF_BLOCKS, GGUF_WIDENED, from_gguf_blocks
 from fasteagle.quant.packed import PackedWeight
 from fasteagle.quant.scheme import Scheme
 
 SUPPORTED_TYPES = ("F32", "F16", "BF16", *GGUF_BLOCKS)
-INDEX_VERSION = 1
+ROPE_FACTORS = "rope_freqs.weight"  # a part of the config, in truth
 
 _GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -51,59 +47,53 @@ _BLOCK_NAMES = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class GGUFTensor:
-    """Where one tensor lies in the file. `shape` is torch's order (rows first)."""
-
-    kind: str
-    shape: tuple[int, ...]
-    offset: int
-    n_bytes: int
-
-
 class GGUFFile(Checkpoint):
     """A GGUF checkpoint. Raises `FasteagleError` for damaged files and for types we cannot read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        index = _cached_index(path)
-        self.fields: dict[str, Any] = index["fields"]
-        self.tensors = {
-            hf_name(name): GGUFTensor(kind, tuple(shape), offset, n_bytes)
-            for name, kind, shape, offset, n_bytes in index["tensors"]
-            if name != "rope_freqs.weight"
-        }
-        self._check_types_and_size()
-        self.config = self._config(index)
+        index = read_index(path)
+        self.fields = index.fields
+        parts = Fields(self.fields, str(path)).integer("split.count", 1, least=0)
+        if parts > 1:
+            raise FasteagleError(
+                f"{path}: one of {parts} parts: llama-gguf-split --merge joins them"
+            )
+        self._check_types(index)
+        self.tensors = {hf_name(n): t for n, t in index.tensors.items() if n != ROPE_FACTORS}
         # A plain view: the memmap subclass costs microseconds on each of a million slices.
         self._data = np.asarray(np.memmap(path, mode="r", dtype=np.uint8))
+        self.config = self._config(index.tensors.get(ROPE_FACTORS))
 
-    def _check_types_and_size(self) -> None:
-        size = self.path.stat().st_size
-        for name, tensor in self.tensors.items():
-            if tensor.kind not in SUPPORTED_TYPES:
+    def _check_types(self, index: GGUFIndex) -> None:
+        for name, tensor in index.tensors.items():
+            supported = ("F32",) if name == ROPE_FACTORS else SUPPORTED_TYPES
+            if tensor.kind not in supported:
                 raise FasteagleError(
-                    f"{self.path}: tensor {name} has type {tensor.kind}; "
-                    f"supported: {', '.join(SUPPORTED_TYPES)}"
-                )
-            if tensor.offset + tensor.n_bytes > size:
-                raise FasteagleError(
-                    f"{self.path}: truncated: {name} ends at byte "
-                    f"{tensor.offset + tensor.n_bytes:,}, the file has {size:,}; fetch it again"
+                    f"{self.path}: tensor {hf_name(name)} has type {tensor.kind}; "
+                    f"supported: {', '.join(supported)}"
                 )
 
-    def _config(self, index: dict[str, Any]) -> ModelConfig:
+    def _config(self, factors: GGUFTensor | None) -> ModelConfig:
         embedding = self.tensors.get("model.embed_tokens.weight")
         if embedding is None:
             raise FasteagleError(f"{self.path}: missing tensor token_embd.weight")
-        factors = index["rope_freq_factors"]
         return model_config.from_gguf(
             self.fields,
             vocab_size=embedding.shape[0],
             tied="lm_head.weight" not in self.tensors,
-            rope_freq_factors=tuple(factors) if factors else None,
+            rope_freq_factors=None if factors is None else self._rope_factors(factors),
             source=str(self.path),
         )
+
+    def _rope_factors(self, tensor: GGUFTensor) -> tuple[float, ...]:
+        values = self._raw(tensor).view(np.float32)
+        if not (np.isfinite(values) & (values > 0)).all():
+            raise FasteagleError(f"{self.path}: {ROPE_FACTORS} is not above 0: fetch it again")
+        return tuple(values.tolist())
+
+    def _raw(self, tensor: GGUFTensor) -> np.ndarray:
+        return self._data[tensor.offset : tensor.offset + tensor.n_bytes]
 
     def names(self) -> set[str]:
         return set(self.tensors)
@@ -123,7 +113,7 @@ class GGUFFile(Checkpoint):
         from gguf.quants import dequantize
 
         tensor = self.tensors[name]
-        raw = self._data[tensor.offset : tensor.offset + tensor.n_bytes]
+        raw = self._raw(tensor)
         array = dequantize(
             raw.reshape(tensor.shape[0], -1)[:n_rows], GGMLQuantizationType[tensor.kind]
         )
@@ -171,7 +161,7 @@ class GGUFFile(Checkpoint):
         tensor = self.tensors[name]
         if tensor.kind not in GGUF_BLOCKS:
             return None
-        raw = self._data[tensor.offset : tensor.offset + tensor.n_bytes]
+        raw = self._raw(tensor)
         blocks = torch.from_numpy(raw.reshape(tensor.shape[0], -1).copy())
         weight = from_gguf_blocks(blocks, tensor.kind)
         n_head = self._permuted(name)
@@ -201,57 +191,3 @@ def hf_name(name: str) -> str:
     if len(parts) == 3 and parts[0] == "blk" and parts[2] in _BLOCK_NAMES:
         return f"model.layers.{parts[1]}.{_BLOCK_NAMES[parts[2]]}"
     return name
-
-
-def file_key(path: Path) -> str:
-    """Cache key of a large local file: its path, size and modification time."""
-    stat = path.stat()
-    text = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{INDEX_VERSION}"
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
-
-
-def _cached_index(path: Path) -> dict[str, Any]:
-    cached = cache_dir() / "gguf" / f"{file_key(path)}.json"
-    try:
-        return json.loads(cached.read_text())
-    except (OSError, ValueError):
-        pass  # absent or damaged: read the file itself
-    index = _read_index(path)
-    write_atomic(cached, json.dumps(index).encode())
-    return index
-
-
-def _read_index(path: Path) -> dict[str, Any]:
-    from gguf import GGUFReader  # 0.2 s, and only for files without an index
-
-    with path.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise FasteagleError(f"{path}: not a GGUF file (it does not start with 'GGUF')")
-    try:
-        reader = GGUFReader(path)
-    except Exception as error:  # the reader does not check offsets: any error is possible
-        raise FasteagleError(
-            f"{path}: damaged or truncated GGUF ({error}); fetch it again"
-        ) from error
-    # Token lists are 99 % of the metadata, and only the tokenizer needs them.
-    fields = {
-        key: field.contents()
-        for key, field in reader.fields.items()
-        if not (key.startswith("tokenizer.") and len(field.data) > 1)
-    }
-    tensors = [
-        (
-            t.name,
-            t.tensor_type.name,
-            [int(n) for n in reversed(t.shape)],
-            int(t.data_offset),
-            int(t.n_bytes),
-        )
-        for t in reader.tensors
-    ]
-    factors = [t.data.tolist() for t in reader.tensors if t.name == "rope_freqs.weight"]
-    return {
-        "fields": fields,
-        "tensors": tensors,
-        "rope_freq_factors": factors[0] if factors else None,
-    }

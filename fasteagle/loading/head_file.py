@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fasteagle.config import HeadConfig, ModelConfig
+from fasteagle.config_fields import Fields, parse_json
 from fasteagle.errors import FasteagleError, shortened
 from fasteagle.loading.head_dialects import HeadSource, described
 from fasteagle.loading.tensors import read_json
@@ -81,6 +82,15 @@ def _eagle3_state(head: Eagle3Head) -> dict[str, Tensor]:
 
 def load_official_state(head: EagleHead, state: dict[str, Tensor], source: str) -> None:
     """Copy official tensors into `head`. Raises `FasteagleError` listing all that do not fit."""
+    require_official(head, state, source)
+    with torch.no_grad():
+        # The parts are views of the fused weights, so this writes into the parameters.
+        for name, part in official_state(head).items():
+            part.copy_(state[name])
+
+
+def require_official(head: EagleHead, state: dict[str, Tensor], source: str) -> None:
+    """Raise `FasteagleError` listing all tensors of `state` that `head` has no place for."""
     expected = {name: tuple(t.shape) for name, t in official_state(head).items()}
     problems = [f"missing {name}" for name in expected if name not in state]
     problems += [
@@ -91,10 +101,6 @@ def load_official_state(head: EagleHead, state: dict[str, Tensor], source: str) 
     problems += [f"unknown {n}" for n in state if n not in expected]
     if problems:
         raise FasteagleError(f"{source}: not a draft head we can load: {shortened(problems)}")
-    with torch.no_grad():
-        # The parts are views of the fused weights, so this writes into the parameters.
-        for name, part in official_state(head).items():
-            part.copy_(state[name])
 
 
 def save_head(folder: Path, head: EagleHead, header: dict[str, Any], dtype: torch.dtype) -> None:
@@ -127,8 +133,12 @@ def load_head(
     it does not fit the target.
     """
     source = open_head(path)
-    with Uninitialized():  # all of it is loaded, or it is refused
-        head = make_head(source.config(target, tap_layers))
+    config = source.config(target, tap_layers)
+    with torch.device("meta"), Uninitialized():
+        # Nothing is allocated before the file is known to hold it.
+        require_official(make_head(config), source.state, source.name)
+    with Uninitialized():  # all of it is loaded
+        head = make_head(config)
     load_official_state(head, source.state, source.name)
     ids = head.target_ids()
     if ids.min() < 0 or ids.max() >= target.vocab_size or (ids.diff() <= 0).any():
@@ -172,10 +182,26 @@ def read_header(folder: Path) -> dict[str, Any] | None:
     """The JSON header of a head of our own, None for others; reads no tensor."""
     try:
         with safe_open(folder / "model.safetensors", framework="pt") as file:
-            metadata = file.metadata() or {}
-            return json.loads(metadata[HEADER_KEY]) if HEADER_KEY in metadata else None
-    except (SafetensorError, OSError, ValueError):
+            return _header(file.metadata() or {}, f"{folder}: its header")
+    except (SafetensorError, OSError, FasteagleError):
         return None
+
+
+def _header(metadata: dict[str, str], source: str) -> dict[str, Any] | None:
+    """The header in a file's metadata, None where there is none. Raises `FasteagleError`."""
+    if HEADER_KEY not in metadata:
+        return None
+    try:
+        header = parse_json(metadata[HEADER_KEY])
+    except ValueError as error:
+        raise FasteagleError(f"{source} cannot be read as JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise FasteagleError(f"{source} must be a JSON object: train or fetch the head again")
+    fields = Fields(header, source)
+    for key in ("target_fingerprint", "head_scheme"):
+        fields.text(key, "")
+    fields.shares("ranks")
+    return header
 
 
 def _read_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
@@ -184,12 +210,15 @@ def _read_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]
         try:
             with safe_open(safe, framework="pt") as file:
                 metadata = file.metadata() or {}
-                header = json.loads(metadata[HEADER_KEY]) if HEADER_KEY in metadata else None
+                header = _header(metadata, f"{safe}: its header")
                 return {name: file.get_tensor(name) for name in file.keys()}, header  # noqa: SIM118
         except (SafetensorError, OSError, ValueError) as error:
             raise FasteagleError(f"{safe}: damaged or truncated ({error})") from error
     if pickled.exists():
-        return _unpickled(pickled), None
+        state = _unpickled(pickled)
+        if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
+            raise FasteagleError(f"{pickled}: not a weights-only torch file (no dict of tensors)")
+        return state, None
     raise FasteagleError(f"{folder}: no model.safetensors and no pytorch_model.bin")
 
 

@@ -137,8 +137,11 @@ def _is_complete(path: Path) -> bool:
         if (path / single).exists():
             return True
         if index.exists():
-            names = set(json.loads(index.read_text())["weight_map"].values())
-            return all((path / name).exists() for name in names)
+            try:
+                names = set(json.loads(index.read_text())["weight_map"].values())
+                return all((path / name).exists() for name in names)
+            except (ValueError, KeyError, TypeError, AttributeError):
+                return False  # damaged
     return False
 
 

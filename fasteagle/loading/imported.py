@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from fasteagle import config as model_config
+from fasteagle.config_fields import Fields
 from fasteagle.errors import FasteagleError, shortened
 from fasteagle.loading.layouts import (
     AWQLayout,
@@ -198,7 +199,7 @@ def open_quantized(path: Path, raw: dict[str, Any]) -> QuantizedFolder:
     except FasteagleError as error:
         raise FasteagleError(f"{path}: {error}") from error
     plain = {key: value for key, value in raw.items() if key != "quantization_config"}
-    config = model_config.from_hf(plain, str(path))
+    config = model_config.from_hf(plain, str(path / "config.json"))
     if not any(path.glob("*.safetensors")):
         raise FasteagleError(f"{path}: quantized weights are read from *.safetensors: none here")
     files = PartsFolder(path, config)
@@ -224,7 +225,8 @@ def _settings(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
 
 def _gptq_zero_offset(files: PartsFolder, settings: dict[str, Any]) -> int:
     """The zero offset of a folder, from the zeros of one weight: a tool writes all alike."""
-    v2, sym = gptq_format(settings) == "gptq_v2", bool(settings.get("sym", True))
+    v2 = gptq_format(Fields(settings, "quantization_config")) == "gptq_v2"
+    sym = settings.get("sym", True)
     names = sorted(name for name in files.names() if name.endswith(".qzeros"))
     if not names:
         return 0 if v2 else 1  # the folder is incomplete, which `QuantizedFolder` reports

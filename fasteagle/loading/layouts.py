@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fasteagle.config_fields import Fields
 from fasteagle.quant import formats
 from fasteagle.quant.formats import Geometry, Imported, Shape, refused
 
@@ -109,68 +110,79 @@ def declared_kinds(method: str, settings: dict[str, Any]) -> frozenset[Kind]:
     """
     if method not in _CHECKS:
         raise refused(f"{_METHOD_NAMES.get(method, repr(method))} weights")
-    return _CHECKS[method](settings)
+    return _CHECKS[method](Fields(settings, "quantization_config"))
 
 
-def _check_gptq(settings: dict[str, Any]) -> frozenset[Kind]:
+def _check_gptq(settings: Fields) -> frozenset[Kind]:
     """The kinds of weight; refuses what cannot be imported, like the other checks."""
-    bits = settings.get("bits")
+    bits = settings.integer("bits")
     if bits not in (4, 8):
         raise refused(f"{bits}-bit GPTQ weights")
-    layout = "marlin" if settings.get("is_marlin_format") else gptq_format(settings)
+    layout = "marlin" if settings.flag("is_marlin_format") else gptq_format(settings)
     if layout not in ("gptq", "gptq_v2"):
         raise refused(f"GPTQ weights in {layout} layout")
     # Keys "-:PATTERN" leave modules unquantized; others give them bits or groups of their own.
-    if any(not key.startswith("-:") for key in settings.get("dynamic") or ()):
+    if any(not key.startswith("-:") for key in settings.part("dynamic")):
         raise refused("GPTQ weights with settings of single modules (dynamic)")
-    return frozenset({_as_kind(bits, settings.get("group_size", 128))})
+    settings.flag("sym")  # how zeros are read
+    return frozenset({_as_kind(bits, settings, "group_size")})
 
 
-def gptq_format(settings: dict[str, Any]) -> str:
-    return str(settings.get("checkpoint_format") or settings.get("format") or "gptq").lower()
+def gptq_format(settings: Fields) -> str:
+    return settings.text("checkpoint_format", settings.text("format", "gptq")).lower()
 
 
-def _check_awq(settings: dict[str, Any]) -> frozenset[Kind]:
-    keys = ("version", "format", "checkpoint_format")  # AutoAWQ, transformers 5, GPTQModel
-    layout = next((str(settings[key]).lower() for key in keys if settings.get(key)), "gemm")
-    if settings.get("backend") == "llm-awq":
+def _check_awq(settings: Fields) -> frozenset[Kind]:
+    layout = "gemm"
+    for key in ("checkpoint_format", "format", "version"):  # GPTQModel, transformers 5, AutoAWQ
+        layout = settings.text(key, layout).lower()
+    if settings.text("backend", "") == "llm-awq":
         layout = "llm-awq"
     if layout != "gemm":
         raise refused(f"AWQ weights in {layout} layout")
-    bits = settings.get("bits", settings.get("w_bit", 4))
+    bits = settings.integer("bits", settings.integer("w_bit", 4))
     if bits != 4:
         raise refused(f"{bits}-bit AWQ weights")
-    size = settings.get("group_size", settings.get("q_group_size", 128))
-    return frozenset({_as_kind(bits, size)})
+    size = "q_group_size" if "q_group_size" in settings else "group_size"
+    return frozenset({_as_kind(bits, settings, size)})
 
 
-def _check_compressed(settings: dict[str, Any]) -> frozenset[Kind]:
-    if settings.get("kv_cache_scheme"):
+def _check_compressed(settings: Fields) -> frozenset[Kind]:
+    if not settings.part("kv_cache_scheme").empty:
         raise refused("compressed-tensors weights with a quantized KV cache")
-    if settings.get("transform_config"):
+    if not settings.part("transform_config").empty:
         raise refused("compressed-tensors weights with rotations (transform_config)")
-    if (settings.get("sparsity_config") or {}).get("format", "dense") != "dense":
+    if settings.part("sparsity_config").text("format", "dense") != "dense":
         raise refused("sparse compressed-tensors weights")
-    kinds = set()
-    for group in (settings.get("config_groups") or {None: None}).values():
-        weights = group.get("weights") if isinstance(group, dict) else None
-        if not weights:
-            raise refused("compressed-tensors weights without a scheme in config_groups")
-        layout = group.get("format") or settings.get("format")
-        if layout != "pack-quantized":
-            raise refused(f"compressed-tensors {layout} weights")
-        if group.get("input_activations") or group.get("output_activations"):
-            raise refused("compressed-tensors weights with quantized activations")
-        bits, kind = weights.get("num_bits"), weights.get("type", "int")
-        strategy = weights.get("strategy", "group")
-        if bits not in (4, 8) or kind != "int" or strategy not in ("group", "channel"):
-            raise refused(f"compressed-tensors weights of {bits}-bit {kind} by {strategy}")
-        kinds.add(_as_kind(bits, weights.get("group_size") if strategy == "group" else None))
+    groups = settings.part("config_groups")
+    kinds = {_kind_of_group(groups.part(name), settings) for name in groups}
+    if not kinds:
+        raise refused("compressed-tensors weights without a scheme in config_groups")
     return frozenset(kinds)
 
 
-def _as_kind(bits: int, group_size: int | None) -> Kind:
-    return bits, 0 if group_size in (None, -1) else int(group_size)
+def _kind_of_group(group: Fields, settings: Fields) -> Kind:
+    weights = group.part("weights")
+    if weights.empty:
+        raise refused("compressed-tensors weights without a scheme in config_groups")
+    layout = group.text("format", settings.text("format", "(no format)"))
+    if layout != "pack-quantized":
+        raise refused(f"compressed-tensors {layout} weights")
+    for key in ("input_activations", "output_activations"):
+        if not group.part(key).empty:
+            raise refused("compressed-tensors weights with quantized activations")
+    bits, kind = weights.integer("num_bits"), weights.text("type", "int")
+    strategy = weights.text("strategy", "group")
+    if bits not in (4, 8) or kind != "int" or strategy not in ("group", "channel"):
+        raise refused(f"compressed-tensors weights of {bits}-bit {kind} by {strategy}")
+    weights.flag("symmetric")  # which parts there are
+    return (bits, 0) if strategy == "channel" else _as_kind(bits, weights, "group_size", -1)
+
+
+def _as_kind(bits: int, settings: Fields, key: str, default: int = 128) -> Kind:
+    """-1 is one group a row."""
+    size = settings.integer(key, default, least=-1)
+    return bits, max(size, 0)
 
 
 _CHECKS = {"gptq": _check_gptq, "awq": _check_awq, "compressed-tensors": _check_compressed}

@@ -1,15 +1,18 @@
 """The one door: from a model's name and options to an engine that is ready to answer.
 
 `open_model` finds a model and opens its files, `prepared` puts its weights under the scheme that
-options ask for, `engine` loads them. `load_runtime` does all of it and tells the person.
+options ask for, `engine` loads them. `loaded` does the last two and tells the person. What can be
+refused without weights is checked between opening and loading.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -40,6 +43,7 @@ from fasteagle.sampling import DrawKind
 
 TORCHAO = "-torchao"  # suffix of int4 or int8: torchao's formats and kernels instead of ours
 GPTQ_TOKENS = 8192
+PATIENCE = 1.0  # seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +53,7 @@ class OpenedModel:
     name: str
     checkpoint: Checkpoint
     tokenizer: ChatTokenizer
+    seconds: float = 0.0  # that opening took
 
     def prepared(
         self, options: RuntimeOptions, notify: Callable[[str], None] = note
@@ -58,10 +63,7 @@ class OpenedModel:
         Where they ask for neither a scheme nor a dtype, files that hold 4 or 8 bits run in these.
         Raises `FasteagleError` for schemes that do not fit the model or contradict its own.
         """
-        checkpoint = self.checkpoint
-        quant = options.quant
-        if quant is None and options.dtype == "auto" and checkpoint.own_scheme is not None:
-            quant = f"int{checkpoint.own_scheme.bits}"  # as the files hold it
+        checkpoint, quant = self.checkpoint, self._quant(options)
         if options.backend == "torchao" and options.quant is not None:
             scheme: Scheme | None = parse_scheme(
                 options.quant, checkpoint.config, options.head_bits
@@ -75,6 +77,27 @@ class OpenedModel:
         return PreparedModel(
             self.name, checkpoint, self.tokenizer, options, scheme, device, dtype_name
         )
+
+    def _quant(self, options: RuntimeOptions) -> str | None:
+        own = self.checkpoint.own_scheme
+        if options.quant is None and options.dtype == "auto" and own is not None:
+            return f"int{own.bits}"  # as the files hold it
+        return options.quant
+
+    def quantized_on_cpu(self, options: RuntimeOptions) -> bool:
+        """Whether `options` make it run quantized by us on a CPU, which has a tree of its own."""
+        on_cpu = pick_device(options.device).type == "cpu"
+        ours = options.backend == "fasteagle" and self._quant(options) is not None
+        return on_cpu and (ours or self.checkpoint.scheme is not None)
+
+    def loaded(self, options: RuntimeOptions, notify: Callable[[str], None] = note) -> Runtime:
+        """Prepare and load. Raises `FasteagleError` with the value, the limit and the fix."""
+        start = time.perf_counter()
+        prepared = self.prepared(options, notify)
+        engine = prepared.engine()
+        seconds = self.seconds + time.perf_counter() - start
+        notify(f"{prepared}, loaded in {seconds:.1f} s")
+        return Runtime(prepared.name, prepared.checkpoint, prepared.tokenizer, engine)
 
     def gptq_texts(
         self, notify: Callable[[str], None], data: Path | None = None
@@ -128,14 +151,36 @@ class PreparedModel:
         return f"{self.name}: {scheme}{self.dtype_name} on {self.device}"
 
 
-def open_model(model: str) -> OpenedModel:
+def open_model(model: str, notify: Callable[[str], None] = note) -> OpenedModel:
     """Find a model (registry name, folder, file, Hugging Face id), fetch it if needed, open it."""
-    return open_source(registry.resolve(model))
+    source = registry.resolve(model)
+    start = time.perf_counter()
+    with telling(f"opening {source.path.name} ...", notify):
+        checkpoint = open_checkpoint(source.path)
+        tokenizer = load_tokenizer(source.path, source.template)
+    return OpenedModel(source.name, checkpoint, tokenizer, time.perf_counter() - start)
 
 
-def open_source(source: registry.Source) -> OpenedModel:
-    checkpoint = open_checkpoint(source.path)
-    return OpenedModel(source.name, checkpoint, load_tokenizer(source.path, source.template))
+def open_for(
+    model: str, options: RuntimeOptions, notify: Callable[[str], None] = note
+) -> OpenedModel:
+    """`open_model`, once the device that `options` ask for is known to be there."""
+    pick_device(options.device)  # before anything is fetched
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    return open_model(model, notify)
+
+
+@contextlib.contextmanager
+def telling(line: str, notify: Callable[[str], None]) -> Iterator[None]:
+    """Say `line` if what is inside takes longer than a person waits without a sign of life."""
+    timer = threading.Timer(PATIENCE, notify, [line])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def open_dummy(name: str) -> OpenedModel:
@@ -154,18 +199,9 @@ class Runtime:
     engine: Engine
 
 
-def load_runtime(model: str, options: RuntimeOptions, quiet: bool = False) -> Runtime:
+def load_runtime(model: str, options: RuntimeOptions) -> Runtime:
     """Find, check, load. Raises `FasteagleError` with the value, the limit and the fix."""
-    pick_device(options.device)  # before anything is fetched
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    source = registry.resolve(model)
-    start = time.perf_counter()
-    notify = (lambda line: None) if quiet else note
-    prepared = open_source(source).prepared(options, notify)
-    engine = prepared.engine()
-    notify(f"{prepared}, loaded in {time.perf_counter() - start:.1f} s")
-    return Runtime(prepared.name, prepared.checkpoint, prepared.tokenizer, engine)
+    return open_for(model, options).loaded(options)
 
 
 def build_engine(
@@ -186,12 +222,7 @@ def build_engine(
     if checkpoint.scheme is not None:
         linears = Linears(checkpoint, device, dtype, native)
     model = load_model(
-        checkpoint,
-        dtype=dtype,
-        device=device,
-        max_seq_len=max_seq_len,
-        source=name,
-        quantized=linears,
+        checkpoint, dtype=dtype, device=device, max_seq_len=max_seq_len, quantized=linears
     )
     if options.backend == "torchao" and options.quant:
         quantize_with_torchao(model, options.quant, options.head_bits)

@@ -6,6 +6,7 @@ Needs no torch, so that `fasteagle models` answers at once.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 from fasteagle.config import ModelConfig
@@ -33,7 +34,7 @@ def resolve(model: str) -> Source:
         return _resolve_entry(model, REGISTRY[model])
     path = Path(model).expanduser()
     if path.exists():
-        return Source(model, path)
+        return Source(model, _model_file(path))
     if model.endswith(".gguf") or model.startswith((".", "/", "~")):
         raise FasteagleError(f"{model}: no such file or folder")
     if hub.is_repo_id(model):
@@ -42,6 +43,23 @@ def resolve(model: str) -> Source:
         f"unknown model {model!r}{suggest(model, REGISTRY)} `fasteagle models` lists the names; "
         "a folder, a .gguf file and a Hugging Face id (owner/name) work too"
     )
+
+
+def _model_file(path: Path) -> Path:
+    """`path`, or the one .gguf file of a folder without other weights. Raises `FasteagleError`."""
+    if path.is_file() or ((path / "config.json").exists() and any(_weights(path))):
+        return path
+    # A projector of images beside the model is no model.
+    found = sorted(file for file in path.glob("*.gguf") if not file.name.startswith("mmproj"))
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found)
+        raise FasteagleError(f"{path} holds {len(found)} models, give one as --model: {names}")
+    return found[0] if found else path
+
+
+def _weights(folder: Path) -> Iterator[Path]:
+    for pattern in ("*.safetensors", "pytorch_model*.bin"):
+        yield from folder.glob(pattern)
 
 
 def _resolve_entry(name: str, entry: Entry) -> Source:

@@ -20,9 +20,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fasteagle.config import Llama3RopeScaling, ModelConfig
-from fasteagle.errors import FasteagleError
-from fasteagle.loading.tensors import Checkpoint, read_json, rows_for
+from fasteagle.config import ModelConfig, read_llama3_scaling, read_shape
+from fasteagle.config_fields import MOST_LAYERS, Fields
+from fasteagle.errors import FasteagleError, shortened
+from fasteagle.loading.tensors import Checkpoint, read_json, rows_for, weight_map
 from fasteagle.paths import replacing
 from fasteagle.quant.packed import PackedWeight
 from fasteagle.quant.scheme import Scheme
@@ -95,23 +96,20 @@ class StoredFolder(Checkpoint):
     def __init__(self, path: Path, raw: dict[str, Any] | None = None) -> None:
         self.path = path
         raw = read_json(path / "config.json") if raw is None else raw
-        try:
-            quantization = raw["quantization_config"]
-            if quantization["format"] != FORMAT:
-                raise FasteagleError(
-                    f"{path}: quantized format {quantization['format']}, this fasteagle reads "
-                    f"{FORMAT}: quantize the model again, or upgrade"
-                )
-            self.scheme = Scheme(**quantization["scheme"])
-            self.config = _model_config(raw["model"])
-            self.source_fingerprint: str = quantization["source_fingerprint"]
-            self._packed: dict[str, dict[str, int]] = quantization["packed"]
-            where: dict[str, str] = read_json(path / INDEX)["weight_map"]
-        except (KeyError, TypeError, ValueError) as error:
+        fields = Fields(raw, str(path / "config.json"))
+        header = fields.part("quantization_config")
+        found = header.integer("format")
+        if found != FORMAT:
             raise FasteagleError(
-                f"{path}: damaged header of quantized weights ({error!r}): quantize the model again"
-            ) from error
-        self._files = _open_all(path, where)
+                f"{path}: quantized format {found}, this fasteagle reads {FORMAT}: "
+                "quantize the model again, or upgrade"
+            )
+        self.scheme = _scheme(header.part("scheme"))
+        self.config = _model_config(fields.part("model"))
+        self.source_fingerprint = header.text("source_fingerprint")
+        packed = header.part("packed")
+        self._packed = {name: _packing(packed.part(name)) for name in packed}
+        self._files = _open_all(path, weight_map(path / INDEX))
         self._check()
 
     def _check(self) -> None:
@@ -160,23 +158,54 @@ class StoredFolder(Checkpoint):
 
 
 def _open_all(path: Path, where: dict[str, str]) -> dict[str, Any]:
-    handles = {}
     try:
-        for name in set(where.values()):
-            handles[name] = safe_open(path / name, framework="pt")
+        handles = {name: safe_open(path / name, framework="pt") for name in set(where.values())}
     except (SafetensorError, OSError) as error:
         raise FasteagleError(f"{path}: damaged or truncated ({error}): quantize again") from error
+    held = {file: set(handle.keys()) for file, handle in handles.items()}
+    absent = [f"{name} in {file}" for name, file in where.items() if name not in held[file]]
+    if absent:
+        raise FasteagleError(
+            f"{path / INDEX} names tensors that are not there: {shortened(absent)}"
+        )
     return {tensor: handles[file] for tensor, file in where.items()}
 
 
-def _model_config(raw: dict[str, Any]) -> ModelConfig:
-    scaling, factors = raw.get("rope_scaling"), raw.get("rope_freq_factors")
+def _scheme(fields: Fields) -> Scheme:
+    return Scheme(
+        bits=fields.one_of("bits", (4, 8)),
+        group_size=fields.integer("group_size", least=0),
+        method=fields.text("method"),
+        head_bits=fields.one_of("head_bits", (4, 8, 16)),
+    )
+
+
+def _packing(fields: Fields) -> dict[str, int]:
+    return {"bits": fields.one_of("bits", (4, 8)), "group_size": fields.integer("group_size")}
+
+
+_ORIGINAL = "original_max_seq_len"
+_SHAPE_KEYS = {name: name for name in ("dim", "n_head", "n_kv_head", "head_dim", "ffn_dim")}
+
+
+def _model_config(fields: Fields) -> ModelConfig:
+    """`dataclasses.asdict` of a `ModelConfig`, read back."""
+    scaling = fields.part("rope_scaling")
     return ModelConfig(
-        **raw
-        | {
-            "rope_scaling": Llama3RopeScaling(**scaling) if scaling else None,
-            "rope_freq_factors": tuple(factors) if factors else None,
-        }
+        **read_shape(fields, _SHAPE_KEYS),
+        n_layer=fields.integer("n_layer", most=MOST_LAYERS),
+        vocab_size=fields.width("vocab_size"),
+        max_seq_len=fields.integer("max_seq_len"),
+        norm_eps=fields.number("norm_eps", most=1),
+        rope_base=fields.number("rope_base"),
+        rope_scaling=None if scaling.empty else read_llama3_scaling(scaling, _ORIGINAL),
+        rope_linear_factor=fields.number("rope_linear_factor", 1.0),
+        rope_freq_factors=fields.numbers("rope_freq_factors") or None,
+        tie_embeddings=fields.flag("tie_embeddings"),
+        qkv_bias=fields.flag("qkv_bias"),
+        qk_norm=fields.flag("qk_norm"),
+        sliding_window=fields.integer("sliding_window") if "sliding_window" in fields else None,
+        architecture=fields.text("architecture", "LlamaForCausalLM"),
     )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import abc
 import copy
 import hashlib
-import json
 import math
 import zlib
 from pathlib import Path
@@ -21,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fasteagle.config import ModelConfig
+from fasteagle.config_fields import Fields, parse_json
 from fasteagle.errors import FasteagleError
 from fasteagle.quant.packed import PackedWeight
 from fasteagle.quant.scheme import Scheme, grouped_bytes
@@ -79,7 +79,7 @@ class Checkpoint(abc.ABC):
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text())
+        value = parse_json(path.read_text("utf-8"))
     except FileNotFoundError:
         raise FasteagleError(f"{path}: file is missing") from None
     except (ValueError, OSError) as error:
@@ -125,13 +125,13 @@ class TorchBinFolder(Checkpoint):
         self._tensors: dict[str, Tensor] = {}
         for file in _shards(path, "pytorch_model.bin", "pytorch_model*.bin"):
             try:
-                part = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+                part = torch.load(file, map_location="cpu", mmap=True, weights_only=True).items()
             except Exception as error:  # pickle, zip and RuntimeError, depending on the damage
                 reason = (str(error) or type(error).__name__).splitlines()[0]
                 raise FasteagleError(
                     f"{file}: cannot be read as a weights-only torch file ({reason})"
                 ) from error
-            self._tensors.update({k: v for k, v in part.items() if isinstance(v, Tensor)})
+            self._tensors.update({k: v for k, v in part if isinstance(v, Tensor)})
 
     def names(self) -> set[str]:
         return set(self._tensors)
@@ -190,13 +190,25 @@ def _shards(path: Path, single: str, pattern: str) -> list[Path]:
     index = path / f"{single}.index.json"
     if not index.exists():
         return [path / single] if (path / single).exists() else sorted(path.glob(pattern))
-    names = sorted(set(read_json(index).get("weight_map", {}).values()))
+    names = sorted(set(weight_map(index).values()))
     absent = [name for name in names if not (path / name).exists()]
     if absent:
         raise FasteagleError(
             f"{path}: shards named by {index.name} are missing: {', '.join(absent)}"
         )
     return [path / name for name in names]
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """Which file of its folder holds each tensor, as an index file says."""
+    fields = Fields(read_json(index), str(index)).part("weight_map")
+    if fields.empty:
+        raise FasteagleError(f"{index}: its weight_map names no tensor: fetch it again")
+    found = {name: fields.text(name) for name in fields}
+    for name, file in found.items():
+        if Path(file).name != file:
+            raise fields.error(name, "the name of a file in the same folder")
+    return found
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -73,8 +73,7 @@ def write_conversations(
     the n-th conversation of a model is the same each time.
     """
     number = _whole_lines(out)
-    lines = out.read_text("utf-8").splitlines() if number else []
-    done = sum(len(json.loads(line)["ids"]) for line in lines)
+    done = _tokens_of(out) if number else 0
     before_question = user_prefix(tokenizer)
     with out.open("a", encoding="utf-8") as file:
         while done < n_tokens and not enough(number):
@@ -128,6 +127,15 @@ def _generated(
 ) -> list[int]:
     cycles = engine.generate(prompt, params, limit, tokenizer.eos_ids)
     return [token for new in cycles for token in new]
+
+
+def _tokens_of(path: Path) -> int:
+    """Token ids in the lines that are there. Raises `FasteagleError` where one is damaged."""
+    try:
+        lines = path.read_text("utf-8").splitlines()
+        return sum(len(json.loads(line)["ids"]) for line in lines)
+    except (ValueError, TypeError, KeyError) as error:
+        raise FasteagleError(f"{path} is damaged ({error!r}): delete it, to begin anew") from error
 
 
 def _whole_lines(path: Path) -> int:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fasteagle.config_fields import Fields
 from fasteagle.errors import FasteagleError
-from fasteagle.loading.gguf import GGUFFile, file_key
+from fasteagle.loading.gguf_index import read_index
+from fasteagle.loading.tensors import read_json
 from fasteagle.paths import atomic_dir, cache_dir
 
 Message = Mapping[str, str]  # {"role": "system" | "user" | "assistant", "content": text}
 
+CONVERSION = 1  # of GGUF tokenizers: another number converts them anew
 # GGUF names the splitting rule of a byte-level BPE instead of storing it.
 _DIGITS = "digits"
 _PRE_TOKENIZERS = {
@@ -116,9 +120,13 @@ class DummyTokenizer(ChatTokenizer):
 
 def load_tokenizer(path: Path, template: str | None = None) -> ChatTokenizer:
     """Tokenizer of a Hugging Face folder or a GGUF file. Raises `FasteagleError`."""
+    from huggingface_hub.errors import StrictDataclassError  # as slow as transformers
+
     folder = _converted_gguf(path) if path.is_file() else path
     try:
         backend = _auto_tokenizer().from_pretrained(folder, local_files_only=True)
+    except StrictDataclassError as error:  # of a field that only transformers reads
+        raise FasteagleError(f"{folder / 'config.json'}: {error.__cause__ or error}") from error
     except Exception as error:  # transformers raises OSError, ValueError, ImportError, KeyError
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise FasteagleError(f"{path}: no usable tokenizer ({reason})") from error
@@ -138,22 +146,21 @@ def _eos_ids(folder: Path, backend: Any) -> frozenset[int]:
     The generation config takes precedence; the model config is read only without one.
     """
     ids = {backend.eos_token_id} if backend.eos_token_id is not None else set()
-    for name in ("generation_config.json", "config.json"):
-        try:
-            value = json.loads((folder / name).read_text()).get("eos_token_id")
-        except (OSError, ValueError, AttributeError):
+    for file in (folder / "generation_config.json", folder / "config.json"):
+        if not file.exists():
             continue
-        if value is not None:
-            ids.update(value if isinstance(value, list) else [value])
+        fields = Fields(read_json(file), str(file))
+        if "eos_token_id" in fields:
+            ids.update(fields.token_ids("eos_token_id"))
             break
     vocabulary = backend.get_added_vocab()
     ids.update(vocabulary[t] for t in ("<|im_end|>", "<|eot_id|>") if t in vocabulary)
-    return frozenset(int(i) for i in ids)
+    return frozenset(ids)
 
 
 def _converted_gguf(path: Path) -> Path:
     """Folder with the tokenizer of a GGUF file, converted once (it takes seconds)."""
-    folder = cache_dir() / "tokenizers" / file_key(path)
+    folder = cache_dir() / "tokenizers" / _file_key(path)
     if folder.exists():
         return folder
     try:
@@ -167,13 +174,20 @@ def _converted_gguf(path: Path) -> Path:
     return folder
 
 
+def _file_key(path: Path) -> str:
+    """Cache key of a large local file: its path, size and modification time."""
+    stat = path.stat()
+    text = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{CONVERSION}"
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
 def _set_pre_tokenizer(backend: Any, path: Path) -> None:
     """Install the splitting rule that the file names; transformers always uses GPT-2's."""
     # For GGUF files only.
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 
-    fields = GGUFFile(path).fields
+    fields = read_index(path).fields
     if fields.get("tokenizer.ggml.model") != "gpt2":
         return
     name = fields.get("tokenizer.ggml.pre", "default")

@@ -49,7 +49,7 @@ def train_head(
     device = local_device()
     if device is not None and runtime_options.device == "auto":
         runtime_options = dataclasses.replace(runtime_options, device=device)
-    runtime = load_runtime(model, runtime_options, quiet=not ranks.is_first)
+    runtime = load_runtime(model, runtime_options)
     identity = fingerprint(runtime.checkpoint)
     with ranks.first_alone():  # writes text and features, which the others then find
         conversations = _conversations(runtime, run, identity)

@@ -46,7 +46,7 @@ def test_help_is_quick_and_needs_no_torch():
         "import sys\n"
         "from fasteagle.cli.main import main\n"
         "main(sys.argv[1:], standalone_mode=False)\n"
-        "heavy = {'torch', 'torchao', 'transformers', 'numpy', 'gguf', 'safetensors'}\n"
+        "heavy = {'torch', 'torchao', 'transformers', 'numpy', 'gguf', 'safetensors', 'pydantic'}\n"
         "print('imported:', sorted(heavy & set(sys.modules)))"
     )
     for command, word in (((), "chat"), (("chat",), "--drafter"), (("calibrate-head",), "--data")):

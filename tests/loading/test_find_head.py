@@ -16,6 +16,7 @@ from fasteagle.drafting.static_tree import StaticTreeDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading import find_head as heads
+from fasteagle.loading import open as opening
 from fasteagle.loading import registry
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.entries import EAGLE3
@@ -322,7 +323,9 @@ def test_accepted_text_can_be_coloured(tiny_dir, head_dir):
         (["--tree", "x.json", "--drafter", "ngram"], "drop --drafter ngram"),
     ],
 )
-def test_bad_tree_options_cost_one_line(tiny_dir, head_dir, options, message):
+def test_bad_tree_options_cost_one_line(tiny_dir, head_dir, monkeypatch, options, message):
+    if "--tree-topk" not in options:  # the drafter itself refuses it
+        monkeypatch.setattr(opening, "load_model", lambda *a, **k: pytest.fail("the target loaded"))
     result = chat(tiny_dir, "--head", head_dir, *options)
     assert result.exit_code == 2 and result.stdout == ""
     assert message in result.stderr.strip().splitlines()[-1]
@@ -336,3 +339,12 @@ def test_a_head_that_does_not_fit_costs_one_line(tiny_dir, head_dir):
     assert result.exit_code == 2 and "for a vocabulary of 300, the model has 260" in result.stderr
     result = chat(tiny_dir, "--head", "/nowhere/head")
     assert result.exit_code == 2 and "no such folder" in result.stderr
+
+
+def test_a_head_is_refused_before_the_target_is_loaded(tiny_dir, head_dir, monkeypatch):
+    monkeypatch.setattr(opening, "load_model", lambda *a, **k: pytest.fail("the target loaded"))
+    (head_dir / "model.safetensors").write_bytes(b"12")
+    for command in (["chat", "-p", "x"], ["tune"]):
+        arguments = [*command, "--model", str(tiny_dir), "--head", str(head_dir)]
+        result = CliRunner().invoke(cli.main, arguments)
+        assert result.exit_code == 2 and "damaged or truncated" in result.stderr

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import zlib
-
 import numpy as np
 import pytest
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, quants
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
 
 from fasteagle.compile.cpu_blocks import is_native
 from fasteagle.errors import FasteagleError
-from fasteagle.loading import gguf as gguf_file
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.gguf import GGUFFile, hf_name
+from fasteagle.loading.gguf_index import GGUFTensor, read_index
 from fasteagle.loading.open import OpenedModel
 from fasteagle.loading.quantize import with_scheme, write_folder
 from fasteagle.loading.source import Linears
@@ -25,105 +23,8 @@ from fasteagle.options import RuntimeOptions
 from fasteagle.quant.gguf_blocks import GGUF_4_BITS, GGUF_BLOCKS, from_gguf_blocks
 from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.quant.scheme import Scheme
+from gguf_files import PLACES, gguf_name, random_rows, write_gguf
 from helpers import TINY_VOCAB, make_hf_model
-
-GGUF_NAMES = {hf: gguf for gguf, hf in gguf_file._GLOBAL_NAMES.items()}
-
-
-def gguf_name(name: str) -> str:
-    if name in GGUF_NAMES:
-        return GGUF_NAMES[name]
-    _, _, layer, rest = name.split(".", 3)
-    short = next(g for g, hf in gguf_file._BLOCK_NAMES.items() if hf == rest)
-    return f"blk.{layer}.{short}"
-
-
-def permute(weight: np.ndarray, n_head: int) -> np.ndarray:
-    """llama.cpp's row order for interleaved RoPE, written out row by row."""
-    head_dim = weight.shape[0] // n_head
-    order = [
-        h * head_dim + i // 2 + (i % 2) * (head_dim // 2)
-        for h in range(n_head)
-        for i in range(head_dim)
-    ]
-    return weight[order]
-
-
-# Of the types that the gguf package cannot write: where fp16 d lies in a block, and where dmin,
-# and dmin / d that makes the mean of random weights 0.
-PLACES = {
-    "Q2_K": (80, 82, 1.5),
-    "Q3_K": (108, None, 0),
-    "Q4_K": (0, 2, 7.5),
-    "Q5_K": (0, 2, 15.5),
-    "Q6_K": (208, None, 0),
-    "IQ4_NL": (0, None, 0),
-    "IQ4_XS": (0, None, 0),
-}
-
-
-def random_rows(kind, shape, spread=0.06, seed=1):
-    """Rows [N, row bytes] of random blocks, with weights of standard deviation `spread`."""
-    rng = np.random.default_rng(seed)
-    qtype = GGMLQuantizationType[kind]
-    n_values, n_bytes = GGML_QUANT_SIZES[qtype]
-    blocks = rng.integers(0, 256, (shape[0], shape[1] // n_values, n_bytes), dtype=np.uint8)
-    size = rng.uniform(0.5, 1.5, blocks.shape[:2])
-
-    def fill(d):
-        at, min_at, ratio = PLACES[kind]
-        for place, values in ((at, size * d), (min_at, size * d * ratio)):
-            if place is not None:
-                fp16 = values.astype(np.float16)[..., None].view(np.uint8)
-                blocks[..., place : place + 2] = fp16
-        return blocks.reshape(shape[0], -1)
-
-    unscaled = quants.dequantize(fill(1.0), qtype)
-    return fill(spread / unscaled.std())
-
-
-def stored_rows(kind, data):
-    """A matrix as GGUF stores it; random values in the types that cannot be written."""
-    if kind in PLACES:
-        return random_rows(kind, data.shape, seed=zlib.crc32(data.tobytes()))
-    return quants.quantize(data, GGMLQuantizationType[kind])
-
-
-def write_gguf(path, model, kind="F32", architecture="llama", extra=None, drop=()):
-    """Write a transformers model as GGUF; matrices in `kind`, or `kind(name)`, vectors in F32."""
-    config = model.config
-    writer = GGUFWriter(path, architecture)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    if getattr(config, "head_dim", None):
-        writer.add_key_length(config.head_dim)
-    for key, value in (extra or {}).items():
-        writer.add_string(key, value) if isinstance(value, str) else writer.add_uint32(key, value)
-    stored = {}
-    for name, tensor in model.state_dict().items():
-        if name in drop or (name == "lm_head.weight" and config.tie_word_embeddings):
-            continue
-        data = tensor.float().numpy()
-        own_kind = "F32" if data.ndim == 1 else kind(name) if callable(kind) else kind
-        qtype = GGMLQuantizationType[own_kind]
-        data = stored_rows(own_kind, data)
-        stored[name] = quants.dequantize(data, qtype)
-        if architecture == "llama" and name.endswith("q_proj.weight"):
-            data = permute(data, config.num_attention_heads)
-        if architecture == "llama" and name.endswith("k_proj.weight"):
-            data = permute(data, config.num_key_value_heads)
-        writer.add_tensor(gguf_name(name), data, raw_dtype=qtype)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return stored
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
@@ -185,14 +86,6 @@ def test_rope_freq_factors_divide_the_frequencies(tmp_path):
         assert torch.allclose(a, b, atol=1e-4)
 
 
-def test_second_reading_uses_the_index(tmp_path, monkeypatch):
-    write_gguf(tmp_path / "m.gguf", make_hf_model("llama2"))
-    first = GGUFFile(tmp_path / "m.gguf")
-    monkeypatch.setattr(gguf_file, "_read_index", lambda path: pytest.fail("read again"))
-    second = GGUFFile(tmp_path / "m.gguf")
-    assert second.tensors == first.tensors and second.config == first.config
-
-
 def test_a_changed_file_is_read_again(tmp_path):
     path = tmp_path / "m.gguf"
     write_gguf(path, make_hf_model("llama2"))
@@ -201,41 +94,125 @@ def test_a_changed_file_is_read_again(tmp_path):
     assert GGUFFile(path).config.n_layer == 2
 
 
+def test_the_index_is_what_the_gguf_package_reads(tmp_path):
+    """Arrays of every kind are skipped to the right byte."""
+    arrays = {
+        "a.u8": [1, 2, 3],
+        "a.f64": [0.5] * 9,
+        "a.bool": [True],
+        "a.text": ["x", "", "yz"] * 3,
+    }
+    write_gguf(tmp_path / "m.gguf", make_hf_model("qwen3"), "Q8_0", "qwen3", extra=arrays)
+    index, reader = read_index(tmp_path / "m.gguf"), GGUFReader(tmp_path / "m.gguf")
+    assert {k: v for k, v in index.fields.items() if k not in arrays} == {
+        k: field.contents()
+        for k, field in reader.fields.items()
+        if k not in arrays and not k.startswith("GGUF.")
+    }
+    assert {k: index.fields[k] for k in arrays} == {k: v[:4] for k, v in arrays.items()}
+    assert index.tensors == {
+        t.name: GGUFTensor(
+            t.tensor_type.name, tuple(t.shape.tolist()[::-1]), int(t.data_offset), int(t.n_bytes)
+        )
+        for t in reader.tensors
+    }
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    path = tmp_path_factory.mktemp("gguf") / "good.gguf"
+    write_gguf(path, make_hf_model("llama2"), extra={"a.text": ["x", "y"] * 4})
+    return path.read_bytes()
+
+
+def after(key: bytes, offset: int = 0):
+    """The place `offset` bytes behind the only `key` of the file."""
+    return lambda data: data.index(key) + len(key) + offset
+
+
+# What is written where into a good file, and what the line says behind its name.
+DAMAGE = [
+    (0, b"PK\x03\x04", "not a GGUF file (it does not start with 'GGUF')"),
+    (4, b"\x01\0\0\0", "GGUF version 1, this fasteagle reads 2 and 3"),
+    (4, b"\0\0\0\x03", "GGUF version 50331648, this fasteagle reads 2 and 3 (little-endian)"),
+    (8, b"\0\0\0\0\0\x01\0\0", "ends at byte SIZE, which is too short for 1,099,511,627,776 t"),
+    (16, b"\xff" * 8, "ends at byte SIZE, which is too short for 18,446,744,073,709,551,615 met"),
+    (24, b"\xff" * 8, "ends at byte SIZE, within its index: damaged or truncated, fetch it again"),
+    (after(b"llama.block_count"), b"\x63", "damaged: llama.block_count of type 99 in its index"),
+    (
+        after(b"llama.block_count"),
+        b"\x05\0\0\0\xff\xff\xff\xff",
+        "llama.block_count is -1: must be",
+    ),
+    (
+        after(b"llama.block_count"),
+        b"\x06",
+        "llama.block_count is 4.203895392974451e-45: must be an",
+    ),
+    (
+        after(b"rms_epsilon", 4),
+        b"\0\0\xc0\x7f",
+        "llama.attention.layer_norm_rms_epsilon is NaN: must",
+    ),
+    (after(b"a.text"), b"\x09\0\0\0\x09", "damaged: a.text of type 9 in its index"),
+    (
+        after(b"a.text", 8),
+        b"\xff" * 8,
+        "ends at byte SIZE, which is too short for 18,446,744,073,7",
+    ),
+    (after(b"a.text", 16 + 36), b"\xff" * 8, "ends at byte SIZE, within its index: damaged"),
+    (
+        after(b"token_embd.weight"),
+        b"\x05",
+        "damaged: token_embd.weight with 5 dimensions in its index",
+    ),
+    (after(b"token_embd.weight", 4), b"\0" * 8, "damaged: token_embd.weight of shape (260, 0)"),
+    (after(b"token_embd.weight", 10), b"\1", "ends at byte SIZE, its index needs "),
+    (
+        after(b"token_embd.weight", 20),
+        b"\x63",
+        "tensor token_embd.weight has type 99, which this fasteagle",
+    ),
+    (
+        after(b"token_embd.weight", 20),
+        b"\x18",
+        "tensor model.embed_tokens.weight has type I8; supported: F32",
+    ),
+    (after(b"token_embd.weight", 30), b"\1", "ends at byte SIZE, its index needs "),
+    (after(b"a.text", -1), b"\xff", "damaged: a text that is not UTF-8 in its index before byte"),
+    (after(b"blk.0.attn_q.weight", -8), b"k", "damaged: a name that is there twice"),
+    (after(b"blk.0.attn_q.weight", 4), b"\0" * 8, "damaged: blk.0.attn_q.weight of shape (64, 0)"),
+]
+
+
+@pytest.mark.parametrize(("place", "written", "message"), DAMAGE)
+def test_damaged_file(good, tmp_path, place, written, message):
+    at = place(good) if callable(place) else place
+    path = tmp_path / "m.gguf"
+    path.write_bytes(good[:at] + written + good[at + len(written) :])
+    with pytest.raises(FasteagleError) as caught:
+        GGUFFile(path)
+    assert str(caught.value).startswith(f"{path}: {message.replace('SIZE', f'{len(good):,}')}")
+
+
 @pytest.mark.parametrize("keep", [2, 30, 500, 0.5, 0.999])
-def test_truncated_file(tmp_path, keep):
+def test_truncated_file(good, tmp_path, keep):
+    """Past the index, the message says how long the file must be."""
     path = tmp_path / "m.gguf"
-    write_gguf(path, make_hf_model("llama2"))
-    data = path.read_bytes()
-    path.write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
-    with pytest.raises(FasteagleError, match=r"m\.gguf"):
+    size = int(keep * len(good)) if isinstance(keep, float) else keep
+    path.write_bytes(good[:size])
+    message = f"ends at byte {size:,}, its index needs {len(good):,}: fetch it again"
+    if size < 1000:
+        message = "not a GGUF file" if size < 4 else f"ends at byte {size}, w"
+    with pytest.raises(FasteagleError) as caught:
         GGUFFile(path)
+    assert str(caught.value).startswith(f"{path}: {message}")
 
 
-def test_file_truncated_after_it_was_indexed(tmp_path, monkeypatch):
-    path = tmp_path / "m.gguf"
-    write_gguf(path, make_hf_model("llama2"))
-    index = gguf_file._read_index(path)
-    path.write_bytes(path.read_bytes()[:-100])
-    monkeypatch.setattr(gguf_file, "_cached_index", lambda path: index)
-    with pytest.raises(FasteagleError, match="truncated: .* ends at byte"):
-        GGUFFile(path)
-
-
-def test_something_else_entirely(tmp_path):
-    path = tmp_path / "m.gguf"
-    path.write_bytes(b"PK\x03\x04 a zip file")
-    with pytest.raises(FasteagleError, match="not a GGUF file"):
-        GGUFFile(path)
-
-
-def test_corrupt_counts(tmp_path):
-    path = tmp_path / "m.gguf"
-    write_gguf(path, make_hf_model("llama2"))
-    data = bytearray(path.read_bytes())
-    data[8:16] = b"\xff" * 8  # number of tensors
-    path.write_bytes(data)
-    with pytest.raises(FasteagleError, match="damaged or truncated GGUF"):
-        GGUFFile(path)
+def test_part_of_a_split_file(tmp_path):
+    write_gguf(tmp_path / "m.gguf", make_hf_model("llama2"), extra={"split.count": 3})
+    with pytest.raises(FasteagleError, match=r"one of 3 parts: llama-gguf-split --merge"):
+        GGUFFile(tmp_path / "m.gguf")
 
 
 def test_unsupported_type_is_named(tmp_path):
@@ -263,7 +240,7 @@ def test_unsupported_architecture_and_missing_metadata(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(FasteagleError, match=r"lacks llama\.attention\.head_count"):
+    with pytest.raises(FasteagleError, match=r"lacks .*llama\.attention\.head_count"):
         GGUFFile(tmp_path / "b.gguf")
 
 
@@ -271,7 +248,7 @@ def test_missing_tensor_is_listed_under_its_hugging_face_name(tmp_path):
     name = "model.layers.2.mlp.down_proj.weight"
     write_gguf(tmp_path / "m.gguf", make_hf_model("llama2"), drop=(name,))
     with pytest.raises(FasteagleError, match=f"missing {name}"):
-        load_model(GGUFFile(tmp_path / "m.gguf"), dtype=torch.float32, device="cpu", max_seq_len=64)
+        open_checkpoint(tmp_path / "m.gguf")
 
 
 def test_names_round_trip():

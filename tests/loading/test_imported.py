@@ -535,7 +535,6 @@ def test_gguf_rows_of_no_whole_blocks(kind, shape):
         (compressed_settings({"strategy": "tensor"}), "by tensor"),
         (compressed_settings(group={"input_activations": {"num_bits": 8}}), "activations"),
         (compressed_settings(group={"weights": None}), "without a scheme"),
-        (compressed_settings(config_groups={"W4A16": ["Linear"]}), "without a scheme"),
         (compressed_settings(config_groups={}), "without a scheme"),
         (compressed_settings(kv_cache_scheme={"num_bits": 8}), "KV cache"),
         (compressed_settings(transform_config={"config_groups": {"u": {}}}), "rotations"),
@@ -551,6 +550,26 @@ def test_formats_without_an_exact_import_are_refused_by_name(settings, words_exp
     assert words_expected in message
     assert message.endswith(WAY_OUT)
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            compressed_settings(config_groups={"W4A16": ["Linear"]}),
+            'W4A16 is ["Linear"]: must be a',
+        ),
+        (compressed_settings({"num_bits": "4"}), 'weights.num_bits is "4": must be an integer'),
+        (gptq_settings(bits=[4]), "bits is [4]: must be an integer"),
+        (gptq_settings(group_size="x"), 'group_size is "x": must be an integer'),
+        (gptq_settings(dynamic=5), "dynamic is 5: must be a JSON object"),
+    ],
+)
+def test_settings_of_a_wrong_type(settings, message, tmp_path):
+    with pytest.raises(FasteagleError) as caught:
+        open_quantized(tmp_path, {**CONFIG, "quantization_config": settings})
+    assert str(caught.value).startswith(f"{tmp_path}: quantization_config: ")
+    assert message in str(caught.value)
 
 
 def test_settings_that_change_nothing_are_accepted(tmp_path):

@@ -81,3 +81,18 @@ def test_local_gguf_and_folder_paths_resolve(tmp_path):
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
     assert registry.resolve(str(tmp_path / "x.gguf")).path == tmp_path / "x.gguf"
     assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 3
+
+
+def test_a_folder_with_one_gguf_file_is_that_file(tmp_path):
+    """As `hf download` leaves it; a folder with weights of its own stays a folder."""
+    for name in ("README.md", "config.json", "mmproj-f16.gguf", "x-Q4_0.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    assert registry.resolve(str(tmp_path)).path == tmp_path / "x-Q4_0.gguf"
+    (tmp_path / "x-Q8_0.gguf").write_bytes(b"GGUF")
+    with pytest.raises(FasteagleError) as caught:
+        registry.resolve(str(tmp_path))
+    assert str(caught.value) == (
+        f"{tmp_path} holds 2 models, give one as --model: x-Q4_0.gguf, x-Q8_0.gguf"
+    )
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert registry.resolve(str(tmp_path)).path == tmp_path

@@ -232,7 +232,7 @@ def test_dummy_weights_are_made_as_stored(folder):
 
 def test_torchao_runs_beside_ours(folder):
     options = RuntimeOptions(quant="int8", backend="torchao", max_seq_len=64)
-    runtime = load_runtime(str(folder), options, quiet=True)
+    runtime = load_runtime(str(folder), options)
     assert "torchao" in type(runtime.engine.model.blocks[0].mlp.down.weight).__module__
     assert len(tokens(runtime.engine, 4)) == 4
     engine = open_model(str(folder)).prepared(RuntimeOptions(quant="int8", max_seq_len=64)).engine()

@@ -1,0 +1,136 @@
+"""Values of a file, each checked for its type and range as it is read.
+
+`Fields` is one JSON object, or the metadata of a GGUF file. Every error is one line,
+`FILE: FIELD is VALUE: must be ...`. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from fasteagle.errors import FasteagleError
+
+MOST = 2**31 - 1  # of a count: what fits into the index types of every kernel
+MOST_REAL = 1e30  # of a number: what fits into fp32
+MOST_WIDTH = 2**20  # of a dimension of the model: far above any model, far below all memory
+MOST_LAYERS = 1000  # the tensors of each are listed before the files are compared with them
+LONGEST_SHOWN = 60  # letters of a value in an error
+
+
+def parse_json(text: str) -> Any:
+    """The value of `text`. Raises ValueError for all that cannot be read, deep nesting included."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+class Fields:
+    """The values of `raw`, which is `source` in errors; null counts as absent.
+
+    A key without a default must be there. Readers raise `FasteagleError`.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], source: str, prefix: str = "") -> None:
+        self._raw, self._source, self._prefix = raw, source, prefix
+
+    def require(self, *keys: str) -> None:
+        """Name all of `keys` that are not there at once."""
+        absent = [self._prefix + key for key in keys if key not in self._raw]
+        if absent:
+            raise FasteagleError(f"{self._source}: lacks {', '.join(absent)}")
+
+    def integer(
+        self, key: str, default: int | None = None, *, least: int = 1, most: int = MOST
+    ) -> int:
+        """An integer in `least` .. `most`."""
+        must = f"an integer from {least:,} to {most:,}"
+        return self._checked(key, default, must, lambda v: type(v) is int and least <= v <= most)
+
+    def width(self, key: str, default: int | None = None) -> int:
+        """A dimension of the model."""
+        return self.integer(key, default, most=MOST_WIDTH)
+
+    def one_of(self, key: str, known: tuple[int, ...]) -> int:
+        must = " or ".join(map(str, known))
+        return self._checked(key, None, must, lambda v: type(v) is int and v in known)
+
+    def number(self, key: str, default: float | None = None, *, most: float = MOST_REAL) -> float:
+        """A number above 0, at most `most`."""
+        must = f"a number above 0, at most {most:g}"
+        return float(self._checked(key, default, must, lambda v: _is_real(v) and 0 < v <= most))
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        return self._checked(key, default, "true or false", lambda v: type(v) is bool)
+
+    def text(self, key: str, default: str | None = None) -> str:
+        return self._checked(key, default, "a text", lambda v: type(v) is str)
+
+    def texts(self, key: str) -> list[str]:
+        """A list of texts, empty where there is none."""
+        return self._checked(key, [], "a list of texts", _list_of(lambda v: type(v) is str))
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of numbers above 0, empty where there is none."""
+        must = f"a list of numbers above 0, at most {MOST_REAL:g}"
+        fits = _list_of(lambda v: _is_real(v) and 0 < v <= MOST_REAL)
+        return tuple(map(float, self._checked(key, [], must, fits)))
+
+    def shares(self, key: str) -> list[list[float]]:
+        """Lists of numbers of 0 .. 1, none of which is empty; no list where there is none."""
+        are_shares = _list_of(lambda v: _is_real(v) and 0 <= v <= 1)
+        must = "lists of numbers from 0 to 1, none empty"
+        return self._checked(key, [], must, _list_of(lambda v: are_shares(v) and len(v) > 0))
+
+    def token_ids(self, key: str) -> list[int]:
+        """One token id, or a list of them."""
+        are_ids = _list_of(lambda v: type(v) is int and 0 <= v <= MOST)
+        must = "a token id or a list of token ids"
+        value = self._checked(key, None, must, lambda v: are_ids(v) or are_ids([v]))
+        return value if type(value) is list else [value]
+
+    def part(self, key: str) -> Fields:
+        """The JSON object under `key`, empty where there is none."""
+        value = self._checked(key, {}, "a JSON object", lambda v: isinstance(v, Mapping))
+        return Fields(value, self._source, f"{self._prefix}{key}.")
+
+    @property
+    def empty(self) -> bool:
+        return not self._raw
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._raw)
+
+    def __contains__(self, key: str) -> bool:
+        return self._raw.get(key) is not None
+
+    def error(self, key: str, must: str) -> FasteagleError:
+        """The error that a value is not what it must be; for checks that take several values."""
+        shown = f"is {_shown(self._raw[key])}" if key in self._raw else "is missing"
+        return FasteagleError(f"{self._source}: {self._prefix}{key} {shown}: must be {must}")
+
+    def _checked(self, key: str, default: Any, must: str, fits: Callable[[Any], bool]) -> Any:
+        value = self._raw.get(key)
+        value = default if value is None else value
+        if value is None or not fits(value):
+            raise self.error(key, must)
+        return value
+
+
+def _is_real(value: Any) -> bool:
+    return type(value) in (int, float)  # NaN too, which lies in no range
+
+
+def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: type(value) is list and all(map(fits, value))
+
+
+def _shown(value: Any) -> str:
+    """A value as the file has it, cut where it is long."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except RecursionError:  # here the stack is deeper than where it was read
+        return "nested too deeply"
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]} ..."

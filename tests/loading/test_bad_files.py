@@ -1,0 +1,162 @@
+"""What is wrong in a file, and what a person is told: one line, exit code 2, before loading."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+from fasteagle.cli import main as cli
+from fasteagle.errors import FasteagleError
+from fasteagle.loading.checkpoint import load_model, open_checkpoint
+from fasteagle.loading.head_file import HEADER_KEY, save_head
+from helpers import edit_json, random_head
+
+CONFIG, HEAD = "model/config.json", "head/config.json"
+HEADER = "head/model.safetensors"
+GENERATION, INDEX = "model/generation_config.json", "model/model.safetensors.index.json"
+LLAMA3 = {"rope_type": "llama3", "factor": 8}
+EVEN = "num_attention_heads (4) times an even number, or head_dim given"
+NAN, INF = float("nan"), float("inf")
+
+# The file, the fields changed in it or its whole text, and what the line says behind its name.
+BAD = [
+    # A model of hidden_size 64 with 4 attention heads and 2 KV heads
+    (CONFIG, {"hidden_size": "64"}, 'hidden_size is "64": must be an integer from 1 to 1,048,576'),
+    (CONFIG, {"hidden_size": None}, "hidden_size is null: must be an integer from 1 to 1,048,576"),
+    (CONFIG, {"hidden_size": 64.0}, "hidden_size is 64.0: must be an integer"),
+    (CONFIG, {"hidden_size": True}, "hidden_size is true: must be an integer"),
+    (CONFIG, {"hidden_size": 0}, "hidden_size is 0: must be an integer"),
+    (CONFIG, {"hidden_size": 2**40}, "hidden_size is 1099511627776: must be an integer"),
+    (CONFIG, {"hidden_size": 2, "head_dim": None}, f"hidden_size is 2: must be {EVEN}"),
+    (CONFIG, {"hidden_size": 60, "head_dim": None}, f"hidden_size is 60: must be {EVEN}"),
+    (CONFIG, {"num_hidden_layers": "2"}, 'num_hidden_layers is "2": must be'),
+    (CONFIG, {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000: must be an integer"),
+    (CONFIG, {"num_key_value_heads": [2]}, "num_key_value_heads is [2]: must be an integer"),
+    (CONFIG, {"num_key_value_heads": 3}, "num_key_value_heads is 3: must be a divisor of"),
+    (CONFIG, {"head_dim": "16"}, 'head_dim is "16": must be an integer'),
+    (CONFIG, {"head_dim": 15}, "head_dim is 15: must be even"),
+    (CONFIG, {"vocab_size": -1}, "vocab_size is -1: must be an integer"),
+    (CONFIG, {"rms_norm_eps": "1e-5"}, 'rms_norm_eps is "1e-5": must be a number'),
+    (CONFIG, {"rms_norm_eps": NAN}, "rms_norm_eps is NaN: must be a number"),
+    (CONFIG, {"max_position_embeddings": 0}, "max_position_embeddings is 0: must be"),
+    (CONFIG, {"max_position_embeddings": -5}, "max_position_embeddings is -5: must be an integer"),
+    (CONFIG, {"rope_theta": "1e4"}, 'rope_theta is "1e4": must be a number'),
+    (CONFIG, {"rope_theta": INF}, "rope_theta is Infinity: must be a number"),
+    (CONFIG, {"rope_parameters": "x"}, 'rope_parameters is "x": must be a JSON object'),
+    (CONFIG, {"rope_parameters": {"rope_type": 1}}, "rope_parameters.rope_type is 1: must be"),
+    (CONFIG, {"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor is missing"),
+    (CONFIG, {"rope_parameters": LLAMA3}, "rope_parameters.low_freq_factor is missing"),
+    (
+        CONFIG,
+        {"rope_parameters": {**LLAMA3, "low_freq_factor": 4, "high_freq_factor": 4}},
+        "rope_parameters.high_freq_factor is 4: must be above low_freq_factor (4)",
+    ),
+    (CONFIG, {"rope_parameters": {"rope_type": "yarn"}}, "RoPE scaling 'yarn'"),
+    (CONFIG, {"architectures": 5}, "architectures is 5: must be a list of texts"),
+    (CONFIG, {"architectures": [5]}, "architectures is [5]: must be a list of texts"),
+    (CONFIG, {"architectures": None}, "architecture '(none)' is not supported; supported: Llama"),
+    (CONFIG, {"architectures": ["MixtralForCausalLM"]}, "architecture 'Mixtral"),
+    (CONFIG, {"hidden_act": "gelu"}, 'hidden_act is "gelu": must be "silu"'),
+    (CONFIG, {"attention_bias": True}, "attention_bias is true: must be false"),
+    (CONFIG, {"attention_bias": "no"}, 'attention_bias is "no": must be true or false'),
+    (CONFIG, {"tie_word_embeddings": 1}, "tie_word_embeddings is 1: must be true or false"),
+    (CONFIG, {"initializer_range": "x"}, "Field 'initializer_range' expected float"),
+    # A draft head
+    (HEAD, {"hidden_size": "576"}, 'hidden_size is "576": must be an integer'),
+    (HEAD, {"num_attention_heads": "9"}, 'num_attention_heads is "9": must be an integer'),
+    (HEAD, {"num_attention_heads": 0}, "num_attention_heads is 0: must be an integer"),
+    (HEAD, {"intermediate_size": 2**40}, "intermediate_size is 1099511627776: must be an integer"),
+    (HEAD, {"draft_vocab_size": 261}, "draft_vocab_size is 261: must be an integer from 1 to 260"),
+    (HEAD, {"rope_theta": [1]}, "rope_theta is [1]: must be a number"),
+    (HEAD, {"bias": "yes"}, 'bias is "yes": must be true or false'),
+    (
+        HEAD,
+        {"quantization_config": {"bits": 4}},
+        'quantization_config is {"bits": 4}: must be absent',
+    ),
+    (HEADER, {"ranks": "x"}, 'its header: ranks is "x": must be lists of numbers from 0 to 1'),
+    (HEADER, {"ranks": [[0.5], [2]]}, "its header: ranks is [[0.5], [2]]: must be lists of"),
+    (HEADER, {"ranks": [[0.5], []]}, "its header: ranks is [[0.5], []]: must be lists of"),
+    (HEADER, {"head_scheme": 4}, "its header: head_scheme is 4: must be a text"),
+    (HEADER, "[1]", "its header must be a JSON object"),
+    (HEADER, "{", "its header cannot be read as JSON"),
+    # Whole files
+    (CONFIG, "{", "cannot be read as JSON"),
+    (CONFIG, "[1]", "expected a JSON object, found list"),
+    (CONFIG, "\x00", "cannot be read as JSON"),
+    (CONFIG, "[" * 100_000, "cannot be read as JSON (nested too deeply)"),
+    (CONFIG, "{}", "architecture '(none)' is not supported"),
+    (CONFIG, '{"architectures": ["LlamaForCausalLM"]}', "lacks hidden_size, num_hidden_"),
+    (INDEX, '{"weight_map": 5}', "weight_map is 5: must be a JSON object"),
+    (INDEX, "{}", "its weight_map names no tensor"),
+    (INDEX, '{"weight_map": {"a": 1}}', "weight_map.a is 1: must be a text"),
+    (
+        INDEX,
+        '{"weight_map": {"a": "/etc/passwd"}}',
+        'weight_map.a is "/etc/passwd": must be the name of a file in the same folder',
+    ),
+    (
+        GENERATION,
+        '{"eos_token_id": "x"}',
+        'eos_token_id is "x": must be a token id or a list of token ids',
+    ),
+    (GENERATION, '{"eos_token_id": [1, null]}', "eos_token_id is [1, null]: must"),
+]
+
+
+@pytest.fixture(scope="module")
+def good(tiny_dir, tmp_path_factory):
+    """A model and a draft head for it that nothing is wrong with."""
+    folder = tmp_path_factory.mktemp("good")
+    shutil.copytree(tiny_dir, folder / "model")
+    checkpoint = open_checkpoint(tiny_dir)
+    target = load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=64)
+    head = random_head(target, rope_scaling=None, rope_base=10000.0)
+    save_head(folder / "head", head, {}, torch.float32)
+    return folder
+
+
+@pytest.mark.parametrize(("file", "written", "message"), BAD)
+def test_bad_files_cost_one_line(good, tmp_path, monkeypatch, file, written, message):
+    monkeypatch.setattr(
+        "fasteagle.loading.open.load_model", lambda *a, **k: pytest.fail("the target was loaded")
+    )
+    folder = shutil.copytree(good, tmp_path / "files")
+    if file == HEADER:
+        header = written if isinstance(written, str) else json.dumps(written)
+        tensors = load_file(folder / file)
+        save_file(tensors, folder / file, metadata={HEADER_KEY: header})
+    elif isinstance(written, str):
+        (folder / file).write_text(written)
+    else:
+        edit_json(folder / file, **written)
+    arguments = ["chat", "--model", folder / "model", "--head", folder / "head", "-p", "x"]
+    done = CliRunner().invoke(cli.main, list(map(str, arguments)))
+    assert done.exit_code == 2 and done.stdout == "", done.stderr
+    assert done.stderr.startswith(f"Error: {folder / file}: {message}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_null_is_the_same_as_absent(good, tmp_path):
+    """Published configs write null for what they leave to the default."""
+    folder = shutil.copytree(good / "model", tmp_path / "model")
+    path = folder / "config.json"
+    edit_json(path, head_dim=None, sliding_window=None, mlp_bias=None, quantization_config=None)
+    config = open_checkpoint(folder).config
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({key: v for key, v in content.items() if v is not None}))
+    assert open_checkpoint(folder).config == config
+
+
+def test_what_a_file_says_cannot_break_the_line(good, tmp_path):
+    folder = shutil.copytree(good / "model", tmp_path / "model")
+    edit_json(folder / "config.json", architectures=["x\nError: \x1b[2J"])
+    with pytest.raises(FasteagleError) as caught:
+        open_checkpoint(folder)
+    assert str(caught.value).isprintable()
+    assert str(FasteagleError("a\nb \x1b[2J \u2028 é 東")) == "a\\nb \\x1b[2J \\u2028 é 東"

@@ -1,0 +1,59 @@
+"""Files of questions and of conversations: what is read, and what is refused with its line."""
+
+from __future__ import annotations
+
+import pytest
+
+from fasteagle.errors import FasteagleError
+from fasteagle.prompts import Question, read_conversations, read_questions
+
+# What line 2 is, behind one that is right, and what its error says.
+BAD_QUESTIONS = [
+    ("{", "JSONDecodeError"),
+    ("[" * 100_000, "nested too deeply"),
+    ("5", "TypeError"),
+    ("[]", "TypeError"),
+    ("{}", "KeyError('turns')"),
+    ('{"turns": []}', "turns must be a list of texts"),
+    ('{"turns": "one"}', "turns must be a list of texts"),
+    ('{"turns": [1]}', "each turn must be a text"),
+    ('{"turns": ["one", " "]}', "each turn must be a text that is not empty"),
+    (r'{"turns": ["\ud83d"]}', "surrogates not allowed"),
+]
+BAD_CONVERSATIONS = [
+    ("{", "JSONDecodeError"),
+    ('{"ids": [1]}', "KeyError('prompt_len')"),
+    ('{"ids": {}, "prompt_len": 1}', "ids must be a list of integers"),
+    ('{"ids": "abc", "prompt_len": 1}', "ids must be a list of integers"),
+    ('{"ids": [1, 2.0], "prompt_len": 1}', "ids must be a list of integers"),
+    ('{"ids": [1, true], "prompt_len": 1}', "ids must be a list of integers"),
+    ('{"ids": [1, 2], "prompt_len": 0}', "prompt_len must be an integer >= 1"),
+    ('{"ids": [1, 2], "prompt_len": "1"}', "prompt_len must be an integer >= 1"),
+    ('{"ids": [1, 300], "prompt_len": 1}', "token id 300 is outside the vocabulary of 300"),
+    ('{"ids": [1, -1], "prompt_len": 1}', "token id -1 is outside the vocabulary of 300"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), BAD_QUESTIONS)
+def test_bad_questions(tmp_path, line, message):
+    path = tmp_path / "q.jsonl"
+    path.write_text('{"turns": ["one"]}\n' + line + "\n")
+    with pytest.raises(FasteagleError) as caught:
+        read_questions(path, None)
+    assert str(caught.value).startswith(f"{path}, line 2: ") and message in str(caught.value)
+
+
+@pytest.mark.parametrize(("line", "message"), BAD_CONVERSATIONS)
+def test_bad_conversations(tmp_path, line, message):
+    path = tmp_path / "c.jsonl"
+    path.write_text('{"ids": [1, 2, 3, 4, 5], "prompt_len": 1}\n' + line + "\n")
+    with pytest.raises(FasteagleError) as caught:
+        read_conversations(path, 300, 512)
+    assert str(caught.value).startswith(f"{path}, line 2: ") and message in str(caught.value)
+
+
+def test_line_separators_inside_of_a_text(tmp_path):
+    """JSON may hold U+2028 as it is; a line ends only at a line feed."""
+    path = tmp_path / "q.jsonl"
+    path.write_text('{"turns": ["a\u2028b"]}\r\n\n{"turns": ["c"]}', encoding="utf-8")
+    assert read_questions(path, None) == [Question(("a\u2028b",)), Question(("c",))]
