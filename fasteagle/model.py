@@ -9,6 +9,7 @@ V vocabulary, S cache slots, R EAGLE-3 taps.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -340,6 +341,7 @@ class EagleHead(nn.Module):
         """Share the target's embedding and LM head unless it has its own; tabulate RoPE."""
         device, dtype = target.norm.weight.device, target.norm.weight.dtype
         self.to(device=device, dtype=dtype)
+        self._drop_copy(target.embedding)
         # In tuples, as a borrowed module must not become a submodule, saved and moved with this.
         self._embedding = (self.own_embedding or target.embedding,)
         if self.own_lm_head is not None:
@@ -354,6 +356,15 @@ class EagleHead(nn.Module):
         cos, sin = rope_table(self.config.block, max_seq_len)
         self.register_buffer("rope_cos", cos.to(device), persistent=False)
         self.register_buffer("rope_sin", sin.to(device), persistent=False)
+
+    def _drop_copy(self, embedding: nn.Embedding) -> None:
+        """Give up an embedding of its own that equals the target's: it is 1 GiB of a Llama-3 8B."""
+        own, eagle3 = self.own_embedding, self.config.eagle3
+        if own is None or eagle3 is None or not torch.equal(own.weight, embedding.weight):
+            return
+        self.own_embedding = None
+        shared = dataclasses.replace(eagle3, own_embedding=False)
+        self.config = dataclasses.replace(self.config, eagle3=shared)
 
     @property
     def lm_head(self) -> nn.Module:

@@ -62,8 +62,12 @@ class HeadSource:
             target_dim=target.dim,
             own_embedding="embed_tokens.weight" in self.state,
             own_lm_head="lm_head.weight" in self.state,
+            # Absent in a speculators config: the package that defines the format says False, which
+            # is what such a head was trained as; it always writes the key. vLLM assumes True.
             norm_before_residual=bool(self.raw.get("norm_before_residual", False)),
-            tap_norm=_tap_norm(self.state),
+            tap_norm=_tap_norm(self.raw, self.state),
+            # In the meaning of vLLM, SGLang and speculators; SpecForge had another one before its
+            # pull request 879.
             norm_output=bool(self.raw.get("norm_output", False)),
         )
         if block.dim != target.dim and not (own.own_embedding and own.own_lm_head):
@@ -93,12 +97,23 @@ class HeadSource:
                 f"{self.name}: taps {_listed(taps)} must ascend within 0 .. {target.n_layer}, the "
                 "blocks of the model: give --tap-layers"
             )
+        n_out, n_in = _matrix(self.state.get("fc.weight"))
+        if n_out == self.raw.get("hidden_size") and n_in != len(taps) * target.dim:
+            raise FasteagleError(
+                f"{self.name}: fc reads {n_in:,} values, {n_in / target.dim:g} taps of "
+                f"{target.dim:,}, but the taps are {_listed(taps)}: give --tap-layers"
+            )
         return tuple(taps)
 
 
 def default_taps(n_layer: int) -> tuple[int, ...]:
     """Blocks whose input the public EAGLE-3 code reads."""
     return 2, n_layer // 2, n_layer - 3
+
+
+def _matrix(tensor: Tensor | None) -> tuple[int, int]:
+    """The shape of a matrix, zeros for what is none."""
+    return (0, 0) if tensor is None or tensor.ndim != 2 else (tensor.shape[0], tensor.shape[1])
 
 
 def _listed(taps: Iterable[int]) -> str:
@@ -109,44 +124,49 @@ def _ends_with(names: Iterable[str], end: str) -> bool:
     return any(name.endswith(end) for name in names)
 
 
-def _tap_norm(names: Iterable[str]) -> str:
-    if "input_norm.weight" in names:
+def _tap_norm(raw: Mapping[str, Any], names: Iterable[str]) -> str:
+    """Said by the config or seen in the tensors: what only one of them has is missed at loading."""
+    if raw.get("norm_before_fc") or "input_norm.weight" in names:
         return "all"
-    return "each" if "fc_norm.0.weight" in names else "none"
+    return "each" if raw.get("fc_norm") or "fc_norm.0.weight" in names else "none"
 
 
 def described(
     name: str, raw: Mapping[str, Any], state: dict[str, Tensor], header: dict[str, Any] | None
 ) -> HeadSource:
     """What a `config.json` and its tensors are. Raises `FasteagleError` for what cannot run."""
+    state = {k.removeprefix("model."): v for k, v in state.items() if "rotary_emb" not in k}
     refuse_others(name, raw, state)
-    flat = {**raw, **raw.get("transformer_layer_config", {})}
-    eagle3 = any(
-        key.startswith("midlayer.") or key in ("norm.weight", "layers.0.hidden_norm.weight")
-        for key in state
-    )
-    if not eagle3:
-        dialect = "speculators EAGLE-1" if _is_speculators(raw) else "official EAGLE-1/2"
+    if not _is_eagle3(raw, state):
+        dialect = "official EAGLE-1/2" if header is None else "fasteagle"
         kept = {k: v for k, v in state.items() if k not in (*IGNORED, *COPIES)}
-        if header is not None:
-            dialect = "fasteagle"
-        return HeadSource(name, dialect, flat, _checked(name, kept), header, eagle3=False)
+        return HeadSource(name, dialect, raw, _checked(name, kept), header, eagle3=False)
     dialect, taps = _eagle3_dialect(name, raw, header)
-    if "draft_vocab_size" not in raw and "d2t" in state:
-        flat["draft_vocab_size"] = len(state["d2t"])
     official = {_official(k): v for k, v in state.items()}
-    if official.get("d2t") is not None and "t2d" in official:
-        _check_maps(name, official["d2t"], official["t2d"])
-    kept = {k: v for k, v in official.items() if k not in IGNORED and "rotary_emb" not in k}
-    wanted = flat.get("draft_vocab_size") or flat.get("vocab_size")
-    if wanted != flat.get("vocab_size") and "d2t" not in kept:
-        raise FasteagleError(
-            f"{name}: a draft vocabulary of {wanted:,} tokens needs the map d2t, which is missing: "
-            "fetch the head again"
-        )
-    if wanted == flat.get("vocab_size"):
+    kept = _checked(name, {k: v for k, v in official.items() if k not in IGNORED})
+    flat = _flat(raw)
+    if "draft_vocab_size" not in raw and "d2t" in kept:
+        flat["draft_vocab_size"] = len(kept["d2t"])
+    if (flat.get("draft_vocab_size") or flat.get("vocab_size")) == flat.get("vocab_size"):
         kept.pop("d2t", None)  # the identity, which some files hold as zeros
-    return HeadSource(name, dialect, flat, _checked(name, kept), header, True, taps)
+    else:
+        _check_maps(name, flat["draft_vocab_size"], kept.get("d2t"), official.get("t2d"))
+    return HeadSource(name, dialect, flat, kept, header, True, taps)
+
+
+def _is_eagle3(raw: Mapping[str, Any], names: Iterable[str]) -> bool:
+    return _says(raw, "eagle3") or any(
+        name.startswith("midlayer.") or name == "layers.0.hidden_norm.weight" for name in names
+    )
+
+
+def _flat(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of the decoder layer: speculators nests it, and RoPE by the kind of layer."""
+    flat = {**raw, **raw.get("transformer_layer_config", {})}
+    rope = flat.get("rope_parameters") or {}
+    if "full_attention" in rope:
+        flat["rope_parameters"] = rope["full_attention"]
+    return flat
 
 
 def _official(name: str) -> str:
@@ -189,11 +209,19 @@ def _ids(name: str, key: str, value: Any, shift: int) -> tuple[int, ...] | None:
     return tuple(i + shift for i in value)
 
 
-def _check_maps(name: str, d2t: Tensor, t2d: Tensor) -> None:
-    ids = d2t + torch.arange(len(d2t))
-    members = t2d.nonzero().flatten()
-    if len(members) and not torch.equal(ids.sort().values, members):
-        raise FasteagleError(f"{name}: d2t and t2d do not agree: fetch the head again")
+def _check_maps(name: str, size: int, d2t: Tensor | None, t2d: Tensor | None) -> None:
+    """Raise `FasteagleError` for maps of a draft vocabulary of `size` tokens that are wrong."""
+    if d2t is None:
+        problem = f"a draft vocabulary of {size:,} tokens needs the map d2t, which is missing"
+    elif tuple(d2t.shape) != (size,):
+        problem = f"d2t is {tuple(d2t.shape)}, expected ({size},)"
+    elif t2d is not None and not torch.equal(
+        (d2t + torch.arange(size)).sort().values, t2d.nonzero().flatten()
+    ):
+        problem = "d2t and t2d do not agree"
+    else:
+        return
+    raise FasteagleError(f"{name}: {problem}: fetch the head again")
 
 
 def _checked(name: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -219,6 +247,13 @@ def _has(part: str) -> Callable[[Mapping[str, Any], Iterable[str]], bool]:
     return lambda raw, names: any(part in name for name in names)
 
 
+def _odd_rope(raw: Mapping[str, Any]) -> bool:
+    flat = _flat(raw)
+    rope = flat.get("rope_parameters") or flat.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    return kind not in ("default", "linear", "llama3")
+
+
 # What is refused, by the name a person knows it under.
 _OTHERS: tuple[tuple[str, Callable[[Mapping[str, Any], Iterable[str]], bool]], ...] = (
     (
@@ -229,7 +264,7 @@ _OTHERS: tuple[tuple[str, Callable[[Mapping[str, Any], Iterable[str]], bool]], .
             or any("mask_hidden" in name for name in names)
         ),
     ),
-    ("block diffusion (DFlash)", lambda raw, names: _says(raw, "dflash")),
+    ("block diffusion (DFlash)", lambda raw, names: _says(raw, "dflash") or "dflash_config" in raw),
     (
         "multi-token prediction layers (MTP)",
         lambda raw, names: (
@@ -244,6 +279,8 @@ _OTHERS: tuple[tuple[str, Callable[[Mapping[str, Any], Iterable[str]], bool]], .
     ("a mixture of experts", _has(".experts.")),
     ("more than one decoder layer", _has("layers.1.")),
     ("norms of HASS variants", _has("embed_layernorm")),
+    ("the EAGLE-1 form that speculators has given up", _has("fusion_fc")),
+    ("RoPE scaling that is neither linear nor llama3", lambda raw, names: _odd_rope(raw)),
     (
         "sliding-window attention",
         lambda raw, names: (

@@ -88,7 +88,10 @@ def load_official_state(head: EagleHead, state: dict[str, Tensor], source: str) 
     ]
     problems += [f"unknown {n}" for n in state if n not in expected]
     if problems:
-        raise FasteagleError(f"{source}: not a draft head we can load: {shortened(problems)}")
+        raise FasteagleError(
+            f"{source}: not a draft head we can load: {shortened(problems)}: fetch it again, or "
+            "choose another with --head"
+        )
     with torch.no_grad():
         # The parts are views of the fused weights, so this writes into the parameters.
         for name, part in official_state(head).items():
@@ -129,7 +132,10 @@ def load_head(
     load_official_state(head, source.state, source.name)
     ids = head.target_ids()
     if ids.min() < 0 or ids.max() >= target.vocab_size or (ids.diff() <= 0).any():
-        raise FasteagleError(f"{path}: d2t does not list ascending ids of the target")
+        raise FasteagleError(
+            f"{path}: d2t does not list ascending ids below {target.vocab_size:,}, the target's "
+            "vocabulary: fetch the head again"
+        )
     return head.eval(), source.header
 
 
@@ -138,7 +144,10 @@ def _with_frequent_list(folder: Path, state: dict[str, Tensor]) -> dict[str, Ten
     lists = sorted(folder.glob("freq_*.pt"))
     if not lists or "d2t" in state:
         return state
-    ids = torch.as_tensor(_unpickled(lists[0])).sort().values
+    try:
+        ids = torch.as_tensor(_unpickled(lists[0])).flatten().sort().values
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise FasteagleError(f"{lists[0]}: not a list of token ids: fetch it again") from error
     return state | {"d2t": ids - torch.arange(len(ids))}
 
 
@@ -182,7 +191,10 @@ def _unpickled(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle, zip and RuntimeError, depending on the damage
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise FasteagleError(f"{path}: not a weights-only torch file ({reason})") from error
+        raise FasteagleError(
+            f"{path}: not a weights-only torch file ({reason}): it is damaged or would run code, "
+            "use a safetensors version of it"
+        ) from error
 
 
 def _hf_config(config: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:

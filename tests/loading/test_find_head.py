@@ -24,7 +24,7 @@ from fasteagle.loading.tensors import fingerprint
 from fasteagle.options import DraftOptions, SamplingParams
 from fasteagle.paths import cache_dir
 from fasteagle.shapes import TreeShape
-from helpers import forbid, official_files, put_in_cache, random_head, save_tiny
+from helpers import eagle3_of, forbid, official_files, put_in_cache, random_head, save_tiny
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +161,10 @@ def test_sizes_of_the_tree():
     assert asked.tree_shape(True) == TreeShape(2, 3, 12)
 
 
-def test_a_head_for_other_weights_warns_and_runs(model, checkpoint, head, tmp_path):
+@pytest.mark.parametrize("algorithm", ["eagle1", "eagle3"])
+def test_a_head_for_other_weights_warns_and_runs(model, checkpoint, tmp_path, algorithm):
+    eagle3 = eagle3_of(algorithm, model.config)
+    head = random_head(model, eagle3=eagle3, rope_scaling=None, rope_base=10000.0)
     save_head(tmp_path / "h", head, {"target_fingerprint": "0" * 64}, torch.float32)
     drafter, said = drafter_for(model, checkpoint, head=str(tmp_path / "h"))
     assert said[0].startswith("warning: the draft head was trained for other weights")
