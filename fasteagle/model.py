@@ -468,6 +468,12 @@ def make_head(config: HeadConfig) -> EagleHead:
 
 def rope_table(config: ModelConfig, max_seq_len: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines [max_seq_len, E], halves repeated (the split-halves layout of HF files)."""
+    angles = torch.outer(torch.arange(max_seq_len).float(), rope_frequencies(config)).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+def rope_frequencies(config: ModelConfig) -> Tensor:
+    """Radians by position [E / 2], with the scaling that the config says."""
     E = config.head_dim
     inv_freq = config.rope_base ** (-torch.arange(0, E, 2, dtype=torch.int64).float() / E)
     inv_freq = inv_freq / config.rope_linear_factor
@@ -480,8 +486,7 @@ def rope_table(config: ModelConfig, max_seq_len: int) -> tuple[Tensor, Tensor]:
         keep = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
         keep = keep.clamp(0, 1)
         inv_freq = (1 - keep) * inv_freq / s.factor + keep * inv_freq
-    angles = torch.outer(torch.arange(max_seq_len).float(), inv_freq).repeat(1, 2)
-    return angles.cos(), angles.sin()
+    return inv_freq
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

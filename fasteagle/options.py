@@ -176,7 +176,7 @@ class DraftOptions:
 
     drafter: str = option("auto", f"{', '.join(DRAFTERS)}.")
     head: str | None = option(
-        None, "Draft head: folder or Hugging Face id.  [default: found by itself]"
+        None, "Draft head: folder, .gguf file or Hugging Face id.  [default: found by itself]"
     )
     tree_file: str | None = option(
         None,

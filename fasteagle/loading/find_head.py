@@ -33,7 +33,7 @@ from fasteagle.shapes import PAPER_TREE, read_tree
 
 @dataclasses.dataclass(frozen=True)
 class FoundHead:
-    """A head directory, and its origin in words for the user."""
+    """A head directory or file, and its origin in words for the user."""
 
     path: Path
     origin: str
@@ -46,11 +46,13 @@ def find_head(asked: str | None, name: str, identity: str) -> FoundHead | None:
     """
     if asked is not None:
         path = Path(asked).expanduser()
-        if path.is_dir():
+        if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
             return FoundHead(path, str(path))
         if hub.is_repo_id(asked) and not path.exists():
             return FoundHead(hub.fetch_repo(asked, None), asked)
-        raise FasteagleError(f"head {asked!r}: no such folder, and no Hugging Face id (owner/name)")
+        raise FasteagleError(
+            f"head {asked!r}: no such folder or .gguf file, and no Hugging Face id (owner/name)"
+        )
     cached = cache_dir() / "heads" / identity
     if (cached / "config.json").exists():
         return FoundHead(cached, "calibrated here")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,31 +67,17 @@ class GGUFFile(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        index = _cached_index(path)
+        index = file_index(path)
         self.fields: dict[str, Any] = index["fields"]
         self.tensors = {
             hf_name(name): GGUFTensor(kind, tuple(shape), offset, n_bytes)
             for name, kind, shape, offset, n_bytes in index["tensors"]
             if name != "rope_freqs.weight"
         }
-        self._check_types_and_size()
+        check_types_and_size(path, self.tensors)
         self.config = self._config(index)
         # A plain view: the memmap subclass costs microseconds on each of a million slices.
         self._data = np.asarray(np.memmap(path, mode="r", dtype=np.uint8))
-
-    def _check_types_and_size(self) -> None:
-        size = self.path.stat().st_size
-        for name, tensor in self.tensors.items():
-            if tensor.kind not in SUPPORTED_TYPES:
-                raise FasteagleError(
-                    f"{self.path}: tensor {name} has type {tensor.kind}; "
-                    f"supported: {', '.join(SUPPORTED_TYPES)}"
-                )
-            if tensor.offset + tensor.n_bytes > size:
-                raise FasteagleError(
-                    f"{self.path}: truncated: {name} ends at byte "
-                    f"{tensor.offset + tensor.n_bytes:,}, the file has {size:,}; fetch it again"
-                )
 
     def _config(self, index: dict[str, Any]) -> ModelConfig:
         embedding = self.tensors.get("model.embed_tokens.weight")
@@ -119,16 +106,7 @@ class GGUFFile(Checkpoint):
 
     def _rows(self, name: str, n_rows: int) -> Tensor:
         """The first rows in the file's order, dequantized."""
-        from gguf import GGMLQuantizationType  # 0.2 s, for GGUF files only
-        from gguf.quants import dequantize
-
-        tensor = self.tensors[name]
-        raw = self._data[tensor.offset : tensor.offset + tensor.n_bytes]
-        array = dequantize(
-            raw.reshape(tensor.shape[0], -1)[:n_rows], GGMLQuantizationType[tensor.kind]
-        )
-        values = torch.from_numpy(array if array.flags.writeable else array.copy())
-        return values.view(n_rows, *tensor.shape[1:])
+        return dequantized(self._data, self.tensors[name], n_rows)
 
     def load(self, name: str) -> Tensor:
         """The dequantized tensor in fp32 (F16/BF16 too: every value is exact there)."""
@@ -187,6 +165,33 @@ class GGUFFile(Checkpoint):
         return None
 
 
+def check_types_and_size(path: Path, tensors: Mapping[str, GGUFTensor]) -> None:
+    """Raise `FasteagleError` for types that we cannot read and for truncated files."""
+    size = path.stat().st_size
+    for name, tensor in tensors.items():
+        if tensor.kind not in SUPPORTED_TYPES:
+            raise FasteagleError(
+                f"{path}: tensor {name} has type {tensor.kind}; "
+                f"supported: {', '.join(SUPPORTED_TYPES)}"
+            )
+        if tensor.offset + tensor.n_bytes > size:
+            raise FasteagleError(
+                f"{path}: truncated: {name} ends at byte "
+                f"{tensor.offset + tensor.n_bytes:,}, the file has {size:,}; fetch it again"
+            )
+
+
+def dequantized(data: np.ndarray, tensor: GGUFTensor, n_rows: int) -> Tensor:
+    """The first rows of a tensor of the file `data` in fp32, in the file's order."""
+    from gguf import GGMLQuantizationType  # 0.2 s, for GGUF files only
+    from gguf.quants import dequantize
+
+    raw = data[tensor.offset : tensor.offset + tensor.n_bytes]
+    array = dequantize(raw.reshape(tensor.shape[0], -1)[:n_rows], GGMLQuantizationType[tensor.kind])
+    values = torch.from_numpy(array if array.flags.writeable else array.copy())
+    return values.view(n_rows, *tensor.shape[1:])
+
+
 def rope_order(n_rows: int, n_head: int) -> Tensor:
     """Row order [n_rows] that undoes llama.cpp's for interleaved RoPE: pairs go back to halves."""
     paired = torch.arange(n_rows).view(n_head, n_rows // n_head // 2, 2)
@@ -210,7 +215,8 @@ def file_key(path: Path) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def _cached_index(path: Path) -> dict[str, Any]:
+def file_index(path: Path) -> dict[str, Any]:
+    """Fields but for long lists of the tokenizer, where tensors lie, and RoPE factors."""
     cached = cache_dir() / "gguf" / f"{file_key(path)}.json"
     try:
         return json.loads(cached.read_text())

@@ -49,6 +49,7 @@ class HeadSource:
             vocab_size=target.vocab_size,
             qk_norm=_ends_with(self.state, "self_attn.q_norm.weight"),
             qkv_bias=_ends_with(self.state, "self_attn.q_proj.bias"),
+            rope_freq_factors=self._rope_factors(),
         )
         draft_vocab_size = len(self.state["d2t"]) if "d2t" in self.state else target.vocab_size
         if not self.eagle3:
@@ -76,6 +77,11 @@ class HeadSource:
                 "embedding and an LM head of its own: choose the head trained for this model"
             )
         return HeadConfig(block, draft_vocab_size, "fc.bias" in self.state, own)
+
+    def _rope_factors(self) -> tuple[float, ...] | None:
+        """Divisors of the RoPE frequencies: GGUF files and heads saved of them have these."""
+        factors = self.raw.get("rope_freq_factors")
+        return tuple(factors) if factors else None
 
     def _check_fit(self, found: HeadConfig, target: ModelConfig) -> None:
         said = self.raw.get("target_hidden_size") or found.block.dim

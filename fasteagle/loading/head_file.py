@@ -19,6 +19,7 @@ from torch import Tensor
 from fasteagle.config import HeadConfig, ModelConfig
 from fasteagle.errors import FasteagleError, shortened
 from fasteagle.loading.head_dialects import HeadSource, described
+from fasteagle.loading.head_gguf import gguf_of, open_gguf_head
 from fasteagle.loading.tensors import read_json
 from fasteagle.model import Eagle3Head, EagleHead, make_head
 from fasteagle.paths import replacing
@@ -113,7 +114,13 @@ def save_head(folder: Path, head: EagleHead, header: dict[str, Any], dtype: torc
 
 
 def open_head(path: Path) -> HeadSource:
-    """The head in a folder, of whichever dialect. Raises `FasteagleError` for what cannot run."""
+    """The head in a folder or a GGUF file, of whichever dialect.
+
+    Raises `FasteagleError` for what cannot run.
+    """
+    file = gguf_of(path)
+    if file is not None:
+        return open_gguf_head(file)
     raw = read_json(path / "config.json")
     state, header = _read_state(path)
     return described(str(path), raw, _with_frequent_list(path, state), header)
@@ -218,6 +225,8 @@ def _hf_config(config: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
         "qkv_bias": block.qkv_bias,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
+    if block.rope_freq_factors is not None:
+        raw["rope_freq_factors"] = list(block.rope_freq_factors)
     if config.eagle3 is not None:
         own = config.eagle3
         raw |= {

@@ -216,7 +216,7 @@ def test_file_truncated_after_it_was_indexed(tmp_path, monkeypatch):
     write_gguf(path, make_hf_model("llama2"))
     index = gguf_file._read_index(path)
     path.write_bytes(path.read_bytes()[:-100])
-    monkeypatch.setattr(gguf_file, "_cached_index", lambda path: index)
+    monkeypatch.setattr(gguf_file, "file_index", lambda path: index)
     with pytest.raises(FasteagleError, match="truncated: .* ends at byte"):
         GGUFFile(path)
 
