@@ -32,7 +32,7 @@ def option(
     """A field that is an option of the command line.
 
     `text` is its help. `unset` is the default there where it is not the field's; `kind` is "file",
-    "folder", "existing folder", "comma list" or the words to choose from.
+    "folder", "existing folder", "comma list", "numbers" or the words to choose from.
     """
     metadata = {"text": text, "flag": flag, "unset": unset, "kind": kind}
     return dataclasses.field(default=default, metadata=metadata)
@@ -167,6 +167,9 @@ class RuntimeOptions:
 DEFAULT_TREE = TreeShape()
 QUANTIZED_TREE = TreeShape(depth=2, topk=3, nodes=3)
 
+TAP_LAYERS_TEXT = (
+    "Blocks whose input an EAGLE-3 head reads: 2,15,27.  [default: what its files say]"
+)
 DRAFTERS = ("auto", "eagle", "eagle-static", "eagle-chain", "ngram", "none")
 
 
@@ -178,6 +181,7 @@ class DraftOptions:
     head: str | None = option(
         None, "Draft head: folder, .gguf file or Hugging Face id.  [default: found by itself]"
     )
+    tap_layers: tuple[int, ...] | None = option(None, TAP_LAYERS_TEXT, kind="numbers")
     tree_file: str | None = option(
         None,
         "auto: what pays here, chosen from measured costs and what was accepted lately; until it "

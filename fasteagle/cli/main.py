@@ -13,13 +13,15 @@ from fasteagle.cli.command import Cli
 from fasteagle.cli.options import (
     FILE,
     FOLDER,
+    Numbers,
     bench_model_options,
     draft_options,
     group,
     model_options,
+    optional_model_options,
     sampling_options,
 )
-from fasteagle.options import DraftOptions, RuntimeOptions
+from fasteagle.options import TAP_LAYERS_TEXT, DraftOptions, RuntimeOptions
 from fasteagle.training.options import CalibrateOptions, TrainOptions, TrainRun
 
 # Commands import what they call inside their body: --help answers without importing torch.
@@ -116,6 +118,21 @@ def calibrate_head(model: str, runtime_options: RuntimeOptions, options: Calibra
     from fasteagle.training.calibrate_head import calibrate_head as calibrate
 
     calibrate(model, runtime_options, options)
+
+
+@main.command("inspect-head")
+@click.argument("path")
+@optional_model_options
+@click.option("--tap-layers", type=Numbers(), help=TAP_LAYERS_TEXT)
+@click.option("--probe", is_flag=True, help="Load --model and measure acceptance by taps.")
+def inspect_head(path: str, **asked: Any) -> None:
+    """Tell what the draft head PATH is and whether it fits a model.
+
+    PATH is a folder, a .gguf file, a Hugging Face id, or a registry model whose head is known.
+    """
+    from fasteagle.cli.heads import run_inspect_head
+
+    run_inspect_head(path, **asked)
 
 
 @main.command("train-head")

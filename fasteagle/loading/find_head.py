@@ -45,14 +45,7 @@ def find_head(asked: str | None, name: str, identity: str) -> FoundHead | None:
     Raises `FasteagleError` if the head that was asked for is not found.
     """
     if asked is not None:
-        path = Path(asked).expanduser()
-        if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
-            return FoundHead(path, str(path))
-        if hub.is_repo_id(asked) and not path.exists():
-            return FoundHead(hub.fetch_repo(asked, None), asked)
-        raise FasteagleError(
-            f"head {asked!r}: no such folder or .gguf file, and no Hugging Face id (owner/name)"
-        )
+        return asked_head(asked)
     cached = cache_dir() / "heads" / identity
     if (cached / "config.json").exists():
         return FoundHead(cached, "calibrated here")
@@ -61,10 +54,40 @@ def find_head(asked: str | None, name: str, identity: str) -> FoundHead | None:
         header = read_header(shipped) or {}
         if shipped.name == name or header.get("target_fingerprint") == identity:
             return FoundHead(shipped, "shipped with fasteagle")
+    return _published_head(name)
+
+
+def asked_head(asked: str) -> FoundHead:
+    """A head by its folder, .gguf file or Hugging Face id. Raises `FasteagleError`."""
+    path = Path(asked).expanduser()
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        return FoundHead(path, str(path))
+    if hub.is_repo_id(asked) and not path.exists():
+        return FoundHead(hub.fetch_repo(asked, None), asked)
+    raise FasteagleError(
+        f"head {asked!r}: no such folder or .gguf file, and no Hugging Face id (owner/name)"
+    )
+
+
+def named_head(asked: str) -> FoundHead:
+    """A head as `asked_head` takes it, or the one of a model by its registry name."""
+    if asked not in REGISTRY or Path(asked).exists():
+        return asked_head(asked)
+    shipped = [path for path in _shipped_heads() if path.name == asked]
+    found = FoundHead(shipped[0], "shipped with fasteagle") if shipped else _published_head(asked)
+    if found is None:
+        raise FasteagleError(
+            f"no draft head ships for {asked} and none is published: give a folder, a .gguf file "
+            "or a Hugging Face id"
+        )
+    return found
+
+
+def _published_head(name: str) -> FoundHead | None:
     entry = REGISTRY.get(name)
-    if entry is not None and entry.head_repo is not None:
-        return FoundHead(hub.fetch_repo(entry.head_repo, None), entry.head_repo)
-    return None
+    if entry is None or entry.head_repo is None:
+        return None
+    return FoundHead(hub.fetch_repo(entry.head_repo, None), entry.head_repo)
 
 
 def _shipped_heads() -> list[Path]:
@@ -153,7 +176,10 @@ def _eagle(
         repair = f"fasteagle train-head --model {name} --prompts FILE --out DIR"
     else:
         repair = f"fasteagle calibrate-head --model {name} {scheme.option}"
-    head, header = _ready_head(engine, found, identity, repair, notify)
+    head, header = load_head(found.path, engine.model.config, options.tap_layers)
+    _announce(header, identity, repair, notify)
+    head.requires_grad_(False)
+    head.borrow(engine.model, engine.max_seq_len + KEY_BLOCK)
     # A calibrated head's header says what was faster; others are quantized like their target.
     judged = (header or {}).get("head_scheme")
     if scheme is not None and judged != "bf16":
@@ -187,11 +213,10 @@ def _precision(engine: Engine, checkpoint: Checkpoint) -> str:
     return f"{scheme.name}-native" if has_native(engine.model) else scheme.name
 
 
-def _ready_head(
-    engine: Engine, found: FoundHead, identity: str, repair: str, notify: Callable[[str], None]
-) -> tuple[EagleHead, dict[str, Any] | None]:
-    """The head with the target's embedding and LM head, and its header; warns about a mismatch."""
-    head, header = load_head(found.path, engine.model.config)
+def _announce(
+    header: dict[str, Any] | None, identity: str, repair: str, notify: Callable[[str], None]
+) -> None:
+    """Tell of a head that was not made for exactly these weights."""
     if header is None:
         notify("draft head: not calibrated to these weights (it has no header)")
     elif header.get("target_fingerprint") != identity:
@@ -199,9 +224,6 @@ def _ready_head(
             "warning: the draft head was trained for other weights: answers stay exact, but fewer "
             f"guesses may be accepted; this makes one for these: {repair}"
         )
-    head.requires_grad_(False)
-    head.borrow(engine.model, engine.max_seq_len + KEY_BLOCK)
-    return head, header
 
 
 def tree_drafter(

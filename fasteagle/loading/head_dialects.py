@@ -32,10 +32,19 @@ class HeadSource:
     header: dict[str, Any] | None  # of heads of our own
     eagle3: bool
     tap_layers: tuple[int, ...] | None = None  # None: not said
+    lists_outputs: bool = False  # its files name the blocks whose output is read
 
     @property
     def algorithm(self) -> str:
         return "EAGLE-3" if self.eagle3 else "EAGLE-1/2"
+
+    @property
+    def tap_norm(self) -> str:
+        """Said by the config or seen in the tensors: what only one has is missed at loading."""
+        if self.raw.get("norm_before_fc") or "input_norm.weight" in self.state:
+            return "all"
+        each = self.raw.get("fc_norm") or "fc_norm.0.weight" in self.state
+        return "each" if each else "none"
 
     def config(self, target: ModelConfig, tap_layers: tuple[int, ...] | None = None) -> HeadConfig:
         """Its shape over `target`. `tap_layers` stand in for what the files say.
@@ -66,7 +75,7 @@ class HeadSource:
             # Absent in a speculators config: the package that defines the format says False, which
             # is what such a head was trained as; it always writes the key. vLLM assumes True.
             norm_before_residual=bool(self.raw.get("norm_before_residual", False)),
-            tap_norm=_tap_norm(self.raw, self.state),
+            tap_norm=self.tap_norm,
             # In the meaning of vLLM, SGLang and speculators; SpecForge had another one before its
             # pull request 879.
             norm_output=bool(self.raw.get("norm_output", False)),
@@ -100,14 +109,14 @@ class HeadSource:
         taps = asked or self.tap_layers or default_taps(target.n_layer)
         if list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > target.n_layer:
             raise FasteagleError(
-                f"{self.name}: taps {_listed(taps)} must ascend within 0 .. {target.n_layer}, the "
+                f"{self.name}: taps {listed(taps)} must ascend within 0 .. {target.n_layer}, the "
                 "blocks of the model: give --tap-layers"
             )
         n_out, n_in = _matrix(self.state.get("fc.weight"))
         if n_out == self.raw.get("hidden_size") and n_in != len(taps) * target.dim:
             raise FasteagleError(
                 f"{self.name}: fc reads {n_in:,} values, {n_in / target.dim:g} taps of "
-                f"{target.dim:,}, but the taps are {_listed(taps)}: give --tap-layers"
+                f"{target.dim:,}, but the taps are {listed(taps)}: give --tap-layers"
             )
         return tuple(taps)
 
@@ -122,19 +131,13 @@ def _matrix(tensor: Tensor | None) -> tuple[int, int]:
     return (0, 0) if tensor is None or tensor.ndim != 2 else (tensor.shape[0], tensor.shape[1])
 
 
-def _listed(taps: Iterable[int]) -> str:
+def listed(taps: Iterable[int]) -> str:
+    """Block numbers for a person."""
     return ", ".join(str(tap) for tap in taps)
 
 
 def _ends_with(names: Iterable[str], end: str) -> bool:
     return any(name.endswith(end) for name in names)
-
-
-def _tap_norm(raw: Mapping[str, Any], names: Iterable[str]) -> str:
-    """Said by the config or seen in the tensors: what only one of them has is missed at loading."""
-    if raw.get("norm_before_fc") or "input_norm.weight" in names:
-        return "all"
-    return "each" if raw.get("fc_norm") or "fc_norm.0.weight" in names else "none"
 
 
 def described(
@@ -147,7 +150,7 @@ def described(
         dialect = "official EAGLE-1/2" if header is None else "fasteagle"
         kept = {k: v for k, v in state.items() if k not in (*IGNORED, *COPIES)}
         return HeadSource(name, dialect, raw, _checked(name, kept), header, eagle3=False)
-    dialect, taps = _eagle3_dialect(name, raw, header)
+    dialect, taps, shift = _eagle3_dialect(name, raw, header)
     official = {_official(k): v for k, v in state.items()}
     kept = _checked(name, {k: v for k, v in official.items() if k not in IGNORED})
     flat = _flat(raw)
@@ -157,7 +160,7 @@ def described(
         kept.pop("d2t", None)  # the identity, which some files hold as zeros
     else:
         _check_maps(name, flat["draft_vocab_size"], kept.get("d2t"), official.get("t2d"))
-    return HeadSource(name, dialect, flat, kept, header, True, taps)
+    return HeadSource(name, dialect, flat, kept, header, True, taps, lists_outputs=shift == 1)
 
 
 def _is_eagle3(raw: Mapping[str, Any], names: Iterable[str]) -> bool:
@@ -188,23 +191,24 @@ def _is_speculators(raw: Mapping[str, Any]) -> bool:
 
 def _eagle3_dialect(
     name: str, raw: Mapping[str, Any], header: dict[str, Any] | None
-) -> tuple[str, tuple[int, ...] | None]:
-    """The dialect, and the blocks whose input is read, as it says them.
+) -> tuple[str, tuple[int, ...] | None, int]:
+    """The dialect, the blocks whose input is read, and what was added to their numbers.
 
     One key has two meanings: speculators and vLLM list blocks whose input is read, SpecForge,
     SGLang and ModelOpt those whose output is, which is the input of the next one.
     """
     key = "eagle_aux_hidden_state_layer_ids"
     if "tap_layers" in raw or header is not None:
-        return "fasteagle", _ids(name, "tap_layers", raw.get("tap_layers"), 0)
+        return "fasteagle", _ids(name, "tap_layers", raw.get("tap_layers"), 0), 0
     nested = raw.get("eagle_config") or {}
     if _is_speculators(raw) or key in raw:
-        return "speculators / vLLM EAGLE-3", _ids(name, key, raw.get(key), 0)
+        return "speculators / vLLM EAGLE-3", _ids(name, key, raw.get(key), 0), 0
+    taps = _ids(name, key, nested.get(key), 1)
     if "use_input_layernorm_in_first_layer" in nested or "use_last_layernorm" in nested:
-        return "NVIDIA ModelOpt EAGLE-3", _ids(name, key, nested.get(key), 1)
+        return "NVIDIA ModelOpt EAGLE-3", taps, 1
     if nested or "LlamaForCausalLMEagle3" in (raw.get("architectures") or []):
-        return "SpecForge / SGLang EAGLE-3", _ids(name, key, nested.get(key), 1)
-    return "official EAGLE-3", None
+        return "SpecForge / SGLang EAGLE-3", taps, 1
+    return "official EAGLE-3", None, 0
 
 
 def _ids(name: str, key: str, value: Any, shift: int) -> tuple[int, ...] | None:

@@ -78,8 +78,8 @@ def _eagle3_state(head: Eagle3Head) -> dict[str, Tensor]:
     return state
 
 
-def load_official_state(head: EagleHead, state: dict[str, Tensor], source: str) -> None:
-    """Copy official tensors into `head`. Raises `FasteagleError` listing all that do not fit."""
+def check_state(head: EagleHead, state: dict[str, Tensor], source: str) -> None:
+    """Raise `FasteagleError` listing all official tensors that do not fit `head`."""
     expected = {name: tuple(t.shape) for name, t in official_state(head).items()}
     problems = [f"missing {name}" for name in expected if name not in state]
     problems += [
@@ -93,6 +93,20 @@ def load_official_state(head: EagleHead, state: dict[str, Tensor], source: str) 
             f"{source}: not a draft head we can load: {shortened(problems)}: fetch it again, or "
             "choose another with --head"
         )
+    size, d2t = head.config.block.vocab_size, state.get("d2t")
+    if d2t is None:
+        return
+    ids = d2t + torch.arange(len(d2t), device=d2t.device)
+    if ids.min() < 0 or ids.max() >= size or (ids.diff() <= 0).any():
+        raise FasteagleError(
+            f"{source}: d2t does not list ascending ids below {size:,}, the target's vocabulary: "
+            "fetch the head again"
+        )
+
+
+def load_official_state(head: EagleHead, state: dict[str, Tensor], source: str) -> None:
+    """Copy official tensors into `head`. Raises `FasteagleError` listing all that do not fit."""
+    check_state(head, state, source)
     with torch.no_grad():
         # The parts are views of the fused weights, so this writes into the parameters.
         for name, part in official_state(head).items():
@@ -137,12 +151,6 @@ def load_head(
     source = open_head(path)
     head = make_head(source.config(target, tap_layers))
     load_official_state(head, source.state, source.name)
-    ids = head.target_ids()
-    if ids.min() < 0 or ids.max() >= target.vocab_size or (ids.diff() <= 0).any():
-        raise FasteagleError(
-            f"{path}: d2t does not list ascending ids below {target.vocab_size:,}, the target's "
-            "vocabulary: fetch the head again"
-        )
     return head.eval(), source.header
 
 

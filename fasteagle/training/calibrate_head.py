@@ -83,7 +83,7 @@ class _Run:
         self.opened, self.prepared, self.scheme = opened, prepared, prepared.scheme
         self.options, self.found, self.identity = options, found, identity
         self.name, self.config = opened.name, opened.checkpoint.config
-        self.head = load_head(found.path, self.config)[0]
+        self.head = load_head(found.path, self.config, options.tap_layers)[0]
         self.head_scheme = dataclasses.replace(self.scheme, method="minmax")
 
     def key(self) -> dict[str, Any]:
@@ -92,6 +92,7 @@ class _Run:
             "model": self.identity,
             "scheme": self.scheme.name,
             "head": self.found.origin,
+            "tap_layers": list(self.options.tap_layers or ()),
             "data": str(self.options.data),
             "tokens": self.options.tokens,
             "minutes": self.options.minutes,

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 from fasteagle.errors import FasteagleError
-from fasteagle.options import option
+from fasteagle.options import TAP_LAYERS_TEXT, option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +89,7 @@ class CalibrateOptions:
     """The head to start from, text, time limit and output of a calibration."""
 
     head: str | None = option(None, "Head to begin from.  [default: the one chat would use]")
+    tap_layers: tuple[int, ...] | None = option(None, TAP_LAYERS_TEXT, kind="numbers")
     data: Path | None = option(
         None,
         "JSONL of token ids the quantized model wrote.  [default: it writes some now]",
