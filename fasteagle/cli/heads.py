@@ -5,11 +5,15 @@ from __future__ import annotations
 import click
 
 from fasteagle.errors import FasteagleError, note
+from fasteagle.loading import registry
+from fasteagle.loading.checkpoint import open_checkpoint
+from fasteagle.loading.export_head import ExportTarget, export_head
 from fasteagle.loading.find_head import FoundHead, named_head
 from fasteagle.loading.head_dialects import listed
+from fasteagle.loading.head_file import open_head
 from fasteagle.loading.inspect_head import inspect_head, measure_taps
 from fasteagle.loading.open import load_runtime, open_model
-from fasteagle.options import RuntimeOptions
+from fasteagle.options import ExportOptions, RuntimeOptions
 
 
 def run_inspect_head(
@@ -48,3 +52,27 @@ def _print_probes(
         click.echo(f"  better: --tap-layers {','.join(map(str, best.tap_layers))}")
     elif len(results) > 1:
         click.echo("  best as read")
+
+
+def run_export_head(head: str, options: ExportOptions) -> None:
+    """Write the head, and say what may surprise."""
+    out, found = options.out, named_head(head)
+    if out.exists() and (out.is_file() or any(out.iterdir())):
+        raise FasteagleError(f"{out} is there already: give another --out")
+    if options.to == "gguf" and out.suffix != ".gguf":
+        raise FasteagleError(f"--out {out} must be the name of a .gguf file")
+    if out.exists():
+        out.rmdir()
+    target = None if options.model is None else _export_target(options.model)
+    source = open_head(found.path)
+    lines = export_head(source, options.to, out, target, options.tap_layers, options.tokenizer_from)
+    for line in lines:
+        note(line)
+    note(f"{source.algorithm} head ({source.dialect}) written to {out} for {options.to}")
+
+
+def _export_target(model: str) -> ExportTarget:
+    source = registry.resolve(model)
+    entry = registry.REGISTRY.get(model)
+    name = entry.repo if entry is not None and entry.repo else model
+    return ExportTarget(name, open_checkpoint(source.path))

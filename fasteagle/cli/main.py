@@ -21,7 +21,7 @@ from fasteagle.cli.options import (
     optional_model_options,
     sampling_options,
 )
-from fasteagle.options import TAP_LAYERS_TEXT, DraftOptions, RuntimeOptions
+from fasteagle.options import TAP_LAYERS_TEXT, DraftOptions, ExportOptions, RuntimeOptions
 from fasteagle.training.options import CalibrateOptions, TrainOptions, TrainRun
 
 # Commands import what they call inside their body: --help answers without importing torch.
@@ -133,6 +133,19 @@ def inspect_head(path: str, **asked: Any) -> None:
     from fasteagle.cli.heads import run_inspect_head
 
     run_inspect_head(path, **asked)
+
+
+@main.command("export-head")
+@click.argument("head")
+@group(ExportOptions, "options")
+def export_head(head: str, options: ExportOptions) -> None:
+    """Write the draft head HEAD as another engine reads it.
+
+    HEAD is a folder, a .gguf file, a Hugging Face id, or a registry model whose head is known.
+    """
+    from fasteagle.cli.heads import run_export_head
+
+    run_export_head(head, options)
 
 
 @main.command("train-head")

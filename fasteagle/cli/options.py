@@ -51,6 +51,7 @@ class Numbers(click.ParamType):
 _KINDS = {
     "file": FILE,
     "folder": FOLDER,
+    "path": click.Path(path_type=Path),
     "numbers": Numbers(),
     "existing folder": click.Path(path_type=Path, file_okay=False, exists=True),
 }

@@ -46,6 +46,13 @@ class HeadSource:
         each = self.raw.get("fc_norm") or "fc_norm.0.weight" in self.state
         return "each" if each else "none"
 
+    def likely_target(self) -> ModelConfig:
+        """A model that the head says it is for, as deep as its taps need."""
+        block = head_from_hf(self.raw, self.name).block
+        dim = self.raw.get("target_hidden_size") or block.dim
+        n_layer = max((*(self.tap_layers or ()), 32))
+        return dataclasses.replace(block, dim=dim, n_layer=n_layer, max_seq_len=2048)
+
     def config(self, target: ModelConfig, tap_layers: tuple[int, ...] | None = None) -> HeadConfig:
         """Its shape over `target`. `tap_layers` stand in for what the files say.
 

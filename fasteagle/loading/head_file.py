@@ -228,7 +228,7 @@ def _hf_config(config: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
         "draft_vocab_size": config.draft_vocab_size,
         "rms_norm_eps": block.norm_eps,
         "rope_theta": block.rope_base,
-        "rope_scaling": _rope_scaling(block),
+        "rope_scaling": rope_scaling(block),
         "bias": config.fc_bias,
         "qkv_bias": block.qkv_bias,
         "torch_dtype": str(dtype).removeprefix("torch."),
@@ -246,7 +246,8 @@ def _hf_config(config: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
     return raw
 
 
-def _rope_scaling(block: ModelConfig) -> dict[str, Any] | None:
+def rope_scaling(block: ModelConfig) -> dict[str, Any] | None:
+    """The entry of a `config.json`; `type` is what code of the time of transformers 4 reads."""
     if block.rope_scaling is not None:
         scaling = block.rope_scaling
         return {
@@ -257,5 +258,5 @@ def _rope_scaling(block: ModelConfig) -> dict[str, Any] | None:
             "original_max_position_embeddings": scaling.original_max_seq_len,
         }
     if block.rope_linear_factor != 1.0:
-        return {"rope_type": "linear", "factor": block.rope_linear_factor}
+        return {"type": "linear", "rope_type": "linear", "factor": block.rope_linear_factor}
     return None

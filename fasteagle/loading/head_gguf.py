@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fasteagle.config import HeadConfig, ModelConfig
-from fasteagle.errors import FasteagleError, shortened
+from fasteagle.errors import FasteagleError
 from fasteagle.loading.gguf import (
     GGUFTensor,
     check_types_and_size,
@@ -177,29 +177,6 @@ def _map(data: np.ndarray, name: str, tensor: GGUFTensor, vocab_size: int) -> di
 # Writing
 
 
-def check_writable(config: HeadConfig) -> None:
-    """Raise `FasteagleError` for heads that llama.cpp has no fields for."""
-    own, block = config.eagle3, config.block
-    if own is None:
-        raise FasteagleError(
-            "llama.cpp runs EAGLE-3 heads only, this is an EAGLE-1/2 head: export it --to eagle"
-        )
-    problems = {
-        f"{len(own.tap_layers)} taps instead of {N_TAPS}": len(own.tap_layers) != N_TAPS,
-        "a norm for each tap": own.tap_norm == "each",
-        "the normed output as next feature": own.norm_output,
-        "a bias in fc": config.fc_bias,
-        "biases in attention": block.qkv_bias,
-        "norms of q and k": block.qk_norm,
-    }
-    found = [what for what, applies in problems.items() if applies]
-    if found:
-        raise FasteagleError(
-            f"llama.cpp does not run a head with {shortened(found)}: export it --to specforge or "
-            "speculators"
-        )
-
-
 def write_gguf_head(
     path: Path,
     config: HeadConfig,
@@ -209,11 +186,11 @@ def write_gguf_head(
 ) -> None:
     """Write a head, given as official tensors, with the tokenizer of the GGUF file `tokenizer`.
 
-    Raises `FasteagleError` for heads that llama.cpp cannot run and for another tokenizer.
+    The head must be one that llama.cpp can run: see `export_head`. Raises `FasteagleError` for
+    the tokenizer of another model.
     """
     from gguf import GGUFWriter  # 0.2 s
 
-    check_writable(config)
     tokens = _tokenizer_fields(tokenizer)
     n_tokens = len(tokens.get("tokenizer.ggml.tokens", (None, (), None))[1])
     if n_tokens != target.vocab_size:
@@ -258,7 +235,7 @@ def _add_fields(writer: Any, name: str, config: HeadConfig, target: ModelConfig)
     from gguf import RopeScalingType
 
     block, own = config.block, config.eagle3
-    assert own is not None, "see check_writable"
+    assert own is not None, "see export_head"
     writer.add_name(name)
     writer.add_block_count(1)
     writer.add_context_length(target.max_seq_len)

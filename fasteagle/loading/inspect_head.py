@@ -55,7 +55,7 @@ def inspect_head(
     block = head_from_hf(source.raw, source.name).block
     problem = None
     try:
-        target = _shape_it_is_for(source, block) if model is None else model.checkpoint.config
+        target = source.likely_target() if model is None else model.checkpoint.config
         config = source.config(target, tap_layers)
         with torch.device("meta"):
             empty = make_head(config)
@@ -70,13 +70,6 @@ def inspect_head(
     if problem is not None:
         return HeadReport(f"{name} that does not run: {problem}", facts, problem)
     return HeadReport(f"{name}, {facts['fit']}", facts, None)
-
-
-def _shape_it_is_for(source: HeadSource, block: ModelConfig) -> ModelConfig:
-    """A model that the head says it is for, as deep as its taps need."""
-    deepest = max(source.tap_layers or (0,))
-    dim = source.raw.get("target_hidden_size") or block.dim
-    return dataclasses.replace(block, dim=dim, n_layer=max(deepest, 32))
 
 
 def _facts(

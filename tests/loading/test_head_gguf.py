@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, quants
 
-from fasteagle.config import Llama3RopeScaling
+from fasteagle.cli import main as cli
+from fasteagle.config import Eagle3Config, HeadConfig, Llama3RopeScaling
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
+from fasteagle.loading.checkpoint import open_checkpoint
 from fasteagle.loading.find_head import find_head
 from fasteagle.loading.gguf import rope_order
 from fasteagle.loading.head_file import load_head, official_state, open_head, save_head
-from fasteagle.loading.head_gguf import NAMES, check_writable, write_gguf_head
-from fasteagle.model import rope_table
+from fasteagle.loading.head_gguf import NAMES, write_gguf_head
+from fasteagle.model import make_head, rope_table
 from fasteagle.shapes import TreeShape
 from head_folders import DRAFT_IDS, TAPS, head_for
 from helpers import REPO, empty_state, pairs, propose, put_in_cache, random_target, tiny_config
@@ -187,14 +192,43 @@ def test_files_that_are_no_head(target, tokenizer, tmp_path):
         write_gguf_head(tmp_path / "o", head.config, official_state(head), other, tokenizer)
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes", "message"),
-    [
-        ("official EAGLE-1/2", {}, "EAGLE-3 heads only, .*: export it --to eagle"),
-        (KIND, {"tap_layers": (1, 2, 4, 6)}, "4 taps instead of 3: export it --to specforge"),
-        (KIND, {"tap_norm": "each", "norm_output": True}, "a norm for each tap; the normed output"),
-    ],
-)
-def test_heads_that_llama_cpp_cannot_run(target, kind, changes, message):
-    with pytest.raises(FasteagleError, match=message):
-        check_writable(head_for(target, kind, **changes).config)
+# The command
+
+
+def run(*args):
+    return CliRunner().invoke(cli.main, ["export-head", *map(str, args)])
+
+
+def test_export_with_the_tokenizer_of_a_file(target, tokenizer, tmp_path):
+    head = head_for(target, KIND)
+    save_head(tmp_path / "ours", head, {}, torch.bfloat16)
+    arguments = (tmp_path / "ours", "--to", "gguf", "--out", tmp_path / "h.gguf")
+    result = run(*arguments, "--tokenizer-from", tokenizer)
+    assert result.exit_code == 0, result.stderr
+    loaded, _ = load_head(tmp_path / "h.gguf", CONFIG)
+    ours, _ = load_head(tmp_path / "ours", CONFIG)
+    expected = official_state(ours)
+    assert all(torch.equal(t, expected[name]) for name, t in official_state(loaded).items())
+    assert run(*arguments, "--tokenizer-from", tokenizer).exit_code == 2  # it is there already
+
+
+@pytest.mark.real_model
+def test_export_for_the_default_model(default_model_path, tmp_path):
+    """Its GGUF file gives the tokenizer, and the rows of the LM head that the head lacks."""
+    checkpoint = open_checkpoint(default_model_path)
+    c = checkpoint.config
+    own = Eagle3Config((2, 15, 27), target_dim=c.dim, own_lm_head=False)
+    block = dataclasses.replace(c, n_layer=1, tie_embeddings=False)
+    head = make_head(HeadConfig(block, 100, fc_bias=False, eagle3=own))
+    head.d2t.copy_(torch.arange(0, 4900, 49) - torch.arange(100))
+    save_head(tmp_path / "ours", head, {}, torch.bfloat16)
+    out = tmp_path / "h.gguf"
+    result = run(tmp_path / "ours", "--to", "gguf", "--out", out, "--model", default_model_path)
+    assert result.exit_code == 0, result.stderr
+    loaded, _ = load_head(out, c)
+    rows = checkpoint.load("model.embed_tokens.weight")[head.target_ids()]
+    assert torch.equal(loaded.own_lm_head.weight, rows.bfloat16().float())
+    fields = {key: field.contents() for key, field in GGUFReader(out).fields.items()}
+    theirs = {key: f.contents() for key, f in GGUFReader(default_model_path).fields.items()}
+    tokenizer = [key for key in theirs if key.startswith("tokenizer.")]
+    assert len(tokenizer) > 5 and all(fields[key] == theirs[key] for key in tokenizer)
