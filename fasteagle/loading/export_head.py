@@ -166,7 +166,7 @@ def _complete(
     def borrowed(name: str, tensor: Callable[[ExportTarget], Tensor]) -> Tensor:
         if target is None:
             raise FasteagleError(f"{source.name}: it has no {name} of its own: add --model")
-        return tensor(target).to(dtype)
+        return tensor(target).to(dtype, copy=True)  # a tied model gives one tensor twice
 
     if _LM_HEAD not in state:
         rows = borrowed(_LM_HEAD, ExportTarget.lm_head)
@@ -305,7 +305,7 @@ def _speculators(
     greedy = {"proposal_type": "greedy", "speculative_tokens": 3}
     verifier = {
         "name_or_path": None if target is None else target.name,
-        "architectures": [shape.architecture],
+        "architectures": [] if target is None else [shape.architecture],
     }
     raw = {
         "architectures": ["Eagle3Speculator"],

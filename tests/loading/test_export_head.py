@@ -10,14 +10,14 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from fasteagle.cli import main as cli
-from fasteagle.config import Llama3RopeScaling
+from fasteagle.config import Eagle3Config, Llama3RopeScaling
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.export_head import ExportTarget, check_exportable, export_head
 from fasteagle.loading.head_file import load_head, official_state, open_head, save_head
 from fasteagle.model import KVCache, causal_mask
-from head_folders import head_for
-from helpers import random_target, save_tiny, tiny_config
+from head_folders import TAPS, head_for
+from helpers import random_head, random_target, save_tiny, tiny_config
 
 E1, E3 = "official EAGLE-1/2", "official EAGLE-3"
 LLAMA3 = Llama3RopeScaling(8.0, 1.0, 4.0, 64)
@@ -96,6 +96,22 @@ def test_the_targets_rows_where_it_has_none(target, target_dir, tmp_path):
     model = load_model(target.checkpoint, dtype=torch.float32, device="cpu", max_seq_len=64)
     rows = model.lm_head.weight[head.target_ids()]
     assert torch.equal(loaded.own_lm_head.weight, rows.bfloat16().float())
+
+
+def test_a_tied_model_gives_its_embedding_twice(tmp_path):
+    folder = save_tiny(tmp_path / "tied", "smollm2", **SHAPE)
+    tied = ExportTarget("tied", open_checkpoint(folder))
+    model = random_target(tiny_config(n_layer=8))
+    own = Eagle3Config(TAPS, target_dim=32, own_lm_head=False)
+    head = random_head(model, eagle3=own, fc_bias=False)
+    save_head(tmp_path / "ours", head, {}, torch.bfloat16)
+    export_head(open_head(tmp_path / "ours"), "speculators", tmp_path / "out", tied)
+    state = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(state["lm_head.weight"], tied.embedding().bfloat16())
+    assert torch.equal(state["lm_head.weight"], state["embed_tokens.weight"])
+    assert "d2t" not in state
+    loaded, _ = load_head(tmp_path / "out", tied.checkpoint.config)
+    assert loaded.config.draft_vocab_size == 60
 
 
 def test_blocks_are_numbered_as_each_engine_does(target, tmp_path):
