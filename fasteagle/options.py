@@ -33,7 +33,7 @@ def option(
     """A field that is an option of the command line.
 
     `text` is its help. `unset` is the default there where it is not the field's; `kind` is "file",
-    "folder", "existing folder", "path", "comma list", "numbers" or the words to choose from.
+    "folder", "existing folder", "comma list", "numbers" or the words to choose from.
     """
     metadata = {"text": text, "flag": flag, "unset": unset, "kind": kind}
     return dataclasses.field(default=default, metadata=metadata)
@@ -257,7 +257,6 @@ class ExportOptions:
         text="eagle: official; specforge: SGLang; speculators: vLLM; gguf: llama.cpp.",
         kind=EXPORT_FORMATS,
     )
-    out: Path = option(text="Folder to write; a file for gguf.", kind="path")
     model: str | None = option(
         None, "Its target, where the layout wants tensors or the depth of it."
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from fasteagle.errors import FasteagleError, note
@@ -54,13 +56,13 @@ def _print_probes(
         click.echo("  best as read")
 
 
-def run_export_head(head: str, options: ExportOptions) -> None:
+def run_export_head(head: str, out: Path, options: ExportOptions) -> None:
     """Write the head, and say what may surprise."""
-    out, found = options.out, named_head(head)
+    found = named_head(head)
     if out.exists() and (out.is_file() or any(out.iterdir())):
-        raise FasteagleError(f"{out} is there already: give another --out")
+        raise FasteagleError(f"{out} is there already: give another -o")
     if options.to == "gguf" and out.suffix != ".gguf":
-        raise FasteagleError(f"--out {out} must be the name of a .gguf file")
+        raise FasteagleError(f"-o {out} must be the name of a .gguf file")
     if out.exists():
         out.rmdir()
     target = None if options.model is None else _export_target(options.model)

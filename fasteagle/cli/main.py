@@ -137,15 +137,22 @@ def inspect_head(path: str, **asked: Any) -> None:
 
 @main.command("export-head")
 @click.argument("head")
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Folder to write; a .gguf file for gguf.",
+)
 @group(ExportOptions, "options")
-def export_head(head: str, options: ExportOptions) -> None:
+def export_head(head: str, out: Path, options: ExportOptions) -> None:
     """Write the draft head HEAD as another engine reads it.
 
     HEAD is a folder, a .gguf file, a Hugging Face id, or a registry model whose head is known.
     """
     from fasteagle.cli.heads import run_export_head
 
-    run_export_head(head, options)
+    run_export_head(head, out, options)
 
 
 @main.command("train-head")

@@ -51,7 +51,6 @@ class Numbers(click.ParamType):
 _KINDS = {
     "file": FILE,
     "folder": FOLDER,
-    "path": click.Path(path_type=Path),
     "numbers": Numbers(),
     "existing folder": click.Path(path_type=Path, file_okay=False, exists=True),
 }

@@ -207,19 +207,19 @@ def run(*args):
 def test_command(target_dir, tmp_path):
     saved(tmp_path / "ours", E3)
     arguments = (tmp_path / "ours", "--to", "speculators", "--model", target_dir)
-    result = run(*arguments, "--out", tmp_path / "out")
+    result = run(*arguments, "-o", tmp_path / "out")
     assert result.exit_code == 0, result.stderr
     assert result.stdout == "" and "EAGLE-3 head (fasteagle) written to" in result.stderr
     raw = json.loads((tmp_path / "out" / "config.json").read_text())
     assert raw["speculators_config"]["verifier"]["name_or_path"] == str(target_dir)
-    result = run(*arguments, "--out", tmp_path / "out")
-    assert result.exit_code == 2 and "is there already: give another --out" in result.stderr
-    result = run(tmp_path / "ours", "--to", "gguf", "--out", tmp_path / "folder")
+    result = run(*arguments, "-o", tmp_path / "out")
+    assert result.exit_code == 2 and "is there already: give another -o" in result.stderr
+    result = run(tmp_path / "ours", "--to", "gguf", "-o", tmp_path / "folder")
     assert result.exit_code == 2 and "must be the name of a .gguf file" in result.stderr
 
 
 def test_the_shipped_head_goes_out(tmp_path):
-    result = run("smollm2-135m", "--to", "eagle", "--out", tmp_path / "out")
+    result = run("smollm2-135m", "--to", "eagle", "-o", tmp_path / "out")
     assert result.exit_code == 0, result.stderr
     assert "freq_12288.pt, which FR-Spec" in result.stderr
     shipped = open_head(tmp_path / "out")

@@ -93,6 +93,15 @@ def test_rope_by_kind_of_layer_and_prefixed_names(target, tmp_path):
     assert (block.rope_base, block.rope_linear_factor) == (3e4, 2.0)
 
 
+def test_norm_before_residual_is_false_where_speculators_does_not_say(target, tmp_path):
+    """As in the package that defines the format, whatever vLLM assumes."""
+    head = head_for(target, "speculators / vLLM EAGLE-3")
+    raw, state = DIALECTS["speculators / vLLM EAGLE-3"](head)
+    del raw["norm_before_residual"]
+    write_folder(tmp_path, raw, state)
+    assert load_head(tmp_path, CONFIG)[0].config.eagle3.norm_before_residual is False
+
+
 def test_taps_that_are_asked_for(target, tmp_path):
     write_folder(tmp_path, *DIALECTS["official EAGLE-3"](head_for(target, "official EAGLE-3")))
     assert load_head(tmp_path, CONFIG, (1, 3, 6))[0].config.eagle3.tap_layers == (1, 3, 6)

@@ -202,7 +202,7 @@ def run(*args):
 def test_export_with_the_tokenizer_of_a_file(target, tokenizer, tmp_path):
     head = head_for(target, KIND)
     save_head(tmp_path / "ours", head, {}, torch.bfloat16)
-    arguments = (tmp_path / "ours", "--to", "gguf", "--out", tmp_path / "h.gguf")
+    arguments = (tmp_path / "ours", "--to", "gguf", "-o", tmp_path / "h.gguf")
     result = run(*arguments, "--tokenizer-from", tokenizer)
     assert result.exit_code == 0, result.stderr
     loaded, _ = load_head(tmp_path / "h.gguf", CONFIG)
@@ -210,6 +210,9 @@ def test_export_with_the_tokenizer_of_a_file(target, tokenizer, tmp_path):
     expected = official_state(ours)
     assert all(torch.equal(t, expected[name]) for name, t in official_state(loaded).items())
     assert run(*arguments, "--tokenizer-from", tokenizer).exit_code == 2  # it is there already
+    told = CliRunner().invoke(cli.main, ["inspect-head", str(tmp_path / "h.gguf")])
+    assert told.exit_code == 0 and "EAGLE-3 head (llama.cpp GGUF EAGLE-3)" in told.stdout
+    assert "the inputs of blocks 2, 4, 5; listed as such" in told.stdout
 
 
 @pytest.mark.real_model
@@ -223,7 +226,7 @@ def test_export_for_the_default_model(default_model_path, tmp_path):
     head.d2t.copy_(torch.arange(0, 4900, 49) - torch.arange(100))
     save_head(tmp_path / "ours", head, {}, torch.bfloat16)
     out = tmp_path / "h.gguf"
-    result = run(tmp_path / "ours", "--to", "gguf", "--out", out, "--model", default_model_path)
+    result = run(tmp_path / "ours", "--to", "gguf", "-o", out, "--model", default_model_path)
     assert result.exit_code == 0, result.stderr
     loaded, _ = load_head(out, c)
     rows = checkpoint.load("model.embed_tokens.weight")[head.target_ids()]
