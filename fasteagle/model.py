@@ -9,6 +9,7 @@ V vocabulary, S cache slots, R EAGLE-3 taps.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -341,6 +342,7 @@ class EagleHead(nn.Module):
         """Share the target's embedding and LM head unless it has its own; tabulate RoPE."""
         device, dtype = target.norm.weight.device, target.norm.weight.dtype
         self.to(device=device, dtype=dtype)
+        self._drop_copy(target.embedding)
         # In tuples, as a borrowed module must not become a submodule, saved and moved with this.
         self._embedding = (self.own_embedding or target.embedding,)
         if self.own_lm_head is not None:
@@ -356,6 +358,15 @@ class EagleHead(nn.Module):
         cos, sin = rope_table(self.config.block, max_seq_len)
         self.register_buffer("rope_cos", cos.to(device), persistent=False)
         self.register_buffer("rope_sin", sin.to(device), persistent=False)
+
+    def _drop_copy(self, embedding: nn.Embedding) -> None:
+        """Give up an embedding of its own that equals the target's: it is 1 GiB of a Llama-3 8B."""
+        own, eagle3 = self.own_embedding, self.config.eagle3
+        if own is None or eagle3 is None or not torch.equal(own.weight, embedding.weight):
+            return
+        self.own_embedding = None
+        shared = dataclasses.replace(eagle3, own_embedding=False)
+        self.config = dataclasses.replace(self.config, eagle3=shared)
 
     @property
     def lm_head(self) -> nn.Module:
@@ -459,6 +470,12 @@ def make_head(config: HeadConfig) -> EagleHead:
 
 def rope_table(config: ModelConfig, max_seq_len: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines [max_seq_len, E], halves repeated (the split-halves layout of HF files)."""
+    angles = torch.outer(torch.arange(max_seq_len).float(), rope_frequencies(config)).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+def rope_frequencies(config: ModelConfig) -> Tensor:
+    """Radians by position [E / 2], with the scaling that the config says."""
     E = config.head_dim
     inv_freq = config.rope_base ** (-torch.arange(0, E, 2, dtype=torch.int64).float() / E)
     inv_freq = inv_freq / config.rope_linear_factor
@@ -471,8 +488,7 @@ def rope_table(config: ModelConfig, max_seq_len: int) -> tuple[Tensor, Tensor]:
         keep = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
         keep = keep.clamp(0, 1)
         inv_freq = (1 - keep) * inv_freq / s.factor + keep * inv_freq
-    angles = torch.outer(torch.arange(max_seq_len).float(), inv_freq).repeat(1, 2)
-    return angles.cos(), angles.sin()
+    return inv_freq
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from pathlib import Path
 from typing import Any, ClassVar
 
 from fasteagle.errors import FasteagleError
@@ -32,7 +33,7 @@ def option(
     """A field that is an option of the command line.
 
     `text` is its help. `unset` is the default there where it is not the field's; `kind` is "file",
-    "folder", "existing folder", "comma list" or the words to choose from.
+    "folder", "existing folder", "comma list", "numbers" or the words to choose from.
     """
     metadata = {"text": text, "flag": flag, "unset": unset, "kind": kind}
     return dataclasses.field(default=default, metadata=metadata)
@@ -167,6 +168,9 @@ class RuntimeOptions:
 DEFAULT_TREE = TreeShape()
 QUANTIZED_TREE = TreeShape(depth=2, topk=3, nodes=3)
 
+TAP_LAYERS_TEXT = (
+    "Blocks whose input an EAGLE-3 head reads: 2,15,27.  [default: what its files say]"
+)
 DRAFTERS = ("auto", "eagle", "eagle-static", "eagle-chain", "ngram", "none")
 
 
@@ -176,8 +180,9 @@ class DraftOptions:
 
     drafter: str = option("auto", f"{', '.join(DRAFTERS)}.")
     head: str | None = option(
-        None, "Draft head: folder or Hugging Face id.  [default: found by itself]"
+        None, "Draft head: folder, .gguf file or Hugging Face id.  [default: found by itself]"
     )
+    tap_layers: tuple[int, ...] | None = option(None, TAP_LAYERS_TEXT, kind="numbers")
     tree_file: str | None = option(
         None,
         "auto: what pays here, chosen from measured costs and what was accepted lately; until it "
@@ -239,6 +244,26 @@ class DraftOptions:
             self.tree_file is None or self.drafter in ("auto", "eagle-static"),
             f"--tree FILE is a static tree: drop --drafter {self.drafter}",
         )
+
+
+EXPORT_FORMATS = ("eagle", "specforge", "speculators", "gguf")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """As which engine's file a draft head is written, and what of its target goes into it."""
+
+    to: str = option(
+        text="eagle: official; specforge: SGLang; speculators: vLLM; gguf: llama.cpp.",
+        kind=EXPORT_FORMATS,
+    )
+    model: str | None = option(
+        None, "Its target, where the layout wants tensors or the depth of it."
+    )
+    tokenizer_from: Path | None = option(
+        None, "GGUF file of the target, for gguf.  [default: --model]", kind="file"
+    )
+    tap_layers: tuple[int, ...] | None = option(None, TAP_LAYERS_TEXT, kind="numbers")
 
 
 def fresh_seed() -> int:

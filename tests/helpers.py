@@ -200,12 +200,14 @@ def eagle3_of(algorithm: str, config: ModelConfig, **changes) -> Eagle3Config | 
     return Eagle3Config(tap_layers=taps, target_dim=config.dim, **changes)
 
 
-def random_head(target: Transformer, draft_ids=None, seed=1, eagle3=None, **changes) -> EagleHead:
+def random_head(
+    target: Transformer, draft_ids=None, seed=1, eagle3=None, fc_bias=True, **changes
+) -> EagleHead:
     torch.manual_seed(seed)
     vocab_size = target.config.vocab_size
     size = vocab_size if draft_ids is None else len(draft_ids)
     block = ModelConfig(**{**vars(target.config), "n_layer": 1, **changes})
-    head = make_head(HeadConfig(block, size, eagle3=eagle3))
+    head = make_head(HeadConfig(block, size, fc_bias, eagle3))
     with torch.no_grad():
         for p in head.parameters():
             if p.ndim == 2:

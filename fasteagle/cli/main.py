@@ -13,13 +13,15 @@ from fasteagle.cli.command import Cli
 from fasteagle.cli.options import (
     FILE,
     FOLDER,
+    Numbers,
     bench_model_options,
     draft_options,
     group,
     model_options,
+    optional_model_options,
     sampling_options,
 )
-from fasteagle.options import DraftOptions, RuntimeOptions
+from fasteagle.options import TAP_LAYERS_TEXT, DraftOptions, ExportOptions, RuntimeOptions
 from fasteagle.training.options import CalibrateOptions, DataOptions, TrainOptions, TrainRun
 
 # Commands import what they call inside their body: --help answers without importing torch.
@@ -121,6 +123,41 @@ def calibrate_head(model: str, runtime_options: RuntimeOptions, options: Calibra
     from fasteagle.training.calibrate_head import calibrate_head as calibrate
 
     calibrate(model, runtime_options, options)
+
+
+@main.command("inspect-head")
+@click.argument("path")
+@optional_model_options
+@click.option("--tap-layers", type=Numbers(), help=TAP_LAYERS_TEXT)
+@click.option("--probe", is_flag=True, help="Load --model and measure acceptance by taps.")
+def inspect_head(path: str, **asked: Any) -> None:
+    """Tell what the draft head PATH is and whether it fits a model.
+
+    PATH is a folder, a .gguf file, a Hugging Face id, or a registry model whose head is known.
+    """
+    from fasteagle.cli.heads import run_inspect_head
+
+    run_inspect_head(path, **asked)
+
+
+@main.command("export-head")
+@click.argument("head")
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Folder to write; a .gguf file for gguf.",
+)
+@group(ExportOptions, "options")
+def export_head(head: str, out: Path, options: ExportOptions) -> None:
+    """Write the draft head HEAD as another engine reads it.
+
+    HEAD is a folder, a .gguf file, a Hugging Face id, or a registry model whose head is known.
+    """
+    from fasteagle.cli.heads import run_export_head
+
+    run_export_head(head, out, options)
 
 
 @main.command("train-head")

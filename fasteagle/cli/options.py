@@ -33,9 +33,25 @@ Made = TypeVar("Made")
 
 FILE = click.Path(path_type=Path, dir_okay=False)
 FOLDER = click.Path(path_type=Path, file_okay=False)
+
+
+class Numbers(click.ParamType):
+    """Whole numbers, as in `2,15,27`."""
+
+    name = "numbers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            found = tuple(int(part) for part in comma_list(value))
+        except ValueError:
+            found = ()
+        return found or self.fail(f"{value!r} is no list of numbers like 2,15,27", param, ctx)
+
+
 _KINDS = {
     "file": FILE,
     "folder": FOLDER,
+    "numbers": Numbers(),
     "existing folder": click.Path(path_type=Path, file_okay=False, exists=True),
 }
 
@@ -113,7 +129,7 @@ def group(kind: type[Any], parameter: str) -> Option:
     return add
 
 
-def model_options(command: Command) -> Command:
+def model_options(command: Command, default: str | None = DEFAULT_MODEL) -> Command:
     """Options every command that loads a model takes; arrive with one `RuntimeOptions`."""
     precision = click.option(
         "--precision",
@@ -121,10 +137,12 @@ def model_options(command: Command) -> Command:
         show_default=True,
         help="auto: as the model's files hold it; or int4, int8, bf16, fp16, fp32, a scheme.",
     )
-    return bench_model_options(command, [precision])
+    return bench_model_options(command, [precision], default)
 
 
-def bench_model_options(command: Command, more: Iterable[Option] = ()) -> Command:
+def bench_model_options(
+    command: Command, more: Iterable[Option] = (), default: str | None = DEFAULT_MODEL
+) -> Command:
     """`model_options` of a command whose `--precision` is its own; `more` come with the bits."""
 
     @functools.wraps(command)
@@ -144,8 +162,8 @@ def bench_model_options(command: Command, more: Iterable[Option] = ()) -> Comman
 
     model = click.option(
         "--model",
-        default=DEFAULT_MODEL,
-        show_default=True,
+        default=default,
+        show_default=default is not None,
         help="Registry name, Hugging Face id, folder or .gguf file.",
     )
     bits = (
@@ -154,6 +172,11 @@ def bench_model_options(command: Command, more: Iterable[Option] = ()) -> Comman
     )
     before = {"quant": (*more, *bits)}
     return with_options(wrapped, [model, *options_of(RuntimeOptions, before=before)])
+
+
+def optional_model_options(command: Command) -> Command:
+    """`model_options` of a command that can do without a model."""
+    return model_options(command, None)
 
 
 def draft_options(command: Command) -> Command:

@@ -36,7 +36,7 @@ from fasteagle.shapes import PAPER_TREE, Paths, TreeShape, read_tree
 
 @dataclasses.dataclass(frozen=True)
 class FoundHead:
-    """A head directory, and its origin in words for the user."""
+    """A head directory or file, and its origin in words for the user."""
 
     path: Path
     origin: str
@@ -66,7 +66,7 @@ def check_draft(
         return None
     found = find_head(options.head, opened.name, identity="")
     assert found is not None, "a head that is asked for is found or refused"
-    loaded = LoadedHead(found.origin, *load_head(found.path, config))
+    loaded = LoadedHead(found.origin, *load_head(found.path, config, options.tap_layers))
     tree_of(options, loaded.head.config.draft_vocab_size, quantized_on_cpu)
     return loaded
 
@@ -77,12 +77,7 @@ def find_head(asked: str | None, name: str, identity: str) -> FoundHead | None:
     Raises `FasteagleError` if the head that was asked for is not found.
     """
     if asked is not None:
-        path = Path(asked).expanduser()
-        if path.is_dir():
-            return FoundHead(path, str(path))
-        if hub.is_repo_id(asked) and not path.exists():
-            return FoundHead(hub.fetch_repo(asked, head_revision(asked)), asked)
-        raise FasteagleError(f"head {asked!r}: no such folder, and no Hugging Face id (owner/name)")
+        return asked_head(asked)
     cached = cache_dir() / "heads" / identity
     if (cached / "config.json").exists():
         return FoundHead(cached, "calibrated here")
@@ -91,10 +86,42 @@ def find_head(asked: str | None, name: str, identity: str) -> FoundHead | None:
         header = read_header(shipped) or {}
         if shipped.name == name or header.get("target_fingerprint") == identity:
             return FoundHead(shipped, "shipped with fasteagle")
+    return _published_head(name)
+
+
+def asked_head(asked: str) -> FoundHead:
+    """A head by its folder, .gguf file or Hugging Face id. Raises `FasteagleError`."""
+    path = Path(asked).expanduser()
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        return FoundHead(path, str(path))
+    if hub.is_repo_id(asked) and not path.exists():
+        return FoundHead(hub.fetch_repo(asked, head_revision(asked)), asked)
+    raise FasteagleError(
+        f"head {asked!r}: no such folder or .gguf file, and no Hugging Face id (owner/name)"
+    )
+
+
+def named_head(asked: str) -> FoundHead:
+    """A head as `asked_head` takes it, or the one of a model by its registry name."""
+    if asked not in REGISTRY or Path(asked).exists():
+        return asked_head(asked)
+    shipped = [path for path in _shipped_heads() if path.name == asked]
+    found = FoundHead(shipped[0], "shipped with fasteagle") if shipped else _published_head(asked)
+    if found is None:
+        raise FasteagleError(
+            f"no draft head ships for {asked} and none is published: give a folder, a .gguf file "
+            "or a Hugging Face id"
+        )
+    return found
+
+
+def _published_head(name: str) -> FoundHead | None:
     heads = REGISTRY[name].heads if name in REGISTRY else ()
-    if heads:
-        return FoundHead(hub.fetch_repo(heads[0].repo, heads[0].revision), heads[0].repo)
-    return None
+    return (
+        FoundHead(hub.fetch_repo(heads[0].repo, heads[0].revision), heads[0].repo)
+        if heads
+        else None
+    )
 
 
 def _shipped_heads() -> list[Path]:
@@ -184,7 +211,11 @@ def _found_head(
             raise
         notify(f"warning: {error}")  # the answer does not depend on it
         return None
-    return None if found is None else LoadedHead(found.origin, *load_head(found.path, config))
+    return (
+        None
+        if found is None
+        else LoadedHead(found.origin, *load_head(found.path, config, options.tap_layers))
+    )
 
 
 def _eagle(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from fasteagle import config as model_config
 from fasteagle.config import ModelConfig
 from fasteagle.config_fields import Fields
 from fasteagle.errors import FasteagleError
-from fasteagle.loading.gguf_index import GGUFIndex, GGUFTensor, read_index
+from fasteagle.loading.gguf_index import GGUFTensor, read_index
 from fasteagle.loading.tensors import Checkpoint, is_block_linear, rows_for
 from fasteagle.quant.gguf_blocks import GGUF_4_BITS, GGUF_BLOCKS, GGUF_WIDENED, from_gguf_blocks
 from fasteagle.quant.packed import PackedWeight
@@ -59,20 +60,11 @@ class GGUFFile(Checkpoint):
             raise FasteagleError(
                 f"{path}: one of {parts} parts: llama-gguf-split --merge joins them"
             )
-        self._check_types(index)
+        check_types(path, index.tensors)
         self.tensors = {hf_name(n): t for n, t in index.tensors.items() if n != ROPE_FACTORS}
         # A plain view: the memmap subclass costs microseconds on each of a million slices.
         self._data = np.asarray(np.memmap(path, mode="r", dtype=np.uint8))
         self.config = self._config(index.tensors.get(ROPE_FACTORS))
-
-    def _check_types(self, index: GGUFIndex) -> None:
-        for name, tensor in index.tensors.items():
-            supported = ("F32",) if name == ROPE_FACTORS else SUPPORTED_TYPES
-            if tensor.kind not in supported:
-                raise FasteagleError(
-                    f"{self.path}: tensor {hf_name(name)} has type {tensor.kind}; "
-                    f"supported: {', '.join(supported)}"
-                )
 
     def _config(self, factors: GGUFTensor | None) -> ModelConfig:
         embedding = self.tensors.get("model.embed_tokens.weight")
@@ -82,15 +74,11 @@ class GGUFFile(Checkpoint):
             self.fields,
             vocab_size=embedding.shape[0],
             tied="lm_head.weight" not in self.tensors,
-            rope_freq_factors=None if factors is None else self._rope_factors(factors),
+            rope_freq_factors=None
+            if factors is None
+            else rope_factors(self.path, self._data, factors),
             source=str(self.path),
         )
-
-    def _rope_factors(self, tensor: GGUFTensor) -> tuple[float, ...]:
-        values = self._raw(tensor).view(np.float32)
-        if not (np.isfinite(values) & (values > 0)).all():
-            raise FasteagleError(f"{self.path}: {ROPE_FACTORS} is not above 0: fetch it again")
-        return tuple(values.tolist())
 
     def _raw(self, tensor: GGUFTensor) -> np.ndarray:
         return self._data[tensor.offset : tensor.offset + tensor.n_bytes]
@@ -109,16 +97,7 @@ class GGUFFile(Checkpoint):
 
     def _rows(self, name: str, n_rows: int) -> Tensor:
         """The first rows in the file's order, dequantized."""
-        from gguf import GGMLQuantizationType  # 0.2 s, for GGUF files only
-        from gguf.quants import dequantize
-
-        tensor = self.tensors[name]
-        raw = self._raw(tensor)
-        array = dequantize(
-            raw.reshape(tensor.shape[0], -1)[:n_rows], GGMLQuantizationType[tensor.kind]
-        )
-        values = torch.from_numpy(array if array.flags.writeable else array.copy())
-        return values.view(n_rows, *tensor.shape[1:])
+        return dequantized(self._data, self.tensors[name], n_rows)
 
     def load(self, name: str) -> Tensor:
         """The dequantized tensor in fp32 (F16/BF16 too: every value is exact there)."""
@@ -175,6 +154,36 @@ class GGUFFile(Checkpoint):
             if name.endswith("k_proj.weight"):
                 return self.config.n_kv_head
         return None
+
+
+def check_types(path: Path, tensors: Mapping[str, GGUFTensor]) -> None:
+    """Raise `FasteagleError` for types that we cannot read; `tensors` by llama.cpp's names."""
+    for name, tensor in tensors.items():
+        supported = ("F32",) if name == ROPE_FACTORS else SUPPORTED_TYPES
+        if tensor.kind not in supported:
+            raise FasteagleError(
+                f"{path}: tensor {hf_name(name)} has type {tensor.kind}; "
+                f"supported: {', '.join(supported)}"
+            )
+
+
+def dequantized(data: np.ndarray, tensor: GGUFTensor, n_rows: int) -> Tensor:
+    """The first rows of a tensor of the file `data` in fp32, in the file's order."""
+    from gguf import GGMLQuantizationType  # 0.2 s, for GGUF files only
+    from gguf.quants import dequantize
+
+    raw = data[tensor.offset : tensor.offset + tensor.n_bytes]
+    array = dequantize(raw.reshape(tensor.shape[0], -1)[:n_rows], GGMLQuantizationType[tensor.kind])
+    values = torch.from_numpy(array if array.flags.writeable else array.copy())
+    return values.view(n_rows, *tensor.shape[1:])
+
+
+def rope_factors(path: Path, data: np.ndarray, tensor: GGUFTensor) -> tuple[float, ...]:
+    """The divisors of RoPE's frequencies that a file holds. Raises `FasteagleError`."""
+    values = data[tensor.offset : tensor.offset + tensor.n_bytes].view(np.float32)
+    if not (np.isfinite(values) & (values > 0)).all():
+        raise FasteagleError(f"{path}: {ROPE_FACTORS} is not above 0: fetch it again")
+    return tuple(values.tolist())
 
 
 def rope_order(n_rows: int, n_head: int) -> Tensor:

@@ -21,6 +21,7 @@ from fasteagle.config import (
     default_taps,
     head_from_hf,
 )
+from fasteagle.config_fields import Fields
 from fasteagle.errors import FasteagleError
 
 # Copies of the target's tensors, and what only training needs.
@@ -39,23 +40,45 @@ class HeadSource:
     header: dict[str, Any] | None  # of heads of our own
     eagle3: bool
     tap_layers: tuple[int, ...] | None = None  # None: not said
+    lists_outputs: bool = False  # its files name the blocks whose output is read
+
+    @property
+    def where(self) -> str:
+        """The file that says its shape."""
+        return self.name if self.name.endswith(".gguf") else f"{self.name}/config.json"
 
     @property
     def algorithm(self) -> str:
         return "EAGLE-3" if self.eagle3 else "EAGLE-1/2"
+
+    @property
+    def tap_norm(self) -> str:
+        """Said by the config or seen in the tensors: what only one has is missed at loading."""
+        if self.raw.get("norm_before_fc") or "input_norm.weight" in self.state:
+            return "all"
+        each = self.raw.get("fc_norm") or "fc_norm.0.weight" in self.state
+        return "each" if each else "none"
+
+    def likely_target(self) -> ModelConfig:
+        """A model that the head says it is for, as deep as its taps need."""
+        block = head_from_hf(self.raw, self.where).block
+        dim = self.raw.get("target_hidden_size") or block.dim
+        n_layer = max((*(self.tap_layers or ()), 32))
+        return dataclasses.replace(block, dim=dim, n_layer=n_layer, max_seq_len=2048)
 
     def config(self, target: ModelConfig, tap_layers: tuple[int, ...] | None = None) -> HeadConfig:
         """Its shape over `target`. `tap_layers` stand in for what the files say.
 
         Raises `FasteagleError` where it is made for another width or vocabulary.
         """
-        found = head_from_hf(self.raw, self.name)
-        self._check_fit(found, target)
+        check_fit(self.where, self.raw, target)
+        found = head_from_hf(self.raw, self.where)
         block = dataclasses.replace(
             found.block,
             vocab_size=target.vocab_size,
             qk_norm=_ends_with(self.state, "self_attn.q_norm.weight"),
             qkv_bias=_ends_with(self.state, "self_attn.q_proj.bias"),
+            rope_freq_factors=self._rope_factors(),
         )
         draft_vocab_size = len(self.state["d2t"]) if "d2t" in self.state else target.vocab_size
         if not self.eagle3:
@@ -70,8 +93,12 @@ class HeadSource:
             target_dim=target.dim,
             own_embedding="embed_tokens.weight" in self.state,
             own_lm_head="lm_head.weight" in self.state,
+            # Absent in a speculators config: the package that defines the format says False, which
+            # is what such a head was trained as; it always writes the key. vLLM assumes True.
             norm_before_residual=bool(self.raw.get("norm_before_residual", False)),
-            tap_norm=_tap_norm(self.state),
+            tap_norm=self.tap_norm,
+            # In the meaning of vLLM, SGLang and speculators; SpecForge had another one before its
+            # pull request 879.
             norm_output=bool(self.raw.get("norm_output", False)),
         )
         if block.dim != target.dim and not (own.own_embedding and own.own_lm_head):
@@ -81,69 +108,110 @@ class HeadSource:
             )
         return HeadConfig(block, draft_vocab_size, "fc.bias" in self.state, own)
 
-    def _check_fit(self, found: HeadConfig, target: ModelConfig) -> None:
-        said = self.raw.get("target_hidden_size") or found.block.dim
-        for what, theirs, ours in (
-            ("width", said, target.dim),
-            ("vocabulary", found.block.vocab_size, target.vocab_size),
-        ):
-            if theirs != ours:
-                raise FasteagleError(
-                    f"{self.name}: the head is for a {what} of {theirs:,}, the model has {ours:,}: "
-                    "choose the head trained for this model, or run with --no-spec"
-                )
+    def _rope_factors(self) -> tuple[float, ...] | None:
+        """Divisors of the RoPE frequencies: GGUF files and heads saved of them have these."""
+        factors = self.raw.get("rope_freq_factors")
+        return tuple(factors) if factors else None
 
     def _taps(self, target: ModelConfig, asked: tuple[int, ...] | None) -> tuple[int, ...]:
         """Blocks whose input it reads. Raises `FasteagleError` for those the target lacks."""
         taps = asked or self.tap_layers or default_taps(target.n_layer)
         try:
-            return checked_taps(taps, target.n_layer)
+            checked_taps(taps, target.n_layer)
         except FasteagleError as error:
             raise FasteagleError(f"{self.name}: {error}: give --tap-layers") from error
+        n_out, n_in = _matrix(self.state.get("fc.weight"))
+        if n_out == self.raw.get("hidden_size") and n_in != len(taps) * target.dim:
+            raise FasteagleError(
+                f"{self.name}: fc reads {n_in:,} values, {n_in / target.dim:g} taps of "
+                f"{target.dim:,}, but the taps are {listed(taps)}: give --tap-layers"
+            )
+        return tuple(taps)
+
+
+def check_fit(where: str, raw: Mapping[str, Any], target: ModelConfig) -> None:
+    """Raise `FasteagleError` if the head of a flat config is for another width or vocabulary."""
+    block = head_from_hf(raw, where).block
+    said = raw.get("target_hidden_size") or block.dim
+    for what, theirs, ours in (
+        ("width", said, target.dim),
+        ("vocabulary", block.vocab_size, target.vocab_size),
+    ):
+        if theirs != ours:
+            raise FasteagleError(
+                f"{where}: the head is for a {what} of {theirs:,}, the model has {ours:,}: "
+                "choose the head trained for this model, or run with --no-spec"
+            )
+
+
+def checked_config(where: str, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The flat config of the decoder layer, every field that is read here of its type.
+
+    speculators nests it, and RoPE by the kind of layer. Raises `FasteagleError`.
+    """
+    fields = Fields(raw, where)
+    fields.part("eagle_config")
+    fields.texts("architectures")
+    flat = {**raw, **(raw["transformer_layer_config"] if _nested(fields) else {})}
+    fields = Fields(flat, where)
+    fields.texts("layer_types")
+    for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "shifted"):
+        fields.flag(key)
+    for key in ("target_hidden_size", "draft_vocab_size", "vocab_size"):
+        fields.width(key, 1)
+    fields.numbers("rope_freq_factors")
+    fields.part("rope_scaling")
+    if "full_attention" in fields.part("rope_parameters"):
+        fields.part("rope_parameters").part("full_attention")
+        flat["rope_parameters"] = flat["rope_parameters"]["full_attention"]
+    return flat
+
+
+def _nested(fields: Fields) -> bool:
+    return not fields.part("transformer_layer_config").empty
+
+
+def _matrix(tensor: Tensor | None) -> tuple[int, int]:
+    """The shape of a matrix, zeros for what is none."""
+    return (0, 0) if tensor is None or tensor.ndim != 2 else (tensor.shape[0], tensor.shape[1])
+
+
+def listed(taps: Iterable[int]) -> str:
+    """Block numbers for a person."""
+    return ", ".join(str(tap) for tap in taps)
 
 
 def _ends_with(names: Iterable[str], end: str) -> bool:
     return any(name.endswith(end) for name in names)
 
 
-def _tap_norm(names: Iterable[str]) -> str:
-    if "input_norm.weight" in names:
-        return "all"
-    return "each" if "fc_norm.0.weight" in names else "none"
-
-
 def described(
     name: str, raw: Mapping[str, Any], state: dict[str, Tensor], header: dict[str, Any] | None
 ) -> HeadSource:
     """What a `config.json` and its tensors are. Raises `FasteagleError` for what cannot run."""
+    flat = checked_config(f"{name}/config.json", raw)
+    state = {k.removeprefix("model."): v for k, v in state.items() if "rotary_emb" not in k}
     refuse_others(name, raw, state)
-    flat = {**raw, **raw.get("transformer_layer_config", {})}
-    eagle3 = any(
-        key.startswith("midlayer.") or key in ("norm.weight", "layers.0.hidden_norm.weight")
-        for key in state
-    )
-    if not eagle3:
-        dialect = "speculators EAGLE-1" if _is_speculators(raw) else "official EAGLE-1/2"
+    if not _is_eagle3(raw, state):
+        dialect = "official EAGLE-1/2" if header is None else "fasteagle"
         kept = {k: v for k, v in state.items() if k not in (*IGNORED, *COPIES)}
-        if header is not None:
-            dialect = "fasteagle"
         return HeadSource(name, dialect, flat, _checked(name, kept), header, eagle3=False)
-    dialect, taps = _eagle3_dialect(name, raw, header)
-    if "draft_vocab_size" not in raw and "d2t" in state:
-        flat["draft_vocab_size"] = len(state["d2t"])
+    dialect, taps, shift = _eagle3_dialect(name, raw, header)
     official = {_official(k): v for k, v in state.items()}
-    if official.get("d2t") is not None and "t2d" in official:
-        _check_maps(name, official["d2t"], official["t2d"])
-    kept = {k: v for k, v in official.items() if k not in IGNORED and "rotary_emb" not in k}
-    wanted = flat.get("draft_vocab_size") or flat.get("vocab_size")
-    if wanted != flat.get("vocab_size") and "d2t" not in kept:
-        raise FasteagleError(
-            f"{name}: a draft vocabulary of {wanted:,} tokens needs the map d2t, which is missing: "
-            "fetch the head again"
-        )
-    if wanted == flat.get("vocab_size"):
+    kept = _checked(name, {k: v for k, v in official.items() if k not in IGNORED})
+    if "draft_vocab_size" not in raw and "d2t" in kept:
+        flat["draft_vocab_size"] = len(kept["d2t"])
+    if (flat.get("draft_vocab_size") or flat.get("vocab_size")) == flat.get("vocab_size"):
         kept.pop("d2t", None)  # the identity, which some files hold as zeros
-    return HeadSource(name, dialect, flat, _checked(name, kept), header, True, taps)
+    else:
+        _check_maps(name, flat["draft_vocab_size"], kept.get("d2t"), official.get("t2d"))
+    return HeadSource(name, dialect, flat, kept, header, True, taps, lists_outputs=shift == 1)
+
+
+def _is_eagle3(raw: Mapping[str, Any], names: Iterable[str]) -> bool:
+    return _says(raw, "eagle3") or any(
+        name.startswith("midlayer.") or name == "layers.0.hidden_norm.weight" for name in names
+    )
 
 
 def _official(name: str) -> str:
@@ -159,23 +227,24 @@ def _is_speculators(raw: Mapping[str, Any]) -> bool:
 
 def _eagle3_dialect(
     name: str, raw: Mapping[str, Any], header: dict[str, Any] | None
-) -> tuple[str, tuple[int, ...] | None]:
-    """The dialect, and the blocks whose input is read, as it says them.
+) -> tuple[str, tuple[int, ...] | None, int]:
+    """The dialect, the blocks whose input is read, and what was added to their numbers.
 
     One key has two meanings: speculators and vLLM list blocks whose input is read, SpecForge,
     SGLang and ModelOpt those whose output is, which is the input of the next one.
     """
     key = "eagle_aux_hidden_state_layer_ids"
     if "tap_layers" in raw or header is not None:
-        return "fasteagle", _ids(name, "tap_layers", raw.get("tap_layers"), 0)
+        return "fasteagle", _ids(name, "tap_layers", raw.get("tap_layers"), 0), 0
     nested = raw.get("eagle_config") or {}
     if _is_speculators(raw) or key in raw:
-        return "speculators / vLLM EAGLE-3", _ids(name, key, raw.get(key), 0)
+        return "speculators / vLLM EAGLE-3", _ids(name, key, raw.get(key), 0), 0
+    taps = _ids(name, key, nested.get(key), 1)
     if "use_input_layernorm_in_first_layer" in nested or "use_last_layernorm" in nested:
-        return "NVIDIA ModelOpt EAGLE-3", _ids(name, key, nested.get(key), 1)
+        return "NVIDIA ModelOpt EAGLE-3", taps, 1
     if nested or "LlamaForCausalLMEagle3" in (raw.get("architectures") or []):
-        return "SpecForge / SGLang EAGLE-3", _ids(name, key, nested.get(key), 1)
-    return "official EAGLE-3", None
+        return "SpecForge / SGLang EAGLE-3", taps, 1
+    return "official EAGLE-3", None, 0
 
 
 def _ids(name: str, key: str, value: Any, shift: int) -> tuple[int, ...] | None:
@@ -186,11 +255,19 @@ def _ids(name: str, key: str, value: Any, shift: int) -> tuple[int, ...] | None:
     return tuple(i + shift for i in value)
 
 
-def _check_maps(name: str, d2t: Tensor, t2d: Tensor) -> None:
-    ids = d2t + torch.arange(len(d2t))
-    members = t2d.nonzero().flatten()
-    if len(members) and not torch.equal(ids.sort().values, members):
-        raise FasteagleError(f"{name}: d2t and t2d do not agree: fetch the head again")
+def _check_maps(name: str, size: int, d2t: Tensor | None, t2d: Tensor | None) -> None:
+    """Raise `FasteagleError` for maps of a draft vocabulary of `size` tokens that are wrong."""
+    if d2t is None:
+        problem = f"a draft vocabulary of {size:,} tokens needs the map d2t, which is missing"
+    elif tuple(d2t.shape) != (size,):
+        problem = f"d2t is {tuple(d2t.shape)}, expected ({size},)"
+    elif t2d is not None and not torch.equal(
+        (d2t + torch.arange(size)).sort().values, t2d.nonzero().flatten()
+    ):
+        problem = "d2t and t2d do not agree"
+    else:
+        return
+    raise FasteagleError(f"{name}: {problem}: fetch the head again")
 
 
 def _checked(name: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -216,6 +293,13 @@ def _has(part: str) -> Callable[[Mapping[str, Any], Iterable[str]], bool]:
     return lambda raw, names: any(part in name for name in names)
 
 
+def _odd_rope(raw: Mapping[str, Any]) -> bool:
+    flat = checked_config("", raw)
+    rope = flat.get("rope_parameters") or flat.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    return kind not in ("default", "linear", "llama3")
+
+
 # What is refused, by the name a person knows it under.
 _OTHERS: tuple[tuple[str, Callable[[Mapping[str, Any], Iterable[str]], bool]], ...] = (
     (
@@ -226,7 +310,7 @@ _OTHERS: tuple[tuple[str, Callable[[Mapping[str, Any], Iterable[str]], bool]], .
             or any("mask_hidden" in name for name in names)
         ),
     ),
-    ("block diffusion (DFlash)", lambda raw, names: _says(raw, "dflash")),
+    ("block diffusion (DFlash)", lambda raw, names: _says(raw, "dflash") or "dflash_config" in raw),
     (
         "multi-token prediction layers (MTP)",
         lambda raw, names: (
@@ -241,6 +325,8 @@ _OTHERS: tuple[tuple[str, Callable[[Mapping[str, Any], Iterable[str]], bool]], .
     ("a mixture of experts", _has(".experts.")),
     ("more than one decoder layer", _has("layers.1.")),
     ("norms of HASS variants", _has("embed_layernorm")),
+    ("the EAGLE-1 form that speculators has given up", _has("fusion_fc")),
+    ("RoPE scaling that is neither linear nor llama3", lambda raw, names: _odd_rope(raw)),
     (
         "sliding-window attention",
         lambda raw, names: (

@@ -20,7 +20,14 @@ from torch import Tensor
 from fasteagle.config import HeadConfig, ModelConfig
 from fasteagle.config_fields import Fields, parse_json
 from fasteagle.errors import FasteagleError, shortened
-from fasteagle.loading.head_dialects import HeadSource, described
+from fasteagle.loading.head_dialects import (
+    HeadSource,
+    check_fit,
+    checked_config,
+    described,
+    refuse_others,
+)
+from fasteagle.loading.head_gguf import gguf_of, open_gguf_head
 from fasteagle.loading.tensors import read_json
 from fasteagle.model import Eagle3Head, EagleHead, make_head
 from fasteagle.paths import replacing
@@ -82,15 +89,15 @@ def _eagle3_state(head: Eagle3Head) -> dict[str, Tensor]:
 
 def load_official_state(head: EagleHead, state: dict[str, Tensor], source: str) -> None:
     """Copy official tensors into `head`. Raises `FasteagleError` listing all that do not fit."""
-    require_official(head, state, source)
+    check_state(head, state, source)
     with torch.no_grad():
         # The parts are views of the fused weights, so this writes into the parameters.
         for name, part in official_state(head).items():
             part.copy_(state[name])
 
 
-def require_official(head: EagleHead, state: dict[str, Tensor], source: str) -> None:
-    """Raise `FasteagleError` listing all tensors of `state` that `head` has no place for."""
+def check_state(head: EagleHead, state: dict[str, Tensor], source: str) -> None:
+    """Raise `FasteagleError` listing all official tensors that do not fit `head`."""
     expected = {name: tuple(t.shape) for name, t in official_state(head).items()}
     problems = [f"missing {name}" for name in expected if name not in state]
     problems += [
@@ -100,7 +107,19 @@ def require_official(head: EagleHead, state: dict[str, Tensor], source: str) -> 
     ]
     problems += [f"unknown {n}" for n in state if n not in expected]
     if problems:
-        raise FasteagleError(f"{source}: not a draft head we can load: {shortened(problems)}")
+        raise FasteagleError(
+            f"{source}: not a draft head we can load: {shortened(problems)}: fetch it again, or "
+            "choose another with --head"
+        )
+    size, d2t = head.config.block.vocab_size, state.get("d2t")
+    if d2t is None:
+        return
+    ids = d2t + torch.arange(len(d2t), device=d2t.device)
+    if ids.min() < 0 or ids.max() >= size or (ids.diff() <= 0).any():
+        raise FasteagleError(
+            f"{source}: d2t does not list ascending ids below {size:,}, the target's vocabulary: "
+            "fetch the head again"
+        )
 
 
 def save_head(folder: Path, head: EagleHead, header: dict[str, Any], dtype: torch.dtype) -> None:
@@ -117,9 +136,20 @@ def save_head(folder: Path, head: EagleHead, header: dict[str, Any], dtype: torc
         temporary.write_text(json.dumps(_hf_config(head.config, dtype), indent=1) + "\n")
 
 
-def open_head(path: Path) -> HeadSource:
-    """The head in a folder, of whichever dialect. Raises `FasteagleError` for what cannot run."""
-    raw = read_json(path / "config.json")
+def open_head(path: Path, target: ModelConfig | None = None) -> HeadSource:
+    """The head in a folder or a GGUF file, of whichever dialect.
+
+    Raises `FasteagleError` for what cannot run; given a `target`, before its tensors are read if it
+    is for another one.
+    """
+    file = gguf_of(path)
+    if file is not None:
+        return open_gguf_head(file)
+    raw, where = read_json(path / "config.json"), f"{path}/config.json"
+    flat = checked_config(where, raw)
+    refuse_others(str(path), raw, ())
+    if target is not None:
+        check_fit(where, flat, target)
     state, header = _read_state(path)
     return described(str(path), raw, _with_frequent_list(path, state), header)
 
@@ -132,17 +162,14 @@ def load_head(
     `tap_layers` stand in for those that an EAGLE-3 head's files say. Raises `FasteagleError` when
     it does not fit the target.
     """
-    source = open_head(path)
+    source = open_head(path, target)
     config = source.config(target, tap_layers)
     with torch.device("meta"), Uninitialized():
         # Nothing is allocated before the file is known to hold it.
-        require_official(make_head(config), source.state, source.name)
+        check_state(make_head(config), source.state, source.name)
     with Uninitialized():  # all of it is loaded
         head = make_head(config)
     load_official_state(head, source.state, source.name)
-    ids = head.target_ids()
-    if ids.min() < 0 or ids.max() >= target.vocab_size or (ids.diff() <= 0).any():
-        raise FasteagleError(f"{path}: d2t does not list ascending ids of the target")
     return head.eval(), source.header
 
 
@@ -151,7 +178,10 @@ def _with_frequent_list(folder: Path, state: dict[str, Tensor]) -> dict[str, Ten
     lists = sorted(folder.glob("freq_*.pt"))
     if not lists or "d2t" in state:
         return state
-    ids = torch.as_tensor(_unpickled(lists[0])).sort().values
+    try:
+        ids = torch.as_tensor(_unpickled(lists[0])).flatten().sort().values
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise FasteagleError(f"{lists[0]}: not a list of token ids: fetch it again") from error
     return state | {"d2t": ids - torch.arange(len(ids))}
 
 
@@ -227,7 +257,10 @@ def _unpickled(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle, zip and RuntimeError, depending on the damage
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise FasteagleError(f"{path}: not a weights-only torch file ({reason})") from error
+        raise FasteagleError(
+            f"{path}: not a weights-only torch file ({reason}): it is damaged or would run code, "
+            "use a safetensors version of it"
+        ) from error
 
 
 def _hf_config(config: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
@@ -246,13 +279,15 @@ def _hf_config(config: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
         "draft_vocab_size": config.draft_vocab_size,
         "rms_norm_eps": block.norm_eps,
         "rope_theta": block.rope_base,
-        "rope_scaling": _rope_scaling(block),
+        "rope_scaling": rope_scaling(block),
         "bias": config.fc_bias,
         "qkv_bias": block.qkv_bias,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
     if not config.shifted:
         raw["shifted"] = False
+    if block.rope_freq_factors is not None:
+        raw["rope_freq_factors"] = list(block.rope_freq_factors)
     if config.eagle3 is not None:
         own = config.eagle3
         raw |= {
@@ -264,7 +299,8 @@ def _hf_config(config: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
     return raw
 
 
-def _rope_scaling(block: ModelConfig) -> dict[str, Any] | None:
+def rope_scaling(block: ModelConfig) -> dict[str, Any] | None:
+    """The entry of a `config.json`; `type` is what code of the time of transformers 4 reads."""
     if block.rope_scaling is not None:
         scaling = block.rope_scaling
         return {
@@ -275,5 +311,5 @@ def _rope_scaling(block: ModelConfig) -> dict[str, Any] | None:
             "original_max_position_embeddings": scaling.original_max_seq_len,
         }
     if block.rope_linear_factor != 1.0:
-        return {"rope_type": "linear", "factor": block.rope_linear_factor}
+        return {"type": "linear", "rope_type": "linear", "factor": block.rope_linear_factor}
     return None

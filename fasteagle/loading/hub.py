@@ -131,7 +131,7 @@ def local_repo(repo: str, revision: str | None) -> Path | None:
 def _is_complete(path: Path) -> bool:
     """Whether all weights are there: an interrupted download lacks shards or their index."""
     if not (path / "config.json").exists():
-        return False
+        return len(list(path.glob("*.gguf"))) == 1
     for single in ("model.safetensors", "pytorch_model.bin"):
         index = path / f"{single}.index.json"
         if (path / single).exists():
@@ -143,6 +143,16 @@ def _is_complete(path: Path) -> bool:
             except (ValueError, KeyError, TypeError, AttributeError):
                 return False  # damaged
     return False
+
+
+def _patterns(files: list[str]) -> list[str]:
+    """What to fetch of a repository: weights in one format, or its only GGUF file."""
+    ggufs = [name for name in files if name.endswith(".gguf")]
+    if len(ggufs) == 1 and "config.json" not in files:
+        return ggufs
+    # Prefer safetensors: old repositories contain the same weights twice.
+    safe = any(name.endswith(".safetensors") for name in files)
+    return (WEIGHT_PATTERNS if safe else TORCH_PATTERNS) + SIDE_PATTERNS
 
 
 def fetch_repo(repo: str, revision: str | None, download_bytes: int | None = None) -> Path:
@@ -161,9 +171,7 @@ def fetch_repo(repo: str, revision: str | None, download_bytes: int | None = Non
         require_free_space(Path(constants.HF_HUB_CACHE), download_bytes, f"downloading {repo}")
     try:
         files = HfApi().list_repo_files(repo, revision=revision)
-        # Prefer safetensors: old repositories contain the same weights twice.
-        safe = any(name.endswith(".safetensors") for name in files)
-        patterns = (WEIGHT_PATTERNS if safe else TORCH_PATTERNS) + SIDE_PATTERNS
+        patterns = _patterns(files)
         return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
     except hub_errors.GatedRepoError as error:
         raise FasteagleError(

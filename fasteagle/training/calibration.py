@@ -46,7 +46,7 @@ class Calibration:
         self.opened, self.prepared, self.scheme = opened, prepared, prepared.scheme
         self.options, self.found, self.identity = options, found, identity
         self.name, self.config = opened.name, opened.checkpoint.config
-        self.head = load_head(found.path, self.config)[0]
+        self.head = load_head(found.path, self.config, options.tap_layers)[0]
         eagle3 = self.head.config.eagle3
         self.algorithm = "eagle1" if eagle3 is None else "eagle3"
         self.tap_layers = () if eagle3 is None else eagle3.tap_layers
@@ -63,6 +63,7 @@ class Calibration:
             "model": self.identity,
             "scheme": self.scheme.name,
             "head": self.found.origin,
+            "tap_layers": list(self.options.tap_layers or ()),
             "data": str(self.options.data),
             "tokens": self.options.tokens,
             "minutes": self.options.minutes,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fasteagle.config import default_taps, parse_taps
 from fasteagle.errors import FasteagleError
-from fasteagle.options import SamplingParams, option
+from fasteagle.options import TAP_LAYERS_TEXT, SamplingParams, option
 
 ALGORITHMS = ("eagle1", "eagle3")
 # Where nothing else is said: those of the EAGLE-1 and of the EAGLE-3 paper.
@@ -134,6 +134,7 @@ class CalibrateOptions:
     """The head to start from, text, time limit and output of a calibration."""
 
     head: str | None = option(None, "Head to begin from.  [default: the one chat would use]")
+    tap_layers: tuple[int, ...] | None = option(None, TAP_LAYERS_TEXT, kind="numbers")
     data: Path | None = option(
         None,
         "JSONL of token ids the quantized model wrote.  [default: it writes some now]",

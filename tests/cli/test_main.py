@@ -58,8 +58,8 @@ def test_help_is_quick_and_needs_no_torch():
 
 CHAT_OPTIONS = """
     --model --device --dtype --max-seq-len --threads --precision --int4 --int8 --quant --lm-head
-    --cpu-kernels --quant-backend --head --drafter --no-spec --tree --tree-depth --tree-topk
-    --tree-nodes --draft-noise --verify --temperature --top-k --top-p --min-p
+    --cpu-kernels --quant-backend --head --tap-layers --drafter --no-spec --tree --tree-depth
+    --tree-topk --tree-nodes --draft-noise --verify --temperature --top-k --top-p --min-p
     --repetition-penalty --seed --max-new-tokens --stop --prompt --system --compile --no-compile
     --think --no-think --show-accepted --quiet --help
 """

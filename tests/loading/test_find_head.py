@@ -179,7 +179,10 @@ def test_sizes_of_the_tree():
     assert asked.tree_shape(True) == TreeShape(2, 3, 12)
 
 
-def test_a_head_for_other_weights_warns_and_runs(model, checkpoint, head, tmp_path):
+@pytest.mark.parametrize("algorithm", ["eagle1", "eagle3"])
+def test_a_head_for_other_weights_warns_and_runs(model, checkpoint, tmp_path, algorithm):
+    eagle3 = eagle3_of(algorithm, model.config)
+    head = random_head(model, eagle3=eagle3, rope_scaling=None, rope_base=10000.0)
     save_head(tmp_path / "h", head, {"target_fingerprint": "0" * 64}, torch.float32)
     drafter, said = drafter_for(model, checkpoint, head=str(tmp_path / "h"))
     assert said[0].startswith("warning: the draft head was trained for other weights")

@@ -109,7 +109,7 @@ def test_the_index_is_what_the_gguf_package_reads(tmp_path):
         for k, field in reader.fields.items()
         if k not in arrays and not k.startswith("GGUF.")
     }
-    assert {k: index.fields[k] for k in arrays} == {k: v[:4] for k, v in arrays.items()}
+    assert {k: index.fields[k] for k in arrays} == {k: v[:8] for k, v in arrays.items()}
     assert index.tensors == {
         t.name: GGUFTensor(
             t.tensor_type.name, tuple(t.shape.tolist()[::-1]), int(t.data_offset), int(t.n_bytes)

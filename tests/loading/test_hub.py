@@ -69,6 +69,13 @@ def test_a_download_that_was_cut_off_is_resumed(hub_cache, tmp_path, monkeypatch
     )
     hub.fetch_repo(REPO, REVISION)
     assert "pytorch_model*.bin" in asked["patterns"]
+    monkeypatch.setattr(
+        huggingface_hub.HfApi,
+        "list_repo_files",
+        lambda self, repo, revision=None: ["README.md", "head-f16.gguf"],
+    )
+    hub.fetch_repo(REPO, REVISION)
+    assert asked["patterns"] == ["head-f16.gguf"]
 
 
 def test_hub_errors_are_one_line_with_the_fix(hub_cache, monkeypatch):

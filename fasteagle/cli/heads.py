@@ -1,0 +1,80 @@
+"""What `fasteagle inspect-head` and `export-head` do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from fasteagle.errors import FasteagleError, note
+from fasteagle.loading import registry
+from fasteagle.loading.checkpoint import open_checkpoint
+from fasteagle.loading.export_head import ExportTarget, export_head
+from fasteagle.loading.find_head import FoundHead, named_head
+from fasteagle.loading.head_dialects import listed
+from fasteagle.loading.head_file import open_head
+from fasteagle.loading.inspect_head import inspect_head, measure_taps
+from fasteagle.loading.open import load_runtime, open_model
+from fasteagle.options import ExportOptions, RuntimeOptions
+
+
+def run_inspect_head(
+    path: str,
+    model: str | None,
+    runtime_options: RuntimeOptions,
+    tap_layers: tuple[int, ...] | None,
+    probe: bool,
+) -> None:
+    """Print the report; leave with exit code 2 if the head does not run."""
+    if probe and model is None:
+        raise FasteagleError("--probe measures on a model: add --model")
+    found = named_head(path)
+    report = inspect_head(found, open_model(model) if model else None, tap_layers)
+    for line in report.lines():
+        click.echo(line)
+    if report.problem is not None:
+        click.get_current_context().exit(2)
+    if probe and model is not None:
+        _print_probes(found, model, runtime_options, tap_layers)
+
+
+def _print_probes(
+    found: FoundHead, model: str, options: RuntimeOptions, tap_layers: tuple[int, ...] | None
+) -> None:
+    """Acceptance by taps, and which are best."""
+    runtime = load_runtime(model, options)
+    note("drafting chains of four on four built-in prompts ...")
+    results = []
+    for result in measure_taps(found, runtime, tap_layers):
+        results.append(result)
+        taps = f"with taps {listed(result.tap_layers)}" if result.tap_layers else "acceptance"
+        click.echo(f"  {taps}: {result.accepted:.2f} drafted tokens accepted a pass")
+    best = max(results, key=lambda result: result.accepted)
+    if best is not results[0] and best.tap_layers is not None:
+        click.echo(f"  better: --tap-layers {','.join(map(str, best.tap_layers))}")
+    elif len(results) > 1:
+        click.echo("  best as read")
+
+
+def run_export_head(head: str, out: Path, options: ExportOptions) -> None:
+    """Write the head, and say what may surprise."""
+    found = named_head(head)
+    if out.exists() and (out.is_file() or any(out.iterdir())):
+        raise FasteagleError(f"{out} is there already: give another -o")
+    if options.to == "gguf" and out.suffix != ".gguf":
+        raise FasteagleError(f"-o {out} must be the name of a .gguf file")
+    if out.exists():
+        out.rmdir()
+    target = None if options.model is None else _export_target(options.model)
+    source = open_head(found.path)
+    lines = export_head(source, options.to, out, target, options.tap_layers, options.tokenizer_from)
+    for line in lines:
+        note(line)
+    note(f"{source.algorithm} head ({source.dialect}) written to {out} for {options.to}")
+
+
+def _export_target(model: str) -> ExportTarget:
+    source = registry.resolve(model)
+    entry = registry.REGISTRY.get(model)
+    name = entry.repo if entry is not None and entry.repo else model
+    return ExportTarget(name, open_checkpoint(source.path))

@@ -1,0 +1,273 @@
+"""`fasteagle export-head`: what is written loads back bit for bit, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+
+from fasteagle.cli import main as cli
+from fasteagle.config import Eagle3Config, Llama3RopeScaling
+from fasteagle.errors import FasteagleError
+from fasteagle.loading.checkpoint import load_model, open_checkpoint
+from fasteagle.loading.export_head import ExportTarget, check_exportable, export_head
+from fasteagle.loading.head_file import load_head, official_state, open_head, save_head
+from fasteagle.model import KVCache, causal_mask
+from head_folders import TAPS, head_for
+from helpers import random_head, random_target, save_tiny, tiny_config
+
+E1, E3 = "official EAGLE-1/2", "official EAGLE-3"
+LLAMA3 = Llama3RopeScaling(8.0, 1.0, 4.0, 64)
+SHAPE = dict(num_hidden_layers=8, hidden_size=32, intermediate_size=48, vocab_size=60)
+
+
+@pytest.fixture(scope="module")
+def target_dir(tmp_path_factory):
+    """A target of 8 blocks, whose vocabulary is the heads'; the tokenizer does not fit it."""
+    return save_tiny(tmp_path_factory.mktemp("target") / "model", **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def target(target_dir):
+    return ExportTarget("owner/model", open_checkpoint(target_dir))
+
+
+def saved(folder, kind, dtype=torch.bfloat16, block=None, header=None, **changes):
+    """A head of ours in `folder`, and what it holds."""
+    model = random_target(tiny_config(n_layer=8, n_kv_head=2, **(block or {})))
+    head = head_for(model, kind, **changes)
+    save_head(folder, head, header or {}, dtype)
+    return load_head(folder, model.config)[0]
+
+
+def exported(folder, to, target, **changes):
+    """What is written of a head, loaded back; the head itself; and the lines for the person."""
+    kind = changes.pop("kind", E3)
+    head = saved(folder / "ours", kind, **changes)
+    out = folder / "out"
+    lines = export_head(open_head(folder / "ours"), to, out, target)
+    return load_head(out, target.checkpoint.config)[0], head, lines
+
+
+def assert_same(loaded, head, *more) -> None:
+    """Tensors bit for bit, but for `more` that the target gave; RoPE and norms too."""
+    found, expected = official_state(loaded), official_state(head)
+    assert found.keys() == expected.keys() | set(more)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    for field in ("rope_base", "rope_scaling", "rope_linear_factor", "norm_eps", "head_dim"):
+        assert getattr(loaded.config.block, field) == getattr(head.config.block, field)
+    for field in ("tap_layers", "norm_before_residual", "tap_norm", "norm_output"):
+        assert getattr(loaded.config.eagle3, field, 0) == getattr(head.config.eagle3, field, 0)
+
+
+CASES = [
+    ("eagle", {}),
+    ("eagle", {"own_embedding": True, "block": {"rope_linear_factor": 2.0}}),
+    ("specforge", {"tap_layers": (1, 3, 8)}),
+    ("specforge", {"tap_norm": "each", "norm_output": True, "block": {"rope_scaling": LLAMA3}}),
+    ("specforge", {"tap_layers": (1, 2, 3, 4), "own_embedding": True}),
+    ("speculators", {"norm_before_residual": True, "tap_layers": (0, 3, 8)}),
+    ("speculators", {"tap_norm": "all", "own_embedding": True, "block": {"rope_base": 3e5}}),
+    ("speculators", {"tap_norm": "each", "norm_output": True, "block": {"head_dim": 16}}),
+    ("speculators", {"block": {"qk_norm": True, "rope_scaling": LLAMA3}}),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("to", "changes"), CASES)
+def test_eagle3_goes_out_and_comes_back(target, tmp_path, to, changes, dtype):
+    loaded, head, lines = exported(tmp_path, to, target, dtype=dtype, **changes)
+    embedding = () if "own_embedding" in changes else ("embed_tokens.weight",)
+    assert_same(loaded, head, *(embedding if to == "speculators" else ()))
+    assert lines == []
+    state = load_file(tmp_path / "out" / "model.safetensors")
+    assert state["fc.weight"].dtype == dtype
+    assert state["t2d"].nonzero().flatten().tolist() == head.target_ids().tolist()
+    dialect = open_head(tmp_path / "out").dialect.lower()
+    assert ("official" if to == "eagle" else to) in dialect
+
+
+def test_the_targets_rows_where_it_has_none(target, target_dir, tmp_path):
+    loaded, head, _ = exported(tmp_path, "specforge", target, own_lm_head=False)
+    assert_same(loaded, head, "lm_head.weight")
+    model = load_model(target.checkpoint, dtype=torch.float32, device="cpu", max_seq_len=64)
+    rows = model.lm_head.weight[head.target_ids()]
+    assert torch.equal(loaded.own_lm_head.weight, rows.bfloat16().float())
+
+
+def test_a_tied_model_gives_its_embedding_twice(tmp_path):
+    folder = save_tiny(tmp_path / "tied", "smollm2", **SHAPE)
+    tied = ExportTarget("tied", open_checkpoint(folder))
+    model = random_target(tiny_config(n_layer=8))
+    own = Eagle3Config(TAPS, target_dim=32, own_lm_head=False)
+    head = random_head(model, eagle3=own, fc_bias=False)
+    save_head(tmp_path / "ours", head, {}, torch.bfloat16)
+    export_head(open_head(tmp_path / "ours"), "speculators", tmp_path / "out", tied)
+    state = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(state["lm_head.weight"], tied.embedding().bfloat16())
+    assert torch.equal(state["lm_head.weight"], state["embed_tokens.weight"])
+    assert "d2t" not in state
+    loaded, _ = load_head(tmp_path / "out", tied.checkpoint.config)
+    assert loaded.config.draft_vocab_size == 60
+
+
+def test_blocks_are_numbered_as_each_engine_does(target, tmp_path):
+    for to, key, ids in (
+        ("specforge", "eagle_config", [0, 2, 7]),
+        ("speculators", None, [1, 3, 8]),
+    ):
+        exported(tmp_path / to, to, target, tap_layers=(1, 3, 8))
+        raw = json.loads((tmp_path / to / "out" / "config.json").read_text())
+        assert (raw[key] if key else raw)["eagle_aux_hidden_state_layer_ids"] == ids
+    assert raw["speculators_config"]["verifier"]["name_or_path"] == "owner/model"
+
+
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_eagle1_goes_out_and_comes_back(target, tmp_path, trimmed):
+    ids = {"draft_ids": torch.arange(0, 60, 4)} if trimmed else {}
+    loaded, head, lines = exported(tmp_path, "eagle", target, kind=E1, **ids)
+    assert_same(loaded, head)
+    assert loaded.target_ids().tolist() == head.target_ids().tolist()
+    raw = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert raw["bias"] is True and "draft_vocab_size" not in raw
+    state = load_file(tmp_path / "out" / "model.safetensors")
+    assert "embed_tokens.weight" in state and "d2t" not in state
+    assert [line[:34] for line in lines] == (
+        ["its 15 draft tokens are the list f"] if trimmed else []
+    )
+    assert (tmp_path / "out" / "freq_15.pt").exists() == trimmed
+
+
+BAD = [
+    (E1, "specforge", {}, "SpecForge trains EAGLE-3 heads only, .*: export it --to eagle"),
+    (E1, "speculators", {}, "reads EAGLE-1/2 heads no longer, .*: export it --to eagle"),
+    (E1, "gguf", {}, "llama.cpp runs EAGLE-3 heads only, .*: export it --to eagle"),
+    (
+        E3,
+        "eagle",
+        {"tap_layers": (1, 3, 6)},
+        "taps other than .*: export it --to specforge or spec",
+    ),
+    (
+        E3,
+        "eagle",
+        {"tap_norm": "all"},
+        "one norm over all taps: export it --to speculators or gguf",
+    ),
+    (E3, "specforge", {"norm_before_residual": True}, "begins normed: export it --to speculators"),
+    (E3, "specforge", {"tap_layers": (0, 3, 6)}, "a tap before all: export it --to specul"),
+    (
+        E3,
+        "gguf",
+        {"tap_layers": (1, 2, 4, 6)},
+        "other than 3 taps: export it --to specforge or spec",
+    ),
+    (E3, "gguf", {"tap_norm": "each", "norm_output": True}, "a norm for each tap; a normed next"),
+]
+
+
+@pytest.mark.parametrize(("kind", "to", "changes", "message"), BAD)
+def test_what_a_layout_cannot_say_costs_one_line(kind, to, changes, message):
+    model = random_target(tiny_config(n_layer=8))
+    with pytest.raises(FasteagleError, match=message) as caught:
+        check_exportable(head_for(model, kind, **changes).config, to, model.config)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_a_model(tmp_path):
+    """Enough where its tensors and the depth of it are not needed."""
+    saved(tmp_path / "ours", E3)
+    source = open_head(tmp_path / "ours")
+    export_head(source, "specforge", tmp_path / "out")
+    assert load_head(tmp_path / "out", tiny_config(n_layer=8))[0].config.eagle3
+    for to, message in (
+        ("eagle", "its taps fit the official layout at one depth of the model only: add --model"),
+        ("speculators", "no embed_tokens.weight of its own: add --model"),
+        ("gguf", "give a .gguf file of the model with --tokenizer-from"),
+    ):
+        with pytest.raises(FasteagleError, match=message):
+            export_head(source, to, tmp_path / "more")
+    raw = json.loads((tmp_path / "out" / "config.json").read_text())
+    (tmp_path / "out" / "config.json").write_text(json.dumps({**raw, "eagle_config": {}}))
+    with pytest.raises(FasteagleError, match="do not say the taps, .*: add --model"):
+        export_head(open_head(tmp_path / "out"), "specforge", tmp_path / "more")
+    assert not (tmp_path / "more").exists()
+
+
+# The command
+
+
+def run(*args):
+    return CliRunner().invoke(cli.main, ["export-head", *map(str, args)])
+
+
+def test_command(target_dir, tmp_path):
+    saved(tmp_path / "ours", E3)
+    arguments = (tmp_path / "ours", "--to", "speculators", "--model", target_dir)
+    result = run(*arguments, "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == "" and "EAGLE-3 head (fasteagle) written to" in result.stderr
+    raw = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert raw["speculators_config"]["verifier"]["name_or_path"] == str(target_dir)
+    result = run(*arguments, "-o", tmp_path / "out")
+    assert result.exit_code == 2 and "is there already: give another -o" in result.stderr
+    result = run(tmp_path / "ours", "--to", "gguf", "-o", tmp_path / "folder")
+    assert result.exit_code == 2 and "must be the name of a .gguf file" in result.stderr
+
+
+def test_the_shipped_head_goes_out(tmp_path):
+    result = run("smollm2-135m", "--to", "eagle", "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.stderr
+    assert "freq_12288.pt, which FR-Spec" in result.stderr
+    shipped = open_head(tmp_path / "out")
+    assert len(shipped.state["d2t"]) == 12288
+
+
+# The speculators package
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tap_norm": "all", "norm_before_residual": True},
+        {"tap_norm": "each", "block": {"rope_scaling": LLAMA3, "rope_base": 3e5}},
+        {"block": {"qk_norm": True, "head_dim": 16, "rope_linear_factor": 2.0}},
+    ],
+)
+@torch.no_grad()
+def test_the_speculators_package_computes_the_same(target, target_dir, tmp_path, changes):
+    """Its own loader, its own forward pass with eager attention, in fp32."""
+    pytest.importorskip("speculators", reason="the speculators package is not installed")
+    from speculators import SpeculatorModelConfig
+    from speculators.models.eagle3 import Eagle3DraftModel
+
+    own = ExportTarget(str(target_dir), target.checkpoint)
+    loaded, _, _ = exported(tmp_path, "speculators", own, dtype=torch.float32, **changes)
+    model = load_model(target.checkpoint, dtype=torch.float32, device="cpu", max_seq_len=64)
+    loaded.borrow(model, 64)
+    config = SpeculatorModelConfig.from_pretrained(tmp_path / "out")
+    config.transformer_layer_config._attn_implementation = "eager"
+    theirs = Eagle3DraftModel.from_pretrained(tmp_path / "out", config=config).float().eval()
+    seen = {}
+    theirs.norm.register_forward_hook(lambda m, x, y: seen.update(hidden=x[0][0]))
+    theirs.lm_head.register_forward_hook(lambda m, x, y: seen.update(logits=y[0]))
+    n = 11
+    tokens, taps = torch.randint(0, 60, (n,)), torch.randn(n, 96)
+    rows = torch.arange(n)
+    theirs(
+        hidden_states=taps[None],
+        input_ids=tokens[None],
+        document_ids=torch.zeros(1, n, dtype=torch.long),
+        position_ids=rows[None],
+        ttt_steps=1,
+    )
+    cache = KVCache(loaded.config.block, 64, torch.float32, "cpu")
+    mask = causal_mask(0, n, cache.n_slots, None, "cpu")
+    logits, hidden = loaded(tokens, loaded.read(taps), rows, rows, mask, cache)
+    assert torch.equal(theirs.d2t, loaded.d2t)
+    assert (hidden - seen["hidden"]).abs().max() < 1e-4
+    assert (logits - seen["logits"]).abs().max() < 1e-4

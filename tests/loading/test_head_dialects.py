@@ -1,0 +1,261 @@
+"""Draft heads of every dialect: what they become, and what is said of those that cannot run."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from fasteagle.config import Eagle3Config
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.errors import FasteagleError
+from fasteagle.loading.head_file import load_head, official_state, open_head
+from fasteagle.shapes import TreeShape
+from head_folders import DIALECTS, TAPS, head_for, write_folder
+from helpers import empty_state, pairs, propose, random_head, random_target, tiny_config
+
+CONFIG = tiny_config(n_layer=8, rope_base=5e5)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_target(CONFIG)
+
+
+CASES = [
+    ("official EAGLE-1/2", {"fc_bias": True}, False),
+    ("official EAGLE-1/2", {"fc_bias": False}, True),
+    ("official EAGLE-1/2", {"qkv_bias": True}, True),
+    ("official EAGLE-3", {}, True),
+    ("official EAGLE-3", {}, False),
+    ("SpecForge / SGLang EAGLE-3", {"tap_layers": (1, 4, 7)}, False),
+    ("SpecForge / SGLang EAGLE-3", {"tap_norm": "each", "norm_output": True}, False),
+    ("NVIDIA ModelOpt EAGLE-3", {"tap_layers": (2, 4, 8)}, False),
+    ("speculators / vLLM EAGLE-3", {"own_embedding": True}, False),
+    ("speculators / vLLM EAGLE-3", {"tap_norm": "all", "norm_before_residual": True}, False),
+    ("speculators / vLLM EAGLE-3", {"tap_layers": (0, 3, 5, 7), "norm_output": True}, False),
+]
+
+
+@pytest.mark.parametrize(("dialect", "changes", "pickled"), CASES)
+def test_every_dialect_loads_bit_for_bit_and_drafts(target, tmp_path, dialect, changes, pickled):
+    head = head_for(target, dialect, **changes)
+    source = open_head(write_folder(tmp_path, *DIALECTS[dialect](head), pickled))
+    assert source.dialect == dialect and source.header is None
+    loaded, _ = load_head(tmp_path, CONFIG)
+    assert loaded.config.eagle3 == head.config.eagle3  # taps and norms
+    says_base = dialect.split()[0] in ("SpecForge", "NVIDIA", "speculators")
+    assert loaded.config.block.rope_base == (5e5 if says_base else 1e4)  # never the target's
+    assert loaded.config.fc_bias == head.config.fc_bias
+    expected, found = official_state(head), official_state(loaded)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert torch.equal(loaded.target_ids(), head.target_ids())
+    loaded.borrow(target, 512)
+    features = torch.randn(9, loaded.config.feature_dim)
+    drafter = EagleDrafter(loaded, TreeShape(3, 2, 5), 256)
+    tree = propose(drafter, empty_state(target), pairs(range(9), features), 1)
+    assert len(tree.tokens) == 6 and set(tree.tokens[1:].tolist()) <= set(
+        head.target_ids().tolist()
+    )
+
+
+def test_frequent_list_is_a_draft_vocabulary(target, tmp_path):
+    head = random_head(target)
+    write_folder(tmp_path, *DIALECTS["official EAGLE-1/2"](head))
+    torch.save([7, 3, 59, 0], tmp_path / "freq_4.pt")
+    loaded, _ = load_head(tmp_path, CONFIG)
+    assert loaded.target_ids().tolist() == [0, 3, 7, 59]
+    for wrong in (["a", "b"], {"a": 1}):
+        torch.save(wrong, tmp_path / "freq_4.pt")
+        with pytest.raises(FasteagleError, match="freq_4.pt: not a list of token ids"):
+            load_head(tmp_path, CONFIG)
+
+
+def test_full_vocabulary_with_a_map_of_zeros(target, tmp_path):
+    """As an official head of Vicuna has it."""
+    own = Eagle3Config(tap_layers=TAPS, target_dim=CONFIG.dim)
+    head = random_head(target, eagle3=own)
+    raw, state = DIALECTS["official EAGLE-3"](head)
+    zeros = {"d2t": torch.zeros(60, dtype=torch.int64), "t2d": torch.zeros(60, dtype=torch.bool)}
+    write_folder(tmp_path, raw | {"draft_vocab_size": 60}, state | zeros)
+    assert load_head(tmp_path, CONFIG)[0].target_ids().tolist() == list(range(60))
+
+
+def test_rope_by_kind_of_layer_and_prefixed_names(target, tmp_path):
+    head = head_for(target, "speculators / vLLM EAGLE-3")
+    raw, state = DIALECTS["speculators / vLLM EAGLE-3"](head)
+    rope = {"full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 3e4}}
+    raw["transformer_layer_config"]["rope_parameters"] = rope
+    write_folder(tmp_path, raw, {f"model.{name}": t for name, t in state.items()})
+    block = load_head(tmp_path, CONFIG)[0].config.block
+    assert (block.rope_base, block.rope_linear_factor) == (3e4, 2.0)
+
+
+def test_norm_before_residual_is_false_where_speculators_does_not_say(target, tmp_path):
+    """As in the package that defines the format, whatever vLLM assumes."""
+    head = head_for(target, "speculators / vLLM EAGLE-3")
+    raw, state = DIALECTS["speculators / vLLM EAGLE-3"](head)
+    del raw["norm_before_residual"]
+    write_folder(tmp_path, raw, state)
+    assert load_head(tmp_path, CONFIG)[0].config.eagle3.norm_before_residual is False
+
+
+def test_taps_that_are_asked_for(target, tmp_path):
+    write_folder(tmp_path, *DIALECTS["official EAGLE-3"](head_for(target, "official EAGLE-3")))
+    assert load_head(tmp_path, CONFIG, (1, 3, 6))[0].config.eagle3.tap_layers == (1, 3, 6)
+    with pytest.raises(FasteagleError, match=r"fc reads 96 values, 3 taps of 32, .* are 1, 3"):
+        load_head(tmp_path, CONFIG, (1, 3))
+
+
+def test_a_copy_of_the_embedding_is_shared(target, tmp_path):
+    """Equal after rounding to the target's dtype; another one is kept."""
+    head = head_for(target, "speculators / vLLM EAGLE-3", own_embedding=True)
+    dialect = DIALECTS["speculators / vLLM EAGLE-3"]
+    bf16 = random_target(CONFIG).bfloat16()
+    raw, state = dialect(head)
+    state["embed_tokens.weight"] = target.embedding.weight.clone()
+    write_folder(tmp_path, raw, state)
+    loaded, _ = load_head(tmp_path, CONFIG)
+    loaded.borrow(bf16, 512)
+    assert loaded.own_embedding is None and not loaded.config.eagle3.own_embedding
+    state["embed_tokens.weight"][5, 5] += 1
+    write_folder(tmp_path, raw, state)
+    loaded, _ = load_head(tmp_path, CONFIG)
+    loaded.borrow(bf16, 512)
+    assert loaded.own_embedding is not None and loaded.config.eagle3.own_embedding
+
+
+# What cannot run
+
+
+class Executes:
+    """A pickle that would run a command."""
+
+    def __reduce__(self):
+        return os.system, ("touch executed",)
+
+
+def dropped(key):
+    return lambda raw, state: state.pop(key)
+
+
+def put(key, value):
+    return lambda raw, state: state.__setitem__(key, value)
+
+
+def said(**more):
+    return lambda raw, state: raw.update(more)
+
+
+def changed(key, change):
+    return lambda raw, state: state.__setitem__(key, change(state[key]))
+
+
+def taps_said(*ids):
+    def change(raw, state):
+        raw["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(ids)}
+
+    return change
+
+
+E1, E3 = "official EAGLE-1/2", "official EAGLE-3"
+SF, NV, SP = "SpecForge / SGLang EAGLE-3", "NVIDIA ModelOpt EAGLE-3", "speculators / vLLM EAGLE-3"
+OTHERS = "which fasteagle does not run: use an EAGLE-1, EAGLE-2 or EAGLE-3 head, or --drafter ngram"
+AGAIN = "fetch it again, or choose another with --head"
+NAMES = [name for name in DIALECTS if name != E1]
+
+BAD = [
+    # A key missing, a key too many, a wrong shape, a wrong type: in every dialect.
+    *((name, dropped("fc.weight"), f"missing fc.weight: {AGAIN}") for name in DIALECTS),
+    *(
+        (name, put("more.weight", torch.ones(2)), f"unknown more.weight: {AGAIN}")
+        for name in DIALECTS
+    ),
+    *(
+        (name, changed("fc.weight", torch.t), r"fc.weight is .*, expected .*: fetch")
+        for name in DIALECTS
+    ),
+    *(
+        (name, changed("fc.weight", torch.Tensor.char), "fc.weight is int8: must be")
+        for name in DIALECTS
+    ),
+    *((name, dropped("norm.weight"), "missing norm.weight") for name in NAMES),
+    *((name, dropped("d2t"), "needs the map d2t, which is missing: fetch") for name in NAMES),
+    (E1, dropped("fc.bias"), "missing fc.bias"),
+    (E3, dropped("midlayer.hidden_norm.weight"), "missing midlayer.hidden_norm.weight"),
+    (E3, dropped("lm_head.weight"), None),  # the target's rows are used
+    (SP, dropped("layers.0.hidden_norm.weight"), "missing midlayer.hidden_norm.weight"),
+    (SP, said(norm_before_fc=True), "missing input_norm.weight"),
+    (SF, said(fc_norm=True), "missing fc_norm.0.weight"),
+    # The vocabulary.
+    (E3, changed("d2t", torch.Tensor.float), "d2t is float32: must be integers"),
+    (E3, changed("d2t", lambda d2t: d2t + 40), "d2t and t2d do not agree: fetch"),
+    (E3, changed("d2t", lambda d2t: d2t.flip(0)), "d2t and t2d do not agree"),
+    (E3, changed("d2t", lambda d2t: d2t[:5]), r"d2t is \(5,\), expected \(30,\)"),
+    (E3, lambda r, s: (s.pop("t2d"), s["d2t"].add_(40)), "ascending ids below 60, .*: fetch"),
+    (E3, lambda r, s: (s.pop("t2d"), s["d2t"].add_(-1)), "ascending ids below 60"),
+    (E3, lambda r, s: (s.pop("t2d"), s["d2t"].copy_(s["d2t"].flip(0))), "ascending ids below 60"),
+    (E1, said(vocab_size=61), "for a vocabulary of 61, the model has 60: .*no-spec"),
+    (SP, said(target_hidden_size=64), "for a width of 64, the model has 32"),
+    # Taps.
+    (SF, taps_said(1, 3, 9), "taps 2, 4, 10 must ascend within 0 .. 8, .*: give --tap-layers"),
+    (SF, taps_said(4, 3, 1), "taps 5, 4, 2 must ascend"),
+    (SF, taps_said(1, 1, 3), "taps 2, 2, 4 must ascend"),
+    (SF, taps_said(1, 3), "fc reads 96 values, 3 taps of 32, but the taps are 2, 4: give"),
+    (SF, taps_said("1", 2, 3), r"\['1', 2, 3\]: must be a list of block numbers"),
+    # What is no EAGLE head of ours, by its name.
+    *(
+        (
+            name,
+            said(rope_scaling={"rope_type": "yarn", "factor": 4.0}),
+            f"neither linear nor llama3, {OTHERS}",
+        )
+        for name in (E1, E3, SF, NV)
+    ),
+    (
+        SP,
+        lambda r, s: r["transformer_layer_config"].update(rope_parameters={"rope_type": "yarn"}),
+        OTHERS,
+    ),
+    (SF, said(parallel_drafting=True), rf"P-EAGLE\), {OTHERS}"),
+    (SP, put("mask_hidden", torch.ones(1)), "P-EAGLE"),
+    (SP, said(architectures=["DFlashDraftModel"]), rf"DFlash\), {OTHERS}"),
+    (E3, said(dflash_config={}), "DFlash"),
+    (E1, put("mtp.0.eh_proj.weight", torch.ones(2)), rf"MTP\), {OTHERS}"),
+    (E1, said(medusa_num_heads=4), f"Medusa heads, {OTHERS}"),
+    (SF, put("midlayer.self_attn.kv_a_proj_with_mqa.weight", torch.ones(2)), rf"MLA\), {OTHERS}"),
+    (
+        SP,
+        put("layers.1.mlp.up_proj.weight", torch.ones(2)),
+        f"more than one decoder layer, {OTHERS}",
+    ),
+    (
+        NV,
+        lambda r, s: r["eagle_config"].update(use_aux_hidden_state=False),
+        "no auxiliary features",
+    ),
+]
+
+
+@pytest.mark.parametrize(("dialect", "spoil", "message"), BAD)
+def test_bad_heads_get_one_line(target, tmp_path, dialect, spoil, message):
+    raw, state = DIALECTS[dialect](head_for(target, dialect))
+    spoil(raw, state)
+    write_folder(tmp_path, raw, state)
+    if message is None:
+        load_head(tmp_path, CONFIG)
+        return
+    with pytest.raises(FasteagleError, match=message) as caught:
+        load_head(tmp_path, CONFIG)
+    assert "\n" not in str(caught.value) and str(caught.value).startswith(str(tmp_path))
+
+
+def test_pickles_run_nothing(target, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    raw, state = DIALECTS[E3](head_for(target, E3))
+    write_folder(tmp_path, raw, state | {"more": Executes()}, pickled=True)
+    with pytest.raises(FasteagleError, match="would run code, use a safetensors version") as caught:
+        load_head(tmp_path, CONFIG)
+    assert "\n" not in str(caught.value) and not (tmp_path / "executed").exists()

@@ -1,0 +1,237 @@
+"""EAGLE-3 heads in GGUF files: read back by the gguf package and by us, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, quants
+
+from fasteagle.cli import main as cli
+from fasteagle.config import Eagle3Config, HeadConfig, Llama3RopeScaling
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.errors import FasteagleError
+from fasteagle.loading.checkpoint import open_checkpoint
+from fasteagle.loading.find_head import find_head
+from fasteagle.loading.gguf import rope_order
+from fasteagle.loading.head_file import load_head, official_state, open_head, save_head
+from fasteagle.loading.head_gguf import NAMES, write_gguf_head
+from fasteagle.model import make_head, rope_table
+from fasteagle.shapes import TreeShape
+from head_folders import DRAFT_IDS, TAPS, head_for
+from helpers import REPO, empty_state, pairs, propose, put_in_cache, random_target, tiny_config
+
+CONFIG = tiny_config(n_layer=8, rope_base=5e5)
+KIND = "official EAGLE-3"
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_target(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """The tokenizer of a target's GGUF file; weights do not matter."""
+    path = tmp_path_factory.mktemp("target") / "target.gguf"
+    writer = GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([f"t{i}" for i in range(60)])
+    writer.add_token_types([1] * 60)
+    writer.add_eos_token_id(59)
+    writer.add_tensor("x", np.zeros(4, np.float32))
+    close(writer)
+    return path
+
+
+def close(writer):
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def written(path, head, tokenizer, dtype=torch.bfloat16):
+    """`head`, rounded to `dtype`, in a GGUF file; and its tensors."""
+    state = {k: t if k == "d2t" else t.to(dtype) for k, t in official_state(head).items()}
+    write_gguf_head(path, head.config, state, CONFIG, tokenizer)
+    return state
+
+
+CASES = [
+    {},
+    {"tap_layers": (0, 4, 8), "norm_before_residual": True},
+    {"tap_norm": "all", "own_embedding": True},
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("changes", CASES)
+def test_written_and_read_back_bit_for_bit(target, tokenizer, tmp_path, changes, dtype):
+    head = head_for(target, KIND, **changes)
+    state = written(tmp_path / "h.gguf", head, tokenizer, dtype)
+    assert find_head(str(tmp_path / "h.gguf"), "x", "").path == tmp_path / "h.gguf"
+    source = open_head(tmp_path)  # the only GGUF file of a folder
+    assert source.dialect == "llama.cpp GGUF EAGLE-3"
+    loaded, header = load_head(tmp_path / "h.gguf", CONFIG)
+    assert header is None and loaded.config.eagle3 == head.config.eagle3
+    assert loaded.config.block.rope_base == 5e5
+    found = official_state(loaded)
+    assert found.keys() == state.keys()
+    norms = [name for name in state if state[name].ndim == 1 and name != "d2t"]
+    assert all(torch.equal(found[name], state[name].float()) for name in norms)
+    assert all(torch.equal(found[n], state[n].to(found[n].dtype)) for n in state)
+    loaded.borrow(target, 512)
+    drafter = EagleDrafter(loaded, TreeShape(3, 2, 5), 256)
+    new = pairs(range(9), torch.randn(9, 96))
+    assert len(propose(drafter, empty_state(target), new, 1).tokens) == 6
+
+
+def test_the_gguf_package_reads_what_llama_cpp_expects(target, tokenizer, tmp_path):
+    head = head_for(target, KIND)
+    state = written(tmp_path / "h.gguf", head, tokenizer)
+    reader = GGUFReader(tmp_path / "h.gguf")
+    said = {key: field.contents() for key, field in reader.fields.items()}
+    assert said["general.architecture"] == "eagle3"
+    assert said["eagle3.target_layers"] == list(TAPS)
+    assert reader.fields["eagle3.target_layers"].types[-1] == GGUFValueType.INT32
+    assert (said["eagle3.target_hidden_size"], said["eagle3.vocab_size"]) == (32, 60)
+    assert said["eagle3.norm_before_residual"] is False and said["eagle3.block_count"] == 1
+    assert said["eagle3.attention.head_count_kv"] == 2 and said["eagle3.rope.freq_base"] == 5e5
+    assert said["tokenizer.ggml.tokens"] == [f"t{i}" for i in range(60)]
+    assert said["tokenizer.ggml.eos_token_id"] == 59
+    tensors = {t.name: t for t in reader.tensors}
+    assert tensors["d2t"].tensor_type == GGMLQuantizationType.I64
+    assert tensors["d2t"].data.tolist() == DRAFT_IDS.tolist()  # absolute
+    assert tensors["fc.weight"].shape.tolist() == [96, 32]
+    assert tensors["fc.weight"].tensor_type == GGMLQuantizationType.BF16
+    assert tensors["blk.0.attn_norm_2.weight"].tensor_type == GGMLQuantizationType.F32
+    assert "token_embd.weight" not in tensors
+    k = quants.dequantize(tensors["blk.0.attn_k.weight"].data, GGMLQuantizationType.BF16)
+    halves = state["midlayer.self_attn.k_proj.weight"].float().numpy()
+    assert np.array_equal(k[:4], halves[[0, 4, 1, 5]])  # rows of interleaved RoPE, heads of 8
+
+
+def test_llama3_scaling_becomes_factors(target, tokenizer, tmp_path):
+    head = head_for(target, KIND)
+    scaled = tiny_config(n_layer=1, rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 64))
+    object.__setattr__(head.config, "block", scaled)
+    written(tmp_path / "h.gguf", head, tokenizer)
+    loaded, _ = load_head(tmp_path / "h.gguf", CONFIG)
+    save_head(tmp_path / "ours", loaded, {}, torch.bfloat16)
+    again, _ = load_head(tmp_path / "ours", CONFIG)
+    for read in (loaded, again):
+        for a, b in zip(rope_table(read.config.block, 99), rope_table(scaled, 99), strict=True):
+            assert torch.allclose(a, b, atol=1e-4)
+
+
+def test_a_repository_with_one_gguf_file(target, tokenizer, tmp_path, hub_cache):
+    (tmp_path / "repo").mkdir()
+    written(tmp_path / "repo" / "h.gguf", head_for(target, KIND), tokenizer)
+    put_in_cache(hub_cache, tmp_path / "repo")
+    found = find_head(REPO, "x", "")
+    assert found.origin == REPO and load_head(found.path, CONFIG)[0].config.eagle3
+
+
+def test_quantized_tensors_and_names_of_forks(target, tmp_path):
+    head = head_for(target, KIND)
+    state = official_state(head)
+    writer = GGUFWriter(tmp_path / "h.gguf", "eagle3")
+    for key, value in {
+        "embedding_length": 32,
+        "feed_forward_length": 48,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "vocab_size": 60,
+    }.items():
+        writer.add_uint32(f"eagle3.{key}", value)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_array("eagle3.extract_layers", list(TAPS))
+    for name, official in NAMES.items():
+        if official not in state:
+            continue
+        values = state[official]
+        if name.startswith(("blk.0.attn_q", "blk.0.attn_k")):
+            values = values[rope_order(len(values), len(values) // 8).argsort()]
+        values = values.numpy()
+        name = name.replace("attn_norm_2", "hidden_norm")
+        if name in ("fc.weight", "blk.0.attn_k.weight"):
+            kind = GGMLQuantizationType.Q8_0
+            writer.add_tensor(name, quants.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, values)
+    writer.add_tensor("d2t.weight", state["d2t"].numpy())
+    close(writer)
+    loaded, _ = load_head(tmp_path / "h.gguf", CONFIG)
+    assert loaded.config.block.rope_base == 1e4  # not said
+    for name, tensor in official_state(loaded).items():
+        far = (tensor - state[name]).abs().max()
+        q8 = name in ("fc.weight", "midlayer.self_attn.k_proj.weight")
+        assert (0 < far < 0.02) if q8 else far == 0, name
+
+
+def test_files_that_are_no_head(target, tokenizer, tmp_path):
+    with pytest.raises(FasteagleError, match="architecture 'llama' is no draft head: give"):
+        open_head(tokenizer)
+    with pytest.raises(FasteagleError, match="no such file"):
+        open_head(tmp_path / "nowhere.gguf")
+    (tmp_path / "text.gguf").write_text("a text")
+    with pytest.raises(FasteagleError, match="not a GGUF file"):
+        open_head(tmp_path / "text.gguf")
+    written(tmp_path / "h.gguf", head_for(target, KIND), tokenizer)
+    whole = (tmp_path / "h.gguf").read_bytes()
+    (tmp_path / "h.gguf").write_bytes(whole[: int(0.7 * len(whole))])
+    with pytest.raises(FasteagleError, match=r"damaged or truncated|truncated"):
+        open_head(tmp_path / "h.gguf")
+    with pytest.raises(FasteagleError, match="its tokenizer has 60 tokens, the model 61: give"):
+        head = head_for(target, KIND)
+        other = tiny_config(n_layer=8, vocab_size=61)
+        write_gguf_head(tmp_path / "o", head.config, official_state(head), other, tokenizer)
+
+
+# The command
+
+
+def run(*args):
+    return CliRunner().invoke(cli.main, ["export-head", *map(str, args)])
+
+
+def test_export_with_the_tokenizer_of_a_file(target, tokenizer, tmp_path):
+    head = head_for(target, KIND)
+    save_head(tmp_path / "ours", head, {}, torch.bfloat16)
+    arguments = (tmp_path / "ours", "--to", "gguf", "-o", tmp_path / "h.gguf")
+    result = run(*arguments, "--tokenizer-from", tokenizer)
+    assert result.exit_code == 0, result.stderr
+    loaded, _ = load_head(tmp_path / "h.gguf", CONFIG)
+    ours, _ = load_head(tmp_path / "ours", CONFIG)
+    expected = official_state(ours)
+    assert all(torch.equal(t, expected[name]) for name, t in official_state(loaded).items())
+    assert run(*arguments, "--tokenizer-from", tokenizer).exit_code == 2  # it is there already
+    told = CliRunner().invoke(cli.main, ["inspect-head", str(tmp_path / "h.gguf")])
+    assert told.exit_code == 0 and "EAGLE-3 head (llama.cpp GGUF EAGLE-3)" in told.stdout
+    assert "the inputs of blocks 2, 4, 5; listed as such" in told.stdout
+
+
+@pytest.mark.real_model
+def test_export_for_the_default_model(default_model_path, tmp_path):
+    """Its GGUF file gives the tokenizer, and the rows of the LM head that the head lacks."""
+    checkpoint = open_checkpoint(default_model_path)
+    c = checkpoint.config
+    own = Eagle3Config((2, 15, 27), target_dim=c.dim, own_lm_head=False)
+    block = dataclasses.replace(c, n_layer=1, tie_embeddings=False)
+    head = make_head(HeadConfig(block, 100, fc_bias=False, eagle3=own))
+    head.d2t.copy_(torch.arange(0, 4900, 49) - torch.arange(100))
+    save_head(tmp_path / "ours", head, {}, torch.bfloat16)
+    out = tmp_path / "h.gguf"
+    result = run(tmp_path / "ours", "--to", "gguf", "-o", out, "--model", default_model_path)
+    assert result.exit_code == 0, result.stderr
+    loaded, _ = load_head(out, c)
+    rows = checkpoint.load("model.embed_tokens.weight")[head.target_ids()]
+    assert torch.equal(loaded.own_lm_head.weight, rows.bfloat16().float())
+    fields = {key: field.contents() for key, field in GGUFReader(out).fields.items()}
+    theirs = {key: f.contents() for key, f in GGUFReader(default_model_path).fields.items()}
+    tokenizer = [key for key in theirs if key.startswith("tokenizer.")]
+    assert len(tokenizer) > 5 and all(fields[key] == theirs[key] for key in tokenizer)

@@ -1,0 +1,156 @@
+"""`fasteagle inspect-head`: the report of every dialect, the exit code, and the probe of taps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from fasteagle.cli import main as cli
+from fasteagle.config import Eagle3Config
+from fasteagle.generate import Engine
+from fasteagle.loading import inspect_head as module
+from fasteagle.loading.checkpoint import load_model, open_checkpoint
+from fasteagle.loading.find_head import make_drafter
+from fasteagle.loading.head_file import save_head
+from fasteagle.loading.tensors import fingerprint
+from fasteagle.options import DraftOptions
+from head_folders import DIALECTS, head_for, write_folder
+from helpers import edit_json, random_head, random_target, tiny_config
+
+TARGET = tiny_config(n_layer=8, rope_base=5e5)
+
+
+def run(*args, code=0):
+    result = CliRunner().invoke(cli.main, ["inspect-head", *map(str, args)])
+    assert result.exit_code == code, result.output
+    lines = result.stdout.splitlines()
+    facts = dict(line.strip().split("  ", 1) for line in lines[1:] if "  " in line.strip())
+    return lines[0] if lines else "", {k: v.strip() for k, v in facts.items()}, result
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_dir):
+    return open_checkpoint(tiny_dir)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    return load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=512)
+
+
+@pytest.fixture
+def own_head(model, checkpoint, tmp_path):
+    """An EAGLE-3 head of ours for the tiny model, and its folder."""
+    eagle3 = Eagle3Config(tap_layers=(0, 1, 3), target_dim=64)
+    head = random_head(model, eagle3=eagle3, rope_scaling=None, rope_base=1e4, qk_norm=False)
+    header = {
+        "target_fingerprint": fingerprint(checkpoint),
+        "target": "tiny",
+        "scheme": "int4-g64",
+        "tau": 2.5,
+    }
+    save_head(tmp_path / "own", head, header, torch.bfloat16)
+    return tmp_path / "own"
+
+
+OUTPUTS = "the inputs of blocks 2, 4, 5; listed as outputs of the ones before"
+TAPS = {
+    "official EAGLE-3": "not said: the inputs of blocks 2, L // 2 and L - 3, as the public code",
+    "SpecForge / SGLang EAGLE-3": OUTPUTS,
+    "NVIDIA ModelOpt EAGLE-3": OUTPUTS,
+    "speculators / vLLM EAGLE-3": "the inputs of blocks 2, 4, 5; listed as such",
+}
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_every_dialect_without_a_model(tmp_path, dialect):
+    head = head_for(random_target(TARGET), dialect)
+    write_folder(tmp_path, *DIALECTS[dialect](head))
+    verdict, facts, _ = run(tmp_path)
+    assert dialect in verdict and verdict.endswith("give --model to check it")
+    assert facts["dialect"] == dialect and facts["header"] == "none: a published head"
+    assert facts.get("taps") == TAPS.get(dialect)
+    says_base = dialect.split()[0] in ("SpecForge", "NVIDIA", "speculators")
+    assert facts["RoPE"] == f"base {'500,000' if says_base else '10,000 (not said)'}, no scaling"
+    trimmed = "EAGLE-3" in dialect
+    assert facts["draft vocabulary"] == ("30 of 60" if trimmed else "60 of 60")
+    assert facts["LM head"] == ("its own" if trimmed else "the target's")
+    assert facts["embedding"] == "the target's"
+    assert "float32" in facts["size"]
+
+
+def test_a_head_of_ours_with_its_model(own_head, tiny_dir, tmp_path):
+    verdict, facts, _ = run(own_head, "--model", tiny_dir)
+    assert verdict == f"EAGLE-3 head (fasteagle), fits {tiny_dir}"
+    assert facts["header"] == "made for tiny, at int4-g64, tau 2.50"
+    assert facts["calibration"] == "made for exactly these weights"
+    assert facts["taps"] == "the inputs of blocks 0, 1, 3; listed as such"
+    _, facts, _ = run(own_head, "--model", tiny_dir, "--tap-layers", "0,2,3")
+    assert facts["taps"] == "the inputs of blocks 0, 2, 3, as asked"
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        (
+            {"vocab_size": 999, "draft_vocab_size": 999},
+            (),
+            "for a vocabulary of 999, the model has 260",
+        ),
+        ({"tap_layers": [0, 1, 4]}, (), "taps 0, 1, 4 must ascend within 0 .. 3"),
+        ({"intermediate_size": 7}, (), "mlp.down_proj.weight is (64, 96), expected (64, 7)"),
+        ({}, ("--tap-layers", "0,1"), "fc reads 192 values, 3 taps of 64, but the taps are 0, 1"),
+    ],
+)
+def test_what_is_wrong_is_in_the_verdict(own_head, tiny_dir, changes, options, message):
+    edit_json(own_head / "config.json", **changes)
+    verdict, facts, _ = run(own_head, "--model", tiny_dir, *options, code=2)
+    assert "that does not run" in verdict and message in verdict and message in facts["fit"]
+
+
+def test_what_is_no_head_costs_one_line(own_head, tmp_path):
+    for path, message in (
+        (tmp_path / "nowhere", "no such folder or .gguf file, and no Hugging Face id"),
+        ("llama2-70b", "no draft head ships for llama2-70b and none is published: give"),
+    ):
+        _, _, result = run(path, code=2)
+        assert message in result.stderr and len(result.stderr.strip().splitlines()) == 1
+    edit_json(own_head / "config.json", parallel_drafting=True)
+    _, _, result = run(own_head, code=2)
+    assert "P-EAGLE" in result.stderr
+    _, _, result = run(own_head, "--tap-layers", "one", code=2)
+    assert "'one' is no list of numbers like 2,15,27" in result.stderr
+    _, _, result = run(own_head, "--probe", code=2)
+    assert "--probe measures on a model: add --model" in result.stderr
+
+
+def test_the_shipped_head_by_its_models_name():
+    verdict, facts, _ = run("smollm2-135m")
+    assert "EAGLE-1/2 head (fasteagle)" in verdict and facts["head"] == "shipped with fasteagle"
+    assert "tau" in facts["header"] and "49,152" in facts["draft vocabulary"]
+
+
+def test_probe_runs_and_says_which_taps_are_best(own_head, tiny_dir, monkeypatch):
+    options = ("--model", tiny_dir, "--probe", "--dtype", "fp32")
+    monkeypatch.setattr(module, "PROBE_TOKENS", 8)
+    _, _, result = run(own_head, *options)
+    assert "with taps 0, 1, 3: " in result.stdout and "1, 2, 4" not in result.stdout
+    edit_json(own_head / "config.json", tap_layers=[0, 1, 2])
+    known = {None: 0.2, (1, 2, 3): 1.5}
+    monkeypatch.setattr(module, "_accepted", lambda found, runtime, taps: known[taps])
+    _, _, result = run(own_head, *options)
+    assert "with taps 1, 2, 3: 1.50 drafted tokens accepted a pass" in result.stdout
+    assert result.stdout.endswith("better: --tap-layers 1,2,3\n")
+    known[(1, 2, 3)] = 0.1
+    assert run(own_head, *options)[2].stdout.endswith("best as read\n")
+
+
+def test_taps_that_are_asked_for_reach_the_engine(own_head, tiny_dir, model, checkpoint):
+    draft = DraftOptions(head=str(own_head), tap_layers=(0, 1, 2))
+    drafter = make_drafter("tiny", Engine(model, 512), checkpoint, draft, lambda line: None)
+    assert drafter.tap_layers == (0, 1, 2)
+    arguments = ["chat", "--model", tiny_dir, "-p", "hello", "--max-new-tokens", "5"]
+    more = ["--head", own_head, "--tap-layers", "0,1,9"]
+    result = CliRunner().invoke(cli.main, [str(a) for a in [*arguments, *more]])
+    assert result.exit_code == 2 and "taps 0, 1, 9 must ascend within 0 .. 3" in result.stderr
