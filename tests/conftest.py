@@ -22,6 +22,7 @@ from click.testing import CliRunner
 from fasteagle.compile import blocks
 from fasteagle.loading import open as opening
 from fasteagle.loading import registry
+from fasteagle.options import DEFAULT_MODEL
 from helpers import SCRIPTS, save_tiny, write_questions
 
 
@@ -80,7 +81,7 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def default_model_path() -> Path:
     """The embedded default model, downloaded if this machine does not have it yet."""
-    return registry.resolve(registry.DEFAULT_MODEL).path
+    return registry.resolve(DEFAULT_MODEL).path
 
 
 @pytest.fixture

@@ -184,7 +184,7 @@ def test_files_that_are_no_head(target, tokenizer, tmp_path):
     written(tmp_path / "h.gguf", head_for(target, KIND), tokenizer)
     whole = (tmp_path / "h.gguf").read_bytes()
     (tmp_path / "h.gguf").write_bytes(whole[: int(0.7 * len(whole))])
-    with pytest.raises(FasteagleError, match=r"damaged or truncated|truncated"):
+    with pytest.raises(FasteagleError, match=r"fetch it again"):
         open_head(tmp_path / "h.gguf")
     with pytest.raises(FasteagleError, match="its tokenizer has 60 tokens, the model 61: give"):
         head = head_for(target, KIND)
