@@ -30,6 +30,7 @@ from fasteagle.paths import atomic_dir, require_writable
 _EMBEDDING, _LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 _NORM_EACH, _NORM_ALL = "a norm for each tap", "one norm over all taps"
 _NORM_OUTPUT, _NORM_FIRST = "a normed next feature", "a residual stream that begins normed"
+_UNSHIFTED = "inputs that are not shifted"
 _FC_BIAS, _QKV_BIAS, _QK_NORM = "a bias in fc", "biases of q, k and v", "norms of q and k"
 _HEAD_DIM, _WIDTH = "a head_dim other than width / heads", "a width other than the target's"
 _LLAMA3, _LINEAR, _FACTORS = "llama3 RoPE scaling", "linear RoPE scaling", "RoPE factors"
@@ -121,6 +122,7 @@ def _traits(config: HeadConfig, target: ModelConfig) -> list[str]:
     """What is unusual about a head."""
     block, own = config.block, config.eagle3
     traits = {
+        _UNSHIFTED: not config.shifted,
         _FC_BIAS: config.fc_bias,
         _QKV_BIAS: block.qkv_bias,
         _QK_NORM: block.qk_norm,

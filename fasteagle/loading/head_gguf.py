@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from fasteagle.config import HeadConfig, ModelConfig
+from fasteagle.config_fields import Fields
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.gguf import ROPE_FACTORS, check_types, dequantized, rope_factors, rope_order
-from fasteagle.loading.gguf_index import GGUFTensor, read_index
+from fasteagle.loading.gguf_index import GGUFIndex, GGUFTensor, read_index
 from fasteagle.loading.head_dialects import HeadSource
 from fasteagle.model import rope_frequencies
 from fasteagle.paths import replacing
@@ -28,6 +29,7 @@ DIALECT = "llama.cpp GGUF EAGLE-3"
 N_TAPS = 3  # what released versions of llama.cpp read
 TOKENIZER = "tokenizer."  # prefix of the fields that a head takes from its target
 _INTEGERS = {"I32": np.int32, "I64": np.int64}
+_MAPS = ("d2t", "d2t.weight")  # absolute ids, and the offsets of forks
 _EXACT = {"F16": torch.float16, "BF16": torch.bfloat16}  # others are read as fp32
 
 NAMES = {
@@ -47,6 +49,7 @@ NAMES = {
     "blk.0.ffn_up.weight": "midlayer.mlp.up_proj.weight",
     "blk.0.ffn_down.weight": "midlayer.mlp.down_proj.weight",
 }
+_PERMUTED = ("blk.0.attn_q.weight", "blk.0.attn_k.weight")
 _FORKS = {"blk.0.hidden_norm.weight": "midlayer.hidden_norm.weight"}
 
 
@@ -66,102 +69,108 @@ def open_gguf_head(path: Path) -> HeadSource:
     if not path.is_file():
         raise FasteagleError(f"{path}: no such file")
     index = read_index(path)
-    fields = index.fields
-    kind = fields.get("general.architecture", "(none)")
+    fields = Fields(index.fields, str(path))
+    kind = fields.text("general.architecture", "(none)")
     if kind != ARCHITECTURE:
         raise FasteagleError(
             f"{path}: GGUF architecture {kind!r} is no draft head: give a file of architecture "
             f"{ARCHITECTURE!r}, or a folder"
         )
-    maps = {name: t for name, t in index.tensors.items() if t.kind in _INTEGERS}
-    check_types(path, {name: t for name, t in index.tensors.items() if name not in maps})
-    tensors = {name: t for name, t in index.tensors.items() if name != ROPE_FACTORS}
+    maps = {name: index.tensors[name] for name in _MAPS if name in index.tensors}
+    _check_types(path, index, maps)
     data = np.asarray(np.memmap(path, mode="r", dtype=np.uint8))
-    raw = _config(path, fields, tensors)
+    raw = _config(path, fields, index)
     if ROPE_FACTORS in index.tensors:
         raw["rope_freq_factors"] = list(rope_factors(path, data, index.tensors[ROPE_FACTORS]))
-    state = _weights(data, {n: t for n, t in tensors.items() if n not in maps}, raw)
+    state = _weights(data, index.tensors, raw["head_dim"])
     for name, tensor in maps.items():
         state |= _map(data, name, tensor, raw["vocab_size"])
-    taps = fields.get("eagle3.target_layers", fields.get("eagle3.extract_layers"))
-    if taps is None:
-        raise FasteagleError(
-            f"{path}: GGUF metadata lacks eagle3.target_layers: convert the head again"
-        )
-    return HeadSource(str(path), DIALECT, raw, state, None, True, tuple(int(i) for i in taps))
+    return HeadSource(str(path), DIALECT, raw, state, None, True, _taps(path, index.fields))
 
 
-def _config(
-    path: Path, fields: Mapping[str, Any], tensors: Mapping[str, GGUFTensor]
-) -> dict[str, Any]:
-    """The fields under the names of a `config.json`."""
-
-    def said(key: str, default: Any = None) -> Any:
-        value = fields.get(f"{ARCHITECTURE}.{key}", default)
-        if value is None:
+def _check_types(path: Path, index: GGUFIndex, maps: Mapping[str, GGUFTensor]) -> None:
+    check_types(path, {name: t for name, t in index.tensors.items() if name not in maps})
+    for name, tensor in maps.items():
+        if tensor.kind not in _INTEGERS or len(tensor.shape) != 1:
             raise FasteagleError(
-                f"{path}: GGUF metadata lacks {ARCHITECTURE}.{key}: convert the head again"
+                f"{path}: {name} is {tensor.kind} of shape {tensor.shape}: must be a list of "
+                f"{' or '.join(_INTEGERS)}: convert the head again"
             )
-        return value
 
-    dim, n_head = said("embedding_length"), said("attention.head_count")
-    head_dim = said("attention.key_length", dim // n_head)
-    scaling = said("rope.scaling.type", "none")
+
+def _taps(path: Path, fields: Mapping[str, Any]) -> tuple[int, ...]:
+    """Blocks whose input is read; older files have another name for them."""
+    for key in ("eagle3.target_layers", "eagle3.extract_layers"):
+        if key in fields:
+            taps = fields[key]
+            if isinstance(taps, list) and taps and all(type(tap) is int for tap in taps):
+                return tuple(taps)
+            raise FasteagleError(f"{path}: {key} is {taps!r}: must be a list of block numbers")
+    raise FasteagleError(
+        f"{path}: GGUF metadata lacks eagle3.target_layers: convert the head again"
+    )
+
+
+def _config(path: Path, fields: Fields, index: GGUFIndex) -> dict[str, Any]:
+    """The fields under the names of a `config.json`. Raises `FasteagleError`."""
+    p = f"{ARCHITECTURE}."
+    dim, n_head = fields.width(p + "embedding_length"), fields.width(p + "attention.head_count")
+    head_dim = fields.width(p + "attention.key_length", max(1, dim // n_head))
+    scaling = fields.text(p + "rope.scaling.type", "none")
     if (
         scaling not in ("none", "linear")
-        or said("rope.dimension_count", head_dim) != head_dim
-        or said("block_count", 1) != 1
+        or fields.width(p + "rope.dimension_count", head_dim) != head_dim
+        or fields.integer(p + "block_count", 1) != 1
     ):
         raise FasteagleError(
             f"{path}: a head with RoPE scaling {scaling!r}, RoPE on a part of each attention head "
             "or several blocks does not run here: choose another with --head"
         )
-    linear = {"rope_type": "linear", "factor": said("rope.scaling.factor", 1.0)}
+    linear = {"rope_type": "linear", "factor": fields.number(p + "rope.scaling.factor", 1.0)}
     return {
         "hidden_size": dim,
-        "intermediate_size": said("feed_forward_length"),
+        "intermediate_size": fields.width(p + "feed_forward_length"),
         "num_attention_heads": n_head,
-        "num_key_value_heads": said("attention.head_count_kv", n_head),
+        "num_key_value_heads": fields.width(p + "attention.head_count_kv", n_head),
         "head_dim": head_dim,
-        "vocab_size": _vocab_size(path, fields, tensors),
-        "rms_norm_eps": said("attention.layer_norm_rms_epsilon"),
-        "rope_theta": said("rope.freq_base", 10000.0),
+        "vocab_size": _vocab_size(path, fields, index),
+        "rms_norm_eps": fields.number(p + "attention.layer_norm_rms_epsilon"),
+        "rope_theta": fields.number(p + "rope.freq_base", 10000.0),
         "rope_scaling": linear if scaling == "linear" else None,
-        "target_hidden_size": said("target_hidden_size", dim),
-        "norm_before_residual": said("norm_before_residual", False),
-        "norm_before_fc": said("norm_before_fc", False),
+        "target_hidden_size": fields.width(p + "target_hidden_size", dim),
+        "norm_before_residual": fields.flag(p + "norm_before_residual"),
+        "norm_before_fc": fields.flag(p + "norm_before_fc"),
     }
 
 
-def _vocab_size(path: Path, fields: Mapping[str, Any], tensors: Mapping[str, GGUFTensor]) -> int:
+def _vocab_size(path: Path, fields: Fields, index: GGUFIndex) -> int:
     """The target's vocabulary: said, or what the embedding or the tokenizer of the file has."""
+    embedding = index.tensors.get("token_embd.weight")
     if f"{ARCHITECTURE}.vocab_size" in fields:
-        return int(fields[f"{ARCHITECTURE}.vocab_size"])
-    if "token_embd.weight" in tensors:
-        return tensors["token_embd.weight"].shape[0]
-    return len(_tokenizer_fields(path).get("tokenizer.ggml.tokens", (None, (), None))[1])
+        return fields.width(f"{ARCHITECTURE}.vocab_size")
+    return _n_tokens(_tokenizer_fields(path)) if embedding is None else embedding.shape[0]
 
 
 def _weights(
-    data: np.ndarray, tensors: Mapping[str, GGUFTensor], raw: Mapping[str, Any]
+    data: np.ndarray, tensors: Mapping[str, GGUFTensor], head_dim: int
 ) -> dict[str, Tensor]:
     """The tensors under their official names, rows in the order of HF files."""
     state = {}
     for name, tensor in tensors.items():
+        if name in (ROPE_FACTORS, *_MAPS):
+            continue
         values = dequantized(data, tensor, tensor.shape[0])
-        if name in ("blk.0.attn_q.weight", "blk.0.attn_k.weight"):
-            values = values[rope_order(len(values), len(values) // raw["head_dim"])]
+        if name in _PERMUTED and len(values) % head_dim == 0:  # else told as misshapen
+            values = values[rope_order(len(values), len(values) // head_dim)]
         official = NAMES.get(name) or _FORKS.get(name, name)
         state[official] = values.to(_EXACT.get(tensor.kind, torch.float32))
     return state
 
 
 def _map(data: np.ndarray, name: str, tensor: GGUFTensor, vocab_size: int) -> dict[str, Tensor]:
-    """The draft vocabulary as offsets; one of all tokens is none. Forks name offsets d2t.weight."""
+    """The draft vocabulary as offsets; one of all tokens is none."""
     raw = data[tensor.offset : tensor.offset + tensor.n_bytes]
     values = torch.from_numpy(raw.view(_INTEGERS[tensor.kind]).astype(np.int64))
-    if name not in ("d2t", "d2t.weight"):
-        return {name: values}  # told as unknown
     if len(values) == vocab_size:
         return {}
     return {"d2t": values - torch.arange(len(values)) if name == "d2t" else values}
@@ -185,7 +194,7 @@ def write_gguf_head(
     from gguf import GGUFWriter  # 0.2 s
 
     tokens = _tokenizer_fields(tokenizer)
-    n_tokens = len(tokens.get("tokenizer.ggml.tokens", (None, (), None))[1])
+    n_tokens = _n_tokens(tokens)
     if n_tokens != target.vocab_size:
         raise FasteagleError(
             f"{tokenizer}: its tokenizer has {n_tokens:,} tokens, the model {target.vocab_size:,}: "
@@ -224,6 +233,10 @@ def _tokenizer_fields(path: Path) -> dict[str, tuple[Any, Any, Any]]:
     }
 
 
+def _n_tokens(fields: Mapping[str, tuple[Any, Any, Any]]) -> int:
+    return len(fields.get("tokenizer.ggml.tokens", (None, (), None))[1])
+
+
 def _add_fields(writer: Any, name: str, config: HeadConfig, target: ModelConfig) -> None:
     from gguf import RopeScalingType
 
@@ -260,7 +273,7 @@ def _add_tensors(writer: Any, block: ModelConfig, state: Mapping[str, Tensor]) -
         if official not in state:
             continue
         values = state[official]
-        if name in ("blk.0.attn_q.weight", "blk.0.attn_k.weight"):
+        if name in _PERMUTED:
             order = rope_order(len(values), len(values) // block.head_dim)
             values = values[order.argsort()]
         values = values.contiguous().cpu()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -175,6 +176,13 @@ def test_what_a_layout_cannot_say_costs_one_line(kind, to, changes, message):
     with pytest.raises(FasteagleError, match=message) as caught:
         check_exportable(head_for(model, kind, **changes).config, to, model.config)
     assert "\n" not in str(caught.value)
+
+
+def test_a_head_trained_to_compare_inputs_stays_here():
+    model = random_target(tiny_config(n_layer=8))
+    config = dataclasses.replace(head_for(model, E1).config, shifted=False)
+    with pytest.raises(FasteagleError, match="inputs that are not shifted: run it with fasteagle"):
+        check_exportable(config, "eagle", model.config)
 
 
 def test_without_a_model(tmp_path):

@@ -14,9 +14,11 @@ from fasteagle.cli import main as cli
 from fasteagle.config import Eagle3Config, HeadConfig, Llama3RopeScaling
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
+from fasteagle.loading import head_gguf
 from fasteagle.loading.checkpoint import open_checkpoint
 from fasteagle.loading.find_head import find_head
 from fasteagle.loading.gguf import rope_order
+from fasteagle.loading.gguf_index import read_index
 from fasteagle.loading.head_file import load_head, official_state, open_head, save_head
 from fasteagle.loading.head_gguf import NAMES, write_gguf_head
 from fasteagle.model import make_head, rope_table
@@ -190,6 +192,58 @@ def test_files_that_are_no_head(target, tokenizer, tmp_path):
         head = head_for(target, KIND)
         other = tiny_config(n_layer=8, vocab_size=61)
         write_gguf_head(tmp_path / "o", head.config, official_state(head), other, tokenizer)
+
+
+BAD_FIELDS = [
+    ("attention.head_count", 0, "eagle3.attention.head_count is 0: must be an integer from 1"),
+    ("embedding_length", None, "eagle3.embedding_length is missing: must be an integer"),
+    ("target_layers", "2", "eagle3.target_layers is '2': must be a list of block numbers"),
+    ("target_layers", None, "lacks eagle3.target_layers: convert the head again"),
+    ("rope.scaling.type", "yarn", "RoPE scaling 'yarn', .* does not run here: choose another"),
+    ("rope.dimension_count", 4, "RoPE on a part of each attention head"),
+    ("block_count", 2, "several blocks does not run here"),
+    ("attention.key_length", 6, "RoPE on a part of each attention head"),
+    ("norm_before_residual", 1, "eagle3.norm_before_residual is 1: must be true or false"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "message"), BAD_FIELDS)
+def test_metadata_that_is_wrong(target, tokenizer, tmp_path, monkeypatch, key, value, message):
+    written(tmp_path / "h.gguf", head_for(target, KIND), tokenizer)
+    index = read_index(tmp_path / "h.gguf")
+    fields = index.fields | {f"eagle3.{key}": value}
+    if value is None:
+        del fields[f"eagle3.{key}"]
+    changed = dataclasses.replace(index, fields=fields)
+    monkeypatch.setattr(head_gguf, "read_index", lambda path: changed)
+    with pytest.raises(FasteagleError, match=message) as caught:
+        load_head(tmp_path / "h.gguf", CONFIG)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        (
+            "d2t",
+            np.zeros(30, np.float32),
+            "d2t is F32 of shape .30,.: must be a list of I32 or I64",
+        ),
+        ("d2t", np.zeros((30, 1), np.int64), "d2t is I64 of shape .30, 1.: must be a list"),
+        ("blk.0.attn_q.weight", np.zeros((30, 64), np.float32), "q_proj.weight is .30, 64., expec"),
+        ("fc.weight", np.zeros((32, 64), np.float32), "fc reads 64 values, 2 taps of 32, but the"),
+    ],
+)
+def test_tensors_that_are_wrong(target, tokenizer, tmp_path, monkeypatch, name, values, message):
+    add = GGUFWriter.add_tensor
+
+    def spoiled(self, key, tensor, **more):
+        add(self, key, values) if key == name else add(self, key, tensor, **more)
+
+    monkeypatch.setattr(GGUFWriter, "add_tensor", spoiled)
+    written(tmp_path / "h.gguf", head_for(target, KIND), tokenizer)
+    with pytest.raises(FasteagleError, match=message):
+        load_head(tmp_path / "h.gguf", CONFIG)
 
 
 # The command
