@@ -106,15 +106,6 @@ def default_taps(n_layer: int) -> tuple[int, ...]:
     return 2, n_layer // 2, n_layer - 3
 
 
-def parse_taps(text: str, n_layer: int) -> tuple[int, ...]:
-    """Block numbers `2,15,27`. Raises `FasteagleError` for what the model does not have."""
-    try:
-        taps = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise FasteagleError(f"taps {text!r}: must be block numbers such as 2,15,27") from None
-    return checked_taps(taps, n_layer)
-
-
 def checked_taps(taps: tuple[int, ...], n_layer: int) -> tuple[int, ...]:
     """`taps`. Raises `FasteagleError` unless they ascend among the model's blocks."""
     if list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > n_layer:

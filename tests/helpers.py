@@ -262,7 +262,7 @@ _TRAINED = {"lr": 3e-3, "batch_tokens": 200, "steps": 30, "warmup": 5}
 OPTIONS = TrainOptions(**_TRAINED, draft_vocab_size=40, loss_vocab_size=30)
 OPTIONS_3 = TrainOptions(
     algorithm="eagle3",
-    taps="0,1,2",
+    tap_layers=(0, 1, 2),
     self_fed_steps=2,
     **_TRAINED,
     draft_vocab_size=40,

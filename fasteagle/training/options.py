@@ -6,7 +6,7 @@ import dataclasses
 import math
 from pathlib import Path
 
-from fasteagle.config import default_taps, parse_taps
+from fasteagle.config import checked_taps, default_taps
 from fasteagle.errors import FasteagleError
 from fasteagle.options import TAP_LAYERS_TEXT, SamplingParams, option
 
@@ -28,8 +28,8 @@ class TrainOptions:
     """
 
     algorithm: str = option("eagle1", "What kind of head.", kind=ALGORITHMS)
-    taps: str | None = option(
-        None, "Blocks whose input an EAGLE-3 head reads.  [default: 2,L/2,L-3]"
+    tap_layers: tuple[int, ...] | None = option(
+        None, "Blocks whose input an EAGLE-3 head reads.  [default: 2,L/2,L-3]", kind="numbers"
     )
     borrow_lm_head: bool = option(
         False, "Leave an EAGLE-3 head the model's LM head rows: a smaller file."
@@ -72,9 +72,9 @@ class TrainOptions:
                 raise FasteagleError(f"{name} {getattr(self, name)} is out of range: use >= 0")
         if self.algorithm == "eagle3" and self.inputs != "shifted":
             raise FasteagleError("--inputs is for EAGLE-1 heads: give --algorithm eagle1")
-        if self.algorithm == "eagle1" and (self.taps or self.borrow_lm_head):
+        if self.algorithm == "eagle1" and (self.tap_layers or self.borrow_lm_head):
             raise FasteagleError(
-                "--taps and --borrow-lm-head are for EAGLE-3 heads: give --algorithm eagle3"
+                "--tap-layers and --borrow-lm-head are for EAGLE-3 heads: give --algorithm eagle3"
             )
 
     @property
@@ -82,13 +82,11 @@ class TrainOptions:
         """Steps of drafting that each row is trained for."""
         return 1 + (self.self_fed_steps or 0)
 
-    def tap_layers(self, n_layer: int) -> tuple[int, ...]:
-        """Blocks whose input the head reads; empty for EAGLE-1."""
+    def taps_of(self, n_layer: int) -> tuple[int, ...]:
+        """Blocks of a model of `n_layer` whose input the head reads; empty for EAGLE-1."""
         if self.algorithm == "eagle1":
             return ()
-        if self.taps is None:
-            return default_taps(n_layer)
-        return parse_taps(self.taps, n_layer)
+        return checked_taps(self.tap_layers or default_taps(n_layer), n_layer)
 
     def lr_at(self, step: int) -> float:
         """Linear warm-up, then a cosine down to a tenth."""

@@ -44,7 +44,7 @@ def new_head(target: Transformer, draft_ids: Tensor, options: TrainOptions) -> E
         rope_linear_factor=1.0,
         sliding_window=None,
     )
-    tap_layers = options.tap_layers(c.n_layer)
+    tap_layers = options.taps_of(c.n_layer)
     eagle3 = None
     if tap_layers:
         eagle3 = Eagle3Config(tap_layers, c.dim, own_lm_head=not options.borrow_lm_head)

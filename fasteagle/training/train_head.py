@@ -53,7 +53,7 @@ def train_head(
     identity = fingerprint(runtime.checkpoint)
     with ranks.first_alone():  # writes text and features, which the others then find
         conversations = _conversations(runtime, run, identity)
-        taps = options.tap_layers(runtime.checkpoint.config.n_layer)
+        taps = options.taps_of(runtime.checkpoint.config.n_layer)
         text = store_key(conversations, identity, taps)
         store = _features(runtime, conversations, text, run.features, taps)
     held_out = choose_held_out(conversations, run.held_out)
@@ -105,10 +105,11 @@ def _begun(
         return new_head(target, draft_ids, options)
     head = load_head(init, target.config)[0]
     eagle3 = head.config.eagle3
-    asked = options.tap_layers(target.config.n_layer)
+    asked = options.taps_of(target.config.n_layer)
     if (() if eagle3 is None else eagle3.tap_layers) != asked:
         raise FasteagleError(
-            f"{init}: the head reads other features than asked for: give its --algorithm and --taps"
+            f"{init}: the head reads other features than asked for: give its --algorithm and its "
+            "--tap-layers"
         )
     return with_vocabulary(head, draft_ids, target.head_rows)
 

@@ -70,6 +70,7 @@ class _plain:
         self.config, self.names, self.load = checkpoint.config, checkpoint.names, checkpoint.load
 
 
+@pytest.mark.slow
 def test_the_command(folder, text, tmp_path):
     from click.testing import CliRunner
 

@@ -270,6 +270,7 @@ def test_export_with_the_tokenizer_of_a_file(target, tokenizer, tmp_path):
 
 
 @pytest.mark.real_model
+@pytest.mark.slow
 def test_export_for_the_default_model(default_model_path, tmp_path):
     """Its GGUF file gives the tokenizer, and the rows of the LM head that the head lacks."""
     checkpoint = open_checkpoint(default_model_path)

@@ -112,6 +112,7 @@ def test_op_computes_the_reference_on_cpu(name):
     torch.library.opcheck(planes.planes_linear, planes.op_arguments(x, laid_out, "fp32"))
 
 
+@pytest.mark.slow
 def test_op_in_a_full_graph_with_any_number_of_rows():
     weight = planes.pack_planes(random_weight("g32-offsets", 33, 96))
 

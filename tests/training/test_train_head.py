@@ -63,7 +63,7 @@ def test_the_command_survives_a_kill_and_writes_a_head(tiny_dir, text_file, tmp_
 
 def test_an_eagle3_head_is_trained_and_drafts(tiny_dir, text_file, tmp_path, no_compiler):
     out = tmp_path / "head"
-    kind = ("--algorithm", "eagle3", "--taps", "0,1,2", "--self-fed-steps", 1)
+    kind = ("--algorithm", "eagle3", "--tap-layers", "0,1,2", "--self-fed-steps", 1)
     done = invoke(*command(tiny_dir, text_file, out, *kind, "--steps", 4))
     assert done.exit_code == 0, done.stderr
     config = json.loads((out / "config.json").read_text())
@@ -86,7 +86,7 @@ def test_an_eagle3_head_is_trained_and_drafts(tiny_dir, text_file, tmp_path, no_
 def test_two_processes_train_what_one_does(tiny_dir, text_file, tmp_path, algorithm):
     """Over gloo, from the same text."""
     kind = ("--algorithm", algorithm, "--self-fed-steps", 1, "--steps", 6, "--features", "cached")
-    kind += ("--taps", "0,1,2") if algorithm == "eagle3" else ()
+    kind += ("--tap-layers", "0,1,2") if algorithm == "eagle3" else ()
     heads = []
     for size in (1, 2):
         out = tmp_path / str(size)
