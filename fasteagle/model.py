@@ -455,7 +455,7 @@ class Eagle3Head(EagleHead):
         normed = self.feature_norm(features)
         entry = torch.cat((self.embedding_norm(embeds), normed), dim=-1)
         residual = normed if self.config.eagle3.norm_before_residual else features
-        return residual.float(), entry
+        return residual.float().contiguous(), entry  # a tree's first level is one row, expanded
 
     def leave(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         assert self.config.eagle3 is not None, "see _init_layers"

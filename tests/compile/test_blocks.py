@@ -53,8 +53,7 @@ def test_compiled_equals_eager_and_nothing_recompiles(model, no_recompiles):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["eagle1", "eagle3"])
-@pytest.mark.parametrize("shape", [(3, 4, 7), (3, 1, 3)])
+@pytest.mark.parametrize(("algorithm", "shape"), [("eagle3", (3, 4, 7)), ("eagle1", (3, 1, 3))])
 def test_a_long_chat_with_speculation_recompiles_nothing(model, no_recompiles, shape, algorithm):
     """Twelve turns through every cache size up to the limit, compiled against eager."""
 

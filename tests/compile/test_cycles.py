@@ -244,7 +244,6 @@ def test_a_sliding_window_in_the_whole_model():
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @needs_compiler
 def test_compiled_blocks_take_a_tree_view(target):
     other = random_target(tiny_config())
@@ -258,11 +257,13 @@ def test_compiled_blocks_take_a_tree_view(target):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("params", [GREEDY, SamplingParams(0.8, seed=3)], ids=str)
-def test_compiled_pieces_are_the_eager_ones(target, head, params):
+@pytest.mark.parametrize(
+    ("algorithm", "params"), [("eagle3", GREEDY), ("eagle1", SamplingParams(0.8, seed=3))], ids=str
+)
+def test_compiled_pieces_are_the_eager_ones(target, algorithm, params):
     """Drafting is one call, accept and commit another; no value makes another variant of them."""
+    head = random_head(target, eagle3=eagle3_of(algorithm, target.config))
     engine, eager = (
         Engine(target, 512, drafter=EagleDrafter(head, TreeShape(2, 2, 4), 512)) for _ in range(2)
     )
@@ -275,7 +276,6 @@ def test_compiled_pieces_are_the_eager_ones(target, head, params):
             assert engine.stats.path_lengths == eager.stats.path_lengths
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 @needs_compiler
 def test_an_empty_proposal_costs_one_row_on_a_cpu(target):
