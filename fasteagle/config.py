@@ -88,6 +88,21 @@ class ModelConfig:
         return 2 * self.n_layer * self.n_kv_head * self.head_dim * seq_len * element_bytes
 
 
+def draft_block(config: ModelConfig) -> ModelConfig:
+    """One decoder block of a model's widths without what belongs to its family: for draft heads."""
+    return dataclasses.replace(
+        config,
+        n_layer=1,
+        qkv_bias=False,
+        qk_norm=False,
+        tie_embeddings=False,
+        rope_scaling=None,
+        rope_freq_factors=None,
+        rope_linear_factor=1.0,
+        sliding_window=None,
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Eagle3Config:
     """What an EAGLE-3 head has beside its block; the defaults are the paper's."""

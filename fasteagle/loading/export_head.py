@@ -20,7 +20,7 @@ from fasteagle.config import HeadConfig, ModelConfig
 from fasteagle.errors import FasteagleError, shortened
 from fasteagle.loading.gguf import GGUFFile
 from fasteagle.loading.head_dialects import HeadSource, default_taps
-from fasteagle.loading.head_file import check_state, rope_scaling
+from fasteagle.loading.head_file import check_state, layer_config
 from fasteagle.loading.head_gguf import N_TAPS, write_gguf_head
 from fasteagle.loading.tensors import Checkpoint
 from fasteagle.model import make_head
@@ -213,25 +213,12 @@ def _fill(folder: Path, raw: dict[str, Any], state: dict[str, Tensor]) -> None:
 
 def _layer(config: HeadConfig, target: ModelConfig, state: dict[str, Tensor]) -> dict[str, Any]:
     """What the config of a Llama decoder layer says in every layout."""
-    block = config.block
     return {
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "hidden_size": block.dim,
-        "intermediate_size": block.ffn_dim,
-        "num_attention_heads": block.n_head,
-        "num_key_value_heads": block.n_kv_head,
-        "head_dim": block.head_dim,
-        "num_hidden_layers": 1,
-        "vocab_size": block.vocab_size,
+        **layer_config(config.block, state["fc.weight"].dtype),
         "max_position_embeddings": min(target.max_seq_len, 2**20),
-        "rms_norm_eps": block.norm_eps,
-        "rope_theta": block.rope_base,
-        "rope_scaling": rope_scaling(block),
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
-        "torch_dtype": str(state["fc.weight"].dtype).removeprefix("torch."),
     }
 
 

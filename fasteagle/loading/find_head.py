@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from fasteagle.config import Eagle3Config, HeadConfig, ModelConfig, head_from_hf
+from fasteagle.config import Eagle3Config, HeadConfig, ModelConfig, draft_block, head_from_hf
 from fasteagle.drafting.base import Drafter, Tuning
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.ngram import NgramDrafter
@@ -146,17 +146,7 @@ def head_shape(name: str, config: ModelConfig) -> HeadConfig:
             raw = read_json(shipped / "config.json")
             if (raw["hidden_size"], raw["vocab_size"]) == (config.dim, config.vocab_size):
                 return head_from_hf(raw, str(shipped / "config.json"))
-    block = dataclasses.replace(
-        config,
-        n_layer=1,
-        rope_base=10000.0,
-        rope_scaling=None,
-        rope_linear_factor=1.0,
-        rope_freq_factors=None,
-        qkv_bias=False,
-        qk_norm=False,
-        sliding_window=None,
-    )
+    block = dataclasses.replace(draft_block(config), rope_base=10000.0)
     head = next(iter(REGISTRY[name].heads), None) if name in REGISTRY else None
     if head is None or head.algorithm != EAGLE3:
         return HeadConfig(block, config.vocab_size)

@@ -263,10 +263,9 @@ def _unpickled(path: Path) -> Any:
         ) from error
 
 
-def _hf_config(config: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
-    block = config.block
-    raw = {
-        "architectures": ["LlamaForCausalLM"],
+def layer_config(block: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """What the config of a Llama decoder layer says in every layout."""
+    return {
         "model_type": "llama",
         "hidden_act": "silu",
         "hidden_size": block.dim,
@@ -276,13 +275,21 @@ def _hf_config(config: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
         "head_dim": block.head_dim,
         "num_hidden_layers": 1,
         "vocab_size": block.vocab_size,
-        "draft_vocab_size": config.draft_vocab_size,
         "rms_norm_eps": block.norm_eps,
         "rope_theta": block.rope_base,
         "rope_scaling": rope_scaling(block),
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def _hf_config(config: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
+    block = config.block
+    raw = {
+        "architectures": ["LlamaForCausalLM"],
+        **layer_config(block, dtype),
+        "draft_vocab_size": config.draft_vocab_size,
         "bias": config.fc_bias,
         "qkv_bias": block.qkv_bias,
-        "torch_dtype": str(dtype).removeprefix("torch."),
     }
     if not config.shifted:
         raw["shifted"] = False

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasteagle.config import Eagle3Config, HeadConfig
+from fasteagle.config import Eagle3Config, HeadConfig, draft_block
 from fasteagle.errors import FasteagleError
 from fasteagle.model import Eagle3Head, EagleHead, Transformer, make_head
 from fasteagle.paths import replacing
@@ -33,17 +33,7 @@ def new_head(target: Transformer, draft_ids: Tensor, options: TrainOptions) -> E
     A copy of the target's last block diverges; small random attention and MLP weights train.
     """
     c = target.config
-    block = dataclasses.replace(
-        c,
-        n_layer=1,
-        qkv_bias=False,
-        qk_norm=False,
-        tie_embeddings=False,
-        rope_scaling=None,
-        rope_freq_factors=None,
-        rope_linear_factor=1.0,
-        sliding_window=None,
-    )
+    block = draft_block(c)
     tap_layers = options.taps_of(c.n_layer)
     eagle3 = None
     if tap_layers:
