@@ -10,6 +10,7 @@ import sys
 import click
 
 from fasteagle.cli.background import Preparation
+from fasteagle.cli.command import uncollected
 from fasteagle.cli.repl import Repl, utf8_streams
 from fasteagle.cli.session import ChatSession, format_stats
 from fasteagle.errors import FasteagleError, note
@@ -41,11 +42,12 @@ def run_chat(
     answer = dataclasses.replace(answer, stop=tuple(_argument(s, "--stop") for s in answer.stop))
 
     say = _silent if quiet else note
-    opened = open_for(model, runtime_options, say)
-    asked = check_draft(draft, opened, runtime_options)
-    runtime = opened.loaded(runtime_options, say)
-    engine = runtime.engine
-    engine.use(make_drafter(runtime.name, engine, runtime.checkpoint, draft, say, asked))
+    with uncollected():
+        opened = open_for(model, runtime_options, say)
+        asked = check_draft(draft, opened, runtime_options)
+        runtime = opened.loaded(runtime_options, say)
+        engine = runtime.engine
+        engine.use(make_drafter(runtime.name, engine, runtime.checkpoint, draft, say, asked))
     if announce_seed:
         say(f"seed {params.seed}")
     notify = say if one_shot else note

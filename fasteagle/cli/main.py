@@ -9,7 +9,7 @@ import click
 
 from fasteagle import __version__
 from fasteagle.bench.options import EvalOptions
-from fasteagle.cli.command import Cli
+from fasteagle.cli.command import Cli, uncollected
 from fasteagle.cli.options import (
     FILE,
     FOLDER,
@@ -54,7 +54,8 @@ def main() -> None:
 @click.option("--quiet", is_flag=True, help="Only answers, no numbers.")
 def chat(**asked: Any) -> None:
     """Talk to a model. Text goes to stdout, everything else to stderr."""
-    from fasteagle.cli.chat import run_chat
+    with uncollected():
+        from fasteagle.cli.chat import run_chat
 
     run_chat(**asked)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -265,3 +266,15 @@ def test_our_own_mistakes_keep_their_traceback(tiny_dir, monkeypatch):
 def test_unknown_option_and_command():
     assert invoke("chat", "--temprature", "1").exit_code == 2
     assert invoke("chta").exit_code == 2
+
+
+def test_objects_are_collected_again_after_the_start():
+    import gc
+
+    from fasteagle.cli.command import uncollected
+
+    with contextlib.suppress(ValueError), uncollected():
+        assert not gc.isenabled()
+        raise ValueError
+    assert gc.isenabled()
+    gc.unfreeze()
