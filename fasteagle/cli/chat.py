@@ -68,8 +68,8 @@ def run_chat(
     else:
         say(f"context {engine.max_seq_len:,} tokens; /help lists commands")
         Repl(session, quiet, preparation).run()
-        if preparation and preparation.busy:
-            _leave()
+    if preparation and preparation.busy:
+        _leave()
 
 
 def _silent(line: str) -> None:

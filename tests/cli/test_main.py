@@ -278,3 +278,24 @@ def test_objects_are_collected_again_after_the_start():
         raise ValueError
     assert gc.isenabled()
     gc.unfreeze()
+
+
+def test_one_answer_ends_while_something_is_still_prepared(tiny_dir, monkeypatch):
+    """The interpreter's own end would abort in the thread that compiles or measures."""
+    left = []
+
+    class Busy:
+        busy = True
+
+        def __init__(self, *args) -> None: ...
+
+        def wait_for_compiler(self) -> None: ...
+
+        def answering(self, params):
+            return contextlib.nullcontext()
+
+    monkeypatch.setattr("fasteagle.cli.chat.Preparation", Busy)
+    monkeypatch.setattr("fasteagle.cli.chat._leave", lambda: left.append(True))
+    model = ("--model", tiny_dir, "--no-spec", "--max-new-tokens", 4)
+    done = invoke("chat", *model, "-p", "hi", "--compile")
+    assert done.exit_code == 0 and left == [True], done.stderr
