@@ -17,11 +17,12 @@ import torch
 
 from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.find_head import find_head
-from fasteagle.loading.head_file import save_head
-from fasteagle.loading.open import open_model
+from fasteagle.loading.head_file import load_head, save_head
+from fasteagle.loading.open import OpenedModel, open_model
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.options import RuntimeOptions
-from fasteagle.paths import cache_dir, write_atomic
+from fasteagle.paths import cache_dir, require_writable, write_atomic
+from fasteagle.prompts import read_conversations
 from fasteagle.training.calibration import Calibration
 from fasteagle.training.data import choose_held_out, compute_features
 from fasteagle.training.options import CalibrateOptions
@@ -34,6 +35,7 @@ def calibrate_head(model: str, runtime: RuntimeOptions, options: CalibrateOption
     opened = open_model(model)
     if runtime.quant is None and opened.checkpoint.own_scheme is None:
         runtime = dataclasses.replace(runtime, quant="int4-g64")
+    _check_early(opened, options)
     prepared = opened.prepared(runtime)
     identity = fingerprint(prepared.checkpoint)
     found = find_head(options.head, opened.name, identity)
@@ -46,6 +48,19 @@ def calibrate_head(model: str, runtime: RuntimeOptions, options: CalibrateOption
     run = Calibration(opened, prepared, options, found, identity, out)
     _calibrate(run, out)
     shutil.rmtree(run.work.folder)
+
+
+def _check_early(opened: OpenedModel, options: CalibrateOptions) -> None:
+    """Raise `FasteagleError` for all that is wrong before weights are read."""
+    config = opened.checkpoint.config
+    if options.head is not None:
+        found = find_head(options.head, opened.name, identity="")
+        assert found is not None, "a head that is asked for is found or refused"
+        load_head(found.path, config, options.tap_layers)
+    if options.data is not None:
+        read_conversations(options.data, config.vocab_size, config.max_seq_len)
+    if options.out is not None:
+        require_writable(options.out / "config.json")
 
 
 def _calibrate(run: Calibration, out: Path) -> None:

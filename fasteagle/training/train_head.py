@@ -15,13 +15,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.head_file import load_head, save_head, with_vocabulary
-from fasteagle.loading.open import Runtime, compile_now, load_runtime
+from fasteagle.loading.open import OpenedModel, Runtime, compile_now, open_model
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.loading.text import write_answers
 from fasteagle.model import EagleHead, Transformer
 from fasteagle.options import RuntimeOptions
-from fasteagle.paths import cache_dir, write_atomic
-from fasteagle.prompts import Conversation, read_conversations
+from fasteagle.paths import cache_dir, require_writable, write_atomic
+from fasteagle.prompts import Conversation, read_conversations, read_questions
 from fasteagle.training.data import (
     Features,
     LiveFeatures,
@@ -49,10 +49,12 @@ def train_head(
     device = local_device()
     if device is not None and runtime_options.device == "auto":
         runtime_options = dataclasses.replace(runtime_options, device=device)
-    runtime = load_runtime(model, runtime_options)
+    opened = open_model(model)
+    given = _given(opened, runtime_options, run, options)
+    runtime = opened.loaded(runtime_options)
     identity = fingerprint(runtime.checkpoint)
     with ranks.first_alone():  # writes text and features, which the others then find
-        conversations = _conversations(runtime, run, identity)
+        conversations = _conversations(runtime, run, identity, given)
         taps = options.taps_of(runtime.checkpoint.config.n_layer)
         text = store_key(conversations, identity, taps)
         store = _features(runtime, conversations, text, run.features, taps)
@@ -76,14 +78,34 @@ def train_head(
     ranks.wait()
 
 
-def _conversations(runtime: Runtime, run: TrainRun, identity: str) -> list[Conversation]:
-    """The text of the run. Raises `FasteagleError` if it is too little."""
-    data = [*run.data, *_written_now(runtime, run, identity)]
-    if not data:
+def _given(
+    opened: OpenedModel, runtime_options: RuntimeOptions, run: TrainRun, options: TrainOptions
+) -> list[Conversation]:
+    """The text in --data. Raises `FasteagleError` for all that is wrong before weights are read."""
+    if not run.data and run.prompts is None:
         raise FasteagleError("nothing to train on: give --data, or --prompts to be answered now")
+    config = opened.checkpoint.config
+    options.taps_of(config.n_layer)
+    require_writable(run.out / "state.pt")
+    if run.init is not None:
+        load_head(run.init, config)
+    if run.prompts is not None:
+        read_questions(run.prompts, None)
+    max_len = min(run.max_len, runtime_options.seq_len_for(config.max_seq_len, opened.name))
+    return [c for path in run.data for c in read_conversations(path, config.vocab_size, max_len)]
+
+
+def _conversations(
+    runtime: Runtime, run: TrainRun, identity: str, given: list[Conversation]
+) -> list[Conversation]:
+    """All text of the run. Raises `FasteagleError` if it is too little."""
     max_len = min(run.max_len, runtime.engine.max_seq_len)
     vocab_size = runtime.checkpoint.config.vocab_size
-    found = [c for path in data for c in read_conversations(path, vocab_size, max_len)]
+    written = _written_now(runtime, run, identity)
+    found = [
+        *given,
+        *(c for path in written for c in read_conversations(path, vocab_size, max_len)),
+    ]
     if len(found) <= run.held_out:
         raise FasteagleError(
             f"{len(found)} conversations are too few to hold {run.held_out} out: "

@@ -13,6 +13,7 @@ from fasteagle.loading.open import OpenedModel
 TUNE, CHAT = ["tune"], ["chat", "-p", "x"]
 EVAL = ["eval", "--precision", "fp32"]
 QUANTIZE = ["quantize", "--int8"]
+TRAIN, CALIBRATE = ["train-head", "--out", "DIR/out"], ["calibrate-head", "--quant", "int4-g32"]
 BENCH = ["bench", "--no-compile", "--precision", "fp32"]
 
 # The command, what is wrong with it ("DIR" is a folder, "HEAD" a head for width 32), the error.
@@ -31,6 +32,15 @@ BAD = [
     (EVAL, ["--text", "DIR/none.txt"], "cannot read DIR/none.txt"),
     (EVAL, ["--text", "DIR/text", "--json", "/proc/none.json"], "cannot write /proc/none.json"),
     (QUANTIZE, ["-o", "/proc/none"], "cannot write /proc/none"),
+    (TRAIN, [], "nothing to train on: give --data"),
+    (TRAIN, ["--data", "DIR/text"], "DIR/text, line 1: expected"),
+    (TRAIN, ["--prompts", "DIR/text"], "DIR/text, line 1: expected"),
+    (TRAIN, ["--data", "DIR/text", "--init", "HEAD"], "the head is for a width of 32, the model"),
+    (TRAIN, ["--data", "DIR/text", "--algorithm", "eagle3"], "taps 2, 1, 0 must ascend"),
+    (TRAIN, ["--data", "DIR/text", "--out", "/proc/none"], "cannot write /proc/none/state.pt"),
+    (CALIBRATE, ["--head", "HEAD"], "the head is for a width of 32, the model has 64"),
+    (CALIBRATE, ["--data", "DIR/text"], "DIR/text, line 1: expected"),
+    (CALIBRATE, ["--out", "/proc/none"], "cannot write /proc/none/config.json"),
 ]
 
 
@@ -61,7 +71,7 @@ def test_refused_before_weights_are_read(
             text = text.replace(name, place)
         return text
 
-    arguments = [*command[1:], "--model", str(tiny_dir), *map(placed, options)]
+    arguments = [*map(placed, command[1:]), "--model", str(tiny_dir), *map(placed, options)]
     if command[0] == "bench":
         done = script(*arguments)
     else:
