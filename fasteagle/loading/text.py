@@ -63,10 +63,11 @@ def write_conversations(
     max_new_tokens: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
     enough: Callable[[int], bool] = lambda n: False,
+    fewest: int = 0,
 ) -> Path:
     """Append conversations written entirely by the model to `out`, up to `n_tokens` tokens.
 
-    Ends sooner once `enough(number of conversations)`.
+    At least `fewest` conversations are written. Ends sooner once `enough(number of conversations)`.
 
     The model continues its own chat template from where the user's text would begin: it writes a
     question, and then answers it. Needs no data. Lines already there count, as in `write_answers`;
@@ -76,7 +77,7 @@ def write_conversations(
     done = _tokens_of(out) if number else 0
     before_question = user_prefix(tokenizer)
     with out.open("a", encoding="utf-8") as file:
-        while done < n_tokens and not enough(number):
+        while (done < n_tokens or number < fewest) and not enough(number):
             params = SamplingParams(1.0, top_p=0.95, seed=number)
             ids = _generated(engine, before_question, params, QUESTION_TOKENS, tokenizer)
             question = tokenizer.decode([i for i in ids if i not in tokenizer.eos_ids]).strip()

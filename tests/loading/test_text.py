@@ -31,3 +31,6 @@ def test_a_model_makes_up_conversations(tmp_path, tiny_dir):
         engine, tokenizer, tmp_path / "c.jsonl", 300, 12, enough=lambda n: n >= 2
     )
     assert few.read_text().splitlines() == lines[:2]
+    more = write_conversations(engine, tokenizer, tmp_path / "d.jsonl", 30, 12, fewest=4)
+    found = more.read_text().splitlines()
+    assert len(found) == 4 and found[:3] == lines[:3]
