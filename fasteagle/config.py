@@ -144,11 +144,16 @@ class HeadConfig:
     shifted: bool = True  # a row's token is the one after its feature; else only good to compare
 
     @property
+    def tap_layers(self) -> tuple[int, ...]:
+        """Target blocks whose input it reads; none for EAGLE-1/2."""
+        return () if self.eagle3 is None else self.eagle3.tap_layers
+
+    @property
     def feature_dim(self) -> int:
         """Width of what it reads of the target, for each token."""
         if self.eagle3 is None:
             return self.block.dim
-        return len(self.eagle3.tap_layers) * self.eagle3.target_dim
+        return len(self.tap_layers) * self.eagle3.target_dim
 
     @property
     def linear_params(self) -> int:

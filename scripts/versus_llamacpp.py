@@ -31,7 +31,7 @@ from fasteagle.device import device_name
 from fasteagle.errors import FasteagleError, note
 from fasteagle.generate import common_prefix
 from fasteagle.loading.gguf import GGUFFile
-from fasteagle.loading.open import open_model
+from fasteagle.loading.open import open_for
 from fasteagle.options import DEFAULT_MODEL, RuntimeOptions
 from fasteagle.paths import require_writable, write_atomic
 from fasteagle.prompts import read_questions
@@ -127,15 +127,13 @@ def main(
 ) -> None:
     """Compare the speed of fasteagle and llama.cpp; see the module's docstring."""
     runtime = RuntimeOptions(threads=threads)
-    if threads:
-        torch.set_num_threads(threads)
     options = BenchOptions(
         model=model, rows=comma_list(rows), data=data, limit=limit, max_new_tokens=max_new_tokens
     )
     if json_path:
         require_writable(json_path)
     questions = read_questions(data, limit)
-    opened = open_model(model)
+    opened = open_for(model, runtime)
     if not isinstance(opened.checkpoint, GGUFFile):
         raise FasteagleError(f"{model} is no GGUF file, and llama.cpp reads only these")
     path = opened.checkpoint.path

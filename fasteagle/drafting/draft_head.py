@@ -39,8 +39,7 @@ class HeadDrafter(Controlled):
         weight = head.block.mlp_norm.weight
         self.cache = KVCache(head.config.block, 1, weight.dtype, weight.device)
         self.target_ids = head.target_ids()
-        eagle3 = head.config.eagle3
-        self.tap_layers = () if eagle3 is None else eagle3.tap_layers
+        self.tap_layers = head.config.tap_layers
 
     @property
     def caches(self) -> list[KVCache]:

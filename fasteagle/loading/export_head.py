@@ -20,10 +20,9 @@ from fasteagle.config import HeadConfig, ModelConfig
 from fasteagle.errors import FasteagleError, shortened
 from fasteagle.loading.gguf import GGUFFile
 from fasteagle.loading.head_dialects import HeadSource, default_taps
-from fasteagle.loading.head_file import check_state, layer_config
+from fasteagle.loading.head_file import fitted, layer_config
 from fasteagle.loading.head_gguf import N_TAPS, write_gguf_head
 from fasteagle.loading.tensors import Checkpoint
-from fasteagle.model import make_head
 from fasteagle.options import EXPORT_FORMATS
 from fasteagle.paths import atomic_dir, require_writable
 
@@ -84,10 +83,7 @@ def export_head(
     if target is None:
         _check_needs_no_target(source, to, tap_layers)
     shape = source.likely_target() if target is None else target.checkpoint.config
-    config = source.config(shape, tap_layers)
-    with torch.device("meta"):
-        empty = make_head(config)
-    check_state(empty, source.state, source.name)
+    config = fitted(source, shape, tap_layers)
     check_exportable(config, to, shape)
     if config.eagle3 is None:
         return _write_eagle1(source, config, shape, target, out)

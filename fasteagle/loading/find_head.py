@@ -35,20 +35,24 @@ from fasteagle.shapes import PAPER_TREE, Paths, TreeShape, read_tree
 
 
 @dataclasses.dataclass(frozen=True)
-class FoundHead:
-    """A head directory or file, and its origin in words for the user."""
-
-    path: Path
-    origin: str
-
-
-@dataclasses.dataclass(frozen=True)
 class LoadedHead:
     """A draft head whose width and vocabulary are its target's, and where it comes from."""
 
     origin: str
     head: EagleHead
     header: dict[str, Any] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundHead:
+    """A head directory or file, and its origin in words for the user."""
+
+    path: Path
+    origin: str
+
+    def loaded(self, config: ModelConfig, tap_layers: tuple[int, ...] | None = None) -> LoadedHead:
+        """The head, over a target of `config`. Raises `FasteagleError`, see `load_head`."""
+        return LoadedHead(self.origin, *load_head(self.path, config, tap_layers))
 
 
 def check_draft(
@@ -66,7 +70,7 @@ def check_draft(
         return None
     found = find_head(options.head, opened.name, identity="")
     assert found is not None, "a head that is asked for is found or refused"
-    loaded = LoadedHead(found.origin, *load_head(found.path, config, options.tap_layers))
+    loaded = found.loaded(config, options.tap_layers)
     tree_of(options, loaded.head.config.draft_vocab_size, quantized_on_cpu)
     return loaded
 
@@ -117,11 +121,9 @@ def named_head(asked: str) -> FoundHead:
 
 def _published_head(name: str) -> FoundHead | None:
     heads = REGISTRY[name].heads if name in REGISTRY else ()
-    return (
-        FoundHead(hub.fetch_repo(heads[0].repo, heads[0].revision), heads[0].repo)
-        if heads
-        else None
-    )
+    if not heads:
+        return None
+    return FoundHead(hub.fetch_repo(heads[0].repo, heads[0].revision), heads[0].repo)
 
 
 def _shipped_heads() -> list[Path]:
@@ -201,11 +203,7 @@ def _found_head(
             raise
         notify(f"warning: {error}")  # the answer does not depend on it
         return None
-    return (
-        None
-        if found is None
-        else LoadedHead(found.origin, *load_head(found.path, config, options.tap_layers))
-    )
+    return None if found is None else found.loaded(config, options.tap_layers)
 
 
 def _eagle(

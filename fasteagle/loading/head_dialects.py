@@ -152,7 +152,8 @@ def checked_config(where: str, raw: Mapping[str, Any]) -> dict[str, Any]:
     fields = Fields(raw, where)
     fields.part("eagle_config")
     fields.texts("architectures")
-    flat = {**raw, **(raw["transformer_layer_config"] if _nested(fields) else {})}
+    fields.part("transformer_layer_config")
+    flat = {**raw, **(raw.get("transformer_layer_config") or {})}
     fields = Fields(flat, where)
     fields.texts("layer_types")
     for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "shifted"):
@@ -165,10 +166,6 @@ def checked_config(where: str, raw: Mapping[str, Any]) -> dict[str, Any]:
         fields.part("rope_parameters").part("full_attention")
         flat["rope_parameters"] = flat["rope_parameters"]["full_attention"]
     return flat
-
-
-def _nested(fields: Fields) -> bool:
-    return not fields.part("transformer_layer_config").empty
 
 
 def _matrix(tensor: Tensor | None) -> tuple[int, int]:

@@ -90,10 +90,14 @@ def _eagle3_state(head: Eagle3Head) -> dict[str, Tensor]:
 def load_official_state(head: EagleHead, state: dict[str, Tensor], source: str) -> None:
     """Copy official tensors into `head`. Raises `FasteagleError` listing all that do not fit."""
     check_state(head, state, source)
-    with torch.no_grad():
-        # The parts are views of the fused weights, so this writes into the parameters.
-        for name, part in official_state(head).items():
-            part.copy_(state[name])
+    _copy_state(head, state)
+
+
+@torch.no_grad()
+def _copy_state(head: EagleHead, state: dict[str, Tensor]) -> None:
+    # The parts are views of the fused weights, so this writes into the parameters.
+    for name, part in official_state(head).items():
+        part.copy_(state[name])
 
 
 def check_state(head: EagleHead, state: dict[str, Tensor], source: str) -> None:
@@ -163,14 +167,24 @@ def load_head(
     it does not fit the target.
     """
     source = open_head(path, target)
-    config = source.config(target, tap_layers)
-    with torch.device("meta"), Uninitialized():
-        # Nothing is allocated before the file is known to hold it.
-        check_state(make_head(config), source.state, source.name)
+    config = fitted(source, target, tap_layers)
     with Uninitialized():  # all of it is loaded
         head = make_head(config)
-    load_official_state(head, source.state, source.name)
+    _copy_state(head, source.state)
     return head.eval(), source.header
+
+
+def fitted(
+    source: HeadSource, target: ModelConfig, tap_layers: tuple[int, ...] | None = None
+) -> HeadConfig:
+    """The head's shape over `target`, which its tensors have; allocates nothing.
+
+    Raises `FasteagleError`, see `HeadSource.config` and `check_state`.
+    """
+    config = source.config(target, tap_layers)
+    with torch.device("meta"), Uninitialized():
+        check_state(make_head(config), source.state, source.name)
+    return config
 
 
 def _with_frequent_list(folder: Path, state: dict[str, Tensor]) -> dict[str, Tensor]:

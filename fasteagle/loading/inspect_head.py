@@ -9,17 +9,15 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-import torch
-
-from fasteagle.config import HeadConfig, ModelConfig, head_from_hf
+from fasteagle.config import ModelConfig, head_from_hf
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.find_head import FoundHead
 from fasteagle.loading.head_dialects import HeadSource, listed
-from fasteagle.loading.head_file import check_state, load_head, open_head
+from fasteagle.loading.head_file import fitted, load_head, open_head
 from fasteagle.loading.open import OpenedModel, Runtime
 from fasteagle.loading.tensors import fingerprint
-from fasteagle.model import KEY_BLOCK, make_head
+from fasteagle.model import KEY_BLOCK
 from fasteagle.options import SamplingParams
 from fasteagle.prompts import read_questions
 from fasteagle.shapes import TreeShape
@@ -56,10 +54,7 @@ def inspect_head(
     problem = None
     try:
         target = source.likely_target() if model is None else model.checkpoint.config
-        config = source.config(target, tap_layers)
-        with torch.device("meta"):
-            empty = make_head(config)
-        check_state(empty, source.state, source.name)
+        fitted(source, target, tap_layers)
     except FasteagleError as error:
         problem = str(error).removeprefix(f"{source.name}: ")
     facts = _facts(source, block, tap_layers, found.origin)
@@ -152,9 +147,9 @@ def _calibration(source: HeadSource, model: OpenedModel) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """How many drafted tokens a pass accepts with these taps (None for EAGLE-1/2)."""
+    """How many drafted tokens a pass accepts with these taps (none for EAGLE-1/2)."""
 
-    tap_layers: tuple[int, ...] | None
+    tap_layers: tuple[int, ...]
     accepted: float
 
 
@@ -163,18 +158,14 @@ def measure_taps(
 ) -> Iterator[Probe]:
     """Greedy acceptance with the taps as read, then each one block lower, each one higher."""
     config = open_head(found.path).config(runtime.engine.model.config, tap_layers)
-    yield Probe(_taps_of(config), _accepted(found, runtime, tap_layers))
-    taps = _taps_of(config)
-    if taps is None:
+    taps = config.tap_layers
+    yield Probe(taps, _accepted(found, runtime, tap_layers))
+    if not taps:
         return
     for shift in (-1, 1):
         moved = tuple(tap + shift for tap in taps)
         if moved[0] >= 0 and moved[-1] <= runtime.engine.model.config.n_layer:
             yield Probe(moved, _accepted(found, runtime, moved))
-
-
-def _taps_of(config: HeadConfig) -> tuple[int, ...] | None:
-    return None if config.eagle3 is None else config.eagle3.tap_layers
 
 
 def _accepted(found: FoundHead, runtime: Runtime, tap_layers: tuple[int, ...] | None) -> float:

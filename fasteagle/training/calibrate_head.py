@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 from fasteagle.errors import FasteagleError, note
-from fasteagle.loading.find_head import find_head
-from fasteagle.loading.head_file import load_head, save_head
-from fasteagle.loading.open import OpenedModel, open_model
+from fasteagle.loading.find_head import asked_head, find_head
+from fasteagle.loading.head_file import save_head
+from fasteagle.loading.open import OpenedModel, open_for
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.options import RuntimeOptions
 from fasteagle.paths import cache_dir, require_writable, write_atomic
@@ -32,20 +32,25 @@ from fasteagle.training.stages import Stages
 
 def calibrate_head(model: str, runtime: RuntimeOptions, options: CalibrateOptions) -> None:
     """Fit the head of `model` to its quantized weights and write it where chat finds it."""
-    opened = open_model(model)
+    opened = open_for(model, runtime)
     if runtime.quant is None and opened.checkpoint.own_scheme is None:
         runtime = dataclasses.replace(runtime, quant="int4-g64")
     _check_early(opened, options)
+    config, head = opened.checkpoint.config, None
+    if options.head is not None:
+        head = asked_head(options.head).loaded(config, options.tap_layers)
     prepared = opened.prepared(runtime)
     identity = fingerprint(prepared.checkpoint)
-    found = find_head(options.head, opened.name, identity)
-    if found is None:
-        raise FasteagleError(
-            f"no draft head for {opened.name} to calibrate: give one with --head, or train one "
-            "with `fasteagle train-head`"
-        )
+    if head is None:
+        found = find_head(None, opened.name, identity)
+        if found is None:
+            raise FasteagleError(
+                f"no draft head for {opened.name} to calibrate: give one with --head, or train one "
+                "with `fasteagle train-head`"
+            )
+        head = found.loaded(config, options.tap_layers)
     out = options.out or cache_dir() / "heads" / identity
-    run = Calibration(opened, prepared, options, found, identity, out)
+    run = Calibration(opened, prepared, options, head, identity, out)
     _calibrate(run, out)
     shutil.rmtree(run.work.folder)
 
@@ -53,10 +58,6 @@ def calibrate_head(model: str, runtime: RuntimeOptions, options: CalibrateOption
 def _check_early(opened: OpenedModel, options: CalibrateOptions) -> None:
     """Raise `FasteagleError` for all that is wrong before weights are read."""
     config = opened.checkpoint.config
-    if options.head is not None:
-        found = find_head(options.head, opened.name, identity="")
-        assert found is not None, "a head that is asked for is found or refused"
-        load_head(found.path, config, options.tap_layers)
     if options.data is not None:
         read_conversations(options.data, config.vocab_size, config.max_seq_len)
     if options.out is not None:
@@ -98,7 +99,7 @@ def _calibrate(run: Calibration, out: Path) -> None:
     }
     report = {
         "header": header,
-        "head": run.found.origin,
+        "head": run.origin,
         "written": best.name,
         "unquantized": run.work.result("unquantized"),
         "minutes": round(minutes, 1),

@@ -11,8 +11,7 @@ from typing import Any
 from fasteagle.device import available_bytes, pick_dtype
 from fasteagle.errors import FasteagleError, note
 from fasteagle.generate import Engine
-from fasteagle.loading.find_head import FoundHead
-from fasteagle.loading.head_file import load_head
+from fasteagle.loading.find_head import LoadedHead
 from fasteagle.loading.open import OpenedModel, PreparedModel, compile_now
 from fasteagle.loading.text import write_conversations
 from fasteagle.options import RuntimeOptions
@@ -38,18 +37,17 @@ class Calibration:
         opened: OpenedModel,
         prepared: PreparedModel,
         options: CalibrateOptions,
-        found: FoundHead,
+        head: LoadedHead,
         identity: str,
         out: Path,
     ) -> None:
         assert prepared.scheme is not None, "`calibrate_head` asks for one"
         self.opened, self.prepared, self.scheme = opened, prepared, prepared.scheme
-        self.options, self.found, self.identity = options, found, identity
+        self.options, self.identity = options, identity
         self.name, self.config = opened.name, opened.checkpoint.config
-        self.head = load_head(found.path, self.config, options.tap_layers)[0]
-        eagle3 = self.head.config.eagle3
-        self.algorithm = "eagle1" if eagle3 is None else "eagle3"
-        self.tap_layers = () if eagle3 is None else eagle3.tap_layers
+        self.origin, self.head = head.origin, head.head
+        self.tap_layers = self.head.config.tap_layers
+        self.algorithm = "eagle3" if self.tap_layers else "eagle1"
         self.head_scheme = dataclasses.replace(self.scheme, method="minmax")
         # Weights that run in the files' own bits have no unquantized version to compare with.
         self.has_unquantized = self.scheme.method != "own"
@@ -62,7 +60,7 @@ class Calibration:
         return {
             "model": self.identity,
             "scheme": self.scheme.name,
-            "head": self.found.origin,
+            "head": self.origin,
             "tap_layers": list(self.options.tap_layers or ()),
             "data": str(self.options.data),
             "tokens": self.options.tokens,
@@ -76,7 +74,7 @@ class Calibration:
         device = self.prepared.device
         free = available_bytes(device)
         note(
-            f"calibrating {self.found.origin} to {self.name} at {self.scheme.name}: at most "
+            f"calibrating {self.origin} to {self.name} at {self.scheme.name}: at most "
             f"{self.options.minutes:g} minutes, about {peak / 2**30:.1f} GiB"
         )
         if free is not None and peak > free:

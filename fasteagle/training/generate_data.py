@@ -9,11 +9,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-import torch
-
-from fasteagle.device import pick_device
 from fasteagle.errors import FasteagleError, note
-from fasteagle.loading.open import OpenedModel, PreparedModel, open_model
+from fasteagle.loading.open import OpenedModel, PreparedModel, open_for
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.loading.text import user_prefix
 from fasteagle.options import RuntimeOptions
@@ -45,13 +42,10 @@ def generate_data(
             "the server runs the model: with --base-url leave out --device, --int4 and what else "
             "says how to run it"
         )
-    pick_device(runtime.device)
-    if runtime.threads:
-        torch.set_num_threads(runtime.threads)
     excluded = Excluded.of_files(options.exclude)
     conversations = Conversations(options, excluded)
     require_writable(options.out)
-    opened = open_model(model)
+    opened = open_for(model, runtime)
     if options.self_written:
         user_prefix(opened.tokenizer)  # refuses a template without one
     prepared = None if options.base_url else opened.prepared(runtime)

@@ -13,9 +13,10 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from fasteagle.config import ModelConfig
 from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.head_file import load_head, save_head, with_vocabulary
-from fasteagle.loading.open import OpenedModel, Runtime, compile_now, open_model
+from fasteagle.loading.open import OpenedModel, Runtime, compile_now, open_for
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.loading.text import write_answers
 from fasteagle.model import EagleHead, Transformer
@@ -49,8 +50,9 @@ def train_head(
     device = local_device()
     if device is not None and runtime_options.device == "auto":
         runtime_options = dataclasses.replace(runtime_options, device=device)
-    opened = open_model(model)
-    given = _given(opened, runtime_options, run, options)
+    opened = open_for(model, runtime_options)
+    init = _init_head(opened.checkpoint.config, run.init, options)
+    given = _given(opened, runtime_options, run)
     runtime = opened.loaded(runtime_options)
     identity = fingerprint(runtime.checkpoint)
     with ranks.first_alone():  # writes text and features, which the others then find
@@ -60,7 +62,7 @@ def train_head(
         store = _features(runtime, conversations, text, run.features, taps)
     held_out = choose_held_out(conversations, run.held_out)
     training = [c for i, c in enumerate(conversations) if i not in set(held_out)]
-    head = _begun(run.init, runtime.engine.model, training, options)
+    head = _begun(init, runtime.engine.model, training, options)
     loss_size = min(options.loss_vocab_size, head.config.draft_vocab_size)
     if head.own_lm_head is not None:
         loss_size = head.config.draft_vocab_size  # all of its rows are trained
@@ -79,16 +81,13 @@ def train_head(
 
 
 def _given(
-    opened: OpenedModel, runtime_options: RuntimeOptions, run: TrainRun, options: TrainOptions
+    opened: OpenedModel, runtime_options: RuntimeOptions, run: TrainRun
 ) -> list[Conversation]:
     """The text in --data. Raises `FasteagleError` for all that is wrong before weights are read."""
     if not run.data and run.prompts is None:
         raise FasteagleError("nothing to train on: give --data, or --prompts to be answered now")
     config = opened.checkpoint.config
-    options.taps_of(config.n_layer)
     require_writable(run.out / "state.pt")
-    if run.init is not None:
-        load_head(run.init, config)
     if run.prompts is not None:
         read_questions(run.prompts, None)
     max_len = min(run.max_len, runtime_options.seq_len_for(config.max_seq_len, opened.name))
@@ -114,26 +113,29 @@ def _conversations(
     return found
 
 
-def _begun(
-    init: Path | None, target: Transformer, training: list[Conversation], options: TrainOptions
-) -> EagleHead:
-    """The head that training begins from, a new one or `init`.
+def _init_head(config: ModelConfig, path: Path | None, options: TrainOptions) -> EagleHead | None:
+    """The head in --init. Raises `FasteagleError` if it is of another kind than asked for."""
+    taps = options.taps_of(config.n_layer)
+    if path is None:
+        return None
+    head, _ = load_head(path, config)
+    if head.config.tap_layers != taps:
+        raise FasteagleError(
+            f"{path}: the head reads other features than asked for: give its --algorithm and its "
+            "--tap-layers"
+        )
+    return head
 
-    Raises `FasteagleError` if that is of another kind.
-    """
+
+def _begun(
+    init: EagleHead | None, target: Transformer, training: list[Conversation], options: TrainOptions
+) -> EagleHead:
+    """The head that training begins from, a new one or `init`, with the text's vocabulary."""
     size = min(options.draft_vocab_size, target.config.vocab_size)
     draft_ids = frequent_tokens(training, size)
     if init is None:
         return new_head(target, draft_ids, options)
-    head = load_head(init, target.config)[0]
-    eagle3 = head.config.eagle3
-    asked = options.taps_of(target.config.n_layer)
-    if (() if eagle3 is None else eagle3.tap_layers) != asked:
-        raise FasteagleError(
-            f"{init}: the head reads other features than asked for: give its --algorithm and its "
-            "--tap-layers"
-        )
-    return with_vocabulary(head, draft_ids, target.head_rows)
+    return with_vocabulary(init, draft_ids, target.head_rows)
 
 
 def _written_now(runtime: Runtime, run: TrainRun, identity: str) -> list[Path]:

@@ -33,6 +33,8 @@ BAD = [
     (EVAL, ["--text", "DIR/text", "--json", "/proc/none.json"], "cannot write /proc/none.json"),
     (QUANTIZE, ["-o", "/proc/none"], "cannot write /proc/none"),
     (TRAIN, [], "nothing to train on: give --data"),
+    (TRAIN, ["--device", "nope"], "device 'nope' is not supported"),
+    (CALIBRATE, ["--device", "nope"], "device 'nope' is not supported"),
     (TRAIN, ["--data", "DIR/text"], "DIR/text, line 1: expected"),
     (TRAIN, ["--prompts", "DIR/text"], "DIR/text, line 1: expected"),
     (TRAIN, ["--data", "DIR/text", "--init", "HEAD"], "the head is for a width of 32, the model"),
