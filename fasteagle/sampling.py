@@ -162,7 +162,7 @@ def _search_threshold(probs: Tensor, top_p: Tensor) -> Tensor:
 def gumbel_noise(seed: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     """Standard Gumbel noise [T, V] in fp32, a pure function of (seed, position, token id).
 
-    `seed` is 0-d int64, `positions` [T], `tokens` [V]: the token ids to make noise for.
+    `seed` is int64, 0-d or [T], `positions` [T], `tokens` [V]: the token ids to make noise for.
 
     With a 32-bit hash h, `v = (h + 0.5) 2^-32` and `g = -log(-log1p(-v))`: the upper tail, which
     decides a maximum over a large vocabulary, keeps all 32 bits (a 24-bit uniform would clip it).

@@ -327,8 +327,12 @@ struct Activations {
   // Unsigned: what NaN becomes may overflow.
   static VI rounded(VF x) { return (VI)((VU)(x + splat(12582912.0f)) - 0x4b400000u); }
   static void put_bytes(int8_t* out, VI v) {
+#if FASTEAGLE_ISA >= 3
+    _mm_storeu_si128((__m128i*)out, _mm512_cvtepi32_epi8((__m512i)v));
+#else
     const VB bytes = __builtin_convertvector(v, VB);
     std::memcpy(out, &bytes, W);
+#endif
   }
 };
 
@@ -523,61 +527,72 @@ struct Dot {
 #endif
 };
 
+// Whole-number products of R rows of activations, 32 bytes each at `q`, with the W outputs of one
+// block at `line`: what was added to the weights is taken off again by `sums`.
+template <int R, int BITS>
+[[gnu::always_inline]] inline void block_products(const uint8_t* line, const int8_t* q,
+                                                  const int32_t* sums, int base, VI* total) {
+  using Sums = Dot<BITS, (R < 4)>;
+  constexpr int LINES = BITS == 4 ? 4 : 8;
+  Sums dots[R];
+  for (int j = 0; j < LINES; j++) {
+    const Bytes values = load_bytes(line + j * 4 * COLUMNS);
+    if constexpr (BITS == 4) {
+      const Bytes first = low(values), second = high(values);
+      for (int r = 0; r < R; r++) {
+        dots[r].add(first, q + r * BLOCK + 4 * j);
+        dots[r].add_second(second, q + r * BLOCK + 4 * j + 16);
+      }
+    } else {
+      for (int r = 0; r < R; r++) {
+        if (j % 2) {
+          dots[r].add_second(values, q + r * BLOCK + 4 * j);
+        } else {
+          dots[r].add(values, q + r * BLOCK + 4 * j);
+        }
+      }
+    }
+  }
+  for (int r = 0; r < R; r++) total[r] = dots[r].total();
+  if (base)
+    for (int r = 0; r < R; r++) total[r] = (VI)((VU)total[r] - uint32_t(base) * uint32_t(sums[r]));
+}
+
 // R rows, from `row`, times W of the 16 outputs at `block`: y [R, 16]. SINGLE: groups of one block.
 template <int R, int BITS, bool SINGLE>
 inline void tile(const Weight& w, const uint8_t* block, int part, const Activations& x,
                  const Choice& choice, int64_t row, float* y) {
-  using Sums = Dot<BITS, (R < 4)>;
   constexpr int LINES = BITS == 4 ? 4 : 8;
-  const int base = w.h.base - (BITS == 8 ? 128 : 0) + Sums::bias;
+  constexpr int64_t STEP = LINES * 4 * COLUMNS;
+  const int base = w.h.base - (BITS == 8 ? 128 : 0) + Dot<BITS, (R < 4)>::bias;
   const uint8_t* scales = block + w.h.scales_at;
   const uint8_t* seconds = block + w.h.second_at;
   const uint8_t* line = block + part * 4 * W;
-  const uint8_t* twice = choice.twice + row / MAX_TILE * x.blocks;
+  const int width = w.h.wide ? 4 : 2;
   VF acc[R] = {}, in_group[R] = {};
   float moved[R] = {};
+  VI total[R];
   int64_t in_this = 0;  // blocks of the group so far
-  for (int64_t b = 0, group = 0; b < w.blocks; b++, line += LINES * 4 * COLUMNS) {
+  for (int64_t b = 0, group = 0; b < w.blocks; b++) {
     const int64_t at = b * x.rows + row;
-    for (int pass = 0; pass <= twice[b]; pass++) {
-      const int8_t* q = (pass ? x.rest : x.q) + at * BLOCK;
-      const int32_t* sums = (pass ? x.rest_sums : x.sums) + at;
-      const float* x_scales = (pass ? choice.rest_scales : x.scales) + at;
-      Sums dots[R];
-      for (int j = 0; j < LINES; j++) {
-        __builtin_prefetch(line + j * 4 * COLUMNS + AHEAD);
-        const Bytes values = load_bytes(line + j * 4 * COLUMNS);
-        if constexpr (BITS == 4) {
-          const Bytes first = low(values), second = high(values);
-          for (int r = 0; r < R; r++) {
-            dots[r].add(first, q + r * BLOCK + 4 * j);
-            dots[r].add_second(second, q + r * BLOCK + 4 * j + 16);
-          }
-        } else {
-          for (int r = 0; r < R; r++) {
-            if (j % 2) {
-              dots[r].add_second(values, q + r * BLOCK + 4 * j);
-            } else {
-              dots[r].add(values, q + r * BLOCK + 4 * j);
-            }
-          }
-        }
-      }
-      VI total[R];
-      for (int r = 0; r < R; r++) total[r] = dots[r].total();
-      if (base)
-        for (int r = 0; r < R; r++) total[r] = (VI)((VU)total[r] - uint32_t(base) * uint32_t(sums[r]));
-      for (int r = 0; r < R; r++)
-        in_group[r] = fma(to_float(total[r]), splat(x_scales[r]), in_group[r]);
+    for (int j = 0; j < LINES; j++)
+      __builtin_prefetch(line + b * STEP + j * 4 * COLUMNS + AHEAD);
+    block_products<R, BITS>(line + b * STEP, x.q + at * BLOCK, x.sums + at, base, total);
+    for (int r = 0; r < R; r++) {
+      const VF value = to_float(total[r]) * splat(x.scales[at + r]);
+      in_group[r] = SINGLE ? value : in_group[r] + value;
     }
     if constexpr (!SINGLE) {
       for (int r = 0; r < R; r++) moved[r] += choice.offsets[at + r];
       if (++in_this < w.h.group_blocks && b + 1 < w.blocks) continue;
     }
     const int64_t parameters = group * COLUMNS + part * W;
+    // Of the outputs after these: their lines follow, their parameters lie behind those.
+    __builtin_prefetch(scales + parameters * width + w.h.stride);
     const VF scale = w.parameter(scales, parameters);
     for (int r = 0; r < R; r++) acc[r] = fma(scale, in_group[r], acc[r]);
     if (w.h.second) {
+      __builtin_prefetch(seconds + parameters * width + w.h.stride);
       VF offset = w.parameter(seconds, parameters);
       if (w.h.second == 2) offset = -(offset * scale);
       for (int r = 0; r < R; r++)
@@ -586,6 +601,16 @@ inline void tile(const Weight& w, const uint8_t* block, int part, const Activati
     group++;
     in_this = 0;
     for (int r = 0; r < R; r++) in_group[r] = VF{}, moved[r] = 0;
+  }
+  // Then what rounding left over, of few blocks. A row that is not meant has a scale of 0 there.
+  const uint8_t* twice = choice.twice + row / MAX_TILE * x.blocks;
+  for (int64_t b = 0; b < w.blocks; b++) {
+    if (!twice[b]) continue;
+    const int64_t at = b * x.rows + row;
+    block_products<R, BITS>(line + b * STEP, x.rest + at * BLOCK, x.rest_sums + at, base, total);
+    const VF scale = w.parameter(scales, b / w.h.group_blocks * COLUMNS + part * W);
+    for (int r = 0; r < R; r++)
+      acc[r] = fma(scale, to_float(total[r]) * splat(choice.rest_scales[at + r]), acc[r]);
   }
   for (int r = 0; r < R; r++) store(y + r * COLUMNS, acc[r]);
 }

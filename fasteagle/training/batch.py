@@ -35,8 +35,7 @@ class _Text:
     ids: list[int]
     prompt_len: int
     longest: int  # tokens that it may have, prompt included
-    kind: DrawKind
-    knobs: Knobs
+    params: SamplingParams
     ended: bool = False
 
 
@@ -74,9 +73,7 @@ class BatchSampler:
         held = self._engine.cache.rows[:, :, : len(prompt)]
         self._by_region(self._cache)[:, :, region, : len(prompt)] = held
         longest = min(len(prompt) + max_new_tokens, limit)
-        kind = DrawKind.of(params, self._model.config.vocab_size)
-        knobs = Knobs.of(params, self._engine.device)
-        text = _Text(key, list(prompt), len(prompt), longest, kind, knobs)
+        text = _Text(key, list(prompt), len(prompt), longest, params)
         self._texts[region] = text
         self._extend([text], self._model.lm_head(feature))
 
@@ -97,18 +94,29 @@ class BatchSampler:
 
     def _extend(self, texts: Sequence[_Text], logits: Tensor) -> None:
         """Draw the next token of each of `texts` from its row of `logits`."""
-        drawn = [
-            draw(row, torch.tensor([len(text.ids)], device=row.device), text.kind, text.knobs)
-            for text, row in zip(texts, logits.split(1), strict=True)
-        ]
-        for text, token in zip(texts, torch.cat(drawn).tolist(), strict=True):
-            if token == BAD_ROW:
-                raise FasteagleError(
-                    f"the model's logits are not finite at position {len(text.ids)}: "
-                    "try --dtype fp32, or fetch the weights again"
-                )
-            text.ids.append(token)
-            text.ended = token in self._eos_ids or len(text.ids) >= text.longest
+        alike: dict[SamplingParams, list[int]] = {}  # rows whose draws differ in their seeds alone
+        for row, text in enumerate(texts):
+            alike.setdefault(dataclasses.replace(text.params, seed=0), []).append(row)
+        for params, rows in alike.items():
+            drawn = self._draw(params, [texts[row] for row in rows], logits[rows])
+            for row, token in zip(rows, drawn, strict=True):
+                text = texts[row]
+                if token == BAD_ROW:
+                    raise FasteagleError(
+                        f"the model's logits are not finite at position {len(text.ids)}: "
+                        "try --dtype fp32, or fetch the weights again"
+                    )
+                text.ids.append(token)
+                text.ended = token in self._eos_ids or len(text.ids) >= text.longest
+
+    def _draw(self, params: SamplingParams, texts: Sequence[_Text], logits: Tensor) -> list[int]:
+        """A token for each of `texts`, all drawn by `params` but for the seed."""
+        device = logits.device
+        knobs = Knobs.of(params, device)
+        knobs.seed = torch.tensor([text.params.seed for text in texts], device=device)
+        positions = torch.tensor([len(text.ids) for text in texts], device=device)
+        kind = DrawKind.of(params, self._model.config.vocab_size)
+        return draw(logits, positions, kind, knobs).tolist()
 
     def _logits(self, regions: list[int], texts: Sequence[_Text]) -> Tensor:
         """Logits [T, V] after each text's last token."""
