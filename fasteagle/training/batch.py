@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -46,7 +46,15 @@ class BatchSampler:
     the rounding of products, whose order depends on the number of rows.
     """
 
-    def __init__(self, engine: Engine, size: int, eos_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        size: int,
+        eos_ids: frozenset[int],
+        stop: Callable[[Sequence[int]], bool] = lambda new: False,
+    ) -> None:
+        """`stop` says of the new tokens of a text whether it ends with them."""
+        self._stop = stop
         self._engine, self._model, self._eos_ids = engine, engine.model, eos_ids
         self._texts: list[_Text | None] = [None] * size
         self._cache = KVCache(engine.model.config, size * KEY_BLOCK, engine.dtype, engine.device)
@@ -107,7 +115,8 @@ class BatchSampler:
                         "try --dtype fp32, or fetch the weights again"
                     )
                 text.ids.append(token)
-                text.ended = token in self._eos_ids or len(text.ids) >= text.longest
+                full = token in self._eos_ids or len(text.ids) >= text.longest
+                text.ended = full or self._stop(text.ids[text.prompt_len :])
 
     def _draw(self, params: SamplingParams, texts: Sequence[_Text], logits: Tensor) -> list[int]:
         """A token for each of `texts`, all drawn by `params` but for the seed."""

@@ -17,7 +17,7 @@ from fasteagle.errors import FasteagleError
 from fasteagle.loading.tokenizer import Message
 from fasteagle.options import SamplingParams
 from fasteagle.prompts import read_questions
-from fasteagle.training.filters import Excluded, repeats
+from fasteagle.training.filters import Excluded, repetition
 from fasteagle.training.options import DataOptions
 
 ANSWER_TOKENS = 3  # shorter answers are not read by training either
@@ -105,6 +105,12 @@ class Conversations:
             dropped = self._why_dropped(reply)
             if reply is None or dropped is not None:
                 return Dialogue(answers, dropped)
+            said_again = repetition(reply.ids)
+            if said_again is not None:
+                cut = dataclasses.replace(reply, ids=reply.ids[:said_again], is_cut=True)
+                if said_again >= ANSWER_TOKENS and not options.drop_cut:
+                    answers.append((cut, params))
+                return Dialogue(answers, "repetition")
             answers.append((reply, params))
             messages.append({"role": "assistant", "content": reply.text})
         return Dialogue(answers)
@@ -138,8 +144,6 @@ class Conversations:
             return "empty answer"
         if reply.is_cut and self._options.drop_cut:
             return "cut answer"
-        if repeats(reply.ids):
-            return "repetition"
         return "like an excluded prompt" if self._excluded.matches(reply.text) else None
 
 

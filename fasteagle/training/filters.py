@@ -43,12 +43,29 @@ def _grams(text: str) -> set[tuple[str, ...]]:
     return {tuple(words[at : at + GRAM]) for at in starts}
 
 
-def repeats(ids: Sequence[int]) -> bool:
-    """Whether a part of these tokens is one short text over and over, three times or more."""
+def repetition(ids: Sequence[int]) -> int | None:
+    """Where a text begins to say one short text over and over, three times or more; else None."""
+    found = []
     for cycle in range(1, CYCLE_TOKENS + 1):
         run = 0
-        for token, before in zip(ids[cycle:], ids, strict=False):
+        for at, (token, before) in enumerate(zip(ids[cycle:], ids, strict=False), cycle):
             run = run + 1 if token == before else 0
-            if run >= max(REPEATED_TOKENS, 2 * cycle):
-                return True
+            if run >= _limit(cycle):
+                found.append(at + 1 - run)
+                break
+    return min(found, default=None)
+
+
+def ends_in_repetition(ids: Sequence[int]) -> bool:
+    """Whether `repetition` would find one that goes on to the end. Fast where there is none."""
+    for cycle in range(1, min(CYCLE_TOKENS, len(ids) - 1) + 1):
+        run, at = 0, len(ids) - 1
+        while at >= cycle and ids[at] == ids[at - cycle] and run < _limit(cycle):
+            run, at = run + 1, at - 1
+        if run >= _limit(cycle):
+            return True
     return False
+
+
+def _limit(cycle: int) -> int:
+    return max(REPEATED_TOKENS, 2 * cycle)

@@ -9,6 +9,7 @@ from fasteagle.loading.text import user_prefix
 from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.training.batch import BatchSampler
 from fasteagle.training.dialogues import Conversing, Dialogue, Reply, Request
+from fasteagle.training.filters import ends_in_repetition
 
 
 class LocalModel:
@@ -16,7 +17,7 @@ class LocalModel:
 
     def __init__(self, engine: Engine, tokenizer: ChatTokenizer, batch: int) -> None:
         self._engine, self._tokenizer = engine, tokenizer
-        self._sampler = BatchSampler(engine, batch, tokenizer.eos_ids)
+        self._sampler = BatchSampler(engine, batch, tokenizer.eos_ids, ends_in_repetition)
         self._waiting: dict[int, tuple[Conversing, list[int]]] = {}
 
     def hold(self, started: Iterator[tuple[int, Conversing]]) -> Iterator[tuple[int, Dialogue]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fasteagle.errors import FasteagleError
-from fasteagle.training.filters import Excluded, repeats
+from fasteagle.training.filters import Excluded, ends_in_repetition, repetition
 from helpers import write_questions
 
 ONE = "Compose an engaging travel blog post about a recent trip to Hawaii"
@@ -41,18 +41,20 @@ def test_every_turn_of_every_file_is_excluded(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("ids", "found"),
+    ("ids", "said_again", "at_the_end"),
     [
-        ([5] * 41, True),
-        ([5] * 40, False),
-        ([1, 2, 3] + list(range(10, 30)) * 3 + [1, 2], True),
-        (list(range(20)) * 2, False),
-        (list(range(60)) * 3, True),
-        (list(range(60)) * 2 + list(range(59)), False),
-        (list(range(65)) * 4, False),
-        ([t for n in range(50) for t in (7, 8, n)], False),
-        ([], False),
+        ([5] * 41, 1, True),
+        ([5] * 40, None, False),
+        ([1, 2, 3] + list(range(10, 30)) * 3 + [1, 2], 23, False),
+        ([1, 2, 3] + list(range(10, 30)) * 4, 23, True),
+        (list(range(20)) * 2, None, False),
+        (list(range(60)) * 3, 60, True),
+        (list(range(60)) * 2 + list(range(59)), None, False),
+        (list(range(65)) * 4, None, False),
+        ([t for n in range(50) for t in (7, 8, n)], None, False),
+        ([], None, False),
     ],
 )
-def test_a_text_said_three_times_is_a_repetition(ids, found):
-    assert repeats(ids) is found
+def test_a_text_said_three_times_is_a_repetition(ids, said_again, at_the_end):
+    assert repetition(ids) == said_again
+    assert ends_in_repetition(ids) is at_the_end

@@ -166,9 +166,23 @@ def test_what_is_dropped_is_counted(model, tmp_path, monkeypatch):
     assert all(3 <= len(line["ids"]) - line["prompt_len"] <= 8 for line in found)
     dropped = int(told.rsplit("dropped ", 1)[1].split()[0])
     assert dropped == 13 - len(found)
-    monkeypatch.setattr("fasteagle.training.dialogues.repeats", lambda ids: True)
-    told = generated(model, tmp_path / "none.jsonl", "--prompts", prompts)
-    assert "repetition" in told and (tmp_path / "none.jsonl").read_bytes() == b""
+
+
+@pytest.mark.parametrize(("said_again", "kept"), [(2, 0), (4, 12)])
+def test_an_answer_ends_where_it_repeats_itself(
+    model, prompts, tmp_path, monkeypatch, said_again, kept
+):
+    limit = 6
+    monkeypatch.setattr(
+        "fasteagle.training.local_model.ends_in_repetition", lambda new: len(new) >= limit
+    )
+    monkeypatch.setattr("fasteagle.training.dialogues.repetition", lambda ids: said_again)
+    out = tmp_path / "text.jsonl"
+    told = generated(model, out, "--prompts", prompts)
+    assert "12 repetition, 2 empty answer" in told
+    found = lines(out)
+    assert len(found) == kept and all(line["turn"] == 1 for line in found)
+    assert all(len(line["ids"]) - line["prompt_len"] == said_again for line in found)
 
 
 def test_a_model_that_writes_nothing_usable_is_not_asked_for_ever(tiny_dir, tmp_path, monkeypatch):
