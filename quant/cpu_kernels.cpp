@@ -1132,8 +1132,8 @@ struct Pass {
 
   void attention(const Worker& me, const C* k, const C* v) {
     Attention<C> a{heads, T, S, key_blocks, queries, k, v, seen, row, parts};
-    const auto [begin, end] = me.share(heads.G * key_blocks);
-    for (int64_t i = begin; i < end; i++)
+    // In turn: the last blocks of keys are those of the longest rows alone.
+    for (int64_t i = me.id; i < heads.G * key_blocks; i += me.size)
       a.unit(i % heads.G, i / heads.G, own_scratch(me));
     me.team.barrier();
     // As many heads together as fill blocks of 32.
