@@ -10,6 +10,7 @@ seed tasks (JSONL with `instruction`, `input`, `output`). Same arguments and Pyt
 from __future__ import annotations
 
 import ast
+import configparser
 import json
 import random
 import sysconfig
@@ -21,77 +22,20 @@ import click
 
 Turns = list[str]
 
-PLACES = """Lisbon;Kyoto;Cape Town;Iceland;Peru;Morocco;Vietnam;Rome;Istanbul;New Zealand;Scotland;
-Kerala;the Grand Canyon;Prague;Buenos Aires;the Amazon;Norway;Cairo;Montreal;Seoul;Athens;
-the Alps;Zanzibar;a small fishing village;a mountain town;the Sahara;Bali;Vienna;Tasmania;Chile"""
-SCIENCE = """photosynthesis;plate tectonics;black holes;vaccines;the water cycle;natural selection;
-magnetism;quantum tunnelling;osmosis;superconductors;acids and bases;the greenhouse effect;
-DNA replication;the Doppler effect;nuclear fission;tides;friction;refraction;mitosis;enzymes;
-the periodic table;entropy;radioactive decay;neurons;the immune system;earthquakes;the ozone layer;
-gravity waves;batteries;semiconductors;lasers;catalysts;kinetic energy;inertia;volcanoes;comets;
-the nitrogen cycle;stem cells;antibiotics;sound waves;electric motors;the big bang;dark matter;
-supply chains of ants;the carbon cycle;crystals;polymers;the heart;digestion;photoelectric cells"""
-HUMANITIES = """the Silk Road;the French Revolution;the Renaissance;stoicism;the printing press;
-the Cold War;colonialism;existentialism;the Roman Republic;jazz;the industrial revolution;inflation;
-supply and demand;democracy in Athens;utilitarianism;the Black Death;Impressionism;Buddhism;
-the Enlightenment;the Magna Carta;the United Nations;feudalism;trade unions;monopolies;haiku;
-the Great Depression;women's suffrage;the Berlin Wall;the Ottoman Empire;Shakespeare's comedies;
-Gothic architecture;free trade;the gold standard;central banks;minimum wages;ancient Egypt;
-the Vikings;Confucianism;human rights;propaganda;the civil rights movement;tragedy in Greek drama"""
-EVERYDAY = """learning the guitar;moving to a new city;working from home;adopting a dog;saving money;
-running a marathon;baking bread;growing tomatoes;public speaking;learning Spanish;buying a used car;
-sleeping better;a job interview;time management;eating less sugar;camping with children;chess;
-choosing a laptop;cycling to work;drawing portraits;keeping a diary;making new friends;yoga;
-online shopping;social media;reading more books;a birthday party;repairing a bicycle;cold showers;
-electric cars;video games;remote meetings;a vegetable garden;house plants;first aid;volunteering;
-recycling;public libraries;school uniforms;city parks;street food;photography;swimming;knitting"""
-THINGS = """a wireless headphone;a coffee machine;a language app;a mountain bike;an e-reader;a tent;
-a smart watch;a robot vacuum;a standing desk;a cookbook;a board game;an umbrella;a backpack;
-a solar lamp;a water bottle;a fitness tracker;a novel about the sea;a documentary about bees;
-a museum of clocks;a vegan restaurant;a train journey;a new phone;an electric kettle;a hotel"""
-PEOPLE = """a ship captain;a detective;a medieval knight;a robot from the future;a kind grandmother;
-a sports coach;a wizard;a travel guide;a chef;a pirate;a news reporter;an astronaut on Mars;
-a librarian;a stand-up comedian;a doctor;a museum guard;a lighthouse keeper;a talking cat;
-a physics professor;a salesperson;an old tree;a judge;a gardener;a time traveller;a train driver;
-Isaac Newton;Marie Curie;Cleopatra;Leonardo da Vinci;Sherlock Holmes;Charles Darwin;Socrates"""
-NAMES = """Anna;Ben;Carla;David;Elena;Farid;Grace;Hugo;Ines;Jamal;Kira;Liam;Maya;Noah;Olga;Pedro;
-Quinn;Rosa;Sam;Tara;Umar;Vera;Will;Xenia;Yusuf;Zoe;Mr. Brown;Mrs. Lopez;Tom;Lucy"""
-GOODS = """apples;pencils;books;stickers;marbles;cookies;eggs;tickets;bottles;flowers;stamps;
-oranges;coins;balloons;chairs;candles;shirts;loaves of bread;postcards;bricks"""
-CHORES = """reverses a string;counts the vowels of a text;finds the largest number of a list;
-checks whether a number is prime;removes duplicates from a list and keeps its order;
-merges two sorted lists;computes the n-th Fibonacci number;checks whether a word is a palindrome;
-counts how often each word occurs;flattens a nested list;sorts a list of dictionaries by a key;
-finds the second smallest number;converts Celsius to Fahrenheit;computes a factorial;
-finds all divisors of a number;rotates a list by k places;transposes a matrix;
-checks whether two words are anagrams;finds the longest word of a sentence;sums the digits of a number;
-converts a number to binary;validates an email address;reads a CSV file and prints its columns;
-finds the longest common prefix;implements binary search;implements a stack;implements a queue;
-reverses a linked list;computes the median;groups words by their first letter;
-finds pairs that add up to a target;capitalizes each word;counts the lines of a file;
-computes the greatest common divisor;checks balanced brackets;generates a random password;
-computes compound interest;finds missing numbers in a range;splits a list into chunks;
-implements bubble sort;implements quicksort;walks a binary tree in order;
-finds the shortest path in a grid;caches the results of a function;parses a date;
-prints a multiplication table;computes the mean and the standard deviation;
-removes all punctuation from a text;interleaves two lists;compresses runs of characters;
-filters the even numbers;computes the distance of two points;finds the most common character"""
-LANGUAGES = "Python;Python;Python;Python;C++;JavaScript;Java;Go;Rust;C;SQL;a shell script;HTML"
-FOLLOW_UPS = """Make your answer shorter.;Explain that to a ten-year-old.;Give an example.;
-Rewrite your answer as a list of bullet points.;Now write it as a poem.;What are the drawbacks?;
-Translate your answer into French.;Summarize your answer in one sentence.;Why is that so?;
-Rewrite it in a more formal tone.;Can you add more detail to the second point?;Are you sure?;
-What would change if we had only half the time?;Give three counterarguments.;Use simpler words.;
-Turn your answer into a short dialogue.;What is the most important point, and why?;
-Rewrite it in the style of a newspaper.;Which questions does this leave open?;Make it funnier.;
-List the key terms and define each.;Compare it with an alternative.;Now argue the opposite."""
-CODE_FOLLOW_UPS = """Add comments to the code.;What is its time complexity?;Write unit tests for it.;
-Can you make it faster?;Handle invalid input too.;Rewrite it without a loop.;Explain it line by line.;
-Now do the same in another programming language.;Add type hints.;Turn it into a class."""
-
 
 def words(text: str) -> list[str]:
     return [part.strip().replace("\n", " ") for part in text.split(";") if part.strip()]
+
+
+def read_lists() -> list[str]:
+    """The lists of `head_prompts.ini`, in its order."""
+    ini = configparser.ConfigParser(interpolation=None, delimiters=("=",))
+    ini.read_string(Path(__file__).with_suffix(".ini").read_text("utf-8"))
+    return list(ini["lists"].values())
+
+
+PLACES, SCIENCE, HUMANITIES, EVERYDAY, THINGS, PEOPLE, *OTHERS = read_lists()
+NAMES, GOODS, CHORES, LANGUAGES, FOLLOW_UPS, CODE_FOLLOW_UPS = OTHERS
 
 
 class Maker:
@@ -197,12 +141,12 @@ class Maker:
                     f"among {c} friends. How many {goods} does each friend get, and how many stay?",
                     f"A shop sells {goods} for ${c} each and {other} for ${d} each. {x} buys {b} "
                     f"{goods} and {a} {other}. How much does {x} pay?",
-                    f"{x} walks {c} km every day and {y} walks {d} km more. How far do the two walk "
-                    f"together in {b} days?",
+                    f"{x} walks {c} km every day and {y} walks {d} km more. How far do the two "
+                    f"walk together in {b} days?",
                     f"A train travels {a * c} km in {c} hours. How far does it travel in "
                     f"{c + d} hours at the same speed?",
-                    f"{x} reads {b} pages a day. The book has {b * c + d} pages. How many days does "
-                    f"{x} need to finish it?",
+                    f"{x} reads {b} pages a day. The book has {b * c + d} pages. How many days "
+                    f"does {x} need to finish it?",
                     f"{x} is {a} years old and {y} is {b} years younger. How old will {y} be in "
                     f"{c} years?",
                     f"A box holds {b} {goods}. {x} has {c} full boxes and {d} loose {goods}. After "
@@ -258,7 +202,7 @@ class Maker:
                     f"{x}'s mother is {y}'s sister. How is {y} related to {x}?",
                     f"{x} finished before {y} but after {z}. In which order did they finish?",
                     "Which word does not belong: "
-                    + ", ".join(self.random.sample(words(GOODS), 3) + [self.one(PLACES)])
+                    + ", ".join([*self.random.sample(words(GOODS), 3), self.one(PLACES)])
                     + "? Explain.",
                     f"It takes {self.number(2, 9)} people {self.number(2, 9)} hours to paint a "
                     "wall. What happens with twice as many people? Explain your reasoning.",
@@ -285,7 +229,7 @@ class Maker:
         ]
 
     def completing(self) -> Turns:
-        name, signature, doc, _ = self.random.choice(self.functions)
+        signature, doc, _ = self.random.choice(self.functions)
         quoted = textwrap.indent(f'"""{doc}\n"""', "    ")
         asked = self.one(
             "Complete this function.;Finish the following code.;Implement the function below.;"
@@ -294,7 +238,7 @@ class Maker:
         return [f"{asked}\n\n{signature}\n{quoted}\n"]
 
     def code_reading(self) -> Turns:
-        name, signature, doc, source = self.random.choice(self.functions)
+        source = self.random.choice(self.functions)[2]
         asked = self.one(
             "What does this code do?;Explain the following code.;Find bugs in this function.;"
             "Write a docstring for this function.;Write tests for this code.;Refactor this code.;"
@@ -306,7 +250,7 @@ class Maker:
         if self.random.random() < 0.5 and self.seeds:
             text = self.random.choice(self.seeds)["output"][:700]
         else:
-            text = " ".join(self.random.choice(self.functions)[2].split())
+            text = " ".join(self.random.choice(self.functions)[1].split())
         asked = self.one(
             "Summarize this text.;Rewrite the following in simpler words.;Translate into Spanish.;"
             "Extract the key points of this text as a list.;Give this text a title.;"
@@ -318,8 +262,8 @@ class Maker:
 
     def records(self) -> Turns:
         rows = [
-            f"{self.one(NAMES)} bought {self.number(1, 40)} {self.one(GOODS)} in {self.one(PLACES)} "
-            f"for ${self.number(2, 90)}."
+            f"{self.one(NAMES)} bought {self.number(1, 40)} {self.one(GOODS)} in "
+            f"{self.one(PLACES)} for ${self.number(2, 90)}."
             for _ in range(self.number(2, 6))
         ]
         asked = self.one(
@@ -363,8 +307,8 @@ KINDS: dict[Callable[[Maker], Turns], float] = {
 }
 
 
-def library_functions() -> list[tuple[str, str, str, str]]:
-    """Name, signature, docstring and source of functions of Python's library, of readable size."""
+def library_functions() -> list[tuple[str, str, str]]:
+    """Signature, docstring and source of functions of Python's library, of readable size."""
     found = []
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         source = path.read_text("utf-8")
@@ -376,7 +320,7 @@ def library_functions() -> list[tuple[str, str, str, str]]:
             assert isinstance(node, ast.FunctionDef)
             arguments = [a.arg for a in node.args.args if a.arg not in ("self", "cls")]
             signature = f"def {node.name}({', '.join(arguments)}):"
-            found.append((node.name, signature, doc, textwrap.dedent(code)))
+            found.append((signature, doc, textwrap.dedent(code)))
     return found
 
 
