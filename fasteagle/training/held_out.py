@@ -61,7 +61,8 @@ def evaluate(
     counts = []
     for i in indices:
         before = int(tried[0]), int(accepted.sum())
-        batch = make_batch(store, [i], device, head.config.shifted)
+        config = head.config
+        batch = make_batch(store, [i], device, config.shifted, len(config.tap_layers))
         embeds = target.embedding.weight[batch.tokens].float()
         with autocast(device):
             outputs = unroll(head, embeds, batch.features, depth)

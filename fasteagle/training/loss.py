@@ -61,20 +61,30 @@ class Batch:
 
 
 def make_batch(
-    store: Features, chosen: list[int], device: torch.device, shifted: bool = True
+    store: Features,
+    chosen: list[int],
+    device: torch.device,
+    shifted: bool = True,
+    n_taps: int | None = None,
 ) -> Batch:
-    """Pad conversations to the longest of them."""
+    """Pad conversations to the longest of them.
+
+    A head that reads no taps (`n_taps` 0; None: those of the store) reads what the LM head reads.
+    """
+    n_taps = store.n_taps if n_taps is None else n_taps
+    assert n_taps in (0, store.n_taps), "the store holds other taps"
     parts = [store.conversation(i) for i in chosen]
     length = max(len(ids) for ids, _ in parts) - 1
     width = parts[0][1].shape[1]
     dim = width // (store.n_taps + 1)
     tokens = torch.zeros(len(parts), length, dtype=torch.long)
-    features = torch.zeros(len(parts), length, store.n_taps * dim or dim, dtype=torch.bfloat16)
+    read = slice(0, n_taps * dim) if n_taps else slice(width - dim, width)
+    features = torch.zeros(len(parts), length, n_taps * dim or dim, dtype=torch.bfloat16)
     targets = torch.zeros(len(parts), length, dim, dtype=torch.bfloat16)
     for b, (ids, values) in enumerate(parts):
         n = len(ids) - 1
         tokens[b, :n] = ids[1:] if shifted else ids[:-1]
-        features[b, :n] = values[:-1, : features.shape[2]]
+        features[b, :n] = values[:-1, read]
         targets[b, :n] = values[1:, width - dim :]
     # Drafting begins once the first answer token is the root: its pair is row prompt_len - 1. What
     # would follow the conversation's last token does not count.

@@ -168,9 +168,7 @@ class Trainer:
         begun, tokens, losses = time.perf_counter(), 0, []
         while self.step < self.options.steps:
             share = self.ranks.share(next(schedule))
-            shifted = self.head.config.shifted
-            batch = make_batch(self.store, share, device, shifted) if share else None
-            loss, n_rows = self._update(batch)
+            loss, n_rows = self._update(self._batch(share, device) if share else None)
             losses.append(loss)
             tokens += n_rows
             self.step += 1
@@ -193,6 +191,10 @@ class Trainer:
                 self.save()
             if patience and self._stalled(patience):
                 return
+
+    def _batch(self, chosen: list[int], device: torch.device) -> Batch:
+        config = self.head.config
+        return make_batch(self.store, chosen, device, config.shifted, len(config.tap_layers))
 
     def _update(self, batch: Batch | None) -> tuple[float, int]:
         """One step; the loss, and how many rows it was measured on. None: no share of the batch."""

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fasteagle.config import ModelConfig
+from fasteagle.config import ModelConfig, default_taps
 from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.head_file import load_head, save_head, with_vocabulary
 from fasteagle.loading.open import OpenedModel, Runtime, compile_now, open_for
@@ -59,7 +59,7 @@ def train_head(
         conversations = _conversations(runtime, run, identity, given)
         taps = options.taps_of(runtime.checkpoint.config.n_layer)
         text = store_key(conversations, identity, taps)
-        store = _features(runtime, conversations, text, run.features, taps)
+        store = _features(runtime, conversations, identity, run.features, taps)
     held_out = choose_held_out(conversations, run.held_out)
     training = [c for i, c in enumerate(conversations) if i not in set(held_out)]
     head = _begun(init, runtime.engine.model, training, options)
@@ -157,12 +157,16 @@ def _written_now(runtime: Runtime, run: TrainRun, identity: str) -> list[Path]:
 def _features(
     runtime: Runtime,
     conversations: Sequence[Conversation],
-    key: str,
+    identity: str,
     kind: str,
     taps: tuple[int, ...],
 ) -> Features:
     """The target's features: live, from the user cache, or computed into it now."""
-    folder = cache_dir() / "features" / key
+    folder = cache_dir() / "features" / store_key(conversations, identity, taps)
+    if not taps:  # those stored for an EAGLE-3 head end with what an EAGLE-1 head reads
+        usual = default_taps(runtime.checkpoint.config.n_layer)
+        wider = folder.with_name(store_key(conversations, identity, usual))
+        folder = wider if (wider / "index.json").exists() else folder
     if kind == "live" or not (folder / "index.json").exists():
         compile_now(runtime.engine)
     if kind == "live":

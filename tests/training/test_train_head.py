@@ -81,6 +81,25 @@ def test_an_eagle3_head_is_trained_and_drafts(tiny_dir, text_file, tmp_path, no_
     assert more.exit_code == 0, more.stderr
 
 
+def test_an_eagle1_head_is_trained_on_the_features_of_an_eagle3_head(
+    tiny_dir, text_file, tmp_path, no_compiler, monkeypatch
+):
+    def train(name, *more):
+        out = tmp_path / name
+        done = invoke(*command(tiny_dir, text_file, out, "--steps", 3, *more))
+        assert done.exit_code == 0, done.stderr
+        return load_file(out / "model.safetensors"), "features of" in done.stderr
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "one"))
+    alone, _ = train("alone")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    monkeypatch.setattr("fasteagle.training.train_head.default_taps", lambda n_layer: (0, 2))
+    train("eagle3", "--algorithm", "eagle3", "--tap-layers", "0,2")
+    beside, computed = train("beside")
+    assert not computed
+    assert all(torch.equal(alone[name], beside[name]) for name in alone)
+
+
 @pytest.mark.slow
 def test_two_processes_train_what_one_does(tiny_dir, text_file, tmp_path):
     """Over gloo, from the same text."""
