@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fasteagle.model import Block, Cast, RMSNorm, Transformer
-from fasteagle.quant.cpu_linear import BLOCK, NativeLinear, NativeNorm
+from fasteagle.quant.cpu_linear import BLOCK, NativeLinear, NativeNorm, in_huge_pages
 from fasteagle.tree import TreeView
 
 MAX_HEAD_DIM = 256
@@ -94,6 +94,7 @@ def use_native_blocks(target: Transformer) -> bool:
     """Run the target's blocks by the kernels if they fit; true if they now are."""
     if not all(fits(block) for block in target.blocks):
         return False
+    in_huge_pages([module for module in target.modules() if isinstance(module, NativeLinear)])
     target.run_blocks = functools.partial(_run_blocks, NativeBlocks(list(target.blocks)))
     target.visible_keys = lambda view, n_slots: view
     target.norm = NativeNorm(target.norm)

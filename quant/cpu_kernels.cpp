@@ -15,7 +15,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <omp.h>
-#include <sched.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -204,19 +203,21 @@ class Team {
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
       arrived_.store(0, std::memory_order_relaxed);
       turn_.store(turn + 1, std::memory_order_release);
+      turn_.notify_all();
       return;
     }
-    // Long enough for a phase of another thread; longer only where that thread does not run.
-    for (int spins = 0; turn_.load(std::memory_order_acquire) == turn; spins++) {
-      if (spins < 4000) {
-        relax();
-      } else {
-        sched_yield();
-      }
+    // Long enough for a phase of another thread; longer only where that thread does not run. Then
+    // this one sleeps, and what keeps the other from running may move to this one's core.
+    for (int spins = 0; spins < SPINS; spins++) {
+      if (turn_.load(std::memory_order_acquire) != turn) return;
+      relax();
     }
+    turn_.wait(turn, std::memory_order_acquire);
   }
 
  private:
+  static constexpr int SPINS = 4000;
+
   static void relax() {
 #if FASTEAGLE_ISA > 0
     _mm_pause();

@@ -11,7 +11,7 @@ from fasteagle.compile.cpu_blocks import use_native_block
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.tensors import Checkpoint, weight_bytes
 from fasteagle.model import EagleHead
-from fasteagle.quant.cpu_linear import NativeLinear
+from fasteagle.quant.cpu_linear import NativeLinear, in_huge_pages
 from fasteagle.quant.linear import Permuted, QuantizedLMHead, SideBySide, make_linear
 from fasteagle.quant.packed import PackedWeight, stack
 from fasteagle.quant.params import int8_groups, quantize_weight
@@ -108,10 +108,13 @@ def quantize_head_(head: EagleHead, scheme: Scheme, native: bool = False) -> Non
     """
     head.fc = quantize_linear(head.fc, scheme, native)
     quantize_(head.block, scheme, native)
-    if native:
-        use_native_block(head.block)
+    own: list[nn.Module] = [head.fc, *head.block.modules()]
     if isinstance(head.lm_head, nn.Linear) and scheme.head_bits != 16:
-        head.use_lm_head(quantize_linear(head.lm_head, head_scheme(scheme), native))
+        own.append(quantize_linear(head.lm_head, head_scheme(scheme), native))
+        head.use_lm_head(own[-1])
+    if native:
+        in_huge_pages([module for module in own if isinstance(module, NativeLinear)])
+        use_native_block(head.block)
 
 
 def fitting_scheme(scheme: Scheme, n_inputs: int) -> Scheme:
