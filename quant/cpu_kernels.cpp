@@ -15,10 +15,12 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <omp.h>
+#include <sched.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -192,10 +194,50 @@ inline VF exp_of(VF x) {
 // ---------------------------------------------------------------------------------------------
 // Threads
 
+// How many threads to do without. Where other programs run on the same cores, a thread that waits its
+// turn keeps all others waiting, for many times the length of a pass: one thread less is faster then.
+class Spared {
+ public:
+  static constexpr auto LONG = std::chrono::microseconds(1500);  // at a barrier
+
+  static Spared& of_this_thread() {
+    thread_local Spared spared;
+    return spared;
+  }
+
+  int threads() const { return spared_; }
+
+  // A call with `size` threads is over; `waited`: at some barrier for longer than `LONG`.
+  void learn(int size, bool waited) {
+    if (waited) {
+      calm_ = 0;
+      if (++waits_ < 2) return;  // once may be chance
+      waits_ = 0;
+      if (size > 1) spared_++;
+      patience_ = std::min(2 * patience_, LONGEST);
+    } else if (++calm_ % PERIOD == 0) {
+      waits_ = 0;
+      if (calm_ < patience_) return;
+      calm_ = 0;
+      if (spared_ == 0) {
+        patience_ = PERIOD;
+      } else {
+        spared_--;
+      }
+    }
+  }
+
+ private:
+  static constexpr int PERIOD = 64, LONGEST = 1024;  // calls
+  int spared_ = 0, waits_ = 0, calm_ = 0, patience_ = PERIOD;
+};
+
 // The threads of one call. All of them come to every barrier.
 class Team {
  public:
   explicit Team(int size) : size_(size) {}
+
+  bool waited() const { return waited_.load(std::memory_order_relaxed); }
 
   void barrier() {
     if (size_ == 1) return;
@@ -203,21 +245,21 @@ class Team {
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
       arrived_.store(0, std::memory_order_relaxed);
       turn_.store(turn + 1, std::memory_order_release);
-      turn_.notify_all();
       return;
     }
-    // Long enough for a phase of another thread; longer only where that thread does not run. Then
-    // this one sleeps, and what keeps the other from running may move to this one's core.
-    for (int spins = 0; spins < SPINS; spins++) {
-      if (turn_.load(std::memory_order_acquire) != turn) return;
+    // Long enough for a phase of another thread; longer only where that thread does not run.
+    const auto is_over = [&] { return turn_.load(std::memory_order_acquire) != turn; };
+    for (int spins = 0; spins < 4000; spins++) {
+      if (is_over()) return;
       relax();
     }
-    turn_.wait(turn, std::memory_order_acquire);
+    const auto begin = std::chrono::steady_clock::now();
+    while (!is_over()) sched_yield();
+    if (std::chrono::steady_clock::now() - begin > Spared::LONG)
+      waited_.store(true, std::memory_order_relaxed);
   }
 
  private:
-  static constexpr int SPINS = 4000;
-
   static void relax() {
 #if FASTEAGLE_ISA > 0
     _mm_pause();
@@ -225,6 +267,7 @@ class Team {
   }
 
   const int size_;
+  std::atomic<bool> waited_{false};
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<int> turn_{0};
 };
@@ -239,12 +282,16 @@ struct Worker {
   Range share(int64_t n) const { return {n * id / size, n * (id + 1) / size}; }
 };
 
+// Runs `work` on all threads but the spared ones. Results do not depend on how many these are.
 template <class F>
 void in_parallel(F work) {
-  const int wanted = omp_in_parallel() ? 1 : omp_get_max_threads();
-  if (wanted <= 1) {
+  Spared& spared = Spared::of_this_thread();
+  const int all = omp_in_parallel() ? 1 : omp_get_max_threads();
+  const int wanted = std::max(1, all - spared.threads());
+  if (wanted == 1) {
     Team team(1);
     work(Worker{team, 0, 1});
+    if (all > 1) spared.learn(1, false);
     return;
   }
   Team* team = nullptr;
@@ -254,6 +301,7 @@ void in_parallel(F work) {
     team = new Team(omp_get_num_threads());
     work(Worker{*team, omp_get_thread_num(), omp_get_num_threads()});
   }
+  spared.learn(wanted, team->waited());
   delete team;
 }
 
