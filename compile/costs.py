@@ -12,7 +12,7 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -276,7 +276,7 @@ class Measurement:
         engine, drafter = self._engine, self._drafter
         spec = engine.spec(shape, self._kind)
         if not engine.runner.fixed_addresses:  # and so its parts are timed
-            with self._gate():
+            with self._gate(), self._unlearned():
                 self._begin(shape)
                 begin = time.perf_counter()
                 engine.runner.launch(spec, drafter)
@@ -289,9 +289,20 @@ class Measurement:
         return total, max(0.0, total - parts)
 
     def _timed(self, work: Callable[[], object], shape: AnyShape | None) -> float:
-        with self._gate():
+        with self._gate(), self._unlearned():
             self._begin(shape)
             return self._engine.runner.timed(work, lambda: self._begin(shape))
+
+    @contextlib.contextmanager
+    def _unlearned(self) -> Iterator[None]:
+        """What the drafter learns inside is forgotten: no text of anybody's is drafted."""
+        learned = [] if self._drafter is None else self._drafter.advanced
+        before = [tensor.clone() for tensor in learned]
+        try:
+            yield
+        finally:
+            for tensor, old in zip(learned, before, strict=True):
+                tensor.copy_(old)
 
     def _begin(self, shape: AnyShape | None) -> None:
         """Stand behind the committed tokens, two pairs pending, the text a repetition."""

@@ -6,7 +6,6 @@ On CUDA the whole cycle is captured instead, see `graphs`.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
@@ -92,7 +91,7 @@ class CycleCompiler:
         drafter = self._drafter
         if not isinstance(drafter, HeadDrafter):
             return drafter
-        scratch: HeadDrafter = copy.copy(drafter)
+        scratch = drafter.apart()
         rows = drafter.cache.rows
         scratch.cache = KVCache(drafter.head.config.block, n_slots, rows.dtype, rows.device)
         for plane in _planes(scratch.cache):

@@ -64,10 +64,15 @@ def decode_cycle(
 
 
 def draft(state: DecodeState, drafter: Drafter | None, spec: CycleSpec) -> Proposal:
-    """Show the drafter the new true pairs, then let it propose the tree under the root."""
+    """Show the drafter the new true pairs, then let it propose the tree under the root.
+
+    Where a draft head is left out, what it would predict is None.
+    """
     if spec.shape is None or drafter is None:
         return Proposal.of(state.root_alone(spec.rows))
-    prediction = drafter.extend(state.committed(spec.width), state.seq_len)
+    prediction = None
+    if spec.extends:
+        prediction = drafter.extend(state.committed(spec.width), state.seq_len)
     tree = drafter.propose(prediction, state, spec)
     return Proposal.of(tree)
 
@@ -126,7 +131,7 @@ def commit(
     state.result[-1:] = proposal.tree.valid.sum() - 1
     if spec.width:
         # Pairs wait behind those not shown to the draft head yet; after a draft there are none.
-        first = torch.zeros_like(state.count) if spec.shape is not None else state.count
+        first = torch.zeros_like(state.count) if spec.extends else state.count
         state.tokens.index_copy_(0, first + levels, emitted)
         read = output.features if output.taps is None else output.taps
         state.features.index_copy_(0, first + levels, read[path.rows].to(state.features.dtype))

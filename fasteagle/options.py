@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from fasteagle.errors import FasteagleError
-from fasteagle.shapes import TreeShape
+from fasteagle.shapes import FusedShape, TreeShape
 
 DEFAULT_MODEL = "smollm2-135m"
 DTYPES = ("bf16", "fp16", "fp32")
@@ -171,7 +171,8 @@ QUANTIZED_TREE = TreeShape(depth=2, topk=3, nodes=3)
 TAP_LAYERS_TEXT = (
     "Blocks whose input an EAGLE-3 head reads: 2,15,27.  [default: what its files say]"
 )
-DRAFTERS = ("auto", "eagle", "eagle-static", "eagle-chain", "ngram", "none")
+DRAFTERS = ("auto", "eagle", "fused", "eagle-static", "eagle-chain", "ngram", "none")
+LOOKUP_DEPTH = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,6 +198,9 @@ class DraftOptions:
     tree_nodes: int | None = option(
         None, "Nodes verified a pass (SGLang: num-draft-tokens less the root)."
     )
+    lookup_depth: int | None = option(
+        None, f"Tokens that fused copies in a row, at most.  [default: {LOOKUP_DEPTH}]"
+    )
     noise: str = option(
         "shared",
         "shared or none: at temperature > 0, rank guesses with the target's own noise.",
@@ -212,7 +216,7 @@ class DraftOptions:
         asked = (self.tree_depth, self.tree_topk, self.tree_nodes, self.tree_file)
         return all(size is None for size in asked) and self.drafter in ("auto", "eagle", "ngram")
 
-    def tree_shape(self, quantized_on_cpu: bool) -> TreeShape:
+    def tree_shape(self, quantized_on_cpu: bool) -> TreeShape | FusedShape:
         """Of the dynamic tree or the chain. Raises `FasteagleError` for sizes that do not fit."""
         default = QUANTIZED_TREE if quantized_on_cpu else DEFAULT_TREE
         depth = default.depth if self.tree_depth is None else self.tree_depth
@@ -222,6 +226,9 @@ class DraftOptions:
         nodes = self.tree_nodes
         if nodes is None:  # as many as the other two allow
             nodes = max(depth, min(default.nodes, topk + (depth - 1) * topk**2))
+        if self.drafter == "fused":
+            reach = LOOKUP_DEPTH if self.lookup_depth is None else self.lookup_depth
+            return FusedShape(depth, topk, nodes, reach)
         return TreeShape(depth, topk, nodes)
 
     def __post_init__(self) -> None:
@@ -239,6 +246,10 @@ class DraftOptions:
         )
         _require(
             self.noise in ("shared", "none"), f"draft-noise {self.noise!r}: use shared or none"
+        )
+        _require(
+            self.lookup_depth is None or self.drafter in ("auto", "fused"),
+            f"lookup-depth {self.lookup_depth} is for fused trees: add --drafter fused",
         )
         _require(
             self.tree_file is None or self.drafter in ("auto", "eagle-static"),

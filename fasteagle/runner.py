@@ -67,7 +67,7 @@ class Runner:
             return found
         if spec.shape is None:
             found = found._replace(draft=self._plain_draft)
-        elif drafter is not None and not drafter.always_proposes:
+        elif drafter is not None and not (drafter.always_proposes and spec.extends):
             found = self._plain_if_empty(found, spec, drafter)
         found = found._replace(verify=self._timed("verify", found.verify))
         return (

@@ -15,7 +15,7 @@ from torch import Tensor
 from fasteagle.model import KVCache, Transformer
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import DrawKind, Knobs
-from fasteagle.shapes import AnyShape
+from fasteagle.shapes import AnyShape, FusedShape
 from fasteagle.tree import DraftTree
 
 MAX_DEPTH = 63  # of a tree's paths
@@ -40,8 +40,8 @@ class CycleSpec:
     """What is fixed in one variant of the cycle; everything else is a value on the device.
 
     `shape` None: plain decoding, a tree that is only the root, padded to `rows` rows. `width` is
-    how many pending pairs the draft head is run on. Plain decoding does not run it: there 1 says
-    that pairs are kept for it. 0: the drafter reads no features.
+    how many pending pairs the draft head is run on. Where it is not run (see `extends`) 1 says that
+    pairs are kept for it. 0: the drafter reads no features.
     """
 
     shape: AnyShape | None
@@ -53,6 +53,14 @@ class CycleSpec:
     def depth(self) -> int:
         """Longest path that can be accepted."""
         return 0 if self.shape is None else self.shape.depth
+
+    @property
+    def extends(self) -> bool:
+        """Whether the drafter is shown the pending pairs: in a plain cycle, and in one that only
+        looks up, they go on waiting.
+        """
+        skips = isinstance(self.shape, FusedShape) and not self.shape.levels
+        return self.shape is not None and not skips
 
 
 class DecodeState:

@@ -38,6 +38,7 @@ DEPTH_TERMS = (0.0, 0.4, 0.6, 0.8, 1.0, 1.2)
 HEAD_TERMS = (0.0, -1.6, 1.0)
 PRIOR_TOKENS = 8.0  # that the prior counts for
 MEMORY = 128.0
+RAREST = 1e-3  # no probability is below: what is never right may be right again
 SHAPE = (len(SIZE_TERMS), len(AGREEMENT_TERMS), len(DEPTH_TERMS), len(HEAD_TERMS))
 
 
@@ -49,6 +50,7 @@ class Candidates(NamedTuple):
 
     tokens: Tensor  # [P, R] target ids, NOTHING behind a place's end
     leads: Tensor  # [P, R] bool
+    leaders: Tensor  # [P, R] the place that leads each
     sizes: Tensor  # [P, R] classes of SIZES
     agreement: Tensor  # [P, R] classes
     depths: Tensor  # [R] classes of DEPTHS
@@ -75,6 +77,7 @@ def candidates_of(matches: Matches) -> Candidates:
     return Candidates(
         tokens,
         valid & (first == place),
+        first,
         sizes[first],
         torch.where(split, apart, together),
         _classes(depth, DEPTHS),
@@ -131,7 +134,7 @@ class AcceptanceTable:
 
     def log_probabilities(self, cells: Tensor) -> Tensor:
         """That a token is right where its parent is, for `cells` of any shape."""
-        return (self.right / self.tried).log()[cells]
+        return (self.right / self.tried).clamp(RAREST, 1).log()[cells]
 
     def keep(self, found: Candidates, cells: Tensor, root: Tensor, at: Tensor) -> None:
         """Remember a proposal below `root` [1], which stands at slot `at` (0-d) of the text."""

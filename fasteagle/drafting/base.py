@@ -7,10 +7,11 @@ code over the state of the cycle, so that they can be compiled and captured.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from torch import Tensor
 
@@ -48,6 +49,10 @@ class Drafter(Protocol):
     @property
     def caches(self) -> Sequence[KVCache]:
         """Of its own."""
+
+    @property
+    def advanced(self) -> Sequence[Tensor]:
+        """What a cycle changes, but for rows of caches behind the text."""
 
     def next_shape(self) -> AnyShape | None:
         """Of the next cycle's tree; None for plain decoding, because drafting does not pay now."""
@@ -89,6 +94,14 @@ class Controlled:
     tap_layers: tuple[int, ...] = ()
     always_proposes = True
     capturable = True
+
+    @property
+    def advanced(self) -> Sequence[Tensor]:
+        return []
+
+    def apart(self) -> Self:
+        """The same drafter, to be run without changing what this one has learned."""
+        return copy.copy(self)
 
     def follow(self, plan: Plan) -> None:
         self.controller = Controller(plan)

@@ -11,7 +11,8 @@ from torch import Tensor
 from fasteagle.drafting.draft_head import HeadDrafter, Prediction, top_children
 from fasteagle.errors import FasteagleError
 from fasteagle.model import EagleHead
-from fasteagle.shapes import TreeShape
+from fasteagle.sampling import DrawKind
+from fasteagle.shapes import FusedShape, TreeShape
 from fasteagle.state import CycleSpec, DecodeState
 from fasteagle.tree import DraftTree, Pool, rerank
 
@@ -23,7 +24,11 @@ class EagleDrafter(HeadDrafter):
     """
 
     def __init__(
-        self, head: EagleHead, shape: TreeShape, max_seq_len: int, noise: str = "shared"
+        self,
+        head: EagleHead,
+        shape: TreeShape | FusedShape,
+        max_seq_len: int,
+        noise: str = "shared",
     ) -> None:
         if shape.topk > head.config.draft_vocab_size:
             raise FasteagleError(
@@ -32,7 +37,7 @@ class EagleDrafter(HeadDrafter):
             )
         super().__init__(head, max_seq_len, noise)
         self.name = "eagle-chain" if shape.topk == 1 else "eagle"
-        self.shape: TreeShape = shape
+        self.shape: TreeShape | FusedShape = shape
 
     @property
     def tree_rows(self) -> int:
@@ -48,16 +53,16 @@ class EagleDrafter(HeadDrafter):
     def propose(self, prediction: Prediction, state: DecodeState, spec: CycleSpec) -> DraftTree:
         """Expand, then rerank."""
         assert isinstance(spec.shape, TreeShape), "the engine asks for shapes of this drafter"
-        pool = self.expand(prediction, state, spec)
+        pool = self.expand(prediction, state, spec.kind, spec.shape.depth, spec.shape.topk)
         return rerank(pool, state.root, spec.shape.nodes)
 
-    def expand(self, prediction: Prediction, state: DecodeState, spec: CycleSpec) -> Pool:
+    def expand(
+        self, prediction: Prediction, state: DecodeState, kind: DrawKind, depth: int, k: int
+    ) -> Pool:
         """`depth` levels; every level's frontier are the k best of its candidates."""
-        shape, seq_len = spec.shape, state.seq_len
-        assert isinstance(shape, TreeShape), "see propose"
-        k = shape.topk
+        seq_len = state.seq_len
         logits, features = prediction
-        logits = self.ranking_logits(logits, seq_len, 1, spec.kind, state.knobs)
+        logits = self.ranking_logits(logits, seq_len, 1, kind, state.knobs)
         ids, logp = top_children(logits, k)  # [1, k]
         tokens, scores = self.target_ids[ids[0]], logp[0]
         features = features.expand(k, -1)
@@ -66,9 +71,9 @@ class EagleDrafter(HeadDrafter):
         frontier = torch.arange(k, device=tokens.device)  # pool index of each frontier node
         own = torch.eye(k, dtype=torch.bool, device=tokens.device)
         mask = own  # among the head's own rows
-        for level in range(1, shape.depth):
+        for level in range(1, depth):
             logits, features = self.step(tokens, features, seq_len, level - 1, mask)
-            logits = self.ranking_logits(logits, seq_len, level + 1, spec.kind, state.knobs)
+            logits = self.ranking_logits(logits, seq_len, level + 1, kind, state.knobs)
             ids, logp = top_children(logits, k)  # [k, k]
             child_scores = self.child_scores(scores.unsqueeze(1), logp).flatten()
             child_tokens = self.target_ids[ids.flatten()]

@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fasteagle.shapes import MAX_REACH
+
 NOTHING = -1  # in place of a token: here is none
 OUTSIDE = -2  # in place of a wanted token before the first one: nothing equals it
-MAX_REACH = 63  # tokens read at a place, at most
 KEY_TOKENS, KEY_BITS = 3, 21  # of a corpus index: three ids fit into an int64
 WINDOW = 64  # places of a corpus that are compared token by token
 

@@ -15,6 +15,7 @@ from typing import Any
 from fasteagle.config import Eagle3Config, HeadConfig, ModelConfig, draft_block, head_from_hf
 from fasteagle.drafting.base import Drafter, Tuning
 from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.plan import NGRAM_RANKS, ranks_of
 from fasteagle.drafting.static_tree import StaticTreeDrafter, check_no_gaps, check_paths
@@ -31,7 +32,7 @@ from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint, fingerprint, 
 from fasteagle.model import KEY_BLOCK, EagleHead
 from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.paths import cache_dir, costs_path
-from fasteagle.shapes import PAPER_TREE, Paths, TreeShape, read_tree
+from fasteagle.shapes import PAPER_TREE, FusedShape, Paths, TreeShape, read_tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,7 +237,7 @@ def _eagle(
         )
     quantized_on_cpu = scheme is not None and engine.on_cpu
     drafter = tree_drafter(head, options, engine.max_seq_len, quantized_on_cpu)
-    if options.auto_tree and isinstance(drafter, EagleDrafter):
+    if options.auto_tree and isinstance(drafter.shape, TreeShape):
         path = costs_path(identity, _precision(engine, checkpoint), "eagle")
         drafter.tuning = Tuning(path, ranks_of(header))
     notify(f"draft head {loaded.origin}: {drafter.name}, {drafter.shape.nodes} nodes")
@@ -273,7 +274,7 @@ def _tell_mismatch(
 
 def tree_of(
     options: DraftOptions, draft_vocab_size: int, quantized_on_cpu: bool
-) -> Paths | TreeShape:
+) -> Paths | TreeShape | FusedShape:
     """The tree that `options` ask for, static or dynamic. Raises `FasteagleError`."""
     sampled = options.verify == "multi-round"
     if options.drafter == "eagle-static" or options.tree_file:
@@ -293,6 +294,8 @@ def tree_drafter(
 ) -> Drafter:
     """The drafter that `options` ask for over a head that is ready."""
     tree = tree_of(options, head.config.draft_vocab_size, quantized_on_cpu)
+    if isinstance(tree, FusedShape):
+        return FusedDrafter(head, tree, max_seq_len, noise=options.noise)
     if isinstance(tree, TreeShape):
         return EagleDrafter(head, tree, max_seq_len, noise=options.noise)
     sampled = options.verify == "multi-round"

@@ -11,6 +11,7 @@ from fasteagle.compile.graphs import CapturedRunner, CudaGraphs, make_engine
 from fasteagle.compile.tree_attention import use_tree_attention
 from fasteagle.drafting.base import Tuning
 from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.plan import DEFAULT_RANKS
 from fasteagle.drafting.static_tree import StaticTreeDrafter
@@ -18,7 +19,7 @@ from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.open import compile_now
 from fasteagle.options import SamplingParams
-from fasteagle.shapes import TreeShape
+from fasteagle.shapes import FusedShape, TreeShape
 from fasteagle.tree import TreeView
 from helpers import (
     FakeGraphs,
@@ -60,6 +61,8 @@ def drafters(head, max_seq_len=256):
         EagleDrafter(head, TreeShape(4, 2, 10), max_seq_len),
         StaticTreeDrafter(head, max_seq_len),
         NgramDrafter(4),
+        FusedDrafter(head, FusedShape(3, 3, 9, 8), max_seq_len),
+        FusedDrafter(head, FusedShape(0, 1, 8, 8), max_seq_len),
     ]
 
 

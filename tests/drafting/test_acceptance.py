@@ -84,7 +84,9 @@ def test_every_cell_has_a_place_of_its_own():
     grid = torch.cartesian_prod(*(torch.arange(n) for n in SHAPE)).T
     sizes, agreement, depths, head = (column.unsqueeze(0) for column in grid)
     tokens = torch.zeros_like(sizes)
-    cells = table.cells(Candidates(tokens, tokens.bool(), sizes, agreement, depths[0]), head)
+    cells = table.cells(
+        Candidates(tokens, tokens.bool(), tokens, sizes, agreement, depths[0]), head
+    )
     assert cells.flatten().tolist() == list(range(prior().numel()))
     assert torch.allclose(table.log_probabilities(cells[0]).exp(), prior())
 

@@ -7,7 +7,6 @@ import torch
 
 from fasteagle.drafting.lookup import (
     KEY_BITS,
-    MAX_REACH,
     NOTHING,
     WINDOW,
     Corpus,
@@ -18,6 +17,7 @@ from fasteagle.drafting.lookup import (
 )
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.sampling import DrawKind
+from fasteagle.shapes import MAX_REACH
 from fasteagle.state import CycleSpec
 from helpers import empty_state, pairs, propose, random_target, tiny_config
 
