@@ -207,8 +207,8 @@ class CapturedRunner(Runner):
     def read(self) -> Done:
         place = self._launched.popleft()
         self._free.append(place)
-        *tokens, drafted = place.read()
-        return Done(tokens, drafted, None, None)
+        *tokens, by_head, by_lookup, drafted = place.read()
+        return Done(tokens, by_head, by_lookup, drafted, None, None)
 
     def drop(self) -> None:
         self._free.extend(self._launched)

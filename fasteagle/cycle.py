@@ -23,7 +23,7 @@ from fasteagle.model import Output, Transformer
 from fasteagle.multi_round import multi_round
 from fasteagle.sampling import draw, process_logits
 from fasteagle.state import CycleSpec, DecodeState
-from fasteagle.tree import DraftTree, TreeView, ancestor_mask, tree_paths
+from fasteagle.tree import HEAD, LOOKUP, DraftTree, TreeView, ancestor_mask, tree_paths
 from fasteagle.verify import PAD, Accepted, accept, seen_rows
 
 
@@ -128,6 +128,11 @@ def commit(
         state.seen.index_fill_(1, state.root, True)
     state.result.fill_(PAD)
     state.result[: spec.depth + 1] = path.emitted
+    sources = proposal.tree.sources
+    if sources is not None:  # the root's are none, and padding repeats it
+        proposers = sources[path.rows]
+        state.result[-3] = (proposers & HEAD > 0).sum()
+        state.result[-2] = (proposers & LOOKUP > 0).sum()
     state.result[-1:] = proposal.tree.valid.sum() - 1
     if spec.width:
         # Pairs wait behind those not shown to the draft head yet; after a draft there are none.

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fasteagle.drafting.base import Drafter
+from fasteagle.drafting.fused_controller import Outcome
 from fasteagle.errors import FasteagleError
 from fasteagle.model import KEY_BLOCK, KVCache, Transformer, causal_mask
 from fasteagle.options import SamplingParams
@@ -215,8 +216,10 @@ class Engine:
         if spec.extends:
             self.shown = len(self.cached)  # the cycle began with showing it all of them
         if self.drafter is not None:
-            proposed = spec.shape is not None and done.drafted > 0
-            self.drafter.learn(spec.shape, len(new) - 1 if proposed else None)
+            outcome = None
+            if spec.shape is not None and done.drafted > 0:
+                outcome = Outcome(len(new) - 1, done.by_head, done.by_lookup)
+            self.drafter.learn(spec.shape, outcome)
         self.cached.extend([root, *new[:-1]])
         return new
 

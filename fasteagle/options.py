@@ -214,7 +214,9 @@ class DraftOptions:
     def auto_tree(self) -> bool:
         """Whether the tuner may choose the tree."""
         asked = (self.tree_depth, self.tree_topk, self.tree_nodes, self.tree_file)
-        return all(size is None for size in asked) and self.drafter in ("auto", "eagle", "ngram")
+        tuned = ("auto", "eagle", "fused", "ngram")
+        fixed = any(size is not None for size in (*asked, self.lookup_depth))
+        return not fixed and self.drafter in tuned
 
     def tree_shape(self, quantized_on_cpu: bool) -> TreeShape | FusedShape:
         """Of the dynamic tree or the chain. Raises `FasteagleError` for sizes that do not fit."""

@@ -70,7 +70,8 @@ class DecodeState:
     them, sampled already. The first `count` rows of `tokens` and `features` are the pairs that the
     draft head has not seen. `text` holds the committed tokens and the root; what lies behind is
     left over from other cycles. `result` is what the host reads: the new tokens, padded, and
-    behind them the number of drafted tokens. Features are those after the final norm, or the taps
+    behind them how many of them the draft head and the lookup had proposed (where a tree says so),
+    and the number of drafted tokens. Features are those after the final norm, or the taps
     of `tap_layers` where the drafter reads these.
     """
 
@@ -89,7 +90,7 @@ class DecodeState:
         self.tap_layers: tuple[int, ...] = ()
         self.features = weight.new_zeros(PENDING, target.config.dim)  # [P, F]
         self.text = ints(max_seq_len + MAX_DEPTH + 2)  # [N]
-        self.result = ints(MAX_DEPTH + 2)
+        self.result = ints(MAX_DEPTH + 4)
         self.seen = torch.zeros(1, target.config.vocab_size, dtype=torch.bool, device=device)
         self.knobs = Knobs(device)
         self.cache = cache

@@ -16,7 +16,8 @@ from typing import Any, Protocol, Self
 from torch import Tensor
 
 from fasteagle.drafting.controller import Controller
-from fasteagle.drafting.plan import Plan, Ranks
+from fasteagle.drafting.fused_controller import Outcome
+from fasteagle.drafting.plan import AnyPlan, Ranks
 from fasteagle.model import KVCache
 from fasteagle.shapes import AnyShape
 from fasteagle.state import Committed, CycleSpec, DecodeState
@@ -32,15 +33,18 @@ class Tuning:
 
 
 class Drafter(Protocol):
-    """Proposes trees. `controller` chooses among shapes while decoding, where there is one."""
+    """Proposes trees."""
 
     name: str
-    controller: Controller | None
     tuning: Tuning | None  # set where the tree may be tuned
     reads_features: bool  # whether `extend` must see every committed position
     tap_layers: tuple[int, ...]  # whose taps are its features; empty: those of the final norm
     always_proposes: bool  # whether every tree has a node besides the root
     capturable: bool  # whether its cycles read nothing on the host
+
+    @property
+    def controller(self) -> Controller | None:
+        """What chooses its trees while decoding, once costs are known."""
 
     @property
     def shape(self) -> AnyShape:
@@ -72,14 +76,11 @@ class Drafter(Protocol):
     def propose(self, prediction: Any, state: DecodeState, spec: CycleSpec) -> DraftTree:
         """A tree of `spec.shape` under `state.root`."""
 
-    def follow(self, plan: Plan) -> None:
+    def follow(self, plan: AnyPlan) -> None:
         """Draft what the plan finds best from now on."""
 
-    def learn(self, shape: AnyShape | None, accepted: int | None) -> None:
-        """A pass with a tree of `shape` is over: so many tokens were accepted.
-
-        `accepted` None: nothing was proposed.
-        """
+    def learn(self, shape: AnyShape | None, outcome: Outcome | None) -> None:
+        """A pass with a tree of `shape` is over; without an outcome nothing was proposed."""
 
 
 class Controlled:
@@ -103,7 +104,7 @@ class Controlled:
         """The same drafter, to be run without changing what this one has learned."""
         return copy.copy(self)
 
-    def follow(self, plan: Plan) -> None:
+    def follow(self, plan: AnyPlan) -> None:
         self.controller = Controller(plan)
 
     def next_shape(self) -> AnyShape | None:
@@ -113,7 +114,7 @@ class Controlled:
         planned = [] if self.controller is None else self.controller.plan.shapes
         return planned or [self.shape]
 
-    def learn(self, shape: AnyShape | None, accepted: int | None) -> None:
+    def learn(self, shape: AnyShape | None, outcome: Outcome | None) -> None:
         # What the controller has changed since the cycle was launched teaches nothing.
         if self.controller is not None and self.controller.shape == shape:
-            self.controller.learn(accepted)
+            self.controller.learn(None if outcome is None else outcome.accepted)

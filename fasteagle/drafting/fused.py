@@ -27,9 +27,12 @@ from fasteagle.drafting.acceptance import (
 )
 from fasteagle.drafting.draft_head import Prediction
 from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.fused_controller import FusedController, Outcome
+from fasteagle.drafting.fused_plan import FusedPlan
 from fasteagle.drafting.lookup import Lookup
+from fasteagle.drafting.plan import AnyPlan
 from fasteagle.model import EagleHead
-from fasteagle.shapes import MAX_REACH, FusedShape
+from fasteagle.shapes import MAX_REACH, AnyShape, FusedShape
 from fasteagle.state import CycleSpec, DecodeState
 from fasteagle.tree import HEAD, LOOKUP, DraftTree, Pool, rerank
 
@@ -50,8 +53,18 @@ class FusedDrafter(EagleDrafter):
         super().__init__(head, shape, max_seq_len, noise)
         self.name = "fused"
         self.shape: FusedShape = shape
+        self.controller: FusedController | None = None
         self.lookup = lookup or Lookup()
         self.table = AcceptanceTable(self.lookup.places, MAX_REACH, self.target_ids.device)
+
+    def follow(self, plan: AnyPlan) -> None:
+        assert isinstance(plan, FusedPlan), "the tuner makes the plan of this drafter"
+        self.controller = FusedController(plan)
+
+    def learn(self, shape: AnyShape | None, outcome: Outcome | None) -> None:
+        if self.controller is not None:
+            assert shape is None or isinstance(shape, FusedShape), "its shapes are fused"
+            self.controller.learn_of(shape, outcome)
 
     @property
     def advanced(self) -> list[Tensor]:

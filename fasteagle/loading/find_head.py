@@ -237,8 +237,9 @@ def _eagle(
         )
     quantized_on_cpu = scheme is not None and engine.on_cpu
     drafter = tree_drafter(head, options, engine.max_seq_len, quantized_on_cpu)
-    if options.auto_tree and isinstance(drafter.shape, TreeShape):
-        path = costs_path(identity, _precision(engine, checkpoint), "eagle")
+    if options.auto_tree and isinstance(drafter, EagleDrafter):
+        kind = "fused" if isinstance(drafter, FusedDrafter) else "eagle"
+        path = costs_path(identity, _precision(engine, checkpoint), kind)
         drafter.tuning = Tuning(path, ranks_of(header))
     notify(f"draft head {loaded.origin}: {drafter.name}, {drafter.shape.nodes} nodes")
     return drafter
