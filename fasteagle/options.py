@@ -198,6 +198,12 @@ class DraftOptions:
     tree_nodes: int | None = option(
         None, "Nodes verified a pass (SGLang: num-draft-tokens less the root)."
     )
+    lookup: tuple[Path, ...] = option(
+        (),
+        "Text or code that answers may quote, searched with the context (repeatable); for ngram "
+        "and fused, which auto then takes.",
+        kind="file",
+    )
     lookup_depth: int | None = option(
         None, f"Tokens that fused copies in a row, at most.  [default: {LOOKUP_DEPTH}]"
     )
@@ -218,6 +224,11 @@ class DraftOptions:
         fixed = any(size is not None for size in (*asked, self.lookup_depth))
         return not fixed and self.drafter in tuned
 
+    @property
+    def fuses(self) -> bool:
+        """Whether a draft head's tree and looked-up chains become one."""
+        return self.drafter == "fused" or (self.drafter == "auto" and bool(self.lookup))
+
     def tree_shape(self, quantized_on_cpu: bool) -> TreeShape | FusedShape:
         """Of the dynamic tree or the chain. Raises `FasteagleError` for sizes that do not fit."""
         default = QUANTIZED_TREE if quantized_on_cpu else DEFAULT_TREE
@@ -228,7 +239,7 @@ class DraftOptions:
         nodes = self.tree_nodes
         if nodes is None:  # as many as the other two allow
             nodes = max(depth, min(default.nodes, topk + (depth - 1) * topk**2))
-        if self.drafter == "fused":
+        if self.fuses:
             reach = LOOKUP_DEPTH if self.lookup_depth is None else self.lookup_depth
             return FusedShape(depth, topk, nodes, reach)
         return TreeShape(depth, topk, nodes)
@@ -248,6 +259,11 @@ class DraftOptions:
         )
         _require(
             self.noise in ("shared", "none"), f"draft-noise {self.noise!r}: use shared or none"
+        )
+        _require(
+            not self.lookup or (self.drafter in ("auto", "fused", "ngram") and not self.tree_file),
+            "--lookup is for drafters that look up: add --drafter fused or ngram"
+            + (", drop --tree" if self.tree_file else ""),
         )
         _require(
             self.lookup_depth is None or self.drafter in ("auto", "fused"),

@@ -68,6 +68,11 @@ class RowSpec:
         return self.kind == "hf-pld"
 
     @property
+    def looks_up_files(self) -> bool:
+        """Whether the files of `--lookup` are searched."""
+        return self.kind in ("fused", "ngram")
+
+    @property
     def is_plain(self) -> bool:
         return self.kind == "plain"
 
@@ -88,6 +93,7 @@ class RowSpec:
                 tree_depth=depth,
                 tree_topk=topk,
                 tree_nodes=nodes,
+                lookup=draft.lookup if self.looks_up_files else (),
                 lookup_depth=reach[0] if reach else None,
                 tree_file=None,
                 verify="match",
@@ -96,6 +102,7 @@ class RowSpec:
             draft,
             drafter=self.kind,
             tree_file=draft.tree_file if self.kind == "eagle-static" else None,
+            lookup=draft.lookup if self.looks_up_files else (),
             lookup_depth=draft.lookup_depth if self.kind == "fused" else None,
             verify=draft.verify if self.kind in ("eagle-static", "eagle-chain") else "match",
         )

@@ -32,6 +32,7 @@ from fasteagle.errors import FasteagleError, note
 from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import required_bytes
 from fasteagle.loading.find_head import check_draft, make_drafter
+from fasteagle.loading.lookup_files import read_documents
 from fasteagle.loading.open import (
     TORCHAO,
     OpenedModel,
@@ -145,6 +146,7 @@ def _check_drafts(options: BenchOptions, runtime: RuntimeOptions, opened: Opened
         for draft in drafts:
             tree_alone = dataclasses.replace(draft, head=None)
             check_draft(tree_alone, opened, precision_options(runtime, precision))
+    read_documents(options.draft.lookup, opened.tokenizer, note)
     if drafts:  # all have the same head
         check_draft(drafts[0], opened, runtime)
 
@@ -259,7 +261,10 @@ def _drafter(
     if wants_dummy_head(spec, checkpoint, draft):
         drafter = dummy_drafter(prepared.name, engine, checkpoint, draft)
     else:
-        drafter = make_drafter(prepared.name, engine, checkpoint, draft, lambda line: None)
+        documents = read_documents(draft.lookup, prepared.tokenizer, lambda line: None)
+        drafter = make_drafter(
+            prepared.name, engine, checkpoint, draft, lambda line: None, documents=documents
+        )
     by_confidence = options.tree_value == "confidence"
     unchanged = options.rerank and not by_confidence
     if unchanged or draft.drafter != "eagle" or not isinstance(drafter, EagleDrafter):

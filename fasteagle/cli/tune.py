@@ -10,6 +10,7 @@ from fasteagle.drafting.controller import name
 from fasteagle.drafting.plan import FACTORS, AnyPlan, Costs
 from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.find_head import check_draft, make_drafter
+from fasteagle.loading.lookup_files import read_documents
 from fasteagle.loading.open import compile_now, open_for
 from fasteagle.options import DraftOptions, RuntimeOptions
 
@@ -22,9 +23,10 @@ def run_tune(model: str, runtime_options: RuntimeOptions, draft: DraftOptions) -
         )
     opened = open_for(model, runtime_options)
     asked = check_draft(draft, opened, runtime_options)
+    documents = read_documents(draft.lookup, opened.tokenizer, note)
     runtime = opened.loaded(runtime_options)
-    engine = runtime.engine
-    engine.use(make_drafter(runtime.name, engine, runtime.checkpoint, draft, note, asked))
+    engine, checkpoint = runtime.engine, runtime.checkpoint
+    engine.use(make_drafter(runtime.name, engine, checkpoint, draft, note, asked, documents))
     drafter = tunable(engine)
     if drafter is None:
         raise FasteagleError("nothing to tune without a drafter")

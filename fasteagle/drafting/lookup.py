@@ -78,6 +78,7 @@ class Corpus:
         for document in documents:
             ids += [*document, NOTHING]
         ids += [NOTHING] * MAX_REACH
+        assert max(ids) + 1 < 1 << KEY_BITS, "a key has room for vocabularies of two million"
         self.tokens = torch.tensor(ids, device=device)  # [M]
         keys = torch.zeros_like(self.tokens)
         for back in range(KEY_TOKENS):

@@ -296,6 +296,14 @@ def test_speculation_changes_no_byte_of_an_answer(tiny_dir, head_dir, temperatur
     assert other.exit_code == 0 and (other.stdout == expected) == (temperature == 0)
 
 
+def test_files_to_look_up_make_the_tree_a_fused_one(tiny_dir, head_dir, tmp_path):
+    (tmp_path / "notes.txt").write_text("a text that may be quoted")
+    base = ("--max-new-tokens", 30, "--dtype", "fp32", "--head", head_dir)
+    result = chat(tiny_dir, *base, "--lookup", tmp_path / "notes.txt")
+    assert result.exit_code == 0 and ": fused, " in result.stderr, result.stderr
+    assert result.stdout == chat(tiny_dir, *base).stdout
+
+
 def test_accepted_text_can_be_coloured(tiny_dir, head_dir):
     shown = chat(
         tiny_dir,
