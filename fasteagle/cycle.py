@@ -109,6 +109,8 @@ def accepted_path(
     levels = torch.arange(spec.depth + 1, device=depths.device)
     positions = state.seq_len + 1 + levels
     drawn = draw(output.logits, positions, spec.kind, state.knobs, seen, depths)
+    if tree.drawn is not None:
+        tree.drawn.copy_(drawn)
     return accept(drawn, tree, tree_mask, depths, spec.depth)
 
 

@@ -260,6 +260,8 @@ class Engine:
         self.shown = kept
         del self.cached[kept:]
         self.reserve(len(prompt))
+        if drafter is not None and not kept:
+            drafter.begin(prompt[0])
         for begin in range(kept, len(prompt), PREFILL_CHUNK):
             chunk = prompt[begin : begin + PREFILL_CHUNK]
             normed, taps = self._run(chunk, begin, self.state.tap_layers)

@@ -171,7 +171,7 @@ QUANTIZED_TREE = TreeShape(depth=2, topk=3, nodes=3)
 TAP_LAYERS_TEXT = (
     "Blocks whose input an EAGLE-3 head reads: 2,15,27.  [default: what its files say]"
 )
-DRAFTERS = ("auto", "eagle", "fused", "eagle-static", "eagle-chain", "ngram", "none")
+DRAFTERS = ("auto", "eagle", "fused", "eagle-static", "eagle-chain", "model", "ngram", "none")
 LOOKUP_DEPTH = 8
 
 
@@ -198,6 +198,10 @@ class DraftOptions:
     tree_nodes: int | None = option(
         None, "Nodes verified a pass (SGLang: num-draft-tokens less the root)."
     )
+    draft_model: str | None = option(
+        None, "A smaller model with the same tokenizer, which then drafts (--drafter model)."
+    )
+    draft_precision: str = option("auto", "Of --draft-model, as --precision.")
     lookup: tuple[Path, ...] = option(
         (),
         "Text or code that answers may quote, searched with the context (repeatable); for ngram "
@@ -221,8 +225,13 @@ class DraftOptions:
         """Whether the tuner may choose the tree."""
         asked = (self.tree_depth, self.tree_topk, self.tree_nodes, self.tree_file)
         tuned = ("auto", "eagle", "fused", "ngram")
-        fixed = any(size is not None for size in (*asked, self.lookup_depth))
+        fixed = any(size is not None for size in (*asked, self.lookup_depth, self.draft_model))
         return not fixed and self.drafter in tuned
+
+    @property
+    def drafts_with_model(self) -> bool:
+        """Whether a smaller model drafts."""
+        return self.draft_model is not None
 
     @property
     def fuses(self) -> bool:
@@ -235,7 +244,8 @@ class DraftOptions:
         depth = default.depth if self.tree_depth is None else self.tree_depth
         if self.drafter == "eagle-chain":
             return TreeShape(depth, topk=1, nodes=depth)
-        topk = default.topk if self.tree_topk is None else self.tree_topk
+        usual = 1 if self.drafts_with_model else default.topk
+        topk = usual if self.tree_topk is None else self.tree_topk
         nodes = self.tree_nodes
         if nodes is None:  # as many as the other two allow
             nodes = max(depth, min(default.nodes, topk + (depth - 1) * topk**2))
@@ -259,6 +269,14 @@ class DraftOptions:
         )
         _require(
             self.noise in ("shared", "none"), f"draft-noise {self.noise!r}: use shared or none"
+        )
+        _require(
+            (self.drafter == "model") <= self.drafts_with_model,
+            "drafter model needs a smaller model: add --draft-model NAME",
+        )
+        _require(
+            not self.drafts_with_model or self.drafter in ("auto", "model"),
+            f"--draft-model drafts by itself: drop --drafter {self.drafter}",
         )
         _require(
             not self.lookup or (self.drafter in ("auto", "fused", "ngram") and not self.tree_file),

@@ -12,7 +12,11 @@ from fasteagle.options import DEFAULT_TREE, DraftOptions
 from fasteagle.shapes import PAPER_TREE, AnyShape, FusedShape, StaticShape, TreeShape, read_tree
 
 LOOKUP_TOKENS = 10  # of hf-pld: the value transformers' documentation uses for prompt lookup
-ROW_NAMES = ("hf", "hf-pld", "plain", "eagle", "fused", "eagle-static", "eagle-chain", "ngram")
+RIVALS = ("early-exit", "lookahead")  # which only the benchmark has
+ROW_NAMES = (
+    *("hf", "hf-pld", "plain", "eagle", "fused", "eagle-static", "eagle-chain", "ngram", "model"),
+    *RIVALS,
+)
 _SIZED = re.compile(r"(eagle|fused)@([0-9]+)/([0-9]+)/([0-9]+)(?:/([0-9]+))?")
 
 
@@ -77,14 +81,23 @@ class RowSpec:
         return self.kind == "plain"
 
     @property
+    def is_rival(self) -> bool:
+        """Whether only the benchmark has it."""
+        return self.kind in RIVALS
+
+    @property
     def has_head(self) -> bool:
         """Whether it drafts with a draft head."""
         return self.kind in ("eagle", "fused", "eagle-static", "eagle-chain")
 
     def draft_options(self, draft: DraftOptions) -> DraftOptions:
         """`draft` as this row takes it."""
-        if self.is_hf or self.is_plain:
+        if self.is_hf or self.is_plain or self.is_rival:
             return draft
+        if self.kind == "model":
+            usual = dataclasses.replace(draft, head=None, tree_file=None, lookup=())
+            return dataclasses.replace(usual, drafter="model", lookup_depth=None, verify="match")
+        draft = dataclasses.replace(draft, draft_model=None)
         if self.shape is not None:
             depth, topk, nodes, *reach = dataclasses.astuple(self.shape)
             return dataclasses.replace(
@@ -117,6 +130,11 @@ class RowSpec:
             from fasteagle.drafting.ngram import NgramDrafter  # needs torch
 
             return NgramDrafter().shape
+        if self.is_rival:
+            from fasteagle.bench.early_exit import EXIT_SHAPE  # both need torch
+            from fasteagle.bench.lookahead import LOOKAHEAD_SHAPE
+
+            return EXIT_SHAPE if self.kind == "early-exit" else LOOKAHEAD_SHAPE
         if self.kind == "eagle-static":
             paths = read_tree(Path(draft.tree_file)) if draft.tree_file else PAPER_TREE
             return StaticShape(max(map(len, paths)), None, len(paths))

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 from fasteagle.bench.ablation import ablated
+from fasteagle.bench.early_exit import early_exit_drafter
 from fasteagle.bench.hf import hf_model
+from fasteagle.bench.lookahead import LookaheadDrafter
 from fasteagle.bench.progress import QuestionBar
 from fasteagle.bench.roofline import Storage
 from fasteagle.bench.row_spec import LOOKUP_TOKENS, RowSpec, chain_shape, parse_rows
@@ -31,6 +33,7 @@ from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError, note
 from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import required_bytes
+from fasteagle.loading.draft_model import model_drafter, open_draft_model
 from fasteagle.loading.find_head import check_draft, make_drafter
 from fasteagle.loading.lookup_files import read_documents
 from fasteagle.loading.open import (
@@ -256,7 +259,14 @@ def _drafter(
 ) -> Drafter | None:
     if spec.is_plain:
         return None
+    if spec.is_rival:
+        return rival(spec.kind, engine)
     checkpoint, draft = prepared.checkpoint, spec.draft_options(options.draft)
+    if spec.kind == "model":
+        target = OpenedModel(prepared.name, checkpoint, prepared.tokenizer)
+        model = open_draft_model(draft, target, prepared.options, note)
+        assert model is not None, "the row's options name one"
+        return model_drafter(model, engine, draft, note)
     drafter: Drafter | None
     if wants_dummy_head(spec, checkpoint, draft):
         drafter = dummy_drafter(prepared.name, engine, checkpoint, draft)
@@ -270,6 +280,14 @@ def _drafter(
     if unchanged or draft.drafter != "eagle" or not isinstance(drafter, EagleDrafter):
         return drafter
     return ablated(drafter, by_confidence=by_confidence, reranks=options.rerank)
+
+
+def rival(kind: str, engine: Engine) -> Drafter:
+    """A drafter that only the benchmark has."""
+    if kind == "early-exit":
+        return early_exit_drafter(engine)
+    assert kind == "lookahead", "one of `row_spec.RIVALS`"
+    return LookaheadDrafter(engine.model.config.vocab_size, engine.device)
 
 
 def warm_up(rows: Sequence[Row], question: Question, tokenizer: ChatTokenizer) -> None:

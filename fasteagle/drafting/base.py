@@ -67,6 +67,9 @@ class Drafter(Protocol):
     def reserve(self, n_tokens: int) -> None:
         """Make room for `n_tokens` tokens of text and a tree behind them."""
 
+    def begin(self, token: int) -> None:
+        """A text begins with `token`, the only one that is in no pair."""
+
     def extend(self, new: Committed, seq_len: Tensor) -> Any:
         """See the pairs of the last `new.count` committed positions; what `propose` begins from.
 
@@ -99,6 +102,9 @@ class Controlled:
     @property
     def advanced(self) -> Sequence[Tensor]:
         return []
+
+    def begin(self, token: int) -> None:
+        """Draft heads do without the first token."""
 
     def apart(self) -> Self:
         """The same drafter, to be run without changing what this one has learned."""

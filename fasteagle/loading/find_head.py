@@ -64,7 +64,7 @@ def check_draft(
 
     Returns the head if `options` name one.
     """
-    if options.drafter in ("none", "ngram"):
+    if options.drafter in ("none", "ngram") or options.drafts_with_model:
         return None
     config, quantized_on_cpu = opened.checkpoint.config, opened.quantized_on_cpu(runtime)
     tree_of(options, config.vocab_size, quantized_on_cpu)

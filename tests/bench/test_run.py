@@ -73,7 +73,7 @@ def test_every_row_drafts_what_it_says(tiny_dir, questions, tmp_path):
     model = load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=64)
     head = random_head(model, rope_scaling=None, rope_base=10000.0)
     save_head(tmp_path / "head", head, {}, torch.float32)
-    draft = DraftOptions(head=str(tmp_path / "head"))
+    draft = DraftOptions(head=str(tmp_path / "head"), draft_model=str(tiny_dir))
     report = measure(tiny_dir, questions, rows=ROW_NAMES, draft=draft)
     rows = {row["name"]: row for row in report["rows"]}
     assert list(rows) == list(ROW_NAMES)
