@@ -12,7 +12,7 @@ from fasteagle.options import DEFAULT_TREE, DraftOptions
 from fasteagle.shapes import PAPER_TREE, AnyShape, FusedShape, StaticShape, TreeShape, read_tree
 
 LOOKUP_TOKENS = 10  # of hf-pld: the value transformers' documentation uses for prompt lookup
-RIVALS = ("early-exit", "lookahead")  # which only the benchmark has
+RIVALS = ("early-exit", "lookahead", "medusa")  # which only the benchmark has
 ROW_NAMES = (
     *("hf", "hf-pld", "plain", "eagle", "fused", "eagle-static", "eagle-chain", "ngram", "model"),
     *RIVALS,
@@ -131,10 +131,9 @@ class RowSpec:
 
             return NgramDrafter().shape
         if self.is_rival:
-            from fasteagle.bench.early_exit import EXIT_SHAPE  # both need torch
-            from fasteagle.bench.lookahead import LOOKAHEAD_SHAPE
+            from fasteagle.bench.rivals import rival_shape  # needs torch
 
-            return EXIT_SHAPE if self.kind == "early-exit" else LOOKAHEAD_SHAPE
+            return rival_shape(self.kind)
         if self.kind == "eagle-static":
             paths = read_tree(Path(draft.tree_file)) if draft.tree_file else PAPER_TREE
             return StaticShape(max(map(len, paths)), None, len(paths))

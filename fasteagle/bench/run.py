@@ -16,10 +16,9 @@ from typing import Any
 import torch
 
 from fasteagle.bench.ablation import ablated
-from fasteagle.bench.early_exit import early_exit_drafter
 from fasteagle.bench.hf import hf_model
-from fasteagle.bench.lookahead import LookaheadDrafter
 from fasteagle.bench.progress import QuestionBar
+from fasteagle.bench.rivals import rival
 from fasteagle.bench.roofline import Storage
 from fasteagle.bench.row_spec import LOOKUP_TOKENS, RowSpec, chain_shape, parse_rows
 from fasteagle.bench.rows import Decoder, EngineDecoder, HFDecoder, Row, Spent
@@ -71,6 +70,7 @@ class BenchOptions:
     seed: int = 0
     compile: bool = True
     draft: DraftOptions = dataclasses.field(default_factory=DraftOptions)
+    medusa: Path | None = None  # trained heads of the medusa row
     tree_value: str = "cumulative"  # "confidence": EAGLE-2's ablation without cumulative scores
     rerank: bool = True  # False: its ablation that keeps nodes in the order they were found
     simulate_tau: float | None = None  # of eagle rows on random weights; see `simulate`
@@ -91,7 +91,12 @@ class BenchOptions:
             if value not in known:
                 raise FasteagleError(f"unknown {what} {value!r}: use {', '.join(known)}")
         self.params  # noqa: B018 - checks them
-        parse_rows(self.rows, self.draft)  # checks them
+        rows = parse_rows(self.rows, self.draft)  # checks them
+        if self.medusa is None and RowSpec("medusa") in rows:
+            raise FasteagleError(
+                "row medusa needs trained heads: add --medusa FILE (scripts/train_medusa.py "
+                "makes one)"
+            )
         if self.limit is not None and self.limit < 1:
             raise FasteagleError(f"limit {self.limit} is out of range: use 1 or more")
         if self.max_new_tokens < 2:
@@ -260,7 +265,7 @@ def _drafter(
     if spec.is_plain:
         return None
     if spec.is_rival:
-        return rival(spec.kind, engine)
+        return rival(spec.kind, engine, options.medusa)
     checkpoint, draft = prepared.checkpoint, spec.draft_options(options.draft)
     if spec.kind == "model":
         target = OpenedModel(prepared.name, checkpoint, prepared.tokenizer)
@@ -280,14 +285,6 @@ def _drafter(
     if unchanged or draft.drafter != "eagle" or not isinstance(drafter, EagleDrafter):
         return drafter
     return ablated(drafter, by_confidence=by_confidence, reranks=options.rerank)
-
-
-def rival(kind: str, engine: Engine) -> Drafter:
-    """A drafter that only the benchmark has."""
-    if kind == "early-exit":
-        return early_exit_drafter(engine)
-    assert kind == "lookahead", "one of `row_spec.RIVALS`"
-    return LookaheadDrafter(engine.model.config.vocab_size, engine.device)
 
 
 def warm_up(rows: Sequence[Row], question: Question, tokenizer: ChatTokenizer) -> None:

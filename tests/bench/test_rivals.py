@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from fasteagle.bench.early_exit import EXIT_SHAPE, early_exit_drafter, first_blocks
 from fasteagle.bench.lookahead import GUESSES, LEVELS, NONE, WINDOW, LookaheadDrafter
+from fasteagle.bench.medusa import (
+    HEADS,
+    MEDUSA_SHAPE,
+    MedusaDrafter,
+    MedusaHeads,
+    likeliest_paths,
+    load_medusa,
+    save_medusa,
+    targets_of,
+)
+from fasteagle.bench.run import BenchOptions
+from fasteagle.bench.train_medusa import measure_ranks, read_positions, train_medusa
 from fasteagle.cycle import decode_cycle
+from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.model import KVCache, causal_mask
 from fasteagle.options import SamplingParams
 from fasteagle.tree import ancestor_mask
-from helpers import captured_engine, empty_state, random_target, spec_of, tiny_config
+from helpers import captured_engine, empty_state, random_target, spec_of, talk, tiny_config
 
 PROMPT = [5, 9, 20, 17, 33, 8, 12, 44]
 GREEDY = SamplingParams()
@@ -32,7 +46,22 @@ def answer(engine, prompt=PROMPT, params=GREEDY, n=60):
     return [t for ids in engine.generate(prompt, params, n) for t in ids]
 
 
-RIVALS = {"lookahead": lambda engine: LookaheadDrafter(60, "cpu"), "early exit": early_exit_drafter}
+EVEN = ((0.3, 0.2, 0.1, 0.05, 0.04, 0.03, 0.02, 0.01),) * HEADS
+
+
+def random_heads(dim=32):
+    torch.manual_seed(2)
+    heads = MedusaHeads(dim)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return heads
+
+
+RIVALS = {
+    "lookahead": lambda engine: LookaheadDrafter(60, "cpu"),
+    "early exit": early_exit_drafter,
+    "medusa": lambda engine: MedusaDrafter(random_heads(), EVEN, engine.model),
+}
 
 
 @pytest.mark.parametrize("make", RIVALS.values(), ids=RIVALS)
@@ -153,3 +182,85 @@ def test_the_whole_cycle_is_one_graph(target):
     assert all(map(torch.equal, states[0].advanced, states[1].advanced))
     assert all(map(torch.equal, drafters[0].advanced, drafters[1].advanced))
     torch._dynamo.reset()
+
+
+# Medusa
+
+
+def test_the_tree_has_the_likeliest_combinations():
+    ranks = ((0.5, 0.2), (0.6, 0.3), (0.1, 0.0))
+    assert likeliest_paths(ranks, 4) == ((0,), (0, 0), (1,), (0, 1))
+    assert len(likeliest_paths(EVEN, 15)) == 15
+
+
+def test_each_head_is_asked_for_one_token_further_on():
+    positions, ahead = targets_of(list(range(100, 110)), 3)
+    # Position 2 ends the prompt: its feature chooses token 3, and the first head says token 4.
+    assert positions.tolist() == [2, 3, 4]
+    assert ahead.tolist() == [[104 + j, 105 + j, 106 + j] for j in range(HEADS)]
+    assert len(targets_of([1, 2, 3], 1)[0]) == 0
+
+
+@torch.no_grad()
+def test_the_tree_holds_the_ranked_tokens_of_every_head(target):
+    drafter, state = MedusaDrafter(random_heads(), EVEN, target), empty_state(target)
+    feature = torch.randn(1, 32)
+    tree = drafter.propose(feature, state, spec_of(MEDUSA_SHAPE))
+    read = drafter.heads(feature)[:, 0]
+    order = sorted(likeliest_paths(EVEN, MEDUSA_SHAPE.nodes), key=lambda path: (len(path), path))
+    for row, path in enumerate(order, 1):
+        best = target.lm_head(read[len(path) - 1]).topk(path[-1] + 1).indices
+        assert int(tree.tokens[row]) == int(best[-1])
+    _, depths = ancestor_mask(tree.parents, tree.valid)
+    assert depths[1:].tolist() == [len(path) for path in order]
+
+
+def test_trained_heads_are_accepted_and_kept(target, tmp_path):
+    conversations = talk(target, n=40)
+    lines = []
+    heads, ranks = train_medusa(
+        Engine(target, 256),
+        conversations,
+        positions=600,
+        epochs=30,
+        lr=1e-2,
+        batch=64,
+        notify=lines.append,
+    )
+    assert len(lines) == 30 and float(lines[-1].split()[-1]) < 0.7 * float(lines[0].split()[-1])
+    # Better than heads that know nothing, on conversations that they were trained on.
+    fresh = MedusaHeads(32)
+    pairs = read_positions(Engine(target, 256), conversations[1:9], 200)
+    rows = target.head_rows(torch.arange(60))
+    trained, blank = (measure_ranks(h, *pairs, rows) for h in (heads, fresh))
+    assert sum(row[0] for row in trained) > sum(row[0] for row in blank) + 0.3
+    path = tmp_path / "medusa.safetensors"
+    save_medusa(path, heads, ranks)
+    loaded, same = load_medusa(path, 32)
+    assert same == ranks and all(
+        map(torch.equal, loaded.state_dict().values(), heads.state_dict().values())
+    )
+    with pytest.raises(FasteagleError, match="width 64"):
+        load_medusa(path, 64)
+    # And they are accepted where the target decodes.
+    engine = Engine(target, 256, drafter=MedusaDrafter(loaded, same, target))
+    prompt = conversations[1].ids[: conversations[1].prompt_len]
+    assert answer(engine, prompt, n=20) == conversations[1].ids[conversations[1].prompt_len :]
+    assert engine.stats.tau > 1.5
+
+
+def test_files_that_are_no_heads(tmp_path):
+    path = tmp_path / "file"
+    with pytest.raises(FasteagleError, match="scripts/train_medusa.py"):
+        load_medusa(path, 32)
+    path.write_bytes(b"no tensors")
+    with pytest.raises(FasteagleError, match="scripts/train_medusa.py"):
+        load_medusa(path, 32)
+    save_file({"x": torch.zeros(1)}, path)
+    with pytest.raises(FasteagleError, match="scripts/train_medusa.py"):
+        load_medusa(path, 32)
+
+
+def test_a_row_without_heads_is_refused_at_once():
+    with pytest.raises(FasteagleError, match="add --medusa FILE"):
+        BenchOptions(rows=("plain", "medusa"))
