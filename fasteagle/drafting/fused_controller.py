@@ -72,7 +72,7 @@ class FusedController(Controller):
     def _choose(self, at_once: bool) -> None:
         wanted = self.plan.at(self.factor, self.hit)
         if wanted is None:
-            self._decide()  # pauses, or stays where the usual hit rate is enough
+            self._decide()  # pauses
         elif self._headless >= FIRST_PAUSE and self._with_head():
             self._headless = 0
             self._begin_probe()
