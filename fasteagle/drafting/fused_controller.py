@@ -11,7 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fasteagle.drafting.controller import FIRST_PAUSE, MARGIN, START_FACTOR, Controller, name
+from fasteagle.drafting.controller import (
+    FIRST_PAUSE,
+    MARGIN,
+    PRIOR_CYCLES,
+    START_FACTOR,
+    Controller,
+    name,
+)
 from fasteagle.drafting.fused_plan import USUAL_HIT, FusedPlan, expected_of_head
 from fasteagle.shapes import AnyShape, FusedShape
 
@@ -32,12 +39,17 @@ class FusedController(Controller):
     """`shape` is for the next cycle, None for a plain pass; `learn_of` is told what happened."""
 
     plan: FusedPlan
+    shape: FusedShape | None
 
     def __init__(self, plan: FusedPlan) -> None:
         self._hit = {False: USUAL_HIT, True: SURE_HIT}  # by whether much was copied before
         self._sure = False
-        self._headless = 0  # cycles without the draft head, of whose quality they tell nothing
+        self._without_head = 0  # cycles without the draft head, of whose quality they tell nothing
         super().__init__(plan)
+        if self.shape is not None and not self.shape.levels and self._shapes_with_head():
+            prior = self._cheapest()  # the shape to begin with says nothing of the draft head
+            for _ in range(PRIOR_CYCLES):
+                self._count(prior, self._expected(prior, START_FACTOR))
 
     @property
     def factor(self) -> float:
@@ -60,10 +72,10 @@ class FusedController(Controller):
         seen = HIT_MEMORY * self._hit[self._sure] + (1 - HIT_MEMORY) * (looked_up > 0)
         self._hit[self._sure] = seen
         was_sure, self._sure = self._sure, looked_up >= SURE_TOKENS
-        self._headless += 1
+        self._without_head += 1
         if outcome is not None and shape.levels:
             self._count(shape, outcome.by_head)
-            self._headless = 0
+            self._without_head = 0
         self._drafted += 1
         self._probing = max(0, self._probing - 1)
         if not self._probing:
@@ -73,8 +85,8 @@ class FusedController(Controller):
         wanted = self.plan.at(self.factor, self.hit)
         if wanted is None:
             self._decide()  # pauses
-        elif self._headless >= FIRST_PAUSE and self._with_head():
-            self._headless = 0
+        elif self._without_head >= FIRST_PAUSE and self._shapes_with_head():
+            self._without_head = 0
             self._begin_probe()
         elif at_once or self.shape is None or self._is_better(wanted, self.shape):
             self.shape = wanted
@@ -87,12 +99,12 @@ class FusedController(Controller):
     def _wanted(self) -> FusedShape | None:
         return self.plan.at(self.factor, self.hit)
 
-    def _with_head(self) -> Sequence[FusedShape]:
+    def _shapes_with_head(self) -> Sequence[FusedShape]:
         return [shape for shape in self.plan.shapes if shape.levels]
 
     def _cheapest(self) -> FusedShape:
         """That with a draft head, for a probe must tell how good it is."""
-        found = self._with_head() or self.plan.shapes
+        found = self._shapes_with_head() or self.plan.shapes
         return min(found, key=self.plan.costs.cycle)
 
     def _expected(self, shape: AnyShape, factor: float) -> float:

@@ -27,7 +27,7 @@ from fasteagle.shapes import FusedShape
 HITS = (0.0, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95)
 USUAL_HIT = 0.2  # of text that is not known yet
 COPY = 0.85
-HEADED_REACH = 8  # tokens copied beside a draft head's levels, at most
+REACH_BESIDE_HEAD = 8  # tokens copied beside a draft head's levels, at most
 MOST = 5  # shapes of a plan
 
 
@@ -72,7 +72,7 @@ def fused_shapes(max_rows: int, max_topk: int) -> list[FusedShape]:
     found = []
     for nodes in (rows - 1 for rows in ROWS if 1 < rows <= max_rows):
         found.append(FusedShape(0, 1, nodes, nodes))
-        reach = min(nodes, HEADED_REACH)
+        reach = min(nodes, REACH_BESIDE_HEAD)
         for k in (k for k in WIDTHS if k <= max_topk):
             for depth in (depth for depth in DEPTHS if depth <= nodes):
                 if nodes <= k + (depth - 1) * k * k + reach:

@@ -177,6 +177,17 @@ def test_a_lookup_used_alone_for_long_is_followed_by_a_probe_of_the_draft_head()
     assert not all(headed) and 0 < sum(headed[FIRST_PAUSE:]) < 40
 
 
+def test_the_draft_heads_prior_holds_where_the_lookup_begins_alone():
+    plan = make_fused_plan(priced(6.0), DEFAULT_RANKS, 8)
+    alone = tuple((FusedShape(0, 1, 8, 8),) * len(HITS) for _ in FACTORS)
+    shape = next(shape for shape in plan.shapes if shape.levels)
+    mixed = (*alone[:-1], (*alone[-1][:-1], shape))
+    controller = FusedController(dataclasses.replace(plan, choices=mixed))
+    assert controller.shape.levels == 0 and controller.factor == pytest.approx(0.8)
+    controller.learn_of(shape, Outcome(0, 0, 0))  # one bad cycle is no verdict
+    assert 0.6 < controller.factor < 0.8
+
+
 def test_a_cycle_that_proposed_nothing_is_a_miss_of_the_lookup():
     plan = make_fused_plan(priced(6.0), DEFAULT_RANKS, 8)
     controller = FusedController(plan)
