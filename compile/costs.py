@@ -12,7 +12,7 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,13 @@ from fasteagle.cycle import EAGER, Proposal, decode_cycle
 from fasteagle.device import device_name
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.draft_head import HeadDrafter
-from fasteagle.drafting.plan import ROWS, WIDTHS, Costs, Plan, make_plan
+from fasteagle.drafting.fused import FusedDrafter
+from fasteagle.drafting.fused_plan import make_fused_plan
+from fasteagle.drafting.plan import ROWS, WIDTHS, AnyPlan, Costs, Drafted, make_plan
 from fasteagle.generate import Engine
 from fasteagle.paths import write_atomic
 from fasteagle.sampling import DrawKind
-from fasteagle.shapes import AnyShape, TreeShape
+from fasteagle.shapes import AnyShape, FusedShape, TreeShape
 from fasteagle.tree import chain
 
 TABLE = 2  # of what a kept table holds; another number's is not used
@@ -121,9 +123,11 @@ def costs_of(
     return costs, seconds
 
 
-def plan_of(drafter: Drafter, costs: Costs) -> Plan:
+def plan_of(drafter: Drafter, costs: Costs) -> AnyPlan:
     """What pays by these costs."""
     assert drafter.tuning is not None, "the caller asks only drafters that may be tuned"
+    if isinstance(drafter, FusedDrafter):
+        return make_fused_plan(costs, drafter.tuning.ranks, widest(drafter))
     return make_plan(costs, drafter.tuning.ranks, widest(drafter))
 
 
@@ -132,7 +136,7 @@ def widest(drafter: Drafter) -> int:
     return drafter.head.config.draft_vocab_size if isinstance(drafter, HeadDrafter) else 1
 
 
-def follow_costs(engine: Engine, drafter: Drafter, costs: Costs) -> Plan:
+def follow_costs(engine: Engine, drafter: Drafter, costs: Costs) -> AnyPlan:
     """Let the drafter and plain passes use what pays by these costs."""
     plan = plan_of(drafter, costs)
     drafter.follow(plan)
@@ -147,7 +151,7 @@ def tune_now(
     *,
     anew: bool = False,
     compiled: bool = False,
-) -> tuple[Plan, float] | None:
+) -> tuple[AnyPlan, float] | None:
     """Use the kept costs or measure them; the plan, and the seconds that measuring took.
 
     None where there is nothing to tune.
@@ -200,6 +204,7 @@ class Measurement:
         """Medians over the rounds that fit into about `seconds`, three at least."""
         drafter = self._drafter
         passes: dict[int, list[float]] = {T: [] for T in self._rows}
+        looked_up: list[float] = []
         first: dict[int, list[float]] = {}
         level: dict[int, list[float]] = {}
         widths = [k for k in WIDTHS if drafter is not None and k <= widest(drafter)]
@@ -209,20 +214,31 @@ class Measurement:
             rounds < MOST_ROUNDS and time.perf_counter() - begin < seconds
         ):
             rounds += 1
+            if isinstance(drafter, FusedDrafter):
+                looked_up.append(self.draft(FusedShape(0, 1, 8, 8)))
             for T, times in passes.items():
                 times.append(self.verify(T))
             if drafter is None:
                 continue
             for k in widths:
-                one, three = (self.draft(_small_tree(depth, k)) for depth in (1, 3))
+                one, three = (self.draft(self._small_tree(depth, k)) for depth in (1, 3))
                 first.setdefault(k, []).append(one)
                 level.setdefault(k, []).append(max(three - one, 0.0) / 2)
         share = self._compiled_share()
-        costs = Costs(_medians(passes), _medians(first, share), _medians(level, share), 0.0, 0.0)
+        lookup = _medians({0: looked_up}, share)[0] if looked_up else 0.0
+        costs = Costs(
+            _medians(passes), _medians(first, share), _medians(level, share), 0.0, 0.0, {}, lookup
+        )
         self._engine.plain_rows = costs.plain_rows
         plain_other = self._other(None)
         other = plain_other if drafter is None else self._other(drafter.shape)
         return dataclasses.replace(costs, other=other, plain_other=plain_other)
+
+    def _small_tree(self, depth: int, k: int) -> Drafted:
+        nodes = max(depth, min(k + (depth - 1) * k * k, 8))
+        if isinstance(self._drafter, FusedDrafter):
+            return FusedShape(depth, k, nodes, 8)
+        return TreeShape(depth, k, nodes)
 
     def _compiled_share(self) -> float:
         """How long the compiled draft of the drafter's own tree takes, of the eager one's time."""
@@ -258,9 +274,9 @@ class Measurement:
             self.verify(1)
         return self._timed(lambda: pieces.draft(engine.state, drafter, spec), shape)
 
-    def cycles(self, shapes: list[TreeShape]) -> dict[TreeShape, float]:
+    def cycles(self, shapes: Sequence[Drafted]) -> dict[Drafted, float]:
         """Median milliseconds of whole cycles, shapes in turn."""
-        times: dict[TreeShape, list[float]] = {shape: [] for shape in shapes}
+        times: dict[Drafted, list[float]] = {shape: [] for shape in shapes}
         for _ in range(CYCLES + 1):
             for shape, found in times.items():
                 found.append(self._cycle(shape)[0])
@@ -276,7 +292,7 @@ class Measurement:
         engine, drafter = self._engine, self._drafter
         spec = engine.spec(shape, self._kind)
         if not engine.runner.fixed_addresses:  # and so its parts are timed
-            with self._gate():
+            with self._gate(), self._unlearned():
                 self._begin(shape)
                 begin = time.perf_counter()
                 engine.runner.launch(spec, drafter)
@@ -289,9 +305,20 @@ class Measurement:
         return total, max(0.0, total - parts)
 
     def _timed(self, work: Callable[[], object], shape: AnyShape | None) -> float:
-        with self._gate():
+        with self._gate(), self._unlearned():
             self._begin(shape)
             return self._engine.runner.timed(work, lambda: self._begin(shape))
+
+    @contextlib.contextmanager
+    def _unlearned(self) -> Iterator[None]:
+        """What the drafter learns inside is forgotten: no text of anybody's is drafted."""
+        learned = [] if self._drafter is None else self._drafter.advanced
+        before = [tensor.clone() for tensor in learned]
+        try:
+            yield
+        finally:
+            for tensor, old in zip(learned, before, strict=True):
+                tensor.copy_(old)
 
     def _begin(self, shape: AnyShape | None) -> None:
         """Stand behind the committed tokens, two pairs pending, the text a repetition."""
@@ -307,10 +334,6 @@ class Measurement:
         state.tokens.zero_()
         state.text[max(0, seq_len - 32) : seq_len + 1] = 0
         state.knobs.temperature.fill_(1.0)
-
-
-def _small_tree(depth: int, k: int) -> TreeShape:
-    return TreeShape(depth, k, max(depth, min(k + (depth - 1) * k * k, 8)))
 
 
 def _medians(times: dict[int, list[float]], scale: float = 1.0) -> dict[int, float]:

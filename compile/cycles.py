@@ -6,7 +6,6 @@ On CUDA the whole cycle is captured instead, see `graphs`.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor
 from fasteagle.cycle import EAGER, Pieces
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.draft_head import HeadDrafter
+from fasteagle.drafting.draft_model import ModelDrafter
 from fasteagle.generate import Engine
 from fasteagle.model import KEY_BLOCK, KVCache, Output
 from fasteagle.sampling import DrawKind
@@ -55,8 +55,8 @@ class CycleCompiler:
     @torch.no_grad()
     def _compiled(self, spec: CycleSpec, slots: Sequence[int]) -> Pieces:
         draft, verify, finish = EAGER
-        if spec.shape is not None:
-            draft = _own_code(draft)
+        if spec.shape is not None and not isinstance(self._drafter, ModelDrafter):
+            draft = _own_code(draft)  # a whole model's passes would take minutes
         multi_round = False
         for n_slots in slots:
             state, drafter = self._state(n_slots), self._scratch(n_slots)
@@ -90,9 +90,13 @@ class CycleCompiler:
     def _scratch(self, n_slots: int) -> Drafter | None:
         """The drafter over a cache of its own."""
         drafter = self._drafter
+        if isinstance(drafter, ModelDrafter):
+            drafter = drafter.apart()
+            drafter.cache.resize(n_slots)
+            return drafter
         if not isinstance(drafter, HeadDrafter):
             return drafter
-        scratch: HeadDrafter = copy.copy(drafter)
+        scratch = drafter.apart()
         rows = drafter.cache.rows
         scratch.cache = KVCache(drafter.head.config.block, n_slots, rows.dtype, rows.device)
         for plane in _planes(scratch.cache):

@@ -170,10 +170,11 @@ class CapturedRunner(Runner):
     def _captured(self, spec: CycleSpec, drafter: Drafter | None) -> Callable[[], None] | None:
         if spec.shape is not None and drafter is not None and not drafter.capturable:
             return None
-        before = [tensor.clone() for tensor in self.state.advanced]
+        advanced = [*self.state.advanced, *([] if drafter is None else drafter.advanced)]
+        before = [tensor.clone() for tensor in advanced]
 
         def restore() -> None:
-            for tensor, old in zip(self.state.advanced, before, strict=True):
+            for tensor, old in zip(advanced, before, strict=True):
                 tensor.copy_(old)
 
         @torch.no_grad()
@@ -206,8 +207,8 @@ class CapturedRunner(Runner):
     def read(self) -> Done:
         place = self._launched.popleft()
         self._free.append(place)
-        *tokens, drafted = place.read()
-        return Done(tokens, drafted, None, None)
+        *tokens, by_head, by_lookup, drafted = place.read()
+        return Done(tokens, by_head, by_lookup, drafted, None, None)
 
     def drop(self) -> None:
         self._free.extend(self._launched)

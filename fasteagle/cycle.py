@@ -23,7 +23,7 @@ from fasteagle.model import Output, Transformer
 from fasteagle.multi_round import multi_round
 from fasteagle.sampling import draw, process_logits
 from fasteagle.state import CycleSpec, DecodeState
-from fasteagle.tree import DraftTree, TreeView, ancestor_mask, tree_paths
+from fasteagle.tree import HEAD, LOOKUP, DraftTree, TreeView, ancestor_mask, tree_paths
 from fasteagle.verify import PAD, Accepted, accept, seen_rows
 
 
@@ -64,10 +64,15 @@ def decode_cycle(
 
 
 def draft(state: DecodeState, drafter: Drafter | None, spec: CycleSpec) -> Proposal:
-    """Show the drafter the new true pairs, then let it propose the tree under the root."""
+    """Show the drafter the new true pairs, then let it propose the tree under the root.
+
+    Where a draft head is left out, what it would predict is None.
+    """
     if spec.shape is None or drafter is None:
         return Proposal.of(state.root_alone(spec.rows))
-    prediction = drafter.extend(state.committed(spec.width), state.seq_len)
+    prediction = None
+    if spec.extends:
+        prediction = drafter.extend(state.committed(spec.width), state.seq_len)
     tree = drafter.propose(prediction, state, spec)
     return Proposal.of(tree)
 
@@ -104,6 +109,8 @@ def accepted_path(
     levels = torch.arange(spec.depth + 1, device=depths.device)
     positions = state.seq_len + 1 + levels
     drawn = draw(output.logits, positions, spec.kind, state.knobs, seen, depths)
+    if tree.drawn is not None:
+        tree.drawn.copy_(drawn)
     return accept(drawn, tree, tree_mask, depths, spec.depth)
 
 
@@ -123,10 +130,15 @@ def commit(
         state.seen.index_fill_(1, state.root, True)
     state.result.fill_(PAD)
     state.result[: spec.depth + 1] = path.emitted
+    sources = proposal.tree.sources
+    if sources is not None:  # the root's are none, and padding repeats it
+        proposers = sources[path.rows]
+        state.result[-3] = (proposers & HEAD > 0).sum()
+        state.result[-2] = (proposers & LOOKUP > 0).sum()
     state.result[-1:] = proposal.tree.valid.sum() - 1
     if spec.width:
         # Pairs wait behind those not shown to the draft head yet; after a draft there are none.
-        first = torch.zeros_like(state.count) if spec.shape is not None else state.count
+        first = torch.zeros_like(state.count) if spec.extends else state.count
         state.tokens.index_copy_(0, first + levels, emitted)
         read = output.features if output.taps is None else output.taps
         state.features.index_copy_(0, first + levels, read[path.rows].to(state.features.dtype))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fasteagle.drafting.base import Drafter
+from fasteagle.drafting.fused_controller import Outcome
 from fasteagle.errors import FasteagleError
 from fasteagle.model import KEY_BLOCK, KVCache, Transformer, causal_mask
 from fasteagle.options import SamplingParams
@@ -159,7 +160,7 @@ class Engine:
                 yield new
         finally:
             self.runner.drop()
-            if self.stats.finish and all(spec.shape is None for spec in launched):
+            if self.stats.finish and not any(spec.extends for spec in launched):
                 self._show_pending(keep_last=False)
 
     def _next_spec(self, kind: DrawKind, launched: deque[CycleSpec]) -> CycleSpec | None:
@@ -172,7 +173,7 @@ class Engine:
             return None
         if drafter is not None and drafter.reads_features:
             most = self._most_pending(launched)
-            if most > (PENDING - 1 if shape is None else spec.width):
+            if most > (spec.width if spec.extends else PENDING - 1 - spec.depth):
                 if launched:
                     return None
                 self._show_pending()
@@ -185,8 +186,8 @@ class Engine:
         reads = drafter is not None and drafter.reads_features
         if shape is None:
             return CycleSpec(None, self.plain_rows, int(reads), kind)
-        width = 0
-        if drafter is not None and reads:
+        width = int(reads)
+        if drafter is not None and reads and CycleSpec(shape, 0, 0, kind).extends:
             # Ahead of the host, the pairs of any tree may be pending.
             shapes = drafter.shapes() if self.runner.ahead else [shape]
             width = max(s.depth for s in shapes) + 1
@@ -196,7 +197,7 @@ class Engine:
         """Committed positions that the draft head will not have seen, at most."""
         most = len(self.cached) - self.shown
         for spec in launched:
-            most = most + 1 if spec.shape is None else spec.depth + 1
+            most = spec.depth + 1 + (0 if spec.extends else most)
         return most
 
     def _fits(self, seq_len: int, spec: CycleSpec) -> bool:
@@ -212,11 +213,13 @@ class Engine:
             stats.drafted += done.drafted
             stats.path_lengths.append(len(new) - 1)
         stats.add_times(done.draft_seconds, done.verify_seconds)
-        if spec.shape is not None:
+        if spec.extends:
             self.shown = len(self.cached)  # the cycle began with showing it all of them
         if self.drafter is not None:
-            proposed = spec.shape is not None and done.drafted > 0
-            self.drafter.learn(spec.shape, len(new) - 1 if proposed else None)
+            outcome = None
+            if spec.shape is not None and done.drafted > 0:
+                outcome = Outcome(len(new) - 1, done.by_head, done.by_lookup)
+            self.drafter.learn(spec.shape, outcome)
         self.cached.extend([root, *new[:-1]])
         return new
 
@@ -257,6 +260,8 @@ class Engine:
         self.shown = kept
         del self.cached[kept:]
         self.reserve(len(prompt))
+        if drafter is not None and not kept:
+            drafter.begin(prompt[0])
         for begin in range(kept, len(prompt), PREFILL_CHUNK):
             chunk = prompt[begin : begin + PREFILL_CHUNK]
             normed, taps = self._run(chunk, begin, self.state.tap_layers)

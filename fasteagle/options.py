@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from fasteagle.errors import FasteagleError
-from fasteagle.shapes import TreeShape
+from fasteagle.shapes import FusedShape, TreeShape
 
 DEFAULT_MODEL = "smollm2-135m"
 DTYPES = ("bf16", "fp16", "fp32")
@@ -171,7 +171,8 @@ QUANTIZED_TREE = TreeShape(depth=2, topk=3, nodes=3)
 TAP_LAYERS_TEXT = (
     "Blocks whose input an EAGLE-3 head reads: 2,15,27.  [default: what its files say]"
 )
-DRAFTERS = ("auto", "eagle", "eagle-static", "eagle-chain", "ngram", "none")
+DRAFTERS = ("auto", "eagle", "fused", "eagle-static", "eagle-chain", "model", "ngram", "none")
+LOOKUP_DEPTH = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,6 +198,19 @@ class DraftOptions:
     tree_nodes: int | None = option(
         None, "Nodes verified a pass (SGLang: num-draft-tokens less the root)."
     )
+    draft_model: str | None = option(
+        None, "A smaller model with the same tokenizer, which then drafts (--drafter model)."
+    )
+    draft_precision: str = option("auto", "Of --draft-model, as --precision.")
+    lookup: tuple[Path, ...] = option(
+        (),
+        "Text or code that answers may quote, searched with the context (repeatable); for ngram "
+        "and fused, which auto then takes.",
+        kind="file",
+    )
+    lookup_depth: int | None = option(
+        None, f"Tokens that fused copies in a row, at most.  [default: {LOOKUP_DEPTH}]"
+    )
     noise: str = option(
         "shared",
         "shared or none: at temperature > 0, rank guesses with the target's own noise.",
@@ -210,18 +224,34 @@ class DraftOptions:
     def auto_tree(self) -> bool:
         """Whether the tuner may choose the tree."""
         asked = (self.tree_depth, self.tree_topk, self.tree_nodes, self.tree_file)
-        return all(size is None for size in asked) and self.drafter in ("auto", "eagle", "ngram")
+        tuned = ("auto", "eagle", "fused", "ngram")
+        fixed = any(size is not None for size in (*asked, self.lookup_depth, self.draft_model))
+        return not fixed and self.drafter in tuned
 
-    def tree_shape(self, quantized_on_cpu: bool) -> TreeShape:
+    @property
+    def drafts_with_model(self) -> bool:
+        """Whether a smaller model drafts."""
+        return self.draft_model is not None
+
+    @property
+    def fuses(self) -> bool:
+        """Whether a draft head's tree and looked-up chains become one."""
+        return self.drafter == "fused" or (self.drafter == "auto" and bool(self.lookup))
+
+    def tree_shape(self, quantized_on_cpu: bool) -> TreeShape | FusedShape:
         """Of the dynamic tree or the chain. Raises `FasteagleError` for sizes that do not fit."""
         default = QUANTIZED_TREE if quantized_on_cpu else DEFAULT_TREE
         depth = default.depth if self.tree_depth is None else self.tree_depth
         if self.drafter == "eagle-chain":
             return TreeShape(depth, topk=1, nodes=depth)
-        topk = default.topk if self.tree_topk is None else self.tree_topk
+        usual = 1 if self.drafts_with_model else default.topk
+        topk = usual if self.tree_topk is None else self.tree_topk
         nodes = self.tree_nodes
         if nodes is None:  # as many as the other two allow
             nodes = max(depth, min(default.nodes, topk + (depth - 1) * topk**2))
+        if self.fuses:
+            reach = LOOKUP_DEPTH if self.lookup_depth is None else self.lookup_depth
+            return FusedShape(depth, topk, nodes, reach)
         return TreeShape(depth, topk, nodes)
 
     def __post_init__(self) -> None:
@@ -239,6 +269,23 @@ class DraftOptions:
         )
         _require(
             self.noise in ("shared", "none"), f"draft-noise {self.noise!r}: use shared or none"
+        )
+        _require(
+            (self.drafter == "model") <= self.drafts_with_model,
+            "drafter model needs a smaller model: add --draft-model NAME",
+        )
+        _require(
+            not self.drafts_with_model or self.drafter in ("auto", "model"),
+            f"--draft-model drafts by itself: drop --drafter {self.drafter}",
+        )
+        _require(
+            not self.lookup or (self.drafter in ("auto", "fused", "ngram") and not self.tree_file),
+            "--lookup is for drafters that look up: add --drafter fused or ngram"
+            + (", drop --tree" if self.tree_file else ""),
+        )
+        _require(
+            self.lookup_depth is None or self.drafter in ("auto", "fused"),
+            f"lookup-depth {self.lookup_depth} is for fused trees: add --drafter fused",
         )
         _require(
             self.tree_file is None or self.drafter in ("auto", "eagle-static"),

@@ -22,6 +22,8 @@ class Done(NamedTuple):
     """What the host learns of a cycle."""
 
     tokens: list[int]  # new ones, then padding
+    by_head: int  # of the accepted ones; what trees of a single source do not say
+    by_lookup: int
     drafted: int  # tokens proposed
     draft_seconds: float | None  # None: not timed apart
     verify_seconds: float | None
@@ -67,7 +69,7 @@ class Runner:
             return found
         if spec.shape is None:
             found = found._replace(draft=self._plain_draft)
-        elif drafter is not None and not drafter.always_proposes:
+        elif drafter is not None and not (drafter.always_proposes and spec.extends):
             found = self._plain_if_empty(found, spec, drafter)
         found = found._replace(verify=self._timed("verify", found.verify))
         return (
@@ -112,10 +114,11 @@ class Runner:
 
     def read(self) -> Done:
         """What the oldest launched cycle found."""
-        *tokens, drafted = self.state.result.tolist()
+        *tokens, by_head, by_lookup, drafted = self.state.result.tolist()
+        found = (tokens, by_head, by_lookup, drafted)
         if not self._on_cpu:
-            return Done(tokens, drafted, None, None)
-        return Done(tokens, drafted, self._times.get("draft", 0.0), self._times["verify"])
+            return Done(*found, None, None)
+        return Done(*found, self._times.get("draft", 0.0), self._times["verify"])
 
     def drop(self) -> None:
         """Forget cycles that were launched and will not be read."""

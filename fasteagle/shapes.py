@@ -65,12 +65,81 @@ class StaticShape:
         return f"{self.depth}, -, {self.nodes}"
 
 
-AnyShape = TreeShape | StaticShape
+MAX_REACH = 63  # looked-up tokens in a row, at most
 
 
-def shape_of(depth: int, topk: int | None, nodes: int) -> AnyShape:
-    """A shape from its three sizes, as records hold them; `topk` is None for static trees."""
-    return StaticShape(depth, None, nodes) if topk is None else TreeShape(depth, topk, nodes)
+@dataclasses.dataclass(frozen=True)
+class FusedShape:
+    """Of a tree from two sources: `levels` of `topk` nodes each from a draft head, and looked-up
+    chains of `reach` tokens; the `nodes` best of both are verified.
+
+    Without `levels` the draft head is not run. Raises `FasteagleError` for sizes that do not go
+    together.
+    """
+
+    levels: int
+    topk: int
+    nodes: int
+    reach: int
+
+    def __post_init__(self) -> None:
+        if self.levels:
+            TreeShape(self.levels, self.topk, self.levels)  # checks them
+        if self.nodes < 1:
+            raise FasteagleError(f"tree-nodes {self.nodes} is out of range: use >= 1")
+        if not 1 <= self.reach <= MAX_REACH:
+            raise FasteagleError(f"lookup-depth {self.reach} is out of range: use 1 .. {MAX_REACH}")
+        if self.nodes > self.pool:
+            raise FasteagleError(
+                f"tree-nodes {self.nodes} is more than the {self.pool} candidates that --tree-depth"
+                f" {self.levels}, --tree-topk {self.topk} and --lookup-depth {self.reach} yield"
+            )
+        if self.nodes < self.levels:
+            raise FasteagleError(
+                f"tree-nodes {self.nodes} cannot hold a path of --tree-depth {self.levels}"
+            )
+
+    @property
+    def head_pool(self) -> int:
+        """Candidates of the draft head."""
+        return self.topk + (self.levels - 1) * self.topk**2 if self.levels else 0
+
+    @property
+    def pool(self) -> int:
+        """Candidates, at least: several places may continue in the same way."""
+        return self.head_pool + self.reach
+
+    @property
+    def depth(self) -> int:
+        """Of the longest path."""
+        return min(self.nodes, max(self.levels, self.reach))
+
+    @property
+    def rows(self) -> int:
+        """Rows of the verify pass, root included."""
+        return self.nodes + 1
+
+    def __str__(self) -> str:
+        return f"{self.levels}, {self.topk}, {self.nodes} + {self.reach}"
+
+
+AnyShape = TreeShape | StaticShape | FusedShape
+
+
+def shape_of(
+    *,
+    topk: int | None,
+    nodes: int,
+    depth: int = 0,
+    levels: int | None = None,
+    reach: int | None = None,
+) -> AnyShape:
+    """A shape from its sizes, as records hold them; `topk` is None for static trees."""
+    if topk is None:
+        return StaticShape(depth, None, nodes)
+    if levels is None or reach is None:
+        return TreeShape(depth, topk, nodes)
+    return FusedShape(levels, topk, nodes, reach)
 
 
 Paths = tuple[tuple[int, ...], ...]  # a static tree: child ranks from the root, node by node

@@ -15,7 +15,7 @@ from torch import Tensor
 from fasteagle.model import KVCache, Transformer
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import DrawKind, Knobs
-from fasteagle.shapes import AnyShape
+from fasteagle.shapes import AnyShape, FusedShape
 from fasteagle.tree import DraftTree
 
 MAX_DEPTH = 63  # of a tree's paths
@@ -40,8 +40,8 @@ class CycleSpec:
     """What is fixed in one variant of the cycle; everything else is a value on the device.
 
     `shape` None: plain decoding, a tree that is only the root, padded to `rows` rows. `width` is
-    how many pending pairs the draft head is run on. Plain decoding does not run it: there 1 says
-    that pairs are kept for it. 0: the drafter reads no features.
+    how many pending pairs the draft head is run on. Where it is not run (see `extends`) 1 says that
+    pairs are kept for it. 0: the drafter reads no features.
     """
 
     shape: AnyShape | None
@@ -54,6 +54,14 @@ class CycleSpec:
         """Longest path that can be accepted."""
         return 0 if self.shape is None else self.shape.depth
 
+    @property
+    def extends(self) -> bool:
+        """Whether the drafter is shown the pending pairs: in a plain cycle, and in one that only
+        looks up, they go on waiting.
+        """
+        skips = isinstance(self.shape, FusedShape) and not self.shape.levels
+        return self.shape is not None and not skips
+
 
 class DecodeState:
     """One sequence between two cycles.
@@ -62,7 +70,8 @@ class DecodeState:
     them, sampled already. The first `count` rows of `tokens` and `features` are the pairs that the
     draft head has not seen. `text` holds the committed tokens and the root; what lies behind is
     left over from other cycles. `result` is what the host reads: the new tokens, padded, and
-    behind them the number of drafted tokens. Features are those after the final norm, or the taps
+    behind them how many of them the draft head and the lookup had proposed (where a tree says so),
+    and the number of drafted tokens. Features are those after the final norm, or the taps
     of `tap_layers` where the drafter reads these.
     """
 
@@ -81,7 +90,7 @@ class DecodeState:
         self.tap_layers: tuple[int, ...] = ()
         self.features = weight.new_zeros(PENDING, target.config.dim)  # [P, F]
         self.text = ints(max_seq_len + MAX_DEPTH + 2)  # [N]
-        self.result = ints(MAX_DEPTH + 2)
+        self.result = ints(MAX_DEPTH + 4)
         self.seen = torch.zeros(1, target.config.vocab_size, dtype=torch.bool, device=device)
         self.knobs = Knobs(device)
         self.cache = cache

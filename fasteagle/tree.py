@@ -16,18 +16,24 @@ from torch import Tensor
 from fasteagle.shapes import PAPER_TREE as PAPER_TREE  # trees and their shapes come together
 from fasteagle.shapes import TreeShape as TreeShape
 
+HEAD, LOOKUP = 1, 2  # who proposed a node, as bits
+
 
 class DraftTree(NamedTuple):
     """Row 0 is the root; `parents[0] = 0`, `parents[j] < j`; siblings carry distinct tokens.
 
     Rows that are not `valid` are padding: token 0, seen by nobody, never accepted. Where children
-    were sampled, `distributions` holds what each row's were drawn from.
+    were sampled, `distributions` holds what each row's were drawn from. Where a tree has two
+    sources, `sources` says which of them proposed each row: bits of `HEAD` and `LOOKUP`.
+    `drawn` is a place of the drafter's where the target's own tokens of all rows are left for it.
     """
 
     tokens: Tensor  # [T] target ids
     parents: Tensor  # [T]
     valid: Tensor  # [T] bool
     distributions: Tensor | None = None  # [T, V]
+    sources: Tensor | None = None  # [T]
+    drawn: Tensor | None = None  # [T]
 
 
 class TreeView(NamedTuple):
@@ -94,20 +100,32 @@ class Pool(NamedTuple):
     tokens: Tensor  # [P] target ids
     scores: Tensor  # [P] never above the parent's
     parents: Tensor  # [P] pool index, -1 for the root's children
+    sources: Tensor | None = None  # [P] as a tree's
 
 
 def rerank(pool: Pool, root: Tensor, n_nodes: int) -> DraftTree:
     """The `n_nodes` best candidates as a tree under `root` [1].
 
+    Candidates that score -inf are none, and fill up the tree as padding where there are too few.
     The sort is stable and candidates stand behind their parents, so that a child whose score ties
     with its parent's is never kept without it: the kept set is closed under ancestors.
     """
     best = torch.sort(pool.scores, descending=True, stable=True).indices[:n_nodes]
     kept = torch.sort(best).values
+    valid = pool.scores[kept] > float("-inf")
     parents = pool.parents[kept]
-    rows = torch.where(parents < 0, 0, torch.searchsorted(kept, parents.clamp(min=0)) + 1)
-    tokens = torch.cat((root, pool.tokens[kept]))
-    return DraftTree(tokens, torch.cat((rows.new_zeros(1), rows)), torch.ones_like(tokens).bool())
+    rows = torch.searchsorted(kept, parents.clamp(min=0)) + 1
+    rows = torch.where(valid & (parents >= 0), rows, 0)
+    tokens = torch.cat((root, torch.where(valid, pool.tokens[kept], 0)))
+    sources = None
+    if pool.sources is not None:
+        sources = torch.cat((torch.zeros_like(root), pool.sources[kept]))
+    return DraftTree(
+        tokens,
+        torch.cat((rows.new_zeros(1), rows)),
+        torch.cat((torch.ones_like(root).bool(), valid)),
+        sources=sources,
+    )
 
 
 def chain(tokens: Tensor, valid: Tensor) -> DraftTree:

@@ -56,6 +56,11 @@ DEFAULTS = BenchOptions()
     type=click.Path(path_type=Path, dir_okay=False),
     help='JSONL with {"turns": ["text", ...]} lines.  [default: ten prompts of ours]',
 )
+@click.option(
+    "--medusa",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Heads of the medusa row, from scripts/train_medusa.py.",
+)
 @click.option("--limit", type=int, help="Only the first N questions.")
 @click.option("--max-new-tokens", default=DEFAULTS.max_new_tokens, show_default=True)
 @click.option("--temperature", default=DEFAULTS.temperature, show_default=True)

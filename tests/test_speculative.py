@@ -11,6 +11,7 @@ from fasteagle.bench.ablation import ablated
 from fasteagle.cycle import decode_cycle
 from fasteagle.drafting.base import Controlled
 from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.static_tree import StaticTreeDrafter
 from fasteagle.errors import FasteagleError
@@ -18,7 +19,7 @@ from fasteagle.generate import Engine
 from fasteagle.model import Transformer
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import DrawKind, process_logits
-from fasteagle.shapes import StaticShape, TreeShape
+from fasteagle.shapes import FusedShape, StaticShape, TreeShape
 from fasteagle.stats import Stats
 from fasteagle.tree import DraftTree, chain
 from helpers import (
@@ -111,6 +112,11 @@ def drafters(target, head):
     made["static"] = StaticTreeDrafter(head, 512)
     made["static two levels"] = StaticTreeDrafter(head, 512, ((0,), (1,), (1, 0)))
     made["ngram"] = NgramDrafter(depth=4)
+    for levels, k, n, reach in ((3, 3, 8, 8), (1, 2, 12, 11), (4, 3, 10, 2), (2, 1, 3, 3)):
+        shape = FusedShape(levels, k, n, reach)
+        made[f"fused {levels}-{k}-{n}-{reach}"] = FusedDrafter(head, shape, 512)
+    made["fused trimmed"] = FusedDrafter(trimmed, FusedShape(3, 4, 7, 8), 512)
+    made["lookup alone"] = FusedDrafter(head, FusedShape(0, 1, 8, 8), 512)
     return made
 
 
@@ -127,9 +133,12 @@ def test_every_drafter_gives_the_tokens_of_plain_decoding(target, head, params):
         stats = engine.stats
         n_drafted = len(stats.path_lengths)
         assert stats.new_tokens == 60 and 0 < n_drafted <= stats.passes
-        assert name == "ngram" or n_drafted == stats.passes  # n-grams may have no guess
+        may_have_none = name in ("ngram", "lookup alone")
+        assert may_have_none or n_drafted == stats.passes
         assert 0 < stats.passes <= 59 and stats.drafted <= stats.passes * drafter.shape.nodes
-        assert name == "ngram" or stats.drafted == stats.passes * drafter.shape.nodes
+        shape = drafter.shape
+        fills = not isinstance(shape, FusedShape) or shape.head_pool >= shape.nodes
+        assert may_have_none or not fills or stats.drafted == stats.passes * shape.nodes
         assert stats.tau == pytest.approx(59 / stats.passes)
 
 
@@ -374,7 +383,7 @@ def test_pieces_compile_whole(target, head):
 @pytest.mark.parametrize(
     ("names", "params"),
     [
-        (("eagle 3-4-7", "static two levels", "ngram"), GREEDY),
+        (("eagle 3-4-7", "static two levels", "ngram", "fused 3-3-8-8"), GREEDY),
         pytest.param(None, GREEDY, marks=pytest.mark.slow),
         pytest.param(None, SamplingParams(0.8, seed=3), marks=pytest.mark.slow),
     ],

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from fasteagle.drafting.draft_head import Prediction
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.state import CycleSpec, DecodeState
+from fasteagle.sampling import DrawKind
+from fasteagle.state import DecodeState
 from fasteagle.tree import Pool
 
 
@@ -22,8 +23,10 @@ class AblatedDrafter(EagleDrafter):
     def child_scores(self, scores: Tensor, logp: Tensor) -> Tensor:
         return torch.minimum(logp if self.by_confidence else scores + logp, scores)
 
-    def expand(self, prediction: Prediction, state: DecodeState, spec: CycleSpec) -> Pool:
-        pool = super().expand(prediction, state, spec)
+    def expand(
+        self, prediction: Prediction, state: DecodeState, kind: DrawKind, depth: int, k: int
+    ) -> Pool:
+        pool = super().expand(prediction, state, kind, depth, k)
         if self.reranks:
             return pool
         order = torch.arange(len(pool.scores), 0, -1, device=pool.scores.device)

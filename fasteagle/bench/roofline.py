@@ -17,7 +17,7 @@ from fasteagle.bench.row_spec import RowSpec
 from fasteagle.config import HeadConfig, ModelConfig
 from fasteagle.errors import FasteagleError
 from fasteagle.quant.scheme import Scheme, is_scheme_name, parse_scheme
-from fasteagle.shapes import AnyShape
+from fasteagle.shapes import AnyShape, FusedShape
 
 THIS = "this"  # the device name that means: measure this machine
 
@@ -160,7 +160,8 @@ class Roofline:
         """
         frontier = tree.topk or -(-tree.nodes // tree.depth)  # static trees: about evenly
         total = self._head_pass(head, tree.depth + 1, 1)
-        for _ in range(tree.depth - 1):
+        levels = tree.levels if isinstance(tree, FusedShape) else tree.depth
+        for _ in range(levels - 1):
             total += self._head_pass(head, frontier, frontier)
         return total
 

@@ -9,40 +9,54 @@ from pathlib import Path
 
 from fasteagle.errors import FasteagleError
 from fasteagle.options import DEFAULT_TREE, DraftOptions
-from fasteagle.shapes import PAPER_TREE, AnyShape, StaticShape, TreeShape, read_tree
+from fasteagle.shapes import PAPER_TREE, AnyShape, FusedShape, StaticShape, TreeShape, read_tree
 
 LOOKUP_TOKENS = 10  # of hf-pld: the value transformers' documentation uses for prompt lookup
-ROW_NAMES = ("hf", "hf-pld", "plain", "eagle", "eagle-static", "eagle-chain", "ngram")
-_SIZED = re.compile(r"eagle@([0-9]+)/([0-9]+)/([0-9]+)")
+RIVALS = ("early-exit", "lookahead", "medusa")  # which only the benchmark has
+ROW_NAMES = (
+    *("hf", "hf-pld", "plain", "eagle", "fused", "eagle-static", "eagle-chain", "ngram", "model"),
+    *RIVALS,
+)
+_SIZED = re.compile(r"(eagle|fused)@([0-9]+)/([0-9]+)/([0-9]+)(?:/([0-9]+))?")
 
 
 @dataclasses.dataclass(frozen=True)
 class RowSpec:
-    """One way to decode: one of `ROW_NAMES`, or an eagle row with a tree of its own."""
+    """One way to decode: one of `ROW_NAMES`, or one of these with a tree of its own."""
 
     kind: str
-    shape: TreeShape | None = None  # of its own
+    shape: TreeShape | FusedShape | None = None  # of its own
 
     @staticmethod
     def parse(text: str) -> RowSpec:
-        """From a name, or `eagle@DEPTH/TOPK/NODES`. Raises `FasteagleError` for anything else."""
+        """From a name, `eagle@DEPTH/TOPK/NODES`, or `fused@DEPTH/TOPK/NODES/LOOKUP_DEPTH`.
+
+        Raises `FasteagleError` for anything else.
+        """
         if text in ROW_NAMES:
             return RowSpec(text)
-        if not text.startswith("eagle@"):
+        kind = text.split("@")[0]
+        if kind == text or kind not in ("eagle", "fused"):
             raise FasteagleError(f"unknown row {text!r}: use {', '.join(ROW_NAMES)}")
         match = _SIZED.fullmatch(text)
-        if match is None:
-            example = RowSpec("eagle", DEFAULT_TREE).label
+        sizes = [] if match is None else [int(size) for size in match.groups()[1:] if size]
+        if kind == "eagle" and len(sizes) == 3:
+            return RowSpec(kind, TreeShape(*sizes))
+        if kind == "fused" and len(sizes) == 4:
+            return RowSpec(kind, FusedShape(*sizes))
+        if kind == "eagle":
+            example = RowSpec(kind, DEFAULT_TREE).label
             raise FasteagleError(f"row {text!r}: use eagle@DEPTH/TOPK/NODES, like {example}")
-        depth, topk, nodes = map(int, match.groups())
-        return RowSpec("eagle", TreeShape(depth, topk, nodes))
+        raise FasteagleError(
+            f"row {text!r}: use fused@DEPTH/TOPK/NODES/LOOKUP-DEPTH, like fused@3/3/8/8"
+        )
 
     @property
     def label(self) -> str:
         """What `parse` reads."""
         if self.shape is None:
             return self.kind
-        return f"{self.kind}@{self.shape.depth}/{self.shape.topk}/{self.shape.nodes}"
+        return f"{self.kind}@" + "/".join(map(str, dataclasses.astuple(self.shape)))
 
     def __str__(self) -> str:
         return self.label
@@ -58,31 +72,53 @@ class RowSpec:
         return self.kind == "hf-pld"
 
     @property
+    def looks_up_files(self) -> bool:
+        """Whether the files of `--lookup` are searched."""
+        return self.kind in ("fused", "ngram")
+
+    @property
     def is_plain(self) -> bool:
         return self.kind == "plain"
 
     @property
+    def is_rival(self) -> bool:
+        """Whether only the benchmark has it."""
+        return self.kind in RIVALS
+
+    @property
     def has_head(self) -> bool:
         """Whether it drafts with a draft head."""
-        return self.kind in ("eagle", "eagle-static", "eagle-chain")
+        return self.kind in ("eagle", "fused", "eagle-static", "eagle-chain")
 
     def draft_options(self, draft: DraftOptions) -> DraftOptions:
         """`draft` as this row takes it."""
-        if self.is_hf or self.is_plain:
+        if self.is_hf or self.is_plain or self.is_rival:
             return draft
+        if self.kind == "model":
+            usual = dataclasses.replace(draft, head=None, tree_file=None, lookup=())
+            return dataclasses.replace(usual, drafter="model", lookup_depth=None, verify="match")
+        draft = dataclasses.replace(draft, draft_model=None)
         if self.shape is not None:
+            depth, topk, nodes, *reach = dataclasses.astuple(self.shape)
             return dataclasses.replace(
                 draft,
-                drafter="eagle",
-                tree_depth=self.shape.depth,
-                tree_topk=self.shape.topk,
-                tree_nodes=self.shape.nodes,
+                drafter=self.kind,
+                tree_depth=depth,
+                tree_topk=topk,
+                tree_nodes=nodes,
+                lookup=draft.lookup if self.looks_up_files else (),
+                lookup_depth=reach[0] if reach else None,
                 tree_file=None,
                 verify="match",
             )
-        tree_file = draft.tree_file if self.kind == "eagle-static" else None
-        verify = draft.verify if self.kind in ("eagle-static", "eagle-chain") else "match"
-        return dataclasses.replace(draft, drafter=self.kind, tree_file=tree_file, verify=verify)
+        return dataclasses.replace(
+            draft,
+            drafter=self.kind,
+            tree_file=draft.tree_file if self.kind == "eagle-static" else None,
+            lookup=draft.lookup if self.looks_up_files else (),
+            lookup_depth=draft.lookup_depth if self.kind == "fused" else None,
+            verify=draft.verify if self.kind in ("eagle-static", "eagle-chain") else "match",
+        )
 
     def planned_tree(self, draft: DraftOptions, quantized_on_cpu: bool) -> AnyShape | None:
         """The tree that this row will draft, None for rows that do not draft."""
@@ -94,6 +130,10 @@ class RowSpec:
             from fasteagle.drafting.ngram import NgramDrafter  # needs torch
 
             return NgramDrafter().shape
+        if self.is_rival:
+            from fasteagle.bench.rivals import rival_shape  # needs torch
+
+            return rival_shape(self.kind)
         if self.kind == "eagle-static":
             paths = read_tree(Path(draft.tree_file)) if draft.tree_file else PAPER_TREE
             return StaticShape(max(map(len, paths)), None, len(paths))

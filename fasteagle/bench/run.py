@@ -18,6 +18,7 @@ import torch
 from fasteagle.bench.ablation import ablated
 from fasteagle.bench.hf import hf_model
 from fasteagle.bench.progress import QuestionBar
+from fasteagle.bench.rivals import rival
 from fasteagle.bench.roofline import Storage
 from fasteagle.bench.row_spec import LOOKUP_TOKENS, RowSpec, chain_shape, parse_rows
 from fasteagle.bench.rows import Decoder, EngineDecoder, HFDecoder, Row, Spent
@@ -31,7 +32,9 @@ from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError, note
 from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import required_bytes
+from fasteagle.loading.draft_model import model_drafter, open_draft_model
 from fasteagle.loading.find_head import check_draft, make_drafter
+from fasteagle.loading.lookup_files import read_documents
 from fasteagle.loading.open import (
     TORCHAO,
     OpenedModel,
@@ -67,6 +70,7 @@ class BenchOptions:
     seed: int = 0
     compile: bool = True
     draft: DraftOptions = dataclasses.field(default_factory=DraftOptions)
+    medusa: Path | None = None  # trained heads of the medusa row
     tree_value: str = "cumulative"  # "confidence": EAGLE-2's ablation without cumulative scores
     rerank: bool = True  # False: its ablation that keeps nodes in the order they were found
     simulate_tau: float | None = None  # of eagle rows on random weights; see `simulate`
@@ -87,7 +91,12 @@ class BenchOptions:
             if value not in known:
                 raise FasteagleError(f"unknown {what} {value!r}: use {', '.join(known)}")
         self.params  # noqa: B018 - checks them
-        parse_rows(self.rows, self.draft)  # checks them
+        rows = parse_rows(self.rows, self.draft)  # checks them
+        if self.medusa is None and RowSpec("medusa") in rows:
+            raise FasteagleError(
+                "row medusa needs trained heads: add --medusa FILE (scripts/train_medusa.py "
+                "makes one)"
+            )
         if self.limit is not None and self.limit < 1:
             raise FasteagleError(f"limit {self.limit} is out of range: use 1 or more")
         if self.max_new_tokens < 2:
@@ -145,6 +154,7 @@ def _check_drafts(options: BenchOptions, runtime: RuntimeOptions, opened: Opened
         for draft in drafts:
             tree_alone = dataclasses.replace(draft, head=None)
             check_draft(tree_alone, opened, precision_options(runtime, precision))
+    read_documents(options.draft.lookup, opened.tokenizer, note)
     if drafts:  # all have the same head
         check_draft(drafts[0], opened, runtime)
 
@@ -254,12 +264,22 @@ def _drafter(
 ) -> Drafter | None:
     if spec.is_plain:
         return None
+    if spec.is_rival:
+        return rival(spec.kind, engine, options.medusa)
     checkpoint, draft = prepared.checkpoint, spec.draft_options(options.draft)
+    if spec.kind == "model":
+        target = OpenedModel(prepared.name, checkpoint, prepared.tokenizer)
+        model = open_draft_model(draft, target, prepared.options, note)
+        assert model is not None, "the row's options name one"
+        return model_drafter(model, engine, draft, note)
     drafter: Drafter | None
     if wants_dummy_head(spec, checkpoint, draft):
         drafter = dummy_drafter(prepared.name, engine, checkpoint, draft)
     else:
-        drafter = make_drafter(prepared.name, engine, checkpoint, draft, lambda line: None)
+        documents = read_documents(draft.lookup, prepared.tokenizer, lambda line: None)
+        drafter = make_drafter(
+            prepared.name, engine, checkpoint, draft, lambda line: None, documents=documents
+        )
     by_confidence = options.tree_value == "confidence"
     unchanged = options.rerank and not by_confidence
     if unchanged or draft.drafter != "eagle" or not isinstance(drafter, EagleDrafter):

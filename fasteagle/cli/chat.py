@@ -14,7 +14,9 @@ from fasteagle.cli.command import uncollected
 from fasteagle.cli.repl import Repl, utf8_streams
 from fasteagle.cli.session import ChatSession, format_stats
 from fasteagle.errors import FasteagleError, note
+from fasteagle.loading.draft_model import model_drafter, open_draft_model
 from fasteagle.loading.find_head import check_draft, make_drafter
+from fasteagle.loading.lookup_files import read_documents
 from fasteagle.loading.open import open_for
 from fasteagle.options import AnswerOptions, DraftOptions, RuntimeOptions, SamplingParams
 
@@ -44,10 +46,15 @@ def run_chat(
     say = _silent if quiet else note
     with uncollected():
         opened = open_for(model, runtime_options, say)
+        draft_model = open_draft_model(draft, opened, runtime_options, say)
         asked = check_draft(draft, opened, runtime_options)
+        documents = read_documents(draft.lookup, opened.tokenizer, say)
         runtime = opened.loaded(runtime_options, say)
-        engine = runtime.engine
-        engine.use(make_drafter(runtime.name, engine, runtime.checkpoint, draft, say, asked))
+        engine, checkpoint = runtime.engine, runtime.checkpoint
+        if draft_model is not None:
+            engine.use(model_drafter(draft_model, engine, draft, say))
+        else:
+            engine.use(make_drafter(runtime.name, engine, checkpoint, draft, say, asked, documents))
     if announce_seed:
         say(f"seed {params.seed}")
     notify = say if one_shot else note

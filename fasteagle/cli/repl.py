@@ -12,6 +12,7 @@ from typing import Any
 
 from fasteagle.cli.background import Preparation
 from fasteagle.cli.session import ChatSession, format_stats
+from fasteagle.drafting.draft_model import ModelDrafter
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError, note, suggest
 from fasteagle.options import AnswerOptions, SamplingParams
@@ -169,8 +170,8 @@ class Repl:
         elif text == "on":
             engine.use(self.drafter)
         elif text.isascii() and text.isdigit():
-            if not isinstance(self.drafter, EagleDrafter):
-                raise FasteagleError("/spec N needs a draft head")
+            if not isinstance(self.drafter, EagleDrafter | ModelDrafter):
+                raise FasteagleError("/spec N needs a draft head or a draft model")
             engine.use(self.drafter.resized(int(text)))
         elif text:
             raise FasteagleError(f"/spec wants on, off or a number of nodes, got {text!r}")

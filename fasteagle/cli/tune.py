@@ -7,9 +7,10 @@ from rich.table import Table
 
 from fasteagle.compile.costs import costs_of, follow_costs, tunable
 from fasteagle.drafting.controller import name
-from fasteagle.drafting.plan import FACTORS, Costs, Plan, expected_accepted
+from fasteagle.drafting.plan import FACTORS, AnyPlan, Costs
 from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.find_head import check_draft, make_drafter
+from fasteagle.loading.lookup_files import read_documents
 from fasteagle.loading.open import compile_now, open_for
 from fasteagle.options import DraftOptions, RuntimeOptions
 
@@ -22,9 +23,10 @@ def run_tune(model: str, runtime_options: RuntimeOptions, draft: DraftOptions) -
         )
     opened = open_for(model, runtime_options)
     asked = check_draft(draft, opened, runtime_options)
+    documents = read_documents(draft.lookup, opened.tokenizer, note)
     runtime = opened.loaded(runtime_options)
-    engine = runtime.engine
-    engine.use(make_drafter(runtime.name, engine, runtime.checkpoint, draft, note, asked))
+    engine, checkpoint = runtime.engine, runtime.checkpoint
+    engine.use(make_drafter(runtime.name, engine, checkpoint, draft, note, asked, documents))
     drafter = tunable(engine)
     if drafter is None:
         raise FasteagleError("nothing to tune without a drafter")
@@ -54,7 +56,7 @@ def _cells(times: dict[int, float]) -> str:
     return "  ".join(f"{key}: {value:.2f}" for key, value in sorted(times.items()))
 
 
-def _plan_table(plan: Plan) -> Table:
+def _plan_table(plan: AnyPlan) -> Table:
     table = Table(
         "acceptance, x recorded",
         "tree (depth/width/nodes)",
@@ -69,7 +71,7 @@ def _plan_table(plan: Plan) -> Table:
     plain = plan.rate(None, 1.0)
     for factor in FACTORS:
         shape = plan.at(factor)
-        accepted = expected_accepted(shape, plan.ranks, factor) if shape else 0.0
+        accepted = plan.expected(shape, factor) if shape else 0.0
         rate = plan.rate(shape, factor)
         table.add_row(
             f"{factor:.1f}",

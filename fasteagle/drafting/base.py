@@ -7,15 +7,17 @@ code over the state of the cycle, so that they can be compiled and captured.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from torch import Tensor
 
 from fasteagle.drafting.controller import Controller
-from fasteagle.drafting.plan import Plan, Ranks
+from fasteagle.drafting.fused_controller import Outcome
+from fasteagle.drafting.plan import AnyPlan, Ranks
 from fasteagle.model import KVCache
 from fasteagle.shapes import AnyShape
 from fasteagle.state import Committed, CycleSpec, DecodeState
@@ -31,15 +33,18 @@ class Tuning:
 
 
 class Drafter(Protocol):
-    """Proposes trees. `controller` chooses among shapes while decoding, where there is one."""
+    """Proposes trees."""
 
     name: str
-    controller: Controller | None
     tuning: Tuning | None  # set where the tree may be tuned
     reads_features: bool  # whether `extend` must see every committed position
     tap_layers: tuple[int, ...]  # whose taps are its features; empty: those of the final norm
     always_proposes: bool  # whether every tree has a node besides the root
     capturable: bool  # whether its cycles read nothing on the host
+
+    @property
+    def controller(self) -> Controller | None:
+        """What chooses its trees while decoding, once costs are known."""
 
     @property
     def shape(self) -> AnyShape:
@@ -48,6 +53,10 @@ class Drafter(Protocol):
     @property
     def caches(self) -> Sequence[KVCache]:
         """Of its own."""
+
+    @property
+    def advanced(self) -> Sequence[Tensor]:
+        """What a cycle changes, but for rows of caches behind the text."""
 
     def next_shape(self) -> AnyShape | None:
         """Of the next cycle's tree; None for plain decoding, because drafting does not pay now."""
@@ -58,6 +67,9 @@ class Drafter(Protocol):
     def reserve(self, n_tokens: int) -> None:
         """Make room for `n_tokens` tokens of text and a tree behind them."""
 
+    def begin(self, token: int) -> None:
+        """A text begins with `token`, the only one that is in no pair."""
+
     def extend(self, new: Committed, seq_len: Tensor) -> Any:
         """See the pairs of the last `new.count` committed positions; what `propose` begins from.
 
@@ -67,14 +79,11 @@ class Drafter(Protocol):
     def propose(self, prediction: Any, state: DecodeState, spec: CycleSpec) -> DraftTree:
         """A tree of `spec.shape` under `state.root`."""
 
-    def follow(self, plan: Plan) -> None:
+    def follow(self, plan: AnyPlan) -> None:
         """Draft what the plan finds best from now on."""
 
-    def learn(self, shape: AnyShape | None, accepted: int | None) -> None:
-        """A pass with a tree of `shape` is over: so many tokens were accepted.
-
-        `accepted` None: nothing was proposed.
-        """
+    def learn(self, shape: AnyShape | None, outcome: Outcome | None) -> None:
+        """A pass with a tree of `shape` is over; without an outcome nothing was proposed."""
 
 
 class Controlled:
@@ -90,7 +99,18 @@ class Controlled:
     always_proposes = True
     capturable = True
 
-    def follow(self, plan: Plan) -> None:
+    @property
+    def advanced(self) -> Sequence[Tensor]:
+        return []
+
+    def begin(self, token: int) -> None:
+        """Draft heads do without the first token."""
+
+    def apart(self) -> Self:
+        """The same drafter, to be run without changing what this one has learned."""
+        return copy.copy(self)
+
+    def follow(self, plan: AnyPlan) -> None:
         self.controller = Controller(plan)
 
     def next_shape(self) -> AnyShape | None:
@@ -100,7 +120,7 @@ class Controlled:
         planned = [] if self.controller is None else self.controller.plan.shapes
         return planned or [self.shape]
 
-    def learn(self, shape: AnyShape | None, accepted: int | None) -> None:
+    def learn(self, shape: AnyShape | None, outcome: Outcome | None) -> None:
         # What the controller has changed since the cycle was launched teaches nothing.
         if self.controller is not None and self.controller.shape == shape:
-            self.controller.learn(accepted)
+            self.controller.learn(None if outcome is None else outcome.accepted)

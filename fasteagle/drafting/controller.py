@@ -8,11 +8,12 @@ probes after a while; pauses become longer while nothing changes.
 
 from __future__ import annotations
 
+import dataclasses
 from bisect import bisect_left
 from collections import Counter
 
-from fasteagle.drafting.plan import FACTORS, Plan, expected_accepted
-from fasteagle.tree import TreeShape
+from fasteagle.drafting.plan import FACTORS, AnyPlan, Drafted
+from fasteagle.shapes import AnyShape
 
 # At first. A header records acceptance on text that the model wrote; questions of people have less:
 # the default head's first token is accepted for 0.50 of MT-bench, 0.69 of its held-out text.
@@ -29,9 +30,9 @@ MARGIN = 1.03  # another tree must promise this over the one in use
 class Controller:
     """`shape` is for the next cycle, None for a plain pass; `learn` is told what was accepted."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: AnyPlan) -> None:
         self.plan = plan
-        self.used: Counter[TreeShape | None] = Counter()  # passes
+        self.used: Counter[AnyShape | None] = Counter()  # passes
         self._observed = 0.0
         self._predicted = [0.0] * len(FACTORS)  # accepted tokens, had that been the factor
         self._next_pause = FIRST_PAUSE  # its passes
@@ -39,12 +40,12 @@ class Controller:
         self._probing = 0  # cycles left of this probe
         self._since = 0
         self._drafted = 0  # cycles since the last pause
-        self.shape = plan.at(START_FACTOR)
+        self.shape: Drafted | None = plan.at(START_FACTOR)
         if not plan.shapes:  # no tree is faster here, whatever is accepted
             return
         prior = self.shape or self._cheapest()
         for _ in range(PRIOR_CYCLES):
-            self._count(prior, expected_accepted(prior, plan.ranks, START_FACTOR))
+            self._count(prior, self._expected(prior, START_FACTOR))
         if self.shape is None:
             self._begin_probe()
 
@@ -80,17 +81,21 @@ class Controller:
         elif self._since >= EVERY:
             self._decide()
 
-    def _count(self, shape: TreeShape, accepted: float) -> None:
+    def _expected(self, shape: Drafted, factor: float) -> float:
+        """What `_count` compares with the tokens that were accepted."""
+        return self.plan.expected(shape, factor)
+
+    def _count(self, shape: Drafted, accepted: float) -> None:
         self._observed = MEMORY * self._observed + accepted
         self._predicted = [
-            MEMORY * old + expected_accepted(shape, self.plan.ranks, factor)
+            MEMORY * old + self._expected(shape, factor)
             for old, factor in zip(self._predicted, FACTORS, strict=True)
         ]
 
     def _decide(self) -> None:
         self._since = 0
         factor = self.factor
-        wanted = self.plan.at(factor)
+        wanted = self._wanted()
         if wanted is None:
             if self._drafted > SETTLED:
                 self._next_pause = FIRST_PAUSE
@@ -101,10 +106,14 @@ class Controller:
         if self.shape is None or rate(wanted, factor) > MARGIN * rate(self.shape, factor):
             self.shape = wanted
 
+    def _wanted(self) -> Drafted | None:
+        """The plan's choice for what was observed."""
+        return self.plan.at(self.factor)
+
     def _begin_probe(self) -> None:
         self.shape, self._probing, self._since = self._cheapest(), PROBE_CYCLES, 0
 
-    def _cheapest(self) -> TreeShape:
+    def _cheapest(self) -> Drafted:
         """The tree for the lowest acceptance rate at which any tree is faster."""
         return self.plan.shapes[0]
 
@@ -116,7 +125,7 @@ class Controller:
         if shape is None:
             line = f"tree auto: none, acceptance {factor:.1f} x the recorded one; {plain}"
         else:
-            accepted = expected_accepted(shape, self.plan.ranks, factor)
+            accepted = self.plan.expected(shape, factor)
             line = (
                 f"tree auto: {name(shape)}, draft {costs.draft(shape):.1f} + verify "
                 f"{costs.verify(shape.rows):.1f} + other {costs.other:.1f} ms for "
@@ -135,5 +144,5 @@ class Controller:
         )
 
 
-def name(shape: TreeShape | None) -> str:
-    return "plain" if shape is None else f"{shape.depth}/{shape.topk}/{shape.nodes}"
+def name(shape: AnyShape | None) -> str:
+    return "plain" if shape is None else "/".join(map(str, dataclasses.astuple(shape)))

@@ -89,16 +89,30 @@ class HeadDrafter(Controlled):
     def ranking_logits(
         self, logits: Tensor, seq_len: Tensor, level: int, kind: DrawKind, knobs: Knobs
     ) -> Tensor:
-        """What children are ranked by, [W, V]: logits, or with the noise the target will draw with.
+        """See `ranking_logits`."""
+        shared = self.noise == "shared"
+        return ranking_logits(logits, seq_len, level, kind, knobs, self.target_ids, shared)
 
-        At level `level` the target picks argmax(its logits / T + g); g is known here already. The
-        softmax of the draft's own sum then estimates how likely each child is that argmax.
-        """
-        if kind.greedy or self.noise == "none":
-            return logits
-        position = (seq_len + level).unsqueeze(0)
-        gumbel = gumbel_noise(knobs.seed, position, self.target_ids)
-        return logits.float() / knobs.temperature + gumbel
+
+def ranking_logits(
+    logits: Tensor,
+    seq_len: Tensor,
+    level: int,
+    kind: DrawKind,
+    knobs: Knobs,
+    target_ids: Tensor,
+    shared: bool,
+) -> Tensor:
+    """What children are ranked by, [W, V]: logits, or with the noise the target will draw with.
+
+    At level `level` the target picks argmax(its logits / T + g); g is known here already. The
+    softmax of the draft's own sum then estimates how likely each child is that argmax.
+    """
+    if kind.greedy or not shared:
+        return logits
+    position = (seq_len + level).unsqueeze(0)
+    gumbel = gumbel_noise(knobs.seed, position, target_ids)
+    return logits.float() / knobs.temperature + gumbel
 
 
 def top_children(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

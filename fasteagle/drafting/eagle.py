@@ -5,13 +5,16 @@ Shapes: W rows of the draft head in one step, D model dim, V draft vocabulary, k
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from fasteagle.drafting.draft_head import HeadDrafter, Prediction, top_children
 from fasteagle.errors import FasteagleError
 from fasteagle.model import EagleHead
-from fasteagle.shapes import TreeShape
+from fasteagle.sampling import DrawKind, Knobs
+from fasteagle.shapes import FusedShape, TreeShape
 from fasteagle.state import CycleSpec, DecodeState
 from fasteagle.tree import DraftTree, Pool, rerank
 
@@ -23,7 +26,11 @@ class EagleDrafter(HeadDrafter):
     """
 
     def __init__(
-        self, head: EagleHead, shape: TreeShape, max_seq_len: int, noise: str = "shared"
+        self,
+        head: EagleHead,
+        shape: TreeShape | FusedShape,
+        max_seq_len: int,
+        noise: str = "shared",
     ) -> None:
         if shape.topk > head.config.draft_vocab_size:
             raise FasteagleError(
@@ -32,7 +39,7 @@ class EagleDrafter(HeadDrafter):
             )
         super().__init__(head, max_seq_len, noise)
         self.name = "eagle-chain" if shape.topk == 1 else "eagle"
-        self.shape: TreeShape = shape
+        self.shape: TreeShape | FusedShape = shape
 
     @property
     def tree_rows(self) -> int:
@@ -48,42 +55,70 @@ class EagleDrafter(HeadDrafter):
     def propose(self, prediction: Prediction, state: DecodeState, spec: CycleSpec) -> DraftTree:
         """Expand, then rerank."""
         assert isinstance(spec.shape, TreeShape), "the engine asks for shapes of this drafter"
-        pool = self.expand(prediction, state, spec)
+        pool = self.expand(prediction, state, spec.kind, spec.shape.depth, spec.shape.topk)
         return rerank(pool, state.root, spec.shape.nodes)
 
-    def expand(self, prediction: Prediction, state: DecodeState, spec: CycleSpec) -> Pool:
-        """`depth` levels; every level's frontier are the k best of its candidates."""
-        shape, seq_len = spec.shape, state.seq_len
-        assert isinstance(shape, TreeShape), "see propose"
-        k = shape.topk
-        logits, features = prediction
-        logits = self.ranking_logits(logits, seq_len, 1, spec.kind, state.knobs)
-        ids, logp = top_children(logits, k)  # [1, k]
-        tokens, scores = self.target_ids[ids[0]], logp[0]
-        features = features.expand(k, -1)
-        all_tokens, all_scores = [tokens], [scores]
-        all_parents = [torch.full_like(tokens, -1)]
-        frontier = torch.arange(k, device=tokens.device)  # pool index of each frontier node
-        own = torch.eye(k, dtype=torch.bool, device=tokens.device)
-        mask = own  # among the head's own rows
-        for level in range(1, shape.depth):
-            logits, features = self.step(tokens, features, seq_len, level - 1, mask)
-            logits = self.ranking_logits(logits, seq_len, level + 1, spec.kind, state.knobs)
-            ids, logp = top_children(logits, k)  # [k, k]
-            child_scores = self.child_scores(scores.unsqueeze(1), logp).flatten()
-            child_tokens = self.target_ids[ids.flatten()]
-            first = k + (level - 1) * k * k
-            all_tokens.append(child_tokens)
-            all_scores.append(child_scores)
-            all_parents.append(frontier.repeat_interleave(k))
-            best = torch.sort(child_scores, descending=True, stable=True).indices[:k]
-            above = best // k
-            tokens, scores = child_tokens[best], child_scores[best]
-            features = features[above]
-            frontier = first + best
-            mask = torch.cat((mask[above], own), dim=1)
-        return Pool(torch.cat(all_tokens), torch.cat(all_scores), torch.cat(all_parents))
+    def expand(
+        self, prediction: Prediction, state: DecodeState, kind: DrawKind, depth: int, k: int
+    ) -> Pool:
+        """See `expand`."""
+        return expand(self, prediction, state, kind, depth, k)
 
     def child_scores(self, scores: Tensor, logp: Tensor) -> Tensor:
         """Scores [k, k] of children: a path's probability, never above the parent's."""
         return torch.minimum(scores + logp, scores)
+
+
+class Expanding(Protocol):
+    """What draws a tree level by level."""
+
+    target_ids: Tensor
+
+    def step(
+        self, tokens: Tensor, features: Tensor, seq_len: Tensor, level: int, tree_mask: Tensor
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def ranking_logits(
+        self, logits: Tensor, seq_len: Tensor, level: int, kind: DrawKind, knobs: Knobs
+    ) -> Tensor: ...
+
+    def child_scores(self, scores: Tensor, logp: Tensor) -> Tensor: ...
+
+
+def expand(
+    drafter: Expanding,
+    prediction: Prediction,
+    state: DecodeState,
+    kind: DrawKind,
+    depth: int,
+    k: int,
+) -> Pool:
+    """`depth` levels; every level's frontier are the k best of its candidates."""
+    seq_len = state.seq_len
+    logits, features = prediction
+    logits = drafter.ranking_logits(logits, seq_len, 1, kind, state.knobs)
+    ids, logp = top_children(logits, k)  # [1, k]
+    tokens, scores = drafter.target_ids[ids[0]], logp[0]
+    features = features.expand(k, -1)
+    all_tokens, all_scores = [tokens], [scores]
+    all_parents = [torch.full_like(tokens, -1)]
+    frontier = torch.arange(k, device=tokens.device)  # pool index of each frontier node
+    own = torch.eye(k, dtype=torch.bool, device=tokens.device)
+    mask = own  # among the head's own rows
+    for level in range(1, depth):
+        logits, features = drafter.step(tokens, features, seq_len, level - 1, mask)
+        logits = drafter.ranking_logits(logits, seq_len, level + 1, kind, state.knobs)
+        ids, logp = top_children(logits, k)  # [k, k]
+        child_scores = drafter.child_scores(scores.unsqueeze(1), logp).flatten()
+        child_tokens = drafter.target_ids[ids.flatten()]
+        first = k + (level - 1) * k * k
+        all_tokens.append(child_tokens)
+        all_scores.append(child_scores)
+        all_parents.append(frontier.repeat_interleave(k))
+        best = torch.sort(child_scores, descending=True, stable=True).indices[:k]
+        above = best // k
+        tokens, scores = child_tokens[best], child_scores[best]
+        features = features[above]
+        frontier = first + best
+        mask = torch.cat((mask[above], own), dim=1)
+    return Pool(torch.cat(all_tokens), torch.cat(all_scores), torch.cat(all_parents))

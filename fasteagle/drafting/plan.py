@@ -13,12 +13,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import heapq
+import itertools
 import math
 from bisect import bisect_left
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
-from fasteagle.tree import TreeShape
+from fasteagle.shapes import FusedShape, TreeShape
 
+Drafted = TreeShape | FusedShape  # shapes that a plan may choose
 ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 24, 32)  # of the target passes that are timed
 WIDTHS = (1, 2, 3, 4, 6, 8)
 DEPTHS = (1, 2, 3, 4, 5, 6)
@@ -43,7 +46,8 @@ class Costs:
     level: dict[int, float]  # k: every level after it
     other: float  # of a cycle: accept, commit, reading the result
     plain_other: float  # of a plain pass: choosing and reading one token
-    cycles: dict[TreeShape, float] = dataclasses.field(default_factory=dict)  # whole, measured
+    cycles: dict[Drafted, float] = dataclasses.field(default_factory=dict)  # whole, measured
+    lookup: float = 0.0  # of a fused drafter, without its draft head
 
     @property
     def plain(self) -> float:
@@ -58,17 +62,21 @@ class Costs:
         """A pass of `rows` rows, by interpolation; infinite beyond what was timed."""
         return _interpolated(self.passes, rows)
 
-    def draft(self, shape: TreeShape) -> float:
-        more = (shape.depth - 1) * _interpolated(self.level, shape.topk)
+    def draft(self, shape: Drafted) -> float:
+        """Drafting; a fused drafter's levels were timed with its lookup."""
+        levels = shape.levels if isinstance(shape, FusedShape) else shape.depth
+        if not levels:
+            return self.lookup
+        more = (levels - 1) * _interpolated(self.level, shape.topk)
         return _interpolated(self.first_level, shape.topk) + more
 
-    def cycle(self, shape: TreeShape) -> float:
+    def cycle(self, shape: Drafted) -> float:
         """What was measured; else the sum of its parts."""
         estimate = self.draft(shape) + self.verify(shape.rows) + self.other
         return self.cycles.get(shape, estimate)
 
     def as_json(self) -> dict[str, Any]:
-        names = {f"{s.depth}/{s.topk}/{s.nodes}": ms for s, ms in self.cycles.items()}
+        names = {"/".join(map(str, dataclasses.astuple(s))): ms for s, ms in self.cycles.items()}
         return dataclasses.asdict(dataclasses.replace(self, cycles={})) | {"cycles": names}
 
     @classmethod
@@ -78,18 +86,22 @@ class Costs:
             {int(key): float(value) for key, value in raw[name].items()}
             for name in ("passes", "first_level", "level")
         )
-        cycles = {
-            TreeShape(*map(int, name.split("/"))): float(ms) for name, ms in raw["cycles"].items()
-        }
-        costs = cls(
-            passes, first_level, level, float(raw["other"]), float(raw["plain_other"]), cycles
-        )
-        numbers = [costs.other, costs.plain_other, *cycles.values()]
+        cycles = {_shape_named(name): float(ms) for name, ms in raw["cycles"].items()}
+        other, plain_other = float(raw["other"]), float(raw["plain_other"])
+        lookup = float(raw.get("lookup", 0.0))
+        costs = cls(passes, first_level, level, other, plain_other, cycles, lookup)
+        numbers = [other, plain_other, lookup, *cycles.values()]
         for table in (passes, first_level, level):
             numbers += table.values()
         if not {1, 2} <= set(passes) or not all(map(math.isfinite, numbers)):
             raise ValueError("not a table of times")
         return costs
+
+
+def _shape_named(text: str) -> Drafted:
+    """A shape by its sizes."""
+    sizes = [int(size) for size in text.split("/")]
+    return TreeShape(*sizes) if len(sizes) == 3 else FusedShape(*sizes)
 
 
 def _interpolated(table: dict[int, float], at: int) -> float:
@@ -141,12 +153,18 @@ def expected_accepted(shape: TreeShape, ranks: Ranks, factor: float) -> float:
 @functools.cache
 def _expected_by_nodes(topk: int, depth: int, ranks: Ranks, factor: float) -> list[float]:
     """The same for 1, 2, ... nodes, as far as the pool reaches or a pass has rows."""
-    found: list[float] = []
+    return list(itertools.accumulate(p for p, _ in best_nodes(topk, depth, ranks, factor)))
+
+
+@functools.cache
+def best_nodes(topk: int, depth: int, ranks: Ranks, factor: float) -> list[tuple[float, int]]:
+    """(probability, level) of the likeliest nodes, the best first."""
+    found: list[tuple[float, int]] = []
     pending = [(-chance(ranks, 1, rank, factor), 1) for rank in range(topk)]
     heapq.heapify(pending)
     while pending and len(found) < MAX_NODES:
         negative, level = heapq.heappop(pending)
-        found.append((found[-1] if found else 0.0) - negative)
+        found.append((-negative, level))
         if level < depth:
             for rank in range(topk):
                 heapq.heappush(
@@ -190,6 +208,25 @@ def best_shape(
     return best
 
 
+class AnyPlan(Protocol):
+    """A choice of shapes, all of one kind: `shape` stands for those."""
+
+    @property
+    def costs(self) -> Costs: ...
+
+    @property
+    def ranks(self) -> Ranks: ...
+
+    @property
+    def shapes(self) -> Sequence[Drafted]: ...
+
+    def at(self, factor: float) -> Drafted | None: ...
+
+    def expected(self, shape: Any, factor: float) -> float: ...
+
+    def rate(self, shape: Any, factor: float) -> float: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """The choice for every factor; None stands for plain decoding."""
@@ -207,13 +244,18 @@ class Plan:
         nearest = min(range(len(FACTORS)), key=lambda i: abs(FACTORS[i] - factor))
         return self.choices[nearest]
 
+    def expected(self, shape: TreeShape, factor: float) -> float:
+        """Accepted tokens per pass."""
+        return expected_accepted(shape, self.ranks, factor)
+
     def rate(self, shape: TreeShape | None, factor: float) -> float:
         return tokens_per_second(self.costs, self.ranks, shape, factor)
 
 
 def make_plan(costs: Costs, ranks: Ranks, max_topk: int, most: int = 4) -> Plan:
     """Choose for every factor, from at most `most` shapes."""
-    candidates = list(costs.cycles) or shapes(max(costs.passes), max_topk)
+    measured = [shape for shape in costs.cycles if isinstance(shape, TreeShape)]
+    candidates = measured or shapes(max(costs.passes), max_topk)
     wanted = [best_shape(costs, ranks, factor, candidates) for factor in FACTORS]
     distinct = list(dict.fromkeys(shape for shape in wanted if shape is not None))
     if len(distinct) > most:  # keep those at even distances, the first and the last among them

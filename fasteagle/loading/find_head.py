@@ -7,7 +7,7 @@ ships with the package, the published one the registry names. Without a head: n-
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from typing import Any
 from fasteagle.config import Eagle3Config, HeadConfig, ModelConfig, draft_block, head_from_hf
 from fasteagle.drafting.base import Drafter, Tuning
 from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.fused import FusedDrafter
+from fasteagle.drafting.lookup import Corpus, Lookup
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.plan import NGRAM_RANKS, ranks_of
 from fasteagle.drafting.static_tree import StaticTreeDrafter, check_no_gaps, check_paths
@@ -31,7 +33,7 @@ from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint, fingerprint, 
 from fasteagle.model import KEY_BLOCK, EagleHead
 from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.paths import cache_dir, costs_path
-from fasteagle.shapes import PAPER_TREE, Paths, TreeShape, read_tree
+from fasteagle.shapes import PAPER_TREE, FusedShape, Paths, TreeShape, read_tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +64,7 @@ def check_draft(
 
     Returns the head if `options` name one.
     """
-    if options.drafter in ("none", "ngram"):
+    if options.drafter in ("none", "ngram") or options.drafts_with_model:
         return None
     config, quantized_on_cpu = opened.checkpoint.config, opened.quantized_on_cpu(runtime)
     tree_of(options, config.vocab_size, quantized_on_cpu)
@@ -164,29 +166,35 @@ def make_drafter(
     options: DraftOptions,
     notify: Callable[[str], None],
     asked: LoadedHead | None = None,
+    documents: Sequence[Sequence[int]] = (),
 ) -> Drafter | None:
     """The drafter that `options` ask for; `notify` gets one line that names it.
 
     `name` is the model's, `checkpoint` the weights the engine runs; `asked` is the head that
-    `options` name, if `check_draft` has loaded it already.
+    `options` name, if `check_draft` has loaded it already. `documents` are token ids of texts that
+    may be quoted.
     """
     if options.drafter == "none":
         return None
+    corpus = None
+    if documents:
+        corpus = Corpus(documents, engine.device)
+        notify(f"lookup: {len(corpus):,} tokens of files, {corpus.n_bytes / 1e6:.1f} MB")
     if options.drafter == "ngram":
-        return _ngram(engine, checkpoint)
+        return _ngram(engine, checkpoint, corpus)
     identity = fingerprint(checkpoint)
     loaded = asked
     if loaded is None:
         loaded = _found_head(name, engine.model.config, options, identity, notify)
     if loaded is not None:
-        return _eagle(name, engine, checkpoint, options, loaded, identity, notify)
+        return _eagle(name, engine, checkpoint, options, loaded, identity, notify, corpus)
     if options.drafter != "auto":
         raise FasteagleError(
             f"no draft head for {name}: give one with --head, train one with "
             "`fasteagle train-head`, or use --drafter ngram"
         )
     notify("no draft head for this model: guessing from the context (n-grams) instead")
-    return _ngram(engine, checkpoint)
+    return _ngram(engine, checkpoint, corpus)
 
 
 def _found_head(
@@ -214,6 +222,7 @@ def _eagle(
     loaded: LoadedHead,
     identity: str,
     notify: Callable[[str], None],
+    corpus: Corpus | None,
 ) -> Drafter:
     """What drafts with the head, quantized where its target is."""
     scheme = checkpoint.scheme
@@ -235,16 +244,18 @@ def _eagle(
             has_native(engine.model),
         )
     quantized_on_cpu = scheme is not None and engine.on_cpu
-    drafter = tree_drafter(head, options, engine.max_seq_len, quantized_on_cpu)
+    drafter = tree_drafter(head, options, engine.max_seq_len, quantized_on_cpu, corpus)
     if options.auto_tree and isinstance(drafter, EagleDrafter):
-        path = costs_path(identity, _precision(engine, checkpoint), "eagle")
+        kind = "fused" if isinstance(drafter, FusedDrafter) else "eagle"
+        path = costs_path(identity, _precision(engine, checkpoint), kind)
         drafter.tuning = Tuning(path, ranks_of(header))
     notify(f"draft head {loaded.origin}: {drafter.name}, {drafter.shape.nodes} nodes")
     return drafter
 
 
-def _ngram(engine: Engine, checkpoint: Checkpoint) -> NgramDrafter:
-    drafter = NgramDrafter()
+def _ngram(engine: Engine, checkpoint: Checkpoint, corpus: Corpus | None) -> NgramDrafter:
+    # Of a match in a corpus it matters how long it is.
+    drafter = NgramDrafter() if corpus is None else NgramDrafter(longest=8, corpus=corpus)
     if not isinstance(checkpoint, DummyCheckpoint):  # its fingerprint would generate all weights
         path = costs_path(fingerprint(checkpoint), _precision(engine, checkpoint), "ngram")
         drafter.tuning = Tuning(path, NGRAM_RANKS)
@@ -273,7 +284,7 @@ def _tell_mismatch(
 
 def tree_of(
     options: DraftOptions, draft_vocab_size: int, quantized_on_cpu: bool
-) -> Paths | TreeShape:
+) -> Paths | TreeShape | FusedShape:
     """The tree that `options` ask for, static or dynamic. Raises `FasteagleError`."""
     sampled = options.verify == "multi-round"
     if options.drafter == "eagle-static" or options.tree_file:
@@ -289,10 +300,16 @@ def tree_of(
 
 
 def tree_drafter(
-    head: EagleHead, options: DraftOptions, max_seq_len: int, quantized_on_cpu: bool
+    head: EagleHead,
+    options: DraftOptions,
+    max_seq_len: int,
+    quantized_on_cpu: bool,
+    corpus: Corpus | None = None,
 ) -> Drafter:
     """The drafter that `options` ask for over a head that is ready."""
     tree = tree_of(options, head.config.draft_vocab_size, quantized_on_cpu)
+    if isinstance(tree, FusedShape):
+        return FusedDrafter(head, tree, max_seq_len, options.noise, Lookup(corpus=corpus))
     if isinstance(tree, TreeShape):
         return EagleDrafter(head, tree, max_seq_len, noise=options.noise)
     sampled = options.verify == "multi-round"

@@ -58,6 +58,10 @@ class ChatTokenizer:
         """Text of `ids` with special tokens written out."""
         return self._backend.decode(ids, skip_special_tokens=False)
 
+    def vocabulary(self) -> dict[int, str]:
+        """What each token id stands for, special tokens included."""
+        return {token: text for text, token in self._backend.get_vocab().items()}
+
     @property
     def has_thinking_switch(self) -> bool:
         """Whether `render` can say if the model is to think before it answers."""
@@ -108,6 +112,9 @@ class DummyTokenizer(ChatTokenizer):
 
     def raw(self, ids: Sequence[int]) -> str:
         return self.decode(ids)
+
+    def vocabulary(self) -> dict[int, str]:
+        return {}
 
     def render(
         self,

@@ -12,6 +12,7 @@ import torch
 
 from fasteagle.bench import run as bench
 from fasteagle.bench.measure import Bandwidth
+from fasteagle.bench.medusa import HEADS, RANKS, MedusaHeads, save_medusa
 from fasteagle.bench.report import build_report, markdown
 from fasteagle.bench.row_spec import ROW_NAMES, RowSpec
 from fasteagle.bench.rows import EngineDecoder, HFDecoder, Row, Turn
@@ -73,8 +74,9 @@ def test_every_row_drafts_what_it_says(tiny_dir, questions, tmp_path):
     model = load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=64)
     head = random_head(model, rope_scaling=None, rope_base=10000.0)
     save_head(tmp_path / "head", head, {}, torch.float32)
-    draft = DraftOptions(head=str(tmp_path / "head"))
-    report = measure(tiny_dir, questions, rows=ROW_NAMES, draft=draft)
+    save_medusa(tmp_path / "medusa", MedusaHeads(model.config.dim), ((0.1,) * RANKS,) * HEADS)
+    draft = DraftOptions(head=str(tmp_path / "head"), draft_model=str(tiny_dir))
+    report = measure(tiny_dir, questions, rows=ROW_NAMES, draft=draft, medusa=tmp_path / "medusa")
     rows = {row["name"]: row for row in report["rows"]}
     assert list(rows) == list(ROW_NAMES)
     for name, row in rows.items():

@@ -21,7 +21,7 @@ from fasteagle.model import Transformer
 from fasteagle.runner import Runner
 from helpers import FakeGraphs, eagle3_of, random_head
 
-DRAFTERS = ("none", "ngram", "eagle", "eagle-static", "eagle-chain")
+DRAFTERS = ("none", "ngram", "eagle", "fused", "eagle-static", "eagle-chain")
 
 
 class Counts:
@@ -74,7 +74,7 @@ def head_dir(request, tiny_dir, tmp_path_factory):
 
 def options(tiny_dir, head_dir, drafter):
     given = ["--model", str(tiny_dir), "--dtype", "fp32", "--drafter", drafter]
-    return [*given, *(["--head", str(head_dir)] if drafter.startswith("eagle") else [])]
+    return [*given, *(["--head", str(head_dir)] if drafter not in ("none", "ngram") else [])]
 
 
 def prompt_option(run, monkeypatch):
@@ -115,7 +115,7 @@ def test_chat_replays_every_pass(tiny_dir, head_dir, counts, monkeypatch, entran
 
 
 def test_the_benchmark_replays_every_row(tiny_dir, head_dir, counts, script, questions):
-    rows = "plain,eagle,eagle-static,eagle-chain,ngram"
+    rows = "plain,eagle,fused,eagle-static,eagle-chain,ngram"
     done = script(
         "--model",
         tiny_dir,

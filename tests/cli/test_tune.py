@@ -6,10 +6,16 @@ import json
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from fasteagle.cli import main as cli
+from fasteagle.cli.tune import _plan_table
 from fasteagle.compile.blocks import missing_compiler
+from fasteagle.drafting.controller import name
+from fasteagle.drafting.fused_plan import make_fused_plan
+from fasteagle.drafting.plan import DEFAULT_RANKS
 from fasteagle.paths import cache_dir
+from helpers import costs
 
 
 def invoke(*arguments):
@@ -26,6 +32,15 @@ def test_costs_and_plan_are_printed_and_kept(tiny_dir, monkeypatch, compiled):
     costs = json.loads(kept.read_text())["costs"]
     assert set(costs["passes"]) >= {"1", "2", "8"}
     assert str(kept) in done.stderr.replace("\n", "")
+
+
+def test_the_plan_of_fused_trees_is_printed():
+    plan = make_fused_plan(costs(), DEFAULT_RANKS, 8)
+    console = Console(width=100)
+    with console.capture() as shown:
+        console.print(_plan_table(plan))
+    lines = shown.get().splitlines()
+    assert any(line.startswith("1.0 ") and name(plan.at(1.0)) in line for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import random
 
 import pytest
 import torch
@@ -10,12 +12,13 @@ import torch
 from fasteagle.compile.costs import Measurement, follow_costs, load_costs, store_costs, tune_now
 from fasteagle.drafting.base import Tuning
 from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.plan import DEFAULT_RANKS, NGRAM_RANKS
 from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
-from fasteagle.shapes import TreeShape
-from helpers import captured_engine, costs, random_head, random_target, tiny_config
+from fasteagle.shapes import FusedShape, TreeShape
+from helpers import captured_engine, costs, pairs, random_head, random_target, tiny_config
 
 GREEDY = SamplingParams()
 
@@ -80,6 +83,73 @@ def test_ngrams_may_be_tuned_too(target, tmp_path):
     plan, _ = tune_now(engine, print)
     assert all(shape.topk == 1 for shape in plan.shapes)
     assert generated(engine, 80) == expected
+
+
+def fused_drafter(target, path):
+    drafter = FusedDrafter(random_head(target), FusedShape(3, 3, 8, 8), 512)
+    drafter.tuning = Tuning(path, DEFAULT_RANKS)
+    return drafter
+
+
+def test_fused_trees_are_tuned_too(target, tmp_path):
+    engine = Engine(target, 512)
+    engine.use(fused_drafter(target, tmp_path / "costs.json"))
+    expected = generated(Engine(target, 512), 80)
+    before = [tensor.clone() for tensor in engine.drafter.advanced]
+    plan, _ = tune_now(engine, print)
+    assert all(map(torch.equal, before, engine.drafter.advanced))  # nothing was learned of it
+    assert plan.costs.lookup > 0 and all(isinstance(s, FusedShape) for s in plan.costs.cycles)
+    assert tune_now(engine, print)[0].costs == plan.costs
+    assert generated(engine, 80) == expected
+
+
+@pytest.mark.parametrize("ahead", [None, 0, 1])
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(0.9, seed=3)], ids=str)
+def test_any_order_of_fused_trees_gives_the_text_of_plain_decoding(target, tmp_path, ahead, params):
+    """With the draft head, without it, and plain passes in turn: no pair is lost or left out."""
+    engine = Engine(target, 512) if ahead is None else captured_engine(target, 512, ahead)
+    engine.use(fused_drafter(target, tmp_path / "costs.json"))
+    follow_costs(engine, engine.drafter, costs())
+    plan = engine.drafter.controller.plan
+    turn = [FusedShape(2, 2, 6, 6), FusedShape(0, 1, 40, 40), FusedShape(0, 1, 4, 4), None]
+    plan = dataclasses.replace(plan, choices=(tuple(turn),))
+    engine.drafter.controller.plan = plan
+    engine.drafter.controller.shape = turn[0]
+    order = random.Random(1)
+    outcomes = []
+
+    def learn(shape, outcome):
+        outcomes.append((shape, outcome))
+        engine.drafter.controller.shape = order.choice(turn)
+
+    engine.drafter.learn = learn
+    prompt, n = [5, 6, 7, 8] * 6, 300
+    expected = list(Engine(target, 512).generate(prompt, params, n))
+    found = [t for ids in engine.generate(prompt, params, n) for t in ids]
+    assert found == [t for ids in expected for t in ids]
+    assert {shape for shape, _ in outcomes} == set(turn)
+    told = [outcome for shape, outcome in outcomes if outcome is not None]
+    assert all(max(o.by_head, o.by_lookup) <= o.accepted for o in told)
+    assert all(o.by_head + o.by_lookup >= o.accepted for o in told)  # each of somebody
+    assert any(o.by_lookup for o in told)
+    assert all(not o.by_head for shape, o in outcomes if o is not None and not shape.levels)
+    assert_true_pairs(engine, [*prompt, *found])
+    follow_up = [*prompt, *found, 9, 10]
+    plain = [t for ids in Engine(target, 512).generate(follow_up, params, 30) for t in ids]
+    assert [t for ids in engine.generate(follow_up, params, 30) for t in ids] == plain
+
+
+@torch.no_grad()
+def assert_true_pairs(engine, text):
+    """The draft head's cache is as if it had been shown the whole text at once."""
+    n, head = engine.shown, engine.drafter.head
+    assert n > len(text) - 40
+    fresh = EagleDrafter(head, TreeShape(3, 3, 8), 512)
+    fresh.reserve(n)
+    features = Engine(engine.model, 512).features(text)[:, : head.config.feature_dim]
+    fresh.extend(pairs(text[1 : n + 1], features[:n]), torch.tensor(n))
+    for a, b in zip(fresh.cache.layers[0], engine.drafter.cache.layers[0], strict=True):
+        assert torch.allclose(a[:, :n], b[:, :n], atol=1e-4)
 
 
 @pytest.mark.parametrize(

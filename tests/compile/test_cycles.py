@@ -10,7 +10,9 @@ from fasteagle.compile.costs import follow_costs
 from fasteagle.compile.graphs import CapturedRunner, CudaGraphs, make_engine
 from fasteagle.compile.tree_attention import use_tree_attention
 from fasteagle.drafting.base import Tuning
+from fasteagle.drafting.draft_model import ModelDrafter
 from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.plan import DEFAULT_RANKS
 from fasteagle.drafting.static_tree import StaticTreeDrafter
@@ -18,7 +20,7 @@ from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.open import compile_now
 from fasteagle.options import SamplingParams
-from fasteagle.shapes import TreeShape
+from fasteagle.shapes import FusedShape, TreeShape
 from fasteagle.tree import TreeView
 from helpers import (
     FakeGraphs,
@@ -60,6 +62,8 @@ def drafters(head, max_seq_len=256):
         EagleDrafter(head, TreeShape(4, 2, 10), max_seq_len),
         StaticTreeDrafter(head, max_seq_len),
         NgramDrafter(4),
+        FusedDrafter(head, FusedShape(3, 3, 9, 8), max_seq_len),
+        FusedDrafter(head, FusedShape(0, 1, 8, 8), max_seq_len),
     ]
 
 
@@ -274,6 +278,32 @@ def test_compiled_pieces_are_the_eager_ones(target, algorithm, params):
             params = SamplingParams(params.temperature, seed=seed)
             assert answer(engine, PROMPT * 45, params) == answer(eager, PROMPT * 45, params)
             assert engine.stats.path_lengths == eager.stats.path_lengths
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(0.8, seed=3)], ids=str)
+@pytest.mark.parametrize("make", ["fused", "lookup alone", "model"])
+def test_compiled_pieces_of_other_drafters(target, make, params):
+    """What they learn is the same too, and compiling teaches them nothing."""
+
+    def drafter():
+        if make == "model":
+            small = random_target(tiny_config(n_layer=1), seed=5)
+            return ModelDrafter(small, TreeShape(2, 2, 4), 512, 60)
+        shape = FusedShape(2, 2, 8, 6) if make == "fused" else FusedShape(0, 1, 6, 6)
+        return FusedDrafter(random_head(target), shape, 512)
+
+    engine, eager = (Engine(target, 512, drafter=drafter()) for _ in range(2))
+    before = [tensor.clone() for tensor in engine.drafter.advanced]
+    assert compile_now(engine, params)
+    assert all(map(torch.equal, before, engine.drafter.advanced))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for seed in (3, 4):
+            params = SamplingParams(params.temperature, seed=seed)
+            assert answer(engine, PROMPT * 45, params) == answer(eager, PROMPT * 45, params)
+            assert engine.stats.path_lengths == eager.stats.path_lengths
+    assert all(map(torch.equal, engine.drafter.advanced, eager.drafter.advanced))
 
 
 @pytest.mark.slow

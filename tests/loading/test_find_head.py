@@ -285,7 +285,7 @@ def chat(tiny_dir, *options):
 def test_speculation_changes_no_byte_of_an_answer(tiny_dir, head_dir, temperature):
     base = ("--max-new-tokens", 30, "--dtype", "fp32", "--seed", 5, "--temperature", temperature)
     expected = chat(tiny_dir, *base, "--no-spec").stdout
-    for drafter in ("eagle", "eagle-static", "eagle-chain", "ngram"):
+    for drafter in ("eagle", "fused", "eagle-static", "eagle-chain", "ngram"):
         result = chat(tiny_dir, *base, "--head", head_dir, "--drafter", drafter)
         assert result.exit_code == 0, result.stderr
         assert result.stdout == expected, drafter
@@ -294,6 +294,14 @@ def test_speculation_changes_no_byte_of_an_answer(tiny_dir, head_dir, temperatur
         tiny_dir, *base, "--head", head_dir, "--drafter", "eagle-static", "--verify", "multi-round"
     )
     assert other.exit_code == 0 and (other.stdout == expected) == (temperature == 0)
+
+
+def test_files_to_look_up_make_the_tree_a_fused_one(tiny_dir, head_dir, tmp_path):
+    (tmp_path / "notes.txt").write_text("a text that may be quoted")
+    base = ("--max-new-tokens", 30, "--dtype", "fp32", "--head", head_dir)
+    result = chat(tiny_dir, *base, "--lookup", tmp_path / "notes.txt")
+    assert result.exit_code == 0 and ": fused, " in result.stderr, result.stderr
+    assert result.stdout == chat(tiny_dir, *base).stdout
 
 
 def test_accepted_text_can_be_coloured(tiny_dir, head_dir):
@@ -324,6 +332,8 @@ def test_accepted_text_can_be_coloured(tiny_dir, head_dir):
         (["--verify", "twice"], "verify 'twice'"),
         (["--tree", "/nowhere.json"], "tree file /nowhere.json"),
         (["--tree", "x.json", "--drafter", "ngram"], "drop --drafter ngram"),
+        (["--lookup-depth", 5, "--drafter", "eagle"], "add --drafter fused"),
+        (["--lookup-depth", 64, "--drafter", "fused"], "lookup-depth 64"),
     ],
 )
 def test_bad_tree_options_cost_one_line(tiny_dir, head_dir, monkeypatch, options, message):

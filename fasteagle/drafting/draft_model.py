@@ -1,0 +1,131 @@
+"""Classic speculative decoding: a smaller model with the target's tokenizer drafts a chain.
+
+Or a tree. It reads tokens alone, runs over a KV cache of its own in a precision of its own, and
+takes the same cycle as a draft head: the committed tokens, then level by level, then the rerank.
+
+Shapes: W rows of the draft model in one step, S cache slots, V tokens that both models have.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from fasteagle.drafting.base import Controlled
+from fasteagle.drafting.draft_head import Prediction, ranking_logits
+from fasteagle.drafting.eagle import expand
+from fasteagle.model import KVCache, Transformer, causal_mask
+from fasteagle.sampling import DrawKind, Knobs
+from fasteagle.shapes import TreeShape
+from fasteagle.state import Committed, CycleSpec, DecodeState
+from fasteagle.tree import DraftTree, rerank
+
+
+class ModelDrafter(Controlled):
+    """Drafts with `model`, whose RoPE table must reach as far as the target's cache.
+
+    Row i of its cache is token i of the text, the root included.
+    """
+
+    reads_features = True  # the tokens of the pairs: every committed position must be shown to it
+
+    def __init__(
+        self,
+        model: Transformer,
+        shape: TreeShape,
+        max_seq_len: int,
+        vocab_size: int,
+        noise: str = "shared",
+        name: str = "model",
+    ) -> None:
+        self.model, self.max_seq_len, self.noise, self.name = model, max_seq_len, noise, name
+        self.shape: TreeShape = shape
+        weight = model.norm.weight
+        self.cache = KVCache(model.config, 1, weight.dtype, weight.device)
+        shared = min(vocab_size, model.config.vocab_size)  # either may be padded with unused ids
+        self.target_ids = torch.arange(shared, device=weight.device)
+        self._features = weight.new_zeros(1, 1)  # in place of a draft head's
+
+    @property
+    def caches(self) -> list[KVCache]:
+        return [self.cache]
+
+    def apart(self) -> Self:
+        other = copy.copy(self)
+        weight = self.model.norm.weight
+        other.cache = KVCache(self.model.config, self.cache.n_slots, weight.dtype, weight.device)
+        return other
+
+    def resized(self, nodes: int) -> ModelDrafter:
+        """A drafter with the same model that keeps `nodes` candidates."""
+        k = self.shape.topk
+        depth = max(1, nodes) if k == 1 else min(self.shape.depth, max(1, nodes))
+        shape = TreeShape(depth, k, nodes)
+        n_tokens = len(self.target_ids)
+        return type(self)(self.model, shape, self.max_seq_len, n_tokens, self.noise, self.name)
+
+    def reserve(self, n_tokens: int) -> None:
+        tree_rows = (self.shape.depth - 1) * self.shape.topk
+        self.cache.resize(n_tokens + tree_rows + self.shape.depth + 2)
+
+    def begin(self, token: int) -> None:
+        at = torch.zeros(1, dtype=torch.long, device=self.target_ids.device)
+        self._run(at + token, at, at, self._mask(at, torch.ones_like(at)))
+
+    def extend(self, new: Committed, seq_len: Tensor) -> Prediction:
+        """Run the tokens of the pairs, the root last. Rows behind `count` are padding, whose cache
+        rows are overwritten before they are read.
+        """
+        W = new.tokens.shape[0]
+        start = seq_len - new.count[0] + 1
+        rows = start + torch.arange(W, device=seq_len.device)
+        window = self.model.config.sliding_window
+        mask = causal_mask(start, W, self.cache.n_slots, window, seq_len.device)
+        encoded = self._encode(new.tokens, rows, rows, mask)
+        last = encoded.index_select(0, new.count - 1)
+        return Prediction(self._logits(last), self._features)
+
+    def step(
+        self, tokens: Tensor, features: Tensor, seq_len: Tensor, level: int, tree_mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [W, V] of the nodes `tokens` [W] of one level, as `HeadDrafter.step`."""
+        W, tree_rows = tree_mask.shape
+        columns = seq_len + 1 + torch.arange(tree_rows, device=tokens.device)
+        positions = torch.zeros_like(tokens) + seq_len + 1 + level
+        mask = self._mask(positions, torch.zeros_like(tokens) + seq_len + 1)
+        mask = mask.index_copy(1, columns, tree_mask)
+        return self._run(tokens, positions, columns[tree_rows - W :], mask), features
+
+    def _mask(self, positions: Tensor, seen: Tensor) -> Tensor:
+        """Which slots [W, S] of the text rows see: the first `seen` [W], within the window."""
+        slots = torch.arange(self.cache.n_slots, device=positions.device)
+        mask = slots < seen.unsqueeze(1)
+        window = self.model.config.sliding_window
+        return mask if window is None else mask & (slots > positions.unsqueeze(1) - window)
+
+    def _run(self, tokens: Tensor, positions: Tensor, slots: Tensor, mask: Tensor) -> Tensor:
+        return self._logits(self._encode(tokens, positions, slots, mask))
+
+    def _encode(self, tokens: Tensor, positions: Tensor, slots: Tensor, mask: Tensor) -> Tensor:
+        known = tokens.clamp(max=self.model.config.vocab_size - 1)  # the target may draw padding
+        return self.model.encode(known, positions, slots, mask, self.cache)[0]
+
+    def _logits(self, encoded: Tensor) -> Tensor:
+        return self.model.lm_head(encoded)[:, : len(self.target_ids)]
+
+    def ranking_logits(
+        self, logits: Tensor, seq_len: Tensor, level: int, kind: DrawKind, knobs: Knobs
+    ) -> Tensor:
+        shared = self.noise == "shared"
+        return ranking_logits(logits, seq_len, level, kind, knobs, self.target_ids, shared)
+
+    def child_scores(self, scores: Tensor, logp: Tensor) -> Tensor:
+        return torch.minimum(scores + logp, scores)
+
+    def propose(self, prediction: Prediction, state: DecodeState, spec: CycleSpec) -> DraftTree:
+        assert isinstance(spec.shape, TreeShape), "the engine asks for shapes of this drafter"
+        pool = expand(self, prediction, state, spec.kind, spec.shape.depth, spec.shape.topk)
+        return rerank(pool, state.root, spec.shape.nodes)

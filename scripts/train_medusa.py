@@ -1,0 +1,50 @@
+"""Train the heads of the benchmark's `medusa` row on conversations that the model wrote.
+
+python scripts/train_medusa.py --data train.jsonl --out medusa.safetensors
+python scripts/tokens_per_sec.py --rows plain,eagle,medusa --medusa medusa.safetensors
+
+The conversations are those of `fasteagle generate-data`: token ids and where each answer begins.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fasteagle.bench.medusa import save_medusa
+from fasteagle.bench.train_medusa import train_medusa
+from fasteagle.cli.command import Script
+from fasteagle.cli.options import model_options
+from fasteagle.errors import note
+from fasteagle.loading.open import load_runtime
+from fasteagle.options import RuntimeOptions
+from fasteagle.paths import require_writable
+from fasteagle.prompts import read_conversations
+
+FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+@click.command(cls=Script)
+@model_options
+@click.option("--data", type=FILE, required=True, help="JSONL of conversations as token ids.")
+@click.option("--out", type=FILE, required=True, help="File to write (.safetensors).")
+@click.option("--positions", default=60_000, show_default=True, help="Of answers, at most.")
+@click.option("--epochs", default=3, show_default=True)
+@click.option("--lr", default=1e-3, show_default=True)
+def main(
+    model: str, runtime_options: RuntimeOptions, data: Path, out: Path, **settings: Any
+) -> None:
+    """Train Medusa's heads; prints how often each head's best token is right."""
+    require_writable(out)
+    engine = load_runtime(model, runtime_options).engine
+    conversations = read_conversations(data, engine.model.config.vocab_size, engine.max_seq_len)
+    heads, ranks = train_medusa(engine, conversations, notify=note, **settings)
+    save_medusa(out, heads, ranks)
+    shares = ", ".join(f"{row[0]:.3f}" for row in ranks)
+    print(f"right on held-out text, token by token: {shares}; kept in {out}")
+
+
+if __name__ == "__main__":
+    main()

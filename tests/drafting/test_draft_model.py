@@ -1,0 +1,150 @@
+"""A smaller model drafts: its proposals, its cache, and the text that stays the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fasteagle.drafting.draft_model import ModelDrafter
+from fasteagle.generate import Engine
+from fasteagle.model import KVCache, causal_mask
+from fasteagle.options import SamplingParams
+from fasteagle.shapes import TreeShape
+from fasteagle.tree import ancestor_mask
+from helpers import (
+    captured_engine,
+    empty_state,
+    pairs,
+    propose,
+    random_target,
+    spec_of,
+    tiny_config,
+)
+
+GREEDY = SamplingParams()
+DRAWN = [
+    GREEDY,
+    SamplingParams(0.8, top_p=0.9, seed=7),
+    SamplingParams(0.9, repetition_penalty=1.2, seed=6),
+]
+PROMPT = [5, 9, 20, 17, 33, 8, 12, 44]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_target(tiny_config())
+
+
+def smaller(**changes):
+    changes = {"n_layer": 1, "dim": 16, "n_head": 2, "n_kv_head": 1, **changes}
+    return random_target(tiny_config(**changes), seed=5)
+
+
+def drafter_of(model, *sizes, noise="shared"):
+    return ModelDrafter(model, TreeShape(*sizes), 512, 60, noise)
+
+
+def answer(engine, prompt=PROMPT, params=GREEDY, n=50):
+    return [t for ids in engine.generate(prompt, params, n) for t in ids]
+
+
+MODELS = {
+    "smaller": {},
+    "another window": {"sliding_window": 6},
+    "padded vocabulary": {"vocab_size": 70},
+    "fewer tokens": {"vocab_size": 40},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "params"),
+    [(changes, GREEDY) for changes in MODELS.values()] + [({}, params) for params in DRAWN[1:]],
+    ids=str,
+)
+def test_the_tokens_of_plain_decoding(target, changes, params):
+    expected = answer(Engine(target, 512), params=params)
+    for sizes in ((4, 1, 4), (3, 3, 8)):
+        eager = Engine(target, 512, drafter=drafter_of(smaller(**changes), *sizes))
+        assert answer(eager, params=params) == expected
+        replayed = captured_engine(target, 512)
+        replayed.use(drafter_of(smaller(**changes), *sizes))
+        assert answer(replayed, params=params) == expected
+        assert replayed.runner.error is None
+        assert replayed.stats.path_lengths == eager.stats.path_lengths
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(0.9, seed=3)], ids=str)
+def test_the_target_drafting_for_itself_is_always_right(target, params):
+    """Its first token and every position are where they belong, in follow-ups as well."""
+    engine = Engine(target, 512, drafter=drafter_of(target, 4, 1, 4))
+    first = answer(engine, params=params, n=51)
+    assert engine.stats.passes == 10 and set(engine.stats.path_lengths) == {4}
+    prompt = [*PROMPT, *first, 3, 4]
+    second = answer(engine, prompt, params, 26)
+    assert engine.stats.cached_tokens > 40 and engine.stats.passes == 5
+    assert second == answer(Engine(target, 512), prompt, params, 26)
+    answer(engine, [7], params, 21)  # a text of one token, which no pair shows
+    assert engine.stats.passes == 4
+    engine.use(None)
+    answer(engine, [7, 8, 9], params, 5)
+    engine.use(drafter_of(target, 4, 1, 4))
+    answer(engine, [7, 8, 9, 1], params, 21)
+    assert engine.stats.passes == 4
+
+
+@torch.no_grad()
+def test_a_tree_is_the_likeliest_children_of_each_node(target):
+    """Against a pass over every path by itself."""
+    model = smaller(sliding_window=4)
+    drafter, state = drafter_of(model, 3, 2, 8), empty_state(target)
+    text = [3, 8, 1, 40, 22]
+    drafter.reserve(len(text))
+    drafter.begin(text[0])
+    tree = propose(drafter, state, pairs(text[1:], torch.zeros(4, 1)), text[-1])
+    mask, depths = ancestor_mask(tree.parents, tree.valid)
+    assert depths.max() == 3
+    for row in range(1, 9):
+        ancestors = [i for i in range(row) if mask[row, i]]
+        path = [int(tree.tokens[i]) for i in ancestors[1:]]
+        logits = last_logits(model, [*text, *path])
+        assert int(tree.tokens[row]) in logits.topk(2).indices.tolist()
+
+
+def last_logits(model, ids):
+    cache = KVCache(model.config, 64, torch.float32, "cpu")
+    rows = torch.arange(len(ids))
+    mask = causal_mask(0, len(ids), cache.n_slots, model.config.sliding_window, "cpu")
+    return model(torch.tensor(ids), rows, rows, mask, cache).logits[-1]
+
+
+@torch.no_grad()
+def test_padding_of_the_pairs_changes_nothing(target):
+    model = smaller()
+    trees = []
+    for padding in (0, 3):
+        drafter, state = drafter_of(model, 3, 2, 8), empty_state(target)
+        drafter.reserve(20)
+        drafter.begin(3)
+        tokens = torch.tensor([8, 1, 40, *[55] * padding])
+        new = pairs(tokens, torch.zeros(len(tokens), 1), 3)
+        state.seq_len.fill_(3)
+        state.root.fill_(40)
+        prediction = drafter.extend(new, state.seq_len)
+        trees.append(drafter.propose(prediction, state, spec_of(drafter.shape)))
+    assert torch.equal(trees[0].tokens, trees[1].tokens)
+
+
+def test_it_is_run_apart_without_touching_its_cache(target):
+    drafter = drafter_of(smaller(), 2, 1, 2)
+    drafter.reserve(4)
+    before = drafter.cache.rows.clone()
+    drafter.apart().begin(7)
+    assert torch.equal(drafter.cache.rows, before)
+    drafter.begin(7)
+    assert not torch.equal(drafter.cache.rows, before)
+
+
+def test_other_numbers_of_nodes():
+    chain = drafter_of(smaller(), 4, 1, 4)
+    assert [chain.resized(n).shape for n in (1, 6)] == [TreeShape(1, 1, 1), TreeShape(6, 1, 6)]
+    assert drafter_of(smaller(), 3, 3, 8).resized(2).shape == TreeShape(2, 3, 2)

@@ -1,0 +1,330 @@
+"""One tree from two sources: planted duplicates, ties and padding, against merging over lists."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from fasteagle.drafting.acceptance import OTHERS, SAME, UNASKED, candidates_of
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.fused import FusedDrafter, empty_pool, fuse, merge
+from fasteagle.drafting.lookup import NOTHING, Corpus, Lookup, Matches
+from fasteagle.errors import FasteagleError
+from fasteagle.options import SamplingParams
+from fasteagle.sampling import DrawKind
+from fasteagle.shapes import FusedShape, TreeShape, shape_of
+from fasteagle.state import CycleSpec
+from fasteagle.tree import HEAD, LOOKUP, Pool, ancestor_mask, rerank
+from helpers import drawing, eagle3_of, empty_state, pairs, random_head, random_target, tiny_config
+
+X = NOTHING
+BOTH = HEAD + LOOKUP
+ROOT = torch.tensor([50])
+
+
+def looked_up(*rows, sizes=None):
+    return candidates_of(Matches(torch.tensor(rows), torch.tensor(sizes or [3] * len(rows))))
+
+
+def fused(pool, k, levels, found, logp):
+    merged = merge(pool, k, levels, found)
+    return fuse(pool, k, found, merged, torch.as_tensor(logp).expand(found.tokens.shape)), merged
+
+
+def as_paths(tree):
+    """Valid nodes as paths of tokens, with who proposed them."""
+    paths = {0: ()}
+    found = {}
+    for row in range(1, len(tree.tokens)):
+        if tree.valid[row]:
+            parent = int(tree.parents[row])
+            assert parent in paths and parent < row, "a node without its parent"
+            paths[row] = (*paths[parent], int(tree.tokens[row]))
+            assert paths[row] not in found, "a node twice"
+            found[paths[row]] = int(tree.sources[row])
+        else:
+            assert int(tree.tokens[row]) == int(tree.parents[row]) == 0
+    return found
+
+
+# A pool of two levels, k = 2: 1 and 2 below the root, 3 and 4 below 1, 3 and 5 below 2.
+POOL = Pool(
+    torch.tensor([1, 2, 3, 4, 3, 5]),
+    torch.tensor([-0.5, -1.0, -1.0, -2.0, -1.5, -3.0]),
+    torch.tensor([-1, -1, 0, 0, 1, 1]),
+)
+
+
+def test_the_same_token_under_the_same_parent_is_one_node():
+    found = looked_up([1, 3, 7], [2, 3, 9], [3, 3, 3])
+    both, merged = fused(POOL, 2, 2, found, -0.1)
+    assert merged.partners.tolist() == [[0, 2, -1], [1, 4, -1], [-1, -1, -1]]
+    assert merged.said.tolist() == [
+        [SAME, SAME, UNASKED],  # the leaves of EAGLE's tree were not expanded
+        [SAME, SAME, UNASKED],
+        [OTHERS, UNASKED, UNASKED],
+    ]
+    assert as_paths(rerank(both, ROOT, 11)) == {
+        (1,): BOTH,
+        (2,): BOTH,
+        (1, 3): BOTH,
+        (1, 4): HEAD,
+        (2, 3): BOTH,
+        (2, 5): HEAD,
+        (1, 3, 7): LOOKUP,
+        (2, 3, 9): LOOKUP,
+        (3,): LOOKUP,
+        (3, 3): LOOKUP,
+        (3, 3, 3): LOOKUP,
+    }
+
+
+def test_a_node_of_both_has_the_higher_probability_and_so_has_what_is_below():
+    found = looked_up([2, 3, 7])
+    both, _ = fused(POOL, 2, 2, found, [[-0.25, -2.0, -0.5]])
+    expected = [-0.5, -0.25, -1.0, -2.0, -0.75, -2.25]  # 2 gains 0.75; 3 below it keeps its -0.5
+    assert both.scores[:6].tolist() == expected
+    assert both.scores[6:].tolist() == [float("-inf"), float("-inf"), -1.25]
+    assert both.parents[-1] == 4
+
+
+def test_equal_beginnings_of_several_places_are_one_node():
+    found = looked_up([7, 8, 1], [7, 8, 2], [7, 9, X])
+    both, _ = fused(POOL, 2, 2, found, -0.1)
+    paths = as_paths(rerank(both, ROOT, 12))
+    assert {path for path, who in paths.items() if who == LOOKUP} == {
+        (7,),
+        (7, 8),
+        (7, 8, 1),
+        (7, 8, 2),
+        (7, 9),
+    }
+
+
+def test_places_that_found_nothing_add_nothing():
+    both, _ = fused(POOL, 2, 2, looked_up([X, X], [X, X], sizes=[0, 0]), -0.1)
+    assert torch.equal(both.scores[:6], POOL.scores)
+    tree = rerank(both, ROOT, 8)
+    assert len(as_paths(tree)) == 6 and tree.valid.tolist() == [True] * 7 + [False] * 2
+
+
+def test_ties_keep_parents_before_children():
+    """Certain tokens score like their parents, on both sides and across them."""
+    pool = POOL._replace(scores=torch.zeros(6))
+    both, _ = fused(pool, 2, 2, looked_up([2, 3, 7], [8, 9, 10]), 0.0)
+    for n in range(1, 12):
+        assert len(as_paths(rerank(both, ROOT, n))) == min(n, 10)
+
+
+def test_the_lookup_alone():
+    found = looked_up([7, 8, X], [7, 9, 1])
+    both, merged = fused(empty_pool(found), 1, 0, found, -0.5)
+    assert (merged.said == UNASKED).all() and (merged.partners == -1).all()
+    tree = rerank(both, ROOT, 5)
+    assert as_paths(tree) == dict.fromkeys([(7,), (7, 8), (7, 9), (7, 9, 1)], LOOKUP)
+    assert int(tree.valid.sum()) == 5
+
+
+def by_lists(pool, k, rows, logp):
+    """Scores by path: each token's probability is the highest that anybody gives it."""
+    own, below = {}, {}
+    paths = []
+    for token, score, parent in zip(*(t.tolist() for t in pool[:3]), strict=True):
+        path = (*(paths[parent] if parent >= 0 else ()), token)
+        paths.append(path)
+        own[path] = min(0.0, score - (pool.scores[parent].item() if parent >= 0 else 0.0))
+    leaders = {}
+    for place, row in enumerate(rows):
+        for level, token in enumerate(row):
+            path = tuple(row[: level + 1])
+            if token == X or path in leaders:
+                continue
+            leaders[path] = logp[place][level]
+    for path, value in leaders.items():
+        own[path] = max(own.get(path, -1e9), value)
+    for path in sorted(own, key=len):
+        below[path] = own[path] + below.get(path[:-1], 0.0)
+    return below
+
+
+@pytest.mark.parametrize(("k", "levels", "R"), [(3, 3, 6), (2, 4, 3), (1, 3, 5), (4, 1, 2)])
+def test_random_pools_against_merging_over_lists(k, levels, R):
+    torch.manual_seed(0)
+    draw = random.Random(0)
+    for _ in range(60):
+        pool = random_pool(draw, k, levels)
+        rows = [[draw.randrange(4) for _ in range(R)] for _ in range(4)]
+        ends = [draw.choice([R, R, 2, 0]) for _ in rows]
+        rows = [row[:end] + [X] * (R - end) for row, end in zip(rows, ends, strict=True)]
+        found = looked_up(*rows)
+        logp = -torch.rand(4, R)
+        # Those who share a path share its cell, and so its probability.
+        logp = logp[found.leaders, torch.arange(R)]
+        both, _ = fused(pool, k, levels, found, logp)
+        expected = by_lists(pool, k, rows, logp.tolist())
+        n = len(expected)
+        tree = rerank(both, ROOT, len(both.scores))
+        assert set(as_paths(tree)) == set(expected)
+        # The best of any number are the best by the lists: the sum of their scores says so.
+        ranked = sorted(expected.values(), reverse=True)
+        for size in (1, n // 2, n):
+            kept = as_paths(rerank(both, ROOT, size))
+            total = sum(expected[path] for path in kept)
+            assert len(kept) == size and total == pytest.approx(sum(ranked[:size]), abs=1e-4)
+
+
+def random_pool(draw, k, levels):
+    """As EAGLE expands: k distinct children each, of k of the nodes of the level above."""
+    tokens, scores, parents = [], [], []
+    frontier = [-1]
+    for _ in range(levels):
+        begin = len(tokens)
+        for parent in frontier:
+            for token in draw.sample(range(5), k):
+                above = scores[parent] if parent >= 0 else 0.0
+                tokens.append(token)
+                scores.append(above - draw.random() * draw.choice([0, 1]))
+                parents.append(parent)
+        frontier = draw.sample(range(begin, len(tokens)), k)
+    return Pool(torch.tensor(tokens), torch.tensor(scores), torch.tensor(parents))
+
+
+# The drafter
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_target(tiny_config())
+
+
+@pytest.fixture(scope="module", params=["eagle1", "eagle3"])
+def head(request, target):
+    return random_head(target, eagle3=eagle3_of(request.param, target.config))
+
+
+def begun(target, drafter, text, params=SamplingParams()):  # noqa: B008
+    """A state behind `text`, and the draft head's prediction there."""
+    state = empty_state(target)
+    state.text[: len(text)] = torch.tensor(text)
+    state.seq_len.fill_(len(text) - 1)
+    state.root.fill_(text[-1])
+    state.knobs.load(params)
+    drafter.reserve(len(text))
+    torch.manual_seed(3)
+    dim = drafter.head.config.feature_dim
+    seen = pairs(text[1:], torch.randn(len(text) - 1, dim))
+    return state, drafter.extend(seen, state.seq_len)
+
+
+@torch.no_grad()
+def test_without_a_repetition_the_tree_is_eagles(target, head):
+    text = list(range(3, 20))
+    eagle, both = (
+        EagleDrafter(head, TreeShape(3, 3, 8), 512),
+        FusedDrafter(head, FusedShape(3, 3, 8, 8), 512),
+    )
+    trees = []
+    for drafter in (eagle, both):
+        state, prediction = begun(target, drafter, text)
+        spec = CycleSpec(drafter.shape, 9, 4, DrawKind())
+        trees.append(drafter.propose(prediction, state, spec))
+    assert trees[0].tokens.tolist() == trees[1].tokens.tolist()
+    assert trees[0].parents.tolist() == trees[1].parents.tolist()
+
+
+@torch.no_grad()
+def test_a_long_repetition_is_copied_below_eagles_leaves(target, head):
+    drafter = FusedDrafter(head, FusedShape(2, 2, 10, 8), 512)
+    text = [*range(3, 30), *range(3, 13)]
+    state, prediction = begun(target, drafter, text)
+    tree = drafter.propose(prediction, state, CycleSpec(drafter.shape, 11, 3, DrawKind()))
+    paths = as_paths(tree)
+    assert tuple(range(13, 21)) in paths  # all eight
+    _, depths = ancestor_mask(tree.parents, tree.valid)
+    assert depths.max() == 8 == drafter.shape.depth
+
+
+@torch.no_grad()
+def test_what_followed_teaches_the_table(target, head):
+    drafter = FusedDrafter(head, FusedShape(0, 1, 8, 8), 512)
+    text = [*range(3, 30), *range(3, 13)]
+    state, _ = begun(target, drafter, text)
+    spec = CycleSpec(drafter.shape, 9, 1, DrawKind())
+    before = [tensor.clone() for tensor in drafter.advanced]
+    drafter.propose(None, state, spec)
+    assert torch.equal(drafter.table.tried, before[0])
+    state.text[len(text) : len(text) + 3] = torch.tensor([13, 14, 40])  # the third is wrong
+    state.seq_len.add_(3)
+    state.root.fill_(40)
+    drafter.propose(None, state, spec)
+    assert float((drafter.table.tried - before[0]).sum()) == pytest.approx(3)
+    assert float((drafter.table.right - before[1]).sum()) == pytest.approx(2)
+    apart = drafter.apart()
+    apart.table.tried.zero_()
+    assert drafter.table.tried.min() > 0 and apart.head is drafter.head
+
+
+@torch.no_grad()
+def test_a_corpus_is_looked_up_too(target, head):
+    corpus = Corpus([[40, 41, 42, 43, 44, 45, 46]], "cpu")
+    drafter = FusedDrafter(head, FusedShape(2, 2, 10, 8), 512, lookup=Lookup(2, corpus=corpus))
+    state, prediction = begun(target, drafter, [1, 2, 40, 41, 42])
+    tree = drafter.propose(prediction, state, CycleSpec(drafter.shape, 11, 3, DrawKind()))
+    assert (43, 44, 45, 46) in as_paths(tree)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_it_compiles_whole_and_draws_nothing_on_the_host(target, head, temperature):
+    params = SamplingParams(temperature, seed=4)
+    kind, _ = drawing(params, 60)
+    text = [*range(3, 30), *range(3, 13)]
+    for shape in (FusedShape(3, 2, 9, 6), FusedShape(0, 1, 6, 8)):
+        found = []
+        for compiled in (False, True):
+            torch._dynamo.reset()
+            drafter = FusedDrafter(head, shape, 512)
+            state, prediction = begun(target, drafter, text, params)
+            propose = drafter.propose
+            if compiled:
+                propose = torch.compile(propose, fullgraph=True, backend="eager")
+            tree = propose(
+                prediction if shape.levels else None, state, CycleSpec(shape, 0, 4, kind)
+            )
+            found.append([*tree[:3], *drafter.advanced])
+        assert all(map(torch.equal, *found))
+    torch._dynamo.reset()
+
+
+# Shapes
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((3, 3, 40, 8), "tree-nodes 40 is more than the 29 candidates"),
+        ((3, 3, 2, 8), "cannot hold a path"),
+        ((3, 0, 8, 8), "tree-topk 0"),
+        ((3, 3, 8, 0), "lookup-depth 0"),
+        ((3, 3, 8, 64), "lookup-depth 64"),
+        ((0, 1, 9, 8), "tree-nodes 9"),
+    ],
+)
+def test_sizes_that_do_not_go_together(sizes, message):
+    with pytest.raises(FasteagleError, match=message):
+        FusedShape(*sizes)
+
+
+def test_the_longest_path_of_a_shape():
+    assert [FusedShape(*s).depth for s in ((3, 3, 8, 8), (3, 3, 5, 8), (4, 2, 8, 2))] == [8, 5, 4]
+    made = FusedShape(3, 2, 9, 16)
+    assert shape_of(levels=3, topk=2, nodes=9, reach=16) == made and made.rows == 10
+    assert str(made) == "3, 2, 9 + 16"
+
+
+def test_other_numbers_of_nodes(head):
+    drafter = FusedDrafter(head, FusedShape(3, 3, 8, 8), 512)
+    for nodes in (1, 2, 8, 30, 60):
+        assert drafter.resized(nodes).shape.nodes == nodes

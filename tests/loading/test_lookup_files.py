@@ -1,0 +1,131 @@
+"""Files for the lookup: what is read of them, what is refused in one line, how much is used."""
+
+from __future__ import annotations
+
+import pytest
+from click.testing import CliRunner
+
+from fasteagle.bench.row_spec import RowSpec
+from fasteagle.cli import main as cli
+from fasteagle.errors import FasteagleError
+from fasteagle.loading import lookup_files
+from fasteagle.loading import open as opening
+from fasteagle.loading.lookup_files import read_documents
+from fasteagle.loading.tokenizer import load_tokenizer
+from fasteagle.options import DraftOptions
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_dir):
+    return load_tokenizer(tiny_dir)
+
+
+def silent(line):
+    pytest.fail(f"said {line}")
+
+
+def test_each_file_is_a_document(tmp_path, tokenizer):
+    a, b = tmp_path / "a.py", tmp_path / "b.txt"
+    a.write_text("def f():\n    return 'é'\n")
+    b.write_bytes(b"\xef\xbb\xbfsome text")  # with a byte order mark
+    found = read_documents([a, b], tokenizer, silent)
+    assert [tokenizer.decode(ids) for ids in found] == ["def f():\n    return 'é'\n", "some text"]
+    assert read_documents([], tokenizer, silent) == []
+
+
+def test_pieces_are_whole_lines(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(lookup_files, "PIECE", 10)
+    text = "one\ntwo three\n" + "long" * 9 + "\nend"
+    (tmp_path / "a").write_text(text)
+    pieces = list(lookup_files._pieces(text))
+    assert "".join(pieces) == text and pieces[0] == "one\n" and max(map(len, pieces)) == 10
+    (ids,) = read_documents([tmp_path / "a"], tokenizer, silent)
+    assert tokenizer.decode(ids) == text
+
+
+def test_a_huge_file_is_used_in_part_and_that_is_said(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(lookup_files, "MAX_BYTES", 1001)
+    huge, later = tmp_path / "huge.txt", tmp_path / "later.txt"
+    huge.write_text("é" * (1 << 20))
+    later.write_text("more")
+    lines = []
+    found = read_documents([huge, later], tokenizer, lines.append)
+    assert tokenizer.decode(found[0]) == "é" * 500 and found[1] == []  # half an é is left out
+    assert len(lines) == 2
+    assert f"{huge}: only the first 0.0 of 2.0 MiB are used" in lines[0] and "later" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty: leave it out"),
+        (b" \n\t ", "is empty: leave it out"),
+        (b"text\0more", "no UTF-8 text \\(byte 0x00 at offset 4\\): give text or code"),
+        (b"\x7fELF\x02\x01", None),
+        (b"caf\xe9 au lait", "byte 0xe9 at offset 3"),
+        (b"caf\xc3", "byte 0xc3 at offset 3"),
+        (b"\x89PNG\r\n", "byte 0x89 at offset 0"),
+    ],
+)
+def test_what_is_no_text_costs_one_line(tmp_path, tokenizer, content, message):
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    if message is None:  # control characters are text, if not a pretty one
+        assert read_documents([path], tokenizer, silent) != [[]]
+        return
+    with pytest.raises(FasteagleError, match=message) as raised:
+        read_documents([path], tokenizer, silent)
+    assert str(path) in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_what_is_not_there(tmp_path, tokenizer):
+    with pytest.raises(FasteagleError, match="nowhere.txt: no such file"):
+        read_documents([tmp_path / "nowhere.txt"], tokenizer, silent)
+    with pytest.raises(FasteagleError, match="is a folder: name its files"):
+        read_documents([tmp_path], tokenizer, silent)
+
+
+# On the command line
+
+
+def chat(tiny_dir, *options):
+    return CliRunner().invoke(
+        cli.main, ["chat", "--model", str(tiny_dir), "-p", "hello", *map(str, options)]
+    )
+
+
+@pytest.mark.parametrize("options", [["--drafter", "ngram"], []])
+def test_an_answer_with_files_is_the_same(tiny_dir, tmp_path, options):
+    base = ("--dtype", "fp32", "--max-new-tokens", 30, "--seed", 5)
+    expected = chat(tiny_dir, *base, "--no-spec").stdout
+    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for file in files:
+        file.write_text("hello " + expected)
+    found = chat(tiny_dir, *base, *options, "--lookup", files[0], "--lookup", files[1])
+    assert found.exit_code == 0 and found.stdout == expected, found.stderr
+    assert "tokens of files, 0.0 MB" in found.stderr
+
+
+def test_errors_come_before_the_weights(tiny_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(opening, "load_model", lambda *a, **k: pytest.fail("the target loaded"))
+    (tmp_path / "empty").touch()
+    found = chat(tiny_dir, "--lookup", tmp_path / "empty")
+    assert found.exit_code == 2 and "is empty" in found.stderr
+    assert len(found.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "options", [["--drafter", "eagle"], ["--no-spec"], ["--tree", "tree.json"]], ids=str
+)
+def test_drafters_that_do_not_look_up(tiny_dir, options):
+    found = chat(tiny_dir, "--lookup", "a.txt", *options)
+    assert found.exit_code == 2 and "add --drafter fused or ngram" in found.stderr
+
+
+def test_auto_fuses_where_there_are_files(tmp_path):
+    assert DraftOptions(lookup=(tmp_path,)).fuses and not DraftOptions().fuses
+    assert not DraftOptions("ngram", lookup=(tmp_path,)).fuses
+    given = DraftOptions(lookup=(tmp_path,))
+    for kind in ("fused", "ngram"):
+        assert RowSpec(kind).draft_options(given).lookup == given.lookup
+    assert RowSpec("eagle").draft_options(given).lookup == ()
