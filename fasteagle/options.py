@@ -7,6 +7,7 @@ its flag and its default there where those are not the field's own.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import random
 from pathlib import Path
@@ -86,6 +87,30 @@ class AnswerOptions:
         n = self.max_new_tokens
         _require(n >= 1, f"max-new-tokens {n} is out of range: use 1 or more")
         _require(all(self.stop), "a stop string is empty: leave it out")
+
+
+GRAMMARS = ("json_object", "json_schema", "regex", "grammar")
+
+
+@dataclasses.dataclass(frozen=True)
+class GrammarSpec:
+    """The form that an answer must have: any JSON object, a schema, a regex, a Lark grammar.
+
+    `text` is the schema (JSON), the regular expression or the grammar, in llguidance's dialects.
+    """
+
+    kind: str
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        _require(self.kind in GRAMMARS, f"grammar kind {self.kind!r}: use {', '.join(GRAMMARS)}")
+        _require(self.kind == "json_object" or bool(self.text), f"{self.kind} is empty")
+        if self.kind == "json_schema":
+            try:
+                is_schema = isinstance(json.loads(self.text), dict | bool)
+            except ValueError as error:
+                raise FasteagleError(f"json_schema is not JSON: {error}") from error
+            _require(is_schema, "json_schema must be a JSON object")
 
 
 CPU_KERNELS = ("auto", "native", "aten")

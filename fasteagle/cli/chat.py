@@ -9,14 +9,19 @@ import sys
 
 import click
 
-from fasteagle.cli.background import Preparation
+from fasteagle.background import Preparation
 from fasteagle.cli.command import uncollected
 from fasteagle.cli.repl import Repl, utf8_streams
 from fasteagle.cli.session import ChatSession, format_stats
 from fasteagle.errors import FasteagleError, note
-from fasteagle.loading.find_head import check_draft, make_drafter
-from fasteagle.loading.open import open_for
-from fasteagle.options import AnswerOptions, DraftOptions, RuntimeOptions, SamplingParams
+from fasteagle.llm import open_llm
+from fasteagle.options import (
+    AnswerOptions,
+    DraftOptions,
+    GrammarSpec,
+    RuntimeOptions,
+    SamplingParams,
+)
 
 
 def run_chat(
@@ -28,6 +33,7 @@ def run_chat(
     *,
     announce_seed: bool,
     show_accepted: bool,
+    form: GrammarSpec | None,
     think: bool | None,
     prompt: str | None,
     system: str | None,
@@ -43,15 +49,13 @@ def run_chat(
 
     say = _silent if quiet else note
     with uncollected():
-        opened = open_for(model, runtime_options, say)
-        asked = check_draft(draft, opened, runtime_options)
-        runtime = opened.loaded(runtime_options, say)
-        engine = runtime.engine
-        engine.use(make_drafter(runtime.name, engine, runtime.checkpoint, draft, say, asked))
+        llm = open_llm(model, runtime_options, draft, say)
+    engine = llm.engine
     if announce_seed:
         say(f"seed {params.seed}")
     notify = say if one_shot else note
-    session = ChatSession(engine, runtime.tokenizer, params, answer, system, notify, think)
+    session = ChatSession(engine, llm.tokenizer, params, answer, system, notify, think)
+    session.grammar = form
     if show_accepted:
         session.mark_accepted = lambda text: click.style(text, fg="green")
     if not one_shot and sys.stdout.isatty():

@@ -16,6 +16,7 @@ from fasteagle.cli.options import (
     Numbers,
     bench_model_options,
     draft_options,
+    grammar_options,
     group,
     model_options,
     optional_model_options,
@@ -37,6 +38,7 @@ def main() -> None:
 @model_options
 @draft_options
 @sampling_options
+@grammar_options
 @click.option("-p", "--prompt", help="Answer this once and leave; '-' reads standard input.")
 @click.option("--system", help="System prompt.  [default: the model's own]")
 @click.option(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fasteagle.cli.background import Preparation
+from fasteagle.background import Preparation
 from fasteagle.cli.session import ChatSession, format_stats
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError, note, suggest
