@@ -107,7 +107,7 @@ class Engine:
         called between the parts of a long prompt, and ends the answer by raising.
         """
         start = time.perf_counter()
-        self._check_prompt(prompt)
+        self.check_prompt(prompt)
         self.stats = stats = Stats(prompt_tokens=len(prompt))
         kind = DrawKind.of(params, self.model.config.vocab_size)
         if processor is None:
@@ -369,7 +369,8 @@ class Engine:
         self.state.knobs.load(params)
         self.runner.prepare(specs, drafter)
 
-    def _check_prompt(self, prompt: Sequence[int]) -> None:
+    def check_prompt(self, prompt: Sequence[int]) -> None:
+        """Raise `FasteagleError` unless `prompt` can be answered with at least one token."""
         if not prompt:
             raise FasteagleError("the prompt is empty: give at least one token")
         if len(prompt) >= self.max_seq_len:

@@ -84,7 +84,7 @@ class AnswerLogits:
         changed = logits
         if self._bias:
             ids = torch.tensor(list(self._bias), device=logits.device)
-            amounts = torch.tensor(list(self._bias.values()), device=logits.device)
+            amounts = logits.new_tensor(list(self._bias.values()))
             changed = changed.index_add(1, ids, amounts.expand(len(tokens), -1))
         if self._mask is not None:
             allowed = self._mask.rows(tokens, parents, valid, logits.shape[1])

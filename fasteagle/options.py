@@ -271,6 +271,44 @@ class DraftOptions:
         )
 
 
+PREFIX_CACHE_PLACES = ("host", "device")
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeOptions:
+    """Who may reach the server, and how much it takes on."""
+
+    host: str = option("127.0.0.1", "Address to listen on.")
+    port: int = option(8000, "0: any free one.")
+    allow_anyone: bool = option(
+        False, "Serve other machines without an API key.  [default: refused]"
+    )
+    allow_host: tuple[str, ...] = option(
+        (), "A name by which browsers may call this server (repeatable)."
+    )
+    allow_origin: tuple[str, ...] = option(
+        (), "A web page that may use it, as https://example.org (repeatable)."
+    )
+    queue: int = option(64, "Requests that may wait; more are told to come back (429).")
+    timeout: float = option(600.0, "Seconds for a request, waiting included.")
+    max_body: float = option(8.0, "MiB of a request.")
+    prefix_cache: float = option(1.0, "GiB for the keys and values of earlier conversations.")
+    prefix_cache_on: str = option("host", "Memory of the prefix cache.", kind=PREFIX_CACHE_PLACES)
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.port < 2**16, f"port {self.port} is out of range: use 0 .. 65535")
+        _require(self.queue >= 0, f"queue {self.queue} is out of range: use 0 or more")
+        for name in ("timeout", "max_body"):
+            value = getattr(self, name)
+            text = f"{name.replace('_', '-')} {value} is out of range: use a number > 0"
+            _require(math.isfinite(value) and value > 0, text)
+        gb = self.prefix_cache
+        _require(math.isfinite(gb) and gb >= 0, f"prefix-cache {gb} is out of range: use >= 0")
+        for origin in self.allow_origin:
+            plain = origin.count("/") == 2 and origin.startswith(("http://", "https://"))
+            _require(plain, f"allow-origin {origin!r}: use scheme and host, as https://example.org")
+
+
 EXPORT_FORMATS = ("eagle", "specforge", "speculators", "gguf")
 
 

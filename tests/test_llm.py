@@ -101,7 +101,7 @@ def test_logprobs_are_those_of_the_model(llm):
 def test_logit_bias_with_and_without_speculation(llm):
     free = llm.chat("hello", max_new_tokens=10).tokens
     wanted = next(t for t in range(97, 120) if t not in free)
-    forced = llm.chat("hello", max_new_tokens=6, logit_bias={wanted: 1000.0})
+    forced = llm.chat("hello", max_new_tokens=6, logit_bias={wanted: 1000})
     assert forced.tokens == [wanted] * 6
     for bias in ({free[0]: -100.0}, {free[0]: -1.0, free[1]: 1.5}):
         fast = llm.chat("hello", max_new_tokens=30, logit_bias=bias)

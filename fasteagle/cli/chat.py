@@ -47,7 +47,7 @@ def run_chat(
     system = None if system is None else _argument(system, "--system")
     answer = dataclasses.replace(answer, stop=tuple(_argument(s, "--stop") for s in answer.stop))
 
-    say = _silent if quiet else note
+    say = silent if quiet else note
     with uncollected():
         llm = open_llm(model, runtime_options, draft, say)
     engine = llm.engine
@@ -73,10 +73,10 @@ def run_chat(
         say(f"context {engine.max_seq_len:,} tokens; /help lists commands")
         Repl(session, quiet, preparation).run()
     if preparation and preparation.busy:
-        _leave()
+        leave()
 
 
-def _silent(line: str) -> None:
+def silent(line: str) -> None:
     """In place of `note`."""
 
 
@@ -87,7 +87,7 @@ def _answer_once(session: ChatSession, text: str, preparation: Preparation | Non
         print()
 
 
-def _leave() -> None:
+def leave() -> None:
     """End the process here while a thread still compiles or measures.
 
     The interpreter's own end stops such threads inside of torch's C++ code, which aborts.
