@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import time
 from collections.abc import AsyncIterator, Coroutine
 from functools import partial
@@ -43,14 +45,6 @@ from fasteagle.server.replies import ChatReply, Json, Reply, TextReply, sse
 
 PAGE = Path(__file__).with_name("page.html")
 GONE = 499  # nginx's status for a client that has left; nobody reads it
-PAGE_HEADERS = {
-    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; "
-    "script-src 'unsafe-inline'; connect-src 'self'; img-src data:; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'",
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",
-}
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"description": "A parameter that cannot be honoured, by name."},
     404: {"description": "Another model than the one that is served."},
@@ -241,17 +235,40 @@ def _add_rest(app: FastAPI, server: Server) -> None:
 
     @app.get("/health")
     def health() -> Json:
-        """That the server is up."""
-        return {"status": "ok"}
+        """That the server is up, and what it serves."""
+        return {"status": "ok", "model": server.name}
 
     @app.get("/metrics", response_class=Response)
     def metrics() -> Response:
         """Numbers for Prometheus."""
         return Response(server.metrics.text(), media_type="text/plain; version=0.0.4")
 
+    content = PAGE.read_bytes()
+    headers = page_headers(content)
+
     @app.get("/", response_class=Response, include_in_schema=False)
     def page() -> Response:
-        return Response(PAGE.read_bytes(), media_type="text/html", headers=PAGE_HEADERS)
+        return Response(content, media_type="text/html", headers=headers)
+
+
+def page_headers(content: bytes) -> dict[str, str]:
+    """Headers that let the page's own style and script run, and nothing that gets into it."""
+    sources = {}
+    for tag in (b"style", b"script"):
+        own = content.partition(b"<%s>" % tag)[2].partition(b"</%s>" % tag)[0]
+        digest = base64.b64encode(hashlib.sha256(own).digest()).decode()
+        sources[tag] = f"'sha256-{digest}'"
+    policy = (
+        f"default-src 'none'; style-src {sources[b'style']}; script-src {sources[b'script']}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
+    return {
+        "content-security-policy": policy,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
+    }
 
 
 def _model(server: Server) -> Json:

@@ -222,7 +222,7 @@ def test_health_metrics_and_page(client, name, live):
     import httpx
 
     ask(client, name)
-    assert httpx.get(f"{live.url}/health").json() == {"status": "ok"}
+    assert httpx.get(f"{live.url}/health").json() == {"status": "ok", "model": name}
     text = httpx.get(f"{live.url}/metrics").text
     for metric in (
         "spec_decode_num_drafts_total",
