@@ -11,7 +11,7 @@ import click
 
 from fasteagle.background import Preparation
 from fasteagle.cli.command import uncollected
-from fasteagle.cli.repl import Repl, utf8_streams
+from fasteagle.cli.repl import Repl, tinted, utf8_streams
 from fasteagle.cli.session import ChatSession, format_stats
 from fasteagle.errors import FasteagleError, note
 from fasteagle.llm import open_llm
@@ -38,6 +38,7 @@ def run_chat(
     prompt: str | None,
     system: str | None,
     compile_blocks: bool | None,
+    plain: bool,
     quiet: bool,
 ) -> None:
     """Answer `prompt` (or piped standard input) once, or read questions until the person leaves."""
@@ -57,7 +58,7 @@ def run_chat(
     session = ChatSession(engine, llm.tokenizer, params, answer, system, notify, think)
     session.grammar = form
     if show_accepted:
-        session.mark_accepted = lambda text: click.style(text, fg="green")
+        session.mark_accepted = tinted
     if not one_shot and sys.stdout.isatty():
         session.mark_thought = lambda text: click.style(text, dim=True)
     # One answer is over before compilation pays; a conversation compiles while the person types.
@@ -71,7 +72,7 @@ def run_chat(
         say(format_stats(session.stats))
     else:
         say(f"context {engine.max_seq_len:,} tokens; /help lists commands")
-        Repl(session, quiet, preparation).run()
+        Repl(session, quiet, preparation, plain).run()
     if preparation and preparation.busy:
         leave()
 

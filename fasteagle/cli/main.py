@@ -59,6 +59,7 @@ def main() -> None:
     help="Compile first, or never.  [default: in the background; not for -p]",
 )
 @click.option("--show-accepted", is_flag=True, help="Colour the text that was guessed right.")
+@click.option("--plain", is_flag=True, help="Show answers as written: no rendered Markdown.")
 @click.option("--quiet", is_flag=True, help="Only answers, no numbers.")
 def chat(**asked: Any) -> None:
     """Talk to a model. Text goes to stdout, everything else to stderr."""

@@ -27,6 +27,8 @@ class Body(Strict):
     @classmethod
     def _whole_characters(cls, data: Any) -> Any:
         r"""JSON can write halves of characters (`"\ud800"`), which no tokenizer takes."""
+        if isinstance(data, bytes):  # sent as something else than JSON: refused below
+            return data
         try:
             json.dumps(data, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:

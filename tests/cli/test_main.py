@@ -62,7 +62,7 @@ CHAT_OPTIONS = """
     --cpu-kernels --quant-backend --head --tap-layers --drafter --no-spec --tree --tree-depth
     --tree-topk --tree-nodes --draft-noise --verify --temperature --top-k --top-p --min-p
     --repetition-penalty --seed --max-new-tokens --stop --prompt --system --compile --no-compile
-    --think --no-think --show-accepted --json-schema --regex --grammar --quiet --help
+    --think --no-think --show-accepted --json-schema --regex --grammar --plain --quiet --help
 """
 
 

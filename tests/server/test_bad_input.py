@@ -131,6 +131,13 @@ def test_bodies_that_are_no_json(live):
         assert reply.status_code == 400 and reply.json()["error"]["message"], raw
 
 
+def test_bodies_of_another_kind(live):
+    for kind in ("text/plain", "application/octet-stream", "application/x-www-form-urlencoded"):
+        raw, headers = b'{"messages": []}', {"content-type": kind}
+        reply = httpx.post(f"{live.url}/v1/chat/completions", content=raw, headers=headers)
+        assert reply.status_code == 400 and reply.json()["error"]["message"], kind
+
+
 def test_half_a_character(live):
     raw = b'{"messages": [{"role": "user", "content": "\\ud800"}], "max_tokens": 2}'
     for path in ("/v1/chat/completions", "/tokenize"):
