@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from fasteagle.answer import AnswerRequest, Chunk
+from fasteagle.compile.blocks import configure
 from fasteagle.errors import FasteagleError
 from fasteagle.llm import LLM
 from fasteagle.stats import Stats
@@ -180,6 +181,7 @@ class AnswerQueue:
 
     def _work(self, n_threads: int) -> None:
         torch.set_num_threads(n_threads)
+        configure()
         while (job := self._next()) is not None:
             begin = time.perf_counter()
             self._observer.started(begin - job.submitted)
