@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 
@@ -163,9 +165,18 @@ def test_a_second_answer_meanwhile_is_refused(llm):
 
 def test_closing(tiny_dir):
     llm = fasteagle.load(str(tiny_dir), precision="fp32", drafter="none")
+    model = weakref.ref(llm.engine.model)
     with llm:
         assert llm.chat("x", max_new_tokens=2).tokens
     llm.close()  # twice is no harm
+    gc.collect()
+    assert model() is None  # its memory is free
     with pytest.raises(FasteagleError, match="was closed"):
         llm.chat("x")
     assert not hasattr(llm, "engine")
+
+
+def test_structured_output_says_what_it_needs(llm, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(FasteagleError, match=r"pip install 'fasteagle\[serve\]'"):
+        llm.chat("x", regex="a")

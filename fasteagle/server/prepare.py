@@ -107,9 +107,11 @@ class Planner:
             elif body.tool_choice not in (None, "none", "auto"):
                 raise BadParameterError("tool_choice", "there are no tools")
             text = self.render(body.messages, tools if form else [], self._think(body))
-            limit = body.max_completion_tokens or body.max_tokens
+            limit = body.max_tokens
             if body.max_completion_tokens is not None and body.max_tokens is not None:
                 raise BadParameterError("max_tokens", "give it or max_completion_tokens, not both")
+            if body.max_completion_tokens is not None:
+                limit = body.max_completion_tokens
             if body.top_logprobs is not None and not body.logprobs:
                 raise BadParameterError("top_logprobs", "needs logprobs true")
             n_top = (body.top_logprobs or 0) if body.logprobs else None

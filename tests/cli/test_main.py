@@ -311,7 +311,7 @@ def test_one_answer_ends_while_something_is_still_prepared(tiny_dir, monkeypatch
             return contextlib.nullcontext()
 
     monkeypatch.setattr("fasteagle.cli.chat.Preparation", Busy)
-    monkeypatch.setattr("fasteagle.cli.chat._leave", lambda: left.append(True))
+    monkeypatch.setattr("fasteagle.cli.chat.leave", lambda: left.append(True))
     model = ("--model", tiny_dir, "--no-spec", "--max-new-tokens", 4)
     done = invoke("chat", *model, "-p", "hi", "--compile")
     assert done.exit_code == 0 and left == [True], done.stderr
