@@ -7,22 +7,22 @@ import base64
 import hashlib
 import time
 from collections.abc import AsyncIterator, Coroutine
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from fasteagle import __version__
 from fasteagle.answer import Chunk
 from fasteagle.errors import FasteagleError, note
 from fasteagle.llm import LLM
 from fasteagle.options import ServeOptions
+from fasteagle.server.failures import MISTAKE, add_errors
 from fasteagle.server.guard import Guard, error_body
 from fasteagle.server.metrics import Metrics
 from fasteagle.server.prepare import Defaults, Plan, Planner
@@ -33,18 +33,10 @@ from fasteagle.server.protocol import (
     Sampled,
     TokenizeRequest,
 )
-from fasteagle.server.queue import (
-    AnswerQueue,
-    CancelledError,
-    Job,
-    QueueFullError,
-    ShuttingDownError,
-    TimedOutError,
-)
+from fasteagle.server.queue import AnswerQueue, CancelledError, Job, TimedOutError
 from fasteagle.server.replies import ChatReply, Json, Reply, TextReply, sse
 
 PAGE = Path(__file__).with_name("page.html")
-GONE = 499  # nginx's status for a client that has left; nobody reads it
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"description": "A parameter that cannot be honoured, by name."},
     404: {"description": "Another model than the one that is served."},
@@ -92,7 +84,7 @@ class Server:
             if body.stream:
                 usage = body.stream_options is not None and body.stream_options.include_usage
                 events = self._events(reply, first, chunks, usage, body.show_accepted)
-                return StreamingResponse(events, media_type="text/event-stream")
+                return EventStream(events, job)
             found = [] if first is None else [first, *await unless_gone(request, rest(chunks))]
         except BaseException:
             job.leave()
@@ -124,15 +116,30 @@ class Server:
             if usage:
                 yield sse(reply.usage_event())
             yield "data: [DONE]\n\n"
-        except (TimedOutError, CancelledError, FasteagleError, ShuttingDownError) as error:
+        except (TimedOutError, CancelledError, FasteagleError) as error:
             yield sse(error_body(str(error) or "the answer was broken off", "server_error"))
-        finally:
-            reply.job.leave()
+        except Exception as error:  # the status is sent already: this is how a client learns of it
+            note(f"error: in a stream: {type(error).__name__}: {error}")
+            yield sse(error_body(MISTAKE, "server_error"))
 
     def _remember(self, plan: Plan, chunks: list[Chunk]) -> None:
         if plan.text and chunks:
             tokens = [token for chunk in chunks for token in chunk.tokens]
             self.planner.texts.add(plan.text, plan.request.prompt, tokens)
+
+
+class EventStream(StreamingResponse):
+    """Ends the answer with the connection, also where that ends before the first event is read."""
+
+    def __init__(self, events: AsyncIterator[str], job: Job) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._job = job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._job.leave()
 
 
 async def first_of(chunks: AsyncIterator[Chunk]) -> Chunk | None:
@@ -171,7 +178,7 @@ async def unless_gone(request: Request, wanted: Coroutine[Any, Any, Found]) -> F
 def make_app(server: Server, api_key: str | None) -> FastAPI:
     """The app with its endpoints, its errors in OpenAI's form, and the guard before it."""
     app = FastAPI(title="fasteagle", version=__version__, docs_url=None, redoc_url=None)
-    _add_errors(app)
+    add_errors(app)
     _add_answers(app, server)
     _add_rest(app, server)
     if server.options.allow_origin:
@@ -279,62 +286,3 @@ def _model(server: Server) -> Json:
         "owned_by": "fasteagle",
         "max_model_len": server.llm.engine.max_seq_len,
     }
-
-
-def _add_errors(app: FastAPI) -> None:
-    answer = partial(_error, kind="invalid_request_error")
-
-    @app.exception_handler(RequestValidationError)
-    async def wrong(request: Request, error: RequestValidationError) -> Response:
-        problem = error.errors()[0]
-        param = ".".join(str(part) for part in problem["loc"] if part != "body") or None
-        if problem["type"] == "extra_forbidden":
-            return answer(400, f"unknown parameter {param!r}", param=param)
-        if problem["type"] == "json_invalid":
-            return answer(400, f"the body is no JSON: {problem['ctx']['error']}")
-        text = problem["msg"].removeprefix("Value error, ")
-        return answer(400, f"{param}: {text}" if param else text, param=param)
-
-    @app.exception_handler(FasteagleError)
-    async def refused(request: Request, error: FasteagleError) -> Response:
-        return answer(400, str(error), param=getattr(error, "param", _first_word(str(error))))
-
-    @app.exception_handler(HTTPException)
-    async def http(request: Request, error: HTTPException) -> Response:
-        return answer(error.status_code, str(error.detail), headers=error.headers)
-
-    @app.exception_handler(QueueFullError)
-    async def full(request: Request, error: QueueFullError) -> Response:
-        headers = {"retry-after": str(error.retry_after)}
-        return _error(429, str(error), kind="rate_limit_error", headers=headers)
-
-    @app.exception_handler(ShuttingDownError)
-    async def closing(request: Request, error: ShuttingDownError) -> Response:
-        return _error(503, str(error), kind="server_error")
-
-    @app.exception_handler(TimedOutError)
-    async def late(request: Request, error: TimedOutError) -> Response:
-        return _error(504, str(error), kind="server_error")
-
-    @app.exception_handler(CancelledError)
-    async def left(request: Request, error: CancelledError) -> Response:
-        return Response(status_code=GONE)
-
-    @app.exception_handler(Exception)
-    async def broken(request: Request, error: Exception) -> Response:
-        note(f"error: {request.url.path}: {type(error).__name__}: {error}")
-        return _error(500, "the server has made a mistake; its log says more", kind="server_error")
-
-
-def _first_word(message: str) -> str | None:
-    """The parameter that messages of the options begin with, under its name here."""
-    word = message.split(" ", 1)[0].rstrip(":").replace("-", "_")
-    names = {"max_new_tokens": "max_tokens", "the": "", "a": "stop"}
-    word = names.get(word, word)
-    return word if word in ChatRequest.model_fields else None
-
-
-def _error(
-    status: int, message: str, kind: str, param: str | None = None, headers: Any = None
-) -> Response:
-    return JSONResponse(error_body(message, kind, param), status, headers)

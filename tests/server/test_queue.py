@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
+import contextlib
 import functools
 import os
 import signal
@@ -71,6 +73,34 @@ def test_a_client_that_leaves_ends_its_answer(live, slow, n_read):
     assert time.monotonic() - left < 1.0  # a pass takes 10 ms here
     assert live.llm.engine.stats.new_tokens < 1000
     assert httpx.post(live.url + CHAT, json=SHORT).status_code == 200
+
+
+def test_a_client_that_leaves_before_the_first_event_is_read(live, slow):
+    """The response's own code is cancelled then before it looks at the answer."""
+    from starlette.requests import ClientDisconnect
+
+    from fasteagle.server.app import EventStream
+
+    class Asked:
+        left = False
+
+        def leave(self):
+            self.left = True
+
+    async def events():
+        yield "never read"
+
+    async def broken(message):
+        raise OSError
+
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    job = Asked()
+    scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
+    with contextlib.suppress(OSError, ClientDisconnect):
+        asyncio.run(EventStream(events(), job)(scope, receive, broken))
+    assert job.left
 
 
 def test_a_client_that_does_not_stream_and_leaves(live, slow):
@@ -155,6 +185,11 @@ def test_an_answer_that_breaks_spoils_nothing(live, monkeypatch):
         patch.setattr(live.llm.engine, "prefill", broken)
         reply = httpx.post(live.url + CHAT, json=SHORT)
     assert reply.status_code == 500 and "planted" not in reply.text
+    with monkeypatch.context() as patch:  # after the first token the status is sent already
+        patch.setattr(live.llm.engine.runner, "launch", broken)
+        reply = httpx.post(live.url + CHAT, json={**SHORT, "stream": True})
+    assert reply.status_code == 200 and "planted" not in reply.text
+    assert "has made a mistake" in reply.text and "[DONE]" not in reply.text
     assert httpx.post(live.url + CHAT, json=SHORT).status_code == 200
 
 
@@ -181,10 +216,11 @@ def test_the_end_of_a_server_finishes_the_running_answer(loaded, monkeypatch):
         assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
 
 
-SERVE = [sys.executable, "-m", "fasteagle", "serve", "--no-compile", "--drafter", "ngram"]
+SERVE = [sys.executable, "-m", "fasteagle", "serve", "--drafter", "ngram"]
 
 
 def start(model, port, *more):
+    """The command, once it serves."""
     command = [*SERVE, "--model", str(model), "--precision", "fp32", "--port", str(port), *more]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     seen = []
@@ -207,7 +243,7 @@ def free_port():
 @pytest.mark.parametrize("times", [1, 2])
 def test_signals_end_the_command(serve_dir, number, times):
     port = free_port()
-    process = start(serve_dir, port)
+    process = start(serve_dir, port, "--no-compile")
     url = f"http://127.0.0.1:{port}{CHAT}"
     body = {**LONG, "max_tokens": 1500}
     try:
@@ -224,6 +260,21 @@ def test_signals_end_the_command(serve_dir, number, times):
         done = rest[-1] == "data: [DONE]"
         assert done if times == 1 else True
         assert process.wait(20) == 0
+        assert "Traceback" not in process.stderr.read()
+    finally:
+        process.kill()
+
+
+@pytest.mark.slow
+def test_it_answers_and_ends_while_something_is_still_compiled(serve_dir):
+    port = free_port()
+    process = start(serve_dir, port)
+    try:
+        url = f"http://127.0.0.1:{port}{CHAT}"
+        for _ in range(2):
+            assert httpx.post(url, json=SHORT, timeout=60).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
         assert "Traceback" not in process.stderr.read()
     finally:
         process.kill()
