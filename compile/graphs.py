@@ -18,6 +18,7 @@ from torch import Tensor
 from fasteagle.cycle import decode_cycle
 from fasteagle.drafting.base import Drafter
 from fasteagle.generate import Engine
+from fasteagle.logits import LogitsProcessor
 from fasteagle.model import Transformer
 from fasteagle.runner import Done, Runner
 from fasteagle.state import CycleSpec, DecodeState
@@ -194,10 +195,14 @@ class CapturedRunner(Runner):
         self._replays.clear()
         self._kinds.clear()
 
-    def launch(self, spec: CycleSpec, drafter: Drafter | None) -> None:
-        replay = self._replays.get(self._key(spec, drafter))
+    def launch(
+        self, spec: CycleSpec, drafter: Drafter | None, processor: LogitsProcessor | None = None
+    ) -> None:
+        replay = None
+        if processor is None:  # which reads the tree on the host: no graph can do that
+            replay = self._replays.get(self._key(spec, drafter))
         if replay is None:
-            decode_cycle(self.state, self.target, drafter, spec)
+            decode_cycle(self.state, self.target, drafter, spec, processor=processor)
         else:
             replay()
         place = self._free.popleft()

@@ -1,3 +1,33 @@
-"""fasteagle: lossless speculative decoding of Llama-family models at batch size 1."""
+"""fasteagle: lossless speculative decoding of Llama-family models at batch size 1.
+
+    import fasteagle
+
+    with fasteagle.load("smollm2-135m") as llm:
+        print(llm.chat("Why is the sky blue?").text)
+
+Importing it is cheap: torch is loaded by `load`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fasteagle.errors import FasteagleError as FasteagleError
+
+if TYPE_CHECKING:
+    from fasteagle.answer import Chunk as Chunk
+    from fasteagle.llm import LLM as LLM
+    from fasteagle.llm import Answer as Answer
+    from fasteagle.llm import load as load
 
 __version__ = "0.1.0"
+__all__ = ["LLM", "Answer", "Chunk", "FasteagleError", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    """The names of the API, imported when they are first asked for."""
+    if name not in __all__:
+        raise AttributeError(f"module 'fasteagle' has no attribute {name!r}")
+    import fasteagle.llm  # torch comes with it
+
+    return getattr(fasteagle.llm, name)

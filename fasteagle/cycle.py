@@ -5,7 +5,7 @@ One function over a `DecodeState`. What differs is passed in: the drafter says h
 runs it (operation by operation, compiled, replayed as a CUDA graph) is decided outside.
 
 Nothing here reads a device value on the host, but for the paper's multi-round sampling, which is
-kept for fidelity and runs eagerly.
+kept for fidelity and runs eagerly, and processors of logits, which read the tree.
 
 Shapes: T tree rows, D longest path, F feature dim, V vocabulary.
 """
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fasteagle.drafting.base import Drafter
+from fasteagle.logits import LogitsProcessor
 from fasteagle.model import Output, Transformer
 from fasteagle.multi_round import multi_round
 from fasteagle.sampling import draw, process_logits
@@ -55,11 +56,14 @@ def decode_cycle(
     drafter: Drafter | None,
     spec: CycleSpec,
     pieces: Pieces | None = None,
+    processor: LogitsProcessor | None = None,
 ) -> None:
     """Advance `state` by one pass of the target: 1 to D + 1 new tokens, in `state.result`."""
     pieces = pieces or EAGER
     proposal = pieces.draft(state, drafter, spec)  # extend, expand, rerank
     output = pieces.verify(state, target, proposal)
+    if processor is not None:
+        output = output._replace(logits=processor(output.logits, proposal.tree))
     pieces.finish(state, spec, proposal, output)  # accept, commit
 
 

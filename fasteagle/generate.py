@@ -2,7 +2,7 @@
 
 The cycle itself is in `cycle`; here is what surrounds it: the prompt's check, prefill, the loop,
 the ends of an answer, its statistics. Knows token ids only; text, stop strings and chat turns live
-in `cli.stream` and `cli.session`.
+in `stream` and `answer`.
 
 Shapes: T rows, V vocabulary, S cache slots.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.fused_controller import Outcome
 from fasteagle.errors import FasteagleError
+from fasteagle.logits import LogitsProcessor
 from fasteagle.model import KEY_BLOCK, KVCache, Transformer, causal_mask
 from fasteagle.options import SamplingParams
 from fasteagle.runner import Done, Runner
@@ -26,6 +27,7 @@ from fasteagle.sampling import BAD_ROW, DrawKind, draw
 from fasteagle.shapes import AnyShape
 from fasteagle.state import MAX_DEPTH, PENDING, Committed, CycleSpec, DecodeState
 from fasteagle.stats import Stats
+from fasteagle.tree import chain
 from fasteagle.verify import PAD
 
 PREFILL_CHUNK = 256
@@ -93,27 +95,36 @@ class Engine:
         params: SamplingParams,
         max_new_tokens: int,
         eos_ids: frozenset[int] = frozenset(),
-    ) -> Iterator[list[int]]:
+        *,
+        processor: LogitsProcessor | None = None,
+        speculate: bool = True,
+        check: Callable[[], None] = lambda: None,
+    ) -> Generator[list[int]]:
         """Yield newly committed tokens, cycle by cycle, up to and including an end-of-text token.
 
         Whatever part of `prompt` the cache already holds is not computed again. Closing the
-        generator, or an exception in it, leaves the engine ready for the next call.
+        generator, or an exception in it, leaves the engine ready for the next call. `processor`
+        changes logits before tokens are drawn; without `speculate` the drafter pauses; `check` is
+        called between the parts of a long prompt, and ends the answer by raising.
         """
         start = time.perf_counter()
-        self._check_prompt(prompt)
+        self.check_prompt(prompt)
         self.stats = stats = Stats(prompt_tokens=len(prompt))
         kind = DrawKind.of(params, self.model.config.vocab_size)
-        self._prepare(kind, params)
-        normed, feature, stats.cached_tokens = self.prefill(prompt)
-        root = self._first_token(prompt, normed, kind, params)
+        if processor is None:
+            self._prepare(kind, params)
+        normed, feature, stats.cached_tokens = self.prefill(prompt, check)
+        root = self._first_token(prompt, normed, kind, params, processor)
         self.state.load([*self.cached, root], feature, params)
         new = [root]
         first = time.perf_counter()
         stats.ttft = first - start
-        cycles = self._cycles(new[-1], kind)
+        cycles = self._cycles(new[-1], kind, processor, speculate)
         while True:
             kept = self._until_end(new, max_new_tokens, eos_ids)
             stats.new_tokens += len(kept)
+            if processor is not None:
+                processor.accept(kept)
             elapsed = time.perf_counter() - first
             if stats.passes:
                 stats.cycle_seconds.append(elapsed - stats.decode_seconds)
@@ -126,7 +137,12 @@ class Engine:
             stats.passes += 1
 
     def _first_token(
-        self, prompt: Sequence[int], normed: Tensor, kind: DrawKind, params: SamplingParams
+        self,
+        prompt: Sequence[int],
+        normed: Tensor,
+        kind: DrawKind,
+        params: SamplingParams,
+        processor: LogitsProcessor | None,
     ) -> int:
         """Draw the token after the prompt, by what the LM head reads of its last one [1, D]."""
         state = self.state
@@ -136,23 +152,34 @@ class Engine:
             seen = state.seen.fill_(False)
             seen[0, torch.tensor(prompt, device=self.device)] = True
         position = torch.tensor([len(prompt)], device=self.device)
-        root = draw(self.model.lm_head(normed), position, kind, state.knobs, seen)
+        logits = self.model.lm_head(normed)
+        if processor is not None:
+            last = torch.tensor([prompt[-1]], device=self.device)
+            logits = processor(logits, chain(last, torch.ones_like(last).bool()))
+        root = draw(logits, position, kind, state.knobs, seen)
         return self._checked(root.tolist())[0]
 
-    def _cycles(self, root: int, kind: DrawKind) -> Generator[list[int]]:
+    def _cycles(
+        self,
+        root: int,
+        kind: DrawKind,
+        processor: LogitsProcessor | None = None,
+        speculate: bool = True,
+    ) -> Generator[list[int]]:
         """New tokens, cycle by cycle, without end; `cached` holds all but the last of them.
 
         Where the runner works ahead, the next cycle is launched before the last one is read: what
-        it finds is dropped if the answer ends there.
+        it finds is dropped if the answer ends there. A processor must know the last one first.
         """
         launched: deque[CycleSpec] = deque()
+        ahead = self.runner.ahead if processor is None else 0
         try:
             while True:
-                while len(launched) <= self.runner.ahead:
-                    spec = self._next_spec(kind, launched)
+                while len(launched) <= ahead:
+                    spec = self._next_spec(kind, launched, speculate)
                     if spec is None:
                         break
-                    self.runner.launch(spec, self.drafter)
+                    self.runner.launch(spec, self.drafter, processor)
                     launched.append(spec)
                 spec = launched.popleft()
                 new = self._record(root, spec, self.runner.read())
@@ -163,10 +190,12 @@ class Engine:
             if self.stats.finish and not any(spec.extends for spec in launched):
                 self._show_pending(keep_last=False)
 
-    def _next_spec(self, kind: DrawKind, launched: deque[CycleSpec]) -> CycleSpec | None:
+    def _next_spec(
+        self, kind: DrawKind, launched: deque[CycleSpec], speculate: bool
+    ) -> CycleSpec | None:
         """The variant of the next cycle; None: those in flight must be read first."""
         drafter = self.drafter
-        shape = None if drafter is None else drafter.next_shape()
+        shape = None if drafter is None or not speculate else drafter.next_shape()
         reach = len(self.cached) + sum(spec.depth + 1 for spec in launched)
         spec = self.spec(shape, kind)
         if launched and not self._fits(reach, spec):
@@ -243,7 +272,9 @@ class Engine:
                 self.shown -= 1
 
     @torch.no_grad()
-    def prefill(self, prompt: Sequence[int]) -> tuple[Tensor, Tensor, int]:
+    def prefill(
+        self, prompt: Sequence[int], check: Callable[[], None] = lambda: None
+    ) -> tuple[Tensor, Tensor, int]:
         """Bring the cache to hold exactly `prompt`, and the drafter all of it but the last pair.
 
         Returns of the last token what the LM head reads [1, D] and what a draft head reads [1, F],
@@ -263,6 +294,7 @@ class Engine:
         if drafter is not None and not kept:
             drafter.begin(prompt[0])
         for begin in range(kept, len(prompt), PREFILL_CHUNK):
+            check()
             chunk = prompt[begin : begin + PREFILL_CHUNK]
             normed, taps = self._run(chunk, begin, self.state.tap_layers)
             read = normed if taps is None else taps
@@ -342,7 +374,8 @@ class Engine:
         self.state.knobs.load(params)
         self.runner.prepare(specs, drafter)
 
-    def _check_prompt(self, prompt: Sequence[int]) -> None:
+    def check_prompt(self, prompt: Sequence[int]) -> None:
+        """Raise `FasteagleError` unless `prompt` can be answered with at least one token."""
         if not prompt:
             raise FasteagleError("the prompt is empty: give at least one token")
         if len(prompt) >= self.max_seq_len:

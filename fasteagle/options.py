@@ -7,6 +7,7 @@ its flag and its default there where those are not the field's own.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import random
 from pathlib import Path
@@ -86,6 +87,30 @@ class AnswerOptions:
         n = self.max_new_tokens
         _require(n >= 1, f"max-new-tokens {n} is out of range: use 1 or more")
         _require(all(self.stop), "a stop string is empty: leave it out")
+
+
+GRAMMARS = ("json_object", "json_schema", "regex", "grammar")
+
+
+@dataclasses.dataclass(frozen=True)
+class GrammarSpec:
+    """The form that an answer must have: any JSON object, a schema, a regex, a Lark grammar.
+
+    `text` is the schema (JSON), the regular expression or the grammar, in llguidance's dialects.
+    """
+
+    kind: str
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        _require(self.kind in GRAMMARS, f"grammar kind {self.kind!r}: use {', '.join(GRAMMARS)}")
+        _require(self.kind == "json_object" or bool(self.text), f"{self.kind} is empty")
+        if self.kind == "json_schema":
+            try:
+                is_schema = isinstance(json.loads(self.text), dict | bool)
+            except ValueError as error:
+                raise FasteagleError(f"json_schema is not JSON: {error}") from error
+            _require(is_schema, "json_schema must be a JSON object")
 
 
 CPU_KERNELS = ("auto", "native", "aten")
@@ -291,6 +316,44 @@ class DraftOptions:
             self.tree_file is None or self.drafter in ("auto", "eagle-static"),
             f"--tree FILE is a static tree: drop --drafter {self.drafter}",
         )
+
+
+PREFIX_CACHE_PLACES = ("host", "device")
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeOptions:
+    """Who may reach the server, and how much it takes on."""
+
+    host: str = option("127.0.0.1", "Address to listen on.")
+    port: int = option(8000, "0: any free one.")
+    allow_anyone: bool = option(
+        False, "Serve other machines without an API key.  [default: refused]"
+    )
+    allow_host: tuple[str, ...] = option(
+        (), "A name by which browsers may call this server (repeatable)."
+    )
+    allow_origin: tuple[str, ...] = option(
+        (), "A web page that may use it, as https://example.org (repeatable)."
+    )
+    queue: int = option(64, "Requests that may wait; more are told to come back (429).")
+    timeout: float = option(600.0, "Seconds for a request, waiting included.")
+    max_body: float = option(8.0, "MiB of a request.")
+    prefix_cache: float = option(1.0, "GiB for the keys and values of earlier conversations.")
+    prefix_cache_on: str = option("host", "Memory of the prefix cache.", kind=PREFIX_CACHE_PLACES)
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.port < 2**16, f"port {self.port} is out of range: use 0 .. 65535")
+        _require(self.queue >= 0, f"queue {self.queue} is out of range: use 0 or more")
+        for name in ("timeout", "max_body"):
+            value = getattr(self, name)
+            text = f"{name.replace('_', '-')} {value} is out of range: use a number > 0"
+            _require(math.isfinite(value) and value > 0, text)
+        gb = self.prefix_cache
+        _require(math.isfinite(gb) and gb >= 0, f"prefix-cache {gb} is out of range: use >= 0")
+        for origin in self.allow_origin:
+            plain = origin.count("/") == 2 and origin.startswith(("http://", "https://"))
+            _require(plain, f"allow-origin {origin!r}: use scheme and host, as https://example.org")
 
 
 EXPORT_FORMATS = ("eagle", "specforge", "speculators", "gguf")

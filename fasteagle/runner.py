@@ -14,6 +14,7 @@ import torch
 
 from fasteagle.cycle import EAGER, Pieces, Proposal, decode_cycle
 from fasteagle.drafting.base import Drafter
+from fasteagle.logits import LogitsProcessor
 from fasteagle.model import Output, Transformer
 from fasteagle.state import CycleSpec, DecodeState
 
@@ -57,10 +58,13 @@ class Runner:
     def forget(self) -> None:
         """What was prepared is void: the model runs other code from now on."""
 
-    def launch(self, spec: CycleSpec, drafter: Drafter | None) -> None:
+    def launch(
+        self, spec: CycleSpec, drafter: Drafter | None, processor: LogitsProcessor | None = None
+    ) -> None:
         """Begin a cycle."""
         self._times.clear()
-        decode_cycle(self.state, self.target, drafter, spec, self.pieces(spec, drafter))
+        pieces = self.pieces(spec, drafter)
+        decode_cycle(self.state, self.target, drafter, spec, pieces, processor)
 
     def pieces(self, spec: CycleSpec, drafter: Drafter | None) -> Pieces:
         """Compiled pieces if there are some, timed where a clock costs no synchronization."""

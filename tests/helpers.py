@@ -434,9 +434,10 @@ class CountingRunner(CapturedRunner):
         self.graphs = graphs
         self.replays = 0
 
-    def launch(self, spec, drafter) -> None:
-        self.replays += self._replays.get(self._key(spec, drafter)) is not None
-        super().launch(spec, drafter)
+    def launch(self, spec, drafter, processor=None) -> None:
+        ready = self._replays.get(self._key(spec, drafter)) is not None
+        self.replays += ready and processor is None
+        super().launch(spec, drafter, processor)
 
 
 def captured_engine(target: Transformer, max_seq_len: int, ahead: int = 1) -> Engine:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
 import pytest
 import torch
 
+import fasteagle
 from fasteagle.bench.hf import hf_model
 from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
@@ -276,3 +278,24 @@ def test_at_int4_speculation_changes_no_bit():
     plain = answer("none")
     for drafter in ("eagle", "eagle-static", "ngram"):
         assert answer(drafter) == plain, drafter
+
+
+def test_a_schema_at_int4_says_the_same_with_and_without_speculation():
+    """Through the Python API, with the shipped head: tokens are equal, and the JSON fits."""
+    pytest.importorskip("llguidance")
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 20},
+            "age": {"type": "integer", "minimum": 1, "maximum": 99},
+        },
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    with fasteagle.load() as llm:
+        question = "Give me a person as JSON."
+        fast = llm.chat(question, json_schema=schema, max_new_tokens=80)
+        plain = llm.chat(question, json_schema=schema, max_new_tokens=80, speculate=False)
+    assert fast.tokens == plain.tokens and fast.finish == "eos"
+    assert fast.stats.accepted > 0 and plain.stats.drafted == 0
+    assert set(json.loads(fast.text)) == {"name", "age"}

@@ -9,16 +9,19 @@ import sys
 
 import click
 
-from fasteagle.cli.background import Preparation
+from fasteagle.background import Preparation
 from fasteagle.cli.command import uncollected
-from fasteagle.cli.repl import Repl, utf8_streams
+from fasteagle.cli.repl import Repl, tinted, utf8_streams
 from fasteagle.cli.session import ChatSession, format_stats
 from fasteagle.errors import FasteagleError, note
-from fasteagle.loading.draft_model import model_drafter, open_draft_model
-from fasteagle.loading.find_head import check_draft, make_drafter
-from fasteagle.loading.lookup_files import read_documents
-from fasteagle.loading.open import open_for
-from fasteagle.options import AnswerOptions, DraftOptions, RuntimeOptions, SamplingParams
+from fasteagle.llm import open_llm
+from fasteagle.options import (
+    AnswerOptions,
+    DraftOptions,
+    GrammarSpec,
+    RuntimeOptions,
+    SamplingParams,
+)
 
 
 def run_chat(
@@ -30,10 +33,12 @@ def run_chat(
     *,
     announce_seed: bool,
     show_accepted: bool,
+    form: GrammarSpec | None,
     think: bool | None,
     prompt: str | None,
     system: str | None,
     compile_blocks: bool | None,
+    plain: bool,
     quiet: bool,
 ) -> None:
     """Answer `prompt` (or piped standard input) once, or read questions until the person leaves."""
@@ -43,24 +48,17 @@ def run_chat(
     system = None if system is None else _argument(system, "--system")
     answer = dataclasses.replace(answer, stop=tuple(_argument(s, "--stop") for s in answer.stop))
 
-    say = _silent if quiet else note
+    say = silent if quiet else note
     with uncollected():
-        opened = open_for(model, runtime_options, say)
-        draft_model = open_draft_model(draft, opened, runtime_options, say)
-        asked = check_draft(draft, opened, runtime_options)
-        documents = read_documents(draft.lookup, opened.tokenizer, say)
-        runtime = opened.loaded(runtime_options, say)
-        engine, checkpoint = runtime.engine, runtime.checkpoint
-        if draft_model is not None:
-            engine.use(model_drafter(draft_model, engine, draft, say))
-        else:
-            engine.use(make_drafter(runtime.name, engine, checkpoint, draft, say, asked, documents))
+        llm = open_llm(model, runtime_options, draft, say)
+    engine = llm.engine
     if announce_seed:
         say(f"seed {params.seed}")
     notify = say if one_shot else note
-    session = ChatSession(engine, runtime.tokenizer, params, answer, system, notify, think)
+    session = ChatSession(engine, llm.tokenizer, params, answer, system, notify, think)
+    session.grammar = form
     if show_accepted:
-        session.mark_accepted = lambda text: click.style(text, fg="green")
+        session.mark_accepted = tinted
     if not one_shot and sys.stdout.isatty():
         session.mark_thought = lambda text: click.style(text, dim=True)
     # One answer is over before compilation pays; a conversation compiles while the person types.
@@ -74,12 +72,12 @@ def run_chat(
         say(format_stats(session.stats))
     else:
         say(f"context {engine.max_seq_len:,} tokens; /help lists commands")
-        Repl(session, quiet, preparation).run()
+        Repl(session, quiet, preparation, plain).run()
     if preparation and preparation.busy:
-        _leave()
+        leave()
 
 
-def _silent(line: str) -> None:
+def silent(line: str) -> None:
     """In place of `note`."""
 
 
@@ -90,7 +88,7 @@ def _answer_once(session: ChatSession, text: str, preparation: Preparation | Non
         print()
 
 
-def _leave() -> None:
+def leave() -> None:
     """End the process here while a thread still compiles or measures.
 
     The interpreter's own end stops such threads inside of torch's C++ code, which aborts.

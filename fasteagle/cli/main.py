@@ -16,12 +16,19 @@ from fasteagle.cli.options import (
     Numbers,
     bench_model_options,
     draft_options,
+    grammar_options,
     group,
     model_options,
     optional_model_options,
     sampling_options,
 )
-from fasteagle.options import TAP_LAYERS_TEXT, DraftOptions, ExportOptions, RuntimeOptions
+from fasteagle.options import (
+    TAP_LAYERS_TEXT,
+    DraftOptions,
+    ExportOptions,
+    RuntimeOptions,
+    ServeOptions,
+)
 from fasteagle.training.options import CalibrateOptions, DataOptions, TrainOptions, TrainRun
 
 # Commands import what they call inside their body: --help answers without importing torch.
@@ -37,6 +44,7 @@ def main() -> None:
 @model_options
 @draft_options
 @sampling_options
+@grammar_options
 @click.option("-p", "--prompt", help="Answer this once and leave; '-' reads standard input.")
 @click.option("--system", help="System prompt.  [default: the model's own]")
 @click.option(
@@ -51,6 +59,7 @@ def main() -> None:
     help="Compile first, or never.  [default: in the background; not for -p]",
 )
 @click.option("--show-accepted", is_flag=True, help="Colour the text that was guessed right.")
+@click.option("--plain", is_flag=True, help="Show answers as written: no rendered Markdown.")
 @click.option("--quiet", is_flag=True, help="Only answers, no numbers.")
 def chat(**asked: Any) -> None:
     """Talk to a model. Text goes to stdout, everything else to stderr."""
@@ -58,6 +67,38 @@ def chat(**asked: Any) -> None:
         from fasteagle.cli.chat import run_chat
 
     run_chat(**asked)
+
+
+@main.command()
+@model_options
+@draft_options
+@sampling_options
+@grammar_options
+@click.option("--system", help="System prompt of conversations without one.")
+@click.option(
+    "--think/--no-think",
+    default=None,
+    help="Think before answering, or not (Qwen3).  [default: as the model's template does]",
+)
+@click.option(
+    "--compile/--no-compile",
+    "compile_blocks",
+    default=None,
+    help="Compile first, or never.  [default: in the background]",
+)
+@group(ServeOptions, "options")
+@click.option(
+    "--api-key", envvar="FASTEAGLE_API_KEY", show_envvar=True, help="That clients must send."
+)
+@click.option("--quiet", is_flag=True, help="Only the address and errors.")
+def serve(announce_seed: bool, **asked: Any) -> None:
+    """Serve a model in the form of OpenAI's API, with a page to chat."""
+    source = click.get_current_context().get_parameter_source("seed")
+    seed_given = source is click.core.ParameterSource.COMMANDLINE
+    with uncollected():
+        from fasteagle.cli.serve import run_serve
+
+    run_serve(seed_given=seed_given, **asked)
 
 
 @main.command()

@@ -22,6 +22,7 @@ from fasteagle.options import (
     UNSAID,
     AnswerOptions,
     DraftOptions,
+    GrammarSpec,
     RuntimeOptions,
     SamplingParams,
     fresh_seed,
@@ -206,3 +207,36 @@ def sampling_options(command: Command) -> Command:
         return command(params=params, answer=answer, announce_seed=announce, **given)
 
     return with_options(wrapped, [*options_of(SamplingParams), *options_of(AnswerOptions)])
+
+
+def grammar_options(command: Command) -> Command:
+    """Options of the form that answers must have; arrive as one `GrammarSpec` or None."""
+
+    @functools.wraps(command)
+    def wrapped(
+        json_schema: Path | None, regex: str | None, grammar: Path | None, **given: Any
+    ) -> Any:
+        asked = {
+            "json_schema": None if json_schema is None else _file_text(json_schema),
+            "regex": regex,
+            "grammar": None if grammar is None else _file_text(grammar),
+        }
+        specs = [GrammarSpec(kind, text) for kind, text in asked.items() if text is not None]
+        if len(specs) > 1:
+            both = " and ".join(spec.kind.replace("_", "-") for spec in specs)
+            raise FasteagleError(f"--{both} contradict each other: give one")
+        return command(form=specs[0] if specs else None, **given)
+
+    options = (
+        click.option("--json-schema", type=FILE, help="Answer in JSON of the schema in this file."),
+        click.option("--regex", help="Answer with text that matches this as a whole."),
+        click.option("--grammar", type=FILE, help="Answer in this file's Lark grammar."),
+    )
+    return with_options(wrapped, options)
+
+
+def _file_text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FasteagleError(f"cannot read {path}: {error}") from error

@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fasteagle.cli.background import Preparation
+import click
+
+from fasteagle.background import Preparation
+from fasteagle.cli.markdown import screen
 from fasteagle.cli.session import ChatSession, format_stats
 from fasteagle.drafting.draft_model import ModelDrafter
 from fasteagle.drafting.eagle import EagleDrafter
@@ -49,6 +52,7 @@ HELP = """\
                   (on, off or default)
 /show             the options in force
 /spec on|off|N    guess ahead, do not, or verify N guesses a pass
+/tint [on|off]    colour what was guessed right, or do not
 /save FILE        write the conversation          /load FILE  read it back
 /exit             leave                           (also /bye, /quit, Ctrl-D)
 \"\"\"               begins and ends a text of several lines
@@ -59,11 +63,15 @@ class Repl:
     """Reads until /exit or end of input; `preparation` works while it waits for the person."""
 
     def __init__(
-        self, session: ChatSession, quiet: bool = False, preparation: Preparation | None = None
+        self,
+        session: ChatSession,
+        quiet: bool = False,
+        preparation: Preparation | None = None,
+        plain: bool = True,
     ) -> None:
         self.session = session
         self.drafter = session.engine.drafter
-        self.quiet = quiet
+        self.quiet, self.plain = quiet, plain
         self.preparation = preparation
 
     def run(self) -> None:
@@ -112,10 +120,11 @@ class Repl:
         """Print an answer as it comes; Ctrl-C ends it and keeps the part that came."""
         preparation, params = self.preparation, self.session.params
         with preparation.answering(params) if preparation else contextlib.nullcontext():
+            shown = screen(self.plain)
             try:
                 for piece in pieces:
-                    print(piece, end="", flush=True)
-                print()
+                    shown.write(piece)
+                shown.finish()
             except KeyboardInterrupt:
                 print("\n[stopped; the part above stays in the conversation]")
         if not self.quiet and self.session.stats.new_tokens:
@@ -132,6 +141,7 @@ class Repl:
             "/set": self._set,
             "/show": lambda _: self._show(),
             "/spec": self._spec,
+            "/tint": self._tint,
             "/save": self._save,
             "/load": self._load,
         }
@@ -177,6 +187,13 @@ class Repl:
             raise FasteagleError(f"/spec wants on, off or a number of nodes, got {text!r}")
         drafter = engine.drafter
         print(f"{drafter.name}, {drafter.shape.nodes} nodes" if drafter else "no speculation")
+
+    def _tint(self, text: str) -> None:
+        if text not in ("", "on", "off"):
+            raise FasteagleError(f"/tint wants on or off, got {text!r}")
+        on = self.session.mark_accepted is None if not text else text == "on"
+        self.session.mark_accepted = tinted if on else None
+        print(f"guesses that were right are {'tinted' if on else 'not tinted'}")
 
     def _reset(self) -> None:
         self.session.reset()
@@ -257,6 +274,11 @@ class Repl:
         # A conversation goes on with another model too, one without the switch included.
         self.session.think = think if self.session.tokenizer.has_thinking_switch else None
         print(f"loaded {len(turns)} messages from {path}")
+
+
+def tinted(text: str) -> str:
+    """Text that was guessed right, line by line: a colour must not run over a line's end."""
+    return "\n".join(click.style(line, fg="green") if line else "" for line in text.split("\n"))
 
 
 def _split(line: str) -> tuple[str, str]:

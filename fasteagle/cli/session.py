@@ -7,15 +7,18 @@ generated (without its thought), all is encoded anew, and the cache serves up to
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from fasteagle.cli.stream import TextStream, ThoughtSplitter, opened_thought
+from fasteagle.answer import AnswerRequest, answer
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
+from fasteagle.grammar import GrammarCompiler, GrammarMask
 from fasteagle.loading.tokenizer import ChatTokenizer, Message
-from fasteagle.options import AnswerOptions, SamplingParams
+from fasteagle.options import AnswerOptions, GrammarSpec, SamplingParams
 from fasteagle.stats import Stats
+from fasteagle.stream import ThoughtSplitter, opened_thought
 
 
 class ChatSession:
@@ -39,6 +42,8 @@ class ChatSession:
         self.turns: list[Message] = []  # user and assistant, alternating
         self.system = system
         self.think = think
+        self.grammar: GrammarSpec | None = None  # the form of every answer
+        self._grammars = GrammarCompiler(tokenizer, engine.model.config.vocab_size)
         self._text, self._ids = "", []  # type: tuple[str, list[int]]
 
     @property
@@ -51,11 +56,8 @@ class ChatSession:
 
     @think.setter
     def think(self, think: bool | None) -> None:
-        if think is not None and not self.tokenizer.has_thinking_switch:
-            raise FasteagleError(
-                f"think {'on' if think else 'off'}: this model's chat template has no thinking "
-                "switch (enable_thinking): leave it out, or choose a model that has one (qwen3-4b)"
-            )
+        if think is not None:
+            self.tokenizer.check_think(think)
         self._think = think
 
     @property
@@ -96,7 +98,7 @@ class ChatSession:
                 self.turns, self._text, self._ids, self.params = kept
 
     def _answer(self, params: SamplingParams) -> Iterator[str]:
-        stream, thought = TextStream(self.tokenizer, self.answer.stop), ThoughtSplitter()
+        thought = ThoughtSplitter()
         new_ids: list[int] = []
         pieces: list[str] = []
         prompt: list[int] = []
@@ -104,24 +106,22 @@ class ChatSession:
         try:
             text, prompt = self._fit()
             thought = ThoughtSplitter(opened_thought(text))
-            limit = self.answer.max_new_tokens
-            cycles = self.engine.generate(prompt, params, limit, self.tokenizer.eos_ids)
-            for ids in cycles:
-                new_ids.extend(ids)
-                # All but the last token of a cycle were guessed by the drafter.
-                for part, mark in ((ids[:-1], self.mark_accepted), (ids[-1:], None)):
-                    text_part = stream.push(i for i in part if i not in self.tokenizer.eos_ids)
-                    pieces.append(text_part)
-                    yield from self._dressed(thought.push(text_part), mark)
-                if stream.stopped:
-                    self.stats.finish = "stop"
-                    cycles.close()
-                    break
-            pieces.append(stream.finish())
-            yield from self._dressed([*thought.push(pieces[-1]), *thought.finish()], None)
+            eos_ids = self.tokenizer.eos_ids
+            request = AnswerRequest(prompt, params, self.answer, eos_ids, mask=self._mask())
+            with contextlib.closing(answer(self.engine, self.tokenizer, request)) as chunks:
+                for chunk in chunks:
+                    new_ids.extend(chunk.tokens)
+                    pieces.append(chunk.text)
+                    guessed, rest = chunk.text[: chunk.n_guessed], chunk.text[chunk.n_guessed :]
+                    yield from self._dressed(thought.push(guessed), self.mark_accepted)
+                    yield from self._dressed(thought.push(rest), None)
+            yield from self._dressed(thought.finish(), None)
         finally:
             self._record(text, prompt, new_ids, thought.closed("".join(pieces)))
         self._explain_end(thought.inside)
+
+    def _mask(self) -> GrammarMask | None:
+        return None if self.grammar is None else self._grammars.start(self.grammar)
 
     def _dressed(
         self, parts: list[tuple[str, bool]], mark: Callable[[str], str] | None

@@ -15,7 +15,7 @@ from fasteagle.loading.gguf_index import read_index
 from fasteagle.loading.tensors import read_json
 from fasteagle.paths import atomic_dir, cache_dir
 
-Message = Mapping[str, str]  # {"role": "system" | "user" | "assistant", "content": text}
+Message = Mapping[str, Any]  # {"role": "system" | "user" | "assistant", "content": text}
 
 CONVERSION = 1  # of GGUF tokenizers: another number converts them anew
 # GGUF names the splitting rule of a byte-level BPE instead of storing it.
@@ -50,6 +50,20 @@ class ChatTokenizer:
         """Token ids of `text`: special tokens written in it are recognized, none are added."""
         return self._backend.encode(text, add_special_tokens=False)
 
+    def encode_document(self, text: str) -> list[int]:
+        """Token ids of a text that is no conversation: as the tokenizer begins one, with BOS."""
+        return self._backend.encode(text, add_special_tokens=True)
+
+    def guidance(self, vocab_size: int) -> Any:
+        """The vocabulary as llguidance reads it, for grammars. Raises `FasteagleError`."""
+        import llguidance.hf  # of the extra [serve]
+
+        try:
+            eos_ids = sorted(self.eos_ids)
+            return llguidance.hf.from_tokenizer(self._backend, vocab_size, eos_ids)
+        except ValueError as error:
+            raise FasteagleError(f"no structured output with this tokenizer: {error}") from error
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` without special tokens."""
         return self._backend.decode(ids, skip_special_tokens=True)
@@ -63,15 +77,29 @@ class ChatTokenizer:
         return {token: text for text, token in self._backend.get_vocab().items()}
 
     @property
+    def template(self) -> str:
+        """The chat template's source; empty where there is none."""
+        return self._template or ""
+
+    @property
     def has_thinking_switch(self) -> bool:
         """Whether `render` can say if the model is to think before it answers."""
         return "enable_thinking" in (self._template or "")
+
+    def check_think(self, think: bool) -> None:
+        """Raise `FasteagleError` where the template cannot say whether to think."""
+        if not self.has_thinking_switch:
+            raise FasteagleError(
+                f"think {'on' if think else 'off'}: this model's chat template has no thinking "
+                "switch (enable_thinking): leave it out, or choose a model that has one (qwen3-4b)"
+            )
 
     def render(
         self,
         messages: Sequence[Message],
         add_generation_prompt: bool = True,
         think: bool | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The conversation as the model was trained to read it, up to where its answer begins.
 
@@ -81,7 +109,9 @@ class ChatTokenizer:
         """
         if not self._template:
             return "\n".join(m["content"] for m in messages)
-        switch = {} if think is None else {"enable_thinking": think}
+        switch: dict[str, Any] = {} if think is None else {"enable_thinking": think}
+        if tools:
+            switch["tools"] = list(tools)
         try:
             return self._backend.apply_chat_template(
                 [dict(m) for m in messages],
@@ -121,6 +151,7 @@ class DummyTokenizer(ChatTokenizer):
         messages: Sequence[Message],
         add_generation_prompt: bool = True,
         think: bool | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         return "".join(m["content"] for m in messages)
 

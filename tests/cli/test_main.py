@@ -62,7 +62,7 @@ CHAT_OPTIONS = """
     --cpu-kernels --quant-backend --head --tap-layers --drafter --no-spec --tree --tree-depth
     --tree-topk --tree-nodes --draft-noise --verify --temperature --top-k --top-p --min-p
     --repetition-penalty --seed --max-new-tokens --stop --prompt --system --compile --no-compile
-    --think --no-think --show-accepted --quiet --help
+    --think --no-think --show-accepted --json-schema --regex --grammar --plain --quiet --help
 """
 
 
@@ -96,6 +96,22 @@ def test_every_option_is_taken_and_shown(command):
     assert len(names) == len(set(names))
     for name in names:
         assert not name.startswith("-") or name in result.output, name
+
+
+def test_answers_of_a_given_form(tiny_dir, tmp_path):
+    def ask(*form):
+        common = ("--model", tiny_dir, "-p", "x", "--quiet", "--precision", "fp32")
+        return invoke("chat", *common, "--max-new-tokens", 40, *form)
+
+    assert re.fullmatch("(yes|no)\n", ask("--regex", "yes|no").stdout)
+    schema, lark = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text('{"enum": ["one", "two"]}')
+    lark.write_text('start: "a" /[0-9]{3}/')
+    assert ask("--json-schema", schema).stdout in ('"one"\n', '"two"\n')
+    assert re.fullmatch("a[0-9]{3}\n", ask("--grammar", lark).stdout)
+    assert_one_line(ask("--regex", "a("), "regex: ")
+    assert_one_line(ask("--regex", "a", "--grammar", lark), "contradict each other")
+    assert_one_line(ask("--json-schema", tmp_path / "none"), "cannot read")
 
 
 def test_models_lists_every_name():
@@ -295,7 +311,7 @@ def test_one_answer_ends_while_something_is_still_prepared(tiny_dir, monkeypatch
             return contextlib.nullcontext()
 
     monkeypatch.setattr("fasteagle.cli.chat.Preparation", Busy)
-    monkeypatch.setattr("fasteagle.cli.chat._leave", lambda: left.append(True))
+    monkeypatch.setattr("fasteagle.cli.chat.leave", lambda: left.append(True))
     model = ("--model", tiny_dir, "--no-spec", "--max-new-tokens", 4)
     done = invoke("chat", *model, "-p", "hi", "--compile")
     assert done.exit_code == 0 and left == [True], done.stderr

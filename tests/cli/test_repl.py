@@ -404,3 +404,14 @@ def test_switching_speculation(tiny_dir):
     assert "wants on, off or a number" in terminal.ask("/spec often")
     terminal.send("/exit\n")
     assert terminal.close() == 0
+
+
+def test_tint_is_switched(shared):
+    for command, answer in (
+        ("/tint", "are tinted"),
+        ("/tint", "are not tinted"),
+        ("/tint on", "are tinted"),
+        ("/tint off", "are not tinted"),
+        ("/tint blue", "/tint wants on or off, got 'blue'"),
+    ):
+        assert answer in shared.ask(command)

@@ -110,7 +110,7 @@ def test_interrupted_answer_stays_as_far_as_it_came(session):
 
 
 def test_interruption_before_the_first_token_takes_the_question_back(session, monkeypatch):
-    def interrupted(prompt):
+    def interrupted(*args):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(session.engine, "prefill", interrupted)
@@ -162,7 +162,7 @@ def test_a_retry_that_brings_nothing_keeps_the_old_answer(session, monkeypatch):
     answer(session, "more")
     kept, seed = list(session.turns), session.params.seed
 
-    def interrupted(prompt):
+    def interrupted(*args):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

@@ -14,6 +14,7 @@ from fasteagle.cli.session import ChatSession
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
+from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.options import AnswerOptions, SamplingParams
 from fasteagle.shapes import TreeShape
 from helpers import THINKING_TEMPLATE, TINY_VOCAB, Letters, random_head
@@ -25,6 +26,7 @@ class Thinker(Letters):
     """Letters, two of which are the marks of a thought; its template drops earlier thoughts."""
 
     has_thinking_switch = True
+    check_think = ChatTokenizer.check_think
 
     def __init__(self, marks: dict[int, str], opened: str = "") -> None:
         super().__init__(TINY_VOCAB)

@@ -55,7 +55,7 @@ class TextStream:
         if found:
             self.stopped, self._held = True, ""
             return text[: min(found)]
-        keep = 0 if final else max((_overlap(text, stop) for stop in self._stop), default=0)
+        keep = 0 if final else max((overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -97,7 +97,7 @@ class ThoughtSplitter:
         if mark:
             self.inside = False
             return _filled((thought + mark, True), (rest, False))
-        keep = _overlap(text, END_THINK)
+        keep = overlap(text, END_THINK)
         self._held = text[len(text) - keep :]
         return _filled((text[: len(text) - keep], True))
 
@@ -116,7 +116,7 @@ def _filled(*parts: tuple[str, bool]) -> list[tuple[str, bool]]:
     return [part for part in parts if part[0]]
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that begins `stop`."""
     for n in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:n]):

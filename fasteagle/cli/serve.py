@@ -1,0 +1,70 @@
+"""What `fasteagle serve` does: take the port, load, serve."""
+
+from __future__ import annotations
+
+from fasteagle.background import Preparation
+from fasteagle.cli.chat import leave, silent
+from fasteagle.cli.command import uncollected
+from fasteagle.errors import FasteagleError, note
+from fasteagle.llm import open_llm
+from fasteagle.options import (
+    AnswerOptions,
+    DraftOptions,
+    GrammarSpec,
+    RuntimeOptions,
+    SamplingParams,
+    ServeOptions,
+)
+from fasteagle.prefix_cache import PrefixCache
+
+try:
+    from fasteagle.server.app import Server
+    from fasteagle.server.prepare import Defaults
+    from fasteagle.server.run import check_exposed, listen, run
+except ImportError as error:
+    raise FasteagleError(
+        f"serve needs more packages ({error.name} is missing): pip install 'fasteagle[serve]'"
+    ) from error
+
+
+def run_serve(
+    model: str,
+    runtime_options: RuntimeOptions,
+    draft: DraftOptions,
+    params: SamplingParams,
+    answer: AnswerOptions,
+    options: ServeOptions,
+    *,
+    api_key: str | None,
+    seed_given: bool,
+    form: GrammarSpec | None,
+    think: bool | None,
+    system: str | None,
+    compile_blocks: bool | None,
+    quiet: bool,
+) -> None:
+    """Serve until Ctrl-C."""
+    check_exposed(options, api_key)
+    say = silent if quiet else note
+    with listen(options) as found:
+        with uncollected():
+            llm = open_llm(model, runtime_options, draft, say)
+        if think is not None:
+            llm.tokenizer.check_think(think)
+        on_device = options.prefix_cache_on == "device"
+        llm.prefix_cache = PrefixCache(
+            int(options.prefix_cache * 2**30), llm.engine.device if on_device else "cpu"
+        )
+        if compile_blocks is not False:
+            llm.preparation = Preparation(llm.engine, True, params=params)
+            if compile_blocks:
+                say("compiling (kept for the next start) ...")
+                llm.preparation.wait_for_compiler()
+        defaults = Defaults(params, answer, seed_given, form, system, think)
+        server = Server(llm, options, defaults, api_key)
+        host, port = found.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        note(f"serving {server.name} on http://{shown}:{port} (the page), /v1 (the API)")
+        run(server, found, say)
+    if llm.preparation is not None and llm.preparation.busy:
+        leave()

@@ -1,0 +1,118 @@
+"""Answers of a given form: JSON, a JSON schema, a regular expression, a grammar.
+
+llguidance says which tokens may come next. Here its matcher is walked along every drafted path and
+taken back, so that each row of a tree has the mask that plain decoding would meet there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fasteagle.errors import FasteagleError
+from fasteagle.loading.tokenizer import ChatTokenizer
+from fasteagle.options import GrammarSpec
+
+BITS = 32  # of a word of llguidance's masks
+
+
+@dataclasses.dataclass
+class GrammarCompiler:
+    """Makes grammars for one tokenizer, whose vocabulary llguidance reads once (a second)."""
+
+    tokenizer: ChatTokenizer
+    vocab_size: int
+    _known: Any = None
+
+    def start(self, spec: GrammarSpec) -> GrammarMask:
+        """The grammar before the first token. Raises `FasteagleError` with llguidance's reason."""
+        llguidance = _library()
+        if self._known is None:
+            self._known = self.tokenizer.guidance(self.vocab_size)
+        try:
+            text = _grammar_text(llguidance.LLMatcher, spec)
+        except ValueError as error:
+            raise FasteagleError(f"{spec.kind}: {_first_line(error)}") from error
+        matcher = llguidance.LLMatcher(self._known, text, log_level=0)
+        if matcher.is_error():
+            raise FasteagleError(f"{spec.kind}: {_first_line(matcher.get_error())}")
+        return GrammarMask(matcher, self.tokenizer.eos_ids)
+
+
+def _library() -> Any:
+    try:
+        import llguidance  # of the extra [serve]; not everyone has it
+    except ImportError as error:
+        raise FasteagleError(
+            "structured output needs llguidance: pip install 'fasteagle[serve]'"
+        ) from error
+    return llguidance
+
+
+def _grammar_text(matcher: Any, spec: GrammarSpec) -> str:
+    if spec.kind == "json_object":
+        return matcher.grammar_from_json_schema({"type": "object"})
+    if spec.kind == "json_schema":
+        return matcher.grammar_from_json_schema(json.loads(spec.text))
+    if spec.kind == "regex":
+        return matcher.grammar_from_regex(spec.text)
+    return matcher.grammar_from_lark(spec.text)
+
+
+def _first_line(error: object) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else "not accepted"
+
+
+class GrammarMask:
+    """A grammar at the end of the text so far; see `logits.TokenMask`."""
+
+    def __init__(self, matcher: Any, eos_ids: frozenset[int]) -> None:
+        self._matcher = matcher
+        self._eos_ids = eos_ids
+
+    def rows(
+        self, tokens: Sequence[int], parents: Sequence[int], valid: Sequence[bool], vocab_size: int
+    ) -> Tensor:
+        n_words = -(-vocab_size // BITS)
+        words = torch.full((len(tokens), n_words), -1, dtype=torch.int32)
+        children: list[list[int]] = [[] for _ in tokens]
+        for row in range(1, len(tokens)):
+            if valid[row]:
+                children[parents[row]].append(row)
+        self._fill(words, 0, tokens, children)
+        bits = (words.unsqueeze(-1) >> torch.arange(BITS, dtype=torch.int32)) & 1
+        return bits.bool().flatten(1)[:, :vocab_size]
+
+    def _fill(
+        self, words: Tensor, row: int, tokens: Sequence[int], children: list[list[int]]
+    ) -> None:
+        """The masks of `row`, where the matcher stands, and of all rows below it."""
+        mask = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.int32)
+        self._check()
+        words[row] = 0
+        n = min(len(mask), words.shape[1])
+        words[row, :n] = mask[:n]
+        for child in children[row]:
+            token = tokens[child]
+            word = int(words[row, token // BITS])
+            if token in self._eos_ids or not (word >> (token % BITS)) & 1:
+                continue  # nothing is drawn below it
+            self._matcher.consume_token(token)
+            self._fill(words, child, tokens, children)
+            self._matcher.rollback(1)
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            if token not in self._eos_ids:
+                self._matcher.consume_token(token)
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise FasteagleError(f"the grammar failed: {_first_line(self._matcher.get_error())}")

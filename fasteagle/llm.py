@@ -1,0 +1,353 @@
+"""The Python API: a loaded model that answers. Chat and the server use the same object."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import json
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+
+import torch
+
+from fasteagle.answer import AnswerRequest, Chunk, answer
+from fasteagle.background import Preparation
+from fasteagle.errors import FasteagleError
+from fasteagle.generate import Engine
+from fasteagle.grammar import GrammarCompiler
+from fasteagle.loading.draft_model import model_drafter, open_draft_model
+from fasteagle.loading.find_head import check_draft, make_drafter
+from fasteagle.loading.lookup_files import read_documents
+from fasteagle.loading.open import compile_now, open_for, precision_options
+from fasteagle.loading.tokenizer import ChatTokenizer, Message
+from fasteagle.logits import TokenLogprob
+from fasteagle.options import (
+    DEFAULT_MODEL,
+    AnswerOptions,
+    DraftOptions,
+    GrammarSpec,
+    RuntimeOptions,
+    SamplingParams,
+    fresh_seed,
+)
+from fasteagle.prefix_cache import PrefixCache
+from fasteagle.stats import Stats
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+
+class AnswerKeywords(TypedDict, total=False):
+    """What `LLM.chat` and `LLM.generate` take besides their first argument.
+
+    The sampling options are those of the command line; greedy without a temperature. `json_schema`
+    is a schema as a dictionary, or True for any JSON object; `grammar` is in llguidance's dialect
+    of Lark. `logit_bias` is by token id, `top_logprobs` how many likeliest tokens to report besides
+    the one drawn; `speculate` False decodes plainly.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    seed: int | None
+    max_new_tokens: int
+    stop: str | Sequence[str]
+    json_schema: Mapping[str, Any] | bool
+    regex: str
+    grammar: str
+    logit_bias: Mapping[int, float]
+    top_logprobs: int
+    speculate: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """A whole answer. `finish` is eos, stop, length or context; same `seed`, same text."""
+
+    text: str
+    tokens: list[int]
+    stats: Stats
+    seed: int
+    logprobs: list[TokenLogprob]
+
+    @property
+    def finish(self) -> str:
+        return self.stats.finish
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class LLM:
+    """A loaded model: one engine and one sequence, whose KV cache the next call finds again.
+
+    Only one answer can be under way: a second one, from another thread or while a stream is not
+    read to its end, raises `FasteagleError` at once. It does not wait, because a stream that nobody
+    reads on would make it wait for ever; the server has a queue for that.
+    """
+
+    def __init__(
+        self, name: str, engine: Engine, tokenizer: ChatTokenizer, prefix_cache_gb: float = 0.0
+    ) -> None:
+        self.name, self.engine, self.tokenizer = name, engine, tokenizer
+        self.preparation: Preparation | None = None  # what compiles meanwhile, if anything does
+        self.prefix_cache = PrefixCache(int(prefix_cache_gb * 2**30))
+        self._grammars = GrammarCompiler(tokenizer, engine.model.config.vocab_size)
+        self._turn = threading.Lock()
+        self._closed = False
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the memory; nothing can be asked afterwards. Raises while an answer is under way."""
+        if self._closed:
+            return
+        self._take_turn()
+        if self.preparation is not None:
+            self.preparation.join()
+        self._closed = True
+        self._turn.release()
+        for name in ("engine", "tokenizer", "preparation", "_grammars", "prefix_cache"):
+            delattr(self, name)
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+    @overload
+    def chat(
+        self,
+        messages: str | Sequence[Message],
+        *,
+        stream: Literal[False] = False,
+        think: bool | None = None,
+        **keywords: Unpack[AnswerKeywords],
+    ) -> Answer: ...
+
+    @overload
+    def chat(
+        self,
+        messages: str | Sequence[Message],
+        *,
+        stream: Literal[True],
+        think: bool | None = None,
+        **keywords: Unpack[AnswerKeywords],
+    ) -> Iterator[Chunk]: ...
+
+    def chat(
+        self,
+        messages: str | Sequence[Message],
+        *,
+        stream: bool = False,
+        think: bool | None = None,
+        **keywords: Unpack[AnswerKeywords],
+    ) -> Answer | Iterator[Chunk]:
+        """Answer a conversation, `[{"role": "user", "content": "..."}, ...]`, or one question.
+
+        With `stream`, chunks as they come. Raises `FasteagleError` for what cannot be done.
+        """
+        self._check_open()
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        if not messages:
+            raise FasteagleError("messages is empty: give at least one question")
+        if think is not None:
+            self.tokenizer.check_think(think)
+        text = self.tokenizer.render(messages, think=think)
+        return self._run(self.tokenizer.encode(text), stream, keywords)
+
+    @overload
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        stream: Literal[False] = False,
+        **keywords: Unpack[AnswerKeywords],
+    ) -> Answer: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        stream: Literal[True],
+        **keywords: Unpack[AnswerKeywords],
+    ) -> Iterator[Chunk]: ...
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        stream: bool = False,
+        **keywords: Unpack[AnswerKeywords],
+    ) -> Answer | Iterator[Chunk]:
+        """Continue a text, or token ids, without the chat template."""
+        self._check_open()
+        if isinstance(prompt, str):
+            prompt = self.tokenizer.encode_document(prompt)
+        return self._run(list(prompt), stream, keywords)
+
+    def _run(
+        self, prompt: list[int], stream: bool, keywords: AnswerKeywords
+    ) -> Answer | Iterator[Chunk]:
+        request = self.request(prompt, keywords)
+        chunks = self.stream(request)
+        if stream:
+            return chunks
+        found = list(chunks)
+        return Answer(
+            "".join(chunk.text for chunk in found),
+            [token for chunk in found for token in chunk.tokens],
+            self.engine.stats,
+            request.params.seed,
+            [entry for chunk in found for entry in chunk.logprobs],
+        )
+
+    def request(self, prompt: Sequence[int], keywords: AnswerKeywords) -> AnswerRequest:
+        """What `keywords` ask for. Raises `TypeError` for unknown ones, else `FasteagleError`."""
+        given: dict[str, Any] = {**keywords}
+        spec = _grammar_spec(given)
+        bias, n_top = given.pop("logit_bias", {}), given.pop("top_logprobs", None)
+        speculate = given.pop("speculate", True)
+        stop = given.pop("stop", ())
+        seed = given.pop("seed", None)
+        names = {f.name for f in dataclasses.fields(AnswerOptions)}
+        of_answer = {name: given.pop(name) for name in list(given) if name in names}
+        params = SamplingParams(**given, seed=0 if seed is None else seed)
+        if seed is None and not params.greedy:
+            params = dataclasses.replace(params, seed=fresh_seed())
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        return self.made_request(
+            prompt, params, AnswerOptions(**of_answer, stop=stop), spec, bias, n_top, speculate
+        )
+
+    def made_request(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        options: AnswerOptions,
+        spec: GrammarSpec | None = None,
+        bias: Mapping[int, float] | None = None,
+        n_top: int | None = None,
+        speculate: bool = True,
+    ) -> AnswerRequest:
+        """A request of checked options; compiles the grammar that `spec` asks for."""
+        mask = None if spec is None else self._grammars.start(spec)
+        vocab_size = self.engine.model.config.vocab_size
+        for token in bias or {}:
+            if not 0 <= token < vocab_size:
+                raise FasteagleError(
+                    f"logit_bias: token id {token} is outside the vocabulary of {vocab_size:,}"
+                )
+        if n_top is not None and not 0 <= n_top <= vocab_size:
+            raise FasteagleError(f"top_logprobs {n_top} is out of range: use 0 .. {vocab_size}")
+        eos_ids = self.tokenizer.eos_ids
+        return AnswerRequest(
+            prompt, params, options, eos_ids, dict(bias or {}), mask, n_top, speculate
+        )
+
+    def stream(
+        self, request: AnswerRequest, check: Callable[[], None] = lambda: None
+    ) -> Generator[Chunk]:
+        """Answer `request`, chunk by chunk; `check` is called before every pass and may raise."""
+        self._take_turn()
+        try:
+            answering = (
+                self.preparation.answering(request.params)
+                if self.preparation
+                else contextlib.nullcontext()
+            )
+            with answering:
+                self.prefix_cache.turn_to(self.engine, request.prompt)
+                yield from answer(self.engine, self.tokenizer, request, check)
+        finally:
+            self._turn.release()
+
+    def _take_turn(self) -> None:
+        self._check_open()
+        if not self._turn.acquire(blocking=False):
+            raise FasteagleError(
+                "an answer is under way, and one model holds one sequence: read that stream to its "
+                "end or close it first, or let `fasteagle serve` queue requests"
+            )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise FasteagleError("this model was closed: load it again")
+
+
+def _grammar_spec(given: dict[str, Any]) -> GrammarSpec | None:
+    """The one form asked for; takes its keywords out of `given`."""
+    names = ("json_schema", "regex", "grammar")
+    asked = {name: given.pop(name) for name in names if given.get(name) is not None}
+    for name in names:
+        given.pop(name, None)
+    if len(asked) > 1:
+        raise FasteagleError(f"{' and '.join(asked)} contradict each other: give one")
+    for kind, value in asked.items():
+        if kind != "json_schema":
+            return GrammarSpec(kind, value)
+        if value is True:
+            return GrammarSpec("json_object")
+        return GrammarSpec(kind, json.dumps(value)) if value is not False else None
+    return None
+
+
+def load(
+    model: str = DEFAULT_MODEL,
+    *,
+    precision: str = "auto",
+    head: str | None = None,
+    drafter: str = "auto",
+    tree: str = "auto",
+    device: str = "auto",
+    max_seq_len: int | None = None,
+    threads: int | None = None,
+    compile: bool = False,
+    prefix_cache_gb: float = 0.0,
+    notify: Callable[[str], None] = lambda line: None,
+) -> LLM:
+    """Load a model by registry name, Hugging Face id, folder or .gguf file.
+
+    The options are those of `fasteagle chat`; `tree` is auto or a JSON file. `compile` waits until
+    the model is compiled, which pays for more than a few answers. `prefix_cache_gb` keeps the last
+    conversations' keys and values in main memory. `notify` receives remarks for the person. Raises
+    `FasteagleError` with the value, the limit and the fix.
+    """
+    runtime = RuntimeOptions(device=device, max_seq_len=max_seq_len, threads=threads)
+    tree_file = None if tree == "auto" else str(Path(tree))
+    draft = DraftOptions(drafter=drafter, head=head, tree_file=tree_file)
+    llm = open_llm(model, precision_options(runtime, precision), draft, notify, prefix_cache_gb)
+    if compile:
+        compile_now(llm.engine)
+    return llm
+
+
+def open_llm(
+    model: str,
+    runtime_options: RuntimeOptions,
+    draft: DraftOptions,
+    notify: Callable[[str], None],
+    prefix_cache_gb: float = 0.0,
+) -> LLM:
+    """The model with its drafter; what does not fit is refused before weights are read."""
+    opened = open_for(model, runtime_options, notify)
+    draft_model = open_draft_model(draft, opened, runtime_options, notify)
+    asked = check_draft(draft, opened, runtime_options)
+    documents = read_documents(draft.lookup, opened.tokenizer, notify)
+    runtime = opened.loaded(runtime_options, notify)
+    engine = runtime.engine
+    if draft_model is not None:
+        engine.use(model_drafter(draft_model, engine, draft, notify))
+    else:
+        checkpoint = runtime.checkpoint
+        engine.use(make_drafter(runtime.name, engine, checkpoint, draft, notify, asked, documents))
+    return LLM(runtime.name, engine, runtime.tokenizer, prefix_cache_gb)

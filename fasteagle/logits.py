@@ -1,0 +1,120 @@
+"""Logits between a pass of the target and the drawing of tokens: bias, grammar, log-probabilities.
+
+What is done here depends on a row's own path only, so the tokens with and without speculation are
+the same: a row of the tree is treated as plain decoding would treat the text that it stands for.
+
+Shapes: T tree rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fasteagle.tree import DraftTree
+
+
+class LogitsProcessor(Protocol):
+    """Sees the logits of every pass; row 0 of the tree is the last token of the text."""
+
+    def __call__(self, logits: Tensor, tree: DraftTree) -> Tensor:
+        """The logits [T, V] to draw from."""
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """The tokens of the last pass that were kept, in the order of the text."""
+
+
+class TokenMask(Protocol):
+    """A grammar at the end of the text so far."""
+
+    def rows(
+        self, tokens: Sequence[int], parents: Sequence[int], valid: Sequence[bool], vocab_size: int
+    ) -> Tensor:
+        """Which tokens may follow each row of a tree: [T, V] bool on the CPU.
+
+        Rows that the grammar itself cannot reach are left open: nothing leads to them.
+        """
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Tokens were added to the text."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprob:
+    """How likely the model, asked as it is, found a token, and which ones it found likelier."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens, best first
+
+
+class AnswerLogits:
+    """The processor of one answer.
+
+    `bias` is added to the logits of these token ids, `mask` forbids what a grammar does not allow,
+    and with `n_top` (0 or more) the `logprobs` of the answer's tokens are kept: those of the
+    model's own distribution, before bias, grammar, temperature and penalties.
+    """
+
+    def __init__(
+        self,
+        bias: Mapping[int, float] | None = None,
+        mask: TokenMask | None = None,
+        n_top: int | None = None,
+    ) -> None:
+        self._bias = dict(bias or {})
+        self._mask = mask
+        self._n_top = n_top
+        self._pass: tuple[Tensor, list[int], list[int], list[bool]] | None = None
+        self.logprobs: list[TokenLogprob] = []
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether it does anything."""
+        return bool(self._bias) or self._mask is not None or self._n_top is not None
+
+    def __call__(self, logits: Tensor, tree: DraftTree) -> Tensor:
+        logits = logits.float()
+        tokens, parents, valid = (part.tolist() for part in tree[:3])
+        self._pass = (logits, tokens, parents, valid)
+        changed = logits
+        if self._bias:
+            ids = torch.tensor(list(self._bias), device=logits.device)
+            amounts = logits.new_tensor(list(self._bias.values()))
+            changed = changed.index_add(1, ids, amounts.expand(len(tokens), -1))
+        if self._mask is not None:
+            allowed = self._mask.rows(tokens, parents, valid, logits.shape[1])
+            changed = changed.masked_fill(~allowed.to(logits.device), float("-inf"))
+        return changed
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        if self._n_top is not None:
+            self._keep_logprobs(tokens)
+        if self._mask is not None:
+            self._mask.advance(tokens)
+        self._pass = None
+
+    def _keep_logprobs(self, kept: Sequence[int]) -> None:
+        assert self._pass is not None and self._n_top is not None, "accept follows a pass"
+        logits, tokens, parents, valid = self._pass
+        row = 0
+        for token in kept:
+            logprobs = logits[row].log_softmax(-1)
+            best = logprobs.topk(self._n_top) if self._n_top else None
+            top = zip(best.indices.tolist(), best.values.tolist(), strict=True) if best else ()
+            self.logprobs.append(TokenLogprob(token, float(logprobs[token]), tuple(top)))
+            row = _child(row, token, tokens, parents, valid)
+
+
+def _child(
+    row: int, token: int, tokens: Sequence[int], parents: Sequence[int], valid: Sequence[bool]
+) -> int:
+    """The row below `row` that carries `token`; `row` itself behind the end of a path."""
+    for j in range(row + 1, len(tokens)):
+        if parents[j] == row and tokens[j] == token and valid[j]:
+            return j
+    return row

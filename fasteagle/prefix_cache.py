@@ -1,0 +1,96 @@
+"""Keys and values of earlier conversations, so that a question in one of them computes little.
+
+The engine holds one sequence. Before it turns to another one, what it holds is copied away here;
+what the new prompt shares with a kept sequence is copied back. The least recently used one goes
+when memory runs out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fasteagle.generate import Engine, common_prefix
+from fasteagle.model import KVCache
+
+FEW_TOKENS = 32  # computing so many again costs no more than looking after them
+
+
+@dataclasses.dataclass
+class _Kept:
+    """One sequence: its tokens, how many the drafter has seen, its rows of every cache."""
+
+    tokens: list[int]
+    shown: int
+    drafter: object
+    rows: list[Tensor]  # [2 L, G, n, E] each: the target's, then the drafter's own
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(rows.numel() * rows.element_size() for rows in self.rows)
+
+
+class PrefixCache:
+    """Sequences of up to `limit` bytes on `device`, the one used last at the end."""
+
+    def __init__(self, limit: int, device: torch.device | str = "cpu") -> None:
+        self.limit, self.device = limit, device
+        self._kept: list[_Kept] = []
+
+    @property
+    def n_bytes(self) -> int:
+        """In use."""
+        return sum(kept.n_bytes for kept in self._kept)
+
+    @torch.no_grad()
+    def turn_to(self, engine: Engine, prompt: Sequence[int]) -> None:
+        """Let the engine hold the sequence that shares most with `prompt`; keep what it held."""
+        if not self.limit:
+            return
+        shared = common_prefix(engine.cached, prompt)
+        found, most = None, shared + FEW_TOKENS
+        for kept in self._kept:
+            n = common_prefix(kept.tokens, prompt)
+            # A drafter that has not seen those tokens would need them computed again.
+            n = n if kept.drafter is engine.drafter else 0
+            if n > most:
+                found, most = kept, n
+        if len(engine.cached) > shared + FEW_TOKENS:
+            self._keep(engine)
+        if found is not None:
+            self._bring_back(engine, found)
+
+    def clear(self) -> None:
+        self._kept.clear()
+
+    def _keep(self, engine: Engine) -> None:
+        tokens = list(engine.cached)
+        # Its own beginning, kept earlier, is in it.
+        self._kept = [
+            kept for kept in self._kept if common_prefix(kept.tokens, tokens) < len(kept.tokens)
+        ]
+        n = len(tokens)
+        rows = [cache.rows[:, :, :n].to(self.device, copy=True) for cache in _caches(engine)]
+        made = _Kept(tokens, engine.shown, engine.drafter, rows)
+        if made.n_bytes > self.limit:
+            return
+        self._kept.append(made)
+        while self.n_bytes > self.limit:
+            self._kept.pop(0)
+
+    def _bring_back(self, engine: Engine, found: _Kept) -> None:
+        engine.restart()
+        n = len(found.tokens)
+        engine.reserve(n)
+        for cache, rows in zip(_caches(engine), found.rows, strict=True):
+            cache.rows[:, :, :n].copy_(rows)
+        engine.cached[:] = found.tokens
+        engine.shown = found.shown
+        self._kept = [*(kept for kept in self._kept if kept is not found), found]
+
+
+def _caches(engine: Engine) -> list[KVCache]:
+    return [engine.cache, *(engine.drafter.caches if engine.drafter is not None else ())]

@@ -1,0 +1,1 @@
+"""`fasteagle serve`: one loaded model behind HTTP, in the form of OpenAI's API."""

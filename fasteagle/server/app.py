@@ -1,0 +1,288 @@
+"""The endpoints: OpenAI's chat, completions and models, vLLM's tokenize, health and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import time
+from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from fasteagle import __version__
+from fasteagle.answer import Chunk
+from fasteagle.errors import FasteagleError, note
+from fasteagle.llm import LLM
+from fasteagle.options import ServeOptions
+from fasteagle.server.failures import MISTAKE, add_errors
+from fasteagle.server.guard import Guard, error_body
+from fasteagle.server.metrics import Metrics
+from fasteagle.server.prepare import Defaults, Plan, Planner
+from fasteagle.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Sampled,
+    TokenizeRequest,
+)
+from fasteagle.server.queue import AnswerQueue, CancelledError, Job, TimedOutError
+from fasteagle.server.replies import ChatReply, Json, Reply, TextReply, sse
+
+PAGE = Path(__file__).with_name("page.html")
+ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"description": "A parameter that cannot be honoured, by name."},
+    404: {"description": "Another model than the one that is served."},
+    429: {"description": "Too many requests wait; see Retry-After."},
+    503: {"description": "The server is shutting down."},
+    504: {"description": "The time for a request is over."},
+}
+
+Found = TypeVar("Found")
+
+
+class Server:
+    """One model, its queue, its metrics, and the app in front of them."""
+
+    def __init__(
+        self, llm: LLM, options: ServeOptions, defaults: Defaults, api_key: str | None = None
+    ) -> None:
+        self.llm, self.options, self.defaults = llm, options, defaults
+        # Clients learn no folder of this machine.
+        self.name = Path(llm.name).name if Path(llm.name).exists() else llm.name
+        self.metrics = Metrics(self.name)
+        self.queue = AnswerQueue(llm, options.queue, self.metrics)
+        self.metrics.watch(lambda: self.queue.n_running, lambda: self.queue.n_waiting)
+        self.planner = Planner(llm, defaults)
+        self.created = int(time.time())
+        self.app = make_app(self, api_key)
+
+    def check_model(self, name: str | None) -> None:
+        if name not in (None, self.name):
+            raise HTTPException(404, f"model {name!r} is not served here, {self.name!r} is")
+
+    async def answer(self, request: Request, body: Sampled, reply_kind: type[Reply]) -> Response:
+        """Queue it, and reply whole or event by event; whoever leaves ends the answer."""
+        self.check_model(body.model)
+        make = self.planner.chat if isinstance(body, ChatRequest) else self.planner.completion
+        plan: Plan = await run_in_threadpool(make, body)  # type: ignore[arg-type]
+        job = Job(plan.request)
+        self.queue.submit(job)
+        job.limit(self.options.timeout)
+        reply = reply_kind(self.name, self.llm.tokenizer, job, plan)
+        chunks = job.chunks()
+        try:
+            # Before the first chunk, what goes wrong still has a status of its own.
+            first = await unless_gone(request, first_of(chunks))
+            if body.stream:
+                usage = body.stream_options is not None and body.stream_options.include_usage
+                events = self._events(reply, first, chunks, usage, body.show_accepted)
+                return EventStream(events, job)
+            found = [] if first is None else [first, *await unless_gone(request, rest(chunks))]
+        except BaseException:
+            job.leave()
+            raise
+        self._remember(plan, found)
+        return JSONResponse(reply.whole(found))
+
+    async def _events(
+        self,
+        reply: Reply,
+        first: Chunk | None,
+        chunks: AsyncIterator[Chunk],
+        usage: bool,
+        accepted: bool,
+    ) -> AsyncIterator[str]:
+        found: list[Chunk] = []
+        try:
+            if first is not None:
+                found.append(first)
+                for event in reply.parts(first, accepted):
+                    yield sse(event)
+            async for chunk in chunks:
+                found.append(chunk)
+                for event in reply.parts(chunk, accepted):
+                    yield sse(event)
+            self._remember(reply.plan, found)
+            for event in reply.last_parts():
+                yield sse(event)
+            if usage:
+                yield sse(reply.usage_event())
+            yield "data: [DONE]\n\n"
+        except (TimedOutError, CancelledError, FasteagleError) as error:
+            yield sse(error_body(str(error) or "the answer was broken off", "server_error"))
+        except Exception as error:  # the status is sent already: this is how a client learns of it
+            note(f"error: in a stream: {type(error).__name__}: {error}")
+            yield sse(error_body(MISTAKE, "server_error"))
+
+    def _remember(self, plan: Plan, chunks: list[Chunk]) -> None:
+        if plan.text and chunks:
+            tokens = [token for chunk in chunks for token in chunk.tokens]
+            self.planner.texts.add(plan.text, plan.request.prompt, tokens)
+
+
+class EventStream(StreamingResponse):
+    """Ends the answer with the connection, also where that ends before the first event is read."""
+
+    def __init__(self, events: AsyncIterator[str], job: Job) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._job = job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._job.leave()
+
+
+async def first_of(chunks: AsyncIterator[Chunk]) -> Chunk | None:
+    """None where there is none at all."""
+    try:
+        return await chunks.__anext__()
+    except StopAsyncIteration:
+        return None
+
+
+async def rest(chunks: AsyncIterator[Chunk]) -> list[Chunk]:
+    return [chunk async for chunk in chunks]
+
+
+async def unless_gone(request: Request, wanted: Coroutine[Any, Any, Found]) -> Found:
+    """Wait for `wanted`; raises `CancelledError` once the client has left."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    answer, left = asyncio.create_task(wanted), asyncio.create_task(gone())
+    tasks: list[asyncio.Task[Any]] = [answer, left]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            raise CancelledError
+        return answer.result()
+    finally:
+        for task in tasks:
+            if not task.done():
+                task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def make_app(server: Server, api_key: str | None) -> FastAPI:
+    """The app with its endpoints, its errors in OpenAI's form, and the guard before it."""
+    app = FastAPI(title="fasteagle", version=__version__, docs_url=None, redoc_url=None)
+    add_errors(app)
+    _add_answers(app, server)
+    _add_rest(app, server)
+    if server.options.allow_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=server.options.allow_origin,
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type"],
+        )
+    app.add_middleware(Guard, options=server.options, api_key=api_key)
+    plain = app.openapi
+
+    def openapi() -> Json:
+        """Wrong parameters are a 400 here, not FastAPI's 422."""
+        document = plain()
+        for path in document["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]
+    return app
+
+
+def _add_answers(app: FastAPI, server: Server) -> None:
+    @app.post("/v1/chat/completions", responses=ERRORS)
+    async def chat(request: Request, body: ChatRequest) -> Response:
+        """Answer a conversation."""
+        return await server.answer(request, body, ChatReply)
+
+    @app.post("/v1/completions", responses=ERRORS)
+    async def complete(request: Request, body: CompletionRequest) -> Response:
+        """Continue a text, or token ids."""
+        return await server.answer(request, body, TextReply)
+
+    @app.post("/tokenize", responses=ERRORS)
+    def tokenize(body: TokenizeRequest) -> Json:
+        """Token ids of a text, or of a conversation as the template writes it."""
+        server.check_model(body.model)
+        ids = server.planner.tokenize(body)
+        return {"tokens": ids, "count": len(ids), "max_model_len": server.llm.engine.max_seq_len}
+
+    @app.post("/detokenize", responses=ERRORS)
+    def detokenize(body: DetokenizeRequest) -> Json:
+        """The text of token ids, special tokens written out."""
+        server.check_model(body.model)
+        return {"prompt": server.planner.detokenize(body.tokens)}
+
+
+def _add_rest(app: FastAPI, server: Server) -> None:
+    @app.get("/v1/models")
+    def models() -> Json:
+        """The one model that is served."""
+        return {"object": "list", "data": [_model(server)]}
+
+    @app.get("/v1/models/{name:path}", responses={404: ERRORS[404]})
+    def model(name: str) -> Json:
+        """The model, if it is this one."""
+        server.check_model(name)
+        return _model(server)
+
+    @app.get("/health")
+    def health() -> Json:
+        """That the server is up, and what it serves."""
+        return {"status": "ok", "model": server.name}
+
+    @app.get("/metrics", response_class=Response)
+    def metrics() -> Response:
+        """Numbers for Prometheus."""
+        return Response(server.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    content = PAGE.read_bytes()
+    headers = page_headers(content)
+
+    @app.get("/", response_class=Response, include_in_schema=False)
+    def page() -> Response:
+        return Response(content, media_type="text/html", headers=headers)
+
+
+def page_headers(content: bytes) -> dict[str, str]:
+    """Headers that let the page's own style and script run, and nothing that gets into it."""
+    sources = {}
+    for tag in (b"style", b"script"):
+        own = content.partition(b"<%s>" % tag)[2].partition(b"</%s>" % tag)[0]
+        digest = base64.b64encode(hashlib.sha256(own).digest()).decode()
+        sources[tag] = f"'sha256-{digest}'"
+    policy = (
+        f"default-src 'none'; style-src {sources[b'style']}; script-src {sources[b'script']}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
+    return {
+        "content-security-policy": policy,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
+    }
+
+
+def _model(server: Server) -> Json:
+    return {
+        "id": server.name,
+        "object": "model",
+        "created": server.created,
+        "owned_by": "fasteagle",
+        "max_model_len": server.llm.engine.max_seq_len,
+    }

@@ -1,0 +1,79 @@
+"""What goes wrong, in the form of OpenAI's API: a status, one message, and the parameter."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from fasteagle.errors import FasteagleError, note
+from fasteagle.server.guard import error_body
+from fasteagle.server.protocol import ChatRequest
+from fasteagle.server.queue import CancelledError, QueueFullError, ShuttingDownError, TimedOutError
+
+MISTAKE = "the server has made a mistake; its log says more"
+GONE = 499  # nginx's status for a client that has left; nobody reads it
+
+
+def add_errors(app: FastAPI) -> None:
+    """Answer every exception that requests can raise."""
+    answer = partial(_error, kind="invalid_request_error")
+
+    @app.exception_handler(RequestValidationError)
+    async def wrong(request: Request, error: RequestValidationError) -> Response:
+        problem = error.errors()[0]
+        param = ".".join(str(part) for part in problem["loc"] if part != "body") or None
+        if problem["type"] == "extra_forbidden":
+            return answer(400, f"unknown parameter {param!r}", param=param)
+        if problem["type"] == "json_invalid":
+            return answer(400, f"the body is no JSON: {problem['ctx']['error']}")
+        text = problem["msg"].removeprefix("Value error, ")
+        return answer(400, f"{param}: {text}" if param else text, param=param)
+
+    @app.exception_handler(FasteagleError)
+    async def refused(request: Request, error: FasteagleError) -> Response:
+        return answer(400, str(error), param=getattr(error, "param", _first_word(str(error))))
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> Response:
+        return answer(error.status_code, str(error.detail), headers=error.headers)
+
+    @app.exception_handler(QueueFullError)
+    async def full(request: Request, error: QueueFullError) -> Response:
+        headers = {"retry-after": str(error.retry_after)}
+        return _error(429, str(error), kind="rate_limit_error", headers=headers)
+
+    @app.exception_handler(ShuttingDownError)
+    async def closing(request: Request, error: ShuttingDownError) -> Response:
+        return _error(503, str(error), kind="server_error")
+
+    @app.exception_handler(TimedOutError)
+    async def late(request: Request, error: TimedOutError) -> Response:
+        return _error(504, str(error), kind="server_error")
+
+    @app.exception_handler(CancelledError)
+    async def left(request: Request, error: CancelledError) -> Response:
+        return Response(status_code=GONE)
+
+    @app.exception_handler(Exception)
+    async def broken(request: Request, error: Exception) -> Response:
+        note(f"error: {request.url.path}: {type(error).__name__}: {error}")
+        return _error(500, MISTAKE, kind="server_error")
+
+
+def _first_word(message: str) -> str | None:
+    """The parameter that messages of the options begin with, under its name here."""
+    word = message.split(" ", 1)[0].rstrip(":").replace("-", "_")
+    names = {"max_new_tokens": "max_tokens", "the": "", "a": "stop"}
+    word = names.get(word, word)
+    return word if word in ChatRequest.model_fields else None
+
+
+def _error(
+    status: int, message: str, kind: str, param: str | None = None, headers: Any = None
+) -> Response:
+    return JSONResponse(error_body(message, kind, param), status, headers)

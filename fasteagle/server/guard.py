@@ -1,0 +1,158 @@
+"""Who may come in, and how much they may send: Host, Origin, API key, size and pace of a body.
+
+A web page in the browser of the person who runs the server must not reach it. Its requests carry
+an `Origin` that is not ours; and where its own name was made to lead to this machine (DNS
+rebinding), a `Host` that is not ours. An address that is a number cannot be rebound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hmac
+import ipaddress
+import json
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from fasteagle.options import ServeOptions
+
+OPEN_PATHS = ("/", "/health")  # the page asks for the key itself
+BODY_SECONDS = 30.0  # for a whole body to arrive
+
+
+def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict:
+    """An error in the form of OpenAI's API."""
+    clean = message.encode("utf-8", "replace").decode()
+    return {"error": {"message": clean, "type": kind, "param": param, "code": code}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """Why a request goes no further."""
+
+    status: int
+    message: str
+    kind: str = "invalid_request_error"
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+
+    async def send(self, send: Send) -> None:
+        body = json.dumps(error_body(self.message, self.kind)).encode()
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),  # what is left of the body is not read
+            *self.headers,
+        ]
+        await send({"type": "http.response.start", "status": self.status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+class Guard:
+    """Stands before the app."""
+
+    def __init__(self, app: ASGIApp, options: ServeOptions, api_key: str | None) -> None:
+        self._app, self._options = app, options
+        self._key = None if api_key is None else api_key.encode()
+        self._most = int(options.max_body * 2**20)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        refusal = self._stranger(headers) or self._keyless(scope, headers)
+        body: list[Message] = []
+        if refusal is None:
+            refusal = await self._read(headers, receive, body)
+        if refusal is not None:
+            await refusal.send(send)
+            return
+
+        async def replay() -> Message:
+            return body.pop(0) if body else await receive()
+
+        await self._app(scope, replay, send)
+
+    def _stranger(self, headers: Headers) -> Refusal | None:
+        hosts = headers.getlist("host")
+        if len(hosts) != 1 or not self._is_ours(hosts[0]):
+            shown = ", ".join(hosts)[:100]
+            return Refusal(403, f"Host {shown!r} is not this server: see --allow-host")
+        origin = headers.get("origin")
+        if origin is None or origin in self._options.allow_origin:
+            return None
+        if urlsplit(origin).scheme in ("http", "https") and urlsplit(origin).netloc == hosts[0]:
+            return None
+        return Refusal(
+            403, f"pages of {origin[:100]!r} may not use this server: see --allow-origin"
+        )
+
+    def _is_ours(self, host: str) -> bool:
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        if name == "localhost" or name in self._options.allow_host or name == self._options.host:
+            return True
+        try:
+            address = ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return address.is_loopback or not is_loopback(self._options.host)
+
+    def _keyless(self, scope: Scope, headers: Headers) -> Refusal | None:
+        if self._key is None or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
+            return None
+        given = headers.get("authorization", "").encode("latin-1")
+        if hmac.compare_digest(given, b"Bearer " + self._key):
+            return None
+        return Refusal(
+            401,
+            "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'",
+            "authentication_error",
+            ((b"www-authenticate", b"Bearer"),),
+        )
+
+    async def _read(
+        self, headers: Headers, receive: Receive, body: list[Message]
+    ) -> Refusal | None:
+        """Read the whole body, if it is not too large or too slow."""
+        too_large = Refusal(413, f"the body is larger than {self._most:,} bytes: see --max-body")
+        length = headers.get("content-length", "")
+        if length.isdigit() and int(length) > self._most:
+            return too_large
+        parts, size = [], 0
+
+        async def read() -> Refusal | None:
+            nonlocal size
+            while True:
+                message = await receive()
+                if message["type"] != "http.request":
+                    body.append(message)
+                    return None
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                if size > self._most:
+                    return too_large
+                if not message.get("more_body", False):
+                    return None
+
+        try:
+            refusal = await asyncio.wait_for(read(), BODY_SECONDS)
+        except asyncio.TimeoutError:
+            return Refusal(408, f"the body did not arrive within {BODY_SECONDS:g} seconds")
+        body.insert(0, {"type": "http.request", "body": b"".join(parts), "more_body": False})
+        return refusal
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server that listens on `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,92 @@
+"""Numbers for Prometheus, under vLLM's names where they mean the same, so that dashboards fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from fasteagle.server.queue import Job
+
+SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
+TOKEN_SECONDS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5)
+FINISHES = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
+
+
+class Metrics:
+    """Of one server; every name has the label `model_name`."""
+
+    def __init__(self, model: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            names = ("model_name", *labels)
+            return Counter(f"vllm:{name}", text, names, registry=self.registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            made = Histogram(
+                f"vllm:{name}", text, ("model_name",), registry=self.registry, buckets=buckets
+            )
+            return made.labels(model)
+
+        self._drafts = counter("spec_decode_num_drafts", "Passes that verified a tree.")
+        self._drafted = counter("spec_decode_num_draft_tokens", "Tokens verified.")
+        self._accepted = counter("spec_decode_num_accepted_tokens", "Tokens guessed right.")
+        self._by_position = counter(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Passes in which the guess at this place of the path was right.",
+            "position",
+        )
+        self._prompt = counter("prompt_tokens", "Tokens of prompts.")
+        self._generated = counter("generation_tokens", "Tokens of answers.")
+        self._queried = counter("prefix_cache_queries", "Tokens looked up in the KV cache.")
+        self._hits = counter("prefix_cache_hits", "Tokens found in the KV cache.")
+        self._success = counter("request_success", "Answers, by how they ended.", "finished_reason")
+        self._failed = counter("request_failed", "Requests without a whole answer.", "reason")
+        self._ttft = histogram("time_to_first_token_seconds", "Waiting included.", SECONDS)
+        self._per_token = histogram(
+            "request_time_per_output_token_seconds", "Mean of an answer.", TOKEN_SECONDS
+        )
+        self._whole = histogram("e2e_request_latency_seconds", "Waiting included.", SECONDS)
+        self._queued = histogram("request_queue_time_seconds", "Waiting.", SECONDS)
+        self._running = Gauge(
+            "vllm:num_requests_running", "", ("model_name",), registry=self.registry
+        )
+        self._waiting = Gauge(
+            "vllm:num_requests_waiting", "", ("model_name",), registry=self.registry
+        )
+
+    def watch(self, running: Callable[[], float], waiting: Callable[[], float]) -> None:
+        """Ask these whenever the numbers are read."""
+        self._running.labels(self._model).set_function(running)
+        self._waiting.labels(self._model).set_function(waiting)
+
+    def started(self, waited: float) -> None:
+        self._queued.observe(waited)
+
+    def finished(self, job: Job) -> None:
+        stats, model = job.stats, self._model
+        self._drafts.labels(model).inc(len(stats.path_lengths))
+        self._drafted.labels(model).inc(stats.drafted)
+        self._accepted.labels(model).inc(stats.accepted)
+        for place in range(max(stats.path_lengths, default=0)):
+            n = sum(length > place for length in stats.path_lengths)
+            self._by_position.labels(model, str(place)).inc(n)
+        self._prompt.labels(model).inc(stats.prompt_tokens)
+        self._generated.labels(model).inc(stats.new_tokens)
+        self._queried.labels(model).inc(stats.prompt_tokens)
+        self._hits.labels(model).inc(stats.cached_tokens)
+        if job.first_token is not None:
+            self._ttft.observe(job.first_token)
+        if job.outcome not in FINISHES:
+            self._failed.labels(model, job.outcome).inc()
+            return
+        self._success.labels(model, FINISHES[job.outcome]).inc()
+        self._whole.observe(job.seconds)
+        if stats.new_tokens > 1:
+            self._per_token.observe(stats.decode_seconds / (stats.new_tokens - 1))
+
+    def text(self) -> bytes:
+        """In Prometheus' format."""
+        return generate_latest(self.registry)

@@ -1,0 +1,297 @@
+"""From a request as it came to one that the engine can answer, or why it cannot be honoured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from fasteagle.answer import AnswerRequest
+from fasteagle.errors import FasteagleError
+from fasteagle.llm import LLM
+from fasteagle.loading.tokenizer import ChatTokenizer
+from fasteagle.options import AnswerOptions, GrammarSpec, SamplingParams, fresh_seed
+from fasteagle.server.protocol import (
+    ChatMessage,
+    ChatRequest,
+    ChosenTool,
+    CompletionRequest,
+    Sampled,
+    TokenizeRequest,
+)
+from fasteagle.server.tools import ToolFormat, call_grammar, tool_format
+from fasteagle.stream import opened_thought
+
+MOST_STOPS = 16
+KNOWN_TEXTS = 16
+
+
+class BadParameterError(FasteagleError):
+    """A parameter that cannot be honoured, by name."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(f"{param}: {message}")
+        self.param = param
+
+
+@dataclasses.dataclass(frozen=True)
+class Defaults:
+    """What the command line says about answers; a request may say otherwise."""
+
+    params: SamplingParams = dataclasses.field(default_factory=SamplingParams)
+    answer: AnswerOptions = dataclasses.field(default_factory=AnswerOptions)
+    seed_given: bool = False  # else every answer draws one
+    form: GrammarSpec | None = None
+    system: str | None = None
+    think: bool | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A request that can run.
+
+    `text` is the rendered conversation, `opened` the thought that it begins, `echo` what a
+    completion repeats.
+    """
+
+    request: AnswerRequest
+    text: str = ""
+    echo: str = ""
+    opened: str = ""
+    tools: ToolFormat | None = None
+
+
+class KnownTexts:
+    """The last conversations with the tokens that they were generated as.
+
+    A model may write a word in other tokens than its tokenizer would. What was generated is found
+    in the KV cache only under its own tokens, so a text that goes on from a known one keeps them.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._known: deque[tuple[str, list[int]]] = deque(maxlen=KNOWN_TEXTS)
+        self._lock = threading.Lock()
+
+    def encode(self, text: str) -> list[int]:
+        with self._lock:
+            begins = [known for known in self._known if text.startswith(known[0])]
+        if not begins:
+            return self._tokenizer.encode(text)
+        start, ids = max(begins, key=lambda known: len(known[0]))
+        return ids + self._tokenizer.encode(text[len(start) :])
+
+    def add(self, text: str, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """`answer` followed the `prompt` of `text`."""
+        with self._lock:
+            self._known.append((text + self._tokenizer.raw(answer), [*prompt, *answer]))
+
+
+class Planner:
+    """Makes plans for one model. Its methods raise `FasteagleError`."""
+
+    def __init__(self, llm: LLM, defaults: Defaults) -> None:
+        self._llm, self._defaults = llm, defaults
+        self.texts = KnownTexts(llm.tokenizer)
+        self._lock = threading.Lock()  # tokenizers do not like two threads
+
+    def chat(self, body: ChatRequest) -> Plan:
+        with self._lock:
+            tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []]
+            form = None
+            if tools and body.tool_choice != "none":
+                form = tool_format(self._llm.tokenizer.template)
+            elif body.tool_choice not in (None, "none", "auto"):
+                raise BadParameterError("tool_choice", "there are no tools")
+            text = self.render(body.messages, tools if form else [], self._think(body))
+            limit = body.max_tokens
+            if body.max_completion_tokens is not None and body.max_tokens is not None:
+                raise BadParameterError("max_tokens", "give it or max_completion_tokens, not both")
+            if body.max_completion_tokens is not None:
+                limit = body.max_completion_tokens
+            if body.top_logprobs is not None and not body.logprobs:
+                raise BadParameterError("top_logprobs", "needs logprobs true")
+            n_top = (body.top_logprobs or 0) if body.logprobs else None
+            spec = self._chat_form(body, form, tools)
+            request = self._request(body, self.texts.encode(text), limit, spec, n_top)
+        return Plan(request, text, opened=opened_thought(text), tools=form)
+
+    def completion(self, body: CompletionRequest) -> Plan:
+        with self._lock:
+            prompt = self.prompt_ids(body.prompt)
+            if body.echo and body.logprobs is not None:
+                raise BadParameterError("echo", "not together with logprobs")
+            spec = self._form(body, self._defaults.form)
+            request = self._request(body, prompt, body.max_tokens, spec, body.logprobs)
+            return Plan(request, echo=self._llm.tokenizer.decode(prompt) if body.echo else "")
+
+    def tokenize(self, body: TokenizeRequest) -> list[int]:
+        """Token ids of a text, or of a conversation as the template writes it."""
+        if (body.prompt is None) == (body.messages is None):
+            raise BadParameterError("prompt", "give either prompt or messages")
+        with self._lock:
+            tokenizer = self._llm.tokenizer
+            if body.messages is not None:
+                if not body.messages:
+                    raise BadParameterError("messages", "is empty")
+                end = body.add_generation_prompt
+                return tokenizer.encode(self.render(body.messages, add_generation_prompt=end))
+            encode = tokenizer.encode_document if body.add_special_tokens else tokenizer.encode
+            return encode(body.prompt or "")
+
+    def detokenize(self, tokens: list[int]) -> str:
+        """The text of token ids, special tokens written out."""
+        vocab_size = self._llm.engine.model.config.vocab_size
+        for token in tokens:
+            if not 0 <= token < vocab_size:
+                limit = f"{vocab_size:,}"
+                raise BadParameterError("tokens", f"{token} is outside the vocabulary of {limit}")
+        with self._lock:
+            return self._llm.tokenizer.raw(tokens)
+
+    def prompt_ids(self, prompt: str | list[int] | list[str] | list[list[int]]) -> list[int]:
+        """Of a text, of ids, or of a list with one of them."""
+        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+            if len(prompt) > 1:
+                raise BadParameterError("prompt", "only one is supported: send one request each")
+            return self.prompt_ids(prompt[0])
+        if isinstance(prompt, str):
+            return self._llm.tokenizer.encode_document(prompt)
+        return list(prompt)  # type: ignore[arg-type]
+
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[dict[str, Any]] = (),
+        think: bool | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The conversation as the model's template writes it."""
+        found = [_template_message(i, message) for i, message in enumerate(messages)]
+        if self._defaults.system is not None and found[0]["role"] != "system":
+            found.insert(0, {"role": "system", "content": self._defaults.system})
+        if think is not None:
+            self._llm.tokenizer.check_think(think)
+        more = {"tools": tools} if tools else {}
+        return self._llm.tokenizer.render(found, add_generation_prompt, think, **more)
+
+    def _think(self, body: ChatRequest) -> bool | None:
+        given = body.chat_template_kwargs
+        if given is None or given.enable_thinking is None:
+            return self._defaults.think
+        return given.enable_thinking
+
+    def _request(
+        self,
+        body: Sampled,
+        prompt: list[int],
+        max_tokens: int | None,
+        spec: GrammarSpec | None,
+        n_top: int | None,
+    ) -> AnswerRequest:
+        engine = self._llm.engine
+        engine.check_prompt(prompt)
+        if body.stream_options is not None and not body.stream:
+            raise BadParameterError("stream_options", "needs stream true")
+        stop = [body.stop] if isinstance(body.stop, str) else body.stop
+        if stop is not None and len(stop) > MOST_STOPS:
+            raise BadParameterError("stop", f"{len(stop)} strings: use at most {MOST_STOPS}")
+        default = self._defaults.answer
+        answer = AnswerOptions(
+            default.max_new_tokens if max_tokens is None else max_tokens,
+            default.stop if stop is None else tuple(stop),
+        )
+        bias = {int(key): value for key, value in (body.logit_bias or {}).items()}
+        return self._llm.made_request(
+            prompt, self._params(body), answer, spec, bias, n_top, body.speculate
+        )
+
+    def _params(self, body: Sampled) -> SamplingParams:
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+        given = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
+        params = dataclasses.replace(self._defaults.params, **given)
+        if "seed" in given or self._defaults.seed_given or params.greedy:
+            return params
+        return dataclasses.replace(params, seed=fresh_seed())
+
+    def _chat_form(
+        self, body: ChatRequest, form: ToolFormat | None, tools: list[dict[str, Any]]
+    ) -> GrammarSpec | None:
+        asked = body.response_format
+        default = self._defaults.form if asked is None else None
+        if asked is not None and asked.type == "json_object":
+            default = GrammarSpec("json_object")
+        elif asked is not None and asked.type == "json_schema":
+            if asked.json_schema is None:
+                raise BadParameterError("response_format", "json_schema is missing")
+            default = GrammarSpec("json_schema", json.dumps(asked.json_schema.schema_))
+        spec = self._form(body, default)
+        if form is None or body.tool_choice in (None, "auto"):
+            return spec
+        if spec is not None:
+            raise BadParameterError("tool_choice", "contradicts the form asked for")
+        choice = body.tool_choice
+        name = choice.function.name if isinstance(choice, ChosenTool) else None
+        return call_grammar(form, tools, name)
+
+    def _form(self, body: Sampled, default: GrammarSpec | None) -> GrammarSpec | None:
+        schema = body.guided_json
+        asked = {
+            "guided_regex": ("regex", body.guided_regex),
+            "guided_json": (
+                "json_schema",
+                json.dumps(schema) if isinstance(schema, dict) else schema,
+            ),
+            "guided_grammar": ("grammar", body.guided_grammar),
+        }
+        given = {name: pair for name, pair in asked.items() if pair[1] is not None}
+        if len(given) > 1 or (given and isinstance(body, ChatRequest) and body.response_format):
+            raise BadParameterError(next(iter(given)), "contradicts another form asked for")
+        for name, (kind, text) in given.items():
+            try:
+                return GrammarSpec(kind, text or "")
+            except FasteagleError as error:
+                raise BadParameterError(name, str(error)) from error
+        return default
+
+
+def _template_message(number: int, message: ChatMessage) -> dict[str, Any]:
+    """As templates want it: content a string, a tool call's arguments a dictionary."""
+    content = message.content
+    if isinstance(content, list):
+        content = "".join(part.text for part in content)
+    if content is None and not message.tool_calls:
+        raise BadParameterError(f"messages.{number}.content", "is missing")
+    role = "system" if message.role == "developer" else message.role
+    found: dict[str, Any] = {"role": role, "content": content or ""}
+    if message.reasoning_content is not None:
+        found["reasoning_content"] = message.reasoning_content
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {
+                "type": "function",
+                "function": {
+                    "name": c.function.name,
+                    "arguments": _arguments(number, c.function.arguments),
+                },
+            }
+            for c in message.tool_calls
+        ]
+    return found
+
+
+def _arguments(number: int, text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text or "{}")
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise BadParameterError(
+            f"messages.{number}.tool_calls", f"arguments {text[:80]!r} are no JSON object"
+        )
+    return found

@@ -1,0 +1,201 @@
+"""The requests of OpenAI's API that the server understands, with vLLM's additions.
+
+A parameter that is not here is refused by name, and so is a value that cannot be honoured: nothing
+is ignored silently. Values are not converted: a number in quotes is a wrong type.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+MOST_LOGPROBS = 20
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+class Body(Strict):
+    """A whole request."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_characters(cls, data: Any) -> Any:
+        r"""JSON can write halves of characters (`"\ud800"`), which no tokenizer takes."""
+        if isinstance(data, bytes):  # sent as something else than JSON: refused below
+            return data
+        try:
+            json.dumps(data, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start].encode("unicode_escape").decode()
+            raise ValueError(f"{half} is half of a character: send whole ones") from None
+        return data
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+
+
+class TemplateOptions(Strict):
+    """Values for the chat template."""
+
+    enable_thinking: bool | None = None
+
+
+class Sampled(Body):
+    """What chat and text completions share. None: the server's default."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = Field(None, le=2**31)
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    n: int | None = 1
+    logit_bias: dict[str, float] | None = None
+    presence_penalty: float | None = 0
+    frequency_penalty: float | None = 0
+    guided_regex: str | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_grammar: str | None = None
+    speculate: bool = Field(True, description="False: decode plainly, to compare.")
+    show_accepted: bool = Field(False, description="Tell in each chunk what was guessed right.")
+
+    @field_validator("n")
+    @classmethod
+    def _one(cls, n: int | None) -> int | None:
+        if n not in (1, None):
+            raise ValueError("only 1 is supported: one sequence runs at a time")
+        return n
+
+    @field_validator("presence_penalty", "frequency_penalty")
+    @classmethod
+    def _none(cls, value: float | None) -> float | None:
+        if value:
+            raise ValueError("only 0 is supported: use repetition_penalty")
+        return value
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _by_id(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
+        for key, value in (bias or {}).items():
+            if not (key.isascii() and key.isdigit()) or len(key) > 9:
+                raise ValueError(f"{key!r} is no token id")
+            if not -100 <= value <= 100:
+                raise ValueError(f"{value} is out of range: use -100 .. 100")
+        return bias
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(Strict):
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(Strict):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ChatMessage(Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class Function(Strict):
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class ChosenName(Strict):
+    name: str
+
+
+class ChosenTool(Strict):
+    type: Literal["function"]
+    function: ChosenName
+
+
+class JsonSchema(Strict):
+    name: str = "answer"
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class ChatRequest(Sampled):
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+
+    @field_validator("parallel_tool_calls")
+    @classmethod
+    def _several(cls, value: bool | None) -> bool | None:
+        if value is False:
+            raise ValueError("only true is supported: the model decides how many tools it calls")
+        return value
+
+
+class CompletionRequest(Sampled):
+    prompt: str | list[int] | list[str] | list[list[int]]
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    best_of: int | None = 1
+    suffix: None = None
+
+    @field_validator("best_of")
+    @classmethod
+    def _best(cls, value: int | None) -> int | None:
+        if value not in (1, None):
+            raise ValueError("only 1 is supported: one sequence runs at a time")
+        return value
+
+
+class TokenizeRequest(Body):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: list[int]

@@ -1,0 +1,216 @@
+"""Requests wait here and are answered one at a time, in a thread of their own.
+
+The engine holds one sequence, so a second answer at the same time would only make both slower.
+`Job` is the side of the event loop, `AnswerQueue` that of the thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import torch
+
+from fasteagle.answer import AnswerRequest, Chunk
+from fasteagle.compile.blocks import configure
+from fasteagle.errors import FasteagleError
+from fasteagle.llm import LLM
+from fasteagle.stats import Stats
+
+
+class QueueFullError(Exception):
+    """Too many wait already; `retry_after` seconds are a good guess when there is room again."""
+
+    def __init__(self, n_waiting: int, retry_after: int) -> None:
+        super().__init__(f"{n_waiting} requests are waiting already: try again later")
+        self.retry_after = retry_after
+
+
+class ShuttingDownError(Exception):
+    """The server takes no new requests."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is shutting down")
+
+
+class TimedOutError(Exception):
+    """The time for a request is over."""
+
+
+class CancelledError(Exception):
+    """Whoever asked has left."""
+
+
+class Observer(Protocol):
+    """What is told about the queue, for metrics; called from the thread."""
+
+    def started(self, waited: float) -> None: ...
+
+    def finished(self, job: Job) -> None: ...
+
+
+class Job:
+    """One request: its answer arrives as chunks, then `stats` are complete."""
+
+    def __init__(self, request: AnswerRequest) -> None:
+        self.request = request
+        self.stats = Stats()
+        self.outcome = ""  # eos, stop, length, context, cancelled, timeout or error
+        self.submitted = time.perf_counter()
+        self.first_token: float | None = None  # seconds after `submitted`
+        self.seconds = 0.0  # from `submitted` to the end
+        self.cancelled = threading.Event()
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[Chunk | Exception | None] = asyncio.Queue()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def limit(self, seconds: float) -> None:
+        """End it with `TimedOutError` after so long."""
+        self._timer = self._loop.call_later(seconds, self._expire, seconds)
+
+    def _expire(self, seconds: float) -> None:
+        self.cancelled.set()
+        self.outcome = "timeout"
+        self._events.put_nowait(TimedOutError(f"no complete answer within {seconds:g} seconds"))
+
+    def tell(self, event: Chunk | Exception | None) -> None:
+        """From the thread: a chunk, what went wrong, or None at the end."""
+        if self.first_token is None and isinstance(event, Chunk):
+            self.first_token = time.perf_counter() - self.submitted
+        try:
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+        except RuntimeError:  # the loop is closed: nobody is there any more
+            self.cancelled.set()
+
+    async def chunks(self) -> AsyncIterator[Chunk]:
+        """The answer as it comes. Leaving the loop early cancels the rest."""
+        try:
+            while (event := await self._events.get()) is not None:
+                if isinstance(event, Exception):
+                    raise event
+                yield event
+        finally:
+            self.leave()
+
+    def leave(self) -> None:
+        """Nobody waits for the answer any more."""
+        self.cancelled.set()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def check(self) -> None:
+        """Before every pass of the model."""
+        if self.cancelled.is_set():
+            raise CancelledError
+
+
+class AnswerQueue:
+    """At most `limit` jobs wait; the thread ends with `stop`."""
+
+    def __init__(self, llm: LLM, limit: int, observer: Observer) -> None:
+        self._llm, self._limit, self._observer = llm, limit, observer
+        self._waiting: deque[Job] = deque()
+        self._changed = threading.Condition()
+        self._running: Job | None = None
+        self._draining = self._stopped = False
+        self._mean_seconds = 1.0  # of an answer, over the last ones
+        n_threads = torch.get_num_threads()  # a new thread would begin with its own
+        self._thread = threading.Thread(target=self._work, args=(n_threads,), daemon=True)
+        self._thread.start()
+
+    @property
+    def n_waiting(self) -> int:
+        return sum(not job.cancelled.is_set() for job in list(self._waiting))
+
+    @property
+    def n_running(self) -> int:
+        return int(self._running is not None)
+
+    def submit(self, job: Job) -> None:
+        """Raises `QueueFullError` or `ShuttingDownError`."""
+        with self._changed:
+            if self._draining:
+                raise ShuttingDownError
+            self._waiting = deque(j for j in self._waiting if not j.cancelled.is_set())
+            busy = self._running is not None
+            if len(self._waiting) + busy > self._limit:
+                n = len(self._waiting)
+                raise QueueFullError(n, max(1, round((n + busy) * self._mean_seconds)))
+            self._waiting.append(job)
+            self._changed.notify()
+
+    def drain(self) -> None:
+        """Take nothing new and send those away who wait; the running answer goes on."""
+        with self._changed:
+            self._draining = True
+            for job in self._waiting:
+                job.tell(ShuttingDownError())
+            self._waiting.clear()
+            self._changed.notify()
+
+    def break_off(self) -> None:
+        """End the running answer within one cycle. Takes no lock: a signal handler may call it."""
+        running = self._running
+        if running is not None:
+            running.cancelled.set()
+
+    def stop(self, patience: float = 10.0) -> None:
+        """End the running answer too, and the thread."""
+        self.drain()
+        with self._changed:
+            self._stopped = True
+            self.break_off()
+            self._changed.notify()
+        self._thread.join(patience)
+
+    def _next(self) -> Job | None:
+        with self._changed:
+            self._running = None
+            while not self._stopped:
+                while self._waiting:
+                    job = self._waiting.popleft()
+                    if not job.cancelled.is_set():
+                        self._running = job
+                        return job
+                self._changed.wait()
+            return None
+
+    def _work(self, n_threads: int) -> None:
+        torch.set_num_threads(n_threads)
+        configure()
+        while (job := self._next()) is not None:
+            begin = time.perf_counter()
+            self._observer.started(begin - job.submitted)
+            event = self._answer(job)
+            now = time.perf_counter()
+            job.seconds = now - job.submitted
+            self._mean_seconds += 0.2 * (now - begin - self._mean_seconds)
+            self._observer.finished(job)
+            job.tell(event)
+
+    def _answer(self, job: Job) -> Exception | None:
+        """What ends the job's chunks."""
+        try:
+            before = self._llm.engine.stats
+            for chunk in self._llm.stream(job.request, job.check):
+                job.stats = self._llm.engine.stats
+                job.tell(chunk)
+            job.outcome = job.stats.finish
+            return None
+        except CancelledError as error:
+            # An answer that got no token has the statistics of the one before it.
+            after = self._llm.engine.stats
+            job.stats = job.stats if after is before else after
+            job.outcome = job.outcome or "cancelled"
+            return error
+        except FasteagleError as error:
+            job.outcome = "error"
+            return error
+        except Exception as error:  # one answer failed: the next one is tried all the same
+            job.outcome = "error"
+            self._llm.engine.restart()
+            return error

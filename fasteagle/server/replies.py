@@ -1,0 +1,284 @@
+"""Answers in the form of OpenAI's API: whole, and as server-sent events."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from fasteagle.answer import Chunk
+from fasteagle.loading.tokenizer import ChatTokenizer
+from fasteagle.logits import TokenLogprob
+from fasteagle.server.prepare import Plan
+from fasteagle.server.queue import Job
+from fasteagle.server.tools import LLAMA3, Call, parse_calls
+from fasteagle.stats import Stats
+from fasteagle.stream import END_THINK, THINK, ThoughtSplitter, overlap
+
+Json = dict[str, Any]
+
+
+class Piece(NamedTuple):
+    """Text for the client; the first `n_guessed` characters of `content` were guessed right."""
+
+    content: str = ""
+    reasoning: str = ""
+    n_guessed: int = 0
+
+
+class AnswerText:
+    """Splits an answer into thought, text and tool calls while it comes."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._thought = ThoughtSplitter(plan.opened)
+        self._had_thought = bool(plan.opened)
+        self._form = plan.tools
+        self._held = ""  # may be the beginning of a call, or is one
+        self._in_call = False
+        self.calls: list[Call] = []
+
+    def push(self, chunk: Chunk) -> Piece:
+        guessed = self._split(self._thought.push(chunk.text[: chunk.n_guessed]))
+        rest = self._split(self._thought.push(chunk.text[chunk.n_guessed :]))
+        before = self._visible(guessed.content)
+        after = self._visible(rest.content)
+        return Piece(before + after, guessed.reasoning + rest.reasoning, len(before))
+
+    def finish(self) -> Piece:
+        """What was held back; `calls` are known then."""
+        last = self._split(self._thought.finish())
+        content = self._held + last.content
+        if self._form is not None:
+            content, self.calls = parse_calls(content, self._form)
+        return Piece(content, last.reasoning)
+
+    def _split(self, parts: Iterable[tuple[str, bool]]) -> Piece:
+        """Thought and text of `parts`, without the marks between them."""
+        content = reasoning = ""
+        for text, is_thought in parts:
+            if is_thought:
+                self._had_thought = True
+                reasoning += text.lstrip().removeprefix(THINK) if THINK in text else text
+                reasoning = reasoning.removesuffix(END_THINK)
+            else:
+                content += text
+        if self._had_thought and content:
+            content = content.lstrip("\n")
+            self._had_thought = not content  # blank lines after the thought may come in pieces
+        return Piece(content, reasoning)
+
+    def _visible(self, text: str) -> str:
+        """What can be shown now: not what may be a call."""
+        if self._form is None:
+            return text
+        self._held += text
+        if self._in_call:
+            return ""
+        opening = self._form.opening
+        if self._form is LLAMA3:
+            start = self._held.lstrip()
+            self._in_call = start.startswith(opening)
+            keep = len(self._held) if self._in_call or not start else 0
+        else:
+            at = self._held.find(opening)
+            self._in_call = at >= 0
+            keep = len(self._held) - at if self._in_call else overlap(self._held, opening)
+        shown = self._held[: len(self._held) - keep]
+        self._held = self._held[len(shown) :]
+        return shown
+
+
+class Reply:
+    """What the replies to one request share."""
+
+    kind = ""  # of the object, whole
+    chunk_kind = ""
+    prefix = ""  # of the id
+
+    def __init__(self, model: str, tokenizer: ChatTokenizer, job: Job, plan: Plan) -> None:
+        self.tokenizer, self.job, self.plan = tokenizer, job, plan
+        self.text = AnswerText(plan)
+        self._head = {
+            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def envelope(self, kind: str, choices: list[Json]) -> Json:
+        return {**self._head, "object": kind, "choices": choices}
+
+    def choice(self, finish: str | None, logprobs: Json | None, **content: Any) -> Json:
+        return {"index": 0, **content, "logprobs": logprobs, "finish_reason": finish}
+
+    @property
+    def finish(self) -> str:
+        if self.text.calls:
+            return "tool_calls"
+        return "stop" if self.job.stats.finish in ("eos", "stop") else "length"
+
+    def whole(self, chunks: list[Chunk]) -> Json:
+        """The reply to a request that does not stream."""
+        raise NotImplementedError
+
+    def parts(self, chunk: Chunk, accepted: bool) -> Iterator[Json]:
+        """Events of one chunk; with `accepted` they tell what was guessed right."""
+        raise NotImplementedError
+
+    def last_parts(self) -> Iterator[Json]:
+        """Events behind the last chunk."""
+        raise NotImplementedError
+
+    def usage_event(self) -> Json:
+        return {**self.envelope(self.chunk_kind, []), "usage": self.usage()}
+
+    def usage(self) -> Json:
+        stats = self.job.stats
+        return {
+            "prompt_tokens": stats.prompt_tokens,
+            "completion_tokens": stats.new_tokens,
+            "total_tokens": stats.prompt_tokens + stats.new_tokens,
+            "prompt_tokens_details": {"cached_tokens": stats.cached_tokens},
+            "speculation": speculation(stats),
+            "seed": self.plan.request.params.seed,
+        }
+
+    def bare(self, token: int) -> Json:
+        """A token as text and bytes; null where it is only a part of a character."""
+        text = self.tokenizer.raw([token])
+        return {"token": text, "bytes": None if "\ufffd" in text else list(text.encode())}
+
+
+def speculation(stats: Stats) -> Json:
+    """What speculation did for an answer."""
+    return {
+        "passes": stats.passes,
+        "drafted_tokens": stats.drafted,
+        "accepted_tokens": stats.accepted,
+        "tau": round(stats.tau, 4),
+        "accepted_per_position": [round(share, 4) for share in stats.acceptance_by_depth],
+        "tokens_per_second": round(stats.tok_s, 2),
+        "time_to_first_token": round(stats.ttft, 4),
+    }
+
+
+class ChatReply(Reply):
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    _begun = False
+
+    def whole(self, chunks: list[Chunk]) -> Json:
+        pieces = [*(self.text.push(chunk) for chunk in chunks), self.text.finish()]
+        content = "".join(piece.content for piece in pieces)
+        reasoning = "".join(piece.reasoning for piece in pieces)
+        message: Json = {"role": "assistant", "content": content}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if self.text.calls:
+            message |= {"content": content or None, "tool_calls": self._calls()}
+        logprobs = self._logprobs([entry for chunk in chunks for entry in chunk.logprobs])
+        choice = self.choice(self.finish, logprobs, message=message)
+        return {**self.envelope(self.kind, [choice]), "usage": self.usage()}
+
+    def parts(self, chunk: Chunk, accepted: bool) -> Iterator[Json]:
+        piece = self.text.push(chunk)
+        delta = self._delta(piece)
+        if not self._begun:
+            delta, self._begun = {"role": "assistant", "content": "", **delta}, True
+        if not delta and not chunk.logprobs and not accepted:
+            return
+        event = self.envelope(
+            self.chunk_kind, [self.choice(None, self._logprobs(chunk.logprobs), delta=delta)]
+        )
+        if accepted:
+            event["accepted"] = {
+                "tokens": len(chunk.tokens),
+                "accepted": chunk.accepted,
+                "characters": piece.n_guessed,
+            }
+        yield event
+
+    def last_parts(self) -> Iterator[Json]:
+        delta = self._delta(self.text.finish())
+        if self.text.calls:
+            delta["tool_calls"] = [{"index": i, **c} for i, c in enumerate(self._calls())]
+        yield self.envelope(self.chunk_kind, [self.choice(self.finish, None, delta=delta)])
+
+    def _delta(self, piece: Piece) -> Json:
+        delta = {"content": piece.content, "reasoning_content": piece.reasoning}
+        return {name: text for name, text in delta.items() if text}
+
+    def _calls(self) -> list[Json]:
+        return [
+            {
+                "id": f"call_{uuid.uuid4().hex[:24]}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in self.text.calls
+        ]
+
+    def _logprobs(self, entries: Iterable[TokenLogprob]) -> Json | None:
+        if self.plan.request.n_top is None:
+            return None
+        return {
+            "content": [
+                {
+                    **self.bare(entry.token),
+                    "logprob": entry.logprob,
+                    "top_logprobs": [{**self.bare(t), "logprob": p} for t, p in entry.top],
+                }
+                for entry in entries
+            ],
+            "refusal": None,
+        }
+
+
+class TextReply(Reply):
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl"
+
+    def __init__(self, model: str, tokenizer: ChatTokenizer, job: Job, plan: Plan) -> None:
+        super().__init__(model, tokenizer, job, plan)
+        self._echo, self._offset = plan.echo, 0
+
+    def whole(self, chunks: list[Chunk]) -> Json:
+        text = self._echo + "".join(chunk.text for chunk in chunks)
+        logprobs = self._logprobs([entry for chunk in chunks for entry in chunk.logprobs])
+        choice = self.choice(self.finish, logprobs, text=text)
+        return {**self.envelope(self.kind, [choice]), "usage": self.usage()}
+
+    def parts(self, chunk: Chunk, accepted: bool) -> Iterator[Json]:
+        text, self._echo = self._echo + chunk.text, ""
+        if not text and not chunk.logprobs and not accepted:
+            return
+        choice = self.choice(None, self._logprobs(chunk.logprobs), text=text)
+        event = self.envelope(self.kind, [choice])
+        if accepted:
+            event["accepted"] = {
+                "tokens": len(chunk.tokens),
+                "accepted": chunk.accepted,
+                "characters": chunk.n_guessed,
+            }
+        yield event
+
+    def last_parts(self) -> Iterator[Json]:
+        yield self.envelope(self.kind, [self.choice(self.finish, None, text="")])
+
+    def _logprobs(self, entries: Iterable[TokenLogprob]) -> Json | None:
+        if self.plan.request.n_top is None:
+            return None
+        found: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for entry in entries:
+            text = self.tokenizer.raw([entry.token])
+            found["tokens"].append(text)
+            found["token_logprobs"].append(entry.logprob)
+            found["top_logprobs"].append({self.tokenizer.raw([t]): p for t, p in entry.top})
+            found["text_offset"].append(self._offset)
+            self._offset += len(text)
+        return found
+
+
+def sse(event: Json) -> str:
+    """One server-sent event."""
+    return f"data: {json.dumps(event, separators=(',', ':'))}\n\n"

@@ -1,0 +1,142 @@
+"""Runs the server: a socket of its own, and an end that lets the running answer finish."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from fasteagle.errors import FasteagleError
+from fasteagle.options import ServeOptions
+from fasteagle.server.app import Server
+from fasteagle.server.guard import is_loopback
+
+HEAD_SECONDS = 10.0  # for the first line and the headers of a request to arrive
+BACKLOG = 256
+PATIENCE = 1.0  # seconds for connections to close after the second signal
+
+
+def check_exposed(options: ServeOptions, api_key: str | None) -> None:
+    """Refuse to serve other machines without a key, unless asked to."""
+    if api_key == "":
+        raise FasteagleError("the API key is empty: give one, or leave --api-key out")
+    if api_key is None and not options.allow_anyone and not is_loopback(options.host):
+        raise FasteagleError(
+            f"--host {options.host} is open to other machines: add --api-key KEY, or "
+            "--allow-anyone if they may all use it"
+        )
+
+
+def listen(options: ServeOptions) -> socket.socket:
+    """The socket, taken before a model is loaded. Raises `FasteagleError` where that fails."""
+    host, port = options.host, options.port
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        found = socket.socket(family, kind, protocol)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+        found.listen(BACKLOG)  # another server on this port is refused from here on
+    except socket.gaierror as error:
+        raise FasteagleError(f"--host {host}: {error.strerror}") from error
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise FasteagleError(
+                f"port {port} of {host} is in use: stop that server, or give another --port"
+            ) from error
+        raise FasteagleError(f"cannot listen on {host} port {port}: {error.strerror}") from error
+    found.set_inheritable(False)
+    return found
+
+
+class Protocol(H11Protocol):
+    """Closes connections on which a request does not begin in time."""
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_watching()
+        super().connection_lost(exc)
+
+    @property
+    def _waits_for_head(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _watch(self) -> None:
+        if not self._waits_for_head:
+            self._stop_watching()
+        elif self._timer is None:  # bytes that trickle in gain no time
+            self._timer = self.loop.call_later(HEAD_SECONDS, self._give_up)
+
+    def _stop_watching(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _give_up(self) -> None:
+        self._timer = None
+        if self._waits_for_head and not self.transport.is_closing():
+            self.transport.close()
+
+
+class GracefulServer(uvicorn.Server):
+    """The first signal lets the running answer finish, the second does not."""
+
+    def __init__(self, config: uvicorn.Config, server: Server, say: Callable[[str], None]) -> None:
+        super().__init__(config)
+        self._server, self._say = server, say
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self._server.queue.break_off()
+            # A client that does not read can hold its connection open.
+            self._loop.call_soon_threadsafe(self._loop.call_later, PATIENCE, self._force)
+            return
+        self.should_exit = True
+        if self._server.queue.n_running:
+            self._say("finishing the running answer; once more to end at once")
+
+    def _force(self) -> None:
+        self.force_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._server.queue.drain()
+        await super().shutdown(sockets)
+
+
+def run(server: Server, found: socket.socket, say: Callable[[str], None]) -> None:
+    """Serve until a signal comes."""
+    config = uvicorn.Config(
+        server.app,
+        http=Protocol,
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        backlog=BACKLOG,
+        server_header=False,
+    )
+    running = GracefulServer(config, server, say)
+    try:
+        running.run(sockets=[found])
+    finally:
+        server.queue.stop()
+        found.close()

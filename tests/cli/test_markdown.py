@@ -1,0 +1,113 @@
+"""Rendered answers: what stands on a terminal of a given size after one."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+
+from fasteagle.cli.markdown import AnswerScreen, PlainScreen, screen
+from fasteagle.cli.repl import tinted
+
+
+class Screen:
+    """A terminal as far as these tests need it: lines, cursor up, erase, colours ignored."""
+
+    def __init__(self, width: int) -> None:
+        self.width, self.lines, self.row, self.column = width, [""], 0, 0
+
+    def feed(self, text: str) -> None:
+        text = re.sub(r"\x1b\[[0-9;]*m", "", text)
+        for part in re.findall(r"\x1b\[\d*[AJ]|[\r\n]|[^\x1b]", text):
+            if part == "\n":
+                self.row, self.column = self.row + 1, 0
+                self.lines += [""] * (self.row + 1 - len(self.lines))
+            elif part == "\r":
+                self.column = 0
+            elif part.endswith("A") and part[0] == "\x1b":
+                self.row -= int(part[2:-1])
+            elif part == "\x1b[J":
+                self.lines[self.row] = self.lines[self.row][: self.column]
+                del self.lines[self.row + 1 :]
+            else:
+                if self.column == self.width:
+                    self.feed("\n")
+                line = self.lines[self.row].ljust(self.column)
+                self.lines[self.row] = line[: self.column] + part + line[self.column + 1 :]
+                self.column += 1
+
+    @property
+    def text(self) -> str:
+        return "\n".join(line.rstrip() for line in self.lines).rstrip("\n")
+
+
+def shown(*pieces, size=(40, 20), before=">>> hi\n"):
+    """The screen after an answer, and what was sent to it."""
+    out = io.StringIO()
+    answer = AnswerScreen(out, size)
+    for piece in pieces:
+        answer.write(piece)
+    answer.finish()
+    terminal = Screen(size[0])
+    terminal.feed(before + out.getvalue())
+    assert terminal.lines[-1] == "" and terminal.column == 0  # the next prompt has its own line
+    return terminal.text, out.getvalue()
+
+
+def test_marks_become_what_they_mean():
+    text, raw = shown("# Ti", "tle\n\nsome **bo", "ld** and `code`\n\n- one\n- two")
+    assert text.startswith(">>> hi\n") and "**" not in text and "`" not in text and "#" not in text
+    assert "Title" in text and "some bold and code" in text and "• one" in text
+    assert raw.startswith("# Title\n\nsome **bold**")  # it was seen while it came
+
+
+def test_nothing_before_the_answer_is_erased():
+    for length in (1, 38, 39, 40, 41, 79, 80, 81, 200):
+        for end in ("", "\n", "\n\n"):
+            text, _ = shown("x" * (length - 1) + " *y*" + end, before="one\ntwo\n>>> hi\n")
+            lines = text.split("\n")
+            assert lines[:3] == ["one", "two", ">>> hi"], length
+            assert "*" not in text and text.replace("\n", "").count("x") == length - 1
+
+
+def test_wide_characters_take_two_columns():
+    text, _ = shown("東京" * 15 + " *a*\n*b*", size=(40, 20), before="one\n>>> hi\n")
+    # The test's terminal counts one column each, so fewer rows than were erased: nothing is left.
+    assert "*" not in text
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        ("no marks at all",),
+        ("*a*\n" * 30,),  # has scrolled away
+        ("*a* \x07 bell",),
+        ("*a* \x1b]0;title\x07",),
+    ],
+)
+def test_what_stays_as_it_came(pieces):
+    _, raw = shown(*pieces)
+    assert raw == "".join(pieces) + "\n"
+
+
+def test_a_thought_stays_and_the_rest_is_rendered():
+    text, raw = shown("\x1b[2m<think>*hm*</think>\x1b[0m", "\n\nso **it** is")
+    assert "<think>*hm*</think>" in text and "so it is" in text and "**" not in text
+    text, raw = shown("\x1b[2m*hm*\x1b[0m", " in **one** line")
+    assert text.endswith("*hm* in **one** line") and "\x1b[J" not in raw
+
+
+def test_tinted_text_keeps_its_lines():
+    assert tinted("a\nb") == "\x1b[32ma\x1b[0m\n\x1b[32mb\x1b[0m" and tinted("\n") == "\n"
+    text, raw = shown("*one* ", tinted("two *three*"))
+    assert text.endswith("*one* two *three*") and "\x1b[J" not in raw
+
+
+def test_only_terminals_render(monkeypatch):
+    assert isinstance(screen(False), PlainScreen)  # standard output is captured here
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert isinstance(screen(False), AnswerScreen) and isinstance(screen(True), PlainScreen)
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(screen(False), PlainScreen)

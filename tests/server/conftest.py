@@ -1,0 +1,81 @@
+"""A server of a tiny model in a thread of this process, for clients over loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+
+import pytest
+
+pytest.importorskip("fastapi", reason="needs the extra [serve]")
+
+from tokenizers.pre_tokenizers import ByteLevel
+
+import fasteagle
+from fasteagle.options import AnswerOptions, ServeOptions
+from fasteagle.prefix_cache import PrefixCache
+from fasteagle.server import run as running
+from fasteagle.server.app import Server
+from fasteagle.server.prepare import Defaults
+from helpers import save_tiny
+
+# A letter's token id: biased by 100 it is always drawn, and n-grams guess it.
+LETTER = "q"
+LETTER_ID = sorted(ByteLevel.alphabet()).index(LETTER)
+
+
+class Live:
+    """A server that runs, and where it is."""
+
+    def __init__(self, server: Server, port: int) -> None:
+        self.server, self.port = server, port
+        self.url = f"http://127.0.0.1:{port}"
+        self.llm = server.llm
+
+
+@contextlib.contextmanager
+def serving(llm, options=None, defaults=None, api_key=None):
+    options = options or ServeOptions(port=0)
+    server = Server(llm, options, defaults or Defaults(answer=AnswerOptions(16)), api_key)
+    found = running.listen(options)
+    made = []
+    original = running.GracefulServer.__init__
+
+    def kept(self, *args):
+        original(self, *args)
+        made.append(self)
+
+    running.GracefulServer.__init__ = kept
+    thread = threading.Thread(target=running.run, args=(server, found, print), daemon=True)
+    try:
+        thread.start()
+        while not made or not made[0].started:
+            time.sleep(0.01)
+    finally:
+        running.GracefulServer.__init__ = original
+    try:
+        yield Live(server, found.getsockname()[1])
+    finally:
+        made[0].should_exit = made[0].force_exit = True
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="session")
+def serve_dir(tmp_path_factory):
+    """A tiny model whose tokenizer goes through every character."""
+    return save_tiny(tmp_path_factory.mktemp("serve") / "tiny-model", max_position_embeddings=2048)
+
+
+@pytest.fixture(scope="session")
+def loaded(serve_dir):
+    llm = fasteagle.load(str(serve_dir), precision="fp32", drafter="ngram", max_seq_len=2048)
+    llm.prefix_cache = PrefixCache(2**28)
+    return llm
+
+
+@pytest.fixture(scope="session")
+def live(loaded):
+    with serving(loaded) as found:
+        yield found

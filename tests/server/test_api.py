@@ -1,0 +1,276 @@
+"""The endpoints, asked by the real `openai` client, and what each parameter does."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import openai
+import pytest
+
+from conftest import LETTER_ID
+from fasteagle.answer import Chunk
+from fasteagle.stats import Stats
+
+
+@pytest.fixture(scope="module")
+def client(live):
+    return openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def name(live):
+    return live.server.name
+
+
+def ask(client, name, text="hello", **more):
+    messages = [{"role": "user", "content": text}]
+    return client.chat.completions.create(model=name, messages=messages, **more)
+
+
+def direct(live, text="hello", n=16, **more):
+    """The same from the Python API."""
+    return live.llm.chat(text, max_new_tokens=n, **more)
+
+
+def test_models(client, name):
+    assert [model.id for model in client.models.list()] == [name]
+    assert client.models.retrieve(name).id == name
+    with pytest.raises(openai.NotFoundError, match="'other' is not served here"):
+        client.models.retrieve("other")
+
+
+def test_a_whole_answer(client, name, live):
+    reply = ask(client, name)
+    assert reply.object == "chat.completion" and reply.model == name
+    choice = reply.choices[0]
+    assert choice.message.role == "assistant" and choice.finish_reason == "length"
+    expected = direct(live)
+    assert choice.message.content == expected.text
+    usage = reply.usage
+    assert usage.completion_tokens == 16
+    assert usage.total_tokens == usage.prompt_tokens + 16
+    spoken = usage.model_extra["speculation"]
+    assert spoken["passes"] == expected.stats.passes
+    assert spoken["accepted_tokens"] == expected.stats.accepted
+
+
+def test_a_stream_is_the_whole_in_pieces(client, name, live):
+    options = {"include_usage": True}
+    events = list(ask(client, name, stream=True, stream_options=options))
+    assert events[0].choices[0].delta.role == "assistant"
+    text = "".join(e.choices[0].delta.content or "" for e in events if e.choices)
+    assert text == direct(live).text
+    assert [e.choices[0].finish_reason for e in events if e.choices][-1] == "length"
+    assert events[-1].choices == [] and events[-1].usage.completion_tokens == 16
+    assert all(e.usage is None for e in events[:-1])
+    without = list(ask(client, name, stream=True))
+    assert all(e.usage is None for e in without)
+
+
+def test_what_was_guessed_right_is_told(client, name, live):
+    more = {"show_accepted": True}
+    bias = {"logit_bias": {str(LETTER_ID): 100}}  # a text of one letter, which n-grams guess
+    events = list(ask(client, name, stream=True, max_tokens=60, extra_body=more, **bias))
+    told = [e.model_extra["accepted"] for e in events if "accepted" in (e.model_extra or {})]
+    assert sum(t["tokens"] for t in told) == 60
+    expected = direct(live, n=60, logit_bias={LETTER_ID: 100})
+    assert sum(t["accepted"] for t in told) == expected.stats.accepted > 0
+    assert 0 < sum(t["characters"] for t in told) <= 60
+    plain = ask(client, name, max_tokens=60, extra_body={"speculate": False}, **bias)
+    assert plain.choices[0].message.content == expected.text
+    assert plain.usage.model_extra["speculation"]["drafted_tokens"] == 0
+
+
+def test_sampling_parameters(client, name, live):
+    given = {"temperature": 1.0, "top_p": 0.9, "seed": 5, "max_completion_tokens": 20}
+    extra = {"top_k": 30, "min_p": 0.01, "repetition_penalty": 1.1}
+    found = ask(client, name, **given, extra_body=extra).choices[0].message.content
+    expected = direct(live, n=20, temperature=1.0, top_p=0.9, seed=5, **extra)
+    assert found == expected.text
+    first = ask(client, name, temperature=1.0)
+    again = ask(client, name, temperature=1.0, seed=first.usage.model_extra["seed"])
+    assert again.choices[0].message.content == first.choices[0].message.content
+    other = ask(client, name, temperature=1.0)
+    assert other.usage.model_extra["seed"] != first.usage.model_extra["seed"]
+
+
+def test_stop(client, name, live):
+    text = direct(live).text
+    reply = ask(client, name, stop=[text[3:5]])
+    assert reply.choices[0].message.content == text[: text.index(text[3:5])]
+    assert reply.choices[0].finish_reason == "stop"
+    streamed = ask(client, name, stop=text[3:5], stream=True)
+    found = "".join(e.choices[0].delta.content or "" for e in streamed)
+    assert found == text[: text.index(text[3:5])]
+
+
+def test_logprobs(client, name, live):
+    reply = ask(client, name, logprobs=True, top_logprobs=2)
+    entries = reply.choices[0].logprobs.content
+    expected = direct(live, top_logprobs=2).logprobs
+    assert len(entries) == 16
+    for entry, wanted in zip(entries, expected, strict=True):
+        assert entry.logprob == pytest.approx(wanted.logprob, abs=1e-3)
+        assert len(entry.top_logprobs) == 2 and entry.top_logprobs[0].logprob <= 0
+    streamed = ask(client, name, logprobs=True, stream=True)
+    count = sum(len(e.choices[0].logprobs.content) for e in streamed if e.choices[0].logprobs)
+    assert count == 16
+
+
+def test_logit_bias(client, name, live):
+    reply = ask(client, name, logit_bias={str(LETTER_ID): 100}, max_tokens=5)
+    assert reply.choices[0].message.content == "qqqqq"
+
+
+def test_system_prompts_and_parts(client, name, live):
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
+    found = client.chat.completions.create(model=name, messages=messages)
+    wanted = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
+    assert found.choices[0].message.content == direct(live, wanted).text
+
+
+def test_an_answer_can_be_sent_back(client, name):
+    first = ask(client, name)
+    messages = [
+        {"role": "user", "content": "hello"},
+        first.choices[0].message,
+        {"role": "user", "content": "go on"},
+    ]
+    reply = client.chat.completions.create(model=name, messages=messages)
+    assert reply.usage.prompt_tokens > first.usage.total_tokens
+
+
+def test_text_completions(client, name, live):
+    reply = client.completions.create(model=name, prompt="once upon", max_tokens=8)
+    expected = live.llm.generate("once upon", max_new_tokens=8)
+    assert reply.object == "text_completion" and reply.choices[0].text == expected.text
+    ids = live.llm.tokenizer.encode("once upon")
+    for prompt in (ids, [ids], ["once upon"]):
+        again = client.completions.create(model=name, prompt=prompt, max_tokens=8)
+        assert again.choices[0].text == expected.text
+    echo = client.completions.create(model=name, prompt="once upon", max_tokens=8, echo=True)
+    assert echo.choices[0].text == "once upon" + expected.text
+    events = client.completions.create(
+        model=name, prompt="once upon", max_tokens=8, echo=True, stream=True, logprobs=None
+    )
+    assert "".join(e.choices[0].text for e in events) == "once upon" + expected.text
+    logprobs = client.completions.create(model=name, prompt="x", max_tokens=4, logprobs=2)
+    found = logprobs.choices[0].logprobs
+    assert len(found.tokens) == len(found.token_logprobs) == len(found.text_offset) == 4
+    assert found.text_offset[0] == 0 and len(found.top_logprobs[0]) == 2
+
+
+def test_structured_output(client, name):
+    pytest.importorskip("llguidance")
+    schema = {
+        "type": "object",
+        "properties": {"answer": {"enum": ["yes", "no"]}},
+        "required": ["answer"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
+    reply = ask(client, name, response_format=form, max_tokens=100)
+    if reply.choices[0].finish_reason == "stop":
+        assert json.loads(reply.choices[0].message.content)["answer"] in ("yes", "no")
+    else:  # a random model may write blanks for ever
+        assert reply.choices[0].message.content.startswith("{")
+    reply = ask(client, name, response_format={"type": "json_object"}, max_tokens=5)
+    assert reply.choices[0].message.content.startswith("{")
+    for extra, pattern in (
+        ({"guided_regex": "[ab]{4}c"}, "[ab]{4}c"),
+        ({"guided_json": {"enum": ["one"]}}, '"one"'),
+        ({"guided_grammar": 'start: "x" /[0-9]{2}/'}, "x[0-9]{2}"),
+    ):
+        text = ask(client, name, extra_body=extra, max_tokens=8).choices[0].message.content
+        assert re.match(pattern, text), extra
+
+
+def test_tokenize_and_back(live):
+    import httpx
+
+    found = httpx.post(f"{live.url}/tokenize", json={"prompt": "héllo"}).json()
+    assert found["count"] == len(found["tokens"]) == 6 and found["max_model_len"] == 2048
+    back = httpx.post(f"{live.url}/detokenize", json={"tokens": found["tokens"]}).json()
+    assert back == {"prompt": "héllo"}
+    messages = [{"role": "user", "content": "x"}]
+    found = httpx.post(f"{live.url}/tokenize", json={"messages": messages}).json()
+    text = httpx.post(f"{live.url}/detokenize", json={"tokens": found["tokens"]}).json()["prompt"]
+    assert text == "<|user|>x<|end|><|assistant|>"
+
+
+def test_follow_ups_compute_only_what_is_new_though_conversations_alternate(client, live):
+    """The second question of each finds the first one, whichever came between."""
+    name, histories = live.server.name, {}
+    for turn in range(3):
+        for person in ("anna", "bert"):
+            messages = histories.setdefault(person, [])
+            messages.append({"role": "user", "content": f"{person} asks {turn} " + "word " * 40})
+            reply = client.chat.completions.create(
+                model=name, messages=messages, max_tokens=20, logit_bias={str(LETTER_ID): 100}
+            )
+            messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+            cached = reply.usage.prompt_tokens_details.cached_tokens
+            if turn:
+                new = reply.usage.prompt_tokens - cached
+                assert new < 240, (turn, person, new)  # the question, not what came before
+                assert cached > 200 * turn
+
+
+def test_health_metrics_and_page(client, name, live):
+    import httpx
+
+    ask(client, name)
+    assert httpx.get(f"{live.url}/health").json() == {"status": "ok", "model": name}
+    text = httpx.get(f"{live.url}/metrics").text
+    for metric in (
+        "spec_decode_num_drafts_total",
+        "spec_decode_num_draft_tokens_total",
+        "spec_decode_num_accepted_tokens_total",
+        "spec_decode_num_accepted_tokens_per_pos_total",
+        "prompt_tokens_total",
+        "generation_tokens_total",
+        "prefix_cache_queries_total",
+        "prefix_cache_hits_total",
+        "request_success_total",
+        "time_to_first_token_seconds_count",
+        "request_time_per_output_token_seconds_count",
+        "e2e_request_latency_seconds_count",
+        "request_queue_time_seconds_count",
+        "num_requests_running",
+        "num_requests_waiting",
+    ):
+        found = re.search(rf'^vllm:{metric}{{.*model_name="{name}".*}} ([0-9.e+]+)$', text, re.M)
+        assert found, metric
+        if not metric.startswith("num_"):
+            assert float(found[1]) > 0, metric
+    page = httpx.get(live.url)
+    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+
+
+def test_metrics_count_what_happened():
+    from fasteagle.server.metrics import Metrics
+
+    class Done:
+        stats = Stats(prompt_tokens=10, cached_tokens=4, new_tokens=6, passes=3, drafted=12)
+        outcome, first_token, seconds = "eos", 0.5, 1.0
+
+    Done.stats.path_lengths = [2, 0, 1]
+    metrics = Metrics("m")
+    metrics.finished(Done)
+    text = metrics.text().decode()
+    for line in (
+        'vllm:spec_decode_num_drafts_total{model_name="m"} 3.0',
+        'vllm:spec_decode_num_accepted_tokens_total{model_name="m"} 3.0',
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="0"} 2.0',
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="1"} 1.0',
+        'vllm:prefix_cache_hits_total{model_name="m"} 4.0',
+        'vllm:request_success_total{finished_reason="stop",model_name="m"} 1.0',
+    ):
+        assert line in text
+
+
+def test_chunks_are_small():
+    assert Chunk("x").tokens == () and Chunk("x").n_guessed == 0

@@ -1,0 +1,307 @@
+"""What a server meets: wrong requests, strangers, clients that leave or dawdle. It goes on."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+
+import httpx
+import pytest
+
+from conftest import serving
+from fasteagle.errors import FasteagleError
+from fasteagle.options import AnswerOptions, ServeOptions
+from fasteagle.server import guard, run
+from fasteagle.server.prepare import Defaults
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def post(live, path="/v1/chat/completions", **body):
+    body = {"messages": HELLO, "max_tokens": 4, **body} if "chat" in path else body
+    return httpx.post(live.url + path, json=body)
+
+
+def assert_refused(reply, status, *parts, param=None) -> None:
+    assert reply.status_code == status, reply.text
+    error = reply.json()["error"]
+    for part in parts:
+        assert part in error["message"], error
+    assert "\n" not in error["message"]
+    if param is not None:
+        assert error["param"] == param
+
+
+@pytest.fixture(autouse=True)
+def goes_on(live):
+    """After whatever a test did, the server still answers."""
+    yield
+    assert post(live).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": "1"}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -5}, "top_k"),
+        ({"top_k": 10**30}, "top_k"),
+        ({"min_p": 1}, "min_p"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**63}, "seed"),
+        ({"seed": 1.5}, "seed"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": None, "max_completion_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "many"}, "max_tokens"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
+        ({"n": 2}, "n"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"frequency_penalty": -1}, "frequency_penalty"),
+        ({"temprature": 1}, "temprature"),
+        ({"user": "me"}, "user"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"guided_regex": "a("}, None),
+        ({"guided_regex": "a", "guided_grammar": "b"}, "guided_regex"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_json": {"type": "nonsense"}}, None),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, None),
+        ({"chat_template_kwargs": {"other": 1}}, "chat_template_kwargs.other"),
+        ({"functions": []}, "functions"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_honoured_is_named(live, changes, param):
+    reply = post(live, **changes)
+    assert reply.status_code == 400, reply.text
+    error = reply.json()["error"]
+    assert error["type"] == "invalid_request_error" and error["message"]
+    if param is not None:
+        assert error["param"].startswith(param), error
+        assert param.split(".")[0].replace("max_tokens", "max") in error["message"].replace(
+            "-", "_"
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "part"),
+    [
+        ({"prompt": []}, 400, "prompt is empty"),
+        ({"prompt": ["a", "b"]}, 400, "only one is supported"),
+        ({"prompt": [1, -5]}, 400, "token id -5"),
+        ({"prompt": "x" * 3000}, 400, "3,000 tokens, max-seq-len 2,048 leaves room for 2,047"),
+        ({"prompt": "a", "echo": True, "logprobs": 1}, 400, "echo"),
+        ({"prompt": "a", "best_of": 2}, 400, "best_of"),
+        ({"prompt": "a", "suffix": "b"}, 400, "suffix"),
+        ({"prompt": "a", "model": "gpt-5"}, 404, "'gpt-5' is not served here"),
+        ({}, 400, "prompt"),
+    ],
+    ids=str,
+)
+def test_completions_that_are_refused(live, changes, status, part):
+    assert_refused(post(live, "/v1/completions", **changes), status, part)
+
+
+def test_bodies_that_are_no_json(live):
+    for raw in (b"", b"{", b'{"messages": [}', b"\xff\xfe{}", b"[]", b"null", b"3"):
+        reply = httpx.post(
+            f"{live.url}/v1/chat/completions",
+            content=raw,
+            headers={"content-type": "application/json"},
+        )
+        assert reply.status_code == 400 and reply.json()["error"]["message"], raw
+
+
+def test_bodies_of_another_kind(live):
+    for kind in ("text/plain", "application/octet-stream", "application/x-www-form-urlencoded"):
+        raw, headers = b'{"messages": []}', {"content-type": kind}
+        reply = httpx.post(f"{live.url}/v1/chat/completions", content=raw, headers=headers)
+        assert reply.status_code == 400 and reply.json()["error"]["message"], kind
+
+
+def test_half_a_character(live):
+    raw = b'{"messages": [{"role": "user", "content": "\\ud800"}], "max_tokens": 2}'
+    for path in ("/v1/chat/completions", "/tokenize"):
+        headers = {"content-type": "application/json"}
+        reply = httpx.post(live.url + path, content=raw, headers=headers)
+        assert reply.status_code == 400 and reply.json()["error"]["message"]
+
+
+def test_numbers_that_json_does_not_have(live):
+    raw = b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}'
+    headers = {"content-type": "application/json"}
+    reply = httpx.post(f"{live.url}/v1/chat/completions", content=raw, headers=headers)
+    assert_refused(reply, 400, "temperature")
+
+
+def test_a_template_without_system_role(live, monkeypatch):
+    refusing = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}x"
+    )
+    monkeypatch.setattr(live.llm.tokenizer, "_template", refusing)
+    reply = post(live, messages=[{"role": "system", "content": "a"}, *HELLO])
+    assert_refused(reply, 400, "chat template refused: no system")
+
+
+def test_paths_and_methods_that_are_not_there(live):
+    assert_refused(httpx.get(f"{live.url}/v2"), 404)
+    assert_refused(httpx.get(f"{live.url}/v1/chat/completions"), 405)
+    assert_refused(httpx.post(f"{live.url}/detokenize", json={"tokens": [10**20]}), 400, "tokens")
+    assert_refused(httpx.post(f"{live.url}/tokenize", json={}), 400, "prompt")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"host": "evil.example"},
+        {"host": "evil.example:8000"},
+        {"host": "192.168.0.7"},
+        {"host": "localhost.evil.example"},
+        {"host": ""},
+        {"origin": "https://evil.example"},
+        {"origin": "null"},
+        {"origin": "http://127.0.0.1:1"},
+    ],
+    ids=str,
+)
+def test_strangers_are_refused(live, headers):
+    for request in (
+        lambda: httpx.get(f"{live.url}/v1/models", headers=headers),
+        lambda: httpx.post(f"{live.url}/v1/chat/completions", json={}, headers=headers),
+        lambda: httpx.get(live.url, headers=headers),
+    ):
+        reply = request()
+        assert reply.status_code == 403
+        assert "access-control-allow-origin" not in reply.headers
+
+
+def test_our_own_page_and_names_are_let_in(live):
+    for host in (f"localhost:{live.port}", f"127.0.0.1:{live.port}", f"[::1]:{live.port}"):
+        headers = {"host": host, "origin": f"http://{host}"}
+        assert httpx.get(f"{live.url}/v1/models", headers=headers).status_code == 200
+
+
+def test_a_body_that_is_too_large(live):
+    started = time.perf_counter()
+    with socket.create_connection(("127.0.0.1", live.port)) as plain:
+        plain.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Length: 104857600\r\n\r\n{"
+        )
+        assert b"413" in plain.recv(4096)  # told before it is sent
+    assert time.perf_counter() - started < 5
+
+    def pieces():
+        for _ in range(100):
+            yield b"x" * 2**20
+
+    try:
+        reply = httpx.post(f"{live.url}/v1/chat/completions", content=pieces())
+        assert_refused(reply, 413, "larger than 8,388,608 bytes")
+    except httpx.WriteError:
+        pass  # the server closed before all was sent
+
+
+def test_slow_clients_are_closed(live, monkeypatch):
+    monkeypatch.setattr(run, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(guard, "BODY_SECONDS", 0.3)
+    with socket.create_connection(("127.0.0.1", live.port), timeout=5) as head:
+        head.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHo")
+        for _ in range(2):
+            time.sleep(0.1)
+            head.sendall(b"s")
+        assert head.recv(100) == b""
+    with socket.create_connection(("127.0.0.1", live.port), timeout=5) as idle:
+        assert idle.recv(100) == b""
+    with socket.create_connection(("127.0.0.1", live.port), timeout=5) as body:
+        body.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n{"
+        )
+        assert b"408" in body.recv(4096)
+
+
+def test_what_is_no_http(live):
+    with socket.create_connection(("127.0.0.1", live.port), timeout=5) as plain:
+        plain.sendall(b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n")
+        assert b"400" in plain.recv(4096)
+
+
+def test_the_api_key(loaded):
+    with serving(loaded, api_key="s3cret") as keyed:
+        url = f"{keyed.url}/v1/models"
+        for given in (None, "Bearer wrong", "Bearer s3cre", "s3cret", "Bearer s3cretx"):
+            reply = httpx.get(url, headers={"authorization": given} if given else {})
+            assert reply.status_code == 401
+        assert httpx.get(url, headers={"authorization": "Bearer s3cret"}).status_code == 200
+        assert httpx.get(f"{keyed.url}/metrics").status_code == 401
+        assert httpx.get(f"{keyed.url}/health").status_code == 200
+        assert httpx.get(keyed.url).status_code == 200
+
+
+def test_pages_that_may_use_it(loaded):
+    options = ServeOptions(port=0, allow_origin=("https://app.example",), allow_host=("box.lan",))
+    with serving(loaded, options) as open_one:
+        url = f"{open_one.url}/v1/models"
+        reply = httpx.get(url, headers={"origin": "https://app.example", "host": "box.lan:1"})
+        assert reply.status_code == 200
+        assert reply.headers["access-control-allow-origin"] == "https://app.example"
+        asked = {"origin": "https://app.example", "access-control-request-method": "POST"}
+        assert httpx.options(f"{open_one.url}/v1/chat/completions", headers=asked).is_success
+        assert httpx.get(url, headers={"origin": "https://b.example"}).status_code == 403
+
+
+def test_two_servers_on_one_port(live):
+    with pytest.raises(FasteagleError, match=f"port {live.port} of 127.0.0.1 is in use"):
+        run.listen(ServeOptions(port=live.port))
+
+
+def test_hosts_that_do_not_exist():
+    with pytest.raises(FasteagleError, match="--host no.such.host.invalid"):
+        run.listen(ServeOptions(host="no.such.host.invalid"))
+
+
+def test_other_machines_need_a_key():
+    for host in ("0.0.0.0", "192.168.1.5", "::", "example.org"):
+        with pytest.raises(FasteagleError, match="open to other machines: add --api-key"):
+            run.check_exposed(ServeOptions(host=host), None)
+        run.check_exposed(ServeOptions(host=host), "key")
+        run.check_exposed(ServeOptions(host=host, allow_anyone=True), None)
+    for host in ("127.0.0.1", "127.0.0.9", "::1", "localhost"):
+        run.check_exposed(ServeOptions(host=host), None)
+    with pytest.raises(FasteagleError, match="API key is empty"):
+        run.check_exposed(ServeOptions(), "")
+
+
+def test_defaults_of_the_command_line(loaded):
+    defaults = Defaults(answer=AnswerOptions(3), system="Be brief.")
+    with serving(loaded, defaults=defaults) as found:
+        reply = httpx.post(f"{found.url}/v1/chat/completions", json={"messages": HELLO}).json()
+        assert reply["usage"]["completion_tokens"] == 3
+        wanted = [{"role": "system", "content": "Be brief."}, *HELLO]
+        expected = loaded.chat(wanted, max_new_tokens=3).text
+        assert reply["choices"][0]["message"]["content"] == expected
+
+
+def test_an_error_message_is_json_whatever_is_in_it(live):
+    reply = post(live, **{"ünknown\n\x00": 1})
+    assert json.loads(reply.text)["error"]["param"].startswith("ünknown")

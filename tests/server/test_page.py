@@ -1,0 +1,333 @@
+"""The page in a real browser: streaming, stop, retry, both ways to decode, and hostile answers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from conftest import LETTER_ID, serving
+from fasteagle.answer import Chunk
+from fasteagle.options import AnswerOptions, SamplingParams
+from fasteagle.server.prepare import Defaults
+
+sync_api = pytest.importorskip("playwright.sync_api")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+if CHROMIUM is None:
+    pytest.skip("no chromium on this machine (apt-get install chromium)", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_api.sync_playwright() as playwright:
+        made = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield made
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def site(loaded):
+    defaults = Defaults(SamplingParams(), AnswerOptions(40))
+    with serving(loaded, defaults=defaults) as found:
+        yield found
+
+
+@pytest.fixture
+def page(browser, site):
+    context = browser.new_context(viewport={"width": 1280, "height": 800})
+    made = context.new_page()
+    made.problems = []
+    made.on("console", lambda m: m.type == "error" and made.problems.append(m.text))
+    made.on("pageerror", lambda e: made.problems.append(str(e)))
+    made.on(
+        "request", lambda r: r.url.startswith((site.url, "data:")) or made.problems.append(r.url)
+    )
+    made.goto(site.url)
+    yield made
+    assert not made.problems
+    context.close()
+
+
+@pytest.fixture
+def says(site, monkeypatch):
+    """Lets the model say what a test wants, piece by piece, all but the first guessed."""
+
+    def set_answer(text, size=7, wait=0.0):
+        def stream(request, check=lambda: None):
+            import time
+
+            stats = site.llm.engine.stats
+            stats.__init__(prompt_tokens=3, finish="eos", ttft=0.01, decode_seconds=0.5)
+            for i in range(0, len(text), size):
+                check()
+                time.sleep(wait)
+                part, first = text[i : i + size], i == 0
+                stats.new_tokens += 1 if first else 2
+                if not first:
+                    stats.passes += 1
+                    stats.drafted += 3
+                    stats.path_lengths.append(1)
+                n = 0 if first else len(part) // 2
+                yield Chunk(part, (1,) if first else (1, 2), int(not first), n)
+
+        monkeypatch.setattr(site.llm, "stream", stream)
+
+    return set_answer
+
+
+def ask(page, text="hello"):
+    page.get_by_label("Question").fill(text)
+    page.keyboard.press("Enter")
+
+
+def done(page):
+    page.locator("#send").wait_for(state="visible")
+    page.locator("#log .foot span").last.wait_for()
+
+
+def has_text(page, n):
+    """Wait until the answer has more than `n` characters."""
+    for _ in range(500):
+        if len(page.locator(".answer").inner_text()) > n:
+            return
+        page.wait_for_timeout(10)
+    raise AssertionError("no text comes")
+
+
+def test_a_real_answer_and_a_follow_up(page, site):
+    assert page.locator("#model").inner_text() == "tiny-model"
+    for i in (1, 2):
+        ask(page, f"question {i}")
+        done(page)
+        assert page.locator(".turn.user").count() == page.locator(".turn.assistant").count() == i
+    assert "40 tokens" in page.locator(".foot").last.inner_text()
+    assert site.llm.engine.stats.cached_tokens > 10
+    shown = page.locator("#rate").inner_text()
+    assert float(shown) == pytest.approx(site.llm.engine.stats.tok_s, abs=0.1)
+
+
+def test_text_comes_while_it_is_made(page, says):
+    says("one two three four five six seven eight nine ten", wait=0.05)
+    ask(page)
+    has_text(page, 7)
+    early = page.locator(".answer").inner_text()
+    assert page.locator("#stop").is_visible() and not early.endswith("ten")
+    done(page)
+    assert page.locator(".answer").inner_text().endswith("nine ten")
+
+
+def test_guesses_are_tinted_and_counted(page, says):
+    says("abcdefgh" * 4, size=8)
+    ask(page)
+    done(page)
+    marks = page.locator(".answer mark")
+    assert marks.all_inner_texts() == ["abcd"] * 3
+    colour = "e => getComputedStyle(e).backgroundColor"
+    assert marks.first.evaluate(colour) != "rgba(0, 0, 0, 0)"
+    assert page.locator("#tau").inner_text() == "2.00"
+    assert page.locator("#chart div").count() == 1
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Tint what was guessed right").uncheck()
+    assert marks.first.evaluate(colour) == "rgba(0, 0, 0, 0)"
+
+
+HOSTILE = (
+    "<script>window.hit = 1</script>",
+    "<img src=x onerror='window.hit = 1'>",
+    "[click](javascript:window.hit=1) [b](JaVaScRiPt:window.hit=1) [c](data:text/html,<script>1)",
+    "[d]( javascript:window.hit=1) [e](java\tscript:window.hit=1) [f](//evil.example) [g](/x)",
+    "![i](http://evil.example/pixel.png) <iframe src=//evil.example></iframe>",
+    '[x](https://good.example/" onmouseover="window.hit=1)',
+    "```html\n</code></pre><script>window.hit = 1</script>\n```",
+    "<style>body { display: none }</style><link rel=stylesheet href=//evil.example/a.css>",
+    "`</code><svg onload=window.hit=1>` **<b onclick=window.hit=1>x</b>**",
+    "<base href=//evil.example><form action=//evil.example><button>send</button></form>",
+    "&lt;script&gt; &#60;script&#62; \u202e\u0000",
+    "# <h1 onclick=window.hit=1>\n> <details ontoggle=window.hit=1>\n- <a href=javascript:1>x</a>",
+    "*" * 3000 + "[" * 3000 + "`" * 999 + "> " * 999,
+)
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+@pytest.mark.parametrize("size", [5, 10_000])
+def test_hostile_answers_are_text(page, says, text, size):
+    says(text, size=max(size, len(text) // 200))
+    ask(page, text[:500])
+    done(page)
+    page.wait_for_timeout(50)
+    assert page.evaluate("window.hit") is None
+    inside = page.locator("#log .answer, #log .turn.user")
+    allowed = {"P", "PRE", "CODE", "STRONG", "EM", "A", "UL", "OL", "LI", "MARK", "BLOCKQUOTE"}
+    for tags in inside.evaluate_all(
+        "all => all.map(e => [...e.querySelectorAll('*')].map(x => x.tagName))"
+    ):
+        assert set(tags) <= allowed | {"H3", "H4", "H5"}
+    for link in page.locator(".answer a").evaluate_all("all => all.map(a => [a.href, a.rel])"):
+        assert link[0].startswith(("https://good.example/", "http://evil.example/pixel.png"))
+        assert "noopener" in link[1]  # an image is a link that nobody follows by itself
+    attributes = page.locator(".answer *").evaluate_all(
+        "all => all.flatMap(e => [...e.attributes].map(a => a.name))"
+    )
+    assert set(attributes) <= {"href", "target", "rel", "start"}
+    user = page.locator(".turn.user").evaluate("e => e.textContent")
+    # Browsers write line ends in text fields their own way, and drop NUL.
+    assert user.replace("\u0000", "") == text[:500].replace("\u0000", "")
+    page.problems[:] = [p for p in page.problems if "NUL" not in p]
+
+
+MARKDOWN = """# Title
+
+Some **bold**, *slanted* and `code`, and [a link](https://good.example/a?b=1).
+Second line.
+
+- one
+- two **b**
+
+3. three
+4. four
+
+> quoted
+
+```python
+def f(x):
+    return x * 2 * 3  # not *slanted*
+```
+2 * 3 * 4 and snake_case_name and __init__"""
+
+
+def test_markdown(page, says):
+    says(MARKDOWN)
+    ask(page)
+    done(page)
+    answer = page.locator(".answer")
+    assert answer.locator("h3").inner_text() == "Title"
+    assert answer.locator("strong").all_inner_texts()[:2] == ["bold", "b"]
+    assert answer.locator("em").all_inner_texts() == ["slanted"]
+    assert answer.locator("ul li").all_inner_texts() == ["one", "two b"]
+    assert answer.locator("ol").get_attribute("start") == "3"
+    assert answer.locator("blockquote").inner_text().strip() == "quoted"
+    code = answer.locator("pre code").inner_text()
+    assert code == "def f(x):\n    return x * 2 * 3  # not *slanted*"
+    assert answer.locator("a").get_attribute("href") == "https://good.example/a?b=1"
+    assert "2 * 3 * 4 and snake_case_name" in answer.inner_text()
+
+
+def test_stop_and_retry(page, says, site):
+    says("word " * 400, size=5, wait=0.02)
+    ask(page)
+    has_text(page, 20)
+    page.keyboard.press("Escape")
+    done(page)
+    assert "stopped" in page.locator(".foot").inner_text()
+    part = page.locator(".answer").inner_text()
+    assert 20 < len(part) < 1000
+    end = 100
+    while site.server.queue.n_running and end:
+        page.wait_for_timeout(10)
+        end -= 1
+    assert end
+    says("another answer")
+    page.get_by_role("button", name="Retry").click()
+    page.get_by_text("another answer").wait_for()
+    done(page)
+    assert page.locator(".turn.assistant").count() == 1 and page.locator(".retry").count() == 1
+
+
+def test_both_ways_side_by_side(page, site):
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Side by side with plain decoding").check()
+    page.get_by_label("Temperature").fill("1")
+    page.get_by_role("button", name="Done").click()
+    ask(page, "a b a b")
+    page.get_by_text("the same text").wait_for()
+    sides = page.locator(".side")
+    assert sides.locator("h2").all_inner_texts() == ["Speculation", "Plain"]
+    first, second = sides.locator(".answer").all_inner_texts()
+    assert first == second != ""
+    assert "tau 1.00" in sides.nth(1).locator(".foot").inner_text()
+
+
+def test_settings_reach_the_server(page, site, monkeypatch):
+    seen = []
+    original = site.server.planner.chat
+    monkeypatch.setattr(site.server.planner, "chat", lambda b: seen.append(b) or original(b))
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("System prompt").fill("Be brief.")
+    page.get_by_label("Seed").fill("7")
+    page.get_by_label("Most new tokens").fill("5")
+    page.get_by_label("Theme").select_option("dark")
+    page.keyboard.press("Escape")
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    ask(page)
+    done(page)
+    (body,) = seen
+    assert (body.seed, body.max_tokens, body.temperature) == (7, 5, None)
+    assert [m.content for m in body.messages] == ["Be brief.", "hello"]
+    page.reload()
+    page.get_by_role("button", name="Settings").click()
+    assert page.get_by_label("System prompt").input_value() == "Be brief."
+
+
+def test_errors_are_shown(page, site):
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Temperature").fill("500")
+    page.keyboard.press("Escape")
+    ask(page)
+    done(page)
+    assert "400: temperature 500" in page.locator(".answer .error").inner_text()
+    page.problems[:] = [p for p in page.problems if "400" not in p]  # the browser logs the status
+
+
+def test_by_keyboard_alone(page):
+    names = []
+    for _ in range(4):
+        page.keyboard.press("Tab")
+        names.append(page.evaluate("document.activeElement.id"))
+    assert "send" in names or "question" in names
+    page.locator("#open").focus()
+    page.keyboard.press("Enter")
+    assert page.locator("#settings").is_visible()
+    page.keyboard.press("Escape")
+    assert not page.locator("#settings").is_visible()
+    page.locator("#question").focus()
+    page.keyboard.type("one")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("two")
+    page.keyboard.press("Enter")
+    done(page)
+    assert page.locator(".turn.user").evaluate("e => e.textContent") == "one\ntwo"
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_the_screen(browser, site, says, width, scheme, tmp_path):
+    """Nothing is wider than the window. FASTEAGLE_SCREENSHOTS names a folder for the pictures."""
+    context = browser.new_context(viewport={"width": width, "height": 720}, color_scheme=scheme)
+    page = context.new_page()
+    page.goto(site.url)
+    says(MARKDOWN + "\n\n" + "averyverylongword" * 12, size=11)
+    folder = Path(os.environ.get("FASTEAGLE_SCREENSHOTS", tmp_path))
+
+    def check(name):
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        page.screenshot(path=folder / f"{name}-{width}-{scheme}.png")
+
+    check("empty")
+    ask(page, "Show me everything that you can write.")
+    done(page)
+    check("answer")
+    page.get_by_role("button", name="Settings").click()
+    check("settings")
+    page.get_by_label("Side by side with plain decoding").check()
+    page.keyboard.press("Escape")
+    says("Rayleigh scattering makes the sky blue. " * 6, size=9)
+    ask(page, "And side by side?")
+    page.get_by_text("the same text").wait_for()
+    check("compare")
+    context.close()
+
+
+def test_the_letter_of_these_tests(site):
+    assert site.llm.tokenizer.decode([LETTER_ID]) == "q"

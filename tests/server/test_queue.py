@@ -1,0 +1,307 @@
+"""One answer at a time: waiting, leaving, limits of time and number, and the end of a server."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import functools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+
+from conftest import LETTER_ID, serving
+from fasteagle.options import AnswerOptions, ServeOptions
+from fasteagle.server.prepare import Defaults
+
+LONG = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1900, "stream": True}
+LONG["logit_bias"] = {str(LETTER_ID): 100}  # no answer ends by itself
+SHORT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+CHAT = "/v1/chat/completions"
+
+
+def until(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+@pytest.fixture
+def slow(live, monkeypatch):
+    """Every pass takes a while: an answer of 1,900 tokens lasts as long as the test needs."""
+    original = live.llm.engine.runner.launch
+
+    def launch(*args):
+        time.sleep(0.01)
+        original(*args)
+
+    monkeypatch.setattr(live.llm.engine.runner, "launch", launch)
+
+
+def test_many_clients_get_their_own_answers(live):
+    def ask(i):
+        messages = [{"role": "user", "content": f"client {i}"}]
+        reply = httpx.post(
+            live.url + CHAT, json={"messages": messages, "max_tokens": 6}, timeout=60
+        )
+        return reply.json()["choices"][0]["message"]["content"]
+
+    with concurrent.futures.ThreadPoolExecutor(64) as pool:
+        found = list(pool.map(ask, range(64)))
+    until(lambda: live.server.queue.n_running == 0)
+    expected = [live.llm.chat(f"client {i}", max_new_tokens=6).text for i in range(64)]
+    assert found == expected and len(set(found)) > 32
+
+
+@pytest.mark.parametrize("n_read", [0, 1, 5])
+def test_a_client_that_leaves_ends_its_answer(live, slow, n_read):
+    with httpx.stream("POST", live.url + CHAT, json=LONG) as reply:
+        lines = reply.iter_lines()
+        for _ in range(n_read):
+            next(lines)
+        until(lambda: live.server.queue.n_running == 1)
+    left = time.monotonic()
+    until(lambda: live.server.queue.n_running == 0)
+    assert time.monotonic() - left < 1.0  # a pass takes 10 ms here
+    assert live.llm.engine.stats.new_tokens < 1000
+    assert httpx.post(live.url + CHAT, json=SHORT).status_code == 200
+
+
+def test_a_client_that_leaves_before_the_first_event_is_read(live, slow):
+    """The response's own code is cancelled then before it looks at the answer."""
+    from starlette.requests import ClientDisconnect
+
+    from fasteagle.server.app import EventStream
+
+    class Asked:
+        left = False
+
+        def leave(self):
+            self.left = True
+
+    async def events():
+        yield "never read"
+
+    async def broken(message):
+        raise OSError
+
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    job = Asked()
+    scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
+    with contextlib.suppress(OSError, ClientDisconnect):
+        asyncio.run(EventStream(events(), job)(scope, receive, broken))
+    assert job.left
+
+
+def test_a_client_that_does_not_stream_and_leaves(live, slow):
+    body = {**LONG, "stream": False}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(live.url + CHAT, json=body, timeout=0.3)
+    until(lambda: live.server.queue.n_running == 0, 2.0)
+    assert live.llm.engine.stats.new_tokens < 1000
+
+
+def test_a_client_that_leaves_while_it_waits(live, slow):
+    with httpx.stream("POST", live.url + CHAT, json=LONG) as reply:
+        lines = reply.iter_lines()  # without a name it would be collected, and the reply closed
+        next(lines)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(live.url + CHAT, json=SHORT, timeout=0.2)
+        until(lambda: live.server.queue.n_waiting == 0, 2.0)
+        assert live.server.queue.n_running == 1
+    until(lambda: live.server.queue.n_running == 0)
+
+
+def test_a_long_prompt_can_be_left_too(live, monkeypatch):
+    """Between the parts of a prefill; the next answer begins with what was computed."""
+    original, n_parts = live.llm.engine._run, []
+
+    def run(ids, begin, taps):
+        n_parts.append(len(ids))
+        time.sleep(0.2)
+        return original(ids, begin, taps)
+
+    live.llm.engine.restart()
+    live.llm.prefix_cache.clear()
+    monkeypatch.setattr(live.llm.engine, "_run", run)
+    body = {"prompt": "word " * 400, "max_tokens": 2}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{live.url}/v1/completions", json=body, timeout=0.3)
+    until(lambda: live.server.queue.n_running == 0, 2.0)
+    assert len(n_parts) < 6
+    monkeypatch.undo()
+    reply = httpx.post(f"{live.url}/v1/completions", json=body).json()
+    assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] >= 256
+
+
+def test_too_many_are_told_when_to_come_back(loaded, slow):
+    with (
+        serving(loaded, ServeOptions(port=0, queue=2)) as small,
+        httpx.stream("POST", small.url + CHAT, json=LONG) as running,
+        concurrent.futures.ThreadPoolExecutor(2) as pool,
+    ):
+        lines = running.iter_lines()
+        next(lines)
+        ask = functools.partial(httpx.post, small.url + CHAT, json=SHORT, timeout=30)
+        waiting = [pool.submit(ask) for _ in range(2)]
+        until(lambda: small.server.queue.n_waiting == 2)
+        reply = ask()
+        assert reply.status_code == 429
+        assert int(reply.headers["retry-after"]) >= 1
+        assert reply.json()["error"]["type"] == "rate_limit_error"
+        running.close()
+        assert [job.result().status_code for job in waiting] == [200, 200]
+
+
+def test_the_time_for_a_request_ends(loaded, slow):
+    with serving(loaded, ServeOptions(port=0, timeout=0.4)) as hasty:
+        reply = httpx.post(hasty.url + CHAT, json={**LONG, "stream": False}, timeout=10)
+        assert reply.status_code == 504 and "0.4 seconds" in reply.json()["error"]["message"]
+        until(lambda: hasty.server.queue.n_running == 0, 2.0)
+        lines = []
+        with httpx.stream("POST", hasty.url + CHAT, json=LONG, timeout=10) as stream:
+            lines = [line for line in stream.iter_lines() if line]
+        assert "0.4 seconds" in lines[-1] and '"error"' in lines[-1] and len(lines) > 3
+        assert httpx.post(hasty.url + CHAT, json=SHORT).status_code == 200
+        text = httpx.get(f"{hasty.url}/metrics").text
+        assert 'vllm:request_failed_total{model_name="tiny-model",reason="timeout"} 2.0' in text
+
+
+def test_an_answer_that_breaks_spoils_nothing(live, monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(live.llm.engine, "prefill", broken)
+        reply = httpx.post(live.url + CHAT, json=SHORT)
+    assert reply.status_code == 500 and "planted" not in reply.text
+    with monkeypatch.context() as patch:  # after the first token the status is sent already
+        patch.setattr(live.llm.engine.runner, "launch", broken)
+        reply = httpx.post(live.url + CHAT, json={**SHORT, "stream": True})
+    assert reply.status_code == 200 and "planted" not in reply.text
+    assert "has made a mistake" in reply.text and "[DONE]" not in reply.text
+    assert httpx.post(live.url + CHAT, json=SHORT).status_code == 200
+
+
+def test_the_end_of_a_server_finishes_the_running_answer(loaded, monkeypatch):
+    original = loaded.engine.runner.launch
+
+    def launch(*args):
+        time.sleep(0.01)
+        original(*args)
+
+    monkeypatch.setattr(loaded.engine.runner, "launch", launch)
+    body = {**LONG, "max_tokens": 400}
+    with serving(loaded, defaults=Defaults(answer=AnswerOptions(4))) as found:
+        with httpx.stream("POST", found.url + CHAT, json=body, timeout=30) as running:
+            lines = running.iter_lines()
+            next(lines)
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                waiting = pool.submit(httpx.post, found.url + CHAT, json=SHORT, timeout=30)
+                until(lambda: found.server.queue.n_waiting == 1)
+                found.server.queue.drain()
+                assert waiting.result().status_code == 503
+            assert httpx.post(found.url + CHAT, json=SHORT).status_code == 503
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
+
+
+SERVE = [sys.executable, "-m", "fasteagle", "serve", "--drafter", "ngram"]
+
+
+def start(model, port, *more):
+    """The command, once it serves."""
+    command = [*SERVE, "--model", str(model), "--precision", "fp32", "--port", str(port), *more]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    seen = []
+    for line in process.stderr:
+        seen.append(line)
+        if line.startswith("serving"):
+            break
+    else:
+        raise AssertionError("".join(seen))
+    return process
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("times", [1, 2])
+def test_signals_end_the_command(serve_dir, number, times):
+    port = free_port()
+    process = start(serve_dir, port, "--no-compile")
+    url = f"http://127.0.0.1:{port}{CHAT}"
+    body = {**LONG, "max_tokens": 1500}
+    try:
+        with httpx.stream("POST", url, json=body, timeout=60) as running:
+            lines = running.iter_lines()
+            next(lines)
+            for _ in range(times):
+                os.kill(process.pid, number)
+                time.sleep(0.05)
+            try:
+                rest = [line for line in lines if line]
+            except httpx.RemoteProtocolError:
+                rest = ["broken off"]
+        done = rest[-1] == "data: [DONE]"
+        assert done if times == 1 else True
+        assert process.wait(20) == 0
+        assert "Traceback" not in process.stderr.read()
+    finally:
+        process.kill()
+
+
+@pytest.mark.slow
+def test_it_answers_and_ends_while_something_is_still_compiled(serve_dir):
+    port = free_port()
+    process = start(serve_dir, port)
+    try:
+        url = f"http://127.0.0.1:{port}{CHAT}"
+        for _ in range(2):
+            assert httpx.post(url, json=SHORT, timeout=60).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        assert "Traceback" not in process.stderr.read()
+    finally:
+        process.kill()
+
+
+def test_a_second_server_on_the_port_is_one_line(live, serve_dir):
+    command = [*SERVE, "--model", str(serve_dir), "--port", str(live.port)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "is in use" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("n", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_memory_does_not_grow(live, n):
+    """Whatever came before, many short requests leave nothing behind."""
+    import gc
+    import resource
+
+    def ask(n):
+        with httpx.Client() as client:
+            for i in range(n):
+                body = {**SHORT, "messages": [{"role": "user", "content": f"ask {i}"}]}
+                assert client.post(live.url + CHAT, json=body).status_code == 200
+        gc.collect()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    ask(100)
+    before, threads = ask(100), threading.active_count()
+    assert ask(n) < 1.02 * before
+    assert threading.active_count() <= threads + 1

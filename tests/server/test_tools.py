@@ -1,0 +1,174 @@
+"""Tool calls: written by the templates that can, read back from answers, streamed or not."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+
+from fasteagle.answer import AnswerRequest, Chunk
+from fasteagle.errors import FasteagleError
+from fasteagle.options import AnswerOptions, SamplingParams
+from fasteagle.server.prepare import Plan
+from fasteagle.server.replies import AnswerText
+from fasteagle.server.tools import HERMES, LLAMA3, Call, call_grammar, parse_calls, tool_format
+
+# The parts of the registry's templates that matter, as Qwen3 and Llama 3.1 write calls.
+QWEN = (
+    "{% if tools %}<|system|>{% for t in tools %}{{ t | tojson }}{% endfor %}"
+    "call with <tool_call>{json}</tool_call><|end|>{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": '
+    "{{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+LLAMA = (
+    '{% if tools %}Respond in the format {"name": function name, "parameters": dictionary}. '
+    "{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+@pytest.fixture
+def client(live):
+    return openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
+
+
+def ask(client, live, **more):
+    messages = more.pop("messages", [{"role": "user", "content": "hello"}])
+    return client.chat.completions.create(
+        model=live.server.name, messages=messages, tools=[WEATHER], max_tokens=120, **more
+    )
+
+
+def test_which_templates_can():
+    assert tool_format(QWEN) is HERMES and tool_format(LLAMA) is LLAMA3
+    for other in ("", "{{ messages }}", "{% if tools %}{{ tools }}{% endif %}", "<tool_call>"):
+        with pytest.raises(FasteagleError, match="tools: this model's chat template takes none"):
+            tool_format(other)
+
+
+@pytest.mark.parametrize(
+    ("text", "form", "left", "calls"),
+    [
+        (CALL, HERMES, "", [("weather", {"city": "Rome"})]),
+        ("Let me see. " + CALL, HERMES, "Let me see.", [("weather", {"city": "Rome"})]),
+        (CALL + "\n" + CALL, HERMES, "", [("weather", {"city": "Rome"})] * 2),
+        ('<tool_call>{"name": "f"}</tool_call>', HERMES, "", [("f", {})]),
+        ("<tool_call>{broken}</tool_call>", HERMES, None, []),
+        ('<tool_call>{"name": "f", "arguments": 3}</tool_call>', HERMES, None, []),
+        ('<tool_call>{"name": "f"', HERMES, None, []),
+        ("no call", HERMES, None, []),
+        ('{"name": "f", "parameters": {"a": 1}}', LLAMA3, "", [("f", {"a": 1})]),
+        ('{"name": "f", "parameters": {}}; {"name": "g"}', LLAMA3, "", [("f", {}), ("g", {})]),
+        ('{"name": "f"} and more', LLAMA3, None, []),
+        ('{"city": "Rome"}', LLAMA3, None, []),
+        ("[1]", LLAMA3, None, []),
+    ],
+)
+def test_reading_calls_back(text, form, left, calls):
+    rest, found = parse_calls(text, form)
+    assert rest == (text if left is None else left)
+    assert [(call.name, json.loads(call.arguments)) for call in found] == calls
+
+
+@pytest.mark.parametrize("step", [1, 3, 7, 1000])
+@pytest.mark.parametrize("form", [HERMES, LLAMA3], ids=lambda form: form.name)
+def test_a_stream_shows_text_and_never_a_part_of_a_call(form, step):
+    call = CALL if form is HERMES else '{"name": "weather", "parameters": {"city": "Rome"}}'
+    texts = ["plain < text", call, "[{"] + (["a <b> " + call] if form is HERMES else [])
+    for text in texts:
+        request = AnswerRequest([1], SamplingParams(), AnswerOptions(), frozenset())
+        answer = AnswerText(Plan(request, tools=form))
+        pieces = [answer.push(Chunk(text[i : i + step])) for i in range(0, len(text), step)]
+        shown = "".join(piece.content for piece in pieces)
+        last = answer.finish()
+        if call in text:
+            assert answer.calls == [Call("weather", '{"city": "Rome"}')]
+            assert "tool_call" not in shown + last.content and "{" not in shown + last.content
+            assert (shown + last.content).strip() == text.replace(call, "").strip()
+        else:
+            assert shown + last.content == text and not answer.calls
+
+
+@pytest.mark.parametrize("template", [QWEN, LLAMA], ids=["qwen", "llama"])
+@pytest.mark.parametrize("choice", ["required", "named"])
+def test_a_call_that_must_be_made(client, live, monkeypatch, template, choice):
+    """A random model calls a tool where only a call is allowed; the arguments fit the schema."""
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr(live.llm.tokenizer, "_template", template)
+    named = {"type": "function", "function": {"name": "weather"}}
+    given = {"tool_choice": "required" if choice == "required" else named, "temperature": 1.0}
+    for seed in range(8):  # until one ends before its tokens do: blanks are allowed in JSON
+        reply = ask(client, live, seed=seed, **given)
+        if reply.choices[0].finish_reason == "tool_calls":
+            break
+    message = reply.choices[0].message
+    assert reply.choices[0].finish_reason == "tool_calls" and message.content is None
+    (call,) = message.tool_calls
+    assert call.function.name == "weather" and call.id.startswith("call_")
+    assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
+    events = [e.choices[0] for e in ask(client, live, seed=seed, stream=True, **given)]
+    assert events[-1].finish_reason == "tool_calls"
+    (streamed,) = events[-1].delta.tool_calls
+    assert streamed.function.arguments == call.function.arguments and streamed.index == 0
+    assert not any(e.delta.content for e in events)
+    history = [
+        {"role": "user", "content": "hello"},
+        message,
+        {"role": "tool", "tool_call_id": call.id, "content": "sunny"},
+    ]
+    again = ask(client, live, messages=history, tool_choice="auto")
+    assert again.usage.prompt_tokens > reply.usage.prompt_tokens
+
+
+def test_choices_that_are_refused(client, live, monkeypatch):
+    with pytest.raises(openai.BadRequestError, match="chat template takes none"):
+        ask(client, live)
+    assert ask(client, live, tool_choice="none").choices[0].message.content is not None
+    monkeypatch.setattr(live.llm.tokenizer, "_template", QWEN)
+    other = {"type": "function", "function": {"name": "other"}}
+    with pytest.raises(openai.BadRequestError, match="there is no tool 'other'"):
+        ask(client, live, tool_choice=other)
+    broken = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{"}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [broken]}]
+    with pytest.raises(openai.BadRequestError, match="are no JSON object"):
+        ask(client, live, messages=messages)
+
+
+def test_a_grammar_for_several_tools():
+    two = [WEATHER, {"type": "function", "function": {"name": "stop"}}]
+    assert json.loads(call_grammar(LLAMA3, two, "stop").text)["properties"]["name"] == {
+        "const": "stop"
+    }
+    assert len(json.loads(call_grammar(LLAMA3, two, None).text)["anyOf"]) == 2
+
+
+def test_thoughts_are_told_apart():
+    request = AnswerRequest([1], SamplingParams(), AnswerOptions(), frozenset())
+    for opened, text in (
+        ("", "<think>\nhm\n</think>\n\nyes"),
+        ("<think>\n", "\nhm\n</think>\n\nyes"),
+    ):
+        for step in (1, 4, 100):
+            answer = AnswerText(Plan(request, opened=opened))
+            pieces = [answer.push(Chunk(text[i : i + step])) for i in range(0, len(text), step)]
+            pieces.append(answer.finish())
+            assert "".join(p.content for p in pieces) == "yes"
+            assert "".join(p.reasoning for p in pieces).strip() == "hm"

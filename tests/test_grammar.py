@@ -1,0 +1,204 @@
+"""Structured output: every drafter gives the text of plain constrained decoding; it conforms."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+
+from fasteagle.answer import AnswerRequest, answer
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.ngram import NgramDrafter
+from fasteagle.drafting.static_tree import StaticTreeDrafter
+from fasteagle.errors import FasteagleError
+from fasteagle.generate import Engine
+from fasteagle.grammar import GrammarCompiler
+from fasteagle.loading.checkpoint import load_model, open_checkpoint
+from fasteagle.loading.tokenizer import load_tokenizer
+from fasteagle.logits import AnswerLogits
+from fasteagle.options import AnswerOptions, GrammarSpec, SamplingParams
+from fasteagle.shapes import TreeShape
+from helpers import TINY_VOCAB, captured_engine, eagle3_of, random_head
+
+pytest.importorskip("llguidance")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "sizes": {"type": "array", "items": {"enum": [1, 20, 300]}, "maxItems": 3, "minItems": 2},
+        "kind": {"enum": ["small", "large"]},
+    },
+    "required": ["name", "sizes", "kind"],
+    "additionalProperties": False,
+}
+SPECS = (
+    GrammarSpec("json_schema", json.dumps(SCHEMA)),
+    GrammarSpec("json_object"),
+    GrammarSpec("regex", "(ab|ac|b[0-9]{2,4}-)+"),
+    GrammarSpec("grammar", 'start: ("x" | "yz" | num)+\nnum: /[0-9]{2}/ ";"'),
+)
+DRAWN = (
+    SamplingParams(),
+    SamplingParams(1.0, seed=4),
+    SamplingParams(0.8, top_k=20, repetition_penalty=1.2, seed=5),
+)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_dir):
+    checkpoint = open_checkpoint(tiny_dir)
+    return load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=512)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_dir):
+    return load_tokenizer(tiny_dir)
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer):
+    return GrammarCompiler(tokenizer, TINY_VOCAB)
+
+
+def drafters(model):
+    """All of them, with the draft heads of both kinds."""
+    made = {"ngram": NgramDrafter(depth=4)}
+    for kind in ("eagle1", "eagle3"):
+        head = random_head(model, eagle3=eagle3_of(kind, model.config))
+        made[f"{kind} tree"] = EagleDrafter(head, TreeShape(3, 4, 12), 512)
+        made[f"{kind} chain"] = EagleDrafter(head, TreeShape(4, 1, 4), 512)
+        made[f"{kind} static"] = StaticTreeDrafter(head, 512)
+    return made
+
+
+def run(engine, tokenizer, compiler, spec, params=SamplingParams(), n=60):  # noqa: B008
+    prompt = tokenizer.encode("<|user|>write it<|end|><|assistant|>")
+    request = AnswerRequest(
+        prompt, params, AnswerOptions(n), tokenizer.eos_ids, mask=compiler.start(spec)
+    )
+    chunks = list(answer(engine, tokenizer, request))
+    return [t for c in chunks for t in c.tokens], "".join(c.text for c in chunks)
+
+
+@pytest.mark.parametrize("params", DRAWN, ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.kind)
+def test_every_drafter_gives_the_tokens_of_plain_decoding(model, tokenizer, compiler, spec, params):
+    expected, _ = run(Engine(model, 512), tokenizer, compiler, spec, params)
+    free = Engine(model, 512)
+    prompt = tokenizer.encode("<|user|>write it<|end|><|assistant|>")
+    unbound = [t for ids in free.generate(prompt, params, 60, tokenizer.eos_ids) for t in ids]
+    assert expected != unbound[: len(expected)]  # the grammar changes something
+    drafted = 0
+    for name, drafter in drafters(model).items():
+        engine = Engine(model, 512, drafter=drafter)
+        found, _ = run(engine, tokenizer, compiler, spec, params)
+        assert found == expected, name
+        drafted += engine.stats.drafted
+        assert name == "ngram" or engine.stats.drafted > 0
+    assert drafted > 100
+
+
+def test_drafted_tokens_inside_a_grammar_are_accepted(model, tokenizer, compiler):
+    """Speculation stays on: where the form leaves no choice, an n-gram's guesses are right."""
+    spec = GrammarSpec("regex", "(abcdefgh){8}")
+    engine = Engine(model, 512, drafter=NgramDrafter(depth=4))
+    _, text = run(engine, tokenizer, compiler, spec, n=64)
+    assert text == 8 * "abcdefgh"
+    assert engine.stats.accepted > 30 and engine.stats.tau > 2
+
+
+def test_text_conforms(model, tokenizer, compiler):
+    n_whole = 0
+    for seed in range(6):
+        params = SamplingParams(1.0, seed=seed)
+        engine = Engine(model, 512, drafter=NgramDrafter(depth=4))
+        _, text = run(engine, tokenizer, compiler, SPECS[0], params, n=400)
+        if engine.stats.finish != "eos":  # a random model may go on with blanks
+            continue
+        n_whole += 1
+        found = json.loads(text)
+        assert set(found) == {"name", "sizes", "kind"} and found["kind"] in ("small", "large")
+        assert 2 <= len(found["sizes"]) <= 3
+    assert n_whole >= 3
+    _, text = run(Engine(model, 512), tokenizer, compiler, GrammarSpec("regex", "[a-f]{3,5}"), n=9)
+    assert re.fullmatch("[a-f]{3,5}", text)
+
+
+def test_the_end_comes_when_the_form_is_complete(model, tokenizer, compiler):
+    engine = Engine(model, 512)
+    ids, text = run(engine, tokenizer, compiler, GrammarSpec("regex", "yes|no"))
+    assert text in ("yes", "no") and engine.stats.finish == "eos"
+    assert ids[-1] in tokenizer.eos_ids
+
+
+def test_a_runner_that_replays_steps_aside(model, tokenizer, compiler):
+    """No graph can ask the host for a mask; afterwards cycles are replayed again."""
+    head = random_head(model)
+    expected, _ = run(Engine(model, 512), tokenizer, compiler, SPECS[0])
+    engine = captured_engine(model, 512)
+    engine.use(EagleDrafter(head, TreeShape(3, 4, 12), 512))
+    assert run(engine, tokenizer, compiler, SPECS[0])[0] == expected
+    assert engine.runner.replays == 0
+    plain = [t for ids in Engine(model, 512).generate([1, 2, 3], DRAWN[0], 30) for t in ids]
+    assert [t for ids in engine.generate([1, 2, 3], DRAWN[0], 30) for t in ids] == plain
+    assert engine.runner.replays > 0
+
+
+def test_each_row_has_the_mask_of_its_own_path(compiler):
+    """Against a grammar that is advanced along the path by itself."""
+    spec = GrammarSpec("regex", "a(b|c)d|bcd")
+    ids = {c: compiler.tokenizer.encode(c)[0] for c in "abcdx"}
+    tree = [("x", 0), ("a", 0), ("b", 0), ("b", 1), ("c", 1), ("c", 2), ("d", 3), ("x", 0)]
+    tokens, parents = [ids[c] for c, _ in tree], [p for _, p in tree]
+    valid = [True] * len(tree)
+    mask = compiler.start(spec)
+    rows = mask.rows(tokens, parents, valid, TINY_VOCAB)
+    paths = {0: "", 1: "a", 2: "b", 3: "ab", 4: "ac", 5: "bc", 6: "abd"}
+    for row, path in paths.items():
+        alone = compiler.start(spec)
+        alone.advance([ids[c] for c in path])
+        expected = alone.rows([0], [0], [True], TINY_VOCAB)[0]
+        assert torch.equal(rows[row], expected), path
+    assert rows[7].all()  # the grammar does not lead there
+    again = mask.rows(tokens, parents, valid, TINY_VOCAB)
+    assert torch.equal(rows, again)  # and it stands where it stood
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (("regex", "a("), "regex: "),
+        (("grammar", "start: nothing"), "grammar: "),
+        (("json_schema", '{"type": "nonsense"}'), "json_schema: "),
+        (("json_schema", "{"), "json_schema is not JSON"),
+        (("json_schema", "3"), "must be a JSON object"),
+        (("regex", ""), "regex is empty"),
+        (("xml", "a"), "grammar kind 'xml'"),
+    ],
+)
+def test_forms_that_are_refused(compiler, spec, message):
+    with pytest.raises(FasteagleError, match=message):
+        compiler.start(GrammarSpec(*spec))
+
+
+def test_bias_of_forbidden_tokens_opens_nothing(model, tokenizer, compiler):
+    z = tokenizer.encode("z")[0]
+    request = AnswerRequest(
+        tokenizer.encode("abc"),
+        SamplingParams(),
+        AnswerOptions(12),
+        tokenizer.eos_ids,
+        bias={z: 1000.0},
+        mask=compiler.start(GrammarSpec("regex", "[ab]{6}")),
+        n_top=1,
+    )
+    chunks = list(answer(Engine(model, 512, drafter=NgramDrafter()), tokenizer, request))
+    assert re.fullmatch("[ab]{6}", "".join(c.text for c in chunks))
+    assert sum(len(c.logprobs) for c in chunks) == sum(len(c.tokens) for c in chunks)
+
+
+def test_nothing_to_do():
+    assert not AnswerLogits().is_needed and AnswerLogits(n_top=0).is_needed

@@ -1,0 +1,182 @@
+"""The Python API: answers, streams, one at a time, and nothing heavy before `load`."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+
+import fasteagle
+from fasteagle import FasteagleError
+from fasteagle.drafting.ngram import NgramDrafter
+from helpers import TINY_VOCAB
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_dir):
+    with fasteagle.load(str(tiny_dir), precision="fp32", drafter="ngram") as made:
+        yield made
+
+
+def test_importing_it_loads_no_torch():
+    code = (
+        "import sys, fasteagle\n"
+        "print(sorted({'torch', 'transformers', 'numpy', 'fastapi'} & set(sys.modules)))\n"
+        "print(fasteagle.__version__, callable(fasteagle.load), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == f"[]\n{fasteagle.__version__} True True\n", done.stderr
+
+
+def test_names_it_does_not_have():
+    with pytest.raises(AttributeError, match="no attribute 'lode'"):
+        fasteagle.lode  # noqa: B018
+
+
+def test_an_answer_and_its_numbers(llm):
+    assert isinstance(llm.engine.drafter, NgramDrafter)
+    answer = llm.chat("hello", max_new_tokens=30)
+    assert answer.stats.new_tokens == len(answer.tokens) <= 30
+    assert answer.finish in ("eos", "length")
+    kept = [t for t in answer.tokens if t not in llm.tokenizer.eos_ids]
+    assert answer.text == str(answer) == llm.tokenizer.decode(kept)
+    as_messages = llm.chat([{"role": "user", "content": "hello"}], max_new_tokens=30)
+    assert as_messages.tokens == answer.tokens
+
+
+def test_a_stream_is_the_answer_in_pieces(llm):
+    whole = llm.generate("a b a b", max_new_tokens=60)
+    chunks = list(llm.generate("a b a b", stream=True, max_new_tokens=60))
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    assert [t for chunk in chunks for t in chunk.tokens] == whole.tokens
+    assert sum(chunk.accepted for chunk in chunks) == llm.engine.stats.accepted > 0
+    for chunk in chunks:
+        assert 0 <= chunk.accepted <= len(chunk.tokens)
+        assert 0 <= chunk.n_guessed <= len(chunk.text)
+
+
+def test_text_and_ids_without_the_template(llm):
+    ids = llm.tokenizer.encode("abc")
+    assert (
+        llm.generate("abc", max_new_tokens=5).tokens == llm.generate(ids, max_new_tokens=5).tokens
+    )
+    assert llm.engine.stats.prompt_tokens == 3
+
+
+def test_plain_and_speculative_say_the_same(llm):
+    fast = llm.generate("a b a b", max_new_tokens=40)
+    assert fast.stats.drafted > 0
+    plain = llm.generate("a b a b", max_new_tokens=40, speculate=False)
+    assert plain.tokens == fast.tokens and plain.stats.drafted == 0
+
+
+def test_a_seed_is_drawn_and_told(llm):
+    first = llm.chat("hello", temperature=1.0, max_new_tokens=20)
+    again = llm.chat("hello", temperature=1.0, max_new_tokens=20, seed=first.seed)
+    assert again.tokens == first.tokens
+    assert llm.chat("hello", temperature=1.0, max_new_tokens=2).seed != first.seed
+
+
+def test_stop_strings(llm):
+    free = llm.chat("hello", max_new_tokens=20).text
+    stopped = llm.chat("hello", max_new_tokens=20, stop=free[2:4])
+    assert stopped.text == free[: free.index(free[2:4])] and stopped.finish == "stop"
+
+
+def test_logprobs_are_those_of_the_model(llm):
+    """Greedy tokens are the likeliest ones; all together, the distribution adds up to one."""
+    answer = llm.chat("hello", max_new_tokens=12, top_logprobs=TINY_VOCAB)
+    assert [entry.token for entry in answer.logprobs] == answer.tokens
+    for entry in answer.logprobs:
+        assert entry.top[0] == (entry.token, entry.logprob)
+        assert sum(2.718281828**p for _, p in entry.top) == pytest.approx(1, abs=1e-4)
+    alone = llm.chat("hello", max_new_tokens=12, top_logprobs=0, speculate=False).logprobs
+    assert [entry.top for entry in alone] == [()] * len(answer.tokens)
+    for a, b in zip(alone, answer.logprobs, strict=True):
+        assert a.logprob == pytest.approx(b.logprob, abs=1e-3)
+
+
+def test_logit_bias_with_and_without_speculation(llm):
+    free = llm.chat("hello", max_new_tokens=10).tokens
+    wanted = next(t for t in range(97, 120) if t not in free)
+    forced = llm.chat("hello", max_new_tokens=6, logit_bias={wanted: 1000})
+    assert forced.tokens == [wanted] * 6
+    for bias in ({free[0]: -100.0}, {free[0]: -1.0, free[1]: 1.5}):
+        fast = llm.chat("hello", max_new_tokens=30, logit_bias=bias)
+        plain = llm.chat("hello", max_new_tokens=30, logit_bias=bias, speculate=False)
+        assert fast.tokens == plain.tokens
+    banned = llm.chat("hello", max_new_tokens=30, logit_bias={free[0]: -1000.0})
+    assert free[0] not in banned.tokens
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"temperature": -1}, "temperature -1 is out of range"),
+        ({"logit_bias": {TINY_VOCAB: 1.0}}, f"token id {TINY_VOCAB} is outside the vocabulary"),
+        ({"top_logprobs": -1}, "top_logprobs -1 is out of range"),
+        ({"max_new_tokens": 0}, "max-new-tokens 0"),
+        ({"stop": [""]}, "stop string is empty"),
+        ({"think": True}, "thinking"),
+        ({"regex": "a", "grammar": "b"}, "regex and grammar contradict each other"),
+    ],
+)
+def test_what_cannot_be_done(llm, keywords, message):
+    with pytest.raises(FasteagleError, match=message):
+        llm.chat("hello", **keywords)
+
+
+def test_an_unknown_keyword_is_a_type_error(llm):
+    with pytest.raises(TypeError, match="temprature"):
+        llm.chat("hello", temprature=1)
+
+
+def test_empty_conversations(llm):
+    with pytest.raises(FasteagleError, match="messages is empty"):
+        llm.chat([])
+    with pytest.raises(FasteagleError, match="prompt is empty"):
+        llm.generate([])
+
+
+def test_a_second_answer_meanwhile_is_refused(llm):
+    stream = llm.chat("hello", stream=True, max_new_tokens=50)
+    next(stream)
+    found = []
+
+    def other():
+        try:
+            llm.chat("hello")
+        except FasteagleError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert len(found) == 1 and "one model holds one sequence" in found[0]
+    with pytest.raises(FasteagleError, match="close it first"):
+        llm.chat("hello")
+    stream.close()
+    assert llm.chat("hello", max_new_tokens=3).stats.new_tokens == 3
+
+
+def test_closing(tiny_dir):
+    llm = fasteagle.load(str(tiny_dir), precision="fp32", drafter="none")
+    model = weakref.ref(llm.engine.model)
+    with llm:
+        assert llm.chat("x", max_new_tokens=2).tokens
+    llm.close()  # twice is no harm
+    gc.collect()
+    assert model() is None  # its memory is free
+    with pytest.raises(FasteagleError, match="was closed"):
+        llm.chat("x")
+    assert not hasattr(llm, "engine")
+
+
+def test_structured_output_says_what_it_needs(llm, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(FasteagleError, match=r"pip install 'fasteagle\[serve\]'"):
+        llm.chat("x", regex="a")

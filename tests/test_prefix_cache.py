@@ -1,0 +1,113 @@
+"""Kept sequences: the same tokens as without them, for every drafter, and within the limit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.ngram import NgramDrafter
+from fasteagle.generate import Engine
+from fasteagle.options import SamplingParams
+from fasteagle.prefix_cache import FEW_TOKENS, PrefixCache
+from fasteagle.shapes import TreeShape
+from helpers import captured_engine, eagle3_of, random_head, random_target, tiny_config
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_target(tiny_config())
+
+
+def text(seed, n=100):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 60, (n,), generator=g).tolist()
+
+
+def drafters(target):
+    head = random_head(target)
+    head3 = random_head(target, eagle3=eagle3_of("eagle3", target.config))
+    return {
+        "none": lambda: None,
+        "ngram": NgramDrafter,
+        "eagle": lambda: EagleDrafter(head, TreeShape(3, 4, 7), 512),
+        "eagle3": lambda: EagleDrafter(head3, TreeShape(3, 4, 7), 512),
+    }
+
+
+def answer(engine, prompt, cache=None, n=20):
+    if cache is not None:
+        cache.turn_to(engine, prompt)
+    return [t for ids in engine.generate(prompt, SamplingParams(1.0, seed=3), n) for t in ids]
+
+
+@pytest.mark.parametrize("make_engine", [Engine, captured_engine])
+@pytest.mark.parametrize("name", ["none", "ngram", "eagle", "eagle3"])
+def test_alternating_conversations_compute_only_what_is_new(target, name, make_engine):
+    engine, cache = make_engine(target, 512), PrefixCache(2**30)
+    engine.use(drafters(target)[name]())
+    talks = {seed: text(seed) for seed in (1, 2, 3)}
+    for turn in range(3):
+        for seed, so_far in talks.items():
+            found = answer(engine, so_far, cache)
+            cached = engine.stats.cached_tokens
+            if turn:
+                assert cached >= len(so_far) - 24  # the question, and a few pairs of the drafter
+            assert found == answer(Engine(target, 512), so_far), (name, turn, seed)
+            talks[seed] = so_far + found + text(10 * turn + seed, 10)
+
+
+def test_a_shared_beginning_is_found(target):
+    engine, cache = Engine(target, 512), PrefixCache(2**30)
+    system = text(1, 80)
+    answer(engine, system + text(2), cache)
+    answer(engine, text(3), cache)
+    answer(engine, system + text(4), cache)
+    assert engine.stats.cached_tokens == 80
+
+
+def test_the_least_recently_used_goes_first(target):
+    engine, cache = Engine(target, 512), PrefixCache(1)
+    assert cache.n_bytes == 0
+    answer(engine, text(1), cache)
+    answer(engine, text(2), cache)
+    assert cache.n_bytes == 0  # larger than the limit by itself
+    bytes_of_one = 2 * 2 * 2 * 119 * 8 * 4
+    cache = PrefixCache(2 * bytes_of_one)
+    for seed in (1, 2, 1, 3, 1):
+        answer(engine, text(seed), cache)
+        assert cache.n_bytes <= cache.limit
+    answer(engine, text(2), cache)
+    assert engine.stats.cached_tokens < FEW_TOKENS
+    answer(engine, text(1), cache)
+    assert engine.stats.cached_tokens >= 99
+
+
+def test_off_and_cleared(target):
+    engine, cache = Engine(target, 512), PrefixCache(0)
+    for seed in (1, 2, 1):
+        answer(engine, text(seed), cache)
+        assert engine.stats.cached_tokens < 3 and cache.n_bytes == 0
+    cache = PrefixCache(2**30)
+    answer(engine, text(4), cache)
+    answer(engine, text(5), cache)
+    assert cache.n_bytes > 0
+    cache.clear()
+    assert cache.n_bytes == 0
+
+
+def test_another_drafter_does_not_take_what_it_has_not_seen(target):
+    made = drafters(target)
+    engine, cache = Engine(target, 512, drafter=made["eagle"]()), PrefixCache(2**30)
+    answer(engine, text(1), cache)
+    answer(engine, text(2), cache)
+    engine.use(made["eagle3"]())
+    assert answer(engine, text(1), cache) == answer(Engine(target, 512), text(1))
+    assert engine.stats.cached_tokens < FEW_TOKENS
+
+
+def test_a_short_stay_is_not_kept(target):
+    engine, cache = Engine(target, 512), PrefixCache(2**30)
+    answer(engine, text(1, 8), cache, n=4)
+    answer(engine, text(2), cache)
+    assert cache.n_bytes == 0
