@@ -1,0 +1,124 @@
+"""What a server costs: the same questions by `fasteagle serve` over loopback and by the model in this process.
+
+python scripts/served_speed.py --data questions.jsonl --limit 16
+
+Questions in turn, greedy; both compile and tune first. tok/s counts the tokens after each answer's
+first, from the arrival of the first chunk to that of the last. TTFT runs from sending the question.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import httpx
+
+from fasteagle.background import Preparation
+from fasteagle.cli.command import Script
+from fasteagle.errors import FasteagleError, note
+from fasteagle.llm import LLM, open_llm
+from fasteagle.options import DEFAULT_MODEL, DraftOptions, RuntimeOptions
+from fasteagle.prompts import read_questions
+
+Message = dict[str, str]
+
+
+class Timing(NamedTuple):
+    """One answer."""
+
+    n_tokens: int
+    first: float  # seconds until the first chunk
+    rest: float  # from then on
+
+
+def timed(arrivals: Iterator[tuple[float, int]], begin: float) -> Timing:
+    """Of chunks as (moment, tokens): the first one's tokens are not part of the rate."""
+    found = [(moment, n) for moment, n in arrivals if n]
+    after = sum(n for _, n in found[1:])
+    return Timing(after, found[0][0] - begin, found[-1][0] - found[0][0])
+
+
+def here(llm: LLM, messages: list[Message], limit: int) -> Timing:
+    begin = time.perf_counter()
+    chunks = llm.chat(messages, stream=True, max_new_tokens=limit)  # type: ignore[arg-type]
+    return timed(((time.perf_counter(), len(chunk.tokens)) for chunk in chunks), begin)
+
+
+def served(client: httpx.Client, messages: list[Message], limit: int) -> Timing:
+    body = {"messages": messages, "max_tokens": limit, "stream": True, "show_accepted": True}
+
+    def arrivals() -> Iterator[tuple[float, int]]:
+        with client.stream("POST", "/v1/chat/completions", json=body) as reply:
+            if reply.status_code != 200:
+                raise FasteagleError(f"the server says {reply.status_code}: {reply.read()!r}")
+            for line in reply.iter_lines():
+                if line.startswith("data: {"):
+                    yield time.perf_counter(), tokens_of(json.loads(line[len("data: ") :]))
+
+    begin = time.perf_counter()
+    return timed(arrivals(), begin)
+
+
+def tokens_of(event: dict[str, Any]) -> int:
+    return int((event.get("accepted") or {}).get("tokens", 0))
+
+
+def wait_until_up(client: httpx.Client, process: subprocess.Popen[bytes]) -> None:
+    for _ in range(600):
+        if process.poll() is not None:
+            raise FasteagleError("the server ended while it started: see its message above")
+        try:
+            if client.get("/health").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.2)
+    raise FasteagleError("the server did not come up within two minutes")
+
+
+@click.command(cls=Script, help=__doc__)
+@click.option("--model", default=DEFAULT_MODEL, show_default=True)
+@click.option("--data", type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--limit", type=int, help="Only the first N questions.")
+@click.option("--max-new-tokens", default=128, show_default=True)
+@click.option("--port", default=8765, show_default=True)
+@click.option("--warm-up", default=90.0, show_default=True, help="Seconds for the server to tune.")
+def main(
+    model: str, data: Path | None, limit: int | None, max_new_tokens: int, port: int, warm_up: float
+) -> None:
+    questions = read_questions(data, limit)
+    command = [sys.executable, "-m", "fasteagle", "serve", "--model", model, "--port", str(port)]
+    process = subprocess.Popen(command)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600) as client:
+            wait_until_up(client, process)
+            hello = [{"role": "user", "content": "Hello"}]
+            served(client, hello, 8)
+            time.sleep(warm_up)
+            llm = open_llm(model, RuntimeOptions(), DraftOptions(), note)
+            llm.preparation = Preparation(llm.engine, quiet=True)
+            here(llm, hello, 8)
+            llm.preparation.join()
+            found: dict[str, list[Timing]] = {"here": [], "served": []}
+            for question in questions:
+                messages = [{"role": "user", "content": question.turns[0]}]
+                found["here"].append(here(llm, messages, max_new_tokens))
+                found["served"].append(served(client, messages, max_new_tokens))
+    finally:
+        process.terminate()
+        process.wait(30)
+    for name, timings in found.items():
+        rate = sum(t.n_tokens for t in timings) / sum(t.rest for t in timings)
+        first = statistics.median(t.first for t in timings)
+        click.echo(f"{name:7} {rate:7.1f} tok/s  TTFT {1e3 * first:6.1f} ms (median)")
+
+
+if __name__ == "__main__":
+    main()
