@@ -1,4 +1,4 @@
-"""What a server costs: the same questions by `fasteagle serve` over loopback and by the model in this process.
+"""What a server costs: questions to `fasteagle serve` over loopback, and to the model right here.
 
 python scripts/served_speed.py --data questions.jsonl --limit 16
 
