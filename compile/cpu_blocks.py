@@ -39,7 +39,7 @@ class NativeBlocks:
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         assert all(fits(block) for block in blocks), "see fits"
-        self._tensors = [tensor for block in blocks for tensor in _tensors(block)]
+        self._tensors = [tensor for block in blocks for tensor in block_tensors(block)]
         self._first = {id(block): TENSORS * i for i, block in enumerate(blocks)}
         self._n_head, self._eps = blocks[0].attention.n_head, blocks[0].mlp_norm.eps
 
@@ -67,8 +67,8 @@ class NativeBlocks:
         return result
 
 
-def _tensors(block: Block) -> list[Tensor]:
-    """Empty where the block has none."""
+def block_tensors(block: Block) -> list[Tensor]:
+    """What the kernels read of one block; empty where it has none."""
     attention, mlp = block.attention, block.mlp
     return [
         _scale(block.attention_norm),
@@ -94,7 +94,7 @@ def use_native_blocks(target: Transformer) -> bool:
     """Run the target's blocks by the kernels if they fit; true if they now are."""
     if not all(fits(block) for block in target.blocks):
         return False
-    in_huge_pages([module for module in target.modules() if isinstance(module, NativeLinear)])
+    in_huge_pages(target.modules())
     target.run_blocks = functools.partial(_run_blocks, NativeBlocks(list(target.blocks)))
     target.visible_keys = lambda view, n_slots: view
     target.norm = NativeNorm(target.norm)

@@ -210,6 +210,9 @@ def _register_fakes(namespace: str) -> None:
     def linear(x: Tensor, packed: Tensor, bias: Tensor | None, n: int) -> Tensor:
         return x.new_empty(x.shape[0], n, dtype=torch.float32)
 
+    def maximum(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.new_empty(x.shape[0]), x.new_empty(x.shape[0], dtype=torch.long)
+
     def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return torch.empty_like(x)
 
@@ -219,5 +222,5 @@ def _register_fakes(namespace: str) -> None:
     def rows(packed: Tensor, index: Tensor, k: int) -> Tensor:
         return packed.new_empty(index.shape[0], k, dtype=torch.float32)
 
-    for fake in (linear, norm, blocks, rows):
+    for fake in (linear, maximum, norm, blocks, rows):
         torch.library.register_fake(f"{namespace}::{fake.__name__}", fake)

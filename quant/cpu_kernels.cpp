@@ -16,6 +16,7 @@
 #include <ATen/ops/empty.h>
 #include <omp.h>
 #include <sched.h>
+#include <torch/custom_class.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -49,6 +50,7 @@ constexpr int MAX_TILE = 8;                     // rows that share one unpacking
 constexpr int MAX_ROWS = 32;                    // rows that go through the blocks together
 constexpr int KEYS = 64;                        // keys of one block of attention
 constexpr int MAX_HEAD_DIM = 256;
+constexpr int64_t BAD_ROW = -1, PAD = -2;  // as in sampling.py and verify.py
 constexpr int AHEAD = 4096;  // bytes of weights that are fetched before they are read
 
 typedef float VF __attribute__((vector_size(4 * W)));
@@ -1102,6 +1104,9 @@ struct Scratch {
     TORCH_INTERNAL_ASSERT(used + 64 <= memory.size(), "scratch memory");
     return p;
   }
+  Activations activations(int64_t rows, int64_t K) {
+    return Activations::at(take<uint8_t>(Activations::bytes(rows, K)), rows, K);
+  }
 };
 
 // What all blocks of one call share.
@@ -1247,38 +1252,42 @@ struct Pass {
   }
 };
 
+// Memory for passes of at most `most` rows that see at most `longest` keys each, and for `more` bytes.
 template <class C>
-void run_blocks(const std::vector<Block>& blocks, at::TensorList caches, Pass<C> pass,
-                int64_t rows) {
-  thread_local Scratch scratch;
+void arrange(Pass<C>& pass, Scratch& scratch, int64_t most, int64_t longest, size_t more = 0) {
   const Heads& heads = pass.heads;
-  const int64_t H = heads.H, E = heads.E, most = std::min<int64_t>(rows, MAX_ROWS);
+  const int64_t H = heads.H, E = heads.E;
   const int64_t n_qkv = (H + 2 * heads.G) * E;
-  int64_t longest = 0;
-  for (int64_t t = 0; t < rows; t++) longest = std::max(longest, pass.seen->length(t));
   pass.key_blocks = (longest + KEYS - 1) / KEYS;
   const int64_t n_parts = heads.G * pass.key_blocks * most * heads.group() * (E + 2);
   const int64_t own = E * W + most * heads.group() * (W + KEYS);
   const int threads = omp_get_max_threads();
-  const int64_t widest = std::max({pass.D, pass.F, H * E, pass.entry_dim});
+  const int64_t widest = std::max({2 * pass.D, pass.F, H * E, pass.entry_dim});
   const int64_t choice = Choice::bytes(most, widest) / 4 + 1;
-  pass.scratch_size = (std::max({own, pass.D, choice}) + 63) / 64 * 64;
+  pass.scratch_size = (std::max({own, 2 * pass.D, choice}) + 63) / 64 * 64;
   const size_t quantized = Activations::bytes(most, pass.D) + Activations::bytes(most, H * E) +
                            Activations::bytes(most, pass.F) +
                            Activations::bytes(most, pass.entry_dim);
-  scratch.reserve(quantized + 4 * size_t(most * (n_qkv + H * E) + n_parts +
-                                         threads * pass.scratch_size));
+  scratch.reserve(more + quantized + 4 * size_t(most * (n_qkv + H * E) + n_parts +
+                                                threads * pass.scratch_size));
   pass.qkv = scratch.take<float>(most * n_qkv);
   pass.queries = scratch.take<float>(most * H * E);
   pass.parts = scratch.take<float>(n_parts);
   pass.scratch = scratch.take<float>(threads * pass.scratch_size);
-  const auto activations = [&](int64_t K) {
-    return Activations::at(scratch.take<uint8_t>(Activations::bytes(most, K)), most, K);
-  };
-  pass.normed = activations(pass.D);
-  pass.attended = activations(H * E);
-  pass.hidden = activations(pass.F);
-  if (pass.entry != nullptr) pass.entered = activations(pass.entry_dim);
+  pass.normed = scratch.activations(most, pass.D);
+  pass.attended = scratch.activations(most, H * E);
+  pass.hidden = scratch.activations(most, pass.F);
+  if (pass.entry_dim) pass.entered = scratch.activations(most, pass.entry_dim);
+}
+
+template <class C>
+void run_blocks(const std::vector<Block>& blocks, at::TensorList caches, Pass<C> pass,
+                int64_t rows) {
+  thread_local Scratch scratch;
+  const int64_t E = pass.heads.E;
+  int64_t longest = 0;
+  for (int64_t t = 0; t < rows; t++) longest = std::max(longest, pass.seen->length(t));
+  arrange(pass, scratch, std::min<int64_t>(rows, MAX_ROWS), longest);
   in_parallel([&](const Worker& me) {
     for (int64_t first = 0; first < rows; first += MAX_ROWS) {
       Pass<C> own_pass = pass;
@@ -1377,9 +1386,6 @@ Tensor blocks(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tenso
   return y;
 }
 
-// ---------------------------------------------------------------------------------------------
-// Single operations
-
 inline void row_in_fp32(const Tensor& x, int64_t row, int64_t n, float* out) {
   if (x.scalar_type() == at::kFloat) {
     std::memcpy(out, x.const_data_ptr<float>() + row * n, n * sizeof(float));
@@ -1390,10 +1396,554 @@ inline void row_in_fp32(const Tensor& x, int64_t row, int64_t n, float* out) {
 }
 
 void check_rows(const Tensor& x, int64_t K) {
-  TORCH_CHECK(x.dim() == 2 && x.size(1) == K, "x is [T, ", K, "]");
+  TORCH_CHECK(x.dim() == 2 && x.size(1) == K && x.is_contiguous(), "x is [T, ", K, "]");
   TORCH_CHECK(x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16,
               "x in fp32 or bf16");
 }
+
+// ---------------------------------------------------------------------------------------------
+// A draft head's chain
+
+// Natural logarithm of positive normal numbers, within 2e-7 of it or of its absolute value.
+inline VF log_of(VF x) {
+  const VU bits = (VU)x;
+  VF exponent = to_float((VI)(bits >> 23) - 127);
+  VF m = (VF)((bits & 0x7fffffu) | 0x3f800000u);  // 1 .. 2
+  const VI upper = m > 1.41421356f;
+  m = upper ? m * 0.5f : m;
+  exponent = upper ? exponent + 1.0f : exponent;
+  // log(m) = 2 atanh((m - 1) / (m + 1)), an odd series in at most 0.172
+  const VF z = (m - 1.0f) / (m + 1.0f), s = z * z;
+  VF series = fma(s, splat(2.0f / 9.0f), splat(2.0f / 7.0f));
+  series = fma(series, s, splat(2.0f / 5.0f));
+  series = fma(series, s, splat(2.0f / 3.0f));
+  series = fma(series, s, splat(2.0f));
+  return fma(exponent, splat(0.69314718f), series * z);
+}
+
+// The Gumbel noise of `sampling.gumbel_noise`, but for rounding: drafts are ranked by it.
+struct Noise {
+  float temperature = 0.0f;  // 0: none
+  uint64_t seed = 0;
+  uint32_t first = 0, second = 0;  // of one position
+
+  template <class U>
+  static U mix(U x) {
+    x = (x ^ (x >> 16)) * 0x7feb352du;
+    x = (x ^ (x >> 15)) * 0x846ca68bu;
+    return x ^ (x >> 16);
+  }
+
+  void at(int64_t position) {
+    const uint32_t place = uint32_t(position);
+    first = mix(place ^ uint32_t(seed));
+    second = mix(first ^ mix(place + uint32_t((seed >> 32) + 0x9E3779B9u)));
+  }
+
+  // Logits `begin` .. `end - 1` of tokens `ids`: over the temperature, plus noise.
+  void add(float* x, const int64_t* ids, int64_t begin, int64_t end) const {
+    for (int64_t i = begin; i < end; i += W) {
+      const int n = std::min<int64_t>(W, end - i);
+      VU hashed = {};
+      VF value = {};
+      for (int j = 0; j < n; j++) {
+        hashed[j] = uint32_t(ids[i + j]);
+        value[j] = x[i + j];
+      }
+      hashed = mix(mix(hashed + first) ^ second);
+      VF v = (__builtin_convertvector(hashed, VF) + 0.5f) * 2.3283064e-10f;
+      v = v > 0.99999994f ? splat(0.99999994f) : v;
+      const VF near = v * fma(fma(v, splat(1.0f / 3.0f), splat(0.5f)), v, splat(1.0f));
+      const VF gap = v < 0.015625f ? near : -log_of(1.0f - v);
+      value = value / temperature - log_of(gap);
+      for (int j = 0; j < n; j++) x[i + j] = value[j];
+    }
+  }
+};
+
+// The best of some logits, and the sum of exp(logit - best) over them.
+struct Best {
+  float value = -std::numeric_limits<float>::infinity(), total = 0.0f;
+  int64_t index = 0;
+
+  static Best of(const float* x, int64_t begin, int64_t end) {
+    Best b;
+    b.index = begin;
+    for (int64_t i = begin; i < end; i++)
+      if (x[i] > b.value) {
+        b.value = x[i];
+        b.index = i;
+      }
+    VF sums = {};
+    int64_t i = begin;
+    for (; i + W <= end; i += W) sums += exp_of(load(x + i) - b.value);
+    b.total = sum(sums);
+    for (; i < end; i++) b.total += std::exp(x[i] - b.value);
+    return b;
+  }
+
+  // With the best of logits that lie behind these.
+  void add(const Best& o) {
+    const bool larger = o.value > value;
+    const float most = larger ? o.value : value;
+    if (most == -std::numeric_limits<float>::infinity()) return;
+    total = total * std::exp(value - most) + o.total * std::exp(o.value - most);
+    if (larger) index = o.index;
+    value = most;
+  }
+};
+
+// An EAGLE head. EAGLE-1: x = fc(embedding, feature). EAGLE-3: x is the feature, and the block's
+// first product reads norm(embedding), norm(feature).
+struct Head {
+  const Tensor& embedding;  // [V, D]
+  Weight fc;                // EAGLE-1
+  const float *token_norm = nullptr, *feature_norm = nullptr, *last_norm = nullptr;  // EAGLE-3
+  bool normed_residual = false, normed_output = false;
+  Block block;
+  Weight lm_head;
+
+  bool eagle3() const { return token_norm != nullptr; }
+};
+
+// Drafts a chain on all threads together; each of them keeps the books by itself.
+template <class C>
+struct Chain {
+  const Head& head;
+  Pass<C> pass;       // of one level; rows of the text first
+  C *k, *v;
+  const float *cos, *sin;  // tables of all positions
+  const int64_t* target_ids;
+  float *features, *entry, *logits;  // [n, D], [rows, 2 D], [draft vocabulary]
+  const float* read;                 // the features of this step
+  Activations joined, said;
+  Best* bests;  // [threads]
+  int64_t seq_len;
+  Noise noise;
+
+  float* x(int64_t row) const { return pass.x + row * pass.D; }
+
+  // Rows of tokens and features, as the block reads them.
+  void enter(const Worker& me, const int64_t* tokens) {
+    const int64_t D = pass.D;
+    float* both = pass.own_scratch(me);
+    const auto [begin, end] = me.share(pass.T);
+    for (int64_t t = begin; t < end; t++) {
+      float* out = head.eagle3() ? entry + t * 2 * D : both;
+      row_in_fp32(head.embedding, tokens[t], D, out);
+      if (head.eagle3()) {
+        rms_norm(out, head.token_norm, D, pass.eps, out);
+        rms_norm(read + t * D, head.feature_norm, D, pass.eps, out + D);
+        const float* residual = head.normed_residual ? out + D : read + t * D;
+        std::copy(residual, residual + D, x(t));
+      } else {
+        std::copy(read + t * D, read + (t + 1) * D, out + D);
+        joined.quantize_row(t, out, 2 * D);
+      }
+    }
+    me.team.barrier();
+    if (head.eagle3()) return;
+    products(me, head.fc, joined, (uint8_t*)both, pass.T, pass.x, D, false);
+    me.team.barrier();
+  }
+
+  // The likeliest token after the last row, whose feature becomes row 0.
+  Best leave(const Worker& me) {
+    const int64_t D = pass.D, N = head.lm_head.h.N;
+    if (me.id == 0) {
+      float* row = x(pass.T - 1);
+      float* own = pass.own_scratch(me);
+      rms_norm(row, head.last_norm, D, pass.eps, own);  // EAGLE-1 has none
+      said.quantize_row(0, own, D);
+      const float* feature = head.normed_output ? own : row;
+      std::copy(feature, feature + D, features);
+    }
+    me.team.barrier();
+    products(me, head.lm_head, said, (uint8_t*)pass.own_scratch(me), 1, logits, N, false);
+    const auto [begin, end] = me.share(head.lm_head.column_blocks);
+    const int64_t last = std::min(end * COLUMNS, N);
+    if (noise.temperature > 0) noise.add(logits, target_ids, begin * COLUMNS, last);
+    bests[me.id] = Best::of(logits, begin * COLUMNS, last);
+    me.team.barrier();
+    Best best = bests[0];
+    for (int i = 1; i < me.size; i++) best.add(bests[i]);
+    return best;
+  }
+
+  // Row `first` of the text and those behind it: slots and RoPE positions are the same.
+  void place(int64_t first, const int64_t* slots, const Visible* seen) {
+    const int64_t E = pass.heads.E;
+    pass.cos = cos + first * E;
+    pass.sin = sin + first * E;
+    pass.slots = slots;
+    pass.seen = seen;
+  }
+};
+
+// Shows the head the last `n` pairs, `MAX_ROWS` at a time, then drafts on: at most `depth` tokens. A token whose whole
+// path is less likely than `keep` is left out; after one less likely than `deepen` none is drafted.
+// With a temperature, tokens are ranked with the noise that the target will draw with.
+// `slots` and `seen` are those of the n pairs, then of each level. Returns the probabilities of the
+// paths, of the one left out as well.
+template <class C>
+std::vector<float> draft(const Chain<C>& of_all, const int64_t* tokens, int64_t n,
+                         const std::vector<int64_t>& slots, const std::vector<Visible>& seen,
+                         int64_t depth, float keep, float deepen, int64_t* drafted) {
+  std::vector<float> found;
+  in_parallel([&](const Worker& me) {
+    Chain<C> chain = of_all;
+    int64_t own_token = 0;
+    float path = 1.0f;
+    const auto step = [&](int64_t first, int64_t rows, const int64_t* ids, const Visible* visible) {
+      chain.pass.T = rows;
+      chain.place(chain.seq_len - n + first, slots.data() + first, visible);
+      chain.enter(me, ids);
+      chain.pass.block(me, chain.head.block, chain.k, chain.v, chain.head.eagle3());
+    };
+    const float* features = chain.features;
+    int64_t shown = 0;
+    for (; n - shown > MAX_ROWS; shown += MAX_ROWS) {
+      chain.pass.row = shown;
+      chain.read = features + shown * chain.pass.D;
+      step(shown, MAX_ROWS, tokens + shown, &seen[0]);
+    }
+    chain.pass.row = shown;
+    chain.read = features + shown * chain.pass.D;
+    for (int64_t level = 0; level < depth; level++) {
+      chain.noise.at(chain.seq_len + level + 1);
+      if (level) {
+        chain.pass.row = 0;
+        chain.read = features;
+        step(n + level - 1, 1, &own_token, &seen[level]);
+      } else {
+        step(shown, n - shown, tokens + shown, &seen[0]);
+      }
+      const Best best = chain.leave(me);
+      path *= 1.0f / best.total;
+      own_token = chain.target_ids[best.index];
+      if (me.id == 0) {
+        found.push_back(path);
+        drafted[level] = own_token;
+      }
+      if (!(path >= keep && path >= deepen)) break;
+    }
+  });
+  return found;
+}
+
+// `tokens` [P], `features` [P, D]: pairs, of which the first `count` are new. `norms`: those of an
+// EAGLE-3 head, or none. Returns the tokens that are kept, and the probabilities of their paths and,
+// where the last one drafted is left out, of its path.
+std::tuple<Tensor, Tensor> draft_chain(
+    const Tensor& tokens, const Tensor& features, const Tensor& count, const Tensor& seq_len,
+    const Tensor& embedding, const std::optional<Tensor>& fc, const std::optional<Tensor>& fc_bias,
+    at::TensorList norms, bool normed_residual, bool normed_output, at::TensorList tensors,
+    const Tensor& lm_head, const Tensor& target_ids, const Tensor& cos, const Tensor& sin,
+    at::TensorList caches, int64_t n_head, double eps, const std::optional<Tensor>& temperature,
+    const std::optional<Tensor>& seed, int64_t depth, double keep, double deepen) {
+  const int64_t n = count.item<int64_t>(), past = seq_len.item<int64_t>();
+  const int64_t D = embedding.size(1), E = caches[0].size(2), S = caches[0].size(1);
+  TORCH_CHECK(n >= 1 && n <= tokens.numel() && n <= past, n, " pairs");
+  TORCH_CHECK(depth >= 1 && past + depth - 1 <= S && past + depth - 1 <= cos.size(0), "slots");
+  TORCH_CHECK(tensors.size() == TENSORS && caches.size() == 2, "one block");
+  check_rows(embedding, D);
+  check_rows(features, D);
+  const Heads heads{n_head, caches[0].size(0), E};
+  TORCH_CHECK(E % 16 == 0 && E <= MAX_HEAD_DIM && heads.H % heads.together() == 0, "head dim");
+  TORCH_CHECK(cos.is_contiguous() && sin.is_contiguous() && cos.size(1) == E, "cos and sin");
+  for (const Tensor& cache : caches) TORCH_CHECK(cache.is_contiguous(), "contiguous caches");
+  TORCH_CHECK(norms.empty() == fc.has_value() && (norms.empty() || norms.size() == 3), "norms or fc");
+
+  Head head{embedding};
+  head.block = block_of(tensors.data());
+  head.lm_head = Weight(lm_head);
+  if (fc.has_value()) {
+    head.fc = Weight(*fc, fc_bias.has_value() ? &*fc_bias : nullptr);
+    TORCH_CHECK(head.fc.h.N == D && head.fc.h.K == 2 * D && head.block.qkv.h.K == D, "fc");
+  } else {
+    head.token_norm = norms[0].const_data_ptr<float>();
+    head.feature_norm = norms[1].const_data_ptr<float>();
+    head.last_norm = norms[2].const_data_ptr<float>();
+    head.normed_residual = normed_residual;
+    head.normed_output = normed_output;
+    TORCH_CHECK(head.block.qkv.h.K == 2 * D, "the block reads embedding and feature");
+  }
+  const int64_t N = head.lm_head.h.N, F = head.block.down.h.K;
+  TORCH_CHECK(head.lm_head.h.K == D && target_ids.numel() == N, "LM head");
+  TORCH_CHECK(D % BLOCK == 0 && F % BLOCK == 0, "widths in blocks of 32");
+  const int64_t* ids = tokens.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < n; i++)
+    TORCH_CHECK(ids[i] >= 0 && ids[i] < embedding.size(0), "token ", ids[i]);
+
+  std::vector<int64_t> slots;
+  std::vector<Visible> seen(depth);
+  for (int64_t slot = past - n; slot < past + depth - 1; slot++) slots.push_back(slot);
+  for (int64_t level = 0; level < depth; level++) {
+    const int64_t rows = level ? 1 : n;
+    seen[level].shared = level ? past + level : past - n;
+    seen[level].begin.push_back(0);
+    for (int64_t t = 0; t < rows; t++) {
+      if (!level)
+        for (int64_t slot = past - n; slot <= past - n + t; slot++) seen[level].own.push_back(slot);
+      seen[level].begin.push_back(seen[level].own.size());
+    }
+  }
+  Tensor drafted = at::empty({depth}, tokens.options());
+  std::vector<float> found;
+  const auto run = [&](auto element) {
+    using C = decltype(element);
+    thread_local Scratch scratch;
+    const int threads = omp_get_max_threads();
+    Chain<C> chain{head};
+    Pass<C>& pass = chain.pass;
+    pass.heads = heads;
+    pass.D = D;
+    pass.F = F;
+    pass.S = S;
+    pass.row = 0;
+    pass.eps = float(eps);
+    pass.entry_dim = head.eagle3() ? 2 * D : 0;
+    const int64_t most = std::min<int64_t>(n, MAX_ROWS);
+    const size_t more = Activations::bytes(most, 2 * D) + Activations::bytes(1, D) +
+                        4 * size_t((n + 3 * most) * D + N) + sizeof(Best) * threads + 1024;
+    arrange(pass, scratch, most, past + depth, more);
+    chain.joined = scratch.activations(most, 2 * D);
+    chain.said = scratch.activations(1, D);
+    pass.x = scratch.take<float>(most * D);
+    chain.features = scratch.take<float>(n * D);
+    chain.entry = scratch.take<float>(most * 2 * D);
+    chain.logits = scratch.take<float>(N);
+    chain.bests = scratch.take<Best>(threads);
+    pass.entry = head.eagle3() ? chain.entry : nullptr;
+    chain.k = (C*)caches[0].data_ptr();
+    chain.v = (C*)caches[1].data_ptr();
+    chain.cos = cos.const_data_ptr<float>();
+    chain.sin = sin.const_data_ptr<float>();
+    chain.target_ids = target_ids.const_data_ptr<int64_t>();
+    chain.seq_len = past;
+    if (temperature.has_value()) {
+      chain.noise.temperature = temperature->item<float>();
+      chain.noise.seed = uint64_t(seed->item<int64_t>());
+    }
+    for (int64_t t = 0; t < n; t++) row_in_fp32(features, t, D, chain.features + t * D);
+    found = draft(chain, ids, n, slots, seen, depth, float(keep), float(deepen),
+                  drafted.mutable_data_ptr<int64_t>());
+  };
+  if (caches[0].scalar_type() == at::kBFloat16) {
+    run(Bf16{});
+  } else {
+    TORCH_CHECK(caches[0].scalar_type() == at::kFloat, "caches in bf16 or fp32");
+    run(0.0f);
+  }
+  int64_t kept = found.size();
+  if (!(found.back() >= float(keep))) kept--;
+  Tensor paths = at::empty({(int64_t)found.size()}, embedding.options().dtype(at::kFloat));
+  std::copy(found.begin(), found.end(), paths.mutable_data_ptr<float>());
+  return {drafted.slice(0, 0, kept), paths};
+}
+
+// ---------------------------------------------------------------------------------------------
+// Lookup
+
+constexpr int CLASSES = 8;  // of match sizes and of depths: 1 .. 7, and all above
+constexpr float TABLE_MEMORY = 128.0f;
+
+// What followed the latest of the longest earlier matches of the text's end, at most `longest` tokens
+// long, and how likely each path is: by a table [2, 8, 8] of how many tokens were tried and right, by
+// match size and depth, that first learns from the `kept` proposal [4 + R]: where its root stood, the
+// root, the match size, how many tokens, and these. `other` is a match of `other_size` elsewhere.
+std::tuple<Tensor, Tensor> look_up(const Tensor& text_, const Tensor& last_, const Tensor& table_,
+                                   const Tensor& kept_, int64_t longest, int64_t reach,
+                                   const std::optional<Tensor>& other, int64_t other_size) {
+  const int64_t last = last_.item<int64_t>(), *text = text_.const_data_ptr<int64_t>();
+  TORCH_CHECK(last >= 0 && last < text_.numel(), "last token at ", last);
+  TORCH_CHECK(table_.numel() == 2 * CLASSES * CLASSES && kept_.numel() >= 4 + reach, "a table");
+  float *tried = table_.mutable_data_ptr<float>(), *right = tried + CLASSES * CLASSES;
+  int64_t* kept = kept_.mutable_data_ptr<int64_t>();
+  const auto cell = [](int64_t size, int64_t depth) {
+    return std::min<int64_t>(size, CLASSES) * CLASSES - CLASSES + std::min<int64_t>(depth, CLASSES) - 1;
+  };
+  if (kept[0] <= last && text[kept[0]] == kept[1]) {
+    for (int64_t i = 0; i < kept[3] && kept[0] + 1 + i <= last; i++) {
+      const int64_t c = cell(kept[2], i + 1);
+      const bool is_right = text[kept[0] + 1 + i] == kept[4 + i];
+      tried[c] += 1.0f;
+      right[c] += is_right;
+      const float share = std::min(1.0f, TABLE_MEMORY / tried[c]);
+      tried[c] *= share;
+      right[c] *= share;
+      if (!is_right) break;
+    }
+  }
+  int64_t size = 0, end = 0;
+  for (int64_t i = last - 1; i >= 0 && size < longest; i--) {
+    if (text[i] != text[last]) continue;
+    int64_t n = 1;
+    while (n < longest && n <= i && text[i - n] == text[last - n]) n++;
+    if (n > size) {
+      size = n;
+      end = i;
+    }
+  }
+  std::vector<int64_t> found;
+  if (other.has_value() && other_size > size) {
+    const int64_t* tokens = other->const_data_ptr<int64_t>();
+    for (int64_t i = 0; i < other->numel() && i < reach && tokens[i] >= 0; i++)
+      found.push_back(tokens[i]);
+    size = other_size;
+  } else if (size) {  // a text that goes round in circles is expected to go on doing so
+    for (int64_t i = 0; i < reach; i++) found.push_back(text[end + 1 + i % (last - end)]);
+  }
+  const int64_t n = found.size();
+  kept[0] = last;
+  kept[1] = text[last];
+  kept[2] = size;
+  kept[3] = n;
+  std::copy(found.begin(), found.end(), kept + 4);
+  Tensor tokens = at::empty({n}, text_.options()), paths = at::empty({n}, table_.options());
+  float path = 1.0f;
+  for (int64_t i = 0; i < n; i++) {
+    const int64_t c = cell(size, i + 1);
+    path *= std::min(1.0f, std::max(1e-3f, right[c] / tried[c]));
+    tokens.mutable_data_ptr<int64_t>()[i] = found[i];
+    paths.mutable_data_ptr<float>()[i] = path;
+  }
+  return {tokens, paths};
+}
+
+// ---------------------------------------------------------------------------------------------
+// A whole pass, and what follows it
+
+inline void put_row(Tensor& out, int64_t row, const float* x, int64_t n) {
+  if (out.scalar_type() == at::kFloat) {
+    std::copy(x, x + n, out.mutable_data_ptr<float>() + row * n);
+  } else {
+    Bf16* to = (Bf16*)out.mutable_data_ptr() + row * n;
+    for (int64_t i = 0; i < n; i++) put(to + i, x[i]);
+  }
+}
+
+// A target whose weights are all packed: from tokens to logits in one call. Python code between two
+// operations would run out of cold caches, through which the weights have just gone.
+struct Target : torch::CustomClassHolder {
+  std::vector<Tensor> owned;  // keeps the memory of what follows
+  std::vector<Block> blocks;
+  Weight lm_head;
+  const float *norm, *cos, *sin;
+  Tensor embedding;
+  int64_t n_head, window, D, E, F;
+  float eps;
+
+  Target(std::vector<Tensor> tensors, Tensor embedding_, Tensor cos_, Tensor sin_, Tensor norm_,
+         Tensor lm_head_, int64_t n_head_, int64_t window_, double eps_)
+      : owned(std::move(tensors)), embedding(embedding_), n_head(n_head_), window(window_),
+        eps(float(eps_)) {
+    TORCH_CHECK(!owned.empty() && owned.size() % TENSORS == 0, "nine tensors of each block");
+    for (size_t i = 0; i < owned.size(); i += TENSORS) blocks.push_back(block_of(&owned[i]));
+    lm_head = Weight(lm_head_);
+    norm = norm_.const_data_ptr<float>();
+    cos = cos_.const_data_ptr<float>();
+    sin = sin_.const_data_ptr<float>();
+    D = embedding.size(1);
+    E = cos_.size(1);
+    F = blocks[0].down.h.K;
+    check_rows(embedding, D);
+    TORCH_CHECK(cos_.is_contiguous() && sin_.is_contiguous() && norm_.numel() == D, "tables");
+    TORCH_CHECK(lm_head.h.K == D && D % BLOCK == 0 && F % BLOCK == 0, "widths in blocks of 32");
+    owned.insert(owned.end(), {cos_, sin_, norm_, lm_head_});
+  }
+
+  // Logits [T, V] in fp32, features [T, D] like `features_like`, and the residual stream entering
+  // the blocks `taps` [T, R * D] in fp32. `rows` are the planes of the cache [2 L, G, S, E].
+  std::tuple<Tensor, Tensor, Tensor> run(Tensor tokens, Tensor seq_len, Tensor paths, Tensor depths,
+                                         Tensor rows, std::vector<int64_t> taps,
+                                         Tensor features_like) const {
+    const int64_t T = tokens.numel(), past = seq_len.item<int64_t>(), L = blocks.size();
+    const int64_t G = rows.size(1), S = rows.size(2), N = lm_head.h.N;
+    TORCH_CHECK(T >= 1 && T <= MAX_ROWS && depths.numel() == T, T, " rows");
+    TORCH_CHECK(rows.is_contiguous() && rows.size(0) == 2 * L && rows.size(3) == E, "cache");
+    TORCH_CHECK(paths.is_contiguous() && paths.size(0) == T && depths.is_contiguous(), "tree");
+    TORCH_CHECK(past >= 0 && past + T <= S, "slot ", past + T - 1, " of ", S);
+    const int64_t *ids = tokens.const_data_ptr<int64_t>(), *depth = depths.const_data_ptr<int64_t>();
+    for (int64_t t = 0; t < T; t++) {
+      TORCH_CHECK(ids[t] >= 0 && ids[t] < embedding.size(0), "token ", ids[t]);
+      TORCH_CHECK(depth[t] >= 0 && depth[t] < paths.size(1), "depth ", depth[t]);
+    }
+    const Visible seen =
+        Visible::of_tree(past, paths.const_data_ptr<int32_t>(), paths.size(1), depth, T, window);
+    for (const int64_t slot : seen.own) TORCH_CHECK(slot >= 0 && slot < S, "slot ", slot);
+    Tensor logits = at::empty({T, N}, rows.options().dtype(at::kFloat));
+    Tensor features = at::empty({T, D}, features_like.options());
+    Tensor tapped = at::empty({T, (int64_t)taps.size() * D}, rows.options().dtype(at::kFloat));
+    if (rows.scalar_type() == at::kBFloat16) {
+      pass<Bf16>(ids, depth, past, seen, rows, taps, G, S, logits, features, tapped);
+    } else {
+      TORCH_CHECK(rows.scalar_type() == at::kFloat, "caches in bf16 or fp32");
+      pass<float>(ids, depth, past, seen, rows, taps, G, S, logits, features, tapped);
+    }
+    return {logits, features, tapped};
+  }
+
+ private:
+  template <class C>
+  void pass(const int64_t* ids, const int64_t* depth, int64_t past, const Visible& seen,
+            const Tensor& rows, const std::vector<int64_t>& taps, int64_t G, int64_t S,
+            Tensor& logits, Tensor& features, Tensor& tapped) const {
+    thread_local Scratch scratch;
+    const int64_t T = features.size(0), N = lm_head.h.N, R = taps.size();
+    int64_t longest = 0;
+    for (int64_t t = 0; t < T; t++) longest = std::max(longest, seen.length(t));
+    Pass<C> pass{};
+    pass.heads = Heads{n_head, G, E};
+    pass.D = D;
+    pass.F = F;
+    pass.S = S;
+    pass.T = T;
+    pass.eps = eps;
+    arrange(pass, scratch, T, longest, 4 * size_t(T * (D + 2 * E)) + 8 * T + 512);
+    float* x = pass.x = scratch.take<float>(T * D);
+    float *c = scratch.take<float>(T * E), *s = scratch.take<float>(T * E);
+    int64_t* slots = scratch.take<int64_t>(T);
+    for (int64_t t = 0; t < T; t++) {
+      slots[t] = past + t;
+      std::copy_n(cos + (past + depth[t]) * E, E, c + t * E);
+      std::copy_n(sin + (past + depth[t]) * E, E, s + t * E);
+      row_in_fp32(embedding, ids[t], D, x + t * D);
+    }
+    pass.cos = c;
+    pass.sin = s;
+    pass.slots = slots;
+    pass.seen = &seen;
+    C* cache = (C*)rows.data_ptr();
+    float *out = logits.mutable_data_ptr<float>(), *tap_rows = tapped.mutable_data_ptr<float>();
+    in_parallel([&](const Worker& me) {
+      Pass<C> mine = pass;
+      const auto [begin, end] = me.share(T);
+      const auto tap = [&](int64_t layer) {
+        for (int64_t r = 0; r < R; r++)
+          for (int64_t t = begin; t < end && taps[r] == layer; t++)
+            std::copy_n(x + t * D, D, tap_rows + (t * R + r) * D);
+      };
+      for (size_t i = 0; i < blocks.size(); i++) {
+        if (R) tap(i);
+        mine.block(me, blocks[i], cache + 2 * i * G * S * E, cache + (2 * i + 1) * G * S * E, false);
+      }
+      if (R) tap(blocks.size());
+      float* own = mine.own_scratch(me);
+      for (int64_t t = begin; t < end; t++) {
+        rms_norm(x + t * D, norm, D, eps, own);
+        put_row(features, t, own, D);
+        row_in_fp32(features, t, D, own);  // rounded, as every reader of features sees them
+        mine.normed.quantize_row(t, own, D);
+      }
+      me.team.barrier();
+      products(me, lm_head, mine.normed, (uint8_t*)own, T, out, N, false);
+    });
+  }
+};
+
+// ---------------------------------------------------------------------------------------------
+// Single operations
 
 // x [T, K] @ w.T in fp32 [T, N], plus the bias [N] (fp32) where there is one.
 // `n` is N, for those who cannot look into the weight.
@@ -1424,6 +1974,150 @@ Tensor linear(const Tensor& x_, const Tensor& packed, const std::optional<Tensor
     products(me, w, a, (uint8_t*)own, T, y.mutable_data_ptr<float>(), N, false);
   });
   return y;
+}
+
+// The largest of columns `begin` .. `end - 1` and its first place; NaN where there is one.
+inline std::pair<float, int64_t> largest_of(const float* x, int64_t begin, int64_t end) {
+  VF best[4], bad = {};
+  for (VF& b : best) b = splat(-std::numeric_limits<float>::infinity());
+  int64_t i = begin;
+  for (; i + 4 * W <= end; i += 4 * W) {
+    for (int j = 0; j < 4; j++) {
+      const VF v = load(x + i + j * W);
+      best[j] = larger(v, best[j]);
+      bad += v * 0.0f;
+    }
+  }
+  float most = largest(larger(larger(best[0], best[1]), larger(best[2], best[3])));
+  float wrong = sum(bad);
+  for (; i < end; i++) {
+    most = x[i] > most ? x[i] : most;
+    wrong += x[i] * 0.0f;
+  }
+  if (wrong != wrong) {  // NaN or infinite somewhere: what torch.max says
+    for (i = begin; i < end; i++)
+      if (x[i] != x[i]) return {x[i], i};
+  }
+  for (i = begin; i < end; i++)
+    if (x[i] == most) return {most, i};
+  return {most, begin};
+}
+
+// Of each row of fp32 logits [T, V] the largest and its first place, as torch.max(dim=-1).
+std::tuple<Tensor, Tensor> maximum(const Tensor& x_) {
+  const Tensor x = x_.contiguous();
+  TORCH_CHECK(x.dim() == 2 && x.scalar_type() == at::kFloat && x.size(1) > 0, "fp32 [T, V]");
+  const int64_t T = x.size(0), V = x.size(1);
+  Tensor values = at::empty({T}, x.options());
+  Tensor places = at::empty({T}, x.options().dtype(at::kLong));
+  const float* rows = x.const_data_ptr<float>();
+  const int threads = omp_get_max_threads();
+  std::vector<std::pair<float, int64_t>> found(T * threads);
+  int used = 1;
+  in_parallel([&](const Worker& me) {
+    if (me.id == 0) used = me.size;
+    // The columns that this worker has computed, where an LM head of ours did.
+    const auto share = me.share((V + COLUMNS - 1) / COLUMNS);
+    const int64_t begin = share.begin * COLUMNS, end = std::min(share.end * COLUMNS, V);
+    for (int64_t t = 0; t < T; t++) found[t * threads + me.id] = largest_of(rows + t * V, begin, end);
+  });
+  for (int64_t t = 0; t < T; t++) {
+    auto best = found[t * threads];
+    for (int i = 1; i < used; i++) {
+      const auto& next = found[t * threads + i];
+      if (best.first == best.first && !(next.first <= best.first)) best = next;
+    }
+    values.mutable_data_ptr<float>()[t] = best.first;
+    places.mutable_data_ptr<int64_t>()[t] = best.second;
+  }
+  return {values, places};
+}
+
+// Accept and commit a greedy cycle: `cycle.accept_and_commit`. The path along the target's own
+// tokens, its cache rows moved behind the text unless they lie there, and all of the state brought
+// to the next cycle. `state`: seq_len, root, count, tokens, features, text, result, cache rows.
+void finish_greedy(const Tensor& logits, const Tensor& read, const Tensor& tokens,
+                   const Tensor& parents, const Tensor& valid, const std::optional<Tensor>& sources,
+                   at::TensorList state, int64_t depth, bool in_place, bool extends, bool keeps) {
+  const int64_t T = tokens.numel(), V = logits.size(1);
+  TORCH_CHECK(state.size() == 8 && logits.size(0) == T && depth >= 0, "a state and a tree");
+  const auto [values, places] = maximum(logits);
+  const float* best = values.const_data_ptr<float>();
+  const int64_t *place = places.const_data_ptr<int64_t>(), *ids = tokens.const_data_ptr<int64_t>();
+  const int64_t* parent = parents.const_data_ptr<int64_t>();
+  const bool* is_valid = valid.const_data_ptr<bool>();
+  std::vector<int64_t> drawn(T), level(T, 0);
+  std::vector<bool> alive(T, false);
+  int64_t last = 0, n_valid = 0;
+  for (int64_t t = 0; t < T; t++) {
+    drawn[t] = std::isfinite(best[t]) ? place[t] : BAD_ROW;
+    n_valid += is_valid[t];
+    if (t == 0) {
+      alive[0] = true;
+      continue;
+    }
+    const int64_t p = parent[t];
+    TORCH_CHECK(p >= 0 && p < t, "parent ", p, " of row ", t);
+    level[t] = level[p] + 1;
+    alive[t] = is_valid[t] && alive[p] && ids[t] == drawn[p];
+    if (alive[t] && level[t] > level[last]) last = t;
+  }
+  const int64_t count = level[last] + 1;
+  TORCH_CHECK(count <= depth + 1, "a path of ", count - 1, " levels");
+  std::vector<int64_t> path(depth + 1, 0);
+  for (int64_t t = last, i = count - 1; i > 0; t = parent[t], i--) path[i] = t;
+
+  int64_t& seq_len = *state[0].mutable_data_ptr<int64_t>();
+  int64_t& root = *state[1].mutable_data_ptr<int64_t>();
+  int64_t& pending = *state[2].mutable_data_ptr<int64_t>();
+  int64_t* text = state[5].mutable_data_ptr<int64_t>();
+  int64_t* result = state[6].mutable_data_ptr<int64_t>();
+  const int64_t size = state[6].numel();
+  TORCH_CHECK(seq_len + depth + 2 <= state[5].numel() && depth + 4 <= size, "room for the path");
+  if (!in_place && depth) {
+    const Tensor& rows = state[7];
+    TORCH_CHECK(rows.is_contiguous() && seq_len + T <= rows.size(2), "cache");
+    const int64_t planes = rows.size(0) * rows.size(1), S = rows.size(2);
+    const size_t bytes = rows.size(3) * rows.element_size();
+    uint8_t* memory = (uint8_t*)rows.data_ptr();
+    for (int64_t plane = 0; plane < planes; plane++)
+      for (int64_t i = 1; i < count; i++)
+        if (path[i] != i)
+          std::memcpy(memory + (plane * S + seq_len + i) * bytes,
+                      memory + (plane * S + seq_len + path[i]) * bytes, bytes);
+  }
+  std::fill_n(result, size, PAD);
+  const int64_t first = extends ? 0 : pending;
+  int64_t by_head = 0, by_lookup = 0;
+  if (keeps) {
+    TORCH_CHECK(first + depth + 1 <= state[3].numel(), "room for pairs");
+    TORCH_CHECK(read.is_contiguous() && read.size(1) == state[4].size(1), "features");
+  }
+  std::vector<float> row(keeps ? read.size(1) : 0);
+  Tensor features = state[4];
+  for (int64_t i = 0; i <= depth; i++) {
+    const int64_t token = i < count ? drawn[path[i]] : PAD, shown = std::max<int64_t>(token, 0);
+    result[i] = token;
+    text[seq_len + 1 + i] = shown;
+    if (sources.has_value()) {
+      const int64_t source = sources->const_data_ptr<int64_t>()[path[i]];
+      by_head += (source & 1) != 0;
+      by_lookup += (source & 2) != 0;
+    }
+    if (keeps && i < count) {
+      state[3].mutable_data_ptr<int64_t>()[first + i] = shown;
+      row_in_fp32(read, path[i], row.size(), row.data());
+      put_row(features, first + i, row.data(), row.size());
+    }
+  }
+  if (sources.has_value()) {
+    result[size - 3] = by_head;
+    result[size - 2] = by_lookup;
+  }
+  result[size - 1] = n_valid - 1;
+  if (keeps) pending = first + count;
+  root = std::max<int64_t>(drawn[last], 0);
+  seq_len += count;
 }
 
 // RMSNorm of fp32 rows [T, D] with weight [D] (fp32), each row on its own.
@@ -1477,7 +2171,25 @@ TORCH_LIBRARY(FASTEAGLE_NAMESPACE, m) {
       "blocks(Tensor x, Tensor cos, Tensor sin, Tensor slots, Tensor? mask, Tensor? seq_len, "
       "Tensor? paths, Tensor? depths, int window, Tensor(a!)[] caches, Tensor[] tensors, "
       "int n_head, float eps, Tensor? entry=None) -> Tensor");
+  m.def(
+      "draft_chain(Tensor tokens, Tensor features, Tensor count, Tensor seq_len, "
+      "Tensor embedding, Tensor? fc, Tensor? fc_bias, Tensor[] norms, bool normed_residual, "
+      "bool normed_output, Tensor[] tensors, Tensor lm_head, Tensor target_ids, Tensor cos, "
+      "Tensor sin, Tensor(a!)[] caches, int n_head, float eps, Tensor? temperature, "
+      "Tensor? seed, int depth, float keep, float deepen) -> (Tensor, Tensor)");
+  m.def(
+      "finish_greedy(Tensor logits, Tensor read, Tensor tokens, Tensor parents, Tensor valid, "
+      "Tensor? sources, Tensor(a!)[] state, int depth, bool in_place, bool extends, bool keeps) "
+      "-> ()");
+  m.class_<Target>("Target")
+      .def(torch::init<std::vector<Tensor>, Tensor, Tensor, Tensor, Tensor, Tensor, int64_t, int64_t,
+                       double>())
+      .def("run", &Target::run);
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int n) -> Tensor");
+  m.def(
+      "look_up(Tensor text, Tensor last, Tensor(a!) table, Tensor(b!) kept, int longest, int reach, "
+      "Tensor? other, int other_size) -> (Tensor, Tensor)");
+  m.def("maximum(Tensor x) -> (Tensor, Tensor)");
   m.def("norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("rows(Tensor packed, Tensor index, int k) -> Tensor");
   m.def("isa() -> int", &isa);
@@ -1485,7 +2197,11 @@ TORCH_LIBRARY(FASTEAGLE_NAMESPACE, m) {
 
 TORCH_LIBRARY_IMPL(FASTEAGLE_NAMESPACE, CPU, m) {
   m.impl("blocks", &blocks);
+  m.impl("draft_chain", &draft_chain);
+  m.impl("finish_greedy", &finish_greedy);
   m.impl("linear", &linear);
+  m.impl("look_up", &look_up);
+  m.impl("maximum", &maximum);
   m.impl("norm", &norm);
   m.impl("rows", &rows);
 }

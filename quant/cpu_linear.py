@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -52,11 +52,12 @@ class NativeLinear(nn.Module):
         return found.view(*index.shape, self.in_features)
 
 
-def in_huge_pages(linears: Sequence[NativeLinear]) -> None:
-    """Move the weights into one piece of memory, in pages of 2 MiB where Linux gives them.
+def in_huge_pages(modules: Iterable[nn.Module]) -> None:
+    """Move the weights of the `NativeLinear` among these to one place, in pages of 2 MiB on Linux.
 
     A pass reads every weight once: of pages of 4 KiB it would look up each one's address anew.
     """
+    linears = [module for module in modules if isinstance(module, NativeLinear)]
     if not linears or not hasattr(mmap, "MADV_HUGEPAGE"):
         return
     sizes = [-(-linear.packed.numel() // ALIGNMENT) * ALIGNMENT for linear in linears]

@@ -9,7 +9,8 @@ import random
 import pytest
 import torch
 
-from fasteagle.compile.costs import Measurement, follow_costs, load_costs, store_costs, tune_now
+from fasteagle.compile.costs import follow_costs, load_costs, store_costs, tune_now
+from fasteagle.compile.measurement import Measurement
 from fasteagle.drafting.base import Tuning
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter

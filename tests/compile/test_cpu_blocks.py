@@ -13,27 +13,16 @@ from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.static_tree import StaticTreeDrafter
 from fasteagle.generate import Engine
-from fasteagle.loading.source import has_native, quantize_, quantize_head_, quantize_linear
+from fasteagle.loading.source import quantize_, quantize_head_
 from fasteagle.model import KVCache, Transformer, causal_mask
 from fasteagle.options import SamplingParams
 from fasteagle.quant import cpu_build
 from fasteagle.quant.cpu_linear import NativeLinear
-from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import TreeShape
 from fasteagle.tree import TreeView, ancestor_mask, tree_paths
 from helpers import eagle3_of, random_head, random_target, rounded_activations, tiny_config
-
-SHAPE = dict(dim=64, n_head=4, n_kv_head=2, head_dim=16, ffn_dim=96)
-CONFIGS = {
-    "gqa": SHAPE,
-    "mha": SHAPE | dict(n_kv_head=4),
-    "window": SHAPE | dict(sliding_window=7),
-    "long window": SHAPE | dict(sliding_window=90),
-    "qwen2": SHAPE | dict(qkv_bias=True),
-    "qwen3": SHAPE | dict(qk_norm=True, head_dim=32),
-    "wide heads": SHAPE | dict(head_dim=80, n_head=2, n_kv_head=1),
-}
+from native_models import CONFIGS, SHAPE, native_target
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,19 +41,6 @@ class Emulated(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rounded = rounded_activations(x.float())
         return nn.functional.linear(rounded, self.weight, self.bias).to(x.dtype)
-
-
-def native_target(config, bits: int = 4, dtype: torch.dtype = torch.float32) -> Transformer:
-    target = random_target(config).to(dtype)
-    target.init_rope(512, "cpu")  # in fp32, as checkpoints are loaded
-    for block in target.blocks:
-        if config.qkv_bias:
-            block.attention.qkv.bias.data.normal_()
-    scheme = Scheme(bits, 32 if bits == 4 else 0)
-    quantize_(target.blocks, scheme, native=True)
-    target.lm_head = QuantizedLMHead(quantize_linear(target.lm_head, Scheme(8), native=True))
-    assert use_native_blocks(target) and is_native(target) and has_native(target)
-    return target
 
 
 def emulated(target: Transformer) -> Transformer:

@@ -109,6 +109,22 @@ def test_what_is_not_finite_stays_visible(ops):
     assert torch.equal(ops.linear(torch.zeros(2, 64), memory, None, 32), torch.zeros(2, 32))
 
 
+@pytest.mark.parametrize("V", [1, 15, 64, 500, 1031])
+def test_the_largest_is_that_of_torch(ops, V):
+    x = rows_of(9, V)
+    x[1] = x[1].round()  # ties: the first counts
+    x[2] = float("-inf")
+    x[3, V // 2] = float("nan")
+    x[4, V // 3] = float("inf")
+    x[5, V - 1] = float("-inf")
+    x[6] = 2.5
+    for rows in (x, x[:1], x[:, : (V + 1) // 2]):
+        values, places = ops.maximum(rows)
+        expected = rows.max(dim=-1)
+        assert torch.equal(places, expected.indices)
+        torch.testing.assert_close(values, expected.values, rtol=0, atol=0, equal_nan=True)
+
+
 def test_a_norm_is_that_of_the_model(ops):
     from fasteagle.model import RMSNorm
 

@@ -1,0 +1,179 @@
+"""The draft head's chain as one call of our CPU kernels, which ends where the head is not sure.
+
+Its slow twin is `EagleDrafter.propose`, which drafts all levels and leaves out what is unsure.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fasteagle.compile.cpu_blocks import block_tensors, is_native_block
+from fasteagle.cycle import EAGER, Proposal
+from fasteagle.drafting.base import Drafter
+from fasteagle.drafting.draft_head import HeadDrafter
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.fused import FusedDrafter
+from fasteagle.drafting.ngram import NgramDrafter
+from fasteagle.drafting.sure_chain import LONGEST, REACH, Stopping
+from fasteagle.model import Eagle3Head, EagleHead
+from fasteagle.quant.cpu_linear import BLOCK, NativeLinear
+from fasteagle.quant.linear import QuantizedLMHead
+from fasteagle.shapes import SureChain
+from fasteagle.state import CycleSpec, DecodeState
+from fasteagle.tree import HEAD, LOOKUP, chain
+
+
+def can_draft(head: EagleHead) -> bool:
+    """Whether the kernels have all that they need of this head."""
+    linears = [_linear(head.lm_head)]
+    if not isinstance(head, Eagle3Head):
+        linears.append(head.fc)
+    return (
+        is_native_block(head.block)
+        and all(isinstance(linear, NativeLinear) for linear in linears)
+        and head.config.block.dim % BLOCK == 0
+    )
+
+
+def drafts_natively(drafter: Drafter | None, spec: CycleSpec) -> bool:
+    """Whether `NativeChain` drafts this variant of the cycle."""
+    if not isinstance(spec.shape, SureChain):
+        return False
+    return isinstance(drafter, NgramDrafter) or (
+        isinstance(drafter, HeadDrafter) and can_draft(drafter.head)
+    )
+
+
+def _linear(lm_head: nn.Module) -> nn.Module:
+    """Of the target's whole LM head what its kernel reads."""
+    return lm_head.linear if isinstance(lm_head, QuantizedLMHead) else lm_head
+
+
+class NativeDraft:
+    """`Pieces.draft`: chains by the kernels, whatever else by the drafter's own code.
+
+    Proposals have only the rows that are to be verified.
+    """
+
+    def __init__(self) -> None:
+        self._heads: dict[EagleHead, NativeChain | None] = {}
+        self._chains: dict[tuple[int, int], Proposal] = {}  # by rows and source
+
+    def __call__(self, state: DecodeState, drafter: Drafter | None, spec: CycleSpec) -> Proposal:
+        native = self.of(drafter.head) if isinstance(drafter, EagleDrafter) else None
+        if not isinstance(spec.shape, SureChain) or not (
+            native or isinstance(drafter, NgramDrafter)
+        ):
+            return EAGER.draft(state, drafter, spec)
+        assert isinstance(drafter, EagleDrafter | NgramDrafter), "as above"
+        stopping = drafter.stopping
+        if isinstance(drafter, FusedDrafter | NgramDrafter):
+            found = look_up(state, drafter, stopping.keep)
+            if found is not None:
+                return self.proposal(state, found, LOOKUP)
+        assert native is not None and isinstance(drafter, EagleDrafter), "n-grams have no head"
+        noisy = not spec.kind.greedy and drafter.noise == "shared"
+        depth = min(spec.depth, LONGEST)
+        tokens = native.draft(state, drafter, spec.width, depth, stopping, noisy)
+        return self.proposal(state, tokens, HEAD)
+
+    def of(self, head: EagleHead) -> NativeChain | None:
+        """What the kernels read of `head`, made once; None where they cannot draft with it."""
+        if head not in self._heads:
+            self._heads[head] = NativeChain(head) if can_draft(head) else None
+        return self._heads[head]
+
+    def proposal(self, state: DecodeState, tokens: Tensor, source: int) -> Proposal:
+        """The chain of `tokens` below the root."""
+        rows = 1 + len(tokens)
+        if (rows, source) not in self._chains:  # how its rows see each other does not change
+            any_tokens = torch.zeros(rows, dtype=torch.long)
+            tree = chain(any_tokens, torch.ones_like(any_tokens).bool())
+            sources = torch.full_like(any_tokens, source)
+            sources[0] = 0
+            self._chains[rows, source] = Proposal.of(
+                tree._replace(sources=sources), extended=source == HEAD
+            )
+        found = self._chains[rows, source]
+        return found._replace(tree=found.tree._replace(tokens=torch.cat((state.root, tokens))))
+
+
+def look_up(state: DecodeState, drafter: FusedDrafter | NgramDrafter, keep: float) -> Tensor | None:
+    """A looked-up chain of paths likelier than `keep`; None where the draft head promises more."""
+    lookup, other = drafter.lookup, None
+    if lookup.corpus is not None:
+        other = lookup.corpus.find(state.text, state.seq_len, 1, REACH, lookup.longest)
+    tokens, paths = torch.ops.fasteagle_cpu.look_up(
+        state.text,
+        state.seq_len,
+        drafter.looked_up.table,
+        drafter.looked_up.last,
+        lookup.longest,
+        REACH,
+        *((None, 0) if other is None else (other.tokens[0], int(other.sizes[0]))),
+    )
+    likely = [path for path in paths.tolist() if path >= keep]
+    gain, needed = sum(likely) - keep * len(likely), drafter.head_gain
+    found: Tensor = tokens[: len(likely)]
+    return found if needed is None or gain > needed else None
+
+
+class NativeChain:
+    """What the kernels read of one head; see `cpu_kernels.cpp`, draft_chain."""
+
+    def __init__(self, head: EagleHead) -> None:
+        lm_head = _linear(head.lm_head)
+        assert isinstance(lm_head, NativeLinear) and lm_head.bias is None, "see can_draft"
+        self._tensors = block_tensors(head.block)
+        self._eps, self._n_head = head.block.mlp_norm.eps, head.block.attention.n_head
+        self._lm_head, self._embedding = lm_head.packed, head.embedding.weight
+        self._cos, self._sin = head.rope_cos, head.rope_sin
+        self._fc: tuple[Tensor | None, Tensor | None] = (None, None)
+        self._norms: list[Tensor] = []
+        self._flags = (False, False)
+        if isinstance(head, Eagle3Head):
+            assert head.config.eagle3 is not None, "an EAGLE-3 head"
+            norms = (head.embedding_norm, head.feature_norm, head.norm)
+            self._norms = [norm.weight.detach().float() for norm in norms]
+            own = head.config.eagle3
+            self._flags = (own.norm_before_residual, own.norm_output)
+        else:
+            assert isinstance(head.fc, NativeLinear), "see can_draft"
+            self._fc = (head.fc.packed, head.fc.bias)
+
+    def draft(
+        self,
+        state: DecodeState,
+        drafter: EagleDrafter,
+        width: int,
+        depth: int,
+        stopping: Stopping,
+        noisy: bool = False,
+    ) -> Tensor:
+        """At most `depth` tokens behind the root, of at most `width` pending pairs."""
+        new = state.committed(min(width, int(state.count)))
+        knobs = state.knobs
+        tokens: Tensor
+        tokens, _ = torch.ops.fasteagle_cpu.draft_chain(
+            new.tokens,
+            drafter.head.read(new.features),
+            new.count,
+            state.seq_len,
+            self._embedding,
+            *self._fc,
+            self._norms,
+            *self._flags,
+            self._tensors,
+            self._lm_head,
+            drafter.target_ids,
+            self._cos,
+            self._sin,
+            list(drafter.cache.layers[0]),
+            self._n_head,
+            self._eps,
+            *((knobs.temperature, knobs.seed) if noisy else (None, None)),
+            depth,
+            *stopping,
+        )
+        return tokens

@@ -1,0 +1,119 @@
+"""A whole target pass as one call of our CPU kernels, and a greedy cycle's end as another.
+
+Python between two operations runs out of caches through which the model's weights have just gone,
+several times slower than in a loop of its own. Slow twins: `cycle.verify` and
+`cycle.accept_and_commit`, to which everything goes that the kernels do not do.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fasteagle.compile.cpu_blocks import block_tensors, is_native
+from fasteagle.compile.cpu_draft import NativeDraft
+from fasteagle.cycle import EAGER, Pieces, Proposal
+from fasteagle.model import Output, Transformer
+from fasteagle.quant.cpu_linear import NativeLinear, NativeNorm
+from fasteagle.quant.linear import QuantizedLMHead
+from fasteagle.state import CycleSpec, DecodeState
+
+MAX_ROWS = 32  # of one call
+DTYPES = (torch.float32, torch.bfloat16)  # of features and embeddings
+
+
+def native_pieces(target: Transformer) -> Pieces:
+    """The pieces of a cycle that the kernels can do for this target, the others eager."""
+    if not is_native(target):
+        return EAGER
+    verify = NativePass(target) if passes_natively(target) else EAGER.verify
+    return Pieces(NativeDraft(), verify, finish)
+
+
+def passes_natively(target: Transformer) -> bool:
+    """Whether the kernels can run all of this target."""
+    head, norm = target.lm_head, target.norm
+    return (
+        is_native(target)
+        and isinstance(head, QuantizedLMHead)
+        and isinstance(head.linear, NativeLinear)
+        and head.linear.bias is None
+        and norm.weight.dtype in DTYPES
+        and target.embedding.weight.dtype in DTYPES
+    )
+
+
+class NativePass:
+    """`Pieces.verify`: see `Target` in `cpu_kernels.cpp`."""
+
+    def __init__(self, target: Transformer) -> None:
+        head, norm = target.lm_head, target.norm
+        assert isinstance(head, QuantizedLMHead) and isinstance(head.linear, NativeLinear)
+        assert isinstance(norm, NativeNorm), "see passes_natively"
+        tensors = [tensor for block in target.blocks for tensor in block_tensors(block)]
+        self._weight = norm.weight
+        self._target = torch.classes.fasteagle_cpu.Target(
+            tensors,
+            target.embedding.weight,
+            target.rope_cos,
+            target.rope_sin,
+            norm.scale,
+            head.linear.packed,
+            target.config.n_head,
+            target.config.sliding_window or 0,
+            norm.eps,
+        )
+
+    def __call__(self, state: DecodeState, target: Transformer, proposal: Proposal) -> Output:
+        tree, _, depths, paths, _ = proposal
+        if len(depths) > MAX_ROWS:
+            return EAGER.verify(state, target, proposal)
+        logits, features, taps = self._target.run(
+            tree.tokens,
+            state.seq_len,
+            paths,
+            depths,
+            state.cache.rows,
+            state.tap_layers,
+            self._weight,
+        )
+        return Output(logits, features, taps if state.tap_layers else None)
+
+
+def finishes_natively(spec: CycleSpec) -> bool:
+    """Whether `finish` does this variant of the cycle itself, but for trees of some drafters."""
+    return spec.kind.greedy and not spec.kind.penalty
+
+
+def finish(state: DecodeState, spec: CycleSpec, proposal: Proposal, output: Output) -> None:
+    """`Pieces.finish`."""
+    tree = proposal.tree
+    if (
+        not finishes_natively(spec)
+        or tree.distributions is not None
+        or tree.drawn is not None
+        or output.logits.dtype != torch.float32
+    ):
+        EAGER.finish(state, spec, proposal, output)
+        return
+    torch.ops.fasteagle_cpu.finish_greedy(
+        output.logits,
+        output.features if output.taps is None else output.taps,
+        tree.tokens,
+        tree.parents,
+        tree.valid,
+        tree.sources,
+        [
+            state.seq_len,
+            state.root,
+            state.count,
+            state.tokens,
+            state.features,
+            state.text,
+            state.result,
+            state.cache.rows,
+        ],
+        spec.depth,
+        spec.in_place,
+        proposal.extended,
+        bool(spec.width),
+    )

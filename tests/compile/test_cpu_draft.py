@@ -1,0 +1,187 @@
+"""A draft head's chain in our CPU kernels: what the drafter's own code proposes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fasteagle.compile.cpu_draft import NativeDraft, can_draft, drafts_natively
+from fasteagle.compile.cycles import CycleCompiler
+from fasteagle.cycle import EAGER
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.sure_chain import Stopping
+from fasteagle.generate import Engine
+from fasteagle.loading.source import quantize_head_, quantize_linear
+from fasteagle.options import SamplingParams
+from fasteagle.quant import cpu_build
+from fasteagle.quant.linear import QuantizedLMHead
+from fasteagle.quant.scheme import Scheme
+from fasteagle.sampling import DrawKind
+from fasteagle.shapes import SureChain, TreeShape
+from helpers import eagle3_of, empty_state, random_head, random_target, spec_of, tiny_config
+from native_models import SHAPE
+
+HEADS = {
+    "eagle1": {},
+    "eagle1 without bias": {"fc_bias": False},
+    "eagle1, whole vocabulary": {"draft_ids": None},
+    "eagle3": {"algorithm": "eagle3"},
+    "eagle3, normed": {"algorithm": "eagle3", "normed": True},
+}
+DRAWN = [SamplingParams(), SamplingParams(0.8, seed=3), SamplingParams(1.3, seed=2**40 + 7)]
+
+
+class Always(EagleDrafter):
+    """With the same stopping rule in every cycle."""
+
+    rule = Stopping(0.0, 0.0)
+
+    @property
+    def stopping(self) -> Stopping:
+        return self.rule
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels():
+    cpu_build.load()
+
+
+def make(name, dtype=torch.float32, depth=6):
+    """A target, and a drafter whose head is in our kernels' layout."""
+    config = tiny_config(**SHAPE)
+    target = random_target(config).to(dtype)
+    target.init_rope(512, "cpu")
+    options = {"draft_ids": torch.arange(0, 60, 2), "algorithm": "eagle1"} | HEADS[name]
+    algorithm, normed = options.pop("algorithm"), options.pop("normed", False)
+    changes = dict(norm_before_residual=True, norm_output=True) if normed else {}
+    eagle3 = eagle3_of(algorithm, config, **changes)
+    head = random_head(target, eagle3=eagle3, rope_base=10000.0, **options)
+    for linear in (head.fc, head.block.attention.out, head.block.mlp.down):
+        linear.weight.data.mul_(0.1)  # not so sure of everything
+    if eagle3 is not None:
+        for norm in (head.embedding_norm, head.feature_norm, head.norm):
+            norm.weight.data.uniform_(0.5, 1.5)
+    if head.config.draft_vocab_size == config.vocab_size and eagle3 is None:
+        target.lm_head = QuantizedLMHead(quantize_linear(target.lm_head, Scheme(8), native=True))
+        head.borrow(target, 512)
+    quantize_head_(head, Scheme(8, head_bits=8), native=True)
+    return target, Always(head, TreeShape(depth, 1, depth), 512)
+
+
+def begin(target, drafter, length, count, params, seed=0):
+    """A state after `length` tokens, `count` pairs pending, those before them shown."""
+    state = empty_state(target)
+    state.read_taps(drafter.tap_layers, target.config.dim)
+    g = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 60, (length,), generator=g)
+    features = torch.randn(length, state.features.shape[1], generator=g).to(state.features.dtype)
+    drafter.reserve(length + 16)
+    old = length - count
+    for first in range(0, old, 8):
+        n = min(8, old - first)
+        state.tokens[:n], state.features[:n] = (
+            tokens[first : first + n],
+            features[first : first + n],
+        )
+        state.count.fill_(n)
+        drafter.extend(state.committed(n), torch.tensor(first + n))
+    state.tokens[:count], state.features[:count] = tokens[old:], features[old:]
+    state.count.fill_(count)
+    state.seq_len.fill_(length)
+    state.root.copy_(tokens[-1:])
+    state.knobs.load(params)
+    return state
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("params", DRAWN, ids=str)
+@pytest.mark.parametrize("length, count", [(1, 1), (5, 3), (70, 7), (131, 1)])
+def test_the_tokens_of_the_drafters_own_code(name, params, length, count):
+    target, drafter = make(name)
+    assert can_draft(drafter.head)
+    spec = spec_of(SureChain(6), 7, DrawKind.of(params, 60))
+    assert drafts_natively(drafter, spec)
+    native = NativeDraft()
+    state = begin(target, drafter, length, count, params)
+    expected = EAGER.draft(state, drafter, spec)
+    before = drafter.cache.rows.clone()
+    drafter.cache.rows[:, :, length - count :] = float("nan")  # the kernels write them
+    found = native(state, drafter, spec)
+    assert found.tree.tokens.tolist() == expected.tree.tokens.tolist()
+    assert torch.equal(found.tree_mask, expected.tree_mask)
+    written = slice(0, length + 5)
+    torch.testing.assert_close(
+        drafter.cache.rows[:, :, written], before[:, :, written], atol=0.02, rtol=0.02
+    )
+
+
+@pytest.mark.parametrize("name", ["eagle1", "eagle3"])
+def test_it_ends_where_the_paths_probability_says(name):
+    target, drafter = make(name)
+    native, spec = NativeDraft(), spec_of(SureChain(6), 7)
+    lengths = set()
+    for seed in range(12):
+        state = begin(target, drafter, 20, 2, SamplingParams(), seed)
+        for rule in (Stopping(0.05, 0.1), Stopping(0.02, 0.3), Stopping(0.3, 0.3)):
+            drafter.rule = rule
+            expected = EAGER.draft(state, drafter, spec).tree
+            tokens = expected.tokens[expected.valid].tolist()
+            assert native(state, drafter, spec).tree.tokens.tolist() == tokens
+            lengths.add(len(tokens))
+    assert len(lengths) > 2  # the root alone, and chains of several lengths
+
+
+def test_what_is_not_finite_ends_a_chain():
+    target, drafter = make("eagle1")
+    native = NativeDraft()
+    state = begin(target, drafter, 20, 2, SamplingParams())
+    state.features[1] = float("nan")
+    drafter.rule = Stopping(0.01, 0.01)
+    proposal = native(state, drafter, spec_of(SureChain(6), 7))
+    assert proposal.tree.tokens.tolist() == state.root.tolist()
+
+
+def test_wrong_counts_and_lengths_are_refused():
+    target, drafter = make("eagle1")
+    native, spec = NativeDraft(), spec_of(SureChain(6), 7)
+    state = begin(target, drafter, 20, 2, SamplingParams())
+    state.count.fill_(0)
+    with pytest.raises(RuntimeError, match="0 pairs"):
+        native(state, drafter, spec)
+    state.count.fill_(2)
+    state.seq_len.fill_(10_000)
+    with pytest.raises(RuntimeError, match="slots"):
+        native(state, drafter, spec)
+
+
+def test_other_heads_are_left_to_the_drafters_code():
+    target = random_target(tiny_config(**SHAPE))
+    drafter = EagleDrafter(random_head(target), TreeShape(3, 1, 3), 512)
+    assert not can_draft(drafter.head)
+    assert not drafts_natively(drafter, spec_of(SureChain(6), 7))
+    target, drafter = make("eagle1")
+    assert not drafts_natively(drafter, spec_of(TreeShape(3, 1, 3), 4))
+
+
+@pytest.mark.parametrize("algorithm", ["eagle1", "eagle3"])
+@pytest.mark.parametrize("params", DRAWN[:2], ids=str)
+def test_text_stays_that_of_plain_decoding(algorithm, params):
+    """By the kernels and by the drafter's own code; a head that knows the target a little."""
+    target, drafter = make(algorithm)
+    drafter.rule = Stopping(0.03, 0.06)
+    plain = Engine(target, 256)
+    expected = [t for new in plain.generate([1, 2, 3], params, 80) for t in new]
+    passes = []
+    for compiled in (False, True):
+        drafter.shape = SureChain(5)
+        engine = Engine(target, 256, drafter=drafter)
+        if compiled:
+            engine.runner.usual = EAGER._replace(draft=NativeDraft())
+            compiler = CycleCompiler(engine, DrawKind.of(params, 60))
+            compiler.compile()
+            compiler.apply()
+        found = [t for new in engine.generate([1, 2, 3], params, 80) for t in new]
+        assert found == expected
+        assert 0 < engine.stats.drafted < 5 * engine.stats.passes  # chains of several lengths
+        passes.append(engine.stats.passes)
+    assert passes[0] == passes[1]

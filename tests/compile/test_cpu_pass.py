@@ -1,0 +1,177 @@
+"""Whole passes and ends of cycles in our CPU kernels: the bits of the code that they stand for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fasteagle.compile.cpu_blocks import use_native_blocks
+from fasteagle.compile.cpu_pass import finish, native_pieces, passes_natively
+from fasteagle.cycle import EAGER, Proposal
+from fasteagle.drafting.ngram import NgramDrafter
+from fasteagle.generate import Engine
+from fasteagle.loading.source import quantize_
+from fasteagle.model import KVCache, Output
+from fasteagle.options import SamplingParams
+from fasteagle.quant import cpu_build
+from fasteagle.quant.scheme import Scheme
+from fasteagle.sampling import DrawKind
+from fasteagle.shapes import AnyShape, FusedShape, TreeShape
+from fasteagle.state import CycleSpec, DecodeState
+from fasteagle.tree import HEAD, LOOKUP, DraftTree
+from helpers import random_target, tiny_config
+from native_models import CONFIGS, SHAPE, native_target
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels():
+    cpu_build.load()
+
+
+def random_tree(T: int, V: int, generator: torch.Generator, chain: bool = False) -> DraftTree:
+    """The last rows are padding now and then."""
+    parents = torch.zeros(T, dtype=torch.long)
+    for j in range(1, T):
+        parents[j] = j - 1 if chain else torch.randint(0, j, (1,), generator=generator)
+    valid = torch.arange(T) < T - int(torch.randint(0, min(T, 3), (1,), generator=generator))
+    tokens = torch.where(valid, torch.randint(0, V, (T,), generator=generator), 0)
+    parents = torch.where(valid, parents, 0)
+    return DraftTree(tokens, parents, valid)
+
+
+def state_of(target, seq_len: int, dtype=torch.float32, taps=()) -> DecodeState:
+    cache = KVCache(target.config, 256, dtype, "cpu")
+    g = torch.Generator().manual_seed(seq_len)
+    cache.rows.copy_(torch.randn(cache.rows.shape, generator=g))
+    state = DecodeState(target, cache, 200)
+    state.read_taps(taps, target.config.dim)
+    state.seq_len.fill_(seq_len)
+    return state
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("T", [1, 2, 9, 32])
+@pytest.mark.parametrize("length", [1, 70, 140])
+def test_a_pass_has_the_bits_of_its_parts(name, dtype, T, length):
+    target = native_target(tiny_config(**CONFIGS[name]), dtype=dtype)
+    assert passes_natively(target)
+    verify = native_pieces(target).verify
+    generator = torch.Generator().manual_seed(T + length)
+    proposal = Proposal.of(random_tree(T, 60, generator))
+    for taps in ((), (0, 1, 2)):
+        one, two = (state_of(target, length, dtype, taps) for _ in range(2))
+        found, expected = verify(one, target, proposal), EAGER.verify(two, target, proposal)
+        assert torch.equal(found.logits, expected.logits)
+        assert torch.equal(found.features, expected.features)
+        assert found.features.dtype == expected.features.dtype == dtype
+        assert (found.taps is None) == (expected.taps is None) == (not taps)
+        if found.taps is not None and expected.taps is not None:
+            assert torch.equal(found.taps, expected.taps)
+        assert torch.equal(one.cache.rows, two.cache.rows)
+
+
+def test_more_rows_than_one_call_takes():
+    target = native_target(tiny_config(**SHAPE))
+    proposal = Proposal.of(random_tree(40, 60, torch.Generator().manual_seed(0)))
+    one, two = state_of(target, 50), state_of(target, 50)
+    found = native_pieces(target).verify(one, target, proposal)
+    assert torch.equal(found.logits, EAGER.verify(two, target, proposal).logits)
+
+
+def test_what_cannot_be_read_is_refused():
+    target = native_target(tiny_config(**SHAPE))
+    verify = native_pieces(target).verify
+    tree = random_tree(4, 60, torch.Generator().manual_seed(0))
+    with pytest.raises(RuntimeError, match="slot 256 of 256"):
+        verify(state_of(target, 253), target, Proposal.of(tree))
+    wrong = tree._replace(tokens=tree.tokens + 60)
+    with pytest.raises(RuntimeError, match=r"token \d+"):
+        verify(state_of(target, 5), target, Proposal.of(wrong))
+
+
+def test_other_targets_keep_their_code():
+    target = random_target(tiny_config(**SHAPE))
+    assert native_pieces(target) == EAGER and not passes_natively(target)
+    quantize_(target.blocks, Scheme(8), native=True)
+    assert use_native_blocks(target)  # but its LM head is not ours
+    pieces = native_pieces(target)
+    assert pieces.verify is EAGER.verify and pieces.finish is finish
+
+
+def output_for(tree: DraftTree, target, generator, state, wrong: str) -> Output:
+    """Logits whose best tokens are often those of a child."""
+    T, V = len(tree.tokens), target.config.vocab_size
+    logits = torch.randn(T, V, generator=generator)
+    for j in range(1, T):
+        if torch.rand(1, generator=generator) < 0.7:
+            logits[tree.parents[j], tree.tokens[j]] = 9.0
+    if wrong:
+        logits[int(torch.randint(0, T, (1,), generator=generator)), 3] = float(wrong)
+    width = state.features.shape[1]
+    read = torch.randn(T, width, generator=generator).to(state.features.dtype)
+    return Output(logits, read, read.float() if state.tap_layers else None)
+
+
+CASES: list[tuple[AnyShape | None, int, bool]] = [
+    (None, 1, False),
+    (TreeShape(4, 1, 4), 5, True),
+    (TreeShape(3, 3, 8), 9, False),
+    (TreeShape(8, 4, 20), 21, False),
+    (FusedShape(2, 2, 6, 8), 7, False),
+    (FusedShape(0, 1, 6, 8), 7, False),
+]
+
+
+@pytest.mark.parametrize("shape, rows, chain", CASES)
+@pytest.mark.parametrize("width", [0, 9])
+@pytest.mark.parametrize("wrong", ["", "nan", "inf"])
+@pytest.mark.parametrize("taps", [(), (0, 2)])
+def test_the_end_of_a_cycle_leaves_the_same_state(shape, rows, chain, width, wrong, taps):
+    if taps and not width:
+        pytest.skip("taps are read by draft heads, which have a width")
+    target = native_target(tiny_config(**SHAPE))
+    generator = torch.Generator().manual_seed(rows)
+    counts = set()
+    for attempt in range(8):
+        tree = random_tree(rows, 60, generator, chain)
+        if shape is not None and int(Proposal.of(tree).depths.max()) > shape.depth:
+            continue
+        if isinstance(shape, FusedShape):
+            sources = torch.randint(1, (HEAD | LOOKUP) + 1, (rows,), generator=generator)
+            sources[0] = 0
+            tree = tree._replace(sources=sources)
+        spec = CycleSpec(shape, rows, width, DrawKind())
+        proposal = Proposal.of(tree)
+        states = [state_of(target, 40 + attempt, taps=taps) for _ in range(2)]
+        output = output_for(tree, target, generator, states[0], wrong)
+        for state, end in zip(states, (finish, EAGER.finish), strict=True):
+            state.count.fill_(3)
+            state.features.fill_(0.5)
+            end(state, spec, proposal, output)
+        one, two = states
+        for name in ("seq_len", "root", "count", "text", "result"):
+            assert torch.equal(getattr(one, name), getattr(two, name)), name
+        seen = int(one.count)
+        if width:  # what lies behind is padding
+            assert torch.equal(one.tokens[:seen], two.tokens[:seen])
+            assert torch.equal(one.features[:seen], two.features[:seen])
+        end_of_text = int(one.seq_len)
+        assert torch.equal(one.cache.rows[:, :, :end_of_text], two.cache.rows[:, :, :end_of_text])
+        counts.add(end_of_text - 40 - attempt)
+    if shape is not None and not wrong:
+        assert len(counts) > 1
+
+
+def test_what_the_kernels_do_not_do_is_done_by_the_cycle():
+    target = native_target(tiny_config(**SHAPE))
+    params = SamplingParams(0.8, top_p=0.9, seed=3)
+    for drawn in (SamplingParams(), params, SamplingParams(repetition_penalty=1.2)):
+        texts = []
+        for native in (False, True):
+            engine = Engine(target, 200, drafter=NgramDrafter(4))
+            if native:
+                engine.runner.usual = native_pieces(target)
+            found = [t for new in engine.generate([1, 2, 3, 1, 2], drawn, 60) for t in new]
+            texts.append((found, engine.stats.path_lengths, engine.stats.drafted))
+        assert texts[0] == texts[1]
