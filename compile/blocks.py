@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fasteagle.compile.cpu_blocks import is_native, is_native_block
+from fasteagle.compile.cuda_blocks import is_fused, is_fused_block
 from fasteagle.compile.cycles import CycleCompiler
 from fasteagle.model import KEY_BLOCK, Block, Transformer, attend, run_blocks
 from fasteagle.paths import compiled_dir
@@ -100,7 +101,7 @@ class BlockCompiler:
     def apply(self) -> bool:
         """Switch the model's blocks to compiled code if it is ready; true if they now use it."""
         if self.ready and not self._applied:
-            if not is_native(self._model):
+            if not self._has_own_blocks:
                 self._model.run_blocks = self._run_spans
             if self._cycles is not None:
                 self._cycles.apply()
@@ -153,7 +154,7 @@ class BlockCompiler:
                 for block in self._extra_blocks:
                     rows = self._inputs(block, T, S)
                     self._forward(block, *rows, *self._layer(block, S), self._entry(block, T))
-                if is_native(self._model):
+                if self._has_own_blocks:
                     continue
                 for length in self._lengths:
                     self._warm_up_span(length, T, S)
@@ -193,13 +194,23 @@ class BlockCompiler:
     @property
     def _extra_blocks(self) -> list[Block]:
         head_block = self._head_block
-        return [] if head_block is None or is_native_block(head_block) else [head_block]
+        if head_block is None or is_native_block(head_block) or is_fused_block(head_block):
+            return []
+        return [head_block]
+
+    @property
+    def _has_own_blocks(self) -> bool:
+        """Whether kernels of ours run the target's blocks, which leaves nothing to compile."""
+        return is_native(self._model) or is_fused(self._model)
 
     def _layer(self, block: Block, S: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one block."""
+        """Keys and values of one block; a draft head's are in the dtype of the weights."""
         weight, attention = self._model.norm.weight, block.attention
+        is_target = block is not self._head_block
+        dtype = self._model.cache_dtype if is_target else None
+        width = attention.head_dim + (self._model.cache_spare if is_target else 0)
         keys, values = (
-            weight.new_zeros(attention.n_kv_head, S, attention.head_dim) for _ in range(2)
+            weight.new_zeros(attention.n_kv_head, S, width, dtype=dtype) for _ in range(2)
         )
         for tensor in (keys, values):
             torch._dynamo.mark_dynamic(tensor, 1)

@@ -1,7 +1,8 @@
-"""Compiled pieces of the decode cycle for CPUs: drafting is one call, accept and commit another.
+"""Compiled pieces of the decode cycle: drafting is one call, accept and commit another.
 
-Eagerly the two are hundreds of small operations. Verification runs the compiled spans of `blocks`.
-On CUDA the whole cycle is captured instead, see `graphs`.
+Eagerly the two are hundreds of small operations. On a CPU verification runs the compiled spans of
+`blocks`. On CUDA it is a third piece, round the blocks' kernels, and `graphs` captures the pieces:
+what Inductor fuses there are nodes that a replayed graph does without.
 """
 
 from __future__ import annotations
@@ -13,15 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasteagle.cycle import EAGER, Pieces
+from fasteagle.compile.cpu_draft import NativeDraft, drafts_natively
+from fasteagle.compile.cpu_pass import finishes_natively
+from fasteagle.compile.cuda_blocks import is_fused
+from fasteagle.cycle import EAGER, Pieces, Proposal
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.draft_head import HeadDrafter
 from fasteagle.drafting.draft_model import ModelDrafter
 from fasteagle.generate import Engine
 from fasteagle.model import KEY_BLOCK, KVCache, Output
+from fasteagle.runner import may_be_shorter
 from fasteagle.sampling import DrawKind
 from fasteagle.shapes import AnyShape
 from fasteagle.state import CycleSpec, DecodeState
+from fasteagle.tree import HEAD, LOOKUP
+
+# Small kernels that do not wait for each other become one launch, whatever their sizes.
+FOR_GRAPHS = {"combo_kernels": True, "combo_kernel_allow_mixed_sizes": 2}
 
 
 class CycleCompiler:
@@ -42,8 +51,6 @@ class CycleCompiler:
 
     def compile(self, slots: Sequence[int] = (2 * KEY_BLOCK,)) -> None:
         """Compile for caches of any number of slots; `slots` are sizes that take other code."""
-        if not self._engine.on_cpu:
-            return  # captured as it is
         for spec in self._specs:
             if (self._drafter, spec) not in self._engine.runner.compiled:
                 self._found[self._drafter, spec] = self._compiled(spec, slots)
@@ -54,19 +61,80 @@ class CycleCompiler:
 
     @torch.no_grad()
     def _compiled(self, spec: CycleSpec, slots: Sequence[int]) -> Pieces:
-        draft, verify, finish = EAGER
+        if not self._engine.on_cpu:
+            return self._for_graphs(spec)
+        usual = self._engine.runner.usual
+        draft, finish = usual.draft, usual.finish
+        if drafts_natively(self._drafter, spec):
+            if not finishes_natively(spec):
+                finish = self._finish_of_chains(spec)
+            return usual._replace(finish=finish)
         if spec.shape is not None and not isinstance(self._drafter, ModelDrafter):
-            draft = _own_code(draft)  # a whole model's passes would take minutes
-        multi_round = False
+            draft = own_code(EAGER.draft)  # a whole model's passes would take minutes
         for n_slots in slots:
             state, drafter = self._state(n_slots), self._scratch(n_slots)
             proposal = draft(state, drafter, spec)
             multi_round = proposal.tree.distributions is not None
             if spec.kind.filtered or spec.kind.penalty or multi_round:
-                break
-            if finish is EAGER.finish:
-                finish = _own_code(finish)
-            finish(state, spec, proposal, self._output(len(proposal.depths)))
+                continue
+            if finish is usual.finish and (finish is EAGER.finish or not finishes_natively(spec)):
+                finish = own_code(EAGER.finish)
+            if finish is not usual.finish:
+                self._compile_finish(finish, state, spec, proposal)
+        return Pieces(draft, usual.verify, finish)
+
+    def _finish_of_chains(self, spec: CycleSpec) -> Callable[..., Any]:
+        """Accept and commit chains, whose proposals say whether the draft head was shown its pairs:
+        code of its own for either.
+        """
+        if spec.kind.filtered or spec.kind.penalty:
+            return EAGER.finish
+        state, native = self._state(2 * KEY_BLOCK), NativeDraft()
+        tokens = torch.zeros(spec.rows - 1, dtype=torch.long)
+        codes = {}
+        for source in (HEAD, LOOKUP):
+            proposal = native.proposal(state, tokens, source)
+            codes[proposal.extended] = own_code(EAGER.finish)
+            self._compile_finish(codes[proposal.extended], state, spec, proposal)
+
+        def finish(state: DecodeState, spec: CycleSpec, proposal: Proposal, output: Output) -> None:
+            codes[proposal.extended](state, spec, proposal, output)
+
+        return finish
+
+    def _compile_finish(
+        self, finish: Callable[..., Any], state: DecodeState, spec: CycleSpec, proposal: Proposal
+    ) -> None:
+        """Run it on what may come: fewer rows, where padding is left out."""
+        if self._drafter is None or spec.shape is None or not may_be_shorter(self._drafter, spec):
+            finish(state, spec, proposal, self._output(spec.rows))
+            return
+        for rows in (spec.rows, 1):  # from two on one code serves for all
+            part, output = proposal.first_rows(rows), self._output(rows)
+            if rows > 1:
+                for tensor in (*part.tree, *part[1:], *output):
+                    if isinstance(tensor, Tensor):
+                        torch._dynamo.mark_dynamic(tensor, 0)
+                torch._dynamo.mark_dynamic(part.tree_mask, 1)
+            finish(state, spec, part, output)
+
+    @torch.no_grad()
+    def _for_graphs(self, spec: CycleSpec) -> Pieces:
+        """Every piece that a graph can hold; caches of any size, for the real ones cost memory."""
+        if self._drafter is not None and not self._drafter.capturable:
+            return EAGER
+        n_slots = 2 * KEY_BLOCK
+        state, drafter = self._state(n_slots), self._scratch(n_slots)
+        for plane in _planes(state.cache):
+            torch._dynamo.maybe_mark_dynamic(plane, 1)
+        draft, verify, finish = EAGER
+        if not isinstance(self._drafter, ModelDrafter):
+            draft = own_code(draft, FOR_GRAPHS)
+        if is_fused(self._engine.model):
+            verify = own_code(verify, FOR_GRAPHS)
+        finish = own_code(finish, FOR_GRAPHS)
+        proposal = draft(state, drafter, spec)
+        finish(state, spec, proposal, verify(state, self._engine.model, proposal))
         return Pieces(draft, verify, finish)
 
     def _output(self, T: int) -> Output:
@@ -78,9 +146,10 @@ class CycleCompiler:
 
     def _state(self, n_slots: int) -> DecodeState:
         engine = self._engine
-        cache = KVCache(engine.model.config, n_slots, engine.dtype, engine.device)
+        cache = engine.model.new_cache(n_slots)
         torch._dynamo.mark_dynamic(cache.rows, 2)
         state = DecodeState(engine.model, cache, engine.max_seq_len)
+        state.move_rows = engine.state.move_rows
         state.read_taps(engine.state.tap_layers, engine.model.config.dim)
         state.count.fill_(1)
         state.seq_len.fill_(2)
@@ -104,7 +173,7 @@ class CycleCompiler:
         return scratch
 
 
-def _own_code(piece: Any) -> Callable[..., Any]:
+def own_code(piece: Any, settings: dict[str, Any] | None = None) -> Callable[..., Any]:
     """`piece` compiled for one variant of the cycle and one engine.
 
     Dynamo keeps what it compiled with a function's code and checks hundreds of Python values before
@@ -113,7 +182,7 @@ def _own_code(piece: Any) -> Callable[..., Any]:
     piece gets code of its own, and only the shapes of tensors are checked.
     """
     own = FunctionType(piece.__code__.replace(), piece.__globals__, piece.__name__)
-    options = {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
+    options = {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe, **(settings or {})}
     return torch.compile(own, fullgraph=True, options=options)
 
 

@@ -24,7 +24,7 @@ from fasteagle.model import Output, Transformer
 from fasteagle.multi_round import multi_round
 from fasteagle.sampling import draw, process_logits
 from fasteagle.state import CycleSpec, DecodeState
-from fasteagle.tree import HEAD, LOOKUP, DraftTree, TreeView, ancestor_mask, tree_paths
+from fasteagle.tree import HEAD, LOOKUP, DraftTree, TreeView, ancestor_mask, first_rows, tree_paths
 from fasteagle.verify import PAD, Accepted, accept, seen_rows
 
 
@@ -35,11 +35,21 @@ class Proposal(NamedTuple):
     tree_mask: Tensor  # [T, T] bool: row j sees row i
     depths: Tensor  # [T], the root's is 0
     paths: Tensor  # [T, T] int32, see `tree_paths`
+    extended: bool = False  # whether the drafter has seen the pending pairs
 
     @classmethod
-    def of(cls, tree: DraftTree) -> Proposal:
+    def of(cls, tree: DraftTree, extended: bool = False) -> Proposal:
         tree_mask, depths = ancestor_mask(tree.parents, tree.valid)
-        return cls(tree, tree_mask, depths, tree_paths(tree_mask, depths, len(depths) - 1))
+        paths = tree_paths(tree_mask, depths, len(depths) - 1)
+        return cls(tree, tree_mask, depths, paths, extended)
+
+    def first_rows(self, n: int) -> Proposal:
+        """The proposal of the first `n` rows; what is behind them must be padding."""
+        if n == len(self.depths):
+            return self
+        mask, paths = (each[:n, :n].contiguous() for each in (self.tree_mask, self.paths))
+        tree = first_rows(self.tree, n)
+        return Proposal(tree, mask, self.depths[:n], paths, self.extended)
 
 
 class Pieces(NamedTuple):
@@ -78,7 +88,7 @@ def draft(state: DecodeState, drafter: Drafter | None, spec: CycleSpec) -> Propo
     if spec.extends:
         prediction = drafter.extend(state.committed(spec.width), state.seq_len)
     tree = drafter.propose(prediction, state, spec)
-    return Proposal.of(tree)
+    return Proposal.of(tree, spec.extends)
 
 
 def verify(state: DecodeState, target: Transformer, proposal: Proposal) -> Output:
@@ -102,7 +112,7 @@ def accepted_path(
     state: DecodeState, spec: CycleSpec, proposal: Proposal, output: Output
 ) -> Accepted:
     """The path along the target's own draws; or the paper's algorithm for sampled children."""
-    tree, tree_mask, depths, _ = proposal
+    tree, tree_mask, depths = proposal[:3]
     seen = seen_rows(state.seen, tree, tree_mask) if spec.kind.penalty else None
     if tree.distributions is not None:
         probs = process_logits(output.logits.float(), spec.kind, state.knobs, seen).softmax(-1)
@@ -110,8 +120,9 @@ def accepted_path(
         return multi_round(
             probs, tree.distributions, tree, spec.depth, int(state.knobs.seed), position
         )
-    levels = torch.arange(spec.depth + 1, device=depths.device)
-    positions = state.seq_len + 1 + levels
+    # Noise costs a millisecond for 16 levels, and a chain may be shorter than its shape.
+    n_levels = len(depths) if spec.in_place else spec.depth + 1
+    positions = state.seq_len + 1 + torch.arange(n_levels, device=depths.device)
     drawn = draw(output.logits, positions, spec.kind, state.knobs, seen, depths)
     if tree.drawn is not None:
         tree.drawn.copy_(drawn)
@@ -124,8 +135,8 @@ def commit(
     """Move the accepted rows of the KV cache behind the text; bring the rest of the state there."""
     levels = torch.arange(spec.depth + 1, device=path.rows.device)
     emitted = path.emitted.clamp(min=0)  # padding and bad rows as token 0: it is not read
-    if spec.depth:
-        state.cache.commit(state.seq_len + path.rows, state.seq_len + levels)
+    if spec.depth and not spec.in_place:
+        state.move_rows(state.cache, state.seq_len + path.rows, state.seq_len + levels)
     state.text.index_copy_(0, state.seq_len + 1 + levels, emitted)
     if spec.kind.penalty:
         # Padding repeats the root, which is penalized in any case.
@@ -142,7 +153,7 @@ def commit(
     state.result[-1:] = proposal.tree.valid.sum() - 1
     if spec.width:
         # Pairs wait behind those not shown to the draft head yet; after a draft there are none.
-        first = torch.zeros_like(state.count) if spec.extends else state.count
+        first = torch.zeros_like(state.count) if proposal.extended else state.count
         state.tokens.index_copy_(0, first + levels, emitted)
         read = output.features if output.taps is None else output.taps
         state.features.index_copy_(0, first + levels, read[path.rows].to(state.features.dtype))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fasteagle.drafting.base import Drafter
-from fasteagle.drafting.fused_controller import Outcome
+from fasteagle.drafting.controller import Outcome
 from fasteagle.errors import FasteagleError
 from fasteagle.logits import LogitsProcessor
 from fasteagle.model import KEY_BLOCK, KVCache, Transformer, causal_mask
@@ -31,6 +31,9 @@ from fasteagle.tree import chain
 from fasteagle.verify import PAD
 
 PREFILL_CHUNK = 256
+# Quantized weights are dequantized once a chunk there, which takes as long as some 60 rows of it.
+PREFILL_CHUNK_CUDA = 1024
+HEAD_CHUNK = 256  # pairs a draft head is shown at once: its scores [heads, pairs, slots] are kept
 FEW_PAIRS = 8  # a follow-up question may compute so many rows twice
 MAX_TREE_ROWS = 64  # cache rows kept free behind the context for tokens not yet committed
 
@@ -41,7 +44,8 @@ class Engine:
     `cached` are the tokens whose keys and values lie in slots `0 .. len(cached) - 1`; anything
     behind is never read. Without a drafter, `plain_rows` is how many rows a pass computes: 2 where
     the kernels are faster at two rows than at one; the second row is thrown away. `runner` runs the
-    cycles: as they are, compiled, or as CUDA graphs.
+    cycles: as they are, compiled, or as CUDA graphs. Engines that share a `cache` take turns: each
+    must `restart` after another one has used it.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class Engine:
         max_seq_len: int,
         plain_rows: int = 1,
         drafter: Drafter | None = None,
+        cache: KVCache | None = None,
     ) -> None:
         self.model = model
         self.max_seq_len = max_seq_len
@@ -57,7 +62,7 @@ class Engine:
         self.dtype = model.norm.weight.dtype
         self.on_cpu = self.device.type == "cpu"
         n_slots = 0 if self.on_cpu else max_seq_len + MAX_TREE_ROWS
-        self.cache = KVCache(model.config, max(n_slots, 1), self.dtype, self.device)
+        self.cache = model.new_cache(max(n_slots, 1)) if cache is None else cache
         self.state = DecodeState(model, self.cache, max_seq_len)
         self.runner = Runner(model, self.state)
         self.plain_rows = plain_rows
@@ -76,6 +81,11 @@ class Engine:
     def plain_rows(self, rows: int) -> None:
         self.runner.plain_rows = rows
 
+    @property
+    def prefill_chunk(self) -> int:
+        """Rows of a prompt that are computed at once."""
+        return PREFILL_CHUNK if self.on_cpu else PREFILL_CHUNK_CUDA
+
     def use(self, drafter: Drafter | None) -> None:
         """Draft with `drafter` from the next answer on, or not at all."""
         deepest = 0 if drafter is None else max(shape.depth for shape in drafter.shapes())
@@ -83,6 +93,8 @@ class Engine:
             raise FasteagleError(f"tree-depth {deepest} is out of range: use at most {MAX_DEPTH}")
         self.shown = 0  # whatever it has seen may have been another conversation
         self.drafter = drafter
+        if drafter is not None:
+            self.runner.adopt(drafter)
         tap_layers = () if drafter is None else drafter.tap_layers
         if tap_layers != self.state.tap_layers:
             self.state.read_taps(tap_layers, self.model.config.dim)
@@ -220,6 +232,8 @@ class Engine:
             # Ahead of the host, the pairs of any tree may be pending.
             shapes = drafter.shapes() if self.runner.ahead else [shape]
             width = max(s.depth for s in shapes) + 1
+            if drafter.may_skip_head:
+                width = PENDING - 1 - shape.depth
         return CycleSpec(shape, shape.rows, width, kind)
 
     def _most_pending(self, launched: deque[CycleSpec]) -> int:
@@ -242,12 +256,14 @@ class Engine:
             stats.drafted += done.drafted
             stats.path_lengths.append(len(new) - 1)
         stats.add_times(done.draft_seconds, done.verify_seconds)
-        if spec.extends:
+        if spec.extends if done.extended is None else done.extended:
             self.shown = len(self.cached)  # the cycle began with showing it all of them
         if self.drafter is not None:
             outcome = None
-            if spec.shape is not None and done.drafted > 0:
-                outcome = Outcome(len(new) - 1, done.by_head, done.by_lookup)
+            head_ran = bool(done.extended) and self.drafter.reads_features
+            if spec.shape is not None and (done.drafted > 0 or head_ran):
+                counts = (len(new) - 1, done.by_head, done.by_lookup, done.drafted)
+                outcome = Outcome(*counts, head_ran)
             self.drafter.learn(spec.shape, outcome)
         self.cached.extend([root, *new[:-1]])
         return new
@@ -278,8 +294,28 @@ class Engine:
         """Bring the cache to hold exactly `prompt`, and the drafter all of it but the last pair.
 
         Returns of the last token what the LM head reads [1, D] and what a draft head reads [1, F],
-        and how many tokens were there already.
+        and how many tokens were there already. Raises `FasteagleError` where memory is short.
         """
+        try:
+            return self._prefill(prompt, check)
+        except torch.OutOfMemoryError:
+            reason = self._out_of_memory(prompt)
+        torch.cuda.empty_cache()  # once the error no longer holds what was computed
+        raise FasteagleError(reason)
+
+    def _out_of_memory(self, prompt: Sequence[int]) -> str:
+        """In words, at the part of `prompt` behind `cached`."""
+        freed = self.cache.rows.nbytes / self.cache.n_slots * 1024 / 2**30
+        return (
+            f"out of memory at token {len(self.cached):,} of a prompt of {len(prompt):,}: lower "
+            f"--max-seq-len (1,024 tokens fewer free {freed:.2f} GiB), or use --kv int8 or "
+            "--precision int4"
+        )
+
+    def _prefill(
+        self, prompt: Sequence[int], check: Callable[[], None]
+    ) -> tuple[Tensor, Tensor, int]:
+        """`prefill`, where memory suffices."""
         drafter = self.drafter
         reads = drafter is not None and drafter.reads_features
         same = common_prefix(self.cached, prompt)
@@ -293,20 +329,25 @@ class Engine:
         self.reserve(len(prompt))
         if drafter is not None and not kept:
             drafter.begin(prompt[0])
-        for begin in range(kept, len(prompt), PREFILL_CHUNK):
+        for begin in range(kept, len(prompt), self.prefill_chunk):
             check()
-            chunk = prompt[begin : begin + PREFILL_CHUNK]
+            chunk = prompt[begin : begin + self.prefill_chunk]
             normed, taps = self._run(chunk, begin, self.state.tap_layers)
             read = normed if taps is None else taps
             self.cached.extend(chunk)
-            after = prompt[begin + 1 : begin + len(chunk) + 1]
-            if drafter is not None and reads and after:
-                tokens = torch.tensor(after, device=self.device)
-                count = torch.tensor([len(after)], device=self.device)
-                self.shown = begin + len(after)
-                new = Committed(tokens, read[: len(after)], count)
-                drafter.extend(new, torch.tensor(self.shown, device=self.device))
+            if drafter is not None and reads:
+                self._show(drafter, prompt[begin + 1 : begin + len(chunk) + 1], read, begin)
         return normed[-1:], read[-1:], kept
+
+    def _show(self, drafter: Drafter, after: Sequence[int], read: Tensor, begin: int) -> None:
+        """Show a draft head features `read` from position `begin` on, and the tokens `after`."""
+        for at in range(0, len(after), HEAD_CHUNK):
+            part = after[at : at + HEAD_CHUNK]
+            tokens = torch.tensor(part, device=self.device)
+            count = torch.tensor([len(part)], device=self.device)
+            self.shown = begin + at + len(part)
+            new = Committed(tokens, read[at : at + len(part)], count)
+            drafter.extend(new, torch.tensor(self.shown, device=self.device))
 
     def _run(
         self, ids: Sequence[int], begin: int, tap_layers: tuple[int, ...]
@@ -330,10 +371,10 @@ class Engine:
         """
         self.restart()
         self.reserve(len(ids))
-        starts = range(0, len(ids), PREFILL_CHUNK)
+        starts = range(0, len(ids), self.prefill_chunk)
         rows = []
         for at in starts:
-            normed, taps = self._run(ids[at : at + PREFILL_CHUNK], at, tap_layers)
+            normed, taps = self._run(ids[at : at + self.prefill_chunk], at, tap_layers)
             rows.append(normed if taps is None else torch.cat((taps, normed), dim=-1))
         return torch.cat(rows)
 

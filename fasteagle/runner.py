@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,8 +14,16 @@ import torch
 from fasteagle.cycle import EAGER, Pieces, Proposal, decode_cycle
 from fasteagle.drafting.base import Drafter
 from fasteagle.logits import LogitsProcessor
-from fasteagle.model import Output, Transformer
+from fasteagle.model import Transformer
+from fasteagle.shapes import SureChain
 from fasteagle.state import CycleSpec, DecodeState
+
+Draft = Callable[[DecodeState, Drafter | None, CycleSpec], Proposal]
+
+
+def may_be_shorter(drafter: Drafter, spec: CycleSpec) -> bool:
+    """Whether proposals may end with padding, which a CPU leaves out of the pass."""
+    return isinstance(spec.shape, SureChain) or not (drafter.always_proposes and spec.extends)
 
 
 class Done(NamedTuple):
@@ -28,12 +35,13 @@ class Done(NamedTuple):
     drafted: int  # tokens proposed
     draft_seconds: float | None  # None: not timed apart
     verify_seconds: float | None
+    extended: bool | None = None  # whether the drafter has seen the pending pairs; None: its spec
 
 
 class Runner:
     """Launches one cycle at a time; `read` waits for it.
 
-    `compiled` are pieces to use for a drafter and a spec instead of the eager ones.
+    `compiled` are pieces to use for a drafter and a spec instead of the `usual` ones.
     """
 
     ahead = 0  # cycles launched before the first one is read
@@ -42,11 +50,16 @@ class Runner:
 
     def __init__(self, target: Transformer, state: DecodeState) -> None:
         self.target, self.state = target, state
+        self.usual = EAGER
         self.compiled: dict[tuple[Drafter | None, CycleSpec], Pieces] = {}
         self.error: str | None = None  # why cycles are not replayed that should be
         self._on_cpu = state.root.device.type == "cpu"
         self._times: dict[str, float] = {}
+        self._extended = False
         self._plain: dict[int, Proposal] = {}  # by rows
+
+    def adopt(self, drafter: Drafter) -> None:
+        """A drafter comes whose cycles this will run: it may be given a device's kernels."""
 
     def needs(self, specs: Sequence[CycleSpec], drafter: Drafter | None) -> bool:
         """Whether `prepare` has something to do for these."""
@@ -68,17 +81,16 @@ class Runner:
 
     def pieces(self, spec: CycleSpec, drafter: Drafter | None) -> Pieces:
         """Compiled pieces if there are some, timed where a clock costs no synchronization."""
-        found = self.compiled.get((drafter, spec), EAGER)
+        found = self.compiled.get((drafter, spec), self.usual)
         if not self._on_cpu:
             return found
         if spec.shape is None:
             found = found._replace(draft=self._plain_draft)
-        elif drafter is not None and not (drafter.always_proposes and spec.extends):
-            found = self._plain_if_empty(found, spec, drafter)
+        elif drafter is not None and may_be_shorter(drafter, spec):
+            found = found._replace(draft=self._without_padding(found.draft))
         found = found._replace(verify=self._timed("verify", found.verify))
-        return (
-            found if spec.shape is None else found._replace(draft=self._timed("draft", found.draft))
-        )
+        self._extended = False
+        return found if spec.shape is None else found._replace(draft=self._noting(found.draft))
 
     def _plain_draft(
         self, state: DecodeState, drafter: Drafter | None, spec: CycleSpec
@@ -87,6 +99,17 @@ class Runner:
         if spec.rows not in self._plain:
             self._plain[spec.rows] = EAGER.draft(state, None, spec)
         return self._plain[spec.rows]
+
+    def _noting(self, draft: Draft) -> Draft:
+        """Timed, and whether it has shown the drafter what was pending."""
+        timed = self._timed("draft", draft)
+
+        def noting(state: DecodeState, drafter: Drafter | None, spec: CycleSpec) -> Proposal:
+            proposal: Proposal = timed(state, drafter, spec)
+            self._extended = proposal.extended
+            return proposal
+
+        return noting
 
     def _timed(self, name: str, piece: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:
@@ -97,24 +120,15 @@ class Runner:
 
         return timed
 
-    def _plain_if_empty(self, pieces: Pieces, spec: CycleSpec, drafter: Drafter) -> Pieces:
-        """On a CPU a look at the proposal costs nothing, and one row is cheaper than many."""
-        plain = dataclasses.replace(spec, shape=None, rows=self.plain_rows)
-        plain_pieces = self.compiled.get((drafter, plain), EAGER)
+    def _without_padding(self, draft: Draft) -> Draft:
+        """On a CPU a look at the proposal costs nothing, and fewer rows are a cheaper pass."""
 
-        def draft(state: DecodeState, drafter: Drafter | None, spec: CycleSpec) -> Proposal:
-            proposal = pieces.draft(state, drafter, spec)
-            if proposal.tree.valid[1:].any():
-                return proposal
-            return self._plain_draft(state, drafter, plain)
+        def shorter(state: DecodeState, drafter: Drafter | None, spec: CycleSpec) -> Proposal:
+            proposal = draft(state, drafter, spec)
+            n = int(proposal.tree.valid.nonzero()[-1]) + 1
+            return proposal.first_rows(max(n, min(self.plain_rows, len(proposal.depths))))
 
-        def finish(state: DecodeState, spec: CycleSpec, proposal: Proposal, output: Output) -> None:
-            if len(proposal.depths) == spec.rows:
-                pieces.finish(state, spec, proposal, output)
-            else:
-                plain_pieces.finish(state, plain, proposal, output)
-
-        return Pieces(draft, pieces.verify, finish)
+        return shorter
 
     def read(self) -> Done:
         """What the oldest launched cycle found."""
@@ -122,7 +136,8 @@ class Runner:
         found = (tokens, by_head, by_lookup, drafted)
         if not self._on_cpu:
             return Done(*found, None, None)
-        return Done(*found, self._times.get("draft", 0.0), self._times["verify"])
+        times = self._times
+        return Done(*found, times.get("draft", 0.0), times["verify"], self._extended)
 
     def drop(self) -> None:
         """Forget cycles that were launched and will not be read."""

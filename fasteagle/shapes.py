@@ -49,6 +49,33 @@ class TreeShape:
 
 
 @dataclasses.dataclass(frozen=True)
+class SureChain:
+    """Of a chain of at most `depth` tokens that ends where the draft head is not sure enough.
+
+    How sure that is: `drafting.plan.Stopping`. It needs a look at each level's result, which costs
+    nothing on a CPU.
+    """
+
+    depth: int
+
+    @property
+    def topk(self) -> int:
+        return 1
+
+    @property
+    def nodes(self) -> int:
+        return self.depth
+
+    @property
+    def rows(self) -> int:
+        """Rows of the verify pass, root included, at most."""
+        return self.depth + 1
+
+    def __str__(self) -> str:
+        return f"1 to {self.depth}"
+
+
+@dataclasses.dataclass(frozen=True)
 class StaticShape:
     """Of a tree that is fixed beforehand: `nodes` on `depth` levels, whose widths vary."""
 
@@ -123,18 +150,22 @@ class FusedShape:
         return f"{self.levels}, {self.topk}, {self.nodes} + {self.reach}"
 
 
-AnyShape = TreeShape | StaticShape | FusedShape
+AnyShape = TreeShape | SureChain | StaticShape | FusedShape
 
 
 def shape_of(
     *,
-    topk: int | None,
-    nodes: int,
+    topk: int | None = None,
+    nodes: int | None = None,
     depth: int = 0,
     levels: int | None = None,
     reach: int | None = None,
 ) -> AnyShape:
-    """A shape from its sizes, as records hold them; `topk` is None for static trees."""
+    """A shape from its sizes, as records hold them: `topk` is None for static trees, of sure chains
+    there is only the depth.
+    """
+    if nodes is None:
+        return SureChain(depth)
     if topk is None:
         return StaticShape(depth, None, nodes)
     if levels is None or reach is None:

@@ -6,7 +6,7 @@ Shapes: P rows of `pending`, F feature dim, N tokens of the longest text, V voca
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from fasteagle.model import KVCache, Transformer
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import DrawKind, Knobs
-from fasteagle.shapes import AnyShape, FusedShape
+from fasteagle.shapes import AnyShape, FusedShape, SureChain, TreeShape
 from fasteagle.tree import DraftTree
 
 MAX_DEPTH = 63  # of a tree's paths
@@ -53,6 +53,11 @@ class CycleSpec:
     def depth(self) -> int:
         """Longest path that can be accepted."""
         return 0 if self.shape is None else self.shape.depth
+
+    @property
+    def in_place(self) -> bool:
+        """Whether accepted rows are where they belong: those of a chain."""
+        return isinstance(self.shape, (TreeShape, SureChain)) and self.shape.topk == 1
 
     @property
     def extends(self) -> bool:
@@ -94,6 +99,8 @@ class DecodeState:
         self.seen = torch.zeros(1, target.config.vocab_size, dtype=torch.bool, device=device)
         self.knobs = Knobs(device)
         self.cache = cache
+        # A kernel may take its place, from outside.
+        self.move_rows: Callable[[KVCache, Tensor, Tensor], None] = KVCache.commit
 
     def read_taps(self, tap_layers: tuple[int, ...], dim: int) -> None:
         """Keep taps of the target's blocks from now on, or without any the final features.

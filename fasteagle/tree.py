@@ -36,6 +36,12 @@ class DraftTree(NamedTuple):
     drawn: Tensor | None = None  # [T]
 
 
+def first_rows(tree: DraftTree, n: int) -> DraftTree:
+    """The tree of the first `n` rows; what is behind them must be padding."""
+    cut = {name: value[:n] for name, value in tree._asdict().items() if value is not None}
+    return tree._replace(**cut)
+
+
 class TreeView(NamedTuple):
     """What the rows of a tree see of the KV cache.
 

@@ -7,13 +7,16 @@ import dataclasses
 import pytest
 import torch
 
-from fasteagle.compile.costs import Measurement, choose_plain_rows
+from fasteagle.compile.costs import choose_plain_rows
+from fasteagle.compile.measurement import Measurement
+from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine, common_prefix
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.model import causal_mask
 from fasteagle.options import SamplingParams
-from helpers import make_hf_model, verify_rows
+from fasteagle.shapes import TreeShape
+from helpers import make_hf_model, random_head, verify_rows
 
 GREEDY = SamplingParams()
 SAMPLED = SamplingParams(0.9, top_p=0.95, repetition_penalty=1.2, seed=11)
@@ -123,6 +126,22 @@ def test_prefill_in_chunks_equals_one_pass(model, monkeypatch):
     whole = tokens(Engine(model, 512), prompt)
     monkeypatch.setattr("fasteagle.generate.PREFILL_CHUNK", 7)
     assert tokens(Engine(model, 512), prompt) == whole
+
+
+def test_chunks_of_a_prompt_are_longer_on_a_gpu(model, monkeypatch):
+    """What a GPU computes at once, and in which parts a draft head then sees it."""
+    prompt = PROMPT * 20
+    drafter = EagleDrafter(random_head(model), TreeShape(3, 3, 8), 512)
+    engine = Engine(model, 512, drafter=drafter)
+    whole, lengths = tokens(engine, prompt), engine.stats.path_lengths
+    assert engine.prefill_chunk == 256
+    monkeypatch.setattr("fasteagle.generate.HEAD_CHUNK", 7)
+    monkeypatch.setattr(Engine, "prefill_chunk", 31)
+    other = Engine(model, 512, drafter=EagleDrafter(drafter.head, TreeShape(3, 3, 8), 512))
+    assert tokens(other, prompt) == whole and other.stats.path_lengths == lengths
+    monkeypatch.undo()
+    engine.on_cpu = False
+    assert engine.prefill_chunk == 1024
 
 
 def test_generator_closed_or_broken_off_leaves_the_engine_usable(engine, model):

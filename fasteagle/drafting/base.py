@@ -15,9 +15,9 @@ from typing import Any, Protocol, Self
 
 from torch import Tensor
 
-from fasteagle.drafting.controller import Controller
-from fasteagle.drafting.fused_controller import Outcome
+from fasteagle.drafting.controller import Controller, Outcome
 from fasteagle.drafting.plan import AnyPlan, Ranks
+from fasteagle.drafting.sure_chain import ChainController, ChainPlan, Stopping
 from fasteagle.model import KVCache
 from fasteagle.shapes import AnyShape
 from fasteagle.state import Committed, CycleSpec, DecodeState
@@ -45,6 +45,10 @@ class Drafter(Protocol):
     @property
     def controller(self) -> Controller | None:
         """What chooses its trees while decoding, once costs are known."""
+
+    @property
+    def may_skip_head(self) -> bool:
+        """Whether drafting decides by itself, in each cycle, to leave the draft head out."""
 
     @property
     def shape(self) -> AnyShape:
@@ -100,6 +104,10 @@ class Controlled:
     capturable = True
 
     @property
+    def may_skip_head(self) -> bool:
+        return False
+
+    @property
     def advanced(self) -> Sequence[Tensor]:
         return []
 
@@ -111,16 +119,24 @@ class Controlled:
         return copy.copy(self)
 
     def follow(self, plan: AnyPlan) -> None:
-        self.controller = Controller(plan)
+        if isinstance(plan, ChainPlan):
+            self.controller = ChainController(plan)
+        else:
+            self.controller = Controller(plan)
 
     def next_shape(self) -> AnyShape | None:
-        return self.shape if self.controller is None else self.controller.shape
+        return self.shape if self.controller is None else self.controller.next_shape
+
+    @property
+    def stopping(self) -> Stopping:
+        """Where chains end that are asked for as `SureChain`."""
+        chosen = self.controller
+        return chosen.stopping if isinstance(chosen, ChainController) else Stopping()
 
     def shapes(self) -> Sequence[AnyShape]:
         planned = [] if self.controller is None else self.controller.plan.shapes
         return planned or [self.shape]
 
     def learn(self, shape: AnyShape | None, outcome: Outcome | None) -> None:
-        # What the controller has changed since the cycle was launched teaches nothing.
-        if self.controller is not None and self.controller.shape == shape:
-            self.controller.learn(None if outcome is None else outcome.accepted)
+        if self.controller is not None:
+            self.controller.learn_of(shape, outcome)

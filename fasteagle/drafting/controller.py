@@ -11,9 +11,10 @@ from __future__ import annotations
 import dataclasses
 from bisect import bisect_left
 from collections import Counter
+from typing import NamedTuple
 
 from fasteagle.drafting.plan import FACTORS, AnyPlan, Drafted
-from fasteagle.shapes import AnyShape
+from fasteagle.shapes import AnyShape, SureChain
 
 # At first. A header records acceptance on text that the model wrote; questions of people have less:
 # the default head's first token is accepted for 0.50 of MT-bench, 0.69 of its held-out text.
@@ -27,12 +28,22 @@ EVERY = 4  # cycles between decisions
 MARGIN = 1.03  # another tree must promise this over the one in use
 
 
+class Outcome(NamedTuple):
+    """What was accepted of one tree."""
+
+    accepted: int
+    by_head: int = 0  # of the accepted tokens those that the draft head had proposed
+    by_lookup: int = 0
+    drafted: int = 0  # tokens verified
+    extended: bool = False  # whether the draft head was run
+
+
 class Controller:
     """`shape` is for the next cycle, None for a plain pass; `learn` is told what was accepted."""
 
     def __init__(self, plan: AnyPlan) -> None:
         self.plan = plan
-        self.used: Counter[AnyShape | None] = Counter()  # passes
+        self.used: Counter[AnyShape | str | None] = Counter()  # passes
         self._observed = 0.0
         self._predicted = [0.0] * len(FACTORS)  # accepted tokens, had that been the factor
         self._next_pause = FIRST_PAUSE  # its passes
@@ -50,6 +61,11 @@ class Controller:
             self._begin_probe()
 
     @property
+    def next_shape(self) -> AnyShape | None:
+        """Of the next cycle's tree."""
+        return self.shape
+
+    @property
     def factor(self) -> float:
         """The acceptance rate of late, as a factor of the recorded one."""
         place = bisect_left(self._predicted, self._observed)
@@ -60,6 +76,11 @@ class Controller:
         low, high = self._predicted[place - 1], self._predicted[place]
         share = (self._observed - low) / (high - low)
         return FACTORS[place - 1] + share * (FACTORS[place] - FACTORS[place - 1])
+
+    def learn_of(self, shape: AnyShape | None, outcome: Outcome | None) -> None:
+        """A pass is over whose tree was of `shape`; without an outcome nothing was proposed."""
+        if self.shape == shape:  # what has changed since the cycle was launched teaches nothing
+            self.learn(None if outcome is None else outcome.accepted)
 
     def learn(self, accepted: int | None) -> None:
         """A pass is over: `accepted` tokens of the tree of `shape`; None: nothing was proposed."""
@@ -72,6 +93,10 @@ class Controller:
         if accepted is None:  # the drafter proposed nothing
             return
         self._count(self.shape, accepted)
+        self._after_drafting()
+
+    def _after_drafting(self) -> None:
+        """Decide now and then."""
         self._since += 1
         self._drafted += 1
         if self._probing:
@@ -94,17 +119,23 @@ class Controller:
 
     def _decide(self) -> None:
         self._since = 0
-        factor = self.factor
+        factor, rate = self.factor, self.plan.rate
         wanted = self._wanted()
+        if (
+            wanted is not None
+            and self.shape is not None
+            and rate(wanted, factor) <= MARGIN * rate(self.shape, factor)
+        ):
+            wanted = self.shape
+        self._pause_or_take(wanted)
+
+    def _pause_or_take(self, wanted: Drafted | None) -> None:
         if wanted is None:
             if self._drafted > SETTLED:
                 self._next_pause = FIRST_PAUSE
-            self.shape, self._pausing, self._drafted = None, self._next_pause, 0
+            self._pausing, self._drafted = self._next_pause, 0
             self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
-            return
-        rate = self.plan.rate
-        if self.shape is None or rate(wanted, factor) > MARGIN * rate(self.shape, factor):
-            self.shape = wanted
+        self.shape = wanted
 
     def _wanted(self) -> Drafted | None:
         """The plan's choice for what was observed."""
@@ -144,5 +175,9 @@ class Controller:
         )
 
 
-def name(shape: AnyShape | None) -> str:
+def name(shape: AnyShape | str | None) -> str:
+    if isinstance(shape, str):
+        return shape
+    if isinstance(shape, SureChain):
+        return f"chain of {shape}"
     return "plain" if shape is None else "/".join(map(str, dataclasses.astuple(shape)))

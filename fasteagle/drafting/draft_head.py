@@ -5,6 +5,7 @@ Shapes: W rows of the draft head in one step, D model dim, S draft cache slots, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -12,9 +13,10 @@ from torch import Tensor
 
 from fasteagle.drafting.base import Controlled
 from fasteagle.errors import FasteagleError
-from fasteagle.model import EagleHead, KVCache, causal_mask
+from fasteagle.model import EagleHead, KVCache
 from fasteagle.sampling import DrawKind, Knobs, gumbel_noise
 from fasteagle.state import Committed
+from fasteagle.tree import TreeView
 
 
 class Prediction(NamedTuple):
@@ -24,7 +26,34 @@ class Prediction(NamedTuple):
     feature: Tensor  # [1, D]
 
 
-class HeadDrafter(Controlled):
+class RankingDrafter(Controlled):
+    """What drafters share that score the children of a node by logits over `target_ids`."""
+
+    noise: str
+    target_ids: Tensor
+    # Kernels may take its place, from outside.
+    top_children: Callable[[Tensor, int], tuple[Tensor, Tensor]]
+
+    def ranking_logits(
+        self, logits: Tensor, seq_len: Tensor, level: int, kind: DrawKind, knobs: Knobs
+    ) -> Tensor:
+        """What children are ranked by, [W, V]: logits, or with the noise the target will draw with.
+
+        At level `level` the target picks argmax(its logits / T + g); g is known here already. The
+        softmax of the draft's own sum then estimates how likely each child is that argmax.
+        """
+        if kind.greedy or self.noise == "none":
+            return logits
+        position = (seq_len + level).unsqueeze(0)
+        gumbel = gumbel_noise(knobs.seed, position, self.target_ids)
+        return logits.float() / knobs.temperature + gumbel
+
+    def child_scores(self, scores: Tensor, logp: Tensor) -> Tensor:
+        """Scores [k, k] of children: a path's probability, never above the parent's."""
+        return torch.minimum(scores + logp, scores)
+
+
+class HeadDrafter(RankingDrafter):
     """What drafters with an EAGLE head share: the head and its KV cache."""
 
     reads_features = True
@@ -36,6 +65,9 @@ class HeadDrafter(Controlled):
                 "train one without --inputs unshifted"
             )
         self.head, self.max_seq_len, self.noise = head, max_seq_len, noise
+        self.top_children = top_children
+        # As the target's: kernels take the view itself.
+        self.visible_keys: Callable[[TreeView, int], Tensor | TreeView] = TreeView.mask
         weight = head.block.mlp_norm.weight
         self.cache = KVCache(head.config.block, 1, weight.dtype, weight.device)
         self.target_ids = head.target_ids()
@@ -59,60 +91,32 @@ class HeadDrafter(Controlled):
 
         What padding writes into the cache is overwritten before it is read.
         """
-        W = new.tokens.shape[0]
-        k_cache = self.cache.layers[0][0]
-        start = seq_len - new.count[0]
-        rows = start + torch.arange(W, device=seq_len.device)
-        mask = causal_mask(start, W, k_cache.shape[1], None, seq_len.device)
+        W, device = new.tokens.shape[0], seq_len.device
+        start, row = seq_len - new.count[0], torch.arange(W, device=device)
+        view = TreeView(start, row.to(torch.int32).expand(W, W).contiguous(), row)  # a chain
         last = new.count - 1
         features = self.head.read(new.features)
+        rows, mask = start + row, self._visible(view)
         return Prediction(*self.head(new.tokens, features, rows, rows, mask, self.cache, last))
 
+    def _visible(self, view: TreeView) -> Tensor | TreeView:
+        """Over the slots of a plane: compiled code has their number as a dynamic size."""
+        return self.visible_keys(view, self.cache.layers[0][0].shape[1])
+
     def step(
-        self, tokens: Tensor, features: Tensor, seq_len: Tensor, level: int, tree_mask: Tensor
+        self, tokens: Tensor, features: Tensor, seq_len: Tensor, level: int, paths: Tensor
     ) -> tuple[Tensor, Tensor]:
         """One level of the tree: logits [W, V] and features [W, D] of nodes `tokens` [W].
 
-        `seq_len` (0-d): true pairs in the cache; `tree_mask` [W, written + W]: which of the tree's
-        rows so far each node sees. All nodes of a level share a position, as in the public
-        implementation.
+        `seq_len` (0-d): true pairs in the cache; `paths` [W, level + 1] int32: each node's own row
+        among those of the tree so far, and before it those of its ancestors. All nodes of a level
+        share a position, as in the public implementation.
         """
-        W, device = tokens.shape[0], tokens.device
-        tree_rows = tree_mask.shape[1]
-        columns = seq_len + torch.arange(tree_rows, device=device)
+        view = TreeView(seq_len, paths, torch.full_like(tokens, level))
         positions = torch.zeros_like(tokens) + seq_len + level
-        n_slots = self.cache.layers[0][0].shape[1]
-        mask = (torch.arange(n_slots, device=device) < seq_len).expand(W, -1)
-        mask = mask.index_copy(1, columns, tree_mask)
-        return self.head(tokens, features, positions, columns[tree_rows - W :], mask, self.cache)
-
-    def ranking_logits(
-        self, logits: Tensor, seq_len: Tensor, level: int, kind: DrawKind, knobs: Knobs
-    ) -> Tensor:
-        """See `ranking_logits`."""
-        shared = self.noise == "shared"
-        return ranking_logits(logits, seq_len, level, kind, knobs, self.target_ids, shared)
-
-
-def ranking_logits(
-    logits: Tensor,
-    seq_len: Tensor,
-    level: int,
-    kind: DrawKind,
-    knobs: Knobs,
-    target_ids: Tensor,
-    shared: bool,
-) -> Tensor:
-    """What children are ranked by, [W, V]: logits, or with the noise the target will draw with.
-
-    At level `level` the target picks argmax(its logits / T + g); g is known here already. The
-    softmax of the draft's own sum then estimates how likely each child is that argmax.
-    """
-    if kind.greedy or not shared:
-        return logits
-    position = (seq_len + level).unsqueeze(0)
-    gumbel = gumbel_noise(knobs.seed, position, target_ids)
-    return logits.float() / knobs.temperature + gumbel
+        mask = self._visible(view)
+        slots = seq_len + paths[:, -1].long()
+        return self.head(tokens, features, positions, slots, mask, self.cache)
 
 
 def top_children(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

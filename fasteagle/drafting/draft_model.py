@@ -14,17 +14,15 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from fasteagle.drafting.base import Controlled
-from fasteagle.drafting.draft_head import Prediction, ranking_logits
+from fasteagle.drafting.draft_head import Prediction, RankingDrafter, top_children
 from fasteagle.drafting.eagle import expand
 from fasteagle.model import KVCache, Transformer, causal_mask
-from fasteagle.sampling import DrawKind, Knobs
 from fasteagle.shapes import TreeShape
 from fasteagle.state import Committed, CycleSpec, DecodeState
 from fasteagle.tree import DraftTree, rerank
 
 
-class ModelDrafter(Controlled):
+class ModelDrafter(RankingDrafter):
     """Drafts with `model`, whose RoPE table must reach as far as the target's cache.
 
     Row i of its cache is token i of the text, the root included.
@@ -44,9 +42,10 @@ class ModelDrafter(Controlled):
         self.model, self.max_seq_len, self.noise, self.name = model, max_seq_len, noise, name
         self.shape: TreeShape = shape
         weight = model.norm.weight
-        self.cache = KVCache(model.config, 1, weight.dtype, weight.device)
+        self.cache = model.new_cache(1)
         shared = min(vocab_size, model.config.vocab_size)  # either may be padded with unused ids
         self.target_ids = torch.arange(shared, device=weight.device)
+        self.top_children = top_children
         self._features = weight.new_zeros(1, 1)  # in place of a draft head's
 
     @property
@@ -55,8 +54,7 @@ class ModelDrafter(Controlled):
 
     def apart(self) -> Self:
         other = copy.copy(self)
-        weight = self.model.norm.weight
-        other.cache = KVCache(self.model.config, self.cache.n_slots, weight.dtype, weight.device)
+        other.cache = self.model.new_cache(self.cache.n_slots)
         return other
 
     def resized(self, nodes: int) -> ModelDrafter:
@@ -89,15 +87,14 @@ class ModelDrafter(Controlled):
         return Prediction(self._logits(last), self._features)
 
     def step(
-        self, tokens: Tensor, features: Tensor, seq_len: Tensor, level: int, tree_mask: Tensor
+        self, tokens: Tensor, features: Tensor, seq_len: Tensor, level: int, paths: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Logits [W, V] of the nodes `tokens` [W] of one level, as `HeadDrafter.step`."""
-        W, tree_rows = tree_mask.shape
-        columns = seq_len + 1 + torch.arange(tree_rows, device=tokens.device)
+        columns = seq_len + 1 + paths.long()
         positions = torch.zeros_like(tokens) + seq_len + 1 + level
         mask = self._mask(positions, torch.zeros_like(tokens) + seq_len + 1)
-        mask = mask.index_copy(1, columns, tree_mask)
-        return self._run(tokens, positions, columns[tree_rows - W :], mask), features
+        mask = mask.scatter(1, columns, True)
+        return self._run(tokens, positions, columns[:, -1], mask), features
 
     def _mask(self, positions: Tensor, seen: Tensor) -> Tensor:
         """Which slots [W, S] of the text rows see: the first `seen` [W], within the window."""
@@ -115,15 +112,6 @@ class ModelDrafter(Controlled):
 
     def _logits(self, encoded: Tensor) -> Tensor:
         return self.model.lm_head(encoded)[:, : len(self.target_ids)]
-
-    def ranking_logits(
-        self, logits: Tensor, seq_len: Tensor, level: int, kind: DrawKind, knobs: Knobs
-    ) -> Tensor:
-        shared = self.noise == "shared"
-        return ranking_logits(logits, seq_len, level, kind, knobs, self.target_ids, shared)
-
-    def child_scores(self, scores: Tensor, logp: Tensor) -> Tensor:
-        return torch.minimum(scores + logp, scores)
 
     def propose(self, prediction: Prediction, state: DecodeState, spec: CycleSpec) -> DraftTree:
         assert isinstance(spec.shape, TreeShape), "the engine asks for shapes of this drafter"

@@ -5,18 +5,19 @@ Shapes: W rows of the draft head in one step, D model dim, V draft vocabulary, k
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from fasteagle.drafting.draft_head import HeadDrafter, Prediction, top_children
+from fasteagle.drafting.draft_head import HeadDrafter, Prediction
 from fasteagle.errors import FasteagleError
 from fasteagle.model import EagleHead
 from fasteagle.sampling import DrawKind, Knobs
-from fasteagle.shapes import FusedShape, TreeShape
+from fasteagle.shapes import FusedShape, SureChain, TreeShape
 from fasteagle.state import CycleSpec, DecodeState
-from fasteagle.tree import DraftTree, Pool, rerank
+from fasteagle.tree import DraftTree, Pool, chain, rerank
 
 
 class EagleDrafter(HeadDrafter):
@@ -28,7 +29,7 @@ class EagleDrafter(HeadDrafter):
     def __init__(
         self,
         head: EagleHead,
-        shape: TreeShape | FusedShape,
+        shape: TreeShape | SureChain | FusedShape,
         max_seq_len: int,
         noise: str = "shared",
     ) -> None:
@@ -39,11 +40,11 @@ class EagleDrafter(HeadDrafter):
             )
         super().__init__(head, max_seq_len, noise)
         self.name = "eagle-chain" if shape.topk == 1 else "eagle"
-        self.shape: TreeShape | FusedShape = shape
+        self.shape: TreeShape | SureChain | FusedShape = shape
 
     @property
     def tree_rows(self) -> int:
-        shapes = [shape for shape in self.shapes() if isinstance(shape, TreeShape)]
+        shapes = [shape for shape in self.shapes() if isinstance(shape, (TreeShape, SureChain))]
         return max((shape.depth - 1) * shape.topk for shape in shapes)
 
     def resized(self, nodes: int) -> EagleDrafter:
@@ -53,9 +54,11 @@ class EagleDrafter(HeadDrafter):
         return type(self)(self.head, shape, self.max_seq_len, self.noise)
 
     def propose(self, prediction: Prediction, state: DecodeState, spec: CycleSpec) -> DraftTree:
-        """Expand, then rerank."""
-        assert isinstance(spec.shape, TreeShape), "the engine asks for shapes of this drafter"
+        """Expand, then rerank; of a chain that is to be sure, the part that is."""
+        assert isinstance(spec.shape, (TreeShape, SureChain)), "the engine asks for its shapes"
         pool = self.expand(prediction, state, spec.kind, spec.shape.depth, spec.shape.topk)
+        if isinstance(spec.shape, SureChain):
+            return sure_chain(pool, state.root, *self.stopping)
         return rerank(pool, state.root, spec.shape.nodes)
 
     def expand(
@@ -64,18 +67,24 @@ class EagleDrafter(HeadDrafter):
         """See `expand`."""
         return expand(self, prediction, state, kind, depth, k)
 
-    def child_scores(self, scores: Tensor, logp: Tensor) -> Tensor:
-        """Scores [k, k] of children: a path's probability, never above the parent's."""
-        return torch.minimum(scores + logp, scores)
+
+def sure_chain(pool: Pool, root: Tensor, keep: float, deepen: float) -> DraftTree:
+    """A chain's tokens as far as its path is likely enough; see `Stopping`."""
+    paths = pool.scores.exp()  # [D]
+    drafted = torch.cat((torch.ones_like(paths[:1]), paths[:-1])) >= deepen
+    valid = ((paths >= keep) & drafted).long().cumprod(0).bool()
+    valid = torch.cat((torch.ones_like(valid[:1]), valid))
+    return chain(torch.cat((root, pool.tokens)), valid)
 
 
 class Expanding(Protocol):
     """What draws a tree level by level."""
 
     target_ids: Tensor
+    top_children: Callable[[Tensor, int], tuple[Tensor, Tensor]]
 
     def step(
-        self, tokens: Tensor, features: Tensor, seq_len: Tensor, level: int, tree_mask: Tensor
+        self, tokens: Tensor, features: Tensor, seq_len: Tensor, level: int, paths: Tensor
     ) -> tuple[Tensor, Tensor]: ...
 
     def ranking_logits(
@@ -97,18 +106,18 @@ def expand(
     seq_len = state.seq_len
     logits, features = prediction
     logits = drafter.ranking_logits(logits, seq_len, 1, kind, state.knobs)
-    ids, logp = top_children(logits, k)  # [1, k]
+    ids, logp = drafter.top_children(logits, k)  # [1, k]
     tokens, scores = drafter.target_ids[ids[0]], logp[0]
     features = features.expand(k, -1)
     all_tokens, all_scores = [tokens], [scores]
     all_parents = [torch.full_like(tokens, -1)]
     frontier = torch.arange(k, device=tokens.device)  # pool index of each frontier node
-    own = torch.eye(k, dtype=torch.bool, device=tokens.device)
-    mask = own  # among the head's own rows
+    own = torch.arange(k, dtype=torch.int32, device=tokens.device).unsqueeze(1)
+    paths = own  # of rows among the head's own
     for level in range(1, depth):
-        logits, features = drafter.step(tokens, features, seq_len, level - 1, mask)
+        logits, features = drafter.step(tokens, features, seq_len, level - 1, paths)
         logits = drafter.ranking_logits(logits, seq_len, level + 1, kind, state.knobs)
-        ids, logp = top_children(logits, k)  # [k, k]
+        ids, logp = drafter.top_children(logits, k)  # [k, k]
         child_scores = drafter.child_scores(scores.unsqueeze(1), logp).flatten()
         child_tokens = drafter.target_ids[ids.flatten()]
         first = k + (level - 1) * k * k
@@ -120,5 +129,5 @@ def expand(
         tokens, scores = child_tokens[best], child_scores[best]
         features = features[above]
         frontier = first + best
-        mask = torch.cat((mask[above], own), dim=1)
+        paths = torch.cat((paths[above], level * k + own), dim=1)
     return Pool(torch.cat(all_tokens), torch.cat(all_scores), torch.cat(all_parents))

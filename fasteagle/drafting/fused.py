@@ -27,12 +27,19 @@ from fasteagle.drafting.acceptance import (
 )
 from fasteagle.drafting.draft_head import Prediction
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.drafting.fused_controller import FusedController, Outcome
+from fasteagle.drafting.fused_controller import FusedController
 from fasteagle.drafting.fused_plan import FusedPlan
 from fasteagle.drafting.lookup import Lookup
 from fasteagle.drafting.plan import AnyPlan
+from fasteagle.drafting.sure_chain import (
+    LONGEST,
+    START_HEAD_GAIN,
+    ChainPlan,
+    FusedChainController,
+    LookedUp,
+)
 from fasteagle.model import EagleHead
-from fasteagle.shapes import MAX_REACH, AnyShape, FusedShape
+from fasteagle.shapes import MAX_REACH, FusedShape, SureChain
 from fasteagle.state import CycleSpec, DecodeState
 from fasteagle.tree import HEAD, LOOKUP, DraftTree, Pool, rerank
 
@@ -45,37 +52,48 @@ class FusedDrafter(EagleDrafter):
     def __init__(
         self,
         head: EagleHead,
-        shape: FusedShape,
+        shape: FusedShape | SureChain,
         max_seq_len: int,
         noise: str = "shared",
         lookup: Lookup | None = None,
     ) -> None:
         super().__init__(head, shape, max_seq_len, noise)
         self.name = "fused"
-        self.shape: FusedShape = shape
-        self.controller: FusedController | None = None
+        self.shape: FusedShape | SureChain = shape
+        self.controller: FusedController | FusedChainController | None = None
         self.lookup = lookup or Lookup()
         self.table = AcceptanceTable(self.lookup.places, MAX_REACH, self.target_ids.device)
+        self.looked_up = LookedUp()  # in chains, on CPUs
 
     def follow(self, plan: AnyPlan) -> None:
-        assert isinstance(plan, FusedPlan), "the tuner makes the plan of this drafter"
-        self.controller = FusedController(plan)
+        if isinstance(plan, ChainPlan):
+            self.controller = FusedChainController(plan)
+        else:
+            assert isinstance(plan, FusedPlan), "the tuner makes the plan of this drafter"
+            self.controller = FusedController(plan)
 
-    def learn(self, shape: AnyShape | None, outcome: Outcome | None) -> None:
-        if self.controller is not None:
-            assert shape is None or isinstance(shape, FusedShape), "its shapes are fused"
-            self.controller.learn_of(shape, outcome)
+    @property
+    def may_skip_head(self) -> bool:
+        return isinstance(self.shape, SureChain)
+
+    @property
+    def head_gain(self) -> float | None:
+        """What a looked-up chain must promise, or the head drafts; None: the head is paused."""
+        chosen = self.controller
+        return chosen.head_gain if isinstance(chosen, FusedChainController) else START_HEAD_GAIN
 
     @property
     def advanced(self) -> list[Tensor]:
-        return self.table.tensors
+        return [*self.table.tensors, *self.looked_up.tensors]
 
     @property
     def tree_rows(self) -> int:
-        shapes = [shape for shape in self.shapes() if isinstance(shape, FusedShape)]
-        return max(max(0, shape.levels - 1) * shape.topk for shape in shapes)
+        trees = [shape for shape in self.shapes() if isinstance(shape, FusedShape)]
+        rows = [max(0, shape.levels - 1) * shape.topk for shape in trees]
+        return max(rows, default=LONGEST)
 
     def resized(self, nodes: int) -> FusedDrafter:
+        assert isinstance(self.shape, FusedShape), "chains have one size"
         levels = min(self.shape.levels, max(1, nodes))
         reach = max(self.shape.reach, nodes - self.shape.head_pool)
         shape = FusedShape(levels, self.shape.topk, nodes, reach)
@@ -84,6 +102,7 @@ class FusedDrafter(EagleDrafter):
     def apart(self) -> Self:
         other = super().apart()
         other.table = copy.deepcopy(self.table)
+        other.looked_up = copy.deepcopy(self.looked_up)
         return other
 
     def propose(

@@ -9,7 +9,6 @@ drafted without the draft head where that is faster.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from fasteagle.drafting.controller import (
     FIRST_PAUSE,
@@ -17,6 +16,7 @@ from fasteagle.drafting.controller import (
     PRIOR_CYCLES,
     START_FACTOR,
     Controller,
+    Outcome,
     name,
 )
 from fasteagle.drafting.fused_plan import USUAL_HIT, FusedPlan, expected_of_head
@@ -25,14 +25,6 @@ from fasteagle.shapes import AnyShape, FusedShape
 SURE_TOKENS = 4  # copied in a cycle: then the lookup is very sure of the next one
 SURE_HIT = 0.8  # at first
 HIT_MEMORY = 0.95  # of a cycle in the average, each cycle
-
-
-class Outcome(NamedTuple):
-    """What was accepted of one tree."""
-
-    accepted: int
-    by_head: int  # of the accepted tokens those that the draft head had proposed
-    by_lookup: int
 
 
 class FusedController(Controller):
@@ -60,7 +52,7 @@ class FusedController(Controller):
         """How often the lookup's first token is right now."""
         return self._hit[self._sure]
 
-    def learn_of(self, shape: FusedShape | None, outcome: Outcome | None) -> None:
+    def learn_of(self, shape: AnyShape | None, outcome: Outcome | None) -> None:
         """A pass is over whose tree was of `shape`; without an outcome nothing was proposed."""
         self.used[None if outcome is None else shape] += 1
         if shape is None:
@@ -68,6 +60,7 @@ class FusedController(Controller):
             if self.shape is None and self._pausing <= 0 and self.plan.shapes:
                 self._begin_probe()
             return
+        assert isinstance(shape, FusedShape), "the shapes of its plan are fused"
         looked_up = 0 if outcome is None else outcome.by_lookup
         seen = HIT_MEMORY * self._hit[self._sure] + (1 - HIT_MEMORY) * (looked_up > 0)
         self._hit[self._sure] = seen

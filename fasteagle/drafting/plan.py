@@ -19,9 +19,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from fasteagle.shapes import FusedShape, TreeShape
+from fasteagle.shapes import FusedShape, SureChain, TreeShape
 
-Drafted = TreeShape | FusedShape  # shapes that a plan may choose
+Drafted = TreeShape | SureChain | FusedShape  # shapes that a plan may choose
 ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 24, 32)  # of the target passes that are timed
 WIDTHS = (1, 2, 3, 4, 6, 8)
 DEPTHS = (1, 2, 3, 4, 5, 6)
@@ -48,6 +48,7 @@ class Costs:
     plain_other: float  # of a plain pass: choosing and reading one token
     cycles: dict[Drafted, float] = dataclasses.field(default_factory=dict)  # whole, measured
     lookup: float = 0.0  # of a fused drafter, without its draft head
+    chain: dict[int, float] = dataclasses.field(default_factory=dict)  # levels: a `SureChain`
 
     @property
     def plain(self) -> float:
@@ -64,11 +65,17 @@ class Costs:
 
     def draft(self, shape: Drafted) -> float:
         """Drafting; a fused drafter's levels were timed with its lookup."""
+        if isinstance(shape, SureChain):
+            return self.draft_chain(shape.depth)
         levels = shape.levels if isinstance(shape, FusedShape) else shape.depth
         if not levels:
             return self.lookup
         more = (levels - 1) * _interpolated(self.level, shape.topk)
         return _interpolated(self.first_level, shape.topk) + more
+
+    def draft_chain(self, levels: int) -> float:
+        """Drafting a `SureChain` that ends after so many levels."""
+        return _interpolated(self.chain, levels)
 
     def cycle(self, shape: Drafted) -> float:
         """What was measured; else the sum of its parts."""
@@ -82,16 +89,16 @@ class Costs:
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Costs:
         """Raises KeyError, TypeError, ValueError or AttributeError for anything else."""
-        passes, first_level, level = (
+        passes, first_level, level, chain = (
             {int(key): float(value) for key, value in raw[name].items()}
-            for name in ("passes", "first_level", "level")
+            for name in ("passes", "first_level", "level", "chain")
         )
         cycles = {_shape_named(name): float(ms) for name, ms in raw["cycles"].items()}
         other, plain_other = float(raw["other"]), float(raw["plain_other"])
         lookup = float(raw.get("lookup", 0.0))
-        costs = cls(passes, first_level, level, other, plain_other, cycles, lookup)
+        costs = cls(passes, first_level, level, other, plain_other, cycles, lookup, chain)
         numbers = [other, plain_other, lookup, *cycles.values()]
-        for table in (passes, first_level, level):
+        for table in (passes, first_level, level, chain):
             numbers += table.values()
         if not {1, 2} <= set(passes) or not all(map(math.isfinite, numbers)):
             raise ValueError("not a table of times")
@@ -101,6 +108,8 @@ class Costs:
 def _shape_named(text: str) -> Drafted:
     """A shape by its sizes."""
     sizes = [int(size) for size in text.split("/")]
+    if len(sizes) == 1:
+        return SureChain(*sizes)
     return TreeShape(*sizes) if len(sizes) == 3 else FusedShape(*sizes)
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fasteagle.drafting.draft_head import HeadDrafter, Prediction, top_children
+from fasteagle.drafting.draft_head import HeadDrafter, Prediction
 from fasteagle.errors import FasteagleError
 from fasteagle.model import EagleHead
 from fasteagle.multi_round import DRAFT_STREAM
@@ -89,23 +89,25 @@ class StaticTreeDrafter(HeadDrafter):
             vocab_size = self.head.config.block.vocab_size
             distributions = torch.zeros(self.shape.rows, vocab_size, device=logits.device)
         found = [state.root]
-        mask = torch.zeros(1, 0, dtype=torch.bool, device=logits.device)
+        paths = torch.zeros(1, 0, dtype=torch.int32, device=logits.device)
+        n_rows = 0  # of the head's own
         for number, level in enumerate(self._levels, 1):
             if distributions is not None:
                 probs = (logits.float() / state.knobs.temperature).softmax(-1)
                 distributions[level.frontier_rows.unsqueeze(1), self.target_ids] = probs
             ranked = self._ranked(logits, state, spec, number, sampled)
-            ids, _ = top_children(ranked, self._widest)
+            ids, _ = self.top_children(ranked, self._widest)
             tokens = self.target_ids[ids[level.above, level.ranks]]
             found.append(tokens)
             kept = level.kept
             if not len(kept):
                 break
-            own = torch.eye(len(kept), dtype=torch.bool, device=logits.device)
+            own = torch.arange(len(kept), dtype=torch.int32, device=logits.device) + n_rows
+            n_rows += len(kept)
             parents = level.above[kept]
-            mask = torch.cat((mask[parents], own), dim=1)
+            paths = torch.cat((paths[parents], own.unsqueeze(1)), dim=1)
             logits, features = self.step(
-                tokens[kept], features[parents], state.seq_len, number - 1, mask
+                tokens[kept], features[parents], state.seq_len, number - 1, paths
             )
         row = torch.cat(found)
         return DraftTree(row, self._parents, torch.ones_like(row).bool(), distributions)

@@ -12,6 +12,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from fasteagle.compile.cpu_blocks import is_native
+from fasteagle.compile.cpu_draft import can_draft
 from fasteagle.config import Eagle3Config, HeadConfig, ModelConfig, draft_block, head_from_hf
 from fasteagle.drafting.base import Drafter, Tuning
 from fasteagle.drafting.eagle import EagleDrafter
@@ -20,6 +22,7 @@ from fasteagle.drafting.lookup import Corpus, Lookup
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.plan import NGRAM_RANKS, ranks_of
 from fasteagle.drafting.static_tree import StaticTreeDrafter, check_no_gaps, check_paths
+from fasteagle.drafting.sure_chain import LONGEST, REACH
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading import hub
@@ -33,7 +36,15 @@ from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint, fingerprint, 
 from fasteagle.model import KEY_BLOCK, EagleHead
 from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.paths import cache_dir, costs_path
-from fasteagle.shapes import PAPER_TREE, FusedShape, Paths, TreeShape, read_tree
+from fasteagle.shapes import (
+    PAPER_TREE,
+    AnyShape,
+    FusedShape,
+    Paths,
+    SureChain,
+    TreeShape,
+    read_tree,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,18 +255,26 @@ def _eagle(
             has_native(engine.model),
         )
     quantized_on_cpu = scheme is not None and engine.on_cpu
-    drafter = tree_drafter(head, options, engine.max_seq_len, quantized_on_cpu, corpus)
+    native = is_native(engine.model)
+    drafter = tree_drafter(head, options, engine.max_seq_len, quantized_on_cpu, corpus, native)
     if options.auto_tree and isinstance(drafter, EagleDrafter):
         kind = "fused" if isinstance(drafter, FusedDrafter) else "eagle"
         path = costs_path(identity, _precision(engine, checkpoint), kind)
         drafter.tuning = Tuning(path, ranks_of(header))
-    notify(f"draft head {loaded.origin}: {drafter.name}, {drafter.shape.nodes} nodes")
+    notify(f"draft head {loaded.origin}: {drafter.name}, {_size(drafter.shape)}")
     return drafter
+
+
+def _size(shape: AnyShape) -> str:
+    return f"chains of {shape}" if isinstance(shape, SureChain) else f"{shape.nodes} nodes"
 
 
 def _ngram(engine: Engine, checkpoint: Checkpoint, corpus: Corpus | None) -> NgramDrafter:
     # Of a match in a corpus it matters how long it is.
     drafter = NgramDrafter() if corpus is None else NgramDrafter(longest=8, corpus=corpus)
+    if is_native(engine.model):
+        drafter = NgramDrafter(longest=8, corpus=corpus)
+        drafter.shape = SureChain(REACH)
     if not isinstance(checkpoint, DummyCheckpoint):  # its fingerprint would generate all weights
         path = costs_path(fingerprint(checkpoint), _precision(engine, checkpoint), "ngram")
         drafter.tuning = Tuning(path, NGRAM_RANKS)
@@ -305,12 +324,21 @@ def tree_drafter(
     max_seq_len: int,
     quantized_on_cpu: bool,
     corpus: Corpus | None = None,
+    native: bool = False,
 ) -> Drafter:
-    """The drafter that `options` ask for over a head that is ready."""
-    tree = tree_of(options, head.config.draft_vocab_size, quantized_on_cpu)
-    if isinstance(tree, FusedShape):
+    """The drafter that `options` ask for over a head that is ready.
+
+    `native`: the target's blocks run by our CPU kernels.
+    """
+    tree: Paths | AnyShape = tree_of(options, head.config.draft_vocab_size, quantized_on_cpu)
+    fused = options.fuses
+    if not isinstance(tree, tuple) and native and options.auto_tree and can_draft(head):
+        fused = fused or options.drafter == "auto"  # a lookup costs chains next to nothing
+        tree = SureChain(REACH if fused else LONGEST)
+    if fused and isinstance(tree, FusedShape | SureChain):
         return FusedDrafter(head, tree, max_seq_len, options.noise, Lookup(corpus=corpus))
-    if isinstance(tree, TreeShape):
+    if isinstance(tree, TreeShape | SureChain):
         return EagleDrafter(head, tree, max_seq_len, noise=options.noise)
+    assert isinstance(tree, tuple), "a static tree is left"
     sampled = options.verify == "multi-round"
     return StaticTreeDrafter(head, max_seq_len, tree, options.noise, sampled)

@@ -7,8 +7,10 @@ import torch
 
 from fasteagle.compile.blocks import missing_compiler
 from fasteagle.compile.costs import follow_costs
-from fasteagle.compile.graphs import CapturedRunner, CudaGraphs, make_engine
+from fasteagle.compile.cycles import CycleCompiler
+from fasteagle.compile.graphs import CapturedRunner, make_engine
 from fasteagle.compile.tree_attention import use_tree_attention
+from fasteagle.cycle import EAGER
 from fasteagle.drafting.base import Tuning
 from fasteagle.drafting.draft_model import ModelDrafter
 from fasteagle.drafting.eagle import EagleDrafter
@@ -20,6 +22,7 @@ from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.open import compile_now
 from fasteagle.options import SamplingParams
+from fasteagle.sampling import DrawKind
 from fasteagle.shapes import FusedShape, TreeShape
 from fasteagle.tree import TreeView
 from helpers import (
@@ -282,6 +285,26 @@ def test_compiled_pieces_are_the_eager_ones(target, algorithm, params):
 
 @pytest.mark.slow
 @needs_compiler
+@pytest.mark.parametrize(
+    "params", [GREEDY, SamplingParams(0.8, top_p=0.9, seed=3), DRAWN[3]], ids=str
+)
+def test_graphs_hold_compiled_pieces(target, head, params):
+    """As on CUDA, where every way to draw is compiled and then captured."""
+    engine, expected = eagle_engine(target, head), answer(Engine(target, 256), params=params)
+    engine.on_cpu = False
+    compiler = CycleCompiler(engine, DrawKind.of(params, target.config.vocab_size))
+    compiler.compile()
+    compiler.apply()
+    assert answer(engine, params=params) == expected
+    assert engine.runner.error is None and engine.runner.replays > 0
+    kinds = [spec for _, spec in engine.runner.compiled]
+    assert len(kinds) == 2 and kinds[0].shape is None
+    for pieces in engine.runner.compiled.values():
+        assert pieces.draft is not EAGER.draft and pieces.finish is not EAGER.finish
+
+
+@pytest.mark.slow
+@needs_compiler
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(0.8, seed=3)], ids=str)
 @pytest.mark.parametrize("make", ["fused", "lookup alone", "model"])
 def test_compiled_pieces_of_other_drafters(target, make, params):
@@ -326,72 +349,139 @@ def test_an_empty_proposal_costs_one_row_on_a_cpu(target):
     assert set(rows[: engine.stats.passes]) == {1, 5}
 
 
+# On a device with graphs, and on one that stands for it
+
+
+ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs CUDA")]
+
+
+@pytest.fixture(params=["fake", pytest.param("cuda", marks=ON_CUDA)])
+def made(request):
+    """Makes a target and an engine that replays cycles, without a drafter."""
+
+    def make(max_seq_len=512):
+        target = random_target(tiny_config())
+        if request.param == "fake":
+            return target, captured_engine(target, max_seq_len)
+        target = target.cuda()
+        return target, make_engine(target, max_seq_len)
+
+    return make
+
+
+def used_bytes(engine):
+    if engine.on_cpu:
+        return 0
+    torch.cuda.synchronize(engine.device)
+    free, total = torch.cuda.mem_get_info(engine.device)
+    return total - free
+
+
+def eagle(engine, shape=TreeShape(3, 3, 8)):  # noqa: B008
+    engine.use(EagleDrafter(random_head(engine.model), shape, engine.max_seq_len))
+
+
+class TestReplays:
+    @pytest.mark.parametrize("params", DRAWN, ids=str)
+    def test_cycles_of_every_drafter_are_the_eager_ones(self, made, params):
+        target, engine = made()
+        expected = answer(Engine(target, 512), params=params)
+        for drafter in drafters(random_head(target), 512):
+            engine.use(drafter)
+            assert answer(engine, params=params) == expected
+            assert engine.runner.error is None
+            shapes = [] if drafter is None else drafter.shapes()
+            assert engine.runner.captured == 1 + len(shapes), "plain, and each tree"
+            engine.runner.forget()
+
+    def test_a_longer_context_and_another_tree_are_captured_anew(self, made):
+        for shape, length in ((TreeShape(2, 2, 4), 256), (TreeShape(4, 3, 12), 512)):
+            target, engine = made(length)
+            eagle(engine, shape)
+            assert answer(engine) == answer(Engine(target, length))
+            assert engine.runner.error is None and engine.runner.captured == 2
+
+    def test_two_engines_in_one_process_take_turns(self, made):
+        pairs = [made(), made()]
+        for _, engine in pairs:
+            eagle(engine)
+        expected = answer(Engine(pairs[0][0], 512))
+        begun = [engine.generate(PROMPT, GREEDY, 60) for _, engine in pairs]
+        found = [[], []]
+        for _ in range(60):  # a cycle of one, then a cycle of the other
+            for tokens, cycles in zip(found, begun, strict=True):
+                tokens.extend(next(cycles, []))
+        assert found == [expected, expected]
+        assert all(engine.runner.captured == 2 for _, engine in pairs)
+
+    def test_many_captures_of_real_cycles_leak_nothing(self, made):
+        target, engine = made()
+        eagle(engine)
+        expected = answer(engine)
+        for round_ in range(20 if engine.on_cpu else 150):
+            if round_ == 10:
+                before = used_bytes(engine)
+            engine.runner.forget()
+            engine.prepare(GREEDY)
+            assert engine.runner.error is None and engine.runner.captured == 2
+        assert used_bytes(engine) - before < 32 * 2**20
+        assert answer(engine) == expected == answer(Engine(target, 512))
+
+    def test_a_capture_works_after_one_that_failed(self, made):
+        target, engine = made()
+        eagle(engine)
+        expected = answer(Engine(target, 512))
+
+        def reads_on_the_host():
+            engine.state.seq_len.item()
+            if engine.on_cpu:  # a capture on CUDA forbids it
+                raise RuntimeError("operation not permitted")
+
+        with pytest.raises(RuntimeError):
+            engine.runner.timed(reads_on_the_host, lambda: None)
+        assert answer(engine) == expected
+        assert engine.runner.error is None and engine.runner.captured == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_engines_on_two_devices_in_one_process():
+    targets = [random_target(tiny_config()).to(f"cuda:{i}") for i in range(2)]
+    engines = [make_engine(target, 512) for target in targets]
+    for engine in engines:
+        eagle(engine)
+    expected = answer(Engine(targets[0], 512))
+    for engine in (*engines, *reversed(engines)):
+        assert answer(engine) == expected
+        assert engine.runner.error is None and engine.runner.captured == 2
+    assert torch.cuda.current_device() == 0
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="needs CUDA")
-class TestGraphs:
-    def made(self, shape=TreeShape(3, 3, 8), max_seq_len=512):  # noqa: B008
-        target = random_target(tiny_config()).cuda()
-        engine = make_engine(target, max_seq_len)
-        engine.use(EagleDrafter(random_head(target), shape, max_seq_len))
-        return target, engine
-
-    @pytest.mark.parametrize("params", DRAWN, ids=str)
-    def test_replayed_cycles_are_the_eager_ones(self, params):
-        target, engine = self.made()
-        assert answer(engine, params=params) == answer(Engine(target, 512), params=params)
-        assert engine.runner.error is None
-        assert all(replay is not None for replay in engine.runner._replays.values())
-
-    def test_a_longer_context_and_another_tree_are_captured_anew(self):
-        for shape, length in ((TreeShape(2, 2, 4), 256), (TreeShape(4, 3, 12), 512)):
-            target, engine = self.made(shape, length)
-            assert answer(engine) == answer(Engine(target, length))
-
-    def test_two_engines_in_one_process(self):
-        pairs = [self.made(), self.made()]
-        for target, engine in (*pairs, *reversed(pairs)):
-            assert answer(engine) == answer(Engine(target, 512))
-
-    def test_after_a_failed_capture_the_process_can_capture_again(self, gpu_subprocess):
-        """In a process of its own: a broken stream or an open pool would spoil what follows."""
-        gpu_subprocess(
-            """
-            import torch
-            from fasteagle.compile.graphs import CudaGraphs
-            x = torch.zeros(1, device="cuda")
-            graphs = CudaGraphs(x.device)
-            before = torch.cuda.current_stream()
-            try:
-                graphs.capture(lambda: x.add_(1).item(), lambda: None)
-            except RuntimeError:
-                pass
-            else:
-                raise AssertionError("a read on the host was captured")
-            assert torch.cuda.current_stream() == before
-            x.zero_()
-            replay = graphs.capture(lambda: x.add_(1), x.zero_)
-            replay(); replay()
-            assert x.item() == 2, x
-            """
-        )
-
-    def test_a_thousand_captures_and_replays_leak_nothing(self):
-        buffer = torch.zeros(1024, device="cuda")
-        graphs = CudaGraphs(buffer.device)
-
-        def once():
-            replay = graphs.capture(lambda: buffer.add_(1), lambda: None)
-            buffer.zero_()
-            replay()
-            replay()
-            assert buffer[0] == 2
-
-        for _ in range(50):
-            once()
-        before = torch.cuda.mem_get_info()[0]
-        for _ in range(1000):
-            once()
-        assert before - torch.cuda.mem_get_info()[0] < 16 * 2**20
+def test_after_a_failed_capture_the_process_can_capture_again(gpu_subprocess):
+    """In a process of its own: a broken stream or an open pool would spoil what follows."""
+    gpu_subprocess(
+        """
+        import torch
+        from fasteagle.compile.graphs import CudaGraphs
+        x = torch.zeros(1, device="cuda")
+        graphs = CudaGraphs(x.device)
+        before = torch.cuda.current_stream()
+        step = lambda: x.add_(1).item() if torch.cuda.is_current_stream_capturing() else x.add_(1)
+        try:
+            graphs.capture(step, lambda: None)
+        except RuntimeError:
+            pass
+        else:
+            raise AssertionError("a read on the host was captured")
+        assert torch.cuda.current_stream() == before
+        x.zero_()
+        replay = graphs.capture(lambda: x.add_(1), x.zero_)
+        replay(); replay()
+        assert x.item() == 2, x
+        """
+    )
 
 
 def test_the_fake_device_records_and_replays():

@@ -1,0 +1,144 @@
+"""Nodes of one captured cycle of 7B int4, counted without a GPU.
+
+Seen: every kernel that Inductor would generate for the compiled pieces (they are lowered for CUDA
+up to the code that launches them), and every launch of our own host code, on tensors that are only
+shapes. Not seen: what CUDA adds beside launches (copies and memsets of the driver: none are asked
+for), and time. Inductor may fuse differently in other versions of torch: the limits have room.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from fasteagle.compile import cuda_blocks, cuda_ops
+from fasteagle.cycle import EAGER, Proposal
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.generate import Engine
+from fasteagle.loading.registry import preset
+from fasteagle.model import Output
+from fasteagle.quant.cuda_linear import PlanesLinear
+from fasteagle.quant.linear import QuantizedLMHead
+from fasteagle.quant.params import quantize_weight
+from fasteagle.quant.planes import layout_for
+from fasteagle.quant.scheme import Scheme
+from fasteagle.quant.tiling import split_k
+from fasteagle.sampling import DrawKind
+from fasteagle.shapes import TreeShape
+from fasteagle.tree import chain
+from helpers import random_head
+from planes_models import packed_head, packed_target
+
+pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
+
+from inductor_launches import launches
+from launch_counter import block_launches
+
+TREE = TreeShape(5, 4, 15)
+LLAMA = preset("llama2-7b")
+GREEDY = DrawKind()
+FC = (4096, 2 * 4096)  # outputs and inputs of the draft head's fc
+
+
+def products(N: int, K: int) -> int:
+    """Launches of a product whose partial sums no other kernel adds up."""
+    layout = layout_for(8, K, K) if LLAMA.vocab_size == N else layout_for(4, 128, K)
+    return 1 + (split_k(layout, N, K, 82) > 1)
+
+
+@pytest.fixture(scope="module")
+def made():
+    """An engine as on CUDA, of a tiny model: its pieces have the operations of a large one's."""
+    target, _ = packed_target("mha", vocab_size=64, max_seq_len=512)
+    linear = PlanesLinear(quantize_weight(target.lm_head.weight.float(), Scheme(8)), None)
+    target.lm_head = QuantizedLMHead(linear)
+    target.bfloat16().init_rope(512, "cpu")
+    assert cuda_blocks.use_fused_blocks(target)
+    head, _ = packed_head(random_head(target))
+    engine = Engine(target, 512)
+    engine.state.move_rows = cuda_ops.move_rows
+    drafter = EagleDrafter(head.bfloat16(), TREE, 512)
+    drafter.top_children = cuda_ops.top_children
+    cuda_ops.use_views(drafter)
+    cuda_blocks.use_fused_block(head)
+    engine.use(drafter)
+    engine.reserve(10, TREE.rows, TREE.rows)
+    engine.state.count.fill_(1)
+    engine.state.seq_len.fill_(2)
+    return engine, drafter
+
+
+def pieces(made, kind: DrawKind, tree: TreeShape | None) -> dict[str, Counter[str]]:
+    """Calls of each piece of a cycle."""
+    engine, drafter = made
+    state, target = engine.state, engine.model
+    spec = engine.spec(tree, kind)
+    T = spec.rows
+    rows = torch.arange(T)
+    proposal = Proposal.of(state.root_alone(1) if tree is None else chain(rows, rows >= 0))
+    features = target.norm.weight.new_zeros(T, target.config.dim)
+    output = Output(torch.zeros(T, target.config.vocab_size), features)
+    return {
+        "draft": launches(EAGER.draft, state, drafter, spec),
+        "verify": launches(EAGER.verify, state, target, proposal),
+        "finish": launches(EAGER.finish, state, spec, proposal, output),
+    }
+
+
+def nodes(calls: Counter[str], piece: str, T: int) -> int:
+    """Nodes of one piece at 7B: what each call of an op of ours launches there."""
+    n_blocks = LLAMA.n_layer if piece == "verify" else 1
+    blocks = sum(block_launches(LLAMA, T, n_blocks).values())
+    lm_head = products(LLAMA.vocab_size, LLAMA.dim)
+    linears = calls["fasteagle.planes_linear"]
+    n_fc = linears // 2 if piece == "draft" else 0  # one before, one behind each block
+    each = {
+        "triton": 1,
+        "fasteagle.fused_blocks": blocks,
+        "fasteagle.top_children": 2,
+        "fasteagle.rms_norm": 1,
+        "fasteagle.move_rows": 1,
+    }
+    known = n_fc * products(*FC) + (linears - n_fc) * lm_head
+    rest = {name: n for name, n in calls.items() if name != "fasteagle.planes_linear" and n}
+    return known + sum(n * each[name] for name, n in rest.items())
+
+
+@pytest.mark.slow
+def test_nodes_of_a_greedy_cycle(made):
+    """Depth 5, top-k 4, 15 nodes. It was about 1,100."""
+    calls = pieces(made, GREEDY, TREE)
+    found = {piece: nodes(counted, piece, TREE.rows) for piece, counted in calls.items()}
+    print("\n", found, sum(found.values()), calls)
+    assert calls["draft"]["fasteagle.fused_blocks"] == TREE.depth
+    assert found["verify"] <= 9 * LLAMA.n_layer + 6
+    assert found["draft"] <= 110
+    assert found["finish"] <= 10
+    assert sum(found.values()) <= 412
+
+
+@pytest.mark.slow
+def test_nodes_of_a_plain_cycle(made):
+    found = pieces(made, GREEDY, None)
+    total = sum(nodes(calls, piece, 1) for piece, calls in found.items())
+    print("\n", total, found)
+    assert total <= 9 * LLAMA.n_layer + 14
+
+
+DRAWN = [DrawKind(greedy=False), DrawKind(greedy=False, top_p=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", DRAWN, ids=["temperature", "top-p"])
+def test_nodes_of_drawing(made, kind):
+    """Noise and processing are fused: 463 nodes more they were, and 416 more with top-p."""
+    engine, _ = made
+    state, spec, rows = engine.state, engine.spec(TREE, kind), torch.arange(TREE.rows)
+    features = engine.model.norm.weight.new_zeros(TREE.rows, engine.model.config.dim)
+    output = Output(torch.zeros(TREE.rows, 64), features)
+    proposal = Proposal.of(chain(rows, rows >= 0))
+    found = launches(EAGER.finish, state, spec, proposal, output)
+    print("\n", found)
+    assert found.total() <= (60 if kind.top_p else 16)
