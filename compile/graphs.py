@@ -15,11 +15,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fasteagle.cycle import decode_cycle
+from fasteagle.compile.ahead import compile_ahead
+from fasteagle.compile.cpu_pass import native_pieces
+from fasteagle.compile.cuda_ops import move_rows, use_kernels
+from fasteagle.compile.tree_attention import has_triton
+from fasteagle.cycle import EAGER, Pieces, decode_cycle
 from fasteagle.drafting.base import Drafter
 from fasteagle.generate import Engine
 from fasteagle.logits import LogitsProcessor
-from fasteagle.model import Transformer
+from fasteagle.model import KVCache, Transformer
 from fasteagle.runner import Done, Runner
 from fasteagle.state import CycleSpec, DecodeState
 
@@ -55,7 +59,7 @@ class CudaGraphs:
     """Steps as CUDA graphs that share one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device = torch.device("cuda", _index(device))
         self._pool: Any = torch.cuda.graph_pool_handle()
 
     def capture(self, step: Callable[[], None], restore: Callable[[], None]) -> Callable[[], None]:
@@ -95,7 +99,7 @@ class CudaGraphs:
     def _close_pool(self) -> None:
         """`capture_end` raises before it ends the allocation to the pool, which would go on."""
         with contextlib.suppress(RuntimeError):  # or it has ended it
-            torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)
+            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
         self._pool = torch.cuda.graph_pool_handle()
 
     def place(self, result: Tensor) -> Place:
@@ -106,11 +110,17 @@ class CudaGraphs:
 
     def milliseconds(self, replay: Callable[[], None]) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        replay()
-        end.record()
+        with torch.cuda.device(self._device):  # whose stream the events and the graph take
+            begin.record()
+            replay()
+            end.record()
         end.synchronize()
         return begin.elapsed_time(end)
+
+
+def _index(device: torch.device) -> int:
+    """Of the device, the current one where it is not said."""
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 class PinnedPlace:
@@ -122,7 +132,7 @@ class PinnedPlace:
 
     def fill(self, result: Tensor) -> None:
         self._host.copy_(result, non_blocking=True)
-        self._event.record()
+        self._event.record(torch.cuda.current_stream(result.device))
 
     def read(self) -> list[int]:
         self._event.synchronize()
@@ -135,14 +145,26 @@ class CapturedRunner(Runner):
     ahead = 1
     fixed_addresses = True
 
-    def __init__(self, target: Transformer, state: DecodeState, graphs: Graphs) -> None:
+    def __init__(
+        self,
+        target: Transformer,
+        state: DecodeState,
+        graphs: Graphs,
+        adopt: Callable[[Drafter], None] | None = None,
+    ) -> None:
         super().__init__(target, state)
+        self._adopt = adopt
         self._graphs = graphs
         self._replays: dict[Any, Callable[[], None] | None] = {}  # None: runs as it is
         self._kinds: list[Any] = []
+        self._rows_ahead: set[int] = set()  # whose kernels are compiled
         # One place is filled while the other is read.
         self._free = deque(graphs.place(state.result) for _ in range(self.ahead + 1))
         self._launched: deque[Place] = deque()
+
+    def adopt(self, drafter: Drafter) -> None:
+        if self._adopt is not None:
+            self._adopt(drafter)
 
     def _key(self, spec: CycleSpec, drafter: Drafter | None) -> Any:
         # A cache that has grown lies elsewhere, and its graphs are void.
@@ -155,6 +177,10 @@ class CapturedRunner(Runner):
     def prepare(self, specs: Sequence[CycleSpec], drafter: Drafter | None) -> None:
         """Capture what is not yet; cycles run on the state, which is restored."""
         self._make_room(specs[0].kind)
+        rows = {spec.rows for spec in specs}
+        if not rows <= self._rows_ahead:
+            compile_ahead(self.target, drafter, specs)
+            self._rows_ahead |= rows
         for spec in specs:
             key = self._key(spec, drafter)
             if key not in self._replays:
@@ -180,7 +206,7 @@ class CapturedRunner(Runner):
 
         @torch.no_grad()
         def step() -> None:
-            decode_cycle(self.state, self.target, drafter, spec)
+            decode_cycle(self.state, self.target, drafter, spec, self.pieces(spec, drafter))
 
         try:
             return self._graphs.capture(step, restore)
@@ -190,10 +216,18 @@ class CapturedRunner(Runner):
         finally:
             restore()
 
+    @property
+    def captured(self) -> int:
+        """Variants of the cycle that are replayed."""
+        return sum(replay is not None for replay in self._replays.values())
+
     def forget(self) -> None:
         """Capture anew: the model runs other code from now on."""
         self._replays.clear()
         self._kinds.clear()
+
+    def pieces(self, spec: CycleSpec, drafter: Drafter | None) -> Pieces:
+        return self.compiled.get((drafter, spec), EAGER)
 
     def launch(
         self, spec: CycleSpec, drafter: Drafter | None, processor: LogitsProcessor | None = None
@@ -202,7 +236,8 @@ class CapturedRunner(Runner):
         if processor is None:  # which reads the tree on the host: no graph can do that
             replay = self._replays.get(self._key(spec, drafter))
         if replay is None:
-            decode_cycle(self.state, self.target, drafter, spec, processor=processor)
+            pieces = self.pieces(spec, drafter)
+            decode_cycle(self.state, self.target, drafter, spec, pieces, processor)
         else:
             replay()
         place = self._free.popleft()
@@ -235,10 +270,15 @@ def graphs_of(device: torch.device) -> Graphs | None:
     return CudaGraphs(device) if device.type == "cuda" else None
 
 
-def make_engine(model: Transformer, max_seq_len: int) -> Engine:
-    """An engine with the runner that its device can have."""
-    engine = Engine(model, max_seq_len)
+def make_engine(model: Transformer, max_seq_len: int, cache: KVCache | None = None) -> Engine:
+    """An engine with the runner that its device can have; `cache` may be another engine's."""
+    engine = Engine(model, max_seq_len, cache=cache)
+    engine.runner.usual = native_pieces(model)
     graphs = graphs_of(engine.device)
     if graphs is not None:
-        engine.runner = CapturedRunner(model, engine.state, graphs)
+        kernels = engine.device.type == "cuda" and has_triton()
+        adopt = use_kernels if kernels else None
+        engine.runner = CapturedRunner(model, engine.state, graphs, adopt)
+        if kernels:
+            engine.state.move_rows = move_rows
     return engine

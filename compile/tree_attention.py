@@ -14,10 +14,13 @@ from __future__ import annotations
 import importlib.util
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fasteagle import model
+from fasteagle.compile.int8_cache import SPARE, dense_rows
 from fasteagle.config import ModelConfig
+from fasteagle.device import on_device_of
 from fasteagle.tree import TreeView
 
 MAX_HEAD_DIM = 256  # of the kernels
@@ -26,11 +29,29 @@ MAX_HEAD_DIM = 256  # of the kernels
 def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Tensor | TreeView) -> Tensor:
     """`model.attend` that also takes a `TreeView`, for which it runs the kernels.
 
-    q [G, group * T, E], rows of a head together; caches [G, S, E]; result like q, in v's dtype.
+    q [G, group * T, E], rows of a head together; caches [G, S, E], or int8 (`int8_cache`).
     """
-    if isinstance(mask, Tensor):
-        return model.attend(q, k_cache, v_cache, mask)
-    return tree_attention(q, k_cache, v_cache, *mask)
+    if isinstance(mask, TreeView):
+        return tree_attention(q, k_cache, v_cache, *mask)
+    return prompt_attention(q, k_cache, v_cache, mask)
+
+
+def prompt_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Tensor) -> Tensor:
+    """`model.attend` on CUDA without scores in memory: of 1,024 rows at 7B they are 600 MB."""
+    k, v = dense_rows(k_cache, q.dtype), dense_rows(v_cache, q.dtype)
+    return fused_attention(q, k, v, mask) if q.is_cuda else model.attend(q, k, v, mask)
+
+
+def fused_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Tensor) -> Tensor:
+    """`model.attend` by torch's fused kernel; the heads of a group as more rows of one."""
+    group = q.shape[1] // mask.shape[0]
+    rows = mask if group == 1 else mask.repeat(group, 1)
+    y = F.scaled_dot_product_attention(q[None], k_cache[None], v_cache[None], attn_mask=rows)
+    return y[0]
+
+
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def has_kernel(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
@@ -39,7 +60,7 @@ def has_kernel(config: ModelConfig, dtype: torch.dtype, device: torch.device) ->
         device.type == "cuda"
         and dtype in (torch.float16, torch.bfloat16)
         and config.head_dim <= MAX_HEAD_DIM
-        and importlib.util.find_spec("triton") is not None
+        and has_triton()
     )
 
 
@@ -54,8 +75,9 @@ def reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, view: TreeView) -> Te
     """What the kernels compute, by `model.attend` in fp32."""
     mask = view.mask(k_cache.shape[1])
     seen = mask.any(0).unsqueeze(1)  # slots seen by nobody may hold NaN, which 0 does not hide
-    k, v = (torch.where(seen, cache, 0).float() for cache in (k_cache, v_cache))
-    return model.attend(q.float(), k, v, mask).to(v_cache.dtype)
+    caches = (dense_rows(cache, q.dtype) for cache in (k_cache, v_cache))
+    k, v = (torch.where(seen, cache, 0).float() for cache in caches)
+    return model.attend(q.float(), k, v, mask).to(q.dtype)
 
 
 @torch.library.custom_op("fasteagle::tree_attention", mutates_args=(), device_types="cpu")
@@ -70,9 +92,10 @@ def tree_attention(
 ) -> Tensor:
     """Attention of q [G, group * T, E] over caches [G, S, E] under `TreeView(seq_len, ...)`.
 
-    The scale is 1 / sqrt(E), the softmax in fp32, the result in v's dtype. Caches may be strided
-    but for E. On CUDA q and caches are fp16 or bf16 with E up to 256 (`FasteagleError`), and a
-    row's bits depend on the keys it sees alone; see `tree_kernels`. Elsewhere the reference runs.
+    The scale is 1 / sqrt(E), the softmax in fp32, the result in q's dtype. Caches may be strided
+    but for E, and in int8 (`int8_cache`). On CUDA q is fp16 or bf16 with E up to 256
+    (`FasteagleError`), and a row's bits depend on the keys it sees alone; see `tree_kernels`.
+    Elsewhere the reference runs.
     """
     check_shapes(q, k_cache, v_cache, seq_len, paths, depths)
     return reference(q, k_cache, v_cache, TreeView(seq_len, paths, depths, window))
@@ -89,7 +112,7 @@ def _fake(
     window: int | None = None,
 ) -> Tensor:
     check_shapes(q, k_cache, v_cache, seq_len, paths, depths)
-    return q.new_empty(q.shape, dtype=v_cache.dtype)
+    return q.new_empty(q.shape)
 
 
 @tree_attention.register_kernel("cuda")
@@ -105,7 +128,8 @@ def _cuda(
     from fasteagle.compile import tree_kernels  # Triton exists where CUDA does
 
     check_shapes(q, k_cache, v_cache, seq_len, paths, depths)
-    return tree_kernels.tree_attention(q, k_cache, v_cache, seq_len, paths, depths, window)
+    with on_device_of(q):
+        return tree_kernels.tree_attention(q, k_cache, v_cache, seq_len, paths, depths, window)
 
 
 def check_shapes(
@@ -114,8 +138,11 @@ def check_shapes(
     """Assert what the callers in this package guarantee."""
     assert q.dim() == k_cache.dim() == 3, "q is [G, group * T, E], caches are [G, S, E]"
     assert k_cache.shape == v_cache.shape, "keys and values lie in the same slots"
-    assert q.shape[0] == k_cache.shape[0] and q.shape[2] == k_cache.shape[2], "one q per KV head"
-    assert q.dtype == k_cache.dtype == v_cache.dtype, "one dtype, for the tensor cores"
+    spare = SPARE if k_cache.dtype == torch.int8 else 0
+    assert q.shape[0] == k_cache.shape[0], "one q per KV head"
+    assert q.shape[2] + spare == k_cache.shape[2], "one head dim"
+    assert k_cache.dtype == v_cache.dtype, "keys and values alike"
+    assert spare or q.dtype == k_cache.dtype, "one dtype, for the tensor cores"
     assert k_cache.stride(2) == v_cache.stride(2) == 1, "a key is read as one piece"
     assert paths.dim() == 2 and paths.dtype == torch.int32 and depths.dim() == 1, "see TreeView"
     assert paths.shape[0] == depths.shape[0] and q.shape[1] % depths.shape[0] == 0, "T tree rows"

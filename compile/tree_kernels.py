@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fasteagle.compile.int8_kernels import int8_rows
 from fasteagle.errors import FasteagleError
 
 SPLIT = 256  # logical positions; a constant, so that nothing else can move a row's bits
@@ -50,13 +51,22 @@ def row_block(n_rows: int) -> int:
     return ROW_BLOCKS[0] if n_rows <= ROW_BLOCKS[0] else ROW_BLOCKS[1]
 
 
-def prefix_constants(E: int, n_rows: int, window: int | None) -> dict[str, object]:
+def prefix_constants(
+    E: int, n_rows: int, window: int | None, int8: bool = False
+) -> dict[str, object]:
     """What `prefix_kernel` is compiled for."""
-    return finish_constants(E, window) | {"BLOCK_M": row_block(n_rows), "STAGES": 2}
+    return common_constants(E, window, int8) | {"BLOCK_M": row_block(n_rows), "STAGES": 2}
 
 
-def finish_constants(E: int, window: int | None) -> dict[str, object]:
+def finish_constants(
+    E: int, window: int | None, by_rows: bool = False, int8: bool = False
+) -> dict[str, object]:
     """What `finish_kernel` is compiled for."""
+    return common_constants(E, window, int8) | {"BY_ROWS": by_rows}
+
+
+def common_constants(E: int, window: int | None, int8: bool = False) -> dict[str, object]:
+    """What both are compiled for."""
     return {
         "E": E,
         "E_PAD": triton.next_power_of_2(E),
@@ -64,6 +74,7 @@ def finish_constants(E: int, window: int | None) -> dict[str, object]:
         "SPLIT": SPLIT,
         "WINDOW": window or 0,
         "SUM_COLUMNS": SUM_COLUMNS,
+        "INT8": int8,
     }
 
 
@@ -75,9 +86,11 @@ def tree_attention(
     paths: Tensor,
     depths: Tensor,
     window: int | None,
+    out_rows: torch.dtype | None = None,
 ) -> Tensor:
     """See `fasteagle.compile.tree_attention`; on CUDA, or on the CPU in Triton's interpreter.
 
+    With `out_rows` the result is the input of the next product: [T, G * group * E] in that dtype.
     Raises `FasteagleError` for a dtype, head_dim or window that no kernel is made for.
     """
     G, R, E = q.shape
@@ -85,12 +98,15 @@ def tree_attention(
     T, P = paths.shape
     q, paths = q.contiguous(), paths.contiguous()
     n_splits, group = triton.cdiv(k_cache.shape[1], SPLIT), R // T
-    out = torch.empty(q.shape, dtype=v_cache.dtype, device=q.device)
+    int8 = k_cache.dtype == torch.int8
+    shape = q.shape if out_rows is None else (T, G * group * E)
+    usual = q.dtype if int8 else v_cache.dtype
+    out = torch.empty(shape, dtype=out_rows or usual, device=q.device)
     parts = q.new_empty(G, n_splits, R, E, dtype=torch.float32)
     stats = q.new_empty(2, G, n_splits, R, dtype=torch.float32)
     scale = math.log2(math.e) / math.sqrt(E)  # the exponentials are powers of two
     strides = *k_cache.stride()[:2], *v_cache.stride()[:2]
-    prefix = prefix_constants(E, R, window)
+    prefix = prefix_constants(E, R, window, int8)
     prefix_kernel[(triton.cdiv(R, row_block(R)), G, n_splits)](
         q,
         k_cache,
@@ -122,7 +138,7 @@ def tree_attention(
         T,
         P,
         n_splits,
-        **finish_constants(E, window),
+        **finish_constants(E, window, out_rows is not None, int8),
         **FINISH_OPTIONS,
     )
     return out
@@ -189,6 +205,7 @@ def prefix_kernel(
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
     SUM_COLUMNS: tl.constexpr,
+    INT8: tl.constexpr,
     BLOCK_M: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -218,13 +235,19 @@ def prefix_kernel(
     if WINDOW > 0:
         depth = tl.load(depths_ptr + row % T).to(tl.int32)
         first = seq_len + depth - (WINDOW - 1)
-    k_at = k_ptr + head.to(tl.int64) * stride_kg + n[:, None] * stride_ks + e[None, :]
-    v_at = v_ptr + head.to(tl.int64) * stride_vg + n[:, None] * stride_vs + e[None, :]
+    k_head = k_ptr + head.to(tl.int64) * stride_kg
+    v_head = v_ptr + head.to(tl.int64) * stride_vg
+    k_at = k_head + n[:, None] * stride_ks + e[None, :]
+    v_at = v_head + n[:, None] * stride_vs + e[None, :]
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M, SUM_COLUMNS), tl.float32)
     acc = tl.zeros((BLOCK_M, E_PAD), tl.float32)
     for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
-        if E == E_PAD:
+        if INT8:
+            slot = start + n
+            k = int8_rows(k_head + slot * stride_ks, e, slot < end, q, E)
+            v = int8_rows(v_head + slot * stride_vs, e, slot < end, q, E)
+        elif E == E_PAD:
             k = tl.load(k_at + start * stride_ks)
             v = tl.load(v_at + start * stride_vs)
         else:
@@ -270,6 +293,8 @@ def finish_kernel(
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
     SUM_COLUMNS: tl.constexpr,
+    INT8: tl.constexpr,
+    BY_ROWS: tl.constexpr,
 ):
     """The output of one tree row, up to 16 of its query heads at a time.
 
@@ -291,8 +316,8 @@ def finish_kernel(
         first = tl.maximum(position - (WINDOW - 1), 0)
     done = seq_len // BLOCK * BLOCK  # the first kernel has been up to here
     q = tl.load(q_ptr + (head * R + row)[:, None] * E + e[None, :], mask=inside, other=0.0)
-    k_at = k_ptr + head.to(tl.int64) * stride_kg + e[None, :]
-    v_at = v_ptr + head.to(tl.int64) * stride_vg + e[None, :]
+    k_head = k_ptr + head.to(tl.int64) * stride_kg
+    v_head = v_ptr + head.to(tl.int64) * stride_vg
     peak = tl.full((16,), float("-inf"), tl.float32)
     total = tl.zeros((16, SUM_COLUMNS), tl.float32)
     acc = tl.zeros((16, E_PAD), tl.float32)
@@ -318,11 +343,15 @@ def finish_kernel(
             own = tl.load(
                 paths_ptr + tree_row * P + depth, mask=seen & (depth >= 0) & (depth < P), other=0
             )
-            slot = tl.where(depth < 0, key, seq_len + own)[:, None]
+            slot = tl.where(depth < 0, key, seq_len + own)
             # Of slots that the row does not see not even the values count: they may hold NaN.
-            mask = seen[:, None] & (e < E)[None, :]
-            k = tl.load(k_at + slot * stride_ks, mask=mask, other=0.0)
-            v = tl.load(v_at + slot * stride_vs, mask=mask, other=0.0)
+            if INT8:
+                k = int8_rows(k_head + slot * stride_ks, e, seen, q, E)
+                v = int8_rows(v_head + slot * stride_vs, e, seen, q, E)
+            else:
+                mask = seen[:, None] & (e < E)[None, :]
+                k = tl.load(k_head + slot[:, None] * stride_ks + e[None, :], mask=mask, other=0.0)
+                v = tl.load(v_head + slot[:, None] * stride_vs + e[None, :], mask=mask, other=0.0)
             part_peak, part_total, part_acc = _attend_block(
                 q, k, v, part_peak, part_total, part_acc, seen[None, :], scale, True
             )
@@ -334,8 +363,9 @@ def finish_kernel(
         acc = tl.fma(part_acc, tl.broadcast_to(new, acc.shape), acc * old)
         peak = new_peak
     out = acc / tl.max(total, 1)[:, None]
+    place = head * R + row  # of [G, group, T]
+    if BY_ROWS:
+        place = (tree_row * tl.num_programs(1) + head) * (R // T) + member  # of [T, G, group]
     tl.store(
-        out_ptr + (head * R + row)[:, None] * E + e[None, :],
-        out.to(out_ptr.dtype.element_ty),
-        mask=inside,
+        out_ptr + place[:, None] * E + e[None, :], out.to(out_ptr.dtype.element_ty), mask=inside
     )

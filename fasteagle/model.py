@@ -38,14 +38,20 @@ class KVCache:
 
     `layers` are its planes as (keys, values) [G, S, E] of each block. Attention reads all S slots:
     where nothing needs fixed addresses (CPU), S follows the text in steps of `KEY_BLOCK` by
-    `resize`, since oneDNN copies any batch that is not contiguous.
+    `resize`, since oneDNN copies any batch that is not contiguous. Formats that are not the model's
+    own may have `spare` elements behind each row; see `Transformer.new_cache`.
     """
 
     def __init__(
-        self, config: ModelConfig, n_slots: int, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: ModelConfig,
+        n_slots: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        spare: int = 0,
     ) -> None:
         n_slots = round_up(n_slots, KEY_BLOCK)
-        shape = (2 * config.n_layer, config.n_kv_head, n_slots, config.head_dim)
+        shape = (2 * config.n_layer, config.n_kv_head, n_slots, config.head_dim + spare)
         self._use(torch.zeros(shape, dtype=dtype, device=device))
 
     def _use(self, rows: Tensor) -> None:
@@ -115,7 +121,8 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.n_head * config.head_dim, config.dim, bias=False)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.attend = attend  # a kernel may take its place, from outside
+        # Either may be replaced from outside: by a kernel, by another format of the cache.
+        self.attend, self.write = attend, write
 
     def forward(
         self,
@@ -132,14 +139,19 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).view(T, -1, self.head_dim).split(heads, dim=1)  # [T, H or G, E]
         q = apply_rope(self.q_norm(q), cos, sin)
         k = apply_rope(self.k_norm(k), cos, sin)
-        k_cache.index_copy_(1, slots, k.transpose(0, 1))
-        v_cache.index_copy_(1, slots, v.transpose(0, 1))
+        self.write(k_cache, slots, k.transpose(0, 1))
+        self.write(v_cache, slots, v.transpose(0, 1))
         group = self.n_head // self.n_kv_head
         q = q.view(T, self.n_kv_head, group, self.head_dim).permute(1, 2, 0, 3)
         q = q.reshape(self.n_kv_head, group * T, self.head_dim)
         y = self.attend(q, k_cache, v_cache, mask)  # [G, group * T, E]
         y = y.view(self.n_kv_head, group, T, self.head_dim).permute(2, 0, 1, 3)
         return self.out(y.reshape(T, self.n_head * self.head_dim))
+
+
+def write(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """Put rows [G, T, E] into slots [T] of a cache [G, S, E]."""
+    cache.index_copy_(1, slots, rows)
 
 
 def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Tensor) -> Tensor:
@@ -254,6 +266,14 @@ class Transformer(nn.Module):
         # Both may be replaced from outside: by compiled code, by kernels that take the view itself.
         self.run_blocks: Callable[..., Tensor] = run_blocks
         self.visible_keys: Callable[[TreeView, int], Tensor | TreeView] = TreeView.mask
+        self.cache_dtype: torch.dtype | None = None  # None: that of the weights
+        self.cache_spare = 0
+
+    def new_cache(self, n_slots: int) -> KVCache:
+        """A KV cache in the format that the blocks write and read."""
+        weight = self.norm.weight
+        dtype = self.cache_dtype or weight.dtype
+        return KVCache(self.config, n_slots, dtype, weight.device, self.cache_spare)
 
     def init_rope(self, max_seq_len: int, device: torch.device | str) -> None:
         """Tabulate RoPE for positions `0 .. max_seq_len - 1`, in fp32 whatever the weights are."""
@@ -369,6 +389,11 @@ class EagleHead(nn.Module):
         self.config = dataclasses.replace(self.config, eagle3=shared)
 
     @property
+    def embedding(self) -> nn.Embedding:
+        """Its own, or the target's."""
+        return self._embedding[0]
+
+    @property
     def lm_head(self) -> nn.Module:
         """What turns features into draft logits: its own, the target's LM head, or rows of it."""
         return self._lm_head[0]
@@ -412,7 +437,7 @@ class EagleHead(nn.Module):
         [T] are those of the features. `slots` and `mask` as in `Transformer.encode`.
         """
         cos, sin = self.rope_cos[positions].unsqueeze(1), self.rope_sin[positions].unsqueeze(1)
-        x, entry = self.enter(self._embedding[0](tokens), features)
+        x, entry = self.enter(self.embedding(tokens), features)
         x = self.block(x, cos, sin, slots, mask, *cache.layers[0], entry)
         x = x if rows is None else x.index_select(0, rows)
         said, features = self.leave(x, features.dtype)

@@ -137,7 +137,8 @@ def top_p_threshold(probs: Tensor, top_p: Tensor, n_likely: int = 256) -> Tensor
     last = (mass < top_p).sum(-1, keepdim=True)
     found = last < likely.shape[-1]
     among_likely = likely.gather(1, last.clamp(max=likely.shape[-1] - 1))
-    if probs.device.type == "cpu" and found.all():
+    on_host = probs.device.type == "cpu" and not torch.compiler.is_compiling()
+    if on_host and found.all():
         return among_likely
     # Row by row, so that no row's answer depends on which others are drawn with it.
     return torch.where(found, among_likely, _search_threshold(probs, top_p))
@@ -147,16 +148,19 @@ def _search_threshold(probs: Tensor, top_p: Tensor) -> Tensor:
     """The threshold among all tokens, without a sort.
 
     The mass above it falls as it rises, and non-negative floats sort like their bit patterns, so
-    that 31 halvings of the pattern find it exactly.
+    that the pattern is found exactly, from its highest digit down: eight times four bits, each by
+    the masses above all its values at once.
     """
-    low = torch.full_like(probs[:, :1], -1, dtype=torch.int32)  # here the mass is still >= top_p
-    high = probs.amax(-1, keepdim=True).view(torch.int32)  # here it is 0
-    for _ in range(31):
-        middle = low + (high - low) // 2
-        mass = torch.where(probs > middle.clamp(min=0).view(torch.float32), probs, 0).sum(-1, True)
-        inside = (mass < top_p) & (middle >= 0)
-        high, low = torch.where(inside, middle, high), torch.where(inside, low, middle)
-    return high.view(torch.float32)
+    found = torch.zeros_like(probs[:, :1], dtype=torch.int32)
+    for shift in range(28, -1, -4):
+        n_digits = 8 if shift == 28 else 16  # the sign is 0
+        digits = torch.arange(1, n_digits, dtype=torch.int32, device=probs.device)
+        below = found + (digits << shift) - 1  # the last pattern with a lower digit
+        above = probs.unsqueeze(1) > below.view(torch.float32).unsqueeze(-1)  # [T, digits, V]
+        mass = torch.where(above, probs.unsqueeze(1), 0).sum(-1)
+        digit = (mass >= top_p).sum(-1, keepdim=True).to(torch.int32)
+        found = found + (digit << shift)
+    return found.view(torch.float32)
 
 
 def gumbel_noise(seed: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from fasteagle.quant import planes
@@ -10,7 +11,10 @@ from fasteagle.quant.planes import PlanesWeight
 
 
 class PlanesLinear(nn.Module):
-    """Maps [T, K] to [T, N]: fp16 products, fp32 sums, output in the input's dtype."""
+    """Maps [T, K] to [T, N]: fp16 products, output in the input's dtype.
+
+    `accumulate`: how a group's products are added up; groups always are in fp32.
+    """
 
     planes: Tensor
     params: Tensor
@@ -24,18 +28,27 @@ class PlanesLinear(nn.Module):
         self.register_buffer("params", packed.params)
         self.format = packed.bits, packed.group_size, packed.offsets
         self.accumulate = accumulate
+        self.in_range = False  # whether inputs are known to be small, as behind a norm
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.exact(x).to(x.dtype)
+
+    def exact(self, x: Tensor) -> Tensor:
+        """The product in fp32, as the kernels sum it."""
+        half, scale = x.half(), None
+        if not self.in_range:
+            half, scale = in_half_range(x, self.accumulate)
         y = planes.planes_linear(
-            x.half(),
+            half,
             self.planes,
             self.params,
             self.out_features,
             self.in_features,
             *self.format,
             self.accumulate,
-        ).to(x.dtype)
+        )
+        y = y if scale is None else y * scale
         return y if self.bias is None else y + self.bias
 
     def rows(self, index: Tensor) -> Tensor:
@@ -44,3 +57,19 @@ class PlanesLinear(nn.Module):
             self.planes, self.params, self.out_features, self.in_features, *self.format
         )
         return planes.dequantize(weight)[index]
+
+
+def in_half_range(x: Tensor, accumulate: str) -> tuple[Tensor, Tensor | None]:
+    """x [T, K] in fp16 and, unless it was so, a power of two [T, 1] to multiply its products by.
+
+    Above 65,504 fp16 has no numbers (Qwen's down projection reads such); with sums in fp16 those of
+    a group must be in range too.
+    """
+    if x.dtype == torch.float16 and accumulate == "fp32":
+        return x, None
+    most = x.abs().amax(-1, keepdim=True).float()
+    limit = planes.LARGEST_EXPONENT[accumulate]
+    _, exponent = torch.frexp(most)  # most < 2^exponent
+    excess = (exponent - 1 - limit).clamp(0, 112)
+    scale = torch.where(most.isfinite(), torch.exp2(excess.float()), 1.0)
+    return (x / scale).half(), scale

@@ -6,8 +6,7 @@ the low bits of 0x6400 is the fp16 number 1024 + value. An integer zero is part 
 that is added back. Scales are applied to the accumulators, or to the weights if these have offsets.
 
 Row r of a product has the same bits whatever the number of rows up to 64: one orientation, order
-along K, split and accumulator per shape of the weight, and no atomics. The masks follow
-Kim et al. 2022 (arXiv 2211.10017) and Marlin (arXiv 2408.11743).
+along K, split and accumulator per shape of the weight, and no atomics.
 
 Shapes: M rows of x, N outputs, K inputs, Np outputs in whole blocks, S splits along K.
 """
@@ -26,12 +25,14 @@ import triton.language as tl
 from torch import Tensor
 
 from fasteagle.errors import FasteagleError
-from fasteagle.quant.planes import ACCUMULATE, BLOCK_N, PlanesWeight
+from fasteagle.quant.planes import ACCUMULATE, BLOCK_N, LARGEST_EXPONENT, PlanesWeight
 from fasteagle.quant.tiling import Tiling, tiling
+from fasteagle.quant.unpack_kernels import as_row, group_params, half_range, plane_values
 
 MAX_ROWS = 64  # above this the weight is dequantized and cuBLAS multiplies
 INTERPRETED = triton.knobs.runtime.interpret  # has no inline assembly; runs on the CPU
 RTX_3090_SMS = 82
+SPAN = 64  # columns of an activation that share a scale: what a program with gates yields
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}  # fused only where the code says so
 
 
@@ -58,31 +59,76 @@ def linear(x: Tensor, weight: PlanesWeight, *, accumulate: str = "fp32") -> Tens
 
 
 def _small(x: Tensor, weight: PlanesWeight, accumulate: str) -> Tensor:
-    M, Kp = x.shape
-    N, Np = weight.N, weight.planes.shape[1]
-    cut = tiling(weight.layout, N, weight.K, M, _multiprocessors(x.device))
-    tiles = Kp // weight.layout.tile
-    y = x.new_empty(M, N, dtype=torch.float32)
-    parts = y if cut.split == 1 else x.new_empty(cut.split, M, Np, dtype=torch.float32)
+    parts = partial_sums(x, weight, accumulate)
+    S, M, Np = parts.shape
+    if S == 1:
+        return parts[0]
+    y = x.new_empty(M, weight.N, dtype=torch.float32)
+    sum_kernel[(Np // BLOCK_N, M)](
+        parts, y, weight.N, Np, M * Np, SPLIT=S, BLOCK_N=BLOCK_N, **OPTIONS
+    )
+    return y
+
+
+def partial_sums(
+    x: Tensor, weight: PlanesWeight, accumulate: str, scales: Tensor | None = None
+) -> Tensor:
+    """fp32 [S, M, Np] whose sum over S, in this order, is the product; [1, M, N] without a split.
+
+    x [M, Kp] is fp16 with up to `MAX_ROWS` rows. `scales` [Kp / SPAN, M] multiply the spans of its
+    rows: inputs beyond the range of fp16, see `gate_kernel`.
+    """
+    M = x.shape[0]
+    cut = tiling(weight.layout, weight.N, weight.K, M, multiprocessors(x.device))
+    columns = weight.N if cut.split == 1 else weight.planes.shape[1]
+    parts = x.new_empty(cut.split, M, columns, dtype=torch.float32)
+    _launch(x, weight, accumulate, cut, parts, parts, scales)
+    return parts
+
+
+def gated(x: Tensor, weight: PlanesWeight, accumulate: str) -> tuple[Tensor, Tensor] | None:
+    """silu(gate) * up [M, N / 2] in fp16, and scales [N / 2 / SPAN, M] of its spans.
+
+    Even rows of the weight are the gate's, odd ones up's. None where K is split: the sums are not
+    whole before all programs are done.
+    """
+    M = x.shape[0]
+    cut = tiling(weight.layout, weight.N, weight.K, M, multiprocessors(x.device))
+    if cut.split > 1:
+        return None
+    out = x.new_empty(1, M, weight.N // 2)
+    scales = x.new_empty(weight.N // 2 // SPAN, M, dtype=torch.float32)
+    _launch(x, weight, accumulate, cut, out, scales, None, gated=True)
+    return out[0], scales
+
+
+def _launch(
+    x: Tensor,
+    weight: PlanesWeight,
+    accumulate: str,
+    cut: Tiling,
+    out: Tensor,
+    out_scales: Tensor,
+    scales: Tensor | None,
+    gated: bool = False,
+) -> None:
+    Np, tiles = weight.planes.shape[1], x.shape[1] // weight.layout.tile
     planes_kernel[(cut.n_blocks, Np // BLOCK_N, cut.split)](
         x,
         weight.planes,
         weight.params,
-        parts,
-        M,
-        parts.shape[-1],
+        out,
+        x if scales is None else scales,
+        out_scales,
+        x.shape[0],
+        out.shape[-1],
         Np,
-        Kp,
+        x.shape[1],
         tiles,
         -(-tiles // cut.split),
-        **constants(weight, cut, accumulate),
+        **constants(weight, cut, accumulate, scales is not None, gated),
         **OPTIONS,
     )
-    if cut.split > 1:
-        sum_kernel[(Np // BLOCK_N, M)](
-            parts, y, N, Np, M * Np, SPLIT=cut.split, BLOCK_N=BLOCK_N, **OPTIONS
-        )
-    return y
 
 
 def _large(x: Tensor, weight: PlanesWeight) -> Tensor:
@@ -97,7 +143,9 @@ def _large(x: Tensor, weight: PlanesWeight) -> Tensor:
     return x.float() @ dense.float()
 
 
-def constants(weight: PlanesWeight, cut: Tiling, accumulate: str) -> dict[str, object]:
+def constants(
+    weight: PlanesWeight, cut: Tiling, accumulate: str, scaled: bool = False, gated: bool = False
+) -> dict[str, object]:
     """The compile-time constants of `planes_kernel`.
 
     fp16 sums of a group stay in range because values are scaled by 1/16, or at 8 bits by 1/128:
@@ -110,6 +158,10 @@ def constants(weight: PlanesWeight, cut: Tiling, accumulate: str) -> dict[str, o
         "STAGES": cut.n_stages,
         "FP16": fp16,
         "UNIT": unit,
+        "ROW_SCALES": scaled,
+        "GATED": gated,
+        "EXPONENT": LARGEST_EXPONENT[accumulate],
+        "SPAN": SPAN,
     }
 
 
@@ -127,7 +179,7 @@ def format_constants(weight: PlanesWeight) -> dict[str, object]:
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return RTX_3090_SMS
@@ -139,6 +191,8 @@ def planes_kernel(
     planes_ptr,
     params_ptr,
     out_ptr,
+    scales_ptr,
+    out_scales_ptr,
     M,
     out_columns,
     Np,
@@ -155,6 +209,10 @@ def planes_kernel(
     UNIT: tl.constexpr,
     STAGES: tl.constexpr,
     USE_ASM: tl.constexpr,
+    ROW_SCALES: tl.constexpr,
+    GATED: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    SPAN: tl.constexpr,
 ):
     """A block of rows and columns over one split of K: out[split, row, n], out_columns wide.
 
@@ -164,6 +222,8 @@ def planes_kernel(
     ROWS: tl.constexpr = TILE // PLANES  # columns of w in a plane of a tile
     SCALED: tl.constexpr = GROUP > 0 and not OFFSETS  # scales act on the sums of a group
     ACC: tl.constexpr = tl.float16 if FP16 else tl.float32
+    WHOLE: tl.constexpr = GROUP if SCALED else TILE  # columns after which part is added to acc
+    FLUSH: tl.constexpr = min(WHOLE, SPAN) if ROW_SCALES else WHOLE
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(2)
@@ -180,122 +240,38 @@ def planes_kernel(
         second = scale
         for j in tl.static_range(PLANES):
             if GROUP > 0 and (j * ROWS) % GROUP == 0:
-                scale, second = _group(params_ptr + n, tile, j, Np, second, BITS, TILE, GROUP, ROWS)
+                scale, second = group_params(
+                    params_ptr + n, tile, j, Np, second, BITS, TILE, GROUP, ROWS
+                )
             x = tl.load(x_at + tile * TILE + j * ROWS)
-            w = _plane(q, scale, second, j, BITS, OFFSETS, UNIT, USE_ASM)
-            if FP16 or SCALED:
+            w = plane_values(q, scale, second, j, BITS, OFFSETS, UNIT, USE_ASM)
+            if FP16 or SCALED or ROW_SCALES:
                 part = tl.dot(x, w, part, out_dtype=ACC)
             else:
                 acc = tl.dot(x, w, acc)
-            if SCALED and ((j + 1) * ROWS) % GROUP == 0:
-                acc = tl.fma(part.to(tl.float32), _row(scale.to(tl.float32) / UNIT, acc), acc)
+            if (FP16 or SCALED or ROW_SCALES) and ((j + 1) * ROWS) % FLUSH == 0:
+                whole = part.to(tl.float32)
+                if ROW_SCALES:
+                    span = tile * (TILE // SPAN) + j * ROWS // SPAN
+                    whole *= tl.load(scales_ptr + span * M + tl.minimum(row, M - 1))
+                if SCALED:
+                    acc = tl.fma(whole, as_row(scale.to(tl.float32) / UNIT, acc), acc)
+                else:
+                    acc += whole
                 part = tl.zeros((BLOCK_M, BLOCK_N), ACC)
-        if FP16 and not SCALED:
-            acc += part.to(tl.float32)
     if GROUP == 0:
         acc *= (tl.load(params_ptr + n).to(tl.float32, bitcast=True) / UNIT)[None, :]
-    out_at = out_ptr + (split * M + row) * out_columns + n[None, :]
-    tl.store(out_at, acc, mask=(row < M) & (n < out_columns)[None, :])
-
-
-@triton.jit
-def _row(values, like):
-    return tl.broadcast_to(values[None, :], like.shape)
-
-
-@triton.jit
-def _group(
-    params_at,
-    tile,
-    j,
-    Np,
-    second,
-    BITS: tl.constexpr,
-    TILE: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """(scale, second parameter) of the group that starts at plane j; see `PlanesWeight.params`.
-
-    At 8 bits the second parameter is the scale of the tile's second group.
-    """
-    if BITS == 8 and j > 0:
-        return second, second
-    group = tile * (TILE // GROUP) + j * ROWS // GROUP
-    word = tl.load(params_at + (tile if BITS == 8 else group) * Np)
-    scale = (word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
-    second = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-    return scale, second
-
-
-@triton.jit
-def _plane(
-    q,
-    scale,
-    second,
-    PLANE: tl.constexpr,
-    BITS: tl.constexpr,
-    OFFSETS: tl.constexpr,
-    UNIT: tl.constexpr,
-    USE_ASM: tl.constexpr,
-):
-    """fp16 values of plane PLANE: (q - zero) * UNIT, or the weights where they have offsets.
-
-    A field that starts at bit 4 reads 1024 + 16 q, a sixteenth of which is 64 + q. Every step is
-    exact but the one with an offset: small integers, times powers of two.
-    """
-    HIGH: tl.constexpr = BITS == 4 and PLANE % 2 == 1
-    BASE: tl.constexpr = 64 if HIGH else 1024
-    MUL: tl.constexpr = UNIT / 16 if HIGH else UNIT
-    if OFFSETS:
-        add = tl.full(q.shape, -8.0 - BASE, tl.float16)
-    elif BITS == 8:
-        add = tl.full(q.shape, (-128.0 - BASE) * UNIT, tl.float16)
+    if GATED:
+        gate, up = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N // 2, 2)))
+        values, scale = half_range(gate / (1.0 + tl.exp(-gate)) * up, EXPONENT)
+        n = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
+        at = out_ptr + row * out_columns + n[None, :]
+        tl.store(at, values, mask=(row < M) & (n < out_columns)[None, :])
+        first_row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+        tl.store(out_scales_ptr + tl.program_id(1) * M + first_row, scale, mask=first_row < M)
     else:
-        add = _row((second + (1024.0 - BASE)) * UNIT, q)
-    if USE_ASM:
-        values = tl.inline_asm_elementwise(
-            _unpack_asm(BITS, PLANE, MUL),
-            "=r,r,r",
-            [q, add],
-            dtype=tl.float16,
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        SHIFT: tl.constexpr = 8 * (PLANE * BITS // 8)
-        MASK: tl.constexpr = 0xFF if BITS == 8 else (0xF0 if HIGH else 0x0F)
-        bits = ((q >> SHIFT) & MASK) | 0x6400
-        values = bits.to(tl.int16).to(tl.float16, bitcast=True) * MUL + add
-    if not OFFSETS:
-        return values
-    if USE_ASM:
-        return tl.inline_asm_elementwise(
-            "fma.rn.f16x2 $0, $1, $2, $3;",
-            "=r,r,r,r",
-            [values, _row(scale, q), _row(second, q)],
-            dtype=tl.float16,
-            is_pure=True,
-            pack=2,
-        )
-    return values * scale[None, :] + second[None, :]
-
-
-@triton.constexpr_function
-def _unpack_asm(bits, plane, mul):
-    """PTX for two values: their fields of `plane` under 0x6400 (0xEA: a & b | c), * mul + $2."""
-    mask = 0x00FF00FF if bits == 8 else (0x00F000F0 if plane % 2 else 0x000F000F)
-    exponent = 15  # of 1.0 in fp16; `mul` is a power of two
-    while mul < 1:
-        mul, exponent = mul * 2, exponent - 1
-    factor = (exponent << 10) * 0x10001
-    return f"""{{
-        .reg .b32 pair, factor;
-        shr.b32 pair, $1, {8 * (plane * bits // 8)};
-        lop3.b32 pair, pair, {mask:#010x}, 0x64006400, 0xEA;
-        mov.b32 factor, {factor:#010x};
-        fma.rn.f16x2 $0, pair, factor, $2;
-    }}"""
+        out_at = out_ptr + (split * M + row) * out_columns + n[None, :]
+        tl.store(out_at, acc, mask=(row < M) & (n < out_columns)[None, :])
 
 
 @triton.jit
@@ -334,8 +310,10 @@ def dequantize_kernel(
     second = scale
     for j in tl.static_range(PLANES):
         if GROUP > 0 and (j * ROWS) % GROUP == 0:
-            scale, second = _group(params_ptr + n, tile, j, Np, second, BITS, TILE, GROUP, ROWS)
-        w = _plane(q, scale, second, j, BITS, OFFSETS, UNIT, USE_ASM)
+            scale, second = group_params(
+                params_ptr + n, tile, j, Np, second, BITS, TILE, GROUP, ROWS
+            )
+        w = plane_values(q, scale, second, j, BITS, OFFSETS, UNIT, USE_ASM)
         if GROUP == 0:
             row_scale = tl.load(params_ptr + n).to(tl.float32, bitcast=True)
             w = (w.to(tl.float32) * row_scale[None, :]).to(tl.float16)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fasteagle.device import accumulate_on
 from fasteagle.model import sharpen
 from fasteagle.quant.cpu_linear import NativeLinear, fits
 from fasteagle.quant.cuda_linear import PlanesLinear
@@ -33,7 +34,7 @@ def make_linear(
     device = torch.device(device)
     bias = None if bias is None else bias.to(device, dtype)
     if device.type == "cuda":
-        return PlanesLinear(weight.to(device), bias)
+        return PlanesLinear(weight.to(device), bias, accumulate_on(device))
     if native and fits(weight):
         return NativeLinear(weight, bias)
     if dtype == torch.bfloat16 and weight.bits == 4:
@@ -115,15 +116,19 @@ class Int8Linear(nn.Module):
 class QuantizedLMHead(nn.Module):
     """Logits in fp32 from a quantized linear; the highest few computed again with fp32 products.
 
-    See `model.sharpen`; only where single rows of the weight are cheap to read (8 bits).
+    See `model.sharpen`; only where single rows of the weight are cheap to read (8 bits). Our own
+    kernels yield fp32 sums, which need no sharpening: their inputs are the same fp16 or 8 bits.
     """
 
     def __init__(self, linear: nn.Module) -> None:
         super().__init__()
         self.linear = linear
+        if isinstance(linear, PlanesLinear):
+            linear.in_range = True  # behind the final norm
+            linear.accumulate = "fp32"  # bound by memory either way
 
     def forward(self, x: Tensor) -> Tensor:
-        if isinstance(self.linear, NativeLinear):
+        if isinstance(self.linear, (NativeLinear, PlanesLinear)):
             return self.linear.exact(x)
         logits = self.linear(x)
         if logits.dtype == torch.float32 or not isinstance(self.linear, Int8Linear):

@@ -9,6 +9,7 @@ Shapes: N output rows, K input columns, G groups in a row.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator
 
@@ -54,15 +55,18 @@ def min_max(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
 def _hqq(weight: Tensor, group_size: int) -> PackedWeight:
     """Half-quadratic quantization: float offsets that minimize an l_p norm of the error."""
     with quiet_import():  # takes seconds, and says so
-        from torchao.quantization.quant_primitives import _choose_qparams_and_quantize_affine_hqq
+        from torchao.quantization import quant_primitives as torchao
 
-    _, scales, zeros, _ = _choose_qparams_and_quantize_affine_hqq(
+    # On CUDA the search would be in fp16 and find other values than on a CPU.
+    search = functools.partial(torchao.optimize_weights_proximal_legacy, dtype=torch.float32)
+    _, scales, zeros, _ = torchao._choose_qparams_and_quantize_affine_hqq(
         weight,
         nbits=4,
         group_size=group_size,
         compute_dtype=torch.float32,
-        device=weight.device.type,
+        device=str(weight.device),
         raw_output=True,
+        optimize_weights=search,
     )
     # The kernels store the value of q = 8 instead of the value of q = 0, also in bf16.
     midpoint = ((8 - zeros) * scales).to(torch.bfloat16).float()

@@ -17,11 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fasteagle.device import on_device_of
 from fasteagle.errors import FasteagleError
 from fasteagle.quant.packed import PackedWeight
 
 BLOCK_N = 128  # output rows of one program; narrower blocks unroll into more instructions
 ACCUMULATE = ("fp32", "fp16")
+# Activations below 2^(this + 1) are in range; with sums in fp16 those of 128 products as well.
+LARGEST_EXPONENT = {"fp32": 14, "fp16": 8}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +220,8 @@ def _cuda(
     from fasteagle.quant import kernels  # Triton exists where CUDA does
 
     weight = PlanesWeight(planes, params, N, K, bits, group_size, offsets)
-    return kernels.linear(x, weight, accumulate=accumulate)
+    with on_device_of(x):
+        return kernels.linear(x, weight, accumulate=accumulate)
 
 
 def _spread(q: Tensor, layout: Layout) -> Tensor:

@@ -1,4 +1,7 @@
-"""How a product of a few rows with a quantized weight is cut into programs. Needs no Triton.
+"""How a product of a few rows with a quantized weight is cut into programs, and how long it takes.
+
+The time is a prediction from a few numbers of the card. The split along K is chosen by it, for 16
+rows, and never by the rows of a product: it decides the order of sums. Needs no Triton.
 
 Shapes: M rows of x, N outputs, K inputs.
 """
@@ -10,7 +13,11 @@ import dataclasses
 from fasteagle.quant.planes import BLOCK_N, Layout
 
 ROW_BLOCKS = (16, 32)  # 16 is the least that a tensor core takes; 64 spills registers
-SHARED_BYTES = 48 * 1024  # of a program: two fit into the 100 KB of a consumer multiprocessor
+SHARED_BYTES = 100 * 1024  # of a consumer multiprocessor
+OWN_BYTES = 1024  # that a program loses beside what it asks for
+MOST_RESIDENT = 3  # programs of 128 threads with up to 170 registers
+MOST_STAGES = 4
+DESIGN_ROWS = 16  # of the pass that the split is best for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,28 +28,106 @@ class Tiling:
     n_blocks: int  # of rows
     split: int  # parts along K
     n_stages: int  # of the loop's pipeline
+    resident: int  # programs that a multiprocessor holds at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """What a prediction needs of a card. All but the first two are assumed where nobody says."""
+
+    n_sm: int
+    gb_s: float  # memory bandwidth by the data sheet
+    ghz: float = 1.695
+    reach: float = 0.93  # of the bandwidth, by a kernel that only reads
+    latency_us: float = 0.8  # from the request of a tile to its arrival, under load
+    launch_us: float = 1.1  # from the end of a node of a graph to the next one's first request
+    cache_gb_s: float = 2000.0  # of the L2 cache
+    macs_fp32: int = 256  # of a multiprocessor and clock: 16-bit products, fp32 sums
+    macs_fp16: int = 512
+    instructions_per_weight: float = 2.6  # of a lane at 16 rows, counted in the machine code
+    lanes: int = 128
+
+    @classmethod
+    def like_3090(cls, n_sm: int) -> Card:
+        """The bandwidth of an RTX 3090 for each of `n_sm` multiprocessors."""
+        return cls(n_sm, 936.0 / 82 * n_sm)
 
 
 def tiling(layout: Layout, N: int, K: int, rows: int, n_sm: int) -> Tiling:
-    """The tiling for `rows` rows of x with a weight [N, K], on `n_sm` multiprocessors."""
-    block_m = next((block for block in ROW_BLOCKS if rows <= block), ROW_BLOCKS[-1])
-    groups = layout.tile // layout.group_size if layout.group_size else 0
-    weight_bytes = BLOCK_N * (layout.tile * layout.bits // 8 + 4 * groups)
-    stage_bytes = weight_bytes + 2 * block_m * layout.tile
-    n_stages = 4 if 3 * stage_bytes <= SHARED_BYTES else 3  # one stage needs no buffer
-    return Tiling(block_m, -(-rows // block_m), split_k(N, K, n_sm), n_stages)
+    """The tiling for `rows` rows of x with a weight [N, K], on `n_sm` multiprocessors.
 
-
-def split_k(N: int, K: int, n_sm: int) -> int:
-    """Into how many parts K is split, to keep `n_sm` multiprocessors evenly busy.
-
-    Minimizes waves x (tiles per program, plus 3 for filling the pipeline, plus 2 for writing
-    partial sums where K is split). An estimate, not a measurement.
+    Rows are cut into narrow blocks or wide ones, whichever is predicted faster.
     """
-    columns, tiles = -(-N // BLOCK_N), -(-K // 128)
+    split, card = split_k(layout, N, K, n_sm), Card.like_3090(n_sm)
+    cuts = [cut_rows(layout, rows, block_m, split) for block_m in ROW_BLOCKS]
+    return min(cuts, key=lambda cut: microseconds(cut, layout, N, K, rows, card, fp16=True))
 
-    def cost(split: int) -> int:
-        waves = -(-columns * split // (2 * n_sm))
-        return waves * (-(-tiles // split) + 3 + 2 * (split > 1))
 
-    return min(range(1, max(1, tiles // 4) + 1), key=cost)
+def cut_rows(layout: Layout, rows: int, block_m: int, split: int) -> Tiling:
+    """The tiling with this block of rows and this split."""
+    stage = weight_bytes(layout) + 2 * block_m * layout.tile
+    resident = MOST_RESIDENT
+    while resident > 2 and (SHARED_BYTES // resident - OWN_BYTES) < 2 * stage:
+        resident -= 1
+    # One stage needs no buffer; at least two have one, or loads would wait for products.
+    buffers = max(2, (SHARED_BYTES // resident - OWN_BYTES) // stage)
+    return Tiling(block_m, -(-rows // block_m), split, min(MOST_STAGES, buffers + 1), resident)
+
+
+def weight_bytes(layout: Layout) -> int:
+    """Bytes of a tile for one block of columns, parameters of the groups included."""
+    groups = layout.tile // layout.group_size if layout.group_size else 0
+    each = 4 if layout.bits == 4 else 2
+    return BLOCK_N * (layout.tile * layout.bits // 8 + each * groups)
+
+
+def split_k(layout: Layout, N: int, K: int, n_sm: int) -> int:
+    """Into how many parts K is split: what is predicted fastest on a card with `n_sm`.
+
+    Few programs count as somewhat slower, for the prediction trusts them to hide all latencies.
+    """
+    card, tiles = Card.like_3090(n_sm), -(-K // layout.tile)
+
+    def predicted(split: int) -> float:
+        cut = cut_rows(layout, DESIGN_ROWS, DESIGN_ROWS, split)
+        few = -(-N // BLOCK_N) * split < 1.5 * n_sm
+        found = microseconds(cut, layout, N, K, DESIGN_ROWS, card, fp16=True)
+        return found * (1.05 if few else 1.0)
+
+    return min(range(1, max(1, tiles // 4) + 1), key=predicted)
+
+
+def microseconds(
+    cut: Tiling, layout: Layout, N: int, K: int, rows: int, card: Card, fp16: bool
+) -> float:
+    """Predicted time of one product: waves of programs, then the partial sums through the cache.
+
+    A wave takes, for each tile of its programs, the longest of: the memory's and the cache's time
+    for all tiles in flight, a request's latency shared by the pipeline's buffers, and the
+    arithmetic of the fullest multiprocessor. Row blocks read the same weights, the first from
+    memory and the others from the L2 cache.
+    """
+    columns, tiles = -(-N // BLOCK_N), -(-K // layout.tile)
+    per_program = -(-tiles // cut.split)
+    programs = columns * cut.split * cut.n_blocks
+    total = card.launch_us + card.latency_us
+    while programs > 0:
+        active = min(programs, card.n_sm * cut.resident)
+        total += per_program * _tile_us(cut, layout, active, card, fp16)
+        programs -= active
+    partial_bytes = 4.0 * rows * N * (1 if cut.split == 1 else 2 * cut.split)
+    return total + partial_bytes / (1e3 * card.cache_gb_s)
+
+
+def _tile_us(cut: Tiling, layout: Layout, active: int, card: Card, fp16: bool) -> float:
+    """Of one step of a wave of `active` programs."""
+    weights = layout.tile * BLOCK_N
+    memory = weight_bytes(layout) * active / cut.n_blocks / (1e3 * card.gb_s * card.reach)
+    tile_bytes = weight_bytes(layout) + 2 * cut.block_m * layout.tile
+    cache = tile_bytes * active / (1e3 * card.cache_gb_s)
+    latency = card.latency_us / (cut.n_stages - 1)
+    macs = card.macs_fp16 if fp16 else card.macs_fp32
+    products = cut.block_m * weights / macs
+    issue = weights * card.instructions_per_weight / card.lanes
+    arithmetic = -(-active // card.n_sm) * max(products, issue) / (1e3 * card.ghz)
+    return max(memory, cache, latency, arithmetic)

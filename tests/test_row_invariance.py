@@ -1,4 +1,5 @@
-"""On a GPU: a row's logits have the same bits whatever else is verified with it.
+"""A row's logits have the same bits whatever else is verified with it: on a GPU, and on a CPU by
+our kernels.
 
 Then greedy text is the same with and without speculation at int4 and int8, bit for bit. bf16 is
 not among them: cuBLAS chooses the order of its sums by the number of rows.
@@ -14,24 +15,29 @@ from fasteagle.loading.checkpoint import open_checkpoint
 from fasteagle.loading.open import build_engine
 from fasteagle.loading.quantize import with_scheme
 from fasteagle.options import RuntimeOptions, SamplingParams
+from fasteagle.quant import cpu_build
 from fasteagle.tree import TreeShape
 from helpers import random_head, save_tiny, verify_rows
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-]
+ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 PROMPT = list(range(5, 45))
 GREEDY = SamplingParams()
 
 
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=ON_CUDA)])
+def device(request):
+    if request.param == "cpu" and cpu_build.available("auto") is not None:
+        pytest.skip("our CPU kernels do not run here")
+    return torch.device(request.param)
+
+
 @pytest.fixture(scope="module", params=["int4-g32", "int8"], ids=str)
-def engine(request, tmp_path_factory):
+def engine(request, device, tmp_path_factory):
     folder = save_tiny(tmp_path_factory.mktemp("invariance"), hidden_size=256)
-    options = RuntimeOptions(device="cuda", quant=request.param, max_seq_len=256)
+    options = RuntimeOptions(device=str(device), quant=request.param, max_seq_len=256)
     checkpoint = open_checkpoint(folder)
     checkpoint = with_scheme(checkpoint, request.param, 8)
-    return build_engine(checkpoint, "bf16", torch.device("cuda"), options, "tiny")
+    return build_engine(checkpoint, "bf16", device, options, "tiny")
 
 
 def answer(engine, n=60):
@@ -49,7 +55,7 @@ def test_logits_do_not_depend_on_the_number_of_rows(engine):
     tokens = list(range(7, 47))
     with torch.no_grad():
         full = logits_of_a_chain(engine, tokens, 32)
-        for T in (1, 8, 16):
+        for T in (1, 2, 8, 16, 17):
             found = logits_of_a_chain(engine, tokens, T)
             assert torch.equal(found, full[:T]), T
 

@@ -10,6 +10,7 @@ import torch
 from triton.runtime import interpreter
 
 from fasteagle.compile import tree_kernels
+from fasteagle.compile.int8_cache import dense_rows, quantized_rows
 from fasteagle.compile.tree_attention import tree_attention
 from tree_problems import NAN, Problem, assert_close, problem, sdpa
 
@@ -167,3 +168,16 @@ def test_scores_far_apart():
         k[:, at] *= 100
         spread = p._replace(k=k)
         assert_close(run(spread), sdpa(spread))
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(("E", "group"), [(64, 3), (80, 1), (128, 4)])
+def test_a_cache_in_8_bits_has_the_bits_of_what_it_holds(E, group, window):
+    """In fp16: the interpreter rounds to bf16 in another way than torch."""
+    for seq_len in (0, 63, 300):
+        p = problem(7, seq_len, E=E, group=group, G=2, dtype=HALF, window=window)
+        k, v = (quantized_rows(rows) for rows in (p.k, p.v))
+        dense = p._replace(k=dense_rows(k, HALF), v=dense_rows(v, HALF))
+        found = p._replace(k=k, v=v).run(tree_kernels.tree_attention)
+        assert torch.equal(found, dense.run(tree_kernels.tree_attention)), seq_len
+        assert_close(found, sdpa(dense))

@@ -7,10 +7,7 @@ the problems below, whose cache holds NaN wherever nothing was written.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,11 +15,14 @@ import torch
 from torch import Tensor
 
 from fasteagle import model
-from fasteagle.compile.tree_attention import attend, reference, tree_attention
+from fasteagle.compile.int8_cache import dense_rows, quantized_rows
+from fasteagle.compile.tree_attention import attend, fused_attention, reference, tree_attention
 from fasteagle.errors import FasteagleError
 from fasteagle.tree import ancestor_mask, tree_paths
-from helpers import output_without_triton
+from helpers import output_without_triton, pass_in_interpreter
 from tree_problems import Problem, assert_close, problem, random_parents, sdpa
+
+ROOT = Path(__file__).parents[2]
 
 
 def plain_mask(parents: list[int], seq_len: int, n_slots: int, window: int | None) -> Tensor:
@@ -74,6 +74,30 @@ def test_attend_takes_a_mask_or_a_view():
     assert_close(attend(p.q, k, v, p.view), expected)
     assert torch.equal(attend(p.q, p.k, p.v, p.view), reference(*p))
     assert_close(p.run(tree_attention), sdpa(p))
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("group", [1, 3])
+def test_attention_of_a_prompt(group, window):
+    """What CUDA runs for a prompt, against the plain products."""
+    T, S, G, E = 19, 64, 2, 16
+    q, k, v = torch.randn(G, group * T, E), torch.randn(G, S, E), torch.randn(G, S, E)
+    mask = model.causal_mask(30, T, S, window, "cpu")
+    found = fused_attention(q, k, v, mask)
+    torch.testing.assert_close(found, model.attend(q, k, v, mask))
+    assert torch.equal(attend(q, k, v, mask), model.attend(q, k, v, mask)), "the CPU's own way"
+
+
+def test_every_op_on_cuda_launches_on_the_device_of_its_tensors():
+    """Triton launches on the current device, which need not be the one that --device named."""
+    found = {}
+    for path in [*ROOT.glob("compile/*.py"), *ROOT.glob("quant/*.py")]:
+        text = path.read_text("utf-8")
+        n_ops = text.count('register_kernel("cuda")') + text.count('device_types="cuda"')
+        if n_ops:
+            found[path.name] = n_ops
+            assert text.count("with on_device_of(") == n_ops, path.name
+    assert {"tree_attention.py", "planes.py", "cuda_ops.py", "cuda_blocks.py"} <= set(found)
 
 
 def test_op_is_described_to_the_compiler():
@@ -134,15 +158,7 @@ def test_splits_are_whole_blocks(kernels):
 
 @pytest.mark.slow
 def test_kernels_in_the_interpreter(kernels):
-    path = Path(__file__).with_name("interpreted_tree_attention.py")
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", str(path)],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
-    assert re.search(r"^\d+ passed", run.stdout, re.M), run.stdout[-500:]
+    pass_in_interpreter(Path(__file__).with_name("interpreted_tree_attention.py"))
 
 
 # (E, group, dtype, window) of 16 tree rows: in groups of 1 one block of 16 query rows, in groups of
@@ -181,6 +197,8 @@ def sass(kernels, cache, monkeypatch):
 
 def build(sass, function, dtype: str, constants: dict, options: dict, **target):
     halves = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{dtype}")
+    if constants["INT8"]:
+        halves |= dict.fromkeys(("k_ptr", "v_ptr"), "*i8")
     types = halves | {
         "seq_len_ptr": "*i64",
         "depths_ptr": "*i64",
@@ -233,6 +251,27 @@ def test_finish_kernel_on_sm_86(sass, kernels, E, dtype, window, tmp_path):
     check_products(code, compiled.asm["ptx"], dtype, 16, constants)
 
 
+@pytest.mark.parametrize(
+    ("E", "group", "dtype"), [(64, 1, "fp16"), (64, 4, "bf16"), (128, 1, "bf16"), (128, 8, "fp16")]
+)
+def test_kernels_over_8_bits_on_sm_86(sass, kernels, E, group, dtype, tmp_path):
+    """They take more registers, to convert, but spill none, and loads stay asynchronous."""
+    constants = kernels.prefix_constants(E, 16 * group, None, int8=True)
+    compiled = build(sass, kernels.prefix_kernel, dtype, constants, kernels.OPTIONS)
+    code, usage = sass.disassemble(compiled, tmp_path)
+    print(f"\nprefix over int8 {dtype} E={E} group={group}: {usage}")
+    assert usage.stack == usage.local == 0, "registers spill"
+    assert usage.shared <= sass.TWO_PROGRAMS and usage.registers <= 255, "two programs"
+    check_products(code, compiled.asm["ptx"], dtype, constants["BLOCK_M"], constants)
+    counts = sass.opcodes(sass.main_loop(code))
+    assert counts["LDGSTS"] and not counts["LDG"], "a load in the loop waits for memory"
+    constants = kernels.finish_constants(E, None, int8=True)
+    compiled = build(sass, kernels.finish_kernel, dtype, constants, kernels.FINISH_OPTIONS)
+    code, usage = sass.disassemble(compiled, tmp_path)
+    assert usage.stack == usage.local == 0 and usage.shared <= 32 * 1024
+    check_products(code, compiled.asm["ptx"], dtype, 16, constants)
+
+
 @pytest.mark.parametrize("rows", [16, 32])
 def test_hopper_takes_the_same_instruction(sass, kernels, rows):
     """Its own, wgmma, adds up in another order, but wants blocks of 64 rows."""
@@ -277,6 +316,18 @@ def test_rows_on_the_device_have_the_bits_of_plain_decoding(E, group, spread, wi
         for T in (8, 16, 17, 32):
             part = p.rows(torch.arange(T, device="cuda")).run(tree_attention)
             assert torch.equal(part, whole[:, :, :T]), (seq_len, T)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("E", "group"), [(64, 3), (80, 1), (128, 4)])
+def test_a_cache_in_8_bits_on_the_device_has_the_bits_of_what_it_holds(kernels, E, group, dtype):
+    for seq_len in (0, 63, 300, 2000):
+        p = problem(16, seq_len, E=E, group=group, G=2, dtype=dtype).to("cuda")
+        k, v = (quantized_rows(torch.nan_to_num(rows)) for rows in (p.k, p.v))
+        dense = p._replace(k=dense_rows(k, dtype), v=dense_rows(v, dtype))
+        assert torch.equal(p._replace(k=k, v=v).run(tree_attention), dense.run(tree_attention))
 
 
 @pytest.mark.gpu

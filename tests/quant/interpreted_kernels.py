@@ -63,3 +63,57 @@ def test_a_massive_activation_stays_within_fp16():
 def test_no_rows():
     weight = planes.pack_planes(random_weight("g32", 33, 96))
     assert kernels.linear(torch.empty(0, 96).half(), weight).shape == (0, 33)
+
+
+def half_range(values, exponent):
+    """What `half_range` makes of spans of `SPAN` columns: fp16 [M, N], scales [M, N / SPAN]."""
+    spans = values.unflatten(1, (-1, kernels.SPAN))
+    most = spans.abs().amax(-1)
+    scales = torch.where(most >= 2.0 ** (exponent + 1), 2.0 ** (most.log2().floor() - exponent), 1)
+    return (spans / scales.unsqueeze(-1)).half().flatten(1), scales
+
+
+@pytest.mark.parametrize("accumulate", ["fp32", "fp16"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_whose_spans_have_scales(name, accumulate, M=7):
+    """Inputs up to 100,000, beyond fp16's 65,504, and a NaN that must come out."""
+    N, K = SHAPES[name][0], 192 if SHAPES[name][1] < 192 else SHAPES[name][1]
+    weight = random_weight(name, N, K)
+    x = random_rows(M, K).float()
+    x[2] *= 3e4
+    x[3, 70] = 1e5
+    exponent = planes.LARGEST_EXPONENT[accumulate]
+    half, scales = half_range(x, exponent)
+    assert half.isfinite().all() and (scales > 1).any() and (scales == 1).any()
+    laid_out = planes.pack_planes(weight)
+    padded = torch.nn.functional.pad(half, (0, laid_out.layout.padded(K) - K))
+    spans = torch.nn.functional.pad(scales.T, (0, 0, 0, padded.shape[1] // 64 - scales.shape[1]))
+    parts = kernels.partial_sums(padded, laid_out, accumulate, spans.contiguous())
+    y = parts.sum(0)[:, :N]
+    restored = (half.unflatten(1, (-1, 64)).float() * scales.unsqueeze(-1)).flatten(1)
+    assert relative_error(y, restored, weight) < 2 * tolerance(name, accumulate)
+    one = kernels.partial_sums(padded[:1], laid_out, accumulate, spans[:, :1].contiguous())
+    assert torch.equal(one, parts[:, :1])
+    padded[0, 0] = torch.nan
+    y = kernels.partial_sums(padded, laid_out, accumulate, spans.contiguous()).sum(0)[:, :N]
+    assert y[0].isnan().all() and y[1:].isfinite().all()
+
+
+@pytest.mark.parametrize("accumulate", ["fp32", "fp16"])
+@pytest.mark.parametrize("name", ["g128", "g32-offsets", "int8"])
+def test_gated_products(name, accumulate, M=5):
+    """Gate and up interleaved: their product comes out in fp16, large spans of it with a scale."""
+    weight = random_weight(name, 256, 128)
+    x = random_rows(M, 128)
+    x[2] *= 300
+    laid_out = planes.pack_planes(weight)
+    values, scales = kernels.gated(x, laid_out, accumulate)
+    gate, up = kernels.linear(x, laid_out, accumulate=accumulate).unflatten(1, (-1, 2)).unbind(-1)
+    expected, spans = half_range(
+        torch.nn.functional.silu(gate) * up, planes.LARGEST_EXPONENT[accumulate]
+    )
+    torch.testing.assert_close(values, expected, rtol=2e-3, atol=1e-6)
+    assert torch.equal(scales.T, spans) and (spans[2] > 1).any() and (spans == 1).any()
+    assert torch.equal(kernels.gated(x[:1], laid_out, accumulate)[0], values[:1])
+    split = planes.pack_planes(random_weight("g128", 128, 2048))
+    assert kernels.gated(random_rows(1, 2048), split, accumulate) is None

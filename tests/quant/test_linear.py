@@ -10,6 +10,7 @@ from fasteagle.errors import FasteagleError
 from fasteagle.loading.source import quantize_, quantize_head_
 from fasteagle.model import EagleHead
 from fasteagle.quant import packed
+from fasteagle.quant.cuda_linear import PlanesLinear
 from fasteagle.quant.linear import (
     Int4Linear,
     Int8Linear,
@@ -189,3 +190,25 @@ def test_a_packed_weight_refuses_parts_that_do_not_fit():
         PackedWeight(4, 64, good.q, good.scales)
     with pytest.raises(AssertionError):
         PackedWeight(4, 64, good.q, good.scales[:, :1], good.zeros)
+
+
+def test_the_linear_of_cuda_keeps_large_inputs_and_logits_in_fp32():
+    """On a CPU it runs its reference; fp16 ends at 65,504, bf16 does not."""
+    dense = torch.randn(64, 128, generator=torch.Generator().manual_seed(1)) / 10
+    packed = quantize_weight(dense, Scheme(8))
+    for accumulate in ("fp32", "fp16"):
+        linear = PlanesLinear(packed, None, accumulate)
+        x = torch.randn(3, 128, generator=torch.Generator().manual_seed(2)).bfloat16()
+        x[1, 5] = 1e5
+        expected = x.float() @ packed.dequantize().T
+        found = linear(x)
+        assert found.dtype == torch.bfloat16 and found.isfinite().all()
+        torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=2e-2)
+        assert torch.equal(linear(x[:1]), found[:1])
+        x[0, 0] = torch.inf
+        assert not linear(x)[0].isfinite().any() and linear(x)[2].isfinite().all()
+    head = QuantizedLMHead(linear)
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(3)).bfloat16()
+    logits = head(x)
+    assert logits.dtype == torch.float32 and linear.accumulate == "fp32"
+    torch.testing.assert_close(logits, x.float() @ packed.dequantize().T, rtol=1e-5, atol=1e-5)

@@ -19,7 +19,7 @@ from fasteagle.quant.planes import BLOCK_N, PlanesWeight
 pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
 
 import sass
-from fasteagle.quant import kernels
+from fasteagle.quant import kernels, tiling
 from sass import TWO_PROGRAMS, VERSION, opcodes
 
 K = 4096
@@ -47,7 +47,14 @@ LIMITS = {
         ("int8-g32", 32, "fp32"): 4.6,
     }
 }
-POINTERS = {"x_ptr": "*fp16", "planes_ptr": "*i16", "params_ptr": "*i32", "out_ptr": "*fp32"}
+POINTERS = {
+    "x_ptr": "*fp16",
+    "planes_ptr": "*i16",
+    "params_ptr": "*i32",
+    "out_ptr": "*fp32",
+    "scales_ptr": "*fp32",
+    "out_scales_ptr": "*fp32",
+}
 
 
 class Compiled(NamedTuple):
@@ -72,20 +79,33 @@ def empty_weight(name: str) -> PlanesWeight:
     )
 
 
-def build(name: str, rows: int, accumulate: str, folder: Path, *, use_asm: bool = True) -> Compiled:
+def cut_for(weight: PlanesWeight, rows: int):
+    return tiling.cut_rows(weight.layout, rows, rows, 4)
+
+
+def build(
+    name: str, rows: int, accumulate: str, folder: Path, *, use_asm: bool = True, **variant: bool
+) -> Compiled:
     """The variant that a product of `rows` rows launches."""
     weight = empty_weight(name)
-    cut = kernels.tiling(weight.layout, K, K, rows, 82)
-    constants = kernels.constants(weight, cut, accumulate) | {"USE_ASM": use_asm}
-    compiled = compile_kernel(kernels.planes_kernel, POINTERS, constants)
+    cut = cut_for(weight, rows)
+    constants = kernels.constants(weight, cut, accumulate, **variant) | {"USE_ASM": use_asm}
+    pointers = POINTERS | ({"out_ptr": "*fp16"} if variant.get("gated") else {})
+    compiled = compile_kernel(kernels.planes_kernel, pointers, constants)
     code, usage = sass.disassemble(compiled, folder)
     weights = weight.layout.tile * BLOCK_N
+    resident = cut.resident
+    assert resident * (usage.shared + 1024) <= 100 * 1024, "programs that fit beside each other"
+    threads = 32 * kernels.OPTIONS["num_warps"]
+    assert resident * usage.registers * threads <= 65536
     return Compiled(sass.main_loop(code), weights, usage)
 
 
-def compile_kernel(function, pointers: dict[str, str], constants: dict[str, object]):
+def compile_kernel(
+    function, pointers: dict[str, str], constants: dict[str, object], target=sass.SM_86
+):
     aligned = ("out_columns", "Np", "Kp")
-    return sass.compile_kernel(function, pointers, constants, kernels.OPTIONS, aligned)
+    return sass.compile_kernel(function, pointers, constants, kernels.OPTIONS, aligned, target)
 
 
 @pytest.fixture(autouse=True)
@@ -123,6 +143,59 @@ def test_main_loop(name, rows, accumulate, tmp_path):
     assert counts["LDGSTS"] and not counts["LDG"], "a load in the loop waits for memory"
     assert not counts["STS"], "values go from shared memory to the tensor cores and not back"
     assert not counts["I2F"] and not counts["I2FP"], "lop3 does without conversions"
+
+
+# As `LIMITS`: the product of gate and up with its epilogue, and the one whose rows have scales.
+VARIANTS = {
+    ("g128", 16, "fp32", "gated"): 2.6,
+    ("g128", 16, "fp16", "gated"): 2.6,
+    ("g32-offsets", 32, "fp16", "gated"): 3.9,
+    ("g128", 16, "fp32", "scaled"): 3.0,
+    ("g128", 16, "fp16", "scaled"): 3.4,
+    ("g128", 32, "fp16", "scaled"): 4.6,
+    ("g32-offsets", 16, "fp16", "scaled"): 3.8,
+    ("int8", 16, "fp16", "scaled"): 3.0,
+}
+
+
+@counted
+@pytest.mark.parametrize(("name", "rows", "accumulate", "variant"), VARIANTS)
+def test_main_loop_of_variants(name, rows, accumulate, variant, tmp_path):
+    built = build(name, rows, accumulate, tmp_path, **{variant: True})
+    print(f"\n{name} M={rows} {accumulate} {variant}: {built.per_weight:.2f}, {built.usage}")
+    assert built.per_weight <= VARIANTS[name, rows, accumulate, variant]
+    assert built.usage.shared <= TWO_PROGRAMS
+    assert built.usage.stack == built.usage.local == 0, "registers spill"
+    counts = opcodes(built.loop)
+    assert counts["LDGSTS"] and not counts["LDG"], "a load in the loop waits for memory"
+    assert not counts["STS"] and not counts["I2F"] and not counts["I2FP"]
+
+
+@pytest.mark.parametrize("capability", [89, 90])
+@pytest.mark.parametrize(
+    ("name", "rows", "accumulate", "variant"),
+    [
+        ("g128", 16, "fp16", {}),
+        ("g128", 32, "fp32", {}),
+        ("g128", 32, "fp16", {"scaled": True}),
+        ("g128", 16, "fp16", {"gated": True}),
+        ("int8", 32, "fp32", {}),
+    ],
+)
+def test_other_cards(name, rows, accumulate, variant, capability, tmp_path):
+    """The same instruction on every card: one order of sums, for any number of rows."""
+    weight = empty_weight(name)
+    constants = kernels.constants(weight, cut_for(weight, rows), accumulate, **variant)
+    pointers = POINTERS | ({"out_ptr": "*fp16"} if variant.get("gated") else {})
+    target = sass.GPUTarget("cuda", capability, 32)
+    compiled = compile_kernel(kernels.planes_kernel, pointers, constants, target=target)
+    _, usage = sass.disassemble(compiled, tmp_path)
+    # For Hopper ptxas stops at 128 registers, and 32 rows with fp32 sums lack four more.
+    assert usage.local == 0 and usage.stack <= (16 if capability == 90 else 0), "registers spill"
+    assert usage.shared <= TWO_PROGRAMS and usage.registers <= 255
+    kinds = set(re.findall(r"\b\w*mma[.\w]*", compiled.asm["ptx"]))
+    sums = "f16.f16.f16.f16" if accumulate == "fp16" else "f32.f16.f16.f32"
+    assert kinds == {f"mma.sync.aligned.m16n8k16.row.col.{sums}"}
 
 
 @counted

@@ -1,0 +1,131 @@
+"""Triton kernels compiled before they are needed, several at a time.
+
+A kernel that nobody has compiled yet is compiled when it is launched, one after the other: a cold
+start of 7B int4 launches about a dozen variants of 1 to 4 seconds each. Here a pass is run whose
+launches are only written down, and then all of them are compiled at once. Results go to Triton's
+own caches, in memory and on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+
+from fasteagle.drafting.base import Drafter
+from fasteagle.drafting.draft_head import HeadDrafter
+from fasteagle.errors import note
+from fasteagle.model import KEY_BLOCK, KVCache, Transformer, causal_mask
+from fasteagle.state import CycleSpec
+from fasteagle.tree import TreeView
+
+MOST_WORKERS = 16
+PATIENCE = 1.0  # seconds, after which a person is told
+PROMPT_ROWS = 65  # more than the kernels of a few rows take
+_ALONE = threading.Lock()
+
+
+class Variant(NamedTuple):
+    """A kernel, and the types, constants and options that it is to be compiled for."""
+
+    function: Any
+    specialization: str  # as Triton writes it down
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[dict[Any, Variant]]:
+    """Kernels launched inside that are not compiled yet, by name and key: they do not run.
+
+    What they would have written is left as it was. In other threads too, so that nothing else may
+    run meanwhile.
+    """
+    from triton import knobs  # Triton exists where CUDA does
+
+    found: dict[Any, Variant] = {}
+
+    def write_down(*, key: Any, fn: Any, compile: dict[str, Any], **rest: Any) -> bool:
+        found[fn.name, key] = Variant(fn.jit_function, compile["specialization_data"])
+        return True  # neither compile nor launch
+
+    with _ALONE:  # two that overlap would leave the first one's hook behind
+        before = knobs.runtime.jit_cache_hook
+        knobs.runtime.jit_cache_hook = write_down
+        try:
+            yield found
+        finally:
+            knobs.runtime.jit_cache_hook = before
+
+
+def compile_all(variants: Sequence[Variant], device: torch.device, workers: int) -> None:
+    """Compile `variants` for the current target; most of it runs outside of Python's lock."""
+
+    def one(variant: Variant) -> None:
+        # A thread has a current device of its own, and Triton compiles for that one.
+        on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+        with on_device:
+            variant.function.preload(variant.specialization)
+
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(one, variants))
+
+
+def compile_ahead(target: Transformer, drafter: Drafter | None, specs: Sequence[CycleSpec]) -> int:
+    """Compile what passes of `specs` and prompts launch; how many variants there were.
+
+    Whatever fails here is compiled when it is launched, as it would have been.
+    """
+    device = target.norm.weight.device
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return 0
+    with contextlib.suppress(Exception):
+        with collecting() as found:
+            run_passes(target, drafter, sorted({1, *(spec.rows for spec in specs)}))
+        torch.cuda.synchronize(device)
+        workers = min(MOST_WORKERS, os.cpu_count() or 1)
+        line = f"compiling {len(found)} kernels, {workers} at a time ..."
+        timer = threading.Timer(PATIENCE, note, [line])
+        timer.start()
+        try:
+            compile_all(list(found.values()), device, workers)
+        finally:
+            timer.cancel()
+        return len(found)
+    return 0
+
+
+@torch.no_grad()
+def run_passes(target: Transformer, drafter: Drafter | None, rows: Sequence[int]) -> None:
+    """Passes over `rows` rows, one of a prompt, and steps of a draft head, on caches of their own.
+
+    Only numbers are computed from what kernels write, no indices: it may be anything.
+    """
+    device = target.norm.weight.device
+    cache = target.new_cache(KEY_BLOCK)
+    for T in rows:
+        row = torch.arange(T, device=device)
+        paths = row.to(torch.int32).expand(T, T).contiguous()
+        seq_len = torch.ones((), dtype=torch.long, device=device)  # every RoPE table is longer
+        view = TreeView(seq_len, paths, row, target.config.sliding_window)
+        target(torch.zeros_like(row), seq_len + row, seq_len + row, view, cache)
+    row = torch.arange(PROMPT_ROWS, device=device)
+    mask = causal_mask(0, PROMPT_ROWS, cache.n_slots, target.config.sliding_window, device)
+    target.encode(torch.zeros_like(row), row, row, mask, cache)
+    if isinstance(drafter, HeadDrafter):
+        for T in sorted({1, *(shape.topk or 1 for shape in drafter.shapes())}):
+            _run_head(drafter, T)
+
+
+def _run_head(drafter: HeadDrafter, T: int) -> None:
+    head, own = drafter.head, drafter.cache.rows
+    cache = KVCache(head.config.block, KEY_BLOCK, own.dtype, own.device)
+    row = torch.arange(T, device=own.device)
+    features = own.new_zeros(T, head.config.feature_dim)
+    paths = row.to(torch.int32).expand(T, T).contiguous()
+    mask = drafter.visible_keys(TreeView(torch.zeros_like(row[0]), paths, row), cache.n_slots)
+    head(torch.zeros_like(row), head.read(features), row, row, mask, cache)

@@ -1,0 +1,318 @@
+"""What a decoder block computes between its products, in Triton: norms, RoPE, SwiGLU, commit.
+
+Each kernel first adds up the partial sums [S, M, Np] of the product before it, in their order. A
+row's bits do not depend on the number of rows: programs are of one row, blocks and warps are fixed
+by the model's dims, and nothing is fused but what the code says.
+
+Shapes: M rows, D model dim, S parts, Np columns of a part, H query heads, G KV heads, E head dim,
+F FFN dim.
+"""
+
+# mypy: disallow-untyped-defs=False
+# (what Triton compiles has no Python types)
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fasteagle.quant.kernels import SPAN
+from fasteagle.quant.planes import LARGEST_EXPONENT
+from fasteagle.quant.unpack_kernels import half_range
+
+ONE_WARP = {"num_warps": 1, "enable_fp_fusion": False}
+SPANS = 8  # of a program of `gate_kernel`
+
+
+def norm_options(D: int) -> dict[str, object]:
+    """Warps by the width of a row, and by nothing else."""
+    return {"num_warps": 4 if D <= 2048 else 8, "enable_fp_fusion": False}
+
+
+def add_norm(
+    x: Tensor, parts: Tensor | None, scale: Tensor | None, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(x + the sum of `parts`, its RMSNorm by `scale` [D] in `dtype`), for fp32 x [M, D].
+
+    Without `scale` the second is the first in another dtype; without `parts` the first is x.
+    """
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    return _norm(x, parts, scale, eps, out), out
+
+
+def _norm(
+    x: Tensor, parts: Tensor | None, scale: Tensor | None, eps: float, out: Tensor | None
+) -> Tensor:
+    M, D = x.shape
+    total = x if parts is None else torch.empty_like(x)
+    S, Np = (0, 0) if parts is None else (parts.shape[0], parts.shape[2])
+    norm_kernel[(M,)](
+        x,
+        x if parts is None else parts,
+        x if scale is None else scale,
+        total,
+        x if out is None else out,
+        D,
+        Np,
+        M * Np,
+        eps,
+        SPLIT=S,
+        NORMED=scale is not None,
+        STORED=out is not None,
+        BLOCK=triton.next_power_of_2(D),
+        **norm_options(D),
+    )
+    return total
+
+
+def add(x: Tensor, parts: Tensor) -> Tensor:
+    """x + the sum of `parts`."""
+    return _norm(x, parts, None, 0.0, None)
+
+
+def rope(
+    parts: Tensor,
+    vectors: tuple[Tensor | None, ...],
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    n_head: int,
+    eps: float,
+) -> Tensor:
+    """Rotated queries [G, H / G * M, E]; keys and values of the rows go to their slots.
+
+    `parts` are of the product with query, key and value; `vectors` its bias [Np] and, where the
+    model has them, the scales [E] of the norms of queries and keys. cos, sin [M, 1, E].
+    """
+    S, M, Np = parts.shape
+    G, _, E = k_cache.shape
+    bias, q_norm, k_norm = vectors
+    q = torch.empty(G, n_head // G * M, E, dtype=k_cache.dtype, device=parts.device)
+    rope_kernel[(M, n_head + 2 * G)](
+        parts,
+        parts if bias is None else bias,
+        parts if q_norm is None else q_norm,
+        parts if k_norm is None else k_norm,
+        cos,
+        sin,
+        slots,
+        q,
+        k_cache,
+        v_cache,
+        M,
+        Np,
+        M * Np,
+        n_head,
+        G,
+        *k_cache.stride()[:2],
+        *v_cache.stride()[:2],
+        eps,
+        SPLIT=S,
+        E=E,
+        HALF=triton.next_power_of_2(E // 2),
+        BIASED=bias is not None,
+        NORMED=q_norm is not None,
+        **ONE_WARP,
+    )
+    return q
+
+
+def gate(parts: Tensor, accumulate: str) -> tuple[Tensor, Tensor]:
+    """`quant.kernels.gated` from partial sums of gate and up, whose columns alternate."""
+    S, M, Np = parts.shape
+    F = Np // 2
+    out = torch.empty(M, F, dtype=torch.float16, device=parts.device)
+    scales = torch.empty(F // SPAN, M, dtype=torch.float32, device=parts.device)
+    gate_kernel[(M, triton.cdiv(F // SPAN, SPANS))](
+        parts,
+        out,
+        scales,
+        M,
+        Np,
+        M * Np,
+        SPLIT=S,
+        SPAN=SPAN,
+        SPANS=SPANS,
+        EXPONENT=LARGEST_EXPONENT[accumulate],
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return out, scales
+
+
+def commit(rows: Tensor, source: Tensor, target: Tensor) -> None:
+    """Copy slots `source` [n] to `target` [n] in all planes of `rows` [P, G, S, E].
+
+    Both ascend, and no source is below its target but where nothing has to move (padding).
+    """
+    P, G, _, E = rows.shape
+    commit_kernel[(P, G)](
+        rows,
+        source,
+        target,
+        len(source),
+        *rows.stride()[:3],
+        E=E,
+        E_PAD=triton.next_power_of_2(E),
+        **ONE_WARP,
+    )
+
+
+@triton.jit(do_not_specialize=["stride_split"])
+def norm_kernel(
+    x_ptr,
+    parts_ptr,
+    scale_ptr,
+    total_ptr,
+    out_ptr,
+    D,
+    Np,
+    stride_split,
+    eps,
+    SPLIT: tl.constexpr,
+    NORMED: tl.constexpr,
+    STORED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row: x + parts[0] + parts[1] + ..., then x / rms(x) * scale."""
+    row = tl.program_id(0)
+    n = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * D + n, mask=n < D, other=0.0)
+    if SPLIT > 0:
+        added = tl.zeros((BLOCK,), tl.float32)
+        for split in tl.static_range(SPLIT):
+            at = parts_ptr + split * stride_split + row * Np + n
+            added += tl.load(at, mask=n < D, other=0.0)
+        x += added
+        tl.store(total_ptr + row * D + n, x, mask=n < D)
+    if NORMED:
+        mean = tl.sum(x * x, 0) / D
+        x = x / tl.sqrt_rn(mean + eps)
+        x *= tl.load(scale_ptr + n, mask=n < D, other=0.0).to(tl.float32)
+    if STORED:
+        tl.store(out_ptr + row * D + n, x.to(out_ptr.dtype.element_ty), mask=n < D)
+
+
+@triton.jit(do_not_specialize=["M", "stride_split"])
+def rope_kernel(
+    parts_ptr,
+    bias_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    cos_ptr,
+    sin_ptr,
+    slots_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    M,
+    Np,
+    stride_split,
+    n_head,
+    G,
+    stride_kg,
+    stride_ks,
+    stride_vg,
+    stride_vs,
+    eps,
+    SPLIT: tl.constexpr,
+    E: tl.constexpr,
+    HALF: tl.constexpr,
+    BIASED: tl.constexpr,
+    NORMED: tl.constexpr,
+):
+    """One head of one row: queries first, then keys, then values."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    e = tl.arange(0, HALF)
+    real = e < E // 2
+    first = tl.zeros((HALF,), tl.float32)
+    second = tl.zeros((HALF,), tl.float32)
+    for split in tl.static_range(SPLIT):
+        at = parts_ptr + split * stride_split + row * Np + head * E + e
+        first += tl.load(at, mask=real, other=0.0)
+        second += tl.load(at + E // 2, mask=real, other=0.0)
+    if BIASED:
+        bias_at = bias_ptr + head * E + e
+        first += tl.load(bias_at, mask=real, other=0.0).to(tl.float32)
+        second += tl.load(bias_at + E // 2, mask=real, other=0.0).to(tl.float32)
+    if head < n_head + G:
+        if NORMED:
+            norm_at = tl.where(head < n_head, q_norm_ptr, k_norm_ptr) + e
+            rms = tl.sqrt_rn((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / E + eps)
+            first = first / rms * tl.load(norm_at, mask=real, other=0.0).to(tl.float32)
+            second = second / rms * tl.load(norm_at + E // 2, mask=real, other=0.0).to(tl.float32)
+        cos = tl.load(cos_ptr + row * E + e, mask=real, other=0.0)
+        sin = tl.load(sin_ptr + row * E + e, mask=real, other=0.0)
+        turned = first * cos - second * sin
+        second = second * cos + first * sin
+        first = turned
+    slot = tl.load(slots_ptr + row)
+    if head < n_head:
+        group = n_head // G
+        out = q_ptr + ((head // group * group + head % group) * M + row) * E + e
+    elif head < n_head + G:
+        out = k_ptr + (head - n_head).to(tl.int64) * stride_kg + slot * stride_ks + e
+    else:
+        out = v_ptr + (head - n_head - G).to(tl.int64) * stride_vg + slot * stride_vs + e
+    tl.store(out, first.to(q_ptr.dtype.element_ty), mask=real)
+    tl.store(out + E // 2, second.to(q_ptr.dtype.element_ty), mask=real)
+
+
+@triton.jit(do_not_specialize=["M", "stride_split"])
+def gate_kernel(
+    parts_ptr,
+    out_ptr,
+    scales_ptr,
+    M,
+    Np,
+    stride_split,
+    SPLIT: tl.constexpr,
+    SPAN: tl.constexpr,
+    SPANS: tl.constexpr,
+    EXPONENT: tl.constexpr,
+):
+    """Some spans of one row."""
+    row = tl.program_id(0)
+    span = tl.program_id(1) * SPANS + tl.arange(0, SPANS)
+    n = span[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
+    real = n < Np // 2
+    gates = tl.zeros((SPANS, SPAN), tl.float32)
+    ups = tl.zeros((SPANS, SPAN), tl.float32)
+    for split in tl.static_range(SPLIT):
+        at = parts_ptr + split * stride_split + row * Np + 2 * n
+        gates += tl.load(at, mask=real, other=0.0)
+        ups += tl.load(at + 1, mask=real, other=0.0)
+    values, scale = half_range(gates / (1.0 + tl.exp(-gates)) * ups, EXPONENT)
+    tl.store(out_ptr + row * (Np // 2) + n, values, mask=real)
+    tl.store(scales_ptr + span * M + row, scale, mask=span < Np // 2 // SPAN)
+
+
+@triton.jit
+def commit_kernel(
+    rows_ptr,
+    source_ptr,
+    target_ptr,
+    n,
+    stride_plane,
+    stride_head,
+    stride_slot,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+):
+    """One head of one plane. Slots ascend, so that each is read before it is written; and every
+    element stays with its thread.
+    """
+    at = rows_ptr + tl.program_id(0).to(tl.int64) * stride_plane
+    at += tl.program_id(1).to(tl.int64) * stride_head
+    e = tl.arange(0, E_PAD)
+    for i in range(0, n):
+        source = tl.load(source_ptr + i)
+        target = tl.load(target_ptr + i)
+        moves = e < tl.where(source > target, E, 0)
+        values = tl.load(at + source * stride_slot + e, mask=moves)
+        tl.store(at + target * stride_slot + e, values, mask=moves)

@@ -1,0 +1,338 @@
+"""Decoder blocks on CUDA in few launches: quantized products, and our kernels between them.
+
+A block of 4-bit weights is nine or ten launches: norm, query-key-value, RoPE, two of attention,
+output, norm, gate and up (and their product, where K is split), down. The sums of a split product
+are added up by the kernel that reads them. `use_fused_blocks` changes a target from outside,
+`use_fused_block` the block of a draft head; passes under a mask (prefill) run as before.
+
+Shapes: T rows, D model dim, E head dim, G KV heads, S cache slots.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fasteagle.compile.tree_attention import attend
+from fasteagle.device import on_device_of
+from fasteagle.model import Block, Cast, EagleHead, RMSNorm, Transformer, run_blocks
+from fasteagle.quant.cuda_linear import PlanesLinear
+from fasteagle.quant.planes import PlanesWeight
+from fasteagle.tree import TreeView
+
+TENSORS = 13  # that the kernels read of one block
+FORMATS = 4  # numbers that describe a packed weight
+MAX_ROWS = 64  # of the products' kernels
+COLUMNS = 64  # that a linear's inputs are a multiple of
+
+
+def fits(block: Block) -> bool:
+    """Whether the kernels can run this block."""
+    attention, mlp = block.attention, block.mlp
+    linears = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
+    return (
+        all(type(linear) is PlanesLinear for linear in linears)
+        and all(linear.in_features % COLUMNS == 0 for linear in linears)
+        and all(linear.bias is None for linear in linears[1:])
+        and attention.head_dim % 2 == 0
+        and 16 <= attention.head_dim <= 256
+        and isinstance(attention.q_norm, RMSNorm) == isinstance(attention.k_norm, RMSNorm)
+    )
+
+
+class Alternating(nn.Module):
+    """Gate and up with their columns in turn, so that one program has both; results as before."""
+
+    def __init__(self, linear: PlanesLinear) -> None:
+        super().__init__()
+        N = linear.out_features
+        order = torch.arange(N, device=linear.planes.device).view(2, -1).T.flatten()
+        linear.planes = linear.planes[:, order].contiguous()
+        linear.params = linear.params[:, order].contiguous()
+        self.linear = linear
+        self.in_features, self.out_features = linear.in_features, N
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+
+@torch.library.custom_op("fasteagle::rms_norm", mutates_args=(), device_types="cuda")
+def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
+    """RMSNorm of fp32 x [T, D] in the dtype of `scale` [D]; bits of a row whatever T is."""
+    from fasteagle.compile import block_kernels
+
+    with on_device_of(x):
+        return block_kernels.add_norm(x, None, scale, eps, scale.dtype)[1]
+
+
+@rms_norm.register_fake
+def _(x: Tensor, scale: Tensor, eps: float) -> Tensor:
+    return torch.empty_like(x, dtype=scale.dtype)
+
+
+class FixedNorm(nn.Module):
+    """`RMSNorm` by our kernel, for which threads per row do not depend on the number of rows."""
+
+    def __init__(self, norm: RMSNorm) -> None:
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x.float().contiguous(), self.weight, self.eps)
+
+
+class FusedBlocks:
+    """What the kernels read of blocks: `TENSORS` of each, and their formats, in two lists."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        assert all(fits(block) for block in blocks), "see fits"
+        for block in blocks:
+            block.mlp.gate_up = Alternating(block.mlp.gate_up)
+            block.attention.attend = attend
+        found = [_tensors(block) for block in blocks]
+        self._tensors = [tensor for tensors, _ in found for tensor in tensors]
+        self._formats = [number for _, formats in found for number in formats]
+        self._index = {id(block): i for i, block in enumerate(blocks)}
+        self._eps = blocks[0].mlp_norm.eps
+        self._accumulate = blocks[0].attention.qkv.accumulate
+
+    def run(
+        self,
+        blocks: Sequence[Block],
+        caches: list[Tensor],
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        view: TreeView,
+        entry: Tensor | None = None,
+    ) -> Tensor:
+        """The residual stream [T, D] behind `blocks`; `caches` are keys and values of each."""
+        first = self._index[id(blocks[0])]
+        last = first + len(blocks)
+        seen = (view.seq_len, view.paths, view.depths, view.window or 0)
+        return fused_blocks(
+            x,
+            cos,
+            sin,
+            slots,
+            *seen,
+            caches,
+            self._tensors[TENSORS * first : TENSORS * last],
+            self._formats[4 * FORMATS * first : 4 * FORMATS * last],
+            self._eps,
+            self._accumulate,
+            None if entry is None else entry.half(),
+        )
+
+
+def _tensors(block: Block) -> tuple[list[Tensor], list[int]]:
+    """Empty where the block has none."""
+    attention, mlp = block.attention, block.mlp
+    linears = (attention.qkv, attention.out, mlp.gate_up.linear, mlp.down)
+    qkv, out, gate_up, down = ([linear.planes, linear.params] for linear in linears)
+    bias = torch.empty(0) if attention.qkv.bias is None else attention.qkv.bias.detach()
+    norms = _scale(attention.q_norm), _scale(attention.k_norm)
+    tensors = [_scale(block.attention_norm), *qkv, bias, *norms, *out]
+    tensors += [_scale(block.mlp_norm), *gate_up, *down]
+    assert len(tensors) == TENSORS, "as `_Weights` reads them"
+    formats = []
+    for linear in linears:
+        bits, group_size, offsets = linear.format
+        formats += [linear.in_features, bits, group_size, int(offsets)]
+    return tensors, formats
+
+
+def _scale(norm: nn.Module) -> Tensor:
+    if isinstance(norm, RMSNorm):
+        return norm.weight.detach()
+    assert isinstance(norm, (Cast, nn.Identity)), "a block's norms are RMSNorm"
+    return torch.empty(0)
+
+
+class _Weights:
+    """One block's part of the lists of `FusedBlocks`."""
+
+    def __init__(self, tensors: Sequence[Tensor], formats: Sequence[int]) -> None:
+        found: list[Tensor | None] = [t if t.numel() else None for t in tensors]
+        self.attention_norm, self.mlp_norm = found[0], found[8]
+        self.vectors = found[3], found[4], found[5]
+        places = (1, 6, 9, 11)  # of the planes of each linear, its params behind them
+        self.qkv, self.out, self.gate_up, self.down = (
+            _packed(tensors[at], tensors[at + 1], formats[FORMATS * i : FORMATS * (i + 1)])
+            for i, at in enumerate(places)
+        )
+
+
+def _packed(planes: Tensor, params: Tensor, format: Sequence[int]) -> PlanesWeight:
+    """N in whole blocks of columns: what is behind the last one is not read."""
+    K, bits, group_size, offsets = format
+    return PlanesWeight(planes, params, planes.shape[1], K, bits, group_size, bool(offsets))
+
+
+@torch.library.custom_op("fasteagle::fused_blocks", mutates_args=("caches",), device_types="cuda")
+def fused_blocks(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    seq_len: Tensor,
+    paths: Tensor,
+    depths: Tensor,
+    window: int,
+    caches: Sequence[Tensor],
+    tensors: Sequence[Tensor],
+    formats: Sequence[int],
+    eps: float,
+    accumulate: str,
+    entry: Tensor | None,
+) -> Tensor:
+    """Run blocks over the rows of a tree, fp32 x [T, D]; see `FusedBlocks.run`.
+
+    A row's bits depend on the keys that it sees and on itself alone, not on the other rows.
+    """
+    view = TreeView(seq_len, paths, depths, window or None)
+    with on_device_of(x):
+        return launch_blocks(
+            x, (cos, sin, slots), view, caches, tensors, formats, eps, accumulate, entry
+        )
+
+
+@fused_blocks.register_fake
+def _fake(x: Tensor, *rest: object) -> Tensor:
+    return torch.empty_like(x)
+
+
+def launch_blocks(
+    x: Tensor,
+    rows: tuple[Tensor, Tensor, Tensor],
+    view: TreeView,
+    caches: Sequence[Tensor],
+    tensors: Sequence[Tensor],
+    formats: Sequence[int],
+    eps: float,
+    accumulate: str,
+    entry: Tensor | None,
+) -> Tensor:
+    """The launches of `fused_blocks`, on CUDA or in Triton's interpreter."""
+    from fasteagle.compile import block_kernels as kernels  # Triton exists where CUDA does
+
+    parts = None
+    n_blocks = len(tensors) // TENSORS
+    for i in range(n_blocks):
+        weights = _Weights(
+            tensors[TENSORS * i : TENSORS * (i + 1)],
+            formats[4 * FORMATS * i : 4 * FORMATS * (i + 1)],
+        )
+        k_cache, v_cache = caches[2 * i : 2 * i + 2]
+        if entry is None:
+            x, normed = kernels.add_norm(x, parts, weights.attention_norm, eps, torch.float16)
+        else:
+            normed = entry
+        parts = _attention(normed, weights, rows, view, k_cache, v_cache, eps, accumulate)
+        x, normed = kernels.add_norm(x, parts, weights.mlp_norm, eps, torch.float16)
+        parts = _mlp(normed, weights, accumulate)
+    assert parts is not None, "at least one block"
+    return kernels.add(x, parts)
+
+
+def _attention(
+    normed: Tensor,
+    weights: _Weights,
+    rows: tuple[Tensor, Tensor, Tensor],
+    view: TreeView,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    eps: float,
+    accumulate: str,
+) -> Tensor:
+    """Partial sums [S, T, D] of what attention adds to the residual stream."""
+    from fasteagle.compile import block_kernels, tree_kernels
+    from fasteagle.quant import kernels
+
+    parts = kernels.partial_sums(normed, weights.qkv, accumulate)
+    n_head = weights.out.K // k_cache.shape[2]
+    q = block_kernels.rope(parts, weights.vectors, *rows, k_cache, v_cache, n_head, eps)
+    y = tree_kernels.tree_attention(q, k_cache, v_cache, *view, out_rows=torch.float16)
+    return kernels.partial_sums(y, weights.out, accumulate)
+
+
+def _mlp(normed: Tensor, weights: _Weights, accumulate: str) -> Tensor:
+    """Partial sums [S, T, D] of what the feed-forward layer adds to the residual stream."""
+    from fasteagle.compile import block_kernels
+    from fasteagle.quant import kernels
+
+    found = kernels.gated(normed, weights.gate_up, accumulate)
+    if found is None:
+        parts = kernels.partial_sums(normed, weights.gate_up, accumulate)
+        found = block_kernels.gate(parts, accumulate)
+    values, scales = found
+    return kernels.partial_sums(values, weights.down, accumulate, scales)
+
+
+def use_fused_blocks(target: Transformer) -> bool:
+    """Run the target's blocks by the kernels under a `TreeView`, if they fit; true if so."""
+    if not all(fits(block) for block in target.blocks):
+        return False
+    fused = FusedBlocks(list(target.blocks))
+    target.run_blocks = functools.partial(_run_blocks, fused)
+    target.visible_keys = lambda view, n_slots: view
+    target.norm = FixedNorm(target.norm)
+    return True
+
+
+def is_fused(target: Transformer) -> bool:
+    """Whether `use_fused_blocks` has changed this target."""
+    return isinstance(target.norm, FixedNorm)
+
+
+def use_fused_block(head: EagleHead) -> bool:
+    """The same for the block of a draft head, which its owner calls by itself."""
+    block: Any = head.block
+    if not fits(block):
+        return False
+    fused, masked = FusedBlocks([block]), block.forward
+    if head.config.eagle3 is None and isinstance(head.fc, PlanesLinear):
+        head.fc.in_range = True  # embeddings, and features behind the target's last norm
+
+    def forward(
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        mask: Tensor | TreeView,
+        k: Tensor,
+        v: Tensor,
+        entry: Tensor | None = None,
+    ) -> Tensor:
+        if isinstance(mask, Tensor):
+            return masked(x, cos, sin, slots, mask, k, v, entry)
+        return fused.run([block], [k, v], x, cos, sin, slots, mask, entry)
+
+    block.forward = forward
+    return True
+
+
+def is_fused_block(block: Block) -> bool:
+    """Whether `use_fused_block` has changed this block."""
+    return isinstance(block.mlp.gate_up, Alternating)
+
+
+def _run_blocks(
+    fused: FusedBlocks,
+    blocks: Sequence[Block],
+    layers: Sequence[tuple[Tensor, Tensor]],
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    visible: Tensor | TreeView,
+) -> Tensor:
+    if isinstance(visible, Tensor) or x.shape[0] > MAX_ROWS:
+        return run_blocks(blocks, layers, x, cos, sin, slots, visible)
+    caches = [cache for layer in layers for cache in layer]
+    return fused.run(blocks, caches, x, cos, sin, slots, visible)

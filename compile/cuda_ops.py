@@ -1,0 +1,71 @@
+"""Custom ops over the small kernels of the cycle on CUDA, and who is given them.
+
+Each has a slow twin in plain torch: `drafting.top_children`, `KVCache.commit`.
+
+Shapes: W rows, V vocabulary, P planes of a cache, G KV heads, S slots, E head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fasteagle.compile.cuda_blocks import MAX_ROWS, use_fused_block
+from fasteagle.compile.tree_attention import attend, has_kernel
+from fasteagle.device import on_device_of
+from fasteagle.drafting.base import Drafter
+from fasteagle.drafting.draft_head import HeadDrafter, RankingDrafter
+from fasteagle.model import KVCache
+from fasteagle.tree import TreeView
+
+
+@torch.library.custom_op("fasteagle::top_children", mutates_args=(), device_types="cuda")
+def top_children(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Draft ids and log-probabilities [W, k] of each row's best children, by logits [W, V]."""
+    from fasteagle.compile import draft_kernels  # Triton exists where CUDA does
+
+    with on_device_of(logits):
+        return draft_kernels.top_children(logits, k)
+
+
+@top_children.register_fake
+def _(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    size = logits.shape[0], k
+    return logits.new_empty(size, dtype=torch.long), logits.new_empty(size, dtype=torch.float32)
+
+
+@torch.library.custom_op("fasteagle::move_rows", mutates_args=("rows",), device_types="cuda")
+def move_cache_rows(rows: Tensor, source: Tensor, target: Tensor) -> None:
+    """See `block_kernels.commit`: rows [P, G, S, E] of the cache, slots [n] that ascend."""
+    from fasteagle.compile import block_kernels
+
+    with on_device_of(rows):
+        block_kernels.commit(rows, source, target)
+
+
+def move_rows(cache: KVCache, source: Tensor, target: Tensor) -> None:
+    """`KVCache.commit` in one launch."""
+    move_cache_rows(cache.rows, source, target)
+
+
+def use_kernels(drafter: Drafter) -> None:
+    """Let a drafter on CUDA rank by our kernel, and its draft head take the view of a tree."""
+    if isinstance(drafter, RankingDrafter):
+        drafter.top_children = top_children
+    if not isinstance(drafter, HeadDrafter):
+        return
+    cache = drafter.cache.rows
+    if has_kernel(drafter.head.config.block, cache.dtype, cache.device):
+        use_views(drafter)
+        use_fused_block(drafter.head)
+        drafter.head.block.attention.attend = attend
+
+
+def _few_rows(view: TreeView, n_slots: int) -> Tensor | TreeView:
+    """The view for the rows of a tree; a mask for those of a prompt."""
+    return view if len(view.depths) <= MAX_ROWS else view.mask(n_slots)
+
+
+def use_views(drafter: HeadDrafter) -> None:
+    """Hand the draft head the view of a tree where others get a mask."""
+    drafter.visible_keys = _few_rows

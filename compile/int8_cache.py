@@ -1,0 +1,66 @@
+"""Keys and values in 8 bits: one scale for each head and token, behind its values.
+
+A row [E] of the cache becomes E int8 values and the fp32 scale, in E + 16 bytes: with a row of
+another length the kernels could not load 16 bytes at once. The model writes rows through
+`Attention.write` and reads them through `Attention.attend`; both are replaced from outside.
+
+Shapes: T rows of a pass, G KV heads, group query heads of each, E head dim, S cache slots.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fasteagle import model
+from fasteagle.config import ModelConfig
+
+SPARE = 16  # bytes behind the values of a row; the first four are its scale
+_SCALE = 4
+
+
+def quantized_rows(rows: Tensor) -> Tensor:
+    """Rows [..., E] as int8 [..., E + SPARE]: values within 127 scales, rounded to nearest."""
+    scales = rows.abs().amax(-1, keepdim=True).float() / 127
+    values = (rows.float() / scales.clamp(min=1e-30)).round().to(torch.int8)
+    made = values.new_zeros(*values.shape[:-1], values.shape[-1] + SPARE)
+    made[..., : values.shape[-1]] = values
+    made[..., values.shape[-1] : values.shape[-1] + _SCALE] = scales.view(torch.int8)
+    return made
+
+
+def dense_rows(cache: Tensor, dtype: torch.dtype) -> Tensor:
+    """The rows [..., E] in `dtype`; a cache that is not int8 as it is."""
+    if cache.dtype != torch.int8:
+        return cache
+    E = cache.shape[-1] - SPARE
+    scales = cache[..., E : E + _SCALE].contiguous().view(torch.float32)
+    return (cache[..., :E].float() * scales).to(dtype)
+
+
+def write(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """`model.write` of rows [G, T, E] into int8 [G, S, E + SPARE]."""
+    cache.index_copy_(1, slots, quantized_rows(rows))
+
+
+def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Tensor) -> Tensor:
+    """`model.attend` over caches of either kind."""
+    return model.attend(q, dense_rows(k_cache, q.dtype), dense_rows(v_cache, q.dtype), mask)
+
+
+def use_int8_cache(target: model.Transformer) -> None:
+    """Let a target, and engines made of it, keep keys and values in 8 bits.
+
+    Before `use_tree_attention`, whose kernels read both kinds; the CPU's own blocks do not.
+    """
+    target.cache_dtype, target.cache_spare = torch.int8, SPARE
+    for block in target.blocks:
+        block.attention.write = write
+        block.attention.attend = attend
+
+
+def cache_bytes(config: ModelConfig, n_slots: int, element_bytes: int, kv: str) -> int:
+    """Bytes of a KV cache under `--kv`."""
+    if kv != "int8":
+        return config.kv_bytes(n_slots, element_bytes)
+    return config.kv_bytes(n_slots, 1) * (config.head_dim + SPARE) // config.head_dim

@@ -1,0 +1,194 @@
+"""Fused decoder blocks on the CPU. `test_cuda_blocks.py` runs this file with TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import interpreted_tree_attention  # noqa: F401  (its products of bf16)
+from fasteagle.compile import block_kernels, cuda_blocks, cuda_ops, draft_kernels, tree_kernels
+from fasteagle.drafting.draft_head import top_children
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.generate import Engine
+from fasteagle.model import KVCache
+from fasteagle.options import SamplingParams
+from fasteagle.quant import kernels as quant_kernels
+from fasteagle.quant import planes
+from fasteagle.quant.cuda_linear import PlanesLinear
+from fasteagle.quant.linear import QuantizedLMHead
+from fasteagle.quant.params import quantize_weight
+from fasteagle.quant.scheme import Scheme
+from fasteagle.shapes import TreeShape
+from fasteagle.tree import TreeView
+from helpers import eagle3_of, random_head
+from planes_models import CONFIGS, SEQ_LEN, filled, packed_head, packed_target, passed, view_of
+
+assert tree_kernels.INTERPRETED, "run me with TRITON_INTERPRET=1"
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    """The ops, which only CUDA has, as their launches."""
+
+    def launched(x, cos, sin, slots, seq_len, paths, depths, window, *rest):
+        view = TreeView(seq_len, paths, depths, window or None)
+        return cuda_blocks.launch_blocks(x, (cos, sin, slots), view, *rest)
+
+    def product(x, planes_, params, N, K, bits, group_size, offsets, accumulate):
+        weight = planes.PlanesWeight(planes_, params, N, K, bits, group_size, offsets)
+        return quant_kernels.linear(x, weight, accumulate=accumulate)
+
+    def normed(x, scale, eps):
+        return block_kernels.add_norm(x, None, scale, eps, scale.dtype)[1]
+
+    monkeypatch.setattr(cuda_blocks, "fused_blocks", launched)
+    monkeypatch.setattr(cuda_blocks, "rms_norm", normed)
+    monkeypatch.setattr(cuda_ops, "top_children", draft_kernels.top_children)
+    monkeypatch.setattr(cuda_ops, "move_cache_rows", block_kernels.commit)
+    monkeypatch.setattr(planes, "planes_linear", product)
+
+
+def close(found: Tensor, expected: Tensor, limit: float) -> None:
+    error = (found.float() - expected.float()).norm() / expected.float().norm()
+    assert error < limit, float(error)
+
+
+SCHEMES = [
+    ("g64", Scheme(4, 64), "fp32"),
+    ("g64", Scheme(4, 64), "fp16"),
+    ("int8", Scheme(8), "fp32"),
+]
+CASES = [(name, "g64", SCHEMES[0][1], "fp32") for name in CONFIGS]
+CASES += [("gqa", *scheme) for scheme in SCHEMES[1:]]
+
+
+@pytest.mark.parametrize(("name", "kind", "scheme", "accumulate"), CASES)
+def test_results_of_the_model(name, kind, scheme, accumulate):
+    target, dense = packed_target(name, scheme, accumulate)
+    expected, dense_cache = passed(dense, 9, torch.float32)
+    assert cuda_blocks.use_fused_blocks(target)
+    found, cache = passed(target, 9)
+    limit = 4e-3 if accumulate == "fp16" else 2e-3
+    first = dense.embedding(torch.arange(9) * 5)
+    close(found - first, expected - first, limit)
+    here = slice(SEQ_LEN, SEQ_LEN + 9)
+    close(cache.rows[:, :, here], dense_cache.rows[:, :, here], limit)
+    assert torch.equal(cache.rows[:, :, :SEQ_LEN], dense_cache.rows[:, :, :SEQ_LEN].half())
+    assert not cache.rows[:, :, SEQ_LEN + 9 :].any()
+
+
+@pytest.mark.parametrize(
+    ("name", "accumulate"), [("gqa", "fp32"), ("qwen3", "fp32"), ("mha", "fp16")]
+)
+def test_rows_do_not_depend_on_their_number(name, accumulate):
+    target, _ = packed_target(name, accumulate=accumulate)
+    cuda_blocks.use_fused_blocks(target)
+    whole, whole_cache = passed(target, 9)
+    for T in (1, 2, 5):
+        part, cache = passed(target, T)
+        assert torch.equal(part, whole[:T])
+        end = SEQ_LEN + T
+        assert torch.equal(cache.rows[:, :, :end], whole_cache.rows[:, :, :end])
+
+
+def test_split_products_and_a_separate_gate():
+    """Where K is split, sums are added up by the next kernel."""
+    target, dense = packed_target("mha", dim=512, ffn_dim=2048)
+    expected, _ = passed(dense, 3, torch.float32)
+    cuda_blocks.use_fused_blocks(target)
+    found, _ = passed(target, 3)
+    close(found, expected, 2e-3)
+
+
+def test_an_activation_beyond_fp16():
+    """Its span of columns is scaled: neither inf, nor are other columns lost."""
+    target, dense = packed_target("mha")
+    for model in (target, dense):
+        model.blocks[1].mlp_norm.weight.data *= 4000
+    expected, _ = passed(dense, 9, torch.float32)
+    mlp, norm = dense.blocks[1].mlp, dense.blocks[1].mlp_norm
+    gate, up = mlp.gate_up(norm(expected)).chunk(2, -1)
+    assert (torch.nn.functional.silu(gate) * up).abs().max() > 65504
+    cuda_blocks.use_fused_blocks(target)
+    close(passed(target, 9)[0], expected, 2e-3)
+
+
+@pytest.mark.parametrize("algorithm", ["eagle1", "eagle3"])
+def test_the_block_of_a_draft_head(algorithm):
+    target, _ = packed_target("mha")
+    eagle3 = eagle3_of(algorithm, target.config)
+    head, dense = packed_head(random_head(target, eagle3=eagle3))
+    view = view_of(5, None)
+    rows = view.seq_len + torch.arange(5)
+    positions = view.seq_len + view.depths
+    x = torch.randn(5, 128, generator=torch.Generator().manual_seed(1))
+    entry = torch.randn(5, 256, generator=torch.Generator().manual_seed(2)) if eagle3 else None
+    results = []
+    for made, dtype in ((dense, torch.float32), (head, torch.float16)):
+        cache = KVCache(made.config.block, 256, dtype, "cpu")
+        cache.rows[:, :, :SEQ_LEN] = filled(target, dtype).rows[:2, :, :SEQ_LEN]
+        rope = [t[positions].unsqueeze(1) for t in (target.rope_cos, target.rope_sin)]
+        mask = view.mask(256) if made is dense else view
+        own = None if entry is None else entry.to(dtype)
+        if made is head:
+            assert cuda_blocks.use_fused_block(head)
+            masked = head.block(x, *rope, rows, view.mask(256), *cache.layers[0], own)
+            assert masked.shape == x.shape  # prefill goes on under a mask
+        results.append(made.block(x, *rope, rows, mask, *cache.layers[0], own))
+    close(results[1], results[0], 2e-3)
+
+
+@pytest.mark.parametrize("path", [[0, 2, 5, 6], [0, 1, 3, 0], [0, 0, 0, 0], [0, 1, 2, 3], [0]])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8])
+def test_commit(path, dtype):
+    rows = (100 * torch.randn(4, 3, 40, 24, generator=torch.Generator().manual_seed(1))).to(dtype)
+    expected, seq_len, path = rows.clone(), torch.tensor(20), torch.tensor(path)
+    count = int((path > 0).sum()) + 1
+    expected[:, :, 20 : 20 + count] = rows[:, :, 20 + path[:count]]
+    levels = torch.arange(len(path))
+    block_kernels.commit(rows, seq_len + path, seq_len + levels)
+    assert torch.equal(rows[:, :, : 20 + count], expected[:, :, : 20 + count])
+    assert torch.equal(rows[:, :, 20 + len(path) :], expected[:, :, 20 + len(path) :])
+
+
+@pytest.mark.parametrize(("W", "V", "k"), [(1, 60, 4), (4, 5000, 10), (3, 2048, 1), (2, 40000, 3)])
+def test_the_best_children(W, V, k):
+    logits = 3 * torch.randn(W, V, generator=torch.Generator().manual_seed(V))
+    expected = top_children(logits, k)
+    found = draft_kernels.top_children(logits, k)
+    assert torch.equal(found[0], expected[0])
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-5)
+
+
+def test_of_equal_children_the_lowest_ids():
+    logits = torch.zeros(2, 5000)
+    logits[1, [4999, 2500, 2049]] = 1.0
+    ids, logp = draft_kernels.top_children(logits, 4)
+    assert ids.tolist() == [[0, 1, 2, 3], [2049, 2500, 4999, 0]]
+    torch.testing.assert_close(logp[0].exp(), torch.full((4,), 1 / 5000))
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(0.8, seed=3)], ids=str)
+def test_speculative_text_has_the_bits_of_plain_text(params):
+    """The whole cycle by the kernels: drafts are accepted, and logits are equal bit for bit."""
+    target, _ = packed_target("gqa", n_layer=1, vocab_size=64)
+    packed = quantize_weight(target.lm_head.weight.float(), Scheme(8))
+    target.lm_head = QuantizedLMHead(PlanesLinear(packed, None))
+    assert cuda_blocks.use_fused_blocks(target)
+    head, _ = packed_head(random_head(target))
+    texts, logits = [], []
+    for drafter in (None, EagleDrafter(head, TreeShape(2, 3, 5), 128)):
+        engine = Engine(target, 128)
+        engine.state.move_rows = cuda_ops.move_rows
+        if drafter is not None:
+            drafter.top_children = cuda_ops.top_children
+            cuda_ops.use_views(drafter)
+            assert cuda_blocks.use_fused_block(head)
+            engine.use(drafter)
+        found = [t for ids in engine.generate([5, 6, 7, 8], params, 14) for t in ids]
+        texts.append(found)
+        logits.append(engine.cache.rows[:, :, : len(engine.cached)].clone())
+    assert texts[0] == texts[1]
+    assert torch.equal(*logits)
+    assert engine.stats.drafted >= 20 and engine.stats.path_lengths

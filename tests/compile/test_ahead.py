@@ -1,0 +1,149 @@
+"""Kernels compiled ahead, on a stand-in for a driver: Triton compiles without a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import pytest
+import torch
+
+from fasteagle.compile import graphs
+from fasteagle.compile.ahead import collecting, compile_ahead, compile_all, run_passes
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.options import SamplingParams
+from fasteagle.quant import packed, planes
+from fasteagle.shapes import TreeShape
+from helpers import captured_engine, random_head, random_target, tiny_config
+from tree_problems import problem
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+DEVICE = 99  # no real one's number: Triton keeps binders by device
+PROMPT = [5, 6, 7, 8, 9]
+
+
+class Driver:
+    """An RTX 3090 that can be compiled for and not launched on."""
+
+    def get_current_device(self):
+        return DEVICE
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 86, 32)
+
+
+@pytest.fixture
+def card(monkeypatch, tmp_path):
+    from triton.runtime.driver import driver
+
+    from fasteagle.quant import kernels
+
+    if kernels.INTERPRETED:
+        pytest.skip("TRITON_INTERPRET is set")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setattr(driver, "_active", Driver())
+
+
+def launch():
+    """Some kernels as passes launch them."""
+    from fasteagle.compile import tree_kernels
+    from fasteagle.quant import kernels
+
+    values, zeros = torch.randint(0, 16, (33, 96)), torch.randint(0, 16, (33, 3))
+    weight = planes.pack_planes(packed.int4(values, torch.ones(33, 3).half(), zeros=zeros))
+    for M in (1, 7, 20):
+        kernels.linear(torch.randn(M, 96).half(), weight)
+    problem(7, 20, group=3, G=2).run(tree_kernels.tree_attention)
+
+
+def test_launches_are_written_down_and_compiled_at_once(card, tmp_path):
+    with collecting() as found:
+        launch()
+    names = {name for name, _ in found}
+    assert {"planes_kernel", "prefix_kernel", "finish_kernel"} <= names
+    assert len(found) >= 3
+    with collecting() as again:
+        launch()
+    assert again.keys() == found.keys(), "nothing was compiled yet"
+    compile_all(list(found.values()), torch.device("cpu"), workers=2)
+    assert len(list((tmp_path / "triton").rglob("*.cubin"))) == len(found)
+    hook = triton.knobs.runtime.jit_cache_hook
+    missed = []
+    triton.knobs.runtime.jit_cache_hook = lambda **given: missed.append(given["repr"]) or True
+    try:
+        with contextlib.suppress(Exception):  # there is no card to launch on
+            launch()
+    finally:
+        triton.knobs.runtime.jit_cache_hook = hook
+    assert not missed, "the launch looks for what was compiled"
+
+
+def test_the_hook_that_was_there_comes_back(card):
+    before = triton.knobs.runtime.jit_cache_hook
+    with pytest.raises(ZeroDivisionError), collecting():
+        raise ZeroDivisionError
+    assert triton.knobs.runtime.jit_cache_hook is before
+
+
+def test_passes_of_every_size_leave_the_engine_alone():
+    target = random_target(tiny_config())
+    engine = captured_engine(target, 256)
+    engine.use(EagleDrafter(random_head(target), TreeShape(3, 3, 8), 256))
+    expected = list(engine.generate(PROMPT, SamplingParams(), 20))
+    before = engine.cache.rows.clone(), engine.drafter.cache.rows.clone()
+    seen = []
+    forward = target.forward
+    target.forward = lambda tokens, *rest: seen.append(len(tokens)) or forward(tokens, *rest)
+    run_passes(target, engine.drafter, [1, 9])
+    del target.forward
+    assert seen == [1, 9]
+    assert torch.equal(engine.cache.rows, before[0])
+    assert torch.equal(engine.drafter.cache.rows, before[1])
+    assert list(engine.generate(PROMPT, SamplingParams(), 20)) == expected
+
+
+@pytest.mark.parametrize("max_seq_len", [16, 512])
+def test_passes_stay_within_the_shortest_tables(max_seq_len):
+    """An index beyond a table ends a CUDA process."""
+    target = random_target(tiny_config())
+    target.init_rope(max_seq_len + 256, "cpu")
+    engine = captured_engine(target, max_seq_len)
+    run_passes(target, engine.drafter, [1, 64])
+
+
+def test_a_runner_compiles_ahead_once_for_each_number_of_rows(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        graphs, "compile_ahead", lambda target, drafter, specs: asked.append(len(specs))
+    )
+    target = random_target(tiny_config())
+    engine = captured_engine(target, 256)
+    head = random_head(target)
+    for shape in (TreeShape(3, 3, 8), TreeShape(2, 3, 8), TreeShape(2, 2, 4)):
+        engine.use(EagleDrafter(head, shape, 256))
+        list(engine.generate(PROMPT, SamplingParams(), 8))
+    assert asked == [2, 2], "the second tree has as many rows as the first"
+
+
+def test_nothing_is_compiled_ahead_on_a_cpu():
+    assert compile_ahead(random_target(tiny_config()), None, []) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_second_pass_compiles_nothing(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    target = random_target(tiny_config(dim=256, n_head=4, n_kv_head=2, head_dim=64)).cuda().half()
+    from fasteagle.compile.tree_attention import use_tree_attention
+
+    use_tree_attention(target)
+    begin = time.perf_counter()
+    compile_ahead(target, None, [])
+    with collecting() as found:
+        run_passes(target, None, [1])
+    assert not found and time.perf_counter() - begin < 120

@@ -1,0 +1,194 @@
+"""Decoder blocks on CUDA: launches, machine code and, in Triton's interpreter, results.
+
+What `interpreted_blocks.py` tests needs an interpreter chosen before Triton is imported, so it runs
+in a process of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from fasteagle.drafting.draft_head import top_children
+from fasteagle.loading.registry import preset
+from fasteagle.model import run_blocks
+from helpers import pass_in_interpreter
+from planes_models import CONFIGS, SEQ_LEN, packed_target, passed
+
+pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
+
+import sass
+from fasteagle.compile import block_kernels, cuda_blocks, cuda_ops, draft_kernels, tree_kernels
+from launch_counter import block_launches
+
+
+@pytest.mark.slow
+def test_kernels_in_the_interpreter():
+    pass_in_interpreter(Path(__file__).with_name("interpreted_blocks.py"))
+
+
+@pytest.mark.parametrize("T", [1, 16, 64])
+def test_launches_of_a_block_at_7b(T):
+    """Nine, and one behind the last block; eighteen and more by modules and Inductor."""
+    found = block_launches(preset("llama2-7b"), T)
+    assert found == {
+        "norm_kernel": 3,  # the last adds up what the block's last product has left
+        "planes_kernel": 4,
+        "rope_kernel": 1,
+        "prefix_kernel": 1,
+        "finish_kernel": 1,
+    }
+    assert sum(block_launches(preset("llama2-7b"), T, n_blocks=3).values()) == 3 * 9 + 1
+
+
+def test_a_narrow_model_has_one_launch_more():
+    """Its gate and up are split along K to fill the card, so their product is a kernel apart."""
+    found = block_launches(dataclasses.replace(preset("llama2-7b"), ffn_dim=2048), 16)
+    assert found["gate_kernel"] == 1 and found.total() == 11
+
+
+def test_passes_under_a_mask_run_as_before():
+    target, _ = packed_target()
+    x = torch.randn(5, 128, generator=torch.Generator().manual_seed(1))
+    cos, sin = (t[:5].unsqueeze(1) for t in (target.rope_cos, target.rope_sin))
+    mask, slots = torch.ones(5, 8).tril().bool(), torch.arange(5)
+    results = []
+    for _ in range(2):
+        layers = [(torch.zeros(2, 8, 32).half(), torch.zeros(2, 8, 32).half()) for _ in range(2)]
+        found = target.run_blocks(list(target.blocks), layers, x, cos, sin, slots, mask)
+        results.append(found)
+        assert target.run_blocks is run_blocks or cuda_blocks.is_fused(target)
+        cuda_blocks.use_fused_blocks(target)
+    assert torch.equal(*results)
+
+
+def test_other_linears_keep_their_blocks():
+    target, _ = packed_target()
+    target.blocks[1].mlp.down.bias = torch.nn.Parameter(torch.zeros(128))
+    assert not cuda_blocks.use_fused_blocks(target) and not cuda_blocks.is_fused(target)
+    assert target.run_blocks is run_blocks
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """Compile anew: not from, and not into, the cache of the person who runs this."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+
+
+F32 = "*fp32"
+NORM_ARGUMENTS = dict(
+    x_ptr=F32, parts_ptr=F32, scale_ptr="*bf16", total_ptr=F32, out_ptr="*fp16", eps="fp32"
+)
+KERNELS = {
+    "norm": (
+        block_kernels.norm_kernel,
+        NORM_ARGUMENTS,
+        dict(SPLIT=7, NORMED=True, STORED=True, BLOCK=4096),
+        block_kernels.norm_options(4096),
+    ),
+    "wide norm": (
+        block_kernels.norm_kernel,
+        NORM_ARGUMENTS,
+        dict(SPLIT=3, NORMED=True, STORED=True, BLOCK=8192),
+        block_kernels.norm_options(8192),
+    ),
+    "rope": (
+        block_kernels.rope_kernel,
+        dict(parts_ptr=F32, bias_ptr=F32, q_norm_ptr="*bf16", k_norm_ptr="*bf16", cos_ptr=F32)
+        | dict(sin_ptr=F32, slots_ptr="*i64", q_ptr="*bf16", k_ptr="*bf16", v_ptr="*bf16")
+        | dict(eps="fp32"),
+        dict(SPLIT=3, E=128, HALF=64, BIASED=False, NORMED=True),
+        block_kernels.ONE_WARP,
+    ),
+    "gate": (
+        block_kernels.gate_kernel,
+        dict(parts_ptr=F32, out_ptr="*fp16", scales_ptr=F32),
+        dict(SPLIT=3, SPAN=64, SPANS=8, EXPONENT=8),
+        dict(num_warps=4, enable_fp_fusion=False),
+    ),
+    "attention by rows": (
+        tree_kernels.finish_kernel,
+        dict(q_ptr="*bf16", k_ptr="*bf16", v_ptr="*bf16", seq_len_ptr="*i64", depths_ptr="*i64")
+        | dict(parts_ptr=F32, stats_ptr=F32, paths_ptr="*i32", out_ptr="*fp16", scale="fp32"),
+        tree_kernels.finish_constants(128, None, True),
+        tree_kernels.FINISH_OPTIONS,
+    ),
+    "commit": (
+        block_kernels.commit_kernel,
+        dict(rows_ptr="*bf16", source_ptr="*i64", target_ptr="*i64"),
+        dict(E=128, E_PAD=128),
+        block_kernels.ONE_WARP,
+    ),
+    "chunk": (
+        draft_kernels.chunk_kernel,
+        dict(logits_ptr=F32, parts_ptr=F32, ids_ptr="*i32", sums_ptr=F32),
+        dict(K=10, CHUNK=draft_kernels.CHUNK),
+        draft_kernels.OPTIONS,
+    ),
+    "merge": (
+        draft_kernels.merge_kernel,
+        dict(parts_ptr=F32, ids_ptr="*i32", sums_ptr=F32, best_ptr="*i64", logp_ptr=F32),
+        dict(K=10, C_PAD=64, N_PAD=1024),
+        draft_kernels.OPTIONS,
+    ),
+}
+
+
+@pytest.mark.parametrize("capability", [86, 89, 90])
+@pytest.mark.parametrize("name", KERNELS)
+def test_machine_code(name, capability, tmp_path):
+    function, types, constants, options = KERNELS[name]
+    target = sass.GPUTarget("cuda", capability, 32)
+    strides = [arg for arg in function.arg_names if re.match("stride_[kv]", arg)]
+    compiled = sass.compile_kernel(function, types, constants, options, strides, target)
+    _, usage = sass.disassemble(compiled, tmp_path)
+    assert usage.stack == usage.local == 0, "registers spill"
+    assert usage.registers <= (200 if "norm" in name else 170)
+    assert usage.shared <= 32 * 1024
+    assert not re.search(r"\b(atom|red)\.", compiled.asm["ptx"]), "sums have a fixed order"
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("accumulate", ["fp32", "fp16"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_blocks_on_the_device(name, accumulate):
+    """The results of the dense model in fp32, and the same bits for any number of rows."""
+    target, dense = packed_target(name, accumulate=accumulate)
+    expected, _ = passed(dense, 9, torch.float32)
+    target.cuda().init_rope(512, "cuda")
+    assert cuda_blocks.use_fused_blocks(target)
+    whole, cache = passed(target, 9)
+    error = (whole.cpu() - expected).norm() / expected.norm()
+    assert error < 5e-3
+    for T in (1, 2, 5):
+        part, _ = passed(target, T)
+        assert torch.equal(part, whole[:T]), T
+    assert not cache.rows[:, :, SEQ_LEN + 9 :].any()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_small_kernels_on_the_device():
+    logits = torch.randn(4, 128256, device="cuda")
+    ids, logp = cuda_ops.top_children(logits, 10)
+    wanted, wanted_logp = top_children(logits, 10)
+    assert torch.equal(ids, wanted)
+    torch.testing.assert_close(logp, wanted_logp, rtol=1e-5, atol=1e-5)
+    rows = torch.randn(64, 8, 100, 128, device="cuda").bfloat16()
+    expected, path = rows.clone(), torch.tensor([0, 2, 5, 6, 0], device="cuda")
+    expected[:, :, 50:54] = rows[:, :, 50 + path[:4]]
+    cuda_ops.move_cache_rows(rows, 50 + path, 50 + torch.arange(5, device="cuda"))
+    assert torch.equal(rows, expected)
+    x, scale = 3 * torch.randn(33, 4096, device="cuda"), torch.rand(4096, device="cuda").half()
+    normed = cuda_blocks.rms_norm(x, scale, 1e-5)
+    assert torch.equal(cuda_blocks.rms_norm(x[:1], scale, 1e-5), normed[:1])
+    wanted = x / x.square().mean(-1, keepdim=True).add(1e-5).sqrt() * scale
+    torch.testing.assert_close(normed.float(), wanted, rtol=2e-3, atol=2e-3)

@@ -1,0 +1,146 @@
+"""The KV cache in 8 bits: its rows, engines that use it, and what it costs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from fasteagle.compile import int8_cache
+from fasteagle.compile.blocks import missing_compiler
+from fasteagle.compile.int8_cache import SPARE, cache_bytes, dense_rows, quantized_rows
+from fasteagle.compile.tree_attention import use_tree_attention
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.ngram import NgramDrafter
+from fasteagle.errors import FasteagleError
+from fasteagle.generate import Engine
+from fasteagle.loading.checkpoint import required_bytes
+from fasteagle.loading.open import compile_now, load_runtime
+from fasteagle.loading.registry import preset
+from fasteagle.options import RuntimeOptions, SamplingParams
+from fasteagle.prefix_cache import PrefixCache
+from fasteagle.shapes import TreeShape
+from fasteagle.training.batch import BatchSampler
+from helpers import captured_engine, random_head, random_target, tiny_config
+
+PROMPT = [5, 6, 7, 8, 9]
+GREEDY = SamplingParams()
+
+
+def answer(engine, n=60, params=GREEDY, prompt=PROMPT):
+    return [t for ids in engine.generate(prompt, params, n) for t in ids]
+
+
+@pytest.fixture(params=["mask", "view"])
+def target(request):
+    """Reads its cache through masks, as on a CPU, or as the kernels do."""
+    model = random_target(tiny_config())
+    int8_cache.use_int8_cache(model)
+    if request.param == "view":
+        use_tree_attention(model)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_come_back_within_half_a_step(dtype):
+    rows = torch.randn(3, 40, 24, dtype=dtype) * torch.logspace(-4, 3, 40, dtype=dtype)[:, None]
+    rows[1, 7] = 0
+    found = quantized_rows(rows)
+    assert found.shape == (3, 40, 24 + SPARE) and found.dtype == torch.int8
+    error = (dense_rows(found, torch.float32) - rows.float()).abs()
+    assert (error <= rows.float().abs().amax(-1, keepdim=True) / 254 * 1.001).all()
+    assert (dense_rows(found, torch.float32)[1, 7] == 0).all()
+    assert quantized_rows(torch.full((2, 8), float("nan")))[0, 8:12].view(torch.float32).isnan()
+
+
+def test_a_cache_that_is_not_int8_is_read_as_it_is():
+    rows = torch.randn(2, 5, 8)
+    assert dense_rows(rows, torch.bfloat16) is rows
+
+
+def test_the_largest_value_of_a_row_is_exact_to_its_scale():
+    rows = torch.tensor([[3.0, -12.7, 0.05, 0.0]])
+    found = dense_rows(quantized_rows(rows), torch.float32)
+    torch.testing.assert_close(found, torch.tensor([[3.0, -12.7, 0.0, 0.0]]))  # steps of 0.1
+
+
+def test_features_are_close_to_those_of_a_whole_cache(target):
+    exact = Engine(random_target(tiny_config()), 256).features(list(range(40)))
+    found = Engine(target, 256).features(list(range(40)))
+    error = (found - exact).norm() / exact.norm()
+    assert 1e-5 < error < 0.03, error
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(0.8, seed=3)], ids=str)
+def test_drafting_changes_no_token(target, params):
+    expected = answer(Engine(target, 256), params=params)
+    head = random_head(target)
+    for drafter in (EagleDrafter(head, TreeShape(3, 3, 8), 256), NgramDrafter(4)):
+        assert answer(Engine(target, 256, drafter=drafter), params=params) == expected
+    engine = captured_engine(target, 256)
+    engine.use(EagleDrafter(head, TreeShape(3, 3, 8), 256))
+    assert answer(engine, params=params) == expected
+
+
+def test_engine_and_draft_head_have_caches_of_their_own_kind(target):
+    engine = Engine(target, 256, drafter=EagleDrafter(random_head(target), TreeShape(), 256))
+    assert engine.cache.rows.dtype == torch.int8
+    assert engine.cache.rows.shape[-1] == target.config.head_dim + SPARE
+    assert engine.drafter.cache.rows.dtype == torch.float32
+
+
+def test_a_kept_conversation_comes_back(target):
+    engine, kept = Engine(target, 512), PrefixCache(2**20)
+    long = PROMPT * 20
+    expected = answer(engine, prompt=long)
+    kept.turn_to(engine, [1, 2, 3])
+    answer(engine, prompt=[1, 2, 3])
+    kept.turn_to(engine, long)
+    assert engine.cached[:100] == long
+    assert answer(engine, prompt=long) == expected
+
+
+def test_several_texts_at_once(target):
+    engine = Engine(target, 256)
+    sampler = BatchSampler(engine, 2, frozenset())
+    for key, prompt in enumerate([PROMPT, PROMPT[1:]]):
+        sampler.add(key, prompt, GREEDY, 12)
+    found = {}
+    while not sampler.is_empty:
+        found |= dict(sampler.step())
+    assert found[0] == answer(Engine(target, 256), 12)
+    assert found[1] == answer(Engine(target, 256), 12, prompt=PROMPT[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(missing_compiler() is not None, reason="no C++ compiler")
+def test_compiled_code_reads_and_writes_it():
+    model = random_target(tiny_config())
+    int8_cache.use_int8_cache(model)
+    expected = answer(Engine(model, 512), prompt=PROMPT * 45)
+    engine = Engine(model, 512, drafter=EagleDrafter(random_head(model), TreeShape(2, 2, 4), 512))
+    assert compile_now(engine)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert answer(engine, prompt=PROMPT * 45) == expected
+
+
+def test_the_option(tiny_dir):
+    options = RuntimeOptions(dtype="fp32", max_seq_len=128, kv="int8")
+    engine = load_runtime(str(tiny_dir), options).engine
+    assert engine.cache.rows.dtype == torch.int8 and len(answer(engine, 20)) == 20
+    quantized = dataclasses.replace(options, dtype="auto", quant="int8")
+    assert len(answer(load_runtime(str(tiny_dir), quantized).engine, 20)) == 20
+    with pytest.raises(FasteagleError, match="kv 'int4' is unknown: use auto or int8"):
+        RuntimeOptions(kv="int4")
+
+
+def test_bytes_are_those_of_the_cache(target):
+    """What is promised before loading is what is allocated."""
+    config = target.config
+    rows = Engine(target, 256).model.new_cache(1024).rows
+    assert cache_bytes(config, 1024, 4, "int8") == rows.nbytes
+    assert cache_bytes(config, 1024, 4, "auto") == config.kv_bytes(1024, 4)
+    llama = preset("llama2-7b")
+    whole, small = (required_bytes(llama, torch.bfloat16, 4096, kv)[1] for kv in ("auto", "int8"))
+    assert small / whole == pytest.approx(144 / 256)
