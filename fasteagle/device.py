@@ -3,28 +3,84 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import platform
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, note
 
+OLDEST_CAPABILITY = (8, 0)  # what our kernels are compiled for and bf16 products need
+# Of GeForce cards: their tensor cores add up in fp32 at half the rate. Others of these do not.
+HALF_RATE = {(8, 6), (8, 9)}
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def pick_device(name: str) -> torch.device:
+    """The device called `name`; auto is CUDA where it can be used, else the CPU.
+
+    Raises `FasteagleError` for a device that is not there or cannot be used, with the reason.
+    """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return _auto_device()
     try:
         device = torch.device(name)
     except RuntimeError:
         raise FasteagleError(f"device {name!r} is not one: use auto, cpu, cuda or cuda:N") from None
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
-            raise FasteagleError(f"device {name!r}: {count} CUDA devices found: use --device cpu")
+    if device.type == "cuda" and (problem := cuda_problem(device)) is not None:
+        raise FasteagleError(f"device {name!r}: {problem}: use --device cpu")
     return device
+
+
+@functools.cache
+def _auto_device() -> torch.device:
+    if torch.cuda.is_available():
+        problem = cuda_problem(torch.device("cuda"))
+        if problem is None:
+            return torch.device("cuda")
+        note(f"warning: the CPU is used: {problem}")
+    return torch.device("cpu")
+
+
+def cuda_problem(device: torch.device) -> str | None:
+    """Why a CUDA device cannot be used, or None."""
+    count = torch.cuda.device_count()
+    if not count:
+        return _no_cuda()
+    if (device.index or 0) >= count:
+        return f"{count} CUDA devices found"
+    try:
+        capability = torch.cuda.get_device_capability(device)
+        name = torch.cuda.get_device_name(device)
+    except (RuntimeError, AssertionError) as error:
+        return _first_line(error)
+    if capability < OLDEST_CAPABILITY:
+        found, oldest = ("{}{}".format(*pair) for pair in (capability, OLDEST_CAPABILITY))
+        return f"{name} is sm_{found}, the kernels need sm_{oldest} (Ampere) or newer"
+    return None
+
+
+def _no_cuda() -> str:
+    """Why there is no CUDA device: the build, the driver, or there is no card."""
+    if torch.version.cuda is None:
+        return "0 CUDA devices found, and this torch is built for CPUs"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return f"0 CUDA devices found ({_first_line(error)})"
+    return "0 CUDA devices found"
+
+
+def _first_line(error: BaseException) -> str:
+    text = (str(error) or type(error).__name__).strip().splitlines()[0]
+    return text.split(". ")[0].rstrip(".")[:200]
+
+
+def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Inside, the device of `tensor` is the current one, where Triton launches its kernels."""
+    return torch.cuda.device(tensor.device)
 
 
 def pick_dtype(name: str, device: torch.device, quantized: bool = False) -> str:
@@ -41,6 +97,14 @@ def pick_dtype(name: str, device: torch.device, quantized: bool = False) -> str:
     capabilities = torch.cpu.get_capabilities()
     fast = any(capabilities.get(key) for key in ("avx512_bf16", "amx_bf16", "bf16", "arm_bf16"))
     return "bf16" if fast else "fp32"
+
+
+def accumulate_on(device: torch.device | str) -> str:
+    """What quantized products add up in within a group: fp16 where that is twice as fast."""
+    device = torch.device(device)
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) not in HALF_RATE:
+        return "fp32"
+    return "fp16" if "GeForce" in device_name(device) else "fp32"
 
 
 def device_name(device: torch.device) -> str:

@@ -113,6 +113,7 @@ class GrammarSpec:
             _require(is_schema, "json_schema must be a JSON object")
 
 
+KV = ("auto", "int8")
 CPU_KERNELS = ("auto", "native", "aten")
 LM_HEAD_BITS = {"int8": 8, "int4": 4, "keep": 16}
 
@@ -131,6 +132,7 @@ class RuntimeOptions:
         f"at most {DEFAULT_MAX_SEQ_LEN}]",
     )
     threads: int | None = option(None, "CPU threads.  [default: all cores]")
+    kv: str = option("auto", "Keys and values: auto, as the model computes, or int8.", kind=KV)
     # "int4", "int8" or the name of a scheme; None: as the checkpoint is
     quant: str | None = option(None, "A scheme by name: int4-g64, int4-g128-hqq, int4-g32-gptq ...")
     lm_head: str = option("int8", "Of a quantized model: int8, int4 or keep.")  # keep: 16 bits
@@ -150,6 +152,7 @@ class RuntimeOptions:
             self.device == "auto" or self.device.split(":")[0] in ("cpu", "cuda"),
             f"device {self.device!r} is not supported: use auto, cpu or cuda",
         )
+        _require(self.kv in KV, f"kv {self.kv!r} is unknown: use {' or '.join(KV)}")
         _require(
             self.lm_head in LM_HEAD_BITS,
             f"lm-head {self.lm_head!r} is unknown: use {', '.join(LM_HEAD_BITS)}",
@@ -202,7 +205,10 @@ LOOKUP_DEPTH = 8
 
 @dataclasses.dataclass(frozen=True)
 class DraftOptions:
-    """How to guess ahead. `drafter` auto: an EAGLE tree where a head is found, else n-grams."""
+    """How to guess ahead.
+
+    `drafter` auto: n-grams; where a head is found an EAGLE tree, or both where our CPU kernels run.
+    """
 
     drafter: str = option("auto", f"{', '.join(DRAFTERS)}.")
     head: str | None = option(

@@ -20,12 +20,15 @@ def cache_dir() -> Path:
 def compiled_dir() -> Path:
     """Compiled code, in the user cache unless the person has named another place.
 
-    Inductor reads that place from the environment, and writes a default there on import.
+    Inductor reads that place from the environment, and writes a default there on import. Its keys
+    do not tell ATEN_CPU_CAPABILITY: code kept for AVX-512 gave wrong numbers where AVX2 was asked
+    for. So each has a folder of its own.
     """
     named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     default = f"{tempfile.gettempdir()}/torchinductor_"
     if named is None or named.startswith(default):
-        return cache_dir() / "inductor"
+        limit = os.environ.get("ATEN_CPU_CAPABILITY")
+        return cache_dir() / (f"inductor-{limit}" if limit else "inductor")
     return Path(named)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fasteagle.device import pick_device, pick_dtype
+from fasteagle.device import _auto_device, accumulate_on, pick_device, pick_dtype
 from fasteagle.errors import FasteagleError
 
 CPU = torch.device("cpu")
@@ -30,12 +30,78 @@ def test_the_cpus_dtype_is_bf16_where_it_multiplies_that(monkeypatch, capabiliti
         assert pick_dtype(name, CPU) == name
 
 
-def test_devices(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+@pytest.fixture
+def cards(monkeypatch):
+    """Makes CUDA look as said: how many cards, and of which capability."""
+    _auto_device.cache_clear()
+
+    def set_up(count, capability=(8, 6), init=None, built_for="13.0"):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
+        monkeypatch.setattr(torch.cuda, "init", init or (lambda: None))
+        monkeypatch.setattr(torch.version, "cuda", built_for)
+
+    yield set_up
+    _auto_device.cache_clear()
+
+
+def refusal(name):
+    with pytest.raises(FasteagleError) as caught:
+        pick_device(name)
+    return str(caught.value)
+
+
+def test_devices(cards):
+    cards(0)
     assert pick_device("auto") == pick_device("cpu") == CPU
+    cards(1)
     assert pick_device("cuda:0") == torch.device("cuda:0")
-    with pytest.raises(FasteagleError, match="device 'cuda:1': 1 CUDA devices found"):
-        pick_device("cuda:1")
-    with pytest.raises(FasteagleError, match="device 'tpu' is not one: use auto, cpu, cuda or"):
-        pick_device("tpu")
+    assert refusal("cuda:1") == "device 'cuda:1': 1 CUDA devices found: use --device cpu"
+    assert refusal("tpu") == "device 'tpu' is not one: use auto, cpu, cuda or cuda:N"
+
+
+def test_a_card_that_is_too_old(cards, capsys):
+    cards(1, capability=(7, 0))
+    reason = "Tesla V100 is sm_70, the kernels need sm_80 (Ampere) or newer"
+    assert refusal("cuda") == f"device 'cuda': {reason}: use --device cpu"
+    assert pick_device("auto") == pick_device("auto") == CPU
+    assert capsys.readouterr().err == f"warning: the CPU is used: {reason}\n", "said once"
+
+
+def test_a_driver_older_than_the_runtime(cards):
+    def init():
+        raise RuntimeError(
+            "The NVIDIA driver on your system is too old (found version 11040). Please update\nmore"
+        )
+
+    cards(0, init=init)
+    assert refusal("cuda") == (
+        "device 'cuda': 0 CUDA devices found (The NVIDIA driver on your system is too old (found "
+        "version 11040)): use --device cpu"
+    )
+    assert pick_device("auto") == CPU
+
+
+def test_a_torch_without_cuda(cards):
+    cards(0, built_for=None)
+    assert "0 CUDA devices found, and this torch is built for CPUs" in refusal("cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "expected"),
+    [
+        ("NVIDIA GeForce RTX 3090", (8, 6), "fp16"),
+        ("NVIDIA GeForce RTX 4090", (8, 9), "fp16"),
+        ("NVIDIA RTX A6000", (8, 6), "fp32"),
+        ("NVIDIA L40S", (8, 9), "fp32"),
+        ("NVIDIA A100-SXM4-80GB", (8, 0), "fp32"),
+        ("NVIDIA H200", (9, 0), "fp32"),
+    ],
+)
+def test_sums_in_fp16_where_they_are_twice_as_fast(monkeypatch, name, capability, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert accumulate_on("cuda") == expected
+    assert accumulate_on("cpu") == "fp32"

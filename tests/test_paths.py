@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fasteagle import paths
 from fasteagle.paths import atomic_dir, cache_dir, compiled_dir, write_atomic
 
 
@@ -30,6 +31,7 @@ def test_cache_follows_xdg(tmp_path, monkeypatch):
 
 def test_compiled_code_lies_where_a_person_said(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
     own = tmp_path / "torchinductor_of_mine"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(own))
     assert compiled_dir() == own
@@ -37,3 +39,13 @@ def test_compiled_code_lies_where_a_person_said(tmp_path, monkeypatch):
     default = f"{tempfile.gettempdir()}/torchinductor_somebody"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default)
     assert compiled_dir() == tmp_path / "fasteagle" / "inductor"
+
+
+def test_compiled_code_of_other_instructions_lies_elsewhere(monkeypatch):
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    usual = paths.compiled_dir()
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    assert paths.compiled_dir() != usual
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
+    assert paths.compiled_dir() == Path("/elsewhere")

@@ -10,7 +10,7 @@ import sys
 import click
 
 from fasteagle.background import Preparation
-from fasteagle.cli.command import uncollected
+from fasteagle.cli.command import leave, silent, uncollected
 from fasteagle.cli.repl import Repl, tinted, utf8_streams
 from fasteagle.cli.session import ChatSession, format_stats
 from fasteagle.errors import FasteagleError, note
@@ -77,25 +77,11 @@ def run_chat(
         leave()
 
 
-def silent(line: str) -> None:
-    """In place of `note`."""
-
-
 def _answer_once(session: ChatSession, text: str, preparation: Preparation | None) -> None:
     with preparation.answering(session.params) if preparation else contextlib.nullcontext():
         for piece in session.ask(text):
             print(piece, end="", flush=True)
         print()
-
-
-def leave() -> None:
-    """End the process here while a thread still compiles or measures.
-
-    The interpreter's own end stops such threads inside of torch's C++ code, which aborts.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 def _prompt_text(prompt: str | None) -> str:

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import errno
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -30,6 +31,20 @@ def uncollected() -> Iterator[None]:
         atexit.register(gc.unfreeze)  # libraries look for what they have leaked when Python ends
 
 
+def silent(line: str) -> None:
+    """In place of `note`."""
+
+
+def leave() -> None:
+    """End the process here while a thread still compiles or measures.
+
+    The interpreter's own end stops such threads inside of torch's C++ code, which aborts.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 class UserError(click.ClickException):
     """One line on stderr, exit code 2."""
 
@@ -44,7 +59,10 @@ class _OneLineErrors(click.Command):
             return super().invoke(ctx)
         except FasteagleError as error:
             raise UserError(str(error)) from error
-        except MemoryError as error:
+        except (MemoryError, RuntimeError) as error:
+            # torch's class, by its name: its import takes seconds.
+            if not isinstance(error, MemoryError) and type(error).__name__ != "OutOfMemoryError":
+                raise
             raise UserError(
                 "out of memory: lower --max-seq-len or choose a smaller model"
             ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from fasteagle.cli.command import Cli, uncollected
 from fasteagle.cli.options import (
     FILE,
     FOLDER,
+    Command,
     Numbers,
     bench_model_options,
     draft_options,
@@ -40,6 +42,19 @@ def main() -> None:
     """Fast, lossless text from one Llama-family model on one device."""
 
 
+THINK = click.option(
+    "--think/--no-think",
+    default=None,
+    help="Think before answering, or not (Qwen3).  [default: as the model's template does]",
+)
+
+
+def compile_option(usual: str) -> Callable[[Command], Command]:
+    """Whether to compile; `usual` is what happens where nothing is said."""
+    text = f"Compile first, or never.  [default: {usual}]"
+    return click.option("--compile/--no-compile", "compile_blocks", default=None, help=text)
+
+
 @main.command()
 @model_options
 @draft_options
@@ -47,17 +62,8 @@ def main() -> None:
 @grammar_options
 @click.option("-p", "--prompt", help="Answer this once and leave; '-' reads standard input.")
 @click.option("--system", help="System prompt.  [default: the model's own]")
-@click.option(
-    "--think/--no-think",
-    default=None,
-    help="Think before answering, or not (Qwen3).  [default: as the model's template does]",
-)
-@click.option(
-    "--compile/--no-compile",
-    "compile_blocks",
-    default=None,
-    help="Compile first, or never.  [default: in the background; not for -p]",
-)
+@THINK
+@compile_option("in the background; not for -p")
 @click.option("--show-accepted", is_flag=True, help="Colour the text that was guessed right.")
 @click.option("--plain", is_flag=True, help="Show answers as written: no rendered Markdown.")
 @click.option("--quiet", is_flag=True, help="Only answers, no numbers.")
@@ -75,17 +81,8 @@ def chat(**asked: Any) -> None:
 @sampling_options
 @grammar_options
 @click.option("--system", help="System prompt of conversations without one.")
-@click.option(
-    "--think/--no-think",
-    default=None,
-    help="Think before answering, or not (Qwen3).  [default: as the model's template does]",
-)
-@click.option(
-    "--compile/--no-compile",
-    "compile_blocks",
-    default=None,
-    help="Compile first, or never.  [default: in the background]",
-)
+@THINK
+@compile_option("in the background")
 @group(ServeOptions, "options")
 @click.option(
     "--api-key", envvar="FASTEAGLE_API_KEY", show_envvar=True, help="That clients must send."
@@ -112,11 +109,12 @@ def tune(model: str, runtime_options: RuntimeOptions, draft: DraftOptions) -> No
 
 
 @main.command()
-def models() -> None:
+@click.option("--memory", is_flag=True, help="What each needs, and what fits which card.")
+def models(memory: bool) -> None:
     """List the models known by name."""
-    from fasteagle.cli.models import print_models
+    from fasteagle.cli.models import print_memory, print_models
 
-    print_models()
+    print_memory() if memory else print_models()
 
 
 @main.command("eval")

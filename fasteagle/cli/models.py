@@ -7,6 +7,7 @@ from rich.table import Table
 
 from fasteagle.loading.entries import EAGLE2, REGISTRY, Entry
 from fasteagle.loading.find_head import head_shape, is_shipped
+from fasteagle.loading.memory import CARDS, CUDA_BYTES, best_fit, needed_bytes, settings
 from fasteagle.loading.registry import local_path
 from fasteagle.options import DEFAULT_MODEL, RuntimeOptions
 from fasteagle.quant.scheme import int4_for
@@ -43,6 +44,48 @@ def print_models() -> None:
     console.print(table)
     for line in NOTES:
         console.print(line, highlight=False)
+
+
+MEMORY_NOTES = (
+    "What runs on a card of that size with the default context, "
+    f"{RuntimeOptions.DEFAULT_MAX_SEQ_LEN:,} tokens or the model's own limit, or with as many",
+    "as are said: weights, draft head, KV caches, a prompt's buffers, and "
+    f"{CUDA_BYTES / 2**20:.0f} MiB for CUDA (an estimate; a desktop takes more).",
+)
+
+
+def print_memory() -> None:
+    """A row for every model: bytes by precision, and the most exact that fits each card."""
+    cards = [f"{size} GiB" for size in CARDS]
+    table = Table(box=None, pad_edge=False)
+    table.add_column("name", no_wrap=True)
+    for heading in ("bf16 GB", "int8 GB", "int4 GB", "+ kv int8"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in cards:
+        table.add_column(heading, no_wrap=True)
+    for name in REGISTRY:
+        table.add_row(name, *memory_cells(name))
+    console = Console(width=200, soft_wrap=True)
+    console.print(table)
+    for line in MEMORY_NOTES:
+        console.print(line, highlight=False)
+
+
+def memory_cells(name: str) -> list[str]:
+    """Of one row of that table."""
+    config = REGISTRY[name].config
+    context = RuntimeOptions().seq_len_for(config.max_seq_len, name)
+    head = head_shape(name, config) if is_shipped(name) or REGISTRY[name].heads else None
+    whole = [s for s in settings(config, context) if s.context == context]
+    cells = [f"{needed_bytes(config, setting, head) / 1e9:.1f}" for setting in whole]
+    for size in CARDS:
+        found = best_fit(config, size * 2**30, context, head)
+        if found is None:
+            cells.append("-")
+        else:
+            shorter = f", {found.context:,} tokens" if found.context < context else ""
+            cells.append(f"{found}{shorter}")
+    return cells
 
 
 def int4_bytes(name: str) -> int:

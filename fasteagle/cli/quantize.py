@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
+from fasteagle.device import pick_device
 from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.open import open_model
 from fasteagle.loading.quantize import scheme_asked, write_folder
@@ -25,11 +26,12 @@ def run_quantize(model: str, options: RuntimeOptions, out: Path, data: Path | No
     if checkpoint.scheme is not None:
         raise FasteagleError(f"{model} is quantized already ({checkpoint.scheme.name})")
     scheme = scheme_asked(checkpoint, options.quant, options.head_bits)
+    device = pick_device(options.device)
     if out.exists():
         out.rmdir()
     with atomic_dir(out) as temporary:
         texts = functools.partial(opened.gptq_texts, note, data)
-        write_folder(temporary, checkpoint, scheme, texts)
+        write_folder(temporary, checkpoint, scheme, texts, device)
         opened.tokenizer.save(temporary)
     size = sum(file.stat().st_size for file in out.iterdir())
     note(f"{scheme.name} weights of {opened.name} written to {out} ({size / 1e6:.0f} MB)")

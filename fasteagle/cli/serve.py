@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from fasteagle.background import Preparation
-from fasteagle.cli.chat import leave, silent
-from fasteagle.cli.command import uncollected
+from fasteagle.cli.command import leave, silent, uncollected
 from fasteagle.errors import FasteagleError, note
 from fasteagle.llm import open_llm
 from fasteagle.options import (

@@ -9,9 +9,8 @@ from fasteagle.compile.costs import costs_of, follow_costs, tunable
 from fasteagle.drafting.controller import name
 from fasteagle.drafting.plan import FACTORS, AnyPlan, Costs
 from fasteagle.errors import FasteagleError, note
-from fasteagle.loading.find_head import check_draft, make_drafter
-from fasteagle.loading.lookup_files import read_documents
-from fasteagle.loading.open import compile_now, open_for
+from fasteagle.llm import open_llm
+from fasteagle.loading.open import compile_now
 from fasteagle.options import DraftOptions, RuntimeOptions
 
 
@@ -21,12 +20,7 @@ def run_tune(model: str, runtime_options: RuntimeOptions, draft: DraftOptions) -
         raise FasteagleError(
             "nothing to tune: the tree is fixed; leave out --drafter and the --tree options"
         )
-    opened = open_for(model, runtime_options)
-    asked = check_draft(draft, opened, runtime_options)
-    documents = read_documents(draft.lookup, opened.tokenizer, note)
-    runtime = opened.loaded(runtime_options)
-    engine, checkpoint = runtime.engine, runtime.checkpoint
-    engine.use(make_drafter(runtime.name, engine, checkpoint, draft, note, asked, documents))
+    engine = open_llm(model, runtime_options, draft, note).engine
     drafter = tunable(engine)
     if drafter is None:
         raise FasteagleError("nothing to tune without a drafter")
@@ -44,8 +38,11 @@ def run_tune(model: str, runtime_options: RuntimeOptions, draft: DraftOptions) -
 def _costs_table(costs: Costs) -> Table:
     table = Table("", "ms", box=None, pad_edge=False, title="costs", title_justify="left")
     table.add_row("target pass, rows", _cells(costs.passes))
-    table.add_row("draft, first level, width", _cells(costs.first_level))
-    table.add_row("draft, each later level, width", _cells(costs.level))
+    if costs.chain:
+        table.add_row("draft, a chain, levels", _cells(costs.chain))
+    else:
+        table.add_row("draft, first level, width", _cells(costs.first_level))
+        table.add_row("draft, each later level, width", _cells(costs.level))
     table.add_row(
         "other, of a cycle / of a plain pass", f"{costs.other:.2f} / {costs.plain_other:.2f}"
     )

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fasteagle import config as model_config
+from fasteagle.compile.int8_cache import cache_bytes
 from fasteagle.config import ModelConfig
 from fasteagle.device import available_bytes
 from fasteagle.errors import FasteagleError, shortened
@@ -83,14 +84,16 @@ def load_model(
     device: torch.device | str,
     max_seq_len: int,
     quantized: Linears | None = None,
+    kv: str = "auto",
 ) -> Transformer:
     """Build the target and fill it tensor by tensor; linears come from `quantized` if given.
 
-    Raises `FasteagleError` when the memory does not suffice.
+    `kv` is the format that the KV cache will have. Raises `FasteagleError` when the memory does
+    not suffice.
     """
     config = checkpoint.config
     weight_bytes = None if quantized is None else quantized.weight_bytes()
-    require_memory(config, dtype, device, max_seq_len, weight_bytes)
+    require_memory(config, dtype, device, max_seq_len, weight_bytes, kv)
     with torch.device("meta"), Uninitialized():
         model = Transformer(config)
 
@@ -150,10 +153,12 @@ def _joined(
     return nn.Parameter(data.contiguous(), requires_grad=False)
 
 
-def required_bytes(config: ModelConfig, dtype: torch.dtype, max_seq_len: int) -> tuple[int, int]:
+def required_bytes(
+    config: ModelConfig, dtype: torch.dtype, max_seq_len: int, kv: str = "auto"
+) -> tuple[int, int]:
     """(weights, KV cache) in bytes."""
     size = dtype.itemsize
-    return config.params * size, config.kv_bytes(max_seq_len + KEY_BLOCK, size)
+    return config.params * size, cache_bytes(config, max_seq_len + KEY_BLOCK, size, kv)
 
 
 def require_memory(
@@ -162,12 +167,13 @@ def require_memory(
     device: torch.device | str,
     max_seq_len: int,
     weight_bytes: int | None = None,
+    kv: str = "auto",
 ) -> None:
     """Raise `FasteagleError` before loading a model that does not fit into memory.
 
     `weight_bytes` is the size of quantized weights; None: all weights are in `dtype`.
     """
-    weights, cache = required_bytes(config, dtype, max_seq_len)
+    weights, cache = required_bytes(config, dtype, max_seq_len, kv)
     weights = weights if weight_bytes is None else weight_bytes
     free = available_bytes(device)
     if free is None or weights + cache <= free:
@@ -175,11 +181,23 @@ def require_memory(
     if weights > free:
         fix = _smaller_weights(config, dtype, free, weight_bytes is not None)
     else:
-        fix = "lower --max-seq-len"
+        fix = _smaller_cache(config, dtype, max_seq_len, free - weights, kv)
     raise FasteagleError(
         f"weights need {weights / GIB:.1f} GiB and the KV cache of {max_seq_len:,} tokens "
         f"{cache / GIB:.1f} GiB, {free / GIB:.1f} GiB free on {device}: {fix}"
     )
+
+
+def _smaller_cache(
+    config: ModelConfig, dtype: torch.dtype, max_seq_len: int, room: int, kv: str
+) -> str:
+    """What the error advises when only the KV cache does not fit: into `room` bytes."""
+    per_token = cache_bytes(config, 1, dtype.itemsize, kv)
+    longest = (room // per_token - KEY_BLOCK) // KEY_BLOCK * KEY_BLOCK
+    fixes = [f"lower --max-seq-len to {longest}"] if longest > 0 else []
+    if kv != "int8" and required_bytes(config, dtype, max_seq_len, "int8")[1] <= room:
+        fixes.append("use --kv int8")
+    return " or ".join(fixes) or "choose a smaller model"
 
 
 def _smaller_weights(config: ModelConfig, dtype: torch.dtype, free: int, is_quantized: bool) -> str:

@@ -91,6 +91,7 @@ def _qwen3(dim: int, n_layer: int, n_head: int, ffn_dim: int, tied: bool = False
 
 _LLAMA2_7B = _llama2(4096, 32, 32, 32, 11008)
 _LLAMA2_13B = _llama2(5120, 40, 40, 40, 13824)
+_LLAMA_33B = _llama2(6656, 60, 52, 52, 17920)
 _LLAMA2_70B = _llama2(8192, 80, 64, 8, 28672)
 _LLAMA3_8B = ModelConfig(
     dim=4096,
@@ -185,6 +186,14 @@ REGISTRY: dict[str, Entry] = {
             ),
             _llama2_eagle2("yuhuili/EAGLE-Vicuna-13B-v1.3"),
         ),
+    ),
+    "vicuna-33b": Entry(
+        _vicuna(_LLAMA_33B),
+        _VICUNA_LICENCE,
+        "lmsys/vicuna-33b-v1.3",
+        "eb93414b6613e4fa91b752c5bcf3554bdc7197da",
+        template=VICUNA_TEMPLATE,
+        heads=(_llama2_eagle2("yuhuili/EAGLE-Vicuna-33B-v1.3"),),
     ),
     "llama3-8b": Entry(
         _LLAMA3_8B,

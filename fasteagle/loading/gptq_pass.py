@@ -61,7 +61,7 @@ def gptq_weights(
             sizes = [checkpoint.shape(name)[0] for name in names]
             starts = [sum(sizes[:j]) for j in range(len(sizes))]
             for name, start, size in zip(names, starts, sizes, strict=True):
-                found[name] = weight.rows(slice(start, start + size))
+                found[name] = weight.rows(slice(start, start + size)).to("cpu")
         streams = [_run(model, block, x) for x in streams]
         tick(i + 1, config.n_layer)
     return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,15 +20,19 @@ import torch
 
 from fasteagle.compile import BlockCompiler
 from fasteagle.compile.cpu_blocks import use_native_blocks
+from fasteagle.compile.cuda_blocks import use_fused_blocks
 from fasteagle.compile.cycles import CycleCompiler
 from fasteagle.compile.graphs import make_engine
+from fasteagle.compile.int8_cache import use_int8_cache
 from fasteagle.compile.tree_attention import has_kernel, use_tree_attention
-from fasteagle.device import TORCH_DTYPES, pick_device, pick_dtype
+from fasteagle.config import ModelConfig
+from fasteagle.device import TORCH_DTYPES, accumulate_on, available_bytes, pick_device, pick_dtype
 from fasteagle.drafting.draft_head import HeadDrafter
-from fasteagle.errors import note
+from fasteagle.errors import FasteagleError, note
 from fasteagle.generate import MAX_TREE_ROWS, Engine
 from fasteagle.loading import registry
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
+from fasteagle.loading.memory import best_fit, needed_bytes
 from fasteagle.loading.quantize import with_scheme
 from fasteagle.loading.source import Linears
 from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint, fingerprint
@@ -64,15 +69,17 @@ class OpenedModel:
         Raises `FasteagleError` for schemes that do not fit the model or contradict its own.
         """
         checkpoint, quant = self.checkpoint, self._quant(options)
+        device = pick_device(options.device)
+        if isinstance(checkpoint, DummyCheckpoint):
+            checkpoint = DummyCheckpoint(checkpoint.config, checkpoint.scheme, device)
         if options.backend == "torchao" and options.quant is not None:
             scheme: Scheme | None = parse_scheme(
                 options.quant, checkpoint.config, options.head_bits
             )
         else:
             texts = functools.partial(self.gptq_texts, notify)
-            checkpoint = with_scheme(checkpoint, quant, options.head_bits, notify, texts)
+            checkpoint = with_scheme(checkpoint, quant, options.head_bits, notify, texts, device)
             scheme = checkpoint.scheme
-        device = pick_device(options.device)
         dtype_name = pick_dtype(options.dtype, device, scheme is not None)
         return PreparedModel(
             self.name, checkpoint, self.tokenizer, options, scheme, device, dtype_name
@@ -147,7 +154,10 @@ class PreparedModel:
 
     def __str__(self) -> str:
         """In a person's words."""
-        scheme = f"{self.scheme.name} ({self.options.backend}), " if self.scheme else ""
+        scheme = ""
+        if self.scheme:
+            sums = ", sums in fp16" if accumulate_on(self.device) == "fp16" else ""
+            scheme = f"{self.scheme.name}{sums} ({self.options.backend}), "
         return f"{self.name}: {scheme}{self.dtype_name} on {self.device}"
 
 
@@ -213,23 +223,64 @@ def build_engine(
 ) -> Engine:
     """Load the weights into an engine that runs eagerly.
 
-    Linears of a checkpoint that has a `scheme` are quantized; see `OpenedModel.prepared`.
+    Linears of a checkpoint that has a `scheme` are quantized; see `OpenedModel.prepared`. Raises
+    `FasteagleError` for what is missing, and where memory is short, with what fits.
     """
     max_seq_len = options.seq_len_for(checkpoint.config.max_seq_len, name)
-    dtype = TORCH_DTYPES[dtype_name]
+    needs_kernels = device.type == "cuda" and checkpoint.scheme is not None
+    if needs_kernels and importlib.util.find_spec("triton") is None:
+        raise FasteagleError(
+            "quantized weights run on CUDA by Triton kernels, and Triton is not installed: "
+            "pip install triton, or use --precision bf16"
+        )
+    with contextlib.suppress(torch.OutOfMemoryError):
+        return _built_engine(checkpoint, TORCH_DTYPES[dtype_name], device, options, max_seq_len)
+    # Here the error, and with it what was loaded, is gone.
+    raise FasteagleError(_out_of_memory(checkpoint.config, device, max_seq_len))
+
+
+def _out_of_memory(config: ModelConfig, device: torch.device, max_seq_len: int) -> str:
+    """In words, with the most exact setting that fits."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    free = available_bytes(device) or 0
+    best = best_fit(config, free, max_seq_len)
+    fix = "choose a smaller model"
+    if best is not None:
+        fix = f"use {best.options} ({needed_bytes(config, best) / 2**30:.1f} GiB)"
+    return f"out of memory while loading, {free / 2**30:.1f} GiB free on {device}: {fix}"
+
+
+def _built_engine(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    options: RuntimeOptions,
+    max_seq_len: int,
+) -> Engine:
+    """`build_engine`, where memory suffices."""
     native = checkpoint.scheme is not None and use_native(options, device)
     linears = None
     if checkpoint.scheme is not None:
         linears = Linears(checkpoint, device, dtype, native)
     model = load_model(
-        checkpoint, dtype=dtype, device=device, max_seq_len=max_seq_len, quantized=linears
+        checkpoint,
+        dtype=dtype,
+        device=device,
+        max_seq_len=max_seq_len,
+        quantized=linears,
+        kv=options.kv,
     )
     if options.backend == "torchao" and options.quant:
         quantize_with_torchao(model, options.quant, options.head_bits)
-    if native:
+    if options.kv == "int8":
+        use_int8_cache(model)
+    if native and options.kv != "int8":
         use_native_blocks(model)
     elif has_kernel(checkpoint.config, dtype, device):
         use_tree_attention(model)
+        if options.kv != "int8":  # they write the model's own format
+            use_fused_blocks(model)
     return make_engine(model, max_seq_len)
 
 

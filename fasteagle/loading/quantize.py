@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from fasteagle.errors import FasteagleError
@@ -36,10 +37,12 @@ def with_scheme(
     head_bits: int = 8,
     notify: Callable[[str], None] = lambda line: None,
     texts: Texts | None = None,
+    device: torch.device | str = "cpu",
 ) -> Checkpoint:
     """`checkpoint` quantized as `quant` says: "int4", "int8", a scheme's name; None: unchanged.
 
-    GPTQ needs `texts`. Raises `FasteagleError` as `scheme_asked` does.
+    GPTQ needs `texts`. Values are chosen on `device`, one tensor at a time. Raises
+    `FasteagleError` as `scheme_asked` does.
     """
     if quant is None:
         return checkpoint
@@ -50,13 +53,13 @@ def with_scheme(
             notify(f"{kinds} weights are converted: they run in 8 bits, 1.06 bytes each")
         return checkpoint.run_in(scheme)
     if isinstance(checkpoint, DummyCheckpoint):
-        return DummyCheckpoint(checkpoint.config, scheme)
+        return DummyCheckpoint(checkpoint.config, scheme, device)
     identity = fingerprint(checkpoint)
     folder = cache_dir() / "quantized" / f"{identity[:24]}-{scheme.name}"
     if not is_stored(folder):
         notify(f"quantizing to {scheme.name} (once; kept in the user cache) ...")
         with atomic_dir(folder) as temporary:
-            write_folder(temporary, checkpoint, scheme, texts)
+            write_folder(temporary, checkpoint, scheme, texts, device)
     # The folder stores the LM head in 16 bits; its precision is chosen at load.
     return StoredFolder(folder).run_in(scheme)
 
@@ -77,11 +80,18 @@ def scheme_asked(checkpoint: Checkpoint, quant: str, head_bits: int) -> Scheme:
     return parse_scheme(quant, checkpoint.config, head_bits)
 
 
-def write_folder(folder: Path, checkpoint: Checkpoint, scheme: Scheme, texts: Texts | None) -> None:
+def write_folder(
+    folder: Path,
+    checkpoint: Checkpoint,
+    scheme: Scheme,
+    texts: Texts | None,
+    device: torch.device | str = "cpu",
+) -> None:
     """Quantize every block linear into `folder`, as `StoredFolder` reads it."""
     need = weight_bytes(checkpoint, scheme)
     require_free_space(folder, need, f"the {scheme.name} weights")
-    weights = quantized_weights(checkpoint, scheme, chooser(checkpoint, scheme, texts))
+    choose = chooser(checkpoint, scheme, texts, device)
+    weights = quantized_weights(checkpoint, scheme, choose)
     save(folder, checkpoint, scheme, fingerprint(checkpoint), weights)
 
 
@@ -101,17 +111,17 @@ def quantized_weights(
 
 
 def chooser(
-    checkpoint: Checkpoint, scheme: Scheme, texts: Texts | None
+    checkpoint: Checkpoint, scheme: Scheme, texts: Texts | None, device: torch.device | str = "cpu"
 ) -> Callable[[str, Tensor], PackedWeight]:
-    """The function that packs one named weight under `scheme`."""
+    """The function that packs one named weight under `scheme`: on `device`, back in main memory."""
     if scheme.method != "gptq":
-        return lambda name, weight: quantize_weight(weight, scheme)
+        return lambda name, weight: quantize_weight(weight.to(device), scheme).to("cpu")
     found: dict[str, PackedWeight] = {}
 
     def choose(name: str, weight: Tensor) -> PackedWeight:
         if not found:
             assert texts is not None, "GPTQ calibrates on text"
-            found.update(gptq_weights(checkpoint, texts(), scheme))
+            found.update(gptq_weights(checkpoint, texts(), scheme, device))
         return found[name]
 
     return choose

@@ -17,6 +17,8 @@ from fasteagle.quant.packed import PackedWeight, stack
 from fasteagle.quant.params import int8_groups, quantize_weight
 from fasteagle.quant.scheme import GROUP_SIZES, Scheme
 
+HEAD_ROWS = 8192  # of an LM head, quantized at once
+
 
 class Linears:
     """Makes the quantized modules that `checkpoint.load_model` asks for."""
@@ -78,8 +80,11 @@ class Linears:
             return QuantizedLMHead(self._made(own, None))
         if bits == 16:
             return None
-        weight = quantize_weight(self.checkpoint.load(name), head_scheme(self.scheme))
-        return QuantizedLMHead(self._made(weight, None))
+        table = self.checkpoint.load(name)
+        scheme = head_scheme(self.scheme)
+        # On the device, and in parts: in fp32 the table of 128k tokens would take gigabytes.
+        parts = [quantize_weight(rows.to(self.device), scheme) for rows in table.split(HEAD_ROWS)]
+        return QuantizedLMHead(self._made(stack(parts), None))
 
 
 def head_scheme(scheme: Scheme) -> Scheme:
@@ -113,7 +118,7 @@ def quantize_head_(head: EagleHead, scheme: Scheme, native: bool = False) -> Non
         own.append(quantize_linear(head.lm_head, head_scheme(scheme), native))
         head.use_lm_head(own[-1])
     if native:
-        in_huge_pages([module for module in own if isinstance(module, NativeLinear)])
+        in_huge_pages(own)
         use_native_block(head.block)
 
 

@@ -149,11 +149,14 @@ class TorchBinFolder(Checkpoint):
 class DummyCheckpoint(Checkpoint):
     """Random weights of a given shape, for benchmarks: the same ones for the same name.
 
-    Under a scheme, block linears are random packed weights, made as they are stored.
+    Under a scheme, block linears are random packed weights, made as they are stored. They are made
+    on `device`: one thread of a CPU would take a minute for 7B, and many for 70B.
     """
 
-    def __init__(self, config: ModelConfig, scheme: Scheme | None = None) -> None:
-        self.config, self.scheme = config, scheme
+    def __init__(
+        self, config: ModelConfig, scheme: Scheme | None = None, device: torch.device | str = "cpu"
+    ) -> None:
+        self.config, self.scheme, self.device = config, scheme, torch.device(device)
         self._shapes = expected_shapes(config)
 
     def names(self) -> set[str]:
@@ -165,9 +168,13 @@ class DummyCheckpoint(Checkpoint):
     def load(self, name: str) -> Tensor:
         shape = self._shapes[name]
         if len(shape) == 1:
-            return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        return torch.randn(shape, generator=generator) * 0.02
+            value = 0.0 if name.endswith("bias") else 1.0
+            return torch.full(shape, value, device=self.device)
+        random = self._generator(name)
+        return torch.randn(shape, generator=random, device=self.device).mul_(0.02)
+
+    def _generator(self, name: str) -> torch.Generator:
+        return torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()))
 
     def start(self, name: str, n: int) -> Tensor:
         return self.load(name)
@@ -178,12 +185,18 @@ class DummyCheckpoint(Checkpoint):
             return None
         N, K = self.shape(name)
         G = K // (scheme.group_size or K)
-        step = torch.full((N, G), 0.02 / (4 if scheme.bits == 4 else 64))
-        if scheme.bits == 8:
-            q = torch.randint(-127, 128, (N, K), dtype=torch.int8)
-            return PackedWeight(8, K // G, q, step.bfloat16())
-        q = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8)
-        return PackedWeight(4, K // G, q, step.bfloat16(), torch.full((N, G), 8, dtype=torch.uint8))
+        step = 0.02 / (4 if scheme.bits == 4 else 64)
+        with self.device:
+            random = self._generator(name)
+            scales = torch.full((N, G), step, dtype=torch.bfloat16)
+            if scheme.bits == 8:
+                q = torch.randint(-127, 128, (N, K), dtype=torch.int8, generator=random)
+                return PackedWeight(8, K // G, q, scales)
+            q = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8, generator=random)
+            if scheme.method == "hqq":  # which makes offsets, and so another kernel
+                return PackedWeight(4, K // G, q, scales, offsets=-8 * scales)
+            zeros = torch.full((N, G), 8, dtype=torch.uint8)
+            return PackedWeight(4, K // G, q, scales, zeros)
 
 
 def _shards(path: Path, single: str, pattern: str) -> list[Path]:
@@ -249,7 +262,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     """
     digest = hashlib.sha256()
     for name in sorted(expected_shapes(checkpoint.config)):
-        head = checkpoint.start(name, 1024).flatten()[:1024].float().contiguous()
+        head = checkpoint.start(name, 1024).flatten()[:1024].float().cpu().contiguous()
         digest.update(f"{name}{checkpoint.shape(name)}".encode())
         digest.update(head.numpy().tobytes())
     return digest.hexdigest()

@@ -150,6 +150,12 @@ class Reply:
         return {"token": text, "bytes": None if "\ufffd" in text else list(text.encode())}
 
 
+def guessed(chunk: Chunk, n_characters: int) -> Json:
+    """What an event adds about the tokens and characters of its chunk that were guessed right."""
+    counts = {"tokens": len(chunk.tokens), "accepted": chunk.accepted, "characters": n_characters}
+    return {"accepted": counts}
+
+
 def speculation(stats: Stats) -> Json:
     """What speculation did for an answer."""
     return {
@@ -190,13 +196,7 @@ class ChatReply(Reply):
         event = self.envelope(
             self.chunk_kind, [self.choice(None, self._logprobs(chunk.logprobs), delta=delta)]
         )
-        if accepted:
-            event["accepted"] = {
-                "tokens": len(chunk.tokens),
-                "accepted": chunk.accepted,
-                "characters": piece.n_guessed,
-            }
-        yield event
+        yield event | (guessed(chunk, piece.n_guessed) if accepted else {})
 
     def last_parts(self) -> Iterator[Json]:
         delta = self._delta(self.text.finish())
@@ -254,13 +254,7 @@ class TextReply(Reply):
             return
         choice = self.choice(None, self._logprobs(chunk.logprobs), text=text)
         event = self.envelope(self.kind, [choice])
-        if accepted:
-            event["accepted"] = {
-                "tokens": len(chunk.tokens),
-                "accepted": chunk.accepted,
-                "characters": chunk.n_guessed,
-            }
-        yield event
+        yield event | (guessed(chunk, chunk.n_guessed) if accepted else {})
 
     def last_parts(self) -> Iterator[Json]:
         yield self.envelope(self.kind, [self.choice(self.finish, None, text="")])

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fasteagle.compile.cpu_blocks import is_native
+from fasteagle.compile.int8_cache import dense_rows
 from fasteagle.device import available_bytes
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
@@ -57,7 +58,7 @@ class BatchSampler:
         self._stop = stop
         self._engine, self._model, self._eos_ids = engine, engine.model, eos_ids
         self._texts: list[_Text | None] = [None] * size
-        self._cache = KVCache(engine.model.config, size * KEY_BLOCK, engine.dtype, engine.device)
+        self._cache = engine.model.new_cache(size * KEY_BLOCK)
 
     @property
     def has_room(self) -> bool:
@@ -178,7 +179,7 @@ class BatchSampler:
                 f"{len(self._texts)} texts of {n_tokens:,} tokens need {needed / 2**30:.1f} GiB of "
                 f"KV cache, {free / 2**30:.1f} GiB free: lower --batch or --max-new-tokens"
             )
-        self._cache = KVCache(self._model.config, n_slots, engine.dtype, engine.device)
+        self._cache = engine.model.new_cache(n_slots)
         self._by_region(self._cache)[:, :, :, :R] = self._by_region(old)
 
 
@@ -203,7 +204,11 @@ def attend_by_region(
     G, _, E = q.shape
     T, R = mask.shape
     q = q.view(G, -1, T, E).transpose(1, 2)  # [G, T, group, E]
-    k, v = (cache.view(G, -1, R, E)[:, regions] for cache in (k_cache, v_cache))  # [G, T, R, E]
+    # [G, T, R, E]
+    k, v = (
+        dense_rows(cache.view(G, -1, R, cache.shape[2])[:, regions], q.dtype)
+        for cache in (k_cache, v_cache)
+    )
     scores = (q @ k.transpose(2, 3)).float() / math.sqrt(E)
     weights = torch.softmax(scores.masked_fill(~mask.unsqueeze(1), float("-inf")), -1)
     return (weights.to(v.dtype) @ v).transpose(1, 2).reshape(G, -1, E)

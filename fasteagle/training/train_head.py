@@ -59,7 +59,7 @@ def train_head(
         conversations = _conversations(runtime, run, identity, given)
         taps = options.taps_of(runtime.checkpoint.config.n_layer)
         text = store_key(conversations, identity, taps)
-        store = _features(runtime, conversations, identity, run.features, taps)
+        store = _features(runtime, conversations, run, taps, identity, text)
     held_out = choose_held_out(conversations, run.held_out)
     training = [c for i, c in enumerate(conversations) if i not in set(held_out)]
     head = _begun(init, runtime.engine.model, training, options)
@@ -157,20 +157,22 @@ def _written_now(runtime: Runtime, run: TrainRun, identity: str) -> list[Path]:
 def _features(
     runtime: Runtime,
     conversations: Sequence[Conversation],
-    identity: str,
-    kind: str,
+    run: TrainRun,
     taps: tuple[int, ...],
+    identity: str,
+    key: str,
 ) -> Features:
     """The target's features: live, from the user cache, or computed into it now."""
-    folder = cache_dir() / "features" / store_key(conversations, identity, taps)
+    if run.features == "live":
+        compile_now(runtime.engine)
+        return LiveFeatures(runtime.engine, conversations, taps)
+    folder = cache_dir() / "features" / key
     if not taps:  # those stored for an EAGLE-3 head end with what an EAGLE-1 head reads
         usual = default_taps(runtime.checkpoint.config.n_layer)
         wider = folder.with_name(store_key(conversations, identity, usual))
         folder = wider if (wider / "index.json").exists() else folder
-    if kind == "live" or not (folder / "index.json").exists():
+    if not (folder / "index.json").exists():
         compile_now(runtime.engine)
-    if kind == "live":
-        return LiveFeatures(runtime.engine, conversations, taps)
     total, done = sum(len(c.ids) for c in conversations), 0
 
     def progress(n: int) -> None:

@@ -59,7 +59,7 @@ def test_help_is_quick_and_needs_no_torch():
 
 CHAT_OPTIONS = """
     --model --device --dtype --max-seq-len --threads --precision --int4 --int8 --quant --lm-head
-    --cpu-kernels --quant-backend --head --tap-layers --drafter --no-spec --tree --tree-depth
+    --cpu-kernels --quant-backend --kv --head --tap-layers --drafter --no-spec --tree --tree-depth
     --lookup --lookup-depth --draft-model --draft-precision
     --tree-topk --tree-nodes --draft-noise --verify --temperature --top-k --top-p --min-p
     --repetition-penalty --seed --max-new-tokens --stop --prompt --system --compile --no-compile

@@ -9,12 +9,14 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from fasteagle.cli import main as cli
-from fasteagle.cli.tune import _plan_table
+from fasteagle.cli.tune import _costs_table, _plan_table
 from fasteagle.compile.blocks import missing_compiler
 from fasteagle.drafting.controller import name
 from fasteagle.drafting.fused_plan import make_fused_plan
-from fasteagle.drafting.plan import DEFAULT_RANKS
+from fasteagle.drafting.plan import DEFAULT_RANKS, Costs
+from fasteagle.drafting.sure_chain import LONGEST, ChainPlan
 from fasteagle.paths import cache_dir
+from fasteagle.shapes import SureChain
 from helpers import costs
 
 
@@ -24,7 +26,7 @@ def invoke(*arguments):
 
 @pytest.mark.skipif(missing_compiler() is not None, reason="no C++ compiler")
 def test_costs_and_plan_are_printed_and_kept(tiny_dir, monkeypatch, compiled):
-    monkeypatch.setattr("fasteagle.compile.costs.MOST_ROUNDS", 3)
+    monkeypatch.setattr("fasteagle.compile.measurement.MOST_ROUNDS", 3)
     done = invoke("--model", tiny_dir, "--max-seq-len", 256)
     assert done.exit_code == 0, done.output
     assert "target pass, rows" in done.stdout and "x plain" in done.stdout
@@ -41,6 +43,17 @@ def test_the_plan_of_fused_trees_is_printed():
         console.print(_plan_table(plan))
     lines = shown.get().splitlines()
     assert any(line.startswith("1.0 ") and name(plan.at(1.0)) in line for line in lines)
+
+
+def test_the_costs_and_the_plan_of_chains_are_printed():
+    made = Costs({1: 4.0, 2: 4.5, 9: 8.0}, {}, {}, 0.3, 0.2, chain={1: 0.3, LONGEST: 1.7})
+    console = Console(width=100)
+    with console.capture() as shown:
+        console.print(_costs_table(made))
+        console.print(_plan_table(ChainPlan(made, DEFAULT_RANKS, SureChain(LONGEST))))
+    text = shown.get()
+    assert "draft, a chain, levels" in text and "1: 0.30  8: 1.70" in text
+    assert "first level" not in text and "chain of 1 to 8" in text
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def test_path_that_does_not_exist(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("free", "fix"), [(1000, "choose a smaller model"), (330_000, "lower --max-seq-len")]
+    ("free", "fix"), [(1000, "choose a smaller model"), (480_000, "lower --max-seq-len")]
 )
 def test_too_little_memory_is_told_before_loading(tiny_dir, monkeypatch, free, fix):
     monkeypatch.setattr(checkpoint_module, "available_bytes", lambda device: free)

@@ -53,6 +53,7 @@ def test_every_entry_is_pinned_and_described():
 @pytest.mark.parametrize(
     ("name", "billions"),  # as the model cards say
     [
+        ("vicuna-33b", "32.53"),
         ("qwen3-1.7b", "1.72"),
         ("qwen3-4b", "4.02"),
         ("qwen3-8b", "8.19"),

@@ -19,7 +19,8 @@ from fasteagle.loading.stored import StoredFolder
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.options import RuntimeOptions, SamplingParams
 from fasteagle.quant.linear import Int4Linear, Int8Linear, QuantizedLMHead
-from fasteagle.quant.scheme import Scheme
+from fasteagle.quant.params import quantize_weight
+from fasteagle.quant.scheme import Scheme, parse_scheme
 from helpers import edit_json, random_head, save_tiny
 
 PROMPT = [5, 9, 200, 17, 33, 8, 120, 64]
@@ -226,8 +227,60 @@ def test_dummy_weights_are_made_as_stored(folder):
     for quant in ("int8", "int4-g32"):
         source = with_scheme(DummyCheckpoint(config), quant)
         assert isinstance(source, DummyCheckpoint) and source.scheme is not None
+        name = "model.layers.0.mlp.up_proj.weight"
+        first, second = (
+            source.packed(name),
+            with_scheme(DummyCheckpoint(config), quant).packed(name),
+        )
+        assert torch.equal(first.q, second.q)
         engine = build_engine(source, "bf16", torch.device("cpu"), RuntimeOptions(), "dummy")
         assert len(tokens(engine, 3)) == 3
+
+
+def test_dummy_weights_take_the_kernel_that_real_ones_take(folder):
+    """HQQ has float offsets, min-max integer zeros, and each has a kernel of its own."""
+    from fasteagle.loading.tensors import DummyCheckpoint
+
+    config = open_checkpoint(folder).config
+    name = "model.layers.0.mlp.up_proj.weight"
+    kinds = {}
+    for quant in ("int4-g32-hqq", "int4-g32"):
+        real = quantize_weight(torch.randn(32, 64), parse_scheme(quant, config))
+        dummy = with_scheme(DummyCheckpoint(config), quant).packed(name)
+        assert dummy.tensors().keys() == real.tensors().keys()
+        assert abs(float(dummy.dequantize().mean())) < 0.01
+        kinds[quant] = dummy.offsets is None
+    assert kinds == {"int4-g32-hqq": False, "int4-g32": True}
+
+
+def test_values_are_chosen_on_the_device_one_weight_at_a_time(folder, monkeypatch):
+    from fasteagle.loading import quantize
+
+    devices = []
+
+    def watched(weight, scheme):
+        devices.append(str(weight.device))
+        return quantize_weight(torch.zeros(weight.shape), scheme)
+
+    monkeypatch.setattr(quantize, "quantize_weight", watched)
+    checkpoint = open_checkpoint(folder)
+    scheme = parse_scheme("int4-g32", checkpoint.config)
+    choose = quantize.chooser(checkpoint, scheme, None, "meta")
+    found = dict(quantize.quantized_weights(checkpoint, scheme, choose))
+    assert set(devices) == {"meta"} and len(devices) == 7 * checkpoint.config.n_layer
+    assert {str(weight.device) for weight in found.values() if hasattr(weight, "device")} == {"cpu"}
+
+
+def test_an_lm_head_quantized_in_parts_is_the_same(folder, monkeypatch):
+    from fasteagle.loading import source
+
+    def head(parts):
+        monkeypatch.setattr(source, "HEAD_ROWS", parts)
+        checkpoint = with_scheme(open_checkpoint(folder), "int4-g32")
+        return source.Linears(checkpoint, "cpu", torch.float32).lm_head()
+
+    x = torch.randn(3, open_checkpoint(folder).config.dim)
+    assert torch.equal(head(8192)(x), head(7)(x))
 
 
 def test_torchao_runs_beside_ours(folder):

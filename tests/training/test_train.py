@@ -85,9 +85,9 @@ def test_unrolled_steps_equal_drafting_with_the_cache(target, algorithm):
         assert torch.allclose(logits[0], rows @ outputs[0][0, start - 1], atol=1e-3)
         for step in range(1, 4):
             row = start - 1 + step
-            mask = torch.ones(1, step, dtype=torch.bool)
+            paths = torch.arange(step, dtype=torch.int32)[None]
             token = tokens[row : row + 1]
-            logits, feature = drafter.step(token, feature, seq_len, step - 1, mask)
+            logits, feature = drafter.step(token, feature, seq_len, step - 1, paths)
             expected = rows @ outputs[step][0, row]
             assert torch.allclose(logits[0], expected, atol=1e-3), (start, step)
 
@@ -115,9 +115,9 @@ def test_simulated_acceptance_equals_what_the_engine_measures(target, store, tmp
                 if token != best:
                     break
                 accepted[step] += 1
-                mask = torch.ones(1, step + 1, dtype=torch.bool)
+                paths = torch.arange(step + 1, dtype=torch.int32)[None]
                 row = ids[root + 1 + step : root + 2 + step]
-                logits, feature = drafter.step(row, feature, seq_len, step, mask)
+                logits, feature = drafter.step(row, feature, seq_len, step, paths)
                 step += 1
     assert tried[0] == held.rows and accepted[0] > 5 and accepted[1] > 0
     for step in range(5):

@@ -1,0 +1,76 @@
+"""What a model needs of a card's memory, and what of it fits. Needs no torch.
+
+Counted: weights, draft head, both KV caches, the largest weight dequantized for a prompt, the
+activations of a prompt's chunk, and what CUDA, its libraries and graphs take (an estimate).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from fasteagle.config import HeadConfig, ModelConfig
+from fasteagle.quant.scheme import BF16, INT8, Scheme, int4_for
+
+CARDS = (8, 12, 16, 24, 32, 48, 80)  # GiB
+CUDA_BYTES = 700 * 2**20  # context, cuBLAS workspaces, graphs: an estimate, not a measurement
+CHUNK_ROWS = 1024  # of a prompt, on CUDA
+TREE_SLOTS = 64 + 256  # behind the context, rounding included
+INT8_SPARE = 16  # bytes behind a row of a KV cache in 8 bits
+SHORTEST = 1024  # tokens of context worth having
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One way to run a model: its weights, its KV cache, its context in tokens."""
+
+    scheme: Scheme
+    kv: str
+    context: int
+
+    @property
+    def precision(self) -> str:
+        return "bf16" if self.scheme.bits == 16 else f"int{self.scheme.bits}"
+
+    def __str__(self) -> str:
+        return f"{self.precision}, kv int8" if self.kv == "int8" else self.precision
+
+    @property
+    def options(self) -> str:
+        """How a person asks for it."""
+        kv = " --kv int8" if self.kv == "int8" else ""
+        return f"--precision {self.precision}{kv} --max-seq-len {self.context}"
+
+
+def needed_bytes(config: ModelConfig, setting: Setting, head: HeadConfig | None = None) -> int:
+    """Of a card's memory, for a model with or without a draft head."""
+    scheme, n_slots = setting.scheme, setting.context + TREE_SLOTS
+    dense = scheme.bits == 16
+    weights = 2 * config.params if dense else scheme.model_bytes(config)
+    if head is not None:
+        weights += scheme.draft_head_bytes(head)
+    row = config.head_dim + INT8_SPARE if setting.kv == "int8" else 2 * config.head_dim
+    cache = 2 * config.n_layer * config.n_kv_head * row * n_slots
+    cache += 0 if head is None else head.block.kv_bytes(n_slots)
+    scratch = 0 if dense else 2 * config.dim * max(2 * config.ffn_dim, config.qkv_dim)
+    # fp32 results of gate and up, their halves in 16 bits, the residual stream twice in fp32.
+    activations = CHUNK_ROWS * (2 * config.ffn_dim * 6 + config.dim * 8)
+    return weights + cache + scratch + activations + CUDA_BYTES
+
+
+def settings(config: ModelConfig, context: int) -> Iterator[Setting]:
+    """Ways to run a model, the most exact first; then with less and less context."""
+    schemes = (BF16, INT8, int4_for(config))
+    yield from (Setting(scheme, "auto", context) for scheme in schemes)
+    yield Setting(schemes[-1], "int8", context)
+    while context > SHORTEST:
+        context = max(SHORTEST, context // 2)
+        yield Setting(schemes[-1], "int8", context)
+
+
+def best_fit(
+    config: ModelConfig, n_bytes: int, context: int, head: HeadConfig | None = None
+) -> Setting | None:
+    """The most exact way to run a model in `n_bytes` with `context` tokens; None: there is none."""
+    found = (s for s in settings(config, context) if needed_bytes(config, s, head) <= n_bytes)
+    return next(found, None)

@@ -1,0 +1,163 @@
+"""What a model needs of a card's memory, as it is counted before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from fasteagle.cli.main import main
+from fasteagle.cli.models import memory_cells
+from fasteagle.compile import int8_cache
+from fasteagle.errors import FasteagleError
+from fasteagle.generate import MAX_TREE_ROWS, PREFILL_CHUNK_CUDA
+from fasteagle.loading import checkpoint, memory
+from fasteagle.loading import open as opening
+from fasteagle.loading.entries import REGISTRY
+from fasteagle.loading.find_head import head_shape
+from fasteagle.loading.memory import Setting, best_fit, needed_bytes, settings
+from fasteagle.loading.open import OpenedModel, load_runtime
+from fasteagle.loading.tensors import DummyCheckpoint
+from fasteagle.loading.tokenizer import DummyTokenizer
+from fasteagle.options import RuntimeOptions, SamplingParams
+from fasteagle.quant.scheme import BF16, int4_for
+
+LLAMA = REGISTRY["llama2-7b"].config
+GIB = 2**30
+
+
+def test_constants_are_those_of_the_modules_that_need_torch():
+    assert memory.INT8_SPARE == int8_cache.SPARE
+    assert memory.CHUNK_ROWS == PREFILL_CHUNK_CUDA
+    assert memory.TREE_SLOTS >= MAX_TREE_ROWS
+
+
+def test_the_parts_of_7b():
+    """6.74 G weights of 2 bytes, 0.5 MiB a cached token, an activation buffer, CUDA."""
+    need = needed_bytes(LLAMA, Setting(BF16, "auto", 4096))
+    parts = 2 * 6_738_415_616 + 2 * 32 * 32 * 128 * 2 * (4096 + 320) + memory.CUDA_BYTES
+    assert need - parts == 1024 * (2 * 11008 * 6 + 4096 * 8)
+    int4 = int4_for(LLAMA)
+    whole, small = (needed_bytes(LLAMA, Setting(int4, kv, 4096)) for kv in ("auto", "int8"))
+    assert whole - small == 2 * 32 * 32 * (256 - 144) * (4096 + 320)
+
+
+def test_33b_at_int4_with_4k_tokens_fits_24_gib_with_a_small_cache():
+    """Item 6: the target, its draft head and both caches."""
+    config = dataclasses.replace(REGISTRY["vicuna-33b"].config, max_seq_len=4096)
+    head = head_shape("vicuna-33b", config)
+    int4 = int4_for(config)
+    assert needed_bytes(config, Setting(int4, "auto", 4096), head) > 24 * GIB
+    assert needed_bytes(config, Setting(int4, "int8", 4096), head) < 0.95 * 24 * GIB
+    assert best_fit(config, 24 * GIB, 4096, head) == Setting(int4, "int8", 4096)
+
+
+def test_the_most_exact_setting_that_fits():
+    sizes = [needed_bytes(LLAMA, setting) for setting in settings(LLAMA, 4096)]
+    assert sizes == sorted(sizes, reverse=True)
+    for setting, size in zip(settings(LLAMA, 4096), sizes, strict=True):
+        assert best_fit(LLAMA, size, 4096) == setting
+    assert best_fit(LLAMA, sizes[-1] - 1, 4096) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "fitting"),
+    [
+        ("llama2-7b", {8: "int4", 12: "int8", 24: "bf16"}),
+        ("vicuna-33b", {16: "-", 24: "int4", 48: "int8"}),
+        ("llama2-70b", {32: "-", 48: "int4", 80: "int8"}),
+    ],
+)
+def test_the_table_by_card(name, fitting):
+    cells = dict(zip(memory.CARDS, memory_cells(name)[4:], strict=True))
+    assert {size: cells[size] for size in fitting} == fitting
+
+
+def test_the_command_names_every_model():
+    result = CliRunner().invoke(main, ["models", "--memory"])
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert lines[0].split()[:3] == ["name", "bf16", "GB"] and "24 GiB" in lines[0]
+    assert {line.split()[0] for line in lines[1 : len(REGISTRY) + 1]} == set(REGISTRY)
+
+
+# Where memory is short after all
+
+
+def test_out_of_memory_while_loading_says_what_fits(monkeypatch):
+    def fails(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(opening, "load_model", fails)
+    monkeypatch.setattr(opening, "available_bytes", lambda device: 8 * GIB)
+    opened = OpenedModel("llama2-7b", DummyCheckpoint(LLAMA), DummyTokenizer(32000))
+    with pytest.raises(FasteagleError) as caught:
+        opened.prepared(RuntimeOptions(device="cpu"), lambda line: None).engine()
+    assert str(caught.value) == (
+        "out of memory while loading, 8.0 GiB free on cpu: use --precision int4 --max-seq-len "
+        "4096 (6.7 GiB)"
+    )
+    monkeypatch.setattr(opening, "available_bytes", lambda device: GIB)
+    with pytest.raises(FasteagleError, match="choose a smaller model"):
+        opened.prepared(RuntimeOptions(device="cpu"), lambda line: None).engine()
+
+
+def test_out_of_memory_in_a_prompt_leaves_the_engine_usable(tiny_dir, monkeypatch):
+    engine = load_runtime(str(tiny_dir), RuntimeOptions(dtype="fp32", max_seq_len=512)).engine
+    prompt = [5, 6, 7, 8] * 80
+    expected = [t for ids in engine.generate(prompt, SamplingParams(), 8) for t in ids]
+    engine.restart()
+    run = engine._run
+
+    def fails(ids, begin, tap_layers):
+        if begin:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return run(ids, begin, tap_layers)
+
+    monkeypatch.setattr(engine, "_run", fails)
+    with pytest.raises(FasteagleError, match="out of memory at token 256 of a prompt of 320: low"):
+        list(engine.generate(prompt, SamplingParams(), 8))
+    monkeypatch.setattr(engine, "_run", run)
+    assert [t for ids in engine.generate(prompt, SamplingParams(), 8) for t in ids] == expected
+
+
+def test_a_cache_that_does_not_fit_names_the_longest_that_does(monkeypatch):
+    weights, per_token = 2 * LLAMA.params, 2 * 32 * 32 * 128 * 2
+    free = weights + (2000 + 256) * per_token
+    monkeypatch.setattr(checkpoint, "available_bytes", lambda device: free)
+    text = "lower --max-seq-len to 1792$"
+    with pytest.raises(FasteagleError, match=text):
+        checkpoint.require_memory(LLAMA, torch.bfloat16, "cpu", 4096)
+    with pytest.raises(FasteagleError, match="lower --max-seq-len to 1792 or use --kv int8$"):
+        checkpoint.require_memory(LLAMA, torch.bfloat16, "cpu", 3000)
+    checkpoint.require_memory(LLAMA, torch.bfloat16, "cpu", 1792)
+
+
+def test_quantized_weights_on_cuda_need_triton(monkeypatch):
+    found = importlib.util.find_spec
+    absent = lambda name, *rest: None if name == "triton" else found(name, *rest)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", absent)
+    dummy = DummyCheckpoint(LLAMA, int4_for(LLAMA))
+    with pytest.raises(FasteagleError, match="Triton is not installed: pip install triton, or"):
+        opening.build_engine(dummy, "bf16", torch.device("cuda"), RuntimeOptions(), "llama2-7b")
+
+
+def test_out_of_memory_anywhere_else_is_one_line(monkeypatch):
+    def fails(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr("fasteagle.cli.models.print_memory", fails)
+    result = CliRunner().invoke(main, ["models", "--memory"])
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1
+    assert "out of memory: lower --max-seq-len" in result.stderr
+
+
+def test_other_errors_of_a_runtime_are_not_hidden(monkeypatch):
+    def fails(*args, **kwargs):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("fasteagle.cli.models.print_memory", fails)
+    assert isinstance(CliRunner().invoke(main, ["models", "--memory"]).exception, RuntimeError)
