@@ -15,6 +15,7 @@ import dataclasses
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,10 @@ from fasteagle.paths import write_atomic
 from fasteagle.quant import packed, planes
 
 LINEARS = ("qkv", "out", "gate_up", "down", "lm_head")
-KERNELS = ("int4-g128", "int4-g64", "int4-g32", "int8", "fp16", "torchao-g128")
+KERNELS = (
+    *("int4-g128", "int4-g64", "int4-g32", "int4-g128-offsets", "int4-g32-offsets"),
+    *("int8", "fp16", "torchao-g128"),
+)
 CALLS = 40  # in a graph, at least
 
 
@@ -152,17 +156,28 @@ def fused_linears(name: str) -> list[tuple[str, int, int]]:
 
 
 def measure(
-    kernel: str, N: int, K: int, counts: list[int], accumulate: str, repeats: int
+    kernel: str,
+    N: int,
+    K: int,
+    counts: list[int],
+    accumulate: str,
+    repeats: int,
+    device: str = "cuda",
 ) -> list[tuple[int, float, float]]:
-    """(rows, microseconds, GB/s) of one kernel; nothing where its library is missing."""
-    case = _torchao(N, K) if kernel == "torchao-g128" else _case(kernel, N, K, accumulate)
+    """(rows, microseconds, GB/s) of one kernel; nothing where its library is missing.
+
+    On the CPU, where the op has its reference, only to see that all of this runs.
+    """
+    with torch.device(device):
+        case = _torchao(N, K) if kernel == "torchao-g128" else _case(kernel, N, K, accumulate)
     if case is None:
         return []
     timings = []
     for count in counts:
-        x = torch.randn(count, K, device="cuda").to(case.dtype)
+        x = torch.randn(count, K, device=device).to(case.dtype)
         n_bytes = case.n_bytes + x.nbytes + case.calls[0](x).nbytes
-        us = _time_cold(case.calls, x, repeats)
+        on_cpu = device == "cpu"
+        us = _time_on_cpu(case.calls[0], x) if on_cpu else _time_cold(case.calls, x, repeats)
         timings.append((count, us, n_bytes / us / 1e3))
     return timings
 
@@ -170,11 +185,13 @@ def measure(
 def _case(kernel: str, N: int, K: int, accumulate: str) -> Case:
     if kernel == "fp16":
         half = torch.float16
-        dense = _copies(lambda: torch.randn(N, K, device="cuda", dtype=half), 2 * N * K)
+        dense = _copies(lambda: torch.randn(N, K, dtype=half), 2 * N * K)
         return Case([partial(F.linear, weight=w) for w in dense], 2 * N * K, half)
-    from fasteagle.quant.kernels import linear  # Triton exists where CUDA does
-
     first = planes.pack_planes(_random_weight(kernel, N, K))
+    if first.planes.device.type == "cuda":
+        from fasteagle.quant.kernels import linear  # Triton exists where CUDA does
+    else:
+        linear = planes.linear
 
     def copy() -> planes.PlanesWeight:
         return dataclasses.replace(first, planes=first.planes.clone(), params=first.params.clone())
@@ -186,12 +203,15 @@ def _case(kernel: str, N: int, K: int, accumulate: str) -> Case:
 
 def _random_weight(kernel: str, N: int, K: int) -> packed.PackedWeight:
     if kernel == "int8":
-        values = torch.randint(-127, 128, (N, K), dtype=torch.int8, device="cuda")
-        return packed.int8(values, torch.full((N, 1), 1e-3, device="cuda"))
-    groups = K // int(kernel.removeprefix("int4-g"))
-    values = torch.randint(0, 16, (N, K), dtype=torch.uint8, device="cuda")
-    zeros = torch.randint(0, 16, (N, groups), dtype=torch.uint8, device="cuda")
-    scales = torch.full((N, groups), 1e-2, dtype=torch.float16, device="cuda")
+        values = torch.randint(-127, 128, (N, K), dtype=torch.int8)
+        return packed.int8(values, torch.full((N, 1), 1e-3))
+    group, *with_offsets = kernel.removeprefix("int4-g").split("-")
+    size = N, K // int(group)
+    values = torch.randint(0, 16, (N, K), dtype=torch.uint8)
+    scales = torch.full(size, 1e-2, dtype=torch.float16)
+    if with_offsets:
+        return packed.int4(values, scales, offsets=torch.full(size, -0.08, dtype=torch.float16))
+    zeros = torch.randint(0, 16, size, dtype=torch.uint8)
     return packed.int4(values, scales, zeros=zeros)
 
 
@@ -204,7 +224,7 @@ def _torchao(N: int, K: int) -> Case | None:
         return None
 
     def one() -> torch.nn.Module:
-        module = torch.nn.Linear(K, N, bias=False, device="cuda", dtype=torch.bfloat16)
+        module = torch.nn.Linear(K, N, bias=False, dtype=torch.bfloat16)
         config = Int4WeightOnlyConfig(group_size=128, int4_packing_format="tile_packed_to_4d")
         quantize_(module, config)
         return module.requires_grad_(False)
@@ -214,7 +234,8 @@ def _torchao(N: int, K: int) -> Case | None:
 
 
 def _copies(make: Callable[[], Any], n_bytes: int) -> list[Any]:
-    cache = torch.cuda.get_device_properties(0).L2_cache_size
+    on_cpu = torch.get_default_device().type == "cpu"
+    cache = 0 if on_cpu else torch.cuda.get_device_properties(0).L2_cache_size
     return [make() for _ in range(max(2, -(-3 * cache // n_bytes)))]
 
 
@@ -233,6 +254,13 @@ def _time_cold(calls: Sequence[Callable[[Tensor], Tensor]], x: Tensor, repeats: 
             for call in calls:
                 call(x)
     return statistics.median(_elapsed(graph.replay, repeats)) * 1e3 / (rounds * len(calls))
+
+
+def _time_on_cpu(call: Callable[[Tensor], Tensor], x: Tensor) -> float:
+    """Microseconds of one call, whose weight may be in the cache."""
+    begin = time.perf_counter()
+    call(x)
+    return 1e6 * (time.perf_counter() - begin)
 
 
 def _elapsed(run: Callable[[], object], repeats: int) -> list[float]:

@@ -1,6 +1,7 @@
 """The speed limit of a device, from bytes and FLOPs, next to measured values if there are any.
 
 python scripts/roofline.py --device 3090 --model llama2-7b --tau 3.6 --context 1024
+python scripts/roofline.py --device 3090 --model llama2-7b --tau 3.6 --terms   # int4, term by term
 python scripts/roofline.py --device this --measured record.json
 
 A record has its own model, rows, trees, tau and context. `int4` means the widest groups that fit
@@ -38,13 +39,16 @@ from fasteagle.options import DEFAULT_MODEL, DraftOptions
 @click.option("--tree-topk", type=int)
 @click.option("--tree-nodes", type=int)
 @click.option("--fp16-accumulate", is_flag=True, help="Tensor cores add up in fp16: 2 x on RTX.")
+@click.option("--terms", is_flag=True, help="A captured cycle, by product and node: a prediction.")
 @click.option(
     "--measured",
     "record_path",
     type=click.Path(path_type=Path, dir_okay=False),
     help="A record of tokens_per_sec.py --json: predict its rows and compare.",
 )
-def main(device: str, fp16_accumulate: bool, record_path: Path | None, **given: Any) -> None:
+def main(
+    device: str, fp16_accumulate: bool, terms: bool, record_path: Path | None, **given: Any
+) -> None:
     """Predict tokens per second; see the module's docstring for examples."""
     # Here and below: --help answers without importing torch.
     from fasteagle.bench import roofline_report as report
@@ -53,6 +57,9 @@ def main(device: str, fp16_accumulate: bool, record_path: Path | None, **given: 
     if record_path and given:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise FasteagleError(f"--measured brings its own conditions: drop {names}")
+    if terms:
+        _print_terms(device, fp16_accumulate, record_path, given)
+        return
     where = None if device == THIS else device_named(device)
     record = report.read_record(record_path) if record_path else None
     model = record["meta"].get("model", "") if record else given.pop("model", DEFAULT_MODEL)
@@ -65,6 +72,26 @@ def main(device: str, fp16_accumulate: bool, record_path: Path | None, **given: 
     found = report.predictions(cases, where, model, config, fp16_accumulate)
     columns = (*report.COLUMNS, *(report.MEASURED if record else ()))
     _print(columns, report.table_rows(found, where, record), report.conditions(where, model))
+
+
+def _print_terms(device: str, fp16: bool, record_path: Path | None, given: dict[str, Any]) -> None:
+    from fasteagle.bench import cycle_terms
+    from fasteagle.bench import roofline_report as report
+    from fasteagle.loading.find_head import head_shape
+    from fasteagle.quant.scheme import parse_scheme
+    from fasteagle.shapes import TreeShape
+
+    if record_path or "rows" in given or "lm_head" in given:
+        raise FasteagleError("--terms predicts an int8 LM head and eagle: drop --measured, --rows")
+    name = given.get("model", DEFAULT_MODEL)
+    config = report.model_shape(name)
+    scheme = parse_scheme(given.get("precision", "int4"), config)
+    sizes = (given.get(f"tree_{part}") for part in ("depth", "topk", "nodes"))
+    tree = TreeShape(*(size or default for size, default in zip(sizes, (5, 4, 15), strict=True)))
+    card, context = cycle_terms.card_named(device), given.get("context", 1024)
+    model = cycle_terms.CycleModel(card, config, scheme, context, fp16)
+    head, tau = head_shape(name, config), given.get("tau", 2.3)
+    print("\n".join(cycle_terms.lines(model, head, tree, tau)))
 
 
 def _options(given: dict[str, Any]) -> Any:

@@ -24,10 +24,9 @@ from fasteagle.background import Preparation
 from fasteagle.cli.command import Script
 from fasteagle.errors import FasteagleError, note
 from fasteagle.llm import LLM, open_llm
+from fasteagle.loading.tokenizer import Message
 from fasteagle.options import DEFAULT_MODEL, DraftOptions, RuntimeOptions
 from fasteagle.prompts import read_questions
-
-Message = dict[str, str]
 
 
 class Timing(NamedTuple):
@@ -47,7 +46,7 @@ def timed(arrivals: Iterator[tuple[float, int]], begin: float) -> Timing:
 
 def here(llm: LLM, messages: list[Message], limit: int) -> Timing:
     begin = time.perf_counter()
-    chunks = llm.chat(messages, stream=True, max_new_tokens=limit)  # type: ignore[arg-type]
+    chunks = llm.chat(messages, stream=True, max_new_tokens=limit)
     return timed(((time.perf_counter(), len(chunk.tokens)) for chunk in chunks), begin)
 
 
@@ -99,7 +98,7 @@ def main(
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600) as client:
             wait_until_up(client, process)
-            hello = [{"role": "user", "content": "Hello"}]
+            hello: list[Message] = [{"role": "user", "content": "Hello"}]
             served(client, hello, 8)
             time.sleep(warm_up)
             llm = open_llm(model, RuntimeOptions(), DraftOptions(), note)
@@ -108,7 +107,7 @@ def main(
             llm.preparation.join()
             found: dict[str, list[Timing]] = {"here": [], "served": []}
             for question in questions:
-                messages = [{"role": "user", "content": question.turns[0]}]
+                messages: list[Message] = [{"role": "user", "content": question.turns[0]}]
                 found["here"].append(here(llm, messages, max_new_tokens))
                 found["served"].append(served(client, messages, max_new_tokens))
     finally:

@@ -114,7 +114,7 @@ class LlamaCpp:
 @click.option("--limit", type=int, help="Only the first N questions.")
 @click.option("--max-new-tokens", default=128, show_default=True)
 @click.option("--threads", type=int, help="Of both.  [default: all cores]")
-@click.option("--rows", default="plain,eagle,ngram", show_default=True, help="Ours.")
+@click.option("--rows", default="plain,eagle,fused,ngram", show_default=True, help="Ours.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False))
 def main(
     model: str,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import signal
 import subprocess
@@ -333,6 +335,18 @@ def kill_at_first_save(*arguments: object, compiled: bool) -> None:
     command = [sys.executable, "-c", code, *map(str, arguments)]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == -signal.SIGKILL, run.stderr
+
+
+def pass_in_interpreter(path: Path) -> None:
+    """The tests of `path` pass in a process of their own, in Triton's interpreter."""
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", str(path)],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+    assert re.search(r"^\d+ passed", run.stdout, re.M), run.stdout[-500:]
 
 
 def output_without_triton(code: str) -> str:

@@ -26,6 +26,7 @@ def first_blocks(model: Transformer, n_blocks: int) -> Transformer:
     small.register_buffer("rope_cos", model.rope_cos, persistent=False)
     small.register_buffer("rope_sin", model.rope_sin, persistent=False)
     small.run_blocks, small.visible_keys = model.run_blocks, model.visible_keys
+    small.cache_dtype, small.cache_spare = model.cache_dtype, model.cache_spare
     return small.eval()
 
 

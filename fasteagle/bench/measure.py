@@ -5,9 +5,12 @@ Best of several runs: other work on the machine only ever makes a run slower.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import resource
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -87,3 +90,25 @@ def _best_seconds(work: Callable[[], object], device: torch.device) -> float:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def peak_meter(device: torch.device) -> tuple[Callable[[], None], Callable[[], int]]:
+    """How to reset and read the peak memory: of the device, or of this process on the CPU."""
+    if device.type == "cuda":
+        return (
+            lambda: torch.cuda.reset_peak_memory_stats(device),
+            lambda: torch.cuda.max_memory_allocated(device),
+        )
+
+    def reset() -> None:
+        with contextlib.suppress(OSError):  # then the peak is that of the whole process so far
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def read() -> int:
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/self/status").read_text().splitlines():
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    return reset, read

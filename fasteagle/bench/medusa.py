@@ -21,8 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from fasteagle.drafting.base import Controlled
-from fasteagle.drafting.draft_head import ranking_logits
+from fasteagle.drafting.draft_head import RankingDrafter
 from fasteagle.drafting.static_tree import check_paths
 from fasteagle.errors import FasteagleError
 from fasteagle.model import KVCache, Transformer
@@ -68,10 +67,10 @@ def likeliest_paths(ranks: Ranks, nodes: int) -> Paths:
     return tuple(found)
 
 
-class MedusaDrafter(Controlled):
+class MedusaDrafter(RankingDrafter):
     """Proposes the best tokens of all heads at once, in the same tree every time."""
 
-    name = "medusa"
+    name, noise = "medusa", "shared"
     reads_features = True
 
     def __init__(self, heads: MedusaHeads, ranks: Ranks, target: Transformer) -> None:
@@ -92,7 +91,7 @@ class MedusaDrafter(Controlled):
         self._parents, self._levels, self._ranks = (
             torch.tensor(column, device=weight.device) for column in columns
         )
-        self._all_ids = torch.arange(target.config.vocab_size, device=weight.device)
+        self.target_ids = torch.arange(target.config.vocab_size, device=weight.device)
 
     def reserve(self, n_tokens: int) -> None:
         """It has no cache."""
@@ -104,9 +103,7 @@ class MedusaDrafter(Controlled):
     def propose(self, prediction: Tensor, state: DecodeState, spec: CycleSpec) -> DraftTree:
         logits = self.target.lm_head(self.heads(prediction)[:, 0])  # [K, V]
         ranked = [
-            ranking_logits(
-                row, state.seq_len, level, spec.kind, state.knobs, self._all_ids, shared=True
-            ).flatten()
+            self.ranking_logits(row, state.seq_len, level, spec.kind, state.knobs).flatten()
             for level, row in enumerate(logits, 1)
         ]
         best = torch.stack(ranked).topk(RANKS, dim=-1).indices  # [K, RANKS]

@@ -96,7 +96,8 @@ def _reference(
     fits = free is None or need * 1.1 < free
     dtype_name = "fp32" if fits else pick_dtype("auto", device)
     note(f"the unquantized model in {dtype_name} ...")
-    engine = opened.prepared(precision_options(runtime, dtype_name)).engine()
+    whole = dataclasses.replace(precision_options(runtime, dtype_name), kv="auto")
+    engine = opened.prepared(whole).engine()
     reference = Reference(engine, windows)
     loss = sum(
         float(_nll(reference.log_probs(i, rows), ids, rows).sum())

@@ -20,7 +20,7 @@ from fasteagle.bench.latency import percentile
 from fasteagle.bench.measure import memory_bandwidth
 from fasteagle.bench.rows import Row
 from fasteagle.bench.run import BenchOptions
-from fasteagle.device import device_name, pick_device
+from fasteagle.device import accumulate_on, device_name, pick_device
 from fasteagle.options import RuntimeOptions
 from fasteagle.shapes import shape_of
 
@@ -124,6 +124,7 @@ def metadata(options: BenchOptions, runtime: RuntimeOptions) -> dict[str, Any]:
         "commit": _commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "device": name,
+        "accumulate": accumulate_on(device),
         "bandwidth": dataclasses.asdict(memory_bandwidth(device, name)),  # what MBU is a share of
         "threads": torch.get_num_threads(),
         "fasteagle": __version__,

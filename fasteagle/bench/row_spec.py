@@ -14,7 +14,8 @@ from fasteagle.shapes import PAPER_TREE, AnyShape, FusedShape, StaticShape, Tree
 LOOKUP_TOKENS = 10  # of hf-pld: the value transformers' documentation uses for prompt lookup
 RIVALS = ("early-exit", "lookahead", "medusa")  # which only the benchmark has
 ROW_NAMES = (
-    *("hf", "hf-pld", "plain", "eagle", "fused", "eagle-static", "eagle-chain", "ngram", "model"),
+    *("hf", "hf-pld", "gpt-fast", "plain", "eagle", "fused", "eagle-static", "eagle-chain"),
+    *("ngram", "model"),
     *RIVALS,
 )
 _SIZED = re.compile(r"(eagle|fused)@([0-9]+)/([0-9]+)/([0-9]+)(?:/([0-9]+))?")
@@ -67,6 +68,16 @@ class RowSpec:
         return self.kind in ("hf", "hf-pld")
 
     @property
+    def is_gpt_fast(self) -> bool:
+        """Whether torchao's int4 kernels decode it, in another process."""
+        return self.kind == "gpt-fast"
+
+    @property
+    def has_own_weights(self) -> bool:
+        """Whether it needs a second copy of the weights."""
+        return self.is_hf or self.is_gpt_fast
+
+    @property
     def looks_up(self) -> bool:
         """Whether transformers drafts by prompt lookup."""
         return self.kind == "hf-pld"
@@ -92,7 +103,7 @@ class RowSpec:
 
     def draft_options(self, draft: DraftOptions) -> DraftOptions:
         """`draft` as this row takes it."""
-        if self.is_hf or self.is_plain or self.is_rival:
+        if self.has_own_weights or self.is_plain or self.is_rival:
             return draft
         if self.kind == "model":
             usual = dataclasses.replace(draft, head=None, tree_file=None, lookup=())
@@ -122,7 +133,7 @@ class RowSpec:
 
     def planned_tree(self, draft: DraftOptions, quantized_on_cpu: bool) -> AnyShape | None:
         """The tree that this row will draft, None for rows that do not draft."""
-        if self.kind in ("hf", "plain"):
+        if self.kind in ("hf", "gpt-fast", "plain"):
             return None
         if self.looks_up:
             return chain_shape(LOOKUP_TOKENS)

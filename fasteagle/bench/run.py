@@ -6,17 +6,17 @@ that slows down slows them all. See `scripts/tokens_per_sec.py` for the command.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fasteagle.bench.ablation import ablated
+from fasteagle.bench.gpt_fast import GptFastDecoder, Job, gpt_fast_scheme
 from fasteagle.bench.hf import hf_model
+from fasteagle.bench.measure import peak_meter
 from fasteagle.bench.progress import QuestionBar
 from fasteagle.bench.rivals import rival
 from fasteagle.bench.roofline import Storage
@@ -25,6 +25,7 @@ from fasteagle.bench.rows import Decoder, EngineDecoder, HFDecoder, Row, Spent
 from fasteagle.bench.simulate import check_simulation, dummy_drafter, wants_dummy_head
 from fasteagle.compile.costs import choose_plain_rows, tune_now
 from fasteagle.compile.graphs import make_engine
+from fasteagle.compile.int8_cache import cache_bytes
 from fasteagle.device import TORCH_DTYPES, available_bytes, pick_device, pick_dtype
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.controller import Controller
@@ -124,11 +125,11 @@ def run(
     check_simulated(options, runtime, isinstance(checkpoint, DummyCheckpoint))
     _check_drafts(options, runtime, opened)
     rows: list[Row] = []
-    for precisions in _fitting_groups(options, runtime, checkpoint, device):
+    for parts in _fitting_groups(options, runtime, checkpoint, device):
         group = []
-        for precision in precisions:
+        for precision, specs in parts:
             chosen = precision_options(runtime, precision)
-            group += build_rows(precision, options, opened.prepared(chosen))
+            group += build_rows(precision, options, opened.prepared(chosen), specs)
         warm_up(group, questions[0], tokenizer)
         for row in group:
             if reason := _uncaptured(row.decoder):
@@ -142,6 +143,8 @@ def run(
             row.tree = _tree(row.decoder)
             if controller := _controller(row.decoder):
                 row.auto, row.auto_shares = controller.explain(), controller.shares()
+            if isinstance(row.decoder, GptFastDecoder):
+                row.decoder.close()
             row.decoder = Spent()  # the next precision needs the memory
         rows += group
     return rows
@@ -189,60 +192,95 @@ def _uncaptured(decoder: Decoder) -> str | None:
     return decoder.engine.runner.error if isinstance(decoder, EngineDecoder) else None
 
 
+Group = list[tuple[str, tuple[RowSpec, ...]]]  # rows of precisions that are in memory together
+
+
 def _fitting_groups(
     options: BenchOptions, runtime: RuntimeOptions, checkpoint: Checkpoint, device: torch.device
-) -> list[tuple[str, ...]]:
+) -> list[Group]:
+    """All rows together where they fit; else each precision, and if need be transformers, alone."""
     max_seq_len = runtime.seq_len_for(checkpoint.config.max_seq_len, options.model)
-    dtypes = [TORCH_DTYPES.get(p, torch.bfloat16) for p in options.precisions]  # at most
-    needed = sum(
-        sum(required_bytes(checkpoint.config, dtype, max_seq_len)) * 2  # theirs, ours
-        for dtype in dtypes
-    )
     free = available_bytes(device)
-    together = free is None or needed * 1.2 < free
-    return [options.precisions] if together else [(p,) for p in options.precisions]
+    theirs = tuple(spec for spec in options.specs if spec.has_own_weights)
+    ours = tuple(spec for spec in options.specs if not spec.has_own_weights)
+    copies = bool(theirs) + bool(ours)  # of the weights
+
+    def needed(precision: str) -> int:
+        """At most, for one copy: as if the weights were dense."""
+        dtype = TORCH_DTYPES.get(precision, torch.bfloat16)
+        return sum(required_bytes(checkpoint.config, dtype, max_seq_len, runtime.kv))
+
+    def fits(n_bytes: int) -> bool:
+        return free is None or n_bytes * 1.2 < free
+
+    if fits(copies * sum(map(needed, options.precisions))):
+        return [[(precision, options.specs) for precision in options.precisions]]
+    groups: list[Group] = []
+    for precision in options.precisions:
+        if fits(copies * needed(precision)):
+            groups.append([(precision, options.specs)])
+        else:
+            groups += [[(precision, part)] for part in (ours, theirs) if part]
+    return groups
 
 
-def build_rows(precision: str, options: BenchOptions, prepared: PreparedModel) -> list[Row]:
-    """The rows of one precision; ours share one copy of the weights, transformers has its own."""
+def build_rows(
+    precision: str,
+    options: BenchOptions,
+    prepared: PreparedModel,
+    specs: Sequence[RowSpec] | None = None,
+) -> list[Row]:
+    """The rows `specs` of one precision, or all; transformers has weights of its own.
+
+    Ours share one copy of the weights and one KV cache: a row begins each question anew.
+    """
     config, scheme = prepared.checkpoint.config, prepared.scheme
     dense = pick_dtype("auto", prepared.device) if precision == "auto" else prepared.dtype_name
     keeps_theirs = scheme is None or precision == "auto"  # in dense weights
     if precision == "auto":
         precision = f"int{scheme.bits}" if scheme else prepared.dtype_name
-    specs = [spec for spec in options.specs if keeps_theirs or not spec.is_hf]
+    asked = options.specs if specs is None else specs
+    is_int4 = scheme is not None and scheme.bits == 4
+    specs = [spec for spec in asked if keeps_theirs or not spec.is_hf]
+    specs = [spec for spec in specs if is_int4 or not spec.is_gpt_fast]
     theirs = base = None
     if any(spec.is_hf for spec in specs):
         theirs = hf_model(prepared.checkpoint, TORCH_DTYPES[dense], prepared.device)
-    if not all(spec.is_hf for spec in specs):
+    if not all(spec.has_own_weights for spec in specs):
         base = prepared.engine()
     rows = []
     for spec in specs:
+        decoder = _decoder(spec, theirs, base, prepared, options)
         held, name = (None, dense) if spec.is_hf else (scheme, prepared.dtype_name)
+        if spec.is_gpt_fast:
+            held, name = gpt_fast_scheme(config), "bf16"
         size = TORCH_DTYPES[name].itemsize
+        kv = "auto" if spec.has_own_weights else prepared.options.kv
         row = Row(
             spec.label,
             dense if spec.is_hf else precision,
-            _decoder(spec, theirs, base, prepared, options),
+            decoder,
             weight_bytes=Storage.of(held, size).pass_bytes(config),
-            kv_bytes=config.kv_bytes(1, size),
+            kv_bytes=cache_bytes(config, 1, size, kv),
             scheme=held,
             dtype=name,
             simulated_tau=options.simulate_tau if spec.has_head else None,
         )
         rows.append(row)
-    engines = [row.decoder.engine for row in rows if isinstance(row.decoder, EngineDecoder)]
-    params = options.params
-    if options.compile and all(compile_now(engine, params) for engine in engines):
-        kind = DrawKind.of(params, config.vocab_size)
-        for engine in engines:
-            if tuned := tune_now(engine, note, kind, compiled=True):
-                note(f"{precision}: tuned in {tuned[1]:.1f} s (0: kept from before)")
-    for row in rows:
-        if row.name == "plain" and isinstance(row.decoder, EngineDecoder):
-            row.plain_rows = choose_plain_rows(row.decoder.engine)
-            row.decoder.engine.plain_rows = row.plain_rows
+    _tune(rows, options, DrawKind.of(options.params, config.vocab_size))
     return rows
+
+
+def _tune(rows: Sequence[Row], options: BenchOptions, kind: DrawKind) -> None:
+    """Compile what our rows run, and let them have the trees and the plain passes that pay."""
+    ours = [(row, row.decoder.engine) for row in rows if isinstance(row.decoder, EngineDecoder)]
+    if options.compile and all(compile_now(engine, options.params) for _, engine in ours):
+        for row, engine in ours:
+            if tuned := tune_now(engine, note, kind, compiled=True):
+                note(f"{row.precision}: tuned in {tuned[1]:.1f} s (0: kept from before)")
+    for row, engine in ours:
+        if row.name == "plain":
+            row.plain_rows = engine.plain_rows = choose_plain_rows(engine)
 
 
 def _decoder(
@@ -253,8 +291,12 @@ def _decoder(
     eos_ids = prepared.tokenizer.eos_ids
     if spec.is_hf:
         return HFDecoder(theirs, params, eos_ids, spec.looks_up)
+    if spec.is_gpt_fast:
+        checkpoint = prepared.checkpoint
+        dummy = checkpoint.config if isinstance(checkpoint, DummyCheckpoint) else None
+        return GptFastDecoder(Job(prepared.name, dummy, prepared.options, params, options.compile))
     assert base is not None
-    engine = make_engine(base.model, base.max_seq_len)
+    engine = make_engine(base.model, base.max_seq_len, base.cache)
     engine.use(_drafter(spec, engine, prepared, options))
     return EngineDecoder(engine, params, eos_ids)
 
@@ -303,34 +345,13 @@ def answer(
     """All turns of a question, with the row's own answers as history."""
     row.decoder.restart()
     messages: list[Message] = []
-    reset_peak, read_peak = _peak_meter(device)
+    reset_peak, read_peak = peak_meter(device)
     for text in question.turns:
         messages.append({"role": "user", "content": text})
         prompt = tokenizer.encode(tokenizer.render(messages))
         reset_peak()
         turn = row.decoder.turn(prompt, max_new_tokens)
-        row.peak_bytes = max(row.peak_bytes, read_peak())
+        ours = row.decoder.peak_bytes if isinstance(row.decoder, GptFastDecoder) else read_peak()
+        row.peak_bytes = max(row.peak_bytes, ours)
         row.turns.append(turn)
         messages.append({"role": "assistant", "content": tokenizer.decode(turn.tokens)})
-
-
-def _peak_meter(device: torch.device) -> tuple[Callable[[], None], Callable[[], int]]:
-    """How to reset and read the peak memory: of the device, or of this process on the CPU."""
-    if device.type == "cuda":
-        return (
-            lambda: torch.cuda.reset_peak_memory_stats(device),
-            lambda: torch.cuda.max_memory_allocated(device),
-        )
-
-    def reset() -> None:
-        with contextlib.suppress(OSError):  # then the peak is that of the whole process so far
-            Path("/proc/self/clear_refs").write_text("5")
-
-    def read() -> int:
-        with contextlib.suppress(OSError):
-            for line in Path("/proc/self/status").read_text().splitlines():
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) * 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-    return reset, read

@@ -67,7 +67,7 @@ def dummy_drafter(
 
     They are stored like the target's; values do not affect the speed, so min-max is enough.
     """
-    head = _random_head(head_shape(name, engine.model.config), engine.dtype)
+    head = _random_head(head_shape(name, engine.model.config), engine.dtype, engine.device)
     head.borrow(engine.model, engine.max_seq_len + KEY_BLOCK)
     scheme = checkpoint.scheme
     if scheme is not None:
@@ -77,12 +77,12 @@ def dummy_drafter(
     return tree_drafter(head, draft, engine.max_seq_len, quantized_on_cpu)
 
 
-def _random_head(config: HeadConfig, dtype: torch.dtype) -> EagleHead:
-    """The same random weights every time, like `DummyCheckpoint`'s."""
+def _random_head(config: HeadConfig, dtype: torch.dtype, device: torch.device) -> EagleHead:
+    """The same random weights every time, like `DummyCheckpoint`'s, and like these made there."""
     with torch.device("meta"):
         head = make_head(config)
-    head.to(dtype).to_empty(device="cpu").requires_grad_(False)
-    generator = torch.Generator().manual_seed(0)
+    head.to(dtype).to_empty(device=device).requires_grad_(False)
+    generator = torch.Generator(device).manual_seed(0)
     for name, parameter in head.named_parameters():
         if parameter.ndim == 2:
             parameter.normal_(std=0.02, generator=generator)

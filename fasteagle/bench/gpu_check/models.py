@@ -1,0 +1,111 @@
+"""Models of the stages: random weights in the shape of a registry model, or tiny on a dry run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from fasteagle.bench.gpu_check.stage import Context
+from fasteagle.bench.simulate import dummy_drafter
+from fasteagle.compile.graphs import CapturedRunner, Place
+from fasteagle.config import ModelConfig
+from fasteagle.generate import Engine
+from fasteagle.loading.open import OpenedModel, PreparedModel, precision_options
+from fasteagle.loading.registry import preset
+from fasteagle.loading.tensors import DummyCheckpoint
+from fasteagle.loading.tokenizer import DummyTokenizer
+from fasteagle.options import DraftOptions, RuntimeOptions
+from fasteagle.shapes import TreeShape
+
+TINY: dict[str, Any] = {
+    "dim": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_kv_head": 2,
+    "head_dim": 16,
+    "ffn_dim": 128,
+    "vocab_size": 512,
+    "max_seq_len": 512,
+}
+TREE = TreeShape(5, 4, 15)
+
+
+def shape_of(context: Context, name: str, n_layer: int | None = None) -> ModelConfig:
+    """The shape of registry model `name`, with fewer blocks if asked; a tiny one on a dry run."""
+    config = preset(name)
+    if context.dry_run:
+        return dataclasses.replace(config, **TINY)
+    return config if n_layer is None else dataclasses.replace(config, n_layer=n_layer)
+
+
+def opened(context: Context, name: str, n_layer: int | None = None) -> OpenedModel:
+    """Random weights in that shape."""
+    return opened_shape(name, shape_of(context, name, n_layer))
+
+
+def opened_shape(name: str, config: ModelConfig) -> OpenedModel:
+    return OpenedModel(name, DummyCheckpoint(config), DummyTokenizer(config.vocab_size))
+
+
+def runtime(context: Context, precision: str, max_seq_len: int = 1024) -> RuntimeOptions:
+    """Options that run a model in `precision` on the device of this check."""
+    length = min(max_seq_len, TINY["max_seq_len"]) if context.dry_run else max_seq_len
+    # Our CPU kernels take half a minute to compile, and what runs there is not looked at.
+    plain = RuntimeOptions(device=str(context.device), max_seq_len=length, cpu_kernels="aten")
+    return precision_options(plain, precision)
+
+
+def replaying_engine(context: Context, prepared: PreparedModel) -> Engine:
+    """An engine that replays cycles, as CUDA graphs or, on a dry run, by running them again."""
+    engine = prepared.engine()
+    if context.dry_run:
+        engine.runner = CapturedRunner(engine.model, engine.state, RunsAgain())
+    return engine
+
+
+def eager_engine(engine: Engine) -> Engine:
+    """Another engine over the same weights that runs every operation anew."""
+    return Engine(engine.model, engine.max_seq_len)
+
+
+def use_tree(engine: Engine, prepared: PreparedModel, tree: TreeShape = TREE) -> None:
+    """Draft trees of one size with a random draft head."""
+    draft = DraftOptions(
+        drafter="eagle", tree_depth=tree.depth, tree_topk=tree.topk, tree_nodes=tree.nodes
+    )
+    engine.use(dummy_drafter(prepared.name, engine, prepared.checkpoint, draft))
+
+
+class RunsAgain:
+    """Stands for a device with graphs on a dry run: a captured step is simply run again."""
+
+    def capture(self, step: Callable[[], None], restore: Callable[[], None]) -> Callable[[], None]:
+        step()
+        restore()
+        return step
+
+    def place(self, result: Tensor) -> Place:
+        return _Copy()
+
+    def synchronize(self) -> None:
+        pass
+
+    def milliseconds(self, replay: Callable[[], None]) -> float:
+        replay()
+        return 1.0
+
+
+class _Copy:
+    """A result, copied at once."""
+
+    def __init__(self) -> None:
+        self._values: list[int] = []
+
+    def fill(self, result: Tensor) -> None:
+        self._values = result.tolist()
+
+    def read(self) -> list[int]:
+        return self._values
