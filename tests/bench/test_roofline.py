@@ -199,7 +199,8 @@ def test_this_machine_is_measured():
         assert 0.1 < speed < 10_000
     made = device_speed.this_device(CPU, "a CPU")
     assert made.name == "this machine (a CPU)"
-    assert made.gb_s > 0.1 and made.tflops > 0.001 and made.tflops_fp32 > 0.001
+    # A busy CPU without bf16 instructions was seen at 0.0004.
+    assert made.gb_s > 0.1 and made.tflops > 0 and made.tflops_fp32 > 0
     assert made.memory_gb > 0.1
 
 
