@@ -101,21 +101,19 @@ class NativeDraft:
 
 def look_up(state: DecodeState, drafter: FusedDrafter | NgramDrafter, keep: float) -> Tensor | None:
     """A looked-up chain of paths likelier than `keep`; None where the draft head promises more."""
-    lookup, other = drafter.lookup, None
-    if lookup.corpus is not None:
-        other = lookup.corpus.find(state.text, state.seq_len, 1, REACH, lookup.longest)
-    tokens, paths = torch.ops.fasteagle_cpu.look_up(
+    lookup, learned = drafter.lookup, drafter.looked_up
+    tokens, _, gain = torch.ops.fasteagle_cpu.look_up(
         state.text,
         state.seq_len,
-        drafter.looked_up.table,
-        drafter.looked_up.last,
+        learned.table,
+        learned.last,
+        [] if lookup.corpus is None else lookup.corpus.index,
         lookup.longest,
         REACH,
-        *((None, 0) if other is None else (other.tokens[0], int(other.sizes[0]))),
+        keep,
     )
-    likely = [path for path in paths.tolist() if path >= keep]
-    gain, needed = sum(likely) - keep * len(likely), drafter.head_gain
-    found: Tensor = tokens[: len(likely)]
+    needed = drafter.head_gain
+    found: Tensor = tokens
     return found if needed is None or gain > needed else None
 
 

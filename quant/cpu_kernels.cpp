@@ -1748,13 +1748,57 @@ std::tuple<Tensor, Tensor> draft_chain(
 constexpr int CLASSES = 8;  // of match sizes and of depths: 1 .. 7, and all above
 constexpr float TABLE_MEMORY = 128.0f;
 
-// What followed the latest of the longest earlier matches of the text's end, at most `longest` tokens
-// long, and how likely each path is: by a table [2, 8, 8] of how many tokens were tried and right, by
-// match size and depth, that first learns from the `kept` proposal [4 + R]: where its root stood, the
-// root, the match size, how many tokens, and these. `other` is a match of `other_size` elsewhere.
-std::tuple<Tensor, Tensor> look_up(const Tensor& text_, const Tensor& last_, const Tensor& table_,
-                                   const Tensor& kept_, int64_t longest, int64_t reach,
-                                   const std::optional<Tensor>& other, int64_t other_size) {
+constexpr int64_t KEY_TOKENS = 3, KEY_BITS = 21, WINDOW = 256;  // as in drafting/lookup.py
+
+struct Match {
+  int64_t size = 0, end = 0;  // tokens, and where the last one stands
+};
+
+// Where the end of the text stands in `corpus` (tokens, sorted keys, their order: `Corpus` in
+// drafting/lookup.py), the longest match, among equals the latest. At most WINDOW places are compared.
+Match find_in_corpus(at::TensorList corpus, const int64_t* text, int64_t last, int64_t longest) {
+  const int64_t* tokens = corpus[0].const_data_ptr<int64_t>();
+  const int64_t *keys = corpus[1].const_data_ptr<int64_t>(), *keys_end = keys + corpus[1].numel();
+  const int64_t* order = corpus[2].const_data_ptr<int64_t>();
+  Match best;
+  for (int64_t n = std::min({KEY_TOKENS, longest, last + 1}); n > 0 && !best.size; n--) {
+    int64_t low = 0;
+    for (int64_t i = 0; i < n; i++) low |= (text[last - i] + 1) << KEY_BITS * (KEY_TOKENS - 1 - i);
+    const int64_t high = low + (int64_t(1) << KEY_BITS * (KEY_TOKENS - n)) - 1;
+    const int64_t first = std::lower_bound(keys, keys_end, low) - keys;
+    const int64_t behind = std::upper_bound(keys + first, keys_end, high) - keys;
+    for (int64_t i = behind - 1; i >= std::max(first, behind - WINDOW); i--) {
+      const int64_t end = order[i];
+      int64_t size = n;
+      while (size < longest && size <= std::min(last, end) && tokens[end - size] == text[last - size])
+        size++;
+      if (size > best.size || (size == best.size && end > best.end)) best = {size, end};
+    }
+  }
+  return best;
+}
+
+// The latest of the longest earlier matches of the text's own end, at most `longest` tokens long.
+Match find_in_text(const int64_t* text, int64_t last, int64_t longest) {
+  Match best;
+  for (int64_t i = last - 1; i >= 0 && best.size < longest; i--) {
+    if (text[i] != text[last]) continue;
+    int64_t n = 1;
+    while (n < longest && n <= i && text[i - n] == text[last - n]) n++;
+    if (n > best.size) best = {n, i};
+  }
+  return best;
+}
+
+// What followed the longest match in the text, or in `corpus` (empty, or see above) if a longer one is
+// there; how likely each path is; and how many tokens more than their cost of `keep` each they promise.
+// Tokens whose paths are less likely than `keep` are left out. A table [2, 8, 8] of how many tokens were
+// tried and right, by match size and depth, says how likely; it first learns from the `kept` proposal
+// [4 + R]: where its root stood, the root, the match size, how many tokens, and these.
+std::tuple<Tensor, Tensor, double> look_up(const Tensor& text_, const Tensor& last_,
+                                           const Tensor& table_, const Tensor& kept_,
+                                           at::TensorList corpus, int64_t longest, int64_t reach,
+                                           double keep) {
   const int64_t last = last_.item<int64_t>(), *text = text_.const_data_ptr<int64_t>();
   TORCH_CHECK(last >= 0 && last < text_.numel(), "last token at ", last);
   TORCH_CHECK(table_.numel() == 2 * CLASSES * CLASSES && kept_.numel() >= 4 + reach, "a table");
@@ -1763,7 +1807,8 @@ std::tuple<Tensor, Tensor> look_up(const Tensor& text_, const Tensor& last_, con
   const auto cell = [](int64_t size, int64_t depth) {
     return std::min<int64_t>(size, CLASSES) * CLASSES - CLASSES + std::min<int64_t>(depth, CLASSES) - 1;
   };
-  if (kept[0] <= last && text[kept[0]] == kept[1]) {
+  // One cycle later; more tokens behind its root are a new turn or another text.
+  if (kept[0] <= last && last <= kept[0] + reach + 1 && text[kept[0]] == kept[1]) {
     for (int64_t i = 0; i < kept[3] && kept[0] + 1 + i <= last; i++) {
       const int64_t c = cell(kept[2], i + 1);
       const bool is_right = text[kept[0] + 1 + i] == kept[4 + i];
@@ -1775,24 +1820,17 @@ std::tuple<Tensor, Tensor> look_up(const Tensor& text_, const Tensor& last_, con
       if (!is_right) break;
     }
   }
-  int64_t size = 0, end = 0;
-  for (int64_t i = last - 1; i >= 0 && size < longest; i--) {
-    if (text[i] != text[last]) continue;
-    int64_t n = 1;
-    while (n < longest && n <= i && text[i - n] == text[last - n]) n++;
-    if (n > size) {
-      size = n;
-      end = i;
-    }
-  }
+  TORCH_CHECK(corpus.empty() || corpus.size() == 3, "a corpus: tokens, keys, order");
+  const Match here = find_in_text(text, last, longest);
+  const Match there = corpus.empty() ? Match{} : find_in_corpus(corpus, text, last, longest);
+  const int64_t size = std::max(here.size, there.size);
   std::vector<int64_t> found;
-  if (other.has_value() && other_size > size) {
-    const int64_t* tokens = other->const_data_ptr<int64_t>();
-    for (int64_t i = 0; i < other->numel() && i < reach && tokens[i] >= 0; i++)
-      found.push_back(tokens[i]);
-    size = other_size;
+  if (there.size > here.size) {
+    const int64_t* tokens = corpus[0].const_data_ptr<int64_t>();
+    const int64_t end = std::min(there.end + 1 + reach, corpus[0].numel());
+    for (int64_t i = there.end + 1; i < end && tokens[i] >= 0; i++) found.push_back(tokens[i]);
   } else if (size) {  // a text that goes round in circles is expected to go on doing so
-    for (int64_t i = 0; i < reach; i++) found.push_back(text[end + 1 + i % (last - end)]);
+    for (int64_t i = 0; i < reach; i++) found.push_back(text[here.end + 1 + i % (last - here.end)]);
   }
   const int64_t n = found.size();
   kept[0] = last;
@@ -1800,15 +1838,20 @@ std::tuple<Tensor, Tensor> look_up(const Tensor& text_, const Tensor& last_, con
   kept[2] = size;
   kept[3] = n;
   std::copy(found.begin(), found.end(), kept + 4);
-  Tensor tokens = at::empty({n}, text_.options()), paths = at::empty({n}, table_.options());
-  float path = 1.0f;
-  for (int64_t i = 0; i < n; i++) {
-    const int64_t c = cell(size, i + 1);
+  std::vector<float> paths;
+  double gain = 0.0;
+  for (float path = 1.0f; (int64_t)paths.size() < n;) {
+    const int64_t c = cell(size, paths.size() + 1);
     path *= std::min(1.0f, std::max(1e-3f, right[c] / tried[c]));
-    tokens.mutable_data_ptr<int64_t>()[i] = found[i];
-    paths.mutable_data_ptr<float>()[i] = path;
+    if (path < float(keep)) break;
+    paths.push_back(path);
+    gain += path - keep;
   }
-  return {tokens, paths};
+  Tensor tokens = at::empty({(int64_t)paths.size()}, text_.options());
+  Tensor likely = at::empty({(int64_t)paths.size()}, table_.options());
+  std::copy_n(found.begin(), paths.size(), tokens.mutable_data_ptr<int64_t>());
+  std::copy(paths.begin(), paths.end(), likely.mutable_data_ptr<float>());
+  return {tokens, likely, gain};
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -2187,8 +2230,8 @@ TORCH_LIBRARY(FASTEAGLE_NAMESPACE, m) {
       .def("run", &Target::run);
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int n) -> Tensor");
   m.def(
-      "look_up(Tensor text, Tensor last, Tensor(a!) table, Tensor(b!) kept, int longest, int reach, "
-      "Tensor? other, int other_size) -> (Tensor, Tensor)");
+      "look_up(Tensor text, Tensor last, Tensor(a!) table, Tensor(b!) kept, Tensor[] corpus, "
+      "int longest, int reach, float keep) -> (Tensor, Tensor, float)");
   m.def("maximum(Tensor x) -> (Tensor, Tensor)");
   m.def("norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("rows(Tensor packed, Tensor index, int k) -> Tensor");

@@ -20,7 +20,7 @@ from fasteagle.shapes import MAX_REACH
 NOTHING = -1  # in place of a token: here is none
 OUTSIDE = -2  # in place of a wanted token before the first one: nothing equals it
 KEY_TOKENS, KEY_BITS = 3, 21  # of a corpus index: three ids fit into an int64
-WINDOW = 64  # places of a corpus that are compared token by token
+WINDOW = 256  # places of a corpus that are compared token by token
 
 
 class Matches(NamedTuple):
@@ -89,8 +89,13 @@ class Corpus:
         return int((self.tokens >= 0).sum())
 
     @property
+    def index(self) -> list[Tensor]:
+        """[M] int64 each: the tokens, the sorted keys, and where each key's last token stands."""
+        return [self.tokens, self._keys, self._order]
+
+    @property
     def n_bytes(self) -> int:
-        return sum(t.nbytes for t in (self.tokens, self._keys, self._order))
+        return sum(t.nbytes for t in self.index)
 
     def find(
         self, text: Tensor, last: Tensor, places: int, reach: int, longest: int, shortest: int = 1

@@ -47,7 +47,7 @@ class Twin:
 
     def learn(self, text: list[int]) -> None:
         at, root, size, tokens = self.kept
-        if at >= len(text) or text[at] != root:
+        if at >= len(text) or len(text) - 1 > at + self.reach + 1 or text[at] != root:
             return
         for i, token in enumerate(tokens):
             if at + 1 + i >= len(text):
@@ -61,7 +61,7 @@ class Twin:
             if text[at + 1 + i] != token:
                 return
 
-    def find(self, text: list[int], other: list[int], other_size: int) -> tuple[int, list[int]]:
+    def find(self, text: list[int]) -> tuple[int, list[int]]:
         last, best = len(text) - 1, (0, 0)
         for end in range(last):
             size = 0
@@ -69,15 +69,13 @@ class Twin:
                 size += 1
             best = max(best, (size, end))
         size, end = best
-        if other_size > size:
-            return other_size, other[: self.reach]
         if not size:
             return 0, []
         return size, [text[end + 1 + i % (last - end)] for i in range(self.reach)]
 
-    def __call__(self, text: list[int], other=(), other_size=0) -> tuple[list[int], list[float]]:
+    def __call__(self, text: list[int]) -> tuple[list[int], list[float]]:
         self.learn(text)
-        size, tokens = self.find(text, list(other), other_size)
+        size, tokens = self.find(text)
         self.kept = (len(text) - 1, text[-1], size, tokens)
         paths, path = [], 1.0
         for depth in range(1, len(tokens) + 1):
@@ -87,13 +85,14 @@ class Twin:
         return tokens, paths
 
 
-def looked_up(text: list[int], table, kept, other=None, other_size=0):
+def looked_up(text: list[int], table, kept, corpus=(), keep=0.0):
     # Behind the text are left-overs, which must not be read.
     memory = torch.tensor([*text, *([text[-1]] * 40)])
     last = torch.tensor(len(text) - 1)
-    tokens, paths = torch.ops.fasteagle_cpu.look_up(
-        memory, last, table, kept, 8, REACH, other, other_size
+    tokens, paths, gain = torch.ops.fasteagle_cpu.look_up(
+        memory, last, table, kept, list(corpus), 8, REACH, keep
     )
+    assert gain == pytest.approx(float((paths - keep).sum()), abs=1e-4)
     return tokens.tolist(), paths.tolist()
 
 
@@ -123,11 +122,54 @@ def test_the_kernel_finds_and_learns_what_the_twin_does(vocabulary):
 def test_a_longer_match_elsewhere_wins():
     text = [5, 6, 7, 1, 6, 7]
     table, kept = lookup_prior(), torch.zeros(4 + REACH, dtype=torch.long)
-    other = torch.tensor([9, 8, -1, 7] + [-1] * 12)
+    equal, longer = Corpus([[6, 7, 9, 8]], "cpu"), Corpus([[3, 1, 6, 7, 9, 8], [6, 7]], "cpu")
     assert looked_up(text, table, kept)[0][:2] == [1, 6]
-    assert looked_up(text, table, kept, other, 2)[0][:2] == [1, 6]  # of equals the text
-    assert looked_up(text, table, kept, other, 3)[0] == [9, 8]
+    assert looked_up(text, table, kept, equal.index)[0][:2] == [1, 6]  # of equals the text
+    assert looked_up(text, table, kept, longer.index)[0] == [9, 8]
     assert looked_up([1, 2, 3], table, kept)[0] == []
+
+
+@pytest.mark.parametrize("vocabulary", [2, 6, 50])
+@pytest.mark.parametrize("longest", [1, 2, 8])
+def test_a_corpus_is_searched_as_in_tensor_code(vocabulary, longest):
+    rng = random.Random(vocabulary)
+    documents = [[rng.randrange(vocabulary) for _ in range(n)] for n in (1, 2, 150, 300)]
+    corpus, found = Corpus(documents, "cpu"), 0
+    for n in range(1, 60):
+        text = torch.tensor([rng.randrange(vocabulary) for _ in range(n)])
+        if n % 3 == 0:
+            text[-min(n, 5) :] = torch.tensor(documents[-1][n : n + min(n, 5)])
+        text[:-1] += 1000 * (text[:-1] == text[-1])  # nothing is found in the text itself
+        expected = corpus.find(text, torch.tensor(n - 1), 1, REACH, longest)
+        table, kept = lookup_prior(), torch.zeros(4 + REACH, dtype=torch.long)
+        tokens, _, _ = torch.ops.fasteagle_cpu.look_up(
+            text, torch.tensor(n - 1), table, kept, corpus.index, longest, REACH, 0.0
+        )
+        assert kept[2] == expected.sizes[0]
+        assert tokens.tolist() == [t for t in expected.tokens[0].tolist() if t >= 0]
+        found += len(tokens) > 0
+    assert found > 5
+
+
+def test_a_new_turn_teaches_nothing():
+    table, kept = lookup_prior(), torch.zeros(4 + REACH, dtype=torch.long)
+    before = table.clone()
+    text = [1, 2, 3, 1, 2]
+    looked_up(text, table, kept)
+    looked_up([*text, *([9] * (REACH + 2))], table, kept)
+    assert torch.equal(table, before)
+    looked_up(text, table, kept)
+    looked_up([*text, 9], table, kept)
+    assert not torch.equal(table, before)
+
+
+def test_unlikely_tokens_are_left_out():
+    text, table = [1, 2, 3, 1, 2], lookup_prior()
+    kept = torch.zeros(4 + REACH, dtype=torch.long)
+    paths = looked_up(text, table, kept)[1]
+    tokens, likely = looked_up(text, table, kept, keep=paths[3])
+    assert likely == paths[:4] and tokens == [3, 1, 2, 3]
+    assert looked_up(text, table, kept, keep=0.99) == ([], [])
 
 
 def test_what_is_right_becomes_likelier():
