@@ -163,6 +163,7 @@ COLUMNS = (
     "median (min - max) per turn",
     "x plain",
     "tau",
+    "accepted by depth",
     "tree",
     "draft + verify + other ms",
     "P50 / P99 ms per token",
@@ -195,6 +196,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         derived(spread),
         derived(_cell(row["speedup_vs_plain"])),
         derived(f"{row['tau']:.2f}"),
+        " ".join(f"{share:.2f}" for share in row.get("accepted_by_depth", [])[:3]) or "-",
         _tree_cell(row),
         parts,
         derived(latency),
@@ -220,7 +222,8 @@ def conditions(report: dict[str, Any]) -> str:
         f"{meta['max_new_tokens']} new tokens, T={meta['temperature']:g}; {meta['device']}, "
         f"{meta['threads']} threads; torch {meta['torch']}, transformers {meta['transformers']}, "
         f"fasteagle {meta['commit'] or meta['fasteagle']}; MBU of {meta['bandwidth']['gb_s']:.1f} "
-        f"GB/s ({meta['bandwidth']['source']}); tree: depth, top-k, nodes"
+        f"GB/s ({meta['bandwidth']['source']}); accepted by depth: share of passes that accepted "
+        f"at least 1, 2, 3 drafted tokens; tree: depth, top-k, nodes"
     )
     simulated = [row for row in report["rows"] if row["simulated"]]
     if not simulated:

@@ -13,7 +13,7 @@ import torch
 from fasteagle.bench import run as bench
 from fasteagle.bench.measure import Bandwidth
 from fasteagle.bench.medusa import HEADS, RANKS, MedusaHeads, save_medusa
-from fasteagle.bench.report import build_report, markdown
+from fasteagle.bench.report import COLUMNS, build_report, markdown, table_rows
 from fasteagle.bench.row_spec import ROW_NAMES, RowSpec
 from fasteagle.bench.rows import EngineDecoder, HFDecoder, Row, Turn
 from fasteagle.bench.run import BenchOptions, run
@@ -95,6 +95,10 @@ def test_every_row_drafts_what_it_says(tiny_dir, questions, tmp_path):
             assert (row["n_alpha"] is not None) == (name == "eagle-chain")
     table = markdown(report)
     assert "draft + verify + other ms" in table and "P50 / P99 ms per token" in table
+    shown = {line[0]: dict(zip(COLUMNS, line, strict=True)) for line in table_rows(report)}
+    first = rows["model"]["accepted_by_depth"][0]  # a draft model that is the target
+    assert shown["model"]["accepted by depth"].startswith(f"{first:.2f}")
+    assert shown["plain"]["accepted by depth"] == "-"
     assert "| 3, 3, 8 |" in table and "| 5, -, 25 |" in table and "simulated" not in table
     # A tree from a file is the static row's alone.
     (tmp_path / "tree.json").write_text("[[0], [1]]")
