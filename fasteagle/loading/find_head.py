@@ -102,7 +102,7 @@ def find_head(asked: str | None, name: str, identity: str) -> FoundHead | None:
     Raises `FasteagleError` if the head that was asked for is not found.
     """
     if asked is not None:
-        return asked_head(asked)
+        return named_head(asked)
     cached = cache_dir() / "heads" / identity
     if (cached / "config.json").exists():
         return FoundHead(cached, "calibrated here")

@@ -87,6 +87,7 @@ def test_search_order(tmp_path, monkeypatch, hub_cache):
     assert find_head(None, name, identity).path == calibrated
     assert find_head(None, name, "cd" * 32).origin == "shipped with fasteagle"
     assert find_head(str(asked), name, identity).path == asked
+    assert find_head(name, "another-model", identity).origin == "shipped with fasteagle"
     with pytest.raises(FasteagleError, match="no such folder"):
         find_head(str(tmp_path / "nowhere"), name, identity)
 
