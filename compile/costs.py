@@ -2,7 +2,7 @@
 
 Everything is timed through the runner that will be used and on the engine's own cache, in rows
 behind the committed ones, which are free: no conversation is touched. The table belongs to one
-model, scheme, device and version; another one's is not used.
+model, scheme, drafter, device and version; another one's is not used.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ from fasteagle.paths import write_atomic
 from fasteagle.sampling import DrawKind
 from fasteagle.shapes import SureChain
 
-TABLE = 3  # of what a kept table holds; another number's is not used
+TABLE = 4  # of what a kept table holds; another number's is not used
 
 
 def conditions(engine: Engine) -> dict[str, Any]:
-    """What the costs hold for."""
+    """What the costs hold for: the engine with its drafter, here."""
+    drafter = tunable(engine)
+    assert drafter is not None and drafter.tuning is not None, "costs are kept for such drafters"
     return {
         "fasteagle": __version__,
         "table": TABLE,
@@ -45,6 +47,9 @@ def conditions(engine: Engine) -> dict[str, Any]:
         "threads": torch.get_num_threads() if engine.on_cpu else None,
         "dtype": str(engine.dtype).removeprefix("torch."),
         "kv": str(engine.cache.rows.dtype).removeprefix("torch."),
+        "shape": type(drafter.shape).__name__,
+        "head": drafter.tuning.head,
+        "corpus": drafter.tuning.corpus,
     }
 
 
@@ -57,7 +62,11 @@ def load_costs(path: Path, engine: Engine, notify: Callable[[str], None]) -> Cos
         if changed:
             notify(f"tuner: costs kept for another setting ({'; '.join(changed)}) are ignored")
             return None
-        return Costs.from_json(raw["costs"])
+        costs = Costs.from_json(raw["costs"])
+        is_chain = mine["shape"] == SureChain.__name__
+        if not (costs.chain if is_chain else costs.first_level and costs.level):
+            raise ValueError("no times of drafting")
+        return costs
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

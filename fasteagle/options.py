@@ -212,7 +212,9 @@ class DraftOptions:
 
     drafter: str = option("auto", f"{', '.join(DRAFTERS)}.")
     head: str | None = option(
-        None, "Draft head: folder, .gguf file or Hugging Face id.  [default: found by itself]"
+        None,
+        "Draft head: folder, .gguf file, Hugging Face id or a model's name.  "
+        "[default: found by itself]",
     )
     tap_layers: tuple[int, ...] | None = option(None, TAP_LAYERS_TEXT, kind="numbers")
     tree_file: str | None = option(

@@ -38,7 +38,7 @@ def state_dir() -> Path:
 
 
 def costs_path(identity: str, scheme: str, drafter: str) -> Path:
-    """Where the costs of a model (by fingerprint), its scheme and its kind of drafter are kept."""
+    """Where the costs of a model (by fingerprint), its scheme and its drafter are kept."""
     return cache_dir() / "tuner" / f"{identity[:32]}-{scheme}-{drafter}.json"
 
 

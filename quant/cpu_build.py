@@ -2,11 +2,14 @@
 
 The file lies in the user cache under a name made of the source, the compiler, the CPU's
 instructions and torch's version: a cache that moves to another machine builds again. Two processes
-at once build once. A file is tried in a process of its own before it is used.
+at once build once. A file is tried in a process of its own before it is used. The build can begin
+in the background while weights are read.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import dataclasses
 import fcntl
 import functools
@@ -14,6 +17,7 @@ import hashlib
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -78,18 +82,45 @@ def compiler() -> str:
     raise BuildError("no C++ compiler found (install g++)")
 
 
+def chosen() -> Isa:
+    """The fastest path that this CPU runs and whose flags the compiler knows; or the fastest one.
+
+    A compiler that takes no flags at all says best by itself what is wrong with it.
+    """
+    isas = runnable()
+    known = (isa for isa in isas if library_path(isa).exists() or _knows_flags(isa))
+    return next(known, isas[0])
+
+
+def _knows_flags(isa: Isa) -> bool:
+    """Whether the compiler takes the flags of `isa`: -mavxvnni came with GCC 11."""
+    command = [compiler(), *_isa_flags(isa), *("-x", "c++", "-E", os.devnull)]
+    try:
+        _run(command, "the compiler")
+    except BuildError:
+        return False
+    return True
+
+
 def library_path(isa: Isa, namespace: str = NAMESPACE) -> Path:
-    """Where the library for `isa` lies, or will."""
+    """Where the library for `isa` lies, or will. Raises `BuildError` without source or compiler."""
     path = compiler()
-    stat = os.stat(path)
+    try:
+        stat, source = os.stat(path), SOURCE.read_bytes()
+    except OSError as error:
+        raise BuildError(f"cannot read {error.filename} ({error.strerror})") from error
     parts = (
-        SOURCE.read_bytes(),
+        source,
         f"{path} {stat.st_size} {stat.st_mtime_ns}".encode(),
         " ".join(_command(isa, namespace, Path("out"))).encode(),
         f"{torch.__version__} {platform.machine()}".encode(),
     )
     name = hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
     return compiled_dir() / "kernels" / f"{isa.name}-{name}.so"
+
+
+def _isa_flags(isa: Isa) -> tuple[str, ...]:
+    return isa.flags if platform.machine() in ("x86_64", "AMD64") else ()
 
 
 def _command(isa: Isa, namespace: str, out: Path) -> list[str]:
@@ -99,7 +130,7 @@ def _command(isa: Isa, namespace: str, out: Path) -> list[str]:
         *("-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp"),
         # One rounding for each operation written; `fma` in the source is the only fusion.
         *("-ffp-contract=off", "-fno-math-errno"),
-        *(isa.flags if platform.machine() in ("x86_64", "AMD64") else ()),
+        *_isa_flags(isa),
         *(f"-DFASTEAGLE_ISA={isa.level}", f"-DFASTEAGLE_NAMESPACE={namespace}"),
         *(f"-I{root}/include", f"-I{root}/include/torch/csrc/api/include"),
         *os.environ.get(FLAGS, "").split(),
@@ -125,6 +156,32 @@ def build(isa: Isa, namespace: str = NAMESPACE) -> Path:
     return path
 
 
+def begin() -> bool:
+    """Begin to build in the background what `load` will wait for; false where there is no need.
+
+    A daemon thread, whose compiler ends with the process: a person who leaves does not wait.
+    """
+    with _lock:
+        if NAMESPACE in _loaded or NAMESPACE in _building or is_built():
+            return False
+        thread = threading.Thread(target=_build_ahead, name="build-kernels", daemon=True)
+        _building[NAMESPACE] = thread
+        thread.start()
+    return True
+
+
+def is_building() -> bool:
+    """Whether `load` would wait for what `begin` has begun."""
+    return NAMESPACE in _building and _building[NAMESPACE].is_alive()
+
+
+def _build_ahead() -> None:
+    try:
+        build(chosen())
+    except BuildError as error:
+        _failed[NAMESPACE] = error  # `load` says it
+
+
 def _compile(isa: Isa, namespace: str, path: Path) -> None:
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
@@ -139,20 +196,49 @@ def _compile(isa: Isa, namespace: str, path: Path) -> None:
 
 
 def _run(command: list[str], what: str) -> None:
+    """Run to the end, or end it with all of its children: a compiler is a driver of others."""
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=TIME_LIMIT, errors="replace"
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
         )
+    except OSError as error:
+        raise BuildError(f"cannot start {command[0]} ({error.strerror})") from error
+    end = functools.partial(_end, process)
+    atexit.register(end)
+    try:
+        _, said = process.communicate(timeout=TIME_LIMIT)
     except subprocess.TimeoutExpired:
         raise BuildError(f"{what} took more than {TIME_LIMIT:.0f} s") from None
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "error" in line.lower()]
-        reason = (lines or done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[0]
+    finally:
+        end()
+        atexit.unregister(end)
+    if process.returncode:
+        lines = [line for line in said.splitlines() if "error" in line.lower()]
+        reason = (lines or said.strip().splitlines() or [f"exit {process.returncode}"])[0]
         raise BuildError(f"{what} failed: {reason.strip()[:160]}")
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a process that still runs, with all that it has started; g++ removes its files first."""
+    if process.poll() is not None:
+        return
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, how)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=2.0)
 
 
 _lock = threading.Lock()
 _loaded: dict[str, BuildError | None] = {}
+_building: dict[str, threading.Thread] = {}
+_failed: dict[str, BuildError] = {}  # in the background
 
 
 def load(isa: Isa | None = None, namespace: str = NAMESPACE) -> None:
@@ -163,27 +249,52 @@ def load(isa: Isa | None = None, namespace: str = NAMESPACE) -> None:
     """
     with _lock:
         if namespace not in _loaded:
-            try:
-                path = build(isa or runnable()[0], namespace)
-                torch.ops.load_library(path)
-                _register_fakes(namespace)
-                _loaded[namespace] = None
-            except BuildError as error:
-                _loaded[namespace] = error
-            except OSError as error:
-                path.unlink(missing_ok=True)  # damaged after it was tried; the next start builds
-                _loaded[namespace] = BuildError(f"{path.name} does not load: {error}"[:200])
+            _loaded[namespace] = _load(isa, namespace)
         failure = _loaded[namespace]
     if failure is not None:
         raise failure
 
 
+def _load(isa: Isa | None, namespace: str) -> BuildError | None:
+    """`load`, once; why there are no kernels, or None."""
+    if namespace in _building:
+        _building[namespace].join()
+        if namespace in _failed:
+            return _failed[namespace]
+    try:
+        path = build(isa or chosen(), namespace)
+    except BuildError as error:
+        return error
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            path.unlink()  # damaged after it was tried; the next start builds
+        return BuildError(f"{path.name} does not load: {error}"[:200])
+    _register_fakes(namespace)
+    return None
+
+
 def is_built() -> bool:
     """Whether `load` would find the kernels compiled."""
     try:
-        return library_path(runnable()[0]).exists()
+        return library_path(chosen()).exists()
     except BuildError:
         return False
+
+
+def why_not_auto() -> str | None:
+    """Why `--cpu-kernels auto` takes torch's own kernels, or None: known before anything is built.
+
+    The plain loops run anywhere, but nobody has compared their speed with ATen's there.
+    """
+    try:
+        isa = chosen()
+    except BuildError as error:
+        return str(error)
+    if isa.level == 0:
+        return "this CPU or its compiler has no AVX2 (--cpu-kernels native uses plain loops)"
+    return None
 
 
 def available(choice: str) -> str | None:
@@ -193,6 +304,8 @@ def available(choice: str) -> str | None:
     """
     if choice == "aten":
         return "not asked for"
+    if choice == "auto" and (reason := why_not_auto()) is not None:
+        return reason
     try:
         load()
     except BuildError as error:

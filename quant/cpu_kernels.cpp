@@ -12,6 +12,7 @@
 // Shapes: T rows, N outputs, K inputs, D model dim, H query heads, G KV heads, E head dim, F FFN
 // dim, S cache slots.
 
+#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <omp.h>
@@ -285,10 +286,11 @@ struct Worker {
 };
 
 // Runs `work` on all threads but the spared ones. Results do not depend on how many these are.
+// torch says how many: OpenMP's own number is that of all cores in each new thread of a process.
 template <class F>
 void in_parallel(F work) {
   Spared& spared = Spared::of_this_thread();
-  const int all = omp_in_parallel() ? 1 : omp_get_max_threads();
+  const int all = omp_in_parallel() ? 1 : at::get_num_threads();
   const int wanted = std::max(1, all - spared.threads());
   if (wanted == 1) {
     Team team(1);
@@ -447,13 +449,25 @@ struct Weight {
     TORCH_CHECK(packed.numel() >= HEADER_BYTES && packed.is_contiguous(), "not a packed weight");
     const uint8_t* memory = packed.const_data_ptr<uint8_t>();
     std::memcpy(&h, memory, sizeof h);
-    TORCH_CHECK(h.magic == MAGIC, "not a packed weight");
+    TORCH_CHECK(h.magic == MAGIC && h.N > 0 && h.K > 0 && h.group_blocks > 0 && h.stride > 0 &&
+                    (h.bits == 4 || h.bits == 8) && h.second >= 0 && h.second <= 2,
+                "not a packed weight");
     data = memory + HEADER_BYTES;
     blocks = (h.K + BLOCK - 1) / BLOCK;
     groups = (blocks + h.group_blocks - 1) / h.group_blocks;
     column_blocks = (h.N + COLUMNS - 1) / COLUMNS;
     TORCH_CHECK(packed.numel() == HEADER_BYTES + column_blocks * h.stride, "not a packed weight");
-    if (bias_ != nullptr && bias_->numel()) bias = bias_->const_data_ptr<float>();
+    const int64_t of_values = blocks * COLUMNS * BLOCK * h.bits / 8;
+    const int64_t of_parameters = groups * COLUMNS * (h.wide ? 4 : 2);
+    const auto lies_behind = [&](int64_t at) {
+      return at >= of_values && at + of_parameters <= h.stride;
+    };
+    TORCH_CHECK(lies_behind(h.scales_at) && (!h.second || lies_behind(h.second_at)),
+                "not a packed weight");
+    if (bias_ != nullptr && bias_->numel()) {
+      TORCH_CHECK(bias_->numel() == h.N && bias_->is_contiguous(), "bias is [", h.N, "]");
+      bias = bias_->const_data_ptr<float>();
+    }
   }
 
   VF parameter(const uint8_t* at, int64_t i) const {
@@ -1067,6 +1081,33 @@ Block block_of(const Tensor* t) {
   return b;
 }
 
+// Raises unless the tensors `t` of block `b` fit each other; its QKV product reads `K` inputs.
+void check_block(const Tensor* t, const Block& b, const Heads& heads, int64_t D, int64_t K) {
+  const int64_t H = heads.H, G = heads.G, E = heads.E, F = b.down.h.K;
+  TORCH_CHECK(G > 0 && H > 0 && H % G == 0 && E > 0 && E % 16 == 0 && E <= MAX_HEAD_DIM &&
+                  H % heads.together() == 0,
+              "head dim");
+  TORCH_CHECK(D % BLOCK == 0 && F % BLOCK == 0, "widths in blocks of 32");
+  TORCH_CHECK(b.qkv.h.N == (H + 2 * G) * E && b.qkv.h.K == K, "qkv is [", (H + 2 * G) * E, ", ", K,
+              "]");
+  TORCH_CHECK(b.out.h.N == D && b.out.h.K == H * E, "out is [", D, ", ", H * E, "]");
+  TORCH_CHECK(b.gate_up.h.N == 2 * F && b.gate_up.h.K == D, "gate_up is [", 2 * F, ", ", D, "]");
+  TORCH_CHECK(b.down.h.N == D, "down is [", D, ", ", F, "]");
+  const auto is_scale = [](const Tensor& norm, int64_t n) {
+    return norm.is_contiguous() && (norm.numel() == 0 || norm.numel() == n);
+  };
+  TORCH_CHECK(is_scale(t[0], D) && is_scale(t[3], E) && is_scale(t[4], E) && is_scale(t[6], D),
+              "norms are [D] and [E]");
+}
+
+// Raises unless all caches are like the first one, [G, S, E].
+void check_caches(at::TensorList caches) {
+  for (const Tensor& cache : caches)
+    TORCH_CHECK(cache.dim() == 3 && cache.is_contiguous() && cache.sizes() == caches[0].sizes() &&
+                    cache.scalar_type() == caches[0].scalar_type(),
+                "contiguous caches of one shape and type");
+}
+
 // x / rms(x) * weight; without a weight, x itself.
 inline void rms_norm(const float* x, const float* weight, int64_t n, float eps, float* out) {
   if (weight == nullptr) {
@@ -1261,7 +1302,7 @@ void arrange(Pass<C>& pass, Scratch& scratch, int64_t most, int64_t longest, siz
   pass.key_blocks = (longest + KEYS - 1) / KEYS;
   const int64_t n_parts = heads.G * pass.key_blocks * most * heads.group() * (E + 2);
   const int64_t own = E * W + most * heads.group() * (W + KEYS);
-  const int threads = omp_get_max_threads();
+  const int threads = at::get_num_threads();
   const int64_t widest = std::max({2 * pass.D, pass.F, H * E, pass.entry_dim});
   const int64_t choice = Choice::bytes(most, widest) / 4 + 1;
   pass.scratch_size = (std::max({own, 2 * pass.D, choice}) + 63) / 64 * 64;
@@ -1305,6 +1346,13 @@ void run_blocks(const std::vector<Block>& blocks, at::TensorList caches, Pass<C>
   });
 }
 
+// Raises unless every depth [T] is a column of paths that are `width` wide.
+void check_depths(const Tensor& depths, int64_t width) {
+  const int64_t* depth = depths.const_data_ptr<int64_t>();
+  for (int64_t t = 0; t < depths.numel(); t++)
+    TORCH_CHECK(depth[t] >= 0 && depth[t] < width, "depth ", depth[t], " of ", width);
+}
+
 // The residual stream [T, D] (fp32) behind some blocks. `caches` are the keys and values of each,
 // [G, S, E]; rows `slots` are written. A row sees what `mask` [T, S] says, or the tree's view.
 // Where `entry` [T, K] (fp32) is given, the first block's QKV product reads it instead of norm(x).
@@ -1316,14 +1364,12 @@ Tensor blocks(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tenso
   TORCH_CHECK(x.dim() == 2 && x.scalar_type() == at::kFloat, "x is fp32 [T, D]");
   const int64_t T = x.size(0), n_blocks = tensors.size() / TENSORS;
   TORCH_CHECK(tensors.size() == size_t(n_blocks * TENSORS) &&
-                  caches.size() == size_t(2 * n_blocks),
+                  caches.size() == size_t(2 * n_blocks) && n_blocks > 0,
               "nine tensors and two caches of each block");
-  for (const Tensor& cache : caches) TORCH_CHECK(cache.is_contiguous(), "contiguous caches");
+  check_caches(caches);
   const Tensor& keys = caches[0];
   const Heads heads{n_head, keys.size(0), keys.size(2)};
   const int64_t S = keys.size(1);
-  TORCH_CHECK(heads.E % 16 == 0 && heads.E <= MAX_HEAD_DIM && heads.H % heads.together() == 0,
-              "head dim");
   Tensor y = x.clone(at::MemoryFormat::Contiguous);
   if (T == 0) return y;
 
@@ -1337,12 +1383,17 @@ Tensor blocks(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tenso
   Visible seen;
   if (mask.has_value()) {
     const Tensor m = mask->contiguous();
-    TORCH_CHECK(m.size(0) == T && m.size(1) == S, "mask is [T, S]");
+    TORCH_CHECK(m.dim() == 2 && m.size(0) == T && m.size(1) == S, "mask is [T, S]");
     seen = Visible::of_mask(m.const_data_ptr<bool>(), T, S);
   } else {
+    TORCH_CHECK(seq_len.has_value() && paths.has_value() && depths.has_value(),
+                "a mask, or a tree: seq_len, paths and depths");
     const Tensor p = paths->contiguous(), d = depths->contiguous();
-    TORCH_CHECK(p.size(0) == T && d.numel() == T, "one path for each row");
-    seen = Visible::of_tree(seq_len->item<int64_t>(), p.const_data_ptr<int32_t>(), p.size(1),
+    TORCH_CHECK(p.dim() == 2 && p.size(0) == T && d.numel() == T, "one path for each row");
+    const int64_t past = seq_len->item<int64_t>();
+    TORCH_CHECK(past >= 0 && past <= S, "more keys than slots");
+    check_depths(d, p.size(1));
+    seen = Visible::of_tree(past, p.const_data_ptr<int32_t>(), p.size(1),
                             d.const_data_ptr<int64_t>(), T, window);
   }
   for (const int64_t slot : seen.own) TORCH_CHECK(slot >= 0 && slot < S, "slot ", slot, " of ", S);
@@ -1356,13 +1407,17 @@ Tensor blocks(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tenso
     TORCH_CHECK(e.dim() == 2 && e.size(0) == T && e.scalar_type() == at::kFloat &&
                     e.size(1) == all[0].qkv.h.K && e.size(1) % BLOCK == 0,
                 "entry is fp32 [T, K]");
-  const int64_t F = all[0].down.h.K;
-  TORCH_CHECK(F % BLOCK == 0 && x.size(1) % BLOCK == 0, "widths in blocks of 32");
+  const int64_t D = x.size(1), F = all[0].down.h.K;
+  for (int64_t i = 0; i < n_blocks; i++) {
+    const int64_t K = i == 0 && e.defined() ? e.size(1) : D;
+    check_block(tensors.data() + i * TENSORS, all[i], heads, D, K);
+    TORCH_CHECK(all[i].down.h.K == F, "blocks of one shape");
+  }
   const auto run = [&](auto element) {
     using C = decltype(element);
     Pass<C> pass{};
     pass.heads = heads;
-    pass.D = x.size(1);
+    pass.D = D;
     pass.F = F;
     pass.S = S;
     pass.eps = float(eps);
@@ -1395,6 +1450,7 @@ inline void row_in_fp32(const Tensor& x, int64_t row, int64_t n, float* out) {
   }
 }
 
+// Raises unless `x` is [T, K] of a type that `row_in_fp32` reads and `put_row` writes.
 void check_rows(const Tensor& x, int64_t K) {
   TORCH_CHECK(x.dim() == 2 && x.size(1) == K && x.is_contiguous(), "x is [T, ", K, "]");
   TORCH_CHECK(x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16,
@@ -1642,16 +1698,19 @@ std::tuple<Tensor, Tensor> draft_chain(
     at::TensorList caches, int64_t n_head, double eps, const std::optional<Tensor>& temperature,
     const std::optional<Tensor>& seed, int64_t depth, double keep, double deepen) {
   const int64_t n = count.item<int64_t>(), past = seq_len.item<int64_t>();
-  const int64_t D = embedding.size(1), E = caches[0].size(2), S = caches[0].size(1);
-  TORCH_CHECK(n >= 1 && n <= tokens.numel() && n <= past, n, " pairs");
-  TORCH_CHECK(depth >= 1 && past + depth - 1 <= S && past + depth - 1 <= cos.size(0), "slots");
   TORCH_CHECK(tensors.size() == TENSORS && caches.size() == 2, "one block");
+  check_caches(caches);
+  const int64_t D = embedding.size(1), E = caches[0].size(2), S = caches[0].size(1);
+  TORCH_CHECK(n >= 1 && n <= tokens.numel() && n <= features.size(0) && n <= past, n, " pairs");
+  TORCH_CHECK(depth >= 1 && past + depth - 1 <= S && past + depth - 1 <= cos.size(0), "slots");
+  TORCH_CHECK(tokens.is_contiguous() && target_ids.is_contiguous(), "contiguous tokens");
   check_rows(embedding, D);
   check_rows(features, D);
   const Heads heads{n_head, caches[0].size(0), E};
-  TORCH_CHECK(E % 16 == 0 && E <= MAX_HEAD_DIM && heads.H % heads.together() == 0, "head dim");
-  TORCH_CHECK(cos.is_contiguous() && sin.is_contiguous() && cos.size(1) == E, "cos and sin");
-  for (const Tensor& cache : caches) TORCH_CHECK(cache.is_contiguous(), "contiguous caches");
+  TORCH_CHECK(cos.is_contiguous() && sin.is_contiguous() && cos.size(1) == E &&
+                  sin.sizes() == cos.sizes(),
+              "cos and sin");
+  TORCH_CHECK(!temperature.has_value() || seed.has_value(), "a seed");
   TORCH_CHECK(norms.empty() == fc.has_value() && (norms.empty() || norms.size() == 3), "norms or fc");
 
   Head head{embedding};
@@ -1659,18 +1718,20 @@ std::tuple<Tensor, Tensor> draft_chain(
   head.lm_head = Weight(lm_head);
   if (fc.has_value()) {
     head.fc = Weight(*fc, fc_bias.has_value() ? &*fc_bias : nullptr);
-    TORCH_CHECK(head.fc.h.N == D && head.fc.h.K == 2 * D && head.block.qkv.h.K == D, "fc");
+    TORCH_CHECK(head.fc.h.N == D && head.fc.h.K == 2 * D, "fc");
   } else {
+    for (const Tensor& norm : norms)
+      TORCH_CHECK(norm.numel() == D && norm.is_contiguous(), "norms are [D]");
     head.token_norm = norms[0].const_data_ptr<float>();
     head.feature_norm = norms[1].const_data_ptr<float>();
     head.last_norm = norms[2].const_data_ptr<float>();
     head.normed_residual = normed_residual;
     head.normed_output = normed_output;
-    TORCH_CHECK(head.block.qkv.h.K == 2 * D, "the block reads embedding and feature");
   }
+  // The block of an EAGLE-3 head reads embedding and feature.
+  check_block(tensors.data(), head.block, heads, D, fc.has_value() ? D : 2 * D);
   const int64_t N = head.lm_head.h.N, F = head.block.down.h.K;
   TORCH_CHECK(head.lm_head.h.K == D && target_ids.numel() == N, "LM head");
-  TORCH_CHECK(D % BLOCK == 0 && F % BLOCK == 0, "widths in blocks of 32");
   const int64_t* ids = tokens.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < n; i++)
     TORCH_CHECK(ids[i] >= 0 && ids[i] < embedding.size(0), "token ", ids[i]);
@@ -1693,7 +1754,7 @@ std::tuple<Tensor, Tensor> draft_chain(
   const auto run = [&](auto element) {
     using C = decltype(element);
     thread_local Scratch scratch;
-    const int threads = omp_get_max_threads();
+    const int threads = at::get_num_threads();
     Chain<C> chain{head};
     Pass<C>& pass = chain.pass;
     pass.heads = heads;
@@ -1800,8 +1861,11 @@ std::tuple<Tensor, Tensor, double> look_up(const Tensor& text_, const Tensor& la
                                            at::TensorList corpus, int64_t longest, int64_t reach,
                                            double keep) {
   const int64_t last = last_.item<int64_t>(), *text = text_.const_data_ptr<int64_t>();
-  TORCH_CHECK(last >= 0 && last < text_.numel(), "last token at ", last);
-  TORCH_CHECK(table_.numel() == 2 * CLASSES * CLASSES && kept_.numel() >= 4 + reach, "a table");
+  TORCH_CHECK(last >= 0 && last < text_.numel() && text_.is_contiguous(), "last token at ", last);
+  TORCH_CHECK(table_.numel() == 2 * CLASSES * CLASSES && kept_.numel() >= 4 + reach &&
+                  table_.is_contiguous() && kept_.is_contiguous() && reach >= 0,
+              "a table");
+  TORCH_CHECK(!other.has_value() || other->is_contiguous(), "contiguous tokens");
   float *tried = table_.mutable_data_ptr<float>(), *right = tried + CLASSES * CLASSES;
   int64_t* kept = kept_.mutable_data_ptr<int64_t>();
   const auto cell = [](int64_t size, int64_t depth) {
@@ -1874,7 +1938,7 @@ struct Target : torch::CustomClassHolder {
   Weight lm_head;
   const float *norm, *cos, *sin;
   Tensor embedding;
-  int64_t n_head, window, D, E, F;
+  int64_t n_head, window, D, E, F, kv_heads, positions;
   float eps;
 
   Target(std::vector<Tensor> tensors, Tensor embedding_, Tensor cos_, Tensor sin_, Tensor norm_,
@@ -1891,8 +1955,16 @@ struct Target : torch::CustomClassHolder {
     E = cos_.size(1);
     F = blocks[0].down.h.K;
     check_rows(embedding, D);
-    TORCH_CHECK(cos_.is_contiguous() && sin_.is_contiguous() && norm_.numel() == D, "tables");
-    TORCH_CHECK(lm_head.h.K == D && D % BLOCK == 0 && F % BLOCK == 0, "widths in blocks of 32");
+    TORCH_CHECK(cos_.is_contiguous() && sin_.is_contiguous() && sin_.sizes() == cos_.sizes() &&
+                    norm_.numel() == D,
+                "tables");
+    TORCH_CHECK(lm_head.h.K == D && E > 0, "LM head");
+    positions = cos_.size(0);
+    kv_heads = (blocks[0].qkv.h.N / E - n_head) / 2;
+    for (size_t i = 0; i < blocks.size(); i++) {
+      check_block(&owned[i * TENSORS], blocks[i], Heads{n_head, kv_heads, E}, D, D);
+      TORCH_CHECK(blocks[i].down.h.K == F, "blocks of one shape");
+    }
     owned.insert(owned.end(), {cos_, sin_, norm_, lm_head_});
   }
 
@@ -1904,13 +1976,20 @@ struct Target : torch::CustomClassHolder {
     const int64_t T = tokens.numel(), past = seq_len.item<int64_t>(), L = blocks.size();
     const int64_t G = rows.size(1), S = rows.size(2), N = lm_head.h.N;
     TORCH_CHECK(T >= 1 && T <= MAX_ROWS && depths.numel() == T, T, " rows");
-    TORCH_CHECK(rows.is_contiguous() && rows.size(0) == 2 * L && rows.size(3) == E, "cache");
-    TORCH_CHECK(paths.is_contiguous() && paths.size(0) == T && depths.is_contiguous(), "tree");
+    TORCH_CHECK(rows.is_contiguous() && rows.size(0) == 2 * L && G == kv_heads && rows.size(3) == E,
+                "cache");
+    TORCH_CHECK(paths.dim() == 2 && paths.is_contiguous() && paths.size(0) == T &&
+                    depths.is_contiguous() && tokens.is_contiguous(),
+                "tree");
+    TORCH_CHECK(features_like.scalar_type() == at::kFloat ||
+                    features_like.scalar_type() == at::kBFloat16,
+                "features in fp32 or bf16");
     TORCH_CHECK(past >= 0 && past + T <= S, "slot ", past + T - 1, " of ", S);
     const int64_t *ids = tokens.const_data_ptr<int64_t>(), *depth = depths.const_data_ptr<int64_t>();
+    check_depths(depths, paths.size(1));
     for (int64_t t = 0; t < T; t++) {
       TORCH_CHECK(ids[t] >= 0 && ids[t] < embedding.size(0), "token ", ids[t]);
-      TORCH_CHECK(depth[t] >= 0 && depth[t] < paths.size(1), "depth ", depth[t]);
+      TORCH_CHECK(past + depth[t] < positions, "position ", past + depth[t], " of ", positions);
     }
     const Visible seen =
         Visible::of_tree(past, paths.const_data_ptr<int32_t>(), paths.size(1), depth, T, window);
@@ -1999,7 +2078,7 @@ Tensor linear(const Tensor& x_, const Tensor& packed, const std::optional<Tensor
   const int64_t T = x.size(0), K = w.h.K, N = w.h.N;
   Tensor y = at::empty({T, N}, x.options().dtype(at::kFloat));
   thread_local Scratch scratch;
-  const int threads = omp_get_max_threads();
+  const int threads = at::get_num_threads();
   const int64_t own_size = (std::max<int64_t>(K, Choice::bytes(T, K) / 4 + 1) + 63) / 64 * 64;
   scratch.reserve(Activations::bytes(T, K) + 4 * size_t(threads) * own_size);
   const Activations a =
@@ -2054,7 +2133,7 @@ std::tuple<Tensor, Tensor> maximum(const Tensor& x_) {
   Tensor values = at::empty({T}, x.options());
   Tensor places = at::empty({T}, x.options().dtype(at::kLong));
   const float* rows = x.const_data_ptr<float>();
-  const int threads = omp_get_max_threads();
+  const int threads = at::get_num_threads();
   std::vector<std::pair<float, int64_t>> found(T * threads);
   int used = 1;
   in_parallel([&](const Worker& me) {
@@ -2082,8 +2161,16 @@ std::tuple<Tensor, Tensor> maximum(const Tensor& x_) {
 void finish_greedy(const Tensor& logits, const Tensor& read, const Tensor& tokens,
                    const Tensor& parents, const Tensor& valid, const std::optional<Tensor>& sources,
                    at::TensorList state, int64_t depth, bool in_place, bool extends, bool keeps) {
-  const int64_t T = tokens.numel(), V = logits.size(1);
-  TORCH_CHECK(state.size() == 8 && logits.size(0) == T && depth >= 0, "a state and a tree");
+  const int64_t T = tokens.numel();
+  TORCH_CHECK(state.size() == 8 && logits.dim() == 2 && logits.size(0) == T && T > 0 && depth >= 0,
+              "a state and a tree");
+  TORCH_CHECK(parents.numel() == T && valid.numel() == T && tokens.is_contiguous() &&
+                  parents.is_contiguous() && valid.is_contiguous(),
+              "a parent and a flag for each row");
+  if (sources.has_value())
+    TORCH_CHECK(sources->numel() == T && sources->is_contiguous(), "a source for each row");
+  for (const int i : {0, 1, 2, 5, 6})
+    TORCH_CHECK(state[i].is_contiguous() && state[i].numel() > 0, "contiguous state");
   const auto [values, places] = maximum(logits);
   const float* best = values.const_data_ptr<float>();
   const int64_t *place = places.const_data_ptr<int64_t>(), *ids = tokens.const_data_ptr<int64_t>();
@@ -2116,10 +2203,10 @@ void finish_greedy(const Tensor& logits, const Tensor& read, const Tensor& token
   int64_t* text = state[5].mutable_data_ptr<int64_t>();
   int64_t* result = state[6].mutable_data_ptr<int64_t>();
   const int64_t size = state[6].numel();
-  TORCH_CHECK(seq_len + depth + 2 <= state[5].numel() && depth + 4 <= size, "room for the path");
+  TORCH_CHECK(seq_len >= 0 && seq_len + depth + 2 <= state[5].numel() && depth + 4 <= size, "room for the path");
   if (!in_place && depth) {
     const Tensor& rows = state[7];
-    TORCH_CHECK(rows.is_contiguous() && seq_len + T <= rows.size(2), "cache");
+    TORCH_CHECK(rows.dim() == 4 && rows.is_contiguous() && seq_len + T <= rows.size(2), "cache");
     const int64_t planes = rows.size(0) * rows.size(1), S = rows.size(2);
     const size_t bytes = rows.size(3) * rows.element_size();
     uint8_t* memory = (uint8_t*)rows.data_ptr();
@@ -2133,8 +2220,12 @@ void finish_greedy(const Tensor& logits, const Tensor& read, const Tensor& token
   const int64_t first = extends ? 0 : pending;
   int64_t by_head = 0, by_lookup = 0;
   if (keeps) {
-    TORCH_CHECK(first + depth + 1 <= state[3].numel(), "room for pairs");
-    TORCH_CHECK(read.is_contiguous() && read.size(1) == state[4].size(1), "features");
+    TORCH_CHECK(first >= 0 && first + depth + 1 <= state[3].numel() && state[4].dim() == 2 &&
+                    first + count <= state[4].size(0) && state[3].is_contiguous(),
+                "room for pairs");
+    TORCH_CHECK(read.dim() == 2 && read.size(0) == T, "features of each row");
+    check_rows(read, state[4].size(1));
+    check_rows(state[4], state[4].size(1));
   }
   std::vector<float> row(keeps ? read.size(1) : 0);
   Tensor features = state[4];

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -61,14 +63,29 @@ def run_export_head(head: str, out: Path, options: ExportOptions) -> None:
         raise FasteagleError(f"{out} is there already: give another -o")
     if options.to == "gguf" and out.suffix != ".gguf":
         raise FasteagleError(f"-o {out} must be the name of a .gguf file")
-    if out.exists():
-        out.rmdir()
     target = None if options.model is None else _export_target(options.model)
     source = open_head(found.path)
-    lines = export_head(source, options.to, out, target, options.tap_layers, options.tokenizer_from)
+    with _removed(out):
+        lines = export_head(
+            source, options.to, out, target, options.tap_layers, options.tokenizer_from
+        )
     for line in lines:
         note(line)
     note(f"{source.algorithm} head ({source.dialect}) written to {out} for {options.to}")
+
+
+@contextlib.contextmanager
+def _removed(folder: Path) -> Iterator[None]:
+    """Make way for a folder that is written as a whole; an empty one is back if that fails."""
+    is_there = folder.is_dir()
+    if is_there:
+        folder.rmdir()
+    try:
+        yield
+    except BaseException:
+        if is_there:
+            folder.mkdir(exist_ok=True)
+        raise
 
 
 def _export_target(model: str) -> ExportTarget:

@@ -30,6 +30,8 @@ class Tuning:
 
     path: Path  # of the measured costs
     ranks: Ranks
+    head: str = ""  # the files of its draft head (`tensors.files_digest`)
+    corpus: bool = False  # whether its lookup searches one
 
 
 class Drafter(Protocol):

@@ -100,7 +100,7 @@ class Costs:
         numbers = [other, plain_other, lookup, *cycles.values()]
         for table in (passes, first_level, level, chain):
             numbers += table.values()
-        if not {1, 2} <= set(passes) or not all(map(math.isfinite, numbers)):
+        if not {1, 2} <= set(passes) or not all(0 <= n < math.inf for n in numbers):
             raise ValueError("not a table of times")
         return costs
 

@@ -32,7 +32,13 @@ from fasteagle.loading.head_file import load_head, read_header
 from fasteagle.loading.open import OpenedModel
 from fasteagle.loading.registry import head_revision
 from fasteagle.loading.source import has_native, quantize_head_
-from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint, fingerprint, read_json
+from fasteagle.loading.tensors import (
+    Checkpoint,
+    DummyCheckpoint,
+    files_digest,
+    fingerprint,
+    read_json,
+)
 from fasteagle.model import KEY_BLOCK, EagleHead
 from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.paths import cache_dir, costs_path
@@ -54,6 +60,7 @@ class LoadedHead:
     origin: str
     head: EagleHead
     header: dict[str, Any] | None
+    digest: str = ""  # of its files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +72,8 @@ class FoundHead:
 
     def loaded(self, config: ModelConfig, tap_layers: tuple[int, ...] | None = None) -> LoadedHead:
         """The head, over a target of `config`. Raises `FasteagleError`, see `load_head`."""
-        return LoadedHead(self.origin, *load_head(self.path, config, tap_layers))
+        head, header = load_head(self.path, config, tap_layers)
+        return LoadedHead(self.origin, head, header, files_digest(self.path))
 
 
 def check_draft(
@@ -94,7 +102,7 @@ def find_head(asked: str | None, name: str, identity: str) -> FoundHead | None:
     Raises `FasteagleError` if the head that was asked for is not found.
     """
     if asked is not None:
-        return asked_head(asked)
+        return named_head(asked)
     cached = cache_dir() / "heads" / identity
     if (cached / "config.json").exists():
         return FoundHead(cached, "calibrated here")
@@ -258,9 +266,11 @@ def _eagle(
     native = is_native(engine.model)
     drafter = tree_drafter(head, options, engine.max_seq_len, quantized_on_cpu, corpus, native)
     if options.auto_tree and isinstance(drafter, EagleDrafter):
-        kind = "fused" if isinstance(drafter, FusedDrafter) else "eagle"
+        fuses = isinstance(drafter, FusedDrafter)
+        searches = fuses and corpus is not None
+        kind = _kind("fused" if fuses else "eagle", drafter, searches, loaded.digest)
         path = costs_path(identity, _precision(engine, checkpoint), kind)
-        drafter.tuning = Tuning(path, ranks_of(header))
+        drafter.tuning = Tuning(path, ranks_of(header), loaded.digest, searches)
     notify(f"draft head {loaded.origin}: {drafter.name}, {_size(drafter.shape)}")
     return drafter
 
@@ -276,9 +286,17 @@ def _ngram(engine: Engine, checkpoint: Checkpoint, corpus: Corpus | None) -> Ngr
         drafter = NgramDrafter(longest=8, corpus=corpus)
         drafter.shape = SureChain(REACH)
     if not isinstance(checkpoint, DummyCheckpoint):  # its fingerprint would generate all weights
-        path = costs_path(fingerprint(checkpoint), _precision(engine, checkpoint), "ngram")
-        drafter.tuning = Tuning(path, NGRAM_RANKS)
+        kind = _kind("ngram", drafter, corpus is not None)
+        path = costs_path(fingerprint(checkpoint), _precision(engine, checkpoint), kind)
+        drafter.tuning = Tuning(path, NGRAM_RANKS, corpus=corpus is not None)
     return drafter
+
+
+def _kind(name: str, drafter: Drafter, searches: bool, digest: str = "") -> str:
+    """In the name of a file, what the costs of a drafter depend on: other ones stay kept."""
+    shape = "chain" if isinstance(drafter.shape, SureChain) else "tree"
+    parts = (name, shape, "corpus" if searches else "", digest[:12])
+    return "-".join(part for part in parts if part)
 
 
 def _precision(engine: Engine, checkpoint: Checkpoint) -> str:

@@ -26,6 +26,8 @@ from fasteagle.errors import FasteagleError
 
 # Copies of the target's tensors, and what only training needs.
 IGNORED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
+VLLM_MAP = "draft_id_to_target_id"  # the name of d2t as vLLM holds it
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "shifted", "qkv_bias")
 COPIES = ("embed_tokens.weight", "lm_head.weight")  # which EAGLE-1/2 heads take from the target
 
 
@@ -80,6 +82,11 @@ class HeadSource:
             qkv_bias=_ends_with(self.state, "self_attn.q_proj.bias"),
             rope_freq_factors=self._rope_factors(),
         )
+        if self.raw.get("qkv_bias") and not block.qkv_bias:
+            raise FasteagleError(
+                f"{self.where}: qkv_bias is true, but self_attn.q_proj.bias is missing: "
+                "fetch the head again"
+            )
         draft_vocab_size = len(self.state["d2t"]) if "d2t" in self.state else target.vocab_size
         if not self.eagle3:
             if tap_layers is not None:
@@ -156,7 +163,7 @@ def checked_config(where: str, raw: Mapping[str, Any]) -> dict[str, Any]:
     flat = {**raw, **(raw.get("transformer_layer_config") or {})}
     fields = Fields(flat, where)
     fields.texts("layer_types")
-    for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "shifted"):
+    for key in FLAGS:
         fields.flag(key)
     for key in ("target_hidden_size", "draft_vocab_size", "vocab_size"):
         fields.width(key, 1)
@@ -188,11 +195,17 @@ def described(
     """What a `config.json` and its tensors are. Raises `FasteagleError` for what cannot run."""
     flat = checked_config(f"{name}/config.json", raw)
     state = {k.removeprefix("model."): v for k, v in state.items() if "rotary_emb" not in k}
+    if VLLM_MAP in state:
+        state.setdefault("d2t", state.pop(VLLM_MAP))
     refuse_others(name, raw, state)
     if not _is_eagle3(raw, state):
         dialect = "official EAGLE-1/2" if header is None else "fasteagle"
         kept = {k: v for k, v in state.items() if k not in (*IGNORED, *COPIES)}
-        return HeadSource(name, dialect, flat, _checked(name, kept), header, eagle3=False)
+        kept = _checked(name, kept)
+        size = flat.get("draft_vocab_size")
+        if size and size != flat.get("vocab_size"):  # without it, a list of FR-Spec says it
+            _check_maps(name, size, kept.get("d2t"), None)
+        return HeadSource(name, dialect, flat, kept, header, eagle3=False)
     dialect, taps, shift = _eagle3_dialect(name, raw, header)
     official = {_official(k): v for k, v in state.items()}
     kept = _checked(name, {k: v for k, v in official.items() if k not in IGNORED})
@@ -245,7 +258,7 @@ def _eagle3_dialect(
 
 
 def _ids(name: str, key: str, value: Any, shift: int) -> tuple[int, ...] | None:
-    if value is None:
+    if value is None or value == []:  # as not said: speculators writes its default so
         return None
     if not (isinstance(value, list) and value and all(type(i) is int for i in value)):
         raise FasteagleError(f"{name}: {key} is {value!r}: must be a list of block numbers")
@@ -275,6 +288,9 @@ def _checked(name: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
             dtype = str(tensor.dtype).removeprefix("torch.")
             needed = "integers" if key == "d2t" else "16 or 32 bit floats"
             raise FasteagleError(f"{name}: {key} is {dtype}: must be {needed}: use the plain head")
+        if key == "d2t" and (tensor.ndim != 1 or not len(tensor)):
+            shape = tuple(tensor.shape)
+            raise FasteagleError(f"{name}: d2t is {shape}: must be a list: fetch the head again")
     return state
 
 
@@ -328,7 +344,7 @@ _OTHERS: tuple[tuple[str, Callable[[Mapping[str, Any], Iterable[str]], bool]], .
         "sliding-window attention",
         lambda raw, names: (
             "sliding_attention"
-            in (raw.get("transformer_layer_config", raw).get("layer_types") or [])
+            in ((raw.get("transformer_layer_config") or raw).get("layer_types") or [])
         ),
     ),
     (

@@ -119,7 +119,7 @@ def check_state(head: EagleHead, state: dict[str, Tensor], source: str) -> None:
     if d2t is None:
         return
     ids = d2t + torch.arange(len(d2t), device=d2t.device)
-    if ids.min() < 0 or ids.max() >= size or (ids.diff() <= 0).any():
+    if not len(ids) or ids.min() < 0 or ids.max() >= size or (ids.diff() <= 0).any():
         raise FasteagleError(
             f"{source}: d2t does not list ascending ids below {size:,}, the target's vocabulary: "
             "fetch the head again"

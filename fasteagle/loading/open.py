@@ -39,6 +39,7 @@ from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint, fingerprint
 from fasteagle.loading.text import write_conversations
 from fasteagle.loading.tokenizer import ChatTokenizer, DummyTokenizer, load_tokenizer
 from fasteagle.loading.torchao_backend import quantize_with_torchao
+from fasteagle.model import Transformer
 from fasteagle.options import RuntimeOptions, SamplingParams
 from fasteagle.paths import cache_dir
 from fasteagle.prompts import read_conversations
@@ -70,6 +71,8 @@ class OpenedModel:
         """
         checkpoint, quant = self.checkpoint, self._quant(options)
         device = pick_device(options.device)
+        if self.quantized_on_cpu(options):
+            begin_kernels(options, device, pick_dtype(options.dtype, device, quantized=True))
         if isinstance(checkpoint, DummyCheckpoint):
             checkpoint = DummyCheckpoint(checkpoint.config, checkpoint.scheme, device)
         if options.backend == "torchao" and options.quant is not None:
@@ -259,18 +262,27 @@ def _built_engine(
     max_seq_len: int,
 ) -> Engine:
     """`build_engine`, where memory suffices."""
-    native = checkpoint.scheme is not None and use_native(options, device)
-    linears = None
-    if checkpoint.scheme is not None:
-        linears = Linears(checkpoint, device, dtype, native)
-    model = load_model(
-        checkpoint,
-        dtype=dtype,
-        device=device,
-        max_seq_len=max_seq_len,
-        quantized=linears,
-        kv=options.kv,
-    )
+
+    def read(native: bool) -> Transformer:
+        quantized = checkpoint.scheme is not None
+        linears = Linears(checkpoint, device, dtype, native) if quantized else None
+        return load_model(
+            checkpoint,
+            dtype=dtype,
+            device=device,
+            max_seq_len=max_seq_len,
+            quantized=linears,
+            kv=options.kv,
+        )
+
+    native = checkpoint.scheme is not None and may_use_native(options, device, dtype)
+    is_building = native and cpu_build.is_building()
+    if native and not is_building:
+        native = use_native(options)
+    model = read(native)  # while the kernels are built, in the hope that it succeeds
+    if is_building and not use_native(options):
+        del model
+        native, model = False, read(False)
     if options.backend == "torchao" and options.quant:
         quantize_with_torchao(model, options.quant, options.head_bits)
     if options.kv == "int8":
@@ -284,15 +296,36 @@ def _built_engine(
     return make_engine(model, max_seq_len)
 
 
-def use_native(options: RuntimeOptions, device: torch.device) -> bool:
-    """Whether quantized weights run by our CPU kernels, which are loaded then; a line if not."""
+def may_use_native(options: RuntimeOptions, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether quantized weights run by our CPU kernels, if these can be built.
+
+    Raises `FasteagleError` where they are asked for and do not take the dtype.
+    """
     if device.type != "cpu" or options.cpu_kernels == "aten":
         return False
-    if not cpu_build.is_built():
+    if dtype != torch.float16:
+        return True
+    if options.cpu_kernels == "native":
+        raise FasteagleError(
+            "cpu-kernels native: they have no fp16: use --dtype bf16 or fp32, or --cpu-kernels auto"
+        )
+    return False
+
+
+def begin_kernels(options: RuntimeOptions, device: torch.device, dtype_name: str) -> None:
+    """Begin to build our CPU kernels where they will be used, while weights are read."""
+    wanted = may_use_native(options, device, TORCH_DTYPES[dtype_name])
+    if options.cpu_kernels == "auto" and cpu_build.why_not_auto() is not None:
+        return
+    if wanted and cpu_build.begin():
         note("compiling the CPU kernels (once, about half a minute) ...")
+
+
+def use_native(options: RuntimeOptions) -> bool:
+    """Load our CPU kernels, once they are built; a line and False where there are none."""
     why_not = cpu_build.available(options.cpu_kernels)
     if why_not is not None:
-        note(f"warning: slower CPU kernels, torch's own, are used: {why_not}")
+        note(f"warning: torch's own CPU kernels are used: {why_not}")
     return why_not is None
 
 

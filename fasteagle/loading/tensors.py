@@ -268,6 +268,21 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     return digest.hexdigest()
 
 
+def files_digest(path: Path) -> str:
+    """Identity of a draft head's file, or folder: sha256 over the names, sizes and first 64 KiB.
+
+    These hold a config whole, and the names, shapes and header of a tensor file.
+    """
+    ends = (".json", ".safetensors", ".bin", ".pt")
+    files = [path] if path.is_file() else [f for f in path.iterdir() if f.suffix in ends]
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        with open(file, "rb") as opened:
+            digest.update(f"{file.name} {file.stat().st_size}\0".encode())
+            digest.update(opened.read(1 << 16))
+    return digest.hexdigest()
+
+
 def is_block_linear(name: str) -> bool:
     return name.startswith("model.layers.") and name.endswith("_proj.weight")
 

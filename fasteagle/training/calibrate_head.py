@@ -11,12 +11,13 @@ import dataclasses
 import gc
 import json
 import shutil
+import time
 from pathlib import Path
 
 import torch
 
 from fasteagle.errors import FasteagleError, note
-from fasteagle.loading.find_head import asked_head, find_head
+from fasteagle.loading.find_head import find_head, named_head
 from fasteagle.loading.head_file import save_head
 from fasteagle.loading.open import OpenedModel, open_for
 from fasteagle.loading.tensors import fingerprint
@@ -32,13 +33,14 @@ from fasteagle.training.stages import Stages
 
 def calibrate_head(model: str, runtime: RuntimeOptions, options: CalibrateOptions) -> None:
     """Fit the head of `model` to its quantized weights and write it where chat finds it."""
+    begun = time.perf_counter()
     opened = open_for(model, runtime)
     if runtime.quant is None and opened.checkpoint.own_scheme is None:
         runtime = dataclasses.replace(runtime, quant="int4-g64")
     _check_early(opened, options)
     config, head = opened.checkpoint.config, None
     if options.head is not None:
-        head = asked_head(options.head).loaded(config, options.tap_layers)
+        head = named_head(options.head).loaded(config, options.tap_layers)
     prepared = opened.prepared(runtime)
     identity = fingerprint(prepared.checkpoint)
     if head is None:
@@ -50,7 +52,7 @@ def calibrate_head(model: str, runtime: RuntimeOptions, options: CalibrateOption
             )
         head = found.loaded(config, options.tap_layers)
     out = options.out or cache_dir() / "heads" / identity
-    run = Calibration(opened, prepared, options, head, identity, out)
+    run = Calibration(opened, prepared, options, head, identity, out, begun)
     _calibrate(run, out)
     shutil.rmtree(run.work.folder)
 
@@ -67,6 +69,7 @@ def _check_early(opened: OpenedModel, options: CalibrateOptions) -> None:
 def _calibrate(run: Calibration, out: Path) -> None:
     """Run all stages; write the head and the report to `out`."""
     engine = run.engine()
+    run.warn_of_less_time_than_it_takes(run.work.seconds)
     conversations = run.text(engine)
     held_out = choose_held_out(conversations, max(8, len(conversations) // 8))
     shown = run.for_map(engine, conversations, held_out)

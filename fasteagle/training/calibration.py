@@ -40,6 +40,7 @@ class Calibration:
         head: LoadedHead,
         identity: str,
         out: Path,
+        begun: float,
     ) -> None:
         assert prepared.scheme is not None, "`calibrate_head` asks for one"
         self.opened, self.prepared, self.scheme = opened, prepared, prepared.scheme
@@ -53,7 +54,10 @@ class Calibration:
         self.has_unquantized = self.scheme.method != "own"
         self.engine_seconds = 0.0  # to load and compile a target, as measured
         self.announce()
-        self.work = Work(out.with_name(out.name + ".calibrating"), self.key(), options.resume)
+        self.work = Work(
+            out.with_name(out.name + ".calibrating"), self.key(), options.resume, begun
+        )
+        self._warned = False
 
     def key(self) -> dict[str, Any]:
         """What must not change between the parts of a run."""
@@ -122,7 +126,8 @@ class Calibration:
 
             def progress(done: int, total: int) -> None:
                 if not said[0]:
-                    self.warn_of_less_time_than_it_takes(begin)
+                    text = (self.work.seconds - begin) * MIN_CONVERSATIONS
+                    self.warn_of_less_time_than_it_takes(begin + text)
                 if time.perf_counter() - said[0] > 15:
                     said[0] = time.perf_counter()
                     minutes = self.work.seconds / 60
@@ -149,11 +154,11 @@ class Calibration:
             )
         return found
 
-    def warn_of_less_time_than_it_takes(self, begin: float) -> None:
-        """After the first conversation, which took the time since `begin`."""
-        text = (self.work.seconds - begin) * MIN_CONVERSATIONS
-        least = (begin + text + self.reserve) / 60
-        if least > self.options.minutes:
+    def warn_of_less_time_than_it_takes(self, seconds: float) -> None:
+        """A line, once, if `seconds` and the comparison at the end are more than was given."""
+        least = (seconds + self.reserve) / 60
+        if least > self.options.minutes and not self._warned:
+            self._warned = True
             note(f"the least that calibration needs takes about {least:.0f} minutes here")
 
     def unquantized(self, conversations: Sequence[Conversation], n_held: int) -> None:

@@ -14,7 +14,10 @@ from fasteagle.paths import write_atomic
 class Work:
     """The work folder: records finished parts, so that they are not repeated."""
 
-    def __init__(self, folder: Path, key: dict[str, Any], resume: bool) -> None:
+    def __init__(
+        self, folder: Path, key: dict[str, Any], resume: bool, begun: float | None = None
+    ) -> None:
+        """`begun`: when this part of the run began, by `time.perf_counter`; now if not given."""
         self.folder = folder
         self._path = folder / "state.json"
         if self._path.exists():
@@ -33,7 +36,8 @@ class Work:
         else:
             folder.mkdir(parents=True, exist_ok=True)
             self.state = {"key": key, "results": {}, "spent": 0.0}
-        self._begun = time.perf_counter() - self.state["spent"]
+        begun = time.perf_counter() if begun is None else begun
+        self._begun = begun - self.state["spent"]
         self._save()
 
     @property

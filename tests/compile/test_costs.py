@@ -18,7 +18,7 @@ from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.plan import DEFAULT_RANKS, NGRAM_RANKS
 from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
-from fasteagle.shapes import FusedShape, TreeShape
+from fasteagle.shapes import FusedShape, SureChain, TreeShape
 from helpers import captured_engine, costs, pairs, random_head, random_target, tiny_config
 
 GREEDY = SamplingParams()
@@ -153,6 +153,17 @@ def assert_true_pairs(engine, text):
         assert torch.allclose(a[:, :n], b[:, :n], atol=1e-4)
 
 
+def without(table):
+    """The same content with one of its tables empty."""
+
+    def change(text):
+        raw = json.loads(text)
+        raw["costs"][table] = {}
+        return json.dumps(raw)
+
+    return change
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -162,6 +173,10 @@ def assert_true_pairs(engine, text):
         lambda text: "[]",
         lambda text: text.replace('"other"', '"best"'),
         lambda text: json.dumps(json.loads(text) | {"costs": {"passes": 3}}),
+        lambda text: text.replace('"other": 1.0', '"other": -1.0'),
+        lambda text: text.replace('"other": 1.0', '"other": NaN'),
+        without("first_level"),
+        without("level"),
     ],
 )
 def test_a_table_that_does_not_fit_is_ignored_with_one_line(engine, damage):
@@ -172,6 +187,44 @@ def test_a_table_that_does_not_fit_is_ignored_with_one_line(engine, damage):
     lines = []
     assert load_costs(path, engine, lines.append) is None
     assert len(lines) == 1 and "tuner" in lines[0] and "\n" not in lines[0]
+
+
+def test_a_table_without_chains_is_measured_anew_where_chains_are_drafted(target, tmp_path):
+    """Interpolation in an empty table is infinite, and the controller's rate NaN."""
+    engine = Engine(target, 512)
+    drafter = EagleDrafter(random_head(target), SureChain(8), 512)
+    drafter.tuning = Tuning(tmp_path / "costs.json", DEFAULT_RANKS)
+    engine.use(drafter)
+    store_costs(drafter.tuning.path, engine, costs(), 1.0)
+    lines = []
+    assert load_costs(drafter.tuning.path, engine, lines.append) is None
+    assert len(lines) == 1 and "no times of drafting" in lines[0]
+    chains = dataclasses.replace(costs(), first_level={}, level={}, chain={1: 0.5, 8: 3.0})
+    store_costs(drafter.tuning.path, engine, chains, 1.0)
+    assert load_costs(drafter.tuning.path, engine, lines.append) == chains
+    follow_costs(engine, drafter, chains)
+    assert drafter.controller.rate > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"head": "eagle3"}, "head eagle1, now eagle3"),
+        ({"corpus": True}, "corpus False, now True"),
+        ({}, "shape TreeShape, now SureChain"),
+    ],
+)
+def test_costs_of_another_drafter_are_not_used(engine, changes, said):
+    drafter = engine.drafter
+    drafter.tuning = dataclasses.replace(drafter.tuning, head="eagle1")
+    path = drafter.tuning.path
+    store_costs(path, engine, dataclasses.replace(costs(), chain={1: 0.5, 8: 3.0}), 1.0)
+    drafter.tuning = dataclasses.replace(drafter.tuning, **changes)
+    if not changes:
+        drafter.shape = SureChain(8)
+    lines = []
+    assert load_costs(path, engine, lines.append) is None
+    assert said in lines[0]
 
 
 def test_another_thread_count_is_another_device(engine):

@@ -8,7 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fasteagle.compile.cpu_blocks import is_native, is_native_block, use_native_blocks
+from fasteagle.compile.cpu_blocks import (
+    block_tensors,
+    is_native,
+    is_native_block,
+    use_native_blocks,
+)
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.static_tree import StaticTreeDrafter
@@ -157,6 +162,55 @@ def test_wrong_slots_are_refused():
     rows, mask = torch.arange(2), torch.ones(2, 256).bool()
     with pytest.raises(RuntimeError, match="slot 256 of 256"):
         target(torch.arange(2), rows, rows + 255, mask, cache)
+
+
+def test_what_does_not_fit_the_blocks_is_refused():
+    config = tiny_config(**SHAPE)
+    target = native_target(config)
+    tensors = [tensor for block in target.blocks for tensor in block_tensors(block)]
+    caches = [torch.zeros(2, 64, 16) for _ in range(2 * len(target.blocks))]
+    T = 2
+    paths, depths = torch.zeros(T, 3, dtype=torch.int32), torch.arange(T)
+    given = {
+        "x": torch.zeros(T, 64),
+        "cos": torch.ones(T, 16),
+        "sin": torch.zeros(T, 16),
+        "slots": torch.arange(T),
+        "mask": None,
+        "seq_len": torch.tensor(0),
+        "paths": paths,
+        "depths": depths,
+        "window": 0,
+        "caches": caches,
+        "tensors": tensors,
+        "n_head": 4,
+        "eps": 1e-5,
+    }
+
+    def with_one(items, i, new):
+        return [*items[:i], new, *items[i + 1 :]]
+
+    torch.ops.fasteagle_cpu.blocks(*given.values())
+    for changes, message in (
+        ({"seq_len": None}, "a mask, or a tree"),
+        ({"depths": None}, "a mask, or a tree"),
+        ({"depths": depths + 2}, "depth 3 of 3"),
+        ({"depths": depths - 1}, "depth -1 of 3"),
+        ({"paths": paths.flatten()}, "one path for each row"),
+        ({"seq_len": torch.tensor(-1)}, "more keys than slots"),
+        ({"caches": with_one(caches, 1, caches[1].bfloat16())}, "one shape and type"),
+        ({"caches": with_one(caches, 3, torch.zeros(2, 32, 16))}, "one shape and type"),
+        ({"caches": [cache.half() for cache in caches]}, "caches in bf16 or fp32"),
+        ({"x": torch.zeros(T, 96)}, "qkv is"),
+        ({"n_head": 2}, "qkv is"),
+        ({"n_head": 3}, "head dim"),
+        ({"tensors": with_one(tensors, 5, tensors[8])}, "out is"),
+        ({"tensors": with_one(tensors, 7, tensors[8])}, "gate_up is"),
+        ({"tensors": with_one(tensors, 2, torch.zeros(7))}, "bias is"),
+        ({"tensors": with_one(tensors, 0, torch.zeros(7))}, "norms are"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            torch.ops.fasteagle_cpu.blocks(*(given | changes).values())
 
 
 def test_other_models_keep_their_blocks():

@@ -90,6 +90,82 @@ def test_what_cannot_be_read_is_refused():
         verify(state_of(target, 5), target, Proposal.of(wrong))
 
 
+def test_what_does_not_fit_the_pass_is_refused():
+    target = native_target(tiny_config(**SHAPE))
+    native = native_pieces(target).verify
+    tree = random_tree(4, 60, torch.Generator().manual_seed(0))
+    proposal = Proposal.of(tree)
+    state = state_of(target, 5)
+
+    def run(**changes):
+        given = {
+            "tokens": tree.tokens,
+            "seq_len": state.seq_len,
+            "paths": proposal.paths,
+            "depths": proposal.depths,
+            "rows": state.cache.rows,
+            "taps": [],
+            "like": target.norm.weight,
+        }
+        return native._target.run(*(given | changes).values())
+
+    run()
+    with pytest.raises(RuntimeError, match="position 6 of 6|slot|position"):
+        small = native_target(tiny_config(**SHAPE))
+        small.rope_cos, small.rope_sin = small.rope_cos[:5], small.rope_sin[:5]
+        native_pieces(small).verify(state_of(small, 5), small, proposal)
+    for changes, message in (
+        ({"tokens": torch.zeros(8, dtype=torch.long)[::2]}, "tree"),
+        ({"paths": proposal.paths.flatten()}, "tree"),
+        ({"depths": proposal.depths + proposal.paths.shape[1]}, "depth"),
+        ({"rows": state.cache.rows.half()}, "caches in bf16 or fp32"),
+        ({"rows": state.cache.rows[:, :1].contiguous()}, "cache"),
+        ({"like": target.norm.weight.half()}, "features in fp32 or bf16"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            run(**changes)
+
+
+def test_what_does_not_fit_the_end_of_a_cycle_is_refused():
+    target = native_target(tiny_config(**SHAPE))
+    state, T = state_of(target, 5), 4
+    logits, features = torch.zeros(T, 60), torch.zeros(T, 64)
+    tokens, parents, valid = torch.zeros(T).long(), torch.zeros(T).long(), torch.ones(T).bool()
+    room = [
+        torch.zeros(9).long(),
+        torch.zeros(9, 64),
+        torch.zeros(99).long(),
+        torch.zeros(9).long(),
+    ]
+
+    def run(at=None, value=None):
+        given = [logits, features, tokens, parents, valid, None]
+        kept = [state.seq_len, state.root, state.count, *room, state.cache.rows]
+        if at is not None and at < 6:
+            given[at] = value
+        elif at is not None:
+            kept[at - 6] = value
+        state.seq_len.fill_(5)
+        state.count.fill_(1)
+        torch.ops.fasteagle_cpu.finish_greedy(*given, kept, 1, False, True, True)
+
+    run()
+    for at, value, message in (
+        (0, logits.flatten(), "a state and a tree"),
+        (1, features.half(), "x in fp32 or bf16"),
+        (1, torch.zeros(T, 128)[:, ::2], r"x is \[T, 64\]"),
+        (2, torch.zeros(2 * T).long()[::2], "for each row"),
+        (3, parents[:2], "for each row"),
+        (4, valid[:2], "for each row"),
+        (5, parents[:2], "for each row"),
+        (9, torch.zeros(1).long(), "room for pairs"),
+        (10, torch.zeros(9, 64).half(), "x in fp32 or bf16"),
+        (11, torch.zeros(198).long()[::2], "contiguous state"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            run(at, value)
+
+
 def test_other_targets_keep_their_code():
     target = random_target(tiny_config(**SHAPE))
     assert native_pieces(target) == EAGER and not passes_natively(target)

@@ -142,6 +142,20 @@ def test_eagle1_goes_out_and_comes_back(target, tmp_path, trimmed):
     assert (tmp_path / "out" / "freq_15.pt").exists() == trimmed
 
 
+@pytest.mark.parametrize("has_head", [False, True])
+def test_an_empty_folder_stays_where_nothing_is_exported(tmp_path, has_head):
+    """There is no head, or it is one of EAGLE-1, which SpecForge does not train."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (tmp_path / "head").mkdir()
+    if has_head:
+        saved(tmp_path / "head", E1)
+    command = ["export-head", str(tmp_path / "head"), "--to", "specforge", "-o", str(out)]
+    result = CliRunner().invoke(cli.main, command)
+    assert result.exit_code == 2 and "Traceback" not in result.stderr, result.stderr
+    assert out.is_dir()
+
+
 BAD = [
     (E1, "specforge", {}, "SpecForge trains EAGLE-3 heads only, .*: export it --to eagle"),
     (E1, "speculators", {}, "reads EAGLE-1/2 heads no longer, .*: export it --to eagle"),

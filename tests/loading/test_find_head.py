@@ -87,6 +87,7 @@ def test_search_order(tmp_path, monkeypatch, hub_cache):
     assert find_head(None, name, identity).path == calibrated
     assert find_head(None, name, "cd" * 32).origin == "shipped with fasteagle"
     assert find_head(str(asked), name, identity).path == asked
+    assert find_head(name, "another-model", identity).origin == "shipped with fasteagle"
     with pytest.raises(FasteagleError, match="no such folder"):
         find_head(str(tmp_path / "nowhere"), name, identity)
 
@@ -166,6 +167,36 @@ def test_every_kind_of_drafter(model, checkpoint, head_dir, options, kind, rows)
     drafter, said = drafter_for(model, checkpoint, head=str(head_dir), **options)
     assert isinstance(drafter, kind) and (rows is None or drafter.shape.rows == rows)
     assert len(said) == 1 and said[0].startswith(f"draft head {head_dir}: {drafter.name}")
+
+
+def test_costs_are_kept_for_one_head_one_kind_of_shape_and_one_corpus(
+    model, checkpoint, head_dir, tmp_path
+):
+    """EAGLE-1, another of it, EAGLE-3, GGUF, a corpus, chains and n-grams: a file for each."""
+    engine = Engine(model, 512)
+    more = {"rope_scaling": None, "rope_base": 10000.0}
+    save_head(tmp_path / "other", random_head(model, seed=5, **more), {"tau": 2.0}, torch.float32)
+    eagle3 = random_head(model, eagle3=eagle3_of("eagle3", model.config), **more)
+    save_head(tmp_path / "eagle3", eagle3, {}, torch.float32)
+
+    def tuning(folder=head_dir, documents=(), **options):
+        asked = DraftOptions(**({"head": str(folder)} | options))
+        said = lambda line: None  # noqa: E731
+        return make_drafter("x", engine, checkpoint, asked, said, documents=documents).tuning
+
+    text = [[5, 6, 7, 8] * 9]
+    made = [
+        tuning(),
+        tuning(tmp_path / "other"),
+        tuning(tmp_path / "eagle3"),
+        tuning(drafter="fused"),
+        tuning(documents=text, drafter="fused"),
+        tuning(drafter="ngram", head=None),
+        tuning(documents=text, drafter="ngram", head=None),
+    ]
+    assert len({t.path for t in made}) == len(made)
+    assert tuning() == made[0] and len({t.head for t in made}) == 4  # one without a head
+    assert [t.corpus for t in made] == [False, False, False, False, True, False, True]
 
 
 def test_sizes_of_the_tree():

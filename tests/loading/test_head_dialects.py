@@ -160,6 +160,13 @@ def taps_said(*ids):
     return change
 
 
+def renamed(name, other):
+    def change(raw, state):
+        state[other] = state.pop(name)
+
+    return change
+
+
 E1, E3 = "official EAGLE-1/2", "official EAGLE-3"
 SF, NV, SP = "SpecForge / SGLang EAGLE-3", "NVIDIA ModelOpt EAGLE-3", "speculators / vLLM EAGLE-3"
 OTHERS = "which fasteagle does not run: use an EAGLE-1, EAGLE-2 or EAGLE-3 head, or --drafter ngram"
@@ -199,7 +206,21 @@ BAD = [
     (E3, lambda r, s: (s.pop("t2d"), s["d2t"].copy_(s["d2t"].flip(0))), "ascending ids below 60"),
     (E1, said(vocab_size=61), "for a vocabulary of 61, the model has 60: .*no-spec"),
     (SP, said(target_hidden_size=64), "for a width of 64, the model has 32"),
+    (SP, said(transformer_layer_config=None), "config.json"),
+    (E1, put("d2t", torch.tensor(3)), r"d2t is \(\): must be a list: fetch"),
+    (E1, put("d2t", torch.zeros(0, dtype=torch.int64)), r"d2t is \(0,\): must be a list"),
+    (E1, said(draft_vocab_size=30), "a draft vocabulary of 30 tokens needs the map d2t, which is"),
+    (E1, said(draft_vocab_size=60), None),
+    (E3, changed("d2t", lambda d2t: d2t[0]), r"d2t is \(\): must be a list"),
+    (E3, renamed("d2t", "draft_id_to_target_id"), None),
+    (SP, renamed("d2t", "draft_id_to_target_id"), None),
+    (E3, changed("d2t", lambda d2t: d2t[:0]), r"d2t is \(0,\): must be a list"),
+    # Biases that are said and missing.
+    (E1, said(qkv_bias=True), "qkv_bias is true, but self_attn.q_proj.bias is missing: fetch"),
+    (E1, said(qkv_bias="yes"), 'qkv_bias is "yes": must be true or false'),
     # Taps.
+    (SP, said(eagle_aux_hidden_state_layer_ids=[]), None),
+    (SF, lambda r, s: r["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[]), None),
     (SF, taps_said(1, 3, 9), "taps 2, 4, 10 must ascend within 0 .. 8, .*: give --tap-layers"),
     (SF, taps_said(4, 3, 1), "taps 5, 4, 2 must ascend"),
     (SF, taps_said(1, 1, 3), "taps 2, 2, 4 must ascend"),

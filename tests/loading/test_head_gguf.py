@@ -232,13 +232,26 @@ def test_metadata_that_is_wrong(target, tokenizer, tmp_path, monkeypatch, key, v
         ("d2t", np.zeros((30, 1), np.int64), "d2t is I64 of shape .30, 1.: must be a list"),
         ("blk.0.attn_q.weight", np.zeros((30, 64), np.float32), "q_proj.weight is .30, 64., expec"),
         ("fc.weight", np.zeros((32, 64), np.float32), "fc reads 64 values, 2 taps of 32, but the"),
+        ("d2t", np.arange(0, 90, 3), "d2t does not list ascending ids below 60"),
+        ("d2t", np.arange(30) - 1, "d2t does not list ascending ids below 60"),
+        ("d2t", np.arange(30)[::-1].copy(), "d2t does not list ascending ids below 60"),
+        ("d2t", np.arange(20), r"lm_head.weight is \(30, 32\), expected \(20, 32\)"),
+        ("d2t", None, r"lm_head.weight is \(30, 32\), expected \(60, 32\)"),
+        ("blk.0.ffn_up.weight", None, "missing midlayer.mlp.up_proj.weight"),
+        ("output_norm.weight", None, "missing norm.weight"),
+        ("blk.0.more.weight", np.zeros((4, 32), np.float32), "unknown blk.0.more.weight"),
     ],
 )
 def test_tensors_that_are_wrong(target, tokenizer, tmp_path, monkeypatch, name, values, message):
     add = GGUFWriter.add_tensor
 
     def spoiled(self, key, tensor, **more):
-        add(self, key, values) if key == name else add(self, key, tensor, **more)
+        if key != name:
+            add(self, key, tensor, **more)
+        elif values is not None:
+            add(self, key, values)
+        if key == "fc.weight" and "more" in name:
+            add(self, name, values)
 
     monkeypatch.setattr(GGUFWriter, "add_tensor", spoiled)
     written(tmp_path / "h.gguf", head_for(target, KIND), tokenizer)

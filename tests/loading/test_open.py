@@ -5,9 +5,14 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
 
+from fasteagle.compile.cpu_blocks import is_native
+from fasteagle.errors import FasteagleError
 from fasteagle.loading import open as opening
 from fasteagle.loading.open import open_model
+from fasteagle.options import RuntimeOptions, SamplingParams
+from fasteagle.quant import cpu_build
 
 
 @pytest.mark.parametrize(("seconds", "lines"), [(0.0, []), (0.4, ["opening model ..."])])
@@ -20,3 +25,60 @@ def test_a_line_appears_where_opening_takes_long(tiny_dir, monkeypatch, seconds,
     assert said == lines and opened.seconds >= seconds
     time.sleep(0.4)
     assert said == lines
+
+
+def answer(engine):
+    return [t for ids in engine.generate([5, 6, 7], SamplingParams(), 4) for t in ids]
+
+
+@pytest.mark.parametrize("quant", ["int4-g32", "int8"])
+def test_fp16_runs_without_our_cpu_kernels(tiny_dir, quant):
+    """They have caches in bf16 and fp32."""
+    opened = open_model(str(tiny_dir))
+    options = RuntimeOptions(device="cpu", quant=quant, dtype="fp16", max_seq_len=64)
+    engine = opened.prepared(options).engine()
+    assert engine.dtype == torch.float16 and not is_native(engine.model)
+    assert len(answer(engine)) == 4
+    asked = RuntimeOptions(device="cpu", quant=quant, dtype="fp16", cpu_kernels="native")
+    with pytest.raises(FasteagleError, match="no fp16: use --dtype bf16 or fp32, or --cpu-kern"):
+        opened.prepared(asked)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_kernels_are_built_while_weights_are_read(tiny_dir, monkeypatch, capsys, works):
+    """Weights are packed for them meanwhile, and read again where the build fails."""
+    events = []
+
+    def build(isa, namespace=cpu_build.NAMESPACE):
+        events.append("begun")
+        while "read" not in events:
+            time.sleep(0.01)
+        if not works:
+            raise cpu_build.BuildError("no such thing")
+        events.append("built")
+
+    def read(*args, **kwargs):
+        model = load_model(*args, **kwargs)
+        events.append("read")
+        return model
+
+    load_model = opening.load_model
+    for kept in ("_loaded", "_building", "_failed"):
+        monkeypatch.setattr(cpu_build, kept, {})
+    cpu_build.load()
+    cpu_build._loaded.clear()  # its ops stay
+    monkeypatch.setattr(cpu_build, "why_not_auto", lambda: None)
+    monkeypatch.setattr(cpu_build, "is_built", lambda: False)
+    monkeypatch.setattr(cpu_build, "build", build)
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+    monkeypatch.setattr(cpu_build, "_register_fakes", lambda namespace: None)
+    monkeypatch.setattr(opening, "load_model", read)
+    options = RuntimeOptions(device="cpu", quant="int4-g32", max_seq_len=64)
+    engine = open_model(str(tiny_dir)).prepared(options).engine()
+    said = capsys.readouterr().err
+    assert "compiling the CPU kernels" in said
+    assert is_native(engine.model) == works and len(answer(engine)) == 4
+    if works:
+        assert events[:3] == ["begun", "read", "built"]
+    else:
+        assert events == ["begun", "read", "read"] and "torch's own CPU kernels are used" in said

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import platform
+import signal
 import stat
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -30,7 +33,8 @@ def fake_compiler(monkeypatch, tmp_path):
         monkeypatch.setenv("CXX", str(path))
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
         cpu_build.compiler.cache_clear()
-        monkeypatch.setattr(cpu_build, "_loaded", {})
+        for kept in ("_loaded", "_building", "_failed"):
+            monkeypatch.setattr(cpu_build, kept, {})
         return tmp_path / "cache" / "kernels"
 
     yield make
@@ -49,11 +53,75 @@ def test_a_compiler_that_fails_is_quoted_in_one_line(fake_compiler):
     assert cpu_build.available("aten") is not None
 
 
-def test_a_compiler_that_hangs_is_stopped(fake_compiler, monkeypatch):
-    fake_compiler("exec sleep 60\n")
-    monkeypatch.setattr(cpu_build, "TIME_LIMIT", 0.2)
-    with pytest.raises(BuildError, match=r"took more than 0 s"):
+def test_a_compiler_that_hangs_is_stopped_with_its_children(fake_compiler, monkeypatch, tmp_path):
+    """As the driver g++ starts cc1plus."""
+    fake_compiler(f"sleep 60 &\necho $! > {tmp_path}/child\nwait\n")
+    monkeypatch.setattr(cpu_build, "TIME_LIMIT", 1.0)
+    with pytest.raises(BuildError, match=r"took more than 1 s"):
         cpu_build.build(FASTEST)
+    child = int((tmp_path / "child").read_text())
+    for _ in range(100):  # its new parent may take a moment to reap it
+        stat = Path(f"/proc/{child}/stat")
+        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.05)
+    os.kill(child, signal.SIGKILL)
+    pytest.fail("the child lives on")
+
+
+def test_a_compiler_or_a_source_that_has_gone_is_one_line(fake_compiler, monkeypatch, tmp_path):
+    fake_compiler("exit 0\n")
+    monkeypatch.setattr(cpu_build, "SOURCE", tmp_path / "gone.cpp")
+    with pytest.raises(BuildError, match=r"cannot read .*gone.cpp \(No such file"):
+        cpu_build.load()
+    assert not cpu_build.is_built()
+    monkeypatch.undo()
+    fake_compiler("exit 0\n")
+    assert not cpu_build.is_built()  # which keeps the compiler's path
+    (tmp_path / "bin" / "c++").unlink()
+    assert not cpu_build.is_built()
+    with pytest.raises(BuildError, match=r"cannot read .*c\+\+ \(No such file"):
+        cpu_build.load()
+
+
+def test_a_compiler_that_does_not_start_is_named(fake_compiler, tmp_path):
+    fake_compiler("exit 0\n")
+    (tmp_path / "bin" / "c++").write_text("#!/nowhere/sh\n")
+    with pytest.raises(BuildError, match=r"cannot start .*bin/c\+\+ \(No such file"):
+        cpu_build.build(FASTEST)
+
+
+def test_flags_that_the_compiler_lacks_cost_a_path(fake_compiler, monkeypatch):
+    """-mavxvnni came with GCC 11: an older one builds for AVX2."""
+    everything = {need: True for isa in cpu_build.ISAS for need in isa.needs}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: everything)
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    fake_compiler('case "$*" in *-mavxvnni*) echo "error: unrecognized option" >&2; exit 1; esac\n')
+    assert cpu_build.runnable()[0].name == "avx-vnni"
+    assert cpu_build.chosen().name == "avx2"
+
+
+def test_plain_loops_are_taken_only_where_they_are_asked_for(monkeypatch):
+    """Nobody has compared them with ATen's kernels: on ARM, or on x86 without AVX2."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {})
+    monkeypatch.setattr(cpu_build, "load", lambda: None)
+    assert "no AVX2" in (cpu_build.available("auto") or "")
+    assert cpu_build.available("native") is None
+
+
+def test_a_build_in_the_background_is_waited_for_and_its_failure_remembered(
+    fake_compiler, tmp_path
+):
+    fake_compiler(f'echo once >> {tmp_path}/calls; sleep 0.5; echo "error: no" >&2; exit 1\n')
+    assert cpu_build.begin() and cpu_build.is_building()
+    assert not cpu_build.begin()  # it has begun
+    with pytest.raises(BuildError, match="the compiler failed: error: no"):
+        cpu_build.load()
+    calls = (tmp_path / "calls").read_text()
+    with pytest.raises(BuildError, match="the compiler failed: error: no"):
+        cpu_build.load()
+    assert (tmp_path / "calls").read_text() == calls and not cpu_build.is_building()
 
 
 def test_a_broken_file_is_not_kept(fake_compiler):

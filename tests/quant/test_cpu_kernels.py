@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -160,16 +164,47 @@ def test_modules():
     assert not fits(int8(torch.zeros(4, 48, dtype=torch.int8), torch.ones(4, 3)))
 
 
-@pytest.mark.parametrize("wrong", ["short", "magic", "width", "length"])
+@pytest.mark.parametrize("wrong", ["short", "magic", "width", "length", "groups", "bits", "bias"])
 def test_a_wrong_weight_is_refused(wrong):
     cpu_build.load()
     memory = pack(packed_weight(32, 64, 32, "q4_1"))
-    x = torch.zeros(2, 96 if wrong == "width" else 64)
+    x, bias = torch.zeros(2, 96 if wrong == "width" else 64), None
     if wrong == "short":
         memory = memory[:10]
     elif wrong == "magic":
         memory[0] += 1
     elif wrong == "length":
         memory = memory[:-64]
-    with pytest.raises(RuntimeError):
-        torch.ops.fasteagle_cpu.linear(x, memory.contiguous(), None, 32)
+    elif wrong == "groups":  # a division by zero ends the process
+        memory[16:20] = 0
+    elif wrong == "bits":
+        memory[12] = 8
+    elif wrong == "bias":
+        bias = torch.zeros(5)
+    with pytest.raises(RuntimeError, match="bias is" if wrong == "bias" else "weight|x is"):
+        torch.ops.fasteagle_cpu.linear(x, memory.contiguous(), bias, 32)
+
+
+def test_threads_of_other_people_obey_the_number_that_was_set():
+    """OpenMP's own number in a new thread is that of all cores: two here."""
+    code = """
+import ctypes, threading, torch
+from fasteagle.quant import cpu_build
+cpu_build.load()
+torch.set_num_threads(1)
+counts = []
+def work():
+    before = threads()
+    torch.ops.fasteagle_cpu.maximum(torch.zeros(4, 4096))
+    counts.append(threads() - before)
+def threads():
+    return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("Threads"))
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+assert counts == [0], counts
+"""
+    environment = os.environ | {"OMP_NUM_THREADS": "3"}
+    environment.pop("MKL_NUM_THREADS", None)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()

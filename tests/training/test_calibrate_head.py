@@ -12,10 +12,14 @@ from click.testing import CliRunner
 from fasteagle.cli import main as cli
 from fasteagle.config import HeadConfig
 from fasteagle.errors import FasteagleError
+from fasteagle.loading.open import OpenedModel
 from fasteagle.loading.registry import preset
+from fasteagle.options import RuntimeOptions
 from fasteagle.quant.scheme import parse_scheme
 from fasteagle.training import calibrate
 from fasteagle.training.calibrate import peak_bytes
+from fasteagle.training.calibrate_head import calibrate_head
+from fasteagle.training.calibration import Calibration
 from fasteagle.training.options import CalibrateOptions
 from fasteagle.training.work import Work
 from helpers import eagle3_of, kill_at_first_save, random_head, save_tiny, write_random_text
@@ -80,6 +84,36 @@ def text(tmp_path):
 
 def invoke(*arguments):
     return CliRunner().invoke(cli.main, [str(a) for a in arguments])
+
+
+@pytest.mark.parametrize("with_data", [False, True])
+def test_quantizing_counts_and_too_little_time_is_said_after_loading(
+    model_and_head, text, tmp_path, monkeypatch, capsys, no_compiler, with_data
+):
+    """The clock starts with the command; here quantizing takes half an hour."""
+    folder, head = model_and_head
+    clock = [0.0]
+    monkeypatch.setattr("fasteagle.training.calibrate_head.time.perf_counter", lambda: clock[0])
+    prepared, left = OpenedModel.prepared, []
+
+    def slowly(self, *args, **kwargs):
+        clock[0] += 1800
+        return prepared(self, *args, **kwargs)
+
+    def stop(run, engine):
+        left.append(run.left)
+        raise FasteagleError("far enough")
+
+    monkeypatch.setattr(OpenedModel, "prepared", slowly)
+    monkeypatch.setattr(Calibration, "text", stop)
+    runtime = RuntimeOptions(device="cpu", quant="int4-g32", max_seq_len=384)
+    options = CalibrateOptions(
+        head=str(head), minutes=20, data=text if with_data else None, out=tmp_path / "out"
+    )
+    with pytest.raises(FasteagleError, match="far enough"):
+        calibrate_head(str(folder), runtime, options)
+    assert "the least that calibration needs takes about 30 minutes" in capsys.readouterr().err
+    assert left[0] <= -600
 
 
 @pytest.mark.slow
