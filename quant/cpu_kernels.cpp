@@ -1865,7 +1865,6 @@ std::tuple<Tensor, Tensor, double> look_up(const Tensor& text_, const Tensor& la
   TORCH_CHECK(table_.numel() == 2 * CLASSES * CLASSES && kept_.numel() >= 4 + reach &&
                   table_.is_contiguous() && kept_.is_contiguous() && reach >= 0,
               "a table");
-  TORCH_CHECK(!other.has_value() || other->is_contiguous(), "contiguous tokens");
   float *tried = table_.mutable_data_ptr<float>(), *right = tried + CLASSES * CLASSES;
   int64_t* kept = kept_.mutable_data_ptr<int64_t>();
   const auto cell = [](int64_t size, int64_t depth) {
