@@ -34,7 +34,7 @@ class AnswerText:
     def __init__(self, plan: Plan) -> None:
         self._thought = ThoughtSplitter(plan.opened)
         self._had_thought = bool(plan.opened)
-        self._form = plan.tools
+        self._form, self._names = plan.tools, plan.tool_names
         self._held = ""  # may be the beginning of a call, or is one
         self._in_call = False
         self.calls: list[Call] = []
@@ -51,7 +51,7 @@ class AnswerText:
         last = self._split(self._thought.finish())
         content = self._held + last.content
         if self._form is not None:
-            content, self.calls = parse_calls(content, self._form)
+            content, self.calls = parse_calls(content, self._form, self._names)
         return Piece(content, last.reasoning)
 
     def _split(self, parts: Iterable[tuple[str, bool]]) -> Piece:
