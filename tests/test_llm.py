@@ -87,7 +87,7 @@ def test_stop_strings(llm):
     assert stopped.text == free[: free.index(free[2:4])] and stopped.finish == "stop"
 
 
-@pytest.mark.parametrize("stop", ["q", "qq", "qqqqq", "q" * 12, ["qqqqqqq", "qqqqqqqqqq"]], ids=str)
+@pytest.mark.parametrize("stop", ["qqqqq", "q" * 12, ["qqqqqqq", "qqqqqqqqqq"]], ids=str)
 @pytest.mark.parametrize("top", [None, 2])
 def test_an_answer_ends_with_the_token_that_completes_a_stop_string(llm, stop, top):
     """Whatever a pass brings behind it: as plain decoding would, in the cache as well."""
@@ -101,7 +101,7 @@ def test_an_answer_ends_with_the_token_that_completes_a_stop_string(llm, stop, t
         logprobs = [entry.token for entry in answer.logprobs]
         n = answer.stats.new_tokens
         found[speculate] = (answer.text, answer.tokens, answer.finish, logprobs, n, cached)
-    assert (answer.stats.drafted and len(stop) < 5) or answer.stats.accepted > 0
+    assert answer.stats.accepted > 0
     assert found[True] == found[False]
     assert found[True][2] == "stop" and found[True][4] == len(answer.tokens)
 

@@ -99,6 +99,17 @@ class Planner:
         self._llm, self._defaults = llm, defaults
         self.texts = KnownTexts(llm.tokenizer)
         self._lock = threading.Lock()  # tokenizers do not like two threads
+        limit = llm.engine.max_seq_len
+        self._most_characters = limit * llm.tokenizer.most_characters  # that may fit
+
+    def _check_length(self, text: str) -> None:
+        """Refuse what cannot fit before it is encoded, which takes a second for some MiB."""
+        if len(text) > self._most_characters:
+            raise FasteagleError(
+                f"the prompt has {len(text):,} characters, max-seq-len "
+                f"{self._llm.engine.max_seq_len:,} leaves room for at most "
+                f"{self._most_characters:,}: shorten it or raise --max-seq-len"
+            )
 
     def chat(self, body: ChatRequest) -> Plan:
         with self._lock:
@@ -116,6 +127,7 @@ class Planner:
                 limit = body.max_completion_tokens
             if body.top_logprobs is not None and not body.logprobs:
                 raise BadParameterError("top_logprobs", "needs logprobs true")
+            self._check_length(text)
             n_top = (body.top_logprobs or 0) if body.logprobs else None
             spec = self._chat_form(body, form, tools)
             request = self._request(body, self.texts.encode(text), limit, spec, n_top)
@@ -162,6 +174,7 @@ class Planner:
                 raise BadParameterError("prompt", "only one is supported: send one request each")
             return self.prompt_ids(prompt[0])
         if isinstance(prompt, str):
+            self._check_length(prompt)
             return self._llm.tokenizer.encode_document(prompt)
         return list(prompt)  # type: ignore[arg-type]
 

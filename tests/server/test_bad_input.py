@@ -300,7 +300,11 @@ def test_pages_that_may_use_it(loaded):
         assert reply.status_code == 200
         assert reply.headers["access-control-allow-origin"] == "https://app.example"
         asked = {"origin": "https://app.example", "access-control-request-method": "POST"}
+        asked["access-control-request-headers"] = "authorization,x-stainless-os,x-stainless-lang"
         assert httpx.options(f"{open_one.url}/v1/chat/completions", headers=asked).is_success
+        reply = httpx.get(url, headers={"origin": "https://app.example", "host": "evil.example"})
+        assert reply.status_code == 403
+        assert reply.headers["access-control-allow-origin"] == "https://app.example"
         assert httpx.get(url, headers={"origin": "https://b.example"}).status_code == 403
 
 
