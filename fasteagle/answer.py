@@ -42,6 +42,28 @@ class Chunk:
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
+class _StopStrings:
+    """Finds the token that completes a stop string, so that the engine ends the answer with it.
+
+    Token by token: of two stop strings the one that is complete first counts, and which one that
+    is must not depend on how many tokens a pass brings.
+    """
+
+    def __init__(self, decoder: Decoder, request: AnswerRequest) -> None:
+        self.stream = TextStream(decoder, request.answer.stop)
+        self._new: list[str] = []  # text of the tokens of the last pass
+
+    def push(self, token: int) -> bool:
+        """Whether the answer ends with `token`."""
+        self._new.append(self.stream.push([token]))
+        return self.stream.stopped
+
+    def take(self, n: int) -> tuple[str, str]:
+        """The text of the first `n` tokens since the last call, and of the others."""
+        new, self._new = self._new, []
+        return "".join(new[:n]), "".join(new[n:])
+
+
 def answer(
     engine: Engine,
     decoder: Decoder,
@@ -52,7 +74,8 @@ def answer(
 
     Closing it ends the answer. `check` is called before every pass and may raise.
     """
-    stream = TextStream(decoder, request.answer.stop)
+    stops = _StopStrings(decoder, request) if request.answer.stop else None
+    stream = TextStream(decoder)
     logits = AnswerLogits(request.bias, request.mask, request.n_top)
     cycles = engine.generate(
         request.prompt,
@@ -62,6 +85,7 @@ def answer(
         processor=logits if logits.is_needed else None,
         speculate=request.speculate,
         check=check,
+        is_last=stops.push if stops is not None else lambda token: False,
     )
     n_passes = n_logprobs = 0  # that drafted; given out
     with contextlib.closing(cycles):
@@ -70,15 +94,15 @@ def answer(
             drafted = len(stats.path_lengths) > n_passes
             accepted = stats.path_lengths[-1] if drafted else 0
             n_passes = len(stats.path_lengths)
-            guessed = stream.push(i for i in ids[:accepted] if i not in request.eos_ids)
-            rest = stream.push(i for i in ids[accepted:] if i not in request.eos_ids)
+            if stops is None:
+                guessed = stream.push(i for i in ids[:accepted] if i not in request.eos_ids)
+                rest = stream.push(i for i in ids[accepted:] if i not in request.eos_ids)
+            else:
+                guessed, rest = stops.take(accepted)
             found = tuple(logits.logprobs[n_logprobs:])
             n_logprobs += len(found)
             yield Chunk(guessed + rest, tuple(ids), accepted, len(guessed), found)
-            if stream.stopped:
-                stats.finish = "stop"
-                break
             check()
-    left = stream.finish()
+    left = stream.finish() if stops is None else stops.stream.finish()
     if left:
         yield Chunk(left)

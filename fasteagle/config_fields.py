@@ -17,6 +17,7 @@ MOST_REAL = 1e30  # of a number: what fits into fp32
 MOST_WIDTH = 2**20  # of a dimension of the model: far above any model, far below all memory
 MOST_LAYERS = 1000  # the tensors of each are listed before the files are compared with them
 LONGEST_SHOWN = 60  # letters of a value in an error
+MOST_NESTED = 100  # levels of JSON from clients: what reads it, native code too, may recurse
 
 
 def parse_json(text: str) -> Any:
@@ -25,6 +26,24 @@ def parse_json(text: str) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def parse_shallow_json(text: str) -> Any:
+    """The same for JSON of a client: raises ValueError for more than `MOST_NESTED` levels, too."""
+    value = parse_json(text)
+    check_nesting(value)
+    return value
+
+
+def check_nesting(value: Any) -> None:
+    """Raise ValueError where `value` has more than `MOST_NESTED` levels."""
+    level = [value]
+    for _ in range(MOST_NESTED + 1):
+        inner = [list(v.values()) if isinstance(v, dict) else v for v in level if v]
+        level = [v for part in inner if isinstance(part, list) for v in part]
+        if not level:
+            return
+    raise ValueError(f"nested deeper than {MOST_NESTED} levels")
 
 
 class Fields:

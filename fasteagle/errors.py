@@ -21,6 +21,10 @@ class FasteagleError(Exception):
         super().__init__("".join(shown))
 
 
+class EngineError(FasteagleError):
+    """The model or the machine failed in an answer; the request that asked for it may be sound."""
+
+
 def note(text: str) -> None:
     """Print a line for the user on stderr, apart from the answer."""
     print(text, file=sys.stderr, flush=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.controller import Outcome
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import EngineError, FasteagleError
 from fasteagle.logits import LogitsProcessor
 from fasteagle.model import KEY_BLOCK, KVCache, Transformer, causal_mask
 from fasteagle.options import SamplingParams
@@ -111,8 +111,12 @@ class Engine:
         processor: LogitsProcessor | None = None,
         speculate: bool = True,
         check: Callable[[], None] = lambda: None,
+        is_last: Callable[[int], bool] = lambda token: False,
     ) -> Generator[list[int]]:
         """Yield newly committed tokens, cycle by cycle, up to and including an end-of-text token.
+
+        `is_last` sees every other token once, in order, before it is yielded, and says whether the
+        answer ends with it.
 
         Whatever part of `prompt` the cache already holds is not computed again. Closing the
         generator, or an exception in it, leaves the engine ready for the next call. `processor`
@@ -133,7 +137,7 @@ class Engine:
         stats.ttft = first - start
         cycles = self._cycles(new[-1], kind, processor, speculate)
         while True:
-            kept = self._until_end(new, max_new_tokens, eos_ids)
+            kept = self._until_end(new, max_new_tokens, eos_ids, is_last)
             stats.new_tokens += len(kept)
             if processor is not None:
                 processor.accept(kept)
@@ -294,14 +298,14 @@ class Engine:
         """Bring the cache to hold exactly `prompt`, and the drafter all of it but the last pair.
 
         Returns of the last token what the LM head reads [1, D] and what a draft head reads [1, F],
-        and how many tokens were there already. Raises `FasteagleError` where memory is short.
+        and how many tokens were there already. Raises `EngineError` where memory is short.
         """
         try:
             return self._prefill(prompt, check)
         except torch.OutOfMemoryError:
             reason = self._out_of_memory(prompt)
         torch.cuda.empty_cache()  # once the error no longer holds what was computed
-        raise FasteagleError(reason)
+        raise EngineError(reason)
 
     def _out_of_memory(self, prompt: Sequence[int]) -> str:
         """In words, at the part of `prompt` behind `cached`."""
@@ -431,14 +435,14 @@ class Engine:
             raise FasteagleError(f"token id {bad} is outside the vocabulary of {vocab_size:,}")
 
     def _checked(self, drawn: list[int]) -> list[int]:
-        """`drawn` without its padding. Raises `FasteagleError` where logits were not finite."""
+        """`drawn` without its padding. Raises `EngineError` where logits were not finite."""
         tokens = [token for token in drawn if token != PAD]
         position = len(self.cached)
         if BAD_ROW in tokens:
             self._forget_everything()
             dtype = str(self.dtype).removeprefix("torch.")
             fixes = {torch.float16: "try --dtype bf16 or fp32, or ", torch.float32: ""}
-            raise FasteagleError(
+            raise EngineError(
                 f"the model's logits are not finite in {dtype} at position {position}: "
                 f"{fixes.get(self.dtype, 'try --dtype fp32, or ')}fetch the weights again"
             )
@@ -454,7 +458,13 @@ class Engine:
         for cache in (self.cache, *own):
             cache.clear()
 
-    def _until_end(self, new: list[int], max_new_tokens: int, eos_ids: frozenset[int]) -> list[int]:
+    def _until_end(
+        self,
+        new: list[int],
+        max_new_tokens: int,
+        eos_ids: frozenset[int],
+        is_last: Callable[[int], bool],
+    ) -> list[int]:
         """The part of `new` up to the end of the answer, if it is in there; sets `finish`.
 
         What lies behind is taken back: the cache then holds all but the last token that is kept.
@@ -463,6 +473,8 @@ class Engine:
         for i, token in enumerate(new):
             if token in eos_ids:
                 self.stats.finish = "eos"
+            elif is_last(token):
+                self.stats.finish = "stop"
             elif self.stats.new_tokens + i + 1 >= max_new_tokens:
                 self.stats.finish = "length"
             elif before + i + 1 >= self.max_seq_len:
@@ -471,7 +483,7 @@ class Engine:
             else:
                 continue
             del self.cached[before + i :]
-            if self.stats.path_lengths:  # what lay behind the end was right, but for nothing
+            if len(new) > 1:  # what lay behind the end was right, but for nothing
                 self.stats.path_lengths[-1] = min(self.stats.path_lengths[-1], i + 1)
             return new[: i + 1]
         return new

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import EngineError, FasteagleError
 from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.options import GrammarSpec
 
@@ -115,4 +115,4 @@ class GrammarMask:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise FasteagleError(f"the grammar failed: {_first_line(self._matcher.get_error())}")
+            raise EngineError(f"the grammar failed: {_first_line(self._matcher.get_error())}")

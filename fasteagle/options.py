@@ -7,18 +7,22 @@ its flag and its default there where those are not the field's own.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import random
 from pathlib import Path
 from typing import Any, ClassVar
 
+from fasteagle.config_fields import parse_shallow_json
 from fasteagle.errors import FasteagleError
 from fasteagle.shapes import FusedShape, TreeShape
 
 DEFAULT_MODEL = "smollm2-135m"
 DTYPES = ("bf16", "fp16", "fp32")
 
+
+# Beyond these, logits divided or multiplied in fp32 overflow, and a sound model looks broken.
+LEAST_TEMPERATURE = 1e-5
+MOST_PENALTY = 100
 
 UNSAID = object()
 
@@ -59,15 +63,19 @@ class SamplingParams:
     def __post_init__(self) -> None:
         t = self.temperature
         _require(
-            math.isfinite(t) and 0 <= t <= 100, f"temperature {t} is out of range: use 0 .. 100"
+            t == 0 or LEAST_TEMPERATURE <= t <= 100,
+            f"temperature {t} is out of range: use 0 (greedy) or {LEAST_TEMPERATURE} .. 100",
         )
-        _require(self.top_k >= 0, f"top-k {self.top_k} is out of range: use 0 (off) or more")
+        _require(
+            0 <= self.top_k <= 2**31, f"top-k {self.top_k} is out of range: use 0 (off) .. 2^31"
+        )
         _require(0 < self.top_p <= 1, f"top-p {self.top_p} is out of range: use 0 < top-p <= 1")
         _require(0 <= self.min_p < 1, f"min-p {self.min_p} is out of range: use 0 <= min-p < 1")
         penalty = self.repetition_penalty
         _require(
-            math.isfinite(penalty) and penalty > 0,
-            f"repetition-penalty {penalty} is out of range: use a number > 0 (1 is off)",
+            1 / MOST_PENALTY <= penalty <= MOST_PENALTY,
+            f"repetition-penalty {penalty} is out of range: use {1 / MOST_PENALTY} .. "
+            f"{MOST_PENALTY} (1 is off)",
         )
         _require(0 <= self.seed < 2**63, f"seed {self.seed} is out of range: use 0 .. 2^63 - 1")
 
@@ -107,7 +115,7 @@ class GrammarSpec:
         _require(self.kind == "json_object" or bool(self.text), f"{self.kind} is empty")
         if self.kind == "json_schema":
             try:
-                is_schema = isinstance(json.loads(self.text), dict | bool)
+                is_schema = isinstance(parse_shallow_json(self.text), dict | bool)
             except ValueError as error:
                 raise FasteagleError(f"json_schema is not JSON: {error}") from error
             _require(is_schema, "json_schema must be a JSON object")

@@ -67,19 +67,24 @@ class PrefixCache:
         self._kept.clear()
 
     def _keep(self, engine: Engine) -> None:
-        tokens = list(engine.cached)
+        """Keep what the engine holds, or as much of its beginning as the limit lets in."""
+        of_one = sum(cache.rows[:, :, :1].nbytes for cache in _caches(engine))
+        n = min(len(engine.cached), self.limit // of_one)
+        if n <= FEW_TOKENS:
+            return
+        tokens = engine.cached[:n]
+        for kept in self._kept:
+            if kept.drafter is engine.drafter and common_prefix(kept.tokens, tokens) == n:
+                self._kept = [*(k for k in self._kept if k is not kept), kept]
+                return
         # Its own beginning, kept earlier, is in it.
         self._kept = [
             kept for kept in self._kept if common_prefix(kept.tokens, tokens) < len(kept.tokens)
         ]
-        n = len(tokens)
-        rows = [cache.rows[:, :, :n].to(self.device, copy=True) for cache in _caches(engine)]
-        made = _Kept(tokens, engine.shown, engine.drafter, rows)
-        if made.n_bytes > self.limit:
-            return
-        self._kept.append(made)
-        while self.n_bytes > self.limit:
+        while self.n_bytes + n * of_one > self.limit:
             self._kept.pop(0)
+        rows = [cache.rows[:, :, :n].to(self.device, copy=True) for cache in _caches(engine)]
+        self._kept.append(_Kept(tokens, min(engine.shown, n), engine.drafter, rows))
 
     def _bring_back(self, engine: Engine, found: _Kept) -> None:
         engine.restart()
@@ -89,7 +94,8 @@ class PrefixCache:
             cache.rows[:, :, :n].copy_(rows)
         engine.cached[:] = found.tokens
         engine.shown = found.shown
-        self._kept = [*(kept for kept in self._kept if kept is not found), found]
+        if any(kept is found for kept in self._kept):  # else it had to make room
+            self._kept = [*(kept for kept in self._kept if kept is not found), found]
 
 
 def _caches(engine: Engine) -> list[KVCache]:

@@ -21,7 +21,7 @@ class Stats:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     parts_timed: bool = True  # false where a whole cycle is replayed, and has no parts to time
-    finish: str = ""  # "eos", "length", "context", or "" while running or interrupted
+    finish: str = ""  # "eos", "stop", "length", "context", or "" while running or interrupted
 
     def add_times(self, draft: float | None, verify: float | None) -> None:
         """Of one cycle; None where its parts were not timed."""

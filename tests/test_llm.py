@@ -87,6 +87,32 @@ def test_stop_strings(llm):
     assert stopped.text == free[: free.index(free[2:4])] and stopped.finish == "stop"
 
 
+@pytest.mark.parametrize("stop", ["qqqqq", "q" * 12, ["qqqqqqq", "qqqqqqqqqq"]], ids=str)
+@pytest.mark.parametrize("top", [None, 2])
+def test_an_answer_ends_with_the_token_that_completes_a_stop_string(llm, stop, top):
+    """Whatever a pass brings behind it: as plain decoding would, in the cache as well."""
+    letter = llm.tokenizer.encode("q")[0]  # biased by 100 it is always drawn, and guessed
+    given = {"max_new_tokens": 40, "stop": stop, "logit_bias": {letter: 100}}
+    given |= {} if top is None else {"top_logprobs": top}
+    found = {}
+    for speculate in (False, True):
+        answer = llm.chat("q q qqq", speculate=speculate, **given)
+        cached = list(llm.engine.cached)
+        logprobs = [entry.token for entry in answer.logprobs]
+        n = answer.stats.new_tokens
+        found[speculate] = (answer.text, answer.tokens, answer.finish, logprobs, n, cached)
+    assert answer.stats.accepted > 0
+    assert found[True] == found[False]
+    assert found[True][2] == "stop" and found[True][4] == len(answer.tokens)
+
+
+def test_of_two_stop_strings_the_one_that_is_complete_first_counts(llm):
+    letter = llm.tokenizer.encode("q")[0]
+    stop = ["q" * 9, "q" * 20]
+    answer = llm.chat("q q qqq", max_new_tokens=40, stop=stop, logit_bias={letter: 100})
+    assert (answer.text, len(answer.tokens)) == ("", 9)
+
+
 def test_logprobs_are_those_of_the_model(llm):
     """Greedy tokens are the likeliest ones; all together, the distribution adds up to one."""
     answer = llm.chat("hello", max_new_tokens=12, top_logprobs=TINY_VOCAB)

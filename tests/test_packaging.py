@@ -54,7 +54,8 @@ def test_wheel_holds_every_module_once(wheel):
             modules.append("fasteagle" / path.relative_to(ROOT))
     assert len(set(modules)) > 60
     assert {str(module) for module in modules} <= set(names)
-    assert {"fasteagle/data/prompts.jsonl", "fasteagle/server/page.html"} <= set(names)
+    others = {"py.typed", "data/prompts.jsonl", "server/page.html"}
+    assert {f"fasteagle/{name}" for name in others} <= set(names)
     assert not any(name.startswith(("compile/", "quant/", "tests/")) for name in names)
 
 

@@ -13,6 +13,8 @@ from fasteagle.prefix_cache import FEW_TOKENS, PrefixCache
 from fasteagle.shapes import TreeShape
 from helpers import captured_engine, eagle3_of, random_head, random_target, tiny_config
 
+BYTES_OF_TOKEN = 2 * 2 * 2 * 8 * 4
+
 
 @pytest.fixture(scope="module")
 def target():
@@ -71,8 +73,8 @@ def test_the_least_recently_used_goes_first(target):
     assert cache.n_bytes == 0
     answer(engine, text(1), cache)
     answer(engine, text(2), cache)
-    assert cache.n_bytes == 0  # larger than the limit by itself
-    bytes_of_one = 2 * 2 * 2 * 119 * 8 * 4
+    assert cache.n_bytes == 0  # not one token fits
+    bytes_of_one = 119 * BYTES_OF_TOKEN
     cache = PrefixCache(2 * bytes_of_one)
     for seed in (1, 2, 1, 3, 1):
         answer(engine, text(seed), cache)
@@ -81,6 +83,44 @@ def test_the_least_recently_used_goes_first(target):
     assert engine.stats.cached_tokens < FEW_TOKENS
     answer(engine, text(1), cache)
     assert engine.stats.cached_tokens >= 99
+
+
+def test_of_what_is_too_large_the_beginning_is_kept(target):
+    engine, cache = Engine(target, 512), PrefixCache(60 * BYTES_OF_TOKEN)
+    for _ in range(2):
+        answer(engine, text(1), cache)
+        answer(engine, text(2), cache)
+        assert cache.n_bytes == cache.limit
+    answer(engine, text(1), cache)
+    assert engine.stats.cached_tokens == 60
+    assert answer(engine, text(1)) == answer(Engine(target, 512), text(1))
+
+
+def test_a_beginning_stays_where_its_longer_successor_does_not_fit(target):
+    engine, cache = Engine(target, 512), PrefixCache(110 * BYTES_OF_TOKEN)
+    answer(engine, text(1), cache, n=5)
+    answer(engine, text(2, 40), cache, n=2)
+    answer(engine, text(1) + text(3), cache, n=5)
+    answer(engine, text(2), cache)
+    answer(engine, text(1), cache)
+    assert engine.stats.cached_tokens >= 99
+
+
+def test_memory_stays_within_the_limit_while_a_sequence_is_copied(target, monkeypatch):
+    engine, cache = Engine(target, 512), PrefixCache(119 * BYTES_OF_TOKEN)
+    most, original = 0, torch.Tensor.to
+
+    def to(tensor, *args, **keywords):
+        nonlocal most
+        found = original(tensor, *args, **keywords)
+        if keywords.get("copy"):
+            most = max(most, cache.n_bytes + found.nbytes)
+        return found
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    for seed in (1, 2, 3, 1):
+        answer(engine, text(seed), cache)
+    assert 0 < most <= cache.limit
 
 
 def test_off_and_cleared(target):

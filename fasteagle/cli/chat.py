@@ -11,6 +11,7 @@ import click
 
 from fasteagle.background import Preparation
 from fasteagle.cli.command import leave, silent, uncollected
+from fasteagle.cli.markdown import harmless
 from fasteagle.cli.repl import Repl, tinted, utf8_streams
 from fasteagle.cli.session import ChatSession, format_stats
 from fasteagle.errors import FasteagleError, note
@@ -57,6 +58,8 @@ def run_chat(
     notify = say if one_shot else note
     session = ChatSession(engine, llm.tokenizer, params, answer, system, notify, think)
     session.grammar = form
+    if sys.stdout.isatty():
+        session.clean = harmless
     if show_accepted:
         session.mark_accepted = tinted
     if not one_shot and sys.stdout.isatty():

@@ -13,8 +13,13 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 MARKS = re.compile(r"[*_`#|]|^\s*(?:[-+>]|\d+[.)]) ", re.MULTILINE)
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but newline and tab
 ESCAPE = "\x1b["
+
+
+def harmless(text: str) -> str:
+    """`text` without the characters that a terminal would obey: a model may write any."""
+    return CONTROL.sub("", text)
 
 
 class AnswerScreen:

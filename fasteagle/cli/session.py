@@ -39,6 +39,7 @@ class ChatSession:
         self.notify = notify
         self.mark_accepted: Callable[[str], str] | None = None  # dresses accepted text up
         self.mark_thought: Callable[[str], str] | None = None
+        self.clean: Callable[[str], str] = str  # takes out what the screen must not get
         self.turns: list[Message] = []  # user and assistant, alternating
         self.system = system
         self.think = think
@@ -127,7 +128,8 @@ class ChatSession:
         self, parts: list[tuple[str, bool]], mark: Callable[[str], str] | None
     ) -> Iterator[str]:
         """The text of `parts` for the screen, those of the thought marked as such."""
-        for text, is_thought in parts:
+        for raw, is_thought in parts:
+            text = self.clean(raw)
             text = mark(text) if mark else text
             yield self.mark_thought(text) if is_thought and self.mark_thought else text
 

@@ -93,10 +93,13 @@ class FusedDrafter(EagleDrafter):
         return max(rows, default=LONGEST)
 
     def resized(self, nodes: int) -> FusedDrafter:
-        assert isinstance(self.shape, FusedShape), "chains have one size"
-        levels = min(self.shape.levels, max(1, nodes))
-        reach = max(self.shape.reach, nodes - self.shape.head_pool)
-        shape = FusedShape(levels, self.shape.topk, nodes, reach)
+        """In place of chains, which end by themselves, a tree without branches of the head's."""
+        like = self.shape
+        if isinstance(like, SureChain):
+            like = FusedShape(LONGEST, 1, LONGEST, min(like.depth, LONGEST))
+        levels = min(like.levels, max(1, nodes))
+        reach = max(like.reach, nodes - like.head_pool)
+        shape = FusedShape(levels, like.topk, nodes, reach)
         return type(self)(self.head, shape, self.max_seq_len, self.noise, self.lookup)
 
     def apart(self) -> Self:

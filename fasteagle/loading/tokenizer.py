@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import zlib
 from collections.abc import Mapping, Sequence
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from fasteagle.paths import atomic_dir, cache_dir
 
 Message = Mapping[str, Any]  # {"role": "system" | "user" | "assistant", "content": text}
 
+MOST_JOINED = 4  # characters that a normalizer makes one of, as NFC does
 CONVERSION = 1  # of GGUF tokenizers: another number converts them anew
 # GGUF names the splitting rule of a byte-level BPE instead of storing it.
 _DIGITS = "digits"
@@ -72,9 +75,29 @@ class ChatTokenizer:
         """Text of `ids` with special tokens written out."""
         return self._backend.decode(ids, skip_special_tokens=False)
 
+    def token_bytes(self, token: int) -> bytes | None:
+        """What a token stands for, also where it is a part of a character; None: not known."""
+        text = self.raw([token])
+        if "\ufffd" not in text:
+            return text.encode()
+        name = self._backend.convert_ids_to_tokens(token)
+        if name is None:
+            return None
+        if re.fullmatch("<0x[0-9A-F]{2}>", name):
+            return bytes.fromhex(name[3:5])
+        known = _bytes_of_letters()
+        return bytes(known[c] for c in name) if all(c in known for c in name) else None
+
     def vocabulary(self) -> dict[int, str]:
         """What each token id stands for, special tokens included."""
         return {token: text for text, token in self._backend.get_vocab().items()}
+
+    @cached_property
+    def most_characters(self) -> int:
+        """Of one token, at most."""
+        longest = max(map(len, self._backend.get_vocab()), default=1)
+        normalizer = getattr(getattr(self._backend, "backend_tokenizer", None), "normalizer", None)
+        return longest * (1 if normalizer is None else MOST_JOINED)
 
     @property
     def template(self) -> str:
@@ -131,6 +154,7 @@ class DummyTokenizer(ChatTokenizer):
         self._vocab_size = vocab_size
         self._template = None
         self.eos_ids = frozenset()
+        self.most_characters = 4
 
     def encode(self, text: str) -> list[int]:
         data = text.encode()
@@ -143,6 +167,9 @@ class DummyTokenizer(ChatTokenizer):
     def raw(self, ids: Sequence[int]) -> str:
         return self.decode(ids)
 
+    def token_bytes(self, token: int) -> bytes | None:
+        return self.raw([token]).encode()
+
     def vocabulary(self) -> dict[int, str]:
         return {}
 
@@ -154,6 +181,15 @@ class DummyTokenizer(ChatTokenizer):
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         return "".join(m["content"] for m in messages)
+
+
+@cache
+def _bytes_of_letters() -> dict[str, int]:
+    """How byte-level BPE writes bytes: as themselves where they are printable, else from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    pairs = {chr(byte): byte for byte in printable}
+    return pairs | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def load_tokenizer(path: Path, template: str | None = None) -> ChatTokenizer:

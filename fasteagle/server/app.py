@@ -6,12 +6,13 @@ import asyncio
 import base64
 import hashlib
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -61,6 +62,7 @@ class Server:
         self.queue = AnswerQueue(llm, options.queue, self.metrics)
         self.metrics.watch(lambda: self.queue.n_running, lambda: self.queue.n_waiting)
         self.planner = Planner(llm, defaults)
+        self._planning = ThreadPoolExecutor(1, "planner")
         self.created = int(time.time())
         self.app = make_app(self, api_key)
 
@@ -72,8 +74,9 @@ class Server:
         """Queue it, and reply whole or event by event; whoever leaves ends the answer."""
         self.check_model(body.model)
         make = self.planner.chat if isinstance(body, ChatRequest) else self.planner.completion
-        plan: Plan = await run_in_threadpool(make, body)  # type: ignore[arg-type]
-        job = Job(plan.request)
+        job = Job()
+        plan: Plan = await self.planned(request, job, partial(make, body))  # type: ignore[arg-type]
+        job.request = plan.request
         self.queue.submit(job)
         job.limit(self.options.timeout)
         reply = reply_kind(self.name, self.llm.tokenizer, job, plan)
@@ -91,6 +94,40 @@ class Server:
             raise
         self._remember(plan, found)
         return JSONResponse(reply.whole(found))
+
+    async def planned(
+        self, request: Request, job: Job, make: Callable[[], Found], answers: bool = True
+    ) -> Found:
+        """What `make` yields in the planner's thread; `job` has a place in the queue meanwhile.
+
+        A place whose client leaves, or whose time ends, is free once `make` is over.
+        """
+        self.queue.admit(job, answers)
+        work = self._planning.submit(make)
+
+        async def wanted() -> Found:
+            return await asyncio.wrap_future(work)
+
+        seconds = self.options.timeout
+        try:
+            return await asyncio.wait_for(unless_gone(request, wanted()), seconds)
+        except BaseException as error:
+            work.cancel()  # if it has not begun
+            work.add_done_callback(lambda done: self.queue.release(job))
+            late = isinstance(error, asyncio.TimeoutError)
+            if late or isinstance(error, CancelledError):
+                job.end("timeout" if late else "cancelled")
+                self.metrics.finished(job)
+            if late:
+                raise TimedOutError(seconds) from None
+            raise
+
+    async def at_once(self, request: Request, make: Callable[[], Found]) -> Found:
+        """What `make` yields in the planner's thread, for a request that needs no answer."""
+        job = Job()
+        found = await self.planned(request, job, make, answers=False)
+        self.queue.release(job)
+        return found
 
     async def _events(
         self,
@@ -181,14 +218,15 @@ def make_app(server: Server, api_key: str | None) -> FastAPI:
     add_errors(app)
     _add_answers(app, server)
     _add_rest(app, server)
-    if server.options.allow_origin:
+    app.add_middleware(Guard, options=server.options, api_key=api_key)
+    if server.options.allow_origin:  # outermost: pages may read the guard's refusals, too
         app.add_middleware(
             CORSMiddleware,
             allow_origins=server.options.allow_origin,
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type"],
+            allow_headers=["*"],  # openai-js sends a dozen x-stainless-* ones
+            expose_headers=["retry-after"],
         )
-    app.add_middleware(Guard, options=server.options, api_key=api_key)
     plain = app.openapi
 
     def openapi() -> Json:
@@ -215,38 +253,41 @@ def _add_answers(app: FastAPI, server: Server) -> None:
         return await server.answer(request, body, TextReply)
 
     @app.post("/tokenize", responses=ERRORS)
-    def tokenize(body: TokenizeRequest) -> Json:
+    async def tokenize(request: Request, body: TokenizeRequest) -> Json:
         """Token ids of a text, or of a conversation as the template writes it."""
         server.check_model(body.model)
-        ids = server.planner.tokenize(body)
+        ids = await server.at_once(request, partial(server.planner.tokenize, body))
         return {"tokens": ids, "count": len(ids), "max_model_len": server.llm.engine.max_seq_len}
 
     @app.post("/detokenize", responses=ERRORS)
-    def detokenize(body: DetokenizeRequest) -> Json:
+    async def detokenize(request: Request, body: DetokenizeRequest) -> Json:
         """The text of token ids, special tokens written out."""
         server.check_model(body.model)
-        return {"prompt": server.planner.detokenize(body.tokens)}
+        make = partial(server.planner.detokenize, body.tokens)
+        return {"prompt": await server.at_once(request, make)}
 
 
 def _add_rest(app: FastAPI, server: Server) -> None:
+    """What is answered at once: on the event loop, so that no thread has to be free."""
+
     @app.get("/v1/models")
-    def models() -> Json:
+    async def models() -> Json:
         """The one model that is served."""
         return {"object": "list", "data": [_model(server)]}
 
     @app.get("/v1/models/{name:path}", responses={404: ERRORS[404]})
-    def model(name: str) -> Json:
+    async def model(name: str) -> Json:
         """The model, if it is this one."""
         server.check_model(name)
         return _model(server)
 
     @app.get("/health")
-    def health() -> Json:
+    async def health() -> Json:
         """That the server is up, and what it serves."""
         return {"status": "ok", "model": server.name}
 
     @app.get("/metrics", response_class=Response)
-    def metrics() -> Response:
+    async def metrics() -> Response:
         """Numbers for Prometheus."""
         return Response(server.metrics.text(), media_type="text/plain; version=0.0.4")
 
@@ -254,7 +295,7 @@ def _add_rest(app: FastAPI, server: Server) -> None:
     headers = page_headers(content)
 
     @app.get("/", response_class=Response, include_in_schema=False)
-    def page() -> Response:
+    async def page() -> Response:
         return Response(content, media_type="text/html", headers=headers)
 
 

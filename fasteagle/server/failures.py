@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from fasteagle.errors import FasteagleError, note
+from fasteagle.errors import EngineError, FasteagleError, note
 from fasteagle.server.guard import error_body
 from fasteagle.server.protocol import ChatRequest
 from fasteagle.server.queue import CancelledError, QueueFullError, ShuttingDownError, TimedOutError
@@ -37,6 +37,11 @@ def add_errors(app: FastAPI) -> None:
     @app.exception_handler(FasteagleError)
     async def refused(request: Request, error: FasteagleError) -> Response:
         return answer(400, str(error), param=getattr(error, "param", _first_word(str(error))))
+
+    @app.exception_handler(EngineError)
+    async def failed(request: Request, error: EngineError) -> Response:
+        note(f"error: {request.url.path}: {error}")
+        return _error(500, str(error), kind="server_error")
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:

@@ -84,7 +84,7 @@ class Guard:
         origin = headers.get("origin")
         if origin is None or origin in self._options.allow_origin:
             return None
-        if urlsplit(origin).scheme in ("http", "https") and urlsplit(origin).netloc == hosts[0]:
+        if origin in (f"http://{hosts[0]}", f"https://{hosts[0]}"):
             return None
         return Refusal(
             403, f"pages of {origin[:100]!r} may not use this server: see --allow-origin"

@@ -65,6 +65,9 @@ class Metrics:
     def started(self, waited: float) -> None:
         self._queued.observe(waited)
 
+    def refused(self, reason: str) -> None:
+        self._failed.labels(self._model, reason).inc()
+
     def finished(self, job: Job) -> None:
         stats, model = job.stats, self._model
         self._drafts.labels(model).inc(len(stats.path_lengths))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fasteagle.answer import AnswerRequest
+from fasteagle.config_fields import parse_shallow_json
 from fasteagle.errors import FasteagleError
 from fasteagle.llm import LLM
 from fasteagle.loading.tokenizer import ChatTokenizer
@@ -62,6 +63,7 @@ class Plan:
     echo: str = ""
     opened: str = ""
     tools: ToolFormat | None = None
+    tool_names: frozenset[str] = frozenset()
 
 
 class KnownTexts:
@@ -97,6 +99,17 @@ class Planner:
         self._llm, self._defaults = llm, defaults
         self.texts = KnownTexts(llm.tokenizer)
         self._lock = threading.Lock()  # tokenizers do not like two threads
+        limit = llm.engine.max_seq_len
+        self._most_characters = limit * llm.tokenizer.most_characters  # that may fit
+
+    def _check_length(self, text: str) -> None:
+        """Refuse what cannot fit before it is encoded, which takes a second for some MiB."""
+        if len(text) > self._most_characters:
+            raise FasteagleError(
+                f"the prompt has {len(text):,} characters, max-seq-len "
+                f"{self._llm.engine.max_seq_len:,} leaves room for at most "
+                f"{self._most_characters:,}: shorten it or raise --max-seq-len"
+            )
 
     def chat(self, body: ChatRequest) -> Plan:
         with self._lock:
@@ -114,10 +127,12 @@ class Planner:
                 limit = body.max_completion_tokens
             if body.top_logprobs is not None and not body.logprobs:
                 raise BadParameterError("top_logprobs", "needs logprobs true")
+            self._check_length(text)
             n_top = (body.top_logprobs or 0) if body.logprobs else None
             spec = self._chat_form(body, form, tools)
             request = self._request(body, self.texts.encode(text), limit, spec, n_top)
-        return Plan(request, text, opened=opened_thought(text), tools=form)
+        names = frozenset(tool.function.name for tool in body.tools or [])
+        return Plan(request, text, opened=opened_thought(text), tools=form, tool_names=names)
 
     def completion(self, body: CompletionRequest) -> Plan:
         with self._lock:
@@ -159,6 +174,7 @@ class Planner:
                 raise BadParameterError("prompt", "only one is supported: send one request each")
             return self.prompt_ids(prompt[0])
         if isinstance(prompt, str):
+            self._check_length(prompt)
             return self._llm.tokenizer.encode_document(prompt)
         return list(prompt)  # type: ignore[arg-type]
 
@@ -170,7 +186,8 @@ class Planner:
         add_generation_prompt: bool = True,
     ) -> str:
         """The conversation as the model's template writes it."""
-        found = [_template_message(i, message) for i, message in enumerate(messages)]
+        template = self._llm.tokenizer.template
+        found = [_template_message(i, message, template) for i, message in enumerate(messages)]
         if self._defaults.system is not None and found[0]["role"] != "system":
             found.insert(0, {"role": "system", "content": self._defaults.system})
         if think is not None:
@@ -196,6 +213,8 @@ class Planner:
         engine.check_prompt(prompt)
         if body.stream_options is not None and not body.stream:
             raise BadParameterError("stream_options", "needs stream true")
+        if body.show_accepted and not body.stream:
+            raise BadParameterError("show_accepted", "needs stream true")
         stop = [body.stop] if isinstance(body.stop, str) else body.stop
         if stop is not None and len(stop) > MOST_STOPS:
             raise BadParameterError("stop", f"{len(stop)} strings: use at most {MOST_STOPS}")
@@ -229,7 +248,10 @@ class Planner:
                 raise BadParameterError("response_format", "json_schema is missing")
             default = GrammarSpec("json_schema", json.dumps(asked.json_schema.schema_))
         spec = self._form(body, default)
-        if form is None or body.tool_choice in (None, "auto"):
+        if form is None:
+            return spec
+        if body.tool_choice in (None, "auto"):
+            _check_not_strict(body)
             return spec
         if spec is not None:
             raise BadParameterError("tool_choice", "contradicts the form asked for")
@@ -258,8 +280,33 @@ class Planner:
         return default
 
 
-def _template_message(number: int, message: ChatMessage) -> dict[str, Any]:
+def _check_not_strict(body: ChatRequest) -> None:
+    """Nothing holds a call to its schema where the model is free not to call."""
+    for i, tool in enumerate(body.tools or []):
+        if tool.function.strict:
+            raise BadParameterError(
+                f"tools.{i}.function.strict", "needs tool_choice required, or a function by name"
+            )
+
+
+# Fields of a message that not every chat template renders. The id of a call is not among them:
+# clients must send it, and which call a result belongs to follows from their order.
+RENDERED_BY_SOME = ("tool_calls", "reasoning_content")
+
+
+def _check_rendered(number: int, message: ChatMessage, template: str) -> None:
+    """Refuse what the template would drop silently."""
+    for field in RENDERED_BY_SOME:
+        if getattr(message, field) and field not in template:
+            reason = "this model's chat template does not render it: leave it out"
+            raise BadParameterError(f"messages.{number}.{field}", reason)
+    if message.tool_call_id is not None and message.role != "tool":
+        raise BadParameterError(f"messages.{number}.tool_call_id", "is for the role tool")
+
+
+def _template_message(number: int, message: ChatMessage, template: str) -> dict[str, Any]:
     """As templates want it: content a string, a tool call's arguments a dictionary."""
+    _check_rendered(number, message, template)
     content = message.content
     if isinstance(content, list):
         content = "".join(part.text for part in content)
@@ -274,6 +321,7 @@ def _template_message(number: int, message: ChatMessage) -> dict[str, Any]:
     if message.tool_calls:
         found["tool_calls"] = [
             {
+                **({} if c.id is None else {"id": c.id}),
                 "type": "function",
                 "function": {
                     "name": c.function.name,
@@ -287,7 +335,7 @@ def _template_message(number: int, message: ChatMessage) -> dict[str, Any]:
 
 def _arguments(number: int, text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text or "{}")
+        found = parse_shallow_json(text or "{}")
     except ValueError:
         found = None
     if not isinstance(found, dict):

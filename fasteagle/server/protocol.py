@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from fasteagle.config_fields import check_nesting
+
 MOST_LOGPROBS = 20
 
 
@@ -26,9 +28,13 @@ class Body(Strict):
     @model_validator(mode="before")
     @classmethod
     def _whole_characters(cls, data: Any) -> Any:
-        r"""JSON can write halves of characters (`"\ud800"`), which no tokenizer takes."""
+        r"""JSON can write halves of characters (`"\ud800"`), which no tokenizer takes.
+
+        It can nest deeper than Python recurses, too.
+        """
         if isinstance(data, bytes):  # sent as something else than JSON: refused below
             return data
+        check_nesting(data)
         try:
             json.dumps(data, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:

@@ -10,7 +10,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 import torch
@@ -40,42 +40,64 @@ class ShuttingDownError(Exception):
 class TimedOutError(Exception):
     """The time for a request is over."""
 
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"no complete answer within {seconds:g} seconds")
+
 
 class CancelledError(Exception):
     """Whoever asked has left."""
 
 
 class Observer(Protocol):
-    """What is told about the queue, for metrics; called from the thread."""
+    """What is told about the queue, for metrics; called from any thread."""
 
     def started(self, waited: float) -> None: ...
 
-    def finished(self, job: Job) -> None: ...
+    def finished(self, job: Job) -> None:
+        """Also of jobs that ended while they waited."""
+
+    def refused(self, reason: str) -> None:
+        """A job was not let in: queue_full or shutdown."""
 
 
 class Job:
-    """One request: its answer arrives as chunks, then `stats` are complete."""
+    """One request: its answer arrives as chunks, then `stats` are complete.
 
-    def __init__(self, request: AnswerRequest) -> None:
-        self.request = request
+    `request` is known once it is planned; before that the job only holds a place in the queue.
+    """
+
+    def __init__(self) -> None:
+        self.request: AnswerRequest | None = None
         self.stats = Stats()
-        self.outcome = ""  # eos, stop, length, context, cancelled, timeout or error
+        self.outcome = ""  # eos, stop, length, context, cancelled, timeout, shutdown or error
         self.submitted = time.perf_counter()
         self.first_token: float | None = None  # seconds after `submitted`
         self.seconds = 0.0  # from `submitted` to the end
         self.cancelled = threading.Event()
+        self.on_leave: Callable[[Job], None] = lambda job: None
+        self._lock = threading.Lock()
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Chunk | Exception | None] = asyncio.Queue()
         self._timer: asyncio.TimerHandle | None = None
 
     def limit(self, seconds: float) -> None:
-        """End it with `TimedOutError` after so long."""
-        self._timer = self._loop.call_later(seconds, self._expire, seconds)
+        """End it with `TimedOutError` so long after it came."""
+        left = self.submitted + seconds - time.perf_counter()
+        self._timer = self._loop.call_later(max(0.0, left), self._expire, seconds)
+
+    def end(self, outcome: str) -> bool:
+        """How it ended, unless that is known already."""
+        with self._lock:
+            if self.outcome:
+                return False
+            self.outcome = outcome
+            return True
 
     def _expire(self, seconds: float) -> None:
-        self.cancelled.set()
-        self.outcome = "timeout"
-        self._events.put_nowait(TimedOutError(f"no complete answer within {seconds:g} seconds"))
+        if self.end("timeout"):  # else the answer is complete, only not read yet
+            self.cancelled.set()
+            self._events.put_nowait(TimedOutError(seconds))
+            self.on_leave(self)
 
     def tell(self, event: Chunk | Exception | None) -> None:
         """From the thread: a chunk, what went wrong, or None at the end."""
@@ -99,6 +121,7 @@ class Job:
     def leave(self) -> None:
         """Nobody waits for the answer any more."""
         self.cancelled.set()
+        self.on_leave(self)
         if self._timer is not None:
             self._timer.cancel()
 
@@ -109,11 +132,12 @@ class Job:
 
 
 class AnswerQueue:
-    """At most `limit` jobs wait; the thread ends with `stop`."""
+    """At most `limit` jobs wait or are planned; the thread ends with `stop`."""
 
     def __init__(self, llm: LLM, limit: int, observer: Observer) -> None:
         self._llm, self._limit, self._observer = llm, limit, observer
         self._waiting: deque[Job] = deque()
+        self._planning: set[Job] = set()
         self._changed = threading.Condition()
         self._running: Job | None = None
         self._draining = self._stopped = False
@@ -124,30 +148,64 @@ class AnswerQueue:
 
     @property
     def n_waiting(self) -> int:
-        return sum(not job.cancelled.is_set() for job in list(self._waiting))
+        return len(self._waiting) + len(self._planning)
 
     @property
     def n_running(self) -> int:
         return int(self._running is not None)
 
-    def submit(self, job: Job) -> None:
-        """Raises `QueueFullError` or `ShuttingDownError`."""
+    def admit(self, job: Job, answers: bool = True) -> None:
+        """Give `job` a place while it is planned: `submit` or `release` must follow.
+
+        Without `answers` it wants only the planner. Raises `QueueFullError` or
+        `ShuttingDownError`.
+        """
         with self._changed:
-            if self._draining:
-                raise ShuttingDownError
-            self._waiting = deque(j for j in self._waiting if not j.cancelled.is_set())
-            busy = self._running is not None
-            if len(self._waiting) + busy > self._limit:
-                n = len(self._waiting)
+            self._check_open()
+            n = len(self._planning) + (len(self._waiting) if answers else 0)
+            busy = answers and self._running is not None
+            if n + busy > self._limit:
+                self._observer.refused("queue_full")
                 raise QueueFullError(n, max(1, round((n + busy) * self._mean_seconds)))
+            self._planning.add(job)
+
+    def release(self, job: Job) -> None:
+        """`job` is planned, or will not be, and wants no answer."""
+        with self._changed:
+            self._planning.discard(job)
+
+    def submit(self, job: Job) -> None:
+        """`job` is planned and waits for its answer. Raises `ShuttingDownError`."""
+        with self._changed:
+            self._planning.discard(job)
+            self._check_open()
+            job.on_leave = self._left
             self._waiting.append(job)
             self._changed.notify()
+
+    def _check_open(self) -> None:
+        if self._draining:
+            self._observer.refused("shutdown")
+            raise ShuttingDownError
+
+    def _left(self, job: Job) -> None:
+        """Take `job` out, if it still waits."""
+        with self._changed:
+            if job not in self._waiting:
+                return
+            self._waiting.remove(job)
+        self._report_unanswered(job, "cancelled")
+
+    def _report_unanswered(self, job: Job, outcome: str) -> None:
+        job.end(outcome)
+        self._observer.finished(job)
 
     def drain(self) -> None:
         """Take nothing new and send those away who wait; the running answer goes on."""
         with self._changed:
             self._draining = True
             for job in self._waiting:
+                self._report_unanswered(job, "shutdown")
                 job.tell(ShuttingDownError())
             self._waiting.clear()
             self._changed.notify()
@@ -176,6 +234,7 @@ class AnswerQueue:
                     if not job.cancelled.is_set():
                         self._running = job
                         return job
+                    self._report_unanswered(job, "cancelled")
                 self._changed.wait()
             return None
 
@@ -194,23 +253,24 @@ class AnswerQueue:
 
     def _answer(self, job: Job) -> Exception | None:
         """What ends the job's chunks."""
+        assert job.request is not None, "only planned jobs are submitted"
         try:
             before = self._llm.engine.stats
             for chunk in self._llm.stream(job.request, job.check):
                 job.stats = self._llm.engine.stats
                 job.tell(chunk)
-            job.outcome = job.stats.finish
+            job.end(job.stats.finish)
             return None
         except CancelledError as error:
             # An answer that got no token has the statistics of the one before it.
             after = self._llm.engine.stats
             job.stats = job.stats if after is before else after
-            job.outcome = job.outcome or "cancelled"
+            job.end("cancelled")
             return error
         except FasteagleError as error:
-            job.outcome = "error"
+            job.end("error")
             return error
         except Exception as error:  # one answer failed: the next one is tried all the same
-            job.outcome = "error"
+            job.end("error")
             self._llm.engine.restart()
             return error

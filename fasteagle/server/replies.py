@@ -34,7 +34,7 @@ class AnswerText:
     def __init__(self, plan: Plan) -> None:
         self._thought = ThoughtSplitter(plan.opened)
         self._had_thought = bool(plan.opened)
-        self._form = plan.tools
+        self._form, self._names = plan.tools, plan.tool_names
         self._held = ""  # may be the beginning of a call, or is one
         self._in_call = False
         self.calls: list[Call] = []
@@ -51,7 +51,7 @@ class AnswerText:
         last = self._split(self._thought.finish())
         content = self._held + last.content
         if self._form is not None:
-            content, self.calls = parse_calls(content, self._form)
+            content, self.calls = parse_calls(content, self._form, self._names)
         return Piece(content, last.reasoning)
 
     def _split(self, parts: Iterable[tuple[str, bool]]) -> Piece:
@@ -145,9 +145,10 @@ class Reply:
         }
 
     def bare(self, token: int) -> Json:
-        """A token as text and bytes; null where it is only a part of a character."""
+        """A token as text and bytes; null where these are not known."""
+        data = self.tokenizer.token_bytes(token)
         text = self.tokenizer.raw([token])
-        return {"token": text, "bytes": None if "\ufffd" in text else list(text.encode())}
+        return {"token": text, "bytes": None if data is None else list(data)}
 
 
 def guessed(chunk: Chunk, n_characters: int) -> Json:
@@ -265,11 +266,29 @@ class TextReply(Reply):
         found: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for entry in entries:
             text = self.tokenizer.raw([entry.token])
-            found["tokens"].append(text)
+            found["tokens"].append(self._name(entry.token))
             found["token_logprobs"].append(entry.logprob)
-            found["top_logprobs"].append({self.tokenizer.raw([t]): p for t, p in entry.top})
+            found["top_logprobs"].append(self._by_name(entry.top))
             found["text_offset"].append(self._offset)
             self._offset += len(text)
+        return found
+
+    def _name(self, token: int) -> str:
+        """Its text; in OpenAI's form for a part of a character its bytes."""
+        text = self.tokenizer.raw([token])
+        if "\ufffd" not in text:
+            return text
+        data = self.tokenizer.token_bytes(token)
+        if data is None:
+            return f"token_id:{token}"
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def _by_name(self, top: Iterable[tuple[int, float]]) -> dict[str, float]:
+        """An entry for every token; where texts are equal, the less likely ones go by their ids."""
+        found: dict[str, float] = {}
+        for token, logprob in top:
+            name = self._name(token)
+            found[f"token_id:{token}" if name in found else name] = logprob
         return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 import socket
 from collections.abc import Callable
 from types import FrameType
@@ -18,6 +19,7 @@ from fasteagle.server.guard import is_loopback
 
 HEAD_SECONDS = 10.0  # for the first line and the headers of a request to arrive
 BACKLOG = 256
+WRITE_SECONDS = 30.0  # for a client to take what was sent, once the buffers are full
 PATIENCE = 1.0  # seconds for connections to close after the second signal
 
 
@@ -56,9 +58,10 @@ def listen(options: ServeOptions) -> socket.socket:
 
 
 class Protocol(H11Protocol):
-    """Closes connections on which a request does not begin in time."""
+    """Closes connections whose request does not begin in time, or whose client does not read."""
 
     _timer: asyncio.TimerHandle | None = None
+    _stalled: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -68,8 +71,23 @@ class Protocol(H11Protocol):
         super().data_received(data)
         self._watch()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        # Closing would wait for what is in the buffer.
+        self._stalled = self.loop.call_later(WRITE_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_watching()
+        self._go_on()
         super().connection_lost(exc)
 
     @property
@@ -119,7 +137,14 @@ class GracefulServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._server.queue.drain()
+        self._loop.call_later(self._server.options.timeout, self._abort)
         await super().shutdown(sockets)
+
+    def _abort(self) -> None:
+        """End the connections that the running answer has not ended within its time."""
+        for connection in list(self.server_state.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
 
 
 def run(server: Server, found: socket.socket, say: Callable[[str], None]) -> None:
@@ -133,6 +158,7 @@ def run(server: Server, found: socket.socket, say: Callable[[str], None]) -> Non
         access_log=False,
         backlog=BACKLOG,
         server_header=False,
+        timeout_graceful_shutdown=math.ceil(server.options.timeout + PATIENCE),
     )
     running = GracefulServer(config, server, say)
     try:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
+from fasteagle.config_fields import parse_shallow_json
 from fasteagle.errors import FasteagleError
 from fasteagle.options import GrammarSpec
 
-HERMES_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+END_CALL = "</tool_call>"
 
 
 class Call(NamedTuple):
@@ -45,39 +45,68 @@ def tool_format(template: str) -> ToolFormat:
     )
 
 
-def parse_calls(text: str, form: ToolFormat) -> tuple[str, list[Call]]:
-    """What is left as text, and the calls in it; text that only looks like a call stays text."""
+def parse_calls(text: str, form: ToolFormat, names: Collection[str]) -> tuple[str, list[Call]]:
+    """What is left as text, and the calls of tools `names` in it.
+
+    Text that only looks like a call stays text.
+    """
     if form is HERMES:
-        calls = [_call(found, form) for found in HERMES_CALL.findall(text)]
-        if calls and all(calls):
-            return HERMES_CALL.sub("", text).strip(), [call for call in calls if call]
-        return text, []
-    calls = _llama3_calls(text.strip())
-    return ("", [call for call in calls if call]) if calls and all(calls) else (text, [])
+        return _hermes_calls(text, names)
+    calls = _llama3_calls(text.strip(), names)
+    return ("", calls) if calls else (text, [])
 
 
-def _llama3_calls(text: str) -> list[Call | None]:
+def _hermes_calls(text: str, names: Collection[str]) -> tuple[str, list[Call]]:
+    """JSON objects between marks; in time linear in the text, whatever is in it."""
+    calls, left, at = [], "", 0
+    while (end := text.find(END_CALL, at)) >= 0:
+        start = text.find(HERMES.opening, at, end)
+        if start < 0:
+            left, at = left + text[at : end + len(END_CALL)], end + len(END_CALL)
+            continue
+        call = _call(text[start + len(HERMES.opening) : end], HERMES, names)
+        if call is None:  # the first mark may be one that the text only speaks of
+            start = text.rfind(HERMES.opening, at, end)
+            call = _call(text[start + len(HERMES.opening) : end], HERMES, names)
+        if call is None:
+            return text, []
+        calls.append(call)
+        left, at = left + text[at:start], end + len(END_CALL)
+    return ((left + text[at:]).strip(), calls) if calls else (text, [])
+
+
+def _llama3_calls(text: str, names: Collection[str]) -> list[Call]:
     """JSON objects, with semicolons or blanks between them, and nothing else."""
     decoder, calls, at = json.JSONDecoder(), [], 0
     while at < len(text):
         try:
-            value, at = decoder.raw_decode(text, at)
-        except ValueError:
+            _, end = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
             return []
-        calls.append(_call(json.dumps(value, ensure_ascii=False), LLAMA3))
+        call = _call(text[at:end], LLAMA3, names)
+        if call is None:
+            return []
+        calls.append(call)
+        at = end
         while at < len(text) and text[at] in "; \n":
             at += 1
     return calls
 
 
-def _call(text: str, form: ToolFormat) -> Call | None:
+def _call(text: str, form: ToolFormat, names: Collection[str]) -> Call | None:
+    """The call of a tool of `names` that `text` is, if it is one.
+
+    Without marks round it, JSON is a call only if it has arguments: it may be what was asked for.
+    """
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
+        found = parse_shallow_json(text)
+    except ValueError:
         return None
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
         return None
-    arguments = found.get(form.key, {})
+    if found["name"] not in names:
+        return None
+    arguments = found.get(form.key, {} if form is HERMES else None)
     if not isinstance(arguments, dict):
         return None
     return Call(found["name"], json.dumps(arguments, ensure_ascii=False))

@@ -7,6 +7,8 @@ import dataclasses
 import pytest
 import torch
 
+from fasteagle.answer import Chunk
+from fasteagle.cli.markdown import harmless
 from fasteagle.cli.session import ChatSession, format_stats
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
@@ -63,6 +65,21 @@ def test_answer_equals_a_fresh_engine_on_the_rendered_conversation(session, mode
     other.turns = session.turns[:-2]
     assert answer(other, "third") == session.turns[-1]["content"] != ""
     assert other.stats.cached_tokens == 0 and other._ids == session._ids
+
+
+def test_what_a_terminal_would_obey_is_not_shown(session, monkeypatch):
+    """The conversation keeps it: the model has said it."""
+    text = "a\x1b[2J\x1b]0;title\x07b\x9b31m\tc\r\nd\x00\x7f"
+
+    def stream(engine, tokenizer, request):
+        yield Chunk(text, (1,), 1, len(text) // 2)
+
+    monkeypatch.setattr("fasteagle.cli.session.answer", stream)
+    session.clean = harmless
+    session.mark_accepted = lambda part: f"\x1b[32m{part}\x1b[0m"
+    shown = answer(session, "hello")
+    assert shown == "\x1b[32ma[2J]0;titl\x1b[0meb31m\tc\nd"
+    assert session.turns[-1]["content"] == text
 
 
 def test_system_prompt_leads_the_conversation(session):

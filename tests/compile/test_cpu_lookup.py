@@ -228,6 +228,25 @@ def test_text_stays_that_of_plain_decoding(params, compiled, planned):
         assert "looked up" in drafter.controller.explain()
 
 
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_another_number_of_nodes_and_back(params, compiled):
+    """`/spec N` for the default drafter: trees of one size in place of chains."""
+    target = native_target(tiny_config(**SHAPE))
+    expected = answer(engine_of(target), params)
+    drafter = fused(target)
+    engine = engine_of(target, drafter)
+    if compiled:
+        compiler = CycleCompiler(engine, DrawKind.of(params, 60))
+        compiler.compile()
+        compiler.apply()
+    for used in (drafter.resized(1), drafter.resized(6), drafter.resized(30), drafter):
+        engine.use(used)
+        engine.restart()
+        assert answer(engine, params) == expected
+        assert engine.stats.drafted > 0
+
+
 def test_a_repetition_is_copied_without_the_draft_head():
     """And the pairs that it has not seen are shown when it is needed again."""
     target = native_target(tiny_config(**SHAPE))

@@ -14,7 +14,7 @@ from fasteagle.drafting.lookup import NOTHING, Corpus, Lookup, Matches
 from fasteagle.errors import FasteagleError
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import DrawKind
-from fasteagle.shapes import FusedShape, TreeShape, shape_of
+from fasteagle.shapes import FusedShape, SureChain, TreeShape, shape_of
 from fasteagle.state import CycleSpec
 from fasteagle.tree import HEAD, LOOKUP, Pool, ancestor_mask, rerank
 from helpers import drawing, eagle3_of, empty_state, pairs, random_head, random_target, tiny_config
@@ -326,5 +326,11 @@ def test_the_longest_path_of_a_shape():
 
 def test_other_numbers_of_nodes(head):
     drafter = FusedDrafter(head, FusedShape(3, 3, 8, 8), 512)
-    for nodes in (1, 2, 8, 30, 60):
+    chains = FusedDrafter(head, SureChain(16), 512)
+    for nodes in (1, 2, 8, 16, 30, 60):
         assert drafter.resized(nodes).shape.nodes == nodes
+        assert chains.resized(nodes).shape.nodes == nodes
+    assert chains.shape == SureChain(16)
+    for nodes in (0, 500):
+        with pytest.raises(FasteagleError):
+            chains.resized(nodes)

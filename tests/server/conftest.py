@@ -28,8 +28,8 @@ LETTER_ID = sorted(ByteLevel.alphabet()).index(LETTER)
 class Live:
     """A server that runs, and where it is."""
 
-    def __init__(self, server: Server, port: int) -> None:
-        self.server, self.port = server, port
+    def __init__(self, server: Server, port: int, running: running.GracefulServer) -> None:
+        self.server, self.port, self.running = server, port, running
         self.url = f"http://127.0.0.1:{port}"
         self.llm = server.llm
 
@@ -55,7 +55,7 @@ def serving(llm, options=None, defaults=None, api_key=None):
     finally:
         running.GracefulServer.__init__ = original
     try:
-        yield Live(server, found.getsockname()[1])
+        yield Live(server, found.getsockname()[1], made[0])
     finally:
         made[0].should_exit = made[0].force_exit = True
         thread.join(20)

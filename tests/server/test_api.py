@@ -162,6 +162,17 @@ def test_text_completions(client, name, live):
     assert found.text_offset[0] == 0 and len(found.top_logprobs[0]) == 2
 
 
+def test_logprobs_of_parts_of_characters_have_names_of_their_own(client, name, live):
+    """The first byte of two: no text of its own, and other such bytes look the same."""
+    bias = {str(live.llm.tokenizer.encode(c)[0]): 100 for c in "éΩж"}
+    given = {"prompt": "x", "max_tokens": 2, "logit_bias": bias}
+    found = client.completions.create(model=name, logprobs=20, **given).choices[0].logprobs
+    assert all(len(top) == 20 for top in found.top_logprobs)
+    assert set(found.tokens) <= {"bytes:\\xc3", "bytes:\\xce", "bytes:\\xd0"}
+    reply = ask(client, name, logprobs=True, logit_bias=bias, max_tokens=1)
+    assert reply.choices[0].logprobs.content[0].bytes[0] in (0xC3, 0xCE, 0xD0)
+
+
 def test_structured_output(client, name):
     pytest.importorskip("llguidance")
     schema = {

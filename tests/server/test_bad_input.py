@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 import time
@@ -16,6 +17,13 @@ from fasteagle.server import guard, run
 from fasteagle.server.prepare import Defaults
 
 HELLO = [{"role": "user", "content": "hello"}]
+DEEP = "[" * 100_000
+
+
+def call_with(arguments):
+    """A message with a tool call."""
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def post(live, path="/v1/chat/completions", **body):
@@ -46,11 +54,14 @@ def goes_on(live):
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": "1"}, "temperature"),
         ({"temperature": -1}, "temperature"),
+        ({"temperature": 1e-40}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"top_k": -5}, "top_k"),
         ({"top_k": 10**30}, "top_k"),
         ({"min_p": 1}, "min_p"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e300}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty"),
         ({"seed": -1}, "seed"),
         ({"seed": 2**63}, "seed"),
         ({"seed": 1.5}, "seed"),
@@ -81,6 +92,14 @@ def goes_on(live):
         ({"guided_regex": "a("}, None),
         ({"guided_regex": "a", "guided_grammar": "b"}, "guided_regex"),
         ({"guided_json": "{"}, "guided_json"),
+        ({"guided_json": DEEP}, "guided_json"),
+        ({"messages": [{**HELLO[0], "tool_call_id": "a"}]}, "messages.0.tool_call_id"),
+        ({"messages": [call_with("{}")]}, "messages.0.tool_calls"),
+        (
+            {"messages": [{"role": "assistant", "content": "x", "reasoning_content": "y"}]},
+            "messages.0.reasoning_content",
+        ),
+        ({"show_accepted": True}, "show_accepted"),
         ({"guided_json": {"type": "nonsense"}}, None),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
@@ -89,7 +108,7 @@ def goes_on(live):
         ({"chat_template_kwargs": {"other": 1}}, "chat_template_kwargs.other"),
         ({"functions": []}, "functions"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_what_cannot_be_honoured_is_named(live, changes, param):
     reply = post(live, **changes)
@@ -130,6 +149,19 @@ def test_bodies_that_are_no_json(live):
             headers={"content-type": "application/json"},
         )
         assert reply.status_code == 400 and reply.json()["error"]["message"], raw
+
+
+def test_bodies_that_nest_deeply(live):
+    """Deeper than Python recurses, in its JSON reader, or only where the body is looked at."""
+    hello = b'{"messages": [{"role": "user", "content": "hello"}], "guided_json": '
+    for depth, begin in itertools.product((150, 960, 100_000), (b'{"messages": ', hello)):
+        raw = begin + b'{"a":' * depth + b"1" + b"}" * depth + b"}"
+        reply = httpx.post(
+            f"{live.url}/v1/chat/completions",
+            content=raw,
+            headers={"content-type": "application/json"},
+        )
+        assert reply.status_code == 400 and reply.json()["error"]["message"], (depth, begin)
 
 
 def test_bodies_of_another_kind(live):
@@ -181,6 +213,8 @@ def test_paths_and_methods_that_are_not_there(live):
         {"origin": "https://evil.example"},
         {"origin": "null"},
         {"origin": "http://127.0.0.1:1"},
+        {"origin": "http://["},
+        {"origin": "http://[x]"},
     ],
     ids=str,
 )
@@ -266,7 +300,11 @@ def test_pages_that_may_use_it(loaded):
         assert reply.status_code == 200
         assert reply.headers["access-control-allow-origin"] == "https://app.example"
         asked = {"origin": "https://app.example", "access-control-request-method": "POST"}
+        asked["access-control-request-headers"] = "authorization,x-stainless-os,x-stainless-lang"
         assert httpx.options(f"{open_one.url}/v1/chat/completions", headers=asked).is_success
+        reply = httpx.get(url, headers={"origin": "https://app.example", "host": "evil.example"})
+        assert reply.status_code == 403
+        assert reply.headers["access-control-allow-origin"] == "https://app.example"
         assert httpx.get(url, headers={"origin": "https://b.example"}).status_code == 403
 
 

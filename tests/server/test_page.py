@@ -235,6 +235,42 @@ def test_stop_and_retry(page, says, site):
     assert page.locator(".turn.assistant").count() == 1 and page.locator(".retry").count() == 1
 
 
+def test_a_browser_that_keeps_nothing(browser, site):
+    context = browser.new_context()
+    context.add_init_script(
+        "Object.defineProperty(window, 'localStorage', { get() { throw new Error('off'); } })"
+    )
+    made = context.new_page()
+    problems = []
+    made.on("pageerror", lambda error: problems.append(str(error)))
+    made.goto(site.url)
+    made.get_by_role("button", name="Settings").click()
+    made.get_by_label("Seed").fill("5")
+    made.keyboard.press("Escape")
+    ask(made)
+    done(made)
+    assert "40 tokens" in made.locator(".foot").inner_text() and not problems
+    context.close()
+
+
+def test_a_retry_with_a_set_seed_takes_the_next_one(page, site):
+    seeds = []
+    page.on("request", lambda r: r.post_data and seeds.append(r.post_data_json["seed"]))
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Temperature").fill("1")
+    page.get_by_label("Seed").fill("5")
+    page.keyboard.press("Escape")
+    ask(page)
+    done(page)
+    for _ in range(2):
+        page.get_by_role("button", name="Retry").click()
+        page.locator(".retry").wait_for(state="detached")
+        done(page)
+    ask(page, "another question")
+    page.locator(".turn.assistant").nth(1).locator(".foot span").wait_for()
+    assert seeds == [5, 6, 7, 5]
+
+
 def test_both_ways_side_by_side(page, site):
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("Side by side with plain decoding").check()

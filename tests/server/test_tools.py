@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import openai
 import pytest
@@ -26,7 +27,9 @@ QWEN = (
 LLAMA = (
     '{% if tools %}Respond in the format {"name": function name, "parameters": dictionary}. '
     "{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}"
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    '{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}'
+    "{% endfor %}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 WEATHER = {
@@ -52,9 +55,8 @@ def client(live):
 
 def ask(client, live, **more):
     messages = more.pop("messages", [{"role": "user", "content": "hello"}])
-    return client.chat.completions.create(
-        model=live.server.name, messages=messages, tools=[WEATHER], max_tokens=120, **more
-    )
+    more = {"tools": [WEATHER], "max_tokens": 120, **more}
+    return client.chat.completions.create(model=live.server.name, messages=messages, **more)
 
 
 def test_which_templates_can():
@@ -76,16 +78,42 @@ def test_which_templates_can():
         ('<tool_call>{"name": "f"', HERMES, None, []),
         ("no call", HERMES, None, []),
         ('{"name": "f", "parameters": {"a": 1}}', LLAMA3, "", [("f", {"a": 1})]),
-        ('{"name": "f", "parameters": {}}; {"name": "g"}', LLAMA3, "", [("f", {}), ("g", {})]),
-        ('{"name": "f"} and more', LLAMA3, None, []),
+        (
+            '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}',
+            LLAMA3,
+            "",
+            [("f", {}), ("g", {})],
+        ),
+        ('{"name": "f", "parameters": {}} and more', LLAMA3, None, []),
+        ('{"name": "f"}', LLAMA3, None, []),
+        ('{"name": "Anna", "parameters": {}}', LLAMA3, None, []),
+        ('{"name": [], "parameters": {}}', LLAMA3, None, []),
+        ("[" * 100_000, LLAMA3, None, []),
+        ('{"a": ' * 500 + "1" + "}" * 500, LLAMA3, None, []),
+        ('<tool_call>{"name": "Anna"}</tool_call>', HERMES, None, []),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", HERMES, None, []),
+        ("</tool_call> " + CALL, HERMES, "</tool_call>", [("weather", {"city": "Rome"})]),
+        (
+            "say <tool_call> like " + CALL,
+            HERMES,
+            "say <tool_call> like",
+            [("weather", {"city": "Rome"})],
+        ),
         ('{"city": "Rome"}', LLAMA3, None, []),
         ("[1]", LLAMA3, None, []),
     ],
 )
 def test_reading_calls_back(text, form, left, calls):
-    rest, found = parse_calls(text, form)
+    rest, found = parse_calls(text, form, ("weather", "f", "g"))
     assert rest == (text if left is None else left)
     assert [(call.name, json.loads(call.arguments)) for call in found] == calls
+
+
+def test_reading_takes_time_linear_in_the_text():
+    for text in ("<tool_call>{" * 8000, "<tool_call>{" * 8000 + "</tool_call>" * 8000):
+        start = time.process_time()
+        assert parse_calls(text, HERMES, ("f",)) == (text, [])
+        assert time.process_time() - start < 0.5
 
 
 @pytest.mark.parametrize("step", [1, 3, 7, 1000])
@@ -95,7 +123,7 @@ def test_a_stream_shows_text_and_never_a_part_of_a_call(form, step):
     texts = ["plain < text", call, "[{"] + (["a <b> " + call] if form is HERMES else [])
     for text in texts:
         request = AnswerRequest([1], SamplingParams(), AnswerOptions(), frozenset())
-        answer = AnswerText(Plan(request, tools=form))
+        answer = AnswerText(Plan(request, tools=form, tool_names=frozenset({"weather"})))
         pieces = [answer.push(Chunk(text[i : i + step])) for i in range(0, len(text), step)]
         shown = "".join(piece.content for piece in pieces)
         last = answer.finish()
@@ -146,10 +174,15 @@ def test_choices_that_are_refused(client, live, monkeypatch):
     other = {"type": "function", "function": {"name": "other"}}
     with pytest.raises(openai.BadRequestError, match="there is no tool 'other'"):
         ask(client, live, tool_choice=other)
-    broken = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{"}}
-    messages = [{"role": "assistant", "content": "", "tool_calls": [broken]}]
-    with pytest.raises(openai.BadRequestError, match="are no JSON object"):
-        ask(client, live, messages=messages)
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    with pytest.raises(openai.BadRequestError, match="strict: needs tool_choice required"):
+        ask(client, live, tools=[strict])
+    for arguments in ("{", "3", "[" * 100_000, '{"a": ' * 500 + "1" + "}" * 500):
+        function = {"name": "f", "arguments": arguments}
+        broken = {"id": "a", "type": "function", "function": function}
+        messages = [{"role": "assistant", "content": "", "tool_calls": [broken]}]
+        with pytest.raises(openai.BadRequestError, match="are no JSON object"):
+            ask(client, live, messages=messages)
 
 
 def test_a_grammar_for_several_tools():
