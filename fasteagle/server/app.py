@@ -80,15 +80,16 @@ class Server:
         self.queue.submit(job)
         job.limit(self.options.timeout)
         reply = reply_kind(self.name, self.llm.tokenizer, job, plan)
-        chunks = job.chunks()
+        groups = job.groups()
         try:
             # Before the first chunk, what goes wrong still has a status of its own.
-            first = await unless_gone(request, first_of(chunks))
+            first = await unless_gone(request, first_of(groups))
             if body.stream:
                 usage = body.stream_options is not None and body.stream_options.include_usage
-                events = self._events(reply, first, chunks, usage, body.show_accepted)
+                events = self._events(reply, first, groups, usage, body.show_accepted)
                 return EventStream(events, job)
-            found = [] if first is None else [first, *await unless_gone(request, rest(chunks))]
+            job.group_seconds = self.options.timeout
+            found = [*first, *await unless_gone(request, rest(groups))]
         except BaseException:
             job.leave()
             raise
@@ -132,21 +133,19 @@ class Server:
     async def _events(
         self,
         reply: Reply,
-        first: Chunk | None,
-        chunks: AsyncIterator[Chunk],
+        found: list[Chunk],
+        groups: AsyncIterator[list[Chunk]],
         usage: bool,
         accepted: bool,
     ) -> AsyncIterator[str]:
-        found: list[Chunk] = []
+        def text_of(chunks: list[Chunk]) -> str:
+            return "".join(sse(e) for chunk in chunks for e in reply.parts(chunk, accepted))
+
         try:
-            if first is not None:
-                found.append(first)
-                for event in reply.parts(first, accepted):
-                    yield sse(event)
-            async for chunk in chunks:
-                found.append(chunk)
-                for event in reply.parts(chunk, accepted):
-                    yield sse(event)
+            yield text_of(found)
+            async for group in groups:
+                found += group
+                yield text_of(group)
             self._remember(reply.plan, found)
             for event in reply.last_parts():
                 yield sse(event)
@@ -179,16 +178,16 @@ class EventStream(StreamingResponse):
             self._job.leave()
 
 
-async def first_of(chunks: AsyncIterator[Chunk]) -> Chunk | None:
-    """None where there is none at all."""
+async def first_of(groups: AsyncIterator[list[Chunk]]) -> list[Chunk]:
+    """Empty where there is none at all."""
     try:
-        return await chunks.__anext__()
+        return await groups.__anext__()
     except StopAsyncIteration:
-        return None
+        return []
 
 
-async def rest(chunks: AsyncIterator[Chunk]) -> list[Chunk]:
-    return [chunk async for chunk in chunks]
+async def rest(groups: AsyncIterator[list[Chunk]]) -> list[Chunk]:
+    return [chunk async for group in groups for chunk in group]
 
 
 async def unless_gone(request: Request, wanted: Coroutine[Any, Any, Found]) -> Found:

@@ -21,6 +21,10 @@ from fasteagle.errors import FasteagleError
 from fasteagle.llm import LLM
 from fasteagle.stats import Stats
 
+# Chunks of one answer reach the event loop together, after so long at most. A pass of a small model
+# takes less, and waking the loop for each would take the cores from the next passes.
+GROUP_SECONDS = 0.025
+
 
 class QueueFullError(Exception):
     """Too many wait already; `retry_after` seconds are a good guess when there is room again."""
@@ -77,7 +81,10 @@ class Job:
         self.on_leave: Callable[[Job], None] = lambda job: None
         self._lock = threading.Lock()
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[Chunk | Exception | None] = asyncio.Queue()
+        self.group_seconds = GROUP_SECONDS  # longer where nobody reads before the end
+        self._group: list[Chunk] = []  # the thread's, not told yet
+        self._told = float("-inf")
+        self._events: asyncio.Queue[list[Chunk] | Exception | None] = asyncio.Queue()
         self._timer: asyncio.TimerHandle | None = None
 
     def limit(self, seconds: float) -> None:
@@ -99,16 +106,33 @@ class Job:
             self._events.put_nowait(TimedOutError(seconds))
             self.on_leave(self)
 
-    def tell(self, event: Chunk | Exception | None) -> None:
-        """From the thread: a chunk, what went wrong, or None at the end."""
-        if self.first_token is None and isinstance(event, Chunk):
-            self.first_token = time.perf_counter() - self.submitted
+    def add(self, chunk: Chunk) -> None:
+        """From the thread: the answer goes on. The first chunk is told at once."""
+        now = time.perf_counter()
+        if self.first_token is None:
+            self.first_token = now - self.submitted
+        self._group.append(chunk)
+        if now - self._told >= self.group_seconds:
+            self._tell_group()
+            self._told = now
+
+    def tell(self, event: Exception | None) -> None:
+        """From the thread: what went wrong, or None at the end."""
+        if self._group:
+            self._tell_group()
+        self._put(event)
+
+    def _tell_group(self) -> None:
+        group, self._group = self._group, []
+        self._put(group)
+
+    def _put(self, event: list[Chunk] | Exception | None) -> None:
         try:
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
         except RuntimeError:  # the loop is closed: nobody is there any more
             self.cancelled.set()
 
-    async def chunks(self) -> AsyncIterator[Chunk]:
+    async def groups(self) -> AsyncIterator[list[Chunk]]:
         """The answer as it comes. Leaving the loop early cancels the rest."""
         try:
             while (event := await self._events.get()) is not None:
@@ -258,7 +282,7 @@ class AnswerQueue:
             before = self._llm.engine.stats
             for chunk in self._llm.stream(job.request, job.check):
                 job.stats = self._llm.engine.stats
-                job.tell(chunk)
+                job.add(chunk)
             job.end(job.stats.finish)
             return None
         except CancelledError as error:

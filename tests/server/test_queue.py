@@ -20,11 +20,12 @@ import httpx
 import pytest
 
 from conftest import LETTER_ID, serving
+from fasteagle.answer import Chunk
 from fasteagle.errors import EngineError
 from fasteagle.options import AnswerOptions, ServeOptions
 from fasteagle.server import run
 from fasteagle.server.prepare import Defaults, Planner
-from fasteagle.server.queue import Job
+from fasteagle.server.queue import Job, TimedOutError
 
 LONG = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1900, "stream": True}
 LONG["logit_bias"] = {str(LETTER_ID): 100}  # no answer ends by itself
@@ -279,6 +280,41 @@ def test_a_client_that_does_not_read_is_dropped(loaded, monkeypatch):
         assert httpx.post(found.url + CHAT, json=SHORT).status_code == 200
 
 
+@pytest.mark.parametrize(("seconds", "expected"), [(0.0, 6), (60.0, 2)])
+def test_chunks_come_in_groups_the_first_at_once(seconds, expected):
+    """A loop that is woken for each pass of a small model takes the cores from the next ones."""
+    chunks = [Chunk(str(i), (i,)) for i in range(6)]
+
+    async def groups():
+        job = Job()
+        job.group_seconds = seconds
+        job.add(chunks[0])
+        first = await asyncio.wait_for(anext(found := job.groups()), 1.0)
+        assert first == chunks[:1] and job.first_token is not None
+        for chunk in chunks[1:]:
+            job.add(chunk)
+        job.tell(None)
+        return [first, *[group async for group in found]]
+
+    told = asyncio.run(groups())
+    assert [chunk for group in told for chunk in group] == chunks
+    assert len(told) == expected
+
+
+def test_chunks_come_before_what_went_wrong():
+    async def found():
+        job, seen = Job(), []
+        job.add(Chunk("a", (1,)))
+        job.add(Chunk("b", (2,)))
+        job.tell(TimedOutError(1.0))
+        with pytest.raises(TimedOutError):
+            async for group in job.groups():
+                seen += group
+        return seen
+
+    assert [chunk.text for chunk in asyncio.run(found())] == ["a", "b"]
+
+
 def test_a_finished_answer_that_is_not_read_has_not_timed_out():
     async def outcome():
         job = Job()
@@ -286,7 +322,7 @@ def test_a_finished_answer_that_is_not_read_has_not_timed_out():
         job.end("length")
         job.tell(None)
         await asyncio.sleep(0.05)
-        assert [chunk async for chunk in job.chunks()] == []
+        assert [group async for group in job.groups()] == []
         return job.outcome
 
     assert asyncio.run(outcome()) == "length"
