@@ -45,7 +45,9 @@ def test_the_model_of_a_group_is_gone_before_the_next_one_is_loaded(
 ):
     """Even where engines are part of circles of references, as compiled code makes them."""
     monkeypatch.setattr(
-        bench, "_fitting_groups", lambda options, *_: [[(p, options.specs)] for p in ("fp32", "bf16")]
+        bench,
+        "_fitting_groups",
+        lambda options, *_: [[(p, options.specs)] for p in ("fp32", "bf16")],
     )
     made, alive = [], []
     build = bench.build_rows
