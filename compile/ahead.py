@@ -42,19 +42,23 @@ class Variant(NamedTuple):
 def collecting() -> Iterator[dict[Any, Variant]]:
     """Kernels launched inside that are not compiled yet, by name and key: they do not run.
 
-    What they would have written is left as it was. In other threads too, so that nothing else may
-    run meanwhile.
+    What they would have written is left as it was. Only those of this thread: others launch, and
+    compile, as ever.
     """
     from triton import knobs  # Triton exists where CUDA does
 
     found: dict[Any, Variant] = {}
-
-    def write_down(*, key: Any, fn: Any, compile: dict[str, Any], **rest: Any) -> bool:
-        found[fn.name, key] = Variant(fn.jit_function, compile["specialization_data"])
-        return True  # neither compile nor launch
+    me = threading.get_ident()
 
     with _ALONE:  # two that overlap would leave the first one's hook behind
         before = knobs.runtime.jit_cache_hook
+
+        def write_down(*, key: Any, fn: Any, compile: dict[str, Any], **rest: Any) -> Any:
+            if threading.get_ident() != me:
+                return before and before(key=key, fn=fn, compile=compile, **rest)
+            found[fn.name, key] = Variant(fn.jit_function, compile["specialization_data"])
+            return True  # neither compile nor launch
+
         knobs.runtime.jit_cache_hook = write_down
         try:
             yield found

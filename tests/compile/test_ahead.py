@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -88,6 +90,20 @@ def test_the_hook_that_was_there_comes_back(card):
     with pytest.raises(ZeroDivisionError), collecting():
         raise ZeroDivisionError
     assert triton.knobs.runtime.jit_cache_hook is before
+
+
+def test_kernels_of_other_threads_run(card):
+    """A chat prepares in the background, and another thread may answer meanwhile."""
+    function = SimpleNamespace(name="kernel", jit_function=None)
+    arguments = {"key": 1, "fn": function, "compile": {"specialization_data": ""}}
+    skipped = []
+    with collecting() as found:
+        hook = triton.knobs.runtime.jit_cache_hook
+        other = threading.Thread(target=lambda: skipped.append(hook(**arguments)))
+        other.start()
+        other.join()
+        assert skipped == [None] and not found
+        assert hook(**arguments) and len(found) == 1
 
 
 def test_passes_of_every_size_leave_the_engine_alone():
