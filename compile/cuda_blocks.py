@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fasteagle.compile.fixed_norm import FixedNorm
 from fasteagle.compile.tree_attention import attend
 from fasteagle.device import on_device_of
 from fasteagle.model import Block, Cast, EagleHead, RMSNorm, Transformer, run_blocks
@@ -58,31 +59,6 @@ class Alternating(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x).unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-
-
-@torch.library.custom_op("fasteagle::rms_norm", mutates_args=(), device_types="cuda")
-def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """RMSNorm of fp32 x [T, D] in the dtype of `scale` [D]; bits of a row whatever T is."""
-    from fasteagle.compile import block_kernels
-
-    with on_device_of(x):
-        return block_kernels.add_norm(x, None, scale, eps, scale.dtype)[1]
-
-
-@rms_norm.register_fake
-def _(x: Tensor, scale: Tensor, eps: float) -> Tensor:
-    return torch.empty_like(x, dtype=scale.dtype)
-
-
-class FixedNorm(nn.Module):
-    """`RMSNorm` by our kernel, for which threads per row do not depend on the number of rows."""
-
-    def __init__(self, norm: RMSNorm) -> None:
-        super().__init__()
-        self.weight, self.eps = norm.weight, norm.eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x.float().contiguous(), self.weight, self.eps)
 
 
 class FusedBlocks:
@@ -287,7 +263,7 @@ def use_fused_blocks(target: Transformer) -> bool:
 
 def is_fused(target: Transformer) -> bool:
     """Whether `use_fused_blocks` has changed this target."""
-    return isinstance(target.norm, FixedNorm)
+    return getattr(target.run_blocks, "func", None) is _run_blocks
 
 
 def use_fused_block(head: EagleHead) -> bool:

@@ -22,6 +22,7 @@ from fasteagle.compile import BlockCompiler
 from fasteagle.compile.cpu_blocks import use_native_blocks
 from fasteagle.compile.cuda_blocks import use_fused_blocks
 from fasteagle.compile.cycles import CycleCompiler
+from fasteagle.compile.fixed_norm import use_fixed_norms
 from fasteagle.compile.graphs import make_engine
 from fasteagle.compile.int8_cache import use_int8_cache
 from fasteagle.compile.tree_attention import has_kernel, use_tree_attention
@@ -279,8 +280,9 @@ def _built_engine(
         use_native_blocks(model)
     elif has_kernel(checkpoint.config, dtype, device):
         use_tree_attention(model)
-        if options.kv != "int8":  # they write the model's own format
-            use_fused_blocks(model)
+        # Fused blocks write the model's own format.
+        if options.kv == "int8" or not use_fused_blocks(model):
+            use_fixed_norms(model)
     return make_engine(model, max_seq_len)
 
 

@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 
 import interpreted_tree_attention  # noqa: F401  (its products of bf16)
-from fasteagle.compile import block_kernels, cuda_blocks, cuda_ops, draft_kernels, tree_kernels
+from fasteagle.compile import (
+    block_kernels,
+    cuda_blocks,
+    cuda_ops,
+    draft_kernels,
+    fixed_norm,
+    tree_kernels,
+)
+from fasteagle.compile.tree_attention import use_tree_attention
 from fasteagle.drafting.draft_head import top_children
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.generate import Engine
@@ -43,7 +51,7 @@ def kernels(monkeypatch):
         return block_kernels.add_norm(x, None, scale, eps, scale.dtype)[1]
 
     monkeypatch.setattr(cuda_blocks, "fused_blocks", launched)
-    monkeypatch.setattr(cuda_blocks, "rms_norm", normed)
+    monkeypatch.setattr(fixed_norm, "rms_norm", normed)
     monkeypatch.setattr(cuda_ops, "top_children", draft_kernels.top_children)
     monkeypatch.setattr(cuda_ops, "move_cache_rows", block_kernels.commit)
     monkeypatch.setattr(planes, "planes_linear", product)
@@ -90,6 +98,18 @@ def test_rows_do_not_depend_on_their_number(name, accumulate):
         assert torch.equal(part, whole[:T])
         end = SEQ_LEN + T
         assert torch.equal(cache.rows[:, :, :end], whole_cache.rows[:, :, :end])
+
+
+def test_blocks_that_do_not_fit_are_the_same_for_any_number_of_rows():
+    """Products block by block, as with a KV cache in 8 bits, between norms in a fixed order."""
+    target, dense = packed_target("qwen3")
+    expected, _ = passed(dense, 9, torch.float32)
+    assert fixed_norm.use_fixed_norms(target)
+    use_tree_attention(target)
+    whole, _ = passed(target, 9)
+    close(whole, expected, 4e-3)
+    for T in (1, 2, 5):
+        assert torch.equal(passed(target, T)[0], whole[:T])
 
 
 def test_split_products_and_a_separate_gate():
