@@ -52,11 +52,9 @@ class PlanesLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def rows(self, index: Tensor) -> Tensor:
-        """Rows [n, K] of the weight, in fp32."""
-        weight = PlanesWeight(
-            self.planes, self.params, self.out_features, self.in_features, *self.format
-        )
-        return planes.dequantize(weight)[index]
+        """Rows [n, K] of the weight, in fp32; the others are not dequantized."""
+        packed = self.planes[:, index], self.params[:, index]
+        return planes.dequantize(PlanesWeight(*packed, len(index), self.in_features, *self.format))
 
 
 def in_half_range(x: Tensor, accumulate: str) -> tuple[Tensor, Tensor | None]:
