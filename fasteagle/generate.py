@@ -306,11 +306,11 @@ class Engine:
     def _out_of_memory(self, prompt: Sequence[int]) -> str:
         """In words, at the part of `prompt` behind `cached`."""
         freed = self.cache.rows.nbytes / self.cache.n_slots * 1024 / 2**30
-        return (
-            f"out of memory at token {len(self.cached):,} of a prompt of {len(prompt):,}: lower "
-            f"--max-seq-len (1,024 tokens fewer free {freed:.2f} GiB), or use --kv int8 or "
+        fix = self.runner.advice() or (
+            f"lower --max-seq-len (1,024 tokens fewer free {freed:.2f} GiB), or use --kv int8 or "
             "--precision int4"
         )
+        return f"out of memory at token {len(self.cached):,} of a prompt of {len(prompt):,}: {fix}"
 
     def _prefill(
         self, prompt: Sequence[int], check: Callable[[], None]

@@ -53,6 +53,8 @@ class Runner:
         self.usual = EAGER
         self.compiled: dict[tuple[Drafter | None, CycleSpec], Pieces] = {}
         self.error: str | None = None  # why cycles are not replayed that should be
+        # What to do where memory is short, in words; whoever loads a model knows what would fit.
+        self.advice: Callable[[], str | None] = lambda: None
         self._on_cpu = state.root.device.type == "cpu"
         self._times: dict[str, float] = {}
         self._extended = False
