@@ -187,14 +187,17 @@ class CapturedRunner(Runner):
     def prepare(self, specs: Sequence[CycleSpec], drafter: Drafter | None) -> None:
         """Capture what is not yet; cycles run on the state, which is restored."""
         self._make_room(specs[0].kind)
-        rows = {spec.rows for spec in specs}
-        if not rows <= self._rows_ahead:
-            compile_ahead(self.target, drafter, specs)
-            self._rows_ahead |= rows
+        self.compile_ahead(specs, drafter)
         for spec in specs:
             key = self._key(spec, drafter)
             if key not in self._replays:
                 self._replays[key] = self._captured(spec, drafter)
+
+    def compile_ahead(self, specs: Sequence[CycleSpec], drafter: Drafter | None) -> None:
+        rows = {spec.rows for spec in specs}
+        if not rows <= self._rows_ahead:
+            compile_ahead(self.target, drafter, specs, self.state.move_rows)
+            self._rows_ahead |= rows
 
     def _make_room(self, kind: object) -> None:
         if kind in self._kinds:

@@ -399,10 +399,17 @@ class Engine:
         """Let the runner prepare every cycle that answers drawn like this may need."""
         self._prepare(DrawKind.of(params, self.model.config.vocab_size), params)
 
+    def compile_ahead(self) -> None:
+        """Let the runner compile its device's kernels now, not within the first answer."""
+        self.runner.compile_ahead(self._specs(DrawKind()), self.drafter)
+
+    def _specs(self, kind: DrawKind) -> list[CycleSpec]:
+        """Variants of the cycle that answers drawn like this may need."""
+        shapes = [] if self.drafter is None else self.drafter.shapes()
+        return [self.spec(shape, kind) for shape in (None, *shapes)]
+
     def _prepare(self, kind: DrawKind, params: SamplingParams) -> None:
-        drafter = self.drafter
-        shapes = [] if drafter is None else drafter.shapes()
-        specs = [self.spec(shape, kind) for shape in (None, *shapes)]
+        drafter, specs = self.drafter, self._specs(kind)
         if not self.runner.needs(specs, drafter):
             return
         self.reserve(len(self.cached) + 1, max(spec.rows for spec in specs), MAX_DEPTH)

@@ -67,6 +67,9 @@ class Runner:
         """Whether `prepare` has something to do for these."""
         return False
 
+    def compile_ahead(self, specs: Sequence[CycleSpec], drafter: Drafter | None) -> None:
+        """Compile the device's kernels that cycles of these and prompts launch."""
+
     def prepare(self, specs: Sequence[CycleSpec], drafter: Drafter | None) -> None:
         """Make ready what is needed before the first cycle of these; may run cycles."""
 
