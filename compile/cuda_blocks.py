@@ -28,6 +28,13 @@ from fasteagle.tree import TreeView
 TENSORS = 13  # that the kernels read of one block
 FORMATS = 4  # numbers that describe a packed weight
 MAX_ROWS = 64  # of the products' kernels
+# EAGLE-1/2's block reads the residual stream, which no norm bounds: beyond this it is cut, or sums
+# of 128 products in fp16 might be infinite, and infinite logits name no token. Draft tokens may
+# differ by it, and text does not. Other inputs of products are bounded: 128 columns of a normed row
+# add up to at most sqrt(128 D) times the norm's scale, and weights enter as less than 1, so that
+# scales up to 60 are in range at D = 8,192. Attention yields averages of values, which are in range
+# up to 500 even if all 128 are equal. The inputs of `down` have scales of their own.
+MOST_UNNORMED = 511.75
 COLUMNS = 64  # that a linear's inputs are a multiple of
 
 
@@ -206,7 +213,9 @@ def launch_blocks(
         )
         k_cache, v_cache = caches[2 * i : 2 * i + 2]
         if entry is None:
-            x, normed = kernels.add_norm(x, parts, weights.attention_norm, eps, torch.float16)
+            scale = weights.attention_norm
+            limit = 0.0 if scale is not None else MOST_UNNORMED
+            x, normed = kernels.add_norm(x, parts, scale, eps, torch.float16, limit)
         else:
             normed = entry
         parts = _attention(normed, weights, rows, view, k_cache, v_cache, eps, accumulate)

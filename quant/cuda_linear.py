@@ -53,8 +53,9 @@ class PlanesLinear(nn.Module):
 
     def rows(self, index: Tensor) -> Tensor:
         """Rows [n, K] of the weight, in fp32; the others are not dequantized."""
-        packed = self.planes[:, index], self.params[:, index]
-        return planes.dequantize(PlanesWeight(*packed, len(index), self.in_features, *self.format))
+        held, params = self.planes[:, index], self.params[:, index]
+        weight = PlanesWeight(held, params, len(index), self.in_features, *self.format)
+        return planes.dequantize(weight)
 
 
 def in_half_range(x: Tensor, accumulate: str) -> tuple[Tensor, Tensor | None]:

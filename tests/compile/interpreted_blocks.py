@@ -159,6 +159,21 @@ def test_the_block_of_a_draft_head(algorithm):
     close(results[1], results[0], 2e-3)
 
 
+@pytest.mark.parametrize("accumulate", ["fp32", "fp16"])
+def test_a_draft_head_fed_with_huge_features_stays_finite(accumulate):
+    """No norm bounds what EAGLE-1's block reads."""
+    target, _ = packed_target("mha")
+    head, _ = packed_head(random_head(target))
+    head.block.attention.qkv.accumulate = accumulate
+    assert cuda_blocks.use_fused_block(head)
+    view = view_of(2, None)
+    x = 1e6 * torch.randn(2, 128, generator=torch.Generator().manual_seed(1))
+    rope = [t[view.seq_len + view.depths].unsqueeze(1) for t in (target.rope_cos, target.rope_sin)]
+    cache = KVCache(head.config.block, 256, torch.float16, "cpu")
+    rows = view.seq_len + torch.arange(2)
+    assert head.block(x, *rope, rows, view, *cache.layers[0], None).isfinite().all()
+
+
 @pytest.mark.parametrize("path", [[0, 2, 5, 6], [0, 1, 3, 0], [0, 0, 0, 0], [0, 1, 2, 3], [0]])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int8])
 def test_commit(path, dtype):

@@ -130,13 +130,13 @@ KERNELS = {
     "norm": (
         block_kernels.norm_kernel,
         NORM_ARGUMENTS,
-        dict(SPLIT=7, NORMED=True, STORED=True, BLOCK=4096),
+        dict(SPLIT=7, NORMED=True, STORED=True, LIMIT=0.0, BLOCK=4096),
         block_kernels.norm_options(4096),
     ),
     "wide norm": (
         block_kernels.norm_kernel,
         NORM_ARGUMENTS,
-        dict(SPLIT=3, NORMED=True, STORED=True, BLOCK=8192),
+        dict(SPLIT=3, NORMED=True, STORED=True, LIMIT=0.0, BLOCK=8192),
         block_kernels.norm_options(8192),
     ),
     "rope": (
