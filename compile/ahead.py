@@ -12,11 +12,12 @@ import contextlib
 import importlib.util
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.draft_head import HeadDrafter
@@ -42,19 +43,23 @@ class Variant(NamedTuple):
 def collecting() -> Iterator[dict[Any, Variant]]:
     """Kernels launched inside that are not compiled yet, by name and key: they do not run.
 
-    What they would have written is left as it was. In other threads too, so that nothing else may
-    run meanwhile.
+    What they would have written is left as it was. Only those of this thread: others launch, and
+    compile, as ever.
     """
     from triton import knobs  # Triton exists where CUDA does
 
     found: dict[Any, Variant] = {}
-
-    def write_down(*, key: Any, fn: Any, compile: dict[str, Any], **rest: Any) -> bool:
-        found[fn.name, key] = Variant(fn.jit_function, compile["specialization_data"])
-        return True  # neither compile nor launch
+    me = threading.get_ident()
 
     with _ALONE:  # two that overlap would leave the first one's hook behind
         before = knobs.runtime.jit_cache_hook
+
+        def write_down(*, key: Any, fn: Any, compile: dict[str, Any], **rest: Any) -> Any:
+            if threading.get_ident() != me:
+                return before and before(key=key, fn=fn, compile=compile, **rest)
+            found[fn.name, key] = Variant(fn.jit_function, compile["specialization_data"])
+            return True  # neither compile nor launch
+
         knobs.runtime.jit_cache_hook = write_down
         try:
             yield found
@@ -75,7 +80,12 @@ def compile_all(variants: Sequence[Variant], device: torch.device, workers: int)
         list(pool.map(one, variants))
 
 
-def compile_ahead(target: Transformer, drafter: Drafter | None, specs: Sequence[CycleSpec]) -> int:
+def compile_ahead(
+    target: Transformer,
+    drafter: Drafter | None,
+    specs: Sequence[CycleSpec],
+    move_rows: Callable[[KVCache, Tensor, Tensor], None] = KVCache.commit,
+) -> int:
     """Compile what passes of `specs` and prompts launch; how many variants there were.
 
     Whatever fails here is compiled when it is launched, as it would have been.
@@ -86,6 +96,7 @@ def compile_ahead(target: Transformer, drafter: Drafter | None, specs: Sequence[
     with contextlib.suppress(Exception):
         with collecting() as found:
             run_passes(target, drafter, sorted({1, *(spec.rows for spec in specs)}))
+            run_commits(target, specs, move_rows)
         torch.cuda.synchronize(device)
         workers = min(MOST_WORKERS, os.cpu_count() or 1)
         line = f"compiling {len(found)} kernels, {workers} at a time ..."
@@ -118,14 +129,33 @@ def run_passes(target: Transformer, drafter: Drafter | None, rows: Sequence[int]
     target.encode(torch.zeros_like(row), row, row, mask, cache)
     if isinstance(drafter, HeadDrafter):
         for T in sorted({1, *(shape.topk or 1 for shape in drafter.shapes())}):
-            _run_head(drafter, T)
+            logits = _run_head(drafter, T)
+            for k in {shape.topk or 1 for shape in drafter.shapes()}:
+                # Ranked as they are, and with noise, which is added to them in fp32.
+                for ranked in {logits.dtype: logits, torch.float32: logits.float()}.values():
+                    drafter.top_children(ranked, k)
 
 
-def _run_head(drafter: HeadDrafter, T: int) -> None:
+@torch.no_grad()
+def run_commits(
+    target: Transformer,
+    specs: Sequence[CycleSpec],
+    move_rows: Callable[[KVCache, Tensor, Tensor], None],
+) -> None:
+    """Move rows of a cache as cycles of `specs` do when they commit."""
+    cache = target.new_cache(KEY_BLOCK)
+    for depth in sorted({spec.depth for spec in specs if spec.depth and not spec.in_place}):
+        levels = torch.arange(depth + 1, device=cache.rows.device)
+        move_rows(cache, levels, levels)
+
+
+def _run_head(drafter: HeadDrafter, T: int) -> Tensor:
+    """Draft logits [T, V] of one step."""
     head, own = drafter.head, drafter.cache.rows
     cache = KVCache(head.config.block, KEY_BLOCK, own.dtype, own.device)
     row = torch.arange(T, device=own.device)
     features = own.new_zeros(T, head.config.feature_dim)
     paths = row.to(torch.int32).expand(T, T).contiguous()
     mask = drafter.visible_keys(TreeView(torch.zeros_like(row[0]), paths, row), cache.n_slots)
-    head(torch.zeros_like(row), head.read(features), row, row, mask, cache)
+    logits, _ = head(torch.zeros_like(row), head.read(features), row, row, mask, cache)
+    return logits

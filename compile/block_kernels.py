@@ -32,18 +32,29 @@ def norm_options(D: int) -> dict[str, object]:
 
 
 def add_norm(
-    x: Tensor, parts: Tensor | None, scale: Tensor | None, eps: float, dtype: torch.dtype
+    x: Tensor,
+    parts: Tensor | None,
+    scale: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+    limit: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """(x + the sum of `parts`, its RMSNorm by `scale` [D] in `dtype`), for fp32 x [M, D].
 
-    Without `scale` the second is the first in another dtype; without `parts` the first is x.
+    Without `scale` the second is the first in another dtype; without `parts` the first is x. The
+    second is brought within +-`limit` unless that is 0.
     """
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    return _norm(x, parts, scale, eps, out), out
+    return _norm(x, parts, scale, eps, out, limit), out
 
 
 def _norm(
-    x: Tensor, parts: Tensor | None, scale: Tensor | None, eps: float, out: Tensor | None
+    x: Tensor,
+    parts: Tensor | None,
+    scale: Tensor | None,
+    eps: float,
+    out: Tensor | None,
+    limit: float = 0.0,
 ) -> Tensor:
     M, D = x.shape
     total = x if parts is None else torch.empty_like(x)
@@ -61,6 +72,7 @@ def _norm(
         SPLIT=S,
         NORMED=scale is not None,
         STORED=out is not None,
+        LIMIT=limit,
         BLOCK=triton.next_power_of_2(D),
         **norm_options(D),
     )
@@ -176,6 +188,7 @@ def norm_kernel(
     SPLIT: tl.constexpr,
     NORMED: tl.constexpr,
     STORED: tl.constexpr,
+    LIMIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One row: x + parts[0] + parts[1] + ..., then x / rms(x) * scale."""
@@ -193,6 +206,8 @@ def norm_kernel(
         mean = tl.sum(x * x, 0) / D
         x = x / tl.sqrt_rn(mean + eps)
         x *= tl.load(scale_ptr + n, mask=n < D, other=0.0).to(tl.float32)
+    if LIMIT > 0:
+        x = tl.minimum(tl.maximum(x, -LIMIT), LIMIT)
     if STORED:
         tl.store(out_ptr + row * D + n, x.to(out_ptr.dtype.element_ty), mask=n < D)
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fasteagle.compile.fixed_norm import FixedNorm
 from fasteagle.compile.tree_attention import attend
 from fasteagle.device import on_device_of
 from fasteagle.model import Block, Cast, EagleHead, RMSNorm, Transformer, run_blocks
@@ -27,6 +28,13 @@ from fasteagle.tree import TreeView
 TENSORS = 13  # that the kernels read of one block
 FORMATS = 4  # numbers that describe a packed weight
 MAX_ROWS = 64  # of the products' kernels
+# EAGLE-1/2's block reads the residual stream, which no norm bounds: beyond this it is cut, or sums
+# of 128 products in fp16 might be infinite, and infinite logits name no token. Draft tokens may
+# differ by it, and text does not. Other inputs of products are bounded: 128 columns of a normed row
+# add up to at most sqrt(128 D) times the norm's scale, and weights enter as less than 1, so that
+# scales up to 60 are in range at D = 8,192. Attention yields averages of values, which are in range
+# up to 500 even if all 128 are equal. The inputs of `down` have scales of their own.
+MOST_UNNORMED = 511.75
 COLUMNS = 64  # that a linear's inputs are a multiple of
 
 
@@ -58,31 +66,6 @@ class Alternating(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x).unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-
-
-@torch.library.custom_op("fasteagle::rms_norm", mutates_args=(), device_types="cuda")
-def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """RMSNorm of fp32 x [T, D] in the dtype of `scale` [D]; bits of a row whatever T is."""
-    from fasteagle.compile import block_kernels
-
-    with on_device_of(x):
-        return block_kernels.add_norm(x, None, scale, eps, scale.dtype)[1]
-
-
-@rms_norm.register_fake
-def _(x: Tensor, scale: Tensor, eps: float) -> Tensor:
-    return torch.empty_like(x, dtype=scale.dtype)
-
-
-class FixedNorm(nn.Module):
-    """`RMSNorm` by our kernel, for which threads per row do not depend on the number of rows."""
-
-    def __init__(self, norm: RMSNorm) -> None:
-        super().__init__()
-        self.weight, self.eps = norm.weight, norm.eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x.float().contiguous(), self.weight, self.eps)
 
 
 class FusedBlocks:
@@ -230,7 +213,9 @@ def launch_blocks(
         )
         k_cache, v_cache = caches[2 * i : 2 * i + 2]
         if entry is None:
-            x, normed = kernels.add_norm(x, parts, weights.attention_norm, eps, torch.float16)
+            scale = weights.attention_norm
+            limit = 0.0 if scale is not None else MOST_UNNORMED
+            x, normed = kernels.add_norm(x, parts, scale, eps, torch.float16, limit)
         else:
             normed = entry
         parts = _attention(normed, weights, rows, view, k_cache, v_cache, eps, accumulate)
@@ -287,7 +272,7 @@ def use_fused_blocks(target: Transformer) -> bool:
 
 def is_fused(target: Transformer) -> bool:
     """Whether `use_fused_blocks` has changed this target."""
-    return isinstance(target.norm, FixedNorm)
+    return getattr(target.run_blocks, "func", None) is _run_blocks
 
 
 def use_fused_block(head: EagleHead) -> bool:

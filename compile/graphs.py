@@ -56,51 +56,61 @@ class Graphs(Protocol):
 
 
 class CudaGraphs:
-    """Steps as CUDA graphs that share one memory pool."""
+    """Steps as CUDA graphs that share one memory pool and are captured on one stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = torch.device("cuda", _index(device))
-        self._pool: Any = torch.cuda.graph_pool_handle()
+        # One for all captures: the allocator keeps blocks by stream, cuBLAS a workspace.
+        self._side = torch.cuda.Stream(self._device)
+        self._pool: Any = None
+        self._anchor: Callable[[], None] | None = None
 
     def capture(self, step: Callable[[], None], restore: Callable[[], None]) -> Callable[[], None]:
         """Raises whatever forbids it; then the stream is the old one and the pool a new one."""
-        side = torch.cuda.Stream(self._device)
+        side = self._side
         side.wait_stream(torch.cuda.current_stream(self._device))
-        graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.stream(side):
                 for _ in range(WARM_UPS):
                     step()
                     restore()
-                side.synchronize()
-                # Other threads may use the device meanwhile: a chat prepares in the background.
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    step()
-                except BaseException:
-                    self._abandon(graph)
-                    raise
-                self._end(graph)
+                if self._pool is None:
+                    self._open_pool()
+                return self._record(step)
         finally:
             torch.cuda.current_stream(self._device).wait_stream(side)
-        return graph.replay
 
-    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+    def _record(self, step: Callable[[], object]) -> Callable[[], None]:
+        torch.cuda.current_stream(self._device).synchronize()
+        graph = torch.cuda.CUDAGraph()
         try:
+            # Other threads may use the device meanwhile: a chat prepares in the background.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            step()
             graph.capture_end()
         except BaseException:
+            with contextlib.suppress(RuntimeError):  # the capture is invalid, as expected
+                graph.capture_end()
             self._close_pool()
             raise
+        return graph.replay
 
-    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        with contextlib.suppress(RuntimeError):  # the capture is invalid, as expected
-            self._end(graph)
+    def _open_pool(self) -> None:
+        """Begin a pool with a graph that is never replayed.
+
+        A pool lives as long as a graph uses it, and whoever captures into it later is refused: all
+        graphs of cycles may be gone for a while. `torch._inductor.cudagraph_trees` does the same.
+        """
+        self._pool = torch.cuda.graph_pool_handle()
+        cell = torch.zeros(1, device=self._device)
+        self._anchor = self._record(cell.zero_)
 
     def _close_pool(self) -> None:
         """`capture_end` raises before it ends the allocation to the pool, which would go on."""
         with contextlib.suppress(RuntimeError):  # or it has ended it
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = self._anchor = None
+        self._side = torch.cuda.Stream(self._device)  # the old one may be left in capture mode
 
     def place(self, result: Tensor) -> Place:
         return PinnedPlace(result)
@@ -177,14 +187,17 @@ class CapturedRunner(Runner):
     def prepare(self, specs: Sequence[CycleSpec], drafter: Drafter | None) -> None:
         """Capture what is not yet; cycles run on the state, which is restored."""
         self._make_room(specs[0].kind)
-        rows = {spec.rows for spec in specs}
-        if not rows <= self._rows_ahead:
-            compile_ahead(self.target, drafter, specs)
-            self._rows_ahead |= rows
+        self.compile_ahead(specs, drafter)
         for spec in specs:
             key = self._key(spec, drafter)
             if key not in self._replays:
                 self._replays[key] = self._captured(spec, drafter)
+
+    def compile_ahead(self, specs: Sequence[CycleSpec], drafter: Drafter | None) -> None:
+        rows = {spec.rows for spec in specs}
+        if not rows <= self._rows_ahead:
+            compile_ahead(self.target, drafter, specs, self.state.move_rows)
+            self._rows_ahead |= rows
 
     def _make_room(self, kind: object) -> None:
         if kind in self._kinds:
@@ -212,6 +225,8 @@ class CapturedRunner(Runner):
             return self._graphs.capture(step, restore)
         except Exception as error:  # whatever forbids it, the step itself still works
             self.error = (str(error) or type(error).__name__).strip().splitlines()[0][:200]
+            if isinstance(error, torch.OutOfMemoryError) and (advice := self.advice()):
+                self.error = f"{self.error}: {advice}"
             return None
         finally:
             restore()

@@ -195,8 +195,11 @@ class Measurement:
                 total = 1e3 * (time.perf_counter() - begin)
             parts = 1e3 * ((done.draft_seconds or 0.0) + (done.verify_seconds or 0.0))
             return total, total - parts
-        total = self._timed(lambda: decode_cycle(engine.state, engine.model, drafter, spec), shape)
-        parts = self.verify(spec.rows) + (0.0 if shape is None else self.draft(shape))
+        pieces = engine.runner.pieces(spec, drafter)
+        work = functools.partial(decode_cycle, engine.state, engine.model, drafter, spec, pieces)
+        total = self._timed(work, shape)
+        eager = (drafter, spec) not in engine.runner.compiled
+        parts = self.verify(spec.rows) + (0.0 if shape is None else self.draft(shape, eager))
         return total, max(0.0, total - parts)
 
     def _timed(self, work: Callable[[], object], shape: AnyShape | None) -> float:

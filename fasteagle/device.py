@@ -15,6 +15,8 @@ from fasteagle.errors import FasteagleError, note
 OLDEST_CAPABILITY = (8, 0)  # what our kernels are compiled for and bf16 products need
 # Of GeForce cards: their tensor cores add up in fp32 at half the rate. Others of these do not.
 HALF_RATE = {(8, 6), (8, 9)}
+# What torch built for CUDA says where there is no card to miss.
+NO_CARD = ("Found no NVIDIA driver", "No CUDA GPUs are available")
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -41,6 +43,10 @@ def _auto_device() -> torch.device:
         if problem is None:
             return torch.device("cuda")
         note(f"warning: the CPU is used: {problem}")
+    elif torch.version.cuda is not None:
+        problem = _init_problem()
+        if problem is not None and not any(said in problem for said in NO_CARD):
+            note(f"warning: the CPU is used: {problem}")
     return torch.device("cpu")
 
 
@@ -66,11 +72,17 @@ def _no_cuda() -> str:
     """Why there is no CUDA device: the build, the driver, or there is no card."""
     if torch.version.cuda is None:
         return "0 CUDA devices found, and this torch is built for CPUs"
+    problem = _init_problem()
+    return "0 CUDA devices found" + ("" if problem is None else f" ({problem})")
+
+
+def _init_problem() -> str | None:
+    """Why the driver cannot be used, or None; a machine without a card has none."""
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
-        return f"0 CUDA devices found ({_first_line(error)})"
-    return "0 CUDA devices found"
+        return _first_line(error)
+    return None
 
 
 def _first_line(error: BaseException) -> str:

@@ -310,11 +310,11 @@ class Engine:
     def _out_of_memory(self, prompt: Sequence[int]) -> str:
         """In words, at the part of `prompt` behind `cached`."""
         freed = self.cache.rows.nbytes / self.cache.n_slots * 1024 / 2**30
-        return (
-            f"out of memory at token {len(self.cached):,} of a prompt of {len(prompt):,}: lower "
-            f"--max-seq-len (1,024 tokens fewer free {freed:.2f} GiB), or use --kv int8 or "
+        fix = self.runner.advice() or (
+            f"lower --max-seq-len (1,024 tokens fewer free {freed:.2f} GiB), or use --kv int8 or "
             "--precision int4"
         )
+        return f"out of memory at token {len(self.cached):,} of a prompt of {len(prompt):,}: {fix}"
 
     def _prefill(
         self, prompt: Sequence[int], check: Callable[[], None]
@@ -403,10 +403,17 @@ class Engine:
         """Let the runner prepare every cycle that answers drawn like this may need."""
         self._prepare(DrawKind.of(params, self.model.config.vocab_size), params)
 
+    def compile_ahead(self) -> None:
+        """Let the runner compile its device's kernels now, not within the first answer."""
+        self.runner.compile_ahead(self._specs(DrawKind()), self.drafter)
+
+    def _specs(self, kind: DrawKind) -> list[CycleSpec]:
+        """Variants of the cycle that answers drawn like this may need."""
+        shapes = [] if self.drafter is None else self.drafter.shapes()
+        return [self.spec(shape, kind) for shape in (None, *shapes)]
+
     def _prepare(self, kind: DrawKind, params: SamplingParams) -> None:
-        drafter = self.drafter
-        shapes = [] if drafter is None else drafter.shapes()
-        specs = [self.spec(shape, kind) for shape in (None, *shapes)]
+        drafter, specs = self.drafter, self._specs(kind)
         if not self.runner.needs(specs, drafter):
             return
         self.reserve(len(self.cached) + 1, max(spec.rows for spec in specs), MAX_DEPTH)

@@ -350,4 +350,5 @@ def open_llm(
     else:
         checkpoint = runtime.checkpoint
         engine.use(make_drafter(runtime.name, engine, checkpoint, draft, notify, asked, documents))
+    engine.compile_ahead()
     return LLM(runtime.name, engine, runtime.tokenizer, prefix_cache_gb)

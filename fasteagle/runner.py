@@ -53,6 +53,8 @@ class Runner:
         self.usual = EAGER
         self.compiled: dict[tuple[Drafter | None, CycleSpec], Pieces] = {}
         self.error: str | None = None  # why cycles are not replayed that should be
+        # What to do where memory is short, in words; whoever loads a model knows what would fit.
+        self.advice: Callable[[], str | None] = lambda: None
         self._on_cpu = state.root.device.type == "cpu"
         self._times: dict[str, float] = {}
         self._extended = False
@@ -64,6 +66,9 @@ class Runner:
     def needs(self, specs: Sequence[CycleSpec], drafter: Drafter | None) -> bool:
         """Whether `prepare` has something to do for these."""
         return False
+
+    def compile_ahead(self, specs: Sequence[CycleSpec], drafter: Drafter | None) -> None:
+        """Compile the device's kernels that cycles of these and prompts launch."""
 
     def prepare(self, specs: Sequence[CycleSpec], drafter: Drafter | None) -> None:
         """Make ready what is needed before the first cycle of these; may run cycles."""

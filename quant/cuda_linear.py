@@ -52,11 +52,10 @@ class PlanesLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def rows(self, index: Tensor) -> Tensor:
-        """Rows [n, K] of the weight, in fp32."""
-        weight = PlanesWeight(
-            self.planes, self.params, self.out_features, self.in_features, *self.format
-        )
-        return planes.dequantize(weight)[index]
+        """Rows [n, K] of the weight, in fp32; the others are not dequantized."""
+        held, params = self.planes[:, index], self.params[:, index]
+        weight = PlanesWeight(held, params, len(index), self.in_features, *self.format)
+        return planes.dequantize(weight)
 
 
 def in_half_range(x: Tensor, accumulate: str) -> tuple[Tensor, Tensor | None]:

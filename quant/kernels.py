@@ -26,12 +26,11 @@ from torch import Tensor
 
 from fasteagle.errors import FasteagleError
 from fasteagle.quant.planes import ACCUMULATE, BLOCK_N, LARGEST_EXPONENT, PlanesWeight
-from fasteagle.quant.tiling import Tiling, tiling
+from fasteagle.quant.tiling import Card, Tiling, tiling
 from fasteagle.quant.unpack_kernels import as_row, group_params, half_range, plane_values
 
 MAX_ROWS = 64  # above this the weight is dequantized and cuBLAS multiplies
 INTERPRETED = triton.knobs.runtime.interpret  # has no inline assembly; runs on the CPU
-RTX_3090_SMS = 82
 SPAN = 64  # columns of an activation that share a scale: what a program with gates yields
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}  # fused only where the code says so
 
@@ -79,7 +78,7 @@ def partial_sums(
     rows: inputs beyond the range of fp16, see `gate_kernel`.
     """
     M = x.shape[0]
-    cut = tiling(weight.layout, weight.N, weight.K, M, multiprocessors(x.device))
+    cut = tiling(weight.layout, weight.N, weight.K, M, card_of(x.device))
     columns = weight.N if cut.split == 1 else weight.planes.shape[1]
     parts = x.new_empty(cut.split, M, columns, dtype=torch.float32)
     _launch(x, weight, accumulate, cut, parts, parts, scales)
@@ -93,7 +92,7 @@ def gated(x: Tensor, weight: PlanesWeight, accumulate: str) -> tuple[Tensor, Ten
     whole before all programs are done.
     """
     M = x.shape[0]
-    cut = tiling(weight.layout, weight.N, weight.K, M, multiprocessors(x.device))
+    cut = tiling(weight.layout, weight.N, weight.K, M, card_of(x.device))
     if cut.split > 1:
         return None
     out = x.new_empty(1, M, weight.N // 2)
@@ -179,10 +178,12 @@ def format_constants(weight: PlanesWeight) -> dict[str, object]:
 
 
 @functools.cache
-def multiprocessors(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).multi_processor_count
-    return RTX_3090_SMS
+def card_of(device: torch.device) -> Card:
+    """What tilings are chosen by; elsewhere than on CUDA those of an RTX 3090."""
+    if device.type != "cuda":
+        return Card.like_3090(82)
+    found = torch.cuda.get_device_properties(device)
+    return Card.of(found.multi_processor_count, (found.major, found.minor))
 
 
 @triton.jit(do_not_specialize=["M", "tiles", "tiles_per_split"])

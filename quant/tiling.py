@@ -9,6 +9,7 @@ Shapes: M rows of x, N outputs, K inputs.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from fasteagle.quant.planes import BLOCK_N, Layout
 
@@ -52,13 +53,37 @@ class Card:
         """The bandwidth of an RTX 3090 for each of `n_sm` multiprocessors."""
         return cls(n_sm, 936.0 / 82 * n_sm)
 
+    @classmethod
+    def of(cls, n_sm: int, capability: tuple[int, int]) -> Card:
+        """A card of `n_sm` multiprocessors by the one below that is nearest in its architecture.
 
-def tiling(layout: Layout, N: int, K: int, rows: int, n_sm: int) -> Tiling:
-    """The tiling for `rows` rows of x with a weight [N, K], on `n_sm` multiprocessors.
+        Nothing that is measured or set by a person: the split of a weight, and with it the order of
+        its sums, is the same in every process on a device.
+        """
+        known = max((c for c in BY_CAPABILITY if c <= capability), default=min(BY_CAPABILITY))
+        like = BY_CAPABILITY[known]
+        return dataclasses.replace(like, n_sm=n_sm, gb_s=like.gb_s / like.n_sm * n_sm)
+
+
+# By data sheets. Only GeForce cards add up in fp32 at half the rate, and there only the LM head
+# does, which is bound by memory: predictions take the rate of fp16 sums everywhere.
+BY_CAPABILITY = {
+    (8, 0): Card(108, 1935.0, ghz=1.41, cache_gb_s=4000.0, macs_fp32=1024, macs_fp16=1024),  # A100
+    (8, 6): Card.like_3090(82),
+    (8, 9): Card(128, 1008.0, ghz=2.52, cache_gb_s=4000.0),  # RTX 4090
+    # H100: `mma.sync`, which Triton's products of 16 rows are, runs at half the rate of `wgmma`.
+    (9, 0): Card(132, 3350.0, ghz=1.755, cache_gb_s=5500.0, macs_fp32=1024, macs_fp16=1024),
+    (12, 0): Card(170, 1792.0, ghz=2.4, cache_gb_s=6000.0),  # RTX 5090
+}
+
+
+@functools.cache
+def tiling(layout: Layout, N: int, K: int, rows: int, card: Card) -> Tiling:
+    """The tiling for `rows` rows of x with a weight [N, K]; asked for at every launch.
 
     Rows are cut into narrow blocks or wide ones, whichever is predicted faster.
     """
-    split, card = split_k(layout, N, K, n_sm), Card.like_3090(n_sm)
+    split = split_k(layout, N, K, card)
     cuts = [cut_rows(layout, rows, block_m, split) for block_m in ROW_BLOCKS]
     return min(cuts, key=lambda cut: microseconds(cut, layout, N, K, rows, card, fp16=True))
 
@@ -81,16 +106,17 @@ def weight_bytes(layout: Layout) -> int:
     return BLOCK_N * (layout.tile * layout.bits // 8 + each * groups)
 
 
-def split_k(layout: Layout, N: int, K: int, n_sm: int) -> int:
-    """Into how many parts K is split: what is predicted fastest on a card with `n_sm`.
+@functools.cache
+def split_k(layout: Layout, N: int, K: int, card: Card) -> int:
+    """Into how many parts K is split: what is predicted fastest.
 
     Few programs count as somewhat slower, for the prediction trusts them to hide all latencies.
     """
-    card, tiles = Card.like_3090(n_sm), -(-K // layout.tile)
+    tiles = -(-K // layout.tile)
 
     def predicted(split: int) -> float:
         cut = cut_rows(layout, DESIGN_ROWS, DESIGN_ROWS, split)
-        few = -(-N // BLOCK_N) * split < 1.5 * n_sm
+        few = -(-N // BLOCK_N) * split < 1.5 * card.n_sm
         found = microseconds(cut, layout, N, K, DESIGN_ROWS, card, fp16=True)
         return found * (1.05 if few else 1.0)
 

@@ -70,7 +70,7 @@ def test_a_card_that_is_too_old(cards, capsys):
     assert capsys.readouterr().err == f"warning: the CPU is used: {reason}\n", "said once"
 
 
-def test_a_driver_older_than_the_runtime(cards):
+def test_a_driver_older_than_the_runtime(cards, capsys):
     def init():
         raise RuntimeError(
             "The NVIDIA driver on your system is too old (found version 11040). Please update\nmore"
@@ -81,7 +81,24 @@ def test_a_driver_older_than_the_runtime(cards):
         "device 'cuda': 0 CUDA devices found (The NVIDIA driver on your system is too old (found "
         "version 11040)): use --device cpu"
     )
-    assert pick_device("auto") == CPU
+    assert pick_device("auto") == pick_device("auto") == CPU
+    assert capsys.readouterr().err == (
+        "warning: the CPU is used: The NVIDIA driver on your system is too old (found version "
+        "11040)\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "said", ["Found no NVIDIA driver on your system. Please check", "No CUDA GPUs are available"]
+)
+def test_a_machine_without_a_card_needs_no_line(cards, capsys, said):
+    """The usual torch is built for CUDA and finds no driver there."""
+
+    def init():
+        raise RuntimeError(said)
+
+    cards(0, init=init)
+    assert pick_device("auto") == CPU and capsys.readouterr().err == ""
 
 
 def test_a_torch_without_cuda(cards):

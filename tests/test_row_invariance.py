@@ -10,18 +10,23 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fasteagle.compile.cuda_blocks import fits, is_fused
 from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.loading import source
 from fasteagle.loading.checkpoint import open_checkpoint
 from fasteagle.loading.open import build_engine
 from fasteagle.loading.quantize import with_scheme
 from fasteagle.options import RuntimeOptions, SamplingParams
 from fasteagle.quant import cpu_build
+from fasteagle.quant.cuda_linear import PlanesLinear
 from fasteagle.tree import TreeShape
 from helpers import random_head, save_tiny, verify_rows
 
 ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 PROMPT = list(range(5, 45))
 GREEDY = SamplingParams()
+# All inputs in whole columns of the fused blocks, which is what runs at usual sizes.
+SIZES = {"hidden_size": 256, "intermediate_size": 128}
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=ON_CUDA)])
@@ -31,13 +36,29 @@ def device(request):
     return torch.device(request.param)
 
 
-@pytest.fixture(scope="module", params=["int4-g32", "int8"], ids=str)
+@pytest.fixture(
+    scope="module", params=[("int4-g32", "auto"), ("int8", "auto"), ("int4-g32", "int8")], ids=str
+)
 def engine(request, device, tmp_path_factory):
-    folder = save_tiny(tmp_path_factory.mktemp("invariance"), hidden_size=256)
-    options = RuntimeOptions(device=str(device), quant=request.param, max_seq_len=256)
-    checkpoint = open_checkpoint(folder)
-    checkpoint = with_scheme(checkpoint, request.param, 8)
-    return build_engine(checkpoint, "bf16", device, options, "tiny")
+    quant, kv = request.param
+    if device.type == "cpu" and kv == "int8":
+        pytest.skip("attention of the CPU over int8 keys promises nothing")
+    folder = save_tiny(tmp_path_factory.mktemp("invariance"), **SIZES)
+    options = RuntimeOptions(device=str(device), quant=quant, max_seq_len=256, kv=kv)
+    checkpoint = with_scheme(open_checkpoint(folder), quant, 8)
+    made = build_engine(checkpoint, "bf16", device, options, "tiny")
+    if device.type == "cuda":
+        assert is_fused(made.model) == (kv == "auto")
+    return made
+
+
+def test_the_sizes_here_fit_the_fused_blocks(tmp_path, monkeypatch):
+    """Without a GPU, too: the linears of CUDA on the CPU."""
+    monkeypatch.setattr(source, "make_linear", lambda weight, bias, *_: PlanesLinear(weight, bias))
+    checkpoint = with_scheme(open_checkpoint(save_tiny(tmp_path, **SIZES)), "int4-g32", 8)
+    options = RuntimeOptions(device="cpu", max_seq_len=256, cpu_kernels="aten")
+    made = build_engine(checkpoint, "bf16", torch.device("cpu"), options, "tiny")
+    assert all(fits(block) for block in made.model.blocks)
 
 
 def answer(engine, n=60):

@@ -64,7 +64,7 @@ class CycleModel:
     def product(self, name: str, N: int, K: int, rows: int) -> Product:
         """A linear whose parts the next kernel adds up."""
         layout = self._layout(name, K)
-        cut = tiling(layout, N, K, rows, self.card.n_sm)
+        cut = tiling(layout, N, K, rows, self.card)
         fp16 = self.fp16 and "lm_head" not in name
         us = microseconds(cut, layout, N, K, rows, self.card, fp16)
         n_bytes = weight_bytes(layout) * -(-N // BLOCK_N) * -(-K // layout.tile)

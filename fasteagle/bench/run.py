@@ -7,6 +7,7 @@ that slows down slows them all. See `scripts/tokens_per_sec.py` for the command.
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -145,9 +146,17 @@ def run(
                 row.auto, row.auto_shares = controller.explain(), controller.shares()
             if isinstance(row.decoder, GptFastDecoder):
                 row.decoder.close()
-            row.decoder = Spent()  # the next precision needs the memory
+            row.decoder = Spent()
         rows += group
+        _give_back(device)
     return rows
+
+
+def _give_back(device: torch.device) -> None:
+    """Free what rows held, for the next group: engines and what they run refer to each other."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _check_drafts(options: BenchOptions, runtime: RuntimeOptions, opened: OpenedModel) -> None:

@@ -72,6 +72,8 @@ def run_chat(
         preparation.wait_for_compiler()
     if one_shot:
         _answer_once(session, text, preparation)
+        if engine.runner.error:
+            note(f"warning: running without CUDA graphs: {engine.runner.error}")
         say(format_stats(session.stats))
     else:
         say(f"context {engine.max_seq_len:,} tokens; /help lists commands")

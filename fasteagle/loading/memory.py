@@ -68,6 +68,20 @@ def settings(config: ModelConfig, context: int) -> Iterator[Setting]:
         yield Setting(schemes[-1], "int8", context)
 
 
+def smaller_fit(
+    config: ModelConfig, n_bytes: int, scheme: Scheme | None, kv: str, context: int
+) -> str:
+    """In words, what to use on a card with `n_bytes` where this setting has run out of memory.
+
+    Whatever is estimated of what has failed, it needs too much: what is named needs less.
+    """
+    failed = needed_bytes(config, Setting(scheme or BF16, kv, context))
+    best = best_fit(config, min(n_bytes, failed - 1), context)
+    if best is None:
+        return "choose a smaller model"
+    return f"use {best.options} ({needed_bytes(config, best) / 2**30:.1f} GiB)"
+
+
 def best_fit(
     config: ModelConfig, n_bytes: int, context: int, head: HeadConfig | None = None
 ) -> Setting | None:

@@ -22,6 +22,7 @@ from fasteagle.compile import BlockCompiler
 from fasteagle.compile.cpu_blocks import use_native_blocks
 from fasteagle.compile.cuda_blocks import use_fused_blocks
 from fasteagle.compile.cycles import CycleCompiler
+from fasteagle.compile.fixed_norm import use_fixed_norms
 from fasteagle.compile.graphs import make_engine
 from fasteagle.compile.int8_cache import use_int8_cache
 from fasteagle.compile.tree_attention import has_kernel, use_tree_attention
@@ -32,7 +33,7 @@ from fasteagle.errors import FasteagleError, note
 from fasteagle.generate import MAX_TREE_ROWS, Engine
 from fasteagle.loading import registry
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
-from fasteagle.loading.memory import best_fit, needed_bytes
+from fasteagle.loading.memory import best_fit, needed_bytes, smaller_fit
 from fasteagle.loading.quantize import with_scheme
 from fasteagle.loading.source import Linears
 from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint, fingerprint
@@ -237,7 +238,12 @@ def build_engine(
             "pip install triton, or use --precision bf16"
         )
     with contextlib.suppress(torch.OutOfMemoryError):
-        return _built_engine(checkpoint, TORCH_DTYPES[dtype_name], device, options, max_seq_len)
+        engine = _built_engine(checkpoint, TORCH_DTYPES[dtype_name], device, options, max_seq_len)
+        if device.type == "cuda":
+            engine.runner.advice = functools.partial(
+                _advice, checkpoint, device, options.kv, max_seq_len
+            )
+        return engine
     # Here the error, and with it what was loaded, is gone.
     raise FasteagleError(_out_of_memory(checkpoint.config, device, max_seq_len))
 
@@ -252,6 +258,13 @@ def _out_of_memory(config: ModelConfig, device: torch.device, max_seq_len: int) 
     if best is not None:
         fix = f"use {best.options} ({needed_bytes(config, best) / 2**30:.1f} GiB)"
     return f"out of memory while loading, {free / 2**30:.1f} GiB free on {device}: {fix}"
+
+
+def _advice(checkpoint: Checkpoint, device: torch.device, kv: str, context: int) -> str:
+    """What would fit on the card of a model that is loaded, in what it has and what is free."""
+    ours = torch.cuda.memory_reserved(device)
+    n_bytes = ours + (available_bytes(device) or 0)
+    return smaller_fit(checkpoint.config, n_bytes, checkpoint.scheme, kv, context)
 
 
 def _built_engine(
@@ -291,8 +304,9 @@ def _built_engine(
         use_native_blocks(model)
     elif has_kernel(checkpoint.config, dtype, device):
         use_tree_attention(model)
-        if options.kv != "int8":  # they write the model's own format
-            use_fused_blocks(model)
+        # Fused blocks write the model's own format.
+        if options.kv == "int8" or not use_fused_blocks(model):
+            use_fixed_norms(model)
     return make_engine(model, max_seq_len)
 
 

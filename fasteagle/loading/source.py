@@ -12,6 +12,7 @@ from fasteagle.errors import FasteagleError
 from fasteagle.loading.tensors import Checkpoint, weight_bytes
 from fasteagle.model import EagleHead
 from fasteagle.quant.cpu_linear import NativeLinear, in_huge_pages
+from fasteagle.quant.cuda_linear import PlanesLinear
 from fasteagle.quant.linear import Permuted, QuantizedLMHead, SideBySide, make_linear
 from fasteagle.quant.packed import PackedWeight, stack
 from fasteagle.quant.params import int8_groups, quantize_weight
@@ -115,8 +116,10 @@ def quantize_head_(head: EagleHead, scheme: Scheme, native: bool = False) -> Non
     quantize_(head.block, scheme, native)
     own: list[nn.Module] = [head.fc, *head.block.modules()]
     if isinstance(head.lm_head, nn.Linear) and scheme.head_bits != 16:
-        own.append(quantize_linear(head.lm_head, head_scheme(scheme), native))
-        head.use_lm_head(own[-1])
+        made = quantize_linear(head.lm_head, head_scheme(scheme), native)
+        own.append(made)
+        # Logits in fp32, of sums in fp32: rounded to bf16 many are equal, and rank by their id.
+        head.use_lm_head(QuantizedLMHead(made) if isinstance(made, PlanesLinear) else made)
     if native:
         in_huge_pages(own)
         use_native_block(head.block)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import re
 import subprocess
@@ -13,8 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from fasteagle.bench.gpu_check import gpu_tests, kernels, profile, stage
+from fasteagle.bench.gpu_check import gpu_tests, kernels, models, profile, stage
 from fasteagle.bench.gpu_check.profile import Event
+from fasteagle.cycle import EAGER
+from fasteagle.errors import FasteagleError
+from fasteagle.sampling import DrawKind
+from helpers import captured_engine, random_target, tiny_config
 
 ROOT = Path(__file__).parents[2]
 ALLOWED = ("torch", "triton", "numpy", "safetensors", "transformers", "gguf", "torchao")
@@ -57,7 +62,6 @@ def test_other_tokens_of_replayed_cycles_are_a_problem(dry, monkeypatch):
 
 def test_a_stage_that_raises_leaves_what_it_knew(dry, monkeypatch, capsys):
     from fasteagle.bench.gpu_check import large
-    from fasteagle.errors import FasteagleError
 
     def fails(context):
         context.say("so far")
@@ -132,6 +136,55 @@ def test_nodes_idle_share_and_kernels_of_a_cycle():
         {"name": "norm", "calls": 0.5, "us": 5.0, "us_each": 10},
     ]
     assert profile.described([], 2)["idle"] is None
+
+
+def test_rivals_are_measured_before_the_trees_that_take_long(dry, monkeypatch):
+    from fasteagle.bench.gpu_check import speed
+
+    measured = []
+    monkeypatch.setattr(
+        speed, "measure_rows", lambda *args: measured.append((args[2], args[3], args[5]))
+    )
+    assert dry("speed")[0] == 0
+    firsts = [rows[0] for _, rows, _ in measured[:2]]
+    assert firsts == ["hf", "plain"] and measured[1][1][-1] == "gpt-fast"
+    assert len(set(measured)) == len({(p, kv, rows[-1]) for p, rows, kv in measured}) == 9
+    trees = {(p, row) for p, rows, kv in measured for row in rows if kv == "auto"}
+    assert trees >= {(p, row) for p in speed.PRECISIONS for row in speed.EAGLE}
+
+
+@pytest.mark.parametrize("name", ["profile", "captures", "invariance"])
+def test_stages_replay_compiled_pieces(dry, monkeypatch, name):
+    """Compilation is left out of dry runs: here its place, before anything is replayed."""
+    module = importlib.import_module(f"fasteagle.bench.gpu_check.{name}")
+    compiled = []
+
+    def compile_pieces(context, engine):
+        assert engine.runner.captured == 0 or compiled, "captured before it was compiled"
+        compiled.append(engine.drafter and str(engine.drafter.shape))
+        return 2
+
+    monkeypatch.setattr(module, "compile_pieces", compile_pieces)
+    code, found = dry(name)
+    assert (code, found["problems"]) == (0, [])
+    used = {"profile": [None, "5/4/15"], "captures": ["3/3/8"]}
+    trees = [str(tree) for tree in getattr(module, "TREES", ())]
+    assert len(compiled) == len(used.get(name, 2 * [None, *trees]))
+    assert "compiled_pieces" in json.dumps(found)
+
+
+def test_a_stage_says_which_pieces_are_not_compiled(monkeypatch):
+    engine = captured_engine(random_target(tiny_config()), 64)
+    context = stage.Context(Path("unused"), Path("unused"), 60)
+    whole = EAGER._replace(draft=lambda *given: None, finish=lambda *given: None)
+    monkeypatch.setattr(models, "compile_now", lambda engine: False)
+    with pytest.raises(FasteagleError, match="0 pieces of 0 variants are compiled, of 1 var"):
+        models.compile_pieces(context, engine)
+    engine.runner.compiled[None, engine.spec(None, DrawKind())] = EAGER
+    with pytest.raises(FasteagleError, match="0 pieces of 1 variants"):
+        models.compile_pieces(context, engine)
+    engine.runner.compiled[None, engine.spec(None, DrawKind())] = whole
+    assert models.compile_pieces(context, engine) == 2
 
 
 JUNIT = """<testsuites><testsuite>

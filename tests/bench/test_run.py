@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -36,6 +38,35 @@ def measure(folder, questions, **options):
     )
     rows = run(options, CPU, open_model(str(folder)), read_questions(options.data, options.limit))
     return build_report(rows, options, CPU, save_outputs=True)
+
+
+def test_the_model_of_a_group_is_gone_before_the_next_one_is_loaded(
+    tiny_dir, questions, monkeypatch
+):
+    """Even where engines are part of circles of references, as compiled code makes them."""
+    monkeypatch.setattr(
+        bench,
+        "_fitting_groups",
+        lambda options, *_: [[(p, options.specs)] for p in ("fp32", "bf16")],
+    )
+    made, alive = [], []
+    build = bench.build_rows
+
+    def noting(*args):
+        alive.append([each() is not None for each in made])
+        rows = build(*args)
+        engine = rows[0].decoder.engine
+        engine.circle = engine
+        made.append(weakref.ref(engine.model))
+        return rows
+
+    monkeypatch.setattr(bench, "build_rows", noting)
+    gc.disable()
+    try:
+        measure(tiny_dir, questions, rows=("plain",), precisions=("fp32", "bf16"), limit=1)
+    finally:
+        gc.enable()
+    assert alive == [[], [False]]
 
 
 def test_hf_and_plain_give_the_same_greedy_tokens_in_fp32(tiny_dir, questions):

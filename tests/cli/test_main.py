@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from fasteagle.cli import main as cli
 from fasteagle.cli.models import int4_bytes
 from fasteagle.errors import FasteagleError
+from fasteagle.generate import Engine
 from fasteagle.loading.entries import REGISTRY
 
 
@@ -151,6 +152,16 @@ def test_one_shot_answer_is_alone_on_stdout(tiny_dir):
     quiet = invoke(*arguments, "--quiet")
     assert quiet.stdout_bytes == done.stdout and quiet.stderr == ""
     assert len(done.stdout) > 1
+
+
+def test_one_shot_says_why_nothing_is_captured(tiny_dir, monkeypatch):
+    def refused(engine, *given):
+        engine.runner.error = "operation not permitted"
+
+    monkeypatch.setattr(Engine, "_prepare", refused)
+    result = invoke("chat", "--model", tiny_dir, "-p", "hello", "--max-new-tokens", 3)
+    line = "warning: running without CUDA graphs: operation not permitted\n"
+    assert result.exit_code == 0 and result.stderr.count(line) == 1
 
 
 def test_prompt_from_standard_input(tiny_dir):

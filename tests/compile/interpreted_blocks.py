@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 
 import interpreted_tree_attention  # noqa: F401  (its products of bf16)
-from fasteagle.compile import block_kernels, cuda_blocks, cuda_ops, draft_kernels, tree_kernels
+from fasteagle.compile import (
+    block_kernels,
+    cuda_blocks,
+    cuda_ops,
+    draft_kernels,
+    fixed_norm,
+    tree_kernels,
+)
+from fasteagle.compile.tree_attention import use_tree_attention
 from fasteagle.drafting.draft_head import top_children
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.generate import Engine
@@ -43,7 +51,7 @@ def kernels(monkeypatch):
         return block_kernels.add_norm(x, None, scale, eps, scale.dtype)[1]
 
     monkeypatch.setattr(cuda_blocks, "fused_blocks", launched)
-    monkeypatch.setattr(cuda_blocks, "rms_norm", normed)
+    monkeypatch.setattr(fixed_norm, "rms_norm", normed)
     monkeypatch.setattr(cuda_ops, "top_children", draft_kernels.top_children)
     monkeypatch.setattr(cuda_ops, "move_cache_rows", block_kernels.commit)
     monkeypatch.setattr(planes, "planes_linear", product)
@@ -92,6 +100,18 @@ def test_rows_do_not_depend_on_their_number(name, accumulate):
         assert torch.equal(cache.rows[:, :, :end], whole_cache.rows[:, :, :end])
 
 
+def test_blocks_that_do_not_fit_are_the_same_for_any_number_of_rows():
+    """Products block by block, as with a KV cache in 8 bits, between norms in a fixed order."""
+    target, dense = packed_target("qwen3")
+    expected, _ = passed(dense, 9, torch.float32)
+    assert fixed_norm.use_fixed_norms(target)
+    use_tree_attention(target)
+    whole, _ = passed(target, 9)
+    close(whole, expected, 4e-3)
+    for T in (1, 2, 5):
+        assert torch.equal(passed(target, T)[0], whole[:T])
+
+
 def test_split_products_and_a_separate_gate():
     """Where K is split, sums are added up by the next kernel."""
     target, dense = packed_target("mha", dim=512, ffn_dim=2048)
@@ -137,6 +157,21 @@ def test_the_block_of_a_draft_head(algorithm):
             assert masked.shape == x.shape  # prefill goes on under a mask
         results.append(made.block(x, *rope, rows, mask, *cache.layers[0], own))
     close(results[1], results[0], 2e-3)
+
+
+@pytest.mark.parametrize("accumulate", ["fp32", "fp16"])
+def test_a_draft_head_fed_with_huge_features_stays_finite(accumulate):
+    """No norm bounds what EAGLE-1's block reads."""
+    target, _ = packed_target("mha")
+    head, _ = packed_head(random_head(target))
+    head.block.attention.qkv.accumulate = accumulate
+    assert cuda_blocks.use_fused_block(head)
+    view = view_of(2, None)
+    x = 1e6 * torch.randn(2, 128, generator=torch.Generator().manual_seed(1))
+    rope = [t[view.seq_len + view.depths].unsqueeze(1) for t in (target.rope_cos, target.rope_sin)]
+    cache = KVCache(head.config.block, 256, torch.float16, "cpu")
+    rows = view.seq_len + torch.arange(2)
+    assert head.block(x, *rope, rows, view, *cache.layers[0], None).isfinite().all()
 
 
 @pytest.mark.parametrize("path", [[0, 2, 5, 6], [0, 1, 3, 0], [0, 0, 0, 0], [0, 1, 2, 3], [0]])

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fasteagle.compile import graphs
-from fasteagle.compile.ahead import collecting, compile_ahead, compile_all, run_passes
+from fasteagle.compile.ahead import collecting, compile_ahead, compile_all, run_commits, run_passes
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.options import SamplingParams
+from fasteagle.llm import open_llm
+from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.quant import packed, planes
+from fasteagle.runner import Runner
+from fasteagle.sampling import DrawKind
 from fasteagle.shapes import TreeShape
 from helpers import captured_engine, random_head, random_target, tiny_config
 from tree_problems import problem
@@ -90,6 +95,20 @@ def test_the_hook_that_was_there_comes_back(card):
     assert triton.knobs.runtime.jit_cache_hook is before
 
 
+def test_kernels_of_other_threads_run(card):
+    """A chat prepares in the background, and another thread may answer meanwhile."""
+    function = SimpleNamespace(name="kernel", jit_function=None)
+    arguments = {"key": 1, "fn": function, "compile": {"specialization_data": ""}}
+    skipped = []
+    with collecting() as found:
+        hook = triton.knobs.runtime.jit_cache_hook
+        other = threading.Thread(target=lambda: skipped.append(hook(**arguments)))
+        other.start()
+        other.join()
+        assert skipped == [None] and not found
+        assert hook(**arguments) and len(found) == 1
+
+
 def test_passes_of_every_size_leave_the_engine_alone():
     target = random_target(tiny_config())
     engine = captured_engine(target, 256)
@@ -107,6 +126,37 @@ def test_passes_of_every_size_leave_the_engine_alone():
     assert list(engine.generate(PROMPT, SamplingParams(), 20)) == expected
 
 
+def test_kernels_of_drafting_and_committing_are_among_them(card):
+    from fasteagle.compile import block_kernels, draft_kernels
+
+    target = random_target(tiny_config())
+    engine = captured_engine(target, 256)
+    engine.use(EagleDrafter(random_head(target), TreeShape(3, 3, 8), 256))
+    engine.drafter.top_children = draft_kernels.top_children
+    specs = [engine.spec(shape, DrawKind()) for shape in (None, TreeShape(3, 3, 8))]
+    moved = []
+
+    def move_rows(cache, source, target):
+        moved.append((len(source), len(target)))
+        block_kernels.commit(cache.rows, source, target)
+
+    with collecting() as found:
+        run_passes(target, engine.drafter, [1, 8])
+        run_commits(target, specs, move_rows)
+    assert {name for name, _ in found} == {"chunk_kernel", "merge_kernel", "commit_kernel"}
+    assert moved == [(4, 4)], "plain cycles move nothing"
+
+
+def test_a_model_that_is_opened_compiles_before_its_first_answer(tiny_dir, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        Runner, "compile_ahead", lambda runner, specs, drafter: asked.append(specs[0].shape)
+    )
+    made = open_llm(str(tiny_dir), RuntimeOptions(device="cpu"), DraftOptions(), lambda line: None)
+    assert asked == [None]
+    assert made.engine.stats.passes == 0
+
+
 @pytest.mark.parametrize("max_seq_len", [16, 512])
 def test_passes_stay_within_the_shortest_tables(max_seq_len):
     """An index beyond a table ends a CUDA process."""
@@ -119,7 +169,7 @@ def test_passes_stay_within_the_shortest_tables(max_seq_len):
 def test_a_runner_compiles_ahead_once_for_each_number_of_rows(monkeypatch):
     asked = []
     monkeypatch.setattr(
-        graphs, "compile_ahead", lambda target, drafter, specs: asked.append(len(specs))
+        graphs, "compile_ahead", lambda target, drafter, specs, move_rows: asked.append(len(specs))
     )
     target = random_target(tiny_config())
     engine = captured_engine(target, 256)

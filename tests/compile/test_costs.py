@@ -11,6 +11,7 @@ import torch
 
 from fasteagle.compile.costs import follow_costs, load_costs, store_costs, tune_now
 from fasteagle.compile.measurement import Measurement
+from fasteagle.cycle import EAGER, Pieces
 from fasteagle.drafting.base import Tuning
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter
@@ -18,6 +19,7 @@ from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.plan import DEFAULT_RANKS, NGRAM_RANKS
 from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
+from fasteagle.sampling import DrawKind
 from fasteagle.shapes import FusedShape, SureChain, TreeShape
 from helpers import captured_engine, costs, pairs, random_head, random_target, tiny_config
 
@@ -269,3 +271,24 @@ def test_a_full_context_makes_room_for_measuring(target):
     measurement = Measurement(engine, None)
     assert measurement.verify(32) > 0 and engine.cached == []
     assert generated(engine, 40) == generated(Engine(target, 64), 40)
+
+
+def test_cycles_of_a_device_that_replays_are_timed_with_its_compiled_pieces(target):
+    engine = captured_engine(target, 512)
+    drafter = EagleDrafter(random_head(target), TreeShape(3, 3, 8), 512)
+    engine.use(drafter)
+    ran = []
+
+    def counted(shape, name, piece):
+        return lambda *args: ran.append((shape, name)) or piece(*args)
+
+    for shape in (None, drafter.shape):
+        pieces = (counted(shape, *named) for named in EAGER._asdict().items())
+        engine.runner.compiled[drafter, engine.spec(shape, DrawKind())] = Pieces(*pieces)
+    Measurement(engine, drafter).cycles([drafter.shape])
+    assert {(drafter.shape, name) for name in EAGER._fields} <= set(ran)
+    ran.clear()
+    Measurement(engine, drafter).with_others(costs(), drafter.shape)
+    names = [name for shape, name in ran if shape == drafter.shape]
+    assert names.count("draft") == 2 * names.count("finish"), "its part is timed compiled too"
+    assert (None, "finish") in ran

@@ -15,14 +15,22 @@ import torch
 
 from fasteagle.drafting.draft_head import top_children
 from fasteagle.loading.registry import preset
-from fasteagle.model import run_blocks
+from fasteagle.model import RMSNorm, run_blocks
+from fasteagle.options import RuntimeOptions
 from helpers import pass_in_interpreter
 from planes_models import CONFIGS, SEQ_LEN, packed_target, passed
 
 pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
 
 import sass
-from fasteagle.compile import block_kernels, cuda_blocks, cuda_ops, draft_kernels, tree_kernels
+from fasteagle.compile import (
+    block_kernels,
+    cuda_blocks,
+    cuda_ops,
+    draft_kernels,
+    fixed_norm,
+    tree_kernels,
+)
 from launch_counter import block_launches
 
 
@@ -73,6 +81,41 @@ def test_other_linears_keep_their_blocks():
     assert target.run_blocks is run_blocks
 
 
+def test_norms_of_blocks_that_are_not_fused(monkeypatch):
+    """Norms of heads too; their results are those of the model's own."""
+    norms = []
+
+    def normed(x, scale, eps):
+        norms.append(tuple(x.shape))
+        norm = RMSNorm(x.shape[1], eps)
+        norm.weight.data = scale
+        return norm(x)
+
+    monkeypatch.setattr(fixed_norm, "rms_norm", normed)
+    target, dense = packed_target("qwen3")
+    expected, _ = passed(target, 5)
+    assert not fixed_norm.use_fixed_norms(dense)
+    assert fixed_norm.use_fixed_norms(target) and not cuda_blocks.is_fused(target)
+    assert not any(isinstance(module, RMSNorm) for module in target.modules())
+    found, _ = passed(target, 5)
+    assert torch.equal(found, expected)
+    block = [(5, 128), (20, 32), (10, 32), (5, 128)]
+    assert norms == 2 * block
+
+
+@pytest.mark.parametrize(("kv", "fits", "fixed"), [("auto", 1, 0), ("auto", 0, 1), ("int8", 1, 1)])
+def test_who_gets_fixed_norms(tiny_dir, monkeypatch, kv, fits, fixed):
+    from fasteagle.loading import open as opening
+
+    called = []
+    monkeypatch.setattr(opening, "has_kernel", lambda *given: True)
+    monkeypatch.setattr(opening, "use_tree_attention", lambda model: None)
+    monkeypatch.setattr(opening, "use_fused_blocks", lambda model: bool(fits))
+    monkeypatch.setattr(opening, "use_fixed_norms", called.append)
+    opening.load_runtime(str(tiny_dir), RuntimeOptions(device="cpu", kv=kv))
+    assert len(called) == fixed
+
+
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     """Compile anew: not from, and not into, the cache of the person who runs this."""
@@ -87,13 +130,13 @@ KERNELS = {
     "norm": (
         block_kernels.norm_kernel,
         NORM_ARGUMENTS,
-        dict(SPLIT=7, NORMED=True, STORED=True, BLOCK=4096),
+        dict(SPLIT=7, NORMED=True, STORED=True, LIMIT=0.0, BLOCK=4096),
         block_kernels.norm_options(4096),
     ),
     "wide norm": (
         block_kernels.norm_kernel,
         NORM_ARGUMENTS,
-        dict(SPLIT=3, NORMED=True, STORED=True, BLOCK=8192),
+        dict(SPLIT=3, NORMED=True, STORED=True, LIMIT=0.0, BLOCK=8192),
         block_kernels.norm_options(8192),
     ),
     "rope": (
@@ -188,7 +231,7 @@ def test_small_kernels_on_the_device():
     cuda_ops.move_cache_rows(rows, 50 + path, 50 + torch.arange(5, device="cuda"))
     assert torch.equal(rows, expected)
     x, scale = 3 * torch.randn(33, 4096, device="cuda"), torch.rand(4096, device="cuda").half()
-    normed = cuda_blocks.rms_norm(x, scale, 1e-5)
-    assert torch.equal(cuda_blocks.rms_norm(x[:1], scale, 1e-5), normed[:1])
+    normed = fixed_norm.rms_norm(x, scale, 1e-5)
+    assert torch.equal(fixed_norm.rms_norm(x[:1], scale, 1e-5), normed[:1])
     wanted = x / x.square().mean(-1, keepdim=True).add(1e-5).sqrt() * scale
     torch.testing.assert_close(normed.float(), wanted, rtol=2e-3, atol=2e-3)

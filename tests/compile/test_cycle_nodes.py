@@ -24,7 +24,7 @@ from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.planes import layout_for
 from fasteagle.quant.scheme import Scheme
-from fasteagle.quant.tiling import split_k
+from fasteagle.quant.tiling import Card, split_k
 from fasteagle.sampling import DrawKind
 from fasteagle.shapes import TreeShape
 from fasteagle.tree import chain
@@ -45,7 +45,7 @@ FC = (4096, 2 * 4096)  # outputs and inputs of the draft head's fc
 def products(N: int, K: int) -> int:
     """Launches of a product whose partial sums no other kernel adds up."""
     layout = layout_for(8, K, K) if LLAMA.vocab_size == N else layout_for(4, 128, K)
-    return 1 + (split_k(layout, N, K, 82) > 1)
+    return 1 + (split_k(layout, N, K, Card.like_3090(82)) > 1)
 
 
 @pytest.fixture(scope="module")

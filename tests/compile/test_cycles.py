@@ -208,6 +208,34 @@ def test_what_cannot_be_captured_runs_as_it_is_and_says_why(target, head):
     assert answer(engine) == expected and engine.runner.replays > 0
 
 
+def test_a_capture_without_memory_says_what_would_fit(target, head):
+    engine = eagle_engine(target, head)
+    engine.runner.advice = lambda: "use --precision int8"
+
+    def without_memory(step, restore):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
+
+    engine.runner.graphs.capture = without_memory
+    assert answer(engine) == answer(Engine(target, 256))
+    assert engine.runner.error == (
+        "CUDA out of memory. Tried to allocate 2 MiB: use --precision int8"
+    )
+
+
+def test_a_prompt_without_memory_says_what_would_fit(target, monkeypatch):
+    engine = Engine(target, 256)
+
+    def without_memory(*given):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(engine, "_run", without_memory)
+    with pytest.raises(FasteagleError, match="at token 0 of a prompt of 5: lower --max-seq-len"):
+        answer(engine)
+    engine.runner.advice = lambda: "use --precision int8"
+    with pytest.raises(FasteagleError, match="of a prompt of 5: use --precision int8$"):
+        answer(engine)
+
+
 def test_multi_round_sampling_walks_on_the_host_and_is_not_captured(target, head):
     engine = captured_engine(target, 256)
     drafter = StaticTreeDrafter(head, 256, sampled=True)

@@ -272,6 +272,24 @@ def test_kernels_over_8_bits_on_sm_86(sass, kernels, E, group, dtype, tmp_path):
     check_products(code, compiled.asm["ptx"], dtype, 16, constants)
 
 
+@pytest.mark.parametrize("capability", [86, 89, 90])
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("rows", [16, 32])
+def test_registers_and_shared_memory_of_other_cards(
+    sass, kernels, rows, int8, capability, tmp_path
+):
+    target = sass.GPUTarget("cuda", capability, 32)
+    finish = kernels.finish_constants(128, None, int8=int8)
+    for function, constants, options in (
+        (kernels.prefix_kernel, kernels.prefix_constants(128, rows, None, int8), kernels.OPTIONS),
+        (kernels.finish_kernel, finish, kernels.FINISH_OPTIONS),
+    ):
+        compiled = build(sass, function, "bf16", constants, options, target=target)
+        _, usage = sass.disassemble(compiled, tmp_path)
+        assert usage.stack == usage.local == 0, "registers spill"
+        assert usage.shared <= sass.TWO_PROGRAMS and usage.registers <= 255, "two programs"
+
+
 @pytest.mark.parametrize("rows", [16, 32])
 def test_hopper_takes_the_same_instruction(sass, kernels, rows):
     """Its own, wgmma, adds up in another order, but wants blocks of 64 rows."""

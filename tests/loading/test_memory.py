@@ -64,6 +64,20 @@ def test_the_most_exact_setting_that_fits():
 
 
 @pytest.mark.parametrize(
+    ("gib", "scheme", "kv", "said"),
+    [
+        (24, None, "auto", "use --precision int8 --max-seq-len 4096 ("),
+        (8, int4_for(LLAMA), "auto", "use --precision int4 --kv int8 --max-seq-len 4096 ("),
+        (8, int4_for(LLAMA), "int8", "use --precision int4 --kv int8 --max-seq-len 2048 ("),
+        (2, int4_for(LLAMA), "int8", "choose a smaller model"),
+    ],
+)
+def test_what_ran_out_of_memory_is_not_named_again(gib, scheme, kv, said):
+    """Even where the estimate says that it fits."""
+    assert memory.smaller_fit(LLAMA, gib * GIB, scheme, kv, 4096).startswith(said)
+
+
+@pytest.mark.parametrize(
     ("name", "fitting"),
     [
         ("llama2-7b", {8: "int4", 12: "int8", 24: "bf16"}),

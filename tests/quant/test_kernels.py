@@ -6,8 +6,10 @@ runs in a process of its own.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -163,24 +165,47 @@ SEVEN_B = {
 }
 
 
+CARD = tiling.Card.like_3090(82)
+
+
+def test_cards_are_told_apart_by_their_architecture(kernels, monkeypatch):
+    """And alike in every process: the split decides the order of sums."""
+    found = {}
+    for capability, n_sm in (((8, 6), 82), ((9, 0), 132), ((10, 3), 160), ((8, 7), 16)):
+        properties = SimpleNamespace(
+            multi_processor_count=n_sm, major=capability[0], minor=capability[1]
+        )
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, p=properties: p)
+        found[capability] = kernels.card_of.__wrapped__(torch.device("cuda"))
+    assert found[8, 6] == CARD == kernels.card_of(torch.device("cpu"))
+    h100, larger, orin = found[9, 0], found[10, 3], found[8, 7]
+    assert (h100.gb_s, h100.macs_fp16) == (3350, 1024)
+    assert larger.macs_fp16 == h100.macs_fp16 and larger.gb_s == pytest.approx(3350 / 132 * 160)
+    assert orin.n_sm == 16 and orin.macs_fp16 == CARD.macs_fp16
+    layout = planes.layout_for(4, 128, 4096)
+    assert tiling.tiling(layout, 4096, 4096, 16, h100) is tiling.tiling(
+        layout, 4096, 4096, 16, dataclasses.replace(h100)
+    ), "asked for at every launch, computed once"
+
+
 def test_splits_fill_the_card(kernels):
     """A narrow matrix alone would leave most of 82 multiprocessors idle."""
     for name, (N, K) in SEVEN_B.items():
         layout = planes.layout_for(8, K, K) if name == "lm_head" else planes.layout_for(4, 128, K)
-        split = tiling.split_k(layout, N, K, 82)
+        split = tiling.split_k(layout, N, K, CARD)
         assert split * -(-N // 128) >= 1.5 * 82, (N, K, split)
         assert K // 128 // split >= 4, "a program has a pipeline to fill"
         if name in ("qkv", "gate_up"):
-            cut = tiling.tiling(layout, N, K, 16, 82)
+            cut = tiling.tiling(layout, N, K, 16, CARD)
             assert -(-N // 128) * split <= 82 * cut.resident, "one wave"
-    assert tiling.split_k(planes.layout_for(4, 128, 512), 256, 512, 82) == 1
+    assert tiling.split_k(planes.layout_for(4, 128, 512), 256, 512, CARD) == 1
     # The product of gate and up comes out of the same launch.
-    assert tiling.split_k(planes.layout_for(4, 128, 4096), 22016, 4096, 82) == 1
+    assert tiling.split_k(planes.layout_for(4, 128, 4096), 22016, 4096, CARD) == 1
 
 
 def test_only_the_weight_decides_the_split(kernels):
     layout = planes.layout_for(4, 128, 4096)
-    cuts = [kernels.tiling(layout, 4096, 4096, rows, 82) for rows in (1, 16, 17, 32, 33, 64)]
+    cuts = [kernels.tiling(layout, 4096, 4096, rows, CARD) for rows in (1, 16, 17, 32, 33, 64)]
     assert len({cut.split for cut in cuts}) == 1
     for cut, rows in zip(cuts, (1, 16, 17, 32, 33, 64), strict=True):
         assert cut.block_m == 16 if rows <= 16 else cut.block_m in (16, 32)

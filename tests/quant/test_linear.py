@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from fasteagle.errors import FasteagleError
+from fasteagle.loading import source
 from fasteagle.loading.source import quantize_, quantize_head_
 from fasteagle.model import EagleHead
-from fasteagle.quant import packed
+from fasteagle.quant import packed, planes
 from fasteagle.quant.cuda_linear import PlanesLinear
 from fasteagle.quant.linear import (
     Int4Linear,
@@ -146,6 +147,34 @@ def test_rows_of_a_module_are_those_of_the_weight():
         assert isinstance(module, kind)
         expected = found.dequantize()[index]
         assert (module.rows(index).float() - expected).abs().max() < 0.005 * expected.abs().max()
+
+
+def test_the_own_lm_head_of_a_draft_head_yields_fp32_on_cuda(monkeypatch):
+    """As the target's: sums in fp32, and no logit rounded."""
+    monkeypatch.setattr(
+        source, "make_linear", lambda weight, bias, *_: PlanesLinear(weight, bias, "fp16")
+    )
+    target = random_target(tiny_config(dim=64)).bfloat16()
+    head = random_head(target, draft_ids=torch.arange(0, 60, 2))
+    quantize_head_(head, Scheme(8, head_bits=8))
+    assert isinstance(head.lm_head, QuantizedLMHead) and head.lm_head.linear.accumulate == "fp32"
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    logits, rows = head.lm_head(x), head.lm_head.rows(torch.arange(30))
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, x.float() @ rows.T, rtol=1e-5, atol=1e-5)
+    assert head.fc.accumulate == "fp16"
+
+
+@pytest.mark.parametrize("scheme", [Scheme(8), Scheme(4, 64)], ids=str)
+def test_rows_of_the_linear_of_cuda_cost_no_others(scheme, monkeypatch):
+    found = quantize_weight(weight(300), scheme)
+    linear, sizes = PlanesLinear(found, None), []
+    dequantize = planes.dequantize
+    monkeypatch.setattr(planes, "dequantize", lambda w: sizes.append(w.shape) or dequantize(w))
+    expected = dequantize(planes.pack_planes(found))
+    for index in (torch.tensor([299, 3, 3]), torch.arange(300)):
+        assert torch.equal(linear.rows(index), expected[index])
+    assert sizes == [(3, 256), (300, 256)]
 
 
 def test_quantized_logits_are_exact_where_it_matters():

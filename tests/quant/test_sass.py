@@ -122,8 +122,7 @@ counted = pytest.mark.skipif(
 )
 
 
-@counted
-@pytest.mark.parametrize(("name", "rows", "accumulate"), LIMITS.get(VERSION, LIMITS["3.9"]))
+@pytest.mark.parametrize(("name", "rows", "accumulate"), LIMITS["3.9"])
 def test_main_loop(name, rows, accumulate, tmp_path):
     built = build(name, rows, accumulate, tmp_path)
     counts = opcodes(built.loop)
@@ -131,7 +130,8 @@ def test_main_loop(name, rows, accumulate, tmp_path):
         f"\n{name} M={rows} {accumulate}: {built.per_weight:.2f} instructions per weight, "
         f"{built.usage}"
     )
-    assert built.per_weight <= LIMITS[VERSION][name, rows, accumulate]
+    if VERSION in LIMITS:
+        assert built.per_weight <= LIMITS[VERSION][name, rows, accumulate]
     assert built.usage.shared <= TWO_PROGRAMS
     assert built.usage.registers * 32 * kernels.OPTIONS["num_warps"] * 2 <= 65536
     assert built.usage.stack == built.usage.local == 0, "registers spill"
@@ -158,12 +158,12 @@ VARIANTS = {
 }
 
 
-@counted
 @pytest.mark.parametrize(("name", "rows", "accumulate", "variant"), VARIANTS)
 def test_main_loop_of_variants(name, rows, accumulate, variant, tmp_path):
     built = build(name, rows, accumulate, tmp_path, **{variant: True})
     print(f"\n{name} M={rows} {accumulate} {variant}: {built.per_weight:.2f}, {built.usage}")
-    assert built.per_weight <= VARIANTS[name, rows, accumulate, variant]
+    if VERSION in LIMITS:
+        assert built.per_weight <= VARIANTS[name, rows, accumulate, variant]
     assert built.usage.shared <= TWO_PROGRAMS
     assert built.usage.stack == built.usage.local == 0, "registers spill"
     counts = opcodes(built.loop)

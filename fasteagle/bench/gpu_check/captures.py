@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fasteagle.bench.gpu_check.models import (
+    compile_pieces,
     eager_engine,
     opened_shape,
     replaying_engine,
@@ -47,6 +48,8 @@ def run(context: Context) -> None:
     runner = engine.runner
     assert isinstance(runner, CapturedRunner), "made by replaying_engine"
     expected = answer(eager_engine(engine))
+    with context.part("compiled pieces"):
+        context.save(compiled_pieces=compile_pieces(context, engine))
     with context.part("replayed tokens"):
         require(answer(engine) == expected, "replayed cycles give other tokens than eager ones")
     count_captures(context, engine, runner)

@@ -24,6 +24,7 @@ def main() -> None:
     prepared = opened(context, "llama2-7b").prepared(runtime(context, "int4"), lambda line: None)
     engine = replaying_engine(context, prepared)
     use_tree(engine, prepared)
+    engine.compile_ahead()  # as a chat does when it has loaded
     loaded = time.perf_counter()
     cycles = engine.generate(list(range(5, 69)), SamplingParams(), 32)
     next(cycles)

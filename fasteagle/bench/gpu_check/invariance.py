@@ -8,7 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fasteagle.bench.gpu_check.models import opened, replaying_engine, runtime, use_tree
+from fasteagle.bench.gpu_check.models import (
+    compile_pieces,
+    opened,
+    replaying_engine,
+    runtime,
+    use_tree,
+)
 from fasteagle.bench.gpu_check.stage import Context, require
 from fasteagle.cycle import EAGER, Proposal
 from fasteagle.generate import Engine
@@ -32,12 +38,15 @@ def run(context: Context) -> None:
             engine = replaying_engine(context, prepared)
             different = different_rows(engine)
             n = FEW_TOKENS if context.dry_run else NEW_TOKENS
+            n_compiled = compile_pieces(context, engine)
             plain = answer(engine, n)
             texts = {}
             for tree in TREES:
                 use_tree(engine, prepared, tree)
+                n_compiled += compile_pieces(context, engine)
                 texts[str(tree)] = answer(engine, n) == plain
-            context.save(**{precision: {"different_rows": different, "same_text": texts}})
+            found = {"different_rows": different, "same_text": texts}
+            context.save(**{precision: {**found, "compiled_pieces": n_compiled}})
             context.say(
                 f"{precision}: bits differ at {different or 'no'} number of rows; "
                 f"greedy text of plain decoding with {sum(texts.values())} of {len(texts)} trees"

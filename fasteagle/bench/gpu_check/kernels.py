@@ -36,6 +36,7 @@ def run(context: Context) -> None:
     bandwidth = copy_bandwidth(device, 2**24 if context.dry_run else 2**30)
     tflops = None if context.dry_run else matmul_rate(torch.float16, device)
     card = card_of(device, bandwidth, tflops)
+    cards = card, launched_card(device)
     context.save(copy_gb_s=bandwidth, fp16_tflops=tflops, card=dataclasses.asdict(card))
     timings: list[dict[str, Any]] = []
     # tinygemm has no kernel for a CPU.
@@ -55,7 +56,7 @@ def run(context: Context) -> None:
                             "gb_s": gb_s,
                             "share": gb_s / bandwidth,
                             "limit_us": limit_us(N, K, rows, us * gb_s, bandwidth, tflops),
-                            "predicted_us": predicted_us(kernel, N, K, rows, asked, card),
+                            "predicted_us": predicted_us(kernel, N, K, rows, asked, *cards),
                         }
                         rounded = {k: None if v is None else round(v, 3) for k, v in found.items()}
                         timings.append(about | {"accumulate": accumulate, "rows": rows} | rounded)
@@ -82,14 +83,31 @@ def card_of(device: torch.device, bandwidth: float, tflops: float | None) -> Car
     )
 
 
+def launched_card(device: torch.device) -> Card | None:
+    """This card as the kernels take it when they choose a tiling; None on a dry run."""
+    if device.type == "cpu":
+        return None
+    found = torch.cuda.get_device_properties(device)
+    return Card.of(found.multi_processor_count, (found.major, found.minor))
+
+
 def predicted_us(
-    kernel: str, N: int, K: int, rows: int, accumulate: str, card: Card
+    kernel: str,
+    N: int,
+    K: int,
+    rows: int,
+    accumulate: str,
+    card: Card,
+    launched: Card | None = None,
 ) -> float | None:
-    """What `quant.tiling` predicts of one of our kernels; None for the others."""
+    """What `quant.tiling` predicts of one of our kernels; None for the others.
+
+    `launched`: what the kernels choose their tiling by, if it is not `card`.
+    """
     if kernel not in OURS:
         return None
     layout = layout_for(8, K, K) if kernel == "int8" else layout_for(4, 128, K)
-    cut = tiling(layout, N, K, rows, card.n_sm)
+    cut = tiling(layout, N, K, rows, launched or card)
     return microseconds(cut, layout, N, K, rows, card, fp16=accumulate == "fp16")
 
 

@@ -8,12 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from fasteagle.bench.gpu_check.stage import Context
+from fasteagle.bench.gpu_check.stage import Context, require
 from fasteagle.bench.simulate import dummy_drafter
 from fasteagle.compile.graphs import CapturedRunner, Place
 from fasteagle.config import ModelConfig
+from fasteagle.cycle import EAGER
 from fasteagle.generate import Engine
-from fasteagle.loading.open import OpenedModel, PreparedModel, precision_options
+from fasteagle.loading.open import OpenedModel, PreparedModel, compile_now, precision_options
 from fasteagle.loading.registry import preset
 from fasteagle.loading.tensors import DummyCheckpoint
 from fasteagle.loading.tokenizer import DummyTokenizer
@@ -77,6 +78,30 @@ def use_tree(engine: Engine, prepared: PreparedModel, tree: TreeShape = TREE) ->
         drafter="eagle", tree_depth=tree.depth, tree_topk=tree.topk, tree_nodes=tree.nodes
     )
     engine.use(dummy_drafter(prepared.name, engine, prepared.checkpoint, draft))
+
+
+def compile_pieces(context: Context, engine: Engine) -> int:
+    """Compile the pieces of the engine's cycles, as a chat does; how many are compiled.
+
+    Raises `FasteagleError` unless drafting and committing are compiled in every variant of the
+    cycle. A dry run compiles nothing.
+    """
+    if context.dry_run:
+        return 0
+    compile_now(engine)
+    found = [
+        pieces
+        for (drafter, _), pieces in engine.runner.compiled.items()
+        if drafter is engine.drafter
+    ]
+    n_shapes = 0 if engine.drafter is None else len(engine.drafter.shapes())
+    n = sum(a is not b for pieces in found for a, b in zip(pieces, EAGER, strict=True))
+    whole = all(p.draft is not EAGER.draft and p.finish is not EAGER.finish for p in found)
+    require(
+        whole and len(found) == 1 + n_shapes,
+        f"{n} pieces of {len(found)} variants are compiled, of {1 + n_shapes} variants",
+    )
+    return n
 
 
 class RunsAgain:

@@ -32,14 +32,14 @@ class Stage:
 STAGES = (
     Stage("start", "versions, one kernel, one small capture", 60, needed=True),
     Stage("gpu_tests", "tests marked gpu", 240),
-    Stage("captures", "1,000 captures of real cycles", 60),
+    Stage("captures", "1,000 captures of real cycles", 120),
     Stage("kernels", "linears of 7B and 70B alone", 120),
-    Stage("profile", "what a replayed cycle of 7B int4 consists of", 60),
-    Stage("speed", "tokens per second of 7B at bf16, int8 and int4", 240),
+    Stage("profile", "what a replayed cycle of 7B int4 consists of", 150),
+    Stage("speed", "tokens per second of 7B at bf16, int8 and int4", 360),
     Stage("large", "tokens per second of 33B and 70B at int4", 180),
-    Stage("invariance", "rows at 7B width have the same bits in any company", 60),
+    Stage("invariance", "rows at 7B width have the same bits in any company", 180),
     Stage("cold_start", "seconds to the first token, caches empty and warm", 60),
-    Stage("head", "the default model writes text and trains a draft head", 480, takes_rest=True),
+    Stage("head", "the default model writes text and trains a draft head", 300, takes_rest=True),
 )
 STAGE_NAMES = tuple(stage.name for stage in STAGES)
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fasteagle.bench.gpu_check.models import (
+    compile_pieces,
     eager_engine,
     opened,
     replaying_engine,
@@ -52,6 +53,8 @@ def run(context: Context) -> None:
         with context.part(way):
             if way == "eagle":
                 use_tree(engine, prepared)
+            with context.part(f"{way}: compiled pieces"):
+                context.save(**{f"{way}_compiled_pieces": compile_pieces(context, engine)})
             eager = eager_engine(engine)
             eager.use(engine.drafter)
             times = {"eager": cycle_ms(eager, n), "captured": cycle_ms(engine, n)}

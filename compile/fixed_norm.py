@@ -1,0 +1,53 @@
+"""RMSNorm on CUDA whose sums are in one order for any number of rows.
+
+ATen and Inductor choose the threads of a row by how many rows there are. Behind our products, which
+do not, such a norm would be the one place where a row's bits depend on what is verified with it.
+
+Shapes: T rows, D columns.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fasteagle.device import on_device_of
+from fasteagle.model import RMSNorm, Transformer
+from fasteagle.quant.cuda_linear import PlanesLinear
+
+
+@torch.library.custom_op("fasteagle::rms_norm", mutates_args=(), device_types="cuda")
+def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
+    """RMSNorm of fp32 x [T, D] in the dtype of `scale` [D]; bits of a row whatever T is."""
+    from fasteagle.compile import block_kernels  # Triton exists where CUDA does
+
+    with on_device_of(x):
+        return block_kernels.add_norm(x, None, scale, eps, scale.dtype)[1]
+
+
+@rms_norm.register_fake
+def _(x: Tensor, scale: Tensor, eps: float) -> Tensor:
+    return torch.empty_like(x, dtype=scale.dtype)
+
+
+class FixedNorm(nn.Module):
+    """`RMSNorm` by our kernel, for which threads per row do not depend on the number of rows."""
+
+    def __init__(self, norm: RMSNorm) -> None:
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1]).float().contiguous()  # heads of a row are rows too
+        return rms_norm(rows, self.weight, self.eps).view(x.shape)
+
+
+def use_fixed_norms(target: Transformer) -> bool:
+    """Replace every norm of a target that runs our products block by block; true if it does."""
+    if not any(isinstance(module, PlanesLinear) for module in target.modules()):
+        return False
+    for parent in list(target.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, RMSNorm):
+                setattr(parent, name, FixedNorm(child))
+    return True

@@ -1,0 +1,75 @@
+"""What `CudaGraphs` asks of `torch.cuda`, on a machine without it: pools, streams, captures.
+
+Graphs are not recorded; what is kept is who uses a pool, as torch's allocator does it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+
+import torch
+
+
+class FakeCuda:
+    """Pools with their users; `refusing` makes the next capture fail at its begin."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.users: dict[int, int] = {}  # graphs of a pool; 0: it was used and is dead
+        self.allocating: set[int] = set()
+        self.streams = 0
+        self.refusing = False
+        fake, handles = self, itertools.count(1)
+
+        class Stream:
+            def __init__(self, device=None) -> None:
+                fake.streams += 1
+
+            def wait_stream(self, other) -> None:
+                pass
+
+            def synchronize(self) -> None:
+                pass
+
+        class Graph:
+            pool = None
+
+            def capture_begin(self, pool, capture_error_mode) -> None:
+                if fake.users.get(pool) == 0:
+                    raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
+                assert not fake.allocating, "an earlier capture has not ended"
+                fake.users[pool] = fake.users.get(pool, 0) + 1
+                fake.allocating.add(pool)
+                if fake.refusing:
+                    fake.refusing = False
+                    raise RuntimeError("CUDA error: operation not permitted")
+                self.pool = pool
+
+            def capture_end(self) -> None:
+                if self.pool not in fake.allocating:
+                    raise RuntimeError("CUDA error: the stream is not capturing")
+                fake.allocating.remove(self.pool)
+
+            def replay(self) -> None:
+                pass
+
+            def __del__(self) -> None:
+                if self.pool is not None:
+                    fake.users[self.pool] -= 1
+
+        current, zeros = Stream(), torch.zeros
+        self.streams = 0
+        for name, value in {
+            "Stream": Stream,
+            "CUDAGraph": Graph,
+            "graph_pool_handle": lambda: next(handles),
+            "current_stream": lambda device: current,
+            "stream": lambda stream: contextlib.nullcontext(),
+            "current_device": lambda: 0,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch, "zeros", lambda n, device: zeros(n))
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self._end, raising=False)
+
+    def _end(self, device, pool) -> None:
+        self.allocating.discard(pool)
