@@ -196,7 +196,7 @@ def test_seed_is_drawn_and_printed_and_repeats(tiny_dir):
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        (["--temperature", "-1"], ["temperature -1", "0 .. 100"]),
+        (["--temperature", "-1"], ["temperature -1", "0 (greedy) or 1e-05 .. 100"]),
         (["--temperature", "nan"], ["temperature nan"]),
         (["--top-p", "0"], ["top-p 0", "0 < top-p <= 1"]),
         (["--top-p", "1.5"], ["top-p 1.5"]),

@@ -27,6 +27,7 @@ from helpers import random_head, tiny_config
 from native_models import SHAPE, native_target
 
 PARAMS = [SamplingParams(), SamplingParams(0.7, seed=4), SamplingParams(0.8, top_p=0.9, seed=2)]
+SLOW_DRAWN = [pytest.param(p, marks=[pytest.mark.slow] if p.temperature else []) for p in PARAMS]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -202,9 +203,17 @@ def answer(engine: Engine, params, n=120, prompt=(1, 2, 3)) -> list[int]:
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=str)
-@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("planned", [False, True])
-def test_text_stays_that_of_plain_decoding(params, compiled, planned):
+def test_text_stays_that_of_plain_decoding(params, planned):
+    _check_text(params, planned, compiled=False)
+
+
+@pytest.mark.parametrize("params", SLOW_DRAWN, ids=str)  # the code that draws compiles for a minute
+def test_text_stays_that_of_plain_decoding_where_compiled(params):
+    _check_text(params, planned=True, compiled=True)
+
+
+def _check_text(params, planned, compiled):
     target = native_target(tiny_config(**SHAPE))
     expected = answer(engine_of(target), params)
     drafter = fused(target)
