@@ -69,7 +69,7 @@ class NativeDraft:
         assert isinstance(drafter, EagleDrafter | NgramDrafter), "as above"
         stopping = drafter.stopping
         if isinstance(drafter, FusedDrafter | NgramDrafter):
-            found = look_up(state, drafter, stopping.keep)
+            found = look_up(state, drafter, drafter.lookup_keep)
             if found is not None:
                 return self.proposal(state, found, LOOKUP)
         assert native is not None and isinstance(drafter, EagleDrafter), "n-grams have no head"

@@ -108,7 +108,7 @@ class Measurement:
             for levels, times in chains.items():
                 times.append(self._chain(drafter, levels))
             if isinstance(drafter, FusedDrafter | NgramDrafter):
-                work = functools.partial(look_up, state, drafter, drafter.stopping.keep)
+                work = functools.partial(look_up, state, drafter, drafter.lookup_keep)
                 looked_up.append(self._timed(work, whole))
         lookup = _medians({0: looked_up})[0] if looked_up else 0.0
         costs = Costs(_medians(passes), {}, {}, 0.0, 0.0, lookup=lookup, chain=_medians(chains))

@@ -135,6 +135,12 @@ class Controlled:
         chosen = self.controller
         return chosen.stopping if isinstance(chosen, ChainController) else Stopping()
 
+    @property
+    def lookup_keep(self) -> float:
+        """The same of looked-up chains."""
+        chosen = self.controller
+        return chosen.lookup_keep if isinstance(chosen, ChainController) else Stopping().keep
+
     def shapes(self) -> Sequence[AnyShape]:
         planned = [] if self.controller is None else self.controller.plan.shapes
         return planned or [self.shape]

@@ -76,12 +76,20 @@ class ChainPlan:
 
     def stopping(self, rate: float) -> Stopping:
         """Where chains end if tokens come at `rate` (1/s)."""
-        few = min(5, max(self.costs.passes))
-        row = (self.costs.verify(few) - self.costs.verify(1)) / (few - 1)
+        row = self._row(5)
         level = (self.costs.draft_chain(LONGEST) - self.costs.draft_chain(1)) / (LONGEST - 1)
         value = rate / 1e3  # tokens that a millisecond is worth
         keep = min(0.9, max(0.02, row * value))
         return Stopping(keep, min(0.95, max(keep, (row + level) * value / NEXT_ACCEPTED)))
+
+    def lookup_keep(self, rate: float) -> float:
+        """The same of looked-up chains, which are long: there a row may cost more."""
+        return min(0.9, max(0.02, self._row(1 + REACH) * rate / 1e3))
+
+    def _row(self, rows: int) -> float:
+        """Milliseconds of each further row, on average up to `rows`."""
+        rows = min(rows, max(self.costs.passes))
+        return (self.costs.verify(rows) - self.costs.verify(1)) / (rows - 1)
 
     def _average(self, shape: SureChain, factor: float) -> tuple[float, int]:
         """Accepted tokens and levels of the best chain of one length for all cycles."""
@@ -146,6 +154,11 @@ class ChainController(Controller):
     def stopping(self) -> Stopping:
         """Where the next chain ends."""
         return self.plan.stopping(max(self.rate, self.plan.rate(None, 1.0)))
+
+    @property
+    def lookup_keep(self) -> float:
+        """From which probability of its path on a looked-up token is verified."""
+        return self.plan.lookup_keep(max(self.rate, self.plan.rate(None, 1.0)))
 
     def learn_of(self, shape: AnyShape | None, outcome: Outcome | None) -> None:
         self._chain = 0 if outcome is None else outcome.drafted
@@ -237,7 +250,7 @@ class LookupChainController(FusedChainController):
         costs = self.plan.costs
         line = (
             f"tree auto: chains of {self.plan.shape} looked-up tokens while likelier than "
-            f"{self.stopping.keep:.2f}; verify {costs.verify(1):.1f} to "
+            f"{self.lookup_keep:.2f}; verify {costs.verify(1):.1f} to "
             f"{costs.verify(1 + REACH):.1f} + other {costs.other:.1f} ms"
         )
         return f"{line} | used {self.shares()}" if self.used else line

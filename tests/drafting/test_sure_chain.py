@@ -9,6 +9,7 @@ import torch
 
 from fasteagle.drafting.controller import FIRST_PAUSE, Outcome
 from fasteagle.drafting.eagle import sure_chain
+from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.plan import DEFAULT_RANKS, Costs
 from fasteagle.drafting.sure_chain import (
     LONGEST,
@@ -187,3 +188,16 @@ def test_without_any_gain_no_chain_is_planned():
     assert slow.at(1.0) is None and plan().at(1.0) == SHAPE
     assert plan().rate(SHAPE, 1.4) > plan().rate(SHAPE, 0.6)
     assert Stopping() == Stopping(0.15, 0.4)
+
+
+def test_long_chains_end_earlier_where_many_rows_cost_more_each():
+    even, steep = plan(), plan(passes=PASSES | {17: 28.0})
+    rate = even.rate(None, 1.0)
+    assert steep.stopping(rate) == even.stopping(rate)  # of the head's short ones
+    assert even.lookup_keep(rate) == pytest.approx(even.stopping(rate).keep)
+    assert steep.lookup_keep(rate) == pytest.approx((28.0 - 4.0) / 16 * rate / 1e3)
+    drafter = NgramDrafter()
+    drafter.shape = SureChain(LONGEST)
+    assert drafter.lookup_keep == Stopping().keep
+    drafter.follow(steep)
+    assert drafter.lookup_keep > even.stopping(rate).keep
