@@ -79,12 +79,16 @@ class ChainPlan:
         row = self._row(5)
         level = (self.costs.draft_chain(LONGEST) - self.costs.draft_chain(1)) / (LONGEST - 1)
         value = rate / 1e3  # tokens that a millisecond is worth
-        keep = min(0.9, max(0.02, row * value))
+        keep = self._keep(row, rate)
         return Stopping(keep, min(0.95, max(keep, (row + level) * value / NEXT_ACCEPTED)))
 
     def lookup_keep(self, rate: float) -> float:
         """The same of looked-up chains, which are long: there a row may cost more."""
-        return min(0.9, max(0.02, self._row(1 + REACH) * rate / 1e3))
+        return self._keep(self._row(1 + REACH), rate)
+
+    def _keep(self, row: float, rate: float) -> float:
+        """How likely a token must be to pay for a row of so many milliseconds."""
+        return min(0.9, max(0.02, row * rate / 1e3))
 
     def _row(self, rows: int) -> float:
         """Milliseconds of each further row, on average up to `rows`."""
@@ -153,12 +157,17 @@ class ChainController(Controller):
     @property
     def stopping(self) -> Stopping:
         """Where the next chain ends."""
-        return self.plan.stopping(max(self.rate, self.plan.rate(None, 1.0)))
+        return self.plan.stopping(self._best_rate)
 
     @property
     def lookup_keep(self) -> float:
         """From which probability of its path on a looked-up token is verified."""
-        return self.plan.lookup_keep(max(self.rate, self.plan.rate(None, 1.0)))
+        return self.plan.lookup_keep(self._best_rate)
+
+    @property
+    def _best_rate(self) -> float:
+        """What time is worth: plain passes would bring tokens at their rate at least."""
+        return max(self.rate, self.plan.rate(None, 1.0))
 
     def learn_of(self, shape: AnyShape | None, outcome: Outcome | None) -> None:
         self._chain = 0 if outcome is None else outcome.drafted
