@@ -56,6 +56,7 @@ constexpr int AHEAD = 4096;  // bytes of weights that are fetched before they ar
 
 typedef float VF __attribute__((vector_size(4 * W)));
 typedef int32_t VI __attribute__((vector_size(4 * W)));
+typedef int16_t VS __attribute__((vector_size(4 * W)));
 typedef uint16_t VH __attribute__((vector_size(2 * W)));
 typedef uint32_t VU __attribute__((vector_size(4 * W)));
 typedef int8_t VB __attribute__((vector_size(W)));
@@ -491,6 +492,8 @@ inline Bytes high(Bytes v) {
   return _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15));
 }
 inline Bytes spread(const int8_t* quad) { return _mm512_set1_epi32(four(quad)); }
+inline VS pairs(Bytes w, Bytes x) { return (VS)_mm512_maddubs_epi16(w, x); }
+inline VI quads(VS v) { return (VI)_mm512_madd_epi16((Bytes)v, _mm512_set1_epi16(1)); }
 #if FASTEAGLE_ISA == 4
 inline Bytes add_quads(Bytes sum, Bytes w, Bytes x) { return _mm512_dpbusd_epi32(sum, w, x); }
 #endif
@@ -502,6 +505,8 @@ inline Bytes high(Bytes v) {
   return _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15));
 }
 inline Bytes spread(const int8_t* quad) { return _mm256_set1_epi32(four(quad)); }
+inline VS pairs(Bytes w, Bytes x) { return (VS)_mm256_maddubs_epi16(w, x); }
+inline VI quads(VS v) { return (VI)_mm256_madd_epi16((Bytes)v, _mm256_set1_epi16(1)); }
 #if FASTEAGLE_ISA == 2
 inline Bytes add_quads(Bytes sum, Bytes w, Bytes x) { return _mm256_dpbusd_avx_epi32(sum, w, x); }
 #endif
@@ -540,42 +545,30 @@ struct Dot {
   }
   VI total() const { return TWO ? (VI)a + (VI)b : (VI)a; }
 #elif FASTEAGLE_ISA == 3
-  // Pairs are added in 16 bits. 4-bit weights: a block's eight pairs are at most 8 * 2 * 15 * 127.
-  // 8-bit weights: at most 2 * 128 * 127, if the sign goes to the activation.
+  // Of 8-bit weights, pairs of products in 16 bits are at most 2 * 128 * 127, if the sign goes to
+  // the activation. For 4-bit weights see `short_products`.
   static constexpr int bias = 0;
   __m512i a = {};
   void add(Bytes w, const int8_t* quad) {
-    if constexpr (BITS == 4) {
-      a = _mm512_add_epi16(a, _mm512_maddubs_epi16(w, spread(quad)));
-    } else {
-      const Bytes value = _mm512_xor_si512(w, _mm512_set1_epi8(-128)), x = spread(quad);
-      const Bytes turned =
-          _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(value), _mm512_setzero_si512(), x);
-      const Bytes pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(value), turned);
-      a = _mm512_add_epi32(a, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
-    }
+    const Bytes value = _mm512_xor_si512(w, _mm512_set1_epi8(-128)), x = spread(quad);
+    const Bytes turned =
+        _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(value), _mm512_setzero_si512(), x);
+    const Bytes pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(value), turned);
+    a = _mm512_add_epi32(a, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
   }
   void add_second(Bytes w, const int8_t* quad) { add(w, quad); }
-  VI total() const {
-    return BITS == 4 ? (VI)_mm512_madd_epi16(a, _mm512_set1_epi16(1)) : (VI)a;
-  }
+  VI total() const { return (VI)a; }
 #elif FASTEAGLE_ISA == 1
   static constexpr int bias = 0;
   __m256i a = {};
   void add(Bytes w, const int8_t* quad) {
-    if constexpr (BITS == 4) {
-      a = _mm256_add_epi16(a, _mm256_maddubs_epi16(w, spread(quad)));
-    } else {
-      const Bytes value = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
-      const Bytes turned = _mm256_sign_epi8(spread(quad), value);
-      const Bytes pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(value), turned);
-      a = _mm256_add_epi32(a, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-    }
+    const Bytes value = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
+    const Bytes turned = _mm256_sign_epi8(spread(quad), value);
+    const Bytes pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(value), turned);
+    a = _mm256_add_epi32(a, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
   }
   void add_second(Bytes w, const int8_t* quad) { add(w, quad); }
-  VI total() const {
-    return BITS == 4 ? (VI)_mm256_madd_epi16(a, _mm256_set1_epi16(1)) : (VI)a;
-  }
+  VI total() const { return (VI)a; }
 #else
   static constexpr int bias = BITS == 8 ? 128 : 0;
   int32_t a[W] = {};
@@ -592,11 +585,48 @@ struct Dot {
 #endif
 };
 
+#if FASTEAGLE_ISA == 3 || FASTEAGLE_ISA == 1
+// The sums of a row's 32 inputs with 4-bit weights, four inputs of W outputs in each of `w`. Pairs
+// are added in 16 bits, where a block's eight are at most 8 * 2 * 15 * 127.
+[[gnu::always_inline]] inline VI short_products(const Bytes* w, const int8_t* q) {
+  VS sums = pairs(w[0], spread(q));
+  for (int j = 1; j < 8; j++) sums += pairs(w[j], spread(q + 4 * j));
+  return quads(sums);
+}
+#endif
+
+// `f(0)`, `f(1)` .. `f(n - 1)`, one after the other: a loop that is always unrolled.
+template <class F, int... r>
+[[gnu::always_inline]] inline void for_each(F f, std::integer_sequence<int, r...>) {
+  (f(r), ...);
+}
+
+template <int n, class F>
+[[gnu::always_inline]] inline void for_each(F f) {
+  for_each(f, std::make_integer_sequence<int, n>());
+}
+
 // Whole-number products of R rows of activations, 32 bytes each at `q`, with the W outputs of one
-// block at `line`: what was added to the weights is taken off again by `sums`.
-template <int R, int BITS>
+// block at `line`, given to `take` by row: what was added to the weights is taken off by `sums`.
+template <int R, int BITS, class F>
 [[gnu::always_inline]] inline void block_products(const uint8_t* line, const int8_t* q,
-                                                  const int32_t* sums, int base, VI* total) {
+                                                  const int32_t* sums, int base, F take) {
+  const auto give = [&](int r, VI total) {
+    if (base) [[unlikely]] total = (VI)((VU)total - uint32_t(base) * uint32_t(sums[r]));
+    take(r, total);
+  };
+#if FASTEAGLE_ISA == 3 || FASTEAGLE_ISA == 1
+  if constexpr (BITS == 4) {
+    // Row by row, with the weights in registers: sums of all rows at once would not fit beside them.
+    Bytes w[8];
+    for (int j = 0; j < 4; j++) {
+      const Bytes values = load_bytes(line + j * 4 * COLUMNS);
+      w[j] = low(values), w[j + 4] = high(values);
+    }
+    for_each<R>([&](int r) { give(r, short_products(w, q + r * BLOCK)); });
+    return;
+  }
+#endif
   using Sums = Dot<BITS, (R < 4)>;
   constexpr int LINES = BITS == 4 ? 4 : 8;
   Sums dots[R];
@@ -618,9 +648,9 @@ template <int R, int BITS>
       }
     }
   }
-  for (int r = 0; r < R; r++) total[r] = dots[r].total();
-  if (base)
-    for (int r = 0; r < R; r++) total[r] = (VI)((VU)total[r] - uint32_t(base) * uint32_t(sums[r]));
+  VI totals[R];
+  for (int r = 0; r < R; r++) totals[r] = dots[r].total();
+  for (int r = 0; r < R; r++) give(r, totals[r]);
 }
 
 // R rows, from `row`, times W of the 16 outputs at `block`: y [R, 16]. SINGLE: groups of one block.
@@ -636,46 +666,55 @@ inline void tile(const Weight& w, const uint8_t* block, int part, const Activati
   const int width = w.h.wide ? 4 : 2;
   VF acc[R] = {}, in_group[R] = {};
   float moved[R] = {};
-  VI total[R];
   int64_t in_this = 0;  // blocks of the group so far
   for (int64_t b = 0, group = 0; b < w.blocks; b++) {
-    const int64_t at = b * x.rows + row;
+    const int64_t at = b * x.rows + row, parameters = group * COLUMNS + part * W;
     for (int j = 0; j < LINES; j++)
       __builtin_prefetch(line + b * STEP + j * 4 * COLUMNS + AHEAD);
-    block_products<R, BITS>(line + b * STEP, x.q + at * BLOCK, x.sums + at, base, total);
-    for (int r = 0; r < R; r++) {
-      const VF value = to_float(total[r]) * splat(x.scales[at + r]);
-      in_group[r] = SINGLE ? value : in_group[r] + value;
+    const bool ends = SINGLE || ++in_this == w.h.group_blocks || b + 1 == w.blocks;
+    VF scale = {}, offset = {};
+    if (ends) {
+      // Of the outputs after these: their lines follow, their parameters lie behind those.
+      __builtin_prefetch(scales + parameters * width + w.h.stride);
+      scale = w.parameter(scales, parameters);
+      if (w.h.second) {
+        __builtin_prefetch(seconds + parameters * width + w.h.stride);
+        offset = w.parameter(seconds, parameters);
+        if (w.h.second == 2) offset = -(offset * scale);
+      }
     }
+    const auto take = [&](int r, VI total) {
+      const VF value = to_float(total) * splat(x.scales[at + r]);
+      if constexpr (SINGLE) {
+        acc[r] = fma(scale, value, acc[r]);
+        if (w.h.second) acc[r] = fma(offset, splat(choice.offsets[at + r]), acc[r]);
+      } else {
+        in_group[r] += value;
+      }
+    };
+    block_products<R, BITS>(line + b * STEP, x.q + at * BLOCK, x.sums + at, base, take);
     if constexpr (!SINGLE) {
       for (int r = 0; r < R; r++) moved[r] += choice.offsets[at + r];
-      if (++in_this < w.h.group_blocks && b + 1 < w.blocks) continue;
-    }
-    const int64_t parameters = group * COLUMNS + part * W;
-    // Of the outputs after these: their lines follow, their parameters lie behind those.
-    __builtin_prefetch(scales + parameters * width + w.h.stride);
-    const VF scale = w.parameter(scales, parameters);
-    for (int r = 0; r < R; r++) acc[r] = fma(scale, in_group[r], acc[r]);
-    if (w.h.second) {
-      __builtin_prefetch(seconds + parameters * width + w.h.stride);
-      VF offset = w.parameter(seconds, parameters);
-      if (w.h.second == 2) offset = -(offset * scale);
-      for (int r = 0; r < R; r++)
-        acc[r] = fma(offset, splat(SINGLE ? choice.offsets[at + r] : moved[r]), acc[r]);
+      if (!ends) continue;
+      for (int r = 0; r < R; r++) {
+        acc[r] = fma(scale, in_group[r], acc[r]);
+        if (w.h.second) acc[r] = fma(offset, splat(moved[r]), acc[r]);
+        in_group[r] = VF{}, moved[r] = 0;
+      }
     }
     group++;
     in_this = 0;
-    for (int r = 0; r < R; r++) in_group[r] = VF{}, moved[r] = 0;
   }
   // Then what rounding left over, of few blocks. A row that is not meant has a scale of 0 there.
   const uint8_t* twice = choice.twice + row / MAX_TILE * x.blocks;
   for (int64_t b = 0; b < w.blocks; b++) {
     if (!twice[b]) continue;
     const int64_t at = b * x.rows + row;
-    block_products<R, BITS>(line + b * STEP, x.rest + at * BLOCK, x.rest_sums + at, base, total);
     const VF scale = w.parameter(scales, b / w.h.group_blocks * COLUMNS + part * W);
-    for (int r = 0; r < R; r++)
-      acc[r] = fma(scale, to_float(total[r]) * splat(choice.rest_scales[at + r]), acc[r]);
+    const auto take = [&](int r, VI total) {
+      acc[r] = fma(scale, to_float(total) * splat(choice.rest_scales[at + r]), acc[r]);
+    };
+    block_products<R, BITS>(line + b * STEP, x.rest + at * BLOCK, x.rest_sums + at, base, take);
   }
   for (int r = 0; r < R; r++) store(y + r * COLUMNS, acc[r]);
 }
