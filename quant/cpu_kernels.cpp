@@ -198,6 +198,8 @@ inline VF exp_of(VF x) {
 // ---------------------------------------------------------------------------------------------
 // Threads
 
+using Clock = std::chrono::steady_clock;
+
 // How many threads to do without. Where other programs run on the same cores, a thread that waits its
 // turn keeps all others waiting, for many times the length of a pass: one thread less is faster then.
 class Spared {
@@ -211,29 +213,35 @@ class Spared {
 
   int threads() const { return spared_; }
 
-  // A call with `size` threads is over; `waited`: at some barrier for longer than `LONG`.
-  void learn(int size, bool waited) {
-    if (waited) {
-      calm_ = 0;
+  // A call with `size` threads is over at `now`: of the time `whole` they stood at barriers for
+  // `waited`, counting what was longer than `LONG`. One thread less takes a `size`th longer: so much
+  // the waiting must be. A prompt's rows take long enough to meet some wait in each call.
+  void learn(int size, Clock::duration waited, Clock::duration whole, Clock::time_point now) {
+    if (waited * size > whole) {
+      since_ = now;
       if (++waits_ < 2) return;  // once may be chance
       waits_ = 0;
       if (size > 1) spared_++;
       patience_ = std::min(2 * patience_, LONGEST);
-    } else if (++calm_ % PERIOD == 0) {
-      waits_ = 0;
-      if (calm_ < patience_) return;
-      calm_ = 0;
-      if (spared_ == 0) {
-        patience_ = PERIOD;
-      } else {
-        spared_--;
-      }
+      return;
+    }
+    const Clock::duration calm = now - since_;
+    if (calm >= PERIOD) waits_ = 0;
+    if (calm < patience_) return;
+    since_ = now;
+    if (spared_ == 0) {
+      patience_ = PERIOD;
+    } else {
+      spared_--;
     }
   }
 
  private:
-  static constexpr int PERIOD = 64, LONGEST = 1024;  // calls
-  int spared_ = 0, waits_ = 0, calm_ = 0, patience_ = PERIOD;
+  static constexpr Clock::duration PERIOD = std::chrono::milliseconds(600);
+  static constexpr Clock::duration LONGEST = std::chrono::seconds(10);
+  int spared_ = 0, waits_ = 0;
+  Clock::time_point since_;  // the last call that waited, or the last change
+  Clock::duration patience_ = PERIOD;
 };
 
 // The threads of one call. All of them come to every barrier.
@@ -241,7 +249,10 @@ class Team {
  public:
   explicit Team(int size) : size_(size) {}
 
-  bool waited() const { return waited_.load(std::memory_order_relaxed); }
+  // At all barriers together, of the threads that waited there the mean.
+  Clock::duration waited() const {
+    return Clock::duration(waited_.load(std::memory_order_relaxed)) / std::max(1, size_ - 1);
+  }
 
   void barrier() {
     if (size_ == 1) return;
@@ -257,10 +268,10 @@ class Team {
       if (is_over()) return;
       relax();
     }
-    const auto begin = std::chrono::steady_clock::now();
+    const auto begin = Clock::now();
     while (!is_over()) sched_yield();
-    if (std::chrono::steady_clock::now() - begin > Spared::LONG)
-      waited_.store(true, std::memory_order_relaxed);
+    const Clock::duration waited = Clock::now() - begin;
+    if (waited > Spared::LONG) waited_.fetch_add(waited.count(), std::memory_order_relaxed);
   }
 
  private:
@@ -271,7 +282,7 @@ class Team {
   }
 
   const int size_;
-  std::atomic<bool> waited_{false};
+  std::atomic<Clock::rep> waited_{0};
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<int> turn_{0};
 };
@@ -296,17 +307,19 @@ void in_parallel(F work) {
   if (wanted == 1) {
     Team team(1);
     work(Worker{team, 0, 1});
-    if (all > 1) spared.learn(1, false);
+    if (all > 1) spared.learn(1, {}, {}, Clock::now());
     return;
   }
   Team* team = nullptr;
+  const auto begin = Clock::now();
 #pragma omp parallel num_threads(wanted)
   {
 #pragma omp single
     team = new Team(omp_get_num_threads());
     work(Worker{*team, omp_get_thread_num(), omp_get_num_threads()});
   }
-  spared.learn(wanted, team->waited());
+  const auto end = Clock::now();
+  spared.learn(wanted, team->waited(), end - begin, end);
   delete team;
 }
 
