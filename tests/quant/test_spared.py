@@ -21,7 +21,7 @@ int main() {
   int size;
   double waited, whole;
   const auto time = [](double ms) {
-    return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double, std::milli>(ms));
+    return Clock::duration(std::chrono::nanoseconds(int64_t(ms * 1e6)));
   };
   while (std::scanf("%%d %%lf %%lf", &size, &waited, &whole) == 3) {
     now += time(whole);
@@ -61,7 +61,7 @@ def test_a_thread_that_waits_its_turn_is_spared_and_tried_again(spared):
 
 
 def test_waits_that_cost_less_than_a_thread_spare_none(spared):
-    """A prompt's rows take 100 ms a call: each meets a wait of some ms, as each second of a pass does."""
+    """A prompt's rows take 100 ms a call: each meets a wait of some ms."""
     assert set(spared([(2, 4, 100)] * 100)) == {0}
     assert set(spared([(2, 4, 10)] * 100)) == {0}, "two of three ms are still won"
     assert spared([(8, 4, 10)] * 2) == [0, 1], "one of eight threads is worth less than these"
