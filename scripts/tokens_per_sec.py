@@ -28,6 +28,7 @@ from fasteagle.bench.row_spec import ROW_NAMES
 from fasteagle.bench.run import DEFAULT_ROWS, PRECISIONS, BenchOptions, check_simulated, run
 from fasteagle.cli.command import Script
 from fasteagle.cli.options import bench_model_options, comma_list, draft_options
+from fasteagle.errors import FasteagleError
 from fasteagle.loading.open import open_dummy, open_model
 from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.paths import require_writable, write_atomic
@@ -47,9 +48,7 @@ DEFAULTS = BenchOptions()
 )
 @click.option(
     "--precision",
-    default=",".join(DEFAULTS.precisions),
-    show_default=True,
-    help=f"Comma list of {', '.join(PRECISIONS)}.",
+    help=f"Comma list of {', '.join(PRECISIONS)}.  [default: of --int4 and the like, or auto]",
 )
 @click.option(
     "--data",
@@ -104,7 +103,7 @@ def main(
     runtime_options: RuntimeOptions,
     draft: DraftOptions,
     rows: str,
-    precision: str,
+    precision: str | None,
     compile_: bool,
     load_format: str,
     json_path: Path | None,
@@ -117,7 +116,7 @@ def main(
     options = BenchOptions(
         model=model,
         rows=comma_list(rows),
-        precisions=comma_list(precision),
+        precisions=_precisions(precision, runtime_options),
         compile=compile_,
         draft=draft,
         **rest,
@@ -136,6 +135,18 @@ def main(
     if plot_path:
         plot(report, plot_path)
     _print(report, md)
+
+
+def _precisions(asked: str | None, runtime: RuntimeOptions) -> tuple[str, ...]:
+    """Those asked for, else the one that the model's options name."""
+    if asked is None:
+        return (runtime.quant or runtime.dtype,)
+    if runtime.quant is not None:
+        raise FasteagleError(
+            f"precision {asked} stands beside {runtime.quant}: name all of them in --precision, "
+            "without --int4, --int8 and --quant"
+        )
+    return comma_list(asked)
 
 
 def _load(model: str, load_format: str) -> Any:

@@ -69,6 +69,32 @@ def test_the_model_of_a_group_is_gone_before_the_next_one_is_loaded(
     assert alive == [[], [False]]
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], ("auto",)),
+        (["--int4"], ("int4",)),
+        (["--quant", "int8"], ("int8",)),
+        (["--dtype", "bf16"], ("bf16",)),
+        (["--dtype", "fp32", "--precision", "bf16,int4"], ("bf16", "int4")),
+    ],
+)
+def test_precision_is_what_the_model_options_say(script, monkeypatch, flags, expected):
+    asked = []
+
+    def check(options, *_):
+        asked.append(options.precisions)
+        raise FasteagleError("far enough")
+
+    monkeypatch.setattr("tokens_per_sec.check_simulated", check)
+    assert script(*flags).exit_code == 2 and asked == [expected]
+
+
+def test_precision_beside_int4_is_refused(script):
+    result = script("--int4", "--precision", "bf16")
+    assert result.exit_code == 2 and "name all of them in --precision" in result.stderr
+
+
 def test_hf_and_plain_give_the_same_greedy_tokens_in_fp32(tiny_dir, questions):
     report = measure(tiny_dir, questions)
     hf, plain = report["rows"]
