@@ -31,6 +31,7 @@ GGUF_BLOCKS = {
     "Q6_K": 210,
     "IQ4_XS": 136,
 }
+GGUF_EXACT = frozenset({"Q4_0", "Q4_1", "Q8_0"})  # bit-equal to `gguf.quants.dequantize`
 GGUF_4_BITS = frozenset({"Q4_0", "Q4_1", "Q4_K"})  # the others become 8 bits
 GGUF_WIDENED = frozenset({"Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS"})  # to twice their size and more
 CONVERTED_VALUES = 1 << 20  # dequantized at a time: an LM head in fp32 takes gigabytes
@@ -39,8 +40,8 @@ CONVERTED_VALUES = 1 << 20  # dequantized at a time: an LM head in fp32 takes gi
 def from_gguf_blocks(raw: Tensor, kind: str) -> PackedWeight:
     """GGUF rows uint8 [N, bytes of a row] in groups of 32, 4 bits for `GGUF_4_BITS`, else 8.
 
-    Q4_0, Q4_1, Q8_0: bit-equal in fp32 to `gguf.quants.dequantize`. A block is fp16 d, for Q4_1
-    fp16 m, then 16 bytes with weights 0 .. 15 in their low and 16 .. 31 in their high nibbles, or
+    Q4_0, Q4_1, Q8_0 keep every value in fp32 (`GGUF_EXACT`). A block is fp16 d, for Q4_1 fp16 m,
+    then 16 bytes with weights 0 .. 15 in their low and 16 .. 31 in their high nibbles, or
     32 int8: `d * (q - 8)`, `d * q + m`, `d * q`. Q4_K: the stored values, parameters rounded to
     fp16 (`_q4_k`). The others: values rounded to 8 bits, at most about amax / 254 of a group away
     (`int8_groups`). Raises `FasteagleError` for other types.
@@ -55,7 +56,7 @@ def from_gguf_blocks(raw: Tensor, kind: str) -> PackedWeight:
         )
     if kind == "Q4_K":
         return _q4_k(raw)
-    if kind not in ("Q4_0", "Q4_1", "Q8_0"):
+    if kind not in GGUF_EXACT:
         return _converted(raw, kind)
     blocks = raw.unflatten(1, (-1, size))  # [N, G, size]
     n_params = 2 if kind == "Q4_1" else 1

@@ -1,6 +1,6 @@
 """GGUF files: metadata and tensors under Hugging Face names. Knows nothing of the model.
 
-`gguf_index` says what lies where, the `gguf` package dequantizes.
+`gguf_index` says what lies where, the `gguf` package dequantizes what `quant.gguf_blocks` rounds.
 """
 
 from __future__ import annotations
@@ -18,11 +18,18 @@ from fasteagle.config_fields import Fields
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.gguf_index import GGUFTensor, read_index
 from fasteagle.loading.tensors import Checkpoint, is_block_linear, rows_for
-from fasteagle.quant.gguf_blocks import GGUF_4_BITS, GGUF_BLOCKS, GGUF_WIDENED, from_gguf_blocks
+from fasteagle.quant.gguf_blocks import (
+    GGUF_4_BITS,
+    GGUF_BLOCKS,
+    GGUF_EXACT,
+    GGUF_WIDENED,
+    from_gguf_blocks,
+)
 from fasteagle.quant.packed import PackedWeight
 from fasteagle.quant.scheme import Scheme
 
 SUPPORTED_TYPES = ("F32", "F16", "BF16", *GGUF_BLOCKS)
+ROWS_AT_ONCE = 1024  # dequantized
 ROPE_FACTORS = "rope_freqs.weight"  # a part of the config, in truth
 
 _GLOBAL_NAMES = {
@@ -91,19 +98,17 @@ class GGUFFile(Checkpoint):
 
     def start(self, name: str, n: int) -> Tensor:
         """The first `n` values or more."""
-        if self._permuted(name) is not None:  # its first rows are not contiguous
-            return self.load(name)
         return self._rows(name, rows_for(self.shape(name), n))
 
     def _rows(self, name: str, n_rows: int) -> Tensor:
-        """The first rows in the file's order, dequantized."""
-        return dequantized(self._data, self.tensors[name], n_rows)
+        """The first rows, dequantized."""
+        n_head, tensor = self._permuted(name), self.tensors[name]
+        order = None if n_head is None else rope_order(tensor.shape[0], n_head)[:n_rows]
+        return dequantized(self._data, tensor, slice(n_rows) if order is None else order.numpy())
 
     def load(self, name: str) -> Tensor:
         """The dequantized tensor in fp32 (F16/BF16 too: every value is exact there)."""
-        values = self._rows(name, self.tensors[name].shape[0])
-        n_head = self._permuted(name)
-        return values if n_head is None else values[rope_order(len(values), n_head)]
+        return self._rows(name, self.tensors[name].shape[0])
 
     def kinds(self) -> dict[str, str]:
         """The GGUF type of every tensor."""
@@ -167,15 +172,31 @@ def check_types(path: Path, tensors: Mapping[str, GGUFTensor]) -> None:
             )
 
 
-def dequantized(data: np.ndarray, tensor: GGUFTensor, n_rows: int) -> Tensor:
-    """The first rows of a tensor of the file `data` in fp32, in the file's order."""
-    from gguf import GGMLQuantizationType  # 0.2 s, for GGUF files only
-    from gguf.quants import dequantize
+def dequantized(
+    data: np.ndarray, tensor: GGUFTensor, rows: slice | np.ndarray = slice(None)
+) -> Tensor:
+    """Some rows of a tensor of the file `data` in fp32."""
+    raw = data[tensor.offset : tensor.offset + tensor.n_bytes].reshape(tensor.shape[0], -1)[rows]
+    if tensor.kind in GGUF_EXACT and len(tensor.shape) == 2:
+        return _dequantized_blocks(raw, tensor)
+    if tensor.kind == "F32":
+        array = raw.view(np.float32)
+    else:
+        from gguf import GGMLQuantizationType  # 0.2 s, which most files do without
+        from gguf.quants import dequantize
 
-    raw = data[tensor.offset : tensor.offset + tensor.n_bytes]
-    array = dequantize(raw.reshape(tensor.shape[0], -1)[:n_rows], GGMLQuantizationType[tensor.kind])
+        array = dequantize(raw, GGMLQuantizationType[tensor.kind])
     values = torch.from_numpy(array if array.flags.writeable else array.copy())
-    return values.view(n_rows, *tensor.shape[1:])
+    return values.view(-1, *tensor.shape[1:])
+
+
+def _dequantized_blocks(raw: np.ndarray, tensor: GGUFTensor) -> Tensor:
+    """What `gguf` makes of the rows `raw`; an embedding takes it a second."""
+    values = torch.empty(len(raw), tensor.shape[1])
+    for begin in range(0, len(raw), ROWS_AT_ONCE):
+        part = torch.from_numpy(raw[begin : begin + ROWS_AT_ONCE].copy())
+        values[begin : begin + ROWS_AT_ONCE] = from_gguf_blocks(part, tensor.kind).dequantize()
+    return values
 
 
 def rope_factors(path: Path, data: np.ndarray, tensor: GGUFTensor) -> tuple[float, ...]:

@@ -159,7 +159,7 @@ def _weights(
     for name, tensor in tensors.items():
         if name in (ROPE_FACTORS, *_MAPS):
             continue
-        values = dequantized(data, tensor, tensor.shape[0])
+        values = dequantized(data, tensor)
         if name in _PERMUTED and len(values) % head_dim == 0:  # else told as misshapen
             values = values[rope_order(len(values), len(values) // head_dim)]
         official = NAMES.get(name) or _FORKS.get(name, name)

@@ -196,9 +196,12 @@ def load_tokenizer(path: Path, template: str | None = None) -> ChatTokenizer:
     """Tokenizer of a Hugging Face folder or a GGUF file. Raises `FasteagleError`."""
     from huggingface_hub.errors import StrictDataclassError  # as slow as transformers
 
-    folder = _converted_gguf(path) if path.is_file() else path
+    is_gguf = path.is_file()
+    folder = _converted_gguf(path) if is_gguf else path
     try:
-        backend = _auto_tokenizer().from_pretrained(folder, local_files_only=True)
+        # What was converted is always of one class; to look for it takes over a second.
+        kind = _transformers().PreTrainedTokenizerFast if is_gguf else _auto_tokenizer()
+        backend = kind.from_pretrained(folder, local_files_only=True)
     except StrictDataclassError as error:  # of a field that only transformers reads
         raise FasteagleError(f"{folder / 'config.json'}: {error.__cause__ or error}") from error
     except Exception as error:  # transformers raises OSError, ValueError, ImportError, KeyError
@@ -208,10 +211,14 @@ def load_tokenizer(path: Path, template: str | None = None) -> ChatTokenizer:
 
 
 def _auto_tokenizer() -> Any:
-    import transformers  # takes seconds: only once a tokenizer is asked for
+    return _transformers().AutoTokenizer
+
+
+def _transformers() -> Any:
+    import transformers  # takes a second: only once a tokenizer is asked for
 
     transformers.logging.set_verbosity_error()
-    return transformers.AutoTokenizer
+    return transformers
 
 
 def _eos_ids(folder: Path, backend: Any) -> frozenset[int]:
