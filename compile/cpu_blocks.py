@@ -18,6 +18,7 @@ from fasteagle.quant.cpu_linear import BLOCK, NativeLinear, NativeNorm, in_huge_
 from fasteagle.tree import TreeView
 
 MAX_HEAD_DIM = 256
+MAX_ROWS = 32  # that go through the blocks together; a longer pass is cut
 TENSORS = 9  # that the kernels read of one block
 
 
@@ -97,6 +98,7 @@ def use_native_blocks(target: Transformer) -> bool:
     in_huge_pages(target.modules())
     target.run_blocks = functools.partial(_run_blocks, NativeBlocks(list(target.blocks)))
     target.visible_keys = lambda view, n_slots: view
+    target.rows_at_once = MAX_ROWS
     target.norm = NativeNorm(target.norm)
     return True
 

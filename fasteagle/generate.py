@@ -83,7 +83,9 @@ class Engine:
 
     @property
     def prefill_chunk(self) -> int:
-        """Rows of a prompt that are computed at once."""
+        """Rows of a prompt that are computed at once: whoever leaves waits for them."""
+        if self.model.rows_at_once is not None:
+            return self.model.rows_at_once
         return PREFILL_CHUNK if self.on_cpu else PREFILL_CHUNK_CUDA
 
     def use(self, drafter: Drafter | None) -> None:

@@ -266,6 +266,7 @@ class Transformer(nn.Module):
         # Both may be replaced from outside: by compiled code, by kernels that take the view itself.
         self.run_blocks: Callable[..., Tensor] = run_blocks
         self.visible_keys: Callable[[TreeView, int], Tensor | TreeView] = TreeView.mask
+        self.rows_at_once: int | None = None  # where a pass of more rows is no faster per row
         self.cache_dtype: torch.dtype | None = None  # None: that of the weights
         self.cache_spare = 0
 

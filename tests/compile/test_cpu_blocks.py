@@ -213,6 +213,20 @@ def test_what_does_not_fit_the_blocks_is_refused():
             torch.ops.fasteagle_cpu.blocks(*(given | changes).values())
 
 
+def test_a_prompt_is_read_in_parts_that_go_through_together(monkeypatch):
+    """Larger parts are no faster, and whoever leaves waits for the one that runs."""
+    config = tiny_config(**SHAPE)
+    engine = Engine(native_target(config), 256)
+    prompt = torch.arange(100).remainder(config.vocab_size).tolist()
+    rows, run = [], engine._run
+    monkeypatch.setattr(engine, "_run", lambda ids, *rest: rows.append(len(ids)) or run(ids, *rest))
+    feature, *_ = engine.prefill(prompt)
+    assert rows == [32, 32, 32, 4]
+    monkeypatch.setattr(engine.model, "rows_at_once", 100)
+    engine.restart()
+    assert torch.equal(engine.prefill(prompt)[0], feature)
+
+
 def test_other_models_keep_their_blocks():
     for config in (
         tiny_config(**SHAPE | dict(head_dim=24)),
