@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -187,7 +189,6 @@ def test_speculation_changes_no_token(checkpoint, model, tokenizer, params, text
 
 def test_the_shipped_head_belongs_to_the_model(checkpoint):
     from importlib import resources
-    from pathlib import Path
 
     from fasteagle.loading.head_file import load_head
     from fasteagle.loading.tensors import fingerprint
@@ -264,21 +265,34 @@ def test_a_file_runs_in_its_own_bits_unless_asked():
         assert (prepared.scheme.name if prepared.scheme else None) == scheme
 
 
-def test_at_int4_speculation_changes_no_bit():
-    """Our CPU kernels: rows do not depend on the other rows of a pass."""
+@pytest.mark.parametrize("quant", [None, "int8"], ids=["int4", "int8"])
+def test_quantized_speculation_changes_no_bit(quant):
+    """Our CPU kernels: rows do not depend on the other rows of a pass.
+
+    FASTEAGLE_QUESTIONS=FILE asks the first turns of all questions of a file, 64 tokens each.
+    """
     opened = open_model(DEFAULT_MODEL)
-    engine = opened.prepared(RuntimeOptions(max_seq_len=512, cpu_kernels="native")).engine()
-    prompt = opened.tokenizer.encode("The history of the city of Paris begins")
-
-    def answer(drafter: str) -> list[int]:
-        options = DraftOptions(drafter=drafter)
-        engine.use(make_drafter(opened.name, engine, opened.checkpoint, options, lambda line: None))
-        engine.restart()
-        return [t for new in engine.generate(prompt, SamplingParams(), 48) for t in new]
-
-    plain = answer("none")
-    for drafter in ("eagle", "eagle-static", "ngram"):
-        assert answer(drafter) == plain, drafter
+    options = RuntimeOptions(max_seq_len=2048, cpu_kernels="native", quant=quant)
+    engine = opened.prepared(options).engine()
+    drafters = {
+        name: make_drafter(
+            opened.name, engine, opened.checkpoint, DraftOptions(drafter=name), lambda line: None
+        )
+        for name in ("none", "eagle", "eagle-static", "eagle-chain", "ngram", "fused")
+    }
+    file = os.environ.get("FASTEAGLE_QUESTIONS")
+    questions = read_questions(Path(file) if file else None, None if file else 2)
+    for number, question in enumerate(questions):
+        text = opened.tokenizer.render([{"role": "user", "content": question.turns[0]}])
+        prompt = opened.tokenizer.encode(text)
+        answers = {}
+        for name, drafter in drafters.items():
+            engine.use(drafter)
+            engine.restart()
+            cycles = engine.generate(prompt, SamplingParams(), 64 if file else 48)
+            answers[name] = [token for new in cycles for token in new]
+        for name, answer in answers.items():
+            assert answer == answers["none"], (number, name)
 
 
 def test_a_schema_at_int4_says_the_same_with_and_without_speculation():
