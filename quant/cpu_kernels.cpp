@@ -215,9 +215,11 @@ class Spared {
 
   // A call with `size` threads is over at `now`: of the time `whole` they stood at barriers for
   // `waited`, counting what was longer than `LONG`. One thread less takes a `size`th longer: so much
-  // the waiting must be. A prompt's rows take long enough to meet some wait in each call.
+  // the waiting must be. A prompt's rows take long enough to meet some wait in each call, and a
+  // short call, as of drafting, becomes a long one by chance alone.
   void learn(int size, Clock::duration waited, Clock::duration whole, Clock::time_point now) {
     if (waited * size > whole) {
+      if (whole < SHORT) return;
       since_ = now;
       if (++waits_ < 2) return;  // once may be chance
       waits_ = 0;
@@ -237,6 +239,7 @@ class Spared {
   }
 
  private:
+  static constexpr Clock::duration SHORT = std::chrono::milliseconds(5);
   static constexpr Clock::duration PERIOD = std::chrono::milliseconds(600);
   static constexpr Clock::duration LONGEST = std::chrono::seconds(10);
   int spared_ = 0, waits_ = 0;

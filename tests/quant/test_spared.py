@@ -67,5 +67,11 @@ def test_waits_that_cost_less_than_a_thread_spare_none(spared):
     assert spared([(8, 4, 10)] * 2) == [0, 1], "one of eight threads is worth less than these"
 
 
+def test_a_wait_in_a_short_call_says_nothing(spared):
+    """Drafting is a tenth of a cycle: to be interrupted there is no reason to do it alone."""
+    assert set(spared([(2, 0, 6), (2, 3, 3.5)] * 100)) == {0}
+    assert spared([(2, 4, 6), (2, 4, 6)]) == [0, 1]
+
+
 def test_more_than_one_thread_is_spared_where_waits_go_on(spared):
     assert spared([(8, 5, 10), (8, 5, 10), (7, 5, 10), (7, 5, 10)]) == [0, 1, 1, 2]
