@@ -639,7 +639,9 @@ template <int R, int BITS, class F>
       const Bytes values = load_bytes(line + j * 4 * COLUMNS);
       w[j] = low(values), w[j + 4] = high(values);
     }
-    for_each<R>([&](int r) { give(r, short_products(w, q + r * BLOCK)); });
+    for_each<R>([&](int r) __attribute__((always_inline)) {
+      give(r, short_products(w, q + r * BLOCK));
+    });
     return;
   }
 #endif
@@ -721,18 +723,22 @@ inline void tile(const Weight& w, const uint8_t* block, int part, const Activati
     group++;
     in_this = 0;
   }
-  // Then what rounding left over, of few blocks. A row that is not meant has a scale of 0 there.
+  for (int r = 0; r < R; r++) store(y + r * COLUMNS, acc[r]);
+  // Then what rounding left over, of few blocks, and there of few rows.
   const uint8_t* twice = choice.twice + row / MAX_TILE * x.blocks;
   for (int64_t b = 0; b < w.blocks; b++) {
     if (!twice[b]) continue;
-    const int64_t at = b * x.rows + row;
     const VF scale = w.parameter(scales, b / w.h.group_blocks * COLUMNS + part * W);
-    const auto take = [&](int r, VI total) {
-      acc[r] = fma(scale, to_float(total) * splat(choice.rest_scales[at + r]), acc[r]);
-    };
-    block_products<R, BITS>(line + b * STEP, x.rest + at * BLOCK, x.rest_sums + at, base, take);
+    for (int64_t at = b * x.rows + row, end = at + R; at < end; at++) {
+      const float rest_scale = choice.rest_scales[at];
+      if (rest_scale == 0.0f) continue;  // NaN goes on
+      float* out = y + (at + R - end) * COLUMNS;
+      const auto take = [&](int, VI total) {
+        store(out, fma(scale, to_float(total) * splat(rest_scale), load(out)));
+      };
+      block_products<1, BITS>(line + b * STEP, x.rest + at * BLOCK, x.rest_sums + at, base, take);
+    }
   }
-  for (int r = 0; r < R; r++) store(y + r * COLUMNS, acc[r]);
 }
 
 template <int BITS, bool SINGLE>
