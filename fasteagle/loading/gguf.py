@@ -1,6 +1,7 @@
 """GGUF files: metadata and tensors under Hugging Face names. Knows nothing of the model.
 
-`gguf_index` says what lies where, the `gguf` package dequantizes what `quant.gguf_blocks` rounds.
+`gguf_index` says what lies where, the `gguf` package dequantizes what
+`quant.gguf_blocks` does not hold exactly.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from fasteagle.errors import FasteagleError
 from fasteagle.loading.gguf_index import GGUFTensor, read_index
 from fasteagle.loading.tensors import Checkpoint, is_block_linear, rows_for
 from fasteagle.quant.gguf_blocks import (
+    CONVERTED_VALUES,
     GGUF_4_BITS,
     GGUF_BLOCKS,
     GGUF_EXACT,
@@ -29,7 +31,6 @@ from fasteagle.quant.packed import PackedWeight
 from fasteagle.quant.scheme import Scheme
 
 SUPPORTED_TYPES = ("F32", "F16", "BF16", *GGUF_BLOCKS)
-ROWS_AT_ONCE = 1024  # dequantized
 ROPE_FACTORS = "rope_freqs.weight"  # a part of the config, in truth
 
 _GLOBAL_NAMES = {
@@ -102,9 +103,10 @@ class GGUFFile(Checkpoint):
 
     def _rows(self, name: str, n_rows: int) -> Tensor:
         """The first rows, dequantized."""
-        n_head, tensor = self._permuted(name), self.tensors[name]
-        order = None if n_head is None else rope_order(tensor.shape[0], n_head)[:n_rows]
-        return dequantized(self._data, tensor, slice(n_rows) if order is None else order.numpy())
+        tensor, n_head = self.tensors[name], self._permuted(name)
+        if n_head is None:
+            return dequantized(self._data, tensor, slice(n_rows))
+        return dequantized(self._data, tensor, rope_order(tensor.shape[0], n_head)[:n_rows].numpy())
 
     def load(self, name: str) -> Tensor:
         """The dequantized tensor in fp32 (F16/BF16 too: every value is exact there)."""
@@ -192,10 +194,12 @@ def dequantized(
 
 def _dequantized_blocks(raw: np.ndarray, tensor: GGUFTensor) -> Tensor:
     """What `gguf` makes of the rows `raw`; an embedding takes it a second."""
-    values = torch.empty(len(raw), tensor.shape[1])
-    for begin in range(0, len(raw), ROWS_AT_ONCE):
-        part = torch.from_numpy(raw[begin : begin + ROWS_AT_ONCE].copy())
-        values[begin : begin + ROWS_AT_ONCE] = from_gguf_blocks(part, tensor.kind).dequantize()
+    columns = tensor.shape[1]
+    values = torch.empty(len(raw), columns)
+    n = max(1, CONVERTED_VALUES // columns)
+    for begin, part in zip(range(0, len(raw), n), values.split(n), strict=True):
+        blocks = torch.from_numpy(raw[begin : begin + n].copy())
+        part.copy_(from_gguf_blocks(blocks, tensor.kind).dequantize())
     return values
 
 

@@ -199,8 +199,9 @@ def load_tokenizer(path: Path, template: str | None = None) -> ChatTokenizer:
     is_gguf = path.is_file()
     folder = _converted_gguf(path) if is_gguf else path
     try:
+        transformers = _transformers()
         # What was converted is always of one class; to look for it takes over a second.
-        kind = _transformers().PreTrainedTokenizerFast if is_gguf else _auto_tokenizer()
+        kind = transformers.PreTrainedTokenizerFast if is_gguf else transformers.AutoTokenizer
         backend = kind.from_pretrained(folder, local_files_only=True)
     except StrictDataclassError as error:  # of a field that only transformers reads
         raise FasteagleError(f"{folder / 'config.json'}: {error.__cause__ or error}") from error
@@ -208,10 +209,6 @@ def load_tokenizer(path: Path, template: str | None = None) -> ChatTokenizer:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise FasteagleError(f"{path}: no usable tokenizer ({reason})") from error
     return ChatTokenizer(backend, _eos_ids(folder, backend), template)
-
-
-def _auto_tokenizer() -> Any:
-    return _transformers().AutoTokenizer
 
 
 def _transformers() -> Any:
@@ -245,7 +242,7 @@ def _converted_gguf(path: Path) -> Path:
     if folder.exists():
         return folder
     try:
-        backend = _auto_tokenizer().from_pretrained(path.parent, gguf_file=path.name)
+        backend = _transformers().AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     except Exception as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise FasteagleError(f"{path}: its tokenizer cannot be converted ({reason})") from error
