@@ -21,6 +21,7 @@ from torch import Tensor
 from fasteagle.generate import Engine
 from fasteagle.paths import replacing, require_free_space
 from fasteagle.prompts import Conversation
+from fasteagle.training.parallel import Ranks
 
 SHARD_TOKENS = 1 << 17
 
@@ -152,11 +153,14 @@ def compute_features(
     folder: Path,
     progress: Callable[[int], None] = lambda n: None,
     tap_layers: tuple[int, ...] = (),
+    ranks: Ranks | None = None,
 ) -> FeatureStore:
     """The target's features of every token, see `Features`, in shards; finished shards are kept.
 
-    Continues where an earlier call was stopped. Raises `FasteagleError` if the disk is too small.
+    Continues where an earlier call was stopped. Of several processes each writes its part of the
+    shards, and `progress` tells of that. Raises `FasteagleError` if the disk is too small.
     """
+    ranks = ranks or Ranks()
     folder.mkdir(parents=True, exist_ok=True)
     index_path = folder / "index.json"
     if index_path.exists():
@@ -165,27 +169,33 @@ def compute_features(
     row_bytes = (len(tap_layers) + 1) * engine.model.config.dim * 2 + 4
     done = len(list(folder.glob("features-*.safetensors"))) * SHARD_TOKENS
     require_free_space(folder, max(0, total - done) * row_bytes, "caching features")
-    names, shard_of = [], []
-    for shard, group in enumerate(_shards(conversations)):
-        name = f"features-{shard:05}.safetensors"
-        row = 0
-        for conversation in group:
-            shard_of.append((shard, row))
-            row += len(conversation.ids)
-        if not (folder / name).exists():
-            _write_shard(engine, group, folder / name, tap_layers)
-        progress(row)
-        names.append(name)
-    index = {
-        "shards": names,
-        "shard_of": shard_of,
-        "lengths": [len(c.ids) for c in conversations],
-        "prompt_lens": [c.prompt_len for c in conversations],
-        "n_taps": len(tap_layers),
-    }
-    with replacing(index_path) as temporary:
-        temporary.write_text(json.dumps(index))
+    groups = list(_shards(conversations))
+    paths = [folder / f"features-{shard:05}.safetensors" for shard in range(len(groups))]
+    for shard in ranks.share(list(range(len(groups)))):
+        if not paths[shard].exists():
+            _write_shard(engine, groups[shard], paths[shard], tap_layers)
+        progress(sum(len(c.ids) for c in groups[shard]))
+    ranks.wait()
+    if ranks.is_first:
+        index = {
+            "shards": [path.name for path in paths],
+            "shard_of": [place for i, group in enumerate(groups) for place in _places(i, group)],
+            "lengths": [len(c.ids) for c in conversations],
+            "prompt_lens": [c.prompt_len for c in conversations],
+            "n_taps": len(tap_layers),
+        }
+        with replacing(index_path) as temporary:
+            temporary.write_text(json.dumps(index))
+    ranks.wait()
     return FeatureStore(folder)
+
+
+def _places(shard: int, group: Sequence[Conversation]) -> Iterator[tuple[int, int]]:
+    """Shard and first row of each conversation in it."""
+    row = 0
+    for conversation in group:
+        yield shard, row
+        row += len(conversation.ids)
 
 
 def _shards(conversations: Sequence[Conversation]) -> Iterator[list[Conversation]]:

@@ -33,7 +33,7 @@ from fasteagle.training.data import (
 )
 from fasteagle.training.held_out import evaluate
 from fasteagle.training.options import TrainOptions, TrainRun
-from fasteagle.training.parallel import join, local_device
+from fasteagle.training.parallel import Ranks, join, local_device
 from fasteagle.training.train import Trainer, new_head
 
 
@@ -55,11 +55,11 @@ def train_head(
     given = _given(opened, runtime_options, run)
     runtime = opened.loaded(runtime_options)
     identity = fingerprint(runtime.checkpoint)
-    with ranks.first_alone():  # writes text and features, which the others then find
+    with ranks.first_alone():  # writes text, which the others then find
         conversations = _conversations(runtime, run, identity, given)
-        taps = options.taps_of(runtime.checkpoint.config.n_layer)
-        text = store_key(conversations, identity, taps)
-        store = _features(runtime, conversations, run, taps, identity, text)
+    taps = options.taps_of(runtime.checkpoint.config.n_layer)
+    text = store_key(conversations, identity, taps)
+    store = _features(runtime, conversations, run, taps, identity, text, ranks)
     held_out = choose_held_out(conversations, run.held_out)
     training = [c for i, c in enumerate(conversations) if i not in set(held_out)]
     head = _begun(init, runtime.engine.model, training, options)
@@ -161,6 +161,7 @@ def _features(
     taps: tuple[int, ...],
     identity: str,
     key: str,
+    ranks: Ranks,
 ) -> Features:
     """The target's features: live, from the user cache, or computed into it now."""
     if run.features == "live":
@@ -177,10 +178,11 @@ def _features(
 
     def progress(n: int) -> None:
         nonlocal done
-        done += n
-        note(f"features of {done:,} of {total:,} tokens")
+        done += n * ranks.size
+        if ranks.is_first:
+            note(f"features of about {min(done, total):,} of {total:,} tokens")
 
-    return compute_features(runtime.engine, conversations, folder, progress, taps)
+    return compute_features(runtime.engine, conversations, folder, progress, taps, ranks)
 
 
 class TrainingBar:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.prompts import Conversation, read_conversations
-from fasteagle.training.data import choose_held_out, compute_features, frequent_tokens
+from fasteagle.training.data import FeatureStore, choose_held_out, compute_features, frequent_tokens
+from fasteagle.training.parallel import Ranks
 from helpers import random_target, talk, tiny_config
 
 
@@ -39,6 +43,32 @@ def test_features_are_the_targets_and_shards_resume(target, tmp_path, monkeypatc
     )
     compute_features(engine, text, tmp_path / "f")
     assert written == [last.name]
+
+
+def test_several_processes_write_a_part_of_the_shards_each(target, tmp_path, monkeypatch):
+    monkeypatch.setattr("fasteagle.training.data.SHARD_TOKENS", 100)
+    text, folder, barrier = talk(target, 12), tmp_path / "f", threading.Barrier(2, timeout=60)
+    engines = [Engine(target, 256) for _ in range(2)]
+
+    class Threads(Ranks):
+        def wait(self) -> None:
+            barrier.wait()
+
+    done: list[list[int]] = [[], []]
+
+    def write(rank: int) -> FeatureStore:
+        ranks = Threads(rank, 2)
+        return compute_features(engines[rank], text, folder, done[rank].append, ranks=ranks)
+
+    with ThreadPoolExecutor(2) as pool:
+        stores = list(pool.map(write, range(2)))
+    alone = compute_features(engines[0], text, tmp_path / "alone")
+    assert done[0] and done[1]
+    assert sum(map(sum, done)) == sum(len(c.ids) for c in text)
+    assert (folder / "index.json").read_bytes() == (tmp_path / "alone/index.json").read_bytes()
+    for store in stores:
+        for i in range(len(text)):
+            assert all(map(torch.equal, store.conversation(i), alone.conversation(i)))
 
 
 def test_frequent_tokens_and_held_out():

@@ -111,6 +111,7 @@ def test_two_processes_train_what_one_does(tiny_dir, text_file, tmp_path):
         launch = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}")
         train = (*launch, "-m", "fasteagle", *command(tiny_dir, text_file, out, *kind))
         environment = os.environ | {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+        environment["XDG_CACHE_HOME"] = str(tmp_path / f"cache-{size}")  # features of its own
         done = subprocess.run(
             [sys.executable, *map(str, train)], env=environment, capture_output=True, text=True
         )
