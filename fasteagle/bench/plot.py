@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,22 @@ def check_plot(path: Path) -> None:
 
 def plot(report: dict[str, Any], path: Path) -> None:
     """Draw the rows of `report` into `path`."""
+    _write(figure(report), path)
+
+
+def plot_confidence(tenths: Mapping[str, Sequence[tuple[int, int]]], path: Path) -> None:
+    """Draw acceptance against confidence into `path`: the question of EAGLE-2's figure 6.
+
+    `tenths` has a line for each head by its name: drafted tokens, and the accepted ones, by the
+    tenth that the head's probability lies in.
+    """
+    _write(confidence_figure(tenths), path)
+
+
+def _write(chart: Any, path: Path) -> None:
+    """Write a matplotlib figure in the format that the suffix names."""
     with replacing(path) as temporary:
-        figure(report).savefig(temporary, format=path.suffix[1:].lower(), dpi=150)
+        chart.savefig(temporary, format=path.suffix[1:].lower(), dpi=150)
 
 
 def figure(report: dict[str, Any]) -> Any:
@@ -59,3 +74,25 @@ def figure(report: dict[str, Any]) -> Any:
 def _label(row: dict[str, Any]) -> str:
     lines = [f"{row['tok_s']:.1f}", f"tau {row['tau']:.2f}"]
     return "\n".join([*lines, "simulated"] if row["simulated"] else lines)
+
+
+def confidence_figure(tenths: Mapping[str, Sequence[tuple[int, int]]]) -> Any:
+    """The chart of `plot_confidence` as a matplotlib figure."""
+    from matplotlib.figure import Figure  # an extra that may be missing
+
+    chart = Figure(figsize=(5.0, 4.4), layout="constrained")
+    axes = chart.add_subplot()
+    axes.plot([0, 1], [0, 1], color="0.7", linestyle="--", label="accepted as often as expected")
+    for name, counts in tenths.items():
+        shares = [
+            ((n + 0.5) / len(counts), hit / drafted)
+            for n, (drafted, hit) in enumerate(counts)
+            if drafted
+        ]
+        axes.plot(*zip(*shares, strict=True), marker="o", label=name)
+    axes.set_xlabel("probability that the head gives a token")
+    axes.set_ylabel("share of such tokens that is accepted")
+    axes.set_xlim(0, 1)
+    axes.set_ylim(0, 1)
+    axes.legend(fontsize=8)
+    return chart

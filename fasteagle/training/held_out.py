@@ -14,6 +14,7 @@ from fasteagle.training.data import Features
 from fasteagle.training.loss import autocast, compute_dtype, make_batch, unroll
 
 RANKS = 4  # children of a node whose acceptance is counted
+TENTHS = 10  # of the probability that the head gives a child
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +26,8 @@ class HeldOut:
     rows: int
     counts: tuple[tuple[int, int], ...] = ()  # (rows, drafted tokens accepted) by conversation
     ranks: tuple[tuple[float, ...], ...] = ()  # how often the child of rank 0, 1, ... matched
+    # Drafted tokens, and the accepted ones, by the tenth that the head's probability lies in.
+    by_confidence: tuple[tuple[int, int], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -58,6 +61,7 @@ def evaluate(
     hits = torch.zeros(depth, n_ranks, dtype=torch.double)
     accepted = torch.zeros(depth, dtype=torch.double)
     tried = torch.zeros(depth, dtype=torch.double)
+    by_confidence = torch.zeros(TENTHS, 2, dtype=torch.long)
     counts = []
     for i in indices:
         before = int(tried[0]), int(accepted.sum())
@@ -69,16 +73,23 @@ def evaluate(
         best = target.lm_head(batch.targets[0].to(target.norm.weight.dtype)).argmax(-1)
         alive = torch.ones_like(best, dtype=torch.bool)
         for step, predicted in enumerate(outputs):
-            drafted = ids[(predicted[0].to(lm_rows.dtype) @ lm_rows.T).topk(n_ranks).indices]
+            logits = (predicted[0].to(lm_rows.dtype) @ lm_rows.T).float()
+            values, best_ranks = logits.topk(n_ranks)
+            drafted = ids[best_ranks]
             counted = batch.counted(step)[0]
             alive = (torch.cat((alive.new_zeros(1), alive[:-1])) if step else alive) & counted
             tried[step] += alive.sum().cpu()
             right = (drafted == best.unsqueeze(1)) & alive.unsqueeze(1)
             hits[step] += right.sum(0).cpu()
+            confidence = torch.exp(values - logits.logsumexp(-1, keepdim=True))
+            tenth = (confidence[alive] * TENTHS).long().clamp(max=TENTHS - 1).flatten().cpu()
+            by_confidence[:, 0] += tenth.bincount(minlength=TENTHS)
+            by_confidence[:, 1] += tenth[right[alive].flatten().cpu()].bincount(minlength=TENTHS)
             alive = right[:, 0]
             accepted[step] += alive.sum().cpu()
         counts.append((int(tried[0]) - before[0], int(accepted.sum()) - before[1]))
     alphas = tuple((accepted / tried.clamp(min=1)).tolist())
     tau = 1 + sum(math.prod(alphas[: n + 1]) for n in range(depth))
     ranks = tuple(map(tuple, (hits / tried.clamp(min=1).unsqueeze(1)).tolist()))
-    return HeldOut(alphas, tau, int(tried[0]), tuple(counts), ranks)
+    tenths = tuple((int(n), int(hit)) for n, hit in by_confidence.tolist())
+    return HeldOut(alphas, tau, int(tried[0]), tuple(counts), ranks, tenths)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from fasteagle.bench.plot import check_plot, figure, plot
+from fasteagle.bench.plot import check_plot, confidence_figure, figure, plot, plot_confidence
 from fasteagle.errors import FasteagleError
 
 needs_matplotlib = pytest.mark.skipif(
@@ -114,3 +114,13 @@ def test_the_script_draws(script, tiny_preset, questions, tmp_path):
     )
     assert result.exit_code == 0, result.stderr
     assert path.stat().st_size > 5000
+
+
+@needs_matplotlib
+def test_confidence_leaves_out_what_was_never_drafted(tmp_path):
+    tenths = {"mine": ((4, 1), *[(0, 0)] * 8, (10, 9))}
+    _expected, line = confidence_figure(tenths).axes[0].lines
+    assert line.get_xydata().tolist() == [[0.05, 0.25], [0.95, 0.9]]
+    assert line.get_label() == "mine"
+    plot_confidence(tenths, tmp_path / "confidence.svg")
+    assert (tmp_path / "confidence.svg").read_text().startswith("<?xml")

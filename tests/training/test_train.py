@@ -101,6 +101,7 @@ def test_simulated_acceptance_equals_what_the_engine_measures(target, store, tmp
     head = made.head
     held = evaluate_fp32(head, target, store, list(range(3, 9)))
     tried, accepted = [0] * 5, [0] * 5
+    by_confidence = [[0, 0] for _ in range(10)]
     for i in range(3, 9):
         ids, features = store.conversation(i)
         features = features.float()
@@ -112,6 +113,10 @@ def test_simulated_acceptance_equals_what_the_engine_measures(target, store, tmp
                 tried[step] += 1
                 token = int(head.target_ids()[logits.argmax()])
                 best = int((features[root + step] @ target.lm_head.weight.T).argmax())
+                confidence, children = torch.softmax(logits[0], -1).topk(4)
+                for p, child in zip(confidence.tolist(), children.tolist(), strict=True):
+                    by_confidence[min(int(10 * p), 9)][0] += 1
+                    by_confidence[min(int(10 * p), 9)][1] += int(head.target_ids()[child]) == best
                 if token != best:
                     break
                 accepted[step] += 1
@@ -123,6 +128,8 @@ def test_simulated_acceptance_equals_what_the_engine_measures(target, store, tmp
     for step in range(5):
         if tried[step]:
             assert held.alphas[step] == pytest.approx(accepted[step] / tried[step])
+    assert [list(tenth) for tenth in held.by_confidence] == by_confidence
+    assert sum(n > 0 for n, _ in by_confidence) > 2 and sum(hit for _, hit in by_confidence) > 5
 
 
 def evaluate_fp32(head, target, store, indices):

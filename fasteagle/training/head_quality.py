@@ -1,0 +1,66 @@
+"""Draft heads on text that the target wrote: acceptance by depth, and by the head's confidence."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from fasteagle.generate import Engine
+from fasteagle.loading.find_head import FoundHead
+from fasteagle.loading.head_file import load_head
+from fasteagle.prompts import Conversation
+from fasteagle.training.data import LiveFeatures
+from fasteagle.training.held_out import TENTHS, HeldOut, evaluate
+from fasteagle.training.report import ready_head
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadQuality:
+    """One head on one text."""
+
+    name: str
+    algorithm: str
+    held: HeldOut
+
+
+def measure(
+    engine: Engine, heads: Sequence[FoundHead], conversations: Sequence[Conversation]
+) -> list[HeadQuality]:
+    """Chains of five, drafted from every position of the answers; exact on greedy text."""
+    found = []
+    for head in heads:
+        loaded, _ = load_head(head.path, engine.model.config)
+        taps = loaded.config.tap_layers
+        text = LiveFeatures(engine, conversations, taps)
+        ready = ready_head(loaded, engine, None).float()
+        held = evaluate(ready, engine.model, text, list(range(len(text))))
+        found.append(HeadQuality(head.origin, "EAGLE-3" if taps else "EAGLE-1/2", held))
+    return found
+
+
+def tables(qualities: Sequence[HeadQuality]) -> str:
+    """Acceptance by depth, then by confidence, a line for each head, in Markdown."""
+    depth = len(qualities[0].held.alphas)
+    by_depth = [
+        ("head", "algorithm", *(f"{n}-alpha" for n in range(depth)), "tau of a chain"),
+        *(
+            (q.name, q.algorithm, *(f"{a:.3f}" for a in q.held.alphas), f"{q.held.tau:.2f}")
+            for q in qualities
+        ),
+    ]
+    by_confidence = [
+        ("accepted, by confidence", *(f"{n / TENTHS:.1f}" for n in range(TENTHS))),
+        *((q.name, *(_share(tenth) for tenth in q.held.by_confidence)) for q in qualities),
+    ]
+    return "\n\n".join(_markdown(lines) for lines in (by_depth, by_confidence))
+
+
+def _share(tenth: tuple[int, int]) -> str:
+    drafted, accepted = tenth
+    return f"{accepted / drafted:.2f}" if drafted else "-"
+
+
+def _markdown(lines: Sequence[tuple[str, ...]]) -> str:
+    first, *rest = lines
+    shown = [first, tuple("---" for _ in first), *rest]
+    return "\n".join(f"| {' | '.join(line)} |" for line in shown)
