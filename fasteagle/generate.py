@@ -1,10 +1,8 @@
 """Prompt in, tokens out: prefill, then one decode cycle after the other, as a generator.
 
-The cycle itself is in `cycle`; here is what surrounds it: the prompt's check, prefill, the loop,
-the ends of an answer, its statistics. Knows token ids only; text, stop strings and chat turns live
-in `stream` and `answer`.
-
-Shapes: T rows, V vocabulary, S cache slots.
+The cycle itself is in `cycle`, prefill in `context`; here is what surrounds them: the prompt's
+check, the loop, the ends of an answer, its statistics. Knows token ids only; text, stop strings and
+chat turns live in `stream` and `answer`.
 """
 
 from __future__ import annotations
@@ -16,36 +14,29 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 from torch import Tensor
 
+from fasteagle.context import MAX_TREE_ROWS, Context
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.controller import Outcome
 from fasteagle.errors import EngineError, FasteagleError
 from fasteagle.logits import LogitsProcessor
-from fasteagle.model import KEY_BLOCK, KVCache, Transformer, causal_mask
+from fasteagle.model import KEY_BLOCK, KVCache, Transformer
 from fasteagle.options import SamplingParams
-from fasteagle.runner import Done, Runner
+from fasteagle.runner import Done
 from fasteagle.sampling import BAD_ROW, DrawKind, draw
 from fasteagle.shapes import AnyShape
-from fasteagle.state import MAX_DEPTH, PENDING, Committed, CycleSpec, DecodeState
+from fasteagle.state import MAX_DEPTH, PENDING, CycleSpec
 from fasteagle.stats import Stats
 from fasteagle.tree import chain
 from fasteagle.verify import PAD
 
-PREFILL_CHUNK = 256
-# Quantized weights are dequantized once a chunk there, which takes as long as some 60 rows of it.
-PREFILL_CHUNK_CUDA = 1024
-HEAD_CHUNK = 256  # pairs a draft head is shown at once: its scores [heads, pairs, slots] are kept
-FEW_PAIRS = 8  # a follow-up question may compute so many rows twice
-MAX_TREE_ROWS = 64  # cache rows kept free behind the context for tokens not yet committed
 
+class Engine(Context):
+    """A `Context` that answers: prefill, decode cycles, the ends of an answer.
 
-class Engine:
-    """One model, one sequence: the KV cache, the tokens it holds, and a drafter if there is one.
-
-    `cached` are the tokens whose keys and values lie in slots `0 .. len(cached) - 1`; anything
-    behind is never read. Without a drafter, `plain_rows` is how many rows a pass computes: 2 where
-    the kernels are faster at two rows than at one; the second row is thrown away. `runner` runs the
-    cycles: as they are, compiled, or as CUDA graphs. Engines that share a `cache` take turns: each
-    must `restart` after another one has used it.
+    Without a drafter, `plain_rows` is how many rows a pass computes: 2 where the kernels are faster
+    at two rows than at one; the second row is thrown away. `runner` runs the cycles: as they are,
+    compiled, or as CUDA graphs. Engines that share a `cache` take turns: each must `restart` after
+    another one has used it.
     """
 
     def __init__(
@@ -56,20 +47,9 @@ class Engine:
         drafter: Drafter | None = None,
         cache: KVCache | None = None,
     ) -> None:
-        self.model = model
-        self.max_seq_len = max_seq_len
-        self.device = model.norm.weight.device
-        self.dtype = model.norm.weight.dtype
-        self.on_cpu = self.device.type == "cpu"
-        n_slots = 0 if self.on_cpu else max_seq_len + MAX_TREE_ROWS
-        self.cache = model.new_cache(max(n_slots, 1)) if cache is None else cache
-        self.state = DecodeState(model, self.cache, max_seq_len)
-        self.runner = Runner(model, self.state)
+        super().__init__(model, max_seq_len, cache)
         self.plain_rows = plain_rows
-        self.cached: list[int] = []
-        self.shown = 0  # committed positions that the drafter has seen
         self.stats = Stats()
-        self.drafter: Drafter | None = None
         self.use(drafter)
 
     @property
@@ -80,13 +60,6 @@ class Engine:
     @plain_rows.setter
     def plain_rows(self, rows: int) -> None:
         self.runner.plain_rows = rows
-
-    @property
-    def prefill_chunk(self) -> int:
-        """Rows of a prompt that are computed at once: whoever leaves waits for them."""
-        if self.model.rows_at_once is not None:
-            return self.model.rows_at_once
-        return PREFILL_CHUNK if self.on_cpu else PREFILL_CHUNK_CUDA
 
     def use(self, drafter: Drafter | None) -> None:
         """Draft with `drafter` from the next answer on, or not at all."""
@@ -274,132 +247,6 @@ class Engine:
         self.cached.extend([root, *new[:-1]])
         return new
 
-    def _show_pending(self, keep_last: bool = True) -> None:
-        """Show the draft head the pairs that it has not seen, all or all but the last.
-
-        After plain passes these may be many, and the next prompt would have to compute them again.
-        """
-        drafter, state = self.drafter, self.state
-        n = len(self.cached) - self.shown
-        if drafter is None or not drafter.reads_features:
-            self.shown = len(self.cached)
-        elif keep_last or n > FEW_PAIRS:
-            self.reserve(len(self.cached))
-            count = torch.tensor([n], device=self.device)
-            seq_len = torch.tensor(len(self.cached), device=self.device)
-            drafter.extend(Committed(state.tokens[:n], state.features[:n], count), seq_len)
-            self.shown = len(self.cached)
-            if keep_last:
-                state.keep_last_pair(n)
-                self.shown -= 1
-
-    @torch.no_grad()
-    def prefill(
-        self, prompt: Sequence[int], check: Callable[[], None] = lambda: None
-    ) -> tuple[Tensor, Tensor, int]:
-        """Bring the cache to hold exactly `prompt`, and the drafter all of it but the last pair.
-
-        Returns of the last token what the LM head reads [1, D] and what a draft head reads [1, F],
-        and how many tokens were there already. Raises `EngineError` where memory is short.
-        """
-        try:
-            return self._prefill(prompt, check)
-        except torch.OutOfMemoryError:
-            reason = self._out_of_memory(prompt)
-        torch.cuda.empty_cache()  # once the error no longer holds what was computed
-        raise EngineError(reason)
-
-    def _out_of_memory(self, prompt: Sequence[int]) -> str:
-        """In words, at the part of `prompt` behind `cached`."""
-        freed = self.cache.rows.nbytes / self.cache.n_slots * 1024 / 2**30
-        fix = self.runner.advice() or (
-            f"lower --max-seq-len (1,024 tokens fewer free {freed:.2f} GiB), or use --kv int8 or "
-            "--precision int4"
-        )
-        return f"out of memory at token {len(self.cached):,} of a prompt of {len(prompt):,}: {fix}"
-
-    def _prefill(
-        self, prompt: Sequence[int], check: Callable[[], None]
-    ) -> tuple[Tensor, Tensor, int]:
-        """`prefill`, where memory suffices."""
-        drafter = self.drafter
-        reads = drafter is not None and drafter.reads_features
-        same = common_prefix(self.cached, prompt)
-        kept = min(same, len(prompt) - 1)  # the last row is always computed: it yields the logits
-        if reads:
-            # The drafter's pairs are a feature and the token after it. The last token that is the
-            # same may have another one after it now, and only a pass brings its feature back.
-            kept = max(0, min(kept if same == len(prompt) else same - 1, self.shown))
-        self.shown = kept
-        del self.cached[kept:]
-        self.reserve(len(prompt))
-        if drafter is not None and not kept:
-            drafter.begin(prompt[0])
-        for begin in range(kept, len(prompt), self.prefill_chunk):
-            check()
-            chunk = prompt[begin : begin + self.prefill_chunk]
-            normed, taps = self._run(chunk, begin, self.state.tap_layers)
-            read = normed if taps is None else taps
-            self.cached.extend(chunk)
-            if drafter is not None and reads:
-                self._show(drafter, prompt[begin + 1 : begin + len(chunk) + 1], read, begin)
-        return normed[-1:], read[-1:], kept
-
-    def _show(self, drafter: Drafter, after: Sequence[int], read: Tensor, begin: int) -> None:
-        """Show a draft head features `read` from position `begin` on, and the tokens `after`."""
-        for at in range(0, len(after), HEAD_CHUNK):
-            part = after[at : at + HEAD_CHUNK]
-            tokens = torch.tensor(part, device=self.device)
-            count = torch.tensor([len(part)], device=self.device)
-            self.shown = begin + at + len(part)
-            new = Committed(tokens, read[at : at + len(part)], count)
-            drafter.extend(new, torch.tensor(self.shown, device=self.device))
-
-    def _run(
-        self, ids: Sequence[int], begin: int, tap_layers: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor | None]:
-        """Run `ids` behind the `begin` rows before them, reserved already.
-
-        Returns what the LM head reads [T, D], and the taps [T, R * D] if there are any.
-        """
-        tokens = torch.tensor(ids, device=self.device)
-        rows = torch.arange(begin, begin + len(ids), device=self.device)
-        window = self.model.config.sliding_window
-        mask = causal_mask(begin, len(ids), self.cache.n_slots, window, self.device)
-        normed, taps = self.model.encode(tokens, rows, rows, mask, self.cache, tap_layers)
-        return normed, None if taps is None else taps.to(normed.dtype)
-
-    @torch.no_grad()
-    def features(self, ids: Sequence[int], tap_layers: tuple[int, ...] = ()) -> Tensor:
-        """The taps of every token of a text, then what the LM head reads: [len(ids), (R + 1) * D].
-
-        For training; forgets the cache.
-        """
-        self.restart()
-        self.reserve(len(ids))
-        starts = range(0, len(ids), self.prefill_chunk)
-        rows = []
-        for at in starts:
-            normed, taps = self._run(ids[at : at + self.prefill_chunk], at, tap_layers)
-            rows.append(normed if taps is None else torch.cat((taps, normed), dim=-1))
-        return torch.cat(rows)
-
-    def restart(self) -> None:
-        """Forget the conversation."""
-        self.cached.clear()
-        self.shown = 0
-
-    def reserve(self, n_tokens: int, rows: int = 0, width: int = 0) -> None:
-        """Make room for text, rows of a pass behind it, and `width` pairs of the draft head.
-
-        Caches grow with the text, but where the runner needs fixed addresses.
-        """
-        grows = self.on_cpu and not self.runner.fixed_addresses
-        full = self.max_seq_len + MAX_TREE_ROWS
-        self.cache.resize(n_tokens + rows if grows else full)
-        if self.drafter is not None:
-            self.drafter.reserve(n_tokens + width if grows else full)
-
     @torch.no_grad()
     def prepare(self, params: SamplingParams) -> None:
         """Let the runner prepare every cycle that answers drawn like this may need."""
@@ -457,16 +304,6 @@ class Engine:
             )
         return tokens
 
-    def _forget_everything(self) -> None:
-        """Clear the caches, for a NaN in a row behind the text would spoil every later answer.
-
-        Attention multiplies the rows it does not look at by zero, and zero times NaN is NaN.
-        """
-        self.restart()
-        own = [] if self.drafter is None else self.drafter.caches
-        for cache in (self.cache, *own):
-            cache.clear()
-
     def _until_end(
         self,
         new: list[int],
@@ -496,11 +333,3 @@ class Engine:
                 self.stats.path_lengths[-1] = min(self.stats.path_lengths[-1], i + 1)
             return new[: i + 1]
         return new
-
-
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Number of leading elements that `a` and `b` share."""
-    for i, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return i
-    return min(len(a), len(b))

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fasteagle.generate import Engine, common_prefix
+from fasteagle.context import common_prefix
+from fasteagle.generate import Engine
 from fasteagle.model import KVCache
 
 FEW_TOKENS = 32  # computing so many again costs no more than looking after them

@@ -27,10 +27,11 @@ from fasteagle.compile.graphs import make_engine
 from fasteagle.compile.int8_cache import use_int8_cache
 from fasteagle.compile.tree_attention import has_kernel, use_tree_attention
 from fasteagle.config import ModelConfig
+from fasteagle.context import MAX_TREE_ROWS
 from fasteagle.device import TORCH_DTYPES, accumulate_on, available_bytes, pick_device, pick_dtype
 from fasteagle.drafting.draft_head import HeadDrafter
 from fasteagle.errors import FasteagleError, note
-from fasteagle.generate import MAX_TREE_ROWS, Engine
+from fasteagle.generate import Engine
 from fasteagle.loading import registry
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.memory import best_fit, needed_bytes, smaller_fit

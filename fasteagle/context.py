@@ -1,0 +1,197 @@
+"""What the caches hold of a conversation: prefill, and room for more of it.
+
+Shapes: T rows, D model dim, R taps, F width of what a draft head reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fasteagle.drafting.base import Drafter
+from fasteagle.errors import EngineError
+from fasteagle.model import KVCache, Transformer, causal_mask
+from fasteagle.runner import Runner
+from fasteagle.state import Committed, DecodeState
+
+PREFILL_CHUNK = 256
+# Quantized weights are dequantized once a chunk there, which takes as long as some 60 rows of it.
+PREFILL_CHUNK_CUDA = 1024
+HEAD_CHUNK = 256  # pairs a draft head is shown at once: its scores [heads, pairs, slots] are kept
+FEW_PAIRS = 8  # a follow-up question may compute so many rows twice
+MAX_TREE_ROWS = 64  # cache rows kept free behind the context for tokens not yet committed
+
+
+class Context:
+    """One model, one sequence: the KV cache and the tokens it holds, and a drafter if there is one.
+
+    `cached` are the tokens whose keys and values lie in slots `0 .. len(cached) - 1`; anything
+    behind is never read. The drafter has seen `shown` of them.
+    """
+
+    def __init__(self, model: Transformer, max_seq_len: int, cache: KVCache | None) -> None:
+        self.model = model
+        self.max_seq_len = max_seq_len
+        self.device = model.norm.weight.device
+        self.dtype = model.norm.weight.dtype
+        self.on_cpu = self.device.type == "cpu"
+        n_slots = 0 if self.on_cpu else max_seq_len + MAX_TREE_ROWS
+        self.cache = model.new_cache(max(n_slots, 1)) if cache is None else cache
+        self.state = DecodeState(model, self.cache, max_seq_len)
+        self.runner = Runner(model, self.state)
+        self.cached: list[int] = []
+        self.shown = 0  # committed positions that the drafter has seen
+        self.drafter: Drafter | None = None
+
+    @property
+    def prefill_chunk(self) -> int:
+        """Rows of a prompt that are computed at once: whoever leaves waits for them."""
+        if self.model.rows_at_once is not None:
+            return self.model.rows_at_once
+        return PREFILL_CHUNK if self.on_cpu else PREFILL_CHUNK_CUDA
+
+    @torch.no_grad()
+    def prefill(
+        self, prompt: Sequence[int], check: Callable[[], None] = lambda: None
+    ) -> tuple[Tensor, Tensor, int]:
+        """Bring the cache to hold exactly `prompt`, and the drafter all of it but the last pair.
+
+        Returns of the last token what the LM head reads [1, D] and what a draft head reads [1, F],
+        and how many tokens were there already. Raises `EngineError` where memory is short.
+        """
+        try:
+            return self._prefill(prompt, check)
+        except torch.OutOfMemoryError:
+            reason = self._out_of_memory(prompt)
+        torch.cuda.empty_cache()  # once the error no longer holds what was computed
+        raise EngineError(reason)
+
+    def _out_of_memory(self, prompt: Sequence[int]) -> str:
+        """In words, at the part of `prompt` behind `cached`."""
+        freed = self.cache.rows.nbytes / self.cache.n_slots * 1024 / 2**30
+        fix = self.runner.advice() or (
+            f"lower --max-seq-len (1,024 tokens fewer free {freed:.2f} GiB), or use --kv int8 or "
+            "--precision int4"
+        )
+        return f"out of memory at token {len(self.cached):,} of a prompt of {len(prompt):,}: {fix}"
+
+    def _prefill(
+        self, prompt: Sequence[int], check: Callable[[], None]
+    ) -> tuple[Tensor, Tensor, int]:
+        """`prefill`, where memory suffices."""
+        drafter = self.drafter
+        reads = drafter is not None and drafter.reads_features
+        same = common_prefix(self.cached, prompt)
+        kept = min(same, len(prompt) - 1)  # the last row is always computed: it yields the logits
+        if reads:
+            # The drafter's pairs are a feature and the token after it. The last token that is the
+            # same may have another one after it now, and only a pass brings its feature back.
+            kept = max(0, min(kept if same == len(prompt) else same - 1, self.shown))
+        self.shown = kept
+        del self.cached[kept:]
+        self.reserve(len(prompt))
+        if drafter is not None and not kept:
+            drafter.begin(prompt[0])
+        for begin in range(kept, len(prompt), self.prefill_chunk):
+            check()
+            chunk = prompt[begin : begin + self.prefill_chunk]
+            normed, taps = self._run(chunk, begin, self.state.tap_layers)
+            read = normed if taps is None else taps
+            self.cached.extend(chunk)
+            if drafter is not None and reads:
+                self._show(drafter, prompt[begin + 1 : begin + len(chunk) + 1], read, begin)
+        return normed[-1:], read[-1:], kept
+
+    def _show(self, drafter: Drafter, after: Sequence[int], read: Tensor, begin: int) -> None:
+        """Show a draft head features `read` from position `begin` on, and the tokens `after`."""
+        for at in range(0, len(after), HEAD_CHUNK):
+            part = after[at : at + HEAD_CHUNK]
+            tokens = torch.tensor(part, device=self.device)
+            count = torch.tensor([len(part)], device=self.device)
+            self.shown = begin + at + len(part)
+            new = Committed(tokens, read[at : at + len(part)], count)
+            drafter.extend(new, torch.tensor(self.shown, device=self.device))
+
+    def _show_pending(self, keep_last: bool = True) -> None:
+        """Show the draft head the pairs that it has not seen, all or all but the last.
+
+        After plain passes these may be many, and the next prompt would have to compute them again.
+        """
+        drafter, state = self.drafter, self.state
+        n = len(self.cached) - self.shown
+        if drafter is None or not drafter.reads_features:
+            self.shown = len(self.cached)
+        elif keep_last or n > FEW_PAIRS:
+            self.reserve(len(self.cached))
+            count = torch.tensor([n], device=self.device)
+            seq_len = torch.tensor(len(self.cached), device=self.device)
+            drafter.extend(Committed(state.tokens[:n], state.features[:n], count), seq_len)
+            self.shown = len(self.cached)
+            if keep_last:
+                state.keep_last_pair(n)
+                self.shown -= 1
+
+    def _run(
+        self, ids: Sequence[int], begin: int, tap_layers: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run `ids` behind the `begin` rows before them, reserved already.
+
+        Returns what the LM head reads [T, D], and the taps [T, R * D] if there are any.
+        """
+        tokens = torch.tensor(ids, device=self.device)
+        rows = torch.arange(begin, begin + len(ids), device=self.device)
+        window = self.model.config.sliding_window
+        mask = causal_mask(begin, len(ids), self.cache.n_slots, window, self.device)
+        normed, taps = self.model.encode(tokens, rows, rows, mask, self.cache, tap_layers)
+        return normed, None if taps is None else taps.to(normed.dtype)
+
+    @torch.no_grad()
+    def features(self, ids: Sequence[int], tap_layers: tuple[int, ...] = ()) -> Tensor:
+        """The taps of every token of a text, then what the LM head reads: [len(ids), (R + 1) * D].
+
+        For training; forgets the cache.
+        """
+        self.restart()
+        self.reserve(len(ids))
+        starts = range(0, len(ids), self.prefill_chunk)
+        rows = []
+        for at in starts:
+            normed, taps = self._run(ids[at : at + self.prefill_chunk], at, tap_layers)
+            rows.append(normed if taps is None else torch.cat((taps, normed), dim=-1))
+        return torch.cat(rows)
+
+    def restart(self) -> None:
+        """Forget the conversation."""
+        self.cached.clear()
+        self.shown = 0
+
+    def _forget_everything(self) -> None:
+        """Clear the caches, for a NaN in a row behind the text would spoil every later answer.
+
+        Attention multiplies the rows it does not look at by zero, and zero times NaN is NaN.
+        """
+        self.restart()
+        own = [] if self.drafter is None else self.drafter.caches
+        for cache in (self.cache, *own):
+            cache.clear()
+
+    def reserve(self, n_tokens: int, rows: int = 0, width: int = 0) -> None:
+        """Make room for text, rows of a pass behind it, and `width` pairs of the draft head.
+
+        Caches grow with the text, but where the runner needs fixed addresses.
+        """
+        grows = self.on_cpu and not self.runner.fixed_addresses
+        full = self.max_seq_len + MAX_TREE_ROWS
+        self.cache.resize(n_tokens + rows if grows else full)
+        if self.drafter is not None:
+            self.drafter.reserve(n_tokens + width if grows else full)
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Number of leading elements that `a` and `b` share."""
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))
