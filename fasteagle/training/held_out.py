@@ -52,6 +52,8 @@ def evaluate(
 ) -> HeldOut:
     """Chain drafting simulated from every answer position of the held-out text.
 
+    The head has borrowed what it lacks from the target.
+
     Exact for text the target wrote greedily: the tokens fed are then those it would accept.
     """
     device = head.fc.weight.device
@@ -67,7 +69,7 @@ def evaluate(
         before = int(tried[0]), int(accepted.sum())
         config = head.config
         batch = make_batch(store, [i], device, config.shifted, len(config.tap_layers))
-        embeds = target.embedding.weight[batch.tokens].float()
+        embeds = head.embedding.weight[batch.tokens].float()
         with autocast(device):
             outputs = unroll(head, embeds, batch.features, depth)
         best = target.lm_head(batch.targets[0].to(target.norm.weight.dtype)).argmax(-1)

@@ -115,7 +115,7 @@ class Trainer:
         path = self.folder / "state.pt"
         if not path.exists():
             return False
-        state = torch.load(path, weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
         saved, mine = state["options"], json.loads(json.dumps(dataclasses.asdict(self.options)))
         changed = [f"{k} {saved.get(k)} -> {mine[k]}" for k in mine if saved.get(k) != mine[k]]
         if changed:
@@ -209,7 +209,7 @@ class Trainer:
         total = torch.zeros((), device=device)
         if batch is not None:
             with autocast(device):
-                table = self.target.embedding.weight
+                table = self.head.embedding.weight.detach()  # its own is not trained
                 loss = head_loss(self.head, self._lm_rows, table, batch, options, self.step, counts)
             if loss.requires_grad:
                 loss.backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import pytest
@@ -239,6 +240,24 @@ def test_training_learns(target, store, store_3, tmp_path, options):
     before = evaluate(new_head_ready(target, options), target, store, made.training)
     after = evaluate(made.head, target, store, made.training)
     assert after.alphas[0] > before.alphas[0] + 0.1
+
+
+def test_an_embedding_of_its_own_is_read_and_stays(target, store_3, tmp_path):
+    """Of an EAGLE-3 head: in training and where it is measured, as in drafting."""
+    own = eagle3_of("eagle3", target.config, own_embedding=True, own_lm_head=True)
+    head = random_head(target, eagle3=own)
+    same = copy.deepcopy(head)
+    same.own_embedding.weight.copy_(target.embedding.weight)
+    options = dataclasses.replace(OPTIONS_3, steps=3)
+    ids, quality, losses = torch.arange(target.config.vocab_size), [], []
+    for number, one in enumerate((head, same)):
+        one.requires_grad_(True)
+        made = Trainer(one, target, store_3, [0, 1, 2], ids, options, tmp_path / str(number))
+        quality.append(evaluate(one, target, store_3, [3, 4, 5]).by_confidence)
+        before = one.embedding.weight.clone()
+        made.run(lambda entry: losses.append(entry["loss"]), every=3)
+        assert torch.equal(one.embedding.weight, before)
+    assert quality[0] != quality[1] and losses[0] != losses[1]
 
 
 @pytest.mark.parametrize("inputs", ["unshifted", "feature", "token"])
