@@ -35,9 +35,11 @@ def calibrate_head(model: str, runtime: RuntimeOptions, options: CalibrateOption
     """Fit the head of `model` to its quantized weights and write it where chat finds it."""
     begun = time.perf_counter()
     opened = open_for(model, runtime)
-    if runtime.quant is None and opened.checkpoint.own_scheme is None:
-        runtime = dataclasses.replace(runtime, quant="int4-g64")
-    _check_early(opened, options)
+    own = opened.checkpoint.own_scheme
+    if runtime.quant is None and (own is None or runtime.dtype != "auto"):
+        quant = "int4-g64" if own is None else f"int{own.bits}"
+        runtime = dataclasses.replace(runtime, quant=quant)
+    _check_early(opened, runtime, options)
     config, head = opened.checkpoint.config, None
     if options.head is not None:
         head = named_head(options.head).loaded(config, options.tap_layers)
@@ -57,8 +59,12 @@ def calibrate_head(model: str, runtime: RuntimeOptions, options: CalibrateOption
     shutil.rmtree(run.work.folder)
 
 
-def _check_early(opened: OpenedModel, options: CalibrateOptions) -> None:
+def _check_early(opened: OpenedModel, runtime: RuntimeOptions, options: CalibrateOptions) -> None:
     """Raise `FasteagleError` for all that is wrong before weights are read."""
+    if runtime.backend == "torchao":
+        raise FasteagleError(
+            "a head is calibrated to weights that fasteagle quantizes: leave out --quant-backend"
+        )
     config = opened.checkpoint.config
     if options.data is not None:
         read_conversations(options.data, config.vocab_size, config.max_seq_len)

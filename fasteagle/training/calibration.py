@@ -14,7 +14,6 @@ from fasteagle.generate import Engine
 from fasteagle.loading.find_head import LoadedHead
 from fasteagle.loading.open import OpenedModel, PreparedModel, compile_now
 from fasteagle.loading.text import write_conversations
-from fasteagle.options import RuntimeOptions
 from fasteagle.prompts import Conversation, read_conversations
 from fasteagle.training.calibrate import peak_bytes
 from fasteagle.training.data import compute_features
@@ -73,7 +72,7 @@ class Calibration:
         }
 
     def announce(self) -> None:
-        length = min(self.config.max_seq_len, RuntimeOptions.DEFAULT_MAX_SEQ_LEN)
+        length = self.prepared.options.seq_len_for(self.config.max_seq_len, self.name)
         peak = peak_bytes(self.config, self.head.config, self.scheme, length)
         device = self.prepared.device
         free = available_bytes(device)

@@ -116,6 +116,50 @@ def test_quantizing_counts_and_too_little_time_is_said_after_loading(
     assert left[0] <= -600
 
 
+def stopped(monkeypatch, model, runtime, **options):
+    """The calibration that `calibrate_head` would begin now."""
+    begun = []
+
+    def stop(run, out):
+        begun.append(run)
+        raise FasteagleError("far enough")
+
+    monkeypatch.setattr("fasteagle.training.calibrate_head._calibrate", stop)
+    with pytest.raises(FasteagleError, match="far enough"):
+        calibrate_head(str(model), runtime, CalibrateOptions(**options))
+    return begun[0]
+
+
+@pytest.mark.real_model
+def test_a_file_keeps_its_own_bits_whatever_activations_are(tmp_path, monkeypatch):
+    for dtype in ("auto", "fp32"):
+        runtime = RuntimeOptions(device="cpu", dtype=dtype)
+        run = stopped(monkeypatch, "smollm2-135m", runtime, out=tmp_path / dtype)
+        assert run.scheme.name == "int4-g32-own" and not run.has_unquantized
+
+
+def test_memory_is_counted_for_the_length_asked_for(model_and_head, tmp_path, monkeypatch):
+    folder, head = model_and_head
+    lengths = []
+
+    def peak(config, head, scheme, length):
+        lengths.append(length)
+        return 0.0
+
+    monkeypatch.setattr("fasteagle.training.calibration.peak_bytes", peak)
+    runtime = RuntimeOptions(device="cpu", quant="int4-g32", max_seq_len=384)
+    stopped(monkeypatch, folder, runtime, head=str(head), out=tmp_path / "out")
+    assert lengths == [384]
+
+
+def test_weights_of_torchao_are_refused(model_and_head, tmp_path):
+    folder, head = model_and_head
+    runtime = RuntimeOptions(device="cpu", quant="int4-g32", backend="torchao")
+    options = CalibrateOptions(head=str(head), out=tmp_path / "out")
+    with pytest.raises(FasteagleError, match="leave out --quant-backend"):
+        calibrate_head(str(folder), runtime, options)
+
+
 @pytest.mark.slow
 def test_the_command_survives_a_kill_and_chat_finds_the_head(
     model_and_head, text, tmp_path, monkeypatch, compiled
