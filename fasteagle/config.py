@@ -12,6 +12,8 @@ from typing import Any
 from fasteagle.config_fields import MOST_LAYERS, Fields
 from fasteagle.errors import FasteagleError
 
+ANY_LENGTH = 2**31  # of text, where the files' own limit does not bind
+
 SUPPORTED_ARCHITECTURES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
@@ -187,7 +189,7 @@ def head_from_hf(raw: Mapping[str, Any], source: str) -> HeadConfig:
         **read_shape(fields, _HF_KEYS),
         n_layer=1,
         vocab_size=vocab_size,
-        max_seq_len=2**31,
+        max_seq_len=ANY_LENGTH,
         norm_eps=fields.number("rms_norm_eps", 1e-6, most=1),
         rope_base=fields.number("rope_theta", rope.number("rope_theta", 10000.0)),
         rope_scaling=scaling,

@@ -17,6 +17,7 @@ from fasteagle.loading.head_dialects import listed
 from fasteagle.loading.head_file import open_head
 from fasteagle.loading.inspect_head import inspect_head, measure_taps
 from fasteagle.loading.open import Runtime, open_for
+from fasteagle.loading.tensors import fingerprint
 from fasteagle.options import ExportOptions, RuntimeOptions
 
 
@@ -32,7 +33,10 @@ def run_inspect_head(
         raise FasteagleError("--probe measures on a model: add --model")
     found = named_head(path)
     opened = open_for(model, runtime_options) if model else None
-    report = inspect_head(found, opened, tap_layers)
+    identity = None
+    if opened is not None and runtime_options.quant is not None:
+        identity = fingerprint(opened.prepared(runtime_options).checkpoint)
+    report = inspect_head(found, opened, tap_layers, identity)
     for line in report.lines():
         click.echo(line)
     if report.problem is not None:

@@ -82,9 +82,11 @@ def export_head(
     """
     if target is None:
         _check_needs_no_target(source, to, tap_layers)
-    shape = source.likely_target() if target is None else target.checkpoint.config
+    shape = source.likely_target(tap_layers) if target is None else target.checkpoint.config
     config = fitted(source, shape, tap_layers)
     check_exportable(config, to, shape)
+    if not shape.max_seq_len and to != "eagle":  # engines tabulate RoPE as far as the config says
+        raise FasteagleError(f"{source.name}: its files do not say how long texts are: add --model")
     if config.eagle3 is None:
         return _write_eagle1(source, config, shape, target, out)
     state = _complete(source, config, target, to)
@@ -209,9 +211,10 @@ def _fill(folder: Path, raw: dict[str, Any], state: dict[str, Tensor]) -> None:
 
 def _layer(config: HeadConfig, target: ModelConfig, state: dict[str, Tensor]) -> dict[str, Any]:
     """What the config of a Llama decoder layer says in every layout."""
+    length = min(target.max_seq_len, 2**20)
     return {
         **layer_config(config.block, state["fc.weight"].dtype),
-        "max_position_embeddings": min(target.max_seq_len, 2**20),
+        **({"max_position_embeddings": length} if length else {}),
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,

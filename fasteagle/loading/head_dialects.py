@@ -61,12 +61,17 @@ class HeadSource:
         each = self.raw.get("fc_norm") or "fc_norm.0.weight" in self.state
         return "each" if each else "none"
 
-    def likely_target(self) -> ModelConfig:
-        """A model that the head says it is for, as deep as its taps need."""
+    def likely_target(self, tap_layers: tuple[int, ...] | None = None) -> ModelConfig:
+        """A model that the head says it is for, as deep as its taps, or those asked for, need.
+
+        `max_seq_len` is 0 where the files do not say it.
+        """
         block = head_from_hf(self.raw, self.where).block
         dim = self.raw.get("target_hidden_size") or block.dim
-        n_layer = max((*(self.tap_layers or ()), 32))
-        return dataclasses.replace(block, dim=dim, n_layer=n_layer, max_seq_len=2048)
+        n_layer = max((*(tap_layers or self.tap_layers or ()), 32))
+        fields, key = Fields(self.raw, self.where), "max_position_embeddings"
+        length = fields.integer(key) if self.raw.get(key) is not None else 0
+        return dataclasses.replace(block, dim=dim, n_layer=n_layer, max_seq_len=length)
 
     def config(self, target: ModelConfig, tap_layers: tuple[int, ...] | None = None) -> HeadConfig:
         """Its shape over `target`. `tap_layers` stand in for what the files say.

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fasteagle.config import HeadConfig, ModelConfig
+from fasteagle.config import ANY_LENGTH, HeadConfig, ModelConfig
 from fasteagle.config_fields import Fields, parse_json
 from fasteagle.errors import FasteagleError, shortened
 from fasteagle.loading.head_dialects import (
@@ -305,6 +305,8 @@ def _hf_config(config: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
         "bias": config.fc_bias,
         "qkv_bias": block.qkv_bias,
     }
+    if block.max_seq_len < ANY_LENGTH:
+        raw["max_position_embeddings"] = block.max_seq_len
     if not config.shifted:
         raw["shifted"] = False
     if block.rope_freq_factors is not None:

@@ -43,9 +43,14 @@ class HeadReport:
 
 
 def inspect_head(
-    found: FoundHead, model: OpenedModel | None, tap_layers: tuple[int, ...] | None = None
+    found: FoundHead,
+    model: OpenedModel | None,
+    tap_layers: tuple[int, ...] | None = None,
+    identity: str | None = None,
 ) -> HeadReport:
     """What the head's files say, and whether it fits `model`.
+
+    `identity` is the fingerprint of the weights that will run, where they are not the files' own.
 
     Raises `FasteagleError` for draft models that are not EAGLE heads and for damaged files.
     """
@@ -53,14 +58,14 @@ def inspect_head(
     block = head_from_hf(source.raw, source.name).block
     problem = None
     try:
-        target = source.likely_target() if model is None else model.checkpoint.config
+        target = source.likely_target(tap_layers) if model is None else model.checkpoint.config
         fitted(source, target, tap_layers)
     except FasteagleError as error:
         problem = str(error).removeprefix(f"{source.name}: ")
     facts = _facts(source, block, tap_layers, found.origin)
     facts["fit"] = problem or (f"fits {model.name}" if model else "give --model to check it")
     if model is not None and problem is None:
-        facts["calibration"] = _calibration(source, model)
+        facts["calibration"] = _calibration(source, identity or fingerprint(model.checkpoint))
     name = f"{source.algorithm} head ({source.dialect})"
     if problem is not None:
         return HeadReport(f"{name} that does not run: {problem}", facts, problem)
@@ -134,10 +139,10 @@ def _header(source: HeadSource) -> str:
     return ", ".join(said)
 
 
-def _calibration(source: HeadSource, model: OpenedModel) -> str:
+def _calibration(source: HeadSource, identity: str) -> str:
     if source.header is None:
         return "unknown: published heads do not say which weights they were made for"
-    if source.header.get("target_fingerprint") == fingerprint(model.checkpoint):
+    if source.header.get("target_fingerprint") == identity:
         return "made for exactly these weights"
     return "made for other weights: it runs, but fewer guesses may be accepted"
 

@@ -33,9 +33,15 @@ def write_answers(
 
     Complete lines of `out` are kept, so that an interrupted call continues where it stopped; an
     incomplete last line is dropped. `identity` names the model:
-    raises `FasteagleError` if `out` holds answers of another one, or to other prompts.
+    raises `FasteagleError` if `out` holds answers of another one, or to other prompts, and for a
+    prompt without room for an answer, before the first is written.
     """
     questions = read_questions(prompts, None)
+    for number, question in enumerate(questions, 1):
+        try:
+            engine.check_prompt(_prompt(tokenizer, question.turns[0]))
+        except FasteagleError as error:
+            raise FasteagleError(f"{prompts}, question {number:,}: {error}") from error
     key = hashlib.sha256(
         json.dumps([identity, max_new_tokens, [q.turns[0] for q in questions]]).encode()
     ).hexdigest()
@@ -97,7 +103,7 @@ def _write_answer(
     max_new_tokens: int,
 ) -> int:
     """Write the answer to `question` as line `number` of `file`; returns the line's token count."""
-    prompt = tokenizer.encode(tokenizer.render([{"role": "user", "content": question}]))
+    prompt = _prompt(tokenizer, question)
     temperature = TEMPERATURES[number % len(TEMPERATURES)]
     params = SamplingParams(temperature, seed=number)
     ids = prompt + _generated(engine, prompt, params, max_new_tokens, tokenizer)
@@ -105,6 +111,10 @@ def _write_answer(
     file.write(json.dumps(line) + "\n")
     file.flush()
     return len(ids)
+
+
+def _prompt(tokenizer: ChatTokenizer, question: str) -> list[int]:
+    return tokenizer.encode(tokenizer.render([{"role": "user", "content": question}]))
 
 
 def user_prefix(tokenizer: ChatTokenizer) -> list[int]:

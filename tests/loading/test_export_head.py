@@ -205,6 +205,14 @@ def test_without_a_model(tmp_path):
     source = open_head(tmp_path / "ours")
     export_head(source, "specforge", tmp_path / "out")
     assert load_head(tmp_path / "out", tiny_config(n_layer=8))[0].config.eagle3
+    said, exported = (
+        json.loads((tmp_path / name / "config.json").read_text())["max_position_embeddings"]
+        for name in ("ours", "out")
+    )
+    assert said == exported == tiny_config().max_seq_len
+    deep = (2, 20, 37)  # of a model deeper than one that is guessed
+    export_head(source, "specforge", tmp_path / "deep", tap_layers=deep)
+    assert open_head(tmp_path / "deep").tap_layers == deep
     for to, message in (
         ("eagle", "its taps fit the official layout at one depth of the model only: add --model"),
         ("speculators", "no embed_tokens.weight of its own: add --model"),
@@ -217,6 +225,10 @@ def test_without_a_model(tmp_path):
     with pytest.raises(FasteagleError, match="do not say the taps, .*: add --model"):
         export_head(open_head(tmp_path / "out"), "specforge", tmp_path / "more")
     assert not (tmp_path / "more").exists()
+    del raw["max_position_embeddings"]
+    (tmp_path / "out" / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(FasteagleError, match="do not say how long texts are: add --model"):
+        export_head(open_head(tmp_path / "out"), "specforge", tmp_path / "more")
 
 
 # The command

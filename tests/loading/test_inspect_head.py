@@ -86,6 +86,10 @@ def test_a_head_of_ours_with_its_model(own_head, tiny_dir, tmp_path):
     assert facts["header"] == "made for tiny, at int4-g64, tau 2.50"
     assert facts["calibration"] == "made for exactly these weights"
     assert facts["taps"] == "the inputs of blocks 0, 1, 3; listed as such"
+    _, facts, _ = run(own_head, "--model", tiny_dir, "--int4")
+    assert facts["calibration"].startswith("made for other weights")  # than those that would run
+    _, facts, _ = run(own_head, "--tap-layers", "2,20,37")  # of a model deeper than one is guessed
+    assert facts["fit"] == "give --model to check it"
     _, facts, _ = run(own_head, "--model", tiny_dir, "--tap-layers", "0,2,3")
     assert facts["taps"] == "the inputs of blocks 0, 2, 3, as asked"
 
