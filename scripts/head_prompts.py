@@ -330,7 +330,7 @@ def library_functions() -> list[tuple[str, str, str]]:
 @click.option("--seed", default=0, show_default=True)
 @click.option("--out", required=True, type=click.Path(dir_okay=False, path_type=Path))
 def main(seeds: Path | None, count: int, seed: int, out: Path) -> None:
-    lines = seeds.read_text("utf-8").splitlines() if seeds else []
+    lines = seeds.read_text("utf-8").split("\n") if seeds else []
     maker = Maker([json.loads(line) for line in lines if line.strip()], seed)
     asked: dict[str, Turns] = {}
     for _ in range(20 * count):

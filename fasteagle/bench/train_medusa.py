@@ -52,6 +52,7 @@ def train_medusa(
     held_out = conversations[::HELD_OUT]
     rest = [c for i, c in enumerate(conversations) if i % HELD_OUT]
     features, tokens = read_positions(engine, rest or held_out, positions)
+    measured_on = read_positions(engine, held_out, positions)
     model = engine.model
     lm_rows = model.head_rows(torch.arange(model.config.vocab_size, device=engine.device))
     lm_rows = lm_rows.float().cpu()
@@ -70,7 +71,7 @@ def train_medusa(
             schedule.step()
             total += float(loss.detach()) * len(chosen)
         notify(f"epoch {epoch + 1} of {epochs}: loss {total / len(features):.3f}")
-    return heads.eval(), measure_ranks(heads, *read_positions(engine, held_out, positions), lm_rows)
+    return heads.eval(), measure_ranks(heads, *measured_on, lm_rows)
 
 
 def _loss(heads: MedusaHeads, features: Tensor, tokens: Tensor, lm_rows: Tensor) -> Tensor:

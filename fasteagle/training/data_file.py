@@ -111,9 +111,9 @@ def _check_settings(path: Path, beside: Path, settings: dict[str, Any]) -> None:
             "damaged): give another --out"
         ) from error
     changed = [
-        f"{key} {saved.get(key)} -> {settings[key]}"
-        for key in settings
-        if saved.get(key) != settings[key]
+        f"{key} {saved.get(key)} -> {settings.get(key)}"
+        for key in {**settings, **saved}
+        if saved.get(key) != settings.get(key)
     ]
     if changed:
         raise FasteagleError(

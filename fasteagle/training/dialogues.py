@@ -13,6 +13,7 @@ import random
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 
+from fasteagle.config_fields import parse_json
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.tokenizer import Message
 from fasteagle.options import SamplingParams
@@ -153,7 +154,8 @@ def read_seeds(path: Path) -> list[str]:
     Raises `FasteagleError` for other lines, and where no task is short.
     """
     try:
-        lines = path.read_text("utf-8").splitlines()
+        # Not `splitlines`, which also splits at other separators, inside of texts.
+        lines = path.read_text("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise FasteagleError(f"cannot read {path}: {error}") from error
     seeds = [_seed(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
@@ -165,10 +167,11 @@ def read_seeds(path: Path) -> list[str]:
 
 def _seed(line: str, where: str) -> str:
     try:
-        raw = json.loads(line)
+        raw = parse_json(line)
         parts = (raw["instruction"], raw.get("input", ""))
         if not all(isinstance(part, str) for part in parts) or not parts[0].strip():
             raise ValueError("instruction and input must be texts")
+        "".join(parts).encode()  # JSON may hold halves of characters
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise FasteagleError(
             f'{where}: expected {{"instruction": "text", "input": "text"}} ({error!r})'

@@ -102,6 +102,14 @@ def _settings(
         "seed": options.seed,
         "drop_cut": options.drop_cut,
     }
+    if prepared is not None:
+        # Left out where they are as ever: files begun before there was a choice go on.
+        usual, asked = RuntimeOptions(), prepared.options
+        found |= {
+            name: getattr(asked, name)
+            for name in ("kv", "lm_head")
+            if getattr(asked, name) != getattr(usual, name)
+        }
     return json.loads(json.dumps(found))
 
 

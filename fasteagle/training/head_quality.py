@@ -27,14 +27,14 @@ def measure(
     engine: Engine, heads: Sequence[FoundHead], conversations: Sequence[Conversation]
 ) -> list[HeadQuality]:
     """Chains of five, drafted from every position of the answers; exact on greedy text."""
+    loaded = [load_head(head.path, engine.model.config)[0] for head in heads]
     found = []
-    for head in heads:
-        loaded, _ = load_head(head.path, engine.model.config)
-        taps = loaded.config.tap_layers
+    for source, head in zip(heads, loaded, strict=True):
+        taps = head.config.tap_layers
         text = LiveFeatures(engine, conversations, taps)
-        ready = ready_head(loaded, engine, None).float()
+        ready = ready_head(head, engine, None).float()
         held = evaluate(ready, engine.model, text, list(range(len(text))))
-        found.append(HeadQuality(head.origin, "EAGLE-3" if taps else "EAGLE-1/2", held))
+        found.append(HeadQuality(source.origin, "EAGLE-3" if taps else "EAGLE-1/2", held))
     return found
 
 

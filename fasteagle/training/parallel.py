@@ -6,12 +6,15 @@ Gradients and counts are summed, so that the result is that of one process, but 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+LONGEST_WAIT = datetime.timedelta(days=7)  # the others wait while the first one writes text
 
 
 class Ranks:
@@ -55,7 +58,8 @@ def join() -> Ranks:
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         return Ranks()
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, timeout=LONGEST_WAIT)
     return Ranks(dist.get_rank(), size)
 
 

@@ -60,14 +60,15 @@ class ServedModel:
 
     def _hold_one(self, conversing: Conversing) -> Dialogue:
         reply: Reply | None = None
-        while True:
+        while not self._ended.is_set():
             try:
                 request = conversing.send(reply)
             except StopIteration as end:
                 return end.value
             reply = self._reply(request)
+        return Dialogue([])  # which nobody reads
 
-    def _reply(self, request: Request) -> Reply:
+    def _reply(self, request: Request) -> Reply | None:
         body = {
             "model": self._name,
             "messages": list(request.messages),
@@ -77,6 +78,8 @@ class ServedModel:
             "max_tokens": request.max_new_tokens,
         }
         answer = self._post(body)
+        if answer is None:
+            return None
         try:
             choice = answer["choices"][0]
             text, is_cut = choice["message"]["content"] or "", choice["finish_reason"] == "length"
@@ -103,8 +106,11 @@ class ServedModel:
                 return ids[: ends[0] + 1]
         return tokenizer.encode(text)
 
-    def _post(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The server's answer; asks again where it may only be busy or restarting."""
+    def _post(self, body: dict[str, Any]) -> dict[str, Any] | None:
+        """The server's answer, None where its context has no room for one.
+
+        Asks again where it may only be busy, or lost the connection.
+        """
         data = json.dumps(body).encode()
         for attempt in range(TRIES):
             if attempt and self._ended.wait(FIRST_DELAY * 2 ** (attempt - 1)):
@@ -115,6 +121,8 @@ class ServedModel:
                     return json.loads(response.read())
             except urllib.error.HTTPError as error:
                 problem = f"HTTP {error.code}: {_message(error)}"
+                if error.code == 400 and "context" in problem:  # as vLLM, SGLang, llama.cpp say it
+                    return None
                 if error.code != 429 and error.code < 500:
                     raise FasteagleError(f"{self._url}: {problem}{_hint(error.code)}") from error
             except http.client.HTTPException as error:

@@ -34,7 +34,7 @@ from fasteagle.training.data import (
 from fasteagle.training.held_out import evaluate
 from fasteagle.training.options import TrainOptions, TrainRun
 from fasteagle.training.parallel import Ranks, join, local_device
-from fasteagle.training.train import Trainer, new_head
+from fasteagle.training.train import Trainer, new_head, unread_columns
 
 
 def train_head(
@@ -118,13 +118,18 @@ def _init_head(config: ModelConfig, path: Path | None, options: TrainOptions) ->
     taps = options.taps_of(config.n_layer)
     if path is None:
         return None
-    head, _ = load_head(path, config)
+    head, _ = load_head(path, config, options.tap_layers)
+    borrows = bool(taps) and head.own_lm_head is None
+    unread = head.fc.weight[:, unread_columns(options, config.dim)]
     if head.config.tap_layers != taps:
-        raise FasteagleError(
-            f"{path}: the head reads other features than asked for: give its --algorithm and its "
-            "--tap-layers"
-        )
-    return head
+        asked = "its --algorithm and its --tap-layers"
+    elif head.config.shifted != (options.inputs != "unshifted") or bool(unread.any()):
+        asked = "its --inputs"
+    elif borrows != options.borrow_lm_head:
+        asked = "--borrow-lm-head" if borrows else "no --borrow-lm-head"
+    else:
+        return head
+    raise FasteagleError(f"{path}: the head is of another kind than asked for: give {asked}")
 
 
 def _begun(
@@ -229,12 +234,13 @@ def _finish(
 ) -> None:
     """Write the head, its header and the training curve; delete the optimizer's state."""
     held = evaluate(trainer.head, trainer.target, trainer.store, trainer.held_out)
+    scheme = runtime.checkpoint.scheme
     header = {
         "algorithm": trainer.options.algorithm,
         "target": runtime.name,
         "target_fingerprint": identity,
-        "scheme": None,
-        "group_size": None,
+        "scheme": None if scheme is None else scheme.name,
+        "group_size": None if scheme is None else scheme.group_size or None,
         "draft_vocab_size": trainer.head.config.draft_vocab_size,
         "training_tokens": n_tokens,
         "steps": trainer.step,

@@ -9,9 +9,11 @@ import pytest
 from click.testing import CliRunner
 
 from fasteagle.cli import main as cli
+from fasteagle.errors import FasteagleError
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.prompts import read_conversations
 from fasteagle.training import data_file, generate_data
+from fasteagle.training.dialogues import read_seeds
 from helpers import TINY_VOCAB, edit_json, save_tiny, write_questions
 
 FEW = ("--max-new-tokens", 24, "--dtype", "fp32", "--max-seq-len", 400)
@@ -143,12 +145,27 @@ def test_other_settings_are_refused(model, prompts, tmp_path):
         (("--self", "--count", 3), "-> self"),
         (("--prompts", prompts, "--exclude", prompts), "exclude"),
         (("--prompts", prompts, "--int8"), "precision dense fp32 -> int8"),
+        (("--prompts", prompts, "--kv", "int8"), "kv None -> int8"),
     ):
         few = FEW[:2] if "--int8" in arguments else FEW
         done = invoke("--model", model, "--out", out, *few, *arguments)
         assert done.exit_code == 2 and message in done.stderr, done.stderr
         assert done.stderr.count("Error: ") == 1 and "another --out" in done.stderr
     assert out.read_bytes() == before
+    begun = tmp_path / "other.jsonl"
+    generated(model, begun, "--prompts", prompts, "--kv", "int8")
+    done = invoke("--model", model, "--out", begun, *FEW, "--prompts", prompts)
+    assert done.exit_code == 2 and "kv int8 -> None" in done.stderr
+
+
+def test_seeds_may_hold_any_character(tmp_path):
+    path = tmp_path / "seeds.jsonl"
+    text = "one\u2028two\x85three"
+    path.write_text(json.dumps({"instruction": text}, ensure_ascii=False) + "\n", "utf-8")
+    assert read_seeds(path) == [text]
+    path.write_text('{"instruction": "half \\ud800"}\n')
+    with pytest.raises(FasteagleError, match="line 1: expected"):
+        read_seeds(path)
 
 
 def test_what_is_dropped_is_counted(model, tmp_path, monkeypatch):

@@ -93,6 +93,7 @@ def ask(tiny_dir, tmp_path):
         words = ["generate-data", *arguments, "--base-url", url, *more]
         return CliRunner().invoke(cli.main, [str(word) for word in words])
 
+    run.prompts = prompts
     return run
 
 
@@ -176,6 +177,29 @@ def test_what_the_server_says_is_told_in_a_line(stub, ask, plan, tries, parts):
     assert len(done.stderr.strip().splitlines()) == 1
     for part in [*parts, stub.url]:
         assert part in done.stderr
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "This model's maximum context length is 64 tokens. However, you requested 70.",
+        "The input (70 tokens) is longer than the model's context length (64 tokens).",
+    ],
+)
+def test_a_turn_that_does_not_fit_ends_its_conversation(stub, ask, tmp_path, message):
+    stub.plan = [None, (400, error(message))]
+    done = ask(stub.url, "--batch", 1)
+    assert done.exit_code == 0 and "1 longer than the context" in done.stderr, done.output
+    assert [line["id"] for line in lines(tmp_path)] == [0, 1, 2]
+
+
+def test_nothing_more_is_asked_once_there_is_enough(stub, ask):
+    """Longer conversations beside the one that is enough end where they are."""
+    stub.delay = 0.2
+    write_questions(ask.prompts, ["one"], *[["one", "and then?", "and?", "and?"]] * 3)
+    done = ask(stub.url, "--batch", 4, "--tokens", 1)
+    assert done.exit_code == 0, done.output
+    assert len(stub.bodies) < 13
 
 
 def test_nobody_listens(stub, ask):

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from fasteagle.cli import main as cli
 from fasteagle.loading.head_file import load_head
 from fasteagle.training.options import TrainOptions
-from helpers import kill_at_first_save, write_random_text
+from helpers import kill_at_first_save, write_questions, write_random_text
 
 
 @pytest.fixture
@@ -73,8 +73,15 @@ def test_an_eagle3_head_is_trained_and_drafts(tiny_dir, text_file, tmp_path, no_
     answers = [invoke(*chat, *more) for more in (("--head", out), ("--no-spec",))]
     assert answers[0].exit_code == 0 and "warning" not in answers[0].stderr, answers[0].stderr
     assert answers[0].stdout == answers[1].stdout
-    other = invoke(*command(tiny_dir, text_file, tmp_path / "more", "--init", out, "--steps", 2))
-    assert other.exit_code == 2 and "reads other features than asked for" in other.stderr
+    header = json.loads((out / "training.json").read_text())["header"]
+    assert header["scheme"] is None
+    begun = ("--init", out, "--steps", 2)
+    for options, missing in (
+        ((), "give its --algorithm and its --tap-layers"),
+        ((*kind, "--borrow-lm-head"), "give no --borrow-lm-head"),
+    ):
+        other = invoke(*command(tiny_dir, text_file, tmp_path / "more", *begun, *options))
+        assert other.exit_code == 2 and missing in other.stderr, other.stderr
     more = invoke(
         *command(tiny_dir, text_file, tmp_path / "more", *kind, "--init", out, "--steps", 2)
     )
@@ -177,6 +184,31 @@ def test_the_bar_shows_loss_and_held_out_quality(monkeypatch, capsys):
     shown = capsys.readouterr().err
     assert "step 12 of 40" in shown and "loss 2.0000 | 0-alpha 0.500 | tau 1.62" in shown
     assert "step 11 of 40 | loss 2.0000 | n-alpha 0.500 0.250 | tau 1.62 | 9 tok/s" in shown
+
+
+def test_a_head_begins_from_one_that_reads_the_same(tiny_dir, text_file, tmp_path, no_compiler):
+    made, few = tmp_path / "made", ("--steps", 2)
+    done = invoke(*command(tiny_dir, text_file, made, *few, "--int8"))
+    assert done.exit_code == 0, done.stderr
+    assert json.loads((made / "training.json").read_text())["header"]["scheme"] == "int8"
+    for inputs in ("feature", "token", "unshifted"):
+        begun = (*few, "--init", made, "--inputs", inputs)
+        done = invoke(*command(tiny_dir, text_file, tmp_path / "more", *begun))
+        assert done.exit_code == 2 and "give its --inputs" in done.stderr, done.stderr
+    alone = tmp_path / "feature"
+    for begun in ((), ("--init", alone)):
+        arguments = (*few, "--inputs", "feature", *begun)
+        out = tmp_path / "again" if begun else alone
+        done = invoke(*command(tiny_dir, text_file, out, *arguments))
+        assert done.exit_code == 0, done.stderr
+
+
+def test_a_prompt_without_room_is_named_before_any_is_answered(tiny_dir, tmp_path, no_compiler):
+    prompts = write_questions(tmp_path / "p.jsonl", ["short"], ["word " * 400])
+    files = ("--model", tiny_dir, "--prompts", prompts, "--out", tmp_path / "h")
+    done = invoke("train-head", *files, "--max-seq-len", 128, "--steps", 2)
+    assert done.exit_code == 2 and "p.jsonl, question 2: the prompt has" in done.stderr
+    assert not (tmp_path / "h/text.jsonl").exists()
 
 
 def test_nothing_to_train_on(tiny_dir, tmp_path):
