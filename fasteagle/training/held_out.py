@@ -12,6 +12,7 @@ from torch import Tensor
 from fasteagle.model import EagleHead, Transformer
 from fasteagle.training.data import Features
 from fasteagle.training.loss import autocast, compute_dtype, make_batch, unroll
+from fasteagle.training.parallel import Ranks
 
 RANKS = 4  # children of a node whose acceptance is counted
 TENTHS = 10  # of the probability that the head gives a child
@@ -48,9 +49,16 @@ def draft_rows(head: EagleHead, target: Transformer) -> Tensor:
 
 @torch.no_grad()
 def evaluate(
-    head: EagleHead, target: Transformer, store: Features, indices: list[int], depth: int = 5
+    head: EagleHead,
+    target: Transformer,
+    store: Features,
+    indices: list[int],
+    depth: int = 5,
+    ranks: Ranks | None = None,
 ) -> HeldOut:
     """Chain drafting simulated from every answer position of the held-out text.
+
+    Of several processes each takes a part of the conversations; all get the whole result.
 
     The head has borrowed what it lacks from the target.
 
@@ -64,9 +72,10 @@ def evaluate(
     accepted = torch.zeros(depth, dtype=torch.double)
     tried = torch.zeros(depth, dtype=torch.double)
     by_confidence = torch.zeros(TENTHS, 2, dtype=torch.long)
-    counts = []
-    for i in indices:
-        before = int(tried[0]), int(accepted.sum())
+    counts = torch.zeros(len(indices), 2, dtype=torch.long)
+    processes = ranks or Ranks()
+    for number in processes.share(list(range(len(indices)))):
+        i, before = indices[number], (int(tried[0]), int(accepted.sum()))
         config = head.config
         batch = make_batch(store, [i], device, config.shifted, len(config.tap_layers))
         embeds = head.embedding.weight[batch.tokens].float()
@@ -89,9 +98,12 @@ def evaluate(
             by_confidence[:, 1] += tenth[right[alive].flatten().cpu()].bincount(minlength=TENTHS)
             alive = right[:, 0]
             accepted[step] += alive.sum().cpu()
-        counts.append((int(tried[0]) - before[0], int(accepted.sum()) - before[1]))
+        counts[number, 0] = int(tried[0]) - before[0]
+        counts[number, 1] = int(accepted.sum()) - before[1]
+    processes.sum_([hits, accepted, tried, by_confidence, counts])
     alphas = tuple((accepted / tried.clamp(min=1)).tolist())
     tau = 1 + sum(math.prod(alphas[: n + 1]) for n in range(depth))
-    ranks = tuple(map(tuple, (hits / tried.clamp(min=1).unsqueeze(1)).tolist()))
-    tenths = tuple((int(n), int(hit)) for n, hit in by_confidence.tolist())
-    return HeldOut(alphas, tau, int(tried[0]), tuple(counts), ranks, tenths)
+    by_rank = tuple(map(tuple, (hits / tried.clamp(min=1).unsqueeze(1)).tolist()))
+    tenths = tuple((n, hit) for n, hit in by_confidence.tolist())
+    by_conversation = tuple((n, hit) for n, hit in counts.tolist())
+    return HeldOut(alphas, tau, int(tried[0]), by_conversation, by_rank, tenths)

@@ -21,7 +21,7 @@ from fasteagle.errors import FasteagleError
 from fasteagle.model import Eagle3Head, EagleHead, Transformer, make_head
 from fasteagle.paths import replacing
 from fasteagle.training.data import Features
-from fasteagle.training.held_out import evaluate
+from fasteagle.training.held_out import HeldOut, evaluate
 from fasteagle.training.loss import Batch, autocast, batches, compute_dtype, head_loss, make_batch
 from fasteagle.training.options import TrainOptions
 from fasteagle.training.parallel import Ranks
@@ -177,7 +177,7 @@ class Trainer:
                 return
             last = self.step == self.options.steps
             if self.step % every == 0 or last:
-                held = evaluate(self.head, self.target, self.store, self.held_out)
+                held = self.evaluate()
                 entry = {
                     "step": self.step,
                     "loss": round(sum(losses) / len(losses), 5),
@@ -191,6 +191,10 @@ class Trainer:
                 self.save()
             if patience and self._stalled(patience):
                 return
+
+    def evaluate(self) -> HeldOut:
+        """The head on the held-out conversations; all processes of the run must take part."""
+        return evaluate(self.head, self.target, self.store, self.held_out, ranks=self.ranks)
 
     def _batch(self, chosen: list[int], device: torch.device) -> Batch:
         config = self.head.config

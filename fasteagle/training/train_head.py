@@ -31,7 +31,6 @@ from fasteagle.training.data import (
     frequent_tokens,
     store_key,
 )
-from fasteagle.training.held_out import evaluate
 from fasteagle.training.options import TrainOptions, TrainRun
 from fasteagle.training.parallel import Ranks, join, local_device
 from fasteagle.training.train import Trainer, new_head, unread_columns
@@ -233,7 +232,7 @@ def _finish(
     trainer: Trainer, runtime: Runtime, identity: str, n_tokens: int, run: TrainRun
 ) -> None:
     """Write the head, its header and the training curve; delete the optimizer's state."""
-    held = evaluate(trainer.head, trainer.target, trainer.store, trainer.held_out)
+    held = trainer.history[-1]  # a run ends with an evaluation
     scheme = runtime.checkpoint.scheme
     header = {
         "algorithm": trainer.options.algorithm,
@@ -244,7 +243,7 @@ def _finish(
         "draft_vocab_size": trainer.head.config.draft_vocab_size,
         "training_tokens": n_tokens,
         "steps": trainer.step,
-        **held.as_dict(),
+        **{name: held[name] for name in ("alphas", "tau", "ranks")},
     }
     save_head(run.out, trainer.head, header, torch.bfloat16)
     record = {
@@ -255,4 +254,4 @@ def _finish(
     }
     write_atomic(run.out / "training.json", (json.dumps(record, indent=1) + "\n").encode())
     (run.out / "state.pt").unlink(missing_ok=True)
-    note(f"head written to {run.out}: 0-alpha {held.alphas[0]:.3f}, chain tau {held.tau:.2f}")
+    note(f"head written to {run.out}: 0-alpha {held['alphas'][0]:.3f}, chain tau {held['tau']:.2f}")

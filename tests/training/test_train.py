@@ -18,6 +18,7 @@ from fasteagle.training.data import FeatureStore, LiveFeatures, compute_features
 from fasteagle.training.held_out import draft_rows, evaluate
 from fasteagle.training.loss import SoftCrossEntropy, batches, make_batch, unroll
 from fasteagle.training.options import TrainOptions
+from fasteagle.training.parallel import Ranks
 from fasteagle.training.train import Trainer, new_head
 from helpers import (
     OPTIONS,
@@ -131,6 +132,26 @@ def test_simulated_acceptance_equals_what_the_engine_measures(target, store, tmp
             assert held.alphas[step] == pytest.approx(accepted[step] / tried[step])
     assert [list(tenth) for tenth in held.by_confidence] == by_confidence
     assert sum(n > 0 for n, _ in by_confidence) > 2 and sum(hit for _, hit in by_confidence) > 5
+
+
+def test_several_processes_evaluate_a_part_of_the_conversations_each(target, store, tmp_path):
+    made = trainer(target, store, tmp_path / "run", dataclasses.replace(OPTIONS, steps=40))
+    made.run(lambda entry: None, every=40)
+    others: list[list[torch.Tensor]] = []
+
+    class OneByOne(Ranks):
+        def sum_(self, tensors) -> None:
+            mine = list(tensors)
+            for parts in others:
+                for tensor, part in zip(mine, parts, strict=True):
+                    tensor += part
+            others.append([tensor.clone() for tensor in mine])
+
+    indices = list(range(3, 10))
+    parts = [evaluate(made.head, target, store, indices, ranks=OneByOne(r, 2)) for r in range(2)]
+    whole = evaluate(made.head, target, store, indices)
+    assert parts[1] == whole != parts[0] and whole.alphas[0] > 0
+    assert 0 < parts[0].rows < whole.rows
 
 
 def evaluate_fp32(head, target, store, indices):

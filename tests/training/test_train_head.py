@@ -112,7 +112,7 @@ def test_two_processes_train_what_one_does(tiny_dir, text_file, tmp_path):
     """Over gloo, from the same text."""
     kind = ("--algorithm", "eagle3", "--tap-layers", "0,1,2", "--noise", 0.1, "--feature-weight", 1)
     kind += ("--self-fed-steps", 1, "--steps", 6)
-    heads = []
+    heads, found = [], []
     for size in (1, 2):
         out = tmp_path / str(size)
         launch = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}")
@@ -125,9 +125,11 @@ def test_two_processes_train_what_one_does(tiny_dir, text_file, tmp_path):
         assert done.returncode == 0, done.stderr
         assert done.stderr.count("head written to") == 1
         heads.append(load_file(out / "model.safetensors"))
+        found.append(json.loads((out / "training.json").read_text())["header"])
     for name, one in heads[0].items():
         # Saved in bf16; the order of the sums differs.
         assert torch.allclose(one.float(), heads[1][name].float(), rtol=2e-2, atol=1e-3), name
+    assert found[0]["alphas"] == pytest.approx(found[1]["alphas"], abs=0.02)
 
 
 def test_too_little_text(tiny_dir, text_file, tmp_path, no_compiler):
