@@ -9,6 +9,7 @@ Shapes: T rows, D model dim, E head dim, G KV heads, S cache slots.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -132,13 +133,21 @@ class BlockCompiler:
                     raise RuntimeError(reason)
                 self._use_sums()
             with torch.no_grad():
-                self._warm_up()
+                self._warm_up_surely()
         except Exception as error:  # whatever it is, the eager path still answers
             self.error = (str(error) or type(error).__name__).strip().splitlines()[0][:200]
             for head_block in self._extra_blocks:
                 head_block.__dict__.pop("forward", None)
         self.seconds = time.perf_counter() - start
         self._done.set()
+
+    def _warm_up_surely(self) -> None:
+        """On CUDA once more where it fails: captures in another thread forbid to time code."""
+        if self._model.norm.weight.device.type == "cuda":
+            with contextlib.suppress(Exception):  # what fails twice has another reason, and is told
+                self._warm_up()
+                return
+        self._warm_up()
 
     def _use_sums(self) -> None:
         for block in [*self._model.blocks, *self._extra_blocks]:

@@ -282,7 +282,7 @@ def use_fused_block(head: EagleHead) -> bool:
         return False
     fused, masked = FusedBlocks([block]), block.forward
     if head.config.eagle3 is None and isinstance(head.fc, PlanesLinear):
-        head.fc.in_range = True  # embeddings, and features behind the target's last norm
+        head.fc.most = MOST_UNNORMED  # from the second level on it reads its own residual stream
 
     def forward(
         x: Tensor,

@@ -18,7 +18,10 @@ OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 def top_children(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Ids and log-probabilities [W, k] of each row's best, descending; of equals the lowest id."""
+    """Ids and log-probabilities [W, k] of each row's best, descending; of equals the lowest id.
+
+    NaN is never among the best while there is anything else, and ids are below V in any case.
+    """
     W, V = logits.shape
     C = triton.cdiv(V, CHUNK)
     parts = torch.empty(W, C, k, dtype=torch.float32, device=logits.device)
@@ -55,6 +58,7 @@ def chunk_kernel(
     n = tl.arange(0, CHUNK)
     v = chunk * CHUNK + n
     x = tl.load(logits_ptr + row * stride + v, mask=v < V, other=float("-inf")).to(tl.float32)
+    x = tl.where(x == x, x, float("-inf"))  # among NaN compiled code may choose a lane behind V
     at = row * tl.num_programs(1) + chunk
     peak = tl.max(x, 0)
     tl.store(sums_ptr + at, peak)

@@ -27,6 +27,7 @@ from fasteagle.model import KVCache, Transformer
 from fasteagle.runner import Done, Runner
 from fasteagle.state import CycleSpec, DecodeState
 
+ATTEMPTS = 2  # another thread that waits for the device meanwhile spoils a capture
 WARM_UPS = 3  # runs before capture: kernels compile, libraries choose, workspaces are made
 MOST_KINDS = 2  # ways to draw whose graphs are kept; the oldest goes
 TIMED_REPLAYS = 5
@@ -221,15 +222,22 @@ class CapturedRunner(Runner):
         def step() -> None:
             decode_cycle(self.state, self.target, drafter, spec, self.pieces(spec, drafter))
 
-        try:
-            return self._graphs.capture(step, restore)
-        except Exception as error:  # whatever forbids it, the step itself still works
-            self.error = (str(error) or type(error).__name__).strip().splitlines()[0][:200]
-            if isinstance(error, torch.OutOfMemoryError) and (advice := self.advice()):
-                self.error = f"{self.error}: {advice}"
-            return None
-        finally:
-            restore()
+        told = self.error
+        for _ in range(ATTEMPTS):
+            try:
+                replay = self._graphs.capture(step, restore)
+            except Exception as error:  # whatever forbids it, the step itself still works
+                self.error = (str(error) or type(error).__name__).strip().splitlines()[0][:200]
+                if isinstance(error, torch.OutOfMemoryError):
+                    if advice := self.advice():
+                        self.error = f"{self.error}: {advice}"
+                    break
+            else:
+                self.error = told
+                return replay
+            finally:
+                restore()
+        return None
 
     @property
     def captured(self) -> int:

@@ -57,7 +57,8 @@ class KVCache:
     def _use(self, rows: Tensor) -> None:
         # Through DLPack each plane has a storage object of its own over the same memory. Views of
         # one tensor would make AOTAutograd guard the overlap of all that a compiled pass writes.
-        planes = [torch.from_dlpack(plane) for plane in rows]
+        with torch.cuda.device_of(rows):  # DLPack hands out what is on the current device only
+            planes = [torch.from_dlpack(plane) for plane in rows]
         self.layers = list(zip(planes[::2], planes[1::2], strict=True))
         self.rows = rows
 
@@ -360,7 +361,10 @@ class EagleHead(nn.Module):
         self.block = Block(self.config.block, input_norm=False)
 
     def borrow(self, target: Transformer, max_seq_len: int) -> None:
-        """Share the target's embedding and LM head unless it has its own; tabulate RoPE."""
+        """Share the target's embedding and LM head unless it has its own; tabulate RoPE.
+
+        Its positions go up to `max_seq_len` and, as drafting does, somewhat beyond.
+        """
         device, dtype = target.norm.weight.device, target.norm.weight.dtype
         self.to(device=device, dtype=dtype)
         self._drop_copy(target.embedding)
@@ -376,7 +380,7 @@ class EagleHead(nn.Module):
             weight = target.head_rows(self.target_ids())
             rows.weight = nn.Parameter(weight, requires_grad=False)
             self._lm_head = (rows,)
-        cos, sin = rope_table(self.config.block, max_seq_len)
+        cos, sin = rope_table(self.config.block, max_seq_len + KEY_BLOCK)
         self.register_buffer("rope_cos", cos.to(device), persistent=False)
         self.register_buffer("rope_sin", sin.to(device), persistent=False)
 

@@ -137,11 +137,15 @@ def top_p_threshold(probs: Tensor, top_p: Tensor, n_likely: int = 256) -> Tensor
     last = (mass < top_p).sum(-1, keepdim=True)
     found = last < likely.shape[-1]
     among_likely = likely.gather(1, last.clamp(max=likely.shape[-1] - 1))
-    on_host = probs.device.type == "cpu" and not torch.compiler.is_compiling()
-    if on_host and found.all():
+    if _may_look(probs) and found.all():
         return among_likely
     # Row by row, so that no row's answer depends on which others are drawn with it.
     return torch.where(found, among_likely, _search_threshold(probs, top_p))
+
+
+def _may_look(x: Tensor) -> bool:
+    """Whether the code may depend on values of `x`: not where it is compiled or captured."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _search_threshold(probs: Tensor, top_p: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ class PlanesLinear(nn.Module):
         self.format = packed.bits, packed.group_size, packed.offsets
         self.accumulate = accumulate
         self.in_range = False  # whether inputs are known to be small, as behind a norm
+        self.most = 0.0  # that an input may be, others are cut; 0: they are scaled where needed
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -36,8 +37,12 @@ class PlanesLinear(nn.Module):
 
     def exact(self, x: Tensor) -> Tensor:
         """The product in fp32, as the kernels sum it."""
-        half, scale = x.half(), None
-        if not self.in_range:
+        scale = None
+        if self.most:
+            half = x.clamp(-self.most, self.most).half()
+        elif self.in_range:
+            half = x.half()
+        else:
             half, scale = in_half_range(x, self.accumulate)
         y = planes.planes_linear(
             half,

@@ -11,17 +11,26 @@ not run again; DIR/gpu_check.md is the same for BENCHMARKS.md, DIR/gpu_check.log
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
-from fasteagle.bench.gpu_check.check import run_check
-from fasteagle.bench.gpu_check.plan import STAGE_NAMES, STAGES, CheckOptions
-from fasteagle.bench.gpu_check.report import summary
-from fasteagle.errors import FasteagleError
+
+def use_checkout() -> None:
+    """Let this process and those it starts import the package from here, installed or not."""
+    root = str(Path(__file__).resolve().parent.parent)
+    sys.path.insert(0, root)
+    others = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([root, others] if others else [root])
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit code 0 if every stage ended well, 1 if one did not, 2 for wrong arguments."""
+    from fasteagle.bench.gpu_check.check import run_check
+    from fasteagle.bench.gpu_check.plan import STAGE_NAMES, STAGES, CheckOptions
+    from fasteagle.bench.gpu_check.report import summary
+    from fasteagle.errors import FasteagleError
+
     stages = "\n".join(f"  {stage.name:<11} {stage.what}" for stage in STAGES)
     parser = argparse.ArgumentParser(
         description=f"{__doc__}\nstages:\n{stages}",
@@ -51,4 +60,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    use_checkout()
     sys.exit(main())

@@ -9,10 +9,14 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from unittest import mock
 
 import torch
 from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fasteagle.compile.graphs import CapturedRunner
 from fasteagle.config import Eagle3Config, HeadConfig, ModelConfig
@@ -403,16 +407,31 @@ def verify_rows(engine: Engine, tokens, parents) -> Output:
 # A device that replays, on the CPU
 
 
+class NoHostReads(TorchDispatchMode):
+    """Refuses what makes the host wait for a value or a size, and so forbids a capture."""
+
+    WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        masks = args[1] if name in ("index", "index_put", "index_put_") else ()
+        if name in self.WAITING or any(m is not None and m.dtype == torch.bool for m in masks):
+            raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
+        return func(*args, **(kwargs or {}))
+
+
 class FakeGraphs:
     """Stands for a device with graphs: keeps steps and runs them again; may refuse."""
 
     def __init__(self) -> None:
         self.captured = 0
         self.failing = False
+        self.watching: Callable[[], AbstractContextManager] = NoHostReads
 
     def capture(self, step, restore):
         for _ in range(2):  # warming up runs the step
-            step()
+            with self.watching(), mock.patch("fasteagle.sampling._may_look", lambda x: False):
+                step()
             restore()
         if self.failing:
             raise RuntimeError("operation not permitted\nmore about it")
@@ -446,7 +465,11 @@ class CountingRunner(CapturedRunner):
     def __init__(self, target, state, graphs) -> None:
         super().__init__(target, state, graphs)
         self.graphs = graphs
+        self.graphs.watching = self._watching
         self.replays = 0
+
+    def _watching(self) -> AbstractContextManager:
+        return nullcontext() if self.compiled else NoHostReads()  # where nothing compiled runs
 
     def launch(self, spec, drafter, processor=None) -> None:
         ready = self._replays.get(self._key(spec, drafter)) is not None

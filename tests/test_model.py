@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.model import KEY_BLOCK, KVCache, LMHead, causal_mask
@@ -185,6 +186,27 @@ def test_layers_are_planes_of_one_tensor():
     cache.commit(torch.tensor([4, 4]), torch.tensor([0, 7]))
     for layer, (keys, values) in enumerate(cache.layers):
         assert (keys[:, [0, 7]] == 1 + layer).all() and (values[:, [0, 7]] == 3 + layer).all()
+
+
+def test_a_cache_on_a_card_that_is_not_the_current_one(monkeypatch):
+    """DLPack refuses such tensors, and `--device cuda:1` ended there. On fake tensors."""
+    current = [0]
+
+    def exchanged(device: int) -> int:
+        before = current[0]
+        current[0] = device if device >= 0 else before
+        return before
+
+    def handed_out(plane):
+        assert plane.device.index == current[0]  # as `Tensor.__dlpack__` checks
+        return plane
+
+    for name in ("_exchange_device", "_maybe_exchange_device"):
+        monkeypatch.setattr(torch.cuda, name, exchanged)
+    monkeypatch.setattr(torch, "from_dlpack", handed_out)
+    with FakeTensorMode():
+        cache = KVCache(tiny_config(), 256, torch.float16, torch.device("cuda", 1))
+    assert cache.layers[0][0].device == torch.device("cuda", 1) and current == [0]
 
 
 def test_leads_that_bf16_rounds_away_still_decide():

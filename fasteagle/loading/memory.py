@@ -1,7 +1,8 @@
 """What a model needs of a card's memory, and what of it fits. Needs no torch.
 
 Counted: weights, draft head, both KV caches, the largest weight dequantized for a prompt, the
-activations of a prompt's chunk, and what CUDA, its libraries and graphs take (an estimate).
+activations of a prompt's chunk or of a tree, whose attention keeps a result for each split of the
+text, and what CUDA, its libraries and graphs take (an estimate).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ CUDA_BYTES = 700 * 2**20  # context, cuBLAS workspaces, graphs: an estimate, not
 CHUNK_ROWS = 1024  # of a prompt, on CUDA
 TREE_SLOTS = 64 + 256  # behind the context, rounding included
 INT8_SPARE = 16  # bytes behind a row of a KV cache in 8 bits
+TREE_ROWS = 32  # of a pass
+SPLIT = 256  # positions, as `tree_kernels` cuts a text
 SHORTEST = 1024  # tokens of context worth having
 
 
@@ -55,7 +58,9 @@ def needed_bytes(config: ModelConfig, setting: Setting, head: HeadConfig | None 
     scratch = 0 if dense else 2 * config.dim * max(2 * config.ffn_dim, config.qkv_dim)
     # fp32 results of gate and up, their halves in 16 bits, the residual stream twice in fp32.
     activations = CHUNK_ROWS * (2 * config.ffn_dim * 6 + config.dim * 8)
-    return weights + cache + scratch + activations + CUDA_BYTES
+    # One [T, H, E] in fp32 for each split.
+    parts = n_slots // SPLIT * TREE_ROWS * config.n_head * config.head_dim * 4
+    return weights + cache + scratch + max(activations, parts) + CUDA_BYTES
 
 
 def settings(config: ModelConfig, context: int) -> Iterator[Setting]:

@@ -6,8 +6,10 @@ The stages themselves run on the CPU in `test_gpu_stages.py` and in CI's dry run
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
@@ -210,6 +212,26 @@ def test_wrong_arguments_are_one_line(tmp_path, arguments, problem):
         text=True,
     )
     assert done.returncode == 2 and problem in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_it_runs_where_the_package_is_not_installed(tmp_path):
+    """From another folder, with the dependencies alone: as on a machine that is lent."""
+    site = tmp_path / "site"
+    site.mkdir()
+    for path in Path(sysconfig.get_paths()["purelib"]).iterdir():
+        if "fasteagle" not in path.name and path.suffix != ".pth":
+            (site / path.name).symlink_to(path)
+    command = [sys.executable, "-S", SCRIPTS / "gpu_check.py", "--dry-run", "--stages", "start"]
+    done = subprocess.run(
+        [*command, "--out", tmp_path / "out"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(site)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
+    assert [(stage["name"], stage["error"]) for stage in record["stages"]] == [("start", None)]
 
 
 def test_every_stage_has_a_module_that_runs():

@@ -196,6 +196,20 @@ def test_the_best_children(W, V, k):
     torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-5)
 
 
+def test_children_beside_what_is_no_number():
+    """A draft head with broken features costs acceptance: ids that are none would end CUDA."""
+    logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(1))
+    clean = logits.clone()
+    logits[0, [3, 2100, 4999]] = clean[0, [3, 2100, 4999]] = float("nan")
+    clean[0, [3, 2100, 4999]] = float("-inf")
+    logits[1] = float("nan")
+    logits[2, 4990:] = float("inf")
+    ids, _ = draft_kernels.top_children(logits, 4)
+    assert torch.equal(ids[0], top_children(clean[:1], 4)[0][0])
+    assert ids.min() >= 0 and ids.max() < 5000
+    assert ids[2].tolist() == [4990, 4991, 4992, 4993]
+
+
 def test_of_equal_children_the_lowest_ids():
     logits = torch.zeros(2, 5000)
     logits[1, [4999, 2500, 2049]] = 1.0

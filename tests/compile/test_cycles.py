@@ -208,6 +208,23 @@ def test_what_cannot_be_captured_runs_as_it_is_and_says_why(target, head):
     assert answer(engine) == expected and engine.runner.replays > 0
 
 
+def test_a_capture_that_another_thread_spoils_is_made_again(target, head):
+    engine = eagle_engine(target, head)
+    graphs, refused = engine.runner.graphs, []
+    capture = graphs.capture
+
+    def spoiled(step, restore):
+        if len(refused) < 1:
+            step()
+            refused.append(step)
+            raise RuntimeError("operation failed due to a previous error during capture")
+        return capture(step, restore)
+
+    graphs.capture = spoiled
+    assert answer(engine) == answer(Engine(target, 256))
+    assert refused and engine.runner.error is None and engine.runner.replays > 0
+
+
 def test_a_capture_without_memory_says_what_would_fit(target, head):
     engine = eagle_engine(target, head)
     engine.runner.advice = lambda: "use --precision int8"

@@ -45,6 +45,20 @@ def test_the_parts_of_7b():
     assert whole - small == 2 * 32 * 32 * (256 - 144) * (4096 + 320)
 
 
+def test_the_parts_of_a_long_texts_attention():
+    """One result of every row and head for each 256 positions, in fp32."""
+    llama = REGISTRY["llama3.1-8b"].config
+    long, shorter = (
+        needed_bytes(llama, Setting(BF16, "auto", n)) for n in (128 * 1024, 127 * 1024)
+    )
+    keys = 2 * 32 * 8 * 128 * 2 * 1024
+    assert long - shorter == keys + 1024 // memory.SPLIT * 32 * 32 * 128 * 4
+    if importlib.util.find_spec("triton"):
+        from fasteagle.compile import tree_kernels
+
+        assert tree_kernels.SPLIT == memory.SPLIT
+
+
 def test_33b_at_int4_with_4k_tokens_fits_24_gib_with_a_small_cache():
     """Item 6: the target, its draft head and both caches."""
     config = dataclasses.replace(REGISTRY["vicuna-33b"].config, max_seq_len=4096)

@@ -10,6 +10,7 @@ from fasteagle.errors import FasteagleError
 from fasteagle.loading import source
 from fasteagle.loading.source import quantize_, quantize_head_
 from fasteagle.model import EagleHead
+from fasteagle.quant import linear as linear_module
 from fasteagle.quant import packed, planes
 from fasteagle.quant.cuda_linear import PlanesLinear
 from fasteagle.quant.linear import (
@@ -39,6 +40,18 @@ SCHEMES = [
 
 def weight(n=48, k=256, seed=0) -> torch.Tensor:
     return torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) * 0.05
+
+
+@pytest.mark.parametrize("sums", ["fp16", "fp32"])
+def test_what_products_add_up_in_is_the_devices(monkeypatch, sums):
+    """All but the LM head's, whose logits decide."""
+    asked = []
+    monkeypatch.setattr(linear_module, "accumulate_on", lambda d: asked.append(d) or sums)
+    monkeypatch.setattr(PackedWeight, "to", lambda self, device: self)
+    made = make_linear(quantize_weight(weight(), Scheme(4, 64)), None, "cuda:1", torch.bfloat16)
+    assert isinstance(made, PlanesLinear) and made.accumulate == sums
+    assert asked == [torch.device("cuda", 1)]
+    assert QuantizedLMHead(made).linear.accumulate == "fp32"
 
 
 def test_nibbles_by_hand():
