@@ -15,7 +15,7 @@ from fasteagle.drafting.draft_head import HeadDrafter
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.ngram import NgramDrafter
-from fasteagle.drafting.sure_chain import LONGEST, REACH, Stopping
+from fasteagle.drafting.sure_chain import LONGEST, Stopping
 from fasteagle.model import Eagle3Head, EagleHead
 from fasteagle.quant.cpu_linear import BLOCK, NativeLinear
 from fasteagle.quant.linear import QuantizedLMHead
@@ -69,7 +69,7 @@ class NativeDraft:
         assert isinstance(drafter, EagleDrafter | NgramDrafter), "as above"
         stopping = drafter.stopping
         if isinstance(drafter, FusedDrafter | NgramDrafter):
-            found = look_up(state, drafter, drafter.lookup_keep)
+            found = look_up(state, drafter, drafter.lookup_keep, spec.depth)
             if found is not None:
                 return self.proposal(state, found, LOOKUP)
         assert native is not None and isinstance(drafter, EagleDrafter), "n-grams have no head"
@@ -99,8 +99,13 @@ class NativeDraft:
         return found._replace(tree=found.tree._replace(tokens=torch.cat((state.root, tokens))))
 
 
-def look_up(state: DecodeState, drafter: FusedDrafter | NgramDrafter, keep: float) -> Tensor | None:
-    """A looked-up chain of paths likelier than `keep`; None where the draft head promises more."""
+def look_up(
+    state: DecodeState, drafter: FusedDrafter | NgramDrafter, keep: float, reach: int
+) -> Tensor | None:
+    """A looked-up chain of at most `reach` tokens, whose paths are likelier than `keep`.
+
+    None where the draft head promises more.
+    """
     lookup, learned = drafter.lookup, drafter.looked_up
     tokens, _, gain = torch.ops.fasteagle_cpu.look_up(
         state.text,
@@ -109,7 +114,7 @@ def look_up(state: DecodeState, drafter: FusedDrafter | NgramDrafter, keep: floa
         learned.last,
         [] if lookup.corpus is None else lookup.corpus.index,
         lookup.longest,
-        REACH,
+        reach,
         keep,
     )
     needed = drafter.head_gain

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from fasteagle.compile.cpu_draft import NativeChain, look_up
+from fasteagle.compile.cpu_draft import NativeChain, NativeDraft, look_up
+from fasteagle.compile.cycles import output_of
 from fasteagle.cycle import EAGER, Proposal, decode_cycle
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.draft_head import HeadDrafter
@@ -28,7 +29,7 @@ from fasteagle.drafting.sure_chain import LONGEST, Stopping
 from fasteagle.generate import Engine
 from fasteagle.sampling import DrawKind
 from fasteagle.shapes import AnyShape, FusedShape, SureChain, TreeShape
-from fasteagle.tree import chain
+from fasteagle.tree import HEAD, chain
 
 CONTEXT = 256  # committed tokens while measuring
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 9
@@ -108,7 +109,7 @@ class Measurement:
             for levels, times in chains.items():
                 times.append(self._chain(drafter, levels))
             if isinstance(drafter, FusedDrafter | NgramDrafter):
-                work = functools.partial(look_up, state, drafter, drafter.lookup_keep)
+                work = functools.partial(look_up, state, drafter, drafter.lookup_keep, whole.depth)
                 looked_up.append(self._timed(work, whole))
         lookup = _medians({0: looked_up})[0] if looked_up else 0.0
         costs = Costs(_medians(passes), {}, {}, 0.0, 0.0, lookup=lookup, chain=_medians(chains))
@@ -168,6 +169,31 @@ class Measurement:
     def with_others(self, costs: Costs, shape: AnyShape | None) -> Costs:
         """`costs` with what cycles take besides drafting and the pass."""
         return dataclasses.replace(costs, other=self._other(shape), plain_other=self._other(None))
+
+    def drawn(self, costs: Costs, shape: SureChain) -> Costs:
+        """`costs` of chains whose tokens are drawn as this measurement's kind says.
+
+        Every row that is verified is drawn, so that its time counts to that of a pass.
+        """
+        few, many = (
+            statistics.median(self._drawing(T, shape) for _ in range(CYCLES))
+            for T in (2, 1 + LONGEST)
+        )
+        row = max(0.0, many - few) / (LONGEST - 1)
+        passes = {T: round(ms + row * (T - 1), 4) for T, ms in costs.passes.items()}
+        other = costs.other + max(0.0, few - row)
+        return dataclasses.replace(
+            costs, passes=passes, other=other, plain_other=max(0.0, self._other(None))
+        )
+
+    @torch.no_grad()
+    def _drawing(self, T: int, shape: SureChain) -> float:
+        """Milliseconds of drawing, accepting and committing on a chain of T rows."""
+        engine, drafter, state = self._engine, self._drafter, self._engine.state
+        spec, output = engine.spec(shape, self._kind), output_of(engine, T)
+        proposal = NativeDraft().proposal(state, torch.zeros(T - 1, dtype=torch.long), HEAD)
+        finish = engine.runner.pieces(spec, drafter).finish
+        return self._timed(lambda: finish(state, spec, proposal, output), shape)
 
     def cycles(self, shapes: Sequence[Drafted]) -> dict[Drafted, float]:
         """Median milliseconds of whole cycles, shapes in turn."""

@@ -250,7 +250,9 @@ class DraftOptions:
         kind="file",
     )
     lookup_depth: int | None = option(
-        None, f"Tokens that fused copies in a row, at most.  [default: {LOOKUP_DEPTH}]"
+        None,
+        "Tokens that fused and ngram copy in a row, at most; auto then looks up.  "
+        f"[default: {LOOKUP_DEPTH}; chains on CPUs: 16]",
     )
     noise: str = option(
         "shared",
@@ -264,10 +266,14 @@ class DraftOptions:
     @property
     def auto_tree(self) -> bool:
         """Whether the tuner may choose the tree."""
+        return self.auto_chain and self.lookup_depth is None
+
+    @property
+    def auto_chain(self) -> bool:
+        """Whether chains may end by themselves, where our CPU kernels draft them."""
         asked = (self.tree_depth, self.tree_topk, self.tree_nodes, self.tree_file)
-        tuned = ("auto", "eagle", "fused", "ngram")
-        fixed = any(size is not None for size in (*asked, self.lookup_depth, self.draft_model))
-        return not fixed and self.drafter in tuned
+        fixed = any(size is not None for size in (*asked, self.draft_model))
+        return not fixed and self.drafter in ("auto", "eagle", "fused", "ngram")
 
     @property
     def drafts_with_model(self) -> bool:
@@ -277,7 +283,8 @@ class DraftOptions:
     @property
     def fuses(self) -> bool:
         """Whether a draft head's tree and looked-up chains become one."""
-        return self.drafter == "fused" or (self.drafter == "auto" and bool(self.lookup))
+        looks_up = bool(self.lookup) or self.lookup_depth is not None
+        return self.drafter == "fused" or (self.drafter == "auto" and looks_up)
 
     def tree_shape(self, quantized_on_cpu: bool) -> TreeShape | FusedShape:
         """Of the dynamic tree or the chain. Raises `FasteagleError` for sizes that do not fit."""
@@ -290,6 +297,7 @@ class DraftOptions:
         nodes = self.tree_nodes
         if nodes is None:  # as many as the other two allow
             nodes = max(depth, min(default.nodes, topk + (depth - 1) * topk**2))
+            nodes = max(nodes, self.lookup_depth or 0)
         if self.fuses:
             reach = LOOKUP_DEPTH if self.lookup_depth is None else self.lookup_depth
             return FusedShape(depth, topk, nodes, reach)
@@ -325,8 +333,10 @@ class DraftOptions:
             + (", drop --tree" if self.tree_file else ""),
         )
         _require(
-            self.lookup_depth is None or self.drafter in ("auto", "fused"),
-            f"lookup-depth {self.lookup_depth} is for fused trees: add --drafter fused",
+            self.lookup_depth is None
+            or (self.drafter in ("auto", "fused", "ngram") and not self.tree_file),
+            f"lookup-depth {self.lookup_depth} is for drafters that look up: add --drafter fused "
+            "or ngram" + (", drop --tree" if self.tree_file else ""),
         )
         _require(
             self.tree_file is None or self.drafter in ("auto", "eagle-static"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from fasteagle.errors import FasteagleError
 from fasteagle.options import DraftOptions
+from fasteagle.shapes import FusedShape
 
 
 @pytest.mark.parametrize(
@@ -15,6 +17,7 @@ from fasteagle.options import DraftOptions
         (DraftOptions("ngram"), True),
         (DraftOptions(tree_depth=3), False),
         (DraftOptions(tree_nodes=5), False),
+        (DraftOptions(lookup_depth=5), False),
         (DraftOptions("eagle-chain"), False),
         (DraftOptions(tree_file="tree.json"), False),
         (DraftOptions("none"), False),
@@ -22,3 +25,16 @@ from fasteagle.options import DraftOptions
 )
 def test_who_chooses_the_tree(options, auto):
     assert options.auto_tree == auto
+
+
+def test_a_depth_of_looked_up_chains_asks_for_lookups():
+    """It was taken by `auto`, and turned the lookup off; never more than 8 were copied."""
+    asked = DraftOptions(lookup_depth=32)
+    assert asked.fuses and asked.auto_chain
+    assert asked.tree_shape(False) == FusedShape(3, 3, 32, 32)
+    assert asked.tree_shape(False).depth == 32
+    few = DraftOptions("fused", lookup_depth=32, tree_nodes=4)
+    assert few.tree_shape(True) == FusedShape(2, 3, 4, 32)
+    for drafter, tree in (("eagle", None), ("auto", "tree.json")):
+        with pytest.raises(FasteagleError, match="lookup-depth 32 is for drafters that look up"):
+            DraftOptions(drafter, lookup_depth=32, tree_file=tree)

@@ -154,11 +154,13 @@ DRAWN = (SamplingParams(0.7, top_p=0.9, seed=1), SamplingParams(1.0, min_p=0.05)
     ids=str,
 )
 def test_speculation_changes_no_token(checkpoint, model, tokenizer, params, texts):
-    """fp32 on the CPU: the shipped head, two trees, static, chain and n-grams against plain."""
+    """fp32 on the CPU: every drafter, and an early exit as the draft model, against plain."""
+    from fasteagle.bench.early_exit import early_exit_drafter
     from fasteagle.drafting.eagle import EagleDrafter
+    from fasteagle.drafting.fused import FusedDrafter
     from fasteagle.drafting.ngram import NgramDrafter
     from fasteagle.drafting.static_tree import StaticTreeDrafter
-    from fasteagle.tree import TreeShape
+    from fasteagle.shapes import FusedShape, TreeShape
 
     engine = Engine(model, 1024)
     said: list[str] = []
@@ -170,6 +172,9 @@ def test_speculation_changes_no_token(checkpoint, model, tokenizer, params, text
         EagleDrafter(head, TreeShape(6, 10, 59), 1024),
         EagleDrafter(head, TreeShape(4, 1, 4), 1024),
         StaticTreeDrafter(head, 1024),
+        FusedDrafter(head, FusedShape(3, 3, 8, 8), 1024),
+        FusedDrafter(head, FusedShape(0, 1, 8, 8), 1024),
+        early_exit_drafter(engine),
         NgramDrafter(),
     ]
     for text in texts:
@@ -184,7 +189,7 @@ def test_speculation_changes_no_token(checkpoint, model, tokenizer, params, text
         expected = answer(None)
         for drafter in drafters:
             assert answer(drafter) == expected, (text, drafter.name, drafter.shape)
-            assert drafter.name == "ngram" or engine.stats.tau > 1.1
+            assert drafter in drafters[-4:] or engine.stats.tau > 1.1
 
 
 def test_the_shipped_head_belongs_to_the_model(checkpoint):

@@ -23,17 +23,26 @@ _SIZED = re.compile(r"(eagle|fused)@([0-9]+)/([0-9]+)/([0-9]+)(?:/([0-9]+))?")
 
 @dataclasses.dataclass(frozen=True)
 class RowSpec:
-    """One way to decode: one of `ROW_NAMES`, or one of these with a tree of its own."""
+    """One way to decode: one of `ROW_NAMES`, or one of these with a tree or a head of its own."""
 
     kind: str
     shape: TreeShape | FusedShape | None = None  # of its own
+    head: str | None = None  # of its own, instead of `--head`
 
     @staticmethod
     def parse(text: str) -> RowSpec:
         """From a name, `eagle@DEPTH/TOPK/NODES`, or `fused@DEPTH/TOPK/NODES/LOOKUP_DEPTH`.
 
-        Raises `FasteagleError` for anything else.
+        `=HEAD` behind it names a draft head. Raises `FasteagleError` for anything else.
         """
+        text, equals, head = text.partition("=")
+        if equals:
+            spec = RowSpec.parse(text)
+            if not spec.has_head:
+                raise FasteagleError(f"row {text}={head}: {text} has no draft head: drop ={head}")
+            if not head:
+                raise FasteagleError(f"row {text}=: name the draft head behind the =")
+            return dataclasses.replace(spec, head=head)
         if text in ROW_NAMES:
             return RowSpec(text)
         kind = text.split("@")[0]
@@ -55,9 +64,9 @@ class RowSpec:
     @property
     def label(self) -> str:
         """What `parse` reads."""
-        if self.shape is None:
-            return self.kind
-        return f"{self.kind}@" + "/".join(map(str, dataclasses.astuple(self.shape)))
+        sizes = () if self.shape is None else dataclasses.astuple(self.shape)
+        tree = "@" + "/".join(map(str, sizes)) if sizes else ""
+        return f"{self.kind}{tree}" + ("" if self.head is None else f"={self.head}")
 
     def __str__(self) -> str:
         return self.label
@@ -108,7 +117,7 @@ class RowSpec:
         if self.kind == "model":
             usual = dataclasses.replace(draft, head=None, tree_file=None, lookup=())
             return dataclasses.replace(usual, drafter="model", lookup_depth=None, verify="match")
-        draft = dataclasses.replace(draft, draft_model=None)
+        draft = dataclasses.replace(draft, draft_model=None, head=self.head or draft.head)
         if self.shape is not None:
             depth, topk, nodes, *reach = dataclasses.astuple(self.shape)
             return dataclasses.replace(
@@ -127,7 +136,7 @@ class RowSpec:
             drafter=self.kind,
             tree_file=draft.tree_file if self.kind == "eagle-static" else None,
             lookup=draft.lookup if self.looks_up_files else (),
-            lookup_depth=draft.lookup_depth if self.kind == "fused" else None,
+            lookup_depth=draft.lookup_depth if self.looks_up_files else None,
             verify=draft.verify if self.kind in ("eagle-static", "eagle-chain") else "match",
         )
 
@@ -138,9 +147,9 @@ class RowSpec:
         if self.looks_up:
             return chain_shape(LOOKUP_TOKENS)
         if self.kind == "ngram":
-            from fasteagle.drafting.ngram import NgramDrafter  # needs torch
+            from fasteagle.drafting.ngram import NGRAM_TOKENS, NgramDrafter  # needs torch
 
-            return NgramDrafter().shape
+            return NgramDrafter(draft.lookup_depth or NGRAM_TOKENS).shape
         if self.is_rival:
             from fasteagle.bench.rivals import rival_shape  # needs torch
 

@@ -20,6 +20,8 @@ from fasteagle.shapes import AnyShape, TreeShape
 from fasteagle.state import Committed, CycleSpec, DecodeState
 from fasteagle.tree import DraftTree, chain
 
+NGRAM_TOKENS = 7  # that are copied in a row, unless asked otherwise
+
 
 class NgramDrafter(Controlled):
     """Proposes what followed the latest earlier place of the longest matching end of the text.
@@ -32,7 +34,11 @@ class NgramDrafter(Controlled):
     always_proposes = False
 
     def __init__(
-        self, depth: int = 7, longest: int = 3, shortest: int = 1, corpus: Corpus | None = None
+        self,
+        depth: int = NGRAM_TOKENS,
+        longest: int = 3,
+        shortest: int = 1,
+        corpus: Corpus | None = None,
     ) -> None:
         self.shape: AnyShape = TreeShape(depth, 1, depth)
         self.lookup = Lookup(1, longest, shortest, corpus)

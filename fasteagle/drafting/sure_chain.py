@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fasteagle.drafting.controller import FIRST_PAUSE, PRIOR_CYCLES, Controller, Outcome
-from fasteagle.drafting.plan import Costs, Ranks, chance
+from fasteagle.drafting.plan import ROWS, Costs, Ranks, chance
 from fasteagle.shapes import AnyShape, SureChain
 
 LONGEST = 8  # tokens of a chain
@@ -27,7 +27,8 @@ NEXT_ACCEPTED = 0.65
 RIGHT = (0.21, 0.54, 0.65, 0.71, 0.74, 0.81, 0.83, 0.85, 0.87, 0.87, 0.88, 0.89, 0.9, 0.9)
 LONG_RIGHT = (0.95, 0.955, 0.96, 0.965, 0.97, 0.97, 0.975, 0.98)
 PRIOR_TOKENS = 8.0  # that these count for
-REACH = 16  # tokens of a looked-up chain
+REACH = 16  # tokens of a looked-up chain, unless asked otherwise
+MAX_CHAIN = max(ROWS) - 1  # whose pass is timed
 START_GAIN = 1.1  # over plain decoding, expected before anything was observed
 START_HEAD_GAIN = 0.4  # tokens that a chain of the draft head brings, its cost taken off
 GAIN_CYCLES = 30  # that this counts for at first: one chain's tokens vary by more than one
@@ -84,7 +85,7 @@ class ChainPlan:
 
     def lookup_keep(self, rate: float) -> float:
         """The same of looked-up chains, which are long: there a row may cost more."""
-        return self._keep(self._row(1 + REACH), rate)
+        return self._keep(self._row(self.shape.rows), rate)
 
     def _keep(self, row: float, rate: float) -> float:
         """How likely a token must be to pay for a row of so many milliseconds."""
@@ -122,7 +123,7 @@ class LookedUp:
 
     def __init__(self) -> None:
         self.table = lookup_prior()
-        self.last = torch.zeros(4 + REACH, dtype=torch.long)
+        self.last = torch.zeros(4 + MAX_CHAIN, dtype=torch.long)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -260,6 +261,6 @@ class LookupChainController(FusedChainController):
         line = (
             f"tree auto: chains of {self.plan.shape} looked-up tokens while likelier than "
             f"{self.lookup_keep:.2f}; verify {costs.verify(1):.1f} to "
-            f"{costs.verify(1 + REACH):.1f} + other {costs.other:.1f} ms"
+            f"{costs.verify(self.plan.shape.rows):.1f} + other {costs.other:.1f} ms"
         )
         return f"{line} | used {self.shares()}" if self.used else line

@@ -50,3 +50,25 @@ def test_an_unknown_row_is_refused(row):
 def test_a_row_with_half_a_tree_is_refused(row):
     with pytest.raises(FasteagleError, match="DEPTH/TOPK/NODES"):
         BenchOptions(rows=(row,))
+
+
+def test_a_row_may_name_its_head():
+    options = BenchOptions(rows=("eagle", "eagle@4/2/10=some/head"), draft=DraftOptions(head="own"))
+    usual, row = options.specs
+    assert usual.draft_options(options.draft).head == "own"
+    draft = row.draft_options(options.draft)
+    assert (draft.head, draft.tree_shape(False)) == ("some/head", TreeShape(4, 2, 10))
+    assert row.label == options.rows[1]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("ngram=x", "ngram has no draft head: drop =x"),
+        ("eagle=", "name the draft head behind"),
+        ("eagel=x", "unknown row 'eagel'"),
+    ],
+)
+def test_a_head_where_there_is_none(row, said):
+    with pytest.raises(FasteagleError, match=said):
+        BenchOptions(rows=(row,))

@@ -7,15 +7,18 @@ import random
 import pytest
 import torch
 
+from fasteagle.compile.costs import costs_of, load_costs
 from fasteagle.compile.cpu_draft import NativeDraft
 from fasteagle.compile.cpu_pass import native_pieces
 from fasteagle.compile.cycles import CycleCompiler
+from fasteagle.compile.measurement import Measurement
 from fasteagle.cycle import EAGER
+from fasteagle.drafting.base import Tuning
 from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.lookup import Corpus, Lookup
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.plan import DEFAULT_RANKS, Costs
-from fasteagle.drafting.sure_chain import LONGEST, REACH, ChainPlan, lookup_prior
+from fasteagle.drafting.sure_chain import LONGEST, MAX_CHAIN, REACH, ChainPlan, lookup_prior
 from fasteagle.generate import Engine
 from fasteagle.loading.source import quantize_head_
 from fasteagle.options import SamplingParams
@@ -23,7 +26,7 @@ from fasteagle.quant import cpu_build
 from fasteagle.quant.scheme import Scheme
 from fasteagle.sampling import DrawKind
 from fasteagle.shapes import SureChain
-from helpers import random_head, tiny_config
+from helpers import eagle3_of, random_head, tiny_config
 from native_models import SHAPE, native_target
 
 PARAMS = [SamplingParams(), SamplingParams(0.7, seed=4), SamplingParams(0.8, top_p=0.9, seed=2)]
@@ -186,10 +189,10 @@ def test_what_is_right_becomes_likelier():
     assert after[0] < 0.8
 
 
-def fused(target, corpus=None):
+def fused(target, corpus=None, reach=REACH):
     head = random_head(target, torch.arange(0, 60, 2), rope_base=10000.0)
     quantize_head_(head, Scheme(8, head_bits=8), native=True)
-    return FusedDrafter(head, SureChain(REACH), 256, lookup=Lookup(corpus=corpus))
+    return FusedDrafter(head, SureChain(reach), 256, lookup=Lookup(corpus=corpus))
 
 
 def engine_of(target, drafter=None) -> Engine:
@@ -256,14 +259,15 @@ def test_another_number_of_nodes_and_back(params, compiled):
         assert engine.stats.drafted > 0
 
 
-def test_a_repetition_is_copied_without_the_draft_head():
+@pytest.mark.parametrize("reach", [3, REACH, MAX_CHAIN])
+def test_a_repetition_is_copied_without_the_draft_head(reach):
     """And the pairs that it has not seen are shown when it is needed again."""
     target = native_target(tiny_config(**SHAPE))
     expected = answer(engine_of(target), SamplingParams(), 200)
     quoted = Corpus([[1, 2, 3, *expected[:150]]], "cpu")
-    engine = engine_of(target, fused(target, quoted))
+    engine = engine_of(target, fused(target, quoted, reach))
     assert answer(engine, SamplingParams(), 200) == expected
-    assert max(engine.stats.path_lengths) == REACH
+    assert max(engine.stats.path_lengths) == reach
     assert engine.stats.passes < 100
 
 
@@ -287,6 +291,29 @@ def test_without_a_draft_head(params, planned):
             assert engine.stats.passes < 100
         if planned:
             assert "looked-up tokens" in drafter.controller.explain()
+
+
+@pytest.mark.parametrize("eagle3", [False, True])
+def test_rows_that_are_drawn_cost_more(tmp_path, monkeypatch, eagle3):
+    """At temperature > 0 all rows take noise: chains were offered that did not pay for it."""
+    target = native_target(tiny_config(**SHAPE))
+    kind = eagle3_of("eagle3", target.config) if eagle3 else None
+    head = random_head(target, torch.arange(0, 60, 2), rope_base=10000.0, eagle3=kind)
+    quantize_head_(head, Scheme(8, head_bits=8), native=True)
+    drafter = FusedDrafter(head, SureChain(REACH), 256)
+    drafter.tuning = Tuning(tmp_path / "costs.json", DEFAULT_RANKS)
+    engine = engine_of(target, drafter)
+    kept, _ = costs_of(engine, drafter, lambda line: None)
+    sampled = DrawKind(greedy=False)
+    drawn, _ = costs_of(engine, drafter, lambda line: None, sampled)
+    assert drawn.plain_other > 0 and set(drawn.passes) == set(kept.passes)
+    assert load_costs(drafter.tuning.path, engine, pytest.fail) == kept  # which is of greedy text
+    # A quarter of a millisecond for each row, and three quarters besides.
+    monkeypatch.setattr(Measurement, "_drawing", lambda self, T, shape: 0.75 + T / 4)
+    drawn, _ = costs_of(engine, drafter, lambda line: None, sampled)
+    assert drawn.passes[1] == kept.passes[1]
+    assert drawn.passes[9] == pytest.approx(kept.passes[9] + 2)
+    assert drawn.other == pytest.approx(kept.other + 1)
 
 
 def test_both_sources_are_asked():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -191,7 +192,10 @@ def test_without_any_gain_no_chain_is_planned():
 
 
 def test_long_chains_end_earlier_where_many_rows_cost_more_each():
-    even, steep = plan(), plan(passes=PASSES | {17: 28.0})
+    even, steep = (
+        dataclasses.replace(plan(**changes), shape=SureChain(REACH))
+        for changes in ({}, {"passes": PASSES | {17: 28.0}})
+    )
     rate = even.rate(None, 1.0)
     assert steep.stopping(rate) == even.stopping(rate)  # of the head's short ones
     assert even.lookup_keep(rate) == pytest.approx(even.stopping(rate).keep)
