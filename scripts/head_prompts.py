@@ -20,6 +20,8 @@ from pathlib import Path
 
 import click
 
+from fasteagle.prompts import json_lines
+
 Turns = list[str]
 
 
@@ -330,8 +332,8 @@ def library_functions() -> list[tuple[str, str, str]]:
 @click.option("--seed", default=0, show_default=True)
 @click.option("--out", required=True, type=click.Path(dir_okay=False, path_type=Path))
 def main(seeds: Path | None, count: int, seed: int, out: Path) -> None:
-    lines = seeds.read_text("utf-8").split("\n") if seeds else []
-    maker = Maker([json.loads(line) for line in lines if line.strip()], seed)
+    lines = json_lines(seeds) if seeds else ()
+    maker = Maker([json.loads(line) for line, _ in lines], seed)
     asked: dict[str, Turns] = {}
     for _ in range(20 * count):
         if len(asked) == count:

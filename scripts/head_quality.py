@@ -14,12 +14,13 @@ from pathlib import Path
 
 import click
 
+from fasteagle.bench.markdown import markdown_table
 from fasteagle.bench.plot import check_plot, plot_confidence
 from fasteagle.cli.command import Script
 from fasteagle.cli.options import model_options
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.find_head import find_head, named_head
-from fasteagle.loading.open import load_runtime
+from fasteagle.loading.open import open_for
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.options import RuntimeOptions
 from fasteagle.prompts import read_conversations
@@ -47,19 +48,19 @@ def main(
     """Measure draft heads on DATA; prints two tables in Markdown."""
     if plot_path:
         check_plot(plot_path)
-    found = [named_head(head) for head in heads]
-    runtime = load_runtime(model, runtime_options)
-    engine = runtime.engine
-    if not found:
+    opened = open_for(model, runtime_options)
+    config = opened.checkpoint.config
+    max_len = runtime_options.seq_len_for(config.max_seq_len, opened.name)
+    conversations = read_conversations(data, config.vocab_size, max_len, limit)
+    loaded = [named_head(head).loaded(config) for head in heads]
+    runtime = opened.loaded(runtime_options)
+    if not loaded:
         usual = find_head(None, runtime.name, fingerprint(runtime.checkpoint))
         if usual is None:
             raise FasteagleError(f"no draft head is known for {runtime.name}: give --head")
-        found = [usual]
-    conversations = read_conversations(
-        data, engine.model.config.vocab_size, engine.max_seq_len, limit
-    )
-    qualities = measure(engine, found, conversations)
-    print(tables(qualities))
+        loaded = [usual.loaded(config)]
+    qualities = measure(runtime.engine, loaded, conversations)
+    print("\n\n".join(map(markdown_table, tables(qualities))))
     n_rows, n_greedy = qualities[0].held.rows, sum(c.greedy for c in conversations)
     print(f"\n{n_rows:,} positions of {len(conversations):,} answers, {n_greedy:,} of them greedy")
     if plot_path:

@@ -24,8 +24,13 @@ def open_draft_model(
     """
     if draft.draft_model is None:
         return None
-    others = {"--head": draft.head, "--tree FILE": draft.tree_file, "--lookup": draft.lookup}
-    if given := [flag for flag, value in others.items() if value]:
+    others = {
+        "--head": draft.head,
+        "--tree FILE": draft.tree_file,
+        "--lookup": draft.lookup or None,
+        "--lookup-depth": draft.lookup_depth,
+    }
+    if given := [flag for flag, value in others.items() if value is not None]:
         raise FasteagleError(f"--draft-model drafts by itself: drop {' and '.join(given)}")
     opened = open_model(draft.draft_model, notify)
     require_same_tokens(opened.name, opened.tokenizer, target.name, target.tokenizer)

@@ -19,16 +19,16 @@ from fasteagle.drafting.base import Drafter, Tuning
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.lookup import Corpus, Lookup
-from fasteagle.drafting.ngram import NgramDrafter
+from fasteagle.drafting.ngram import NGRAM_TOKENS, NgramDrafter
 from fasteagle.drafting.plan import NGRAM_RANKS, ranks_of
 from fasteagle.drafting.static_tree import StaticTreeDrafter, check_no_gaps, check_paths
-from fasteagle.drafting.sure_chain import LONGEST, REACH
+from fasteagle.drafting.sure_chain import LONGEST, MAX_CHAIN, REACH
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading import hub
 from fasteagle.loading.entries import EAGLE3, REGISTRY
 from fasteagle.loading.head_dialects import default_taps
-from fasteagle.loading.head_file import load_head, read_header
+from fasteagle.loading.head_file import built_head, open_head, read_header
 from fasteagle.loading.open import OpenedModel
 from fasteagle.loading.registry import head_revision
 from fasteagle.loading.source import has_native, quantize_head_
@@ -39,7 +39,7 @@ from fasteagle.loading.tensors import (
     fingerprint,
     read_json,
 )
-from fasteagle.model import KEY_BLOCK, EagleHead
+from fasteagle.model import EagleHead
 from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.paths import cache_dir, costs_path
 from fasteagle.shapes import (
@@ -61,6 +61,7 @@ class LoadedHead:
     head: EagleHead
     header: dict[str, Any] | None
     digest: str = ""  # of its files
+    made_for: str | None = None  # the model that its files name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +73,10 @@ class FoundHead:
 
     def loaded(self, config: ModelConfig, tap_layers: tuple[int, ...] | None = None) -> LoadedHead:
         """The head, over a target of `config`. Raises `FasteagleError`, see `load_head`."""
-        head, header = load_head(self.path, config, tap_layers)
-        return LoadedHead(self.origin, head, header, files_digest(self.path))
+        source = open_head(self.path, config)
+        head = built_head(source, config, tap_layers)
+        digest = files_digest(self.path)
+        return LoadedHead(self.origin, head, source.header, digest, source.made_for)
 
 
 def check_draft(
@@ -200,7 +203,7 @@ def make_drafter(
         corpus = Corpus(documents, engine.device)
         notify(f"lookup: {len(corpus):,} tokens of files, {corpus.n_bytes / 1e6:.1f} MB")
     if options.drafter == "ngram":
-        return _ngram(engine, checkpoint, corpus)
+        return _ngram(engine, checkpoint, options, corpus)
     identity = fingerprint(checkpoint)
     loaded = asked
     if loaded is None:
@@ -213,7 +216,7 @@ def make_drafter(
             "`fasteagle train-head`, or use --drafter ngram"
         )
     notify("no draft head for this model: guessing from the context (n-grams) instead")
-    return _ngram(engine, checkpoint, corpus)
+    return _ngram(engine, checkpoint, options, corpus)
 
 
 def _found_head(
@@ -250,9 +253,9 @@ def _eagle(
     else:
         repair = f"fasteagle calibrate-head --model {name} {scheme.option}"
     head, header = loaded.head, loaded.header
-    _tell_mismatch(header, identity, repair, notify)
+    _tell_mismatch(loaded, name, identity, repair, notify)
     head.requires_grad_(False)
-    head.borrow(engine.model, engine.max_seq_len + KEY_BLOCK)
+    head.borrow(engine.model, engine.max_seq_len)
     # A calibrated head's header says what was faster; others are quantized like their target.
     judged = (header or {}).get("head_scheme")
     if scheme is not None and judged != "bf16":
@@ -265,7 +268,8 @@ def _eagle(
     quantized_on_cpu = scheme is not None and engine.on_cpu
     native = is_native(engine.model)
     drafter = tree_drafter(head, options, engine.max_seq_len, quantized_on_cpu, corpus, native)
-    if options.auto_tree and isinstance(drafter, EagleDrafter):
+    auto = options.auto_tree or isinstance(drafter.shape, SureChain)
+    if auto and isinstance(drafter, EagleDrafter):
         fuses = isinstance(drafter, FusedDrafter)
         searches = fuses and corpus is not None
         kind = _kind("fused" if fuses else "eagle", drafter, searches, loaded.digest)
@@ -279,22 +283,36 @@ def _size(shape: AnyShape) -> str:
     return f"chains of {shape}" if isinstance(shape, SureChain) else f"{shape.nodes} nodes"
 
 
-def _ngram(engine: Engine, checkpoint: Checkpoint, corpus: Corpus | None) -> NgramDrafter:
-    # Of a match in a corpus it matters how long it is.
-    drafter = NgramDrafter() if corpus is None else NgramDrafter(longest=8, corpus=corpus)
-    if is_native(engine.model):
-        drafter = NgramDrafter(longest=8, corpus=corpus)
-        drafter.shape = SureChain(REACH)
-    if not isinstance(checkpoint, DummyCheckpoint):  # its fingerprint would generate all weights
+def _ngram(
+    engine: Engine, checkpoint: Checkpoint, options: DraftOptions, corpus: Corpus | None
+) -> NgramDrafter:
+    native, reach = is_native(engine.model), options.lookup_depth
+    # Of a match in a corpus it matters how long it is, and of one that is copied far.
+    longest = 8 if native or corpus is not None else 3
+    drafter = NgramDrafter(NGRAM_TOKENS if reach is None else reach, longest, corpus=corpus)
+    if native:
+        drafter.shape = _looked_up_chain(reach)
+    # The fingerprint of random weights would generate all of them.
+    if (options.auto_tree or native) and not isinstance(checkpoint, DummyCheckpoint):
         kind = _kind("ngram", drafter, corpus is not None)
         path = costs_path(fingerprint(checkpoint), _precision(engine, checkpoint), kind)
         drafter.tuning = Tuning(path, NGRAM_RANKS, corpus=corpus is not None)
     return drafter
 
 
+def _looked_up_chain(reach: int | None) -> SureChain:
+    if reach is not None and not 1 <= reach <= MAX_CHAIN:
+        raise FasteagleError(
+            f"lookup-depth {reach} is out of range for chains on CPUs: use 1 .. {MAX_CHAIN}"
+        )
+    return SureChain(REACH if reach is None else reach)
+
+
 def _kind(name: str, drafter: Drafter, searches: bool, digest: str = "") -> str:
     """In the name of a file, what the costs of a drafter depend on: other ones stay kept."""
-    shape = "chain" if isinstance(drafter.shape, SureChain) else "tree"
+    depth = drafter.shape.depth
+    chain = "chain" if depth in (LONGEST, REACH) else f"chain{depth}"
+    shape = chain if isinstance(drafter.shape, SureChain) else "tree"
     parts = (name, shape, "corpus" if searches else "", digest[:12])
     return "-".join(part for part in parts if part)
 
@@ -307,16 +325,29 @@ def _precision(engine: Engine, checkpoint: Checkpoint) -> str:
 
 
 def _tell_mismatch(
-    header: dict[str, Any] | None, identity: str, repair: str, notify: Callable[[str], None]
+    loaded: LoadedHead, name: str, identity: str, repair: str, notify: Callable[[str], None]
 ) -> None:
     """A line where the head was not trained for these weights."""
-    if header is None:
+    header, other = loaded.header, loaded.made_for
+    if header is None and other is not None and not _same_model(other, name):
+        notify(
+            f"warning: the draft head says it was made for {other}: if that is another model, few "
+            "guesses will be accepted; choose the head trained for this one with --head"
+        )
+    elif header is None:
         notify("draft head: not calibrated to these weights (it has no header)")
     elif header.get("target_fingerprint") != identity:
         notify(
             "warning: the draft head was trained for other weights: answers stay exact, but fewer "
             f"guesses may be accepted; this makes one for these: {repair}"
         )
+
+
+def _same_model(said: str, name: str) -> bool:
+    """By the last part of a repository's or a folder's name: who has published it may differ."""
+    known = REGISTRY.get(name)
+    names = (name, known.repo if known is not None and known.repo else name)
+    return Path(said).name.lower() in (Path(n).name.lower() for n in names)
 
 
 def tree_of(
@@ -350,9 +381,9 @@ def tree_drafter(
     """
     tree: Paths | AnyShape = tree_of(options, head.config.draft_vocab_size, quantized_on_cpu)
     fused = options.fuses
-    if not isinstance(tree, tuple) and native and options.auto_tree and can_draft(head):
+    if not isinstance(tree, tuple) and native and options.auto_chain and can_draft(head):
         fused = fused or options.drafter == "auto"  # a lookup costs chains next to nothing
-        tree = SureChain(REACH if fused else LONGEST)
+        tree = _looked_up_chain(options.lookup_depth) if fused else SureChain(LONGEST)
     if fused and isinstance(tree, FusedShape | SureChain):
         return FusedDrafter(head, tree, max_seq_len, options.noise, Lookup(corpus=corpus))
     if isinstance(tree, TreeShape | SureChain):

@@ -54,6 +54,12 @@ class HeadSource:
         return "EAGLE-3" if self.eagle3 else "EAGLE-1/2"
 
     @property
+    def made_for(self) -> str | None:
+        """The model that a speculators config says it was trained for: a repository or a folder."""
+        verifier = Fields(self.raw, self.where).part("speculators_config").part("verifier")
+        return verifier.text("name_or_path", "") or None
+
+    @property
     def tap_norm(self) -> str:
         """Said by the config or seen in the tensors: what only one has is missed at loading."""
         if self.raw.get("norm_before_fc") or "input_norm.weight" in self.state:

@@ -167,11 +167,18 @@ def load_head(
     it does not fit the target.
     """
     source = open_head(path, target)
+    return built_head(source, target, tap_layers), source.header
+
+
+def built_head(
+    source: HeadSource, target: ModelConfig, tap_layers: tuple[int, ...] | None = None
+) -> EagleHead:
+    """The head of `source`, see `load_head`."""
     config = fitted(source, target, tap_layers)
     with Uninitialized():  # all of it is loaded
         head = make_head(config)
     _copy_state(head, source.state)
-    return head.eval(), source.header
+    return head.eval()
 
 
 def fitted(

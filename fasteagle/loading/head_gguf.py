@@ -126,9 +126,7 @@ def _config(path: Path, fields: Fields, index: GGUFIndex) -> dict[str, Any]:
             f"{path}: a head with RoPE scaling {scaling!r}, RoPE on a part of each attention head "
             "or several blocks does not run here: choose another with --head"
         )
-    length = {}
-    if p + "context_length" in fields:
-        length["max_position_embeddings"] = fields.integer(p + "context_length")
+    length = fields.integer(p + "context_length") if p + "context_length" in fields else None
     linear = {"rope_type": "linear", "factor": fields.number(p + "rope.scaling.factor", 1.0)}
     return {
         "hidden_size": dim,
@@ -143,7 +141,7 @@ def _config(path: Path, fields: Fields, index: GGUFIndex) -> dict[str, Any]:
         "target_hidden_size": fields.width(p + "target_hidden_size", dim),
         "norm_before_residual": fields.flag(p + "norm_before_residual"),
         "norm_before_fc": fields.flag(p + "norm_before_fc"),
-        **length,
+        "max_position_embeddings": length,
     }
 
 

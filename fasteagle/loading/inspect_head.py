@@ -17,7 +17,6 @@ from fasteagle.loading.head_dialects import HeadSource, listed
 from fasteagle.loading.head_file import fitted, load_head, open_head
 from fasteagle.loading.open import OpenedModel, Runtime
 from fasteagle.loading.tensors import fingerprint
-from fasteagle.model import KEY_BLOCK
 from fasteagle.options import SamplingParams
 from fasteagle.prompts import read_questions
 from fasteagle.shapes import TreeShape
@@ -92,6 +91,8 @@ def _facts(
     params = sum(t.numel() for t in tensors)
     facts["size"] = f"{params:,} parameters, {n_bytes / 1e6:,.1f} MB in {', '.join(dtypes)}"
     facts["header"] = _header(source)
+    if source.made_for is not None:
+        facts["made for"] = source.made_for
     return facts
 
 
@@ -178,7 +179,7 @@ def _accepted(found: FoundHead, runtime: Runtime, tap_layers: tuple[int, ...] | 
     engine, tokenizer = runtime.engine, runtime.tokenizer
     head, _ = load_head(found.path, engine.model.config, tap_layers)
     head.requires_grad_(False)
-    head.borrow(engine.model, engine.max_seq_len + KEY_BLOCK)
+    head.borrow(engine.model, engine.max_seq_len)
     engine.use(EagleDrafter(head, PROBE_SHAPE, engine.max_seq_len))
     passes = accepted = 0
     for question in read_questions(None, PROBE_PROMPTS):

@@ -90,10 +90,15 @@ class OpenedModel:
             self.name, checkpoint, self.tokenizer, options, scheme, device, dtype_name
         )
 
-    def _quant(self, options: RuntimeOptions) -> str | None:
+    @property
+    def own_quant(self) -> str | None:
+        """The scheme in which the files hold the weights, as an option; None where it is none."""
         own = self.checkpoint.own_scheme
-        if options.quant is None and options.dtype == "auto" and own is not None:
-            return f"int{own.bits}"  # as the files hold it
+        return None if own is None else f"int{own.bits}"
+
+    def _quant(self, options: RuntimeOptions) -> str | None:
+        if options.quant is None and options.dtype == "auto":
+            return self.own_quant
         return options.quant
 
     def quantized_on_cpu(self, options: RuntimeOptions) -> bool:
@@ -161,7 +166,8 @@ class PreparedModel:
         """In a person's words."""
         scheme = ""
         if self.scheme:
-            sums = ", sums in fp16" if accumulate_on(self.device) == "fp16" else ""
+            ours = self.options.backend == "fasteagle"
+            sums = ", sums in fp16" if ours and accumulate_on(self.device) == "fp16" else ""
             scheme = f"{self.scheme.name}{sums} ({self.options.backend}), "
         return f"{self.name}: {scheme}{self.dtype_name} on {self.device}"
 

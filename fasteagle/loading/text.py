@@ -37,9 +37,10 @@ def write_answers(
     prompt without room for an answer, before the first is written.
     """
     questions = read_questions(prompts, None)
-    for number, question in enumerate(questions, 1):
+    asked = [_prompt(tokenizer, question.turns[0]) for question in questions]
+    for number, prompt in enumerate(asked, 1):
         try:
-            engine.check_prompt(_prompt(tokenizer, question.turns[0]))
+            engine.check_prompt(prompt)
         except FasteagleError as error:
             raise FasteagleError(f"{prompts}, question {number:,}: {error}") from error
     key = hashlib.sha256(
@@ -53,10 +54,10 @@ def write_answers(
     write_atomic(key_file, key.encode())
     done = _whole_lines(out)
     with out.open("a", encoding="utf-8") as file:
-        for number, question in enumerate(questions):
+        for number, prompt in enumerate(asked):
             if number < done:
                 continue
-            _write_answer(file, engine, tokenizer, question.turns[0], number, max_new_tokens)
+            _write_answer(file, engine, tokenizer, prompt, number, max_new_tokens)
             progress(number + 1, len(questions))
     return out
 
@@ -88,7 +89,8 @@ def write_conversations(
             ids = _generated(engine, before_question, params, QUESTION_TOKENS, tokenizer)
             question = tokenizer.decode([i for i in ids if i not in tokenizer.eos_ids]).strip()
             question = question or f"Tell me about {number}."
-            done += _write_answer(file, engine, tokenizer, question, number, max_new_tokens)
+            prompt = _prompt(tokenizer, question)
+            done += _write_answer(file, engine, tokenizer, prompt, number, max_new_tokens)
             number += 1
             progress(min(done, n_tokens), n_tokens)
     return out
@@ -98,12 +100,11 @@ def _write_answer(
     file: TextIO,
     engine: Engine,
     tokenizer: ChatTokenizer,
-    question: str,
+    prompt: list[int],
     number: int,
     max_new_tokens: int,
 ) -> int:
-    """Write the answer to `question` as line `number` of `file`; returns the line's token count."""
-    prompt = _prompt(tokenizer, question)
+    """Write the answer to `prompt` as line `number` of `file`; returns the line's token count."""
     temperature = TEMPERATURES[number % len(TEMPERATURES)]
     params = SamplingParams(temperature, seed=number)
     ids = prompt + _generated(engine, prompt, params, max_new_tokens, tokenizer)

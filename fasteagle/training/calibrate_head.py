@@ -35,10 +35,8 @@ def calibrate_head(model: str, runtime: RuntimeOptions, options: CalibrateOption
     """Fit the head of `model` to its quantized weights and write it where chat finds it."""
     begun = time.perf_counter()
     opened = open_for(model, runtime)
-    own = opened.checkpoint.own_scheme
-    if runtime.quant is None and (own is None or runtime.dtype != "auto"):
-        quant = "int4-g64" if own is None else f"int{own.bits}"
-        runtime = dataclasses.replace(runtime, quant=quant)
+    quant = runtime.quant or opened.own_quant or "int4-g64"
+    runtime = dataclasses.replace(runtime, quant=quant)
     _check_early(opened, runtime, options)
     config, head = opened.checkpoint.config, None
     if options.head is not None:

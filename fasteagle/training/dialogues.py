@@ -17,7 +17,7 @@ from fasteagle.config_fields import parse_json
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.tokenizer import Message
 from fasteagle.options import SamplingParams
-from fasteagle.prompts import read_questions
+from fasteagle.prompts import json_lines, read_questions
 from fasteagle.training.filters import Excluded, repetition
 from fasteagle.training.options import DataOptions
 
@@ -153,12 +153,7 @@ def read_seeds(path: Path) -> list[str]:
 
     Raises `FasteagleError` for other lines, and where no task is short.
     """
-    try:
-        # Not `splitlines`, which also splits at other separators, inside of texts.
-        lines = path.read_text("utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise FasteagleError(f"cannot read {path}: {error}") from error
-    seeds = [_seed(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
+    seeds = [_seed(line, where) for line, where in json_lines(path)]
     short = [seed for seed in seeds if len(seed) <= SHORT]
     if not short:
         raise FasteagleError(f"{path}: no seed task of at most {SHORT} characters in it")

@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from fasteagle.generate import Engine
-from fasteagle.loading.find_head import FoundHead
-from fasteagle.loading.head_file import load_head
+from fasteagle.loading.find_head import LoadedHead
 from fasteagle.prompts import Conversation
 from fasteagle.training.data import LiveFeatures
 from fasteagle.training.held_out import TENTHS, HeldOut, evaluate
@@ -24,22 +23,21 @@ class HeadQuality:
 
 
 def measure(
-    engine: Engine, heads: Sequence[FoundHead], conversations: Sequence[Conversation]
+    engine: Engine, heads: Sequence[LoadedHead], conversations: Sequence[Conversation]
 ) -> list[HeadQuality]:
     """Chains of five, drafted from every position of the answers; exact on greedy text."""
-    loaded = [load_head(head.path, engine.model.config)[0] for head in heads]
     found = []
-    for source, head in zip(heads, loaded, strict=True):
-        taps = head.config.tap_layers
+    for loaded in heads:
+        taps = loaded.head.config.tap_layers
         text = LiveFeatures(engine, conversations, taps)
-        ready = ready_head(head, engine, None).float()
+        ready = ready_head(loaded.head, engine, None).float()
         held = evaluate(ready, engine.model, text, list(range(len(text))))
-        found.append(HeadQuality(source.origin, "EAGLE-3" if taps else "EAGLE-1/2", held))
+        found.append(HeadQuality(loaded.origin, "EAGLE-3" if taps else "EAGLE-1/2", held))
     return found
 
 
-def tables(qualities: Sequence[HeadQuality]) -> str:
-    """Acceptance by depth, then by confidence, a line for each head, in Markdown."""
+def tables(qualities: Sequence[HeadQuality]) -> tuple[list[tuple[str, ...]], ...]:
+    """Acceptance by depth, and by confidence: headings, then a line for each head."""
     depth = len(qualities[0].held.alphas)
     by_depth = [
         ("head", "algorithm", *(f"{n}-alpha" for n in range(depth)), "tau of a chain"),
@@ -52,15 +50,9 @@ def tables(qualities: Sequence[HeadQuality]) -> str:
         ("accepted, by confidence", *(f"{n / TENTHS:.1f}" for n in range(TENTHS))),
         *((q.name, *(_share(tenth) for tenth in q.held.by_confidence)) for q in qualities),
     ]
-    return "\n\n".join(_markdown(lines) for lines in (by_depth, by_confidence))
+    return by_depth, by_confidence
 
 
 def _share(tenth: tuple[int, int]) -> str:
     drafted, accepted = tenth
     return f"{accepted / drafted:.2f}" if drafted else "-"
-
-
-def _markdown(lines: Sequence[tuple[str, ...]]) -> str:
-    first, *rest = lines
-    shown = [first, tuple("---" for _ in first), *rest]
-    return "\n".join(f"| {' | '.join(line)} |" for line in shown)

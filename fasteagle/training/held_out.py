@@ -58,26 +58,21 @@ def evaluate(
 ) -> HeldOut:
     """Chain drafting simulated from every answer position of the held-out text.
 
-    Of several processes each takes a part of the conversations; all get the whole result.
-
-    The head has borrowed what it lacks from the target.
-
-    Exact for text the target wrote greedily: the tokens fed are then those it would accept.
+    Exact for text the target wrote greedily: the tokens fed are then those it would accept. The
+    head has borrowed from the target. Of several processes each takes a part of the conversations;
+    all get the whole result.
     """
     device = head.fc.weight.device
     ids = head.target_ids()
     lm_rows = draft_rows(head, target).to(compute_dtype(device))
     n_ranks = min(RANKS, len(ids))
-    hits = torch.zeros(depth, n_ranks, dtype=torch.double)
-    accepted = torch.zeros(depth, dtype=torch.double)
-    tried = torch.zeros(depth, dtype=torch.double)
+    config, n = head.config, len(indices)
+    hits = torch.zeros(n, depth, n_ranks, dtype=torch.long)  # of each conversation
+    tried = torch.zeros(n, depth, dtype=torch.long)
     by_confidence = torch.zeros(TENTHS, 2, dtype=torch.long)
-    counts = torch.zeros(len(indices), 2, dtype=torch.long)
     processes = ranks or Ranks()
-    for number in processes.share(list(range(len(indices)))):
-        i, before = indices[number], (int(tried[0]), int(accepted.sum()))
-        config = head.config
-        batch = make_batch(store, [i], device, config.shifted, len(config.tap_layers))
+    for i in processes.share(list(range(n))):
+        batch = make_batch(store, [indices[i]], device, config.shifted, len(config.tap_layers))
         embeds = head.embedding.weight[batch.tokens].float()
         with autocast(device):
             outputs = unroll(head, embeds, batch.features, depth)
@@ -89,21 +84,20 @@ def evaluate(
             drafted = ids[best_ranks]
             counted = batch.counted(step)[0]
             alive = (torch.cat((alive.new_zeros(1), alive[:-1])) if step else alive) & counted
-            tried[step] += alive.sum().cpu()
+            tried[i, step] = alive.sum()
             right = (drafted == best.unsqueeze(1)) & alive.unsqueeze(1)
-            hits[step] += right.sum(0).cpu()
+            hits[i, step] = right.sum(0)
             confidence = torch.exp(values - logits.logsumexp(-1, keepdim=True))
             tenth = (confidence[alive] * TENTHS).long().clamp(max=TENTHS - 1).flatten().cpu()
             by_confidence[:, 0] += tenth.bincount(minlength=TENTHS)
             by_confidence[:, 1] += tenth[right[alive].flatten().cpu()].bincount(minlength=TENTHS)
             alive = right[:, 0]
-            accepted[step] += alive.sum().cpu()
-        counts[number, 0] = int(tried[0]) - before[0]
-        counts[number, 1] = int(accepted.sum()) - before[1]
-    processes.sum_([hits, accepted, tried, by_confidence, counts])
-    alphas = tuple((accepted / tried.clamp(min=1)).tolist())
-    tau = 1 + sum(math.prod(alphas[: n + 1]) for n in range(depth))
-    by_rank = tuple(map(tuple, (hits / tried.clamp(min=1).unsqueeze(1)).tolist()))
-    tenths = tuple((n, hit) for n, hit in by_confidence.tolist())
-    by_conversation = tuple((n, hit) for n, hit in counts.tolist())
-    return HeldOut(alphas, tau, int(tried[0]), by_conversation, by_rank, tenths)
+    processes.sum_([hits, tried, by_confidence])
+    shares = hits.sum(0).double() / tried.sum(0).clamp(min=1).unsqueeze(1)
+    by_rank = tuple(map(tuple, shares.tolist()))
+    alphas = tuple(level[0] for level in by_rank)
+    tau = 1 + sum(math.prod(alphas[: step + 1]) for step in range(depth))
+    rows, accepted = tried[:, 0].tolist(), hits[:, :, 0].sum(1).tolist()
+    counts = tuple(zip(rows, accepted, strict=True))
+    tenths = tuple((drafted, hit) for drafted, hit in by_confidence.tolist())
+    return HeldOut(alphas, tau, sum(rows), counts, by_rank, tenths)

@@ -222,7 +222,6 @@ class SoftCrossEntropy(torch.autograd.Function):
 def head_loss(
     head: EagleHead,
     lm_rows: Tensor,
-    embedding: Tensor,
     batch: Batch,
     options: TrainOptions,
     step: int,
@@ -237,7 +236,7 @@ def head_loss(
     assert isinstance(own, Tensor | None), "an LM head that is trained is dense"
     counts = batch.counts(options.n_steps_ahead) if counts is None else counts
     features = batch.noisy(options, step)
-    embeds = embedding[batch.tokens].float()
+    embeds = head.embedding.weight.detach()[batch.tokens].float()  # its own is not trained
     total = lm_rows.new_zeros((), dtype=torch.float32)
     weight_sum = 0.0
     ahead = unroll(head, embeds, features, options.n_steps_ahead)

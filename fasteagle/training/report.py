@@ -16,7 +16,7 @@ from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.generate import Engine
 from fasteagle.loading.open import compile_now
 from fasteagle.loading.source import has_native, quantize_head_
-from fasteagle.model import KEY_BLOCK, EagleHead
+from fasteagle.model import EagleHead
 from fasteagle.options import DraftOptions, SamplingParams
 from fasteagle.prompts import Conversation
 from fasteagle.quant.scheme import Scheme
@@ -60,7 +60,7 @@ def ready_head(head: EagleHead, engine: Engine, scheme: Scheme | None) -> EagleH
     """A copy of `head` that uses the engine's target, quantized if `scheme` is given."""
     ready = copy.deepcopy(head)
     ready.requires_grad_(False)
-    ready.borrow(engine.model, engine.max_seq_len + KEY_BLOCK)  # as drafting reads behind the text
+    ready.borrow(engine.model, engine.max_seq_len)
     if scheme is not None:
         quantize_head_(ready, scheme, has_native(engine.model))
     return ready

@@ -213,8 +213,7 @@ class Trainer:
         total = torch.zeros((), device=device)
         if batch is not None:
             with autocast(device):
-                table = self.head.embedding.weight.detach()  # its own is not trained
-                loss = head_loss(self.head, self._lm_rows, table, batch, options, self.step, counts)
+                loss = head_loss(self.head, self._lm_rows, batch, options, self.step, counts)
             if loss.requires_grad:
                 loss.backward()
             total += loss.detach()

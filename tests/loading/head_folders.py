@@ -91,6 +91,7 @@ def speculators(head: EagleHead) -> tuple[Raw, State]:
         "norm_before_residual": own.norm_before_residual,
         "norm_before_fc": own.tap_norm == "all",
         "norm_output": own.norm_output,
+        "speculators_config": {"verifier": {"name_or_path": "owner/Some-Model"}},
     }
     state = {k.replace("midlayer.", "layers.0."): v for k, v in tensors(head).items()}
     return raw, with_mask(head, state) | {"verifier_norm.weight": torch.ones(32)}

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from fasteagle.cli import main as cli
 from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.static_tree import StaticTreeDrafter
 from fasteagle.errors import FasteagleError
@@ -25,7 +26,8 @@ from fasteagle.loading.head_file import save_head, with_vocabulary
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.options import DraftOptions, SamplingParams
 from fasteagle.paths import cache_dir
-from fasteagle.shapes import TreeShape
+from fasteagle.shapes import SureChain, TreeShape
+from head_folders import DIALECTS, head_for, write_folder
 from helpers import eagle3_of, forbid, official_files, put_in_cache, random_head, save_tiny
 
 
@@ -161,12 +163,52 @@ def test_without_a_head_the_context_is_searched(model, checkpoint):
         ({"drafter": "eagle-chain", "tree_depth": 4}, EagleDrafter, 5),
         ({"drafter": "eagle-static"}, StaticTreeDrafter, 26),
         ({"drafter": "eagle-chain", "verify": "multi-round"}, StaticTreeDrafter, None),
+        ({"lookup_depth": 24}, FusedDrafter, 25),
+        ({"drafter": "fused"}, FusedDrafter, 9),
+        ({"drafter": "fused", "lookup_depth": 24, "tree_nodes": 5}, FusedDrafter, 6),
     ],
 )
 def test_every_kind_of_drafter(model, checkpoint, head_dir, options, kind, rows):
     drafter, said = drafter_for(model, checkpoint, head=str(head_dir), **options)
     assert isinstance(drafter, kind) and (rows is None or drafter.shape.rows == rows)
     assert len(said) == 1 and said[0].startswith(f"draft head {head_dir}: {drafter.name}")
+
+
+def test_a_head_for_another_model_of_the_same_shape(model, checkpoint, tmp_path):
+    """Told where its files say it."""
+    head = head_for(model, "speculators / vLLM EAGLE-3")
+    write_folder(tmp_path, *DIALECTS["speculators / vLLM EAGLE-3"](head))
+    engine = Engine(model, 512)
+
+    def said(name: str) -> str:
+        lines: list[str] = []
+        options = DraftOptions(head=str(tmp_path), tap_layers=(1, 2, 3))
+        make_drafter(name, engine, checkpoint, options, lines.append)
+        return lines[0]
+
+    assert said("tiny").startswith("warning: the draft head says it was made for owner/Some-Model")
+    assert said("/models/some-model").startswith("draft head: not calibrated to these weights")
+
+
+def test_how_far_is_copied(model, checkpoint):
+    assert drafter_for(model, checkpoint, lookup_depth=24)[0].shape == TreeShape(24, 1, 24)
+    assert drafter_for(model, checkpoint, drafter="ngram", lookup_depth=3)[0].shape.depth == 3
+
+
+@pytest.mark.parametrize("reach", [None, 1, 31])
+def test_chains_on_cpus_copy_as_far_as_asked(monkeypatch, head, model, checkpoint, reach):
+    monkeypatch.setattr(heads, "can_draft", lambda head: True)
+    monkeypatch.setattr(heads, "is_native", lambda target: True)
+    options = DraftOptions(lookup_depth=reach)
+    drafter = heads.tree_drafter(head, options, 256, True, native=True)
+    assert isinstance(drafter, FusedDrafter) and drafter.shape == SureChain(reach or 16)
+    found, _ = drafter_for(model, checkpoint, drafter="ngram", lookup_depth=reach)
+    assert found.shape == drafter.shape and found.tuning is not None
+    assert ("chain" in found.tuning.path.stem) and ("chain31" in found.tuning.path.stem) == (
+        reach == 31
+    )
+    with pytest.raises(FasteagleError, match="lookup-depth 32 is out of range for chains on CPUs"):
+        heads.tree_drafter(head, DraftOptions(lookup_depth=32), 256, True, native=True)
 
 
 def test_costs_are_kept_for_one_head_one_kind_of_shape_and_one_corpus(

@@ -71,6 +71,7 @@ def test_every_dialect_without_a_model(tmp_path, dialect):
     assert dialect in verdict and verdict.endswith("give --model to check it")
     assert facts["dialect"] == dialect and facts["header"] == "none: a published head"
     assert facts.get("taps") == TAPS.get(dialect)
+    assert facts.get("made for") == ("owner/Some-Model" if "speculators" in dialect else None)
     says_base = dialect.split()[0] in ("SpecForge", "NVIDIA", "speculators")
     assert facts["RoPE"] == f"base {'500,000' if says_base else '10,000 (not said)'}, no scaling"
     trimmed = "EAGLE-3" in dialect

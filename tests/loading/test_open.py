@@ -82,3 +82,13 @@ def test_kernels_are_built_while_weights_are_read(tiny_dir, monkeypatch, capsys,
         assert events[:3] == ["begun", "read", "built"]
     else:
         assert events == ["begun", "read", "read"] and "torch's own CPU kernels are used" in said
+
+
+@pytest.mark.parametrize(("backend", "said"), [("fasteagle", ", sums in fp16"), ("torchao", "")])
+def test_a_person_is_told_of_sums_in_fp16(tiny_dir, monkeypatch, backend, said):
+    """Those are of our kernels."""
+    monkeypatch.setattr(opening, "accumulate_on", lambda device: "fp16")
+    options = RuntimeOptions(device="cpu", quant="int4-g32", backend=backend, max_seq_len=64)
+    assert f"int4-g32-minmax{said} ({backend}), " in str(
+        open_model(str(tiny_dir)).prepared(options)
+    )

@@ -104,6 +104,7 @@ def test_one_of_a_shorter_context(tiny_dir, tmp_path):
         (["--draft-model", "x", "--drafter", "ngram"], "drop --drafter ngram"),
         (["--draft-model", "x", "--no-spec"], "drop --drafter none"),
         (["--draft-model", "x", "--head", "y", "--lookup", "z"], "drop --head and --lookup"),
+        (["--draft-model", "x", "--lookup-depth", "9"], "drop --lookup-depth"),
         (["--draft-model", "nowhere/at/all"], "nowhere/at/all"),
     ],
 )

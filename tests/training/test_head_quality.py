@@ -8,6 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from fasteagle.bench.markdown import markdown_table
 from fasteagle.loading.head_file import save_head
 from fasteagle.loading.open import load_runtime
 from fasteagle.options import RuntimeOptions
@@ -54,7 +55,7 @@ def test_a_line_for_each_head(run, tiny_dir, heads, tmp_path):
 def test_figures_of_the_tables():
     tenths = ((4, 1), *[(0, 0)] * 8, (10, 9))
     held = HeldOut((0.5, 0.25), 1.625, 20, by_confidence=tenths)
-    by_depth, by_confidence = tables([HeadQuality("mine", "EAGLE-3", held)]).split("\n\n")
+    by_depth, by_confidence = map(markdown_table, tables([HeadQuality("mine", "EAGLE-3", held)]))
     assert by_depth.splitlines()[2] == "| mine | EAGLE-3 | 0.500 | 0.250 | 1.62 |"
     assert by_confidence.splitlines()[2] == f"| mine | 0.25 |{' - |' * 8} 0.90 |"
 
