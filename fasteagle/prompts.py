@@ -7,6 +7,8 @@ all of it) and `prompt_len` (where the answer begins). Needs no torch.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 
@@ -23,21 +25,25 @@ class Question:
 
 def read_questions(path: Path | None, limit: int | None) -> list[Question]:
     """Questions of a JSONL file with `turns`, or the ten shipped with the package."""
-    try:
-        if path is None:
-            text = (resources.files("fasteagle") / "data/prompts.jsonl").read_text("utf-8")
-        else:
-            text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise FasteagleError(f"cannot read {path}: {error}") from error
-    questions = []
-    # Not `splitlines`, which also splits at line separators of other alphabets, inside of texts.
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            questions.append(_question(line, f"{path}, line {number}"))
+    shipped = Path(str(resources.files("fasteagle"))) / "data/prompts.jsonl"
+    questions = [_question(line, where) for line, where in json_lines(path or shipped)]
     if not questions:
         raise FasteagleError(f"{path}: no questions in it")
     return questions[:limit]
+
+
+def json_lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Lines of a file that are not blank, and where each is. Raises `FasteagleError`.
+
+    Not `splitlines`, which also splits at line separators of other alphabets, inside of texts.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield line, f"{path}, line {number}"
+    except (OSError, UnicodeDecodeError) as error:
+        raise FasteagleError(f"cannot read {path}: {error}") from error
 
 
 def _question(line: str, where: str) -> Question:
@@ -69,16 +75,8 @@ def read_conversations(
 
     Raises `FasteagleError` naming the line for ids outside the vocabulary and wrong fields.
     """
-    found: list[Conversation] = []
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    found.append(_conversation(line, f"{path}, line {number}", vocab_size, max_len))
-                if limit is not None and len(found) >= limit:
-                    break
-    except (OSError, UnicodeDecodeError) as error:
-        raise FasteagleError(f"cannot read {path}: {error}") from error
+    lines = itertools.islice(json_lines(path), limit)
+    found = [_conversation(line, where, vocab_size, max_len) for line, where in lines]
     found = [c for c in found if len(c.ids) >= c.prompt_len + 3]
     if not found:
         raise FasteagleError(f"{path}: no conversation with an answer of three tokens or more")

@@ -44,7 +44,8 @@ DEFAULTS = BenchOptions()
     "--rows",
     default=",".join(DEFAULT_ROWS),
     show_default=True,
-    help=f"Comma list of {', '.join(ROW_NAMES)}, or eagle@DEPTH/TOPK/NODES.",
+    help=f"Comma list of {', '.join(ROW_NAMES)}, or eagle@DEPTH/TOPK/NODES; ROW=HEAD drafts with "
+    "a head of its own.",
 )
 @click.option(
     "--precision",

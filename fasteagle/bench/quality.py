@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from fasteagle.bench.markdown import markdown_table
 from fasteagle.bench.options import EvalOptions
 from fasteagle.device import available_bytes, pick_device, pick_dtype
 from fasteagle.errors import FasteagleError, note
@@ -172,8 +173,7 @@ def run_eval(
         record = {"model": model, "text": options.text.name, "rows": [vars(q) for q in found]}
         write_atomic(json_path, json.dumps(record, indent=1).encode())
     if md:
-        for row in (headings, ("---",) * len(headings), *cells):
-            print(f"| {' | '.join(row)} |")
+        print(markdown_table([headings, *cells]))
         return
     table = Table(*headings, box=None, pad_edge=False)
     for row in cells:

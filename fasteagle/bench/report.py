@@ -17,6 +17,7 @@ import torch
 
 from fasteagle import __version__
 from fasteagle.bench.latency import percentile
+from fasteagle.bench.markdown import markdown_table
 from fasteagle.bench.measure import memory_bandwidth
 from fasteagle.bench.rows import Row
 from fasteagle.bench.run import BenchOptions
@@ -124,7 +125,7 @@ def metadata(options: BenchOptions, runtime: RuntimeOptions) -> dict[str, Any]:
         "commit": _commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "device": name,
-        "accumulate": accumulate_on(device),
+        "accumulate": accumulate_on(device) if runtime.backend == "fasteagle" else None,
         "bandwidth": dataclasses.asdict(memory_bandwidth(device, name)),  # what MBU is a share of
         "threads": torch.get_num_threads(),
         "fasteagle": __version__,
@@ -236,8 +237,7 @@ def conditions(report: dict[str, Any]) -> str:
 
 def markdown(report: dict[str, Any]) -> str:
     """The table in Markdown, conditions below it."""
-    lines = [COLUMNS, tuple("---" for _ in COLUMNS), *table_rows(report)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n\n" + conditions(report)
+    return markdown_table([COLUMNS, *table_rows(report)]) + "\n\n" + conditions(report)
 
 
 def _cell(value: float | None) -> str:

@@ -167,8 +167,8 @@ def _check_drafts(options: BenchOptions, runtime: RuntimeOptions, opened: Opened
             tree_alone = dataclasses.replace(draft, head=None)
             check_draft(tree_alone, opened, precision_options(runtime, precision))
     read_documents(options.draft.lookup, opened.tokenizer, note)
-    if drafts:  # all have the same head
-        check_draft(drafts[0], opened, runtime)
+    for draft in {draft.head: draft for draft in drafts}.values():
+        check_draft(draft, opened, runtime)
 
 
 def check_simulated(options: BenchOptions, runtime: RuntimeOptions, is_dummy: bool) -> None:

@@ -20,7 +20,7 @@ from fasteagle.generate import Engine
 from fasteagle.loading.find_head import head_shape, tree_drafter
 from fasteagle.loading.source import has_native, quantize_head_
 from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint
-from fasteagle.model import KEY_BLOCK, EagleHead, make_head
+from fasteagle.model import EagleHead, make_head
 from fasteagle.options import DraftOptions
 
 
@@ -68,7 +68,7 @@ def dummy_drafter(
     They are stored like the target's; values do not affect the speed, so min-max is enough.
     """
     head = _random_head(head_shape(name, engine.model.config), engine.dtype, engine.device)
-    head.borrow(engine.model, engine.max_seq_len + KEY_BLOCK)
+    head.borrow(engine.model, engine.max_seq_len)
     scheme = checkpoint.scheme
     if scheme is not None:
         minmax = dataclasses.replace(scheme, method="minmax")

@@ -21,11 +21,12 @@ from fasteagle.bench.rows import EngineDecoder, HFDecoder, Row, Turn
 from fasteagle.bench.run import BenchOptions, run
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import open_checkpoint
+from fasteagle.loading.head_file import save_head
 from fasteagle.loading.open import open_model
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.prompts import read_questions
-from helpers import SCRIPTS, random_head
+from helpers import SCRIPTS, eagle3_of, random_head
 
 SCRIPT = SCRIPTS / "tokens_per_sec.py"
 CPU = RuntimeOptions(device="cpu")
@@ -123,9 +124,7 @@ def test_hf_and_plain_give_the_same_greedy_tokens_in_fp32(tiny_dir, questions):
 
 def test_every_row_drafts_what_it_says(tiny_dir, questions, tmp_path):
     """All rows answer alike in fp32; drafted ones report acceptance and the parts of a cycle."""
-
     from fasteagle.loading.checkpoint import load_model
-    from fasteagle.loading.head_file import save_head
 
     checkpoint = open_checkpoint(tiny_dir)
     model = load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=64)
@@ -165,6 +164,23 @@ def test_every_row_drafts_what_it_says(tiny_dir, questions, tmp_path):
         assert row["outputs"] == rows["plain"]["outputs"], row["name"]
         if row["name"] == "eagle-static":
             assert len(row["accepted_by_depth"]) <= 1 and row["tau"] <= 2
+
+
+def test_rows_with_heads_of_their_own(tiny_dir, questions, tmp_path):
+    """EAGLE-1 and EAGLE-3 in one run."""
+    target = open_model(str(tiny_dir)).prepared(RuntimeOptions(dtype="fp32", device="cpu"))
+    model = target.engine().model
+    folders = {}
+    for kind in ("eagle1", "eagle3"):
+        head = random_head(model, eagle3=eagle3_of(kind, model.config), rope_base=10000.0)
+        folders[kind] = tmp_path / kind
+        save_head(folders[kind], head, {}, torch.float32)
+    rows = ("plain", f"eagle@2/3/5={folders['eagle1']}", f"eagle@2/3/5={folders['eagle3']}")
+    report = measure(tiny_dir, questions, rows=rows)
+    found = {row["name"]: row["outputs"] for row in report["rows"]}
+    assert list(found) == list(rows) and found[rows[0]] == found[rows[1]] == found[rows[2]]
+    with pytest.raises(FasteagleError, match="nowhere"):
+        measure(tiny_dir, questions, rows=(*rows, "eagle=nowhere/at/all"))
 
 
 def test_prompt_lookup_counts_its_first_batch_apart():

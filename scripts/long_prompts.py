@@ -1,0 +1,100 @@
+"""Questions about long documents: to summarize one, to quote from one, to change code.
+
+    python scripts/long_prompts.py --tokens 3000 --count 12 --out long.jsonl
+    python scripts/tokens_per_sec.py --rows plain,eagle,ngram,fused --data long.jsonl
+
+Documents are chapters of Python's language reference, as `pydoc` has them, and modules of its
+library, cut to the length asked for. Same Python and arguments, same questions.
+"""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from collections.abc import Iterator
+from itertools import cycle, islice
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import click
+
+from fasteagle.cli.command import Script
+from fasteagle.errors import FasteagleError
+from fasteagle.loading.open import open_for
+from fasteagle.loading.tokenizer import ChatTokenizer
+from fasteagle.options import RuntimeOptions
+
+MODULES = "textwrap heapq shlex fnmatch queue sched string calendar csv statistics bisect copy"
+SUMMARIZE = "Summarize the following text in ten sentences.\n\n{text}"
+QUOTE = '{text}\n\nQuote the paragraph of this text that contains "{words}", word for word.'
+RENAME = (
+    "```python\n{text}\n```\n\nRename every variable called `{name}` to `{name}_value` in this "
+    "code, and print all of the code."
+)
+
+
+class Documents:
+    """Texts of exactly so many tokens."""
+
+    def __init__(self, tokenizer: ChatTokenizer, n_tokens: int) -> None:
+        self._tokenizer, self._n_tokens = tokenizer, n_tokens
+
+    def chapters(self) -> list[str]:
+        return self._cut([topics[name] for name in sorted(topics)])
+
+    def modules(self) -> list[str]:
+        folder = Path(sysconfig.get_paths()["stdlib"])
+        return self._cut([(folder / f"{name}.py").read_text("utf-8") for name in MODULES.split()])
+
+    def _cut(self, texts: list[str]) -> list[str]:
+        ids = [self._tokenizer.encode(text) for text in texts]
+        found = [
+            self._tokenizer.decode(i[: self._n_tokens]) for i in ids if len(i) >= self._n_tokens
+        ]
+        if not found:
+            raise FasteagleError(f"no document has {self._n_tokens:,} tokens: ask for fewer")
+        return found
+
+
+def questions(documents: Documents) -> Iterator[str]:
+    """Without end, the three kinds in turn."""
+    chapters, modules = cycle(documents.chapters()), cycle(documents.modules())
+    for chapter, other, module in zip(chapters, chapters, modules, strict=False):
+        yield SUMMARIZE.format(text=chapter)
+        yield QUOTE.format(text=other, words=_middle_words(other))
+        yield RENAME.format(text=module, name=_argument(module))
+
+
+def _middle_words(text: str) -> str:
+    """The first words of the longest paragraph of the text's second half."""
+    paragraph = max(text[len(text) // 2 :].split("\n\n")[1:] or [text], key=len)
+    return " ".join(paragraph.split()[:6])
+
+
+def _argument(code: str) -> str:
+    """The first argument of the first function that has one, besides `self`."""
+    for line in code.splitlines():
+        if line.strip().startswith("def "):
+            names = line.partition("(")[2].replace(")", ",").replace(":", ",").split(",")
+            names = [name.split("=")[0].strip(" *") for name in names]
+            names = [name for name in names if name.isidentifier() and name not in ("self", "cls")]
+            if names:
+                return names[0]
+    return "x"
+
+
+@click.command(cls=Script, help=__doc__)
+@click.option("--model", default="smollm2-135m", show_default=True, help="Whose tokens.")
+@click.option("--tokens", "n_tokens", default=3000, show_default=True, help="Of each document.")
+@click.option("--count", default=12, show_default=True, help="Questions.")
+@click.option("--out", required=True, type=click.Path(dir_okay=False, path_type=Path))
+def main(model: str, n_tokens: int, count: int, out: Path) -> None:
+    tokenizer = open_for(model, RuntimeOptions()).tokenizer
+    asked = list(islice(questions(Documents(tokenizer, n_tokens)), count))
+    out.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in asked), "utf-8")
+    lengths = [len(tokenizer.encode(text)) for text in asked]
+    click.echo(f"{len(asked)} questions of {min(lengths):,} to {max(lengths):,} tokens", err=True)
+
+
+if __name__ == "__main__":
+    main()
