@@ -127,7 +127,10 @@ def checked_taps(taps: tuple[int, ...], n_layer: int) -> tuple[int, ...]:
     """`taps`. Raises `FasteagleError` unless they ascend among the model's blocks."""
     if list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > n_layer:
         listed = ", ".join(str(tap) for tap in taps)
-        raise FasteagleError(f"taps {listed} must ascend within 0 .. {n_layer}, the model's blocks")
+        raise FasteagleError(
+            f"taps {listed} must ascend within 0 .. {n_layer}, the model's blocks: "
+            "give --tap-layers"
+        )
     return taps
 
 

@@ -137,7 +137,7 @@ class HeadSource:
         try:
             checked_taps(taps, target.n_layer)
         except FasteagleError as error:
-            raise FasteagleError(f"{self.name}: {error}: give --tap-layers") from error
+            raise FasteagleError(f"{self.name}: {error}") from error
         n_out, n_in = _matrix(self.state.get("fc.weight"))
         if n_out == self.raw.get("hidden_size") and n_in != len(taps) * target.dim:
             raise FasteagleError(

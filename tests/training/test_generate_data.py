@@ -270,15 +270,26 @@ def test_files_of_others_are_not_written_to(model, prompts, tmp_path):
     assert done.exit_code == 2 and "line 1: not a line that generate-data wrote" in done.stderr
 
 
-def test_a_draft_head_is_trained_on_it(model, prompts, tmp_path, no_compiler):
-    out = tmp_path / "text.jsonl"
+@pytest.mark.parametrize("algorithm", ["eagle1", "eagle3"])
+def test_three_commands_from_a_model_to_a_chat(algorithm, model, prompts, tmp_path, no_compiler):
+    """As docs/heads-and-training.md says, for a model that fasteagle knows nothing of."""
+    out, head = tmp_path / "text.jsonl", tmp_path / "head"
     generated(model, out, "--prompts", prompts)
     sizes = ("--draft-vocab-size", 128, "--loss-vocab-size", 64, "--features", "live")
     options = ("--held-out", 3, "--steps", 2, "--batch-tokens", 200, "--max-len", 200, *sizes)
-    arguments = ("--model", model, "--data", out, "--out", tmp_path / "head", *options)
-    done = CliRunner().invoke(cli.main, ["train-head", *map(str, arguments)])
+    taps = ("--tap-layers", "0,1,2") if algorithm == "eagle3" else ()  # of three blocks in all
+    arguments = ("--model", model, "--data", out, "--out", head, "--algorithm", algorithm, *taps)
+    done = CliRunner().invoke(cli.main, ["train-head", *map(str, (*arguments, *options))])
     assert done.exit_code == 0, done.output
     assert "head written to" in done.stderr
+    answers, tree = [], ("--tree-depth", 3, "--tree-topk", 2, "--tree-nodes", 5)
+    for drafting in (("--head", head, *tree), ("--no-spec",)):
+        asked = ("--model", model, "-p", "question 3", *FEW, *drafting)
+        done = CliRunner().invoke(cli.main, ["chat", *map(str, asked)])
+        assert done.exit_code == 0 and "warning" not in done.stderr, done.output
+        assert ("accepted" in done.stderr) == ("--head" in drafting)
+        answers.append(done.stdout)
+    assert answers[0] == answers[1]
 
 
 def test_a_template_without_a_question(tmp_path, monkeypatch):
