@@ -27,7 +27,6 @@ from fasteagle.model import KVCache, Transformer
 from fasteagle.runner import Done, Runner
 from fasteagle.state import CycleSpec, DecodeState
 
-ATTEMPTS = 2  # another thread that waits for the device meanwhile spoils a capture
 WARM_UPS = 3  # runs before capture: kernels compile, libraries choose, workspaces are made
 MOST_KINDS = 2  # ways to draw whose graphs are kept; the oldest goes
 TIMED_REPLAYS = 5
@@ -222,22 +221,25 @@ class CapturedRunner(Runner):
         def step() -> None:
             decode_cycle(self.state, self.target, drafter, spec, self.pieces(spec, drafter))
 
-        told = self.error
-        for _ in range(ATTEMPTS):
-            try:
-                replay = self._graphs.capture(step, restore)
-            except Exception as error:  # whatever forbids it, the step itself still works
-                self.error = (str(error) or type(error).__name__).strip().splitlines()[0][:200]
-                if isinstance(error, torch.OutOfMemoryError):
-                    if advice := self.advice():
-                        self.error = f"{self.error}: {advice}"
-                    break
-            else:
-                self.error = told
-                return replay
-            finally:
-                restore()
-        return None
+        try:
+            return self._capture(step, restore)
+        except Exception as error:  # whatever forbids it, the step itself still works
+            self.error = (str(error) or type(error).__name__).strip().splitlines()[0][:200]
+            if isinstance(error, torch.OutOfMemoryError) and (advice := self.advice()):
+                self.error = f"{self.error}: {advice}"
+            return None
+        finally:
+            restore()
+
+    def _capture(self, step: Callable[[], Any], restore: Callable[[], None]) -> Callable[[], None]:
+        """Twice if need be: another thread that waits for the device meanwhile spoils a capture."""
+        try:
+            return self._graphs.capture(step, restore)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:
+            restore()
+            return self._graphs.capture(step, restore)
 
     @property
     def captured(self) -> int:
@@ -280,7 +282,7 @@ class CapturedRunner(Runner):
 
     def timed(self, work: Callable[[], Any], restore: Callable[[], None]) -> float:
         """Milliseconds of `work`, replayed."""
-        replay = self._graphs.capture(work, restore)
+        replay = self._capture(work, restore)
         times = []
         for _ in range(TIMED_REPLAYS):
             restore()

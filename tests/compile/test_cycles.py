@@ -223,6 +223,10 @@ def test_a_capture_that_another_thread_spoils_is_made_again(target, head):
     graphs.capture = spoiled
     assert answer(engine) == answer(Engine(target, 256))
     assert refused and engine.runner.error is None and engine.runner.replays > 0
+    refused.clear()  # the tuner's captures too
+    steps = []
+    assert engine.runner.timed(lambda: steps.append(1), lambda: None) > 0
+    assert refused and len(steps) > 1
 
 
 def test_a_capture_without_memory_says_what_would_fit(target, head):
