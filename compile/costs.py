@@ -118,10 +118,10 @@ def costs_of(
             compiler.apply()
 
     def as_drawn(costs: Costs) -> Costs:
-        """What is kept is of greedy answers, which our kernels finish in next to no time."""
+        """What is kept is of greedy answers."""
         if not isinstance(plan, ChainPlan) or kind == DrawKind():
             return costs
-        return measurement.drawn(costs, plan.shape)
+        return measurement.with_others(costs, plan.shape)
 
     if kept is not None:
         return as_drawn(kept), 0.0

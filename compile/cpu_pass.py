@@ -1,4 +1,4 @@
-"""A whole target pass as one call of our CPU kernels, and a greedy cycle's end as another.
+"""A whole target pass as one call of our CPU kernels, and a cycle's end as another.
 
 Python between two operations runs out of caches through which the model's weights have just gone,
 several times slower than in a loop of its own. Slow twins: `cycle.verify` and
@@ -81,7 +81,7 @@ class NativePass:
 
 def finishes_natively(spec: CycleSpec) -> bool:
     """Whether `finish` does this variant of the cycle itself, but for trees of some drafters."""
-    return spec.kind.greedy and not spec.kind.penalty
+    return not spec.kind.penalty
 
 
 def finish(state: DecodeState, spec: CycleSpec, proposal: Proposal, output: Output) -> None:
@@ -95,7 +95,8 @@ def finish(state: DecodeState, spec: CycleSpec, proposal: Proposal, output: Outp
     ):
         EAGER.finish(state, spec, proposal, output)
         return
-    torch.ops.fasteagle_cpu.finish_greedy(
+    kind, knobs = spec.kind, state.knobs
+    torch.ops.fasteagle_cpu.finish_cycle(
         output.logits,
         output.features if output.taps is None else output.taps,
         tree.tokens,
@@ -112,6 +113,11 @@ def finish(state: DecodeState, spec: CycleSpec, proposal: Proposal, output: Outp
             state.result,
             state.cache.rows,
         ],
+        None if kind.greedy else knobs.temperature,
+        None if kind.greedy else knobs.seed,
+        knobs.top_k if kind.top_k else None,
+        knobs.top_p if kind.top_p else None,
+        knobs.min_p if kind.min_p else None,
         spec.depth,
         spec.in_place,
         proposal.extended,

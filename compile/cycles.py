@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasteagle.compile.cpu_draft import NativeDraft, drafts_natively
-from fasteagle.compile.cpu_pass import finishes_natively
+from fasteagle.compile.cpu_draft import drafts_natively
 from fasteagle.compile.cuda_blocks import is_fused
 from fasteagle.cycle import EAGER, Pieces, Proposal
 from fasteagle.drafting.base import Drafter
@@ -27,7 +26,6 @@ from fasteagle.runner import may_be_shorter
 from fasteagle.sampling import DrawKind
 from fasteagle.shapes import AnyShape
 from fasteagle.state import CycleSpec, DecodeState
-from fasteagle.tree import HEAD, LOOKUP
 
 # Small kernels that do not wait for each other become one launch, whatever their sizes.
 FOR_GRAPHS = {"combo_kernels": True, "combo_kernel_allow_mixed_sizes": 2}
@@ -66,9 +64,7 @@ class CycleCompiler:
         usual = self._engine.runner.usual
         draft, finish = usual.draft, usual.finish
         if drafts_natively(self._drafter, spec):
-            if not finishes_natively(spec):
-                finish = self._finish_of_chains(spec)
-            return usual._replace(finish=finish)
+            return usual
         if spec.shape is not None and not isinstance(self._drafter, ModelDrafter):
             draft = own_code(EAGER.draft)  # a whole model's passes would take minutes
         for n_slots in slots:
@@ -77,30 +73,11 @@ class CycleCompiler:
             multi_round = proposal.tree.distributions is not None
             if spec.kind.filtered or spec.kind.penalty or multi_round:
                 continue
-            if finish is usual.finish and (finish is EAGER.finish or not finishes_natively(spec)):
-                finish = own_code(EAGER.finish)
+            if finish is EAGER.finish:
+                finish = own_code(finish)
             if finish is not usual.finish:
                 self._compile_finish(finish, state, spec, proposal)
         return Pieces(draft, usual.verify, finish)
-
-    def _finish_of_chains(self, spec: CycleSpec) -> Callable[..., Any]:
-        """Accept and commit chains, whose proposals say whether the draft head was shown its pairs:
-        code of its own for either.
-        """
-        if spec.kind.filtered or spec.kind.penalty:
-            return EAGER.finish
-        state, native = self._state(2 * KEY_BLOCK), NativeDraft()
-        tokens = torch.zeros(spec.rows - 1, dtype=torch.long)
-        codes = {}
-        for source in (HEAD, LOOKUP):
-            proposal = native.proposal(state, tokens, source)
-            codes[proposal.extended] = own_code(EAGER.finish)
-            self._compile_finish(codes[proposal.extended], state, spec, proposal)
-
-        def finish(state: DecodeState, spec: CycleSpec, proposal: Proposal, output: Output) -> None:
-            codes[proposal.extended](state, spec, proposal, output)
-
-        return finish
 
     def _compile_finish(
         self, finish: Callable[..., Any], state: DecodeState, spec: CycleSpec, proposal: Proposal

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from fasteagle.compile.cpu_draft import NativeChain, NativeDraft, look_up
-from fasteagle.compile.cycles import output_of
+from fasteagle.compile.cpu_draft import NativeChain, look_up
 from fasteagle.cycle import EAGER, Proposal, decode_cycle
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.draft_head import HeadDrafter
@@ -27,14 +26,17 @@ from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.plan import ROWS, WIDTHS, Costs, Drafted
 from fasteagle.drafting.sure_chain import LONGEST, Stopping
 from fasteagle.generate import Engine
+from fasteagle.options import SamplingParams
 from fasteagle.sampling import DrawKind
 from fasteagle.shapes import AnyShape, FusedShape, SureChain, TreeShape
-from fasteagle.tree import HEAD, chain
+from fasteagle.tree import chain
 
 CONTEXT = 256  # committed tokens while measuring
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 9
 SECONDS = 5.0  # after which no further round begins
 CYCLES = 8  # whole ones of each shape
+# Of cycles that draw; each counts where the measurement's kind has it.
+USUAL = SamplingParams(1.0, top_k=20, top_p=0.9, min_p=0.05, repetition_penalty=1.1)
 
 Gate = Callable[[], AbstractContextManager[Any]]
 
@@ -170,31 +172,6 @@ class Measurement:
         """`costs` with what cycles take besides drafting and the pass."""
         return dataclasses.replace(costs, other=self._other(shape), plain_other=self._other(None))
 
-    def drawn(self, costs: Costs, shape: SureChain) -> Costs:
-        """`costs` of chains whose tokens are drawn as this measurement's kind says.
-
-        Every row that is verified is drawn, so that its time counts to that of a pass.
-        """
-        few, many = (
-            statistics.median(self._drawing(T, shape) for _ in range(CYCLES))
-            for T in (2, 1 + LONGEST)
-        )
-        row = max(0.0, many - few) / (LONGEST - 1)
-        passes = {T: round(ms + row * (T - 1), 4) for T, ms in costs.passes.items()}
-        other = costs.other + max(0.0, few - row)
-        return dataclasses.replace(
-            costs, passes=passes, other=other, plain_other=max(0.0, self._other(None))
-        )
-
-    @torch.no_grad()
-    def _drawing(self, T: int, shape: SureChain) -> float:
-        """Milliseconds of drawing, accepting and committing on a chain of T rows."""
-        engine, drafter, state = self._engine, self._drafter, self._engine.state
-        spec, output = engine.spec(shape, self._kind), output_of(engine, T)
-        proposal = NativeDraft().proposal(state, torch.zeros(T - 1, dtype=torch.long), HEAD)
-        finish = engine.runner.pieces(spec, drafter).finish
-        return self._timed(lambda: finish(state, spec, proposal, output), shape)
-
     def cycles(self, shapes: Sequence[Drafted]) -> dict[Drafted, float]:
         """Median milliseconds of whole cycles, shapes in turn."""
         times: dict[Drafted, list[float]] = {shape: [] for shape in shapes}
@@ -257,7 +234,7 @@ class Measurement:
         state.root.zero_()
         state.tokens.zero_()
         state.text[max(0, seq_len - 32) : seq_len + 1] = 0
-        state.knobs.temperature.fill_(1.0)
+        state.knobs.load(USUAL)
 
 
 def _medians(times: dict[int, list[float]], scale: float = 1.0) -> dict[int, float]:

@@ -1538,7 +1538,7 @@ inline VF log_of(VF x) {
   return fma(exponent, splat(0.69314718f), series * z);
 }
 
-// The Gumbel noise of `sampling.gumbel_noise`, but for rounding: drafts are ranked by it.
+// The Gumbel noise of `sampling.gumbel_noise`, but for rounding.
 struct Noise {
   float temperature = 0.0f;  // 0: none
   uint64_t seed = 0;
@@ -1561,20 +1561,37 @@ struct Noise {
   void add(float* x, const int64_t* ids, int64_t begin, int64_t end) const {
     for (int64_t i = begin; i < end; i += W) {
       const int n = std::min<int64_t>(W, end - i);
-      VU hashed = {};
+      VU tokens = {};
       VF value = {};
       for (int j = 0; j < n; j++) {
-        hashed[j] = uint32_t(ids[i + j]);
+        tokens[j] = uint32_t(ids[i + j]);
         value[j] = x[i + j];
       }
-      hashed = mix(mix(hashed + first) ^ second);
-      VF v = (__builtin_convertvector(hashed, VF) + 0.5f) * 2.3283064e-10f;
-      v = v > 0.99999994f ? splat(0.99999994f) : v;
-      const VF near = v * fma(fma(v, splat(1.0f / 3.0f), splat(0.5f)), v, splat(1.0f));
-      const VF gap = v < 0.015625f ? near : -log_of(1.0f - v);
-      value = value / temperature - log_of(gap);
+      value = noisy(value, tokens);
       for (int j = 0; j < n; j++) x[i + j] = value[j];
     }
+  }
+
+  // The same of the logits x [n] of the tokens from `token` on, into `out`.
+  void add_to(const float* x, int64_t token, int64_t n, float* out) const {
+    VU tokens;
+    for (int j = 0; j < W; j++) tokens[j] = uint32_t(token + j);
+    int64_t i = 0;
+    for (; i + W <= n; i += W, tokens += uint32_t(W)) store(out + i, noisy(load(x + i), tokens));
+    VF rest = {};
+    for (int64_t j = i; j < n; j++) rest[j - i] = x[j];
+    rest = noisy(rest, tokens);
+    for (int64_t j = i; j < n; j++) out[j] = rest[j - i];
+  }
+
+  VF noisy(VF value, VU tokens) const {
+    const VU hashed = mix(mix(tokens + first) ^ second);
+    VF v = (__builtin_convertvector(hashed, VF) + 0.5f) * 2.3283064e-10f;
+    v = v > 0.99999994f ? splat(0.99999994f) : v;
+    VF near = fma(v, splat(0.25f), splat(1.0f / 3.0f));
+    near = v * fma(fma(near, v, splat(0.5f)), v, splat(1.0f));
+    const VF gap = v < 0.015625f ? near : -log_of(1.0f - v);
+    return value / temperature - log_of(gap);
   }
 };
 
@@ -2215,12 +2232,153 @@ std::tuple<Tensor, Tensor> maximum(const Tensor& x_) {
   return {values, places};
 }
 
-// Accept and commit a greedy cycle: `cycle.accept_and_commit`. The path along the target's own
-// tokens, its cache rows moved behind the text unless they lie there, and all of the state brought
-// to the next cycle. `state`: seq_len, root, count, tokens, features, text, result, cache rows.
-void finish_greedy(const Tensor& logits, const Tensor& read, const Tensor& tokens,
-                   const Tensor& parents, const Tensor& valid, const std::optional<Tensor>& sources,
-                   at::TensorList state, int64_t depth, bool in_place, bool extends, bool keeps) {
+// As `maximum`, of one row of logits [V] over the temperature with noise.
+std::pair<float, int64_t> drawn_of(const float* x, int64_t V, const Noise& noise) {
+  constexpr int64_t PART = 512;  // columns at a time
+  std::vector<std::pair<float, int64_t>> found(at::get_num_threads());
+  int used = 1;
+  in_parallel([&](const Worker& me) {
+    if (me.id == 0) used = me.size;
+    alignas(64) float scores[PART];
+    const auto [begin, end] = me.share(V);
+    auto& best = found[me.id] = {-std::numeric_limits<float>::infinity(), begin};
+    for (int64_t i = begin; i < end; i += PART) {
+      const int64_t n = std::min(PART, end - i);
+      noise.add_to(x + i, i, n, scores);
+      const auto [value, place] = largest_of(scores, 0, n);
+      if (best.first == best.first && !(value <= best.first)) best = {value, i + place};
+    }
+  });
+  auto best = found[0];
+  for (int i = 1; i < used; i++)
+    if (best.first == best.first && !(found[i].first <= best.first)) best = found[i];
+  return best;
+}
+
+// Which tokens may be drawn: `sampling.process_logits`.
+struct Filters {
+  int64_t top_k = 0;                  // 0: all
+  float top_p = 1.0f, min_p = 0.0f;  // 1, 0: all
+
+  bool any() const { return top_k > 0 || top_p < 1.0f || min_p > 0.0f; }
+};
+
+struct Likely {
+  float weight;  // exp(score - best score)
+  int64_t token;
+
+  bool operator<(const Likely& o) const {
+    return weight != o.weight ? weight > o.weight : token < o.token;
+  }
+};
+
+// The tokens that the filters leave, the likeliest first, of `weights` [V] that add up to `total`.
+// Nearly always those of some weight decide; only they are sorted.
+void keep_likely(const float* weights, int64_t V, double total, const Filters& filters,
+                 std::vector<Likely>& kept) {
+  const bool ranked = filters.top_k > 0 || filters.top_p < 1.0f;
+  for (const float least : {1e-4f, 1e-7f, std::numeric_limits<float>::min()}) {
+    const float cut = ranked ? least : std::max(filters.min_p, std::numeric_limits<float>::min());
+    double mass = 0.0;
+    kept.clear();
+    for (int64_t i = 0; i < V; i += W) {
+      if (i + W <= V && !(largest(load(weights + i)) >= cut)) continue;
+      for (int64_t j = i; j < std::min(i + W, V); j++)
+        if (weights[j] >= cut) {
+          kept.push_back({weights[j], j});
+          mass += weights[j];
+        }
+    }
+    const bool all_of_k = (int64_t)kept.size() >= filters.top_k;
+    if (all_of_k && (filters.top_k > 0 || mass >= double(filters.top_p) * total)) break;
+    if (!ranked) break;
+  }
+  std::sort(kept.begin(), kept.end());
+  const auto keep_from = [&](float weight) {  // equal ones stay together
+    while (kept.size() > 1 && kept.back().weight < weight) kept.pop_back();
+  };
+  if (filters.top_k > 0 && filters.top_k < (int64_t)kept.size())
+    keep_from(kept[filters.top_k - 1].weight);
+  if (filters.top_p < 1.0f) {
+    if (filters.top_k > 0) {
+      total = 0.0;
+      for (const Likely& one : kept) total += one.weight;
+    }
+    double mass = 0.0;
+    size_t last = 0;
+    while ((mass += kept[last].weight) < double(filters.top_p) * total && last + 1 < kept.size())
+      last++;
+    keep_from(kept[last].weight);
+  }
+  if (filters.min_p > 0.0f) keep_from(filters.min_p);
+}
+
+// As `drawn_of`, of the tokens that the filters leave. The same for any number of threads.
+std::pair<float, int64_t> drawn_among(const float* x, int64_t V, const Noise& noise,
+                                      const Filters& filters) {
+  constexpr int64_t PART = 512;  // columns of one sum
+  const int64_t parts = (V + PART - 1) / PART;
+  thread_local std::vector<float> weights_of_row;
+  thread_local std::vector<Likely> kept;
+  weights_of_row.resize(V);
+  float* weights = weights_of_row.data();
+  std::vector<double> sums(parts);
+  std::vector<float> best(at::get_num_threads());
+  float most = 0.0f;
+  in_parallel([&](const Worker& me) {
+    const auto [begin, end] = me.share(parts);
+    best[me.id] = largest_of(x, begin * PART, std::min(end * PART, V)).first;
+    me.team.barrier();
+    float largest = best[0];
+    for (int i = 1; i < me.size; i++)
+      if (largest == largest && !(best[i] <= largest)) largest = best[i];
+    if (me.id == 0) most = largest;
+    if (!std::isfinite(largest)) return;
+    const float top = largest / noise.temperature;
+    for (int64_t part = begin; part < end; part++) {
+      const int64_t to = std::min((part + 1) * PART, V);
+      VF total = {};
+      int64_t i = part * PART;
+      for (; i + W <= to; i += W) {
+        const VF weight = exp_of(load(x + i) / noise.temperature - top);
+        store(weights + i, weight);
+        total += weight;
+      }
+      VF rest = splat(-std::numeric_limits<float>::infinity());
+      for (int64_t j = i; j < to; j++) rest[j - i] = x[j];
+      rest = exp_of(rest / noise.temperature - top);
+      for (int64_t j = i; j < to; j++) weights[j] = rest[j - i];
+      sums[part] = sum(total + rest);
+    }
+  });
+  if (!std::isfinite(most)) return {most, 0};
+  double total = 0.0;
+  for (const double part : sums) total += part;
+  keep_likely(weights, V, total, filters, kept);
+  std::vector<float> scores;
+  std::vector<int64_t> tokens;
+  for (const Likely& one : kept) {
+    scores.push_back(x[one.token]);
+    tokens.push_back(one.token);
+  }
+  noise.add(scores.data(), tokens.data(), 0, tokens.size());
+  size_t drawn = 0;
+  for (size_t i = 1; i < tokens.size(); i++)
+    if (scores[i] > scores[drawn] || (scores[i] == scores[drawn] && tokens[i] < tokens[drawn]))
+      drawn = i;
+  return {scores[drawn], tokens[drawn]};
+}
+
+// Accept and commit a cycle: `cycle.accept_and_commit`. The path along the target's own tokens, its
+// cache rows moved behind the text unless they lie there, and all of the state brought to the next
+// cycle. `state`: seq_len, root, count, tokens, features, text, result, cache rows. With a
+// temperature tokens are drawn, row by row along the path: no row beside it takes noise.
+void finish_cycle(const Tensor& logits, const Tensor& read, const Tensor& tokens,
+                  const Tensor& parents, const Tensor& valid, const std::optional<Tensor>& sources,
+                  at::TensorList state, const std::optional<Tensor>& temperature,
+                  const std::optional<Tensor>& seed, const std::optional<Tensor>& top_k,
+                  const std::optional<Tensor>& top_p, const std::optional<Tensor>& min_p,
+                  int64_t depth, bool in_place, bool extends, bool keeps) {
   const int64_t T = tokens.numel();
   TORCH_CHECK(state.size() == 8 && logits.dim() == 2 && logits.size(0) == T && T > 0 && depth >= 0,
               "a state and a tree");
@@ -2231,26 +2389,48 @@ void finish_greedy(const Tensor& logits, const Tensor& read, const Tensor& token
     TORCH_CHECK(sources->numel() == T && sources->is_contiguous(), "a source for each row");
   for (const int i : {0, 1, 2, 5, 6})
     TORCH_CHECK(state[i].is_contiguous() && state[i].numel() > 0, "contiguous state");
-  const auto [values, places] = maximum(logits);
-  const float* best = values.const_data_ptr<float>();
-  const int64_t *place = places.const_data_ptr<int64_t>(), *ids = tokens.const_data_ptr<int64_t>();
+  const int64_t* ids = tokens.const_data_ptr<int64_t>();
   const int64_t* parent = parents.const_data_ptr<int64_t>();
   const bool* is_valid = valid.const_data_ptr<bool>();
-  std::vector<int64_t> drawn(T), level(T, 0);
+  std::vector<int64_t> drawn(T, BAD_ROW), level(T, 0);
+  Noise noise;
+  Filters filters;
+  if (top_k.has_value()) filters.top_k = top_k->item<int64_t>();
+  if (top_p.has_value()) filters.top_p = top_p->item<float>();
+  if (min_p.has_value()) filters.min_p = min_p->item<float>();
+  if (temperature.has_value()) {
+    TORCH_CHECK(seed.has_value() && logits.is_contiguous() && logits.scalar_type() == at::kFloat &&
+                    logits.size(1) > 0,
+                "a seed, and fp32 logits [T, V]");
+    noise.temperature = temperature->item<float>();
+    noise.seed = uint64_t(seed->item<int64_t>());
+  } else {
+    const auto [values, places] = maximum(logits);
+    for (int64_t t = 0; t < T; t++)
+      if (std::isfinite(values.const_data_ptr<float>()[t]))
+        drawn[t] = places.const_data_ptr<int64_t>()[t];
+  }
   std::vector<bool> alive(T, false);
   int64_t last = 0, n_valid = 0;
   for (int64_t t = 0; t < T; t++) {
-    drawn[t] = std::isfinite(best[t]) ? place[t] : BAD_ROW;
     n_valid += is_valid[t];
     if (t == 0) {
       alive[0] = true;
-      continue;
+    } else {
+      const int64_t p = parent[t];
+      TORCH_CHECK(p >= 0 && p < t, "parent ", p, " of row ", t);
+      level[t] = level[p] + 1;
+      alive[t] = is_valid[t] && alive[p] && ids[t] == drawn[p];
+      if (alive[t] && level[t] > level[last]) last = t;
     }
-    const int64_t p = parent[t];
-    TORCH_CHECK(p >= 0 && p < t, "parent ", p, " of row ", t);
-    level[t] = level[p] + 1;
-    alive[t] = is_valid[t] && alive[p] && ids[t] == drawn[p];
-    if (alive[t] && level[t] > level[last]) last = t;
+    if (alive[t] && temperature.has_value()) {
+      noise.at(state[0].item<int64_t>() + 1 + level[t]);
+      const int64_t V = logits.size(1);
+      const float* row = logits.const_data_ptr<float>() + t * V;
+      const auto [best, place] =
+          filters.any() ? drawn_among(row, V, noise, filters) : drawn_of(row, V, noise);
+      if (std::isfinite(best)) drawn[t] = place;
+    }
   }
   const int64_t count = level[last] + 1;
   TORCH_CHECK(count <= depth + 1, "a path of ", count - 1, " levels");
@@ -2372,9 +2552,9 @@ TORCH_LIBRARY(FASTEAGLE_NAMESPACE, m) {
       "Tensor sin, Tensor(a!)[] caches, int n_head, float eps, Tensor? temperature, "
       "Tensor? seed, int depth, float keep, float deepen) -> (Tensor, Tensor)");
   m.def(
-      "finish_greedy(Tensor logits, Tensor read, Tensor tokens, Tensor parents, Tensor valid, "
-      "Tensor? sources, Tensor(a!)[] state, int depth, bool in_place, bool extends, bool keeps) "
-      "-> ()");
+      "finish_cycle(Tensor logits, Tensor read, Tensor tokens, Tensor parents, Tensor valid, "
+      "Tensor? sources, Tensor(a!)[] state, Tensor? temperature, Tensor? seed, Tensor? top_k, "
+      "Tensor? top_p, Tensor? min_p, int depth, bool in_place, bool extends, bool keeps) -> ()");
   m.class_<Target>("Target")
       .def(torch::init<std::vector<Tensor>, Tensor, Tensor, Tensor, Tensor, Tensor, int64_t, int64_t,
                        double>())
@@ -2392,7 +2572,7 @@ TORCH_LIBRARY(FASTEAGLE_NAMESPACE, m) {
 TORCH_LIBRARY_IMPL(FASTEAGLE_NAMESPACE, CPU, m) {
   m.impl("blocks", &blocks);
   m.impl("draft_chain", &draft_chain);
-  m.impl("finish_greedy", &finish_greedy);
+  m.impl("finish_cycle", &finish_cycle);
   m.impl("linear", &linear);
   m.impl("look_up", &look_up);
   m.impl("maximum", &maximum);

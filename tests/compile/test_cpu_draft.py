@@ -164,9 +164,7 @@ def test_other_heads_are_left_to_the_drafters_code():
 
 
 @pytest.mark.parametrize("algorithm", ["eagle1", "eagle3"])
-@pytest.mark.parametrize(  # the code that draws compiles for a minute
-    "params", [DRAWN[0], pytest.param(DRAWN[1], marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.parametrize("params", DRAWN[:2], ids=str)
 def test_text_stays_that_of_plain_decoding(algorithm, params):
     """By the kernels and by the drafter's own code; a head that knows the target a little."""
     target, drafter = make(algorithm)

@@ -30,7 +30,6 @@ from helpers import eagle3_of, random_head, tiny_config
 from native_models import SHAPE, native_target
 
 PARAMS = [SamplingParams(), SamplingParams(0.7, seed=4), SamplingParams(0.8, top_p=0.9, seed=2)]
-SLOW_DRAWN = [pytest.param(p, marks=[pytest.mark.slow] if p.temperature else []) for p in PARAMS]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -211,7 +210,7 @@ def test_text_stays_that_of_plain_decoding(params, planned):
     _check_text(params, planned, compiled=False)
 
 
-@pytest.mark.parametrize("params", SLOW_DRAWN, ids=str)  # the code that draws compiles for a minute
+@pytest.mark.parametrize("params", PARAMS, ids=str)
 def test_text_stays_that_of_plain_decoding_where_compiled(params):
     _check_text(params, planned=True, compiled=True)
 
@@ -293,9 +292,10 @@ def test_without_a_draft_head(params, planned):
             assert "looked-up tokens" in drafter.controller.explain()
 
 
+@pytest.mark.parametrize("params", [SamplingParams(0.9), SamplingParams(0.9, top_k=5, top_p=0.9)])
 @pytest.mark.parametrize("eagle3", [False, True])
-def test_rows_that_are_drawn_cost_more(tmp_path, monkeypatch, eagle3):
-    """At temperature > 0 all rows take noise: chains were offered that did not pay for it."""
+def test_cycles_that_draw_are_measured(tmp_path, monkeypatch, eagle3, params):
+    """What is kept is of greedy answers: with it, chains were offered that did not pay."""
     target = native_target(tiny_config(**SHAPE))
     kind = eagle3_of("eagle3", target.config) if eagle3 else None
     head = random_head(target, torch.arange(0, 60, 2), rope_base=10000.0, eagle3=kind)
@@ -304,16 +304,20 @@ def test_rows_that_are_drawn_cost_more(tmp_path, monkeypatch, eagle3):
     drafter.tuning = Tuning(tmp_path / "costs.json", DEFAULT_RANKS)
     engine = engine_of(target, drafter)
     kept, _ = costs_of(engine, drafter, lambda line: None)
-    sampled = DrawKind(greedy=False)
+    sampled = DrawKind.of(params, 60)
     drawn, _ = costs_of(engine, drafter, lambda line: None, sampled)
-    assert drawn.plain_other > 0 and set(drawn.passes) == set(kept.passes)
+    assert min(drawn.other, drawn.plain_other) > 0 and drawn.passes == kept.passes
     assert load_costs(drafter.tuning.path, engine, pytest.fail) == kept  # which is of greedy text
-    # A quarter of a millisecond for each row, and three quarters besides.
-    monkeypatch.setattr(Measurement, "_drawing", lambda self, T, shape: 0.75 + T / 4)
+    seen = []
+
+    def other(self, shape):
+        seen.append((self._kind, shape))
+        return 1.0 if shape else 0.5
+
+    monkeypatch.setattr(Measurement, "_other", other)
     drawn, _ = costs_of(engine, drafter, lambda line: None, sampled)
-    assert drawn.passes[1] == kept.passes[1]
-    assert drawn.passes[9] == pytest.approx(kept.passes[9] + 2)
-    assert drawn.other == pytest.approx(kept.other + 1)
+    assert (drawn.other, drawn.plain_other) == (1.0, 0.5)
+    assert seen == [(sampled, SureChain(REACH)), (sampled, None)]
 
 
 def test_both_sources_are_asked():

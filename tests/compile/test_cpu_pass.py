@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ from fasteagle.model import KVCache, Output
 from fasteagle.options import SamplingParams
 from fasteagle.quant import cpu_build
 from fasteagle.quant.scheme import Scheme
-from fasteagle.sampling import DrawKind
+from fasteagle.sampling import DrawKind, draw
 from fasteagle.shapes import AnyShape, FusedShape, TreeShape
 from fasteagle.state import CycleSpec, DecodeState
 from fasteagle.tree import HEAD, LOOKUP, DraftTree
@@ -147,7 +149,7 @@ def test_what_does_not_fit_the_end_of_a_cycle_is_refused():
             kept[at - 6] = value
         state.seq_len.fill_(5)
         state.count.fill_(1)
-        torch.ops.fasteagle_cpu.finish_greedy(*given, kept, 1, False, True, True)
+        torch.ops.fasteagle_cpu.finish_cycle(*given, kept, *[None] * 5, 1, False, True, True)
 
     run()
     for at, value, message in (
@@ -189,6 +191,13 @@ def output_for(tree: DraftTree, target, generator, state, wrong: str) -> Output:
     return Output(logits, read, read.float() if state.tap_layers else None)
 
 
+DRAWN = [
+    SamplingParams(),
+    SamplingParams(0.9),
+    SamplingParams(0.9, top_k=5),
+    SamplingParams(1.2, top_p=0.8),
+    SamplingParams(0.7, top_k=7, top_p=0.9, min_p=0.05),
+]
 CASES: list[tuple[AnyShape | None, int, bool]] = [
     (None, 1, False),
     (TreeShape(4, 1, 4), 5, True),
@@ -203,7 +212,8 @@ CASES: list[tuple[AnyShape | None, int, bool]] = [
 @pytest.mark.parametrize("width", [0, 9])
 @pytest.mark.parametrize("wrong", ["", "nan", "inf"])
 @pytest.mark.parametrize("taps", [(), (0, 2)])
-def test_the_end_of_a_cycle_leaves_the_same_state(shape, rows, chain, width, wrong, taps):
+@pytest.mark.parametrize("params", DRAWN, ids=str)
+def test_the_end_of_a_cycle_leaves_the_same_state(shape, rows, chain, width, wrong, taps, params):
     if taps and not width:
         pytest.skip("taps are read by draft heads, which have a width")
     target = native_target(tiny_config(**SHAPE))
@@ -217,13 +227,14 @@ def test_the_end_of_a_cycle_leaves_the_same_state(shape, rows, chain, width, wro
             sources = torch.randint(1, (HEAD | LOOKUP) + 1, (rows,), generator=generator)
             sources[0] = 0
             tree = tree._replace(sources=sources)
-        spec = CycleSpec(shape, rows, width, DrawKind())
+        spec = CycleSpec(shape, rows, width, DrawKind.of(params, 60))
         proposal = Proposal.of(tree)
         states = [state_of(target, 40 + attempt, taps=taps) for _ in range(2)]
         output = output_for(tree, target, generator, states[0], wrong)
         for state, end in zip(states, (finish, EAGER.finish), strict=True):
             state.count.fill_(3)
             state.features.fill_(0.5)
+            state.knobs.load(dataclasses.replace(params, seed=attempt << 40 | 5))
             end(state, spec, proposal, output)
         one, two = states
         for name in ("seq_len", "root", "count", "text", "result"):
@@ -239,10 +250,53 @@ def test_the_end_of_a_cycle_leaves_the_same_state(shape, rows, chain, width, wro
         assert len(counts) > 1
 
 
+@pytest.mark.parametrize("V", [61, 5003])
+@pytest.mark.parametrize("spread", [0.05, 3.0, 20.0])  # of the logits: from nearly all to one token
+@pytest.mark.parametrize(
+    "params",
+    [
+        *DRAWN[1:],
+        SamplingParams(1.0, top_p=0.001),
+        SamplingParams(1.0, top_p=0.9999),
+        SamplingParams(1.5, top_k=1),
+        SamplingParams(1.5, top_k=50),
+        SamplingParams(1.5, top_k=1500, min_p=0.3),
+        SamplingParams(2.0, min_p=0.1),
+    ],
+    ids=str,
+)
+def test_drawn_tokens_are_those_of_sampling(V, spread, params):
+    """For ties and tokens that a grammar forbids, too, and with any number of threads."""
+    target = native_target(tiny_config(**SHAPE))
+    spec = CycleSpec(None, 1, 0, DrawKind.of(params, V))
+    generator = torch.Generator().manual_seed(V)
+    drawn = set()
+    for attempt in range(12):
+        logits = spread * torch.randn(1, V, generator=generator)
+        if attempt % 3 == 1:
+            logits = (2 * logits).round() / 2  # ties
+        elif attempt % 3 == 2:
+            logits[0, torch.rand(V, generator=generator) < 0.9] = float("-inf")
+        state = state_of(target, 7 + attempt)
+        state.knobs.load(dataclasses.replace(params, seed=attempt))
+        position = state.seq_len + 1 + torch.zeros(1, dtype=torch.long)
+        expected = int(draw(logits, position, spec.kind, state.knobs))
+        for threads in (torch.get_num_threads(), 1):
+            before = torch.get_num_threads()
+            state.seq_len.fill_(7 + attempt)
+            torch.set_num_threads(threads)
+            finish(state, spec, Proposal.of(state.root_alone(1)), Output(logits, logits[:, :1]))
+            torch.set_num_threads(before)
+            assert int(state.root) == expected
+        drawn.add(expected)
+    assert len(drawn) > 1
+
+
 def test_what_the_kernels_do_not_do_is_done_by_the_cycle():
     target = native_target(tiny_config(**SHAPE))
     params = SamplingParams(0.8, top_p=0.9, seed=3)
-    for drawn in (SamplingParams(), params, SamplingParams(repetition_penalty=1.2)):
+    penalty = SamplingParams(0.8, repetition_penalty=1.2)
+    for drawn in (SamplingParams(), params, SamplingParams(repetition_penalty=1.2), penalty):
         texts = []
         for native in (False, True):
             engine = Engine(target, 200, drafter=NgramDrafter(4))
