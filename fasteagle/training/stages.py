@@ -77,7 +77,7 @@ class Stages:
     def distill(self, name: str, scheme: Scheme | None, head: EagleHead) -> EagleHead | None:
         """A training run of the given steps, or of half the time that is left.
 
-        None where that is too short.
+        Of all of it where half is too short; None where that is, too.
         """
         run = self._run
         folder = run.work.folder / name.replace(", ", "-")
@@ -85,14 +85,18 @@ class Stages:
         if (finished / "config.json").exists():
             return load_head(finished, run.config)[0]
         n_steps = run.options.steps or run.work.result(name)
+        share = self.share(scheme)
         if n_steps is None:
             seconds = self.step_seconds(head, scheme)
-            n_steps = int(self.share(scheme) / seconds)
+            share = self.share(scheme)
+            if share < FEWEST_STEPS * seconds:  # one run rather than none
+                share = run.left
+            n_steps = int(share / seconds)
             if n_steps < FEWEST_STEPS:
                 return None
             run.work.record(name, n_steps)
         last = [time.perf_counter()]
-        until = run.work.seconds + 1.1 * self.share(scheme)
+        until = run.work.seconds + 1.1 * share
 
         def enough() -> bool:
             return run.options.steps is None and run.work.seconds > until

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from fasteagle.training.calibrate import peak_bytes
 from fasteagle.training.calibrate_head import calibrate_head
 from fasteagle.training.calibration import Calibration
 from fasteagle.training.options import CalibrateOptions
+from fasteagle.training.stages import Stages
 from fasteagle.training.work import Work
 from helpers import eagle3_of, kill_at_first_save, random_head, save_tiny, write_random_text
 
@@ -219,6 +222,33 @@ def test_an_eagle3_head_goes_through_all_stages(tmp_path, text, monkeypatch, no_
     chat = ("chat", *model, "--head", out, "-p", "hi", "--max-new-tokens", 4, "--max-seq-len", 128)
     said = invoke(*chat)
     assert said.exit_code == 0 and "warning" not in said.stderr, said.stderr
+
+
+@pytest.mark.parametrize(
+    ("left", "quantized", "steps"),
+    [(100.0, False, 50), (100.0, True, 100), (30.0, False, 30), (19.0, False, None)],
+)
+def test_training_takes_the_time_that_is_left(monkeypatch, tmp_path, left, quantized, steps):
+    """A step takes a second. Half the time is for the second run, unless that is too short."""
+    asked = []
+
+    class Unfinished(Exception):
+        pass
+
+    def distilled(head, model, store, held_out, options, *rest, **keywords):
+        asked.append(options.steps)
+        raise Unfinished
+
+    run = mock.Mock(left=left, options=mock.Mock(steps=None), algorithm="eagle1")
+    run.work.folder, run.work.seconds, run.work.result = tmp_path, 0.0, lambda name: None
+    monkeypatch.setattr(Stages, "step_seconds", lambda *given: 1.0)
+    monkeypatch.setattr("fasteagle.training.stages.ready_head", lambda head, engine, scheme: head)
+    monkeypatch.setattr("fasteagle.training.calibrate.distilled", distilled)
+    stages = Stages(run, mock.Mock(), mock.Mock(), [])
+    scheme = parse_scheme("int4-g32", preset("llama2-7b")) if quantized else None
+    with contextlib.suppress(Unfinished):
+        assert stages.distill("iv, distilled", scheme, mock.Mock()) is None
+    assert asked == ([] if steps is None else [steps])
 
 
 @pytest.mark.slow

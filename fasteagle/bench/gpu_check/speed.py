@@ -26,6 +26,7 @@ QUESTION = Question(("Explain how a tree of guesses is checked in one pass. " * 
 NEW_TOKENS = 128
 EAGLE = tuple(f"eagle@{t.depth}/{t.topk}/{t.nodes}" for t in TREES)
 USUAL = "eagle@5/4/15"
+FUSED = "fused@5/4/15/8"  # the same tree with looked-up tokens in it: what the lookup costs
 PRECISIONS = ("int4", "int8", "bf16")
 
 
@@ -37,6 +38,7 @@ def run(context: Context) -> None:
         ("bf16", ("hf",), "auto"),
         ("int4", ("plain", "gpt-fast"), "auto"),
         *((precision, ("plain", USUAL), "auto") for precision in PRECISIONS),
+        ("int4", ("plain", FUSED), "auto"),
         ("int4", ("plain", USUAL), "int8"),
         *((precision, ("plain", *others), "auto") for precision in PRECISIONS),
     ):
@@ -59,7 +61,7 @@ def measure_rows(
         precisions=(precision,),
         max_new_tokens=8 if context.dry_run else NEW_TOKENS,
         compile=not context.dry_run,
-        simulate_tau=TAU if any(row.startswith("eagle") for row in rows) else None,
+        simulate_tau=TAU if any(row.startswith(("eagle", "fused")) for row in rows) else None,
     )
     where = dataclasses.replace(runtime(context, "auto"), kv=kv)
     with context.part(title):
