@@ -79,17 +79,11 @@ class NativePass:
         return Output(logits, features, taps if state.tap_layers else None)
 
 
-def finishes_natively(spec: CycleSpec) -> bool:
-    """Whether `finish` does this variant of the cycle itself, but for trees of some drafters."""
-    return not spec.kind.penalty
-
-
 def finish(state: DecodeState, spec: CycleSpec, proposal: Proposal, output: Output) -> None:
-    """`Pieces.finish`."""
+    """`Pieces.finish`, but for multi-round sampling and drafters that read what is drawn."""
     tree = proposal.tree
     if (
-        not finishes_natively(spec)
-        or tree.distributions is not None
+        tree.distributions is not None
         or tree.drawn is not None
         or output.logits.dtype != torch.float32
     ):
@@ -118,6 +112,8 @@ def finish(state: DecodeState, spec: CycleSpec, proposal: Proposal, output: Outp
         knobs.top_k if kind.top_k else None,
         knobs.top_p if kind.top_p else None,
         knobs.min_p if kind.min_p else None,
+        state.seen if kind.penalty else None,
+        knobs.penalty if kind.penalty else None,
         spec.depth,
         spec.in_place,
         proposal.extended,

@@ -2264,18 +2264,14 @@ struct Filters {
 };
 
 struct Likely {
-  float weight;  // exp(score - best score)
+  float score, weight;  // the logit over the temperature, and exp(score - best score)
   int64_t token;
-
-  bool operator<(const Likely& o) const {
-    return weight != o.weight ? weight > o.weight : token < o.token;
-  }
 };
 
-// The tokens that the filters leave, the likeliest first, of `weights` [V] that add up to `total`.
-// Nearly always those of some weight decide; only they are sorted.
-void keep_likely(const float* weights, int64_t V, double total, const Filters& filters,
-                 std::vector<Likely>& kept) {
+// The tokens that the filters leave, in any order, of `weights` [V] that add up to `total`. Nearly
+// always those of some weight decide; only they are looked at.
+void keep_likely(const float* x, const float* weights, int64_t V, float temperature, double total,
+                 const Filters& filters, std::vector<Likely>& kept) {
   const bool ranked = filters.top_k > 0 || filters.top_p < 1.0f;
   for (const float least : {1e-4f, 1e-7f, std::numeric_limits<float>::min()}) {
     const float cut = ranked ? least : std::max(filters.min_p, std::numeric_limits<float>::min());
@@ -2285,21 +2281,26 @@ void keep_likely(const float* weights, int64_t V, double total, const Filters& f
       if (i + W <= V && !(largest(load(weights + i)) >= cut)) continue;
       for (int64_t j = i; j < std::min(i + W, V); j++)
         if (weights[j] >= cut) {
-          kept.push_back({weights[j], j});
+          kept.push_back({x[j] / temperature, weights[j], j});
           mass += weights[j];
         }
     }
-    const bool all_of_k = (int64_t)kept.size() >= filters.top_k;
-    if (all_of_k && (filters.top_k > 0 || mass >= double(filters.top_p) * total)) break;
-    if (!ranked) break;
+    if (!ranked) return;
+    if (filters.top_k > 0 ? (int64_t)kept.size() >= filters.top_k
+                          : mass >= double(filters.top_p) * total)
+      break;
   }
-  std::sort(kept.begin(), kept.end());
-  const auto keep_from = [&](float weight) {  // equal ones stay together
-    while (kept.size() > 1 && kept.back().weight < weight) kept.pop_back();
+  const auto drop = [&](auto less_likely) {  // equal ones stay together
+    kept.erase(std::remove_if(kept.begin(), kept.end(), less_likely), kept.end());
   };
-  if (filters.top_k > 0 && filters.top_k < (int64_t)kept.size())
-    keep_from(kept[filters.top_k - 1].weight);
-  if (filters.top_p < 1.0f) {
+  const auto likelier = [](const Likely& a, const Likely& b) { return a.score > b.score; };
+  if (filters.top_k > 0 && filters.top_k < (int64_t)kept.size()) {
+    std::nth_element(kept.begin(), kept.begin() + filters.top_k - 1, kept.end(), likelier);
+    const float kth = kept[filters.top_k - 1].score;
+    drop([&](const Likely& one) { return one.score < kth; });
+  }
+  if (filters.top_p < 1.0f && !kept.empty()) {
+    std::sort(kept.begin(), kept.end(), likelier);
     if (filters.top_k > 0) {
       total = 0.0;
       for (const Likely& one : kept) total += one.weight;
@@ -2308,9 +2309,11 @@ void keep_likely(const float* weights, int64_t V, double total, const Filters& f
     size_t last = 0;
     while ((mass += kept[last].weight) < double(filters.top_p) * total && last + 1 < kept.size())
       last++;
-    keep_from(kept[last].weight);
+    const float least = kept[last].weight;
+    drop([&](const Likely& one) { return one.weight < least; });
   }
-  if (filters.min_p > 0.0f) keep_from(filters.min_p);
+  if (filters.min_p > 0.0f)
+    drop([&](const Likely& one) { return one.weight < filters.min_p; });
 }
 
 // As `drawn_of`, of the tokens that the filters leave. The same for any number of threads.
@@ -2333,8 +2336,8 @@ std::pair<float, int64_t> drawn_among(const float* x, int64_t V, const Noise& no
     for (int i = 1; i < me.size; i++)
       if (largest == largest && !(best[i] <= largest)) largest = best[i];
     if (me.id == 0) most = largest;
-    if (!std::isfinite(largest)) return;
     const float top = largest / noise.temperature;
+    if (!std::isfinite(top)) return;
     for (int64_t part = begin; part < end; part++) {
       const int64_t to = std::min((part + 1) * PART, V);
       VF total = {};
@@ -2351,10 +2354,11 @@ std::pair<float, int64_t> drawn_among(const float* x, int64_t V, const Noise& no
       sums[part] = sum(total + rest);
     }
   });
-  if (!std::isfinite(most)) return {most, 0};
+  if (!std::isfinite(most / noise.temperature)) return {NAN, 0};
   double total = 0.0;
   for (const double part : sums) total += part;
-  keep_likely(weights, V, total, filters, kept);
+  keep_likely(x, weights, V, noise.temperature, total, filters, kept);
+  if (kept.empty()) return {NAN, 0};
   std::vector<float> scores;
   std::vector<int64_t> tokens;
   for (const Likely& one : kept) {
@@ -2372,13 +2376,13 @@ std::pair<float, int64_t> drawn_among(const float* x, int64_t V, const Noise& no
 // Accept and commit a cycle: `cycle.accept_and_commit`. The path along the target's own tokens, its
 // cache rows moved behind the text unless they lie there, and all of the state brought to the next
 // cycle. `state`: seq_len, root, count, tokens, features, text, result, cache rows. With a
-// temperature tokens are drawn, row by row along the path: no row beside it takes noise.
+// temperature or a penalty the rows of the path are drawn from, one after the other, and no others.
 void finish_cycle(const Tensor& logits, const Tensor& read, const Tensor& tokens,
                   const Tensor& parents, const Tensor& valid, const std::optional<Tensor>& sources,
                   at::TensorList state, const std::optional<Tensor>& temperature,
                   const std::optional<Tensor>& seed, const std::optional<Tensor>& top_k,
                   const std::optional<Tensor>& top_p, const std::optional<Tensor>& min_p,
-                  int64_t depth, bool in_place, bool extends, bool keeps) {
+                  const std::optional<Tensor>& seen, const std::optional<Tensor>& penalty, int64_t depth, bool in_place, bool extends, bool keeps) {
   const int64_t T = tokens.numel();
   TORCH_CHECK(state.size() == 8 && logits.dim() == 2 && logits.size(0) == T && T > 0 && depth >= 0,
               "a state and a tree");
@@ -2398,18 +2402,46 @@ void finish_cycle(const Tensor& logits, const Tensor& read, const Tensor& tokens
   if (top_k.has_value()) filters.top_k = top_k->item<int64_t>();
   if (top_p.has_value()) filters.top_p = top_p->item<float>();
   if (min_p.has_value()) filters.min_p = min_p->item<float>();
-  if (temperature.has_value()) {
-    TORCH_CHECK(seed.has_value() && logits.is_contiguous() && logits.scalar_type() == at::kFloat &&
-                    logits.size(1) > 0,
-                "a seed, and fp32 logits [T, V]");
-    noise.temperature = temperature->item<float>();
-    noise.seed = uint64_t(seed->item<int64_t>());
+  const bool by_row = temperature.has_value() || penalty.has_value();
+  const int64_t V = logits.size(1);
+  const Tensor rows_of_logits = by_row ? logits.contiguous() : logits;
+  if (by_row) {
+    TORCH_CHECK(logits.scalar_type() == at::kFloat && V > 0, "fp32 logits [T, V]");
+    TORCH_CHECK(temperature.has_value() == seed.has_value(), "a temperature and a seed");
+    if (temperature.has_value()) {
+      noise.temperature = temperature->item<float>();
+      noise.seed = uint64_t(seed->item<int64_t>());
+    }
   } else {
     const auto [values, places] = maximum(logits);
     for (int64_t t = 0; t < T; t++)
       if (std::isfinite(values.const_data_ptr<float>()[t]))
         drawn[t] = places.const_data_ptr<int64_t>()[t];
   }
+  TORCH_CHECK(seen.has_value() == penalty.has_value(), "a penalty and the tokens under it");
+  bool* was_seen = nullptr;
+  float factor = 1.0f;
+  if (penalty.has_value()) {
+    TORCH_CHECK(seen->numel() == V && seen->scalar_type() == at::kBool && seen->is_contiguous(),
+                "a flag for each token");
+    was_seen = (bool*)seen->data_ptr();
+    factor = penalty->item<float>();
+  }
+  std::vector<float> penalized;
+  std::vector<int64_t> path_tokens;  // of the living rows so far
+  const auto draw = [&](int64_t t, int64_t position) {
+    const float* row = rows_of_logits.const_data_ptr<float>() + t * V;
+    if (was_seen) {
+      const auto lowered = [&](float x) { return x < 0 ? x * factor : x / factor; };
+      penalized.resize(V);
+      for (int64_t i = 0; i < V; i++) penalized[i] = was_seen[i] ? lowered(row[i]) : row[i];
+      for (const int64_t token : path_tokens) penalized[token] = lowered(row[token]);
+      row = penalized.data();
+    }
+    if (!temperature.has_value()) return largest_of(row, 0, V);
+    noise.at(position);
+    return filters.any() ? drawn_among(row, V, noise, filters) : drawn_of(row, V, noise);
+  };
   std::vector<bool> alive(T, false);
   int64_t last = 0, n_valid = 0;
   for (int64_t t = 0; t < T; t++) {
@@ -2423,12 +2455,12 @@ void finish_cycle(const Tensor& logits, const Tensor& read, const Tensor& tokens
       alive[t] = is_valid[t] && alive[p] && ids[t] == drawn[p];
       if (alive[t] && level[t] > level[last]) last = t;
     }
-    if (alive[t] && temperature.has_value()) {
-      noise.at(state[0].item<int64_t>() + 1 + level[t]);
-      const int64_t V = logits.size(1);
-      const float* row = logits.const_data_ptr<float>() + t * V;
-      const auto [best, place] =
-          filters.any() ? drawn_among(row, V, noise, filters) : drawn_of(row, V, noise);
+    if (alive[t] && by_row) {
+      if (was_seen) {
+        TORCH_CHECK(ids[t] >= 0 && ids[t] < V, "token ", ids[t]);
+        path_tokens.push_back(ids[t]);
+      }
+      const auto [best, place] = draw(t, state[0].item<int64_t>() + 1 + level[t]);
       if (std::isfinite(best)) drawn[t] = place;
     }
   }
@@ -2490,6 +2522,11 @@ void finish_cycle(const Tensor& logits, const Tensor& read, const Tensor& tokens
   }
   result[size - 1] = n_valid - 1;
   if (keeps) pending = first + count;
+  if (was_seen) {
+    TORCH_CHECK(root >= 0 && root < V, "token ", root);
+    was_seen[root] = true;
+    for (int64_t i = 0; i < count; i++) was_seen[std::max<int64_t>(drawn[path[i]], 0)] = true;
+  }
   root = std::max<int64_t>(drawn[last], 0);
   seq_len += count;
 }
@@ -2554,7 +2591,7 @@ TORCH_LIBRARY(FASTEAGLE_NAMESPACE, m) {
   m.def(
       "finish_cycle(Tensor logits, Tensor read, Tensor tokens, Tensor parents, Tensor valid, "
       "Tensor? sources, Tensor(a!)[] state, Tensor? temperature, Tensor? seed, Tensor? top_k, "
-      "Tensor? top_p, Tensor? min_p, int depth, bool in_place, bool extends, bool keeps) -> ()");
+      "Tensor? top_p, Tensor? min_p, Tensor(b!)? seen, Tensor? penalty, int depth, bool in_place, bool extends, bool keeps) -> ()");
   m.class_<Target>("Target")
       .def(torch::init<std::vector<Tensor>, Tensor, Tensor, Tensor, Tensor, Tensor, int64_t, int64_t,
                        double>())

@@ -148,7 +148,7 @@ def test_rivals_are_measured_before_the_trees_that_take_long(dry, monkeypatch):
     assert dry("speed")[0] == 0
     firsts = [rows[0] for _, rows, _ in measured[:2]]
     assert firsts == ["hf", "plain"] and measured[1][1][-1] == "gpt-fast"
-    assert len(set(measured)) == len({(p, kv, rows[-1]) for p, rows, kv in measured}) == 9
+    assert len(set(measured)) == len({(p, kv, rows[-1]) for p, rows, kv in measured}) == 10
     trees = {(p, row) for p, rows, kv in measured for row in rows if kv == "auto"}
     assert trees >= {(p, row) for p in speed.PRECISIONS for row in speed.EAGLE}
 

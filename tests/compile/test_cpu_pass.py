@@ -17,7 +17,7 @@ from fasteagle.model import KVCache, Output
 from fasteagle.options import SamplingParams
 from fasteagle.quant import cpu_build
 from fasteagle.quant.scheme import Scheme
-from fasteagle.sampling import DrawKind, draw
+from fasteagle.sampling import BAD_ROW, DrawKind, draw
 from fasteagle.shapes import AnyShape, FusedShape, TreeShape
 from fasteagle.state import CycleSpec, DecodeState
 from fasteagle.tree import HEAD, LOOKUP, DraftTree
@@ -149,7 +149,7 @@ def test_what_does_not_fit_the_end_of_a_cycle_is_refused():
             kept[at - 6] = value
         state.seq_len.fill_(5)
         state.count.fill_(1)
-        torch.ops.fasteagle_cpu.finish_cycle(*given, kept, *[None] * 5, 1, False, True, True)
+        torch.ops.fasteagle_cpu.finish_cycle(*given, kept, *[None] * 7, 1, False, True, True)
 
     run()
     for at, value, message in (
@@ -197,6 +197,8 @@ DRAWN = [
     SamplingParams(0.9, top_k=5),
     SamplingParams(1.2, top_p=0.8),
     SamplingParams(0.7, top_k=7, top_p=0.9, min_p=0.05),
+    SamplingParams(repetition_penalty=1.3),
+    SamplingParams(1.1, top_p=0.9, repetition_penalty=0.8),
 ]
 CASES: list[tuple[AnyShape | None, int, bool]] = [
     (None, 1, False),
@@ -234,10 +236,11 @@ def test_the_end_of_a_cycle_leaves_the_same_state(shape, rows, chain, width, wro
         for state, end in zip(states, (finish, EAGER.finish), strict=True):
             state.count.fill_(3)
             state.features.fill_(0.5)
+            state.seen[0, ::7] = True
             state.knobs.load(dataclasses.replace(params, seed=attempt << 40 | 5))
             end(state, spec, proposal, output)
         one, two = states
-        for name in ("seq_len", "root", "count", "text", "result"):
+        for name in ("seq_len", "root", "count", "text", "result", "seen"):
             assert torch.equal(getattr(one, name), getattr(two, name)), name
         seen = int(one.count)
         if width:  # what lies behind is padding
@@ -261,6 +264,7 @@ def test_the_end_of_a_cycle_leaves_the_same_state(shape, rows, chain, width, wro
         SamplingParams(1.5, top_k=1),
         SamplingParams(1.5, top_k=50),
         SamplingParams(1.5, top_k=1500, min_p=0.3),
+        SamplingParams(100.0, top_k=1500),
         SamplingParams(2.0, min_p=0.1),
     ],
     ids=str,
@@ -280,16 +284,33 @@ def test_drawn_tokens_are_those_of_sampling(V, spread, params):
         state = state_of(target, 7 + attempt)
         state.knobs.load(dataclasses.replace(params, seed=attempt))
         position = state.seq_len + 1 + torch.zeros(1, dtype=torch.long)
-        expected = int(draw(logits, position, spec.kind, state.knobs))
+        seen = torch.zeros(1, V, dtype=torch.bool)
+        seen[0, :40:3] = True  # the root among them
+        expected = int(draw(logits, position, spec.kind, state.knobs, seen))
         for threads in (torch.get_num_threads(), 1):
             before = torch.get_num_threads()
             state.seq_len.fill_(7 + attempt)
+            state.root.zero_()
+            state.seen = seen.clone()
             torch.set_num_threads(threads)
             finish(state, spec, Proposal.of(state.root_alone(1)), Output(logits, logits[:, :1]))
             torch.set_num_threads(before)
             assert int(state.root) == expected
         drawn.add(expected)
     assert len(drawn) > 1
+
+
+@pytest.mark.parametrize("params", DRAWN[1:5], ids=str)
+@pytest.mark.parametrize("largest", [3e38, -3e38])
+def test_scores_beyond_fp32_are_no_token(params, largest):
+    """A temperature below one makes infinities of finite logits."""
+    params = dataclasses.replace(params, temperature=0.7)
+    target = native_target(tiny_config(**SHAPE))
+    spec, state = CycleSpec(None, 1, 0, DrawKind.of(params, 60)), state_of(target, 5)
+    state.knobs.load(params)
+    logits = torch.full((1, 60), largest)
+    finish(state, spec, Proposal.of(state.root_alone(1)), Output(logits, logits[:, :1]))
+    assert int(state.result[0]) == BAD_ROW
 
 
 def test_what_the_kernels_do_not_do_is_done_by_the_cycle():
