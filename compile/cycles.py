@@ -84,10 +84,10 @@ class CycleCompiler:
     ) -> None:
         """Run it on what may come: fewer rows, where padding is left out."""
         if self._drafter is None or spec.shape is None or not may_be_shorter(self._drafter, spec):
-            finish(state, spec, proposal, output_of(self._engine, spec.rows))
+            finish(state, spec, proposal, self._output(spec.rows))
             return
         for rows in (spec.rows, 1):  # from two on one code serves for all
-            part, output = proposal.first_rows(rows), output_of(self._engine, rows)
+            part, output = proposal.first_rows(rows), self._output(rows)
             if rows > 1:
                 for tensor in (*part.tree, *part[1:], *output):
                     if isinstance(tensor, Tensor):
@@ -113,6 +113,13 @@ class CycleCompiler:
         proposal = draft(state, drafter, spec)
         finish(state, spec, proposal, verify(state, self._engine.model, proposal))
         return Pieces(draft, verify, finish)
+
+    def _output(self, T: int) -> Output:
+        """What a pass over T rows may have given."""
+        target, tap_layers = self._engine.model, self._engine.state.tap_layers
+        features = target.norm.weight.new_zeros(T, target.config.dim)
+        taps = features.new_zeros(T, len(tap_layers) * target.config.dim, dtype=torch.float32)
+        return Output(target.lm_head(features), features, taps if tap_layers else None)
 
     def _state(self, n_slots: int) -> DecodeState:
         engine = self._engine
@@ -158,11 +165,3 @@ def own_code(piece: Any, settings: dict[str, Any] | None = None) -> Callable[...
 
 def _planes(cache: KVCache) -> list[Tensor]:
     return [plane for pair in cache.layers for plane in pair]
-
-
-def output_of(engine: Engine, T: int) -> Output:
-    """What a pass over T rows may have given."""
-    target, tap_layers = engine.model, engine.state.tap_layers
-    features = target.norm.weight.new_zeros(T, target.config.dim)
-    taps = features.new_zeros(T, len(tap_layers) * target.config.dim, dtype=torch.float32)
-    return Output(target.lm_head(features), features, taps if tap_layers else None)

@@ -2202,6 +2202,11 @@ inline std::pair<float, int64_t> largest_of(const float* x, int64_t begin, int64
   return {most, begin};
 }
 
+// Whether a value that comes later replaces the largest so far: NaN does, and stays.
+inline bool replaces(float value, float largest) {
+  return largest == largest && !(value <= largest);
+}
+
 // Of each row of fp32 logits [T, V] the largest and its first place, as torch.max(dim=-1).
 std::tuple<Tensor, Tensor> maximum(const Tensor& x_) {
   const Tensor x = x_.contiguous();
@@ -2224,7 +2229,7 @@ std::tuple<Tensor, Tensor> maximum(const Tensor& x_) {
     auto best = found[t * threads];
     for (int i = 1; i < used; i++) {
       const auto& next = found[t * threads + i];
-      if (best.first == best.first && !(next.first <= best.first)) best = next;
+      if (replaces(next.first, best.first)) best = next;
     }
     values.mutable_data_ptr<float>()[t] = best.first;
     places.mutable_data_ptr<int64_t>()[t] = best.second;
@@ -2246,12 +2251,12 @@ std::pair<float, int64_t> drawn_of(const float* x, int64_t V, const Noise& noise
       const int64_t n = std::min(PART, end - i);
       noise.add_to(x + i, i, n, scores);
       const auto [value, place] = largest_of(scores, 0, n);
-      if (best.first == best.first && !(value <= best.first)) best = {value, i + place};
+      if (replaces(value, best.first)) best = {value, i + place};
     }
   });
   auto best = found[0];
   for (int i = 1; i < used; i++)
-    if (best.first == best.first && !(found[i].first <= best.first)) best = found[i];
+    if (replaces(found[i].first, best.first)) best = found[i];
   return best;
 }
 
@@ -2334,7 +2339,7 @@ std::pair<float, int64_t> drawn_among(const float* x, int64_t V, const Noise& no
     me.team.barrier();
     float largest = best[0];
     for (int i = 1; i < me.size; i++)
-      if (largest == largest && !(best[i] <= largest)) largest = best[i];
+      if (replaces(best[i], largest)) largest = best[i];
     if (me.id == 0) most = largest;
     const float top = largest / noise.temperature;
     if (!std::isfinite(top)) return;
@@ -2382,7 +2387,8 @@ void finish_cycle(const Tensor& logits, const Tensor& read, const Tensor& tokens
                   at::TensorList state, const std::optional<Tensor>& temperature,
                   const std::optional<Tensor>& seed, const std::optional<Tensor>& top_k,
                   const std::optional<Tensor>& top_p, const std::optional<Tensor>& min_p,
-                  const std::optional<Tensor>& seen, const std::optional<Tensor>& penalty, int64_t depth, bool in_place, bool extends, bool keeps) {
+                  const std::optional<Tensor>& seen, const std::optional<Tensor>& penalty,
+                  int64_t depth, bool in_place, bool extends, bool keeps) {
   const int64_t T = tokens.numel();
   TORCH_CHECK(state.size() == 8 && logits.dim() == 2 && logits.size(0) == T && T > 0 && depth >= 0,
               "a state and a tree");
@@ -2591,7 +2597,8 @@ TORCH_LIBRARY(FASTEAGLE_NAMESPACE, m) {
   m.def(
       "finish_cycle(Tensor logits, Tensor read, Tensor tokens, Tensor parents, Tensor valid, "
       "Tensor? sources, Tensor(a!)[] state, Tensor? temperature, Tensor? seed, Tensor? top_k, "
-      "Tensor? top_p, Tensor? min_p, Tensor(b!)? seen, Tensor? penalty, int depth, bool in_place, bool extends, bool keeps) -> ()");
+      "Tensor? top_p, Tensor? min_p, Tensor(b!)? seen, Tensor? penalty, int depth, bool in_place, "
+      "bool extends, bool keeps) -> ()");
   m.class_<Target>("Target")
       .def(torch::init<std::vector<Tensor>, Tensor, Tensor, Tensor, Tensor, Tensor, int64_t, int64_t,
                        double>())
