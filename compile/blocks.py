@@ -25,8 +25,14 @@ from torch import Tensor
 from fasteagle.compile.cpu_blocks import is_native, is_native_block
 from fasteagle.compile.cuda_blocks import is_fused, is_fused_block
 from fasteagle.compile.cycles import CycleCompiler
+from fasteagle.decoding.context import MAX_TREE_ROWS
+from fasteagle.drafting.draft_head import HeadDrafter
+from fasteagle.errors import note
+from fasteagle.generate import Engine
 from fasteagle.model import KEY_BLOCK, Block, Transformer, attend, run_blocks
+from fasteagle.options import SamplingParams
 from fasteagle.paths import compiled_dir
+from fasteagle.sampling import DrawKind
 from fasteagle.tree import TreeView
 
 LONGEST_SPAN = 6  # blocks; longer ones take longer to compile and gained nothing more
@@ -270,3 +276,25 @@ def attend_on_cpu(q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Tensor) -> 
     scores = (q.unsqueeze(2).float() * k_cache.unsqueeze(1).float()).sum(-1) / math.sqrt(q.shape[2])
     weights = torch.softmax(scores.masked_fill(~mask, float("-inf")), -1)  # [G, group, S]
     return (weights.unsqueeze(3) * v_cache.unsqueeze(1).float()).sum(2).to(v_cache.dtype)
+
+
+def start_compiler(engine: Engine, params: SamplingParams | None = None) -> BlockCompiler:
+    """Begin to compile what the engine runs in the background, for answers drawn like `params`."""
+    drafter = engine.drafter
+    head_block = drafter.head.block if isinstance(drafter, HeadDrafter) else None
+    kind = DrawKind.of(params or SamplingParams(), engine.model.config.vocab_size)
+    cycles = CycleCompiler(engine, kind)
+    max_slots = engine.max_seq_len + MAX_TREE_ROWS
+    compiler = BlockCompiler(engine.model, max_slots, head_block, cycles, engine.state.tap_layers)
+    compiler.start()
+    return compiler
+
+
+def compile_now(engine: Engine, params: SamplingParams | None = None) -> bool:
+    """Compile what the engine runs and use it; a warning line and False where that fails."""
+    compiler = start_compiler(engine, params)
+    compiler.wait()
+    if compiler.apply():
+        return True
+    note(f"warning: running without compilation: {compiler.error}")
+    return False

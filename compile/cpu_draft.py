@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fasteagle.compile.cpu_blocks import block_tensors, is_native_block
-from fasteagle.cycle import EAGER, Proposal
+from fasteagle.decoding.cycle import EAGER, Proposal
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.draft_head import HeadDrafter
 from fasteagle.drafting.eagle import EagleDrafter

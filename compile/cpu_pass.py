@@ -11,7 +11,7 @@ import torch
 
 from fasteagle.compile.cpu_blocks import block_tensors, is_native
 from fasteagle.compile.cpu_draft import NativeDraft
-from fasteagle.cycle import EAGER, Pieces, Proposal
+from fasteagle.decoding.cycle import EAGER, Pieces, Proposal
 from fasteagle.model import Output, Transformer
 from fasteagle.quant.cpu_linear import NativeLinear, NativeNorm
 from fasteagle.quant.linear import QuantizedLMHead

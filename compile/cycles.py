@@ -16,13 +16,13 @@ from torch import Tensor
 
 from fasteagle.compile.cpu_draft import drafts_natively
 from fasteagle.compile.cuda_blocks import is_fused
-from fasteagle.cycle import EAGER, Pieces, Proposal
+from fasteagle.decoding.cycle import EAGER, Pieces, Proposal
+from fasteagle.decoding.runner import may_be_shorter
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.draft_head import HeadDrafter
 from fasteagle.drafting.draft_model import ModelDrafter
 from fasteagle.generate import Engine
 from fasteagle.model import KEY_BLOCK, KVCache, Output
-from fasteagle.runner import may_be_shorter
 from fasteagle.sampling import DrawKind
 from fasteagle.shapes import AnyShape
 from fasteagle.state import CycleSpec, DecodeState

@@ -19,12 +19,12 @@ from fasteagle.compile.ahead import compile_ahead
 from fasteagle.compile.cpu_pass import native_pieces
 from fasteagle.compile.cuda_ops import move_rows, use_kernels
 from fasteagle.compile.tree_attention import has_triton
-from fasteagle.cycle import EAGER, Pieces, decode_cycle
+from fasteagle.decoding.cycle import EAGER, Pieces, decode_cycle
+from fasteagle.decoding.runner import Done, Runner
 from fasteagle.drafting.base import Drafter
 from fasteagle.generate import Engine
 from fasteagle.logits import LogitsProcessor
 from fasteagle.model import KVCache, Transformer
-from fasteagle.runner import Done, Runner
 from fasteagle.state import CycleSpec, DecodeState
 
 WARM_UPS = 3  # runs before capture: kernels compile, libraries choose, workspaces are made

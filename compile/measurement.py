@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fasteagle.compile.cpu_draft import NativeChain, look_up
-from fasteagle.cycle import EAGER, Proposal, decode_cycle
+from fasteagle.decoding.cycle import EAGER, Proposal, decode_cycle
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.draft_head import HeadDrafter
 from fasteagle.drafting.eagle import EagleDrafter

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fasteagle.errors import FasteagleError as FasteagleError
 
 if TYPE_CHECKING:
-    from fasteagle.answer import Chunk as Chunk
+    from fasteagle.answering.answer import Chunk as Chunk
     from fasteagle.llm import LLM as LLM
     from fasteagle.llm import Answer as Answer
     from fasteagle.llm import load as load

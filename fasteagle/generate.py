@@ -14,18 +14,18 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 from torch import Tensor
 
-from fasteagle.context import MAX_TREE_ROWS, Context
+from fasteagle.decoding.context import MAX_TREE_ROWS, Context
+from fasteagle.decoding.runner import Done
+from fasteagle.decoding.stats import Stats
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.controller import Outcome
 from fasteagle.errors import EngineError, FasteagleError
 from fasteagle.logits import LogitsProcessor
 from fasteagle.model import KEY_BLOCK, KVCache, Transformer
 from fasteagle.options import SamplingParams
-from fasteagle.runner import Done
 from fasteagle.sampling import BAD_ROW, DrawKind, draw
 from fasteagle.shapes import AnyShape
 from fasteagle.state import MAX_DEPTH, PENDING, CycleSpec
-from fasteagle.stats import Stats
 from fasteagle.tree import chain
 from fasteagle.verify import PAD
 

@@ -13,15 +13,18 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 
-from fasteagle.answer import AnswerRequest, Chunk, answer
-from fasteagle.background import Preparation
+from fasteagle.answering.answer import AnswerRequest, Chunk, answer
+from fasteagle.answering.background import Preparation
+from fasteagle.answering.grammar import GrammarCompiler
+from fasteagle.answering.prefix_cache import PrefixCache
+from fasteagle.compile.blocks import compile_now
+from fasteagle.decoding.stats import Stats
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
-from fasteagle.grammar import GrammarCompiler
 from fasteagle.loading.draft_model import model_drafter, open_draft_model
-from fasteagle.loading.find_head import check_draft, make_drafter
 from fasteagle.loading.lookup_files import read_documents
-from fasteagle.loading.open import compile_now, open_for, precision_options
+from fasteagle.loading.make_drafter import check_draft, make_drafter
+from fasteagle.loading.open import open_for, precision_options
 from fasteagle.loading.tokenizer import ChatTokenizer, Message
 from fasteagle.logits import TokenLogprob
 from fasteagle.options import (
@@ -33,8 +36,6 @@ from fasteagle.options import (
     SamplingParams,
     fresh_seed,
 )
-from fasteagle.prefix_cache import PrefixCache
-from fasteagle.stats import Stats
 
 if TYPE_CHECKING:
     from typing import Unpack

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import click
 import httpx
 
-from fasteagle.background import Preparation
+from fasteagle.answering.background import Preparation
 from fasteagle.cli.command import Script
 from fasteagle.errors import FasteagleError, note
 from fasteagle.llm import LLM, open_llm

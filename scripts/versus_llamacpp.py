@@ -27,7 +27,7 @@ from fasteagle.bench.rows import Row, Turn
 from fasteagle.bench.run import BenchOptions, answer, build_rows, warm_up
 from fasteagle.cli.command import Script
 from fasteagle.cli.options import comma_list
-from fasteagle.context import common_prefix
+from fasteagle.decoding.context import common_prefix
 from fasteagle.device import device_name
 from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.gguf import GGUFFile

@@ -9,7 +9,7 @@ import torch
 
 from fasteagle.compile.costs import choose_plain_rows
 from fasteagle.compile.measurement import Measurement
-from fasteagle.context import common_prefix
+from fasteagle.decoding.context import common_prefix
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
@@ -125,7 +125,7 @@ def test_a_shorter_prompt_that_is_all_cached_still_answers(engine, model):
 def test_prefill_in_chunks_equals_one_pass(model, monkeypatch):
     prompt = PROMPT * 20
     whole = tokens(Engine(model, 512), prompt)
-    monkeypatch.setattr("fasteagle.context.PREFILL_CHUNK", 7)
+    monkeypatch.setattr("fasteagle.decoding.context.PREFILL_CHUNK", 7)
     assert tokens(Engine(model, 512), prompt) == whole
 
 
@@ -136,7 +136,7 @@ def test_chunks_of_a_prompt_are_longer_on_a_gpu(model, monkeypatch):
     engine = Engine(model, 512, drafter=drafter)
     whole, lengths = tokens(engine, prompt), engine.stats.path_lengths
     assert engine.prefill_chunk == 256
-    monkeypatch.setattr("fasteagle.context.HEAD_CHUNK", 7)
+    monkeypatch.setattr("fasteagle.decoding.context.HEAD_CHUNK", 7)
     monkeypatch.setattr(Engine, "prefill_chunk", 31)
     other = Engine(model, 512, drafter=EagleDrafter(drafter.head, TreeShape(3, 3, 8), 512))
     assert tokens(other, prompt) == whole and other.stats.path_lengths == lengths

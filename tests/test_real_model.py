@@ -16,8 +16,8 @@ from fasteagle.bench.hf import hf_model
 from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.entries import REGISTRY
-from fasteagle.loading.find_head import make_drafter
 from fasteagle.loading.hub import sha256
+from fasteagle.loading.make_drafter import make_drafter
 from fasteagle.loading.open import open_model
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.model import KVCache, causal_mask

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fasteagle.bench.ablation import ablated
-from fasteagle.cycle import decode_cycle
+from fasteagle.decoding.cycle import decode_cycle
+from fasteagle.decoding.stats import Stats
 from fasteagle.drafting.base import Controlled
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter
@@ -20,7 +21,6 @@ from fasteagle.model import Transformer
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import DrawKind, process_logits
 from fasteagle.shapes import FusedShape, StaticShape, TreeShape
-from fasteagle.stats import Stats
 from fasteagle.tree import DraftTree, chain
 from helpers import (
     drawing,

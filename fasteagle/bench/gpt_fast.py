@@ -17,10 +17,11 @@ import torch
 
 from fasteagle.bench.measure import peak_meter
 from fasteagle.bench.rows import EngineDecoder, Turn
+from fasteagle.compile.blocks import compile_now
 from fasteagle.config import ModelConfig
 from fasteagle.device import pick_device
 from fasteagle.errors import FasteagleError
-from fasteagle.loading.open import OpenedModel, compile_now, open_model
+from fasteagle.loading.open import OpenedModel, open_model
 from fasteagle.loading.tensors import DummyCheckpoint
 from fasteagle.loading.tokenizer import DummyTokenizer
 from fasteagle.options import RuntimeOptions, SamplingParams

@@ -7,11 +7,11 @@ from typing import Any, Protocol
 
 from fasteagle.bench.hf import hf_generate
 from fasteagle.bench.latency import Chunk, token_latencies
+from fasteagle.decoding.stats import Stats
 from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import AnyShape
-from fasteagle.stats import Stats
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,7 @@ from fasteagle.bench.roofline import Storage
 from fasteagle.bench.row_spec import LOOKUP_TOKENS, RowSpec, chain_shape, parse_rows
 from fasteagle.bench.rows import Decoder, EngineDecoder, HFDecoder, Row, Spent
 from fasteagle.bench.simulate import check_simulation, dummy_drafter, wants_dummy_head
+from fasteagle.compile.blocks import compile_now
 from fasteagle.compile.costs import choose_plain_rows, tune_now
 from fasteagle.compile.graphs import make_engine
 from fasteagle.compile.int8_cache import cache_bytes
@@ -35,15 +36,9 @@ from fasteagle.errors import FasteagleError, note
 from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import required_bytes
 from fasteagle.loading.draft_model import model_drafter, open_draft_model
-from fasteagle.loading.find_head import check_draft, make_drafter
 from fasteagle.loading.lookup_files import read_documents
-from fasteagle.loading.open import (
-    TORCHAO,
-    OpenedModel,
-    PreparedModel,
-    compile_now,
-    precision_options,
-)
+from fasteagle.loading.make_drafter import check_draft, make_drafter
+from fasteagle.loading.open import TORCHAO, OpenedModel, PreparedModel, precision_options
 from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint
 from fasteagle.loading.tokenizer import ChatTokenizer, Message
 from fasteagle.options import DEFAULT_MODEL, DraftOptions, RuntimeOptions, SamplingParams

@@ -9,7 +9,7 @@ import sys
 
 import click
 
-from fasteagle.background import Preparation
+from fasteagle.answering.background import Preparation
 from fasteagle.cli.command import leave, silent, uncollected
 from fasteagle.cli.markdown import harmless
 from fasteagle.cli.repl import Repl, tinted, utf8_streams

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from fasteagle.background import Preparation
+from fasteagle.answering.background import Preparation
 from fasteagle.cli.markdown import screen
 from fasteagle.cli.session import ChatSession, format_stats
 from fasteagle.drafting.draft_model import ModelDrafter

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fasteagle.background import Preparation
+from fasteagle.answering.background import Preparation
+from fasteagle.answering.prefix_cache import PrefixCache
 from fasteagle.cli.command import leave, silent, uncollected
 from fasteagle.errors import FasteagleError, note
 from fasteagle.llm import open_llm
@@ -14,7 +15,6 @@ from fasteagle.options import (
     SamplingParams,
     ServeOptions,
 )
-from fasteagle.prefix_cache import PrefixCache
 
 try:
     from fasteagle.server.app import Server

@@ -11,14 +11,14 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from fasteagle.answer import AnswerRequest, answer
+from fasteagle.answering.answer import AnswerRequest, answer
+from fasteagle.answering.grammar import GrammarCompiler, GrammarMask
+from fasteagle.answering.stream import ThoughtSplitter, opened_thought
+from fasteagle.decoding.stats import Stats
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
-from fasteagle.grammar import GrammarCompiler, GrammarMask
 from fasteagle.loading.tokenizer import ChatTokenizer, Message
 from fasteagle.options import AnswerOptions, GrammarSpec, SamplingParams
-from fasteagle.stats import Stats
-from fasteagle.stream import ThoughtSplitter, opened_thought
 
 
 class ChatSession:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from fasteagle.compile.blocks import compile_now
 from fasteagle.compile.costs import costs_of, follow_costs, tunable
 from fasteagle.drafting.controller import name
 from fasteagle.drafting.plan import FACTORS, AnyPlan, Costs
 from fasteagle.errors import FasteagleError, note
 from fasteagle.llm import open_llm
-from fasteagle.loading.open import compile_now
 from fasteagle.options import DraftOptions, RuntimeOptions
 
 

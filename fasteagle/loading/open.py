@@ -18,18 +18,15 @@ from pathlib import Path
 
 import torch
 
-from fasteagle.compile import BlockCompiler
+from fasteagle.compile.blocks import compile_now
 from fasteagle.compile.cpu_blocks import use_native_blocks
 from fasteagle.compile.cuda_blocks import use_fused_blocks
-from fasteagle.compile.cycles import CycleCompiler
 from fasteagle.compile.fixed_norm import use_fixed_norms
 from fasteagle.compile.graphs import make_engine
 from fasteagle.compile.int8_cache import use_int8_cache
 from fasteagle.compile.tree_attention import has_kernel, use_tree_attention
 from fasteagle.config import ModelConfig
-from fasteagle.context import MAX_TREE_ROWS
 from fasteagle.device import TORCH_DTYPES, accumulate_on, available_bytes, pick_device, pick_dtype
-from fasteagle.drafting.draft_head import HeadDrafter
 from fasteagle.errors import FasteagleError, note
 from fasteagle.generate import Engine
 from fasteagle.loading import registry
@@ -42,12 +39,11 @@ from fasteagle.loading.text import write_conversations
 from fasteagle.loading.tokenizer import ChatTokenizer, DummyTokenizer, load_tokenizer
 from fasteagle.loading.torchao_backend import quantize_with_torchao
 from fasteagle.model import Transformer
-from fasteagle.options import RuntimeOptions, SamplingParams
+from fasteagle.options import RuntimeOptions
 from fasteagle.paths import cache_dir
 from fasteagle.prompts import read_conversations
 from fasteagle.quant import cpu_build
 from fasteagle.quant.scheme import Scheme, parse_scheme
-from fasteagle.sampling import DrawKind
 
 TORCHAO = "-torchao"  # suffix of int4 or int8: torchao's formats and kernels instead of ours
 GPTQ_TOKENS = 8192
@@ -348,28 +344,6 @@ def use_native(options: RuntimeOptions) -> bool:
     if why_not is not None:
         note(f"warning: torch's own CPU kernels are used: {why_not}")
     return why_not is None
-
-
-def start_compiler(engine: Engine, params: SamplingParams | None = None) -> BlockCompiler:
-    """Begin to compile what the engine runs in the background, for answers drawn like `params`."""
-    drafter = engine.drafter
-    head_block = drafter.head.block if isinstance(drafter, HeadDrafter) else None
-    kind = DrawKind.of(params or SamplingParams(), engine.model.config.vocab_size)
-    cycles = CycleCompiler(engine, kind)
-    max_slots = engine.max_seq_len + MAX_TREE_ROWS
-    compiler = BlockCompiler(engine.model, max_slots, head_block, cycles, engine.state.tap_layers)
-    compiler.start()
-    return compiler
-
-
-def compile_now(engine: Engine, params: SamplingParams | None = None) -> bool:
-    """Compile what the engine runs and use it; a warning line and False where that fails."""
-    compiler = start_compiler(engine, params)
-    compiler.wait()
-    if compiler.apply():
-        return True
-    note(f"warning: running without compilation: {compiler.error}")
-    return False
 
 
 def precision_options(runtime: RuntimeOptions, precision: str) -> RuntimeOptions:

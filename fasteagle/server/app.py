@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from fasteagle import __version__
-from fasteagle.answer import Chunk
+from fasteagle.answering.answer import Chunk
 from fasteagle.errors import FasteagleError, note
 from fasteagle.llm import LLM
 from fasteagle.options import ServeOptions

@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from fasteagle.answer import AnswerRequest
+from fasteagle.answering.answer import AnswerRequest
+from fasteagle.answering.stream import opened_thought
 from fasteagle.config_fields import parse_shallow_json
 from fasteagle.errors import FasteagleError
 from fasteagle.llm import LLM
@@ -24,7 +25,6 @@ from fasteagle.server.protocol import (
     TokenizeRequest,
 )
 from fasteagle.server.tools import ToolFormat, call_grammar, tool_format
-from fasteagle.stream import opened_thought
 
 MOST_STOPS = 16
 KNOWN_TEXTS = 16

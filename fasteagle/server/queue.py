@@ -15,11 +15,11 @@ from typing import Protocol
 
 import torch
 
-from fasteagle.answer import AnswerRequest, Chunk
+from fasteagle.answering.answer import AnswerRequest, Chunk
 from fasteagle.compile.blocks import configure
+from fasteagle.decoding.stats import Stats
 from fasteagle.errors import FasteagleError
 from fasteagle.llm import LLM
-from fasteagle.stats import Stats
 
 # Chunks of one answer reach the event loop together, after so long at most. A pass of a small model
 # takes less, and waking the loop for each would take the cores from the next passes.

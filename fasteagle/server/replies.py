@@ -8,14 +8,14 @@ import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from fasteagle.answer import Chunk
+from fasteagle.answering.answer import Chunk
+from fasteagle.answering.stream import END_THINK, THINK, ThoughtSplitter, overlap
+from fasteagle.decoding.stats import Stats
 from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.logits import TokenLogprob
 from fasteagle.server.prepare import Plan
 from fasteagle.server.queue import Job
 from fasteagle.server.tools import LLAMA3, Call, parse_calls
-from fasteagle.stats import Stats
-from fasteagle.stream import END_THINK, THINK, ThoughtSplitter, overlap
 
 Json = dict[str, Any]
 

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fasteagle.compile.blocks import compile_now
 from fasteagle.device import available_bytes, pick_dtype
 from fasteagle.errors import FasteagleError, note
 from fasteagle.generate import Engine
 from fasteagle.loading.find_head import LoadedHead
-from fasteagle.loading.open import OpenedModel, PreparedModel, compile_now
+from fasteagle.loading.open import OpenedModel, PreparedModel
 from fasteagle.loading.text import write_conversations
 from fasteagle.prompts import Conversation, read_conversations
 from fasteagle.training.calibrate import peak_bytes

@@ -11,10 +11,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from fasteagle.compile.blocks import compile_now
 from fasteagle.compile.graphs import make_engine
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.generate import Engine
-from fasteagle.loading.open import compile_now
 from fasteagle.loading.source import has_native, quantize_head_
 from fasteagle.model import EagleHead
 from fasteagle.options import DraftOptions, SamplingParams

@@ -13,10 +13,11 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from fasteagle.compile.blocks import compile_now
 from fasteagle.config import ModelConfig, default_taps
 from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.head_file import load_head, save_head, with_vocabulary
-from fasteagle.loading.open import OpenedModel, Runtime, compile_now, open_for
+from fasteagle.loading.open import OpenedModel, Runtime, open_for
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.loading.text import write_answers
 from fasteagle.model import EagleHead, Transformer

@@ -16,7 +16,7 @@ import torch
 
 from fasteagle.bench.gpu_check import gpu_tests, kernels, models, profile, stage
 from fasteagle.bench.gpu_check.profile import Event
-from fasteagle.cycle import EAGER
+from fasteagle.decoding.cycle import EAGER
 from fasteagle.errors import FasteagleError
 from fasteagle.sampling import DrawKind
 from helpers import captured_engine, random_target, tiny_config

@@ -20,7 +20,7 @@ from fasteagle.bench.medusa import (
 )
 from fasteagle.bench.run import BenchOptions
 from fasteagle.bench.train_medusa import measure_ranks, read_positions, train_medusa
-from fasteagle.cycle import decode_cycle
+from fasteagle.decoding.cycle import decode_cycle
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.model import KVCache, causal_mask

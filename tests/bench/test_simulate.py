@@ -13,6 +13,7 @@ from fasteagle.bench.row_spec import RowSpec, parse_rows
 from fasteagle.bench.rows import Row, Turn
 from fasteagle.bench.run import BenchOptions
 from fasteagle.bench.simulate import check_simulation, dummy_drafter
+from fasteagle.decoding.stats import Stats
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.entries import EAGLE3, REGISTRY, PublishedHead
@@ -23,7 +24,6 @@ from fasteagle.model import Eagle3Head, LMHead
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.shapes import TreeShape
-from fasteagle.stats import Stats
 
 CPU = RuntimeOptions(device="cpu", max_seq_len=64)
 EAGLE = DraftOptions(drafter="eagle")

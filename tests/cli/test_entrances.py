@@ -14,11 +14,11 @@ from click.testing import CliRunner
 
 from fasteagle.cli import main as cli
 from fasteagle.compile import graphs
+from fasteagle.decoding.runner import Runner
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.head_file import save_head
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.model import Transformer
-from fasteagle.runner import Runner
 from helpers import FakeGraphs, eagle3_of, random_head
 
 DRAFTERS = ("none", "ngram", "eagle", "fused", "eagle-static", "eagle-chain")

@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from fasteagle.cli.session import ChatSession
-from fasteagle.compile.blocks import missing_compiler
+from fasteagle.compile.blocks import compile_now, missing_compiler
 from fasteagle.compile.costs import follow_costs
 from fasteagle.drafting.base import Tuning
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.plan import DEFAULT_RANKS
 from fasteagle.generate import Engine
-from fasteagle.loading.open import compile_now
 from fasteagle.options import AnswerOptions, SamplingParams
 from fasteagle.tree import TreeShape
 from helpers import Letters, costs, random_head, random_target, tiny_config

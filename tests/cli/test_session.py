@@ -7,15 +7,15 @@ import dataclasses
 import pytest
 import torch
 
-from fasteagle.answer import Chunk
+from fasteagle.answering.answer import Chunk
 from fasteagle.cli.markdown import harmless
 from fasteagle.cli.session import ChatSession, format_stats
+from fasteagle.decoding.stats import Stats
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.options import AnswerOptions, SamplingParams
-from fasteagle.stats import Stats
 from helpers import TINY_VOCAB, Letters
 
 

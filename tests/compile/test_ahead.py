@@ -12,11 +12,11 @@ import torch
 
 from fasteagle.compile import graphs
 from fasteagle.compile.ahead import collecting, compile_ahead, compile_all, run_commits, run_passes
+from fasteagle.decoding.runner import Runner
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.llm import open_llm
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.quant import packed, planes
-from fasteagle.runner import Runner
 from fasteagle.sampling import DrawKind
 from fasteagle.shapes import TreeShape
 from helpers import captured_engine, random_head, random_target, tiny_config

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fasteagle.compile import BlockCompiler, blocks
+from fasteagle.compile.blocks import start_compiler
 from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
-from fasteagle.loading.open import start_compiler
 from fasteagle.options import SamplingParams
 from helpers import eagle3_of, random_head, save_tiny
 

@@ -11,7 +11,7 @@ import torch
 
 from fasteagle.compile.costs import follow_costs, load_costs, store_costs, tune_now
 from fasteagle.compile.measurement import Measurement
-from fasteagle.cycle import EAGER, Pieces
+from fasteagle.decoding.cycle import EAGER, Pieces
 from fasteagle.drafting.base import Tuning
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter

@@ -7,7 +7,7 @@ import torch
 
 from fasteagle.compile.cpu_draft import NativeDraft, can_draft, drafts_natively
 from fasteagle.compile.cycles import CycleCompiler
-from fasteagle.cycle import EAGER
+from fasteagle.decoding.cycle import EAGER
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.sure_chain import Stopping
 from fasteagle.generate import Engine

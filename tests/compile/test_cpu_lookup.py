@@ -12,7 +12,7 @@ from fasteagle.compile.cpu_draft import NativeDraft
 from fasteagle.compile.cpu_pass import native_pieces
 from fasteagle.compile.cycles import CycleCompiler
 from fasteagle.compile.measurement import Measurement
-from fasteagle.cycle import EAGER
+from fasteagle.decoding.cycle import EAGER
 from fasteagle.drafting.base import Tuning
 from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.lookup import Corpus, Lookup

@@ -9,7 +9,7 @@ import torch
 
 from fasteagle.compile.cpu_blocks import use_native_blocks
 from fasteagle.compile.cpu_pass import finish, native_pieces, passes_natively
-from fasteagle.cycle import EAGER, Proposal
+from fasteagle.decoding.cycle import EAGER, Proposal
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.generate import Engine
 from fasteagle.loading.source import quantize_

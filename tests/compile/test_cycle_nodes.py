@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fasteagle.compile import cuda_blocks, cuda_ops
-from fasteagle.cycle import EAGER, Proposal
+from fasteagle.decoding.cycle import EAGER, Proposal
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.generate import Engine
 from fasteagle.loading.registry import preset

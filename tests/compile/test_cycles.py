@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fasteagle.compile.blocks import missing_compiler
+from fasteagle.compile.blocks import compile_now, missing_compiler
 from fasteagle.compile.costs import follow_costs
 from fasteagle.compile.cycles import CycleCompiler
 from fasteagle.compile.graphs import CapturedRunner, make_engine
 from fasteagle.compile.tree_attention import use_tree_attention
-from fasteagle.cycle import EAGER
+from fasteagle.decoding.cycle import EAGER
 from fasteagle.drafting.base import Tuning
 from fasteagle.drafting.draft_model import ModelDrafter
 from fasteagle.drafting.eagle import EagleDrafter
@@ -20,7 +20,6 @@ from fasteagle.drafting.plan import DEFAULT_RANKS
 from fasteagle.drafting.static_tree import StaticTreeDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
-from fasteagle.loading.open import compile_now
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import DrawKind
 from fasteagle.shapes import FusedShape, TreeShape

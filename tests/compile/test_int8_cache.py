@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 import torch
 
+from fasteagle.answering.prefix_cache import PrefixCache
 from fasteagle.compile import int8_cache
-from fasteagle.compile.blocks import missing_compiler
+from fasteagle.compile.blocks import compile_now, missing_compiler
 from fasteagle.compile.int8_cache import SPARE, cache_bytes, dense_rows, quantized_rows
 from fasteagle.compile.tree_attention import use_tree_attention
 from fasteagle.drafting.eagle import EagleDrafter
@@ -16,10 +17,9 @@ from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import required_bytes
-from fasteagle.loading.open import compile_now, load_runtime
+from fasteagle.loading.open import load_runtime
 from fasteagle.loading.registry import preset
 from fasteagle.options import RuntimeOptions, SamplingParams
-from fasteagle.prefix_cache import PrefixCache
 from fasteagle.shapes import TreeShape
 from fasteagle.training.batch import BatchSampler
 from helpers import captured_engine, random_head, random_target, tiny_config

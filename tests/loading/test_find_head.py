@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib import resources
 
 import pytest
 import torch
@@ -16,17 +17,18 @@ from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.static_tree import StaticTreeDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
-from fasteagle.loading import find_head as heads
+from fasteagle.loading import make_drafter as drafters
 from fasteagle.loading import open as opening
 from fasteagle.loading import registry
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.entries import EAGLE3
-from fasteagle.loading.find_head import find_head, make_drafter, read_tree
+from fasteagle.loading.find_head import find_head
 from fasteagle.loading.head_file import save_head, with_vocabulary
+from fasteagle.loading.make_drafter import make_drafter
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.options import DraftOptions, SamplingParams
 from fasteagle.paths import cache_dir
-from fasteagle.shapes import SureChain, TreeShape
+from fasteagle.shapes import SureChain, TreeShape, read_tree
 from head_folders import DIALECTS, head_for, write_folder
 from helpers import eagle3_of, forbid, official_files, put_in_cache, random_head, save_tiny
 
@@ -66,7 +68,7 @@ def drafter_for(model, checkpoint, **options):
 def test_search_order(tmp_path, monkeypatch, hub_cache):
     identity, name = "ab" * 32, "vicuna-7b"
     shipped = tmp_path / "package"
-    monkeypatch.setattr(heads.resources, "files", lambda package: shipped)
+    monkeypatch.setattr(resources, "files", lambda package: shipped)
     asked = tmp_path / "asked"
     asked.mkdir()
     repo = tmp_path / "repo"
@@ -138,7 +140,7 @@ def test_a_shipped_head_is_found_for_the_same_weights_under_another_name(
     tmp_path, monkeypatch, head, checkpoint
 ):
     identity = fingerprint(checkpoint)
-    monkeypatch.setattr(heads.resources, "files", lambda package: tmp_path)
+    monkeypatch.setattr(resources, "files", lambda package: tmp_path)
     folder = tmp_path / "data" / "heads" / "famous-model"
     save_head(folder, head, {"target_fingerprint": identity}, torch.float32)
     found = find_head(None, str(tmp_path / "copy.gguf"), identity)
@@ -197,10 +199,10 @@ def test_how_far_is_copied(model, checkpoint):
 
 @pytest.mark.parametrize("reach", [None, 1, 31])
 def test_chains_on_cpus_copy_as_far_as_asked(monkeypatch, head, model, checkpoint, reach):
-    monkeypatch.setattr(heads, "can_draft", lambda head: True)
-    monkeypatch.setattr(heads, "is_native", lambda target: True)
+    monkeypatch.setattr(drafters, "can_draft", lambda head: True)
+    monkeypatch.setattr(drafters, "is_native", lambda target: True)
     options = DraftOptions(lookup_depth=reach)
-    drafter = heads.tree_drafter(head, options, 256, True, native=True)
+    drafter = drafters.tree_drafter(head, options, 256, True, native=True)
     assert isinstance(drafter, FusedDrafter) and drafter.shape == SureChain(reach or 16)
     found, _ = drafter_for(model, checkpoint, drafter="ngram", lookup_depth=reach)
     assert found.shape == drafter.shape and found.tuning is not None
@@ -208,7 +210,7 @@ def test_chains_on_cpus_copy_as_far_as_asked(monkeypatch, head, model, checkpoin
         reach == 31
     )
     with pytest.raises(FasteagleError, match="lookup-depth 32 is out of range for chains on CPUs"):
-        heads.tree_drafter(head, DraftOptions(lookup_depth=32), 256, True, native=True)
+        drafters.tree_drafter(head, DraftOptions(lookup_depth=32), 256, True, native=True)
 
 
 def test_costs_are_kept_for_one_head_one_kind_of_shape_and_one_corpus(

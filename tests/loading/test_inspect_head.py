@@ -11,8 +11,8 @@ from fasteagle.config import Eagle3Config
 from fasteagle.generate import Engine
 from fasteagle.loading import inspect_head as module
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
-from fasteagle.loading.find_head import make_drafter
 from fasteagle.loading.head_file import save_head
+from fasteagle.loading.make_drafter import make_drafter
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.options import DraftOptions
 from head_folders import DIALECTS, head_for, write_folder

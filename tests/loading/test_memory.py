@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from fasteagle.cli.main import main
 from fasteagle.cli.models import memory_cells
 from fasteagle.compile import int8_cache
-from fasteagle.context import MAX_TREE_ROWS, PREFILL_CHUNK_CUDA
+from fasteagle.decoding.context import MAX_TREE_ROWS, PREFILL_CHUNK_CUDA
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import checkpoint, memory
 from fasteagle.loading import open as opening

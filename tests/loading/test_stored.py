@@ -135,8 +135,8 @@ def test_a_calibrated_head_runs_as_it_was_judged(folder, tmp_path, monkeypatch, 
     """Calibration measures min-max weights, whatever the target's values come from."""
 
     from fasteagle.loading import find_head
-    from fasteagle.loading.find_head import make_drafter
     from fasteagle.loading.head_file import save_head
+    from fasteagle.loading.make_drafter import make_drafter
     from fasteagle.options import DraftOptions
 
     engine, checkpoint = quantized_engine(folder, "int4-g32-hqq")

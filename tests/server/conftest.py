@@ -13,8 +13,8 @@ pytest.importorskip("fastapi", reason="needs the extra [serve]")
 from tokenizers.pre_tokenizers import ByteLevel
 
 import fasteagle
+from fasteagle.answering.prefix_cache import PrefixCache
 from fasteagle.options import AnswerOptions, ServeOptions
-from fasteagle.prefix_cache import PrefixCache
 from fasteagle.server import run as running
 from fasteagle.server.app import Server
 from fasteagle.server.prepare import Defaults

@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from conftest import LETTER_ID
-from fasteagle.answer import Chunk
-from fasteagle.stats import Stats
+from fasteagle.answering.answer import Chunk
+from fasteagle.decoding.stats import Stats
 
 
 @pytest.fixture(scope="module")

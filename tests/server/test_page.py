@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from conftest import LETTER_ID, serving
-from fasteagle.answer import Chunk
+from fasteagle.answering.answer import Chunk
 from fasteagle.options import AnswerOptions, SamplingParams
 from fasteagle.server.prepare import Defaults
 

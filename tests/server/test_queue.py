@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from conftest import LETTER_ID, serving
-from fasteagle.answer import Chunk
+from fasteagle.answering.answer import Chunk
 from fasteagle.errors import EngineError
 from fasteagle.options import AnswerOptions, ServeOptions
 from fasteagle.server import run

@@ -8,7 +8,7 @@ import time
 import openai
 import pytest
 
-from fasteagle.answer import AnswerRequest, Chunk
+from fasteagle.answering.answer import AnswerRequest, Chunk
 from fasteagle.errors import FasteagleError
 from fasteagle.options import AnswerOptions, SamplingParams
 from fasteagle.server.prepare import Plan

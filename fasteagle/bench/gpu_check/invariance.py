@@ -16,7 +16,7 @@ from fasteagle.bench.gpu_check.models import (
     use_tree,
 )
 from fasteagle.bench.gpu_check.stage import Context, require
-from fasteagle.cycle import EAGER, Proposal
+from fasteagle.decoding.cycle import EAGER, Proposal
 from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
 from fasteagle.shapes import TreeShape

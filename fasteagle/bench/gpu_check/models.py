@@ -10,11 +10,12 @@ from torch import Tensor
 
 from fasteagle.bench.gpu_check.stage import Context, require
 from fasteagle.bench.simulate import dummy_drafter
+from fasteagle.compile.blocks import compile_now
 from fasteagle.compile.graphs import CapturedRunner, Place
 from fasteagle.config import ModelConfig
-from fasteagle.cycle import EAGER
+from fasteagle.decoding.cycle import EAGER
 from fasteagle.generate import Engine
-from fasteagle.loading.open import OpenedModel, PreparedModel, compile_now, precision_options
+from fasteagle.loading.open import OpenedModel, PreparedModel, precision_options
 from fasteagle.loading.registry import preset
 from fasteagle.loading.tensors import DummyCheckpoint
 from fasteagle.loading.tokenizer import DummyTokenizer

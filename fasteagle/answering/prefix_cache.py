@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fasteagle.context import common_prefix
+from fasteagle.decoding.context import common_prefix
 from fasteagle.generate import Engine
 from fasteagle.model import KVCache
 

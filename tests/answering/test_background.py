@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from fasteagle import background
-from fasteagle.background import Preparation
+from fasteagle.answering import background
+from fasteagle.answering.background import Preparation
 from fasteagle.compile import costs as tuner
 from fasteagle.drafting.base import Tuning
 from fasteagle.drafting.eagle import EagleDrafter

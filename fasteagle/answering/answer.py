@@ -6,10 +6,10 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Generator, Mapping, Sequence
 
+from fasteagle.answering.stream import Decoder, TextStream
 from fasteagle.generate import Engine
 from fasteagle.logits import AnswerLogits, TokenLogprob, TokenMask
 from fasteagle.options import AnswerOptions, SamplingParams
-from fasteagle.stream import Decoder, TextStream
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fasteagle.cycle import EAGER, Pieces, Proposal, decode_cycle
+from fasteagle.decoding.cycle import EAGER, Pieces, Proposal, decode_cycle
 from fasteagle.drafting.base import Drafter
 from fasteagle.logits import LogitsProcessor
 from fasteagle.model import Transformer

@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterator
 import torch
 
 from fasteagle.compile import BlockCompiler
-from fasteagle.compile.blocks import configure
+from fasteagle.compile.blocks import configure, start_compiler
 from fasteagle.compile.costs import choose_plain_rows, costs_of, follow_costs, tunable
 from fasteagle.compile.cycles import CycleCompiler
 from fasteagle.errors import note
 from fasteagle.generate import Engine
-from fasteagle.loading.open import start_compiler
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import DrawKind
 

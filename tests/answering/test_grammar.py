@@ -8,13 +8,13 @@ import re
 import pytest
 import torch
 
-from fasteagle.answer import AnswerRequest, answer
+from fasteagle.answering.answer import AnswerRequest, answer
+from fasteagle.answering.grammar import GrammarCompiler
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.static_tree import StaticTreeDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
-from fasteagle.grammar import GrammarCompiler
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.logits import AnswerLogits

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from fasteagle.stream import TextStream, ThoughtSplitter, opened_thought
+from fasteagle.answering.stream import TextStream, ThoughtSplitter, opened_thought
 
 
 class Bytes:

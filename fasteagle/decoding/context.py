@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from fasteagle.decoding.runner import Runner
 from fasteagle.drafting.base import Drafter
 from fasteagle.errors import EngineError
 from fasteagle.model import KVCache, Transformer, causal_mask
-from fasteagle.runner import Runner
 from fasteagle.state import Committed, DecodeState
 
 PREFILL_CHUNK = 256

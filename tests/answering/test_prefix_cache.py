@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fasteagle.answering.prefix_cache import FEW_TOKENS, PrefixCache
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
-from fasteagle.prefix_cache import FEW_TOKENS, PrefixCache
 from fasteagle.shapes import TreeShape
 from helpers import captured_engine, eagle3_of, random_head, random_target, tiny_config
 

@@ -1,0 +1,1 @@
+"""From a conversation to text: requests, grammars, the cache of prefixes, tokens as text."""
