@@ -1,7 +1,8 @@
 """Decoder blocks on CUDA in few launches: quantized products, and our kernels between them.
 
-A block of 4-bit weights is nine or ten launches: norm, query-key-value, RoPE, two of attention,
-output, norm, gate and up (and their product, where K is split), down. The sums of a split product
+A block of 4-bit weights is eight launches: norm, query-key-value, two of attention (the first with
+RoPE and the new keys), output, norm, gate and up, down. It is one more where gate and up are split
+along K, and one where heads have norms or more than 128 columns. The sums of a split product
 are added up by the kernel that reads them. `use_fused_blocks` changes a target from outside,
 `use_fused_block` the block of a draft head; passes under a mask (prefill) run as before.
 
@@ -241,8 +242,14 @@ def _attention(
 
     parts = kernels.partial_sums(normed, weights.qkv, accumulate)
     n_head = weights.out.K // k_cache.shape[2]
-    q = block_kernels.rope(parts, weights.vectors, *rows, k_cache, v_cache, n_head, eps)
-    y = tree_kernels.tree_attention(q, k_cache, v_cache, *view, out_rows=torch.float16)
+    bias, *norms = weights.vectors
+    # Norms of heads are sums, whose order must not depend on the block of rows.
+    if norms[0] is None and k_cache.shape[2] <= tree_kernels.MAX_ROPE_DIM:
+        new = tree_kernels.Unrotated(parts, bias, *rows, n_head)
+        y = tree_kernels.rope_attention(new, k_cache, v_cache, view, torch.float16)
+    else:
+        q = block_kernels.rope(parts, weights.vectors, *rows, k_cache, v_cache, n_head, eps)
+        y = tree_kernels.tree_attention(q, k_cache, v_cache, *view, out_rows=torch.float16)
     return kernels.partial_sums(y, weights.out, accumulate)
 
 

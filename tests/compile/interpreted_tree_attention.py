@@ -9,7 +9,7 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from fasteagle.compile import tree_kernels
+from fasteagle.compile import block_kernels, tree_kernels
 from fasteagle.compile.int8_cache import dense_rows, quantized_rows
 from fasteagle.compile.tree_attention import tree_attention
 from tree_problems import NAN, Problem, assert_close, problem, sdpa
@@ -181,3 +181,45 @@ def test_a_cache_in_8_bits_has_the_bits_of_what_it_holds(E, group, window):
         found = p._replace(k=k, v=v).run(tree_kernels.tree_attention)
         assert torch.equal(found, dense.run(tree_kernels.tree_attention)), seq_len
         assert_close(found, sdpa(dense))
+
+
+# T, seq_len, E, group, G, partial sums, whether there is a bias, dtype, window
+ROTATED = [
+    (1, 0, 64, 1, 2, 1, False, HALF, None),
+    (1, 200, 128, 4, 1, 3, False, BF16, None),
+    (7, 70, 32, 1, 3, 2, True, HALF, None),
+    (16, 64, 64, 3, 2, 2, False, HALF, None),
+    (33, 129, 40, 1, 2, 4, True, BF16, None),
+    (20, 300, 24, 7, 1, 1, False, HALF, 100),
+    (64, 63, 32, 1, 1, 2, False, HALF, 30),
+]
+
+
+@pytest.mark.parametrize(
+    ("T", "seq_len", "E", "group", "G", "n_parts", "biased", "dtype", "window"), ROTATED
+)
+def test_rope_in_the_first_kernel(T, seq_len, E, group, G, n_parts, biased, dtype, window):
+    """The bits of RoPE in a launch of its own: of the result, and of keys and values."""
+    p = problem(T, seq_len, E=E, group=group, G=G, dtype=dtype, window=window)
+    generator = torch.Generator().manual_seed(T)
+    Np = (group + 2) * G * E + 8
+    parts = torch.randn(n_parts, T, Np, generator=generator)
+    bias = torch.randn(Np, generator=generator).to(dtype) if biased else None
+    angles = (10 * torch.rand(T, 1, E // 2, generator=generator)).repeat(1, 1, 2)
+    slots = seq_len + torch.arange(T)
+    rows = angles.cos(), angles.sin(), slots
+    results = []
+    for fused in (False, True):
+        k, v = p.k.clone(), p.v.clone()
+        if fused:
+            new = tree_kernels.Unrotated(parts, bias, *rows, G * group)
+            y = tree_kernels.rope_attention(new, k, v, p.view, HALF)
+        else:
+            vectors = (bias, None, None)
+            q = block_kernels.rope(parts, vectors, *rows, k, v, G * group, 0.0)
+            y = tree_kernels.tree_attention(q, k, v, *p.view, out_rows=HALF)
+        results.append((y, k, v))
+    assert results[0][0].isfinite().all()
+    assert not torch.equal(results[0][1], p.k), "keys are written"
+    for found, expected in zip(*results, strict=True):
+        assert torch.equal(found.view(torch.int16), expected.view(torch.int16))

@@ -50,8 +50,9 @@ def block_launches(config: ModelConfig, T: int, n_blocks: int = 1) -> Counter[st
         for N, K in shapes
     ]
     scale, none = torch.empty(D, device=meta), torch.empty(0, device=meta)
+    norm = torch.empty(E, device=meta) if config.qk_norm else none
     qkv, out, gate_up, down = pairs
-    tensors = [scale, *qkv, none, none, none, *out, scale, *gate_up, *down]
+    tensors = [scale, *qkv, none, norm, norm, *out, scale, *gate_up, *down]
     formats = [number for _, K in shapes for number in (K, 4, GROUP, 0)]
     cache = torch.empty(G, 4096, E, dtype=torch.bfloat16, device=meta)
     rope = torch.empty(T, 1, E, device=meta)

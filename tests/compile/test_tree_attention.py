@@ -205,6 +205,11 @@ def build(sass, function, dtype: str, constants: dict, options: dict, **target):
         "paths_ptr": "*i32",
         "parts_ptr": "*fp32",
         "stats_ptr": "*fp32",
+        "sums_ptr": "*fp32",
+        "bias_ptr": f"*{dtype}",
+        "cos_ptr": "*fp32",
+        "sin_ptr": "*fp32",
+        "slots_ptr": "*i64",
         "scale": "fp32",
     }
     types = {name: type for name, type in types.items() if name in function.arg_names}
@@ -288,6 +293,44 @@ def test_registers_and_shared_memory_of_other_cards(
         _, usage = sass.disassemble(compiled, tmp_path)
         assert usage.stack == usage.local == 0, "registers spill"
         assert usage.shared <= sass.TWO_PROGRAMS and usage.registers <= 255, "two programs"
+
+
+@pytest.mark.parametrize("capability", [86, 89, 90])
+@pytest.mark.parametrize(
+    ("E", "rows", "biased", "window"),
+    [
+        (64, 16, False, None),
+        (128, 16, False, None),
+        (128, 32, True, None),
+        (128, 32, True, 4096),
+        (80, 32, False, None),
+    ],
+)
+def test_rope_before_attention(sass, kernels, E, rows, biased, window, capability, tmp_path):
+    """As many programs run at a time as without it, and the loop over keys is the same."""
+
+    def at_a_time(usage) -> int:
+        registers = -(-usage.registers // 8) * 8 * 128
+        return min(65536 // registers, 100 * 1024 // (usage.shared + 1024))
+
+    target = sass.GPUTarget("cuda", capability, 32)
+    alone, both = (
+        kernels.prefix_constants(E, rows, window, False, rope, biased) for rope in (False, True)
+    )
+    usages, loops = [], []
+    for constants in (alone, both):
+        compiled = build(
+            sass, kernels.prefix_kernel, "bf16", constants, kernels.OPTIONS, target=target
+        )
+        code, usage = sass.disassemble(compiled, tmp_path)
+        counts = sass.opcodes(sass.main_loop(code))
+        usages.append(usage)
+        loops.append([counts[name] for name in ("LDGSTS", "LDG", "LDSM", "HMMA")])
+    print(f"\n{E=} {rows=} {window=} sm_{capability}: {usages}")
+    assert usages[1].stack == usages[1].local == 0, "registers spill"
+    assert usages[1].shared == usages[0].shared
+    assert at_a_time(usages[1]) == at_a_time(usages[0]) >= 2
+    assert loops[0] == loops[1] and loops[1][0] and not loops[1][1]
 
 
 @pytest.mark.parametrize("rows", [16, 32])

@@ -1,0 +1,328 @@
+"""The two kernels of a draft tree's attention, in Triton; `tree_kernels` launches them.
+
+Shapes: T tree rows, G KV heads, R = group * T query rows of a KV head, E head dim, S cache slots,
+Np columns of the product with query, key and value.
+"""
+
+# mypy: disallow-untyped-defs=False
+# (what Triton compiles has no Python types)
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fasteagle.compile.int8_kernels import int8_rows
+
+
+@triton.jit
+def _turned_rows(
+    sums_ptr,
+    bias_ptr,
+    cos_ptr,
+    sin_ptr,
+    row,
+    column,
+    real,
+    T,
+    Np,
+    n_parts,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    BIASED: tl.constexpr,
+    TURNED: tl.constexpr,
+):
+    """Heads [BLOCK, E] of queries, keys or values in fp32: the sum of their parts, then RoPE.
+
+    `column` [BLOCK] is where the head of each row `row` [BLOCK] begins. Elements do not meet but in
+    pairs, so that bits do not depend on the block: they are those of `rope_kernel`.
+    """
+    e = tl.arange(0, E_PAD)
+    mask = real[:, None] & (e < E)[None, :]
+    across = tl.where(e < E // 2, e + E // 2, e - E // 2)  # the other one of the pair
+    RUN: tl.constexpr = min((E // 2) & -(E // 2), 8)  # consecutive in any case: whole loads
+    across = tl.max_contiguous(tl.multiple_of(across, RUN), RUN)
+    own = tl.zeros((row.shape[0], E_PAD), tl.float32)
+    other = tl.zeros((row.shape[0], E_PAD), tl.float32)
+    for part in tl.range(0, n_parts, num_stages=1):  # not unrolled: few registers
+        at = sums_ptr + (part * T + row[:, None]) * Np + column[:, None]
+        own += tl.load(at + e[None, :], mask=mask, other=0.0)
+        if TURNED:
+            other += tl.load(at + across[None, :], mask=mask, other=0.0)
+    if BIASED:
+        at = bias_ptr + column[:, None]
+        own += tl.load(at + e[None, :], mask=mask, other=0.0).to(tl.float32)
+        if TURNED:
+            other += tl.load(at + across[None, :], mask=mask, other=0.0).to(tl.float32)
+    if TURNED:
+        at = row[:, None] * E + e[None, :]
+        cos = tl.load(cos_ptr + at, mask=mask, other=0.0)
+        sin = tl.load(sin_ptr + at, mask=mask, other=0.0)
+        own = own * cos + tl.where((e < E // 2)[None, :], -other, other) * sin
+    return own
+
+
+@triton.jit
+def _attend_block(q, k, v, peak, total, acc, visible, scale, MASKED: tl.constexpr):
+    """One step of online softmax: q [M, E] over k, v [BLOCK, E], in units of log2.
+
+    State: `peak` [M] the largest score so far, `total` [M, SUM_COLUMNS] the sum of the weights in
+    every column, `acc` [M, E] the sum of weighted values. A row that sees nothing of the block
+    keeps its state: its weights are 0, and what it had is scaled by 2^0. `total` sums the rounded
+    weights that the values are multiplied by.
+    """
+    scores = tl.dot(q, tl.trans(k))
+    if MASKED:
+        scores = tl.where(visible, scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
+    shift = new_peak
+    if MASKED:
+        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    minus = tl.broadcast_to(-shift[:, None], scores.shape)
+    weights = tl.exp2(tl.fma(scores, tl.full(scores.shape, scale, tl.float32), minus))
+    weights = weights.to(v.dtype)
+    shrink = tl.exp2(peak - shift)[:, None]
+    ones = tl.full((v.shape[0], total.shape[1]), 1.0, v.dtype)
+    total = tl.dot(weights, ones, total * shrink)
+    acc = tl.dot(weights, v, acc * shrink)
+    return new_peak, total, acc
+
+
+@triton.jit(do_not_specialize=["R", "T", "n_parts"])
+def prefix_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    seq_len_ptr,
+    depths_ptr,
+    parts_ptr,
+    stats_ptr,
+    sums_ptr,
+    bias_ptr,
+    cos_ptr,
+    sin_ptr,
+    slots_ptr,
+    stride_kg,
+    stride_ks,
+    stride_vg,
+    stride_vs,
+    scale,
+    R,
+    T,
+    Np,
+    n_parts,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SUM_COLUMNS: tl.constexpr,
+    INT8: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    STAGES: tl.constexpr,
+    ROPE: tl.constexpr,
+    BIASED: tl.constexpr,
+):
+    """State of a block of query rows after the full committed blocks of one split.
+
+    Row blocks vary fastest, so that those after the first find the keys in the cache. Blocks before
+    the window of the root are before that of every row.
+
+    With ROPE the queries are not there yet: `sums` [n_parts, T, Np] add up to queries, keys and
+    values. Each program rotates the queries it needs, and behind the splits stands one more that
+    does no attention: it leaves queries, keys and values for `finish_kernel`. Nobody here reads the
+    slots that it writes, for they are not committed.
+    """
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    n_splits = tl.num_programs(2)
+    group = R // T
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    e = tl.arange(0, E_PAD)
+    if ROPE:
+        n_splits -= 1
+        if split == n_splits:
+            inside = (row < R)[:, None] & (e < E)[None, :]
+            column = (head * group + row // T) * E
+            q = _turned_rows(
+                sums_ptr, bias_ptr, cos_ptr, sin_ptr, row % T, column, row < R, T, Np,
+                n_parts, E, E_PAD, BIASED, True,
+            )  # fmt: skip
+            q_at = q_ptr + (head * R + row)[:, None] * E + e[None, :]
+            tl.store(q_at, q.to(q_ptr.dtype.element_ty), mask=inside)
+            own = row < T
+            inside = own[:, None] & (e < E)[None, :]
+            heads = tl.num_programs(1)
+            column = (heads * group + head + row * 0) * E
+            k = _turned_rows(
+                sums_ptr, bias_ptr, cos_ptr, sin_ptr, row, column, own, T, Np,
+                n_parts, E, E_PAD, BIASED, True,
+            )  # fmt: skip
+            v = _turned_rows(
+                sums_ptr, bias_ptr, cos_ptr, sin_ptr, row, column + heads * E, own, T, Np,
+                n_parts, E, E_PAD, BIASED, False,
+            )  # fmt: skip
+            slot = tl.load(slots_ptr + row, mask=own, other=0)
+            k_at = k_ptr + head.to(tl.int64) * stride_kg + slot[:, None] * stride_ks + e[None, :]
+            v_at = v_ptr + head.to(tl.int64) * stride_vg + slot[:, None] * stride_vs + e[None, :]
+            tl.store(k_at, k.to(k_ptr.dtype.element_ty), mask=inside)
+            tl.store(v_at, v.to(v_ptr.dtype.element_ty), mask=inside)
+            return
+    seq_len = tl.load(seq_len_ptr).to(tl.int32)
+    begin = split * SPLIT
+    if WINDOW > 0:
+        begin = tl.maximum(begin, tl.maximum(seq_len - WINDOW + 1, 0) // BLOCK * BLOCK)
+    end = tl.minimum(split * SPLIT + SPLIT, seq_len // BLOCK * BLOCK)
+    if begin >= end:
+        return
+    n = tl.arange(0, BLOCK)
+    if ROPE:
+        column = (head * group + row // T) * E
+        q = _turned_rows(
+            sums_ptr, bias_ptr, cos_ptr, sin_ptr, row % T, column, row < R, T, Np,
+            n_parts, E, E_PAD, BIASED, True,
+        )  # fmt: skip
+        q = q.to(q_ptr.dtype.element_ty)
+    else:
+        q = tl.load(
+            q_ptr + (head * R + row)[:, None] * E + e[None, :],
+            mask=(row < R)[:, None] & (e < E)[None, :],
+            other=0.0,
+        )
+    first = tl.zeros((BLOCK_M,), tl.int32)  # position that the row's window begins with
+    if WINDOW > 0:
+        depth = tl.load(depths_ptr + row % T).to(tl.int32)
+        first = seq_len + depth - (WINDOW - 1)
+    k_head = k_ptr + head.to(tl.int64) * stride_kg
+    v_head = v_ptr + head.to(tl.int64) * stride_vg
+    k_at = k_head + n[:, None] * stride_ks + e[None, :]
+    v_at = v_head + n[:, None] * stride_vs + e[None, :]
+    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M, SUM_COLUMNS), tl.float32)
+    acc = tl.zeros((BLOCK_M, E_PAD), tl.float32)
+    for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
+        if INT8:
+            slot = start + n
+            k = int8_rows(k_head + slot * stride_ks, e, slot < end, q, E)
+            v = int8_rows(v_head + slot * stride_vs, e, slot < end, q, E)
+        elif E == E_PAD:
+            k = tl.load(k_at + start * stride_ks)
+            v = tl.load(v_at + start * stride_vs)
+        else:
+            k = tl.load(k_at + start * stride_ks, mask=(e < E)[None, :], other=0.0)
+            v = tl.load(v_at + start * stride_vs, mask=(e < E)[None, :], other=0.0)
+        visible = (start + n)[None, :] >= first[:, None]
+        peak, total, acc = _attend_block(q, k, v, peak, total, acc, visible, scale, WINDOW > 0)
+    at = (head * n_splits + split) * R + row
+    tl.store(
+        parts_ptr + at.to(tl.int64)[:, None] * E + e[None, :],
+        acc,
+        mask=(row < R)[:, None] & (e < E)[None, :],
+    )
+    tl.store(stats_ptr + at, peak, mask=row < R)
+    totals_at = stats_ptr + tl.num_programs(1) * n_splits * R + at
+    tl.store(totals_at, tl.max(total, 1), mask=row < R)  # its columns are equal
+
+
+@triton.jit(do_not_specialize=["R", "T", "P", "n_splits"])
+def finish_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    seq_len_ptr,
+    depths_ptr,
+    parts_ptr,
+    stats_ptr,
+    paths_ptr,
+    out_ptr,
+    stride_kg,
+    stride_ks,
+    stride_vg,
+    stride_vs,
+    scale,
+    R,
+    T,
+    P,
+    n_splits,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SUM_COLUMNS: tl.constexpr,
+    INT8: tl.constexpr,
+    BY_ROWS: tl.constexpr,
+):
+    """The output of one tree row, up to 16 of its query heads at a time.
+
+    Goes through the row's splits in order: takes the state that the first kernel left, if the split
+    has full committed blocks that the row sees, adds the blocks that it left out, merges.
+    """
+    tree_row = tl.program_id(0)
+    head = tl.program_id(1)
+    member = tl.program_id(2) * 16 + tl.arange(0, 16)  # of the group of heads
+    row = member * T + tree_row
+    real = row < R
+    e = tl.arange(0, E_PAD)
+    n = tl.arange(0, BLOCK)
+    inside = real[:, None] & (e < E)[None, :]
+    seq_len = tl.load(seq_len_ptr).to(tl.int32)
+    position = seq_len + tl.load(depths_ptr + tree_row).to(tl.int32)
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(position - (WINDOW - 1), 0)
+    done = seq_len // BLOCK * BLOCK  # the first kernel has been up to here
+    q = tl.load(q_ptr + (head * R + row)[:, None] * E + e[None, :], mask=inside, other=0.0)
+    k_head = k_ptr + head.to(tl.int64) * stride_kg
+    v_head = v_ptr + head.to(tl.int64) * stride_vg
+    peak = tl.full((16,), float("-inf"), tl.float32)
+    total = tl.zeros((16, SUM_COLUMNS), tl.float32)
+    acc = tl.zeros((16, E_PAD), tl.float32)
+    for split in range(first // SPLIT, position // SPLIT + 1):
+        begin = split * SPLIT
+        end = tl.minimum(begin + SPLIT, done)
+        stored = row < tl.where(tl.maximum(begin, first) < end, R, 0)
+        at = (head * n_splits + split) * R + row
+        part_peak = tl.load(stats_ptr + at, mask=stored, other=float("-inf"))
+        totals_at = stats_ptr + tl.num_programs(1) * n_splits * R + at
+        part_total = tl.load(totals_at, mask=stored, other=0.0)
+        part_total = tl.broadcast_to(part_total[:, None], total.shape)
+        part_acc = tl.load(
+            parts_ptr + at.to(tl.int64)[:, None] * E + e[None, :],
+            mask=stored[:, None] & (e < E)[None, :],
+            other=0.0,
+        )
+        start = tl.maximum(tl.maximum(begin, done), first // BLOCK * BLOCK)
+        for block in range(start, tl.minimum(begin + SPLIT, position + 1), BLOCK):
+            key = block + n
+            depth = key - seq_len
+            seen = (key <= position) & (key >= first)
+            own = tl.load(
+                paths_ptr + tree_row * P + depth, mask=seen & (depth >= 0) & (depth < P), other=0
+            )
+            slot = tl.where(depth < 0, key, seq_len + own)
+            # Of slots that the row does not see not even the values count: they may hold NaN.
+            if INT8:
+                k = int8_rows(k_head + slot * stride_ks, e, seen, q, E)
+                v = int8_rows(v_head + slot * stride_vs, e, seen, q, E)
+            else:
+                mask = seen[:, None] & (e < E)[None, :]
+                k = tl.load(k_head + slot[:, None] * stride_ks + e[None, :], mask=mask, other=0.0)
+                v = tl.load(v_head + slot[:, None] * stride_vs + e[None, :], mask=mask, other=0.0)
+            part_peak, part_total, part_acc = _attend_block(
+                q, k, v, part_peak, part_total, part_acc, seen[None, :], scale, True
+            )
+        new_peak = tl.maximum(peak, part_peak)
+        # -inf only in the spare rows of q: their output is dropped, but NaN would be slow to find.
+        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        old, new = tl.exp2(peak - shift)[:, None], tl.exp2(part_peak - shift)[:, None]
+        total = tl.fma(part_total, tl.broadcast_to(new, total.shape), total * old)
+        acc = tl.fma(part_acc, tl.broadcast_to(new, acc.shape), acc * old)
+        peak = new_peak
+    out = acc / tl.max(total, 1)[:, None]
+    place = head * R + row  # of [G, group, T]
+    if BY_ROWS:
+        place = (tree_row * tl.num_programs(1) + head) * (R // T) + member  # of [T, G, group]
+    tl.store(
+        out_ptr + place[:, None] * E + e[None, :], out.to(out_ptr.dtype.element_ty), mask=inside
+    )
