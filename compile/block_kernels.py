@@ -41,10 +41,12 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """(x + the sum of `parts`, its RMSNorm by `scale` [D] in `dtype`), for fp32 x [M, D].
 
-    Without `scale` the second is the first in another dtype; without `parts` the first is x. The
-    second is brought within +-`limit` unless that is 0.
+    Without `scale` the second is the first in another dtype; without `parts` the first is x. With
+    them x may be one row [D], of any dtype, that is added to all. The second is brought within
+    +-`limit` unless that is 0.
     """
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    shape = x.shape if parts is None else (parts.shape[1], x.shape[-1])
+    out = torch.empty(shape, dtype=dtype, device=x.device)
     return _norm(x, parts, scale, eps, out, limit), out
 
 
@@ -56,8 +58,9 @@ def _norm(
     out: Tensor | None,
     limit: float = 0.0,
 ) -> Tensor:
-    M, D = x.shape
-    total = x if parts is None else torch.empty_like(x)
+    D = x.shape[-1]
+    M = len(x) if parts is None else parts.shape[1]
+    total = x if parts is None else torch.empty(M, D, dtype=torch.float32, device=x.device)
     S, Np = (0, 0) if parts is None else (parts.shape[0], parts.shape[2])
     norm_kernel[(M,)](
         x,
@@ -66,6 +69,7 @@ def _norm(
         total,
         x if out is None else out,
         D,
+        D if x.dim() == 2 else 0,
         Np,
         M * Np,
         eps,
@@ -182,6 +186,7 @@ def norm_kernel(
     total_ptr,
     out_ptr,
     D,
+    stride_x,
     Np,
     stride_split,
     eps,
@@ -194,7 +199,7 @@ def norm_kernel(
     """One row: x + parts[0] + parts[1] + ..., then x / rms(x) * scale."""
     row = tl.program_id(0)
     n = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * D + n, mask=n < D, other=0.0)
+    x = tl.load(x_ptr + row * stride_x + n, mask=n < D, other=0.0).to(tl.float32)
     if SPLIT > 0:
         added = tl.zeros((BLOCK,), tl.float32)
         for split in tl.static_range(SPLIT):

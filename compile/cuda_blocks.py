@@ -3,8 +3,8 @@
 A block of 4-bit weights is eight launches: norm, query-key-value, two of attention (the first with
 RoPE and the new keys), output, norm, gate and up, down. It is one more where gate and up are split
 along K, and one where heads have norms or more than 128 columns. The sums of a split product
-are added up by the kernel that reads them. `use_fused_blocks` changes a target from outside,
-`use_fused_block` the block of a draft head; passes under a mask (prefill) run as before.
+are added up by the kernel that reads them. `use_fused_blocks` changes a target from outside (draft
+heads: `cuda_head`); passes under a mask (prefill) run as before.
 
 Shapes: T rows, D model dim, E head dim, G KV heads, S cache slots.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from fasteagle.compile.fixed_norm import FixedNorm
 from fasteagle.compile.tree_attention import attend
 from fasteagle.device import on_device_of
-from fasteagle.model import Block, Cast, EagleHead, RMSNorm, Transformer, run_blocks
+from fasteagle.model import Block, Cast, RMSNorm, Transformer, run_blocks
 from fasteagle.quant.cuda_linear import PlanesLinear
 from fasteagle.quant.planes import PlanesWeight
 from fasteagle.tree import TreeView
@@ -84,6 +83,11 @@ class FusedBlocks:
         self._eps = blocks[0].mlp_norm.eps
         self._accumulate = blocks[0].attention.qkv.accumulate
 
+    @property
+    def weights(self) -> tuple[list[Tensor], list[int], float, str]:
+        """Of all blocks: tensors and formats; then the norms' eps, and what sums are in."""
+        return self._tensors, self._formats, self._eps, self._accumulate
+
     def run(
         self,
         blocks: Sequence[Block],
@@ -93,7 +97,6 @@ class FusedBlocks:
         sin: Tensor,
         slots: Tensor,
         view: TreeView,
-        entry: Tensor | None = None,
     ) -> Tensor:
         """The residual stream [T, D] behind `blocks`; `caches` are keys and values of each."""
         first = self._index[id(blocks[0])]
@@ -110,7 +113,6 @@ class FusedBlocks:
             self._formats[4 * FORMATS * first : 4 * FORMATS * last],
             self._eps,
             self._accumulate,
-            None if entry is None else entry.half(),
         )
 
 
@@ -147,12 +149,12 @@ class _Weights:
         self.vectors = found[3], found[4], found[5]
         places = (1, 6, 9, 11)  # of the planes of each linear, its params behind them
         self.qkv, self.out, self.gate_up, self.down = (
-            _packed(tensors[at], tensors[at + 1], formats[FORMATS * i : FORMATS * (i + 1)])
+            packed(tensors[at], tensors[at + 1], formats[FORMATS * i : FORMATS * (i + 1)])
             for i, at in enumerate(places)
         )
 
 
-def _packed(planes: Tensor, params: Tensor, format: Sequence[int]) -> PlanesWeight:
+def packed(planes: Tensor, params: Tensor, format: Sequence[int]) -> PlanesWeight:
     """N in whole blocks of columns: what is behind the last one is not read."""
     K, bits, group_size, offsets = format
     return PlanesWeight(planes, params, planes.shape[1], K, bits, group_size, bool(offsets))
@@ -173,7 +175,6 @@ def fused_blocks(
     formats: Sequence[int],
     eps: float,
     accumulate: str,
-    entry: Tensor | None,
 ) -> Tensor:
     """Run blocks over the rows of a tree, fp32 x [T, D]; see `FusedBlocks.run`.
 
@@ -181,9 +182,7 @@ def fused_blocks(
     """
     view = TreeView(seq_len, paths, depths, window or None)
     with on_device_of(x):
-        return launch_blocks(
-            x, (cos, sin, slots), view, caches, tensors, formats, eps, accumulate, entry
-        )
+        return launch_blocks(x, (cos, sin, slots), view, caches, tensors, formats, eps, accumulate)
 
 
 @fused_blocks.register_fake
@@ -200,30 +199,51 @@ def launch_blocks(
     formats: Sequence[int],
     eps: float,
     accumulate: str,
-    entry: Tensor | None,
 ) -> Tensor:
     """The launches of `fused_blocks`, on CUDA or in Triton's interpreter."""
     from fasteagle.compile import block_kernels as kernels  # Triton exists where CUDA does
 
-    parts = None
+    weights = tensors, formats
+    x, parts = launch_up_to_last_sum(x, None, rows, view, caches, weights, eps, accumulate, None)
+    return kernels.add(x, parts)
+
+
+def launch_up_to_last_sum(
+    x: Tensor,
+    parts: Tensor | None,
+    rows: tuple[Tensor, Tensor, Tensor],
+    view: TreeView,
+    caches: Sequence[Tensor],
+    weights: tuple[Sequence[Tensor], Sequence[int]],
+    eps: float,
+    accumulate: str,
+    entry: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The residual stream is the first [T, D] and the sum of the second [S, T, D].
+
+    So is the one that comes in, where there are `parts`; x may then be one row [D].
+    """
+    from fasteagle.compile import block_kernels as kernels
+
+    tensors, formats = weights
     n_blocks = len(tensors) // TENSORS
     for i in range(n_blocks):
-        weights = _Weights(
+        block = _Weights(
             tensors[TENSORS * i : TENSORS * (i + 1)],
             formats[4 * FORMATS * i : 4 * FORMATS * (i + 1)],
         )
         k_cache, v_cache = caches[2 * i : 2 * i + 2]
         if entry is None:
-            scale = weights.attention_norm
+            scale = block.attention_norm
             limit = 0.0 if scale is not None else MOST_UNNORMED
             x, normed = kernels.add_norm(x, parts, scale, eps, torch.float16, limit)
         else:
             normed = entry
-        parts = _attention(normed, weights, rows, view, k_cache, v_cache, eps, accumulate)
-        x, normed = kernels.add_norm(x, parts, weights.mlp_norm, eps, torch.float16)
-        parts = _mlp(normed, weights, accumulate)
+        parts = _attention(normed, block, rows, view, k_cache, v_cache, eps, accumulate)
+        x, normed = kernels.add_norm(x, parts, block.mlp_norm, eps, torch.float16)
+        parts = _mlp(normed, block, accumulate)
     assert parts is not None, "at least one block"
-    return kernels.add(x, parts)
+    return x, parts
 
 
 def _attention(
@@ -280,33 +300,6 @@ def use_fused_blocks(target: Transformer) -> bool:
 def is_fused(target: Transformer) -> bool:
     """Whether `use_fused_blocks` has changed this target."""
     return getattr(target.run_blocks, "func", None) is _run_blocks
-
-
-def use_fused_block(head: EagleHead) -> bool:
-    """The same for the block of a draft head, which its owner calls by itself."""
-    block: Any = head.block
-    if not fits(block):
-        return False
-    fused, masked = FusedBlocks([block]), block.forward
-    if head.config.eagle3 is None and isinstance(head.fc, PlanesLinear):
-        head.fc.most = MOST_UNNORMED  # from the second level on it reads its own residual stream
-
-    def forward(
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        slots: Tensor,
-        mask: Tensor | TreeView,
-        k: Tensor,
-        v: Tensor,
-        entry: Tensor | None = None,
-    ) -> Tensor:
-        if isinstance(mask, Tensor):
-            return masked(x, cos, sin, slots, mask, k, v, entry)
-        return fused.run([block], [k, v], x, cos, sin, slots, mask, entry)
-
-    block.forward = forward
-    return True
 
 
 def is_fused_block(block: Block) -> bool:

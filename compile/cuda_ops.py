@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fasteagle.compile.cuda_blocks import MAX_ROWS, use_fused_block
+from fasteagle.compile.cuda_blocks import MAX_ROWS
+from fasteagle.compile.cuda_head import use_fused_head
 from fasteagle.compile.tree_attention import attend, has_kernel
 from fasteagle.device import on_device_of
 from fasteagle.drafting.base import Drafter
@@ -57,7 +58,7 @@ def use_kernels(drafter: Drafter) -> None:
     cache = drafter.cache.rows
     if has_kernel(drafter.head.config.block, cache.dtype, cache.device):
         use_views(drafter)
-        use_fused_block(drafter.head)
+        use_fused_head(drafter.head)
         drafter.head.block.attention.attend = attend
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +13,7 @@ import interpreted_tree_attention  # noqa: F401  (its products of bf16)
 from fasteagle.compile import (
     block_kernels,
     cuda_blocks,
+    cuda_head,
     cuda_ops,
     draft_kernels,
     fixed_norm,
@@ -43,6 +47,11 @@ def kernels(monkeypatch):
         view = TreeView(seq_len, paths, depths, window or None)
         return cuda_blocks.launch_blocks(x, (cos, sin, slots), view, *rest)
 
+    def headed(x, entry, cos, sin, slots, seq_len, paths, depths, window, caches, *rest):
+        view = TreeView(seq_len, paths, depths, window or None)
+        rows = cos, sin, slots
+        return cuda_head.launch_head(x, entry, rows, view, caches, rest[:4], *rest[4:])
+
     def product(x, planes_, params, N, K, bits, group_size, offsets, accumulate):
         weight = planes.PlanesWeight(planes_, params, N, K, bits, group_size, offsets)
         return quant_kernels.linear(x, weight, accumulate=accumulate)
@@ -51,6 +60,7 @@ def kernels(monkeypatch):
         return block_kernels.add_norm(x, None, scale, eps, scale.dtype)[1]
 
     monkeypatch.setattr(cuda_blocks, "fused_blocks", launched)
+    monkeypatch.setattr(cuda_head, "fused_head", headed)
     monkeypatch.setattr(fixed_norm, "rms_norm", normed)
     monkeypatch.setattr(cuda_ops, "top_children", draft_kernels.top_children)
     monkeypatch.setattr(cuda_ops, "move_cache_rows", block_kernels.commit)
@@ -134,44 +144,62 @@ def test_an_activation_beyond_fp16():
     close(passed(target, 9)[0], expected, 2e-3)
 
 
-@pytest.mark.parametrize("algorithm", ["eagle1", "eagle3"])
-def test_the_block_of_a_draft_head(algorithm):
-    target, _ = packed_target("mha")
-    eagle3 = eagle3_of(algorithm, target.config)
+@pytest.mark.parametrize("lm_head", ["own kernels", "dense"])
+@pytest.mark.parametrize("algorithm", ["eagle1", "eagle3", "eagle3.1"])
+def test_a_step_of_a_draft_head(algorithm, lm_head):
+    """Logits and the next features, of all rows or of one, against the head in plain torch."""
+    target, _ = packed_target("mha", vocab_size=64)
+    eagle3 = eagle3_of(algorithm.removesuffix(".1"), target.config)
+    if algorithm == "eagle3.1":
+        eagle3 = dataclasses.replace(eagle3, norm_output=True)
     head, dense = packed_head(random_head(target, eagle3=eagle3))
     view = view_of(5, None)
-    rows = view.seq_len + torch.arange(5)
-    positions = view.seq_len + view.depths
-    x = torch.randn(5, 128, generator=torch.Generator().manual_seed(1))
-    entry = torch.randn(5, 256, generator=torch.Generator().manual_seed(2)) if eagle3 else None
+    tokens = torch.arange(5) * 7
+    rows, positions = view.seq_len + torch.arange(5), view.seq_len + view.depths
+    features = torch.randn(5, 128, generator=torch.Generator().manual_seed(1))
     results = []
     for made, dtype in ((dense, torch.float32), (head, torch.float16)):
+        borrowed = copy.deepcopy(target).to(dtype)
+        if made is head and lm_head == "own kernels":
+            packed = quantize_weight(target.lm_head.weight.float(), Scheme(8))
+            borrowed.lm_head = QuantizedLMHead(PlanesLinear(packed, None))
+        made.borrow(borrowed, 256)
         cache = KVCache(made.config.block, 256, dtype, "cpu")
         cache.rows[:, :, :SEQ_LEN] = filled(target, dtype).rows[:2, :, :SEQ_LEN]
-        rope = [t[positions].unsqueeze(1) for t in (target.rope_cos, target.rope_sin)]
         mask = view.mask(256) if made is dense else view
-        own = None if entry is None else entry.to(dtype)
+        given = tokens, features.to(dtype), positions, rows
         if made is head:
-            assert cuda_blocks.use_fused_block(head)
-            masked = head.block(x, *rope, rows, view.mask(256), *cache.layers[0], own)
-            assert masked.shape == x.shape  # prefill goes on under a mask
-        results.append(made.block(x, *rope, rows, mask, *cache.layers[0], own))
-    close(results[1], results[0], 2e-3)
+            masked = made(*given, view.mask(256), cache)
+            assert cuda_head.use_fused_head(head)
+            for found, expected in zip(made(*given, view.mask(256), cache), masked, strict=True):
+                close(found, expected, 1e-3)  # prefill goes on under a mask
+        logits, following = made(*given, mask, cache)
+        some = made(*given, mask, cache, torch.tensor([3]))
+        if made is head:
+            close(some[0], logits[3:4], 1e-3)
+            assert torch.equal(some[1], following[3:4])
+            assert following.dtype == dtype
+        results.append((logits, following, cache.rows[:, :, SEQ_LEN : SEQ_LEN + 5]))
+    for expected, found in zip(*results, strict=True):
+        close(found, expected, 8e-3 if expected is results[0][0] else 2e-3)
 
 
 @pytest.mark.parametrize("accumulate", ["fp32", "fp16"])
 def test_a_draft_head_fed_with_huge_features_stays_finite(accumulate):
-    """No norm bounds what EAGLE-1's block reads."""
-    target, _ = packed_target("mha")
+    """No norm bounds what EAGLE-1's block reads and says."""
+    target, _ = packed_target("mha", vocab_size=64)
+    packed = quantize_weight(target.lm_head.weight.float(), Scheme(8))
+    target.lm_head = QuantizedLMHead(PlanesLinear(packed, None))
     head, _ = packed_head(random_head(target))
     head.block.attention.qkv.accumulate = accumulate
-    assert cuda_blocks.use_fused_block(head)
+    head.borrow(target, 256)
+    assert cuda_head.use_fused_head(head)
     view = view_of(2, None)
-    x = 1e6 * torch.randn(2, 128, generator=torch.Generator().manual_seed(1))
-    rope = [t[view.seq_len + view.depths].unsqueeze(1) for t in (target.rope_cos, target.rope_sin)]
+    features = (6e4 * torch.randn(2, 128, generator=torch.Generator().manual_seed(1))).half()
     cache = KVCache(head.config.block, 256, torch.float16, "cpu")
     rows = view.seq_len + torch.arange(2)
-    assert head.block(x, *rope, rows, view, *cache.layers[0], None).isfinite().all()
+    logits, _ = head(torch.arange(2), features, view.seq_len + view.depths, rows, view, cache)
+    assert logits.isfinite().all()
 
 
 @pytest.mark.parametrize("path", [[0, 2, 5, 6], [0, 1, 3, 0], [0, 0, 0, 0], [0, 1, 2, 3], [0]])
@@ -233,7 +261,7 @@ def test_speculative_text_has_the_bits_of_plain_text(params):
         if drafter is not None:
             drafter.top_children = cuda_ops.top_children
             cuda_ops.use_views(drafter)
-            assert cuda_blocks.use_fused_block(head)
+            assert cuda_head.use_fused_head(head)
             engine.use(drafter)
         found = [t for ids in engine.generate([5, 6, 7, 8], params, 14) for t in ids]
         texts.append(found)

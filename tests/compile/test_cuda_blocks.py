@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ from fasteagle.compile import (
     fixed_norm,
     tree_kernels,
 )
-from launch_counter import block_launches
+from launch_counter import block_launches, head_launches
 
 
 @pytest.mark.slow
@@ -50,6 +51,12 @@ def test_launches_of_a_block_at_7b(T):
         "finish_kernel": 1,
     }
     assert sum(block_launches(preset("llama2-7b"), T, n_blocks=3).values()) == 3 * 8 + 1
+
+
+def test_launches_of_a_draft_step_at_7b():
+    """One more than a block alone: fc, whose partial sums the first norm adds up."""
+    found = head_launches(preset("llama2-7b"), 4)
+    assert found == block_launches(preset("llama2-7b"), 4) + Counter(["planes_kernel"])
 
 
 def test_a_narrow_model_has_one_launch_more():

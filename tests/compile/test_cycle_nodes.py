@@ -13,7 +13,7 @@ from collections import Counter
 import pytest
 import torch
 
-from fasteagle.compile import cuda_blocks, cuda_ops
+from fasteagle.compile import cuda_blocks, cuda_head, cuda_ops
 from fasteagle.decoding.cycle import EAGER, Proposal
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.generate import Engine
@@ -34,12 +34,11 @@ from planes_models import packed_head, packed_target
 pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
 
 from inductor_launches import launches
-from launch_counter import block_launches
+from launch_counter import block_launches, head_launches
 
 TREE = TreeShape(5, 4, 15)
 LLAMA = preset("llama2-7b")
 GREEDY = DrawKind()
-FC = (4096, 2 * 4096)  # outputs and inputs of the draft head's fc
 
 
 def products(N: int, K: int) -> int:
@@ -62,7 +61,7 @@ def made():
     drafter = EagleDrafter(head.bfloat16(), TREE, 512)
     drafter.top_children = cuda_ops.top_children
     cuda_ops.use_views(drafter)
-    cuda_blocks.use_fused_block(head)
+    cuda_head.use_fused_head(head)
     engine.use(drafter)
     engine.reserve(10, TREE.rows, TREE.rows)
     engine.state.count.fill_(1)
@@ -87,32 +86,27 @@ def pieces(made, kind: DrawKind, tree: TreeShape | None) -> dict[str, Counter[st
     }
 
 
-def nodes(calls: Counter[str], piece: str, T: int) -> int:
+def nodes(calls: Counter[str], T: int) -> int:
     """Nodes of one piece at 7B: what each call of an op of ours launches there."""
-    n_blocks = LLAMA.n_layer if piece == "verify" else 1
-    blocks = sum(block_launches(LLAMA, T, n_blocks).values())
-    lm_head = products(LLAMA.vocab_size, LLAMA.dim)
-    linears = calls["fasteagle.planes_linear"]
-    n_fc = linears // 2 if piece == "draft" else 0  # one before, one behind each block
     each = {
         "triton": 1,
-        "fasteagle.fused_blocks": blocks,
+        "fasteagle.fused_blocks": block_launches(LLAMA, T, LLAMA.n_layer).total(),
+        "fasteagle.fused_head": head_launches(LLAMA, T).total(),
+        "fasteagle.planes_linear": products(LLAMA.vocab_size, LLAMA.dim),  # LM heads
         "fasteagle.top_children": 2,
         "fasteagle.rms_norm": 1,
         "fasteagle.move_rows": 1,
     }
-    known = n_fc * products(*FC) + (linears - n_fc) * lm_head
-    rest = {name: n for name, n in calls.items() if name != "fasteagle.planes_linear" and n}
-    return known + sum(n * each[name] for name, n in rest.items())
+    return sum(n * each[name] for name, n in calls.items() if n)
 
 
 @pytest.mark.slow
 def test_nodes_of_a_greedy_cycle(made):
     """Depth 5, top-k 4, 15 nodes. It was about 1,100."""
     calls = pieces(made, GREEDY, TREE)
-    found = {piece: nodes(counted, piece, TREE.rows) for piece, counted in calls.items()}
+    found = {piece: nodes(counted, TREE.rows) for piece, counted in calls.items()}
     print("\n", found, sum(found.values()), calls)
-    assert calls["draft"]["fasteagle.fused_blocks"] == TREE.depth
+    assert calls["draft"]["fasteagle.fused_head"] == TREE.depth
     assert found["verify"] <= 9 * LLAMA.n_layer + 6
     assert found["draft"] <= 110
     assert found["finish"] <= 10
@@ -122,7 +116,7 @@ def test_nodes_of_a_greedy_cycle(made):
 @pytest.mark.slow
 def test_nodes_of_a_plain_cycle(made):
     found = pieces(made, GREEDY, None)
-    total = sum(nodes(calls, piece, 1) for piece, calls in found.items())
+    total = sum(nodes(calls, 1) for calls in found.values())
     print("\n", total, found)
     assert total <= 9 * LLAMA.n_layer + 14
 

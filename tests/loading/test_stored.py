@@ -134,7 +134,7 @@ def test_speculation_changes_no_token_of_a_quantized_model(folder, quant):
 def test_a_calibrated_head_runs_as_it_was_judged(folder, tmp_path, monkeypatch, header, method):
     """Calibration measures min-max weights, whatever the target's values come from."""
 
-    from fasteagle.loading import find_head
+    from fasteagle.loading import make_drafter as drafters
     from fasteagle.loading.head_file import save_head
     from fasteagle.loading.make_drafter import make_drafter
     from fasteagle.options import DraftOptions
@@ -144,7 +144,7 @@ def test_a_calibrated_head_runs_as_it_was_judged(folder, tmp_path, monkeypatch, 
     save_head(tmp_path / "head", head, header, torch.float32)
     asked = []
     monkeypatch.setattr(
-        find_head, "quantize_head_", lambda head, scheme, native: asked.append(scheme.method)
+        drafters, "quantize_head_", lambda head, scheme, native: asked.append(scheme.method)
     )
     options = DraftOptions("eagle", str(tmp_path / "head"))
     make_drafter("tiny", engine, checkpoint, options, lambda line: None)

@@ -1,0 +1,186 @@
+"""A step of a draft head on CUDA: its block as `cuda_blocks` runs it, and what lies around it.
+
+Before the block the fc of EAGLE-1/2 leaves partial sums, which the block's first norm adds up; its
+last kernel writes both what the LM head reads and the next features. `use_fused_head` changes a
+head from outside; prompts, under a mask, run as before.
+
+Shapes: T rows, D model dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fasteagle.compile.cuda_blocks import (
+    COLUMNS,
+    FORMATS,
+    MOST_UNNORMED,
+    FusedBlocks,
+    fits,
+    launch_up_to_last_sum,
+    packed,
+)
+from fasteagle.device import on_device_of
+from fasteagle.model import EagleHead, KVCache
+from fasteagle.quant.cuda_linear import PlanesLinear
+from fasteagle.tree import TreeView
+
+LARGEST_HALF = 65504.0  # beyond it fp16 has no numbers, and no norm bounds what EAGLE-1/2 say
+
+
+class FusedHead:
+    """A draft head's weights as the kernels read them, and its `forward` over a tree."""
+
+    def __init__(self, head: EagleHead) -> None:
+        self._head, self._masked = head, head.forward
+        self._block = FusedBlocks([head.block])
+        is_eagle3 = head.config.eagle3 is not None
+        self._fc: list[Tensor] = []  # planes, params, bias
+        self._fc_format: list[int] = []
+        fc = head.fc
+        if not is_eagle3 and isinstance(fc, PlanesLinear) and fc.in_features % COLUMNS == 0:
+            fc.most = MOST_UNNORMED  # from the second level on it reads its own residual stream
+            bias = fc.planes.new_zeros(fc.out_features, dtype=torch.float32)
+            self._fc = [fc.planes, fc.params, bias if fc.bias is None else fc.bias.detach()]
+            bits, group_size, offsets = fc.format
+            self._fc_format = [fc.in_features, bits, group_size, int(offsets)]
+        self._norm = head.norm if is_eagle3 else None
+
+    def forward(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        mask: Tensor | TreeView,
+        cache: KVCache,
+        rows: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `EagleHead.forward`."""
+        if isinstance(mask, Tensor):
+            return self._masked(tokens, features, positions, slots, mask, cache, rows)
+        head, entry = self._head, None
+        cos, sin = head.rope_cos[positions].unsqueeze(1), head.rope_sin[positions].unsqueeze(1)
+        embeds = head.embedding(tokens)
+        if self._fc:
+            pair = torch.cat((embeds, features), dim=-1)
+            x = pair.clamp(-MOST_UNNORMED, MOST_UNNORMED).half()
+        else:
+            x, entry = head.enter(embeds, features)
+        x, said = fused_head(
+            x,
+            None if entry is None else entry.half(),
+            cos,
+            sin,
+            slots,
+            mask.seq_len,
+            mask.paths,
+            mask.depths,
+            mask.window or 0,
+            cache.layers[0],
+            *self._block.weights,
+            self._fc,
+            self._fc_format,
+            None if self._norm is None else self._norm.weight.detach(),
+            _reads_half(head),
+            features.dtype,
+        )
+        if rows is not None:
+            x, said = x.index_select(0, rows), said.index_select(0, rows)
+        eagle3 = head.config.eagle3
+        following = said if eagle3 is not None and eagle3.norm_output else x
+        return head.lm_head(said), following.to(features.dtype)
+
+
+def use_fused_head(head: EagleHead) -> bool:
+    """Run the head over the view of a tree by the kernels, if its block fits; true if so."""
+    if not fits(head.block):
+        return False
+    made: Any = FusedHead(head).forward
+    head.forward = made
+    return True
+
+
+def _reads_half(head: EagleHead) -> bool:
+    """Whether the LM head's product is one of ours, which takes fp16."""
+    lm_head: Any = head.lm_head
+    return isinstance(getattr(lm_head, "linear", lm_head), PlanesLinear)
+
+
+@torch.library.custom_op("fasteagle::fused_head", mutates_args=("caches",), device_types="cuda")
+def fused_head(
+    x: Tensor,
+    entry: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    seq_len: Tensor,
+    paths: Tensor,
+    depths: Tensor,
+    window: int,
+    caches: Sequence[Tensor],
+    tensors: Sequence[Tensor],
+    formats: Sequence[int],
+    eps: float,
+    accumulate: str,
+    fc: Sequence[Tensor],
+    fc_format: Sequence[int],
+    norm: Tensor | None,
+    half: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """The residual stream behind a draft head's block, fp32 [T, D], and what the LM head reads.
+
+    With `fc` x is its input, fp16 [T, 2 D]; without it the residual stream before the block, and
+    `entry` what its attention reads. The second result is the first behind `norm`, if there is one,
+    in fp16 if `half`, else in `dtype`.
+    """
+    view = TreeView(seq_len, paths, depths, window or None)
+    weights = tensors, formats, eps, accumulate
+    with on_device_of(x):
+        rows = cos, sin, slots
+        return launch_head(x, entry, rows, view, caches, weights, fc, fc_format, norm, half, dtype)
+
+
+@fused_head.register_fake
+def _(x: Tensor, entry: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+    tensors, fc, half, dtype = rest[8], rest[12], rest[-2], rest[-1]
+    D = fc[2].shape[0] if fc else x.shape[1]
+    assert tensors, "a block"
+    out = x.new_empty(x.shape[0], D, dtype=torch.float32)
+    return out, torch.empty_like(out, dtype=torch.float16 if half else dtype)
+
+
+def launch_head(
+    x: Tensor,
+    entry: Tensor | None,
+    rows: tuple[Tensor, Tensor, Tensor],
+    view: TreeView,
+    caches: Sequence[Tensor],
+    weights: tuple[Sequence[Tensor], Sequence[int], float, str],
+    fc: Sequence[Tensor],
+    fc_format: Sequence[int],
+    norm: Tensor | None,
+    half: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """The launches of `fused_head`, on CUDA or in Triton's interpreter."""
+    from fasteagle.compile import block_kernels  # Triton exists where CUDA does
+    from fasteagle.quant import kernels
+
+    tensors, formats, eps, accumulate = weights
+    parts = None
+    if fc:
+        assert len(fc_format) == FORMATS
+        planes, params, bias = fc
+        parts = kernels.partial_sums(x, packed(planes, params, fc_format), accumulate)
+        x = bias
+    x, parts = launch_up_to_last_sum(
+        x, parts, rows, view, caches, (tensors, formats), eps, accumulate, entry
+    )
+    limit = LARGEST_HALF if half and norm is None else 0.0
+    return block_kernels.add_norm(x, parts, norm, eps, torch.float16 if half else dtype, limit)
