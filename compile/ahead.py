@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from fasteagle.drafting.base import Drafter
-from fasteagle.drafting.draft_head import HeadDrafter
+from fasteagle.drafting.draft_head import HeadDrafter, RankingDrafter
 from fasteagle.errors import note
 from fasteagle.model import KEY_BLOCK, KVCache, Transformer, causal_mask
-from fasteagle.state import CycleSpec
-from fasteagle.tree import TreeView
+from fasteagle.shapes import FusedShape, TreeShape
+from fasteagle.state import CycleSpec, DecodeState
+from fasteagle.tree import Pool, TreeView
 
 MOST_WORKERS = 16
 PATIENCE = 1.0  # seconds, after which a person is told
@@ -81,10 +82,7 @@ def compile_all(variants: Sequence[Variant], device: torch.device, workers: int)
 
 
 def compile_ahead(
-    target: Transformer,
-    drafter: Drafter | None,
-    specs: Sequence[CycleSpec],
-    move_rows: Callable[[KVCache, Tensor, Tensor], None] = KVCache.commit,
+    target: Transformer, drafter: Drafter | None, specs: Sequence[CycleSpec], state: DecodeState
 ) -> int:
     """Compile what passes of `specs` and prompts launch; how many variants there were.
 
@@ -96,7 +94,8 @@ def compile_ahead(
     with contextlib.suppress(Exception):
         with collecting() as found:
             run_passes(target, drafter, sorted({1, *(spec.rows for spec in specs)}))
-            run_commits(target, specs, move_rows)
+            run_trees(drafter, specs, state)
+            run_commits(target, specs, state.move_rows)
         torch.cuda.synchronize(device)
         workers = min(MOST_WORKERS, os.cpu_count() or 1)
         line = f"compiling {len(found)} kernels, {workers} at a time ..."
@@ -134,6 +133,20 @@ def run_passes(target: Transformer, drafter: Drafter | None, rows: Sequence[int]
                 # Ranked as they are, and with noise, which is added to them in fp32.
                 for ranked in {logits.dtype: logits, torch.float32: logits.float()}.values():
                     drafter.top_children(ranked, k)
+
+
+@torch.no_grad()
+def run_trees(drafter: Drafter | None, specs: Sequence[CycleSpec], state: DecodeState) -> None:
+    """Choose trees of `specs` from candidates that are all alike, and relate their rows."""
+    root = torch.zeros_like(state.root)
+    for spec in specs:
+        row = torch.arange(spec.rows, device=root.device)
+        state.relate(torch.zeros_like(row), row >= 0)
+        shape = spec.shape
+        if isinstance(drafter, RankingDrafter) and isinstance(shape, TreeShape | FusedShape):
+            n = shape.pool  # of fused ones at least, and mostly
+            ids = torch.zeros(n, dtype=torch.long, device=root.device)
+            drafter.rerank(Pool(ids, ids.float(), ids - 1), root, shape.nodes)
 
 
 @torch.no_grad()

@@ -1,8 +1,10 @@
 """Custom ops over the small kernels of the cycle on CUDA, and who is given them.
 
-Each has a slow twin in plain torch: `drafting.top_children`, `KVCache.commit`.
+Each has a slow twin in plain torch: `drafting.top_children`, `tree.rerank`, `tree.relations`,
+`KVCache.commit`.
 
-Shapes: W rows, V vocabulary, P planes of a cache, G KV heads, S slots, E head dim.
+Shapes: W rows, V vocabulary, P planes of a cache or candidates of a tree, T tree rows, G KV heads,
+S slots, E head dim.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fasteagle import tree
 from fasteagle.compile.cuda_blocks import MAX_ROWS
 from fasteagle.compile.cuda_head import use_fused_head
 from fasteagle.compile.tree_attention import attend, has_kernel
@@ -17,7 +20,11 @@ from fasteagle.device import on_device_of
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.draft_head import HeadDrafter, RankingDrafter
 from fasteagle.model import KVCache
-from fasteagle.tree import TreeView
+from fasteagle.tree import DraftTree, Pool, Relations, TreeView
+
+# Of one program of `order_kernels`.
+MOST_CANDIDATES = 2048
+MOST_TREE_ROWS = 128
 
 
 @torch.library.custom_op("fasteagle::top_children", mutates_args=(), device_types="cuda")
@@ -49,10 +56,65 @@ def move_rows(cache: KVCache, source: Tensor, target: Tensor) -> None:
     move_cache_rows(cache.rows, source, target)
 
 
+@torch.library.custom_op("fasteagle::rerank", mutates_args=(), device_types="cuda")
+def rerank_pool(
+    tokens: Tensor, scores: Tensor, parents: Tensor, root: Tensor, n_nodes: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `order_kernels.rerank`."""
+    from fasteagle.compile import order_kernels
+
+    with on_device_of(tokens):
+        return order_kernels.rerank(tokens, scores, parents, root, n_nodes)
+
+
+@rerank_pool.register_fake
+def _(
+    tokens: Tensor, scores: Tensor, parents: Tensor, root: Tensor, n_nodes: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    T = min(n_nodes, len(tokens)) + 1
+    rows = tokens.new_empty(T), tokens.new_empty(T)
+    return *rows, tokens.new_empty(T, dtype=torch.bool), tokens.new_empty(T)
+
+
+def rerank(pool: Pool, root: Tensor, n_nodes: int) -> DraftTree:
+    """`tree.rerank` in one launch."""
+    if len(pool.tokens) > MOST_CANDIDATES:
+        return tree.rerank(pool, root, n_nodes)
+    scores = pool.scores.float().contiguous()
+    tokens, parents, valid, places = rerank_pool(pool.tokens, scores, pool.parents, root, n_nodes)
+    if pool.sources is None:
+        return DraftTree(tokens, parents, valid)
+    sources = torch.cat((torch.zeros_like(root), pool.sources[places[1:]]))
+    return DraftTree(tokens, parents, valid, sources=sources)
+
+
+@torch.library.custom_op("fasteagle::relations", mutates_args=(), device_types="cuda")
+def relate_rows(parents: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """See `order_kernels.relations`."""
+    from fasteagle.compile import order_kernels
+
+    with on_device_of(parents):
+        return order_kernels.relations(parents, valid)
+
+
+@relate_rows.register_fake
+def _(parents: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    T = len(parents)
+    mask = parents.new_empty(T, T, dtype=torch.bool)
+    return mask, torch.empty_like(parents), mask.new_empty(T, T, dtype=torch.int32)
+
+
+def relate(parents: Tensor, valid: Tensor) -> Relations:
+    """`tree.relations` in one launch."""
+    if len(parents) > MOST_TREE_ROWS:
+        return tree.relations(parents, valid)
+    return Relations(*relate_rows(parents, valid))
+
+
 def use_kernels(drafter: Drafter) -> None:
     """Let a drafter on CUDA rank by our kernel, and its draft head take the view of a tree."""
     if isinstance(drafter, RankingDrafter):
-        drafter.top_children = top_children
+        drafter.top_children, drafter.rerank = top_children, rerank
     if not isinstance(drafter, HeadDrafter):
         return
     cache = drafter.cache.rows

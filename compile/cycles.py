@@ -126,7 +126,7 @@ class CycleCompiler:
         cache = engine.model.new_cache(n_slots)
         torch._dynamo.mark_dynamic(cache.rows, 2)
         state = DecodeState(engine.model, cache, engine.max_seq_len)
-        state.move_rows = engine.state.move_rows
+        state.move_rows, state.relate = engine.state.move_rows, engine.state.relate
         state.read_taps(engine.state.tap_layers, engine.model.config.dim)
         state.count.fill_(1)
         state.seq_len.fill_(2)

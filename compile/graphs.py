@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fasteagle.compile.ahead import compile_ahead
 from fasteagle.compile.cpu_pass import native_pieces
-from fasteagle.compile.cuda_ops import move_rows, use_kernels
+from fasteagle.compile.cuda_ops import move_rows, relate, use_kernels
 from fasteagle.compile.tree_attention import has_triton
 from fasteagle.decoding.cycle import EAGER, Pieces, decode_cycle
 from fasteagle.decoding.runner import Done, Runner
@@ -196,7 +196,7 @@ class CapturedRunner(Runner):
     def compile_ahead(self, specs: Sequence[CycleSpec], drafter: Drafter | None) -> None:
         rows = {spec.rows for spec in specs}
         if not rows <= self._rows_ahead:
-            compile_ahead(self.target, drafter, specs, self.state.move_rows)
+            compile_ahead(self.target, drafter, specs, self.state)
             self._rows_ahead |= rows
 
     def _make_room(self, kind: object) -> None:
@@ -305,5 +305,5 @@ def make_engine(model: Transformer, max_seq_len: int, cache: KVCache | None = No
         adopt = use_kernels if kernels else None
         engine.runner = CapturedRunner(model, engine.state, graphs, adopt)
         if kernels:
-            engine.state.move_rows = move_rows
+            engine.state.move_rows, engine.state.relate = move_rows, relate
     return engine

@@ -100,6 +100,20 @@ def ancestor_mask(parents: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     return mask, mask.sum(-1) - 1
 
 
+class Relations(NamedTuple):
+    """How the rows of a tree see each other."""
+
+    tree_mask: Tensor  # [T, T] bool: row j sees row i
+    depths: Tensor  # [T], the root's is 0
+    paths: Tensor  # [T, T] int32, see `tree_paths`
+
+
+def relations(parents: Tensor, valid: Tensor) -> Relations:
+    """Those of a tree's rows [T]."""
+    tree_mask, depths = ancestor_mask(parents, valid)
+    return Relations(tree_mask, depths, tree_paths(tree_mask, depths, len(depths) - 1))
+
+
 class Pool(NamedTuple):
     """Candidates of a dynamic tree in the order they were found, parents before children."""
 

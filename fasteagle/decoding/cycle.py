@@ -24,7 +24,7 @@ from fasteagle.model import Output, Transformer
 from fasteagle.multi_round import multi_round
 from fasteagle.sampling import draw, process_logits
 from fasteagle.state import CycleSpec, DecodeState
-from fasteagle.tree import HEAD, LOOKUP, DraftTree, TreeView, ancestor_mask, first_rows, tree_paths
+from fasteagle.tree import HEAD, LOOKUP, DraftTree, Relations, TreeView, first_rows, relations
 from fasteagle.verify import PAD, Accepted, accept, seen_rows
 
 
@@ -38,10 +38,13 @@ class Proposal(NamedTuple):
     extended: bool = False  # whether the drafter has seen the pending pairs
 
     @classmethod
-    def of(cls, tree: DraftTree, extended: bool = False) -> Proposal:
-        tree_mask, depths = ancestor_mask(tree.parents, tree.valid)
-        paths = tree_paths(tree_mask, depths, len(depths) - 1)
-        return cls(tree, tree_mask, depths, paths, extended)
+    def of(
+        cls,
+        tree: DraftTree,
+        extended: bool = False,
+        relate: Callable[[Tensor, Tensor], Relations] = relations,
+    ) -> Proposal:
+        return cls(tree, *relate(tree.parents, tree.valid), extended)
 
     def first_rows(self, n: int) -> Proposal:
         """The proposal of the first `n` rows; what is behind them must be padding."""
@@ -83,12 +86,12 @@ def draft(state: DecodeState, drafter: Drafter | None, spec: CycleSpec) -> Propo
     Where a draft head is left out, what it would predict is None.
     """
     if spec.shape is None or drafter is None:
-        return Proposal.of(state.root_alone(spec.rows))
+        return Proposal.of(state.root_alone(spec.rows), relate=state.relate)
     prediction = None
     if spec.extends:
         prediction = drafter.extend(state.committed(spec.width), state.seq_len)
     tree = drafter.propose(prediction, state, spec)
-    return Proposal.of(tree, spec.extends)
+    return Proposal.of(tree, spec.extends, state.relate)
 
 
 def verify(state: DecodeState, target: Transformer, proposal: Proposal) -> Output:

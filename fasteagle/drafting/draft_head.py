@@ -16,7 +16,7 @@ from fasteagle.errors import FasteagleError
 from fasteagle.model import EagleHead, KVCache
 from fasteagle.sampling import DrawKind, Knobs, gumbel_noise
 from fasteagle.state import Committed
-from fasteagle.tree import TreeView
+from fasteagle.tree import DraftTree, Pool, TreeView, rerank
 
 
 class Prediction(NamedTuple):
@@ -31,8 +31,9 @@ class RankingDrafter(Controlled):
 
     noise: str
     target_ids: Tensor
-    # Kernels may take its place, from outside.
+    # Kernels may take their places, from outside.
     top_children: Callable[[Tensor, int], tuple[Tensor, Tensor]]
+    rerank: Callable[[Pool, Tensor, int], DraftTree]
 
     def ranking_logits(
         self, logits: Tensor, seq_len: Tensor, level: int, kind: DrawKind, knobs: Knobs
@@ -65,7 +66,7 @@ class HeadDrafter(RankingDrafter):
                 "train one without --inputs unshifted"
             )
         self.head, self.max_seq_len, self.noise = head, max_seq_len, noise
-        self.top_children = top_children
+        self.top_children, self.rerank = top_children, rerank
         # As the target's: kernels take the view itself.
         self.visible_keys: Callable[[TreeView, int], Tensor | TreeView] = TreeView.mask
         weight = head.block.mlp_norm.weight
@@ -104,18 +105,24 @@ class HeadDrafter(RankingDrafter):
         return self.visible_keys(view, self.cache.layers[0][0].shape[1])
 
     def step(
-        self, tokens: Tensor, features: Tensor, seq_len: Tensor, level: int, paths: Tensor
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        seq_len: Tensor,
+        level: int,
+        paths: Tensor,
+        first: int,
     ) -> tuple[Tensor, Tensor]:
         """One level of the tree: logits [W, V] and features [W, D] of nodes `tokens` [W].
 
         `seq_len` (0-d): true pairs in the cache; `paths` [W, level + 1] int32: each node's own row
-        among those of the tree so far, and before it those of its ancestors. All nodes of a level
-        share a position, as in the public implementation.
+        among those of the tree so far, `first` and the next ones, and before it those of its
+        ancestors. All nodes of a level share a position, as in the public implementation.
         """
         view = TreeView(seq_len, paths, torch.full_like(tokens, level))
         positions = torch.zeros_like(tokens) + seq_len + level
         mask = self._visible(view)
-        slots = seq_len + paths[:, -1].long()
+        slots = seq_len + first + torch.arange(len(tokens), device=tokens.device)
         return self.head(tokens, features, positions, slots, mask, self.cache)
 
 

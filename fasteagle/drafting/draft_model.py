@@ -45,7 +45,7 @@ class ModelDrafter(RankingDrafter):
         self.cache = model.new_cache(1)
         shared = min(vocab_size, model.config.vocab_size)  # either may be padded with unused ids
         self.target_ids = torch.arange(shared, device=weight.device)
-        self.top_children = top_children
+        self.top_children, self.rerank = top_children, rerank
         self._features = weight.new_zeros(1, 1)  # in place of a draft head's
 
     @property
@@ -87,14 +87,21 @@ class ModelDrafter(RankingDrafter):
         return Prediction(self._logits(last), self._features)
 
     def step(
-        self, tokens: Tensor, features: Tensor, seq_len: Tensor, level: int, paths: Tensor
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        seq_len: Tensor,
+        level: int,
+        paths: Tensor,
+        first: int,
     ) -> tuple[Tensor, Tensor]:
         """Logits [W, V] of the nodes `tokens` [W] of one level, as `HeadDrafter.step`."""
         columns = seq_len + 1 + paths.long()
         positions = torch.zeros_like(tokens) + seq_len + 1 + level
         mask = self._mask(positions, torch.zeros_like(tokens) + seq_len + 1)
         mask = mask.scatter(1, columns, True)
-        return self._run(tokens, positions, columns[:, -1], mask), features
+        slots = seq_len + 1 + first + torch.arange(len(tokens), device=tokens.device)
+        return self._run(tokens, positions, slots, mask), features
 
     def _mask(self, positions: Tensor, seen: Tensor) -> Tensor:
         """Which slots [W, S] of the text rows see: the first `seen` [W], within the window."""
@@ -116,4 +123,4 @@ class ModelDrafter(RankingDrafter):
     def propose(self, prediction: Prediction, state: DecodeState, spec: CycleSpec) -> DraftTree:
         assert isinstance(spec.shape, TreeShape), "the engine asks for shapes of this drafter"
         pool = expand(self, prediction, state, spec.kind, spec.shape.depth, spec.shape.topk)
-        return rerank(pool, state.root, spec.shape.nodes)
+        return self.rerank(pool, state.root, spec.shape.nodes)

@@ -17,7 +17,7 @@ from fasteagle.model import EagleHead
 from fasteagle.sampling import DrawKind, Knobs
 from fasteagle.shapes import FusedShape, SureChain, TreeShape
 from fasteagle.state import CycleSpec, DecodeState
-from fasteagle.tree import DraftTree, Pool, chain, rerank
+from fasteagle.tree import DraftTree, Pool, chain
 
 
 class EagleDrafter(HeadDrafter):
@@ -59,7 +59,7 @@ class EagleDrafter(HeadDrafter):
         pool = self.expand(prediction, state, spec.kind, spec.shape.depth, spec.shape.topk)
         if isinstance(spec.shape, SureChain):
             return sure_chain(pool, state.root, *self.stopping)
-        return rerank(pool, state.root, spec.shape.nodes)
+        return self.rerank(pool, state.root, spec.shape.nodes)
 
     def expand(
         self, prediction: Prediction, state: DecodeState, kind: DrawKind, depth: int, k: int
@@ -84,7 +84,13 @@ class Expanding(Protocol):
     top_children: Callable[[Tensor, int], tuple[Tensor, Tensor]]
 
     def step(
-        self, tokens: Tensor, features: Tensor, seq_len: Tensor, level: int, paths: Tensor
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        seq_len: Tensor,
+        level: int,
+        paths: Tensor,
+        first: int,
     ) -> tuple[Tensor, Tensor]: ...
 
     def ranking_logits(
@@ -115,7 +121,8 @@ def expand(
     own = torch.arange(k, dtype=torch.int32, device=tokens.device).unsqueeze(1)
     paths = own  # of rows among the head's own
     for level in range(1, depth):
-        logits, features = drafter.step(tokens, features, seq_len, level - 1, paths)
+        below = (level - 1) * k  # rows of the head's own
+        logits, features = drafter.step(tokens, features, seq_len, level - 1, paths, below)
         logits = drafter.ranking_logits(logits, seq_len, level + 1, kind, state.knobs)
         ids, logp = drafter.top_children(logits, k)  # [k, k]
         child_scores = drafter.child_scores(scores.unsqueeze(1), logp).flatten()

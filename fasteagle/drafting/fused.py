@@ -41,7 +41,7 @@ from fasteagle.drafting.sure_chain import (
 from fasteagle.model import EagleHead
 from fasteagle.shapes import MAX_REACH, FusedShape, SureChain
 from fasteagle.state import CycleSpec, DecodeState
-from fasteagle.tree import HEAD, LOOKUP, DraftTree, Pool, rerank
+from fasteagle.tree import HEAD, LOOKUP, DraftTree, Pool
 
 NEG_INF = float("-inf")
 
@@ -123,7 +123,7 @@ class FusedDrafter(EagleDrafter):
         cells = self.table.cells(found, merged.said)
         self.table.keep(found, cells, state.root, state.seq_len)
         both = fuse(pool, shape.topk, found, merged, self.table.log_probabilities(cells))
-        return rerank(both, state.root, shape.nodes)
+        return self.rerank(both, state.root, shape.nodes)
 
 
 def empty_pool(found: Candidates) -> Pool:

@@ -102,12 +102,12 @@ class StaticTreeDrafter(HeadDrafter):
             kept = level.kept
             if not len(kept):
                 break
-            own = torch.arange(len(kept), dtype=torch.int32, device=logits.device) + n_rows
-            n_rows += len(kept)
+            first, n_rows = n_rows, n_rows + len(kept)
+            own = torch.arange(first, n_rows, dtype=torch.int32, device=logits.device)
             parents = level.above[kept]
             paths = torch.cat((paths[parents], own.unsqueeze(1)), dim=1)
             logits, features = self.step(
-                tokens[kept], features[parents], state.seq_len, number - 1, paths
+                tokens[kept], features[parents], state.seq_len, number - 1, paths, first
             )
         row = torch.cat(found)
         return DraftTree(row, self._parents, torch.ones_like(row).bool(), distributions)

@@ -57,9 +57,9 @@ def made():
     assert cuda_blocks.use_fused_blocks(target)
     head, _ = packed_head(random_head(target))
     engine = Engine(target, 512)
-    engine.state.move_rows = cuda_ops.move_rows
+    engine.state.move_rows, engine.state.relate = cuda_ops.move_rows, cuda_ops.relate
     drafter = EagleDrafter(head.bfloat16(), TREE, 512)
-    drafter.top_children = cuda_ops.top_children
+    drafter.top_children, drafter.rerank = cuda_ops.top_children, cuda_ops.rerank
     cuda_ops.use_views(drafter)
     cuda_head.use_fused_head(head)
     engine.use(drafter)
@@ -94,6 +94,8 @@ def nodes(calls: Counter[str], T: int) -> int:
         "fasteagle.fused_head": head_launches(LLAMA, T).total(),
         "fasteagle.planes_linear": products(LLAMA.vocab_size, LLAMA.dim),  # LM heads
         "fasteagle.top_children": 2,
+        "fasteagle.rerank": 1,
+        "fasteagle.relations": 1,
         "fasteagle.rms_norm": 1,
         "fasteagle.move_rows": 1,
     }

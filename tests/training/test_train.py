@@ -89,7 +89,7 @@ def test_unrolled_steps_equal_drafting_with_the_cache(target, algorithm):
             row = start - 1 + step
             paths = torch.arange(step, dtype=torch.int32)[None]
             token = tokens[row : row + 1]
-            logits, feature = drafter.step(token, feature, seq_len, step - 1, paths)
+            logits, feature = drafter.step(token, feature, seq_len, step - 1, paths, step - 1)
             expected = rows @ outputs[step][0, row]
             assert torch.allclose(logits[0], expected, atol=1e-3), (start, step)
 
@@ -124,7 +124,7 @@ def test_simulated_acceptance_equals_what_the_engine_measures(target, store, tmp
                 accepted[step] += 1
                 paths = torch.arange(step + 1, dtype=torch.int32)[None]
                 row = ids[root + 1 + step : root + 2 + step]
-                logits, feature = drafter.step(row, feature, seq_len, step, paths)
+                logits, feature = drafter.step(row, feature, seq_len, step, paths, step)
                 step += 1
     assert tried[0] == held.rows and accepted[0] > 5 and accepted[1] > 0
     for step in range(5):
