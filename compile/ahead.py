@@ -159,7 +159,7 @@ def run_commits(
     cache = target.new_cache(KEY_BLOCK)
     for depth in sorted({spec.depth for spec in specs if spec.depth and not spec.in_place}):
         levels = torch.arange(depth + 1, device=cache.rows.device)
-        move_rows(cache, levels, levels)
+        move_rows(cache, torch.zeros_like(levels[0]), levels)
 
 
 def _run_head(drafter: HeadDrafter, T: int) -> Tensor:

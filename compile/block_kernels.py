@@ -160,17 +160,17 @@ def gate(parts: Tensor, accumulate: str) -> tuple[Tensor, Tensor]:
     return out, scales
 
 
-def commit(rows: Tensor, source: Tensor, target: Tensor) -> None:
-    """Copy slots `source` [n] to `target` [n] in all planes of `rows` [P, G, S, E].
+def commit(rows: Tensor, start: Tensor, path: Tensor) -> None:
+    """Copy slots `start + path` [n] to those from `start` on in all planes of `rows` [P, G, S, E].
 
-    Both ascend, and no source is below its target but where nothing has to move (padding).
+    `path` ascends, and no entry is below its index but where nothing has to move (padding).
     """
     P, G, _, E = rows.shape
     commit_kernel[(P, G)](
         rows,
-        source,
-        target,
-        len(source),
+        start,
+        path,
+        len(path),
         *rows.stride()[:3],
         E=E,
         E_PAD=triton.next_power_of_2(E),
@@ -315,8 +315,8 @@ def gate_kernel(
 @triton.jit
 def commit_kernel(
     rows_ptr,
-    source_ptr,
-    target_ptr,
+    start_ptr,
+    path_ptr,
     n,
     stride_plane,
     stride_head,
@@ -329,10 +329,10 @@ def commit_kernel(
     """
     at = rows_ptr + tl.program_id(0).to(tl.int64) * stride_plane
     at += tl.program_id(1).to(tl.int64) * stride_head
+    at += tl.load(start_ptr) * stride_slot
     e = tl.arange(0, E_PAD)
     for i in range(0, n):
-        source = tl.load(source_ptr + i)
-        target = tl.load(target_ptr + i)
-        moves = e < tl.where(source > target, E, 0)
-        values = tl.load(at + source * stride_slot + e, mask=moves)
-        tl.store(at + target * stride_slot + e, values, mask=moves)
+        row = tl.load(path_ptr + i)
+        moves = e < tl.where(row > i, E, 0)
+        values = tl.load(at + row * stride_slot + e, mask=moves)
+        tl.store(at + i * stride_slot + e, values, mask=moves)

@@ -100,8 +100,8 @@ def use_fused_head(head: EagleHead) -> bool:
     """Run the head over the view of a tree by the kernels, if its block fits; true if so."""
     if not fits(head.block):
         return False
-    made: Any = FusedHead(head).forward
-    head.forward = made
+    changed: Any = head
+    changed.forward = FusedHead(head).forward
     return True
 
 

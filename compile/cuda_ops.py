@@ -24,7 +24,7 @@ from fasteagle.tree import DraftTree, Pool, Relations, TreeView
 
 # Of one program of `order_kernels`.
 MOST_CANDIDATES = 2048
-MOST_TREE_ROWS = 128
+MOST_TREE_ROWS = 64
 
 
 @torch.library.custom_op("fasteagle::top_children", mutates_args=(), device_types="cuda")
@@ -43,17 +43,17 @@ def _(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.custom_op("fasteagle::move_rows", mutates_args=("rows",), device_types="cuda")
-def move_cache_rows(rows: Tensor, source: Tensor, target: Tensor) -> None:
-    """See `block_kernels.commit`: rows [P, G, S, E] of the cache, slots [n] that ascend."""
+def move_cache_rows(rows: Tensor, start: Tensor, path: Tensor) -> None:
+    """See `block_kernels.commit`: rows [P, G, S, E] of the cache, a path [n] from `start` on."""
     from fasteagle.compile import block_kernels
 
     with on_device_of(rows):
-        block_kernels.commit(rows, source, target)
+        block_kernels.commit(rows, start, path)
 
 
-def move_rows(cache: KVCache, source: Tensor, target: Tensor) -> None:
+def move_rows(cache: KVCache, start: Tensor, path: Tensor) -> None:
     """`KVCache.commit` in one launch."""
-    move_cache_rows(cache.rows, source, target)
+    move_cache_rows(cache.rows, start, path)
 
 
 @torch.library.custom_op("fasteagle::rerank", mutates_args=(), device_types="cuda")

@@ -81,9 +81,13 @@ class KVCache:
         """Zero every row."""
         self.rows.zero_()
 
-    def commit(self, source: Tensor, target: Tensor) -> None:
-        """Copy cache rows `source` [n] to `target` [n] in every block (overlap allowed)."""
-        self.rows[:, :, target] = self.rows[:, :, source]
+    def commit(self, start: Tensor, path: Tensor) -> None:
+        """Copy slots `start + path` [n] to those from `start` (0-d) on in every block.
+
+        They may overlap: all are read before one is written.
+        """
+        target = start + torch.arange(len(path), device=path.device)
+        self.rows[:, :, target] = self.rows[:, :, start + path]
 
 
 class RMSNorm(nn.Module):

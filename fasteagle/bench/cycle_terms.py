@@ -22,10 +22,10 @@ CARDS = {
     "4090": Card(128, 1008.0, ghz=2.52, cache_gb_s=4000.0),
 }
 SMALL_US = 1.8  # of a node that does nearly nothing: its launch, a load, a store
-BLOCK_SMALL = 3  # nodes of a block beside products and attention: two norms, RoPE
+BLOCK_SMALL = 2  # nodes of a block beside products and attention: two norms
 VERIFY_SMALL = 4  # before and behind the blocks
-FINISH_SMALL = 9  # accept and commit
-DRAFT_SMALL, LEVEL_SMALL = 6, 5  # Inductor's: of a tree, and of each of its levels
+FINISH_SMALL = 7  # accept and commit
+DRAFT_SMALL, LEVEL_SMALL = 5, 2  # Inductor's and the tree's order: of a tree, of each of its levels
 RANKING = 2  # launches over the logits of a level
 
 
@@ -88,13 +88,13 @@ class CycleModel:
         """A pass of the target over `rows` rows."""
         n, products = self.config.n_layer, self.block(self.config, rows)
         alone = sum(product.name == "gate_up" and product.split > 1 for product in products)
-        attention = self._attention_us(self.config, rows)
+        attention = self._attention_us(self.config, rows, products[0].split)
         small = n * (BLOCK_SMALL + alone) + VERIFY_SMALL
         return [
             Term("linears of the blocks", 4 * n, n * sum(p.us for p in products) / 1e3),
             Term("LM head", 1, self.lm_head(self.config.vocab_size, rows).us / 1e3),
             Term("tree attention", 2 * n, n * attention / 1e3),
-            Term("norms, RoPE, rest of the pass", small, small * SMALL_US / 1e3),
+            Term("norms, rest of the pass", small, small * SMALL_US / 1e3),
         ]
 
     def draft(self, head: HeadConfig, tree: TreeShape) -> list[Term]:
@@ -104,10 +104,11 @@ class CycleModel:
         for level in range(D):
             rows = tree.depth + 1 if level == 0 else k
             fc = self.product("fc", dim, 2 * dim, rows)
-            us += fc.us + (fc.split > 1) * SMALL_US
-            us += sum(p.us for p in self.block(head.block, rows))
-            us += self._attention_us(head.block, rows)
-            nodes += 1 + (fc.split > 1) + 4 + 2
+            us += fc.us
+            products = self.block(head.block, rows)
+            us += sum(p.us for p in products)
+            us += self._attention_us(head.block, rows, products[0].split)
+            nodes += 1 + 4 + 2
         ranks = D * self.lm_head(head.draft_vocab_size, k).us
         small = D * (BLOCK_SMALL + 1 + LEVEL_SMALL + RANKING) + DRAFT_SMALL
         return [
@@ -126,11 +127,14 @@ class CycleModel:
             return layout_for(8, K, K)
         return layout_for(self.scheme.bits, self.scheme.group_size or K, K)
 
-    def _attention_us(self, config: ModelConfig, rows: int) -> float:
-        """Two nodes; the cache is read once, its states through the L2 cache."""
+    def _attention_us(self, config: ModelConfig, rows: int, n_parts: int) -> float:
+        """Two nodes; the cache is read once, its states through the L2 cache.
+
+        So are the `n_parts` partial sums of the queries, by every split: they are rotated there.
+        """
         read = config.kv_bytes(self.context, 2) / config.n_layer
         splits = -(-self.context // 256)
-        states = 8.0 * rows * config.n_head * config.head_dim * splits
+        states = (8.0 + 4.0 * n_parts) * rows * config.n_head * config.head_dim * splits
         memory = read / (self.card.gb_s * self.card.reach) + states / self.card.cache_gb_s
         return 2 * SMALL_US + self.card.latency_us + memory / 1e3
 

@@ -139,7 +139,7 @@ def commit(
     levels = torch.arange(spec.depth + 1, device=path.rows.device)
     emitted = path.emitted.clamp(min=0)  # padding and bad rows as token 0: it is not read
     if spec.depth and not spec.in_place:
-        state.move_rows(state.cache, state.seq_len + path.rows, state.seq_len + levels)
+        state.move_rows(state.cache, state.seq_len, path.rows)
     state.text.index_copy_(0, state.seq_len + 1 + levels, emitted)
     if spec.kind.penalty:
         # Padding repeats the root, which is penalized in any case.

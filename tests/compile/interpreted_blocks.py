@@ -17,6 +17,7 @@ from fasteagle.compile import (
     cuda_ops,
     draft_kernels,
     fixed_norm,
+    order_kernels,
     tree_kernels,
 )
 from fasteagle.compile.tree_attention import use_tree_attention
@@ -32,7 +33,7 @@ from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import TreeShape
-from fasteagle.tree import TreeView
+from fasteagle.tree import Pool, TreeView, chain, relations, rerank
 from helpers import eagle3_of, random_head
 from planes_models import CONFIGS, SEQ_LEN, filled, packed_head, packed_target, passed, view_of
 
@@ -63,6 +64,8 @@ def kernels(monkeypatch):
     monkeypatch.setattr(cuda_head, "fused_head", headed)
     monkeypatch.setattr(fixed_norm, "rms_norm", normed)
     monkeypatch.setattr(cuda_ops, "top_children", draft_kernels.top_children)
+    monkeypatch.setattr(cuda_ops, "rerank_pool", order_kernels.rerank)
+    monkeypatch.setattr(cuda_ops, "relate_rows", order_kernels.relations)
     monkeypatch.setattr(cuda_ops, "move_cache_rows", block_kernels.commit)
     monkeypatch.setattr(planes, "planes_linear", product)
 
@@ -209,10 +212,70 @@ def test_commit(path, dtype):
     expected, seq_len, path = rows.clone(), torch.tensor(20), torch.tensor(path)
     count = int((path > 0).sum()) + 1
     expected[:, :, 20 : 20 + count] = rows[:, :, 20 + path[:count]]
-    levels = torch.arange(len(path))
-    block_kernels.commit(rows, seq_len + path, seq_len + levels)
+    block_kernels.commit(rows, seq_len, path)
     assert torch.equal(rows[:, :, : 20 + count], expected[:, :, : 20 + count])
     assert torch.equal(rows[:, :, 20 + len(path) :], expected[:, :, 20 + len(path) :])
+
+
+def random_pool(P: int, seed: int) -> Pool:
+    """Scores fall from parent to child, often by nothing; some candidates are none."""
+    generator = torch.Generator().manual_seed(seed)
+    parents = (torch.rand(P, generator=generator) * torch.arange(P)).long() - 1
+    steps = torch.randint(0, 3, (P,), generator=generator) / 2
+    scores = torch.zeros(P)
+    for i, parent in enumerate(parents.tolist()):
+        scores[i] = (scores[parent] if parent >= 0 else 0) - steps[i]
+    scores[torch.rand(P, generator=generator) < 0.1] = float("-inf")
+    for i, parent in enumerate(parents.tolist()):
+        if parent >= 0:
+            scores[i] = torch.minimum(scores[i], scores[parent])
+    sources = torch.randint(1, 4, (P,), generator=generator)
+    return Pool(torch.randint(0, 99, (P,), generator=generator), scores, parents, sources)
+
+
+@pytest.mark.parametrize(
+    ("P", "N"), [(1, 1), (4, 4), (12, 5), (68, 15), (100, 63), (510, 59), (710, 8), (9, 20)]
+)
+def test_rerank_and_relations(P, N):
+    """Their slow twins are `tree.rerank` and `tree.relations`."""
+    root = torch.tensor([7])
+    for seed in range(4):
+        pool = random_pool(P, seed)
+        expected, found = rerank(pool, root, N), cuda_ops.rerank(pool, root, N)
+        for name, value in expected._asdict().items():
+            if value is not None:
+                assert torch.equal(getattr(found, name), value), (name, seed)
+                assert getattr(found, name).dtype == value.dtype
+        alone = pool._replace(sources=None)
+        assert cuda_ops.rerank(alone, root, N).sources is None
+        seen = relations(found.parents, found.valid)
+        for value, other in zip(seen, cuda_ops.relate(found.parents, found.valid), strict=True):
+            assert torch.equal(value, other) and value.dtype == other.dtype
+
+
+@pytest.mark.parametrize("T", [1, 2, 16, 17, 64, 65])
+def test_relations_of_chains(T):
+    row = torch.arange(T)
+    for valid in (row >= 0, row <= T // 2):
+        made = chain(row, valid)
+        seen = relations(made.parents, made.valid)
+        for value, other in zip(seen, cuda_ops.relate(made.parents, made.valid), strict=True):
+            assert torch.equal(value, other)
+
+
+def test_candidates_of_no_score_at_all_are_none():
+    """A draft head with broken features: its tree is padding, and no row lies behind it."""
+    pool = random_pool(30, 0)
+    scores = pool.scores.clone()
+    scores[5:] = float("nan")
+    clean = pool._replace(scores=torch.where(scores.isnan(), float("-inf"), scores))
+    root = torch.tensor([7])
+    found, expected = (
+        cuda_ops.rerank(pool._replace(scores=scores), root, 12),
+        rerank(clean, root, 12),
+    )
+    assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.valid, expected.valid)
+    assert torch.equal(found.parents, expected.parents)
 
 
 @pytest.mark.parametrize(("W", "V", "k"), [(1, 60, 4), (4, 5000, 10), (3, 2048, 1), (2, 40000, 3)])
@@ -257,9 +320,9 @@ def test_speculative_text_has_the_bits_of_plain_text(params):
     texts, logits = [], []
     for drafter in (None, EagleDrafter(head, TreeShape(2, 3, 5), 128)):
         engine = Engine(target, 128)
-        engine.state.move_rows = cuda_ops.move_rows
+        engine.state.move_rows, engine.state.relate = cuda_ops.move_rows, cuda_ops.relate
         if drafter is not None:
-            drafter.top_children = cuda_ops.top_children
+            drafter.top_children, drafter.rerank = cuda_ops.top_children, cuda_ops.rerank
             cuda_ops.use_views(drafter)
             assert cuda_head.use_fused_head(head)
             engine.use(drafter)

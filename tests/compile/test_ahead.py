@@ -11,9 +11,17 @@ import pytest
 import torch
 
 from fasteagle.compile import graphs
-from fasteagle.compile.ahead import collecting, compile_ahead, compile_all, run_commits, run_passes
+from fasteagle.compile.ahead import (
+    collecting,
+    compile_ahead,
+    compile_all,
+    run_commits,
+    run_passes,
+    run_trees,
+)
 from fasteagle.decoding.runner import Runner
 from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.generate import Engine
 from fasteagle.llm import open_llm
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.quant import packed, planes
@@ -126,25 +134,31 @@ def test_passes_of_every_size_leave_the_engine_alone():
     assert list(engine.generate(PROMPT, SamplingParams(), 20)) == expected
 
 
-def test_kernels_of_drafting_and_committing_are_among_them(card):
-    from fasteagle.compile import block_kernels, draft_kernels
+def test_kernels_of_drafting_and_committing_are_among_them(card, monkeypatch):
+    from fasteagle.compile import block_kernels, cuda_ops, draft_kernels, order_kernels
 
+    monkeypatch.setattr(cuda_ops, "rerank_pool", order_kernels.rerank)
+    monkeypatch.setattr(cuda_ops, "relate_rows", order_kernels.relations)
     target = random_target(tiny_config())
     engine = captured_engine(target, 256)
     engine.use(EagleDrafter(random_head(target), TreeShape(3, 3, 8), 256))
-    engine.drafter.top_children = draft_kernels.top_children
+    drafter, state = engine.drafter, engine.state
+    drafter.top_children, drafter.rerank = draft_kernels.top_children, cuda_ops.rerank
+    state.relate = cuda_ops.relate
     specs = [engine.spec(shape, DrawKind()) for shape in (None, TreeShape(3, 3, 8))]
     moved = []
 
-    def move_rows(cache, source, target):
-        moved.append((len(source), len(target)))
-        block_kernels.commit(cache.rows, source, target)
+    def move_rows(cache, start, path):
+        moved.append(len(path))
+        block_kernels.commit(cache.rows, start, path)
 
     with collecting() as found:
-        run_passes(target, engine.drafter, [1, 8])
+        run_passes(target, drafter, [1, 8])
+        run_trees(drafter, specs, state)
         run_commits(target, specs, move_rows)
-    assert {name for name, _ in found} == {"chunk_kernel", "merge_kernel", "commit_kernel"}
-    assert moved == [(4, 4)], "plain cycles move nothing"
+    names = ("chunk", "merge", "commit", "rerank", "relations")
+    assert {name for name, _ in found} == {f"{name}_kernel" for name in names}
+    assert moved == [4], "plain cycles move nothing"
 
 
 def test_a_model_that_is_opened_compiles_before_its_first_answer(tiny_dir, monkeypatch):
@@ -169,7 +183,7 @@ def test_passes_stay_within_the_shortest_tables(max_seq_len):
 def test_a_runner_compiles_ahead_once_for_each_number_of_rows(monkeypatch):
     asked = []
     monkeypatch.setattr(
-        graphs, "compile_ahead", lambda target, drafter, specs, move_rows: asked.append(len(specs))
+        graphs, "compile_ahead", lambda target, drafter, specs, state: asked.append(len(specs))
     )
     target = random_target(tiny_config())
     engine = captured_engine(target, 256)
@@ -181,7 +195,8 @@ def test_a_runner_compiles_ahead_once_for_each_number_of_rows(monkeypatch):
 
 
 def test_nothing_is_compiled_ahead_on_a_cpu():
-    assert compile_ahead(random_target(tiny_config()), None, []) == 0
+    engine = Engine(random_target(tiny_config()), 64)
+    assert compile_ahead(engine.model, None, [], engine.state) == 0
 
 
 @pytest.mark.gpu
@@ -193,7 +208,7 @@ def test_a_second_pass_compiles_nothing(monkeypatch, tmp_path):
 
     use_tree_attention(target)
     begin = time.perf_counter()
-    compile_ahead(target, None, [])
+    compile_ahead(target, None, [], Engine(target, 256).state)
     with collecting() as found:
         run_passes(target, None, [1])
     assert not found and time.perf_counter() - begin < 120

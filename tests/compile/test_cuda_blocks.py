@@ -30,6 +30,7 @@ from fasteagle.compile import (
     cuda_ops,
     draft_kernels,
     fixed_norm,
+    order_kernels,
     tree_kernels,
 )
 from launch_counter import block_launches, head_launches
@@ -174,7 +175,7 @@ KERNELS = {
     ),
     "commit": (
         block_kernels.commit_kernel,
-        dict(rows_ptr="*bf16", source_ptr="*i64", target_ptr="*i64"),
+        dict(rows_ptr="*bf16", start_ptr="*i64", path_ptr="*i64"),
         dict(E=128, E_PAD=128),
         block_kernels.ONE_WARP,
     ),
@@ -189,6 +190,21 @@ KERNELS = {
         dict(parts_ptr=F32, ids_ptr="*i32", sums_ptr=F32, best_ptr="*i64", logp_ptr=F32),
         dict(K=10, C_PAD=64, N_PAD=1024),
         draft_kernels.OPTIONS,
+    ),
+    "rerank": (
+        order_kernels.rerank_kernel,
+        dict(tokens_ptr="*i64", scores_ptr=F32, parents_ptr="*i64", root_ptr="*i64")
+        | dict(out_tokens_ptr="*i64", out_parents_ptr="*i64", out_valid_ptr="*i1")
+        | dict(out_places_ptr="*i64", rows_ptr="*i32"),
+        dict(P_PAD=1024, CHUNK=8),
+        order_kernels.OPTIONS,
+    ),
+    "relations": (
+        order_kernels.relations_kernel,
+        dict(parents_ptr="*i64", valid_ptr="*i1", mask_ptr="*i1", depths_ptr="*i64")
+        | dict(paths_ptr="*i32"),
+        dict(T_PAD=64, ROUNDS=6),
+        order_kernels.OPTIONS,
     ),
 }
 
