@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fasteagle.compile.int8_kernels import int8_rows
+from fasteagle.compile.int8_kernels import int8_rows, write_rows
 
 
 @triton.jit
@@ -151,22 +151,21 @@ def prefix_kernel(
             q_at = q_ptr + (head * R + row)[:, None] * E + e[None, :]
             tl.store(q_at, q.to(q_ptr.dtype.element_ty), mask=inside)
             own = row < T
-            inside = own[:, None] & (e < E)[None, :]
             heads = tl.num_programs(1)
             column = (heads * group + head + row * 0) * E
+            slot = tl.load(slots_ptr + row, mask=own, other=0)
             k = _turned_rows(
                 sums_ptr, bias_ptr, cos_ptr, sin_ptr, row, column, own, T, Np,
                 n_parts, E, E_PAD, BIASED, True,
             )  # fmt: skip
+            k_at = k_ptr + head.to(tl.int64) * stride_kg + slot * stride_ks
+            write_rows(k_at, e, own, k, q_ptr.dtype.element_ty, E, INT8)
             v = _turned_rows(
                 sums_ptr, bias_ptr, cos_ptr, sin_ptr, row, column + heads * E, own, T, Np,
                 n_parts, E, E_PAD, BIASED, False,
             )  # fmt: skip
-            slot = tl.load(slots_ptr + row, mask=own, other=0)
-            k_at = k_ptr + head.to(tl.int64) * stride_kg + slot[:, None] * stride_ks + e[None, :]
-            v_at = v_ptr + head.to(tl.int64) * stride_vg + slot[:, None] * stride_vs + e[None, :]
-            tl.store(k_at, k.to(k_ptr.dtype.element_ty), mask=inside)
-            tl.store(v_at, v.to(v_ptr.dtype.element_ty), mask=inside)
+            v_at = v_ptr + head.to(tl.int64) * stride_vg + slot * stride_vs
+            write_rows(v_at, e, own, v, q_ptr.dtype.element_ty, E, INT8)
             return
     seq_len = tl.load(seq_len_ptr).to(tl.int32)
     begin = split * SPLIT

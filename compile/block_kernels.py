@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fasteagle.compile.int8_kernels import int8_values
 from fasteagle.quant.kernels import SPAN
 from fasteagle.quant.planes import LARGEST_EXPONENT
 from fasteagle.quant.unpack_kernels import half_range
@@ -98,16 +99,17 @@ def rope(
     v_cache: Tensor,
     n_head: int,
     eps: float,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Rotated queries [G, H / G * M, E]; keys and values of the rows go to their slots.
+    """Rotated queries [G, H / G * M, E] in `dtype`; keys and values of the rows go to their slots.
 
     `parts` are of the product with query, key and value; `vectors` its bias [Np] and, where the
     model has them, the scales [E] of the norms of queries and keys. cos, sin [M, 1, E].
     """
     S, M, Np = parts.shape
-    G, _, E = k_cache.shape
+    G, E = len(k_cache), cos.shape[2]
     bias, q_norm, k_norm = vectors
-    q = torch.empty(G, n_head // G * M, E, dtype=k_cache.dtype, device=parts.device)
+    q = torch.empty(G, n_head // G * M, E, dtype=dtype, device=parts.device)
     rope_kernel[(M, n_head + 2 * G)](
         parts,
         parts if bias is None else bias,
@@ -132,6 +134,7 @@ def rope(
         HALF=triton.next_power_of_2(E // 2),
         BIASED=bias is not None,
         NORMED=q_norm is not None,
+        INT8=k_cache.dtype == torch.int8,
         **ONE_WARP,
     )
     return q
@@ -244,6 +247,7 @@ def rope_kernel(
     HALF: tl.constexpr,
     BIASED: tl.constexpr,
     NORMED: tl.constexpr,
+    INT8: tl.constexpr,
 ):
     """One head of one row: queries first, then keys, then values."""
     row = tl.program_id(0)
@@ -272,15 +276,29 @@ def rope_kernel(
         second = second * cos + first * sin
         first = turned
     slot = tl.load(slots_ptr + row)
+    first = first.to(q_ptr.dtype.element_ty)
+    second = second.to(q_ptr.dtype.element_ty)
     if head < n_head:
         group = n_head // G
-        out = q_ptr + ((head // group * group + head % group) * M + row) * E + e
-    elif head < n_head + G:
-        out = k_ptr + (head - n_head).to(tl.int64) * stride_kg + slot * stride_ks + e
+        q_at = q_ptr + ((head // group * group + head % group) * M + row) * E + e
+        tl.store(q_at, first, mask=real)
+        tl.store(q_at + E // 2, second, mask=real)
     else:
-        out = v_ptr + (head - n_head - G).to(tl.int64) * stride_vg + slot * stride_vs + e
-    tl.store(out, first.to(q_ptr.dtype.element_ty), mask=real)
-    tl.store(out + E // 2, second.to(q_ptr.dtype.element_ty), mask=real)
+        if head < n_head + G:
+            out = k_ptr + (head - n_head).to(tl.int64) * stride_kg + slot * stride_ks
+        else:
+            out = v_ptr + (head - n_head - G).to(tl.int64) * stride_vg + slot * stride_vs
+        if INT8:
+            lower, upper = first.to(tl.float32), second.to(tl.float32)
+            most = tl.maximum(tl.max(tl.abs(lower), 0), tl.max(tl.abs(upper), 0))
+            scale = tl.div_rn(most, 127.0)
+            scales = tl.full((HALF,), 0.0, tl.float32) + scale
+            tl.store(out + e, int8_values(lower, scales), mask=real)
+            tl.store(out + E // 2 + e, int8_values(upper, scales), mask=real)
+            tl.store((out + E).to(tl.pointer_type(tl.float32)), scale)
+        else:
+            tl.store(out + e, first, mask=real)
+            tl.store(out + E // 2 + e, second, mask=real)
 
 
 @triton.jit(do_not_specialize=["M", "stride_split"])

@@ -261,14 +261,16 @@ def _attention(
     from fasteagle.quant import kernels
 
     parts = kernels.partial_sums(normed, weights.qkv, accumulate)
-    n_head = weights.out.K // k_cache.shape[2]
+    E = rows[0].shape[2]
+    n_head, dtype = weights.out.K // E, weights.mlp_norm.dtype
     bias, *norms = weights.vectors
     # Norms of heads are sums, whose order must not depend on the block of rows.
-    if norms[0] is None and k_cache.shape[2] <= tree_kernels.MAX_ROPE_DIM:
-        new = tree_kernels.Unrotated(parts, bias, *rows, n_head)
+    if norms[0] is None and E <= tree_kernels.MAX_ROPE_DIM:
+        new = tree_kernels.Unrotated(parts, bias, *rows, n_head, dtype)
         y = tree_kernels.rope_attention(new, k_cache, v_cache, view, torch.float16)
     else:
-        q = block_kernels.rope(parts, weights.vectors, *rows, k_cache, v_cache, n_head, eps)
+        vectors = weights.vectors
+        q = block_kernels.rope(parts, vectors, *rows, k_cache, v_cache, n_head, eps, dtype)
         y = tree_kernels.tree_attention(q, k_cache, v_cache, *view, out_rows=torch.float16)
     return kernels.partial_sums(y, weights.out, accumulate)
 

@@ -1,4 +1,4 @@
-"""What Triton kernels read of a KV cache in 8 bits; see `int8_cache`.
+"""What Triton kernels read of a KV cache in 8 bits, and write into it; see `int8_cache`.
 
 Shapes: BLOCK keys, E head dim, E_PAD the next power of two.
 """
@@ -23,3 +23,27 @@ def int8_rows(rows, e, seen, like, E: tl.constexpr):
     values = tl.load(rows[:, None] + e[None, :], mask=mask, other=0)
     scales = tl.load((rows + E).to(tl.pointer_type(tl.float32)), mask=seen, other=0.0)
     return (values.to(tl.float32) * scales[:, None]).to(like.dtype)
+
+
+@triton.jit
+def int8_values(values, scales):
+    """fp32 `values` in units of `scales`, to nearest, halves to even ones, as torch rounds."""
+    units = tl.div_rn(values, tl.maximum(scales, 1e-30))
+    return ((units + 12582912.0) - 12582912.0).to(tl.int8)  # 1.5 * 2^23: no digits behind the point
+
+
+@triton.jit
+def write_rows(rows, e, real, values, like, E: tl.constexpr, INT8: tl.constexpr):
+    """Put `values` [BLOCK, E_PAD] where rows begin at pointers `rows`, if they are `real`.
+
+    The bits are those of `int8_cache.quantized_rows`, of values in the dtype of `like`.
+    """
+    mask = real[:, None] & (e < E)[None, :]
+    at = rows[:, None] + e[None, :]
+    if INT8:
+        values = tl.where(mask, values.to(like).to(tl.float32), 0.0)
+        scales = tl.div_rn(tl.max(tl.abs(values), 1), tl.full((rows.shape[0],), 127.0, tl.float32))
+        tl.store(at, int8_values(values, tl.broadcast_to(scales[:, None], values.shape)), mask=mask)
+        tl.store((rows + E).to(tl.pointer_type(tl.float32)), scales, mask=real)
+    else:
+        tl.store(at, values.to(like), mask=mask)

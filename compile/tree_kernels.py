@@ -59,6 +59,7 @@ class Unrotated(NamedTuple):
     sin: Tensor  # [T, 1, E]
     slots: Tensor  # [T] of the cache
     n_head: int  # of queries
+    dtype: torch.dtype  # in which they are multiplied
 
 
 def prefix_constants(
@@ -116,10 +117,9 @@ def tree_attention(
 def rope_attention(
     new: Unrotated, k_cache: Tensor, v_cache: Tensor, view: TreeView, out_rows: torch.dtype
 ) -> Tensor:
-    """RoPE, the new rows of the caches, which are not int8, and `tree_attention`; two launches."""
-    G, _, E = k_cache.shape
-    T = len(view.depths)
-    q = torch.empty(G, new.n_head // G * T, E, dtype=k_cache.dtype, device=k_cache.device)
+    """RoPE, the new rows of the caches, and `tree_attention`; two launches."""
+    G, T, E = len(k_cache), len(view.depths), new.cos.shape[2]
+    q = torch.empty(G, new.n_head // G * T, E, dtype=new.dtype, device=k_cache.device)
     return _attention(q, k_cache, v_cache, view, out_rows, new)
 
 

@@ -20,6 +20,7 @@ from fasteagle.compile import (
     order_kernels,
     tree_kernels,
 )
+from fasteagle.compile.int8_cache import use_int8_cache
 from fasteagle.compile.tree_attention import use_tree_attention
 from fasteagle.drafting.draft_head import top_children
 from fasteagle.drafting.eagle import EagleDrafter
@@ -113,8 +114,27 @@ def test_rows_do_not_depend_on_their_number(name, accumulate):
         assert torch.equal(cache.rows[:, :, :end], whole_cache.rows[:, :, :end])
 
 
+@pytest.mark.parametrize("name", ["gqa", "qwen3"])
+def test_a_cache_in_8_bits(name):
+    """Results are those of the model over such a cache, and bits of a row are its own."""
+    target, dense = packed_target(name)
+    use_int8_cache(target)
+    use_int8_cache(dense)
+    expected, _ = passed(dense, 9, torch.float32)
+    assert cuda_blocks.use_fused_blocks(target)
+    whole, whole_cache = passed(target, 9)
+    assert whole_cache.rows.dtype == torch.int8
+    close(whole, expected, 3e-3)
+    for T in (1, 2, 5):
+        part, cache = passed(target, T)
+        assert torch.equal(part, whole[:T])
+        end = SEQ_LEN + T
+        assert torch.equal(cache.rows[:, :, :end], whole_cache.rows[:, :, :end])
+        assert not cache.rows[:, :, end:].any()
+
+
 def test_blocks_that_do_not_fit_are_the_same_for_any_number_of_rows():
-    """Products block by block, as with a KV cache in 8 bits, between norms in a fixed order."""
+    """Products block by block, as of sizes that do not fit, between norms in a fixed order."""
     target, dense = packed_target("qwen3")
     expected, _ = passed(dense, 9, torch.float32)
     assert fixed_norm.use_fixed_norms(target)

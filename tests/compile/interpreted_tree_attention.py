@@ -195,10 +195,11 @@ ROTATED = [
 ]
 
 
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize(
     ("T", "seq_len", "E", "group", "G", "n_parts", "biased", "dtype", "window"), ROTATED
 )
-def test_rope_in_the_first_kernel(T, seq_len, E, group, G, n_parts, biased, dtype, window):
+def test_rope_in_the_first_kernel(T, seq_len, E, group, G, n_parts, biased, dtype, window, int8):
     """The bits of RoPE in a launch of its own: of the result, and of keys and values."""
     p = problem(T, seq_len, E=E, group=group, G=G, dtype=dtype, window=window)
     generator = torch.Generator().manual_seed(T)
@@ -210,16 +211,41 @@ def test_rope_in_the_first_kernel(T, seq_len, E, group, G, n_parts, biased, dtyp
     rows = angles.cos(), angles.sin(), slots
     results = []
     for fused in (False, True):
-        k, v = p.k.clone(), p.v.clone()
+        k, v = (quantized_rows(t.nan_to_num()) if int8 else t.clone() for t in (p.k, p.v))
         if fused:
-            new = tree_kernels.Unrotated(parts, bias, *rows, G * group)
+            new = tree_kernels.Unrotated(parts, bias, *rows, G * group, dtype)
             y = tree_kernels.rope_attention(new, k, v, p.view, HALF)
         else:
             vectors = (bias, None, None)
-            q = block_kernels.rope(parts, vectors, *rows, k, v, G * group, 0.0)
+            q = block_kernels.rope(parts, vectors, *rows, k, v, G * group, 0.0, dtype)
             y = tree_kernels.tree_attention(q, k, v, *p.view, out_rows=HALF)
         results.append((y, k, v))
     assert results[0][0].isfinite().all()
-    assert not torch.equal(results[0][1], p.k), "keys are written"
+    assert not torch.equal(dense_rows(results[0][1], dtype), p.k), "keys are written"
     for found, expected in zip(*results, strict=True):
         assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
+
+
+@pytest.mark.parametrize("E", [24, 64, 128])
+def test_rows_written_in_8_bits_are_those_of_the_model(E):
+    """By either kernel: `int8_cache.quantized_rows` of the values, scales and halves rounded."""
+    G, T = 2, 9
+    p = problem(T, 40, E=E, G=G, dtype=HALF)
+    generator = torch.Generator().manual_seed(E)
+    parts = torch.randn(1, T, 3 * G * E, generator=generator)
+    parts[0, 3, -E:] = 0  # a row of nothing: its scale is 0
+    parts[0, 4, -E:] = torch.arange(E) - E / 2 + 0.5  # halves of units
+    parts[0, 4, -E] = 127.0
+    angles = torch.zeros(T, 1, E)
+    rows = angles.cos(), angles.sin(), 40 + torch.arange(T)
+    expected = quantized_rows(parts[0].half().view(T, 3, G, E).permute(1, 2, 0, 3)[1:])
+    for fused in (False, True):
+        k, v = (quantized_rows(torch.zeros_like(t)) for t in (p.k, p.v))
+        if fused:
+            new = tree_kernels.Unrotated(parts, None, *rows, G, HALF)
+            tree_kernels.rope_attention(new, k, v, p.view, HALF)
+        else:
+            block_kernels.rope(parts, (None, None, None), *rows, k, v, G, 0.0, HALF)
+        for found, rows_expected in zip((k, v), expected, strict=True):
+            assert torch.equal(found[:, 40 : 40 + T], rows_expected), fused
+            assert not found[:, :40].any() and not found[:, 40 + T :].any()

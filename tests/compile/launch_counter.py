@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 
 from fasteagle.compile import block_kernels, cuda_blocks, cuda_head, draft_kernels, tree_kernels
+from fasteagle.compile.int8_cache import SPARE
 from fasteagle.config import ModelConfig
 from fasteagle.quant import kernels
 from fasteagle.tree import TreeView
@@ -21,8 +22,10 @@ META = torch.device("meta")
 
 
 @contextlib.contextmanager
-def counting() -> Iterator[Counter[str]]:
+def counting(settings: list[tuple[str, dict[str, object]]] | None = None) -> Iterator[Counter[str]]:
+    """Launches by kernel; what each was compiled for, constants and warps, goes to `settings`."""
     found: Counter[str] = Counter()
+    listed = [] if settings is None else settings
 
     class Kernel:
         def __init__(self, name: str) -> None:
@@ -30,7 +33,12 @@ def counting() -> Iterator[Counter[str]]:
 
         def __getitem__(self, grid):
             assert all(size >= 1 for size in grid)
-            return lambda *args, **options: found.update([self.name])
+
+            def launch(*args: object, **options: object) -> None:
+                found.update([self.name])
+                listed.append((self.name, options))
+
+            return launch
 
     with contextlib.ExitStack() as stack:
         for module in MODULES:
@@ -39,11 +47,17 @@ def counting() -> Iterator[Counter[str]]:
         yield found
 
 
-def block_launches(config: ModelConfig, T: int, n_blocks: int = 1) -> Counter[str]:
+def block_launches(
+    config: ModelConfig,
+    T: int,
+    n_blocks: int = 1,
+    int8: bool = False,
+    settings: list[tuple[str, dict[str, object]]] | None = None,
+) -> Counter[str]:
     """Launches of int4 blocks over a tree of T rows; tensors are only shapes (device "meta")."""
-    rows, view, caches, tensors, formats = _given(config, T, n_blocks)
+    rows, view, caches, tensors, formats = _given(config, T, n_blocks, int8)
     x = torch.empty(T, config.dim, device=META)
-    with counting() as found:
+    with counting(settings) as found:
         cuda_blocks.launch_blocks(x, rows, view, caches, tensors, formats, 1e-5, "fp16")
     return found
 
@@ -71,16 +85,19 @@ def _packed(N: int, K: int) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def _given(config: ModelConfig, T: int, n_blocks: int) -> tuple[Any, ...]:
+def _given(config: ModelConfig, T: int, n_blocks: int, int8: bool = False) -> tuple[Any, ...]:
     """What the launches are given: rows, view, caches, tensors, formats."""
     D, E, G, F = config.dim, config.head_dim, config.n_kv_head, config.ffn_dim
     shapes = [(config.qkv_dim, D), (D, config.n_head * E), (2 * F, D), (D, F)]
     qkv, out, gate_up, down = (_packed(N, K) for N, K in shapes)
-    scale, none = torch.empty(D, device=META), torch.empty(0, device=META)
+    scale = torch.empty(D, dtype=torch.bfloat16, device=META)
+    none = torch.empty(0, device=META)
     norm = torch.empty(E, device=META) if config.qk_norm else none
     tensors = [scale, *qkv, none, norm, norm, *out, scale, *gate_up, *down]
     formats = [number for _, K in shapes for number in (K, 4, GROUP, 0)]
     cache = torch.empty(G, 4096, E, dtype=torch.bfloat16, device=META)
+    if int8:
+        cache = torch.empty(G, 4096, E + SPARE, dtype=torch.int8, device=META)
     rope = torch.empty(T, 1, E, device=META)
     rows = torch.empty(T, dtype=torch.long, device=META)
     paths = torch.empty(T, T, dtype=torch.int32, device=META)

@@ -7,6 +7,7 @@ import copy
 import torch
 from torch import nn
 
+from fasteagle.compile.int8_cache import quantized_rows
 from fasteagle.model import EagleHead, KVCache, Transformer
 from fasteagle.quant.cuda_linear import PlanesLinear
 from fasteagle.quant.params import quantize_weight
@@ -86,11 +87,15 @@ def view_of(T: int, window: int | None, seq_len: int = SEQ_LEN, spread: int = 4)
 
 def filled(model: Transformer, dtype: torch.dtype) -> KVCache:
     """A cache with random keys and values at the first `SEQ_LEN` positions."""
-    weight = model.norm.weight
-    cache = KVCache(model.config, 256, dtype, weight.device)
+    weight, int8 = model.norm.weight, model.cache_dtype == torch.int8
+    cache = KVCache(
+        model.config, 256, torch.int8 if int8 else dtype, weight.device, model.cache_spare
+    )
     generator = torch.Generator().manual_seed(2)
-    rows = torch.randn(*cache.rows.shape[:2], SEQ_LEN, cache.rows.shape[3], generator=generator)
-    cache.rows[:, :, :SEQ_LEN] = rows.half().to(weight.device)
+    size = *cache.rows.shape[:2], SEQ_LEN, model.config.head_dim
+    rows = torch.randn(size, generator=generator).half()
+    rows = quantized_rows(rows) if int8 else rows
+    cache.rows[:, :, :SEQ_LEN] = rows.to(weight.device)
     return cache
 
 

@@ -41,10 +41,11 @@ def test_kernels_in_the_interpreter():
     pass_in_interpreter(Path(__file__).with_name("interpreted_blocks.py"))
 
 
+@pytest.mark.parametrize("int8", [False, True], ids=["auto", "int8"])
 @pytest.mark.parametrize("T", [1, 16, 64])
-def test_launches_of_a_block_at_7b(T):
+def test_launches_of_a_block_at_7b(T, int8):
     """Eight, and one behind the last block; eighteen and more by modules and Inductor."""
-    found = block_launches(preset("llama2-7b"), T)
+    found = block_launches(preset("llama2-7b"), T, int8=int8)
     assert found == {
         "norm_kernel": 3,  # the last adds up what the block's last product has left
         "planes_kernel": 4,
@@ -52,6 +53,21 @@ def test_launches_of_a_block_at_7b(T):
         "finish_kernel": 1,
     }
     assert sum(block_launches(preset("llama2-7b"), T, n_blocks=3).values()) == 3 * 8 + 1
+
+
+@pytest.mark.parametrize("change", [{}, {"qk_norm": True}, {"ffn_dim": 2048}], ids=str)
+def test_what_a_row_is_summed_by_does_not_depend_on_their_number(change):
+    """Warps and constants of every launch, but for rows of a block and buffers for what is loaded."""
+    config, found = dataclasses.replace(preset("llama2-7b"), **change), {}
+    for T in (1, 2, 16, 17, 64):
+        listed = []
+        block_launches(config, T, settings=listed)
+        found[T] = [
+            (name, {key: value for key, value in made.items() if key not in ("BLOCK_M", "STAGES")})
+            for name, made in listed
+        ]
+        assert all(made["num_warps"] and not made["enable_fp_fusion"] for _, made in found[T])
+    assert all(listed == found[1] for listed in found.values())
 
 
 def test_launches_of_a_draft_step_at_7b():
@@ -152,12 +168,20 @@ KERNELS = {
         dict(SPLIT=3, NORMED=True, STORED=True, LIMIT=0.0, BLOCK=8192),
         block_kernels.norm_options(8192),
     ),
+    "rope to int8": (
+        block_kernels.rope_kernel,
+        dict(parts_ptr=F32, bias_ptr=F32, q_norm_ptr="*bf16", k_norm_ptr="*bf16", cos_ptr=F32)
+        | dict(sin_ptr=F32, slots_ptr="*i64", q_ptr="*bf16", k_ptr="*i8", v_ptr="*i8")
+        | dict(eps="fp32"),
+        dict(SPLIT=3, E=128, HALF=64, BIASED=False, NORMED=True, INT8=True),
+        block_kernels.ONE_WARP,
+    ),
     "rope": (
         block_kernels.rope_kernel,
         dict(parts_ptr=F32, bias_ptr=F32, q_norm_ptr="*bf16", k_norm_ptr="*bf16", cos_ptr=F32)
         | dict(sin_ptr=F32, slots_ptr="*i64", q_ptr="*bf16", k_ptr="*bf16", v_ptr="*bf16")
         | dict(eps="fp32"),
-        dict(SPLIT=3, E=128, HALF=64, BIASED=False, NORMED=True),
+        dict(SPLIT=3, E=128, HALF=64, BIASED=False, NORMED=True, INT8=False),
         block_kernels.ONE_WARP,
     ),
     "gate": (
