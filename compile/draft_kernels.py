@@ -62,7 +62,8 @@ def chunk_kernel(
     at = row * tl.num_programs(1) + chunk
     peak = tl.max(x, 0)
     tl.store(sums_ptr + at, peak)
-    tl.store(sums_ptr + WC + at, tl.sum(tl.exp(x - peak), 0))
+    shift = tl.where(peak == float("-inf"), 0.0, peak)  # a chunk may be masked as a whole
+    tl.store(sums_ptr + WC + at, tl.sum(tl.exp(x - shift), 0))
     for i in range(0, K):
         best = tl.argmax(x, 0, tie_break_left=True)
         tl.store(parts_ptr + at * K + i, tl.max(x, 0))

@@ -321,6 +321,16 @@ def test_children_beside_what_is_no_number():
     assert ids[2].tolist() == [4990, 4991, 4992, 4993]
 
 
+def test_children_beside_a_chunk_that_is_masked():
+    """As whole parts of a vocabulary may be."""
+    logits = torch.randn(2, 5000, generator=torch.Generator().manual_seed(1))
+    logits[0, 2048:4096] = float("-inf")
+    logits[1, :4096] = float("-inf")
+    expected, found = top_children(logits, 4), draft_kernels.top_children(logits, 4)
+    assert torch.equal(found[0], expected[0])
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-5)
+
+
 def test_of_equal_children_the_lowest_ids():
     logits = torch.zeros(2, 5000)
     logits[1, [4999, 2500, 2049]] = 1.0

@@ -57,7 +57,7 @@ def test_launches_of_a_block_at_7b(T, int8):
 
 @pytest.mark.parametrize("change", [{}, {"qk_norm": True}, {"ffn_dim": 2048}], ids=str)
 def test_what_a_row_is_summed_by_does_not_depend_on_their_number(change):
-    """Warps and constants of every launch, but for rows of a block and buffers for what is loaded."""
+    """Warps and constants of every launch, but for rows of a block and buffers for loads."""
     config, found = dataclasses.replace(preset("llama2-7b"), **change), {}
     for T in (1, 2, 16, 17, 64):
         listed = []
