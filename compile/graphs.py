@@ -225,7 +225,7 @@ class CapturedRunner(Runner):
             return self._capture(step, restore)
         except Exception as error:  # whatever forbids it, the step itself still works
             self.error = (str(error) or type(error).__name__).strip().splitlines()[0][:200]
-            if isinstance(error, torch.OutOfMemoryError) and (advice := self.advice()):
+            if isinstance(error, torch.OutOfMemoryError) and (advice := self.advised()):
                 self.error = f"{self.error}: {advice}"
             return None
         finally:

@@ -71,7 +71,7 @@ class Context:
     def _out_of_memory(self, prompt: Sequence[int]) -> str:
         """In words, at the part of `prompt` behind `cached`."""
         freed = self.cache.rows.nbytes / self.cache.n_slots * 1024 / 2**30
-        fix = self.runner.advice() or (
+        fix = self.runner.advised() or (
             f"lower --max-seq-len (1,024 tokens fewer free {freed:.2f} GiB), or use --kv int8 or "
             "--precision int4"
         )

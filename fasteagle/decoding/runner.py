@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -59,6 +60,12 @@ class Runner:
         self._times: dict[str, float] = {}
         self._extended = False
         self._plain: dict[int, Proposal] = {}  # by rows
+
+    def advised(self) -> str | None:
+        """`advice`, or None where it fails: it must not stand in for what it is asked about."""
+        with contextlib.suppress(Exception):
+            return self.advice()
+        return None
 
     def adopt(self, drafter: Drafter) -> None:
         """A drafter comes whose cycles this will run: it may be given a device's kernels."""

@@ -19,6 +19,7 @@ from fasteagle.errors import FasteagleError, shortened
 from fasteagle.loading import stored
 from fasteagle.loading.gguf import GGUFFile
 from fasteagle.loading.imported import open_quantized
+from fasteagle.loading.memory import schemes_of
 from fasteagle.loading.source import Linears
 from fasteagle.loading.tensors import (
     Checkpoint,
@@ -29,7 +30,6 @@ from fasteagle.loading.tensors import (
     read_json,
 )
 from fasteagle.model import KEY_BLOCK, Block, Transformer
-from fasteagle.quant.scheme import INT8, int4_for
 from fasteagle.uninitialized import Uninitialized
 
 GIB = 2**30
@@ -202,9 +202,11 @@ def _smaller_cache(
 
 def _smaller_weights(config: ModelConfig, dtype: torch.dtype, free: int, is_quantized: bool) -> str:
     """What the error advises when the weights do not fit."""
-    for scheme, option in ((INT8, "--int8"), (int4_for(config), "--int4")):
+    quantized = schemes_of(config)[1:]
+    for scheme in quantized:
         size = scheme.model_bytes(config)
         if not is_quantized and size < free:
-            return f"use {option} ({size / GIB:.1f} GiB)"
+            return f"use --int{scheme.bits} ({size / GIB:.1f} GiB)"
     too_wide = dtype.itemsize > 2 and not is_quantized
-    return "use --dtype bf16 --int4" if too_wide else "choose a smaller model"
+    smallest = f"use --dtype bf16 --int{quantized[-1].bits}"
+    return smallest if too_wide else "choose a smaller model"

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from fasteagle.config import HeadConfig, ModelConfig
+from fasteagle.errors import FasteagleError
 from fasteagle.quant.scheme import BF16, INT8, Scheme, int4_for
 
 CARDS = (8, 12, 16, 24, 32, 48, 80)  # GiB
@@ -63,9 +64,17 @@ def needed_bytes(config: ModelConfig, setting: Setting, head: HeadConfig | None 
     return weights + cache + scratch + max(activations, parts) + CUDA_BYTES
 
 
+def schemes_of(config: ModelConfig) -> tuple[Scheme, ...]:
+    """Schemes this model can have, the most exact first: groups of 4 bits may not divide it."""
+    try:
+        return BF16, INT8, int4_for(config)
+    except FasteagleError:
+        return BF16, INT8
+
+
 def settings(config: ModelConfig, context: int) -> Iterator[Setting]:
     """Ways to run a model, the most exact first; then with less and less context."""
-    schemes = (BF16, INT8, int4_for(config))
+    schemes = schemes_of(config)
     yield from (Setting(scheme, "auto", context) for scheme in schemes)
     yield Setting(schemes[-1], "int8", context)
     while context > SHORTEST:

@@ -242,6 +242,26 @@ def test_a_capture_without_memory_says_what_would_fit(target, head):
     )
 
 
+def test_advice_that_fails_does_not_stop_an_answer(target, head, monkeypatch):
+    """Cycles run eagerly all the same, and a prompt's error stays what it is."""
+
+    def without_memory(*given):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def without_advice():
+        raise FasteagleError("int4 needs groups of 32")
+
+    engine = eagle_engine(target, head)
+    engine.runner.advice = without_advice
+    engine.runner.graphs.capture = without_memory
+    assert answer(engine) == answer(Engine(target, 256))
+    assert engine.runner.error == "CUDA out of memory"
+    engine.restart()
+    monkeypatch.setattr(engine, "_run", without_memory)
+    with pytest.raises(FasteagleError, match="at token 0 of a prompt of 5: lower --max-seq-len"):
+        answer(engine)
+
+
 def test_a_prompt_without_memory_says_what_would_fit(target, monkeypatch):
     engine = Engine(target, 256)
 
