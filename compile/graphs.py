@@ -22,6 +22,7 @@ from fasteagle.compile.tree_attention import has_triton
 from fasteagle.decoding.cycle import EAGER, Pieces, decode_cycle
 from fasteagle.decoding.runner import Done, Runner
 from fasteagle.drafting.base import Drafter
+from fasteagle.errors import is_out_of_memory
 from fasteagle.generate import Engine
 from fasteagle.logits import LogitsProcessor
 from fasteagle.model import KVCache, Transformer
@@ -225,7 +226,7 @@ class CapturedRunner(Runner):
             return self._capture(step, restore)
         except Exception as error:  # whatever forbids it, the step itself still works
             self.error = (str(error) or type(error).__name__).strip().splitlines()[0][:200]
-            if isinstance(error, torch.OutOfMemoryError) and (advice := self.advised()):
+            if is_out_of_memory(error) and (advice := self.advised()):
                 self.error = f"{self.error}: {advice}"
             return None
         finally:
@@ -235,9 +236,9 @@ class CapturedRunner(Runner):
         """Twice if need be: another thread that waits for the device meanwhile spoils a capture."""
         try:
             return self._graphs.capture(step, restore)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
             restore()
             return self._graphs.capture(step, restore)
 

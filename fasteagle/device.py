@@ -5,18 +5,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import platform
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
-from fasteagle.errors import FasteagleError, note
+from fasteagle.errors import FasteagleError, is_out_of_memory, note
 
 OLDEST_CAPABILITY = (8, 0)  # what our kernels are compiled for and bf16 products need
 # Of GeForce cards: their tensor cores add up in fp32 at half the rate. Others of these do not.
 HALF_RATE = {(8, 6), (8, 9)}
 # What torch built for CUDA says where there is no card to miss.
 NO_CARD = ("Found no NVIDIA driver", "No CUDA GPUs are available")
+Made = TypeVar("Made")
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -128,6 +131,18 @@ def device_name(device: torch.device) -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
+
+
+def unless_short(work: Callable[[], Made], tell: Callable[[], FasteagleError]) -> Made:
+    """`work()`; where memory runs out, raises what `tell` makes once its tensors are freed."""
+    try:
+        return work()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    # Here the error is gone, and with it the frames that held what was computed.
+    torch.cuda.empty_cache()
+    raise tell()
 
 
 def available_bytes(device: torch.device | str) -> int | None:

@@ -1,13 +1,20 @@
 """What a person is told: the one exception that user input may raise, and notes on the way.
 
-The command line prints the exception as one line and exits with 2.
+The command line prints the exception as one line and exits with 2. Imports no torch.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 from collections.abc import Iterable
+
+# Only torch's allocator has a class for it. Others say it in words: the driver (through torch and
+# Triton), cuBLAS and its relatives, and torch's allocator of main memory.
+_MEMORY_IS_SHORT = re.compile(
+    r"CUDA[^\n]*out of memory|CUDA_ERROR_OUT_OF_MEMORY|_STATUS_ALLOC_FAILED|can't allocate memory"
+)
 
 
 class FasteagleError(Exception):
@@ -23,6 +30,13 @@ class FasteagleError(Exception):
 
 class EngineError(FasteagleError):
     """The model or the machine failed in an answer; the request that asked for it may be sound."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that memory ran out, a device's or the machine's."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and bool(_MEMORY_IS_SHORT.search(str(error)))
 
 
 def note(text: str) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 from torch import Tensor
 
-from fasteagle.decoding.context import MAX_TREE_ROWS, Context
+from fasteagle.decoding.context import MAX_TREE_ROWS, Context, telling_shortage
 from fasteagle.decoding.runner import Done
 from fasteagle.decoding.stats import Stats
 from fasteagle.drafting.base import Drafter
@@ -76,6 +76,7 @@ class Engine(Context):
             self.runner.forget()  # what was captured writes to the old place
 
     @torch.no_grad()
+    @telling_shortage
     def generate(
         self,
         prompt: Sequence[int],
@@ -96,7 +97,8 @@ class Engine(Context):
         Whatever part of `prompt` the cache already holds is not computed again. Closing the
         generator, or an exception in it, leaves the engine ready for the next call. `processor`
         changes logits before tokens are drawn; without `speculate` the drafter pauses; `check` is
-        called between the parts of a long prompt, and ends the answer by raising.
+        called between the parts of a long prompt, and ends the answer by raising. Where memory is
+        short it raises `EngineError`, and the conversation is forgotten.
         """
         start = time.perf_counter()
         self.check_prompt(prompt)

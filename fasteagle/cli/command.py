@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, is_out_of_memory
 
 
 @contextlib.contextmanager
@@ -60,9 +60,9 @@ class _OneLineErrors(click.Command):
         except FasteagleError as error:
             raise UserError(str(error)) from error
         except (MemoryError, RuntimeError) as error:
-            # torch's class, by its name: its import takes seconds.
-            if not isinstance(error, MemoryError) and type(error).__name__ != "OutOfMemoryError":
+            if not is_out_of_memory(error):
                 raise
+            # Where a model was known, its loader or engine has said what would fit.
             raise UserError(
                 "out of memory: lower --max-seq-len or choose a smaller model"
             ) from error

@@ -5,14 +5,17 @@ Shapes: T rows, D model dim, R taps, F width of what a draft head reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from fasteagle.decoding.runner import Runner
+from fasteagle.device import unless_short
 from fasteagle.drafting.base import Drafter
-from fasteagle.errors import EngineError
+from fasteagle.errors import EngineError, is_out_of_memory
 from fasteagle.model import KVCache, Transformer, causal_mask
 from fasteagle.state import Committed, DecodeState
 
@@ -22,6 +25,29 @@ PREFILL_CHUNK_CUDA = 1024
 HEAD_CHUNK = 256  # pairs a draft head is shown at once: its scores [heads, pairs, slots] are kept
 FEW_PAIRS = 8  # a follow-up question may compute so many rows twice
 MAX_TREE_ROWS = 64  # cache rows kept free behind the context for tokens not yet committed
+Generate = TypeVar("Generate", bound=Callable[..., Generator[list[int]]])
+
+
+def telling_shortage(generate: Generate) -> Generate:
+    """Let a generator method of a `Context` raise `EngineError` where memory runs out.
+
+    It forgets the conversation: what the caches hold of the last pass is not known.
+    """
+
+    @functools.wraps(generate)
+    def told(self: Context, *args: Any, **options: Any) -> Generator[list[int]]:
+        try:
+            yield from generate(self, *args, **options)
+            return
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        torch.cuda.empty_cache()  # once the error no longer holds what was computed
+        reason = self._out_of_memory()
+        self.restart()
+        raise reason
+
+    return cast(Generate, told)
 
 
 class Context:
@@ -61,21 +87,19 @@ class Context:
         Returns of the last token what the LM head reads [1, D] and what a draft head reads [1, F],
         and how many tokens were there already. Raises `EngineError` where memory is short.
         """
-        try:
-            return self._prefill(prompt, check)
-        except torch.OutOfMemoryError:
-            reason = self._out_of_memory(prompt)
-        torch.cuda.empty_cache()  # once the error no longer holds what was computed
-        raise EngineError(reason)
+        where = f" of a prompt of {len(prompt):,}"
+        return unless_short(
+            lambda: self._prefill(prompt, check), lambda: self._out_of_memory(where)
+        )
 
-    def _out_of_memory(self, prompt: Sequence[int]) -> str:
-        """In words, at the part of `prompt` behind `cached`."""
+    def _out_of_memory(self, where: str = "") -> EngineError:
+        """Memory was short behind the tokens in `cached`."""
         freed = self.cache.rows.nbytes / self.cache.n_slots * 1024 / 2**30
         fix = self.runner.advised() or (
             f"lower --max-seq-len (1,024 tokens fewer free {freed:.2f} GiB), or use --kv int8 or "
             "--precision int4"
         )
-        return f"out of memory at token {len(self.cached):,} of a prompt of {len(prompt):,}: {fix}"
+        return EngineError(f"out of memory at token {len(self.cached):,}{where}: {fix}")
 
     def _prefill(
         self, prompt: Sequence[int], check: Callable[[], None]

@@ -26,7 +26,14 @@ from fasteagle.compile.graphs import make_engine
 from fasteagle.compile.int8_cache import use_int8_cache
 from fasteagle.compile.tree_attention import has_kernel, use_tree_attention
 from fasteagle.config import ModelConfig
-from fasteagle.device import TORCH_DTYPES, accumulate_on, available_bytes, pick_device, pick_dtype
+from fasteagle.device import (
+    TORCH_DTYPES,
+    accumulate_on,
+    available_bytes,
+    pick_device,
+    pick_dtype,
+    unless_short,
+)
 from fasteagle.errors import FasteagleError, note
 from fasteagle.generate import Engine
 from fasteagle.loading import registry
@@ -240,27 +247,28 @@ def build_engine(
             "quantized weights run on CUDA by Triton kernels, and Triton is not installed: "
             "pip install triton, or use --precision bf16"
         )
-    with contextlib.suppress(torch.OutOfMemoryError):
-        engine = _built_engine(checkpoint, TORCH_DTYPES[dtype_name], device, options, max_seq_len)
-        if device.type == "cuda":
-            engine.runner.advice = functools.partial(
-                _advice, checkpoint, device, options.kv, max_seq_len
-            )
-        return engine
-    # Here the error, and with it what was loaded, is gone.
-    raise FasteagleError(_out_of_memory(checkpoint.config, device, max_seq_len))
-
-
-def _out_of_memory(config: ModelConfig, device: torch.device, max_seq_len: int) -> str:
-    """In words, with the most exact setting that fits."""
+    dtype = TORCH_DTYPES[dtype_name]
+    engine = unless_short(
+        lambda: _built_engine(checkpoint, dtype, device, options, max_seq_len),
+        lambda: _out_of_memory(checkpoint.config, device, max_seq_len),
+    )
     if device.type == "cuda":
-        torch.cuda.empty_cache()
+        engine.runner.advice = functools.partial(
+            _advice, checkpoint, device, options.kv, max_seq_len
+        )
+    return engine
+
+
+def _out_of_memory(config: ModelConfig, device: torch.device, max_seq_len: int) -> FasteagleError:
+    """With the most exact setting that fits."""
     free = available_bytes(device) or 0
     best = best_fit(config, free, max_seq_len)
     fix = "choose a smaller model"
     if best is not None:
         fix = f"use {best.options} ({needed_bytes(config, best) / 2**30:.1f} GiB)"
-    return f"out of memory while loading, {free / 2**30:.1f} GiB free on {device}: {fix}"
+    return FasteagleError(
+        f"out of memory while loading, {free / 2**30:.1f} GiB free on {device}: {fix}"
+    )
 
 
 def _advice(checkpoint: Checkpoint, device: torch.device, kv: str, context: int) -> str:

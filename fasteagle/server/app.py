@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from fasteagle import __version__
 from fasteagle.answering.answer import Chunk
-from fasteagle.errors import FasteagleError, note
+from fasteagle.errors import EngineError, FasteagleError, note
 from fasteagle.llm import LLM
 from fasteagle.options import ServeOptions
 from fasteagle.server.failures import MISTAKE, add_errors
@@ -153,6 +153,8 @@ class Server:
                 yield sse(reply.usage_event())
             yield "data: [DONE]\n\n"
         except (TimedOutError, CancelledError, FasteagleError) as error:
+            if isinstance(error, EngineError):
+                note(f"error: in a stream: {error}")
             yield sse(error_body(str(error) or "the answer was broken off", "server_error"))
         except Exception as error:  # the status is sent already: this is how a client learns of it
             note(f"error: in a stream: {type(error).__name__}: {error}")

@@ -228,18 +228,27 @@ def test_a_capture_that_another_thread_spoils_is_made_again(target, head):
     assert refused and len(steps) > 1
 
 
-def test_a_capture_without_memory_says_what_would_fit(target, head):
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+    ids=["torch", "Triton"],
+)
+def test_a_capture_without_memory_says_what_would_fit(target, head, error):
     engine = eagle_engine(target, head)
     engine.runner.advice = lambda: "use --precision int8"
+    tried = []
 
     def without_memory(step, restore):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
+        tried.append(step)
+        raise error
 
     engine.runner.graphs.capture = without_memory
     assert answer(engine) == answer(Engine(target, 256))
-    assert engine.runner.error == (
-        "CUDA out of memory. Tried to allocate 2 MiB: use --precision int8"
-    )
+    assert engine.runner.error == f"{error}: use --precision int8"
+    assert len(tried) == 2, "once for each variant: memory is not there a moment later"
 
 
 def test_advice_that_fails_does_not_stop_an_answer(target, head, monkeypatch):

@@ -13,7 +13,7 @@ from fasteagle.cli.main import main
 from fasteagle.cli.models import memory_cells
 from fasteagle.compile import int8_cache
 from fasteagle.decoding.context import MAX_TREE_ROWS, PREFILL_CHUNK_CUDA
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import EngineError, FasteagleError, is_out_of_memory
 from fasteagle.loading import checkpoint, memory
 from fasteagle.loading import open as opening
 from fasteagle.loading.entries import REGISTRY
@@ -132,11 +132,41 @@ def test_the_command_names_every_model():
 # Where memory is short after all
 
 
-def test_out_of_memory_while_loading_says_what_fits(monkeypatch):
-    def fails(*args, **kwargs):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    RuntimeError("CUDA driver error: out of memory"),
+    torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be ..."),
+]
+OTHERS = [
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+    RuntimeError("out of resource: shared memory, Required: 131072"),  # of Triton, for a kernel
+    RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"),
+    FasteagleError("CUDA out of memory"),
+    ValueError("CUDA out of memory"),
+]
+each_shortage = pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda e: str(e)[:30])
 
-    monkeypatch.setattr(opening, "load_model", fails)
+
+def raising(error):
+    def fails(*args, **kwargs):
+        raise error
+
+    return fails
+
+
+def test_which_errors_mean_that_memory_is_short():
+    assert all(map(is_out_of_memory, [*OUT_OF_MEMORY, MemoryError()]))
+    assert not any(map(is_out_of_memory, OTHERS))
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**50)
+    assert is_out_of_memory(caught.value)
+
+
+@each_shortage
+def test_out_of_memory_while_loading_says_what_fits(monkeypatch, error):
+    monkeypatch.setattr(opening, "load_model", raising(error))
     monkeypatch.setattr(opening, "available_bytes", lambda device: 8 * GIB)
     opened = OpenedModel("llama2-7b", DummyCheckpoint(LLAMA), DummyTokenizer(32000))
     with pytest.raises(FasteagleError) as caught:
@@ -150,7 +180,8 @@ def test_out_of_memory_while_loading_says_what_fits(monkeypatch):
         opened.prepared(RuntimeOptions(device="cpu"), lambda line: None).engine()
 
 
-def test_out_of_memory_in_a_prompt_leaves_the_engine_usable(tiny_dir, monkeypatch):
+@each_shortage
+def test_out_of_memory_in_a_prompt_leaves_the_engine_usable(tiny_dir, monkeypatch, error):
     engine = load_runtime(str(tiny_dir), RuntimeOptions(dtype="fp32", max_seq_len=512)).engine
     prompt = [5, 6, 7, 8] * 80
     expected = [t for ids in engine.generate(prompt, SamplingParams(), 8) for t in ids]
@@ -159,7 +190,7 @@ def test_out_of_memory_in_a_prompt_leaves_the_engine_usable(tiny_dir, monkeypatc
 
     def fails(ids, begin, tap_layers):
         if begin:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise error
         return run(ids, begin, tap_layers)
 
     monkeypatch.setattr(engine, "_run", fails)
@@ -167,6 +198,29 @@ def test_out_of_memory_in_a_prompt_leaves_the_engine_usable(tiny_dir, monkeypatc
         list(engine.generate(prompt, SamplingParams(), 8))
     monkeypatch.setattr(engine, "_run", run)
     assert [t for ids in engine.generate(prompt, SamplingParams(), 8) for t in ids] == expected
+
+
+@each_shortage
+def test_out_of_memory_in_an_answer_leaves_the_engine_usable(tiny_dir, monkeypatch, error):
+    engine = load_runtime(str(tiny_dir), RuntimeOptions(dtype="fp32", max_seq_len=512)).engine
+    expected = [t for ids in engine.generate([5, 6, 7], SamplingParams(), 8) for t in ids]
+    engine.runner.advice = lambda: "use --precision int8"
+    with monkeypatch.context() as patch:
+        begun = engine.generate([5, 6, 7], SamplingParams(), 8)
+        assert next(begun) == expected[:1]
+        patch.setattr(engine.runner, "launch", raising(error))
+        with pytest.raises(EngineError, match="^out of memory at token 3: use --precision int8$"):
+            next(begun)
+    assert engine.cached == []
+    assert [t for ids in engine.generate([5, 6, 7], SamplingParams(), 8) for t in ids] == expected
+
+
+@each_shortage
+def test_out_of_memory_in_an_answer_is_one_line(tiny_dir, monkeypatch, error):
+    monkeypatch.setattr("fasteagle.decoding.runner.Runner.launch", raising(error))
+    result = CliRunner().invoke(main, ["chat", "--model", str(tiny_dir), "-p", "x", "--no-spec"])
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit)
+    assert "Error: out of memory at token" in result.stderr.splitlines()[-1]
 
 
 def test_a_cache_that_does_not_fit_names_the_longest_that_does(monkeypatch):
@@ -190,19 +244,15 @@ def test_quantized_weights_on_cuda_need_triton(monkeypatch):
         opening.build_engine(dummy, "bf16", torch.device("cuda"), RuntimeOptions(), "llama2-7b")
 
 
-def test_out_of_memory_anywhere_else_is_one_line(monkeypatch):
-    def fails(*args, **kwargs):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-
-    monkeypatch.setattr("fasteagle.cli.models.print_memory", fails)
+@each_shortage
+def test_out_of_memory_anywhere_else_is_one_line(monkeypatch, error):
+    monkeypatch.setattr("fasteagle.cli.models.print_memory", raising(error))
     result = CliRunner().invoke(main, ["models", "--memory"])
     assert result.exit_code == 2 and result.stderr.count("\n") == 1
     assert "out of memory: lower --max-seq-len" in result.stderr
 
 
-def test_other_errors_of_a_runtime_are_not_hidden(monkeypatch):
-    def fails(*args, **kwargs):
-        raise RuntimeError("a bug")
-
-    monkeypatch.setattr("fasteagle.cli.models.print_memory", fails)
+@pytest.mark.parametrize("error", [OTHERS[0], RuntimeError("a bug")], ids=["CUDA's", "ours"])
+def test_other_errors_of_a_runtime_are_not_hidden(monkeypatch, error):
+    monkeypatch.setattr("fasteagle.cli.models.print_memory", raising(error))
     assert isinstance(CliRunner().invoke(main, ["models", "--memory"]).exception, RuntimeError)

@@ -352,6 +352,21 @@ def test_what_fails_in_the_engine_is_not_the_request(live, monkeypatch):
     assert "out of memory" in reply.json()["error"]["message"]
 
 
+def test_memory_that_runs_out_is_the_servers_fault(live, monkeypatch, capfd):
+    def short(*args, **kwargs):
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")
+
+    for stream, status in ((False, 500), (True, 200)):
+        with monkeypatch.context() as patch:
+            patch.setattr(live.llm.engine.runner, "launch", short)
+            reply = httpx.post(live.url + CHAT, json={**SHORT, "stream": stream})
+        assert reply.status_code == status and '"server_error"' in reply.text
+        assert "out of memory at token" in reply.text and "[DONE]" not in reply.text
+        log = [line for line in capfd.readouterr().err.splitlines() if "memory" in line]
+        assert len(log) == 1 and log[0].startswith("error: "), log
+    assert httpx.post(live.url + CHAT, json=SHORT).status_code == 200
+
+
 def test_an_answer_that_breaks_spoils_nothing(live, monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("planted")
