@@ -20,7 +20,7 @@ from fasteagle.compile.cpu_pass import native_pieces
 from fasteagle.compile.cuda_ops import move_rows, relate, use_kernels
 from fasteagle.compile.tree_attention import has_triton
 from fasteagle.decoding.cycle import EAGER, Pieces, decode_cycle
-from fasteagle.decoding.runner import Done, Runner
+from fasteagle.decoding.runner import Done, Runner, head_config
 from fasteagle.drafting.base import Drafter
 from fasteagle.errors import is_out_of_memory
 from fasteagle.generate import Engine
@@ -226,7 +226,7 @@ class CapturedRunner(Runner):
             return self._capture(step, restore)
         except Exception as error:  # whatever forbids it, the step itself still works
             self.error = (str(error) or type(error).__name__).strip().splitlines()[0][:200]
-            if is_out_of_memory(error) and (advice := self.advised()):
+            if is_out_of_memory(error) and (advice := self.advised(head_config(drafter))):
                 self.error = f"{self.error}: {advice}"
             return None
         finally:

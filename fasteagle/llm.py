@@ -23,7 +23,7 @@ from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.draft_model import model_drafter, open_draft_model
 from fasteagle.loading.lookup_files import read_documents
-from fasteagle.loading.make_drafter import check_draft, make_drafter
+from fasteagle.loading.make_drafter import check_draft, expected_head, make_drafter
 from fasteagle.loading.open import open_for, precision_options
 from fasteagle.loading.tokenizer import ChatTokenizer, Message
 from fasteagle.logits import TokenLogprob
@@ -344,7 +344,8 @@ def open_llm(
     draft_model = open_draft_model(draft, opened, runtime_options, notify)
     asked = check_draft(draft, opened, runtime_options)
     documents = read_documents(draft.lookup, opened.tokenizer, notify)
-    runtime = opened.loaded(runtime_options, notify)
+    head = expected_head(draft, opened, asked)
+    runtime = opened.loaded(runtime_options, notify, head)
     engine = runtime.engine
     if draft_model is not None:
         engine.use(model_drafter(draft_model, engine, draft, notify))

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from fasteagle.decoding.runner import Runner
+from fasteagle.decoding.runner import Runner, head_config
 from fasteagle.device import unless_short
 from fasteagle.drafting.base import Drafter
 from fasteagle.errors import EngineError, is_out_of_memory
@@ -95,7 +95,7 @@ class Context:
     def _out_of_memory(self, where: str = "") -> EngineError:
         """Memory was short behind the tokens in `cached`."""
         freed = self.cache.rows.nbytes / self.cache.n_slots * 1024 / 2**30
-        fix = self.runner.advised() or (
+        fix = self.runner.advised(head_config(self.drafter)) or (
             f"lower --max-seq-len (1,024 tokens fewer free {freed:.2f} GiB), or use --kv int8 or "
             "--precision int4"
         )

@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fasteagle.config import HeadConfig
 from fasteagle.decoding.cycle import EAGER, Pieces, Proposal, decode_cycle
 from fasteagle.drafting.base import Drafter
+from fasteagle.drafting.draft_head import HeadDrafter
 from fasteagle.logits import LogitsProcessor
 from fasteagle.model import Transformer
 from fasteagle.shapes import SureChain
@@ -25,6 +27,11 @@ Draft = Callable[[DecodeState, Drafter | None, CycleSpec], Proposal]
 def may_be_shorter(drafter: Drafter, spec: CycleSpec) -> bool:
     """Whether proposals may end with padding, which a CPU leaves out of the pass."""
     return isinstance(spec.shape, SureChain) or not (drafter.always_proposes and spec.extends)
+
+
+def head_config(drafter: Drafter | None) -> HeadConfig | None:
+    """Of the draft head of a drafter that has one."""
+    return drafter.head.config if isinstance(drafter, HeadDrafter) else None
 
 
 class Done(NamedTuple):
@@ -54,17 +61,18 @@ class Runner:
         self.usual = EAGER
         self.compiled: dict[tuple[Drafter | None, CycleSpec], Pieces] = {}
         self.error: str | None = None  # why cycles are not replayed that should be
-        # What to do where memory is short, in words; whoever loads a model knows what would fit.
-        self.advice: Callable[[], str | None] = lambda: None
+        # What to do where memory is short, in words, for a model with this draft head or none;
+        # whoever loads a model knows what would fit.
+        self.advice: Callable[[HeadConfig | None], str | None] = lambda head: None
         self._on_cpu = state.root.device.type == "cpu"
         self._times: dict[str, float] = {}
         self._extended = False
         self._plain: dict[int, Proposal] = {}  # by rows
 
-    def advised(self) -> str | None:
+    def advised(self, head: HeadConfig | None) -> str | None:
         """`advice`, or None where it fails: it must not stand in for what it is asked about."""
         with contextlib.suppress(Exception):
-            return self.advice()
+            return self.advice(head)
         return None
 
     def adopt(self, drafter: Drafter) -> None:

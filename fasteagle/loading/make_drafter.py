@@ -8,7 +8,8 @@ from pathlib import Path
 
 from fasteagle.compile.cpu_blocks import is_native
 from fasteagle.compile.cpu_draft import can_draft
-from fasteagle.config import ModelConfig
+from fasteagle.config import HeadConfig, ModelConfig
+from fasteagle.device import unless_short
 from fasteagle.drafting.base import Drafter, Tuning
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter
@@ -20,8 +21,9 @@ from fasteagle.drafting.sure_chain import LONGEST, MAX_CHAIN, REACH
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.entries import REGISTRY
-from fasteagle.loading.find_head import LoadedHead, find_head
+from fasteagle.loading.find_head import LoadedHead, find_head, head_shape, is_shipped
 from fasteagle.loading.open import OpenedModel
+from fasteagle.loading.shortage import short_of_memory
 from fasteagle.loading.source import has_native, quantize_head_
 from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint, fingerprint
 from fasteagle.model import EagleHead
@@ -58,6 +60,24 @@ def check_draft(
     return loaded
 
 
+def expected_head(
+    options: DraftOptions, opened: OpenedModel, asked: LoadedHead | None
+) -> HeadConfig | None:
+    """Shape of the draft head that `make_drafter` will load; None: none is known for the model.
+
+    `asked` is what `check_draft` returns.
+    """
+    if options.drafter in ("none", "ngram") or options.drafts_with_model:
+        return None
+    if asked is not None:
+        return asked.head.config
+    name = opened.name
+    known = is_shipped(name) or (name in REGISTRY and bool(REGISTRY[name].heads))
+    if options.drafter == "auto" and not known:
+        return None
+    return head_shape(name, opened.checkpoint.config)
+
+
 def make_drafter(
     name: str,
     engine: Engine,
@@ -71,10 +91,34 @@ def make_drafter(
 
     `name` is the model's, `checkpoint` the weights the engine runs; `asked` is the head that
     `options` name, if `check_draft` has loaded it already. `documents` are token ids of texts that
-    may be quoted.
+    may be quoted. Raises `FasteagleError` where memory is short, with what fits.
     """
     if options.drafter == "none":
         return None
+
+    def tell() -> FasteagleError:
+        head = head_shape(name, engine.model.config) if asked is None else asked.head.config
+        if options.drafter == "ngram":
+            return short_of_memory("loading files", engine.device, "give fewer to --lookup")
+        smaller = engine.runner.advised(head) or "choose a smaller model"
+        fix = f"{smaller}, or guess from the context: --drafter ngram"
+        return short_of_memory("loading the draft head", engine.device, fix)
+
+    return unless_short(
+        lambda: _drafter(name, engine, checkpoint, options, notify, asked, documents), tell
+    )
+
+
+def _drafter(
+    name: str,
+    engine: Engine,
+    checkpoint: Checkpoint,
+    options: DraftOptions,
+    notify: Callable[[str], None],
+    asked: LoadedHead | None,
+    documents: Sequence[Sequence[int]],
+) -> Drafter | None:
+    """`make_drafter`, where memory suffices."""
     corpus = None
     if documents:
         corpus = Corpus(documents, engine.device)

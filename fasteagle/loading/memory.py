@@ -83,17 +83,22 @@ def settings(config: ModelConfig, context: int) -> Iterator[Setting]:
 
 
 def smaller_fit(
-    config: ModelConfig, n_bytes: int, scheme: Scheme | None, kv: str, context: int
+    config: ModelConfig,
+    n_bytes: int,
+    scheme: Scheme | None,
+    kv: str,
+    context: int,
+    head: HeadConfig | None = None,
 ) -> str:
     """In words, what to use on a card with `n_bytes` where this setting has run out of memory.
 
     Whatever is estimated of what has failed, it needs too much: what is named needs less.
     """
-    failed = needed_bytes(config, Setting(scheme or BF16, kv, context))
-    best = best_fit(config, min(n_bytes, failed - 1), context)
+    failed = needed_bytes(config, Setting(scheme or BF16, kv, context), head)
+    best = best_fit(config, min(n_bytes, failed - 1), context, head)
     if best is None:
         return "choose a smaller model"
-    return f"use {best.options} ({needed_bytes(config, best) / 2**30:.1f} GiB)"
+    return f"use {best.options} ({needed_bytes(config, best, head) / 2**30:.1f} GiB)"
 
 
 def best_fit(

@@ -25,21 +25,14 @@ from fasteagle.compile.fixed_norm import use_fixed_norms
 from fasteagle.compile.graphs import make_engine
 from fasteagle.compile.int8_cache import use_int8_cache
 from fasteagle.compile.tree_attention import has_kernel, use_tree_attention
-from fasteagle.config import ModelConfig
-from fasteagle.device import (
-    TORCH_DTYPES,
-    accumulate_on,
-    available_bytes,
-    pick_device,
-    pick_dtype,
-    unless_short,
-)
+from fasteagle.config import HeadConfig
+from fasteagle.device import TORCH_DTYPES, accumulate_on, pick_device, pick_dtype, unless_short
 from fasteagle.errors import FasteagleError, note
 from fasteagle.generate import Engine
 from fasteagle.loading import registry
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
-from fasteagle.loading.memory import best_fit, needed_bytes, smaller_fit
 from fasteagle.loading.quantize import with_scheme
+from fasteagle.loading.shortage import Asked
 from fasteagle.loading.source import Linears
 from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint, fingerprint
 from fasteagle.loading.text import write_conversations
@@ -110,11 +103,19 @@ class OpenedModel:
         ours = options.backend == "fasteagle" and self._quant(options) is not None
         return on_cpu and (ours or self.checkpoint.scheme is not None)
 
-    def loaded(self, options: RuntimeOptions, notify: Callable[[str], None] = note) -> Runtime:
-        """Prepare and load. Raises `FasteagleError` with the value, the limit and the fix."""
+    def loaded(
+        self,
+        options: RuntimeOptions,
+        notify: Callable[[str], None] = note,
+        head: HeadConfig | None = None,
+    ) -> Runtime:
+        """Prepare and load. Raises `FasteagleError` with the value, the limit and the fix.
+
+        `head`: of the draft head that will be loaded too, for which memory must be left.
+        """
         start = time.perf_counter()
         prepared = self.prepared(options, notify)
-        engine = prepared.engine()
+        engine = prepared.engine(head)
         seconds = self.seconds + time.perf_counter() - start
         notify(f"{prepared}, loaded in {seconds:.1f} s")
         return Runtime(prepared.name, prepared.checkpoint, prepared.tokenizer, engine)
@@ -161,9 +162,11 @@ class PreparedModel:
     def dtype(self) -> torch.dtype:
         return TORCH_DTYPES[self.dtype_name]
 
-    def engine(self) -> Engine:
-        """Load the weights into an engine that runs eagerly."""
-        return build_engine(self.checkpoint, self.dtype_name, self.device, self.options, self.name)
+    def engine(self, head: HeadConfig | None = None) -> Engine:
+        """Load the weights into an engine that runs eagerly; see `build_engine`."""
+        return build_engine(
+            self.checkpoint, self.dtype_name, self.device, self.options, self.name, head
+        )
 
     def __str__(self) -> str:
         """In a person's words."""
@@ -234,11 +237,13 @@ def build_engine(
     device: torch.device,
     options: RuntimeOptions,
     name: str,
+    head: HeadConfig | None = None,
 ) -> Engine:
     """Load the weights into an engine that runs eagerly.
 
     Linears of a checkpoint that has a `scheme` are quantized; see `OpenedModel.prepared`. Raises
-    `FasteagleError` for what is missing, and where memory is short, with what fits.
+    `FasteagleError` for what is missing, and where memory is short, with what fits beside a draft
+    `head`.
     """
     max_seq_len = options.seq_len_for(checkpoint.config.max_seq_len, name)
     needs_kernels = device.type == "cuda" and checkpoint.scheme is not None
@@ -248,34 +253,14 @@ def build_engine(
             "pip install triton, or use --precision bf16"
         )
     dtype = TORCH_DTYPES[dtype_name]
+    asked = Asked(checkpoint.config, checkpoint.scheme, options.kv, max_seq_len, device)
     engine = unless_short(
         lambda: _built_engine(checkpoint, dtype, device, options, max_seq_len),
-        lambda: _out_of_memory(checkpoint.config, device, max_seq_len),
+        lambda: asked.not_loaded(head),
     )
     if device.type == "cuda":
-        engine.runner.advice = functools.partial(
-            _advice, checkpoint, device, options.kv, max_seq_len
-        )
+        engine.runner.advice = asked.advice
     return engine
-
-
-def _out_of_memory(config: ModelConfig, device: torch.device, max_seq_len: int) -> FasteagleError:
-    """With the most exact setting that fits."""
-    free = available_bytes(device) or 0
-    best = best_fit(config, free, max_seq_len)
-    fix = "choose a smaller model"
-    if best is not None:
-        fix = f"use {best.options} ({needed_bytes(config, best) / 2**30:.1f} GiB)"
-    return FasteagleError(
-        f"out of memory while loading, {free / 2**30:.1f} GiB free on {device}: {fix}"
-    )
-
-
-def _advice(checkpoint: Checkpoint, device: torch.device, kv: str, context: int) -> str:
-    """What would fit on the card of a model that is loaded, in what it has and what is free."""
-    ours = torch.cuda.memory_reserved(device)
-    n_bytes = ours + (available_bytes(device) or 0)
-    return smaller_fit(checkpoint.config, n_bytes, checkpoint.scheme, kv, context)
 
 
 def _built_engine(

@@ -12,8 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fasteagle.device import unless_short
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.gptq_pass import gptq_weights
+from fasteagle.loading.shortage import not_quantized
 from fasteagle.loading.stored import StoredFolder, is_stored, save
 from fasteagle.loading.tensors import (
     Checkpoint,
@@ -87,12 +89,18 @@ def write_folder(
     texts: Texts | None,
     device: torch.device | str = "cpu",
 ) -> None:
-    """Quantize every block linear into `folder`, as `StoredFolder` reads it."""
+    """Quantize every block linear into `folder`, as `StoredFolder` reads it.
+
+    Raises `FasteagleError` where memory is short, with what to do.
+    """
     need = weight_bytes(checkpoint, scheme)
     require_free_space(folder, need, f"the {scheme.name} weights")
     choose = chooser(checkpoint, scheme, texts, device)
     weights = quantized_weights(checkpoint, scheme, choose)
-    save(folder, checkpoint, scheme, fingerprint(checkpoint), weights)
+    unless_short(
+        lambda: save(folder, checkpoint, scheme, fingerprint(checkpoint), weights),
+        lambda: not_quantized(checkpoint.config, scheme, torch.device(device)),
+    )
 
 
 def quantized_weights(

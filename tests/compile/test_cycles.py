@@ -238,7 +238,7 @@ def test_a_capture_that_another_thread_spoils_is_made_again(target, head):
 )
 def test_a_capture_without_memory_says_what_would_fit(target, head, error):
     engine = eagle_engine(target, head)
-    engine.runner.advice = lambda: "use --precision int8"
+    engine.runner.advice = lambda given: given is head.config and "use --precision int8"
     tried = []
 
     def without_memory(step, restore):
@@ -257,7 +257,7 @@ def test_advice_that_fails_does_not_stop_an_answer(target, head, monkeypatch):
     def without_memory(*given):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    def without_advice():
+    def without_advice(head):
         raise FasteagleError("int4 needs groups of 32")
 
     engine = eagle_engine(target, head)
@@ -271,7 +271,7 @@ def test_advice_that_fails_does_not_stop_an_answer(target, head, monkeypatch):
         answer(engine)
 
 
-def test_a_prompt_without_memory_says_what_would_fit(target, monkeypatch):
+def test_a_prompt_without_memory_says_what_would_fit(target, head, monkeypatch):
     engine = Engine(target, 256)
 
     def without_memory(*given):
@@ -280,8 +280,11 @@ def test_a_prompt_without_memory_says_what_would_fit(target, monkeypatch):
     monkeypatch.setattr(engine, "_run", without_memory)
     with pytest.raises(FasteagleError, match="at token 0 of a prompt of 5: lower --max-seq-len"):
         answer(engine)
-    engine.runner.advice = lambda: "use --precision int8"
-    with pytest.raises(FasteagleError, match="of a prompt of 5: use --precision int8$"):
+    engine.runner.advice = lambda head: f"{head} fits"
+    with pytest.raises(FasteagleError, match="of a prompt of 5: None fits$"):
+        answer(engine)
+    with pytest.raises(FasteagleError, match=r"of a prompt of 5: HeadConfig\(.*\) fits$"):
+        engine.use(EagleDrafter(head, TreeShape(3, 3, 8), 256))
         answer(engine)
 
 

@@ -14,15 +14,20 @@ from fasteagle.cli.models import memory_cells
 from fasteagle.compile import int8_cache
 from fasteagle.decoding.context import MAX_TREE_ROWS, PREFILL_CHUNK_CUDA
 from fasteagle.errors import EngineError, FasteagleError, is_out_of_memory
-from fasteagle.loading import checkpoint, memory
+from fasteagle.llm import open_llm
+from fasteagle.loading import checkpoint, make_drafter, memory, shortage
 from fasteagle.loading import open as opening
+from fasteagle.loading import quantize as quantizing
 from fasteagle.loading.entries import REGISTRY
 from fasteagle.loading.find_head import head_shape
+from fasteagle.loading.make_drafter import expected_head
 from fasteagle.loading.memory import Setting, best_fit, needed_bytes, settings
 from fasteagle.loading.open import OpenedModel, load_runtime
+from fasteagle.loading.shortage import Asked, not_quantized
 from fasteagle.loading.tensors import DummyCheckpoint
 from fasteagle.loading.tokenizer import DummyTokenizer
-from fasteagle.options import RuntimeOptions, SamplingParams
+from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
+from fasteagle.paths import cache_dir
 from fasteagle.quant.scheme import BF16, int4_for
 
 LLAMA = REGISTRY["llama2-7b"].config
@@ -167,7 +172,7 @@ def test_which_errors_mean_that_memory_is_short():
 @each_shortage
 def test_out_of_memory_while_loading_says_what_fits(monkeypatch, error):
     monkeypatch.setattr(opening, "load_model", raising(error))
-    monkeypatch.setattr(opening, "available_bytes", lambda device: 8 * GIB)
+    monkeypatch.setattr(shortage, "available_bytes", lambda device: 8 * GIB)
     opened = OpenedModel("llama2-7b", DummyCheckpoint(LLAMA), DummyTokenizer(32000))
     with pytest.raises(FasteagleError) as caught:
         opened.prepared(RuntimeOptions(device="cpu"), lambda line: None).engine()
@@ -175,9 +180,79 @@ def test_out_of_memory_while_loading_says_what_fits(monkeypatch, error):
         "out of memory while loading, 8.0 GiB free on cpu: use --precision int4 --max-seq-len "
         "4096 (6.7 GiB)"
     )
-    monkeypatch.setattr(opening, "available_bytes", lambda device: GIB)
+    monkeypatch.setattr(shortage, "available_bytes", lambda device: GIB)
     with pytest.raises(FasteagleError, match="choose a smaller model"):
         opened.prepared(RuntimeOptions(device="cpu"), lambda line: None).engine()
+
+
+@pytest.mark.parametrize(
+    ("drafter", "said"),
+    [("auto", "--precision int4 --kv int8 --max-seq-len 4096 ("), ("none", "--precision int4 --m")],
+)
+def test_what_fits_does_so_beside_the_draft_head(monkeypatch, drafter, said):
+    """Where 7B at int4 just fits, its head needs a smaller KV cache."""
+    opened = OpenedModel("llama2-7b", DummyCheckpoint(LLAMA), DummyTokenizer(32000))
+    free = needed_bytes(LLAMA, Setting(int4_for(LLAMA), "auto", 4096))
+    head = expected_head(DraftOptions(drafter=drafter), opened, None)
+    monkeypatch.setattr(opening, "load_model", raising(OUT_OF_MEMORY[0]))
+    monkeypatch.setattr(shortage, "available_bytes", lambda device: free)
+    with pytest.raises(FasteagleError) as caught:
+        opened.loaded(RuntimeOptions(device="cpu"), lambda line: None, head)
+    assert said in str(caught.value)
+    # The same of a model that is loaded: what it has counts as free.
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: free - GIB)
+    monkeypatch.setattr(shortage, "available_bytes", lambda device: GIB)
+    asked = Asked(LLAMA, None, "auto", 4096, torch.device("cuda"))
+    assert said in asked.advice(head)
+
+
+def test_a_chat_leaves_memory_for_the_head_it_will_load(tiny_dir, monkeypatch):
+    heads = []
+    monkeypatch.setattr(opening, "load_model", raising(OUT_OF_MEMORY[0]))
+    monkeypatch.setattr(shortage, "smaller_fit", lambda *given: heads.append(given[-1]) or "x")
+    for drafter in ("eagle", "auto", "ngram"):
+        with pytest.raises(FasteagleError, match="free on cpu: x$"):
+            draft = DraftOptions(drafter=drafter)
+            open_llm(str(tiny_dir), RuntimeOptions(device="cpu"), draft, lambda line: None)
+    config = checkpoint.open_checkpoint(tiny_dir).config
+    assert heads == [head_shape("tiny", config), None, None]
+
+
+@each_shortage
+def test_out_of_memory_for_the_draft_head_says_what_fits(tiny_dir, monkeypatch, error):
+    runtime = load_runtime(str(tiny_dir), RuntimeOptions(device="cpu", max_seq_len=64))
+    heads = []
+    runtime.engine.runner.advice = lambda head: heads.append(head) or "use --precision int8"
+    monkeypatch.setattr(make_drafter, "find_head", raising(error))
+    options = DraftOptions(drafter="eagle")
+    with pytest.raises(FasteagleError) as caught:
+        make_drafter.make_drafter("x", runtime.engine, runtime.checkpoint, options, print)
+    assert str(caught.value).startswith("out of memory while loading the draft head, ")
+    assert str(caught.value).endswith(
+        " GiB free on cpu: use --precision int8, or guess from the context: --drafter ngram"
+    )
+    assert heads == [head_shape("x", runtime.checkpoint.config)]
+
+
+@each_shortage
+def test_out_of_memory_while_quantizing_keeps_nothing(tiny_dir, monkeypatch, error):
+    monkeypatch.setattr(quantizing, "quantize_weight", raising(error))
+    monkeypatch.setattr(shortage, "available_bytes", lambda device: GIB)
+    opened = opening.open_model(str(tiny_dir))
+    with pytest.raises(FasteagleError, match="quantizing to int4-g32-minmax, 1.0 GiB free on cpu"):
+        opened.prepared(RuntimeOptions(device="cpu", quant="int4-g32"), lambda line: None)
+    assert not list((cache_dir() / "quantized").glob("*"))
+
+
+def test_where_a_model_would_fit_the_cpu_can_quantize_it(monkeypatch):
+    scheme, card = int4_for(LLAMA), torch.device("cuda", 0)
+    monkeypatch.setattr(shortage, "available_bytes", lambda device: 8 * GIB)
+    assert str(not_quantized(LLAMA, scheme, card)) == (
+        "out of memory while quantizing to int4-g128-hqq, 8.0 GiB free on cuda:0: quantize on the "
+        "CPU: fasteagle quantize --quant int4-g128-hqq --device cpu"
+    )
+    monkeypatch.setattr(shortage, "available_bytes", lambda device: GIB)
+    assert str(not_quantized(LLAMA, scheme, card)).endswith("cuda:0: choose a smaller model")
 
 
 @each_shortage
@@ -204,7 +279,7 @@ def test_out_of_memory_in_a_prompt_leaves_the_engine_usable(tiny_dir, monkeypatc
 def test_out_of_memory_in_an_answer_leaves_the_engine_usable(tiny_dir, monkeypatch, error):
     engine = load_runtime(str(tiny_dir), RuntimeOptions(dtype="fp32", max_seq_len=512)).engine
     expected = [t for ids in engine.generate([5, 6, 7], SamplingParams(), 8) for t in ids]
-    engine.runner.advice = lambda: "use --precision int8"
+    engine.runner.advice = lambda head: "use --precision int8"
     with monkeypatch.context() as patch:
         begun = engine.generate([5, 6, 7], SamplingParams(), 8)
         assert next(begun) == expected[:1]
