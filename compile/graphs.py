@@ -29,6 +29,7 @@ from fasteagle.model import KVCache, Transformer
 from fasteagle.state import CycleSpec, DecodeState
 
 WARM_UPS = 3  # runs before capture: kernels compile, libraries choose, workspaces are made
+TRIES = 2  # of a variant; each failure leaves a pool in torch's allocator of page-locked memory
 MOST_KINDS = 2  # ways to draw whose graphs are kept; the oldest goes
 TIMED_REPLAYS = 5
 
@@ -167,6 +168,7 @@ class CapturedRunner(Runner):
         self._adopt = adopt
         self._graphs = graphs
         self._replays: dict[Any, Callable[[], None] | None] = {}  # None: runs as it is
+        self._failures: dict[Any, list[str]] = {}  # in a row, by drafter and spec
         self._kinds: list[Any] = []
         self._rows_ahead: set[int] = set()  # whose kernels are compiled
         # One place is filled while the other is read.
@@ -211,6 +213,9 @@ class CapturedRunner(Runner):
     def _captured(self, spec: CycleSpec, drafter: Drafter | None) -> Callable[[], None] | None:
         if spec.shape is not None and drafter is not None and not drafter.capturable:
             return None
+        failures = self._failures.setdefault((drafter, spec), [])
+        if len(failures) >= TRIES:
+            return None
         advanced = [*self.state.advanced, *([] if drafter is None else drafter.advanced)]
         before = [tensor.clone() for tensor in advanced]
 
@@ -223,24 +228,36 @@ class CapturedRunner(Runner):
             decode_cycle(self.state, self.target, drafter, spec, self.pieces(spec, drafter))
 
         try:
-            return self._capture(step, restore)
+            return self._capture(step, restore, failures)
         except Exception as error:  # whatever forbids it, the step itself still works
-            self.error = (str(error) or type(error).__name__).strip().splitlines()[0][:200]
+            self.error = failures[-1]
             if is_out_of_memory(error) and (advice := self.advised(head_config(drafter))):
-                self.error = f"{self.error}: {advice}"
+                self.error += f": {advice}"
+            if len(failures) >= TRIES:
+                self.error += f" (failed {len(failures)} times, not tried again)"
             return None
         finally:
             restore()
 
-    def _capture(self, step: Callable[[], Any], restore: Callable[[], None]) -> Callable[[], None]:
-        """Twice if need be: another thread that waits for the device meanwhile spoils a capture."""
-        try:
-            return self._graphs.capture(step, restore)
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            restore()
-            return self._graphs.capture(step, restore)
+    def _capture(
+        self, step: Callable[[], Any], restore: Callable[[], None], failures: list[str]
+    ) -> Callable[[], None]:
+        """Twice if need be: another thread that waits for the device meanwhile spoils a capture.
+
+        Why one has failed goes into `failures`, which hold at most `TRIES`; a success empties them.
+        """
+        while True:
+            try:
+                replay = self._graphs.capture(step, restore)
+            except Exception as error:
+                reason = (str(error) or type(error).__name__).strip().splitlines()[0][:200]
+                failures.append(reason)
+                if len(failures) >= TRIES or is_out_of_memory(error):
+                    raise
+                restore()
+            else:
+                failures.clear()
+                return replay
 
     @property
     def captured(self) -> int:
@@ -248,7 +265,7 @@ class CapturedRunner(Runner):
         return sum(replay is not None for replay in self._replays.values())
 
     def forget(self) -> None:
-        """Capture anew: the model runs other code from now on."""
+        """Capture anew, but for what cannot be: the model runs other code from now on."""
         self._replays.clear()
         self._kinds.clear()
 
@@ -283,7 +300,7 @@ class CapturedRunner(Runner):
 
     def timed(self, work: Callable[[], Any], restore: Callable[[], None]) -> float:
         """Milliseconds of `work`, replayed."""
-        replay = self._capture(work, restore)
+        replay = self._capture(work, restore, [])
         times = []
         for _ in range(TIMED_REPLAYS):
             restore()

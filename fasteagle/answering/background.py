@@ -38,7 +38,7 @@ class Preparation:
         self._kinds = {self._kind(self._params)}  # ways to draw that are compiled
         self._compiler: BlockCompiler = start_compiler(engine, self._params)
         self._reported = False  # whether the person knows how compilation ended
-        self._warned = False  # that capture failed
+        self._warned: str | None = None  # why captures failed, as it was told last
         self._news: list[str] = []  # for the person, once no line is being typed
         self._drafter = tunable(engine) if tune else None
         self._threads: list[threading.Thread] = []
@@ -64,9 +64,10 @@ class Preparation:
             for line in self._news:
                 self._note(line)
             self._news.clear()
-            if self._engine.runner.error and not self._warned:
-                self._warned = True
-                note(f"warning: running without CUDA graphs: {self._engine.runner.error}")
+            error = self._engine.runner.error
+            if error and error != self._warned:
+                self._warned = error
+                note(f"warning: running without CUDA graphs: {error}")
             if not self._reported:
                 self._report(self._compiler.apply())
             self._compile_other(self._kind(params))

@@ -170,3 +170,18 @@ def test_another_way_to_draw_is_compiled_in_the_background(target, compiler, mon
         with preparation.answering(params):
             pass
     assert done.wait(60) and [kind.greedy for kind in asked] == [False]
+
+
+def test_each_reason_why_nothing_is_captured_is_told_once(target, compiler, capsys):
+    engine = Engine(target, 64)
+    preparation = Preparation(engine, quiet=True, tune=False)
+    preparation.join()
+    for error in (None, "no memory", "no memory", "no memory (not tried again)", None):
+        engine.runner.error = error
+        with preparation.answering(GREEDY):
+            pass
+    said = capsys.readouterr().err.splitlines()
+    assert [line.removeprefix("warning: running without CUDA graphs: ") for line in said] == [
+        "no memory",
+        "no memory (not tried again)",
+    ]

@@ -12,13 +12,15 @@ import torch
 
 
 class FakeCuda:
-    """Pools with their users; `refusing` makes the next capture fail at its begin."""
+    """Pools with their users; `refusing` captures to come fail at their begin, for `reason`."""
 
     def __init__(self, monkeypatch) -> None:
         self.users: dict[int, int] = {}  # graphs of a pool; 0: it was used and is dead
         self.allocating: set[int] = set()
         self.streams = 0
-        self.refusing = False
+        self.refusing = 0
+        self.reason = "CUDA error: operation not permitted"
+        self.refused = 0
         fake, handles = self, itertools.count(1)
 
         class Stream:
@@ -41,8 +43,9 @@ class FakeCuda:
                 fake.users[pool] = fake.users.get(pool, 0) + 1
                 fake.allocating.add(pool)
                 if fake.refusing:
-                    fake.refusing = False
-                    raise RuntimeError("CUDA error: operation not permitted")
+                    fake.refusing -= 1
+                    fake.refused += 1
+                    raise RuntimeError(fake.reason)
                 self.pool = pool
 
             def capture_end(self) -> None:
@@ -68,7 +71,8 @@ class FakeCuda:
             "current_device": lambda: 0,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
-        monkeypatch.setattr(torch, "zeros", lambda n, device: zeros(n))
+        on_cpu = lambda *size, **options: zeros(*size, **options | {"device": "cpu"})  # noqa: E731
+        monkeypatch.setattr(torch, "zeros", on_cpu)
         monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self._end, raising=False)
 
     def _end(self, device, pool) -> None:

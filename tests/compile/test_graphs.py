@@ -1,4 +1,4 @@
-"""`CudaGraphs` on a stand-in for `torch.cuda`: its memory pool and its stream."""
+"""`CudaGraphs` on a stand-in for `torch.cuda`: memory pool, stream, captures that fail."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from fake_cuda import FakeCuda
-from fasteagle.compile.graphs import CudaGraphs
+from fasteagle.compile.graphs import CapturedRunner, CudaGraphs
+from fasteagle.generate import Engine
+from fasteagle.options import SamplingParams
+from helpers import FakePlace, random_target, tiny_config
 
 
 @pytest.fixture
@@ -42,7 +45,7 @@ def test_a_capture_that_fails_leaves_a_new_pool_behind(cuda, place):
         if cuda.allocating:
             raise RuntimeError("operation not permitted when stream is capturing")
 
-    cuda.refusing = place == "begin"
+    cuda.refusing = int(place == "begin")
     with pytest.raises(RuntimeError, match="not permitted"):
         graphs.capture(nothing if place == "begin" else reads_on_the_host, nothing)
     assert not cuda.allocating and kept is not None
@@ -52,8 +55,57 @@ def test_a_capture_that_fails_leaves_a_new_pool_behind(cuda, place):
 
 def test_a_pool_that_cannot_be_opened_is_opened_the_next_time(cuda):
     graphs = CudaGraphs(torch.device("cuda"))
-    cuda.refusing = True
+    cuda.refusing = 1
     with pytest.raises(RuntimeError, match="not permitted"):
         graphs.capture(nothing, nothing)
     graphs.capture(nothing, nothing)
     assert not cuda.allocating
+
+
+class Graphs(CudaGraphs):
+    """Results are read on the CPU, where they are."""
+
+    def place(self, result):
+        return FakePlace()
+
+
+@pytest.fixture
+def engine(cuda):
+    made = Engine(random_target(tiny_config()), 64)
+    made.runner = CapturedRunner(made.model, made.state, Graphs(torch.device("cuda")))
+    return made
+
+
+def test_a_cycle_whose_capture_has_failed_twice_is_not_captured_again(cuda, engine):
+    """Each failure leaves a pool behind that nothing frees."""
+    runner = engine.runner
+    cuda.refusing = 100
+    for _ in range(3):
+        engine.prepare(SamplingParams())
+        assert cuda.refused == 2 and runner.captured == 0
+        assert runner.error == f"{cuda.reason} (failed 2 times, not tried again)"
+        runner.forget()
+    cuda.refusing = 0
+    engine.prepare(SamplingParams())
+    assert runner.captured == 0, "this one could be captured now, but may have failed for good"
+    engine.prepare(SamplingParams(0.8))
+    assert runner.captured == 1, "another cycle is not concerned"
+
+
+def test_failures_for_lack_of_memory_count_too(cuda, engine):
+    """Such a capture is not repeated at once."""
+    cuda.refusing, cuda.reason = 100, "CUDA error: out of memory"
+    again = f"{cuda.reason} (failed 2 times, not tried again)"
+    for refused, said in ((1, cuda.reason), (2, again), (2, again)):
+        engine.prepare(SamplingParams())
+        assert cuda.refused == refused and engine.runner.error == said
+        engine.runner.forget()
+
+
+def test_captures_that_were_spoiled_now_and_then_go_on(cuda, engine):
+    for spoiled in range(1, 4):
+        cuda.refusing = 1
+        engine.prepare(SamplingParams())
+        assert engine.runner.captured == 1 and cuda.refused == spoiled
+        assert engine.runner.error is None
+        engine.runner.forget()
