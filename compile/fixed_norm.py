@@ -1,4 +1,4 @@
-"""RMSNorm on CUDA whose sums are in one order for any number of rows.
+"""RMSNorm on CUDA whose sums are in one order for any number of rows, and what its scales allow.
 
 ATen and Inductor choose the threads of a row by how many rows there are. Behind our products, which
 do not, such a norm would be the one place where a row's bits depend on what is verified with it.
@@ -8,12 +8,19 @@ Shapes: T rows, D columns.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
 from fasteagle.device import on_device_of
+from fasteagle.errors import note
 from fasteagle.model import RMSNorm, Transformer
 from fasteagle.quant.cuda_linear import PlanesLinear
+
+GROUP = 128  # products that are added up in fp16, at most
+LARGEST_WEIGHT = 15 / 16  # as the kernels take 4 bits
+LARGEST_FP16 = 65504
 
 
 @torch.library.custom_op("fasteagle::rms_norm", mutates_args=(), device_types="cuda")
@@ -50,4 +57,31 @@ def use_fixed_norms(target: Transformer) -> bool:
         for name, child in list(parent.named_children()):
             if isinstance(child, RMSNorm):
                 setattr(parent, name, FixedNorm(child))
+    return True
+
+
+def keep_sums_finite(blocks: nn.Module, name: str) -> bool:
+    """Add up in fp32 in all linears of `blocks` where sums in fp16 might be infinite; true if so.
+
+    Fused blocks hand normed rows to products as they are. The root of the sum of squares of such a
+    row is at most sqrt(D) times the largest scale, so that a group adds up to sqrt(GROUP D) of it.
+    `name` is the model's in the line that a person gets.
+    """
+    linears = [module for module in blocks.modules() if isinstance(module, PlanesLinear)]
+    linears = [linear for linear in linears if linear.accumulate == "fp16"]
+    largest = [
+        norm.weight.abs().max().float() * math.sqrt(GROUP * len(norm.weight))
+        for path, norm in blocks.named_modules()
+        if isinstance(norm, RMSNorm) and not path.endswith(("q_norm", "k_norm"))  # no product
+    ]
+    if not linears or not largest:
+        return False
+    most = float(torch.stack(largest).max()) * LARGEST_WEIGHT
+    if most < LARGEST_FP16:
+        return False
+    for linear in linears:
+        linear.accumulate = "fp32"
+    note(
+        f"sums in fp32: by its norms' scales, sums of the {name} might be {most:,.0f}, beyond fp16"
+    )
     return True

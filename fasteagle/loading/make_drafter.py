@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fasteagle.compile.cpu_blocks import is_native
 from fasteagle.compile.cpu_draft import can_draft
+from fasteagle.compile.fixed_norm import keep_sums_finite
 from fasteagle.config import HeadConfig, ModelConfig
 from fasteagle.device import unless_short
 from fasteagle.drafting.base import Drafter, Tuning
@@ -186,6 +187,7 @@ def _eagle(
             dataclasses.replace(scheme, method="minmax") if judged else scheme,
             has_native(engine.model),
         )
+        keep_sums_finite(head, "draft head")
     quantized_on_cpu = scheme is not None and engine.on_cpu
     native = is_native(engine.model)
     drafter = tree_drafter(head, options, engine.max_seq_len, quantized_on_cpu, corpus, native)

@@ -21,7 +21,7 @@ import torch
 from fasteagle.compile.blocks import compile_now
 from fasteagle.compile.cpu_blocks import use_native_blocks
 from fasteagle.compile.cuda_blocks import use_fused_blocks
-from fasteagle.compile.fixed_norm import use_fixed_norms
+from fasteagle.compile.fixed_norm import keep_sums_finite, use_fixed_norms
 from fasteagle.compile.graphs import make_engine
 from fasteagle.compile.int8_cache import use_int8_cache
 from fasteagle.compile.tree_attention import has_kernel, use_tree_attention
@@ -300,6 +300,7 @@ def _built_engine(
         use_native_blocks(model)
     elif has_kernel(checkpoint.config, dtype, device):
         use_tree_attention(model)
+        keep_sums_finite(model.blocks, "model")  # before the blocks are fused
         # Fused blocks write the model's own format.
         if options.kv == "int8" or not use_fused_blocks(model):
             use_fixed_norms(model)

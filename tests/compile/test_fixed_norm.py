@@ -1,0 +1,100 @@
+"""What scales of norms allow: sums in fp16 stay finite, or are in fp32."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fasteagle.compile import cuda_blocks
+from fasteagle.compile.fixed_norm import keep_sums_finite
+from fasteagle.generate import Engine
+from fasteagle.loading import make_drafter as drafters
+from fasteagle.loading import open as opening
+from fasteagle.loading import source
+from fasteagle.loading.head_file import save_head
+from fasteagle.options import DraftOptions, RuntimeOptions
+from fasteagle.quant.cuda_linear import PlanesLinear
+from helpers import random_head
+from planes_models import packed_target
+
+LARGEST = 545.5  # at D = 128: sqrt(128 * 128) * 545.5 * 15 / 16 is 65,460
+
+
+def accumulates(module):
+    return {m.accumulate for m in module.modules() if isinstance(m, PlanesLinear)}
+
+
+@pytest.mark.parametrize("norm", ["attention_norm", "mlp_norm"])
+@pytest.mark.parametrize(
+    ("scale", "sums"), [(LARGEST, "fp16"), (LARGEST + 1, "fp32"), (-LARGEST - 1, "fp32")]
+)
+def test_sums_that_might_be_infinite_are_in_fp32(norm, scale, sums, capsys):
+    """One scale of one block: fused blocks have one way to add up."""
+    target, _ = packed_target(accumulate="fp16")
+    getattr(target.blocks[1], norm).weight.data[7] = scale
+    assert keep_sums_finite(target.blocks, "model") == (sums == "fp32")
+    assert accumulates(target) == {sums}
+    assert capsys.readouterr().err.count("\n") == (sums == "fp32")
+    assert cuda_blocks.use_fused_blocks(target)
+    assert target.run_blocks.args[0]._accumulate == sums
+
+
+def test_no_wider_sums_than_needed(capsys):
+    """Norms of heads feed no product, and other linears than ours add up as they do."""
+    target, dense = packed_target("qwen3", accumulate="fp16")
+    for model in (target, dense):
+        model.blocks[0].attention.q_norm.weight.data.fill_(6e4)
+        assert not keep_sums_finite(model.blocks, "model")
+    assert accumulates(target) == {"fp16"}
+    dense.blocks[0].mlp_norm.weight.data.fill_(6e4)
+    assert not keep_sums_finite(dense.blocks, "model") and capsys.readouterr().err == ""
+
+
+@pytest.fixture
+def sums_in_fp16(monkeypatch):
+    """Weights are packed as for a card whose sums in fp16 are faster."""
+
+    def make_linear(weight, bias, device, dtype, native=False):
+        return PlanesLinear(weight, bias, "fp16")
+
+    monkeypatch.setattr(source, "make_linear", make_linear)
+    monkeypatch.setattr(opening, "has_kernel", lambda *given: True)
+    monkeypatch.setattr(opening, "use_tree_attention", lambda model: None)
+
+
+@pytest.mark.parametrize(("scale", "sums"), [(1.0, "fp16"), (3000.0, "fp32")])
+def test_scales_are_looked_at_while_loading(
+    tiny_dir, tmp_path, monkeypatch, capsys, sums_in_fp16, scale, sums
+):
+    folder = shutil.copytree(tiny_dir, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.post_attention_layernorm.weight"].fill_(scale)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    seen = []
+    monkeypatch.setattr(
+        opening, "use_fused_blocks", lambda model: seen.append(accumulates(model.blocks)) or True
+    )
+    options = RuntimeOptions(device="cpu", quant="int4-g32", dtype="fp16", max_seq_len=64)
+    opening.load_runtime(str(folder), options)
+    assert seen == [{sums}]
+    assert ("sums of the model might be" in capsys.readouterr().err) == (sums == "fp32")
+
+
+@pytest.mark.parametrize(("scale", "sums"), [(1.0, "fp16"), (3000.0, "fp32")])
+def test_scales_of_a_draft_head_are_looked_at_too(
+    tiny_dir, tmp_path, monkeypatch, capsys, sums_in_fp16, scale, sums
+):
+    monkeypatch.setattr(opening, "use_fused_blocks", lambda model: True)
+    options = RuntimeOptions(device="cpu", quant="int4-g32", dtype="fp16", max_seq_len=64)
+    runtime = opening.load_runtime(str(tiny_dir), options)
+    head = random_head(runtime.engine.model, rope_scaling=None, rope_base=10000.0)
+    head.block.mlp_norm.weight.data.fill_(scale)
+    save_head(tmp_path / "head", head, {}, torch.float32)
+    engine = Engine(runtime.engine.model, 64)
+    draft = DraftOptions("eagle", str(tmp_path / "head"))
+    drafter = drafters.make_drafter("x", engine, runtime.checkpoint, draft, lambda line: None)
+    assert accumulates(drafter.head) == {sums}
+    assert ("sums of the draft head might be" in capsys.readouterr().err) == (sums == "fp32")
