@@ -145,7 +145,7 @@ class _Weights:
 
     def __init__(self, tensors: Sequence[Tensor], formats: Sequence[int]) -> None:
         found: list[Tensor | None] = [t if t.numel() else None for t in tensors]
-        self.attention_norm, self.mlp_norm = found[0], found[8]
+        self.attention_norm, self.mlp_norm = found[0], tensors[8]  # the first may be missing
         self.vectors = found[3], found[4], found[5]
         places = (1, 6, 9, 11)  # of the planes of each linear, its params behind them
         self.qkv, self.out, self.gate_up, self.down = (

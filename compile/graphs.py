@@ -213,7 +213,7 @@ class CapturedRunner(Runner):
     def _captured(self, spec: CycleSpec, drafter: Drafter | None) -> Callable[[], None] | None:
         if spec.shape is not None and drafter is not None and not drafter.capturable:
             return None
-        failures = self._failures.setdefault((drafter, spec), [])
+        failures = self._failures.get((drafter, spec), [])
         if len(failures) >= TRIES:
             return None
         advanced = [*self.state.advanced, *([] if drafter is None else drafter.advanced)]
@@ -228,8 +228,11 @@ class CapturedRunner(Runner):
             decode_cycle(self.state, self.target, drafter, spec, self.pieces(spec, drafter))
 
         try:
-            return self._capture(step, restore, failures)
+            replay = self._capture(step, restore, failures)
+            self._failures.pop((drafter, spec), None)  # it would keep the drafter
+            return replay
         except Exception as error:  # whatever forbids it, the step itself still works
+            self._failures[drafter, spec] = failures
             self.error = failures[-1]
             if is_out_of_memory(error) and (advice := self.advised(head_config(drafter))):
                 self.error += f": {advice}"

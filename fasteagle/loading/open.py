@@ -301,8 +301,7 @@ def _built_engine(
     elif has_kernel(checkpoint.config, dtype, device):
         use_tree_attention(model)
         keep_sums_finite(model.blocks, "model")  # before the blocks are fused
-        # Fused blocks write the model's own format.
-        if options.kv == "int8" or not use_fused_blocks(model):
+        if not use_fused_blocks(model):
             use_fixed_norms(model)
     return make_engine(model, max_seq_len)
 
