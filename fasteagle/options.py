@@ -158,7 +158,7 @@ class RuntimeOptions:
         )
         _require(
             self.device == "auto" or self.device.split(":")[0] in ("cpu", "cuda"),
-            f"device {self.device!r} is not supported: use auto, cpu or cuda",
+            f"device {self.device!r} is not supported: use auto, cpu, cuda or cuda:N",
         )
         _require(self.kv in KV, f"kv {self.kv!r} is unknown: use {' or '.join(KV)}")
         _require(

@@ -206,7 +206,7 @@ def test_seed_is_drawn_and_printed_and_repeats(tiny_dir):
         (["--seed", "-5"], ["seed -5"]),
         (["--max-new-tokens", "0"], ["max-new-tokens 0", "use 1 or more"]),
         (["--stop", ""], ["stop string is empty"]),
-        (["--device", "tpu"], ["device 'tpu'", "auto, cpu or cuda"]),
+        (["--device", "tpu"], ["device 'tpu'", "auto, cpu, cuda or cuda:N"]),
         (["--dtype", "int3"], ["dtype 'int3'", "bf16, fp16, fp32"]),
         (["--max-seq-len", "3"], ["max-seq-len 3", "use 16 or more"]),
         (["--max-seq-len", "100000"], ["max-seq-len 100,000", "512", "use at most 512"]),
