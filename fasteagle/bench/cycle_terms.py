@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import dataclasses
 
+from fasteagle.bench.roofline import DEVICES
 from fasteagle.config import HeadConfig, ModelConfig
 from fasteagle.errors import FasteagleError
 from fasteagle.quant.planes import Layout, layout_for
 from fasteagle.quant.scheme import Scheme
-from fasteagle.quant.tiling import BLOCK_N, Card, microseconds, tiling, weight_bytes
+from fasteagle.quant.tiling import BLOCK_N, BY_CAPABILITY, Card, microseconds, tiling, weight_bytes
 from fasteagle.shapes import TreeShape
 
 CARDS = {
     "3090": Card(82, 936.0),
     "3090ti": Card(84, 1008.0, ghz=1.86),
     "4090": Card(128, 1008.0, ghz=2.52, cache_gb_s=4000.0),
+    # The same chip with faster memory; sums are in fp32, which is no slower there.
+    **{
+        name: dataclasses.replace(BY_CAPABILITY[9, 0], gb_s=float(DEVICES[name].gb_s))
+        for name in ("h100", "h200")
+    },
 }
 SMALL_US = 1.8  # of a node that does nearly nothing: its launch, a load, a store
 BLOCK_SMALL = 2  # nodes of a block beside products and attention: two norms

@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from fasteagle.bench.cycle_terms import CARDS, CycleModel, card_named
+from fasteagle.bench.roofline import DEVICES
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.find_head import head_shape
 from fasteagle.loading.registry import preset
@@ -81,10 +82,30 @@ def test_a_cycle_of_7b_on_a_3090():
     assert sum(t.ms for t in longer.verify(16)) - sum(t.ms for t in MODEL.verify(16)) > more
 
 
-def test_the_command(monkeypatch):
+@pytest.mark.parametrize(("name", "gb_s"), [("h100", 3350), ("h200", 4800)])
+def test_cards_that_may_be_lent(name, gb_s):
+    """What the kernels take them for, with their own bandwidth; sums in fp32 cost no more there."""
+    card = card_named(name)
+    assert (card.gb_s, DEVICES[name].gb_s) == (gb_s, gb_s)
+    assert card == dataclasses.replace(Card.of(132, (9, 0)), gb_s=gb_s)
+    fp16, fp32 = (CycleModel(card, LLAMA, INT4, fp16=fp16) for fp16 in (True, False))
+    assert fp16.cycle(HEAD, TREE) == fp32.cycle(HEAD, TREE)
+
+
+def test_faster_memory_makes_a_pass_of_one_row_faster():
+    plain = {n: sum(t.ms for t in CycleModel(c, LLAMA, INT4).verify(1)) for n, c in CARDS.items()}
+    assert plain["h200"] < plain["h100"] < plain["4090"] < plain["3090"]
+
+
+@pytest.fixture
+def roofline(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
     import roofline
 
+    return roofline
+
+
+def test_the_command(roofline):
     def run(*args: str):
         return CliRunner().invoke(roofline.main, ["--terms", "--model", "llama2-7b", *args])
 
@@ -92,8 +113,9 @@ def test_the_command(monkeypatch):
     assert done.exit_code == 0, done.stderr
     assert "| cycle, tree 5, 4, 15 | 348 | 7." in done.stdout
     assert "tok/s at tau 3.6" in done.stdout and "| gate_up | 22016 x 4096 | 1 |" in done.stdout
-    refused = run("--device", "h200")
-    assert refused.exit_code == 2 and "for 3090, 3090ti, 4090, not 'h200'" in refused.stderr
+    refused = run("--device", "this")
+    known = "3090, 3090ti, 4090, h100, h200"
+    assert refused.exit_code == 2 and f"for {known}, not 'this'" in refused.stderr
     assert run("--device", "3090", "--rows", "plain").exit_code == 2
     with pytest.raises(FasteagleError):
         card_named("this")
