@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 from click.testing import CliRunner
@@ -103,6 +104,32 @@ def roofline(monkeypatch):
     import roofline
 
     return roofline
+
+
+def section(title: str) -> str:
+    """Of docs/measuring.md, without its headline."""
+    text = (SCRIPTS.parent / "docs" / "measuring.md").read_text("utf-8")
+    return text.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def table_lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("|")]
+
+
+def test_the_tables_in_the_docs_are_those_of_the_command(roofline):
+    """Row by row, by the command that stands above them."""
+    text = section("Predicted cycle, term by term")
+    command = re.search(r"^python scripts/roofline\.py (.*)$", text, re.MULTILINE)
+    assert command is not None
+    asked = "--device 3090 --model llama2-7b --tau 3.6 --fp16-accumulate --terms"
+    assert command[1] == asked
+    done = CliRunner().invoke(roofline.main, asked.split())
+    assert done.exit_code == 0, done.stderr
+    rows = table_lines(text)
+    assert len(rows) == 18 and rows == table_lines(done.stdout)
+    predicted = re.search(r"^predicted: (.*)$", done.stdout, re.MULTILINE)
+    assert predicted is not None
+    assert f"That is {predicted[1]}." in text
 
 
 def test_the_command(roofline):
