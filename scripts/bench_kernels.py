@@ -5,8 +5,9 @@ python scripts/bench_kernels.py --model llama2-7b --linears down --kernels int4-
 
 Weights come from memory, not from the cache: a measurement cycles through copies that together are
 larger than the cache. One CUDA graph holds many calls, so that launches cost what they cost when
-decoding. Bytes counted are those of the weight, x and y; the bandwidth is that of a copy on the
-device in the same run, read and written bytes together.
+decoding. Our kernels leave the sums of their splits along K to the next kernel, as in a decoder
+block. Bytes counted are those of the weight, x and y; the bandwidth is that of a copy on the device
+in the same run, read and written bytes together.
 """
 
 from __future__ import annotations
@@ -17,28 +18,23 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from fasteagle.bench.linear_cases import DENSE, OURS, TORCHAO, make_case
 from fasteagle.bench.measure import copy_bandwidth
 from fasteagle.cli.command import Script
 from fasteagle.cli.options import comma_list
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.registry import preset
 from fasteagle.paths import write_atomic
-from fasteagle.quant import packed, planes
 
 LINEARS = ("qkv", "out", "gate_up", "down", "lm_head")
-KERNELS = (
-    *("int4-g128", "int4-g64", "int4-g32", "int4-g128-offsets", "int4-g32-offsets"),
-    *("int8", "fp16", "torchao-g128"),
-)
+KERNELS = (*OURS, DENSE, TORCHAO)
 CALLS = 40  # in a graph, at least
 
 
@@ -55,15 +51,6 @@ class Timing:
     microseconds: float  # median of the repeats
     gb_s: float
     share: float  # of the copy bandwidth
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """Several copies of one weight in memory, together larger than the cache."""
-
-    calls: Sequence[Callable[[Tensor], Tensor]]  # a product each
-    n_bytes: int  # of one copy
-    dtype: torch.dtype  # of x
 
 
 def parts(_: click.Context, option: click.Parameter, text: str) -> list[str]:
@@ -128,12 +115,12 @@ def main(
     meta = conditions(accumulate)
     bandwidth = meta["copy_gb_s"] = copy_bandwidth(torch.device("cuda"))
     timings = []
-    for name in models:
-        for linear, N, K in fused_linears(name):
-            for kernel in kernels if linear in linears else []:
-                for count, us, gb_s in measure(kernel, N, K, counts, accumulate, repeats):
-                    share = gb_s / bandwidth
-                    timings.append(Timing(name, linear, N, K, kernel, count, us, gb_s, share))
+    chosen = [(m, *shape) for m in models for shape in fused_linears(m) if shape[0] in linears]
+    for name, linear, N, K in chosen:
+        for kernel in kernels:
+            for count, us, gb_s in measure(kernel, N, K, counts, accumulate, repeats):
+                share = gb_s / bandwidth
+                timings.append(Timing(name, linear, N, K, kernel, count, us, gb_s, share))
     if json_path:
         record = {"meta": meta, "timings": [dataclasses.asdict(timing) for timing in timings]}
         write_atomic(json_path, json.dumps(record, indent=1).encode())
@@ -166,77 +153,21 @@ def measure(
 ) -> list[tuple[int, float, float]]:
     """(rows, microseconds, GB/s) of one kernel; nothing where its library is missing.
 
-    On the CPU, where the op has its reference, only to see that all of this runs.
+    Raises `FasteagleError` where our kernel's result is wrong. On the CPU, where the op has its
+    reference, only to see that all of this runs.
     """
     with torch.device(device):
-        case = _torchao(N, K) if kernel == "torchao-g128" else _case(kernel, N, K, accumulate)
+        case = make_case(kernel, N, K, accumulate)
     if case is None:
         return []
     timings = []
     for count in counts:
-        x = torch.randn(count, K, device=device).to(case.dtype)
-        n_bytes = case.n_bytes + x.nbytes + case.calls[0](x).nbytes
+        x = case.rows(count, device)
+        n_bytes = case.n_bytes + x.nbytes + count * N * case.check(x).element_size()
         on_cpu = device == "cpu"
         us = _time_on_cpu(case.calls[0], x) if on_cpu else _time_cold(case.calls, x, repeats)
         timings.append((count, us, n_bytes / us / 1e3))
     return timings
-
-
-def _case(kernel: str, N: int, K: int, accumulate: str) -> Case:
-    if kernel == "fp16":
-        half = torch.float16
-        dense = _copies(lambda: torch.randn(N, K, dtype=half), 2 * N * K)
-        return Case([partial(F.linear, weight=w) for w in dense], 2 * N * K, half)
-    first = planes.pack_planes(_random_weight(kernel, N, K))
-    if first.planes.device.type == "cuda":
-        from fasteagle.quant.kernels import linear  # Triton exists where CUDA does
-    else:
-        linear = planes.linear
-
-    def copy() -> planes.PlanesWeight:
-        return dataclasses.replace(first, planes=first.planes.clone(), params=first.params.clone())
-
-    weights = _copies(copy, first.n_bytes)
-    calls = [partial(linear, weight=w, accumulate=accumulate) for w in weights]
-    return Case(calls, first.n_bytes, torch.float16)
-
-
-def _random_weight(kernel: str, N: int, K: int) -> packed.PackedWeight:
-    if kernel == "int8":
-        values = torch.randint(-127, 128, (N, K), dtype=torch.int8)
-        return packed.int8(values, torch.full((N, 1), 1e-3))
-    group, *with_offsets = kernel.removeprefix("int4-g").split("-")
-    size = N, K // int(group)
-    values = torch.randint(0, 16, (N, K), dtype=torch.uint8)
-    scales = torch.full(size, 1e-2, dtype=torch.float16)
-    if with_offsets:
-        return packed.int4(values, scales, offsets=torch.full(size, -0.08, dtype=torch.float16))
-    zeros = torch.randint(0, 16, size, dtype=torch.uint8)
-    return packed.int4(values, scales, zeros=zeros)
-
-
-def _torchao(N: int, K: int) -> Case | None:
-    """tinygemm, the int4 kernel torchao has for consumer cards."""
-    try:
-        # Optional here, and takes seconds.
-        from torchao.quantization import Int4WeightOnlyConfig, quantize_
-    except ImportError:
-        return None
-
-    def one() -> torch.nn.Module:
-        module = torch.nn.Linear(K, N, bias=False, dtype=torch.bfloat16)
-        config = Int4WeightOnlyConfig(group_size=128, int4_packing_format="tile_packed_to_4d")
-        quantize_(module, config)
-        return module.requires_grad_(False)
-
-    n_bytes = N * K // 2 + 4 * N * K // 128  # as it is stored, without what pads K to 1,024
-    return Case(_copies(one, n_bytes), n_bytes, torch.bfloat16)
-
-
-def _copies(make: Callable[[], Any], n_bytes: int) -> list[Any]:
-    on_cpu = torch.get_default_device().type == "cpu"
-    cache = 0 if on_cpu else torch.cuda.get_device_properties(0).L2_cache_size
-    return [make() for _ in range(max(2, -(-3 * cache // n_bytes)))]
 
 
 def _time_cold(calls: Sequence[Callable[[Tensor], Tensor]], x: Tensor, repeats: int) -> float:
