@@ -25,7 +25,7 @@ import click
 import torch
 from torch import Tensor
 
-from fasteagle.bench.linear_cases import DENSE, OURS, TORCHAO, make_case
+from fasteagle.bench.linear_cases import DENSE, OURS, TORCHAO, compile_ahead, make_case, variants
 from fasteagle.bench.measure import copy_bandwidth
 from fasteagle.cli.command import Script
 from fasteagle.cli.options import comma_list
@@ -116,6 +116,10 @@ def main(
     bandwidth = meta["copy_gb_s"] = copy_bandwidth(torch.device("cuda"))
     timings = []
     chosen = [(m, *shape) for m in models for shape in fused_linears(m) if shape[0] in linears]
+    with torch.device("cuda"):
+        ours = [kernel for kernel in kernels if kernel in OURS]
+        found = variants([(N, K) for _, _, N, K in chosen], ours, [accumulate], counts)
+    compile_ahead(found, torch.device("cuda"))
     for name, linear, N, K in chosen:
         for kernel in kernels:
             for count, us, gb_s in measure(kernel, N, K, counts, accumulate, repeats):

@@ -9,6 +9,7 @@ Shapes: M rows of x, N outputs, K inputs, Kp inputs in whole tiles.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fasteagle.compile.ahead import MOST_WORKERS, Variant, collecting, compile_all
 from fasteagle.errors import FasteagleError
 from fasteagle.quant import packed, planes
 from fasteagle.quant.planes import BLOCK_N, PlanesWeight
@@ -127,6 +129,42 @@ def random_weight(kernel: str, N: int, K: int) -> packed.PackedWeight:
         return packed.int4(values, scales, offsets=torch.full(size, -0.08, dtype=torch.float16))
     zeros = torch.randint(0, 16, size, dtype=torch.uint8)
     return packed.int4(values, scales, zeros=zeros)
+
+
+def variants(
+    shapes: Sequence[tuple[int, int]],
+    kernels: Sequence[str],
+    sums: Sequence[str],
+    counts: Sequence[int],
+) -> list[Variant]:
+    """What `block_product` launches for weights of these shapes and is not compiled yet.
+
+    On the default device. Nothing runs, so weights hold whatever was in memory.
+    """
+    with collecting() as found:
+        for N, K in sorted(set(shapes)):
+            for kernel in kernels:
+                weight = _unset_weight(kernel, N, K)
+                for M in counts:
+                    x = torch.empty(M, weight.layout.padded(K), dtype=torch.float16)
+                    for accumulate in sums:
+                        block_product(x, weight, accumulate)
+    return list(found.values())
+
+
+def compile_ahead(found: Sequence[Variant], device: torch.device) -> int:
+    """Compile several at a time; how many at a time."""
+    workers = min(MOST_WORKERS, os.cpu_count() or 1)
+    compile_all(found, device, workers)
+    return workers
+
+
+def _unset_weight(kernel: str, N: int, K: int) -> PlanesWeight:
+    """A weight of that shape whose values nobody has set."""
+    block = planes.pack_planes(random_weight(kernel, BLOCK_N, K))
+    columns = -(-N // BLOCK_N) * BLOCK_N
+    held, params = (t.new_empty(len(t), columns) for t in (block.planes, block.params))
+    return dataclasses.replace(block, planes=held, params=params, N=N)
 
 
 def _first_outputs(weight: PlanesWeight) -> PlanesWeight:

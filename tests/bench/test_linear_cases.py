@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 
 from fasteagle.bench import linear_cases
+from fasteagle.bench.gpu_check import kernels as stage_kernels
+from fasteagle.bench.gpu_check.stage import Context
 from fasteagle.errors import FasteagleError
 from fasteagle.quant import planes
 from fasteagle.quant.planes import layout_for
@@ -101,3 +105,103 @@ def test_bytes_are_those_of_the_weight_and_both_sides(bench, monkeypatch):
     ((rows, us, gb_s),) = bench.measure("int8", 256, 128, [4], "fp32", 1, "cpu")
     weight = 256 * 128 + 4 * 256
     assert (rows, us, gb_s) == (4, 1.0, pytest.approx((weight + 2 * 4 * 128 + 4 * 4 * 256) / 1e3))
+
+
+class Driver:
+    """An RTX 3090 that can be compiled for and not launched on."""
+
+    def get_current_device(self):
+        return 98  # no real one's number: Triton keeps binders by device
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 86, 32)
+
+
+@pytest.fixture
+def card(monkeypatch, tmp_path):
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    from triton.runtime.driver import driver
+
+    from fasteagle.quant import kernels
+
+    if kernels.INTERPRETED:
+        pytest.skip("TRITON_INTERPRET is set")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setattr(driver, "_active", Driver())
+    return triton.knobs.runtime
+
+
+def test_what_is_timed_is_compiled_before(card, monkeypatch, tmp_path):
+    """The launches of real weights miss nothing, and variants are compiled several at a time."""
+    at_once = []
+    compile_all = linear_cases.compile_all
+    monkeypatch.setattr(
+        linear_cases, "compile_all", lambda *given: at_once.append(given[2]) or compile_all(*given)
+    )
+    shapes = [(256, 512), SPLIT]
+
+    def missed():
+        """What products of real weights would have to compile."""
+        names = []
+        with monkeypatch.context() as patched:
+            patched.setattr(card, "jit_cache_hook", lambda **given: names.append(given) or True)
+            for kernel in ("int4-g128", "int8"):
+                for N, K in shapes:
+                    weight = planes.pack_planes(linear_cases.random_weight(kernel, N, K))
+                    for accumulate in ("fp32", "fp16"):
+                        with contextlib.suppress(Exception):  # there is no card to launch on
+                            x = torch.zeros(32, K).half()
+                            linear_cases.block_product(x, weight, accumulate)
+        return names
+
+    found = linear_cases.variants(shapes, ["int4-g128", "int8"], ["fp32", "fp16"], [1, 32])
+    assert len(missed()) == 8 and len(found) >= 4
+    workers = linear_cases.compile_ahead(found, CPU)
+    assert at_once == [workers] and workers >= 1
+    assert len(list((tmp_path / "triton").rglob("*.cubin"))) == len(found)
+    assert not missed()
+
+
+class Bench:
+    """Stands for the script: what it was asked."""
+
+    def __init__(self):
+        self.events = []
+
+    def fused_linears(self, model):
+        return [("qkv", 256, 512)]
+
+    def measure(self, kernel, *given):
+        self.events.append("measure")
+        return []
+
+
+def test_the_stage_compiles_before_it_measures(monkeypatch, tmp_path):
+    """And goes on where that fails."""
+    bench, said = Bench(), []
+    found = [object()] * 3
+    monkeypatch.setattr(Context, "device", CPU)
+    monkeypatch.setattr(stage_kernels, "bench_kernels", lambda: bench)
+    monkeypatch.setattr(stage_kernels, "copy_bandwidth", lambda *given: 900.0)
+    monkeypatch.setattr(stage_kernels, "matmul_rate", lambda *given: 70.0)
+    monkeypatch.setattr(stage_kernels, "variants", lambda *given: said.append(given) or found)
+    monkeypatch.setattr(
+        stage_kernels, "compile_ahead", lambda *given: bench.events.append("compile") or 16
+    )
+    context = Context(tmp_path / "results.json", Path(tmp_path), 60)
+    stage_kernels.run(context)
+    assert bench.events[:2] == ["compile", "measure"] and bench.events.count("compile") == 1
+    shapes, names, sums, rows = said[0]
+    assert (set(shapes), names) == ({(256, 512)}, stage_kernels.OURS)
+    assert (sums, rows) == (["fp16", "fp32"], stage_kernels.ROWS)
+    assert context.found["lines"][0].startswith("3 kernels compiled in ")
+    monkeypatch.setattr(stage_kernels, "compile_ahead", lambda *given: 1 / 0)
+    bench.events.clear()
+    stage_kernels.run(context)
+    assert context.found["problems"] == ["compiling ahead: division by zero"]
+    assert "measure" in bench.events

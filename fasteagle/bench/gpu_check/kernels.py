@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import sys
+import time
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 
 from fasteagle.bench.gpu_check.gpu_tests import checkout
 from fasteagle.bench.gpu_check.stage import Context
+from fasteagle.bench.linear_cases import compile_ahead, variants
 from fasteagle.bench.measure import copy_bandwidth, matmul_rate
 from fasteagle.device import accumulate_on
 from fasteagle.quant.planes import layout_for
@@ -38,6 +40,9 @@ def run(context: Context) -> None:
     card = card_of(device, bandwidth, tflops)
     cards = card, launched_card(device)
     context.save(copy_gb_s=bandwidth, fp16_tflops=tflops, card=dataclasses.asdict(card))
+    if not context.dry_run:
+        with context.part("compiling ahead"):
+            compile_kernels(context, bench)
     timings: list[dict[str, Any]] = []
     # tinygemm has no kernel for a CPU.
     kernels = (*ACCUMULATED, *(OTHERS[1:] if context.dry_run else OTHERS))
@@ -62,6 +67,19 @@ def run(context: Context) -> None:
                         timings.append(about | {"accumulate": accumulate, "rows": rows} | rounded)
             context.save(timings=timings)
             show(context, timings)
+
+
+def compile_kernels(context: Context, bench: ModuleType) -> None:
+    """Compile what will be measured, several at a time: one after the other takes a minute."""
+    begin = time.perf_counter()
+    shapes = [(N, K) for model in MODELS for _, N, K in bench.fused_linears(model)]
+    sums = sorted({accumulate for _, accumulate in ACCUMULATED})
+    with context.device:
+        found = variants(shapes, OURS, sums, ROWS)
+    workers = compile_ahead(found, context.device)
+    seconds = time.perf_counter() - begin
+    context.save(compiled_variants=len(found), compile_s=round(seconds, 1))
+    context.say(f"{len(found)} kernels compiled in {seconds:.0f} s, {workers} at a time")
 
 
 def card_of(device: torch.device, bandwidth: float, tflops: float | None) -> Card:
