@@ -48,6 +48,43 @@ def test_captures_are_counted(dry):
     assert dry("captures")[1]["captured"] == 20
 
 
+def short_of_time(monkeypatch, looks):
+    """The time of a stage is over after so many looks at what is left of it."""
+    left = iter([600.0] * looks)
+    monkeypatch.setattr(stage.Context, "seconds_left", property(lambda self: next(left, 0.0)))
+
+
+@pytest.mark.parametrize(
+    ("looks", "lines"),
+    [
+        (5, ["there was time for 10 captures of 20", "10 captures, the last 6 took 0.0 MiB"]),
+        (1, ["there was time for 2 captures of 20", "2 captures are too few to say whether"]),
+    ],
+)
+def test_fewer_captures_than_asked_are_a_line(dry, monkeypatch, looks, lines):
+    short_of_time(monkeypatch, looks)
+    code, found = dry("captures")
+    assert (code, found["problems"]) == (0, [])
+    assert all(said.startswith(line) for said, line in zip(found["lines"], lines, strict=False))
+    assert found["captured"] == 2 * looks
+    assert "failed the next one works" in found["lines"][2]
+
+
+def test_what_is_not_captured_or_leaks_is_a_problem(dry, monkeypatch):
+    from fasteagle.bench.gpu_check import captures
+
+    short_of_time(monkeypatch, 0)
+    assert dry("captures")[1]["problems"] == ["captures: there was no time for a capture"]
+    short_of_time(monkeypatch, 20)
+    used = iter([0, 100 * 2**20])
+    monkeypatch.setattr(captures, "used_bytes", lambda device: next(used))
+    code, found = dry("captures")
+    assert (code, found["problems"]) == (1, ["captures: captures leak: 100 MiB"])
+    monkeypatch.setattr(captures.CapturedRunner, "captured", 1)
+    code, found = dry("captures")
+    assert found["problems"] == ["captures: 1 of 2 cycles were captured"]
+
+
 def test_other_tokens_of_replayed_cycles_are_a_problem(dry, monkeypatch):
     from fasteagle.bench.gpu_check import captures
 
