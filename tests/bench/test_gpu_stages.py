@@ -25,19 +25,6 @@ ROOT = Path(__file__).parents[2]
 ALLOWED = ("torch", "triton", "numpy", "safetensors", "transformers", "gguf", "torchao")
 
 
-@pytest.fixture
-def dry(tmp_path):
-    """Runs a stage in this process on a dry run: exit code, and what it found."""
-
-    def run(name):
-        results = tmp_path / "results.json"
-        arguments = [name, "--results", str(results), "--out", str(tmp_path), "--dry-run"]
-        code = stage.main(arguments)
-        return code, json.loads(results.read_text())
-
-    return run
-
-
 @pytest.mark.parametrize("name", ["captures", "invariance", "large"])
 def test_a_stage_on_the_cpu(dry, name):
     code, found = dry(name)
@@ -222,36 +209,6 @@ def test_a_stage_says_which_pieces_are_not_compiled(monkeypatch):
         models.compile_pieces(context, engine)
     engine.runner.compiled[None, engine.spec(None, DrawKind())] = whole
     assert models.compile_pieces(context, engine) == 2
-
-
-JUNIT = """<testsuites><testsuite>
-<testcase name="a" time="1.5"/>
-<testcase name="b" time="0.5"><skipped message="no device"/></testcase>
-<testcase name="c" time="0"><failure message="assert 1 == 2&#10;more">text</failure></testcase>
-<testcase name="d" time="0"><error message=""/></testcase>
-</testsuite></testsuites>"""
-
-
-def test_a_report_of_pytest(tmp_path):
-    path = tmp_path / "report.xml"
-    path.write_text(JUNIT)
-    counts, failures, seconds = gpu_tests.read_junit(path)
-    assert counts == {"passed": 1, "skipped": 1, "failed": 2}
-    assert failures == ["c: assert 1 == 2", "d: failed"] and seconds == 2.0
-    assert gpu_tests.read_junit(tmp_path / "none.xml")[0] == {
-        "passed": 0,
-        "skipped": 0,
-        "failed": 0,
-    }
-
-
-def test_a_file_whose_tests_cannot_be_collected_is_a_failure(tmp_path):
-    path = tmp_path / "tests" / "test_x.py"
-    path.parent.mkdir()
-    path.write_text("import a_package_that_is_absent\n@pytest.mark" + ".gpu\n")
-    assert gpu_tests.marked_files(tmp_path) == [path]
-    found = gpu_tests.run_file(tmp_path, path, 60)
-    assert found["failed"] == 1 and len(found["failures"]) == 1
 
 
 BLOCKED = """

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,11 @@ from fasteagle.errors import FasteagleError
 
 WORKERS = 8
 COUNTS = ("passed", "skipped", "failed")
+TAIL = 5  # lines of a file that was not done in time, in the report
 _MARK = re.compile(r"pytest\.mark\.gpu\b")
+# A test in the log of `pytest -v`: written when it begins, its outcome behind it when it has ended.
+_TEST = re.compile(r"^\S*\.py::(?P<name>.*?)(?: (?P<outcome>PASSED|SKIPPED|FAILED|ERROR)\b.*)?$")
+_COUNTED_AS = {"PASSED": "passed", "SKIPPED": "skipped", "FAILED": "failed", "ERROR": "failed"}
 
 
 def run(context: Context) -> None:
@@ -43,6 +48,8 @@ def run(context: Context) -> None:
     context.table("Tests marked gpu", ["file", *COUNTS, "s"], rows)
     for result in found:
         context.found["problems"] += [f"{result['file']}: {text}" for text in result["failures"]]
+        for line in result["tail"]:
+            context.say(f"{result['file']} said last: {line}")
     total = {key: sum(result[key] for result in found) for key in COUNTS}
     context.say(", ".join(f"{count} {key}" for key, count in total.items()))
     if not context.dry_run and not total["passed"]:
@@ -63,33 +70,78 @@ def marked_files(folder: Path) -> list[Path]:
 
 
 def test_command(path: Path, report: Path) -> Sequence[str]:
-    """pytest on one file, without the options of the project, which want more plug-ins."""
-    options = ["-o", "addopts=", "-p", "no:cacheprovider", "-m", "gpu", "-q", "--tb=short"]
+    """pytest on one file, without the options of the project, which want more plug-ins.
+
+    It names each test when it begins: its report is written at the end only.
+    """
+    options = ["-o", "addopts=", "-p", "no:cacheprovider", "-m", "gpu", "-v", "--tb=short"]
     return [sys.executable, "-m", "pytest", *options, f"--junitxml={report}", str(path)]
 
 
 def run_file(root: Path, path: Path, seconds: float) -> dict[str, Any]:
-    """How many tests of a file passed, were skipped and failed, and what failed."""
+    """How many tests of a file passed, were skipped and failed, and what failed.
+
+    Of a file that is not done in time, or whose process dies: the tests that were done, the one
+    that ran, and what was said last.
+    """
+    failures: list[str] = []
+    tail: list[str] = []
+    begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gpu-tests-") as folder:
-        report = Path(folder) / "report.xml"
-        failures: list[str] = []
-        try:
-            done = subprocess.run(
-                test_command(path, report),
-                cwd=root,
-                capture_output=True,
-                text=True,
-                timeout=max(1.0, seconds),
-                env={**os.environ, "OMP_NUM_THREADS": "2"},
-            )
-            print(f"== {path.name}\n{done.stdout}{done.stderr}", flush=True)
-        except subprocess.TimeoutExpired:
-            failures.append(f"not done after {seconds:.0f} s")
-        counts, more, took = read_junit(report)
-    name = str(path.relative_to(root / "tests"))
+        report, log = Path(folder) / "report.xml", Path(folder) / "log"
+        code = run_limited(test_command(path, report), root, log, max(1.0, seconds))
+        text = log.read_text("utf-8", errors="replace")
+        print(f"== {path.name}\n{text}", flush=True)
+        if report.exists():
+            counts, more, took = read_junit(report)
+        else:
+            counts, more, running = read_log(text)
+            took = time.monotonic() - begin
+            ended = f"not done after {seconds:.0f} s" if code is None else f"exit code {code}"
+            failures.append(ended + (running and f", in {running}"))
+            tail = [line for line in text.splitlines() if line.strip()][-TAIL:]
     if not failures and not any(counts.values()):
         failures.append("pytest ran no test")
-    return {"file": name, **counts, "failures": failures + more, "seconds": took}
+    return {
+        "file": str(path.relative_to(root / "tests")),
+        **counts,
+        "failures": failures + more,
+        "seconds": took,
+        "tail": tail,
+    }
+
+
+def run_limited(command: Sequence[str], folder: Path, log: Path, seconds: float) -> int | None:
+    """Exit code of `command`, whose output goes to `log`; None where the time was over."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    with log.open("wb") as file:
+        try:
+            done = subprocess.run(
+                command,
+                cwd=folder,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                timeout=seconds,
+                env=environment,
+            )
+        except subprocess.TimeoutExpired:
+            return None
+    return done.returncode
+
+
+def read_log(text: str) -> tuple[dict[str, int], list[str], str]:
+    """Counts, a line for every failure, and the test that had begun, of the log of `pytest -v`."""
+    counts = dict.fromkeys(COUNTS, 0)
+    failures: list[str] = []
+    running = ""
+    for test in filter(None, map(_TEST.match, text.splitlines())):
+        outcome = test["outcome"]
+        running = "" if outcome else test["name"].strip()
+        if outcome:
+            counts[_COUNTED_AS[outcome]] += 1
+        if outcome and _COUNTED_AS[outcome] == "failed":
+            failures.append(f"{test['name']}: failed")
+    return counts, failures, running
 
 
 def read_junit(report: Path) -> tuple[dict[str, int], list[str], float]:
