@@ -98,12 +98,13 @@ def test_a_stage_that_raises_leaves_what_it_knew(dry, monkeypatch, capsys):
 
 
 def test_a_card_without_memory_gets_a_line(dry, monkeypatch):
-    from fasteagle.bench.gpu_check import large
 
-    monkeypatch.setattr(large, "available_bytes", lambda device: 1000)
+    monkeypatch.setattr(models, "available_bytes", lambda device: 1000)
     code, found = dry("large")
+    assert code == 0 and len(found["lines"]) == 3
+    assert all("is left out: int4 needs" in line for line in found["lines"][1:])
+    code, found = dry("profile")
     assert code == 0 and len(found["lines"]) == 2
-    assert all("is left out: int4 needs" in line for line in found["lines"])
 
 
 def test_a_card_that_is_just_too_small_gets_a_smaller_cache(dry, monkeypatch):
@@ -111,12 +112,15 @@ def test_a_card_that_is_just_too_small_gets_a_smaller_cache(dry, monkeypatch):
 
     asked = []
     monkeypatch.setattr(
-        large, "needed_bytes", lambda config, kind, head: 900 + 200 * (kind.kv == "auto")
+        models, "needed_bytes", lambda config, kind, head: 900 + 200 * (kind.kv == "auto")
     )
-    monkeypatch.setattr(large, "available_bytes", lambda device: 1000)
+    monkeypatch.setattr(models, "available_bytes", lambda device: 1000)
     monkeypatch.setattr(large, "measure_rows", lambda *arguments: asked.append(arguments[-2:]))
+    monkeypatch.setattr(large, "captured_passes", lambda *arguments: asked.append(arguments[-1]))
+    monkeypatch.setattr(large, "show_passes", lambda *arguments: None)
     assert dry("large")[0] == 0
-    assert asked == [("vicuna-33b int4, kv int8", "int8"), ("llama2-70b int4, kv int8", "int8")]
+    names = ("vicuna-33b int4, kv int8", "llama2-70b int4, kv int8")
+    assert asked == ["int8", (names[0], "int8"), "int8", (names[1], "int8")]
 
 
 def test_kernels_are_measured_beside_their_limit(dry):
@@ -191,7 +195,7 @@ def test_stages_replay_compiled_pieces(dry, monkeypatch, name):
     monkeypatch.setattr(module, "compile_pieces", compile_pieces)
     code, found = dry(name)
     assert (code, found["problems"]) == (0, [])
-    used = {"profile": [None, "5/4/15"], "captures": ["3/3/8"]}
+    used = {"profile": 2 * [None, "5/4/15"], "captures": ["3/3/8"]}
     trees = [str(tree) for tree in getattr(module, "TREES", ())]
     assert len(compiled) == len(used.get(name, 2 * [None, *trees]))
     assert "compiled_pieces" in json.dumps(found)

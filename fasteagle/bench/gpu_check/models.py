@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fasteagle.bench.gpu_check.stage import Context, require
@@ -14,12 +16,16 @@ from fasteagle.compile.blocks import compile_now
 from fasteagle.compile.graphs import CapturedRunner, Place
 from fasteagle.config import ModelConfig
 from fasteagle.decoding.cycle import EAGER
+from fasteagle.device import available_bytes
 from fasteagle.generate import Engine
+from fasteagle.loading.find_head import head_shape
+from fasteagle.loading.memory import Setting, needed_bytes
 from fasteagle.loading.open import OpenedModel, PreparedModel, precision_options
 from fasteagle.loading.registry import preset
 from fasteagle.loading.tensors import DummyCheckpoint
 from fasteagle.loading.tokenizer import DummyTokenizer
 from fasteagle.options import DraftOptions, RuntimeOptions
+from fasteagle.quant.scheme import int4_for
 from fasteagle.shapes import TreeShape
 
 TINY: dict[str, Any] = {
@@ -58,6 +64,33 @@ def runtime(context: Context, precision: str, max_seq_len: int = 1024) -> Runtim
     # Our CPU kernels take half a minute to compile, and what runs there is not looked at.
     plain = RuntimeOptions(device=str(context.device), max_seq_len=length, cpu_kernels="aten")
     return precision_options(plain, precision)
+
+
+def fitting_kv(context: Context, model: OpenedModel, max_seq_len: int) -> str | None:
+    """How keys and values are kept for int4 weights and a draft head to fit; None: they do not.
+
+    What is left out is told.
+    """
+    config = model.checkpoint.config
+    length = runtime(context, "int4", max_seq_len).seq_len_for(config.max_seq_len, model.name)
+    head, scheme = head_shape(model.name, config), int4_for(config)
+    kinds = [Setting(scheme, kv, length) for kv in ("auto", "int8")]
+    needs = {kind.kv: needed_bytes(config, kind, head) for kind in kinds}
+    free = available_bytes(context.device)
+    kv = next((kv for kv, need in needs.items() if free is None or need <= free), None)
+    if kv is None:
+        least = min(needs.values()) / 1e9
+        context.say(
+            f"{model.name} is left out: int4 needs {least:.1f} GB, {(free or 0) / 1e9:.1f} free"
+        )
+    return kv
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back what is no longer used: engines and what they run refer to each other."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def replaying_engine(context: Context, prepared: PreparedModel) -> Engine:
