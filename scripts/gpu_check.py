@@ -1,4 +1,4 @@
-"""Everything that wants a GPU, in one run of about 25 minutes.
+"""Everything that wants a GPU, in one run of at most 30 minutes.
 
 python scripts/gpu_check.py --out DIR
 python scripts/gpu_check.py --out DIR --stages start,kernels,profile --minutes 8
