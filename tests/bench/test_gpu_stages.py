@@ -279,3 +279,10 @@ def test_stages_do_not_import_what_they_measure_before_they_run():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "False", done.stderr
+
+
+def test_the_docs_name_what_the_check_needs():
+    text = (ROOT / "docs" / "measuring.md").read_text("utf-8")
+    needs = re.search(r"^It needs .*?\.$", text, re.MULTILINE | re.DOTALL)
+    assert needs is not None
+    assert [name for name in (*ALLOWED, "pytest") if name not in needs[0].lower()] == []
