@@ -70,7 +70,7 @@ def captured_passes(context: Context, model: OpenedModel, kv: str) -> dict[int, 
     if not is_fused(engine.model):
         compile_pieces(context, engine)
     specs = [engine.spec(chain_shape(T - 1), DrawKind()) for T in PASSES if T > 1]
-    compile_ahead(engine.model, None, specs, engine.state.move_rows)
+    compile_ahead(engine.model, None, specs, engine.state)
     return timed_passes(engine)
 
 
