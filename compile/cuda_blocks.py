@@ -201,7 +201,7 @@ def launch_blocks(
     accumulate: str,
 ) -> Tensor:
     """The launches of `fused_blocks`, on CUDA or in Triton's interpreter."""
-    from fasteagle.compile import block_kernels as kernels  # Triton exists where CUDA does
+    from fasteagle.compile.kernels import block_kernels as kernels  # Triton exists where CUDA does
 
     weights = tensors, formats
     x, parts = launch_up_to_last_sum(x, None, rows, view, caches, weights, eps, accumulate, None)
@@ -223,7 +223,7 @@ def launch_up_to_last_sum(
 
     So is the one that comes in, where there are `parts`; x may then be one row [D].
     """
-    from fasteagle.compile import block_kernels as kernels
+    from fasteagle.compile.kernels import block_kernels as kernels
 
     tensors, formats = weights
     n_blocks = len(tensors) // TENSORS
@@ -257,7 +257,7 @@ def _attention(
     accumulate: str,
 ) -> Tensor:
     """Partial sums [S, T, D] of what attention adds to the residual stream."""
-    from fasteagle.compile import block_kernels, tree_kernels
+    from fasteagle.compile.kernels import block_kernels, tree_kernels
     from fasteagle.quant import kernels
 
     parts = kernels.partial_sums(normed, weights.qkv, accumulate)
@@ -277,7 +277,7 @@ def _attention(
 
 def _mlp(normed: Tensor, weights: _Weights, accumulate: str) -> Tensor:
     """Partial sums [S, T, D] of what the feed-forward layer adds to the residual stream."""
-    from fasteagle.compile import block_kernels
+    from fasteagle.compile.kernels import block_kernels
     from fasteagle.quant import kernels
 
     found = kernels.gated(normed, weights.gate_up, accumulate)

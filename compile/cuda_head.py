@@ -169,7 +169,7 @@ def launch_head(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """The launches of `fused_head`, on CUDA or in Triton's interpreter."""
-    from fasteagle.compile import block_kernels  # Triton exists where CUDA does
+    from fasteagle.compile.kernels import block_kernels  # Triton exists where CUDA does
     from fasteagle.quant import kernels
 
     tensors, formats, eps, accumulate = weights

@@ -30,7 +30,7 @@ MOST_TREE_ROWS = 64
 @torch.library.custom_op("fasteagle::top_children", mutates_args=(), device_types="cuda")
 def top_children(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Draft ids and log-probabilities [W, k] of each row's best children, by logits [W, V]."""
-    from fasteagle.compile import draft_kernels  # Triton exists where CUDA does
+    from fasteagle.compile.kernels import draft_kernels  # Triton exists where CUDA does
 
     with on_device_of(logits):
         return draft_kernels.top_children(logits, k)
@@ -45,7 +45,7 @@ def _(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("fasteagle::move_rows", mutates_args=("rows",), device_types="cuda")
 def move_cache_rows(rows: Tensor, start: Tensor, path: Tensor) -> None:
     """See `block_kernels.commit`: rows [P, G, S, E] of the cache, a path [n] from `start` on."""
-    from fasteagle.compile import block_kernels
+    from fasteagle.compile.kernels import block_kernels
 
     with on_device_of(rows):
         block_kernels.commit(rows, start, path)
@@ -61,7 +61,7 @@ def rerank_pool(
     tokens: Tensor, scores: Tensor, parents: Tensor, root: Tensor, n_nodes: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `order_kernels.rerank`."""
-    from fasteagle.compile import order_kernels
+    from fasteagle.compile.kernels import order_kernels
 
     with on_device_of(tokens):
         return order_kernels.rerank(tokens, scores, parents, root, n_nodes)
@@ -91,7 +91,7 @@ def rerank(pool: Pool, root: Tensor, n_nodes: int) -> DraftTree:
 @torch.library.custom_op("fasteagle::relations", mutates_args=(), device_types="cuda")
 def relate_rows(parents: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See `order_kernels.relations`."""
-    from fasteagle.compile import order_kernels
+    from fasteagle.compile.kernels import order_kernels
 
     with on_device_of(parents):
         return order_kernels.relations(parents, valid)

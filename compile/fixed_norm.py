@@ -26,7 +26,7 @@ LARGEST_FP16 = 65504
 @torch.library.custom_op("fasteagle::rms_norm", mutates_args=(), device_types="cuda")
 def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
     """RMSNorm of fp32 x [T, D] in the dtype of `scale` [D]; bits of a row whatever T is."""
-    from fasteagle.compile import block_kernels  # Triton exists where CUDA does
+    from fasteagle.compile.kernels import block_kernels  # Triton exists where CUDA does
 
     with on_device_of(x):
         return block_kernels.add_norm(x, None, scale, eps, scale.dtype)[1]

@@ -125,7 +125,7 @@ def _cuda(
     depths: Tensor,
     window: int | None = None,
 ) -> Tensor:
-    from fasteagle.compile import tree_kernels  # Triton exists where CUDA does
+    from fasteagle.compile.kernels import tree_kernels  # Triton exists where CUDA does
 
     check_shapes(q, k_cache, v_cache, seq_len, paths, depths)
     with on_device_of(q):

@@ -10,17 +10,9 @@ import torch
 from torch import Tensor
 
 import interpreted_tree_attention  # noqa: F401  (its products of bf16)
-from fasteagle.compile import (
-    block_kernels,
-    cuda_blocks,
-    cuda_head,
-    cuda_ops,
-    draft_kernels,
-    fixed_norm,
-    order_kernels,
-    tree_kernels,
-)
+from fasteagle.compile import cuda_blocks, cuda_head, cuda_ops, fixed_norm
 from fasteagle.compile.int8_cache import use_int8_cache
+from fasteagle.compile.kernels import block_kernels, draft_kernels, order_kernels, tree_kernels
 from fasteagle.compile.tree_attention import use_tree_attention
 from fasteagle.drafting.draft_head import top_children
 from fasteagle.drafting.eagle import EagleDrafter

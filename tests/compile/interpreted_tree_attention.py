@@ -9,8 +9,8 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from fasteagle.compile import block_kernels, tree_kernels
 from fasteagle.compile.int8_cache import dense_rows, quantized_rows
+from fasteagle.compile.kernels import block_kernels, tree_kernels
 from fasteagle.compile.tree_attention import tree_attention
 from tree_problems import NAN, Problem, assert_close, problem, sdpa
 

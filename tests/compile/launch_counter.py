@@ -10,8 +10,9 @@ from unittest import mock
 
 import torch
 
-from fasteagle.compile import block_kernels, cuda_blocks, cuda_head, draft_kernels, tree_kernels
+from fasteagle.compile import cuda_blocks, cuda_head
 from fasteagle.compile.int8_cache import SPARE
+from fasteagle.compile.kernels import block_kernels, draft_kernels, tree_kernels
 from fasteagle.config import ModelConfig
 from fasteagle.quant import kernels
 from fasteagle.tree import TreeView

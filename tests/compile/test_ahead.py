@@ -64,7 +64,7 @@ def card(monkeypatch, tmp_path):
 
 def launch():
     """Some kernels as passes launch them."""
-    from fasteagle.compile import tree_kernels
+    from fasteagle.compile.kernels import tree_kernels
     from fasteagle.quant import kernels
 
     values, zeros = torch.randint(0, 16, (33, 96)), torch.randint(0, 16, (33, 3))
@@ -135,7 +135,8 @@ def test_passes_of_every_size_leave_the_engine_alone():
 
 
 def test_kernels_of_drafting_and_committing_are_among_them(card, monkeypatch):
-    from fasteagle.compile import block_kernels, cuda_ops, draft_kernels, order_kernels
+    from fasteagle.compile import cuda_ops
+    from fasteagle.compile.kernels import block_kernels, draft_kernels, order_kernels
 
     monkeypatch.setattr(cuda_ops, "rerank_pool", order_kernels.rerank)
     monkeypatch.setattr(cuda_ops, "relate_rows", order_kernels.relations)

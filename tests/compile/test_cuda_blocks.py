@@ -24,15 +24,8 @@ from planes_models import CONFIGS, SEQ_LEN, packed_target, passed
 pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
 
 import sass
-from fasteagle.compile import (
-    block_kernels,
-    cuda_blocks,
-    cuda_ops,
-    draft_kernels,
-    fixed_norm,
-    order_kernels,
-    tree_kernels,
-)
+from fasteagle.compile import cuda_blocks, cuda_ops, fixed_norm
+from fasteagle.compile.kernels import block_kernels, draft_kernels, order_kernels, tree_kernels
 from launch_counter import block_launches, head_launches
 
 

@@ -135,7 +135,7 @@ def test_package_needs_no_triton():
 @pytest.fixture
 def kernels():
     pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
-    from fasteagle.compile import tree_kernels
+    from fasteagle.compile.kernels import tree_kernels
 
     return tree_kernels
 

@@ -59,7 +59,7 @@ def test_the_parts_of_a_long_texts_attention():
     keys = 2 * 32 * 8 * 128 * 2 * 1024
     assert long - shorter == keys + 1024 // memory.SPLIT * 32 * 32 * 128 * 4
     if importlib.util.find_spec("triton"):
-        from fasteagle.compile import tree_kernels
+        from fasteagle.compile.kernels import tree_kernels
 
         assert tree_kernels.SPLIT == memory.SPLIT
 

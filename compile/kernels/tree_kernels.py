@@ -24,7 +24,7 @@ import torch
 import triton
 from torch import Tensor
 
-from fasteagle.compile.attention_kernels import finish_kernel, prefix_kernel
+from fasteagle.compile.kernels.attention_kernels import finish_kernel, prefix_kernel
 from fasteagle.errors import FasteagleError
 from fasteagle.tree import TreeView
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fasteagle.compile.int8_kernels import int8_rows, write_rows
+from fasteagle.compile.kernels.int8_kernels import int8_rows, write_rows
 
 
 @triton.jit

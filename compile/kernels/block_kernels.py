@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fasteagle.compile.int8_kernels import int8_values
+from fasteagle.compile.kernels.int8_kernels import int8_values
 from fasteagle.quant.kernels import SPAN
 from fasteagle.quant.planes import LARGEST_EXPONENT
 from fasteagle.quant.unpack_kernels import half_range
