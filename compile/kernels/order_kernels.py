@@ -28,7 +28,8 @@ def rerank(
     """
     P, device = len(tokens), tokens.device
     T = min(n_nodes, P) + 1
-    found = torch.empty(3, T, dtype=torch.int64, device=device)
+    # Not three rows of one tensor: what an operator returns must not overlap.
+    ids, above, places = (torch.empty(T, dtype=torch.int64, device=device) for _ in range(3))
     valid = torch.empty(T, dtype=torch.bool, device=device)
     rows = torch.empty(P, dtype=torch.int32, device=device)
     P_PAD = max(16, triton.next_power_of_2(P))
@@ -37,10 +38,10 @@ def rerank(
         scores,
         parents,
         root,
-        found[0],
-        found[1],
+        ids,
+        above,
         valid,
-        found[2],
+        places,
         rows,
         P,
         T,
@@ -48,7 +49,7 @@ def rerank(
         CHUNK=min(P_PAD, PAIRS // P_PAD),
         **OPTIONS,
     )
-    return found[0], found[1], valid, found[2]
+    return ids, above, valid, places
 
 
 def relations(parents: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:

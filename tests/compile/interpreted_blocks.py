@@ -14,6 +14,7 @@ from fasteagle.compile import cuda_blocks, cuda_head, cuda_ops, fixed_norm
 from fasteagle.compile.int8_cache import use_int8_cache
 from fasteagle.compile.kernels import block_kernels, draft_kernels, order_kernels, tree_kernels
 from fasteagle.compile.tree_attention import use_tree_attention
+from fasteagle.decoding.cycle import EAGER, Pieces
 from fasteagle.drafting.draft_head import top_children
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.generate import Engine
@@ -33,33 +34,55 @@ from planes_models import CONFIGS, SEQ_LEN, filled, packed_head, packed_target, 
 assert tree_kernels.INTERPRETED, "run me with TRITON_INTERPRET=1"
 
 
+@cuda_blocks.fused_blocks.register_kernel("cpu")
+def _(x, cos, sin, slots, seq_len, paths, depths, window, *rest):
+    view = TreeView(seq_len, paths, depths, window or None)
+    return cuda_blocks.launch_blocks(x, (cos, sin, slots), view, *rest)
+
+
+@cuda_head.fused_head.register_kernel("cpu")
+def _(x, entry, cos, sin, slots, seq_len, paths, depths, window, caches, *rest):
+    view = TreeView(seq_len, paths, depths, window or None)
+    rows = cos, sin, slots
+    return cuda_head.launch_head(x, entry, rows, view, caches, rest[:4], *rest[4:])
+
+
+@fixed_norm.rms_norm.register_kernel("cpu")
+def _(x, scale, eps):
+    return block_kernels.add_norm(x, None, scale, eps, scale.dtype)[1]
+
+
+# As operators, so that what they declare is checked: what they write, that outputs do not overlap.
+cuda_ops.top_children.register_kernel("cpu")(draft_kernels.top_children)
+cuda_ops.rerank_pool.register_kernel("cpu")(order_kernels.rerank)
+cuda_ops.relate_rows.register_kernel("cpu")(order_kernels.relations)
+cuda_ops.move_cache_rows.register_kernel("cpu")(block_kernels.commit)
+
+
+@torch.library.custom_op("fasteagle_tests::product", mutates_args=())
+def product(
+    x: Tensor,
+    planes_: Tensor,
+    params: Tensor,
+    N: int,
+    K: int,
+    bits: int,
+    group_size: int,
+    offsets: bool,
+    accumulate: str,
+) -> Tensor:
+    """`planes_linear`, which has a reference of its own on a CPU, by the kernels."""
+    weight = planes.PlanesWeight(planes_, params, N, K, bits, group_size, offsets)
+    return quant_kernels.linear(x, weight, accumulate=accumulate)
+
+
+@product.register_fake
+def _(x, planes_, params, N, *rest):
+    return x.new_empty(len(x), N, dtype=torch.float32)
+
+
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
-    """The ops, which only CUDA has, as their launches."""
-
-    def launched(x, cos, sin, slots, seq_len, paths, depths, window, *rest):
-        view = TreeView(seq_len, paths, depths, window or None)
-        return cuda_blocks.launch_blocks(x, (cos, sin, slots), view, *rest)
-
-    def headed(x, entry, cos, sin, slots, seq_len, paths, depths, window, caches, *rest):
-        view = TreeView(seq_len, paths, depths, window or None)
-        rows = cos, sin, slots
-        return cuda_head.launch_head(x, entry, rows, view, caches, rest[:4], *rest[4:])
-
-    def product(x, planes_, params, N, K, bits, group_size, offsets, accumulate):
-        weight = planes.PlanesWeight(planes_, params, N, K, bits, group_size, offsets)
-        return quant_kernels.linear(x, weight, accumulate=accumulate)
-
-    def normed(x, scale, eps):
-        return block_kernels.add_norm(x, None, scale, eps, scale.dtype)[1]
-
-    monkeypatch.setattr(cuda_blocks, "fused_blocks", launched)
-    monkeypatch.setattr(cuda_head, "fused_head", headed)
-    monkeypatch.setattr(fixed_norm, "rms_norm", normed)
-    monkeypatch.setattr(cuda_ops, "top_children", draft_kernels.top_children)
-    monkeypatch.setattr(cuda_ops, "rerank_pool", order_kernels.rerank)
-    monkeypatch.setattr(cuda_ops, "relate_rows", order_kernels.relations)
-    monkeypatch.setattr(cuda_ops, "move_cache_rows", block_kernels.commit)
     monkeypatch.setattr(planes, "planes_linear", product)
 
 
@@ -331,14 +354,25 @@ def test_of_equal_children_the_lowest_ids():
     torch.testing.assert_close(logp[0].exp(), torch.full((4,), 1 / 5000))
 
 
-@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(0.8, seed=3)], ids=str)
-def test_speculative_text_has_the_bits_of_plain_text(params):
-    """The whole cycle by the kernels: drafts are accepted, and logits are equal bit for bit."""
+CYCLES = [
+    ("eagle1", SamplingParams(), False),
+    ("eagle1", SamplingParams(0.8, seed=3), False),
+    ("eagle1", SamplingParams(), True),
+    ("eagle3", SamplingParams(), True),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "params", "traced"), CYCLES, ids=str)
+def test_speculative_text_has_the_bits_of_plain_text(algorithm, params, traced):
+    """The whole cycle by the kernels: drafts are accepted, and logits are equal bit for bit.
+
+    `traced` as `torch.compile` sees it: from fake tensors, and without writing in place.
+    """
     target, _ = packed_target("gqa", n_layer=1, vocab_size=64)
     packed = quantize_weight(target.lm_head.weight.float(), Scheme(8))
     target.lm_head = QuantizedLMHead(PlanesLinear(packed, None))
     assert cuda_blocks.use_fused_blocks(target)
-    head, _ = packed_head(random_head(target))
+    head, _ = packed_head(random_head(target, eagle3=eagle3_of(algorithm, target.config)))
     texts, logits = [], []
     for drafter in (None, EagleDrafter(head, TreeShape(2, 3, 5), 128)):
         engine = Engine(target, 128)
@@ -348,6 +382,11 @@ def test_speculative_text_has_the_bits_of_plain_text(params):
             cuda_ops.use_views(drafter)
             assert cuda_head.use_fused_head(head)
             engine.use(drafter)
+        if traced:
+            compiled = (
+                torch.compile(piece, fullgraph=True, backend="aot_eager") for piece in EAGER
+            )
+            engine.runner.usual = Pieces(*compiled)
         found = [t for ids in engine.generate([5, 6, 7, 8], params, 14) for t in ids]
         texts.append(found)
         logits.append(engine.cache.rows[:, :, : len(engine.cached)].clone())
