@@ -12,7 +12,7 @@ import contextlib
 import importlib.util
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.draft_head import HeadDrafter, RankingDrafter
+from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.errors import note
 from fasteagle.model import KEY_BLOCK, KVCache, Transformer, causal_mask
 from fasteagle.shapes import FusedShape, TreeShape
@@ -30,6 +31,7 @@ from fasteagle.tree import Pool, TreeView
 MOST_WORKERS = 16
 PATIENCE = 1.0  # seconds, after which a person is told
 PROMPT_ROWS = 65  # more than the kernels of a few rows take
+MANY_PAIRS = 64  # of the end of a prompt, that a draft head is shown at once
 _ALONE = threading.Lock()
 
 
@@ -86,14 +88,15 @@ def compile_ahead(
 ) -> int:
     """Compile what passes of `specs` and prompts launch; how many variants there were.
 
-    Whatever fails here is compiled when it is launched, as it would have been.
+    Whatever fails here is compiled when it is launched, as it would have been, and a line says so.
     """
     device = target.norm.weight.device
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return 0
-    with contextlib.suppress(Exception):
+    try:
         with collecting() as found:
             run_passes(target, drafter, sorted({1, *(spec.rows for spec in specs)}))
+            run_head(drafter, {spec.width for spec in specs if spec.width})
             run_trees(drafter, specs, state)
             run_commits(target, specs, state.move_rows)
         torch.cuda.synchronize(device)
@@ -105,13 +108,16 @@ def compile_ahead(
             compile_all(list(found.values()), device, workers)
         finally:
             timer.cancel()
-        return len(found)
-    return 0
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).strip().splitlines()[0][:200]
+        note(f"warning: kernels are compiled one by one as they are needed: {reason}")
+        return 0
+    return len(found)
 
 
 @torch.no_grad()
 def run_passes(target: Transformer, drafter: Drafter | None, rows: Sequence[int]) -> None:
-    """Passes over `rows` rows, one of a prompt, and steps of a draft head, on caches of their own.
+    """Passes over `rows` rows, and one of a prompt, on a cache of their own.
 
     Only numbers are computed from what kernels write, no indices: it may be anything.
     """
@@ -126,13 +132,20 @@ def run_passes(target: Transformer, drafter: Drafter | None, rows: Sequence[int]
     row = torch.arange(PROMPT_ROWS, device=device)
     mask = causal_mask(0, PROMPT_ROWS, cache.n_slots, target.config.sliding_window, device)
     target.encode(torch.zeros_like(row), row, row, mask, cache)
-    if isinstance(drafter, HeadDrafter):
-        for T in sorted({1, *(shape.topk or 1 for shape in drafter.shapes())}):
-            logits = _run_head(drafter, T)
-            for k in {shape.topk or 1 for shape in drafter.shapes()}:
-                # Ranked as they are, and with noise, which is added to them in fp32.
-                for ranked in {logits.dtype: logits, torch.float32: logits.float()}.values():
-                    drafter.top_children(ranked, k)
+
+
+@torch.no_grad()
+def run_head(drafter: Drafter | None, widths: Iterable[int]) -> None:
+    """Steps of a draft head over the rows of a level, and of `widths` new pairs, or many."""
+    if not isinstance(drafter, HeadDrafter):
+        return
+    topk = {shape.topk or 1 for shape in drafter.shapes()}
+    for T in sorted({1, *topk, *widths, MANY_PAIRS}):
+        logits = _run_head(drafter, T)
+        for k in topk if T in (1, *topk) else ():
+            # Ranked as they are, and with noise, which is added to them in fp32.
+            for ranked in {logits.dtype: logits, torch.float32: logits.float()}.values():
+                drafter.top_children(ranked, k)
 
 
 @torch.no_grad()
@@ -144,7 +157,9 @@ def run_trees(drafter: Drafter | None, specs: Sequence[CycleSpec], state: Decode
         state.relate(torch.zeros_like(row), row >= 0)
         shape = spec.shape
         if isinstance(drafter, RankingDrafter) and isinstance(shape, TreeShape | FusedShape):
-            n = shape.pool  # of fused ones at least, and mostly
+            n = shape.pool
+            if isinstance(shape, FusedShape) and isinstance(drafter, FusedDrafter):
+                n = shape.head_pool + drafter.lookup.places * shape.reach
             ids = torch.zeros(n, dtype=torch.long, device=root.device)
             drafter.rerank(Pool(ids, ids.float(), ids - 1), root, shape.nodes)
 

@@ -29,7 +29,10 @@ from fasteagle.model import KVCache, Transformer
 from fasteagle.state import CycleSpec, DecodeState
 
 WARM_UPS = 3  # runs before capture: kernels compile, libraries choose, workspaces are made
-TRIES = 2  # of a variant; each failure leaves a pool in torch's allocator of page-locked memory
+TRIES = 2  # of a capture
+# Of a variant, in a row and whatever code it ran: each leaves a pool in torch's allocator of
+# page-locked memory.
+MOST_FAILURES = 4
 MOST_KINDS = 2  # ways to draw whose graphs are kept; the oldest goes
 TIMED_REPLAYS = 5
 
@@ -176,6 +179,9 @@ class CapturedRunner(Runner):
         self._launched: deque[Place] = deque()
 
     def adopt(self, drafter: Drafter) -> None:
+        # Keys hold their drafter: those of one that was replaced would keep its head in memory.
+        kept = {key: said for key, said in self._failures.items() if key[0] in (None, drafter)}
+        self._failures = kept
         if self._adopt is not None:
             self._adopt(drafter)
 
@@ -214,7 +220,7 @@ class CapturedRunner(Runner):
         if spec.shape is not None and drafter is not None and not drafter.capturable:
             return None
         failures = self._failures.get((drafter, spec), [])
-        if len(failures) >= TRIES:
+        if len(failures) >= MOST_FAILURES:
             return None
         advanced = [*self.state.advanced, *([] if drafter is None else drafter.advanced)]
         before = [tensor.clone() for tensor in advanced]
@@ -229,14 +235,14 @@ class CapturedRunner(Runner):
 
         try:
             replay = self._capture(step, restore, failures)
-            self._failures.pop((drafter, spec), None)  # it would keep the drafter
+            self._failures.pop((drafter, spec), None)
             return replay
         except Exception as error:  # whatever forbids it, the step itself still works
             self._failures[drafter, spec] = failures
             self.error = failures[-1]
             if is_out_of_memory(error) and (advice := self.advised(head_config(drafter))):
                 self.error += f": {advice}"
-            if len(failures) >= TRIES:
+            if len(failures) >= MOST_FAILURES:
                 self.error += f" (failed {len(failures)} times, not tried again)"
             return None
         finally:
@@ -247,20 +253,18 @@ class CapturedRunner(Runner):
     ) -> Callable[[], None]:
         """Twice if need be: another thread that waits for the device meanwhile spoils a capture.
 
-        Why one has failed goes into `failures`, which hold at most `TRIES`; a success empties them.
+        Why one has failed goes into `failures`.
         """
-        while True:
+        for tries_left in reversed(range(TRIES)):
             try:
-                replay = self._graphs.capture(step, restore)
+                return self._graphs.capture(step, restore)
             except Exception as error:
                 reason = (str(error) or type(error).__name__).strip().splitlines()[0][:200]
                 failures.append(reason)
-                if len(failures) >= TRIES or is_out_of_memory(error):
+                if not tries_left or is_out_of_memory(error):
                     raise
                 restore()
-            else:
-                failures.clear()
-                return replay
+        raise AssertionError("the last try returns or raises")
 
     @property
     def captured(self) -> int:
@@ -268,7 +272,7 @@ class CapturedRunner(Runner):
         return sum(replay is not None for replay in self._replays.values())
 
     def forget(self) -> None:
-        """Capture anew, but for what cannot be: the model runs other code from now on."""
+        """Capture anew, but for what never could be: the model runs other code from now on."""
         self._replays.clear()
         self._kinds.clear()
 

@@ -17,11 +17,14 @@ from fasteagle.config import ModelConfig
 
 SPARE = 16  # bytes behind the values of a row; the first four are its scale
 _SCALE = 4
+# Of the largest value: multiplied by, for torch divides by a number on CUDA in another way than on
+# a CPU, and rows that the kernels write must have the same bits.
+UNIT = 1 / 127
 
 
 def quantized_rows(rows: Tensor) -> Tensor:
     """Rows [..., E] as int8 [..., E + SPARE]: values within 127 scales, rounded to nearest."""
-    scales = rows.abs().amax(-1, keepdim=True).float() / 127
+    scales = rows.abs().amax(-1, keepdim=True).float() * UNIT
     values = (rows.float() / scales.clamp(min=1e-30)).round().to(torch.int8)
     made = values.new_zeros(*values.shape[:-1], values.shape[-1] + SPARE)
     made[..., : values.shape[-1]] = values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import platform
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -140,9 +141,14 @@ def unless_short(work: Callable[[], Made], tell: Callable[[], FasteagleError]) -
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-    # Here the error is gone, and with it the frames that held what was computed.
-    torch.cuda.empty_cache()
+    give_back()  # the error is gone, and with it the frames that held what was computed
     raise tell()
+
+
+def give_back() -> None:
+    """Free the memory of tensors that nothing uses, of modules with cycles too."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def available_bytes(device: torch.device | str) -> int | None:

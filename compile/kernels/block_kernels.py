@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fasteagle.compile.kernels.int8_kernels import int8_values
+from fasteagle.compile.kernels.int8_kernels import UNIT, int8_values
 from fasteagle.quant.kernels import SPAN
 from fasteagle.quant.planes import LARGEST_EXPONENT
 from fasteagle.quant.unpack_kernels import half_range
@@ -291,7 +291,7 @@ def rope_kernel(
         if INT8:
             lower, upper = first.to(tl.float32), second.to(tl.float32)
             most = tl.maximum(tl.max(tl.abs(lower), 0), tl.max(tl.abs(upper), 0))
-            scale = tl.div_rn(most, 127.0)
+            scale = most * UNIT
             scales = tl.full((HALF,), 0.0, tl.float32) + scale
             tl.store(out + e, int8_values(lower, scales), mask=real)
             tl.store(out + E // 2 + e, int8_values(upper, scales), mask=real)

@@ -11,6 +11,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fasteagle.compile import int8_cache
+
+UNIT = tl.constexpr(int8_cache.UNIT)
+
 
 @triton.jit
 def int8_rows(rows, e, seen, like, E: tl.constexpr):
@@ -42,7 +46,7 @@ def write_rows(rows, e, real, values, like, E: tl.constexpr, INT8: tl.constexpr)
     at = rows[:, None] + e[None, :]
     if INT8:
         values = tl.where(mask, values.to(like).to(tl.float32), 0.0)
-        scales = tl.div_rn(tl.max(tl.abs(values), 1), tl.full((rows.shape[0],), 127.0, tl.float32))
+        scales = tl.max(tl.abs(values), 1) * UNIT
         tl.store(at, int8_values(values, tl.broadcast_to(scales[:, None], values.shape)), mask=mask)
         tl.store((rows + E).to(tl.pointer_type(tl.float32)), scales, mask=real)
     else:

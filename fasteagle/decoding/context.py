@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fasteagle.decoding.runner import Runner, head_config
-from fasteagle.device import unless_short
+from fasteagle.device import give_back, unless_short
 from fasteagle.drafting.base import Drafter
 from fasteagle.errors import EngineError, is_out_of_memory
 from fasteagle.model import KVCache, Transformer, causal_mask
@@ -42,7 +42,7 @@ def telling_shortage(generate: Generate) -> Generate:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-        torch.cuda.empty_cache()  # once the error no longer holds what was computed
+        give_back()  # once the error no longer holds what was computed
         reason = self._out_of_memory()
         self.restart()
         raise reason

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import interpreted_tree_attention  # noqa: F401  (its products of bf16)
+from device_checks import check_cache_in_8_bits, check_order, check_step_of_head, close, random_pool
 from fasteagle.compile import cuda_blocks, cuda_head, cuda_ops, fixed_norm
-from fasteagle.compile.int8_cache import use_int8_cache
 from fasteagle.compile.kernels import block_kernels, draft_kernels, order_kernels, tree_kernels
 from fasteagle.compile.tree_attention import use_tree_attention
 from fasteagle.decoding.cycle import EAGER, Pieces
@@ -27,9 +28,9 @@ from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import TreeShape
-from fasteagle.tree import Pool, TreeView, chain, relations, rerank
+from fasteagle.tree import TreeView, chain, relations, rerank
 from helpers import eagle3_of, random_head
-from planes_models import CONFIGS, SEQ_LEN, filled, packed_head, packed_target, passed, view_of
+from planes_models import CONFIGS, SEQ_LEN, packed_head, packed_target, passed, view_of
 
 assert tree_kernels.INTERPRETED, "run me with TRITON_INTERPRET=1"
 
@@ -86,11 +87,6 @@ def kernels(monkeypatch):
     monkeypatch.setattr(planes, "planes_linear", product)
 
 
-def close(found: Tensor, expected: Tensor, limit: float) -> None:
-    error = (found.float() - expected.float()).norm() / expected.float().norm()
-    assert error < limit, float(error)
-
-
 SCHEMES = [
     ("g64", Scheme(4, 64), "fp32"),
     ("g64", Scheme(4, 64), "fp16"),
@@ -131,21 +127,7 @@ def test_rows_do_not_depend_on_their_number(name, accumulate):
 
 @pytest.mark.parametrize("name", ["gqa", "qwen3"])
 def test_a_cache_in_8_bits(name):
-    """Results are those of the model over such a cache, and bits of a row are its own."""
-    target, dense = packed_target(name)
-    use_int8_cache(target)
-    use_int8_cache(dense)
-    expected, _ = passed(dense, 9, torch.float32)
-    assert cuda_blocks.use_fused_blocks(target)
-    whole, whole_cache = passed(target, 9)
-    assert whole_cache.rows.dtype == torch.int8
-    close(whole, expected, 3e-3)
-    for T in (1, 2, 5):
-        part, cache = passed(target, T)
-        assert torch.equal(part, whole[:T])
-        end = SEQ_LEN + T
-        assert torch.equal(cache.rows[:, :, :end], whole_cache.rows[:, :, :end])
-        assert not cache.rows[:, :, end:].any()
+    check_cache_in_8_bits(name, "fp32", "cpu")
 
 
 def test_blocks_that_do_not_fit_are_the_same_for_any_number_of_rows():
@@ -160,13 +142,25 @@ def test_blocks_that_do_not_fit_are_the_same_for_any_number_of_rows():
         assert torch.equal(passed(target, T)[0], whole[:T])
 
 
-def test_split_products_and_a_separate_gate():
-    """Where K is split, sums are added up by the next kernel."""
-    target, dense = packed_target("mha", dim=512, ffn_dim=2048)
+@pytest.mark.parametrize("split", [2, 3])
+def test_split_products_and_a_separate_gate(monkeypatch, split):
+    """Where K is split, sums are added up by the next kernel: of every product of a block."""
+    cut, gates = quant_kernels.tiling, []
+    monkeypatch.setattr(
+        quant_kernels, "tiling", lambda *given: dataclasses.replace(cut(*given), split=split)
+    )
+    gate = block_kernels.gate
+    monkeypatch.setattr(
+        block_kernels, "gate", lambda parts, *rest: gates.append(len(parts)) or gate(parts, *rest)
+    )
+    target, dense = packed_target("mha", dim=512, ffn_dim=1024)
     expected, _ = passed(dense, 3, torch.float32)
     cuda_blocks.use_fused_blocks(target)
     found, _ = passed(target, 3)
     close(found, expected, 2e-3)
+    assert gates == [split] * len(target.blocks)
+    for T in (1, 2):
+        assert torch.equal(passed(target, T)[0], found[:T])
 
 
 def test_an_activation_beyond_fp16():
@@ -182,44 +176,20 @@ def test_an_activation_beyond_fp16():
     close(passed(target, 9)[0], expected, 2e-3)
 
 
-@pytest.mark.parametrize("lm_head", ["own kernels", "dense"])
-@pytest.mark.parametrize("algorithm", ["eagle1", "eagle3", "eagle3.1"])
-def test_a_step_of_a_draft_head(algorithm, lm_head):
-    """Logits and the next features, of all rows or of one, against the head in plain torch."""
-    target, _ = packed_target("mha", vocab_size=64)
-    eagle3 = eagle3_of(algorithm.removesuffix(".1"), target.config)
-    if algorithm == "eagle3.1":
-        eagle3 = dataclasses.replace(eagle3, norm_output=True)
-    head, dense = packed_head(random_head(target, eagle3=eagle3))
-    view = view_of(5, None)
-    tokens = torch.arange(5) * 7
-    rows, positions = view.seq_len + torch.arange(5), view.seq_len + view.depths
-    features = torch.randn(5, 128, generator=torch.Generator().manual_seed(1))
-    results = []
-    for made, dtype in ((dense, torch.float32), (head, torch.float16)):
-        borrowed = copy.deepcopy(target).to(dtype)
-        if made is head and lm_head == "own kernels":
-            packed = quantize_weight(target.lm_head.weight.float(), Scheme(8))
-            borrowed.lm_head = QuantizedLMHead(PlanesLinear(packed, None))
-        made.borrow(borrowed, 256)
-        cache = KVCache(made.config.block, 256, dtype, "cpu")
-        cache.rows[:, :, :SEQ_LEN] = filled(target, dtype).rows[:2, :, :SEQ_LEN]
-        mask = view.mask(256) if made is dense else view
-        given = tokens, features.to(dtype), positions, rows
-        if made is head:
-            masked = made(*given, view.mask(256), cache)
-            assert cuda_head.use_fused_head(head)
-            for found, expected in zip(made(*given, view.mask(256), cache), masked, strict=True):
-                close(found, expected, 1e-3)  # prefill goes on under a mask
-        logits, following = made(*given, mask, cache)
-        some = made(*given, mask, cache, torch.tensor([3]))
-        if made is head:
-            close(some[0], logits[3:4], 1e-3)
-            assert torch.equal(some[1], following[3:4])
-            assert following.dtype == dtype
-        results.append((logits, following, cache.rows[:, :, SEQ_LEN : SEQ_LEN + 5]))
-    for expected, found in zip(*results, strict=True):
-        close(found, expected, 8e-3 if expected is results[0][0] else 2e-3)
+STEPS = [
+    ("mha", "eagle1", "own kernels"),
+    ("gqa", "eagle1", "dense"),
+    ("qwen2", "eagle1", "own kernels"),
+    ("gqa", "eagle3", "own kernels"),
+    ("mha", "eagle3", "dense"),
+    ("mha", "eagle3.1", "own kernels"),
+    ("gqa", "eagle3 pre", "own kernels"),
+]
+
+
+@pytest.mark.parametrize(("name", "algorithm", "lm_head"), STEPS)
+def test_a_step_of_a_draft_head(name, algorithm, lm_head):
+    check_step_of_head(name, algorithm, lm_head, "cpu")
 
 
 @pytest.mark.parametrize("accumulate", ["fp32", "fp16"])
@@ -252,40 +222,11 @@ def test_commit(path, dtype):
     assert torch.equal(rows[:, :, 20 + len(path) :], expected[:, :, 20 + len(path) :])
 
 
-def random_pool(P: int, seed: int) -> Pool:
-    """Scores fall from parent to child, often by nothing; some candidates are none."""
-    generator = torch.Generator().manual_seed(seed)
-    parents = (torch.rand(P, generator=generator) * torch.arange(P)).long() - 1
-    steps = torch.randint(0, 3, (P,), generator=generator) / 2
-    scores = torch.zeros(P)
-    for i, parent in enumerate(parents.tolist()):
-        scores[i] = (scores[parent] if parent >= 0 else 0) - steps[i]
-    scores[torch.rand(P, generator=generator) < 0.1] = float("-inf")
-    for i, parent in enumerate(parents.tolist()):
-        if parent >= 0:
-            scores[i] = torch.minimum(scores[i], scores[parent])
-    sources = torch.randint(1, 4, (P,), generator=generator)
-    return Pool(torch.randint(0, 99, (P,), generator=generator), scores, parents, sources)
-
-
 @pytest.mark.parametrize(
     ("P", "N"), [(1, 1), (4, 4), (12, 5), (68, 15), (100, 63), (510, 59), (710, 8), (9, 20)]
 )
 def test_rerank_and_relations(P, N):
-    """Their slow twins are `tree.rerank` and `tree.relations`."""
-    root = torch.tensor([7])
-    for seed in range(4):
-        pool = random_pool(P, seed)
-        expected, found = rerank(pool, root, N), cuda_ops.rerank(pool, root, N)
-        for name, value in expected._asdict().items():
-            if value is not None:
-                assert torch.equal(getattr(found, name), value), (name, seed)
-                assert getattr(found, name).dtype == value.dtype
-        alone = pool._replace(sources=None)
-        assert cuda_ops.rerank(alone, root, N).sources is None
-        seen = relations(found.parents, found.valid)
-        for value, other in zip(seen, cuda_ops.relate(found.parents, found.valid), strict=True):
-            assert torch.equal(value, other) and value.dtype == other.dtype
+    check_order(P, N, "cpu")
 
 
 @pytest.mark.parametrize("T", [1, 2, 16, 17, 64, 65])
@@ -393,3 +334,40 @@ def test_speculative_text_has_the_bits_of_plain_text(algorithm, params, traced):
     assert texts[0] == texts[1]
     assert torch.equal(*logits)
     assert engine.stats.drafted >= 20 and engine.stats.path_lengths
+
+
+class Recording(TorchDispatchMode):
+    """Keeps the first call of each operator of ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "fasteagle":
+            kept = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs or {}))
+            self.calls.setdefault(function, kept)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("algorithm", ["eagle1", "eagle3"])
+def test_what_operators_declare(algorithm):
+    """What they write, what they return, and the same of fake tensors."""
+    target, _ = packed_target("gqa", n_layer=1, vocab_size=64)
+    assert cuda_blocks.use_fused_blocks(target)
+    head, _ = packed_head(random_head(target, eagle3=eagle3_of(algorithm, target.config)))
+    drafter = EagleDrafter(head, TreeShape(2, 3, 5), 128)
+    engine = Engine(target, 128)
+    engine.state.move_rows, engine.state.relate = cuda_ops.move_rows, cuda_ops.relate
+    drafter.top_children, drafter.rerank = cuda_ops.top_children, cuda_ops.rerank
+    cuda_ops.use_views(drafter)
+    assert cuda_head.use_fused_head(head)
+    engine.use(drafter)
+    with Recording() as recording:
+        next(engine.generate([5, 6, 7, 8], SamplingParams(), 4))
+        list(engine.generate([5, 6, 7, 8], SamplingParams(), 4))
+    names = {function._schema.name.split("::")[1] for function in recording.calls}
+    expected = {"fused_blocks", "fused_head", "rms_norm", "top_children", "rerank", "relations"}
+    assert names >= expected | {"move_rows"}
+    for function, (args, kwargs) in recording.calls.items():
+        torch.library.opcheck(function, args, kwargs, test_utils=("test_schema", "test_faketensor"))

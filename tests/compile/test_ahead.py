@@ -10,23 +10,26 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fasteagle.compile import graphs
+from fasteagle.compile import ahead, graphs
 from fasteagle.compile.ahead import (
     collecting,
     compile_ahead,
     compile_all,
     run_commits,
+    run_head,
     run_passes,
     run_trees,
 )
 from fasteagle.decoding.runner import Runner
 from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.generate import Engine
 from fasteagle.llm import open_llm
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.quant import packed, planes
 from fasteagle.sampling import DrawKind
-from fasteagle.shapes import TreeShape
+from fasteagle.shapes import FusedShape, TreeShape
+from fasteagle.tree import rerank
 from helpers import captured_engine, random_head, random_target, tiny_config
 from tree_problems import problem
 
@@ -127,6 +130,7 @@ def test_passes_of_every_size_leave_the_engine_alone():
     forward = target.forward
     target.forward = lambda tokens, *rest: seen.append(len(tokens)) or forward(tokens, *rest)
     run_passes(target, engine.drafter, [1, 9])
+    run_head(engine.drafter, [4])
     del target.forward
     assert seen == [1, 9]
     assert torch.equal(engine.cache.rows, before[0])
@@ -155,11 +159,42 @@ def test_kernels_of_drafting_and_committing_are_among_them(card, monkeypatch):
 
     with collecting() as found:
         run_passes(target, drafter, [1, 8])
+        run_head(drafter, {spec.width for spec in specs})
         run_trees(drafter, specs, state)
         run_commits(target, specs, move_rows)
     names = ("chunk", "merge", "commit", "rerank", "relations")
     assert {name for name, _ in found} == {f"{name}_kernel" for name in names}
     assert moved == [4], "plain cycles move nothing"
+
+
+def test_the_rows_and_candidates_of_cycles_to_come(monkeypatch):
+    """A level of a tree, new pairs and the end of a prompt; all that a lookup may add to a tree."""
+    target = random_target(tiny_config())
+    engine = captured_engine(target, 256)
+    engine.use(FusedDrafter(random_head(target), FusedShape(2, 3, 6, 5), 256))
+    drafter, reranked, rows = engine.drafter, [], []
+    drafter.rerank = lambda pool, root, n: reranked.append(len(pool.tokens))
+    monkeypatch.setattr(ahead, "_run_head", lambda drafter, T: rows.append(T) or torch.zeros(T, 64))
+    specs = [engine.spec(shape, DrawKind()) for shape in (None, *drafter.shapes())]
+    run_head(drafter, {spec.width for spec in specs if spec.width})
+    assert rows == sorted({1, 3, specs[-1].width, 64})
+    run_trees(drafter, specs, engine.state)
+    pools = []
+    drafter.rerank = lambda pool, root, n: pools.append(len(pool.tokens)) or rerank(pool, root, n)
+    list(engine.generate(PROMPT, SamplingParams(), 4))
+    assert set(pools) == set(reranked) == {3 + 9 + 4 * 5}
+
+
+def test_what_fails_while_compiling_ahead_is_told(monkeypatch, capsys):
+    def failing(*given):
+        raise RuntimeError("no such operator\nmore")
+
+    monkeypatch.setattr(ahead, "run_passes", failing)
+    weight = SimpleNamespace(device=torch.device("cuda"))
+    target = SimpleNamespace(norm=SimpleNamespace(weight=weight))
+    state = Engine(random_target(tiny_config()), 64).state
+    assert compile_ahead(target, None, [], state) == 0
+    assert "one by one as they are needed: no such operator\n" in capsys.readouterr().err
 
 
 def test_a_model_that_is_opened_compiles_before_its_first_answer(tiny_dir, monkeypatch):
@@ -179,6 +214,7 @@ def test_passes_stay_within_the_shortest_tables(max_seq_len):
     target.init_rope(max_seq_len + 256, "cpu")
     engine = captured_engine(target, max_seq_len)
     run_passes(target, engine.drafter, [1, 64])
+    run_head(engine.drafter, [4])
 
 
 def test_a_runner_compiles_ahead_once_for_each_number_of_rows(monkeypatch):

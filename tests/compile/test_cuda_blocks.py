@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from device_checks import check_cache_in_8_bits, check_order, check_step_of_head
 from fasteagle.drafting.draft_head import top_children
 from fasteagle.loading.registry import preset
 from fasteagle.model import RMSNorm, run_blocks
@@ -148,7 +149,27 @@ F32 = "*fp32"
 NORM_ARGUMENTS = dict(
     x_ptr=F32, parts_ptr=F32, scale_ptr="*bf16", total_ptr=F32, out_ptr="*fp16", eps="fp32"
 )
+RERANK_ARGUMENTS = (
+    dict(tokens_ptr="*i64", scores_ptr=F32, parents_ptr="*i64", root_ptr="*i64", rows_ptr="*i32")
+    | dict(out_tokens_ptr="*i64", out_parents_ptr="*i64", out_valid_ptr="*i1")
+    | dict(out_places_ptr="*i64")
+)
+RELATIONS_ARGUMENTS = dict(
+    parents_ptr="*i64", valid_ptr="*i1", mask_ptr="*i1", depths_ptr="*i64", paths_ptr="*i32"
+)
 KERNELS = {
+    "norm of fc's sum": (
+        block_kernels.norm_kernel,
+        NORM_ARGUMENTS | dict(x_ptr="*bf16"),
+        dict(SPLIT=4, NORMED=False, STORED=True, LIMIT=511.75, BLOCK=4096),
+        block_kernels.norm_options(4096),
+    ),
+    "norm of the last sum": (
+        block_kernels.norm_kernel,
+        NORM_ARGUMENTS,
+        dict(SPLIT=4, NORMED=False, STORED=False, LIMIT=0.0, BLOCK=4096),
+        block_kernels.norm_options(4096),
+    ),
     "norm": (
         block_kernels.norm_kernel,
         NORM_ARGUMENTS,
@@ -196,6 +217,12 @@ KERNELS = {
         dict(E=128, E_PAD=128),
         block_kernels.ONE_WARP,
     ),
+    "commit of int8": (
+        block_kernels.commit_kernel,
+        dict(rows_ptr="*i8", start_ptr="*i64", path_ptr="*i64"),
+        dict(E=144, E_PAD=256),
+        block_kernels.ONE_WARP,
+    ),
     "chunk": (
         draft_kernels.chunk_kernel,
         dict(logits_ptr=F32, parts_ptr=F32, ids_ptr="*i32", sums_ptr=F32),
@@ -210,17 +237,32 @@ KERNELS = {
     ),
     "rerank": (
         order_kernels.rerank_kernel,
-        dict(tokens_ptr="*i64", scores_ptr=F32, parents_ptr="*i64", root_ptr="*i64")
-        | dict(out_tokens_ptr="*i64", out_parents_ptr="*i64", out_valid_ptr="*i1")
-        | dict(out_places_ptr="*i64", rows_ptr="*i32"),
+        RERANK_ARGUMENTS,
         dict(P_PAD=1024, CHUNK=8),
+        order_kernels.OPTIONS,
+    ),
+    "rerank of the default": (
+        order_kernels.rerank_kernel,
+        RERANK_ARGUMENTS,
+        dict(P_PAD=128, CHUNK=64),
+        order_kernels.OPTIONS,
+    ),
+    "rerank of the most": (
+        order_kernels.rerank_kernel,
+        RERANK_ARGUMENTS,
+        dict(P_PAD=2048, CHUNK=4),
         order_kernels.OPTIONS,
     ),
     "relations": (
         order_kernels.relations_kernel,
-        dict(parents_ptr="*i64", valid_ptr="*i1", mask_ptr="*i1", depths_ptr="*i64")
-        | dict(paths_ptr="*i32"),
+        RELATIONS_ARGUMENTS,
         dict(T_PAD=64, ROUNDS=6),
+        order_kernels.OPTIONS,
+    ),
+    "relations of few rows": (
+        order_kernels.relations_kernel,
+        RELATIONS_ARGUMENTS,
+        dict(T_PAD=16, ROUNDS=4),
         order_kernels.OPTIONS,
     ),
 }
@@ -238,6 +280,15 @@ def test_machine_code(name, capability, tmp_path):
     assert usage.registers <= (200 if "norm" in name else 170)
     assert usage.shared <= 32 * 1024
     assert not re.search(r"\b(atom|red)\.", compiled.asm["ptx"]), "sums have a fixed order"
+
+
+def test_threads_wait_for_the_rows_that_others_write():
+    """What the interpreter cannot see: a barrier between the store of rows and their load."""
+    function, types, constants, options = KERNELS["rerank of the default"]
+    ptx = sass.compile_kernel(function, types, constants, options).asm["ptx"]
+    stores = [m.start() for m in re.finditer(r"st\.global\.\S*b32", ptx)]
+    loads = [m.start() for m in re.finditer(r"ld\.global\.\S*b32", ptx) if m.start() > stores[0]]
+    assert stores and loads and "bar.sync" in ptx[stores[0] : loads[0]]
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -264,6 +315,30 @@ def test_blocks_on_the_device(name, accumulate):
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.parametrize("accumulate", ["fp32", "fp16"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_cache_in_8_bits_on_the_device(name, accumulate):
+    check_cache_in_8_bits(name, accumulate, "cuda")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("lm_head", ["own kernels", "dense"])
+@pytest.mark.parametrize("algorithm", ["eagle1", "eagle3", "eagle3.1", "eagle3 pre"])
+def test_a_step_of_a_draft_head_on_the_device(algorithm, lm_head):
+    check_step_of_head("gqa", algorithm, lm_head, "cuda")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(("P", "N"), [(1, 1), (68, 15), (300, 63), (510, 59), (2000, 20)])
+def test_the_order_of_a_tree_on_the_device(P, N):
+    """Threads of a program hand each other rows through memory."""
+    check_order(P, N, "cuda")
+
+
+@pytest.mark.gpu
+@needs_gpu
 def test_small_kernels_on_the_device():
     logits = torch.randn(4, 128256, device="cuda")
     ids, logp = cuda_ops.top_children(logits, 10)
@@ -273,7 +348,7 @@ def test_small_kernels_on_the_device():
     rows = torch.randn(64, 8, 100, 128, device="cuda").bfloat16()
     expected, path = rows.clone(), torch.tensor([0, 2, 5, 6, 0], device="cuda")
     expected[:, :, 50:54] = rows[:, :, 50 + path[:4]]
-    cuda_ops.move_cache_rows(rows, 50 + path, 50 + torch.arange(5, device="cuda"))
+    cuda_ops.move_cache_rows(rows, torch.tensor(50, device="cuda"), path)
     assert torch.equal(rows, expected)
     x, scale = 3 * torch.randn(33, 4096, device="cuda"), torch.rand(4096, device="cuda").half()
     normed = fixed_norm.rms_norm(x, scale, 1e-5)

@@ -20,7 +20,7 @@ from fasteagle.quant.cuda_linear import PlanesLinear
 from helpers import random_head
 from planes_models import packed_target
 
-LARGEST = 545.5  # at D = 128: sqrt(128 * 128) * 545.5 * 15 / 16 is 65,460
+LARGEST = 511.5  # at D = 128: sqrt(128 * 128) * 511.5 is 65,472
 
 
 def accumulates(module):

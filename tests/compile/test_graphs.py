@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
 from fake_cuda import FakeCuda
 from fasteagle.compile.graphs import CapturedRunner, CudaGraphs
+from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
 from helpers import FakePlace, random_target, tiny_config
@@ -76,14 +80,15 @@ def engine(cuda):
     return made
 
 
-def test_a_cycle_whose_capture_has_failed_twice_is_not_captured_again(cuda, engine):
+def test_a_cycle_is_tried_once_more_with_other_code_and_then_no_more(cuda, engine):
     """Each failure leaves a pool behind that nothing frees."""
     runner = engine.runner
     cuda.refusing = 100
-    for _ in range(3):
+    gives_up = f"{cuda.reason} (failed 4 times, not tried again)"
+    for refused, said in ((2, cuda.reason), (4, gives_up), (4, gives_up)):
         engine.prepare(SamplingParams())
-        assert cuda.refused == 2 and runner.captured == 0
-        assert runner.error == f"{cuda.reason} (failed 2 times, not tried again)"
+        assert cuda.refused == refused and runner.captured == 0
+        assert runner.error == said
         runner.forget()
     cuda.refusing = 0
     engine.prepare(SamplingParams())
@@ -92,14 +97,37 @@ def test_a_cycle_whose_capture_has_failed_twice_is_not_captured_again(cuda, engi
     assert runner.captured == 1, "another cycle is not concerned"
 
 
+def test_what_was_spoiled_while_code_was_compiled_is_captured_with_it(cuda, engine):
+    """Both tries, by the thread that compiles."""
+    cuda.refusing = 2
+    engine.prepare(SamplingParams())
+    assert engine.runner.captured == 0
+    engine.runner.forget()  # as `CycleCompiler.apply` does
+    engine.prepare(SamplingParams())
+    assert engine.runner.captured == 1
+
+
 def test_failures_for_lack_of_memory_count_too(cuda, engine):
     """Such a capture is not repeated at once."""
     cuda.refusing, cuda.reason = 100, "CUDA error: out of memory"
-    again = f"{cuda.reason} (failed 2 times, not tried again)"
-    for refused, said in ((1, cuda.reason), (2, again), (2, again)):
+    for refused in (1, 2, 3, 4, 4):
         engine.prepare(SamplingParams())
-        assert cuda.refused == refused and engine.runner.error == said
+        assert cuda.refused == refused
+        assert ("not tried again" in engine.runner.error) == (refused == 4)
         engine.runner.forget()
+
+
+def test_failures_keep_no_drafter_that_was_replaced(cuda, engine):
+    cuda.refusing = 100
+    drafters = [NgramDrafter(4), NgramDrafter(4)]
+    engine.use(drafters[0])
+    engine.prepare(SamplingParams())
+    engine.runner.forget()
+    seen = weakref.ref(drafters[0])
+    engine.use(drafters[1])
+    del drafters[0]
+    gc.collect()
+    assert seen() is None
 
 
 def test_captures_that_were_spoiled_now_and_then_go_on(cuda, engine):

@@ -1,0 +1,121 @@
+"""What the kernels of a cycle must yield on a device: "cpu" is Triton's interpreter."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from fasteagle.compile import cuda_blocks, cuda_head, cuda_ops
+from fasteagle.compile.int8_cache import use_int8_cache
+from fasteagle.model import KVCache
+from fasteagle.quant.cuda_linear import PlanesLinear
+from fasteagle.quant.linear import QuantizedLMHead
+from fasteagle.quant.params import quantize_weight
+from fasteagle.quant.scheme import Scheme
+from fasteagle.tree import Pool, TreeView, relations, rerank
+from helpers import eagle3_of, random_head
+from planes_models import SEQ_LEN, filled, packed_head, packed_target, passed, view_of
+
+
+def close(found: Tensor, expected: Tensor, limit: float) -> None:
+    error = (found.float().cpu() - expected.float().cpu()).norm() / expected.float().cpu().norm()
+    assert error < limit, float(error)
+
+
+def check_cache_in_8_bits(name: str, accumulate: str, device: str) -> None:
+    """Results are those of the model over such a cache, and bits of a row are its own."""
+    target, dense = packed_target(name, accumulate=accumulate)
+    use_int8_cache(target)
+    use_int8_cache(dense)
+    expected, _ = passed(dense, 9, torch.float32)
+    target.to(device).init_rope(512, device)
+    assert cuda_blocks.use_fused_blocks(target)
+    whole, whole_cache = passed(target, 9)
+    assert whole_cache.rows.dtype == torch.int8
+    close(whole, expected, 6e-3)
+    for T in (1, 2, 5):
+        part, cache = passed(target, T)
+        assert torch.equal(part, whole[:T])
+        end = SEQ_LEN + T
+        assert torch.equal(cache.rows[:, :, :end], whole_cache.rows[:, :, :end])
+        assert not cache.rows[:, :, end:].any()
+
+
+def check_step_of_head(name: str, algorithm: str, lm_head: str, device: str) -> None:
+    """Logits and the next features, of all rows or of one, against the head in plain torch.
+
+    "eagle3.1": the next features are normed; "eagle3 pre": so is what the residual stream begins
+    with.
+    """
+    target, _ = packed_target(name, vocab_size=64)
+    eagle3 = eagle3_of(algorithm[:6], target.config)
+    if algorithm in ("eagle3.1", "eagle3 pre"):
+        normed = "norm_output" if algorithm == "eagle3.1" else "norm_before_residual"
+        eagle3 = dataclasses.replace(eagle3, **{normed: True})
+    head, dense = packed_head(random_head(target, eagle3=eagle3))
+    tokens, row, view = torch.arange(5) * 7, torch.arange(5), view_of(5, None)
+    features = torch.randn(5, 128, generator=torch.Generator().manual_seed(1))
+    results = []
+    for made, dtype, place in ((dense, torch.float32, "cpu"), (head, torch.float16, device)):
+        borrowed = copy.deepcopy(target)
+        if made is head and lm_head == "own kernels":
+            packed = quantize_weight(target.lm_head.weight.float(), Scheme(8))
+            borrowed.lm_head = QuantizedLMHead(PlanesLinear(packed, None))
+        made.to(place).borrow(borrowed.to(place, dtype), 256)
+        cache = KVCache(made.config.block, 256, dtype, place)
+        cache.rows[:, :, :SEQ_LEN] = filled(target, dtype).rows[:2, :, :SEQ_LEN].to(place)
+        seen = TreeView(*(tensor.to(place) for tensor in view[:3]), None)
+        mask = seen.mask(256)
+        positions, slots = seen.seq_len + seen.depths, seen.seq_len + row.to(place)
+        given = tokens.to(place), features.to(place, dtype), positions, slots
+        if made is head:
+            masked = made(*given, mask, cache)
+            assert cuda_head.use_fused_head(head)
+            for found, expected in zip(made(*given, mask, cache), masked, strict=True):
+                close(found, expected, 1e-3)  # prompts go on under a mask
+        logits, following = made(*given, mask if made is dense else seen, cache)
+        if made is head:
+            some = made(*given, seen, cache, torch.tensor([3], device=place))
+            close(some[0], logits[3:4], 1e-3)
+            assert torch.equal(some[1], following[3:4])
+            assert following.dtype == dtype
+        results.append((logits, following, cache.rows[:, :, SEQ_LEN : SEQ_LEN + 5]))
+    for expected, found in zip(*results, strict=True):
+        close(found, expected, 8e-3 if expected is results[0][0] else 2e-3)
+
+
+def random_pool(P: int, seed: int) -> Pool:
+    """Scores fall from parent to child, often by nothing; some candidates are none."""
+    generator = torch.Generator().manual_seed(seed)
+    parents = (torch.rand(P, generator=generator) * torch.arange(P)).long() - 1
+    steps = torch.randint(0, 3, (P,), generator=generator) / 2
+    scores = torch.zeros(P)
+    for i, parent in enumerate(parents.tolist()):
+        scores[i] = (scores[parent] if parent >= 0 else 0) - steps[i]
+    scores[torch.rand(P, generator=generator) < 0.1] = float("-inf")
+    for i, parent in enumerate(parents.tolist()):
+        if parent >= 0:
+            scores[i] = torch.minimum(scores[i], scores[parent])
+    sources = torch.randint(1, 4, (P,), generator=generator)
+    return Pool(torch.randint(0, 99, (P,), generator=generator), scores, parents, sources)
+
+
+def check_order(P: int, N: int, device: str) -> None:
+    """Slow twins are `tree.rerank` and `tree.relations`."""
+    root = torch.tensor([7])
+    for seed in range(4):
+        pool = random_pool(P, seed)
+        there = Pool(*(tensor.to(device) for tensor in pool))
+        expected, found = rerank(pool, root, N), cuda_ops.rerank(there, root.to(device), N)
+        for name, value in expected._asdict().items():
+            if value is not None:
+                assert torch.equal(getattr(found, name).cpu(), value), (name, seed)
+                assert getattr(found, name).dtype == value.dtype
+        alone = there._replace(sources=None)
+        assert cuda_ops.rerank(alone, root.to(device), N).sources is None
+        seen = relations(expected.parents, expected.valid)
+        for value, other in zip(seen, cuda_ops.relate(found.parents, found.valid), strict=True):
+            assert torch.equal(value, other.cpu()) and value.dtype == other.dtype
