@@ -32,6 +32,7 @@ from fasteagle.compile.cycles import FOR_GRAPHS
 
 RTX_3090 = SimpleNamespace(
     name="NVIDIA GeForce RTX 3090",
+    gcnArchName="",  # which products ask for on any card
     major=8,
     minor=6,
     multi_processor_count=82,

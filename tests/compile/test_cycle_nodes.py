@@ -14,8 +14,11 @@ import pytest
 import torch
 
 from fasteagle.compile import cuda_blocks, cuda_head, cuda_ops
+from fasteagle.compile.int8_cache import use_int8_cache
 from fasteagle.decoding.cycle import EAGER, Proposal
 from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.fused import FusedDrafter
+from fasteagle.drafting.static_tree import StaticTreeDrafter
 from fasteagle.generate import Engine
 from fasteagle.loading.registry import preset
 from fasteagle.model import Output
@@ -26,9 +29,9 @@ from fasteagle.quant.planes import layout_for
 from fasteagle.quant.scheme import Scheme
 from fasteagle.quant.tiling import Card, split_k
 from fasteagle.sampling import DrawKind
-from fasteagle.shapes import TreeShape
+from fasteagle.shapes import PAPER_TREE, FusedShape, TreeShape
 from fasteagle.tree import chain
-from helpers import random_head
+from helpers import eagle3_of, random_head
 from planes_models import packed_head, packed_target
 
 pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
@@ -47,18 +50,25 @@ def products(N: int, K: int) -> int:
     return 1 + (split_k(layout, N, K, Card.like_3090(82)) > 1)
 
 
-@pytest.fixture(scope="module")
-def made():
+def engine_of(
+    make_drafter=lambda head: EagleDrafter(head, TREE, 512),
+    algorithm: str = "eagle1",
+    dense_lm_head: bool = False,
+    int8: bool = False,
+):
     """An engine as on CUDA, of a tiny model: its pieces have the operations of a large one's."""
     target, _ = packed_target("mha", vocab_size=64, max_seq_len=512)
-    linear = PlanesLinear(quantize_weight(target.lm_head.weight.float(), Scheme(8)), None)
-    target.lm_head = QuantizedLMHead(linear)
+    if not dense_lm_head:
+        linear = PlanesLinear(quantize_weight(target.lm_head.weight.float(), Scheme(8)), None)
+        target.lm_head = QuantizedLMHead(linear)
     target.bfloat16().init_rope(512, "cpu")
+    if int8:
+        use_int8_cache(target)
     assert cuda_blocks.use_fused_blocks(target)
-    head, _ = packed_head(random_head(target))
+    head, _ = packed_head(random_head(target, eagle3=eagle3_of(algorithm, target.config)))
     engine = Engine(target, 512)
     engine.state.move_rows, engine.state.relate = cuda_ops.move_rows, cuda_ops.relate
-    drafter = EagleDrafter(head.bfloat16(), TREE, 512)
+    drafter = make_drafter(head.bfloat16())
     drafter.top_children, drafter.rerank = cuda_ops.top_children, cuda_ops.rerank
     cuda_ops.use_views(drafter)
     cuda_head.use_fused_head(head)
@@ -67,6 +77,11 @@ def made():
     engine.state.count.fill_(1)
     engine.state.seq_len.fill_(2)
     return engine, drafter
+
+
+@pytest.fixture(scope="module")
+def made():
+    return engine_of()
 
 
 def pieces(made, kind: DrawKind, tree: TreeShape | None) -> dict[str, Counter[str]]:
@@ -78,7 +93,8 @@ def pieces(made, kind: DrawKind, tree: TreeShape | None) -> dict[str, Counter[st
     rows = torch.arange(T)
     proposal = Proposal.of(state.root_alone(1) if tree is None else chain(rows, rows >= 0))
     features = target.norm.weight.new_zeros(T, target.config.dim)
-    output = Output(torch.zeros(T, target.config.vocab_size), features)
+    taps = features.float().repeat(1, len(state.tap_layers)) if state.tap_layers else None
+    output = Output(torch.zeros(T, target.config.vocab_size), features, taps)
     return {
         "draft": launches(EAGER.draft, state, drafter, spec),
         "verify": launches(EAGER.verify, state, target, proposal),
@@ -138,3 +154,33 @@ def test_nodes_of_drawing(made, kind):
     found = launches(EAGER.finish, state, spec, proposal, output)
     print("\n", found)
     assert found.total() <= (60 if kind.top_p else 16)
+
+
+def fused(head):
+    return FusedDrafter(head, FusedShape(3, 3, 8, 6), 512)
+
+
+def static(head):
+    return StaticTreeDrafter(head, 512, PAPER_TREE)
+
+
+# Calls that other cycles make: in drafting, in a pass, in the finish.
+OTHERS = {
+    "eagle3": (dict(algorithm="eagle3"), (46, 9, 8)),
+    "dense LM head": (dict(dense_lm_head=True), (60, 11, 8)),
+    "int8 cache": (dict(int8=True), (32, 6, 8)),
+    "fused tree": (dict(make_drafter=fused), (40, 6, 9)),
+    "static tree": (dict(make_drafter=static), (32, 6, 8)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_cycles_are_lowered(name):
+    """Every operator that a cycle may call has a place in Inductor's code."""
+    changes, limits = OTHERS[name]
+    engine, drafter = engine_of(**changes)
+    found = pieces((engine, drafter), GREEDY, drafter.shape)
+    print("\n", name, {piece: (calls.total(), calls) for piece, calls in found.items()})
+    for calls, limit in zip(found.values(), limits, strict=True):
+        assert calls.total() <= limit
