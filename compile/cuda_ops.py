@@ -23,7 +23,7 @@ from fasteagle.model import KVCache
 from fasteagle.tree import DraftTree, Pool, Relations, TreeView
 
 # Of one program of `order_kernels`.
-MOST_CANDIDATES = 2048
+MOST_CANDIDATES = 1024
 MOST_TREE_ROWS = 64
 
 

@@ -223,7 +223,8 @@ def test_commit(path, dtype):
 
 
 @pytest.mark.parametrize(
-    ("P", "N"), [(1, 1), (4, 4), (12, 5), (68, 15), (100, 63), (510, 59), (710, 8), (9, 20)]
+    ("P", "N"),
+    [(1, 1), (4, 4), (12, 5), (68, 15), (100, 63), (510, 59), (710, 8), (1030, 4), (9, 20)],
 )
 def test_rerank_and_relations(P, N):
     check_order(P, N, "cpu")
