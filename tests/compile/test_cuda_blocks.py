@@ -271,7 +271,8 @@ def test_machine_code(name, capability, tmp_path):
     compiled = sass.compile_kernel(function, types, constants, options, strides, target)
     _, usage = sass.disassemble(compiled, tmp_path)
     assert usage.stack == usage.local == 0, "registers spill"
-    assert usage.registers <= (200 if "norm" in name else 170)
+    alone = name.startswith(("norm", "rerank", "relations"))  # few programs, or one
+    assert usage.registers <= (200 if alone else 170)
     assert usage.shared <= 32 * 1024
     assert not re.search(r"\b(atom|red)\.", compiled.asm["ptx"]), "sums have a fixed order"
 
