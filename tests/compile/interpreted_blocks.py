@@ -329,12 +329,13 @@ def test_speculative_text_has_the_bits_of_plain_text(algorithm, params, traced):
                 torch.compile(piece, fullgraph=True, backend="aot_eager") for piece in EAGER
             )
             engine.runner.usual = Pieces(*compiled)
-        found = [t for ids in engine.generate([5, 6, 7, 8], params, 14) for t in ids]
+        n_tokens = 6 if traced else 14  # most of the time is the tracing itself
+        found = [t for ids in engine.generate([5, 6, 7, 8], params, n_tokens) for t in ids]
         texts.append(found)
         logits.append(engine.cache.rows[:, :, : len(engine.cached)].clone())
     assert texts[0] == texts[1]
     assert torch.equal(*logits)
-    assert engine.stats.drafted >= 20 and engine.stats.path_lengths
+    assert engine.stats.drafted >= (5 if traced else 20) and engine.stats.path_lengths
 
 
 class Recording(TorchDispatchMode):
