@@ -22,7 +22,7 @@ from torch import Tensor
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.draft_head import HeadDrafter, RankingDrafter
 from fasteagle.drafting.fused import FusedDrafter
-from fasteagle.errors import note
+from fasteagle.errors import first_line, note
 from fasteagle.model import KEY_BLOCK, KVCache, Transformer, causal_mask
 from fasteagle.shapes import FusedShape, TreeShape
 from fasteagle.state import CycleSpec, DecodeState
@@ -70,6 +70,11 @@ def collecting() -> Iterator[dict[Any, Variant]]:
             knobs.runtime.jit_cache_hook = before
 
 
+def workers_here() -> int:
+    """How many kernels are compiled at a time."""
+    return min(MOST_WORKERS, os.cpu_count() or 1)
+
+
 def compile_all(variants: Sequence[Variant], device: torch.device, workers: int) -> None:
     """Compile `variants` for the current target; most of it runs outside of Python's lock."""
 
@@ -95,12 +100,12 @@ def compile_ahead(
         return 0
     try:
         with collecting() as found:
-            run_passes(target, drafter, sorted({1, *(spec.rows for spec in specs)}))
+            run_passes(target, sorted({1, *(spec.rows for spec in specs)}))
             run_head(drafter, {spec.width for spec in specs if spec.width})
             run_trees(drafter, specs, state)
             run_commits(target, specs, state.move_rows)
         torch.cuda.synchronize(device)
-        workers = min(MOST_WORKERS, os.cpu_count() or 1)
+        workers = workers_here()
         line = f"compiling {len(found)} kernels, {workers} at a time ..."
         timer = threading.Timer(PATIENCE, note, [line])
         timer.start()
@@ -109,14 +114,14 @@ def compile_ahead(
         finally:
             timer.cancel()
     except Exception as error:
-        reason = (str(error) or type(error).__name__).strip().splitlines()[0][:200]
+        reason = first_line(error, 200)
         note(f"warning: kernels are compiled one by one as they are needed: {reason}")
         return 0
     return len(found)
 
 
 @torch.no_grad()
-def run_passes(target: Transformer, drafter: Drafter | None, rows: Sequence[int]) -> None:
+def run_passes(target: Transformer, rows: Sequence[int]) -> None:
     """Passes over `rows` rows, and one of a prompt, on a cache of their own.
 
     Only numbers are computed from what kernels write, no indices: it may be anything.

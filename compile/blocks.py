@@ -27,7 +27,7 @@ from fasteagle.compile.cuda_blocks import is_fused, is_fused_block
 from fasteagle.compile.cycles import CycleCompiler
 from fasteagle.decoding.context import MAX_TREE_ROWS
 from fasteagle.drafting.draft_head import HeadDrafter
-from fasteagle.errors import note
+from fasteagle.errors import first_line, note
 from fasteagle.generate import Engine
 from fasteagle.model import KEY_BLOCK, Block, Transformer, attend, run_blocks
 from fasteagle.options import SamplingParams
@@ -141,7 +141,7 @@ class BlockCompiler:
             with torch.no_grad():
                 self._warm_up_surely()
         except Exception as error:  # whatever it is, the eager path still answers
-            self.error = (str(error) or type(error).__name__).strip().splitlines()[0][:200]
+            self.error = first_line(error, 200)
             for head_block in self._extra_blocks:
                 head_block.__dict__.pop("forward", None)
         self.seconds = time.perf_counter() - start

@@ -33,7 +33,8 @@ MAX_ROWS = 64  # of the products' kernels
 # differ by it, and text does not. Other inputs of products are bounded: 128 columns of a normed row
 # add up to at most sqrt(128 D) times the norm's scale, and weights enter as less than 1, so that
 # scales up to 60 are in range at D = 8,192. Attention yields averages of values, which are in range
-# up to 500 even if all 128 are equal. The inputs of `down` have scales of their own.
+# up to 500 even if all 128 are equal. The inputs of `down` have scales of their own. Norms are
+# looked at when a model is loaded (`fixed_norm.keep_sums_finite`).
 MOST_UNNORMED = 511.75
 COLUMNS = 64  # that a linear's inputs are a multiple of
 

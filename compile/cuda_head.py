@@ -24,12 +24,11 @@ from fasteagle.compile.cuda_blocks import (
     launch_up_to_last_sum,
     packed,
 )
+from fasteagle.compile.fixed_norm import LARGEST_HALF
 from fasteagle.device import on_device_of
 from fasteagle.model import EagleHead, KVCache
 from fasteagle.quant.cuda_linear import PlanesLinear
 from fasteagle.tree import TreeView
-
-LARGEST_HALF = 65504.0  # beyond it fp16 has no numbers, and no norm bounds what EAGLE-1/2 say
 
 
 class FusedHead:
@@ -182,5 +181,6 @@ def launch_head(
     x, parts = launch_up_to_last_sum(
         x, parts, rows, view, caches, (tensors, formats), eps, accumulate, entry
     )
+    # No norm bounds what EAGLE-1/2 say.
     limit = LARGEST_HALF if half and norm is None else 0.0
     return block_kernels.add_norm(x, parts, norm, eps, torch.float16 if half else dtype, limit)

@@ -19,8 +19,7 @@ from fasteagle.model import RMSNorm, Transformer
 from fasteagle.quant.cuda_linear import PlanesLinear
 
 GROUP = 128  # products that are added up in fp16, at most
-LARGEST_WEIGHT = 1.0  # as the kernels take 8 bits; 15/16 of it at 4
-LARGEST_FP16 = 65504
+LARGEST_HALF = 65504.0  # beyond it fp16 has no numbers
 
 
 @torch.library.custom_op("fasteagle::rms_norm", mutates_args=(), device_types="cuda")
@@ -76,8 +75,8 @@ def keep_sums_finite(blocks: nn.Module, name: str) -> bool:
     ]
     if not linears or not largest:
         return False
-    most = float(torch.stack(largest).max()) * LARGEST_WEIGHT
-    if most < LARGEST_FP16:
+    most = float(torch.stack(largest).max())  # the kernels take weights as less than 1
+    if most < LARGEST_HALF:
         return False
     for linear in linears:
         linear.accumulate = "fp32"

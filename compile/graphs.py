@@ -22,7 +22,7 @@ from fasteagle.compile.tree_attention import has_triton
 from fasteagle.decoding.cycle import EAGER, Pieces, decode_cycle
 from fasteagle.decoding.runner import Done, Runner, head_config
 from fasteagle.drafting.base import Drafter
-from fasteagle.errors import is_out_of_memory
+from fasteagle.errors import first_line, is_out_of_memory
 from fasteagle.generate import Engine
 from fasteagle.logits import LogitsProcessor
 from fasteagle.model import KVCache, Transformer
@@ -259,7 +259,7 @@ class CapturedRunner(Runner):
             try:
                 return self._graphs.capture(step, restore)
             except Exception as error:
-                reason = (str(error) or type(error).__name__).strip().splitlines()[0][:200]
+                reason = first_line(error, 200)
                 failures.append(reason)
                 if not tries_left or is_out_of_memory(error):
                     raise

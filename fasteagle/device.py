@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from fasteagle.errors import FasteagleError, is_out_of_memory, note
+from fasteagle.errors import FasteagleError, first_line, is_out_of_memory, note
 
 OLDEST_CAPABILITY = (8, 0)  # what our kernels are compiled for and bf16 products need
 # Of GeForce cards: their tensor cores add up in fp32 at half the rate. Others of these do not.
@@ -90,7 +90,7 @@ def _init_problem() -> str | None:
 
 
 def _first_line(error: BaseException) -> str:
-    text = (str(error) or type(error).__name__).strip().splitlines()[0]
+    text = first_line(error)
     return text.split(". ")[0].rstrip(".")[:200]
 
 
@@ -146,7 +146,7 @@ def unless_short(work: Callable[[], Made], tell: Callable[[], FasteagleError]) -
 
 
 def give_back() -> None:
-    """Free the memory of tensors that nothing uses, of modules with cycles too."""
+    """Free the memory of what nothing uses: engines and what they run refer to each other."""
     gc.collect()
     torch.cuda.empty_cache()
 

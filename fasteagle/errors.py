@@ -39,6 +39,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and bool(_MEMORY_IS_SHORT.search(str(error)))
 
 
+def first_line(error: BaseException, most: int | None = None) -> str:
+    """What an error says first, cut at `most` characters; its class where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:most]
+
+
 def note(text: str) -> None:
     """Print a line for the user on stderr, apart from the answer."""
     print(text, file=sys.stderr, flush=True)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import json
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
-
-import torch
 
 from fasteagle.answering.answer import AnswerRequest, Chunk, answer
 from fasteagle.answering.background import Preparation
@@ -19,6 +16,7 @@ from fasteagle.answering.grammar import GrammarCompiler
 from fasteagle.answering.prefix_cache import PrefixCache
 from fasteagle.compile.blocks import compile_now
 from fasteagle.decoding.stats import Stats
+from fasteagle.device import give_back
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.draft_model import model_drafter, open_draft_model
@@ -119,9 +117,7 @@ class LLM:
         self._turn.release()
         for name in ("engine", "tokenizer", "preparation", "_grammars", "prefix_cache"):
             delattr(self, name)
-        gc.collect()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        give_back()
 
     @overload
     def chat(

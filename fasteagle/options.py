@@ -281,6 +281,11 @@ class DraftOptions:
         return self.draft_model is not None
 
     @property
+    def may_have_head(self) -> bool:
+        """Whether a draft head is looked for."""
+        return self.drafter not in ("none", "ngram") and not self.drafts_with_model
+
+    @property
     def fuses(self) -> bool:
         """Whether a draft head's tree and looked-up chains become one."""
         looks_up = bool(self.lookup) or self.lookup_depth is not None

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, first_line
 
 
 def cache_dir() -> Path:
@@ -100,7 +100,7 @@ def replacing(target: Path) -> Iterator[Path]:
         yield temporary
         os.replace(temporary, target)
     except Exception as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0][:160]
+        reason = first_line(error, 160)
         raise FasteagleError(
             f"cannot write {target} ({reason}): free some space; what was there is kept"
         ) from error

@@ -16,7 +16,7 @@ from fasteagle.compile import BlockCompiler
 from fasteagle.compile.blocks import configure, start_compiler
 from fasteagle.compile.costs import choose_plain_rows, costs_of, follow_costs, tunable
 from fasteagle.compile.cycles import CycleCompiler
-from fasteagle.errors import note
+from fasteagle.errors import first_line, note
 from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import DrawKind
@@ -149,5 +149,5 @@ class Preparation:
         try:
             yield
         except Exception as error:
-            reason = (str(error) or type(error).__name__).splitlines()[0][:200]
+            reason = first_line(error, 200)
             self._news.append(f"warning: not {what}: {reason}")

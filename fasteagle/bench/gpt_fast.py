@@ -20,7 +20,7 @@ from fasteagle.bench.rows import EngineDecoder, Turn
 from fasteagle.compile.blocks import compile_now
 from fasteagle.config import ModelConfig
 from fasteagle.device import pick_device
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, first_line
 from fasteagle.loading.open import OpenedModel, open_model
 from fasteagle.loading.tensors import DummyCheckpoint
 from fasteagle.loading.tokenizer import DummyTokenizer
@@ -115,7 +115,7 @@ def serve(connection: Connection, job: Job) -> None:
     except EOFError:  # the other side has gone
         return
     except Exception as error:
-        reason = (str(error) or type(error).__name__).strip().splitlines()[0][:300]
+        reason = first_line(error, 300)
         connection.send((False, reason))
 
 

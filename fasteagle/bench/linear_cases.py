@@ -9,7 +9,6 @@ Shapes: M rows of x, N outputs, K inputs, Kp inputs in whole tiles.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fasteagle.compile.ahead import MOST_WORKERS, Variant, collecting, compile_all
+from fasteagle.compile.ahead import Variant, collecting, compile_all, workers_here
 from fasteagle.errors import FasteagleError
 from fasteagle.quant import packed, planes
 from fasteagle.quant.planes import BLOCK_N, PlanesWeight
@@ -154,7 +153,7 @@ def variants(
 
 def compile_ahead(found: Sequence[Variant], device: torch.device) -> int:
     """Compile several at a time; how many at a time."""
-    workers = min(MOST_WORKERS, os.cpu_count() or 1)
+    workers = workers_here()
     compile_all(found, device, workers)
     return workers
 

@@ -7,7 +7,6 @@ that slows down slows them all. See `scripts/tokens_per_sec.py` for the command.
 from __future__ import annotations
 
 import dataclasses
-import gc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from fasteagle.compile.blocks import compile_now
 from fasteagle.compile.costs import choose_plain_rows, tune_now
 from fasteagle.compile.graphs import make_engine
 from fasteagle.compile.int8_cache import cache_bytes
-from fasteagle.device import TORCH_DTYPES, available_bytes, pick_device, pick_dtype
+from fasteagle.device import TORCH_DTYPES, available_bytes, give_back, pick_device, pick_dtype
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.controller import Controller
 from fasteagle.drafting.eagle import EagleDrafter
@@ -143,15 +142,8 @@ def run(
                 row.decoder.close()
             row.decoder = Spent()
         rows += group
-        _give_back(device)
+        give_back()  # for the next group
     return rows
-
-
-def _give_back(device: torch.device) -> None:
-    """Free what rows held, for the next group: engines and what they run refer to each other."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _check_drafts(options: BenchOptions, runtime: RuntimeOptions, opened: OpenedModel) -> None:

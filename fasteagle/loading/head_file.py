@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fasteagle.config import ANY_LENGTH, HeadConfig, ModelConfig
 from fasteagle.config_fields import Fields, parse_json
-from fasteagle.errors import FasteagleError, shortened
+from fasteagle.errors import FasteagleError, first_line, shortened
 from fasteagle.loading.head_dialects import (
     HeadSource,
     check_fit,
@@ -277,7 +277,7 @@ def _unpickled(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle, zip and RuntimeError, depending on the damage
-        reason = (str(error) or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise FasteagleError(
             f"{path}: not a weights-only torch file ({reason}): it is damaged or would run code, "
             "use a safetensors version of it"

@@ -16,7 +16,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, first_line
 from fasteagle.paths import require_free_space
 
 WEIGHT_PATTERNS = ["*.safetensors", "*.safetensors.index.json"]
@@ -190,7 +190,7 @@ def fetch_repo(repo: str, revision: str | None, download_bytes: int | None = Non
     except Exception as error:  # httpx, OSError and hub errors: the hub was not reached
         if isinstance(error, OSError) and error.errno is not None:
             raise  # disk full and the like have their own message
-        reason = (str(error) or type(error).__name__).splitlines()[0][:160]
+        reason = first_line(error, 160)
         raise FasteagleError(
             f"cannot fetch {repo} ({reason}): check the network, or pass --model PATH"
         ) from error

@@ -48,7 +48,7 @@ def check_draft(
 
     Returns the head if `options` name one.
     """
-    if options.drafter in ("none", "ngram") or options.drafts_with_model:
+    if not options.may_have_head:
         return None
     config, quantized_on_cpu = opened.checkpoint.config, opened.quantized_on_cpu(runtime)
     tree_of(options, config.vocab_size, quantized_on_cpu)
@@ -68,7 +68,7 @@ def expected_head(
 
     `asked` is what `check_draft` returns.
     """
-    if options.drafter in ("none", "ngram") or options.drafts_with_model:
+    if not options.may_have_head:
         return None
     if asked is not None:
         return asked.head.config

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fasteagle.config import ModelConfig
 from fasteagle.config_fields import Fields, parse_json
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, first_line
 from fasteagle.quant.packed import PackedWeight
 from fasteagle.quant.scheme import Scheme, grouped_bytes
 
@@ -127,7 +127,7 @@ class TorchBinFolder(Checkpoint):
             try:
                 part = torch.load(file, map_location="cpu", mmap=True, weights_only=True).items()
             except Exception as error:  # pickle, zip and RuntimeError, depending on the damage
-                reason = (str(error) or type(error).__name__).splitlines()[0]
+                reason = first_line(error)
                 raise FasteagleError(
                     f"{file}: cannot be read as a weights-only torch file ({reason})"
                 ) from error

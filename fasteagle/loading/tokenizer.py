@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fasteagle.config_fields import Fields
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, first_line
 from fasteagle.loading.gguf_index import read_index
 from fasteagle.loading.tensors import read_json
 from fasteagle.paths import atomic_dir, cache_dir
@@ -206,7 +206,7 @@ def load_tokenizer(path: Path, template: str | None = None) -> ChatTokenizer:
     except StrictDataclassError as error:  # of a field that only transformers reads
         raise FasteagleError(f"{folder / 'config.json'}: {error.__cause__ or error}") from error
     except Exception as error:  # transformers raises OSError, ValueError, ImportError, KeyError
-        reason = (str(error) or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise FasteagleError(f"{path}: no usable tokenizer ({reason})") from error
     return ChatTokenizer(backend, _eos_ids(folder, backend), template)
 
@@ -244,7 +244,7 @@ def _converted_gguf(path: Path) -> Path:
     try:
         backend = _transformers().AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     except Exception as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise FasteagleError(f"{path}: its tokenizer cannot be converted ({reason})") from error
     _set_pre_tokenizer(backend, path)
     with atomic_dir(folder) as temporary:

@@ -129,7 +129,7 @@ def test_passes_of_every_size_leave_the_engine_alone():
     seen = []
     forward = target.forward
     target.forward = lambda tokens, *rest: seen.append(len(tokens)) or forward(tokens, *rest)
-    run_passes(target, engine.drafter, [1, 9])
+    run_passes(target, [1, 9])
     run_head(engine.drafter, [4])
     del target.forward
     assert seen == [1, 9]
@@ -158,7 +158,7 @@ def test_kernels_of_drafting_and_committing_are_among_them(card, monkeypatch):
         block_kernels.commit(cache.rows, start, path)
 
     with collecting() as found:
-        run_passes(target, drafter, [1, 8])
+        run_passes(target, [1, 8])
         run_head(drafter, {spec.width for spec in specs})
         run_trees(drafter, specs, state)
         run_commits(target, specs, move_rows)
@@ -213,7 +213,7 @@ def test_passes_stay_within_the_shortest_tables(max_seq_len):
     target = random_target(tiny_config())
     target.init_rope(max_seq_len + 256, "cpu")
     engine = captured_engine(target, max_seq_len)
-    run_passes(target, engine.drafter, [1, 64])
+    run_passes(target, [1, 64])
     run_head(engine.drafter, [4])
 
 
@@ -247,5 +247,5 @@ def test_a_second_pass_compiles_nothing(monkeypatch, tmp_path):
     begin = time.perf_counter()
     compile_ahead(target, None, [], Engine(target, 256).state)
     with collecting() as found:
-        run_passes(target, None, [1])
+        run_passes(target, [1])
     assert not found and time.perf_counter() - begin < 120

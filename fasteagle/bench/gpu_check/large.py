@@ -14,7 +14,6 @@ from fasteagle.bench.gpu_check import asked
 from fasteagle.bench.gpu_check.models import (
     compile_pieces,
     fitting_kv,
-    free_memory,
     opened,
     replaying_engine,
     runtime,
@@ -29,6 +28,7 @@ from fasteagle.compile.cuda_blocks import is_fused
 from fasteagle.compile.graphs import CapturedRunner
 from fasteagle.compile.int8_cache import cache_bytes
 from fasteagle.compile.measurement import CONTEXT, Measurement
+from fasteagle.device import give_back
 from fasteagle.generate import Engine
 from fasteagle.loading.open import OpenedModel
 from fasteagle.quant.scheme import int4_for
@@ -44,7 +44,7 @@ COLUMNS = ("rows", "ms", "of one row's", "GB/s", "share of the copy bandwidth")
 
 def run(context: Context) -> None:
     copied = copy_bandwidth(context.device, 2**24 if context.dry_run else 2**30)
-    free_memory(context.device)
+    give_back()
     context.save(copy_gb_s=round(copied, 1))
     context.say(f"a copy on the device: {copied:.0f} GB/s, read and written")
     for name in MODELS:
@@ -55,7 +55,7 @@ def run(context: Context) -> None:
         title = f"{name} int4" + (", kv int8" if kv == "int8" else "")
         with context.part(f"{title}: captured passes"):
             show_passes(context, title, captured_passes(context, model, kv), model, kv, copied)
-        free_memory(context.device)
+        give_back()
         measure_rows(context, model, "int4", ROWS, title, kv)
         if name == asked.MODEL and title in context.found:
             with context.part(f"{title}: what is asked"):

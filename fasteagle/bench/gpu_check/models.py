@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fasteagle.bench.gpu_check.stage import Context, require
@@ -84,13 +82,6 @@ def fitting_kv(context: Context, model: OpenedModel, max_seq_len: int) -> str | 
             f"{model.name} is left out: int4 needs {least:.1f} GB, {(free or 0) / 1e9:.1f} free"
         )
     return kv
-
-
-def free_memory(device: torch.device) -> None:
-    """Give back what is no longer used: engines and what they run refer to each other."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def replaying_engine(context: Context, prepared: PreparedModel) -> Engine:

@@ -22,13 +22,13 @@ from fasteagle.bench.gpu_check.models import (
     compile_pieces,
     eager_engine,
     fitting_kv,
-    free_memory,
     opened,
     replaying_engine,
     runtime,
     use_tree,
 )
 from fasteagle.bench.gpu_check.stage import Context
+from fasteagle.device import give_back
 from fasteagle.generate import Engine
 from fasteagle.loading.open import OpenedModel
 from fasteagle.options import SamplingParams
@@ -58,7 +58,7 @@ def run(context: Context) -> None:
         if kv is not None:
             with context.part(name):
                 profile_model(context, model, kv)
-            free_memory(context.device)
+            give_back()
 
 
 def profile_model(context: Context, model: OpenedModel, kv: str) -> None:

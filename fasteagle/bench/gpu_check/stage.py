@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from fasteagle.bench.gpu_check.plan import STAGE_NAMES
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, first_line
 from fasteagle.paths import write_atomic
 
 
@@ -72,7 +72,7 @@ class Context:
             yield
         except Exception as error:
             traceback.print_exc()
-            reason = (str(error) or type(error).__name__).strip().splitlines()[0][:300]
+            reason = first_line(error, 300)
             self.found["problems"].append(f"{name}: {reason}")
             self.save()
 
