@@ -1,4 +1,4 @@
-"""Measures what passes, drafting and cycles cost here, keeps the table, makes plans of it.
+"""Measures what passes and drafting cost here, keeps the table, makes a policy of it.
 
 Everything is timed through the runner that will be used and on the engine's own cache, in rows
 behind the committed ones, which are free: no conversation is touched. The table belongs to one
@@ -8,7 +8,6 @@ model, scheme, drafter, device and version; another one's is not used.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import statistics
 import time
@@ -23,16 +22,15 @@ from fasteagle.compile.cycles import CycleCompiler
 from fasteagle.compile.measurement import Gate, Measurement, widest
 from fasteagle.device import device_name
 from fasteagle.drafting.base import Drafter
-from fasteagle.drafting.fused import FusedDrafter
-from fasteagle.drafting.fused_plan import make_fused_plan
-from fasteagle.drafting.plan import AnyPlan, Costs, make_plan
-from fasteagle.drafting.sure_chain import ChainPlan
+from fasteagle.drafting.costs import Costs
+from fasteagle.drafting.ladder import ladder
+from fasteagle.drafting.policy import Policy
 from fasteagle.generate import Engine
 from fasteagle.paths import write_atomic
 from fasteagle.sampling import DrawKind
-from fasteagle.shapes import SureChain
+from fasteagle.shapes import AnyShape, SureChain
 
-TABLE = 4  # of what a kept table holds; another number's is not used
+TABLE = 5  # of what a kept table holds; another number's is not used
 
 
 def conditions(engine: Engine) -> dict[str, Any]:
@@ -64,7 +62,7 @@ def load_costs(path: Path, engine: Engine, notify: Callable[[str], None]) -> Cos
             return None
         costs = Costs.from_json(raw["costs"])
         is_chain = mine["shape"] == SureChain.__name__
-        if not (costs.chain if is_chain else costs.first_level and costs.level):
+        if is_chain and not costs.chain:
             raise ValueError("no times of drafting")
         return costs
     except FileNotFoundError:
@@ -99,58 +97,46 @@ def costs_of(
     gate: Gate = contextlib.nullcontext,
     compiled: bool = False,
 ) -> tuple[Costs, float]:
-    """The kept costs, or new ones, which are kept; and the seconds that measuring took.
+    """Return the kept costs, or new ones, which are kept; and the seconds that measuring took.
 
     With `compiled` the drafting of every tree that may be used is compiled on a CPU, for answers
     drawn as `kind` says. `gate` is entered for each measurement and may wait.
     """
-    assert drafter.tuning is not None, "the caller asks only drafters that may be tuned"
-    kept = None if anew else load_costs(drafter.tuning.path, engine, notify)
-    begin = time.perf_counter()
-    kind = kind or DrawKind()
-    measurement = Measurement(engine, drafter, kind, gate)
-    costs = measurement.run() if kept is None else kept
-    plan = plan_of(drafter, costs)
-    if compiled and plan.shapes:
-        compiler = CycleCompiler(engine, kind, plan.shapes)
+    assert drafter.tuning is not None, "the caller measures only for drafters that may be tuned"
+    costs = None if anew else load_costs(drafter.tuning.path, engine, notify)
+    begin, seconds = time.perf_counter(), 0.0
+    if costs is None:
+        costs = Measurement(engine, drafter, gate=gate).run()
+        seconds = time.perf_counter() - begin
+        store_costs(drafter.tuning.path, engine, costs, seconds)
+    if compiled:
+        compiler = CycleCompiler(engine, kind or DrawKind(), sizes_of(drafter, costs))
         compiler.compile()
         with gate():
             compiler.apply()
-
-    def as_drawn(costs: Costs) -> Costs:
-        """What is kept is of greedy answers."""
-        if not isinstance(plan, ChainPlan) or kind == DrawKind():
-            return costs
-        return measurement.with_others(costs, plan.shape)
-
-    if kept is not None:
-        return as_drawn(kept), 0.0
-    if isinstance(plan, ChainPlan):
-        costs = Measurement(engine, drafter, DrawKind(), gate).with_others(costs, plan.shape)
-    elif plan.shapes:
-        # An estimate chose these; from here on only what was measured counts.
-        costs = dataclasses.replace(costs, cycles=measurement.cycles(plan.shapes))
-    seconds = time.perf_counter() - begin
-    store_costs(drafter.tuning.path, engine, costs, seconds)
-    return as_drawn(costs), seconds
+    return costs, seconds
 
 
-def plan_of(drafter: Drafter, costs: Costs) -> AnyPlan:
-    """What pays by these costs."""
-    assert drafter.tuning is not None, "the caller asks only drafters that may be tuned"
-    if isinstance(drafter.shape, SureChain):
-        return ChainPlan(costs, drafter.tuning.ranks, drafter.shape)
-    if isinstance(drafter, FusedDrafter):
-        return make_fused_plan(costs, drafter.tuning.ranks, widest(drafter))
-    return make_plan(costs, drafter.tuning.ranks, widest(drafter))
+def sizes_of(drafter: Drafter, costs: Costs) -> list[AnyShape]:
+    """Shapes that the policy may choose for `drafter`."""
+    assert drafter.tuning is not None, "the caller measures only for drafters that may be tuned"
+    ranks, has_head = drafter.tuning.ranks, drafter.reads_features
+    return ladder(costs, ranks, drafter.shape, widest(drafter) if has_head else 0)
 
 
-def follow_costs(engine: Engine, drafter: Drafter, costs: Costs) -> AnyPlan:
-    """Let the drafter and plain passes use what pays by these costs."""
-    plan = plan_of(drafter, costs)
-    drafter.follow(plan)
+def follow_costs(engine: Engine, drafter: Drafter, costs: Costs) -> Policy:
+    """Let the drafter and plain passes do what pays, beginning with these costs."""
+    assert drafter.tuning is not None, "the caller measures only for drafters that may be tuned"
+    policy = Policy(
+        costs,
+        drafter.tuning.ranks,
+        sizes_of(drafter, costs),
+        head=drafter.reads_features,
+        lookup=drafter.looks_up,
+    )
+    drafter.policy = policy
     engine.plain_rows = costs.plain_rows
-    return plan
+    return policy
 
 
 def tune_now(
@@ -160,8 +146,8 @@ def tune_now(
     *,
     anew: bool = False,
     compiled: bool = False,
-) -> tuple[AnyPlan, float] | None:
-    """Use the kept costs or measure them; the plan, and the seconds that measuring took.
+) -> tuple[Policy, float] | None:
+    """Use the kept costs or measure them; return the policy, and the seconds that measuring took.
 
     None where there is nothing to tune.
     """

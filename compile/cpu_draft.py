@@ -15,7 +15,7 @@ from fasteagle.drafting.draft_head import HeadDrafter
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.ngram import NgramDrafter
-from fasteagle.drafting.sure_chain import LONGEST, Stopping
+from fasteagle.drafting.policy import LONGEST, Thresholds
 from fasteagle.model import Eagle3Head, EagleHead
 from fasteagle.quant.cpu_linear import BLOCK, NativeLinear
 from fasteagle.quant.linear import QuantizedLMHead
@@ -67,16 +67,17 @@ class NativeDraft:
         ):
             return EAGER.draft(state, drafter, spec)
         assert isinstance(drafter, EagleDrafter | NgramDrafter), "as above"
-        stopping = drafter.stopping
         if isinstance(drafter, FusedDrafter | NgramDrafter):
-            found = look_up(state, drafter, drafter.lookup_keep, spec.depth)
-            if found is not None:
-                return self.proposal(state, found, LOOKUP)
+            copied = look_up(state, drafter, spec.depth)
+            if copied is not None:
+                return self.proposal(state, copied, LOOKUP)
         assert native is not None and isinstance(drafter, EagleDrafter), "n-grams have no head"
         noisy = not spec.kind.greedy and drafter.noise == "shared"
         depth = min(spec.depth, LONGEST)
-        tokens = native.draft(state, drafter, spec.width, depth, stopping, noisy)
-        return self.proposal(state, tokens, HEAD)
+        bounds = drafter.thresholds
+        tokens, paths = native.draft(state, drafter, spec.width, depth, bounds, noisy)
+        promised = tuple(paths.tolist()[: len(tokens)])
+        return self.proposal(state, tokens, HEAD)._replace(promised=promised)
 
     def of(self, head: EagleHead) -> NativeChain | None:
         """What the kernels read of `head`, made once; None where they cannot draft with it."""
@@ -99,27 +100,25 @@ class NativeDraft:
         return found._replace(tree=found.tree._replace(tokens=torch.cat((state.root, tokens))))
 
 
-def look_up(
-    state: DecodeState, drafter: FusedDrafter | NgramDrafter, keep: float, reach: int
-) -> Tensor | None:
-    """A looked-up chain of at most `reach` tokens, whose paths are likelier than `keep`.
+def look_up(state: DecodeState, drafter: FusedDrafter | NgramDrafter, reach: int) -> Tensor | None:
+    """Return a looked-up chain of at most `reach` tokens that are worth their rows.
 
     None where the draft head promises more.
     """
-    lookup, learned = drafter.lookup, drafter.looked_up
+    lookup = drafter.lookup
     tokens, _, gain = torch.ops.fasteagle_cpu.look_up(
         state.text,
         state.seq_len,
-        learned.table,
-        learned.last,
+        lookup.table,
+        lookup.last,
         [] if lookup.corpus is None else lookup.corpus.index,
         lookup.longest,
         reach,
-        keep,
+        drafter.lookup_threshold,
     )
     needed = drafter.head_gain
-    found: Tensor = tokens
-    return found if needed is None or gain > needed else None
+    copied: Tensor = tokens
+    return copied if needed is None or gain > needed else None
 
 
 class NativeChain:
@@ -151,14 +150,16 @@ class NativeChain:
         drafter: EagleDrafter,
         width: int,
         depth: int,
-        stopping: Stopping,
+        thresholds: Thresholds,
         noisy: bool = False,
-    ) -> Tensor:
-        """At most `depth` tokens behind the root, of at most `width` pending pairs."""
+    ) -> tuple[Tensor, Tensor]:
+        """Draft at most `depth` tokens after the root, of at most `width` pending pairs.
+
+        Returns them, and the probabilities of their paths and of one left out, if there is one.
+        """
         new = state.committed(min(width, int(state.count)))
         knobs = state.knobs
-        tokens: Tensor
-        tokens, _ = torch.ops.fasteagle_cpu.draft_chain(
+        tokens, paths = torch.ops.fasteagle_cpu.draft_chain(
             new.tokens,
             drafter.head.read(new.features),
             new.count,
@@ -177,6 +178,6 @@ class NativeChain:
             self._eps,
             *((knobs.temperature, knobs.seed) if noisy else (None, None)),
             depth,
-            *stopping,
+            *thresholds,
         )
-        return tokens
+        return tokens, paths

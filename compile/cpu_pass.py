@@ -64,7 +64,7 @@ class NativePass:
         )
 
     def __call__(self, state: DecodeState, target: Transformer, proposal: Proposal) -> Output:
-        tree, _, depths, paths, _ = proposal
+        tree, _, depths, paths = proposal[:4]
         if len(depths) > MAX_ROWS:
             return EAGER.verify(state, target, proposal)
         logits, features, taps = self._target.run(

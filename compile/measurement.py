@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,12 +19,12 @@ import torch
 from fasteagle.compile.cpu_draft import NativeChain, look_up
 from fasteagle.decoding.cycle import EAGER, Proposal, decode_cycle
 from fasteagle.drafting.base import Drafter
+from fasteagle.drafting.costs import ROWS, WIDTHS, Costs
 from fasteagle.drafting.draft_head import HeadDrafter
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.ngram import NgramDrafter
-from fasteagle.drafting.plan import ROWS, WIDTHS, Costs, Drafted
-from fasteagle.drafting.sure_chain import LONGEST, Stopping
+from fasteagle.drafting.policy import LONGEST, Thresholds
 from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import DrawKind
@@ -32,9 +32,10 @@ from fasteagle.shapes import AnyShape, FusedShape, SureChain, TreeShape
 from fasteagle.tree import chain
 
 CONTEXT = 256  # committed tokens while measuring
-FEWEST_ROUNDS, MOST_ROUNDS = 3, 9
+FEWEST_ROUNDS, MOST_ROUNDS = 1, 3
+BLOCK, WARM = 8, 3  # times in a row, of which the first are not counted
 SECONDS = 5.0  # after which no further round begins
-CYCLES = 8  # whole ones of each shape
+CYCLES = 8  # whole ones
 # Of cycles that draw; each counts where the measurement's kind has it.
 USUAL = SamplingParams(1.0, top_k=20, top_p=0.9, min_p=0.05, repetition_penalty=1.1)
 
@@ -47,7 +48,10 @@ def widest(drafter: Drafter) -> int:
 
 
 class Measurement:
-    """Times passes and drafting in rounds, so that a machine that slows down slows them all."""
+    """Times passes and drafting in rounds, so that a machine that slows down slows them all.
+
+    The policy corrects all of it by the times of real cycles.
+    """
 
     def __init__(
         self,
@@ -63,72 +67,83 @@ class Measurement:
         self._rows = [T for T in ROWS if self._context + T <= engine.max_seq_len]
 
     def run(self, seconds: float = SECONDS) -> Costs:
-        """Medians over the rounds that fit into about `seconds`, three at least."""
-        drafter = self._drafter
-        if drafter is not None and isinstance(drafter.shape, SureChain):
-            return self._run_chains(drafter, seconds)
-        passes: dict[int, list[float]] = {T: [] for T in self._rows}
-        looked_up: list[float] = []
-        first: dict[int, list[float]] = {}
-        level: dict[int, list[float]] = {}
-        widths = [k for k in WIDTHS if drafter is not None and k <= widest(drafter)]
-        begin = time.perf_counter()
-        rounds = 0
+        """Return medians over the rounds that fit into about `seconds`, at least a few.
+
+        Each is timed several times in a row: after a pass of many rows, one of few costs more than
+        after its like, as clocks follow the load.
+        """
+        works = self._works()
+        times: dict[str, dict[int, list[float]]] = {
+            name: {size: [] for size in sizes} for name, sizes in works.items()
+        }
+        # A replayed graph is timed several times by itself.
+        block, warm = (1, 0) if self._engine.runner.fixed_addresses else (BLOCK, WARM)
+        begin, rounds = time.perf_counter(), 0
         while rounds < FEWEST_ROUNDS or (
             rounds < MOST_ROUNDS and time.perf_counter() - begin < seconds
         ):
             rounds += 1
-            if isinstance(drafter, FusedDrafter):
-                looked_up.append(self.draft(FusedShape(0, 1, 8, 8)))
-            for T, times in passes.items():
-                times.append(self.verify(T))
-            if drafter is None:
-                continue
-            for k in widths:
-                one, three = (self.draft(self._small_tree(depth, k)) for depth in (1, 3))
-                first.setdefault(k, []).append(one)
-                level.setdefault(k, []).append(max(three - one, 0.0) / 2)
+            for name, sizes in works.items():
+                for size, work in sizes.items():
+                    times[name][size] += [work() for _ in range(block)][warm:]
         share = self._compiled_share()
-        lookup = _medians({0: looked_up}, share)[0] if looked_up else 0.0
-        costs = Costs(
-            _medians(passes), _medians(first, share), _medians(level, share), 0.0, 0.0, {}, lookup
+        passes, chain = _medians(times["passes"]), _medians(times["chain"])
+        one, three = _medians(times["one"], share), _medians(times["three"], share)
+        level = {k: max(three[k] - one[k], 0.0) / 2 for k in one}
+        lookup = _medians(times["lookup"]).get(0, 0.0)
+        shape = None if self._drafter is None else self._drafter.shape
+        costs = Costs(passes, one, level, 0.0, 0.0, lookup, chain)
+        self._engine.plain_rows = costs.plain_rows
+        return dataclasses.replace(
+            costs, other=round(self._other(shape), 4), plain_other=round(self._other(None), 4)
         )
-        self._engine.plain_rows = costs.plain_rows
-        return self.with_others(costs, None if drafter is None else drafter.shape)
 
-    def _run_chains(self, drafter: Drafter, seconds: float) -> Costs:
-        """The same where chains are drafted by our kernels and no trees."""
-        state, whole = self._engine.state, drafter.shape
-        passes: dict[int, list[float]] = {T: [] for T in self._rows if whole.rows + 8 > T}
-        chains: dict[int, list[float]] = {1: [], LONGEST: []}
-        looked_up: list[float] = []
-        begin = time.perf_counter()
-        while len(passes[1]) <= MOST_ROUNDS or (
-            len(passes[1]) < 5 * MOST_ROUNDS and time.perf_counter() - begin < seconds
-        ):
-            for T, times in passes.items():
-                times.append(self.verify(T))
-            for levels, times in chains.items():
-                times.append(self._chain(drafter, levels))
-            if isinstance(drafter, FusedDrafter | NgramDrafter):
-                work = functools.partial(look_up, state, drafter, drafter.lookup_keep, whole.depth)
-                looked_up.append(self._timed(work, whole))
-        lookup = _medians({0: looked_up})[0] if looked_up else 0.0
-        costs = Costs(_medians(passes), {}, {}, 0.0, 0.0, lookup=lookup, chain=_medians(chains))
-        self._engine.plain_rows = costs.plain_rows
-        return costs
+    def _works(self) -> dict[str, dict[int, Callable[[], float]]]:
+        """What is timed, by table and size: trees of one and of three levels, or gated chains."""
+        drafter, work = self._drafter, functools.partial
+        works: dict[str, dict[int, Callable[[], float]]] = {
+            "passes": {T: work(self.verify, T) for T in self._rows},
+            "one": {},
+            "three": {},
+            "chain": {},
+            "lookup": {},
+        }
+        if drafter is None:
+            return works
+        has_head = isinstance(drafter, HeadDrafter)
+        if isinstance(drafter.shape, SureChain):
+            works["chain"] = {levels: work(self._chain, levels) for levels in (1, LONGEST)}
+            if drafter.looks_up:
+                works["lookup"] = {0: self._look_up}
+            return works
+        if drafter.looks_up:
+            alone = FusedShape(0, 1, 8, 8) if has_head else drafter.shape
+            works["lookup"] = {0: work(self.draft, alone)}
+        if has_head:
+            widths = [k for k in WIDTHS if k <= widest(drafter)]
+            for name, depth in (("one", 1), ("three", 3)):
+                works[name] = {k: work(self.draft, self._small_tree(depth, k)) for k in widths}
+        return works
 
-    def _chain(self, drafter: Drafter, levels: int) -> float:
+    def _chain(self, levels: int) -> float:
         """Milliseconds of the draft head's chain."""
+        drafter = self._drafter
         if not isinstance(drafter, EagleDrafter):
             return 0.0
-        state, endless = self._engine.state, Stopping(0.0, 0.0)
+        state, endless = self._engine.state, Thresholds((0.0,), (0.0,))
         native = NativeChain(drafter.head)
         self.verify(1)  # see `draft`
         work = functools.partial(native.draft, state, drafter, 2, levels, endless)
         return self._timed(work, drafter.shape)
 
-    def _small_tree(self, depth: int, k: int) -> Drafted:
+    def _look_up(self) -> float:
+        """Milliseconds of a lookup by our kernels."""
+        drafter = self._drafter
+        assert isinstance(drafter, FusedDrafter | NgramDrafter), "these look up"
+        work = functools.partial(look_up, self._engine.state, drafter, drafter.shape.depth)
+        return self._timed(work, drafter.shape)
+
+    def _small_tree(self, depth: int, k: int) -> AnyShape:
         nodes = max(depth, min(k + (depth - 1) * k * k, 8))
         if isinstance(self._drafter, FusedDrafter):
             return FusedShape(depth, k, nodes, 8)
@@ -152,7 +167,8 @@ class Measurement:
     def verify(self, T: int) -> float:
         """Milliseconds of a pass over T rows."""
         state, target = self._engine.state, self._engine.model
-        tokens = torch.zeros(T, dtype=torch.long, device=self._engine.device)
+        # Different tokens: rows of equal ones are less work for some models.
+        tokens = torch.arange(1, T + 1, device=self._engine.device) % target.config.vocab_size
         tree = chain(tokens, torch.ones_like(tokens).bool())
         proposal = Proposal.of(tree)
         return self._timed(lambda: self._engine.runner.usual.verify(state, target, proposal), None)
@@ -167,18 +183,6 @@ class Measurement:
             # As in a real cycle: the target's weights have pushed the head's out of the caches.
             self.verify(1)
         return self._timed(lambda: pieces.draft(engine.state, drafter, spec), shape)
-
-    def with_others(self, costs: Costs, shape: AnyShape | None) -> Costs:
-        """`costs` with what cycles take besides drafting and the pass."""
-        return dataclasses.replace(costs, other=self._other(shape), plain_other=self._other(None))
-
-    def cycles(self, shapes: Sequence[Drafted]) -> dict[Drafted, float]:
-        """Median milliseconds of whole cycles, shapes in turn."""
-        times: dict[Drafted, list[float]] = {shape: [] for shape in shapes}
-        for _ in range(CYCLES + 1):
-            for shape, found in times.items():
-                found.append(self._cycle(shape)[0])
-        return {shape: round(statistics.median(found[1:]), 4) for shape, found in times.items()}
 
     def _other(self, shape: AnyShape | None) -> float:
         """Milliseconds of a cycle that are neither drafting nor the pass."""
@@ -238,7 +242,4 @@ class Measurement:
 
 
 def _medians(times: dict[int, list[float]], scale: float = 1.0) -> dict[int, float]:
-    """Of each list; the first round also warms up and is left out."""
-    return {
-        key: round(scale * statistics.median(found[1:] or found), 4) for key, found in times.items()
-    }
+    return {size: round(scale * statistics.median(each), 4) for size, each in times.items()}

@@ -18,7 +18,7 @@ from fasteagle.decoding.context import MAX_TREE_ROWS, Context, telling_shortage
 from fasteagle.decoding.runner import Done
 from fasteagle.decoding.stats import Stats
 from fasteagle.drafting.base import Drafter
-from fasteagle.drafting.controller import Outcome
+from fasteagle.drafting.policy import Outcome
 from fasteagle.errors import EngineError, FasteagleError
 from fasteagle.logits import LogitsProcessor
 from fasteagle.model import KEY_BLOCK, KVCache, Transformer
@@ -165,17 +165,23 @@ class Engine(Context):
         it finds is dropped if the answer ends there. A processor must know the last one first.
         """
         launched: deque[CycleSpec] = deque()
+        begins: deque[float] = deque()
         ahead = self.runner.ahead if processor is None else 0
+        last_read = 0.0
         try:
             while True:
                 while len(launched) <= ahead:
                     spec = self._next_spec(kind, launched, speculate)
                     if spec is None:
                         break
+                    begins.append(time.perf_counter())
                     self.runner.launch(spec, self.drafter, processor)
                     launched.append(spec)
-                spec = launched.popleft()
-                new = self._record(root, spec, self.runner.read())
+                done = self.runner.read()
+                begin, last_read = max(begins.popleft(), last_read), time.perf_counter()
+                # A processor's time would be counted as the tree's.
+                ms = 1e3 * (last_read - begin) if processor is None else None
+                new = self._record(root, launched.popleft(), done, ms)
                 root = new[-1]
                 yield new
         finally:
@@ -229,22 +235,28 @@ class Engine(Context):
         limit = self.max_seq_len + (KEY_BLOCK if self.on_cpu else MAX_TREE_ROWS)
         return seq_len + spec.rows + spec.width < limit and seq_len <= self.max_seq_len
 
-    def _record(self, root: int, spec: CycleSpec, done: Done) -> list[int]:
-        """Enter what a cycle found into the host's books; its new tokens."""
+    def _record(self, root: int, spec: CycleSpec, done: Done, ms: float | None) -> list[int]:
+        """Enter a cycle, which took `ms`, into the host's books; return its new tokens."""
         stats = self.stats
         new = self._checked(done.tokens)
         if done.drafted:
             stats.drafted += done.drafted
             stats.path_lengths.append(len(new) - 1)
         stats.add_times(done.draft_seconds, done.verify_seconds)
-        if spec.extends if done.extended is None else done.extended:
+        extended = spec.extends if done.extended is None else done.extended
+        if extended:
             self.shown = len(self.cached)  # the cycle began with showing it all of them
         if self.drafter is not None:
-            outcome = None
-            head_ran = bool(done.extended) and self.drafter.reads_features
-            if spec.shape is not None and (done.drafted > 0 or head_ran):
-                counts = (len(new) - 1, done.by_head, done.by_lookup, done.drafted)
-                outcome = Outcome(*counts, head_ran)
+            outcome = Outcome(
+                accepted=len(new) - 1,
+                by_lookup=done.by_lookup,
+                drafted=done.drafted,
+                extended=extended and self.drafter.reads_features,
+                promised=done.promised,
+                ms=ms,
+                draft_ms=_ms(done.draft_seconds),
+                verify_ms=_ms(done.verify_seconds),
+            )
             self.drafter.learn(spec.shape, outcome)
         self.cached.extend([root, *new[:-1]])
         return new
@@ -335,3 +347,7 @@ class Engine(Context):
                 self.stats.path_lengths[-1] = min(self.stats.path_lengths[-1], i + 1)
             return new[: i + 1]
         return new
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else 1e3 * seconds

@@ -1714,6 +1714,11 @@ struct Chain {
   }
 };
 
+// Bounds by depth; those of the last one hold for all deeper ones.
+float at_depth(const std::vector<float>& bounds, int64_t depth) {
+  return bounds[std::min<int64_t>(depth, bounds.size() - 1)];
+}
+
 // Shows the head the last `n` pairs, `MAX_ROWS` at a time, then drafts on: at most `depth` tokens. A token whose whole
 // path is less likely than `keep` is left out; after one less likely than `deepen` none is drafted.
 // With a temperature, tokens are ranked with the noise that the target will draw with.
@@ -1722,7 +1727,8 @@ struct Chain {
 template <class C>
 std::vector<float> draft(const Chain<C>& of_all, const int64_t* tokens, int64_t n,
                          const std::vector<int64_t>& slots, const std::vector<Visible>& seen,
-                         int64_t depth, float keep, float deepen, int64_t* drafted) {
+                         int64_t depth, const std::vector<float>& keep,
+                         const std::vector<float>& deepen, int64_t* drafted) {
   std::vector<float> found;
   in_parallel([&](const Worker& me) {
     Chain<C> chain = of_all;
@@ -1759,7 +1765,7 @@ std::vector<float> draft(const Chain<C>& of_all, const int64_t* tokens, int64_t 
         found.push_back(path);
         drafted[level] = own_token;
       }
-      if (!(path >= keep && path >= deepen)) break;
+      if (!(path >= at_depth(keep, level) && path >= at_depth(deepen, level))) break;
     }
   });
   return found;
@@ -1774,7 +1780,10 @@ std::tuple<Tensor, Tensor> draft_chain(
     at::TensorList norms, bool normed_residual, bool normed_output, at::TensorList tensors,
     const Tensor& lm_head, const Tensor& target_ids, const Tensor& cos, const Tensor& sin,
     at::TensorList caches, int64_t n_head, double eps, const std::optional<Tensor>& temperature,
-    const std::optional<Tensor>& seed, int64_t depth, double keep, double deepen) {
+    const std::optional<Tensor>& seed, int64_t depth, at::ArrayRef<double> keep,
+    at::ArrayRef<double> deepen) {
+  TORCH_CHECK(!keep.empty() && !deepen.empty(), "bounds of the path probabilities");
+  const std::vector<float> verify(keep.begin(), keep.end()), expand(deepen.begin(), deepen.end());
   const int64_t n = count.item<int64_t>(), past = seq_len.item<int64_t>();
   TORCH_CHECK(tensors.size() == TENSORS && caches.size() == 2, "one block");
   check_caches(caches);
@@ -1865,7 +1874,7 @@ std::tuple<Tensor, Tensor> draft_chain(
       chain.noise.seed = uint64_t(seed->item<int64_t>());
     }
     for (int64_t t = 0; t < n; t++) row_in_fp32(features, t, D, chain.features + t * D);
-    found = draft(chain, ids, n, slots, seen, depth, float(keep), float(deepen),
+    found = draft(chain, ids, n, slots, seen, depth, verify, expand,
                   drafted.mutable_data_ptr<int64_t>());
   };
   if (caches[0].scalar_type() == at::kBFloat16) {
@@ -1875,7 +1884,7 @@ std::tuple<Tensor, Tensor> draft_chain(
     run(0.0f);
   }
   int64_t kept = found.size();
-  if (!(found.back() >= float(keep))) kept--;
+  if (!(found.back() >= at_depth(verify, kept - 1))) kept--;
   Tensor paths = at::empty({(int64_t)found.size()}, embedding.options().dtype(at::kFloat));
   std::copy(found.begin(), found.end(), paths.mutable_data_ptr<float>());
   return {drafted.slice(0, 0, kept), paths};
@@ -1949,16 +1958,20 @@ std::tuple<Tensor, Tensor, double> look_up(const Tensor& text_, const Tensor& la
     return std::min<int64_t>(size, CLASSES) * CLASSES - CLASSES + std::min<int64_t>(depth, CLASSES) - 1;
   };
   // One cycle later; more tokens behind its root are a new turn or another text.
-  if (kept[0] <= last && last <= kept[0] + reach + 1 && text[kept[0]] == kept[1]) {
+  if (kept[0] <= last && last <= kept[0] + reach + 1 && text[kept[0]] == kept[1] &&
+      kept[2]) {
     for (int64_t i = 0; i < kept[3] && kept[0] + 1 + i <= last; i++) {
       const int64_t c = cell(kept[2], i + 1);
       const bool is_right = text[kept[0] + 1 + i] == kept[4 + i];
       tried[c] += 1.0f;
       right[c] += is_right;
+      if (!is_right) break;
+    }
+    for (int64_t depth = 1; depth <= CLASSES; depth++) {
+      const int64_t c = cell(kept[2], depth);
       const float share = std::min(1.0f, TABLE_MEMORY / tried[c]);
       tried[c] *= share;
       right[c] *= share;
-      if (!is_right) break;
     }
   }
   TORCH_CHECK(corpus.empty() || corpus.size() == 3, "a corpus: tokens, keys, order");
@@ -2593,7 +2606,7 @@ TORCH_LIBRARY(FASTEAGLE_NAMESPACE, m) {
       "Tensor embedding, Tensor? fc, Tensor? fc_bias, Tensor[] norms, bool normed_residual, "
       "bool normed_output, Tensor[] tensors, Tensor lm_head, Tensor target_ids, Tensor cos, "
       "Tensor sin, Tensor(a!)[] caches, int n_head, float eps, Tensor? temperature, "
-      "Tensor? seed, int depth, float keep, float deepen) -> (Tensor, Tensor)");
+      "Tensor? seed, int depth, float[] keep, float[] deepen) -> (Tensor, Tensor)");
   m.def(
       "finish_cycle(Tensor logits, Tensor read, Tensor tokens, Tensor parents, Tensor valid, "
       "Tensor? sources, Tensor(a!)[] state, Tensor? temperature, Tensor? seed, Tensor? top_k, "

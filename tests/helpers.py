@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fasteagle.compile.graphs import CapturedRunner
 from fasteagle.config import Eagle3Config, HeadConfig, ModelConfig
 from fasteagle.decoding.cycle import EAGER, Proposal
-from fasteagle.drafting.plan import Costs
+from fasteagle.drafting.costs import Costs
 from fasteagle.generate import Engine
 from fasteagle.loading.head_file import official_state
 from fasteagle.model import EagleHead, KVCache, Output, Transformer, make_head

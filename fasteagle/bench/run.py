@@ -29,8 +29,8 @@ from fasteagle.compile.graphs import make_engine
 from fasteagle.compile.int8_cache import cache_bytes
 from fasteagle.device import TORCH_DTYPES, available_bytes, give_back, pick_device, pick_dtype
 from fasteagle.drafting.base import Drafter
-from fasteagle.drafting.controller import Controller
 from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.policy import Policy
 from fasteagle.errors import FasteagleError, note
 from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import required_bytes
@@ -136,8 +136,8 @@ def run(
                 bar.answered()
         for row in group:
             row.tree = _tree(row.decoder)
-            if controller := _controller(row.decoder):
-                row.auto, row.auto_shares = controller.explain(), controller.shares()
+            if policy := _policy(row.decoder):
+                row.auto, row.auto_shares = policy.explain(), policy.shares()
             if isinstance(row.decoder, GptFastDecoder):
                 row.decoder.close()
             row.decoder = Spent()
@@ -177,10 +177,10 @@ def _tree(decoder: Decoder) -> AnyShape | None:
     return None if drafter is None else drafter.shape
 
 
-def _controller(decoder: Decoder) -> Controller | None:
-    """The controller of a row whose tree is chosen while decoding, else None."""
+def _policy(decoder: Decoder) -> Policy | None:
+    """Return the policy of a row whose tree is chosen while decoding, else None."""
     drafter = decoder.engine.drafter if isinstance(decoder, EngineDecoder) else None
-    return None if drafter is None else drafter.controller
+    return None if drafter is None else drafter.policy
 
 
 def _uncaptured(decoder: Decoder) -> str | None:

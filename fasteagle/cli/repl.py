@@ -164,8 +164,8 @@ class Repl:
         )
 
         drafter = self.session.engine.drafter
-        if drafter is not None and drafter.controller is not None:
-            print(drafter.controller.explain())
+        if drafter is not None and drafter.policy is not None:
+            print(drafter.policy.explain())
         by_depth = stats.acceptance_by_depth
         if by_depth:
             print(

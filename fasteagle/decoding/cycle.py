@@ -36,6 +36,7 @@ class Proposal(NamedTuple):
     depths: Tensor  # [T], the root's is 0
     paths: Tensor  # [T, T] int32, see `tree_paths`
     extended: bool = False  # whether the drafter has seen the pending pairs
+    promised: tuple[float, ...] = ()  # path probabilities of a gated chain, where the host has them
 
     @classmethod
     def of(

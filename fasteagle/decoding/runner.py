@@ -44,6 +44,7 @@ class Done(NamedTuple):
     draft_seconds: float | None  # None: not timed apart
     verify_seconds: float | None
     extended: bool | None = None  # whether the drafter has seen the pending pairs; None: its spec
+    promised: tuple[float, ...] = ()  # see `Proposal`
 
 
 class Runner:
@@ -67,6 +68,7 @@ class Runner:
         self._on_cpu = state.root.device.type == "cpu"
         self._times: dict[str, float] = {}
         self._extended = False
+        self._promised: tuple[float, ...] = ()
         self._plain: dict[int, Proposal] = {}  # by rows
 
     def advised(self, head: HeadConfig | None) -> str | None:
@@ -109,7 +111,7 @@ class Runner:
         elif drafter is not None and may_be_shorter(drafter, spec):
             found = found._replace(draft=self._without_padding(found.draft))
         found = found._replace(verify=self._timed("verify", found.verify))
-        self._extended = False
+        self._extended, self._promised = False, ()
         return found if spec.shape is None else found._replace(draft=self._noting(found.draft))
 
     def _plain_draft(
@@ -126,7 +128,7 @@ class Runner:
 
         def noting(state: DecodeState, drafter: Drafter | None, spec: CycleSpec) -> Proposal:
             proposal: Proposal = timed(state, drafter, spec)
-            self._extended = proposal.extended
+            self._extended, self._promised = proposal.extended, proposal.promised
             return proposal
 
         return noting
@@ -157,7 +159,9 @@ class Runner:
         if not self._on_cpu:
             return Done(*found, None, None)
         times = self._times
-        return Done(*found, times.get("draft", 0.0), times["verify"], self._extended)
+        return Done(
+            *found, times.get("draft", 0.0), times["verify"], self._extended, self._promised
+        )
 
     def drop(self) -> None:
         """Forget cycles that were launched and will not be read."""

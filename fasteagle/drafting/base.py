@@ -15,13 +15,14 @@ from typing import Any, Protocol, Self
 
 from torch import Tensor
 
-from fasteagle.drafting.controller import Controller, Outcome
-from fasteagle.drafting.plan import AnyPlan, Ranks
-from fasteagle.drafting.sure_chain import ChainController, ChainPlan, Stopping
+from fasteagle.drafting.ladder import Ranks
+from fasteagle.drafting.policy import Outcome, Policy, Thresholds
 from fasteagle.model import KVCache
 from fasteagle.shapes import AnyShape
 from fasteagle.state import Committed, CycleSpec, DecodeState
 from fasteagle.tree import DraftTree
+
+START_HEAD_GAIN = 0.4  # tokens that a chain of the head brings over its cost, before any is known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +45,8 @@ class Drafter(Protocol):
     always_proposes: bool  # whether every tree has a node besides the root
     capturable: bool  # whether its cycles read nothing on the host
 
-    @property
-    def controller(self) -> Controller | None:
-        """What chooses its trees while decoding, once costs are known."""
+    policy: Policy | None  # what chooses its trees while decoding, once costs are known
+    looks_up: bool  # whether it searches the text for earlier places
 
     @property
     def may_skip_head(self) -> bool:
@@ -54,7 +54,7 @@ class Drafter(Protocol):
 
     @property
     def shape(self) -> AnyShape:
-        """Of its trees where no controller chooses another one."""
+        """Shape of its trees where no policy chooses another one."""
 
     @property
     def caches(self) -> Sequence[KVCache]:
@@ -85,24 +85,22 @@ class Drafter(Protocol):
     def propose(self, prediction: Any, state: DecodeState, spec: CycleSpec) -> DraftTree:
         """A tree of `spec.shape` under `state.root`."""
 
-    def follow(self, plan: AnyPlan) -> None:
-        """Draft what the plan finds best from now on."""
-
-    def learn(self, shape: AnyShape | None, outcome: Outcome | None) -> None:
-        """A pass with a tree of `shape` is over; without an outcome nothing was proposed."""
+    def learn(self, shape: AnyShape | None, outcome: Outcome) -> None:
+        """Observe a cycle with a tree of `shape`; None was a plain pass."""
 
 
 class Controlled:
     """What drafters share that may change their tree while decoding.
 
-    Without a controller (no costs measured yet, or sizes asked for) the tree stays as it is.
+    Without a policy (no costs measured yet, or fixed sizes) the tree stays as it is.
     """
 
     shape: AnyShape
-    controller: Controller | None = None
+    policy: Policy | None = None
     tuning: Tuning | None = None
     tap_layers: tuple[int, ...] = ()
     always_proposes = True
+    looks_up = False
     capturable = True
 
     @property
@@ -120,31 +118,27 @@ class Controlled:
         """The same drafter, to be run without changing what this one has learned."""
         return copy.copy(self)
 
-    def follow(self, plan: AnyPlan) -> None:
-        if isinstance(plan, ChainPlan):
-            self.controller = ChainController(plan)
-        else:
-            self.controller = Controller(plan)
-
     def next_shape(self) -> AnyShape | None:
-        return self.shape if self.controller is None else self.controller.next_shape
+        return self.shape if self.policy is None else self.policy.next_shape
 
     @property
-    def stopping(self) -> Stopping:
-        """Where chains end that are asked for as `SureChain`."""
-        chosen = self.controller
-        return chosen.stopping if isinstance(chosen, ChainController) else Stopping()
+    def thresholds(self) -> Thresholds:
+        """Path probabilities from which a gated chain goes on."""
+        return Thresholds() if self.policy is None else self.policy.thresholds
 
     @property
-    def lookup_keep(self) -> float:
-        """The same of looked-up chains."""
-        chosen = self.controller
-        return chosen.lookup_keep if isinstance(chosen, ChainController) else Stopping().keep
+    def lookup_threshold(self) -> float:
+        """Path probability from which a looked-up token of a gated chain is verified."""
+        return Thresholds().verify[0] if self.policy is None else self.policy.lookup_threshold
+
+    @property
+    def head_gain(self) -> float | None:
+        """Tokens that a looked-up chain must promise, or the head drafts; None: the head pauses."""
+        return START_HEAD_GAIN if self.policy is None else self.policy.head_gain
 
     def shapes(self) -> Sequence[AnyShape]:
-        planned = [] if self.controller is None else self.controller.plan.shapes
-        return planned or [self.shape]
+        return [self.shape] if self.policy is None else self.policy.shapes
 
-    def learn(self, shape: AnyShape | None, outcome: Outcome | None) -> None:
-        if self.controller is not None:
-            self.controller.learn_of(shape, outcome)
+    def learn(self, shape: AnyShape | None, outcome: Outcome) -> None:
+        if self.policy is not None:
+            self.policy.learn(shape, outcome)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fasteagle.drafting.draft_head import HeadDrafter, Prediction
+from fasteagle.drafting.policy import Thresholds
 from fasteagle.errors import FasteagleError
 from fasteagle.model import EagleHead
 from fasteagle.sampling import DrawKind, Knobs
@@ -58,7 +59,7 @@ class EagleDrafter(HeadDrafter):
         assert isinstance(spec.shape, (TreeShape, SureChain)), "the engine asks for its shapes"
         pool = self.expand(prediction, state, spec.kind, spec.shape.depth, spec.shape.topk)
         if isinstance(spec.shape, SureChain):
-            return sure_chain(pool, state.root, *self.stopping)
+            return gated_chain(pool, state.root, self.thresholds)
         return self.rerank(pool, state.root, spec.shape.nodes)
 
     def expand(
@@ -68,11 +69,12 @@ class EagleDrafter(HeadDrafter):
         return expand(self, prediction, state, kind, depth, k)
 
 
-def sure_chain(pool: Pool, root: Tensor, keep: float, deepen: float) -> DraftTree:
-    """A chain's tokens as far as its path is likely enough; see `Stopping`."""
+def gated_chain(pool: Pool, root: Tensor, thresholds: Thresholds) -> DraftTree:
+    """A chain's tokens as far as its path is likely enough; see `Thresholds`."""
     paths = pool.scores.exp()  # [D]
-    drafted = torch.cat((torch.ones_like(paths[:1]), paths[:-1])) >= deepen
-    valid = ((paths >= keep) & drafted).long().cumprod(0).bool()
+    verify, expand = (paths.new_tensor(bounds[: len(paths)]) for bounds in thresholds)
+    deeper = torch.cat((torch.ones_like(paths[:1]), (paths >= expand)[:-1])).bool()
+    valid = ((paths >= verify) & deeper).long().cumprod(0).bool()
     valid = torch.cat((torch.ones_like(valid[:1]), valid))
     return chain(torch.cat((root, pool.tokens)), valid)
 

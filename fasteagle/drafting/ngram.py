@@ -5,60 +5,42 @@ Needs no training and no features. Shapes: D tokens of the chain.
 
 from __future__ import annotations
 
-import copy
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from fasteagle.drafting.base import Controlled
-from fasteagle.drafting.lookup import Corpus, Lookup
-from fasteagle.drafting.plan import AnyPlan
-from fasteagle.drafting.sure_chain import ChainPlan, LookedUp, LookupChainController
+from fasteagle.drafting.lookup import Lookup
 from fasteagle.model import KVCache
 from fasteagle.shapes import AnyShape, TreeShape
 from fasteagle.state import Committed, CycleSpec, DecodeState
 from fasteagle.tree import DraftTree, chain
 
-NGRAM_TOKENS = 7  # that are copied in a row, unless asked otherwise
+NGRAM_TOKENS = 7  # copied in a row, unless another number is set
 
 
 class NgramDrafter(Controlled):
-    """Proposes what followed the latest earlier place of the longest matching end of the text.
-
-    With a `corpus`, what followed there if it matches more tokens.
-    """
+    """Proposes what followed the latest of the longest earlier matches of the text's end."""
 
     name = "ngram"
     reads_features = False
     always_proposes = False
+    looks_up = True
 
-    def __init__(
-        self,
-        depth: int = NGRAM_TOKENS,
-        longest: int = 3,
-        shortest: int = 1,
-        corpus: Corpus | None = None,
-    ) -> None:
+    def __init__(self, depth: int = NGRAM_TOKENS, lookup: Lookup | None = None) -> None:
         self.shape: AnyShape = TreeShape(depth, 1, depth)
-        self.lookup = Lookup(1, longest, shortest, corpus)
+        self.lookup = lookup or Lookup()
         self.caches: list[KVCache] = []
-        self.looked_up = LookedUp()  # in chains, on CPUs
 
     @property
     def advanced(self) -> list[Tensor]:
-        return self.looked_up.tensors
+        return self.lookup.tensors
 
     def apart(self) -> Self:
         other = super().apart()
-        other.looked_up = copy.deepcopy(self.looked_up)
+        other.lookup = self.lookup.apart()
         return other
-
-    def follow(self, plan: AnyPlan) -> None:
-        if isinstance(plan, ChainPlan):
-            self.controller = LookupChainController(plan)
-        else:
-            super().follow(plan)
 
     @property
     def head_gain(self) -> None:
@@ -73,6 +55,6 @@ class NgramDrafter(Controlled):
 
     def propose(self, prediction: None, state: DecodeState, spec: CycleSpec) -> DraftTree:
         assert isinstance(spec.shape, TreeShape), "the engine asks for shapes of this drafter"
-        found = self.lookup.find(state.text, state.seq_len, spec.depth).tokens[0]  # [D]
-        rows = torch.cat((state.root, found))
+        tokens, _ = self.lookup.propose(state.text, state.seq_len, spec.depth)
+        rows = torch.cat((state.root, tokens))
         return chain(rows, rows >= 0)

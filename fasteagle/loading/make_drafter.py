@@ -14,11 +14,11 @@ from fasteagle.device import unless_short
 from fasteagle.drafting.base import Drafter, Tuning
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter
+from fasteagle.drafting.ladder import NGRAM_RANKS, ranks_of
 from fasteagle.drafting.lookup import Corpus, Lookup
 from fasteagle.drafting.ngram import NGRAM_TOKENS, NgramDrafter
-from fasteagle.drafting.plan import NGRAM_RANKS, ranks_of
+from fasteagle.drafting.policy import LONGEST, MAX_CHAIN, REACH
 from fasteagle.drafting.static_tree import StaticTreeDrafter, check_no_gaps, check_paths
-from fasteagle.drafting.sure_chain import LONGEST, MAX_CHAIN, REACH
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.entries import REGISTRY
@@ -210,9 +210,8 @@ def _ngram(
     engine: Engine, checkpoint: Checkpoint, options: DraftOptions, corpus: Corpus | None
 ) -> NgramDrafter:
     native, reach = is_native(engine.model), options.lookup_depth
-    # Of a match in a corpus it matters how long it is, and of one that is copied far.
-    longest = 8 if native or corpus is not None else 3
-    drafter = NgramDrafter(NGRAM_TOKENS if reach is None else reach, longest, corpus=corpus)
+    lookup = Lookup(corpus=corpus, device=engine.device)
+    drafter = NgramDrafter(NGRAM_TOKENS if reach is None else reach, lookup)
     if native:
         drafter.shape = _looked_up_chain(reach)
     # The fingerprint of random weights would generate all of them.
@@ -308,7 +307,8 @@ def tree_drafter(
         fused = fused or options.drafter == "auto"  # a lookup costs chains next to nothing
         tree = _looked_up_chain(options.lookup_depth) if fused else SureChain(LONGEST)
     if fused and isinstance(tree, FusedShape | SureChain):
-        return FusedDrafter(head, tree, max_seq_len, options.noise, Lookup(corpus=corpus))
+        lookup = Lookup(corpus=corpus, device=head.target_ids().device)
+        return FusedDrafter(head, tree, max_seq_len, options.noise, lookup)
     if isinstance(tree, TreeShape | SureChain):
         return EagleDrafter(head, tree, max_seq_len, noise=options.noise)
     assert isinstance(tree, tuple), "a static tree is left"

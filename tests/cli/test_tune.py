@@ -9,14 +9,13 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from fasteagle.cli import main as cli
-from fasteagle.cli.tune import _costs_table, _plan_table
+from fasteagle.cli.tune import _costs_table, _sizes_table
 from fasteagle.compile.blocks import missing_compiler
-from fasteagle.drafting.controller import name
-from fasteagle.drafting.fused_plan import make_fused_plan
-from fasteagle.drafting.plan import DEFAULT_RANKS, Costs
-from fasteagle.drafting.sure_chain import LONGEST, ChainPlan
+from fasteagle.drafting.costs import Costs
+from fasteagle.drafting.ladder import DEFAULT_RANKS
+from fasteagle.drafting.policy import LONGEST, Policy
 from fasteagle.paths import cache_dir
-from fasteagle.shapes import SureChain
+from fasteagle.shapes import FusedShape, SureChain
 from helpers import costs
 
 
@@ -26,7 +25,7 @@ def invoke(*arguments):
 
 @pytest.mark.skipif(missing_compiler() is not None, reason="no C++ compiler")
 def test_costs_and_plan_are_printed_and_kept(tiny_dir, monkeypatch, compiled):
-    monkeypatch.setattr("fasteagle.compile.measurement.MOST_ROUNDS", 3)
+    monkeypatch.setattr("fasteagle.compile.measurement.MOST_ROUNDS", 1)
     done = invoke("--model", tiny_dir, "--max-seq-len", 256)
     assert done.exit_code == 0, done.output
     assert "target pass, rows" in done.stdout and "x plain" in done.stdout
@@ -36,22 +35,26 @@ def test_costs_and_plan_are_printed_and_kept(tiny_dir, monkeypatch, compiled):
     assert str(kept) in done.stderr.replace("\n", "")
 
 
-def test_the_plan_of_fused_trees_is_printed():
-    plan = make_fused_plan(costs(), DEFAULT_RANKS, 8)
+def shown(*tables) -> str:
     console = Console(width=100)
-    with console.capture() as shown:
-        console.print(_plan_table(plan))
-    lines = shown.get().splitlines()
-    assert any(line.startswith("1.0 ") and name(plan.at(1.0)) in line for line in lines)
+    with console.capture() as output:
+        for table in tables:
+            console.print(table)
+    return output.get()
 
 
-def test_the_costs_and_the_plan_of_chains_are_printed():
+def test_sizes_to_choose_from_are_printed():
+    size = FusedShape(3, 3, 8, 8)
+    policy = Policy(costs(), DEFAULT_RANKS, [size], head=True, lookup=True)
+    lines = shown(_sizes_table(policy)).splitlines()
+    assert any(line.startswith("plain") and line.split()[-1] == "1.00" for line in lines)
+    assert any(line.startswith("3/3/8/8") for line in lines)
+
+
+def test_the_costs_of_chains_are_printed():
     made = Costs({1: 4.0, 2: 4.5, 9: 8.0}, {}, {}, 0.3, 0.2, chain={1: 0.3, LONGEST: 1.7})
-    console = Console(width=100)
-    with console.capture() as shown:
-        console.print(_costs_table(made))
-        console.print(_plan_table(ChainPlan(made, DEFAULT_RANKS, SureChain(LONGEST))))
-    text = shown.get()
+    policy = Policy(made, DEFAULT_RANKS, [SureChain(LONGEST)], head=True, lookup=False)
+    text = shown(_costs_table(made), _sizes_table(policy))
     assert "draft, a chain, levels" in text and "1: 0.30  8: 1.70" in text
     assert "first level" not in text and "chain of 1 to 8" in text
 

@@ -9,7 +9,7 @@ from fasteagle.compile.cpu_draft import NativeDraft, can_draft, drafts_natively
 from fasteagle.compile.cycles import CycleCompiler
 from fasteagle.decoding.cycle import EAGER
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.drafting.sure_chain import Stopping
+from fasteagle.drafting.policy import Thresholds
 from fasteagle.generate import Engine
 from fasteagle.loading.source import quantize_head_, quantize_linear
 from fasteagle.options import SamplingParams
@@ -34,11 +34,16 @@ DRAWN = [SamplingParams(), SamplingParams(0.8, seed=3), SamplingParams(1.3, seed
 class Always(EagleDrafter):
     """With the same stopping rule in every cycle."""
 
-    rule = Stopping(0.0, 0.0)
+    rule = Thresholds((0.0,) * 6, (0.0,) * 6)
 
     @property
-    def stopping(self) -> Stopping:
+    def thresholds(self) -> Thresholds:
         return self.rule
+
+
+def even(verify: float, expand: float) -> Thresholds:
+    """The same bounds at every depth."""
+    return Thresholds((verify,) * 8, (expand,) * 8)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -122,11 +127,19 @@ def test_it_ends_where_the_paths_probability_says(name):
     lengths = set()
     for seed in range(12):
         state = begin(target, drafter, 20, 2, SamplingParams(), seed)
-        for rule in (Stopping(0.05, 0.1), Stopping(0.02, 0.3), Stopping(0.3, 0.3)):
+        for rule in (
+            even(0.05, 0.1),
+            even(0.02, 0.3),
+            even(0.3, 0.3),
+            Thresholds((0.3, 0.2, 0.1, 0.05, 0.02, 0.01), (0.3, 0.25, 0.2, 0.1, 0.05, 0.02)),
+        ):
             drafter.rule = rule
             expected = EAGER.draft(state, drafter, spec).tree
             tokens = expected.tokens[expected.valid].tolist()
-            assert native(state, drafter, spec).tree.tokens.tolist() == tokens
+            proposal = native(state, drafter, spec)
+            assert proposal.tree.tokens.tolist() == tokens
+            assert len(proposal.promised) == len(tokens) - 1
+            assert all(p >= b for p, b in zip(proposal.promised, rule.verify, strict=False))
             lengths.add(len(tokens))
     assert len(lengths) > 2  # the root alone, and chains of several lengths
 
@@ -136,7 +149,7 @@ def test_what_is_not_finite_ends_a_chain():
     native = NativeDraft()
     state = begin(target, drafter, 20, 2, SamplingParams())
     state.features[1] = float("nan")
-    drafter.rule = Stopping(0.01, 0.01)
+    drafter.rule = even(0.01, 0.01)
     proposal = native(state, drafter, spec_of(SureChain(6), 7))
     assert proposal.tree.tokens.tolist() == state.root.tolist()
 
@@ -168,7 +181,7 @@ def test_other_heads_are_left_to_the_drafters_code():
 def test_text_stays_that_of_plain_decoding(algorithm, params):
     """By the kernels and by the drafter's own code; a head that knows the target a little."""
     target, drafter = make(algorithm)
-    drafter.rule = Stopping(0.03, 0.06)
+    drafter.rule = even(0.03, 0.06)
     plain = Engine(target, 256)
     expected = [t for new in plain.generate([1, 2, 3], params, 80) for t in new]
     passes = []

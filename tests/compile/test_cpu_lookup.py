@@ -7,18 +7,16 @@ import random
 import pytest
 import torch
 
-from fasteagle.compile.costs import costs_of, load_costs
 from fasteagle.compile.cpu_draft import NativeDraft
 from fasteagle.compile.cpu_pass import native_pieces
 from fasteagle.compile.cycles import CycleCompiler
-from fasteagle.compile.measurement import Measurement
 from fasteagle.decoding.cycle import EAGER
-from fasteagle.drafting.base import Tuning
+from fasteagle.drafting.costs import Costs
 from fasteagle.drafting.fused import FusedDrafter
-from fasteagle.drafting.lookup import Corpus, Lookup
+from fasteagle.drafting.ladder import DEFAULT_RANKS
+from fasteagle.drafting.lookup import Corpus, Lookup, prior
 from fasteagle.drafting.ngram import NgramDrafter
-from fasteagle.drafting.plan import DEFAULT_RANKS, Costs
-from fasteagle.drafting.sure_chain import LONGEST, MAX_CHAIN, REACH, ChainPlan, lookup_prior
+from fasteagle.drafting.policy import LONGEST, MAX_CHAIN, REACH, Policy
 from fasteagle.generate import Engine
 from fasteagle.loading.source import quantize_head_
 from fasteagle.options import SamplingParams
@@ -26,7 +24,7 @@ from fasteagle.quant import cpu_build
 from fasteagle.quant.scheme import Scheme
 from fasteagle.sampling import DrawKind
 from fasteagle.shapes import SureChain
-from helpers import eagle3_of, random_head, tiny_config
+from helpers import random_head, tiny_config
 from native_models import SHAPE, native_target
 
 PARAMS = [SamplingParams(), SamplingParams(0.7, seed=4), SamplingParams(0.8, top_p=0.9, seed=2)]
@@ -37,154 +35,81 @@ def kernels():
     cpu_build.load()
 
 
-class Twin:
-    """What the kernel does, in plain Python; text positions count from 0."""
-
-    def __init__(self, longest: int = 8, reach: int = REACH) -> None:
-        self.longest, self.reach = longest, reach
-        self.tried, self.right = lookup_prior().double().unbind()
-        self.kept: tuple[int, int, int, list[int]] = (0, 0, 0, [])
-
-    def cell(self, size: int, depth: int) -> tuple[int, int]:
-        return min(size, 8) - 1, min(depth, 8) - 1
-
-    def learn(self, text: list[int]) -> None:
-        at, root, size, tokens = self.kept
-        if at >= len(text) or len(text) - 1 > at + self.reach + 1 or text[at] != root:
-            return
-        for i, token in enumerate(tokens):
-            if at + 1 + i >= len(text):
-                return
-            cell = self.cell(size, i + 1)
-            self.tried[cell] += 1
-            self.right[cell] += text[at + 1 + i] == token
-            share = min(1.0, 128 / float(self.tried[cell]))
-            self.tried[cell] *= share
-            self.right[cell] *= share
-            if text[at + 1 + i] != token:
-                return
-
-    def find(self, text: list[int]) -> tuple[int, list[int]]:
-        last, best = len(text) - 1, (0, 0)
-        for end in range(last):
-            size = 0
-            while size < min(self.longest, end + 1) and text[end - size] == text[last - size]:
-                size += 1
-            best = max(best, (size, end))
-        size, end = best
-        if not size:
-            return 0, []
-        return size, [text[end + 1 + i % (last - end)] for i in range(self.reach)]
-
-    def __call__(self, text: list[int]) -> tuple[list[int], list[float]]:
-        self.learn(text)
-        size, tokens = self.find(text)
-        self.kept = (len(text) - 1, text[-1], size, tokens)
-        paths, path = [], 1.0
-        for depth in range(1, len(tokens) + 1):
-            cell = self.cell(size, depth)
-            path *= min(1.0, max(1e-3, float(self.right[cell] / self.tried[cell])))
-            paths.append(path)
-        return tokens, paths
-
-
-def looked_up(text: list[int], table, kept, corpus=(), keep=0.0):
+def looked_up(text: list[int], lookup: Lookup, keep: float = 0.0):
     # Behind the text are left-overs, which must not be read.
     memory = torch.tensor([*text, *([text[-1]] * 40)])
     last = torch.tensor(len(text) - 1)
+    corpus = [] if lookup.corpus is None else lookup.corpus.index
     tokens, paths, gain = torch.ops.fasteagle_cpu.look_up(
-        memory, last, table, kept, list(corpus), 8, REACH, keep
+        memory, last, lookup.table, lookup.last, corpus, lookup.longest, REACH, keep
     )
     assert gain == pytest.approx(float((paths - keep).sum()), abs=1e-4)
     return tokens.tolist(), paths.tolist()
 
 
+@pytest.mark.parametrize("quoted", [False, True])
 @pytest.mark.parametrize("vocabulary", [2, 5, 40])
-def test_the_kernel_finds_and_learns_what_the_twin_does(vocabulary):
+def test_the_kernel_finds_and_learns_what_the_tensor_code_does(vocabulary, quoted):
     rng = random.Random(vocabulary)
-    table, kept, twin = lookup_prior(), torch.zeros(4 + REACH, dtype=torch.long), Twin()
+    documents = [[rng.randrange(vocabulary) for _ in range(n)] for n in (1, 90)]
+    corpus = Corpus(documents, "cpu") if quoted else None
+    native, twin = Lookup(corpus=corpus), Lookup(corpus=corpus)
     text, sizes = [rng.randrange(vocabulary)], set()
-    for step in range(300):
-        if step % 40 == 39:  # another conversation
+    for step in range(400):
+        if step % 60 == 59:  # another conversation
             text = [rng.randrange(vocabulary) for _ in range(3)]
-        tokens, paths = looked_up(text, table, kept)
-        expected, probabilities = twin(text)
-        assert tokens == expected
-        assert paths == pytest.approx(probabilities, rel=1e-4)
-        assert paths == sorted(paths, reverse=True)
-        sizes.add(twin.kept[2])
+        tokens, paths = looked_up(text, native)
+        memory = torch.tensor([*text, *([text[-1]] * 40)])
+        expected, logp = twin.propose(memory, torch.tensor(len(text) - 1), REACH)
+        assert tokens == [token for token in expected.tolist() if token >= 0]
+        assert paths == pytest.approx(logp.cumsum(0).exp()[: len(paths)].tolist(), rel=1e-4)
+        n = 4 + len(tokens)
+        assert torch.equal(native.last[:n], twin.last[:n])
+        assert torch.allclose(native.table, twin.table, rtol=1e-5)
+        sizes.add(int(twin.last[2]))
         new = rng.randrange(1, 4)
         for _ in range(new):  # half of the time the text goes on as before
             follows = tokens[0] if tokens and rng.random() < 0.5 else rng.randrange(vocabulary)
             text.append(follows)
-    assert torch.allclose(table[0].double(), twin.tried, rtol=1e-4)
-    assert torch.allclose(table[1].double(), twin.right, rtol=1e-4)
-    assert len(sizes) > 2
+    assert len(sizes) > 2 and native.table[0].max() > 20
 
 
 def test_a_longer_match_elsewhere_wins():
     text = [5, 6, 7, 1, 6, 7]
-    table, kept = lookup_prior(), torch.zeros(4 + REACH, dtype=torch.long)
     equal, longer = Corpus([[6, 7, 9, 8]], "cpu"), Corpus([[3, 1, 6, 7, 9, 8], [6, 7]], "cpu")
-    assert looked_up(text, table, kept)[0][:2] == [1, 6]
-    assert looked_up(text, table, kept, equal.index)[0][:2] == [1, 6]  # of equals the text
-    assert looked_up(text, table, kept, longer.index)[0] == [9, 8]
-    assert looked_up([1, 2, 3], table, kept)[0] == []
-
-
-@pytest.mark.parametrize("vocabulary", [2, 6, 50])
-@pytest.mark.parametrize("longest", [1, 2, 8])
-def test_a_corpus_is_searched_as_in_tensor_code(vocabulary, longest):
-    rng = random.Random(vocabulary)
-    documents = [[rng.randrange(vocabulary) for _ in range(n)] for n in (1, 2, 150, 300)]
-    corpus, found = Corpus(documents, "cpu"), 0
-    for n in range(1, 60):
-        text = torch.tensor([rng.randrange(vocabulary) for _ in range(n)])
-        if n % 3 == 0:
-            text[-min(n, 5) :] = torch.tensor(documents[-1][n : n + min(n, 5)])
-        text[:-1] += 1000 * (text[:-1] == text[-1])  # nothing is found in the text itself
-        expected = corpus.find(text, torch.tensor(n - 1), 1, REACH, longest)
-        table, kept = lookup_prior(), torch.zeros(4 + REACH, dtype=torch.long)
-        tokens, _, _ = torch.ops.fasteagle_cpu.look_up(
-            text, torch.tensor(n - 1), table, kept, corpus.index, longest, REACH, 0.0
-        )
-        assert kept[2] == expected.sizes[0]
-        assert tokens.tolist() == [t for t in expected.tokens[0].tolist() if t >= 0]
-        found += len(tokens) > 0
-    assert found > 5
+    assert looked_up(text, Lookup())[0][:2] == [1, 6]
+    assert looked_up(text, Lookup(corpus=equal))[0][:2] == [1, 6]  # of equals the text
+    assert looked_up(text, Lookup(corpus=longer))[0] == [9, 8]
+    assert looked_up([1, 2, 3], Lookup())[0] == []
 
 
 def test_a_new_turn_teaches_nothing():
-    table, kept = lookup_prior(), torch.zeros(4 + REACH, dtype=torch.long)
-    before = table.clone()
-    text = [1, 2, 3, 1, 2]
-    looked_up(text, table, kept)
-    looked_up([*text, *([9] * (REACH + 2))], table, kept)
-    assert torch.equal(table, before)
-    looked_up(text, table, kept)
-    looked_up([*text, 9], table, kept)
-    assert not torch.equal(table, before)
+    lookup, text = Lookup(), [1, 2, 3, 1, 2]
+    looked_up(text, lookup)
+    looked_up([*text, *([9] * (REACH + 2))], lookup)
+    assert torch.equal(lookup.table, prior())
+    looked_up(text, lookup)
+    looked_up([*text, 9], lookup)
+    assert not torch.equal(lookup.table, prior())
 
 
 def test_unlikely_tokens_are_left_out():
-    text, table = [1, 2, 3, 1, 2], lookup_prior()
-    kept = torch.zeros(4 + REACH, dtype=torch.long)
-    paths = looked_up(text, table, kept)[1]
-    tokens, likely = looked_up(text, table, kept, keep=paths[3])
+    text, lookup = [1, 2, 3, 1, 2], Lookup()
+    paths = looked_up(text, lookup)[1]
+    tokens, likely = looked_up(text, lookup, keep=paths[3])
     assert likely == paths[:4] and tokens == [3, 1, 2, 3]
-    assert looked_up(text, table, kept, keep=0.99) == ([], [])
+    assert looked_up(text, lookup, keep=0.99) == ([], [])
 
 
 def test_what_is_right_becomes_likelier():
-    table, kept = lookup_prior(), torch.zeros(4 + REACH, dtype=torch.long)
-    circle = [1, 2, 3] * 3
-    before = looked_up(circle, table, kept)[1]
+    lookup, circle = Lookup(), [1, 2, 3] * 3
+    before = looked_up(circle, lookup)[1]
     for n in range(10, 60):
-        after = looked_up(([1, 2, 3] * 20)[:n], table, kept)[1]
+        after = looked_up(([1, 2, 3] * 20)[:n], lookup)[1]
     assert after[0] > before[0] and after[-1] > before[-1]
     for n in range(30):
-        after = looked_up([*([1, 2, 3] * 20), n + 10, *([1, 2, 3] * 5)], table, kept)[1]
-        looked_up([*([1, 2, 3] * 20), n + 10, *([1, 2, 3] * 5), 50], table, kept)
+        after = looked_up([*([1, 2, 3] * 20), n + 10, *([1, 2, 3] * 5)], lookup)[1]
+        looked_up([*([1, 2, 3] * 20), n + 10, *([1, 2, 3] * 5), 50], lookup)
     assert after[0] < 0.8
 
 
@@ -223,7 +148,7 @@ def _check_text(params, planned, compiled):
     if planned:
         passes = {1: 4.0, 2: 4.1, 9: 4.8, 17: 5.6}
         made = Costs(passes, {}, {}, 0.1, 0.1, lookup=0.02, chain={1: 0.1, LONGEST: 0.5})
-        drafter.follow(ChainPlan(made, DEFAULT_RANKS, SureChain(REACH)))
+        drafter.policy = Policy(made, DEFAULT_RANKS, [SureChain(REACH)], head=True, lookup=True)
     if compiled:
         compiler = CycleCompiler(engine, DrawKind.of(params, 60))
         compiler.compile()
@@ -236,7 +161,7 @@ def _check_text(params, planned, compiled):
     plain = engine_of(target)
     assert answer(engine, params, 60, longer) == answer(plain, params, 60, longer)
     if planned:
-        assert "looked up" in drafter.controller.explain()
+        assert "looked up" in drafter.policy.explain()
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=str)
@@ -277,47 +202,21 @@ def test_without_a_draft_head(params, planned):
     expected = answer(engine_of(target), params, 150)
     quoted = Corpus([[1, 2, 3, *expected[:100]]], "cpu")
     for corpus in (None, quoted):
-        drafter = NgramDrafter(longest=8, corpus=corpus)
+        drafter = NgramDrafter(lookup=Lookup(corpus=corpus))
         drafter.shape = SureChain(REACH)
         if planned:
             made = Costs(
                 {1: 4.0, 2: 4.1, 9: 4.8, 17: 5.6}, {}, {}, 0.1, 0.1, chain={1: 0, LONGEST: 0}
             )
-            drafter.follow(ChainPlan(made, DEFAULT_RANKS, SureChain(REACH)))
+            drafter.policy = Policy(
+                made, DEFAULT_RANKS, [SureChain(REACH)], head=False, lookup=True
+            )
         engine = engine_of(target, drafter)
         assert answer(engine, params, 150) == expected
         if corpus is not None:
             assert engine.stats.passes < 100
         if planned:
-            assert "looked-up tokens" in drafter.controller.explain()
-
-
-@pytest.mark.parametrize("params", [SamplingParams(0.9), SamplingParams(0.9, top_k=5, top_p=0.9)])
-@pytest.mark.parametrize("eagle3", [False, True])
-def test_cycles_that_draw_are_measured(tmp_path, monkeypatch, eagle3, params):
-    """What is kept is of greedy answers: with it, chains were offered that did not pay."""
-    target = native_target(tiny_config(**SHAPE))
-    kind = eagle3_of("eagle3", target.config) if eagle3 else None
-    head = random_head(target, torch.arange(0, 60, 2), rope_base=10000.0, eagle3=kind)
-    quantize_head_(head, Scheme(8, head_bits=8), native=True)
-    drafter = FusedDrafter(head, SureChain(REACH), 256)
-    drafter.tuning = Tuning(tmp_path / "costs.json", DEFAULT_RANKS)
-    engine = engine_of(target, drafter)
-    kept, _ = costs_of(engine, drafter, lambda line: None)
-    sampled = DrawKind.of(params, 60)
-    drawn, _ = costs_of(engine, drafter, lambda line: None, sampled)
-    assert min(drawn.other, drawn.plain_other) > 0 and drawn.passes == kept.passes
-    assert load_costs(drafter.tuning.path, engine, pytest.fail) == kept  # which is of greedy text
-    seen = []
-
-    def other(self, shape):
-        seen.append((self._kind, shape))
-        return 1.0 if shape else 0.5
-
-    monkeypatch.setattr(Measurement, "_other", other)
-    drawn, _ = costs_of(engine, drafter, lambda line: None, sampled)
-    assert (drawn.other, drawn.plain_other) == (1.0, 0.5)
-    assert seen == [(sampled, SureChain(REACH)), (sampled, None)]
+            assert "looked up" in drafter.policy.explain()
 
 
 def test_both_sources_are_asked():

@@ -7,10 +7,9 @@ import random
 import pytest
 import torch
 
-from fasteagle.drafting.acceptance import OTHERS, SAME, UNASKED, candidates_of
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.drafting.fused import FusedDrafter, empty_pool, fuse, merge
-from fasteagle.drafting.lookup import NOTHING, Corpus, Lookup, Matches
+from fasteagle.drafting.fused import FusedDrafter, fuse
+from fasteagle.drafting.lookup import NOTHING, Corpus, Lookup
 from fasteagle.errors import FasteagleError
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import DrawKind
@@ -22,15 +21,6 @@ from helpers import drawing, eagle3_of, empty_state, pairs, random_head, random_
 X = NOTHING
 BOTH = HEAD + LOOKUP
 ROOT = torch.tensor([50])
-
-
-def looked_up(*rows, sizes=None):
-    return candidates_of(Matches(torch.tensor(rows), torch.tensor(sizes or [3] * len(rows))))
-
-
-def fused(pool, k, levels, found, logp):
-    merged = merge(pool, k, levels, found)
-    return fuse(pool, k, found, merged, torch.as_tensor(logp).expand(found.tokens.shape)), merged
 
 
 def as_paths(tree):
@@ -57,54 +47,37 @@ POOL = Pool(
 )
 
 
+def fused(tokens, logp, pool=POOL, k=2, levels=2):
+    tokens = torch.tensor(tokens)
+    return fuse(pool, k, levels, tokens, torch.as_tensor(logp).expand(tokens.shape))
+
+
 def test_the_same_token_under_the_same_parent_is_one_node():
-    found = looked_up([1, 3, 7], [2, 3, 9], [3, 3, 3])
-    both, merged = fused(POOL, 2, 2, found, -0.1)
-    assert merged.partners.tolist() == [[0, 2, -1], [1, 4, -1], [-1, -1, -1]]
-    assert merged.said.tolist() == [
-        [SAME, SAME, UNASKED],  # the leaves of EAGLE's tree were not expanded
-        [SAME, SAME, UNASKED],
-        [OTHERS, UNASKED, UNASKED],
-    ]
-    assert as_paths(rerank(both, ROOT, 11)) == {
+    assert as_paths(rerank(fused([1, 3, 7], -0.1), ROOT, 9)) == {
         (1,): BOTH,
-        (2,): BOTH,
+        (2,): HEAD,
         (1, 3): BOTH,
         (1, 4): HEAD,
-        (2, 3): BOTH,
+        (2, 3): HEAD,
         (2, 5): HEAD,
         (1, 3, 7): LOOKUP,
-        (2, 3, 9): LOOKUP,
-        (3,): LOOKUP,
-        (3, 3): LOOKUP,
-        (3, 3, 3): LOOKUP,
+    }
+    assert as_paths(rerank(fused([3, 3, 3], -0.1), ROOT, 9)) == {
+        **dict.fromkeys([(1,), (2,), (1, 3), (1, 4), (2, 3), (2, 5)], HEAD),
+        **dict.fromkeys([(3,), (3, 3), (3, 3, 3)], LOOKUP),
     }
 
 
 def test_a_node_of_both_has_the_higher_probability_and_so_has_what_is_below():
-    found = looked_up([2, 3, 7])
-    both, _ = fused(POOL, 2, 2, found, [[-0.25, -2.0, -0.5]])
+    both = fused([2, 3, 7], [-0.25, -2.0, -0.5])
     expected = [-0.5, -0.25, -1.0, -2.0, -0.75, -2.25]  # 2 gains 0.75; 3 below it keeps its -0.5
     assert both.scores[:6].tolist() == expected
     assert both.scores[6:].tolist() == [float("-inf"), float("-inf"), -1.25]
     assert both.parents[-1] == 4
 
 
-def test_equal_beginnings_of_several_places_are_one_node():
-    found = looked_up([7, 8, 1], [7, 8, 2], [7, 9, X])
-    both, _ = fused(POOL, 2, 2, found, -0.1)
-    paths = as_paths(rerank(both, ROOT, 12))
-    assert {path for path, who in paths.items() if who == LOOKUP} == {
-        (7,),
-        (7, 8),
-        (7, 8, 1),
-        (7, 8, 2),
-        (7, 9),
-    }
-
-
-def test_places_that_found_nothing_add_nothing():
-    both, _ = fused(POOL, 2, 2, looked_up([X, X], [X, X], sizes=[0, 0]), -0.1)
+def test_a_place_that_found_nothing_adds_nothing():
+    both = fused([X, X], float("-inf"))
     assert torch.equal(both.scores[:6], POOL.scores)
     tree = rerank(both, ROOT, 8)
     assert len(as_paths(tree)) == 6 and tree.valid.tolist() == [True] * 7 + [False] * 2
@@ -113,37 +86,30 @@ def test_places_that_found_nothing_add_nothing():
 def test_ties_keep_parents_before_children():
     """Certain tokens score like their parents, on both sides and across them."""
     pool = POOL._replace(scores=torch.zeros(6))
-    both, _ = fused(pool, 2, 2, looked_up([2, 3, 7], [8, 9, 10]), 0.0)
-    for n in range(1, 12):
-        assert len(as_paths(rerank(both, ROOT, n))) == min(n, 10)
+    for chain, n_nodes in (([2, 3, 7], 7), ([8, 9, 10], 9)):
+        for n in range(1, 9):
+            assert len(as_paths(rerank(fused(chain, 0.0, pool), ROOT, n))) == min(n, n_nodes)
 
 
 def test_the_lookup_alone():
-    found = looked_up([7, 8, X], [7, 9, 1])
-    both, merged = fused(empty_pool(found), 1, 0, found, -0.5)
-    assert (merged.said == UNASKED).all() and (merged.partners == -1).all()
-    tree = rerank(both, ROOT, 5)
-    assert as_paths(tree) == dict.fromkeys([(7,), (7, 8), (7, 9), (7, 9, 1)], LOOKUP)
-    assert int(tree.valid.sum()) == 5
+    none = torch.zeros(0, dtype=torch.long)
+    both = fused([7, 8, X], [-0.5, -0.5, float("-inf")], Pool(none, none.float(), none), 1, 0)
+    tree = rerank(both, ROOT, 3)
+    assert as_paths(tree) == dict.fromkeys([(7,), (7, 8)], LOOKUP)
+    assert int(tree.valid.sum()) == 3
 
 
-def by_lists(pool, k, rows, logp):
+def by_lists(pool, row, logp):
     """Scores by path: each token's probability is the highest that anybody gives it."""
-    own, below = {}, {}
-    paths = []
+    own, below, paths = {}, {}, []
     for token, score, parent in zip(*(t.tolist() for t in pool[:3]), strict=True):
         path = (*(paths[parent] if parent >= 0 else ()), token)
         paths.append(path)
         own[path] = min(0.0, score - (pool.scores[parent].item() if parent >= 0 else 0.0))
-    leaders = {}
-    for place, row in enumerate(rows):
-        for level, token in enumerate(row):
+    for level, token in enumerate(row):
+        if token != X:
             path = tuple(row[: level + 1])
-            if token == X or path in leaders:
-                continue
-            leaders[path] = logp[place][level]
-    for path, value in leaders.items():
-        own[path] = max(own.get(path, -1e9), value)
+            own[path] = max(own.get(path, -1e9), logp[level])
     for path in sorted(own, key=len):
         below[path] = own[path] + below.get(path[:-1], 0.0)
     return below
@@ -153,20 +119,15 @@ def by_lists(pool, k, rows, logp):
 def test_random_pools_against_merging_over_lists(k, levels, R):
     torch.manual_seed(0)
     draw = random.Random(0)
-    for _ in range(60):
+    for _ in range(100):
         pool = random_pool(draw, k, levels)
-        rows = [[draw.randrange(4) for _ in range(R)] for _ in range(4)]
-        ends = [draw.choice([R, R, 2, 0]) for _ in rows]
-        rows = [row[:end] + [X] * (R - end) for row, end in zip(rows, ends, strict=True)]
-        found = looked_up(*rows)
-        logp = -torch.rand(4, R)
-        # Those who share a path share its cell, and so its probability.
-        logp = logp[found.leaders, torch.arange(R)]
-        both, _ = fused(pool, k, levels, found, logp)
-        expected = by_lists(pool, k, rows, logp.tolist())
+        end = draw.choice([R, R, 2, 0])
+        row = [draw.randrange(5) for _ in range(end)] + [X] * (R - end)
+        logp = torch.where(torch.tensor(row) == X, float("-inf"), -torch.rand(R))
+        both = fused(row, logp, pool, k, levels)
+        expected = by_lists(pool, row, logp.tolist())
         n = len(expected)
-        tree = rerank(both, ROOT, len(both.scores))
-        assert set(as_paths(tree)) == set(expected)
+        assert set(as_paths(rerank(both, ROOT, len(both.scores)))) == set(expected)
         # The best of any number are the best by the lists: the sum of their scores says so.
         ranked = sorted(expected.values(), reverse=True)
         for size in (1, n // 2, n):
@@ -254,22 +215,22 @@ def test_what_followed_teaches_the_table(target, head):
     spec = CycleSpec(drafter.shape, 9, 1, DrawKind())
     before = [tensor.clone() for tensor in drafter.advanced]
     drafter.propose(None, state, spec)
-    assert torch.equal(drafter.table.tried, before[0])
+    assert torch.equal(drafter.lookup.table, before[0])
     state.text[len(text) : len(text) + 3] = torch.tensor([13, 14, 40])  # the third is wrong
     state.seq_len.add_(3)
     state.root.fill_(40)
     drafter.propose(None, state, spec)
-    assert float((drafter.table.tried - before[0]).sum()) == pytest.approx(3)
-    assert float((drafter.table.right - before[1]).sum()) == pytest.approx(2)
+    learned = (drafter.lookup.table - before[0]).sum((1, 2))
+    assert learned.tolist() == pytest.approx([3, 2])
     apart = drafter.apart()
-    apart.table.tried.zero_()
-    assert drafter.table.tried.min() > 0 and apart.head is drafter.head
+    apart.lookup.table.zero_()
+    assert drafter.lookup.table[0].min() > 0 and apart.head is drafter.head
 
 
 @torch.no_grad()
 def test_a_corpus_is_looked_up_too(target, head):
     corpus = Corpus([[40, 41, 42, 43, 44, 45, 46]], "cpu")
-    drafter = FusedDrafter(head, FusedShape(2, 2, 10, 8), 512, lookup=Lookup(2, corpus=corpus))
+    drafter = FusedDrafter(head, FusedShape(2, 2, 10, 8), 512, lookup=Lookup(corpus=corpus))
     state, prediction = begun(target, drafter, [1, 2, 40, 41, 42])
     tree = drafter.propose(prediction, state, CycleSpec(drafter.shape, 11, 3, DrawKind()))
     assert (43, 44, 45, 46) in as_paths(tree)

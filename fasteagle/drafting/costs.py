@@ -1,0 +1,136 @@
+"""What the parts of a decode cycle cost on this device, in milliseconds.
+
+`Costs` is what a measurement left, kept in a file. `Times` is a table that is corrected by the
+times of the cycles themselves: the hour, the load and the clocks of a machine change what was
+measured. Knows nothing of models: `compile.costs` measures.
+
+Shapes: T rows of a target pass, k width of a tree's level.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from bisect import bisect_left
+from collections import Counter
+from typing import Any
+
+from fasteagle.shapes import AnyShape, FusedShape, SureChain
+
+ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 24, 32)  # of the target passes that are timed
+WIDTHS = (1, 2, 3, 4, 6, 8)  # of the levels that are timed
+LEAST_STEP = 0.1  # share of a new time in the table
+LARGEST_CHANGE = 4.0  # of a time at once: more is an interruption, not a cost
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Measured milliseconds of one model, scheme and device."""
+
+    passes: dict[int, float]  # T: target pass of T rows
+    first_level: dict[int, float]  # k: extend and the first level
+    level: dict[int, float]  # k: every level after it
+    other: float  # of a cycle: accept, commit, reading the result
+    plain_other: float  # of a plain pass: choosing and reading one token
+    lookup: float = 0.0  # of a drafter that looks up, without its draft head
+    chain: dict[int, float] = dataclasses.field(default_factory=dict)  # levels of a gated chain
+
+    @property
+    def plain(self) -> float:
+        """A token of plain decoding: a pass of one row, or of two where that is faster."""
+        return min(self.passes[1], self.passes[2]) + self.plain_other
+
+    @property
+    def plain_rows(self) -> int:
+        """Rows of a plain pass: 1, or 2 where that is faster."""
+        return 1 if self.passes[1] <= self.passes[2] else 2
+
+    def verify(self, rows: int) -> float:
+        """A pass of `rows` rows, by interpolation; infinite beyond what was timed."""
+        return interpolated(self.passes, rows)
+
+    def draft(self, shape: AnyShape) -> float:
+        """Drafting a tree of `shape`; levels of a fused drafter were timed with its lookup."""
+        if isinstance(shape, SureChain):
+            return interpolated(self.chain, shape.depth)
+        levels = shape.levels if isinstance(shape, FusedShape) else shape.depth
+        if not levels or not self.level:
+            return self.lookup
+        assert shape.topk is not None, "static trees are not tuned"
+        more = (levels - 1) * interpolated(self.level, shape.topk)
+        return interpolated(self.first_level, shape.topk) + more
+
+    def cycle(self, shape: AnyShape) -> float:
+        """A whole cycle with a tree of `shape`."""
+        return self.draft(shape) + self.verify(shape.rows) + self.other
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain values, as `from_json` reads them."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> Costs:
+        """Raises KeyError, TypeError, ValueError or AttributeError for anything else."""
+        passes, first_level, level, chain = (
+            {int(key): float(value) for key, value in raw[name].items()}
+            for name in ("passes", "first_level", "level", "chain")
+        )
+        other, plain_other, lookup = (float(raw[n]) for n in ("other", "plain_other", "lookup"))
+        numbers = [other, plain_other, lookup]
+        for table in (passes, first_level, level, chain):
+            numbers += table.values()
+        if not {1, 2} <= set(passes) or not all(0 <= n < math.inf for n in numbers):
+            raise ValueError("not a table of times")
+        return cls(passes, first_level, level, other, plain_other, lookup, chain)
+
+
+def interpolated(table: dict[int, float], at: int) -> float:
+    """Straight lines between the entries; infinity after the last one."""
+    if at in table:
+        return table[at]
+    keys = sorted(table)
+    place = bisect_left(keys, at)
+    if place == len(keys):
+        return math.inf
+    if place == 0:
+        return table[keys[0]]
+    low, high = keys[place - 1], keys[place]
+    share = (at - low) / (high - low)
+    return table[low] + share * (table[high] - table[low])
+
+
+class Times:
+    """Milliseconds by size, corrected by what is observed.
+
+    An observed time changes its own entry and, the further away they are the less, the others: the
+    whole machine became slower or faster more often than one kernel. The first observations count
+    most, so that a table from another hour is corrected within a few cycles.
+    """
+
+    def __init__(self, table: dict[int, float]) -> None:
+        self._table = dict(table)
+        self._observed: Counter[int] = Counter()  # times, by size
+        self._weights: dict[int, list[float]] = {}  # of the entries, by the size that was observed
+
+    def at(self, size: int) -> float:
+        """Milliseconds at `size`, by interpolation; the last entry's after it."""
+        return interpolated(self._table, min(size, max(self._table)))
+
+    def observe(self, size: int, ms: float) -> None:
+        """Correct the table by a time that was measured at `size`."""
+        expected = self.at(size)
+        if expected <= 0 or ms <= 0:
+            return
+        self._observed[size] += 1
+        step = max(LEAST_STEP, 1 / (1 + self._observed[size]))
+        change = min(max(ms / expected, 1 / LARGEST_CHANGE), LARGEST_CHANGE)
+        if size not in self._weights:
+            self._weights[size] = [min(size / key, key / size) for key in self._table]
+        log = step * math.log(change)
+        for key, weight in zip(self._table, self._weights[size], strict=True):
+            self._table[key] *= math.exp(log * weight)
+
+    def slope(self, size: int) -> float:
+        """Milliseconds of each further row, on average from 1 to `size`; never negative."""
+        size = max(2, min(size, max(self._table)))
+        return max(0.0, (self.at(size) - self.at(1)) / (size - 1))

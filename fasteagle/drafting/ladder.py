@@ -1,0 +1,143 @@
+"""Sizes of trees that are worth having on a device, and what each of them is expected to bring.
+
+Where a tree's shape must be fixed before its cycle (compiled code, captured graphs), the policy
+chooses among a few sizes. These are chosen here, once, by measured costs and by how often the
+draft head's children are accepted on usual text. What is observed corrects both: see `policy`.
+
+Shapes: k width, D levels, N nodes.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from collections.abc import Sequence
+from typing import Any
+
+from fasteagle.drafting.costs import ROWS, WIDTHS, Costs
+from fasteagle.shapes import AnyShape, FusedShape, SureChain, TreeShape
+
+Ranks = tuple[tuple[float, ...], ...]  # [level][rank]: how often the target agrees, parent accepted
+
+# Acceptance of a head without a header: what published EAGLE heads reach on chat, roughly.
+DEFAULT_RANKS = ((0.6, 0.13, 0.06, 0.04),) * 5
+RANK_DECAY = 0.7  # of acceptance from rank to rank beyond those measured
+# Of looked-up tokens, where the text has an earlier place; text that repeats has much more.
+NGRAM_RANKS = ((0.35,), (0.6,), (0.7,))
+SURE = 0.97  # no token is surer to be accepted
+DEPTHS = (1, 2, 3, 4, 5, 6)
+# A header records acceptance on text that the model wrote; questions of people have less: the
+# default head's first token is accepted for 0.50 of MT-bench, 0.69 of its held-out text.
+USUAL = 0.8
+TEXTS = (0.4, USUAL, 1.2)  # acceptance over the recorded one; each has a best size
+LOOKUP_NODES = (7, 15)  # of sizes whose only source is the lookup
+LOOKUP_REACH = 8  # looked-up tokens beside a draft head's levels
+MAX_NODES = 64
+CHAIN_LEVELS = 3  # that a gated chain has on average
+# How often the first looked-up token is right: on usual text, and after tokens that were copied.
+HIT, HIT_COPYING = 0.2, 0.8
+COPY = 0.85  # the same of each further one
+
+
+def ranks_of(header: dict[str, Any] | None) -> Ranks:
+    """Acceptance by level and rank: from a head's header, or the usual of published heads."""
+    ranks = (header or {}).get("ranks")
+    if not ranks:
+        return DEFAULT_RANKS
+    return tuple(tuple(float(p) for p in level) for level in ranks)
+
+
+def ladder(costs: Costs, ranks: Ranks, shape: AnyShape, max_topk: int) -> list[AnyShape]:
+    """Return sizes to choose from for a drafter whose usual one is `shape`.
+
+    `max_topk` is the widest level of its draft head, 0 if it has none. A gated chain is one size.
+    """
+    if isinstance(shape, SureChain):
+        return [shape]
+    most = max(costs.passes)
+    if not max_topk:
+        return [TreeShape(n, 1, n) for n in LOOKUP_NODES if n < most]
+    sizes: list[AnyShape] = []
+    if isinstance(shape, FusedShape):
+        sizes = [FusedShape(0, 1, n, n) for n in LOOKUP_NODES if n < most]
+    candidates = _candidates(most, max_topk, isinstance(shape, FusedShape))
+    for factor in TEXTS:
+        best = max(
+            candidates,
+            key=lambda size: (1 + expected_of_head(size, ranks, factor)) / costs.cycle(size),
+        )
+        if best not in sizes:
+            sizes.append(best)
+    return sizes
+
+
+def _candidates(max_rows: int, max_topk: int, fused: bool) -> list[AnyShape]:
+    """Chains, and trees as large as each timed pass."""
+    sizes: list[AnyShape] = []
+    for k in (k for k in WIDTHS if k <= max_topk):
+        for depth in DEPTHS:
+            pool = k + (depth - 1) * k * k
+            for nodes in (rows - 1 for rows in ROWS if rows <= max_rows):
+                reach = min(nodes, LOOKUP_REACH) if fused else 0
+                if not depth <= nodes <= pool + reach:
+                    continue
+                if fused:
+                    sizes.append(FusedShape(depth, k, nodes, max(1, reach)))
+                elif k > 1 or nodes == depth:
+                    sizes.append(TreeShape(depth, k, nodes))
+    return sizes
+
+
+def expected(shape: AnyShape, ranks: Ranks, copying: bool = False) -> float:
+    """Accepted tokens per cycle on usual text, or where tokens have just been copied."""
+    hit = HIT_COPYING if copying else HIT
+    looked_up = sum(hit * COPY**depth for depth in range(_reach(shape)))
+    if isinstance(shape, SureChain):
+        return looked_up + expected_of_head(TreeShape(CHAIN_LEVELS, 1, CHAIN_LEVELS), ranks, USUAL)
+    return max(looked_up, expected_of_head(shape, ranks, USUAL))
+
+
+def _reach(shape: AnyShape) -> int:
+    return min(shape.reach, shape.nodes) if isinstance(shape, FusedShape) else 0
+
+
+def expected_of_head(shape: AnyShape, ranks: Ranks, factor: float) -> float:
+    """Tokens accepted per pass by the `nodes` likeliest nodes of `depth` levels of `topk` each.
+
+    A node counts if its whole path is right. The tree of a real cycle follows the head's own
+    probabilities, which this average does not see; what is observed corrects it.
+    """
+    levels = shape.levels if isinstance(shape, FusedShape) else shape.depth
+    if not levels or shape.topk is None:
+        return 0.0
+    return sum(best_nodes(shape.topk, levels, ranks, factor)[: shape.nodes])
+
+
+@functools.cache
+def best_nodes(topk: int, depth: int, ranks: Ranks, factor: float) -> Sequence[float]:
+    """Path probabilities of the likeliest nodes, the best first."""
+    nodes: list[float] = []
+    pending = [(-chance(ranks, 1, rank, factor), 1) for rank in range(topk)]
+    heapq.heapify(pending)
+    while pending and len(nodes) < MAX_NODES:
+        negative, level = heapq.heappop(pending)
+        nodes.append(-negative)
+        if level < depth:
+            for rank in range(topk):
+                child = negative * chance(ranks, level + 1, rank, factor)
+                heapq.heappush(pending, (child, level + 1))
+    return nodes
+
+
+def chance(ranks: Ranks, level: int, rank: int, factor: float) -> float:
+    """Probability that the target agrees with the child of this rank of an accepted parent.
+
+    The root's children are at level 1.
+    """
+    row = ranks[min(level, len(ranks)) - 1]
+    last = len(row) - 1
+    p = row[rank] if rank <= last else row[last] * RANK_DECAY ** (rank - last)
+    # The more often the first child is right, the less is left for the others.
+    scaled = p * factor
+    total = sum(row) * factor
+    return min(scaled, SURE * p / sum(row)) if total > SURE else scaled

@@ -1,0 +1,377 @@
+"""The policy against simulated machines whose costs are not what its table says."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+
+import pytest
+
+from fasteagle.drafting.costs import Costs, Times
+from fasteagle.drafting.ladder import (
+    DEFAULT_RANKS,
+    NGRAM_RANKS,
+    chance,
+    expected_of_head,
+    ladder,
+    ranks_of,
+)
+from fasteagle.drafting.policy import (
+    BLOCK,
+    LONGEST_PAUSE,
+    LOOKED_UP,
+    REACH,
+    Honesty,
+    Outcome,
+    Policy,
+    name,
+)
+from fasteagle.shapes import AnyShape, FusedShape, SureChain, TreeShape
+from helpers import ROWS, costs
+
+CHAIN = SureChain(8)
+# Rows of a target pass and levels of a chain, in ms: a CPU whose memory is slow, and a quiet one.
+SLOW = Costs(
+    {1: 4.9, 2: 5.1, 4: 5.8, 8: 7.8, 16: 12.0, 32: 22.0}, {}, {}, 0.1, 0.05, 0.01, {1: 0.5, 8: 2.6}
+)
+QUIET = Costs(
+    {1: 2.5, 2: 3.1, 4: 4.5, 8: 8.0, 16: 14.6, 32: 29.0}, {}, {}, 0.1, 0.05, 0.01, {1: 0.5, 8: 2.6}
+)
+
+
+class Machine:
+    """Runs the cycles that a policy chooses, and counts tokens and milliseconds.
+
+    A draft head's token is right with probability `p` where the one before it is, and says so;
+    `boast` is what it says over what is true.
+    """
+
+    def __init__(self, true: Costs, p: float, seed: int = 0, boast: float = 1.0) -> None:
+        self.true, self.p, self.boast = true, p, boast
+        self.random = random.Random(seed)
+        self.tokens, self.ms, self.drafted = 0, 0.0, 0
+
+    def run(self, policy: Policy, tokens: int) -> float:
+        """Decode so many tokens; return tokens per ms over plain decoding's."""
+        self.tokens, self.ms = 0, 0.0
+        while self.tokens < tokens:
+            shape = policy.next_shape
+            outcome = self.plain() if shape is None else self.cycle(policy, shape)
+            policy.learn(shape, outcome)
+            self.tokens += 1 + outcome.accepted
+            assert outcome.ms is not None
+            self.ms += outcome.ms
+        return self.tokens / self.ms * self.true.plain
+
+    def noisy(self, ms: float) -> float:
+        return ms * self.random.uniform(0.95, 1.05) * (10 if self.random.random() < 0.002 else 1)
+
+    def plain(self) -> Outcome:
+        self.drafted = 0
+        return Outcome(ms=self.noisy(self.true.plain), verify_ms=self.noisy(self.true.passes[1]))
+
+    def accepted(self, n: int) -> int:
+        for depth in range(n):
+            if self.random.random() >= self.p:
+                return depth
+        return n
+
+    def cycle(self, policy: Policy, shape: AnyShape) -> Outcome:
+        if isinstance(shape, SureChain):
+            return self.chain(policy)
+        ranks = tuple((self.p, 0.1) for _ in range(6))
+        mean = expected_of_head(shape, ranks, 1.0)
+        accepted = min(shape.depth, int(mean + self.random.random()))
+        return Outcome(accepted, 0, shape.nodes, True, ms=self.noisy(self.true.cycle(shape)))
+
+    def chain(self, policy: Policy) -> Outcome:
+        bounds, paths, path, levels = policy.thresholds, [], 1.0, 0
+        for depth in range(8):
+            levels += 1
+            # Sure of some tokens and not of others; on average p.
+            said = min(1.0, self.p + self.random.uniform(-0.3, 0.3))
+            path *= min(1.0, said * self.boast)
+            if path < bounds.verify[depth]:
+                break
+            paths.append(path)
+            if path < bounds.expand[depth]:
+                break
+        n = len(paths)
+        draft = self.noisy(self.true.draft(SureChain(levels)))
+        verify = self.noisy(self.true.verify(1 + n))
+        ms = draft + verify + self.true.other
+        return Outcome(self.accepted(n), 0, n, True, paths, ms, draft, verify)
+
+
+def policy_of(table: Costs, *shapes: AnyShape, head: bool = True, lookup: bool = False) -> Policy:
+    return Policy(table, DEFAULT_RANKS, shapes or (CHAIN,), head=head, lookup=lookup)
+
+
+def slower(table: Costs, **factors: float) -> Costs:
+    """The table with some of its entries times a factor; `passes1` is the plain pass."""
+    passes = {T: ms * factors.get("all", 1.0) for T, ms in table.passes.items()}
+    passes[1] *= factors.get("plain", 1.0)
+    passes[2] *= factors.get("plain", 1.0)
+    chain = {n: ms * factors.get("all", 1.0) for n, ms in table.chain.items()}
+    return dataclasses.replace(table, passes=passes, chain=chain)
+
+
+TABLES = {
+    "as measured": lambda true: true,
+    "of a busy hour": lambda true: slower(true, all=2.0),
+    "plain twice as slow": lambda true: slower(true, plain=2.0),
+    "plain twice as fast": lambda true: slower(true, plain=0.5),
+    "of the other machine": lambda true: SLOW if true is QUIET else QUIET,
+}
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize(
+    ("true", "p"), [(QUIET, 0.3), (QUIET, 0.6), (QUIET, 0.9), (SLOW, 0.2), (SLOW, 0.6), (SLOW, 0.9)]
+)
+def test_whatever_the_table_says_it_is_not_slower_than_plain_decoding(true, p, table):
+    """And where drafting pays, it brings most of what it brings with the right table.
+
+    Interruptions, 10 times in 500 cycles a tenfold time, are in both.
+    """
+    speeds, best = [], []
+    for seed in range(3):
+        policy = policy_of(TABLES[table](true))
+        Machine(true, p, seed).run(policy, 128)
+        speeds.append(Machine(true, p, seed + 10).run(policy, 600))
+        right = policy_of(true)
+        Machine(true, p, seed).run(right, 1000)
+        best.append(Machine(true, p, seed + 10).run(right, 600))
+    assert sorted(speeds)[1] > 0.95  # 0.02 of it are the interruptions
+    assert sorted(speeds)[1] > 0.9 * sorted(best)[1]
+
+
+def test_a_wrong_table_costs_few_tokens():
+    """Plain passes are written at twice their time; drafting is slower than they are."""
+    policy = policy_of(slower(QUIET, plain=2.0))
+    machine = Machine(QUIET, 0.2)
+    machine.run(policy, 64)
+    assert policy.next_shape is None or policy.plain_ms == pytest.approx(QUIET.plain, rel=0.1)
+    assert machine.run(policy, 200) > 0.93
+
+
+def test_a_head_that_boasts_is_seen_through():
+    def speed(boast: float) -> float:
+        policy = policy_of(SLOW)
+        Machine(SLOW, 0.5, boast=boast).run(policy, 1500)
+        return Machine(SLOW, 0.5, 1, boast).run(policy, 1500)
+
+    assert speed(1.6) > 0.93 * speed(1.0)
+    honesty = Honesty()
+    for _ in range(200):
+        honesty.learn([0.8, 0.4], 0)
+        honesty.learn([0.8, 0.4], 1)
+    assert honesty.ratio(0) == pytest.approx(0.5 / 0.8, rel=0.1)
+    assert honesty.ratio(1) == 0.25 and honesty.ratio(7) == 1.0
+
+
+def test_rows_become_dearer_with_time_that_is_worth_more():
+    policy = policy_of(SLOW)
+    before = policy.thresholds.verify[0]
+    for _ in range(100):
+        policy.learn(CHAIN, Outcome(4, 0, 4, True, (0.9, 0.8, 0.7, 0.6), 7.0, 1.5, 5.9))
+    assert policy.thresholds.verify[0] > 1.2 * before
+    assert all(e >= v for v, e in zip(*policy.thresholds, strict=True))
+    long = policy_of(dataclasses.replace(SLOW, passes=SLOW.passes | {17: 40.0}), SureChain(REACH))
+    assert long.lookup_threshold > long.thresholds.verify[0]
+
+
+def useless(policy: Policy) -> list[int]:
+    """Lengths of the pauses while no token is accepted."""
+    lengths, now = [], 0
+    for _ in range(4000):
+        if policy.next_shape is None:
+            now += 1
+            policy.learn(None, Outcome(ms=2.6, verify_ms=2.5))
+        else:
+            lengths += [now] if now > BLOCK else []
+            now = 0
+            policy.learn(CHAIN, Outcome(0, 0, 2, True, (0.5, 0.3), 6.0, 1.0, 4.0))
+    return lengths
+
+
+def test_pauses_become_longer_and_drafting_comes_back():
+    policy = policy_of(QUIET)
+    lengths = useless(policy)
+    assert lengths[1:4] == [48, 96, 192] and max(lengths) <= LONGEST_PAUSE + BLOCK
+    assert policy.used[None] > 0.9 * sum(policy.used.values())
+    machine = Machine(SLOW, 0.9)
+    machine.run(policy, 3000)
+    assert machine.run(policy, 500) > 1.5
+
+
+@pytest.mark.parametrize(("gain", "drafts"), [(0.985, False), (1.1, True)])
+def test_drafting_must_be_worth_two_percent(gain, drafts):
+    policy = policy_of(QUIET)
+    for _ in range(3000):
+        if policy.next_shape is None:
+            policy.learn(None, Outcome(ms=2.0, verify_ms=2.0))
+        else:
+            policy.learn(CHAIN, Outcome(1, 0, 2, True, (), 4.0 / gain, 0.5, 3.0))
+    share = policy.used[CHAIN] / sum(policy.used.values())
+    assert share > 0.8 if drafts else share < 0.3
+
+
+def test_plain_passes_are_timed_in_blocks_which_become_rare():
+    policy, blocks, now = policy_of(SLOW), [], 0
+    for _ in range(1500):
+        if policy.next_shape is None:
+            now += 1
+            policy.learn(None, Outcome(ms=5.0, verify_ms=4.9))
+        else:
+            blocks += [now] if now else []
+            now = 0
+            policy.learn(CHAIN, Outcome(2, 0, 3, True, (0.8, 0.7, 0.6), 7.0, 1.2, 5.4))
+    assert 3 <= len(blocks) <= 6 and all(5 <= n <= BLOCK for n in blocks)
+    assert policy.plain_ms == 5.0
+
+
+def test_a_looked_up_chain_teaches_nothing_of_the_head():
+    policy = policy_of(SLOW, SureChain(REACH), lookup=True)
+    gain = policy.head_gain
+    for _ in range(300):
+        policy.learn(SureChain(REACH), Outcome(9, 9, 16, ms=13.0, verify_ms=12.0))
+    assert policy.head_gain == pytest.approx(gain) and policy.used[LOOKED_UP] == 300
+    for _ in range(60):
+        policy.learn(policy.next_shape, Outcome(3, 0, 3, True, (0.9, 0.8, 0.7), 6.5, 1.2, 5.2))
+    assert policy.head_gain > gain
+
+
+def test_the_lookup_goes_on_while_the_head_pauses():
+    chain = SureChain(REACH)
+    policy = policy_of(QUIET, chain, lookup=True)
+    paused = 0
+    for _ in range(600):
+        paused += policy.head_gain is None
+        if policy.next_shape is None or policy.head_gain is None:
+            policy.learn(policy.next_shape, Outcome(ms=2.6, verify_ms=2.5))
+        else:
+            policy.learn(chain, Outcome(0, 0, 2, True, (0.5, 0.3), 6.0, 1.0, 4.0))
+    assert paused > 400 and policy.used[None] > 400
+    alone = policy_of(QUIET, chain, head=False, lookup=True)
+    for i in range(300):
+        copied = Outcome(3, 3, 4, ms=5.0, verify_ms=4.9)
+        alone.learn(chain, copied if i % 2 else Outcome(ms=2.6, verify_ms=2.5))
+        assert alone.next_shape == chain and alone.head_gain is None
+
+
+# Ladders
+
+
+TREES = costs()
+
+
+@pytest.mark.parametrize("p", [0.25, 0.6, 0.9])
+def test_the_size_in_use_is_nearly_the_best_one(p):
+    shapes = [TreeShape(1, 2, 2), TreeShape(3, 3, 8), TreeShape(6, 4, 31)]
+
+    def speed(*choice: TreeShape) -> float:
+        policy = policy_of(TREES, *choice)
+        Machine(TREES, p).run(policy, 1000)
+        return Machine(TREES, p, 1).run(policy, 2000)
+
+    assert speed(*shapes) > 0.93 * max(1.0, *(speed(shape) for shape in shapes))
+
+
+def test_copied_text_is_drafted_without_the_head():
+    """A size whose source is the lookup alone is cheaper while it is right."""
+    alone, both = FusedShape(0, 1, 15, 15), FusedShape(3, 2, 15, 8)
+    flat = dataclasses.replace(TREES, passes={1: 10.0, 2: 10.0, 16: 13.0}, lookup=0.1)
+    policy = policy_of(flat, alone, both, lookup=True)
+    used = {True: [], False: []}
+    for i in range(800):
+        shape, copying = policy.next_shape, i // 50 % 2 == 1
+        used[copying].append(shape)
+        accepted = 12 if copying else 2 * (shape == both)
+        outcome = Outcome(accepted, 12 * copying, 15, shape == both, ms=0.0)
+        ms = flat.plain if shape is None else flat.cycle(shape)
+        policy.learn(shape, outcome._replace(ms=ms) if shape else Outcome(ms=ms))
+    assert used[True][-100:].count(alone) > 60
+    assert used[False][-100:].count(alone) < 30
+
+
+def test_an_outcome_of_a_shape_that_is_gone_counts_for_none():
+    policy, other = policy_of(TREES, TreeShape(3, 3, 8)), TreeShape(2, 2, 4)
+    before = policy.expectations()
+    policy.learn(other, Outcome(4, 0, 4, True, ms=99.0))
+    assert policy.expectations() == before and policy.used[other] == 1
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_ladder_has_few_sizes_that_fit_what_was_timed(fused):
+    shape = FusedShape(3, 3, 8, 8) if fused else TreeShape(3, 3, 8)
+    flat = dataclasses.replace(costs(dict.fromkeys(ROWS, 10.0), level=0.1), lookup=0.1)
+    sizes = [ladder(table, DEFAULT_RANKS, shape, 8) for table in (costs(), flat)]
+    for some in sizes:
+        assert 1 <= len(some) <= 5 and len(set(some)) == len(some)
+        assert all(size.rows <= max(ROWS) for size in some)
+        assert fused == any(isinstance(size, FusedShape) and not size.levels for size in some)
+    assert max(s.rows for s in sizes[1]) > max(s.rows for s in sizes[0] if s.depth < 7)
+    assert all(size.topk <= 2 for size in ladder(costs(), DEFAULT_RANKS, TreeShape(2, 2, 4), 2))
+
+
+def test_a_drafter_without_a_head_has_chains_of_looked_up_tokens():
+    table = Costs({1: 3.0, 2: 3.1, 8: 4.0}, {}, {}, 0.1, 0.1, 0.1)
+    sizes = ladder(table, NGRAM_RANKS, TreeShape(7, 1, 7), 0)
+    assert sizes == [TreeShape(7, 1, 7)]
+    assert ladder(SLOW, DEFAULT_RANKS, CHAIN, 8) == [CHAIN]
+
+
+def test_what_a_tree_is_expected_to_bring():
+    """By hand: two levels of two nodes, every path's probability."""
+    ranks = ((0.5, 0.2), (0.6, 0.1))
+    paths = [0.5, 0.2, 0.5 * 0.6, 0.5 * 0.1, 0.2 * 0.6, 0.2 * 0.1]
+    for nodes in range(2, 7):
+        expected = sum(sorted(paths, reverse=True)[:nodes])
+        assert expected_of_head(TreeShape(2, 2, nodes), ranks, 1.0) == pytest.approx(expected)
+    assert chance(ranks, 1, 0, 2.0) == pytest.approx(0.97 * 0.5 / 0.7)  # no more than there is
+    assert chance(ranks, 9, 3, 1.0) == pytest.approx(0.1 * 0.7**2)  # ranks and levels beyond
+    assert ranks_of({"ranks": [[0.5, 0.2]]}) == ((0.5, 0.2),) and ranks_of(None) == DEFAULT_RANKS
+
+
+# Costs
+
+
+def test_times_follow_the_machine():
+    times = Times({1: 4.0, 4: 6.0, 8: 10.0, 16: 18.0})
+    for _ in range(12):  # twice as slow as measured
+        for size, ms in ((4, 12.0), (8, 20.0)):
+            times.observe(size, ms)
+    assert times.at(4) == pytest.approx(12.0, rel=0.1) and times.at(16) > 24
+    assert times.at(40) == times.at(16) and times.at(6) == pytest.approx(16.0, rel=0.1)
+    before = times.at(4)
+    times.observe(4, 1e6)  # an interruption
+    assert times.at(4) < 1.2 * before
+    times.observe(4, 0.0)
+    assert times.slope(8) > 0 and Times({1: 9.0, 8: 3.0}).slope(8) == 0.0
+
+
+def test_costs_are_kept_as_json():
+    for table in (TREES, SLOW):
+        assert Costs.from_json(json.loads(json.dumps(table.as_json()))) == table
+    good = SLOW.as_json()
+    for bad in ({**good, "passes": {"1": 2.0}}, {**good, "other": -1}, {**good, "lookup": "nan"}):
+        with pytest.raises((ValueError, KeyError, TypeError)):
+            Costs.from_json(bad)
+    with pytest.raises(KeyError):
+        Costs.from_json({})
+    assert TREES.plain == 10.5 and TREES.plain_rows == 1
+    assert dataclasses.replace(TREES, passes={1: 9.0, 2: 8.0}).plain_rows == 2
+    assert TREES.verify(12) == pytest.approx(29.5) and TREES.verify(33) == float("inf")
+    assert TREES.cycle(TreeShape(3, 3, 7)) == pytest.approx(1.0 + 2 * 0.8 + 22.0 + 1.0)
+    assert SLOW.draft(SureChain(2)) == pytest.approx(0.8)
+
+
+def test_its_line_says_what_is_measured():
+    policy = policy_of(SLOW)
+    assert "plain 5.0 ms, 202 tok/s" in policy.explain() and "used" not in policy.explain()
+    Machine(SLOW, 0.8).run(policy, 300)
+    line = policy.explain()
+    assert "chain of 1 to 8" in line and "a row" in line and "used chain of 1 to 8" in line
+    assert name(FusedShape(0, 1, 7, 7)) == "0/1/7/7" and name(None) == "plain"
