@@ -202,12 +202,11 @@ def load_tokenizer(path: Path, template: str | None = None) -> ChatTokenizer:
         transformers = _transformers()
         # What was converted is always of one class; to look for it takes over a second.
         kind = transformers.PreTrainedTokenizerFast if is_gguf else transformers.AutoTokenizer
-        backend = kind.from_pretrained(folder, local_files_only=True)
+        backend = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except StrictDataclassError as error:  # of a field that only transformers reads
         raise FasteagleError(f"{folder / 'config.json'}: {error.__cause__ or error}") from error
     except Exception as error:  # transformers raises OSError, ValueError, ImportError, KeyError
-        reason = first_line(error)
-        raise FasteagleError(f"{path}: no usable tokenizer ({reason})") from error
+        raise FasteagleError(f"{path}: no usable tokenizer ({_reason(error)})") from error
     return ChatTokenizer(backend, _eos_ids(folder, backend), template)
 
 
@@ -216,6 +215,13 @@ def _transformers() -> Any:
 
     transformers.logging.set_verbosity_error()
     return transformers
+
+
+def _reason(error: Exception) -> str:
+    """Return why transformers cannot load a tokenizer. It may ask for code that we never run."""
+    if "custom code" in str(error):
+        return "its files want Python code of their own to be run (auto_map), which is never done"
+    return first_line(error)
 
 
 def _eos_ids(folder: Path, backend: Any) -> frozenset[int]:
@@ -242,9 +248,11 @@ def _converted_gguf(path: Path) -> Path:
     if folder.exists():
         return folder
     try:
-        backend = _transformers().AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        backend = _transformers().AutoTokenizer.from_pretrained(
+            path.parent, gguf_file=path.name, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:
-        reason = first_line(error)
+        reason = _reason(error)
         raise FasteagleError(f"{path}: its tokenizer cannot be converted ({reason})") from error
     _set_pre_tokenizer(backend, path)
     with atomic_dir(folder) as temporary:

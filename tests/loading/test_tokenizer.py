@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 from gguf import GGUFWriter
@@ -63,6 +66,53 @@ def test_folder_without_tokenizer(tmp_path):
     make_hf_model("llama2").save_pretrained(tmp_path)
     with pytest.raises(FasteagleError, match="no usable tokenizer"):
         load_tokenizer(tmp_path)
+
+
+OWN_TOKENIZER = """
+from pathlib import Path
+from transformers import PreTrainedTokenizerFast
+Path({mark!r}).touch()
+class Own(PreTrainedTokenizerFast): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("auto_map", "tokenizer_class"),
+    [
+        ({"AutoTokenizer": [None, "own.Own"]}, "Own"),
+        ({"AutoTokenizer": ["own.Own", None]}, None),
+        (["own.Own", None], "Own"),
+        ({"AutoTokenizer": [None, "somebody/else--own.Own"]}, "Own"),
+        ({"AutoTokenizer": [None, "own.Own"]}, "PreTrainedTokenizerFast"),
+    ],
+)
+@pytest.mark.parametrize("config", [{}, {"model_type": "own"}])
+def test_code_in_a_folder_is_never_run(
+    tiny_dir, tmp_path, monkeypatch, auto_map, tokenizer_class, config
+):
+    monkeypatch.setattr("builtins.input", lambda prompt: "y")
+    folder, mark = shutil.copytree(tiny_dir, tmp_path / "m"), tmp_path / "ran"
+    (folder / "own.py").write_text(OWN_TOKENIZER.format(mark=str(mark)))
+    edit_json(folder / "tokenizer_config.json", auto_map=auto_map, tokenizer_class=tokenizer_class)
+    edit_json(folder / "config.json", auto_map={"AutoConfig": "own.Own"}, **config)
+    # Its own class, or one of transformers in its place.
+    with contextlib.suppress(FasteagleError):
+        load_tokenizer(folder)
+    assert not mark.exists()
+
+
+def test_chat_with_a_folder_that_brings_code_asks_nothing(tiny_dir, tmp_path):
+    folder, mark = shutil.copytree(tiny_dir, tmp_path / "m"), tmp_path / "ran"
+    (folder / "own.py").write_text(OWN_TOKENIZER.format(mark=str(mark)))
+    auto_map = {"AutoTokenizer": [None, "own.Own"]}
+    edit_json(folder / "tokenizer_config.json", auto_map=auto_map, tokenizer_class="Own")
+    edit_json(folder / "config.json", auto_map={"AutoConfig": "own.Own"}, model_type="own")
+    command = [sys.executable, "-m", "fasteagle", "chat", "--model", str(folder), "-p", "hi"]
+    done = subprocess.run(command, input="y\n", capture_output=True, text=True, timeout=120)
+    assert not mark.exists()
+    assert (done.returncode, done.stdout) == (2, "")
+    opening, error = done.stderr.splitlines()
+    assert opening.startswith("opening") and "which is never done" in error
 
 
 def test_sentencepiece_model_alone(tmp_path):
