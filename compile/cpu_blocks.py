@@ -1,7 +1,7 @@
 """Decoder blocks as one call of our CPU kernels, where all of their linears are in its layout.
 
 The model file stays as it is: `use_native_blocks` changes a target from outside, and its draft
-head. Results are those of `model.Block` but for activations in 8 bits; see `cpu_kernels.cpp`.
+head. Results are those of `model.Block` but for activations in 8 bits; see `quant/cpu/block.h`.
 """
 
 from __future__ import annotations

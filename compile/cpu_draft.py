@@ -122,7 +122,7 @@ def look_up(state: DecodeState, drafter: FusedDrafter | NgramDrafter, reach: int
 
 
 class NativeChain:
-    """What the kernels read of one head; see `cpu_kernels.cpp`, draft_chain."""
+    """What the kernels read of one head; see `quant/cpu/chain.h`."""
 
     def __init__(self, head: EagleHead) -> None:
         lm_head = _linear(head.lm_head)

@@ -43,7 +43,7 @@ def passes_natively(target: Transformer) -> bool:
 
 
 class NativePass:
-    """`Pieces.verify`: see `Target` in `cpu_kernels.cpp`."""
+    """`Pieces.verify`: see `Target` in `quant/cpu/target.h`."""
 
     def __init__(self, target: Transformer) -> None:
         head, norm = target.lm_head, target.norm

@@ -1,6 +1,6 @@
-"""Builds `cpu_kernels.cpp` once with the machine's C++ compiler, and loads it.
+"""Builds `cpu/ops.cpp` once with the machine's C++ compiler, and loads it.
 
-The file lies in the user cache under a name made of the source, the compiler, the CPU's
+The file lies in the user cache under a name made of the sources, the compiler, the CPU's
 instructions and torch's version: a cache that moves to another machine builds again. Two processes
 at once build once. A file is tried in a process of its own before it is used. The build can begin
 in the background while weights are read.
@@ -29,7 +29,7 @@ from torch import Tensor
 from fasteagle.errors import FasteagleError
 from fasteagle.paths import compiled_dir
 
-SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
+SOURCE = Path(__file__).with_name("cpu") / "ops.cpp"  # includes the headers beside it
 TIME_LIMIT = 300.0  # seconds for the compiler; it takes about half a minute
 NAMESPACE = "fasteagle_cpu"
 FLAGS = "FASTEAGLE_KERNEL_FLAGS"  # environment: more flags for the compiler, as for sanitizers
@@ -106,17 +106,22 @@ def library_path(isa: Isa, namespace: str = NAMESPACE) -> Path:
     """Where the library for `isa` lies, or will. Raises `BuildError` without source or compiler."""
     path = compiler()
     try:
-        stat, source = os.stat(path), SOURCE.read_bytes()
+        stat, sources = os.stat(path), [file.read_bytes() for file in source_files()]
     except OSError as error:
         raise BuildError(f"cannot read {error.filename} ({error.strerror})") from error
     parts = (
-        source,
+        *sources,
         f"{path} {stat.st_size} {stat.st_mtime_ns}".encode(),
         " ".join(_command(isa, namespace, Path("out"))).encode(),
         f"{torch.__version__} {platform.machine()}".encode(),
     )
     name = hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
     return compiled_dir() / "kernels" / f"{isa.name}-{name}.so"
+
+
+def source_files() -> list[Path]:
+    """All that the library is made of: the file that is compiled, and its headers."""
+    return [SOURCE, *sorted(SOURCE.parent.glob("*.h"))]
 
 
 def _isa_flags(isa: Isa) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Linears over our own CPU kernels (`cpu_kernels.cpp`), and the layout of weights they read.
+"""Linears over our own CPU kernels (`cpu/gemm.h`), and the layout of weights they read.
 
 Activations are rounded to 8 bits per row and block of 32; a product's result is fp32, and a row of
 it has the same bits whatever the number of rows.
@@ -23,7 +23,7 @@ BLOCK = 32  # inputs
 COLUMNS = 16  # outputs that lie together
 ALIGNMENT = 64  # bytes: a line of the cache
 MAGIC = 0x45474C46
-HEADER = struct.Struct("<8i3q8x")  # as in the C++ file; 64 bytes
+HEADER = struct.Struct("<8i3q8x")  # as `Header` in cpu/gemm.h; 64 bytes
 SCALES_ONLY, OFFSETS, ZEROS = range(3)
 
 

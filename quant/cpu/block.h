@@ -1,0 +1,344 @@
+// Whole decoder blocks: norms, products, RoPE and attention of up to 32 rows, on all threads
+// together.
+//
+// Reference: `Block` in model.py, but for activations in 8 bits.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "attention.h"
+#include "gemm.h"
+#include "quantize.h"
+#include "threads.h"
+#include "vec.h"
+
+namespace {
+
+constexpr int MAX_HEAD_DIM = 256;
+
+struct Block {
+  const float *attention_norm, *q_norm, *k_norm, *mlp_norm;  // null where there is none
+  Weight qkv, out, gate_up, down;
+};
+constexpr int TENSORS = 9;  // of a block, in this order
+
+const float* floats(const Tensor& t) { return t.numel() ? t.const_data_ptr<float>() : nullptr; }
+
+Block block_of(const Tensor* t) {
+  Block b;
+  b.attention_norm = floats(t[0]);
+  b.qkv = Weight(t[1], &t[2]);
+  b.q_norm = floats(t[3]);
+  b.k_norm = floats(t[4]);
+  b.out = Weight(t[5]);
+  b.mlp_norm = floats(t[6]);
+  b.gate_up = Weight(t[7]);
+  b.down = Weight(t[8]);
+  return b;
+}
+
+// Raises unless the tensors `t` of block `b` fit each other; its QKV product reads `K` inputs.
+void check_block(const Tensor* t, const Block& b, const Heads& heads, int64_t D, int64_t K) {
+  const int64_t H = heads.H, G = heads.G, E = heads.E, F = b.down.h.K;
+  TORCH_CHECK(G > 0 && H > 0 && H % G == 0 && E > 0 && E % 16 == 0 && E <= MAX_HEAD_DIM &&
+                  H % heads.together() == 0,
+              "head dim");
+  TORCH_CHECK(D % BLOCK == 0 && F % BLOCK == 0, "widths in blocks of 32");
+  TORCH_CHECK(b.qkv.h.N == (H + 2 * G) * E && b.qkv.h.K == K, "qkv is [", (H + 2 * G) * E, ", ", K,
+              "]");
+  TORCH_CHECK(b.out.h.N == D && b.out.h.K == H * E, "out is [", D, ", ", H * E, "]");
+  TORCH_CHECK(b.gate_up.h.N == 2 * F && b.gate_up.h.K == D, "gate_up is [", 2 * F, ", ", D, "]");
+  TORCH_CHECK(b.down.h.N == D, "down is [", D, ", ", F, "]");
+  const auto is_scale = [](const Tensor& norm, int64_t n) {
+    return norm.is_contiguous() && (norm.numel() == 0 || norm.numel() == n);
+  };
+  TORCH_CHECK(is_scale(t[0], D) && is_scale(t[3], E) && is_scale(t[4], E) && is_scale(t[6], D),
+              "norms are [D] and [E]");
+}
+
+// Raises unless all caches are like the first one, [G, S, E].
+void check_caches(at::TensorList caches) {
+  for (const Tensor& cache : caches)
+    TORCH_CHECK(cache.dim() == 3 && cache.is_contiguous() && cache.sizes() == caches[0].sizes() &&
+                    cache.scalar_type() == caches[0].scalar_type(),
+                "contiguous caches of one shape and type");
+}
+
+// x / rms(x) * weight; without a weight, x itself.
+inline void rms_norm(const float* x, const float* weight, int64_t n, float eps, float* out) {
+  if (weight == nullptr) {
+    std::copy(x, x + n, out);
+    return;
+  }
+  VF total[2] = {};
+  int64_t i = 0;
+  for (; i + 2 * W <= n; i += 2 * W) {
+    const VF a = load(x + i), b = load(x + i + W);
+    total[0] = fma(a, a, total[0]);
+    total[1] = fma(b, b, total[1]);
+  }
+  float squares = sum(total[0] + total[1]);
+  for (; i < n; i++) squares += x[i] * x[i];
+  const float factor = 1.0f / std::sqrt(squares / float(n) + eps);
+  for (i = 0; i + W <= n; i += W) store(out + i, load(x + i) * factor * load(weight + i));
+  for (; i < n; i++) out[i] = x[i] * factor * weight[i];
+}
+
+struct Scratch {
+  std::vector<uint8_t> memory;
+  size_t used = 0;
+
+  void reserve(size_t bytes) {
+    used = 0;
+    if (memory.size() < bytes + 4096) memory.resize(bytes + 4096);
+  }
+  template <class E>
+  E* take(size_t n) {
+    used = (used + 63) / 64 * 64;
+    uint8_t* start = (uint8_t*)(((uintptr_t)memory.data() + 63) / 64 * 64);
+    E* p = (E*)(start + used);
+    used += n * sizeof(E);
+    TORCH_INTERNAL_ASSERT(used + 64 <= memory.size(), "scratch memory");
+    return p;
+  }
+  Activations activations(int64_t rows, int64_t K) {
+    return Activations::at(take<uint8_t>(Activations::bytes(rows, K)), rows, K);
+  }
+};
+
+// What all blocks of one call share.
+template <class C>
+struct Pass {
+  Heads heads;
+  int64_t D, F, S, T, row;  // T rows, from `row` on
+  float eps;
+  const float *cos, *sin;  // [T, E]
+  const int64_t* slots;    // [T]
+  float* x;                // [T, D], in place
+  const float* entry;  // [T, entry_dim]: what the first product reads instead of norm(x), or null
+  int64_t entry_dim;
+  const Visible* seen;
+  float *qkv, *queries, *parts, *scratch;  // scratch: of each worker
+  int64_t scratch_size, key_blocks;
+  Activations normed, attended, hidden, entered;
+
+  float* own_scratch(const Worker& me) const { return scratch + me.id * scratch_size; }
+
+  // One head, rotated and scaled, and written in the type of `out`.
+  template <class O>
+  void rope(const float* in, const float* norm, int64_t t, float scale, O* out) const {
+    const int64_t E = heads.E, half = E / 2;
+    float own[MAX_HEAD_DIM];
+    if (norm != nullptr) {
+      rms_norm(in, norm, E, eps, own);
+      in = own;
+    }
+    const float *c = cos + t * E, *s = sin + t * E;
+    int64_t e = 0;
+    for (; e + W <= half; e += W) {
+      const VF a = load(in + e), b = load(in + e + half);
+      store(out + e, (a * load(c + e) - b * load(s + e)) * scale);
+      store(out + e + half, (b * load(c + e + half) + a * load(s + e + half)) * scale);
+    }
+    for (; e < half; e++) {
+      const float a = in[e], b = in[e + half];
+      put(out + e, (a * c[e] - b * s[e]) * scale);
+      put(out + e + half, (b * c[e + half] + a * s[e + half]) * scale);
+    }
+  }
+
+  void rotate(const Worker& me, const Block& w, C* k, C* v) const {
+    const int64_t H = heads.H, G = heads.G, E = heads.E, n = H + 2 * G, group = heads.group();
+    const float scale = 1.0f / std::sqrt(float(E));
+    const auto [begin, end] = me.share(T * n);
+    for (int64_t i = begin; i < end; i++) {
+      const int64_t t = i / n, h = i % n;
+      const float* in = qkv + (t * n + h) * E;
+      if (h < H) {
+        const int64_t g = h / group, at = (g * T + t) * group + h % group;
+        rope(in, w.q_norm, t, scale, queries + at * E);
+      } else if (h < H + G) {
+        rope(in, w.k_norm, t, 1.0f, k + ((h - H) * S + slots[t]) * E);
+      } else {
+        C* out = v + ((h - H - G) * S + slots[t]) * E;
+        for (int64_t e = 0; e < E; e += W) store(out + e, load(in + e));
+      }
+    }
+  }
+
+  void norm(const Worker& me, const float* weight) {
+    float* own = own_scratch(me);
+    const auto [begin, end] = me.share(T);
+    for (int64_t t = begin; t < end; t++) {
+      rms_norm(x + t * D, weight, D, eps, own);
+      normed.quantize_row(t, own, D);
+    }
+  }
+
+  void enter(const Worker& me) {
+    const auto [begin, end] = me.share(T);
+    for (int64_t t = begin; t < end; t++) entered.quantize_row(t, entry + t * entry_dim, entry_dim);
+  }
+
+  void attention(const Worker& me, const C* k, const C* v) {
+    Attention<C> a{heads, T, S, key_blocks, queries, k, v, seen, row, parts};
+    // In turn: the last blocks of keys are those of the longest rows alone.
+    for (int64_t i = me.id; i < heads.G * key_blocks; i += me.size)
+      a.unit(i % heads.G, i / heads.G, own_scratch(me));
+    me.team.barrier();
+    // As many heads together as fill blocks of 32.
+    const int64_t E = heads.E, group = heads.group(), together = heads.together();
+    float result[2 * MAX_HEAD_DIM];
+    const auto [from, to] = me.share(T * heads.H / together);
+    for (int64_t i = from; i < to; i++) {
+      const int64_t t = i * together / heads.H, first = i * together % heads.H;
+      for (int64_t h = first; h < first + together; h++)
+        a.combine(h / group, t * group + h % group, result + (h - first) * E);
+      for (int64_t e = 0; e < together * E; e += BLOCK)
+        attended.quantize(t, (first * E + e) / BLOCK, result + e);
+    }
+  }
+
+  // silu(gate) * up, 32 columns at a time, rounded as the next product reads it.
+  void gated(const Worker& me, const Weight& w) {
+    alignas(64) float gate[2][MAX_TILE * COLUMNS], up[2][MAX_TILE * COLUMNS], result[BLOCK];
+    const auto [begin, end] = me.share(F / BLOCK);
+    const Choice choice((uint8_t*)own_scratch(me), normed, T);
+    for (int64_t block = begin; block < end; block++) {
+      for (int64_t first = 0; first < T; first += MAX_TILE) {
+        const int64_t rows = std::min<int64_t>(MAX_TILE, T - first);
+        for (int i = 0; i < 2; i++) {
+          product(w, 2 * block + i, normed, choice, first, rows, gate[i]);
+          product(w, F / COLUMNS + 2 * block + i, normed, choice, first, rows, up[i]);
+        }
+        for (int64_t r = 0; r < rows; r++) {
+          for (int i = 0; i < BLOCK; i += W) {
+            const int at = r * COLUMNS + i % COLUMNS;
+            const VF a = load(gate[i / COLUMNS] + at);
+            store(result + i, a / (exp_of(-a) + 1.0f) * load(up[i / COLUMNS] + at));
+          }
+          hidden.quantize(first + r, block, result);
+        }
+      }
+    }
+  }
+
+  void block(const Worker& me, const Block& w, C* k, C* v, bool by_entry) {
+    uint8_t* own = (uint8_t*)own_scratch(me);
+    if (by_entry) {
+      enter(me);
+    } else {
+      norm(me, w.attention_norm);
+    }
+    me.team.barrier();
+    products(me, w.qkv, by_entry ? entered : normed, own, T, qkv, w.qkv.h.N, false);
+    me.team.barrier();
+    rotate(me, w, k, v);
+    me.team.barrier();
+    attention(me, k, v);
+    me.team.barrier();
+    products(me, w.out, attended, own, T, x, D, true);
+    me.team.barrier();
+    norm(me, w.mlp_norm);
+    me.team.barrier();
+    gated(me, w.gate_up);
+    me.team.barrier();
+    products(me, w.down, hidden, own, T, x, D, true);
+    me.team.barrier();
+  }
+};
+
+// Memory for passes of at most `most` rows that see at most `longest` keys each, and for `more`
+// bytes.
+template <class C>
+void arrange(Pass<C>& pass, Scratch& scratch, int64_t most, int64_t longest, size_t more = 0) {
+  const Heads& heads = pass.heads;
+  const int64_t H = heads.H, E = heads.E;
+  const int64_t n_qkv = (H + 2 * heads.G) * E;
+  pass.key_blocks = (longest + KEYS - 1) / KEYS;
+  const int64_t n_parts = heads.G * pass.key_blocks * most * heads.group() * (E + 2);
+  const int64_t own = E * W + most * heads.group() * (W + KEYS);
+  const int threads = at::get_num_threads();
+  const int64_t widest = std::max({2 * pass.D, pass.F, H * E, pass.entry_dim});
+  const int64_t choice = Choice::bytes(most, widest) / 4 + 1;
+  pass.scratch_size = (std::max({own, 2 * pass.D, choice}) + 63) / 64 * 64;
+  const size_t quantized = Activations::bytes(most, pass.D) + Activations::bytes(most, H * E) +
+                           Activations::bytes(most, pass.F) +
+                           Activations::bytes(most, pass.entry_dim);
+  scratch.reserve(more + quantized +
+                  4 * size_t(most * (n_qkv + H * E) + n_parts + threads * pass.scratch_size));
+  pass.qkv = scratch.take<float>(most * n_qkv);
+  pass.queries = scratch.take<float>(most * H * E);
+  pass.parts = scratch.take<float>(n_parts);
+  pass.scratch = scratch.take<float>(threads * pass.scratch_size);
+  pass.normed = scratch.activations(most, pass.D);
+  pass.attended = scratch.activations(most, H * E);
+  pass.hidden = scratch.activations(most, pass.F);
+  if (pass.entry_dim) pass.entered = scratch.activations(most, pass.entry_dim);
+}
+
+template <class C>
+void run_blocks(const std::vector<Block>& blocks, at::TensorList caches, Pass<C> pass,
+                int64_t rows) {
+  thread_local Scratch scratch;
+  const int64_t E = pass.heads.E;
+  int64_t longest = 0;
+  for (int64_t t = 0; t < rows; t++) longest = std::max(longest, pass.seen->length(t));
+  arrange(pass, scratch, std::min<int64_t>(rows, MAX_ROWS), longest);
+  in_parallel([&](const Worker& me) {
+    for (int64_t first = 0; first < rows; first += MAX_ROWS) {
+      Pass<C> own_pass = pass;
+      own_pass.row = first;
+      own_pass.T = std::min<int64_t>(MAX_ROWS, rows - first);
+      own_pass.x += first * pass.D;
+      own_pass.cos += first * E;
+      own_pass.sin += first * E;
+      own_pass.slots += first;
+      if (pass.entry != nullptr) own_pass.entry += first * pass.entry_dim;
+      for (size_t i = 0; i < blocks.size(); i++)
+        own_pass.block(me, blocks[i], (C*)caches[2 * i].data_ptr(),
+                       (C*)caches[2 * i + 1].data_ptr(), i == 0 && pass.entry != nullptr);
+    }
+  });
+}
+
+// Raises unless every depth [T] is a column of paths that are `width` wide.
+void check_depths(const Tensor& depths, int64_t width) {
+  const int64_t* depth = depths.const_data_ptr<int64_t>();
+  for (int64_t t = 0; t < depths.numel(); t++)
+    TORCH_CHECK(depth[t] >= 0 && depth[t] < width, "depth ", depth[t], " of ", width);
+}
+
+inline void row_in_fp32(const Tensor& x, int64_t row, int64_t n, float* out) {
+  if (x.scalar_type() == at::kFloat) {
+    std::memcpy(out, x.const_data_ptr<float>() + row * n, n * sizeof(float));
+  } else {
+    const Bf16* in = (const Bf16*)x.const_data_ptr() + row * n;
+    for (int64_t i = 0; i < n; i++) out[i] = to_scalar(in[i]);
+  }
+}
+
+// Raises unless `x` is [T, K] of a type that `row_in_fp32` reads and `put_row` writes.
+void check_rows(const Tensor& x, int64_t K) {
+  TORCH_CHECK(x.dim() == 2 && x.size(1) == K && x.is_contiguous(), "x is [T, ", K, "]");
+  TORCH_CHECK(x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16,
+              "x in fp32 or bf16");
+}
+
+inline void put_row(Tensor& out, int64_t row, const float* x, int64_t n) {
+  if (out.scalar_type() == at::kFloat) {
+    std::copy(x, x + n, out.mutable_data_ptr<float>() + row * n);
+  } else {
+    Bf16* to = (Bf16*)out.mutable_data_ptr() + row * n;
+    for (int64_t i = 0; i < n; i++) put(to + i, x[i]);
+  }
+}
+
+}  // namespace

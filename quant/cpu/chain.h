@@ -1,0 +1,321 @@
+// Chain of tokens drafted by an EAGLE head in one call.
+//
+// Reference: `EagleDrafter.propose` in drafting/eagle.py, on a chain (drafting/sure_chain.py says
+// where it ends).
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "block.h"
+#include "sampling.h"
+
+namespace {
+
+// The best of some logits, and the sum of exp(logit - best) over them.
+struct Best {
+  float value = -std::numeric_limits<float>::infinity(), total = 0.0f;
+  int64_t index = 0;
+
+  static Best of(const float* x, int64_t begin, int64_t end) {
+    Best b;
+    b.index = begin;
+    for (int64_t i = begin; i < end; i++)
+      if (x[i] > b.value) {
+        b.value = x[i];
+        b.index = i;
+      }
+    VF sums = {};
+    int64_t i = begin;
+    for (; i + W <= end; i += W) sums += exp_of(load(x + i) - b.value);
+    b.total = sum(sums);
+    for (; i < end; i++) b.total += std::exp(x[i] - b.value);
+    return b;
+  }
+
+  // With the best of logits that lie behind these.
+  void add(const Best& o) {
+    const bool larger = o.value > value;
+    const float most = larger ? o.value : value;
+    if (most == -std::numeric_limits<float>::infinity()) return;
+    total = total * std::exp(value - most) + o.total * std::exp(o.value - most);
+    if (larger) index = o.index;
+    value = most;
+  }
+};
+
+// An EAGLE head. EAGLE-1: x = fc(embedding, feature). EAGLE-3: x is the feature, and the block's
+// first product reads norm(embedding), norm(feature).
+struct Head {
+  const Tensor& embedding;                                                           // [V, D]
+  Weight fc;                                                                         // EAGLE-1
+  const float *token_norm = nullptr, *feature_norm = nullptr, *last_norm = nullptr;  // EAGLE-3
+  bool normed_residual = false, normed_output = false;
+  Block block;
+  Weight lm_head;
+
+  bool eagle3() const { return token_norm != nullptr; }
+};
+
+// Drafts a chain on all threads together; each of them keeps the books by itself.
+template <class C>
+struct Chain {
+  const Head& head;
+  Pass<C> pass;  // of one level; rows of the text first
+  C *k, *v;
+  const float *cos, *sin;  // tables of all positions
+  const int64_t* target_ids;
+  float *features, *entry, *logits;  // [n, D], [rows, 2 D], [draft vocabulary]
+  const float* read;                 // the features of this step
+  Activations joined, said;
+  Best* bests;  // [threads]
+  int64_t seq_len;
+  Noise noise;
+
+  float* x(int64_t row) const { return pass.x + row * pass.D; }
+
+  // Rows of tokens and features, as the block reads them.
+  void enter(const Worker& me, const int64_t* tokens) {
+    const int64_t D = pass.D;
+    float* both = pass.own_scratch(me);
+    const auto [begin, end] = me.share(pass.T);
+    for (int64_t t = begin; t < end; t++) {
+      float* out = head.eagle3() ? entry + t * 2 * D : both;
+      row_in_fp32(head.embedding, tokens[t], D, out);
+      if (head.eagle3()) {
+        rms_norm(out, head.token_norm, D, pass.eps, out);
+        rms_norm(read + t * D, head.feature_norm, D, pass.eps, out + D);
+        const float* residual = head.normed_residual ? out + D : read + t * D;
+        std::copy(residual, residual + D, x(t));
+      } else {
+        std::copy(read + t * D, read + (t + 1) * D, out + D);
+        joined.quantize_row(t, out, 2 * D);
+      }
+    }
+    me.team.barrier();
+    if (head.eagle3()) return;
+    products(me, head.fc, joined, (uint8_t*)both, pass.T, pass.x, D, false);
+    me.team.barrier();
+  }
+
+  // The likeliest token after the last row, whose feature becomes row 0.
+  Best leave(const Worker& me) {
+    const int64_t D = pass.D, N = head.lm_head.h.N;
+    if (me.id == 0) {
+      float* row = x(pass.T - 1);
+      float* own = pass.own_scratch(me);
+      rms_norm(row, head.last_norm, D, pass.eps, own);  // EAGLE-1 has none
+      said.quantize_row(0, own, D);
+      const float* feature = head.normed_output ? own : row;
+      std::copy(feature, feature + D, features);
+    }
+    me.team.barrier();
+    products(me, head.lm_head, said, (uint8_t*)pass.own_scratch(me), 1, logits, N, false);
+    const auto [begin, end] = me.share(head.lm_head.column_blocks);
+    const int64_t last = std::min(end * COLUMNS, N);
+    if (noise.temperature > 0) noise.add(logits, target_ids, begin * COLUMNS, last);
+    bests[me.id] = Best::of(logits, begin * COLUMNS, last);
+    me.team.barrier();
+    Best best = bests[0];
+    for (int i = 1; i < me.size; i++) best.add(bests[i]);
+    return best;
+  }
+
+  // Row `first` of the text and those behind it: slots and RoPE positions are the same.
+  void place(int64_t first, const int64_t* slots, const Visible* seen) {
+    const int64_t E = pass.heads.E;
+    pass.cos = cos + first * E;
+    pass.sin = sin + first * E;
+    pass.slots = slots;
+    pass.seen = seen;
+  }
+};
+
+// Bounds by depth; that of the last one holds for all deeper ones.
+inline float at_depth(const std::vector<float>& bounds, int64_t depth) {
+  return bounds[std::min<int64_t>(depth, bounds.size() - 1)];
+}
+
+// Shows the head the last `n` pairs, `MAX_ROWS` at a time, then drafts on: at most `depth` tokens.
+// A token whose whole path is less likely than `verify` is left out; after one less likely than
+// `expand` none is drafted (bounds by depth). With a temperature, tokens are ranked with the noise that the target
+// will draw with. `slots` and `seen` are those of the n pairs, then of each level. Returns the
+// probabilities of the paths, of the one left out as well.
+template <class C>
+std::vector<float> draft(const Chain<C>& of_all, const int64_t* tokens, int64_t n,
+                         const std::vector<int64_t>& slots, const std::vector<Visible>& seen,
+                         int64_t depth, const std::vector<float>& verify,
+                         const std::vector<float>& expand, int64_t* drafted) {
+  std::vector<float> found;
+  in_parallel([&](const Worker& me) {
+    Chain<C> chain = of_all;
+    int64_t own_token = 0;
+    float path = 1.0f;
+    const auto step = [&](int64_t first, int64_t rows, const int64_t* ids, const Visible* visible) {
+      chain.pass.T = rows;
+      chain.place(chain.seq_len - n + first, slots.data() + first, visible);
+      chain.enter(me, ids);
+      chain.pass.block(me, chain.head.block, chain.k, chain.v, chain.head.eagle3());
+    };
+    const float* features = chain.features;
+    int64_t shown = 0;
+    for (; n - shown > MAX_ROWS; shown += MAX_ROWS) {
+      chain.pass.row = shown;
+      chain.read = features + shown * chain.pass.D;
+      step(shown, MAX_ROWS, tokens + shown, &seen[0]);
+    }
+    chain.pass.row = shown;
+    chain.read = features + shown * chain.pass.D;
+    for (int64_t level = 0; level < depth; level++) {
+      chain.noise.at(chain.seq_len + level + 1);
+      if (level) {
+        chain.pass.row = 0;
+        chain.read = features;
+        step(n + level - 1, 1, &own_token, &seen[level]);
+      } else {
+        step(shown, n - shown, tokens + shown, &seen[0]);
+      }
+      const Best best = chain.leave(me);
+      path *= 1.0f / best.total;
+      own_token = chain.target_ids[best.index];
+      if (me.id == 0) {
+        found.push_back(path);
+        drafted[level] = own_token;
+      }
+      if (!(path >= at_depth(verify, level) && path >= at_depth(expand, level))) break;
+    }
+  });
+  return found;
+}
+
+// `tokens` [P], `features` [P, D]: pairs, of which the first `count` are new. `norms`: those of an
+// EAGLE-3 head, or none. Returns the tokens that are kept, and the probabilities of their paths
+// and, where the last one drafted is left out, of its path.
+std::tuple<Tensor, Tensor> draft_chain(
+    const Tensor& tokens, const Tensor& features, const Tensor& count, const Tensor& seq_len,
+    const Tensor& embedding, const std::optional<Tensor>& fc, const std::optional<Tensor>& fc_bias,
+    at::TensorList norms, bool normed_residual, bool normed_output, at::TensorList tensors,
+    const Tensor& lm_head, const Tensor& target_ids, const Tensor& cos, const Tensor& sin,
+    at::TensorList caches, int64_t n_head, double eps, const std::optional<Tensor>& temperature,
+    const std::optional<Tensor>& seed, int64_t depth, at::ArrayRef<double> verify_,
+    at::ArrayRef<double> expand_) {
+  TORCH_CHECK(!verify_.empty() && !expand_.empty(), "bounds of path probabilities");
+  const std::vector<float> verify(verify_.begin(), verify_.end());
+  const std::vector<float> expand(expand_.begin(), expand_.end());
+  const int64_t n = count.item<int64_t>(), past = seq_len.item<int64_t>();
+  TORCH_CHECK(tensors.size() == TENSORS && caches.size() == 2, "one block");
+  check_caches(caches);
+  const int64_t D = embedding.size(1), E = caches[0].size(2), S = caches[0].size(1);
+  TORCH_CHECK(n >= 1 && n <= tokens.numel() && n <= features.size(0) && n <= past, n, " pairs");
+  TORCH_CHECK(depth >= 1 && past + depth - 1 <= S && past + depth - 1 <= cos.size(0), "slots");
+  TORCH_CHECK(tokens.is_contiguous() && target_ids.is_contiguous(), "contiguous tokens");
+  check_rows(embedding, D);
+  check_rows(features, D);
+  const Heads heads{n_head, caches[0].size(0), E};
+  TORCH_CHECK(
+      cos.is_contiguous() && sin.is_contiguous() && cos.size(1) == E && sin.sizes() == cos.sizes(),
+      "cos and sin");
+  TORCH_CHECK(!temperature.has_value() || seed.has_value(), "a seed");
+  TORCH_CHECK(norms.empty() == fc.has_value() && (norms.empty() || norms.size() == 3),
+              "norms or fc");
+
+  Head head{embedding};
+  head.block = block_of(tensors.data());
+  head.lm_head = Weight(lm_head);
+  if (fc.has_value()) {
+    head.fc = Weight(*fc, fc_bias.has_value() ? &*fc_bias : nullptr);
+    TORCH_CHECK(head.fc.h.N == D && head.fc.h.K == 2 * D, "fc");
+  } else {
+    for (const Tensor& norm : norms)
+      TORCH_CHECK(norm.numel() == D && norm.is_contiguous(), "norms are [D]");
+    head.token_norm = norms[0].const_data_ptr<float>();
+    head.feature_norm = norms[1].const_data_ptr<float>();
+    head.last_norm = norms[2].const_data_ptr<float>();
+    head.normed_residual = normed_residual;
+    head.normed_output = normed_output;
+  }
+  // The block of an EAGLE-3 head reads embedding and feature.
+  check_block(tensors.data(), head.block, heads, D, fc.has_value() ? D : 2 * D);
+  const int64_t N = head.lm_head.h.N, F = head.block.down.h.K;
+  TORCH_CHECK(head.lm_head.h.K == D && target_ids.numel() == N, "LM head");
+  const int64_t* ids = tokens.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < n; i++)
+    TORCH_CHECK(ids[i] >= 0 && ids[i] < embedding.size(0), "token ", ids[i]);
+
+  std::vector<int64_t> slots;
+  std::vector<Visible> seen(depth);
+  for (int64_t slot = past - n; slot < past + depth - 1; slot++) slots.push_back(slot);
+  for (int64_t level = 0; level < depth; level++) {
+    const int64_t rows = level ? 1 : n;
+    seen[level].shared = level ? past + level : past - n;
+    seen[level].begin.push_back(0);
+    for (int64_t t = 0; t < rows; t++) {
+      if (!level)
+        for (int64_t slot = past - n; slot <= past - n + t; slot++) seen[level].own.push_back(slot);
+      seen[level].begin.push_back(seen[level].own.size());
+    }
+  }
+  Tensor drafted = at::empty({depth}, tokens.options());
+  std::vector<float> found;
+  const auto run = [&](auto element) {
+    using C = decltype(element);
+    thread_local Scratch scratch;
+    const int threads = at::get_num_threads();
+    Chain<C> chain{head};
+    Pass<C>& pass = chain.pass;
+    pass.heads = heads;
+    pass.D = D;
+    pass.F = F;
+    pass.S = S;
+    pass.row = 0;
+    pass.eps = float(eps);
+    pass.entry_dim = head.eagle3() ? 2 * D : 0;
+    const int64_t most = std::min<int64_t>(n, MAX_ROWS);
+    const size_t more = Activations::bytes(most, 2 * D) + Activations::bytes(1, D) +
+                        4 * size_t((n + 3 * most) * D + N) + sizeof(Best) * threads + 1024;
+    arrange(pass, scratch, most, past + depth, more);
+    chain.joined = scratch.activations(most, 2 * D);
+    chain.said = scratch.activations(1, D);
+    pass.x = scratch.take<float>(most * D);
+    chain.features = scratch.take<float>(n * D);
+    chain.entry = scratch.take<float>(most * 2 * D);
+    chain.logits = scratch.take<float>(N);
+    chain.bests = scratch.take<Best>(threads);
+    pass.entry = head.eagle3() ? chain.entry : nullptr;
+    chain.k = (C*)caches[0].data_ptr();
+    chain.v = (C*)caches[1].data_ptr();
+    chain.cos = cos.const_data_ptr<float>();
+    chain.sin = sin.const_data_ptr<float>();
+    chain.target_ids = target_ids.const_data_ptr<int64_t>();
+    chain.seq_len = past;
+    if (temperature.has_value()) {
+      chain.noise.temperature = temperature->item<float>();
+      chain.noise.seed = uint64_t(seed->item<int64_t>());
+    }
+    for (int64_t t = 0; t < n; t++) row_in_fp32(features, t, D, chain.features + t * D);
+    found = draft(chain, ids, n, slots, seen, depth, verify, expand,
+                  drafted.mutable_data_ptr<int64_t>());
+  };
+  if (caches[0].scalar_type() == at::kBFloat16) {
+    run(Bf16{});
+  } else {
+    TORCH_CHECK(caches[0].scalar_type() == at::kFloat, "caches in bf16 or fp32");
+    run(0.0f);
+  }
+  int64_t kept = found.size();
+  if (!(found.back() >= at_depth(verify, kept - 1))) kept--;
+  Tensor paths = at::empty({(int64_t)found.size()}, embedding.options().dtype(at::kFloat));
+  std::copy(found.begin(), found.end(), paths.mutable_data_ptr<float>());
+  return {drafted.slice(0, 0, kept), paths};
+}
+
+}  // namespace

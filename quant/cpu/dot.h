@@ -1,0 +1,198 @@
+// Integer dot products of one block of 32 inputs: some rows of activations with W outputs.
+//
+// Sums are exact in int32, and so the same on every path.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#include "quantize.h"
+#include "vec.h"
+
+namespace {
+
+constexpr int COLUMNS = 16;  // outputs that lie together in a packed weight
+
+inline int32_t four(const int8_t* p) {
+  int32_t v;
+  std::memcpy(&v, p, 4);
+  return v;
+}
+
+// Sums of products of unsigned weights with signed activations, four inputs of W outputs at once.
+// `bias` is what was added to the weights to make them unsigned, where the sums contain it.
+#if FASTEAGLE_ISA >= 3
+typedef __m512i Bytes;
+inline Bytes load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
+inline Bytes low(Bytes v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
+inline Bytes high(Bytes v) {
+  return _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15));
+}
+inline Bytes spread(const int8_t* quad) { return _mm512_set1_epi32(four(quad)); }
+inline VS pairs(Bytes w, Bytes x) { return (VS)_mm512_maddubs_epi16(w, x); }
+inline VI quads(VS v) { return (VI)_mm512_madd_epi16((Bytes)v, _mm512_set1_epi16(1)); }
+#if FASTEAGLE_ISA == 4
+inline Bytes add_quads(Bytes sum, Bytes w, Bytes x) { return _mm512_dpbusd_epi32(sum, w, x); }
+#endif
+#elif FASTEAGLE_ISA >= 1
+typedef __m256i Bytes;
+inline Bytes load_bytes(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
+inline Bytes low(Bytes v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
+inline Bytes high(Bytes v) {
+  return _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15));
+}
+inline Bytes spread(const int8_t* quad) { return _mm256_set1_epi32(four(quad)); }
+inline VS pairs(Bytes w, Bytes x) { return (VS)_mm256_maddubs_epi16(w, x); }
+inline VI quads(VS v) { return (VI)_mm256_madd_epi16((Bytes)v, _mm256_set1_epi16(1)); }
+#if FASTEAGLE_ISA == 2
+inline Bytes add_quads(Bytes sum, Bytes w, Bytes x) { return _mm256_dpbusd_avx_epi32(sum, w, x); }
+#endif
+#else
+struct Bytes {
+  uint8_t v[4 * W];
+};
+inline Bytes load_bytes(const uint8_t* p) {
+  Bytes b;
+  std::memcpy(&b, p, sizeof b);
+  return b;
+}
+inline Bytes low(Bytes b) {
+  for (uint8_t& x : b.v) x &= 15;
+  return b;
+}
+inline Bytes high(Bytes b) {
+  for (uint8_t& x : b.v) x >>= 4;
+  return b;
+}
+#endif
+
+// With TWO there are two chains, which hides latency where rows are few.
+template <int BITS, bool TWO>
+struct Dot {
+#if FASTEAGLE_ISA == 4 || FASTEAGLE_ISA == 2
+  static constexpr int bias = BITS == 8 ? 128 : 0;
+  Bytes a = {}, b = {};
+  void add(Bytes w, const int8_t* quad) { a = add_quads(a, w, spread(quad)); }
+  void add_second(Bytes w, const int8_t* quad) {
+    if constexpr (TWO) {
+      b = add_quads(b, w, spread(quad));
+    } else {
+      add(w, quad);
+    }
+  }
+  VI total() const { return TWO ? (VI)a + (VI)b : (VI)a; }
+#elif FASTEAGLE_ISA == 3
+  // Of 8-bit weights, pairs of products in 16 bits are at most 2 * 128 * 127, if the sign goes to
+  // the activation. For 4-bit weights see `short_products`.
+  static constexpr int bias = 0;
+  __m512i a = {};
+  void add(Bytes w, const int8_t* quad) {
+    const Bytes value = _mm512_xor_si512(w, _mm512_set1_epi8(-128)), x = spread(quad);
+    const Bytes turned =
+        _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(value), _mm512_setzero_si512(), x);
+    const Bytes pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(value), turned);
+    a = _mm512_add_epi32(a, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+  }
+  void add_second(Bytes w, const int8_t* quad) { add(w, quad); }
+  VI total() const { return (VI)a; }
+#elif FASTEAGLE_ISA == 1
+  static constexpr int bias = 0;
+  __m256i a = {};
+  void add(Bytes w, const int8_t* quad) {
+    const Bytes value = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
+    const Bytes turned = _mm256_sign_epi8(spread(quad), value);
+    const Bytes pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(value), turned);
+    a = _mm256_add_epi32(a, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  }
+  void add_second(Bytes w, const int8_t* quad) { add(w, quad); }
+  VI total() const { return (VI)a; }
+#else
+  static constexpr int bias = BITS == 8 ? 128 : 0;
+  int32_t a[W] = {};
+  void add(const Bytes& w, const int8_t* quad) {
+    for (int i = 0; i < W; i++)
+      for (int j = 0; j < 4; j++) a[i] += int32_t(w.v[4 * i + j]) * quad[j];
+  }
+  void add_second(const Bytes& w, const int8_t* quad) { add(w, quad); }
+  VI total() const {
+    VI v;
+    std::memcpy(&v, a, sizeof v);
+    return v;
+  }
+#endif
+};
+
+#if FASTEAGLE_ISA == 3 || FASTEAGLE_ISA == 1
+// The sums of a row's 32 inputs with 4-bit weights, four inputs of W outputs in each of `w`. Pairs
+// are added in 16 bits, where a block's eight are at most 8 * 2 * 15 * 127.
+[[gnu::always_inline]] inline VI short_products(const Bytes* w, const int8_t* q) {
+  VS sums = pairs(w[0], spread(q));
+  for (int j = 1; j < 8; j++) sums += pairs(w[j], spread(q + 4 * j));
+  return quads(sums);
+}
+#endif
+
+// `f(0)`, `f(1)` .. `f(n - 1)`, one after the other: a loop that is always unrolled.
+template <class F, int... r>
+[[gnu::always_inline]] inline void for_each(F f, std::integer_sequence<int, r...>) {
+  (f(r), ...);
+}
+
+template <int n, class F>
+[[gnu::always_inline]] inline void for_each(F f) {
+  for_each(f, std::make_integer_sequence<int, n>());
+}
+
+// Whole-number products of R rows of activations, 32 bytes each at `q`, with the W outputs of one
+// block at `line`, given to `take` by row: what was added to the weights is taken off by `sums`.
+template <int R, int BITS, class F>
+[[gnu::always_inline]] inline void block_products(const uint8_t* line, const int8_t* q,
+                                                  const int32_t* sums, int base, F take) {
+  const auto give = [&](int r, VI total) {
+    if (base) [[unlikely]]
+      total = (VI)((VU)total - uint32_t(base) * uint32_t(sums[r]));
+    take(r, total);
+  };
+#if FASTEAGLE_ISA == 3 || FASTEAGLE_ISA == 1
+  if constexpr (BITS == 4) {
+    // Row by row, with the weights in registers: sums of all rows at once would not fit beside
+    // them.
+    Bytes w[8];
+    for (int j = 0; j < 4; j++) {
+      const Bytes values = load_bytes(line + j * 4 * COLUMNS);
+      w[j] = low(values), w[j + 4] = high(values);
+    }
+    for_each<R>([&](int r)
+                    __attribute__((always_inline)) { give(r, short_products(w, q + r * BLOCK)); });
+    return;
+  }
+#endif
+  using Sums = Dot<BITS, (R < 4)>;
+  constexpr int LINES = BITS == 4 ? 4 : 8;
+  Sums dots[R];
+  for (int j = 0; j < LINES; j++) {
+    const Bytes values = load_bytes(line + j * 4 * COLUMNS);
+    if constexpr (BITS == 4) {
+      const Bytes first = low(values), second = high(values);
+      for (int r = 0; r < R; r++) {
+        dots[r].add(first, q + r * BLOCK + 4 * j);
+        dots[r].add_second(second, q + r * BLOCK + 4 * j + 16);
+      }
+    } else {
+      for (int r = 0; r < R; r++) {
+        if (j % 2) {
+          dots[r].add_second(values, q + r * BLOCK + 4 * j);
+        } else {
+          dots[r].add(values, q + r * BLOCK + 4 * j);
+        }
+      }
+    }
+  }
+  VI totals[R];
+  for (int r = 0; r < R; r++) totals[r] = dots[r].total();
+  for (int r = 0; r < R; r++) give(r, totals[r]);
+}
+
+}  // namespace

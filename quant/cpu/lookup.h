@@ -1,0 +1,138 @@
+// Tokens that followed the longest earlier match of the text's end, and how likely they are.
+//
+// Reference: `Lookup` in drafting/lookup.py, and `LookedUp` in drafting/sure_chain.py.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <tuple>
+#include <vector>
+
+namespace {
+
+using at::Tensor;
+
+constexpr int CLASSES = 8;  // of match sizes and of depths: 1 .. 7, and all above
+constexpr float TABLE_MEMORY = 128.0f;
+
+constexpr int64_t KEY_TOKENS = 3, KEY_BITS = 21, WINDOW = 256;  // as in drafting/lookup.py
+
+struct Match {
+  int64_t size = 0, end = 0;  // tokens, and where the last one stands
+};
+
+// Where the end of the text stands in `corpus` (tokens, sorted keys, their order: `Corpus` in
+// drafting/lookup.py), the longest match, among equals the latest. At most WINDOW places are
+// compared.
+Match find_in_corpus(at::TensorList corpus, const int64_t* text, int64_t last, int64_t longest) {
+  const int64_t* tokens = corpus[0].const_data_ptr<int64_t>();
+  const int64_t *keys = corpus[1].const_data_ptr<int64_t>(), *keys_end = keys + corpus[1].numel();
+  const int64_t* order = corpus[2].const_data_ptr<int64_t>();
+  Match best;
+  for (int64_t n = std::min({KEY_TOKENS, longest, last + 1}); n > 0 && !best.size; n--) {
+    int64_t low = 0;
+    for (int64_t i = 0; i < n; i++) low |= (text[last - i] + 1) << KEY_BITS * (KEY_TOKENS - 1 - i);
+    const int64_t high = low + (int64_t(1) << KEY_BITS * (KEY_TOKENS - n)) - 1;
+    const int64_t first = std::lower_bound(keys, keys_end, low) - keys;
+    const int64_t behind = std::upper_bound(keys + first, keys_end, high) - keys;
+    for (int64_t i = behind - 1; i >= std::max(first, behind - WINDOW); i--) {
+      const int64_t end = order[i];
+      int64_t size = n;
+      while (size < longest && size <= std::min(last, end) &&
+             tokens[end - size] == text[last - size])
+        size++;
+      if (size > best.size || (size == best.size && end > best.end)) best = {size, end};
+    }
+  }
+  return best;
+}
+
+// The latest of the longest earlier matches of the text's own end, at most `longest` tokens long.
+Match find_in_text(const int64_t* text, int64_t last, int64_t longest) {
+  Match best;
+  for (int64_t i = last - 1; i >= 0 && best.size < longest; i--) {
+    if (text[i] != text[last]) continue;
+    int64_t n = 1;
+    while (n < longest && n <= i && text[i - n] == text[last - n]) n++;
+    if (n > best.size) best = {n, i};
+  }
+  return best;
+}
+
+// What followed the longest match in the text, or in `corpus` (empty, or see above) if a longer one
+// is there; how likely each path is; and how many tokens more than their cost of `keep` each they
+// promise. Tokens whose paths are less likely than `keep` are left out. A table [2, 8, 8] of how
+// many tokens were tried and right, by match size and depth, says how likely; it first learns from
+// the `kept` proposal [4 + R]: where its root stood, the root, the match size, how many tokens, and
+// these.
+std::tuple<Tensor, Tensor, double> look_up(const Tensor& text_, const Tensor& last_,
+                                           const Tensor& table_, const Tensor& kept_,
+                                           at::TensorList corpus, int64_t longest, int64_t reach,
+                                           double keep) {
+  const int64_t last = last_.item<int64_t>(), *text = text_.const_data_ptr<int64_t>();
+  TORCH_CHECK(last >= 0 && last < text_.numel() && text_.is_contiguous(), "last token at ", last);
+  TORCH_CHECK(table_.numel() == 2 * CLASSES * CLASSES && kept_.numel() >= 4 + reach &&
+                  table_.is_contiguous() && kept_.is_contiguous() && reach >= 0,
+              "a table");
+  float *tried = table_.mutable_data_ptr<float>(), *right = tried + CLASSES * CLASSES;
+  int64_t* kept = kept_.mutable_data_ptr<int64_t>();
+  const auto cell = [](int64_t size, int64_t depth) {
+    return std::min<int64_t>(size, CLASSES) * CLASSES - CLASSES +
+           std::min<int64_t>(depth, CLASSES) - 1;
+  };
+  // One cycle later; more tokens behind its root are a new turn or another text.
+  if (kept[0] <= last && last <= kept[0] + reach + 1 && text[kept[0]] == kept[1] &&
+      kept[2]) {
+    for (int64_t i = 0; i < kept[3] && kept[0] + 1 + i <= last; i++) {
+      const int64_t c = cell(kept[2], i + 1);
+      const bool is_right = text[kept[0] + 1 + i] == kept[4 + i];
+      tried[c] += 1.0f;
+      right[c] += is_right;
+      if (!is_right) break;
+    }
+    for (int64_t depth = 1; depth <= CLASSES; depth++) {
+      const int64_t c = cell(kept[2], depth);
+      const float share = std::min(1.0f, TABLE_MEMORY / tried[c]);
+      tried[c] *= share;
+      right[c] *= share;
+    }
+  }
+  TORCH_CHECK(corpus.empty() || corpus.size() == 3, "a corpus: tokens, keys, order");
+  const Match here = find_in_text(text, last, longest);
+  const Match there = corpus.empty() ? Match{} : find_in_corpus(corpus, text, last, longest);
+  const int64_t size = std::max(here.size, there.size);
+  std::vector<int64_t> found;
+  if (there.size > here.size) {
+    const int64_t* tokens = corpus[0].const_data_ptr<int64_t>();
+    const int64_t end = std::min(there.end + 1 + reach, corpus[0].numel());
+    for (int64_t i = there.end + 1; i < end && tokens[i] >= 0; i++) found.push_back(tokens[i]);
+  } else if (size) {  // a text that goes round in circles is expected to go on doing so
+    for (int64_t i = 0; i < reach; i++) found.push_back(text[here.end + 1 + i % (last - here.end)]);
+  }
+  const int64_t n = found.size();
+  kept[0] = last;
+  kept[1] = text[last];
+  kept[2] = size;
+  kept[3] = n;
+  std::copy(found.begin(), found.end(), kept + 4);
+  std::vector<float> paths;
+  double gain = 0.0;
+  for (float path = 1.0f; (int64_t)paths.size() < n;) {
+    const int64_t c = cell(size, paths.size() + 1);
+    path *= std::min(1.0f, std::max(1e-3f, right[c] / tried[c]));
+    if (path < float(keep)) break;
+    paths.push_back(path);
+    gain += path - keep;
+  }
+  Tensor tokens = at::empty({(int64_t)paths.size()}, text_.options());
+  Tensor likely = at::empty({(int64_t)paths.size()}, table_.options());
+  std::copy_n(found.begin(), paths.size(), tokens.mutable_data_ptr<int64_t>());
+  std::copy(paths.begin(), paths.end(), likely.mutable_data_ptr<float>());
+  return {tokens, likely, gain};
+}
+
+}  // namespace

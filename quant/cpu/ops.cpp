@@ -1,0 +1,229 @@
+// Operators and classes that Python calls, with the checks of their arguments.
+//
+// All headers are compiled into this one file, in unnamed namespaces: libraries for several
+// instruction sets may be loaded into one process, and must share no symbol.
+//
+// Shapes: T rows, N outputs, K inputs, D model dim, H query heads, G KV heads, E head dim, F FFN
+// dim, S cache slots, V vocabulary.
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "block.h"
+#include "chain.h"
+#include "cycle.h"
+#include "lookup.h"
+#include "sampling.h"
+#include "target.h"
+
+namespace {
+
+// The residual stream [T, D] (fp32) behind some blocks. `caches` are the keys and values of each,
+// [G, S, E]; rows `slots` are written. A row sees what `mask` [T, S] says, or the tree's view.
+// Where `entry` [T, K] (fp32) is given, the first block's QKV product reads it instead of norm(x).
+Tensor blocks(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& slots,
+              const std::optional<Tensor>& mask, const std::optional<Tensor>& seq_len,
+              const std::optional<Tensor>& paths, const std::optional<Tensor>& depths,
+              int64_t window, at::TensorList caches, at::TensorList tensors, int64_t n_head,
+              double eps, const std::optional<Tensor>& entry) {
+  TORCH_CHECK(x.dim() == 2 && x.scalar_type() == at::kFloat, "x is fp32 [T, D]");
+  const int64_t T = x.size(0), n_blocks = tensors.size() / TENSORS;
+  TORCH_CHECK(tensors.size() == size_t(n_blocks * TENSORS) &&
+                  caches.size() == size_t(2 * n_blocks) && n_blocks > 0,
+              "nine tensors and two caches of each block");
+  check_caches(caches);
+  const Tensor& keys = caches[0];
+  const Heads heads{n_head, keys.size(0), keys.size(2)};
+  const int64_t S = keys.size(1);
+  Tensor y = x.clone(at::MemoryFormat::Contiguous);
+  if (T == 0) return y;
+
+  const Tensor c = cos.contiguous(), s = sin.contiguous(), at_slots = slots.contiguous();
+  TORCH_CHECK(c.numel() == T * heads.E && s.numel() == T * heads.E, "cos and sin are [T, E]");
+  TORCH_CHECK(at_slots.numel() == T, "one slot for each row");
+  for (int64_t t = 0; t < T; t++) {
+    const int64_t slot = at_slots.const_data_ptr<int64_t>()[t];
+    TORCH_CHECK(slot >= 0 && slot < S, "slot ", slot, " of ", S);
+  }
+  Visible seen;
+  if (mask.has_value()) {
+    const Tensor m = mask->contiguous();
+    TORCH_CHECK(m.dim() == 2 && m.size(0) == T && m.size(1) == S, "mask is [T, S]");
+    seen = Visible::of_mask(m.const_data_ptr<bool>(), T, S);
+  } else {
+    TORCH_CHECK(seq_len.has_value() && paths.has_value() && depths.has_value(),
+                "a mask, or a tree: seq_len, paths and depths");
+    const Tensor p = paths->contiguous(), d = depths->contiguous();
+    TORCH_CHECK(p.dim() == 2 && p.size(0) == T && d.numel() == T, "one path for each row");
+    const int64_t past = seq_len->item<int64_t>();
+    TORCH_CHECK(past >= 0 && past <= S, "more keys than slots");
+    check_depths(d, p.size(1));
+    seen = Visible::of_tree(past, p.const_data_ptr<int32_t>(), p.size(1),
+                            d.const_data_ptr<int64_t>(), T, window);
+  }
+  for (const int64_t slot : seen.own) TORCH_CHECK(slot >= 0 && slot < S, "slot ", slot, " of ", S);
+  TORCH_CHECK(seen.shared <= S, "more keys than slots");
+
+  std::vector<Block> all;
+  all.reserve(n_blocks);
+  for (int64_t i = 0; i < n_blocks; i++) all.push_back(block_of(tensors.data() + i * TENSORS));
+  const Tensor e = entry.has_value() ? entry->contiguous() : Tensor();
+  if (e.defined())
+    TORCH_CHECK(e.dim() == 2 && e.size(0) == T && e.scalar_type() == at::kFloat &&
+                    e.size(1) == all[0].qkv.h.K && e.size(1) % BLOCK == 0,
+                "entry is fp32 [T, K]");
+  const int64_t D = x.size(1), F = all[0].down.h.K;
+  for (int64_t i = 0; i < n_blocks; i++) {
+    const int64_t K = i == 0 && e.defined() ? e.size(1) : D;
+    check_block(tensors.data() + i * TENSORS, all[i], heads, D, K);
+    TORCH_CHECK(all[i].down.h.K == F, "blocks of one shape");
+  }
+  const auto run = [&](auto element) {
+    using C = decltype(element);
+    Pass<C> pass{};
+    pass.heads = heads;
+    pass.D = D;
+    pass.F = F;
+    pass.S = S;
+    pass.eps = float(eps);
+    pass.cos = c.const_data_ptr<float>();
+    pass.sin = s.const_data_ptr<float>();
+    pass.slots = at_slots.const_data_ptr<int64_t>();
+    pass.x = y.mutable_data_ptr<float>();
+    if (e.defined()) {
+      pass.entry = e.const_data_ptr<float>();
+      pass.entry_dim = e.size(1);
+    }
+    pass.seen = &seen;
+    run_blocks<C>(all, caches, pass, T);
+  };
+  if (keys.scalar_type() == at::kBFloat16) {
+    run(Bf16{});
+  } else {
+    TORCH_CHECK(keys.scalar_type() == at::kFloat, "caches in bf16 or fp32");
+    run(0.0f);
+  }
+  return y;
+}
+
+// x [T, K] @ w.T in fp32 [T, N], plus the bias [N] (fp32) where there is one.
+// `n` is N, for those who cannot look into the weight.
+Tensor linear(const Tensor& x_, const Tensor& packed, const std::optional<Tensor>& bias,
+              int64_t n) {
+  const Weight w(packed, bias.has_value() ? &*bias : nullptr);
+  TORCH_CHECK(n == w.h.N, "n is ", w.h.N);
+  const Tensor x = x_.contiguous();
+  check_rows(x, w.h.K);
+  const int64_t T = x.size(0), K = w.h.K, N = w.h.N;
+  Tensor y = at::empty({T, N}, x.options().dtype(at::kFloat));
+  thread_local Scratch scratch;
+  const int threads = at::get_num_threads();
+  const int64_t own_size = (std::max<int64_t>(K, Choice::bytes(T, K) / 4 + 1) + 63) / 64 * 64;
+  scratch.reserve(Activations::bytes(T, K) + 4 * size_t(threads) * own_size);
+  const Activations a = Activations::at(scratch.take<uint8_t>(Activations::bytes(T, K)), T, K);
+  float* rows = scratch.take<float>(threads * own_size);
+  in_parallel([&](const Worker& me) {
+    float* own = rows + me.id * own_size;
+    const auto [begin, end] = me.share(T);
+    Activations mine = a;
+    for (int64_t t = begin; t < end; t++) {
+      row_in_fp32(x, t, K, own);
+      mine.quantize_row(t, own, K);
+    }
+    me.team.barrier();
+    products(me, w, a, (uint8_t*)own, T, y.mutable_data_ptr<float>(), N, false);
+  });
+  return y;
+}
+
+// RMSNorm of fp32 rows [T, D] with weight [D] (fp32), each row on its own.
+Tensor norm(const Tensor& x_, const Tensor& weight, double eps) {
+  const Tensor x = x_.contiguous();
+  TORCH_CHECK(x.scalar_type() == at::kFloat && weight.numel() == x.size(-1), "fp32 rows");
+  Tensor y = at::empty(x.sizes(), x.options());
+  const int64_t D = x.size(-1);
+  for (int64_t t = 0; t < x.numel() / D; t++)
+    rms_norm(x.const_data_ptr<float>() + t * D, weight.const_data_ptr<float>(), D, float(eps),
+             y.mutable_data_ptr<float>() + t * D);
+  return y;
+}
+
+// The values of rows `index` [n] of a packed weight, in fp32 [n, K]; `k` is K.
+Tensor rows(const Tensor& packed, const Tensor& index_, int64_t k_) {
+  const Weight w(packed);
+  const Tensor index = index_.contiguous();
+  const int64_t n = index.numel(), K = w.h.K;
+  TORCH_CHECK(k_ == K, "k is ", K);
+  Tensor y = at::empty({n, K}, packed.options().dtype(at::kFloat));
+  for (int64_t i = 0; i < n; i++) {
+    const int64_t row = index.const_data_ptr<int64_t>()[i], column = row % COLUMNS;
+    TORCH_CHECK(row >= 0 && row < w.h.N, "row ", row, " of ", w.h.N);
+    const uint8_t* block = w.data + row / COLUMNS * w.h.stride;
+    float* out = y.mutable_data_ptr<float>() + i * K;
+    const auto parameter = [&](const uint8_t* at, int64_t j) {
+      return w.h.wide ? ((const float*)at)[j] : half_to_float(((const uint16_t*)at)[j]);
+    };
+    for (int64_t k = 0; k < K; k++) {
+      const int64_t b = k / BLOCK, g = b / w.h.group_blocks, quad = k % BLOCK / 4;
+      const int64_t lines = w.h.bits == 4 ? 4 : 8;
+      const uint8_t byte = block[(b * lines + quad % lines) * 4 * COLUMNS + column * 4 + k % 4];
+      const int value = w.h.bits == 8 ? byte : quad < 4 ? byte & 15 : byte >> 4;
+      const float scale = parameter(block + w.h.scales_at, g * COLUMNS + column);
+      const float q = float(value - w.h.base);
+      float second = w.h.second ? parameter(block + w.h.second_at, g * COLUMNS + column) : 0.0f;
+      out[k] = w.h.second == 2 ? (q - second) * scale : q * scale + second;
+    }
+  }
+  return y;
+}
+
+int64_t isa() { return FASTEAGLE_ISA; }
+
+}  // namespace
+
+TORCH_LIBRARY(FASTEAGLE_NAMESPACE, m) {
+  m.def(
+      "blocks(Tensor x, Tensor cos, Tensor sin, Tensor slots, Tensor? mask, Tensor? seq_len, "
+      "Tensor? paths, Tensor? depths, int window, Tensor(a!)[] caches, Tensor[] tensors, "
+      "int n_head, float eps, Tensor? entry=None) -> Tensor");
+  m.def(
+      "draft_chain(Tensor tokens, Tensor features, Tensor count, Tensor seq_len, "
+      "Tensor embedding, Tensor? fc, Tensor? fc_bias, Tensor[] norms, bool normed_residual, "
+      "bool normed_output, Tensor[] tensors, Tensor lm_head, Tensor target_ids, Tensor cos, "
+      "Tensor sin, Tensor(a!)[] caches, int n_head, float eps, Tensor? temperature, "
+      "Tensor? seed, int depth, float[] verify, float[] expand) -> (Tensor, Tensor)");
+  m.def(
+      "finish_cycle(Tensor logits, Tensor read, Tensor tokens, Tensor parents, Tensor valid, "
+      "Tensor? sources, Tensor(a!)[] state, Tensor? temperature, Tensor? seed, Tensor? top_k, "
+      "Tensor? top_p, Tensor? min_p, Tensor(b!)? seen, Tensor? penalty, int depth, bool in_place, "
+      "bool extends, bool keeps) -> ()");
+  m.class_<Target>("Target")
+      .def(torch::init<std::vector<Tensor>, Tensor, Tensor, Tensor, Tensor, Tensor, int64_t,
+                       int64_t, double>())
+      .def("run", &Target::run);
+  m.def("linear(Tensor x, Tensor packed, Tensor? bias, int n) -> Tensor");
+  m.def(
+      "look_up(Tensor text, Tensor last, Tensor(a!) table, Tensor(b!) kept, Tensor[] corpus, "
+      "int longest, int reach, float verify) -> (Tensor, Tensor, float)");
+  m.def("maximum(Tensor x) -> (Tensor, Tensor)");
+  m.def("norm(Tensor x, Tensor weight, float eps) -> Tensor");
+  m.def("rows(Tensor packed, Tensor index, int k) -> Tensor");
+  m.def("isa() -> int", &isa);
+}
+
+TORCH_LIBRARY_IMPL(FASTEAGLE_NAMESPACE, CPU, m) {
+  m.impl("blocks", &blocks);
+  m.impl("draft_chain", &draft_chain);
+  m.impl("finish_cycle", &finish_cycle);
+  m.impl("linear", &linear);
+  m.impl("look_up", &look_up);
+  m.impl("maximum", &maximum);
+  m.impl("norm", &norm);
+  m.impl("rows", &rows);
+}

@@ -1,0 +1,129 @@
+// Activations in 8 bits per row and block of 32 inputs, and in 16 bits where a block's values are
+// large.
+//
+// Reference: `rounded_activations` in tests/helpers.py, which states the rounding.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "vec.h"
+
+namespace {
+
+constexpr int BLOCK = 32;    // inputs that share one scale of the activations
+constexpr int MAX_TILE = 8;  // rows that share one unpacking
+
+// that the rows of a block lie together; and the same of what rounding left over, whose scale is a
+// 254th. See `Choice` for where the latter counts.
+struct Activations {
+  int8_t *q, *rest;  // [blocks, T, 32]
+  float* scales;
+  int32_t *sums, *rest_sums;
+  int64_t blocks, rows;
+
+  static int64_t blocks_of(int64_t K) { return (K + BLOCK - 1) / BLOCK; }
+  static size_t bytes(int64_t rows, int64_t K) {
+    return size_t(rows) * blocks_of(K) * (2 * BLOCK + 12) + 64;
+  }
+  static Activations at(uint8_t* memory, int64_t rows, int64_t K) {
+    Activations a;
+    a.blocks = blocks_of(K);
+    a.rows = rows;
+    const int64_t n = rows * a.blocks;
+    a.q = (int8_t*)memory;
+    a.rest = a.q + n * BLOCK;
+    a.scales = (float*)(a.rest + n * BLOCK);
+    a.sums = (int32_t*)(a.scales + n);
+    a.rest_sums = a.sums + n;
+    return a;
+  }
+
+  // Rounds 32 values. What is not finite makes the scale NaN, and so everything that reads it.
+  void quantize(int64_t row, int64_t block, const float* x) {
+    VF best = {}, bad = {};
+    VF v[BLOCK / W];
+    for (int i = 0; i < BLOCK / W; i++) {
+      v[i] = load(x + i * W);
+      const VF size = v[i] < 0.0f ? -v[i] : v[i];
+      best = larger(size, best);
+      bad += v[i] * 0.0f;
+    }
+    const float most = largest(best);
+    const bool zero = !(most > 1e-30f);
+    const float inverse = zero ? 0.0f : 127.0f / most, scale = zero ? 0.0f : most / 127.0f;
+    const int64_t at = block * rows + row;
+    VU total = {}, rest_total = {};
+    for (int i = 0; i < BLOCK / W; i++) {
+      const VI first = rounded(v[i] * inverse);
+      const VI second = rounded(fma(-to_float(first), splat(scale), v[i]) * (254.0f * inverse));
+      total += (VU)first;
+      rest_total += (VU)second;
+      put_bytes(q + at * BLOCK + i * W, first);
+      put_bytes(rest + at * BLOCK + i * W, second);
+    }
+    scales[at] = scale + sum(bad);
+    sums[at] = int32_t(sum(total));
+    rest_sums[at] = int32_t(sum(rest_total));
+  }
+
+  void quantize_row(int64_t row, const float* x, int64_t K) {
+    const int64_t whole = K / BLOCK;
+    for (int64_t b = 0; b < whole; b++) quantize(row, b, x + b * BLOCK);
+    if (whole < blocks) {
+      float last[BLOCK] = {};
+      std::copy(x + whole * BLOCK, x + K, last);
+      quantize(row, whole, last);
+    }
+  }
+
+ private:
+  // Unsigned: what NaN becomes may overflow.
+  static VI rounded(VF x) { return (VI)((VU)(x + splat(12582912.0f)) - 0x4b400000u); }
+  static void put_bytes(int8_t* out, VI v) {
+#if FASTEAGLE_ISA >= 3
+    _mm_storeu_si128((__m128i*)out, _mm512_cvtepi32_epi8((__m512i)v));
+#else
+    const VB bytes = __builtin_convertvector(v, VB);
+    std::memcpy(out, &bytes, W);
+#endif
+  }
+};
+
+// Where a row counts with 16 bits: in the blocks of much larger values than its others, whose
+// rounding would be most of a product's error. A tenth of the blocks; it leaves a quarter of the
+// error. Each worker makes its own.
+struct Choice {
+  float *rest_scales, *offsets;  // [blocks, T]: 0 where 8 bits do; of both, scale times sum
+  uint8_t* twice;                // [tiles of 8 rows, blocks]: whether a row of the tile has 16
+
+  static size_t bytes(int64_t rows, int64_t K) {
+    return size_t(rows + 8) * Activations::blocks_of(K) * 9 + 64;
+  }
+
+  Choice(uint8_t* memory, const Activations& x, int64_t T) {
+    const int64_t n = x.rows * x.blocks;
+    rest_scales = (float*)memory;
+    offsets = rest_scales + n;
+    twice = (uint8_t*)(offsets + n);
+    std::memset(twice, 0, (T + MAX_TILE - 1) / MAX_TILE * x.blocks);
+    for (int64_t t = 0; t < T; t++) {
+      float squares = 0;
+      for (int64_t b = 0; b < x.blocks; b++) squares += square(x.scales[b * x.rows + t]);
+      for (int64_t b = 0; b < x.blocks; b++) {
+        const int64_t at = b * x.rows + t;
+        const bool large = square(x.scales[at]) * float(x.blocks) > 2.0f * squares;
+        rest_scales[at] = large ? x.scales[at] / 254.0f : 0.0f;
+        offsets[at] = x.scales[at] * float(x.sums[at]) + rest_scales[at] * float(x.rest_sums[at]);
+        twice[t / MAX_TILE * x.blocks + b] |= large;
+      }
+    }
+  }
+
+ private:
+  static float square(float x) { return x * x; }
+};
+
+}  // namespace

@@ -1,0 +1,286 @@
+// Draws of one token from a row of logits, with hashed Gumbel noise and filters.
+//
+// Reference: `draw`, `gumbel_noise` and `process_logits` in sampling.py.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "dot.h"
+#include "threads.h"
+#include "vec.h"
+
+namespace {
+
+using at::Tensor;
+
+// The Gumbel noise of `sampling.gumbel_noise`, but for rounding.
+struct Noise {
+  float temperature = 0.0f;  // 0: none
+  uint64_t seed = 0;
+  uint32_t first = 0, second = 0;  // of one position
+
+  template <class U>
+  static U mix(U x) {
+    x = (x ^ (x >> 16)) * 0x7feb352du;
+    x = (x ^ (x >> 15)) * 0x846ca68bu;
+    return x ^ (x >> 16);
+  }
+
+  void at(int64_t position) {
+    const uint32_t place = uint32_t(position);
+    first = mix(place ^ uint32_t(seed));
+    second = mix(first ^ mix(place + uint32_t((seed >> 32) + 0x9E3779B9u)));
+  }
+
+  // Logits `begin` .. `end - 1` of tokens `ids`: over the temperature, plus noise.
+  void add(float* x, const int64_t* ids, int64_t begin, int64_t end) const {
+    for (int64_t i = begin; i < end; i += W) {
+      const int n = std::min<int64_t>(W, end - i);
+      VU tokens = {};
+      VF value = {};
+      for (int j = 0; j < n; j++) {
+        tokens[j] = uint32_t(ids[i + j]);
+        value[j] = x[i + j];
+      }
+      value = noisy(value, tokens);
+      for (int j = 0; j < n; j++) x[i + j] = value[j];
+    }
+  }
+
+  // The same of the logits x [n] of the tokens from `token` on, into `out`.
+  void add_to(const float* x, int64_t token, int64_t n, float* out) const {
+    VU tokens;
+    for (int j = 0; j < W; j++) tokens[j] = uint32_t(token + j);
+    int64_t i = 0;
+    for (; i + W <= n; i += W, tokens += uint32_t(W)) store(out + i, noisy(load(x + i), tokens));
+    VF rest = {};
+    for (int64_t j = i; j < n; j++) rest[j - i] = x[j];
+    rest = noisy(rest, tokens);
+    for (int64_t j = i; j < n; j++) out[j] = rest[j - i];
+  }
+
+  VF noisy(VF value, VU tokens) const {
+    const VU hashed = mix(mix(tokens + first) ^ second);
+    VF v = (__builtin_convertvector(hashed, VF) + 0.5f) * 2.3283064e-10f;
+    v = v > 0.99999994f ? splat(0.99999994f) : v;
+    VF near = fma(v, splat(0.25f), splat(1.0f / 3.0f));
+    near = v * fma(fma(near, v, splat(0.5f)), v, splat(1.0f));
+    const VF gap = v < 0.015625f ? near : -log_of(1.0f - v);
+    return value / temperature - log_of(gap);
+  }
+};
+
+// The largest of columns `begin` .. `end - 1` and its first place; NaN where there is one.
+inline std::pair<float, int64_t> largest_of(const float* x, int64_t begin, int64_t end) {
+  VF best[4], bad = {};
+  for (VF& b : best) b = splat(-std::numeric_limits<float>::infinity());
+  int64_t i = begin;
+  for (; i + 4 * W <= end; i += 4 * W) {
+    for (int j = 0; j < 4; j++) {
+      const VF v = load(x + i + j * W);
+      best[j] = larger(v, best[j]);
+      bad += v * 0.0f;
+    }
+  }
+  float most = largest(larger(larger(best[0], best[1]), larger(best[2], best[3])));
+  float wrong = sum(bad);
+  for (; i < end; i++) {
+    most = x[i] > most ? x[i] : most;
+    wrong += x[i] * 0.0f;
+  }
+  if (wrong != wrong) {  // NaN or infinite somewhere: what torch.max says
+    for (i = begin; i < end; i++)
+      if (x[i] != x[i]) return {x[i], i};
+  }
+  for (i = begin; i < end; i++)
+    if (x[i] == most) return {most, i};
+  return {most, begin};
+}
+
+// Whether a value that comes later replaces the largest so far: NaN does, and stays.
+inline bool replaces(float value, float largest) {
+  return largest == largest && !(value <= largest);
+}
+
+// Of each row of fp32 logits [T, V] the largest and its first place, as torch.max(dim=-1).
+std::tuple<Tensor, Tensor> maximum(const Tensor& x_) {
+  const Tensor x = x_.contiguous();
+  TORCH_CHECK(x.dim() == 2 && x.scalar_type() == at::kFloat && x.size(1) > 0, "fp32 [T, V]");
+  const int64_t T = x.size(0), V = x.size(1);
+  Tensor values = at::empty({T}, x.options());
+  Tensor places = at::empty({T}, x.options().dtype(at::kLong));
+  const float* rows = x.const_data_ptr<float>();
+  const int threads = at::get_num_threads();
+  std::vector<std::pair<float, int64_t>> found(T * threads);
+  int used = 1;
+  in_parallel([&](const Worker& me) {
+    if (me.id == 0) used = me.size;
+    // The columns that this worker has computed, where an LM head of ours did.
+    const auto share = me.share((V + COLUMNS - 1) / COLUMNS);
+    const int64_t begin = share.begin * COLUMNS, end = std::min(share.end * COLUMNS, V);
+    for (int64_t t = 0; t < T; t++)
+      found[t * threads + me.id] = largest_of(rows + t * V, begin, end);
+  });
+  for (int64_t t = 0; t < T; t++) {
+    auto best = found[t * threads];
+    for (int i = 1; i < used; i++) {
+      const auto& next = found[t * threads + i];
+      if (replaces(next.first, best.first)) best = next;
+    }
+    values.mutable_data_ptr<float>()[t] = best.first;
+    places.mutable_data_ptr<int64_t>()[t] = best.second;
+  }
+  return {values, places};
+}
+
+// As `maximum`, of one row of logits [V] over the temperature with noise.
+std::pair<float, int64_t> drawn_of(const float* x, int64_t V, const Noise& noise) {
+  constexpr int64_t PART = 512;  // columns at a time
+  std::vector<std::pair<float, int64_t>> found(at::get_num_threads());
+  int used = 1;
+  in_parallel([&](const Worker& me) {
+    if (me.id == 0) used = me.size;
+    alignas(64) float scores[PART];
+    const auto [begin, end] = me.share(V);
+    auto& best = found[me.id] = {-std::numeric_limits<float>::infinity(), begin};
+    for (int64_t i = begin; i < end; i += PART) {
+      const int64_t n = std::min(PART, end - i);
+      noise.add_to(x + i, i, n, scores);
+      const auto [value, place] = largest_of(scores, 0, n);
+      if (replaces(value, best.first)) best = {value, i + place};
+    }
+  });
+  auto best = found[0];
+  for (int i = 1; i < used; i++)
+    if (replaces(found[i].first, best.first)) best = found[i];
+  return best;
+}
+
+// Which tokens may be drawn: `sampling.process_logits`.
+struct Filters {
+  int64_t top_k = 0;                 // 0: all
+  float top_p = 1.0f, min_p = 0.0f;  // 1, 0: all
+
+  bool any() const { return top_k > 0 || top_p < 1.0f || min_p > 0.0f; }
+};
+
+struct Likely {
+  float score, weight;  // the logit over the temperature, and exp(score - best score)
+  int64_t token;
+};
+
+// The tokens that the filters leave, in any order, of `weights` [V] that add up to `total`. Nearly
+// always those of some weight decide; only they are looked at.
+void keep_likely(const float* x, const float* weights, int64_t V, float temperature, double total,
+                 const Filters& filters, std::vector<Likely>& kept) {
+  const bool ranked = filters.top_k > 0 || filters.top_p < 1.0f;
+  for (const float least : {1e-4f, 1e-7f, std::numeric_limits<float>::min()}) {
+    const float cut = ranked ? least : std::max(filters.min_p, std::numeric_limits<float>::min());
+    double mass = 0.0;
+    kept.clear();
+    for (int64_t i = 0; i < V; i += W) {
+      if (i + W <= V && !(largest(load(weights + i)) >= cut)) continue;
+      for (int64_t j = i; j < std::min(i + W, V); j++)
+        if (weights[j] >= cut) {
+          kept.push_back({x[j] / temperature, weights[j], j});
+          mass += weights[j];
+        }
+    }
+    if (!ranked) return;
+    if (filters.top_k > 0 ? (int64_t)kept.size() >= filters.top_k
+                          : mass >= double(filters.top_p) * total)
+      break;
+  }
+  const auto drop = [&](auto less_likely) {  // equal ones stay together
+    kept.erase(std::remove_if(kept.begin(), kept.end(), less_likely), kept.end());
+  };
+  const auto likelier = [](const Likely& a, const Likely& b) { return a.score > b.score; };
+  if (filters.top_k > 0 && filters.top_k < (int64_t)kept.size()) {
+    std::nth_element(kept.begin(), kept.begin() + filters.top_k - 1, kept.end(), likelier);
+    const float kth = kept[filters.top_k - 1].score;
+    drop([&](const Likely& one) { return one.score < kth; });
+  }
+  if (filters.top_p < 1.0f && !kept.empty()) {
+    std::sort(kept.begin(), kept.end(), likelier);
+    if (filters.top_k > 0) {
+      total = 0.0;
+      for (const Likely& one : kept) total += one.weight;
+    }
+    double mass = 0.0;
+    size_t last = 0;
+    while ((mass += kept[last].weight) < double(filters.top_p) * total && last + 1 < kept.size())
+      last++;
+    const float least = kept[last].weight;
+    drop([&](const Likely& one) { return one.weight < least; });
+  }
+  if (filters.min_p > 0.0f) drop([&](const Likely& one) { return one.weight < filters.min_p; });
+}
+
+// As `drawn_of`, of the tokens that the filters leave. The same for any number of threads.
+std::pair<float, int64_t> drawn_among(const float* x, int64_t V, const Noise& noise,
+                                      const Filters& filters) {
+  constexpr int64_t PART = 512;  // columns of one sum
+  const int64_t parts = (V + PART - 1) / PART;
+  thread_local std::vector<float> weights_of_row;
+  thread_local std::vector<Likely> kept;
+  weights_of_row.resize(V);
+  float* weights = weights_of_row.data();
+  std::vector<double> sums(parts);
+  std::vector<float> best(at::get_num_threads());
+  float most = 0.0f;
+  in_parallel([&](const Worker& me) {
+    const auto [begin, end] = me.share(parts);
+    best[me.id] = largest_of(x, begin * PART, std::min(end * PART, V)).first;
+    me.team.barrier();
+    float largest = best[0];
+    for (int i = 1; i < me.size; i++)
+      if (replaces(best[i], largest)) largest = best[i];
+    if (me.id == 0) most = largest;
+    const float top = largest / noise.temperature;
+    if (!std::isfinite(top)) return;
+    for (int64_t part = begin; part < end; part++) {
+      const int64_t to = std::min((part + 1) * PART, V);
+      VF total = {};
+      int64_t i = part * PART;
+      for (; i + W <= to; i += W) {
+        const VF weight = exp_of(load(x + i) / noise.temperature - top);
+        store(weights + i, weight);
+        total += weight;
+      }
+      VF rest = splat(-std::numeric_limits<float>::infinity());
+      for (int64_t j = i; j < to; j++) rest[j - i] = x[j];
+      rest = exp_of(rest / noise.temperature - top);
+      for (int64_t j = i; j < to; j++) weights[j] = rest[j - i];
+      sums[part] = sum(total + rest);
+    }
+  });
+  if (!std::isfinite(most / noise.temperature)) return {NAN, 0};
+  double total = 0.0;
+  for (const double part : sums) total += part;
+  keep_likely(x, weights, V, noise.temperature, total, filters, kept);
+  if (kept.empty()) return {NAN, 0};
+  std::vector<float> scores;
+  std::vector<int64_t> tokens;
+  for (const Likely& one : kept) {
+    scores.push_back(x[one.token]);
+    tokens.push_back(one.token);
+  }
+  noise.add(scores.data(), tokens.data(), 0, tokens.size());
+  size_t drawn = 0;
+  for (size_t i = 1; i < tokens.size(); i++)
+    if (scores[i] > scores[drawn] || (scores[i] == scores[drawn] && tokens[i] < tokens[drawn]))
+      drawn = i;
+  return {scores[drawn], tokens[drawn]};
+}
+
+}  // namespace

@@ -1,0 +1,160 @@
+// Whole pass of the target, from tokens to logits in one call.
+//
+// Reference: `verify` in decoding/cycle.py.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/custom_class.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "block.h"
+
+namespace {
+
+// A target whose weights are all packed: from tokens to logits in one call. Python code between two
+// operations would run out of cold caches, through which the weights have just gone.
+struct Target : torch::CustomClassHolder {
+  std::vector<Tensor> owned;  // keeps the memory of what follows
+  std::vector<Block> blocks;
+  Weight lm_head;
+  const float *norm, *cos, *sin;
+  Tensor embedding;
+  int64_t n_head, window, D, E, F, kv_heads, positions;
+  float eps;
+
+  Target(std::vector<Tensor> tensors, Tensor embedding_, Tensor cos_, Tensor sin_, Tensor norm_,
+         Tensor lm_head_, int64_t n_head_, int64_t window_, double eps_)
+      : owned(std::move(tensors)),
+        embedding(embedding_),
+        n_head(n_head_),
+        window(window_),
+        eps(float(eps_)) {
+    TORCH_CHECK(!owned.empty() && owned.size() % TENSORS == 0, "nine tensors of each block");
+    for (size_t i = 0; i < owned.size(); i += TENSORS) blocks.push_back(block_of(&owned[i]));
+    lm_head = Weight(lm_head_);
+    norm = norm_.const_data_ptr<float>();
+    cos = cos_.const_data_ptr<float>();
+    sin = sin_.const_data_ptr<float>();
+    D = embedding.size(1);
+    E = cos_.size(1);
+    F = blocks[0].down.h.K;
+    check_rows(embedding, D);
+    TORCH_CHECK(cos_.is_contiguous() && sin_.is_contiguous() && sin_.sizes() == cos_.sizes() &&
+                    norm_.numel() == D,
+                "tables");
+    TORCH_CHECK(lm_head.h.K == D && E > 0, "LM head");
+    positions = cos_.size(0);
+    kv_heads = (blocks[0].qkv.h.N / E - n_head) / 2;
+    for (size_t i = 0; i < blocks.size(); i++) {
+      check_block(&owned[i * TENSORS], blocks[i], Heads{n_head, kv_heads, E}, D, D);
+      TORCH_CHECK(blocks[i].down.h.K == F, "blocks of one shape");
+    }
+    owned.insert(owned.end(), {cos_, sin_, norm_, lm_head_});
+  }
+
+  // Logits [T, V] in fp32, features [T, D] like `features_like`, and the residual stream entering
+  // the blocks `taps` [T, R * D] in fp32. `rows` are the planes of the cache [2 L, G, S, E].
+  std::tuple<Tensor, Tensor, Tensor> run(Tensor tokens, Tensor seq_len, Tensor paths, Tensor depths,
+                                         Tensor rows, std::vector<int64_t> taps,
+                                         Tensor features_like) const {
+    const int64_t T = tokens.numel(), past = seq_len.item<int64_t>(), L = blocks.size();
+    const int64_t G = rows.size(1), S = rows.size(2), N = lm_head.h.N;
+    TORCH_CHECK(T >= 1 && T <= MAX_ROWS && depths.numel() == T, T, " rows");
+    TORCH_CHECK(rows.is_contiguous() && rows.size(0) == 2 * L && G == kv_heads && rows.size(3) == E,
+                "cache");
+    TORCH_CHECK(paths.dim() == 2 && paths.is_contiguous() && paths.size(0) == T &&
+                    depths.is_contiguous() && tokens.is_contiguous(),
+                "tree");
+    TORCH_CHECK(
+        features_like.scalar_type() == at::kFloat || features_like.scalar_type() == at::kBFloat16,
+        "features in fp32 or bf16");
+    TORCH_CHECK(past >= 0 && past + T <= S, "slot ", past + T - 1, " of ", S);
+    const int64_t *ids = tokens.const_data_ptr<int64_t>(),
+                  *depth = depths.const_data_ptr<int64_t>();
+    check_depths(depths, paths.size(1));
+    for (int64_t t = 0; t < T; t++) {
+      TORCH_CHECK(ids[t] >= 0 && ids[t] < embedding.size(0), "token ", ids[t]);
+      TORCH_CHECK(past + depth[t] < positions, "position ", past + depth[t], " of ", positions);
+    }
+    const Visible seen =
+        Visible::of_tree(past, paths.const_data_ptr<int32_t>(), paths.size(1), depth, T, window);
+    for (const int64_t slot : seen.own) TORCH_CHECK(slot >= 0 && slot < S, "slot ", slot);
+    Tensor logits = at::empty({T, N}, rows.options().dtype(at::kFloat));
+    Tensor features = at::empty({T, D}, features_like.options());
+    Tensor tapped = at::empty({T, (int64_t)taps.size() * D}, rows.options().dtype(at::kFloat));
+    if (rows.scalar_type() == at::kBFloat16) {
+      pass<Bf16>(ids, depth, past, seen, rows, taps, G, S, logits, features, tapped);
+    } else {
+      TORCH_CHECK(rows.scalar_type() == at::kFloat, "caches in bf16 or fp32");
+      pass<float>(ids, depth, past, seen, rows, taps, G, S, logits, features, tapped);
+    }
+    return {logits, features, tapped};
+  }
+
+ private:
+  template <class C>
+  void pass(const int64_t* ids, const int64_t* depth, int64_t past, const Visible& seen,
+            const Tensor& rows, const std::vector<int64_t>& taps, int64_t G, int64_t S,
+            Tensor& logits, Tensor& features, Tensor& tapped) const {
+    thread_local Scratch scratch;
+    const int64_t T = features.size(0), N = lm_head.h.N, R = taps.size();
+    int64_t longest = 0;
+    for (int64_t t = 0; t < T; t++) longest = std::max(longest, seen.length(t));
+    Pass<C> pass{};
+    pass.heads = Heads{n_head, G, E};
+    pass.D = D;
+    pass.F = F;
+    pass.S = S;
+    pass.T = T;
+    pass.eps = eps;
+    arrange(pass, scratch, T, longest, 4 * size_t(T * (D + 2 * E)) + 8 * T + 512);
+    float* x = pass.x = scratch.take<float>(T * D);
+    float *c = scratch.take<float>(T * E), *s = scratch.take<float>(T * E);
+    int64_t* slots = scratch.take<int64_t>(T);
+    for (int64_t t = 0; t < T; t++) {
+      slots[t] = past + t;
+      std::copy_n(cos + (past + depth[t]) * E, E, c + t * E);
+      std::copy_n(sin + (past + depth[t]) * E, E, s + t * E);
+      row_in_fp32(embedding, ids[t], D, x + t * D);
+    }
+    pass.cos = c;
+    pass.sin = s;
+    pass.slots = slots;
+    pass.seen = &seen;
+    C* cache = (C*)rows.data_ptr();
+    float *out = logits.mutable_data_ptr<float>(), *tap_rows = tapped.mutable_data_ptr<float>();
+    in_parallel([&](const Worker& me) {
+      Pass<C> mine = pass;
+      const auto [begin, end] = me.share(T);
+      const auto tap = [&](int64_t layer) {
+        for (int64_t r = 0; r < R; r++)
+          for (int64_t t = begin; t < end && taps[r] == layer; t++)
+            std::copy_n(x + t * D, D, tap_rows + (t * R + r) * D);
+      };
+      for (size_t i = 0; i < blocks.size(); i++) {
+        if (R) tap(i);
+        mine.block(me, blocks[i], cache + 2 * i * G * S * E, cache + (2 * i + 1) * G * S * E,
+                   false);
+      }
+      if (R) tap(blocks.size());
+      float* own = mine.own_scratch(me);
+      for (int64_t t = begin; t < end; t++) {
+        rms_norm(x + t * D, norm, D, eps, own);
+        put_row(features, t, own, D);
+        row_in_fp32(features, t, D, own);  // rounded, as every reader of features sees them
+        mine.normed.quantize_row(t, own, D);
+      }
+      me.team.barrier();
+      products(me, lm_head, mine.normed, (uint8_t*)own, T, out, N, false);
+    });
+  }
+};
+
+}  // namespace

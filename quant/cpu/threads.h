@@ -1,0 +1,147 @@
+// Threads of one call: a team with a spinning barrier, and how many threads a call takes.
+
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <omp.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+
+#include "vec.h"
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// How many threads to do without. Where other programs run on the same cores, a thread that waits
+// its turn keeps all others waiting, for many times the length of a pass: one thread less is faster
+// then.
+class Spared {
+ public:
+  static constexpr auto LONG = std::chrono::microseconds(1500);  // at a barrier
+
+  static Spared& of_this_thread() {
+    thread_local Spared spared;
+    return spared;
+  }
+
+  int threads() const { return spared_; }
+
+  // A call with `size` threads is over at `now`: of the time `whole` they stood at barriers for
+  // `waited`, counting what was longer than `LONG`. One thread less takes a `size`th longer: so
+  // much the waiting must be. A prompt's rows take long enough to meet some wait in each call, and
+  // a short call, as of drafting, becomes a long one by chance alone.
+  void learn(int size, Clock::duration waited, Clock::duration whole, Clock::time_point now) {
+    if (waited * size > whole) {
+      if (whole < SHORT) return;
+      since_ = now;
+      if (++waits_ < 2) return;  // once may be chance
+      waits_ = 0;
+      if (size > 1) spared_++;
+      patience_ = std::min(2 * patience_, LONGEST);
+      return;
+    }
+    const Clock::duration calm = now - since_;
+    if (calm >= PERIOD) waits_ = 0;
+    if (calm < patience_) return;
+    since_ = now;
+    if (spared_ == 0) {
+      patience_ = PERIOD;
+    } else {
+      spared_--;
+    }
+  }
+
+ private:
+  static constexpr Clock::duration SHORT = std::chrono::milliseconds(5);
+  static constexpr Clock::duration PERIOD = std::chrono::milliseconds(600);
+  static constexpr Clock::duration LONGEST = std::chrono::seconds(10);
+  int spared_ = 0, waits_ = 0;
+  Clock::time_point since_;  // the last call that waited, or the last change
+  Clock::duration patience_ = PERIOD;
+};
+
+// The threads of one call. All of them come to every barrier.
+class Team {
+ public:
+  explicit Team(int size) : size_(size) {}
+
+  // At all barriers together, of the threads that waited there the mean.
+  Clock::duration waited() const {
+    return Clock::duration(waited_.load(std::memory_order_relaxed)) / std::max(1, size_ - 1);
+  }
+
+  void barrier() {
+    if (size_ == 1) return;
+    const int turn = turn_.load(std::memory_order_relaxed);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+      arrived_.store(0, std::memory_order_relaxed);
+      turn_.store(turn + 1, std::memory_order_release);
+      return;
+    }
+    // Long enough for a phase of another thread; longer only where that thread does not run.
+    const auto is_over = [&] { return turn_.load(std::memory_order_acquire) != turn; };
+    for (int spins = 0; spins < 4000; spins++) {
+      if (is_over()) return;
+      relax();
+    }
+    const auto begin = Clock::now();
+    while (!is_over()) sched_yield();
+    const Clock::duration waited = Clock::now() - begin;
+    if (waited > Spared::LONG) waited_.fetch_add(waited.count(), std::memory_order_relaxed);
+  }
+
+ private:
+  static void relax() {
+#if FASTEAGLE_ISA > 0
+    _mm_pause();
+#endif
+  }
+
+  const int size_;
+  std::atomic<Clock::rep> waited_{0};
+  alignas(64) std::atomic<int> arrived_{0};
+  alignas(64) std::atomic<int> turn_{0};
+};
+
+struct Worker {
+  Team& team;
+  int id, size;
+
+  struct Range {
+    int64_t begin, end;
+  };
+  Range share(int64_t n) const { return {n * id / size, n * (id + 1) / size}; }
+};
+
+// Runs `work` on all threads but the spared ones. Results do not depend on how many these are.
+// torch says how many: OpenMP's own number is that of all cores in each new thread of a process.
+template <class F>
+void in_parallel(F work) {
+  Spared& spared = Spared::of_this_thread();
+  const int all = omp_in_parallel() ? 1 : at::get_num_threads();
+  const int wanted = std::max(1, all - spared.threads());
+  if (wanted == 1) {
+    Team team(1);
+    work(Worker{team, 0, 1});
+    if (all > 1) spared.learn(1, {}, {}, Clock::now());
+    return;
+  }
+  Team* team = nullptr;
+  const auto begin = Clock::now();
+#pragma omp parallel num_threads(wanted)
+  {
+#pragma omp single
+    team = new Team(omp_get_num_threads());
+    work(Worker{*team, omp_get_thread_num(), omp_get_num_threads()});
+  }
+  const auto end = Clock::now();
+  spared.learn(wanted, team->waited(), end - begin, end);
+  delete team;
+}
+
+}  // namespace

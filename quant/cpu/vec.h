@@ -1,0 +1,185 @@
+// Vectors of W lanes, with exp, log and half precision.
+//
+// `fma` is the only fused operation: compilers fuse none (-ffp-contract=off), for two copies of one
+// line could then round differently.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+// 4: AVX-512 VNNI, 3: AVX-512 BW, 2: AVX-VNNI, 1: AVX2, 0: plain loops. The caller's compiler flags
+// allow the instructions that a path needs.
+#ifndef FASTEAGLE_ISA
+#define FASTEAGLE_ISA 0
+#endif
+#if FASTEAGLE_ISA > 0
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int W = FASTEAGLE_ISA >= 3 ? 16 : 8;  // lanes of a vector
+
+typedef float VF __attribute__((vector_size(4 * W)));
+typedef int32_t VI __attribute__((vector_size(4 * W)));
+typedef int16_t VS __attribute__((vector_size(4 * W)));
+typedef uint16_t VH __attribute__((vector_size(2 * W)));
+typedef uint32_t VU __attribute__((vector_size(4 * W)));
+typedef int8_t VB __attribute__((vector_size(W)));
+
+inline VF load(const float* p) {
+  VF v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+inline void store(float* p, VF v) { std::memcpy(p, &v, sizeof v); }
+inline VF splat(float x) { return x - VF{}; }
+inline VF to_float(VI v) { return __builtin_convertvector(v, VF); }
+
+// One rounding, on every path: a compiler's choice of what to fuse may differ between two copies.
+inline VF fma(VF a, VF b, VF c) {
+#if FASTEAGLE_ISA >= 3
+  return (VF)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif FASTEAGLE_ISA >= 1
+  return (VF)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
+// Lane i with lane i ^ d.
+template <int d, class V, int... j>
+inline V swapped(V v, std::integer_sequence<int, j...>) {
+  return __builtin_shuffle(v, (VI){(j ^ d)...});
+}
+
+template <int d, class V>
+inline V swapped(V v) {
+  return swapped<d>(v, std::make_integer_sequence<int, W>());
+}
+
+template <class V>
+inline auto sum(V v) {
+  if constexpr (W == 16) v += swapped<8>(v);
+  v += swapped<4>(v);
+  v += swapped<2>(v);
+  v += swapped<1>(v);
+  return v[0];
+}
+
+inline VF larger(VF a, VF b) { return a > b ? a : b; }
+
+inline float largest(VF v) {
+  if constexpr (W == 16) v = larger(v, swapped<8>(v));
+  v = larger(v, swapped<4>(v));
+  v = larger(v, swapped<2>(v));
+  return larger(v, swapped<1>(v))[0];
+}
+
+inline float half_to_float(uint16_t h) {
+  const uint32_t sign = uint32_t(h & 0x8000) << 16, exponent = (h >> 10) & 31, mantissa = h & 1023;
+  if (exponent == 0) {
+    const float value = std::ldexp(float(mantissa), -24);
+    return sign ? -value : value;
+  }
+  const uint32_t bits =
+      sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | (mantissa << 13);
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+inline VF load_half(const uint16_t* p) {
+#if FASTEAGLE_ISA >= 3
+  return (VF)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif FASTEAGLE_ISA >= 1
+  return (VF)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+  VF v;
+  for (int i = 0; i < W; i++) v[i] = half_to_float(p[i]);
+  return v;
+#endif
+}
+
+struct Bf16 {
+  uint16_t bits;
+};
+
+inline VF load(const Bf16* p) {
+  VH h;
+  std::memcpy(&h, p, sizeof h);
+#if FASTEAGLE_ISA >= 3
+  return (VF)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)h), 16);
+#elif FASTEAGLE_ISA >= 1
+  return (VF)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)h), 16);
+#else
+  return (VF)(__builtin_convertvector(h, VU) << 16);
+#endif
+}
+
+inline float to_scalar(Bf16 x) {
+  const uint32_t bits = uint32_t(x.bits) << 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+inline void put(float* p, float x) { *p = x; }
+inline void put(Bf16* p, float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  const bool nan = (bits & 0x7fffffff) > 0x7f800000;
+  p->bits = nan ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline void store(Bf16* p, VF x) {
+  const VU bits = (VU)x;
+  const VU rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const VH h = __builtin_convertvector(x != x ? (VI)(VU{} + 0x7fc0) : (VI)rounded, VH);
+  std::memcpy(p, &h, sizeof h);
+}
+
+// e^x to about 1 unit in the last place; 0 below -87.3; NaN stays NaN.
+inline VF exp_of(VF x) {
+  const VF magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const VI tiny = x < -87.3f;
+  VF y = x < -87.3f ? splat(-87.3f) : x;
+  y = y > 88.0f ? splat(88.0f) : y;
+  const VF n = fma(y, splat(1.44269504f), magic) - magic;
+  VF r = fma(n, splat(-0.693359375f), y);
+  r = fma(n, splat(2.12194440e-4f), r);
+  VF p = splat(1.9875691500e-4f);
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  p = fma(p, r * r, r) + 1.0f;
+  // NaN converts to some integer; its mantissa is NaN already.
+  const VU power = ((VU) __builtin_convertvector(n, VI) + 127u) << 23;
+  const VF value = p * (VF)power;
+  return tiny ? VF{} : value;
+}
+
+// Natural logarithm of positive normal numbers, within 2e-7 of it or of its absolute value.
+inline VF log_of(VF x) {
+  const VU bits = (VU)x;
+  VF exponent = to_float((VI)(bits >> 23) - 127);
+  VF m = (VF)((bits & 0x7fffffu) | 0x3f800000u);  // 1 .. 2
+  const VI upper = m > 1.41421356f;
+  m = upper ? m * 0.5f : m;
+  exponent = upper ? exponent + 1.0f : exponent;
+  // log(m) = 2 atanh((m - 1) / (m + 1)), an odd series in at most 0.172
+  const VF z = (m - 1.0f) / (m + 1.0f), s = z * z;
+  VF series = fma(s, splat(2.0f / 9.0f), splat(2.0f / 7.0f));
+  series = fma(series, s, splat(2.0f / 5.0f));
+  series = fma(series, s, splat(2.0f / 3.0f));
+  series = fma(series, s, splat(2.0f));
+  return fma(exponent, splat(0.69314718f), series * z);
+}
+
+}  // namespace
