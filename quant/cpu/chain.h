@@ -147,9 +147,9 @@ inline float at_depth(const std::vector<float>& bounds, int64_t depth) {
 
 // Shows the head the last `n` pairs, `MAX_ROWS` at a time, then drafts on: at most `depth` tokens.
 // A token whose whole path is less likely than `verify` is left out; after one less likely than
-// `expand` none is drafted (bounds by depth). With a temperature, tokens are ranked with the noise that the target
-// will draw with. `slots` and `seen` are those of the n pairs, then of each level. Returns the
-// probabilities of the paths, of the one left out as well.
+// `expand` none is drafted (bounds by depth). With a temperature, tokens are ranked with the noise
+// that the target will draw with. `slots` and `seen` are those of the n pairs, then of each level.
+// Returns the probabilities of the paths, of the one left out as well.
 template <class C>
 std::vector<float> draft(const Chain<C>& of_all, const int64_t* tokens, int64_t n,
                          const std::vector<int64_t>& slots, const std::vector<Visible>& seen,

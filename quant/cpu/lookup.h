@@ -85,8 +85,7 @@ std::tuple<Tensor, Tensor, double> look_up(const Tensor& text_, const Tensor& la
            std::min<int64_t>(depth, CLASSES) - 1;
   };
   // One cycle later; more tokens behind its root are a new turn or another text.
-  if (kept[0] <= last && last <= kept[0] + reach + 1 && text[kept[0]] == kept[1] &&
-      kept[2]) {
+  if (kept[0] <= last && last <= kept[0] + reach + 1 && text[kept[0]] == kept[1] && kept[2]) {
     for (int64_t i = 0; i < kept[3] && kept[0] + 1 + i <= last; i++) {
       const int64_t c = cell(kept[2], i + 1);
       const bool is_right = text[kept[0] + 1 + i] == kept[4 + i];
