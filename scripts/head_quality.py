@@ -14,7 +14,6 @@ from pathlib import Path
 
 import click
 
-from fasteagle.bench.markdown import markdown_table
 from fasteagle.bench.plot import check_plot, plot_confidence
 from fasteagle.cli.command import Script
 from fasteagle.cli.options import model_options
@@ -24,6 +23,7 @@ from fasteagle.loading.open import open_for
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.options import RuntimeOptions
 from fasteagle.prompts import read_conversations
+from fasteagle.tables import markdown_table
 from fasteagle.training.head_quality import measure, tables
 
 FILE = click.Path(path_type=Path, dir_okay=False)
@@ -60,7 +60,7 @@ def main(
             raise FasteagleError(f"no draft head is known for {runtime.name}: give --head")
         loaded = [usual.loaded(config)]
     qualities = measure(runtime.engine, loaded, conversations)
-    print("\n\n".join(map(markdown_table, tables(qualities))))
+    print("\n\n".join(markdown_table(first, rest) for first, *rest in tables(qualities)))
     n_rows, n_greedy = qualities[0].held.rows, sum(c.greedy for c in conversations)
     print(f"\n{n_rows:,} positions of {len(conversations):,} answers, {n_greedy:,} of them greedy")
     if plot_path:

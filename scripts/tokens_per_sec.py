@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from fasteagle.bench.plot import check_plot, plot
 from fasteagle.bench.report import COLUMNS, build_report, conditions, markdown, table_rows
@@ -33,6 +31,7 @@ from fasteagle.loading.open import open_dummy, open_model
 from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.paths import require_writable, write_atomic
 from fasteagle.prompts import read_questions
+from fasteagle.tables import print_table
 
 DEFAULTS = BenchOptions()
 
@@ -158,10 +157,7 @@ def _print(report: dict[str, Any], md: bool) -> None:
     if md:
         print(markdown(report))
         return
-    table = Table(*COLUMNS, box=None, pad_edge=False)
-    for cells in table_rows(report):
-        table.add_row(*cells)
-    Console(width=240).print(table)  # wider than any row: wrapped rows are hard to read
+    print_table(COLUMNS, table_rows(report))
     print(conditions(report))
 
 

@@ -20,8 +20,6 @@ from typing import Any
 
 import click
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from fasteagle.bench.rows import Row, Turn
 from fasteagle.bench.run import BenchOptions, answer, build_rows, warm_up
@@ -35,6 +33,7 @@ from fasteagle.loading.open import open_for
 from fasteagle.options import DEFAULT_MODEL, RuntimeOptions
 from fasteagle.paths import require_writable, write_atomic
 from fasteagle.prompts import read_questions
+from fasteagle.tables import print_table
 
 CONTEXT = 4096
 BATCH = 512  # tokens of a prompt in one call
@@ -155,20 +154,12 @@ def main(
 
 
 def _print(rows: list[Row], data: Path | None, max_new_tokens: int) -> None:
-    table = Table(box=None, pad_edge=False)
-    for column in ("row", "precision", "tok/s", "x llama.cpp", "tau", "TTFT s"):
-        table.add_column(column)
+    lines = []
     for row in rows:
         ttft = sorted(turn.ttft for turn in row.turns)[len(row.turns) // 2]
-        table.add_row(
-            row.name,
-            row.precision,
-            f"{row.tok_s:.1f}",
-            f"{row.tok_s / rows[0].tok_s:.2f}",
-            f"{row.tau:.2f}",
-            f"{ttft:.3f}",
-        )
-    Console(width=120).print(table)
+        speed = f"{row.tok_s:.1f}", f"{row.tok_s / rows[0].tok_s:.2f}"
+        lines.append((row.name, row.precision, *speed, f"{row.tau:.2f}", f"{ttft:.3f}"))
+    print_table(("row", "precision", "tok/s", "x llama.cpp", "tau", "TTFT s"), lines)
     note(
         f"{len(rows[0].turns)} turns of {data or 'our prompts'}, at most {max_new_tokens} tokens, "
         f"greedy; {device_name(torch.device('cpu'))}, {torch.get_num_threads()} threads"

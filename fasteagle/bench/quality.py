@@ -14,11 +14,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
-from fasteagle.bench.markdown import markdown_table
 from fasteagle.bench.options import EvalOptions
 from fasteagle.device import available_bytes, pick_device, pick_dtype
 from fasteagle.errors import FasteagleError, note
@@ -28,6 +25,7 @@ from fasteagle.loading.open import OpenedModel, PreparedModel, open_model, preci
 from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.options import RuntimeOptions
 from fasteagle.paths import require_writable, write_atomic
+from fasteagle.tables import print_table
 
 ROWS_AT_ONCE = 128  # of logits
 
@@ -151,12 +149,8 @@ def run_eval(
         require_writable(json_path)
     found = evaluate(model, options, runtime)
     headings = (
-        "precision",
-        "scheme",
-        "perplexity",
-        "KL nats/token",
-        "same top token",
-        "weights GB",
+        *("precision", "scheme", "perplexity"),
+        *("KL nats/token", "same top token", "weights GB"),
     )
     cells = [
         (
@@ -172,10 +166,4 @@ def run_eval(
     if json_path:
         record = {"model": model, "text": options.text.name, "rows": [vars(q) for q in found]}
         write_atomic(json_path, json.dumps(record, indent=1).encode())
-    if md:
-        print(markdown_table([headings, *cells]))
-        return
-    table = Table(*headings, box=None, pad_edge=False)
-    for row in cells:
-        table.add_row(*row)
-    Console(width=120).print(table)
+    print_table(headings, cells, md=md)

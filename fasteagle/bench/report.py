@@ -17,13 +17,13 @@ import torch
 
 from fasteagle import __version__
 from fasteagle.bench.latency import percentile
-from fasteagle.bench.markdown import markdown_table
 from fasteagle.bench.measure import memory_bandwidth
 from fasteagle.bench.rows import Row
 from fasteagle.bench.run import BenchOptions
 from fasteagle.device import accumulate_on, device_name, pick_device
 from fasteagle.options import RuntimeOptions
 from fasteagle.shapes import shape_of
+from fasteagle.tables import markdown_table
 
 
 def build_report(
@@ -237,7 +237,7 @@ def conditions(report: dict[str, Any]) -> str:
 
 def markdown(report: dict[str, Any]) -> str:
     """The table in Markdown, conditions below it."""
-    return markdown_table([COLUMNS, *table_rows(report)]) + "\n\n" + conditions(report)
+    return markdown_table(COLUMNS, table_rows(report)) + "\n\n" + conditions(report)
 
 
 def _cell(value: float | None) -> str:

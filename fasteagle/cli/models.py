@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from rich.console import Console
-from rich.table import Table
-
 from fasteagle.loading.entries import EAGLE2, REGISTRY, Entry
 from fasteagle.loading.find_head import head_shape, is_shipped
 from fasteagle.loading.memory import CARDS, CUDA_BYTES, best_fit, needed_bytes, settings
 from fasteagle.loading.registry import local_path
 from fasteagle.options import DEFAULT_MODEL, RuntimeOptions
 from fasteagle.quant.scheme import int4_for
+from fasteagle.tables import print_table
 
 HEADINGS = ("name", "params", "int4 GiB", "draft head", "gated", "here", "licence")
 NUMERIC = ("params", "int4 GiB")
@@ -24,12 +22,10 @@ NOTES = (
 
 def print_models() -> None:
     """A row for every model, and one for every draft head besides the one a chat takes."""
-    table = Table(box=None, pad_edge=False)
-    for heading in HEADINGS:
-        table.add_column(heading, justify="right" if heading in NUMERIC else "left", no_wrap=True)
+    rows = []
     for name, entry in REGISTRY.items():
         heads = _heads(name, entry)
-        table.add_row(
+        cells = (
             name + (" (default)" if name == DEFAULT_MODEL else ""),
             _count(entry.config.params),
             f"{int4_bytes(name) / 2**30:.1f}",
@@ -38,12 +34,9 @@ def print_models() -> None:
             _presence(name, entry),
             entry.licence,
         )
-        for head in heads[1:]:
-            table.add_row("", "", "", head)
-    console = Console(width=160, soft_wrap=True)
-    console.print(table)
-    for line in NOTES:
-        console.print(line, highlight=False)
+        rows += [cells, *(("", "", "", head) for head in heads[1:])]
+    print_table(HEADINGS, rows, numeric=NUMERIC)
+    print("\n".join(NOTES))
 
 
 MEMORY_NOTES = (
@@ -56,19 +49,11 @@ MEMORY_NOTES = (
 
 def print_memory() -> None:
     """A row for every model: bytes by precision, and the most exact that fits each card."""
-    cards = [f"{size} GiB" for size in CARDS]
-    table = Table(box=None, pad_edge=False)
-    table.add_column("name", no_wrap=True)
-    for heading in ("bf16 GB", "int8 GB", "int4 GB", "+ kv int8"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for heading in cards:
-        table.add_column(heading, no_wrap=True)
-    for name in REGISTRY:
-        table.add_row(name, *memory_cells(name))
-    console = Console(width=200, soft_wrap=True)
-    console.print(table)
-    for line in MEMORY_NOTES:
-        console.print(line, highlight=False)
+    sizes = ("bf16 GB", "int8 GB", "int4 GB", "+ kv int8")
+    headings = ("name", *sizes, *(f"{size} GiB" for size in CARDS))
+    rows = [(name, *memory_cells(name)) for name in REGISTRY]
+    print_table(headings, rows, numeric=sizes)
+    print("\n".join(MEMORY_NOTES))
 
 
 def memory_cells(name: str) -> list[str]:

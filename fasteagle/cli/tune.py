@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from rich.console import Console
-from rich.table import Table
-
 from fasteagle.compile.blocks import compile_now
 from fasteagle.compile.costs import costs_of, follow_costs, tunable
 from fasteagle.drafting.costs import Costs
@@ -12,6 +9,7 @@ from fasteagle.drafting.policy import Policy, name
 from fasteagle.errors import FasteagleError, note
 from fasteagle.llm import open_llm
 from fasteagle.options import DraftOptions, RuntimeOptions
+from fasteagle.tables import print_table
 
 
 def run_tune(model: str, runtime_options: RuntimeOptions, draft: DraftOptions) -> None:
@@ -29,39 +27,36 @@ def run_tune(model: str, runtime_options: RuntimeOptions, draft: DraftOptions) -
     costs, seconds = costs_of(engine, drafter, note, anew=True, compiled=compiled)
     policy = follow_costs(engine, drafter, costs)
     assert drafter.tuning is not None, "or it were not tunable"
-    console = Console(width=100)
-    console.print(_costs_table(policy.costs))
-    console.print(_sizes_table(policy))
+    print_costs(policy.costs)
+    print_sizes(policy)
     note(f"tuned in {seconds:.1f} s; kept in {drafter.tuning.path}")
 
 
-def _costs_table(costs: Costs) -> Table:
-    table = Table("", "ms", box=None, pad_edge=False, title="costs", title_justify="left")
-    table.add_row("target pass, rows", _cells(costs.passes))
+def print_costs(costs: Costs) -> None:
+    """Print the measured costs of the parts of a cycle."""
+    rows = [("target pass, rows", _cells(costs.passes))]
     if costs.chain:
-        table.add_row("draft, a chain, levels", _cells(costs.chain))
+        rows.append(("draft, a chain, levels", _cells(costs.chain)))
     if costs.level:
-        table.add_row("draft, first level, width", _cells(costs.first_level))
-        table.add_row("draft, each later level, width", _cells(costs.level))
+        rows.append(("draft, first level, width", _cells(costs.first_level)))
+        rows.append(("draft, each later level, width", _cells(costs.level)))
     if costs.lookup:
-        table.add_row("lookup", f"{costs.lookup:.2f}")
-    table.add_row(
-        "other, of a cycle / of a plain pass", f"{costs.other:.2f} / {costs.plain_other:.2f}"
-    )
-    return table
+        rows.append(("lookup", f"{costs.lookup:.2f}"))
+    other = f"{costs.other:.2f} / {costs.plain_other:.2f}"
+    rows.append(("other, of a cycle / of a plain pass", other))
+    print_table(("", "ms"), rows, title="costs")
 
 
 def _cells(times: dict[int, float]) -> str:
     return "  ".join(f"{key}: {value:.2f}" for key, value in sorted(times.items()))
 
 
-def _sizes_table(policy: Policy) -> Table:
-    """Sizes, with what is expected of them before anything has been observed."""
-    title = "sizes to choose from (what is observed corrects the expectation)"
-    columns = ("size (depth/width/nodes)", "ms", "tokens a cycle", "tok/s", "x plain")
-    table = Table(*columns, box=None, pad_edge=False, title=title, title_justify="left")
+def print_sizes(policy: Policy) -> None:
+    """Print the sizes, with what is expected of them before anything has been observed."""
+    rows = []
     for shape, ms, tokens in policy.expectations():
         rate = tokens / ms
-        cells = (f"{ms:.2f}", f"{tokens:.2f}", f"{1e3 * rate:.1f}", f"{rate * policy.plain_ms:.2f}")
-        table.add_row(name(shape), *cells)
-    return table
+        numbers = f"{ms:.2f}", f"{tokens:.2f}", f"{1e3 * rate:.1f}", f"{rate * policy.plain_ms:.2f}"
+        rows.append((name(shape), *numbers))
+    headings = ("size (depth/width/nodes)", "ms", "tokens a cycle", "tok/s", "x plain")
+    print_table(headings, rows, title="sizes to choose from (what is observed corrects this)")

@@ -6,10 +6,9 @@ import json
 
 import pytest
 from click.testing import CliRunner
-from rich.console import Console
 
 from fasteagle.cli import main as cli
-from fasteagle.cli.tune import _costs_table, _sizes_table
+from fasteagle.cli.tune import print_costs, print_sizes
 from fasteagle.compile.blocks import missing_compiler
 from fasteagle.drafting.costs import Costs
 from fasteagle.drafting.ladder import DEFAULT_RANKS
@@ -35,26 +34,19 @@ def test_costs_and_plan_are_printed_and_kept(tiny_dir, monkeypatch, compiled):
     assert str(kept) in done.stderr.replace("\n", "")
 
 
-def shown(*tables) -> str:
-    console = Console(width=100)
-    with console.capture() as output:
-        for table in tables:
-            console.print(table)
-    return output.get()
-
-
-def test_sizes_to_choose_from_are_printed():
+def test_sizes_to_choose_from_are_printed(capsys):
     size = FusedShape(3, 3, 8, 8)
-    policy = Policy(costs(), DEFAULT_RANKS, [size], head=True, lookup=True)
-    lines = shown(_sizes_table(policy)).splitlines()
+    print_sizes(Policy(costs(), DEFAULT_RANKS, [size], head=True, lookup=True))
+    lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("plain") and line.split()[-1] == "1.00" for line in lines)
     assert any(line.startswith("3/3/8/8") for line in lines)
 
 
-def test_the_costs_of_chains_are_printed():
+def test_the_costs_of_chains_are_printed(capsys):
     made = Costs({1: 4.0, 2: 4.5, 9: 8.0}, {}, {}, 0.3, 0.2, chain={1: 0.3, LONGEST: 1.7})
-    policy = Policy(made, DEFAULT_RANKS, [SureChain(LONGEST)], head=True, lookup=False)
-    text = shown(_costs_table(made), _sizes_table(policy))
+    print_costs(made)
+    print_sizes(Policy(made, DEFAULT_RANKS, [SureChain(LONGEST)], head=True, lookup=False))
+    text = capsys.readouterr().out
     assert "draft, a chain, levels" in text and "1: 0.30  8: 1.70" in text
     assert "first level" not in text and "chain of 1 to 8" in text
 

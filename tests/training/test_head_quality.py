@@ -8,10 +8,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from fasteagle.bench.markdown import markdown_table
 from fasteagle.loading.head_file import save_head
 from fasteagle.loading.open import load_runtime
 from fasteagle.options import RuntimeOptions
+from fasteagle.tables import markdown_table
 from fasteagle.training.head_quality import HeadQuality, tables
 from fasteagle.training.held_out import HeldOut
 from helpers import SCRIPTS, random_head, write_random_text
@@ -55,7 +55,8 @@ def test_a_line_for_each_head(run, tiny_dir, heads, tmp_path):
 def test_figures_of_the_tables():
     tenths = ((4, 1), *[(0, 0)] * 8, (10, 9))
     held = HeldOut((0.5, 0.25), 1.625, 20, by_confidence=tenths)
-    by_depth, by_confidence = map(markdown_table, tables([HeadQuality("mine", "EAGLE-3", held)]))
+    made = tables([HeadQuality("mine", "EAGLE-3", held)])
+    by_depth, by_confidence = (markdown_table(first, rest) for first, *rest in made)
     assert by_depth.splitlines()[2] == "| mine | EAGLE-3 | 0.500 | 0.250 | 1.62 |"
     assert by_confidence.splitlines()[2] == f"| mine | 0.25 |{' - |' * 8} 0.90 |"
 
