@@ -7,7 +7,8 @@ Weights come from memory, not from the cache: a measurement cycles through copie
 larger than the cache. One CUDA graph holds many calls, so that launches cost what they cost when
 decoding. Our kernels leave the sums of their splits along K to the next kernel, as in a decoder
 block. Bytes counted are those of the weight, x and y; the bandwidth is that of a copy on the device
-in the same run, read and written bytes together.
+in the same run, read and written bytes together. Beside our kernels stands what `quant.tiling`
+predicts for this card. `--device cpu` shows that all of this runs, and says nothing about speed.
 """
 
 from __future__ import annotations
@@ -29,9 +30,12 @@ from fasteagle.bench.linear_cases import DENSE, OURS, TORCHAO, compile_ahead, ma
 from fasteagle.bench.measure import copy_bandwidth
 from fasteagle.cli.command import Script
 from fasteagle.cli.options import comma_list
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, first_line
 from fasteagle.loading.registry import preset
 from fasteagle.paths import write_atomic
+from fasteagle.quant.planes import layout_for
+from fasteagle.quant.tiling import Card, microseconds, tiling
+from fasteagle.tables import print_table
 
 LINEARS = ("qkv", "out", "gate_up", "down", "lm_head")
 KERNELS = (*OURS, DENSE, TORCHAO)
@@ -51,6 +55,7 @@ class Timing:
     microseconds: float  # median of the repeats
     gb_s: float
     share: float  # of the copy bandwidth
+    predicted_us: float | None  # of our kernels, by `quant.tiling`
 
 
 def parts(_: click.Context, option: click.Parameter, text: str) -> list[str]:
@@ -91,6 +96,7 @@ def parts(_: click.Context, option: click.Parameter, text: str) -> list[str]:
     help="Within a group, in our kernels.",
 )
 @click.option("--repeats", default=20, show_default=True, help="Of every graph.")
+@click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
 @click.option(
     "--json",
     "json_path",
@@ -105,6 +111,7 @@ def main(
     rows: list[str],
     accumulate: str,
     repeats: int,
+    device: str,
     json_path: Path | None,
     md: bool,
 ) -> None:
@@ -112,25 +119,32 @@ def main(
     check_known(linears, LINEARS, "linear")
     check_known(kernels, KERNELS, "kernel")
     counts = row_counts(rows)
-    meta = conditions(accumulate)
-    bandwidth = meta["copy_gb_s"] = copy_bandwidth(torch.device("cuda"))
-    timings = []
+    meta = conditions(accumulate, device)
+    card = this_card(device)
+    bandwidth = meta["copy_gb_s"] = copy_bandwidth(torch.device(device))
+    timings, failed = [], []
     chosen = [(m, *shape) for m in models for shape in fused_linears(m) if shape[0] in linears]
-    with torch.device("cuda"):
-        ours = [kernel for kernel in kernels if kernel in OURS]
-        found = variants([(N, K) for _, _, N, K in chosen], ours, [accumulate], counts)
-    compile_ahead(found, torch.device("cuda"))
+    if device == "cuda":
+        precompile(kernels, [(N, K) for _, _, N, K in chosen], counts, accumulate)
     for name, linear, N, K in chosen:
         for kernel in kernels:
-            for count, us, gb_s in measure(kernel, N, K, counts, accumulate, repeats):
-                share = gb_s / bandwidth
-                timings.append(Timing(name, linear, N, K, kernel, count, us, gb_s, share))
-    if json_path:
-        record = {"meta": meta, "timings": [dataclasses.asdict(timing) for timing in timings]}
-        write_atomic(json_path, json.dumps(record, indent=1).encode())
-    print("per number of rows M: microseconds, GB/s, share of the copy bandwidth\n")
-    print(table(timings, md))
+            try:
+                measured = measure(kernel, N, K, counts, accumulate, repeats, device)
+            except (FasteagleError, RuntimeError) as error:  # the others are measured all the same
+                failed.append(f"{name} {linear} {kernel}: {first_line(error)}")
+                continue
+            for count, us, gb_s in measured:
+                speed = us, gb_s, gb_s / bandwidth
+                predicted = predicted_us(kernel, N, K, count, accumulate, card)
+                timings.append(Timing(name, linear, N, K, kernel, count, *speed, predicted))
+        if json_path:
+            record = {"meta": meta, "timings": [dataclasses.asdict(timing) for timing in timings]}
+            write_atomic(json_path, json.dumps(record, indent=1).encode())
+    print("per number of rows M: microseconds (predicted), GB/s, share of the copy bandwidth\n")
+    print_table(*table(timings), md=md)
     print(", ".join(f"{key} {value}" for key, value in meta.items()))
+    if failed:
+        raise FasteagleError("; ".join(failed))
 
 
 def fused_linears(name: str) -> list[tuple[str, int, int]]:
@@ -212,27 +226,56 @@ def _elapsed(run: Callable[[], object], repeats: int) -> list[float]:
     return times
 
 
-def table(timings: list[Timing], md: bool) -> str:
-    """A line for every linear and kernel, a column for every M."""
+def precompile(
+    kernels: list[str], shapes: list[tuple[int, int]], counts: list[int], accumulate: str
+) -> None:
+    """Compile what will be timed, several kernels at a time."""
+    device = torch.device("cuda")
+    with device:
+        ours = [kernel for kernel in kernels if kernel in OURS]
+        missing = variants(shapes, ours, [accumulate], counts)
+    compile_ahead(missing, device)
+
+
+def this_card(device: str) -> Card:
+    """Return the card by which the kernels choose their tiling; on a CPU a 3090."""
+    if device == "cpu":
+        return Card.like_3090(82)
+    properties = torch.cuda.get_device_properties(0)
+    return Card.of(properties.multi_processor_count, (properties.major, properties.minor))
+
+
+def predicted_us(
+    kernel: str, N: int, K: int, rows: int, accumulate: str, card: Card
+) -> float | None:
+    """Return the microseconds that `quant.tiling` predicts; None where the kernel is not ours."""
+    if kernel not in OURS:
+        return None
+    bits, group = (8, K) if kernel == "int8" else (4, int(kernel.split("-")[1][1:]))
+    layout = layout_for(bits, group, K)
+    cut = tiling(layout, N, K, rows, card)
+    return microseconds(cut, layout, N, K, rows, card, fp16=accumulate == "fp16")
+
+
+def table(timings: list[Timing]) -> tuple[list[str], list[list[str]]]:
+    """Return headings, and a line for every linear and kernel, with a column for every M."""
     counts = sorted({timing.rows for timing in timings})
     lines: dict[tuple[str, ...], dict[int, str]] = {}
     for t in timings:
         key = (t.model, t.linear, f"{t.N}x{t.K}", t.kernel)
-        lines.setdefault(key, {})[t.rows] = f"{t.microseconds:.1f} {t.gb_s:.0f} {t.share:.0%}"
-    head = ["model", "linear", "NxK", "kernel", *(f"M={count}" for count in counts)]
-    body = [[*key, *(cells.get(count, "") for count in counts)] for key, cells in lines.items()]
-    if md:
-        rows = [head, ["---"] * len(head), *body]
-        return "\n".join("| " + " | ".join(row) + " |" for row in rows)
-    widths = [max(len(row[i]) for row in [head, *body]) for i in range(len(head))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in [head, *body]
-    )
+        predicted = "" if t.predicted_us is None else f" ({t.predicted_us:.1f})"
+        cell = f"{t.microseconds:.1f}{predicted} {t.gb_s:.0f} {t.share:.0%}"
+        lines.setdefault(key, {})[t.rows] = cell
+    headings = ["model", "linear", "NxK", "kernel", *(f"M={count}" for count in counts)]
+    rows = [[*key, *(cells.get(count, "") for count in counts)] for key, cells in lines.items()]
+    return headings, rows
 
 
-def conditions(accumulate: str) -> dict[str, Any]:
-    """The conditions of the measurement. Raises `FasteagleError` where there is no CUDA device."""
+def conditions(accumulate: str, device: str) -> dict[str, Any]:
+    """Return how this is measured. Raises `FasteagleError` where there is no CUDA device."""
+    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    if device == "cpu":
+        return {"device": "CPU", "torch": torch.__version__, "command": command}
     if not torch.cuda.is_available():
         raise FasteagleError("this times CUDA kernels and there is no CUDA device: run it on one")
     import triton  # exists where CUDA does
@@ -245,7 +288,7 @@ def conditions(accumulate: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "accumulate": accumulate,
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command,
     }
 
 

@@ -1,255 +1,141 @@
-"""The GPU check: what becomes of stages that fail, hang or write nonsense; its reports; its stages.
-
-The stages themselves run on the CPU in `test_gpu_stages.py` and in CI's dry run.
-"""
+"""The check of a GPU: its commands are ones that exist, and a stage that fails stops no other."""
 
 from __future__ import annotations
 
+import importlib
 import json
-import os
-import re
-import subprocess
-import sys
-import sysconfig
-import time
-from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from fasteagle.bench.gpu_check import check, plan, report
-from fasteagle.errors import FasteagleError
 from helpers import SCRIPTS
 
-GOOD = "json.dump({'lines': ['all is well'], 'device': {'name': 'a card'}}, open(results, 'w'))"
-PARTLY = "json.dump({'lines': ['half of it']}, open(results, 'w'))"
-HANGS = f"{PARTLY}; time.sleep(60)"
-CHILD = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+
+@pytest.fixture
+def check(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import gpu_check
+
+    return gpu_check
 
 
-def commands(**codes):
-    """Stages by name as lines of Python that write `results`; the others are good."""
-
-    def command(stage, options, results, seconds):
-        code = codes.get(stage.name, GOOD)
-        return [sys.executable, "-c", f"import json, time, sys; results = {str(results)!r}; {code}"]
-
-    return command
+def run(check, out, *arguments):
+    return CliRunner().invoke(check.main, ["--out", str(out), *map(str, arguments)])
 
 
-def run(tmp_path, stages=("start", "kernels", "profile"), minutes=1.0, **codes):
-    options = plan.CheckOptions(out=tmp_path / "out", stages=stages, minutes=minutes)
-    return check.run_check(options, commands(**codes), lambda line: None)
+@pytest.mark.parametrize("dry", [True, False])
+def test_every_stage_is_a_command_with_options_that_exist(check, monkeypatch, tmp_path, dry):
+    started = []
+
+    def parsed(command, *_):
+        script, arguments = command[1], list(command[2:])
+        started.append(script)
+        if script.startswith("scripts/"):
+            module = importlib.import_module(script.removeprefix("scripts/").removesuffix(".py"))
+            module.main.make_context(script, arguments)  # raises for what it does not know
+        return 0
+
+    def logged(command, log, limit, environment):
+        log.write_text("")
+        assert 0 < limit <= (400 if dry else 540)
+        return parsed(command)
+
+    monkeypatch.setattr(check, "run_limited", logged)
+    done = run(check, tmp_path, *(["--dry-run"] if dry else []), "--wheels", tmp_path)
+    assert done.exit_code == 0, done.output
+    entries = json.loads((tmp_path / check.RECORD).read_text())["stages"]
+    expected = check.all_stages(dry, "any", tmp_path)
+    assert [entry["name"] for entry in entries] == [stage.name for stage in expected]
+    assert len(started) == len(entries) and not any(entry["error"] for entry in entries)
 
 
-def errors(record):
-    return {entry["name"]: entry["error"] for entry in record["stages"]}
+STAGES = {
+    "start": "print('a card')",
+    "kernels": "print('first'); import sys; sys.exit('no memory left')",
+    "profile": "import time; print('half of it', flush=True); time.sleep(60)",
+    "speed": "print('all is well')",
+}
 
 
-def test_a_failure_does_not_stop_the_next_stage(tmp_path):
-    code = f"{PARTLY}; print('first'); sys.exit('no memory left')"
-    record = run(tmp_path, kernels=code)
-    assert errors(record) == {
+@pytest.fixture
+def stand_ins(check, monkeypatch):
+    """The stages are lines of Python, which a test may replace."""
+    lines = dict(STAGES)
+    monkeypatch.setattr(
+        check,
+        "all_stages",
+        lambda *_: [
+            check.Stage(name, name, ["-c", line], minutes=0.05, needed=name == "start")
+            for name, line in lines.items()
+        ],
+    )
+    return lines
+
+
+def errors(check, out):
+    entries = json.loads((out / check.RECORD).read_text())["stages"]
+    return {entry["name"]: entry["error"] for entry in entries}
+
+
+def test_a_stage_that_fails_or_hangs_does_not_stop_the_next(check, stand_ins, tmp_path):
+    assert run(check, tmp_path).exit_code == 1
+    assert errors(check, tmp_path) == {
         "start": None,
         "kernels": "exit code 1: no memory left",
-        "profile": None,
+        "profile": "took longer than 3 s and was ended",
+        "speed": None,
     }
-    failed = record["stages"][1]
-    assert failed["results"] == {"lines": ["half of it"]}, "what it knew before it failed"
-    assert failed["output"] == ["first", "no memory left"]
-    assert json.loads((tmp_path / "out/gpu_check.json").read_text()) == record
-    assert "no memory left" in (tmp_path / "out/gpu_check.log").read_text()
+    assert (tmp_path / "profile.log").read_text() == "half of it\n"
+    # The others stay in the record when one is run again.
+    stand_ins["kernels"] = "print('now it fits')"
+    assert run(check, tmp_path, "--stages", "kernels").exit_code == 1
+    assert errors(check, tmp_path)["kernels"] is None and len(errors(check, tmp_path)) == 4
 
 
-def test_a_stage_that_hangs_is_ended_at_its_limit_with_its_children(tmp_path, monkeypatch):
-    short = [s if s.name != "kernels" else plan.Stage("kernels", "x", 1.5) for s in plan.STAGES]
-    monkeypatch.setattr(plan, "STAGES", short)
-    child = f"import subprocess; p = subprocess.Popen([sys.executable, '-c', {CHILD!r}])"
-    begin = time.monotonic()
-    record = run(tmp_path, kernels=f"{child}; {HANGS}")
-    assert time.monotonic() - begin < 20
-    assert errors(record)["kernels"] == "took longer than 2 s and was ended"
-    assert record["stages"][1]["results"] == {"lines": ["half of it"]}
-    assert errors(record)["profile"] is None
-    pid = int(record["stages"][1]["output"][0])
-    assert is_ended(pid)
+def test_without_a_device_nothing_else_runs(check, stand_ins, tmp_path):
+    stand_ins["start"] = "raise SystemExit('no device')"
+    assert run(check, tmp_path).exit_code == 1
+    others = dict.fromkeys(("kernels", "profile", "speed"), "not run: start failed")
+    assert errors(check, tmp_path) == {"start": "exit code 1: no device", **others}
 
 
-def is_ended(pid):
-    """Whether a process is gone, or only waits to be collected by its parent."""
-    for _ in range(50):
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
-                return True
-        except FileNotFoundError:
-            return True
-        time.sleep(0.1)
-    return False
+def test_what_cannot_be_run_is_told_in_one_line(check, stand_ins, tmp_path):
+    for arguments, message in (
+        (["--stages", "kernel"], "did you mean 'kernels'"),
+        (["--wheels", tmp_path / "none"], "does not exist"),
+    ):
+        done = run(check, tmp_path, *arguments)
+        assert done.exit_code == 2 and message in done.stderr
+    assert run(check, tmp_path, "--stages", "start", "--dry-run").exit_code == 0
+    done = run(check, tmp_path, "--stages", "start")
+    assert done.exit_code == 2 and "another kind of run" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("code", "problem"),
-    [
-        ("open(results, 'w').write('{half')", "cannot be read"),
-        ("open(results, 'wb').write(b'\\xff\\xfe')", "cannot be read"),
-        ("json.dump([1, 2], open(results, 'w'))", "are a list, not an object"),
-        ("pass", "wrote no results"),
-        ("import os; os.kill(os.getpid(), 9)", "exit code -9: it said nothing"),
-    ],
-)
-def test_nonsense_is_an_error_of_that_stage(tmp_path, code, problem):
-    record = run(tmp_path, kernels=code)
-    assert problem in errors(record)["kernels"]
-    assert errors(record)["start"] is errors(record)["profile"] is None
+def test_parts_of_a_model_are_joined(check, tmp_path):
+    for name, data in (("a", b"GG"), ("b", b"UF")):
+        (tmp_path / name).write_bytes(data)
+    whole = check.joined([tmp_path / "a", tmp_path / "b"], tmp_path)
+    assert (tmp_path / "model.gguf").read_bytes() == b"GGUF" and whole.endswith("model.gguf")
+    assert check.joined(["one"], tmp_path) == "one"
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        {"lines": 7, "tables": "x", "problems": None},
-        {"tables": [3, {"columns": ["a"], "rows": [1]}, {"rows": []}]},
-        {"device": "a text", "lines": [None, {"a": 1}]},
-    ],
-)
-def test_results_of_any_form_can_be_reported(tmp_path, content):
-    record = run(tmp_path, start=f"json.dump({content!r}, open(results, 'w'))")
-    assert errors(record)["start"] is None
-    assert "### kernels" in (tmp_path / "out/gpu_check.md").read_text()
+def test_cycles_are_described_by_their_kernels(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import profile_cycle
 
-
-def test_values_that_are_not_json_become_null(tmp_path):
-    record = run(tmp_path, start="json.dump({'a': float('nan')}, open(results, 'w'))")
-    assert record["stages"][0]["results"] == {"a": None}
-
-
-def test_without_the_first_stage_the_others_are_not_run(tmp_path):
-    record = run(tmp_path, start="sys.exit('no device')")
-    assert errors(record) == {
-        "start": "exit code 1: no device",
-        "kernels": "not run: start failed",
-        "profile": "not run: start failed",
-    }
-
-
-def test_the_minutes_are_for_all_stages(tmp_path):
-    begin = time.monotonic()
-    record = run(tmp_path, minutes=7 / 60, kernels=HANGS)
-    assert time.monotonic() - begin < 25
-    assert errors(record)["kernels"].endswith("was ended")
-    assert errors(record)["profile"] == "not run: the 0.116667 minutes were over"
-
-
-def test_the_last_stage_may_take_what_is_left():
-    rest = [stage.name for stage in plan.STAGES if stage.takes_rest]
-    assert rest == [plan.STAGE_NAMES[-1]]
-    minutes = sum(stage.seconds for stage in plan.STAGES) / 60
-    assert 20 <= minutes <= 28 < plan.CheckOptions.minutes
-
-
-def test_stages_that_compile_much_have_time_for_cold_compilers():
-    limits = {stage.name: stage.seconds for stage in plan.STAGES}
-    assert limits["gpu_tests"] > 240 and limits["kernels"] >= 200 and limits["cold_start"] >= 90
-    assert limits["profile"] >= 200 and limits["large"] >= 200, "33B, and another one"
-    text = (SCRIPTS.parent / "docs" / "measuring.md").read_text("utf-8")
-    for name, seconds in limits.items():
-        told = re.search(rf"^\| `{name}` \|.*\(([\d.]+|the rest)\) \|$", text, re.MULTILINE)
-        assert told is not None, name
-        assert told[1] == ("the rest" if name == "head" else f"{seconds / 60:g}"), name
-
-
-def test_a_dry_run_has_more_time_for_a_stage_but_no_more_in_all():
-    stage = plan.Stage("kernels", "x", 60)
-    assert (stage.limit(1000, False), stage.limit(1000, True)) == (60, 400)
-    assert stage.limit(30, False) == stage.limit(30, True) == 30
-
-
-def test_another_run_keeps_the_stages_of_the_first(tmp_path):
-    run(tmp_path, kernels="sys.exit('broken')")
-    record = run(tmp_path, stages=("kernels",))
-    assert errors(record) == {"start": None, "kernels": None, "profile": None}
-    assert [entry["name"] for entry in record["stages"]] == ["start", "kernels", "profile"]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "nonsense",
-        "[]",
-        '{"stages": [], "meta": {"dry_run": true}}',
-        '{"stages": [{"name": "x"}], "meta": {"dry_run": false}}',
-    ],
-)
-def test_what_is_no_record_of_this_kind_is_not_overwritten(tmp_path, text):
-    (tmp_path / "out").mkdir()
-    path = tmp_path / "out/gpu_check.json"
-    path.write_text(text)
-    with pytest.raises(FasteagleError, match=r"gpu_check\.json is"):
-        run(tmp_path)
-    assert path.read_text() == text
-
-
-def test_the_record_on_disk_is_whole_after_every_stage(tmp_path):
-    path = tmp_path / "out/gpu_check.json"
-    look = f"print(open({str(path)!r}).read().count('what')); {GOOD}; sys.exit(3)"
-    record = run(tmp_path, kernels=look)
-    assert record["stages"][1]["output"] == ["1"], "the first stage was on disk by then"
-
-
-def test_the_markdown_of_a_record(tmp_path):
-    table = {"title": "Some numbers", "columns": ["a", "b|c"], "rows": [[1, None], ["x", 2.5]]}
-    code = f"json.dump({{'tables': [{table!r}], 'problems': ['p1']}}, open(results, 'w'))"
-    run(tmp_path, kernels=code, profile="sys.exit('line one')")
-    text = (tmp_path / "out/gpu_check.md").read_text()
-    assert "GPU check on a card" in text
-    assert "| a | b\\|c |\n| --- | --- |\n| 1 | - |\n| x | 2.5 |" in text
-    assert "- problem: p1" in text and "**Failed:** exit code 1: line one" in text
-
-
-def test_the_summary_counts(tmp_path):
-    lines = report.summary(run(tmp_path, profile="sys.exit(1)"))
-    assert len(lines) == 4 and lines[-1].startswith("2 of 3 stages without an error")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (["--stages", "kernel"], "unknown stage 'kernel'; did you mean 'kernels'"),
-        (["--stages", ","], "no stage was named"),
-        (["--minutes", "0"], "minutes 0 is out of range"),
-        (["--minutes", "nan"], "minutes nan is out of range"),
-    ],
-)
-def test_wrong_arguments_are_one_line(tmp_path, arguments, problem):
-    done = subprocess.run(
-        [sys.executable, SCRIPTS / "gpu_check.py", "--out", tmp_path, *arguments],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2 and problem in done.stderr and done.stderr.count("\n") == 1
-
-
-def test_it_runs_where_the_package_is_not_installed(tmp_path):
-    """From another folder, with the dependencies alone: as on a machine that is lent."""
-    site = tmp_path / "site"
-    site.mkdir()
-    for path in Path(sysconfig.get_paths()["purelib"]).iterdir():
-        if "fasteagle" not in path.name and path.suffix != ".pth":
-            (site / path.name).symlink_to(path)
-    command = [sys.executable, "-S", SCRIPTS / "gpu_check.py", "--dry-run", "--stages", "start"]
-    done = subprocess.run(
-        [*command, "--out", tmp_path / "out"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(site)},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    record = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
-    assert [(stage["name"], stage["error"]) for stage in record["stages"]] == [("start", None)]
-
-
-def test_every_stage_has_a_module_that_runs():
-    import importlib
-
-    for name in plan.STAGE_NAMES:
-        module = importlib.import_module(f"fasteagle.bench.gpu_check.{name}")
-        assert callable(module.run), name
+    events = [
+        ("void gemm<int, 4>(float*)", 0, 10),
+        ("void gemm<int, 8>(float*)", 5, 20),  # beside the first one
+        ("norm", 30, 40),
+    ]
+    cycle = profile_cycle.described(events, 2, ms=0.020)
+    assert (cycle["nodes"], cycle["busy_ms"]) == (1.5, pytest.approx(0.015))
+    assert cycle["idle"] == pytest.approx(0.25)
+    assert cycle["kernels"] == [
+        {"name": "gemm", "calls": 1.0, "us": 12.5},
+        {"name": "norm", "calls": 0.5, "us": 5.0},
+    ]
+    assert profile_cycle.described([], 2, 1.0)["idle"] is None
+    for option, value in (("--passes", "1,x"), ("--tree", "5/4")):
+        done = CliRunner().invoke(profile_cycle.main, [option, value])
+        assert done.exit_code == 2 and value in done.stderr

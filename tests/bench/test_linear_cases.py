@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from pathlib import Path
+import json
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from fasteagle.bench import linear_cases
-from fasteagle.bench.gpu_check import kernels as stage_kernels
-from fasteagle.bench.gpu_check.stage import Context
 from fasteagle.errors import FasteagleError
 from fasteagle.quant import planes
 from fasteagle.quant.planes import layout_for
@@ -167,41 +166,27 @@ def test_what_is_timed_is_compiled_before(card, monkeypatch, tmp_path):
     assert not missed()
 
 
-class Bench:
-    """Stands for the script: what it was asked."""
-
-    def __init__(self):
-        self.events = []
-
-    def fused_linears(self, model):
-        return [("qkv", 256, 512)]
-
-    def measure(self, kernel, *given):
-        self.events.append("measure")
-        return []
+def test_our_kernels_are_predicted_and_others_are_not(bench):
+    card = Card.like_3090(82)
+    us = bench.predicted_us("int4-g128", 22016, 4096, 16, "fp16", card)
+    assert 50 < us < 80, "47.9 MB at 936 GB/s are 51 us"
+    assert bench.predicted_us("int8", 22016, 4096, 16, "fp16", card) > 1.5 * us
+    assert bench.predicted_us("int4-g32", 22016, 4096, 16, "fp16", card) > us
+    assert bench.predicted_us("fp16", 4096, 4096, 1, "fp32", card) is None
 
 
-def test_the_stage_compiles_before_it_measures(monkeypatch, tmp_path):
-    """And goes on where that fails."""
-    bench, said = Bench(), []
-    found = [object()] * 3
-    monkeypatch.setattr(Context, "device", CPU)
-    monkeypatch.setattr(stage_kernels, "bench_kernels", lambda: bench)
-    monkeypatch.setattr(stage_kernels, "copy_bandwidth", lambda *given: 900.0)
-    monkeypatch.setattr(stage_kernels, "matmul_rate", lambda *given: 70.0)
-    monkeypatch.setattr(stage_kernels, "variants", lambda *given: said.append(given) or found)
-    monkeypatch.setattr(
-        stage_kernels, "compile_ahead", lambda *given: bench.events.append("compile") or 16
-    )
-    context = Context(tmp_path / "results.json", Path(tmp_path), 60)
-    stage_kernels.run(context)
-    assert bench.events[:2] == ["compile", "measure"] and bench.events.count("compile") == 1
-    shapes, names, sums, rows = said[0]
-    assert (set(shapes), names) == ({(256, 512)}, stage_kernels.OURS)
-    assert (sums, rows) == (["fp16", "fp32"], stage_kernels.ROWS)
-    assert context.found["lines"][0].startswith("3 kernels compiled in ")
-    monkeypatch.setattr(stage_kernels, "compile_ahead", lambda *given: 1 / 0)
-    bench.events.clear()
-    stage_kernels.run(context)
-    assert context.found["problems"] == ["compiling ahead: division by zero"]
-    assert "measure" in bench.events
+def test_a_product_that_fails_does_not_stop_the_others(bench, monkeypatch, tmp_path):
+    measure = bench.measure
+
+    def failing(kernel, *given):
+        if kernel == "int8":
+            raise RuntimeError("no memory\nleft")
+        return measure(kernel, *given)
+
+    monkeypatch.setattr(bench, "measure", failing)
+    path = tmp_path / "k.json"
+    words = "--device cpu --model smollm2-135m --linears out --rows 2 --kernels int8,fp16"
+    done = CliRunner().invoke(bench.main, [*words.split(), "--json", str(path)])
+    assert done.exit_code == 2 and "out int8: no memory" in done.stderr
+    (timing,) = json.loads(path.read_text())["timings"]
+    assert (timing["kernel"], timing["rows"]) == ("fp16", 2) and timing["microseconds"] > 0
