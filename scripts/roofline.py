@@ -10,16 +10,52 @@ the model; the default model's own file has int4-g32.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
-from fasteagle.bench.roofline import DEVICES, THIS, Device, device_named
+from fasteagle.bench.roofline import (
+    DEVICES,
+    ELEMENT_BYTES,
+    THIS,
+    Device,
+    Storage,
+    device_named,
+    draft_parts,
+    limit,
+    storage_named,
+    target_parts,
+)
+from fasteagle.bench.row_spec import RowSpec, parse_rows
 from fasteagle.cli.command import Script
 from fasteagle.cli.options import comma_list
+from fasteagle.config import ModelConfig
 from fasteagle.errors import FasteagleError
-from fasteagle.options import DEFAULT_MODEL, DraftOptions
+from fasteagle.options import DEFAULT_MODEL, LM_HEAD_BITS, DraftOptions
+from fasteagle.shapes import AnyShape, TreeShape, shape_of
+
+COLUMNS = (
+    *("row", "precision", "tree", "context", "plain ms", "verify ms", "draft ms", "MB", "GFLOP"),
+    *("launches", "tau", "tok/s", "bound"),
+)
+MEASURED = ("verify ms measured", "draft ms measured", "tok/s measured")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One row of a benchmark to predict; `rows` are those of its target pass."""
+
+    row: RowSpec
+    precision: str
+    storage: Storage
+    tree: AnyShape | None
+    tau: float
+    context: int
+    rows: int
+    measured: dict[str, Any] | None = None
 
 
 @click.command(cls=Script)
@@ -29,120 +65,211 @@ from fasteagle.options import DEFAULT_MODEL, DraftOptions
     show_default=True,
     help=f"{', '.join(DEVICES)}, or {THIS}: this machine, measured now.",
 )
-@click.option("--model", help=f"Registry name, folder or file.  [default: {DEFAULT_MODEL}]")
-@click.option("--precision", help="Comma list.  [default: bf16,int8,int4]")
-@click.option("--rows", help="Comma list.  [default: hf,plain,eagle]")
-@click.option("--context", type=int, help="Positions in the cache.  [default: 1024]")
-@click.option("--tau", type=float, help="Tokens per cycle of rows that draft.  [default: 2.3]")
-@click.option("--lm-head", help="Of quantized models: int8, int4 or keep.  [default: int8]")
+@click.option("--model", default=DEFAULT_MODEL, help="Registry name, folder or file.")
+@click.option("--precision", default="bf16,int8,int4", show_default=True, help="Comma list.")
+@click.option("--rows", default="hf,plain,eagle", show_default=True, help="Comma list.")
+@click.option("--context", default=1024, show_default=True, type=click.IntRange(0))
+@click.option("--tau", default=2.3, show_default=True, help="Tokens per cycle of rows that draft.")
+@click.option("--lm-head", default="int8", type=click.Choice(list(LM_HEAD_BITS)))
 @click.option("--tree-depth", type=int)
 @click.option("--tree-topk", type=int)
 @click.option("--tree-nodes", type=int)
 @click.option("--fp16-accumulate", is_flag=True, help="Tensor cores add up in fp16: 2 x on RTX.")
-@click.option("--terms", is_flag=True, help="A captured cycle, by product and node: a prediction.")
+@click.option("--terms", is_flag=True, help="A captured cycle, by product and launch.")
 @click.option(
     "--measured",
     "record_path",
     type=click.Path(path_type=Path, dir_okay=False),
     help="A record of tokens_per_sec.py --json: predict its rows and compare.",
 )
-def main(
-    device: str, fp16_accumulate: bool, terms: bool, record_path: Path | None, **given: Any
-) -> None:
+@click.pass_context
+def main(context_: click.Context, device: str, terms: bool, **given: Any) -> None:
     """Predict tokens per second; see the module's docstring for examples."""
-    # Here and below: --help answers without importing torch.
-    from fasteagle.bench import roofline_report as report
-
-    given = {name: value for name, value in given.items() if value is not None}
-    if record_path and given:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise FasteagleError(f"--measured brings its own conditions: drop {names}")
+    named = [n for n in given if context_.get_parameter_source(n) is not SET_BY_DEFAULT]
     if terms:
-        _print_terms(device, fp16_accumulate, record_path, given)
+        refused = {"rows", "lm_head", "record_path"} & set(named)
+        if refused:
+            raise FasteagleError(
+                "--terms predicts an int8 LM head and eagle: drop --measured, --rows"
+            )
+        print_terms(device, **given)
         return
-    where = None if device == THIS else device_named(device)
-    record = report.read_record(record_path) if record_path else None
-    model = record["meta"].get("model", "") if record else given.pop("model", DEFAULT_MODEL)
-    config = report.model_shape(model)
+    others = [
+        f"--{n.replace('_', '-')}" for n in named if n not in ("record_path", "fp16_accumulate")
+    ]
+    if given["record_path"] and others:
+        raise FasteagleError(f"--measured brings its own conditions: drop {', '.join(others)}")
+    print_limits(None if device == THIS else device_named(device), **given)
+
+
+SET_BY_DEFAULT = click.core.ParameterSource.DEFAULT
+
+
+def print_limits(
+    device: Device | None, model: str, record_path: Path | None, fp16_accumulate: bool, **given: Any
+) -> None:
+    # Here and below: --help answers without importing torch.
+    from fasteagle.loading.find_head import head_shape
+    from fasteagle.tables import print_table
+
+    record = read_record(record_path) if record_path else None
+    model = record["meta"].get("model", "") if record else model
+    config = model_shape(model)
     if record:
-        cases = report.recorded_cases(record, config, str(record_path))
+        cases = list(recorded_cases(record, config, str(record_path)))
     else:
-        cases = report.planned_cases(_options(given), config, where is None and _on_cpu())
-    where = where or _this(record)
-    found = report.predictions(cases, where, model, config, fp16_accumulate)
-    columns = (*report.COLUMNS, *(report.MEASURED if record else ()))
-    _print(columns, report.table_rows(found, where, record), report.conditions(where, model))
+        cases = list(planned_cases(config, device is None and on_cpu(), **given))
+    where = device or this_machine(record)
+    head = head_shape(model, config)
+    cells = [row_cells(case, where, config, head, fp16_accumulate) for case in cases]
+    print_table((*COLUMNS, *(MEASURED if record else ())), cells)
+    print(
+        f"{model} on {where.name}: {where.gb_s:,.1f} GB/s, {where.tflops:,.3g} TFLOP/s in 16 bits "
+        f"({where.tflops_fp16:,.3g} accumulating in fp16), {where.tflops_fp32:,.3g} in fp32. These "
+        "are limits: bytes and FLOPs only. MB, GFLOP and launches are of a cycle; tree: depth, "
+        "top-k, nodes"
+    )
 
 
-def _print_terms(device: str, fp16: bool, record_path: Path | None, given: dict[str, Any]) -> None:
-    from fasteagle.bench import cycle_terms
-    from fasteagle.bench import roofline_report as report
+def print_terms(device: str, model: str, **given: Any) -> None:
+    from fasteagle.bench.cycle_terms import CycleModel, card_named, report
     from fasteagle.loading.find_head import head_shape
     from fasteagle.quant.scheme import parse_scheme
-    from fasteagle.shapes import TreeShape
 
-    if record_path or "rows" in given or "lm_head" in given:
-        raise FasteagleError("--terms predicts an int8 LM head and eagle: drop --measured, --rows")
-    name = given.get("model", DEFAULT_MODEL)
-    config = report.model_shape(name)
-    scheme = parse_scheme(given.get("precision", "int4"), config)
-    sizes = (given.get(f"tree_{part}") for part in ("depth", "topk", "nodes"))
+    config = model_shape(model)
+    scheme = parse_scheme(given["precision"].split(",")[-1], config)
+    sizes = (given[f"tree_{part}"] for part in ("depth", "topk", "nodes"))
     tree = TreeShape(*(size or default for size, default in zip(sizes, (5, 4, 15), strict=True)))
-    card, context = cycle_terms.card_named(device), given.get("context", 1024)
-    model = cycle_terms.CycleModel(card, config, scheme, context, fp16)
-    head, tau = head_shape(name, config), given.get("tau", 2.3)
-    print("\n".join(cycle_terms.lines(model, head, tree, tau)))
+    card = card_named(device)
+    cycle = CycleModel(card, config, scheme, given["context"], given["fp16_accumulate"])
+    print(report(cycle, head_shape(model, config), tree, given["tau"]))
 
 
-def _options(given: dict[str, Any]) -> Any:
-    from fasteagle.bench.roofline_report import RooflineOptions
+def model_shape(model: str) -> ModelConfig:
+    """Return the shape of a registry model, a folder or a file; fetches nothing."""
+    from fasteagle.loading.checkpoint import open_checkpoint
+    from fasteagle.loading.registry import REGISTRY, preset
 
-    sizes = {name: given.pop(name) for name in list(given) if name.startswith("tree_")}
-    if "precision" in given:
-        given["precisions"] = comma_list(given.pop("precision"))
-    if "rows" in given:
-        given["rows"] = comma_list(given["rows"])
-    return RooflineOptions(draft=DraftOptions(**sizes), **given)
+    path = Path(model).expanduser()
+    return (
+        open_checkpoint(path).config if model not in REGISTRY and path.exists() else preset(model)
+    )
 
 
-def _on_cpu() -> bool:
+def on_cpu() -> bool:
     from fasteagle.device import pick_device
 
     return pick_device("auto").type == "cpu"
 
 
-def _this(record: dict[str, Any] | None) -> Device:
-    """This machine, measured with the threads of the record, if there is one."""
+def this_machine(record: dict[str, Any] | None) -> Device:
+    """Measure this machine, with the threads of the record if there is one."""
     import torch
 
     from fasteagle.bench.measure import this_device
     from fasteagle.device import device_name, pick_device
 
-    device = pick_device("auto")
-    name = device_name(device)
+    devices = [pick_device("auto"), torch.device("cpu")]
     if record:
         measured_on = record["meta"].get("device")
-        if measured_on != name:
-            device = torch.device("cpu")
-            name = device_name(device)
-        if measured_on != name:
+        devices = [device for device in devices if device_name(device) == measured_on]
+        if not devices:
             raise FasteagleError(
-                f"the record is of {measured_on}, this machine is {name}: say --device "
-                f"{', '.join(DEVICES)}"
+                f"the record is of {measured_on}, this machine is "
+                f"{device_name(pick_device('auto'))}: say --device {', '.join(DEVICES)}"
             )
         torch.set_num_threads(record["meta"]["threads"])
-    return this_device(device, name)
+    return this_device(devices[0], device_name(devices[0]))
 
 
-def _print(columns: tuple[str, ...], rows: list[tuple[str, ...]], text: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
+def planned_cases(
+    config: ModelConfig, on_cpu: bool, precision: str, rows: str, tau: float, **given: Any
+) -> Iterator[Case]:
+    """Yield every row at every precision. Raises `FasteagleError` for a tau no tree can give."""
+    sizes = {name: given[name] for name in ("tree_depth", "tree_topk", "tree_nodes") if given[name]}
+    draft, context = DraftOptions(**sizes), given["context"]
+    for name in comma_list(precision):
+        is_dense = name in ELEMENT_BYTES
+        storage = storage_named(name, config, LM_HEAD_BITS[given["lm_head"]])
+        for row in parse_rows(comma_list(rows), draft):
+            if row.is_hf and not is_dense:
+                continue
+            tree = row.planned_tree(draft, on_cpu and not is_dense)
+            if tree is None:
+                yield Case(row, name, storage, None, 1.0, context, 1)
+                continue
+            if not 1 <= tau <= tree.depth + 1:
+                raise FasteagleError(
+                    f"tau {tau:g} is out of range for {row} at {name}: its tree of depth "
+                    f"{tree.depth} gives 1 .. {tree.depth + 1} tokens a cycle: change it or "
+                    "--tree-depth"
+                )
+            yield Case(row, name, storage, tree, tau, context, tree.rows)
 
-    table = Table(*columns, box=None, pad_edge=False)
-    for cells in rows:
-        table.add_row(*cells)
-    Console(width=240).print(table)  # wider than any row: wrapped rows are hard to read
-    print(text)
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Return what `tokens_per_sec.py --json` wrote."""
+    from fasteagle.loading.tensors import read_json
+
+    record = read_json(path)
+    if not isinstance(record.get("meta"), dict) or not record.get("rows"):
+        raise FasteagleError(f"{path}: not a record of tokens_per_sec.py --json")
+    return record
+
+
+def recorded_cases(record: dict[str, Any], config: ModelConfig, source: str) -> Iterator[Case]:
+    """Yield the rows of a record under its own conditions: tree, tau, context, scheme."""
+    for row in record["rows"]:
+        try:
+            tree = shape_of(**row["tree"]) if row["tree"] else None
+            name = row["scheme"] or row["dtype"]
+            storage = storage_named(name, config, row["lm_head_bits"] or 16)
+            storage = dataclasses.replace(storage, element_bytes=ELEMENT_BYTES[row["dtype"]])
+            rows = row["plain_rows"] or 1 if tree is None else tree.rows
+            spec, context = RowSpec.parse(row["name"]), round(row["context"])
+            yield Case(spec, row["precision"], storage, tree, row["tau"], context, rows, row)
+        except (KeyError, TypeError) as error:
+            raise FasteagleError(
+                f"{source}: a row lacks {error}: it is of another version of fasteagle: measure "
+                "again"
+            ) from error
+
+
+def row_cells(
+    case: Case, device: Device, config: ModelConfig, head: Any, fp16: bool
+) -> tuple[str, ...]:
+    """Return the cells under `COLUMNS`, and under `MEASURED` where the row was measured."""
+    storage, tree = case.storage, case.tree
+    passes = [target_parts(config, storage, rows, case.context) for rows in (1, case.rows)]
+    drafting = []
+    if tree is not None and case.row.has_head:
+        drafting = draft_parts(head, storage, tree, case.context)
+    (plain, _), (verify, _) = (limit(p, device, storage.element_bytes, fp16) for p in passes)
+    cycle = [*passes[1], *drafting]
+    total, bound = limit(cycle, device, storage.element_bytes, fp16)
+    draft, tok_s = total - verify, 1e3 * case.tau / total
+    cells = (
+        *(case.row.label, case.precision, str(tree) if tree else "-", f"{case.context:,}"),
+        *(f"{plain:.2f}", f"{verify:.2f} (T={case.rows})", f"{draft:.2f}" if drafting else "-"),
+        *(
+            f"{sum(p.n_bytes for p in cycle) / 1e6:,.0f}",
+            f"{sum(p.flops for p in cycle) / 1e9:,.0f}",
+        ),
+        *(f"{sum(p.launches for p in cycle)}", f"{case.tau:.2f}", f"{tok_s:.1f}", bound),
+    )
+    if case.measured is None:
+        return cells
+    pairs = (("verify_ms", verify), ("draft_ms", draft if drafting else None), ("tok_s", tok_s))
+    note = " *simulated*" if case.measured.get("simulated") else ""
+    beside = [_beside(case.measured.get(key), predicted) for key, predicted in pairs]
+    return (*cells, *beside[:2], beside[2] + note)
+
+
+def _beside(measured: float | None, predicted: float | None) -> str:
+    """Return a measured value, and how many times the predicted one it is."""
+    if measured is None or predicted is None:
+        return "-"
+    return f"{measured:.2f} ({measured / predicted:.2f} x)"
 
 
 if __name__ == "__main__":

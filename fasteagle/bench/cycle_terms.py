@@ -1,21 +1,22 @@
 """Predicted time of one captured cycle on a card, term by term, from the kernels' own tiling.
 
-`roofline` gives limits: bytes and FLOPs. Here every product is cut as the kernels cut it, and
-every node of the graph costs its launch, so that a first measurement says which term was wrong.
-The numbers of nodes are those that `tests/compile/test_cycle_nodes.py` counts.
+The parts are those of `roofline`. Here every product is cut as the kernels cut it, and every launch
+costs, so that a first measurement says which term was wrong.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
-from fasteagle.bench.roofline import DEVICES
+from fasteagle.bench.roofline import DEVICES, FINISH_SMALL, Part, Storage, draft_parts, target_parts
 from fasteagle.config import HeadConfig, ModelConfig
 from fasteagle.errors import FasteagleError
 from fasteagle.quant.planes import Layout, layout_for
 from fasteagle.quant.scheme import Scheme
 from fasteagle.quant.tiling import BLOCK_N, BY_CAPABILITY, Card, microseconds, tiling, weight_bytes
 from fasteagle.shapes import TreeShape
+from fasteagle.tables import markdown_table
 
 CARDS = {
     "3090": Card(82, 936.0),
@@ -27,34 +28,10 @@ CARDS = {
         for name in ("h100", "h200")
     },
 }
-SMALL_US = 1.8  # of a node that does nearly nothing: its launch, a load, a store
-BLOCK_SMALL = 2  # nodes of a block beside products and attention: two norms
-VERIFY_SMALL = 4  # before and behind the blocks
-FINISH_SMALL = 7  # accept and commit
-DRAFT_SMALL, LEVEL_SMALL = 5, 2  # Inductor's and the tree's order: of a tree, of each of its levels
-RANKING = 2  # launches over the logits of a level
-
-
-@dataclasses.dataclass(frozen=True)
-class Product:
-    """One quantized linear in a pass of `rows` rows."""
-
-    name: str
-    N: int
-    K: int
-    rows: int
-    split: int
-    us: float
-    share: float  # of the data sheet's bandwidth
-
-
-@dataclasses.dataclass(frozen=True)
-class Term:
-    """A part of the cycle: its nodes in the graph, and how long they take."""
-
-    name: str
-    nodes: int
-    ms: float
+SMALL_US = 3.0  # of a launch that does nearly nothing; 2.5 to 3.5 are seen in captured graphs
+SPLIT_KEYS = 256  # keys of a split of attention
+RESIDENT = 3  # programs of the kernel that adds up splits, on a multiprocessor
+COUNTS = (1, 8, 16, 32, 64)  # rows of the table of products
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,82 +44,65 @@ class CycleModel:
     context: int = 1024
     fp16: bool = True
 
-    def product(self, name: str, N: int, K: int, rows: int) -> Product:
-        """A linear whose parts the next kernel adds up."""
-        layout = self._layout(name, K)
-        cut = tiling(layout, N, K, rows, self.card)
-        fp16 = self.fp16 and "lm_head" not in name
-        us = microseconds(cut, layout, N, K, rows, self.card, fp16)
-        n_bytes = weight_bytes(layout) * -(-N // BLOCK_N) * -(-K // layout.tile)
-        return Product(name, N, K, rows, cut.split, us, n_bytes / us / (1e3 * self.card.gb_s))
+    @property
+    def storage(self) -> Storage:
+        return Storage.of(self.scheme)
 
-    def block(self, config: ModelConfig, rows: int) -> list[Product]:
-        """The linears of one block."""
-        D, F = config.dim, config.ffn_dim
-        shapes = {
-            "qkv": (config.qkv_dim, D),
-            "out": (D, config.n_head * config.head_dim),
-            "gate_up": (2 * F, D),
-            "down": (D, F),
-        }
-        return [self.product(name, N, K, rows) for name, (N, K) in shapes.items()]
+    def us(self, part: Part) -> float:
+        """Microseconds of all launches of a part."""
+        if part.block is not None:
+            return self._attention_us(part, part.block)
+        return part.launches * (self.product_us(part) if part.N else SMALL_US)
 
-    def lm_head(self, vocab_size: int, rows: int) -> Product:
-        return self.product("lm_head", vocab_size, self.config.dim, rows)
+    def product_us(self, part: Part) -> float:
+        """Microseconds of one launch."""
+        layout, is_head = self._layout(part), "LM head" in part.name
+        cut = tiling(layout, part.N, part.K, part.rows, self.card)
+        fp16 = self.fp16 and not is_head
+        return microseconds(cut, layout, part.N, part.K, part.rows, self.card, fp16)
 
-    def verify(self, rows: int) -> list[Term]:
-        """A pass of the target over `rows` rows."""
-        n, products = self.config.n_layer, self.block(self.config, rows)
-        alone = sum(product.name == "gate_up" and product.split > 1 for product in products)
-        attention = self._attention_us(self.config, rows, products[0].split)
-        small = n * (BLOCK_SMALL + alone) + VERIFY_SMALL
-        return [
-            Term("linears of the blocks", 4 * n, n * sum(p.us for p in products) / 1e3),
-            Term("LM head", 1, self.lm_head(self.config.vocab_size, rows).us / 1e3),
-            Term("tree attention", 2 * n, n * attention / 1e3),
-            Term("norms, rest of the pass", small, small * SMALL_US / 1e3),
-        ]
+    def share(self, part: Part) -> float:
+        """Share of the data sheet's bandwidth that a product reaches."""
+        layout = self._layout(part)
+        n_bytes = weight_bytes(layout) * -(-part.N // BLOCK_N) * -(-part.K // layout.tile)
+        return n_bytes / self.product_us(part) / (1e3 * self.card.gb_s)
 
-    def draft(self, head: HeadConfig, tree: TreeShape) -> list[Term]:
-        """`tree.depth` passes of the draft head: the first over what was committed."""
-        D, dim, k = tree.depth, self.config.dim, tree.topk
-        us, nodes = 0.0, 0
-        for level in range(D):
-            rows = tree.depth + 1 if level == 0 else k
-            fc = self.product("fc", dim, 2 * dim, rows)
-            us += fc.us
-            products = self.block(head.block, rows)
-            us += sum(p.us for p in products)
-            us += self._attention_us(head.block, rows, products[0].split)
-            nodes += 1 + 4 + 2
-        ranks = D * self.lm_head(head.draft_vocab_size, k).us
-        small = D * (BLOCK_SMALL + 1 + LEVEL_SMALL + RANKING) + DRAFT_SMALL
-        return [
-            Term("draft head", nodes, us / 1e3),
-            Term("draft LM head", D, ranks / 1e3),
-            Term("rest of drafting", small, small * SMALL_US / 1e3),
-        ]
+    def _layout(self, part: Part) -> Layout:
+        if "LM head" in part.name:
+            return layout_for(8, part.K, part.K)
+        return layout_for(self.scheme.bits, self.scheme.group_size or part.K, part.K)
 
-    def cycle(self, head: HeadConfig, tree: TreeShape) -> list[Term]:
-        """All of a greedy cycle with a dynamic tree."""
-        finish = Term("accept and commit", FINISH_SMALL, FINISH_SMALL * SMALL_US / 1e3)
-        return [*self.verify(tree.rows), *self.draft(head, tree), finish]
+    def _attention_us(self, part: Part, config: ModelConfig) -> float:
+        """Two launches a block: splits of the keys, and their sum.
 
-    def _layout(self, name: str, K: int) -> Layout:
-        if name == "lm_head":
-            return layout_for(8, K, K)
-        return layout_for(self.scheme.bits, self.scheme.group_size or K, K)
-
-    def _attention_us(self, config: ModelConfig, rows: int, n_parts: int) -> float:
-        """Two nodes; the cache is read once, its states through the L2 cache.
-
-        So are the `n_parts` partial sums of the queries, by every split: they are rotated there.
+        The cache is read once, the splits' states through the L2 cache, as are the partial sums of
+        the queries by every split. The second launch waits for one split after the other.
         """
-        read = config.kv_bytes(self.context, 2) / config.n_layer
-        splits = -(-self.context // 256)
-        states = (8.0 + 4.0 * n_parts) * rows * config.n_head * config.head_dim * splits
-        memory = read / (self.card.gb_s * self.card.reach) + states / self.card.cache_gb_s
-        return 2 * SMALL_US + self.card.latency_us + memory / 1e3
+        card, size = self.card, part.rows * config.n_head
+        layout = layout_for(self.scheme.bits, self.scheme.group_size or config.dim, config.dim)
+        n_parts = tiling(layout, config.qkv_dim, config.dim, part.rows, card).split
+        splits = -(-self.context // SPLIT_KEYS) + 1  # the tree's own is the last
+        states = (8.0 + 4.0 * n_parts) * size * config.head_dim * splits
+        read = part.n_bytes / config.n_layer / (card.gb_s * card.reach) + states / card.cache_gb_s
+        waves = max(1.0, size / (RESIDENT * card.n_sm))
+        waiting = (1 + waves * splits) * card.latency_us
+        return config.n_layer * (2 * card.launch_us + waiting + read / 1e3)
+
+    def target(self, rows: int) -> list[Part]:
+        return target_parts(self.config, self.storage, rows, self.context)
+
+    def cycle(self, head: HeadConfig, tree: TreeShape) -> list[Part]:
+        """Parts of a greedy cycle with a dynamic tree."""
+        drafting = draft_parts(head, self.storage, tree, self.context)
+        finish = Part("accept and commit", FINISH_SMALL)
+        return [*self.target(tree.rows), *drafting, finish]
+
+    def ms(self, parts: Sequence[Part]) -> float:
+        return sum(map(self.us, parts)) / 1e3
+
+    def plain_ms(self) -> float:
+        """Milliseconds of a plain cycle."""
+        return self.ms([*self.target(1), Part("commit", FINISH_SMALL)])
 
 
 def card_named(name: str) -> Card:
@@ -152,23 +112,32 @@ def card_named(name: str) -> Card:
     return CARDS[name]
 
 
-def lines(model: CycleModel, head: HeadConfig, tree: TreeShape, tau: float) -> list[str]:
-    """Two Markdown tables: products by rows, and the terms of a cycle."""
-    counts = (1, 8, 16, 32, 64)
-    found = ["| linear | N x K | split | " + " | ".join(f"T = {T}" for T in counts) + " |"]
-    found.append("|---|---|---|" + "---|" * len(counts))
-    by_rows = [
-        [*model.block(model.config, T), model.lm_head(model.config.vocab_size, T)] for T in counts
+def report(model: CycleModel, head: HeadConfig, tree: TreeShape, tau: float) -> str:
+    """Return two Markdown tables, products by rows and the terms of a cycle, and what follows."""
+    columns = zip(*([p for p in model.target(T) if p.N] for T in COUNTS), strict=True)
+    products = [
+        (
+            *(f"{same[0].N} x {same[0].K}", f"{same[0].launches}"),
+            *(f"{model.product_us(p):.1f} us, {model.share(p):.0%}" for p in same),
+        )
+        for same in columns
     ]
-    for products in zip(*by_rows, strict=True):
-        one = products[0]
-        cells = " | ".join(f"{p.us:.1f} us, {100 * p.share:.0f} %" for p in products)
-        found.append(f"| {one.name} | {one.N} x {one.K} | {one.split} | {cells} |")
-    terms = model.cycle(head, tree)
-    total, nodes = sum(term.ms for term in terms), sum(term.nodes for term in terms)
-    found += ["", "| term | nodes | ms |", "|---|---|---|"]
-    found += [f"| {term.name} | {term.nodes} | {term.ms:.2f} |" for term in terms]
-    found.append(f"| cycle, tree {tree} | {nodes} | {total:.2f} |")
-    plain = sum(term.ms for term in model.verify(1)) + VERIFY_SMALL * SMALL_US / 1e3
-    rates = f"{1e3 * tau / total:.0f} tok/s at tau {tau:g}, plain {1e3 / plain:.0f} tok/s"
-    return [*found, "", f"predicted: {rates}, {model.context:,} positions in the cache"]
+    parts = model.cycle(head, tree)
+    terms = []
+    for name in dict.fromkeys(part.name for part in parts):
+        same = [part for part in parts if part.name == name]
+        launches = sum(part.launches for part in same)
+        numbers = f"{sum(p.n_bytes for p in same) / 1e6:,.0f}", f"{model.ms(same):.2f}"
+        terms.append((name, f"{launches}", *numbers))
+    total, launches = model.ms(parts), sum(part.launches for part in parts)
+    read = sum(part.n_bytes for part in parts)
+    terms.append((f"cycle, tree {tree}", f"{launches}", f"{read / 1e6:,.0f}", f"{total:.2f}"))
+    rates = (
+        f"{1e3 * tau / total:.0f} tok/s at tau {tau:g}, plain {1e3 / model.plain_ms():.0f} tok/s"
+    )
+    tables = (
+        markdown_table(("N x K", "launches", *(f"T = {T}" for T in COUNTS)), products),
+        markdown_table(("term", "launches", "MB", "ms"), terms),
+        f"predicted: {rates}, {model.context:,} positions in the cache",
+    )
+    return "\n\n".join(tables)

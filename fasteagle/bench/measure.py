@@ -20,6 +20,7 @@ from fasteagle.device import available_bytes
 READ_BYTES = 2**28  # far more than a last-level cache holds
 COPY_BYTES = 2**30
 REPEATS, SECONDS = 5, 0.25  # of each measurement, at least
+MOST_SECONDS = 1.0  # after which fewer repeats are enough: some CPUs multiply bf16 slowly
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,13 +73,12 @@ def this_device(device: torch.device, name: str) -> Device:
     half = matmul_rate(torch.bfloat16, device)
     full = matmul_rate(torch.float32, device)
     speed = read_bandwidth() if device.type == "cpu" else copy_bandwidth(device)
-    memory = (available_bytes(device) or 0) / 1e9
-    return Device(f"this machine ({name})", speed, memory, half, half, full)
+    return Device(f"this machine ({name})", speed, half, half, full)
 
 
 def _best_seconds(work: Callable[[], object], device: torch.device) -> float:
     times: list[float] = []
-    while len(times) < REPEATS or sum(times) < SECONDS:
+    while sum(times) < SECONDS or (len(times) < REPEATS and sum(times) < MOST_SECONDS):
         _wait(device)
         begin = time.perf_counter()
         work()

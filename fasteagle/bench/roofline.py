@@ -1,10 +1,10 @@
-"""The speed limit of a device: milliseconds of a pass from bytes and FLOPs. Needs no torch.
+"""Bytes, FLOPs and launches of a cycle, and the limits of speed that follow. Needs no torch.
 
-Every part of a pass (block linears, LM head, attention) takes the longer of reading its weights or
-cached keys and values once, and computing. Nothing else is counted: no launches, no small kernels,
-no reading of activations. So predictions are limits, and measured times lie above them.
+A pass is a list of parts. The limit of a part is the longer of reading its weights or cached keys
+and values once, and of computing: measured times lie above. `cycle_terms` predicts the same parts
+from the kernels' own tiling. This is also the only place with data-sheet values.
 
-This is also the only place with data-sheet values.
+Shapes: N outputs, K inputs.
 """
 
 from __future__ import annotations
@@ -13,13 +13,19 @@ import dataclasses
 import re
 from collections.abc import Iterable
 
-from fasteagle.bench.row_spec import RowSpec
 from fasteagle.config import HeadConfig, ModelConfig
 from fasteagle.errors import FasteagleError
 from fasteagle.quant.scheme import Scheme, is_scheme_name, parse_scheme
 from fasteagle.shapes import AnyShape, FusedShape
 
 THIS = "this"  # the device name that means: measure this machine
+ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+# Launches of a captured cycle beside products and attention.
+BLOCK_SMALL = 2  # norms of a block
+PASS_SMALL = 4  # before and after the blocks
+LEVEL_SMALL = 7  # of a drafted level: norms, the tree's order, ranking
+DRAFT_SMALL = 5  # of a tree
+FINISH_SMALL = 7  # accept and commit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,18 +34,17 @@ class Device:
 
     name: str
     gb_s: float  # memory bandwidth, 1e9 bytes/s
-    memory_gb: float
     tflops: float  # 16-bit products, fp32 accumulation
     tflops_fp16: float  # the same with fp16 accumulation
     tflops_fp32: float
 
 
 DEVICES = {
-    "3090": Device("RTX 3090", 936, 24, 71, 142, 35.6),
-    "3090ti": Device("RTX 3090 Ti", 1008, 24, 80, 160, 40),
-    "4090": Device("RTX 4090", 1008, 24, 165, 330, 82.6),
-    "h100": Device("H100", 3350, 80, 989, 989, 67),
-    "h200": Device("H200", 4800, 141, 989, 989, 67),
+    "3090": Device("RTX 3090", 936, 71, 142, 35.6),
+    "3090ti": Device("RTX 3090 Ti", 1008, 80, 160, 40),
+    "4090": Device("RTX 4090", 1008, 165, 330, 82.6),
+    "h100": Device("H100", 3350, 989, 989, 67),
+    "h200": Device("H200", 4800, 989, 989, 67),
 }
 
 # Devices with similar names but different memory: not in the table.
@@ -47,7 +52,7 @@ _OTHER_VARIANTS = re.compile(r"Laptop|Max-Q|PCIe|NVL|MIG|\bD\b")
 
 
 def device_named(name: str) -> Device:
-    """The device called `name`, in any case. Raises `FasteagleError` that lists the known ones."""
+    """Return the device called `name`, in any case. Raises `FasteagleError` with the known ones."""
     key = name.lower().replace(" ", "").removeprefix("rtx")
     if key not in DEVICES:
         raise FasteagleError(
@@ -58,7 +63,7 @@ def device_named(name: str) -> Device:
 
 
 def device_reported_as(full_name: str) -> Device | None:
-    """The data sheet for a driver's device name such as `NVIDIA GeForce RTX 3090`."""
+    """Return the data sheet for a driver's device name such as `NVIDIA GeForce RTX 3090`."""
     if _OTHER_VARIANTS.search(full_name):
         return None
     longest_first = sorted(DEVICES.values(), key=lambda d: -len(d.name))
@@ -75,7 +80,7 @@ class Storage:
 
     @staticmethod
     def of(scheme: Scheme | None, element_bytes: int = 2) -> Storage:
-        """`element_bytes` are those of the compute dtype; a None scheme is dense."""
+        """Return what a scheme takes; without one weights have `element_bytes` too."""
         if scheme is None:
             return Storage(element_bytes, element_bytes, element_bytes)
         return Storage(scheme.linear_bytes, scheme.head_bytes, element_bytes)
@@ -85,18 +90,9 @@ class Storage:
         table = config.vocab_size * config.dim
         return int(config.linear_params * self.linear_bytes + table * self.head_bytes)
 
-    def model_bytes(self, config: ModelConfig) -> int:
-        """Weight bytes in memory; a tied embedding is kept apart from an LM head below 16 bits."""
-        shared = config.tie_embeddings and self.head_bytes >= 2
-        table = 0 if shared else config.vocab_size * config.dim
-        return self.pass_bytes(config) + table * self.element_bytes
-
-
-ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-
 
 def storage_named(name: str, config: ModelConfig, head_bits: int = 8) -> Storage:
-    """What a precision of the benchmark costs: bf16, fp16, fp32, int8, int4 or a scheme.
+    """Return what a precision of the benchmark takes: bf16, fp16, fp32, int8, int4 or a scheme.
 
     "int4" takes the widest groups that fit the model. Raises `FasteagleError` for other names.
     """
@@ -112,146 +108,89 @@ def storage_named(name: str, config: ModelConfig, head_bits: int = 8) -> Storage
 
 
 @dataclasses.dataclass(frozen=True)
-class Time:
-    """Seconds of reading, of computing, and the sum of the longer of the two over the parts."""
+class Part:
+    """Work of one kind in a cycle. A product's N, K and rows are those of each launch."""
 
-    memory: float = 0.0
-    compute: float = 0.0
-    seconds: float = 0.0
-
-    def __add__(self, other: Time) -> Time:
-        return Time(
-            self.memory + other.memory, self.compute + other.compute, self.seconds + other.seconds
-        )
-
-    @property
-    def ms(self) -> float:
-        return 1e3 * self.seconds
-
-    @property
-    def bound(self) -> str:
-        return "memory" if self.memory >= self.compute else "compute"
+    name: str
+    launches: int
+    n_bytes: float = 0.0
+    flops: float = 0.0
+    N: int = 0
+    K: int = 0
+    rows: int = 0
+    block: ModelConfig | None = None  # whose attention it is
 
 
-@dataclasses.dataclass(frozen=True)
-class Roofline:
-    """Times of one model on one device, with `context` positions in the cache."""
-
-    device: Device
-    config: ModelConfig
-    storage: Storage
-    context: int = 0
-    fp16_accumulate: bool = False
-
-    def verify(self, rows: int) -> Time:
-        """A target pass over `rows` rows; one row is a plain pass."""
-        config, storage = self.config, self.storage
-        return (
-            self._product(config.linear_params, storage.linear_bytes, rows)
-            + self._product(config.vocab_size * config.dim, storage.head_bytes, rows)
-            + self._attention(config, rows)
-        )
-
-    def draft(self, head: HeadConfig, tree: AnyShape) -> Time:
-        """All passes of the draft head in a cycle, its linears stored like the target's.
-
-        One extends by the committed positions, padded to D + 1 rows, with logits for the last; then
-        a pass over the frontier for each level but the first.
-        """
-        frontier = tree.topk or -(-tree.nodes // tree.depth)  # static trees: about evenly
-        total = self._head_pass(head, tree.depth + 1, 1)
-        levels = tree.levels if isinstance(tree, FusedShape) else tree.depth
-        for _ in range(levels - 1):
-            total += self._head_pass(head, frontier, frontier)
-        return total
-
-    def memory_bytes(self, head: HeadConfig | None) -> int:
-        """Weights, the draft head's if there is one, and the cache of `context` positions."""
-        need = self.storage.model_bytes(self.config)
-        need += self.config.kv_bytes(self.context, self.storage.element_bytes)
-        if head is not None:
-            need += int(head.linear_params * self.storage.linear_bytes)
-            need += int(head.lm_head_params * self.storage.head_bytes)
-            need += head.block.kv_bytes(self.context, self.storage.element_bytes)
-        return need
-
-    def _head_pass(self, head: HeadConfig, rows: int, logits: int) -> Time:
-        table = head.draft_vocab_size * head.block.dim
-        return (
-            self._product(head.linear_params, self.storage.linear_bytes, rows)
-            + self._product(table, self.storage.head_bytes, logits)
-            + self._attention(head.block, rows)
-        )
-
-    def _product(self, weights: int, bytes_per_weight: float, rows: int) -> Time:
-        return self._part(weights * bytes_per_weight, 2.0 * weights * rows)
-
-    def _attention(self, config: ModelConfig, rows: int) -> Time:
-        flops = 4.0 * config.n_layer * config.n_head * config.head_dim * self.context * rows
-        return self._part(config.kv_bytes(self.context, self.storage.element_bytes), flops)
-
-    def _part(self, n_bytes: float, flops: float) -> Time:
-        memory = n_bytes / (self.device.gb_s * 1e9)
-        compute = flops / (self._tflops * 1e12)
-        return Time(memory, compute, max(memory, compute))
-
-    @property
-    def _tflops(self) -> float:
-        if self.storage.element_bytes > 2:
-            return self.device.tflops_fp32
-        return self.device.tflops_fp16 if self.fp16_accumulate else self.device.tflops
+def target_parts(config: ModelConfig, storage: Storage, rows: int, context: int) -> list[Part]:
+    """Return the parts of a target pass over `rows` rows."""
+    n = config.n_layer
+    return [
+        *_block_parts("linears of the blocks", config, storage, rows),
+        _product("LM head", config.vocab_size, config.dim, rows, 1, storage.head_bytes),
+        _attention("tree attention", config, storage, rows, context),
+        Part("norms, rest of the pass", n * BLOCK_SMALL + PASS_SMALL),
+    ]
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One row of the benchmark to predict. `rows` are those of its target pass."""
+def draft_parts(head: HeadConfig, storage: Storage, tree: AnyShape, context: int) -> list[Part]:
+    """Return the parts of drafting: a pass of the draft head for every level.
 
-    row: RowSpec
-    precision: str
-    storage: Storage
-    tree: AnyShape | None
-    tau: float
-    context: int
-    rows: int = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Prediction:
-    """Limits of one row. `draft` is None for rows without a draft head."""
-
-    case: Case
-    plain: Time
-    verify: Time
-    draft: Time | None
-    memory_gb: float
-
-    @property
-    def seconds(self) -> float:
-        """Of a cycle."""
-        return self.verify.seconds + (self.draft.seconds if self.draft else 0.0)
-
-    @property
-    def tok_s(self) -> float:
-        return self.case.tau / self.seconds
-
-    @property
-    def bound(self) -> str:
-        return (self.verify + (self.draft or Time())).bound
+    The first extends by the committed positions, padded to D + 1 rows, with logits for the last.
+    """
+    frontier = tree.topk or -(-tree.nodes // tree.depth)  # static trees: about evenly
+    levels = tree.levels if isinstance(tree, FusedShape) else tree.depth
+    block, parts = head.block, []
+    name, lm_head = "draft head", ("draft LM head", head.draft_vocab_size, block.dim)
+    for level in range(max(1, levels)):
+        rows, logits = (frontier, frontier) if level else (tree.depth + 1, 1)
+        if head.eagle3 is None:
+            parts.append(_product(name, block.dim, 2 * block.dim, rows, 1, storage.linear_bytes))
+        elif level == 0:  # later levels read the head's own output
+            width = head.feature_dim
+            parts.append(_product(name, block.dim, width, rows, 1, storage.linear_bytes))
+        parts += _block_parts(name, block, storage, rows, wide=head.eagle3 is not None)
+        parts.append(_attention(name, block, storage, rows, context))
+        parts.append(_product(*lm_head, logits, 1, storage.head_bytes))
+    return [*parts, Part("rest of drafting", levels * LEVEL_SMALL + DRAFT_SMALL)]
 
 
-def predict(
-    cases: Iterable[Case],
-    device: Device,
-    config: ModelConfig,
-    head: HeadConfig,
-    fp16_accumulate: bool = False,
-) -> list[Prediction]:
-    """The limits of every case; `head` is the shape of the draft head that eagle rows use."""
-    found = []
-    for case in cases:
-        model = Roofline(device, config, case.storage, case.context, fp16_accumulate)
-        tree = case.tree if case.row.has_head else None
-        draft = None if tree is None else model.draft(head, tree)
-        memory_gb = model.memory_bytes(None if tree is None else head) / 1e9
-        found.append(Prediction(case, model.verify(1), model.verify(case.rows), draft, memory_gb))
-    return found
+def _block_parts(
+    name: str, config: ModelConfig, storage: Storage, rows: int, wide: bool = False
+) -> list[Part]:
+    """Return the linears of all blocks: q/k/v and gate/up are one product each."""
+    D, F = config.dim, config.ffn_dim
+    shapes = (
+        (config.qkv_dim, 2 * D if wide else D),
+        (D, config.n_head * config.head_dim),
+        (2 * F, D),
+        (D, F),
+    )
+    n, size = config.n_layer, storage.linear_bytes
+    return [_product(name, N, K, rows, n, size) for N, K in shapes]
+
+
+def _product(name: str, N: int, K: int, rows: int, launches: int, weight_bytes: float) -> Part:
+    weights = launches * N * K
+    return Part(name, launches, weights * weight_bytes, 2.0 * weights * rows, N, K, rows)
+
+
+def _attention(name: str, config: ModelConfig, storage: Storage, rows: int, context: int) -> Part:
+    """Return both launches of every block: splits of the keys, and their sum."""
+    flops = 4.0 * config.n_layer * config.n_head * config.head_dim * context * rows
+    n_bytes = config.kv_bytes(context, storage.element_bytes)
+    return Part(name, 2 * config.n_layer, n_bytes, flops, rows=rows, block=config)
+
+
+def limit(
+    parts: Iterable[Part], device: Device, element_bytes: int = 2, fp16: bool = False
+) -> tuple[float, str]:
+    """Return milliseconds of `parts` at a device's speeds, and what bounds most of them.
+
+    16-bit products accumulate in fp16 where `fp16` says so.
+    """
+    rate = device.tflops_fp16 if fp16 else device.tflops
+    if element_bytes > 2:
+        rate = device.tflops_fp32
+    times = [(part.n_bytes / device.gb_s / 1e6, part.flops / rate / 1e9) for part in parts]
+    memory, compute = (sum(column) for column in zip(*times, strict=True))
+    return sum(map(max, times)), "memory" if memory >= compute else "compute"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 
@@ -15,25 +16,19 @@ from fasteagle.bench import measure as device_speed
 from fasteagle.bench.measure import memory_bandwidth
 from fasteagle.bench.roofline import (
     DEVICES,
-    Roofline,
     Storage,
     device_named,
     device_reported_as,
+    draft_parts,
+    limit,
     storage_named,
-)
-from fasteagle.bench.roofline_report import (
-    RooflineOptions,
-    planned_cases,
-    predictions,
-    recorded_cases,
-    table_rows,
+    target_parts,
 )
 from fasteagle.device import device_name
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.find_head import head_shape
 from fasteagle.loading.registry import preset
-from fasteagle.options import DraftOptions
-from fasteagle.quant.scheme import BF16, Scheme, parse_scheme
+from fasteagle.quant.scheme import Scheme, parse_scheme
 from fasteagle.shapes import StaticShape, TreeShape
 from helpers import SCRIPTS
 
@@ -43,8 +38,15 @@ RTX3090 = DEVICES["3090"]
 HEAD = head_shape("llama2-7b", LLAMA)
 
 
-def model(precision, context=0, device=RTX3090, head_bits=8, **options):
-    return Roofline(device, LLAMA, storage_named(precision, LLAMA, head_bits), context, **options)
+def verify(precision, rows, context=0, head_bits=8, **options):
+    """Milliseconds of a target pass on a 3090, and what bounds it."""
+    storage = storage_named(precision, LLAMA, head_bits)
+    parts = target_parts(LLAMA, storage, rows, context)
+    return limit(parts, RTX3090, storage.element_bytes, **options)
+
+
+def draft_ms(precision, tree, head=HEAD):
+    return limit(draft_parts(head, storage_named(precision, LLAMA), tree, 0), RTX3090)[0]
 
 
 @pytest.mark.parametrize(
@@ -56,107 +58,61 @@ def model(precision, context=0, device=RTX3090, head_bits=8, **options):
         ("int4-g32", 226.6, 200.6),
     ],
 )
-def test_the_limits_of_the_design(precision, empty, at_1k):
-    """LLaMA2-7B on 936 GB/s, one token a pass: design.md, section 2.
-
-    Its int4 lines have the LM head in 4 bits too.
-    """
+def test_the_limits_of_7b_on_a_3090(precision, empty, at_1k):
+    """LLaMA2-7B on 936 GB/s, one token a pass; the LM head in 4 bits too."""
     for context, expected in ((0, empty), (1024, at_1k)):
-        time = model(precision, context, head_bits=4).verify(1)
-        assert 1 / time.seconds == pytest.approx(expected, rel=0.01)
-        assert time.bound == "memory"
-
-
-def test_an_lm_head_in_int8_costs_two_percent_of_an_int4_pass():
-    """Why `--int4` predicts 262 tok/s where the design's table has 266.6."""
-    time = model("int4-g128").verify(1)
-    assert 1 / time.seconds == pytest.approx(262.1, rel=0.001)
+        ms, bound = verify(precision, 1, context, head_bits=4)
+        assert 1e3 / ms == pytest.approx(expected, rel=0.01) and bound == "memory"
+    # An LM head in int8 costs two percent of an int4 pass.
+    assert 1e3 / verify("int4-g128", 1)[0] == pytest.approx(262.1, rel=0.001)
 
 
 @pytest.mark.parametrize(
     ("precision", "fp32", "fp16"), [("bf16", 76, 152), ("int8", 38, 76), ("int4", 20, 40)]
 )
 def test_rows_at_which_the_tensor_cores_become_the_limit(precision, fp32, fp16):
-    """Design.md, section 2, for a 3090: M = 20 rows at int4 with fp32 accumulation, and so on."""
     for rows, accumulate in ((fp32, False), (fp16, True)):
-        roofline = model(precision, head_bits=4, fp16_accumulate=accumulate)
-        assert roofline.verify(round(rows * 0.95)).bound == "memory"
-        assert roofline.verify(round(rows * 1.07)).bound == "compute"
+        below, above = round(rows * 0.95), round(rows * 1.07)
+        assert verify(precision, below, head_bits=4, fp16=accumulate)[1] == "memory"
+        assert verify(precision, above, head_bits=4, fp16=accumulate)[1] == "compute"
 
 
 def test_a_pass_is_flat_until_compute_bounds_it_and_then_linear():
-    roofline = model("int4")
-    assert roofline.verify(16).seconds == roofline.verify(1).seconds
-    assert roofline.verify(200).seconds == pytest.approx(2 * roofline.verify(100).seconds)
-    fp32 = Roofline(RTX3090, LLAMA, storage_named("fp32", LLAMA))
-    assert fp32.verify(1).seconds == pytest.approx(2 * model("bf16").verify(1).seconds)
-    assert fp32.verify(64).compute == pytest.approx(model("bf16").verify(64).compute * 71 / 35.6)
+    assert verify("int4", 16) == verify("int4", 1)
+    assert verify("int4", 200)[0] == pytest.approx(2 * verify("int4", 100)[0])
+    assert verify("fp32", 1)[0] == pytest.approx(2 * verify("bf16", 1)[0])
+    assert verify("fp32", 640)[0] == pytest.approx(verify("bf16", 640)[0] * 71 / 35.6)
 
 
-def test_drafting_costs_what_the_design_says():
+def test_drafting_is_a_pass_of_the_head_for_each_level():
     """0.37 G parameters in bf16: 0.8 ms a step, 4 ms for five."""
     linears = HEAD.block.linear_params + 2 * 4096**2
     assert linears + 32000 * 4096 == pytest.approx(0.37e9, rel=0.01)
-    roofline = model("bf16")
-    assert roofline.draft(HEAD, TreeShape(1, 4, 4)).ms == pytest.approx(0.8, abs=0.02)
-    assert roofline.draft(HEAD, TreeShape(5, 4, 15)).ms == pytest.approx(4.0, rel=0.03)
-    assert roofline.draft(HEAD, StaticShape(5, None, 25)).ms == pytest.approx(4.0, rel=0.03)
-    assert model("int4").draft(HEAD, TreeShape(5, 4, 15)).ms < 1.5
+    assert draft_ms("bf16", TreeShape(1, 4, 4)) == pytest.approx(0.8, abs=0.02)
+    assert draft_ms("bf16", TreeShape(5, 4, 15)) == pytest.approx(4.0, rel=0.03)
+    assert draft_ms("bf16", StaticShape(5, None, 25)) == pytest.approx(4.0, rel=0.03)
+    assert draft_ms("int4", TreeShape(5, 4, 15)) < 1.5
     # A trimmed vocabulary saves its part of the LM head in every step.
     trimmed = dataclasses.replace(HEAD, draft_vocab_size=8000)
-    saved = roofline.draft(HEAD, TreeShape(2, 1, 2)).memory
-    saved -= roofline.draft(trimmed, TreeShape(2, 1, 2)).memory
-    assert saved * 936e9 == pytest.approx(2 * 2 * 24000 * 4096)
+    saved = draft_ms("bf16", TreeShape(2, 1, 2)) - draft_ms("bf16", TreeShape(2, 1, 2), trimmed)
+    assert saved * 936e6 == pytest.approx(2 * 2 * 24000 * 4096)
 
 
-def test_bytes_agree_with_the_schemes():
-    for name in ("llama2-7b", "smollm2-135m", "qwen3-8b"):
-        config = preset(name)
-        for scheme in (BF16, Scheme(8, head_bits=8), parse_scheme("int4-g32", config, 4)):
-            assert Storage.of(scheme).model_bytes(config) == scheme.model_bytes(config)
+@pytest.mark.parametrize("name", ["llama2-7b", "llama3-8b", "qwen3-8b"])
+def test_bytes_of_the_parts_are_those_of_the_model(name):
+    config = preset(name)
+    head = head_shape(name, config)
+    for scheme in (Scheme(8, head_bits=8), parse_scheme("int4-g32", config, 4)):
+        storage = Storage.of(scheme)
+        parts = target_parts(config, storage, 4, 100)
+        read = sum(part.n_bytes for part in parts)
+        assert read == pytest.approx(storage.pass_bytes(config) + config.kv_bytes(100))
+        one = draft_parts(head, storage, TreeShape(1, 2, 2), 0)
+        linears = [part for part in one if part.N and part.name == "draft head"]
+        assert sum(p.N * p.K for p in linears) == head.linear_params
     assert storage_named("int4-torchao", LLAMA) == storage_named("int4", LLAMA)
     # A file's own groups cost what anybody's do.
     assert storage_named("int4-g32-own", LLAMA) == storage_named("int4-g32-hqq", LLAMA)
-
-
-def test_predicted_rows_of_a_benchmark():
-    options = RooflineOptions(
-        rows=("hf", "plain", "eagle", "eagle-chain", "ngram"),
-        precisions=("bf16", "int4"),
-        tau=2.5,
-        context=1024,
-    )
-    cases = planned_cases(options, LLAMA, on_cpu=False)
-    predicted = predictions(cases, RTX3090, "llama2-7b", LLAMA)
-    found = {(p.case.precision, p.case.row.label): p for p in predicted}
-    assert len(found) == 5 + 4 and ("int4", "hf") not in found
-    plain, eagle = found["int4", "plain"], found["int4", "eagle"]
-    assert plain.tok_s == pytest.approx(1 / plain.plain.seconds) and plain.draft is None
-    assert eagle.case.rows == 9 and eagle.draft is not None
-    assert eagle.tok_s == pytest.approx(2.5 / (eagle.verify.seconds + eagle.draft.seconds))
-    ngram = found["int4", "ngram"]
-    assert ngram.draft is None and ngram.case.rows == 8
-    assert found["bf16", "hf"].tok_s == pytest.approx(68.1, rel=0.01)
-    assert plain.memory_gb < eagle.memory_gb < 5 < found["bf16", "plain"].memory_gb < 15
-    on_cpu = planned_cases(options, LLAMA, on_cpu=True)
-    assert {str(c.tree) for c in on_cpu if c.row.kind == "eagle"} == {"3, 3, 8", "2, 3, 3"}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tau": 4.5}, "tau 4.5 is out of range for eagle at bf16: its tree of depth 3"),
-        ({"tau": 0.9}, "gives 1 .. 4"),
-        ({"rows": ("egale",)}, "unknown row 'egale'"),
-        ({"precisions": ("int3",)}, "unknown precision 'int3'"),
-        ({"precisions": ("int4-g48",)}, "group size 48"),
-        ({"lm_head": "int2"}, "lm-head 'int2'"),
-        ({"context": -1}, "context -1"),
-    ],
-)
-def test_predictions_that_cannot_be(options, message):
-    with pytest.raises(FasteagleError, match=message):
-        planned_cases(RooflineOptions(**options), LLAMA, on_cpu=False)
 
 
 def test_devices_by_name():
@@ -201,105 +157,94 @@ def test_this_machine_is_measured():
     assert made.name == "this machine (a CPU)"
     # A busy CPU without bf16 instructions was seen at 0.0004.
     assert made.gb_s > 0.1 and made.tflops > 0 and made.tflops_fp32 > 0
-    assert made.memory_gb > 0.1
 
 
 @pytest.fixture
-def roofline(monkeypatch):
-    """Runs scripts/roofline.py in this process."""
+def script_module(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
     import roofline
 
-    return lambda *args: CliRunner().invoke(roofline.main, [str(a) for a in args])
+    return roofline
 
 
-def words(result):
-    """Lines of the table as lists of words."""
+@pytest.fixture
+def roofline(script_module):
+    """Runs scripts/roofline.py in this process."""
+    return lambda *args: CliRunner().invoke(script_module.main, [str(a) for a in args])
+
+
+def cells(result):
+    """Rows of the printed table by name and precision, each by its headings."""
     assert result.exit_code == 0, result.stderr
-    return [line.split() for line in result.stdout.splitlines()]
+    headings, *lines = [re.split(r"  +", line.strip()) for line in result.stdout.splitlines()]
+    rows = [dict(zip(headings, line, strict=False)) for line in lines[:-1]]
+    return {(row["row"], row["precision"]): row for row in rows}
+
+
+SEVEN_B = ("--device", "3090", "--model", "llama2-7b")
 
 
 def test_the_command_prints_the_limits(roofline):
-    lines = words(
-        roofline(
-            "--device",
-            "3090",
-            "--model",
-            "llama2-7b",
-            "--rows",
-            "plain,eagle",
-            "--precision",
-            "bf16,int4",
-            "--tau",
-            3.6,
-            "--tree-depth",
-            5,
-            "--tree-topk",
-            4,
-            "--tree-nodes",
-            15,
-        )
+    rows = "hf,plain,eagle,eagle-chain,ngram"
+    trees = "--tree-depth", 5, "--tree-topk", 4, "--tree-nodes", 15
+    found = cells(
+        roofline(*SEVEN_B, "--rows", rows, "--precision", "bf16,int4", "--tau", 3.6, *trees)
     )
-    assert lines[0][:2] == ["row", "precision"] and len(lines) >= 6
-    assert lines[1][:4] == ["plain", "bf16", "-", "1,024"] and "68.1" in lines[1]
-    assert lines[4][:5] == ["eagle", "int4", "5,", "4,", "15"] and "(T=16)" in lines[4]
-    assert not any("fit" in line for line in lines)
-    lines = words(roofline("--device", "4090", "--model", "llama2-70b", "--rows", "plain"))
-    assert "does not fit" in " ".join(lines[1]) and "of 24" in " ".join(lines[1])
+    assert len(found) == 5 + 4 and ("hf", "int4") not in found
+    assert found["hf", "bf16"]["tok/s"] == found["plain", "bf16"]["tok/s"] == "68.1"
+    plain, eagle = found["plain", "int4"], found["eagle", "int4"]
+    assert (plain["tree"], plain["draft ms"], plain["context"]) == ("-", "-", "1,024")
+    assert eagle["tree"] == "5, 4, 15" and eagle["verify ms"].endswith("(T=16)")
+    ms = float(eagle["verify ms"].split()[0]) + float(eagle["draft ms"])
+    assert float(eagle["tok/s"]) == pytest.approx(3.6e3 / ms, rel=0.01)
+    assert int(eagle["launches"]) > int(plain["launches"]) > 32 * 6
+    assert found["ngram", "int4"]["draft ms"] == "-" and plain["bound"] == "memory"
+    # 2 FLOPs a weight and row, and those of attention.
+    flops = 2 * (LLAMA.linear_params + 32000 * 4096) + 4 * 32 * 4096 * 1024
+    assert float(plain["GFLOP"]) == pytest.approx(flops / 1e9, abs=0.5)
 
 
-def test_a_record_is_predicted_under_its_own_conditions(
+def test_a_record_is_predicted_under_its_own_conditions(roofline, script_module, tmp_path):
+    def row(name, **values):
+        usual = {"precision": "int4", "tree": None, "dtype": "bf16", "scheme": "int4-g128-hqq"}
+        usual |= {"lm_head_bits": 8, "plain_rows": None, "context": 99.6, "tau": 1.0, "tok_s": 5.0}
+        return {"name": name, **usual, **values}
+
+    tree = {"depth": 3, "topk": 3, "nodes": 8}
+    timed = {"verify_ms": 9.0, "draft_ms": 1.0}
+    rows = [
+        row("hf", precision="bf16", scheme=None, lm_head_bits=None),
+        row("plain", plain_rows=2, verify_ms=9.0, draft_ms=0.0),
+        row("eagle", tree=tree, tau=2.0, tok_s=200.0, simulated=True, **timed),
+    ]
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps({"meta": {"model": "llama2-7b"}, "rows": rows}))
+    found = cells(roofline("--measured", path, "--device", "3090"))
+    hf, plain, eagle = found.values()
+    assert hf["verify ms measured"] == "-" and hf["tok/s measured"].startswith("5.00 (")
+    assert plain["verify ms"].endswith("(T=2)") and plain["draft ms measured"] == "-"
+    assert eagle["verify ms"].endswith("(T=9)") and eagle["context"] == "100"
+    assert eagle["tok/s measured"].endswith("*simulated*") and eagle["tau"] == "2.00"
+    times = 9.0 / float(eagle["verify ms"].split()[0])
+    shown = re.fullmatch(r"9.00 \((.*) x\)", eagle["verify ms measured"])
+    assert shown and float(shown[1]) == pytest.approx(times, abs=0.02)
+    del rows[1]["context"]
+    path.write_text(json.dumps({"meta": {"model": "llama2-7b"}, "rows": rows}))
+    result = roofline("--measured", path, "--device", "3090")
+    assert result.exit_code == 2 and "lacks 'context': it is of another version" in result.stderr
+
+
+def test_a_record_of_the_benchmark_has_what_is_read(
     roofline, script, tiny_preset, questions, tmp_path
 ):
     path = tmp_path / "r.json"
-    done = script(
-        "--model",
-        tiny_preset,
-        "--load-format",
-        "dummy",
-        "--data",
-        questions,
-        "--no-compile",
-        "--max-new-tokens",
-        6,
-        "--precision",
-        "bf16,int4",
-        "--limit",
-        1,
-        "--rows",
-        "hf,plain,eagle,eagle-static,ngram",
-        "--simulate-tau",
-        2,
-        "--json",
-        path,
-    )
+    rows = "--rows", "plain,eagle-static", "--precision", "bf16"
+    words = ("--load-format", "dummy", "--no-compile", "--max-new-tokens", 6, "--limit", 1)
+    done = script("--model", tiny_preset, *words, "--data", questions, *rows, "--json", path)
     assert done.exit_code == 0, done.stderr
-    lines = words(roofline("--measured", path, "--device", "3090"))
-    assert " ".join(lines[0]).endswith("verify ms measured draft ms measured tok/s measured")
-    rows = [line[:2] for line in lines[1:10]]
-    assert rows[:5] == [[n, "bf16"] for n in ("hf", "plain", "eagle", "eagle-static", "ngram")]
-    eagle = " ".join(lines[3])
-    assert "3, 3, 8" in eagle and "(T=9)" in eagle and eagle.count(" x)") == 3
-    assert eagle.endswith("*simulated*") and " 2.00 " in eagle
-    assert " ".join(lines[1]).count(" x)") == 1  # transformers: nothing but tok/s
-    # Measured over predicted is what it says.
-    record = json.loads(path.read_text())
-    assert record["meta"]["model"] == tiny_preset
-    config = preset(tiny_preset)
-    found = predictions(recorded_cases(record, config, "r"), RTX3090, tiny_preset, config)
-    record["rows"][2] |= {"verify_ms": 3 * found[2].verify.ms, "tok_s": found[2].tok_s / 4}
-    assert "(3.00 x)" in table_rows(found, RTX3090, record)[2][-3]
-    assert "(0.25 x) *simulated*" in table_rows(found, RTX3090, record)[2][-1]
-    assert found[5].case.rows == record["rows"][5]["plain_rows"] and found[5].case.row.is_plain
-    for change, message in (
-        ("context", "lacks 'context': it is of another version"),
-        ("tree", "lacks 'tree'"),
-    ):
-        broken = json.loads(path.read_text())
-        del broken["rows"][0][change]
-        path.with_name("b.json").write_text(json.dumps(broken))
-        result = roofline("--measured", path.with_name("b.json"), "--device", "3090")
-        assert result.exit_code == 2 and message in result.stderr
+    found = cells(roofline("--measured", path, "--device", "3090"))
+    assert [name for name, _ in found] == ["plain", "eagle-static"]
+    assert all(" x)" in row["tok/s measured"] for row in found.values())
 
 
 def test_a_record_of_another_machine_is_not_this_one(roofline, tmp_path):
@@ -309,6 +254,7 @@ def test_a_record_of_another_machine_is_not_this_one(roofline, tmp_path):
         "tree": None,
         "dtype": "bf16",
         "scheme": None,
+        "lm_head_bits": None,
         "plain_rows": 1,
         "context": 9,
         "tau": 1.0,
@@ -320,7 +266,7 @@ def test_a_record_of_another_machine_is_not_this_one(roofline, tmp_path):
     result = roofline("--measured", path)
     assert result.exit_code == 2 and "the record is of Z80, this machine is" in result.stderr
     path.write_text(json.dumps({"meta": meta | {"device": device_name(CPU)}, "rows": [row]}))
-    assert words(roofline("--measured", path))[1][:2] == ["plain", "bf16"]
+    assert list(cells(roofline("--measured", path))) == [("plain", "bf16")]
     assert torch.get_num_threads() == 1
 
 
@@ -333,6 +279,10 @@ def test_a_record_of_another_machine_is_not_this_one(roofline, tmp_path):
         (["--measured", "x.json", "--tau", "2"], "brings its own conditions: drop --tau"),
         (["--model", "lama2-7b", "--device", "3090"], "did you mean 'llama2-7b'"),
         (["--precision", "int3", "--device", "3090"], "unknown precision 'int3'"),
+        (["--rows", "egale", "--device", "3090"], "unknown row 'egale'"),
+        (["--precision", "int4-g48", "--device", "3090"], "group size 48"),
+        (["--terms", "--rows", "plain", "--device", "3090"], "drop --measured, --rows"),
+        (["--terms"], "for 3090, 3090ti, 4090, h100, h200, not 'this'"),
     ],
 )
 def test_bad_input_to_the_command(roofline, arguments, message):
@@ -353,13 +303,3 @@ def test_predicting_needs_no_torch():
     code = "import sys; import fasteagle.bench.roofline; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "False", done.stderr
-
-
-def test_trees_of_a_file_are_predicted(tmp_path):
-    (tmp_path / "tree.json").write_text("[[0], [1], [0, 0]]")
-    options = RooflineOptions(
-        rows=("eagle-static",),
-        precisions=("bf16",),
-        draft=DraftOptions(tree_file=str(tmp_path / "tree.json")),
-    )
-    assert planned_cases(options, LLAMA, on_cpu=False)[0].tree == StaticShape(2, None, 3)
