@@ -13,8 +13,8 @@ from typing import Any
 
 import click
 
-from fasteagle.bench.medusa import save_medusa
-from fasteagle.bench.train_medusa import train_medusa
+from fasteagle.bench.rivals.medusa import save_medusa
+from fasteagle.bench.rivals.train_medusa import train_medusa
 from fasteagle.cli.command import Script
 from fasteagle.cli.options import model_options
 from fasteagle.errors import note

@@ -154,8 +154,8 @@ DRAWN = (SamplingParams(0.7, top_p=0.9, seed=1), SamplingParams(1.0, min_p=0.05)
     ids=str,
 )
 def test_speculation_changes_no_token(checkpoint, model, tokenizer, params, texts):
-    """fp32 on the CPU: every drafter, and an early exit as the draft model, against plain."""
-    from fasteagle.bench.early_exit import early_exit_drafter
+    """fp32 on the CPU: every drafter, the model itself as the draft model too, against plain."""
+    from fasteagle.drafting.draft_model import ModelDrafter
     from fasteagle.drafting.eagle import EagleDrafter
     from fasteagle.drafting.fused import FusedDrafter
     from fasteagle.drafting.ngram import NgramDrafter
@@ -174,7 +174,7 @@ def test_speculation_changes_no_token(checkpoint, model, tokenizer, params, text
         StaticTreeDrafter(head, 1024),
         FusedDrafter(head, FusedShape(3, 3, 8, 8), 1024),
         FusedDrafter(head, FusedShape(0, 1, 8, 8), 1024),
-        early_exit_drafter(engine),
+        ModelDrafter(model, TreeShape(2, 1, 2), 1024, model.config.vocab_size),
         NgramDrafter(),
     ]
     for text in texts:

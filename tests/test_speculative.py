@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from fasteagle.bench.ablation import ablated
+from fasteagle.bench.rivals.ablation import ablated
 from fasteagle.decoding.cycle import decode_cycle
 from fasteagle.decoding.stats import Stats
 from fasteagle.drafting.base import Controlled

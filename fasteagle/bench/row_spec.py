@@ -12,7 +12,7 @@ from fasteagle.options import DEFAULT_TREE, DraftOptions
 from fasteagle.shapes import PAPER_TREE, AnyShape, FusedShape, StaticShape, TreeShape, read_tree
 
 LOOKUP_TOKENS = 10  # of hf-pld: the value transformers' documentation uses for prompt lookup
-RIVALS = ("early-exit", "lookahead", "medusa")  # which only the benchmark has
+RIVALS = ("lookahead", "medusa")  # which only the benchmark has
 ROW_NAMES = (
     *("hf", "hf-pld", "gpt-fast", "plain", "eagle", "fused", "eagle-static", "eagle-chain"),
     *("ngram", "model"),
@@ -151,9 +151,9 @@ class RowSpec:
 
             return NgramDrafter(draft.lookup_depth or NGRAM_TOKENS).shape
         if self.is_rival:
-            from fasteagle.bench.rivals import rival_shape  # needs torch
+            from fasteagle.bench.rivals import SHAPES  # needs torch
 
-            return rival_shape(self.kind)
+            return SHAPES[self.kind]
         if self.kind == "eagle-static":
             paths = read_tree(Path(draft.tree_file)) if draft.tree_file else PAPER_TREE
             return StaticShape(max(map(len, paths)), None, len(paths))

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from fasteagle.bench.ablation import ablated
-from fasteagle.bench.gpt_fast import GptFastDecoder, Job, gpt_fast_scheme
 from fasteagle.bench.hf import hf_model
 from fasteagle.bench.measure import peak_meter
 from fasteagle.bench.progress import QuestionBar
 from fasteagle.bench.rivals import rival
+from fasteagle.bench.rivals.ablation import ablated
+from fasteagle.bench.rivals.gpt_fast import GptFastDecoder, Job, gpt_fast_scheme
 from fasteagle.bench.roofline import Storage
 from fasteagle.bench.row_spec import LOOKUP_TOKENS, RowSpec, chain_shape, parse_rows
 from fasteagle.bench.rows import Decoder, EngineDecoder, HFDecoder, Row, Spent

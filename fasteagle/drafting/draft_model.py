@@ -28,6 +28,7 @@ class ModelDrafter(RankingDrafter):
     Row i of its cache is token i of the text, the root included.
     """
 
+    name = "model"
     reads_features = True  # the tokens of the pairs: every committed position must be shown to it
 
     def __init__(
@@ -37,9 +38,8 @@ class ModelDrafter(RankingDrafter):
         max_seq_len: int,
         vocab_size: int,
         noise: str = "shared",
-        name: str = "model",
     ) -> None:
-        self.model, self.max_seq_len, self.noise, self.name = model, max_seq_len, noise, name
+        self.model, self.max_seq_len, self.noise = model, max_seq_len, noise
         self.shape: TreeShape = shape
         weight = model.norm.weight
         self.cache = model.new_cache(1)
@@ -63,7 +63,7 @@ class ModelDrafter(RankingDrafter):
         depth = max(1, nodes) if k == 1 else min(self.shape.depth, max(1, nodes))
         shape = TreeShape(depth, k, nodes)
         n_tokens = len(self.target_ids)
-        return type(self)(self.model, shape, self.max_seq_len, n_tokens, self.noise, self.name)
+        return type(self)(self.model, shape, self.max_seq_len, n_tokens, self.noise)
 
     def reserve(self, n_tokens: int) -> None:
         tree_rows = (self.shape.depth - 1) * self.shape.topk

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fasteagle.bench.gpt_fast import GptFastDecoder, Job, gpt_fast_options, gpt_fast_scheme
+from fasteagle.bench.rivals.gpt_fast import GptFastDecoder, Job, gpt_fast_options, gpt_fast_scheme
 from fasteagle.bench.run import BenchOptions, run
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.open import OpenedModel

@@ -6,9 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fasteagle.bench.early_exit import EXIT_SHAPE, early_exit_drafter, first_blocks
-from fasteagle.bench.lookahead import GUESSES, LEVELS, NONE, WINDOW, LookaheadDrafter
-from fasteagle.bench.medusa import (
+from fasteagle.bench.rivals.lookahead import GUESSES, LEVELS, NONE, WINDOW, LookaheadDrafter
+from fasteagle.bench.rivals.medusa import (
     HEADS,
     MEDUSA_SHAPE,
     MedusaDrafter,
@@ -18,12 +17,11 @@ from fasteagle.bench.medusa import (
     save_medusa,
     targets_of,
 )
+from fasteagle.bench.rivals.train_medusa import measure_ranks, read_positions, train_medusa
 from fasteagle.bench.run import BenchOptions
-from fasteagle.bench.train_medusa import measure_ranks, read_positions, train_medusa
 from fasteagle.decoding.cycle import decode_cycle
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
-from fasteagle.model import KVCache, causal_mask
 from fasteagle.options import SamplingParams
 from fasteagle.tree import ancestor_mask
 from helpers import captured_engine, empty_state, random_target, spec_of, talk, tiny_config
@@ -59,7 +57,6 @@ def random_heads(dim=32):
 
 RIVALS = {
     "lookahead": lambda engine: LookaheadDrafter(60, "cpu"),
-    "early exit": early_exit_drafter,
     "medusa": lambda engine: MedusaDrafter(random_heads(), EVEN, engine.model),
 }
 
@@ -79,27 +76,6 @@ def test_the_tokens_of_plain_decoding(target, make, params):
                 Engine(target, 512), prompt, params, 20
             )
     assert lengths[0] == lengths[1]
-
-
-# Early exit
-
-
-@torch.no_grad()
-def test_the_first_blocks_with_the_targets_own_ends(target):
-    small = first_blocks(target, 1)
-    assert [len(small.blocks), small.config.n_layer] == [1, 1]
-    assert small.lm_head is target.lm_head and small.blocks[0] is target.blocks[0]
-    rows, mask = torch.arange(3), causal_mask(0, 3, 256, None, "cpu")
-    cache, whole = (KVCache(m.config, 1, torch.float32, "cpu") for m in (small, target))
-    found = small(torch.tensor([3, 4, 5]), rows, rows, mask, cache).logits
-    _, taps = target.encode(torch.tensor([3, 4, 5]), rows, rows, mask, whole, (1,))
-    assert torch.allclose(found, target.lm_head(target.norm(taps)), atol=1e-5)
-
-
-def test_it_drafts_a_chain_with_a_third_of_the_target():
-    engine = Engine(random_target(tiny_config(n_layer=6)), 512)
-    drafter = early_exit_drafter(engine)
-    assert drafter.shape == EXIT_SHAPE and len(drafter.model.blocks) == 2
 
 
 # Lookahead

@@ -14,8 +14,8 @@ import torch
 
 from fasteagle.bench import run as bench
 from fasteagle.bench.measure import Bandwidth
-from fasteagle.bench.medusa import HEADS, RANKS, MedusaHeads, save_medusa
 from fasteagle.bench.report import COLUMNS, build_report, markdown, table_rows
+from fasteagle.bench.rivals.medusa import HEADS, RANKS, MedusaHeads, save_medusa
 from fasteagle.bench.row_spec import ROW_NAMES, RowSpec
 from fasteagle.bench.rows import EngineDecoder, HFDecoder, Row, Turn
 from fasteagle.bench.run import BenchOptions, run

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fasteagle.bench.medusa import HEADS, RANKS, MedusaHeads, Ranks, targets_of
+from fasteagle.bench.rivals.medusa import HEADS, RANKS, MedusaHeads, Ranks, targets_of
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.prompts import Conversation
