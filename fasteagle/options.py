@@ -142,7 +142,7 @@ class RuntimeOptions:
     threads: int | None = option(None, "CPU threads.  [default: all cores]")
     kv: str = option("auto", "Keys and values: auto, as the model computes, or int8.", kind=KV)
     # "int4", "int8" or the name of a scheme; None: as the checkpoint is
-    quant: str | None = option(None, "A scheme by name: int4-g64, int4-g128-hqq, int4-g32-gptq ...")
+    quant: str | None = option(None, "A scheme by name: int4-g64, int4-g128-hqq ...")
     lm_head: str = option("int8", "Of a quantized model: int8, int4 or keep.")  # keep: 16 bits
     cpu_kernels: str = option(
         "auto", "Of quantized weights on a CPU: auto, native (our own) or aten (torch's)."

@@ -22,10 +22,7 @@ from fasteagle.quant.scheme import Scheme
 
 
 def quantize_weight(weight: Tensor, scheme: Scheme) -> PackedWeight:
-    """Quantize [N, K] without calibration data. Raises `FasteagleError` for groups that do not fit.
-
-    GPTQ needs data, see `gptq`; only its initial parameters come from here (min-max).
-    """
+    """Quantize [N, K]. Raises `FasteagleError` for groups that do not fit."""
     weight = weight.float()
     group_size = scheme.group_size or weight.shape[1]
     packed.check_group_size(weight.shape[1], group_size)

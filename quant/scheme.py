@@ -2,7 +2,7 @@
 
 int8                 one scale per row        int4          the checkpoint's own, or HQQ
 int8-g32             one per 32 weights       int4-g64      min-max, groups of 64
-int4-g128-hqq        HQQ, groups of 128       int4-g32-gptq GPTQ, groups of 32
+int4-g128-hqq        HQQ, groups of 128
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from fasteagle.config import HeadConfig, ModelConfig
 from fasteagle.errors import FasteagleError
 
 GROUP_SIZES = (128, 64, 32)
-METHODS = ("minmax", "hqq", "gptq")
-EXAMPLES = "int4, int8, int4-g64, int4-g128-hqq, int4-g32-gptq"
+METHODS = ("minmax", "hqq")
+EXAMPLES = "int4, int8, int4-g64, int4-g128-hqq"
 _PATTERN = re.compile(r"int(?P<bits>\d+)(-g(?P<group>\d+))?(-(?P<method>[a-z]+))?")
 
 
@@ -98,6 +98,11 @@ def parse_scheme(name: str, config: ModelConfig, head_bits: int = 8) -> Scheme:
     method = match["method"] or "minmax"
     if bits not in (4, 8):
         raise FasteagleError(f"quantization {name!r}: {bits} bits have no kernel: use int4 or int8")
+    if bits == 4 and method == "gptq":
+        raise FasteagleError(
+            f"quantization {name!r} is gone: use {name.removesuffix('gptq')}hqq, or a checkpoint "
+            "that another tool quantized with GPTQ"
+        )
     if method not in METHODS or (bits == 8 and match["method"]):
         known = ", ".join(METHODS) if bits == 4 else "none for int8"
         raise FasteagleError(f"quantization {name!r}: method {method!r} is not one of: {known}")

@@ -18,6 +18,7 @@ from fasteagle.cli.options import (
     Numbers,
     bench_model_options,
     draft_options,
+    gone,
     grammar_options,
     group,
     model_options,
@@ -141,18 +142,12 @@ def eval_(
 @click.option(
     "-o", "--out", type=FOLDER, required=True, help="Folder to write; chat takes it as --model."
 )
-@click.option(
-    "--data",
-    type=FILE,
-    help="JSONL of token ids to calibrate GPTQ on.  [default: text the model writes]",
-)
-def quantize(
-    name: str | None, model: str, runtime_options: RuntimeOptions, out: Path, data: Path | None
-) -> None:
+@gone("--data", "leave it out: no scheme reads text")
+def quantize(name: str | None, model: str, runtime_options: RuntimeOptions, out: Path) -> None:
     """Write model NAME's weights in the scheme of --int4, --int8 or --quant."""
     from fasteagle.cli.quantize import run_quantize
 
-    run_quantize(name or model, runtime_options, out, data)
+    run_quantize(name or model, runtime_options, out)
 
 
 @main.command("calibrate-head")

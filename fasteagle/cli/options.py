@@ -240,3 +240,13 @@ def _file_text(path: Path) -> str:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise FasteagleError(f"cannot read {path}: {error}") from error
+
+
+def gone(flag: str, instead: str) -> Option:
+    """A decorator: a flag that is no more, hidden; using it is an error that says what to do."""
+
+    def refuse(context: click.Context, option: click.Parameter, value: Any) -> None:
+        if value is not None:
+            raise FasteagleError(f"{flag} is gone: {instead}")
+
+    return click.option(flag, hidden=True, expose_value=False, callback=refuse)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
 from fasteagle.device import pick_device
@@ -13,8 +12,8 @@ from fasteagle.options import RuntimeOptions
 from fasteagle.paths import atomic_dir, require_writable
 
 
-def run_quantize(model: str, options: RuntimeOptions, out: Path, data: Path | None) -> None:
-    """Write `out`, which `chat` takes as `--model`; GPTQ calibrates on `data` if given."""
+def run_quantize(model: str, options: RuntimeOptions, out: Path) -> None:
+    """Write `out`, which `chat` takes as `--model`."""
     if options.quant is None:
         raise FasteagleError("quantize to what? give --int4, --int8 or --quant NAME")
     if out.exists() and any(out.iterdir()):
@@ -30,8 +29,7 @@ def run_quantize(model: str, options: RuntimeOptions, out: Path, data: Path | No
     if out.exists():
         out.rmdir()
     with atomic_dir(out) as temporary:
-        texts = functools.partial(opened.gptq_texts, note, data)
-        write_folder(temporary, checkpoint, scheme, texts, device)
+        write_folder(temporary, checkpoint, scheme, device)
         opened.tokenizer.save(temporary)
     size = sum(file.stat().st_size for file in out.iterdir())
     note(f"{scheme.name} weights of {opened.name} written to {out} ({size / 1e6:.0f} MB)")

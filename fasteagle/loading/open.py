@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import importlib.util
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 
-from fasteagle.compile.blocks import compile_now
 from fasteagle.compile.cpu_blocks import use_native_blocks
 from fasteagle.compile.cuda_blocks import use_fused_blocks
 from fasteagle.compile.fixed_norm import keep_sums_finite, use_fixed_norms
@@ -34,19 +31,15 @@ from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.quantize import with_scheme
 from fasteagle.loading.shortage import Asked
 from fasteagle.loading.source import Linears
-from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint, fingerprint
-from fasteagle.loading.text import write_conversations
+from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint
 from fasteagle.loading.tokenizer import ChatTokenizer, DummyTokenizer, load_tokenizer
 from fasteagle.loading.torchao_backend import quantize_with_torchao
 from fasteagle.model import Transformer
 from fasteagle.options import RuntimeOptions
-from fasteagle.paths import cache_dir
-from fasteagle.prompts import read_conversations
 from fasteagle.quant import cpu_build
 from fasteagle.quant.scheme import Scheme, parse_scheme
 
 TORCHAO = "-torchao"  # suffix of int4 or int8: torchao's formats and kernels instead of ours
-GPTQ_TOKENS = 8192
 PATIENCE = 1.0  # seconds
 
 
@@ -78,8 +71,7 @@ class OpenedModel:
                 options.quant, checkpoint.config, options.head_bits
             )
         else:
-            texts = functools.partial(self.gptq_texts, notify)
-            checkpoint = with_scheme(checkpoint, quant, options.head_bits, notify, texts, device)
+            checkpoint = with_scheme(checkpoint, quant, options.head_bits, notify, device)
             scheme = checkpoint.scheme
         dtype_name = pick_dtype(options.dtype, device, scheme is not None)
         return PreparedModel(
@@ -119,31 +111,6 @@ class OpenedModel:
         seconds = self.seconds + time.perf_counter() - start
         notify(f"{prepared}, loaded in {seconds:.1f} s")
         return Runtime(prepared.name, prepared.checkpoint, prepared.tokenizer, engine)
-
-    def gptq_texts(
-        self, notify: Callable[[str], None], data: Path | None = None
-    ) -> list[list[int]]:
-        """Token ids for calibration: of a file, or of conversations that the model writes now."""
-        if data is None:
-            notify(f"the model writes {GPTQ_TOKENS:,} tokens to calibrate on ...")
-            data = self._own_text(GPTQ_TOKENS)
-        found, total = [], 0
-        for conversation in read_conversations(data, self.checkpoint.config.vocab_size, 512):
-            found.append(conversation.ids)
-            total += len(conversation.ids)
-            if total >= GPTQ_TOKENS:
-                break
-        return found
-
-    def _own_text(self, n_tokens: int) -> Path:
-        """A file of conversations that the model wrote, in the user cache; calls append to it."""
-        folder = cache_dir() / "text"
-        folder.mkdir(parents=True, exist_ok=True)
-        options = RuntimeOptions(max_seq_len=min(self.checkpoint.config.max_seq_len, 1024))
-        engine = self.prepared(options).engine()
-        compile_now(engine)
-        out = folder / f"{fingerprint(self.checkpoint)[:24]}.jsonl"
-        return write_conversations(engine, self.tokenizer, out, n_tokens, 256)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fasteagle.device import unless_short
 from fasteagle.errors import FasteagleError
-from fasteagle.loading.gptq_pass import gptq_weights
 from fasteagle.loading.shortage import not_quantized
 from fasteagle.loading.stored import StoredFolder, is_stored, save
 from fasteagle.loading.tensors import (
@@ -30,21 +29,18 @@ from fasteagle.quant.packed import PackedWeight
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme, parse_scheme
 
-Texts = Callable[[], list[list[int]]]  # token ids for GPTQ to calibrate on, made when needed
-
 
 def with_scheme(
     checkpoint: Checkpoint,
     quant: str | None,
     head_bits: int = 8,
     notify: Callable[[str], None] = lambda line: None,
-    texts: Texts | None = None,
     device: torch.device | str = "cpu",
 ) -> Checkpoint:
     """`checkpoint` quantized as `quant` says: "int4", "int8", a scheme's name; None: unchanged.
 
-    GPTQ needs `texts`. Values are chosen on `device`, one tensor at a time. Raises
-    `FasteagleError` as `scheme_asked` does.
+    Values are chosen on `device`, one tensor at a time. Raises `FasteagleError` as `scheme_asked`
+    does.
     """
     if quant is None:
         return checkpoint
@@ -61,7 +57,7 @@ def with_scheme(
     if not is_stored(folder):
         notify(f"quantizing to {scheme.name} (once; kept in the user cache) ...")
         with atomic_dir(folder) as temporary:
-            write_folder(temporary, checkpoint, scheme, texts, device)
+            write_folder(temporary, checkpoint, scheme, device)
     # The folder stores the LM head in 16 bits; its precision is chosen at load.
     return StoredFolder(folder).run_in(scheme)
 
@@ -83,11 +79,7 @@ def scheme_asked(checkpoint: Checkpoint, quant: str, head_bits: int) -> Scheme:
 
 
 def write_folder(
-    folder: Path,
-    checkpoint: Checkpoint,
-    scheme: Scheme,
-    texts: Texts | None,
-    device: torch.device | str = "cpu",
+    folder: Path, checkpoint: Checkpoint, scheme: Scheme, device: torch.device | str = "cpu"
 ) -> None:
     """Quantize every block linear into `folder`, as `StoredFolder` reads it.
 
@@ -95,8 +87,7 @@ def write_folder(
     """
     need = weight_bytes(checkpoint, scheme)
     require_free_space(folder, need, f"the {scheme.name} weights")
-    choose = chooser(checkpoint, scheme, texts, device)
-    weights = quantized_weights(checkpoint, scheme, choose)
+    weights = quantized_weights(checkpoint, scheme, chooser(scheme, device))
     unless_short(
         lambda: save(folder, checkpoint, scheme, fingerprint(checkpoint), weights),
         lambda: not_quantized(checkpoint.config, scheme, torch.device(device)),
@@ -119,17 +110,7 @@ def quantized_weights(
 
 
 def chooser(
-    checkpoint: Checkpoint, scheme: Scheme, texts: Texts | None, device: torch.device | str = "cpu"
+    scheme: Scheme, device: torch.device | str = "cpu"
 ) -> Callable[[str, Tensor], PackedWeight]:
-    """The function that packs one named weight under `scheme`: on `device`, back in main memory."""
-    if scheme.method != "gptq":
-        return lambda name, weight: quantize_weight(weight.to(device), scheme).to("cpu")
-    found: dict[str, PackedWeight] = {}
-
-    def choose(name: str, weight: Tensor) -> PackedWeight:
-        if not found:
-            assert texts is not None, "GPTQ calibrates on text"
-            found.update(gptq_weights(checkpoint, texts(), scheme, device))
-        return found[name]
-
-    return choose
+    """Return what packs a named weight under `scheme`: on `device`, back in main memory."""
+    return lambda name, weight: quantize_weight(weight.to(device), scheme).to("cpu")

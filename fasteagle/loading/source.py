@@ -16,7 +16,7 @@ from fasteagle.quant.cuda_linear import PlanesLinear
 from fasteagle.quant.linear import Permuted, QuantizedLMHead, SideBySide, make_linear
 from fasteagle.quant.packed import PackedWeight, stack
 from fasteagle.quant.params import int8_groups, quantize_weight
-from fasteagle.quant.scheme import GROUP_SIZES, Scheme
+from fasteagle.quant.scheme import GROUP_SIZES, METHODS, Scheme
 
 HEAD_ROWS = 8192  # of an LM head, quantized at once
 
@@ -130,7 +130,7 @@ def fitting_scheme(scheme: Scheme, n_inputs: int) -> Scheme:
     group = scheme.group_size
     if group and n_inputs % group:
         group = next((g for g in GROUP_SIZES if n_inputs % g == 0), group)
-    method = "minmax" if scheme.method in ("own", "gptq") else scheme.method
+    method = scheme.method if scheme.method in METHODS else "minmax"
     return Scheme(scheme.bits, group, method)
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import nn
 
-from fasteagle.errors import FasteagleError
 from fasteagle.model import Transformer
 from fasteagle.quant.params import quiet_import
 from fasteagle.quant.scheme import Scheme, parse_scheme
@@ -41,8 +40,6 @@ def _config(scheme: Scheme, on_cpu: bool) -> Any:
         else:
             granularity = quantization.PerRow()
         return quantization.Int8WeightOnlyConfig(granularity=granularity)
-    if scheme.method == "gptq":
-        raise FasteagleError("quant-backend torchao has min-max and HQQ: drop -gptq")
     algorithm = "hqq" if scheme.method == "hqq" else "tinygemm"
     if not on_cpu:
         return quantization.Int4WeightOnlyConfig(

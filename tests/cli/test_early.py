@@ -32,6 +32,7 @@ BAD = [
     (EVAL, ["--text", "DIR/none.txt"], "cannot read DIR/none.txt"),
     (EVAL, ["--text", "DIR/text", "--json", "/proc/none.json"], "cannot write /proc/none.json"),
     (QUANTIZE, ["-o", "/proc/none"], "cannot write /proc/none"),
+    (QUANTIZE, ["-o", "DIR/out", "--data", "DIR/text"], "--data is gone: leave it out"),
     (TRAIN, [], "nothing to train on: give --data"),
     (TRAIN, ["--device", "nope"], "device 'nope' is not supported"),
     (CALIBRATE, ["--device", "nope"], "device 'nope' is not supported"),

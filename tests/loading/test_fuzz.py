@@ -339,7 +339,7 @@ SCHEME = {"bits": 4, "group_size": 32, "method": "minmax", "head_bits": 16}
 def test_config_of_our_own_folder(folder, tmp_path, part, changed):
     out = tmp_path / "out"
     if not out.exists():
-        write_folder(out, open_checkpoint(folder), Scheme(**SCHEME), None)
+        write_folder(out, open_checkpoint(folder), Scheme(**SCHEME))
         shutil.copy(out / "config.json", out / "good.json")
     raw = json.loads((out / "good.json").read_text())
     place = raw if part in ("model", "quantization_config") else raw["quantization_config"]

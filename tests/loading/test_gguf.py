@@ -421,7 +421,7 @@ def test_a_written_folder_keeps_the_mix(tmp_path):
     write_gguf(tmp_path / "m.gguf", wide_model(), q4_k_m)
     checkpoint = with_scheme(GGUFFile(tmp_path / "m.gguf"), "int4")
     (tmp_path / "out").mkdir()
-    write_folder(tmp_path / "out", checkpoint, checkpoint.scheme, None)
+    write_folder(tmp_path / "out", checkpoint, checkpoint.scheme)
     folder = StoredFolder(tmp_path / "out")
     for name in (n for n in checkpoint.names() if "_proj" in n):
         assert folder.bits(name) == checkpoint.bits(name)

@@ -265,7 +265,7 @@ def test_values_are_chosen_on_the_device_one_weight_at_a_time(folder, monkeypatc
     monkeypatch.setattr(quantize, "quantize_weight", watched)
     checkpoint = open_checkpoint(folder)
     scheme = parse_scheme("int4-g32", checkpoint.config)
-    choose = quantize.chooser(checkpoint, scheme, None, "meta")
+    choose = quantize.chooser(scheme, "meta")
     found = dict(quantize.quantized_weights(checkpoint, scheme, choose))
     assert set(devices) == {"meta"} and len(devices) == 7 * checkpoint.config.n_layer
     assert {str(weight.device) for weight in found.values() if hasattr(weight, "device")} == {"cpu"}

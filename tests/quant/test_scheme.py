@@ -51,7 +51,6 @@ def test_the_widest_group_that_fits():
         ("int4", Scheme(4, 128, "hqq", 8)),
         ("int4-g64", Scheme(4, 64, "minmax", 8)),
         ("int4-g128-hqq", Scheme(4, 128, "hqq", 8)),
-        ("int4-g32-gptq", Scheme(4, 32, "gptq", 8)),
     ],
 )
 def test_names(name, scheme):
@@ -66,7 +65,8 @@ def test_names(name, scheme):
     [
         ("fp8", "'fp8' is unknown: use for example int4"),
         ("int3-g64", "3 bits have no kernel"),
-        ("int4-g64-awq", "method 'awq' is not one of: minmax, hqq, gptq"),
+        ("int4-g64-awq", "method 'awq' is not one of: minmax, hqq"),
+        ("int4-g32-gptq", "'int4-g32-gptq' is gone: use int4-g32-hqq, or a checkpoint"),
         ("int8-g32-hqq", "none for int8"),
         ("int4-g16", "group size 16 has no kernel: use g128, g64, g32"),
         ("int8-g64", "group size 64 has no kernel: use g32"),
