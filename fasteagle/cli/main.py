@@ -154,7 +154,7 @@ def quantize(name: str | None, model: str, runtime_options: RuntimeOptions, out:
 @model_options
 @group(CalibrateOptions, "options")
 def calibrate_head(model: str, runtime_options: RuntimeOptions, options: CalibrateOptions) -> None:
-    """Fit a draft head to a quantized model; each stage is kept only if it helps."""
+    """Fit a draft head to a quantized model; the new one is kept only if it is better."""
     from fasteagle.training.calibrate_head import calibrate_head as calibrate
 
     calibrate(model, runtime_options, options)

@@ -62,8 +62,8 @@ Conversing = Generator[Request, Reply | None, Dialogue]
 class Conversations:
     """The conversations that `options` ask for, by number; the n-th is the same each time."""
 
-    def __init__(self, options: DataOptions, excluded: Excluded) -> None:
-        self._options, self._excluded = options, excluded
+    def __init__(self, options: DataOptions) -> None:
+        self._options, self.excluded = options, Excluded.of_files(options.exclude)
         self._questions = []
         self._seeds: list[str] = []
         if options.prompts is not None:
@@ -98,7 +98,7 @@ class Conversations:
         answers: list[tuple[Reply, SamplingParams]] = []
         messages: list[Message] = []
         for turn, text in enumerate(turns):
-            if self._excluded.matches(text):
+            if self.excluded.matches(text):
                 return Dialogue(answers, "like an excluded prompt")
             params = self._params(temperature, number, turn)
             messages.append({"role": "user", "content": text})
@@ -145,7 +145,7 @@ class Conversations:
             return "empty answer"
         if reply.is_cut and self._options.drop_cut:
             return "cut answer"
-        return "like an excluded prompt" if self._excluded.matches(reply.text) else None
+        return "like an excluded prompt" if self.excluded.matches(reply.text) else None
 
 
 def read_seeds(path: Path) -> list[str]:

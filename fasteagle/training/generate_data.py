@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from fasteagle.errors import FasteagleError, note
-from fasteagle.loading.open import OpenedModel, PreparedModel, open_for
-from fasteagle.loading.tensors import fingerprint
-from fasteagle.loading.text import user_prefix
+from fasteagle.loading.open import OpenedModel, PreparedModel, Runtime, open_for
+from fasteagle.loading.tensors import Checkpoint, fingerprint
 from fasteagle.options import RuntimeOptions
 from fasteagle.paths import require_writable
 from fasteagle.training.data_file import DataFile
 from fasteagle.training.dialogues import Conversations, Conversing, Dialogue, in_order
-from fasteagle.training.filters import Excluded
-from fasteagle.training.local_model import LocalModel
+from fasteagle.training.local_model import LocalModel, user_prefix
 from fasteagle.training.options import DataOptions
 from fasteagle.training.served_model import ServedModel
 
@@ -42,23 +41,36 @@ def generate_data(
             "the server runs the model: with --base-url leave out --device, --int4 and what else "
             "says how to run it"
         )
-    excluded = Excluded.of_files(options.exclude)
-    conversations = Conversations(options, excluded)
+    conversations = Conversations(options)
     require_writable(options.out)
     opened = open_for(model, runtime)
     if options.self_written:
         user_prefix(opened.tokenizer)  # refuses a template without one
     prepared = None if options.base_url else opened.prepared(runtime)
-    settings = _settings(opened, prepared, options, conversations, excluded)
-    data = DataFile(options.out, settings)
-    try:
+    settings = _settings(opened.name, opened.checkpoint, options, conversations)
+    settings |= _precision(prepared)
+    with contextlib.closing(DataFile(options.out, settings)) as data:
         run = _Run(options, conversations, data)
         if run.is_done:
             note(f"nothing to do: {options.out} holds what was asked for")
             return
         run.hold(_answering(model, opened, prepared, options, api_key))
-    finally:
-        data.close()
+
+
+def write_text(
+    runtime: Runtime, options: DataOptions, is_enough: Callable[[int], bool] = lambda n: False
+) -> None:
+    """Let a loaded model write `options.out`, from where an earlier call stopped.
+
+    Ends sooner once `is_enough(number of conversations)`.
+    """
+    conversations, engine = Conversations(options), runtime.engine
+    settings = _settings(runtime.name, runtime.checkpoint, options, conversations)
+    require_writable(options.out)
+    with contextlib.closing(DataFile(options.out, settings)) as data:
+        run = _Run(options, conversations, data, is_enough)
+        if not run.is_done:
+            run.hold(LocalModel(engine, runtime.tokenizer, options.batch))
 
 
 def _answering(
@@ -80,44 +92,52 @@ def _answering(
 
 
 def _settings(
-    opened: OpenedModel,
-    prepared: PreparedModel | None,
-    options: DataOptions,
-    conversations: Conversations,
-    excluded: Excluded,
+    name: str, checkpoint: Checkpoint, options: DataOptions, conversations: Conversations
 ) -> dict[str, Any]:
-    """What changes the text, but for how much of it is asked for."""
+    """Return what changes the text, but for how much of it is wanted and the model's precision."""
     source = "prompts" if options.prompts else "seeds" if options.seeds else "self"
-    scheme = prepared.scheme.name if prepared and prepared.scheme else "dense"
-    found = {
-        "model": opened.name,
-        "fingerprint": fingerprint(opened.checkpoint)[:16],
-        "precision": f"{scheme} {prepared.dtype_name}" if prepared else "the server's",
+    settings = {
+        "model": name,
+        "fingerprint": fingerprint(checkpoint)[:16],
         "served_model": options.served_model,
         "source": f"{source} {conversations.identity()}",
-        "exclude": excluded.identity(),
+        "exclude": conversations.excluded.identity(),
         "temperature": list(options.temperatures),
         "top_p": options.top_p,
         "max_new_tokens": options.max_new_tokens,
         "seed": options.seed,
         "drop_cut": options.drop_cut,
     }
-    if prepared is not None:
-        # Left out where they are as ever: files begun before there was a choice go on.
-        usual, asked = RuntimeOptions(), prepared.options
-        found |= {
-            name: getattr(asked, name)
-            for name in ("kv", "lm_head")
-            if getattr(asked, name) != getattr(usual, name)
-        }
-    return json.loads(json.dumps(found))
+    return json.loads(json.dumps(settings))
+
+
+def _precision(prepared: PreparedModel | None) -> dict[str, Any]:
+    """Return how the model computes, as a part of the settings; None: a server's."""
+    if prepared is None:
+        return {"precision": "the server's"}
+    scheme = prepared.scheme.name if prepared.scheme else "dense"
+    # Left out where they are as ever: files begun before there was a choice go on.
+    usual, options = RuntimeOptions(), prepared.options
+    changed = {
+        name: getattr(options, name)
+        for name in ("kv", "lm_head")
+        if getattr(options, name) != getattr(usual, name)
+    }
+    return {"precision": f"{scheme} {prepared.dtype_name}", **changed}
 
 
 class _Run:
     """One run: holds the conversations that are not done, writes, counts and reports."""
 
-    def __init__(self, options: DataOptions, conversations: Conversations, data: DataFile) -> None:
+    def __init__(
+        self,
+        options: DataOptions,
+        conversations: Conversations,
+        data: DataFile,
+        is_enough: Callable[[int], bool] = lambda n: False,
+    ) -> None:
         self._options, self._conversations, self._data = options, conversations, data
+        self._is_enough = is_enough
         self._dropped: Counter[str] = Counter()
         self._in_a_row = 0
         self._begun = self._reported = time.perf_counter()
@@ -129,6 +149,7 @@ class _Run:
     def is_done(self) -> bool:
         tokens, count = self._options.tokens, self._conversations.count
         enough = tokens is not None and self._data.tokens >= tokens
+        enough = enough or self._is_enough(self._data.conversations)
         return enough or (count is not None and self._data.next_number >= count)
 
     def hold(self, model: Model) -> None:

@@ -9,8 +9,7 @@ from fasteagle.generate import Engine
 from fasteagle.loading.find_head import LoadedHead
 from fasteagle.prompts import Conversation
 from fasteagle.training.data import LiveFeatures
-from fasteagle.training.held_out import TENTHS, HeldOut, evaluate
-from fasteagle.training.report import ready_head
+from fasteagle.training.held_out import TENTHS, HeldOut, evaluate, ready_head
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +29,7 @@ def measure(
     for loaded in heads:
         taps = loaded.head.config.tap_layers
         text = LiveFeatures(engine, conversations, taps)
-        ready = ready_head(loaded.head, engine, None).float()
+        ready = ready_head(loaded.head, engine)
         held = evaluate(ready, engine.model, text, list(range(len(text))))
         found.append(HeadQuality(loaded.origin, "EAGLE-3" if taps else "EAGLE-1/2", held))
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fasteagle.generate import Engine
 from fasteagle.model import EagleHead, Transformer
 from fasteagle.training.data import Features
 from fasteagle.training.loss import autocast, compute_dtype, make_batch, unroll
@@ -36,6 +38,14 @@ class HeldOut:
             "tau": round(self.tau, 4),
             "ranks": [[round(p, 4) for p in level] for level in self.ranks],
         }
+
+
+def ready_head(head: EagleHead, engine: Engine) -> EagleHead:
+    """Return a copy of `head` in fp32 that uses the engine's target, to be measured."""
+    ready = copy.deepcopy(head)
+    ready.requires_grad_(False)
+    ready.borrow(engine.model, engine.max_seq_len)
+    return ready.float()
 
 
 def draft_rows(head: EagleHead, target: Transformer) -> Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
-from fasteagle.loading.text import user_prefix
 from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.training.batch import BatchSampler
 from fasteagle.training.dialogues import Conversing, Dialogue, Reply, Request
@@ -58,3 +58,19 @@ class LocalModel:
     def _reply(self, prompt: list[int], ids: list[int]) -> Reply:
         is_cut = ids[-1] not in self._tokenizer.eos_ids
         return Reply(prompt, ids, self._tokenizer.decode(ids), is_cut)
+
+
+def user_prefix(tokenizer: ChatTokenizer) -> list[int]:
+    """Tokens of the chat template up to where the first question begins.
+
+    Raises `FasteagleError` where there are none.
+    """
+    mark = "QUESTION-GOES-HERE"
+    text = tokenizer.render([{"role": "user", "content": mark}])
+    before, is_there, _ = text.partition(mark)
+    if not is_there or not before:
+        raise FasteagleError(
+            "the model's chat template has no beginning of a question, so that the model cannot "
+            "write one: give questions"
+        )
+    return tokenizer.encode(before)

@@ -138,11 +138,12 @@ class CalibrateOptions:
         "JSONL of token ids the quantized model wrote.  [default: it writes some now]",
         kind="file",
     )
-    tokens: int = option(50_000, "Of text to write.")
-    minutes: float = option(30.0, "For all of it.")
-    steps: int | None = option(
-        None, "Of each of the two training runs.  [default: as many as fit into --minutes]"
+    draft_vocab: int | None = option(
+        None, "Draft so many tokens, those most frequent in the text.  [default: as the head does]"
     )
+    tokens: int = option(50_000, "Of text to write.")
+    minutes: float = option(30.0, "For text and training.")
+    steps: int | None = option(None, "Of training.  [default: as many as fit into --minutes]")
     out: Path | None = option(
         None, "Folder of the head.  [default: the user cache, where chat finds it]", kind="folder"
     )
@@ -155,8 +156,11 @@ class CalibrateOptions:
             )
         if not 0 < self.minutes < 10_000:
             raise FasteagleError(f"minutes {self.minutes} is out of range: use more than 0")
-        if self.steps is not None and self.steps < 1:
-            raise FasteagleError(f"steps {self.steps} is out of range: use 1 or more")
+        for name in ("steps", "draft_vocab"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                flag = name.replace("_", "-")
+                raise FasteagleError(f"{flag} {value} is out of range: use 1 or more")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -154,12 +154,10 @@ class Trainer:
         save_every: int = 50,
         patience: int | None = None,
         tick: Callable[[int, float], None] = lambda step, loss: None,
-        enough: Callable[[], bool] = lambda: False,
     ) -> None:
         """Train to `options.steps`, or until 0-alpha did not improve for `patience` evaluations.
 
-        `tick` gets the number and the loss of every step, `report` gets every evaluation. `enough`
-        is asked after each step whether to end now.
+        `tick` gets the number and the loss of every step, `report` gets every evaluation.
         """
         device = self.head.fc.weight.device
         schedule = batches(self.store, self.training, self.options)
@@ -173,8 +171,6 @@ class Trainer:
             tokens += n_rows
             self.step += 1
             tick(self.step, losses[-1])
-            if enough():
-                return
             last = self.step == self.options.steps
             if self.step % every == 0 or last:
                 held = self.evaluate()

@@ -19,7 +19,6 @@ from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.head_file import load_head, save_head, with_vocabulary
 from fasteagle.loading.open import OpenedModel, Runtime, open_for
 from fasteagle.loading.tensors import fingerprint
-from fasteagle.loading.text import write_answers
 from fasteagle.model import EagleHead, Transformer
 from fasteagle.options import RuntimeOptions
 from fasteagle.paths import cache_dir, require_writable, write_atomic
@@ -32,7 +31,8 @@ from fasteagle.training.data import (
     frequent_tokens,
     store_key,
 )
-from fasteagle.training.options import TrainOptions, TrainRun
+from fasteagle.training.generate_data import write_text
+from fasteagle.training.options import DataOptions, TrainOptions, TrainRun
 from fasteagle.training.parallel import Ranks, join, local_device
 from fasteagle.training.train import Trainer, new_head, unread_columns
 
@@ -56,7 +56,7 @@ def train_head(
     runtime = opened.loaded(runtime_options)
     identity = fingerprint(runtime.checkpoint)
     with ranks.first_alone():  # writes text, which the others then find
-        conversations = _conversations(runtime, run, identity, given)
+        conversations = _conversations(runtime, run, given)
     taps = options.taps_of(runtime.checkpoint.config.n_layer)
     text = store_key(conversations, identity, taps)
     store = _features(runtime, conversations, run, taps, identity, text, ranks)
@@ -95,12 +95,12 @@ def _given(
 
 
 def _conversations(
-    runtime: Runtime, run: TrainRun, identity: str, given: list[Conversation]
+    runtime: Runtime, run: TrainRun, given: list[Conversation]
 ) -> list[Conversation]:
     """All text of the run. Raises `FasteagleError` if it is too little."""
     max_len = min(run.max_len, runtime.engine.max_seq_len)
     vocab_size = runtime.checkpoint.config.vocab_size
-    written = _written_now(runtime, run, identity)
+    written = _written_now(runtime, run)
     found = [
         *given,
         *(c for path in written for c in read_conversations(path, vocab_size, max_len)),
@@ -143,20 +143,13 @@ def _begun(
     return with_vocabulary(init, draft_ids, target.head_rows)
 
 
-def _written_now(runtime: Runtime, run: TrainRun, identity: str) -> list[Path]:
+def _written_now(runtime: Runtime, run: TrainRun) -> list[Path]:
     """The target's answers to `run.prompts`, written into the run's folder."""
     if run.prompts is None:
         return []
-    run.out.mkdir(parents=True, exist_ok=True)
-
-    def progress(done: int, total: int) -> None:
-        if done % 20 == 0 or done == total:
-            note(f"answered {done:,} of {total:,} prompts")
-
     out = run.out / "text.jsonl"
-    limit = run.answer_tokens
-    engine, tokenizer = runtime.engine, runtime.tokenizer
-    return [write_answers(engine, tokenizer, run.prompts, out, limit, identity, progress)]
+    write_text(runtime, DataOptions(prompts=run.prompts, out=out, max_new_tokens=run.answer_tokens))
+    return [out]
 
 
 def _features(

@@ -13,7 +13,8 @@ from fasteagle.errors import FasteagleError
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.prompts import read_conversations
 from fasteagle.training import data_file, generate_data
-from fasteagle.training.dialogues import read_seeds
+from fasteagle.training.dialogues import Conversations, Reply, read_seeds
+from fasteagle.training.options import DataOptions
 from helpers import TINY_VOCAB, edit_json, save_tiny, write_questions
 
 FEW = ("--max-new-tokens", 24, "--dtype", "fp32", "--max-seq-len", 400)
@@ -183,6 +184,25 @@ def test_what_is_dropped_is_counted(model, tmp_path, monkeypatch):
     assert all(3 <= len(line["ids"]) - line["prompt_len"] <= 8 for line in found)
     dropped = int(told.rsplit("dropped ", 1)[1].split()[0])
     assert dropped == 13 - len(found)
+
+
+def test_an_answer_that_quotes_a_benchmark_ends_the_conversation(tmp_path):
+    benchmark = "How many trees did the gardener plant in the second week"
+    exclude = write_questions(tmp_path / "bench.jsonl", [benchmark])
+    prompts = write_questions(tmp_path / "prompts.jsonl", ["one", "two", "three"])
+    options = DataOptions(prompts=prompts, exclude=(exclude,), out=tmp_path / "t.jsonl")
+    for answers, reason in (
+        (["fine", f"You ask: {benchmark}?"], "like an excluded prompt"),
+        (["fine", "How many trees did the gardener plant again", "good"], None),
+    ):
+        conversing, reply = Conversations(options).start(0), None
+        with pytest.raises(StopIteration) as ended:
+            for text in [None, *answers]:
+                reply = text and Reply([1], [2, 3, 4], text, False)
+                conversing.send(reply)
+        dialogue = ended.value.value
+        assert dialogue.dropped == reason
+        assert [reply.text for reply, _ in dialogue.answers] == answers[: 3 if not reason else 1]
 
 
 @pytest.mark.parametrize(("said_again", "kept"), [(2, 0), (4, 12)])
