@@ -17,6 +17,10 @@ ONE = "Compose an engaging travel blog post about a recent trip to Hawaii"
         (ONE, True),
         ("please COMPOSE an engaging, travel blog: post about a (long) trip", True),  # 8 words
         ("compose an engaging travel blog post about the recent trip", False),  # 7 words
+        ("so: compose an engaging travel blog post about a", True),  # the last 8 of the text
+        ("travel blog post about a recent trip to Hawaii", True),  # the last 8 of the prompt
+        ("blog post about a recent trip to Hawaii with you", True),
+        ("post about a recent trip to Hawaii with you and me", False),
         ("why not?", True),  # all of a short prompt
         ("so why not?", False),
         ("", False),
