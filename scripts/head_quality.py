@@ -18,7 +18,7 @@ from fasteagle.bench.plot import check_plot, plot_confidence
 from fasteagle.cli.command import Script
 from fasteagle.cli.options import model_options
 from fasteagle.errors import FasteagleError
-from fasteagle.loading.find_head import find_head, named_head
+from fasteagle.loading.heads.find import find_head, named_head
 from fasteagle.loading.open import open_for
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.options import RuntimeOptions

@@ -109,7 +109,7 @@ def print_limits(
     device: Device | None, model: str, record_path: Path | None, fp16_accumulate: bool, **given: Any
 ) -> None:
     # Here and below: --help answers without importing torch.
-    from fasteagle.loading.find_head import head_shape
+    from fasteagle.loading.heads.find import head_shape
     from fasteagle.tables import print_table
 
     record = read_record(record_path) if record_path else None
@@ -133,7 +133,7 @@ def print_limits(
 
 def print_terms(device: str, model: str, **given: Any) -> None:
     from fasteagle.bench.cycle_terms import CycleModel, card_named, report
-    from fasteagle.loading.find_head import head_shape
+    from fasteagle.loading.heads.find import head_shape
     from fasteagle.quant.scheme import parse_scheme
 
     config = model_shape(model)

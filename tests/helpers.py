@@ -23,7 +23,7 @@ from fasteagle.config import Eagle3Config, HeadConfig, ModelConfig
 from fasteagle.decoding.cycle import EAGER, Proposal
 from fasteagle.drafting.costs import Costs
 from fasteagle.generate import Engine
-from fasteagle.loading.head_file import official_state
+from fasteagle.loading.heads.tables import official_state
 from fasteagle.model import EagleHead, KVCache, Output, Transformer, make_head
 from fasteagle.options import SamplingParams
 from fasteagle.prompts import Conversation

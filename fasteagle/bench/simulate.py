@@ -17,7 +17,7 @@ from fasteagle.config import HeadConfig
 from fasteagle.drafting.base import Drafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
-from fasteagle.loading.find_head import head_shape
+from fasteagle.loading.heads.find import head_shape
 from fasteagle.loading.make_drafter import tree_drafter
 from fasteagle.loading.source import has_native, quantize_head_
 from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint

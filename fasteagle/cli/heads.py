@@ -11,11 +11,11 @@ import click
 from fasteagle.errors import FasteagleError, note
 from fasteagle.loading import registry
 from fasteagle.loading.checkpoint import open_checkpoint
-from fasteagle.loading.export_head import ExportTarget, export_head
-from fasteagle.loading.find_head import FoundHead, named_head
-from fasteagle.loading.head_dialects import listed
-from fasteagle.loading.head_file import open_head
-from fasteagle.loading.inspect_head import inspect_head, measure_taps
+from fasteagle.loading.heads.find import HeadFiles, named_head
+from fasteagle.loading.heads.inspect import inspect_head, measure_taps
+from fasteagle.loading.heads.read import open_head
+from fasteagle.loading.heads.tables import listed
+from fasteagle.loading.heads.write import HeadTarget, export_head
 from fasteagle.loading.open import Runtime, open_for
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.options import ExportOptions, RuntimeOptions
@@ -36,7 +36,8 @@ def run_inspect_head(
     identity = None
     if opened is not None and runtime_options.quant is not None:
         identity = fingerprint(opened.prepared(runtime_options).checkpoint)
-    report = inspect_head(found, opened, tap_layers, identity)
+    target = None if opened is None else HeadTarget(opened.name, opened.checkpoint)
+    report = inspect_head(found, target, tap_layers, identity)
     for line in report.lines():
         click.echo(line)
     if report.problem is not None:
@@ -45,11 +46,11 @@ def run_inspect_head(
         _print_probes(found, opened.loaded(runtime_options), tap_layers)
 
 
-def _print_probes(found: FoundHead, runtime: Runtime, tap_layers: tuple[int, ...] | None) -> None:
+def _print_probes(found: HeadFiles, runtime: Runtime, tap_layers: tuple[int, ...] | None) -> None:
     """Acceptance by taps, and which are best."""
     note("drafting chains of four on four built-in prompts ...")
     results = []
-    for result in measure_taps(found, runtime, tap_layers):
+    for result in measure_taps(found, runtime.engine, runtime.tokenizer, tap_layers):
         results.append(result)
         taps = f"with taps {listed(result.tap_layers)}" if result.tap_layers else "acceptance"
         click.echo(f"  {taps}: {result.accepted:.2f} drafted tokens accepted a pass")
@@ -92,8 +93,8 @@ def _removed(folder: Path) -> Iterator[None]:
         raise
 
 
-def _export_target(model: str) -> ExportTarget:
+def _export_target(model: str) -> HeadTarget:
     source = registry.resolve(model)
     entry = registry.REGISTRY.get(model)
     name = entry.repo if entry is not None and entry.repo else model
-    return ExportTarget(name, open_checkpoint(source.path))
+    return HeadTarget(name, open_checkpoint(source.path))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fasteagle.loading.entries import EAGLE2, REGISTRY, Entry
-from fasteagle.loading.find_head import head_shape, is_shipped
+from fasteagle.loading.heads.find import head_shape, is_shipped
 from fasteagle.loading.memory import CARDS, CUDA_BYTES, best_fit, needed_bytes, settings
 from fasteagle.loading.registry import local_path
 from fasteagle.options import DEFAULT_MODEL, RuntimeOptions

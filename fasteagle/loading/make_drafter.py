@@ -22,7 +22,7 @@ from fasteagle.drafting.static_tree import StaticTreeDrafter, check_no_gaps, che
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.entries import REGISTRY
-from fasteagle.loading.find_head import LoadedHead, find_head, head_shape, is_shipped
+from fasteagle.loading.heads.find import LoadedHead, find_head, head_shape, is_shipped
 from fasteagle.loading.open import OpenedModel
 from fasteagle.loading.shortage import short_of_memory
 from fasteagle.loading.source import has_native, quantize_head_

@@ -25,8 +25,9 @@ from fasteagle.compile.blocks import compile_now
 from fasteagle.config import HeadConfig, ModelConfig
 from fasteagle.device import available_bytes
 from fasteagle.errors import FasteagleError, note
-from fasteagle.loading.find_head import LoadedHead, find_head, named_head
-from fasteagle.loading.head_file import save_head, with_vocabulary
+from fasteagle.loading.heads.find import LoadedHead, find_head, named_head
+from fasteagle.loading.heads.read import with_vocabulary
+from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.open import OpenedModel, PreparedModel, Runtime, open_for
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.model import KEY_BLOCK, EagleHead, Transformer

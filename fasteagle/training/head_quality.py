@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from fasteagle.generate import Engine
-from fasteagle.loading.find_head import LoadedHead
+from fasteagle.loading.heads.find import LoadedHead
 from fasteagle.prompts import Conversation
 from fasteagle.training.data import LiveFeatures
 from fasteagle.training.held_out import TENTHS, HeldOut, evaluate, ready_head

@@ -16,7 +16,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from fasteagle.compile.blocks import compile_now
 from fasteagle.config import ModelConfig, default_taps
 from fasteagle.errors import FasteagleError, note
-from fasteagle.loading.head_file import load_head, save_head, with_vocabulary
+from fasteagle.loading.heads.read import load_head, with_vocabulary
+from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.open import OpenedModel, Runtime, open_for
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.model import EagleHead, Transformer

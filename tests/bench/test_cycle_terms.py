@@ -9,7 +9,7 @@ import pytest
 
 from fasteagle.bench.cycle_terms import CARDS, CycleModel, card_named, report
 from fasteagle.bench.roofline import DEVICES
-from fasteagle.loading.find_head import head_shape
+from fasteagle.loading.heads.find import head_shape
 from fasteagle.loading.registry import preset
 from fasteagle.quant.planes import layout_for
 from fasteagle.quant.scheme import parse_scheme

@@ -26,7 +26,7 @@ from fasteagle.bench.roofline import (
 )
 from fasteagle.device import device_name
 from fasteagle.errors import FasteagleError
-from fasteagle.loading.find_head import head_shape
+from fasteagle.loading.heads.find import head_shape
 from fasteagle.loading.registry import preset
 from fasteagle.quant.scheme import Scheme, parse_scheme
 from fasteagle.shapes import StaticShape, TreeShape

@@ -17,7 +17,7 @@ from fasteagle.decoding.stats import Stats
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.entries import EAGLE3, REGISTRY, PublishedHead
-from fasteagle.loading.find_head import head_shape
+from fasteagle.loading.heads.find import head_shape
 from fasteagle.loading.open import open_dummy, precision_options
 from fasteagle.loading.registry import preset
 from fasteagle.model import Eagle3Head, LMHead

@@ -16,7 +16,7 @@ from fasteagle.cli import main as cli
 from fasteagle.compile import graphs
 from fasteagle.decoding.runner import Runner
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
-from fasteagle.loading.head_file import save_head
+from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.model import Transformer
 from helpers import FakeGraphs, eagle3_of, random_head

@@ -14,7 +14,7 @@ from fasteagle.generate import Engine
 from fasteagle.loading import make_drafter as drafters
 from fasteagle.loading import open as opening
 from fasteagle.loading import source
-from fasteagle.loading.head_file import save_head
+from fasteagle.loading.heads.write import save_head
 from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.quant.cuda_linear import PlanesLinear
 from helpers import random_head

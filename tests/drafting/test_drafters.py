@@ -13,7 +13,7 @@ from fasteagle.config import head_from_hf
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.static_tree import StaticTreeDrafter, check_paths
 from fasteagle.errors import FasteagleError
-from fasteagle.loading.head_file import load_head
+from fasteagle.loading.heads.read import load_head
 from fasteagle.model import KVCache, Transformer, causal_mask
 from fasteagle.tree import PAPER_TREE, DraftTree, TreeShape, ancestor_mask
 from helpers import empty_state, pairs, propose, random_head, random_target, tiny_config

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fasteagle.config import Eagle3Config
-from fasteagle.loading.head_file import official_state
+from fasteagle.loading.heads.tables import official_state
 from fasteagle.model import EagleHead, Transformer
 from helpers import random_head
 

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from fasteagle.cli import main as cli
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
-from fasteagle.loading.head_file import HEADER_KEY, save_head
+from fasteagle.loading.heads.read import HEADER_KEY
+from fasteagle.loading.heads.write import save_head
 from helpers import edit_json, random_head
 
 CONFIG, HEAD = "model/config.json", "head/config.json"

@@ -14,8 +14,9 @@ from fasteagle.cli import main as cli
 from fasteagle.config import Eagle3Config, Llama3RopeScaling
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
-from fasteagle.loading.export_head import ExportTarget, check_exportable, export_head
-from fasteagle.loading.head_file import load_head, official_state, open_head, save_head
+from fasteagle.loading.heads.read import load_head, open_head
+from fasteagle.loading.heads.tables import official_state
+from fasteagle.loading.heads.write import HeadTarget, check_exportable, export_head, save_head
 from fasteagle.model import KVCache, causal_mask
 from head_folders import TAPS, head_for
 from helpers import random_head, random_target, save_tiny, tiny_config
@@ -33,7 +34,7 @@ def target_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def target(target_dir):
-    return ExportTarget("owner/model", open_checkpoint(target_dir))
+    return HeadTarget("owner/model", open_checkpoint(target_dir))
 
 
 def saved(folder, kind, dtype=torch.bfloat16, block=None, header=None, **changes):
@@ -101,14 +102,14 @@ def test_the_targets_rows_where_it_has_none(target, target_dir, tmp_path):
 
 def test_a_tied_model_gives_its_embedding_twice(tmp_path):
     folder = save_tiny(tmp_path / "tied", "smollm2", **SHAPE)
-    tied = ExportTarget("tied", open_checkpoint(folder))
+    tied = HeadTarget("tied", open_checkpoint(folder))
     model = random_target(tiny_config(n_layer=8))
     own = Eagle3Config(TAPS, target_dim=32, own_lm_head=False)
     head = random_head(model, eagle3=own, fc_bias=False)
     save_head(tmp_path / "ours", head, {}, torch.bfloat16)
     export_head(open_head(tmp_path / "ours"), "speculators", tmp_path / "out", tied)
     state = load_file(tmp_path / "out" / "model.safetensors")
-    assert torch.equal(state["lm_head.weight"], tied.embedding().bfloat16())
+    assert torch.equal(state["lm_head.weight"], tied.tensor("embed_tokens.weight").bfloat16())
     assert torch.equal(state["lm_head.weight"], state["embed_tokens.weight"])
     assert "d2t" not in state
     loaded, _ = load_head(tmp_path / "out", tied.checkpoint.config)
@@ -279,7 +280,7 @@ def test_the_speculators_package_computes_the_same(target, target_dir, tmp_path,
     from speculators import SpeculatorModelConfig
     from speculators.models.eagle3 import Eagle3DraftModel
 
-    own = ExportTarget(str(target_dir), target.checkpoint)
+    own = HeadTarget(str(target_dir), target.checkpoint)
     loaded, _, _ = exported(tmp_path, "speculators", own, dtype=torch.float32, **changes)
     model = load_model(target.checkpoint, dtype=torch.float32, device="cpu", max_seq_len=64)
     loaded.borrow(model, 64)

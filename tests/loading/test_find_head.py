@@ -22,8 +22,9 @@ from fasteagle.loading import open as opening
 from fasteagle.loading import registry
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.entries import EAGLE3
-from fasteagle.loading.find_head import find_head
-from fasteagle.loading.head_file import save_head, with_vocabulary
+from fasteagle.loading.heads.find import find_head
+from fasteagle.loading.heads.read import with_vocabulary
+from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.make_drafter import make_drafter
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.options import DraftOptions, SamplingParams

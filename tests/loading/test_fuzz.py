@@ -22,7 +22,8 @@ from fasteagle.config import from_gguf
 from fasteagle.drafting.plan import expected_accepted, ranks_of
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
-from fasteagle.loading.head_file import HEADER_KEY, load_head, save_head
+from fasteagle.loading.heads.read import HEADER_KEY, load_head
+from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.imported import open_quantized
 from fasteagle.loading.layouts import declared_kinds
 from fasteagle.loading.quantize import write_folder

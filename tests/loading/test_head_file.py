@@ -8,7 +8,9 @@ from safetensors.torch import load_file, save_file
 
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
-from fasteagle.loading.head_file import load_head, load_official_state, official_state, save_head
+from fasteagle.loading.heads.read import load_head, load_official_state
+from fasteagle.loading.heads.tables import official_state
+from fasteagle.loading.heads.write import save_head
 from fasteagle.tree import TreeShape
 from helpers import (
     empty_state,

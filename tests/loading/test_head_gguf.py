@@ -14,13 +14,15 @@ from fasteagle.cli import main as cli
 from fasteagle.config import Eagle3Config, HeadConfig, Llama3RopeScaling
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
-from fasteagle.loading import head_gguf
 from fasteagle.loading.checkpoint import open_checkpoint
-from fasteagle.loading.find_head import find_head
 from fasteagle.loading.gguf import rope_order
 from fasteagle.loading.gguf_index import read_index
-from fasteagle.loading.head_file import load_head, official_state, open_head, save_head
-from fasteagle.loading.head_gguf import NAMES, write_gguf_head
+from fasteagle.loading.heads import gguf as gguf_head
+from fasteagle.loading.heads.find import find_head
+from fasteagle.loading.heads.gguf import NAMES, write_gguf_head
+from fasteagle.loading.heads.read import load_head, open_head
+from fasteagle.loading.heads.tables import official_state
+from fasteagle.loading.heads.write import config_json, save_head
 from fasteagle.model import make_head, rope_table
 from fasteagle.shapes import TreeShape
 from head_folders import DRAFT_IDS, TAPS, head_for
@@ -59,8 +61,15 @@ def close(writer):
 def written(path, head, tokenizer, dtype=torch.bfloat16):
     """`head`, rounded to `dtype`, in a GGUF file; and its tensors."""
     state = {k: t if k == "d2t" else t.to(dtype) for k, t in official_state(head).items()}
-    write_gguf_head(path, head.config, state, CONFIG, tokenizer)
+    write(path, head, state, tokenizer)
     return state
+
+
+def write(path, head, state, tokenizer, **more):
+    block = dataclasses.replace(head.config.block, max_seq_len=512, **more)
+    config = dataclasses.replace(head.config, block=block)
+    raw = config_json("gguf", config, torch.float32)
+    write_gguf_head(path, raw, config, state, tokenizer)
 
 
 CASES = [
@@ -190,8 +199,7 @@ def test_files_that_are_no_head(target, tokenizer, tmp_path):
         open_head(tmp_path / "h.gguf")
     with pytest.raises(FasteagleError, match="its tokenizer has 60 tokens, the model 61: give"):
         head = head_for(target, KIND)
-        other = tiny_config(n_layer=8, vocab_size=61)
-        write_gguf_head(tmp_path / "o", head.config, official_state(head), other, tokenizer)
+        write(tmp_path / "o", head, official_state(head), tokenizer, vocab_size=61)
 
 
 BAD_FIELDS = [
@@ -215,7 +223,7 @@ def test_metadata_that_is_wrong(target, tokenizer, tmp_path, monkeypatch, key, v
     if value is None:
         del fields[f"eagle3.{key}"]
     changed = dataclasses.replace(index, fields=fields)
-    monkeypatch.setattr(head_gguf, "read_index", lambda path: changed)
+    monkeypatch.setattr(gguf_head, "read_index", lambda path: changed)
     with pytest.raises(FasteagleError, match=message) as caught:
         load_head(tmp_path / "h.gguf", CONFIG)
     assert "\n" not in str(caught.value)

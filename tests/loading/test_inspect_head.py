@@ -9,9 +9,9 @@ from click.testing import CliRunner
 from fasteagle.cli import main as cli
 from fasteagle.config import Eagle3Config
 from fasteagle.generate import Engine
-from fasteagle.loading import inspect_head as module
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
-from fasteagle.loading.head_file import save_head
+from fasteagle.loading.heads import inspect as module
+from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.make_drafter import make_drafter
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.options import DraftOptions
@@ -143,7 +143,7 @@ def test_probe_runs_and_says_which_taps_are_best(own_head, tiny_dir, monkeypatch
     assert "with taps 0, 1, 3: " in result.stdout and "1, 2, 4" not in result.stdout
     edit_json(own_head / "config.json", tap_layers=[0, 1, 2])
     known = {None: 0.2, (1, 2, 3): 1.5}
-    monkeypatch.setattr(module, "_accepted", lambda found, runtime, taps: known[taps])
+    monkeypatch.setattr(module, "_accepted", lambda files, engine, tokenizer, taps: known[taps])
     _, _, result = run(own_head, *options)
     assert "with taps 1, 2, 3: 1.50 drafted tokens accepted a pass" in result.stdout
     assert result.stdout.endswith("better: --tap-layers 1,2,3\n")

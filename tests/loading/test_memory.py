@@ -19,7 +19,7 @@ from fasteagle.loading import checkpoint, make_drafter, memory, shortage
 from fasteagle.loading import open as opening
 from fasteagle.loading import quantize as quantizing
 from fasteagle.loading.entries import REGISTRY
-from fasteagle.loading.find_head import head_shape
+from fasteagle.loading.heads.find import head_shape
 from fasteagle.loading.make_drafter import expected_head
 from fasteagle.loading.memory import Setting, best_fit, needed_bytes, settings
 from fasteagle.loading.open import OpenedModel, load_runtime

@@ -135,7 +135,7 @@ def test_a_calibrated_head_runs_as_it_was_judged(folder, tmp_path, monkeypatch, 
     """Calibration measures min-max weights, whatever the target's values come from."""
 
     from fasteagle.loading import make_drafter as drafters
-    from fasteagle.loading.head_file import save_head
+    from fasteagle.loading.heads.write import save_head
     from fasteagle.loading.make_drafter import make_drafter
     from fasteagle.options import DraftOptions
 

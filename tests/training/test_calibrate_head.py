@@ -13,7 +13,8 @@ from fasteagle.cli import main as cli
 from fasteagle.config import HeadConfig
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
-from fasteagle.loading.head_file import load_head, save_head
+from fasteagle.loading.heads.read import load_head
+from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.registry import preset
 from fasteagle.prompts import Conversation, read_conversations
 from fasteagle.quant.scheme import parse_scheme

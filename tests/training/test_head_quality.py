@@ -8,7 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from fasteagle.loading.head_file import save_head
+from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.open import load_runtime
 from fasteagle.options import RuntimeOptions
 from fasteagle.tables import markdown_table

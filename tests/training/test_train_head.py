@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from fasteagle.cli import main as cli
-from fasteagle.loading.head_file import load_head
+from fasteagle.loading.heads.read import load_head
 from fasteagle.training.options import TrainOptions
 from helpers import kill_at_first_save, write_random_text
 

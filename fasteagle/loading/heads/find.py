@@ -1,7 +1,7 @@
 """Find the draft head of a model.
 
-Looked for in this order: the one asked for, the user cache (heads calibrated here), the one that
-ships with the package, the published one the registry names.
+In this order: the one that is named, the user cache (heads calibrated here), the one that ships
+with the package, the published one of the registry.
 """
 
 from __future__ import annotations
@@ -11,16 +11,24 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from fasteagle.config import Eagle3Config, HeadConfig, ModelConfig, draft_block, head_from_hf
+from fasteagle.config import (
+    Eagle3Config,
+    HeadConfig,
+    ModelConfig,
+    default_taps,
+    draft_block,
+    head_from_hf,
+)
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import hub
 from fasteagle.loading.entries import EAGLE3, REGISTRY
-from fasteagle.loading.head_dialects import default_taps
-from fasteagle.loading.head_file import built_head, open_head, read_header
+from fasteagle.loading.heads.read import make_fitted, open_head, read_header
 from fasteagle.loading.registry import head_revision
 from fasteagle.loading.tensors import files_digest, read_json
 from fasteagle.model import EagleHead
 from fasteagle.paths import cache_dir
+
+SHIPPED = "shipped with fasteagle"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,84 +43,83 @@ class LoadedHead:
 
 
 @dataclasses.dataclass(frozen=True)
-class FoundHead:
+class HeadFiles:
     """A head directory or file, and its origin in words for the user."""
 
     path: Path
     origin: str
 
     def loaded(self, config: ModelConfig, tap_layers: tuple[int, ...] | None = None) -> LoadedHead:
-        """The head, over a target of `config`. Raises `FasteagleError`, see `load_head`."""
+        """Load the head over a target of `config`. Raises `FasteagleError`, see `load_head`."""
         source = open_head(self.path, config)
-        head = built_head(source, config, tap_layers)
+        head = make_fitted(source, config, tap_layers)
         digest = files_digest(self.path)
         return LoadedHead(self.origin, head, source.header, digest, source.made_for)
 
 
-def find_head(asked: str | None, name: str, identity: str) -> FoundHead | None:
-    """The head for model `name` with fingerprint `identity`, or None.
+def find_head(head: str | None, name: str, identity: str) -> HeadFiles | None:
+    """Find the head for model `name` with fingerprint `identity`, or None.
 
-    Raises `FasteagleError` if the head that was asked for is not found.
+    `head` names one, see `named_head`. Raises `FasteagleError` if that does not exist.
     """
-    if asked is not None:
-        return named_head(asked)
+    if head is not None:
+        return named_head(head)
     cached = cache_dir() / "heads" / identity
     if (cached / "config.json").exists():
-        return FoundHead(cached, "calibrated here")
+        return HeadFiles(cached, "calibrated here")
     # A model given by its path may be one with a shipped head: compare fingerprints.
     for shipped in _shipped_heads():
         header = read_header(shipped) or {}
         if shipped.name == name or header.get("target_fingerprint") == identity:
-            return FoundHead(shipped, "shipped with fasteagle")
+            return HeadFiles(shipped, SHIPPED)
     return _published_head(name)
 
 
-def asked_head(asked: str) -> FoundHead:
-    """A head by its folder, .gguf file or Hugging Face id. Raises `FasteagleError`."""
-    path = Path(asked).expanduser()
+def named_head(head: str) -> HeadFiles:
+    """Find a head by its folder, .gguf file, Hugging Face id or its model's registry name.
+
+    Raises `FasteagleError`.
+    """
+    path = Path(head).expanduser()
+    if head in REGISTRY and not path.exists():
+        shipped = [HeadFiles(path, SHIPPED) for path in _shipped_heads() if path.name == head]
+        files = shipped[0] if shipped else _published_head(head)
+        if files is None:
+            raise FasteagleError(
+                f"no draft head ships for {head} and none is published: give a folder, a .gguf "
+                "file or a Hugging Face id"
+            )
+        return files
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
-        return FoundHead(path, str(path))
-    if hub.is_repo_id(asked) and not path.exists():
-        return FoundHead(hub.fetch_repo(asked, head_revision(asked)), asked)
+        return HeadFiles(path, str(path))
+    if hub.is_repo_id(head) and not path.exists():
+        return HeadFiles(hub.fetch_repo(head, head_revision(head)), head)
     raise FasteagleError(
-        f"head {asked!r}: no such folder or .gguf file, and no Hugging Face id (owner/name)"
+        f"head {head!r}: no such folder or .gguf file, and no Hugging Face id (owner/name)"
     )
 
 
-def named_head(asked: str) -> FoundHead:
-    """A head as `asked_head` takes it, or the one of a model by its registry name."""
-    if asked not in REGISTRY or Path(asked).exists():
-        return asked_head(asked)
-    shipped = [path for path in _shipped_heads() if path.name == asked]
-    found = FoundHead(shipped[0], "shipped with fasteagle") if shipped else _published_head(asked)
-    if found is None:
-        raise FasteagleError(
-            f"no draft head ships for {asked} and none is published: give a folder, a .gguf file "
-            "or a Hugging Face id"
-        )
-    return found
-
-
-def _published_head(name: str) -> FoundHead | None:
+def _published_head(name: str) -> HeadFiles | None:
+    """Fetch the first head of a registry model, None where there is none."""
     heads = REGISTRY[name].heads if name in REGISTRY else ()
     if not heads:
         return None
-    return FoundHead(hub.fetch_repo(heads[0].repo, heads[0].revision), heads[0].repo)
+    return HeadFiles(hub.fetch_repo(heads[0].repo, heads[0].revision), heads[0].repo)
 
 
 def _shipped_heads() -> list[Path]:
-    """Head folders inside the package, named after the registry models they are for."""
+    """Return the head folders inside the package, named after registry models."""
     folder = Path(str(resources.files("fasteagle") / "data" / "heads"))
     return [path.parent for path in sorted(folder.glob("*/config.json"))]
 
 
 def is_shipped(name: str) -> bool:
-    """Whether a head for model `name` is inside the package."""
+    """Return whether a head for model `name` is inside the package."""
     return any(path.name == name for path in _shipped_heads())
 
 
 def head_shape(name: str, config: ModelConfig) -> HeadConfig:
-    """Shape of the draft head of model `name`: that of the shipped head, else the published one.
+    """Return the shape of the head of model `name`: the shipped one's, else the published one's.
 
     Published heads have a block like the target's. A model without one gets the shape of EAGLE-1/2:
     `fc` [dim, 2 dim] and the whole vocabulary. Reads no weights.

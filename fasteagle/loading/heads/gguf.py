@@ -1,0 +1,272 @@
+"""EAGLE-3 draft heads in the GGUF files of llama.cpp, architecture `eagle3`: read and write.
+
+Such a file names target blocks by their input, as we do, lists absolute target ids in `d2t`, has
+the rows of q and k in the order of interleaved RoPE, and carries the target's tokenizer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fasteagle.config import HeadConfig, ModelConfig
+from fasteagle.config_fields import Fields
+from fasteagle.errors import FasteagleError
+from fasteagle.loading import gguf
+from fasteagle.loading.gguf_index import GGUFIndex, read_index
+from fasteagle.loading.heads.source import HeadSource, target_ids
+from fasteagle.loading.heads.tables import MAP, Raw, State, block_numbers, official_name
+from fasteagle.model import rope_frequencies
+from fasteagle.paths import replacing
+
+DIALECT = "llama.cpp GGUF EAGLE-3"
+P = "eagle3."  # of the keys
+LAYERS = ("eagle3.target_layers", "eagle3.extract_layers")  # older files have the second
+# Keys after P, and their names in a config.json.
+WIDTHS = {
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "target_hidden_size": "target_hidden_size",
+    "vocab_size": "vocab_size",
+}
+NUMBERS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps", "rope.freq_base": "rope_theta"}
+FLAGS = ("norm_before_residual", "norm_before_fc")
+# Tensors that a target's file has too are called as there.
+_BLOCK = [
+    "attn_norm",
+    "attn_q",
+    "attn_k",
+    "attn_v",
+    "attn_output",
+    "ffn_norm",
+    "ffn_gate",
+    "ffn_up",
+    "ffn_down",
+]
+_SHARED = ["output_norm", "output", "token_embd", *(f"blk.0.{part}" for part in _BLOCK)]
+NAMES = {
+    "fc.weight": "fc.weight",
+    "enc.output_norm.weight": "input_norm.weight",
+    "blk.0.attn_norm_2.weight": "midlayer.hidden_norm.weight",
+    **{
+        f"{name}.weight": official_name(gguf.hf_name(f"{name}.weight").removeprefix("model."))
+        for name in _SHARED
+    },
+}
+_FORKS = {"blk.0.hidden_norm.weight": "midlayer.hidden_norm.weight"}
+_PERMUTED = ("blk.0.attn_q.weight", "blk.0.attn_k.weight")
+_MAPS = (MAP, "d2t.weight")  # absolute ids, and the offsets of forks
+_INTEGERS = {"I32": np.int32, "I64": np.int64}
+_EXACT = {"F16": torch.float16, "BF16": torch.bfloat16}  # others are read as fp32
+
+
+def gguf_of(path: Path) -> Path | None:
+    """Return the GGUF file that `path` is, or the only one in a folder without config.json."""
+    if path.suffix == ".gguf":
+        return path
+    files = [] if (path / "config.json").exists() else list(path.glob("*.gguf"))
+    return files[0] if len(files) == 1 else None
+
+
+def open_gguf_head(path: Path) -> HeadSource:
+    """Open the head in a GGUF file, its quantized tensors in fp32.
+
+    Raises `FasteagleError` for files of another architecture, incomplete and damaged ones.
+    """
+    if not path.is_file():
+        raise FasteagleError(f"{path}: no such file")
+    index = read_index(path)
+    fields = Fields(index.fields, str(path))
+    kind = fields.text("general.architecture", "(none)")
+    if kind != "eagle3":
+        raise FasteagleError(
+            f"{path}: GGUF architecture {kind!r} is no draft head: give a file of architecture "
+            "'eagle3', or a folder"
+        )
+    data = np.asarray(np.memmap(path, mode="r", dtype=np.uint8))
+    raw = _config(path, fields, index)
+    if gguf.ROPE_FACTORS in index.tensors:
+        factors = gguf.rope_factors(path, data, index.tensors[gguf.ROPE_FACTORS])
+        raw["rope_freq_factors"] = list(factors)
+    key = next((key for key in LAYERS if key in index.fields), None)
+    if key is None:
+        raise FasteagleError(f"{path}: GGUF metadata lacks {LAYERS[0]}: convert the head again")
+    layers = block_numbers(f"{path}: {key}", index.fields[key])
+    state = _tensors(path, index, data, raw)
+    return HeadSource(str(path), DIALECT, raw, state, eagle3=True, tap_layers=layers)
+
+
+def _config(path: Path, fields: Fields, index: GGUFIndex) -> dict[str, Any]:
+    """Return the fields under the names of a `config.json`. Raises `FasteagleError`."""
+    dim, n_head = fields.width(P + "embedding_length"), fields.width(P + "attention.head_count")
+    head_dim = fields.width(P + "attention.key_length", max(1, dim // n_head))
+    defaults = {"attention.head_count_kv": n_head, "attention.key_length": head_dim}
+    defaults |= {"target_hidden_size": dim}
+    if P + "vocab_size" not in fields:  # the embedding or the tokenizer has it
+        embedding = index.tensors.get("token_embd.weight")
+        n_tokens = _n_tokens(_tokenizer_fields(path)) if embedding is None else embedding.shape[0]
+        defaults["vocab_size"] = n_tokens
+    scaling = fields.text(P + "rope.scaling.type", "none")
+    if (
+        scaling not in ("none", "linear")
+        or fields.width(P + "rope.dimension_count", head_dim) != head_dim
+        or fields.integer(P + "block_count", 1) != 1
+    ):
+        raise FasteagleError(
+            f"{path}: a head with RoPE scaling {scaling!r}, RoPE on a part of each attention head "
+            "or several blocks does not run here: choose another with --head"
+        )
+    raw: dict[str, Any] = {
+        name: fields.width(P + key, defaults.get(key)) for key, name in WIDTHS.items()
+    }
+    bases = {"rope.freq_base": 10000.0}
+    raw |= {name: fields.number(P + key, bases.get(key)) for key, name in NUMBERS.items()}
+    raw |= {key: fields.flag(P + key) for key in FLAGS}
+    if scaling == "linear":
+        factor = fields.number(P + "rope.scaling.factor", 1.0)
+        raw["rope_scaling"] = {"rope_type": "linear", "factor": factor}
+    if P + "context_length" in fields:
+        raw["max_position_embeddings"] = fields.integer(P + "context_length")
+    return raw
+
+
+def _tensors(path: Path, index: GGUFIndex, data: np.ndarray, raw: Raw) -> State:
+    """Return the tensors under their official names, rows in the order of HF files."""
+    gguf.check_types(path, {name: t for name, t in index.tensors.items() if name not in _MAPS})
+    state = {}
+    for name, tensor in index.tensors.items():
+        if name in _MAPS:
+            if tensor.kind not in _INTEGERS or len(tensor.shape) != 1:
+                raise FasteagleError(
+                    f"{path}: {name} is {tensor.kind} of shape {tensor.shape}: must be a list of "
+                    f"{' or '.join(_INTEGERS)}: convert the head again"
+                )
+            stored = data[tensor.offset : tensor.offset + tensor.n_bytes]
+            ids = torch.from_numpy(stored.view(_INTEGERS[tensor.kind]).astype(np.int64))
+            if len(ids) != raw["vocab_size"]:  # else the identity
+                state[MAP] = ids - torch.arange(len(ids)) if name == MAP else ids
+        elif name != gguf.ROPE_FACTORS:
+            values = gguf.dequantized(data, tensor)
+            n_head, odd = divmod(len(values), raw["head_dim"])
+            if name in _PERMUTED and not odd:  # else the shape is refused later
+                values = values[gguf.rope_order(len(values), n_head)]
+            official = NAMES.get(name) or _FORKS.get(name, name)
+            state[official] = values.to(_EXACT.get(tensor.kind, torch.float32))
+    return state
+
+
+# Writing
+
+
+def write_gguf_head(
+    path: Path, raw: Raw, config: HeadConfig, state: State, tokenizer: Path
+) -> None:
+    """Write a head that llama.cpp can run with the tokenizer of the GGUF file `tokenizer`.
+
+    `raw` is what its config.json would be, `state` are its official tensors. Raises
+    `FasteagleError` for the tokenizer of another model.
+    """
+    from gguf import GGUFWriter  # 0.2 s
+
+    tokens = _tokenizer_fields(tokenizer)
+    if _n_tokens(tokens) != raw["vocab_size"]:
+        raise FasteagleError(
+            f"{tokenizer}: its tokenizer has {_n_tokens(tokens):,} tokens, the model "
+            f"{raw['vocab_size']:,}: give the target's own GGUF file as --tokenizer-from"
+        )
+    with replacing(path) as temporary:
+        writer = GGUFWriter(temporary, "eagle3")
+        writer.add_name(path.stem)
+        _add_fields(writer, raw)
+        writer.add_array(LAYERS[0], list(config.tap_layers))
+        for key, (kind, value, item) in tokens.items():
+            writer.add_key_value(key, value, kind, sub_type=item)
+        _add_tensors(writer, config.block, state)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+
+def _add_fields(writer: Any, raw: Raw) -> None:
+    """Add what a `config.json` holds, under the keys of llama.cpp."""
+    widths = {P + key: raw[name] for key, name in WIDTHS.items()} | {
+        "eagle3.block_count": 1,
+        "eagle3.context_length": raw["max_position_embeddings"],
+        "eagle3.attention.value_length": raw["head_dim"],
+        "eagle3.rope.dimension_count": raw["head_dim"],
+    }
+    for key, value in widths.items():
+        writer.add_uint32(key, value)
+    for key, name in NUMBERS.items():
+        writer.add_float32(P + key, raw[name])
+    for key in FLAGS:
+        if raw[key] or key == "norm_before_residual":  # older versions do not know the other
+            writer.add_bool(P + key, raw[key])
+    scaling = raw["rope_scaling"] or {}
+    if scaling.get("rope_type") == "linear":
+        writer.add_string("eagle3.rope.scaling.type", "linear")
+        writer.add_float32("eagle3.rope.scaling.factor", scaling["factor"])
+
+
+def _add_tensors(writer: Any, block: ModelConfig, state: State) -> None:
+    """Add matrices in their own dtype, norms in fp32, absolute ids."""
+    from gguf import GGMLQuantizationType
+
+    for name, official in NAMES.items():
+        if official not in state:
+            continue
+        values = state[official]
+        if name in _PERMUTED:
+            order = gguf.rope_order(len(values), len(values) // block.head_dim)
+            values = values[order.argsort()]
+        values = values.contiguous().cpu()
+        if values.ndim == 2 and values.dtype == torch.bfloat16:
+            as_bytes = values.view(torch.uint8).numpy()
+            writer.add_tensor(name, as_bytes, raw_dtype=GGMLQuantizationType.BF16)
+        else:
+            writer.add_tensor(name, (values.float() if values.ndim == 1 else values).numpy())
+    if MAP in state:
+        writer.add_tensor(MAP, target_ids(state[MAP]).numpy())
+    if block.rope_scaling is not None or block.rope_freq_factors is not None:
+        writer.add_tensor(gguf.ROPE_FACTORS, _rope_factors(block).numpy())
+
+
+def _rope_factors(block: ModelConfig) -> Tensor:
+    """Return the divisors of the plain frequencies [E / 2], of Llama-3 scaling too."""
+    stretched = dataclasses.replace(block, rope_linear_factor=1.0)
+    plain = dataclasses.replace(stretched, rope_scaling=None, rope_freq_factors=None)
+    return rope_frequencies(plain) / rope_frequencies(stretched)
+
+
+_TokenizerFields = Mapping[str, tuple[Any, Any, Any]]  # type, value, type of items
+
+
+def _tokenizer_fields(path: Path) -> _TokenizerFields:
+    """Return every tokenizer field of a GGUF file. Raises `FasteagleError`."""
+    from gguf import GGUFReader, GGUFValueType  # 0.2 s
+
+    try:
+        fields = GGUFReader(path).fields.values()
+    except Exception as error:  # the reader does not check offsets: any error is possible
+        raise FasteagleError(
+            f"{path}: damaged, or no GGUF file ({error}): fetch it again"
+        ) from error
+    return {
+        f.name: (f.types[0], f.contents(), f.types[-1] if GGUFValueType.ARRAY in f.types else None)
+        for f in fields
+        if f.name.startswith("tokenizer.")
+    }
+
+
+def _n_tokens(fields: _TokenizerFields) -> int:
+    return len(fields.get("tokenizer.ggml.tokens", (None, (), None))[1])

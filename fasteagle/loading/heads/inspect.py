@@ -1,0 +1,187 @@
+"""Describe a draft head and its fit to a model in words; measure with which taps it is accepted.
+
+Reads the head's own files. Of a model only its shape and the first values of its weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from fasteagle.config import ModelConfig, head_from_hf
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.errors import FasteagleError
+from fasteagle.generate import Engine
+from fasteagle.loading.heads.find import HeadFiles
+from fasteagle.loading.heads.read import load_head, open_head
+from fasteagle.loading.heads.source import HeadSource
+from fasteagle.loading.heads.tables import EMBEDDING, LM_HEAD, MAP, listed
+from fasteagle.loading.heads.write import HeadTarget
+from fasteagle.loading.tensors import fingerprint
+from fasteagle.loading.tokenizer import ChatTokenizer
+from fasteagle.options import SamplingParams
+from fasteagle.prompts import read_questions
+from fasteagle.shapes import TreeShape
+
+PROBE_SHAPE = TreeShape(depth=4, topk=1, nodes=4)
+PROBE_PROMPTS, PROBE_TOKENS = 4, 64
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadReport:
+    """One verdict, named facts, and what is wrong (None where nothing is)."""
+
+    verdict: str
+    facts: dict[str, str]
+    problem: str | None
+
+    def lines(self) -> Iterator[str]:
+        """Yield the verdict and the facts, aligned."""
+        yield self.verdict
+        width = max(len(name) for name in self.facts)
+        for name, fact in self.facts.items():
+            yield f"  {name:{width}}  {fact}"
+
+
+def inspect_head(
+    files: HeadFiles,
+    model: HeadTarget | None,
+    tap_layers: tuple[int, ...] | None = None,
+    identity: str | None = None,
+) -> HeadReport:
+    """Describe what the head's files say, and whether it fits `model`.
+
+    `identity` is the fingerprint of the weights that will run, where they are not the files' own.
+    Raises `FasteagleError` for draft models that are not EAGLE heads and for damaged files.
+    """
+    source, problem = open_head(files.path), None
+    try:
+        target = source.likely_target(tap_layers) if model is None else model.checkpoint.config
+        source.fitted(target, tap_layers)
+    except FasteagleError as error:
+        problem = str(error).removeprefix(f"{source.name}: ")
+    facts = {"head": files.origin, **_facts(source, tap_layers)}
+    facts["fit"] = problem or (f"fits {model.name}" if model else "give --model to check it")
+    if model is not None and problem is None:
+        facts["calibration"] = _calibration(source, identity or fingerprint(model.checkpoint))
+    verdict = f"that does not run: {problem}" if problem else facts["fit"]
+    name = f"{source.algorithm} head ({source.dialect})"
+    return HeadReport(f"{name}{' ' if problem else ', '}{verdict}", facts, problem)
+
+
+def _facts(source: HeadSource, tap_layers: tuple[int, ...] | None) -> dict[str, str]:
+    """Return what the files say, by name."""
+    block, state = head_from_hf(source.raw, source.name).block, source.state
+    facts = {"dialect": source.dialect, "algorithm": source.algorithm}
+    if source.eagle3:
+        facts |= {"taps": _taps(source, tap_layers), "norms": _norms(source)}
+    drafted = state[MAP].numel() if MAP in state else block.vocab_size
+    rows = "the target's" if drafted == block.vocab_size else "rows of the target's"
+    tensors = [t for name, t in state.items() if name != MAP]
+    n_bytes, params = sum(t.nbytes for t in tensors), sum(t.numel() for t in tensors)
+    dtypes = ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors}))
+    facts |= {
+        "draft vocabulary": f"{drafted:,} of {block.vocab_size:,}",
+        "RoPE": _rope(source, block),
+        "embedding": "its own" if EMBEDDING in state else "the target's",
+        "LM head": "its own" if LM_HEAD in state else rows,
+        "size": f"{params:,} parameters, {n_bytes / 1e6:,.1f} MB in {dtypes}",
+        "header": _header(source),
+    }
+    return facts if source.made_for is None else facts | {"made for": source.made_for}
+
+
+def _taps(source: HeadSource, tap_layers: tuple[int, ...] | None) -> str:
+    if tap_layers is not None:
+        return f"the inputs of blocks {listed(tap_layers)}, as asked"
+    if source.tap_layers is None:
+        return "not said: the inputs of blocks 2, L // 2 and L - 3, as the public code"
+    way = "outputs of the ones before" if source.lists_outputs else "such"
+    return f"the inputs of blocks {listed(source.tap_layers)}; listed as {way}"
+
+
+def _norms(source: HeadSource) -> str:
+    kinds = {"none": "none", "all": "one over all taps", "each": "one for each tap"}
+    phrases = [f"before fc {kinds[source.tap_norm]}"]
+    if source.raw.get("norm_before_residual"):
+        phrases.append("residual stream begins normed")
+    if source.raw.get("norm_output"):
+        phrases.append("next feature is normed")
+    return ", ".join(phrases)
+
+
+def _rope(source: HeadSource, block: ModelConfig) -> str:
+    raw = source.raw
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    is_stated = raw.get("rope_theta") or rope.get("rope_theta")
+    scaling = "a factor by frequency" if raw.get("rope_freq_factors") else "no scaling"
+    if block.rope_scaling is not None:
+        scaling = f"llama3 scaling x {block.rope_scaling.factor:g}"
+    elif block.rope_linear_factor != 1.0:
+        scaling = f"linear scaling x {block.rope_linear_factor:g}"
+    return f"base {block.rope_base:,.0f}{'' if is_stated else ' (not said)'}, {scaling}"
+
+
+def _header(source: HeadSource) -> str:
+    header = source.header
+    if header is None:
+        return "none: a published head"
+    tau = f", tau {header['tau']:.2f}" if isinstance(header.get("tau"), float) else ""
+    scheme = header.get("scheme") or "full precision"
+    return f"made for {header.get('target', 'an unnamed model')}, at {scheme}{tau}"
+
+
+def _calibration(source: HeadSource, identity: str) -> str:
+    if source.header is None:
+        return "unknown: published heads do not say which weights they were made for"
+    if source.header.get("target_fingerprint") == identity:
+        return "made for exactly these weights"
+    return "made for other weights: it runs, but fewer guesses may be accepted"
+
+
+# Which taps are right
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """Mean number of drafted tokens that a pass accepts with these taps (none for EAGLE-1/2)."""
+
+    tap_layers: tuple[int, ...]
+    accepted: float
+
+
+def measure_taps(
+    files: HeadFiles,
+    engine: Engine,
+    tokenizer: ChatTokenizer,
+    tap_layers: tuple[int, ...] | None = None,
+) -> Iterator[Probe]:
+    """Measure greedy acceptance with the taps as read, then each one block lower, one higher."""
+    config = engine.model.config
+    taps = open_head(files.path).fitted(config, tap_layers).tap_layers
+    yield Probe(taps, _accepted(files, engine, tokenizer, tap_layers))
+    for shift in (-1, 1) if taps else ():
+        moved = tuple(tap + shift for tap in taps)
+        if moved[0] >= 0 and moved[-1] <= config.n_layer:
+            yield Probe(moved, _accepted(files, engine, tokenizer, moved))
+
+
+def _accepted(
+    files: HeadFiles, engine: Engine, tokenizer: ChatTokenizer, tap_layers: tuple[int, ...] | None
+) -> float:
+    """Return how many drafted tokens a pass accepts, over the built-in prompts."""
+    head, _ = load_head(files.path, engine.model.config, tap_layers)
+    head.requires_grad_(False)
+    head.borrow(engine.model, engine.max_seq_len)
+    engine.use(EagleDrafter(head, PROBE_SHAPE, engine.max_seq_len))
+    passes = accepted = 0
+    for question in read_questions(None, PROBE_PROMPTS):
+        text = tokenizer.render([{"role": "user", "content": question.turns[0]}])
+        prompt, eos_ids = tokenizer.encode(text), tokenizer.eos_ids
+        for _ in engine.generate(prompt, SamplingParams(), PROBE_TOKENS, eos_ids):
+            pass
+        passes += engine.stats.passes
+        accepted += engine.stats.accepted
+    engine.use(None)
+    return accepted / passes if passes else math.nan

@@ -1,0 +1,232 @@
+"""Draft head dialects as data: names of tensors, keys of configs, and marks they are known by.
+
+The names of the public EAGLE code are the common ones: every dialect is read into them and written
+from them. Nothing here opens a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fasteagle.config import HeadConfig, ModelConfig, default_taps
+from fasteagle.errors import FasteagleError
+from fasteagle.model import EagleHead
+
+Raw = Mapping[str, Any]  # a config.json
+State = dict[str, Tensor]  # tensors by name
+
+# Tensors
+
+EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"  # EAGLE-1/2 heads borrow both
+TRAINING_ONLY = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
+MAP, VLLM_MAP = "d2t", "draft_id_to_target_id"  # offsets from draft ids to target ids
+RENAMED = {"layers.0.": "midlayer.", "fcs.": "fc_norm."}  # how EAGLE-3 names begin elsewhere
+_MODULES = {  # the official tensors of our modules; "*" stands for the decoder layer
+    "fc": ["fc"],
+    "block.attention.qkv": ["*.self_attn.q_proj", "*.self_attn.k_proj", "*.self_attn.v_proj"],
+    "block.attention.q_norm": ["*.self_attn.q_norm"],
+    "block.attention.k_norm": ["*.self_attn.k_norm"],
+    "block.attention.out": ["*.self_attn.o_proj"],
+    "block.mlp.gate_up": ["*.mlp.gate_proj", "*.mlp.up_proj"],
+    "block.mlp.down": ["*.mlp.down_proj"],
+    "block.mlp_norm": ["*.post_attention_layernorm"],
+    "embedding_norm": ["*.input_layernorm"],
+    "feature_norm": ["*.hidden_norm"],
+    "norm": ["norm"],
+    "own_lm_head": ["lm_head"],
+    "own_embedding": ["embed_tokens"],
+}
+
+
+def official_state(head: EagleHead) -> State:
+    """Return the head's tensors under the names of the public EAGLE code, as views."""
+    block, own = head.config.block, head.config.eagle3
+    layer = "layers.0" if own is None else "midlayer"
+    kv_rows = block.n_kv_head * block.head_dim
+    fused = {
+        "block.attention.qkv": [block.n_head * block.head_dim, kv_rows, kv_rows],
+        "block.mlp.gate_up": [block.ffn_dim, block.ffn_dim],
+    }
+    state = {}
+    for path, parameter in head.named_parameters():
+        module, _, kind = path.rpartition(".")
+        names = _MODULES.get(module)
+        if names is None:  # a norm before fc
+            is_one = own is not None and own.tap_norm == "all"
+            names = ["input_norm" if is_one else module.replace("tap_norms", "fc_norm")]
+        parts = parameter.split(fused.get(module, [len(parameter)]))
+        for name, part in zip(names, parts, strict=True):
+            state[f"{name.replace('*', layer)}.{kind}"] = part.detach()
+    if head.config.draft_vocab_size != block.vocab_size:
+        state["d2t"] = head.d2t
+    return state
+
+
+def official_name(name: str) -> str:
+    """Return the official name of a tensor of an EAGLE-3 file."""
+    start = next((start for start in RENAMED if name.startswith(start)), "")
+    return RENAMED.get(start, "") + name.removeprefix(start)
+
+
+# Dialects of EAGLE-3
+
+
+class Dialect(NamedTuple):
+    """One project's files: marks they have, and where they list blocks of the target."""
+
+    name: str
+    marks: tuple[str, ...]  # keys of config.json, of its eagle_config, or architectures
+    layers: str = ""  # key of the list; "" where there is none
+    shift: int = 0  # from the numbers there to the blocks whose input is read
+
+
+AUX_IDS = "eagle_aux_hidden_state_layer_ids"
+NESTED = "eagle_config."
+OURS, EAGLE12, GGUF = "fasteagle", "official EAGLE-1/2", "llama.cpp GGUF EAGLE-3"
+# The first one that has a mark. The key AUX_IDS has two meanings: speculators and vLLM list blocks
+# whose input is read, SpecForge, SGLang and ModelOpt those whose output is, one block earlier.
+EAGLE3_DIALECTS = (
+    Dialect(OURS, ("tap_layers",), "tap_layers"),
+    Dialect("speculators / vLLM EAGLE-3", ("speculators_model_type", AUX_IDS), AUX_IDS),
+    Dialect(
+        "NVIDIA ModelOpt EAGLE-3",
+        (NESTED + "use_input_layernorm_in_first_layer", NESTED + "use_last_layernorm"),
+        NESTED + AUX_IDS,
+        shift=1,
+    ),
+    Dialect(
+        "SpecForge / SGLang EAGLE-3",
+        ("eagle_config", "LlamaForCausalLMEagle3"),
+        NESTED + AUX_IDS,
+        shift=1,
+    ),
+    Dialect("official EAGLE-3", ()),
+)
+
+
+def eagle3_dialect(raw: Raw, has_header: bool) -> Dialect:
+    """Return the dialect of an EAGLE-3 folder; those with a header are ours."""
+    marks = {key for key, value in dotted(raw).items() if value not in (None, {})}
+    marks |= set(raw.get("architectures") or [])
+    if has_header:
+        return EAGLE3_DIALECTS[0]
+    return next((d for d in EAGLE3_DIALECTS if marks & set(d.marks)), EAGLE3_DIALECTS[-1])
+
+
+def dotted(raw: Raw) -> dict[str, Any]:
+    """Return a config.json with the keys of its `eagle_config` beside its own."""
+    return {**raw, **{NESTED + key: v for key, v in (raw.get("eagle_config") or {}).items()}}
+
+
+def is_eagle3(raw: Raw, names: Iterable[str]) -> bool:
+    """Return whether a config or names of tensors tell of an EAGLE-3 head."""
+    marks = ("midlayer.", "layers.0.hidden_norm.weight")
+    return "eagle3" in _kinds(raw) or any(name.startswith(marks) for name in names)
+
+
+def block_numbers(key: str, value: Any, shift: int = 0) -> tuple[int, ...]:
+    """Return a list of block numbers. Raises `FasteagleError` for anything else."""
+    if not (isinstance(value, list) and value and all(type(i) is int for i in value)):
+        raise FasteagleError(f"{key} is {value!r}: must be a list of block numbers")
+    return tuple(i + shift for i in value)
+
+
+def listed(layers: Iterable[int]) -> str:
+    """Return block numbers as a person reads them."""
+    return ", ".join(str(layer) for layer in layers)
+
+
+# What does not run here, by the name a person knows, and words in the names of its architectures,
+# model types, tensors, or keys of the config that are set
+_REFUSED = {
+    "parallel drafting (P-EAGLE)": ("peagle", "mask_hidden", "parallel_drafting"),
+    "block diffusion (DFlash)": ("dflash",),
+    "multi-token prediction layers (MTP)": ("mtp", "nextn", "eh_proj"),
+    "Medusa heads": ("medusa",),
+    "an MLP speculator": ("mlp_speculator",),
+    "latent attention (MLA)": ("kv_a_proj",),
+    "a mixture of experts": (".experts.",),
+    "more than one decoder layer": ("layers.1.",),
+    "norms of HASS variants": ("embed_layernorm",),
+    "the EAGLE-1 form that speculators has given up": ("fusion_fc",),
+}
+_KEYS = ("parallel_drafting", "dflash_config", "medusa_num_heads")
+
+
+def refuse_others(name: str, raw: Raw, tensors: Iterable[str] = ()) -> None:
+    """Raise `FasteagleError` for drafting methods that are not EAGLE-1, -2 or -3.
+
+    `raw` is a config whose decoder layer is flat, `tensors` are names.
+    """
+    keys = [key for key in _KEYS if raw.get(key) not in (None, False)]
+    words = " ".join([_kinds(raw), *tensors, *keys])
+    problems = [what for what, marks in _REFUSED.items() if any(mark in words for mark in marks)]
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if (rope.get("rope_type") or rope.get("type")) not in (None, "default", "linear", "llama3"):
+        problems.append("RoPE scaling that is neither linear nor llama3")
+    if "sliding_attention" in (raw.get("layer_types") or []):
+        problems.append("sliding-window attention")
+    if dotted(raw).get(NESTED + "use_aux_hidden_state") is False:
+        problems.append("no auxiliary features")
+    if problems:
+        raise FasteagleError(
+            f"{name}: this draft model has {problems[0]}, which fasteagle does not run: use an "
+            "EAGLE-1, EAGLE-2 or EAGLE-3 head, or --drafter ngram"
+        )
+
+
+def _kinds(raw: Raw) -> str:
+    """Return the architectures and model types of a config, in small letters."""
+    kinds = [raw.get(key) for key in ("architectures", "model_type", "speculators_model_type")]
+    return str(kinds).lower()
+
+
+# What layouts can say
+
+EAGLE3_ONLY = {
+    "specforge": "SpecForge trains EAGLE-3 heads only",
+    "speculators": "the speculators package reads EAGLE-1/2 heads no longer",
+    "gguf": "llama.cpp runs EAGLE-3 heads only",
+}
+
+
+def unsayable(config: HeadConfig, target: ModelConfig, layout: str) -> list[str]:
+    """Return what is unusual about a head and has no field in `layout`.
+
+    Layouts are those of `options.EXPORT_FORMATS`; "eagle1" is the official one of EAGLE-1/2.
+    """
+    block, own = config.block, config.eagle3
+    most = "specforge speculators gguf"
+    traits: dict[str, tuple[bool, str]] = {  # whether a head has it, and who can say it
+        "inputs that are not shifted": (not config.shifted, ""),
+        "a bias in fc": (config.fc_bias, "eagle1"),
+        "biases of q, k and v": (block.qkv_bias, "eagle1"),
+        "norms of q and k": (block.qk_norm, "speculators"),
+        "a head_dim other than width / heads": (block.head_dim * block.n_head != block.dim, most),
+        "llama3 RoPE scaling": (block.rope_scaling is not None, most),
+        "linear RoPE scaling": (block.rope_linear_factor != 1.0, f"eagle1 eagle {most}"),
+        "RoPE factors": (block.rope_freq_factors is not None, "gguf"),
+    }
+    if own is not None:
+        taps = own.tap_layers
+        traits |= {
+            "a norm for each tap": (own.tap_norm == "each", "specforge speculators"),
+            "one norm over all taps": (own.tap_norm == "all", "speculators gguf"),
+            "a normed next feature": (own.norm_output, "specforge speculators"),
+            "a residual stream that begins normed": (own.norm_before_residual, "speculators gguf"),
+            "a width other than the target's": (
+                own.target_dim != block.dim,
+                "eagle specforge gguf",
+            ),
+            "taps other than 2, L // 2, L - 3": (taps != default_taps(target.n_layer), most),
+            "other than 3 taps": (len(taps) != 3, "specforge speculators"),
+            "a tap before all": (taps[0] == 0, "speculators gguf"),
+        }
+    return [
+        trait
+        for trait, (applies, known) in traits.items()
+        if applies and layout not in known.split()
+    ]

@@ -1,0 +1,277 @@
+"""Write draft heads: our own folders, and those of other engines.
+
+Tensors of an export go out bit for bit, in the dtype they came in. What a layout has no field for
+is refused by name: an engine would leave it out and accept fewer tokens without a word.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fasteagle.config import ANY_LENGTH, Eagle3Config, HeadConfig, ModelConfig
+from fasteagle.errors import FasteagleError, shortened
+from fasteagle.loading.gguf import GGUFFile
+from fasteagle.loading.heads.gguf import write_gguf_head
+from fasteagle.loading.heads.read import HEADER_KEY
+from fasteagle.loading.heads.source import HeadSource, target_ids
+from fasteagle.loading.heads.tables import (
+    AUX_IDS,
+    EAGLE3_ONLY,
+    EMBEDDING,
+    LM_HEAD,
+    MAP,
+    State,
+    official_state,
+    unsayable,
+)
+from fasteagle.loading.tensors import Checkpoint
+from fasteagle.model import EagleHead
+from fasteagle.options import EXPORT_FORMATS
+from fasteagle.paths import atomic_dir, replacing, require_writable
+
+Config = dict[str, Any]  # a config.json
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadTarget:
+    """The model that a head is for: the name others know it by, and its files."""
+
+    name: str
+    checkpoint: Checkpoint
+
+    def tensor(self, name: str) -> Tensor:
+        """Return the target's embedding or LM head by its name in the head."""
+        is_own = name == LM_HEAD and not self.checkpoint.config.tie_embeddings
+        return self.checkpoint.load(LM_HEAD if is_own else f"model.{EMBEDDING}")
+
+
+def save_head(folder: Path, head: EagleHead, header: Config, dtype: torch.dtype) -> None:
+    """Write a head directory of ours; each file is written completely or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {
+        name: (t if name == MAP else t.to(dtype)).clone()
+        for name, t in official_state(head).items()
+    }
+    _fill(folder, config_json("ours", head.config, dtype), state, {HEADER_KEY: json.dumps(header)})
+
+
+def _fill(folder: Path, raw: Config, state: State, more: dict[str, str] | None = None) -> None:
+    tensors = {name: t.contiguous() for name, t in state.items()}
+    with replacing(folder / "model.safetensors") as temporary:
+        save_file(tensors, temporary, metadata={"format": "pt", **(more or {})})
+        temporary.chmod(0o644)  # safetensors writes private files
+    with replacing(folder / "config.json") as temporary:
+        temporary.write_text(json.dumps(raw, indent=1) + "\n")
+
+
+# The config of every layout: the keys of EAGLE-3, beside those of a decoder layer
+_KEYS = {
+    "ours": ("tap_layers", "target_hidden_size", "norm_before_residual", "norm_output"),
+    "eagle": (),
+    "specforge": ("target_hidden_size", "fc_norm", "norm_output"),
+    "speculators": ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
+    "gguf": ("target_hidden_size", "norm_before_residual", "norm_before_fc"),
+}
+
+
+def config_json(layout: str, config: HeadConfig, dtype: torch.dtype) -> Config:
+    """Return the `config.json` of a head; for "gguf" what `write_gguf_head` takes."""
+    block, own = config.block, config.eagle3
+    raw = _layer_config(block, dtype)
+    if layout != "ours":
+        raw |= {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False}
+    if layout == "ours" or own is None:
+        raw |= {"bias": config.fc_bias, "qkv_bias": block.qkv_bias}
+    if layout == "ours":
+        factors = block.rope_freq_factors
+        raw |= {} if factors is None else {"rope_freq_factors": list(factors)}
+        raw |= {} if config.shifted else {"shifted": False}
+    if layout != "ours" and own is None:
+        return raw
+    raw["draft_vocab_size"] = config.draft_vocab_size
+    if own is None:
+        return raw
+    values = {
+        "tap_layers": list(own.tap_layers),
+        "target_hidden_size": own.target_dim,
+        "norm_before_residual": own.norm_before_residual,
+        "norm_before_fc": own.tap_norm == "all",
+        "fc_norm": own.tap_norm == "each",
+        "norm_output": own.norm_output,
+    }
+    raw |= {key: values[key] for key in _KEYS[layout]}
+    if layout == "specforge":  # SGLang adds one: these are the blocks whose output is read
+        raw["architectures"] = ["LlamaForCausalLMEagle3"]
+        layers = [layer - 1 for layer in own.tap_layers]
+        raw["eagle_config"] = {AUX_IDS: layers, "use_aux_hidden_state": True}
+    return _speculators(raw, config, own) if layout == "speculators" else raw
+
+
+def _layer_config(block: ModelConfig, dtype: torch.dtype) -> Config:
+    """Return what the config of a Llama decoder layer says in every layout."""
+    length = block.max_seq_len
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": block.dim,
+        "intermediate_size": block.ffn_dim,
+        "num_attention_heads": block.n_head,
+        "num_key_value_heads": block.n_kv_head,
+        "head_dim": block.head_dim,
+        "num_hidden_layers": 1,
+        "vocab_size": block.vocab_size,
+        "rms_norm_eps": block.norm_eps,
+        "rope_theta": block.rope_base,
+        "rope_scaling": rope_scaling(block),
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        **({"max_position_embeddings": length} if length < ANY_LENGTH else {}),
+    }
+
+
+def rope_scaling(block: ModelConfig) -> Config | None:
+    """Return the entry of a `config.json`; `type` is for code of the time of transformers 4."""
+    if block.rope_scaling is not None:
+        scaling = dataclasses.asdict(block.rope_scaling)
+        scaling["original_max_position_embeddings"] = scaling.pop("original_max_seq_len")
+        return {"rope_type": "llama3", **scaling}
+    if block.rope_linear_factor != 1.0:
+        return {"type": "linear", "rope_type": "linear", "factor": block.rope_linear_factor}
+    return None
+
+
+def _speculators(raw: Config, config: HeadConfig, own: Eagle3Config) -> Config:
+    """Return a flat config as the speculators package nests it."""
+    top = (*_KEYS["speculators"], "draft_vocab_size")
+    layer = {key: value for key, value in raw.items() if key not in (*top, "architectures")}
+    layer |= {"model_type": "qwen3"} if config.block.qk_norm else {}
+    return {key: raw[key] for key in (*top, "tie_word_embeddings", "torch_dtype")} | {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "verifier": {"name_or_path": None, "architectures": []},
+        },
+        "transformer_layer_config": layer,
+        AUX_IDS: list(own.tap_layers),
+    }
+
+
+# Export
+
+
+def export_head(
+    source: HeadSource,
+    to: str,
+    out: Path,
+    target: HeadTarget | None = None,
+    tap_layers: tuple[int, ...] | None = None,
+    tokenizer: Path | None = None,
+) -> list[str]:
+    """Write a head into the folder `out` (a file for "gguf"); return lines for the person.
+
+    `target` may be left out where neither tensors nor the depth of it are needed. `tokenizer` is
+    the GGUF file whose tokenizer a GGUF head carries. Raises `FasteagleError`.
+    """
+    if target is None:
+        _check_needs_no_target(source, to, tap_layers)
+    shape = source.likely_target(tap_layers) if target is None else target.checkpoint.config
+    config = source.fitted(shape, tap_layers)
+    check_exportable(config, to, shape)
+    if not shape.max_seq_len and to != "eagle":  # engines tabulate RoPE as far as the config says
+        raise FasteagleError(f"{source.name}: its files do not say how long texts are: add --model")
+    state = _complete(source, config, target, to)
+    ids = target_ids(state.pop(MAP)) if config.eagle3 is None and MAP in state else None
+    length = min(shape.max_seq_len, 2**20) or ANY_LENGTH
+    block = dataclasses.replace(config.block, max_seq_len=length)
+    config = dataclasses.replace(config, block=block)
+    raw = config_json(to, config, state["fc.weight"].dtype)
+    if to == "gguf":
+        require_writable(out)
+        file = tokenizer or _tokenizer_of(target)
+        write_gguf_head(out, raw, config, state, file)
+        return []
+    if to == "eagle" and EMBEDDING in state and config.eagle3 is not None:
+        raw["target_hidden_size"] = shape.dim  # the official code looks for an embedding then
+    if to == "speculators":
+        state = {name.replace("midlayer.", "layers.0."): t for name, t in state.items()}
+        if target is not None:
+            verifier = {"name_or_path": target.name, "architectures": [shape.architecture]}
+            raw["speculators_config"]["verifier"] = verifier
+    with atomic_dir(out) as folder:
+        folder.chmod(0o755)  # temporary folders are private
+        _fill(folder, raw, state)
+        if ids is not None:
+            torch.save(ids.tolist(), folder / f"freq_{len(ids)}.pt")
+    if ids is None:
+        return []
+    return [
+        f"its {len(ids):,} draft tokens are the list freq_{len(ids)}.pt, which FR-Spec and "
+        "fasteagle read; other engines draft all tokens"
+    ]
+
+
+def check_exportable(config: HeadConfig, to: str, target: ModelConfig) -> None:
+    """Raise `FasteagleError` for heads that the layout `to` cannot describe."""
+    eagle1 = config.eagle3 is None
+    if eagle1 and to != "eagle":
+        raise FasteagleError(f"{EAGLE3_ONLY[to]}, this is EAGLE-1/2: export it --to eagle")
+    problems = unsayable(config, target, "eagle1" if eagle1 else to)
+    if problems:
+        layouts = () if eagle1 else EXPORT_FORMATS
+        others = [layout for layout in layouts if not unsayable(config, target, layout)]
+        way = f"export it --to {' or '.join(others)}" if others else "run it with fasteagle"
+        raise FasteagleError(f"--to {to} cannot hold a head with {shortened(problems)}: {way}")
+
+
+def _check_needs_no_target(source: HeadSource, to: str, tap_layers: tuple[int, ...] | None) -> None:
+    """Raise `FasteagleError` where the layout depends on the model's depth."""
+    layers = tap_layers or source.tap_layers
+    if source.eagle3 and (layers is None) == (to != "eagle"):
+        reason = "its files do not say the taps, which depend on the model's depth"
+        if to == "eagle":
+            reason = "its taps fit the official layout at one depth of the model only"
+        raise FasteagleError(f"{source.name}: {reason}: add --model")
+
+
+def _complete(source: HeadSource, config: HeadConfig, target: HeadTarget | None, to: str) -> State:
+    """Return its tensors and those of the target that the layout wants beside them."""
+    state = dict(source.state)
+    dtype = state["fc.weight"].dtype
+
+    def borrowed(name: str) -> Tensor:
+        if target is None:
+            raise FasteagleError(f"{source.name}: it has no {name} of its own: add --model")
+        return target.tensor(name).to(dtype, copy=True)  # a tied model gives one tensor twice
+
+    if config.eagle3 is None:
+        if target is not None:  # as in official files, whose strict loader wants it
+            state[EMBEDDING] = borrowed(EMBEDDING)
+        return state
+    if LM_HEAD not in state:
+        rows = borrowed(LM_HEAD)
+        state[LM_HEAD] = rows[target_ids(state[MAP])] if MAP in state else rows
+    if to == "speculators" and EMBEDDING not in state:
+        state[EMBEDDING] = borrowed(EMBEDDING)
+    if MAP in state and to != "gguf":
+        state["t2d"] = torch.zeros(config.block.vocab_size, dtype=torch.bool)
+        state["t2d"][target_ids(state[MAP])] = True
+    return state
+
+
+def _tokenizer_of(target: HeadTarget | None) -> Path:
+    if target is None or not isinstance(target.checkpoint, GGUFFile):
+        raise FasteagleError(
+            "a GGUF head carries the target's tokenizer: give a .gguf file of the model with "
+            "--tokenizer-from"
+        )
+    return target.checkpoint.path
