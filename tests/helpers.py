@@ -158,14 +158,22 @@ def forbid(monkeypatch, error):
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", raise_it)
 
 
-def put_in_cache(hub_cache: Path, folder: Path, repo=REPO, revision=REVISION) -> Path:
-    """Lay a folder into the cache as a finished download of a commit."""
+def put_in_cache(
+    hub_cache: Path, folder: Path, repo=REPO, revision=REVISION, is_newest: bool = True
+) -> Path:
+    """Lay a folder into the cache as a finished download of a commit.
+
+    Unless it is the newest one, `main` names another commit, whose files are there too.
+    """
     base = hub_cache / f"models--{repo.replace('/', '--')}"
     snapshot = base / "snapshots" / revision
     snapshot.parent.mkdir(parents=True)
     shutil.copytree(folder, snapshot)
     (base / "refs").mkdir()
-    (base / "refs" / "main").write_text(revision)
+    newest = revision if is_newest else "0" * 40
+    (base / "refs" / "main").write_text(newest)
+    if not is_newest:
+        shutil.copytree(folder, base / "snapshots" / newest)
     return snapshot
 
 

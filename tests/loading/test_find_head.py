@@ -100,16 +100,22 @@ def test_search_order(tmp_path, monkeypatch, hub_cache):
 @pytest.mark.parametrize(
     ("name", "which"), [(n, i) for n, e in registry.REGISTRY.items() for i in range(len(e.heads))]
 )
-def test_published_heads_are_found_at_their_commit(name, which, hub_cache, tmp_path):
-    """The first head of a model by itself, the others by their name."""
+def test_published_heads_are_fetched_at_their_commit_not_the_newest(
+    name, which, hub_cache, tmp_path
+):
+    """The first head of a model by itself, all by their name."""
     published = registry.REGISTRY[name].heads[which]
     folder = tmp_path / "head"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     (folder / "pytorch_model.bin").write_bytes(b"x")
-    snapshot = put_in_cache(hub_cache, folder, published.repo, published.revision or "1" * 40)
-    found = find_head(published.repo if which else None, name, "0" * 64)
-    assert found is not None and (found.path, found.origin) == (snapshot, published.repo)
+    commit = published.revision
+    snapshot = put_in_cache(
+        hub_cache, folder, published.repo, commit or "1" * 40, is_newest=commit is None
+    )
+    for head in (published.repo,) if which else (None, published.repo):
+        files = find_head(head, name, "0" * 64)
+        assert files is not None and (files.path, files.origin) == (snapshot, published.repo)
 
 
 @pytest.mark.parametrize("name", ["llama2-7b", "llama3-8b", "vicuna-13b"])

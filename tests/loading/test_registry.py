@@ -16,7 +16,7 @@ from helpers import put_in_cache, save_tiny
 def test_registry_names_find_their_pinned_commit_in_the_cache(hub_cache, tiny_dir, name):
     entry = registry.REGISTRY[name]
     assert registry.local_path(name) is None
-    snapshot = put_in_cache(hub_cache, tiny_dir, entry.repo, entry.revision)
+    snapshot = put_in_cache(hub_cache, tiny_dir, entry.repo, entry.revision, is_newest=False)
     source = registry.resolve(name)
     assert source.path == snapshot and source.template == entry.template
     assert registry.local_path(name) == snapshot
