@@ -16,14 +16,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from fasteagle.config import ModelConfig, read_llama3_scaling, read_shape
 from fasteagle.config_fields import MOST_LAYERS, Fields
 from fasteagle.errors import FasteagleError, shortened
-from fasteagle.loading.tensors import Checkpoint, read_json, rows_for, weight_map
+from fasteagle.loading.tensors import Checkpoint, SafetensorsFolder, read_json, rows_for, weight_map
 from fasteagle.paths import replacing
 from fasteagle.quant.packed import PackedWeight
 from fasteagle.quant.scheme import Scheme
@@ -90,11 +89,10 @@ def is_stored(folder: Path) -> bool:
     return (folder / INDEX).exists() and (folder / "config.json").exists()
 
 
-class StoredFolder(Checkpoint):
+class StoredFolder(SafetensorsFolder):
     """A folder written by `save`. Raises `FasteagleError` for damaged and for newer ones."""
 
     def __init__(self, path: Path, raw: dict[str, Any] | None = None) -> None:
-        self.path = path
         raw = read_json(path / "config.json") if raw is None else raw
         fields = Fields(raw, str(path / "config.json"))
         header = fields.part("quantization_config")
@@ -105,14 +103,18 @@ class StoredFolder(Checkpoint):
                 "quantize the model again, or upgrade"
             )
         self.scheme = _scheme(header.part("scheme"))
-        self.config = _model_config(fields.part("model"))
+        super().__init__(path, _model_config(fields.part("model")))
         self.source_fingerprint = header.text("source_fingerprint")
         packed = header.part("packed")
         self._packed = {name: _packing(packed.part(name)) for name in packed}
-        self._files = _open_all(path, weight_map(path / INDEX))
         self._check()
 
     def _check(self) -> None:
+        absent = sorted(weight_map(self.path / INDEX).keys() - self._files.keys())
+        if absent:
+            raise FasteagleError(
+                f"{self.path / INDEX} names tensors that are not there: {shortened(absent)}"
+            )
         for name, entry in self._packed.items():
             try:
                 self.packed(name)
@@ -128,7 +130,7 @@ class StoredFolder(Checkpoint):
 
     def shape(self, name: str) -> tuple[int, ...]:
         if name not in self._packed:
-            return tuple(self._files[name].get_slice(name).get_shape())
+            return super().shape(name)
         n_rows, columns = self._files[f"{name}.q"].get_slice(f"{name}.q").get_shape()
         return n_rows, columns * 8 // self._packed[name]["bits"]
 
@@ -139,7 +141,7 @@ class StoredFolder(Checkpoint):
         if name not in self._packed:
             return None
         parts = {
-            part: self._files[f"{name}.{part}"].get_tensor(f"{name}.{part}")
+            part: super(StoredFolder, self).load(f"{name}.{part}")
             for part in ("q", "scales", "zeros", "offsets")
             if f"{name}.{part}" in self._files
         }
@@ -147,28 +149,13 @@ class StoredFolder(Checkpoint):
 
     def load(self, name: str) -> Tensor:
         weight = self.packed(name)
-        return self._files[name].get_tensor(name) if weight is None else weight.dequantize()
+        return super().load(name) if weight is None else weight.dequantize()
 
     def start(self, name: str, n: int) -> Tensor:
-        rows = slice(0, rows_for(self.shape(name), n))
         weight = self.packed(name)
         if weight is None:
-            return self._files[name].get_slice(name)[rows]
-        return weight.rows(rows).dequantize()
-
-
-def _open_all(path: Path, where: dict[str, str]) -> dict[str, Any]:
-    try:
-        handles = {name: safe_open(path / name, framework="pt") for name in set(where.values())}
-    except (SafetensorError, OSError) as error:
-        raise FasteagleError(f"{path}: damaged or truncated ({error}): quantize again") from error
-    held = {file: set(handle.keys()) for file, handle in handles.items()}
-    absent = [f"{name} in {file}" for name, file in where.items() if name not in held[file]]
-    if absent:
-        raise FasteagleError(
-            f"{path / INDEX} names tensors that are not there: {shortened(absent)}"
-        )
-    return {tensor: handles[file] for tensor, file in where.items()}
+            return super().start(name, n)
+        return weight.rows(slice(0, rows_for(self.shape(name), n))).dequantize()
 
 
 def _scheme(fields: Fields) -> Scheme:

@@ -89,6 +89,28 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def open_safetensors(file: Path) -> Any:
+    """Open a safetensors file. Raises `FasteagleError` for a damaged one."""
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise FasteagleError(f"{file}: damaged or truncated ({error}): fetch it again") from error
+
+
+def unpickled(file: Path, mmap: bool = False) -> Any:
+    """Read a file of torch, tensors and plain values only: it cannot run code.
+
+    Raises `FasteagleError` for a damaged one, and one with other objects.
+    """
+    try:
+        return torch.load(file, map_location="cpu", mmap=mmap, weights_only=True)
+    except Exception as error:  # pickle, zip and RuntimeError, depending on the damage
+        raise FasteagleError(
+            f"{file}: not a weights-only torch file ({first_line(error)}): it is damaged or would "
+            "run code, use a safetensors version of it"
+        ) from error
+
+
 class SafetensorsFolder(Checkpoint):
     """One or more `*.safetensors` files; an index file, where present, says which shards belong."""
 
@@ -96,12 +118,7 @@ class SafetensorsFolder(Checkpoint):
         self.path, self.config = path, config
         self._files: dict[str, Any] = {}
         for file in _shards(path, "model.safetensors", "*.safetensors"):
-            try:
-                handle = safe_open(file, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise FasteagleError(
-                    f"{file}: damaged or truncated safetensors ({error}); fetch it again"
-                ) from error
+            handle = open_safetensors(file)
             self._files.update(dict.fromkeys(handle.keys(), handle))
 
     def names(self) -> set[str]:
@@ -124,14 +141,10 @@ class TorchBinFolder(Checkpoint):
         self.path, self.config = path, config
         self._tensors: dict[str, Tensor] = {}
         for file in _shards(path, "pytorch_model.bin", "pytorch_model*.bin"):
-            try:
-                part = torch.load(file, map_location="cpu", mmap=True, weights_only=True).items()
-            except Exception as error:  # pickle, zip and RuntimeError, depending on the damage
-                reason = first_line(error)
-                raise FasteagleError(
-                    f"{file}: cannot be read as a weights-only torch file ({reason})"
-                ) from error
-            self._tensors.update({k: v for k, v in part if isinstance(v, Tensor)})
+            part = unpickled(file, mmap=True)
+            if not isinstance(part, dict):
+                raise FasteagleError(f"{file}: not a weights-only torch file (no dict of tensors)")
+            self._tensors.update({k: v for k, v in part.items() if isinstance(v, Tensor)})
 
     def names(self) -> set[str]:
         return set(self._tensors)

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from fasteagle.config import ModelConfig
 from fasteagle.config_fields import Fields, parse_json
-from fasteagle.errors import FasteagleError, first_line
+from fasteagle.errors import FasteagleError
 from fasteagle.loading.heads.gguf import gguf_of, open_gguf_head
 from fasteagle.loading.heads.source import (
     HeadSource,
@@ -23,7 +23,7 @@ from fasteagle.loading.heads.source import (
     flat_config,
 )
 from fasteagle.loading.heads.tables import LM_HEAD, MAP, State, official_state, refuse_others
-from fasteagle.loading.tensors import read_json
+from fasteagle.loading.tensors import open_safetensors, read_json, unpickled
 from fasteagle.model import EagleHead, make_head
 from fasteagle.uninitialized import Uninitialized
 
@@ -84,14 +84,14 @@ def _read_state(folder: Path) -> tuple[State, Header | None]:
     """Read the tensors of a folder, with the list `freq_*.pt` of FR-Spec as their map."""
     safe, pickled, header = folder / "model.safetensors", folder / "pytorch_model.bin", None
     if safe.exists():
-        try:
-            with safe_open(safe, framework="pt") as file:
-                header = _header(file.metadata() or {}, f"{safe}: its header")
+        with open_safetensors(safe) as file:
+            header = _header(file.metadata() or {}, f"{safe}: its header")
+            try:
                 state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError, ValueError) as error:
-            raise FasteagleError(f"{safe}: damaged or truncated ({error})") from error
+            except (SafetensorError, ValueError) as error:  # a dtype that torch does not have
+                raise FasteagleError(f"{safe}: {error}: use the plain head") from error
     elif pickled.exists():
-        state = _unpickled(pickled)
+        state = unpickled(pickled)
         if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
             raise FasteagleError(f"{pickled}: not a weights-only torch file (no dict of tensors)")
     else:
@@ -100,28 +100,18 @@ def _read_state(folder: Path) -> tuple[State, Header | None]:
     if not lists or MAP in state:
         return state, header
     try:
-        ids = torch.as_tensor(_unpickled(lists[0])).flatten().sort().values
+        ids = torch.as_tensor(unpickled(lists[0])).flatten().sort().values
     except (TypeError, ValueError, RuntimeError) as error:
         raise FasteagleError(f"{lists[0]}: not a list of token ids: fetch it again") from error
     return state | {MAP: ids - torch.arange(len(ids))}, header
 
 
-def _unpickled(path: Path) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # pickle, zip and RuntimeError, depending on the damage
-        raise FasteagleError(
-            f"{path}: not a weights-only torch file ({first_line(error)}): it is damaged or would "
-            "run code, use a safetensors version of it"
-        ) from error
-
-
 def read_header(folder: Path) -> Header | None:
     """Read the JSON header of a head of our own, None for others; reads no tensor."""
     try:
-        with safe_open(folder / "model.safetensors", framework="pt") as file:
+        with open_safetensors(folder / "model.safetensors") as file:
             return _header(file.metadata() or {}, f"{folder}: its header")
-    except (SafetensorError, OSError, FasteagleError):
+    except FasteagleError:
         return None
 
 
