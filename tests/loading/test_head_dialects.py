@@ -10,6 +10,7 @@ from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.heads.read import load_head, open_head
 from fasteagle.loading.heads.tables import official_state
+from fasteagle.loading.heads.write import save_head
 from fasteagle.shapes import TreeShape
 from head_folders import DIALECTS, TAPS, head_for, write_folder
 from helpers import empty_state, pairs, propose, random_head, random_target, tiny_config
@@ -58,6 +59,30 @@ def test_every_dialect_loads_bit_for_bit_and_drafts(target, tmp_path, dialect, c
     assert len(tree.tokens) == 6 and set(tree.tokens[1:].tolist()) <= set(
         head.target_ids().tolist()
     )
+
+
+def test_saved_head_loads_back_and_drafts_the_same(target, tmp_path):
+    ids = torch.arange(0, 60, 2)
+    head = random_head(target, ids)
+    save_head(tmp_path, head, {"tau": 2.5}, torch.float32)
+    loaded, header = load_head(tmp_path, CONFIG)
+    assert header == {"tau": 2.5} and loaded.config.draft_vocab_size == 30
+    loaded.borrow(target, 512)
+    assert torch.equal(loaded.target_ids(), ids)
+    trees = []
+    for drafter in (EagleDrafter(h, TreeShape(), 256) for h in (head, loaded)):
+        trees.append(propose(drafter, empty_state(target), pairs(range(5), torch.ones(5, 32)), 1))
+    assert trees[0].tokens.equal(trees[1].tokens)
+
+
+def test_folders_without_whole_weights(target, tmp_path):
+    write_folder(tmp_path, *DIALECTS["official EAGLE-1/2"](random_head(target)))
+    (tmp_path / "model.safetensors").write_bytes(b"12")
+    with pytest.raises(FasteagleError, match="damaged or truncated"):
+        load_head(tmp_path, CONFIG)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(FasteagleError, match=r"no model\.safetensors and no pytorch_model\.bin"):
+        load_head(tmp_path, CONFIG)
 
 
 def test_frequent_list_is_a_draft_vocabulary(target, tmp_path):
@@ -187,6 +212,8 @@ BAD = [
     *((name, dropped("norm.weight"), "missing norm.weight") for name in NAMES),
     *((name, dropped("d2t"), "missing d2t: fetch") for name in NAMES),
     (E1, dropped("fc.bias"), "missing fc.bias"),
+    (E1, put("layers.0.input_layernorm.weight", torch.ones(32)), "unknown layers.0.input_lay"),
+    (E1, lambda r, s: r.update(hidden_size=64, head_dim=8), "for a width of 64, the model has 32"),
     (E3, dropped("midlayer.hidden_norm.weight"), "missing midlayer.hidden_norm.weight"),
     (E3, dropped("lm_head.weight"), None),  # the target's rows are used
     (SP, dropped("layers.0.hidden_norm.weight"), "missing midlayer.hidden_norm.weight"),
