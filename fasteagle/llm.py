@@ -24,7 +24,7 @@ from fasteagle.loading.lookup_files import read_documents
 from fasteagle.loading.make_drafter import check_draft, expected_head, make_drafter
 from fasteagle.loading.open import open_for, precision_options
 from fasteagle.loading.tokenizer import ChatTokenizer, Message
-from fasteagle.logits import TokenLogprob
+from fasteagle.logits import TokenLogprob, TokenMask
 from fasteagle.options import (
     DEFAULT_MODEL,
     AnswerOptions,
@@ -237,7 +237,7 @@ class LLM:
         speculate: bool = True,
     ) -> AnswerRequest:
         """A request of checked options; compiles the grammar that `spec` asks for."""
-        mask = None if spec is None else self._grammars.start(spec)
+        mask = None if spec is None else self.grammar(spec)
         vocab_size = self.engine.model.config.vocab_size
         for token in bias or {}:
             if not 0 <= token < vocab_size:
@@ -250,6 +250,10 @@ class LLM:
         return AnswerRequest(
             prompt, params, options, eos_ids, dict(bias or {}), mask, n_top, speculate
         )
+
+    def grammar(self, spec: GrammarSpec) -> TokenMask:
+        """Return the form that an answer must have. Other threads may call this."""
+        return self._grammars.start(spec)
 
     def stream(
         self, request: AnswerRequest, check: Callable[[], None] = lambda: None

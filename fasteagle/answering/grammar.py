@@ -7,14 +7,15 @@ taken back, so that each row of a tree has the mask that plain decoding would me
 from __future__ import annotations
 
 import dataclasses
-import json
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fasteagle.errors import EngineError, FasteagleError
+from fasteagle.answering.grammar_check import first_reason, grammar_text
+from fasteagle.errors import FasteagleError
 from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.options import GrammarSpec
 
@@ -28,19 +29,26 @@ class GrammarCompiler:
     tokenizer: ChatTokenizer
     vocab_size: int
     _known: Any = None
+    _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def start(self, spec: GrammarSpec) -> GrammarMask:
-        """The grammar before the first token. Raises `FasteagleError` with llguidance's reason."""
+        """Return the grammar before the first token.
+
+        Raises `FasteagleError` with llguidance's reason. May be called from several threads.
+        """
         llguidance = _library()
-        if self._known is None:
-            self._known = self.tokenizer.guidance(self.vocab_size)
+        with self._lock:
+            if self._known is None:
+                self._known = self.tokenizer.guidance(self.vocab_size)
         try:
-            text = _grammar_text(llguidance.LLMatcher, spec)
+            text = grammar_text(spec.kind, spec.text)
         except ValueError as error:
-            raise FasteagleError(f"{spec.kind}: {_first_line(error)}") from error
+            raise FasteagleError(f"{spec.kind}: {first_reason(error)}") from error
         matcher = llguidance.LLMatcher(self._known, text, log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # fails where no text at all has this form
         if matcher.is_error():
-            raise FasteagleError(f"{spec.kind}: {_first_line(matcher.get_error())}")
+            raise FasteagleError(f"{spec.kind}: {first_reason(matcher.get_error())}")
         return GrammarMask(matcher, self.tokenizer.eos_ids)
 
 
@@ -52,21 +60,6 @@ def _library() -> Any:
             "structured output needs llguidance: pip install 'fasteagle[serve]'"
         ) from error
     return llguidance
-
-
-def _grammar_text(matcher: Any, spec: GrammarSpec) -> str:
-    if spec.kind == "json_object":
-        return matcher.grammar_from_json_schema({"type": "object"})
-    if spec.kind == "json_schema":
-        return matcher.grammar_from_json_schema(json.loads(spec.text))
-    if spec.kind == "regex":
-        return matcher.grammar_from_regex(spec.text)
-    return matcher.grammar_from_lark(spec.text)
-
-
-def _first_line(error: object) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else "not accepted"
 
 
 class GrammarMask:
@@ -115,4 +108,4 @@ class GrammarMask:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise EngineError(f"the grammar failed: {_first_line(self._matcher.get_error())}")
+            raise FasteagleError(f"grammar: it failed: {first_reason(self._matcher.get_error())}")

@@ -7,10 +7,11 @@ import base64
 import hashlib
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -37,6 +38,7 @@ from fasteagle.server.protocol import (
 from fasteagle.server.queue import AnswerQueue, CancelledError, Job, TimedOutError
 from fasteagle.server.replies import ChatReply, Json, Reply, TextReply, sse
 
+COMPILERS = 8  # clients whose grammars are compiled at the same time
 PAGE = Path(__file__).with_name("page.html")
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"description": "A parameter that cannot be honoured, by name."},
@@ -63,6 +65,8 @@ class Server:
         self.metrics.watch(lambda: self.queue.n_running, lambda: self.queue.n_waiting)
         self.planner = Planner(llm, defaults)
         self._planning = ThreadPoolExecutor(1, "planner")
+        self._compiling = ThreadPoolExecutor(COMPILERS, "compiler")
+        self._places: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self.created = int(time.time())
         self.app = make_app(self, api_key)
 
@@ -76,6 +80,8 @@ class Server:
         make = self.planner.chat if isinstance(body, ChatRequest) else self.planner.completion
         job = Job()
         plan: Plan = await self.planned(request, job, partial(make, body))  # type: ignore[arg-type]
+        if plan.form is not None:
+            plan = await self.compiled(request, job, plan)
         job.request = plan.request
         self.queue.submit(job)
         job.limit(self.options.timeout)
@@ -104,21 +110,47 @@ class Server:
         A place whose client leaves, or whose time ends, is free once `make` is over.
         """
         self.queue.admit(job, answers)
-        work = self._planning.submit(make)
+        return await self._outcome(request, job, self._planning.submit(make))
 
-        async def wanted() -> Found:
+    async def compiled(self, request: Request, job: Job, plan: Plan) -> Plan:
+        """Return the plan with its grammar. One of a client's is compiled at a time."""
+        host = request.client.host if request.client else ""
+        place = self._places.setdefault(host, asyncio.Lock())
+        try:
+            await self._in_time(request, job, place.acquire())
+        except BaseException:
+            self.queue.release(job)
+            raise
+        work = self._compiling.submit(self.planner.compiled, plan)
+        free = partial(asyncio.get_running_loop().call_soon_threadsafe, place.release)
+        work.add_done_callback(lambda done: free())  # also where nobody waits for it any more
+        return await self._outcome(request, job, work)
+
+    async def _outcome(self, request: Request, job: Job, work: Future[Found]) -> Found:
+        """Return what a thread has made; `job` keeps its place until the thread is done."""
+
+        async def outcome() -> Found:
             return await asyncio.wrap_future(work)
 
-        seconds = self.options.timeout
         try:
-            return await asyncio.wait_for(unless_gone(request, wanted()), seconds)
-        except BaseException as error:
+            return await self._in_time(request, job, outcome())
+        except BaseException:
             work.cancel()  # if it has not begun
             work.add_done_callback(lambda done: self.queue.release(job))
+            raise
+
+    async def _in_time(
+        self, request: Request, job: Job, wanted: Coroutine[Any, Any, Found]
+    ) -> Found:
+        """Wait while the client is there and the time for `job` is not over."""
+        seconds = self.options.timeout
+        try:
+            left = job.submitted + seconds - time.perf_counter()
+            return await asyncio.wait_for(unless_gone(request, wanted), left)
+        except (asyncio.TimeoutError, CancelledError) as error:
             late = isinstance(error, asyncio.TimeoutError)
-            if late or isinstance(error, CancelledError):
-                job.end("timeout" if late else "cancelled")
-                self.metrics.finished(job)
+            job.end("timeout" if late else "cancelled")
+            self.metrics.finished(job)
             if late:
                 raise TimedOutError(seconds) from None
             raise

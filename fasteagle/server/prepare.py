@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fasteagle.answering.answer import AnswerRequest
+from fasteagle.answering.grammar_check import try_grammar
 from fasteagle.answering.stream import opened_thought
 from fasteagle.config_fields import parse_shallow_json
 from fasteagle.errors import FasteagleError
@@ -28,6 +29,7 @@ from fasteagle.server.tools import ToolFormat, call_grammar, tool_format
 
 MOST_STOPS = 16
 KNOWN_TEXTS = 16
+MOST_CHARACTERS_A_TOKEN = 16  # on average; English has 4 to 5, code up to 8
 
 
 class BadParameterError(FasteagleError):
@@ -54,13 +56,13 @@ class Defaults:
 class Plan:
     """A request that can run.
 
-    `text` is the rendered conversation, `opened` the thought that it begins, `echo` what a
-    completion repeats.
+    `text` is the rendered conversation, `opened` the thought that it begins. Where there is a
+    `form`, the request is whole only after `Planner.compiled`.
     """
 
     request: AnswerRequest
+    form: GrammarSpec | None = None
     text: str = ""
-    echo: str = ""
     opened: str = ""
     tools: ToolFormat | None = None
     tool_names: frozenset[str] = frozenset()
@@ -93,79 +95,90 @@ class KnownTexts:
 
 
 class Planner:
-    """Makes plans for one model. Its methods raise `FasteagleError`."""
+    """Makes plans for one model. Its methods raise `FasteagleError`.
+
+    All but `compiled` belong into one thread: tokenizers do not like two.
+    """
 
     def __init__(self, llm: LLM, defaults: Defaults) -> None:
         self._llm, self._defaults = llm, defaults
         self.texts = KnownTexts(llm.tokenizer)
-        self._lock = threading.Lock()  # tokenizers do not like two threads
-        limit = llm.engine.max_seq_len
-        self._most_characters = limit * llm.tokenizer.most_characters  # that may fit
+        # More cannot fit, or is so unlike text that it is not worth the seconds of encoding it.
+        each = min(llm.tokenizer.most_characters, MOST_CHARACTERS_A_TOKEN)
+        self._most_characters = llm.engine.max_seq_len * each
 
-    def _check_length(self, text: str) -> None:
+    def _check_length(self, text: str, param: str = "prompt") -> None:
         """Refuse what cannot fit before it is encoded, which takes a second for some MiB."""
         if len(text) > self._most_characters:
-            raise FasteagleError(
-                f"the prompt has {len(text):,} characters, max-seq-len "
-                f"{self._llm.engine.max_seq_len:,} leaves room for at most "
-                f"{self._most_characters:,}: shorten it or raise --max-seq-len"
+            raise BadParameterError(
+                param,
+                f"{len(text):,} characters, max-seq-len {self._llm.engine.max_seq_len:,} leaves "
+                f"room for at most {self._most_characters:,}: shorten it or raise --max-seq-len",
             )
 
     def chat(self, body: ChatRequest) -> Plan:
-        with self._lock:
-            tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []]
-            form = None
-            if tools and body.tool_choice != "none":
-                form = tool_format(self._llm.tokenizer.template)
-            elif body.tool_choice not in (None, "none", "auto"):
-                raise BadParameterError("tool_choice", "there are no tools")
-            text = self.render(body.messages, tools if form else [], self._think(body))
-            limit = body.max_tokens
-            if body.max_completion_tokens is not None and body.max_tokens is not None:
-                raise BadParameterError("max_tokens", "give it or max_completion_tokens, not both")
-            if body.max_completion_tokens is not None:
-                limit = body.max_completion_tokens
-            if body.top_logprobs is not None and not body.logprobs:
-                raise BadParameterError("top_logprobs", "needs logprobs true")
-            self._check_length(text)
-            n_top = (body.top_logprobs or 0) if body.logprobs else None
-            spec = self._chat_form(body, form, tools)
-            request = self._request(body, self.texts.encode(text), limit, spec, n_top)
+        """Return the plan of a chat request."""
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []]
+        tools_form = None
+        if tools and body.tool_choice != "none":
+            tools_form = tool_format(self._llm.tokenizer.template)
+        elif body.tool_choice not in (None, "none", "auto"):
+            raise BadParameterError("tool_choice", "there are no tools")
+        if body.max_completion_tokens is not None and body.max_tokens is not None:
+            raise BadParameterError("max_tokens", "give it or max_completion_tokens, not both")
+        limit = body.max_tokens
+        if body.max_completion_tokens is not None:
+            limit = body.max_completion_tokens
+        if body.top_logprobs is not None and not body.logprobs:
+            raise BadParameterError("top_logprobs", "needs logprobs true")
+        text = self.render(body.messages, tools if tools_form else [], self._think(body))
+        self._check_length(text, "messages")
+        n_top = (body.top_logprobs or 0) if body.logprobs else None
+        form = self._chat_form(body, tools_form, tools)
+        request = self._request(body, self.texts.encode(text), limit, n_top)
         names = frozenset(tool.function.name for tool in body.tools or [])
-        return Plan(request, text, opened=opened_thought(text), tools=form, tool_names=names)
+        return Plan(request, form, text, opened_thought(text), tools_form, names)
 
     def completion(self, body: CompletionRequest) -> Plan:
-        with self._lock:
-            prompt = self.prompt_ids(body.prompt)
-            if body.echo and body.logprobs is not None:
-                raise BadParameterError("echo", "not together with logprobs")
-            spec = self._form(body, self._defaults.form)
-            request = self._request(body, prompt, body.max_tokens, spec, body.logprobs)
-            return Plan(request, echo=self._llm.tokenizer.decode(prompt) if body.echo else "")
+        """Return the plan of a text to be continued."""
+        prompt = self.prompt_ids(body.prompt)
+        request = self._request(body, prompt, body.max_tokens, body.logprobs)
+        return Plan(request, self._form(body, self._defaults.form))
+
+    def compiled(self, plan: Plan) -> Plan:
+        """Return the plan with its form compiled; takes seconds at most, in any thread."""
+        assert plan.form is not None, "nothing else is compiled"
+        try_grammar(plan.form.kind, plan.form.text)
+        request = dataclasses.replace(plan.request, mask=self._llm.grammar(plan.form))
+        return dataclasses.replace(plan, request=request)
 
     def tokenize(self, body: TokenizeRequest) -> list[int]:
         """Token ids of a text, or of a conversation as the template writes it."""
         if (body.prompt is None) == (body.messages is None):
             raise BadParameterError("prompt", "give either prompt or messages")
-        with self._lock:
-            tokenizer = self._llm.tokenizer
-            if body.messages is not None:
-                if not body.messages:
-                    raise BadParameterError("messages", "is empty")
-                end = body.add_generation_prompt
-                return tokenizer.encode(self.render(body.messages, add_generation_prompt=end))
-            encode = tokenizer.encode_document if body.add_special_tokens else tokenizer.encode
-            return encode(body.prompt or "")
+        tokenizer = self._llm.tokenizer
+        if body.messages is not None:
+            if not body.messages:
+                raise BadParameterError("messages", "is empty")
+            end = body.add_generation_prompt
+            text = self.render(body.messages, add_generation_prompt=end)
+            self._check_length(text, "messages")
+            return tokenizer.encode(text)
+        encode = tokenizer.encode_document if body.add_special_tokens else tokenizer.encode
+        self._check_length(body.prompt or "")
+        return encode(body.prompt or "")
 
     def detokenize(self, tokens: list[int]) -> str:
         """The text of token ids, special tokens written out."""
         vocab_size = self._llm.engine.model.config.vocab_size
+        most = self._llm.engine.max_seq_len
+        if len(tokens) > most:
+            raise BadParameterError("tokens", f"{len(tokens):,} are more than max-seq-len {most:,}")
         for token in tokens:
             if not 0 <= token < vocab_size:
                 limit = f"{vocab_size:,}"
                 raise BadParameterError("tokens", f"{token} is outside the vocabulary of {limit}")
-        with self._lock:
-            return self._llm.tokenizer.raw(tokens)
+        return self._llm.tokenizer.raw(tokens)
 
     def prompt_ids(self, prompt: str | list[int] | list[str] | list[list[int]]) -> list[int]:
         """Of a text, of ids, or of a list with one of them."""
@@ -187,6 +200,9 @@ class Planner:
     ) -> str:
         """The conversation as the model's template writes it."""
         template = self._llm.tokenizer.template
+        most = self._llm.engine.max_seq_len  # none takes less than a token
+        if len(messages) > most:
+            raise BadParameterError("messages", f"{len(messages):,} are more than {most:,} tokens")
         found = [_template_message(i, message, template) for i, message in enumerate(messages)]
         if self._defaults.system is not None and found[0]["role"] != "system":
             found.insert(0, {"role": "system", "content": self._defaults.system})
@@ -202,12 +218,7 @@ class Planner:
         return given.enable_thinking
 
     def _request(
-        self,
-        body: Sampled,
-        prompt: list[int],
-        max_tokens: int | None,
-        spec: GrammarSpec | None,
-        n_top: int | None,
+        self, body: Sampled, prompt: list[int], max_tokens: int | None, n_top: int | None
     ) -> AnswerRequest:
         engine = self._llm.engine
         engine.check_prompt(prompt)
@@ -225,7 +236,7 @@ class Planner:
         )
         bias = {int(key): value for key, value in (body.logit_bias or {}).items()}
         return self._llm.made_request(
-            prompt, self._params(body), answer, spec, bias, n_top, body.speculate
+            prompt, self._params(body), answer, None, bias, n_top, body.speculate
         )
 
     def _params(self, body: Sampled) -> SamplingParams:

@@ -181,7 +181,7 @@ class ChatRequest(Sampled):
 
 class CompletionRequest(Sampled):
     prompt: str | list[int] | list[str] | list[list[int]]
-    echo: bool = False
+    echo: Literal[False] | None = None
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     best_of: int | None = 1
     suffix: None = None

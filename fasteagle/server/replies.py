@@ -241,19 +241,18 @@ class TextReply(Reply):
 
     def __init__(self, model: str, tokenizer: ChatTokenizer, job: Job, plan: Plan) -> None:
         super().__init__(model, tokenizer, job, plan)
-        self._echo, self._offset = plan.echo, 0
+        self._offset = 0
 
     def whole(self, chunks: list[Chunk]) -> Json:
-        text = self._echo + "".join(chunk.text for chunk in chunks)
+        text = "".join(chunk.text for chunk in chunks)
         logprobs = self._logprobs([entry for chunk in chunks for entry in chunk.logprobs])
         choice = self.choice(self.finish, logprobs, text=text)
         return {**self.envelope(self.kind, [choice]), "usage": self.usage()}
 
     def parts(self, chunk: Chunk, accepted: bool) -> Iterator[Json]:
-        text, self._echo = self._echo + chunk.text, ""
-        if not text and not chunk.logprobs and not accepted:
+        if not chunk.text and not chunk.logprobs and not accepted:
             return
-        choice = self.choice(None, self._logprobs(chunk.logprobs), text=text)
+        choice = self.choice(None, self._logprobs(chunk.logprobs), text=chunk.text)
         event = self.envelope(self.kind, [choice])
         yield event | (guessed(chunk, chunk.n_guessed) if accepted else {})
 

@@ -19,6 +19,11 @@ from fasteagle.server.prepare import Defaults
 HELLO = [{"role": "user", "content": "hello"}]
 DEEP = "[" * 100_000
 
+# Ends a process that compiles it: every rule is one level of recursion.
+DEEP_RULES = (
+    "start: r0\n" + "".join(f"r{i}: r{i + 1} r{i + 1}\n" for i in range(3000)) + 'r3000: "a"'
+)
+
 
 def call_with(arguments):
     """A message with a tool call."""
@@ -90,6 +95,16 @@ def goes_on(live):
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"guided_regex": "a("}, None),
+        ({"guided_regex": "((a{0,200}){0,200}){0,200}" * 99}, None),
+        ({"guided_regex": "a" * 2**18 + "a"}, None),
+        ({"guided_json": {"$ref": "#"}}, None),
+        ({"guided_json": {"$ref": "#/$defs/none"}}, None),
+        ({"guided_json": {"allOf": [{"type": "string"}, {"type": "null"}]}}, None),
+        ({"guided_grammar": "start: start"}, None),
+        ({"guided_grammar": "start: a\na: b"}, None),
+        ({"guided_grammar": DEEP_RULES}, None),
+        ({"guided_grammar": "start: " + "(" * 10_000}, None),
+        ({"guided_grammar": 'start: "x"~1000000'}, None),
         ({"guided_regex": "a", "guided_grammar": "b"}, "guided_regex"),
         ({"guided_json": "{"}, "guided_json"),
         ({"guided_json": DEEP}, "guided_json"),
@@ -129,7 +144,7 @@ def test_what_cannot_be_honoured_is_named(live, changes, param):
         ({"prompt": ["a", "b"]}, 400, "only one is supported"),
         ({"prompt": [1, -5]}, 400, "token id -5"),
         ({"prompt": "x" * 3000}, 400, "3,000 tokens, max-seq-len 2,048 leaves room for 2,047"),
-        ({"prompt": "a", "echo": True, "logprobs": 1}, 400, "echo"),
+        ({"prompt": "a", "echo": True}, 400, "echo"),
         ({"prompt": "a", "best_of": 2}, 400, "best_of"),
         ({"prompt": "a", "suffix": "b"}, 400, "suffix"),
         ({"prompt": "a", "model": "gpt-5"}, 404, "'gpt-5' is not served here"),
@@ -200,6 +215,8 @@ def test_paths_and_methods_that_are_not_there(live):
     assert_refused(httpx.get(f"{live.url}/v1/chat/completions"), 405)
     assert_refused(httpx.post(f"{live.url}/detokenize", json={"tokens": [10**20]}), 400, "tokens")
     assert_refused(httpx.post(f"{live.url}/tokenize", json={}), 400, "prompt")
+    many = {"tokens": [1] * 2049}
+    assert_refused(httpx.post(f"{live.url}/detokenize", json=many), 400, "2,049 are more than")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,96 @@
+"""A trial of a stranger's grammar, in a process that can be ended.
+
+A few kB can keep llguidance busy for minutes, or end its process: rules that lead to rules recurse.
+Run as a module, this file reads one grammar and says what is wrong with it. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import resource
+import subprocess
+import sys
+from typing import Any
+
+from fasteagle.errors import FasteagleError
+
+MOST_CHARACTERS = 2**18  # of a schema, a regular expression or a grammar
+TRIAL_SECONDS = 5
+TRIAL_MEMORY = 2**31
+TRIAL_STACK = 2**21  # less than a thread has, so that what passes here recurses safely there
+KNOWN_TRIALS = 256  # whose outcome is remembered
+
+
+def grammar_text(kind: str, text: str) -> str:
+    """Return the form in llguidance's notation. Raises ValueError."""
+    import llguidance  # of the extra [serve]
+
+    matcher = llguidance.LLMatcher
+    if kind == "json_object":
+        return matcher.grammar_from_json_schema({"type": "object"})
+    if kind == "json_schema":
+        return matcher.grammar_from_json_schema(json.loads(text))
+    if kind == "regex":
+        return matcher.grammar_from_regex(text)
+    return matcher.grammar_from_lark(text)
+
+
+def first_reason(error: object) -> str:
+    """Return the first line of an error of llguidance's, which may quote the whole grammar."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else "not accepted"
+
+
+def try_grammar(kind: str, text: str) -> None:
+    """Raise `FasteagleError` where a grammar is too large, too slow, or wrong."""
+    if len(text) > MOST_CHARACTERS:
+        raise FasteagleError(
+            f"{kind}: {len(text):,} characters are too many: use at most {MOST_CHARACTERS:,}"
+        )
+    reason = _tried(kind, text)
+    if reason:
+        raise FasteagleError(f"{kind}: {reason}")
+
+
+@functools.lru_cache(KNOWN_TRIALS)
+def _tried(kind: str, text: str) -> str:
+    """Return what is wrong with a grammar; empty for nothing."""
+    command = [sys.executable, "-m", __name__]
+    try:
+        done = subprocess.run(
+            command, input=json.dumps([kind, text]).encode(), capture_output=True,
+            timeout=TRIAL_SECONDS,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"not compiled within {TRIAL_SECONDS} seconds: use a simpler one"
+    if done.returncode:
+        return "too complex to compile: use a simpler one"
+    return done.stdout.decode(errors="replace")
+
+
+def _limit(kind: Any, most: int) -> None:
+    """Lower a limit of this process, as far as it may be lowered."""
+    _, hard = resource.getrlimit(kind)
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(kind, (most, most))
+
+
+def main() -> None:
+    """Read a grammar from stdin, and print what is wrong with it."""
+    import llguidance  # of the extra [serve]
+
+    kind, text = json.load(sys.stdin)
+    _limit(resource.RLIMIT_AS, TRIAL_MEMORY)
+    _limit(resource.RLIMIT_STACK, TRIAL_STACK)
+    _limit(resource.RLIMIT_CORE, 0)
+    try:
+        wrong = llguidance.LLMatcher.validate_grammar(grammar_text(kind, text), None)
+    except ValueError as error:
+        wrong = str(error) or "not accepted"
+    if wrong:
+        print(first_reason(wrong), end="")
+
+
+if __name__ == "__main__":
+    main()

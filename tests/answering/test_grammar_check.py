@@ -1,0 +1,48 @@
+"""Grammars of strangers are tried in a process that is ended when it takes too long or too much."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from fasteagle.answering import grammar_check
+from fasteagle.errors import FasteagleError
+
+pytest.importorskip("llguidance")
+
+RULES = "start: r0\n" + "".join(f"r{i}: r{i + 1} r{i + 1}\n" for i in range(3000)) + 'r3000: "a"'
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "part"),
+    [
+        ("regex", "(", "regex: at 1"),
+        ("regex", "a" * (2**18 + 1), "262,145 characters are too many: use at most 262,144"),
+        ("json_schema", '{"type": "nonsense"}', "json_schema: "),
+        ("grammar", "start: (", "grammar: 1"),
+        ("grammar", RULES, "too complex to compile"),  # it ends the process
+    ],
+    ids=lambda value: value[:20],
+)
+def test_what_is_wrong_is_one_line(kind, text, part):
+    with pytest.raises(FasteagleError) as caught:
+        grammar_check.try_grammar(kind, text)
+    assert part in str(caught.value)
+
+
+def test_what_takes_long_is_ended_and_not_tried_again(monkeypatch):
+    monkeypatch.setattr(grammar_check, "TRIAL_SECONDS", 0.01)
+    for most in (5.0, 0.01):
+        begin = time.perf_counter()
+        with pytest.raises(FasteagleError, match=r"not compiled within 0\.01 seconds"):
+            grammar_check.try_grammar("regex", "slow+")
+        assert time.perf_counter() - begin < most
+
+
+def test_what_is_right_is_tried_once(monkeypatch):
+    for kind, text in (("json_object", ""), ("regex", "[ab]+"), ("json_schema", "{}")):
+        grammar_check.try_grammar(kind, text)
+        with monkeypatch.context() as patch:
+            patch.setattr(grammar_check.subprocess, "run", None)
+            grammar_check.try_grammar(kind, text)
