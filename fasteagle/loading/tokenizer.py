@@ -19,6 +19,9 @@ from fasteagle.paths import atomic_dir, cache_dir
 
 Message = Mapping[str, Any]  # {"role": "system" | "user" | "assistant", "content": text}
 
+# Stands after the first character of what looks like a special token but is only text: Unicode
+# reserves it for use inside a program.
+LITERAL = "\ufdd0"
 MOST_JOINED = 4  # characters that a normalizer makes one of, as NFC does
 CONVERSION = 1  # of GGUF tokenizers: another number converts them anew
 # GGUF names the splitting rule of a byte-level BPE instead of storing it.
@@ -50,7 +53,22 @@ class ChatTokenizer:
         (folder / "generation_config.json").write_text(json.dumps(ends) + "\n")
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`: special tokens written in it are recognized, none are added."""
+        """Token ids of `text`: special tokens written in it are recognized, none are added.
+
+        Those that `render` has taken for text are not.
+        """
+        begin, *rest = text.split(LITERAL)
+        ids = self._backend.encode(begin, add_special_tokens=False)
+        for piece in rest:
+            ids = ids + self._continued(piece)
+        return ids
+
+    def _continued(self, text: str) -> list[int]:
+        """Token ids of a text inside a word: SentencePiece would begin it with a blank."""
+        line = self._backend.encode("\n", add_special_tokens=False)
+        ids = self._backend.encode("\n" + text, add_special_tokens=False)
+        if ids[: len(line)] == line:
+            return ids[len(line) :]
         return self._backend.encode(text, add_special_tokens=False)
 
     def encode_document(self, text: str) -> list[int]:
@@ -117,6 +135,30 @@ class ChatTokenizer:
                 "switch (enable_thinking): leave it out, or choose a model that has one (qwen3-4b)"
             )
 
+    @cached_property
+    def _marks(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
+        """Special tokens, and with them all that the template writes (`<think>`, `<tool_call>`)."""
+        tokens = getattr(self._backend, "added_tokens_decoder", {}).values()
+        special = {token.content for token in tokens if token.special}
+        written = {token.content for token in tokens if token.content.strip()}
+        written = {text for text in written if text in self.template}
+        return _any_of(special), _any_of(special | written)
+
+    def _only_text(self, message: Message) -> dict[str, Any]:
+        """Mark what looks like a special token in a message. Thoughts of answers stay thoughts."""
+        special, written = self._marks
+        pattern = special if message["role"] == "assistant" else written
+
+        def marked(value: Any) -> Any:
+            if isinstance(value, str):
+                value = value.replace(LITERAL, "\ufffd")
+                return pattern.sub(lambda match: match[0][0] + LITERAL + match[0][1:], value)
+            if isinstance(value, Mapping):
+                return {key: marked(inner) for key, inner in value.items()}
+            return [marked(inner) for inner in value] if isinstance(value, list) else value
+
+        return {key: marked(value) for key, value in message.items()}
+
     def render(
         self,
         messages: Sequence[Message],
@@ -127,9 +169,11 @@ class ChatTokenizer:
         """The conversation as the model was trained to read it, up to where its answer begins.
 
         `think` None: as the template does by itself. A model without a template gets the messages'
-        text alone. Raises `FasteagleError` where the template refuses the messages, for example an
-        unsupported system prompt.
+        text alone. What looks like a special token inside a message is text, so that nobody can end
+        a turn from within it. Raises `FasteagleError` where the template refuses the messages, for
+        example an unsupported system prompt.
         """
+        messages = [self._only_text(m) for m in messages]
         if not self._template:
             return "\n".join(m["content"] for m in messages)
         switch: dict[str, Any] = {} if think is None else {"enable_thinking": think}
@@ -137,7 +181,7 @@ class ChatTokenizer:
             switch["tools"] = list(tools)
         try:
             return self._backend.apply_chat_template(
-                [dict(m) for m in messages],
+                messages,
                 chat_template=self._template,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
@@ -181,6 +225,12 @@ class DummyTokenizer(ChatTokenizer):
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         return "".join(m["content"] for m in messages)
+
+
+def _any_of(texts: set[str]) -> re.Pattern[str]:
+    """Return a pattern that finds the longest of `texts` of two characters and more."""
+    longest_first = sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
 @cache
