@@ -370,6 +370,7 @@ class ServeOptions:
     queue: int = option(64, "Requests that may wait; more are told to come back (429).")
     timeout: float = option(600.0, "Seconds for a request, waiting included.")
     max_body: float = option(8.0, "MiB of a request.")
+    access_log: bool = option(False, "Write a line about each request to stderr.")
     prefix_cache: float = option(1.0, "GiB for the keys and values of earlier conversations.")
     prefix_cache_on: str = option("host", "Memory of the prefix cache.", kind=PREFIX_CACHE_PLACES)
 

@@ -21,11 +21,12 @@ from starlette.types import Receive, Scope, Send
 
 from fasteagle import __version__
 from fasteagle.answering.answer import Chunk
-from fasteagle.errors import EngineError, FasteagleError, note
+from fasteagle.errors import EngineError, FasteagleError
 from fasteagle.llm import LLM
 from fasteagle.options import ServeOptions
 from fasteagle.server.failures import MISTAKE, add_errors
 from fasteagle.server.guard import Guard, error_body
+from fasteagle.server.log import AccessLog, complain
 from fasteagle.server.metrics import Metrics
 from fasteagle.server.prepare import Defaults, Plan, Planner
 from fasteagle.server.protocol import (
@@ -78,10 +79,11 @@ class Server:
         """Queue it, and reply whole or event by event; whoever leaves ends the answer."""
         self.check_model(body.model)
         make = self.planner.chat if isinstance(body, ChatRequest) else self.planner.completion
-        job = Job()
+        request.scope["record"].job = job = Job()
         plan: Plan = await self.planned(request, job, partial(make, body))  # type: ignore[arg-type]
         if plan.form is not None:
             plan = await self.compiled(request, job, plan)
+        self.metrics.planned(time.perf_counter() - job.submitted)
         job.request = plan.request
         self.queue.submit(job)
         job.limit(self.options.timeout)
@@ -92,7 +94,7 @@ class Server:
             first = await unless_gone(request, first_of(groups))
             if body.stream:
                 usage = body.stream_options is not None and body.stream_options.include_usage
-                events = self._events(reply, first, groups, usage, body.show_accepted)
+                events = self._events(request, reply, first, groups, usage, body.show_accepted)
                 return EventStream(events, job)
             job.group_seconds = self.options.timeout
             found = [*first, *await unless_gone(request, rest(groups))]
@@ -164,6 +166,7 @@ class Server:
 
     async def _events(
         self,
+        request: Request,
         reply: Reply,
         found: list[Chunk],
         groups: AsyncIterator[list[Chunk]],
@@ -186,10 +189,10 @@ class Server:
             yield "data: [DONE]\n\n"
         except (TimedOutError, CancelledError, FasteagleError) as error:
             if isinstance(error, EngineError):
-                note(f"error: in a stream: {error}")
+                complain(request.scope, f"in a stream: {error}")
             yield sse(error_body(str(error) or "the answer was broken off", "server_error"))
         except Exception as error:  # the status is sent already: this is how a client learns of it
-            note(f"error: in a stream: {type(error).__name__}: {error}")
+            complain(request.scope, f"in a stream: {type(error).__name__}: {error}")
             yield sse(error_body(MISTAKE, "server_error"))
 
     def _remember(self, plan: Plan, chunks: list[Chunk]) -> None:
@@ -258,8 +261,9 @@ def make_app(server: Server, api_key: str | None) -> FastAPI:
             allow_origins=server.options.allow_origin,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],  # openai-js sends a dozen x-stainless-* ones
-            expose_headers=["retry-after"],
+            expose_headers=["retry-after", "x-request-id"],
         )
+    app.add_middleware(AccessLog, metrics=server.metrics, writes=server.options.access_log)
     plain = app.openapi
 
     def openapi() -> Json:

@@ -10,13 +10,13 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from fasteagle.errors import EngineError, FasteagleError, note
+from fasteagle.errors import EngineError, FasteagleError
 from fasteagle.server.guard import error_body
+from fasteagle.server.log import GONE, complain
 from fasteagle.server.protocol import ChatRequest
 from fasteagle.server.queue import CancelledError, QueueFullError, ShuttingDownError, TimedOutError
 
 MISTAKE = "the server has made a mistake; its log says more"
-GONE = 499  # nginx's status for a client that has left; nobody reads it
 
 
 def add_errors(app: FastAPI) -> None:
@@ -40,7 +40,7 @@ def add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(EngineError)
     async def failed(request: Request, error: EngineError) -> Response:
-        note(f"error: {request.url.path}: {error}")
+        complain(request.scope, str(error))
         return _error(500, str(error), kind="server_error")
 
     @app.exception_handler(HTTPException)
@@ -66,7 +66,7 @@ def add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> Response:
-        note(f"error: {request.url.path}: {type(error).__name__}: {error}")
+        complain(request.scope, f"{type(error).__name__}: {error}")
         return _error(500, MISTAKE, kind="server_error")
 
 

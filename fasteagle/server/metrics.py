@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 
 from fasteagle.server.queue import Job
 
@@ -50,6 +57,20 @@ class Metrics:
         )
         self._whole = histogram("e2e_request_latency_seconds", "Waiting included.", SECONDS)
         self._queued = histogram("request_queue_time_seconds", "Waiting.", SECONDS)
+        self._refused = Counter(
+            "fasteagle:requests_refused",
+            "Requests that got an error, by HTTP status.",
+            ("model_name", "status"),
+            registry=self.registry,
+        )
+        self._planning = Histogram(
+            "fasteagle:request_planning_time_seconds",
+            "Template, tokens and grammar, waiting for them included.",
+            ("model_name",),
+            registry=self.registry,
+            buckets=SECONDS,
+        ).labels(model)
+        ProcessCollector(registry=self.registry)
         self._running = Gauge(
             "vllm:num_requests_running", "", ("model_name",), registry=self.registry
         )
@@ -64,6 +85,15 @@ class Metrics:
 
     def started(self, waited: float) -> None:
         self._queued.observe(waited)
+
+    def planned(self, seconds: float) -> None:
+        """Count a request that is ready for the model, so long after it came."""
+        self._planning.observe(seconds)
+
+    def answered(self, status: int) -> None:
+        """Count a request that got an error."""
+        if status >= 400:
+            self._refused.labels(self._model, str(status)).inc()
 
     def refused(self, reason: str) -> None:
         self._failed.labels(self._model, reason).inc()

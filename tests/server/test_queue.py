@@ -299,6 +299,32 @@ def test_a_prompt_that_cannot_fit_is_not_encoded(live, monkeypatch):
     assert httpx.post(live.url + CHAT, json=SHORT).status_code == 200
 
 
+def test_lines_and_numbers_of_requests(loaded, capfd):
+    """A line for each, under the client's own id where that is one, and refusals by status."""
+    with serving(loaded, ServeOptions(port=0, access_log=True)) as found:
+        first = httpx.post(found.url + CHAT, json=SHORT, headers={"x-request-id": "mine-1"})
+        assert first.headers["x-request-id"] == "mine-1"
+        forged = httpx.get(f"{found.url}/a%0Ab", headers={"x-request-id": "a b"})
+        assert re.fullmatch("[0-9a-f]{32}", forged.headers["x-request-id"])
+        httpx.post(found.url + CHAT, json={})
+        with httpx.stream("POST", found.url + CHAT, json=LONG) as stream:
+            next(stream.iter_lines())
+        until(lambda: found.server.queue.n_running == 0)
+        text = httpx.get(f"{found.url}/metrics").text
+    lines = [line for line in capfd.readouterr().err.splitlines() if " 127.0.0.1 " in line]
+    shown = [re.sub(r"^\S+T\S+\+00:00 127.0.0.1 (\S+) | \d+\.\d+ s", " ", line) for line in lines]
+    usage = first.json()["usage"]
+    tokens = f"{usage['prompt_tokens']}+{usage['completion_tokens']}"
+    assert "mine-1" in lines[0] and shown[0].split() == ["POST", CHAT, "200", tokens, "tokens"]
+    assert shown[1].split() == ["GET", "/a%0Ab", "404", "-", "tokens"]
+    assert shown[2].split()[:3] == ["POST", CHAT, "400"]
+    for status in (400, 404):
+        count = rf'^fasteagle:requests_refused_total{{.*status="{status}"}} 1.0$'
+        assert re.search(count, text, re.M)
+    assert "\nprocess_resident_memory_bytes " in text
+    assert re.search(r"^fasteagle:request_planning_time_seconds_count{.*} 2.0$", text, re.M)
+
+
 def deaf(port, **body):
     """A connection that has asked for an endless stream and reads only its beginning."""
     found = socket.socket()
