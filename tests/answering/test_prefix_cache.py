@@ -151,3 +151,14 @@ def test_a_short_stay_is_not_kept(target):
     answer(engine, text(1, 8), cache, n=4)
     answer(engine, text(2), cache)
     assert cache.n_bytes == 0
+
+
+def test_the_drafter_is_shown_what_it_has_not_seen_when_it_was_kept(target):
+    """An answer's last tokens are not shown to the draft head; bringing back does not hide that."""
+    engine, cache = Engine(target, 512, drafter=drafters(target)["eagle"]()), PrefixCache(2**30)
+    answer(engine, text(1))
+    shown, n = engine.shown, len(engine.cached)
+    assert shown < n
+    answer(engine, text(2), cache)
+    cache.turn_to(engine, text(1))
+    assert (engine.shown, len(engine.cached)) == (shown, n)

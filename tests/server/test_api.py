@@ -8,10 +8,15 @@ import re
 import httpx
 import openai
 import pytest
+from click.testing import CliRunner
 
 from conftest import LETTER_ID
 from fasteagle.answering.answer import Chunk
+from fasteagle.cli import serve
+from fasteagle.cli.main import main
 from fasteagle.decoding.stats import Stats
+from fasteagle.server.prepare import KnownTexts
+from fasteagle.server.protocol import ChatRequest
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +127,46 @@ def test_logprobs(client, name, live):
 def test_logit_bias(client, name, live):
     reply = ask(client, name, logit_bias={str(LETTER_ID): 100}, max_tokens=5)
     assert reply.choices[0].message.content == "qqqqq"
+
+
+def test_the_end_token_counts(client, name, live):
+    reply = ask(client, name, logit_bias={str(min(live.llm.tokenizer.eos_ids)): 100})
+    assert reply.choices[0].finish_reason == "stop" and not reply.choices[0].message.content
+    assert reply.usage.completion_tokens == 1
+
+
+def test_logprobs_are_those_before_the_bias(client, name):
+    """Of the first token; a bias of 5 would change all of them."""
+    plain, biased = (
+        ask(client, name, logprobs=True, top_logprobs=20, max_tokens=1, logit_bias=bias)
+        for bias in ({}, {str(LETTER_ID): 5})
+    )
+    tops = [reply.choices[0].logprobs.content[0].top_logprobs for reply in (plain, biased)]
+    assert [t.token for t in tops[0]] == [t.token for t in tops[1]]
+    for one, other in zip(*tops, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
+
+
+def test_of_known_texts_the_longest_goes_on(live):
+    texts = KnownTexts(live.llm.tokenizer)
+    for text, ids in (("ab", [1]), ("abcd", [2, 3]), ("abc", [4])):
+        texts.add(text, ids, [])
+    assert texts.encode("abcdx") == [2, 3, *live.llm.tokenizer.encode("x")]
+
+
+@pytest.mark.parametrize("seed", [(), ("--seed", "7")])
+def test_the_seed_of_the_command_line(serve_dir, monkeypatch, seed):
+    planners = []
+    monkeypatch.setattr(serve, "run", lambda server, *rest: planners.append(server.planner))
+    command = ["serve", "--model", str(serve_dir), "--precision", "fp32", "--drafter", "none"]
+    command += ["--port", "0", "--no-compile", "--temperature", "1", *seed]
+    done = CliRunner().invoke(main, command)
+    assert done.exit_code == 0, done.output
+    body = {"messages": [{"role": "user", "content": "hello"}]}
+    plans = [planners[0].chat(ChatRequest(**body)) for _ in range(3)]
+    seeds = {plan.request.params.seed for plan in plans}
+    assert seeds == {7} if seed else len(seeds) == 3
+    assert planners[0].chat(ChatRequest(**body, seed=5)).request.params.seed == 5
 
 
 def test_system_prompts_and_parts(client, name, live):

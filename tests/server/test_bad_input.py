@@ -228,6 +228,8 @@ def test_paths_and_methods_that_are_not_there(live):
         {"host": "localhost.evil.example"},
         {"host": ""},
         {"origin": "https://evil.example"},
+        {"host": "localhost", "origin": "http://xlocalhost"},
+        {"host": "localhost", "origin": "http://localhost.evil.example"},
         {"origin": "null"},
         {"origin": "http://127.0.0.1:1"},
         {"origin": "http://["},
