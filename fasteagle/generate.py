@@ -311,10 +311,10 @@ class Engine(Context):
         if BAD_ROW in tokens:
             self._forget_everything()
             dtype = str(self.dtype).removeprefix("torch.")
-            fixes = {torch.float16: "try --dtype bf16 or fp32, or ", torch.float32: ""}
+            fixes = {torch.float16: "try --precision bf16 or fp32, or ", torch.float32: ""}
             raise EngineError(
                 f"the model's logits are not finite in {dtype} at position {position}: "
-                f"{fixes.get(self.dtype, 'try --dtype fp32, or ')}fetch the weights again"
+                f"{fixes.get(self.dtype, 'try --precision fp32, or ')}fetch the weights again"
             )
         return tokens
 

@@ -22,7 +22,7 @@ from fasteagle.generate import Engine
 from fasteagle.loading.draft_model import model_drafter, open_draft_model
 from fasteagle.loading.lookup_files import read_documents
 from fasteagle.loading.make_drafter import check_draft, expected_head, make_drafter
-from fasteagle.loading.open import open_for, precision_options
+from fasteagle.loading.open import open_for
 from fasteagle.loading.tokenizer import ChatTokenizer, Message
 from fasteagle.logits import TokenLogprob, TokenMask
 from fasteagle.options import (
@@ -326,7 +326,7 @@ def load(
     runtime = RuntimeOptions(device=device, max_seq_len=max_seq_len, threads=threads)
     tree_file = None if tree == "auto" else str(Path(tree))
     draft = DraftOptions(drafter=drafter, head=head, tree_file=tree_file)
-    llm = open_llm(model, precision_options(runtime, precision), draft, notify, prefix_cache_gb)
+    llm = open_llm(model, runtime.at(precision), draft, notify, prefix_cache_gb)
     if compile:
         compile_now(llm.engine)
     return llm

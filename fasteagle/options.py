@@ -124,6 +124,13 @@ class GrammarSpec:
 KV = ("auto", "int8")
 CPU_KERNELS = ("auto", "native", "aten")
 LM_HEAD_BITS = {"int8": 8, "int4": 4, "keep": 16}
+# What may follow a scheme in the name of a precision, as in int4-g64-lm4-fp32-aten.
+PRECISION_PARTS = {
+    **{dtype: ("dtype", dtype) for dtype in DTYPES},
+    **{"lm8": ("lm_head", "int8"), "lm4": ("lm_head", "int4"), "lm16": ("lm_head", "keep")},
+    **{name: ("cpu_kernels", name) for name in ("native", "aten")},
+    "torchao": ("backend", "torchao"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,6 +194,31 @@ class RuntimeOptions:
     @property
     def head_bits(self) -> int:
         return LM_HEAD_BITS[self.lm_head]
+
+    def at(self, precision: str) -> RuntimeOptions:
+        """Return these options at a precision by name: auto, a dtype, or a scheme and its parts.
+
+        auto: as the model's files hold it. Raises `FasteagleError` for parts that make no sense.
+        """
+        if precision in ("auto", *DTYPES):
+            return dataclasses.replace(self, quant=None, dtype=precision, backend="fasteagle")
+        name, parts = precision, {}  # type: tuple[str, dict[str, str]]
+        while "-" in name and (part := name.rpartition("-")[2]) in PRECISION_PARTS:
+            field, value = PRECISION_PARTS[part]
+            _require(field not in parts, f"precision {precision!r} names {field} twice: choose one")
+            parts[field] = value
+            name = name.rpartition("-")[0]
+        _require(
+            bool(name) and name not in DTYPES,
+            f"precision {precision!r} is unknown: use auto, {', '.join(DTYPES)}, int4, int8, or a "
+            "scheme and its parts, as int4-g64-hqq-fp32 or int8-torchao",
+        )
+        _require(
+            name != "auto" or "backend" not in parts,
+            f"precision {precision!r} names no scheme for torchao: use int4-torchao, for example",
+        )
+        quant = None if name == "auto" else name
+        return dataclasses.replace(self, quant=quant, **parts)  # type: ignore[arg-type]
 
     def seq_len_for(self, model_limit: int, name: str) -> int:
         """The cache length to use for a model trained for `model_limit` positions."""

@@ -298,7 +298,7 @@ def why_not_auto() -> str | None:
     except BuildError as error:
         return str(error)
     if isa.level == 0:
-        return "this CPU or its compiler has no AVX2 (--cpu-kernels native uses plain loops)"
+        return "this CPU or its compiler has no AVX2 (int4-native runs plain loops)"
     return None
 
 
@@ -316,7 +316,7 @@ def available(choice: str) -> str | None:
     except BuildError as error:
         if choice == "native":
             raise FasteagleError(
-                f"cpu-kernels native: {error}: use --cpu-kernels auto or aten"
+                f"-native in the precision: {error}: leave it out, or use -aten"
             ) from error
         return str(error)
     return None

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 from fasteagle.config import HeadConfig, ModelConfig
 from fasteagle.errors import FasteagleError
+from fasteagle.options import RuntimeOptions
 
 GROUP_SIZES = (128, 64, 32)
 METHODS = ("minmax", "hqq")
@@ -42,7 +43,7 @@ class Scheme:
         """The command-line option that selects this scheme."""
         if self.method == "own":
             return f"--int{self.bits}"
-        return f"--quant {self.name}"
+        return f"--precision {self.name}"
 
     @property
     def linear_bytes(self) -> float:
@@ -89,8 +90,33 @@ def parse_scheme(name: str, config: ModelConfig, head_bits: int = 8) -> Scheme:
 
     Raises `FasteagleError` for unknown names and groups that do not divide a linear's inputs.
     """
+    check_scheme_name(name)
     if name == "int4":
         return int4_for(config, head_bits)
+    match = _PATTERN.fullmatch(name)
+    assert match is not None, "the name has been checked"
+    bits, group = int(match["bits"]), int(match["group"] or 0)
+    widths = linear_inputs(config)
+    if group and not _divides(group, widths):
+        fitting = ", ".join(f"g{g}" for g in GROUP_SIZES if _divides(g, widths)) or "int8"
+        raise FasteagleError(
+            f"quantization {name!r}: groups of {group} do not divide the inputs of this model's "
+            f"linears ({', '.join(map(str, widths))}): use {fitting}"
+        )
+    return Scheme(bits, group, match["method"] or "minmax", head_bits)
+
+
+def check_precision(name: str) -> None:
+    """Raise `FasteagleError` for a precision that no model can have."""
+    quant = RuntimeOptions().at(name).quant
+    if quant is not None:
+        check_scheme_name(quant)
+
+
+def check_scheme_name(name: str) -> None:
+    """Raise `FasteagleError` for a name that no model's scheme can have."""
+    if name == "int4":
+        return
     match = _PATTERN.fullmatch(name)
     if match is None:
         raise FasteagleError(f"quantization {name!r} is unknown: use for example {EXAMPLES}")
@@ -112,14 +138,6 @@ def parse_scheme(name: str, config: ModelConfig, head_bits: int = 8) -> Scheme:
         raise FasteagleError(
             f"quantization {name!r}: group size {group} has no kernel: use {sizes}"
         )
-    widths = linear_inputs(config)
-    if group and not _divides(group, widths):
-        fitting = ", ".join(f"g{g}" for g in GROUP_SIZES if _divides(g, widths)) or "int8"
-        raise FasteagleError(
-            f"quantization {name!r}: groups of {group} do not divide the inputs of this model's "
-            f"linears ({', '.join(map(str, widths))}): use {fitting}"
-        )
-    return Scheme(bits, group, method, head_bits)
 
 
 def int4_for(config: ModelConfig, head_bits: int = 8) -> Scheme:

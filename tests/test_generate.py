@@ -202,7 +202,7 @@ def test_logits_that_are_not_finite_say_which_precision_to_try(tiny_dir):
     engine = Engine(model, 64)
     model.norm.weight.fill_(float("nan"))
     with pytest.raises(
-        FasteagleError, match="not finite in bfloat16 at position 8: try --dtype fp32"
+        FasteagleError, match="not finite in bfloat16 at position 8: try --precision fp32"
     ):
         tokens(engine, PROMPT)
 

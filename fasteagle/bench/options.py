@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fasteagle.errors import FasteagleError
 from fasteagle.options import option
+from fasteagle.quant.scheme import check_precision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +25,8 @@ class EvalOptions:
     window: int = option(512, "Tokens predicted in one go.")
 
     def __post_init__(self) -> None:
+        for precision in self.precisions:
+            check_precision(precision)
         if self.window < 16:
             raise FasteagleError(f"window {self.window} is too short: use 16 tokens or more")
         if self.tokens < self.window:

@@ -21,7 +21,7 @@ from fasteagle.device import available_bytes, pick_device, pick_dtype
 from fasteagle.errors import FasteagleError, note
 from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import required_bytes
-from fasteagle.loading.open import OpenedModel, PreparedModel, open_model, precision_options
+from fasteagle.loading.open import OpenedModel, PreparedModel, open_model
 from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.options import RuntimeOptions
 from fasteagle.paths import require_writable, write_atomic
@@ -50,7 +50,7 @@ def evaluate(model: str, options: EvalOptions, runtime: RuntimeOptions) -> list[
     reference, rows = _reference(opened, windows, runtime)
     found = [rows]
     for precision in options.precisions:
-        prepared = opened.prepared(precision_options(runtime, precision))
+        prepared = opened.prepared(runtime.at(precision))
         found.append(_measure(precision, prepared, windows, reference))
         note(f"{precision}: perplexity {found[-1].perplexity:.3f}, KL {found[-1].kl:.5f}")
     return found
@@ -95,7 +95,7 @@ def _reference(
     fits = free is None or need * 1.1 < free
     dtype_name = "fp32" if fits else pick_dtype("auto", device)
     note(f"the unquantized model in {dtype_name} ...")
-    whole = dataclasses.replace(precision_options(runtime, dtype_name), kv="auto")
+    whole = dataclasses.replace(runtime.at(dtype_name), kv="auto")
     engine = opened.prepared(whole).engine()
     reference = Reference(engine, windows)
     loss = sum(

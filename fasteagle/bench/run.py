@@ -37,7 +37,7 @@ from fasteagle.loading.checkpoint import required_bytes
 from fasteagle.loading.draft_model import model_drafter, open_draft_model
 from fasteagle.loading.lookup_files import read_documents
 from fasteagle.loading.make_drafter import check_draft, make_drafter
-from fasteagle.loading.open import TORCHAO, OpenedModel, PreparedModel, precision_options
+from fasteagle.loading.open import OpenedModel, PreparedModel
 from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint
 from fasteagle.loading.tokenizer import ChatTokenizer, Message
 from fasteagle.options import DEFAULT_MODEL, DraftOptions, RuntimeOptions, SamplingParams
@@ -80,7 +80,7 @@ class BenchOptions:
             *(
                 (precision, PRECISIONS, "precision")
                 for precision in self.precisions
-                if not is_scheme_name(precision.removesuffix(TORCHAO))
+                if not is_scheme_name(precision.removesuffix("-torchao"))
             ),
             (self.tree_value, ("cumulative", "confidence"), "tree value"),
         ):
@@ -123,7 +123,7 @@ def run(
     for parts in _fitting_groups(options, runtime, checkpoint, device):
         group = []
         for precision, specs in parts:
-            chosen = precision_options(runtime, precision)
+            chosen = runtime.at(precision)
             group += build_rows(precision, options, opened.prepared(chosen), specs)
         warm_up(group, questions[0], tokenizer)
         for row in group:
@@ -152,7 +152,7 @@ def _check_drafts(options: BenchOptions, runtime: RuntimeOptions, opened: Opened
     for precision in options.precisions:
         for draft in drafts:
             tree_alone = dataclasses.replace(draft, head=None)
-            check_draft(tree_alone, opened, precision_options(runtime, precision))
+            check_draft(tree_alone, opened, runtime.at(precision))
     read_documents(options.draft.lookup, opened.tokenizer, note)
     for draft in {draft.head: draft for draft in drafts}.values():
         check_draft(draft, opened, runtime)
@@ -160,7 +160,7 @@ def _check_drafts(options: BenchOptions, runtime: RuntimeOptions, opened: Opened
 
 def check_simulated(options: BenchOptions, runtime: RuntimeOptions, is_dummy: bool) -> None:
     """Raise `FasteagleError` if `simulate_tau` cannot be reached; needs no weights."""
-    runtimes = (precision_options(runtime, precision) for precision in options.precisions)
+    runtimes = (runtime.at(precision) for precision in options.precisions)
     # torchao's formats leave the draft head dense, and the tree as it is for a dense target.
     quantized = tuple(r.quant is not None and r.backend == "fasteagle" for r in runtimes)
     on_cpu = pick_device(runtime.device).type == "cpu"

@@ -16,13 +16,13 @@ from fasteagle.cli.options import (
     FOLDER,
     Command,
     Numbers,
-    bench_model_options,
     draft_options,
     gone,
     grammar_options,
     group,
     model_options,
     optional_model_options,
+    quality_model_options,
     sampling_options,
 )
 from fasteagle.options import (
@@ -119,7 +119,7 @@ def models(memory: bool) -> None:
 
 
 @main.command("eval")
-@bench_model_options
+@quality_model_options
 @group(EvalOptions, "options")
 @click.option("--md", is_flag=True, help="Print the table in Markdown.")
 @click.option("--json", "json_path", type=FILE)
@@ -144,7 +144,7 @@ def eval_(
 )
 @gone("--data", "leave it out: no scheme reads text")
 def quantize(name: str | None, model: str, runtime_options: RuntimeOptions, out: Path) -> None:
-    """Write model NAME's weights in the scheme of --int4, --int8 or --quant."""
+    """Write model NAME's weights in the scheme of --int4, --int8 or --precision."""
     from fasteagle.cli.quantize import run_quantize
 
     run_quantize(name or model, runtime_options, out)

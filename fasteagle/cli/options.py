@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +18,6 @@ import click
 from fasteagle.errors import FasteagleError
 from fasteagle.options import (
     DEFAULT_MODEL,
-    DTYPES,
     UNSAID,
     AnswerOptions,
     DraftOptions,
@@ -27,6 +26,7 @@ from fasteagle.options import (
     SamplingParams,
     fresh_seed,
 )
+from fasteagle.quant.scheme import check_precision
 
 Command = Callable[..., Any]
 Option = Callable[[Command], Command]
@@ -113,7 +113,8 @@ def with_options(command: Command, options: Iterable[Option]) -> Command:
 
 def taken(kind: type[Made], given: dict[str, Any], **changed: Any) -> Made:
     """Make `kind` of the values in `given` for its fields, which leave it, and of `changed`."""
-    values = {field.name: given.pop(field.name) for field in fields(kind)}  # type: ignore[arg-type]
+    names = [field.name for field in fields(kind) if field.name in given]  # type: ignore[arg-type]
+    values = {name: given.pop(name) for name in names}
     return kind(**{**values, **changed})
 
 
@@ -130,54 +131,102 @@ def group(kind: type[Any], parameter: str) -> Option:
     return add
 
 
+# Flags that left, and how a precision says the same.
+GONE = {
+    "--dtype": lambda value: value,
+    "--quant": lambda value: value,
+    "--lm-head": lambda value: {"int4": "int4-lm4", "keep": "int4-lm16"}.get(value, "int4"),
+    "--cpu-kernels": lambda value: "int4" if value == "auto" else f"int4-{value}",
+    "--quant-backend": lambda value: "int4-torchao" if value == "torchao" else "int4",
+}
+PRECISION_FIELDS = ("dtype", "quant", "lm_head", "cpu_kernels", "backend")
+BITS = (
+    click.option("--int4", is_flag=True, help="The checkpoint's own 4 bits, or HQQ."),
+    click.option("--int8", is_flag=True, help="8 bits, one scale a row."),
+)
+
+
 def model_options(command: Command, default: str | None = DEFAULT_MODEL) -> Command:
     """Options every command that loads a model takes; arrive with one `RuntimeOptions`."""
-    precision = click.option(
+
+    @functools.wraps(command)
+    def wrapped(precision: str, int4: bool, int8: bool, **given: Any) -> Any:
+        names = [] if precision == "auto" else [precision]
+        precision = _only_one([*names, *_bits(int4, int8)], "auto")
+        check_precision(precision)
+        runtime = taken(RuntimeOptions, given).at(precision)
+        return command(runtime_options=runtime, **given)
+
+    precisions = click.option(
         "--precision",
         default="auto",
         show_default=True,
         help="auto: as the model's files hold it; or int4, int8, bf16, fp16, fp32, a scheme.",
     )
-    return bench_model_options(command, [precision], default)
+    return with_options(wrapped, [*runtime_options(default), precisions, *BITS])
 
 
-def bench_model_options(
-    command: Command, more: Iterable[Option] = (), default: str | None = DEFAULT_MODEL
-) -> Command:
-    """`model_options` of a command whose `--precision` is its own; `more` come with the bits."""
+def runtime_options(default: str | None) -> list[Option]:
+    """Options of where and how a model runs, and answers for those that `--precision` replaced."""
+    kept = [f for f in fields(RuntimeOptions) if f.name not in PRECISION_FIELDS]
+    hints = typing.get_type_hints(RuntimeOptions)
+    return [_model(default), *(_option(f, hints[f.name]) for f in kept), *map(_gone, GONE)]
 
-    @functools.wraps(command)
-    def wrapped(int4: bool, int8: bool, **given: Any) -> Any:
-        precision = given.pop("precision") if more else "auto"
-        named = [precision] if precision != "auto" else []
-        quant = given["quant"]
-        asked = [*named, *(["int4"] if int4 else []), *(["int8"] if int8 else [])]
-        asked += filter(None, [quant])
-        if len(asked) > 1 or (named and given["dtype"] != "auto"):
-            both = " and ".join([*asked, *({given["dtype"]} - {"auto"})])
-            raise FasteagleError(f"{both} contradict each other: give one")
-        if named and precision in DTYPES:
-            asked, given["dtype"] = [], precision
-        runtime = taken(RuntimeOptions, given, quant=asked[0] if asked else None)
-        return command(runtime_options=runtime, **given)
 
-    model = click.option(
+def _gone(flag: str) -> Option:
+    def refuse(context: click.Context, option: click.Parameter, value: str | None) -> None:
+        if value is not None:
+            raise FasteagleError(f"{flag} is gone: use --precision {GONE[flag](value)}")
+
+    return click.option(flag, hidden=True, expose_value=False, callback=refuse)
+
+
+def _model(default: str | None) -> Option:
+    return click.option(
         "--model",
         default=default,
         show_default=default is not None,
         help="Registry name, Hugging Face id, folder or .gguf file.",
     )
-    bits = (
-        click.option("--int4", is_flag=True, help="The checkpoint's own 4 bits, or HQQ."),
-        click.option("--int8", is_flag=True, help="8 bits, one scale a row."),
-    )
-    before = {"quant": (*more, *bits)}
-    return with_options(wrapped, [model, *options_of(RuntimeOptions, before=before)])
+
+
+def _bits(int4: bool, int8: bool) -> list[str]:
+    return [*(["int4"] if int4 else []), *(["int8"] if int8 else [])]
+
+
+def _only_one(names: Sequence[str], otherwise: str) -> str:
+    """The one of `names`, or `otherwise`. Raises `FasteagleError` for more than one."""
+    if len(names) > 1:
+        raise FasteagleError(f"{' and '.join(names)} contradict each other: give one")
+    return names[0] if names else otherwise
+
+
+def bench_model_options(command: Command) -> Command:
+    """Options of a benchmark's model, whose precisions are a list and its parts are flags."""
+
+    @functools.wraps(command)
+    def wrapped(int4: bool, int8: bool, **given: Any) -> Any:
+        quant = [given["quant"]] if given["quant"] else []
+        named = _only_one([*_bits(int4, int8), *quant], "")
+        return command(runtime_options=taken(RuntimeOptions, given, quant=named or None), **given)
+
+    options = options_of(RuntimeOptions, before={"quant": BITS})
+    return with_options(wrapped, [_model(DEFAULT_MODEL), *options])
 
 
 def optional_model_options(command: Command) -> Command:
     """`model_options` of a command that can do without a model."""
     return model_options(command, None)
+
+
+def quality_model_options(command: Command) -> Command:
+    """Options of a model whose `--precision` is the command's own list."""
+
+    @functools.wraps(command)
+    def wrapped(**given: Any) -> Any:
+        return command(runtime_options=taken(RuntimeOptions, given), **given)
+
+    return with_options(wrapped, runtime_options(DEFAULT_MODEL))
 
 
 def draft_options(command: Command) -> Command:
@@ -188,6 +237,7 @@ def draft_options(command: Command) -> Command:
         tree_file = None if given["tree_file"] == "auto" else given["tree_file"]
         drafter = "none" if no_spec else given["drafter"]
         draft = taken(DraftOptions, given, drafter=drafter, tree_file=tree_file)
+        check_precision(draft.draft_precision)
         return command(draft=draft, **given)
 
     no_spec = click.option("--no-spec", is_flag=True, help="The same as --drafter none.")

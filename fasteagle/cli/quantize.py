@@ -15,7 +15,7 @@ from fasteagle.paths import atomic_dir, require_writable
 def run_quantize(model: str, options: RuntimeOptions, out: Path) -> None:
     """Write `out`, which `chat` takes as `--model`."""
     if options.quant is None:
-        raise FasteagleError("quantize to what? give --int4, --int8 or --quant NAME")
+        raise FasteagleError("quantize to what? give --int4, --int8 or --precision NAME")
     if out.exists() and any(out.iterdir()):
         raise FasteagleError(f"{out} is there already and not empty: give another -o")
     if not out.exists():

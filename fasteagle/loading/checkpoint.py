@@ -208,5 +208,5 @@ def _smaller_weights(config: ModelConfig, dtype: torch.dtype, free: int, is_quan
         if not is_quantized and size < free:
             return f"use --int{scheme.bits} ({size / GIB:.1f} GiB)"
     too_wide = dtype.itemsize > 2 and not is_quantized
-    smallest = f"use --dtype bf16 --int{quantized[-1].bits}"
+    smallest = f"use --int{quantized[-1].bits}"
     return smallest if too_wide else "choose a smaller model"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from fasteagle.drafting.draft_model import ModelDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
-from fasteagle.loading.open import OpenedModel, PreparedModel, open_model, precision_options
+from fasteagle.loading.open import OpenedModel, PreparedModel, open_model
 from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.shapes import TreeShape
@@ -41,7 +41,7 @@ def open_draft_model(
             f"{target.name} has {theirs / 1e6:,.0f}: guessing will cost more than it saves: use a "
             "smaller one"
         )
-    options = precision_options(runtime, draft.draft_precision)
+    options = runtime.at(draft.draft_precision)
     max_seq_len = runtime.seq_len_for(target.checkpoint.config.max_seq_len, target.name)
     return opened.prepared(dataclasses.replace(options, max_seq_len=max_seq_len), notify)
 

@@ -39,7 +39,6 @@ from fasteagle.options import RuntimeOptions
 from fasteagle.quant import cpu_build
 from fasteagle.quant.scheme import Scheme, parse_scheme
 
-TORCHAO = "-torchao"  # suffix of int4 or int8: torchao's formats and kernels instead of ours
 PATIENCE = 1.0  # seconds
 
 
@@ -284,7 +283,7 @@ def may_use_native(options: RuntimeOptions, device: torch.device, dtype: torch.d
         return True
     if options.cpu_kernels == "native":
         raise FasteagleError(
-            "cpu-kernels native: they have no fp16: use --dtype bf16 or fp32, or --cpu-kernels auto"
+            "our CPU kernels have no fp16: use bf16 or fp32 in the precision, or leave -native out"
         )
     return False
 
@@ -304,17 +303,3 @@ def use_native(options: RuntimeOptions) -> bool:
     if why_not is not None:
         note(f"warning: torch's own CPU kernels are used: {why_not}")
     return why_not is None
-
-
-def precision_options(runtime: RuntimeOptions, precision: str) -> RuntimeOptions:
-    """`runtime` for a precision by name: auto, bf16, fp16, fp32, a scheme, or one with "-torchao".
-
-    auto: as the model's files hold it.
-    """
-    if precision == "auto":
-        return dataclasses.replace(runtime, dtype="auto", quant=None)
-    if precision in TORCH_DTYPES:
-        return dataclasses.replace(runtime, dtype=precision, quant=None, backend="fasteagle")
-    name = precision.removesuffix(TORCHAO)
-    backend = "torchao" if name != precision else runtime.backend
-    return dataclasses.replace(runtime, quant=name, backend=backend)

@@ -52,7 +52,7 @@ def not_quantized(config: ModelConfig, scheme: Scheme, device: torch.device) -> 
     free = available_bytes(device) or 0
     least = Setting(scheme, "auto", min(SHORTEST, config.max_seq_len))
     if device.type != "cpu" and needed_bytes(config, least) <= free:
-        fix = f"quantize on the CPU: fasteagle quantize --quant {scheme.name} --device cpu"
+        fix = f"quantize on the CPU: fasteagle quantize --precision {scheme.name} --device cpu"
     else:
         fix = smaller_fit(config, free, scheme, least.kv, least.context)
     return short_of_memory(f"quantizing to {scheme.name}", device, fix)

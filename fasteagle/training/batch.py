@@ -113,7 +113,7 @@ class BatchSampler:
                 if token == BAD_ROW:
                     raise FasteagleError(
                         f"the model's logits are not finite at position {len(text.ids)}: "
-                        "try --dtype fp32, or fetch the weights again"
+                        "try --precision fp32, or fetch the weights again"
                     )
                 text.ids.append(token)
                 full = token in self._eos_ids or len(text.ids) >= text.longest

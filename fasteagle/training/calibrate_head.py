@@ -83,7 +83,7 @@ def _check_early(opened: OpenedModel, runtime: RuntimeOptions, options: Calibrat
     """Raise `FasteagleError` for all that is wrong before weights are read."""
     if runtime.backend == "torchao":
         raise FasteagleError(
-            "a head is calibrated to weights that fasteagle quantizes: leave out --quant-backend"
+            "a head is calibrated to weights that fasteagle quantizes: leave out -torchao"
         )
     config = opened.checkpoint.config
     if options.draft_vocab is not None and options.draft_vocab > config.vocab_size:

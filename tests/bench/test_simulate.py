@@ -18,7 +18,7 @@ from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.entries import EAGLE3, REGISTRY, PublishedHead
 from fasteagle.loading.heads.find import head_shape
-from fasteagle.loading.open import open_dummy, precision_options
+from fasteagle.loading.open import open_dummy
 from fasteagle.loading.registry import preset
 from fasteagle.model import Eagle3Head, LMHead
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
@@ -129,7 +129,7 @@ def test_arithmetic_of_a_simulated_row():
 
 
 def made(name, precision):
-    prepared = open_dummy(name).prepared(precision_options(CPU, precision))
+    prepared = open_dummy(name).prepared(CPU.at(precision))
     engine = prepared.engine()
     return dummy_drafter(name, engine, prepared.checkpoint, EAGLE).head, engine
 

@@ -13,7 +13,7 @@ from fasteagle.loading.open import OpenedModel
 TUNE, CHAT = ["tune"], ["chat", "-p", "x"]
 EVAL = ["eval", "--precision", "fp32"]
 QUANTIZE = ["quantize", "--int8"]
-TRAIN, CALIBRATE = ["train-head", "--out", "DIR/out"], ["calibrate-head", "--quant", "int4-g32"]
+TRAIN, CALIBRATE = ["train-head", "--out", "DIR/out"], ["calibrate-head", "--precision", "int4-g32"]
 BENCH = ["bench", "--no-compile", "--precision", "fp32"]
 
 # The command, what is wrong with it ("DIR" is a folder, "HEAD" a head for width 32), the error.

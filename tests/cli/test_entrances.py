@@ -73,7 +73,7 @@ def head_dir(request, tiny_dir, tmp_path_factory):
 
 
 def options(tiny_dir, head_dir, drafter):
-    given = ["--model", str(tiny_dir), "--dtype", "fp32", "--drafter", drafter]
+    given = ["--model", str(tiny_dir), "--precision", "fp32", "--drafter", drafter]
     return [*given, *(["--head", str(head_dir)] if drafter not in ("none", "ngram") else [])]
 
 

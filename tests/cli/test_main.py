@@ -59,8 +59,8 @@ def test_help_is_quick_and_needs_no_torch():
 
 
 CHAT_OPTIONS = """
-    --model --device --dtype --max-seq-len --threads --precision --int4 --int8 --quant --lm-head
-    --cpu-kernels --quant-backend --kv --head --tap-layers --drafter --no-spec --tree --tree-depth
+    --model --device --max-seq-len --threads --precision --int4 --int8 --kv --head
+    --tap-layers --drafter --no-spec --tree --tree-depth
     --lookup --lookup-depth --draft-model --draft-precision
     --tree-topk --tree-nodes --draft-noise --verify --temperature --top-k --top-p --min-p
     --repetition-penalty --seed --max-new-tokens --stop --prompt --system --compile --no-compile
@@ -79,9 +79,16 @@ def test_help_names_every_option():
     ("arguments", "message"),
     [
         (("--precision", "bf16", "--int4"), "bf16 and int4 contradict each other"),
-        (("--precision", "fp32", "--dtype", "bf16"), "fp32 and bf16 contradict each other"),
         (("--precision", "int5"), "5 bits have no kernel"),
-        (("--cpu-kernels", "avx"), "cpu-kernels 'avx' is unknown"),
+        (("--precision", ""), "precision '' is unknown"),
+        (("--precision", "bf16-lm4"), "precision 'bf16-lm4' is unknown"),
+        (("--precision", "int4-aten-native"), "names cpu_kernels twice"),
+        (("--precision", "auto-torchao"), "use int4-torchao"),
+        (("--dtype", "fp32"), "--dtype is gone: use --precision fp32"),
+        (("--quant", "int4-g64"), "--quant is gone: use --precision int4-g64"),
+        (("--lm-head", "keep"), "--lm-head is gone: use --precision int4-lm16"),
+        (("--cpu-kernels", "aten"), "--cpu-kernels is gone: use --precision int4-aten"),
+        (("--quant-backend", "torchao"), "--quant-backend is gone: use --precision int4-torchao"),
     ],
 )
 def test_precisions_that_contradict_or_do_not_exist(tiny_dir, arguments, message):
@@ -91,10 +98,11 @@ def test_precisions_that_contradict_or_do_not_exist(tiny_dir, arguments, message
 
 @pytest.mark.parametrize("command", sorted(cli.main.commands))
 def test_every_option_is_taken_and_shown(command):
-    """No option is hidden from the help, and no two share a name."""
+    """Those that are gone apart, and no two share a name."""
     result = invoke(command, "--help")
     assert result.exit_code == 0
-    names = [name for p in cli.main.commands[command].params for name in p.opts + p.secondary_opts]
+    shown = [p for p in cli.main.commands[command].params if not getattr(p, "hidden", False)]
+    names = [name for p in shown for name in p.opts + p.secondary_opts]
     assert len(names) == len(set(names))
     for name in names:
         assert not name.startswith("-") or name in result.output, name
@@ -207,7 +215,6 @@ def test_seed_is_drawn_and_printed_and_repeats(tiny_dir):
         (["--max-new-tokens", "0"], ["max-new-tokens 0", "use 1 or more"]),
         (["--stop", ""], ["stop string is empty"]),
         (["--device", "tpu"], ["device 'tpu'", "auto, cpu, cuda or cuda:N"]),
-        (["--dtype", "int3"], ["dtype 'int3'", "bf16, fp16, fp32"]),
         (["--max-seq-len", "3"], ["max-seq-len 3", "use 16 or more"]),
         (["--max-seq-len", "100000"], ["max-seq-len 100,000", "512", "use at most 512"]),
         (["--threads", "0"], ["threads 0"]),
@@ -255,14 +262,14 @@ def test_nan_logits_cost_one_line(tiny_dir, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"].fill_(float("nan"))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    result = invoke("chat", "--model", folder, "-p", "x", "--dtype", "bf16", "--quiet")
-    assert_one_line(result, "not finite in bfloat16", "--dtype fp32")
+    result = invoke("chat", "--model", folder, "-p", "x", "--precision", "bf16", "--quiet")
+    assert_one_line(result, "not finite in bfloat16", "--precision fp32")
 
 
 def test_too_little_memory_costs_one_line(tiny_dir, monkeypatch):
     monkeypatch.setattr("fasteagle.loading.checkpoint.available_bytes", lambda device: 1000)
-    for dtype, fix in (("bf16", "choose a smaller model"), ("fp32", "use --dtype bf16 --int4")):
-        result = invoke("chat", "--model", tiny_dir, "-p", "x", "--dtype", dtype)
+    for dtype, fix in (("bf16", "choose a smaller model"), ("fp32", "use --int4")):
+        result = invoke("chat", "--model", tiny_dir, "-p", "x", "--precision", dtype)
         assert_one_line(result, "GiB free on cpu", fix)
 
 

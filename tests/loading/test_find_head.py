@@ -133,7 +133,17 @@ def test_chat_by_name_finds_target_and_published_head(name, tmp_path, hub_cache)
     official_files(folder, head, pickled=True, bias=name == "llama2-7b")
     put_in_cache(hub_cache, target_dir, entry.repo, entry.revision)
     put_in_cache(hub_cache, folder, published.repo, published.revision or "2" * 40)
-    arguments = ["chat", "--model", name, "-p", "hello", "--max-new-tokens", "9", "--dtype", "fp32"]
+    arguments = [
+        "chat",
+        "--model",
+        name,
+        "-p",
+        "hello",
+        "--max-new-tokens",
+        "9",
+        "--precision",
+        "fp32",
+    ]
     result = CliRunner().invoke(cli.main, arguments)
     assert result.exit_code == 0, result.stderr
     assert f"draft head {published.repo}: eagle" in result.stderr
@@ -365,7 +375,16 @@ def chat(tiny_dir, *options):
 
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_speculation_changes_no_byte_of_an_answer(tiny_dir, head_dir, temperature):
-    base = ("--max-new-tokens", 30, "--dtype", "fp32", "--seed", 5, "--temperature", temperature)
+    base = (
+        "--max-new-tokens",
+        30,
+        "--precision",
+        "fp32",
+        "--seed",
+        5,
+        "--temperature",
+        temperature,
+    )
     expected = chat(tiny_dir, *base, "--no-spec").stdout
     for drafter in ("eagle", "fused", "eagle-static", "eagle-chain", "ngram"):
         result = chat(tiny_dir, *base, "--head", head_dir, "--drafter", drafter)
@@ -380,7 +399,7 @@ def test_speculation_changes_no_byte_of_an_answer(tiny_dir, head_dir, temperatur
 
 def test_files_to_look_up_make_the_tree_a_fused_one(tiny_dir, head_dir, tmp_path):
     (tmp_path / "notes.txt").write_text("a text that may be quoted")
-    base = ("--max-new-tokens", 30, "--dtype", "fp32", "--head", head_dir)
+    base = ("--max-new-tokens", 30, "--precision", "fp32", "--head", head_dir)
     result = chat(tiny_dir, *base, "--lookup", tmp_path / "notes.txt")
     assert result.exit_code == 0 and ": fused, " in result.stderr, result.stderr
     assert result.stdout == chat(tiny_dir, *base).stdout
@@ -393,7 +412,7 @@ def test_accepted_text_can_be_coloured(tiny_dir, head_dir):
         head_dir,
         "--max-new-tokens",
         60,
-        "--dtype",
+        "--precision",
         "fp32",
         "--show-accepted",
         "--drafter",

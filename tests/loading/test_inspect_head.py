@@ -137,7 +137,7 @@ def test_the_shipped_head_by_its_models_name():
 
 
 def test_probe_runs_and_says_which_taps_are_best(own_head, tiny_dir, monkeypatch):
-    options = ("--model", tiny_dir, "--probe", "--dtype", "fp32")
+    options = ("--model", tiny_dir, "--probe", "--precision", "fp32")
     monkeypatch.setattr(module, "PROBE_TOKENS", 8)
     _, _, result = run(own_head, *options)
     assert "with taps 0, 1, 3: " in result.stdout and "1, 2, 4" not in result.stdout

@@ -96,7 +96,7 @@ def chat(tiny_dir, *options):
 
 @pytest.mark.parametrize("options", [["--drafter", "ngram"], []])
 def test_an_answer_with_files_is_the_same(tiny_dir, tmp_path, options):
-    base = ("--dtype", "fp32", "--max-new-tokens", 30, "--seed", 5)
+    base = ("--precision", "fp32", "--max-new-tokens", 30, "--seed", 5)
     expected = chat(tiny_dir, *base, "--no-spec").stdout
     files = [tmp_path / "a.txt", tmp_path / "b.txt"]
     for file in files:

@@ -249,7 +249,7 @@ def test_where_a_model_would_fit_the_cpu_can_quantize_it(monkeypatch):
     monkeypatch.setattr(shortage, "available_bytes", lambda device: 8 * GIB)
     assert str(not_quantized(LLAMA, scheme, card)) == (
         "out of memory while quantizing to int4-g128-hqq, 8.0 GiB free on cuda:0: quantize on the "
-        "CPU: fasteagle quantize --quant int4-g128-hqq --device cpu"
+        "CPU: fasteagle quantize --precision int4-g128-hqq --device cpu"
     )
     monkeypatch.setattr(shortage, "available_bytes", lambda device: GIB)
     assert str(not_quantized(LLAMA, scheme, card)).endswith("cuda:0: choose a smaller model")

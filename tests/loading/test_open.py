@@ -40,7 +40,7 @@ def test_fp16_runs_without_our_cpu_kernels(tiny_dir, quant):
     assert engine.dtype == torch.float16 and not is_native(engine.model)
     assert len(answer(engine)) == 4
     asked = RuntimeOptions(device="cpu", quant=quant, dtype="fp16", cpu_kernels="native")
-    with pytest.raises(FasteagleError, match="no fp16: use --dtype bf16 or fp32, or --cpu-kern"):
+    with pytest.raises(FasteagleError, match="no fp16: use bf16 or fp32 in the precision"):
         opened.prepared(asked)
 
 

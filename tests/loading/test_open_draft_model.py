@@ -29,7 +29,16 @@ def chat(tiny_dir, *options):
 
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_an_answer_is_the_same(tiny_dir, small_dir, temperature):
-    base = ("--max-new-tokens", 30, "--dtype", "fp32", "--seed", 5, "--temperature", temperature)
+    base = (
+        "--max-new-tokens",
+        30,
+        "--precision",
+        "fp32",
+        "--seed",
+        5,
+        "--temperature",
+        temperature,
+    )
     expected = chat(tiny_dir, *base, "--no-spec").stdout
     for more in ((), ("--drafter", "model"), ("--draft-precision", "int8", "--tree-topk", 3)):
         found = chat(tiny_dir, *base, "--draft-model", small_dir, *more)

@@ -47,7 +47,7 @@ def test_a_compiler_that_fails_is_quoted_in_one_line(fake_compiler):
     with pytest.raises(BuildError, match="the compiler failed: .*no such thing"):
         cpu_build.load()
     assert [path.suffix for path in folder.iterdir()] == [".lock"]
-    with pytest.raises(FasteagleError, match="cpu-kernels native: .*use --cpu-kernels auto or"):
+    with pytest.raises(FasteagleError, match="-native in the precision: .*leave it out, or use"):
         cpu_build.available("native")
     assert "no such thing" in (cpu_build.available("auto") or "")
     assert cpu_build.available("aten") is not None

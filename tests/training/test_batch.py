@@ -99,7 +99,7 @@ def test_logits_that_are_not_finite():
     target = random_target(tiny_config())
     target.lm_head.weight.fill_(float("nan"))
     sampler = BatchSampler(Engine(target, 64), 2, EOS)
-    with pytest.raises(FasteagleError, match="not finite at position 3: try --dtype fp32"):
+    with pytest.raises(FasteagleError, match="not finite at position 3: try --precision fp32"):
         sampler.add(0, [9, 10, 11], SamplingParams(), 5)
 
 

@@ -108,7 +108,7 @@ def test_memory_is_counted_for_the_length_that_runs(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--quant-backend", "torchao"), "leave out --quant-backend"),
+        (("--precision", "int4-g32-torchao"), "leave out -torchao"),
         (("--draft-vocab", 10_000), "draft-vocab 10,000 is more than the model's"),
     ],
 )

@@ -17,7 +17,7 @@ from fasteagle.training.dialogues import Conversations, Reply, read_seeds
 from fasteagle.training.options import DataOptions
 from helpers import TINY_VOCAB, edit_json, save_tiny, write_questions
 
-FEW = ("--max-new-tokens", 24, "--dtype", "fp32", "--max-seq-len", 400)
+FEW = ("--max-new-tokens", 24, "--precision", "fp32", "--max-seq-len", 400)
 
 
 @pytest.fixture(scope="module")

@@ -71,7 +71,7 @@ def test_an_eagle3_head_is_trained_and_drafts(tiny_dir, text_file, tmp_path, no_
     config = json.loads((out / "config.json").read_text())
     assert config["tap_layers"] == [0, 1, 2] and config["draft_vocab_size"] == 128
     assert json.loads((out / "training.json").read_text())["header"]["algorithm"] == "eagle3"
-    chat = ("chat", "--model", tiny_dir, "--dtype", "fp32", "-p", "hi", "--max-new-tokens", 8)
+    chat = ("chat", "--model", tiny_dir, "--precision", "fp32", "-p", "hi", "--max-new-tokens", 8)
     answers = [invoke(*chat, *more) for more in (("--head", out), ("--no-spec",))]
     assert answers[0].exit_code == 0 and "warning" not in answers[0].stderr, answers[0].stderr
     assert answers[0].stdout == answers[1].stdout
