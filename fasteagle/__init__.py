@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fasteagle.errors import FasteagleError as FasteagleError
+from fasteagle.errors import require_linux
 
 if TYPE_CHECKING:
     from fasteagle.answering.answer import Chunk as Chunk
@@ -28,6 +29,7 @@ def __getattr__(name: str) -> Any:
     """The names of the API, imported when they are first asked for."""
     if name not in __all__:
         raise AttributeError(f"module 'fasteagle' has no attribute {name!r}")
+    require_linux()
     import fasteagle.llm  # torch comes with it
 
     return getattr(fasteagle.llm, name)

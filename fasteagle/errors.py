@@ -44,6 +44,15 @@ def first_line(error: BaseException, most: int | None = None) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:most]
 
 
+def require_linux() -> None:
+    """Raise `FasteagleError` on other systems: files are locked and linked as Linux does it."""
+    if sys.platform != "linux":
+        raise FasteagleError(
+            f"fasteagle runs on Linux only, and this is {sys.platform}: use WSL 2 on Windows, a "
+            "container elsewhere"
+        )
+
+
 def note(text: str) -> None:
     """Print a line for the user on stderr, apart from the answer."""
     print(text, file=sys.stderr, flush=True)

@@ -123,7 +123,7 @@ def metadata(options: BenchOptions, runtime: RuntimeOptions) -> dict[str, Any]:
     name = device_name(device)
     return {
         "commit": _commit(),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": name,
         "accumulate": accumulate_on(device) if runtime.backend == "fasteagle" else None,
         "bandwidth": dataclasses.asdict(memory_bandwidth(device, name)),  # what MBU is a share of

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from fasteagle.errors import FasteagleError, is_out_of_memory
+from fasteagle.errors import FasteagleError, is_out_of_memory, require_linux
 
 
 @contextlib.contextmanager
@@ -56,6 +56,7 @@ class _OneLineErrors(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
+            require_linux()
             return super().invoke(ctx)
         except FasteagleError as error:
             raise UserError(str(error)) from error

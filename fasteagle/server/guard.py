@@ -142,7 +142,7 @@ class Guard:
 
         try:
             refusal = await asyncio.wait_for(read(), BODY_SECONDS)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             return Refusal(408, f"the body did not arrive within {BODY_SECONDS:g} seconds")
         body.insert(0, {"type": "http.request", "body": b"".join(parts), "more_body": False})
         return refusal

@@ -13,6 +13,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
+import fasteagle as fasteagle_package
 from fasteagle.cli import main as cli
 from fasteagle.cli.models import int4_bytes
 from fasteagle.errors import FasteagleError
@@ -296,6 +297,13 @@ def test_our_own_mistakes_keep_their_traceback(tiny_dir, monkeypatch):
     monkeypatch.setattr("fasteagle.loading.open.open_checkpoint", fail)
     result = invoke("chat", "--model", tiny_dir, "-p", "x")
     assert isinstance(result.exception, AssertionError)
+
+
+def test_other_systems_are_told_so_in_one_line(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert_one_line(invoke("chat", "-p", "x"), "runs on Linux only, and this is win32: use WSL 2")
+    with pytest.raises(FasteagleError, match="runs on Linux only"):
+        fasteagle_package.load  # noqa: B018
 
 
 def test_unknown_option_and_command():
