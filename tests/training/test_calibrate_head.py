@@ -84,7 +84,7 @@ def invoke(*arguments):
 
 
 def calibrate(folder, head, out, *more):
-    model = ("--model", folder, "--quant", "int4-g32", "--max-seq-len", 384)
+    model = ("--model", folder, "--precision", "int4-g32", "--max-seq-len", 384)
     return ("calibrate-head", *model, "--head", head, "--out", out, *more)
 
 
@@ -136,7 +136,7 @@ def test_the_command_survives_a_kill_and_chat_finds_the_head(text, tmp_path, com
     taus = [report[stage]["tau"] for stage in ("before", "distilled")]
     assert report["distilled"]["kept"] == (taus[1] > taus[0])
     assert report["header"]["tau"] == max(taus)
-    model = ("--model", folder, "--quant", "int4-g32")
+    model = ("--model", folder, "--precision", "int4-g32")
     chat = ("chat", *model, "--head", out, "-p", "hi", "--max-new-tokens", 4, "--max-seq-len", 128)
     said = invoke(*chat)
     assert said.exit_code == 0 and "warning" not in said.stderr, said.stderr
