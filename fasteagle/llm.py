@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 from fasteagle.answering.answer import AnswerRequest, Chunk, answer
 from fasteagle.answering.background import Preparation
 from fasteagle.answering.grammar import GrammarCompiler
+from fasteagle.answering.known_texts import KnownTexts
 from fasteagle.answering.prefix_cache import PrefixCache
 from fasteagle.compile.blocks import compile_now
 from fasteagle.decoding.stats import Stats
 from fasteagle.device import give_back
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
-from fasteagle.loading.draft_model import model_drafter, open_draft_model
-from fasteagle.loading.lookup_files import read_documents
-from fasteagle.loading.make_drafter import check_draft, expected_head, make_drafter
+from fasteagle.loading.make_drafter import plan_drafting
 from fasteagle.loading.open import open_for
 from fasteagle.loading.tokenizer import ChatTokenizer, Message
 from fasteagle.logits import TokenLogprob, TokenMask
@@ -85,17 +84,27 @@ class Answer:
 class LLM:
     """A loaded model: one engine and one sequence, whose KV cache the next call finds again.
 
+    `texts` are the last conversations as they were generated, `prefix_cache` keeps their keys and
+    values, `preparation` is what compiles and measures meanwhile.
+
     Only one answer can be under way: a second one, from another thread or while a stream is not
     read to its end, raises `FasteagleError` at once. It does not wait, because a stream that nobody
     reads on would make it wait for ever; the server has a queue for that.
     """
 
     def __init__(
-        self, name: str, engine: Engine, tokenizer: ChatTokenizer, prefix_cache_gb: float = 0.0
+        self,
+        name: str,
+        engine: Engine,
+        tokenizer: ChatTokenizer,
+        prefix_cache_gb: float = 0.0,
+        prefix_cache_on: str = "host",
     ) -> None:
         self.name, self.engine, self.tokenizer = name, engine, tokenizer
-        self.preparation: Preparation | None = None  # what compiles meanwhile, if anything does
-        self.prefix_cache = PrefixCache(int(prefix_cache_gb * 2**30))
+        self.preparation: Preparation | None = None
+        place = engine.device if prefix_cache_on == "device" else "cpu"
+        self.prefix_cache = PrefixCache(int(prefix_cache_gb * 2**30), place)
+        self.texts = KnownTexts(tokenizer)
         self._grammars = GrammarCompiler(tokenizer, engine.model.config.vocab_size)
         self._turn = threading.Lock()
         self._closed = False
@@ -115,9 +124,22 @@ class LLM:
             self.preparation.join()
         self._closed = True
         self._turn.release()
-        for name in ("engine", "tokenizer", "preparation", "_grammars", "prefix_cache"):
+        for name in ("engine", "tokenizer", "preparation", "_grammars", "prefix_cache", "texts"):
             delattr(self, name)
         give_back()
+
+    def prepare(
+        self, params: SamplingParams, *, quiet: bool, tune: bool = True, wait: bool = False
+    ) -> None:
+        """Compile and measure in the background; `wait` until the compiler is done."""
+        self.preparation = Preparation(self.engine, quiet, tune, params)
+        if wait:
+            self.preparation.wait_for_compiler()
+
+    @property
+    def is_preparing(self) -> bool:
+        """Whether a thread of this model still compiles or measures."""
+        return self.preparation is not None and self.preparation.busy
 
     @overload
     def chat(
@@ -159,7 +181,7 @@ class LLM:
         if think is not None:
             self.tokenizer.check_think(think)
         text = self.tokenizer.render(messages, think=think)
-        return self._run(self.tokenizer.encode(text), stream, keywords)
+        return self._run(self.texts.encode(text), stream, keywords, text)
 
     @overload
     def generate(
@@ -193,38 +215,35 @@ class LLM:
         return self._run(list(prompt), stream, keywords)
 
     def _run(
-        self, prompt: list[int], stream: bool, keywords: AnswerKeywords
+        self, prompt: list[int], stream: bool, keywords: AnswerKeywords, text: str | None = None
     ) -> Answer | Iterator[Chunk]:
         request = self.request(prompt, keywords)
-        chunks = self.stream(request)
+        answering = self.stream(request, text=text)
         if stream:
-            return chunks
-        found = list(chunks)
+            return answering
+        chunks = list(answering)
         return Answer(
-            "".join(chunk.text for chunk in found),
-            [token for chunk in found for token in chunk.tokens],
+            "".join(chunk.text for chunk in chunks),
+            [token for chunk in chunks for token in chunk.tokens],
             self.engine.stats,
             request.params.seed,
-            [entry for chunk in found for entry in chunk.logprobs],
+            [entry for chunk in chunks for entry in chunk.logprobs],
         )
 
     def request(self, prompt: Sequence[int], keywords: AnswerKeywords) -> AnswerRequest:
-        """What `keywords` ask for. Raises `TypeError` for unknown ones, else `FasteagleError`."""
-        given: dict[str, Any] = {**keywords}
-        spec = _grammar_spec(given)
-        bias, n_top = given.pop("logit_bias", {}), given.pop("top_logprobs", None)
-        speculate = given.pop("speculate", True)
-        stop = given.pop("stop", ())
-        seed = given.pop("seed", None)
-        names = {f.name for f in dataclasses.fields(AnswerOptions)}
-        of_answer = {name: given.pop(name) for name in list(given) if name in names}
-        params = SamplingParams(**given, seed=0 if seed is None else seed)
+        """Make a request of `keywords`. Raises `FasteagleError`; for unknown ones `TypeError`."""
+        left: dict[str, Any] = {**keywords}
+        spec = _grammar_spec(left)
+        names = {"logit_bias": "bias", "top_logprobs": "n_top", "speculate": "speculate"}
+        more = {ours: left.pop(theirs) for theirs, ours in names.items() if theirs in left}
+        ends = {name: left.pop(name) for name in ("max_new_tokens", "stop") if name in left}
+        if isinstance(ends.get("stop"), str):
+            ends["stop"] = (ends["stop"],)
+        seed = left.pop("seed", None)
+        params = SamplingParams(**left, seed=0 if seed is None else seed)
         if seed is None and not params.greedy:
             params = dataclasses.replace(params, seed=fresh_seed())
-        stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        return self.made_request(
-            prompt, params, AnswerOptions(**of_answer, stop=stop), spec, bias, n_top, speculate
-        )
+        return self.made_request(prompt, params, AnswerOptions(**ends), spec, **more)
 
     def made_request(
         self,
@@ -236,7 +255,7 @@ class LLM:
         n_top: int | None = None,
         speculate: bool = True,
     ) -> AnswerRequest:
-        """A request of checked options; compiles the grammar that `spec` asks for."""
+        """Make a request of checked options, its grammar compiled. Raises `FasteagleError`."""
         mask = None if spec is None else self.grammar(spec)
         vocab_size = self.engine.model.config.vocab_size
         for token in bias or {}:
@@ -256,10 +275,17 @@ class LLM:
         return self._grammars.start(spec)
 
     def stream(
-        self, request: AnswerRequest, check: Callable[[], None] = lambda: None
+        self,
+        request: AnswerRequest,
+        check: Callable[[], None] = lambda: None,
+        text: str | None = None,
     ) -> Generator[Chunk]:
-        """Answer `request`, chunk by chunk; `check` is called before every pass and may raise."""
+        """Answer `request`, chunk by chunk; `check` is called before every pass and may raise.
+
+        With the `text` of its prompt, the tokens of both are known to a text that goes on from it.
+        """
         self._take_turn()
+        tokens: list[int] = []
         try:
             answering = (
                 self.preparation.answering(request.params)
@@ -268,8 +294,14 @@ class LLM:
             )
             with answering:
                 self.prefix_cache.turn_to(self.engine, request.prompt)
-                yield from answer(self.engine, self.tokenizer, request, check)
+                chunks = answer(self.engine, self.tokenizer, request, check)
+                with contextlib.closing(chunks):
+                    for chunk in chunks:
+                        tokens.extend(chunk.tokens)
+                        yield chunk
         finally:
+            if text is not None and tokens:
+                self.texts.add(text, request.prompt, tokens)
             self._turn.release()
 
     def _take_turn(self) -> None:
@@ -285,21 +317,19 @@ class LLM:
             raise FasteagleError("this model was closed: load it again")
 
 
-def _grammar_spec(given: dict[str, Any]) -> GrammarSpec | None:
-    """The one form asked for; takes its keywords out of `given`."""
-    names = ("json_schema", "regex", "grammar")
-    asked = {name: given.pop(name) for name in names if given.get(name) is not None}
-    for name in names:
-        given.pop(name, None)
-    if len(asked) > 1:
-        raise FasteagleError(f"{' and '.join(asked)} contradict each other: give one")
-    for kind, value in asked.items():
-        if kind != "json_schema":
-            return GrammarSpec(kind, value)
-        if value is True:
-            return GrammarSpec("json_object")
-        return GrammarSpec(kind, json.dumps(value)) if value is not False else None
-    return None
+def _grammar_spec(keywords: dict[str, Any]) -> GrammarSpec | None:
+    """Take the form of an answer out of `keywords`; None: there is none."""
+    forms = {name: keywords.pop(name, None) for name in ("json_schema", "regex", "grammar")}
+    specs = [(kind, value) for kind, value in forms.items() if value is not None]
+    if len(specs) > 1:
+        both = " and ".join(kind for kind, _ in specs)
+        raise FasteagleError(f"{both} contradict each other: give one")
+    if not specs or specs[0][1] is False:
+        return None
+    kind, value = specs[0]
+    if kind != "json_schema":
+        return GrammarSpec(kind, value)
+    return GrammarSpec("json_object") if value is True else GrammarSpec(kind, json.dumps(value))
 
 
 def load(
@@ -338,19 +368,16 @@ def open_llm(
     draft: DraftOptions,
     notify: Callable[[str], None],
     prefix_cache_gb: float = 0.0,
+    prefix_cache_on: str = "host",
+    think: bool | None = None,
 ) -> LLM:
-    """The model with its drafter; what does not fit is refused before weights are read."""
+    """Load the model with its drafter; what cannot run is refused before weights are read."""
     opened = open_for(model, runtime_options, notify)
-    draft_model = open_draft_model(draft, opened, runtime_options, notify)
-    asked = check_draft(draft, opened, runtime_options)
-    documents = read_documents(draft.lookup, opened.tokenizer, notify)
-    head = expected_head(draft, opened, asked)
-    runtime = opened.loaded(runtime_options, notify, head)
+    if think is not None:
+        opened.tokenizer.check_think(think)
+    drafting = plan_drafting(draft, opened, runtime_options, notify)
+    runtime = opened.loaded(runtime_options, notify, drafting.head)
     engine = runtime.engine
-    if draft_model is not None:
-        engine.use(model_drafter(draft_model, engine, draft, notify))
-    else:
-        checkpoint = runtime.checkpoint
-        engine.use(make_drafter(runtime.name, engine, checkpoint, draft, notify, asked, documents))
+    engine.use(drafting.drafter(runtime.name, engine, runtime.checkpoint, notify))
     engine.compile_ahead()
-    return LLM(runtime.name, engine, runtime.tokenizer, prefix_cache_gb)
+    return LLM(runtime.name, engine, runtime.tokenizer, prefix_cache_gb, prefix_cache_on)

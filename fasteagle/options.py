@@ -97,6 +97,20 @@ class AnswerOptions:
         _require(all(self.stop), "a stop string is empty: leave it out")
 
 
+@dataclasses.dataclass(frozen=True)
+class ChatOptions:
+    """One question or a conversation, and how it looks on the screen."""
+
+    prompt: str | None = None  # "-": standard input; None: a conversation, where that is a terminal
+    system: str | None = None
+    think: bool | None = None  # None: as the model's template does
+    compile_blocks: bool | None = None  # None: in the background of a conversation
+    announce_seed: bool = False
+    show_accepted: bool = False
+    plain: bool = False
+    quiet: bool = False
+
+
 GRAMMARS = ("json_object", "json_schema", "regex", "grammar")
 
 

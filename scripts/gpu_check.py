@@ -273,7 +273,7 @@ def record(entries: Sequence[dict[str, Any]], dry_run: bool) -> dict[str, Any]:
     commit = None
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         commit = subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip()
-    now = datetime.datetime.now(datetime.timezone.utc)
+    now = datetime.datetime.now(datetime.UTC)
     meta = {"date": now.isoformat(timespec="seconds"), "commit": commit, "dry_run": dry_run}
     return {"meta": meta, "stages": list(entries)}
 

@@ -25,7 +25,7 @@ from fasteagle.bench.report import COLUMNS, build_report, conditions, markdown, 
 from fasteagle.bench.row_spec import ROW_NAMES
 from fasteagle.bench.run import DEFAULT_ROWS, PRECISIONS, BenchOptions, check_simulated, run
 from fasteagle.cli.command import Script
-from fasteagle.cli.options import bench_model_options, comma_list, draft_options
+from fasteagle.cli.options import BENCH_MODEL, DRAFT, comma_list, groups
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.open import open_dummy, open_model
 from fasteagle.options import DraftOptions, RuntimeOptions
@@ -37,8 +37,7 @@ DEFAULTS = BenchOptions()
 
 
 @click.command(cls=Script)
-@bench_model_options
-@draft_options
+@groups(BENCH_MODEL, DRAFT)
 @click.option(
     "--rows",
     default=",".join(DEFAULT_ROWS),

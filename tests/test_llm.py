@@ -74,6 +74,17 @@ def test_plain_and_speculative_say_the_same(llm):
     assert plain.tokens == fast.tokens and plain.stats.drafted == 0
 
 
+def test_a_conversation_keeps_the_tokens_that_were_generated(llm):
+    """Random bytes would be encoded otherwise; the cache has all but the answer's last token."""
+    said = [{"role": "user", "content": "hello"}]
+    first = llm.chat(said, max_new_tokens=9, temperature=1.0, seed=3)
+    text = llm.tokenizer.decode(first.tokens)
+    said += [{"role": "assistant", "content": text}, {"role": "user", "content": "more"}]
+    assert llm.tokenizer.encode(text) != first.tokens
+    again = llm.chat(said, max_new_tokens=2)
+    assert again.stats.cached_tokens == first.stats.prompt_tokens + len(first.tokens) - 1
+
+
 def test_a_seed_is_drawn_and_told(llm):
     first = llm.chat("hello", temperature=1.0, max_new_tokens=20)
     again = llm.chat("hello", temperature=1.0, max_new_tokens=20, seed=first.seed)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import sys
 
 import click
 
-from fasteagle.answering.background import Preparation
 from fasteagle.cli.command import leave, silent, uncollected
 from fasteagle.cli.markdown import harmless
 from fasteagle.cli.repl import Repl, tinted, utf8_streams
@@ -18,6 +16,7 @@ from fasteagle.errors import FasteagleError, note
 from fasteagle.llm import open_llm
 from fasteagle.options import (
     AnswerOptions,
+    ChatOptions,
     DraftOptions,
     GrammarSpec,
     RuntimeOptions,
@@ -31,66 +30,58 @@ def run_chat(
     draft: DraftOptions,
     params: SamplingParams,
     answer: AnswerOptions,
-    *,
-    announce_seed: bool,
-    show_accepted: bool,
     form: GrammarSpec | None,
-    think: bool | None,
-    prompt: str | None,
-    system: str | None,
-    compile_blocks: bool | None,
-    plain: bool,
-    quiet: bool,
+    options: ChatOptions,
 ) -> None:
-    """Answer `prompt` (or piped standard input) once, or read questions until the person leaves."""
+    """Answer a prompt (or piped standard input) once, or read questions until the person leaves."""
     utf8_streams()
-    one_shot = prompt is not None or not sys.stdin.isatty()
-    text = _prompt_text(prompt) if one_shot else ""
-    system = None if system is None else _argument(system, "--system")
+    question = _question(options.prompt)
+    system = None if options.system is None else _argument(options.system, "--system")
     answer = dataclasses.replace(answer, stop=tuple(_argument(s, "--stop") for s in answer.stop))
-
-    say = silent if quiet else note
+    say = silent if options.quiet else note
     with uncollected():
-        llm = open_llm(model, runtime_options, draft, say)
-    engine = llm.engine
-    if announce_seed:
+        llm = open_llm(model, runtime_options, draft, say, think=options.think)
+    if options.announce_seed:
         say(f"seed {params.seed}")
-    notify = say if one_shot else note
-    session = ChatSession(engine, llm.tokenizer, params, answer, system, notify, think)
-    session.grammar = form
-    if sys.stdout.isatty():
-        session.clean = harmless
-    if show_accepted:
-        session.mark_accepted = tinted
-    if not one_shot and sys.stdout.isatty():
-        session.mark_thought = lambda text: click.style(text, dim=True)
+    notify = note if question is None else say
+    session = ChatSession(llm, params, answer, system, notify, options.think, form)
+    _dress(session, options, is_conversation=question is None)
     # One answer is over before compilation pays; a conversation compiles while the person types.
-    wanted = not one_shot if compile_blocks is None else compile_blocks
-    preparation = Preparation(engine, quiet, not one_shot, params) if wanted else None
-    if preparation and compile_blocks:
-        say("compiling (kept for the next start) ...")
-        preparation.wait_for_compiler()
-    if one_shot:
-        _answer_once(session, text, preparation)
-        if engine.runner.error:
-            note(f"warning: running without CUDA graphs: {engine.runner.error}")
-        say(format_stats(session.stats))
+    if options.compile_blocks or (options.compile_blocks is None and question is None):
+        if options.compile_blocks:
+            say("compiling (kept for the next start) ...")
+        llm.prepare(
+            params, quiet=options.quiet, tune=question is None, wait=bool(options.compile_blocks)
+        )
+    if question is None:
+        say(f"context {llm.engine.max_seq_len:,} tokens; /help lists commands")
+        Repl(session, options.quiet, options.plain).run()
     else:
-        say(f"context {engine.max_seq_len:,} tokens; /help lists commands")
-        Repl(session, quiet, preparation, plain).run()
-    if preparation and preparation.busy:
+        for piece in session.ask(question):
+            print(piece, end="", flush=True)
+        print()
+        if llm.engine.runner.error:
+            note(f"warning: running without CUDA graphs: {llm.engine.runner.error}")
+        say(format_stats(session.stats))
+    if llm.is_preparing:
         leave()
 
 
-def _answer_once(session: ChatSession, text: str, preparation: Preparation | None) -> None:
-    with preparation.answering(session.params) if preparation else contextlib.nullcontext():
-        for piece in session.ask(text):
-            print(piece, end="", flush=True)
-        print()
+def _dress(session: ChatSession, options: ChatOptions, is_conversation: bool) -> None:
+    """Tell the session what to do to text on its way to the screen."""
+    on_terminal = sys.stdout.isatty()
+    if on_terminal:
+        session.clean = harmless
+    if options.show_accepted:
+        session.mark_accepted = tinted
+    if is_conversation and on_terminal:
+        session.mark_thought = lambda text: click.style(text, dim=True)
 
 
-def _prompt_text(prompt: str | None) -> str:
-    """The one question: from the option, or from standard input, which must be UTF-8."""
+def _question(prompt: str | None) -> str | None:
+    """The one question: the option's, or standard input's, in UTF-8; None: a conversation."""
+    if prompt is None and sys.stdin.isatty():
+        return None
     if prompt is None or prompt == "-":
         text = _decode(sys.stdin.buffer.read(), "standard input")
     else:
@@ -101,7 +92,7 @@ def _prompt_text(prompt: str | None) -> str:
 
 
 def _argument(text: str, name: str) -> str:
-    """An argument as UTF-8, also where the locale made Python hide its bytes in surrogates."""
+    """Return an argument as UTF-8, also where the locale hid its bytes in surrogates."""
     return _decode(os.fsencode(text), name)
 
 

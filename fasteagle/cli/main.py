@@ -12,21 +12,25 @@ from fasteagle import __version__
 from fasteagle.bench.options import EvalOptions
 from fasteagle.cli.command import Cli, uncollected
 from fasteagle.cli.options import (
+    DRAFT,
     FILE,
     FOLDER,
+    GRAMMAR,
+    MODEL,
+    OPTIONAL_MODEL,
+    QUALITY_MODEL,
+    SAMPLING,
     Command,
     Numbers,
-    draft_options,
     gone,
-    grammar_options,
     group,
+    groups,
     model_options,
-    optional_model_options,
-    quality_model_options,
-    sampling_options,
+    taken,
 )
 from fasteagle.options import (
     TAP_LAYERS_TEXT,
+    ChatOptions,
     DraftOptions,
     ExportOptions,
     RuntimeOptions,
@@ -57,10 +61,7 @@ def compile_option(usual: str) -> Callable[[Command], Command]:
 
 
 @main.command()
-@model_options
-@draft_options
-@sampling_options
-@grammar_options
+@groups(MODEL, DRAFT, SAMPLING, GRAMMAR)
 @click.option("-p", "--prompt", help="Answer this once and leave; '-' reads standard input.")
 @click.option("--system", help="System prompt.  [default: the model's own]")
 @THINK
@@ -68,19 +69,16 @@ def compile_option(usual: str) -> Callable[[Command], Command]:
 @click.option("--show-accepted", is_flag=True, help="Colour the text that was guessed right.")
 @click.option("--plain", is_flag=True, help="Show answers as written: no rendered Markdown.")
 @click.option("--quiet", is_flag=True, help="Only answers, no numbers.")
-def chat(**asked: Any) -> None:
+def chat(**given: Any) -> None:
     """Talk to a model. Text goes to stdout, everything else to stderr."""
     with uncollected():
         from fasteagle.cli.chat import run_chat
 
-    run_chat(**asked)
+    run_chat(options=taken(ChatOptions, given), **given)
 
 
 @main.command()
-@model_options
-@draft_options
-@sampling_options
-@grammar_options
+@groups(MODEL, DRAFT, SAMPLING, GRAMMAR)
 @click.option("--system", help="System prompt of conversations without one.")
 @THINK
 @compile_option("in the background")
@@ -89,19 +87,18 @@ def chat(**asked: Any) -> None:
     "--api-key", envvar="FASTEAGLE_API_KEY", show_envvar=True, help="That clients must send."
 )
 @click.option("--quiet", is_flag=True, help="Only the address and errors.")
-def serve(announce_seed: bool, **asked: Any) -> None:
+def serve(announce_seed: bool, **given: Any) -> None:
     """Serve a model in the form of OpenAI's API, with a page to chat."""
     source = click.get_current_context().get_parameter_source("seed")
     seed_given = source is click.core.ParameterSource.COMMANDLINE
     with uncollected():
         from fasteagle.cli.serve import run_serve
 
-    run_serve(seed_given=seed_given, **asked)
+    run_serve(seed_given=seed_given, **given)
 
 
 @main.command()
-@model_options
-@draft_options
+@groups(MODEL, DRAFT)
 def tune(model: str, runtime_options: RuntimeOptions, draft: DraftOptions) -> None:
     """Measure what trees cost on this device, and show which one pays when."""
     from fasteagle.cli.tune import run_tune
@@ -119,7 +116,7 @@ def models(memory: bool) -> None:
 
 
 @main.command("eval")
-@quality_model_options
+@groups(QUALITY_MODEL)
 @group(EvalOptions, "options")
 @click.option("--md", is_flag=True, help="Print the table in Markdown.")
 @click.option("--json", "json_path", type=FILE)
@@ -142,7 +139,7 @@ def eval_(
 @click.option(
     "-o", "--out", type=FOLDER, required=True, help="Folder to write; chat takes it as --model."
 )
-@gone("--data", "leave it out: no scheme reads text")
+@gone("--data", lambda value: "leave it out: no scheme reads text")
 def quantize(name: str | None, model: str, runtime_options: RuntimeOptions, out: Path) -> None:
     """Write model NAME's weights in the scheme of --int4, --int8 or --precision."""
     from fasteagle.cli.quantize import run_quantize
@@ -162,7 +159,7 @@ def calibrate_head(model: str, runtime_options: RuntimeOptions, options: Calibra
 
 @main.command("inspect-head")
 @click.argument("path")
-@optional_model_options
+@groups(OPTIONAL_MODEL)
 @click.option("--tap-layers", type=Numbers(), help=TAP_LAYERS_TEXT)
 @click.option("--probe", is_flag=True, help="Load --model and measure acceptance by taps.")
 def inspect_head(path: str, **asked: Any) -> None:

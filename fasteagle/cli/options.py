@@ -5,10 +5,11 @@ Each group arrives at its command as one such object. Imports no torch.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -118,17 +119,36 @@ def taken(kind: type[Made], given: dict[str, Any], **changed: Any) -> Made:
     return kind(**{**values, **changed})
 
 
-def group(kind: type[Any], parameter: str) -> Option:
-    """A decorator: an option for every field of `kind`; arrive as one object under `parameter`."""
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Options that belong together, and what a command gets instead of their values.
+
+    `take` removes the values of its options and returns the command's arguments.
+    """
+
+    options: tuple[Option, ...]
+    take: Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def groups(*parts: Group) -> Option:
+    """Make a decorator that gives a command the options of all `parts`, in this order."""
 
     def add(command: Command) -> Command:
         @functools.wraps(command)
         def wrapped(**given: Any) -> Any:
-            return command(**{parameter: taken(kind, given)}, **given)
+            made: dict[str, Any] = {}
+            for part in parts:
+                made |= part.take(given)
+            return command(**made, **given)
 
-        return with_options(wrapped, options_of(kind))
+        return with_options(wrapped, [option for part in parts for option in part.options])
 
     return add
+
+
+def group(kind: type[Any], parameter: str) -> Option:
+    """Make a decorator: an option for every field of `kind`, which arrives as `parameter`."""
+    return groups(Group(tuple(options_of(kind)), lambda given: {parameter: taken(kind, given)}))
 
 
 # Flags that left, and how a precision says the same.
@@ -144,41 +164,12 @@ BITS = (
     click.option("--int4", is_flag=True, help="The checkpoint's own 4 bits, or HQQ."),
     click.option("--int8", is_flag=True, help="8 bits, one scale a row."),
 )
-
-
-def model_options(command: Command, default: str | None = DEFAULT_MODEL) -> Command:
-    """Options every command that loads a model takes; arrive with one `RuntimeOptions`."""
-
-    @functools.wraps(command)
-    def wrapped(precision: str, int4: bool, int8: bool, **given: Any) -> Any:
-        names = [] if precision == "auto" else [precision]
-        precision = _only_one([*names, *_bits(int4, int8)], "auto")
-        check_precision(precision)
-        runtime = taken(RuntimeOptions, given).at(precision)
-        return command(runtime_options=runtime, **given)
-
-    precisions = click.option(
-        "--precision",
-        default="auto",
-        show_default=True,
-        help="auto: as the model's files hold it; or int4, int8, bf16, fp16, fp32, a scheme.",
-    )
-    return with_options(wrapped, [*runtime_options(default), precisions, *BITS])
-
-
-def runtime_options(default: str | None) -> list[Option]:
-    """Options of where and how a model runs, and answers for those that `--precision` replaced."""
-    kept = [f for f in fields(RuntimeOptions) if f.name not in PRECISION_FIELDS]
-    hints = typing.get_type_hints(RuntimeOptions)
-    return [_model(default), *(_option(f, hints[f.name]) for f in kept), *map(_gone, GONE)]
-
-
-def _gone(flag: str) -> Option:
-    def refuse(context: click.Context, option: click.Parameter, value: str | None) -> None:
-        if value is not None:
-            raise FasteagleError(f"{flag} is gone: use --precision {GONE[flag](value)}")
-
-    return click.option(flag, hidden=True, expose_value=False, callback=refuse)
+PRECISION = click.option(
+    "--precision",
+    default="auto",
+    show_default=True,
+    help="auto: as the model's files hold it; or int4, int8, bf16, fp16, fp32, a scheme.",
+)
 
 
 def _model(default: str | None) -> Option:
@@ -190,99 +181,75 @@ def _model(default: str | None) -> Option:
     )
 
 
-def _bits(int4: bool, int8: bool) -> list[str]:
-    return [*(["int4"] if int4 else []), *(["int8"] if int8 else [])]
+def _runtime_options(default: str | None) -> tuple[Option, ...]:
+    """Options of where and how a model runs, and answers for those that `--precision` replaced."""
+    kept = [f for f in fields(RuntimeOptions) if f.name not in PRECISION_FIELDS]
+    hints = typing.get_type_hints(RuntimeOptions)
+    return (_model(default), *(_option(f, hints[f.name]) for f in kept), *map(_gone, GONE))
 
 
-def _only_one(names: Sequence[str], otherwise: str) -> str:
-    """The one of `names`, or `otherwise`. Raises `FasteagleError` for more than one."""
+def gone(flag: str, instead: Callable[[str], str]) -> Option:
+    """Return a hidden option that is refused with what to do `instead` of giving it a value."""
+
+    def refuse(context: click.Context, option: click.Parameter, value: str | None) -> None:
+        if value is not None:
+            raise FasteagleError(f"{flag} is gone: {instead(value)}")
+
+    return click.option(flag, hidden=True, expose_value=False, callback=refuse)
+
+
+def _gone(flag: str) -> Option:
+    return gone(flag, lambda value: f"use --precision {GONE[flag](value)}")
+
+
+def _only_bits(given: dict[str, Any], *others: str | None) -> str | None:
+    """Take the one of --int4, --int8 and `others`. Raises `FasteagleError` for more than one."""
+    names = [name for name in others if name]
+    names += [bits for bits in ("int4", "int8") if given.pop(bits)]
     if len(names) > 1:
         raise FasteagleError(f"{' and '.join(names)} contradict each other: give one")
-    return names[0] if names else otherwise
+    return names[0] if names else None
 
 
-def bench_model_options(command: Command) -> Command:
-    """Options of a benchmark's model, whose precisions are a list and its parts are flags."""
-
-    @functools.wraps(command)
-    def wrapped(int4: bool, int8: bool, **given: Any) -> Any:
-        quant = [given["quant"]] if given["quant"] else []
-        named = _only_one([*_bits(int4, int8), *quant], "")
-        return command(runtime_options=taken(RuntimeOptions, given, quant=named or None), **given)
-
-    options = options_of(RuntimeOptions, before={"quant": BITS})
-    return with_options(wrapped, [_model(DEFAULT_MODEL), *options])
+def _take_model(given: dict[str, Any]) -> dict[str, Any]:
+    precision = given.pop("precision")
+    check_precision(precision)
+    precision = _only_bits(given, precision if precision != "auto" else None) or "auto"
+    return {"runtime_options": taken(RuntimeOptions, given).at(precision)}
 
 
-def optional_model_options(command: Command) -> Command:
-    """`model_options` of a command that can do without a model."""
-    return model_options(command, None)
+def _take_bench_model(given: dict[str, Any]) -> dict[str, Any]:
+    quant = _only_bits(given, given.pop("quant"))
+    return {"runtime_options": taken(RuntimeOptions, given, quant=quant)}
 
 
-def quality_model_options(command: Command) -> Command:
-    """Options of a model whose `--precision` is the command's own list."""
-
-    @functools.wraps(command)
-    def wrapped(**given: Any) -> Any:
-        return command(runtime_options=taken(RuntimeOptions, given), **given)
-
-    return with_options(wrapped, runtime_options(DEFAULT_MODEL))
+def _take_draft(given: dict[str, Any]) -> dict[str, Any]:
+    tree_file = None if given["tree_file"] == "auto" else given["tree_file"]
+    drafter = "none" if given.pop("no_spec") else given["drafter"]
+    draft = taken(DraftOptions, given, drafter=drafter, tree_file=tree_file)
+    check_precision(draft.draft_precision)
+    return {"draft": draft}
 
 
-def draft_options(command: Command) -> Command:
-    """Options of guessing ahead; arrive as one `DraftOptions`."""
-
-    @functools.wraps(command)
-    def wrapped(no_spec: bool, **given: Any) -> Any:
-        tree_file = None if given["tree_file"] == "auto" else given["tree_file"]
-        drafter = "none" if no_spec else given["drafter"]
-        draft = taken(DraftOptions, given, drafter=drafter, tree_file=tree_file)
-        check_precision(draft.draft_precision)
-        return command(draft=draft, **given)
-
-    no_spec = click.option("--no-spec", is_flag=True, help="The same as --drafter none.")
-    return with_options(wrapped, options_of(DraftOptions, before={"head": [no_spec]}))
+def _take_sampling(given: dict[str, Any]) -> dict[str, Any]:
+    is_drawn = given["seed"] is None
+    params = taken(SamplingParams, given, seed=fresh_seed() if is_drawn else given["seed"])
+    announce = is_drawn and not params.greedy
+    return {"params": params, "answer": taken(AnswerOptions, given), "announce_seed": announce}
 
 
-def sampling_options(command: Command) -> Command:
-    """Options of drawing tokens and ending answers; arrive as two dataclasses."""
-
-    @functools.wraps(command)
-    def wrapped(**given: Any) -> Any:
-        is_drawn = given["seed"] is None
-        seed = fresh_seed() if is_drawn else given["seed"]
-        params = taken(SamplingParams, given, seed=seed)
-        answer = taken(AnswerOptions, given)
-        announce = is_drawn and not params.greedy
-        return command(params=params, answer=answer, announce_seed=announce, **given)
-
-    return with_options(wrapped, [*options_of(SamplingParams), *options_of(AnswerOptions)])
-
-
-def grammar_options(command: Command) -> Command:
-    """Options of the form that answers must have; arrive as one `GrammarSpec` or None."""
-
-    @functools.wraps(command)
-    def wrapped(
-        json_schema: Path | None, regex: str | None, grammar: Path | None, **given: Any
-    ) -> Any:
-        asked = {
-            "json_schema": None if json_schema is None else _file_text(json_schema),
-            "regex": regex,
-            "grammar": None if grammar is None else _file_text(grammar),
-        }
-        specs = [GrammarSpec(kind, text) for kind, text in asked.items() if text is not None]
-        if len(specs) > 1:
-            both = " and ".join(spec.kind.replace("_", "-") for spec in specs)
-            raise FasteagleError(f"--{both} contradict each other: give one")
-        return command(form=specs[0] if specs else None, **given)
-
-    options = (
-        click.option("--json-schema", type=FILE, help="Answer in JSON of the schema in this file."),
-        click.option("--regex", help="Answer with text that matches this as a whole."),
-        click.option("--grammar", type=FILE, help="Answer in this file's Lark grammar."),
-    )
-    return with_options(wrapped, options)
+def _take_grammar(given: dict[str, Any]) -> dict[str, Any]:
+    forms = {name: given.pop(name) for name in ("json_schema", "regex", "grammar")}
+    texts = {
+        kind: _file_text(form) if isinstance(form, Path) else form
+        for kind, form in forms.items()
+        if form is not None
+    }
+    if len(texts) > 1:
+        both = " and ".join(kind.replace("_", "-") for kind in texts)
+        raise FasteagleError(f"--{both} contradict each other: give one")
+    specs = [GrammarSpec(kind, text) for kind, text in texts.items()]
+    return {"form": specs[0] if specs else None}
 
 
 def _file_text(path: Path) -> str:
@@ -292,11 +259,25 @@ def _file_text(path: Path) -> str:
         raise FasteagleError(f"cannot read {path}: {error}") from error
 
 
-def gone(flag: str, instead: str) -> Option:
-    """A decorator: a flag that is no more, hidden; using it is an error that says what to do."""
-
-    def refuse(context: click.Context, option: click.Parameter, value: Any) -> None:
-        if value is not None:
-            raise FasteagleError(f"{flag} is gone: {instead}")
-
-    return click.option(flag, hidden=True, expose_value=False, callback=refuse)
+NO_SPEC = click.option("--no-spec", is_flag=True, help="The same as --drafter none.")
+MODEL = Group((*_runtime_options(DEFAULT_MODEL), PRECISION, *BITS), _take_model)
+OPTIONAL_MODEL = Group((*_runtime_options(None), PRECISION, *BITS), _take_model)
+# A command whose --precision is a list of its own.
+QUALITY_MODEL = Group(
+    _runtime_options(DEFAULT_MODEL), lambda given: {"runtime_options": taken(RuntimeOptions, given)}
+)
+# The benchmark's: the parts of a precision are flags.
+BENCH_MODEL = Group(
+    (_model(DEFAULT_MODEL), *options_of(RuntimeOptions, before={"quant": BITS})), _take_bench_model
+)
+DRAFT = Group(tuple(options_of(DraftOptions, before={"head": [NO_SPEC]})), _take_draft)
+SAMPLING = Group((*options_of(SamplingParams), *options_of(AnswerOptions)), _take_sampling)
+GRAMMAR = Group(
+    (
+        click.option("--json-schema", type=FILE, help="Answer in JSON of the schema in this file."),
+        click.option("--regex", help="Answer with text that matches this as a whole."),
+        click.option("--grammar", type=FILE, help="Answer in this file's Lark grammar."),
+    ),
+    _take_grammar,
+)
+model_options = groups(MODEL)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
 import click
 
-from fasteagle.answering.background import Preparation
 from fasteagle.cli.markdown import screen
 from fasteagle.cli.session import ChatSession, format_stats
 from fasteagle.drafting.draft_model import ModelDrafter
@@ -60,19 +58,12 @@ Ctrl-C            stops an answer and keeps what came"""
 
 
 class Repl:
-    """Reads until /exit or end of input; `preparation` works while it waits for the person."""
+    """Reads until /exit or end of input; `plain`: answers are shown as they were written."""
 
-    def __init__(
-        self,
-        session: ChatSession,
-        quiet: bool = False,
-        preparation: Preparation | None = None,
-        plain: bool = True,
-    ) -> None:
+    def __init__(self, session: ChatSession, quiet: bool = False, plain: bool = True) -> None:
         self.session = session
-        self.drafter = session.engine.drafter
+        self.drafter = session.llm.engine.drafter
         self.quiet, self.plain = quiet, plain
-        self.preparation = preparation
 
     def run(self) -> None:
         save_history = _open_history()
@@ -116,17 +107,17 @@ class Repl:
             note(f"Error: {error}")
         return False
 
-    def print_answer(self, pieces: Iterator[str]) -> None:
+    def print_answer(self, pieces: Generator[str]) -> None:
         """Print an answer as it comes; Ctrl-C ends it and keeps the part that came."""
-        preparation, params = self.preparation, self.session.params
-        with preparation.answering(params) if preparation else contextlib.nullcontext():
-            shown = screen(self.plain)
-            try:
-                for piece in pieces:
-                    shown.write(piece)
-                shown.finish()
-            except KeyboardInterrupt:
-                print("\n[stopped; the part above stays in the conversation]")
+        shown = screen(self.plain)
+        try:
+            for piece in pieces:
+                shown.write(piece)
+            shown.finish()
+        except KeyboardInterrupt:
+            print("\n[stopped; the part above stays in the conversation]")
+        finally:
+            pieces.close()
         if not self.quiet and self.session.stats.new_tokens:
             note(format_stats(self.session.stats))
 
@@ -160,10 +151,10 @@ class Repl:
         print(format_stats(stats))
         print(
             f"passes {stats.passes:,} | finish {stats.finish or 'stopped'} | context "
-            f"{len(self.session.engine.cached):,} of {self.session.engine.max_seq_len:,}"
+            f"{len(self.session.llm.engine.cached):,} of {self.session.llm.engine.max_seq_len:,}"
         )
 
-        drafter = self.session.engine.drafter
+        drafter = self.session.llm.engine.drafter
         if drafter is not None and drafter.policy is not None:
             print(drafter.policy.explain())
         by_depth = stats.acceptance_by_depth
@@ -174,7 +165,7 @@ class Repl:
             )
 
     def _spec(self, text: str) -> None:
-        engine = self.session.engine
+        engine = self.session.llm.engine
         if text == "off":
             engine.use(None)
         elif text == "on":
@@ -272,7 +263,7 @@ class Repl:
         self.session.system, self.session.turns = content.get("system"), list(turns)
         self.session.params, self.session.answer = params, answer
         # A conversation goes on with another model too, one without the switch included.
-        self.session.think = think if self.session.tokenizer.has_thinking_switch else None
+        self.session.think = think if self.session.llm.tokenizer.has_thinking_switch else None
         print(f"loaded {len(turns)} messages from {path}")
 
 

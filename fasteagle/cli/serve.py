@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from fasteagle.answering.background import Preparation
-from fasteagle.answering.prefix_cache import PrefixCache
 from fasteagle.cli.command import leave, silent, uncollected
 from fasteagle.errors import FasteagleError, note
 from fasteagle.llm import open_llm
@@ -45,25 +43,26 @@ def run_serve(
     """Serve until Ctrl-C."""
     check_exposed(options, api_key)
     say = silent if quiet else note
-    with listen(options) as found:
+    with listen(options) as listener:
         with uncollected():
-            llm = open_llm(model, runtime_options, draft, say)
-        if think is not None:
-            llm.tokenizer.check_think(think)
-        on_device = options.prefix_cache_on == "device"
-        llm.prefix_cache = PrefixCache(
-            int(options.prefix_cache * 2**30), llm.engine.device if on_device else "cpu"
-        )
+            llm = open_llm(
+                model,
+                runtime_options,
+                draft,
+                say,
+                options.prefix_cache,
+                options.prefix_cache_on,
+                think,
+            )
+        if compile_blocks:
+            say("compiling (kept for the next start) ...")
         if compile_blocks is not False:
-            llm.preparation = Preparation(llm.engine, True, params=params)
-            if compile_blocks:
-                say("compiling (kept for the next start) ...")
-                llm.preparation.wait_for_compiler()
+            llm.prepare(params, quiet=True, wait=bool(compile_blocks))
         defaults = Defaults(params, answer, seed_given, form, system, think)
         server = Server(llm, options, defaults, api_key)
-        host, port = found.getsockname()[:2]
+        host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         note(f"serving {server.name} on http://{shown}:{port} (the page), /v1 (the API)")
-        run(server, found, say)
-    if llm.preparation is not None and llm.preparation.busy:
+        run(server, listener, say)
+    if llm.is_preparing:
         leave()

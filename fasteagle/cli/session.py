@@ -1,40 +1,38 @@
 """A conversation: turns, the model's template, the context limit. Knows no terminal.
 
-The tokens of earlier turns are kept as they were generated, not encoded anew, so that a follow-up
-question finds them all in the KV cache. Where the template renders an answer otherwise than it was
-generated (without its thought), all is encoded anew, and the cache serves up to that answer.
+The model knows the tokens of earlier turns as they were generated, so that a follow-up question
+finds them all in the KV cache. Where the template renders an answer otherwise than it was generated
+(without its thought), the cache serves up to that answer.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
-from fasteagle.answering.answer import AnswerRequest, answer
-from fasteagle.answering.grammar import GrammarCompiler, GrammarMask
 from fasteagle.answering.stream import ThoughtSplitter, opened_thought
 from fasteagle.decoding.stats import Stats
 from fasteagle.errors import FasteagleError
-from fasteagle.generate import Engine
-from fasteagle.loading.tokenizer import ChatTokenizer, Message
+from fasteagle.llm import LLM
+from fasteagle.loading.tokenizer import Message
 from fasteagle.options import AnswerOptions, GrammarSpec, SamplingParams
 
 
 class ChatSession:
-    """One conversation with one engine. `notify` receives remarks meant for the person."""
+    """One conversation with one model. `notify` receives remarks meant for the person."""
 
     def __init__(
         self,
-        engine: Engine,
-        tokenizer: ChatTokenizer,
+        llm: LLM,
         params: SamplingParams,
         answer: AnswerOptions,
         system: str | None = None,
         notify: Callable[[str], None] = lambda text: None,
         think: bool | None = None,
+        form: GrammarSpec | None = None,
     ) -> None:
-        self.engine, self.tokenizer = engine, tokenizer
+        self.llm, self.form = llm, form
         self.params, self.answer = params, answer
         self.notify = notify
         self.mark_accepted: Callable[[str], str] | None = None  # dresses accepted text up
@@ -43,9 +41,6 @@ class ChatSession:
         self.turns: list[Message] = []  # user and assistant, alternating
         self.system = system
         self.think = think
-        self.grammar: GrammarSpec | None = None  # the form of every answer
-        self._grammars = GrammarCompiler(tokenizer, engine.model.config.vocab_size)
-        self._text, self._ids = "", []  # type: tuple[str, list[int]]
 
     @property
     def think(self) -> bool | None:
@@ -58,20 +53,19 @@ class ChatSession:
     @think.setter
     def think(self, think: bool | None) -> None:
         if think is not None:
-            self.tokenizer.check_think(think)
+            self.llm.tokenizer.check_think(think)
         self._think = think
 
     @property
     def stats(self) -> Stats:
-        """Of the last answer."""
-        return self.engine.stats
+        """Statistics of the last answer."""
+        return self.llm.engine.stats
 
     def reset(self) -> None:
         """Forget all turns; the system prompt and the options stay."""
         self.turns = []
-        self._text, self._ids = "", []
 
-    def ask(self, text: str) -> Iterator[str]:
+    def ask(self, text: str) -> Generator[str]:
         """Answer `text`, piece by piece.
 
         An answer cut short (generator closed, Ctrl-C) stays in the conversation as far as it came;
@@ -82,47 +76,42 @@ class ChatSession:
         self.turns.append({"role": "user", "content": text})
         yield from self._answer(self.params)
 
-    def retry(self) -> Iterator[str]:
+    def retry(self) -> Generator[str]:
         """Answer the last question again, with the next seed; if nothing comes, all stays."""
         if not self.turns:
             raise FasteagleError("nothing to retry: ask something first")
-        kept = (list(self.turns), self._text, self._ids, self.params)
+        before = (list(self.turns), self.params)
         if self.turns[-1]["role"] == "assistant":
             self.turns.pop()
-            self._text, self._ids = "", []
         self.params = dataclasses.replace(self.params, seed=(self.params.seed + 1) % 2**63)
         n_turns = len(self.turns)
         try:
             yield from self._answer(self.params)
         finally:
             if len(self.turns) < n_turns:  # not one token came
-                self.turns, self._text, self._ids, self.params = kept
+                self.turns, self.params = before
 
     def _answer(self, params: SamplingParams) -> Iterator[str]:
         thought = ThoughtSplitter()
-        new_ids: list[int] = []
-        pieces: list[str] = []
-        prompt: list[int] = []
-        text = ""
+        pieces: list[str] = []  # of the answer, from its first token on
         try:
             text, prompt = self._fit()
             thought = ThoughtSplitter(opened_thought(text))
-            eos_ids = self.tokenizer.eos_ids
-            request = AnswerRequest(prompt, params, self.answer, eos_ids, mask=self._mask())
-            with contextlib.closing(answer(self.engine, self.tokenizer, request)) as chunks:
+            request = self.llm.made_request(prompt, params, self.answer, self.form)
+            with contextlib.closing(self.llm.stream(request, text=text)) as chunks:
                 for chunk in chunks:
-                    new_ids.extend(chunk.tokens)
                     pieces.append(chunk.text)
                     guessed, rest = chunk.text[: chunk.n_guessed], chunk.text[chunk.n_guessed :]
                     yield from self._dressed(thought.push(guessed), self.mark_accepted)
                     yield from self._dressed(thought.push(rest), None)
             yield from self._dressed(thought.finish(), None)
         finally:
-            self._record(text, prompt, new_ids, thought.closed("".join(pieces)))
+            if pieces:
+                content = thought.closed("".join(pieces))
+                self.turns.append({"role": "assistant", "content": content})
+            else:
+                self.turns.pop()  # the question
         self._explain_end(thought.inside)
-
-    def _mask(self) -> GrammarMask | None:
-        return None if self.grammar is None else self._grammars.start(self.grammar)
 
     def _dressed(
         self, parts: list[tuple[str, bool]], mark: Callable[[str], str] | None
@@ -136,7 +125,7 @@ class ChatSession:
     def _explain_end(self, in_thought: bool) -> None:
         if self.stats.finish == "context":
             self.notify(
-                f"[context full at {self.engine.max_seq_len:,} tokens: the answer ends here; "
+                f"[context full at {self.llm.engine.max_seq_len:,} tokens: the answer ends here; "
                 "the oldest turns make room for the next one]"
             )
         elif self.stats.finish == "length" and in_thought:
@@ -145,16 +134,9 @@ class ChatSession:
                 "raise max-new-tokens]"
             )
 
-    def _record(self, text: str, prompt: list[int], new_ids: list[int], answer: str) -> None:
-        if not new_ids:
-            self.turns.pop()  # the question
-            return
-        self.turns.append({"role": "assistant", "content": answer})
-        self._text, self._ids = text + self.tokenizer.raw(new_ids), prompt + new_ids
-
     def _fit(self) -> tuple[str, list[int]]:
-        """Rendered conversation and its tokens; drops the oldest turns until an answer fits."""
-        limit = self.engine.max_seq_len
+        """Render the conversation, and its tokens; drop the oldest turns until an answer fits."""
+        limit = self.llm.engine.max_seq_len
         room = min(self.answer.max_new_tokens, limit // 4)
         turns, dropped = list(self.turns), 0
         text, ids = self._render(turns)
@@ -174,10 +156,8 @@ class ChatSession:
 
     def _render(self, turns: list[Message]) -> tuple[str, list[int]]:
         system = [{"role": "system", "content": self.system}] if self.system else []
-        text = self.tokenizer.render([*system, *turns], think=self.think)
-        if self._text and text.startswith(self._text):
-            return text, self._ids + self.tokenizer.encode(text[len(self._text) :])
-        return text, self.tokenizer.encode(text)
+        text = self.llm.tokenizer.render([*system, *turns], think=self.think)
+        return text, self.llm.texts.encode(text)
 
 
 def format_stats(stats: Stats) -> str:

@@ -21,9 +21,11 @@ from fasteagle.drafting.policy import LONGEST, MAX_CHAIN, REACH
 from fasteagle.drafting.static_tree import StaticTreeDrafter, check_no_gaps, check_paths
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
+from fasteagle.loading.draft_model import model_drafter, open_draft_model
 from fasteagle.loading.entries import REGISTRY
-from fasteagle.loading.heads.find import LoadedHead, find_head, head_shape, is_shipped
-from fasteagle.loading.open import OpenedModel
+from fasteagle.loading.heads.find import LoadedHead, find_head, head_shape, is_shipped, named_head
+from fasteagle.loading.lookup_files import read_documents
+from fasteagle.loading.open import OpenedModel, PreparedModel
 from fasteagle.loading.shortage import short_of_memory
 from fasteagle.loading.source import has_native, quantize_head_
 from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint, fingerprint
@@ -41,6 +43,44 @@ from fasteagle.shapes import (
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class Drafting:
+    """Parts of a drafter that are read and checked before the weights of its target.
+
+    `loaded` is the head that `options` name, `head` the shape of the one that will be loaded, for
+    which memory must be left.
+    """
+
+    options: DraftOptions
+    loaded: LoadedHead | None
+    head: HeadConfig | None
+    documents: list[list[int]]
+    draft_model: PreparedModel | None
+
+    def drafter(
+        self, name: str, engine: Engine, checkpoint: Checkpoint, notify: Callable[[str], None]
+    ) -> Drafter | None:
+        """Make the drafter for the target `engine`; see `make_drafter`."""
+        if self.draft_model is not None:
+            return model_drafter(self.draft_model, engine, self.options, notify)
+        return make_drafter(
+            name, engine, checkpoint, self.options, notify, self.loaded, self.documents
+        )
+
+
+def plan_drafting(
+    options: DraftOptions,
+    opened: OpenedModel,
+    runtime: RuntimeOptions,
+    notify: Callable[[str], None],
+) -> Drafting:
+    """Read what drafts. Raises `FasteagleError` for what cannot run beside the opened target."""
+    draft_model = open_draft_model(options, opened, runtime, notify)
+    loaded = check_draft(options, opened, runtime)
+    documents = read_documents(options.lookup, opened.tokenizer, notify)
+    return Drafting(options, loaded, expected_head(options, opened, loaded), documents, draft_model)
+
+
 def check_draft(
     options: DraftOptions, opened: OpenedModel, runtime: RuntimeOptions
 ) -> LoadedHead | None:
@@ -50,28 +90,25 @@ def check_draft(
     """
     if not options.may_have_head:
         return None
-    config, quantized_on_cpu = opened.checkpoint.config, opened.quantized_on_cpu(runtime)
-    tree_of(options, config.vocab_size, quantized_on_cpu)
-    if options.head is None:
-        return None
-    found = find_head(options.head, opened.name, identity="")
-    assert found is not None, "a head that is asked for is found or refused"
-    loaded = found.loaded(config, options.tap_layers)
-    tree_of(options, loaded.head.config.draft_vocab_size, quantized_on_cpu)
+    config, loaded = opened.checkpoint.config, None
+    if options.head is not None:
+        loaded = named_head(options.head).loaded(config, options.tap_layers)
+    vocab_size = config.vocab_size if loaded is None else loaded.head.config.draft_vocab_size
+    tree_of(options, vocab_size, opened.quantized_on_cpu(runtime))
     return loaded
 
 
 def expected_head(
-    options: DraftOptions, opened: OpenedModel, asked: LoadedHead | None
+    options: DraftOptions, opened: OpenedModel, loaded: LoadedHead | None
 ) -> HeadConfig | None:
     """Shape of the draft head that `make_drafter` will load; None: none is known for the model.
 
-    `asked` is what `check_draft` returns.
+    `loaded` is what `check_draft` returns.
     """
     if not options.may_have_head:
         return None
-    if asked is not None:
-        return asked.head.config
+    if loaded is not None:
+        return loaded.head.config
     name = opened.name
     known = is_shipped(name) or (name in REGISTRY and bool(REGISTRY[name].heads))
     if options.drafter == "auto" and not known:

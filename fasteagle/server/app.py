@@ -149,7 +149,7 @@ class Server:
         try:
             left = job.submitted + seconds - time.perf_counter()
             return await asyncio.wait_for(unless_gone(request, wanted), left)
-        except (asyncio.TimeoutError, CancelledError) as error:
+        except (TimeoutError, CancelledError) as error:
             late = isinstance(error, asyncio.TimeoutError)
             job.end("timeout" if late else "cancelled")
             self.metrics.finished(job)

@@ -6,7 +6,7 @@ import dataclasses
 import re
 import time
 import uuid
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -40,7 +40,7 @@ class Record:
 
     def line(self, text: str) -> str:
         """Return `text` with what tells requests apart before it."""
-        now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
         return f"{now} {self.client} {self.id} {self.route} {text}"
 
     @property

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import threading
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +13,6 @@ from fasteagle.answering.stream import opened_thought
 from fasteagle.config_fields import parse_shallow_json
 from fasteagle.errors import FasteagleError
 from fasteagle.llm import LLM
-from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.options import AnswerOptions, GrammarSpec, SamplingParams, fresh_seed
 from fasteagle.server.protocol import (
     ChatMessage,
@@ -28,7 +25,6 @@ from fasteagle.server.protocol import (
 from fasteagle.server.tools import ToolFormat, call_grammar, tool_format
 
 MOST_STOPS = 16
-KNOWN_TEXTS = 16
 MOST_CHARACTERS_A_TOKEN = 16  # on average; English has 4 to 5, code up to 8
 
 
@@ -68,32 +64,6 @@ class Plan:
     tool_names: frozenset[str] = frozenset()
 
 
-class KnownTexts:
-    """The last conversations with the tokens that they were generated as.
-
-    A model may write a word in other tokens than its tokenizer would. What was generated is found
-    in the KV cache only under its own tokens, so a text that goes on from a known one keeps them.
-    """
-
-    def __init__(self, tokenizer: ChatTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._known: deque[tuple[str, list[int]]] = deque(maxlen=KNOWN_TEXTS)
-        self._lock = threading.Lock()
-
-    def encode(self, text: str) -> list[int]:
-        with self._lock:
-            begins = [known for known in self._known if text.startswith(known[0])]
-        if not begins:
-            return self._tokenizer.encode(text)
-        start, ids = max(begins, key=lambda known: len(known[0]))
-        return ids + self._tokenizer.encode(text[len(start) :])
-
-    def add(self, text: str, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """`answer` followed the `prompt` of `text`."""
-        with self._lock:
-            self._known.append((text + self._tokenizer.raw(answer), [*prompt, *answer]))
-
-
 class Planner:
     """Makes plans for one model. Its methods raise `FasteagleError`.
 
@@ -102,7 +72,7 @@ class Planner:
 
     def __init__(self, llm: LLM, defaults: Defaults) -> None:
         self._llm, self._defaults = llm, defaults
-        self.texts = KnownTexts(llm.tokenizer)
+        self.texts = llm.texts
         # More cannot fit, or is so unlike text that it is not worth the seconds of encoding it.
         each = min(llm.tokenizer.most_characters, MOST_CHARACTERS_A_TOKEN)
         self._most_characters = llm.engine.max_seq_len * each

@@ -15,6 +15,7 @@ from fasteagle.drafting.base import Tuning
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.plan import DEFAULT_RANKS
 from fasteagle.generate import Engine
+from fasteagle.llm import LLM
 from fasteagle.options import AnswerOptions, SamplingParams
 from fasteagle.tree import TreeShape
 from helpers import Letters, costs, random_head, random_target, tiny_config
@@ -43,9 +44,8 @@ def test_turns_at_a_full_context(tmp_path):
     assert compile_now(engine)
     follow_costs(engine, drafter, costs())
     notes: list[str] = []
-    session = ChatSession(
-        engine, Letters(60), SamplingParams(), AnswerOptions(24), notify=notes.append
-    )
+    llm = LLM("letters", engine, Letters(60))
+    session = ChatSession(llm, SamplingParams(), AnswerOptions(24), notify=notes.append)
 
     def ask(turn: int) -> None:
         assert "".join(session.ask(f"question {turn}"))

@@ -337,7 +337,7 @@ def test_one_answer_ends_while_something_is_still_prepared(tiny_dir, monkeypatch
         def answering(self, params):
             return contextlib.nullcontext()
 
-    monkeypatch.setattr("fasteagle.cli.chat.Preparation", Busy)
+    monkeypatch.setattr("fasteagle.llm.Preparation", Busy)
     monkeypatch.setattr("fasteagle.cli.chat.leave", lambda: left.append(True))
     model = ("--model", tiny_dir, "--no-spec", "--max-new-tokens", 4)
     done = invoke("chat", *model, "-p", "hi", "--compile")

@@ -13,6 +13,7 @@ from fasteagle.cli.session import ChatSession, format_stats
 from fasteagle.decoding.stats import Stats
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
+from fasteagle.llm import LLM
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.options import AnswerOptions, SamplingParams
@@ -28,8 +29,7 @@ def model(tiny_dir):
 @pytest.fixture
 def session(model, tiny_dir):
     made = ChatSession(
-        Engine(model, 512),
-        load_tokenizer(tiny_dir),
+        LLM("tiny", Engine(model, 512), load_tokenizer(tiny_dir)),
         SamplingParams(1.0, top_p=0.95, seed=3),
         AnswerOptions(max_new_tokens=12),
     )
@@ -57,24 +57,25 @@ def test_turns_are_kept_and_cached(session):
 
 def test_answer_equals_a_fresh_engine_on_the_rendered_conversation(session, model):
     """With a tokenizer that encodes an answer as it was drawn; random bytes would differ."""
-    session.tokenizer = Letters(TINY_VOCAB)
+    session.llm = LLM("letters", session.llm.engine, Letters(TINY_VOCAB))
     for text in ("hello", "second question", "third"):
         answer(session, text)
     assert session.stats.cached_tokens > 0
-    other = ChatSession(Engine(model, 512), session.tokenizer, session.params, session.answer)
+    fresh = LLM("letters", Engine(model, 512), session.llm.tokenizer)
+    other = ChatSession(fresh, session.params, session.answer)
     other.turns = session.turns[:-2]
     assert answer(other, "third") == session.turns[-1]["content"] != ""
-    assert other.stats.cached_tokens == 0 and other._ids == session._ids
+    assert other.stats.cached_tokens == 0 and fresh.engine.cached == session.llm.engine.cached
 
 
 def test_what_a_terminal_would_obey_is_not_shown(session, monkeypatch):
     """The conversation keeps it: the model has said it."""
     text = "a\x1b[2J\x1b]0;title\x07b\x9b31m\tc\r\nd\x00\x7f"
 
-    def stream(engine, tokenizer, request):
+    def answers(engine, tokenizer, request, check):
         yield Chunk(text, (1,), 1, len(text) // 2)
 
-    monkeypatch.setattr("fasteagle.cli.session.answer", stream)
+    monkeypatch.setattr("fasteagle.llm.answer", answers)
     session.clean = harmless
     session.mark_accepted = lambda part: f"\x1b[32m{part}\x1b[0m"
     shown = answer(session, "hello")
@@ -85,7 +86,8 @@ def test_what_a_terminal_would_obey_is_not_shown(session, monkeypatch):
 def test_system_prompt_leads_the_conversation(session):
     session.system = "Be brief."
     answer(session, "x")
-    assert session._text.startswith("<|system|>Be brief.<|end|><|user|>x")
+    text = session.llm.tokenizer.raw(session.llm.engine.cached)
+    assert text.startswith("<|system|>Be brief.<|end|><|user|>x")
 
 
 def test_a_stop_string_ends_the_answer_and_the_next_turn_works(session, model):
@@ -130,7 +132,7 @@ def test_interruption_before_the_first_token_takes_the_question_back(session, mo
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(session.engine, "prefill", interrupted)
+    monkeypatch.setattr(session.llm.engine, "prefill", interrupted)
     with pytest.raises(KeyboardInterrupt):
         list(session.ask("hello"))
     assert session.turns == []
@@ -143,7 +145,7 @@ def test_empty_question(session):
 
 
 def test_a_full_context_drops_the_oldest_turns_and_says_so(model, session):
-    session.engine = Engine(model, 128)
+    session.llm.engine = Engine(model, 128)
     for i in range(8):
         answer(session, f"question number {i}")
     assert any("forgot the oldest turn" in remark for remark in session.remarks)
@@ -153,9 +155,9 @@ def test_a_full_context_drops_the_oldest_turns_and_says_so(model, session):
 
 
 def test_an_answer_that_fills_the_context_says_so(model, session):
-    session.engine = Engine(model, 40)
+    session.llm.engine = Engine(model, 40)
     session.answer = AnswerOptions(max_new_tokens=200)
-    session.tokenizer.eos_ids = frozenset()
+    session.llm.tokenizer.eos_ids = frozenset()
     answer(session, "twenty characters ok")
     assert session.stats.finish == "context"
     assert "context full at 40 tokens" in session.remarks[-1]
@@ -164,7 +166,7 @@ def test_an_answer_that_fills_the_context_says_so(model, session):
 
 
 def test_a_question_longer_than_the_context_is_refused_and_nothing_is_lost(model, session):
-    session.engine = Engine(model, 64)
+    session.llm.engine = Engine(model, 64)
     answer(session, "hi")
     kept = list(session.turns)
     with pytest.raises(FasteagleError, match="leaves room for 63: shorten it"):
@@ -183,7 +185,7 @@ def test_a_retry_that_brings_nothing_keeps_the_old_answer(session, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(session.engine, "prefill", interrupted)
+        patch.setattr(session.llm.engine, "prefill", interrupted)
         with pytest.raises(KeyboardInterrupt):
             list(session.retry())
     assert session.turns == kept and session.params.seed == seed

@@ -13,6 +13,7 @@ from fasteagle.cli import main as cli
 from fasteagle.cli.session import ChatSession
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.generate import Engine
+from fasteagle.llm import LLM
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.options import AnswerOptions, SamplingParams
@@ -58,7 +59,7 @@ def new_session(model, tokenizer, drafter=None):
     if drafter == "eagle":
         head = random_head(model, rope_scaling=None, rope_base=10000.0)
         engine.use(EagleDrafter(head, TreeShape(3, 3, 8), 512))
-    session = ChatSession(engine, tokenizer, DRAWN, AnswerOptions(12))
+    session = ChatSession(LLM("thinker", engine, tokenizer), DRAWN, AnswerOptions(12))
     session.remarks = []
     session.notify = session.remarks.append
     session.mark_thought = lambda text: f"[{text}]"
@@ -67,6 +68,16 @@ def new_session(model, tokenizer, drafter=None):
 
 def answer(session, text):
     return "".join(session.ask(text))
+
+
+def spelled(session, text):
+    """A text as its tokens are written out."""
+    return session.llm.tokenizer.raw(session.llm.tokenizer.encode(text))
+
+
+def cached_text(session):
+    """The conversation as the KV cache holds it: all but the last token."""
+    return session.llm.tokenizer.raw(session.llm.engine.cached)
 
 
 def thinker(model, opened=""):
@@ -93,12 +104,12 @@ def test_later_turns_do_without_the_thought(model, drafter, opened):
     assert session.turns[-1]["content"] == content and content.startswith("<think>")
     for question in ("and more", "third"):
         answer(session, question)
-        assert "hello" + rest + "and more" in session._text
+        assert spelled(session, "hello" + rest + "and more") in cached_text(session)
         assert session.stats.cached_tokens >= len("hello") - 1
         fresh = new_session(model, tokenizer)
         fresh.turns = session.turns[:-2]
         answer(fresh, question)
-        assert fresh.turns == session.turns and fresh._ids == session._ids
+        assert fresh.turns == session.turns and cached_text(fresh) == cached_text(session)
         assert fresh.stats.cached_tokens == 0
 
 
@@ -111,7 +122,7 @@ def test_a_thought_without_an_end_is_not_taken_for_the_answer(model, opened):
     assert session.turns[-1]["content"] == f"{opened}{shown}\n</think>\n\n"
     session.answer = AnswerOptions(12)
     answer(session, "and more")
-    assert session._text.startswith("hello\n\nand more")
+    assert cached_text(session).startswith(spelled(session, "hello\n\nand more"))
 
 
 def test_interrupting_a_thought_closes_it(model):
@@ -129,10 +140,10 @@ def test_switching_in_a_conversation(model):
     answer(session, "hello")
     session.think = False
     answer(session, "more")
-    assert "more<think></think>" in session._text
+    assert spelled(session, "more<think></think>") in cached_text(session)
     session.think = None
     answer(session, "last")
-    assert "<think></think>" not in session._text
+    assert "<think></think>" not in cached_text(session)
 
 
 # The command line
