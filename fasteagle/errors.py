@@ -58,6 +58,13 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def size_of(n_bytes: float) -> str:
+    """Return a size in words: in MiB where it is less than a tenth of a GiB."""
+    if n_bytes < 2**30 / 10:
+        return f"{n_bytes / 2**20:.1f} MiB"
+    return f"{n_bytes / 2**30:.1f} GiB"
+
+
 def shortened(problems: list[str], limit: int = 6) -> str:
     """The first problems, sorted, and how many more there are."""
     more = f"; and {len(problems) - limit} more" if len(problems) > limit else ""

@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import json
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
@@ -31,8 +32,10 @@ from fasteagle.options import (
     GrammarSpec,
     RuntimeOptions,
     SamplingParams,
+    ServeOptions,
     fresh_seed,
 )
+from fasteagle.quant.scheme import check_precision
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -178,6 +181,10 @@ class LLM:
             messages = [{"role": "user", "content": messages}]
         if not messages:
             raise FasteagleError("messages is empty: give at least one question")
+        for message in messages:
+            if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+                raise FasteagleError(f"messages: {message!r} is no dictionary of role and content")
+            _check_text("content", message["content"])
         if think is not None:
             self.tokenizer.check_think(think)
         text = self.tokenizer.render(messages, think=think)
@@ -211,8 +218,11 @@ class LLM:
         """Continue a text, or token ids, without the chat template."""
         self._check_open()
         if isinstance(prompt, str):
+            _check_text("prompt", prompt)
             prompt = self.tokenizer.encode_document(prompt)
-        return self._run(list(prompt), stream, keywords)
+        elif isinstance(prompt, bytes) or not _are_ids(prompt):
+            raise FasteagleError(f"prompt {prompt!r} is no text and no list of token ids")
+        return self._run([int(token) for token in prompt], stream, keywords)
 
     def _run(
         self, prompt: list[int], stream: bool, keywords: AnswerKeywords, text: str | None = None
@@ -317,6 +327,21 @@ class LLM:
             raise FasteagleError("this model was closed: load it again")
 
 
+def _are_ids(prompt: Any) -> bool:
+    return isinstance(prompt, Iterable) and all(isinstance(token, Integral) for token in prompt)
+
+
+def _check_text(name: str, text: object) -> None:
+    """Raise `FasteagleError` for what no tokenizer can read."""
+    if not isinstance(text, str):
+        raise FasteagleError(f"{name} {text!r} is no text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise FasteagleError(f"{name} holds {half!r}, half of a character: not UTF-8") from error
+
+
 def _grammar_spec(keywords: dict[str, Any]) -> GrammarSpec | None:
     """Take the form of an answer out of `keywords`; None: there is none."""
     forms = {name: keywords.pop(name, None) for name in ("json_schema", "regex", "grammar")}
@@ -353,6 +378,7 @@ def load(
     conversations' keys and values in main memory. `notify` receives remarks for the person. Raises
     `FasteagleError` with the value, the limit and the fix.
     """
+    check_precision(precision)
     runtime = RuntimeOptions(device=device, max_seq_len=max_seq_len, threads=threads)
     tree_file = None if tree == "auto" else str(Path(tree))
     draft = DraftOptions(drafter=drafter, head=head, tree_file=tree_file)
@@ -372,9 +398,13 @@ def open_llm(
     think: bool | None = None,
 ) -> LLM:
     """Load the model with its drafter; what cannot run is refused before weights are read."""
+    ServeOptions(prefix_cache=prefix_cache_gb)  # checks it
     opened = open_for(model, runtime_options, notify)
+    opened.check(runtime_options)
     if think is not None:
         opened.tokenizer.check_think(think)
+    if not opened.tokenizer.template:
+        notify("no chat template in the model's files: messages are joined as they are")
     drafting = plan_drafting(draft, opened, runtime_options, notify)
     runtime = opened.loaded(runtime_options, notify, drafting.head)
     engine = runtime.engine

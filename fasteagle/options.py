@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 import random
+import re
 from pathlib import Path
 from typing import Any, ClassVar
 
 from fasteagle.config_fields import parse_shallow_json
 from fasteagle.errors import FasteagleError
-from fasteagle.shapes import FusedShape, TreeShape
+from fasteagle.shapes import MAX_REACH, FusedShape, TreeShape
 
 DEFAULT_MODEL = "smollm2-135m"
 DTYPES = ("bf16", "fp16", "fp32")
@@ -49,6 +51,15 @@ def _require(ok: bool, message: str) -> None:
         raise FasteagleError(message)
 
 
+def _require_numbers(options: Any, *names: str, kind: type = numbers.Real) -> None:
+    """Raise `FasteagleError` for a field that is no number, or none of its `kind`."""
+    what = "a whole number" if kind is numbers.Integral else "a number"
+    for name in names:
+        value = getattr(options, name)
+        ok = isinstance(value, kind) and not isinstance(value, bool)
+        _require(ok, f"{name.replace('_', '-')} {value!r} is not {what}")
+
+
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """How the next token is drawn from the target's logits; T = 0 is greedy."""
@@ -61,6 +72,8 @@ class SamplingParams:
     seed: int = option(0, "Same seed, same text.  [default: drawn and printed]", unset=None)
 
     def __post_init__(self) -> None:
+        _require_numbers(self, "temperature", "top_p", "min_p", "repetition_penalty")
+        _require_numbers(self, "top_k", "seed", kind=numbers.Integral)
         t = self.temperature
         _require(
             t == 0 or LEAST_TEMPERATURE <= t <= 100,
@@ -92,9 +105,13 @@ class AnswerOptions:
     stop: tuple[str, ...] = option((), "End the answer before this text (repeatable).")
 
     def __post_init__(self) -> None:
+        _require_numbers(self, "max_new_tokens", kind=numbers.Integral)
         n = self.max_new_tokens
         _require(n >= 1, f"max-new-tokens {n} is out of range: use 1 or more")
+        ok = isinstance(self.stop, list | tuple) and all(isinstance(s, str) for s in self.stop)
+        _require(ok, f"stop {self.stop!r} is no text and no list of texts")
         _require(all(self.stop), "a stop string is empty: leave it out")
+        object.__setattr__(self, "stop", tuple(self.stop))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +153,7 @@ class GrammarSpec:
 
 
 KV = ("auto", "int8")
+MOST_THREADS = 1024
 CPU_KERNELS = ("auto", "native", "aten")
 LM_HEAD_BITS = {"int8": 8, "int4": 4, "keep": 16}
 # What may follow a scheme in the name of a precision, as in int4-g64-lm4-fp32-aten.
@@ -178,7 +196,7 @@ class RuntimeOptions:
             f"dtype {self.dtype!r} is unknown: use auto, {', '.join(DTYPES)}",
         )
         _require(
-            self.device == "auto" or self.device.split(":")[0] in ("cpu", "cuda"),
+            bool(re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device))),
             f"device {self.device!r} is not supported: use auto, cpu, cuda or cuda:N",
         )
         _require(self.kv in KV, f"kv {self.kv!r} is unknown: use {' or '.join(KV)}")
@@ -198,12 +216,12 @@ class RuntimeOptions:
             self.backend == "fasteagle" or self.quant is not None,
             "quant-backend torchao does nothing by itself: add --int4, --int8 or --quant",
         )
-        n = self.max_seq_len
-        _require(n is None or n >= 16, f"max-seq-len {n} is too small: use 16 or more")
-        _require(
-            self.threads is None or self.threads >= 1,
-            f"threads {self.threads} is out of range: use 1 or more",
-        )
+        for name, least, most in (("max_seq_len", 16, 2**31), ("threads", 1, MOST_THREADS)):
+            n = getattr(self, name)
+            if n is not None:
+                _require_numbers(self, name, kind=numbers.Integral)
+                text = f"{name.replace('_', '-')} {n} is out of range: use {least} .. {most:,}"
+                _require(least <= n <= most, text)
 
     @property
     def head_bits(self) -> int:
@@ -368,6 +386,11 @@ class DraftOptions:
             f"drafter {self.drafter!r} is unknown: use {', '.join(DRAFTERS)}",
         )
         _require(
+            self.lookup_depth is None or 1 <= self.lookup_depth <= MAX_REACH,
+            f"lookup-depth {self.lookup_depth} is out of range: use 1 .. {MAX_REACH}",
+        )
+        _require(self.head != "", "head '' is empty: give a folder, a .gguf file or an id")
+        _require(
             self.noise in ("shared", "none"), f"draft-noise {self.noise!r}: use shared or none"
         )
         _require(
@@ -427,6 +450,7 @@ class ServeOptions:
             value = getattr(self, name)
             text = f"{name.replace('_', '-')} {value} is out of range: use a number > 0"
             _require(math.isfinite(value) and value > 0, text)
+        _require_numbers(self, "prefix_cache")
         gb = self.prefix_cache
         _require(math.isfinite(gb) and gb >= 0, f"prefix-cache {gb} is out of range: use >= 0")
         for origin in self.allow_origin:

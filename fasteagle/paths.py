@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from fasteagle.errors import FasteagleError, first_line
+from fasteagle.errors import FasteagleError, first_line, size_of
 
 
 def cache_dir() -> Path:
     """Models, compiled code and other files that can be made again (XDG base directories)."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fasteagle"
+
+
+def ensure_cache(notify: Callable[[str], None]) -> None:
+    """Let `cache_dir` be writable: where it is not, a copy for this process that links to it."""
+    cache = cache_dir()
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=cache):
+            return
+    except OSError as error:
+        reason = error.strerror
+    home = Path(tempfile.mkdtemp(prefix="fasteagle-cache-"))
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    for entry in cache.glob("*/*"):
+        place = home / "fasteagle" / entry.parent.name
+        place.mkdir(parents=True, exist_ok=True)
+        (place / entry.name).symlink_to(entry)
+    os.environ["XDG_CACHE_HOME"] = str(home)
+    notify(f"warning: nothing is kept for the next start: cannot write {cache} ({reason})")
 
 
 def compiled_dir() -> Path:
@@ -50,7 +70,7 @@ def require_free_space(folder: Path, n_bytes: int, what: str) -> None:
     free = shutil.disk_usage(existing).free
     if free < n_bytes:
         raise FasteagleError(
-            f"{what} needs {n_bytes / 2**30:.1f} GiB on disk, {free / 2**30:.1f} GiB free "
+            f"{what} needs {size_of(n_bytes)} on disk, {size_of(free)} free "
             f"at {existing}: free some space or set XDG_CACHE_HOME to another disk"
         )
 

@@ -55,8 +55,16 @@ def _question(line: str, where: str) -> Question:
             raise ValueError("each turn must be a text that is not empty")
         "".join(turns).encode()  # JSON may hold halves of characters
     except (ValueError, TypeError, KeyError) as error:
-        raise FasteagleError(f'{where}: expected {{"turns": ["text", ...]}} ({error!r})') from error
+        form = '{"turns": ["text", ...]}'
+        raise FasteagleError(f"{where}: expected {form}: {_reason(error)}") from error
     return Question(tuple(turns))
+
+
+def _reason(error: Exception) -> str:
+    """Return what is wrong with a line, in words."""
+    if isinstance(error, KeyError):
+        return f"{error} is missing"
+    return "it is no JSON object" if isinstance(error, TypeError) else str(error)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,9 +100,8 @@ def _conversation(line: str, where: str, vocab_size: int, max_len: int) -> Conve
         if type(prompt_len) is not int or prompt_len < 1:
             raise ValueError("prompt_len must be an integer >= 1")
     except (ValueError, TypeError, KeyError) as error:
-        raise FasteagleError(
-            f'{where}: expected {{"ids": [...], "prompt_len": n}} ({error!r})'
-        ) from error
+        form = '{"ids": [...], "prompt_len": n}'
+        raise FasteagleError(f"{where}: expected {form}: {_reason(error)}") from error
     bad = next((i for i in ids if not 0 <= i < vocab_size), None)
     if bad is not None:
         raise FasteagleError(f"{where}: token id {bad} is outside the vocabulary of {vocab_size:,}")

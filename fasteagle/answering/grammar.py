@@ -52,6 +52,17 @@ class GrammarCompiler:
         return GrammarMask(matcher, self.tokenizer.eos_ids)
 
 
+def check_grammar(spec: GrammarSpec) -> None:
+    """Raise `FasteagleError` for a form that no tokenizer can have; takes no model."""
+    matcher = _library().LLMatcher
+    try:
+        problem = matcher.validate_grammar(_grammar_text(matcher, spec))
+    except ValueError as error:
+        problem = str(error)
+    if problem:
+        raise FasteagleError(f"{spec.kind}: {_first_line(problem)}")
+
+
 def _library() -> Any:
     try:
         import llguidance  # of the extra [serve]; not everyone has it

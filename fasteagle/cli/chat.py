@@ -8,6 +8,7 @@ import sys
 
 import click
 
+from fasteagle.answering.grammar import check_grammar
 from fasteagle.cli.command import leave, silent, uncollected
 from fasteagle.cli.markdown import harmless
 from fasteagle.cli.repl import Repl, tinted, utf8_streams
@@ -15,6 +16,7 @@ from fasteagle.cli.session import ChatSession, format_stats
 from fasteagle.errors import FasteagleError, note
 from fasteagle.llm import open_llm
 from fasteagle.options import (
+    DEFAULT_MODEL,
     AnswerOptions,
     ChatOptions,
     DraftOptions,
@@ -38,9 +40,13 @@ def run_chat(
     question = _question(options.prompt)
     system = None if options.system is None else _argument(options.system, "--system")
     answer = dataclasses.replace(answer, stop=tuple(_argument(s, "--stop") for s in answer.stop))
+    if form is not None:
+        check_grammar(form)
     say = silent if options.quiet else note
     with uncollected():
         llm = open_llm(model, runtime_options, draft, say, think=options.think)
+    if model == DEFAULT_MODEL:
+        say(f"{model} is a small model for trying out, and often wrong: see `fasteagle models`")
     if options.announce_seed:
         say(f"seed {params.seed}")
     notify = note if question is None else say
@@ -80,6 +86,8 @@ def _dress(session: ChatSession, options: ChatOptions, is_conversation: bool) ->
 
 def _question(prompt: str | None) -> str | None:
     """The one question: the option's, or standard input's, in UTF-8; None: a conversation."""
+    if sys.stdin is None and prompt in (None, "-"):
+        raise FasteagleError("standard input is closed: give the prompt after -p")
     if prompt is None and sys.stdin.isatty():
         return None
     if prompt is None or prompt == "-":

@@ -57,6 +57,10 @@ class _OneLineErrors(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             require_linux()
+            if sys.stderr is None:  # closed, as by 2>&-
+                sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
+            if sys.stdout is None:
+                raise FasteagleError("standard output is closed: give it a file, or /dev/null")
             return super().invoke(ctx)
         except FasteagleError as error:
             raise UserError(str(error)) from error
@@ -69,10 +73,11 @@ class _OneLineErrors(click.Command):
             ) from error
         except OSError as error:
             if error.errno == errno.ENOSPC:
-                where = f" at {error.filename}" if error.filename else ""
-                raise UserError(
-                    f"disk full{where}: free some space, or set XDG_CACHE_HOME to another disk"
-                ) from error
+                where, fix = "", "free some space where the output goes"
+                if error.filename:
+                    where = f" at {error.filename}"
+                    fix = "free some space, or set XDG_CACHE_HOME to another disk"
+                raise UserError(f"disk full{where}: {fix}") from error
             if error.errno == errno.EPIPE:  # the reader of a pipe has left
                 sys.stderr.close()
                 sys.exit(1)

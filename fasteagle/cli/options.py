@@ -225,10 +225,28 @@ def _take_bench_model(given: dict[str, Any]) -> dict[str, Any]:
 
 def _take_draft(given: dict[str, Any]) -> dict[str, Any]:
     tree_file = None if given["tree_file"] == "auto" else given["tree_file"]
-    drafter = "none" if given.pop("no_spec") else given["drafter"]
+    drafter = given["drafter"]
+    if given.pop("no_spec"):
+        if drafter not in ("auto", "none"):
+            raise FasteagleError(
+                f"--no-spec and --drafter {drafter} contradict each other: give one"
+            )
+        drafter = "none"
+    for name in UNUSED.get(drafter, ()):
+        if given[name] is not None:
+            flag = name.replace("_", "-")
+            raise FasteagleError(f"--{flag} has no meaning with --drafter {drafter}: drop one")
     draft = taken(DraftOptions, given, drafter=drafter, tree_file=tree_file)
     check_precision(draft.draft_precision)
     return {"draft": draft}
+
+
+TREE_SIZES = ("tree_depth", "tree_topk", "tree_nodes")
+UNUSED = {  # by drafter: what it does not read
+    "none": (*TREE_SIZES, "head", "tap_layers", "lookup_depth"),
+    "ngram": (*TREE_SIZES, "head", "tap_layers"),
+    "eagle-static": TREE_SIZES,
+}
 
 
 def _take_sampling(given: dict[str, Any]) -> dict[str, Any]:

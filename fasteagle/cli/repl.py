@@ -140,7 +140,9 @@ class Repl:
             return True
         if name not in actions:
             known = [*actions, "/exit", *ALIASES]
-            raise FasteagleError(f"no command {name!r}{suggest(name, known)} /help lists them")
+            raise FasteagleError(
+                f"no command {name!r}{suggest(name, known) or ':'} /help lists them"
+            )
         actions[name](argument)
         return False
 
@@ -171,9 +173,14 @@ class Repl:
         elif text == "on":
             engine.use(self.drafter)
         elif text.isascii() and text.isdigit():
+            if len(text) > 4:
+                raise FasteagleError(f"/spec {text[:40]} is out of range: use fewer than 10,000")
             if not isinstance(self.drafter, EagleDrafter | ModelDrafter):
                 raise FasteagleError("/spec N needs a draft head or a draft model")
-            engine.use(self.drafter.resized(int(text)))
+            try:
+                engine.use(self.drafter.resized(int(text)))
+            except FasteagleError as error:
+                raise FasteagleError(f"/spec {text} is out of range: {error}") from error
         elif text:
             raise FasteagleError(f"/spec wants on, off or a number of nodes, got {text!r}")
         drafter = engine.drafter
@@ -244,6 +251,8 @@ class Repl:
         path = _file_argument(name, "/load")
         try:
             content = json.loads(path.read_text("utf-8"))
+            if not isinstance(content, dict):
+                raise ValueError("it is no JSON object")
             turns = [{"role": t["role"], "content": t["content"]} for t in content["turns"]]
             expected = ["user", "assistant"] * len(turns)
             if any(t["role"] != role for t, role in zip(turns, expected, strict=False)):
@@ -257,7 +266,9 @@ class Repl:
                 raise ValueError(f"think is {think!r}")
         except OSError as error:
             raise FasteagleError(f"cannot read {path}: {error.strerror}") from error
-        except (ValueError, TypeError, KeyError) as error:
+        except KeyError as error:
+            raise FasteagleError(f"{path} is no saved conversation: {error} is missing") from error
+        except (ValueError, TypeError) as error:
             raise FasteagleError(f"{path} is no saved conversation ({error})") from error
         self.session.reset()
         self.session.system, self.session.turns = content.get("system"), list(turns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fasteagle.answering.grammar import check_grammar
 from fasteagle.cli.command import leave, silent, uncollected
 from fasteagle.errors import FasteagleError, note
 from fasteagle.llm import open_llm
@@ -42,6 +43,8 @@ def run_serve(
 ) -> None:
     """Serve until Ctrl-C."""
     check_exposed(options, api_key)
+    if form is not None:
+        check_grammar(form)
     say = silent if quiet else note
     with listen(options) as listener:
         with uncollected():

@@ -163,9 +163,10 @@ class ChatSession:
 def format_stats(stats: Stats) -> str:
     """One line about an answer."""
     cached = f" ({stats.cached_tokens:,} cached)" if stats.cached_tokens else ""
+    cut = " (cut at max-new-tokens)" if stats.finish == "length" else ""
     line = (
         f"prefill {stats.prompt_tokens:,} tok{cached} {stats.ttft:.2f} s | "
-        f"{stats.new_tokens:,} tok {stats.tok_s:.1f} tok/s | tau {stats.tau:.2f}"
+        f"{stats.new_tokens:,} tok{cut} {stats.tok_s:.1f} tok/s | tau {stats.tau:.2f}"
     )
     if not stats.path_lengths:
         return line

@@ -148,7 +148,15 @@ def _joined(
     checkpoint: Checkpoint, names: Sequence[str], device: torch.device | str, dtype: torch.dtype
 ) -> nn.Parameter:
     """Tensors stacked along their rows, as one parameter."""
-    parts = [checkpoint.load(name).to(device=device, dtype=dtype) for name in names]
+    parts = []
+    for name in names:
+        tensor = checkpoint.load(name)
+        if not tensor.is_floating_point():
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise FasteagleError(
+                f"{name} holds {kind} values: weights that are not packed are floats"
+            )
+        parts.append(tensor.to(device=device, dtype=dtype))
     data = parts[0] if len(parts) == 1 else torch.cat(parts)
     return nn.Parameter(data.contiguous(), requires_grad=False)
 

@@ -23,7 +23,14 @@ from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.draft_model import model_drafter, open_draft_model
 from fasteagle.loading.entries import REGISTRY
-from fasteagle.loading.heads.find import LoadedHead, find_head, head_shape, is_shipped, named_head
+from fasteagle.loading.heads.find import (
+    LoadedHead,
+    find_head,
+    head_shape,
+    is_shipped,
+    may_find_head,
+    named_head,
+)
 from fasteagle.loading.lookup_files import read_documents
 from fasteagle.loading.open import OpenedModel, PreparedModel
 from fasteagle.loading.shortage import short_of_memory
@@ -77,8 +84,14 @@ def plan_drafting(
     """Read what drafts. Raises `FasteagleError` for what cannot run beside the opened target."""
     draft_model = open_draft_model(options, opened, runtime, notify)
     loaded = check_draft(options, opened, runtime)
+    head = expected_head(options, opened, loaded)
+    if options.tap_layers is not None and (head is None or head.eagle3 is None):
+        raise FasteagleError("--tap-layers is for EAGLE-3 heads, and there is none: leave it out")
+    needs_head = options.may_have_head and options.drafter != "auto" and loaded is None
+    if needs_head and not may_find_head(opened.name, opened.checkpoint):
+        raise no_head(opened.name)
     documents = read_documents(options.lookup, opened.tokenizer, notify)
-    return Drafting(options, loaded, expected_head(options, opened, loaded), documents, draft_model)
+    return Drafting(options, loaded, head, documents, draft_model)
 
 
 def check_draft(
@@ -170,12 +183,17 @@ def _drafter(
     if loaded is not None:
         return _eagle(name, engine, checkpoint, options, loaded, identity, notify, corpus)
     if options.drafter != "auto":
-        raise FasteagleError(
-            f"no draft head for {name}: give one with --head, train one with "
-            "`fasteagle train-head`, or use --drafter ngram"
-        )
+        raise no_head(name)
     notify("no draft head for this model: guessing from the context (n-grams) instead")
     return _ngram(engine, checkpoint, options, corpus)
+
+
+def no_head(name: str) -> FasteagleError:
+    """Return the error that says what to do for a model without a draft head."""
+    return FasteagleError(
+        f"no draft head for {name}: give one with --head, train one with `fasteagle train-head`, "
+        "or use --drafter ngram"
+    )
 
 
 def _found_head(

@@ -28,7 +28,7 @@ from fasteagle.errors import FasteagleError, note
 from fasteagle.generate import Engine
 from fasteagle.loading import registry
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
-from fasteagle.loading.quantize import with_scheme
+from fasteagle.loading.quantize import scheme_asked, with_scheme
 from fasteagle.loading.shortage import Asked
 from fasteagle.loading.source import Linears
 from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint
@@ -76,6 +76,25 @@ class OpenedModel:
         return PreparedModel(
             self.name, checkpoint, self.tokenizer, options, scheme, device, dtype_name
         )
+
+    def check(self, options: RuntimeOptions) -> None:
+        """Raise `FasteagleError` for options that this model cannot have; reads no weights."""
+        config = self.checkpoint.config
+        options.seq_len_for(config.max_seq_len, self.name)
+        quant = self._quant(options)
+        if quant is not None:
+            scheme_asked(self.checkpoint, quant, options.head_bits)
+        elif options.lm_head != "int8" and self.checkpoint.scheme is None:
+            raise FasteagleError(
+                "-lm4 and -lm16 are parts of a quantized precision, and this model's is not: use "
+                f"int4-lm{options.head_bits} or int8-lm{options.head_bits}, or leave it out"
+            )
+        beyond = [token for token in self.tokenizer.eos_ids if token >= config.vocab_size]
+        if beyond:
+            raise FasteagleError(
+                f"{self.name}: eos_token_id {max(beyond)} is beyond the vocabulary of "
+                f"{config.vocab_size:,}: correct config.json or generation_config.json"
+            )
 
     @property
     def own_quant(self) -> str | None:
@@ -146,6 +165,7 @@ class PreparedModel:
 
 def open_model(model: str, notify: Callable[[str], None] = note) -> OpenedModel:
     """Find a model (registry name, folder, file, Hugging Face id), fetch it if needed, open it."""
+    ensure_cache(notify)
     source = registry.resolve(model)
     start = time.perf_counter()
     with telling(f"opening {source.path.name} ...", notify):

@@ -6,6 +6,7 @@ Needs no torch, so that `fasteagle models` answers at once.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from fasteagle.errors import FasteagleError, suggest
 from fasteagle.loading import hub
 from fasteagle.loading.entries import REGISTRY, Entry
 from fasteagle.paths import cache_dir
+
+LONGEST_NAME = 1024  # of a path that systems take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,17 +33,24 @@ def resolve(model: str) -> Source:
 
     Raises `FasteagleError` for unknown names (with near ones), gated or absent repositories.
     """
+    if not isinstance(model, str) or not model.strip():
+        raise FasteagleError(
+            f"model {model!r} is no name: give one of `fasteagle models`, or a path"
+        )
     if model in REGISTRY:
         return _resolve_entry(model, REGISTRY[model])
-    path = Path(model).expanduser()
-    if path.exists():
+    if len(model) > LONGEST_NAME or "\0" in model:
+        raise FasteagleError(f"model {model[:40]!r}... of {len(model):,} characters is no name")
+    path = Path(os.path.expanduser(model))
+    if os.path.exists(path):
         return Source(model, _model_file(path))
     if model.endswith(".gguf") or model.startswith((".", "/", "~")):
         raise FasteagleError(f"{model}: no such file or folder")
     if hub.is_repo_id(model):
         return Source(model, hub.fetch_repo(model, None))
+    near = suggest(model, REGISTRY) or ":"
     raise FasteagleError(
-        f"unknown model {model!r}{suggest(model, REGISTRY)} `fasteagle models` lists the names; "
+        f"unknown model {model!r}{near} `fasteagle models` lists the names; "
         "a folder, a .gguf file and a Hugging Face id (owner/name) work too"
     )
 

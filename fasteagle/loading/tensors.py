@@ -141,6 +141,8 @@ class TorchBinFolder(Checkpoint):
         self.path, self.config = path, config
         self._tensors: dict[str, Tensor] = {}
         for file in _shards(path, "pytorch_model.bin", "pytorch_model*.bin"):
+            if not file.stat().st_size:
+                raise FasteagleError(f"{file} is empty: fetch the weights again")
             part = unpickled(file, mmap=True)
             if not isinstance(part, dict):
                 raise FasteagleError(f"{file}: not a weights-only torch file (no dict of tensors)")

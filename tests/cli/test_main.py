@@ -216,7 +216,7 @@ def test_seed_is_drawn_and_printed_and_repeats(tiny_dir):
         (["--max-new-tokens", "0"], ["max-new-tokens 0", "use 1 or more"]),
         (["--stop", ""], ["stop string is empty"]),
         (["--device", "tpu"], ["device 'tpu'", "auto, cpu, cuda or cuda:N"]),
-        (["--max-seq-len", "3"], ["max-seq-len 3", "use 16 or more"]),
+        (["--max-seq-len", "3"], ["max-seq-len 3", "use 16 .. "]),
         (["--max-seq-len", "100000"], ["max-seq-len 100,000", "512", "use at most 512"]),
         (["--threads", "0"], ["threads 0"]),
         (["-p", ""], ["prompt is empty"]),

@@ -313,6 +313,9 @@ def test_save_and_load(terminal, tmp_path):
     assert "is no saved conversation (think is 'on')" in terminal.ask(f"/load {path}")
     path.write_text('{"turns": [{"role": "assistant", "content": "x"}]}')
     assert "is no saved conversation" in terminal.ask(f"/load {path}")
+    for text, reason in (("{}", "'turns' is missing"), ("[1]", "it is no JSON object")):
+        path.write_text(text)
+        assert reason in terminal.ask(f"/load {path}")
     assert "saved 4 messages" in terminal.ask(f"/save {path}")  # nothing was lost
 
 
@@ -401,6 +404,7 @@ def test_switching_speculation(tiny_dir):
     assert again.split("\n")[1] == first.split("\n")[1]  # the same answer
     assert "ngram, 7 nodes" in terminal.ask("/spec on")
     assert "needs a draft head" in terminal.ask("/spec 4")
+    assert "/spec 10000000 is out of range" in terminal.ask("/spec 10000000")
     assert "wants on, off or a number" in terminal.ask("/spec often")
     terminal.send("/exit\n")
     assert terminal.close() == 0

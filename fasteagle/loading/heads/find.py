@@ -7,6 +7,7 @@ with the package, the published one of the registry.
 from __future__ import annotations
 
 import dataclasses
+import os
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from fasteagle.loading import hub
 from fasteagle.loading.entries import EAGLE3, REGISTRY
 from fasteagle.loading.heads.read import make_fitted, open_head, read_header
 from fasteagle.loading.registry import head_revision
-from fasteagle.loading.tensors import files_digest, read_json
+from fasteagle.loading.tensors import Checkpoint, files_digest, fingerprint, read_json
 from fasteagle.model import EagleHead
 from fasteagle.paths import cache_dir
 
@@ -75,13 +76,23 @@ def find_head(head: str | None, name: str, identity: str) -> HeadFiles | None:
     return _published_head(name)
 
 
+def may_find_head(name: str, checkpoint: Checkpoint) -> bool:
+    """Return whether a head may be there for a model, before its weights are quantized or loaded."""
+    if is_shipped(name) or (name in REGISTRY and REGISTRY[name].heads):
+        return True
+    if any((cache_dir() / "heads").glob("*/config.json")):  # perhaps of the quantized weights
+        return True
+    return find_head(None, name, fingerprint(checkpoint)) is not None
+
+
 def named_head(head: str) -> HeadFiles:
     """Find a head by its folder, .gguf file, Hugging Face id or its model's registry name.
 
     Raises `FasteagleError`.
     """
-    path = Path(head).expanduser()
-    if head in REGISTRY and not path.exists():
+    # Those of `os.path` say no to names that no system takes; those of `Path` raise.
+    path = Path(os.path.expanduser(head))
+    if head in REGISTRY and not os.path.exists(path):
         shipped = [HeadFiles(path, SHIPPED) for path in _shipped_heads() if path.name == head]
         files = shipped[0] if shipped else _published_head(head)
         if files is None:
@@ -90,12 +101,12 @@ def named_head(head: str) -> HeadFiles:
                 "file or a Hugging Face id"
             )
         return files
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+    if os.path.isdir(path) or (os.path.isfile(path) and path.suffix == ".gguf"):
         return HeadFiles(path, str(path))
-    if hub.is_repo_id(head) and not path.exists():
+    if hub.is_repo_id(head) and not os.path.exists(path):
         return HeadFiles(hub.fetch_repo(head, head_revision(head)), head)
     raise FasteagleError(
-        f"head {head!r}: no such folder or .gguf file, and no Hugging Face id (owner/name)"
+        f"head {head[:100]!r}: no such folder or .gguf file, and no Hugging Face id (owner/name)"
     )
 
 

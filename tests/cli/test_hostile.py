@@ -1,0 +1,234 @@
+"""Inputs that are wrong, absurd or contradict each other: one line, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+import fasteagle
+from fasteagle.cli import main as cli
+from fasteagle.errors import FasteagleError
+from fasteagle.loading.open import OpenedModel
+from fasteagle.prompts import read_conversations, read_questions
+from helpers import edit_json
+
+LONG = "x" * 5000
+CHAT, EVAL = ("chat", "-p", "hi"), ("eval", "--text", "TEXT", "--tokens", "64", "--window", "16")
+NGRAM = ("--drafter", "ngram")
+
+# The command, its options ("TEXT" is a file of words), what the one line says.
+REFUSED = [
+    (CHAT, ("--precision", "int3"), "3 bits have no kernel"),
+    (CHAT, ("--precision", ""), "precision '' is unknown"),
+    (CHAT, ("--precision", "int4-g128"), "groups of 128 do not divide"),
+    (CHAT, ("--precision", "bf16-lm4"), "precision 'bf16-lm4' is unknown"),
+    (CHAT, ("--precision", "auto-lm4"), "-lm4 and -lm16 are parts of a quantized precision"),
+    (CHAT, ("--draft-precision", "int3"), "3 bits have no kernel"),
+    (EVAL, ("--precision", "int4,foo"), "quantization 'foo' is unknown"),
+    (CHAT, ("--regex", "("), "regex: "),
+    (CHAT, ("--think",), "has no thinking switch"),
+    (CHAT, ("--no-think",), "has no thinking switch"),
+    (CHAT, ("--drafter", "eagle"), "no draft head for"),
+    (CHAT, ("--head", ""), "head '' is empty"),
+    (CHAT, ("--head", LONG), "no such folder"),
+    (CHAT, ("--tree-depth", "0"), "tree-depth 0 is out of range"),
+    (CHAT, ("--tree-nodes", "99"), "tree-nodes 99 is more than the"),
+    (CHAT, ("--lookup-depth", "0"), "lookup-depth 0 is out of range: use 1 .. 63"),
+    (CHAT, ("--lookup-depth", "64"), "lookup-depth 64 is out of range"),
+    (CHAT, ("--max-seq-len", "513"), "beyond what"),
+    (CHAT, ("--max-seq-len", "1" + "0" * 19), "is out of range: use 16 .. "),
+    (CHAT, ("--no-spec", *NGRAM), "--no-spec and --drafter ngram contradict each other"),
+    (CHAT, ("--no-spec", "--tree-depth", "3"), "--tree-depth has no meaning with --drafter none"),
+    (CHAT, ("--no-spec", "--head", "x"), "--head has no meaning with --drafter none"),
+    (CHAT, (*NGRAM, "--tree-nodes", "3"), "--tree-nodes has no meaning with --drafter ngram"),
+    (CHAT, ("--tap-layers", "1,2,3"), "--tap-layers is for EAGLE-3 heads"),
+    (CHAT, ("--device", "cpu:7"), "device 'cpu:7' is not supported"),
+    (CHAT, ("--device", "cuda:x"), "device 'cuda:x' is not supported"),
+    (CHAT, ("--threads", "1000000"), "threads 1000000 is out of range: use 1 .. 1,024"),
+    (CHAT, ("--threads", "1" + "0" * 19), "is out of range: use 1 .. 1,024"),
+    (CHAT, ("--model", ""), "model '' is no name"),
+    (CHAT, ("--model", LONG), "of 5,000 characters is no name"),
+    (CHAT, ("--model", "nope"), "unknown model 'nope': `fasteagle models` lists"),
+    (CHAT, ("--model", "llama2-7"), "did you mean 'llama2-7b' or 'llama2-70b'"),
+]
+
+
+@pytest.mark.parametrize(("command", "options", "message"), REFUSED, ids=lambda x: str(x)[-40:])
+def test_refused_before_anything_is_loaded(
+    tiny_dir, tmp_path, monkeypatch, command, options, message
+):
+    monkeypatch.setattr(OpenedModel, "prepared", lambda *a: pytest.fail("the model was loaded"))
+    text = tmp_path / "words.txt"
+    text.write_text("word " * 500)
+    arguments = [str(text) if part == "TEXT" else part for part in (*command, *options)]
+    model = [] if "--model" in options else ["--model", str(tiny_dir)]
+    done = CliRunner().invoke(cli.main, [*arguments, *model])
+    assert done.exit_code == 2, (done.output, done.exception)
+    assert done.stdout == "" and done.stderr.count("\n") == 1
+    assert message in done.stderr and len(done.stderr) < 400
+
+
+END = "generation_config.json"
+# Files, what is done to a copy of the tiny model, and the line.
+FILES = [
+    (lambda f: edit_json(f / END, eos_token_id=9999), "eos_token_id 9999 is beyond the"),
+    (lambda f: edit_json(f / END, eos_token_id=[1, 260]), "eos_token_id 260 is beyond the"),
+    (lambda f: whole_numbers(f), "model.norm.weight holds int32 values"),
+    (lambda f: empty_weights(f), "pytorch_model.bin is empty: fetch the weights again"),
+]
+
+
+def whole_numbers(folder):
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].int()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def empty_weights(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"")
+
+
+@pytest.mark.parametrize(("damage", "message"), FILES)
+def test_files_that_cannot_be_right_are_refused_by_name(tiny_dir, tmp_path, damage, message):
+    folder = shutil.copytree(tiny_dir, tmp_path / "model")
+    damage(folder)
+    done = CliRunner().invoke(cli.main, [*CHAT, "--model", str(folder)])
+    assert done.exit_code == 2 and message in done.stderr.splitlines()[-1], done.stderr
+
+
+# Lines of JSONL files, of questions and of conversations, and what is wrong with them.
+LINES = [
+    ("{}", "'turns' is missing", "'ids' is missing"),
+    ("[1]", "it is no JSON object", "it is no JSON object"),
+    ('{"turns": 3, "ids": 3, "prompt_len": 1}', "turns must be a list", "ids must be a list"),
+    ('{"turns": [""], "ids": [1], "prompt_len": 0}', "must be a text", "prompt_len must be an"),
+    ("{", "Expecting property name", "Expecting property name"),
+]
+
+
+@pytest.mark.parametrize(("line", "question", "conversation"), LINES)
+def test_lines_of_files_are_refused_in_words(tmp_path, line, question, conversation):
+    path = tmp_path / "lines.jsonl"
+    path.write_text(line)
+    with pytest.raises(FasteagleError) as caught:
+        read_questions(path, None)
+    assert question in str(caught.value) and "Error" not in str(caught.value)
+    with pytest.raises(FasteagleError) as caught:
+        read_conversations(path, 260, 100)
+    assert conversation in str(caught.value) and "Error" not in str(caught.value)
+
+
+# What `fasteagle.load` and its answers take, and the line.
+LOADED = [
+    ({"model": 3}, "model 3 is no name"),
+    ({"model": ""}, "model '' is no name"),
+    ({"precision": "int3"}, "3 bits have no kernel"),
+    ({"device": "cpu:7"}, "device 'cpu:7' is not supported"),
+    ({"threads": "2"}, "threads '2' is not a whole number"),
+    ({"max_seq_len": 2.5}, "max-seq-len 2.5 is not a whole number"),
+    ({"prefix_cache_gb": -1}, "prefix-cache -1 is out of range"),
+    ({"prefix_cache_gb": "1"}, "prefix-cache '1' is not a number"),
+]
+ASKED = [
+    ("x", {"temperature": "hot"}, "temperature 'hot' is not a number"),
+    ("x", {"top_k": 2.5}, "top-k 2.5 is not a whole number"),
+    ("x", {"seed": True}, "seed True is not a whole number"),
+    ("x", {"max_new_tokens": "5"}, "max-new-tokens '5' is not a whole number"),
+    ("x", {"max_new_tokens": 2.5}, "max-new-tokens 2.5 is not a whole number"),
+    ("x", {"stop": 3}, "stop 3 is no text and no list of texts"),
+    ("x", {"stop": [3]}, "stop [3] is no text and no list of texts"),
+    ("\ud800", {}, "prompt holds '\\ud800', half of a character"),
+    (b"x", {}, "prompt b'x' is no text and no list of token ids"),
+    ([1.5], {}, "prompt [1.5] is no text and no list of token ids"),
+    (3, {}, "prompt 3 is no text and no list of token ids"),
+    ({"messages": ["x"]}, {}, "messages: 'x' is no dictionary of role and content"),
+    ({"messages": [{"role": "user", "content": 3}]}, {}, "content 3 is no text"),
+    ({"messages": "\udc00"}, {}, "content holds '\\udc00', half of a character"),
+]
+
+
+@pytest.mark.parametrize(("keywords", "message"), LOADED, ids=str)
+def test_loading_from_python_names_the_argument(tiny_dir, keywords, message):
+    with pytest.raises(FasteagleError) as caught:
+        fasteagle.load(**{"model": str(tiny_dir), **keywords})
+    assert message in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_dir):
+    with fasteagle.load(str(tiny_dir), precision="fp32", drafter="none") as made:
+        yield made
+
+
+@pytest.mark.parametrize(("prompt", "keywords", "message"), ASKED, ids=str)
+def test_asking_from_python_names_the_argument(llm, prompt, keywords, message):
+    with pytest.raises(FasteagleError) as caught:
+        if isinstance(prompt, dict):
+            llm.chat(prompt["messages"], **keywords)
+        else:
+            llm.generate(prompt, **keywords)
+    assert str(caught.value).startswith(message)
+
+
+# How the process is begun: closed streams, a cache that cannot be written.
+BEGUN = [
+    ("<&-", (), 2, "Error: standard input is closed: give the prompt after -p"),
+    ("<&-", ("-p", "hi"), 0, "prefill"),
+    (">&-", ("-p", "hi"), 2, "Error: standard output is closed"),
+    ("2>&-", ("-p", "hi"), 0, ""),
+    (">/dev/full", ("-p", "hi"), 2, "Error: disk full: free some space where the output goes"),
+]
+
+
+@pytest.mark.parametrize(("redirected", "options", "code", "message"), BEGUN)
+def test_streams_that_are_closed_or_full(tiny_dir, redirected, options, code, message):
+    given = ["chat", "--model", str(tiny_dir), "--max-new-tokens", "3", "--no-spec", *options]
+    command = [sys.executable, "-m", "fasteagle", *given]
+    script = 'exec "$@" ' + redirected
+    done = subprocess.run(
+        ["bash", "-c", script, "-", *command], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
+    assert message in done.stderr
+
+
+@pytest.mark.parametrize("place", ["a file", "read-only"])
+def test_a_cache_that_cannot_be_written_costs_one_line(tiny_dir, tmp_path, place):
+    cache = tmp_path / "cache"
+    if place == "a file":
+        cache.write_text("")
+    else:
+        cache = "/proc/1"
+    given = ["chat", "--model", str(tiny_dir), "-p", "hi", "--precision", "int4-g32-aten"]
+    done = subprocess.run(
+        [sys.executable, "-m", "fasteagle", *given, "--max-new-tokens", "3", "--no-spec"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "XDG_CACHE_HOME": str(cache)},
+        timeout=120,
+    )
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.count("warning: nothing is kept for the next start: cannot write") == 1
+
+
+def test_said_to_the_person(tiny_dir, tmp_path):
+    """An answer that was cut, and a folder without a template."""
+    folder = shutil.copytree(tiny_dir, tmp_path / "model")
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    for name in ("tokenizer_config.json",):
+        config = json.loads((folder / name).read_text())
+        config.pop("chat_template", None)
+        (folder / name).write_text(json.dumps(config))
+    done = CliRunner().invoke(cli.main, [*CHAT, "--model", str(folder), "--max-new-tokens", "2"])
+    assert done.exit_code == 0, done.stderr
+    assert "no chat template in the model's files" in done.stderr
+    assert "2 tok (cut at max-new-tokens)" in done.stderr
