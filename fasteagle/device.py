@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from fasteagle.errors import FasteagleError, first_line, is_out_of_memory, note
+from fasteagle.errors import FasteagleError, first_line, is_out_of_memory, note, size_of
 
 OLDEST_CAPABILITY = (8, 0)  # what our kernels are compiled for and bf16 products need
 # Of GeForce cards: their tensor cores add up in fp32 at half the rate. Others of these do not.
@@ -135,7 +135,7 @@ def device_name(device: torch.device) -> str:
 
 
 def unless_short(work: Callable[[], Made], tell: Callable[[], FasteagleError]) -> Made:
-    """`work()`; where memory runs out, raises what `tell` makes once its tensors are freed."""
+    """Return `work()`; where memory runs out, free its tensors and raise what `tell` makes."""
     try:
         return work()
     except Exception as error:
@@ -143,6 +143,14 @@ def unless_short(work: Callable[[], Made], tell: Callable[[], FasteagleError]) -
             raise
     give_back()  # the error is gone, and with it the frames that held what was computed
     raise tell()
+
+
+def short_of_memory(doing: str, device: torch.device, fix: Callable[[int], str]) -> FasteagleError:
+    """Return the error for memory that ran out; `fix` says what to do with so many free bytes."""
+    free = available_bytes(device) or 0
+    return FasteagleError(
+        f"out of memory while {doing}, {size_of(free)} free on {device}: {fix(free)}"
+    )
 
 
 def give_back() -> None:

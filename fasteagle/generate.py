@@ -14,9 +14,10 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 from torch import Tensor
 
-from fasteagle.decoding.context import MAX_TREE_ROWS, Context, telling_shortage
+from fasteagle.decoding.context import MAX_TREE_ROWS, Context
 from fasteagle.decoding.runner import Done
 from fasteagle.decoding.stats import Stats
+from fasteagle.device import unless_short
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.policy import Outcome
 from fasteagle.errors import EngineError, FasteagleError
@@ -76,7 +77,6 @@ class Engine(Context):
             self.runner.forget()  # what was captured writes to the old place
 
     @torch.no_grad()
-    @telling_shortage
     def generate(
         self,
         prompt: Sequence[int],
@@ -105,9 +105,11 @@ class Engine(Context):
         self.stats = stats = Stats(prompt_tokens=len(prompt))
         kind = DrawKind.of(params, self.model.config.vocab_size)
         if processor is None:
-            self._prepare(kind, params)
+            unless_short(lambda: self._prepare(kind, params), self._lost)
         normed, feature, stats.cached_tokens = self.prefill(prompt, check)
-        root = self._first_token(prompt, normed, kind, params, processor)
+        root = unless_short(
+            lambda: self._first_token(prompt, normed, kind, params, processor), self._lost
+        )
         self.state.load([*self.cached, root], feature, params)
         new = [root]
         first = time.perf_counter()
@@ -126,7 +128,7 @@ class Engine(Context):
             if stats.finish:
                 cycles.close()
                 return
-            new = next(cycles)
+            new = unless_short(lambda: next(cycles), self._lost)
             stats.passes += 1
 
     def _first_token(

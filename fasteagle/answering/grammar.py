@@ -56,11 +56,11 @@ def check_grammar(spec: GrammarSpec) -> None:
     """Raise `FasteagleError` for a form that no tokenizer can have; takes no model."""
     matcher = _library().LLMatcher
     try:
-        problem = matcher.validate_grammar(_grammar_text(matcher, spec))
+        problem = matcher.validate_grammar(grammar_text(spec.kind, spec.text))
     except ValueError as error:
         problem = str(error)
     if problem:
-        raise FasteagleError(f"{spec.kind}: {_first_line(problem)}")
+        raise FasteagleError(f"{spec.kind}: {first_reason(problem)}")
 
 
 def _library() -> Any:

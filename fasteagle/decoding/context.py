@@ -5,17 +5,15 @@ Shapes: T rows, D model dim, R taps, F width of what a draft head reads.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from fasteagle.decoding.runner import Runner, head_config
-from fasteagle.device import give_back, unless_short
+from fasteagle.device import unless_short
 from fasteagle.drafting.base import Drafter
-from fasteagle.errors import EngineError, is_out_of_memory
+from fasteagle.errors import EngineError
 from fasteagle.model import KVCache, Transformer, causal_mask
 from fasteagle.state import Committed, DecodeState
 
@@ -25,29 +23,6 @@ PREFILL_CHUNK_CUDA = 1024
 HEAD_CHUNK = 256  # pairs a draft head is shown at once: its scores [heads, pairs, slots] are kept
 FEW_PAIRS = 8  # a follow-up question may compute so many rows twice
 MAX_TREE_ROWS = 64  # cache rows kept free behind the context for tokens not yet committed
-Generate = TypeVar("Generate", bound=Callable[..., Generator[list[int]]])
-
-
-def telling_shortage(generate: Generate) -> Generate:
-    """Let a generator method of a `Context` raise `EngineError` where memory runs out.
-
-    It forgets the conversation: what the caches hold of the last pass is not known.
-    """
-
-    @functools.wraps(generate)
-    def told(self: Context, *args: Any, **options: Any) -> Generator[list[int]]:
-        try:
-            yield from generate(self, *args, **options)
-            return
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-        give_back()  # once the error no longer holds what was computed
-        reason = self._out_of_memory()
-        self.restart()
-        raise reason
-
-    return cast(Generate, told)
 
 
 class Context:
@@ -92,8 +67,14 @@ class Context:
             lambda: self._prefill(prompt, check), lambda: self._out_of_memory(where)
         )
 
+    def _lost(self) -> EngineError:
+        """Forget the conversation, whose last pass ran out of memory; return what to say."""
+        error = self._out_of_memory()
+        self.restart()
+        return error
+
     def _out_of_memory(self, where: str = "") -> EngineError:
-        """Memory was short behind the tokens in `cached`."""
+        """Return what to say where memory was short after the tokens in `cached`."""
         freed = self.cache.rows.nbytes / self.cache.n_slots * 1024 / 2**30
         fix = self.runner.advised(head_config(self.drafter)) or (
             f"lower --max-seq-len (1,024 tokens fewer free {freed:.2f} GiB), or use --kv int8 or "

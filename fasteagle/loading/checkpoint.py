@@ -15,11 +15,11 @@ from fasteagle import config as model_config
 from fasteagle.compile.int8_cache import cache_bytes
 from fasteagle.config import ModelConfig
 from fasteagle.device import available_bytes
-from fasteagle.errors import FasteagleError, shortened
+from fasteagle.errors import FasteagleError, shortened, size_of
 from fasteagle.loading import stored
 from fasteagle.loading.gguf import GGUFFile
 from fasteagle.loading.imported import open_quantized
-from fasteagle.loading.memory import schemes_of
+from fasteagle.loading.memory import smaller_fit
 from fasteagle.loading.source import Linears
 from fasteagle.loading.tensors import (
     Checkpoint,
@@ -31,8 +31,6 @@ from fasteagle.loading.tensors import (
 )
 from fasteagle.model import KEY_BLOCK, Block, Transformer
 from fasteagle.uninitialized import Uninitialized
-
-GIB = 2**30
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -92,8 +90,7 @@ def load_model(
     not suffice.
     """
     config = checkpoint.config
-    weight_bytes = None if quantized is None else quantized.weight_bytes()
-    require_memory(config, dtype, device, max_seq_len, weight_bytes, kv)
+    require_memory(config, dtype, device, max_seq_len, quantized, kv)
     with torch.device("meta"), Uninitialized():
         model = Transformer(config)
 
@@ -174,47 +171,18 @@ def require_memory(
     dtype: torch.dtype,
     device: torch.device | str,
     max_seq_len: int,
-    weight_bytes: int | None = None,
+    quantized: Linears | None = None,
     kv: str = "auto",
 ) -> None:
-    """Raise `FasteagleError` before loading a model that does not fit into memory.
-
-    `weight_bytes` is the size of quantized weights; None: all weights are in `dtype`.
-    """
+    """Raise `FasteagleError` before loading a model that does not fit into memory."""
     weights, cache = required_bytes(config, dtype, max_seq_len, kv)
-    weights = weights if weight_bytes is None else weight_bytes
+    weights = weights if quantized is None else quantized.weight_bytes()
     free = available_bytes(device)
     if free is None or weights + cache <= free:
         return
-    if weights > free:
-        fix = _smaller_weights(config, dtype, free, weight_bytes is not None)
-    else:
-        fix = _smaller_cache(config, dtype, max_seq_len, free - weights, kv)
+    scheme = None if quantized is None else quantized.scheme
     raise FasteagleError(
-        f"weights need {weights / GIB:.1f} GiB and the KV cache of {max_seq_len:,} tokens "
-        f"{cache / GIB:.1f} GiB, {free / GIB:.1f} GiB free on {device}: {fix}"
+        f"weights need {size_of(weights)} and the KV cache of {max_seq_len:,} tokens "
+        f"{size_of(cache)}, {size_of(free)} free on {device}: "
+        f"{smaller_fit(config, free, scheme, kv, max_seq_len)}"
     )
-
-
-def _smaller_cache(
-    config: ModelConfig, dtype: torch.dtype, max_seq_len: int, room: int, kv: str
-) -> str:
-    """What the error advises when only the KV cache does not fit: into `room` bytes."""
-    per_token = cache_bytes(config, 1, dtype.itemsize, kv)
-    longest = (room // per_token - KEY_BLOCK) // KEY_BLOCK * KEY_BLOCK
-    fixes = [f"lower --max-seq-len to {longest}"] if longest > 0 else []
-    if kv != "int8" and required_bytes(config, dtype, max_seq_len, "int8")[1] <= room:
-        fixes.append("use --kv int8")
-    return " or ".join(fixes) or "choose a smaller model"
-
-
-def _smaller_weights(config: ModelConfig, dtype: torch.dtype, free: int, is_quantized: bool) -> str:
-    """What the error advises when the weights do not fit."""
-    quantized = schemes_of(config)[1:]
-    for scheme in quantized:
-        size = scheme.model_bytes(config)
-        if not is_quantized and size < free:
-            return f"use --int{scheme.bits} ({size / GIB:.1f} GiB)"
-    too_wide = dtype.itemsize > 2 and not is_quantized
-    smallest = f"use --int{quantized[-1].bits}"
-    return smallest if too_wide else "choose a smaller model"

@@ -10,7 +10,7 @@ from fasteagle.compile.cpu_blocks import is_native
 from fasteagle.compile.cpu_draft import can_draft
 from fasteagle.compile.fixed_norm import keep_sums_finite
 from fasteagle.config import HeadConfig, ModelConfig
-from fasteagle.device import unless_short
+from fasteagle.device import short_of_memory, unless_short
 from fasteagle.drafting.base import Drafter, Tuning
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter
@@ -33,7 +33,6 @@ from fasteagle.loading.heads.find import (
 )
 from fasteagle.loading.lookup_files import read_documents
 from fasteagle.loading.open import OpenedModel, PreparedModel
-from fasteagle.loading.shortage import short_of_memory
 from fasteagle.loading.source import has_native, quantize_head_
 from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint, fingerprint
 from fasteagle.model import EagleHead
@@ -150,10 +149,11 @@ def make_drafter(
     def tell() -> FasteagleError:
         head = head_shape(name, engine.model.config) if asked is None else asked.head.config
         if options.drafter == "ngram":
-            return short_of_memory("loading files", engine.device, "give fewer to --lookup")
+            fix = "give fewer to --lookup"
+            return short_of_memory("loading files", engine.device, lambda free: fix)
         smaller = engine.runner.advised(head) or "choose a smaller model"
         fix = f"{smaller}, or guess from the context: --drafter ngram"
-        return short_of_memory("loading the draft head", engine.device, fix)
+        return short_of_memory("loading the draft head", engine.device, lambda free: fix)
 
     return unless_short(
         lambda: _drafter(name, engine, checkpoint, options, notify, asked, documents), tell

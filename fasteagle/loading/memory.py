@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from fasteagle.config import HeadConfig, ModelConfig
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, size_of
 from fasteagle.quant.scheme import BF16, INT8, Scheme, int4_for
 
 CARDS = (8, 12, 16, 24, 32, 48, 80)  # GiB
@@ -90,7 +90,7 @@ def smaller_fit(
     context: int,
     head: HeadConfig | None = None,
 ) -> str:
-    """In words, what to use on a card with `n_bytes` where this setting has run out of memory.
+    """Return in words what to use with `n_bytes` of memory where this setting does not fit.
 
     Whatever is estimated of what has failed, it needs too much: what is named needs less.
     """
@@ -98,7 +98,7 @@ def smaller_fit(
     best = best_fit(config, min(n_bytes, failed - 1), context, head)
     if best is None:
         return "choose a smaller model"
-    return f"use {best.options} ({needed_bytes(config, best, head) / 2**30:.1f} GiB)"
+    return f"use {best.options} ({size_of(needed_bytes(config, best, head))})"
 
 
 def best_fit(

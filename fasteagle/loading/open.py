@@ -23,19 +23,28 @@ from fasteagle.compile.graphs import make_engine
 from fasteagle.compile.int8_cache import use_int8_cache
 from fasteagle.compile.tree_attention import has_kernel, use_tree_attention
 from fasteagle.config import HeadConfig
-from fasteagle.device import TORCH_DTYPES, accumulate_on, pick_device, pick_dtype, unless_short
+from fasteagle.device import (
+    TORCH_DTYPES,
+    accumulate_on,
+    available_bytes,
+    pick_device,
+    pick_dtype,
+    short_of_memory,
+    unless_short,
+)
 from fasteagle.errors import FasteagleError, note
 from fasteagle.generate import Engine
 from fasteagle.loading import registry
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
+from fasteagle.loading.memory import smaller_fit
 from fasteagle.loading.quantize import scheme_asked, with_scheme
-from fasteagle.loading.shortage import Asked
 from fasteagle.loading.source import Linears
 from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint
 from fasteagle.loading.tokenizer import ChatTokenizer, DummyTokenizer, load_tokenizer
 from fasteagle.loading.torchao_backend import quantize_with_torchao
 from fasteagle.model import Transformer
 from fasteagle.options import RuntimeOptions
+from fasteagle.paths import ensure_cache
 from fasteagle.quant import cpu_build
 from fasteagle.quant.scheme import Scheme, parse_scheme
 
@@ -239,13 +248,19 @@ def build_engine(
             "pip install triton, or use --precision bf16"
         )
     dtype = TORCH_DTYPES[dtype_name]
-    asked = Asked(checkpoint.config, checkpoint.scheme, options.kv, max_seq_len, device)
+    config, scheme = checkpoint.config, checkpoint.scheme
+
+    def fitting(n_bytes: int, head: HeadConfig | None = head) -> str:
+        return smaller_fit(config, n_bytes, scheme, options.kv, max_seq_len, head)
+
     engine = unless_short(
         lambda: _built_engine(checkpoint, dtype, device, options, max_seq_len),
-        lambda: asked.not_loaded(head),
+        lambda: short_of_memory("loading", device, fitting),
     )
-    if device.type == "cuda":
-        engine.runner.advice = asked.advice
+    if device.type == "cuda":  # what the model has counts as free
+        engine.runner.advice = lambda head: fitting(
+            torch.cuda.memory_reserved(device) + (available_bytes(device) or 0), head
+        )
     return engine
 
 

@@ -12,9 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fasteagle.device import unless_short
+from fasteagle.device import short_of_memory, unless_short
 from fasteagle.errors import FasteagleError
-from fasteagle.loading.shortage import not_quantized
 from fasteagle.loading.stored import StoredFolder, is_stored, save
 from fasteagle.loading.tensors import (
     Checkpoint,
@@ -88,9 +87,12 @@ def write_folder(
     need = weight_bytes(checkpoint, scheme)
     require_free_space(folder, need, f"the {scheme.name} weights")
     weights = quantized_weights(checkpoint, scheme, chooser(scheme, device))
+    place, fix = torch.device(device), "choose a smaller model"  # one tensor was too much
+    if place.type != "cpu":
+        fix = f"quantize on the CPU: fasteagle quantize --precision {scheme.name} --device cpu"
     unless_short(
         lambda: save(folder, checkpoint, scheme, fingerprint(checkpoint), weights),
-        lambda: not_quantized(checkpoint.config, scheme, torch.device(device)),
+        lambda: short_of_memory(f"quantizing to {scheme.name}", place, lambda free: fix),
     )
 
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import types
 
 import pytest
 import torch
 from click.testing import CliRunner
 
+from fasteagle import device as devices
 from fasteagle.cli.main import main
 from fasteagle.cli.models import memory_cells
 from fasteagle.compile import int8_cache
 from fasteagle.decoding.context import MAX_TREE_ROWS, PREFILL_CHUNK_CUDA
 from fasteagle.errors import EngineError, FasteagleError, is_out_of_memory
 from fasteagle.llm import open_llm
-from fasteagle.loading import checkpoint, make_drafter, memory, shortage
+from fasteagle.loading import checkpoint, make_drafter, memory
 from fasteagle.loading import open as opening
 from fasteagle.loading import quantize as quantizing
 from fasteagle.loading.entries import REGISTRY
@@ -23,12 +25,11 @@ from fasteagle.loading.heads.find import head_shape
 from fasteagle.loading.make_drafter import expected_head
 from fasteagle.loading.memory import Setting, best_fit, needed_bytes, settings
 from fasteagle.loading.open import OpenedModel, load_runtime
-from fasteagle.loading.shortage import Asked, not_quantized
 from fasteagle.loading.tensors import DummyCheckpoint
 from fasteagle.loading.tokenizer import DummyTokenizer
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.paths import cache_dir
-from fasteagle.quant.scheme import BF16, int4_for
+from fasteagle.quant.scheme import BF16, Scheme, int4_for
 
 LLAMA = REGISTRY["llama2-7b"].config
 GIB = 2**30
@@ -109,7 +110,7 @@ def test_a_model_that_cannot_have_4_bits_is_not_told_to_use_them(monkeypatch):
     assert best_fit(ODD, 2 * GIB, 4096) is None
     assert memory.smaller_fit(ODD, 24 * GIB, None, "auto", 2048).startswith("use --precision int8")
     monkeypatch.setattr(checkpoint, "available_bytes", lambda device: 2 * ODD.params - 1)
-    with pytest.raises(FasteagleError, match=r"free on cpu: use --int8 \("):
+    with pytest.raises(FasteagleError, match=r"free on cpu: use --precision int8 --max-seq-len"):
         checkpoint.require_memory(ODD, torch.bfloat16, "cpu", 2048)
 
 
@@ -172,7 +173,7 @@ def test_which_errors_mean_that_memory_is_short():
 @each_shortage
 def test_out_of_memory_while_loading_says_what_fits(monkeypatch, error):
     monkeypatch.setattr(opening, "load_model", raising(error))
-    monkeypatch.setattr(shortage, "available_bytes", lambda device: 8 * GIB)
+    monkeypatch.setattr(devices, "available_bytes", lambda device: 8 * GIB)
     opened = OpenedModel("llama2-7b", DummyCheckpoint(LLAMA), DummyTokenizer(32000))
     with pytest.raises(FasteagleError) as caught:
         opened.prepared(RuntimeOptions(device="cpu"), lambda line: None).engine()
@@ -180,7 +181,7 @@ def test_out_of_memory_while_loading_says_what_fits(monkeypatch, error):
         "out of memory while loading, 8.0 GiB free on cpu: use --precision int4 --max-seq-len "
         "4096 (6.7 GiB)"
     )
-    monkeypatch.setattr(shortage, "available_bytes", lambda device: GIB)
+    monkeypatch.setattr(devices, "available_bytes", lambda device: GIB)
     with pytest.raises(FasteagleError, match="choose a smaller model"):
         opened.prepared(RuntimeOptions(device="cpu"), lambda line: None).engine()
 
@@ -195,21 +196,25 @@ def test_what_fits_does_so_beside_the_draft_head(monkeypatch, drafter, said):
     free = needed_bytes(LLAMA, Setting(int4_for(LLAMA), "auto", 4096))
     head = expected_head(DraftOptions(drafter=drafter), opened, None)
     monkeypatch.setattr(opening, "load_model", raising(OUT_OF_MEMORY[0]))
-    monkeypatch.setattr(shortage, "available_bytes", lambda device: free)
+    monkeypatch.setattr(devices, "available_bytes", lambda device: free)
     with pytest.raises(FasteagleError) as caught:
         opened.loaded(RuntimeOptions(device="cpu"), lambda line: None, head)
     assert said in str(caught.value)
     # The same of a model that is loaded: what it has counts as free.
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: free - GIB)
-    monkeypatch.setattr(shortage, "available_bytes", lambda device: GIB)
-    asked = Asked(LLAMA, None, "auto", 4096, torch.device("cuda"))
-    assert said in asked.advice(head)
+    monkeypatch.setattr(opening, "available_bytes", lambda device: GIB)
+    made = types.SimpleNamespace(runner=types.SimpleNamespace(advice=None))
+    monkeypatch.setattr(opening, "_built_engine", lambda *args: made)
+    card = torch.device("cuda")
+    opening.build_engine(opened.checkpoint, "bf16", card, RuntimeOptions(), "llama2-7b")
+    assert said in made.runner.advice(head)
 
 
 def test_a_chat_leaves_memory_for_the_head_it_will_load(tiny_dir, monkeypatch):
     heads = []
+    monkeypatch.setattr(make_drafter, "may_find_head", lambda *given: True)
     monkeypatch.setattr(opening, "load_model", raising(OUT_OF_MEMORY[0]))
-    monkeypatch.setattr(shortage, "smaller_fit", lambda *given: heads.append(given[-1]) or "x")
+    monkeypatch.setattr(opening, "smaller_fit", lambda *given: heads.append(given[-1]) or "x")
     for drafter in ("eagle", "auto", "ngram"):
         with pytest.raises(FasteagleError, match="free on cpu: x$"):
             draft = DraftOptions(drafter=drafter)
@@ -237,22 +242,23 @@ def test_out_of_memory_for_the_draft_head_says_what_fits(tiny_dir, monkeypatch, 
 @each_shortage
 def test_out_of_memory_while_quantizing_keeps_nothing(tiny_dir, monkeypatch, error):
     monkeypatch.setattr(quantizing, "quantize_weight", raising(error))
-    monkeypatch.setattr(shortage, "available_bytes", lambda device: GIB)
+    monkeypatch.setattr(devices, "available_bytes", lambda device: GIB)
     opened = opening.open_model(str(tiny_dir))
     with pytest.raises(FasteagleError, match="quantizing to int4-g32-minmax, 1.0 GiB free on cpu"):
         opened.prepared(RuntimeOptions(device="cpu", quant="int4-g32"), lambda line: None)
     assert not list((cache_dir() / "quantized").glob("*"))
 
 
-def test_where_a_model_would_fit_the_cpu_can_quantize_it(monkeypatch):
-    scheme, card = int4_for(LLAMA), torch.device("cuda", 0)
-    monkeypatch.setattr(shortage, "available_bytes", lambda device: 8 * GIB)
-    assert str(not_quantized(LLAMA, scheme, card)) == (
-        "out of memory while quantizing to int4-g128-hqq, 8.0 GiB free on cuda:0: quantize on the "
-        "CPU: fasteagle quantize --precision int4-g128-hqq --device cpu"
+def test_what_a_card_cannot_quantize_the_cpu_can(tiny_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(quantizing, "save", raising(OUT_OF_MEMORY[0]))
+    monkeypatch.setattr(devices, "available_bytes", lambda device: 8 * GIB)
+    scheme, dense = Scheme(4, 32), checkpoint.open_checkpoint(tiny_dir)
+    with pytest.raises(FasteagleError) as caught:
+        quantizing.write_folder(tmp_path, dense, scheme, None, torch.device("cuda", 0))
+    assert str(caught.value) == (
+        "out of memory while quantizing to int4-g32-minmax, 8.0 GiB free on cuda:0: quantize on "
+        "the CPU: fasteagle quantize --precision int4-g32-minmax --device cpu"
     )
-    monkeypatch.setattr(shortage, "available_bytes", lambda device: GIB)
-    assert str(not_quantized(LLAMA, scheme, card)).endswith("cuda:0: choose a smaller model")
 
 
 @each_shortage
@@ -298,15 +304,13 @@ def test_out_of_memory_in_an_answer_is_one_line(tiny_dir, monkeypatch, error):
     assert "Error: out of memory at token" in result.stderr.splitlines()[-1]
 
 
-def test_a_cache_that_does_not_fit_names_the_longest_that_does(monkeypatch):
+def test_a_cache_that_does_not_fit_names_what_does(monkeypatch):
+    """The weights alone would: 8 bits leave room for the whole cache."""
     weights, per_token = 2 * LLAMA.params, 2 * 32 * 32 * 128 * 2
-    free = weights + (2000 + 256) * per_token
-    monkeypatch.setattr(checkpoint, "available_bytes", lambda device: free)
-    text = "lower --max-seq-len to 1792$"
+    monkeypatch.setattr(checkpoint, "available_bytes", lambda device: weights + 2256 * per_token)
+    text = "use --precision int8 --max-seq-len 4096 "
     with pytest.raises(FasteagleError, match=text):
         checkpoint.require_memory(LLAMA, torch.bfloat16, "cpu", 4096)
-    with pytest.raises(FasteagleError, match="lower --max-seq-len to 1792 or use --kv int8$"):
-        checkpoint.require_memory(LLAMA, torch.bfloat16, "cpu", 3000)
     checkpoint.require_memory(LLAMA, torch.bfloat16, "cpu", 1792)
 
 

@@ -213,12 +213,10 @@ def test_memory_that_would_suffice_is_named(folder, monkeypatch):
     from fasteagle.loading import checkpoint
     from fasteagle.loading.registry import preset
 
-    monkeypatch.setattr(checkpoint, "available_bytes", lambda device: 10 * 2**30)
-    with pytest.raises(FasteagleError, match=r"use --int8 \(6.4 GiB\)"):
-        checkpoint.require_memory(preset("llama2-7b"), torch.bfloat16, "cpu", 512)
-    monkeypatch.setattr(checkpoint, "available_bytes", lambda device: 5 * 2**30)
-    with pytest.raises(FasteagleError, match=r"use --int4 \(3.6 GiB\)"):
-        checkpoint.require_memory(preset("llama2-7b"), torch.bfloat16, "cpu", 512)
+    for free, fix in ((10, "int8 --max-seq-len 512"), (5.5, "int4 --max-seq-len 512")):
+        monkeypatch.setattr(checkpoint, "available_bytes", lambda device, free=free: free * 2**30)
+        with pytest.raises(FasteagleError, match=f"use --precision {fix} \\("):
+            checkpoint.require_memory(preset("llama2-7b"), torch.bfloat16, "cpu", 512)
 
 
 def test_dummy_weights_are_made_as_stored(folder):

@@ -77,7 +77,7 @@ def find_head(head: str | None, name: str, identity: str) -> HeadFiles | None:
 
 
 def may_find_head(name: str, checkpoint: Checkpoint) -> bool:
-    """Return whether a head may be there for a model, before its weights are quantized or loaded."""
+    """Return whether there may be a head for a model, before its weights are loaded."""
     if is_shipped(name) or (name in REGISTRY and REGISTRY[name].heads):
         return True
     if any((cache_dir() / "heads").glob("*/config.json")):  # perhaps of the quantized weights
