@@ -80,13 +80,9 @@ class NativePass:
 
 
 def finish(state: DecodeState, spec: CycleSpec, proposal: Proposal, output: Output) -> None:
-    """`Pieces.finish`, but for multi-round sampling and drafters that read what is drawn."""
+    """`Pieces.finish`, but where a spec has its own way to accept."""
     tree = proposal.tree
-    if (
-        tree.distributions is not None
-        or tree.drawn is not None
-        or output.logits.dtype != torch.float32
-    ):
+    if spec.accept is not None or output.logits.dtype != torch.float32:
         EAGER.finish(state, spec, proposal, output)
         return
     kind, knobs = spec.kind, state.knobs

@@ -23,6 +23,7 @@ from fasteagle.drafting.draft_head import HeadDrafter
 from fasteagle.drafting.draft_model import ModelDrafter
 from fasteagle.generate import Engine
 from fasteagle.model import KEY_BLOCK, KVCache, Output
+from fasteagle.multi_round import accept_sampled
 from fasteagle.sampling import DrawKind
 from fasteagle.shapes import AnyShape
 from fasteagle.state import CycleSpec, DecodeState
@@ -70,8 +71,7 @@ class CycleCompiler:
         for n_slots in slots:
             state, drafter = self._state(n_slots), self._scratch(n_slots)
             proposal = draft(state, drafter, spec)
-            multi_round = proposal.tree.distributions is not None
-            if spec.kind.filtered or spec.kind.penalty or multi_round:
+            if spec.kind.filtered or spec.kind.penalty or spec.accept is accept_sampled:
                 continue
             if finish is EAGER.finish:
                 finish = own_code(finish)
@@ -98,7 +98,7 @@ class CycleCompiler:
     @torch.no_grad()
     def _for_graphs(self, spec: CycleSpec) -> Pieces:
         """Every piece that a graph can hold; caches of any size, for the real ones cost memory."""
-        if self._drafter is not None and not self._drafter.capturable:
+        if spec.accept is accept_sampled:  # it reads values on the host
             return EAGER
         n_slots = 2 * KEY_BLOCK
         state, drafter = self._state(n_slots), self._scratch(n_slots)

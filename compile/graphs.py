@@ -26,6 +26,7 @@ from fasteagle.errors import first_line, is_out_of_memory
 from fasteagle.generate import Engine
 from fasteagle.logits import LogitsProcessor
 from fasteagle.model import KVCache, Transformer
+from fasteagle.multi_round import accept_sampled
 from fasteagle.state import CycleSpec, DecodeState
 
 WARM_UPS = 3  # runs before capture: kernels compile, libraries choose, workspaces are made
@@ -217,7 +218,7 @@ class CapturedRunner(Runner):
             self._replays = {k: v for k, v in self._replays.items() if k[1].kind != oldest}
 
     def _captured(self, spec: CycleSpec, drafter: Drafter | None) -> Callable[[], None] | None:
-        if spec.shape is not None and drafter is not None and not drafter.capturable:
+        if spec.accept is accept_sampled:  # it reads values on the host
             return None
         failures = self._failures.get((drafter, spec), [])
         if len(failures) >= MOST_FAILURES:

@@ -223,7 +223,8 @@ class Engine(Context):
             width = max(s.depth for s in shapes) + 1
             if drafter.may_skip_head:
                 width = PENDING - 1 - shape.depth
-        return CycleSpec(shape, shape.rows, width, kind)
+        accept = None if drafter is None else drafter.accept_for(kind)
+        return CycleSpec(shape, shape.rows, width, kind, accept)
 
     def _most_pending(self, launched: deque[CycleSpec]) -> int:
         """Committed positions that the draft head will not have seen, at most."""

@@ -12,11 +12,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fasteagle.sampling import process_logits
+from fasteagle.state import CycleSpec, DecodeState
 from fasteagle.tree import DraftTree
-from fasteagle.verify import PAD, Accepted
+from fasteagle.verify import PAD, Accepted, seen_rows
 
 DRAFT_STREAM = 0x5DEECE66D  # the seed's companion for sampling children
 ACCEPT_STREAM = 0x9E3779B97F4A7C15
+
+
+def accept_sampled(
+    state: DecodeState,
+    spec: CycleSpec,
+    tree: DraftTree,
+    tree_mask: Tensor,
+    depths: Tensor,
+    logits: Tensor,
+) -> Accepted:
+    """Accept as the paper does, instead of along the target's own draws; see `CycleSpec.accept`.
+
+    It reads device values on the host, so that no graph can hold it.
+    """
+    assert tree.distributions is not None, "its drafter samples the children"
+    seen = seen_rows(state.seen, tree, tree_mask) if spec.kind.penalty else None
+    probs = process_logits(logits.float(), spec.kind, state.knobs, seen).softmax(-1)
+    seed, position = int(state.knobs.seed), int(state.seq_len)
+    return multi_round(probs, tree.distributions, tree, spec.depth, seed, position)
 
 
 def multi_round(

@@ -17,6 +17,7 @@ from fasteagle.options import SamplingParams
 from fasteagle.sampling import DrawKind, Knobs
 from fasteagle.shapes import AnyShape, FusedShape, SureChain, TreeShape
 from fasteagle.tree import DraftTree, Relations, relations
+from fasteagle.verify import Accepted
 
 MAX_DEPTH = 63  # of a tree's paths
 PLAIN_ROWS = 2  # of a pass without a tree, at most
@@ -35,19 +36,25 @@ class Committed(NamedTuple):
     count: Tensor  # [1]
 
 
+# State, spec, tree, tree mask, depths and the target's logits: the path that is kept.
+Accept = Callable[["DecodeState", "CycleSpec", DraftTree, Tensor, Tensor, Tensor], Accepted]
+
+
 @dataclasses.dataclass(frozen=True)
 class CycleSpec:
     """What is fixed in one variant of the cycle; everything else is a value on the device.
 
     `shape` None: plain decoding, a tree that is only the root, padded to `rows` rows. `width` is
     how many pending pairs the draft head is run on. Where it is not run (see `extends`) 1 says that
-    pairs are kept for it. 0: the drafter reads no features.
+    pairs are kept for it. 0: the drafter reads no features. `accept` chooses the path that is kept;
+    None: the path along the target's own draws.
     """
 
     shape: AnyShape | None
     rows: int
     width: int
     kind: DrawKind
+    accept: Accept | None = None
 
     @property
     def depth(self) -> int:

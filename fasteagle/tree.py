@@ -25,7 +25,6 @@ class DraftTree(NamedTuple):
     Rows that are not `valid` are padding: token 0, seen by nobody, never accepted. Where children
     were sampled, `distributions` holds what each row's were drawn from. Where a tree has two
     sources, `sources` says which of them proposed each row: bits of `HEAD` and `LOOKUP`.
-    `drawn` is a place of the drafter's where the target's own tokens of all rows are left for it.
     """
 
     tokens: Tensor  # [T] target ids
@@ -33,7 +32,6 @@ class DraftTree(NamedTuple):
     valid: Tensor  # [T] bool
     distributions: Tensor | None = None  # [T, V]
     sources: Tensor | None = None  # [T]
-    drawn: Tensor | None = None  # [T]
 
 
 def first_rows(tree: DraftTree, n: int) -> DraftTree:

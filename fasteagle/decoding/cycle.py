@@ -4,8 +4,8 @@ One function over a `DecodeState`. What differs is passed in: the drafter says h
 (EAGLE, n-gram lookup), a spec without a shape is plain decoding, whose tree is only the root. Who
 runs it (operation by operation, compiled, replayed as a CUDA graph) is decided outside.
 
-Nothing here reads a device value on the host, but for the paper's multi-round sampling, which is
-kept for fidelity and runs eagerly, and processors of logits, which read the tree.
+Nothing here reads a device value on the host, but for processors of logits, which read the tree,
+and a spec's own way to accept, if it does: the paper's multi-round sampling.
 
 Shapes: T tree rows, D longest path, F feature dim, V vocabulary.
 """
@@ -21,8 +21,7 @@ from torch import Tensor
 from fasteagle.drafting.base import Drafter
 from fasteagle.logits import LogitsProcessor
 from fasteagle.model import Output, Transformer
-from fasteagle.multi_round import multi_round
-from fasteagle.sampling import draw, process_logits
+from fasteagle.sampling import draw
 from fasteagle.state import CycleSpec, DecodeState
 from fasteagle.tree import HEAD, LOOKUP, DraftTree, Relations, TreeView, first_rows, relations
 from fasteagle.verify import PAD, Accepted, accept, seen_rows
@@ -107,30 +106,39 @@ def verify(state: DecodeState, target: Transformer, proposal: Proposal) -> Outpu
 def accept_and_commit(
     state: DecodeState, spec: CycleSpec, proposal: Proposal, output: Output
 ) -> None:
-    """Let the target draw at every row, follow its draws from the root, and keep that path."""
-    path = accepted_path(state, spec, proposal, output)
+    """Choose a path from the root, and keep it."""
+    choose = spec.accept or accept_drawn
+    path = choose(state, spec, *proposal[:3], output.logits)
     commit(state, spec, proposal, output, path)
 
 
-def accepted_path(
-    state: DecodeState, spec: CycleSpec, proposal: Proposal, output: Output
+def accept_drawn(
+    state: DecodeState,
+    spec: CycleSpec,
+    tree: DraftTree,
+    tree_mask: Tensor,
+    depths: Tensor,
+    logits: Tensor,
 ) -> Accepted:
-    """The path along the target's own draws; or the paper's algorithm for sampled children."""
-    tree, tree_mask, depths = proposal[:3]
+    """Let the target draw at every row, and follow its draws from the root."""
+    drawn = drawn_tokens(state, spec, tree, tree_mask, depths, logits)
+    return accept(drawn, tree, tree_mask, depths, spec.depth)
+
+
+def drawn_tokens(
+    state: DecodeState,
+    spec: CycleSpec,
+    tree: DraftTree,
+    tree_mask: Tensor,
+    depths: Tensor,
+    logits: Tensor,
+) -> Tensor:
+    """Return the target's own token after each row [T]."""
     seen = seen_rows(state.seen, tree, tree_mask) if spec.kind.penalty else None
-    if tree.distributions is not None:
-        probs = process_logits(output.logits.float(), spec.kind, state.knobs, seen).softmax(-1)
-        position = int(state.seq_len)
-        return multi_round(
-            probs, tree.distributions, tree, spec.depth, int(state.knobs.seed), position
-        )
     # Noise costs a millisecond for 16 levels, and a chain may be shorter than its shape.
     n_levels = len(depths) if spec.in_place else spec.depth + 1
     positions = state.seq_len + 1 + torch.arange(n_levels, device=depths.device)
-    drawn = draw(output.logits, positions, spec.kind, state.knobs, seen, depths)
-    if tree.drawn is not None:
-        tree.drawn.copy_(drawn)
-    return accept(drawn, tree, tree_mask, depths, spec.depth)
+    return draw(logits, positions, spec.kind, state.knobs, seen, depths)
 
 
 def commit(

@@ -18,8 +18,9 @@ from torch import Tensor
 from fasteagle.drafting.ladder import Ranks
 from fasteagle.drafting.policy import Outcome, Policy, Thresholds
 from fasteagle.model import KVCache
+from fasteagle.sampling import DrawKind
 from fasteagle.shapes import AnyShape
-from fasteagle.state import Committed, CycleSpec, DecodeState
+from fasteagle.state import Accept, Committed, CycleSpec, DecodeState
 from fasteagle.tree import DraftTree
 
 START_HEAD_GAIN = 0.4  # tokens that a chain of the head brings over its cost, before any is known
@@ -43,7 +44,6 @@ class Drafter(Protocol):
     reads_features: bool  # whether `extend` must see every committed position
     tap_layers: tuple[int, ...]  # whose taps are its features; empty: those of the final norm
     always_proposes: bool  # whether every tree has a node besides the root
-    capturable: bool  # whether its cycles read nothing on the host
 
     policy: Policy | None  # what chooses its trees while decoding, once costs are known
     looks_up: bool  # whether it searches the text for earlier places
@@ -85,6 +85,12 @@ class Drafter(Protocol):
     def propose(self, prediction: Any, state: DecodeState, spec: CycleSpec) -> DraftTree:
         """A tree of `spec.shape` under `state.root`."""
 
+    def accept_for(self, kind: DrawKind) -> Accept | None:
+        """Return what accepts its trees where the target draws as `kind` says.
+
+        See `CycleSpec.accept`.
+        """
+
     def learn(self, shape: AnyShape | None, outcome: Outcome) -> None:
         """Observe a cycle with a tree of `shape`; None was a plain pass."""
 
@@ -101,7 +107,6 @@ class Controlled:
     tap_layers: tuple[int, ...] = ()
     always_proposes = True
     looks_up = False
-    capturable = True
 
     @property
     def may_skip_head(self) -> bool:
@@ -113,6 +118,9 @@ class Controlled:
 
     def begin(self, token: int) -> None:
         """Draft heads do without the first token."""
+
+    def accept_for(self, kind: DrawKind) -> Accept | None:
+        return None
 
     def apart(self) -> Self:
         """The same drafter, to be run without changing what this one has learned."""

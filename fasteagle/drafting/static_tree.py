@@ -14,10 +14,10 @@ from torch import Tensor
 from fasteagle.drafting.draft_head import HeadDrafter, Prediction
 from fasteagle.errors import FasteagleError
 from fasteagle.model import EagleHead
-from fasteagle.multi_round import DRAFT_STREAM
-from fasteagle.sampling import gumbel_noise
+from fasteagle.multi_round import DRAFT_STREAM, accept_sampled
+from fasteagle.sampling import DrawKind, gumbel_noise
 from fasteagle.shapes import PAPER_TREE, StaticShape
-from fasteagle.state import CycleSpec, DecodeState
+from fasteagle.state import Accept, CycleSpec, DecodeState
 from fasteagle.tree import DraftTree
 
 
@@ -53,7 +53,6 @@ class StaticTreeDrafter(HeadDrafter):
         order = tuple(sorted(paths, key=lambda path: (len(path), path)))
         self.shape = StaticShape(len(order[-1]), None, len(order))
         self.sampled = sampled
-        self.capturable = not sampled  # multi-round verification walks the tree on the host
         row_of = {(): 0, **{path: row for row, path in enumerate(order, 1)}}
         device = self.target_ids.device
         self._parents = torch.tensor([0] + [row_of[path[:-1]] for path in order], device=device)
@@ -80,6 +79,9 @@ class StaticTreeDrafter(HeadDrafter):
     @property
     def tree_rows(self) -> int:
         return self._inner_rows
+
+    def accept_for(self, kind: DrawKind) -> Accept | None:
+        return accept_sampled if self.sampled and not kind.greedy else None
 
     def propose(self, prediction: Prediction, state: DecodeState, spec: CycleSpec) -> DraftTree:
         logits, features = prediction

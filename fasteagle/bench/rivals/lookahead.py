@@ -17,11 +17,14 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from fasteagle.decoding.cycle import drawn_tokens
 from fasteagle.drafting.base import Controlled
 from fasteagle.model import KVCache
+from fasteagle.sampling import DrawKind
 from fasteagle.shapes import AnyShape, StaticShape
-from fasteagle.state import Committed, CycleSpec, DecodeState
+from fasteagle.state import Accept, Committed, CycleSpec, DecodeState
 from fasteagle.tree import DraftTree
+from fasteagle.verify import Accepted, accept
 
 WINDOW, LEVELS, GUESSES = 5, 3, 5
 NONE = -1
@@ -70,6 +73,23 @@ class LookaheadDrafter(Controlled):
     def extend(self, new: Committed, seq_len: Tensor) -> None:
         """The text itself is all that it reads."""
 
+    def accept_for(self, kind: DrawKind) -> Accept:
+        return self._accept
+
+    def _accept(
+        self,
+        state: DecodeState,
+        spec: CycleSpec,
+        tree: DraftTree,
+        tree_mask: Tensor,
+        depths: Tensor,
+        logits: Tensor,
+    ) -> Accepted:
+        """Accept along the target's draws, and remember those of all rows for the window."""
+        drawn = drawn_tokens(state, spec, tree, tree_mask, depths, logits)
+        self._drawn.copy_(drawn)
+        return accept(drawn, tree, tree_mask, depths, spec.depth)
+
     def propose(self, prediction: None, state: DecodeState, spec: CycleSpec) -> DraftTree:
         """Collect the n-grams of the last pass, move the window on, guess."""
         text, last = state.text, state.seq_len
@@ -90,7 +110,7 @@ class LookaheadDrafter(Controlled):
         guesses = self._pool.index_select(0, state.root).flatten()  # [G * L]
         rows = torch.cat((state.root, guesses, self._window.flatten()))
         valid = rows != NONE
-        return DraftTree(torch.where(valid, rows, 0), self._parents, valid, drawn=self._drawn)
+        return DraftTree(torch.where(valid, rows, 0), self._parents, valid)
 
     def _store(self, gram: Tensor, wanted: Tensor) -> None:
         """Put an n-gram [L + 1] in the place of the oldest with the same first token.
