@@ -146,7 +146,6 @@ class HeadConfig:
     draft_vocab_size: int
     fc_bias: bool = True
     eagle3: Eagle3Config | None = None
-    shifted: bool = True  # a row's token is the one after its feature; else only good to compare
 
     @property
     def tap_layers(self) -> tuple[int, ...]:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from fasteagle.drafting.base import Controlled
-from fasteagle.errors import FasteagleError
 from fasteagle.model import EagleHead, KVCache
 from fasteagle.sampling import DrawKind, Knobs, gumbel_noise
 from fasteagle.state import Committed
@@ -60,11 +59,6 @@ class HeadDrafter(RankingDrafter):
     reads_features = True
 
     def __init__(self, head: EagleHead, max_seq_len: int, noise: str) -> None:
-        if not head.config.shifted:
-            raise FasteagleError(
-                "the draft head was trained on unshifted tokens, to be compared, and cannot draft: "
-                "train one without --inputs unshifted"
-            )
         self.head, self.max_seq_len, self.noise = head, max_seq_len, noise
         self.top_children, self.rerank = top_children, rerank
         # As the target's: kernels take the view itself.

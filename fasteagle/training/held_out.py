@@ -82,7 +82,7 @@ def evaluate(
     by_confidence = torch.zeros(TENTHS, 2, dtype=torch.long)
     processes = ranks or Ranks()
     for i in processes.share(list(range(n))):
-        batch = make_batch(store, [indices[i]], device, config.shifted, len(config.tap_layers))
+        batch = make_batch(store, [indices[i]], device, len(config.tap_layers))
         embeds = head.embedding.weight[batch.tokens].float()
         with autocast(device):
             outputs = unroll(head, embeds, batch.features, depth)

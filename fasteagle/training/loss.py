@@ -29,7 +29,7 @@ from fasteagle.training.options import TrainOptions
 
 @dataclasses.dataclass
 class Batch:
-    """Right-padded conversations. Row j pairs feature j with token j + 1, or j if not shifted."""
+    """Right-padded conversations. Row j pairs feature j with token j + 1."""
 
     tokens: Tensor  # [B, L]
     features: Tensor  # [B, L, F] feature j
@@ -61,11 +61,7 @@ class Batch:
 
 
 def make_batch(
-    store: Features,
-    chosen: list[int],
-    device: torch.device,
-    shifted: bool = True,
-    n_taps: int | None = None,
+    store: Features, chosen: list[int], device: torch.device, n_taps: int | None = None
 ) -> Batch:
     """Pad conversations to the longest of them.
 
@@ -83,7 +79,7 @@ def make_batch(
     targets = torch.zeros(len(parts), length, dim, dtype=torch.bfloat16)
     for b, (ids, values) in enumerate(parts):
         n = len(ids) - 1
-        tokens[b, :n] = ids[1:] if shifted else ids[:-1]
+        tokens[b, :n] = ids[1:]
         features[b, :n] = values[:-1, read]
         targets[b, :n] = values[1:, width - dim :]
     # Drafting begins once the first answer token is the root: its pair is row prompt_len - 1. What

@@ -12,8 +12,6 @@ from fasteagle.options import TAP_LAYERS_TEXT, SamplingParams, option
 
 ALGORITHMS = ("eagle1", "eagle3")
 # Where nothing else is said: those of the EAGLE-1 and of the EAGLE-3 paper.
-# Of each row of an EAGLE-1 head: a feature and the token after it, or its own token; or one alone.
-INPUTS = ("shifted", "unshifted", "feature", "token")
 _DEFAULTS = {
     "eagle1": {"noise": 0.1, "ce_weight": 0.1, "feature_weight": 1.0, "self_fed_steps": 0},
     "eagle3": {"noise": 0.0, "ce_weight": 1.0, "feature_weight": 0.0, "self_fed_steps": 6},
@@ -33,11 +31,6 @@ class TrainOptions:
     )
     borrow_lm_head: bool = option(
         False, "Leave an EAGLE-3 head the model's LM head rows: a smaller file."
-    )
-    inputs: str = option(
-        "shifted",
-        "What an EAGLE-1 head reads (paper, figure 8); unshifted does not draft.",
-        kind=INPUTS,
     )
     lr: float = 3e-5
     beta1: float = 0.9
@@ -70,8 +63,6 @@ class TrainOptions:
         for name in ("noise", "ce_weight", "feature_weight", "self_fed_steps"):
             if getattr(self, name) < 0:
                 raise FasteagleError(f"{name} {getattr(self, name)} is out of range: use >= 0")
-        if self.algorithm == "eagle3" and self.inputs != "shifted":
-            raise FasteagleError("--inputs is for EAGLE-1 heads: give --algorithm eagle1")
         if self.algorithm == "eagle1" and (self.tap_layers or self.borrow_lm_head):
             raise FasteagleError(
                 "--tap-layers and --borrow-lm-head are for EAGLE-3 heads: give --algorithm eagle3"

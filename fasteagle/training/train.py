@@ -38,8 +38,7 @@ def new_head(target: Transformer, draft_ids: Tensor, options: TrainOptions) -> E
     eagle3 = None
     if tap_layers:
         eagle3 = Eagle3Config(tap_layers, c.dim, own_lm_head=not options.borrow_lm_head)
-    shifted = options.inputs != "unshifted"
-    config = HeadConfig(block, len(draft_ids), eagle3 is None, eagle3, shifted)
+    config = HeadConfig(block, len(draft_ids), eagle3 is None, eagle3)
     head = make_head(config)
     generator = torch.Generator().manual_seed(options.seed)
     with torch.no_grad():
@@ -49,18 +48,12 @@ def new_head(target: Transformer, draft_ids: Tensor, options: TrainOptions) -> E
         if head.fc.bias is not None:
             head.fc.bias.zero_()
         head.fc.weight[:, -c.dim :] += torch.eye(c.dim)
-        head.fc.weight[:, unread_columns(options, c.dim)] = 0
         for linear in (head.block.attention.out, head.block.mlp.down):
             linear.weight.mul_(0.1)
         head.d2t.copy_(draft_ids - torch.arange(len(draft_ids)))
         if isinstance(head, Eagle3Head):
             _begin_with_the_targets(head, target)
     return head
-
-
-def unread_columns(options: TrainOptions, dim: int) -> slice:
-    """Columns of an EAGLE-1 head's fc that stay zero: those of the input that it does not read."""
-    return {"feature": slice(0, dim), "token": slice(dim, 2 * dim)}.get(options.inputs, slice(0))
 
 
 def _begin_with_the_targets(head: Eagle3Head, target: Transformer) -> None:
@@ -194,7 +187,7 @@ class Trainer:
 
     def _batch(self, chosen: list[int], device: torch.device) -> Batch:
         config = self.head.config
-        return make_batch(self.store, chosen, device, config.shifted, len(config.tap_layers))
+        return make_batch(self.store, chosen, device, len(config.tap_layers))
 
     def _update(self, batch: Batch | None) -> tuple[float, int]:
         """One step; the loss, and how many rows it was measured on. None: no share of the batch."""
@@ -217,8 +210,6 @@ class Trainer:
         for parameter in trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        if options.inputs in ("feature", "token"):
-            self.head.fc.weight.grad[:, unread_columns(options, self.target.config.dim)] = 0
         self.ranks.sum_([total, *(p.grad for p in trained if p.grad is not None)])
         torch.nn.utils.clip_grad_norm_(trained, options.clip)
         self.optimizer.step()

@@ -35,7 +35,7 @@ from fasteagle.training.data import (
 from fasteagle.training.generate_data import write_text
 from fasteagle.training.options import DataOptions, TrainOptions, TrainRun
 from fasteagle.training.parallel import Ranks, join, local_device
-from fasteagle.training.train import Trainer, new_head, unread_columns
+from fasteagle.training.train import Trainer, new_head
 
 
 def train_head(
@@ -121,11 +121,8 @@ def _init_head(config: ModelConfig, path: Path | None, options: TrainOptions) ->
         return None
     head, _ = load_head(path, config, options.tap_layers)
     borrows = bool(taps) and head.own_lm_head is None
-    unread = head.fc.weight[:, unread_columns(options, config.dim)]
     if head.config.tap_layers != taps:
         asked = "its --algorithm and its --tap-layers"
-    elif head.config.shifted != (options.inputs != "unshifted") or bool(unread.any()):
-        asked = "its --inputs"
     elif borrows != options.borrow_lm_head:
         asked = "--borrow-lm-head" if borrows else "no --borrow-lm-head"
     else:

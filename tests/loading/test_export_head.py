@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import pytest
@@ -193,11 +192,14 @@ def test_what_a_layout_cannot_say_costs_one_line(kind, to, changes, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_head_trained_to_compare_inputs_stays_here():
-    model = random_target(tiny_config(n_layer=8))
-    config = dataclasses.replace(head_for(model, E1).config, shifted=False)
-    with pytest.raises(FasteagleError, match="inputs that are not shifted: run it with fasteagle"):
-        check_exportable(config, "eagle", model.config)
+def test_a_head_that_reads_unshifted_tokens_is_refused(tmp_path):
+    """Such heads were once trained to be compared; as any other they would draft nonsense."""
+    saved(tmp_path / "ours", E1)
+    path = tmp_path / "ours" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "shifted": False}))
+    target = random_target(tiny_config(n_layer=8, n_kv_head=2)).config
+    with pytest.raises(FasteagleError, match="shifted is false: .* cannot draft"):
+        load_head(tmp_path / "ours", target)
 
 
 def test_without_a_model(tmp_path):

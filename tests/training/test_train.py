@@ -346,26 +346,6 @@ def test_an_embedding_of_its_own_is_read_and_stays(target, store_3, tmp_path):
     assert quality[0] != quality[1] and losses[0] != losses[1]
 
 
-@pytest.mark.parametrize("inputs", ["unshifted", "feature", "token"])
-def test_other_inputs(target, store, tmp_path, inputs):
-    """Figure 8 of the EAGLE-1 paper: a part that is not read has no weight, at any step."""
-    options = dataclasses.replace(OPTIONS, inputs=inputs, steps=12)
-    made = trainer(target, store, tmp_path / "run", options)
-    made.run(lambda entry: None, every=12)
-    on_tokens, on_features = made.head.fc.weight.chunk(2, dim=1)
-    assert bool(on_tokens.any()) == (inputs != "feature")
-    assert bool(on_features.any()) == (inputs != "token")
-    ids, _ = store.conversation(3)
-    batch = make_batch(store, [3], torch.device("cpu"), made.head.config.shifted)
-    at = 0 if inputs == "unshifted" else 1
-    assert batch.tokens[0].equal(ids[at : len(ids) - 1 + at])
-    if inputs == "unshifted":
-        with pytest.raises(FasteagleError, match="trained on unshifted tokens"):
-            EagleDrafter(made.head, TreeShape(), 256)
-    else:
-        head_at_work(made.head)
-
-
 def new_head_ready(target, options):
     head = new_head(target, torch.arange(40), options)
     head.borrow(target, 256)

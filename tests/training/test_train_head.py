@@ -195,16 +195,8 @@ def test_a_head_begins_from_one_that_reads_the_same(tiny_dir, text_file, tmp_pat
     done = invoke(*command(tiny_dir, text_file, made, *few, "--int8"))
     assert done.exit_code == 0, done.stderr
     assert json.loads((made / "training.json").read_text())["header"]["scheme"] == "int8"
-    for inputs in ("feature", "token", "unshifted"):
-        begun = (*few, "--init", made, "--inputs", inputs)
-        done = invoke(*command(tiny_dir, text_file, tmp_path / "more", *begun))
-        assert done.exit_code == 2 and "give its --inputs" in done.stderr, done.stderr
-    alone = tmp_path / "feature"
-    for begun in ((), ("--init", alone)):
-        arguments = (*few, "--inputs", "feature", *begun)
-        out = tmp_path / "again" if begun else alone
-        done = invoke(*command(tiny_dir, text_file, out, *arguments))
-        assert done.exit_code == 0, done.stderr
+    done = invoke(*command(tiny_dir, text_file, tmp_path / "more", *few, "--init", made))
+    assert done.exit_code == 0, done.stderr
 
 
 def test_nothing_to_train_on(tiny_dir, tmp_path):

@@ -97,8 +97,12 @@ class HeadSource:
                 f"{self.name}: an {self.algorithm} head reads no taps: leave out --tap-layers"
             )
         else:
-            shifted = bool(self.raw.get("shifted", True))
-            config = HeadConfig(block, size, shape.fc_bias, shifted=shifted)
+            if not self.raw.get("shifted", True):
+                raise FasteagleError(
+                    f"{self.name}: shifted is false: a head that reads each feature with its own "
+                    "token cannot draft"
+                )
+            config = HeadConfig(block, size, shape.fc_bias)
         check_state(config, self.state, self.name)
         return config
 

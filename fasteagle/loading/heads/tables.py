@@ -201,7 +201,6 @@ def unsayable(config: HeadConfig, target: ModelConfig, layout: str) -> list[str]
     block, own = config.block, config.eagle3
     most = "specforge speculators gguf"
     traits: dict[str, tuple[bool, str]] = {  # whether a head has it, and who can say it
-        "inputs that are not shifted": (not config.shifted, ""),
         "a bias in fc": (config.fc_bias, "eagle1"),
         "biases of q, k and v": (block.qkv_bias, "eagle1"),
         "norms of q and k": (block.qk_norm, "speculators"),

@@ -92,7 +92,6 @@ def config_json(layout: str, config: HeadConfig, dtype: torch.dtype) -> Config:
     if layout == "ours":
         factors = block.rope_freq_factors
         raw |= {} if factors is None else {"rope_freq_factors": list(factors)}
-        raw |= {} if config.shifted else {"shifted": False}
     if layout != "ours" and own is None:
         return raw
     raw["draft_vocab_size"] = config.draft_vocab_size
