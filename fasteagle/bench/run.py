@@ -76,16 +76,10 @@ class BenchOptions:
         return parse_rows(self.rows, self.draft)
 
     def __post_init__(self) -> None:
-        for value, known, what in (
-            *(
-                (precision, PRECISIONS, "precision")
-                for precision in self.precisions
-                if not is_scheme_name(precision.removesuffix("-torchao"))
-            ),
-            (self.tree_value, ("cumulative", "confidence"), "tree value"),
-        ):
-            if value not in known:
-                raise FasteagleError(f"unknown {what} {value!r}: use {', '.join(known)}")
+        for precision in self.precisions:
+            if not is_scheme_name(precision.removesuffix("-torchao")):
+                _check_known("precision", precision, PRECISIONS)
+        _check_known("tree value", self.tree_value, ("cumulative", "confidence"))
         self.params  # noqa: B018 - checks them
         rows = parse_rows(self.rows, self.draft)  # checks them
         if self.medusa is None and RowSpec("medusa") in rows:
@@ -106,6 +100,11 @@ class BenchOptions:
         return SamplingParams(self.temperature, top_p=self.top_p, seed=self.seed)
 
 
+def _check_known(what: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise FasteagleError(f"unknown {what} {value!r}: use {', '.join(known)}")
+
+
 def run(
     options: BenchOptions,
     runtime: RuntimeOptions,
@@ -114,8 +113,7 @@ def run(
 ) -> list[Row]:
     """Measure every row. Precisions run together where they fit in memory, else one by one."""
     device = pick_device(runtime.device)
-    if runtime.threads:
-        torch.set_num_threads(runtime.threads)
+    torch.set_num_threads(runtime.threads or torch.get_num_threads())
     checkpoint, tokenizer = opened.checkpoint, opened.tokenizer
     check_simulated(options, runtime, isinstance(checkpoint, DummyCheckpoint))
     _check_drafts(options, runtime, opened)
@@ -318,11 +316,9 @@ def _drafter(
         drafter = make_drafter(
             prepared.name, engine, checkpoint, draft, lambda line: None, documents=documents
         )
-    by_confidence = options.tree_value == "confidence"
-    unchanged = options.rerank and not by_confidence
-    if unchanged or draft.drafter != "eagle" or not isinstance(drafter, EagleDrafter):
+    if draft.drafter != "eagle" or not isinstance(drafter, EagleDrafter):
         return drafter
-    return ablated(drafter, by_confidence=by_confidence, reranks=options.rerank)
+    return ablated(drafter, options.tree_value == "confidence", options.rerank)
 
 
 def warm_up(rows: Sequence[Row], question: Question, tokenizer: ChatTokenizer) -> None:

@@ -37,7 +37,7 @@ def test_its_scheme_is_that_of_gpt_fast():
     assert options.kv == "auto"
 
 
-def test_the_other_process_gives_the_tokens_of_the_same_engine_here():
+def test_the_other_process_gives_the_tokens_of_the_same_engine_until_it_dies():
     decoder = GptFastDecoder(job())
     try:
         engine = opened().prepared(gpt_fast_options(CPU, CONFIG), lambda line: None).engine()
@@ -49,23 +49,17 @@ def test_the_other_process_gives_the_tokens_of_the_same_engine_here():
             expected = [t for ids in engine.generate(prompt, SamplingParams(), 12) for t in ids]
             assert turn.tokens == expected and turn.passes == 11
             assert decoder.peak_bytes > 2**20 and len(turn.chunks) == 11
-        process = decoder._process
+        decoder._process.kill()
+        with pytest.raises(FasteagleError, match="its process ended with code -9"):
+            decoder.turn(PROMPT, 4)
     finally:
         decoder.close()
-    assert not process.is_alive()
+    assert not decoder._process.is_alive()
 
 
 def test_what_fails_there_is_told_here(tmp_path):
     with pytest.raises(FasteagleError, match="row gpt-fast: .*no such file or folder"):
         GptFastDecoder(job(model=str(tmp_path / "none"), dummy=None))
-
-
-def test_a_process_that_dies_is_told():
-    decoder = GptFastDecoder(job())
-    decoder._process.kill()
-    with pytest.raises(FasteagleError, match="its process ended with code -9"):
-        decoder.turn(PROMPT, 4)
-    decoder.close()
 
 
 def test_the_row_stands_beside_ours_at_int4_only():

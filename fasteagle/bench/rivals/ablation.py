@@ -33,8 +33,10 @@ class AblatedDrafter(EagleDrafter):
         return pool._replace(scores=order)
 
 
-def ablated(drafter: EagleDrafter, by_confidence: bool, reranks: bool) -> AblatedDrafter:
-    """The same drafter without what is named."""
+def ablated(drafter: EagleDrafter, by_confidence: bool, reranks: bool) -> EagleDrafter:
+    """Return the drafter without what is ablated; itself where nothing is."""
+    if reranks and not by_confidence:
+        return drafter
     made = AblatedDrafter(drafter.head, drafter.shape, drafter.max_seq_len, drafter.noise)
     made.tuning = drafter.tuning
     made.by_confidence, made.reranks = by_confidence, reranks
