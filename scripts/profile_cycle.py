@@ -1,4 +1,4 @@
-"""What a decode cycle consists of, on the device's own clock: kernels, idle time, captured passes.
+"""Profile decode cycles on the device's own clock: kernels, idle time, captured passes.
 
 python scripts/profile_cycle.py --model llama2-7b
 python scripts/profile_cycle.py --model vicuna-33b --passes 1,16,32 --json profile.json

@@ -83,30 +83,34 @@ class Case:
     help="A record of tokens_per_sec.py --json: predict its rows and compare.",
 )
 @click.pass_context
-def main(context_: click.Context, device: str, terms: bool, **given: Any) -> None:
+def main(context_: click.Context, device: str, terms: bool, **settings: Any) -> None:
     """Predict tokens per second; see the module's docstring for examples."""
-    named = [n for n in given if context_.get_parameter_source(n) is not SET_BY_DEFAULT]
+    named = [n for n in settings if context_.get_parameter_source(n) is not SET_BY_DEFAULT]
     if terms:
         refused = {"rows", "lm_head", "record_path"} & set(named)
         if refused:
             raise FasteagleError(
                 "--terms predicts an int8 LM head and eagle: drop --measured, --rows"
             )
-        print_terms(device, **given)
+        print_terms(device, **settings)
         return
     others = [
         f"--{n.replace('_', '-')}" for n in named if n not in ("record_path", "fp16_accumulate")
     ]
-    if given["record_path"] and others:
+    if settings["record_path"] and others:
         raise FasteagleError(f"--measured brings its own conditions: drop {', '.join(others)}")
-    print_limits(None if device == THIS else device_named(device), **given)
+    print_limits(None if device == THIS else device_named(device), **settings)
 
 
 SET_BY_DEFAULT = click.core.ParameterSource.DEFAULT
 
 
 def print_limits(
-    device: Device | None, model: str, record_path: Path | None, fp16_accumulate: bool, **given: Any
+    device: Device | None,
+    model: str,
+    record_path: Path | None,
+    fp16_accumulate: bool,
+    **settings: Any,
 ) -> None:
     # Here and below: --help answers without importing torch.
     from fasteagle.loading.heads.find import head_shape
@@ -118,7 +122,7 @@ def print_limits(
     if record:
         cases = list(recorded_cases(record, config, str(record_path)))
     else:
-        cases = list(planned_cases(config, device is None and on_cpu(), **given))
+        cases = list(planned_cases(config, device is None and on_cpu(), **settings))
     where = device or this_machine(record)
     head = head_shape(model, config)
     cells = [row_cells(case, where, config, head, fp16_accumulate) for case in cases]
@@ -131,18 +135,18 @@ def print_limits(
     )
 
 
-def print_terms(device: str, model: str, **given: Any) -> None:
+def print_terms(device: str, model: str, **settings: Any) -> None:
     from fasteagle.bench.cycle_terms import CycleModel, card_named, report
     from fasteagle.loading.heads.find import head_shape
     from fasteagle.quant.scheme import parse_scheme
 
     config = model_shape(model)
-    scheme = parse_scheme(given["precision"].split(",")[-1], config)
-    sizes = (given[f"tree_{part}"] for part in ("depth", "topk", "nodes"))
+    scheme = parse_scheme(settings["precision"].split(",")[-1], config)
+    sizes = (settings[f"tree_{part}"] for part in ("depth", "topk", "nodes"))
     tree = TreeShape(*(size or default for size, default in zip(sizes, (5, 4, 15), strict=True)))
     card = card_named(device)
-    cycle = CycleModel(card, config, scheme, given["context"], given["fp16_accumulate"])
-    print(report(cycle, head_shape(model, config), tree, given["tau"]))
+    cycle = CycleModel(card, config, scheme, settings["context"], settings["fp16_accumulate"])
+    print(report(cycle, head_shape(model, config), tree, settings["tau"]))
 
 
 def model_shape(model: str) -> ModelConfig:
@@ -183,14 +187,16 @@ def this_machine(record: dict[str, Any] | None) -> Device:
 
 
 def planned_cases(
-    config: ModelConfig, on_cpu: bool, precision: str, rows: str, tau: float, **given: Any
+    config: ModelConfig, on_cpu: bool, precision: str, rows: str, tau: float, **settings: Any
 ) -> Iterator[Case]:
     """Yield every row at every precision. Raises `FasteagleError` for a tau no tree can give."""
-    sizes = {name: given[name] for name in ("tree_depth", "tree_topk", "tree_nodes") if given[name]}
-    draft, context = DraftOptions(**sizes), given["context"]
+    sizes = {
+        name: settings[name] for name in ("tree_depth", "tree_topk", "tree_nodes") if settings[name]
+    }
+    draft, context = DraftOptions(**sizes), settings["context"]
     for name in comma_list(precision):
         is_dense = name in ELEMENT_BYTES
-        storage = storage_named(name, config, LM_HEAD_BITS[given["lm_head"]])
+        storage = storage_named(name, config, LM_HEAD_BITS[settings["lm_head"]])
         for row in parse_rows(comma_list(rows), draft):
             if row.is_hf and not is_dense:
                 continue

@@ -1,4 +1,4 @@
-"""The same weights in Hugging Face transformers: the usual baseline, and a test oracle."""
+"""Hugging Face transformers over our weights: the usual baseline, and a test oracle."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class _Clock:
 
     @property
     def chunks(self) -> list[Chunk]:
-        """Those after the first."""
+        """Chunks after the first."""
         gaps = (b - a for a, b in itertools.pairwise(self.times))
         return list(zip(self.sizes[1:], gaps, strict=True))
 

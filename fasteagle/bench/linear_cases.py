@@ -52,10 +52,10 @@ class Case:
         if self.reference is None:
             return y
         n = len(self.reference)
-        found = (y.sum(0) if y.dim() == 3 else y)[:, :n].double()
+        computed = (y.sum(0) if y.dim() == 3 else y)[:, :n].double()
         x = x[:, : self.K].double()
         size = x.norm(dim=1)[:, None] * self.reference.norm(dim=1)
-        error = float(((found - x @ self.reference.T) / size).abs().max())
+        error = float(((computed - x @ self.reference.T) / size).abs().max())
         most = MOST_ERROR[self.accumulate]
         if not error < most:  # NaN is none
             raise FasteagleError(
@@ -94,12 +94,12 @@ def make_case(kernel: str, N: int, K: int, accumulate: str) -> Case | None:
 
 
 def multiplier(device: torch.device) -> Callable[..., Tensor]:
-    """How our formats are multiplied on a device."""
+    """Return what multiplies our formats on a device."""
     return block_product if device.type == "cuda" else reference_product
 
 
 def block_product(x: Tensor, weight: PlanesWeight, accumulate: str) -> Tensor:
-    """As a decoder block multiplies fp16 x [M, Kp]: fp32 [S, M, N or Np], to be summed over S.
+    """Multiply fp16 x [M, Kp] like a decoder block: fp32 [S, M, N or Np], to be summed over S.
 
     More rows than the kernels take are multiplied as a prompt's are: fp32 [M, N].
     """
@@ -111,7 +111,7 @@ def block_product(x: Tensor, weight: PlanesWeight, accumulate: str) -> Tensor:
 
 
 def reference_product(x: Tensor, weight: PlanesWeight, accumulate: str) -> Tensor:
-    """The same in plain torch, [M, N]."""
+    """Return the product in plain torch, [M, N]."""
     return planes.linear(x[:, : weight.K], weight, accumulate=accumulate)
 
 
@@ -136,11 +136,11 @@ def variants(
     sums: Sequence[str],
     counts: Sequence[int],
 ) -> list[Variant]:
-    """What `block_product` launches for weights of these shapes and is not compiled yet.
+    """Return the kernels of `block_product` for these shapes that are not compiled yet.
 
     On the default device. Nothing runs, so weights hold whatever was in memory.
     """
-    with collecting() as found:
+    with collecting() as missing:
         for N, K in sorted(set(shapes)):
             for kernel in kernels:
                 weight = _unset_weight(kernel, N, K)
@@ -148,13 +148,13 @@ def variants(
                     x = torch.empty(M, weight.layout.padded(K), dtype=torch.float16)
                     for accumulate in sums:
                         block_product(x, weight, accumulate)
-    return list(found.values())
+    return list(missing.values())
 
 
-def compile_ahead(found: Sequence[Variant], device: torch.device) -> int:
+def compile_ahead(missing: Sequence[Variant], device: torch.device) -> int:
     """Compile several at a time; how many at a time."""
     workers = workers_here()
-    compile_all(found, device, workers)
+    compile_all(missing, device, workers)
     return workers
 
 

@@ -1,4 +1,4 @@
-"""How fast this machine reads memory and multiplies, measured in about a second.
+"""Speed of this machine's memory and products, measured in about a second.
 
 Best of several runs: other work on the machine only ever makes a run slower.
 """
@@ -93,7 +93,7 @@ def _wait(device: torch.device) -> None:
 
 
 def peak_meter(device: torch.device) -> tuple[Callable[[], None], Callable[[], int]]:
-    """How to reset and read the peak memory: of the device, or of this process on the CPU."""
+    """Return what resets and what reads the peak memory, on a CPU that of this process."""
     if device.type == "cuda":
         return (
             lambda: torch.cuda.reset_peak_memory_stats(device),

@@ -12,7 +12,7 @@ from fasteagle.quant.scheme import check_precision
 
 @dataclasses.dataclass(frozen=True)
 class EvalOptions:
-    """What to measure on which text."""
+    """Text, precisions and windows of a measurement."""
 
     text: Path = option(text="Text file to predict.", kind="file")
     precisions: tuple[str, ...] = option(

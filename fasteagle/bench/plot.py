@@ -56,13 +56,13 @@ def figure(report: dict[str, Any]) -> Any:
     axes = chart.add_subplot()
     width = 0.8 / len(precisions)
     for index, precision in enumerate(precisions):
-        found = [row for row in rows if row["precision"] == precision]
+        chosen = [row for row in rows if row["precision"] == precision]
         offset = (index - (len(precisions) - 1) / 2) * width
-        places = [names.index(row["name"]) + offset for row in found]
-        bars = axes.bar(places, [row["tok_s"] for row in found], width, label=precision)
-        for bar, row in zip(bars, found, strict=True):
+        places = [names.index(row["name"]) + offset for row in chosen]
+        bars = axes.bar(places, [row["tok_s"] for row in chosen], width, label=precision)
+        for bar, row in zip(bars, chosen, strict=True):
             bar.set_hatch("//" if row["simulated"] else None)
-        axes.bar_label(bars, [_label(row) for row in found], padding=2, fontsize=8)
+        axes.bar_label(bars, [_label(row) for row in chosen], padding=2, fontsize=8)
     axes.set_xticks(range(len(names)), names)
     axes.set_ylabel("tokens per second")
     axes.margins(y=0.2)

@@ -1,4 +1,4 @@
-"""How far a benchmark is: on a terminal a bar with each row's tok/s, else a line a question."""
+"""Progress of a benchmark: a bar with each row's tok/s on a terminal, else a line a question."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What quantization costs in quality: perplexity, and the change of the next-token distribution.
+"""Quality lost by quantization: perplexity, and the change of the next-token distribution.
 
 The unquantized model runs first; its features and LM head are kept, then the others load in turn.
 Shapes: W windows of the text, L tokens in a window, D model dim, V vocabulary.
@@ -48,12 +48,12 @@ def evaluate(model: str, options: EvalOptions, runtime: RuntimeOptions) -> list[
     opened = open_model(model)
     windows = read_windows(options, opened.tokenizer)
     reference, rows = _reference(opened, windows, runtime)
-    found = [rows]
+    qualities = [rows]
     for precision in options.precisions:
         prepared = opened.prepared(runtime.at(precision))
-        found.append(_measure(precision, prepared, windows, reference))
-        note(f"{precision}: perplexity {found[-1].perplexity:.3f}, KL {found[-1].kl:.5f}")
-    return found
+        qualities.append(_measure(precision, prepared, windows, reference))
+        note(f"{precision}: perplexity {qualities[-1].perplexity:.3f}, KL {qualities[-1].kl:.5f}")
+    return qualities
 
 
 def read_windows(options: EvalOptions, tokenizer: ChatTokenizer) -> list[list[int]]:
@@ -147,7 +147,7 @@ def run_eval(
     """Measure and print, as `fasteagle eval` does."""
     if json_path:
         require_writable(json_path)
-    found = evaluate(model, options, runtime)
+    qualities = evaluate(model, options, runtime)
     headings = (
         *("precision", "scheme", "perplexity"),
         *("KL nats/token", "same top token", "weights GB"),
@@ -161,9 +161,9 @@ def run_eval(
             f"{100 * q.agreement:.2f} %",
             f"{q.weight_gb:.3f}",
         )
-        for q in found
+        for q in qualities
     ]
     if json_path:
-        record = {"model": model, "text": options.text.name, "rows": [vars(q) for q in found]}
+        record = {"model": model, "text": options.text.name, "rows": [vars(q) for q in qualities]}
         write_atomic(json_path, json.dumps(record, indent=1).encode())
     print_table(headings, cells, md=md)

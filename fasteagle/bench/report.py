@@ -73,13 +73,13 @@ def build_report(
 
 def _latency(row: Row) -> dict[str, Any]:
     """Median and 99th percentile of the time per token, in ms; see `latency`."""
-    found = row.latencies
-    shares = {"p50_ms": percentile(found, 0.5), "p99_ms": percentile(found, 0.99)}
+    latencies = row.latencies
+    shares = {"p50_ms": percentile(latencies, 0.5), "p99_ms": percentile(latencies, 0.99)}
     return {name: None if s is None else round(1e3 * s, 3) for name, s in shares.items()}
 
 
 def _simulation(row: Row) -> dict[str, Any]:
-    """Whether tau was supplied; if so, also the tau that was measured."""
+    """Return whether tau was supplied; if so, also the tau that was measured."""
     record = {"simulated": row.simulated, "simulated_tau": row.simulated_tau}
     return {**record, "measured_tau": round(row.measured_tau, 3)} if row.simulated else record
 
@@ -215,7 +215,7 @@ def _tree_cell(row: dict[str, Any]) -> str:
 
 
 def conditions(report: dict[str, Any]) -> str:
-    """What was run, on what, and how to read it."""
+    """Return model, prompts, machine and versions, and how to read the columns."""
     meta = report["meta"]
     first = report["rows"][0]
     text = (

@@ -31,7 +31,7 @@ class RowSpec:
 
     @staticmethod
     def parse(text: str) -> RowSpec:
-        """From a name, `eagle@DEPTH/TOPK/NODES`, or `fused@DEPTH/TOPK/NODES/LOOKUP_DEPTH`.
+        """Read a name, `eagle@DEPTH/TOPK/NODES`, or `fused@DEPTH/TOPK/NODES/LOOKUP_DEPTH`.
 
         `=HEAD` behind it names a draft head. Raises `FasteagleError` for anything else.
         """
@@ -63,7 +63,7 @@ class RowSpec:
 
     @property
     def label(self) -> str:
-        """What `parse` reads."""
+        """Name that `parse` reads."""
         sizes = () if self.shape is None else dataclasses.astuple(self.shape)
         tree = "@" + "/".join(map(str, sizes)) if sizes else ""
         return f"{self.kind}{tree}" + ("" if self.head is None else f"={self.head}")
@@ -73,27 +73,27 @@ class RowSpec:
 
     @property
     def is_hf(self) -> bool:
-        """Whether transformers decodes it, which runs dense weights only."""
+        """Return whether transformers decodes it, which runs dense weights only."""
         return self.kind in ("hf", "hf-pld")
 
     @property
     def is_gpt_fast(self) -> bool:
-        """Whether torchao's int4 kernels decode it, in another process."""
+        """Return whether torchao's int4 kernels decode it, in another process."""
         return self.kind == "gpt-fast"
 
     @property
     def has_own_weights(self) -> bool:
-        """Whether it needs a second copy of the weights."""
+        """Return whether it needs a second copy of the weights."""
         return self.is_hf or self.is_gpt_fast
 
     @property
     def looks_up(self) -> bool:
-        """Whether transformers drafts by prompt lookup."""
+        """Return whether transformers drafts by prompt lookup."""
         return self.kind == "hf-pld"
 
     @property
     def looks_up_files(self) -> bool:
-        """Whether the files of `--lookup` are searched."""
+        """Return whether the files of `--lookup` are searched."""
         return self.kind in ("fused", "ngram")
 
     @property
@@ -102,12 +102,12 @@ class RowSpec:
 
     @property
     def is_rival(self) -> bool:
-        """Whether only the benchmark has it."""
+        """Return whether only the benchmark has it."""
         return self.kind in RIVALS
 
     @property
     def has_head(self) -> bool:
-        """Whether it drafts with a draft head."""
+        """Return whether it drafts with a draft head."""
         return self.kind in ("eagle", "fused", "eagle-static", "eagle-chain")
 
     def draft_options(self, draft: DraftOptions) -> DraftOptions:

@@ -169,12 +169,12 @@ class Row:
 
     @property
     def pass_bytes(self) -> float:
-        """What a pass of the target reads: its weights, and keys and values of the context."""
+        """Bytes that a pass of the target reads: weights, and keys and values of the context."""
         return self.weight_bytes + self.kv_bytes * self.context
 
     @property
     def stats(self) -> list[Stats]:
-        """Of the turns that our own engine decoded."""
+        """Statistics of the turns that our own engine decoded."""
         return [turn.stats for turn in self.turns if turn.stats and turn.stats.passes]
 
     @property

@@ -53,7 +53,7 @@ WARM_UP_TOKENS = 16
 
 @dataclasses.dataclass(frozen=True)
 class BenchOptions:
-    """What to run."""
+    """Rows, precisions, prompts and settings of a run."""
 
     model: str = DEFAULT_MODEL
     rows: tuple[str, ...] = DEFAULT_ROWS
@@ -96,7 +96,7 @@ class BenchOptions:
 
     @property
     def params(self) -> SamplingParams:
-        """How answers are drawn."""
+        """Parameters by which answers are sampled."""
         return SamplingParams(self.temperature, top_p=self.top_p, seed=self.seed)
 
 
@@ -233,9 +233,9 @@ def build_rows(
     keeps_theirs = scheme is None or precision == "auto"  # in dense weights
     if precision == "auto":
         precision = f"int{scheme.bits}" if scheme else prepared.dtype_name
-    asked = options.specs if specs is None else specs
+    wanted = options.specs if specs is None else specs
     is_int4 = scheme is not None and scheme.bits == 4
-    specs = [spec for spec in asked if keeps_theirs or not spec.is_hf]
+    specs = [spec for spec in wanted if keeps_theirs or not spec.is_hf]
     specs = [spec for spec in specs if is_int4 or not spec.is_gpt_fast]
     theirs = base = None
     if any(spec.is_hf for spec in specs):
@@ -280,7 +280,7 @@ def _tune(rows: Sequence[Row], options: BenchOptions, kind: DrawKind) -> None:
 def _decoder(
     spec: RowSpec, theirs: Any, base: Engine | None, prepared: PreparedModel, options: BenchOptions
 ) -> Decoder:
-    """What row `spec` answers with: transformers' model `theirs`, or the weights of `base`."""
+    """Return what answers for row `spec`: transformers' `theirs`, or our engine over `base`."""
     params = options.params
     eos_ids = prepared.tokenizer.eos_ids
     if spec.is_hf:

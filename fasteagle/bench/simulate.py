@@ -39,25 +39,25 @@ def check_simulation(
     """
     if tau is None:
         return
-    asked = f"simulate-tau {tau:g}"
+    flag = f"simulate-tau {tau:g}"
     if not is_dummy:
-        raise FasteagleError(f"{asked} is for random weights: add --load-format dummy, or drop it")
+        raise FasteagleError(f"{flag} is for random weights: add --load-format dummy, or drop it")
     drafting = [row for row in rows if row.has_head]
     if not drafting:
-        raise FasteagleError(f"{asked} needs a row that drafts with a head: add eagle to --rows")
+        raise FasteagleError(f"{flag} needs a row that drafts with a head: add eagle to --rows")
     for row in drafting:
         for is_quantized in quantized:
             tree = row.planned_tree(draft, is_quantized and on_cpu)
             assert tree is not None, "eagle rows draft"
             if not 1 <= tau <= tree.depth + 1:
                 raise FasteagleError(
-                    f"{asked} is out of range for {row}: a tree of depth {tree.depth} gives "
+                    f"{flag} is out of range for {row}: a tree of depth {tree.depth} gives "
                     f"1 .. {tree.depth + 1} tokens a cycle: change it or --tree-depth"
                 )
 
 
 def wants_dummy_head(row: RowSpec, checkpoint: Checkpoint, draft: DraftOptions) -> bool:
-    """Whether a row gets a random head: with random weights, unless a head is asked for."""
+    """Return whether a row gets a random head: with random weights, unless one is named."""
     return row.has_head and isinstance(checkpoint, DummyCheckpoint) and draft.head is None
 
 
@@ -79,7 +79,7 @@ def dummy_drafter(
 
 
 def _random_head(config: HeadConfig, dtype: torch.dtype, device: torch.device) -> EagleHead:
-    """The same random weights every time, like `DummyCheckpoint`'s, and like these made there."""
+    """Return a head of random weights, equal every time and made on `device` like the dummy's."""
     with torch.device("meta"):
         head = make_head(config)
     head.to(dtype).to_empty(device=device).requires_grad_(False)

@@ -32,7 +32,7 @@ CLOSING_SECONDS = 10.0
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What the process is to do; `dummy` is the shape of a model with random weights."""
+    """Work of the process; `dummy` is the shape of a model with random weights."""
 
     model: str
     dummy: ModelConfig | None
@@ -81,28 +81,28 @@ class GptFastDecoder:
         self._process.kill()
 
     def _ask(self, request: tuple[str, Any] | None) -> Any:
-        """Its answer to `request`, or what it says without one."""
+        """Return the process's answer to `request`, or what it says without one."""
         try:
             if request is not None:
                 self._connection.send(request)
-            ok, found = self._connection.recv()
+            ok, answer = self._connection.recv()
         except (EOFError, OSError):
             self._process.join(CLOSING_SECONDS)
             code = self._process.exitcode
             raise FasteagleError(f"row gpt-fast: its process ended with code {code}") from None
         if not ok:
-            raise FasteagleError(f"row gpt-fast: {found}")
-        return found
+            raise FasteagleError(f"row gpt-fast: {answer}")
+        return answer
 
 
 def serve(connection: Connection, job: Job) -> None:
-    """What the process does: loads, says so, and answers until it is told to close."""
+    """Load, say so, and answer until the order to close."""
     try:
         decoder = _decoder(job)
         reset, read = peak_meter(decoder.engine.device)
         connection.send((True, None))
         while True:
-            what, given = connection.recv()
+            what, arguments = connection.recv()
             if what == "close":
                 return
             if what == "restart":
@@ -110,7 +110,7 @@ def serve(connection: Connection, job: Job) -> None:
                 connection.send((True, None))
                 continue
             reset()
-            turn = decoder.turn(*given)
+            turn = decoder.turn(*arguments)
             connection.send((True, (turn, read())))
     except EOFError:  # the other side has gone
         return

@@ -123,6 +123,6 @@ class LookaheadDrafter(Controlled):
         stored = self._stored.index_select(0, first)
         new = wanted & ~known.any() & (gram >= 0).all()
         slot = stored % GUESSES
-        kept = there.index_select(0, slot)
-        self._pool.index_put_((first, slot), torch.where(new, rest, kept))
+        previous = there.index_select(0, slot)
+        self._pool.index_put_((first, slot), torch.where(new, rest, previous))
         self._stored.index_copy_(0, first, stored + new.long())

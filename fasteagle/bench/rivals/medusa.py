@@ -45,7 +45,7 @@ class MedusaHeads(nn.Module):
             nn.init.zeros_(block.bias)
 
     def forward(self, features: Tensor) -> Tensor:
-        """What the LM head reads for each head [K, B, D], from features [B, D]."""
+        """Return the LM head's input for each head [K, B, D], from features [B, D]."""
         return torch.stack([features + F.silu(block(features)) for block in self.blocks])
 
 
@@ -54,17 +54,17 @@ Ranks = tuple[tuple[float, ...], ...]  # [head][rank]: how often that token is r
 
 def likeliest_paths(ranks: Ranks, nodes: int) -> Paths:
     """The `nodes` combinations of ranks with the highest products of their shares."""
-    found: list[tuple[int, ...]] = []
+    likeliest: list[tuple[int, ...]] = []
     pending: list[tuple[float, tuple[int, ...]]]
     pending = [(-share, (rank,)) for rank, share in enumerate(ranks[0])]
     heapq.heapify(pending)
-    while pending and len(found) < nodes:
+    while pending and len(likeliest) < nodes:
         share, path = heapq.heappop(pending)
-        found.append(path)
+        likeliest.append(path)
         if len(path) < len(ranks):
             for rank, own in enumerate(ranks[len(path)]):
                 heapq.heappush(pending, (share * own, (*path, rank)))
-    return tuple(found)
+    return tuple(likeliest)
 
 
 class MedusaDrafter(RankingDrafter):

@@ -29,8 +29,8 @@ def read_positions(
     for conversation in conversations:
         positions, ahead = targets_of(conversation.ids, conversation.prompt_len)
         if len(positions) and total < most:
-            found = engine.features(conversation.ids)
-            features.append(found[positions.to(found.device)].float().cpu())
+            read = engine.features(conversation.ids)
+            features.append(read[positions.to(read.device)].float().cpu())
             tokens.append(ahead)
             total += len(positions)
     if not features:
@@ -83,7 +83,7 @@ def _loss(heads: MedusaHeads, features: Tensor, tokens: Tensor, lm_rows: Tensor)
 
 @torch.no_grad()
 def measure_ranks(heads: MedusaHeads, features: Tensor, tokens: Tensor, lm_rows: Tensor) -> Ranks:
-    """How often each head's best tokens are right [K][RANKS]."""
+    """Return how often each head's best tokens are right [K][RANKS]."""
     counts = torch.zeros(HEADS, RANKS)
     for rows, wanted in zip(features.split(256), tokens.split(256, dim=1), strict=True):
         best = (heads(rows) @ lm_rows.T).topk(RANKS, dim=-1).indices  # [K, B, RANKS]
