@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from fasteagle.model import Block, Cast, RMSNorm, Transformer
 from fasteagle.quant.cpu_linear import BLOCK, NativeLinear, NativeNorm, in_huge_pages
+from fasteagle.quant.cpu_tensors import BlockTensors
 from fasteagle.tree import TreeView
 
 MAX_HEAD_DIM = 256
 MAX_ROWS = 32  # that go through the blocks together; a longer pass is cut
-TENSORS = 9  # that the kernels read of one block
+TENSORS = len(BlockTensors._fields)
 
 
 def fits(block: Block) -> bool:
@@ -68,20 +69,20 @@ class NativeBlocks:
         return result
 
 
-def block_tensors(block: Block) -> list[Tensor]:
-    """What the kernels read of one block; empty where it has none."""
+def block_tensors(block: Block) -> BlockTensors:
+    """Return what the kernels read of one block."""
     attention, mlp = block.attention, block.mlp
-    return [
-        _scale(block.attention_norm),
-        attention.qkv.packed,
-        torch.empty(0) if attention.qkv.bias is None else attention.qkv.bias,
-        _scale(attention.q_norm),
-        _scale(attention.k_norm),
-        attention.out.packed,
-        _scale(block.mlp_norm),
-        mlp.gate_up.packed,
-        mlp.down.packed,
-    ]
+    return BlockTensors(
+        attention_norm=_scale(block.attention_norm),
+        qkv=attention.qkv.packed,
+        qkv_bias=torch.empty(0) if attention.qkv.bias is None else attention.qkv.bias,
+        q_norm=_scale(attention.q_norm),
+        k_norm=_scale(attention.k_norm),
+        out=attention.out.packed,
+        mlp_norm=_scale(block.mlp_norm),
+        gate_up=mlp.gate_up.packed,
+        down=mlp.down.packed,
+    )
 
 
 def _scale(norm: nn.Module) -> Tensor:

@@ -18,6 +18,7 @@ from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.policy import LONGEST, Thresholds
 from fasteagle.model import Eagle3Head, EagleHead
 from fasteagle.quant.cpu_linear import BLOCK, NativeLinear
+from fasteagle.quant.cpu_tensors import CorpusIndex, HeadTensors
 from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.shapes import SureChain
 from fasteagle.state import CycleSpec, DecodeState
@@ -111,7 +112,7 @@ def look_up(state: DecodeState, drafter: FusedDrafter | NgramDrafter, reach: int
         state.seq_len,
         lookup.table,
         lookup.last,
-        [] if lookup.corpus is None else lookup.corpus.index,
+        [] if lookup.corpus is None else CorpusIndex(*lookup.corpus.index),
         lookup.longest,
         reach,
         drafter.lookup_threshold,
@@ -127,22 +128,32 @@ class NativeChain:
     def __init__(self, head: EagleHead) -> None:
         lm_head = _linear(head.lm_head)
         assert isinstance(lm_head, NativeLinear) and lm_head.bias is None, "see can_draft"
-        self._tensors = block_tensors(head.block)
-        self._eps, self._n_head = head.block.mlp_norm.eps, head.block.attention.n_head
-        self._lm_head, self._embedding = lm_head.packed, head.embedding.weight
-        self._cos, self._sin = head.rope_cos, head.rope_sin
-        self._fc: tuple[Tensor | None, Tensor | None] = (None, None)
-        self._norms: list[Tensor] = []
-        self._flags = (False, False)
+        tensors = HeadTensors(
+            embedding=head.embedding.weight,
+            cos=head.rope_cos,
+            sin=head.rope_sin,
+            lm_head=lm_head.packed,
+        )
+        flags = (False, False)
         if isinstance(head, Eagle3Head):
             assert head.config.eagle3 is not None, "an EAGLE-3 head"
-            norms = (head.embedding_norm, head.feature_norm, head.norm)
-            self._norms = [norm.weight.detach().float() for norm in norms]
+            tensors = tensors._replace(
+                embedding_norm=head.embedding_norm.weight.detach().float(),
+                feature_norm=head.feature_norm.weight.detach().float(),
+                norm=head.norm.weight.detach().float(),
+            )
             own = head.config.eagle3
-            self._flags = (own.norm_before_residual, own.norm_output)
+            flags = (own.norm_before_residual, own.norm_output)
         else:
             assert isinstance(head.fc, NativeLinear), "see can_draft"
-            self._fc = (head.fc.packed, head.fc.bias)
+            tensors = tensors._replace(fc=head.fc.packed, fc_bias=head.fc.bias)
+        self._head = torch.classes.fasteagle_cpu.Head(
+            block_tensors(head.block),
+            tensors,
+            head.block.attention.n_head,
+            head.block.mlp_norm.eps,
+            *flags,
+        )
 
     def draft(
         self,
@@ -159,23 +170,13 @@ class NativeChain:
         """
         new = state.committed(min(width, int(state.count)))
         knobs = state.knobs
-        tokens, paths = torch.ops.fasteagle_cpu.draft_chain(
+        tokens, paths = self._head.draft(
             new.tokens,
             drafter.head.read(new.features),
             new.count,
             state.seq_len,
-            self._embedding,
-            *self._fc,
-            self._norms,
-            *self._flags,
-            self._tensors,
-            self._lm_head,
             drafter.target_ids,
-            self._cos,
-            self._sin,
-            list(drafter.cache.layers[0]),
-            self._n_head,
-            self._eps,
+            drafter.cache.layers[0],
             *((knobs.temperature, knobs.seed) if noisy else (None, None)),
             depth,
             *thresholds,

@@ -14,6 +14,7 @@ from fasteagle.compile.cpu_draft import NativeDraft
 from fasteagle.decoding.cycle import EAGER, Pieces, Proposal
 from fasteagle.model import Output, Transformer
 from fasteagle.quant.cpu_linear import NativeLinear, NativeNorm
+from fasteagle.quant.cpu_tensors import Sampling, State, TargetTensors, Tree
 from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.state import CycleSpec, DecodeState
 
@@ -53,11 +54,13 @@ class NativePass:
         self._weight = norm.weight
         self._target = torch.classes.fasteagle_cpu.Target(
             tensors,
-            target.embedding.weight,
-            target.rope_cos,
-            target.rope_sin,
-            norm.scale,
-            head.linear.packed,
+            TargetTensors(
+                embedding=target.embedding.weight,
+                cos=target.rope_cos,
+                sin=target.rope_sin,
+                norm=norm.scale,
+                lm_head=head.linear.packed,
+            ),
             target.config.n_head,
             target.config.sliding_window or 0,
             norm.eps,
@@ -86,30 +89,30 @@ def finish(state: DecodeState, spec: CycleSpec, proposal: Proposal, output: Outp
         EAGER.finish(state, spec, proposal, output)
         return
     kind, knobs = spec.kind, state.knobs
+    sampling = Sampling(
+        temperature=None if kind.greedy else knobs.temperature,
+        seed=None if kind.greedy else knobs.seed,
+        top_k=knobs.top_k if kind.top_k else None,
+        top_p=knobs.top_p if kind.top_p else None,
+        min_p=knobs.min_p if kind.min_p else None,
+        penalty=knobs.penalty if kind.penalty else None,
+        seen=state.seen if kind.penalty else None,
+    )
     torch.ops.fasteagle_cpu.finish_cycle(
         output.logits,
         output.features if output.taps is None else output.taps,
-        tree.tokens,
-        tree.parents,
-        tree.valid,
-        tree.sources,
-        [
-            state.seq_len,
-            state.root,
-            state.count,
-            state.tokens,
-            state.features,
-            state.text,
-            state.result,
-            state.cache.rows,
-        ],
-        None if kind.greedy else knobs.temperature,
-        None if kind.greedy else knobs.seed,
-        knobs.top_k if kind.top_k else None,
-        knobs.top_p if kind.top_p else None,
-        knobs.min_p if kind.min_p else None,
-        state.seen if kind.penalty else None,
-        knobs.penalty if kind.penalty else None,
+        Tree(tree.tokens, tree.parents, tree.valid, tree.sources),
+        State(
+            seq_len=state.seq_len,
+            root=state.root,
+            count=state.count,
+            tokens=state.tokens,
+            features=state.features,
+            text=state.text,
+            result=state.result,
+            rows=state.cache.rows,
+        ),
+        sampling,
         spec.depth,
         spec.in_place,
         proposal.extended,

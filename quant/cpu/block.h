@@ -16,6 +16,7 @@
 #include "attention.h"
 #include "gemm.h"
 #include "quantize.h"
+#include "tensors.h"
 #include "threads.h"
 #include "vec.h"
 
@@ -27,25 +28,24 @@ struct Block {
   const float *attention_norm, *q_norm, *k_norm, *mlp_norm;  // null where there is none
   Weight qkv, out, gate_up, down;
 };
-constexpr int TENSORS = 9;  // of a block, in this order
 
 const float* floats(const Tensor& t) { return t.numel() ? t.const_data_ptr<float>() : nullptr; }
 
-Block block_of(const Tensor* t) {
+Block block_of(const BlockTensors& t) {
   Block b;
-  b.attention_norm = floats(t[0]);
-  b.qkv = Weight(t[1], &t[2]);
-  b.q_norm = floats(t[3]);
-  b.k_norm = floats(t[4]);
-  b.out = Weight(t[5]);
-  b.mlp_norm = floats(t[6]);
-  b.gate_up = Weight(t[7]);
-  b.down = Weight(t[8]);
+  b.attention_norm = floats(t.attention_norm);
+  b.qkv = Weight(t.qkv, &t.qkv_bias);
+  b.q_norm = floats(t.q_norm);
+  b.k_norm = floats(t.k_norm);
+  b.out = Weight(t.out);
+  b.mlp_norm = floats(t.mlp_norm);
+  b.gate_up = Weight(t.gate_up);
+  b.down = Weight(t.down);
   return b;
 }
 
 // Raises unless the tensors `t` of block `b` fit each other; its QKV product reads `K` inputs.
-void check_block(const Tensor* t, const Block& b, const Heads& heads, int64_t D, int64_t K) {
+void check_block(const BlockTensors& t, const Block& b, const Heads& heads, int64_t D, int64_t K) {
   const int64_t H = heads.H, G = heads.G, E = heads.E, F = b.down.h.K;
   TORCH_CHECK(G > 0 && H > 0 && H % G == 0 && E > 0 && E % 16 == 0 && E <= MAX_HEAD_DIM &&
                   H % heads.together() == 0,
@@ -59,8 +59,16 @@ void check_block(const Tensor* t, const Block& b, const Heads& heads, int64_t D,
   const auto is_scale = [](const Tensor& norm, int64_t n) {
     return norm.is_contiguous() && (norm.numel() == 0 || norm.numel() == n);
   };
-  TORCH_CHECK(is_scale(t[0], D) && is_scale(t[3], E) && is_scale(t[4], E) && is_scale(t[6], D),
+  TORCH_CHECK(is_scale(t.attention_norm, D) && is_scale(t.q_norm, E) && is_scale(t.k_norm, E) &&
+                  is_scale(t.mlp_norm, D),
               "norms are [D] and [E]");
+}
+
+// Raises unless cos and sin are tables [positions, E].
+void check_tables(const Tensor& cos, const Tensor& sin, int64_t E) {
+  TORCH_CHECK(cos.dim() == 2 && cos.size(1) == E && sin.sizes() == cos.sizes() &&
+                  cos.is_contiguous() && sin.is_contiguous(),
+              "cos and sin are [positions, E]");
 }
 
 // Raises unless all caches are like the first one, [G, S, E].

@@ -7,17 +7,20 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <torch/custom_class.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <numeric>
 #include <optional>
 #include <tuple>
 #include <vector>
 
 #include "block.h"
 #include "sampling.h"
+#include "tensors.h"
 
 namespace {
 
@@ -53,10 +56,10 @@ struct Best {
   }
 };
 
-// An EAGLE head. EAGLE-1: x = fc(embedding, feature). EAGLE-3: x is the feature, and the block's
-// first product reads norm(embedding), norm(feature).
-struct Head {
-  const Tensor& embedding;                                                           // [V, D]
+// Weights of an EAGLE head. EAGLE-1: x = fc(embedding, feature). EAGLE-3: x is the feature, and the
+// block's first product reads norm(embedding), norm(feature).
+struct HeadWeights {
+  Tensor embedding;                                                                  // [V, D]
   Weight fc;                                                                         // EAGLE-1
   const float *token_norm = nullptr, *feature_norm = nullptr, *last_norm = nullptr;  // EAGLE-3
   bool normed_residual = false, normed_output = false;
@@ -69,7 +72,7 @@ struct Head {
 // Drafts a chain on all threads together; each of them keeps the books by itself.
 template <class C>
 struct Chain {
-  const Head& head;
+  const HeadWeights& head;
   Pass<C> pass;  // of one level; rows of the text first
   C *k, *v;
   const float *cos, *sin;  // tables of all positions
@@ -145,16 +148,35 @@ inline float at_depth(const std::vector<float>& bounds, int64_t depth) {
   return bounds[std::min<int64_t>(depth, bounds.size() - 1)];
 }
 
+// Returns the keys that the n last pairs see, of which `past` - n tokens were there before, and
+// those that each level after the first sees.
+inline std::vector<Visible> visible_levels(int64_t n, int64_t past, int64_t depth) {
+  std::vector<Visible> seen(depth);
+  for (int64_t level = 0; level < depth; level++) {
+    const int64_t rows = level ? 1 : n;
+    seen[level].shared = level ? past + level : past - n;
+    seen[level].begin.push_back(0);
+    for (int64_t t = 0; t < rows; t++) {
+      if (!level)
+        for (int64_t slot = past - n; slot <= past - n + t; slot++) seen[level].own.push_back(slot);
+      seen[level].begin.push_back(seen[level].own.size());
+    }
+  }
+  return seen;
+}
+
 // Shows the head the last `n` pairs, `MAX_ROWS` at a time, then drafts on: at most `depth` tokens.
 // A token whose whole path is less likely than `verify` is left out; after one less likely than
 // `expand` none is drafted (bounds by depth). With a temperature, tokens are ranked with the noise
-// that the target will draw with. `slots` and `seen` are those of the n pairs, then of each level.
-// Returns the probabilities of the paths, of the one left out as well.
+// that the target will draw with. Returns the probabilities of the paths, of the one left out as
+// well.
 template <class C>
-std::vector<float> draft(const Chain<C>& of_all, const int64_t* tokens, int64_t n,
-                         const std::vector<int64_t>& slots, const std::vector<Visible>& seen,
-                         int64_t depth, const std::vector<float>& verify,
-                         const std::vector<float>& expand, int64_t* drafted) {
+std::vector<float> draft_chain(const Chain<C>& of_all, const int64_t* tokens, int64_t n,
+                               int64_t depth, const std::vector<float>& verify,
+                               const std::vector<float>& expand, int64_t* drafted) {
+  const std::vector<Visible> seen = visible_levels(n, of_all.seq_len, depth);
+  std::vector<int64_t> slots(n + depth - 1);  // of the pairs, then of each further level
+  std::iota(slots.begin(), slots.end(), of_all.seq_len - n);
   std::vector<float> found;
   in_parallel([&](const Worker& me) {
     Chain<C> chain = of_all;
@@ -197,92 +219,130 @@ std::vector<float> draft(const Chain<C>& of_all, const int64_t* tokens, int64_t 
   return found;
 }
 
-// `tokens` [P], `features` [P, D]: pairs, of which the first `count` are new. `norms`: those of an
-// EAGLE-3 head, or none. Returns the tokens that are kept, and the probabilities of their paths
-// and, where the last one drafted is left out, of its path.
-std::tuple<Tensor, Tensor> draft_chain(
-    const Tensor& tokens, const Tensor& features, const Tensor& count, const Tensor& seq_len,
-    const Tensor& embedding, const std::optional<Tensor>& fc, const std::optional<Tensor>& fc_bias,
-    at::TensorList norms, bool normed_residual, bool normed_output, at::TensorList tensors,
-    const Tensor& lm_head, const Tensor& target_ids, const Tensor& cos, const Tensor& sin,
-    at::TensorList caches, int64_t n_head, double eps, const std::optional<Tensor>& temperature,
-    const std::optional<Tensor>& seed, int64_t depth, at::ArrayRef<double> verify_,
-    at::ArrayRef<double> expand_) {
-  TORCH_CHECK(!verify_.empty() && !expand_.empty(), "bounds of path probabilities");
-  const std::vector<float> verify(verify_.begin(), verify_.end());
-  const std::vector<float> expand(expand_.begin(), expand_.end());
-  const int64_t n = count.item<int64_t>(), past = seq_len.item<int64_t>();
-  TORCH_CHECK(tensors.size() == TENSORS && caches.size() == 2, "one block");
-  check_caches(caches);
-  const int64_t D = embedding.size(1), E = caches[0].size(2), S = caches[0].size(1);
-  TORCH_CHECK(n >= 1 && n <= tokens.numel() && n <= features.size(0) && n <= past, n, " pairs");
-  TORCH_CHECK(depth >= 1 && past + depth - 1 <= S && past + depth - 1 <= cos.size(0), "slots");
-  TORCH_CHECK(tokens.is_contiguous() && target_ids.is_contiguous(), "contiguous tokens");
-  check_rows(embedding, D);
-  check_rows(features, D);
-  const Heads heads{n_head, caches[0].size(0), E};
-  TORCH_CHECK(
-      cos.is_contiguous() && sin.is_contiguous() && cos.size(1) == E && sin.sizes() == cos.sizes(),
-      "cos and sin");
-  TORCH_CHECK(!temperature.has_value() || seed.has_value(), "a seed");
-  TORCH_CHECK(norms.empty() == fc.has_value() && (norms.empty() || norms.size() == 3),
-              "norms or fc");
+// A draft head whose weights are all packed.
+struct Head : torch::CustomClassHolder {
+  const BlockTensors block_tensors;  // and `tensors` keep the memory of `weights`
+  const HeadTensors tensors;
+  HeadWeights weights;
+  Heads heads;
+  int64_t D, F, N;
+  float eps;
 
-  Head head{embedding};
-  head.block = block_of(tensors.data());
-  head.lm_head = Weight(lm_head);
-  if (fc.has_value()) {
-    head.fc = Weight(*fc, fc_bias.has_value() ? &*fc_bias : nullptr);
-    TORCH_CHECK(head.fc.h.N == D && head.fc.h.K == 2 * D, "fc");
-  } else {
-    for (const Tensor& norm : norms)
-      TORCH_CHECK(norm.numel() == D && norm.is_contiguous(), "norms are [D]");
-    head.token_norm = norms[0].const_data_ptr<float>();
-    head.feature_norm = norms[1].const_data_ptr<float>();
-    head.last_norm = norms[2].const_data_ptr<float>();
-    head.normed_residual = normed_residual;
-    head.normed_output = normed_output;
-  }
-  // The block of an EAGLE-3 head reads embedding and feature.
-  check_block(tensors.data(), head.block, heads, D, fc.has_value() ? D : 2 * D);
-  const int64_t N = head.lm_head.h.N, F = head.block.down.h.K;
-  TORCH_CHECK(head.lm_head.h.K == D && target_ids.numel() == N, "LM head");
-  const int64_t* ids = tokens.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < n; i++)
-    TORCH_CHECK(ids[i] >= 0 && ids[i] < embedding.size(0), "token ", ids[i]);
-
-  std::vector<int64_t> slots;
-  std::vector<Visible> seen(depth);
-  for (int64_t slot = past - n; slot < past + depth - 1; slot++) slots.push_back(slot);
-  for (int64_t level = 0; level < depth; level++) {
-    const int64_t rows = level ? 1 : n;
-    seen[level].shared = level ? past + level : past - n;
-    seen[level].begin.push_back(0);
-    for (int64_t t = 0; t < rows; t++) {
-      if (!level)
-        for (int64_t slot = past - n; slot <= past - n + t; slot++) seen[level].own.push_back(slot);
-      seen[level].begin.push_back(seen[level].own.size());
+  Head(std::vector<Tensor> block_, OptionalTensors tensors_, int64_t n_head, double eps_,
+       bool normed_residual, bool normed_output)
+      : block_tensors(named<BlockTensors>(at::TensorList(block_))),
+        tensors(named<HeadTensors>(tensors_)),
+        eps(float(eps_)) {
+    weights.embedding = tensors.embedding;
+    weights.block = block_of(block_tensors);
+    weights.lm_head = Weight(tensors.lm_head);
+    weights.normed_residual = normed_residual;
+    weights.normed_output = normed_output;
+    D = tensors.embedding.size(1);
+    F = weights.block.down.h.K;
+    N = weights.lm_head.h.N;
+    const int64_t E = tensors.cos.size(1);
+    check_rows(tensors.embedding, D);
+    check_tables(tensors.cos, tensors.sin, E);
+    TORCH_CHECK(weights.lm_head.h.K == D && E > 0, "LM head");
+    if (tensors.fc.defined()) {
+      weights.fc = Weight(tensors.fc, tensors.fc_bias.defined() ? &tensors.fc_bias : nullptr);
+      TORCH_CHECK(weights.fc.h.N == D && weights.fc.h.K == 2 * D, "fc");
+    } else {
+      weights.token_norm = norm_of(tensors.embedding_norm);
+      weights.feature_norm = norm_of(tensors.feature_norm);
+      weights.last_norm = norm_of(tensors.norm);
     }
+    heads = {n_head, (weights.block.qkv.h.N / E - n_head) / 2, E};
+    // The block of an EAGLE-3 head reads embedding and feature.
+    check_block(block_tensors, weights.block, heads, D, weights.eagle3() ? 2 * D : D);
   }
-  Tensor drafted = at::empty({depth}, tokens.options());
-  std::vector<float> found;
-  const auto run = [&](auto element) {
-    using C = decltype(element);
-    thread_local Scratch scratch;
+
+  // Drafts at most `depth` tokens: see `draft_chain`. `tokens` [P], `features` [P, D]: pairs, of
+  // which the first `count` are new. Draft vocabulary's token i is `target_ids[i]`. `caches`: keys
+  // and values. Returns the tokens that are at least as likely as `verify`, and the probabilities
+  // of their paths and, where the last one drafted is left out, of its path.
+  std::tuple<Tensor, Tensor> draft(Tensor tokens, Tensor features, Tensor count, Tensor seq_len,
+                                   Tensor target_ids, std::vector<Tensor> caches,
+                                   std::optional<Tensor> temperature, std::optional<Tensor> seed,
+                                   int64_t depth, std::vector<double> verify_,
+                                   std::vector<double> expand_) const {
+    TORCH_CHECK(!verify_.empty() && !expand_.empty(), "bounds of path probabilities");
+    const std::vector<float> verify(verify_.begin(), verify_.end());
+    const std::vector<float> expand(expand_.begin(), expand_.end());
+    const int64_t n = count.item<int64_t>(), past = seq_len.item<int64_t>();
+    TORCH_CHECK(caches.size() == 2, "keys and values");
+    check_caches(caches);
+    check_pairs(tokens, features, n, past);
+    const int64_t S = caches[0].size(1);
+    TORCH_CHECK(caches[0].size(0) == heads.G && caches[0].size(2) == heads.E, "cache");
+    TORCH_CHECK(depth >= 1 && past + depth - 1 <= S && past + depth - 1 <= tensors.cos.size(0),
+                "slots");
+    TORCH_CHECK(target_ids.is_contiguous() && target_ids.numel() == N, "a target id each");
+    TORCH_CHECK(temperature.has_value() == seed.has_value(), "a temperature and a seed");
+    Noise noise;
+    if (temperature.has_value()) {
+      noise.temperature = temperature->item<float>();
+      noise.seed = uint64_t(seed->item<int64_t>());
+    }
+    Tensor drafted = at::empty({depth}, tokens.options());
+    std::vector<float> found;
+    const auto run = [&](auto element) {
+      using C = decltype(element);
+      thread_local Scratch scratch;
+      Chain<C> chain = arranged<C>(scratch, features, n, past + depth, S);
+      chain.k = (C*)caches[0].data_ptr();
+      chain.v = (C*)caches[1].data_ptr();
+      chain.target_ids = target_ids.const_data_ptr<int64_t>();
+      chain.seq_len = past;
+      chain.noise = noise;
+      found = draft_chain(chain, tokens.const_data_ptr<int64_t>(), n, depth, verify, expand,
+                          drafted.mutable_data_ptr<int64_t>());
+    };
+    if (caches[0].scalar_type() == at::kBFloat16) {
+      run(Bf16{});
+    } else {
+      TORCH_CHECK(caches[0].scalar_type() == at::kFloat, "caches in bf16 or fp32");
+      run(0.0f);
+    }
+    const int64_t likely = found.size() - !(found.back() >= at_depth(verify, found.size() - 1));
+    Tensor paths = at::empty({(int64_t)found.size()}, drafted.options().dtype(at::kFloat));
+    std::copy(found.begin(), found.end(), paths.mutable_data_ptr<float>());
+    return {drafted.slice(0, 0, likely), paths};
+  }
+
+ private:
+  const float* norm_of(const Tensor& norm) const {
+    TORCH_CHECK(norm.defined() && norm.numel() == D && norm.is_contiguous(), "norms are [D]");
+    return norm.const_data_ptr<float>();
+  }
+
+  void check_pairs(const Tensor& tokens, const Tensor& features, int64_t n, int64_t past) const {
+    TORCH_CHECK(n >= 1 && n <= tokens.numel() && n <= features.size(0) && n <= past, n, " pairs");
+    TORCH_CHECK(tokens.is_contiguous(), "contiguous tokens");
+    check_rows(features, D);
+    const int64_t* ids = tokens.const_data_ptr<int64_t>();
+    for (int64_t i = 0; i < n; i++)
+      TORCH_CHECK(ids[i] >= 0 && ids[i] < tensors.embedding.size(0), "token ", ids[i]);
+  }
+
+  // Returns a chain with its memory, for `n` pairs and rows that see at most `longest` keys.
+  template <class C>
+  Chain<C> arranged(Scratch& scratch, const Tensor& features, int64_t n, int64_t longest,
+                    int64_t S) const {
     const int threads = at::get_num_threads();
-    Chain<C> chain{head};
+    Chain<C> chain{weights};
     Pass<C>& pass = chain.pass;
     pass.heads = heads;
     pass.D = D;
     pass.F = F;
     pass.S = S;
-    pass.row = 0;
-    pass.eps = float(eps);
-    pass.entry_dim = head.eagle3() ? 2 * D : 0;
+    pass.eps = eps;
+    pass.entry_dim = weights.eagle3() ? 2 * D : 0;
     const int64_t most = std::min<int64_t>(n, MAX_ROWS);
     const size_t more = Activations::bytes(most, 2 * D) + Activations::bytes(1, D) +
                         4 * size_t((n + 3 * most) * D + N) + sizeof(Best) * threads + 1024;
-    arrange(pass, scratch, most, past + depth, more);
+    arrange(pass, scratch, most, longest, more);
     chain.joined = scratch.activations(most, 2 * D);
     chain.said = scratch.activations(1, D);
     pass.x = scratch.take<float>(most * D);
@@ -290,32 +350,12 @@ std::tuple<Tensor, Tensor> draft_chain(
     chain.entry = scratch.take<float>(most * 2 * D);
     chain.logits = scratch.take<float>(N);
     chain.bests = scratch.take<Best>(threads);
-    pass.entry = head.eagle3() ? chain.entry : nullptr;
-    chain.k = (C*)caches[0].data_ptr();
-    chain.v = (C*)caches[1].data_ptr();
-    chain.cos = cos.const_data_ptr<float>();
-    chain.sin = sin.const_data_ptr<float>();
-    chain.target_ids = target_ids.const_data_ptr<int64_t>();
-    chain.seq_len = past;
-    if (temperature.has_value()) {
-      chain.noise.temperature = temperature->item<float>();
-      chain.noise.seed = uint64_t(seed->item<int64_t>());
-    }
+    pass.entry = weights.eagle3() ? chain.entry : nullptr;
+    chain.cos = tensors.cos.const_data_ptr<float>();
+    chain.sin = tensors.sin.const_data_ptr<float>();
     for (int64_t t = 0; t < n; t++) row_in_fp32(features, t, D, chain.features + t * D);
-    found = draft(chain, ids, n, slots, seen, depth, verify, expand,
-                  drafted.mutable_data_ptr<int64_t>());
-  };
-  if (caches[0].scalar_type() == at::kBFloat16) {
-    run(Bf16{});
-  } else {
-    TORCH_CHECK(caches[0].scalar_type() == at::kFloat, "caches in bf16 or fp32");
-    run(0.0f);
+    return chain;
   }
-  int64_t kept = found.size();
-  if (!(found.back() >= at_depth(verify, kept - 1))) kept--;
-  Tensor paths = at::empty({(int64_t)found.size()}, embedding.options().dtype(at::kFloat));
-  std::copy(found.begin(), found.end(), paths.mutable_data_ptr<float>());
-  return {drafted.slice(0, 0, kept), paths};
-}
+};
 
 }  // namespace

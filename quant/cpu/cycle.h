@@ -10,174 +10,250 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <optional>
 #include <vector>
 
 #include "block.h"
 #include "sampling.h"
+#include "tensors.h"
 
 namespace {
 
 constexpr int64_t BAD_ROW = -1, PAD = -2;  // as in sampling.py and verify.py
 
-// Accept and commit a cycle: `cycle.accept_and_commit`. The path along the target's own tokens, its
-// cache rows moved behind the text unless they lie there, and all of the state brought to the next
-// cycle. `state`: seq_len, root, count, tokens, features, text, result, cache rows. With a
-// temperature or a penalty the rows of the path are drawn from, one after the other, and no others.
-void finish_cycle(const Tensor& logits, const Tensor& read, const Tensor& tokens,
-                  const Tensor& parents, const Tensor& valid, const std::optional<Tensor>& sources,
-                  at::TensorList state, const std::optional<Tensor>& temperature,
-                  const std::optional<Tensor>& seed, const std::optional<Tensor>& top_k,
-                  const std::optional<Tensor>& top_p, const std::optional<Tensor>& min_p,
-                  const std::optional<Tensor>& seen, const std::optional<Tensor>& penalty,
-                  int64_t depth, bool in_place, bool extends, bool keeps) {
-  const int64_t T = tokens.numel();
-  TORCH_CHECK(state.size() == 8 && logits.dim() == 2 && logits.size(0) == T && T > 0 && depth >= 0,
-              "a state and a tree");
-  TORCH_CHECK(parents.numel() == T && valid.numel() == T && tokens.is_contiguous() &&
-                  parents.is_contiguous() && valid.is_contiguous(),
-              "a parent and a flag for each row");
-  if (sources.has_value())
-    TORCH_CHECK(sources->numel() == T && sources->is_contiguous(), "a source for each row");
-  for (const int i : {0, 1, 2, 5, 6})
-    TORCH_CHECK(state[i].is_contiguous() && state[i].numel() > 0, "contiguous state");
-  const int64_t* ids = tokens.const_data_ptr<int64_t>();
-  const int64_t* parent = parents.const_data_ptr<int64_t>();
-  const bool* is_valid = valid.const_data_ptr<bool>();
-  std::vector<int64_t> drawn(T, BAD_ROW), level(T, 0);
-  Noise noise;
-  Filters filters;
-  if (top_k.has_value()) filters.top_k = top_k->item<int64_t>();
-  if (top_p.has_value()) filters.top_p = top_p->item<float>();
-  if (min_p.has_value()) filters.min_p = min_p->item<float>();
-  const bool by_row = temperature.has_value() || penalty.has_value();
-  const int64_t V = logits.size(1);
-  const Tensor rows_of_logits = by_row ? logits.contiguous() : logits;
-  if (by_row) {
-    TORCH_CHECK(logits.scalar_type() == at::kFloat && V > 0, "fp32 logits [T, V]");
-    TORCH_CHECK(temperature.has_value() == seed.has_value(), "a temperature and a seed");
-    if (temperature.has_value()) {
-      noise.temperature = temperature->item<float>();
-      noise.seed = uint64_t(seed->item<int64_t>());
+// Draws from rows of logits, one after the other: those of a path see the penalty on its tokens.
+class RowSampler {
+ public:
+  RowSampler(const Tensor& logits, const Sampling& sampling)
+      : logits_(logits.contiguous()), V_(logits.size(1)) {
+    TORCH_CHECK(logits.scalar_type() == at::kFloat && V_ > 0, "fp32 logits [T, V]");
+    TORCH_CHECK(sampling.temperature.defined() == sampling.seed.defined(),
+                "a temperature and a seed");
+    if (sampling.temperature.defined()) {
+      noise_.temperature = sampling.temperature.item<float>();
+      noise_.seed = uint64_t(sampling.seed.item<int64_t>());
+      noisy_ = true;
     }
+    if (sampling.top_k.defined()) filters_.top_k = sampling.top_k.item<int64_t>();
+    if (sampling.top_p.defined()) filters_.top_p = sampling.top_p.item<float>();
+    if (sampling.min_p.defined()) filters_.min_p = sampling.min_p.item<float>();
+    if (!sampling.penalty.defined()) return;
+    const Tensor& seen = sampling.seen;
+    TORCH_CHECK(seen.numel() == V_ && seen.scalar_type() == at::kBool && seen.is_contiguous(),
+                "a flag for each token");
+    seen_ = seen.const_data_ptr<bool>();
+    penalty_ = sampling.penalty.item<float>();
+  }
+
+  // Returns the token that row `t`, whose own token is `id`, draws for `position`. Rows come in the
+  // order of their path.
+  int64_t draw(int64_t t, int64_t id, int64_t position) {
+    const float* row = logits_.const_data_ptr<float>() + t * V_;
+    if (seen_ != nullptr) {
+      TORCH_CHECK(id >= 0 && id < V_, "token ", id);
+      path_.push_back(id);
+      row = penalized(row);
+    }
+    const auto [best, token] = best_of(row, position);
+    return std::isfinite(best) ? token : BAD_ROW;
+  }
+
+ private:
+  const float* penalized(const float* row) {
+    const auto lowered = [&](float x) { return x < 0 ? x * penalty_ : x / penalty_; };
+    penalized_.resize(V_);
+    for (int64_t i = 0; i < V_; i++) penalized_[i] = seen_[i] ? lowered(row[i]) : row[i];
+    for (const int64_t token : path_) penalized_[token] = lowered(row[token]);
+    return penalized_.data();
+  }
+
+  std::pair<float, int64_t> best_of(const float* row, int64_t position) {
+    if (!noisy_) return largest_of(row, 0, V_);
+    noise_.at(position);
+    return filters_.any() ? drawn_among(row, V_, noise_, filters_) : drawn_of(row, V_, noise_);
+  }
+
+  const Tensor logits_;
+  const int64_t V_;
+  Noise noise_;
+  bool noisy_ = false;
+  Filters filters_;
+  const bool* seen_ = nullptr;
+  float penalty_ = 1.0f;
+  std::vector<float> penalized_;
+  std::vector<int64_t> path_;  // tokens of the rows so far
+};
+
+// Path that the target's own tokens take through a tree.
+struct Path {
+  std::vector<int64_t> rows;    // of the tree, root first
+  std::vector<int64_t> tokens;  // what each of these rows draws; the last one is the bonus token
+  int64_t n_valid = 0;          // rows of the tree that are no padding
+
+  int64_t count() const { return rows.size(); }
+};
+
+// Raises unless the tree is one of as many rows as there are logits.
+void check_tree(const Tree& tree, const Tensor& logits) {
+  const int64_t T = tree.tokens.numel();
+  TORCH_CHECK(logits.dim() == 2 && logits.size(0) == T && T > 0, "a state and a tree");
+  TORCH_CHECK(tree.parents.numel() == T && tree.valid.numel() == T && tree.tokens.is_contiguous() &&
+                  tree.parents.is_contiguous() && tree.valid.is_contiguous(),
+              "a parent and a flag for each row");
+  TORCH_CHECK(
+      !tree.sources.defined() || (tree.sources.numel() == T && tree.sources.is_contiguous()),
+      "a source for each row");
+}
+
+// Returns the longest path of rows whose tokens are what their parents draw, the first among
+// equals. With a temperature or a penalty only the rows of the path draw; else all, by their
+// largest logits.
+Path accept(const Tree& tree, const Tensor& logits, const Sampling& sampling, int64_t seq_len) {
+  const int64_t T = tree.tokens.numel();
+  const int64_t* ids = tree.tokens.const_data_ptr<int64_t>();
+  const int64_t* parents = tree.parents.const_data_ptr<int64_t>();
+  const bool* valid = tree.valid.const_data_ptr<bool>();
+  std::vector<int64_t> drawn(T, BAD_ROW), level(T, 0);
+  std::vector<bool> alive(T, false);
+  std::optional<RowSampler> sampler;
+  if (sampling.temperature.defined() || sampling.penalty.defined()) {
+    sampler.emplace(logits, sampling);
   } else {
     const auto [values, places] = maximum(logits);
     for (int64_t t = 0; t < T; t++)
       if (std::isfinite(values.const_data_ptr<float>()[t]))
         drawn[t] = places.const_data_ptr<int64_t>()[t];
   }
-  TORCH_CHECK(seen.has_value() == penalty.has_value(), "a penalty and the tokens under it");
-  bool* was_seen = nullptr;
-  float factor = 1.0f;
-  if (penalty.has_value()) {
-    TORCH_CHECK(seen->numel() == V && seen->scalar_type() == at::kBool && seen->is_contiguous(),
-                "a flag for each token");
-    was_seen = (bool*)seen->data_ptr();
-    factor = penalty->item<float>();
-  }
-  std::vector<float> penalized;
-  std::vector<int64_t> path_tokens;  // of the living rows so far
-  const auto draw = [&](int64_t t, int64_t position) {
-    const float* row = rows_of_logits.const_data_ptr<float>() + t * V;
-    if (was_seen) {
-      const auto lowered = [&](float x) { return x < 0 ? x * factor : x / factor; };
-      penalized.resize(V);
-      for (int64_t i = 0; i < V; i++) penalized[i] = was_seen[i] ? lowered(row[i]) : row[i];
-      for (const int64_t token : path_tokens) penalized[token] = lowered(row[token]);
-      row = penalized.data();
-    }
-    if (!temperature.has_value()) return largest_of(row, 0, V);
-    noise.at(position);
-    return filters.any() ? drawn_among(row, V, noise, filters) : drawn_of(row, V, noise);
-  };
-  std::vector<bool> alive(T, false);
-  int64_t last = 0, n_valid = 0;
+  Path path;
+  int64_t last = 0;
   for (int64_t t = 0; t < T; t++) {
-    n_valid += is_valid[t];
-    if (t == 0) {
-      alive[0] = true;
-    } else {
-      const int64_t p = parent[t];
+    path.n_valid += valid[t];
+    if (t > 0) {
+      const int64_t p = parents[t];
       TORCH_CHECK(p >= 0 && p < t, "parent ", p, " of row ", t);
       level[t] = level[p] + 1;
-      alive[t] = is_valid[t] && alive[p] && ids[t] == drawn[p];
-      if (alive[t] && level[t] > level[last]) last = t;
+      alive[t] = valid[t] && alive[p] && ids[t] == drawn[p];
+    } else {
+      alive[0] = true;
     }
-    if (alive[t] && by_row) {
-      if (was_seen) {
-        TORCH_CHECK(ids[t] >= 0 && ids[t] < V, "token ", ids[t]);
-        path_tokens.push_back(ids[t]);
-      }
-      const auto [best, place] = draw(t, state[0].item<int64_t>() + 1 + level[t]);
-      if (std::isfinite(best)) drawn[t] = place;
-    }
+    if (!alive[t]) continue;
+    if (level[t] > level[last]) last = t;
+    if (sampler) drawn[t] = sampler->draw(t, ids[t], seq_len + 1 + level[t]);
   }
-  const int64_t count = level[last] + 1;
-  TORCH_CHECK(count <= depth + 1, "a path of ", count - 1, " levels");
-  std::vector<int64_t> path(depth + 1, 0);
-  for (int64_t t = last, i = count - 1; i > 0; t = parent[t], i--) path[i] = t;
+  for (int64_t t = last;; t = parents[t]) {
+    path.rows.insert(path.rows.begin(), t);
+    path.tokens.insert(path.tokens.begin(), drawn[t]);
+    if (t == 0) return path;
+  }
+}
 
-  int64_t& seq_len = *state[0].mutable_data_ptr<int64_t>();
-  int64_t& root = *state[1].mutable_data_ptr<int64_t>();
-  int64_t& pending = *state[2].mutable_data_ptr<int64_t>();
-  int64_t* text = state[5].mutable_data_ptr<int64_t>();
-  int64_t* result = state[6].mutable_data_ptr<int64_t>();
-  const int64_t size = state[6].numel();
-  TORCH_CHECK(seq_len >= 0 && seq_len + depth + 2 <= state[5].numel() && depth + 4 <= size,
+// What the caller of a cycle says about its state.
+struct CommitRules {
+  int64_t depth;  // longest path
+  bool in_place;  // accepted rows of the cache are where they belong
+  bool extends;   // the drafter has been shown the pending pairs
+  bool keeps;     // pairs are kept for a drafter
+};
+
+// Raises unless the state has room for `count` tokens of a pass over `T` rows.
+void check_room(const State& state, const Tensor& read, int64_t T, int64_t count,
+                const CommitRules& rules) {
+  const int64_t seq_len = state.seq_len.item<int64_t>(), depth = rules.depth;
+  TORCH_CHECK(count <= depth + 1, "a path of ", count - 1, " levels");
+  TORCH_CHECK(seq_len >= 0 && seq_len + depth + 2 <= state.text.numel() &&
+                  depth + 4 <= state.result.numel(),
               "room for the path");
-  if (!in_place && depth) {
-    const Tensor& rows = state[7];
-    TORCH_CHECK(rows.dim() == 4 && rows.is_contiguous() && seq_len + T <= rows.size(2), "cache");
-    const int64_t planes = rows.size(0) * rows.size(1), S = rows.size(2);
-    const size_t bytes = rows.size(3) * rows.element_size();
-    uint8_t* memory = (uint8_t*)rows.data_ptr();
-    for (int64_t plane = 0; plane < planes; plane++)
-      for (int64_t i = 1; i < count; i++)
-        if (path[i] != i)
-          std::memcpy(memory + (plane * S + seq_len + i) * bytes,
-                      memory + (plane * S + seq_len + path[i]) * bytes, bytes);
+  TORCH_CHECK(rules.in_place || !depth ||
+                  (state.rows.dim() == 4 && state.rows.is_contiguous() &&
+                   seq_len + T <= state.rows.size(2)),
+              "cache");
+  if (!rules.keeps) return;
+  const int64_t first = rules.extends ? 0 : state.count.item<int64_t>();
+  TORCH_CHECK(first >= 0 && first + depth + 1 <= state.tokens.numel() &&
+                  state.features.dim() == 2 && first + count <= state.features.size(0) &&
+                  state.tokens.is_contiguous(),
+              "room for pairs");
+  TORCH_CHECK(read.dim() == 2 && read.size(0) == T, "features of each row");
+  check_rows(read, state.features.size(1));
+  check_rows(state.features, state.features.size(1));
+}
+
+// Moves the cache's rows of the path, which lie behind `seq_len` tokens, to their places.
+void move_rows(const Tensor& rows, int64_t seq_len, const std::vector<int64_t>& path) {
+  const int64_t planes = rows.size(0) * rows.size(1), S = rows.size(2), count = path.size();
+  const size_t bytes = rows.size(3) * rows.element_size();
+  uint8_t* memory = (uint8_t*)rows.data_ptr();
+  for (int64_t plane = 0; plane < planes; plane++)
+    for (int64_t i = 1; i < count; i++)
+      if (path[i] != i)
+        std::memcpy(memory + (plane * S + seq_len + i) * bytes,
+                    memory + (plane * S + seq_len + path[i]) * bytes, bytes);
+}
+
+// Adds the pairs of the path, features `read` and the tokens after them, to those that wait.
+void keep_pairs(State& state, const Tensor& read, const Path& path, bool extends) {
+  int64_t& pending = *state.count.mutable_data_ptr<int64_t>();
+  if (extends) pending = 0;
+  std::vector<float> row(read.size(1));
+  for (int64_t i = 0; i < path.count(); i++, pending++) {
+    state.tokens.mutable_data_ptr<int64_t>()[pending] = std::max<int64_t>(path.tokens[i], 0);
+    row_in_fp32(read, path.rows[i], row.size(), row.data());
+    put_row(state.features, pending, row.data(), row.size());
   }
-  std::fill_n(result, size, PAD);
-  const int64_t first = extends ? 0 : pending;
-  int64_t by_head = 0, by_lookup = 0;
-  if (keeps) {
-    TORCH_CHECK(first >= 0 && first + depth + 1 <= state[3].numel() && state[4].dim() == 2 &&
-                    first + count <= state[4].size(0) && state[3].is_contiguous(),
-                "room for pairs");
-    TORCH_CHECK(read.dim() == 2 && read.size(0) == T, "features of each row");
-    check_rows(read, state[4].size(1));
-    check_rows(state[4], state[4].size(1));
-  }
-  std::vector<float> row(keeps ? read.size(1) : 0);
-  Tensor features = state[4];
+}
+
+// Writes what the host reads: the tokens, padded; from the end the number of rows drafted and,
+// where the tree says so, how many of the path's rows the lookup and the head have proposed.
+void report(Tensor& result, const Tree& tree, const Path& path, int64_t depth) {
+  int64_t *out = result.mutable_data_ptr<int64_t>(), *end = out + result.numel();
+  std::fill(out, end, PAD);
+  std::copy(path.tokens.begin(), path.tokens.end(), out);
+  end[-1] = path.n_valid - 1;
+  if (!tree.sources.defined()) return;
+  const int64_t* sources = tree.sources.const_data_ptr<int64_t>();
+  end[-2] = end[-3] = 0;
   for (int64_t i = 0; i <= depth; i++) {
-    const int64_t token = i < count ? drawn[path[i]] : PAD, shown = std::max<int64_t>(token, 0);
-    result[i] = token;
-    text[seq_len + 1 + i] = shown;
-    if (sources.has_value()) {
-      const int64_t source = sources->const_data_ptr<int64_t>()[path[i]];
-      by_head += (source & 1) != 0;
-      by_lookup += (source & 2) != 0;
-    }
-    if (keeps && i < count) {
-      state[3].mutable_data_ptr<int64_t>()[first + i] = shown;
-      row_in_fp32(read, path[i], row.size(), row.data());
-      put_row(features, first + i, row.data(), row.size());
-    }
+    const int64_t source = sources[i < path.count() ? path.rows[i] : 0];
+    end[-3] += (source & 1) != 0;
+    end[-2] += (source & 2) != 0;
   }
-  if (sources.has_value()) {
-    result[size - 3] = by_head;
-    result[size - 2] = by_lookup;
-  }
-  result[size - 1] = n_valid - 1;
-  if (keeps) pending = first + count;
-  if (was_seen) {
-    TORCH_CHECK(root >= 0 && root < V, "token ", root);
-    was_seen[root] = true;
-    for (int64_t i = 0; i < count; i++) was_seen[std::max<int64_t>(drawn[path[i]], 0)] = true;
-  }
-  root = std::max<int64_t>(drawn[last], 0);
-  seq_len += count;
+}
+
+// Marks the root and the tokens of the path as seen by the penalty.
+void mark_seen(Tensor& seen, int64_t root, const Path& path) {
+  TORCH_CHECK(root >= 0 && root < seen.numel(), "token ", root);
+  bool* flags = seen.mutable_data_ptr<bool>();
+  flags[root] = true;
+  for (const int64_t token : path.tokens) flags[std::max<int64_t>(token, 0)] = true;
+}
+
+// Accepts a path of the tree and brings all of the state to the next cycle.
+void finish_cycle(const Tensor& logits, const Tensor& read, const OptionalTensors& tree_,
+                  at::TensorList state_, const OptionalTensors& sampling_, int64_t depth,
+                  bool in_place, bool extends, bool keeps) {
+  const Tree tree = named<Tree>(tree_);
+  State state = named<State>(state_);
+  Sampling sampling = named<Sampling>(sampling_);
+  const CommitRules rules{depth, in_place, extends, keeps};
+  TORCH_CHECK(depth >= 0, "a state and a tree");
+  check_tree(tree, logits);
+  for (const Tensor& t : {state.seq_len, state.root, state.count, state.text, state.result})
+    TORCH_CHECK(t.is_contiguous() && t.numel() > 0, "contiguous state");
+  TORCH_CHECK(sampling.seen.defined() == sampling.penalty.defined(),
+              "a penalty and the tokens under it");
+  int64_t& seq_len = *state.seq_len.mutable_data_ptr<int64_t>();
+  int64_t& root = *state.root.mutable_data_ptr<int64_t>();
+  const Path path = accept(tree, logits, sampling, seq_len);
+  check_room(state, read, tree.tokens.numel(), path.count(), rules);
+
+  if (!in_place && depth) move_rows(state.rows, seq_len, path.rows);
+  int64_t* text = state.text.mutable_data_ptr<int64_t>() + seq_len + 1;
+  std::fill_n(text, depth + 1, 0);
+  for (const int64_t token : path.tokens) *text++ = std::max<int64_t>(token, 0);
+  report(state.result, tree, path, depth);
+  if (keeps) keep_pairs(state, read, path, extends);
+  if (sampling.penalty.defined()) mark_seen(sampling.seen, root, path);
+  root = std::max<int64_t>(path.tokens.back(), 0);
+  seq_len += path.count();
 }
 
 }  // namespace

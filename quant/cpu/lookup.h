@@ -12,9 +12,9 @@
 #include <tuple>
 #include <vector>
 
-namespace {
+#include "tensors.h"
 
-using at::Tensor;
+namespace {
 
 constexpr int CLASSES = 8;  // of match sizes and of depths: 1 .. 7, and all above
 constexpr float TABLE_MEMORY = 128.0f;
@@ -28,10 +28,12 @@ struct Match {
 // Where the end of the text stands in `corpus` (tokens, sorted keys, their order: `Corpus` in
 // drafting/lookup.py), the longest match, among equals the latest. At most WINDOW places are
 // compared.
-Match find_in_corpus(at::TensorList corpus, const int64_t* text, int64_t last, int64_t longest) {
-  const int64_t* tokens = corpus[0].const_data_ptr<int64_t>();
-  const int64_t *keys = corpus[1].const_data_ptr<int64_t>(), *keys_end = keys + corpus[1].numel();
-  const int64_t* order = corpus[2].const_data_ptr<int64_t>();
+Match find_in_corpus(const CorpusIndex& corpus, const int64_t* text, int64_t last,
+                     int64_t longest) {
+  const int64_t* tokens = corpus.tokens.const_data_ptr<int64_t>();
+  const int64_t *keys = corpus.keys.const_data_ptr<int64_t>(),
+                *keys_end = keys + corpus.keys.numel();
+  const int64_t* order = corpus.order.const_data_ptr<int64_t>();
   Match best;
   for (int64_t n = std::min({KEY_TOKENS, longest, last + 1}); n > 0 && !best.size; n--) {
     int64_t low = 0;
@@ -71,7 +73,7 @@ Match find_in_text(const int64_t* text, int64_t last, int64_t longest) {
 // these.
 std::tuple<Tensor, Tensor, double> look_up(const Tensor& text_, const Tensor& last_,
                                            const Tensor& table_, const Tensor& kept_,
-                                           at::TensorList corpus, int64_t longest, int64_t reach,
+                                           at::TensorList corpus_, int64_t longest, int64_t reach,
                                            double keep) {
   const int64_t last = last_.item<int64_t>(), *text = text_.const_data_ptr<int64_t>();
   TORCH_CHECK(last >= 0 && last < text_.numel() && text_.is_contiguous(), "last token at ", last);
@@ -100,14 +102,14 @@ std::tuple<Tensor, Tensor, double> look_up(const Tensor& text_, const Tensor& la
       right[c] *= share;
     }
   }
-  TORCH_CHECK(corpus.empty() || corpus.size() == 3, "a corpus: tokens, keys, order");
+  const CorpusIndex corpus = corpus_.empty() ? CorpusIndex{} : named<CorpusIndex>(corpus_);
   const Match here = find_in_text(text, last, longest);
-  const Match there = corpus.empty() ? Match{} : find_in_corpus(corpus, text, last, longest);
+  const Match there = corpus_.empty() ? Match{} : find_in_corpus(corpus, text, last, longest);
   const int64_t size = std::max(here.size, there.size);
   std::vector<int64_t> found;
   if (there.size > here.size) {
-    const int64_t* tokens = corpus[0].const_data_ptr<int64_t>();
-    const int64_t end = std::min(there.end + 1 + reach, corpus[0].numel());
+    const int64_t* tokens = corpus.tokens.const_data_ptr<int64_t>();
+    const int64_t end = std::min(there.end + 1 + reach, corpus.tokens.numel());
     for (int64_t i = there.end + 1; i < end && tokens[i] >= 0; i++) found.push_back(tokens[i]);
   } else if (size) {  // a text that goes round in circles is expected to go on doing so
     for (int64_t i = 0; i < reach; i++) found.push_back(text[here.end + 1 + i % (last - here.end)]);

@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "block.h"
@@ -33,10 +34,9 @@ Tensor blocks(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tenso
               int64_t window, at::TensorList caches, at::TensorList tensors, int64_t n_head,
               double eps, const std::optional<Tensor>& entry) {
   TORCH_CHECK(x.dim() == 2 && x.scalar_type() == at::kFloat, "x is fp32 [T, D]");
-  const int64_t T = x.size(0), n_blocks = tensors.size() / TENSORS;
-  TORCH_CHECK(tensors.size() == size_t(n_blocks * TENSORS) &&
-                  caches.size() == size_t(2 * n_blocks) && n_blocks > 0,
-              "nine tensors and two caches of each block");
+  const std::vector<BlockTensors> named_tensors = each_named<BlockTensors>(tensors);
+  const int64_t T = x.size(0), n_blocks = named_tensors.size();
+  TORCH_CHECK(caches.size() == size_t(2 * n_blocks), "two caches of each block");
   check_caches(caches);
   const Tensor& keys = caches[0];
   const Heads heads{n_head, keys.size(0), keys.size(2)};
@@ -72,7 +72,7 @@ Tensor blocks(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tenso
 
   std::vector<Block> all;
   all.reserve(n_blocks);
-  for (int64_t i = 0; i < n_blocks; i++) all.push_back(block_of(tensors.data() + i * TENSORS));
+  for (const BlockTensors& block : named_tensors) all.push_back(block_of(block));
   const Tensor e = entry.has_value() ? entry->contiguous() : Tensor();
   if (e.defined())
     TORCH_CHECK(e.dim() == 2 && e.size(0) == T && e.scalar_type() == at::kFloat &&
@@ -81,7 +81,7 @@ Tensor blocks(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tenso
   const int64_t D = x.size(1), F = all[0].down.h.K;
   for (int64_t i = 0; i < n_blocks; i++) {
     const int64_t K = i == 0 && e.defined() ? e.size(1) : D;
-    check_block(tensors.data() + i * TENSORS, all[i], heads, D, K);
+    check_block(named_tensors[i], all[i], heads, D, K);
     TORCH_CHECK(all[i].down.h.K == F, "blocks of one shape");
   }
   const auto run = [&](auto element) {
@@ -185,6 +185,22 @@ Tensor rows(const Tensor& packed, const Tensor& index_, int64_t k_) {
 
 int64_t isa() { return FASTEAGLE_ISA; }
 
+// Names of the tensors in each list that an operator takes, in order.
+c10::Dict<std::string, std::string> fields() {
+  c10::Dict<std::string, std::string> all;
+  const auto add = [&](const char* name, std::string_view names) {
+    all.insert(name, std::string(names));
+  };
+  add("BlockTensors", BlockTensors::FIELDS);
+  add("TargetTensors", TargetTensors::FIELDS);
+  add("HeadTensors", HeadTensors::FIELDS);
+  add("State", State::FIELDS);
+  add("Tree", Tree::FIELDS);
+  add("Sampling", Sampling::FIELDS);
+  add("CorpusIndex", CorpusIndex::FIELDS);
+  return all;
+}
+
 }  // namespace
 
 TORCH_LIBRARY(FASTEAGLE_NAMESPACE, m) {
@@ -193,19 +209,13 @@ TORCH_LIBRARY(FASTEAGLE_NAMESPACE, m) {
       "Tensor? paths, Tensor? depths, int window, Tensor(a!)[] caches, Tensor[] tensors, "
       "int n_head, float eps, Tensor? entry=None) -> Tensor");
   m.def(
-      "draft_chain(Tensor tokens, Tensor features, Tensor count, Tensor seq_len, "
-      "Tensor embedding, Tensor? fc, Tensor? fc_bias, Tensor[] norms, bool normed_residual, "
-      "bool normed_output, Tensor[] tensors, Tensor lm_head, Tensor target_ids, Tensor cos, "
-      "Tensor sin, Tensor(a!)[] caches, int n_head, float eps, Tensor? temperature, "
-      "Tensor? seed, int depth, float[] verify, float[] expand) -> (Tensor, Tensor)");
-  m.def(
-      "finish_cycle(Tensor logits, Tensor read, Tensor tokens, Tensor parents, Tensor valid, "
-      "Tensor? sources, Tensor(a!)[] state, Tensor? temperature, Tensor? seed, Tensor? top_k, "
-      "Tensor? top_p, Tensor? min_p, Tensor(b!)? seen, Tensor? penalty, int depth, bool in_place, "
-      "bool extends, bool keeps) -> ()");
+      "finish_cycle(Tensor logits, Tensor read, Tensor?[] tree, Tensor(a!)[] state, "
+      "Tensor?[] sampling, int depth, bool in_place, bool extends, bool keeps) -> ()");
+  m.class_<Head>("Head")
+      .def(torch::init<std::vector<Tensor>, OptionalTensors, int64_t, double, bool, bool>())
+      .def("draft", &Head::draft);
   m.class_<Target>("Target")
-      .def(torch::init<std::vector<Tensor>, Tensor, Tensor, Tensor, Tensor, Tensor, int64_t,
-                       int64_t, double>())
+      .def(torch::init<std::vector<Tensor>, std::vector<Tensor>, int64_t, int64_t, double>())
       .def("run", &Target::run);
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int n) -> Tensor");
   m.def(
@@ -215,11 +225,11 @@ TORCH_LIBRARY(FASTEAGLE_NAMESPACE, m) {
   m.def("norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("rows(Tensor packed, Tensor index, int k) -> Tensor");
   m.def("isa() -> int", &isa);
+  m.def("fields() -> Dict(str, str)", &fields);
 }
 
 TORCH_LIBRARY_IMPL(FASTEAGLE_NAMESPACE, CPU, m) {
   m.impl("blocks", &blocks);
-  m.impl("draft_chain", &draft_chain);
   m.impl("finish_cycle", &finish_cycle);
   m.impl("linear", &linear);
   m.impl("look_up", &look_up);

@@ -21,7 +21,8 @@ namespace {
 // A target whose weights are all packed: from tokens to logits in one call. Python code between two
 // operations would run out of cold caches, through which the weights have just gone.
 struct Target : torch::CustomClassHolder {
-  std::vector<Tensor> owned;  // keeps the memory of what follows
+  const std::vector<BlockTensors> block_tensors;  // and `tensors` keep the memory of what follows
+  const TargetTensors tensors;
   std::vector<Block> blocks;
   Weight lm_head;
   const float *norm, *cos, *sin;
@@ -29,34 +30,32 @@ struct Target : torch::CustomClassHolder {
   int64_t n_head, window, D, E, F, kv_heads, positions;
   float eps;
 
-  Target(std::vector<Tensor> tensors, Tensor embedding_, Tensor cos_, Tensor sin_, Tensor norm_,
-         Tensor lm_head_, int64_t n_head_, int64_t window_, double eps_)
-      : owned(std::move(tensors)),
-        embedding(embedding_),
+  Target(std::vector<Tensor> blocks_, std::vector<Tensor> tensors_, int64_t n_head_,
+         int64_t window_, double eps_)
+      : block_tensors(each_named<BlockTensors>(blocks_)),
+        tensors(named<TargetTensors>(at::TensorList(tensors_))),
+        embedding(tensors.embedding),
         n_head(n_head_),
         window(window_),
         eps(float(eps_)) {
-    TORCH_CHECK(!owned.empty() && owned.size() % TENSORS == 0, "nine tensors of each block");
-    for (size_t i = 0; i < owned.size(); i += TENSORS) blocks.push_back(block_of(&owned[i]));
-    lm_head = Weight(lm_head_);
-    norm = norm_.const_data_ptr<float>();
-    cos = cos_.const_data_ptr<float>();
-    sin = sin_.const_data_ptr<float>();
+    for (const BlockTensors& block : block_tensors) blocks.push_back(block_of(block));
+    lm_head = Weight(tensors.lm_head);
+    norm = tensors.norm.const_data_ptr<float>();
+    cos = tensors.cos.const_data_ptr<float>();
+    sin = tensors.sin.const_data_ptr<float>();
     D = embedding.size(1);
-    E = cos_.size(1);
+    E = tensors.cos.size(1);
     F = blocks[0].down.h.K;
     check_rows(embedding, D);
-    TORCH_CHECK(cos_.is_contiguous() && sin_.is_contiguous() && sin_.sizes() == cos_.sizes() &&
-                    norm_.numel() == D,
-                "tables");
+    check_tables(tensors.cos, tensors.sin, E);
+    TORCH_CHECK(tensors.norm.numel() == D, "the norm is [D]");
     TORCH_CHECK(lm_head.h.K == D && E > 0, "LM head");
-    positions = cos_.size(0);
+    positions = tensors.cos.size(0);
     kv_heads = (blocks[0].qkv.h.N / E - n_head) / 2;
     for (size_t i = 0; i < blocks.size(); i++) {
-      check_block(&owned[i * TENSORS], blocks[i], Heads{n_head, kv_heads, E}, D, D);
+      check_block(block_tensors[i], blocks[i], Heads{n_head, kv_heads, E}, D, D);
       TORCH_CHECK(blocks[i].down.h.K == F, "blocks of one shape");
     }
-    owned.insert(owned.end(), {cos_, sin_, norm_, lm_head_});
   }
 
   // Logits [T, V] in fp32, features [T, D] like `features_like`, and the residual stream entering

@@ -1,4 +1,7 @@
-// Threads of one call: a team with a spinning barrier, and how many threads a call takes.
+// Threads of one call: a team with a spinning barrier, and the scheduler that says how many threads
+// a call takes.
+//
+// There is no reference: results depend neither on the number of threads nor on what they wait for.
 
 #pragma once
 
@@ -10,6 +13,8 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <exception>
+#include <optional>
 
 #include "vec.h"
 
@@ -65,12 +70,15 @@ class Spared {
   Clock::duration patience_ = PERIOD;
 };
 
-// The threads of one call. All of them come to every barrier.
+// Thrown at a barrier that another thread will never reach.
+struct Abandoned {};
+
+// The threads of one call. All of them come to every barrier, unless one fails.
 class Team {
  public:
   explicit Team(int size) : size_(size) {}
 
-  // At all barriers together, of the threads that waited there the mean.
+  // Mean time at all barriers together of the threads that waited there.
   Clock::duration waited() const {
     return Clock::duration(waited_.load(std::memory_order_relaxed)) / std::max(1, size_ - 1);
   }
@@ -90,9 +98,30 @@ class Team {
       relax();
     }
     const auto begin = Clock::now();
-    while (!is_over()) sched_yield();
+    while (!is_over()) {
+      if (failed_.load(std::memory_order_acquire)) throw Abandoned();
+      sched_yield();
+    }
     const Clock::duration waited = Clock::now() - begin;
     if (waited > Spared::LONG) waited_.fetch_add(waited.count(), std::memory_order_relaxed);
+  }
+
+  // Runs `work`, and keeps the first exception of any thread for `rethrow`: one that left a
+  // parallel region would end the process.
+  template <class F>
+  void run(F work) noexcept {
+    try {
+      work();
+    } catch (const Abandoned&) {
+    } catch (...) {
+      if (!claimed_.exchange(true, std::memory_order_acq_rel)) failure_ = std::current_exception();
+      failed_.store(true, std::memory_order_release);
+    }
+  }
+
+  // Raises what a thread has raised; called when all of them are done.
+  void rethrow() const {
+    if (failure_) std::rethrow_exception(failure_);
   }
 
  private:
@@ -103,6 +132,8 @@ class Team {
   }
 
   const int size_;
+  std::exception_ptr failure_;
+  std::atomic<bool> claimed_{false}, failed_{false};
   std::atomic<Clock::rep> waited_{0};
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<int> turn_{0};
@@ -118,8 +149,9 @@ struct Worker {
   Range share(int64_t n) const { return {n * id / size, n * (id + 1) / size}; }
 };
 
-// Runs `work` on all threads but the spared ones. Results do not depend on how many these are.
-// torch says how many: OpenMP's own number is that of all cores in each new thread of a process.
+// Runs `work` on all threads but the spared ones, and raises what one of them has raised. Results
+// do not depend on how many these are. torch says how many: OpenMP's own number is that of all
+// cores in each new thread of a process.
 template <class F>
 void in_parallel(F work) {
   Spared& spared = Spared::of_this_thread();
@@ -131,17 +163,17 @@ void in_parallel(F work) {
     if (all > 1) spared.learn(1, {}, {}, Clock::now());
     return;
   }
-  Team* team = nullptr;
+  std::optional<Team> team;
   const auto begin = Clock::now();
 #pragma omp parallel num_threads(wanted)
   {
 #pragma omp single
-    team = new Team(omp_get_num_threads());
-    work(Worker{*team, omp_get_thread_num(), omp_get_num_threads()});
+    team.emplace(omp_get_num_threads());
+    team->run([&] { work(Worker{*team, omp_get_thread_num(), omp_get_num_threads()}); });
   }
   const auto end = Clock::now();
+  team->rethrow();
   spared.learn(wanted, team->waited(), end - begin, end);
-  delete team;
 }
 
 }  // namespace

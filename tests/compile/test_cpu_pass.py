@@ -16,6 +16,15 @@ from fasteagle.loading.source import quantize_
 from fasteagle.model import KVCache, Output
 from fasteagle.options import SamplingParams
 from fasteagle.quant import cpu_build
+from fasteagle.quant.cpu_tensors import (
+    BlockTensors,
+    CorpusIndex,
+    HeadTensors,
+    Sampling,
+    State,
+    TargetTensors,
+    Tree,
+)
 from fasteagle.quant.scheme import Scheme
 from fasteagle.sampling import BAD_ROW, DrawKind, draw
 from fasteagle.shapes import AnyShape, FusedShape, TreeShape
@@ -131,41 +140,57 @@ def test_what_does_not_fit_the_pass_is_refused():
 def test_what_does_not_fit_the_end_of_a_cycle_is_refused():
     target = native_target(tiny_config(**SHAPE))
     state, T = state_of(target, 5), 4
-    logits, features = torch.zeros(T, 60), torch.zeros(T, 64)
-    tokens, parents, valid = torch.zeros(T).long(), torch.zeros(T).long(), torch.ones(T).bool()
-    room = [
-        torch.zeros(9).long(),
-        torch.zeros(9, 64),
-        torch.zeros(99).long(),
-        torch.zeros(9).long(),
-    ]
+    arguments = {"logits": torch.zeros(T, 60), "read": torch.zeros(T, 64)}
+    tree = Tree(torch.zeros(T).long(), torch.zeros(T).long(), torch.ones(T).bool())
+    memory = State(
+        seq_len=state.seq_len,
+        root=state.root,
+        count=state.count,
+        tokens=torch.zeros(9).long(),
+        features=torch.zeros(9, 64),
+        text=torch.zeros(99).long(),
+        result=torch.zeros(9).long(),
+        rows=state.cache.rows,
+    )
 
-    def run(at=None, value=None):
-        given = [logits, features, tokens, parents, valid, None]
-        kept = [state.seq_len, state.root, state.count, *room, state.cache.rows]
-        if at is not None and at < 6:
-            given[at] = value
-        elif at is not None:
-            kept[at - 6] = value
+    def run(arguments=arguments, tree=tree, memory=memory):
         state.seq_len.fill_(5)
         state.count.fill_(1)
-        torch.ops.fasteagle_cpu.finish_cycle(*given, kept, *[None] * 7, 1, False, True, True)
+        torch.ops.fasteagle_cpu.finish_cycle(
+            **arguments,
+            tree=tree,
+            state=memory,
+            sampling=Sampling(),
+            depth=1,
+            in_place=False,
+            extends=True,
+            keeps=True,
+        )
 
     run()
-    for at, value, message in (
-        (0, logits.flatten(), "a state and a tree"),
-        (1, features.half(), "x in fp32 or bf16"),
-        (1, torch.zeros(T, 128)[:, ::2], r"x is \[T, 64\]"),
-        (2, torch.zeros(2 * T).long()[::2], "for each row"),
-        (3, parents[:2], "for each row"),
-        (4, valid[:2], "for each row"),
-        (5, parents[:2], "for each row"),
-        (9, torch.zeros(1).long(), "room for pairs"),
-        (10, torch.zeros(9, 64).half(), "x in fp32 or bf16"),
-        (11, torch.zeros(198).long()[::2], "contiguous state"),
+    half, other = torch.zeros(T, 64).half(), torch.zeros(2)
+    for changes, message in (
+        ({"arguments": arguments | {"logits": torch.zeros(T * 60)}}, "a state and a tree"),
+        ({"arguments": arguments | {"read": half}}, "x in fp32 or bf16"),
+        ({"arguments": arguments | {"read": torch.zeros(T, 128)[:, ::2]}}, r"x is \[T, 64\]"),
+        ({"tree": tree._replace(tokens=torch.zeros(2 * T).long()[::2])}, "for each row"),
+        ({"tree": tree._replace(parents=tree.parents[:2])}, "for each row"),
+        ({"tree": tree._replace(valid=tree.valid[:2])}, "for each row"),
+        ({"tree": tree._replace(sources=tree.parents[:2])}, "for each row"),
+        ({"tree": tree[:3]}, "4 tensors: tokens parents valid sources"),
+        ({"memory": memory._replace(tokens=torch.zeros(1).long())}, "room for pairs"),
+        ({"memory": memory._replace(features=torch.zeros(9, 64).half())}, "x in fp32 or bf16"),
+        ({"memory": memory._replace(text=torch.zeros(198).long()[::2])}, "contiguous state"),
+        ({"memory": [*memory, other]}, "8 tensors: seq_len root count"),
     ):
         with pytest.raises(RuntimeError, match=message):
-            run(at, value)
+            run(**changes)
+
+
+def test_lists_of_tensors_have_one_order_in_python_and_in_cpp():
+    types = (BlockTensors, TargetTensors, HeadTensors, State, Tree, Sampling, CorpusIndex)
+    expected = {named.__name__: " ".join(named._fields) for named in types}
+    assert torch.ops.fasteagle_cpu.fields() == expected
 
 
 def test_other_targets_keep_their_code():

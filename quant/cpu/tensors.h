@@ -1,0 +1,99 @@
+// Structs of tensors with names, filled in order from the lists that operators take.
+//
+// Python makes the lists as NamedTuples with the same fields: quant/cpu_tensors.py. `FIELDS` says
+// the order to the test that compares them. A tensor that is None there is undefined here.
+
+#pragma once
+
+#include <ATen/core/List.h>
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <optional>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace {
+
+using at::Tensor;
+using OptionalTensors = c10::List<std::optional<Tensor>>;
+
+// Weights of one block; norms and the bias are empty where it has none.
+struct BlockTensors {
+  static constexpr std::string_view FIELDS =
+      "attention_norm qkv qkv_bias q_norm k_norm out mlp_norm gate_up down";
+  Tensor attention_norm, qkv, qkv_bias, q_norm, k_norm, out, mlp_norm, gate_up, down;
+};
+
+// Weights and tables of a target around its blocks.
+struct TargetTensors {
+  static constexpr std::string_view FIELDS = "embedding cos sin norm lm_head";
+  Tensor embedding, cos, sin, norm, lm_head;
+};
+
+// Weights and tables of a draft head around its block. EAGLE-1 has `fc`, EAGLE-3 the three norms.
+struct HeadTensors {
+  static constexpr std::string_view FIELDS =
+      "embedding cos sin lm_head fc fc_bias embedding_norm feature_norm norm";
+  Tensor embedding, cos, sin, lm_head, fc, fc_bias, embedding_norm, feature_norm, norm;
+};
+
+// What one cycle leaves for the next: `DecodeState` in state.py.
+struct State {
+  static constexpr std::string_view FIELDS = "seq_len root count tokens features text result rows";
+  Tensor seq_len, root, count, tokens, features, text, result, rows;
+};
+
+// Rows of one verify pass: `DraftTree` in tree.py.
+struct Tree {
+  static constexpr std::string_view FIELDS = "tokens parents valid sources";
+  Tensor tokens, parents, valid, sources;
+};
+
+// Values of the parts of sampling that are on: process_logits and gumbel_noise in sampling.py.
+struct Sampling {
+  static constexpr std::string_view FIELDS = "temperature seed top_k top_p min_p penalty seen";
+  Tensor temperature, seed, top_k, top_p, min_p, penalty, seen;
+};
+
+// Documents to quote from, with their index: `Corpus` in drafting/lookup.py.
+struct CorpusIndex {
+  static constexpr std::string_view FIELDS = "tokens keys order";
+  Tensor tokens, keys, order;
+};
+
+template <class Named>
+constexpr size_t n_fields = 1 + std::count(Named::FIELDS.begin(), Named::FIELDS.end(), ' ');
+
+inline const Tensor& tensor_at(at::TensorList list, size_t i) { return list[i]; }
+inline Tensor tensor_at(const OptionalTensors& list, size_t i) {
+  return list.get(i).value_or(Tensor());
+}
+
+template <class Named, class List, size_t... i>
+Named named(const List& list, std::index_sequence<i...>) {
+  return {tensor_at(list, i)...};
+}
+
+// Returns the tensors of `list` under their names; raises unless there is one for each.
+template <class Named, class List>
+Named named(const List& list) {
+  constexpr size_t n = n_fields<Named>;
+  static_assert(sizeof(Named) == n * sizeof(Tensor), "a name for each member");
+  TORCH_CHECK(list.size() == n, n, " tensors: ", Named::FIELDS);
+  return named<Named>(list, std::make_index_sequence<n>());
+}
+
+// Returns one struct for each part of a list that holds several, one after the other.
+template <class Named>
+std::vector<Named> each_named(at::TensorList list) {
+  constexpr size_t n = n_fields<Named>;
+  TORCH_CHECK(!list.empty() && list.size() % n == 0, n, " tensors of each: ", Named::FIELDS);
+  std::vector<Named> all;
+  for (size_t i = 0; i < list.size(); i += n) all.push_back(named<Named>(list.slice(i, n)));
+  return all;
+}
+
+}  // namespace

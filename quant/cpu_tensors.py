@@ -1,0 +1,90 @@
+"""Lists of tensors that the CPU kernels take, with a name for each.
+
+Fields and their order are those of the structs in `cpu/tensors.h`; a test compares them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class BlockTensors(NamedTuple):
+    """Weights of one block as the kernels read them; norms and the bias are empty without one."""
+
+    attention_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor
+    q_norm: Tensor
+    k_norm: Tensor
+    out: Tensor
+    mlp_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+class TargetTensors(NamedTuple):
+    """Weights and tables of a target around its blocks."""
+
+    embedding: Tensor
+    cos: Tensor
+    sin: Tensor
+    norm: Tensor
+    lm_head: Tensor
+
+
+class HeadTensors(NamedTuple):
+    """Weights and tables of a draft head around its block; EAGLE-1: `fc`, EAGLE-3: three norms."""
+
+    embedding: Tensor
+    cos: Tensor
+    sin: Tensor
+    lm_head: Tensor
+    fc: Tensor | None = None
+    fc_bias: Tensor | None = None
+    embedding_norm: Tensor | None = None
+    feature_norm: Tensor | None = None
+    norm: Tensor | None = None
+
+
+class State(NamedTuple):
+    """What one cycle leaves for the next; `rows` are the planes of the KV cache."""
+
+    seq_len: Tensor
+    root: Tensor
+    count: Tensor
+    tokens: Tensor
+    features: Tensor
+    text: Tensor
+    result: Tensor
+    rows: Tensor
+
+
+class Tree(NamedTuple):
+    """Rows of one verify pass."""
+
+    tokens: Tensor
+    parents: Tensor
+    valid: Tensor
+    sources: Tensor | None = None
+
+
+class Sampling(NamedTuple):
+    """Values of the parts of sampling that are on; all None: the largest logits."""
+
+    temperature: Tensor | None = None
+    seed: Tensor | None = None
+    top_k: Tensor | None = None
+    top_p: Tensor | None = None
+    min_p: Tensor | None = None
+    penalty: Tensor | None = None
+    seen: Tensor | None = None
+
+
+class CorpusIndex(NamedTuple):
+    """Documents to quote from: their tokens, the sorted keys, and where each key's token stands."""
+
+    tokens: Tensor
+    keys: Tensor
+    order: Tensor
