@@ -32,6 +32,7 @@ from fasteagle.generate import Engine
 from fasteagle.model import KEY_BLOCK, Block, Transformer, attend, run_blocks
 from fasteagle.options import SamplingParams
 from fasteagle.paths import compiled_dir
+from fasteagle.quant import cpu_build
 from fasteagle.sampling import DrawKind
 from fasteagle.tree import TreeView
 
@@ -48,7 +49,9 @@ def configure() -> None:
 
 
 def missing_compiler() -> str | None:
-    """Why the CPU backend cannot compile here, or None if it can."""
+    """Return why the CPU backend cannot compile here, or None if it can."""
+    if (reason := cpu_build.why_no_compiler()) is not None:
+        return reason  # Inductor would wait for a compiler that hangs
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 

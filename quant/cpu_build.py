@@ -1,9 +1,12 @@
-"""Builds `cpu/ops.cpp` once with the machine's C++ compiler, and loads it.
+"""Build `cpu/ops.cpp` once with the machine's C++ compiler, and load it.
 
-The file lies in the user cache under a name made of the sources, the compiler, the CPU's
-instructions and torch's version: a cache that moves to another machine builds again. Two processes
-at once build once. A file is tried in a process of its own before it is used. The build can begin
-in the background while weights are read.
+The library lies in the user cache under a name made of the sources, the compiler, its flags and
+torch's version: a cache that moves to another machine builds again. Two processes at once build
+once. A library is tried in a process of its own before it is used. The build can begin in the
+background while weights are read.
+
+`torch.utils.cpp_extension` would not do: it has no limit in time, leaves its lock behind when it is
+ended, and does not build again for another compiler or another torch.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from fasteagle.paths import compiled_dir
 
 SOURCE = Path(__file__).with_name("cpu") / "ops.cpp"  # includes the headers beside it
 TIME_LIMIT = 300.0  # seconds for the compiler; it takes about half a minute
+PROBE_LIMIT = 20.0  # seconds for a question to the compiler; it takes some ms
 NAMESPACE = "fasteagle_cpu"
 FLAGS = "FASTEAGLE_KERNEL_FLAGS"  # environment: more flags for the compiler, as for sanitizers
 
@@ -59,22 +63,22 @@ ISAS = (
 
 
 def runnable() -> list[Isa]:
-    """The paths that this CPU can run, the fastest first.
+    """Return the paths that this CPU can run, the fastest first.
 
     ATEN_CPU_CAPABILITY=avx2 or default, which keeps ATen from AVX-512, is obeyed here too.
     """
-    found = torch.cpu.get_capabilities()
+    able = torch.cpu.get_capabilities()
     limit = {"avx2": 2, "default": 0}.get(os.environ.get("ATEN_CPU_CAPABILITY", ""), 4)
-    return [isa for isa in ISAS if isa.level <= limit and all(found.get(n) for n in isa.needs)]
+    return [isa for isa in ISAS if isa.level <= limit and all(able.get(n) for n in isa.needs)]
 
 
 class BuildError(Exception):
-    """Why there are no kernels, in one line."""
+    """There are no kernels; the message is one line."""
 
 
 @functools.cache
 def compiler() -> str:
-    """The C++ compiler that Inductor would take; raises `BuildError` if there is none."""
+    """Return the C++ compiler that Inductor would take; raise `BuildError` if there is none."""
     for name in (os.environ.get("CXX"), "g++"):
         path = shutil.which(name) if name else None
         if path:
@@ -82,28 +86,46 @@ def compiler() -> str:
     raise BuildError("no C++ compiler found (install g++)")
 
 
-def chosen() -> Isa:
-    """The fastest path that this CPU runs and whose flags the compiler knows; or the fastest one.
+@functools.cache
+def why_no_compiler() -> str | None:
+    """Return why nothing can be compiled here (no compiler, or a silent one), or None."""
+    try:
+        _run([compiler(), "--version"], "the compiler", PROBE_LIMIT)
+    except BuildError as error:
+        return str(error)
+    return None
 
-    A compiler that takes no flags at all says best by itself what is wrong with it.
+
+def chosen() -> Isa:
+    """Return the fastest path that this CPU runs and whose flags the compiler knows.
+
+    -mavxvnni came with GCC 11. If the compiler takes no flags at all, the fastest path: compiling
+    it says best what is wrong.
     """
+    if (isa := _built()) is not None:
+        return isa
+    if (reason := why_no_compiler()) is not None:
+        raise BuildError(reason)
     isas = runnable()
-    known = (isa for isa in isas if library_path(isa).exists() or _knows_flags(isa))
-    return next(known, isas[0])
+    return next((isa for isa in isas if _knows_flags(isa)), isas[0])
+
+
+def _built() -> Isa | None:
+    """Return the fastest path whose library is in the cache, or None."""
+    return next((isa for isa in runnable() if library_path(isa).exists()), None)
 
 
 def _knows_flags(isa: Isa) -> bool:
-    """Whether the compiler takes the flags of `isa`: -mavxvnni came with GCC 11."""
     command = [compiler(), *_isa_flags(isa), *("-x", "c++", "-E", os.devnull)]
     try:
-        _run(command, "the compiler")
+        _run(command, "the compiler", PROBE_LIMIT)
     except BuildError:
         return False
     return True
 
 
 def library_path(isa: Isa, namespace: str = NAMESPACE) -> Path:
-    """Where the library for `isa` lies, or will. Raises `BuildError` without source or compiler."""
+    """Return the library's path; raise `BuildError` without source or compiler."""
     path = compiler()
     try:
         stat, sources = os.stat(path), [file.read_bytes() for file in source_files()]
@@ -112,7 +134,7 @@ def library_path(isa: Isa, namespace: str = NAMESPACE) -> Path:
     parts = (
         *sources,
         f"{path} {stat.st_size} {stat.st_mtime_ns}".encode(),
-        " ".join(_command(isa, namespace, Path("out"))).encode(),
+        " ".join(command(isa, namespace, Path("out"))).encode(),
         f"{torch.__version__} {platform.machine()}".encode(),
     )
     name = hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
@@ -120,7 +142,7 @@ def library_path(isa: Isa, namespace: str = NAMESPACE) -> Path:
 
 
 def source_files() -> list[Path]:
-    """All that the library is made of: the file that is compiled, and its headers."""
+    """Return what the library is made of: the file that is compiled, and its headers."""
     return [SOURCE, *sorted(SOURCE.parent.glob("*.h"))]
 
 
@@ -128,7 +150,8 @@ def _isa_flags(isa: Isa) -> tuple[str, ...]:
     return isa.flags if platform.machine() in ("x86_64", "AMD64") else ()
 
 
-def _command(isa: Isa, namespace: str, out: Path) -> list[str]:
+def command(isa: Isa, namespace: str, out: Path, source: Path | None = None) -> list[str]:
+    """Return the compiler's command line that makes the library `out`."""
     root = Path(torch.__file__).parent
     return [
         compiler(),
@@ -139,14 +162,14 @@ def _command(isa: Isa, namespace: str, out: Path) -> list[str]:
         *(f"-DFASTEAGLE_ISA={isa.level}", f"-DFASTEAGLE_NAMESPACE={namespace}"),
         *(f"-I{root}/include", f"-I{root}/include/torch/csrc/api/include"),
         *os.environ.get(FLAGS, "").split(),
-        str(SOURCE),
+        str(source or SOURCE),
         *("-o", str(out)),
         *(f"-L{root}/lib", "-lc10", "-ltorch_cpu"),
     ]
 
 
 def build(isa: Isa, namespace: str = NAMESPACE) -> Path:
-    """The library's path, compiled if it is not there yet. Raises `BuildError`."""
+    """Return the library's path, compiled if it is not there yet; raise `BuildError`."""
     path = library_path(isa, namespace)
     if path.exists():
         return path
@@ -162,45 +185,37 @@ def build(isa: Isa, namespace: str = NAMESPACE) -> Path:
 
 
 def begin() -> bool:
-    """Begin to build in the background what `load` will wait for; false where there is no need.
+    """Begin in the background what `load` will wait for; return false where there is no need.
 
     A daemon thread, whose compiler ends with the process: a person who leaves does not wait.
     """
-    with _lock:
-        if NAMESPACE in _loaded or NAMESPACE in _building or is_built():
-            return False
-        thread = threading.Thread(target=_build_ahead, name="build-kernels", daemon=True)
-        _building[NAMESPACE] = thread
-        thread.start()
+    if NAMESPACE in _loaded or NAMESPACE in _building or is_built():
+        return False
+    thread = threading.Thread(target=_load, args=(None, NAMESPACE), daemon=True)
+    _building[NAMESPACE] = thread
+    thread.start()
     return True
 
 
 def is_building() -> bool:
-    """Whether `load` would wait for what `begin` has begun."""
+    """Return whether `load` would wait for what `begin` has begun."""
     return NAMESPACE in _building and _building[NAMESPACE].is_alive()
-
-
-def _build_ahead() -> None:
-    try:
-        build(chosen())
-    except BuildError as error:
-        _failed[NAMESPACE] = error  # `load` says it
 
 
 def _compile(isa: Isa, namespace: str, path: Path) -> None:
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
-        _run(_command(isa, namespace, temporary), "the compiler")
+        _run(command(isa, namespace, temporary), "the compiler", TIME_LIMIT)
         # A process of its own: a damaged file would end this one.
         check = f"import torch; torch.ops.load_library({str(temporary)!r})"
         check += f"; assert torch.ops.{namespace}.isa() == {isa.level}"
-        _run([sys.executable, "-c", check], "loading what the compiler wrote")
+        _run([sys.executable, "-c", check], "loading what the compiler wrote", TIME_LIMIT)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def _run(command: list[str], what: str) -> None:
+def _run(command: list[str], what: str, limit: float) -> None:
     """Run to the end, or end it with all of its children: a compiler is a driver of others."""
     try:
         process = subprocess.Popen(
@@ -217,9 +232,9 @@ def _run(command: list[str], what: str) -> None:
     end = functools.partial(_end, process)
     atexit.register(end)
     try:
-        _, said = process.communicate(timeout=TIME_LIMIT)
+        _, said = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
-        raise BuildError(f"{what} took more than {TIME_LIMIT:.0f} s") from None
+        raise BuildError(f"{what} took more than {limit:.0f} s") from None
     finally:
         end()
         atexit.unregister(end)
@@ -241,9 +256,8 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 _lock = threading.Lock()
-_loaded: dict[str, BuildError | None] = {}
+_loaded: dict[str, BuildError | None] = {}  # by namespace: why there are no kernels, or None
 _building: dict[str, threading.Thread] = {}
-_failed: dict[str, BuildError] = {}  # in the background
 
 
 def load(isa: Isa | None = None, namespace: str = NAMESPACE) -> None:
@@ -252,58 +266,58 @@ def load(isa: Isa | None = None, namespace: str = NAMESPACE) -> None:
     Without `isa` the fastest that this CPU can run. Raises `BuildError`, in a process that has
     failed once without another attempt.
     """
-    with _lock:
-        if namespace not in _loaded:
-            _loaded[namespace] = _load(isa, namespace)
-        failure = _loaded[namespace]
-    if failure is not None:
+    if namespace in _building:
+        _building[namespace].join()
+    if (failure := _load(isa, namespace)) is not None:
         raise failure
 
 
 def _load(isa: Isa | None, namespace: str) -> BuildError | None:
-    """`load`, once; why there are no kernels, or None."""
-    if namespace in _building:
-        _building[namespace].join()
-        if namespace in _failed:
-            return _failed[namespace]
-    try:
-        path = build(isa or chosen(), namespace)
-    except BuildError as error:
-        return error
+    """Load the kernels, once; return why there are none, or None."""
+    with _lock:
+        if namespace not in _loaded:
+            try:
+                _load_library(build(isa or chosen(), namespace))
+                _register_fakes(namespace)
+                _loaded[namespace] = None
+            except BuildError as error:
+                _loaded[namespace] = error
+        return _loaded[namespace]
+
+
+def _load_library(path: Path) -> None:
     try:
         torch.ops.load_library(path)
     except OSError as error:
         with contextlib.suppress(OSError):
             path.unlink()  # damaged after it was tried; the next start builds
-        return BuildError(f"{path.name} does not load: {error}"[:200])
-    _register_fakes(namespace)
-    return None
+        raise BuildError(f"{path.name} does not load: {error}"[:200]) from error
 
 
 def is_built() -> bool:
-    """Whether `load` would find the kernels compiled."""
+    """Return whether `load` would find the kernels compiled."""
     try:
-        return library_path(chosen()).exists()
+        return _built() is not None
     except BuildError:
         return False
 
 
 def why_not_auto() -> str | None:
-    """Why `--cpu-kernels auto` takes torch's own kernels, or None: known before anything is built.
+    """Return why `--cpu-kernels auto` takes torch's own kernels, or None, before anything is built.
 
     The plain loops run anywhere, but nobody has compared their speed with ATen's there.
     """
+    if runnable()[0].level == 0:
+        return "this CPU has no AVX2 (int4-native runs plain loops)"
     try:
-        isa = chosen()
+        compiler()
     except BuildError as error:
         return str(error)
-    if isa.level == 0:
-        return "this CPU or its compiler has no AVX2 (int4-native runs plain loops)"
     return None
 
 
 def available(choice: str) -> str | None:
-    """Load the kernels for `--cpu-kernels` `choice`; None, or why they are not used.
+    """Load the kernels for `--cpu-kernels` `choice`; return why they are not used, or None.
 
     Raises `FasteagleError` where the person asked for them and there are none.
     """
@@ -323,7 +337,7 @@ def available(choice: str) -> str | None:
 
 
 def _register_fakes(namespace: str) -> None:
-    """What tracing needs to know: the shapes and types of results."""
+    """Tell tracing the shapes and types of results."""
 
     def linear(x: Tensor, packed: Tensor, bias: Tensor | None, n: int) -> Tensor:
         return x.new_empty(x.shape[0], n, dtype=torch.float32)

@@ -329,7 +329,8 @@ def begin_kernels(options: RuntimeOptions, device: torch.device, dtype_name: str
     if options.cpu_kernels == "auto" and cpu_build.why_not_auto() is not None:
         return
     if wanted and cpu_build.begin():
-        note("compiling the CPU kernels (once, about half a minute) ...")
+        limit = cpu_build.TIME_LIMIT / 60
+        note(f"compiling the CPU kernels (once, half a minute; at most {limit:.0f} minutes) ...")
 
 
 def use_native(options: RuntimeOptions) -> bool:

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from fasteagle.compile.blocks import missing_compiler
 from fasteagle.compile.cpu_blocks import is_native
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import open as opening
@@ -63,8 +64,8 @@ def test_kernels_are_built_while_weights_are_read(tiny_dir, monkeypatch, capsys,
         return model
 
     load_model = opening.load_model
-    for kept in ("_loaded", "_building", "_failed"):
-        monkeypatch.setattr(cpu_build, kept, {})
+    for results in ("_loaded", "_building"):
+        monkeypatch.setattr(cpu_build, results, {})
     cpu_build.load()
     cpu_build._loaded.clear()  # its ops stay
     monkeypatch.setattr(cpu_build, "why_not_auto", lambda: None)
@@ -82,6 +83,35 @@ def test_kernels_are_built_while_weights_are_read(tiny_dir, monkeypatch, capsys,
         assert events[:3] == ["begun", "read", "built"]
     else:
         assert events == ["begun", "read", "read"] and "torch's own CPU kernels are used" in said
+
+
+def test_a_compiler_that_hangs_does_not_hold_the_answer(tiny_dir, monkeypatch, tmp_path, capsys):
+    """Neither our kernels nor Inductor wait for it; one line each says what is done instead."""
+    compiler = tmp_path / "g++"
+    compiler.write_text("#!/bin/sh\nsleep 60\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    for results in ("_loaded", "_building"):
+        monkeypatch.setattr(cpu_build, results, {})
+    monkeypatch.setattr(cpu_build, "PROBE_LIMIT", 1.0)
+    monkeypatch.setattr(cpu_build, "why_not_auto", lambda: None)  # on a CPU without AVX2
+    caches = (cpu_build.compiler, cpu_build.why_no_compiler)
+    for cache in caches:
+        cache.cache_clear()
+    try:
+        begin = time.monotonic()
+        options = RuntimeOptions(device="cpu", quant="int4-g32", max_seq_len=64)
+        engine = open_model(str(tiny_dir)).prepared(options).engine()
+        assert missing_compiler() == "the compiler took more than 1 s"
+        assert len(answer(engine)) == 4 and time.monotonic() - begin < 30
+    finally:
+        monkeypatch.undo()
+        for cache in caches:
+            cache.cache_clear()
+    said = [line for line in capsys.readouterr().err.splitlines() if "CPU kernels" in line]
+    assert len(said) == 2 and said[0].startswith("compiling the CPU kernels (once, half a minute")
+    assert said[1].endswith("torch's own CPU kernels are used: the compiler took more than 1 s")
 
 
 @pytest.mark.parametrize(("backend", "said"), [("fasteagle", ", sums in fp16"), ("torchao", "")])

@@ -19,6 +19,7 @@ from fasteagle.quant import cpu_build
 from fasteagle.quant.cpu_build import BuildError
 
 FASTEST = cpu_build.runnable()[0]
+ANSWERS = 'case "$*" in *--version*|*-E*) exit 0; esac\n'  # what it is, and which flags it knows
 
 
 @pytest.fixture
@@ -33,17 +34,19 @@ def fake_compiler(monkeypatch, tmp_path):
         monkeypatch.setenv("CXX", str(path))
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
         cpu_build.compiler.cache_clear()
-        for kept in ("_loaded", "_building", "_failed"):
-            monkeypatch.setattr(cpu_build, kept, {})
+        cpu_build.why_no_compiler.cache_clear()
+        for results in ("_loaded", "_building"):
+            monkeypatch.setattr(cpu_build, results, {})
         return tmp_path / "cache" / "kernels"
 
     yield make
     monkeypatch.undo()
     cpu_build.compiler.cache_clear()
+    cpu_build.why_no_compiler.cache_clear()
 
 
 def test_a_compiler_that_fails_is_quoted_in_one_line(fake_compiler):
-    folder = fake_compiler('echo "kernels.cpp:1: error: no such thing" >&2; exit 1\n')
+    folder = fake_compiler(ANSWERS + 'echo "kernels.cpp:1: error: no such thing" >&2; exit 1\n')
     with pytest.raises(BuildError, match="the compiler failed: .*no such thing"):
         cpu_build.load()
     assert [path.suffix for path in folder.iterdir()] == [".lock"]
@@ -67,6 +70,17 @@ def test_a_compiler_that_hangs_is_stopped_with_its_children(fake_compiler, monke
         time.sleep(0.05)
     os.kill(child, signal.SIGKILL)
     pytest.fail("the child lives on")
+
+
+def test_a_compiler_that_never_answers_is_asked_once_and_not_for_long(fake_compiler, monkeypatch):
+    fake_compiler("sleep 60\n")
+    monkeypatch.setattr(cpu_build, "PROBE_LIMIT", 1.0)
+    begin = time.monotonic()
+    assert cpu_build.begin() and cpu_build.is_building()
+    assert time.monotonic() - begin < 0.5, "a person is told at once"
+    for _ in range(2):
+        assert cpu_build.available("auto") == "the compiler took more than 1 s"
+    assert time.monotonic() - begin < 5
 
 
 def test_a_compiler_or_a_source_that_has_gone_is_one_line(fake_compiler, monkeypatch, tmp_path):
@@ -113,7 +127,9 @@ def test_plain_loops_are_taken_only_where_they_are_asked_for(monkeypatch):
 def test_a_build_in_the_background_is_waited_for_and_its_failure_remembered(
     fake_compiler, tmp_path
 ):
-    fake_compiler(f'echo once >> {tmp_path}/calls; sleep 0.5; echo "error: no" >&2; exit 1\n')
+    fake_compiler(
+        ANSWERS + f'echo once >> {tmp_path}/calls; sleep 0.5; echo "error: no" >&2; exit 1\n'
+    )
     assert cpu_build.begin() and cpu_build.is_building()
     assert not cpu_build.begin()  # it has begun
     with pytest.raises(BuildError, match="the compiler failed: error: no"):
@@ -161,7 +177,7 @@ def test_two_at_once_compile_once(fake_compiler, monkeypatch, tmp_path):
     )
     run = cpu_build._run
     monkeypatch.setattr(
-        cpu_build, "_run", lambda command, what: what == "the compiler" and run(command, what)
+        cpu_build, "_run", lambda command, what, _: what == "the compiler" and run(command, what, 9)
     )
     threads = [threading.Thread(target=cpu_build.build, args=(FASTEST,)) for _ in range(3)]
     for thread in threads:
