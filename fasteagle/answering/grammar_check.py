@@ -13,6 +13,7 @@ import subprocess
 import sys
 from typing import Any
 
+from fasteagle.answering.json_form import json_form
 from fasteagle.errors import FasteagleError
 
 MOST_CHARACTERS = 2**18  # of a schema, a regular expression or a grammar
@@ -28,9 +29,9 @@ def grammar_text(kind: str, text: str) -> str:
 
     matcher = llguidance.LLMatcher
     if kind == "json_object":
-        return matcher.grammar_from_json_schema({"type": "object"})
+        return matcher.grammar_from_json_schema(json_form({"type": "object"}))
     if kind == "json_schema":
-        return matcher.grammar_from_json_schema(json.loads(text))
+        return matcher.grammar_from_json_schema(json_form(json.loads(text)))
     if kind == "regex":
         return matcher.grammar_from_regex(text)
     return matcher.grammar_from_lark(text)

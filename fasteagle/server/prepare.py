@@ -62,6 +62,7 @@ class Plan:
     opened: str = ""
     tools: ToolFormat | None = None
     tool_names: frozenset[str] = frozenset()
+    most_calls: int | None = None
 
 
 class Planner:
@@ -106,8 +107,9 @@ class Planner:
         n_top = (body.top_logprobs or 0) if body.logprobs else None
         form = self._chat_form(body, tools_form, tools)
         request = self._request(body, self.texts.encode(text), limit, n_top)
+        most_calls = 1 if body.parallel_tool_calls is False else None
         names = frozenset(tool.function.name for tool in body.tools or [])
-        return Plan(request, form, text, opened_thought(text), tools_form, names)
+        return Plan(request, form, text, opened_thought(text), tools_form, names, most_calls)
 
     def completion(self, body: CompletionRequest) -> Plan:
         """Return the plan of a text to be continued."""
@@ -182,10 +184,12 @@ class Planner:
         return self._llm.tokenizer.render(found, add_generation_prompt, think, **more)
 
     def _think(self, body: ChatRequest) -> bool | None:
-        given = body.chat_template_kwargs
-        if given is None or given.enable_thinking is None:
-            return self._defaults.think
-        return given.enable_thinking
+        switch = body.chat_template_kwargs
+        if switch is not None and switch.enable_thinking is not None:
+            return switch.enable_thinking
+        if body.reasoning_effort is not None and self._llm.tokenizer.has_thinking_switch:
+            return body.reasoning_effort not in ("none", "minimal")
+        return self._defaults.think
 
     def _request(
         self, body: Sampled, prompt: list[int], max_tokens: int | None, n_top: int | None

@@ -1,7 +1,8 @@
 """The requests of OpenAI's API that the server understands, with vLLM's additions.
 
 A parameter that is not here is refused by name, and so is a value that cannot be honoured: nothing
-is ignored silently. Values are not converted: a number in quotes is a wrong type.
+that would change an answer is ignored. Values are not converted: a number in quotes is a wrong
+type.
 """
 
 from __future__ import annotations
@@ -43,8 +44,12 @@ class Body(Strict):
         return data
 
 
+Ignored = Field(None, description="Ignored: it changes nothing here.")
+
+
 class StreamOptions(Strict):
     include_usage: bool = False
+    include_obfuscation: bool | None = None  # ignored: nothing here is padded
 
 
 class TemplateOptions(Strict):
@@ -74,6 +79,13 @@ class Sampled(Body):
     guided_regex: str | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_grammar: str | None = None
+    user: str | None = Ignored
+    metadata: dict[str, Any] | None = Ignored
+    store: bool | None = Ignored
+    service_tier: str | None = Ignored
+    safety_identifier: str | None = Ignored
+    prompt_cache_key: str | None = Ignored
+    verbosity: str | None = Ignored
     speculate: bool = Field(True, description="False: decode plainly, to compare.")
     show_accepted: bool = Field(False, description="Tell in each chunk what was guessed right.")
 
@@ -125,6 +137,7 @@ class ChatMessage(Strict):
     refusal: None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    name: str | None = Ignored
 
 
 class Function(Strict):
@@ -170,13 +183,9 @@ class ChatRequest(Sampled):
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
-
-    @field_validator("parallel_tool_calls")
-    @classmethod
-    def _several(cls, value: bool | None) -> bool | None:
-        if value is False:
-            raise ValueError("only true is supported: the model decides how many tools it calls")
-        return value
+    reasoning_effort: str | None = Field(
+        None, description="none and minimal: no thought, if the model has a switch; else a thought."
+    )
 
 
 class CompletionRequest(Sampled):

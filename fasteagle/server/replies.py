@@ -15,7 +15,7 @@ from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.logits import TokenLogprob
 from fasteagle.server.prepare import Plan
 from fasteagle.server.queue import Job
-from fasteagle.server.tools import LLAMA3, Call, parse_calls
+from fasteagle.server.tools import LLAMA3, Call, before_cut_call, parse_calls
 
 Json = dict[str, Any]
 
@@ -37,7 +37,9 @@ class AnswerText:
         self._form, self._names = plan.tools, plan.tool_names
         self._held = ""  # may be the beginning of a call, or is one
         self._in_call = False
+        self._most_calls = plan.most_calls
         self.calls: list[Call] = []
+        self.ends_in_call = False
 
     def push(self, chunk: Chunk) -> Piece:
         guessed = self._split(self._thought.push(chunk.text[: chunk.n_guessed]))
@@ -46,12 +48,15 @@ class AnswerText:
         after = self._visible(rest.content)
         return Piece(before + after, guessed.reasoning + rest.reasoning, len(before))
 
-    def finish(self) -> Piece:
-        """What was held back; `calls` are known then."""
+    def finish(self, is_cut: bool = False) -> Piece:
+        """What was held back; `calls` are known then. A call that was cut is not shown."""
         last = self._split(self._thought.finish())
         content = self._held + last.content
         if self._form is not None:
-            content, self.calls = parse_calls(content, self._form, self._names)
+            content, calls = parse_calls(content, self._form, self._names)
+            self.calls = calls[: self._most_calls]
+            shown = before_cut_call(content, self._form) if is_cut else content
+            self.ends_in_call, content = shown != content, shown
         return Piece(content, last.reasoning)
 
     def _split(self, parts: Iterable[tuple[str, bool]]) -> Piece:
@@ -114,9 +119,14 @@ class Reply:
 
     @property
     def finish(self) -> str:
-        if self.text.calls:
+        if self.text.calls and not self.text.ends_in_call:
             return "tool_calls"
-        return "stop" if self.job.stats.finish in ("eos", "stop") else "length"
+        return "length" if self.is_cut else "stop"
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the answer has not ended by itself."""
+        return self.job.stats.finish not in ("eos", "stop")
 
     def whole(self, chunks: list[Chunk]) -> Json:
         """The reply to a request that does not stream."""
@@ -175,7 +185,7 @@ class ChatReply(Reply):
     _begun = False
 
     def whole(self, chunks: list[Chunk]) -> Json:
-        pieces = [*(self.text.push(chunk) for chunk in chunks), self.text.finish()]
+        pieces = [*(self.text.push(chunk) for chunk in chunks), self.text.finish(self.is_cut)]
         content = "".join(piece.content for piece in pieces)
         reasoning = "".join(piece.reasoning for piece in pieces)
         message: Json = {"role": "assistant", "content": content}
@@ -200,7 +210,7 @@ class ChatReply(Reply):
         yield event | (guessed(chunk, piece.n_guessed) if accepted else {})
 
     def last_parts(self) -> Iterator[Json]:
-        delta = self._delta(self.text.finish())
+        delta = self._delta(self.text.finish(self.is_cut))
         if self.text.calls:
             delta["tool_calls"] = [{"index": i, **c} for i, c in enumerate(self._calls())]
         yield self.envelope(self.chunk_kind, [self.choice(self.finish, None, delta=delta)])

@@ -6,11 +6,14 @@ import json
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
+from fasteagle.answering.json_form import SPACING, json_form, moved
+from fasteagle.answering.stream import overlap
 from fasteagle.config_fields import parse_shallow_json
 from fasteagle.errors import FasteagleError
 from fasteagle.options import GrammarSpec
 
 END_CALL = "</tool_call>"
+LLAMA3_BEGIN = '{"name":'
 
 
 class Call(NamedTuple):
@@ -54,6 +57,17 @@ def parse_calls(text: str, form: ToolFormat, names: Collection[str]) -> tuple[st
         return _hermes_calls(text, names)
     calls = _llama3_calls(text.strip(), names)
     return ("", calls) if calls else (text, [])
+
+
+def before_cut_call(text: str, form: ToolFormat) -> str:
+    """Return `text` without the call that it ends in the middle of, if it does."""
+    if form is HERMES:
+        at = text.rfind(form.opening)
+        if at >= 0 and END_CALL not in text[at:]:
+            return text[:at].rstrip()
+        return text[: len(text) - overlap(text, form.opening)]
+    begin = "".join(text[:80].split())[: len(LLAMA3_BEGIN)]
+    return "" if begin and LLAMA3_BEGIN.startswith(begin) else text
 
 
 def _hermes_calls(text: str, names: Collection[str]) -> tuple[str, list[Call]]:
@@ -112,6 +126,15 @@ def _call(text: str, form: ToolFormat, names: Collection[str]) -> Call | None:
     return Call(found["name"], json.dumps(arguments, ensure_ascii=False))
 
 
+def _parameters(function: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a tool's arguments; no parameters are an object without properties."""
+    schema = function.get("parameters") or {"type": "object"}
+    known = {"type", "properties", "required", "description", "title", "$schema"}
+    if schema.keys() <= known and not schema.get("properties"):
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    return schema
+
+
 def call_grammar(
     form: ToolFormat, tools: Sequence[dict[str, Any]], name: str | None
 ) -> GrammarSpec:
@@ -119,19 +142,23 @@ def call_grammar(
     chosen = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
     if not chosen:
         raise FasteagleError(f"tool_choice: there is no tool {name!r} among tools")
-    schemas = [
+    calls = [
         {
             "type": "object",
             "properties": {
                 "name": {"const": function["name"]},
-                form.key: function.get("parameters") or {"type": "object"},
+                form.key: {"$ref": f"#/$defs/tool{i}"},
             },
             "required": ["name", form.key],
             "additionalProperties": False,
         }
-        for function in chosen
+        for i, function in enumerate(chosen)
     ]
-    schema = json.dumps(schemas[0] if len(schemas) == 1 else {"anyOf": schemas})
+    definitions = {
+        f"tool{i}": json_form(moved(_parameters(function), f"/$defs/tool{i}"))
+        for i, function in enumerate(chosen)
+    }
+    schema = json.dumps({"x-guidance": SPACING, "$defs": definitions, "anyOf": calls})
     if form is LLAMA3:
         return GrammarSpec("json_schema", schema)
     marks = ('"<tool_call>\\n"', f"%json {schema}", '"\\n</tool_call>"')

@@ -129,6 +129,17 @@ def test_logit_bias(client, name, live):
     assert reply.choices[0].message.content == "qqqqq"
 
 
+def test_fields_that_change_nothing_here(client, name):
+    ignored = {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto"}
+    ignored |= {"safety_identifier": "x", "prompt_cache_key": "y", "verbosity": "low"}
+    messages = [{"role": "user", "content": "hello", "name": "me"}]
+    more = {"reasoning_effort": "low", "parallel_tool_calls": False, "extra_body": ignored}
+    found = client.chat.completions.create(model=name, messages=messages, **more)
+    assert found.choices[0].message.content == ask(client, name).choices[0].message.content
+    options = {"include_usage": True, "include_obfuscation": False}
+    assert list(ask(client, name, stream=True, stream_options=options))[-1].usage is not None
+
+
 def test_the_end_token_counts(client, name, live):
     reply = ask(client, name, logit_bias={str(min(live.llm.tokenizer.eos_ids)): 100})
     assert reply.choices[0].finish_reason == "stop" and not reply.choices[0].message.content

@@ -185,11 +185,77 @@ def test_choices_that_are_refused(client, live, monkeypatch):
             ask(client, live, messages=messages)
 
 
+NESTED = {
+    "type": "function",
+    "function": {
+        "name": "nested",
+        "parameters": {
+            "$defs": {"Unit": {"enum": ["C"]}, "Place": {"$ref": "#/$defs/Unit"}},
+            "type": "object",
+            "properties": {"unit": {"$ref": "#/$defs/Place"}},
+            "required": ["unit"],
+        },
+    },
+}
+
+
+@pytest.mark.parametrize(("form", "key"), [(HERMES, "arguments"), (LLAMA3, "parameters")])
+def test_calls_obey_their_own_schemas(live, form, key):
+    """Pointers lead into the tool's own schema; a tool without parameters takes none."""
+    tools = [NESTED, WEATHER, {"type": "function", "function": {"name": "stop"}}]
+    mask = live.llm.grammar(call_grammar(form, tools, None))
+    for name, arguments, is_right in (
+        ("nested", {"unit": "C"}, True),
+        ("nested", {"unit": "F"}, False),
+        ("weather", {"city": "Rome"}, True),
+        ("weather", {"city": "C"}, False),
+        ("stop", {}, True),
+        ("stop", {"x": 1}, False),
+    ):
+        text = json.dumps({"name": name, key: arguments})
+        text = f"<tool_call>\n{text}\n</tool_call>" if form is HERMES else text
+        ids = live.llm.tokenizer.encode(text)
+        matcher = mask._matcher.deep_copy()
+        assert (matcher.try_consume_tokens(ids) == len(ids)) is is_right, text
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "content", "n_calls"),
+    [
+        (HERMES, f"well {CALL[:40]}", "well", 0),
+        (HERMES, f"well {CALL}{CALL[:-3]}", "well", 1),
+        (HERMES, f"well {CALL}", "well", 1),
+        (HERMES, "well <tool_", "well ", 0),
+        (HERMES, "a < b", "a < b", 0),
+        (LLAMA3, '{"na', "", 0),
+        (LLAMA3, '{"name": "weather", "parameters": {"ci', "", 0),
+        (LLAMA3, '{"other": 1', '{"other": 1', 0),
+    ],
+)
+def test_a_call_that_was_cut_leaves_no_markup(form, text, content, n_calls):
+    request = AnswerRequest([1], SamplingParams(), AnswerOptions(), frozenset())
+    names = frozenset({"weather"})
+    for step in (1, 7, 100):
+        answer = AnswerText(Plan(request, tools=form, tool_names=names))
+        pieces = [answer.push(Chunk(text[i : i + step])) for i in range(0, len(text), step)]
+        pieces.append(answer.finish(is_cut=True))
+        assert "".join(p.content for p in pieces).strip() == content.strip()
+        assert len(answer.calls) == n_calls
+        assert answer.ends_in_call == (text not in (f"well {CALL}", "a < b", '{"other": 1'))
+
+
+def test_one_call_where_several_are_not_wanted():
+    request = AnswerRequest([1], SamplingParams(), AnswerOptions(), frozenset())
+    plan = Plan(request, tools=HERMES, tool_names=frozenset({"weather"}), most_calls=1)
+    answer = AnswerText(plan)
+    assert answer.push(Chunk(CALL + CALL)).content == answer.finish().content == ""
+    assert answer.calls == [Call("weather", '{"city": "Rome"}')]
+
+
 def test_a_grammar_for_several_tools():
     two = [WEATHER, {"type": "function", "function": {"name": "stop"}}]
-    assert json.loads(call_grammar(LLAMA3, two, "stop").text)["properties"]["name"] == {
-        "const": "stop"
-    }
+    one = json.loads(call_grammar(LLAMA3, two, "stop").text)["anyOf"]
+    assert [call["properties"]["name"] for call in one] == [{"const": "stop"}]
     assert len(json.loads(call_grammar(LLAMA3, two, None).text)["anyOf"]) == 2
 
 

@@ -1,0 +1,91 @@
+"""JSON schemas as answers are held to them: narrower where a model would go on and on.
+
+Whatever conforms to the narrower form conforms to the schema. Knows nothing of grammars.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+SPACING = {"whitespace_flexible": True, "whitespace_pattern": r"\x20?"}  # one blank at most
+MOST_INTEGER = 2**53 - 1  # every reader of JSON can hold it exactly (RFC 8259)
+NUMBER = {"minimum": -1e15, "maximum": 1e15, "multipleOf": 1e-9}
+INTEGER = {"minimum": -MOST_INTEGER, "maximum": MOST_INTEGER}
+# A number or an object that says one of these is bounded by it already.
+OF_NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+OF_VALUES = {"enum", "const"}
+OF_OBJECTS = {"additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties"}
+# Where schemas are laid over each other, a narrower one can contradict its neighbour.
+LAID_OVER = {"allOf", "oneOf", "not", "if", "dependentSchemas"}
+BESIDE_PROPERTIES = {"$ref", "anyOf"}
+MAPS, LISTS = {"properties", "$defs", "definitions"}, {"anyOf", "prefixItems"}
+
+
+def json_form(schema: Any) -> Any:
+    """Return `schema` with at most one blank between its parts, numbers and objects bounded."""
+    if not isinstance(schema, dict):
+        return schema
+    is_laid_over = any(
+        LAID_OVER & part.keys() or ("properties" in part and BESIDE_PROPERTIES & part.keys())
+        for part in _dictionaries(schema)
+    )
+    return {"x-guidance": SPACING} | (schema if is_laid_over else _narrowed(schema))
+
+
+def _dictionaries(value: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(value, dict):
+        yield value
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _dictionaries(inner)
+
+
+def _narrowed(schema: Any) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: _inner(key, value) for key, value in schema.items()}
+    kind = schema.get("type")
+    kinds = kind if isinstance(kind, list) else [kind]
+    if not (OF_NUMBERS | OF_VALUES) & schema.keys():
+        if "number" in kinds:
+            made |= NUMBER
+        elif "integer" in kinds:
+            made |= INTEGER
+    properties, required = schema.get("properties"), schema.get("required", [])
+    if (
+        isinstance(properties, dict)
+        and properties
+        and isinstance(required, list)
+        and all(name in properties for name in required)
+        and not OF_OBJECTS & schema.keys()
+    ):
+        made["additionalProperties"] = False
+    return made
+
+
+def _inner(key: str, value: Any) -> Any:
+    """Return the value of a keyword with the schemas inside it narrowed."""
+    if key in MAPS and isinstance(value, dict):
+        return {name: _narrowed(inner) for name, inner in value.items()}
+    if key in LISTS and isinstance(value, list):
+        return [_narrowed(inner) for inner in value]
+    return _narrowed(value) if key in ("items", "additionalProperties") else value
+
+
+def moved(schema: Any, place: str) -> Any:
+    """Return `schema` for the `place` of another document: its own pointers go on pointing there.
+
+    `place` is a JSON pointer, as `/$defs/tool0`.
+    """
+    if isinstance(schema, list):
+        return [moved(inner, place) for inner in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+
+    def value_of(key: str, value: Any) -> Any:
+        if key == "$ref" and isinstance(value, str) and value.startswith("#"):
+            return f"#{place}{value[1:]}"
+        return value if key in OF_VALUES | {"default", "examples"} else moved(value, place)
+
+    return {key: value_of(key, value) for key, value in schema.items()}

@@ -1,0 +1,71 @@
+"""Narrower forms of JSON schemas: what they let through conforms, and none goes on for ever."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fasteagle.answering.grammar import GrammarCompiler
+from fasteagle.answering.json_form import moved
+from fasteagle.loading.tokenizer import load_tokenizer
+from fasteagle.options import GrammarSpec
+from helpers import TINY_VOCAB
+
+pytest.importorskip("llguidance")
+
+PERSON = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+OPEN = {"allOf": [PERSON, {"type": "object", "properties": {"b": {}}, "required": ["b"]}]}
+
+
+@pytest.fixture(scope="module")
+def accepts(tiny_dir):
+    tokenizer = load_tokenizer(tiny_dir)
+    compiler = GrammarCompiler(tokenizer, TINY_VOCAB)
+
+    def whole(schema, text):
+        kind = "json_object" if schema is None else "json_schema"
+        mask = compiler.start(GrammarSpec(kind, "" if schema is None else json.dumps(schema)))
+        ids = tokenizer.encode(text)
+        matcher = mask._matcher
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("schema", "yes", "no"),
+    [
+        (
+            PERSON,
+            ['{"a":1}', '{"a": 1}', '{ "a" : 1 }'],
+            ['{"a":  1}', '{\n"a":1}', '{"a":1,"b":2}'],
+        ),
+        (None, ['{"a": {"b": []}}', "{}"], ['{"a":\t1}', '{"a":   1}']),
+        ({**PERSON, "additionalProperties": True}, ['{"a":1,"b":2}'], []),
+        ({**PERSON, "required": ["a", "z"]}, ['{"a":1,"z":2}'], ['{"a":1}']),
+        ({**PERSON, "minProperties": 2}, ['{"a":1,"b":2}'], []),
+        (OPEN, ['{"a":1,"b":2}'], ['{"a":1}']),
+        ({"type": "array", "maxItems": 0}, ["[]", "[ ]"], ["[1]", "[  ]"]),
+        ({"type": "integer"}, ["0", "-12", str(2**53 - 1)], [str(2**53), "1" * 40, "1.5"]),
+        ({"type": "integer", "minimum": 10**16}, [str(10**17)], ["5"]),
+        ({"type": "number"}, ["0", "-3.25", "0.000000001"], ["0." + "3" * 30, "1" * 30]),
+        ({"type": ["integer", "null"]}, ["7", "null"], ["1" * 40]),
+        ({"enum": [10**17, "x"]}, [str(10**17), '"x"'], ["7"]),
+        ({"$defs": {"p": PERSON}, "items": {"$ref": "#/$defs/p"}}, ['[{"a": 1}]'], ['[{"b": 1}]']),
+        (True, ["1", "{}"], []),
+    ],
+    ids=str,
+)
+def test_what_a_form_lets_through(accepts, schema, yes, no):
+    assert [text for text in yes if not accepts(schema, text)] == []
+    assert [text for text in no if accepts(schema, text)] == []
+
+
+def test_pointers_of_a_schema_that_is_moved():
+    schema = {"$ref": "#", "properties": {"$ref": {"$ref": "#/$defs/a"}}, "const": {"$ref": "#"}}
+    assert moved(schema, "/$defs/t") == {
+        "$ref": "#/$defs/t",
+        "properties": {"$ref": {"$ref": "#/$defs/t/$defs/a"}},
+        "const": {"$ref": "#"},
+    }
