@@ -196,6 +196,7 @@ def export_head(head: str, out: Path, options: ExportOptions) -> None:
 @model_options
 @group(TrainRun, "run")
 @group(TrainOptions, "options")
+@gone("--inputs", lambda value: "an EAGLE-1 head reads a feature and the token after it")
 def train_head(
     model: str, runtime_options: RuntimeOptions, run: TrainRun, options: TrainOptions
 ) -> None:

@@ -1,4 +1,4 @@
-"""What `fasteagle calibrate-head` does: fit a draft head to the quantized weights of its target.
+"""`fasteagle calibrate-head`: fit a draft head to the quantized weights of its target.
 
 The quantized target writes text; the head is measured on a part of it, trained on the target's
 features of the rest, and measured again; the better one is written. All files are in a work folder

@@ -94,22 +94,6 @@ class LiveFeatures:
         return torch.tensor(ids), features.to(torch.bfloat16).cpu()
 
 
-class SomeOf:
-    """Some of the conversations of another source, renumbered."""
-
-    def __init__(self, source: Features, indices: Sequence[int]) -> None:
-        self._source, self._indices = source, indices
-        self.n_taps = source.n_taps
-        self.lengths = [source.lengths[i] for i in indices]
-        self.prompt_lens = [source.prompt_lens[i] for i in indices]
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def conversation(self, i: int) -> tuple[Tensor, Tensor]:
-        return self._source.conversation(self._indices[i])
-
-
 class FeatureStore:
     """Ids [N] and features [N, D] of conversations, memory-mapped from safetensors shards."""
 

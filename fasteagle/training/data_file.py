@@ -31,7 +31,7 @@ class DataFile:
         else:
             write_atomic(beside, (json.dumps(settings, indent=1) + "\n").encode())
         self.next_number = 0
-        self.conversations = 0  # of which a part at least is kept
+        self.conversations = 0  # with an answer in the file
         self.tokens = 0  # of answers
         self._prompts: set[tuple[int, ...]] = set()
         self._load()
@@ -41,7 +41,7 @@ class DataFile:
         self._file.close()
 
     def has_prompt(self, prompt: list[int]) -> bool:
-        """Whether a conversation begins with these tokens already."""
+        """Return whether a conversation begins with these tokens already."""
         return tuple(prompt) in self._prompts
 
     def append(self, number: int, dialogue: Dialogue) -> None:
@@ -69,15 +69,15 @@ class DataFile:
             return
         data = self._path.read_bytes()
         lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
-        found = [_parsed(line, f"{self._path}, line {n}") for n, line in enumerate(lines, 1)]
-        while found and found[-1]["turn"] < found[-1]["turns"]:
-            found.pop()
+        parsed = [_parsed(line, f"{self._path}, line {n}") for n, line in enumerate(lines, 1)]
+        while parsed and parsed[-1]["turn"] < parsed[-1]["turns"]:
+            parsed.pop()
             lines.pop()
         whole = sum(map(len, lines))
         if whole < len(data):
             with self._path.open("r+b") as file:
                 file.truncate(whole)
-        for line in found:
+        for line in parsed:
             self._count(line)
             self.next_number = line["id"] + 1
 

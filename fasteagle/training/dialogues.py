@@ -73,7 +73,7 @@ class Conversations:
 
     @property
     def count(self) -> int | None:
-        """How many there are; None: no end."""
+        """Number of conversations; None: no end."""
         if self._options.prompts is None:
             return self._options.count
         n = len(self._questions)
@@ -129,9 +129,9 @@ class Conversations:
         chosen = random.Random(f"{self._options.seed} {number}").sample(
             self._seeds, min(SHOTS, len(self._seeds))
         )
-        asked: Message = {"role": "user", "content": WRITE_A_TASK}
-        shown = [m for text in chosen for m in (asked, {"role": "assistant", "content": text})]
-        return (*shown, asked)
+        request: Message = {"role": "user", "content": WRITE_A_TASK}
+        shown = [m for text in chosen for m in (request, {"role": "assistant", "content": text})]
+        return (*shown, request)
 
     def _params(self, temperature: float, number: int, turn: int) -> SamplingParams:
         digest = hashlib.sha256(f"{self._options.seed} {number} {turn}".encode()).digest()

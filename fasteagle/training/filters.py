@@ -1,4 +1,4 @@
-"""What is not worth training on, and what must not be trained on: benchmark prompts."""
+"""Filters of training text: benchmark prompts, which must not be in it, and repetition."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Excluded:
 
     @classmethod
     def of_files(cls, paths: Iterable[Path]) -> Excluded:
-        """Every turn of question files. Raises `FasteagleError` for other files."""
+        """Exclude every turn of question files. Raises `FasteagleError` for other files."""
         questions = [question for path in paths for question in read_questions(path, None)]
         return cls(turn for question in questions for turn in question.turns)
 
@@ -37,27 +37,27 @@ class Excluded:
 
 
 def _grams(text: str) -> set[tuple[str, ...]]:
-    """All runs of `GRAM` words, without case and punctuation; of a shorter text all its words."""
+    """Runs of `GRAM` words, without case and punctuation; of a shorter text all its words."""
     words = re.findall(r"\w+", text.lower())
     starts = range(max(1, len(words) - GRAM + 1)) if words else ()
     return {tuple(words[at : at + GRAM]) for at in starts}
 
 
 def repetition(ids: Sequence[int]) -> int | None:
-    """Where a text begins to say one short text over and over, three times or more; else None."""
-    found = []
+    """Return where a text begins to say a short one three times or more, None if it does not."""
+    begins = []
     for cycle in range(1, CYCLE_TOKENS + 1):
         run = 0
         for at, (token, before) in enumerate(zip(ids[cycle:], ids, strict=False), cycle):
             run = run + 1 if token == before else 0
             if run >= _limit(cycle):
-                found.append(at + 1 - run)
+                begins.append(at + 1 - run)
                 break
-    return min(found, default=None)
+    return min(begins, default=None)
 
 
 def ends_in_repetition(ids: Sequence[int]) -> bool:
-    """Whether `repetition` would find one that goes on to the end. Fast where there is none."""
+    """Return whether `repetition` would find one that goes on to the end; fast where not."""
     for cycle in range(1, min(CYCLE_TOKENS, len(ids) - 1) + 1):
         run, at = 0, len(ids) - 1
         while at >= cycle and ids[at] == ids[at - cycle] and run < _limit(cycle):

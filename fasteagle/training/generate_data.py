@@ -1,4 +1,4 @@
-"""What `fasteagle generate-data` does: a model answers, and its answers become training text."""
+"""`fasteagle generate-data`: a model answers, and its answers become training text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOPELESS = 200  # conversations dropped one after the other
 
 
 class Model(Protocol):
-    """Whoever answers."""
+    """Model that answers: on this machine or behind a server."""
 
     def hold(self, started: Iterator[tuple[int, Conversing]]) -> Iterator[tuple[int, Dialogue]]:
         """The conversations, by number, as they end."""
@@ -142,8 +142,6 @@ class _Run:
         self._in_a_row = 0
         self._begun = self._reported = time.perf_counter()
         self._tokens_before = data.tokens
-        if data.next_number:
-            note(f"going on in {options.out} at conversation {data.next_number + 1:,}")
 
     @property
     def is_done(self) -> bool:
@@ -155,6 +153,8 @@ class _Run:
     def hold(self, model: Model) -> None:
         """Raises `FasteagleError` where nothing that the model writes is kept."""
         first, count = self._data.next_number, self._conversations.count
+        if first:
+            note(f"going on in {self._options.out} at conversation {first + 1:,}")
         numbers = itertools.count(first) if count is None else iter(range(first, count))
         started = ((number, self._conversations.start(number)) for number in numbers)
         for number, dialogue in in_order(model.hold(started), first):

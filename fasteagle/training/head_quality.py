@@ -25,14 +25,14 @@ def measure(
     engine: Engine, heads: Sequence[LoadedHead], conversations: Sequence[Conversation]
 ) -> list[HeadQuality]:
     """Chains of five, drafted from every position of the answers; exact on greedy text."""
-    found = []
+    qualities = []
     for loaded in heads:
         taps = loaded.head.config.tap_layers
         text = LiveFeatures(engine, conversations, taps)
         ready = ready_head(loaded.head, engine)
         held = evaluate(ready, engine.model, text, list(range(len(text))))
-        found.append(HeadQuality(loaded.origin, "EAGLE-3" if taps else "EAGLE-1/2", held))
-    return found
+        qualities.append(HeadQuality(loaded.origin, "EAGLE-3" if taps else "EAGLE-1/2", held))
+    return qualities
 
 
 def tables(qualities: Sequence[HeadQuality]) -> tuple[list[tuple[str, ...]], ...]:

@@ -1,4 +1,4 @@
-"""How good a draft head is on text that it was not trained on."""
+"""Quality of a draft head on text that it was not trained on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TENTHS = 10  # of the probability that the head gives a child
 class HeldOut:
     """Quality on held-out text: acceptance by depth of a greedy chain."""
 
-    alphas: tuple[float, ...]  # n-alpha: acceptance of token n + 1 given that n were accepted
+    alphas: tuple[float, ...]  # n-alpha: acceptance of token n + 1 where n were accepted
     tau: float  # tokens per target pass of a chain as deep as `alphas` is long, bonus included
     rows: int
     counts: tuple[tuple[int, int], ...] = ()  # (rows, drafted tokens accepted) by conversation
@@ -76,13 +76,13 @@ def evaluate(
     ids = head.target_ids()
     lm_rows = draft_rows(head, target).to(compute_dtype(device))
     n_ranks = min(RANKS, len(ids))
-    config, n = head.config, len(indices)
+    n = len(indices)
     hits = torch.zeros(n, depth, n_ranks, dtype=torch.long)  # of each conversation
     tried = torch.zeros(n, depth, dtype=torch.long)
     by_confidence = torch.zeros(TENTHS, 2, dtype=torch.long)
     processes = ranks or Ranks()
     for i in processes.share(list(range(n))):
-        batch = make_batch(store, [indices[i]], device, len(config.tap_layers))
+        batch = make_batch(store, [indices[i]], device)
         embeds = head.embedding.weight[batch.tokens].float()
         with autocast(device):
             outputs = unroll(head, embeds, batch.features, depth)

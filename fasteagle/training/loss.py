@@ -1,4 +1,4 @@
-"""What a draft head is trained on: batches of features, its unrolled pass, and the loss.
+"""Batches of features, the unrolled pass of a draft head, and its loss.
 
 EAGLE-1: loss and noise are the paper's (section 4.2) by default: SmoothL1 between predicted and
 true feature, plus a tenth of the cross-entropy between the two distributions over the draft
@@ -39,7 +39,7 @@ class Batch:
     numbers: list[int]  # of the conversations
 
     def counts(self, steps: int) -> Tensor:
-        """How many rows count after 0 .. `steps` - 1 self-fed steps."""
+        """Number of rows that count after 0 .. `steps` - 1 self-fed steps."""
         return torch.stack([self.counted(step).sum() for step in range(steps)])
 
     def noisy(self, options: TrainOptions, step: int) -> Tensor:
@@ -60,15 +60,12 @@ class Batch:
         return (rows >= self.first[:, None] + step) & (rows < self.last[:, None])
 
 
-def make_batch(
-    store: Features, chosen: list[int], device: torch.device, n_taps: int | None = None
-) -> Batch:
+def make_batch(store: Features, chosen: list[int], device: torch.device) -> Batch:
     """Pad conversations to the longest of them.
 
-    A head that reads no taps (`n_taps` 0; None: those of the store) reads what the LM head reads.
+    Where the store holds no taps, a head reads what the LM head reads.
     """
-    n_taps = store.n_taps if n_taps is None else n_taps
-    assert n_taps in (0, store.n_taps), "the store holds other taps"
+    n_taps = store.n_taps
     parts = [store.conversation(i) for i in chosen]
     length = max(len(ids) for ids, _ in parts) - 1
     width = parts[0][1].shape[1]
@@ -114,7 +111,7 @@ def batches(store: Features, indices: list[int], options: TrainOptions) -> Itera
 
 
 def unroll(head: EagleHead, embeds: Tensor, features: Tensor, steps: int) -> list[Tensor]:
-    """What the LM head reads [B, L, D] after 1 .. `steps` steps, as drafting would compute it.
+    """Compute what the LM head reads [B, L, D] after 1 .. `steps` steps, as drafting would.
 
     `features` [B, L, F] are the target's. At step s, row j reads its own prediction of the step
     before, and attends to the true rows up to j - s and to the self-fed rows that lead to it.

@@ -89,7 +89,7 @@ class TrainOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainRun:
-    """Where a run's text comes from and where its head goes."""
+    """Text of a run, and the place of its head."""
 
     data: tuple[Path, ...] = option(
         (), "JSONL of token ids the model wrote itself (repeatable).", kind="file"
@@ -156,7 +156,7 @@ class CalibrateOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """What `generate-data` asks a model, how it answers, and what is kept of it."""
+    """Questions of `generate-data`, how they are answered, and which answers stay."""
 
     prompts: Path | None = option(
         None, 'JSONL with {"turns": [...]} lines; each turn is answered.', kind="file"
@@ -195,9 +195,9 @@ class DataOptions:
 
     def __post_init__(self) -> None:
         sources = (self.prompts, self.self_written or None, self.seeds)
-        given = sum(source is not None for source in sources)
-        if given != 1:
-            what = "contradict each other" if given else "say what is asked"
+        n_sources = sum(source is not None for source in sources)
+        if n_sources != 1:
+            what = "contradict each other" if n_sources else "say what is asked"
             raise FasteagleError(f"--prompts, --self, --seeds {what}: give one of them")
         if self.prompts is None and self.count is None and self.tokens is None:
             raise FasteagleError("the model would write without end: give --count or --tokens")
@@ -225,7 +225,7 @@ class DataOptions:
 
     @property
     def temperatures(self) -> tuple[float, ...]:
-        """Of conversation n: number n, in turn."""
+        """Temperatures, taken by the conversations in turn."""
         try:
             return tuple(float(text) for text in self.temperature)
         except ValueError:

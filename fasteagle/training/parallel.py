@@ -25,7 +25,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes files and tells the person."""
+        """Return whether this process writes files and tells the person."""
         return self.rank == 0
 
     def share(self, chosen: list[int]) -> list[int]:
@@ -48,7 +48,7 @@ class Ranks:
             self.wait()
 
     def wait(self) -> None:
-        """Until all processes are here."""
+        """Wait until all processes are here."""
         if self.size > 1:
             dist.barrier()
 

@@ -144,14 +144,14 @@ class ServedModel:
 
 
 def _message(error: urllib.error.HTTPError) -> str:
-    """What the server says about an error, in one line."""
+    """Return what the server says about an error, in one line."""
     text = ""
     with contextlib.suppress(OSError, http.client.HTTPException):
         text = error.read().decode("utf-8", "replace")
     with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
         answer = json.loads(text)
-        found = answer.get("error", answer)
-        text = found if isinstance(found, str) else str(found["message"])
+        problem = answer.get("error", answer)
+        text = problem if isinstance(problem, str) else str(problem["message"])
     return " ".join(text.split())[:300] or str(error.reason)
 
 

@@ -38,7 +38,7 @@ def new_head(target: Transformer, draft_ids: Tensor, options: TrainOptions) -> E
     eagle3 = None
     if tap_layers:
         eagle3 = Eagle3Config(tap_layers, c.dim, own_lm_head=not options.borrow_lm_head)
-    config = HeadConfig(block, len(draft_ids), eagle3 is None, eagle3)
+    config = HeadConfig(block, len(draft_ids), fc_bias=eagle3 is None, eagle3=eagle3)
     head = make_head(config)
     generator = torch.Generator().manual_seed(options.seed)
     with torch.no_grad():
@@ -159,7 +159,7 @@ class Trainer:
         begun, tokens, losses = time.perf_counter(), 0, []
         while self.step < self.options.steps:
             share = self.ranks.share(next(schedule))
-            loss, n_rows = self._update(self._batch(share, device) if share else None)
+            loss, n_rows = self._update(make_batch(self.store, share, device) if share else None)
             losses.append(loss)
             tokens += n_rows
             self.step += 1
@@ -184,10 +184,6 @@ class Trainer:
     def evaluate(self) -> HeldOut:
         """The head on the held-out conversations; all processes of the run must take part."""
         return evaluate(self.head, self.target, self.store, self.held_out, ranks=self.ranks)
-
-    def _batch(self, chosen: list[int], device: torch.device) -> Batch:
-        config = self.head.config
-        return make_batch(self.store, chosen, device, len(config.tap_layers))
 
     def _update(self, batch: Batch | None) -> tuple[float, int]:
         """One step; the loss, and how many rows it was measured on. None: no share of the batch."""

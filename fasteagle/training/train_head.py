@@ -1,4 +1,4 @@
-"""What `fasteagle train-head` does: text, features, training, a head directory."""
+"""`fasteagle train-head`: text, features, training, a head directory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fasteagle.compile.blocks import compile_now
-from fasteagle.config import ModelConfig, default_taps
+from fasteagle.config import ModelConfig
 from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.heads.read import load_head, with_vocabulary
 from fasteagle.loading.heads.write import save_head
@@ -53,14 +53,14 @@ def train_head(
         runtime_options = dataclasses.replace(runtime_options, device=device)
     opened = open_for(model, runtime_options)
     init = _init_head(opened.checkpoint.config, run.init, options)
-    given = _given(opened, runtime_options, run)
+    data = _data(opened, runtime_options, run)
     runtime = opened.loaded(runtime_options)
     identity = fingerprint(runtime.checkpoint)
     with ranks.first_alone():  # writes text, which the others then find
-        conversations = _conversations(runtime, run, given)
+        conversations = _conversations(runtime, run, data)
     taps = options.taps_of(runtime.checkpoint.config.n_layer)
     text = store_key(conversations, identity, taps)
-    store = _features(runtime, conversations, run, taps, identity, text, ranks)
+    store = _features(runtime, conversations, run, taps, text, ranks)
     held_out = choose_held_out(conversations, run.held_out)
     training = [c for i, c in enumerate(conversations) if i not in set(held_out)]
     head = _begun(init, runtime.engine.model, training, options)
@@ -81,7 +81,7 @@ def train_head(
     ranks.wait()
 
 
-def _given(
+def _data(
     opened: OpenedModel, runtime_options: RuntimeOptions, run: TrainRun
 ) -> list[Conversation]:
     """The text in --data. Raises `FasteagleError` for all that is wrong before weights are read."""
@@ -95,23 +95,21 @@ def _given(
     return [c for path in run.data for c in read_conversations(path, config.vocab_size, max_len)]
 
 
-def _conversations(
-    runtime: Runtime, run: TrainRun, given: list[Conversation]
-) -> list[Conversation]:
-    """All text of the run. Raises `FasteagleError` if it is too little."""
+def _conversations(runtime: Runtime, run: TrainRun, data: list[Conversation]) -> list[Conversation]:
+    """Return all text of the run. Raises `FasteagleError` if it is too little."""
     max_len = min(run.max_len, runtime.engine.max_seq_len)
     vocab_size = runtime.checkpoint.config.vocab_size
     written = _written_now(runtime, run)
-    found = [
-        *given,
+    conversations = [
+        *data,
         *(c for path in written for c in read_conversations(path, vocab_size, max_len)),
     ]
-    if len(found) <= run.held_out:
+    if len(conversations) <= run.held_out:
         raise FasteagleError(
-            f"{len(found)} conversations are too few to hold {run.held_out} out: "
+            f"{len(conversations)} conversations are too few to hold {run.held_out} out: "
             "give more text, or a smaller --held-out"
         )
-    return found
+    return conversations
 
 
 def _init_head(config: ModelConfig, path: Path | None, options: TrainOptions) -> EagleHead | None:
@@ -122,12 +120,12 @@ def _init_head(config: ModelConfig, path: Path | None, options: TrainOptions) ->
     head, _ = load_head(path, config, options.tap_layers)
     borrows = bool(taps) and head.own_lm_head is None
     if head.config.tap_layers != taps:
-        asked = "its --algorithm and its --tap-layers"
+        option = "its --algorithm and its --tap-layers"
     elif borrows != options.borrow_lm_head:
-        asked = "--borrow-lm-head" if borrows else "no --borrow-lm-head"
+        option = "--borrow-lm-head" if borrows else "no --borrow-lm-head"
     else:
         return head
-    raise FasteagleError(f"{path}: the head is of another kind than asked for: give {asked}")
+    raise FasteagleError(f"{path}: the head is of another kind than asked for: give {option}")
 
 
 def _begun(
@@ -155,7 +153,6 @@ def _features(
     conversations: Sequence[Conversation],
     run: TrainRun,
     taps: tuple[int, ...],
-    identity: str,
     key: str,
     ranks: Ranks,
 ) -> Features:
@@ -164,10 +161,6 @@ def _features(
         compile_now(runtime.engine)
         return LiveFeatures(runtime.engine, conversations, taps)
     folder = cache_dir() / "features" / key
-    if not taps:  # those stored for an EAGLE-3 head end with what an EAGLE-1 head reads
-        usual = default_taps(runtime.checkpoint.config.n_layer)
-        wider = folder.with_name(store_key(conversations, identity, usual))
-        folder = wider if (wider / "index.json").exists() else folder
     if not (folder / "index.json").exists():
         compile_now(runtime.engine)
     total, done = sum(len(c.ids) for c in conversations), 0

@@ -38,6 +38,7 @@ BAD = [
     (CALIBRATE, ["--device", "nope"], "device 'nope' is not supported"),
     (TRAIN, ["--data", "DIR/text"], "DIR/text, line 1: expected"),
     (TRAIN, ["--prompts", "DIR/text"], "DIR/text, line 1: expected"),
+    (TRAIN, ["--inputs", "token"], "--inputs is gone: an EAGLE-1 head reads"),
     (TRAIN, ["--data", "DIR/text", "--init", "HEAD"], "the head is for a width of 32, the model"),
     (TRAIN, ["--data", "DIR/text", "--algorithm", "eagle3"], "taps 2, 1, 0 must ascend"),
     (TRAIN, ["--data", "DIR/text", "--out", "/proc/none"], "cannot write /proc/none/state.pt"),

@@ -25,13 +25,19 @@ from fasteagle.training.train import Trainer
 from helpers import (
     TINY_VOCAB,
     eagle3_of,
-    kill_at_first_save,
+    edit_json,
     random_head,
     random_target,
     save_tiny,
     tiny_config,
     write_random_text,
 )
+
+
+@pytest.fixture(autouse=True)
+def torch_kernels(monkeypatch):
+    """Quantized models run torch's own kernels: ours would be compiled first, in every process."""
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
 
 
 def test_memory_of_a_7b_fits_24_gb():
@@ -117,11 +123,25 @@ def test_refused_before_weights_are_read(tmp_path, more, message):
     assert done.exit_code == 2 and message in done.stderr
 
 
-def test_the_command_survives_a_kill_and_chat_finds_the_head(text, tmp_path, compiled):
+class Cut(BaseException):
+    """Ends a run like a kill: nothing catches it."""
+
+
+def test_a_run_that_was_cut_off_goes_on_and_chat_finds_the_head(
+    text, tmp_path, monkeypatch, no_compiler
+):
     folder, head = written(tmp_path)
     out, work = tmp_path / "out", tmp_path / "out.calibrating"
     command = calibrate(folder, head, out, "--data", text, "--steps", 30)
-    kill_at_first_save(*command, compiled=compiled)
+    save = Trainer.save
+
+    def save_and_end(self):
+        save(self)
+        raise Cut
+
+    with monkeypatch.context() as patched, pytest.raises(Cut):
+        patched.setattr(Trainer, "save", save_and_end)
+        invoke(*command)
     assert torch.load(work / "run" / "state.pt", weights_only=True)["step"] == 25
     again = invoke(*command)
     assert again.exit_code == 2 and "continue it with --resume" in again.stderr
@@ -139,7 +159,8 @@ def test_the_command_survives_a_kill_and_chat_finds_the_head(text, tmp_path, com
     model = ("--model", folder, "--precision", "int4-g32")
     chat = ("chat", *model, "--head", out, "-p", "hi", "--max-new-tokens", 4, "--max-seq-len", 128)
     said = invoke(*chat)
-    assert said.exit_code == 0 and "warning" not in said.stderr, said.stderr
+    warnings = [line for line in said.stderr.splitlines() if "warning" in line]
+    assert said.exit_code == 0 and all("torch's own CPU kernels" in line for line in warnings)
 
 
 @pytest.mark.parametrize("algorithm", ["eagle1", "eagle3"])
@@ -190,6 +211,8 @@ def test_without_time_the_least_is_done_on_text_of_its_own(tmp_path, monkeypatch
 
     monkeypatch.setattr(calibrate_head, "read_conversations", read)
     folder, head = written(tmp_path)
+    often = [*range(0, 256, 10), TINY_VOCAB - 1]  # tokens that end a text
+    edit_json(folder / "generation_config.json", eos_token_id=often)
     out = tmp_path / "out"
     done = invoke(*calibrate(folder, head, out, "--minutes", 0.001))
     assert done.exit_code == 0, done.stderr

@@ -18,6 +18,12 @@ from fasteagle.training.options import TrainOptions
 from helpers import kill_at_first_save, write_random_text
 
 
+@pytest.fixture(autouse=True)
+def torch_kernels(monkeypatch):
+    """Quantized models run torch's own kernels: ours would be compiled first, in every process."""
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+
+
 @pytest.fixture
 def text_file(tiny_dir, tmp_path):
     return write_random_text(tmp_path / "text.jsonl", 30, 30)
@@ -88,25 +94,6 @@ def test_an_eagle3_head_is_trained_and_drafts(tiny_dir, text_file, tmp_path, no_
         *command(tiny_dir, text_file, tmp_path / "more", *kind, "--init", out, "--steps", 2)
     )
     assert more.exit_code == 0, more.stderr
-
-
-def test_an_eagle1_head_is_trained_on_the_features_of_an_eagle3_head(
-    tiny_dir, text_file, tmp_path, no_compiler, monkeypatch
-):
-    def train(name, *more):
-        out = tmp_path / name
-        done = invoke(*command(tiny_dir, text_file, out, "--steps", 3, *more))
-        assert done.exit_code == 0, done.stderr
-        return load_file(out / "model.safetensors"), "features of" in done.stderr
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "one"))
-    alone, _ = train("alone")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
-    monkeypatch.setattr("fasteagle.training.train_head.default_taps", lambda n_layer: (0, 2))
-    train("eagle3", "--algorithm", "eagle3", "--tap-layers", "0,2")
-    beside, computed = train("beside")
-    assert not computed
-    assert all(torch.equal(alone[name], beside[name]) for name in alone)
 
 
 @pytest.mark.slow
@@ -190,13 +177,16 @@ def test_the_bar_shows_loss_and_held_out_quality(monkeypatch, capsys):
     assert "step 11 of 40 | loss 2.0000 | n-alpha 0.500 0.250 | tau 1.62 | 9 tok/s" in shown
 
 
-def test_a_head_begins_from_one_that_reads_the_same(tiny_dir, text_file, tmp_path, no_compiler):
-    made, few = tmp_path / "made", ("--steps", 2)
-    done = invoke(*command(tiny_dir, text_file, made, *few, "--int8"))
+def test_a_head_begins_from_another(tiny_dir, text_file, tmp_path, no_compiler):
+    made, more = tmp_path / "made", tmp_path / "more"
+    done = invoke(*command(tiny_dir, text_file, made, "--steps", 2, "--int8"))
     assert done.exit_code == 0, done.stderr
     assert json.loads((made / "training.json").read_text())["header"]["scheme"] == "int8"
-    done = invoke(*command(tiny_dir, text_file, tmp_path / "more", *few, "--init", made))
+    begun = ("--init", made, "--steps", 1, "--lr", 1e-9)
+    done = invoke(*command(tiny_dir, text_file, more, *begun))
     assert done.exit_code == 0, done.stderr
+    first, second = (load_file(out / "model.safetensors") for out in (made, more))
+    assert torch.equal(first["fc.weight"], second["fc.weight"])
 
 
 def test_nothing_to_train_on(tiny_dir, tmp_path):
