@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from numbers import Integral
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 from fasteagle.answering.answer import AnswerRequest, Chunk, answer
 from fasteagle.answering.background import Preparation
 from fasteagle.answering.grammar import GrammarCompiler
+from fasteagle.answering.keywords import AnswerKeywords, are_ids, check_text, read_keywords
 from fasteagle.answering.known_texts import KnownTexts
 from fasteagle.answering.prefix_cache import PrefixCache
 from fasteagle.compile.blocks import compile_now
@@ -33,37 +32,11 @@ from fasteagle.options import (
     RuntimeOptions,
     SamplingParams,
     ServeOptions,
-    fresh_seed,
 )
 from fasteagle.quant.scheme import check_precision
 
 if TYPE_CHECKING:
     from typing import Unpack
-
-
-class AnswerKeywords(TypedDict, total=False):
-    """What `LLM.chat` and `LLM.generate` take besides their first argument.
-
-    The sampling options are those of the command line; greedy without a temperature. `json_schema`
-    is a schema as a dictionary, or True for any JSON object; `grammar` is in llguidance's dialect
-    of Lark. `logit_bias` is by token id, `top_logprobs` how many likeliest tokens to report besides
-    the one drawn; `speculate` False decodes plainly.
-    """
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    seed: int | None
-    max_new_tokens: int
-    stop: str | Sequence[str]
-    json_schema: Mapping[str, Any] | bool
-    regex: str
-    grammar: str
-    logit_bias: Mapping[int, float]
-    top_logprobs: int
-    speculate: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +157,7 @@ class LLM:
         for message in messages:
             if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
                 raise FasteagleError(f"messages: {message!r} is no dictionary of role and content")
-            _check_text("content", message["content"])
+            check_text("content", message["content"])
         if think is not None:
             self.tokenizer.check_think(think)
         text = self.tokenizer.render(messages, think=think)
@@ -218,9 +191,9 @@ class LLM:
         """Continue a text, or token ids, without the chat template."""
         self._check_open()
         if isinstance(prompt, str):
-            _check_text("prompt", prompt)
+            check_text("prompt", prompt)
             prompt = self.tokenizer.encode_document(prompt)
-        elif isinstance(prompt, bytes) or not _are_ids(prompt):
+        elif isinstance(prompt, bytes) or not are_ids(prompt):
             raise FasteagleError(f"prompt {prompt!r} is no text and no list of token ids")
         return self._run([int(token) for token in prompt], stream, keywords)
 
@@ -242,18 +215,8 @@ class LLM:
 
     def request(self, prompt: Sequence[int], keywords: AnswerKeywords) -> AnswerRequest:
         """Make a request of `keywords`. Raises `FasteagleError`; for unknown ones `TypeError`."""
-        left: dict[str, Any] = {**keywords}
-        spec = _grammar_spec(left)
-        names = {"logit_bias": "bias", "top_logprobs": "n_top", "speculate": "speculate"}
-        more = {ours: left.pop(theirs) for theirs, ours in names.items() if theirs in left}
-        ends = {name: left.pop(name) for name in ("max_new_tokens", "stop") if name in left}
-        if isinstance(ends.get("stop"), str):
-            ends["stop"] = (ends["stop"],)
-        seed = left.pop("seed", None)
-        params = SamplingParams(**left, seed=0 if seed is None else seed)
-        if seed is None and not params.greedy:
-            params = dataclasses.replace(params, seed=fresh_seed())
-        return self.made_request(prompt, params, AnswerOptions(**ends), spec, **more)
+        params, options, spec, more = read_keywords(keywords)
+        return self.made_request(prompt, params, options, spec, **more)
 
     def made_request(
         self,
@@ -325,36 +288,6 @@ class LLM:
     def _check_open(self) -> None:
         if self._closed:
             raise FasteagleError("this model was closed: load it again")
-
-
-def _are_ids(prompt: Any) -> bool:
-    return isinstance(prompt, Iterable) and all(isinstance(token, Integral) for token in prompt)
-
-
-def _check_text(name: str, text: object) -> None:
-    """Raise `FasteagleError` for what no tokenizer can read."""
-    if not isinstance(text, str):
-        raise FasteagleError(f"{name} {text!r} is no text")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = text[error.start]
-        raise FasteagleError(f"{name} holds {half!r}, half of a character: not UTF-8") from error
-
-
-def _grammar_spec(keywords: dict[str, Any]) -> GrammarSpec | None:
-    """Take the form of an answer out of `keywords`; None: there is none."""
-    forms = {name: keywords.pop(name, None) for name in ("json_schema", "regex", "grammar")}
-    specs = [(kind, value) for kind, value in forms.items() if value is not None]
-    if len(specs) > 1:
-        both = " and ".join(kind for kind, _ in specs)
-        raise FasteagleError(f"{both} contradict each other: give one")
-    if not specs or specs[0][1] is False:
-        return None
-    kind, value = specs[0]
-    if kind != "json_schema":
-        return GrammarSpec(kind, value)
-    return GrammarSpec("json_object") if value is True else GrammarSpec(kind, json.dumps(value))
 
 
 def load(
