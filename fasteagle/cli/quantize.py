@@ -29,7 +29,7 @@ def run_quantize(model: str, options: RuntimeOptions, out: Path) -> None:
     if out.exists():
         out.rmdir()
     with atomic_dir(out) as temporary:
-        write_folder(temporary, checkpoint, scheme, device)
+        write_folder(temporary, checkpoint, scheme, device, note)
         opened.tokenizer.save(temporary)
     size = sum(file.stat().st_size for file in out.iterdir())
     note(f"{scheme.name} weights of {opened.name} written to {out} ({size / 1e6:.0f} MB)")

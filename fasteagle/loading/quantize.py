@@ -6,6 +6,7 @@ Some checkpoints come quantized (GGUF, GPTQ, AWQ, our own folders) and run as th
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -27,6 +28,8 @@ from fasteagle.paths import atomic_dir, cache_dir, require_free_space
 from fasteagle.quant.packed import PackedWeight
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme, parse_scheme
+
+TELL_SECONDS = 10.0
 
 
 def with_scheme(
@@ -56,7 +59,7 @@ def with_scheme(
     if not is_stored(folder):
         notify(f"quantizing to {scheme.name} (once; kept in the user cache) ...")
         with atomic_dir(folder) as temporary:
-            write_folder(temporary, checkpoint, scheme, device)
+            write_folder(temporary, checkpoint, scheme, device, notify)
     # The folder stores the LM head in 16 bits; its precision is chosen at load.
     return StoredFolder(folder).run_in(scheme)
 
@@ -78,7 +81,11 @@ def scheme_asked(checkpoint: Checkpoint, quant: str, head_bits: int) -> Scheme:
 
 
 def write_folder(
-    folder: Path, checkpoint: Checkpoint, scheme: Scheme, device: torch.device | str = "cpu"
+    folder: Path,
+    checkpoint: Checkpoint,
+    scheme: Scheme,
+    device: torch.device | str = "cpu",
+    notify: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Quantize every block linear into `folder`, as `StoredFolder` reads it.
 
@@ -86,7 +93,9 @@ def write_folder(
     """
     need = weight_bytes(checkpoint, scheme)
     require_free_space(folder, need, f"the {scheme.name} weights")
-    weights = quantized_weights(checkpoint, scheme, chooser(scheme, device))
+    weights = _telling(
+        quantized_weights(checkpoint, scheme, chooser(scheme, device)), checkpoint, notify
+    )
     place, fix = torch.device(device), "choose a smaller model"  # one tensor was too much
     if place.type != "cpu":
         fix = f"quantize on the CPU: fasteagle quantize --precision {scheme.name} --device cpu"
@@ -94,6 +103,20 @@ def write_folder(
         lambda: save(folder, checkpoint, scheme, fingerprint(checkpoint), weights),
         lambda: short_of_memory(f"quantizing to {scheme.name}", place, lambda free: fix),
     )
+
+
+def _telling(
+    weights: Iterable[tuple[str, PackedWeight | Tensor]],
+    checkpoint: Checkpoint,
+    notify: Callable[[str], None],
+) -> Iterable[tuple[str, PackedWeight | Tensor]]:
+    """Yield `weights`; now and then, a line says how many of them are done."""
+    total, told = len(expected_shapes(checkpoint.config)), time.monotonic()
+    for number, weight in enumerate(weights, 1):
+        if time.monotonic() - told >= TELL_SECONDS:
+            told = time.monotonic()
+            notify(f"quantized {number:,} of {total:,} tensors ...")
+        yield weight
 
 
 def quantized_weights(

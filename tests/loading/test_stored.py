@@ -11,12 +11,13 @@ import torch
 from fasteagle.cli.main import main
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
+from fasteagle.loading import quantize
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.open import build_engine, load_runtime, open_model
 from fasteagle.loading.quantize import with_scheme
 from fasteagle.loading.source import Linears
 from fasteagle.loading.stored import StoredFolder
-from fasteagle.loading.tensors import fingerprint
+from fasteagle.loading.tensors import expected_shapes, fingerprint
 from fasteagle.options import RuntimeOptions, SamplingParams
 from fasteagle.quant.linear import Int4Linear, Int8Linear, QuantizedLMHead
 from fasteagle.quant.params import quantize_weight
@@ -207,6 +208,14 @@ def test_a_disk_without_room(folder, monkeypatch):
     monkeypatch.setattr(paths.shutil, "disk_usage", lambda path: full)
     with pytest.raises(FasteagleError, match="the int4-g32-minmax weights needs .* on disk"):
         with_scheme(open_checkpoint(folder), "int4-g32")
+
+
+def test_quantizing_says_how_far_it_is(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(quantize, "TELL_SECONDS", 0)
+    lines, dense = [], open_checkpoint(folder)
+    quantize.write_folder(tmp_path, dense, Scheme(4, 32), None, notify=lines.append)
+    total = len(expected_shapes(dense.config))
+    assert lines[-1] == f"quantized {total} of {total} tensors ..." and len(lines) == total
 
 
 def test_memory_that_would_suffice_is_named(folder, monkeypatch):
