@@ -254,7 +254,7 @@ def test_what_a_card_cannot_quantize_the_cpu_can(tiny_dir, tmp_path, monkeypatch
     monkeypatch.setattr(devices, "available_bytes", lambda device: 8 * GIB)
     scheme, dense = Scheme(4, 32), checkpoint.open_checkpoint(tiny_dir)
     with pytest.raises(FasteagleError) as caught:
-        quantizing.write_folder(tmp_path, dense, scheme, None, torch.device("cuda", 0))
+        quantizing.write_folder(tmp_path, dense, scheme, torch.device("cuda", 0))
     assert str(caught.value) == (
         "out of memory while quantizing to int4-g32-minmax, 8.0 GiB free on cuda:0: quantize on "
         "the CPU: fasteagle quantize --precision int4-g32-minmax --device cpu"
