@@ -19,14 +19,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fasteagle.compile.cuda_ops import move_rows, relate
+from fasteagle.decoding.runner import Backend
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.draft_head import HeadDrafter, RankingDrafter
 from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.errors import first_line, note
-from fasteagle.model import KEY_BLOCK, KVCache, Transformer, causal_mask
+from fasteagle.model import KEY_BLOCK, KVCache, Target, causal_mask
 from fasteagle.shapes import FusedShape, TreeShape
 from fasteagle.state import CycleSpec, DecodeState
-from fasteagle.tree import Pool, TreeView
+from fasteagle.tree import Pool, Relations, TreeView
 
 MOST_WORKERS = 16
 PATIENCE = 1.0  # seconds, after which a person is told
@@ -89,21 +91,21 @@ def compile_all(variants: Sequence[Variant], device: torch.device, workers: int)
 
 
 def compile_ahead(
-    target: Transformer, drafter: Drafter | None, specs: Sequence[CycleSpec], state: DecodeState
+    backend: Backend, drafter: Drafter | None, specs: Sequence[CycleSpec], state: DecodeState
 ) -> int:
     """Compile what passes of `specs` and prompts launch; how many variants there were.
 
     Whatever fails here is compiled when it is launched, as it would have been, and a line says so.
     """
-    device = target.norm.weight.device
+    device = backend.target.weight.device
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return 0
     try:
         with collecting() as found:
-            run_passes(target, sorted({1, *(spec.rows for spec in specs)}))
+            run_passes(backend.target, sorted({1, *(spec.rows for spec in specs)}))
             run_head(drafter, {spec.width for spec in specs if spec.width})
-            run_trees(drafter, specs, state)
-            run_commits(target, specs, state.move_rows)
+            run_trees(drafter, specs, state, relate)
+            run_commits(backend.target, specs, move_rows)
         torch.cuda.synchronize(device)
         workers = workers_here()
         line = f"compiling {len(found)} kernels, {workers} at a time ..."
@@ -121,12 +123,12 @@ def compile_ahead(
 
 
 @torch.no_grad()
-def run_passes(target: Transformer, rows: Sequence[int]) -> None:
+def run_passes(target: Target, rows: Sequence[int]) -> None:
     """Passes over `rows` rows, and one of a prompt, on a cache of their own.
 
     Only numbers are computed from what kernels write, no indices: it may be anything.
     """
-    device = target.norm.weight.device
+    device = target.weight.device
     cache = target.new_cache(KEY_BLOCK)
     for T in rows:
         row = torch.arange(T, device=device)
@@ -154,12 +156,17 @@ def run_head(drafter: Drafter | None, widths: Iterable[int]) -> None:
 
 
 @torch.no_grad()
-def run_trees(drafter: Drafter | None, specs: Sequence[CycleSpec], state: DecodeState) -> None:
+def run_trees(
+    drafter: Drafter | None,
+    specs: Sequence[CycleSpec],
+    state: DecodeState,
+    relate: Callable[[Tensor, Tensor], Relations],
+) -> None:
     """Choose trees of `specs` from candidates that are all alike, and relate their rows."""
     root = torch.zeros_like(state.root)
     for spec in specs:
         row = torch.arange(spec.rows, device=root.device)
-        state.relate(torch.zeros_like(row), row >= 0)
+        relate(torch.zeros_like(row), row >= 0)
         shape = spec.shape
         if isinstance(drafter, RankingDrafter) and isinstance(shape, TreeShape | FusedShape):
             n = shape.pool
@@ -171,9 +178,7 @@ def run_trees(drafter: Drafter | None, specs: Sequence[CycleSpec], state: Decode
 
 @torch.no_grad()
 def run_commits(
-    target: Transformer,
-    specs: Sequence[CycleSpec],
-    move_rows: Callable[[KVCache, Tensor, Tensor], None],
+    target: Target, specs: Sequence[CycleSpec], move_rows: Callable[[KVCache, Tensor, Tensor], None]
 ) -> None:
     """Move rows of a cache as cycles of `specs` do when they commit."""
     cache = target.new_cache(KEY_BLOCK)
@@ -189,6 +194,7 @@ def _run_head(drafter: HeadDrafter, T: int) -> Tensor:
     row = torch.arange(T, device=own.device)
     features = own.new_zeros(T, head.config.feature_dim)
     paths = row.to(torch.int32).expand(T, T).contiguous()
-    mask = drafter.visible_keys(TreeView(torch.zeros_like(row[0]), paths, row), cache.n_slots)
-    logits, _ = head(torch.zeros_like(row), head.read(features), row, row, mask, cache)
+    view = TreeView(torch.zeros_like(row[0]), paths, row)
+    run = drafter.ops.head or head
+    logits, _ = run(torch.zeros_like(row), head.read(features), row, row, view, cache)
     return logits

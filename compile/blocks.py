@@ -10,26 +10,25 @@ Shapes: T rows, D model dim, E head dim, G KV heads, S cache slots.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import math
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fasteagle.compile.cpu_blocks import is_native, is_native_block
-from fasteagle.compile.cuda_blocks import is_fused, is_fused_block
 from fasteagle.compile.cycles import CycleCompiler
+from fasteagle.compile.locked import COMPILING
 from fasteagle.decoding.context import MAX_TREE_ROWS
+from fasteagle.decoding.runner import Backend
 from fasteagle.drafting.draft_head import HeadDrafter
 from fasteagle.errors import first_line, note
 from fasteagle.generate import Engine
-from fasteagle.model import KEY_BLOCK, Block, Transformer, attend, run_blocks
+from fasteagle.model import CORE, KEY_BLOCK, Block, EagleHead, Ops, Transformer, attend, run_blocks
 from fasteagle.options import SamplingParams
 from fasteagle.paths import compiled_dir
 from fasteagle.quant import cpu_build
@@ -72,16 +71,20 @@ class BlockCompiler:
 
     def __init__(
         self,
-        model: Transformer,
+        backend: Backend,
         max_slots: int,
-        head_block: Block | None = None,
+        head: EagleHead | None = None,
         cycles: CycleCompiler | None = None,
         tap_layers: tuple[int, ...] = (),
     ) -> None:
         self.error: str | None = None
         self.seconds = 0.0
-        self._model = model
-        self._head_block = head_block
+        self._backend, self._target = backend, backend.target
+        self._model = self._target.model
+        self._head = head if head is not None and backend.leaves_head(head) else None
+        self._ops = _with_sums(self._target.ops._replace(run_blocks=None), self._model)
+        self._head_ops = CORE if self._head is None else backend.head_ops(self._head)
+        self._head_ops = _with_sums(self._head_ops, self._model)
         self._tap_layers = tap_layers
         self._max_slots = max_slots
         self._cycles = cycles
@@ -109,10 +112,10 @@ class BlockCompiler:
         self._done.wait()
 
     def apply(self) -> bool:
-        """Switch the model's blocks to compiled code if it is ready; true if they now use it."""
+        """Switch the backend to compiled code if it is ready; true if it now runs that."""
         if self.ready and not self._applied:
-            if not self._has_own_blocks:
-                self._model.run_blocks = self._run_spans
+            leaves = self._backend.leaves_blocks
+            self._backend.use_compiled_blocks(self._run_spans if leaves else None, self._heads)
             if self._cycles is not None:
                 self._cycles.apply()
             self._applied = True
@@ -128,7 +131,7 @@ class BlockCompiler:
         begin = 0
         for length in spans(len(blocks)):
             end = begin + length
-            x = self._compiled(blocks[begin:end], layers[begin:end], x, *rest)
+            x = self._compiled(blocks[begin:end], layers[begin:end], x, *rest, self._ops)
             begin = end
         return x
 
@@ -137,16 +140,14 @@ class BlockCompiler:
         try:
             configure()  # again: torch's settings are those of a thread
             torch.set_num_threads(n_threads)
-            if self._model.norm.weight.device.type == "cpu":
-                if reason := missing_compiler():
-                    raise RuntimeError(reason)
-                self._use_sums()
+            on_cpu = self._model.norm.weight.device.type == "cpu"
+            if on_cpu and (reason := missing_compiler()):
+                raise RuntimeError(reason)
             with torch.no_grad():
                 self._warm_up_surely()
         except Exception as error:  # whatever it is, the eager path still answers
             self.error = first_line(error, 200)
-            for head_block in self._extra_blocks:
-                head_block.__dict__.pop("forward", None)
+            self._backend.drop_compiled(self._heads)
         self.seconds = time.perf_counter() - start
         self._done.set()
 
@@ -158,10 +159,18 @@ class BlockCompiler:
                 return
         self._warm_up()
 
-    def _use_sums(self) -> None:
-        for block in [*self._model.blocks, *self._extra_blocks]:
-            if block.attention.attend is attend:
-                block.attention.attend = attend_on_cpu
+    @property
+    def _heads(self) -> dict[EagleHead, Callable[..., Tensor]]:
+        """Block of the draft head, compiled, unless kernels of ours run it."""
+        if self._head is None:
+            return {}
+        block, ops = self._head.block, self._head_ops
+
+        def run(*rows: Any) -> Tensor:
+            x: Tensor = self._forward(block, *rows, ops)
+            return x
+
+        return {self._head: run}
 
     def _warm_up(self) -> None:
         slots = [2 * KEY_BLOCK]
@@ -169,17 +178,17 @@ class BlockCompiler:
             slots.append(2 * LONG_REDUCTION)
         for S in slots:
             for T in (1, 5):
-                for block in self._extra_blocks:
-                    rows = self._inputs(block, T, S)
-                    self._forward(block, *rows, *self._layer(block, S), self._entry(block, T))
-                if self._has_own_blocks:
+                for head, run in self._heads.items():
+                    block = head.block
+                    rows = *self._inputs(block, T, S), *self._layer(block, S)
+                    with COMPILING:
+                        run(*rows, self._entry(block, T))
+                if not self._backend.leaves_blocks:
                     continue
                 for length in self._lengths:
                     self._warm_up_span(length, T, S)
         # The head's block first: compiled drafting is traced with it in place.
-        head_block: Any
-        for head_block in self._extra_blocks:
-            head_block.forward = functools.partial(self._forward, head_block)
+        self._backend.use_compiled_blocks(None, self._heads)
         if self._cycles is not None:
             self._cycles.compile(slots)
 
@@ -193,10 +202,10 @@ class BlockCompiler:
         blocks = list(self._model.blocks)[:length]
         layers = [self._layer(block, S) for block in blocks]
         *rows, mask = self._inputs(blocks[0], T, S)
-        self._compiled(blocks, layers, *rows, mask)
-        view = self._view(T)
-        if self._model.visible_keys(view, S) is view:  # kernels take it as it is
-            self._compiled(blocks, layers, *rows, view)
+        seen = [mask, self._view(T)] if self._ops.views else [mask]
+        for visible in seen:
+            with COMPILING:
+                self._compiled(blocks, layers, *rows, visible, self._ops)
 
     def _view(self, T: int) -> TreeView:
         """A chain of T rows, as attention sees it that takes no mask."""
@@ -209,24 +218,12 @@ class BlockCompiler:
         length = torch.zeros((), dtype=torch.long, device=device)
         return TreeView(length, paths, depths, self._model.config.sliding_window)
 
-    @property
-    def _extra_blocks(self) -> list[Block]:
-        head_block = self._head_block
-        if head_block is None or is_native_block(head_block) or is_fused_block(head_block):
-            return []
-        return [head_block]
-
-    @property
-    def _has_own_blocks(self) -> bool:
-        """Whether kernels of ours run the target's blocks, which leaves nothing to compile."""
-        return is_native(self._model) or is_fused(self._model)
-
     def _layer(self, block: Block, S: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one block; a draft head's are in the dtype of the weights."""
         weight, attention = self._model.norm.weight, block.attention
-        is_target = block is not self._head_block
-        dtype = self._model.cache_dtype if is_target else None
-        width = attention.head_dim + (self._model.cache_spare if is_target else 0)
+        is_target = self._head is None or block is not self._head.block
+        dtype = self._target.cache_dtype if is_target else None
+        width = attention.head_dim + (self._target.cache_spare if is_target else 0)
         keys, values = (
             weight.new_zeros(attention.n_kv_head, S, width, dtype=dtype) for _ in range(2)
         )
@@ -281,14 +278,20 @@ def attend_on_cpu(q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Tensor) -> 
     return (weights.unsqueeze(3) * v_cache.unsqueeze(1).float()).sum(2).to(v_cache.dtype)
 
 
+def _with_sums(ops: Ops, model: Transformer) -> Ops:
+    """Return `ops` with the attention that compiled code takes on a CPU."""
+    on_cpu = model.norm.weight.device.type == "cpu"
+    return ops._replace(attend=attend_on_cpu) if on_cpu and ops.attend is attend else ops
+
+
 def start_compiler(engine: Engine, params: SamplingParams | None = None) -> BlockCompiler:
     """Begin to compile what the engine runs in the background, for answers drawn like `params`."""
     drafter = engine.drafter
-    head_block = drafter.head.block if isinstance(drafter, HeadDrafter) else None
+    head = drafter.head if isinstance(drafter, HeadDrafter) else None
     kind = DrawKind.of(params or SamplingParams(), engine.model.config.vocab_size)
     cycles = CycleCompiler(engine, kind)
     max_slots = engine.max_seq_len + MAX_TREE_ROWS
-    compiler = BlockCompiler(engine.model, max_slots, head_block, cycles, engine.state.tap_layers)
+    compiler = BlockCompiler(engine.backend, max_slots, head, cycles, engine.state.tap_layers)
     compiler.start()
     return compiler
 

@@ -1,20 +1,17 @@
 """Decoder blocks as one call of our CPU kernels, where all of their linears are in its layout.
 
-The model file stays as it is: `use_native_blocks` changes a target from outside, and its draft
-head. Results are those of `model.Block` but for activations in 8 bits; see `quant/cpu/block.h`.
+Results are those of `model.Block` but for activations in 8 bits; see `quant/cpu/block.h`.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fasteagle.model import Block, Cast, RMSNorm, Transformer
-from fasteagle.quant.cpu_linear import BLOCK, NativeLinear, NativeNorm, in_huge_pages
+from fasteagle.model import Block, Cast, RMSNorm
+from fasteagle.quant.cpu_linear import BLOCK, NativeLinear
 from fasteagle.quant.cpu_tensors import BlockTensors
 from fasteagle.tree import TreeView
 
@@ -41,14 +38,15 @@ class NativeBlocks:
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         assert all(fits(block) for block in blocks), "see fits"
-        self._tensors = [tensor for block in blocks for tensor in block_tensors(block)]
+        self.tensors = [tensor for block in blocks for tensor in block_tensors(block)]
+        self._blocks = blocks
         self._first = {id(block): TENSORS * i for i, block in enumerate(blocks)}
         self._n_head, self._eps = blocks[0].attention.n_head, blocks[0].mlp_norm.eps
 
     def run(
         self,
         blocks: Sequence[Block],
-        caches: list[Tensor],
+        layers: Sequence[tuple[Tensor, Tensor]],
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
@@ -56,17 +54,33 @@ class NativeBlocks:
         visible: Tensor | TreeView,
         entry: Tensor | None = None,
     ) -> Tensor:
-        """The residual stream [T, D] behind `blocks`; `caches` are keys and values of each."""
+        """Return the residual stream [T, D] after `blocks`, which write into their `layers`."""
         if isinstance(visible, TreeView):
             seen = (None, visible.seq_len, visible.paths, visible.depths, visible.window or 0)
         else:
             seen = (visible, None, None, None, 0)
         first = self._first[id(blocks[0])]
-        tensors = self._tensors[first : first + TENSORS * len(blocks)]
+        tensors = self.tensors[first : first + TENSORS * len(blocks)]
+        caches = [cache for layer in layers for cache in layer]
         result: Tensor = torch.ops.fasteagle_cpu.blocks(
             x, cos, sin, slots, *seen, caches, tensors, self._n_head, self._eps, entry
         )
         return result
+
+    def run_alone(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        mask: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        entry: Tensor | None = None,
+    ) -> Tensor:
+        """Run the only block, a draft head's; see `Block.forward`."""
+        entry = None if entry is None else entry.float()
+        return self.run(self._blocks, [(k_cache, v_cache)], x, cos, sin, slots, mask, entry)
 
 
 def block_tensors(block: Block) -> BlockTensors:
@@ -90,57 +104,3 @@ def _scale(norm: nn.Module) -> Tensor:
         return norm.weight.detach().float()
     assert isinstance(norm, (Cast, nn.Identity)), "a block's norms are RMSNorm"
     return torch.empty(0)
-
-
-def use_native_blocks(target: Transformer) -> bool:
-    """Run the target's blocks by the kernels if they fit; true if they now are."""
-    if not all(fits(block) for block in target.blocks):
-        return False
-    in_huge_pages(target.modules())
-    target.run_blocks = functools.partial(_run_blocks, NativeBlocks(list(target.blocks)))
-    target.visible_keys = lambda view, n_slots: view
-    target.rows_at_once = MAX_ROWS
-    target.norm = NativeNorm(target.norm)
-    return True
-
-
-def is_native(target: Transformer) -> bool:
-    """Whether `use_native_blocks` has changed this target."""
-    return isinstance(target.norm, NativeNorm)
-
-
-def use_native_block(block: Any) -> None:
-    """The same for the block of a draft head, which its owner calls by itself."""
-    if not fits(block):
-        return
-    native = NativeBlocks([block])
-
-    def forward(
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        slots: Tensor,
-        mask: Tensor,
-        k: Tensor,
-        v: Tensor,
-        entry: Tensor | None = None,
-    ) -> Tensor:
-        entry = None if entry is None else entry.float()
-        return native.run([block], [k, v], x, cos, sin, slots, mask, entry)
-
-    block.forward, block.native = forward, native
-
-
-def is_native_block(block: Block) -> bool:
-    """Whether `use_native_block` has changed this block."""
-    return hasattr(block, "native")
-
-
-def _run_blocks(
-    native: NativeBlocks,
-    blocks: Sequence[Block],
-    layers: Sequence[tuple[Tensor, Tensor]],
-    x: Tensor,
-    *rest: Any,
-) -> Tensor:
-    return native.run(blocks, [cache for layer in layers for cache in layer], x, *rest)

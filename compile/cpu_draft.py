@@ -8,10 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fasteagle.compile.cpu_blocks import block_tensors, is_native_block
+from fasteagle.compile.cpu_blocks import block_tensors, fits
 from fasteagle.decoding.cycle import EAGER, Proposal
 from fasteagle.drafting.base import Drafter
-from fasteagle.drafting.draft_head import HeadDrafter
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.ngram import NgramDrafter
@@ -31,18 +30,9 @@ def can_draft(head: EagleHead) -> bool:
     if not isinstance(head, Eagle3Head):
         linears.append(head.fc)
     return (
-        is_native_block(head.block)
+        fits(head.block)
         and all(isinstance(linear, NativeLinear) for linear in linears)
         and head.config.block.dim % BLOCK == 0
-    )
-
-
-def drafts_natively(drafter: Drafter | None, spec: CycleSpec) -> bool:
-    """Whether `NativeChain` drafts this variant of the cycle."""
-    if not isinstance(spec.shape, SureChain):
-        return False
-    return isinstance(drafter, NgramDrafter) or (
-        isinstance(drafter, HeadDrafter) and can_draft(drafter.head)
     )
 
 
@@ -61,12 +51,18 @@ class NativeDraft:
         self._heads: dict[EagleHead, NativeChain | None] = {}
         self._chains: dict[tuple[int, int], Proposal] = {}  # by rows and source
 
+    def runs(self, drafter: Drafter | None, spec: CycleSpec) -> bool:
+        """Return whether the kernels draft this variant of the cycle."""
+        if not isinstance(spec.shape, SureChain):
+            return False
+        if isinstance(drafter, EagleDrafter):
+            return self.of(drafter.head) is not None
+        return isinstance(drafter, NgramDrafter)
+
     def __call__(self, state: DecodeState, drafter: Drafter | None, spec: CycleSpec) -> Proposal:
-        native = self.of(drafter.head) if isinstance(drafter, EagleDrafter) else None
-        if not isinstance(spec.shape, SureChain) or not (
-            native or isinstance(drafter, NgramDrafter)
-        ):
+        if not self.runs(drafter, spec):
             return EAGER.draft(state, drafter, spec)
+        native = self.of(drafter.head) if isinstance(drafter, EagleDrafter) else None
         assert isinstance(drafter, EagleDrafter | NgramDrafter), "as above"
         if isinstance(drafter, FusedDrafter | NgramDrafter):
             copied = look_up(state, drafter, spec.depth)

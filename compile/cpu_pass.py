@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from fasteagle.compile.cpu_blocks import block_tensors, is_native
-from fasteagle.compile.cpu_draft import NativeDraft
-from fasteagle.decoding.cycle import EAGER, Pieces, Proposal
-from fasteagle.model import Output, Transformer
+from fasteagle.compile.cpu_blocks import NativeBlocks
+from fasteagle.decoding.cycle import EAGER, Proposal
+from fasteagle.model import Output, Target, Transformer
 from fasteagle.quant.cpu_linear import NativeLinear, NativeNorm
 from fasteagle.quant.cpu_tensors import Sampling, State, TargetTensors, Tree
 from fasteagle.quant.linear import QuantizedLMHead
@@ -22,38 +21,26 @@ MAX_ROWS = 32  # of one call
 DTYPES = (torch.float32, torch.bfloat16)  # of features and embeddings
 
 
-def native_pieces(target: Transformer) -> Pieces:
-    """The pieces of a cycle that the kernels can do for this target, the others eager."""
-    if not is_native(target):
-        return EAGER
-    verify = NativePass(target) if passes_natively(target) else EAGER.verify
-    return Pieces(NativeDraft(), verify, finish)
-
-
-def passes_natively(target: Transformer) -> bool:
-    """Whether the kernels can run all of this target."""
+def why_not(target: Transformer) -> str | None:
+    """Return why the kernels cannot run all of a target whose blocks fit; None: they can."""
     head, norm = target.lm_head, target.norm
-    return (
-        is_native(target)
-        and isinstance(head, QuantizedLMHead)
-        and isinstance(head.linear, NativeLinear)
-        and head.linear.bias is None
-        and norm.weight.dtype in DTYPES
-        and target.embedding.weight.dtype in DTYPES
-    )
+    linear = head.linear if isinstance(head, QuantizedLMHead) else None
+    if not isinstance(linear, NativeLinear) or linear.bias is not None:
+        return "its LM head is not quantized in their layout"
+    if norm.weight.dtype not in DTYPES or target.embedding.weight.dtype not in DTYPES:
+        return "its features are neither fp32 nor bf16"
+    return None
 
 
 class NativePass:
     """`Pieces.verify`: see `Target` in `quant/cpu/target.h`."""
 
-    def __init__(self, target: Transformer) -> None:
-        head, norm = target.lm_head, target.norm
+    def __init__(self, target: Transformer, blocks: NativeBlocks, norm: NativeNorm) -> None:
+        head = target.lm_head
         assert isinstance(head, QuantizedLMHead) and isinstance(head.linear, NativeLinear)
-        assert isinstance(norm, NativeNorm), "see passes_natively"
-        tensors = [tensor for block in target.blocks for tensor in block_tensors(block)]
         self._weight = norm.weight
         self._target = torch.classes.fasteagle_cpu.Target(
-            tensors,
+            blocks.tensors,
             TargetTensors(
                 embedding=target.embedding.weight,
                 cos=target.rope_cos,
@@ -66,7 +53,7 @@ class NativePass:
             norm.eps,
         )
 
-    def __call__(self, state: DecodeState, target: Transformer, proposal: Proposal) -> Output:
+    def __call__(self, state: DecodeState, target: Target, proposal: Proposal) -> Output:
         tree, _, depths, paths = proposal[:4]
         if len(depths) > MAX_ROWS:
             return EAGER.verify(state, target, proposal)

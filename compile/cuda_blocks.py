@@ -3,24 +3,21 @@
 A block of 4-bit weights is eight launches: norm, query-key-value, two of attention (the first with
 RoPE and the new keys), output, norm, gate and up, down. It is one more where gate and up are split
 along K, and one where heads have norms or more than 128 columns. The sums of a split product
-are added up by the kernel that reads them. `use_fused_blocks` changes a target from outside (draft
-heads: `cuda_head`); passes under a mask (prefill) run as before.
+are added up by the kernel that reads them. Passes under a mask (prefill) are the core's.
 
 Shapes: T rows, D model dim, E head dim, G KV heads, S cache slots.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from fasteagle.compile.fixed_norm import FixedNorm
-from fasteagle.compile.tree_attention import attend
+from fasteagle.compile.tree_attention import OPS
 from fasteagle.device import on_device_of
-from fasteagle.model import Block, Cast, RMSNorm, Transformer, run_blocks
+from fasteagle.model import Block, Cast, Ops, RMSNorm, run_blocks
 from fasteagle.quant.cuda_linear import PlanesLinear
 from fasteagle.quant.planes import PlanesWeight
 from fasteagle.tree import TreeView
@@ -53,30 +50,15 @@ def fits(block: Block) -> bool:
     )
 
 
-class Alternating(nn.Module):
-    """Gate and up with their columns in turn, so that one program has both; results as before."""
-
-    def __init__(self, linear: PlanesLinear) -> None:
-        super().__init__()
-        N = linear.out_features
-        order = torch.arange(N, device=linear.planes.device).view(2, -1).T.flatten()
-        linear.planes = linear.planes[:, order].contiguous()
-        linear.params = linear.params[:, order].contiguous()
-        self.linear = linear
-        self.in_features, self.out_features = linear.in_features, N
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-
-
 class FusedBlocks:
     """What the kernels read of blocks: `TENSORS` of each, and their formats, in two lists."""
 
-    def __init__(self, blocks: Sequence[Block]) -> None:
+    def __init__(self, blocks: Sequence[Block], masked: Ops = OPS) -> None:
+        """`masked`: what passes under a mask run by, in the core's blocks."""
         assert all(fits(block) for block in blocks), "see fits"
         for block in blocks:
-            block.mlp.gate_up = Alternating(block.mlp.gate_up)
-            block.attention.attend = attend
+            block.mlp.gate_up.interleave()
+        self._masked = masked
         found = [_tensors(block) for block in blocks]
         self._tensors = [tensor for tensors, _ in found for tensor in tensors]
         self._formats = [number for _, formats in found for number in formats]
@@ -92,14 +74,17 @@ class FusedBlocks:
     def run(
         self,
         blocks: Sequence[Block],
-        caches: list[Tensor],
+        layers: Sequence[tuple[Tensor, Tensor]],
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
         slots: Tensor,
-        view: TreeView,
+        view: Tensor | TreeView,
     ) -> Tensor:
-        """The residual stream [T, D] behind `blocks`; `caches` are keys and values of each."""
+        """Return the residual stream [T, D] after `blocks`, which write into their `layers`."""
+        if isinstance(view, Tensor) or x.shape[0] > MAX_ROWS:
+            return run_blocks(blocks, layers, x, cos, sin, slots, view, self._masked)
+        caches = [cache for layer in layers for cache in layer]
         first = self._index[id(blocks[0])]
         last = first + len(blocks)
         seen = (view.seq_len, view.paths, view.depths, view.window or 0)
@@ -120,7 +105,7 @@ class FusedBlocks:
 def _tensors(block: Block) -> tuple[list[Tensor], list[int]]:
     """Empty where the block has none."""
     attention, mlp = block.attention, block.mlp
-    linears = (attention.qkv, attention.out, mlp.gate_up.linear, mlp.down)
+    linears = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
     qkv, out, gate_up, down = ([linear.planes, linear.params] for linear in linears)
     bias = torch.empty(0) if attention.qkv.bias is None else attention.qkv.bias.detach()
     norms = _scale(attention.q_norm), _scale(attention.k_norm)
@@ -287,40 +272,3 @@ def _mlp(normed: Tensor, weights: _Weights, accumulate: str) -> Tensor:
         found = block_kernels.gate(parts, accumulate)
     values, scales = found
     return kernels.partial_sums(values, weights.down, accumulate, scales)
-
-
-def use_fused_blocks(target: Transformer) -> bool:
-    """Run the target's blocks by the kernels under a `TreeView`, if they fit; true if so."""
-    if not all(fits(block) for block in target.blocks):
-        return False
-    fused = FusedBlocks(list(target.blocks))
-    target.run_blocks = functools.partial(_run_blocks, fused)
-    target.visible_keys = lambda view, n_slots: view
-    target.norm = FixedNorm(target.norm)
-    return True
-
-
-def is_fused(target: Transformer) -> bool:
-    """Whether `use_fused_blocks` has changed this target."""
-    return getattr(target.run_blocks, "func", None) is _run_blocks
-
-
-def is_fused_block(block: Block) -> bool:
-    """Whether `FusedBlocks` has changed this block."""
-    return isinstance(block.mlp.gate_up, Alternating)
-
-
-def _run_blocks(
-    fused: FusedBlocks,
-    blocks: Sequence[Block],
-    layers: Sequence[tuple[Tensor, Tensor]],
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    slots: Tensor,
-    visible: Tensor | TreeView,
-) -> Tensor:
-    if isinstance(visible, Tensor) or x.shape[0] > MAX_ROWS:
-        return run_blocks(blocks, layers, x, cos, sin, slots, visible)
-    caches = [cache for layer in layers for cache in layer]
-    return fused.run(blocks, caches, x, cos, sin, slots, visible)

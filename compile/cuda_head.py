@@ -1,15 +1,15 @@
 """A step of a draft head on CUDA: its block as `cuda_blocks` runs it, and what lies around it.
 
 Before the block the fc of EAGLE-1/2 leaves partial sums, which the block's first norm adds up; its
-last kernel writes both what the LM head reads and the next features. `use_fused_head` changes a
-head from outside; prompts, under a mask, run as before.
+last kernel writes both what the LM head reads and the next features. Prompts, under a mask, are the
+core's.
 
 Shapes: T rows, D model dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,31 +18,68 @@ from torch import Tensor
 from fasteagle.compile.cuda_blocks import (
     COLUMNS,
     FORMATS,
+    MAX_ROWS,
     MOST_UNNORMED,
     FusedBlocks,
-    fits,
     launch_up_to_last_sum,
     packed,
 )
 from fasteagle.compile.fixed_norm import LARGEST_HALF
+from fasteagle.compile.tree_attention import OPS
 from fasteagle.device import on_device_of
 from fasteagle.model import EagleHead, KVCache
 from fasteagle.quant.cuda_linear import PlanesLinear
 from fasteagle.tree import TreeView
 
 
+class AttendingHead:
+    """A draft head whose block attends by our kernels to the rows of a tree; the rest is its own.
+
+    `block` is the block compiled, or None.
+    """
+
+    def __init__(self, head: EagleHead, block: Callable[..., Tensor] | None = None) -> None:
+        self._head, self._compiled = head, block
+
+    def forward(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        visible: Tensor | TreeView,
+        cache: KVCache,
+        rows: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `EagleHead.forward`."""
+        if isinstance(visible, TreeView) and len(visible.depths) > MAX_ROWS:  # of a prompt
+            visible = visible.mask(cache.layers[0][0].shape[1])
+        found: tuple[Tensor, Tensor] = self._head(
+            tokens, features, positions, slots, visible, cache, rows, self._block
+        )
+        return found
+
+    def _block(self, *rows: Any) -> Tensor:
+        if self._compiled is not None:
+            return self._compiled(*rows)
+        x: Tensor = self._head.block(*rows, OPS)
+        return x
+
+
 class FusedHead:
     """A draft head's weights as the kernels read them, and its `forward` over a tree."""
 
     def __init__(self, head: EagleHead) -> None:
-        self._head, self._masked = head, head.forward
+        self._head, self._masked = head, AttendingHead(head)
         self._block = FusedBlocks([head.block])
         is_eagle3 = head.config.eagle3 is not None
         self._fc: list[Tensor] = []  # planes, params, bias
         self._fc_format: list[int] = []
         fc = head.fc
         if not is_eagle3 and isinstance(fc, PlanesLinear) and fc.in_features % COLUMNS == 0:
-            fc.most = MOST_UNNORMED  # from the second level on it reads its own residual stream
+            fc.expect_range(
+                MOST_UNNORMED
+            )  # from the second level on it reads its own residual stream
             bias = fc.planes.new_zeros(fc.out_features, dtype=torch.float32)
             self._fc = [fc.planes, fc.params, bias if fc.bias is None else fc.bias.detach()]
             bits, group_size, offsets = fc.format
@@ -55,13 +92,13 @@ class FusedHead:
         features: Tensor,
         positions: Tensor,
         slots: Tensor,
-        mask: Tensor | TreeView,
+        visible: Tensor | TreeView,
         cache: KVCache,
         rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `EagleHead.forward`."""
-        if isinstance(mask, Tensor):
-            return self._masked(tokens, features, positions, slots, mask, cache, rows)
+        if isinstance(visible, Tensor) or len(visible.depths) > MAX_ROWS:
+            return self._masked.forward(tokens, features, positions, slots, visible, cache, rows)
         head, entry = self._head, None
         cos, sin = head.rope_cos[positions].unsqueeze(1), head.rope_sin[positions].unsqueeze(1)
         embeds = head.embedding(tokens)
@@ -76,10 +113,10 @@ class FusedHead:
             cos,
             sin,
             slots,
-            mask.seq_len,
-            mask.paths,
-            mask.depths,
-            mask.window or 0,
+            visible.seq_len,
+            visible.paths,
+            visible.depths,
+            visible.window or 0,
             cache.layers[0],
             *self._block.weights,
             self._fc,
@@ -93,15 +130,6 @@ class FusedHead:
         eagle3 = head.config.eagle3
         following = said if eagle3 is not None and eagle3.norm_output else x
         return head.lm_head(said), following.to(features.dtype)
-
-
-def use_fused_head(head: EagleHead) -> bool:
-    """Run the head over the view of a tree by the kernels, if its block fits; true if so."""
-    if not fits(head.block):
-        return False
-    changed: Any = head
-    changed.forward = FusedHead(head).forward
-    return True
 
 
 def _reads_half(head: EagleHead) -> bool:

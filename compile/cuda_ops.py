@@ -1,4 +1,4 @@
-"""Custom ops over the small kernels of the cycle on CUDA, and who is given them.
+"""Custom ops over the small kernels of the cycle on CUDA.
 
 Each has a slow twin in plain torch: `drafting.top_children`, `tree.rerank`, `tree.relations`,
 `KVCache.commit`.
@@ -13,14 +13,9 @@ import torch
 from torch import Tensor
 
 from fasteagle import tree
-from fasteagle.compile.cuda_blocks import MAX_ROWS
-from fasteagle.compile.cuda_head import use_fused_head
-from fasteagle.compile.tree_attention import attend, has_kernel
 from fasteagle.device import on_device_of
-from fasteagle.drafting.base import Drafter
-from fasteagle.drafting.draft_head import HeadDrafter, RankingDrafter
 from fasteagle.model import KVCache
-from fasteagle.tree import DraftTree, Pool, Relations, TreeView
+from fasteagle.tree import DraftTree, Pool, Relations
 
 # Of one program of `order_kernels`.
 MOST_CANDIDATES = 1024
@@ -109,26 +104,3 @@ def relate(parents: Tensor, valid: Tensor) -> Relations:
     if len(parents) > MOST_TREE_ROWS:
         return tree.relations(parents, valid)
     return Relations(*relate_rows(parents, valid))
-
-
-def use_kernels(drafter: Drafter) -> None:
-    """Let a drafter on CUDA rank by our kernel, and its draft head take the view of a tree."""
-    if isinstance(drafter, RankingDrafter):
-        drafter.top_children, drafter.rerank = top_children, rerank
-    if not isinstance(drafter, HeadDrafter):
-        return
-    cache = drafter.cache.rows
-    if has_kernel(drafter.head.config.block, cache.dtype, cache.device):
-        use_views(drafter)
-        use_fused_head(drafter.head)
-        drafter.head.block.attention.attend = attend
-
-
-def _few_rows(view: TreeView, n_slots: int) -> Tensor | TreeView:
-    """The view for the rows of a tree; a mask for those of a prompt."""
-    return view if len(view.depths) <= MAX_ROWS else view.mask(n_slots)
-
-
-def use_views(drafter: HeadDrafter) -> None:
-    """Hand the draft head the view of a tree where others get a mask."""
-    drafter.visible_keys = _few_rows

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasteagle.compile.cpu_draft import drafts_natively
-from fasteagle.compile.cuda_blocks import is_fused
+from fasteagle.compile.locked import COMPILING
 from fasteagle.decoding.cycle import EAGER, Pieces, Proposal
 from fasteagle.decoding.runner import may_be_shorter
 from fasteagle.drafting.base import Drafter
@@ -29,7 +28,13 @@ from fasteagle.shapes import AnyShape
 from fasteagle.state import CycleSpec, DecodeState
 
 # Small kernels that do not wait for each other become one launch, whatever their sizes.
-FOR_GRAPHS = {"combo_kernels": True, "combo_kernel_allow_mixed_sizes": 2}
+FOR_GRAPHS = {
+    "combo_kernels": True,
+    "combo_kernel_allow_mixed_sizes": 2,
+    # Choosing by time waits for the device, which spoils captures in another thread.
+    "triton.autotune_pointwise": False,
+    "assert_indirect_indexing": False,
+}
 
 
 class CycleCompiler:
@@ -52,11 +57,14 @@ class CycleCompiler:
         """Compile for caches of any number of slots; `slots` are sizes that take other code."""
         for spec in self._specs:
             if (self._drafter, spec) not in self._engine.runner.compiled:
-                self._found[self._drafter, spec] = self._compiled(spec, slots)
+                with COMPILING:
+                    self._found[self._drafter, spec] = self._compiled(spec, slots)
 
     def apply(self) -> None:
-        self._engine.runner.forget()
-        self._engine.runner.compiled.update(self._found)
+        runner = self._engine.runner
+        if self._drafter is not None:
+            runner.adopt(self._drafter)  # its draft head may be compiled by now
+        runner.use_compiled(self._found)
 
     @torch.no_grad()
     def _compiled(self, spec: CycleSpec, slots: Sequence[int]) -> Pieces:
@@ -64,7 +72,7 @@ class CycleCompiler:
             return self._for_graphs(spec)
         usual = self._engine.runner.usual
         draft, finish = usual.draft, usual.finish
-        if drafts_natively(self._drafter, spec):
+        if self._engine.backend.drafts(self._drafter, spec):
             return usual
         if spec.shape is not None and not isinstance(self._drafter, ModelDrafter):
             draft = own_code(EAGER.draft)  # a whole model's passes would take minutes
@@ -99,19 +107,19 @@ class CycleCompiler:
     def _for_graphs(self, spec: CycleSpec) -> Pieces:
         """Every piece that a graph can hold; caches of any size, for the real ones cost memory."""
         if spec.accept is accept_sampled:  # it reads values on the host
-            return EAGER
+            return self._engine.runner.usual
         n_slots = 2 * KEY_BLOCK
         state, drafter = self._state(n_slots), self._scratch(n_slots)
         for plane in _planes(state.cache):
             torch._dynamo.maybe_mark_dynamic(plane, 1)
-        draft, verify, finish = EAGER
+        draft, verify, finish = self._engine.runner.usual
         if not isinstance(self._drafter, ModelDrafter):
             draft = own_code(draft, FOR_GRAPHS)
-        if is_fused(self._engine.model):
+        if not self._engine.backend.leaves_blocks:
             verify = own_code(verify, FOR_GRAPHS)
         finish = own_code(finish, FOR_GRAPHS)
         proposal = draft(state, drafter, spec)
-        finish(state, spec, proposal, verify(state, self._engine.model, proposal))
+        finish(state, spec, proposal, verify(state, self._engine.target, proposal))
         return Pieces(draft, verify, finish)
 
     def _output(self, T: int) -> Output:
@@ -123,10 +131,9 @@ class CycleCompiler:
 
     def _state(self, n_slots: int) -> DecodeState:
         engine = self._engine
-        cache = engine.model.new_cache(n_slots)
+        cache = engine.target.new_cache(n_slots)
         torch._dynamo.mark_dynamic(cache.rows, 2)
         state = DecodeState(engine.model, cache, engine.max_seq_len)
-        state.move_rows, state.relate = engine.state.move_rows, engine.state.relate
         state.read_taps(engine.state.tap_layers, engine.model.config.dim)
         state.count.fill_(1)
         state.seq_len.fill_(2)
@@ -143,6 +150,7 @@ class CycleCompiler:
         if not isinstance(drafter, HeadDrafter):
             return drafter
         scratch = drafter.apart()
+        self._engine.backend.adopt(scratch)
         rows = drafter.cache.rows
         scratch.cache = KVCache(drafter.head.config.block, n_slots, rows.dtype, rows.device)
         for plane in _planes(scratch.cache):
@@ -158,7 +166,8 @@ def own_code(piece: Any, settings: dict[str, Any] | None = None) -> Callable[...
     of. Here these are what they were, for `Runner.compiled` holds a piece under its variant. So the
     piece gets code of its own, and only the shapes of tensors are checked.
     """
-    own = FunctionType(piece.__code__.replace(), piece.__globals__, piece.__name__)
+    code = piece.__code__.replace()
+    own = FunctionType(code, piece.__globals__, piece.__name__, piece.__defaults__)
     options = {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe, **(settings or {})}
     return torch.compile(own, fullgraph=True, options=options)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fasteagle.device import on_device_of
 from fasteagle.errors import note
-from fasteagle.model import RMSNorm, Transformer
+from fasteagle.model import RMSNorm
 from fasteagle.quant.cuda_linear import PlanesLinear
 
 GROUP = 128  # products that are added up in fp16, at most
@@ -36,27 +36,13 @@ def _(x: Tensor, scale: Tensor, eps: float) -> Tensor:
     return torch.empty_like(x, dtype=scale.dtype)
 
 
-class FixedNorm(nn.Module):
-    """`RMSNorm` by our kernel, for which threads per row do not depend on the number of rows."""
-
-    def __init__(self, norm: RMSNorm) -> None:
-        super().__init__()
-        self.weight, self.eps = norm.weight, norm.eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1]).float().contiguous()  # heads of a row are rows too
-        return rms_norm(rows, self.weight, self.eps).view(x.shape)
-
-
-def use_fixed_norms(target: Transformer) -> bool:
-    """Replace every norm of a target that runs our products block by block; true if it does."""
-    if not any(isinstance(module, PlanesLinear) for module in target.modules()):
-        return False
-    for parent in list(target.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, RMSNorm):
-                setattr(parent, name, FixedNorm(child))
-    return True
+def apply_norm(norm: nn.Module, x: Tensor) -> Tensor:
+    """Return `norm(x)`, of an `RMSNorm` by our kernel."""
+    if not isinstance(norm, RMSNorm):
+        unchanged: Tensor = norm(x)
+        return unchanged
+    rows = x.reshape(-1, x.shape[-1]).float().contiguous()  # heads of a row are rows too
+    return rms_norm(rows, norm.weight, norm.eps).view(x.shape)
 
 
 def keep_sums_finite(blocks: nn.Module, name: str) -> bool:
@@ -79,7 +65,7 @@ def keep_sums_finite(blocks: nn.Module, name: str) -> bool:
     if most < LARGEST_HALF:
         return False
     for linear in linears:
-        linear.accumulate = "fp32"
+        linear.sum_in_fp32()
     note(
         f"sums in fp32: by its norms' scales, sums of the {name} might be {most:,.0f}, beyond fp16"
     )

@@ -9,23 +9,19 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fasteagle.compile.ahead import compile_ahead
-from fasteagle.compile.cpu_pass import native_pieces
-from fasteagle.compile.cuda_ops import move_rows, relate, use_kernels
-from fasteagle.compile.tree_attention import has_triton
-from fasteagle.decoding.cycle import EAGER, Pieces, decode_cycle
-from fasteagle.decoding.runner import Done, Runner, head_config
+from fasteagle.compile.locked import COMPILING
+from fasteagle.decoding.cycle import Pieces, decode_cycle
+from fasteagle.decoding.runner import Backend, Done, Runner, head_config
 from fasteagle.drafting.base import Drafter
 from fasteagle.errors import first_line, is_out_of_memory
-from fasteagle.generate import Engine
 from fasteagle.logits import LogitsProcessor
-from fasteagle.model import KVCache, Transformer
 from fasteagle.multi_round import accept_sampled
 from fasteagle.state import CycleSpec, DecodeState
 
@@ -161,15 +157,8 @@ class CapturedRunner(Runner):
     ahead = 1
     fixed_addresses = True
 
-    def __init__(
-        self,
-        target: Transformer,
-        state: DecodeState,
-        graphs: Graphs,
-        adopt: Callable[[Drafter], None] | None = None,
-    ) -> None:
-        super().__init__(target, state)
-        self._adopt = adopt
+    def __init__(self, backend: Backend, state: DecodeState, graphs: Graphs) -> None:
+        super().__init__(backend, state)
         self._graphs = graphs
         self._replays: dict[Any, Callable[[], None] | None] = {}  # None: runs as it is
         self._failures: dict[Any, list[str]] = {}  # in a row, by drafter and spec
@@ -183,13 +172,13 @@ class CapturedRunner(Runner):
         # Keys hold their drafter: those of one that was replaced would keep its head in memory.
         kept = {key: said for key, said in self._failures.items() if key[0] in (None, drafter)}
         self._failures = kept
-        if self._adopt is not None:
-            self._adopt(drafter)
+        super().adopt(drafter)
 
     def _key(self, spec: CycleSpec, drafter: Drafter | None) -> Any:
         # A cache that has grown lies elsewhere, and its graphs are void.
         caches = [] if drafter is None else drafter.caches
-        return drafter, spec, tuple(cache.rows.data_ptr() for cache in caches)
+        # One of another size may come to lie where an old one was.
+        return drafter, spec, tuple((c.rows.data_ptr(), c.n_slots) for c in caches)
 
     def needs(self, specs: Sequence[CycleSpec], drafter: Drafter | None) -> bool:
         return any(self._key(spec, drafter) not in self._replays for spec in specs)
@@ -206,7 +195,7 @@ class CapturedRunner(Runner):
     def compile_ahead(self, specs: Sequence[CycleSpec], drafter: Drafter | None) -> None:
         rows = {spec.rows for spec in specs}
         if not rows <= self._rows_ahead:
-            compile_ahead(self.target, drafter, specs, self.state)
+            compile_ahead(self.backend, drafter, specs, self.state)
             self._rows_ahead |= rows
 
     def _make_room(self, kind: object) -> None:
@@ -230,9 +219,11 @@ class CapturedRunner(Runner):
             for tensor, old in zip(advanced, before, strict=True):
                 tensor.copy_(old)
 
+        pieces = self.pieces(spec, drafter)
+
         @torch.no_grad()
         def step() -> None:
-            decode_cycle(self.state, self.target, drafter, spec, self.pieces(spec, drafter))
+            decode_cycle(self.state, self.backend.target, drafter, spec, pieces)
 
         try:
             replay = self._capture(step, restore, failures)
@@ -241,7 +232,7 @@ class CapturedRunner(Runner):
         except Exception as error:  # whatever forbids it, the step itself still works
             self._failures[drafter, spec] = failures
             self.error = failures[-1]
-            if is_out_of_memory(error) and (advice := self.advised(head_config(drafter))):
+            if is_out_of_memory(error) and (advice := self.backend.advised(head_config(drafter))):
                 self.error += f": {advice}"
             if len(failures) >= MOST_FAILURES:
                 self.error += f" (failed {len(failures)} times, not tried again)"
@@ -258,7 +249,8 @@ class CapturedRunner(Runner):
         """
         for tries_left in reversed(range(TRIES)):
             try:
-                return self._graphs.capture(step, restore)
+                with COMPILING:
+                    return self._graphs.capture(step, restore)
             except Exception as error:
                 reason = first_line(error, 200)
                 failures.append(reason)
@@ -277,8 +269,12 @@ class CapturedRunner(Runner):
         self._replays.clear()
         self._kinds.clear()
 
+    def use_compiled(self, compiled: Mapping[tuple[Drafter | None, CycleSpec], Pieces]) -> None:
+        super().use_compiled(compiled)
+        self._failures.clear()  # other code may be captured where this could not, or was spoiled
+
     def pieces(self, spec: CycleSpec, drafter: Drafter | None) -> Pieces:
-        return self.compiled.get((drafter, spec), EAGER)
+        return self.compiled.get((drafter, spec), self.usual)
 
     def launch(
         self, spec: CycleSpec, drafter: Drafter | None, processor: LogitsProcessor | None = None
@@ -288,7 +284,7 @@ class CapturedRunner(Runner):
             replay = self._replays.get(self._key(spec, drafter))
         if replay is None:
             pieces = self.pieces(spec, drafter)
-            decode_cycle(self.state, self.target, drafter, spec, pieces, processor)
+            decode_cycle(self.state, self.backend.target, drafter, spec, pieces, processor)
         else:
             replay()
         place = self._free.popleft()
@@ -314,22 +310,3 @@ class CapturedRunner(Runner):
             restore()
             times.append(self._graphs.milliseconds(replay))
         return statistics.median(times)
-
-
-def graphs_of(device: torch.device) -> Graphs | None:
-    """What captures on a device; None where nothing does."""
-    return CudaGraphs(device) if device.type == "cuda" else None
-
-
-def make_engine(model: Transformer, max_seq_len: int, cache: KVCache | None = None) -> Engine:
-    """An engine with the runner that its device can have; `cache` may be another engine's."""
-    engine = Engine(model, max_seq_len, cache=cache)
-    engine.runner.usual = native_pieces(model)
-    graphs = graphs_of(engine.device)
-    if graphs is not None:
-        kernels = engine.device.type == "cuda" and has_triton()
-        adopt = use_kernels if kernels else None
-        engine.runner = CapturedRunner(model, engine.state, graphs, adopt)
-        if kernels:
-            engine.state.move_rows, engine.state.relate = move_rows, relate
-    return engine

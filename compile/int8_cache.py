@@ -1,8 +1,7 @@
 """Keys and values in 8 bits: one scale for each head and token, behind its values.
 
 A row [E] of the cache becomes E int8 values and the fp32 scale, in E + 16 bytes: with a row of
-another length the kernels could not load 16 bytes at once. The model writes rows through
-`Attention.write` and reads them through `Attention.attend`; both are replaced from outside.
+another length the kernels could not load 16 bytes at once.
 
 Shapes: T rows of a pass, G KV heads, group query heads of each, E head dim, S cache slots.
 """
@@ -51,15 +50,12 @@ def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Tensor) -> Tensor:
     return model.attend(q, dense_rows(k_cache, q.dtype), dense_rows(v_cache, q.dtype), mask)
 
 
-def use_int8_cache(target: model.Transformer) -> None:
-    """Let a target, and engines made of it, keep keys and values in 8 bits.
+OPS = model.Ops(attend=attend, write=write)
 
-    Before `use_tree_attention`, whose kernels read both kinds; the CPU's own blocks do not.
-    """
-    target.cache_dtype, target.cache_spare = torch.int8, SPARE
-    for block in target.blocks:
-        block.attention.write = write
-        block.attention.attend = attend
+
+def over_int8(target: model.Transformer, ops: model.Ops = OPS) -> model.Target:
+    """Return a target that keeps keys and values in 8 bits, by operations that know such caches."""
+    return model.Target(target, ops, torch.int8, SPARE)
 
 
 def cache_bytes(config: ModelConfig, n_slots: int, element_bytes: int, kv: str) -> int:

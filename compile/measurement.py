@@ -166,7 +166,7 @@ class Measurement:
     @torch.no_grad()
     def verify(self, T: int) -> float:
         """Milliseconds of a pass over T rows."""
-        state, target = self._engine.state, self._engine.model
+        state, target = self._engine.state, self._engine.target
         # Different tokens: rows of equal ones are less work for some models.
         tokens = torch.arange(1, T + 1, device=self._engine.device) % target.config.vocab_size
         tree = chain(tokens, torch.ones_like(tokens).bool())
@@ -203,7 +203,7 @@ class Measurement:
             parts = 1e3 * ((done.draft_seconds or 0.0) + (done.verify_seconds or 0.0))
             return total, total - parts
         pieces = engine.runner.pieces(spec, drafter)
-        work = functools.partial(decode_cycle, engine.state, engine.model, drafter, spec, pieces)
+        work = functools.partial(decode_cycle, engine.state, engine.target, drafter, spec, pieces)
         total = self._timed(work, shape)
         eager = (drafter, spec) not in engine.runner.compiled
         parts = self.verify(spec.rows) + (0.0 if shape is None else self.draft(shape, eager))

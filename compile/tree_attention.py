@@ -64,11 +64,7 @@ def has_kernel(config: ModelConfig, dtype: torch.dtype, device: torch.device) ->
     )
 
 
-def use_tree_attention(target: model.Transformer) -> None:
-    """Make the target's blocks take a `TreeView` where they took a mask, besides masks."""
-    for block in target.blocks:
-        block.attention.attend = attend
-    target.visible_keys = lambda view, n_slots: view
+OPS = model.Ops(attend=attend, views=True)
 
 
 def reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, view: TreeView) -> Tensor:

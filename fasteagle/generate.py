@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fasteagle.decoding.context import MAX_TREE_ROWS, Context
-from fasteagle.decoding.runner import Done
+from fasteagle.decoding.runner import Backend, Done
 from fasteagle.decoding.stats import Stats
 from fasteagle.device import unless_short
 from fasteagle.drafting.base import Drafter
@@ -35,9 +35,9 @@ class Engine(Context):
     """A `Context` that answers: prefill, decode cycles, the ends of an answer.
 
     Without a drafter, `plain_rows` is how many rows a pass computes: 2 where the kernels are faster
-    at two rows than at one; the second row is thrown away. `runner` runs the cycles: as they are,
-    compiled, or as CUDA graphs. Engines that share a `cache` take turns: each must `restart` after
-    another one has used it.
+    at two rows than at one; the second row is thrown away. `backend` says what runs the model, by
+    default the core itself; `runner` is its part for this engine. Engines that share a `cache` take
+    turns: each must `restart` after another one has used it.
     """
 
     def __init__(
@@ -47,11 +47,16 @@ class Engine(Context):
         plain_rows: int = 1,
         drafter: Drafter | None = None,
         cache: KVCache | None = None,
+        backend: Backend | None = None,
     ) -> None:
-        super().__init__(model, max_seq_len, cache)
+        super().__init__(model, max_seq_len, cache, backend)
         self.plain_rows = plain_rows
         self.stats = Stats()
         self.use(drafter)
+
+    def sibling(self, cache: KVCache | None = None) -> Engine:
+        """Return another engine over the same model and backend; `cache` may be this one's."""
+        return Engine(self.model, self.max_seq_len, cache=cache, backend=self.backend)
 
     @property
     def plain_rows(self) -> int:

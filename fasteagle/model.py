@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -115,45 +115,6 @@ class Cast(nn.Module):
         return x.to(self.like.dtype)
 
 
-class Attention(nn.Module):
-    """Grouped-query attention over the cache; query, key and value come from one product."""
-
-    def __init__(self, config: ModelConfig, entry_dim: int | None = None) -> None:
-        super().__init__()
-        self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
-        self.head_dim = config.head_dim
-        self.qkv = nn.Linear(entry_dim or config.dim, config.qkv_dim, bias=config.qkv_bias)
-        self.out = nn.Linear(config.n_head * config.head_dim, config.dim, bias=False)
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-        # Either may be replaced from outside: by a kernel, by another format of the cache.
-        self.attend, self.write = attend, write
-
-    def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        slots: Tensor,
-        mask: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-    ) -> Tensor:
-        T = x.shape[0]
-        heads = (self.n_head, self.n_kv_head, self.n_kv_head)
-        q, k, v = self.qkv(x).view(T, -1, self.head_dim).split(heads, dim=1)  # [T, H or G, E]
-        q = apply_rope(self.q_norm(q), cos, sin)
-        k = apply_rope(self.k_norm(k), cos, sin)
-        self.write(k_cache, slots, k.transpose(0, 1))
-        self.write(v_cache, slots, v.transpose(0, 1))
-        group = self.n_head // self.n_kv_head
-        q = q.view(T, self.n_kv_head, group, self.head_dim).permute(1, 2, 0, 3)
-        q = q.reshape(self.n_kv_head, group * T, self.head_dim)
-        y = self.attend(q, k_cache, v_cache, mask)  # [G, group * T, E]
-        y = y.view(self.n_kv_head, group, T, self.head_dim).permute(2, 0, 1, 3)
-        return self.out(y.reshape(T, self.n_head * self.head_dim))
-
-
 def write(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
     """Put rows [G, T, E] into slots [T] of a cache [G, S, E]."""
     cache.index_copy_(1, slots, rows)
@@ -169,6 +130,67 @@ def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Tensor) -> Tensor:
     scores = (q @ k_cache.transpose(1, 2)).view(G, n_rows // T, T, S).float() / math.sqrt(E)
     weights = torch.softmax(scores.masked_fill(~mask, float("-inf")), -1).to(v_cache.dtype)
     return weights.view(G, n_rows, S) @ v_cache
+
+
+def apply_norm(norm: nn.Module, x: Tensor) -> Tensor:
+    """Return `norm(x)`."""
+    normed: Tensor = norm(x)
+    return normed
+
+
+class Ops(NamedTuple):
+    """Operations of a pass that a backend may run in a form of its own; here the core's.
+
+    `run_blocks` None: the function of that name. Where `views`, it takes a `TreeView` where it
+    took a mask.
+    """
+
+    attend: Callable[[Tensor, Tensor, Tensor, Any], Tensor] = attend
+    write: Callable[[Tensor, Tensor, Tensor], None] = write
+    norm: Callable[[nn.Module, Tensor], Tensor] = apply_norm
+    run_blocks: Callable[..., Tensor] | None = None
+    views: bool = False
+
+
+CORE = Ops()
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over the cache; query, key and value come from one product."""
+
+    def __init__(self, config: ModelConfig, entry_dim: int | None = None) -> None:
+        super().__init__()
+        self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
+        self.head_dim = config.head_dim
+        self.qkv = nn.Linear(entry_dim or config.dim, config.qkv_dim, bias=config.qkv_bias)
+        self.out = nn.Linear(config.n_head * config.head_dim, config.dim, bias=False)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        mask: Tensor | TreeView,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        ops: Ops = CORE,
+    ) -> Tensor:
+        T = x.shape[0]
+        heads = (self.n_head, self.n_kv_head, self.n_kv_head)
+        q, k, v = self.qkv(x).view(T, -1, self.head_dim).split(heads, dim=1)  # [T, H or G, E]
+        q = apply_rope(ops.norm(self.q_norm, q), cos, sin)
+        k = apply_rope(ops.norm(self.k_norm, k), cos, sin)
+        ops.write(k_cache, slots, k.transpose(0, 1))
+        ops.write(v_cache, slots, v.transpose(0, 1))
+        group = self.n_head // self.n_kv_head
+        q = q.view(T, self.n_kv_head, group, self.head_dim).permute(1, 2, 0, 3)
+        q = q.reshape(self.n_kv_head, group * T, self.head_dim)
+        y = ops.attend(q, k_cache, v_cache, mask)  # [G, group * T, E]
+        y = y.view(self.n_kv_head, group, T, self.head_dim).permute(2, 0, 1, 3)
+        return self.out(y.reshape(T, self.n_head * self.head_dim))
 
 
 class MLP(nn.Module):
@@ -207,14 +229,15 @@ class Block(nn.Module):
         cos: Tensor,
         sin: Tensor,
         slots: Tensor,
-        mask: Tensor,
+        mask: Tensor | TreeView,
         k_cache: Tensor,
         v_cache: Tensor,
         entry: Tensor | None = None,
+        ops: Ops = CORE,
     ) -> Tensor:
-        entry = self.attention_norm(x) if entry is None else entry
-        x = x + self.attention(entry, cos, sin, slots, mask, k_cache, v_cache)
-        return x + self.mlp(self.mlp_norm(x))
+        entry = ops.norm(self.attention_norm, x) if entry is None else entry
+        x = x + self.attention(entry, cos, sin, slots, mask, k_cache, v_cache, ops)
+        return x + self.mlp(ops.norm(self.mlp_norm, x))
 
 
 def run_blocks(
@@ -224,12 +247,18 @@ def run_blocks(
     cos: Tensor,
     sin: Tensor,
     slots: Tensor,
-    mask: Tensor,
+    mask: Tensor | TreeView,
+    ops: Ops = CORE,
 ) -> Tensor:
-    """The residual stream [T, D] behind `blocks`, which write into their cache `layers`."""
+    """Return the residual stream [T, D] after `blocks`, which write into their cache `layers`."""
     for block, (k_cache, v_cache) in zip(blocks, layers, strict=True):
-        x = block(x, cos, sin, slots, mask, k_cache, v_cache)
+        x = block(x, cos, sin, slots, mask, k_cache, v_cache, None, ops)
     return x
+
+
+def as_mask(visible: Tensor | TreeView, n_slots: int) -> Tensor:
+    """Return the mask [T, n_slots] of what a pass was told to see."""
+    return visible.mask(n_slots) if isinstance(visible, TreeView) else visible
 
 
 class LMHead(nn.Linear):
@@ -268,18 +297,11 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.lm_head = LMHead(config.dim, config.vocab_size, bias=False)
-        # Both may be replaced from outside: by compiled code, by kernels that take the view itself.
-        self.run_blocks: Callable[..., Tensor] = run_blocks
-        self.visible_keys: Callable[[TreeView, int], Tensor | TreeView] = TreeView.mask
-        self.rows_at_once: int | None = None  # where a pass of more rows is no faster per row
-        self.cache_dtype: torch.dtype | None = None  # None: that of the weights
-        self.cache_spare = 0
 
     def new_cache(self, n_slots: int) -> KVCache:
-        """A KV cache in the format that the blocks write and read."""
+        """Return a KV cache in the dtype of the weights."""
         weight = self.norm.weight
-        dtype = self.cache_dtype or weight.dtype
-        return KVCache(self.config, n_slots, dtype, weight.device, self.cache_spare)
+        return KVCache(self.config, n_slots, weight.dtype, weight.device)
 
     def init_rope(self, max_seq_len: int, device: torch.device | str) -> None:
         """Tabulate RoPE for positions `0 .. max_seq_len - 1`, in fp32 whatever the weights are."""
@@ -295,6 +317,7 @@ class Transformer(nn.Module):
         visible: Tensor | TreeView,
         cache: KVCache,
         tap_layers: tuple[int, ...] = (),
+        ops: Ops = CORE,
     ) -> tuple[Tensor, Tensor | None]:
         """Run the blocks and the final norm: features [T, D] and, if asked, taps [T, R * D].
 
@@ -302,9 +325,7 @@ class Transformer(nn.Module):
         which ones each row sees, its own included: a mask [T, S] (bool) or the view of a tree.
         `tap_layers` ascend.
         """
-        mask = visible
-        if isinstance(visible, TreeView):
-            mask = self.visible_keys(visible, cache.n_slots)
+        visible = visible if ops.views else as_mask(visible, cache.n_slots)
         cos, sin = self.rope_cos[positions].unsqueeze(1), self.rope_sin[positions].unsqueeze(1)
         x = self.embedding(tokens).float()
         taps: list[Tensor] = []
@@ -313,11 +334,15 @@ class Transformer(nn.Module):
         for end in (*tap_layers, len(blocks)):
             if begin < end:
                 layers = cache.layers[begin:end]
-                x = self.run_blocks(blocks[begin:end], layers, x, cos, sin, slots, mask)
+                rows = x, cos, sin, slots, visible
+                if ops.run_blocks is None:
+                    x = run_blocks(blocks[begin:end], layers, *rows, ops)
+                else:
+                    x = ops.run_blocks(blocks[begin:end], layers, *rows)
             taps.append(x)
             begin = end
         taps.pop()  # the stream behind the last block, asked for by no layer
-        return self.norm(x), torch.cat(taps, dim=-1) if taps else None
+        return ops.norm(self.norm, x), torch.cat(taps, dim=-1) if taps else None
 
     def head_rows(self, index: Tensor) -> Tensor:
         """Rows [n, D] of the LM head; of a tied one before any quantization of it."""
@@ -333,10 +358,69 @@ class Transformer(nn.Module):
         visible: Tensor | TreeView,
         cache: KVCache,
         tap_layers: tuple[int, ...] = (),
+        ops: Ops = CORE,
     ) -> Output:
         """`encode`, then the LM head on every row."""
-        features, taps = self.encode(tokens, positions, slots, visible, cache, tap_layers)
+        features, taps = self.encode(tokens, positions, slots, visible, cache, tap_layers, ops)
         return Output(self.lm_head(features), features, taps)
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A model as a backend runs it: by its own operations, over caches of its own format.
+
+    The backend that runs nothing in a form of its own is `Target(model)`: the model itself.
+    """
+
+    model: Transformer
+    ops: Ops = CORE
+    cache_dtype: torch.dtype | None = None  # None: that of the weights
+    cache_spare: int = 0
+    rows_at_once: int | None = None  # where a pass of more rows is no faster per row
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.model.config
+
+    @property
+    def weight(self) -> Tensor:
+        """Scales of the final norm: in the dtype and on the device of all weights."""
+        return self.model.norm.weight
+
+    def new_cache(self, n_slots: int) -> KVCache:
+        """Return a KV cache in the format that the blocks write and read."""
+        dtype, device = self.cache_dtype or self.weight.dtype, self.weight.device
+        return KVCache(self.config, n_slots, dtype, device, self.cache_spare)
+
+    def lm_head(self, features: Tensor) -> Tensor:
+        """Return the logits [T, V] of `features` [T, D]."""
+        logits: Tensor = self.model.lm_head(features)
+        return logits
+
+    def encode(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        visible: Tensor | TreeView,
+        cache: KVCache,
+        tap_layers: tuple[int, ...] = (),
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the blocks and the final norm, see `Transformer.encode`."""
+        return self.model.encode(tokens, positions, slots, visible, cache, tap_layers, self.ops)
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        visible: Tensor | TreeView,
+        cache: KVCache,
+        tap_layers: tuple[int, ...] = (),
+    ) -> Output:
+        """Run a whole pass, see `Transformer.forward`."""
+        output: Output = self.model(tokens, positions, slots, visible, cache, tap_layers, self.ops)
+        return output
 
 
 class EagleHead(nn.Module):
@@ -436,18 +520,22 @@ class EagleHead(nn.Module):
         features: Tensor,
         positions: Tensor,
         slots: Tensor,
-        mask: Tensor,
+        visible: Tensor | TreeView,
         cache: KVCache,
         rows: Tensor | None = None,
+        block: Callable[..., Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Draft logits [T, draft vocabulary] and next features [T, D], of `rows` or of all.
 
         `tokens` [T] are target ids, each one position after its `features` row [T, D]; `positions`
-        [T] are those of the features. `slots` and `mask` as in `Transformer.encode`.
+        [T] are those of the features. `slots` and `visible` as in `Transformer.encode`. A backend
+        may run the block by a `block` of its own, which takes `visible` as it is.
         """
         cos, sin = self.rope_cos[positions].unsqueeze(1), self.rope_sin[positions].unsqueeze(1)
         x, entry = self.enter(self.embedding(tokens), features)
-        x = self.block(x, cos, sin, slots, mask, *cache.layers[0], entry)
+        if block is None:  # over the slots of a plane: compiled code has a dynamic number of them
+            block, visible = self.block, as_mask(visible, cache.layers[0][0].shape[1])
+        x = block(x, cos, sin, slots, visible, *cache.layers[0], entry)
         x = x if rows is None else x.index_select(0, rows)
         said, features = self.leave(x, features.dtype)
         return self.lm_head(said), features

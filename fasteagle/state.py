@@ -16,7 +16,7 @@ from fasteagle.model import KVCache, Transformer
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import DrawKind, Knobs
 from fasteagle.shapes import AnyShape, FusedShape, SureChain, TreeShape
-from fasteagle.tree import DraftTree, Relations, relations
+from fasteagle.tree import DraftTree
 from fasteagle.verify import Accepted
 
 MAX_DEPTH = 63  # of a tree's paths
@@ -106,9 +106,6 @@ class DecodeState:
         self.seen = torch.zeros(1, target.config.vocab_size, dtype=torch.bool, device=device)
         self.knobs = Knobs(device)
         self.cache = cache
-        # Kernels may take their places, from outside.
-        self.move_rows: Callable[[KVCache, Tensor, Tensor], None] = KVCache.commit
-        self.relate: Callable[[Tensor, Tensor], Relations] = relations
 
     def read_taps(self, tap_layers: tuple[int, ...], dim: int) -> None:
         """Keep taps of the target's blocks from now on, or without any the final features.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fasteagle.quant import planes
-from fasteagle.quant.packed import PackedWeight
+from fasteagle.quant.packed import PackedWeight, product_by_rows
 from fasteagle.quant.planes import PlanesWeight
 
 
@@ -28,19 +28,48 @@ class PlanesLinear(nn.Module):
         self.register_buffer("params", packed.params)
         self.format = packed.bits, packed.group_size, packed.offsets
         self.accumulate = accumulate
-        self.in_range = False  # whether inputs are known to be small, as behind a norm
-        self.most = 0.0  # that an input may be, others are cut; 0: they are scaled where needed
+        self._in_range = False  # whether inputs are known to be small, as behind a norm
+        self._most = 0.0  # that an input may be, others are cut; 0: they are scaled where needed
+        self._by_reference = False
+        self._interleaved = False  # whether the halves of the outputs lie in turn
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def use_reference(self) -> None:
+        """Compute products in torch from now on."""
+        self._by_reference = True
+
+    def sum_in_fp32(self) -> None:
+        """Add up groups in fp32 from now on."""
+        self.accumulate = "fp32"
+
+    def expect_range(self, most: float = 0.0) -> None:
+        """Take inputs as they are from now on, they fit fp16; or cut them at `most`."""
+        self._in_range, self._most = not most, most
+
+    def interleave(self) -> None:
+        """Lay out the halves of the outputs (gate and up) in turn, so that one program has both.
+
+        Results stay as they were.
+        """
+        if self._interleaved:
+            return
+        order = torch.arange(self.out_features, device=self.planes.device).view(2, -1).T.flatten()
+        self.planes = self.planes[:, order].contiguous()
+        self.params = self.params[:, order].contiguous()
+        self._interleaved = True
 
     def forward(self, x: Tensor) -> Tensor:
         return self.exact(x).to(x.dtype)
 
     def exact(self, x: Tensor) -> Tensor:
         """The product in fp32, as the kernels sum it."""
+        if self._by_reference:
+            y = product_by_rows(x, self.rows, self.out_features)
+            return y if self.bias is None else y + self.bias
         scale = None
-        if self.most:
-            half = x.clamp(-self.most, self.most).half()
-        elif self.in_range:
+        if self._most:
+            half = x.clamp(-self._most, self._most).half()
+        elif self._in_range:
             half = x.half()
         else:
             half, scale = in_half_range(x, self.accumulate)
@@ -54,10 +83,14 @@ class PlanesLinear(nn.Module):
             self.accumulate,
         )
         y = y if scale is None else y * scale
+        if self._interleaved:
+            y = y.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return y if self.bias is None else y + self.bias
 
     def rows(self, index: Tensor) -> Tensor:
         """Rows [n, K] of the weight, in fp32; the others are not dequantized."""
+        if self._interleaved:
+            index = 2 * index - (index >= self.out_features // 2) * (self.out_features - 1)
         held, params = self.planes[:, index], self.params[:, index]
         weight = PlanesWeight(held, params, len(index), self.in_features, *self.format)
         return planes.dequantize(weight)

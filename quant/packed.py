@@ -150,3 +150,12 @@ def check_group_size(columns: int, group_size: int) -> int:
             f"group size {group_size} does not divide the {columns:,} inputs of a linear: {fix}"
         )
     return columns // group_size
+
+
+def product_by_rows(x: Tensor, rows: Callable[[Tensor], Tensor], n_rows: int) -> Tensor:
+    """Return x [T, K] times a weight [n_rows, K] in fp32, whose `rows` are dequantized in parts.
+
+    Slow: stands in for kernels that are wrong on some device.
+    """
+    parts = torch.arange(n_rows, device=x.device).split(1024)
+    return torch.cat([x.float() @ rows(part).float().T for part in parts], dim=-1)

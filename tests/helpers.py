@@ -20,11 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fasteagle.compile.graphs import CapturedRunner
 from fasteagle.config import Eagle3Config, HeadConfig, ModelConfig
-from fasteagle.decoding.cycle import EAGER, Proposal
+from fasteagle.decoding.cycle import Proposal
+from fasteagle.decoding.runner import Backend
 from fasteagle.drafting.costs import Costs
 from fasteagle.generate import Engine
 from fasteagle.loading.heads.tables import official_state
-from fasteagle.model import EagleHead, KVCache, Output, Transformer, make_head
+from fasteagle.model import EagleHead, KVCache, Output, Target, Transformer, make_head
 from fasteagle.options import SamplingParams
 from fasteagle.prompts import Conversation
 from fasteagle.sampling import DrawKind, Knobs
@@ -409,7 +410,7 @@ def verify_rows(engine: Engine, tokens, parents) -> Output:
     tree = DraftTree(rows, above, torch.ones_like(rows).bool())
     engine.reserve(len(engine.cached) + len(rows))
     state.seq_len.fill_(len(engine.cached))
-    return EAGER.verify(state, engine.model, Proposal.of(tree))
+    return engine.runner.usual.verify(state, engine.target, Proposal.of(tree))
 
 
 # A device that replays, on the CPU
@@ -470,8 +471,8 @@ class FakePlace:
 class CountingRunner(CapturedRunner):
     """A captured runner that counts what it replays."""
 
-    def __init__(self, target, state, graphs) -> None:
-        super().__init__(target, state, graphs)
+    def __init__(self, backend, state, graphs) -> None:
+        super().__init__(backend, state, graphs)
         self.graphs = graphs
         self.graphs.watching = self._watching
         self.replays = 0
@@ -485,13 +486,26 @@ class CountingRunner(CapturedRunner):
         super().launch(spec, drafter, processor)
 
 
-def captured_engine(target: Transformer, max_seq_len: int, ahead: int = 1) -> Engine:
-    """An engine of a device that replays, as `make_engine` makes it for CUDA."""
-    engine = Engine(target, max_seq_len)
-    runner = CountingRunner(target, engine.state, FakeGraphs())
-    runner.ahead = ahead
-    engine.runner = runner
+class ReplayingBackend(Backend):
+    """A backend whose engines replay, as those of CUDA do."""
+
+    def runner(self, state) -> CountingRunner:
+        return CountingRunner(self, state, FakeGraphs())
+
+
+def captured_engine(
+    target: Transformer | Target, max_seq_len: int, ahead: int = 1, advice=None
+) -> Engine:
+    """An engine of a device that replays."""
+    target = target if isinstance(target, Target) else Target(target)
+    engine = Engine(target.model, max_seq_len, backend=ReplayingBackend(target, advice))
+    engine.runner.ahead = ahead
     return engine
+
+
+def eager_engine(target: Target, max_seq_len: int, drafter=None) -> Engine:
+    """An engine that runs a target's own operations eagerly."""
+    return Engine(target.model, max_seq_len, drafter=drafter, backend=Backend(target))
 
 
 def rounded_activations(x: torch.Tensor) -> torch.Tensor:

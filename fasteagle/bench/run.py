@@ -25,7 +25,6 @@ from fasteagle.bench.rows import Decoder, EngineDecoder, HFDecoder, Row, Spent
 from fasteagle.bench.simulate import check_simulation, dummy_drafter, wants_dummy_head
 from fasteagle.compile.blocks import compile_now
 from fasteagle.compile.costs import choose_plain_rows, tune_now
-from fasteagle.compile.graphs import make_engine
 from fasteagle.compile.int8_cache import cache_bytes
 from fasteagle.device import TORCH_DTYPES, available_bytes, give_back, pick_device, pick_dtype
 from fasteagle.drafting.base import Drafter
@@ -290,7 +289,7 @@ def _decoder(
         dummy = checkpoint.config if isinstance(checkpoint, DummyCheckpoint) else None
         return GptFastDecoder(Job(prepared.name, dummy, prepared.options, params, options.compile))
     assert base is not None
-    engine = make_engine(base.model, base.max_seq_len, base.cache)
+    engine = base.sibling(base.cache)
     engine.use(_drafter(spec, engine, prepared, options))
     return EngineDecoder(engine, params, eos_ids)
 

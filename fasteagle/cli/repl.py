@@ -155,8 +155,9 @@ class Repl:
             f"passes {stats.passes:,} | finish {stats.finish or 'stopped'} | context "
             f"{len(self.session.llm.engine.cached):,} of {self.session.llm.engine.max_seq_len:,}"
         )
-
-        drafter = self.session.llm.engine.drafter
+        engine = self.session.llm.engine
+        print(engine.backend.describe())
+        drafter = engine.drafter
         if drafter is not None and drafter.policy is not None:
             print(drafter.policy.explain())
         by_depth = stats.acceptance_by_depth

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fasteagle.decoding.runner import Runner, head_config
+from fasteagle.decoding.runner import Backend, head_config
 from fasteagle.device import unless_short
 from fasteagle.drafting.base import Drafter
 from fasteagle.errors import EngineError
-from fasteagle.model import KVCache, Transformer, causal_mask
+from fasteagle.model import KVCache, Target, Transformer, causal_mask
 from fasteagle.state import Committed, DecodeState
 
 PREFILL_CHUNK = 256
@@ -32,25 +32,33 @@ class Context:
     behind is never read. The drafter has seen `shown` of them.
     """
 
-    def __init__(self, model: Transformer, max_seq_len: int, cache: KVCache | None) -> None:
+    def __init__(
+        self, model: Transformer, max_seq_len: int, cache: KVCache | None, backend: Backend | None
+    ) -> None:
         self.model = model
+        self.backend = Backend(Target(model)) if backend is None else backend
         self.max_seq_len = max_seq_len
         self.device = model.norm.weight.device
         self.dtype = model.norm.weight.dtype
         self.on_cpu = self.device.type == "cpu"
         n_slots = 0 if self.on_cpu else max_seq_len + MAX_TREE_ROWS
-        self.cache = model.new_cache(max(n_slots, 1)) if cache is None else cache
+        self.cache = self.target.new_cache(max(n_slots, 1)) if cache is None else cache
         self.state = DecodeState(model, self.cache, max_seq_len)
-        self.runner = Runner(model, self.state)
+        self.runner = self.backend.runner(self.state)
         self.cached: list[int] = []
         self.shown = 0  # committed positions that the drafter has seen
         self.drafter: Drafter | None = None
 
     @property
+    def target(self) -> Target:
+        """Model as the backend runs it."""
+        return self.backend.target
+
+    @property
     def prefill_chunk(self) -> int:
         """Rows of a prompt that are computed at once: whoever leaves waits for them."""
-        if self.model.rows_at_once is not None:
-            return self.model.rows_at_once
+        if self.target.rows_at_once is not None:
+            return self.target.rows_at_once
         return PREFILL_CHUNK if self.on_cpu else PREFILL_CHUNK_CUDA
 
     @torch.no_grad()
@@ -76,7 +84,7 @@ class Context:
     def _out_of_memory(self, where: str = "") -> EngineError:
         """Return what to say where memory was short after the tokens in `cached`."""
         freed = self.cache.rows.nbytes / self.cache.n_slots * 1024 / 2**30
-        fix = self.runner.advised(head_config(self.drafter)) or (
+        fix = self.backend.advised(head_config(self.drafter)) or (
             f"lower --max-seq-len (1,024 tokens fewer free {freed:.2f} GiB), or use --kv int8 or "
             "--precision int4"
         )
@@ -149,7 +157,7 @@ class Context:
         rows = torch.arange(begin, begin + len(ids), device=self.device)
         window = self.model.config.sliding_window
         mask = causal_mask(begin, len(ids), self.cache.n_slots, window, self.device)
-        normed, taps = self.model.encode(tokens, rows, rows, mask, self.cache, tap_layers)
+        normed, taps = self.target.encode(tokens, rows, rows, mask, self.cache, tap_layers)
         return normed, None if taps is None else taps.to(normed.dtype)
 
     @torch.no_grad()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fasteagle.drafting.base import Drafter
 from fasteagle.logits import LogitsProcessor
-from fasteagle.model import Output, Transformer
+from fasteagle.model import KVCache, Output, Target
 from fasteagle.sampling import draw
 from fasteagle.state import CycleSpec, DecodeState
 from fasteagle.tree import HEAD, LOOKUP, DraftTree, Relations, TreeView, first_rows, relations
@@ -59,13 +59,13 @@ class Pieces(NamedTuple):
     """The three parts of a cycle; each may be replaced by compiled code of itself."""
 
     draft: Callable[[DecodeState, Drafter | None, CycleSpec], Proposal]
-    verify: Callable[[DecodeState, Transformer, Proposal], Output]
+    verify: Callable[[DecodeState, Target, Proposal], Output]
     finish: Callable[[DecodeState, CycleSpec, Proposal, Output], None]
 
 
 def decode_cycle(
     state: DecodeState,
-    target: Transformer,
+    target: Target,
     drafter: Drafter | None,
     spec: CycleSpec,
     pieces: Pieces | None = None,
@@ -80,21 +80,26 @@ def decode_cycle(
     pieces.finish(state, spec, proposal, output)  # accept, commit
 
 
-def draft(state: DecodeState, drafter: Drafter | None, spec: CycleSpec) -> Proposal:
+def draft(
+    state: DecodeState,
+    drafter: Drafter | None,
+    spec: CycleSpec,
+    relate: Callable[[Tensor, Tensor], Relations] = relations,
+) -> Proposal:
     """Show the drafter the new true pairs, then let it propose the tree under the root.
 
     Where a draft head is left out, what it would predict is None.
     """
     if spec.shape is None or drafter is None:
-        return Proposal.of(state.root_alone(spec.rows), relate=state.relate)
+        return Proposal.of(state.root_alone(spec.rows), relate=relate)
     prediction = None
     if spec.extends:
         prediction = drafter.extend(state.committed(spec.width), state.seq_len)
     tree = drafter.propose(prediction, state, spec)
-    return Proposal.of(tree, spec.extends, state.relate)
+    return Proposal.of(tree, spec.extends, relate)
 
 
-def verify(state: DecodeState, target: Transformer, proposal: Proposal) -> Output:
+def verify(state: DecodeState, target: Target, proposal: Proposal) -> Output:
     """One pass of the target over the tree's rows, behind the committed tokens."""
     depths = proposal.depths
     view = TreeView(state.seq_len, proposal.paths, depths, target.config.sliding_window)
@@ -104,12 +109,16 @@ def verify(state: DecodeState, target: Transformer, proposal: Proposal) -> Outpu
 
 
 def accept_and_commit(
-    state: DecodeState, spec: CycleSpec, proposal: Proposal, output: Output
+    state: DecodeState,
+    spec: CycleSpec,
+    proposal: Proposal,
+    output: Output,
+    move_rows: Callable[[KVCache, Tensor, Tensor], None] = KVCache.commit,
 ) -> None:
     """Choose a path from the root, and keep it."""
     choose = spec.accept or accept_drawn
     path = choose(state, spec, *proposal[:3], output.logits)
-    commit(state, spec, proposal, output, path)
+    commit(state, spec, proposal, output, path, move_rows)
 
 
 def accept_drawn(
@@ -142,13 +151,18 @@ def drawn_tokens(
 
 
 def commit(
-    state: DecodeState, spec: CycleSpec, proposal: Proposal, output: Output, path: Accepted
+    state: DecodeState,
+    spec: CycleSpec,
+    proposal: Proposal,
+    output: Output,
+    path: Accepted,
+    move_rows: Callable[[KVCache, Tensor, Tensor], None],
 ) -> None:
     """Move the accepted rows of the KV cache behind the text; bring the rest of the state there."""
     levels = torch.arange(spec.depth + 1, device=path.rows.device)
     emitted = path.emitted.clamp(min=0)  # padding and bad rows as token 0: it is not read
     if spec.depth and not spec.in_place:
-        state.move_rows(state.cache, state.seq_len, path.rows)
+        move_rows(state.cache, state.seq_len, path.rows)
     state.text.index_copy_(0, state.seq_len + 1 + levels, emitted)
     if spec.kind.penalty:
         # Padding repeats the root, which is penalized in any case.

@@ -6,21 +6,28 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
 from fasteagle.config import HeadConfig
 from fasteagle.decoding.cycle import EAGER, Pieces, Proposal, decode_cycle
 from fasteagle.drafting.base import Drafter
-from fasteagle.drafting.draft_head import HeadDrafter
+from fasteagle.drafting.draft_head import DraftOps, HeadDrafter, RankingDrafter
 from fasteagle.logits import LogitsProcessor
-from fasteagle.model import Transformer
+from fasteagle.model import CORE, EagleHead, Ops, Target, as_mask
 from fasteagle.shapes import SureChain
 from fasteagle.state import CycleSpec, DecodeState
+from fasteagle.tree import TreeView
 
+HeadBlocks = MutableMapping[EagleHead, Callable[..., Tensor]]
+Advice = Callable[[HeadConfig | None], str | None]
 Draft = Callable[[DecodeState, Drafter | None, CycleSpec], Proposal]
 
 
@@ -57,28 +64,29 @@ class Runner:
     plain_rows = 1  # of a pass without a tree
     fixed_addresses = False  # whether caches must not move: they have their full size then
 
-    def __init__(self, target: Transformer, state: DecodeState) -> None:
-        self.target, self.state = target, state
-        self.usual = EAGER
+    def __init__(self, backend: Backend, state: DecodeState) -> None:
+        self.backend, self.state = backend, state
         self.compiled: dict[tuple[Drafter | None, CycleSpec], Pieces] = {}
         self.error: str | None = None  # why cycles are not replayed that should be
-        # What to do where memory is short, in words, for a model with this draft head or none;
-        # whoever loads a model knows what would fit.
-        self.advice: Callable[[HeadConfig | None], str | None] = lambda head: None
         self._on_cpu = state.root.device.type == "cpu"
         self._times: dict[str, float] = {}
         self._extended = False
         self._promised: tuple[float, ...] = ()
         self._plain: dict[int, Proposal] = {}  # by rows
 
-    def advised(self, head: HeadConfig | None) -> str | None:
-        """`advice`, or None where it fails: it must not stand in for what it is asked about."""
-        with contextlib.suppress(Exception):
-            return self.advice(head)
-        return None
+    @property
+    def usual(self) -> Pieces:
+        """Pieces of the backend, for any drafter and spec."""
+        return self.backend.pieces
 
     def adopt(self, drafter: Drafter) -> None:
-        """A drafter comes whose cycles this will run: it may be given a device's kernels."""
+        """Let a drafter draft by the backend's operations: its cycles come next."""
+        self.backend.adopt(drafter)
+
+    def use_compiled(self, compiled: Mapping[tuple[Drafter | None, CycleSpec], Pieces]) -> None:
+        """Run these variants of the cycle by these pieces from now on."""
+        self.forget()
+        self.compiled.update(compiled)
 
     def needs(self, specs: Sequence[CycleSpec], drafter: Drafter | None) -> bool:
         """Whether `prepare` has something to do for these."""
@@ -99,7 +107,7 @@ class Runner:
         """Begin a cycle."""
         self._times.clear()
         pieces = self.pieces(spec, drafter)
-        decode_cycle(self.state, self.target, drafter, spec, pieces, processor)
+        decode_cycle(self.state, self.backend.target, drafter, spec, pieces, processor)
 
     def pieces(self, spec: CycleSpec, drafter: Drafter | None) -> Pieces:
         """Compiled pieces if there are some, timed where a clock costs no synchronization."""
@@ -175,3 +183,122 @@ class Runner:
         if not self._on_cpu:
             torch.cuda.synchronize(self.state.root.device)
         return 1e3 * (time.perf_counter() - begin)
+
+
+class Backend:
+    """What runs the parts of decode cycles for one loaded model; here the core itself, eagerly.
+
+    It is chosen once, when the model has been loaded, and shared by all engines over the model.
+    Others translate the core: they read its modules, keep weights in a layout of their own, and
+    override what they run; the rest stays the core's, part by part. `describe` tells which.
+    """
+
+    parts: frozenset[str] = frozenset()  # that kernels run, of products, passes and commits
+
+    def __init__(self, target: Target, advice: Advice | None = None) -> None:
+        self.name = "eager"  # or compiled, cpu, cuda
+        self.target = target
+        self.left: set[str] = set()  # parts that failed their proof
+        self._advice = advice
+        self._blocks: HeadBlocks = WeakKeyDictionary()  # compiled
+
+    @property
+    def pieces(self) -> Pieces:
+        """Return draft, verify and finish of a cycle."""
+        return EAGER
+
+    def runner(self, state: DecodeState) -> Runner:
+        """Return what runs the cycles of one engine."""
+        return Runner(self, state)
+
+    def adopt(self, drafter: Drafter) -> None:
+        """Let a drafter draft by this backend's operations."""
+        if isinstance(drafter, RankingDrafter):
+            drafter.run_by(self.draft_ops(drafter))
+
+    def drafts(self, drafter: Drafter | None, spec: CycleSpec) -> bool:
+        """Return whether kernels run all of a cycle's drafting, which leaves nothing to compile."""
+        return False
+
+    def draft_ops(self, drafter: RankingDrafter) -> DraftOps:
+        """Return the operations that `drafter` shall draft by."""
+        return DraftOps(head=self.step(drafter.head) if isinstance(drafter, HeadDrafter) else None)
+
+    def step(self, head: EagleHead) -> Callable[..., tuple[Tensor, Tensor]] | None:
+        """Return what runs a step of a draft head; None: the head itself."""
+        block = self._blocks.get(head)
+        if block is None:
+            return None
+        return functools.partial(head.forward, block=under_mask(block))
+
+    @property
+    def leaves_blocks(self) -> bool:
+        """Whether the target's blocks are the core's, to be compiled."""
+        return True
+
+    def leaves_head(self, head: EagleHead) -> bool:
+        """Return whether the block of this draft head is the core's, to be compiled."""
+        return True
+
+    def head_ops(self, head: EagleHead) -> Ops:
+        """Return what that block runs by."""
+        return CORE
+
+    def use_compiled_blocks(
+        self,
+        run_blocks: Callable[..., Tensor] | None,
+        heads: Mapping[EagleHead, Callable[..., Tensor]],
+    ) -> None:
+        """Run the target's blocks, and those of draft heads, by compiled code from now on."""
+        if run_blocks is not None:
+            ops = self.target.ops._replace(run_blocks=run_blocks)
+            self.target = dataclasses.replace(self.target, ops=ops)
+            self.name = "compiled" if self.name == "eager" else self.name
+        self._blocks.update(heads)
+
+    def drop_compiled(self, heads: Iterable[EagleHead]) -> None:
+        """Run the blocks of these draft heads as they are from the next `adopt` on."""
+        for head in heads:
+            self._blocks.pop(head, None)
+
+    @property
+    def core(self) -> Target:
+        """Target as the core runs it, over caches of the same format."""
+        return dataclasses.replace(self.target, ops=CORE)
+
+    def leave(self, part: str) -> None:
+        """Leave a part to the core from now on, because its kernels fail here."""
+        self.left.add(part)
+
+    def describe(self) -> str:
+        """Return in one line what runs, and what is left to the core."""
+        left = f" ({', '.join(sorted(self.left))} by torch, see the warning)" if self.left else ""
+        return f"backend {self.name}{left}"
+
+    def advised(self, head: HeadConfig | None) -> str | None:
+        """Return what to do where memory is short, in words, for a model with this draft head.
+
+        None where that is not known: advice must not stand in for the error it is about.
+        """
+        with contextlib.suppress(Exception):
+            return None if self._advice is None else self._advice(head)
+        return None
+
+
+def under_mask(block: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the block of a draft head that knows masks, as one that is handed a `TreeView`."""
+
+    def run(
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        visible: Tensor | TreeView,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        entry: Tensor | None = None,
+    ) -> Tensor:
+        mask = as_mask(visible, k_cache.shape[1])
+        return block(x, cos, sin, slots, mask, k_cache, v_cache, entry)
+
+    return run

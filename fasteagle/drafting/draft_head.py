@@ -25,14 +25,41 @@ class Prediction(NamedTuple):
     feature: Tensor  # [1, D]
 
 
+def top_children(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Draft ids and log-probabilities [W, k] of each row's best children, by logits [W, V]."""
+    values, ids = logits.float().topk(k, dim=-1)
+    return ids, values - logits.float().logsumexp(-1, keepdim=True)
+
+
+class DraftOps(NamedTuple):
+    """Operations of drafting that a backend may run in a form of its own; here the core's.
+
+    `head` runs a step of the draft head; see `EagleHead.forward`, which None stands for.
+    """
+
+    top_children: Callable[[Tensor, int], tuple[Tensor, Tensor]] = top_children
+    rerank: Callable[[Pool, Tensor, int], DraftTree] = rerank
+    head: Callable[..., tuple[Tensor, Tensor]] | None = None
+
+
 class RankingDrafter(Controlled):
     """What drafters share that score the children of a node by logits over `target_ids`."""
 
     noise: str
     target_ids: Tensor
-    # Kernels may take their places, from outside.
-    top_children: Callable[[Tensor, int], tuple[Tensor, Tensor]]
-    rerank: Callable[[Pool, Tensor, int], DraftTree]
+    ops = DraftOps()
+
+    def run_by(self, ops: DraftOps) -> None:
+        """Draft by these operations from now on: those of the backend that runs the cycles."""
+        self.ops = ops
+
+    def top_children(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Return draft ids and log-probabilities [W, k] of each row's best children."""
+        return self.ops.top_children(logits, k)
+
+    def rerank(self, pool: Pool, root: Tensor, n_nodes: int) -> DraftTree:
+        """Return the tree of the best candidates of `pool`."""
+        return self.ops.rerank(pool, root, n_nodes)
 
     def ranking_logits(
         self, logits: Tensor, seq_len: Tensor, level: int, kind: DrawKind, knobs: Knobs
@@ -60,9 +87,6 @@ class HeadDrafter(RankingDrafter):
 
     def __init__(self, head: EagleHead, max_seq_len: int, noise: str) -> None:
         self.head, self.max_seq_len, self.noise = head, max_seq_len, noise
-        self.top_children, self.rerank = top_children, rerank
-        # As the target's: kernels take the view itself.
-        self.visible_keys: Callable[[TreeView, int], Tensor | TreeView] = TreeView.mask
         weight = head.block.mlp_norm.weight
         self.cache = KVCache(head.config.block, 1, weight.dtype, weight.device)
         self.target_ids = head.target_ids()
@@ -91,12 +115,12 @@ class HeadDrafter(RankingDrafter):
         view = TreeView(start, row.to(torch.int32).expand(W, W).contiguous(), row)  # a chain
         last = new.count - 1
         features = self.head.read(new.features)
-        rows, mask = start + row, self._visible(view)
-        return Prediction(*self.head(new.tokens, features, rows, rows, mask, self.cache, last))
+        rows = start + row
+        return Prediction(*self._run(new.tokens, features, rows, rows, view, self.cache, last))
 
-    def _visible(self, view: TreeView) -> Tensor | TreeView:
-        """Over the slots of a plane: compiled code has their number as a dynamic size."""
-        return self.visible_keys(view, self.cache.layers[0][0].shape[1])
+    @property
+    def _run(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        return self.head if self.ops.head is None else self.ops.head
 
     def step(
         self,
@@ -115,12 +139,5 @@ class HeadDrafter(RankingDrafter):
         """
         view = TreeView(seq_len, paths, torch.full_like(tokens, level))
         positions = torch.zeros_like(tokens) + seq_len + level
-        mask = self._visible(view)
         slots = seq_len + first + torch.arange(len(tokens), device=tokens.device)
-        return self.head(tokens, features, positions, slots, mask, self.cache)
-
-
-def top_children(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Draft ids and log-probabilities [W, k] of each row's best children, by logits [W, V]."""
-    values, ids = logits.float().topk(k, dim=-1)
-    return ids, values - logits.float().logsumexp(-1, keepdim=True)
+        return self._run(tokens, features, positions, slots, view, self.cache)

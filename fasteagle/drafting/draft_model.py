@@ -14,12 +14,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from fasteagle.drafting.draft_head import Prediction, RankingDrafter, top_children
+from fasteagle.drafting.draft_head import Prediction, RankingDrafter
 from fasteagle.drafting.eagle import expand
-from fasteagle.model import KVCache, Transformer, causal_mask
+from fasteagle.model import KVCache, Target, causal_mask
 from fasteagle.shapes import TreeShape
 from fasteagle.state import Committed, CycleSpec, DecodeState
-from fasteagle.tree import DraftTree, rerank
+from fasteagle.tree import DraftTree
 
 
 class ModelDrafter(RankingDrafter):
@@ -33,7 +33,7 @@ class ModelDrafter(RankingDrafter):
 
     def __init__(
         self,
-        model: Transformer,
+        model: Target,
         shape: TreeShape,
         max_seq_len: int,
         vocab_size: int,
@@ -41,11 +41,10 @@ class ModelDrafter(RankingDrafter):
     ) -> None:
         self.model, self.max_seq_len, self.noise = model, max_seq_len, noise
         self.shape: TreeShape = shape
-        weight = model.norm.weight
+        weight = model.weight
         self.cache = model.new_cache(1)
         shared = min(vocab_size, model.config.vocab_size)  # either may be padded with unused ids
         self.target_ids = torch.arange(shared, device=weight.device)
-        self.top_children, self.rerank = top_children, rerank
         self._features = weight.new_zeros(1, 1)  # in place of a draft head's
 
     @property

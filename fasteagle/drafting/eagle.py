@@ -5,7 +5,6 @@ Shapes: W rows of the draft head in one step, D model dim, V draft vocabulary, k
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -83,7 +82,8 @@ class Expanding(Protocol):
     """What draws a tree level by level."""
 
     target_ids: Tensor
-    top_children: Callable[[Tensor, int], tuple[Tensor, Tensor]]
+
+    def top_children(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]: ...
 
     def step(
         self,

@@ -71,12 +71,12 @@ def model_drafter(
     Raises `FasteagleError` where it does not fit into memory.
     """
     try:
-        model = prepared.engine().model
+        target = prepared.engine().target
     except FasteagleError as error:
         raise FasteagleError(f"draft model {prepared.name}, beside its target: {error}") from error
-    model.requires_grad_(False)
+    target.model.requires_grad_(False)
     shape = draft.tree_shape(quantized_on_cpu=False)
     assert isinstance(shape, TreeShape), "only a fused drafter has another shape"
     notify(f"draft model {prepared}, {shape.nodes} nodes")
     vocab_size = engine.model.config.vocab_size
-    return ModelDrafter(model, shape, engine.max_seq_len, vocab_size, draft.noise)
+    return ModelDrafter(target, shape, engine.max_seq_len, vocab_size, draft.noise)

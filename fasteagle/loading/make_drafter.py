@@ -6,9 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fasteagle.compile.cpu_blocks import is_native
 from fasteagle.compile.cpu_draft import can_draft
-from fasteagle.compile.fixed_norm import keep_sums_finite
 from fasteagle.config import HeadConfig, ModelConfig
 from fasteagle.device import short_of_memory, unless_short
 from fasteagle.drafting.base import Drafter, Tuning
@@ -151,7 +149,7 @@ def make_drafter(
         if options.drafter == "ngram":
             fix = "give fewer to --lookup"
             return short_of_memory("loading files", engine.device, lambda free: fix)
-        smaller = engine.runner.advised(head) or "choose a smaller model"
+        smaller = engine.backend.advised(head) or "choose a smaller model"
         fix = f"{smaller}, or guess from the context: --drafter ngram"
         return short_of_memory("loading the draft head", engine.device, lambda free: fix)
 
@@ -242,9 +240,8 @@ def _eagle(
             dataclasses.replace(scheme, method="minmax") if judged else scheme,
             has_native(engine.model),
         )
-        keep_sums_finite(head, "draft head")
     quantized_on_cpu = scheme is not None and engine.on_cpu
-    native = is_native(engine.model)
+    native = engine.backend.name == "cpu"
     drafter = tree_drafter(head, options, engine.max_seq_len, quantized_on_cpu, corpus, native)
     auto = options.auto_tree or isinstance(drafter.shape, SureChain)
     if auto and isinstance(drafter, EagleDrafter):
@@ -264,7 +261,7 @@ def _size(shape: AnyShape) -> str:
 def _ngram(
     engine: Engine, checkpoint: Checkpoint, options: DraftOptions, corpus: Corpus | None
 ) -> NgramDrafter:
-    native, reach = is_native(engine.model), options.lookup_depth
+    native, reach = engine.backend.name == "cpu", options.lookup_depth
     lookup = Lookup(corpus=corpus, device=engine.device)
     drafter = NgramDrafter(NGRAM_TOKENS if reach is None else reach, lookup)
     if native:

@@ -16,13 +16,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from fasteagle.compile.cpu_blocks import use_native_blocks
-from fasteagle.compile.cuda_blocks import use_fused_blocks
-from fasteagle.compile.fixed_norm import keep_sums_finite, use_fixed_norms
-from fasteagle.compile.graphs import make_engine
-from fasteagle.compile.int8_cache import use_int8_cache
-from fasteagle.compile.tree_attention import has_kernel, use_tree_attention
+from fasteagle.compile.backend import choose_backend
 from fasteagle.config import HeadConfig
+from fasteagle.decoding.runner import Advice
 from fasteagle.device import (
     TORCH_DTYPES,
     accumulate_on,
@@ -136,7 +132,7 @@ class OpenedModel:
         prepared = self.prepared(options, notify)
         engine = prepared.engine(head)
         seconds = self.seconds + time.perf_counter() - start
-        notify(f"{prepared}, loaded in {seconds:.1f} s")
+        notify(f"{prepared}, loaded in {seconds:.1f} s; {engine.backend.describe()}")
         return Runtime(prepared.name, prepared.checkpoint, prepared.tokenizer, engine)
 
 
@@ -253,15 +249,15 @@ def build_engine(
     def fitting(n_bytes: int, head: HeadConfig | None = head) -> str:
         return smaller_fit(config, n_bytes, scheme, options.kv, max_seq_len, head)
 
-    engine = unless_short(
-        lambda: _built_engine(checkpoint, dtype, device, options, max_seq_len),
+    def advice(head: HeadConfig | None) -> str:
+        """Return what would fit on the device; what the model has counts as free."""
+        n_bytes = torch.cuda.memory_reserved(device) + (available_bytes(device) or 0)
+        return fitting(n_bytes, head)
+
+    return unless_short(
+        lambda: _built_engine(checkpoint, dtype, device, options, max_seq_len, advice),
         lambda: short_of_memory("loading", device, fitting),
     )
-    if device.type == "cuda":  # what the model has counts as free
-        engine.runner.advice = lambda head: fitting(
-            torch.cuda.memory_reserved(device) + (available_bytes(device) or 0), head
-        )
-    return engine
 
 
 def _built_engine(
@@ -270,6 +266,7 @@ def _built_engine(
     device: torch.device,
     options: RuntimeOptions,
     max_seq_len: int,
+    advice: Advice,
 ) -> Engine:
     """`build_engine`, where memory suffices."""
 
@@ -295,16 +292,8 @@ def _built_engine(
         native, model = False, read(False)
     if options.backend == "torchao" and options.quant:
         quantize_with_torchao(model, options.quant, options.head_bits)
-    if options.kv == "int8":
-        use_int8_cache(model)
-    if native and options.kv != "int8":
-        use_native_blocks(model)
-    elif has_kernel(checkpoint.config, dtype, device):
-        use_tree_attention(model)
-        keep_sums_finite(model.blocks, "model")  # before the blocks are fused
-        if not use_fused_blocks(model):
-            use_fixed_norms(model)
-    return make_engine(model, max_seq_len)
+    backend = choose_backend(model, options.kv, advice if device.type == "cuda" else None)
+    return Engine(model, max_seq_len, backend=backend)
 
 
 def may_use_native(options: RuntimeOptions, device: torch.device, dtype: torch.dtype) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from fasteagle.compile.cpu_blocks import use_native_block
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.tensors import Checkpoint, weight_bytes
 from fasteagle.model import EagleHead
@@ -122,7 +121,6 @@ def quantize_head_(head: EagleHead, scheme: Scheme, native: bool = False) -> Non
         head.use_lm_head(QuantizedLMHead(made) if isinstance(made, PlanesLinear) else made)
     if native:
         in_huge_pages(own)
-        use_native_block(head.block)
 
 
 def fitting_scheme(scheme: Scheme, n_inputs: int) -> Scheme:

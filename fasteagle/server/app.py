@@ -363,4 +363,5 @@ def _model(server: Server) -> Json:
         "created": server.created,
         "owned_by": "fasteagle",
         "max_model_len": server.llm.engine.max_seq_len,
+        "backend": server.llm.engine.backend.describe(),
     }

@@ -9,21 +9,19 @@ heads of each, E head dim.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from fasteagle.compile.cpu_blocks import is_native
 from fasteagle.compile.int8_cache import dense_rows
 from fasteagle.device import available_bytes
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
-from fasteagle.model import KEY_BLOCK, KVCache, Transformer, round_up
+from fasteagle.model import KEY_BLOCK, KVCache, Target, round_up
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import BAD_ROW, DrawKind, Knobs, draw
 
@@ -58,7 +56,7 @@ class BatchSampler:
         self._stop = stop
         self._engine, self._model, self._eos_ids = engine, engine.model, eos_ids
         self._texts: list[_Text | None] = [None] * size
-        self._cache = engine.model.new_cache(size * KEY_BLOCK)
+        self._cache = engine.target.new_cache(size * KEY_BLOCK)
 
     @property
     def has_room(self) -> bool:
@@ -135,19 +133,16 @@ class BatchSampler:
         positions = torch.tensor([len(text.ids) - 1 for text in texts], device=device)
         own = torch.tensor(regions, device=device)
         mask = self._visible(positions)
-        chosen: contextlib.AbstractContextManager[None]
-        if is_native(self._model):
+        target = self._engine.target
+        if self._engine.backend.name == "cpu":
             # The kernels leave out what a row does not see, and take masks over all slots.
             wide = mask.new_zeros(len(texts), len(self._texts), R)
             wide[torch.arange(len(texts)), own] = mask
-            chosen, mask = contextlib.nullcontext(), wide.flatten(1)
+            mask = wide.flatten(1)
         else:
             is_full = len(regions) == len(self._texts)
-            chosen = attending_by_region(self._model, slice(None) if is_full else own)
-        with chosen:
-            features, _ = self._model.encode(
-                tokens, positions, own * R + positions, mask, self._cache
-            )
+            target = attending_by_region(target, slice(None) if is_full else own)
+        features, _ = target.encode(tokens, positions, own * R + positions, mask, self._cache)
         return self._model.lm_head(features)
 
     def _visible(self, positions: Tensor) -> Tensor:
@@ -179,22 +174,14 @@ class BatchSampler:
                 f"{len(self._texts)} texts of {n_tokens:,} tokens need {needed / 2**30:.1f} GiB of "
                 f"KV cache, {free / 2**30:.1f} GiB free: lower --batch or --max-new-tokens"
             )
-        self._cache = engine.model.new_cache(n_slots)
+        self._cache = engine.target.new_cache(n_slots)
         self._by_region(self._cache)[:, :, :, :R] = self._by_region(old)
 
 
-@contextlib.contextmanager
-def attending_by_region(model: Transformer, regions: Tensor | slice) -> Iterator[None]:
-    """Inside, row t of a pass attends to region `regions[t]` of the cache, under a mask [T, R]."""
-    attentions = [block.attention for block in model.blocks]
-    before = [attention.attend for attention in attentions]
-    for attention in attentions:
-        attention.attend = functools.partial(attend_by_region, regions=regions)
-    try:
-        yield
-    finally:
-        for attention, attend in zip(attentions, before, strict=True):
-            attention.attend = attend
+def attending_by_region(target: Target, regions: Tensor | slice) -> Target:
+    """Return `target` with row t of a pass attending to region `regions[t]` under a mask [T, R]."""
+    attend = functools.partial(attend_by_region, regions=regions)
+    return dataclasses.replace(target, ops=target.ops._replace(attend=attend, run_blocks=None))
 
 
 def attend_by_region(

@@ -8,16 +8,16 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from fasteagle.compile import cuda_blocks, cuda_head, cuda_ops
-from fasteagle.compile.int8_cache import use_int8_cache
-from fasteagle.model import KVCache
+from fasteagle.compile import cuda_head, cuda_ops
+from fasteagle.compile.int8_cache import over_int8
+from fasteagle.model import KVCache, Target
 from fasteagle.quant.cuda_linear import PlanesLinear
 from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme
 from fasteagle.tree import Pool, TreeView, relations, rerank
 from helpers import eagle3_of, random_head
-from planes_models import SEQ_LEN, filled, packed_head, packed_target, passed, view_of
+from planes_models import SEQ_LEN, filled, fused_target, packed_head, packed_target, passed, view_of
 
 
 def close(found: Tensor, expected: Tensor, limit: float) -> None:
@@ -28,11 +28,9 @@ def close(found: Tensor, expected: Tensor, limit: float) -> None:
 def check_cache_in_8_bits(name: str, accumulate: str, device: str) -> None:
     """Results are those of the model over such a cache, and bits of a row are its own."""
     target, dense = packed_target(name, accumulate=accumulate)
-    use_int8_cache(target)
-    use_int8_cache(dense)
-    expected, _ = passed(dense, 9, torch.float32)
+    expected, _ = passed(over_int8(dense), 9, torch.float32)
     target.to(device).init_rope(512, device)
-    assert cuda_blocks.use_fused_blocks(target)
+    target = fused_target(target, "int8")
     whole, whole_cache = passed(target, 9)
     assert whole_cache.rows.dtype == torch.int8
     close(whole, expected, 6e-3)
@@ -66,18 +64,18 @@ def check_step_of_head(name: str, algorithm: str, lm_head: str, device: str) -> 
             borrowed.lm_head = QuantizedLMHead(PlanesLinear(packed, None))
         made.to(place).borrow(borrowed.to(place, dtype), 256)
         cache = KVCache(made.config.block, 256, dtype, place)
-        cache.rows[:, :, :SEQ_LEN] = filled(target, dtype).rows[:2, :, :SEQ_LEN].to(place)
+        cache.rows[:, :, :SEQ_LEN] = filled(Target(target), dtype).rows[:2, :, :SEQ_LEN].to(place)
         seen = TreeView(*(tensor.to(place) for tensor in view[:3]), None)
         mask = seen.mask(256)
         positions, slots = seen.seq_len + seen.depths, seen.seq_len + row.to(place)
         given = tokens.to(place), features.to(place, dtype), positions, slots
         if made is head:
             masked = made(*given, mask, cache)
-            assert cuda_head.use_fused_head(head)
+            made = cuda_head.FusedHead(head).forward
             for found, expected in zip(made(*given, mask, cache), masked, strict=True):
                 close(found, expected, 1e-3)  # prompts go on under a mask
         logits, following = made(*given, mask if made is dense else seen, cache)
-        if made is head:
+        if made is not dense:
             some = made(*given, seen, cache, torch.tensor([3], device=place))
             close(some[0], logits[3:4], 1e-3)
             assert torch.equal(some[1], following[3:4])

@@ -12,14 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import interpreted_tree_attention  # noqa: F401  (its products of bf16)
 from device_checks import check_cache_in_8_bits, check_order, check_step_of_head, close, random_pool
-from fasteagle.compile import cuda_blocks, cuda_head, cuda_ops, fixed_norm
+from fasteagle.compile import cuda_backend, cuda_blocks, cuda_head, cuda_ops, fixed_norm
 from fasteagle.compile.kernels import block_kernels, draft_kernels, order_kernels, tree_kernels
-from fasteagle.compile.tree_attention import use_tree_attention
-from fasteagle.decoding.cycle import EAGER, Pieces
+from fasteagle.decoding.cycle import Pieces
 from fasteagle.drafting.draft_head import top_children
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.generate import Engine
-from fasteagle.model import KVCache
+from fasteagle.model import KVCache, Target
 from fasteagle.options import SamplingParams
 from fasteagle.quant import kernels as quant_kernels
 from fasteagle.quant import planes
@@ -30,7 +29,16 @@ from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import TreeShape
 from fasteagle.tree import TreeView, chain, relations, rerank
 from helpers import eagle3_of, random_head
-from planes_models import CONFIGS, SEQ_LEN, packed_head, packed_target, passed, view_of
+from planes_models import (
+    CONFIGS,
+    SEQ_LEN,
+    KernelBackend,
+    fused_target,
+    packed_head,
+    packed_target,
+    passed,
+    view_of,
+)
 
 assert tree_kernels.INTERPRETED, "run me with TRITON_INTERPRET=1"
 
@@ -99,9 +107,8 @@ CASES += [("gqa", *scheme) for scheme in SCHEMES[1:]]
 @pytest.mark.parametrize(("name", "kind", "scheme", "accumulate"), CASES)
 def test_results_of_the_model(name, kind, scheme, accumulate):
     target, dense = packed_target(name, scheme, accumulate)
-    expected, dense_cache = passed(dense, 9, torch.float32)
-    assert cuda_blocks.use_fused_blocks(target)
-    found, cache = passed(target, 9)
+    expected, dense_cache = passed(Target(dense), 9, torch.float32)
+    found, cache = passed(fused_target(target), 9)
     limit = 4e-3 if accumulate == "fp16" else 2e-3
     first = dense.embedding(torch.arange(9) * 5)
     close(found - first, expected - first, limit)
@@ -115,8 +122,8 @@ def test_results_of_the_model(name, kind, scheme, accumulate):
     ("name", "accumulate"), [("gqa", "fp32"), ("qwen3", "fp32"), ("mha", "fp16")]
 )
 def test_rows_do_not_depend_on_their_number(name, accumulate):
-    target, _ = packed_target(name, accumulate=accumulate)
-    cuda_blocks.use_fused_blocks(target)
+    model, _ = packed_target(name, accumulate=accumulate)
+    target = fused_target(model)
     whole, whole_cache = passed(target, 9)
     for T in (1, 2, 5):
         part, cache = passed(target, T)
@@ -130,12 +137,14 @@ def test_a_cache_in_8_bits(name):
     check_cache_in_8_bits(name, "fp32", "cpu")
 
 
-def test_blocks_that_do_not_fit_are_the_same_for_any_number_of_rows():
+def test_blocks_that_do_not_fit_are_the_same_for_any_number_of_rows(monkeypatch):
     """Products block by block, as of sizes that do not fit, between norms in a fixed order."""
-    target, dense = packed_target("qwen3")
-    expected, _ = passed(dense, 9, torch.float32)
-    assert fixed_norm.use_fixed_norms(target)
-    use_tree_attention(target)
+    model, dense = packed_target("qwen3")
+    expected, _ = passed(Target(dense), 9, torch.float32)
+    monkeypatch.setattr(cuda_backend, "fits", lambda block: False)
+    backend = KernelBackend(model)
+    assert backend.leaves_blocks
+    target = backend.target
     whole, _ = passed(target, 9)
     close(whole, expected, 4e-3)
     for T in (1, 2, 5):
@@ -153,12 +162,12 @@ def test_split_products_and_a_separate_gate(monkeypatch, split):
     monkeypatch.setattr(
         block_kernels, "gate", lambda parts, *rest: gates.append(len(parts)) or gate(parts, *rest)
     )
-    target, dense = packed_target("mha", dim=512, ffn_dim=1024)
-    expected, _ = passed(dense, 3, torch.float32)
-    cuda_blocks.use_fused_blocks(target)
+    model, dense = packed_target("mha", dim=512, ffn_dim=1024)
+    expected, _ = passed(Target(dense), 3, torch.float32)
+    target = fused_target(model)
     found, _ = passed(target, 3)
     close(found, expected, 2e-3)
-    assert gates == [split] * len(target.blocks)
+    assert gates == [split] * len(model.blocks)
     for T in (1, 2):
         assert torch.equal(passed(target, T)[0], found[:T])
 
@@ -168,12 +177,11 @@ def test_an_activation_beyond_fp16():
     target, dense = packed_target("mha")
     for model in (target, dense):
         model.blocks[1].mlp_norm.weight.data *= 4000
-    expected, _ = passed(dense, 9, torch.float32)
+    expected, _ = passed(Target(dense), 9, torch.float32)
     mlp, norm = dense.blocks[1].mlp, dense.blocks[1].mlp_norm
     gate, up = mlp.gate_up(norm(expected)).chunk(2, -1)
     assert (torch.nn.functional.silu(gate) * up).abs().max() > 65504
-    cuda_blocks.use_fused_blocks(target)
-    close(passed(target, 9)[0], expected, 2e-3)
+    close(passed(fused_target(target), 9)[0], expected, 2e-3)
 
 
 STEPS = [
@@ -201,12 +209,12 @@ def test_a_draft_head_fed_with_huge_features_stays_finite(accumulate):
     head, _ = packed_head(random_head(target))
     head.block.attention.qkv.accumulate = accumulate
     head.borrow(target, 256)
-    assert cuda_head.use_fused_head(head)
     view = view_of(2, None)
     features = (6e4 * torch.randn(2, 128, generator=torch.Generator().manual_seed(1))).half()
     cache = KVCache(head.config.block, 256, torch.float16, "cpu")
     rows = view.seq_len + torch.arange(2)
-    logits, _ = head(torch.arange(2), features, view.seq_len + view.depths, rows, view, cache)
+    step = cuda_head.FusedHead(head).forward
+    logits, _ = step(torch.arange(2), features, view.seq_len + view.depths, rows, view, cache)
     assert logits.isfinite().all()
 
 
@@ -305,7 +313,7 @@ CYCLES = [
 
 
 @pytest.mark.parametrize(("algorithm", "params", "traced"), CYCLES, ids=str)
-def test_speculative_text_has_the_bits_of_plain_text(algorithm, params, traced):
+def test_speculative_text_has_the_bits_of_plain_text(monkeypatch, algorithm, params, traced):
     """The whole cycle by the kernels: drafts are accepted, and logits are equal bit for bit.
 
     `traced` as `torch.compile` sees it: from fake tensors, and without writing in place.
@@ -313,22 +321,14 @@ def test_speculative_text_has_the_bits_of_plain_text(algorithm, params, traced):
     target, _ = packed_target("gqa", n_layer=1, vocab_size=64)
     packed = quantize_weight(target.lm_head.weight.float(), Scheme(8))
     target.lm_head = QuantizedLMHead(PlanesLinear(packed, None))
-    assert cuda_blocks.use_fused_blocks(target)
+    backend = KernelBackend(target)
+    if traced:
+        compiled = (torch.compile(p, fullgraph=True, backend="aot_eager") for p in backend.pieces)
+        monkeypatch.setattr(KernelBackend, "pieces", Pieces(*compiled))
     head, _ = packed_head(random_head(target, eagle3=eagle3_of(algorithm, target.config)))
     texts, logits = [], []
     for drafter in (None, EagleDrafter(head, TreeShape(2, 3, 5), 128)):
-        engine = Engine(target, 128)
-        engine.state.move_rows, engine.state.relate = cuda_ops.move_rows, cuda_ops.relate
-        if drafter is not None:
-            drafter.top_children, drafter.rerank = cuda_ops.top_children, cuda_ops.rerank
-            cuda_ops.use_views(drafter)
-            assert cuda_head.use_fused_head(head)
-            engine.use(drafter)
-        if traced:
-            compiled = (
-                torch.compile(piece, fullgraph=True, backend="aot_eager") for piece in EAGER
-            )
-            engine.runner.usual = Pieces(*compiled)
+        engine = Engine(target, 128, drafter=drafter, backend=backend)
         n_tokens = 6 if traced else 14  # most of the time is the tracing itself
         found = [t for ids in engine.generate([5, 6, 7, 8], params, n_tokens) for t in ids]
         texts.append(found)
@@ -356,15 +356,9 @@ class Recording(TorchDispatchMode):
 def test_what_operators_declare(algorithm):
     """What they write, what they return, and the same of fake tensors."""
     target, _ = packed_target("gqa", n_layer=1, vocab_size=64)
-    assert cuda_blocks.use_fused_blocks(target)
     head, _ = packed_head(random_head(target, eagle3=eagle3_of(algorithm, target.config)))
     drafter = EagleDrafter(head, TreeShape(2, 3, 5), 128)
-    engine = Engine(target, 128)
-    engine.state.move_rows, engine.state.relate = cuda_ops.move_rows, cuda_ops.relate
-    drafter.top_children, drafter.rerank = cuda_ops.top_children, cuda_ops.rerank
-    cuda_ops.use_views(drafter)
-    assert cuda_head.use_fused_head(head)
-    engine.use(drafter)
+    engine = Engine(target, 128, drafter=drafter, backend=KernelBackend(target))
     with Recording() as recording:
         next(engine.generate([5, 6, 7, 8], SamplingParams(), 4))
         list(engine.generate([5, 6, 7, 8], SamplingParams(), 4))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fasteagle.compile.cpu_blocks import is_native, use_native_blocks
+from fasteagle.compile.cpu_backend import CpuBackend, runs_on_cpu
 from fasteagle.loading.source import has_native, quantize_, quantize_linear
 from fasteagle.model import Transformer
 from fasteagle.quant.linear import QuantizedLMHead
@@ -32,5 +32,9 @@ def native_target(config, bits: int = 4, dtype: torch.dtype = torch.float32) -> 
     scheme = Scheme(bits, 32 if bits == 4 else 0)
     quantize_(target.blocks, scheme, native=True)
     target.lm_head = QuantizedLMHead(quantize_linear(target.lm_head, Scheme(8), native=True))
-    assert use_native_blocks(target) and is_native(target) and has_native(target)
+    assert runs_on_cpu(target) and has_native(target)
     return target
+
+
+def native_backend(config, bits: int = 4, dtype: torch.dtype = torch.float32) -> CpuBackend:
+    return CpuBackend(native_target(config, bits, dtype))

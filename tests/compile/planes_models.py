@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import torch
 from torch import nn
 
+from fasteagle.compile.cuda_backend import CudaBackend
 from fasteagle.compile.int8_cache import quantized_rows
-from fasteagle.model import EagleHead, KVCache, Transformer
+from fasteagle.config import ModelConfig
+from fasteagle.model import EagleHead, KVCache, Target, Transformer
 from fasteagle.quant.cuda_linear import PlanesLinear
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme
@@ -85,31 +88,51 @@ def view_of(T: int, window: int | None, seq_len: int = SEQ_LEN, spread: int = 4)
     return TreeView(torch.tensor(seq_len), paths, depths, window)
 
 
-def filled(model: Transformer, dtype: torch.dtype) -> KVCache:
+def filled(target: Target, dtype: torch.dtype) -> KVCache:
     """A cache with random keys and values at the first `SEQ_LEN` positions."""
-    weight, int8 = model.norm.weight, model.cache_dtype == torch.int8
-    cache = KVCache(
-        model.config, 256, torch.int8 if int8 else dtype, weight.device, model.cache_spare
-    )
+    int8 = target.cache_dtype == torch.int8
+    cache = dataclasses.replace(target, cache_dtype=torch.int8 if int8 else dtype).new_cache(256)
     generator = torch.Generator().manual_seed(2)
-    size = *cache.rows.shape[:2], SEQ_LEN, model.config.head_dim
+    size = *cache.rows.shape[:2], SEQ_LEN, target.config.head_dim
     rows = torch.randn(size, generator=generator).half()
     rows = quantized_rows(rows) if int8 else rows
-    cache.rows[:, :, :SEQ_LEN] = rows.to(weight.device)
+    cache.rows[:, :, :SEQ_LEN] = rows.to(target.weight.device)
     return cache
 
 
 def passed(
-    model: Transformer, T: int, dtype: torch.dtype = torch.float16
+    target: Target, T: int, dtype: torch.dtype = torch.float16
 ) -> tuple[torch.Tensor, KVCache]:
-    """Residual stream behind the blocks for the first T rows of a tree of 9, and the cache."""
-    device = model.norm.weight.device
-    view, cache = view_of(9, model.config.sliding_window), filled(model, dtype)
+    """Residual stream after the blocks for the first T rows of a tree of 9, and the cache."""
+    device, model = target.weight.device, target.model
+    view, cache = view_of(9, model.config.sliding_window), filled(target, dtype)
     seq_len, paths, depths = (t.to(device) for t in (view.seq_len, view.paths[:T], view.depths[:T]))
     view = TreeView(seq_len, paths, depths, view.window)
     positions, slots = seq_len + depths, seq_len + torch.arange(T, device=device)
-    cos, sin = model.rope_cos[positions].unsqueeze(1), model.rope_sin[positions].unsqueeze(1)
-    x = model.embedding(torch.arange(T, device=device) * 5).float()
-    visible = model.visible_keys(view, cache.n_slots)
-    x = model.run_blocks(list(model.blocks), cache.layers, x, cos, sin, slots, visible)
-    return x, cache
+    streams: list[torch.Tensor] = []
+
+    def keep(norm: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if norm is model.norm:
+            streams.append(x)
+        return target.ops.norm(norm, x)
+
+    kept = dataclasses.replace(target, ops=target.ops._replace(norm=keep))
+    kept.encode(torch.arange(T, device=device) * 5, positions, slots, view, cache)
+    return streams[0], cache
+
+
+class KernelBackend(CudaBackend):
+    """Runs kernels wherever the model is: on a CPU in Triton's interpreter, eagerly."""
+
+    def __init__(self, model: Transformer, kv: str = "auto") -> None:
+        super().__init__(model, kv, replays=False)
+
+    def _has_kernel(self, config: ModelConfig, weight: torch.Tensor) -> bool:
+        return True
+
+
+def fused_target(model: Transformer, kv: str = "auto") -> Target:
+    """The target of a model whose blocks all fit the fused kernels."""
+    backend = KernelBackend(model, kv)
+    assert not backend.leaves_blocks
+    return backend.target

@@ -20,16 +20,19 @@ from fasteagle.compile.ahead import (
     run_passes,
     run_trees,
 )
+from fasteagle.compile.backend import choose_backend
 from fasteagle.decoding.runner import Runner
+from fasteagle.drafting.draft_head import DraftOps
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.generate import Engine
 from fasteagle.llm import open_llm
+from fasteagle.model import Target
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.quant import packed, planes
 from fasteagle.sampling import DrawKind
 from fasteagle.shapes import FusedShape, TreeShape
-from fasteagle.tree import rerank
+from fasteagle.tree import relations, rerank
 from helpers import captured_engine, random_head, random_target, tiny_config
 from tree_problems import problem
 
@@ -129,7 +132,7 @@ def test_passes_of_every_size_leave_the_engine_alone():
     seen = []
     forward = target.forward
     target.forward = lambda tokens, *rest: seen.append(len(tokens)) or forward(tokens, *rest)
-    run_passes(target, [1, 9])
+    run_passes(Target(target), [1, 9])
     run_head(engine.drafter, [4])
     del target.forward
     assert seen == [1, 9]
@@ -148,8 +151,7 @@ def test_kernels_of_drafting_and_committing_are_among_them(card, monkeypatch):
     engine = captured_engine(target, 256)
     engine.use(EagleDrafter(random_head(target), TreeShape(3, 3, 8), 256))
     drafter, state = engine.drafter, engine.state
-    drafter.top_children, drafter.rerank = draft_kernels.top_children, cuda_ops.rerank
-    state.relate = cuda_ops.relate
+    drafter.run_by(DraftOps(draft_kernels.top_children, cuda_ops.rerank))
     specs = [engine.spec(shape, DrawKind()) for shape in (None, TreeShape(3, 3, 8))]
     moved = []
 
@@ -158,10 +160,10 @@ def test_kernels_of_drafting_and_committing_are_among_them(card, monkeypatch):
         block_kernels.commit(cache.rows, start, path)
 
     with collecting() as found:
-        run_passes(target, [1, 8])
+        run_passes(Target(target), [1, 8])
         run_head(drafter, {spec.width for spec in specs})
-        run_trees(drafter, specs, state)
-        run_commits(target, specs, move_rows)
+        run_trees(drafter, specs, state, cuda_ops.relate)
+        run_commits(Target(target), specs, move_rows)
     names = ("chunk", "merge", "commit", "rerank", "relations")
     assert {name for name, _ in found} == {f"{name}_kernel" for name in names}
     assert moved == [4], "plain cycles move nothing"
@@ -173,14 +175,19 @@ def test_the_rows_and_candidates_of_cycles_to_come(monkeypatch):
     engine = captured_engine(target, 256)
     engine.use(FusedDrafter(random_head(target), FusedShape(2, 3, 6, 5), 256))
     drafter, reranked, rows = engine.drafter, [], []
-    drafter.rerank = lambda pool, root, n: reranked.append(len(pool.tokens))
+    drafter.run_by(DraftOps(rerank=lambda pool, root, n: reranked.append(len(pool.tokens))))
     monkeypatch.setattr(ahead, "_run_head", lambda drafter, T: rows.append(T) or torch.zeros(T, 64))
     specs = [engine.spec(shape, DrawKind()) for shape in (None, *drafter.shapes())]
     run_head(drafter, {spec.width for spec in specs if spec.width})
     assert rows == sorted({1, 3, specs[-1].width, 64})
-    run_trees(drafter, specs, engine.state)
+    run_trees(drafter, specs, engine.state, relations)
     pools = []
-    drafter.rerank = lambda pool, root, n: pools.append(len(pool.tokens)) or rerank(pool, root, n)
+
+    def counted(pool, root, n):
+        pools.append(len(pool.tokens))
+        return rerank(pool, root, n)
+
+    drafter.run_by(DraftOps(rerank=counted))
     list(engine.generate(PROMPT, SamplingParams(), 4))
     assert set(pools) == set(reranked) == {3 + 9 + 4 * 5}
 
@@ -191,9 +198,9 @@ def test_what_fails_while_compiling_ahead_is_told(monkeypatch, capsys):
 
     monkeypatch.setattr(ahead, "run_passes", failing)
     weight = SimpleNamespace(device=torch.device("cuda"))
-    target = SimpleNamespace(norm=SimpleNamespace(weight=weight))
+    backend = SimpleNamespace(target=SimpleNamespace(weight=weight))
     state = Engine(random_target(tiny_config()), 64).state
-    assert compile_ahead(target, None, [], state) == 0
+    assert compile_ahead(backend, None, [], state) == 0
     assert "one by one as they are needed: no such operator\n" in capsys.readouterr().err
 
 
@@ -213,14 +220,14 @@ def test_passes_stay_within_the_shortest_tables(max_seq_len):
     target = random_target(tiny_config())
     target.init_rope(max_seq_len + 256, "cpu")
     engine = captured_engine(target, max_seq_len)
-    run_passes(target, [1, 64])
+    run_passes(Target(target), [1, 64])
     run_head(engine.drafter, [4])
 
 
 def test_a_runner_compiles_ahead_once_for_each_number_of_rows(monkeypatch):
     asked = []
     monkeypatch.setattr(
-        graphs, "compile_ahead", lambda target, drafter, specs, state: asked.append(len(specs))
+        graphs, "compile_ahead", lambda backend, drafter, specs, state: asked.append(len(specs))
     )
     target = random_target(tiny_config())
     engine = captured_engine(target, 256)
@@ -233,7 +240,7 @@ def test_a_runner_compiles_ahead_once_for_each_number_of_rows(monkeypatch):
 
 def test_nothing_is_compiled_ahead_on_a_cpu():
     engine = Engine(random_target(tiny_config()), 64)
-    assert compile_ahead(engine.model, None, [], engine.state) == 0
+    assert compile_ahead(engine.backend, None, [], engine.state) == 0
 
 
 @pytest.mark.gpu
@@ -241,11 +248,9 @@ def test_nothing_is_compiled_ahead_on_a_cpu():
 def test_a_second_pass_compiles_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     target = random_target(tiny_config(dim=256, n_head=4, n_kv_head=2, head_dim=64)).cuda().half()
-    from fasteagle.compile.tree_attention import use_tree_attention
-
-    use_tree_attention(target)
+    backend = choose_backend(target)
     begin = time.perf_counter()
-    compile_ahead(target, None, [], Engine(target, 256).state)
+    compile_ahead(backend, None, [], Engine(target, 256).state)
     with collecting() as found:
-        run_passes(target, [1])
+        run_passes(backend.target, [1])
     assert not found and time.perf_counter() - begin < 120

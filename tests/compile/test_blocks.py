@@ -10,8 +10,10 @@ import torch
 
 from fasteagle.compile import BlockCompiler, blocks
 from fasteagle.compile.blocks import start_compiler
+from fasteagle.decoding.runner import Backend
 from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
+from fasteagle.model import Target
 from fasteagle.options import SamplingParams
 from helpers import eagle3_of, random_head, save_tiny
 
@@ -127,7 +129,7 @@ def test_missing_compiler_is_noticed():
 
 
 def test_a_failing_compilation_is_reported_not_raised(model, monkeypatch):
-    compiler = BlockCompiler(model, 512)
+    compiler = BlockCompiler(Backend(Target(model)), 512)
     monkeypatch.setattr(compiler, "_warm_up", lambda: (_ for _ in ()).throw(ValueError("bad\nx")))
     compiler.start()
     compiler.wait()
@@ -137,7 +139,7 @@ def test_a_failing_compilation_is_reported_not_raised(model, monkeypatch):
 @pytest.mark.parametrize(("device", "ready"), [("cuda", True), ("cpu", False)])
 def test_what_a_capture_spoils_is_compiled_again(model, monkeypatch, device, ready):
     """On CUDA a capture in the answering thread can forbid the timing of kernels in this one."""
-    compiler = BlockCompiler(model, 512)
+    compiler = BlockCompiler(Backend(Target(model)), 512)
     weight = SimpleNamespace(device=torch.device(device))
     tried = []
 
@@ -147,9 +149,7 @@ def test_what_a_capture_spoils_is_compiled_again(model, monkeypatch, device, rea
             raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(compiler, "_warm_up", warm_up)
-    monkeypatch.setattr(compiler, "_use_sums", lambda: None)
     monkeypatch.setattr(compiler, "_model", SimpleNamespace(norm=SimpleNamespace(weight=weight)))
-    monkeypatch.setattr(BlockCompiler, "_extra_blocks", [])
     compiler.start()
     compiler.wait()
     assert compiler.ready == ready and len(tried) == 1 + ready

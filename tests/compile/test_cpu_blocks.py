@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fasteagle.compile.cpu_blocks import (
-    block_tensors,
-    is_native,
-    is_native_block,
-    use_native_blocks,
-)
+from fasteagle.compile.backend import choose_backend
+from fasteagle.compile.cpu_backend import runs_on_cpu
+from fasteagle.compile.cpu_blocks import block_tensors
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.static_tree import StaticTreeDrafter
 from fasteagle.generate import Engine
 from fasteagle.loading.source import quantize_, quantize_head_
-from fasteagle.model import KVCache, Transformer, causal_mask
+from fasteagle.model import KVCache, Target, Transformer, causal_mask
 from fasteagle.options import SamplingParams
 from fasteagle.quant import cpu_build
 from fasteagle.quant.cpu_linear import NativeLinear
@@ -27,7 +24,7 @@ from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import TreeShape
 from fasteagle.tree import TreeView, ancestor_mask, tree_paths
 from helpers import eagle3_of, random_head, random_target, rounded_activations, tiny_config
-from native_models import CONFIGS, SHAPE, native_target
+from native_models import CONFIGS, SHAPE, native_backend, native_target
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,9 +45,10 @@ class Emulated(nn.Module):
         return nn.functional.linear(rounded, self.weight, self.bias).to(x.dtype)
 
 
-def emulated(target: Transformer) -> Transformer:
+def emulated(target: Target) -> Transformer:
     """The same weights in the model's own blocks, in fp32."""
     twin = random_target(target.config)
+    target = target.model
     for mine, theirs in zip(twin.blocks, target.blocks, strict=True):
         for path in ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down"):
             mine.set_submodule(path, Emulated(theirs.get_submodule(path)))
@@ -58,7 +56,9 @@ def emulated(target: Transformer) -> Transformer:
     return twin
 
 
-def run_chain(target: Transformer, tokens: Tensor, cache: KVCache, begin: int = 0) -> Tensor:
+def run_chain(
+    target: Target | Transformer, tokens: Tensor, cache: KVCache, begin: int = 0
+) -> Tensor:
     rows = torch.arange(begin, begin + len(tokens))
     mask = causal_mask(begin, len(tokens), cache.n_slots, target.config.sliding_window, "cpu")
     return target(tokens, rows, rows, mask, cache).logits
@@ -68,7 +68,7 @@ def run_chain(target: Transformer, tokens: Tensor, cache: KVCache, begin: int = 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_blocks_compute_what_the_model_says(name, bits):
     config = tiny_config(**CONFIGS[name])
-    target = native_target(config, bits)
+    target = native_backend(config, bits).target
     tokens = torch.randint(0, config.vocab_size, (150,), generator=torch.Generator().manual_seed(1))
     caches = [KVCache(config, 256, torch.float32, "cpu") for _ in range(2)]
     found = run_chain(target, tokens, caches[0])
@@ -84,7 +84,7 @@ def test_blocks_compute_what_the_model_says(name, bits):
 def test_a_row_has_the_same_bits_in_any_pass(name, dtype, length):
     """A tree's rows against their paths decoded token by token, and against one long chunk."""
     config = tiny_config(**CONFIGS[name])
-    target = native_target(config, dtype=dtype)
+    target = native_backend(config, dtype=dtype).target
     generator = torch.Generator().manual_seed(length)
     text = torch.randint(0, config.vocab_size, (length,), generator=generator)
     parents = torch.tensor([0, 0, 0, 1, 1, 2, 3, 3, 6])
@@ -115,7 +115,7 @@ def test_a_row_has_the_same_bits_in_any_pass(name, dtype, length):
 def test_rows_of_several_texts_have_the_bits_they_have_alone(name):
     """Texts in regions of their own of one cache, the last token of each in one pass."""
     config = tiny_config(**CONFIGS[name])
-    target = native_target(config)
+    target = native_backend(config).target
     lengths, region = [5, 200, 64, 1, 130], 256
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(0, config.vocab_size, (n,), generator=generator) for n in lengths]
@@ -138,7 +138,7 @@ def test_rows_of_several_texts_have_the_bits_they_have_alone(name):
 
 def test_what_nobody_has_written_is_not_read():
     config = tiny_config(**SHAPE)
-    target = native_target(config)
+    target = native_backend(config).target
     tokens = torch.arange(9)
     clean, dirty = (KVCache(config, 256, torch.float32, "cpu") for _ in range(2))
     dirty.rows.fill_(float("nan"))
@@ -147,7 +147,7 @@ def test_what_nobody_has_written_is_not_read():
 
 def test_one_thread_or_two_give_the_same_bits():
     config = tiny_config(**SHAPE)
-    target = native_target(config)
+    target = native_backend(config).target
     tokens, found = torch.arange(40), []
     for threads in (1, 2):
         torch.set_num_threads(threads)
@@ -157,7 +157,7 @@ def test_one_thread_or_two_give_the_same_bits():
 
 def test_wrong_slots_are_refused():
     config = tiny_config(**SHAPE)
-    target = native_target(config)
+    target = native_backend(config).target
     cache = KVCache(config, 256, torch.float32, "cpu")
     rows, mask = torch.arange(2), torch.ones(2, 256).bool()
     with pytest.raises(RuntimeError, match="slot 256 of 256"):
@@ -166,9 +166,9 @@ def test_wrong_slots_are_refused():
 
 def test_what_does_not_fit_the_blocks_is_refused():
     config = tiny_config(**SHAPE)
-    target = native_target(config)
-    tensors = [tensor for block in target.blocks for tensor in block_tensors(block)]
-    caches = [torch.zeros(2, 64, 16) for _ in range(2 * len(target.blocks))]
+    target = native_backend(config).target
+    tensors = [tensor for block in target.model.blocks for tensor in block_tensors(block)]
+    caches = [torch.zeros(2, 64, 16) for _ in range(2 * len(target.model.blocks))]
     T = 2
     paths, depths = torch.zeros(T, 3, dtype=torch.int32), torch.arange(T)
     given = {
@@ -216,13 +216,14 @@ def test_what_does_not_fit_the_blocks_is_refused():
 def test_a_prompt_is_read_in_parts_that_go_through_together(monkeypatch):
     """Larger parts are no faster, and whoever leaves waits for the one that runs."""
     config = tiny_config(**SHAPE)
-    engine = Engine(native_target(config), 256)
+    backend = native_backend(config)
+    engine = Engine(backend.target.model, 256, backend=backend)
     prompt = torch.arange(100).remainder(config.vocab_size).tolist()
     rows, run = [], engine._run
     monkeypatch.setattr(engine, "_run", lambda ids, *rest: rows.append(len(ids)) or run(ids, *rest))
     feature, *_ = engine.prefill(prompt)
     assert rows == [32, 32, 32, 4]
-    monkeypatch.setattr(engine.model, "rows_at_once", 100)
+    backend.target = dataclasses.replace(backend.target, rows_at_once=100)
     engine.restart()
     assert torch.equal(engine.prefill(prompt)[0], feature)
 
@@ -234,9 +235,10 @@ def test_other_models_keep_their_blocks():
     ):
         target = random_target(config)
         quantize_(target.blocks, Scheme(8), native=True)
-        assert not use_native_blocks(target) and not is_native(target)
-        run_chain(target, torch.arange(5), KVCache(config, 256, torch.float32, "cpu"))
-    assert not use_native_blocks(random_target(tiny_config(**SHAPE)))
+        backend = choose_backend(target)
+        assert not runs_on_cpu(target) and backend.name == "eager"
+        run_chain(backend.target, torch.arange(5), KVCache(config, 256, torch.float32, "cpu"))
+    assert not runs_on_cpu(random_target(tiny_config(**SHAPE)))
 
 
 @pytest.mark.parametrize("algorithm", ["eagle1", "eagle3"])
@@ -249,11 +251,12 @@ def test_every_drafter_writes_what_plain_decoding_writes(dtype, temperature, alg
     head = random_head(target, torch.arange(0, 60, 2), rope_base=10000.0, eagle3=eagle3)
     head.borrow(target, 256)
     quantize_head_(head, Scheme(4, 32, head_bits=8), native=True)
-    assert is_native_block(head.block)
+    backend = choose_backend(target)
+    assert backend.name == "cpu" and not backend.leaves_head(head)
     params = SamplingParams(temperature=temperature, seed=3)
 
     def answer(drafter) -> list[int]:
-        engine = Engine(copy.copy(target), 256, drafter=drafter)
+        engine = Engine(target, 256, drafter=drafter, backend=backend)
         return [t for new in engine.generate([1, 2, 3], params, 60) for t in new]
 
     plain = answer(None)

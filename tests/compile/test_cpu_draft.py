@@ -5,13 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fasteagle.compile.cpu_draft import NativeDraft, can_draft, drafts_natively
+from fasteagle.compile.cpu_backend import native_step
+from fasteagle.compile.cpu_draft import NativeDraft, can_draft
 from fasteagle.compile.cycles import CycleCompiler
 from fasteagle.decoding.cycle import EAGER
+from fasteagle.decoding.runner import Backend
+from fasteagle.drafting.draft_head import DraftOps
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.policy import Thresholds
 from fasteagle.generate import Engine
 from fasteagle.loading.source import quantize_head_, quantize_linear
+from fasteagle.model import Target
 from fasteagle.options import SamplingParams
 from fasteagle.quant import cpu_build
 from fasteagle.quant.linear import QuantizedLMHead
@@ -46,6 +50,19 @@ def even(verify: float, expand: float) -> Thresholds:
     return Thresholds((verify,) * 8, (expand,) * 8)
 
 
+class Drafting(Backend):
+    """The core, but for chains: by the kernels."""
+
+    native = NativeDraft()
+    pieces = EAGER._replace(draft=native)
+
+    def step(self, head):
+        return native_step(head)
+
+    def drafts(self, drafter, spec) -> bool:
+        return self.native.runs(drafter, spec)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
     cpu_build.load()
@@ -70,7 +87,9 @@ def make(name, dtype=torch.float32, depth=6):
         target.lm_head = QuantizedLMHead(quantize_linear(target.lm_head, Scheme(8), native=True))
         head.borrow(target, 512)
     quantize_head_(head, Scheme(8, head_bits=8), native=True)
-    return target, Always(head, TreeShape(depth, 1, depth), 512)
+    drafter = Always(head, TreeShape(depth, 1, depth), 512)
+    drafter.run_by(DraftOps(head=native_step(head)))
+    return target, drafter
 
 
 def begin(target, drafter, length, count, params, seed=0):
@@ -105,8 +124,8 @@ def test_the_tokens_of_the_drafters_own_code(name, params, length, count):
     target, drafter = make(name)
     assert can_draft(drafter.head)
     spec = spec_of(SureChain(6), 7, DrawKind.of(params, 60))
-    assert drafts_natively(drafter, spec)
     native = NativeDraft()
+    assert native.runs(drafter, spec)
     state = begin(target, drafter, length, count, params)
     expected = EAGER.draft(state, drafter, spec)
     before = drafter.cache.rows.clone()
@@ -171,9 +190,9 @@ def test_other_heads_are_left_to_the_drafters_code():
     target = random_target(tiny_config(**SHAPE))
     drafter = EagleDrafter(random_head(target), TreeShape(3, 1, 3), 512)
     assert not can_draft(drafter.head)
-    assert not drafts_natively(drafter, spec_of(SureChain(6), 7))
+    assert not NativeDraft().runs(drafter, spec_of(SureChain(6), 7))
     target, drafter = make("eagle1")
-    assert not drafts_natively(drafter, spec_of(TreeShape(3, 1, 3), 4))
+    assert not NativeDraft().runs(drafter, spec_of(TreeShape(3, 1, 3), 4))
 
 
 @pytest.mark.parametrize("algorithm", ["eagle1", "eagle3"])
@@ -187,9 +206,9 @@ def test_text_stays_that_of_plain_decoding(algorithm, params):
     passes = []
     for compiled in (False, True):
         drafter.shape = SureChain(5)
-        engine = Engine(target, 256, drafter=drafter)
+        backend = Drafting(Target(target)) if compiled else None
+        engine = Engine(target, 256, drafter=drafter, backend=backend)
         if compiled:
-            engine.runner.usual = EAGER._replace(draft=NativeDraft())
             compiler = CycleCompiler(engine, DrawKind.of(params, 60))
             compiler.compile()
             compiler.apply()

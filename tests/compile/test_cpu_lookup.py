@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
+from fasteagle.compile.cpu_backend import CpuBackend
 from fasteagle.compile.cpu_draft import NativeDraft
-from fasteagle.compile.cpu_pass import native_pieces
 from fasteagle.compile.cycles import CycleCompiler
 from fasteagle.decoding.cycle import EAGER
 from fasteagle.drafting.costs import Costs
@@ -120,9 +120,7 @@ def fused(target, corpus=None, reach=REACH):
 
 
 def engine_of(target, drafter=None) -> Engine:
-    engine = Engine(target, 256, drafter=drafter)
-    engine.runner.usual = native_pieces(target)
-    return engine
+    return Engine(target, 256, drafter=drafter, backend=CpuBackend(target))
 
 
 def answer(engine: Engine, params, n=120, prompt=(1, 2, 3)) -> list[int]:

@@ -7,9 +7,11 @@ import dataclasses
 import pytest
 import torch
 
-from fasteagle.compile.cpu_blocks import use_native_blocks
-from fasteagle.compile.cpu_pass import finish, native_pieces, passes_natively
+from fasteagle.compile.backend import choose_backend
+from fasteagle.compile.cpu_backend import CpuBackend
+from fasteagle.compile.cpu_pass import finish, why_not
 from fasteagle.decoding.cycle import EAGER, Proposal
+from fasteagle.decoding.runner import Backend
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.generate import Engine
 from fasteagle.loading.source import quantize_
@@ -31,7 +33,7 @@ from fasteagle.shapes import AnyShape, FusedShape, TreeShape
 from fasteagle.state import CycleSpec, DecodeState
 from fasteagle.tree import HEAD, LOOKUP, DraftTree
 from helpers import random_target, tiny_config
-from native_models import CONFIGS, SHAPE, native_target
+from native_models import CONFIGS, SHAPE, native_backend, native_target
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -65,13 +67,13 @@ def state_of(target, seq_len: int, dtype=torch.float32, taps=()) -> DecodeState:
 @pytest.mark.parametrize("T", [1, 2, 9, 32])
 @pytest.mark.parametrize("length", [1, 70, 140])
 def test_a_pass_has_the_bits_of_its_parts(name, dtype, T, length):
-    target = native_target(tiny_config(**CONFIGS[name]), dtype=dtype)
-    assert passes_natively(target)
-    verify = native_pieces(target).verify
+    backend = native_backend(tiny_config(**CONFIGS[name]), dtype=dtype)
+    assert why_not(backend.target.model) is None
+    verify, target = backend.pieces.verify, backend.target
     generator = torch.Generator().manual_seed(T + length)
     proposal = Proposal.of(random_tree(T, 60, generator))
     for taps in ((), (0, 1, 2)):
-        one, two = (state_of(target, length, dtype, taps) for _ in range(2))
+        one, two = (state_of(target.model, length, dtype, taps) for _ in range(2))
         found, expected = verify(one, target, proposal), EAGER.verify(two, target, proposal)
         assert torch.equal(found.logits, expected.logits)
         assert torch.equal(found.features, expected.features)
@@ -83,16 +85,17 @@ def test_a_pass_has_the_bits_of_its_parts(name, dtype, T, length):
 
 
 def test_more_rows_than_one_call_takes():
-    target = native_target(tiny_config(**SHAPE))
+    backend = native_backend(tiny_config(**SHAPE))
+    target, model = backend.target, backend.target.model
     proposal = Proposal.of(random_tree(40, 60, torch.Generator().manual_seed(0)))
-    one, two = state_of(target, 50), state_of(target, 50)
-    found = native_pieces(target).verify(one, target, proposal)
+    one, two = state_of(model, 50), state_of(model, 50)
+    found = backend.pieces.verify(one, target, proposal)
     assert torch.equal(found.logits, EAGER.verify(two, target, proposal).logits)
 
 
 def test_what_cannot_be_read_is_refused():
     target = native_target(tiny_config(**SHAPE))
-    verify = native_pieces(target).verify
+    verify = CpuBackend(target).pieces.verify
     tree = random_tree(4, 60, torch.Generator().manual_seed(0))
     with pytest.raises(RuntimeError, match="slot 256 of 256"):
         verify(state_of(target, 253), target, Proposal.of(tree))
@@ -103,7 +106,7 @@ def test_what_cannot_be_read_is_refused():
 
 def test_what_does_not_fit_the_pass_is_refused():
     target = native_target(tiny_config(**SHAPE))
-    native = native_pieces(target).verify
+    native = CpuBackend(target).pieces.verify
     tree = random_tree(4, 60, torch.Generator().manual_seed(0))
     proposal = Proposal.of(tree)
     state = state_of(target, 5)
@@ -124,7 +127,7 @@ def test_what_does_not_fit_the_pass_is_refused():
     with pytest.raises(RuntimeError, match="position 6 of 6|slot|position"):
         small = native_target(tiny_config(**SHAPE))
         small.rope_cos, small.rope_sin = small.rope_cos[:5], small.rope_sin[:5]
-        native_pieces(small).verify(state_of(small, 5), small, proposal)
+        CpuBackend(small).pieces.verify(state_of(small, 5), small, proposal)
     for changes, message in (
         ({"tokens": torch.zeros(8, dtype=torch.long)[::2]}, "tree"),
         ({"paths": proposal.paths.flatten()}, "tree"),
@@ -195,11 +198,12 @@ def test_lists_of_tensors_have_one_order_in_python_and_in_cpp():
 
 def test_other_targets_keep_their_code():
     target = random_target(tiny_config(**SHAPE))
-    assert native_pieces(target) == EAGER and not passes_natively(target)
+    assert choose_backend(target).pieces == EAGER
     quantize_(target.blocks, Scheme(8), native=True)
-    assert use_native_blocks(target)  # but its LM head is not ours
-    pieces = native_pieces(target)
+    backend = choose_backend(target)
+    pieces = backend.pieces
     assert pieces.verify is EAGER.verify and pieces.finish is finish
+    assert "LM head by torch: its LM head is not quantized" in backend.describe()
 
 
 def output_for(tree: DraftTree, target, generator, state, wrong: str) -> Output:
@@ -345,9 +349,10 @@ def test_what_the_kernels_do_not_do_is_done_by_the_cycle():
     for drawn in (SamplingParams(), params, SamplingParams(repetition_penalty=1.2), penalty):
         texts = []
         for native in (False, True):
-            engine = Engine(target, 200, drafter=NgramDrafter(4))
-            if native:
-                engine.runner.usual = native_pieces(target)
+            backend = CpuBackend(target)
+            if not native:
+                backend = Backend(backend.target)
+            engine = Engine(target, 200, drafter=NgramDrafter(4), backend=backend)
             found = [t for new in engine.generate([1, 2, 3, 1, 2], drawn, 60) for t in new]
             texts.append((found, engine.stats.path_lengths, engine.stats.drafted))
         assert texts[0] == texts[1]

@@ -17,15 +17,14 @@ import torch
 from device_checks import check_cache_in_8_bits, check_order, check_step_of_head
 from fasteagle.drafting.draft_head import top_children
 from fasteagle.loading.registry import preset
-from fasteagle.model import RMSNorm, run_blocks
-from fasteagle.options import RuntimeOptions
+from fasteagle.model import CORE, RMSNorm, Target
 from helpers import pass_in_interpreter
-from planes_models import CONFIGS, SEQ_LEN, packed_target, passed
+from planes_models import CONFIGS, SEQ_LEN, KernelBackend, fused_target, packed_target, passed
 
 pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
 
 import sass
-from fasteagle.compile import cuda_blocks, cuda_ops, fixed_norm
+from fasteagle.compile import cuda_backend, cuda_ops, fixed_norm, tree_attention
 from fasteagle.compile.kernels import block_kernels, draft_kernels, order_kernels, tree_kernels
 from launch_counter import block_launches, head_launches
 
@@ -82,26 +81,31 @@ def test_norms_of_heads_and_wide_heads_keep_rope_apart():
         assert found["rope_kernel"] == 1 and found.total() == 10
 
 
-def test_passes_under_a_mask_run_as_before():
-    target, _ = packed_target()
-    x = torch.randn(5, 128, generator=torch.Generator().manual_seed(1))
-    cos, sin = (t[:5].unsqueeze(1) for t in (target.rope_cos, target.rope_sin))
-    mask, slots = torch.ones(5, 8).tril().bool(), torch.arange(5)
+def test_passes_under_a_mask_are_the_cores(monkeypatch):
+    model, _ = packed_target()
+    tokens, rows = torch.arange(5), torch.arange(5)
+    mask = torch.ones(5, 256).tril().bool()
+    monkeypatch.setattr(fixed_norm, "rms_norm", by_the_core)
     results = []
-    for _ in range(2):
-        layers = [(torch.zeros(2, 8, 32).half(), torch.zeros(2, 8, 32).half()) for _ in range(2)]
-        found = target.run_blocks(list(target.blocks), layers, x, cos, sin, slots, mask)
-        results.append(found)
-        assert target.run_blocks is run_blocks or cuda_blocks.is_fused(target)
-        cuda_blocks.use_fused_blocks(target)
+    before = Target(model, tree_attention.OPS)
+    for make in (lambda: before, lambda: fused_target(model)):
+        target = dataclasses.replace(make(), cache_dtype=torch.float16)
+        results.append(target.encode(tokens, rows, rows, mask, target.new_cache(256))[0])
     assert torch.equal(*results)
 
 
+def by_the_core(x, scale, eps):
+    norm = RMSNorm(x.shape[1], eps)
+    norm.weight.data = scale
+    return norm(x)
+
+
 def test_other_linears_keep_their_blocks():
-    target, _ = packed_target()
-    target.blocks[1].mlp.down.bias = torch.nn.Parameter(torch.zeros(128))
-    assert not cuda_blocks.use_fused_blocks(target) and not cuda_blocks.is_fused(target)
-    assert target.run_blocks is run_blocks
+    model, _ = packed_target()
+    model.blocks[1].mlp.down.bias = torch.nn.Parameter(torch.zeros(128))
+    backend = KernelBackend(model)
+    assert backend.leaves_blocks and backend.target.ops.run_blocks is None
+    assert "blocks by the core" in backend.describe()
 
 
 def test_norms_of_blocks_that_are_not_fused(monkeypatch):
@@ -110,33 +114,17 @@ def test_norms_of_blocks_that_are_not_fused(monkeypatch):
 
     def normed(x, scale, eps):
         norms.append(tuple(x.shape))
-        norm = RMSNorm(x.shape[1], eps)
-        norm.weight.data = scale
-        return norm(x)
+        return by_the_core(x, scale, eps)
 
     monkeypatch.setattr(fixed_norm, "rms_norm", normed)
-    target, dense = packed_target("qwen3")
-    expected, _ = passed(target, 5)
-    assert not fixed_norm.use_fixed_norms(dense)
-    assert fixed_norm.use_fixed_norms(target) and not cuda_blocks.is_fused(target)
-    assert not any(isinstance(module, RMSNorm) for module in target.modules())
-    found, _ = passed(target, 5)
+    monkeypatch.setattr(cuda_backend, "fits", lambda block: False)
+    model, dense = packed_target("qwen3")
+    expected, _ = passed(Target(model, tree_attention.OPS), 5)
+    assert KernelBackend(dense).target.ops.norm is CORE.norm
+    found, _ = passed(KernelBackend(model).target, 5)
     assert torch.equal(found, expected)
     block = [(5, 128), (20, 32), (10, 32), (5, 128)]
-    assert norms == 2 * block
-
-
-@pytest.mark.parametrize(("kv", "fits", "fixed"), [("auto", 1, 0), ("auto", 0, 1), ("int8", 1, 0)])
-def test_who_gets_fixed_norms(tiny_dir, monkeypatch, kv, fits, fixed):
-    from fasteagle.loading import open as opening
-
-    called = []
-    monkeypatch.setattr(opening, "has_kernel", lambda *given: True)
-    monkeypatch.setattr(opening, "use_tree_attention", lambda model: None)
-    monkeypatch.setattr(opening, "use_fused_blocks", lambda model: bool(fits))
-    monkeypatch.setattr(opening, "use_fixed_norms", called.append)
-    opening.load_runtime(str(tiny_dir), RuntimeOptions(device="cpu", kv=kv))
-    assert len(called) == fixed
+    assert norms == [*block, *block, (5, 128)]
 
 
 @pytest.fixture(autouse=True)
@@ -296,9 +284,9 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 def test_blocks_on_the_device(name, accumulate):
     """The results of the dense model in fp32, and the same bits for any number of rows."""
     target, dense = packed_target(name, accumulate=accumulate)
-    expected, _ = passed(dense, 9, torch.float32)
+    expected, _ = passed(Target(dense), 9, torch.float32)
     target.cuda().init_rope(512, "cuda")
-    assert cuda_blocks.use_fused_blocks(target)
+    target = fused_target(target)
     whole, cache = passed(target, 9)
     error = (whole.cpu() - expected).norm() / expected.norm()
     assert error < 5e-3

@@ -13,9 +13,7 @@ from collections import Counter
 import pytest
 import torch
 
-from fasteagle.compile import cuda_blocks, cuda_head, cuda_ops
-from fasteagle.compile.int8_cache import use_int8_cache
-from fasteagle.decoding.cycle import EAGER, Proposal
+from fasteagle.decoding.cycle import Proposal
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.static_tree import StaticTreeDrafter
@@ -32,7 +30,7 @@ from fasteagle.sampling import DrawKind
 from fasteagle.shapes import PAPER_TREE, FusedShape, TreeShape
 from fasteagle.tree import chain
 from helpers import eagle3_of, random_head
-from planes_models import packed_head, packed_target
+from planes_models import KernelBackend, packed_head, packed_target
 
 pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
 
@@ -62,17 +60,11 @@ def engine_of(
         linear = PlanesLinear(quantize_weight(target.lm_head.weight.float(), Scheme(8)), None)
         target.lm_head = QuantizedLMHead(linear)
     target.bfloat16().init_rope(512, "cpu")
-    if int8:
-        use_int8_cache(target)
-    assert cuda_blocks.use_fused_blocks(target)
+    backend = KernelBackend(target, "int8" if int8 else "auto")
+    assert not backend.leaves_blocks
     head, _ = packed_head(random_head(target, eagle3=eagle3_of(algorithm, target.config)))
-    engine = Engine(target, 512)
-    engine.state.move_rows, engine.state.relate = cuda_ops.move_rows, cuda_ops.relate
     drafter = make_drafter(head.bfloat16())
-    drafter.top_children, drafter.rerank = cuda_ops.top_children, cuda_ops.rerank
-    cuda_ops.use_views(drafter)
-    cuda_head.use_fused_head(head)
-    engine.use(drafter)
+    engine = Engine(target, 512, drafter=drafter, backend=backend)
     engine.reserve(10, TREE.rows, TREE.rows)
     engine.state.count.fill_(1)
     engine.state.seq_len.fill_(2)
@@ -96,9 +88,9 @@ def pieces(made, kind: DrawKind, tree: TreeShape | None) -> dict[str, Counter[st
     taps = features.float().repeat(1, len(state.tap_layers)) if state.tap_layers else None
     output = Output(torch.zeros(T, target.config.vocab_size), features, taps)
     return {
-        "draft": launches(EAGER.draft, state, drafter, spec),
-        "verify": launches(EAGER.verify, state, target, proposal),
-        "finish": launches(EAGER.finish, state, spec, proposal, output),
+        "draft": launches(engine.runner.usual.draft, state, drafter, spec),
+        "verify": launches(engine.runner.usual.verify, state, engine.target, proposal),
+        "finish": launches(engine.runner.usual.finish, state, spec, proposal, output),
     }
 
 
@@ -151,7 +143,7 @@ def test_nodes_of_drawing(made, kind):
     features = engine.model.norm.weight.new_zeros(TREE.rows, engine.model.config.dim)
     output = Output(torch.zeros(TREE.rows, 64), features)
     proposal = Proposal.of(chain(rows, rows >= 0))
-    found = launches(EAGER.finish, state, spec, proposal, output)
+    found = launches(engine.runner.usual.finish, state, spec, proposal, output)
     print("\n", found)
     assert found.total() <= (60 if kind.top_p else 16)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fasteagle.compile import tree_attention
+from fasteagle.compile.backend import choose_backend
 from fasteagle.compile.blocks import compile_now, missing_compiler
 from fasteagle.compile.costs import follow_costs
 from fasteagle.compile.cycles import CycleCompiler
-from fasteagle.compile.graphs import CapturedRunner, make_engine
-from fasteagle.compile.tree_attention import use_tree_attention
+from fasteagle.compile.graphs import CapturedRunner
 from fasteagle.decoding.cycle import EAGER
+from fasteagle.decoding.runner import Backend
 from fasteagle.drafting.base import Tuning
 from fasteagle.drafting.draft_model import ModelDrafter
 from fasteagle.drafting.eagle import EagleDrafter
@@ -20,14 +22,15 @@ from fasteagle.drafting.plan import DEFAULT_RANKS
 from fasteagle.drafting.static_tree import StaticTreeDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
+from fasteagle.model import Target
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import DrawKind
 from fasteagle.shapes import FusedShape, TreeShape
-from fasteagle.tree import TreeView
 from helpers import (
     FakeGraphs,
     captured_engine,
     costs,
+    eager_engine,
     eagle3_of,
     random_head,
     random_target,
@@ -73,8 +76,8 @@ def answer(engine, prompt=PROMPT, params=GREEDY, n=60, eos=frozenset()):
     return [t for ids in engine.generate(prompt, params, n, eos) for t in ids]
 
 
-def eagle_engine(target, head, ahead=1, max_seq_len=256):
-    engine = captured_engine(target, max_seq_len, ahead)
+def eagle_engine(target, head, ahead=1, max_seq_len=256, advice=None):
+    engine = captured_engine(target, max_seq_len, ahead, advice)
     engine.use(EagleDrafter(head, TreeShape(3, 3, 8), max_seq_len))
     return engine
 
@@ -237,8 +240,9 @@ def test_a_capture_that_another_thread_spoils_is_made_again(target, head):
     ids=["torch", "Triton"],
 )
 def test_a_capture_without_memory_says_what_would_fit(target, head, error):
-    engine = eagle_engine(target, head)
-    engine.runner.advice = lambda given: given is head.config and "use --precision int8"
+    engine = eagle_engine(
+        target, head, advice=lambda given: given is head.config and "use --precision int8"
+    )
     tried = []
 
     def without_memory(step, restore):
@@ -260,8 +264,7 @@ def test_advice_that_fails_does_not_stop_an_answer(target, head, monkeypatch):
     def without_advice(head):
         raise FasteagleError("int4 needs groups of 32")
 
-    engine = eagle_engine(target, head)
-    engine.runner.advice = without_advice
+    engine = eagle_engine(target, head, advice=without_advice)
     engine.runner.graphs.capture = without_memory
     assert answer(engine) == answer(Engine(target, 256))
     assert engine.runner.error == "CUDA out of memory"
@@ -272,15 +275,14 @@ def test_advice_that_fails_does_not_stop_an_answer(target, head, monkeypatch):
 
 
 def test_a_prompt_without_memory_says_what_would_fit(target, head, monkeypatch):
-    engine = Engine(target, 256)
-
     def without_memory(*given):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(engine, "_run", without_memory)
+    monkeypatch.setattr(Engine, "_run", without_memory)
     with pytest.raises(FasteagleError, match="at token 0 of a prompt of 5: lower --max-seq-len"):
-        answer(engine)
-    engine.runner.advice = lambda head: f"{head} fits"
+        answer(Engine(target, 256))
+    backend = Backend(Target(target), lambda head: f"{head} fits")
+    engine = Engine(target, 256, backend=backend)
     with pytest.raises(FasteagleError, match="of a prompt of 5: None fits$"):
         answer(engine)
     with pytest.raises(FasteagleError, match=r"of a prompt of 5: HeadConfig\(.*\) fits$"):
@@ -300,31 +302,32 @@ def test_multi_round_sampling_walks_on_the_host_and_is_not_captured(target, head
 
 
 def test_the_runner_of_a_cpu_captures_nothing(target):
-    assert not isinstance(make_engine(target, 64).runner, CapturedRunner)
+    engine = Engine(target, 64, backend=choose_backend(target))
+    assert not isinstance(engine.runner, CapturedRunner)
 
 
 # Tree attention and compiled pieces
 
 
-def test_tree_attention_in_the_whole_model():
+def attending(config) -> Target:
     """The op's reference on the CPU; its kernel has tests of its own."""
-    target, other = random_target(tiny_config()), random_target(tiny_config())
-    use_tree_attention(other)
-    view = TreeView(torch.tensor(1), torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1).long())
-    assert other.visible_keys(view, 8) is view and target.visible_keys(view, 8).shape == (1, 8)
+    return Target(random_target(config), tree_attention.OPS)
+
+
+def test_tree_attention_in_the_whole_model():
+    target, other = random_target(tiny_config()), attending(tiny_config())
     head = random_head(target)
     for params in DRAWN:
         expected = answer(Engine(target, 256), params=params)
-        assert answer(Engine(other, 256), params=params) == expected
+        assert answer(eager_engine(other, 256), params=params) == expected
         drafter = EagleDrafter(head, TreeShape(3, 3, 8), 256)
-        assert answer(Engine(other, 256, drafter=drafter), params=params) == expected
+        assert answer(eager_engine(other, 256, drafter), params=params) == expected
         assert answer(eagle_engine(other, head), params=params) == expected
 
 
 def test_a_sliding_window_in_the_whole_model():
     config = tiny_config(sliding_window=6)
-    target, other = random_target(config), random_target(config)
-    use_tree_attention(other)
+    target, other = random_target(config), attending(config)
     head = random_head(target, sliding_window=None)
     expected = answer(Engine(target, 256))
     assert answer(eagle_engine(other, head)) == expected
@@ -333,9 +336,9 @@ def test_a_sliding_window_in_the_whole_model():
 @pytest.mark.slow
 @needs_compiler
 def test_compiled_blocks_take_a_tree_view(target):
-    other = random_target(tiny_config())
-    use_tree_attention(other)
-    engine = Engine(other, 256, drafter=EagleDrafter(random_head(other), TreeShape(2, 2, 4), 256))
+    other = attending(tiny_config())
+    drafter = EagleDrafter(random_head(other.model), TreeShape(2, 2, 4), 256)
+    engine = eager_engine(other, 256, drafter)
     assert compile_now(engine)
     expected = answer(Engine(target, 256))
     answer(engine, n=12)
@@ -399,7 +402,7 @@ def test_compiled_pieces_of_other_drafters(target, make, params):
     def drafter():
         if make == "model":
             small = random_target(tiny_config(n_layer=1), seed=5)
-            return ModelDrafter(small, TreeShape(2, 2, 4), 512, 60)
+            return ModelDrafter(Target(small), TreeShape(2, 2, 4), 512, 60)
         shape = FusedShape(2, 2, 8, 6) if make == "fused" else FusedShape(0, 1, 6, 6)
         return FusedDrafter(random_head(target), shape, 512)
 
@@ -450,7 +453,7 @@ def made(request):
         if request.param == "fake":
             return target, captured_engine(target, max_seq_len)
         target = target.cuda()
-        return target, make_engine(target, max_seq_len)
+        return target, Engine(target, max_seq_len, backend=choose_backend(target))
 
     return make
 
@@ -533,7 +536,7 @@ class TestReplays:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_engines_on_two_devices_in_one_process():
     targets = [random_target(tiny_config()).to(f"cuda:{i}") for i in range(2)]
-    engines = [make_engine(target, 512) for target in targets]
+    engines = [Engine(one, 512, backend=choose_backend(one)) for one in targets]
     for engine in engines:
         eagle(engine)
     expected = answer(Engine(targets[0], 512))

@@ -8,9 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fasteagle.compile import cuda_blocks
 from fasteagle.compile.fixed_norm import keep_sums_finite
-from fasteagle.generate import Engine
 from fasteagle.loading import make_drafter as drafters
 from fasteagle.loading import open as opening
 from fasteagle.loading import source
@@ -18,7 +16,7 @@ from fasteagle.loading.heads.write import save_head
 from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.quant.cuda_linear import PlanesLinear
 from helpers import random_head
-from planes_models import packed_target
+from planes_models import KernelBackend, fused_target, packed_target
 
 LARGEST = 511.5  # at D = 128: sqrt(128 * 128) * 511.5 is 65,472
 
@@ -35,11 +33,9 @@ def test_sums_that_might_be_infinite_are_in_fp32(norm, scale, sums, capsys):
     """One scale of one block: fused blocks have one way to add up."""
     target, _ = packed_target(accumulate="fp16")
     getattr(target.blocks[1], norm).weight.data[7] = scale
-    assert keep_sums_finite(target.blocks, "model") == (sums == "fp32")
-    assert accumulates(target) == {sums}
+    fused = fused_target(target).ops.run_blocks.__self__
+    assert accumulates(target) == {sums} and fused.weights[3] == sums
     assert capsys.readouterr().err.count("\n") == (sums == "fp32")
-    assert cuda_blocks.use_fused_blocks(target)
-    assert target.run_blocks.args[0]._accumulate == sums
 
 
 def test_no_wider_sums_than_needed(capsys):
@@ -61,8 +57,9 @@ def sums_in_fp16(monkeypatch):
         return PlanesLinear(weight, bias, "fp16")
 
     monkeypatch.setattr(source, "make_linear", make_linear)
-    monkeypatch.setattr(opening, "has_kernel", lambda *given: True)
-    monkeypatch.setattr(opening, "use_tree_attention", lambda model: None)
+    monkeypatch.setattr(
+        opening, "choose_backend", lambda model, kv, advice: KernelBackend(model, kv)
+    )
 
 
 @pytest.mark.parametrize(("scale", "sums"), [(1.0, "fp16"), (3000.0, "fp32")])
@@ -73,13 +70,9 @@ def test_scales_are_looked_at_while_loading(
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.post_attention_layernorm.weight"].fill_(scale)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    seen = []
-    monkeypatch.setattr(
-        opening, "use_fused_blocks", lambda model: seen.append(accumulates(model.blocks)) or True
-    )
     options = RuntimeOptions(device="cpu", quant="int4-g32", dtype="fp16", max_seq_len=64)
-    opening.load_runtime(str(folder), options)
-    assert seen == [{sums}]
+    runtime = opening.load_runtime(str(folder), options)
+    assert accumulates(runtime.engine.model.blocks) == {sums}
     assert ("sums of the model might be" in capsys.readouterr().err) == (sums == "fp32")
 
 
@@ -87,14 +80,14 @@ def test_scales_are_looked_at_while_loading(
 def test_scales_of_a_draft_head_are_looked_at_too(
     tiny_dir, tmp_path, monkeypatch, capsys, sums_in_fp16, scale, sums
 ):
-    monkeypatch.setattr(opening, "use_fused_blocks", lambda model: True)
     options = RuntimeOptions(device="cpu", quant="int4-g32", dtype="fp16", max_seq_len=64)
     runtime = opening.load_runtime(str(tiny_dir), options)
     head = random_head(runtime.engine.model, rope_scaling=None, rope_base=10000.0)
     head.block.mlp_norm.weight.data.fill_(scale)
     save_head(tmp_path / "head", head, {}, torch.float32)
-    engine = Engine(runtime.engine.model, 64)
+    engine = runtime.engine
     draft = DraftOptions("eagle", str(tmp_path / "head"))
     drafter = drafters.make_drafter("x", engine, runtime.checkpoint, draft, lambda line: None)
+    engine.use(drafter)
     assert accumulates(drafter.head) == {sums}
     assert ("sums of the draft head might be" in capsys.readouterr().err) == (sums == "fp32")

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fake_cuda import FakeCuda
 from fasteagle.compile.graphs import CapturedRunner, CudaGraphs
+from fasteagle.compile.locked import COMPILING
+from fasteagle.decoding.runner import Backend
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.generate import Engine
+from fasteagle.model import Target
 from fasteagle.options import SamplingParams
+from fasteagle.sampling import DrawKind
 from helpers import FakePlace, random_target, tiny_config
 
 
@@ -73,11 +79,15 @@ class Graphs(CudaGraphs):
         return FakePlace()
 
 
+class Replaying(Backend):
+    def runner(self, state):
+        return CapturedRunner(self, state, Graphs(torch.device("cuda")))
+
+
 @pytest.fixture
 def engine(cuda):
-    made = Engine(random_target(tiny_config()), 64)
-    made.runner = CapturedRunner(made.model, made.state, Graphs(torch.device("cuda")))
-    return made
+    target = random_target(tiny_config())
+    return Engine(target, 64, backend=Replaying(Target(target)))
 
 
 def test_a_cycle_is_tried_once_more_with_other_code_and_then_no_more(cuda, engine):
@@ -105,6 +115,39 @@ def test_what_was_spoiled_while_code_was_compiled_is_captured_with_it(cuda, engi
     engine.runner.forget()  # as `CycleCompiler.apply` does
     engine.prepare(SamplingParams())
     assert engine.runner.captured == 1
+
+
+def test_compiled_code_is_captured_where_other_code_failed_for_good(cuda, engine):
+    cuda.refusing = 100
+    for _ in range(2):
+        engine.prepare(SamplingParams())
+        engine.runner.forget()
+    cuda.refusing = 0
+    engine.runner.use_compiled({})
+    engine.prepare(SamplingParams())
+    assert engine.runner.captured == 1
+
+
+def test_a_capture_waits_for_code_that_is_being_compiled(cuda, engine):
+    """Its timing waits for the whole device, which no capture survives."""
+    with COMPILING:
+        thread = threading.Thread(target=engine.prepare, args=(SamplingParams(),))
+        thread.start()
+        thread.join(0.5)
+        assert engine.runner.captured == 0
+    thread.join()
+    assert engine.runner.captured == 1
+
+
+def test_a_cache_of_another_size_at_the_same_address_is_another(cuda, engine):
+    spec = engine.spec(None, DrawKind())
+
+    def drafter(n_slots):
+        rows = SimpleNamespace(data_ptr=lambda: 4096)
+        return SimpleNamespace(caches=[SimpleNamespace(rows=rows, n_slots=n_slots)])
+
+    keys = [engine.runner._key(spec, drafter(n)) for n in (256, 512)]
+    assert keys[0][2] != keys[1][2]
 
 
 def test_failures_for_lack_of_memory_count_too(cuda, engine):

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from fasteagle.answering.prefix_cache import PrefixCache
-from fasteagle.compile import int8_cache
+from fasteagle.compile import int8_cache, tree_attention
 from fasteagle.compile.blocks import compile_now, missing_compiler
-from fasteagle.compile.int8_cache import SPARE, cache_bytes, dense_rows, quantized_rows
-from fasteagle.compile.tree_attention import use_tree_attention
+from fasteagle.compile.int8_cache import SPARE, cache_bytes, dense_rows, over_int8, quantized_rows
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.errors import FasteagleError
@@ -22,7 +21,7 @@ from fasteagle.loading.registry import preset
 from fasteagle.options import RuntimeOptions, SamplingParams
 from fasteagle.shapes import TreeShape
 from fasteagle.training.batch import BatchSampler
-from helpers import captured_engine, random_head, random_target, tiny_config
+from helpers import captured_engine, eager_engine, random_head, random_target, tiny_config
 
 PROMPT = [5, 6, 7, 8, 9]
 GREEDY = SamplingParams()
@@ -36,10 +35,10 @@ def answer(engine, n=60, params=GREEDY, prompt=PROMPT):
 def target(request):
     """Reads its cache through masks, as on a CPU, or as the kernels do."""
     model = random_target(tiny_config())
-    int8_cache.use_int8_cache(model)
+    ops = int8_cache.OPS
     if request.param == "view":
-        use_tree_attention(model)
-    return model
+        ops = tree_attention.OPS._replace(write=ops.write)
+    return over_int8(model, ops)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -67,31 +66,33 @@ def test_the_largest_value_of_a_row_is_exact_to_its_scale():
 
 def test_features_are_close_to_those_of_a_whole_cache(target):
     exact = Engine(random_target(tiny_config()), 256).features(list(range(40)))
-    found = Engine(target, 256).features(list(range(40)))
+    found = eager_engine(target, 256).features(list(range(40)))
     error = (found - exact).norm() / exact.norm()
     assert 1e-5 < error < 0.03, error
 
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(0.8, seed=3)], ids=str)
 def test_drafting_changes_no_token(target, params):
-    expected = answer(Engine(target, 256), params=params)
-    head = random_head(target)
+    expected = answer(eager_engine(target, 256), params=params)
+    head = random_head(target.model)
     for drafter in (EagleDrafter(head, TreeShape(3, 3, 8), 256), NgramDrafter(4)):
-        assert answer(Engine(target, 256, drafter=drafter), params=params) == expected
+        assert answer(eager_engine(target, 256, drafter=drafter), params=params) == expected
     engine = captured_engine(target, 256)
     engine.use(EagleDrafter(head, TreeShape(3, 3, 8), 256))
     assert answer(engine, params=params) == expected
 
 
 def test_engine_and_draft_head_have_caches_of_their_own_kind(target):
-    engine = Engine(target, 256, drafter=EagleDrafter(random_head(target), TreeShape(), 256))
+    engine = eager_engine(
+        target, 256, drafter=EagleDrafter(random_head(target.model), TreeShape(), 256)
+    )
     assert engine.cache.rows.dtype == torch.int8
     assert engine.cache.rows.shape[-1] == target.config.head_dim + SPARE
     assert engine.drafter.cache.rows.dtype == torch.float32
 
 
 def test_a_kept_conversation_comes_back(target):
-    engine, kept = Engine(target, 512), PrefixCache(2**20)
+    engine, kept = eager_engine(target, 512), PrefixCache(2**20)
     long = PROMPT * 20
     expected = answer(engine, prompt=long)
     kept.turn_to(engine, [1, 2, 3])
@@ -102,24 +103,26 @@ def test_a_kept_conversation_comes_back(target):
 
 
 def test_several_texts_at_once(target):
-    engine = Engine(target, 256)
+    engine = eager_engine(target, 256)
     sampler = BatchSampler(engine, 2, frozenset())
     for key, prompt in enumerate([PROMPT, PROMPT[1:]]):
         sampler.add(key, prompt, GREEDY, 12)
     found = {}
     while not sampler.is_empty:
         found |= dict(sampler.step())
-    assert found[0] == answer(Engine(target, 256), 12)
-    assert found[1] == answer(Engine(target, 256), 12, prompt=PROMPT[1:])
+    assert found[0] == answer(eager_engine(target, 256), 12)
+    assert found[1] == answer(eager_engine(target, 256), 12, prompt=PROMPT[1:])
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(missing_compiler() is not None, reason="no C++ compiler")
 def test_compiled_code_reads_and_writes_it():
     model = random_target(tiny_config())
-    int8_cache.use_int8_cache(model)
-    expected = answer(Engine(model, 512), prompt=PROMPT * 45)
-    engine = Engine(model, 512, drafter=EagleDrafter(random_head(model), TreeShape(2, 2, 4), 512))
+    target = over_int8(model)
+    expected = answer(eager_engine(target, 512), prompt=PROMPT * 45)
+    engine = eager_engine(
+        target, 512, drafter=EagleDrafter(random_head(model), TreeShape(2, 2, 4), 512)
+    )
     assert compile_now(engine)
     with torch.compiler.set_stance("fail_on_recompile"):
         assert answer(engine, prompt=PROMPT * 45) == expected
@@ -138,7 +141,7 @@ def test_the_option(tiny_dir):
 def test_bytes_are_those_of_the_cache(target):
     """What is promised before loading is what is allocated."""
     config = target.config
-    rows = Engine(target, 256).model.new_cache(1024).rows
+    rows = target.new_cache(1024).rows
     assert cache_bytes(config, 1024, 4, "int8") == rows.nbytes
     assert cache_bytes(config, 1024, 4, "auto") == config.kv_bytes(1024, 4)
     llama = preset("llama2-7b")

@@ -7,7 +7,7 @@ import torch
 
 from fasteagle.drafting.draft_model import ModelDrafter
 from fasteagle.generate import Engine
-from fasteagle.model import KVCache, causal_mask
+from fasteagle.model import KVCache, Target, causal_mask
 from fasteagle.options import SamplingParams
 from fasteagle.shapes import TreeShape
 from fasteagle.tree import ancestor_mask
@@ -41,7 +41,7 @@ def smaller(**changes):
 
 
 def drafter_of(model, *sizes, noise="shared"):
-    return ModelDrafter(model, TreeShape(*sizes), 512, 60, noise)
+    return ModelDrafter(Target(model), TreeShape(*sizes), 512, 60, noise)
 
 
 def answer(engine, prompt=PROMPT, params=GREEDY, n=50):

@@ -56,9 +56,10 @@ def head_dir(head, checkpoint, tmp_path):
     return tmp_path / "head"
 
 
-def drafter_for(model, checkpoint, **options):
+def drafter_for(model, checkpoint, backend="eager", **options):
     said = []
     engine = Engine(model, 512)
+    engine.backend.name = backend
     drafter = make_drafter("tiny", engine, checkpoint, DraftOptions(**options), said.append)
     return drafter, said
 
@@ -217,11 +218,10 @@ def test_how_far_is_copied(model, checkpoint):
 @pytest.mark.parametrize("reach", [None, 1, 31])
 def test_chains_on_cpus_copy_as_far_as_asked(monkeypatch, head, model, checkpoint, reach):
     monkeypatch.setattr(drafters, "can_draft", lambda head: True)
-    monkeypatch.setattr(drafters, "is_native", lambda target: True)
     options = DraftOptions(lookup_depth=reach)
     drafter = drafters.tree_drafter(head, options, 256, True, native=True)
     assert isinstance(drafter, FusedDrafter) and drafter.shape == SureChain(reach or 16)
-    found, _ = drafter_for(model, checkpoint, drafter="ngram", lookup_depth=reach)
+    found, _ = drafter_for(model, checkpoint, "cpu", drafter="ngram", lookup_depth=reach)
     assert found.shape == drafter.shape and found.tuning is not None
     assert ("chain" in found.tuning.path.stem) and ("chain31" in found.tuning.path.stem) == (
         reach == 31

@@ -7,7 +7,6 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
 
-from fasteagle.compile.cpu_blocks import is_native
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.gguf import GGUFFile, hf_name
@@ -321,7 +320,7 @@ def wide_model(family="llama2", **overrides):
 
 def logits_of(model):
     tokens, rows = torch.arange(5, 45), torch.arange(40)
-    cache = KVCache(model.config, 256, model.embedding.weight.dtype, "cpu")
+    cache = model.new_cache(256)
     mask = causal_mask(0, 40, 256, None, "cpu")
     return model(tokens, rows, rows, mask, cache).logits
 
@@ -350,8 +349,9 @@ def test_mixed_files_run_by_default_in_whole_native_blocks(tmp_path, mix):
     prepared = opened(tmp_path / "m.gguf").prepared(RuntimeOptions(device="cpu"), said.append)
     converted = [kind for kind in ("IQ4_NL", "IQ4_XS", "Q2_K", "Q3_K") if kind in mix]
     assert [line.split(" weights")[0] for line in said] == converted
-    model = prepared.engine().model
-    assert is_native(model) and isinstance(model.lm_head, QuantizedLMHead)
+    engine = prepared.engine()
+    model = engine.target
+    assert engine.backend.name == "cpu" and isinstance(model.model.lm_head, QuantizedLMHead)
     file = GGUFFile(tmp_path / "m.gguf")
     for name, expected in stored.items():
         assert torch.equal(file.load(name), torch.from_numpy(np.array(expected))), name
@@ -377,8 +377,9 @@ def test_q4_k_m_of_every_family(tmp_path, family, architecture, cpu_kernels):
         )
         prepared = opened(tmp_path / "m.gguf").prepared(options)
         assert prepared.scheme.method == "own" and prepared.scheme.bits == 4
-        model = prepared.engine().model
-        assert is_native(model) == (cpu_kernels == "native")
+        engine = prepared.engine()
+        model = engine.target
+        assert (engine.backend.name == "cpu") == (cpu_kernels == "native")
         dense = load_model(prepared.checkpoint, dtype=torch.float32, device="cpu", max_seq_len=64)
         expected, found = logits_of(dense), logits_of(model)
     assert (found - expected).norm() < 0.05 * expected.norm()

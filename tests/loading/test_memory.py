@@ -227,7 +227,7 @@ def test_a_chat_leaves_memory_for_the_head_it_will_load(tiny_dir, monkeypatch):
 def test_out_of_memory_for_the_draft_head_says_what_fits(tiny_dir, monkeypatch, error):
     runtime = load_runtime(str(tiny_dir), RuntimeOptions(device="cpu", max_seq_len=64))
     heads = []
-    runtime.engine.runner.advice = lambda head: heads.append(head) or "use --precision int8"
+    runtime.engine.backend._advice = lambda head: heads.append(head) or "use --precision int8"
     monkeypatch.setattr(make_drafter, "find_head", raising(error))
     options = DraftOptions(drafter="eagle")
     with pytest.raises(FasteagleError) as caught:
@@ -285,7 +285,7 @@ def test_out_of_memory_in_a_prompt_leaves_the_engine_usable(tiny_dir, monkeypatc
 def test_out_of_memory_in_an_answer_leaves_the_engine_usable(tiny_dir, monkeypatch, error):
     engine = load_runtime(str(tiny_dir), RuntimeOptions(dtype="fp32", max_seq_len=512)).engine
     expected = [t for ids in engine.generate([5, 6, 7], SamplingParams(), 8) for t in ids]
-    engine.runner.advice = lambda head: "use --precision int8"
+    engine.backend._advice = lambda head: "use --precision int8"
     with monkeypatch.context() as patch:
         begun = engine.generate([5, 6, 7], SamplingParams(), 8)
         assert next(begun) == expected[:1]

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from fasteagle.compile.blocks import missing_compiler
-from fasteagle.compile.cpu_blocks import is_native
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import open as opening
 from fasteagle.loading.open import open_model
@@ -38,7 +37,7 @@ def test_fp16_runs_without_our_cpu_kernels(tiny_dir, quant):
     opened = open_model(str(tiny_dir))
     options = RuntimeOptions(device="cpu", quant=quant, dtype="fp16", max_seq_len=64)
     engine = opened.prepared(options).engine()
-    assert engine.dtype == torch.float16 and not is_native(engine.model)
+    assert engine.dtype == torch.float16 and engine.backend.name == "eager"
     assert len(answer(engine)) == 4
     asked = RuntimeOptions(device="cpu", quant=quant, dtype="fp16", cpu_kernels="native")
     with pytest.raises(FasteagleError, match="no fp16: use bf16 or fp32 in the precision"):
@@ -78,7 +77,7 @@ def test_kernels_are_built_while_weights_are_read(tiny_dir, monkeypatch, capsys,
     engine = open_model(str(tiny_dir)).prepared(options).engine()
     said = capsys.readouterr().err
     assert "compiling the CPU kernels" in said
-    assert is_native(engine.model) == works and len(answer(engine)) == 4
+    assert (engine.backend.name == "cpu") == works and len(answer(engine)) == 4
     if works:
         assert events[:3] == ["begun", "read", "built"]
     else:

@@ -1,0 +1,27 @@
+"""Which backend runs a loaded model: its device, its weights and the KV cache decide.
+
+eager     the core, operation by operation (`decoding.runner.Backend`)
+compiled  the same once `torch.compile` has translated its blocks (`blocks`)
+cpu       quantized blocks in the layout of our C++ kernels (`cpu_backend`)
+cuda      Triton kernels and CUDA graphs (`cuda_backend`)
+"""
+
+from __future__ import annotations
+
+from fasteagle.compile.cpu_backend import CpuBackend, runs_on_cpu
+from fasteagle.compile.cuda_backend import CudaBackend
+from fasteagle.compile.int8_cache import over_int8
+from fasteagle.decoding.runner import Advice, Backend
+from fasteagle.model import Target, Transformer
+
+
+def choose_backend(model: Transformer, kv: str = "auto", advice: Advice | None = None) -> Backend:
+    """Return what runs `model`, with keys and values as `--kv` says.
+
+    `advice` tells what would fit where memory is short.
+    """
+    if model.norm.weight.device.type == "cuda":
+        return CudaBackend(model, kv, advice)
+    if kv == "int8":
+        return Backend(over_int8(model), advice)
+    return CpuBackend(model, advice) if runs_on_cpu(model) else Backend(Target(model), advice)

@@ -1,0 +1,89 @@
+"""Backend of quantized models on a CPU: passes, chains and commits as calls of our C++ kernels.
+
+What the kernels read is packed once, from the modules of a loaded model and of its draft heads.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from fasteagle.compile import cpu_pass
+from fasteagle.compile.cpu_blocks import MAX_ROWS, NativeBlocks, fits
+from fasteagle.compile.cpu_draft import NativeDraft
+from fasteagle.decoding.cycle import EAGER, Pieces
+from fasteagle.decoding.runner import Advice, Backend, under_mask
+from fasteagle.drafting.base import Drafter
+from fasteagle.model import EagleHead, Ops, Target, Transformer
+from fasteagle.quant.cpu_linear import NativeNorm, in_huge_pages
+from fasteagle.quant.linear import use_references
+from fasteagle.state import CycleSpec
+
+
+class CpuBackend(Backend):
+    """Runs a target whose blocks all fit the kernels; see `cpu_blocks.fits`."""
+
+    parts = frozenset(("products", "passes", "commits"))
+
+    def __init__(self, model: Transformer, advice: Advice | None = None) -> None:
+        in_huge_pages(model.modules())
+        blocks, norm = NativeBlocks(list(model.blocks)), NativeNorm(model.norm)
+
+        def final_norm(module: nn.Module, x: Tensor) -> Tensor:
+            return norm(x)
+
+        ops = Ops(norm=final_norm, run_blocks=blocks.run, views=True)
+        super().__init__(Target(model, ops, rows_at_once=MAX_ROWS), advice)
+        self.name = "cpu"
+        self._why_not = cpu_pass.why_not(model)
+        whole = self._why_not is None
+        verify = cpu_pass.NativePass(model, blocks, norm) if whole else EAGER.verify
+        self._drafts = NativeDraft()
+        self._pieces = Pieces(self._drafts, verify, cpu_pass.finish)
+
+    @property
+    def pieces(self) -> Pieces:
+        return self._pieces
+
+    @property
+    def leaves_blocks(self) -> bool:
+        return False
+
+    def drafts(self, drafter: Drafter | None, spec: CycleSpec) -> bool:
+        return self._pieces.draft is self._drafts and self._drafts.runs(drafter, spec)
+
+    def leaves_head(self, head: EagleHead) -> bool:
+        return not fits(head.block)
+
+    def step(self, head: EagleHead) -> Callable[..., tuple[Tensor, Tensor]] | None:
+        runs = fits(head.block) and "passes" not in self.left
+        return native_step(head) if runs else super().step(head)
+
+    def leave(self, part: str) -> None:
+        super().leave(part)
+        if part == "products":
+            use_references(self.target.model)
+        if part in ("products", "passes"):
+            self.left.add("passes")
+            self.target = self.core
+            self._pieces = EAGER._replace(finish=self._pieces.finish)
+        else:
+            self._pieces = self._pieces._replace(finish=EAGER.finish)
+
+    def describe(self) -> str:
+        passes = "passes" if self._why_not is None else "decoder blocks"
+        line = f"{super().describe()}: {passes}, chains and commits by C++ kernels"
+        return line if self._why_not is None else f"{line}; LM head by torch: {self._why_not}"
+
+
+def runs_on_cpu(model: Transformer) -> bool:
+    """Return whether the kernels can run this model's blocks."""
+    return all(fits(block) for block in model.blocks)
+
+
+def native_step(head: EagleHead) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return a draft head's `forward` with its block run by the kernels."""
+    block = under_mask(NativeBlocks([head.block]).run_alone)
+    return functools.partial(head.forward, block=block)

@@ -1,0 +1,148 @@
+"""Backend of a CUDA device: fused blocks, tree attention and small kernels, replayed as graphs.
+
+What the kernels read is built from the modules of a loaded model and of its draft heads. Dense
+blocks and those of odd sizes are the core's, with our attention; without Triton, or in a dtype
+without kernels, the core's operations are replayed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from fasteagle.compile import cuda_ops, fixed_norm, int8_cache
+from fasteagle.compile.cuda_blocks import FusedBlocks, fits
+from fasteagle.compile.cuda_head import AttendingHead, FusedHead
+from fasteagle.compile.fixed_norm import keep_sums_finite
+from fasteagle.compile.graphs import CapturedRunner, CudaGraphs
+from fasteagle.compile.tree_attention import OPS, has_kernel, has_triton
+from fasteagle.config import ModelConfig
+from fasteagle.decoding import cycle
+from fasteagle.decoding.cycle import EAGER, Pieces, Proposal
+from fasteagle.decoding.runner import Advice, Backend, Runner
+from fasteagle.drafting.base import Drafter
+from fasteagle.drafting.draft_head import DraftOps, HeadDrafter, RankingDrafter
+from fasteagle.model import CORE, EagleHead, Ops, Output, Target, Transformer
+from fasteagle.quant.cuda_linear import PlanesLinear
+from fasteagle.quant.linear import use_references
+from fasteagle.state import CycleSpec, DecodeState
+
+
+def draft(state: DecodeState, drafter: Drafter | None, spec: CycleSpec) -> Proposal:
+    """Run `cycle.draft`, the rows of a tree related by our kernel."""
+    return cycle.draft(state, drafter, spec, cuda_ops.relate)
+
+
+def finish(state: DecodeState, spec: CycleSpec, proposal: Proposal, output: Output) -> None:
+    """Run `cycle.accept_and_commit`, accepted rows moved by our kernel."""
+    cycle.accept_and_commit(state, spec, proposal, output, cuda_ops.move_rows)
+
+
+class CudaBackend(Backend):
+    """Runs a target by our Triton kernels where they fit, and replays its cycles as graphs."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        kv: str = "auto",
+        advice: Advice | None = None,
+        replays: bool = True,
+    ) -> None:
+        weight, int8 = model.norm.weight, kv == "int8"
+        self._int8 = int8
+        self._replays = replays and weight.is_cuda
+        self._has_triton = has_triton()
+        self._attends = self._has_kernel(model.config, weight)
+        self._fuses = self._attends and all(fits(block) for block in model.blocks)
+        ops = int8_cache.OPS if int8 else CORE
+        if self._attends:
+            keep_sums_finite(model.blocks, "model")
+            ops = self._kernel_ops(model, OPS._replace(write=ops.write))
+        super().__init__(int8_cache.over_int8(model, ops) if int8 else Target(model, ops), advice)
+        self.name = "cuda"
+
+    def _kernel_ops(self, model: Transformer, ops: Ops) -> Ops:
+        """Return `ops`, with tree attention, and whatever else there is a kernel for."""
+        if self._fuses:
+            fused = FusedBlocks(list(model.blocks), ops)
+            return ops._replace(norm=fixed_norm.apply_norm, run_blocks=fused.run)
+        if any(isinstance(module, PlanesLinear) for module in model.modules()):
+            # Else norms were the one place where a row's bits depend on the others.
+            return ops._replace(norm=fixed_norm.apply_norm)
+        return ops
+
+    @property
+    def parts(self) -> frozenset[str]:  # type: ignore[override]
+        names = ["commits"] if self._has_triton else []
+        return frozenset(names + ["products", "passes"] * self._attends)
+
+    @property
+    def core(self) -> Target:
+        ops = int8_cache.OPS if self._int8 else CORE
+        return dataclasses.replace(self.target, ops=ops)
+
+    def leave(self, part: str) -> None:
+        super().leave(part)
+        if part == "products":
+            use_references(self.target.model)
+        if part in ("products", "passes"):
+            self.left.add("passes")
+            self.target, self._attends, self._fuses = self.core, False, False
+
+    @property
+    def pieces(self) -> Pieces:
+        if not self._has_triton or "commits" in self.left:
+            return EAGER
+        return Pieces(draft, EAGER.verify, finish)
+
+    @property
+    def leaves_blocks(self) -> bool:
+        return not self._fuses
+
+    def leaves_head(self, head: EagleHead) -> bool:
+        return not (self._attends_head(head) and fits(head.block))
+
+    def head_ops(self, head: EagleHead) -> Ops:
+        return OPS if self._attends_head(head) else CORE
+
+    def _attends_head(self, head: EagleHead) -> bool:
+        kernels = self._has_kernel(head.config.block, head.block.mlp_norm.weight)
+        return kernels and "passes" not in self.left
+
+    def _has_kernel(self, config: ModelConfig, weight: Tensor) -> bool:
+        return has_kernel(config, weight.dtype, weight.device)
+
+    def runner(self, state: DecodeState) -> Runner:
+        if not self._replays:
+            return super().runner(state)
+        return CapturedRunner(self, state, CudaGraphs(state.root.device))
+
+    def draft_ops(self, drafter: RankingDrafter) -> DraftOps:
+        if not self._has_triton or "commits" in self.left:
+            return super().draft_ops(drafter)
+        head = self._step(drafter.head) if isinstance(drafter, HeadDrafter) else None
+        return DraftOps(cuda_ops.top_children, cuda_ops.rerank, head)
+
+    def _step(self, head: EagleHead) -> Callable[..., tuple[Tensor, Tensor]] | None:
+        """Return what runs a step of a draft head; None: the head itself."""
+        if not self._attends_head(head):
+            return super().step(head)
+        keep_sums_finite(head, "draft head")
+        if fits(head.block):
+            return FusedHead(head).forward
+        return AttendingHead(head, self._blocks.get(head)).forward
+
+    def describe(self) -> str:
+        parts: list[Any] = []
+        if not self._has_triton:
+            parts.append("the core's operations: Triton is not installed")
+        elif not self._attends:
+            parts.append("blocks by torch: no kernel for this dtype or head dim")
+        elif self._fuses:
+            parts.append("fused blocks and tree attention by Triton kernels")
+        else:
+            parts.append("tree attention by Triton kernels, blocks by the core")
+        return f"{super().describe()}: {', '.join(parts)}" + (", replayed" * self._replays)

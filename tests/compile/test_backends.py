@@ -1,0 +1,147 @@
+"""Every backend over the same cases: drafting changes no token, whatever runs the parts.
+
+`cuda` runs in Triton's interpreter, which is chosen before Triton is imported: in a process of its
+own, over this file.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from fasteagle.compile.blocks import compile_now, missing_compiler
+from fasteagle.compile.cpu_backend import CpuBackend
+from fasteagle.decoding.runner import Backend
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.fused import FusedDrafter
+from fasteagle.drafting.ngram import NgramDrafter
+from fasteagle.drafting.static_tree import StaticTreeDrafter
+from fasteagle.generate import Engine
+from fasteagle.loading.source import quantize_head_
+from fasteagle.model import Target
+from fasteagle.options import SamplingParams
+from fasteagle.quant import cpu_build
+from fasteagle.quant.scheme import Scheme
+from fasteagle.shapes import FusedShape, TreeShape
+from helpers import eagle3_of, pass_in_interpreter, random_head, random_target, tiny_config
+from native_models import SHAPE, native_target
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    import interpreted_blocks  # the kernels of CUDA, for tensors of a CPU
+    import planes_models
+
+    kernels = interpreted_blocks.kernels
+
+BACKENDS = [
+    pytest.param("eager", marks=pytest.mark.skipif(INTERPRETED, reason="has run")),
+    pytest.param("cpu", marks=pytest.mark.skipif(INTERPRETED, reason="has run")),
+    pytest.param(
+        "compiled",
+        marks=[
+            pytest.mark.slow,
+            pytest.mark.skipif(INTERPRETED or missing_compiler() is not None, reason="no g++"),
+        ],
+    ),
+    pytest.param("cuda", marks=pytest.mark.skipif(not INTERPRETED, reason="in the interpreter")),
+]
+DRAWN = [SamplingParams(), SamplingParams(0.8, seed=3)]
+DRAFTERS = {
+    "eagle1 tree": ("eagle1", lambda head: EagleDrafter(head, TreeShape(2, 3, 5), 512)),
+    "eagle3 tree": ("eagle3", lambda head: EagleDrafter(head, TreeShape(2, 3, 5), 512)),
+    "eagle1 chain": ("eagle1", lambda head: EagleDrafter(head, TreeShape(3, 1, 3), 512)),
+    "static tree": ("eagle1", lambda head: StaticTreeDrafter(head, 512, ((0,), (1,), (0, 0)))),
+    "fused": ("eagle3", lambda head: FusedDrafter(head, FusedShape(2, 2, 6, 4), 512)),
+    "ngram": (None, lambda head: NgramDrafter(4)),
+}
+
+
+def made(name: str, algorithm: str | None):
+    """A backend by name over a tiny model, and a draft head for it."""
+    if name == "cpu":
+        cpu_build.load()
+        model = native_target(tiny_config(**SHAPE))
+        backend: Backend = CpuBackend(model)
+    elif name == "cuda":
+        model, _ = planes_models.packed_target("gqa", n_layer=1, vocab_size=64)
+        backend = planes_models.KernelBackend(model)
+    else:
+        model = random_target(tiny_config())
+        backend = Backend(Target(model))
+    if algorithm is None:
+        return backend, None
+    head = random_head(model, eagle3=eagle3_of(algorithm, model.config), rope_base=10000.0)
+    if name == "cpu":
+        quantize_head_(head, Scheme(8, head_bits=8), native=True)
+    if name == "cuda":
+        head, _ = planes_models.packed_head(head)
+        head.borrow(model, 512)
+    return backend, head
+
+
+def engine_of(backend: Backend, name: str, params: SamplingParams, drafter=None) -> Engine:
+    engine = Engine(backend.target.model, 512, drafter=drafter, backend=backend)
+    assert name != "compiled" or compile_now(engine, params)
+    return engine
+
+
+def answer(engine, params, n, prompt=(5, 6, 7, 8), processor=None) -> list[int]:
+    run = engine.generate(list(prompt), params, n, processor=processor)
+    return [t for new in run for t in new]
+
+
+class Odd:
+    """A grammar that allows odd tokens alone."""
+
+    def __call__(self, logits, tree):
+        logits = logits.clone()
+        logits[:, ::2] = float("-inf")
+        return logits
+
+    def accept(self, tokens) -> None:
+        pass
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("params", DRAWN, ids=str)
+@pytest.mark.parametrize("drafting", DRAFTERS)
+def test_drafting_changes_no_token(name, params, drafting):
+    algorithm, make = DRAFTERS[drafting]
+    backend, head = made(name, algorithm)
+    n = 10 if name == "cuda" else 40
+    expected = answer(engine_of(backend, name, params), params, n)
+    engine = engine_of(backend, name, params, make(head))
+    assert answer(engine, params, n) == expected
+    assert backend.name == name and backend.describe().startswith(f"backend {name}")
+    assert engine.stats.drafted > 0 or drafting == "ngram"
+    limited = answer(engine_of(backend, name, params), params, 6, processor=Odd())
+    assert all(token % 2 for token in limited)
+    assert answer(engine, params, 6, processor=Odd()) == limited
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_long_prompt(name):
+    """In parts, behind which drafting and the next answer go on."""
+    backend, head = made(name, "eagle1")
+    n, prompt = (4, [5, 6, 7, 8] * 20) if name == "cuda" else (20, [5, 6, 7, 8] * 90)
+    plain = engine_of(backend, name, DRAWN[0])
+    engine = engine_of(backend, name, DRAWN[0], EagleDrafter(head, TreeShape(2, 3, 5), 512))
+    for _ in range(2):
+        expected = answer(plain, DRAWN[0], n, prompt)
+        assert answer(engine, DRAWN[0], n, prompt) == expected
+        prompt = [*prompt, *expected, 9]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="has run")
+def test_cuda_in_the_interpreter():
+    pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
+    pass_in_interpreter(Path(__file__))
+
+
+def test_all_of_the_core_is_eager():
+    backend, _ = made("eager", None)
+    assert backend.describe() == "backend eager" and torch.is_grad_enabled()
