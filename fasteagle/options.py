@@ -186,6 +186,7 @@ class RuntimeOptions:
     cpu_kernels: str = option(
         "auto", "Of quantized weights on a CPU: auto, native (our own) or aten (torch's)."
     )
+    strict: bool = option(False, "Fail where a kernel computes wrong on this device.")
     backend: str = option(
         "fasteagle", "fasteagle, or torchao's own formats and kernels.", flag="--quant-backend"
     )

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from fasteagle.compile.backend import choose_backend
+from fasteagle.compile.proof import prove
 from fasteagle.config import HeadConfig
 from fasteagle.decoding.runner import Advice
 from fasteagle.device import (
@@ -293,6 +294,7 @@ def _built_engine(
     if options.backend == "torchao" and options.quant:
         quantize_with_torchao(model, options.quant, options.head_bits)
     backend = choose_backend(model, options.kv, advice if device.type == "cuda" else None)
+    prove(backend, options.strict)
     return Engine(model, max_seq_len, backend=backend)
 
 
