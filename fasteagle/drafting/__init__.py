@@ -1,1 +1,1 @@
-"""Drafters propose the tokens that the target verifies; the controller chooses their trees."""
+"""Drafters propose the tokens that the target verifies; the policy chooses their trees."""

@@ -76,7 +76,7 @@ def test_the_thread_measures_and_the_next_answer_follows_the_plan(
     with preparation.answering(GREEDY):
         assert generated(engine) == expected
     preparation.join()
-    assert engine.drafter.controller is not None and compiler.applied
+    assert engine.drafter.policy is not None and compiler.applied
     with preparation.answering(GREEDY):
         assert generated(engine) == expected
     assert "[tuned in " in capsys.readouterr().err
@@ -103,7 +103,7 @@ def test_nothing_is_measured_while_an_answer_is_written(
             assert generated(engine) == expected
             answering.clear()
     preparation.join()
-    assert broken == [] and engine.drafter.controller is not None
+    assert broken == [] and engine.drafter.policy is not None
 
 
 def test_on_a_device_that_replays_the_plan_is_captured_between_two_answers(
@@ -113,7 +113,7 @@ def test_on_a_device_that_replays_the_plan_is_captured_between_two_answers(
     tuner.store_costs(engine.drafter.tuning.path, engine, costs(), 1.0)
     preparation = Preparation(engine, quiet=True)
     preparation.join()
-    shapes = engine.drafter.controller.plan.shapes
+    shapes = engine.drafter.policy.shapes
     assert engine.runner.graphs.captured == 1 + len(shapes) and engine.runner.replays == 0
     with preparation.answering(GREEDY):
         assert generated(engine) == generated(Engine(target, 512))
@@ -135,7 +135,7 @@ def test_a_measurement_that_fails_leaves_the_chat_as_it_was(
     with preparation.answering(GREEDY):
         assert generated(engine) == generated(Engine(target, 512))
     assert "warning: not tuned: no clock\n" in capsys.readouterr().err
-    assert engine.drafter.controller is None
+    assert engine.drafter.policy is None
 
 
 def test_an_answer_that_is_broken_off_lets_the_thread_go_on(
@@ -146,7 +146,7 @@ def test_an_answer_that_is_broken_off_lets_the_thread_go_on(
     with pytest.raises(KeyboardInterrupt), preparation.answering(GREEDY):
         raise KeyboardInterrupt
     preparation.join()
-    assert engine.drafter.controller is not None
+    assert engine.drafter.policy is not None
 
 
 def test_another_way_to_draw_is_compiled_in_the_background(target, compiler, monkeypatch):
