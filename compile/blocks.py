@@ -32,7 +32,7 @@ from fasteagle.model import CORE, KEY_BLOCK, Block, EagleHead, Ops, Transformer,
 from fasteagle.options import SamplingParams
 from fasteagle.paths import compiled_dir
 from fasteagle.quant import cpu_build
-from fasteagle.sampling import DrawKind
+from fasteagle.sampling import SamplingMode
 from fasteagle.tree import TreeView
 
 LONGEST_SPAN = 6  # blocks; longer ones take longer to compile and gained nothing more
@@ -288,7 +288,7 @@ def start_compiler(engine: Engine, params: SamplingParams | None = None) -> Bloc
     """Begin to compile what the engine runs in the background, for answers drawn like `params`."""
     drafter = engine.drafter
     head = drafter.head if isinstance(drafter, HeadDrafter) else None
-    kind = DrawKind.of(params or SamplingParams(), engine.model.config.vocab_size)
+    kind = SamplingMode.of(params or SamplingParams(), engine.model.config.vocab_size)
     cycles = CycleCompiler(engine, kind)
     max_slots = engine.max_seq_len + MAX_TREE_ROWS
     compiler = BlockCompiler(engine.backend, max_slots, head, cycles, engine.state.tap_layers)

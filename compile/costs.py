@@ -27,8 +27,8 @@ from fasteagle.drafting.ladder import ladder
 from fasteagle.drafting.policy import Policy
 from fasteagle.generate import Engine
 from fasteagle.paths import write_atomic
-from fasteagle.sampling import DrawKind
-from fasteagle.shapes import AnyShape, SureChain
+from fasteagle.sampling import SamplingMode
+from fasteagle.shapes import AnyShape, GatedChain
 
 TABLE = 5  # of what a kept table holds; another number's is not used
 
@@ -61,7 +61,7 @@ def load_costs(path: Path, engine: Engine, notify: Callable[[str], None]) -> Cos
             notify(f"tuner: costs kept for another setting ({'; '.join(changed)}) are ignored")
             return None
         costs = Costs.from_json(raw["costs"])
-        is_chain = mine["shape"] == SureChain.__name__
+        is_chain = mine["shape"] == GatedChain.__name__
         if is_chain and not costs.chain:
             raise ValueError("no times of drafting")
         return costs
@@ -91,7 +91,7 @@ def costs_of(
     engine: Engine,
     drafter: Drafter,
     notify: Callable[[str], None],
-    kind: DrawKind | None = None,
+    kind: SamplingMode | None = None,
     *,
     anew: bool = False,
     gate: Gate = contextlib.nullcontext,
@@ -110,7 +110,7 @@ def costs_of(
         seconds = time.perf_counter() - begin
         store_costs(drafter.tuning.path, engine, costs, seconds)
     if compiled:
-        compiler = CycleCompiler(engine, kind or DrawKind(), sizes_of(drafter, costs))
+        compiler = CycleCompiler(engine, kind or SamplingMode(), sizes_of(drafter, costs))
         compiler.compile()
         with gate():
             compiler.apply()
@@ -142,7 +142,7 @@ def follow_costs(engine: Engine, drafter: Drafter, costs: Costs) -> Policy:
 def tune_now(
     engine: Engine,
     notify: Callable[[str], None],
-    kind: DrawKind | None = None,
+    kind: SamplingMode | None = None,
     *,
     anew: bool = False,
     compiled: bool = False,

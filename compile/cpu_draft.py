@@ -19,7 +19,7 @@ from fasteagle.model import Eagle3Head, EagleHead
 from fasteagle.quant.cpu_linear import BLOCK, NativeLinear
 from fasteagle.quant.cpu_tensors import CorpusIndex, HeadTensors
 from fasteagle.quant.linear import QuantizedLMHead
-from fasteagle.shapes import SureChain
+from fasteagle.shapes import GatedChain
 from fasteagle.state import CycleSpec, DecodeState
 from fasteagle.tree import HEAD, LOOKUP, chain
 
@@ -53,7 +53,7 @@ class NativeDraft:
 
     def runs(self, drafter: Drafter | None, spec: CycleSpec) -> bool:
         """Return whether the kernels draft this variant of the cycle."""
-        if not isinstance(spec.shape, SureChain):
+        if not isinstance(spec.shape, GatedChain):
             return False
         if isinstance(drafter, EagleDrafter):
             return self.of(drafter.head) is not None
@@ -165,7 +165,7 @@ class NativeChain:
         Returns them, and the probabilities of their paths and of one left out, if there is one.
         """
         new = state.committed(min(width, int(state.count)))
-        knobs = state.knobs
+        sampling = state.sampling
         tokens, paths = self._head.draft(
             new.tokens,
             drafter.head.read(new.features),
@@ -173,7 +173,7 @@ class NativeChain:
             state.seq_len,
             drafter.target_ids,
             drafter.cache.layers[0],
-            *((knobs.temperature, knobs.seed) if noisy else (None, None)),
+            *((sampling.temperature, sampling.seed) if noisy else (None, None)),
             depth,
             *thresholds,
         )

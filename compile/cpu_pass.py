@@ -75,14 +75,14 @@ def finish(state: DecodeState, spec: CycleSpec, proposal: Proposal, output: Outp
     if spec.accept is not None or output.logits.dtype != torch.float32:
         EAGER.finish(state, spec, proposal, output)
         return
-    kind, knobs = spec.kind, state.knobs
+    kind, tensors = spec.kind, state.sampling
     sampling = Sampling(
-        temperature=None if kind.greedy else knobs.temperature,
-        seed=None if kind.greedy else knobs.seed,
-        top_k=knobs.top_k if kind.top_k else None,
-        top_p=knobs.top_p if kind.top_p else None,
-        min_p=knobs.min_p if kind.min_p else None,
-        penalty=knobs.penalty if kind.penalty else None,
+        temperature=None if kind.greedy else tensors.temperature,
+        seed=None if kind.greedy else tensors.seed,
+        top_k=tensors.top_k if kind.top_k else None,
+        top_p=tensors.top_p if kind.top_p else None,
+        min_p=tensors.min_p if kind.min_p else None,
+        penalty=tensors.penalty if kind.penalty else None,
         seen=state.seen if kind.penalty else None,
     )
     torch.ops.fasteagle_cpu.finish_cycle(

@@ -23,7 +23,7 @@ from fasteagle.drafting.draft_model import ModelDrafter
 from fasteagle.generate import Engine
 from fasteagle.model import KEY_BLOCK, KVCache, Output
 from fasteagle.multi_round import accept_sampled
-from fasteagle.sampling import DrawKind
+from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import AnyShape
 from fasteagle.state import CycleSpec, DecodeState
 
@@ -44,13 +44,13 @@ class CycleCompiler:
     """
 
     def __init__(
-        self, engine: Engine, kind: DrawKind | None = None, shapes: Sequence[AnyShape] = ()
+        self, engine: Engine, kind: SamplingMode | None = None, shapes: Sequence[AnyShape] = ()
     ) -> None:
         drafter = engine.drafter
         self._engine, self._drafter = engine, drafter
         if drafter is not None and not shapes:
             shapes = drafter.shapes()
-        self._specs = [engine.spec(shape, kind or DrawKind()) for shape in (None, *shapes)]
+        self._specs = [engine.spec(shape, kind or SamplingMode()) for shape in (None, *shapes)]
         self._found: dict[tuple[Drafter | None, CycleSpec], Pieces] = {}
 
     def compile(self, slots: Sequence[int] = (2 * KEY_BLOCK,)) -> None:
@@ -137,7 +137,7 @@ class CycleCompiler:
         state.read_taps(engine.state.tap_layers, engine.model.config.dim)
         state.count.fill_(1)
         state.seq_len.fill_(2)
-        state.knobs.temperature.fill_(1.0)
+        state.sampling.temperature.fill_(1.0)
         return state
 
     def _scratch(self, n_slots: int) -> Drafter | None:

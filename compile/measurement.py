@@ -27,8 +27,8 @@ from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.policy import LONGEST, Thresholds
 from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
-from fasteagle.sampling import DrawKind
-from fasteagle.shapes import AnyShape, FusedShape, SureChain, TreeShape
+from fasteagle.sampling import SamplingMode
+from fasteagle.shapes import AnyShape, FusedShape, GatedChain, TreeShape
 from fasteagle.tree import chain
 
 CONTEXT = 256  # committed tokens while measuring
@@ -57,11 +57,11 @@ class Measurement:
         self,
         engine: Engine,
         drafter: Drafter | None,
-        kind: DrawKind | None = None,
+        kind: SamplingMode | None = None,
         gate: Gate = contextlib.nullcontext,
     ) -> None:
         self._engine, self._drafter, self._gate = engine, drafter, gate
-        self._kind = kind or DrawKind()
+        self._kind = kind or SamplingMode()
         # Some room must be left for the rows behind the context.
         self._context = min(CONTEXT, engine.max_seq_len // 2)
         self._rows = [T for T in ROWS if self._context + T <= engine.max_seq_len]
@@ -111,7 +111,7 @@ class Measurement:
         if drafter is None:
             return works
         has_head = isinstance(drafter, HeadDrafter)
-        if isinstance(drafter.shape, SureChain):
+        if isinstance(drafter.shape, GatedChain):
             works["chain"] = {levels: work(self._chain, levels) for levels in (1, LONGEST)}
             if drafter.looks_up:
                 works["lookup"] = {0: self._look_up}
@@ -238,7 +238,7 @@ class Measurement:
         state.root.zero_()
         state.tokens.zero_()
         state.text[max(0, seq_len - 32) : seq_len + 1] = 0
-        state.knobs.load(USUAL)
+        state.sampling.load(USUAL)
 
 
 def _medians(times: dict[int, list[float]], scale: float = 1.0) -> dict[int, float]:

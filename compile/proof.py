@@ -28,7 +28,7 @@ from fasteagle.options import SamplingParams
 from fasteagle.paths import cache_dir, write_atomic
 from fasteagle.quant.cpu_linear import NativeLinear
 from fasteagle.quant.cuda_linear import PlanesLinear
-from fasteagle.sampling import DrawKind
+from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import TreeShape
 from fasteagle.state import CycleSpec, DecodeState
 from fasteagle.tree import DraftTree
@@ -136,8 +136,8 @@ def _commits(backend: Backend) -> tuple[Tensor, Tensor]:
         for params in (SamplingParams(), SamplingParams(0.8, seed=3)):
             state = _state(backend.target)
             proposal = _proposal(state)
-            state.knobs.load(params)
-            spec = CycleSpec(TreeShape(2, 2, 3), 4, 0, DrawKind.of(params, vocab_size))
+            state.sampling.load(params)
+            spec = CycleSpec(TreeShape(2, 2, 3), 4, 0, SamplingMode.of(params, vocab_size))
             logits = _random(4, vocab_size, device=_device(backend))
             logits[0, proposal.tree.tokens[1]] = 40.0
             finish(state, spec, proposal, Output(logits, logits[:, :1]))

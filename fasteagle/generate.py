@@ -24,7 +24,7 @@ from fasteagle.errors import EngineError, FasteagleError
 from fasteagle.logits import LogitsProcessor
 from fasteagle.model import KEY_BLOCK, KVCache, Transformer
 from fasteagle.options import SamplingParams
-from fasteagle.sampling import BAD_ROW, DrawKind, draw
+from fasteagle.sampling import BAD_ROW, SamplingMode, draw
 from fasteagle.shapes import AnyShape
 from fasteagle.state import MAX_DEPTH, PENDING, CycleSpec
 from fasteagle.tree import chain
@@ -108,7 +108,7 @@ class Engine(Context):
         start = time.perf_counter()
         self.check_prompt(prompt)
         self.stats = stats = Stats(prompt_tokens=len(prompt))
-        kind = DrawKind.of(params, self.model.config.vocab_size)
+        kind = SamplingMode.of(params, self.model.config.vocab_size)
         if processor is None:
             unless_short(lambda: self._prepare(kind, params), self._lost)
         normed, feature, stats.cached_tokens = self.prefill(prompt, check)
@@ -140,13 +140,13 @@ class Engine(Context):
         self,
         prompt: Sequence[int],
         normed: Tensor,
-        kind: DrawKind,
+        kind: SamplingMode,
         params: SamplingParams,
         processor: LogitsProcessor | None,
     ) -> int:
         """Draw the token after the prompt, by what the LM head reads of its last one [1, D]."""
         state = self.state
-        state.knobs.load(params)
+        state.sampling.load(params)
         seen = None
         if kind.penalty:
             seen = state.seen.fill_(False)
@@ -156,13 +156,13 @@ class Engine(Context):
         if processor is not None:
             last = torch.tensor([prompt[-1]], device=self.device)
             logits = processor(logits, chain(last, torch.ones_like(last).bool()))
-        root = draw(logits, position, kind, state.knobs, seen)
+        root = draw(logits, position, kind, state.sampling, seen)
         return self._checked(root.tolist())[0]
 
     def _cycles(
         self,
         root: int,
-        kind: DrawKind,
+        kind: SamplingMode,
         processor: LogitsProcessor | None = None,
         speculate: bool = True,
     ) -> Generator[list[int]]:
@@ -197,7 +197,7 @@ class Engine(Context):
                 self._show_pending(keep_last=False)
 
     def _next_spec(
-        self, kind: DrawKind, launched: deque[CycleSpec], speculate: bool
+        self, kind: SamplingMode, launched: deque[CycleSpec], speculate: bool
     ) -> CycleSpec | None:
         """The variant of the next cycle; None: those in flight must be read first."""
         drafter = self.drafter
@@ -215,7 +215,7 @@ class Engine(Context):
         self.reserve(reach, spec.rows, spec.width)
         return spec
 
-    def spec(self, shape: AnyShape | None, kind: DrawKind) -> CycleSpec:
+    def spec(self, shape: AnyShape | None, kind: SamplingMode) -> CycleSpec:
         """The variant of the cycle with a tree of `shape`, None for plain decoding."""
         drafter = self.drafter
         reads = drafter is not None and drafter.reads_features
@@ -272,18 +272,18 @@ class Engine(Context):
     @torch.no_grad()
     def prepare(self, params: SamplingParams) -> None:
         """Let the runner prepare every cycle that answers drawn like this may need."""
-        self._prepare(DrawKind.of(params, self.model.config.vocab_size), params)
+        self._prepare(SamplingMode.of(params, self.model.config.vocab_size), params)
 
     def compile_ahead(self) -> None:
         """Let the runner compile its device's kernels now, not within the first answer."""
-        self.runner.compile_ahead(self._specs(DrawKind()), self.drafter)
+        self.runner.compile_ahead(self._specs(SamplingMode()), self.drafter)
 
-    def _specs(self, kind: DrawKind) -> list[CycleSpec]:
+    def _specs(self, kind: SamplingMode) -> list[CycleSpec]:
         """Variants of the cycle that answers drawn like this may need."""
         shapes = [] if self.drafter is None else self.drafter.shapes()
         return [self.spec(shape, kind) for shape in (None, *shapes)]
 
-    def _prepare(self, kind: DrawKind, params: SamplingParams) -> None:
+    def _prepare(self, kind: SamplingMode, params: SamplingParams) -> None:
         drafter, specs = self.drafter, self._specs(kind)
         if not self.runner.needs(specs, drafter):
             return
@@ -294,7 +294,7 @@ class Engine(Context):
         self.shown = min(self.shown, free)
         self.state.seq_len.fill_(free)
         self.state.count.fill_(1)
-        self.state.knobs.load(params)
+        self.state.sampling.load(params)
         self.runner.prepare(specs, drafter)
 
     def check_prompt(self, prompt: Sequence[int]) -> None:

@@ -35,8 +35,8 @@ def accept_sampled(
     """
     assert tree.distributions is not None, "its drafter samples the children"
     seen = seen_rows(state.seen, tree, tree_mask) if spec.kind.penalty else None
-    probs = process_logits(logits.float(), spec.kind, state.knobs, seen).softmax(-1)
-    seed, position = int(state.knobs.seed), int(state.seq_len)
+    probs = process_logits(logits.float(), spec.kind, state.sampling, seen).softmax(-1)
+    seed, position = int(state.sampling.seed), int(state.seq_len)
     return multi_round(probs, tree.distributions, tree, spec.depth, seed, position)
 
 

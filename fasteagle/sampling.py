@@ -22,8 +22,8 @@ BAD_ROW = -1  # what `draw` yields for a row whose logits are not finite
 
 
 @dataclasses.dataclass(frozen=True)
-class DrawKind:
-    """Which parts of drawing are on; their values are `Knobs` on the device.
+class SamplingMode:
+    """Which parts of drawing are on; their values are `SamplingTensors` on the device.
 
     One compiled or captured variant of the cycle serves all values of one kind.
     """
@@ -35,7 +35,7 @@ class DrawKind:
     penalty: bool = False
 
     @classmethod
-    def of(cls, params: SamplingParams, vocab_size: int) -> DrawKind:
+    def of(cls, params: SamplingParams, vocab_size: int) -> SamplingMode:
         penalty = params.repetition_penalty != 1
         if params.greedy:
             return cls(penalty=penalty)
@@ -52,7 +52,7 @@ class DrawKind:
         return self.top_k > 0 or self.top_p or self.min_p
 
 
-class Knobs:
+class SamplingTensors:
     """The numbers of `SamplingParams` as 0-d tensors of fixed addresses."""
 
     def __init__(self, device: torch.device | str) -> None:
@@ -64,10 +64,10 @@ class Knobs:
         self.penalty = torch.zeros((), device=device)
 
     @classmethod
-    def of(cls, params: SamplingParams, device: torch.device | str = "cpu") -> Knobs:
-        knobs = cls(device)
-        knobs.load(params)
-        return knobs
+    def of(cls, params: SamplingParams, device: torch.device | str = "cpu") -> SamplingTensors:
+        sampling = cls(device)
+        sampling.load(params)
+        return sampling
 
     def load(self, params: SamplingParams) -> None:
         self.seed.fill_(params.seed)
@@ -81,8 +81,8 @@ class Knobs:
 def draw(
     logits: Tensor,
     positions: Tensor,
-    kind: DrawKind,
-    knobs: Knobs,
+    kind: SamplingMode,
+    sampling: SamplingTensors,
     seen: Tensor | None = None,
     depths: Tensor | None = None,
 ) -> Tensor:
@@ -92,36 +92,36 @@ def draw(
     of them, or at number t. `seen` [T, V] (bool) marks the tokens that the repetition penalty
     applies to; None where it is off.
     """
-    scores = process_logits(logits.float(), kind, knobs, seen)
+    scores = process_logits(logits.float(), kind, sampling, seen)
     if not kind.greedy:
         # A NaN or +inf logit must stay visible: only finite scores and -inf take noise.
         tokens = torch.arange(logits.shape[-1], device=logits.device)
-        noise = gumbel_noise(knobs.seed, positions, tokens)
+        noise = gumbel_noise(sampling.seed, positions, tokens)
         scores = scores + (noise if depths is None else noise[depths])
     best, drawn = scores.max(dim=-1)
     return torch.where(best.isfinite(), drawn, BAD_ROW)
 
 
 def process_logits(
-    logits: Tensor, kind: DrawKind, knobs: Knobs, seen: Tensor | None = None
+    logits: Tensor, kind: SamplingMode, sampling: SamplingTensors, seen: Tensor | None = None
 ) -> Tensor:
     """Apply, in the order of transformers: penalty, temperature, top-k, top-p, min-p. [T, V]."""
     if kind.penalty and seen is not None:
-        p = knobs.penalty
+        p = sampling.penalty
         logits = torch.where(seen, torch.where(logits < 0, logits * p, logits / p), logits)
     if kind.greedy:
         return logits
-    logits = logits / knobs.temperature
+    logits = logits / sampling.temperature
     if kind.top_k:
         best = logits.topk(kind.top_k, dim=-1).values
-        kth = best.index_select(-1, (knobs.top_k - 1).unsqueeze(0))
+        kth = best.index_select(-1, (sampling.top_k - 1).unsqueeze(0))
         logits = logits.masked_fill(logits < kth, NEG_INF)
     if kind.top_p:
         probs = logits.softmax(-1)
-        logits = logits.masked_fill(probs < top_p_threshold(probs, knobs.top_p), NEG_INF)
+        logits = logits.masked_fill(probs < top_p_threshold(probs, sampling.top_p), NEG_INF)
     if kind.min_p:
         probs = logits.softmax(-1)
-        logits = logits.masked_fill(probs < knobs.min_p * probs.amax(-1, True), NEG_INF)
+        logits = logits.masked_fill(probs < sampling.min_p * probs.amax(-1, True), NEG_INF)
     return logits
 
 

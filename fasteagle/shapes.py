@@ -49,11 +49,11 @@ class TreeShape:
 
 
 @dataclasses.dataclass(frozen=True)
-class SureChain:
-    """Of a chain of at most `depth` tokens that ends where the draft head is not sure enough.
+class GatedChain:
+    """Chain of at most `depth` tokens that ends where the draft head is not sure enough.
 
-    How sure that is: `drafting.plan.Stopping`. It needs a look at each level's result, which costs
-    nothing on a CPU.
+    How sure that is: `drafting.policy.Thresholds`. It needs a look at each level's result, which
+    costs nothing on a CPU.
     """
 
     depth: int
@@ -150,7 +150,7 @@ class FusedShape:
         return f"{self.levels}, {self.topk}, {self.nodes} + {self.reach}"
 
 
-AnyShape = TreeShape | SureChain | StaticShape | FusedShape
+AnyShape = TreeShape | GatedChain | StaticShape | FusedShape
 
 
 def shape_of(
@@ -161,11 +161,12 @@ def shape_of(
     levels: int | None = None,
     reach: int | None = None,
 ) -> AnyShape:
-    """A shape from its sizes, as records hold them: `topk` is None for static trees, of sure chains
-    there is only the depth.
+    """Return a shape from its sizes, as records hold them.
+
+    `topk` is None for static trees; gated chains have only a depth.
     """
     if nodes is None:
-        return SureChain(depth)
+        return GatedChain(depth)
     if topk is None:
         return StaticShape(depth, None, nodes)
     if levels is None or reach is None:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fasteagle.model import KVCache, Transformer
 from fasteagle.options import SamplingParams
-from fasteagle.sampling import DrawKind, Knobs
-from fasteagle.shapes import AnyShape, FusedShape, SureChain, TreeShape
+from fasteagle.sampling import SamplingMode, SamplingTensors
+from fasteagle.shapes import AnyShape, FusedShape, GatedChain, TreeShape
 from fasteagle.tree import DraftTree
 from fasteagle.verify import Accepted
 
@@ -53,7 +53,7 @@ class CycleSpec:
     shape: AnyShape | None
     rows: int
     width: int
-    kind: DrawKind
+    kind: SamplingMode
     accept: Accept | None = None
 
     @property
@@ -64,7 +64,7 @@ class CycleSpec:
     @property
     def in_place(self) -> bool:
         """Whether accepted rows are where they belong: those of a chain."""
-        return isinstance(self.shape, (TreeShape, SureChain)) and self.shape.topk == 1
+        return isinstance(self.shape, (TreeShape, GatedChain)) and self.shape.topk == 1
 
     @property
     def extends(self) -> bool:
@@ -104,7 +104,7 @@ class DecodeState:
         self.text = ints(max_seq_len + MAX_DEPTH + 2)  # [N]
         self.result = ints(MAX_DEPTH + 4)
         self.seen = torch.zeros(1, target.config.vocab_size, dtype=torch.bool, device=device)
-        self.knobs = Knobs(device)
+        self.sampling = SamplingTensors(device)
         self.cache = cache
 
     def read_taps(self, tap_layers: tuple[int, ...], dim: int) -> None:
@@ -150,7 +150,7 @@ class DecodeState:
         self.tokens[:1] = ids[-1:]
         if feature is not None:
             self.features[:1] = feature
-        self.knobs.load(params)
+        self.sampling.load(params)
 
     def keep_last_pair(self, count: int) -> None:
         """Forget all pending pairs but the last of `count`."""

@@ -28,7 +28,7 @@ from fasteagle.loading.heads.tables import official_state
 from fasteagle.model import EagleHead, KVCache, Output, Target, Transformer, make_head
 from fasteagle.options import SamplingParams
 from fasteagle.prompts import Conversation
-from fasteagle.sampling import DrawKind, Knobs
+from fasteagle.sampling import SamplingMode, SamplingTensors
 from fasteagle.shapes import AnyShape
 from fasteagle.state import Committed, CycleSpec, DecodeState
 from fasteagle.training.options import TrainOptions
@@ -373,9 +373,9 @@ def output_without_triton(code: str) -> str:
 # Drafters by themselves
 
 
-def drawing(params: SamplingParams, vocab_size: int) -> tuple[DrawKind, Knobs]:
+def drawing(params: SamplingParams, vocab_size: int) -> tuple[SamplingMode, SamplingTensors]:
     """What functions that draw take in place of `params`."""
-    return DrawKind.of(params, vocab_size), Knobs.of(params)
+    return SamplingMode.of(params, vocab_size), SamplingTensors.of(params)
 
 
 def empty_state(target: Transformer, max_seq_len: int = 512) -> DecodeState:
@@ -383,8 +383,8 @@ def empty_state(target: Transformer, max_seq_len: int = 512) -> DecodeState:
     return DecodeState(target, cache, max_seq_len)
 
 
-def spec_of(shape: AnyShape, width: int = 1, kind: DrawKind | None = None) -> CycleSpec:
-    return CycleSpec(shape, shape.rows, width, kind or DrawKind())
+def spec_of(shape: AnyShape, width: int = 1, kind: SamplingMode | None = None) -> CycleSpec:
+    return CycleSpec(shape, shape.rows, width, kind or SamplingMode())
 
 
 def pairs(tokens, features, count: int | None = None) -> Committed:

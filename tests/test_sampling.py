@@ -9,7 +9,7 @@ import torch
 
 from fasteagle import sampling
 from fasteagle.options import SamplingParams
-from fasteagle.sampling import BAD_ROW, DrawKind
+from fasteagle.sampling import BAD_ROW, SamplingMode
 from helpers import drawing
 
 # 99.9 % points of chi-square by degrees of freedom
@@ -218,17 +218,17 @@ def test_rows_of_one_depth_share_their_noise():
 @pytest.mark.parametrize(
     ("params", "kind"),
     [
-        (SamplingParams(top_k=5, top_p=0.5), DrawKind()),
-        (SamplingParams(0.8), DrawKind(False)),
-        (SamplingParams(0.8, top_k=64), DrawKind(False, top_k=64)),
-        (SamplingParams(0.8, top_k=65), DrawKind(False, top_k=300)),
-        (SamplingParams(0.8, top_k=300), DrawKind(False)),
-        (SamplingParams(0.8, top_p=0.9, min_p=0.1), DrawKind(False, top_p=True, min_p=True)),
-        (SamplingParams(repetition_penalty=1.1), DrawKind(penalty=True)),
+        (SamplingParams(top_k=5, top_p=0.5), SamplingMode()),
+        (SamplingParams(0.8), SamplingMode(False)),
+        (SamplingParams(0.8, top_k=64), SamplingMode(False, top_k=64)),
+        (SamplingParams(0.8, top_k=65), SamplingMode(False, top_k=300)),
+        (SamplingParams(0.8, top_k=300), SamplingMode(False)),
+        (SamplingParams(0.8, top_p=0.9, min_p=0.1), SamplingMode(False, top_p=True, min_p=True)),
+        (SamplingParams(repetition_penalty=1.1), SamplingMode(penalty=True)),
     ],
 )
 def test_one_variant_serves_all_values_of_a_kind(params, kind):
-    assert DrawKind.of(params, 300) == kind
+    assert SamplingMode.of(params, 300) == kind
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 63, 64, 65, 299])

@@ -19,7 +19,7 @@ from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.model import Transformer
 from fasteagle.options import SamplingParams
-from fasteagle.sampling import DrawKind, process_logits
+from fasteagle.sampling import SamplingMode, process_logits
 from fasteagle.shapes import FusedShape, StaticShape, TreeShape
 from fasteagle.tree import DraftTree, chain
 from helpers import (
@@ -340,7 +340,7 @@ def two_drafted_tokens(engine, prompt, params) -> list[int]:
     feature, *_ = engine.prefill(prompt[:-1])
     engine.state.load(prompt, feature, params)
     drawn = []
-    for new in engine._cycles(prompt[-1], DrawKind.of(params, 4)):
+    for new in engine._cycles(prompt[-1], SamplingMode.of(params, 4)):
         drawn += new
         if len(drawn) >= 2:
             return drawn[:2]

@@ -19,7 +19,7 @@ from fasteagle.compile.cycles import CycleCompiler
 from fasteagle.errors import first_line, note
 from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
-from fasteagle.sampling import DrawKind
+from fasteagle.sampling import SamplingMode
 
 
 class Preparation:
@@ -84,8 +84,8 @@ class Preparation:
         if not self._quiet:
             note(line)
 
-    def _kind(self, params: SamplingParams) -> DrawKind:
-        return DrawKind.of(params, self._engine.model.config.vocab_size)
+    def _kind(self, params: SamplingParams) -> SamplingMode:
+        return SamplingMode.of(params, self._engine.model.config.vocab_size)
 
     def _start(self, work: Callable[[], None]) -> threading.Thread:
         n_threads = torch.get_num_threads()  # a new thread would begin with its own
@@ -100,7 +100,7 @@ class Preparation:
         self._threads.append(thread)
         return thread
 
-    def _compile_other(self, kind: DrawKind) -> None:
+    def _compile_other(self, kind: SamplingMode) -> None:
         """Compile for another way to draw, which runs eagerly until then."""
         if not self._compiler.ready or kind in self._kinds:
             return

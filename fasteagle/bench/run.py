@@ -42,7 +42,7 @@ from fasteagle.loading.tokenizer import ChatTokenizer, Message
 from fasteagle.options import DEFAULT_MODEL, DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.prompts import Question
 from fasteagle.quant.scheme import is_scheme_name
-from fasteagle.sampling import DrawKind
+from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import AnyShape
 
 DEFAULT_ROWS = ("hf", "plain", "eagle")
@@ -260,11 +260,11 @@ def build_rows(
             simulated_tau=options.simulate_tau if spec.has_head else None,
         )
         rows.append(row)
-    _tune(rows, options, DrawKind.of(options.params, config.vocab_size))
+    _tune(rows, options, SamplingMode.of(options.params, config.vocab_size))
     return rows
 
 
-def _tune(rows: Sequence[Row], options: BenchOptions, kind: DrawKind) -> None:
+def _tune(rows: Sequence[Row], options: BenchOptions, kind: SamplingMode) -> None:
     """Compile what our rows run, and let them have the trees and the plain passes that pay."""
     ours = [(row, row.decoder.engine) for row in rows if isinstance(row.decoder, EngineDecoder)]
     if options.compile and all(compile_now(engine, options.params) for _, engine in ours):

@@ -147,7 +147,7 @@ def drawn_tokens(
     # Noise costs a millisecond for 16 levels, and a chain may be shorter than its shape.
     n_levels = len(depths) if spec.in_place else spec.depth + 1
     positions = state.seq_len + 1 + torch.arange(n_levels, device=depths.device)
-    return draw(logits, positions, spec.kind, state.knobs, seen, depths)
+    return draw(logits, positions, spec.kind, state.sampling, seen, depths)
 
 
 def commit(

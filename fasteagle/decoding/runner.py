@@ -22,7 +22,7 @@ from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.draft_head import DraftOps, HeadDrafter, RankingDrafter
 from fasteagle.logits import LogitsProcessor
 from fasteagle.model import CORE, EagleHead, Ops, Target, as_mask
-from fasteagle.shapes import SureChain
+from fasteagle.shapes import GatedChain
 from fasteagle.state import CycleSpec, DecodeState
 from fasteagle.tree import TreeView
 
@@ -33,7 +33,7 @@ Draft = Callable[[DecodeState, Drafter | None, CycleSpec], Proposal]
 
 def may_be_shorter(drafter: Drafter, spec: CycleSpec) -> bool:
     """Whether proposals may end with padding, which a CPU leaves out of the pass."""
-    return isinstance(spec.shape, SureChain) or not (drafter.always_proposes and spec.extends)
+    return isinstance(spec.shape, GatedChain) or not (drafter.always_proposes and spec.extends)
 
 
 def head_config(drafter: Drafter | None) -> HeadConfig | None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from fasteagle.drafting.ladder import Ranks
 from fasteagle.drafting.policy import Outcome, Policy, Thresholds
 from fasteagle.model import KVCache
-from fasteagle.sampling import DrawKind
+from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import AnyShape
 from fasteagle.state import Accept, Committed, CycleSpec, DecodeState
 from fasteagle.tree import DraftTree
@@ -85,7 +85,7 @@ class Drafter(Protocol):
     def propose(self, prediction: Any, state: DecodeState, spec: CycleSpec) -> DraftTree:
         """A tree of `spec.shape` under `state.root`."""
 
-    def accept_for(self, kind: DrawKind) -> Accept | None:
+    def accept_for(self, kind: SamplingMode) -> Accept | None:
         """Return what accepts its trees where the target draws as `kind` says.
 
         See `CycleSpec.accept`.
@@ -119,7 +119,7 @@ class Controlled:
     def begin(self, token: int) -> None:
         """Draft heads do without the first token."""
 
-    def accept_for(self, kind: DrawKind) -> Accept | None:
+    def accept_for(self, kind: SamplingMode) -> Accept | None:
         return None
 
     def apart(self) -> Self:

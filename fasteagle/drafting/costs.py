@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections import Counter
 from typing import Any
 
-from fasteagle.shapes import AnyShape, FusedShape, SureChain
+from fasteagle.shapes import AnyShape, FusedShape, GatedChain
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 24, 32)  # of the target passes that are timed
 WIDTHS = (1, 2, 3, 4, 6, 8)  # of the levels that are timed
@@ -51,7 +51,7 @@ class Costs:
 
     def draft(self, shape: AnyShape) -> float:
         """Drafting a tree of `shape`; levels of a fused drafter were timed with its lookup."""
-        if isinstance(shape, SureChain):
+        if isinstance(shape, GatedChain):
             return interpolated(self.chain, shape.depth)
         levels = shape.levels if isinstance(shape, FusedShape) else shape.depth
         if not levels or not self.level:

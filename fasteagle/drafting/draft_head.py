@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fasteagle.drafting.base import Controlled
 from fasteagle.model import EagleHead, KVCache
-from fasteagle.sampling import DrawKind, Knobs, gumbel_noise
+from fasteagle.sampling import SamplingMode, SamplingTensors, gumbel_noise
 from fasteagle.state import Committed
 from fasteagle.tree import DraftTree, Pool, TreeView, rerank
 
@@ -62,7 +62,12 @@ class RankingDrafter(Controlled):
         return self.ops.rerank(pool, root, n_nodes)
 
     def ranking_logits(
-        self, logits: Tensor, seq_len: Tensor, level: int, kind: DrawKind, knobs: Knobs
+        self,
+        logits: Tensor,
+        seq_len: Tensor,
+        level: int,
+        kind: SamplingMode,
+        sampling: SamplingTensors,
     ) -> Tensor:
         """What children are ranked by, [W, V]: logits, or with the noise the target will draw with.
 
@@ -72,8 +77,8 @@ class RankingDrafter(Controlled):
         if kind.greedy or self.noise == "none":
             return logits
         position = (seq_len + level).unsqueeze(0)
-        gumbel = gumbel_noise(knobs.seed, position, self.target_ids)
-        return logits.float() / knobs.temperature + gumbel
+        gumbel = gumbel_noise(sampling.seed, position, self.target_ids)
+        return logits.float() / sampling.temperature + gumbel
 
     def child_scores(self, scores: Tensor, logp: Tensor) -> Tensor:
         """Scores [k, k] of children: a path's probability, never above the parent's."""

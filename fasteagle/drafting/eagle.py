@@ -14,8 +14,8 @@ from fasteagle.drafting.draft_head import HeadDrafter, Prediction
 from fasteagle.drafting.policy import Thresholds
 from fasteagle.errors import FasteagleError
 from fasteagle.model import EagleHead
-from fasteagle.sampling import DrawKind, Knobs
-from fasteagle.shapes import FusedShape, SureChain, TreeShape
+from fasteagle.sampling import SamplingMode, SamplingTensors
+from fasteagle.shapes import FusedShape, GatedChain, TreeShape
 from fasteagle.state import CycleSpec, DecodeState
 from fasteagle.tree import DraftTree, Pool, chain
 
@@ -29,7 +29,7 @@ class EagleDrafter(HeadDrafter):
     def __init__(
         self,
         head: EagleHead,
-        shape: TreeShape | SureChain | FusedShape,
+        shape: TreeShape | GatedChain | FusedShape,
         max_seq_len: int,
         noise: str = "shared",
     ) -> None:
@@ -40,11 +40,11 @@ class EagleDrafter(HeadDrafter):
             )
         super().__init__(head, max_seq_len, noise)
         self.name = "eagle-chain" if shape.topk == 1 else "eagle"
-        self.shape: TreeShape | SureChain | FusedShape = shape
+        self.shape: TreeShape | GatedChain | FusedShape = shape
 
     @property
     def tree_rows(self) -> int:
-        shapes = [shape for shape in self.shapes() if isinstance(shape, (TreeShape, SureChain))]
+        shapes = [shape for shape in self.shapes() if isinstance(shape, (TreeShape, GatedChain))]
         return max((shape.depth - 1) * shape.topk for shape in shapes)
 
     def resized(self, nodes: int) -> EagleDrafter:
@@ -55,14 +55,14 @@ class EagleDrafter(HeadDrafter):
 
     def propose(self, prediction: Prediction, state: DecodeState, spec: CycleSpec) -> DraftTree:
         """Expand, then rerank; of a chain that is to be sure, the part that is."""
-        assert isinstance(spec.shape, (TreeShape, SureChain)), "the engine asks for its shapes"
+        assert isinstance(spec.shape, (TreeShape, GatedChain)), "the engine asks for its shapes"
         pool = self.expand(prediction, state, spec.kind, spec.shape.depth, spec.shape.topk)
-        if isinstance(spec.shape, SureChain):
+        if isinstance(spec.shape, GatedChain):
             return gated_chain(pool, state.root, self.thresholds)
         return self.rerank(pool, state.root, spec.shape.nodes)
 
     def expand(
-        self, prediction: Prediction, state: DecodeState, kind: DrawKind, depth: int, k: int
+        self, prediction: Prediction, state: DecodeState, kind: SamplingMode, depth: int, k: int
     ) -> Pool:
         """See `expand`."""
         return expand(self, prediction, state, kind, depth, k)
@@ -96,7 +96,12 @@ class Expanding(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
     def ranking_logits(
-        self, logits: Tensor, seq_len: Tensor, level: int, kind: DrawKind, knobs: Knobs
+        self,
+        logits: Tensor,
+        seq_len: Tensor,
+        level: int,
+        kind: SamplingMode,
+        sampling: SamplingTensors,
     ) -> Tensor: ...
 
     def child_scores(self, scores: Tensor, logp: Tensor) -> Tensor: ...
@@ -106,14 +111,14 @@ def expand(
     drafter: Expanding,
     prediction: Prediction,
     state: DecodeState,
-    kind: DrawKind,
+    kind: SamplingMode,
     depth: int,
     k: int,
 ) -> Pool:
     """`depth` levels; every level's frontier are the k best of its candidates."""
     seq_len = state.seq_len
     logits, features = prediction
-    logits = drafter.ranking_logits(logits, seq_len, 1, kind, state.knobs)
+    logits = drafter.ranking_logits(logits, seq_len, 1, kind, state.sampling)
     ids, logp = drafter.top_children(logits, k)  # [1, k]
     tokens, scores = drafter.target_ids[ids[0]], logp[0]
     features = features.expand(k, -1)
@@ -125,7 +130,7 @@ def expand(
     for level in range(1, depth):
         below = (level - 1) * k  # rows of the head's own
         logits, features = drafter.step(tokens, features, seq_len, level - 1, paths, below)
-        logits = drafter.ranking_logits(logits, seq_len, level + 1, kind, state.knobs)
+        logits = drafter.ranking_logits(logits, seq_len, level + 1, kind, state.sampling)
         ids, logp = drafter.top_children(logits, k)  # [k, k]
         child_scores = drafter.child_scores(scores.unsqueeze(1), logp).flatten()
         child_tokens = drafter.target_ids[ids.flatten()]

@@ -20,7 +20,7 @@ from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.lookup import Lookup
 from fasteagle.drafting.policy import LONGEST
 from fasteagle.model import EagleHead
-from fasteagle.shapes import FusedShape, SureChain
+from fasteagle.shapes import FusedShape, GatedChain
 from fasteagle.state import CycleSpec, DecodeState
 from fasteagle.tree import HEAD, LOOKUP, DraftTree, Pool
 
@@ -35,19 +35,19 @@ class FusedDrafter(EagleDrafter):
     def __init__(
         self,
         head: EagleHead,
-        shape: FusedShape | SureChain,
+        shape: FusedShape | GatedChain,
         max_seq_len: int,
         noise: str = "shared",
         lookup: Lookup | None = None,
     ) -> None:
         super().__init__(head, shape, max_seq_len, noise)
         self.name = "fused"
-        self.shape: FusedShape | SureChain = shape
+        self.shape: FusedShape | GatedChain = shape
         self.lookup = lookup or Lookup(device=self.target_ids.device)
 
     @property
     def may_skip_head(self) -> bool:
-        return isinstance(self.shape, SureChain)
+        return isinstance(self.shape, GatedChain)
 
     @property
     def advanced(self) -> list[Tensor]:
@@ -65,7 +65,7 @@ class FusedDrafter(EagleDrafter):
         In place of chains, which end by themselves, a tree without branches of the head's.
         """
         like = self.shape
-        if isinstance(like, SureChain):
+        if isinstance(like, GatedChain):
             like = FusedShape(LONGEST, 1, LONGEST, min(like.depth, LONGEST))
         levels = min(like.levels, max(1, nodes))
         reach = max(like.reach, nodes - like.head_pool)

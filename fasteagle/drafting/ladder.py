@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fasteagle.drafting.costs import ROWS, WIDTHS, Costs
-from fasteagle.shapes import AnyShape, FusedShape, SureChain, TreeShape
+from fasteagle.shapes import AnyShape, FusedShape, GatedChain, TreeShape
 
 Ranks = tuple[tuple[float, ...], ...]  # [level][rank]: how often the target agrees, parent accepted
 
@@ -52,7 +52,7 @@ def ladder(costs: Costs, ranks: Ranks, shape: AnyShape, max_topk: int) -> list[A
 
     `max_topk` is the widest level of its draft head, 0 if it has none. A gated chain is one size.
     """
-    if isinstance(shape, SureChain):
+    if isinstance(shape, GatedChain):
         return [shape]
     most = max(costs.passes)
     if not max_topk:
@@ -92,7 +92,7 @@ def expected(shape: AnyShape, ranks: Ranks, copying: bool = False) -> float:
     """Accepted tokens per cycle on usual text, or where tokens have just been copied."""
     hit = HIT_COPYING if copying else HIT
     looked_up = sum(hit * COPY**depth for depth in range(_reach(shape)))
-    if isinstance(shape, SureChain):
+    if isinstance(shape, GatedChain):
         return looked_up + expected_of_head(TreeShape(CHAIN_LEVELS, 1, CHAIN_LEVELS), ranks, USUAL)
     return max(looked_up, expected_of_head(shape, ranks, USUAL))
 

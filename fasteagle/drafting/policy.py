@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from fasteagle.drafting.costs import ROWS, Costs, Times
 from fasteagle.drafting.ladder import Ranks, expected
-from fasteagle.shapes import AnyShape, SureChain
+from fasteagle.shapes import AnyShape, GatedChain
 
 ADVANTAGE = 1.02  # over plain decoding, or drafting pauses
 DOUBT = 0.25  # over the square root of the cycles observed: relative error that is granted
@@ -106,9 +106,9 @@ class Size:
         self.tokens = {
             copying: Average(expected(shape, ranks, copying)) for copying in (False, True)
         }
-        if isinstance(shape, SureChain):
+        if isinstance(shape, GatedChain):
             n = min(USUAL_CHAIN, shape.depth)
-            ms = costs.draft(SureChain(n)) + costs.verify(1 + n) + costs.other
+            ms = costs.draft(GatedChain(n)) + costs.verify(1 + n) + costs.other
         else:
             ms = costs.cycle(shape)
         self.ms = Average(ms)
@@ -177,7 +177,7 @@ class Policy:
         self.used: Counter[AnyShape | str | None] = Counter()  # passes
         self._head, self._lookup = head, lookup
         self._sizes = {shape: Size(shape, costs, ranks) for shape in shapes}
-        self._gated = any(isinstance(shape, SureChain) for shape in shapes)
+        self._gated = any(isinstance(shape, GatedChain) for shape in shapes)
         self._passes = Times(costs.passes)
         self._levels = Times(costs.chain) if costs.chain else None
         self._plain: deque[float] = deque(maxlen=BLOCK)
@@ -395,6 +395,6 @@ def name(shape: AnyShape | str | None) -> str:
     """Return a size in a person's words."""
     if isinstance(shape, str):
         return shape
-    if isinstance(shape, SureChain):
+    if isinstance(shape, GatedChain):
         return f"chain of {shape}"
     return "plain" if shape is None else "/".join(map(str, dataclasses.astuple(shape)))

@@ -15,7 +15,7 @@ from fasteagle.drafting.draft_head import HeadDrafter, Prediction
 from fasteagle.errors import FasteagleError
 from fasteagle.model import EagleHead
 from fasteagle.multi_round import DRAFT_STREAM, accept_sampled
-from fasteagle.sampling import DrawKind, gumbel_noise
+from fasteagle.sampling import SamplingMode, gumbel_noise
 from fasteagle.shapes import PAPER_TREE, StaticShape
 from fasteagle.state import Accept, CycleSpec, DecodeState
 from fasteagle.tree import DraftTree
@@ -80,7 +80,7 @@ class StaticTreeDrafter(HeadDrafter):
     def tree_rows(self) -> int:
         return self._inner_rows
 
-    def accept_for(self, kind: DrawKind) -> Accept | None:
+    def accept_for(self, kind: SamplingMode) -> Accept | None:
         return accept_sampled if self.sampled and not kind.greedy else None
 
     def propose(self, prediction: Prediction, state: DecodeState, spec: CycleSpec) -> DraftTree:
@@ -95,7 +95,7 @@ class StaticTreeDrafter(HeadDrafter):
         n_rows = 0  # of the head's own
         for number, level in enumerate(self._levels, 1):
             if distributions is not None:
-                probs = (logits.float() / state.knobs.temperature).softmax(-1)
+                probs = (logits.float() / state.sampling.temperature).softmax(-1)
                 distributions[level.frontier_rows.unsqueeze(1), self.target_ids] = probs
             ranked = self._ranked(logits, state, spec, number, sampled)
             ids, _ = self.top_children(ranked, self._widest)
@@ -119,10 +119,10 @@ class StaticTreeDrafter(HeadDrafter):
     ) -> Tensor:
         """What children are ranked by; the sum with noise draws them without replacement."""
         if not sampled:
-            return self.ranking_logits(logits, state.seq_len, level, spec.kind, state.knobs)
+            return self.ranking_logits(logits, state.seq_len, level, spec.kind, state.sampling)
         position = (state.seq_len + level).unsqueeze(0)
-        gumbel = gumbel_noise(state.knobs.seed ^ DRAFT_STREAM, position, self.target_ids)
-        return logits.float() / state.knobs.temperature + gumbel
+        gumbel = gumbel_noise(state.sampling.seed ^ DRAFT_STREAM, position, self.target_ids)
+        return logits.float() / state.sampling.temperature + gumbel
 
 
 def check_paths(paths: Sequence[tuple[int, ...]], vocab_size: int) -> None:

@@ -40,8 +40,8 @@ from fasteagle.shapes import (
     PAPER_TREE,
     AnyShape,
     FusedShape,
+    GatedChain,
     Paths,
-    SureChain,
     TreeShape,
     read_tree,
 )
@@ -243,7 +243,7 @@ def _eagle(
     quantized_on_cpu = scheme is not None and engine.on_cpu
     native = engine.backend.name == "cpu"
     drafter = tree_drafter(head, options, engine.max_seq_len, quantized_on_cpu, corpus, native)
-    auto = options.auto_tree or isinstance(drafter.shape, SureChain)
+    auto = options.auto_tree or isinstance(drafter.shape, GatedChain)
     if auto and isinstance(drafter, EagleDrafter):
         fuses = isinstance(drafter, FusedDrafter)
         searches = fuses and corpus is not None
@@ -255,7 +255,7 @@ def _eagle(
 
 
 def _size(shape: AnyShape) -> str:
-    return f"chains of {shape}" if isinstance(shape, SureChain) else f"{shape.nodes} nodes"
+    return f"chains of {shape}" if isinstance(shape, GatedChain) else f"{shape.nodes} nodes"
 
 
 def _ngram(
@@ -274,19 +274,19 @@ def _ngram(
     return drafter
 
 
-def _looked_up_chain(reach: int | None) -> SureChain:
+def _looked_up_chain(reach: int | None) -> GatedChain:
     if reach is not None and not 1 <= reach <= MAX_CHAIN:
         raise FasteagleError(
             f"lookup-depth {reach} is out of range for chains on CPUs: use 1 .. {MAX_CHAIN}"
         )
-    return SureChain(REACH if reach is None else reach)
+    return GatedChain(REACH if reach is None else reach)
 
 
 def _kind(name: str, drafter: Drafter, searches: bool, digest: str = "") -> str:
     """In the name of a file, what the costs of a drafter depend on: other ones stay kept."""
     depth = drafter.shape.depth
     chain = "chain" if depth in (LONGEST, REACH) else f"chain{depth}"
-    shape = chain if isinstance(drafter.shape, SureChain) else "tree"
+    shape = chain if isinstance(drafter.shape, GatedChain) else "tree"
     parts = (name, shape, "corpus" if searches else "", digest[:12])
     return "-".join(part for part in parts if part)
 
@@ -357,11 +357,11 @@ def tree_drafter(
     fused = options.fuses
     if not isinstance(tree, tuple) and native and options.auto_chain and can_draft(head):
         fused = fused or options.drafter == "auto"  # a lookup costs chains next to nothing
-        tree = _looked_up_chain(options.lookup_depth) if fused else SureChain(LONGEST)
-    if fused and isinstance(tree, FusedShape | SureChain):
+        tree = _looked_up_chain(options.lookup_depth) if fused else GatedChain(LONGEST)
+    if fused and isinstance(tree, FusedShape | GatedChain):
         lookup = Lookup(corpus=corpus, device=head.target_ids().device)
         return FusedDrafter(head, tree, max_seq_len, options.noise, lookup)
-    if isinstance(tree, TreeShape | SureChain):
+    if isinstance(tree, TreeShape | GatedChain):
         return EagleDrafter(head, tree, max_seq_len, noise=options.noise)
     assert isinstance(tree, tuple), "a static tree is left"
     sampled = options.verify == "multi-round"

@@ -23,7 +23,7 @@ from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.model import KEY_BLOCK, KVCache, Target, round_up
 from fasteagle.options import SamplingParams
-from fasteagle.sampling import BAD_ROW, DrawKind, Knobs, draw
+from fasteagle.sampling import BAD_ROW, SamplingMode, SamplingTensors, draw
 
 
 @dataclasses.dataclass
@@ -120,11 +120,11 @@ class BatchSampler:
     def _draw(self, params: SamplingParams, texts: Sequence[_Text], logits: Tensor) -> list[int]:
         """A token for each of `texts`, all drawn by `params` but for the seed."""
         device = logits.device
-        knobs = Knobs.of(params, device)
-        knobs.seed = torch.tensor([text.params.seed for text in texts], device=device)
+        sampling = SamplingTensors.of(params, device)
+        sampling.seed = torch.tensor([text.params.seed for text in texts], device=device)
         positions = torch.tensor([len(text.ids) for text in texts], device=device)
-        kind = DrawKind.of(params, self._model.config.vocab_size)
-        return draw(logits, positions, kind, knobs).tolist()
+        kind = SamplingMode.of(params, self._model.config.vocab_size)
+        return draw(logits, positions, kind, sampling).tolist()
 
     def _logits(self, regions: list[int], texts: Sequence[_Text]) -> Tensor:
         """Logits [T, V] after each text's last token."""

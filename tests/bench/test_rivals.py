@@ -25,7 +25,7 @@ from fasteagle.decoding.cycle import decode_cycle
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
-from fasteagle.sampling import DrawKind
+from fasteagle.sampling import SamplingMode
 from fasteagle.tree import ancestor_mask
 from helpers import captured_engine, empty_state, random_target, spec_of, talk, tiny_config
 
@@ -156,7 +156,7 @@ def test_the_whole_cycle_is_one_graph(target):
     compiled = torch.compile(decode_cycle, fullgraph=True, backend="eager")
     for cycle, state, mine in zip((compiled, decode_cycle), states, drafters, strict=True):
         state.load([*range(1, 9)] * 3, None, GREEDY)
-        spec = dataclasses.replace(spec_of(mine.shape, 0), accept=mine.accept_for(DrawKind()))
+        spec = dataclasses.replace(spec_of(mine.shape, 0), accept=mine.accept_for(SamplingMode()))
         for _ in range(3):
             cycle(state, target, mine, spec)
     assert all(map(torch.equal, states[0].advanced, states[1].advanced))

@@ -14,7 +14,7 @@ from fasteagle.drafting.costs import Costs
 from fasteagle.drafting.ladder import DEFAULT_RANKS
 from fasteagle.drafting.policy import LONGEST, Policy
 from fasteagle.paths import cache_dir
-from fasteagle.shapes import FusedShape, SureChain
+from fasteagle.shapes import FusedShape, GatedChain
 from helpers import costs
 
 
@@ -45,7 +45,7 @@ def test_sizes_to_choose_from_are_printed(capsys):
 def test_the_costs_of_chains_are_printed(capsys):
     made = Costs({1: 4.0, 2: 4.5, 9: 8.0}, {}, {}, 0.3, 0.2, chain={1: 0.3, LONGEST: 1.7})
     print_costs(made)
-    print_sizes(Policy(made, DEFAULT_RANKS, [SureChain(LONGEST)], head=True, lookup=False))
+    print_sizes(Policy(made, DEFAULT_RANKS, [GatedChain(LONGEST)], head=True, lookup=False))
     text = capsys.readouterr().out
     assert "draft, a chain, levels" in text and "1: 0.30  8: 1.70" in text
     assert "first level" not in text and "chain of 1 to 8" in text

@@ -30,7 +30,7 @@ from fasteagle.llm import open_llm
 from fasteagle.model import Target
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.quant import packed, planes
-from fasteagle.sampling import DrawKind
+from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import FusedShape, TreeShape
 from fasteagle.tree import relations, rerank
 from helpers import captured_engine, random_head, random_target, tiny_config
@@ -152,7 +152,7 @@ def test_kernels_of_drafting_and_committing_are_among_them(card, monkeypatch):
     engine.use(EagleDrafter(random_head(target), TreeShape(3, 3, 8), 256))
     drafter, state = engine.drafter, engine.state
     drafter.run_by(DraftOps(draft_kernels.top_children, cuda_ops.rerank))
-    specs = [engine.spec(shape, DrawKind()) for shape in (None, TreeShape(3, 3, 8))]
+    specs = [engine.spec(shape, SamplingMode()) for shape in (None, TreeShape(3, 3, 8))]
     moved = []
 
     def move_rows(cache, start, path):
@@ -177,7 +177,7 @@ def test_the_rows_and_candidates_of_cycles_to_come(monkeypatch):
     drafter, reranked, rows = engine.drafter, [], []
     drafter.run_by(DraftOps(rerank=lambda pool, root, n: reranked.append(len(pool.tokens))))
     monkeypatch.setattr(ahead, "_run_head", lambda drafter, T: rows.append(T) or torch.zeros(T, 64))
-    specs = [engine.spec(shape, DrawKind()) for shape in (None, *drafter.shapes())]
+    specs = [engine.spec(shape, SamplingMode()) for shape in (None, *drafter.shapes())]
     run_head(drafter, {spec.width for spec in specs if spec.width})
     assert rows == sorted({1, 3, specs[-1].width, 64})
     run_trees(drafter, specs, engine.state, relations)

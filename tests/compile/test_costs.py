@@ -19,8 +19,8 @@ from fasteagle.drafting.ladder import DEFAULT_RANKS, NGRAM_RANKS
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
-from fasteagle.sampling import DrawKind
-from fasteagle.shapes import FusedShape, SureChain, TreeShape
+from fasteagle.sampling import SamplingMode
+from fasteagle.shapes import FusedShape, GatedChain, TreeShape
 from helpers import captured_engine, costs, pairs, random_head, random_target, tiny_config
 
 GREEDY = SamplingParams()
@@ -186,7 +186,7 @@ def test_a_table_that_does_not_fit_is_ignored_with_one_line(engine, damage):
 def test_a_table_without_chains_is_measured_anew_where_chains_are_drafted(target, tmp_path):
     """Interpolation in an empty table is impossible."""
     engine = Engine(target, 512)
-    drafter = EagleDrafter(random_head(target), SureChain(8), 512)
+    drafter = EagleDrafter(random_head(target), GatedChain(8), 512)
     drafter.tuning = Tuning(tmp_path / "costs.json", DEFAULT_RANKS)
     engine.use(drafter)
     store_costs(drafter.tuning.path, engine, costs(), 1.0)
@@ -204,7 +204,7 @@ def test_a_table_without_chains_is_measured_anew_where_chains_are_drafted(target
     [
         ({"head": "eagle3"}, "head eagle1, now eagle3"),
         ({"corpus": True}, "corpus False, now True"),
-        ({}, "shape TreeShape, now SureChain"),
+        ({}, "shape TreeShape, now GatedChain"),
     ],
 )
 def test_costs_of_another_drafter_are_not_used(engine, changes, said):
@@ -214,7 +214,7 @@ def test_costs_of_another_drafter_are_not_used(engine, changes, said):
     store_costs(path, engine, dataclasses.replace(costs(), chain={1: 0.5, 8: 3.0}), 1.0)
     drafter.tuning = dataclasses.replace(drafter.tuning, **changes)
     if not changes:
-        drafter.shape = SureChain(8)
+        drafter.shape = GatedChain(8)
     lines = []
     assert load_costs(path, engine, lines.append) is None
     assert said in lines[0]
@@ -274,7 +274,7 @@ def test_cycles_of_a_device_that_replays_are_timed_with_its_compiled_pieces(targ
 
     for shape in (None, drafter.shape):
         pieces = (counted(shape, *named) for named in EAGER._asdict().items())
-        engine.runner.compiled[drafter, engine.spec(shape, DrawKind())] = Pieces(*pieces)
+        engine.runner.compiled[drafter, engine.spec(shape, SamplingMode())] = Pieces(*pieces)
     Measurement(engine, drafter).run()
     names = [name for shape, name in ran if shape == drafter.shape]
     assert set(names) == set(EAGER._fields)

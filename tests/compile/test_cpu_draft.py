@@ -20,8 +20,8 @@ from fasteagle.options import SamplingParams
 from fasteagle.quant import cpu_build
 from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.quant.scheme import Scheme
-from fasteagle.sampling import DrawKind
-from fasteagle.shapes import SureChain, TreeShape
+from fasteagle.sampling import SamplingMode
+from fasteagle.shapes import GatedChain, TreeShape
 from helpers import eagle3_of, empty_state, random_head, random_target, spec_of, tiny_config
 from native_models import SHAPE
 
@@ -113,7 +113,7 @@ def begin(target, drafter, length, count, params, seed=0):
     state.count.fill_(count)
     state.seq_len.fill_(length)
     state.root.copy_(tokens[-1:])
-    state.knobs.load(params)
+    state.sampling.load(params)
     return state
 
 
@@ -123,7 +123,7 @@ def begin(target, drafter, length, count, params, seed=0):
 def test_the_tokens_of_the_drafters_own_code(name, params, length, count):
     target, drafter = make(name)
     assert can_draft(drafter.head)
-    spec = spec_of(SureChain(6), 7, DrawKind.of(params, 60))
+    spec = spec_of(GatedChain(6), 7, SamplingMode.of(params, 60))
     native = NativeDraft()
     assert native.runs(drafter, spec)
     state = begin(target, drafter, length, count, params)
@@ -142,7 +142,7 @@ def test_the_tokens_of_the_drafters_own_code(name, params, length, count):
 @pytest.mark.parametrize("name", ["eagle1", "eagle3"])
 def test_it_ends_where_the_paths_probability_says(name):
     target, drafter = make(name)
-    native, spec = NativeDraft(), spec_of(SureChain(6), 7)
+    native, spec = NativeDraft(), spec_of(GatedChain(6), 7)
     lengths = set()
     for seed in range(12):
         state = begin(target, drafter, 20, 2, SamplingParams(), seed)
@@ -169,13 +169,13 @@ def test_what_is_not_finite_ends_a_chain():
     state = begin(target, drafter, 20, 2, SamplingParams())
     state.features[1] = float("nan")
     drafter.rule = even(0.01, 0.01)
-    proposal = native(state, drafter, spec_of(SureChain(6), 7))
+    proposal = native(state, drafter, spec_of(GatedChain(6), 7))
     assert proposal.tree.tokens.tolist() == state.root.tolist()
 
 
 def test_wrong_counts_and_lengths_are_refused():
     target, drafter = make("eagle1")
-    native, spec = NativeDraft(), spec_of(SureChain(6), 7)
+    native, spec = NativeDraft(), spec_of(GatedChain(6), 7)
     state = begin(target, drafter, 20, 2, SamplingParams())
     state.count.fill_(0)
     with pytest.raises(RuntimeError, match="0 pairs"):
@@ -190,7 +190,7 @@ def test_other_heads_are_left_to_the_drafters_code():
     target = random_target(tiny_config(**SHAPE))
     drafter = EagleDrafter(random_head(target), TreeShape(3, 1, 3), 512)
     assert not can_draft(drafter.head)
-    assert not NativeDraft().runs(drafter, spec_of(SureChain(6), 7))
+    assert not NativeDraft().runs(drafter, spec_of(GatedChain(6), 7))
     target, drafter = make("eagle1")
     assert not NativeDraft().runs(drafter, spec_of(TreeShape(3, 1, 3), 4))
 
@@ -205,11 +205,11 @@ def test_text_stays_that_of_plain_decoding(algorithm, params):
     expected = [t for new in plain.generate([1, 2, 3], params, 80) for t in new]
     passes = []
     for compiled in (False, True):
-        drafter.shape = SureChain(5)
+        drafter.shape = GatedChain(5)
         backend = Drafting(Target(target)) if compiled else None
         engine = Engine(target, 256, drafter=drafter, backend=backend)
         if compiled:
-            compiler = CycleCompiler(engine, DrawKind.of(params, 60))
+            compiler = CycleCompiler(engine, SamplingMode.of(params, 60))
             compiler.compile()
             compiler.apply()
         found = [t for new in engine.generate([1, 2, 3], params, 80) for t in new]

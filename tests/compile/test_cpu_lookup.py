@@ -22,8 +22,8 @@ from fasteagle.loading.source import quantize_head_
 from fasteagle.options import SamplingParams
 from fasteagle.quant import cpu_build
 from fasteagle.quant.scheme import Scheme
-from fasteagle.sampling import DrawKind
-from fasteagle.shapes import SureChain
+from fasteagle.sampling import SamplingMode
+from fasteagle.shapes import GatedChain
 from helpers import random_head, tiny_config
 from native_models import SHAPE, native_target
 
@@ -116,7 +116,7 @@ def test_what_is_right_becomes_likelier():
 def fused(target, corpus=None, reach=REACH):
     head = random_head(target, torch.arange(0, 60, 2), rope_base=10000.0)
     quantize_head_(head, Scheme(8, head_bits=8), native=True)
-    return FusedDrafter(head, SureChain(reach), 256, lookup=Lookup(corpus=corpus))
+    return FusedDrafter(head, GatedChain(reach), 256, lookup=Lookup(corpus=corpus))
 
 
 def engine_of(target, drafter=None) -> Engine:
@@ -146,9 +146,9 @@ def _check_text(params, planned, compiled):
     if planned:
         passes = {1: 4.0, 2: 4.1, 9: 4.8, 17: 5.6}
         made = Costs(passes, {}, {}, 0.1, 0.1, lookup=0.02, chain={1: 0.1, LONGEST: 0.5})
-        drafter.policy = Policy(made, DEFAULT_RANKS, [SureChain(REACH)], head=True, lookup=True)
+        drafter.policy = Policy(made, DEFAULT_RANKS, [GatedChain(REACH)], head=True, lookup=True)
     if compiled:
-        compiler = CycleCompiler(engine, DrawKind.of(params, 60))
+        compiler = CycleCompiler(engine, SamplingMode.of(params, 60))
         compiler.compile()
         compiler.apply()
     for _ in range(2):  # the second time the table has learned
@@ -171,7 +171,7 @@ def test_another_number_of_nodes_and_back(params, compiled):
     drafter = fused(target)
     engine = engine_of(target, drafter)
     if compiled:
-        compiler = CycleCompiler(engine, DrawKind.of(params, 60))
+        compiler = CycleCompiler(engine, SamplingMode.of(params, 60))
         compiler.compile()
         compiler.apply()
     for used in (drafter.resized(1), drafter.resized(6), drafter.resized(30), drafter):
@@ -201,13 +201,13 @@ def test_without_a_draft_head(params, planned):
     quoted = Corpus([[1, 2, 3, *expected[:100]]], "cpu")
     for corpus in (None, quoted):
         drafter = NgramDrafter(lookup=Lookup(corpus=corpus))
-        drafter.shape = SureChain(REACH)
+        drafter.shape = GatedChain(REACH)
         if planned:
             made = Costs(
                 {1: 4.0, 2: 4.1, 9: 4.8, 17: 5.6}, {}, {}, 0.1, 0.1, chain={1: 0, LONGEST: 0}
             )
             drafter.policy = Policy(
-                made, DEFAULT_RANKS, [SureChain(REACH)], head=False, lookup=True
+                made, DEFAULT_RANKS, [GatedChain(REACH)], head=False, lookup=True
             )
         engine = engine_of(target, drafter)
         assert answer(engine, params, 150) == expected
@@ -221,7 +221,7 @@ def test_both_sources_are_asked():
     target = native_target(tiny_config(**SHAPE))
     drafter, draft = fused(target), NativeDraft()
     engine = engine_of(target, drafter)
-    state, spec = engine.state, engine.spec(SureChain(REACH), DrawKind())
+    state, spec = engine.state, engine.spec(GatedChain(REACH), SamplingMode())
     state.load([1, 2, 3, 4, 5, 6, 7, 8], torch.zeros(1, 64), SamplingParams())
     drafter.reserve(64)
     proposal = draft(state, drafter, spec)  # nothing stood before
@@ -238,7 +238,7 @@ def test_files_are_quoted():
     corpus = Corpus([list(range(20, 50))], "cpu")
     drafter, draft = fused(target, corpus), NativeDraft()
     engine = engine_of(target, drafter)
-    state, spec = engine.state, engine.spec(SureChain(REACH), DrawKind())
+    state, spec = engine.state, engine.spec(GatedChain(REACH), SamplingMode())
     state.load([1, 2, 30, 31, 32, 33, 34, 35], torch.zeros(1, 64), SamplingParams())
     drafter.reserve(64)
     assert draft(state, drafter, spec).tree.tokens[:4].tolist() == [35, 36, 37, 38]

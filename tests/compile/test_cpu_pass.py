@@ -28,7 +28,7 @@ from fasteagle.quant.cpu_tensors import (
     Tree,
 )
 from fasteagle.quant.scheme import Scheme
-from fasteagle.sampling import BAD_ROW, DrawKind, draw
+from fasteagle.sampling import BAD_ROW, SamplingMode, draw
 from fasteagle.shapes import AnyShape, FusedShape, TreeShape
 from fasteagle.state import CycleSpec, DecodeState
 from fasteagle.tree import HEAD, LOOKUP, DraftTree
@@ -258,7 +258,7 @@ def test_the_end_of_a_cycle_leaves_the_same_state(shape, rows, chain, width, wro
             sources = torch.randint(1, (HEAD | LOOKUP) + 1, (rows,), generator=generator)
             sources[0] = 0
             tree = tree._replace(sources=sources)
-        spec = CycleSpec(shape, rows, width, DrawKind.of(params, 60))
+        spec = CycleSpec(shape, rows, width, SamplingMode.of(params, 60))
         proposal = Proposal.of(tree)
         states = [state_of(target, 40 + attempt, taps=taps) for _ in range(2)]
         output = output_for(tree, target, generator, states[0], wrong)
@@ -266,7 +266,7 @@ def test_the_end_of_a_cycle_leaves_the_same_state(shape, rows, chain, width, wro
             state.count.fill_(3)
             state.features.fill_(0.5)
             state.seen[0, ::7] = True
-            state.knobs.load(dataclasses.replace(params, seed=attempt << 40 | 5))
+            state.sampling.load(dataclasses.replace(params, seed=attempt << 40 | 5))
             end(state, spec, proposal, output)
         one, two = states
         for name in ("seq_len", "root", "count", "text", "result", "seen"):
@@ -301,7 +301,7 @@ def test_the_end_of_a_cycle_leaves_the_same_state(shape, rows, chain, width, wro
 def test_drawn_tokens_are_those_of_sampling(V, spread, params):
     """For ties and tokens that a grammar forbids, too, and with any number of threads."""
     target = native_target(tiny_config(**SHAPE))
-    spec = CycleSpec(None, 1, 0, DrawKind.of(params, V))
+    spec = CycleSpec(None, 1, 0, SamplingMode.of(params, V))
     generator = torch.Generator().manual_seed(V)
     drawn = set()
     for attempt in range(12):
@@ -311,11 +311,11 @@ def test_drawn_tokens_are_those_of_sampling(V, spread, params):
         elif attempt % 3 == 2:
             logits[0, torch.rand(V, generator=generator) < 0.9] = float("-inf")
         state = state_of(target, 7 + attempt)
-        state.knobs.load(dataclasses.replace(params, seed=attempt))
+        state.sampling.load(dataclasses.replace(params, seed=attempt))
         position = state.seq_len + 1 + torch.zeros(1, dtype=torch.long)
         seen = torch.zeros(1, V, dtype=torch.bool)
         seen[0, :40:3] = True  # the root among them
-        expected = int(draw(logits, position, spec.kind, state.knobs, seen))
+        expected = int(draw(logits, position, spec.kind, state.sampling, seen))
         for threads in (torch.get_num_threads(), 1):
             before = torch.get_num_threads()
             state.seq_len.fill_(7 + attempt)
@@ -335,8 +335,8 @@ def test_scores_beyond_fp32_are_no_token(params, largest):
     """A temperature below one makes infinities of finite logits."""
     params = dataclasses.replace(params, temperature=0.7)
     target = native_target(tiny_config(**SHAPE))
-    spec, state = CycleSpec(None, 1, 0, DrawKind.of(params, 60)), state_of(target, 5)
-    state.knobs.load(params)
+    spec, state = CycleSpec(None, 1, 0, SamplingMode.of(params, 60)), state_of(target, 5)
+    state.sampling.load(params)
     logits = torch.full((1, 60), largest)
     finish(state, spec, Proposal.of(state.root_alone(1)), Output(logits, logits[:, :1]))
     assert int(state.result[0]) == BAD_ROW

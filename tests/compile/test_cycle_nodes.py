@@ -26,7 +26,7 @@ from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.planes import layout_for
 from fasteagle.quant.scheme import Scheme
 from fasteagle.quant.tiling import Card, split_k
-from fasteagle.sampling import DrawKind
+from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import PAPER_TREE, FusedShape, TreeShape
 from fasteagle.tree import chain
 from helpers import eagle3_of, random_head
@@ -39,7 +39,7 @@ from launch_counter import block_launches, head_launches
 
 TREE = TreeShape(5, 4, 15)
 LLAMA = preset("llama2-7b")
-GREEDY = DrawKind()
+GREEDY = SamplingMode()
 
 
 def products(N: int, K: int) -> int:
@@ -76,7 +76,7 @@ def made():
     return engine_of()
 
 
-def pieces(made, kind: DrawKind, tree: TreeShape | None) -> dict[str, Counter[str]]:
+def pieces(made, kind: SamplingMode, tree: TreeShape | None) -> dict[str, Counter[str]]:
     """Calls of each piece of a cycle."""
     engine, drafter = made
     state, target = engine.state, engine.model
@@ -131,7 +131,7 @@ def test_nodes_of_a_plain_cycle(made):
     assert total <= 8 * LLAMA.n_layer + 14
 
 
-DRAWN = [DrawKind(greedy=False), DrawKind(greedy=False, top_p=True)]
+DRAWN = [SamplingMode(greedy=False), SamplingMode(greedy=False, top_p=True)]
 
 
 @pytest.mark.slow

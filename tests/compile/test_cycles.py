@@ -24,7 +24,7 @@ from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.model import Target
 from fasteagle.options import SamplingParams
-from fasteagle.sampling import DrawKind
+from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import FusedShape, TreeShape
 from helpers import (
     FakeGraphs,
@@ -377,7 +377,7 @@ def test_graphs_hold_compiled_pieces(target, head, params):
     """As on CUDA, where every way to draw is compiled and then captured."""
     engine, expected = eagle_engine(target, head), answer(Engine(target, 256), params=params)
     engine.on_cpu = False
-    compiler = CycleCompiler(engine, DrawKind.of(params, target.config.vocab_size))
+    compiler = CycleCompiler(engine, SamplingMode.of(params, target.config.vocab_size))
     compiler.compile()
     compiler.apply()
     assert answer(engine, params=params) == expected

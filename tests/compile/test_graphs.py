@@ -18,7 +18,7 @@ from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.generate import Engine
 from fasteagle.model import Target
 from fasteagle.options import SamplingParams
-from fasteagle.sampling import DrawKind
+from fasteagle.sampling import SamplingMode
 from helpers import FakePlace, random_target, tiny_config
 
 
@@ -140,7 +140,7 @@ def test_a_capture_waits_for_code_that_is_being_compiled(cuda, engine):
 
 
 def test_a_cache_of_another_size_at_the_same_address_is_another(cuda, engine):
-    spec = engine.spec(None, DrawKind())
+    spec = engine.spec(None, SamplingMode())
 
     def drafter(n_slots):
         rows = SimpleNamespace(data_ptr=lambda: 4096)

@@ -12,8 +12,8 @@ from fasteagle.drafting.fused import FusedDrafter, fuse
 from fasteagle.drafting.lookup import NOTHING, Corpus, Lookup
 from fasteagle.errors import FasteagleError
 from fasteagle.options import SamplingParams
-from fasteagle.sampling import DrawKind
-from fasteagle.shapes import FusedShape, SureChain, TreeShape, shape_of
+from fasteagle.sampling import SamplingMode
+from fasteagle.shapes import FusedShape, GatedChain, TreeShape, shape_of
 from fasteagle.state import CycleSpec
 from fasteagle.tree import HEAD, LOOKUP, Pool, ancestor_mask, rerank
 from helpers import drawing, eagle3_of, empty_state, pairs, random_head, random_target, tiny_config
@@ -171,7 +171,7 @@ def begun(target, drafter, text, params=SamplingParams()):  # noqa: B008
     state.text[: len(text)] = torch.tensor(text)
     state.seq_len.fill_(len(text) - 1)
     state.root.fill_(text[-1])
-    state.knobs.load(params)
+    state.sampling.load(params)
     drafter.reserve(len(text))
     torch.manual_seed(3)
     dim = drafter.head.config.feature_dim
@@ -189,7 +189,7 @@ def test_without_a_repetition_the_tree_is_eagles(target, head):
     trees = []
     for drafter in (eagle, both):
         state, prediction = begun(target, drafter, text)
-        spec = CycleSpec(drafter.shape, 9, 4, DrawKind())
+        spec = CycleSpec(drafter.shape, 9, 4, SamplingMode())
         trees.append(drafter.propose(prediction, state, spec))
     assert trees[0].tokens.tolist() == trees[1].tokens.tolist()
     assert trees[0].parents.tolist() == trees[1].parents.tolist()
@@ -200,7 +200,7 @@ def test_a_long_repetition_is_copied_below_eagles_leaves(target, head):
     drafter = FusedDrafter(head, FusedShape(2, 2, 10, 8), 512)
     text = [*range(3, 30), *range(3, 13)]
     state, prediction = begun(target, drafter, text)
-    tree = drafter.propose(prediction, state, CycleSpec(drafter.shape, 11, 3, DrawKind()))
+    tree = drafter.propose(prediction, state, CycleSpec(drafter.shape, 11, 3, SamplingMode()))
     paths = as_paths(tree)
     assert tuple(range(13, 21)) in paths  # all eight
     _, depths = ancestor_mask(tree.parents, tree.valid)
@@ -212,7 +212,7 @@ def test_what_followed_teaches_the_table(target, head):
     drafter = FusedDrafter(head, FusedShape(0, 1, 8, 8), 512)
     text = [*range(3, 30), *range(3, 13)]
     state, _ = begun(target, drafter, text)
-    spec = CycleSpec(drafter.shape, 9, 1, DrawKind())
+    spec = CycleSpec(drafter.shape, 9, 1, SamplingMode())
     before = [tensor.clone() for tensor in drafter.advanced]
     drafter.propose(None, state, spec)
     assert torch.equal(drafter.lookup.table, before[0])
@@ -232,7 +232,7 @@ def test_a_corpus_is_looked_up_too(target, head):
     corpus = Corpus([[40, 41, 42, 43, 44, 45, 46]], "cpu")
     drafter = FusedDrafter(head, FusedShape(2, 2, 10, 8), 512, lookup=Lookup(corpus=corpus))
     state, prediction = begun(target, drafter, [1, 2, 40, 41, 42])
-    tree = drafter.propose(prediction, state, CycleSpec(drafter.shape, 11, 3, DrawKind()))
+    tree = drafter.propose(prediction, state, CycleSpec(drafter.shape, 11, 3, SamplingMode()))
     assert (43, 44, 45, 46) in as_paths(tree)
 
 
@@ -287,11 +287,11 @@ def test_the_longest_path_of_a_shape():
 
 def test_other_numbers_of_nodes(head):
     drafter = FusedDrafter(head, FusedShape(3, 3, 8, 8), 512)
-    chains = FusedDrafter(head, SureChain(16), 512)
+    chains = FusedDrafter(head, GatedChain(16), 512)
     for nodes in (1, 2, 8, 16, 30, 60):
         assert drafter.resized(nodes).shape.nodes == nodes
         assert chains.resized(nodes).shape.nodes == nodes
-    assert chains.shape == SureChain(16)
+    assert chains.shape == GatedChain(16)
     for nodes in (0, 500):
         with pytest.raises(FasteagleError):
             chains.resized(nodes)

@@ -16,7 +16,7 @@ from fasteagle.drafting.lookup import (
     prior,
 )
 from fasteagle.drafting.ngram import NgramDrafter
-from fasteagle.sampling import DrawKind
+from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import MAX_REACH
 from fasteagle.state import CycleSpec
 from helpers import empty_state, pairs, propose, random_target, tiny_config
@@ -170,6 +170,6 @@ def test_a_chain_ends_with_the_document_it_quotes():
     state.text[:2] = torch.tensor([9, 4])
     state.seq_len.fill_(1)
     state.root.fill_(4)
-    tree = drafter.propose(None, state, CycleSpec(drafter.shape, 4, 0, DrawKind()))
+    tree = drafter.propose(None, state, CycleSpec(drafter.shape, 4, 0, SamplingMode()))
     assert tree.tokens.tolist() == [4, 5, 0, 0]
     assert tree.valid.tolist() == [True, True, False, False]

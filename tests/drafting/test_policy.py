@@ -27,10 +27,10 @@ from fasteagle.drafting.policy import (
     Policy,
     name,
 )
-from fasteagle.shapes import AnyShape, FusedShape, SureChain, TreeShape
+from fasteagle.shapes import AnyShape, FusedShape, GatedChain, TreeShape
 from helpers import ROWS, costs
 
-CHAIN = SureChain(8)
+CHAIN = GatedChain(8)
 # Rows of a target pass and levels of a chain, in ms: a CPU whose memory is slow, and a quiet one.
 SLOW = Costs(
     {1: 4.9, 2: 5.1, 4: 5.8, 8: 7.8, 16: 12.0, 32: 22.0}, {}, {}, 0.1, 0.05, 0.01, {1: 0.5, 8: 2.6}
@@ -78,7 +78,7 @@ class Machine:
         return n
 
     def cycle(self, policy: Policy, shape: AnyShape) -> Outcome:
-        if isinstance(shape, SureChain):
+        if isinstance(shape, GatedChain):
             return self.chain(policy)
         ranks = tuple((self.p, 0.1) for _ in range(6))
         mean = expected_of_head(shape, ranks, 1.0)
@@ -98,7 +98,7 @@ class Machine:
             if path < bounds.expand[depth]:
                 break
         n = len(paths)
-        draft = self.noisy(self.true.draft(SureChain(levels)))
+        draft = self.noisy(self.true.draft(GatedChain(levels)))
         verify = self.noisy(self.true.verify(1 + n))
         ms = draft + verify + self.true.other
         return Outcome(self.accepted(n), 0, n, True, paths, ms, draft, verify)
@@ -178,7 +178,7 @@ def test_rows_become_dearer_with_time_that_is_worth_more():
         policy.learn(CHAIN, Outcome(4, 0, 4, True, (0.9, 0.8, 0.7, 0.6), 7.0, 1.5, 5.9))
     assert policy.thresholds.verify[0] > 1.2 * before
     assert all(e >= v for v, e in zip(*policy.thresholds, strict=True))
-    long = policy_of(dataclasses.replace(SLOW, passes=SLOW.passes | {17: 40.0}), SureChain(REACH))
+    long = policy_of(dataclasses.replace(SLOW, passes=SLOW.passes | {17: 40.0}), GatedChain(REACH))
     assert long.lookup_threshold > long.thresholds.verify[0]
 
 
@@ -233,10 +233,10 @@ def test_plain_passes_are_timed_in_blocks_which_become_rare():
 
 
 def test_a_looked_up_chain_teaches_nothing_of_the_head():
-    policy = policy_of(SLOW, SureChain(REACH), lookup=True)
+    policy = policy_of(SLOW, GatedChain(REACH), lookup=True)
     gain = policy.head_gain
     for _ in range(300):
-        policy.learn(SureChain(REACH), Outcome(9, 9, 16, ms=13.0, verify_ms=12.0))
+        policy.learn(GatedChain(REACH), Outcome(9, 9, 16, ms=13.0, verify_ms=12.0))
     assert policy.head_gain == pytest.approx(gain) and policy.used[LOOKED_UP] == 300
     for _ in range(60):
         policy.learn(policy.next_shape, Outcome(3, 0, 3, True, (0.9, 0.8, 0.7), 6.5, 1.2, 5.2))
@@ -244,7 +244,7 @@ def test_a_looked_up_chain_teaches_nothing_of_the_head():
 
 
 def test_the_lookup_goes_on_while_the_head_pauses():
-    chain = SureChain(REACH)
+    chain = GatedChain(REACH)
     policy = policy_of(QUIET, chain, lookup=True)
     paused = 0
     for _ in range(600):
@@ -365,7 +365,7 @@ def test_costs_are_kept_as_json():
     assert dataclasses.replace(TREES, passes={1: 9.0, 2: 8.0}).plain_rows == 2
     assert TREES.verify(12) == pytest.approx(29.5) and TREES.verify(33) == float("inf")
     assert TREES.cycle(TreeShape(3, 3, 7)) == pytest.approx(1.0 + 2 * 0.8 + 22.0 + 1.0)
-    assert SLOW.draft(SureChain(2)) == pytest.approx(0.8)
+    assert SLOW.draft(GatedChain(2)) == pytest.approx(0.8)
 
 
 def test_its_line_says_what_is_measured():

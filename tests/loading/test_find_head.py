@@ -29,7 +29,7 @@ from fasteagle.loading.make_drafter import make_drafter
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.options import DraftOptions, SamplingParams
 from fasteagle.paths import cache_dir
-from fasteagle.shapes import SureChain, TreeShape, read_tree
+from fasteagle.shapes import GatedChain, TreeShape, read_tree
 from head_folders import DIALECTS, head_for, write_folder
 from helpers import eagle3_of, forbid, official_files, put_in_cache, random_head, save_tiny
 
@@ -220,7 +220,7 @@ def test_chains_on_cpus_copy_as_far_as_asked(monkeypatch, head, model, checkpoin
     monkeypatch.setattr(drafters, "can_draft", lambda head: True)
     options = DraftOptions(lookup_depth=reach)
     drafter = drafters.tree_drafter(head, options, 256, True, native=True)
-    assert isinstance(drafter, FusedDrafter) and drafter.shape == SureChain(reach or 16)
+    assert isinstance(drafter, FusedDrafter) and drafter.shape == GatedChain(reach or 16)
     found, _ = drafter_for(model, checkpoint, "cpu", drafter="ngram", lookup_depth=reach)
     assert found.shape == drafter.shape and found.tuning is not None
     assert ("chain" in found.tuning.path.stem) and ("chain31" in found.tuning.path.stem) == (

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fasteagle.drafting.draft_head import Prediction
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.sampling import DrawKind
+from fasteagle.sampling import SamplingMode
 from fasteagle.state import DecodeState
 from fasteagle.tree import Pool
 
@@ -24,7 +24,7 @@ class AblatedDrafter(EagleDrafter):
         return torch.minimum(logp if self.by_confidence else scores + logp, scores)
 
     def expand(
-        self, prediction: Prediction, state: DecodeState, kind: DrawKind, depth: int, k: int
+        self, prediction: Prediction, state: DecodeState, kind: SamplingMode, depth: int, k: int
     ) -> Pool:
         pool = super().expand(prediction, state, kind, depth, k)
         if self.reranks:

@@ -20,7 +20,7 @@ from torch import Tensor
 from fasteagle.decoding.cycle import drawn_tokens
 from fasteagle.drafting.base import Controlled
 from fasteagle.model import KVCache
-from fasteagle.sampling import DrawKind
+from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import AnyShape, StaticShape
 from fasteagle.state import Accept, Committed, CycleSpec, DecodeState
 from fasteagle.tree import DraftTree
@@ -73,7 +73,7 @@ class LookaheadDrafter(Controlled):
     def extend(self, new: Committed, seq_len: Tensor) -> None:
         """The text itself is all that it reads."""
 
-    def accept_for(self, kind: DrawKind) -> Accept:
+    def accept_for(self, kind: SamplingMode) -> Accept:
         return self._accept
 
     def _accept(

@@ -103,7 +103,7 @@ class MedusaDrafter(RankingDrafter):
     def propose(self, prediction: Tensor, state: DecodeState, spec: CycleSpec) -> DraftTree:
         logits = self.target.lm_head(self.heads(prediction)[:, 0])  # [K, V]
         ranked = [
-            self.ranking_logits(row, state.seq_len, level, spec.kind, state.knobs).flatten()
+            self.ranking_logits(row, state.seq_len, level, spec.kind, state.sampling).flatten()
             for level, row in enumerate(logits, 1)
         ]
         best = torch.stack(ranked).topk(RANKS, dim=-1).indices  # [K, RANKS]
