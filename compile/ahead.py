@@ -23,7 +23,6 @@ from fasteagle.compile.cuda_ops import move_rows, relate
 from fasteagle.decoding.runner import Backend
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.draft_head import HeadDrafter, RankingDrafter
-from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.errors import first_line, note
 from fasteagle.model import KEY_BLOCK, KVCache, Target, causal_mask
 from fasteagle.shapes import FusedShape, TreeShape
@@ -170,8 +169,6 @@ def run_trees(
         shape = spec.shape
         if isinstance(drafter, RankingDrafter) and isinstance(shape, TreeShape | FusedShape):
             n = shape.pool
-            if isinstance(shape, FusedShape) and isinstance(drafter, FusedDrafter):
-                n = shape.head_pool + drafter.lookup.places * shape.reach
             ids = torch.zeros(n, dtype=torch.long, device=root.device)
             drafter.rerank(Pool(ids, ids.float(), ids - 1), root, shape.nodes)
 

@@ -32,7 +32,7 @@ from fasteagle.compile.int8_cache import cache_bytes
 from fasteagle.compile.measurement import CONTEXT, Measurement
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
-from fasteagle.loading.open import PreparedModel, open_dummy, precision_options
+from fasteagle.loading.open import PreparedModel, open_dummy
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.paths import require_writable, write_atomic
 from fasteagle.tables import print_table
@@ -71,7 +71,7 @@ def main(
         require_writable(json_path)
     rows, draft = row_counts(passes), tree_options(tree)
     where = RuntimeOptions(device=device, max_seq_len=1024, kv=kv, cpu_kernels="aten")
-    prepared = open_dummy(model).prepared(precision_options(where, precision))
+    prepared = open_dummy(model).prepared(where.at(precision))
     engine = prepared.engine()
     record: dict[str, Any] = {"model": model, "precision": precision, "kv": kv}
     record["passes"] = timed_passes(engine, prepared, rows)

@@ -20,7 +20,7 @@ from fasteagle.loading.hub import sha256
 from fasteagle.loading.make_drafter import make_drafter
 from fasteagle.loading.open import open_model
 from fasteagle.loading.tokenizer import load_tokenizer
-from fasteagle.model import KVCache, causal_mask
+from fasteagle.model import KVCache, Target, causal_mask
 from fasteagle.options import DEFAULT_MODEL, DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.prompts import read_questions
 
@@ -174,7 +174,7 @@ def test_speculation_changes_no_token(checkpoint, model, tokenizer, params, text
         StaticTreeDrafter(head, 1024),
         FusedDrafter(head, FusedShape(3, 3, 8, 8), 1024),
         FusedDrafter(head, FusedShape(0, 1, 8, 8), 1024),
-        ModelDrafter(model, TreeShape(2, 1, 2), 1024, model.config.vocab_size),
+        ModelDrafter(Target(model), TreeShape(2, 1, 2), 1024, model.config.vocab_size),
         NgramDrafter(),
     ]
     for text in texts:

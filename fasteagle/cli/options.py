@@ -244,7 +244,7 @@ def _take_draft(given: dict[str, Any]) -> dict[str, Any]:
 TREE_SIZES = ("tree_depth", "tree_topk", "tree_nodes")
 UNUSED = {  # by drafter: what it does not read
     "none": (*TREE_SIZES, "head", "tap_layers", "lookup_depth"),
-    "ngram": (*TREE_SIZES, "head", "tap_layers"),
+    "ngram": (*TREE_SIZES, "tap_layers"),
     "eagle-static": TREE_SIZES,
 }
 

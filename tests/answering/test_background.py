@@ -11,7 +11,7 @@ from fasteagle.answering.background import Preparation
 from fasteagle.compile import costs as tuner
 from fasteagle.drafting.base import Tuning
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.drafting.plan import DEFAULT_RANKS
+from fasteagle.drafting.ladder import DEFAULT_RANKS
 from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
 from fasteagle.shapes import TreeShape

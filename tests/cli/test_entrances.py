@@ -14,11 +14,12 @@ from click.testing import CliRunner
 
 from fasteagle.cli import main as cli
 from fasteagle.compile import graphs
-from fasteagle.decoding.runner import Runner
+from fasteagle.decoding.runner import Backend, Runner
+from fasteagle.loading import open as opening
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.tensors import fingerprint
-from fasteagle.model import Transformer
+from fasteagle.model import Target, Transformer
 from helpers import FakeGraphs, eagle3_of, random_head
 
 DRAFTERS = ("none", "ngram", "eagle", "fused", "eagle-static", "eagle-chain")
@@ -36,7 +37,10 @@ def counts(monkeypatch):
     """Counts passes and cycles of a process whose device replays."""
     found = Counts()
     forward, cycle, launch = Transformer.forward, graphs.decode_cycle, graphs.CapturedRunner.launch
-    fake = FakeGraphs()
+
+    class Replaying(Backend):
+        def runner(self, state):
+            return graphs.CapturedRunner(self, state, FakeGraphs())
 
     def counted_forward(self, *args):
         found.passes += 1
@@ -53,7 +57,7 @@ def counts(monkeypatch):
     def unreplayed(self, *args):
         found.unreplayed += 1
 
-    monkeypatch.setattr(graphs, "graphs_of", lambda device: fake)
+    monkeypatch.setattr(opening, "choose_backend", lambda model, *rest: Replaying(Target(model)))
     monkeypatch.setattr(Transformer, "forward", counted_forward)
     monkeypatch.setattr(graphs, "decode_cycle", counted_cycle)
     monkeypatch.setattr(graphs.CapturedRunner, "launch", counted_launch)

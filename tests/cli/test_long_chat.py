@@ -13,7 +13,7 @@ from fasteagle.compile.blocks import compile_now, missing_compiler
 from fasteagle.compile.costs import follow_costs
 from fasteagle.drafting.base import Tuning
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.drafting.plan import DEFAULT_RANKS
+from fasteagle.drafting.ladder import DEFAULT_RANKS
 from fasteagle.generate import Engine
 from fasteagle.llm import LLM
 from fasteagle.options import AnswerOptions, SamplingParams

@@ -66,6 +66,7 @@ CHAT_OPTIONS = """
     --tree-topk --tree-nodes --draft-noise --verify --temperature --top-k --top-p --min-p
     --repetition-penalty --seed --max-new-tokens --stop --prompt --system --compile --no-compile
     --think --no-think --show-accepted --json-schema --regex --grammar --plain --quiet --help
+    --strict
 """
 
 

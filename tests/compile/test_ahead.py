@@ -189,7 +189,7 @@ def test_the_rows_and_candidates_of_cycles_to_come(monkeypatch):
 
     drafter.run_by(DraftOps(rerank=counted))
     list(engine.generate(PROMPT, SamplingParams(), 4))
-    assert set(pools) == set(reranked) == {3 + 9 + 4 * 5}
+    assert set(pools) == set(reranked) == {3 + 9 + 5}
 
 
 def test_what_fails_while_compiling_ahead_is_told(monkeypatch, capsys):

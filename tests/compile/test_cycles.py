@@ -17,8 +17,8 @@ from fasteagle.drafting.base import Tuning
 from fasteagle.drafting.draft_model import ModelDrafter
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter
+from fasteagle.drafting.ladder import DEFAULT_RANKS
 from fasteagle.drafting.ngram import NgramDrafter
-from fasteagle.drafting.plan import DEFAULT_RANKS
 from fasteagle.drafting.static_tree import StaticTreeDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine

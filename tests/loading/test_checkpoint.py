@@ -169,13 +169,10 @@ def test_path_that_does_not_exist(tmp_path):
         open_checkpoint(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize(
-    ("free", "fix"), [(1000, "choose a smaller model"), (480_000, "lower --max-seq-len")]
-)
-def test_too_little_memory_is_told_before_loading(tiny_dir, monkeypatch, free, fix):
-    monkeypatch.setattr(checkpoint_module, "available_bytes", lambda device: free)
+def test_too_little_memory_is_told_before_loading(tiny_dir, monkeypatch):
+    monkeypatch.setattr(checkpoint_module, "available_bytes", lambda device: 480_000)
     monkeypatch.setattr(checkpoint_module.Transformer, "__init__", lambda *a: pytest.fail("loaded"))
-    with pytest.raises(FasteagleError, match=f"GiB free on cpu: {fix}"):
+    with pytest.raises(FasteagleError, match="0.5 MiB free on cpu: choose a smaller model"):
         load(tiny_dir, dtype=torch.bfloat16, max_seq_len=512)
 
 

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fasteagle.config import from_gguf
-from fasteagle.drafting.plan import expected_accepted, ranks_of
+from fasteagle.drafting.ladder import expected_of_head, ranks_of
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.heads.read import HEADER_KEY, load_head
@@ -203,7 +203,7 @@ def test_header_of_a_head(folder, tmp_path, header):
     rewrite(head / "model.safetensors", with_header(parts, data))
     loaded = outcome(lambda: load_head(head, open_checkpoint(folder).config))
     if loaded is not None:
-        tokens = expected_accepted(TreeShape(), ranks_of(loaded[1]), 1.0)
+        tokens = expected_of_head(TreeShape(), ranks_of(loaded[1]), 1.0)
         assert 0 <= tokens <= TreeShape().nodes
 
 

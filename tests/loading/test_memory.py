@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import types
 
 import pytest
 import torch
@@ -203,11 +202,11 @@ def test_what_fits_does_so_beside_the_draft_head(monkeypatch, drafter, said):
     # The same of a model that is loaded: what it has counts as free.
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: free - GIB)
     monkeypatch.setattr(opening, "available_bytes", lambda device: GIB)
-    made = types.SimpleNamespace(runner=types.SimpleNamespace(advice=None))
-    monkeypatch.setattr(opening, "_built_engine", lambda *args: made)
+    monkeypatch.setattr(opening, "_built_engine", lambda *args: args[-1])
     card = torch.device("cuda")
-    opening.build_engine(opened.checkpoint, "bf16", card, RuntimeOptions(), "llama2-7b")
-    assert said in made.runner.advice(head)
+    options = RuntimeOptions()
+    advice = opening.build_engine(opened.checkpoint, "bf16", card, options, "llama2-7b")
+    assert said in advice(head)
 
 
 def test_a_chat_leaves_memory_for_the_head_it_will_load(tiny_dir, monkeypatch):

@@ -12,10 +12,10 @@ from click.testing import CliRunner
 
 from conftest import LETTER_ID
 from fasteagle.answering.answer import Chunk
+from fasteagle.answering.known_texts import KnownTexts
 from fasteagle.cli import serve
 from fasteagle.cli.main import main
 from fasteagle.decoding.stats import Stats
-from fasteagle.server.prepare import KnownTexts
 from fasteagle.server.protocol import ChatRequest
 
 
