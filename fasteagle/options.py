@@ -265,7 +265,7 @@ class RuntimeOptions:
         return self.max_seq_len
 
 
-# From sweeps: BENCHMARKS.md, 2026-11-21.
+# From sweeps: docs/records/trees.md.
 DEFAULT_TREE = TreeShape()
 QUANTIZED_TREE = TreeShape(depth=2, topk=3, nodes=3)
 
