@@ -1,11 +1,11 @@
-"""fasteagle: lossless speculative decoding of Llama-family models at batch size 1.
+"""Lossless speculative decoding of Llama-family models at batch size 1.
 
     import fasteagle
 
     with fasteagle.load("smollm2-135m") as llm:
         print(llm.chat("Why is the sky blue?").text)
 
-Importing it is cheap: torch is loaded by `load`.
+Importing this package is cheap: only `load` imports torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["LLM", "Answer", "Chunk", "FasteagleError", "load"]
 
 
 def __getattr__(name: str) -> Any:
-    """The names of the API, imported when they are first asked for."""
+    """Import a name of the API when it is first used."""
     if name not in __all__:
         raise AttributeError(f"module 'fasteagle' has no attribute {name!r}")
     require_linux()

@@ -1,4 +1,4 @@
-"""`python -m fasteagle`."""
+"""Entry point of `python -m fasteagle`."""
 
 from fasteagle.cli.main import main
 

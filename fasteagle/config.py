@@ -69,13 +69,13 @@ class ModelConfig:
 
     @property
     def linear_params(self) -> int:
-        """Weights of all block linears, without embedding and LM head."""
+        """Number of weights of all block linears, without embedding and LM head."""
         attention = self.dim * self.qkv_dim + self.n_head * self.head_dim * self.dim
         return self.n_layer * (attention + 3 * self.dim * self.ffn_dim)
 
     @property
     def vocab_params(self) -> int:
-        """Weights of the embedding, and of the LM head where it is not tied."""
+        """Number of weights of the embedding, and of the LM head where it is not tied."""
         return self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
 
     @property
@@ -86,12 +86,12 @@ class ModelConfig:
         return self.linear_params + self.vocab_params + norms
 
     def kv_bytes(self, seq_len: int, element_bytes: int = 2) -> int:
-        """Bytes of a KV cache of `seq_len` positions."""
+        """Return the bytes of a KV cache of `seq_len` positions."""
         return 2 * self.n_layer * self.n_kv_head * self.head_dim * seq_len * element_bytes
 
 
 def draft_block(config: ModelConfig) -> ModelConfig:
-    """One decoder block of a model's widths without what belongs to its family: for draft heads."""
+    """Return the config of a draft head's block: the model's widths, no option of its family."""
     return dataclasses.replace(
         config,
         n_layer=1,
@@ -107,7 +107,7 @@ def draft_block(config: ModelConfig) -> ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Eagle3Config:
-    """What an EAGLE-3 head has beside its block; the defaults are the paper's."""
+    """Settings of an EAGLE-3 draft head besides its block; the defaults are the paper's."""
 
     tap_layers: tuple[int, ...]  # target blocks whose input it reads, ascending
     target_dim: int
@@ -119,12 +119,12 @@ class Eagle3Config:
 
 
 def default_taps(n_layer: int) -> tuple[int, ...]:
-    """Blocks whose input the public EAGLE-3 code reads."""
+    """Return the numbers of the blocks whose input the public EAGLE-3 code reads."""
     return 2, n_layer // 2, n_layer - 3
 
 
 def checked_taps(taps: tuple[int, ...], n_layer: int) -> tuple[int, ...]:
-    """`taps`. Raises `FasteagleError` unless they ascend among the model's blocks."""
+    """Return `taps`; raise `FasteagleError` unless they ascend among the model's blocks."""
     if list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > n_layer:
         listed = ", ".join(str(tap) for tap in taps)
         raise FasteagleError(
@@ -136,10 +136,11 @@ def checked_taps(taps: tuple[int, ...], n_layer: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class HeadConfig:
-    """Shape of a draft head. `block` describes its one decoder block and vocabulary.
+    """Shape of a draft head.
 
-    `block.vocab_size` is the target's; `draft_vocab_size` is how many of its tokens can be drafted.
-    Without `eagle3` it is an EAGLE-1/2 head.
+    `block` describes its one decoder block and vocabulary. `block.vocab_size` is the target's;
+    `draft_vocab_size` is how many of its tokens can be drafted. Without `eagle3` it is an EAGLE-1/2
+    head.
     """
 
     block: ModelConfig
@@ -149,19 +150,19 @@ class HeadConfig:
 
     @property
     def tap_layers(self) -> tuple[int, ...]:
-        """Target blocks whose input it reads; none for EAGLE-1/2."""
+        """Target blocks whose input the draft head reads; none for EAGLE-1/2."""
         return () if self.eagle3 is None else self.eagle3.tap_layers
 
     @property
     def feature_dim(self) -> int:
-        """Width of what it reads of the target, for each token."""
+        """Width of the target's features that the draft head reads for each token."""
         if self.eagle3 is None:
             return self.block.dim
         return len(self.tap_layers) * self.eagle3.target_dim
 
     @property
     def linear_params(self) -> int:
-        """Weights of its linears, without embedding and LM head."""
+        """Number of weights of the linears, without embedding and LM head."""
         if self.eagle3 is None:
             return self.block.linear_params + 2 * self.block.dim**2
         entry = self.block.dim * self.block.qkv_dim  # QKV reads twice the width
@@ -169,14 +170,14 @@ class HeadConfig:
 
     @property
     def lm_head_params(self) -> int:
-        """Weights of an LM head of its own, 0 where it uses the target's."""
+        """Number of weights of the draft head's own LM head; 0 where it uses the target's."""
         is_own = self.eagle3 is not None and self.eagle3.own_lm_head
         is_trimmed = self.draft_vocab_size < self.block.vocab_size
         return self.draft_vocab_size * self.block.dim if is_own or is_trimmed else 0
 
 
 def head_from_hf(raw: Mapping[str, Any], source: str) -> HeadConfig:
-    """Read the decoder layer of a published or own draft head, as its `config.json` has it.
+    """Read the decoder layer of a draft head from its `config.json`.
 
     RoPE base is the head's own or 10000, never the target's; its context length and layer count
     are ignored (design of the public heads). Raises `FasteagleError`, as `Fields` words it.
@@ -206,7 +207,7 @@ def head_from_hf(raw: Mapping[str, Any], source: str) -> HeadConfig:
 
 
 def from_hf(raw: Mapping[str, Any], source: str) -> ModelConfig:
-    """Read a Hugging Face `config.json`. Raises `FasteagleError` for what we cannot run exactly."""
+    """Read a Hugging Face `config.json`; raise `FasteagleError` for what we cannot run exactly."""
     fields = Fields(raw, source)
     architecture = (fields.texts("architectures") or ["(none)"])[0]
     if architecture not in SUPPORTED_ARCHITECTURES:
@@ -249,10 +250,10 @@ _HF_KEYS = {
 
 
 def read_shape(fields: Fields, keys: Mapping[str, str]) -> dict[str, Any]:
-    """The widths of a model's blocks by our names; `keys` says what the file calls them.
+    """Return the widths of a model's blocks by our names; `keys` has the file's names.
 
-    KV heads may be left out (as many as heads), and head_dim. Raises `FasteagleError` where they
-    do not fit each other.
+    The number of KV heads may be absent (then that of query heads), and head_dim too. Raises
+    `FasteagleError` where the widths do not fit each other.
     """
     shape: dict[str, Any] = {n: fields.width(keys[n]) for n in ("dim", "n_head", "ffn_dim")}
     n_head = shape["n_head"]
@@ -269,7 +270,7 @@ def read_shape(fields: Fields, keys: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _refuse_unsupported(fields: Fields) -> None:
-    """Fields whose non-default values would change the arithmetic in a way we do not implement."""
+    """Raise `FasteagleError` for a field whose value needs arithmetic that we do not implement."""
     if fields.text("hidden_act", "silu") != "silu":
         raise fields.error("hidden_act", '"silu", others are not supported')
     for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
@@ -293,7 +294,7 @@ def _rope_scaling(rope: Fields, source: str) -> tuple[Llama3RopeScaling | None, 
 
 
 def read_llama3_scaling(rope: Fields, original: str) -> Llama3RopeScaling:
-    """Llama-3.1's scaling; `original` is the file's key of `original_max_seq_len`."""
+    """Read Llama-3.1's RoPE scaling; `original` is the file's key of `original_max_seq_len`."""
     low = rope.number("low_freq_factor")
     if rope.number("high_freq_factor") <= low:
         raise rope.error("high_freq_factor", f"above low_freq_factor ({low:g})")
@@ -329,7 +330,7 @@ def from_gguf(
     rope_freq_factors: tuple[float, ...] | None,
     source: str,
 ) -> ModelConfig:
-    """Read GGUF metadata, given as plain Python values by key."""
+    """Read GGUF metadata: plain Python values by key."""
     fields = Fields(metadata, source)
     kind = fields.text("general.architecture", "(none)")
     if kind not in _GGUF_ARCHITECTURES:

@@ -21,7 +21,7 @@ MOST_NESTED = 100  # levels of JSON from clients: what reads it, native code too
 
 
 def parse_json(text: str) -> Any:
-    """The value of `text`. Raises ValueError for all that cannot be read, deep nesting included."""
+    """Parse JSON; raise ValueError where it cannot be read, deep nesting included."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -29,7 +29,7 @@ def parse_json(text: str) -> Any:
 
 
 def parse_shallow_json(text: str) -> Any:
-    """The same for JSON of a client: raises ValueError for more than `MOST_NESTED` levels, too."""
+    """Parse JSON of a client; raise ValueError for more than `MOST_NESTED` levels, too."""
     value = parse_json(text)
     check_nesting(value)
     return value
@@ -47,16 +47,16 @@ def check_nesting(value: Any) -> None:
 
 
 class Fields:
-    """The values of `raw`, which is `source` in errors; null counts as absent.
+    """Reader of the values of `raw`; errors call it `source`, and null counts as absent.
 
-    A key without a default must be there. Readers raise `FasteagleError`.
+    A key without a default must be present. The methods raise `FasteagleError`.
     """
 
     def __init__(self, raw: Mapping[str, Any], source: str, prefix: str = "") -> None:
         self._raw, self._source, self._prefix = raw, source, prefix
 
     def require(self, *keys: str) -> None:
-        """Name all of `keys` that are not there at once."""
+        """Raise `FasteagleError` that names all absent keys of `keys`."""
         absent = [self._prefix + key for key in keys if key not in self._raw]
         if absent:
             raise FasteagleError(f"{self._source}: lacks {', '.join(absent)}")
@@ -64,12 +64,12 @@ class Fields:
     def integer(
         self, key: str, default: int | None = None, *, least: int = 1, most: int = MOST
     ) -> int:
-        """An integer in `least` .. `most`."""
+        """Return an integer in `least` .. `most`."""
         must = f"an integer from {least:,} to {most:,}"
         return self._checked(key, default, must, lambda v: type(v) is int and least <= v <= most)
 
     def width(self, key: str, default: int | None = None) -> int:
-        """A dimension of the model."""
+        """Return a dimension of the model."""
         return self.integer(key, default, most=MOST_WIDTH)
 
     def one_of(self, key: str, known: tuple[int, ...]) -> int:
@@ -77,7 +77,7 @@ class Fields:
         return self._checked(key, None, must, lambda v: type(v) is int and v in known)
 
     def number(self, key: str, default: float | None = None, *, most: float = MOST_REAL) -> float:
-        """A number above 0, at most `most`."""
+        """Return a number above 0, at most `most`."""
         must = f"a number above 0, at most {most:g}"
         return float(self._checked(key, default, must, lambda v: _is_real(v) and 0 < v <= most))
 
@@ -88,30 +88,30 @@ class Fields:
         return self._checked(key, default, "a text", lambda v: type(v) is str)
 
     def texts(self, key: str) -> list[str]:
-        """A list of texts, empty where there is none."""
+        """Return a list of texts, empty where the key is absent."""
         return self._checked(key, [], "a list of texts", _list_of(lambda v: type(v) is str))
 
     def numbers(self, key: str) -> tuple[float, ...]:
-        """A list of numbers above 0, empty where there is none."""
+        """Return a list of numbers above 0, empty where the key is absent."""
         must = f"a list of numbers above 0, at most {MOST_REAL:g}"
         fits = _list_of(lambda v: _is_real(v) and 0 < v <= MOST_REAL)
         return tuple(map(float, self._checked(key, [], must, fits)))
 
     def shares(self, key: str) -> list[list[float]]:
-        """Lists of numbers of 0 .. 1, none of which is empty; no list where there is none."""
+        """Return lists of numbers in 0 .. 1, none of them empty; [] where the key is absent."""
         are_shares = _list_of(lambda v: _is_real(v) and 0 <= v <= 1)
         must = "lists of numbers from 0 to 1, none empty"
         return self._checked(key, [], must, _list_of(lambda v: are_shares(v) and len(v) > 0))
 
     def token_ids(self, key: str) -> list[int]:
-        """One token id, or a list of them."""
+        """Return a list of token ids; the file may have a single id."""
         are_ids = _list_of(lambda v: type(v) is int and 0 <= v <= MOST)
         must = "a token id or a list of token ids"
         value = self._checked(key, None, must, lambda v: are_ids(v) or are_ids([v]))
         return value if type(value) is list else [value]
 
     def part(self, key: str) -> Fields:
-        """The JSON object under `key`, empty where there is none."""
+        """Return the JSON object under `key`, empty where the key is absent."""
         value = self._checked(key, {}, "a JSON object", lambda v: isinstance(v, Mapping))
         return Fields(value, self._source, f"{self._prefix}{key}.")
 
@@ -126,7 +126,7 @@ class Fields:
         return self._raw.get(key) is not None
 
     def error(self, key: str, must: str) -> FasteagleError:
-        """The error that a value is not what it must be; for checks that take several values."""
+        """Return an error for the value of `key`, for checks that need several values."""
         shown = f"is {_shown(self._raw[key])}" if key in self._raw else "is missing"
         return FasteagleError(f"{self._source}: {self._prefix}{key} {shown}: must be {must}")
 
@@ -147,7 +147,7 @@ def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 def _shown(value: Any) -> str:
-    """A value as the file has it, cut where it is long."""
+    """Return a value as JSON, cut at `LONGEST_SHOWN` characters."""
     try:
         text = json.dumps(value, ensure_ascii=False)
     except RecursionError:  # here the stack is deeper than where it was read

@@ -1,4 +1,4 @@
-"""The device and the dtype a model runs in, and what the system says about the device."""
+"""Device and dtype of a model, and properties of the device: its name, its free memory."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ import torch
 from fasteagle.errors import FasteagleError, first_line, is_out_of_memory, note, size_of
 
 OLDEST_CAPABILITY = (8, 0)  # what our kernels are compiled for and bf16 products need
-# Of GeForce cards: their tensor cores add up in fp32 at half the rate. Others of these do not.
+# GeForce cards of these capabilities run fp32 accumulation at half the rate, others do not.
 HALF_RATE = {(8, 6), (8, 9)}
-# What torch built for CUDA says where there is no card to miss.
+# Error texts of a CUDA build of torch on a machine without a GPU.
 NO_CARD = ("Found no NVIDIA driver", "No CUDA GPUs are available")
 Made = TypeVar("Made")
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def pick_device(name: str) -> torch.device:
-    """The device called `name`; auto is CUDA where it can be used, else the CPU.
+    """Return the device called `name`; auto is CUDA where it can be used, else the CPU.
 
-    Raises `FasteagleError` for a device that is not there or cannot be used, with the reason.
+    Raises `FasteagleError` for a device that is absent or cannot be used, with the reason.
     """
     if name == "auto":
         return _auto_device()
@@ -55,7 +55,7 @@ def _auto_device() -> torch.device:
 
 
 def cuda_problem(device: torch.device) -> str | None:
-    """Why a CUDA device cannot be used, or None."""
+    """Return why a CUDA device cannot be used, or None."""
     count = torch.cuda.device_count()
     if not count:
         return _no_cuda()
@@ -73,7 +73,7 @@ def cuda_problem(device: torch.device) -> str | None:
 
 
 def _no_cuda() -> str:
-    """Why there is no CUDA device: the build, the driver, or there is no card."""
+    """Return why there is no CUDA device: the torch build, the driver, or no GPU."""
     if torch.version.cuda is None:
         return "0 CUDA devices found, and this torch is built for CPUs"
     problem = _init_problem()
@@ -81,7 +81,7 @@ def _no_cuda() -> str:
 
 
 def _init_problem() -> str | None:
-    """Why the driver cannot be used, or None; a machine without a card has none."""
+    """Return why the CUDA driver cannot be used, or None; a machine without a GPU has none."""
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
@@ -95,14 +95,15 @@ def _first_line(error: BaseException) -> str:
 
 
 def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Inside, the device of `tensor` is the current one, where Triton launches its kernels."""
+    """Make the device of `tensor` the current one, on which Triton launches its kernels."""
     return torch.cuda.device(tensor.device)
 
 
 def pick_dtype(name: str, device: torch.device, quantized: bool = False) -> str:
-    """ "auto" is bf16 where the hardware has bf16 products, else fp32.
+    """Return the dtype called `name`.
 
-    The CPU kernels of quantized weights take bf16 on any hardware.
+    auto is bf16 where the hardware has bf16 products, else fp16 on CUDA and fp32 on CPUs. The CPU
+    kernels of quantized weights take bf16 on any hardware.
     """
     if name != "auto":
         return name
@@ -116,7 +117,7 @@ def pick_dtype(name: str, device: torch.device, quantized: bool = False) -> str:
 
 
 def accumulate_on(device: torch.device | str) -> str:
-    """What quantized products add up in within a group: fp16 where that is twice as fast."""
+    """Return the accumulation dtype within a group: fp16 where that is twice as fast."""
     device = torch.device(device)
     if device.type != "cuda" or torch.cuda.get_device_capability(device) not in HALF_RATE:
         return "fp32"
@@ -124,7 +125,7 @@ def accumulate_on(device: torch.device | str) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """What the maker calls it."""
+    """Return the manufacturer's name of a device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     with contextlib.suppress(OSError):
@@ -135,7 +136,7 @@ def device_name(device: torch.device) -> str:
 
 
 def unless_short(work: Callable[[], Made], tell: Callable[[], FasteagleError]) -> Made:
-    """Return `work()`; where memory runs out, free its tensors and raise what `tell` makes."""
+    """Return `work()`; where memory runs out, free its tensors and raise `tell()`."""
     try:
         return work()
     except Exception as error:
@@ -146,7 +147,7 @@ def unless_short(work: Callable[[], Made], tell: Callable[[], FasteagleError]) -
 
 
 def short_of_memory(doing: str, device: torch.device, fix: Callable[[int], str]) -> FasteagleError:
-    """Return the error for memory that ran out; `fix` says what to do with so many free bytes."""
+    """Return an out-of-memory error; `fix` turns the number of free bytes into advice."""
     free = available_bytes(device) or 0
     return FasteagleError(
         f"out of memory while {doing}, {size_of(free)} free on {device}: {fix(free)}"
@@ -154,13 +155,13 @@ def short_of_memory(doing: str, device: torch.device, fix: Callable[[int], str])
 
 
 def give_back() -> None:
-    """Free the memory of what nothing uses: engines and what they run refer to each other."""
+    """Free the memory of unused objects, those in reference cycles included."""
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def available_bytes(device: torch.device | str) -> int | None:
-    """Free memory of a device, or None where the system does not report it."""
+    """Return the free bytes of a device, or None where the system does not report them."""
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]

@@ -1,4 +1,4 @@
-"""What a person is told: the one exception that user input may raise, and notes on the way.
+"""Messages to the user: the one exception that user input may raise, and notes on stderr.
 
 The command line prints the exception as one line and exits with 2. Imports no torch.
 """
@@ -18,9 +18,9 @@ _MEMORY_IS_SHORT = re.compile(
 
 
 class FasteagleError(Exception):
-    """A mistake the user can mend: the message names the value, the limit and the fix.
+    """Error that the user can correct: the message names the value, the limit and the fix.
 
-    It is one line: what it quotes from a file may hold line breaks, and codes that terminals obey.
+    It is one line: line breaks and terminal codes in text that it quotes are escaped.
     """
 
     def __init__(self, message: str) -> None:
@@ -29,23 +29,23 @@ class FasteagleError(Exception):
 
 
 class EngineError(FasteagleError):
-    """The model or the machine failed in an answer; the request that asked for it may be sound."""
+    """Failure of the model or the machine during an answer; the request itself may be valid."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that memory ran out, a device's or the machine's."""
+    """Return whether an error means that memory ran out, a device's or the machine's."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and bool(_MEMORY_IS_SHORT.search(str(error)))
 
 
 def first_line(error: BaseException, most: int | None = None) -> str:
-    """What an error says first, cut at `most` characters; its class where it says nothing."""
+    """Return the first line of an error, at most `most` characters; its class if it is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:most]
 
 
 def require_linux() -> None:
-    """Raise `FasteagleError` on other systems: files are locked and linked as Linux does it."""
+    """Raise `FasteagleError` unless the system is Linux, whose file locks and links we use."""
     if sys.platform != "linux":
         raise FasteagleError(
             f"fasteagle runs on Linux only, and this is {sys.platform}: use WSL 2 on Windows, a "
@@ -59,19 +59,19 @@ def note(text: str) -> None:
 
 
 def size_of(n_bytes: float) -> str:
-    """Return a size in words: in MiB where it is less than a tenth of a GiB."""
+    """Return a size with its unit: in MiB where it is less than a tenth of a GiB."""
     if n_bytes < 2**30 / 10:
         return f"{n_bytes / 2**20:.1f} MiB"
     return f"{n_bytes / 2**30:.1f} GiB"
 
 
 def shortened(problems: list[str], limit: int = 6) -> str:
-    """The first problems, sorted, and how many more there are."""
+    """Return the first `limit` problems, sorted, and the number of the others."""
     more = f"; and {len(problems) - limit} more" if len(problems) > limit else ""
     return "; ".join(sorted(problems)[:limit]) + more
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """`"; did you mean 'a' or 'b'?"` for near misses of `name` in `known`, else an empty string."""
+    """Return "; did you mean 'a' or 'b'?" for names in `known` like `name`, or an empty string."""
     near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
     return "; did you mean " + " or ".join(repr(n) for n in near) + "?" if near else ""
