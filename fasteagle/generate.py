@@ -1,8 +1,8 @@
-"""Prompt in, tokens out: prefill, then one decode cycle after the other, as a generator.
+"""Engine: a generator of new tokens by prefill, then one decode cycle after the other.
 
-The cycle itself is in `cycle`, prefill in `context`; here is what surrounds them: the prompt's
-check, the loop, the ends of an answer, its statistics. Knows token ids only; text, stop strings and
-chat turns live in `stream` and `answer`.
+The cycle itself is in `cycle`, prefill in `context`. This module checks the prompt, runs the loop,
+ends the answer and counts its statistics. It knows token ids only; text, stop strings and chat
+turns are in `stream` and `answer`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from fasteagle.verify import PAD
 
 
 class Engine(Context):
-    """A `Context` that answers: prefill, decode cycles, the ends of an answer.
+    """`Context` that answers prompts by prefill and decode cycles, and ends the answers.
 
     Without a drafter, `plain_rows` is how many rows a pass computes: 2 where the kernels are faster
-    at two rows than at one; the second row is thrown away. `backend` says what runs the model, by
-    default the core itself; `runner` is its part for this engine. Engines that share a `cache` take
+    at two rows than at one; the second row is discarded. `backend` runs the model, by default the
+    core itself; `runner` is its part for this engine. Engines that share a `cache` take
     turns: each must `restart` after another one has used it.
     """
 
@@ -60,7 +60,7 @@ class Engine(Context):
 
     @property
     def plain_rows(self) -> int:
-        """Rows of a pass without a tree."""
+        """Number of rows of a pass without a tree."""
         return self.runner.plain_rows
 
     @plain_rows.setter
@@ -68,7 +68,7 @@ class Engine(Context):
         self.runner.plain_rows = rows
 
     def use(self, drafter: Drafter | None) -> None:
-        """Draft with `drafter` from the next answer on, or not at all."""
+        """Draft with `drafter` from the next answer on; None: decode plainly."""
         deepest = 0 if drafter is None else max(shape.depth for shape in drafter.shapes())
         if deepest > MAX_DEPTH:
             raise FasteagleError(f"tree-depth {deepest} is out of range: use at most {MAX_DEPTH}")
@@ -96,10 +96,10 @@ class Engine(Context):
     ) -> Generator[list[int]]:
         """Yield newly committed tokens, cycle by cycle, up to and including an end-of-text token.
 
-        `is_last` sees every other token once, in order, before it is yielded, and says whether the
-        answer ends with it.
+        `is_last` is called with every other token once, in order, before it is yielded, and returns
+        whether the answer ends with it.
 
-        Whatever part of `prompt` the cache already holds is not computed again. Closing the
+        A beginning of `prompt` that the cache already holds is not computed again. Closing the
         generator, or an exception in it, leaves the engine ready for the next call. `processor`
         changes logits before tokens are drawn; without `speculate` the drafter pauses; `check` is
         called between the parts of a long prompt, and ends the answer by raising. Where memory is
@@ -144,7 +144,7 @@ class Engine(Context):
         params: SamplingParams,
         processor: LogitsProcessor | None,
     ) -> int:
-        """Draw the token after the prompt, by what the LM head reads of its last one [1, D]."""
+        """Sample the token after the prompt; the LM head reads `normed` [1, D] of its last one."""
         state = self.state
         state.sampling.load(params)
         seen = None
@@ -166,10 +166,10 @@ class Engine(Context):
         processor: LogitsProcessor | None = None,
         speculate: bool = True,
     ) -> Generator[list[int]]:
-        """New tokens, cycle by cycle, without end; `cached` holds all but the last of them.
+        """Yield new tokens, cycle by cycle, without end; `cached` holds all but the last of them.
 
-        Where the runner works ahead, the next cycle is launched before the last one is read: what
-        it finds is dropped if the answer ends there. A processor must know the last one first.
+        Where the runner works ahead, the next cycle is launched before the last one is read, and
+        its result is dropped if the answer ends there. A processor must see the last one first.
         """
         launched: deque[CycleSpec] = deque()
         begins: deque[float] = deque()
@@ -199,7 +199,7 @@ class Engine(Context):
     def _next_spec(
         self, kind: SamplingMode, launched: deque[CycleSpec], speculate: bool
     ) -> CycleSpec | None:
-        """The variant of the next cycle; None: those in flight must be read first."""
+        """Return the variant of the next cycle; None: cycles in flight must be read first."""
         drafter = self.drafter
         shape = None if drafter is None or not speculate else drafter.next_shape()
         reach = len(self.cached) + sum(spec.depth + 1 for spec in launched)
@@ -216,7 +216,7 @@ class Engine(Context):
         return spec
 
     def spec(self, shape: AnyShape | None, kind: SamplingMode) -> CycleSpec:
-        """The variant of the cycle with a tree of `shape`, None for plain decoding."""
+        """Return the variant of the cycle with a tree of `shape`; None is plain decoding."""
         drafter = self.drafter
         reads = drafter is not None and drafter.reads_features
         if shape is None:
@@ -232,19 +232,19 @@ class Engine(Context):
         return CycleSpec(shape, shape.rows, width, kind, accept)
 
     def _most_pending(self, launched: deque[CycleSpec]) -> int:
-        """Committed positions that the draft head will not have seen, at most."""
+        """Return the most committed positions that the draft head will not have seen."""
         most = len(self.cached) - self.shown
         for spec in launched:
             most = spec.depth + 1 + (0 if spec.extends else most)
         return most
 
     def _fits(self, seq_len: int, spec: CycleSpec) -> bool:
-        """Whether a cycle that begins at `seq_len` stays within the caches and the RoPE tables."""
+        """Return whether a cycle from `seq_len` on stays within the caches and the RoPE tables."""
         limit = self.max_seq_len + (KEY_BLOCK if self.on_cpu else MAX_TREE_ROWS)
         return seq_len + spec.rows + spec.width < limit and seq_len <= self.max_seq_len
 
     def _record(self, root: int, spec: CycleSpec, done: Done, ms: float | None) -> list[int]:
-        """Enter a cycle, which took `ms`, into the host's books; return its new tokens."""
+        """Record a cycle, which took `ms`, on the host; return its new tokens."""
         stats = self.stats
         new = self._checked(done.tokens)
         if done.drafted:
@@ -271,15 +271,15 @@ class Engine(Context):
 
     @torch.no_grad()
     def prepare(self, params: SamplingParams) -> None:
-        """Let the runner prepare every cycle that answers drawn like this may need."""
+        """Let the runner prepare every cycle that answers with `params` may need."""
         self._prepare(SamplingMode.of(params, self.model.config.vocab_size), params)
 
     def compile_ahead(self) -> None:
-        """Let the runner compile its device's kernels now, not within the first answer."""
+        """Let the runner compile its device's kernels now, not during the first answer."""
         self.runner.compile_ahead(self._specs(SamplingMode()), self.drafter)
 
     def _specs(self, kind: SamplingMode) -> list[CycleSpec]:
-        """Variants of the cycle that answers drawn like this may need."""
+        """Return the variants of the cycle that answers of this sampling mode may need."""
         shapes = [] if self.drafter is None else self.drafter.shapes()
         return [self.spec(shape, kind) for shape in (None, *shapes)]
 
@@ -288,7 +288,7 @@ class Engine(Context):
         if not self.runner.needs(specs, drafter):
             return
         self.reserve(len(self.cached) + 1, max(spec.rows for spec in specs), MAX_DEPTH)
-        # Preparing runs cycles: behind the text, where rows are free.
+        # Preparing runs cycles: after the text, where rows are free.
         free = min(len(self.cached) + 1, self.max_seq_len - 1)
         del self.cached[free:]
         self.shown = min(self.shown, free)
@@ -313,7 +313,7 @@ class Engine(Context):
             raise FasteagleError(f"token id {bad} is outside the vocabulary of {vocab_size:,}")
 
     def _checked(self, drawn: list[int]) -> list[int]:
-        """`drawn` without its padding. Raises `EngineError` where logits were not finite."""
+        """Return `drawn` without padding; raise `EngineError` where logits were not finite."""
         tokens = [token for token in drawn if token != PAD]
         position = len(self.cached)
         if BAD_ROW in tokens:
@@ -333,9 +333,9 @@ class Engine(Context):
         eos_ids: frozenset[int],
         is_last: Callable[[int], bool],
     ) -> list[int]:
-        """The part of `new` up to the end of the answer, if it is in there; sets `finish`.
+        """Return `new` up to the end of the answer; set `finish` where the answer ends in it.
 
-        What lies behind is taken back: the cache then holds all but the last token that is kept.
+        Tokens past the end are removed: the cache then holds all but the last token of the answer.
         """
         before = len(self.cached) - (len(new) - 1)
         for i, token in enumerate(new):
@@ -351,7 +351,7 @@ class Engine(Context):
             else:
                 continue
             del self.cached[before + i :]
-            if len(new) > 1:  # what lay behind the end was right, but for nothing
+            if len(new) > 1:  # tokens past the end were accepted, but truncated
                 self.stats.path_lengths[-1] = min(self.stats.path_lengths[-1], i + 1)
             return new[: i + 1]
         return new

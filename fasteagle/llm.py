@@ -1,4 +1,4 @@
-"""The Python API: a loaded model that answers. Chat and the server use the same object."""
+"""Python API: a loaded model that answers. Chat and the server use it, too."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """A whole answer. `finish` is eos, stop, length or context; same `seed`, same text."""
+    """Whole answer; `finish` is eos, stop, length or context, `seed` reproduces the text."""
 
     text: str
     tokens: list[int]
@@ -58,14 +58,14 @@ class Answer:
 
 
 class LLM:
-    """A loaded model: one engine and one sequence, whose KV cache the next call finds again.
+    """Loaded model: one engine and one sequence, whose KV cache the next call reuses.
 
     `texts` are the last conversations as they were generated, `prefix_cache` keeps their keys and
-    values, `preparation` is what compiles and measures meanwhile.
+    values, `preparation` compiles and measures in the background.
 
     Only one answer can be under way: a second one, from another thread or while a stream is not
-    read to its end, raises `FasteagleError` at once. It does not wait, because a stream that nobody
-    reads on would make it wait for ever; the server has a queue for that.
+    read to its end, raises `FasteagleError` at once. It does not wait, because an abandoned stream
+    would make it wait for ever; the server has a queue for that.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Free the memory; nothing can be asked afterwards. Raises while an answer is under way."""
+        """Free the memory and refuse later calls; raise while an answer is under way."""
         if self._closed:
             return
         self._take_turn()
@@ -114,7 +114,7 @@ class LLM:
 
     @property
     def is_preparing(self) -> bool:
-        """Whether a thread of this model still compiles or measures."""
+        """Return whether a thread of this model still compiles or measures."""
         return self.preparation is not None and self.preparation.busy
 
     @overload
@@ -147,7 +147,7 @@ class LLM:
     ) -> Answer | Iterator[Chunk]:
         """Answer a conversation, `[{"role": "user", "content": "..."}, ...]`, or one question.
 
-        With `stream`, chunks as they come. Raises `FasteagleError` for what cannot be done.
+        With `stream`, yields chunks as they come. Raises `FasteagleError` for invalid arguments.
         """
         self._check_open()
         if isinstance(messages, str):
@@ -214,7 +214,7 @@ class LLM:
         )
 
     def request(self, prompt: Sequence[int], keywords: AnswerKeywords) -> AnswerRequest:
-        """Make a request of `keywords`. Raises `FasteagleError`; for unknown ones `TypeError`."""
+        """Make a request of `keywords`; raise `FasteagleError`, for unknown ones `TypeError`."""
         params, options, spec, more = read_keywords(keywords)
         return self.made_request(prompt, params, options, spec, **more)
 
@@ -228,7 +228,7 @@ class LLM:
         n_top: int | None = None,
         speculate: bool = True,
     ) -> AnswerRequest:
-        """Make a request of checked options, its grammar compiled. Raises `FasteagleError`."""
+        """Make a request of checked options and compile its grammar; raise `FasteagleError`."""
         mask = None if spec is None else self.grammar(spec)
         vocab_size = self.engine.model.config.vocab_size
         for token in bias or {}:
@@ -244,7 +244,7 @@ class LLM:
         )
 
     def grammar(self, spec: GrammarSpec) -> TokenMask:
-        """Return the form that an answer must have. Other threads may call this."""
+        """Return the compiled grammar of an answer; other threads may call this."""
         return self._grammars.start(spec)
 
     def stream(
@@ -255,7 +255,7 @@ class LLM:
     ) -> Generator[Chunk]:
         """Answer `request`, chunk by chunk; `check` is called before every pass and may raise.
 
-        With the `text` of its prompt, the tokens of both are known to a text that goes on from it.
+        With the `text` of its prompt, a later text that begins with both reuses their tokens.
         """
         self._take_turn()
         tokens: list[int] = []
@@ -308,7 +308,7 @@ def load(
 
     The options are those of `fasteagle chat`; `tree` is auto or a JSON file. `compile` waits until
     the model is compiled, which pays for more than a few answers. `prefix_cache_gb` keeps the last
-    conversations' keys and values in main memory. `notify` receives remarks for the person. Raises
+    conversations' keys and values in main memory. `notify` receives remarks for the user. Raises
     `FasteagleError` with the value, the limit and the fix.
     """
     check_precision(precision)
@@ -330,7 +330,7 @@ def open_llm(
     prefix_cache_on: str = "host",
     think: bool | None = None,
 ) -> LLM:
-    """Load the model with its drafter; what cannot run is refused before weights are read."""
+    """Load the model with its drafter; refuse what cannot run before weights are read."""
     ServeOptions(prefix_cache=prefix_cache_gb)  # checks it
     opened = open_for(model, runtime_options, notify)
     opened.check(runtime_options)

@@ -1,7 +1,7 @@
-"""Logits between a pass of the target and the drawing of tokens: bias, grammar, log-probabilities.
+"""Processing of the target's logits before sampling: bias, grammar, log-probabilities.
 
-What is done here depends on a row's own path only, so the tokens with and without speculation are
-the same: a row of the tree is treated as plain decoding would treat the text that it stands for.
+The result depends on a row's own path only, so the tokens with and without speculation are equal:
+a row of the tree is processed as plain decoding would process the text that the row stands for.
 
 Shapes: T tree rows, V vocabulary.
 """
@@ -19,33 +19,33 @@ from fasteagle.tree import DraftTree
 
 
 class LogitsProcessor(Protocol):
-    """Sees the logits of every pass; row 0 of the tree is the last token of the text."""
+    """Processor of the logits of every pass; row 0 of the tree is the last token of the text."""
 
     def __call__(self, logits: Tensor, tree: DraftTree) -> Tensor:
-        """The logits [T, V] to draw from."""
+        """Return the logits [T, V] to sample from."""
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """The tokens of the last pass that were kept, in the order of the text."""
+        """Observe the committed tokens of the last pass, in the order of the text."""
 
 
 class TokenMask(Protocol):
-    """A grammar at the end of the text so far."""
+    """Grammar at the end of the text so far."""
 
     def rows(
         self, tokens: Sequence[int], parents: Sequence[int], valid: Sequence[bool], vocab_size: int
     ) -> Tensor:
-        """Which tokens may follow each row of a tree: [T, V] bool on the CPU.
+        """Return the tokens that may follow each row of a tree: [T, V] bool on the CPU.
 
-        Rows that the grammar itself cannot reach are left open: nothing leads to them.
+        Rows that the grammar itself cannot reach allow all tokens: they are never accepted.
         """
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Tokens were added to the text."""
+        """Advance by tokens that were added to the text."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenLogprob:
-    """How likely the model, asked as it is, found a token, and which ones it found likelier."""
+    """Log-probability of a token by the model's own distribution, and the likeliest tokens."""
 
     token: int
     logprob: float
@@ -53,11 +53,11 @@ class TokenLogprob:
 
 
 class AnswerLogits:
-    """The processor of one answer.
+    """Logits processor of one answer.
 
     `bias` is added to the logits of these token ids, `mask` forbids what a grammar does not allow,
-    and with `n_top` (0 or more) the `logprobs` of the answer's tokens are kept: those of the
-    model's own distribution, before bias, grammar, temperature and penalties.
+    and with `n_top` (0 or more) `logprobs` collects the log-probabilities of the answer's tokens by
+    the model's own distribution, before bias, grammar, temperature and penalties.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class AnswerLogits:
 
     @property
     def is_needed(self) -> bool:
-        """Whether it does anything."""
+        """Return whether this processor changes or records anything."""
         return bool(self._bias) or self._mask is not None or self._n_top is not None
 
     def __call__(self, logits: Tensor, tree: DraftTree) -> Tensor:
@@ -113,7 +113,7 @@ class AnswerLogits:
 def _child(
     row: int, token: int, tokens: Sequence[int], parents: Sequence[int], valid: Sequence[bool]
 ) -> int:
-    """The row below `row` that carries `token`; `row` itself behind the end of a path."""
+    """Return the child of `row` that carries `token`, or `row` past the end of a path."""
     for j in range(row + 1, len(tokens)):
         if parents[j] == row and tokens[j] == token and valid[j]:
             return j

@@ -1,4 +1,4 @@
-"""A Llama-family decoder at batch size 1, with a static KV cache.
+"""Llama-family decoder at batch size 1, with a static KV cache.
 
 Covers Llama-2/3, Vicuna, Mistral, Qwen2, Qwen3 and SmolLM2. Knows nothing about quantization,
 compilation or text: `quant` and `compile` transform it from outside.
@@ -26,20 +26,20 @@ KEY_BLOCK = 256  # attention reads a prefix of the cache rounded up to this many
 
 
 class Output(NamedTuple):
-    """What one pass yields. `taps` is None unless layer ids were asked for."""
+    """Result of one pass; `taps` is None unless the caller gave `tap_layers`."""
 
     logits: Tensor  # [T, V]
-    features: Tensor  # [T, D], after the final norm: what the LM head (and EAGLE-1/2) reads
-    taps: Tensor | None = None  # [T, R * D], fp32, residual stream entering the asked blocks
+    features: Tensor  # [T, D], after the final norm: input of the LM head (and of EAGLE-1/2)
+    taps: Tensor | None = None  # [T, R * D], fp32, residual stream entering `tap_layers`
 
 
 class KVCache:
     """Keys and values of every block in one tensor `rows` [2 L, G, S, E], even rows the keys.
 
     `layers` are its planes as (keys, values) [G, S, E] of each block. Attention reads all S slots:
-    where nothing needs fixed addresses (CPU), S follows the text in steps of `KEY_BLOCK` by
-    `resize`, since oneDNN copies any batch that is not contiguous. Formats that are not the model's
-    own may have `spare` elements behind each row; see `Transformer.new_cache`.
+    where nothing needs fixed addresses (CPU), S grows with the text in steps of `KEY_BLOCK` by
+    `resize`, since oneDNN copies any batch that is not contiguous. Formats other than the model's
+    own may have `spare` elements after each row; see `Transformer.new_cache`.
     """
 
     def __init__(
@@ -82,16 +82,16 @@ class KVCache:
         self.rows.zero_()
 
     def commit(self, start: Tensor, path: Tensor) -> None:
-        """Copy slots `start + path` [n] to those from `start` (0-d) on in every block.
+        """Copy slots `start + path` [n] to the n slots from `start` (0-d) on, in every block.
 
-        They may overlap: all are read before one is written.
+        Source and target slots may overlap: all are read before one is written.
         """
         target = start + torch.arange(len(path), device=path.device)
         self.rows[:, :, target] = self.rows[:, :, start + path]
 
 
 class RMSNorm(nn.Module):
-    """Computes in fp32 whatever comes in, and returns the dtype of its weight."""
+    """Root-mean-square norm that computes in fp32 and returns the dtype of its weight."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class RMSNorm(nn.Module):
 
 
 class Cast(nn.Module):
-    """Stands where EAGLE's block has no norm: fp32 residual to the dtype the linears take."""
+    """Cast of the fp32 residual stream to the linears' dtype, where a block has no norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,12 +116,12 @@ class Cast(nn.Module):
 
 
 def write(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """Put rows [G, T, E] into slots [T] of a cache [G, S, E]."""
+    """Write rows [G, T, E] into slots [T] of a cache [G, S, E]."""
     cache.index_copy_(1, slots, rows)
 
 
 def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Tensor) -> Tensor:
-    """Attention of q [G, group * T, E] over caches [G, S, E] under mask [T, S].
+    """Compute attention of q [G, group * T, E] over caches [G, S, E] under mask [T, S].
 
     Two plain products: SDPA with GQA and a mask is several times slower on CPU.
     """
@@ -139,10 +139,10 @@ def apply_norm(norm: nn.Module, x: Tensor) -> Tensor:
 
 
 class Ops(NamedTuple):
-    """Operations of a pass that a backend may run in a form of its own; here the core's.
+    """Operations of a pass that a backend may replace; the defaults are the core's.
 
-    `run_blocks` None: the function of that name. Where `views`, it takes a `TreeView` where it
-    took a mask.
+    `run_blocks` None is the function of that name. Where `views`, they take a `TreeView`
+    instead of a mask.
     """
 
     attend: Callable[[Tensor, Tensor, Tensor, Any], Tensor] = attend
@@ -194,7 +194,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU; gate and up come from one product."""
+    """SwiGLU feed-forward layer; gate and up come from one product."""
 
     def __init__(self, dim: int, ffn_dim: int) -> None:
         super().__init__()
@@ -257,27 +257,27 @@ def run_blocks(
 
 
 def as_mask(visible: Tensor | TreeView, n_slots: int) -> Tensor:
-    """Return the mask [T, n_slots] of what a pass was told to see."""
+    """Return `visible` as a mask [T, n_slots]."""
     return visible.mask(n_slots) if isinstance(visible, TreeView) else visible
 
 
 class LMHead(nn.Linear):
-    """Logits in fp32, the best few of them exact; see `sharpen`. Costs 1 % of a pass."""
+    """LM head with logits in fp32, the largest few exact; see `sharpen`. Costs 1 % of a pass."""
 
     def forward(self, x: Tensor) -> Tensor:
         logits = F.linear(x, self.weight)  # [T, V]
         return logits if logits.dtype == torch.float32 else sharpen(logits, x, self.rows)
 
     def rows(self, index: Tensor) -> Tensor:
-        """Rows [..., D] of the weight."""
+        """Return rows [..., D] of the weight."""
         return self.weight[index]
 
 
 def sharpen(logits: Tensor, x: Tensor, rows: Callable[[Tensor], Tensor], n_best: int = 8) -> Tensor:
-    """16-bit logits [T, V] in fp32, the `n_best` of each row computed again with fp32 products.
+    """Return 16-bit logits [T, V] in fp32, each row's `n_best` recomputed with fp32 products.
 
-    In bf16 a logit near 25 moves in steps of 0.125, so that real leads become ties, which the
-    lowest token id wins: 1.7 % of the default model's tokens were other than in fp32, 0.8 % are.
+    In bf16 a logit near 25 moves in steps of 0.125, so that real differences become ties, which the
+    lowest token id wins: 1.7 % of the default model's tokens differed from fp32, now 0.8 % do.
     """
     best = logits.topk(min(n_best, logits.shape[1])).indices
     exact = (rows(best).float() @ x.float().unsqueeze(-1)).squeeze(-1)
@@ -285,7 +285,7 @@ def sharpen(logits: Tensor, x: Tensor, rows: Callable[[Tensor], Tensor], n_best:
 
 
 class Transformer(nn.Module):
-    """The target. Built on any device, `meta` included; weights are assigned by `checkpoint`."""
+    """Target model, built on any device, `meta` included; `checkpoint` assigns the weights."""
 
     rope_cos: Tensor
     rope_sin: Tensor
@@ -304,7 +304,7 @@ class Transformer(nn.Module):
         return KVCache(self.config, n_slots, weight.dtype, weight.device)
 
     def init_rope(self, max_seq_len: int, device: torch.device | str) -> None:
-        """Tabulate RoPE for positions `0 .. max_seq_len - 1`, in fp32 whatever the weights are."""
+        """Tabulate RoPE for positions `0 .. max_seq_len - 1`, always in fp32."""
         cos, sin = rope_table(self.config, max_seq_len)
         self.register_buffer("rope_cos", cos.to(device), persistent=False)
         self.register_buffer("rope_sin", sin.to(device), persistent=False)
@@ -319,11 +319,11 @@ class Transformer(nn.Module):
         tap_layers: tuple[int, ...] = (),
         ops: Ops = CORE,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run the blocks and the final norm: features [T, D] and, if asked, taps [T, R * D].
+        """Run blocks and final norm; return features [T, D] and taps [T, R * D] or None.
 
-        `positions` [T] feed RoPE only, `slots` [T] say which cache rows are written, `visible` says
-        which ones each row sees, its own included: a mask [T, S] (bool) or the view of a tree.
-        `tap_layers` ascend.
+        `positions` [T] feed RoPE only, `slots` [T] are the cache rows that are written, `visible`
+        has the cache rows that each row sees, its own included: a mask [T, S] (bool) or the view of
+        a tree. `tap_layers` ascend.
         """
         visible = visible if ops.views else as_mask(visible, cache.n_slots)
         cos, sin = self.rope_cos[positions].unsqueeze(1), self.rope_sin[positions].unsqueeze(1)
@@ -341,11 +341,11 @@ class Transformer(nn.Module):
                     x = ops.run_blocks(blocks[begin:end], layers, *rows)
             taps.append(x)
             begin = end
-        taps.pop()  # the stream behind the last block, asked for by no layer
+        taps.pop()  # the stream after the last block, which is no tap
         return ops.norm(self.norm, x), torch.cat(taps, dim=-1) if taps else None
 
     def head_rows(self, index: Tensor) -> Tensor:
-        """Rows [n, D] of the LM head; of a tied one before any quantization of it."""
+        """Return rows [n, D] of the LM head, if it is tied those before its quantization."""
         tied = self.config.tie_embeddings
         rows = self.embedding.weight[index] if tied else self.lm_head.rows(index)
         return rows.to(self.norm.weight.dtype)
@@ -360,16 +360,16 @@ class Transformer(nn.Module):
         tap_layers: tuple[int, ...] = (),
         ops: Ops = CORE,
     ) -> Output:
-        """`encode`, then the LM head on every row."""
+        """Run `encode`, then the LM head on every row."""
         features, taps = self.encode(tokens, positions, slots, visible, cache, tap_layers, ops)
         return Output(self.lm_head(features), features, taps)
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A model as a backend runs it: by its own operations, over caches of its own format.
+    """Model as a backend runs it: by the backend's operations and cache format.
 
-    The backend that runs nothing in a form of its own is `Target(model)`: the model itself.
+    `Target(model)` is the model itself, without any operation of a backend.
     """
 
     model: Transformer
@@ -384,7 +384,7 @@ class Target:
 
     @property
     def weight(self) -> Tensor:
-        """Scales of the final norm: in the dtype and on the device of all weights."""
+        """Weight of the final norm, in the dtype and on the device of all weights."""
         return self.model.norm.weight
 
     def new_cache(self, n_slots: int) -> KVCache:
@@ -428,7 +428,7 @@ class EagleHead(nn.Module):
 
     `block(fc(cat(embedding(t_{i+1}), f_i)))` without input norm and final norm; the result goes
     straight into the target's LM head and is the next step's feature (paper, section 4.1). The
-    embedding is the target's, and so are the rows of the LM head: `borrow` takes both.
+    embedding and the rows of the LM head are the target's: `borrow` takes both.
     """
 
     rope_cos: Tensor
@@ -449,9 +449,9 @@ class EagleHead(nn.Module):
         self.block = Block(self.config.block, input_norm=False)
 
     def borrow(self, target: Transformer, max_seq_len: int) -> None:
-        """Share the target's embedding and LM head unless it has its own; tabulate RoPE.
+        """Share the target's embedding and LM head unless the head has its own; tabulate RoPE.
 
-        Its positions go up to `max_seq_len` and, as drafting does, somewhat beyond.
+        RoPE positions go up to `max_seq_len + KEY_BLOCK`, since drafting goes past the text.
         """
         device, dtype = target.norm.weight.device, target.norm.weight.dtype
         self.to(device=device, dtype=dtype)
@@ -473,7 +473,7 @@ class EagleHead(nn.Module):
         self.register_buffer("rope_sin", sin.to(device), persistent=False)
 
     def _drop_copy(self, embedding: nn.Embedding) -> None:
-        """Give up an embedding of its own that equals the target's: it is 1 GiB of a Llama-3 8B."""
+        """Drop an own embedding that equals the target's: it takes 1 GiB for a Llama-3 8B."""
         own, eagle3 = self.own_embedding, self.config.eagle3
         if own is None or eagle3 is None or not torch.equal(own.weight, embedding.weight):
             return
@@ -483,12 +483,12 @@ class EagleHead(nn.Module):
 
     @property
     def embedding(self) -> nn.Embedding:
-        """Its own, or the target's."""
+        """Embedding of the draft head, its own or the target's."""
         return self._embedding[0]
 
     @property
     def lm_head(self) -> nn.Module:
-        """What turns features into draft logits: its own, the target's LM head, or rows of it."""
+        """LM head of the draft logits: its own, the target's, or rows of the target's."""
         return self._lm_head[0]
 
     def use_lm_head(self, module: nn.Module) -> None:
@@ -498,19 +498,19 @@ class EagleHead(nn.Module):
             self.own_lm_head = module
 
     def target_ids(self) -> Tensor:
-        """Target id of every draft id, ascending."""
+        """Return the target id of every draft id, ascending."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def read(self, features: Tensor) -> Tensor:
-        """The target's features [T, F] as `forward` takes features [T, D]."""
+        """Return the target's features [T, F] as features [T, D] for `forward`."""
         return features
 
     def enter(self, embeds: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The residual stream [T, D] in fp32 and, where it is not that, the block's entry."""
+        """Return the residual stream [T, D] in fp32 and the block's entry; None: the stream."""
         return self.fc(torch.cat((embeds, features), dim=-1)).float(), None
 
     def leave(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Of the block's output [T, D]: what the LM head reads, and the next features."""
+        """Return the LM head's input and the next features from the block's output [T, D]."""
         features = x.to(dtype)
         return features, features
 
@@ -525,11 +525,11 @@ class EagleHead(nn.Module):
         rows: Tensor | None = None,
         block: Callable[..., Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Draft logits [T, draft vocabulary] and next features [T, D], of `rows` or of all.
+        """Return draft logits [T, draft vocabulary] and next features [T, D] of `rows` or of all.
 
         `tokens` [T] are target ids, each one position after its `features` row [T, D]; `positions`
-        [T] are those of the features. `slots` and `visible` as in `Transformer.encode`. A backend
-        may run the block by a `block` of its own, which takes `visible` as it is.
+        [T] are those of the features. `slots` and `visible` are as in `Transformer.encode`. A
+        backend may run the block by its own `block`, which takes `visible` as it is.
         """
         cos, sin = self.rope_cos[positions].unsqueeze(1), self.rope_sin[positions].unsqueeze(1)
         x, entry = self.enter(self.embedding(tokens), features)
@@ -545,8 +545,8 @@ class Eagle3Head(EagleHead):
     """EAGLE-3 draft head: reads the residual stream entering R blocks of the target.
 
     `g = fc(cat(taps))` [T, D]; the block's attention reads cat(norm(embedding), norm(g)), its
-    residual stream begins with g. Logits are `lm_head(norm(x))` over a draft vocabulary of its own,
-    and x before that norm is the next step's g (paper, section 3).
+    residual stream begins with g. Logits are `lm_head(norm(x))` over its own draft vocabulary, and
+    x before that norm is the next step's g (paper, section 3).
     """
 
     def _init_layers(self) -> None:
@@ -586,18 +586,18 @@ class Eagle3Head(EagleHead):
 
 
 def make_head(config: HeadConfig) -> EagleHead:
-    """An untrained head of the algorithm that `config` says."""
+    """Make an untrained EAGLE-1/2 or EAGLE-3 draft head, as `config` says."""
     return EagleHead(config) if config.eagle3 is None else Eagle3Head(config)
 
 
 def rope_table(config: ModelConfig, max_seq_len: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [max_seq_len, E], halves repeated (the split-halves layout of HF files)."""
+    """Return cosines and sines [max_seq_len, E] in the split-halves layout of HF files."""
     angles = torch.outer(torch.arange(max_seq_len).float(), rope_frequencies(config)).repeat(1, 2)
     return angles.cos(), angles.sin()
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:
-    """Radians by position [E / 2], with the scaling that the config says."""
+    """Return radians per position [E / 2], with the scaling of the config."""
     E = config.head_dim
     inv_freq = config.rope_base ** (-torch.arange(0, E, 2, dtype=torch.int64).float() / E)
     inv_freq = inv_freq / config.rope_linear_factor
@@ -623,7 +623,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def causal_mask(
     start: Tensor | int, n_rows: int, n_keys: int, window: int | None, device: torch.device | str
 ) -> Tensor:
-    """Mask [n_rows, n_keys] of rows at slots `start .. start + n_rows - 1`, each seeing its past.
+    """Return the causal mask [n_rows, n_keys] of rows at slots `start .. start + n_rows - 1`.
 
     With a sliding window of w, a row sees itself and the w - 1 keys before it.
     """

@@ -1,8 +1,8 @@
 """EAGLE-1's own verification: multi-round speculative sampling over sampled children.
 
-The second way to verify, kept for fidelity to the paper (algorithm 1). The emitted distribution is
-the target's, as with sample-and-match, but a given seed yields other text than plain decoding.
-It runs on the host, row by row, and only makes sense for trees whose children were *sampled*.
+It is the second way to verify, present for fidelity to the paper (algorithm 1). The emitted
+distribution is the target's, as with sample-and-match, but a given seed yields other text than
+plain decoding. It runs on the host, row by row, and needs trees whose children were *sampled*.
 
 Shapes: T tree rows, V target vocabulary, D deepest level.
 """
@@ -29,9 +29,9 @@ def accept_sampled(
     depths: Tensor,
     logits: Tensor,
 ) -> Accepted:
-    """Accept as the paper does, instead of along the target's own draws; see `CycleSpec.accept`.
+    """Accept a path by multi-round sampling, see `CycleSpec.accept`.
 
-    It reads device values on the host, so that no graph can hold it.
+    It reads device values on the host, so no CUDA graph can contain it.
     """
     assert tree.distributions is not None, "its drafter samples the children"
     seen = seen_rows(state.seen, tree, tree_mask) if spec.kind.penalty else None
@@ -46,8 +46,8 @@ def multi_round(
     """Walk from the root; at each node try the children in the order they were sampled.
 
     `target` and `draft` [T, V] are each row's next-token probabilities. A child is accepted with
-    probability min(1, p / q); a rejected one leaves the residual of p, and q without the child,
-    to the next. When none is left, the token comes from what remains of p.
+    probability min(1, p / q); after a rejected one the next is tried with the residual of p, and
+    with q without the rejected child. When none is left, the token comes from what remains of p.
     """
     generator = torch.Generator().manual_seed((seed ^ ACCEPT_STREAM ^ (position << 20)) % 2**63)
     tokens, parents, valid = (t.tolist() for t in tree[:3])
@@ -81,6 +81,6 @@ def multi_round(
 
 
 def _normalized(x: Tensor, otherwise: Tensor) -> Tensor:
-    """x as probabilities; `otherwise` where rounding has left nothing of it."""
+    """Return x normalized to probabilities; `otherwise` where x is 0 by rounding."""
     total = x.sum()
     return x / total if total > 0 else otherwise

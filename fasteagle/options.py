@@ -1,7 +1,7 @@
 """Options of the commands: frozen dataclasses that check themselves and need no torch.
 
 The command line is generated from them (`cli.options`): `option` gives a field its help text, and
-its flag and its default there where those are not the field's own.
+a flag and a default of the command line where those differ from the field's own.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def option(
     unset: Any = UNSAID,
     kind: str | tuple[str, ...] | None = None,
 ) -> Any:
-    """A field that is an option of the command line.
+    """Return a dataclass field that is an option of the command line.
 
-    `text` is its help. `unset` is the default there where it is not the field's; `kind` is "file",
-    "folder", "existing folder", "comma list", "numbers" or the words to choose from.
+    `text` is its help. `unset` is the command line's default where it is not the field's; `kind` is
+    "file", "folder", "existing folder", "comma list", "numbers" or the words to choose from.
     """
     metadata = {"text": text, "flag": flag, "unset": unset, "kind": kind}
     return dataclasses.field(default=default, metadata=metadata)
@@ -52,7 +52,7 @@ def _require(ok: bool, message: str) -> None:
 
 
 def _require_numbers(options: Any, *names: str, kind: type = numbers.Real) -> None:
-    """Raise `FasteagleError` for a field that is no number, or none of its `kind`."""
+    """Raise `FasteagleError` for a field that is not a number of this `kind`."""
     what = "a whole number" if kind is numbers.Integral else "a number"
     for name in names:
         value = getattr(options, name)
@@ -62,7 +62,7 @@ def _require_numbers(options: Any, *names: str, kind: type = numbers.Real) -> No
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is drawn from the target's logits; T = 0 is greedy."""
+    """Parameters of sampling from the target's logits; temperature 0 is greedy."""
 
     temperature: float = option(0.0, "0 is greedy.")
     top_k: int = option(0, "0 is off.")
@@ -99,7 +99,7 @@ class SamplingParams:
 
 @dataclasses.dataclass(frozen=True)
 class AnswerOptions:
-    """When an answer ends."""
+    """Conditions that end an answer."""
 
     max_new_tokens: int = 512
     stop: tuple[str, ...] = option((), "End the answer before this text (repeatable).")
@@ -116,7 +116,7 @@ class AnswerOptions:
 
 @dataclasses.dataclass(frozen=True)
 class ChatOptions:
-    """One question or a conversation, and how it looks on the screen."""
+    """Options of chat: one question or a conversation, and what is shown."""
 
     prompt: str | None = None  # "-": standard input; None: a conversation, where that is a terminal
     system: str | None = None
@@ -133,7 +133,7 @@ GRAMMARS = ("json_object", "json_schema", "regex", "grammar")
 
 @dataclasses.dataclass(frozen=True)
 class GrammarSpec:
-    """The form that an answer must have: any JSON object, a schema, a regex, a Lark grammar.
+    """Form that an answer must have: any JSON object, a schema, a regex, a Lark grammar.
 
     `text` is the schema (JSON), the regular expression or the grammar, in llguidance's dialects.
     """
@@ -167,7 +167,7 @@ PRECISION_PARTS = {
 
 @dataclasses.dataclass(frozen=True)
 class RuntimeOptions:
-    """Where and how the target runs."""
+    """Options of running the target: device, precision, context length, kernels."""
 
     DEFAULT_MAX_SEQ_LEN: ClassVar[int] = 4096
 
@@ -231,7 +231,7 @@ class RuntimeOptions:
     def at(self, precision: str) -> RuntimeOptions:
         """Return these options at a precision by name: auto, a dtype, or a scheme and its parts.
 
-        auto: as the model's files hold it. Raises `FasteagleError` for parts that make no sense.
+        auto is the precision of the model's files. Raises `FasteagleError` for invalid parts.
         """
         if precision in ("auto", *DTYPES):
             return dataclasses.replace(self, quant=None, dtype=precision, backend="fasteagle")
@@ -254,7 +254,7 @@ class RuntimeOptions:
         return dataclasses.replace(self, quant=quant, **parts)  # type: ignore[arg-type]
 
     def seq_len_for(self, model_limit: int, name: str) -> int:
-        """The cache length to use for a model trained for `model_limit` positions."""
+        """Return the cache length for a model trained for `model_limit` positions."""
         if self.max_seq_len is None:
             return min(model_limit, self.DEFAULT_MAX_SEQ_LEN)
         _require(
@@ -278,9 +278,10 @@ LOOKUP_DEPTH = 8
 
 @dataclasses.dataclass(frozen=True)
 class DraftOptions:
-    """How to guess ahead.
+    """Options of drafting.
 
-    `drafter` auto: n-grams; where a head is found an EAGLE tree, or both where our CPU kernels run.
+    `drafter` auto is n-gram lookup; with a draft head an EAGLE tree, or both where our CPU kernels
+    run.
     """
 
     drafter: str = option("auto", f"{', '.join(DRAFTERS)}.")
@@ -330,34 +331,34 @@ class DraftOptions:
 
     @property
     def auto_tree(self) -> bool:
-        """Whether the tuner may choose the tree."""
+        """Return whether the tuner may choose the tree."""
         return self.auto_chain and self.lookup_depth is None
 
     @property
     def auto_chain(self) -> bool:
-        """Whether chains may end by themselves, where our CPU kernels draft them."""
+        """Return whether chains may be confidence-gated, where our CPU kernels draft them."""
         asked = (self.tree_depth, self.tree_topk, self.tree_nodes, self.tree_file)
         fixed = any(size is not None for size in (*asked, self.draft_model))
         return not fixed and self.drafter in ("auto", "eagle", "fused", "ngram")
 
     @property
     def drafts_with_model(self) -> bool:
-        """Whether a smaller model drafts."""
+        """Return whether a smaller model drafts."""
         return self.draft_model is not None
 
     @property
     def may_have_head(self) -> bool:
-        """Whether a draft head is looked for."""
+        """Return whether to look for a draft head."""
         return self.drafter not in ("none", "ngram") and not self.drafts_with_model
 
     @property
     def fuses(self) -> bool:
-        """Whether a draft head's tree and looked-up chains become one."""
+        """Return whether a draft head's tree and looked-up chains are merged into one tree."""
         looks_up = bool(self.lookup) or self.lookup_depth is not None
         return self.drafter == "fused" or (self.drafter == "auto" and looks_up)
 
     def tree_shape(self, quantized_on_cpu: bool) -> TreeShape | FusedShape:
-        """Of the dynamic tree or the chain. Raises `FasteagleError` for sizes that do not fit."""
+        """Return the dynamic tree's or chain's shape; raise `FasteagleError` for invalid sizes."""
         default = QUANTIZED_TREE if quantized_on_cpu else DEFAULT_TREE
         depth = default.depth if self.tree_depth is None else self.tree_depth
         if self.drafter == "eagle-chain":
@@ -365,7 +366,7 @@ class DraftOptions:
         usual = 1 if self.drafts_with_model else default.topk
         topk = usual if self.tree_topk is None else self.tree_topk
         nodes = self.tree_nodes
-        if nodes is None:  # as many as the other two allow
+        if nodes is None:  # as many as depth and top-k allow
             nodes = max(depth, min(default.nodes, topk + (depth - 1) * topk**2))
             nodes = max(nodes, self.lookup_depth or 0)
         if self.fuses:
@@ -424,7 +425,7 @@ PREFIX_CACHE_PLACES = ("host", "device")
 
 @dataclasses.dataclass(frozen=True)
 class ServeOptions:
-    """Who may reach the server, and how much it takes on."""
+    """Options of the server: who may reach it, and its limits."""
 
     host: str = option("127.0.0.1", "Address to listen on.")
     port: int = option(8000, "0: any free one.")
@@ -464,7 +465,7 @@ EXPORT_FORMATS = ("eagle", "specforge", "speculators", "gguf")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """As which engine's file a draft head is written, and what of its target goes into it."""
+    """Options of exporting a draft head: the layout of its file, and the target it needs."""
 
     to: str = option(
         text="eagle: official; specforge: SGLang; speculators: vLLM; gguf: llama.cpp.",
@@ -480,5 +481,5 @@ class ExportOptions:
 
 
 def fresh_seed() -> int:
-    """A seed for a person who gave none; short enough to retype."""
+    """Return a random seed for a user who gave none, short enough to retype."""
     return random.SystemRandom().randrange(2**31)

@@ -1,4 +1,4 @@
-"""Where fasteagle keeps things on this machine, and how files land there whole."""
+"""Folders of fasteagle on this machine, and atomic writing of files."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fasteagle.errors import FasteagleError, first_line, size_of
 
 
 def cache_dir() -> Path:
-    """Models, compiled code and other files that can be made again (XDG base directories)."""
+    """Return the XDG cache folder: models, compiled code, other files that can be made again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fasteagle"
 
 
 def ensure_cache(notify: Callable[[str], None]) -> None:
-    """Let `cache_dir` be writable: where it is not, a copy for this process that links to it."""
+    """Make `cache_dir` writable; if it is not, use a temporary one that links to its files."""
     cache = cache_dir()
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -38,11 +38,11 @@ def ensure_cache(notify: Callable[[str], None]) -> None:
 
 
 def compiled_dir() -> Path:
-    """Compiled code, in the user cache unless the person has named another place.
+    """Return the folder of compiled code, in the user cache unless the user named another one.
 
-    Inductor reads that place from the environment, and writes a default there on import. Its keys
-    do not tell ATEN_CPU_CAPABILITY: code kept for AVX-512 gave wrong numbers where AVX2 was asked
-    for. So each has a folder of its own.
+    Inductor reads its folder from the environment, and writes a default there on import. Its cache
+    keys do not contain ATEN_CPU_CAPABILITY: code cached for AVX-512 gave wrong numbers under AVX2.
+    So each capability has a folder of its own.
     """
     named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     default = f"{tempfile.gettempdir()}/torchinductor_"
@@ -53,12 +53,12 @@ def compiled_dir() -> Path:
 
 
 def state_dir() -> Path:
-    """What a person typed: the chat history file."""
+    """Return the XDG state folder, of the chat history file."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "fasteagle"
 
 
 def costs_path(identity: str, scheme: str, drafter: str) -> Path:
-    """Where the costs of a model (by fingerprint), its scheme and its drafter are kept."""
+    """Return the file of measured costs of a model (by fingerprint), scheme and drafter."""
     return cache_dir() / "tuner" / f"{identity[:32]}-{scheme}-{drafter}.json"
 
 
@@ -76,9 +76,9 @@ def require_free_space(folder: Path, n_bytes: int, what: str) -> None:
 
 
 def require_writable(target: Path) -> None:
-    """Raise `FasteagleError` unless a file can be written at `target`; makes its folder.
+    """Raise `FasteagleError` unless a file can be written at `target`; make its folder.
 
-    For before a long run, whose result would else be lost at its end.
+    Called before a long run, whose result would otherwise be lost at its end.
     """
     if target.is_dir():
         raise FasteagleError(f"cannot write {target}: it is a folder: give a file's name")
@@ -112,8 +112,8 @@ def atomic_dir(target: Path) -> Iterator[Path]:
 def replacing(target: Path) -> Iterator[Path]:
     """Yield a temporary path for a library to write; on success it replaces `target`.
 
-    Libraries report a full disk each in their own way: any failure to write is one
-    `FasteagleError` here, and the old file stays.
+    Libraries report a full disk in different ways: here any failure to write raises
+    `FasteagleError`, and the old file stays.
     """
     temporary = target.with_name(f".{target.name}.tmp")
     try:

@@ -1,7 +1,7 @@
-"""Files of questions and of conversations: what is asked, and what a target has answered.
+"""Files of questions, and files of conversations with a target's answers.
 
-Both are JSON lines. A question has `turns`, a list of texts. A conversation has `ids` (token ids of
-all of it) and `prompt_len` (where the answer begins). Needs no torch.
+Both are JSON lines. A question has `turns`, a list of texts. A conversation has `ids` (its token
+ids) and `prompt_len` (where the answer begins). Needs no torch.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from fasteagle.errors import FasteagleError
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """What a person says, turn by turn."""
+    """Question of one or more user turns."""
 
     turns: tuple[str, ...]
 
 
 def read_questions(path: Path | None, limit: int | None) -> list[Question]:
-    """Questions of a JSONL file with `turns`, or the ten shipped with the package."""
+    """Read questions from a JSONL file with `turns`; without `path` the package's own ten."""
     shipped = Path(str(resources.files("fasteagle"))) / "data/prompts.jsonl"
     questions = [_question(line, where) for line, where in json_lines(path or shipped)]
     if not questions:
@@ -33,9 +33,9 @@ def read_questions(path: Path | None, limit: int | None) -> list[Question]:
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Lines of a file that are not blank, and where each is. Raises `FasteagleError`.
+    """Yield the lines that are not blank, each with file and number; raise `FasteagleError`.
 
-    Not `splitlines`, which also splits at line separators of other alphabets, inside of texts.
+    `splitlines` would also split at Unicode line separators within texts.
     """
     try:
         with path.open(encoding="utf-8") as file:
@@ -61,7 +61,7 @@ def _question(line: str, where: str) -> Question:
 
 
 def _reason(error: Exception) -> str:
-    """Return what is wrong with a line, in words."""
+    """Return a description of the error in a line."""
     if isinstance(error, KeyError):
         return f"{error} is missing"
     return "it is no JSON object" if isinstance(error, TypeError) else str(error)
@@ -69,7 +69,7 @@ def _reason(error: Exception) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """Token ids of a conversation, where its answer begins, and whether it was written greedily."""
+    """Token ids of a conversation, length of its prompt, and whether its answer is greedy."""
 
     ids: list[int]
     prompt_len: int
@@ -79,9 +79,9 @@ class Conversation:
 def read_conversations(
     path: Path, vocab_size: int, max_len: int, limit: int | None = None
 ) -> list[Conversation]:
-    """Conversations of a JSONL file, cut at `max_len` tokens.
+    """Read conversations from a JSONL file, cut at `max_len` tokens.
 
-    Raises `FasteagleError` naming the line for ids outside the vocabulary and wrong fields.
+    Raises `FasteagleError` that names the line for ids outside the vocabulary and wrong fields.
     """
     lines = itertools.islice(json_lines(path), limit)
     found = [_conversation(line, where, vocab_size, max_len) for line, where in lines]

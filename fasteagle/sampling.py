@@ -1,8 +1,8 @@
-"""Drawing tokens from target logits, reproducibly and without state.
+"""Sampling of tokens from the target's logits, reproducible and stateless.
 
 A token is `argmax(processed logits + Gumbel noise)`. The noise is a hash of (seed, position, token
-id), so a draw depends on nothing else: not on the device, not on how many rows are drawn at once,
-not on whether the row was reached by plain or by speculative decoding.
+id), so it depends on nothing else: not on the device, not on how many rows are sampled at once,
+not on whether plain or speculative decoding reached the row.
 
 Shapes: T rows, V vocabulary.
 """
@@ -23,9 +23,9 @@ BAD_ROW = -1  # what `draw` yields for a row whose logits are not finite
 
 @dataclasses.dataclass(frozen=True)
 class SamplingMode:
-    """Which parts of drawing are on; their values are `SamplingTensors` on the device.
+    """Active steps of sampling; their values are `SamplingTensors` on the device.
 
-    One compiled or captured variant of the cycle serves all values of one kind.
+    One compiled or captured variant of the cycle serves all values of one mode.
     """
 
     greedy: bool = True
@@ -48,12 +48,12 @@ class SamplingMode:
 
     @property
     def filtered(self) -> bool:
-        """Whether tokens are left out before one is drawn."""
+        """Return whether tokens are excluded before one is sampled."""
         return self.top_k > 0 or self.top_p or self.min_p
 
 
 class SamplingTensors:
-    """The numbers of `SamplingParams` as 0-d tensors of fixed addresses."""
+    """Values of `SamplingParams` as 0-d tensors at fixed addresses."""
 
     def __init__(self, device: torch.device | str) -> None:
         self.seed = torch.zeros((), dtype=torch.long, device=device)
@@ -86,11 +86,11 @@ def draw(
     seen: Tensor | None = None,
     depths: Tensor | None = None,
 ) -> Tensor:
-    """One token per row [T] from logits [T, V]; `BAD_ROW` where a row has no finite maximum.
+    """Sample one token per row [T] from logits [T, V]; `BAD_ROW` without a finite maximum.
 
-    `positions` [P] are the positions of the tokens being drawn; row t draws at number `depths[t]`
-    of them, or at number t. `seen` [T, V] (bool) marks the tokens that the repetition penalty
-    applies to; None where it is off.
+    `positions` [P] are the positions of the sampled tokens; row t samples at number `depths[t]` of
+    them, without `depths` at number t. `seen` [T, V] (bool) marks the tokens that the repetition
+    penalty applies to; None where it is off.
     """
     scores = process_logits(logits.float(), kind, sampling, seen)
     if not kind.greedy:
@@ -105,7 +105,7 @@ def draw(
 def process_logits(
     logits: Tensor, kind: SamplingMode, sampling: SamplingTensors, seen: Tensor | None = None
 ) -> Tensor:
-    """Apply, in the order of transformers: penalty, temperature, top-k, top-p, min-p. [T, V]."""
+    """Apply penalty, temperature, top-k, top-p, min-p to [T, V], in the order of transformers."""
     if kind.penalty and seen is not None:
         p = sampling.penalty
         logits = torch.where(seen, torch.where(logits < 0, logits * p, logits / p), logits)
@@ -126,10 +126,10 @@ def process_logits(
 
 
 def top_p_threshold(probs: Tensor, top_p: Tensor, n_likely: int = 256) -> Tensor:
-    """Smallest probability [T, 1] that the nucleus of mass `top_p` keeps; ties are kept together.
+    """Return the smallest probability [T, 1] in the nucleus of mass `top_p`, ties included.
 
     A token stays if the mass of strictly likelier tokens is below `top_p`. Nearly always the
-    `n_likely` likeliest decide; on the CPU the search among all is left out where they do.
+    `n_likely` likeliest decide; then the CPU does not search among all tokens.
     """
     likely = probs.topk(min(n_likely, probs.shape[-1]), dim=-1).values  # descending
     mass = likely.cumsum(-1)
@@ -144,16 +144,16 @@ def top_p_threshold(probs: Tensor, top_p: Tensor, n_likely: int = 256) -> Tensor
 
 
 def _may_look(x: Tensor) -> bool:
-    """Whether the code may depend on values of `x`: not where it is compiled or captured."""
+    """Return whether code may depend on values of `x`: not where it is compiled or captured."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _search_threshold(probs: Tensor, top_p: Tensor) -> Tensor:
-    """The threshold among all tokens, without a sort.
+    """Find the top-p threshold among all tokens, without a sort.
 
-    The mass above it falls as it rises, and non-negative floats sort like their bit patterns, so
-    that the pattern is found exactly, from its highest digit down: eight times four bits, each by
-    the masses above all its values at once.
+    The mass above a threshold falls as it rises, and non-negative floats sort like their bit
+    patterns. So the pattern is found exactly from its highest digit down: eight digits of four
+    bits, each by the masses above all its values at once.
     """
     found = torch.zeros_like(probs[:, :1], dtype=torch.int32)
     for shift in range(28, -1, -4):
@@ -168,9 +168,9 @@ def _search_threshold(probs: Tensor, top_p: Tensor) -> Tensor:
 
 
 def gumbel_noise(seed: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """Standard Gumbel noise [T, V] in fp32, a pure function of (seed, position, token id).
+    """Return standard Gumbel noise [T, V] in fp32, a pure function of seed, position, token id.
 
-    `seed` is int64, 0-d or [T], `positions` [T], `tokens` [V]: the token ids to make noise for.
+    `seed` is int64, 0-d or [T], `positions` are [T], `tokens` [V] are the token ids.
 
     With a 32-bit hash h, `v = (h + 0.5) 2^-32` and `g = -log(-log1p(-v))`: the upper tail, which
     decides a maximum over a large vocabulary, keeps all 32 bits (a 24-bit uniform would clip it).
@@ -185,9 +185,9 @@ def gumbel_noise(seed: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Bijective 32-bit mixer (constants: C. Wellons' `lowbias32` search).
+    """Mix 32 bits bijectively (constants: C. Wellons' `lowbias32` search).
 
-    On int32, whose products wrap around; its right shifts bring sign bits in, masked off here.
+    x is int32, whose products wrap around; its right shifts bring in sign bits, masked off here.
     """
     x = (x ^ ((x >> 16) & 0xFFFF)) * _signed(0x7FEB352D)
     x = (x ^ ((x >> 15) & 0x1FFFF)) * _signed(0x846CA68B)
@@ -199,5 +199,5 @@ def _low32(x: Tensor) -> Tensor:
 
 
 def _signed(n: int) -> int:
-    """The int32 with the low 32 bits of n."""
+    """Return the int32 with the low 32 bits of n."""
     return ((n & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000

@@ -11,9 +11,9 @@ from fasteagle.errors import FasteagleError
 
 @dataclasses.dataclass(frozen=True)
 class TreeShape:
-    """Of a dynamic tree: `depth` levels of `topk` nodes each are expanded, `nodes` are verified.
+    """Shape of a dynamic tree: `depth` levels expand `topk` nodes each, `nodes` are verified.
 
-    A chain is one of `topk` 1. Raises `FasteagleError` for sizes that do not go together.
+    A chain has `topk` 1. Raises `FasteagleError` for sizes that do not fit each other.
     """
 
     depth: int = 3
@@ -36,7 +36,7 @@ class TreeShape:
 
     @property
     def pool(self) -> int:
-        """Candidates: the first level, and k children of each of k nodes on every other level."""
+        """Number of candidates: k on the first level, k children of k nodes on every other one."""
         return self.topk + (self.depth - 1) * self.topk**2
 
     @property
@@ -50,9 +50,9 @@ class TreeShape:
 
 @dataclasses.dataclass(frozen=True)
 class GatedChain:
-    """Chain of at most `depth` tokens that ends where the draft head is not sure enough.
+    """Confidence-gated chain: at most `depth` tokens, ended by low path probability.
 
-    How sure that is: `drafting.policy.Thresholds`. It needs a look at each level's result, which
+    The limits are `drafting.policy.Thresholds`. The host must read each level's result, which
     costs nothing on a CPU.
     """
 
@@ -68,7 +68,7 @@ class GatedChain:
 
     @property
     def rows(self) -> int:
-        """Rows of the verify pass, root included, at most."""
+        """Largest number of rows of the verify pass, root included."""
         return self.depth + 1
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ class GatedChain:
 
 @dataclasses.dataclass(frozen=True)
 class StaticShape:
-    """Of a tree that is fixed beforehand: `nodes` on `depth` levels, whose widths vary."""
+    """Shape of a tree that is fixed beforehand: `nodes` on `depth` levels of varying widths."""
 
     depth: int
     topk: None
@@ -97,11 +97,11 @@ MAX_REACH = 63  # looked-up tokens in a row, at most
 
 @dataclasses.dataclass(frozen=True)
 class FusedShape:
-    """Of a tree from two sources: `levels` of `topk` nodes each from a draft head, and looked-up
-    chains of `reach` tokens; the `nodes` best of both are verified.
+    """Shape of a tree with candidates of a draft head and of the n-gram lookup.
 
-    Without `levels` the draft head is not run. Raises `FasteagleError` for sizes that do not go
-    together.
+    The draft head gives `levels` of `topk` nodes each, the lookup chains of `reach` tokens; the
+    `nodes` best of both are verified. Without `levels` the draft head is not run. Raises
+    `FasteagleError` for sizes that do not fit each other.
     """
 
     levels: int
@@ -128,17 +128,17 @@ class FusedShape:
 
     @property
     def head_pool(self) -> int:
-        """Candidates of the draft head."""
+        """Number of candidates of the draft head."""
         return self.topk + (self.levels - 1) * self.topk**2 if self.levels else 0
 
     @property
     def pool(self) -> int:
-        """Candidates, at least: several places may continue in the same way."""
+        """Smallest number of candidates of both sources."""
         return self.head_pool + self.reach
 
     @property
     def depth(self) -> int:
-        """Of the longest path."""
+        """Depth of the longest path."""
         return min(self.nodes, max(self.levels, self.reach))
 
     @property
@@ -161,7 +161,7 @@ def shape_of(
     levels: int | None = None,
     reach: int | None = None,
 ) -> AnyShape:
-    """Return a shape from its sizes, as records hold them.
+    """Return a shape from its sizes, as files of records have them.
 
     `topk` is None for static trees; gated chains have only a depth.
     """
@@ -178,7 +178,7 @@ Paths = tuple[tuple[int, ...], ...]  # a static tree: child ranks from the root,
 
 
 def read_tree(path: Path) -> Paths:
-    """A static tree from JSON: a list of child-rank paths, `[[0], [1], [0, 0]]`."""
+    """Read a static tree from JSON: a list of child-rank paths, `[[0], [1], [0, 0]]`."""
     try:
         raw = parse_json(path.read_text("utf-8"))
         if not all(type(rank) is int for node in raw for rank in node):

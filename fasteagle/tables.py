@@ -1,4 +1,4 @@
-"""The one printer of tables: columns for a terminal, or Markdown as BENCHMARKS.md has it."""
+"""Printer of all tables: columns for a terminal, or Markdown as in BENCHMARKS.md."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Rows = Sequence[Sequence[str]]
 
 
 def markdown_table(headings: Sequence[str], rows: Rows) -> str:
-    """Return the table in Markdown."""
+    """Return a table in Markdown."""
     lines = (headings, ["---"] * len(headings), *rows)
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -28,7 +28,7 @@ def print_table(
     numeric: Collection[str] = (),
     stderr: bool = False,
 ) -> None:
-    """Print the table, in Markdown with `md`; columns named in `numeric` are set to the right."""
+    """Print a table, in Markdown with `md`; columns named in `numeric` are right-aligned."""
     if md:
         print(markdown_table(headings, rows))
         return

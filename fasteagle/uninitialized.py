@@ -1,7 +1,7 @@
-"""Modules built without initial values, for checkpoints to fill.
+"""Building of modules without initial values, which checkpoints fill.
 
-Initial values cost time, and on `meta`, where there are none, torch imports its compiler to leave
-them out: 1.5 seconds of each start.
+Initial values cost time. On `meta`, where there are none, torch imports its compiler to skip them,
+which takes 1.5 seconds of each start.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class Uninitialized(TorchFunctionMode):
-    """Inside, `torch.nn.init` does nothing."""
+    """Context in which `torch.nn.init` does nothing."""
 
     def __torch_function__(
         self,
