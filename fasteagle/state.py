@@ -1,4 +1,4 @@
-"""What one decode cycle leaves for the next: tensors at fixed addresses, and nothing on the host.
+"""State of a sequence between decode cycles: tensors at fixed addresses, nothing on the host.
 
 Shapes: P rows of `pending`, F feature dim, N tokens of the longest text, V vocabulary.
 """
@@ -21,11 +21,11 @@ from fasteagle.verify import Accepted
 
 MAX_DEPTH = 63  # of a tree's paths
 PLAIN_ROWS = 2  # of a pass without a tree, at most
-PENDING = 128  # pairs kept for a draft head that is not run for a while
+PENDING = 128  # most pairs stored for a draft head that is not run for a while
 
 
 class Committed(NamedTuple):
-    """True pairs for a draft head: the feature of a position and the token after it.
+    """Committed pairs for a draft head: the feature of a position and the token after it.
 
     Only the first `count` rows are real, the others padding; the last real pair belongs to the
     last committed position.
@@ -36,18 +36,18 @@ class Committed(NamedTuple):
     count: Tensor  # [1]
 
 
-# State, spec, tree, tree mask, depths and the target's logits: the path that is kept.
+# Arguments: state, spec, tree, tree mask, depths, the target's logits. Returns the accepted path.
 Accept = Callable[["DecodeState", "CycleSpec", DraftTree, Tensor, Tensor, Tensor], Accepted]
 
 
 @dataclasses.dataclass(frozen=True)
 class CycleSpec:
-    """What is fixed in one variant of the cycle; everything else is a value on the device.
+    """Constants of one variant of the cycle; all else is a value on the device.
 
-    `shape` None: plain decoding, a tree that is only the root, padded to `rows` rows. `width` is
-    how many pending pairs the draft head is run on. Where it is not run (see `extends`) 1 says that
-    pairs are kept for it. 0: the drafter reads no features. `accept` chooses the path that is kept;
-    None: the path along the target's own draws.
+    `shape` None is plain decoding: a tree of the root alone, padded to `rows` rows. `width` is the
+    number of pending pairs that the draft head is run on. Where it is not run (see `extends`),
+    `width` 1 means that pairs are stored for it, and 0 that the drafter reads no features. `accept`
+    chooses the accepted path; None is the path along the target's own samples.
     """
 
     shape: AnyShape | None
@@ -58,33 +58,34 @@ class CycleSpec:
 
     @property
     def depth(self) -> int:
-        """Longest path that can be accepted."""
+        """Length of the longest path that can be accepted."""
         return 0 if self.shape is None else self.shape.depth
 
     @property
     def in_place(self) -> bool:
-        """Whether accepted rows are where they belong: those of a chain."""
+        """Return whether accepted rows are in their final cache slots already: those of a chain."""
         return isinstance(self.shape, (TreeShape, GatedChain)) and self.shape.topk == 1
 
     @property
     def extends(self) -> bool:
-        """Whether the drafter is shown the pending pairs: in a plain cycle, and in one that only
-        looks up, they go on waiting.
+        """Return whether the drafter is shown the pending pairs.
+
+        In a plain cycle, and in one that only looks up, they stay pending.
         """
         skips = isinstance(self.shape, FusedShape) and not self.shape.levels
         return self.shape is not None and not skips
 
 
 class DecodeState:
-    """One sequence between two cycles.
+    """State of one sequence between two cycles.
 
     `seq_len` tokens are committed, their keys and values in `cache`; `root` is the token after
     them, sampled already. The first `count` rows of `tokens` and `features` are the pairs that the
-    draft head has not seen. `text` holds the committed tokens and the root; what lies behind is
-    left over from other cycles. `result` is what the host reads: the new tokens, padded, and
-    behind them how many of them the draft head and the lookup had proposed (where a tree says so),
-    and the number of drafted tokens. Features are those after the final norm, or the taps
-    of `tap_layers` where the drafter reads these.
+    draft head has not seen. `text` holds the committed tokens and the root; entries past them are
+    left over from other cycles. The host reads `result`: the new tokens, padded, then how many of
+    them the draft head and the lookup had proposed (where a tree says so), then the number of
+    drafted tokens. Features are those after the final norm, or the taps of `tap_layers` where the
+    drafter reads these.
     """
 
     def __init__(self, target: Transformer, cache: KVCache, max_seq_len: int) -> None:
@@ -108,7 +109,7 @@ class DecodeState:
         self.cache = cache
 
     def read_taps(self, tap_layers: tuple[int, ...], dim: int) -> None:
-        """Keep taps of the target's blocks from now on, or without any the final features.
+        """Store taps of the target's blocks from now on; without `tap_layers` the final features.
 
         `dim` is the target's. Pending pairs are lost.
         """
@@ -117,7 +118,7 @@ class DecodeState:
 
     @property
     def advanced(self) -> list[Tensor]:
-        """What a cycle changes, but for rows behind the text."""
+        """Tensors that a cycle changes, other than cache rows past the text."""
         return [
             self.seq_len,
             self.root,
@@ -129,18 +130,18 @@ class DecodeState:
         ]
 
     def root_alone(self, rows: int) -> DraftTree:
-        """The tree of plain decoding; `rows` - 1 rows of padding, where kernels like two better."""
+        """Return the tree of plain decoding: the root and `rows` - 1 rows of padding."""
         row = torch.arange(rows, device=self.root.device)
         return DraftTree(self._root_rows[:rows], torch.zeros_like(row), row == 0)
 
     def committed(self, width: int) -> Committed:
-        """The pairs that the draft head has not seen, padded to `width` rows."""
+        """Return the pairs that the draft head has not seen, padded to `width` rows."""
         return Committed(self.tokens[:width], self.features[:width], self.count)
 
     def load(self, text: Sequence[int], feature: Tensor | None, params: SamplingParams) -> None:
-        """Begin behind `text`, whose last token is the root; one pair is pending.
+        """Begin after `text`, whose last token is the root; one pair is pending.
 
-        `feature` [1, F] is that of the last committed token; None where nobody reads it.
+        `feature` [1, F] is that of the last committed token; None where no drafter reads it.
         """
         ids = torch.tensor(text, device=self.root.device)
         self.text[: len(text)] = ids
@@ -153,7 +154,7 @@ class DecodeState:
         self.sampling.load(params)
 
     def keep_last_pair(self, count: int) -> None:
-        """Forget all pending pairs but the last of `count`."""
+        """Drop all pending pairs but the last of `count`."""
         self.tokens[:1] = self.tokens[count - 1 : count].clone()
         self.features[:1] = self.features[count - 1 : count].clone()
         self.count.fill_(1)

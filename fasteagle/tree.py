@@ -1,6 +1,6 @@
-"""Draft trees: what a drafter proposes, how its rows see each other, how candidates become a tree.
+"""Draft trees: their rows, which rows see each other, and how candidates become a tree.
 
-All shapes are static and nothing is read by the host, so that every function compiles whole.
+All shapes are static and the host reads nothing, so that every function compiles as a whole.
 
 Shapes: T tree rows (root first), P pool of candidates, N drafted nodes kept (T = N + 1), k width,
 D levels.
@@ -16,15 +16,16 @@ from torch import Tensor
 from fasteagle.shapes import PAPER_TREE as PAPER_TREE  # trees and their shapes come together
 from fasteagle.shapes import TreeShape as TreeShape
 
-HEAD, LOOKUP = 1, 2  # who proposed a node, as bits
+HEAD, LOOKUP = 1, 2  # proposers of a node as bits: draft head, n-gram lookup
 
 
 class DraftTree(NamedTuple):
-    """Row 0 is the root; `parents[0] = 0`, `parents[j] < j`; siblings carry distinct tokens.
+    """Rows of a draft tree: row 0 is the root, and siblings carry distinct tokens.
 
-    Rows that are not `valid` are padding: token 0, seen by nobody, never accepted. Where children
-    were sampled, `distributions` holds what each row's were drawn from. Where a tree has two
-    sources, `sources` says which of them proposed each row: bits of `HEAD` and `LOOKUP`.
+    `parents[0]` is 0, and `parents[j] < j`. Rows that are not `valid` are padding: token 0, seen by
+    no other row, never accepted. Where children were sampled, `distributions` has the distribution
+    that each row's children were sampled from. Where a tree has two sources, `sources` has the
+    proposers of each row: bits of `HEAD` and `LOOKUP`.
     """
 
     tokens: Tensor  # [T] target ids
@@ -35,17 +36,17 @@ class DraftTree(NamedTuple):
 
 
 def first_rows(tree: DraftTree, n: int) -> DraftTree:
-    """The tree of the first `n` rows; what is behind them must be padding."""
+    """Return the tree of the first `n` rows; the rows past them must be padding."""
     cut = {name: value[:n] for name, value in tree._asdict().items() if value is not None}
     return tree._replace(**cut)
 
 
 class TreeView(NamedTuple):
-    """What the rows of a tree see of the KV cache.
+    """Cache slots that the rows of a tree see.
 
     Tree row j lies in cache slot `seq_len + j`. It sees the keys at positions `0 .. seq_len +
-    depths[j]`, with a sliding window of w only the last w of them. Plain decoding is the tree of
-    one row: paths [[0]], depths [0].
+    depths[j]`, with a sliding window of w only the last w of them. Plain decoding is a tree of one
+    row: paths [[0]], depths [0].
     """
 
     seq_len: Tensor  # 0-d, integer, on the device: a replayed CUDA graph sees the text grow
@@ -54,7 +55,7 @@ class TreeView(NamedTuple):
     window: int | None = None
 
     def mask(self, n_slots: int) -> Tensor:
-        """The same as a mask [T, n_slots]: row j sees slot s."""
+        """Return the mask [T, n_slots] of this view: row j sees slot s."""
         T, P = self.paths.shape
         key = torch.arange(n_slots, device=self.paths.device)
         committed = (key < self.seq_len).expand(T, -1)
@@ -65,26 +66,26 @@ class TreeView(NamedTuple):
             first = depths - self.window + 1
             committed = committed & (key >= self.seq_len + first)
             seen = seen & (depth >= first)
-        # What is no ancestor of a row stands for the row itself, which it sees anyway.
+        # A row that is no ancestor is replaced by the row itself, which it sees anyway.
         rows = torch.where(seen, self.paths, key[:T].unsqueeze(1))
         return committed.clone().scatter_(1, self.seq_len + rows, True)
 
 
 def tree_paths(tree_mask: Tensor, depths: Tensor, depth: int) -> Tensor:
-    """Path table [T, depth + 1] int32 of `ancestor_mask`'s tree_mask [T, T] and depths [T].
+    """Return the path table [T, depth + 1] int32 of a tree_mask [T, T] and depths [T].
 
-    `depth` is the depth of the deepest row, a number that the host knows: the drafter's, not this
-    tree's. Entries behind a row's own are 0.
+    Both are those of `ancestor_mask`. `depth` is the largest depth of the drafter's trees, which
+    the host knows, unlike that of this tree. Entries past a row's own are 0.
     """
     rows = torch.arange(len(depths), device=depths.device, dtype=torch.int32)
-    # Row j's ancestor i belongs in column depths[i]; what is no ancestor, in one cut off again.
+    # Row j's ancestor i goes to column depths[i], other rows to a last column, which is cut off.
     column = torch.where(tree_mask & (depths <= depth), depths, depth + 1)
     table = rows.new_zeros(len(depths), depth + 2)
     return table.scatter(1, column.long(), rows.expand_as(tree_mask))[:, :-1].contiguous()
 
 
 def ancestor_mask(parents: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """(tree_mask [T, T], depths [T]): row j sees row i if i is j or an ancestor of j.
+    """Return (tree_mask [T, T], depths [T]): row j sees row i if i is j or an ancestor of j.
 
     Pointer jumping: after i rounds a row knows its ancestors up to 2^i - 1 steps away.
     """
@@ -99,7 +100,7 @@ def ancestor_mask(parents: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Relations(NamedTuple):
-    """How the rows of a tree see each other."""
+    """Tree mask, depths and path table of a tree's rows."""
 
     tree_mask: Tensor  # [T, T] bool: row j sees row i
     depths: Tensor  # [T], the root's is 0
@@ -107,26 +108,26 @@ class Relations(NamedTuple):
 
 
 def relations(parents: Tensor, valid: Tensor) -> Relations:
-    """Those of a tree's rows [T]."""
+    """Return tree mask, depths and path table of a tree's rows [T]."""
     tree_mask, depths = ancestor_mask(parents, valid)
     return Relations(tree_mask, depths, tree_paths(tree_mask, depths, len(depths) - 1))
 
 
 class Pool(NamedTuple):
-    """Candidates of a dynamic tree in the order they were found, parents before children."""
+    """Candidates of a dynamic tree in the order of drafting, parents before children."""
 
     tokens: Tensor  # [P] target ids
     scores: Tensor  # [P] never above the parent's
     parents: Tensor  # [P] pool index, -1 for the root's children
-    sources: Tensor | None = None  # [P] as a tree's
+    sources: Tensor | None = None  # [P] as in `DraftTree`
 
 
 def rerank(pool: Pool, root: Tensor, n_nodes: int) -> DraftTree:
-    """The `n_nodes` best candidates as a tree under `root` [1].
+    """Return the `n_nodes` best candidates as a tree under `root` [1].
 
-    Candidates that score -inf are none, and fill up the tree as padding where there are too few.
-    The sort is stable and candidates stand behind their parents, so that a child whose score ties
-    with its parent's is never kept without it: the kept set is closed under ancestors.
+    A score of -inf marks padding, which fills the tree where there are too few candidates. The sort
+    is stable and candidates come after their parents, so that a child whose score ties with its
+    parent's is never chosen without it: the chosen set is closed under ancestors.
     """
     best = torch.sort(pool.scores, descending=True, stable=True).indices[:n_nodes]
     kept = torch.sort(best).values
@@ -147,6 +148,6 @@ def rerank(pool: Pool, root: Tensor, n_nodes: int) -> DraftTree:
 
 
 def chain(tokens: Tensor, valid: Tensor) -> DraftTree:
-    """A path of T rows, root first."""
+    """Return a chain of T rows, root first."""
     parents = (torch.arange(tokens.shape[0], device=tokens.device) - 1).clamp(min=0)
     return DraftTree(torch.where(valid, tokens, 0), parents, valid)

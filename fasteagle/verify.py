@@ -1,8 +1,8 @@
-"""What a target pass over a draft tree decides: which path is accepted, and the token after it.
+"""Acceptance: the path of a draft tree that the target accepts, and the token after it.
 
-Sample-and-match: at every row the target draws its own next token, by the same stateless draw that
-plain decoding uses; the path from the root along drawn tokens is accepted. The proposal is a
-function of the context alone, so the emitted tokens are exactly those plain decoding would emit.
+Sample-and-match: at every row the target samples its own next token, by the stateless sampling of
+plain decoding; the path from the root along sampled tokens is accepted. The proposal is a function
+of the context alone, so the emitted tokens are exactly those that plain decoding would emit.
 
 Shapes: T tree rows, V vocabulary, D deepest level.
 """
@@ -16,23 +16,23 @@ from torch import Tensor
 
 from fasteagle.tree import DraftTree
 
-PAD = -2  # fills the emitted tokens behind the last one
+PAD = -2  # fills the emitted tokens after the last one
 
 
 class Accepted(NamedTuple):
-    """The accepted path, root first, padded to D + 1 rows with the root's row."""
+    """Accepted path, root first, padded to D + 1 rows with the root's row."""
 
     rows: Tensor  # [D + 1] tree rows
-    emitted: Tensor  # [D + 1] what the target drew at each: accepted tokens, bonus token, PAD
+    emitted: Tensor  # [D + 1] the target's samples: accepted tokens, bonus token, PAD
     count: Tensor  # [] emitted tokens, 1 .. D + 1
 
 
 def accept(
     drawn: Tensor, tree: DraftTree, tree_mask: Tensor, depths: Tensor, depth: int
 ) -> Accepted:
-    """Walk from the root to the child whose token equals the token drawn at its parent.
+    """Accept the path from the root along children that carry their parent's sampled token.
 
-    `drawn` [T] are the target's own tokens after each row, `depth` the deepest level D.
+    `drawn` [T] are the target's own tokens after each row, `depth` is the deepest level D.
     """
     T = drawn.shape[0]
     row = torch.arange(T, device=drawn.device)
@@ -42,7 +42,7 @@ def accept(
     # One-element indices, for a graph cannot index by a scalar that lives on the device.
     last = torch.where(alive, depths, -1).argmax(0, keepdim=True)
     on_path = tree_mask.index_select(0, last)[0]
-    level = torch.where(on_path, depths, depth + 1)  # rows off the path go to a spare place
+    level = torch.where(on_path, depths, depth + 1)  # rows off the path go to a spare entry
     rows = row.new_zeros(depth + 2).scatter(0, level, row)[: depth + 1]
     count = depths.index_select(0, last)[0] + 1
     inside = torch.arange(depth + 1, device=drawn.device) < count
@@ -50,6 +50,6 @@ def accept(
 
 
 def seen_rows(seen: Tensor, tree: DraftTree, tree_mask: Tensor) -> Tensor:
-    """Tokens under the repetition penalty at each row [T, V]: committed ones and its ancestors."""
+    """Return the tokens [T, V] under repetition penalty at each row: committed, and ancestors."""
     ids = torch.where(tree_mask, tree.tokens.unsqueeze(0), tree.tokens[0])
     return seen.expand(len(tree.tokens), -1).scatter(1, ids, True)

@@ -1,1 +1,1 @@
-"""The decode cycle, what runs it over a text, and what it counts; `generate` is built of these."""
+"""Decode cycle, its runner and backend, prefill, and statistics, from which `generate` is built."""

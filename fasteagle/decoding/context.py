@@ -1,6 +1,6 @@
-"""What the caches hold of a conversation: prefill, and room for more of it.
+"""Cached part of a conversation: prefill, and space for further tokens.
 
-Shapes: T rows, D model dim, R taps, F width of what a draft head reads.
+Shapes: T rows, D model dim, R taps, F feature dim of the draft head's input.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from fasteagle.model import KVCache, Target, Transformer, causal_mask
 from fasteagle.state import Committed, DecodeState
 
 PREFILL_CHUNK = 256
-# Quantized weights are dequantized once a chunk there, which takes as long as some 60 rows of it.
+# CUDA dequantizes quantized weights once per chunk, which takes as long as some 60 rows of it.
 PREFILL_CHUNK_CUDA = 1024
-HEAD_CHUNK = 256  # pairs a draft head is shown at once: its scores [heads, pairs, slots] are kept
-FEW_PAIRS = 8  # a follow-up question may compute so many rows twice
-MAX_TREE_ROWS = 64  # cache rows kept free behind the context for tokens not yet committed
+HEAD_CHUNK = 256  # pairs a draft head is shown at once: limits its attention scores
+FEW_PAIRS = 8  # number of rows that a follow-up question may compute again
+MAX_TREE_ROWS = 64  # cache rows free past the context for tokens not yet committed
 
 
 class Context:
-    """One model, one sequence: the KV cache and the tokens it holds, and a drafter if there is one.
+    """One model and one sequence: the KV cache, the tokens in it, and the drafter if any.
 
-    `cached` are the tokens whose keys and values lie in slots `0 .. len(cached) - 1`; anything
-    behind is never read. The drafter has seen `shown` of them.
+    `cached` are the tokens whose keys and values lie in slots `0 .. len(cached) - 1`; slots past
+    them are never read. The drafter has seen `shown` of them.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Context:
 
     @property
     def prefill_chunk(self) -> int:
-        """Rows of a prompt that are computed at once: whoever leaves waits for them."""
+        """Number of prompt rows per pass; an answer is cancelled between two of these passes."""
         if self.target.rows_at_once is not None:
             return self.target.rows_at_once
         return PREFILL_CHUNK if self.on_cpu else PREFILL_CHUNK_CUDA
@@ -65,10 +65,10 @@ class Context:
     def prefill(
         self, prompt: Sequence[int], check: Callable[[], None] = lambda: None
     ) -> tuple[Tensor, Tensor, int]:
-        """Bring the cache to hold exactly `prompt`, and the drafter all of it but the last pair.
+        """Fill the cache with exactly `prompt`; show the drafter all of it but the last pair.
 
-        Returns of the last token what the LM head reads [1, D] and what a draft head reads [1, F],
-        and how many tokens were there already. Raises `EngineError` where memory is short.
+        Returns the last token's input of the LM head [1, D] and of a draft head [1, F], and how
+        many tokens the cache had already. Raises `EngineError` where memory is short.
         """
         where = f" of a prompt of {len(prompt):,}"
         return unless_short(
@@ -76,13 +76,13 @@ class Context:
         )
 
     def _lost(self) -> EngineError:
-        """Forget the conversation, whose last pass ran out of memory; return what to say."""
+        """Forget the conversation after a pass ran out of memory; return the error to raise."""
         error = self._out_of_memory()
         self.restart()
         return error
 
     def _out_of_memory(self, where: str = "") -> EngineError:
-        """Return what to say where memory was short after the tokens in `cached`."""
+        """Return the error for memory that ran out after the tokens in `cached`."""
         freed = self.cache.rows.nbytes / self.cache.n_slots * 1024 / 2**30
         fix = self.backend.advised(head_config(self.drafter)) or (
             f"lower --max-seq-len (1,024 tokens fewer free {freed:.2f} GiB), or use --kv int8 or "
@@ -93,14 +93,14 @@ class Context:
     def _prefill(
         self, prompt: Sequence[int], check: Callable[[], None]
     ) -> tuple[Tensor, Tensor, int]:
-        """`prefill`, where memory suffices."""
+        """Run `prefill` without handling a lack of memory."""
         drafter = self.drafter
         reads = drafter is not None and drafter.reads_features
         same = common_prefix(self.cached, prompt)
         kept = min(same, len(prompt) - 1)  # the last row is always computed: it yields the logits
         if reads:
-            # The drafter's pairs are a feature and the token after it. The last token that is the
-            # same may have another one after it now, and only a pass brings its feature back.
+            # The drafter's pairs are a feature and the token after it. The last token of the common
+            # prefix may be followed by another one now, and only a pass computes its feature.
             kept = max(0, min(kept if same == len(prompt) else same - 1, self.shown))
         self.shown = kept
         del self.cached[kept:]
@@ -118,7 +118,7 @@ class Context:
         return normed[-1:], read[-1:], kept
 
     def _show(self, drafter: Drafter, after: Sequence[int], read: Tensor, begin: int) -> None:
-        """Show a draft head features `read` from position `begin` on, and the tokens `after`."""
+        """Show a draft head the features `read` from position `begin` on and the tokens `after`."""
         for at in range(0, len(after), HEAD_CHUNK):
             part = after[at : at + HEAD_CHUNK]
             tokens = torch.tensor(part, device=self.device)
@@ -149,9 +149,9 @@ class Context:
     def _run(
         self, ids: Sequence[int], begin: int, tap_layers: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
-        """Run `ids` behind the `begin` rows before them, reserved already.
+        """Run `ids` after `begin` cached rows; their slots are reserved already.
 
-        Returns what the LM head reads [T, D], and the taps [T, R * D] if there are any.
+        Returns the LM head's input [T, D], and the taps [T, R * D] if there are any.
         """
         tokens = torch.tensor(ids, device=self.device)
         rows = torch.arange(begin, begin + len(ids), device=self.device)
@@ -162,9 +162,9 @@ class Context:
 
     @torch.no_grad()
     def features(self, ids: Sequence[int], tap_layers: tuple[int, ...] = ()) -> Tensor:
-        """The taps of every token of a text, then what the LM head reads: [len(ids), (R + 1) * D].
+        """Return the taps and the LM head's input of every token: [len(ids), (R + 1) * D].
 
-        For training; forgets the cache.
+        Used for training; forgets the conversation.
         """
         self.restart()
         self.reserve(len(ids))
@@ -181,9 +181,9 @@ class Context:
         self.shown = 0
 
     def _forget_everything(self) -> None:
-        """Clear the caches, for a NaN in a row behind the text would spoil every later answer.
+        """Clear the caches: a NaN in a row past the text would spoil every later answer.
 
-        Attention multiplies the rows it does not look at by zero, and zero times NaN is NaN.
+        Attention multiplies the rows that it does not see by zero, and zero times NaN is NaN.
         """
         self.restart()
         own = [] if self.drafter is None else self.drafter.caches
@@ -191,9 +191,9 @@ class Context:
             cache.clear()
 
     def reserve(self, n_tokens: int, rows: int = 0, width: int = 0) -> None:
-        """Make room for text, rows of a pass behind it, and `width` pairs of the draft head.
+        """Make room for text, `rows` of a pass after it, and `width` pairs of the draft head.
 
-        Caches grow with the text, but where the runner needs fixed addresses.
+        Caches grow with the text, unless the runner needs fixed addresses.
         """
         grows = self.on_cpu and not self.runner.fixed_addresses
         full = self.max_seq_len + MAX_TREE_ROWS
@@ -203,7 +203,7 @@ class Context:
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Number of leading elements that `a` and `b` share."""
+    """Return the number of leading elements that `a` and `b` share."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return i

@@ -1,11 +1,11 @@
-"""The decode cycle: extend, expand, rerank, verify, accept, commit. Written down only here.
+"""Decode cycle: extend, expand, rerank, verify, accept, commit.
 
-One function over a `DecodeState`. What differs is passed in: the drafter says how the tree is made
-(EAGLE, n-gram lookup), a spec without a shape is plain decoding, whose tree is only the root. Who
-runs it (operation by operation, compiled, replayed as a CUDA graph) is decided outside.
+It is one function over a `DecodeState`. The drafter makes the tree (EAGLE, n-gram lookup); a spec
+without a shape is plain decoding, whose tree is only the root. The runner decides how it runs:
+operation by operation, compiled, or replayed as a CUDA graph.
 
-Nothing here reads a device value on the host, but for processors of logits, which read the tree,
-and a spec's own way to accept, if it does: the paper's multi-round sampling.
+Nothing here reads a device value on the host, except processors of logits, which read the tree, and
+the `accept` of a spec, where it is the paper's multi-round sampling.
 
 Shapes: T tree rows, D longest path, F feature dim, V vocabulary.
 """
@@ -28,7 +28,7 @@ from fasteagle.verify import PAD, Accepted, accept, seen_rows
 
 
 class Proposal(NamedTuple):
-    """A draft tree, and how its rows see each other."""
+    """Draft tree, with the tree mask, depths and path table of its rows."""
 
     tree: DraftTree
     tree_mask: Tensor  # [T, T] bool: row j sees row i
@@ -47,7 +47,7 @@ class Proposal(NamedTuple):
         return cls(tree, *relate(tree.parents, tree.valid), extended)
 
     def first_rows(self, n: int) -> Proposal:
-        """The proposal of the first `n` rows; what is behind them must be padding."""
+        """Return the proposal of the first `n` rows; the rows past them must be padding."""
         if n == len(self.depths):
             return self
         mask, paths = (each[:n, :n].contiguous() for each in (self.tree_mask, self.paths))
@@ -56,7 +56,7 @@ class Proposal(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """The three parts of a cycle; each may be replaced by compiled code of itself."""
+    """Three parts of a cycle, each of which may be replaced by its compiled code."""
 
     draft: Callable[[DecodeState, Drafter | None, CycleSpec], Proposal]
     verify: Callable[[DecodeState, Target, Proposal], Output]
@@ -86,9 +86,9 @@ def draft(
     spec: CycleSpec,
     relate: Callable[[Tensor, Tensor], Relations] = relations,
 ) -> Proposal:
-    """Show the drafter the new true pairs, then let it propose the tree under the root.
+    """Show the drafter the new committed pairs, then let it propose the tree under the root.
 
-    Where a draft head is left out, what it would predict is None.
+    Where the draft head is not run, its prediction is None.
     """
     if spec.shape is None or drafter is None:
         return Proposal.of(state.root_alone(spec.rows), relate=relate)
@@ -100,7 +100,7 @@ def draft(
 
 
 def verify(state: DecodeState, target: Target, proposal: Proposal) -> Output:
-    """One pass of the target over the tree's rows, behind the committed tokens."""
+    """Run the target over the tree's rows, after the committed tokens."""
     depths = proposal.depths
     view = TreeView(state.seq_len, proposal.paths, depths, target.config.sliding_window)
     slots = state.seq_len + torch.arange(len(depths), device=depths.device)
@@ -115,7 +115,7 @@ def accept_and_commit(
     output: Output,
     move_rows: Callable[[KVCache, Tensor, Tensor], None] = KVCache.commit,
 ) -> None:
-    """Choose a path from the root, and keep it."""
+    """Choose a path from the root, and commit it."""
     choose = spec.accept or accept_drawn
     path = choose(state, spec, *proposal[:3], output.logits)
     commit(state, spec, proposal, output, path, move_rows)
@@ -129,7 +129,7 @@ def accept_drawn(
     depths: Tensor,
     logits: Tensor,
 ) -> Accepted:
-    """Let the target draw at every row, and follow its draws from the root."""
+    """Sample the target's token at every row, and accept the path along them from the root."""
     drawn = drawn_tokens(state, spec, tree, tree_mask, depths, logits)
     return accept(drawn, tree, tree_mask, depths, spec.depth)
 
@@ -158,9 +158,9 @@ def commit(
     path: Accepted,
     move_rows: Callable[[KVCache, Tensor, Tensor], None],
 ) -> None:
-    """Move the accepted rows of the KV cache behind the text; bring the rest of the state there."""
+    """Commit the path: move its rows of the KV cache to the text's end, update the state."""
     levels = torch.arange(spec.depth + 1, device=path.rows.device)
-    emitted = path.emitted.clamp(min=0)  # padding and bad rows as token 0: it is not read
+    emitted = path.emitted.clamp(min=0)  # padding and bad rows become token 0, which is not read
     if spec.depth and not spec.in_place:
         move_rows(state.cache, state.seq_len, path.rows)
     state.text.index_copy_(0, state.seq_len + 1 + levels, emitted)
@@ -172,13 +172,13 @@ def commit(
     state.result.fill_(PAD)
     state.result[: spec.depth + 1] = path.emitted
     sources = proposal.tree.sources
-    if sources is not None:  # the root's are none, and padding repeats it
+    if sources is not None:  # the root has no source, and padding repeats the root
         proposers = sources[path.rows]
         state.result[-3] = (proposers & HEAD > 0).sum()
         state.result[-2] = (proposers & LOOKUP > 0).sum()
     state.result[-1:] = proposal.tree.valid.sum() - 1
     if spec.width:
-        # Pairs wait behind those not shown to the draft head yet; after a draft there are none.
+        # New pairs go after those not shown to the draft head yet; after a draft there are none.
         first = torch.zeros_like(state.count) if proposal.extended else state.count
         state.tokens.index_copy_(0, first + levels, emitted)
         read = output.features if output.taps is None else output.taps

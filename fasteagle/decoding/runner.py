@@ -1,4 +1,4 @@
-"""Runs decode cycles operation by operation, or by compiled pieces where there are some.
+"""Runner of decode cycles, operation by operation or by compiled pieces, and its backend.
 
 `compile.graphs` has the runner that replays CUDA graphs.
 """
@@ -32,20 +32,20 @@ Draft = Callable[[DecodeState, Drafter | None, CycleSpec], Proposal]
 
 
 def may_be_shorter(drafter: Drafter, spec: CycleSpec) -> bool:
-    """Whether proposals may end with padding, which a CPU leaves out of the pass."""
+    """Return whether proposals may end with padding, which CPUs leave out of the pass."""
     return isinstance(spec.shape, GatedChain) or not (drafter.always_proposes and spec.extends)
 
 
 def head_config(drafter: Drafter | None) -> HeadConfig | None:
-    """Of the draft head of a drafter that has one."""
+    """Return the config of a drafter's draft head; None without one."""
     return drafter.head.config if isinstance(drafter, HeadDrafter) else None
 
 
 class Done(NamedTuple):
-    """What the host learns of a cycle."""
+    """Result of a cycle on the host."""
 
     tokens: list[int]  # new ones, then padding
-    by_head: int  # of the accepted ones; what trees of a single source do not say
+    by_head: int  # accepted tokens that it proposed; not set by trees of a single source
     by_lookup: int
     drafted: int  # tokens proposed
     draft_seconds: float | None  # None: not timed apart
@@ -55,7 +55,7 @@ class Done(NamedTuple):
 
 
 class Runner:
-    """Launches one cycle at a time; `read` waits for it.
+    """Runner that launches one cycle at a time; `read` waits for it.
 
     `compiled` are pieces to use for a drafter and a spec instead of the `usual` ones.
     """
@@ -67,7 +67,7 @@ class Runner:
     def __init__(self, backend: Backend, state: DecodeState) -> None:
         self.backend, self.state = backend, state
         self.compiled: dict[tuple[Drafter | None, CycleSpec], Pieces] = {}
-        self.error: str | None = None  # why cycles are not replayed that should be
+        self.error: str | None = None  # why cycles are not replayed as CUDA graphs
         self._on_cpu = state.root.device.type == "cpu"
         self._times: dict[str, float] = {}
         self._extended = False
@@ -80,7 +80,7 @@ class Runner:
         return self.backend.pieces
 
     def adopt(self, drafter: Drafter) -> None:
-        """Let a drafter draft by the backend's operations: its cycles come next."""
+        """Let a drafter, whose cycles come next, draft by the backend's operations."""
         self.backend.adopt(drafter)
 
     def use_compiled(self, compiled: Mapping[tuple[Drafter | None, CycleSpec], Pieces]) -> None:
@@ -89,17 +89,17 @@ class Runner:
         self.compiled.update(compiled)
 
     def needs(self, specs: Sequence[CycleSpec], drafter: Drafter | None) -> bool:
-        """Whether `prepare` has something to do for these."""
+        """Return whether `prepare` has something to do for these specs."""
         return False
 
     def compile_ahead(self, specs: Sequence[CycleSpec], drafter: Drafter | None) -> None:
-        """Compile the device's kernels that cycles of these and prompts launch."""
+        """Compile the device's kernels that prompts and cycles of these specs launch."""
 
     def prepare(self, specs: Sequence[CycleSpec], drafter: Drafter | None) -> None:
-        """Make ready what is needed before the first cycle of these; may run cycles."""
+        """Prepare the first cycle of each of these specs; may run cycles."""
 
     def forget(self) -> None:
-        """What was prepared is void: the model runs other code from now on."""
+        """Discard what was prepared, because the model runs other code from now on."""
 
     def launch(
         self, spec: CycleSpec, drafter: Drafter | None, processor: LogitsProcessor | None = None
@@ -110,7 +110,7 @@ class Runner:
         decode_cycle(self.state, self.backend.target, drafter, spec, pieces, processor)
 
     def pieces(self, spec: CycleSpec, drafter: Drafter | None) -> Pieces:
-        """Compiled pieces if there are some, timed where a clock costs no synchronization."""
+        """Return compiled or usual pieces; on CPUs they are timed, without any synchronization."""
         found = self.compiled.get((drafter, spec), self.usual)
         if not self._on_cpu:
             return found
@@ -125,13 +125,13 @@ class Runner:
     def _plain_draft(
         self, state: DecodeState, drafter: Drafter | None, spec: CycleSpec
     ) -> Proposal:
-        """Without a drafter the proposal is the same tensors every time: made once."""
+        """Return the proposal of plain decoding, which is made once for each number of rows."""
         if spec.rows not in self._plain:
             self._plain[spec.rows] = EAGER.draft(state, None, spec)
         return self._plain[spec.rows]
 
     def _noting(self, draft: Draft) -> Draft:
-        """Timed, and whether it has shown the drafter what was pending."""
+        """Return `draft` timed; it records `extended` and `promised` of its proposal."""
         timed = self._timed("draft", draft)
 
         def noting(state: DecodeState, drafter: Drafter | None, spec: CycleSpec) -> Proposal:
@@ -151,7 +151,7 @@ class Runner:
         return timed
 
     def _without_padding(self, draft: Draft) -> Draft:
-        """On a CPU a look at the proposal costs nothing, and fewer rows are a cheaper pass."""
+        """Return `draft` without trailing padding rows, so that the pass is cheaper on a CPU."""
 
         def shorter(state: DecodeState, drafter: Drafter | None, spec: CycleSpec) -> Proposal:
             proposal = draft(state, drafter, spec)
@@ -161,7 +161,7 @@ class Runner:
         return shorter
 
     def read(self) -> Done:
-        """What the oldest launched cycle found."""
+        """Return the result of the oldest launched cycle."""
         *tokens, by_head, by_lookup, drafted = self.state.result.tolist()
         found = (tokens, by_head, by_lookup, drafted)
         if not self._on_cpu:
@@ -172,10 +172,10 @@ class Runner:
         )
 
     def drop(self) -> None:
-        """Forget cycles that were launched and will not be read."""
+        """Drop cycles that were launched and will not be read."""
 
     def timed(self, work: Callable[[], Any], restore: Callable[[], None]) -> float:
-        """Milliseconds of `work`, as this runner would run it; `restore` undoes what it changed."""
+        """Return the milliseconds of `work` run by this runner; `restore` undoes its changes."""
         if not self._on_cpu:
             torch.cuda.synchronize(self.state.root.device)
         begin = time.perf_counter()
@@ -186,29 +186,29 @@ class Runner:
 
 
 class Backend:
-    """What runs the parts of decode cycles for one loaded model; here the core itself, eagerly.
+    """Runs the parts of decode cycles of one loaded model; this class by the core, eagerly.
 
     It is chosen once, when the model has been loaded, and shared by all engines over the model.
-    Others translate the core: they read its modules, keep weights in a layout of their own, and
-    override what they run; the rest stays the core's, part by part. `describe` tells which.
+    Subclasses translate the core: they read its modules, keep weights in a layout of their own, and
+    override what they run; other parts stay the core's. `describe` names them.
     """
 
-    parts: frozenset[str] = frozenset()  # that kernels run, of products, passes and commits
+    parts: frozenset[str] = frozenset()  # parts that kernels run, of products, passes and commits
 
     def __init__(self, target: Target, advice: Advice | None = None) -> None:
         self.name = "eager"  # or compiled, cpu, cuda
         self.target = target
-        self.left: set[str] = set()  # parts that failed their proof
+        self.left: set[str] = set()  # parts whose kernels failed their check
         self._advice = advice
         self._blocks: HeadBlocks = WeakKeyDictionary()  # compiled
 
     @property
     def pieces(self) -> Pieces:
-        """Return draft, verify and finish of a cycle."""
+        """Return the draft, verify and finish parts of a cycle."""
         return EAGER
 
     def runner(self, state: DecodeState) -> Runner:
-        """Return what runs the cycles of one engine."""
+        """Return the runner of one engine's cycles."""
         return Runner(self, state)
 
     def adopt(self, drafter: Drafter) -> None:
@@ -217,15 +217,15 @@ class Backend:
             drafter.run_by(self.draft_ops(drafter))
 
     def drafts(self, drafter: Drafter | None, spec: CycleSpec) -> bool:
-        """Return whether kernels run all of a cycle's drafting, which leaves nothing to compile."""
+        """Return whether kernels run all drafting of a cycle, so that none of it is compiled."""
         return False
 
     def draft_ops(self, drafter: RankingDrafter) -> DraftOps:
-        """Return the operations that `drafter` shall draft by."""
+        """Return the operations that `drafter` has to draft by."""
         return DraftOps(head=self.step(drafter.head) if isinstance(drafter, HeadDrafter) else None)
 
     def step(self, head: EagleHead) -> Callable[..., tuple[Tensor, Tensor]] | None:
-        """Return what runs a step of a draft head; None: the head itself."""
+        """Return the function that runs a step of a draft head; None: the draft head itself."""
         block = self._blocks.get(head)
         if block is None:
             return None
@@ -233,7 +233,7 @@ class Backend:
 
     @property
     def leaves_blocks(self) -> bool:
-        """Whether the target's blocks are the core's, to be compiled."""
+        """Return whether the target's blocks are the core's, to be compiled."""
         return True
 
     def leaves_head(self, head: EagleHead) -> bool:
@@ -241,7 +241,7 @@ class Backend:
         return True
 
     def head_ops(self, head: EagleHead) -> Ops:
-        """Return what that block runs by."""
+        """Return the operations that the block of this draft head runs by."""
         return CORE
 
     def use_compiled_blocks(
@@ -249,7 +249,7 @@ class Backend:
         run_blocks: Callable[..., Tensor] | None,
         heads: Mapping[EagleHead, Callable[..., Tensor]],
     ) -> None:
-        """Run the target's blocks, and those of draft heads, by compiled code from now on."""
+        """Run the blocks of the target and of draft heads by compiled code from now on."""
         if run_blocks is not None:
             ops = self.target.ops._replace(run_blocks=run_blocks)
             self.target = dataclasses.replace(self.target, ops=ops)
@@ -257,7 +257,7 @@ class Backend:
         self._blocks.update(heads)
 
     def drop_compiled(self, heads: Iterable[EagleHead]) -> None:
-        """Run the blocks of these draft heads as they are from the next `adopt` on."""
+        """Run the blocks of these draft heads uncompiled from the next `adopt` on."""
         for head in heads:
             self._blocks.pop(head, None)
 
@@ -271,14 +271,14 @@ class Backend:
         self.left.add(part)
 
     def describe(self) -> str:
-        """Return in one line what runs, and what is left to the core."""
+        """Return one line: the backend's name, and the parts that are left to the core."""
         left = f" ({', '.join(sorted(self.left))} by torch, see the warning)" if self.left else ""
         return f"backend {self.name}{left}"
 
     def advised(self, head: HeadConfig | None) -> str | None:
-        """Return what to do where memory is short, in words, for a model with this draft head.
+        """Return advice for a lack of memory, for a model with this draft head.
 
-        None where that is not known: advice must not stand in for the error it is about.
+        Returns None where there is no advice: an error in it must not hide the lack of memory.
         """
         with contextlib.suppress(Exception):
             return None if self._advice is None else self._advice(head)
@@ -286,7 +286,7 @@ class Backend:
 
 
 def under_mask(block: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return the block of a draft head that knows masks, as one that is handed a `TreeView`."""
+    """Return the block of a draft head, which takes masks, as one that takes a `TreeView`."""
 
     def run(
         x: Tensor,

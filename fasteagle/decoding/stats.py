@@ -1,4 +1,4 @@
-"""What one answer took: filled by the engine, read by the chat and the benchmark."""
+"""Statistics of one answer: filled by the engine, read by the chat and the benchmark."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass
 class Stats:
-    """What one answer took. Times in seconds."""
+    """Counts and times of one answer; times are in seconds."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt, found in the KV cache
@@ -24,7 +24,7 @@ class Stats:
     finish: str = ""  # "eos", "stop", "length", "context", or "" while running or interrupted
 
     def add_times(self, draft: float | None, verify: float | None) -> None:
-        """Of one cycle; None where its parts were not timed."""
+        """Add the times of one cycle; None where its parts were not timed."""
         self.parts_timed = self.parts_timed and draft is not None and verify is not None
         self.draft_seconds += draft or 0.0
         self.verify_seconds += verify or 0.0
@@ -48,5 +48,5 @@ class Stats:
 
     @property
     def accepted(self) -> int:
-        """Drafted tokens that were accepted."""
+        """Number of drafted tokens that were accepted."""
         return sum(self.path_lengths)

@@ -1,1 +1,1 @@
-"""Drafters propose the tokens that the target verifies; the policy chooses their trees."""
+"""Drafters, which propose the tokens that the target verifies, and the policy of their trees."""

@@ -1,7 +1,7 @@
-"""What the engine needs of a drafter, and what drafters share.
+"""Interface of drafters to the engine, and code that drafters share.
 
 A drafter sees every committed position once (`extend`) and then proposes a tree (`propose`). It may
-propose anything: verification keeps only what the target itself would have said. Both are tensor
+propose anything: verification accepts only tokens that the target itself samples. Both are tensor
 code over the state of the cycle, so that they can be compiled and captured.
 """
 
@@ -23,12 +23,12 @@ from fasteagle.shapes import AnyShape
 from fasteagle.state import Accept, Committed, CycleSpec, DecodeState
 from fasteagle.tree import DraftTree
 
-START_HEAD_GAIN = 0.4  # tokens that a chain of the head brings over its cost, before any is known
+START_HEAD_GAIN = 0.4  # tokens that a draft head's chain brings over its cost, before that is known
 
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """What the tuner must know of a drafter."""
+    """Properties of a drafter that the tuner needs."""
 
     path: Path  # of the measured costs
     ranks: Ranks
@@ -37,7 +37,7 @@ class Tuning:
 
 
 class Drafter(Protocol):
-    """Proposes trees."""
+    """Interface of a drafter, which proposes a tree for every cycle."""
 
     name: str
     tuning: Tuning | None  # set where the tree may be tuned
@@ -45,60 +45,57 @@ class Drafter(Protocol):
     tap_layers: tuple[int, ...]  # whose taps are its features; empty: those of the final norm
     always_proposes: bool  # whether every tree has a node besides the root
 
-    policy: Policy | None  # what chooses its trees while decoding, once costs are known
+    policy: Policy | None  # chooses its trees while decoding, once costs are known
     looks_up: bool  # whether it searches the text for earlier places
 
     @property
     def may_skip_head(self) -> bool:
-        """Whether drafting decides by itself, in each cycle, to leave the draft head out."""
+        """Return whether drafting may skip the draft head, decided in each cycle."""
 
     @property
     def shape(self) -> AnyShape:
-        """Shape of its trees where no policy chooses another one."""
+        """Shape of the trees where no policy chooses another one."""
 
     @property
     def caches(self) -> Sequence[KVCache]:
-        """Of its own."""
+        """KV caches owned by the drafter."""
 
     @property
     def advanced(self) -> Sequence[Tensor]:
-        """What a cycle changes, but for rows of caches behind the text."""
+        """Tensors that a cycle changes, other than cache rows past the text."""
 
     def next_shape(self) -> AnyShape | None:
-        """Of the next cycle's tree; None for plain decoding, because drafting does not pay now."""
+        """Return the next cycle's shape; None is plain decoding, while drafting does not pay."""
 
     def shapes(self) -> Sequence[AnyShape]:
-        """All that `next_shape` may ask for."""
+        """Return all shapes that `next_shape` may return."""
 
     def reserve(self, n_tokens: int) -> None:
-        """Make room for `n_tokens` tokens of text and a tree behind them."""
+        """Make room for `n_tokens` tokens of text and a tree after them."""
 
     def begin(self, token: int) -> None:
-        """A text begins with `token`, the only one that is in no pair."""
+        """Begin a text with `token`, the only token of it that is in no pair."""
 
     def extend(self, new: Committed, seq_len: Tensor) -> Any:
-        """See the pairs of the last `new.count` committed positions; what `propose` begins from.
+        """Observe the pairs of the last `new.count` positions; return the input of `propose`.
 
         `seq_len` (0-d) counts the committed tokens, those of `new` included.
         """
 
     def propose(self, prediction: Any, state: DecodeState, spec: CycleSpec) -> DraftTree:
-        """A tree of `spec.shape` under `state.root`."""
+        """Return a tree of `spec.shape` under `state.root`."""
 
     def accept_for(self, kind: SamplingMode) -> Accept | None:
-        """Return what accepts its trees where the target draws as `kind` says.
-
-        See `CycleSpec.accept`.
-        """
+        """Return `CycleSpec.accept` for this drafter's trees at a sampling mode."""
 
     def learn(self, shape: AnyShape | None, outcome: Outcome) -> None:
         """Observe a cycle with a tree of `shape`; None was a plain pass."""
 
 
 class Controlled:
-    """What drafters share that may change their tree while decoding.
+    """Base class of drafters whose tree a policy may change while decoding.
 
-    Without a policy (no costs measured yet, or fixed sizes) the tree stays as it is.
+    Without a policy (no costs measured yet, or fixed sizes) the shape stays fixed.
     """
 
     shape: AnyShape
@@ -117,13 +114,13 @@ class Controlled:
         return []
 
     def begin(self, token: int) -> None:
-        """Draft heads do without the first token."""
+        """Ignore the first token, which draft heads do not need."""
 
     def accept_for(self, kind: SamplingMode) -> Accept | None:
         return None
 
     def apart(self) -> Self:
-        """The same drafter, to be run without changing what this one has learned."""
+        """Return a copy of this drafter, whose runs do not change what this one has learned."""
         return copy.copy(self)
 
     def next_shape(self) -> AnyShape | None:
@@ -131,7 +128,7 @@ class Controlled:
 
     @property
     def thresholds(self) -> Thresholds:
-        """Path probabilities from which a gated chain goes on."""
+        """Path probabilities from which a gated chain continues."""
         return Thresholds() if self.policy is None else self.policy.thresholds
 
     @property
@@ -141,7 +138,7 @@ class Controlled:
 
     @property
     def head_gain(self) -> float | None:
-        """Tokens that a looked-up chain must promise, or the head drafts; None: the head pauses."""
+        """Tokens that a looked-up chain must promise to skip the draft head; None: it pauses."""
         return START_HEAD_GAIN if self.policy is None else self.policy.head_gain
 
     def shapes(self) -> Sequence[AnyShape]:

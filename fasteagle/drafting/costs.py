@@ -1,8 +1,8 @@
-"""What the parts of a decode cycle cost on this device, in milliseconds.
+"""Costs of the parts of a decode cycle on this device, in milliseconds.
 
-`Costs` is what a measurement left, kept in a file. `Times` is a table that is corrected by the
-times of the cycles themselves: the hour, the load and the clocks of a machine change what was
-measured. Knows nothing of models: `compile.costs` measures.
+`Costs` is the result of a measurement, stored in a file. `Times` is a table that is corrected by
+the times of the cycles themselves, since load and clocks of a machine change. This module knows
+nothing of models: `compile.costs` measures.
 
 Shapes: T rows of a target pass, k width of a tree's level.
 """
@@ -37,20 +37,20 @@ class Costs:
 
     @property
     def plain(self) -> float:
-        """A token of plain decoding: a pass of one row, or of two where that is faster."""
+        """Time of a plain cycle: a pass of one row, or of two where that is faster."""
         return min(self.passes[1], self.passes[2]) + self.plain_other
 
     @property
     def plain_rows(self) -> int:
-        """Rows of a plain pass: 1, or 2 where that is faster."""
+        """Number of rows of a plain pass: 1, or 2 where that is faster."""
         return 1 if self.passes[1] <= self.passes[2] else 2
 
     def verify(self, rows: int) -> float:
-        """A pass of `rows` rows, by interpolation; infinite beyond what was timed."""
+        """Return the time of a pass of `rows` rows, interpolated; infinite past the timed sizes."""
         return interpolated(self.passes, rows)
 
     def draft(self, shape: AnyShape) -> float:
-        """Drafting a tree of `shape`; levels of a fused drafter were timed with its lookup."""
+        """Return the time of drafting; levels of a fused drafter were timed with its lookup."""
         if isinstance(shape, GatedChain):
             return interpolated(self.chain, shape.depth)
         levels = shape.levels if isinstance(shape, FusedShape) else shape.depth
@@ -61,16 +61,16 @@ class Costs:
         return interpolated(self.first_level, shape.topk) + more
 
     def cycle(self, shape: AnyShape) -> float:
-        """A whole cycle with a tree of `shape`."""
+        """Return the time of a whole cycle with a tree of `shape`."""
         return self.draft(shape) + self.verify(shape.rows) + self.other
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain values, as `from_json` reads them."""
+        """Return these costs as plain values for JSON, as `from_json` reads them."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Costs:
-        """Raises KeyError, TypeError, ValueError or AttributeError for anything else."""
+        """Read `as_json`; raise KeyError, TypeError, ValueError or AttributeError if it is not."""
         passes, first_level, level, chain = (
             {int(key): float(value) for key, value in raw[name].items()}
             for name in ("passes", "first_level", "level", "chain")
@@ -85,7 +85,7 @@ class Costs:
 
 
 def interpolated(table: dict[int, float], at: int) -> float:
-    """Straight lines between the entries; infinity after the last one."""
+    """Interpolate linearly between the entries; return infinity past the last one."""
     if at in table:
         return table[at]
     keys = sorted(table)
@@ -100,11 +100,11 @@ def interpolated(table: dict[int, float], at: int) -> float:
 
 
 class Times:
-    """Milliseconds by size, corrected by what is observed.
+    """Table of milliseconds by size, corrected by observed times.
 
-    An observed time changes its own entry and, the further away they are the less, the others: the
-    whole machine became slower or faster more often than one kernel. The first observations count
-    most, so that a table from another hour is corrected within a few cycles.
+    An observed time changes its own entry and, less with distance, the others: the whole machine
+    becomes slower or faster more often than one kernel. The first observations count
+    most, so that an outdated table is corrected within a few cycles.
     """
 
     def __init__(self, table: dict[int, float]) -> None:
@@ -113,7 +113,7 @@ class Times:
         self._weights: dict[int, list[float]] = {}  # of the entries, by the size that was observed
 
     def at(self, size: int) -> float:
-        """Milliseconds at `size`, by interpolation; the last entry's after it."""
+        """Return the interpolated milliseconds at `size`; past the end the last entry."""
         return interpolated(self._table, min(size, max(self._table)))
 
     def observe(self, size: int, ms: float) -> None:
@@ -131,6 +131,6 @@ class Times:
             self._table[key] *= math.exp(log * weight)
 
     def slope(self, size: int) -> float:
-        """Milliseconds of each further row, on average from 1 to `size`; never negative."""
+        """Return the milliseconds per further row, on average from 1 to `size`; at least 0."""
         size = max(2, min(size, max(self._table)))
         return max(0.0, (self.at(size) - self.at(1)) / (size - 1))

@@ -1,7 +1,7 @@
-"""Classic speculative decoding: a smaller model with the target's tokenizer drafts a chain.
+"""Classic speculative decoding: a smaller model with the target's tokenizer drafts.
 
-Or a tree. It reads tokens alone, runs over a KV cache of its own in a precision of its own, and
-takes the same cycle as a draft head: the committed tokens, then level by level, then the rerank.
+It drafts a chain or a tree, reads only tokens, and has a KV cache and a precision of its own. Its
+cycle is that of a draft head: the committed tokens, then level by level, then the rerank.
 
 Shapes: W rows of the draft model in one step, S cache slots, V tokens that both models have.
 """
@@ -23,7 +23,7 @@ from fasteagle.tree import DraftTree
 
 
 class ModelDrafter(RankingDrafter):
-    """Drafts with `model`, whose RoPE table must reach as far as the target's cache.
+    """Drafter that runs `model`, whose RoPE table must reach as far as the target's cache.
 
     Row i of its cache is token i of the text, the root included.
     """
@@ -57,7 +57,7 @@ class ModelDrafter(RankingDrafter):
         return other
 
     def resized(self, nodes: int) -> ModelDrafter:
-        """A drafter with the same model that keeps `nodes` candidates."""
+        """Return a drafter with this model that verifies `nodes` candidates."""
         k = self.shape.topk
         depth = max(1, nodes) if k == 1 else min(self.shape.depth, max(1, nodes))
         shape = TreeShape(depth, k, nodes)
@@ -73,8 +73,9 @@ class ModelDrafter(RankingDrafter):
         self._run(at + token, at, at, self._mask(at, torch.ones_like(at)))
 
     def extend(self, new: Committed, seq_len: Tensor) -> Prediction:
-        """Run the tokens of the pairs, the root last. Rows behind `count` are padding, whose cache
-        rows are overwritten before they are read.
+        """Run the tokens of the pairs, of which the root is the last.
+
+        Rows past `count` are padding, whose cache rows are overwritten before they are read.
         """
         W = new.tokens.shape[0]
         start = seq_len - new.count[0] + 1
@@ -94,7 +95,7 @@ class ModelDrafter(RankingDrafter):
         paths: Tensor,
         first: int,
     ) -> tuple[Tensor, Tensor]:
-        """Logits [W, V] of the nodes `tokens` [W] of one level, as `HeadDrafter.step`."""
+        """Return logits [W, V] of the nodes `tokens` [W] of one level, as `HeadDrafter.step`."""
         columns = seq_len + 1 + paths.long()
         positions = torch.zeros_like(tokens) + seq_len + 1 + level
         mask = self._mask(positions, torch.zeros_like(tokens) + seq_len + 1)
@@ -103,7 +104,7 @@ class ModelDrafter(RankingDrafter):
         return self._run(tokens, positions, slots, mask), features
 
     def _mask(self, positions: Tensor, seen: Tensor) -> Tensor:
-        """Which slots [W, S] of the text rows see: the first `seen` [W], within the window."""
+        """Return the mask [W, S] of text slots: the first `seen` [W], within the window."""
         slots = torch.arange(self.cache.n_slots, device=positions.device)
         mask = slots < seen.unsqueeze(1)
         window = self.model.config.sliding_window

@@ -1,4 +1,4 @@
-"""EAGLE-2's dynamic tree: expand by cumulative log-probability, rerank, keep the best nodes.
+"""EAGLE-2's dynamic tree: expand by cumulative log-probability, rerank, take the best nodes.
 
 Shapes: W rows of the draft head in one step, D model dim, V draft vocabulary, k top-k, P pool.
 """
@@ -21,9 +21,9 @@ from fasteagle.tree import DraftTree, Pool, chain
 
 
 class EagleDrafter(HeadDrafter):
-    """Expands `depth` levels of `topk` nodes, then keeps the `nodes` best of all candidates.
+    """Drafter that expands `depth` levels of `topk` nodes and verifies the `nodes` best.
 
-    Paper EAGLE-2, section 4. With top-k 1 it is a chain.
+    See the EAGLE-2 paper, section 4. With top-k 1 the tree is a chain.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class EagleDrafter(HeadDrafter):
         return max((shape.depth - 1) * shape.topk for shape in shapes)
 
     def resized(self, nodes: int) -> EagleDrafter:
-        """A drafter over the same head that keeps `nodes` candidates, fewer levels if need be."""
+        """Return a drafter with this draft head, `nodes` candidates and at most `nodes` levels."""
         depth = min(self.shape.depth, max(1, nodes))
         shape = TreeShape(depth, self.shape.topk, nodes)
         return type(self)(self.head, shape, self.max_seq_len, self.noise)
 
     def propose(self, prediction: Prediction, state: DecodeState, spec: CycleSpec) -> DraftTree:
-        """Expand, then rerank; of a chain that is to be sure, the part that is."""
+        """Expand, then rerank; cut a gated chain at its thresholds instead."""
         assert isinstance(spec.shape, (TreeShape, GatedChain)), "the engine asks for its shapes"
         pool = self.expand(prediction, state, spec.kind, spec.shape.depth, spec.shape.topk)
         if isinstance(spec.shape, GatedChain):
@@ -64,12 +64,12 @@ class EagleDrafter(HeadDrafter):
     def expand(
         self, prediction: Prediction, state: DecodeState, kind: SamplingMode, depth: int, k: int
     ) -> Pool:
-        """See `expand`."""
+        """Expand levels, see the function `expand`."""
         return expand(self, prediction, state, kind, depth, k)
 
 
 def gated_chain(pool: Pool, root: Tensor, thresholds: Thresholds) -> DraftTree:
-    """A chain's tokens as far as its path is likely enough; see `Thresholds`."""
+    """Return a chain up to the first path probability below its limit, see `Thresholds`."""
     paths = pool.scores.exp()  # [D]
     verify, expand = (paths.new_tensor(bounds[: len(paths)]) for bounds in thresholds)
     deeper = torch.cat((torch.ones_like(paths[:1]), (paths >= expand)[:-1])).bool()
@@ -79,7 +79,7 @@ def gated_chain(pool: Pool, root: Tensor, thresholds: Thresholds) -> DraftTree:
 
 
 class Expanding(Protocol):
-    """What draws a tree level by level."""
+    """Interface of a drafter that drafts a tree level by level."""
 
     target_ids: Tensor
 
@@ -115,7 +115,7 @@ def expand(
     depth: int,
     k: int,
 ) -> Pool:
-    """`depth` levels; every level's frontier are the k best of its candidates."""
+    """Draft `depth` levels; the frontier of each level are the k best of its candidates."""
     seq_len = state.seq_len
     logits, features = prediction
     logits = drafter.ranking_logits(logits, seq_len, 1, kind, state.sampling)
@@ -126,9 +126,9 @@ def expand(
     all_parents = [torch.full_like(tokens, -1)]
     frontier = torch.arange(k, device=tokens.device)  # pool index of each frontier node
     own = torch.arange(k, dtype=torch.int32, device=tokens.device).unsqueeze(1)
-    paths = own  # of rows among the head's own
+    paths = own  # cache rows of the path, among the tree's rows in the draft cache
     for level in range(1, depth):
-        below = (level - 1) * k  # rows of the head's own
+        below = (level - 1) * k  # tree rows in the draft cache so far
         logits, features = drafter.step(tokens, features, seq_len, level - 1, paths, below)
         logits = drafter.ranking_logits(logits, seq_len, level + 1, kind, state.sampling)
         ids, logp = drafter.top_children(logits, k)  # [k, k]
