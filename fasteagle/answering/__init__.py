@@ -1,1 +1,1 @@
-"""From a conversation to text: requests, grammars, the cache of prefixes, tokens as text."""
+"""Answers to conversations: requests, grammars, the prefix cache, and tokens as text."""

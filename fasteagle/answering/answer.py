@@ -1,4 +1,4 @@
-"""One answer: token ids in, chunks of text out. What chat, the Python API and the server share."""
+"""One answer, from token ids to chunks of text, for chat, the Python API and the server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fasteagle.options import AnswerOptions, SamplingParams
 
 @dataclasses.dataclass(frozen=True)
 class AnswerRequest:
-    """What to answer and how. `n_top` None: no log-probabilities."""
+    """Prompt of an answer and its options; `n_top` None means no log-probabilities."""
 
     prompt: Sequence[int]
     params: SamplingParams
@@ -28,11 +28,11 @@ class AnswerRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """What one pass of the model has brought.
+    """Result of one pass of the model: new tokens and text.
 
-    `text` will not change any more; it may lag behind `tokens`, whose characters or stop strings
-    are not complete. The first `accepted` tokens were guessed by the drafter, and the first
-    `n_guessed` characters of `text` come from such tokens.
+    `text` is final; it may end before `tokens` do, while a character or a stop string is
+    incomplete. The first `accepted` tokens were proposed by the drafter, and the first `n_guessed`
+    characters of `text` come from such tokens.
     """
 
     text: str
@@ -43,10 +43,10 @@ class Chunk:
 
 
 class _StopStrings:
-    """Finds the token that completes a stop string, so that the engine ends the answer with it.
+    """Search for the token that completes a stop string, with which the engine ends the answer.
 
-    Token by token: of two stop strings the one that is complete first counts, and which one that
-    is must not depend on how many tokens a pass brings.
+    It goes token by token: the stop string that is complete first counts, and this must not depend
+    on how many tokens a pass brings.
     """
 
     def __init__(self, decoder: Decoder, request: AnswerRequest) -> None:
@@ -54,12 +54,12 @@ class _StopStrings:
         self._new: list[str] = []  # text of the tokens of the last pass
 
     def push(self, token: int) -> bool:
-        """Whether the answer ends with `token`."""
+        """Add a token; return whether the answer ends with it."""
         self._new.append(self.stream.push([token]))
         return self.stream.stopped
 
     def take(self, n: int) -> tuple[str, str]:
-        """The text of the first `n` tokens since the last call, and of the others."""
+        """Return the text of the first `n` tokens since the last call, and of the others."""
         new, self._new = self._new, []
         return "".join(new[:n]), "".join(new[n:])
 
@@ -70,9 +70,9 @@ def answer(
     request: AnswerRequest,
     check: Callable[[], None] = lambda: None,
 ) -> Generator[Chunk]:
-    """The answer, a chunk for each pass; statistics in `engine.stats`.
+    """Yield the answer, one chunk for each pass; statistics are in `engine.stats`.
 
-    Closing it ends the answer. `check` is called before every pass and may raise.
+    Closing the generator ends the answer. `check` is called before every pass and may raise.
     """
     stops = _StopStrings(decoder, request) if request.answer.stop else None
     stream = TextStream(decoder)
@@ -87,7 +87,7 @@ def answer(
         check=check,
         is_last=stops.push if stops is not None else lambda token: False,
     )
-    n_passes = n_logprobs = 0  # that drafted; given out
+    n_passes = n_logprobs = 0  # passes that drafted; log-probabilities yielded
     with contextlib.closing(cycles):
         for ids in cycles:
             stats = engine.stats

@@ -1,7 +1,7 @@
-"""What a conversation prepares in the background: compiled code, and the tuner's costs.
+"""Background preparation of a conversation: compiled code, and the tuner's costs.
 
-Compilation goes on all the time, measuring only while nobody waits for an answer. An answer that
-begins before either is ready does without.
+Compilation runs all the time, measuring only while no answer is under way. An answer that begins
+before either is ready runs without it.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from fasteagle.sampling import SamplingMode
 
 
 class Preparation:
-    """Begins at once, in threads of its own.
+    """Preparation in threads of its own, which begin at once.
 
-    Only one thread runs the engine at a time: an answer for as long as it lasts (`answering`), or
-    one measurement. Between two answers the engine gets what has become ready.
+    Only one thread runs the engine at a time: an answer for its whole duration (`answering`), or
+    one measurement. Between two answers the engine receives what has become ready.
     """
 
     def __init__(
         self, engine: Engine, quiet: bool, tune: bool = True, params: SamplingParams | None = None
     ) -> None:
         self._engine, self._quiet = engine, quiet
-        self._running = threading.Lock()  # held by whoever runs the engine
+        self._running = threading.Lock()  # held by the thread that runs the engine
         self._params = params or SamplingParams()
-        self._kinds = {self._kind(self._params)}  # ways to draw that are compiled
+        self._kinds = {self._kind(self._params)}  # sampling modes that are compiled
         self._compiler: BlockCompiler = start_compiler(engine, self._params)
-        self._reported = False  # whether the person knows how compilation ended
-        self._warned: str | None = None  # why captures failed, as it was told last
-        self._news: list[str] = []  # for the person, once no line is being typed
+        self._reported = False  # whether the user was told how compilation ended
+        self._warned: str | None = None  # why captures failed, as the user was told last
+        self._news: list[str] = []  # for the user, once no line is being typed
         self._drafter = tunable(engine) if tune else None
         self._threads: list[threading.Thread] = []
         self._start(self._prepare)
@@ -54,12 +54,12 @@ class Preparation:
 
     @property
     def busy(self) -> bool:
-        """Whether something is still being compiled or measured."""
+        """Return whether something is still being compiled or measured."""
         return not self._compiler.done or any(thread.is_alive() for thread in self._threads)
 
     @contextlib.contextmanager
     def answering(self, params: SamplingParams) -> Iterator[None]:
-        """Answer inside, with what is ready; a line where something is not, or has become so."""
+        """Hold the engine for an answer, with the code that is ready; print news about it."""
         with self._running:
             for line in self._news:
                 self._note(line)
@@ -101,7 +101,7 @@ class Preparation:
         return thread
 
     def _compile_other(self, kind: SamplingMode) -> None:
-        """Compile for another way to draw, which runs eagerly until then."""
+        """Compile for another sampling mode, which runs eagerly until then."""
         if not self._compiler.ready or kind in self._kinds:
             return
         self._kinds.add(kind)
@@ -116,7 +116,7 @@ class Preparation:
         self._start(work)
 
     def _prepare(self) -> None:
-        """Kept costs, or new ones; without compiled code neither is right."""
+        """Apply compiled code, then stored or newly measured costs, which hold only for it."""
         self._compiler.wait()
         if self._compiler.error:
             return
@@ -145,7 +145,7 @@ class Preparation:
 
     @contextlib.contextmanager
     def _reporting(self, what: str) -> Iterator[None]:
-        """Whatever fails: all stays as it was, and answers go on."""
+        """Report an error instead of raising it, so that answers continue."""
         try:
             yield
         except Exception as error:

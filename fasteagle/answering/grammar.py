@@ -1,7 +1,7 @@
-"""Answers of a given form: JSON, a JSON schema, a regular expression, a grammar.
+"""Grammars of answers: JSON, a JSON schema, a regular expression, a Lark grammar.
 
-llguidance says which tokens may come next. Here its matcher is walked along every drafted path and
-taken back, so that each row of a tree has the mask that plain decoding would meet there.
+llguidance computes which tokens may come next. Its matcher advances along every drafted path and is
+rolled back, so that each row of a tree has the mask of plain decoding at that text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BITS = 32  # of a word of llguidance's masks
 
 @dataclasses.dataclass
 class GrammarCompiler:
-    """Makes grammars for one tokenizer, whose vocabulary llguidance reads once (a second)."""
+    """Compiler of grammars for one tokenizer; llguidance reads its vocabulary once (a second)."""
 
     tokenizer: ChatTokenizer
     vocab_size: int
@@ -53,7 +53,7 @@ class GrammarCompiler:
 
 
 def check_grammar(spec: GrammarSpec) -> None:
-    """Raise `FasteagleError` for a form that no tokenizer can have; takes no model."""
+    """Raise `FasteagleError` for a form that is invalid with any tokenizer; needs no model."""
     matcher = _library().LLMatcher
     try:
         problem = matcher.validate_grammar(grammar_text(spec.kind, spec.text))
@@ -65,7 +65,7 @@ def check_grammar(spec: GrammarSpec) -> None:
 
 def _library() -> Any:
     try:
-        import llguidance  # of the extra [serve]; not everyone has it
+        import llguidance  # of the optional extra [serve]
     except ImportError as error:
         raise FasteagleError(
             "structured output needs llguidance: pip install 'fasteagle[serve]'"
@@ -74,7 +74,7 @@ def _library() -> Any:
 
 
 class GrammarMask:
-    """A grammar at the end of the text so far; see `logits.TokenMask`."""
+    """Grammar at the end of the text so far; see `logits.TokenMask`."""
 
     def __init__(self, matcher: Any, eos_ids: frozenset[int]) -> None:
         self._matcher = matcher
@@ -96,7 +96,7 @@ class GrammarMask:
     def _fill(
         self, words: Tensor, row: int, tokens: Sequence[int], children: list[list[int]]
     ) -> None:
-        """The masks of `row`, where the matcher stands, and of all rows below it."""
+        """Fill the masks of `row`, where the matcher is, and of all rows below it."""
         mask = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.int32)
         self._check()
         words[row] = 0

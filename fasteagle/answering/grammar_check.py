@@ -1,7 +1,7 @@
-"""A trial of a stranger's grammar, in a process that can be ended.
+"""Trial of an untrusted grammar, in a process that can be ended.
 
-A few kB can keep llguidance busy for minutes, or end its process: rules that lead to rules recurse.
-Run as a module, this file reads one grammar and says what is wrong with it. Imports no torch.
+A few kB can keep llguidance busy for minutes, or crash its process, because nested rules recurse.
+Run as a module, this file reads one grammar and prints what is wrong with it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KNOWN_TRIALS = 256  # whose outcome is remembered
 
 
 def grammar_text(kind: str, text: str) -> str:
-    """Return the form in llguidance's notation. Raises ValueError."""
+    """Return a form in llguidance's notation; raise ValueError for invalid ones."""
     import llguidance  # of the extra [serve]
 
     matcher = llguidance.LLMatcher
@@ -38,13 +38,13 @@ def grammar_text(kind: str, text: str) -> str:
 
 
 def first_reason(error: object) -> str:
-    """Return the first line of an error of llguidance's, which may quote the whole grammar."""
+    """Return the first line of llguidance's error, which may quote the whole grammar."""
     lines = str(error).strip().splitlines()
     return lines[0][:300] if lines else "not accepted"
 
 
 def try_grammar(kind: str, text: str) -> None:
-    """Raise `FasteagleError` where a grammar is too large, too slow, or wrong."""
+    """Raise `FasteagleError` where a grammar is too large, too slow, or invalid."""
     if len(text) > MOST_CHARACTERS:
         raise FasteagleError(
             f"{kind}: {len(text):,} characters are too many: use at most {MOST_CHARACTERS:,}"
@@ -56,7 +56,7 @@ def try_grammar(kind: str, text: str) -> None:
 
 @functools.lru_cache(KNOWN_TRIALS)
 def _tried(kind: str, text: str) -> str:
-    """Return what is wrong with a grammar; empty for nothing."""
+    """Return what is wrong with a grammar, or an empty string."""
     command = [sys.executable, "-m", __name__]
     try:
         done = subprocess.run(
@@ -71,7 +71,7 @@ def _tried(kind: str, text: str) -> str:
 
 
 def _limit(kind: Any, most: int) -> None:
-    """Lower a limit of this process, as far as it may be lowered."""
+    """Lower a resource limit of this process to `most`, or to its hard limit if that is less."""
     _, hard = resource.getrlimit(kind)
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(kind, (most, most))

@@ -1,6 +1,6 @@
-"""JSON schemas as answers are held to them: narrower where a model would go on and on.
+"""JSON schemas narrowed for answers, so that a model cannot write without end.
 
-Whatever conforms to the narrower form conforms to the schema. Knows nothing of grammars.
+All that conforms to the narrower form conforms to the schema. Knows nothing of grammars.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ SPACING = {"whitespace_flexible": True, "whitespace_pattern": r"\x20?"}  # one b
 MOST_INTEGER = 2**53 - 1  # every reader of JSON can hold it exactly (RFC 8259)
 NUMBER = {"minimum": -1e15, "maximum": 1e15, "multipleOf": 1e-9}
 INTEGER = {"minimum": -MOST_INTEGER, "maximum": MOST_INTEGER}
-# A number or an object that says one of these is bounded by it already.
+# A number or an object that has one of these keywords is bounded by it already.
 OF_NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 OF_VALUES = {"enum", "const"}
 OF_OBJECTS = {"additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties"}
-# Where schemas are laid over each other, a narrower one can contradict its neighbour.
+# Where several schemas apply to one value, a narrowed one can contradict another.
 LAID_OVER = {"allOf", "oneOf", "not", "if", "dependentSchemas"}
 BESIDE_PROPERTIES = {"$ref", "anyOf"}
 MAPS, LISTS = {"properties", "$defs", "definitions"}, {"anyOf", "prefixItems"}
 
 
 def json_form(schema: Any) -> Any:
-    """Return `schema` with at most one blank between its parts, numbers and objects bounded."""
+    """Return `schema` with at most one blank between tokens, and bounded numbers and objects."""
     if not isinstance(schema, dict):
         return schema
     is_laid_over = any(
@@ -65,7 +65,7 @@ def _narrowed(schema: Any) -> Any:
 
 
 def _inner(key: str, value: Any) -> Any:
-    """Return the value of a keyword with the schemas inside it narrowed."""
+    """Return the value of a keyword, with the schemas inside it narrowed."""
     if key in MAPS and isinstance(value, dict):
         return {name: _narrowed(inner) for name, inner in value.items()}
     if key in LISTS and isinstance(value, list):
@@ -74,9 +74,9 @@ def _inner(key: str, value: Any) -> Any:
 
 
 def moved(schema: Any, place: str) -> Any:
-    """Return `schema` for the `place` of another document: its own pointers go on pointing there.
+    """Return `schema` for the `place` of another document, with its own pointers adapted.
 
-    `place` is a JSON pointer, as `/$defs/tool0`.
+    `place` is a JSON pointer, for example `/$defs/tool0`.
     """
     if isinstance(schema, list):
         return [moved(inner, place) for inner in schema]

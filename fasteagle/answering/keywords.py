@@ -1,4 +1,4 @@
-"""Keywords of the Python API: their types, and what they mean. Needs no torch."""
+"""Keywords of the Python API: their types and their meaning. Needs no torch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fasteagle.options import AnswerOptions, GrammarSpec, SamplingParams, fresh_
 
 
 class AnswerKeywords(TypedDict, total=False):
-    """What `LLM.chat` and `LLM.generate` take besides their first argument.
+    """Keywords of `LLM.chat` and `LLM.generate` besides their first argument.
 
     The sampling options are those of the command line; greedy without a temperature. `json_schema`
     is a schema as a dictionary, or True for any JSON object; `grammar` is in llguidance's dialect
-    of Lark. `logit_bias` is by token id, `top_logprobs` how many likeliest tokens to report besides
-    the one drawn; `speculate` False decodes plainly.
+    of Lark. `logit_bias` is by token id, `top_logprobs` is the number of likeliest tokens to report
+    besides the sampled one; `speculate` False decodes plainly.
     """
 
     temperature: float
@@ -40,7 +40,7 @@ class AnswerKeywords(TypedDict, total=False):
 def read_keywords(
     keywords: AnswerKeywords,
 ) -> tuple[SamplingParams, AnswerOptions, GrammarSpec | None, dict[str, Any]]:
-    """Return how to draw, when to end, the form, and arguments of `LLM.made_request`.
+    """Return sampling, end, form, and further arguments of `LLM.made_request`.
 
     Raises `FasteagleError`; for unknown keywords `TypeError`.
     """
@@ -64,7 +64,7 @@ def are_ids(prompt: Any) -> bool:
 
 
 def check_text(name: str, text: object) -> None:
-    """Raise `FasteagleError` for what no tokenizer can read."""
+    """Raise `FasteagleError` unless `text` is a text that a tokenizer can read."""
     if not isinstance(text, str):
         raise FasteagleError(f"{name} {text!r} is no text")
     try:
@@ -75,7 +75,7 @@ def check_text(name: str, text: object) -> None:
 
 
 def _grammar_spec(keywords: dict[str, Any]) -> GrammarSpec | None:
-    """Take the form of an answer out of `keywords`; None: there is none."""
+    """Remove the form of an answer from `keywords` and return it, or None."""
     forms = {name: keywords.pop(name, None) for name in ("json_schema", "regex", "grammar")}
     specs = [(kind, value) for kind, value in forms.items() if value is not None]
     if len(specs) > 1:

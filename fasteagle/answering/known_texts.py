@@ -1,7 +1,7 @@
 """Texts with the tokens that they were generated as.
 
-A model may write a word in other tokens than its tokenizer would. What was generated is found in
-the KV cache only under its own tokens, so a text that goes on from a known one keeps them.
+A model may write a word in other tokens than its tokenizer would. Generated text matches the KV
+cache only by its own tokens, so a text that continues a known one keeps these tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ KNOWN_TEXTS = 16
 
 
 class KnownTexts:
-    """The last conversations of a model, for any thread."""
+    """Store of the last conversations of a model, for any thread."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -24,7 +24,7 @@ class KnownTexts:
         self._lock = threading.Lock()
 
     def encode(self, text: str) -> list[int]:
-        """Return token ids of `text`, those of its longest known beginning as they were."""
+        """Return token ids of `text`; its longest known beginning keeps its tokens."""
         with self._lock:
             begins = [known for known in self._known if text.startswith(known[0])]
         if not begins:
@@ -33,6 +33,6 @@ class KnownTexts:
         return ids + self._tokenizer.encode(text[len(start) :])
 
     def add(self, text: str, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Keep that `answer` followed the `prompt` of `text`."""
+        """Store the `answer` that followed the `prompt` of `text`."""
         with self._lock:
             self._known.appendleft((text + self._tokenizer.raw(answer), [*prompt, *answer]))

@@ -1,8 +1,8 @@
-"""Keys and values of earlier conversations, so that a question in one of them computes little.
+"""Cache of keys and values of earlier conversations, so that follow-up questions compute little.
 
-The engine holds one sequence. Before it turns to another one, what it holds is copied away here;
-what the new prompt shares with a kept sequence is copied back. The least recently used one goes
-when memory runs out.
+The engine has one sequence. Before it switches to another one, its rows are copied into this cache;
+the stored sequence that shares most with the new prompt is copied back. The least recently used one
+is dropped when the limit is reached.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from fasteagle.decoding.context import common_prefix
 from fasteagle.generate import Engine
 from fasteagle.model import KVCache
 
-FEW_TOKENS = 32  # computing so many again costs no more than looking after them
+FEW_TOKENS = 32  # computing so many again costs no more than storing them
 
 
 @dataclasses.dataclass
 class _Kept:
-    """One sequence: its tokens, how many the drafter has seen, its rows of every cache."""
+    """Stored sequence: its tokens, how many the drafter has seen, its rows of every cache."""
 
     tokens: list[int]
     shown: int
@@ -35,7 +35,7 @@ class _Kept:
 
 
 class PrefixCache:
-    """Sequences of up to `limit` bytes on `device`, the one used last at the end."""
+    """Sequences of up to `limit` bytes on `device`; the one used last is at the end."""
 
     def __init__(self, limit: int, device: torch.device | str = "cpu") -> None:
         self.limit, self.device = limit, device
@@ -43,12 +43,12 @@ class PrefixCache:
 
     @property
     def n_bytes(self) -> int:
-        """In use."""
+        """Number of bytes in use."""
         return sum(kept.n_bytes for kept in self._kept)
 
     @torch.no_grad()
     def turn_to(self, engine: Engine, prompt: Sequence[int]) -> None:
-        """Let the engine hold the sequence that shares most with `prompt`; keep what it held."""
+        """Give the engine the sequence that shares most with `prompt`; store its present one."""
         if not self.limit:
             return
         shared = common_prefix(engine.cached, prompt)
@@ -68,7 +68,7 @@ class PrefixCache:
         self._kept.clear()
 
     def _keep(self, engine: Engine) -> None:
-        """Keep what the engine holds, or as much of its beginning as the limit lets in."""
+        """Store the engine's sequence, or as much of its beginning as the limit allows."""
         of_one = sum(cache.rows[:, :, :1].nbytes for cache in _caches(engine))
         n = min(len(engine.cached), self.limit // of_one)
         if n <= FEW_TOKENS:
@@ -78,7 +78,7 @@ class PrefixCache:
             if kept.drafter is engine.drafter and common_prefix(kept.tokens, tokens) == n:
                 self._kept = [*(k for k in self._kept if k is not kept), kept]
                 return
-        # Its own beginning, kept earlier, is in it.
+        # Stored beginnings of this sequence are part of it.
         self._kept = [
             kept for kept in self._kept if common_prefix(kept.tokens, tokens) < len(kept.tokens)
         ]

@@ -1,4 +1,4 @@
-"""Tokens to text while they arrive: whole UTF-8 characters, stop strings, where a thought ends."""
+"""Streaming of tokens as text: whole UTF-8 characters, stop strings, the end of a thought."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Protocol
 
 
 class Decoder(Protocol):
-    """The part of a tokenizer that streaming needs."""
+    """Part of a tokenizer that streaming needs."""
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
 class TextStream:
-    """Feed token ids, take text that will not change any more.
+    """Decoder of a stream: token ids in, final text out.
 
     Text is held back while it ends in an unfinished character or in the beginning of a stop
-    string. Once a stop string is complete, `stopped` is true and nothing from it on is given out.
+    string. Once a stop string is complete, `stopped` is true and the text ends before it.
     """
 
     def __init__(self, decoder: Decoder, stop: Iterable[str] = ()) -> None:
@@ -29,7 +29,7 @@ class TextStream:
         self.stopped = False
 
     def push(self, ids: Iterable[int]) -> str:
-        """Add tokens; the text they finish (may be empty)."""
+        """Add tokens; return the text that they complete (may be empty)."""
         ids = list(ids)
         if self.stopped or not ids:  # decoding nothing would forget what stood before
             return ""
@@ -42,7 +42,7 @@ class TextStream:
         return self._release(self._held + after[len(before) :], final=False)
 
     def finish(self) -> str:
-        """What was held back, now that nothing follows."""
+        """Return the text that was held back, since no token follows."""
         if self.stopped:
             return ""
         before = self._decoder.decode(self._ids[self._context : self._read])
@@ -64,15 +64,15 @@ THINK, END_THINK = "<think>", "</think>"
 
 
 def opened_thought(prompt: str) -> str:
-    """The end of `prompt` that begins a thought, as in DeepSeek-R1's template; else empty."""
+    """Return the end of `prompt` that begins a thought (DeepSeek-R1 has one), or an empty text."""
     _, mark, after = prompt.rpartition(THINK)
     return mark + after if mark and not after.strip() else ""
 
 
 class ThoughtSplitter:
-    """Tells an answer's thought from the rest: `<think>` at the beginning, up to `</think>`.
+    """Splitter of an answer into its thought, from `<think>` to `</think>`, and the rest.
 
-    `opened` is what `opened_thought` found in the prompt. Text is held back while it may be the
+    `opened` is the result of `opened_thought` for the prompt. Text is held back while it may be the
     beginning of a mark.
     """
 
@@ -83,7 +83,7 @@ class ThoughtSplitter:
         self._held = ""
 
     def push(self, text: str) -> list[tuple[str, bool]]:
-        """The parts that `text` finishes, each with whether it belongs to the thought."""
+        """Add text; return the parts that it completes, each with whether it is of the thought."""
         text, self._held = self._held + text, ""
         start = text.lstrip()
         if self._may_begin and start:
@@ -102,12 +102,12 @@ class ThoughtSplitter:
         return _filled((text[: len(text) - keep], True))
 
     def finish(self) -> list[tuple[str, bool]]:
-        """What was held back, now that nothing follows."""
+        """Return the parts that were held back, since no text follows."""
         text, self._held = self._held, ""
         return _filled((text, self.inside))
 
     def closed(self, answer: str) -> str:
-        """The whole `answer` with both marks round its thought, so that a template can drop it."""
+        """Return the whole `answer` with both marks of its thought, which templates may drop."""
         end = f"\n{END_THINK}\n\n" if self.inside else ""
         return self._opened + answer + end
 
@@ -117,7 +117,7 @@ def _filled(*parts: tuple[str, bool]) -> list[tuple[str, bool]]:
 
 
 def overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
+    """Return the length of the longest end of `text` that is a beginning of `stop`."""
     for n in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:n]):
             return n
