@@ -86,7 +86,7 @@ class ModelConfig:
         return self.linear_params + self.vocab_params + norms
 
     def kv_bytes(self, seq_len: int, element_bytes: int = 2) -> int:
-        """Return the bytes of a KV cache of `seq_len` positions."""
+        """Return the size in bytes of a KV cache of `seq_len` positions."""
         return 2 * self.n_layer * self.n_kv_head * self.head_dim * seq_len * element_bytes
 
 

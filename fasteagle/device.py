@@ -100,7 +100,7 @@ def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
 
 
 def pick_dtype(name: str, device: torch.device, quantized: bool = False) -> str:
-    """Return the dtype called `name`.
+    """Return the dtype for `name`, which may be auto.
 
     auto is bf16 where the hardware has bf16 products, else fp16 on CUDA and fp32 on CPUs. The CPU
     kernels of quantized weights take bf16 on any hardware.
@@ -161,7 +161,7 @@ def give_back() -> None:
 
 
 def available_bytes(device: torch.device | str) -> int | None:
-    """Return the free bytes of a device, or None where the system does not report them."""
+    """Return the free memory of a device in bytes, or None where the system does not report it."""
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]

@@ -232,7 +232,7 @@ class Engine(Context):
         return CycleSpec(shape, shape.rows, width, kind, accept)
 
     def _most_pending(self, launched: deque[CycleSpec]) -> int:
-        """Return the most committed positions that the draft head will not have seen."""
+        """Return the largest number of committed positions that the draft head has not seen."""
         most = len(self.cached) - self.shown
         for spec in launched:
             most = spec.depth + 1 + (0 if spec.extends else most)

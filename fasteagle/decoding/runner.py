@@ -186,7 +186,7 @@ class Runner:
 
 
 class Backend:
-    """Runs the parts of decode cycles of one loaded model; this class by the core, eagerly.
+    """Backend that runs the parts of decode cycles of one model; this one by the core, eagerly.
 
     It is chosen once, when the model has been loaded, and shared by all engines over the model.
     Subclasses translate the core: they read its modules, keep weights in a layout of their own, and

@@ -113,7 +113,7 @@ class Times:
         self._weights: dict[int, list[float]] = {}  # of the entries, by the size that was observed
 
     def at(self, size: int) -> float:
-        """Return the interpolated milliseconds at `size`; past the end the last entry."""
+        """Return interpolated milliseconds at `size`; past the last entry, those of that entry."""
         return interpolated(self._table, min(size, max(self._table)))
 
     def observe(self, size: int, ms: float) -> None:
