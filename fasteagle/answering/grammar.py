@@ -19,7 +19,7 @@ from fasteagle.errors import FasteagleError
 from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.options import GrammarSpec
 
-BITS = 32  # of a word of llguidance's masks
+BITS = 32  # bits per word of llguidance's masks
 
 
 @dataclasses.dataclass
@@ -46,7 +46,7 @@ class GrammarCompiler:
             raise FasteagleError(f"{spec.kind}: {first_reason(error)}") from error
         matcher = llguidance.LLMatcher(self._known, text, log_level=0)
         if not matcher.is_error():
-            matcher.compute_bitmask()  # fails where no text at all has this form
+            matcher.compute_bitmask()  # fails where no text has this form
         if matcher.is_error():
             raise FasteagleError(f"{spec.kind}: {first_reason(matcher.get_error())}")
         return GrammarMask(matcher, self.tokenizer.eos_ids)
@@ -106,7 +106,7 @@ class GrammarMask:
             token = tokens[child]
             word = int(words[row, token // BITS])
             if token in self._eos_ids or not (word >> (token % BITS)) & 1:
-                continue  # nothing is drawn below it
+                continue  # tokens below it are never used
             self._matcher.consume_token(token)
             self._fill(words, child, tokens, children)
             self._matcher.rollback(1)

@@ -30,7 +30,10 @@ DEPTHS = (1, 2, 3, 4, 5, 6)
 # default head's first token is accepted for 0.50 of MT-bench, 0.69 of its held-out text.
 USUAL = 0.8
 TEXTS = (0.4, USUAL, 1.2)  # acceptance over the recorded one; each has a best size
-LOOKUP_NODES = (7, 15)  # of sizes whose only source is the lookup
+LOOKUP_NODES = (7, 15)  # of sizes of a fused drafter whose only source is the lookup
+# Of a drafter without a head. Compiling how the rows of a chain see each other takes seconds for 8
+# rows and minutes for 16: Inductor simplifies indices of indices.
+CHAIN_NODES = (3, 7)
 LOOKUP_REACH = 8  # looked-up tokens beside a draft head's levels
 MAX_NODES = 64
 CHAIN_LEVELS = 3  # that a gated chain has on average
@@ -56,7 +59,7 @@ def ladder(costs: Costs, ranks: Ranks, shape: AnyShape, max_topk: int) -> list[A
         return [shape]
     most = max(costs.passes)
     if not max_topk:
-        return [TreeShape(n, 1, n) for n in LOOKUP_NODES if n < most]
+        return [TreeShape(n, 1, n) for n in CHAIN_NODES if n < most]
     sizes: list[AnyShape] = []
     if isinstance(shape, FusedShape):
         sizes = [FusedShape(0, 1, n, n) for n in LOOKUP_NODES if n < most]
