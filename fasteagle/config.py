@@ -12,7 +12,7 @@ from typing import Any
 from fasteagle.config_fields import MOST_LAYERS, Fields
 from fasteagle.errors import FasteagleError
 
-ANY_LENGTH = 2**31  # of text, where the files' own limit does not bind
+ANY_LENGTH = 2**31  # text length without a limit, where that of the files does not apply
 
 SUPPORTED_ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -54,7 +54,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
-    sliding_window: int | None = None  # keys further back than this are not seen
+    sliding_window: int | None = None  # number of keys that a row sees; None: all
     architecture: str = "LlamaForCausalLM"
 
     def __post_init__(self) -> None:
@@ -109,7 +109,7 @@ def draft_block(config: ModelConfig) -> ModelConfig:
 class Eagle3Config:
     """Settings of an EAGLE-3 draft head besides its block; the defaults are the paper's."""
 
-    tap_layers: tuple[int, ...]  # target blocks whose input it reads, ascending
+    tap_layers: tuple[int, ...]  # target blocks whose input the draft head reads, ascending
     target_dim: int
     own_embedding: bool = False
     own_lm_head: bool = True
@@ -165,7 +165,7 @@ class HeadConfig:
         """Number of weights of the linears, without embedding and LM head."""
         if self.eagle3 is None:
             return self.block.linear_params + 2 * self.block.dim**2
-        entry = self.block.dim * self.block.qkv_dim  # QKV reads twice the width
+        entry = self.block.dim * self.block.qkv_dim  # the input of QKV has twice the width
         return self.block.linear_params + entry + self.feature_dim * self.block.dim
 
     @property

@@ -12,12 +12,12 @@ from typing import Any
 
 from fasteagle.errors import FasteagleError
 
-MOST = 2**31 - 1  # of a count: what fits into the index types of every kernel
-MOST_REAL = 1e30  # of a number: what fits into fp32
-MOST_WIDTH = 2**20  # of a dimension of the model: far above any model, far below all memory
-MOST_LAYERS = 1000  # the tensors of each are listed before the files are compared with them
-LONGEST_SHOWN = 60  # letters of a value in an error
-MOST_NESTED = 100  # levels of JSON from clients: what reads it, native code too, may recurse
+MOST = 2**31 - 1  # largest count: fits into the index types of every kernel
+MOST_REAL = 1e30  # largest number: fits into fp32
+MOST_WIDTH = 2**20  # largest model dimension: far above any model, far below all memory
+MOST_LAYERS = 1000  # limited, since the tensors of each layer are listed in memory
+LONGEST_SHOWN = 60  # most characters of a value in an error
+MOST_NESTED = 100  # most levels of JSON from clients, whose readers may recurse
 
 
 def parse_json(text: str) -> Any:
@@ -139,7 +139,7 @@ class Fields:
 
 
 def _is_real(value: Any) -> bool:
-    return type(value) in (int, float)  # NaN too, which lies in no range
+    return type(value) in (int, float)  # NaN too, which is in no range
 
 
 def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -150,6 +150,6 @@ def _shown(value: Any) -> str:
     """Return a value as JSON, cut at `LONGEST_SHOWN` characters."""
     try:
         text = json.dumps(value, ensure_ascii=False)
-    except RecursionError:  # here the stack is deeper than where it was read
+    except RecursionError:  # here the stack is deeper than in the parser
         return "nested too deeply"
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]} ..."

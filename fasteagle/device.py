@@ -15,7 +15,7 @@ import torch
 
 from fasteagle.errors import FasteagleError, first_line, is_out_of_memory, note, size_of
 
-OLDEST_CAPABILITY = (8, 0)  # what our kernels are compiled for and bf16 products need
+OLDEST_CAPABILITY = (8, 0)  # of our compiled kernels and of bf16 products
 # GeForce cards of these capabilities run fp32 accumulation at half the rate, others do not.
 HALF_RATE = {(8, 6), (8, 9)}
 # Error texts of a CUDA build of torch on a machine without a GPU.
@@ -142,7 +142,7 @@ def unless_short(work: Callable[[], Made], tell: Callable[[], FasteagleError]) -
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-    give_back()  # the error is gone, and with it the frames that held what was computed
+    give_back()  # the error is gone, and with it the frames that held tensors
     raise tell()
 
 

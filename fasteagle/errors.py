@@ -10,8 +10,8 @@ import re
 import sys
 from collections.abc import Iterable
 
-# Only torch's allocator has a class for it. Others say it in words: the driver (through torch and
-# Triton), cuBLAS and its relatives, and torch's allocator of main memory.
+# Only torch's allocator has an error class for it. The driver (through torch and Triton), cuBLAS
+# and similar libraries, and torch's allocator of main memory have only error texts.
 _MEMORY_IS_SHORT = re.compile(
     r"CUDA[^\n]*out of memory|CUDA_ERROR_OUT_OF_MEMORY|_STATUS_ALLOC_FAILED|can't allocate memory"
 )

@@ -72,14 +72,14 @@ class Engine(Context):
         deepest = 0 if drafter is None else max(shape.depth for shape in drafter.shapes())
         if deepest > MAX_DEPTH:
             raise FasteagleError(f"tree-depth {deepest} is out of range: use at most {MAX_DEPTH}")
-        self.shown = 0  # whatever it has seen may have been another conversation
+        self.shown = 0  # the drafter may have seen another conversation
         self.drafter = drafter
         if drafter is not None:
             self.runner.adopt(drafter)
         tap_layers = () if drafter is None else drafter.tap_layers
         if tap_layers != self.state.tap_layers:
             self.state.read_taps(tap_layers, self.model.config.dim)
-            self.runner.forget()  # what was captured writes to the old place
+            self.runner.forget()  # captured cycles write to the old tensors
 
     @torch.no_grad()
     def generate(
@@ -186,7 +186,7 @@ class Engine(Context):
                     launched.append(spec)
                 done = self.runner.read()
                 begin, last_read = max(begins.popleft(), last_read), time.perf_counter()
-                # A processor's time would be counted as the tree's.
+                # Otherwise a processor's time would count as the tree's.
                 ms = 1e3 * (last_read - begin) if processor is None else None
                 new = self._record(root, launched.popleft(), done, ms)
                 root = new[-1]
@@ -253,7 +253,7 @@ class Engine(Context):
         stats.add_times(done.draft_seconds, done.verify_seconds)
         extended = spec.extends if done.extended is None else done.extended
         if extended:
-            self.shown = len(self.cached)  # the cycle began with showing it all of them
+            self.shown = len(self.cached)  # the drafter saw all of them as the cycle began
         if self.drafter is not None:
             outcome = Outcome(
                 accepted=len(new) - 1,

@@ -374,9 +374,9 @@ class Target:
 
     model: Transformer
     ops: Ops = CORE
-    cache_dtype: torch.dtype | None = None  # None: that of the weights
+    cache_dtype: torch.dtype | None = None  # None: the dtype of the weights
     cache_spare: int = 0
-    rows_at_once: int | None = None  # where a pass of more rows is no faster per row
+    rows_at_once: int | None = None  # most rows of a pass; more are no faster per row
 
     @property
     def config(self) -> ModelConfig:

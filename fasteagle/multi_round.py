@@ -17,7 +17,7 @@ from fasteagle.state import CycleSpec, DecodeState
 from fasteagle.tree import DraftTree
 from fasteagle.verify import PAD, Accepted, seen_rows
 
-DRAFT_STREAM = 0x5DEECE66D  # the seed's companion for sampling children
+DRAFT_STREAM = 0x5DEECE66D  # changes the seed for sampling children
 ACCEPT_STREAM = 0x9E3779B97F4A7C15
 
 

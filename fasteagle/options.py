@@ -22,7 +22,7 @@ DEFAULT_MODEL = "smollm2-135m"
 DTYPES = ("bf16", "fp16", "fp32")
 
 
-# Beyond these, logits divided or multiplied in fp32 overflow, and a sound model looks broken.
+# Beyond these limits, fp32 logits overflow, and a sound model looks broken.
 LEAST_TEMPERATURE = 1e-5
 MOST_PENALTY = 100
 
@@ -118,10 +118,10 @@ class AnswerOptions:
 class ChatOptions:
     """Options of chat: one question or a conversation, and what is shown."""
 
-    prompt: str | None = None  # "-": standard input; None: a conversation, where that is a terminal
+    prompt: str | None = None  # "-": standard input; None: a conversation, if that is a terminal
     system: str | None = None
-    think: bool | None = None  # None: as the model's template does
-    compile_blocks: bool | None = None  # None: in the background of a conversation
+    think: bool | None = None  # None: the default of the model's template
+    compile_blocks: bool | None = None  # None: in the background, for a conversation
     announce_seed: bool = False
     show_accepted: bool = False
     plain: bool = False
@@ -156,7 +156,7 @@ KV = ("auto", "int8")
 MOST_THREADS = 1024
 CPU_KERNELS = ("auto", "native", "aten")
 LM_HEAD_BITS = {"int8": 8, "int4": 4, "keep": 16}
-# What may follow a scheme in the name of a precision, as in int4-g64-lm4-fp32-aten.
+# Parts after the scheme in the name of a precision, for example int4-g64-lm4-fp32-aten.
 PRECISION_PARTS = {
     **{dtype: ("dtype", dtype) for dtype in DTYPES},
     **{"lm8": ("lm_head", "int8"), "lm4": ("lm_head", "int4"), "lm16": ("lm_head", "keep")},

@@ -99,7 +99,7 @@ def atomic_dir(target: Path) -> Iterator[Path]:
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         yield temporary
-        if target.exists():  # another process was faster: its result is as good
+        if target.exists():  # another process was faster: its result is equal
             shutil.rmtree(temporary)
         else:
             os.replace(temporary, target)
@@ -136,7 +136,7 @@ def write_atomic(target: Path, data: bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
-            os.fchmod(file.fileno(), 0o666 & ~_umask())  # a temporary file is private
+            os.fchmod(file.fileno(), 0o666 & ~_umask())  # temporary files are private
         os.replace(name, target)
     except BaseException:
         os.unlink(name)

@@ -18,7 +18,7 @@ from fasteagle.options import SamplingParams
 
 NEG_INF = float("-inf")
 TOP_K_SIZES = (64, 1024)  # variants of top-k; larger values sort the whole vocabulary
-BAD_ROW = -1  # what `draw` yields for a row whose logits are not finite
+BAD_ROW = -1  # result of `draw` for a row whose logits are not finite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class SamplingMode:
     """
 
     greedy: bool = True
-    top_k: int = 0  # the largest value served; 0: off
+    top_k: int = 0  # the largest top-k of this mode; 0: off
     top_p: bool = False
     min_p: bool = False
     penalty: bool = False
@@ -133,13 +133,13 @@ def top_p_threshold(probs: Tensor, top_p: Tensor, n_likely: int = 256) -> Tensor
     """
     likely = probs.topk(min(n_likely, probs.shape[-1]), dim=-1).values  # descending
     mass = likely.cumsum(-1)
-    # The last one kept is the first at which the mass reaches top_p.
+    # The last token of the nucleus is the first at which the mass reaches top_p.
     last = (mass < top_p).sum(-1, keepdim=True)
     found = last < likely.shape[-1]
     among_likely = likely.gather(1, last.clamp(max=likely.shape[-1] - 1))
     if _may_look(probs) and found.all():
         return among_likely
-    # Row by row, so that no row's answer depends on which others are drawn with it.
+    # Row by row, so that no row's result depends on the other rows of the pass.
     return torch.where(found, among_likely, _search_threshold(probs, top_p))
 
 
@@ -178,7 +178,7 @@ def gumbel_noise(seed: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     first = _mix(_low32(positions) ^ _low32(seed))
     second = _mix(first ^ _mix(_low32(positions) + _low32((seed >> 32) + 0x9E3779B9)))
     hashed = _mix(_mix(_low32(tokens) + first.unsqueeze(1)) ^ second.unsqueeze(1))
-    # fp32 rounds the last few v to 1, whose noise would be -inf and would win over nothing.
+    # fp32 rounds the last few v to 1, whose noise would be -inf and could never win.
     unsigned = hashed.long() & 0xFFFFFFFF
     v = ((unsigned.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     return -torch.log(-torch.log1p(-v))

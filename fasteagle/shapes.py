@@ -92,7 +92,7 @@ class StaticShape:
         return f"{self.depth}, -, {self.nodes}"
 
 
-MAX_REACH = 63  # looked-up tokens in a row, at most
+MAX_REACH = 63  # most looked-up tokens in a row
 
 
 @dataclasses.dataclass(frozen=True)

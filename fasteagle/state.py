@@ -19,8 +19,8 @@ from fasteagle.shapes import AnyShape, FusedShape, GatedChain, TreeShape
 from fasteagle.tree import DraftTree
 from fasteagle.verify import Accepted
 
-MAX_DEPTH = 63  # of a tree's paths
-PLAIN_ROWS = 2  # of a pass without a tree, at most
+MAX_DEPTH = 63  # longest path of a tree
+PLAIN_ROWS = 2  # most rows of a pass without a tree
 PENDING = 128  # most pairs stored for a draft head that is not run for a while
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-WIDTH = 1000  # more than any row has: cut or wrapped rows are hard to read
+WIDTH = 1000  # more than any row needs: cut or wrapped rows are hard to read
 
 Rows = Sequence[Sequence[str]]
 

@@ -38,8 +38,8 @@ def accept(
     row = torch.arange(T, device=drawn.device)
     matches = (tree.valid & (tree.tokens == drawn[tree.parents])) | (row == 0)
     alive = ~(tree_mask & ~matches.unsqueeze(0)).any(-1) & tree.valid
-    # Siblings differ, so the living rows form one path; its end is the deepest of them.
-    # One-element indices, for a graph cannot index by a scalar that lives on the device.
+    # Siblings differ, so the rows in `alive` form one path, which ends at the deepest of them.
+    # One-element indices, because a graph cannot index by a scalar on the device.
     last = torch.where(alive, depths, -1).argmax(0, keepdim=True)
     on_path = tree_mask.index_select(0, last)[0]
     level = torch.where(on_path, depths, depth + 1)  # rows off the path go to a spare entry

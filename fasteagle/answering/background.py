@@ -88,7 +88,7 @@ class Preparation:
         return SamplingMode.of(params, self._engine.model.config.vocab_size)
 
     def _start(self, work: Callable[[], None]) -> threading.Thread:
-        n_threads = torch.get_num_threads()  # a new thread would begin with its own
+        n_threads = torch.get_num_threads()  # a new thread would begin with torch's default
 
         def run() -> None:
             torch.set_num_threads(n_threads)
@@ -140,7 +140,7 @@ class Preparation:
                 self._news.append(f"[tuned in {seconds:.1f} s; /stats shows the tree]")
             with self._running:
                 follow_costs(engine, drafter, costs)
-                if engine.drafter is drafter:  # not switched off meanwhile
+                if engine.drafter is drafter:  # not switched off in the meantime
                     engine.prepare(self._params)
 
     @contextlib.contextmanager

@@ -16,11 +16,11 @@ from typing import Any
 from fasteagle.answering.json_form import json_form
 from fasteagle.errors import FasteagleError
 
-MOST_CHARACTERS = 2**18  # of a schema, a regular expression or a grammar
+MOST_CHARACTERS = 2**18  # most characters of a schema, a regular expression or a grammar
 TRIAL_SECONDS = 5
 TRIAL_MEMORY = 2**31
-TRIAL_STACK = 2**21  # less than a thread has, so that what passes here recurses safely there
-KNOWN_TRIALS = 256  # whose outcome is remembered
+TRIAL_STACK = 2**21  # less than a thread's, where tried grammars then recurse safely
+KNOWN_TRIALS = 256  # number of cached outcomes
 
 
 def grammar_text(kind: str, text: str) -> str:

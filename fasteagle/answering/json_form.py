@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 SPACING = {"whitespace_flexible": True, "whitespace_pattern": r"\x20?"}  # one blank at most
-MOST_INTEGER = 2**53 - 1  # every reader of JSON can hold it exactly (RFC 8259)
+MOST_INTEGER = 2**53 - 1  # exact in every reader of JSON (RFC 8259)
 NUMBER = {"minimum": -1e15, "maximum": 1e15, "multipleOf": 1e-9}
 INTEGER = {"minimum": -MOST_INTEGER, "maximum": MOST_INTEGER}
 # A number or an object that has one of these keywords is bounded by it already.

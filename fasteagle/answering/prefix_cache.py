@@ -95,7 +95,7 @@ class PrefixCache:
             cache.rows[:, :, :n].copy_(rows)
         engine.cached[:] = found.tokens
         engine.shown = found.shown
-        if any(kept is found for kept in self._kept):  # else it had to make room
+        if any(kept is found for kept in self._kept):  # otherwise it was dropped for lack of room
             self._kept = [*(kept for kept in self._kept if kept is not found), found]
 
 

@@ -31,7 +31,7 @@ class TextStream:
     def push(self, ids: Iterable[int]) -> str:
         """Add tokens; return the text that they complete (may be empty)."""
         ids = list(ids)
-        if self.stopped or not ids:  # decoding nothing would forget what stood before
+        if self.stopped or not ids:  # decoding no tokens would lose the context
             return ""
         self._ids.extend(ids)
         before = self._decoder.decode(self._ids[self._context : self._read])
@@ -79,7 +79,7 @@ class ThoughtSplitter:
     def __init__(self, opened: str = "") -> None:
         self.inside = bool(opened)
         self._opened = opened
-        self._may_begin = not opened  # only blanks came so far
+        self._may_begin = not opened  # only blanks so far
         self._held = ""
 
     def push(self, text: str) -> list[tuple[str, bool]]:

@@ -97,7 +97,7 @@ class Context:
         drafter = self.drafter
         reads = drafter is not None and drafter.reads_features
         same = common_prefix(self.cached, prompt)
-        kept = min(same, len(prompt) - 1)  # the last row is always computed: it yields the logits
+        kept = min(same, len(prompt) - 1)  # the last row is always computed, for its logits
         if reads:
             # The drafter's pairs are a feature and the token after it. The last token of the common
             # prefix may be followed by another one now, and only a pass computes its feature.

@@ -144,7 +144,7 @@ def drawn_tokens(
 ) -> Tensor:
     """Return the target's own token after each row [T]."""
     seen = seen_rows(state.seen, tree, tree_mask) if spec.kind.penalty else None
-    # Noise costs a millisecond for 16 levels, and a chain may be shorter than its shape.
+    # Noise takes a millisecond for 16 levels, and a chain may be shorter than its shape.
     n_levels = len(depths) if spec.in_place else spec.depth + 1
     positions = state.seq_len + 1 + torch.arange(n_levels, device=depths.device)
     return draw(logits, positions, spec.kind, state.sampling, seen, depths)

@@ -44,7 +44,7 @@ def head_config(drafter: Drafter | None) -> HeadConfig | None:
 class Done(NamedTuple):
     """Result of a cycle on the host."""
 
-    tokens: list[int]  # new ones, then padding
+    tokens: list[int]  # new tokens, then padding
     by_head: int  # accepted tokens that it proposed; not set by trees of a single source
     by_lookup: int
     drafted: int  # tokens proposed
@@ -61,7 +61,7 @@ class Runner:
     """
 
     ahead = 0  # cycles launched before the first one is read
-    plain_rows = 1  # of a pass without a tree
+    plain_rows = 1  # rows of a pass without a tree
     fixed_addresses = False  # whether caches must not move: they have their full size then
 
     def __init__(self, backend: Backend, state: DecodeState) -> None:
@@ -72,7 +72,7 @@ class Runner:
         self._times: dict[str, float] = {}
         self._extended = False
         self._promised: tuple[float, ...] = ()
-        self._plain: dict[int, Proposal] = {}  # by rows
+        self._plain: dict[int, Proposal] = {}  # by number of rows
 
     @property
     def usual(self) -> Pieces:
@@ -196,11 +196,11 @@ class Backend:
     parts: frozenset[str] = frozenset()  # parts that kernels run, of products, passes and commits
 
     def __init__(self, target: Target, advice: Advice | None = None) -> None:
-        self.name = "eager"  # or compiled, cpu, cuda
+        self.name = "eager"  # or: compiled, cpu, cuda
         self.target = target
         self.left: set[str] = set()  # parts whose kernels failed their check
         self._advice = advice
-        self._blocks: HeadBlocks = WeakKeyDictionary()  # compiled
+        self._blocks: HeadBlocks = WeakKeyDictionary()  # compiled blocks of draft heads
 
     @property
     def pieces(self) -> Pieces:

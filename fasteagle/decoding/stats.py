@@ -10,11 +10,11 @@ class Stats:
     """Counts and times of one answer; times are in seconds."""
 
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of the prompt, found in the KV cache
+    cached_tokens: int = 0  # tokens of the prompt that were in the KV cache
     new_tokens: int = 0
     passes: int = 0  # target passes after prefill
-    drafted: int = 0  # nodes verified, roots not counted
-    path_lengths: list[int] = dataclasses.field(default_factory=list)  # accepted, per pass
+    drafted: int = 0  # verified nodes, without roots
+    path_lengths: list[int] = dataclasses.field(default_factory=list)  # accepted tokens per pass
     ttft: float = 0.0  # start to first token
     decode_seconds: float = 0.0  # first to last token
     cycle_seconds: list[float] = dataclasses.field(default_factory=list)  # chunk to chunk

@@ -30,10 +30,10 @@ START_HEAD_GAIN = 0.4  # tokens that a draft head's chain brings over its cost, 
 class Tuning:
     """Properties of a drafter that the tuner needs."""
 
-    path: Path  # of the measured costs
+    path: Path  # file of the measured costs
     ranks: Ranks
-    head: str = ""  # the files of its draft head (`tensors.files_digest`)
-    corpus: bool = False  # whether its lookup searches one
+    head: str = ""  # digest of the draft head's files (`tensors.files_digest`)
+    corpus: bool = False  # whether the lookup searches a corpus
 
 
 class Drafter(Protocol):
@@ -42,11 +42,11 @@ class Drafter(Protocol):
     name: str
     tuning: Tuning | None  # set where the tree may be tuned
     reads_features: bool  # whether `extend` must see every committed position
-    tap_layers: tuple[int, ...]  # whose taps are its features; empty: those of the final norm
+    tap_layers: tuple[int, ...]  # blocks whose taps are its features; empty: final norm
     always_proposes: bool  # whether every tree has a node besides the root
 
     policy: Policy | None  # chooses its trees while decoding, once costs are known
-    looks_up: bool  # whether it searches the text for earlier places
+    looks_up: bool  # whether it searches the text for earlier matches
 
     @property
     def may_skip_head(self) -> bool:

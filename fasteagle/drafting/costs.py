@@ -17,10 +17,10 @@ from typing import Any
 
 from fasteagle.shapes import AnyShape, FusedShape, GatedChain
 
-ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 24, 32)  # of the target passes that are timed
-WIDTHS = (1, 2, 3, 4, 6, 8)  # of the levels that are timed
-LEAST_STEP = 0.1  # share of a new time in the table
-LARGEST_CHANGE = 4.0  # of a time at once: more is an interruption, not a cost
+ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 24, 32)  # rows of the target passes that are timed
+WIDTHS = (1, 2, 3, 4, 6, 8)  # widths of the levels that are timed
+LEAST_STEP = 0.1  # least weight of a new time in the table
+LARGEST_CHANGE = 4.0  # largest factor on a time at once: more is an interruption
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Costs:
     passes: dict[int, float]  # T: target pass of T rows
     first_level: dict[int, float]  # k: extend and the first level
     level: dict[int, float]  # k: every level after it
-    other: float  # of a cycle: accept, commit, reading the result
-    plain_other: float  # of a plain pass: choosing and reading one token
-    lookup: float = 0.0  # of a drafter that looks up, without its draft head
+    other: float  # rest of a cycle: accept, commit, reading the result
+    plain_other: float  # rest of a plain cycle: choosing and reading one token
+    lookup: float = 0.0  # drafting by lookup, without the draft head
     chain: dict[int, float] = dataclasses.field(default_factory=dict)  # levels of a gated chain
 
     @property
@@ -109,8 +109,8 @@ class Times:
 
     def __init__(self, table: dict[int, float]) -> None:
         self._table = dict(table)
-        self._observed: Counter[int] = Counter()  # times, by size
-        self._weights: dict[int, list[float]] = {}  # of the entries, by the size that was observed
+        self._observed: Counter[int] = Counter()  # number of observations, by size
+        self._weights: dict[int, list[float]] = {}  # of the table's entries, by observed size
 
     def at(self, size: int) -> float:
         """Return interpolated milliseconds at `size`; past the last entry, those of that entry."""

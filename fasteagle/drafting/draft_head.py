@@ -1,4 +1,4 @@
-"""The draft head at work: its KV cache, the true pairs it has seen, and one level of a tree.
+"""Drafting with a draft head: its KV cache, the committed pairs, and one level of a tree.
 
 Shapes: W rows of the draft head in one step, D model dim, S draft cache slots, V draft vocabulary.
 """
@@ -19,22 +19,22 @@ from fasteagle.tree import DraftTree, Pool, TreeView, rerank
 
 
 class Prediction(NamedTuple):
-    """What the draft head says after the last position it has seen."""
+    """Output of the draft head for the last position that it has seen."""
 
     logits: Tensor  # [1, V]
     feature: Tensor  # [1, D]
 
 
 def top_children(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Draft ids and log-probabilities [W, k] of each row's best children, by logits [W, V]."""
+    """Return draft ids and log-probabilities [W, k] of each row's k best of logits [W, V]."""
     values, ids = logits.float().topk(k, dim=-1)
     return ids, values - logits.float().logsumexp(-1, keepdim=True)
 
 
 class DraftOps(NamedTuple):
-    """Operations of drafting that a backend may run in a form of its own; here the core's.
+    """Operations of drafting that a backend may replace; the defaults are the core's.
 
-    `head` runs a step of the draft head; see `EagleHead.forward`, which None stands for.
+    `head` runs a step of the draft head; None is `EagleHead.forward`.
     """
 
     top_children: Callable[[Tensor, int], tuple[Tensor, Tensor]] = top_children
@@ -43,14 +43,14 @@ class DraftOps(NamedTuple):
 
 
 class RankingDrafter(Controlled):
-    """What drafters share that score the children of a node by logits over `target_ids`."""
+    """Base class of drafters that score a node's children by logits over `target_ids`."""
 
     noise: str
     target_ids: Tensor
     ops = DraftOps()
 
     def run_by(self, ops: DraftOps) -> None:
-        """Draft by these operations from now on: those of the backend that runs the cycles."""
+        """Draft by these operations of the backend from now on."""
         self.ops = ops
 
     def top_children(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -58,7 +58,7 @@ class RankingDrafter(Controlled):
         return self.ops.top_children(logits, k)
 
     def rerank(self, pool: Pool, root: Tensor, n_nodes: int) -> DraftTree:
-        """Return the tree of the best candidates of `pool`."""
+        """Return the tree of the `n_nodes` best candidates of `pool`."""
         return self.ops.rerank(pool, root, n_nodes)
 
     def ranking_logits(
@@ -69,10 +69,10 @@ class RankingDrafter(Controlled):
         kind: SamplingMode,
         sampling: SamplingTensors,
     ) -> Tensor:
-        """What children are ranked by, [W, V]: logits, or with the noise the target will draw with.
+        """Return the scores [W, V] that rank children: logits, with the target's noise if sampling.
 
         At level `level` the target picks argmax(its logits / T + g); g is known here already. The
-        softmax of the draft's own sum then estimates how likely each child is that argmax.
+        softmax of the draft's own logits / T + g estimates how likely each child is that argmax.
         """
         if kind.greedy or self.noise == "none":
             return logits
@@ -81,12 +81,12 @@ class RankingDrafter(Controlled):
         return logits.float() / sampling.temperature + gumbel
 
     def child_scores(self, scores: Tensor, logp: Tensor) -> Tensor:
-        """Scores [k, k] of children: a path's probability, never above the parent's."""
+        """Return scores [k, k] of children: log path probabilities, never above the parent's."""
         return torch.minimum(scores + logp, scores)
 
 
 class HeadDrafter(RankingDrafter):
-    """What drafters with an EAGLE head share: the head and its KV cache."""
+    """Base class of drafters with an EAGLE draft head, which own it and its KV cache."""
 
     reads_features = True
 
@@ -103,7 +103,7 @@ class HeadDrafter(RankingDrafter):
 
     @property
     def tree_rows(self) -> int:
-        """Cache rows that a tree takes behind the text, at most."""
+        """Largest number of cache rows that a tree takes after the text."""
         raise NotImplementedError
 
     def reserve(self, n_tokens: int) -> None:
@@ -111,9 +111,9 @@ class HeadDrafter(RankingDrafter):
         self.cache.resize(n_tokens + self.tree_rows + deepest + 1)
 
     def extend(self, new: Committed, seq_len: Tensor) -> Prediction:
-        """Run the true pairs through the head. Rows behind `count` are padding.
+        """Run the committed pairs through the draft head.
 
-        What padding writes into the cache is overwritten before it is read.
+        Rows past `count` are padding, whose cache rows are overwritten before they are read.
         """
         W, device = new.tokens.shape[0], seq_len.device
         start, row = seq_len - new.count[0], torch.arange(W, device=device)
@@ -136,11 +136,11 @@ class HeadDrafter(RankingDrafter):
         paths: Tensor,
         first: int,
     ) -> tuple[Tensor, Tensor]:
-        """One level of the tree: logits [W, V] and features [W, D] of nodes `tokens` [W].
+        """Return logits [W, V] and features [W, D] of one level's nodes `tokens` [W].
 
-        `seq_len` (0-d): true pairs in the cache; `paths` [W, level + 1] int32: each node's own row
-        among those of the tree so far, `first` and the next ones, and before it those of its
-        ancestors. All nodes of a level share a position, as in the public implementation.
+        `seq_len` (0-d) counts the committed pairs in the cache. `paths` [W, level + 1] int32 has
+        the tree rows of each node's ancestors and, last, its own: `first` and the next ones. All
+        nodes of a level share a position, as in the public implementation.
         """
         view = TreeView(seq_len, paths, torch.full_like(tokens, level))
         positions = torch.zeros_like(tokens) + seq_len + level

@@ -29,7 +29,7 @@ class ModelDrafter(RankingDrafter):
     """
 
     name = "model"
-    reads_features = True  # the tokens of the pairs: every committed position must be shown to it
+    reads_features = True  # their tokens only: it must see every committed position
 
     def __init__(
         self,
@@ -43,9 +43,9 @@ class ModelDrafter(RankingDrafter):
         self.shape: TreeShape = shape
         weight = model.weight
         self.cache = model.new_cache(1)
-        shared = min(vocab_size, model.config.vocab_size)  # either may be padded with unused ids
+        shared = min(vocab_size, model.config.vocab_size)  # either may have unused padding ids
         self.target_ids = torch.arange(shared, device=weight.device)
-        self._features = weight.new_zeros(1, 1)  # in place of a draft head's
+        self._features = weight.new_zeros(1, 1)  # instead of a draft head's features
 
     @property
     def caches(self) -> list[KVCache]:
@@ -114,7 +114,7 @@ class ModelDrafter(RankingDrafter):
         return self._logits(self._encode(tokens, positions, slots, mask))
 
     def _encode(self, tokens: Tensor, positions: Tensor, slots: Tensor, mask: Tensor) -> Tensor:
-        known = tokens.clamp(max=self.model.config.vocab_size - 1)  # the target may draw padding
+        known = tokens.clamp(max=self.model.config.vocab_size - 1)  # the target may sample padding
         return self.model.encode(known, positions, slots, mask, self.cache)[0]
 
     def _logits(self, encoded: Tensor) -> Tensor:

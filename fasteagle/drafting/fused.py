@@ -1,8 +1,8 @@
 """One tree from two sources: EAGLE's candidates and a looked-up chain, reranked together.
 
 A looked-up token that EAGLE proposes under the same parent is one candidate. Scores are
-log-probabilities of paths: EAGLE's own, and those of the lookup's table, which has learned what
-looked-up tokens are worth. So the chain may go on below EAGLE's leaves, and beside them.
+log-probabilities of paths: EAGLE's own, and those of the lookup's table, which has learned how
+often looked-up tokens are accepted. So the chain may continue below EAGLE's leaves, or beside them.
 
 Shapes: E candidates of EAGLE's pool, k of its first level, R looked-up tokens, L levels.
 """
@@ -28,7 +28,7 @@ NEG_INF = float("-inf")
 
 
 class FusedDrafter(EagleDrafter):
-    """EAGLE-2's tree and n-gram lookup in one; a shape without levels is the lookup alone."""
+    """Drafter of EAGLE-2's tree and n-gram lookup; without levels only the lookup drafts."""
 
     looks_up = True
 
@@ -60,9 +60,9 @@ class FusedDrafter(EagleDrafter):
         return max(rows, default=LONGEST)
 
     def resized(self, nodes: int) -> FusedDrafter:
-        """Return one over the same head that keeps `nodes` candidates.
+        """Return a drafter with this draft head that verifies `nodes` candidates.
 
-        In place of chains, which end by themselves, a tree without branches of the head's.
+        Instead of gated chains it drafts a tree in which the draft head has no branches.
         """
         like = self.shape
         if isinstance(like, GatedChain):
@@ -80,7 +80,7 @@ class FusedDrafter(EagleDrafter):
     def propose(
         self, prediction: Prediction | None, state: DecodeState, spec: CycleSpec
     ) -> DraftTree:
-        """Expand, look up, merge, rerank."""
+        """Look up, expand, merge, rerank."""
         shape = spec.shape
         assert isinstance(shape, FusedShape), "the engine asks for shapes of this drafter"
         tokens, logp = self.lookup.propose(state.text, state.seq_len, shape.reach)
@@ -93,7 +93,7 @@ class FusedDrafter(EagleDrafter):
 
 
 def levels_of(k: int, n_levels: int) -> list[slice]:
-    """Where in EAGLE's pool the candidates of each level are."""
+    """Return the slice of each level's candidates in EAGLE's pool."""
     ends = [k + level * k * k for level in range(n_levels)]
     return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
@@ -101,16 +101,16 @@ def levels_of(k: int, n_levels: int) -> list[slice]:
 def fuse(pool: Pool, k: int, n_levels: int, tokens: Tensor, logp: Tensor) -> Pool:
     """Return one pool: EAGLE's candidates, then the looked-up ones that are not among them.
 
-    `logp` [R]: log-probability that a looked-up token is right where the one before it is. A
-    candidate of both sources has the higher of the two, and what is below it gains as well.
+    `logp` [R] is the log-probability that a looked-up token is accepted after the one before it. A
+    candidate of both sources takes the higher score, which raises its descendants' scores as well.
     """
     R, E, device = tokens.shape[0], pool.tokens.shape[0], tokens.device
     levels = levels_of(k, n_levels)
-    on_chain = torch.zeros(0, dtype=torch.bool, device=device)  # EAGLE's, on the looked-up path
+    on_chain = torch.zeros(0, dtype=torch.bool, device=device)  # EAGLE's, on the lookup's path
     scores = pool.scores[:0]
     parent = torch.full((1,), -1, device=device)  # pool index of the chain's last token
-    path = logp.new_zeros(1)  # its score
-    parents, paths = [], []  # of the chain's tokens
+    path = logp.new_zeros(1)  # score of the chain's last token
+    parents, paths = [], []  # parents and scores of the chain's tokens
     for depth in range(R):
         parents.append(parent)
         path = path + logp[depth]

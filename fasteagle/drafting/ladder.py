@@ -1,8 +1,8 @@
-"""Sizes of trees that are worth having on a device, and what each of them is expected to bring.
+"""Ladder: the few sizes of trees that the policy chooses from, and their expected tokens.
 
 Where a tree's shape must be fixed before its cycle (compiled code, captured graphs), the policy
 chooses among a few sizes. These are chosen here, once, by measured costs and by how often the
-draft head's children are accepted on usual text. What is observed corrects both: see `policy`.
+draft head's children are accepted on usual text. Observations correct both: see `policy`.
 
 Shapes: k width, D levels, N nodes.
 """
@@ -17,33 +17,33 @@ from typing import Any
 from fasteagle.drafting.costs import ROWS, WIDTHS, Costs
 from fasteagle.shapes import AnyShape, FusedShape, GatedChain, TreeShape
 
-Ranks = tuple[tuple[float, ...], ...]  # [level][rank]: how often the target agrees, parent accepted
+Ranks = tuple[tuple[float, ...], ...]  # [level][rank]: acceptance rate where the parent is accepted
 
-# Acceptance of a head without a header: what published EAGLE heads reach on chat, roughly.
+# Acceptance of a draft head without a header: roughly that of published EAGLE heads on chat.
 DEFAULT_RANKS = ((0.6, 0.13, 0.06, 0.04),) * 5
-RANK_DECAY = 0.7  # of acceptance from rank to rank beyond those measured
-# Of looked-up tokens, where the text has an earlier place; text that repeats has much more.
+RANK_DECAY = 0.7  # factor on acceptance per rank past the measured ranks
+# Of looked-up tokens, where the text has an earlier match; text that repeats has much more.
 NGRAM_RANKS = ((0.35,), (0.6,), (0.7,))
-SURE = 0.97  # no token is surer to be accepted
+SURE = 0.97  # largest acceptance rate of a token
 DEPTHS = (1, 2, 3, 4, 5, 6)
-# A header records acceptance on text that the model wrote; questions of people have less: the
-# default head's first token is accepted for 0.50 of MT-bench, 0.69 of its held-out text.
+# A header records acceptance on text that the model wrote; questions of users have less: the
+# default draft head's first token is accepted for 0.50 of MT-bench, 0.69 of its held-out text.
 USUAL = 0.8
-TEXTS = (0.4, USUAL, 1.2)  # acceptance over the recorded one; each has a best size
-LOOKUP_NODES = (7, 15)  # of sizes of a fused drafter whose only source is the lookup
-# Of a drafter without a head. Compiling how the rows of a chain see each other takes seconds for 8
-# rows and minutes for 16: Inductor simplifies indices of indices.
+TEXTS = (0.4, USUAL, 1.2)  # factors on recorded acceptance; each has a best size
+LOOKUP_NODES = (7, 15)  # nodes of sizes whose only source is the lookup
+# Sizes of a drafter without a head. Compiling how the rows of a chain see each other takes seconds
+# for 8 rows and minutes for 16: Inductor simplifies indices of indices.
 CHAIN_NODES = (3, 7)
 LOOKUP_REACH = 8  # looked-up tokens beside a draft head's levels
 MAX_NODES = 64
-CHAIN_LEVELS = 3  # that a gated chain has on average
-# How often the first looked-up token is right: on usual text, and after tokens that were copied.
+CHAIN_LEVELS = 3  # average of a gated chain
+# Acceptance of the first looked-up token: on usual text, and after tokens that were copied.
 HIT, HIT_COPYING = 0.2, 0.8
-COPY = 0.85  # the same of each further one
+COPY = 0.85  # acceptance of each further looked-up token
 
 
 def ranks_of(header: dict[str, Any] | None) -> Ranks:
-    """Acceptance by level and rank: from a head's header, or the usual of published heads."""
+    """Return acceptance by level and rank, from a draft head's header or `DEFAULT_RANKS`."""
     ranks = (header or {}).get("ranks")
     if not ranks:
         return DEFAULT_RANKS
@@ -51,9 +51,9 @@ def ranks_of(header: dict[str, Any] | None) -> Ranks:
 
 
 def ladder(costs: Costs, ranks: Ranks, shape: AnyShape, max_topk: int) -> list[AnyShape]:
-    """Return sizes to choose from for a drafter whose usual one is `shape`.
+    """Return the sizes that the policy chooses from, for a drafter whose usual one is `shape`.
 
-    `max_topk` is the widest level of its draft head, 0 if it has none. A gated chain is one size.
+    `max_topk` is the widest level of the draft head, 0 without one. A gated chain is one size.
     """
     if isinstance(shape, GatedChain):
         return [shape]
@@ -75,7 +75,7 @@ def ladder(costs: Costs, ranks: Ranks, shape: AnyShape, max_topk: int) -> list[A
 
 
 def _candidates(max_rows: int, max_topk: int, fused: bool) -> list[AnyShape]:
-    """Chains, and trees as large as each timed pass."""
+    """Return chains, and trees as large as each timed pass."""
     sizes: list[AnyShape] = []
     for k in (k for k in WIDTHS if k <= max_topk):
         for depth in DEPTHS:
@@ -92,7 +92,7 @@ def _candidates(max_rows: int, max_topk: int, fused: bool) -> list[AnyShape]:
 
 
 def expected(shape: AnyShape, ranks: Ranks, copying: bool = False) -> float:
-    """Accepted tokens per cycle on usual text, or where tokens have just been copied."""
+    """Return accepted tokens per cycle on usual text, or where tokens have just been copied."""
     hit = HIT_COPYING if copying else HIT
     looked_up = sum(hit * COPY**depth for depth in range(_reach(shape)))
     if isinstance(shape, GatedChain):
@@ -105,10 +105,10 @@ def _reach(shape: AnyShape) -> int:
 
 
 def expected_of_head(shape: AnyShape, ranks: Ranks, factor: float) -> float:
-    """Tokens accepted per pass by the `nodes` likeliest nodes of `depth` levels of `topk` each.
+    """Return accepted tokens per pass of the likeliest nodes of the draft head's levels.
 
-    A node counts if its whole path is right. The tree of a real cycle follows the head's own
-    probabilities, which this average does not see; what is observed corrects it.
+    A node counts if its whole path is accepted. The tree of a real cycle follows the draft head's
+    own probabilities, which this average does not contain; observations correct it.
     """
     levels = shape.levels if isinstance(shape, FusedShape) else shape.depth
     if not levels or shape.topk is None:
@@ -118,7 +118,7 @@ def expected_of_head(shape: AnyShape, ranks: Ranks, factor: float) -> float:
 
 @functools.cache
 def best_nodes(topk: int, depth: int, ranks: Ranks, factor: float) -> Sequence[float]:
-    """Path probabilities of the likeliest nodes, the best first."""
+    """Return path probabilities of the likeliest nodes, the best first."""
     nodes: list[float] = []
     pending = [(-chance(ranks, 1, rank, factor), 1) for rank in range(topk)]
     heapq.heapify(pending)
@@ -133,14 +133,14 @@ def best_nodes(topk: int, depth: int, ranks: Ranks, factor: float) -> Sequence[f
 
 
 def chance(ranks: Ranks, level: int, rank: int, factor: float) -> float:
-    """Probability that the target agrees with the child of this rank of an accepted parent.
+    """Return the probability that the child of this rank is accepted after its parent.
 
     The root's children are at level 1.
     """
     row = ranks[min(level, len(ranks)) - 1]
     last = len(row) - 1
     p = row[rank] if rank <= last else row[last] * RANK_DECAY ** (rank - last)
-    # The more often the first child is right, the less is left for the others.
+    # The more often the first child is accepted, the less is left for the others.
     scaled = p * factor
     total = sum(row) * factor
     return min(scaled, SURE * p / sum(row)) if total > SURE else scaled

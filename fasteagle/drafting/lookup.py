@@ -1,13 +1,14 @@
-"""N-gram lookup: where the text's last few tokens stood before, and what followed there.
+"""N-gram lookup: earlier occurrences of the text's last tokens, and the tokens that followed.
 
-The latest of the longest earlier matches of the text's end, in the text itself or, if a longer one
-is there, in a corpus of other documents. A table learns how often a token that followed is right,
-by match length and depth. Our CPU kernels (`look_up`) compute the same, and share the table.
+It takes the latest of the longest earlier matches of the text's end, in the text itself or, if a
+longer one is there, in a corpus of other documents. A table learns how often a copied token is
+accepted, by match length and depth. Our CPU kernels (`look_up`) compute the same results, and share
+the table.
 
-Tensor code of static shapes, nothing is read on the host. The text is searched from end to end, a
-corpus through a sorted index.
+This is tensor code of static shapes, and the host reads nothing. The text is searched from end to
+end, a corpus through a sorted index.
 
-Shapes: N slots of the text, M tokens of a corpus, L longest match, R tokens read at the place.
+Shapes: N slots of the text, M tokens of a corpus, L longest match, R tokens copied from a match.
 """
 
 from __future__ import annotations
@@ -22,30 +23,31 @@ from torch import Tensor
 
 from fasteagle.shapes import MAX_REACH
 
-NOTHING = -1  # in place of a token: here is none
-OUTSIDE = -2  # in place of a wanted token before the first one: nothing equals it
-KEY_TOKENS, KEY_BITS = 3, 21  # of a corpus index: three ids fit into an int64
+NOTHING = -1  # in place of a token: there is none
+OUTSIDE = -2  # in place of a token before the first one: nothing equals it
+KEY_TOKENS, KEY_BITS = 3, 21  # keys of a corpus index: three ids fit into an int64
 WINDOW = 256  # places of a corpus that are compared token by token
-LONGEST_MATCH = 8  # tokens that are compared
-CLASSES = 8  # of match lengths and of depths: 1 .. 7, and all above
-# How often a looked-up token is right, by the tokens that matched so far, from one on: right tokens
-# of a proposal count. A match of eight or more is longer than that on average: by depth.
+LONGEST_MATCH = 8  # most tokens that are compared
+CLASSES = 8  # classes of match lengths and of depths: 1 .. 7, and all above
+# How often a looked-up token is accepted, by the number of tokens that matched before it, from one
+# on; accepted tokens of a proposal count as matched. LONG_RIGHT: by depth, after matches of eight
+# or more, which are longer than eight on average.
 RIGHT = (0.21, 0.54, 0.65, 0.71, 0.74, 0.81, 0.83, 0.85, 0.87, 0.87, 0.88, 0.89, 0.9, 0.9)
 LONG_RIGHT = (0.95, 0.955, 0.96, 0.965, 0.97, 0.97, 0.975, 0.98)
-PRIOR_TOKENS = 8.0  # that these count for
-MEMORY = 128.0  # tokens of a cell that count
-RAREST = 1e-3  # no probability is below: what is never right may be right again
+PRIOR_TOKENS = 8.0  # weight of these rates, in tokens
+MEMORY = 128.0  # largest weight of a cell of the table, in tokens
+RAREST = 1e-3  # least probability, so that a token is tried again
 
 
 class Match(NamedTuple):
-    """An earlier place of the text's end."""
+    """Earlier occurrence of the text's end."""
 
-    tokens: Tensor  # [R] what followed, NOTHING after its end
-    size: Tensor  # [1] int64, tokens that match; 0: no place
+    tokens: Tensor  # [R] tokens that followed, NOTHING past their end
+    size: Tensor  # [1] int64, tokens that match; 0: no match
 
 
 def suffix_of(text: Tensor, last: Tensor, longest: int) -> Tensor:
-    """Return the last tokens [L], the newest first; OUTSIDE before the beginning.
+    """Return the last tokens [L], the newest first; OUTSIDE before the text's beginning.
 
     `text` [N] holds the tokens, the last one at `last` (0-d).
     """
@@ -54,10 +56,10 @@ def suffix_of(text: Tensor, last: Tensor, longest: int) -> Tensor:
 
 
 def find_in_text(text: Tensor, last: Tensor, reach: int, longest: int = LONGEST_MATCH) -> Match:
-    """Return the best earlier place of the end of `text` [N], whose last token is at `last` (0-d).
+    """Return the best earlier match of the end of `text` [N], whose last token is at `last` (0-d).
 
-    What followed ends where the text does. From there on it is repeated: a text that goes round in
-    circles is expected to go on doing so.
+    The tokens that followed end at `last`, and from there on they are repeated: a text in a loop is
+    expected to stay in it.
     """
     N, device = text.shape[0], text.device
     suffix = suffix_of(text, last, longest)
@@ -77,10 +79,10 @@ def find_in_text(text: Tensor, last: Tensor, reach: int, longest: int = LONGEST_
 
 
 class Corpus:
-    """Documents that may be quoted, as one tensor with an index of their three-token sequences.
+    """Documents that answers may quote, as one tensor with an index of their token trigrams.
 
     A lookup is a binary search and a comparison of `WINDOW` places, however long the documents are.
-    Takes 24 bytes a token.
+    A corpus takes 24 bytes a token.
     """
 
     def __init__(self, documents: Sequence[Sequence[int]], device: torch.device | str) -> None:
@@ -100,7 +102,7 @@ class Corpus:
 
     @property
     def index(self) -> list[Tensor]:
-        """[M] int64 each: the tokens, the sorted keys, and where each key's last token stands."""
+        """Tokens, sorted keys, and the index of each key's last token: [M] int64 each."""
         return [self.tokens, self._keys, self._order]
 
     @property
@@ -108,10 +110,10 @@ class Corpus:
         return sum(t.nbytes for t in self.index)
 
     def find(self, text: Tensor, last: Tensor, reach: int, longest: int = LONGEST_MATCH) -> Match:
-        """Return the best place of the end of `text`, as `find_in_text`; nothing is repeated.
+        """Return the best match of the end of `text`, as `find_in_text`, but without repetition.
 
-        Only places that agree in three tokens are compared, or else in two, or in one; of more than
-        `WINDOW` of them those with the highest ids before the match.
+        Only places that match in three tokens are compared, or else in two, or in one; of more than
+        `WINDOW` places those with the highest token ids before the match.
         """
         device = text.device
         suffix = suffix_of(text, last, longest)
@@ -129,9 +131,9 @@ class Corpus:
         return Match(torch.where(inside, tokens, NOTHING), size)
 
     def _ranges(self, suffix: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ranks [1] of the keys that agree in three tokens, or two, or one.
+        """Return the range of keys that match in three tokens, or else in two, or in one.
 
-        The first one, and the one after the last.
+        The range is the rank [1] of the first key, and that after the last key.
         """
         shifts = KEY_BITS * torch.arange(KEY_TOKENS - 1, -1, -1, device=suffix.device)
         wanted = F.pad(suffix[:KEY_TOKENS], (0, max(0, KEY_TOKENS - len(suffix))), value=OUTSIDE)
@@ -140,18 +142,18 @@ class Corpus:
         last = low + ((1 << (KEY_BITS * torch.arange(KEY_TOKENS, device=suffix.device))) - 1)
         first = torch.searchsorted(self._keys, low)
         behind = torch.searchsorted(self._keys, last, right=True)
-        whole = (wanted >= 0).long().cumprod(0).flip(0).bool()  # no token is wanted before the text
+        whole = (wanted >= 0).long().cumprod(0).flip(0).bool()  # no match before the text begins
         some = (behind > first) & whole
-        chosen = some.long().argmax(0, keepdim=True)  # of none the first: sizes will be 0
+        chosen = some.long().argmax(0, keepdim=True)  # without any the first: its sizes are 0
         behind = torch.where(some, behind, first)
         return first[chosen], behind[chosen]
 
 
 def prior() -> Tensor:
-    """Return [2, CLASSES, CLASSES]: tokens tried and right before any was observed.
+    """Return the initial table [2, CLASSES, CLASSES] of tokens tried and accepted.
 
-    By match size and depth. Counted at every token of 500 greedy answers that the default model
-    wrote for the draft head's training.
+    It is indexed by match size and depth, and was counted at every token of 500 greedy answers that
+    the default model wrote for the draft head's training.
     """
     right = torch.tensor(
         [*(RIGHT[size : size + CLASSES] for size in range(CLASSES - 1)), LONG_RIGHT]
@@ -160,11 +162,11 @@ def prior() -> Tensor:
 
 
 class Lookup:
-    """Where to look, and what has been learned of the tokens that were found.
+    """Lookup in the text and a corpus, with a table of how often copied tokens are accepted.
 
-    `table` [2, CLASSES, CLASSES] counts tokens that were tried and that were right, by match size
-    and depth. `last` [4 + MAX_REACH] is the last proposal: the slot of its root, the root, the
-    match's size, the number of its tokens, and these.
+    `table` [2, CLASSES, CLASSES] counts tokens that were tried and that were accepted, by match
+    size and depth. `last` [4 + MAX_REACH] is the last proposal: the slot of its root, the root, the
+    match's size, the number of its tokens, and its tokens.
     """
 
     def __init__(
@@ -179,17 +181,17 @@ class Lookup:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What a cycle changes."""
+        """Tensors that a cycle changes."""
         return [self.table, self.last]
 
     def apart(self) -> Self:
-        """Return a lookup that learns without changing what this one has learned."""
+        """Return a copy of this lookup, which learns without changing this one."""
         other = copy.copy(self)
         other.table, other.last = self.table.clone(), self.last.clone()
         return other
 
     def find(self, text: Tensor, last: Tensor, reach: int) -> Match:
-        """Return what followed the best place of the end of `text` [N], at `last` (0-d)."""
+        """Return the best match of the end of `text` [N], whose last token is at `last` (0-d)."""
         here = find_in_text(text, last, reach, self.longest)
         if self.corpus is None:
             return here
@@ -198,9 +200,9 @@ class Lookup:
         return Match(*(torch.where(longer, b, a) for a, b in zip(here, there, strict=True)))
 
     def propose(self, text: Tensor, last: Tensor, reach: int) -> tuple[Tensor, Tensor]:
-        """Learn what followed the last proposal; return tokens [R] and their log-probabilities [R].
+        """Learn from the last proposal; return tokens [R] and their log-probabilities [R].
 
-        A token's probability is that of being right where the token before it is.
+        A token's probability is that of being accepted after the token before it was accepted.
         """
         self._learn(text, last, reach)
         match = self.find(text, last, reach)
@@ -214,10 +216,10 @@ class Lookup:
         return match.tokens, torch.where(is_token, logp, float("-inf"))
 
     def _learn(self, text: Tensor, last: Tensor, reach: int) -> None:
-        """Count what the text says of the last proposal, up to its first wrong token.
+        """Count the last proposal's tokens against the text, up to its first wrong token.
 
-        Where another token stands in its root's place, or more tokens came than a cycle brings,
-        the text is another one.
+        A different token in the root's slot, or more new tokens than a cycle commits, mean that the
+        text is another one: then nothing is counted.
         """
         at, root, size, n = self.last[:4].split(1)  # [1] each
         tokens = self.last[4:]

@@ -1,4 +1,4 @@
-"""N-gram lookup: a chain copied from where the text's last few tokens stood before.
+"""N-gram lookup: a chain copied from an earlier occurrence of the text's last tokens.
 
 Needs no training and no features. Shapes: D tokens of the chain.
 """
@@ -17,11 +17,11 @@ from fasteagle.shapes import AnyShape, TreeShape
 from fasteagle.state import Committed, CycleSpec, DecodeState
 from fasteagle.tree import DraftTree, chain
 
-NGRAM_TOKENS = 7  # copied in a row, unless another number is set
+NGRAM_TOKENS = 7  # tokens copied in a row by default
 
 
 class NgramDrafter(Controlled):
-    """Proposes what followed the latest of the longest earlier matches of the text's end."""
+    """Drafter that copies what followed the latest of the longest matches of the text's end."""
 
     name = "ngram"
     reads_features = False
@@ -44,14 +44,14 @@ class NgramDrafter(Controlled):
 
     @property
     def head_gain(self) -> None:
-        """No draft head promises anything."""
+        """Gain of the draft head: None, since there is none."""
         return None
 
     def reserve(self, n_tokens: int) -> None:
-        """It keeps nothing but the text, which is the state's."""
+        """Do nothing: there is no cache, and the text is the state's."""
 
     def extend(self, new: Committed, seq_len: torch.Tensor) -> None:
-        """The text itself is all that it reads."""
+        """Do nothing: only the text is read."""
 
     def propose(self, prediction: None, state: DecodeState, spec: CycleSpec) -> DraftTree:
         assert isinstance(spec.shape, TreeShape), "the engine asks for shapes of this drafter"

@@ -1,20 +1,20 @@
-"""Decides while decoding what is drafted, by one price: what a millisecond is worth.
+"""Policy: decides while decoding how much to draft, by one price: tokens per millisecond.
 
-`speed` is the number of tokens that a millisecond has brought lately, at least what plain decoding
-brings. Then
+`speed` is the number of tokens that a millisecond has brought lately, at least that of plain
+decoding. Then
 
 - a row is worth verifying while its path probability is above speed x ms of that row, and a level
   is worth drafting while the tokens that it may bring are above speed x its cost (`thresholds`);
-- where the shape is fixed before the cycle, that size of the ladder is taken which brings the most
-  tokens per ms (`next_shape`);
-- where nothing brings 2 % more than plain decoding, drafting pauses, and is tried again after
-  pauses that become longer (`head_gain` of gated chains, whose lookup costs next to nothing, else
+- where the shape is fixed before the cycle, the size of the ladder with the most tokens per ms is
+  used (`next_shape`);
+- where no size brings 2 % more than plain decoding, drafting pauses, and is tried again after
+  pauses that become longer (`head_gain` of gated chains, whose lookup costs almost nothing, else
   `next_shape`).
 
 All times are those of the cycles themselves. The measured table that the policy begins with only
-says what to try first, and what a further row and level cost. Plain passes are timed in blocks,
-first after a few cycles, for a single pass between others costs more than one of many: clocks rise
-with the load.
+gives the size to try first, and the cost of a further row and level. Plain passes are timed in
+blocks, first after a few cycles, because a single pass between others costs more than one of many:
+clocks rise with the load.
 """
 
 from __future__ import annotations
@@ -29,53 +29,53 @@ from fasteagle.drafting.costs import ROWS, Costs, Times
 from fasteagle.drafting.ladder import Ranks, expected
 from fasteagle.shapes import AnyShape, GatedChain
 
-ADVANTAGE = 1.02  # over plain decoding, or drafting pauses
-DOUBT = 0.25  # over the square root of the cycles observed: relative error that is granted
-MARGIN = 1.03  # another size must promise this over the one in use
+ADVANTAGE = 1.02  # speed over plain decoding, below which drafting pauses
+DOUBT = 0.25  # tolerated relative error, divided by the square root of the observed cycles
+MARGIN = 1.03  # speed over the size in use that another size must promise
 EVERY = 4  # cycles between decisions
-MEMORY = 0.99  # of a cycle in the averages, each cycle
-FORGOTTEN = 0.25  # share that a pause leaves of the averages
-INTERRUPTION = 4.0  # times the usual time: more is not the cycle's
-PRIOR_CYCLES = 4.0  # that an expectation counts for
+MEMORY = 0.99  # factor on the weight of past cycles in the averages, each cycle
+FORGOTTEN = 0.25  # weight of earlier cycles in the averages after a pause
+INTERRUPTION = 4.0  # times the usual time; more is an interruption of the process
+PRIOR_CYCLES = 4.0  # weight of an expectation, in cycles
 PROBE = 8  # cycles of drafting before it may pause again
 FIRST_PAUSE, LONGEST_PAUSE = 24, 768  # passes
 SETTLED = 64  # cycles of drafting after which the next pause is short again
 FIRST_DISTANCE, LONGEST_DISTANCE = 8, 512  # drafted cycles between two blocks of plain passes
 BLOCK, FEWEST = 12, 5  # plain passes of a block
-WARM = 2  # passes of a block that are not counted
+WARM = 2  # first passes of a block, which are not counted
 OPTIMISM = 0.8  # a block ends early where plain passes would not pay at this share of their time
-COPIED = 4  # tokens accepted of the lookup: the text is being copied
-NEXT_ACCEPTED = 0.65  # how often a further level's token would be accepted
+COPIED = 4  # accepted looked-up tokens in a cycle from which the text counts as copied
+NEXT_ACCEPTED = 0.65  # assumed acceptance rate of a further level's token
 LONGEST = 8  # tokens of a draft head's chain
-USUAL_CHAIN = 2  # of them that are verified, on average
-REACH = 16  # tokens of a looked-up chain, unless another number is set
-HONEST_TOKENS = 8.0  # that the head's own probabilities count for
+USUAL_CHAIN = 2  # verified tokens of a draft head's chain, on average
+REACH = 16  # tokens of a looked-up chain by default
+HONEST_TOKENS = 8.0  # weight of the draft head's own probabilities, in tokens
 MAX_CHAIN = max(ROWS) - 1  # tokens of a chain whose pass is timed
-LOOKED_UP = "looked up"  # among the sizes that were used
+LOOKED_UP = "looked up"  # key in `Policy.used`
 
 
 class Thresholds(NamedTuple):
-    """Path probabilities, by depth, from which a gated chain goes on."""
+    """Path probabilities, by depth, from which a gated chain continues."""
 
-    verify: tuple[float, ...] = (0.15,) * LONGEST  # a token is verified
-    expand: tuple[float, ...] = (0.4,) * LONGEST  # a further level is drafted
+    verify: tuple[float, ...] = (0.15,) * LONGEST  # from which a token is verified
+    expand: tuple[float, ...] = (0.4,) * LONGEST  # from which a further level is drafted
 
 
 class Outcome(NamedTuple):
-    """What a cycle drafted and brought, and how long it took."""
+    """Result of a cycle: drafted and accepted tokens, and times."""
 
     accepted: int = 0
     by_lookup: int = 0  # accepted tokens that the lookup had proposed
     drafted: int = 0  # tokens verified
     extended: bool = False  # whether the draft head was run
-    promised: Sequence[float] = ()  # path probabilities of the head's chain, token by token
-    ms: float | None = None  # whole cycle; None where it says nothing about others
+    promised: Sequence[float] = ()  # path probabilities of the draft head's chain
+    ms: float | None = None  # whole cycle; None where it is not comparable
     draft_ms: float | None = None
     verify_ms: float | None = None
 
 
 class Average:
-    """Mean of the last observations, an expectation counting for a few of them."""
+    """Mean of the last observations; a prior expectation counts as a few of them."""
 
     def __init__(self, prior: float, weight: float = PRIOR_CYCLES) -> None:
         self.prior, self._weight = prior, weight
@@ -88,18 +88,18 @@ class Average:
         self.n += 1
 
     def fade(self, share: float = MEMORY) -> None:
-        """Let what was observed count less."""
+        """Reduce the weight of what was observed."""
         self._total *= share
         self.n *= share
 
     def mean(self, scale: float = 1.0) -> float:
-        """Mean, for an expectation of `scale` times the first one."""
+        """Return the mean, with an expectation of `scale` times the prior."""
         total = self._total + self._weight * scale * self.prior
         return total / (self.n + self._weight)
 
 
 class Size:
-    """A shape that may be drafted: the tokens that it brings and the time that it takes."""
+    """Shape of the ladder, with averages of its accepted tokens and its time."""
 
     def __init__(self, shape: AnyShape, costs: Costs, ranks: Ranks) -> None:
         self.shape = shape
@@ -114,61 +114,61 @@ class Size:
         self.ms = Average(ms)
 
     def fade(self) -> None:
-        """Let the tokens that were observed count less: another size is in use."""
+        """Reduce the weight of observed tokens, because another size is in use."""
         for average in self.tokens.values():
             average.fade()
 
     def forget(self) -> None:
-        """Let what was observed before a pause count less than what comes."""
+        """Reduce the weight of what was observed before a pause."""
         for average in (*self.tokens.values(), self.ms):
             average.fade(FORGOTTEN)
 
     def speed(self, copying: bool, factor: float, drift: float) -> float:
-        """Expected tokens per ms."""
+        """Return expected tokens per ms."""
         return (1 + self.tokens[copying].mean(factor)) / self.ms.mean(drift)
 
 
 class Honesty:
-    """How often the head's chain is accepted, over what its own probabilities promise, by depth."""
+    """Calibration of the draft head's chain: accepted over promised tokens, by depth."""
 
     def __init__(self) -> None:
         self._promised = [HONEST_TOKENS * 0.5] * LONGEST
         self._accepted = list(self._promised)
 
     def learn(self, promised: Sequence[float], accepted: int) -> None:
-        """Count a chain of which the first `accepted` tokens were right."""
+        """Count a chain whose first `accepted` tokens were accepted."""
         for depth, probability in enumerate(promised[:LONGEST]):
             self._promised[depth] = MEMORY * self._promised[depth] + probability
             self._accepted[depth] = MEMORY * self._accepted[depth] + (depth < accepted)
 
     def ratio(self, depth: int) -> float:
-        """Accepted over promised tokens at `depth`, from 0 on."""
+        """Return accepted over promised tokens at `depth`, which counts from 0."""
         return min(2.0, max(0.25, self._accepted[depth] / self._promised[depth]))
 
 
 @dataclasses.dataclass
 class Pauses:
-    """When drafting pauses, and for how long."""
+    """Schedule of drafting pauses."""
 
-    length: int = FIRST_PAUSE  # of the next one
-    left: int = 0  # passes left of this one
-    probing: int = PROBE  # cycles before the next pause, at least
-    drafted: int = 0  # cycles since the last one
+    length: int = FIRST_PAUSE  # passes of the next pause
+    left: int = 0  # passes left of this pause
+    probing: int = PROBE  # least number of cycles before the next pause
+    drafted: int = 0  # cycles since the last pause
 
     def begin(self) -> None:
-        """Pause, twice as long as the last time unless drafting had settled."""
+        """Begin a pause, twice as long as the last one unless drafting had settled."""
         if self.drafted > SETTLED:
             self.length = FIRST_PAUSE
         self.left, self.drafted = self.length, 0
         self.length = min(2 * self.length, LONGEST_PAUSE)
 
     def end(self) -> None:
-        """Try to draft again."""
+        """End the pause: try to draft again."""
         self.left, self.probing = 0, PROBE
 
 
 class Policy:
-    """Chooses for one drafter; `learn` is told of every cycle, in order."""
+    """Policy of one drafter; `learn` must be called with every cycle, in order."""
 
     def __init__(
         self, costs: Costs, ranks: Ranks, shapes: Sequence[AnyShape], *, head: bool, lookup: bool
@@ -191,8 +191,8 @@ class Policy:
         self._until_block = FIRST_DISTANCE
         self._pauses = Pauses()
         self._shape: AnyShape | None = None
-        # Of gated chains: path probabilities from which they go on, and the tokens that a chain of
-        # the head brings over what its time is worth (None: it pauses).
+        # Of gated chains: path probabilities from which they continue, and the tokens that a chain
+        # of the draft head brings over the worth of its time (None: the draft head pauses).
         self.thresholds, self.lookup_threshold = Thresholds(), Thresholds().verify[0]
         self.head_gain: float | None = None
         self._set_prices()
@@ -207,18 +207,18 @@ class Policy:
         if self._block:
             return None
         if self._gated and self._lookup:
-            return self.shapes[0]  # a pause is one of the draft head alone
+            return self.shapes[0]  # only the draft head pauses
         return self._shape
 
     def _set_prices(self) -> None:
-        """Derive what gated chains need from what a millisecond is worth now."""
+        """Derive thresholds and head gain of gated chains from the current `speed`."""
         speed, row = self.speed, self._passes.slope(5)
         level = 0.0 if self._levels is None else self._levels.slope(LONGEST)
         ratios = [self._honesty.ratio(depth) for depth in range(LONGEST)]
         verify = [_between(row * speed / ratio) for ratio in ratios]
         expand = [_between((row + level) * speed / NEXT_ACCEPTED / ratio) for ratio in ratios]
         self.thresholds = Thresholds(tuple(verify), tuple(map(max, verify, expand)))
-        # Looked-up chains are long: there a row may cost more.
+        # Looked-up chains are long, and with many rows each may cost more.
         self.lookup_threshold = _between(self._passes.slope(self.shapes[0].rows) * speed)
         self.head_gain = None
         if self._head and self._shape is not None:
@@ -235,14 +235,14 @@ class Policy:
 
     @property
     def factor(self) -> float:
-        """Accepted tokens of late over the expected ones."""
+        """Recently accepted tokens over the expected ones."""
         return self._factor.mean()
 
     @property
     def speed(self) -> float:
-        """Tokens that a millisecond is worth: of late, at least what plain passes bring."""
+        """Recent tokens per millisecond, at least those of plain passes."""
         plain = 1 / self.plain_ms
-        # Not of copied text: time is worth what it brings when that is over.
+        # Copied text does not count: time is worth what it brings after it.
         return plain if self._shape is None else max(plain, self._speed(self._shape, False))
 
     def _ms(self, size: Size) -> float:
@@ -260,14 +260,14 @@ class Policy:
         return best
 
     def _pays(self, shape: AnyShape) -> bool:
-        """Whether drafting is faster than plain passes, in doubt yes."""
+        """Return whether drafting is faster than plain passes; in doubt True."""
         size = self._sizes[shape]
         doubt = 1 + DOUBT / max(1.0, size.ms.n) ** 0.5
         return self._speed(shape, self._copying) * doubt > ADVANTAGE / self.plain_ms
 
     def learn(self, shape: AnyShape | None, outcome: Outcome) -> None:
         """Observe a cycle that was launched with `shape`; None was a plain pass."""
-        counts = outcome.extended or not self._gated  # else a chain of the lookup, or none
+        counts = outcome.extended or not self._gated  # else only the lookup drafted, or nothing
         is_plain = shape is None or not (outcome.drafted or counts)
         looked_up = LOOKED_UP if outcome.drafted else None
         self.used[shape if shape is not None and counts else looked_up] += 1
@@ -276,7 +276,7 @@ class Policy:
         self._in_a_row = self._in_a_row + 1 if is_plain else 0
         if is_plain:
             self._learn_plain(shape, outcome)
-        elif counts and shape in self._sizes:  # not one that another policy had launched
+        elif counts and shape in self._sizes:  # other shapes were launched by another policy
             self._learn_size(self._sizes[shape], outcome)
             self._after_drafting()
         else:
@@ -303,11 +303,11 @@ class Policy:
                     size.forget()
                 self._shape = self._best()
                 self._set_prices()
-            elif self._pauses.left % BLOCK == 0:  # plain passes are timed all the while
+            elif self._pauses.left % BLOCK == 0:  # plain passes are timed during the whole pause
                 self._set_prices()
 
     def _is_decided(self) -> bool:
-        """Whether further plain passes of a block would not change the decision."""
+        """Return whether further plain passes of a block would not change the decision."""
         if self._in_a_row < FEWEST or self._shape is None:
             return False
         plain = ADVANTAGE / (OPTIMISM * self.plain_ms)
@@ -331,7 +331,7 @@ class Policy:
             self._levels.observe(min(outcome.drafted + 1, LONGEST), outcome.draft_ms)
 
     def _after_drafting(self) -> None:
-        """Decide now and then; time plain passes now and then."""
+        """Begin a block of plain passes, or decide again, where it is time for it."""
         self._since += 1
         self._pauses.drafted += 1
         self._pauses.probing = max(0, self._pauses.probing - 1)
@@ -354,7 +354,7 @@ class Policy:
     # Reports
 
     def explain(self) -> str:
-        """Return one line: what is in use, what it costs, what it brings."""
+        """Return one line: the size in use, its time, its tokens."""
         plain = f"plain {self.plain_ms:.1f} ms, {1e3 / self.plain_ms:.0f} tok/s"
         if self._shape is None:
             line = f"policy: the draft head pauses; {plain}" if self._head else f"policy: {plain}"
@@ -380,7 +380,7 @@ class Policy:
         return [(None, self.plain_ms, 1.0), *sizes]
 
     def shares(self) -> str:
-        """Return how many of the passes each size had."""
+        """Return the share of passes of each size, as text."""
         total = sum(self.used.values())
         return ", ".join(
             f"{name(shape)} {100 * n / total:.0f} %" for shape, n in self.used.most_common()
@@ -392,7 +392,7 @@ def _between(probability: float) -> float:
 
 
 def name(shape: AnyShape | str | None) -> str:
-    """Return a size in a person's words."""
+    """Return a readable name of a size."""
     if isinstance(shape, str):
         return shape
     if isinstance(shape, GatedChain):

@@ -1,4 +1,4 @@
-"""EAGLE-1's tree of fixed form, its children ranked, or sampled as in the paper's algorithm 1.
+"""EAGLE-1's static tree, its children ranked, or sampled as in the paper's algorithm 1.
 
 Shapes: T tree rows, D model dim, V target vocabulary.
 """
@@ -22,20 +22,20 @@ from fasteagle.tree import DraftTree
 
 
 class Level(NamedTuple):
-    """One level of the tree, over the frontier: the nodes above that have children."""
+    """One level of the tree, below its frontier: the nodes of the level above with children."""
 
     above: Tensor  # frontier index of each node's parent
-    ranks: Tensor  # of each node among its siblings
+    ranks: Tensor  # rank of each node among its siblings
     kept: Tensor  # nodes that have children themselves: the next frontier
     frontier_rows: Tensor  # tree row of each frontier node
 
 
 class StaticTreeDrafter(HeadDrafter):
-    """Node `path` is the rank-th best child at every step.
+    """Drafter of a static tree, whose node `path` is the rank-th best child at every step.
 
-    With `sampled` and a temperature, children are instead drawn from the draft's distribution
-    without replacement, the rank being the order of drawing; the tree's `distributions` then hold
-    what each row's were drawn from, as multi-round verification needs it.
+    With `sampled` and a temperature, children are instead sampled from the draft distribution
+    without replacement, and the rank is the order of sampling; the tree's `distributions` then have
+    each row's distribution, which multi-round verification needs.
     """
 
     name = "eagle-static"
@@ -92,7 +92,7 @@ class StaticTreeDrafter(HeadDrafter):
             distributions = torch.zeros(self.shape.rows, vocab_size, device=logits.device)
         found = [state.root]
         paths = torch.zeros(1, 0, dtype=torch.int32, device=logits.device)
-        n_rows = 0  # of the head's own
+        n_rows = 0  # of the tree in the draft cache
         for number, level in enumerate(self._levels, 1):
             if distributions is not None:
                 probs = (logits.float() / state.sampling.temperature).softmax(-1)
@@ -117,7 +117,7 @@ class StaticTreeDrafter(HeadDrafter):
     def _ranked(
         self, logits: Tensor, state: DecodeState, spec: CycleSpec, level: int, sampled: bool
     ) -> Tensor:
-        """What children are ranked by; the sum with noise draws them without replacement."""
+        """Return the scores that rank children; with noise they sample without replacement."""
         if not sampled:
             return self.ranking_logits(logits, state.seq_len, level, spec.kind, state.sampling)
         position = (state.seq_len + level).unsqueeze(0)
@@ -126,7 +126,7 @@ class StaticTreeDrafter(HeadDrafter):
 
 
 def check_paths(paths: Sequence[tuple[int, ...]], vocab_size: int) -> None:
-    """Raise `FasteagleError` unless `paths` are a tree: every node's parent is there."""
+    """Raise `FasteagleError` unless `paths` are a tree: every node's parent is among them."""
     known = {(), *paths}
     if not paths or len(known) != len(paths) + 1:
         raise FasteagleError("tree: needs at least one node, and each only once")
@@ -140,7 +140,7 @@ def check_paths(paths: Sequence[tuple[int, ...]], vocab_size: int) -> None:
 def check_no_gaps(paths: Sequence[tuple[int, ...]]) -> None:
     """Raise `FasteagleError` unless every node's children are ranked 0, 1, 2, ...
 
-    Multi-round sampling draws children without replacement: a rank left out is a draw not tried.
+    Multi-round sampling samples children without replacement, so it must try every rank.
     """
     known = set(paths)
     for path in paths:
