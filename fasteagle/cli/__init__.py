@@ -1,1 +1,1 @@
-"""The `fasteagle` command."""
+"""Command line of `fasteagle`."""

@@ -1,4 +1,4 @@
-"""What `fasteagle chat` does: load, then answer one prompt or hold a conversation."""
+"""Run `fasteagle chat`: load a model, then answer one prompt or hold a conversation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run_chat(
     form: GrammarSpec | None,
     options: ChatOptions,
 ) -> None:
-    """Answer a prompt (or piped standard input) once, or read questions until the person leaves."""
+    """Answer a prompt (or piped standard input) once, or read questions until the user leaves."""
     utf8_streams()
     question = _question(options.prompt)
     system = None if options.system is None else _argument(options.system, "--system")
@@ -74,7 +74,7 @@ def run_chat(
 
 
 def _dress(session: ChatSession, options: ChatOptions, is_conversation: bool) -> None:
-    """Tell the session what to do to text on its way to the screen."""
+    """Set the functions that the session applies to text before it is shown."""
     on_terminal = sys.stdout.isatty()
     if on_terminal:
         session.clean = harmless
@@ -85,7 +85,7 @@ def _dress(session: ChatSession, options: ChatOptions, is_conversation: bool) ->
 
 
 def _question(prompt: str | None) -> str | None:
-    """The one question: the option's, or standard input's, in UTF-8; None: a conversation."""
+    """Return the prompt from the option or from standard input, None for a conversation."""
     if sys.stdin is None and prompt in (None, "-"):
         raise FasteagleError("standard input is closed: give the prompt after -p")
     if prompt is None and sys.stdin.isatty():
@@ -100,7 +100,7 @@ def _question(prompt: str | None) -> str | None:
 
 
 def _argument(text: str, name: str) -> str:
-    """Return an argument as UTF-8, also where the locale hid its bytes in surrogates."""
+    """Return an argument decoded as UTF-8, also where the locale made its bytes surrogates."""
     return _decode(os.fsencode(text), name)
 
 

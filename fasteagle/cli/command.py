@@ -1,4 +1,4 @@
-"""Commands that tell a person's mistakes in one line. Imports no torch."""
+"""Commands that report a user's mistakes in one line. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fasteagle.errors import FasteagleError, is_out_of_memory, require_linux
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Without garbage collection inside: importing and loading make many objects, all to stay.
+    """Disable garbage collection inside, where imports and loading make many lasting objects.
 
-    Looking at them again and again takes a tenth of a start.
+    Scanning them again and again takes a tenth of the start.
     """
     gc.disable()
     try:
@@ -32,11 +32,11 @@ def uncollected() -> Iterator[None]:
 
 
 def silent(line: str) -> None:
-    """In place of `note`."""
+    """Print nothing, in place of `note`."""
 
 
 def leave() -> None:
-    """End the process here while a thread still compiles or measures.
+    """End the process while a thread still compiles or measures.
 
     The interpreter's own end stops such threads inside of torch's C++ code, which aborts.
     """
@@ -46,13 +46,13 @@ def leave() -> None:
 
 
 class UserError(click.ClickException):
-    """One line on stderr, exit code 2."""
+    """Error that prints one line on stderr and exits with code 2."""
 
     exit_code = 2
 
 
 class _OneLineErrors(click.Command):
-    """Turns what users can mend into one line; everything else keeps its traceback."""
+    """Command that prints errors a user can fix as one line; others keep their traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -85,8 +85,8 @@ class _OneLineErrors(click.Command):
 
 
 class Script(_OneLineErrors):
-    """A command of its own with fasteagle's manners about errors."""
+    """Stand-alone command that reports errors as `fasteagle` does."""
 
 
 class Cli(_OneLineErrors, click.Group):
-    """The `fasteagle` group."""
+    """Group of the `fasteagle` commands."""

@@ -1,4 +1,4 @@
-"""What `fasteagle inspect-head` and `export-head` do."""
+"""Run `fasteagle inspect-head` and `fasteagle export-head`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run_inspect_head(
     tap_layers: tuple[int, ...] | None,
     probe: bool,
 ) -> None:
-    """Print the report; leave with exit code 2 if the head does not run."""
+    """Print the report on a draft head; exit with code 2 if it does not run."""
     if probe and model is None:
         raise FasteagleError("--probe measures on a model: add --model")
     found = named_head(path)
@@ -47,7 +47,7 @@ def run_inspect_head(
 
 
 def _print_probes(found: HeadFiles, runtime: Runtime, tap_layers: tuple[int, ...] | None) -> None:
-    """Acceptance by taps, and which are best."""
+    """Print the acceptance for each list of taps, and the best list."""
     note("drafting chains of four on four built-in prompts ...")
     results = []
     for result in measure_taps(found, runtime.engine, runtime.tokenizer, tap_layers):
@@ -62,7 +62,7 @@ def _print_probes(found: HeadFiles, runtime: Runtime, tap_layers: tuple[int, ...
 
 
 def run_export_head(head: str, out: Path, options: ExportOptions) -> None:
-    """Write the head, and say what may surprise."""
+    """Write the draft head for another engine and print remarks on it."""
     found = named_head(head)
     if out.exists() and (out.is_file() or any(out.iterdir())):
         raise FasteagleError(f"{out} is there already: give another -o")
@@ -81,7 +81,7 @@ def run_export_head(head: str, out: Path, options: ExportOptions) -> None:
 
 @contextlib.contextmanager
 def _removed(folder: Path) -> Iterator[None]:
-    """Make way for a folder that is written as a whole; an empty one is back if that fails."""
+    """Remove an empty folder, which is then written as a whole; restore it if that fails."""
     is_there = folder.is_dir()
     if is_there:
         folder.rmdir()

@@ -1,4 +1,4 @@
-"""The `fasteagle` command: parse, call the library, print. Imports torch only inside commands."""
+"""Command `fasteagle`: parse, call the library, print. Imports torch only inside commands."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ THINK = click.option(
 
 
 def compile_option(usual: str) -> Callable[[Command], Command]:
-    """Whether to compile; `usual` is what happens where nothing is said."""
+    """Return the option --compile/--no-compile, whose help states the default `usual`."""
     text = f"Compile first, or never.  [default: {usual}]"
     return click.option("--compile/--no-compile", "compile_blocks", default=None, help=text)
 

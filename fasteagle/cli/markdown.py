@@ -1,4 +1,4 @@
-"""An answer on a terminal: printed as it comes, at its end once more as rendered Markdown."""
+"""Show an answer on a terminal: print it as it comes, render it as Markdown at its end."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ ESCAPE = "\x1b["
 
 
 def harmless(text: str) -> str:
-    """`text` without the characters that a terminal would obey: a model may write any."""
+    """Return `text` without control characters: a model may write some, a terminal obeys them."""
     return CONTROL.sub("", text)
 
 
 class AnswerScreen:
-    """Feed it the pieces of one answer, then `finish`.
+    """Screen for one answer: `write` its pieces, then `finish`.
 
-    What was printed is erased and rendered, where that can be done without guessing: on a terminal
-    that can, for text without control characters that has not scrolled away. What is styled (a
-    thought, tinted tokens) stays as it is, and only the text behind it is rendered.
+    The printed text is erased and rendered where that is safe: on a terminal that can, for text
+    without control characters that has not scrolled away. Styled text (a thought, tinted tokens)
+    stays as it is, and only the text after it is rendered.
     """
 
     def __init__(self, out: TextIO | None = None, size: tuple[int, int] | None = None) -> None:
@@ -48,7 +48,7 @@ class AnswerScreen:
             self._text += piece
 
     def finish(self) -> None:
-        """End the line; in place of the plain text its rendered form, if it has marks."""
+        """End the line, and replace the plain text by its rendered form if it has marks."""
         text, rows = self._text, self._rows
         if self._began_at:  # in the middle of a line, which belongs to what stays
             if not text.startswith("\n"):
@@ -65,11 +65,11 @@ class AnswerScreen:
         self._out.flush()
 
     def _forget(self) -> None:
-        """Begin anew where the cursor is."""
+        """Forget the text so far and begin a new one at the cursor."""
         self._text, self._rows, self._began_at = "", 0, self._column
 
     def _advance(self, text: str) -> None:
-        """Where the cursor of a terminal stands after `text`."""
+        """Move the tracked cursor to its position on the terminal after `text`."""
         for character in text:
             if character == "\n":
                 self._rows, self._column = self._rows + 1, 0
@@ -81,7 +81,7 @@ class AnswerScreen:
 
 
 class PlainScreen:
-    """The same without rendering."""
+    """Screen for one answer that prints its pieces without rendering."""
 
     def write(self, piece: str) -> None:
         print(piece, end="", flush=True)
@@ -91,6 +91,6 @@ class PlainScreen:
 
 
 def screen(plain: bool) -> AnswerScreen | PlainScreen:
-    """For the next answer on standard output."""
+    """Return a screen for the next answer on standard output."""
     can_render = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     return AnswerScreen() if can_render and not plain else PlainScreen()

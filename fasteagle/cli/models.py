@@ -1,4 +1,4 @@
-"""`fasteagle models`: what the registry knows, and what of it is here."""
+"""Run `fasteagle models`: list the models of the registry and which are on this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOTES = (
 
 
 def print_models() -> None:
-    """A row for every model, and one for every draft head besides the one a chat takes."""
+    """Print a row for every model, and one for every draft head besides the one a chat takes."""
     rows = []
     for name, entry in REGISTRY.items():
         heads = _heads(name, entry)
@@ -48,7 +48,7 @@ MEMORY_NOTES = (
 
 
 def print_memory() -> None:
-    """A row for every model: bytes by precision, and the most exact that fits each card."""
+    """Print a row for every model: GB by precision, and the most exact setting for each card."""
     sizes = ("bf16 GB", "int8 GB", "int4 GB", "+ kv int8")
     headings = ("name", *sizes, *(f"{size} GiB" for size in CARDS))
     rows = [(name, *memory_cells(name)) for name in REGISTRY]
@@ -57,7 +57,7 @@ def print_memory() -> None:
 
 
 def memory_cells(name: str) -> list[str]:
-    """Of one row of that table."""
+    """Return the cells of one row of the memory table, after the name."""
     config = REGISTRY[name].config
     context = RuntimeOptions().seq_len_for(config.max_seq_len, name)
     head = head_shape(name, config) if is_shipped(name) or REGISTRY[name].heads else None
@@ -74,7 +74,7 @@ def memory_cells(name: str) -> list[str]:
 
 
 def int4_bytes(name: str) -> int:
-    """Memory of a registry model at int4 with its draft head, at the default context."""
+    """Return the bytes of a registry model at int4 with its draft head and default context."""
     config = REGISTRY[name].config
     scheme = int4_for(config)
     total = scheme.model_bytes(config)
@@ -87,7 +87,7 @@ def int4_bytes(name: str) -> int:
 
 
 def _heads(name: str, entry: Entry) -> list[str]:
-    """The draft heads in words, first the one that a chat takes by itself."""
+    """Return the draft heads in words, first the one that a chat takes by default."""
     found = [f"{EAGLE2} shipped with fasteagle"] if is_shipped(name) else []
     for head in entry.heads:
         words = f"or {head.algorithm}: --head" if found else head.algorithm

@@ -1,4 +1,4 @@
-"""Groups of command-line options, made from the dataclasses of `fasteagle.options` by name.
+"""Groups of command-line options made from the dataclasses of `fasteagle.options`.
 
 Each group arrives at its command as one such object. Imports no torch.
 """
@@ -38,7 +38,7 @@ FOLDER = click.Path(path_type=Path, file_okay=False)
 
 
 class Numbers(click.ParamType):
-    """Whole numbers, as in `2,15,27`."""
+    """Parameter type of whole numbers with commas between them, as in `2,15,27`."""
 
     name = "numbers"
 
@@ -59,14 +59,17 @@ _KINDS = {
 
 
 def comma_list(text: str) -> tuple[str, ...]:
-    """The parts of `a, b,c`; empty ones are left out."""
+    """Return the parts of a text like `a, b,c` without blanks; empty ones are left out."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def options_of(
     kind: type[Any], before: Mapping[str, Iterable[Option]] | None = None
 ) -> list[Option]:
-    """An option for every field of the dataclass `kind`; others come `before` the named fields."""
+    """Return an option for every field of the dataclass `kind`.
+
+    `before` maps names of fields to further options, which come before the field's own.
+    """
     hints = typing.get_type_hints(kind)
     made: list[Option] = []
     for field in fields(kind):
@@ -76,7 +79,7 @@ def options_of(
 
 
 def _option(field: Field[Any], hint: Any) -> Option:
-    """The option of one field, of the type that the field is annotated with."""
+    """Return the option of one field, of the type that the field is annotated with."""
     kind, unset = field.metadata.get("kind"), field.metadata.get("unset", UNSAID)
     flag = field.metadata.get("flag") or f"--{field.name.replace('_', '-')}"
     default: Any = field.default if unset is UNSAID else unset
@@ -98,7 +101,10 @@ def _option(field: Field[Any], hint: Any) -> Option:
 
 
 def _type(kind: str | None, hint: Any) -> Any:
-    """That of `kind`, or of the annotation; `T | None` and `tuple[T, ...]` are made of T."""
+    """Return the click type of `kind`, or of the annotation `hint` where `kind` is None.
+
+    `T | None` and `tuple[T, ...]` give T.
+    """
     if kind is not None:
         return _KINDS[kind]
     is_made_of = isinstance(hint, types.UnionType) or typing.get_origin(hint) is tuple
@@ -106,14 +112,14 @@ def _type(kind: str | None, hint: Any) -> Any:
 
 
 def with_options(command: Command, options: Iterable[Option]) -> Command:
-    """`command` with options added, in this order in its help."""
+    """Return `command` with `options` added, in this order in its help."""
     for option in reversed(list(options)):
         command = option(command)
     return command
 
 
 def taken(kind: type[Made], given: dict[str, Any], **changed: Any) -> Made:
-    """Make `kind` of the values in `given` for its fields, which leave it, and of `changed`."""
+    """Make a `kind` from its fields in `given`, which are removed there, and from `changed`."""
     names = [field.name for field in fields(kind) if field.name in given]  # type: ignore[arg-type]
     values = {name: given.pop(name) for name in names}
     return kind(**{**values, **changed})
@@ -121,7 +127,7 @@ def taken(kind: type[Made], given: dict[str, Any], **changed: Any) -> Made:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Options that belong together, and what a command gets instead of their values.
+    """Options that belong together, and the conversion of their values for a command.
 
     `take` removes the values of its options and returns the command's arguments.
     """
@@ -147,11 +153,11 @@ def groups(*parts: Group) -> Option:
 
 
 def group(kind: type[Any], parameter: str) -> Option:
-    """Make a decorator: an option for every field of `kind`, which arrives as `parameter`."""
+    """Make a decorator with an option for every field of `kind`, passed as `parameter`."""
     return groups(Group(tuple(options_of(kind)), lambda given: {parameter: taken(kind, given)}))
 
 
-# Flags that left, and how a precision says the same.
+# Removed flags, and the precision that replaces each.
 GONE = {
     "--dtype": lambda value: value,
     "--quant": lambda value: value,
@@ -182,14 +188,14 @@ def _model(default: str | None) -> Option:
 
 
 def _runtime_options(default: str | None) -> tuple[Option, ...]:
-    """Options of where and how a model runs, and answers for those that `--precision` replaced."""
+    """Return the options of where and how a model runs, and hidden ones for removed flags."""
     kept = [f for f in fields(RuntimeOptions) if f.name not in PRECISION_FIELDS]
     hints = typing.get_type_hints(RuntimeOptions)
     return (_model(default), *(_option(f, hints[f.name]) for f in kept), *map(_gone, GONE))
 
 
 def gone(flag: str, instead: Callable[[str], str]) -> Option:
-    """Return a hidden option that is refused with what to do `instead` of giving it a value."""
+    """Return a hidden option that is refused in favour of what `instead` returns."""
 
     def refuse(context: click.Context, option: click.Parameter, value: str | None) -> None:
         if value is not None:
@@ -203,7 +209,7 @@ def _gone(flag: str) -> Option:
 
 
 def _only_bits(given: dict[str, Any], *others: str | None) -> str | None:
-    """Take the one of --int4, --int8 and `others`. Raises `FasteagleError` for more than one."""
+    """Take the only one of --int4, --int8 and `others`. Raises `FasteagleError` for two or more."""
     names = [name for name in others if name]
     names += [bits for bits in ("int4", "int8") if given.pop(bits)]
     if len(names) > 1:
@@ -284,7 +290,7 @@ OPTIONAL_MODEL = Group((*_runtime_options(None), PRECISION, *BITS), _take_model)
 QUALITY_MODEL = Group(
     _runtime_options(DEFAULT_MODEL), lambda given: {"runtime_options": taken(RuntimeOptions, given)}
 )
-# The benchmark's: the parts of a precision are flags.
+# For the benchmark, where the parts of a precision are flags.
 BENCH_MODEL = Group(
     (_model(DEFAULT_MODEL), *options_of(RuntimeOptions, before={"quant": BITS})), _take_bench_model
 )

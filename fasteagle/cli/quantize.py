@@ -1,4 +1,4 @@
-"""What `fasteagle quantize` does: the weights and the tokenizer of a model into a folder."""
+"""Run `fasteagle quantize`: write a model's quantized weights and tokenizer into a folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fasteagle.paths import atomic_dir, require_writable
 
 
 def run_quantize(model: str, options: RuntimeOptions, out: Path) -> None:
-    """Write `out`, which `chat` takes as `--model`."""
+    """Write the quantized model into the folder `out`, which `chat` takes as `--model`."""
     if options.quant is None:
         raise FasteagleError("quantize to what? give --int4, --int8 or --precision NAME")
     if out.exists() and any(out.iterdir()):

@@ -1,4 +1,4 @@
-"""The chat at a terminal: reading lines, slash commands, printing answers as they come."""
+"""Chat at a terminal: read lines, run slash commands, print answers as they come."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ Ctrl-C            stops an answer and keeps what came"""
 
 
 class Repl:
-    """Reads until /exit or end of input; `plain`: answers are shown as they were written."""
+    """Chat loop until /exit or end of input; `plain` shows answers without rendering."""
 
     def __init__(self, session: ChatSession, quiet: bool = False, plain: bool = True) -> None:
         self.session = session
@@ -98,7 +98,7 @@ class Repl:
         return text.rstrip()[:-3]
 
     def _handle(self, line: str) -> bool:
-        """Act on one line; true means leave. Mistakes cost a message, never the conversation."""
+        """Act on one line and return True to leave; print mistakes and keep the conversation."""
         try:
             if line.startswith("/"):
                 return self._command(*_split(line.strip()))
@@ -280,7 +280,7 @@ class Repl:
 
 
 def tinted(text: str) -> str:
-    """Text that was guessed right, line by line: a colour must not run over a line's end."""
+    """Return `text` coloured line by line, so that no colour runs over the end of a line."""
     return "\n".join(click.style(line, fg="green") if line else "" for line in text.split("\n"))
 
 
@@ -303,7 +303,7 @@ def _field_names(options: Any) -> list[str]:
 
 
 def _with_value(options: Any, key: str, value: str) -> Any:
-    """`options` with field `key` read from text, checked by the dataclass itself."""
+    """Return `options` with field `key` read from the text `value`, checked by the dataclass."""
     old = getattr(options, key)
     try:
         new = (
@@ -322,7 +322,7 @@ def _think_value(word: str) -> bool | None:
 
 
 def _open_history() -> Callable[[], None]:
-    """Load the line history where readline exists; returns what saves it."""
+    """Load the line history where readline exists, and return the function that saves it."""
     try:
         import readline
     except ImportError:  # Windows, or a Python built without it
@@ -347,7 +347,7 @@ def _open_history() -> Callable[[], None]:
 
 
 def utf8_streams() -> None:
-    """Answers and questions are UTF-8 whatever the locale; wrong bytes in are an error."""
+    """Make the standard streams UTF-8 in any locale; invalid bytes of the input are an error."""
     for stream, errors in ((sys.stdin, "strict"), (sys.stdout, "replace"), (sys.stderr, "replace")):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding="utf-8", errors=errors)

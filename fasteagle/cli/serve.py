@@ -1,4 +1,4 @@
-"""What `fasteagle serve` does: take the port, load, serve."""
+"""Run `fasteagle serve`: take the port, load a model, serve requests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run_serve(
     compile_blocks: bool | None,
     quiet: bool,
 ) -> None:
-    """Serve until Ctrl-C."""
+    """Serve a model until Ctrl-C."""
     check_exposed(options, api_key)
     if form is not None:
         check_grammar(form)

@@ -1,4 +1,4 @@
-"""A conversation: turns, the model's template, the context limit. Knows no terminal.
+"""Conversation with a model: turns, chat template, context limit. Knows no terminal.
 
 The model knows the tokens of earlier turns as they were generated, so that a follow-up question
 finds them all in the KV cache. Where the template renders an answer otherwise than it was generated
@@ -20,7 +20,7 @@ from fasteagle.options import AnswerOptions, GrammarSpec, SamplingParams
 
 
 class ChatSession:
-    """One conversation with one model. `notify` receives remarks meant for the person."""
+    """Conversation with one model; `notify` receives remarks for the user."""
 
     def __init__(
         self,
@@ -35,16 +35,16 @@ class ChatSession:
         self.llm, self.form = llm, form
         self.params, self.answer = params, answer
         self.notify = notify
-        self.mark_accepted: Callable[[str], str] | None = None  # dresses accepted text up
+        self.mark_accepted: Callable[[str], str] | None = None  # styles accepted text
         self.mark_thought: Callable[[str], str] | None = None
-        self.clean: Callable[[str], str] = str  # takes out what the screen must not get
+        self.clean: Callable[[str], str] = str  # removes what the screen must not get
         self.turns: list[Message] = []  # user and assistant, alternating
         self.system = system
         self.think = think
 
     @property
     def think(self) -> bool | None:
-        """Whether the model is to think before it answers; None: as its template does by itself.
+        """Switch for thinking before an answer; None leaves the choice to the chat template.
 
         Setting it raises `FasteagleError` where the template has no switch for it.
         """
@@ -66,7 +66,7 @@ class ChatSession:
         self.turns = []
 
     def ask(self, text: str) -> Generator[str]:
-        """Answer `text`, piece by piece.
+        """Yield the answer to `text`, piece by piece.
 
         An answer cut short (generator closed, Ctrl-C) stays in the conversation as far as it came;
         a question that got no token at all is taken back.
@@ -77,7 +77,7 @@ class ChatSession:
         yield from self._answer(self.params)
 
     def retry(self) -> Generator[str]:
-        """Answer the last question again, with the next seed; if nothing comes, all stays."""
+        """Answer the last question again with the next seed; change nothing if no token comes."""
         if not self.turns:
             raise FasteagleError("nothing to retry: ask something first")
         before = (list(self.turns), self.params)
@@ -116,7 +116,7 @@ class ChatSession:
     def _dressed(
         self, parts: list[tuple[str, bool]], mark: Callable[[str], str] | None
     ) -> Iterator[str]:
-        """The text of `parts` for the screen, those of the thought marked as such."""
+        """Yield the text of `parts` for the screen, with those of the thought marked."""
         for raw, is_thought in parts:
             text = self.clean(raw)
             text = mark(text) if mark else text
@@ -135,7 +135,7 @@ class ChatSession:
             )
 
     def _fit(self) -> tuple[str, list[int]]:
-        """Render the conversation, and its tokens; drop the oldest turns until an answer fits."""
+        """Return the rendered conversation and its tokens; drop old turns until an answer fits."""
         limit = self.llm.engine.max_seq_len
         room = min(self.answer.max_new_tokens, limit // 4)
         turns, dropped = list(self.turns), 0
@@ -161,7 +161,7 @@ class ChatSession:
 
 
 def format_stats(stats: Stats) -> str:
-    """One line about an answer."""
+    """Return one line of statistics of an answer."""
     cached = f" ({stats.cached_tokens:,} cached)" if stats.cached_tokens else ""
     cut = " (cut at max-new-tokens)" if stats.finish == "length" else ""
     line = (
@@ -179,5 +179,5 @@ def format_stats(stats: Stats) -> str:
 
 
 def _milliseconds(stats: Stats, seconds: float) -> str:
-    """Of a part of a cycle, on average."""
+    """Return the mean time of a part of a cycle in ms, or `-` where parts were not timed."""
     return f"{1e3 * seconds / stats.passes:.1f} ms" if stats.parts_timed else "-"

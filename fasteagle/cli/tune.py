@@ -1,4 +1,4 @@
-"""What `fasteagle tune` does: measure, and show what the policy begins with."""
+"""Run `fasteagle tune`: measure costs and print the sizes that the policy begins with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fasteagle.tables import print_table
 
 
 def run_tune(model: str, runtime_options: RuntimeOptions, draft: DraftOptions) -> None:
-    """Measure anew, keep the costs, print them and the sizes to choose from."""
+    """Measure the costs again, store them, print them and the sizes to choose from."""
     if not draft.auto_tree:
         raise FasteagleError(
             "nothing to tune: the tree is fixed; leave out --drafter and the --tree options"
@@ -52,7 +52,7 @@ def _cells(times: dict[int, float]) -> str:
 
 
 def print_sizes(policy: Policy) -> None:
-    """Print the sizes, with what is expected of them before anything has been observed."""
+    """Print the sizes with the speed that the policy expects before any observation."""
     rows = []
     for shape, ms, tokens in policy.expectations():
         rate = tokens / ms

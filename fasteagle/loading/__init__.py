@@ -1,1 +1,1 @@
-"""From a name, folder or file to a model that is ready to run."""
+"""Load a model from a name, folder or file, ready to run."""

@@ -1,4 +1,4 @@
-"""From files to a loaded target: which reader they get, and a `Transformer` filled from it.
+"""Load a target: choose the reader of its files, and fill a `Transformer` from it.
 
 Loading goes tensor by tensor, so that the peak is one copy of the model.
 """
@@ -119,7 +119,7 @@ def fill_block(
     dtype: torch.dtype,
     quantized: Linears | None = None,
 ) -> None:
-    """Give block `i`, built on `meta`, its weights; linears come from `quantized` if given."""
+    """Fill block `i`, built on `meta`, with weights; linears come from `quantized` if given."""
 
     def get(*names: str) -> nn.Parameter:
         return _joined(checkpoint, names, device, dtype)
@@ -144,7 +144,7 @@ def fill_block(
 def _joined(
     checkpoint: Checkpoint, names: Sequence[str], device: torch.device | str, dtype: torch.dtype
 ) -> nn.Parameter:
-    """Tensors stacked along their rows, as one parameter."""
+    """Return tensors stacked along their rows as one parameter."""
     parts = []
     for name in names:
         tensor = checkpoint.load(name)
@@ -161,7 +161,7 @@ def _joined(
 def required_bytes(
     config: ModelConfig, dtype: torch.dtype, max_seq_len: int, kv: str = "auto"
 ) -> tuple[int, int]:
-    """(weights, KV cache) in bytes."""
+    """Return the bytes of the weights and of the KV cache."""
     size = dtype.itemsize
     return config.params * size, cache_bytes(config, max_seq_len + KEY_BLOCK, size, kv)
 

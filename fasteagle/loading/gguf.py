@@ -1,6 +1,6 @@
 """GGUF files: metadata and tensors under Hugging Face names. Knows nothing of the model.
 
-`gguf_index` says what lies where, the `gguf` package dequantizes what
+`gguf_index` finds the tensors in a file; the `gguf` package dequantizes the types that
 `quant.gguf_blocks` does not hold exactly.
 """
 
@@ -31,7 +31,7 @@ from fasteagle.quant.packed import PackedWeight
 from fasteagle.quant.scheme import Scheme
 
 SUPPORTED_TYPES = ("F32", "F16", "BF16", *GGUF_BLOCKS)
-ROPE_FACTORS = "rope_freqs.weight"  # a part of the config, in truth
+ROPE_FACTORS = "rope_freqs.weight"  # belongs to the config
 
 _GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -57,7 +57,7 @@ _BLOCK_NAMES = {
 
 
 class GGUFFile(Checkpoint):
-    """A GGUF checkpoint. Raises `FasteagleError` for damaged files and for types we cannot read."""
+    """GGUF checkpoint. Raises `FasteagleError` for damaged files and for types we cannot read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -98,29 +98,30 @@ class GGUFFile(Checkpoint):
         return self.tensors[name].shape
 
     def start(self, name: str, n: int) -> Tensor:
-        """The first `n` values or more."""
+        """Return the first `n` values or more."""
         return self._rows(name, rows_for(self.shape(name), n))
 
     def _rows(self, name: str, n_rows: int) -> Tensor:
-        """The first rows, dequantized."""
+        """Return the first `n_rows` rows, dequantized."""
         tensor, n_head = self.tensors[name], self._permuted(name)
         if n_head is None:
             return dequantized(self._data, tensor, slice(n_rows))
         return dequantized(self._data, tensor, rope_order(tensor.shape[0], n_head)[:n_rows].numpy())
 
     def load(self, name: str) -> Tensor:
-        """The dequantized tensor in fp32 (F16/BF16 too: every value is exact there)."""
+        """Return the dequantized tensor in fp32, in which F16 and BF16 values are exact too."""
         return self._rows(name, self.tensors[name].shape[0])
 
     def kinds(self) -> dict[str, str]:
-        """The GGUF type of every tensor."""
+        """Return the GGUF type of every tensor."""
         return {name: tensor.kind for name, tensor in self.tensors.items()}
 
     @property
     def own_scheme(self) -> Scheme | None:
-        """8 bits, 4 if any block linear has 4; None where one is dense. Files often mix formats.
+        """Scheme of the stored block linears: 4 bits if any has 4, else 8; None if one is dense.
 
-        Not the `scheme` it runs in: asked for another precision, the dequantized values run.
+        Files often mix formats. The model may run in another `scheme`: for another precision the
+        dequantized values run.
         """
         if self.scheme is not None:
             return self.scheme
@@ -143,7 +144,7 @@ class GGUFFile(Checkpoint):
         return 4 if kind in GGUF_4_BITS else 8
 
     def packed(self, name: str) -> PackedWeight | None:
-        """The tensor in 4 or 8 bits, rounded as `from_gguf_blocks` says; None for dense types."""
+        """Return the tensor in 4 or 8 bits as `from_gguf_blocks` rounds; None for dense types."""
         tensor = self.tensors[name]
         if tensor.kind not in GGUF_BLOCKS:
             return None
@@ -154,7 +155,7 @@ class GGUFFile(Checkpoint):
         return weight if n_head is None else weight.rows(rope_order(tensor.shape[0], n_head))
 
     def _permuted(self, name: str) -> int | None:
-        """Number of attention heads if llama.cpp has reordered the tensor's rows, else None."""
+        """Return the count of attention heads if llama.cpp has reordered the rows, else None."""
         if self.config.architecture == "LlamaForCausalLM":
             if name.endswith("q_proj.weight"):
                 return self.config.n_head
@@ -164,7 +165,7 @@ class GGUFFile(Checkpoint):
 
 
 def check_types(path: Path, tensors: Mapping[str, GGUFTensor]) -> None:
-    """Raise `FasteagleError` for types that we cannot read; `tensors` by llama.cpp's names."""
+    """Raise `FasteagleError` for types we cannot read; `tensors` have llama.cpp's names."""
     for name, tensor in tensors.items():
         supported = ("F32",) if name == ROPE_FACTORS else SUPPORTED_TYPES
         if tensor.kind not in supported:
@@ -177,7 +178,7 @@ def check_types(path: Path, tensors: Mapping[str, GGUFTensor]) -> None:
 def dequantized(
     data: np.ndarray, tensor: GGUFTensor, rows: slice | np.ndarray = slice(None)
 ) -> Tensor:
-    """Some rows of a tensor of the file `data` in fp32."""
+    """Return `rows` of a tensor of the file `data` in fp32."""
     raw = data[tensor.offset : tensor.offset + tensor.n_bytes].reshape(tensor.shape[0], -1)[rows]
     if tensor.kind in GGUF_EXACT and len(tensor.shape) == 2:
         return _dequantized_blocks(raw, tensor)
@@ -193,7 +194,10 @@ def dequantized(
 
 
 def _dequantized_blocks(raw: np.ndarray, tensor: GGUFTensor) -> Tensor:
-    """What `gguf` makes of the rows `raw`; an embedding takes it a second."""
+    """Dequantize the rows `raw` to the values of the `gguf` package.
+
+    The package itself takes a second for an embedding.
+    """
     columns = tensor.shape[1]
     values = torch.empty(len(raw), columns)
     n = max(1, CONVERTED_VALUES // columns)
@@ -204,7 +208,7 @@ def _dequantized_blocks(raw: np.ndarray, tensor: GGUFTensor) -> Tensor:
 
 
 def rope_factors(path: Path, data: np.ndarray, tensor: GGUFTensor) -> tuple[float, ...]:
-    """The divisors of RoPE's frequencies that a file holds. Raises `FasteagleError`."""
+    """Return the divisors of RoPE's frequencies that a file holds. Raises `FasteagleError`."""
     values = data[tensor.offset : tensor.offset + tensor.n_bytes].view(np.float32)
     if not (np.isfinite(values) & (values > 0)).all():
         raise FasteagleError(f"{path}: {ROPE_FACTORS} is not above 0: fetch it again")
@@ -212,13 +216,16 @@ def rope_factors(path: Path, data: np.ndarray, tensor: GGUFTensor) -> tuple[floa
 
 
 def rope_order(n_rows: int, n_head: int) -> Tensor:
-    """Row order [n_rows] that undoes llama.cpp's for interleaved RoPE: pairs go back to halves."""
+    """Return the row order [n_rows] that undoes llama.cpp's order for interleaved RoPE.
+
+    Pairs go back to halves.
+    """
     paired = torch.arange(n_rows).view(n_head, n_rows // n_head // 2, 2)
     return paired.transpose(1, 2).reshape(n_rows)
 
 
 def hf_name(name: str) -> str:
-    """Hugging Face name of a GGUF tensor; unknown names come back unchanged."""
+    """Return the Hugging Face name of a GGUF tensor; unknown names come back unchanged."""
     if name in _GLOBAL_NAMES:
         return _GLOBAL_NAMES[name]
     parts = name.split(".", 2)

@@ -1,4 +1,4 @@
-"""The index of a GGUF file: its metadata, and which tensor lies where.
+"""Index of a GGUF file: its metadata and the place of every tensor.
 
 Reads forward once and allocates nothing that a count in the file asks for: all counts are checked
 against the bytes that are left. Token lists are skipped. Format:
@@ -37,7 +37,7 @@ _MIN_FIELD, _MIN_TENSOR = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8  # bytes
 
 @dataclasses.dataclass(frozen=True)
 class GGUFTensor:
-    """Where one tensor lies in the file. `shape` is torch's order (rows first)."""
+    """Place of one tensor in the file; `shape` is in torch's order (rows first)."""
 
     kind: str
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ class GGUFIndex:
 
 
 def read_index(path: Path) -> GGUFIndex:
-    """The index of `path`. Raises `FasteagleError` for damaged and truncated files."""
+    """Read the index of `path`. Raises `FasteagleError` for damaged and truncated files."""
     size = path.stat().st_size
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
@@ -73,7 +73,7 @@ def read_index(path: Path) -> GGUFIndex:
 
 
 class _Info(NamedTuple):
-    """What the index says of a tensor; its offset is behind the index."""
+    """Index entry of a tensor; `offset` counts from the aligned end of the index."""
 
     shape: tuple[int, ...]
     type_id: int
@@ -81,7 +81,7 @@ class _Info(NamedTuple):
 
 
 class _Reader:
-    """Reads values from `at` on."""
+    """Reader of values one after the other, from the position `_at` on."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path, self._data, self._size = path, data, len(data)
@@ -123,7 +123,7 @@ class _Reader:
         return self._number(_SCALARS[kind])
 
     def _array(self, key: str) -> list[Any]:
-        """The first values; the others are skipped."""
+        """Return the first `SHOWN` values of an array and skip the others."""
         kind = self._number("<I")
         item = struct.calcsize(_SCALARS.get(kind, "<Q"))  # a text has a length first
         n = self._count(f"values of {key}", item)
@@ -135,7 +135,7 @@ class _Reader:
         return first
 
     def _skip_texts(self, n: int) -> None:
-        """A vocabulary and its merges: hundreds of thousands of texts, so without calls."""
+        """Skip `n` texts without a method call for each: a vocabulary has 100,000 and more."""
         data, at, length = self._data, self._at, struct.Struct("<Q").unpack_from
         try:
             for _ in range(n):
@@ -145,7 +145,7 @@ class _Reader:
         self._skip(at - self._at)
 
     def _info(self) -> tuple[str, _Info]:
-        """A tensor's name and what follows it."""
+        """Return a tensor's name and its index entry."""
         name = self._text()
         n_dims = self._number("<I")
         if not 1 <= n_dims <= 4:
@@ -184,7 +184,7 @@ class _Reader:
             raise self._damaged("a text that is not UTF-8") from None
 
     def _count(self, what: str, least_bytes: int) -> int:
-        """A number of things that take at least so many bytes each."""
+        """Read a count of items that take at least `least_bytes` each. Raises `FasteagleError`."""
         n = self._number("<Q")
         if n * least_bytes > self._size - self._at:
             raise FasteagleError(

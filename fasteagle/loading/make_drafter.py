@@ -1,4 +1,4 @@
-"""Make the drafter that was asked for, with its head quantized like the target."""
+"""Make the drafter that the options name, with its draft head quantized like the target."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ from fasteagle.shapes import (
 class Drafting:
     """Parts of a drafter that are read and checked before the weights of its target.
 
-    `loaded` is the head that `options` name, `head` the shape of the one that will be loaded, for
-    which memory must be left.
+    `loaded` is the draft head that `options` name, `head` the shape of the one that will be loaded,
+    for which memory must be left.
     """
 
     options: DraftOptions
@@ -78,7 +78,7 @@ def plan_drafting(
     runtime: RuntimeOptions,
     notify: Callable[[str], None],
 ) -> Drafting:
-    """Read what drafts. Raises `FasteagleError` for what cannot run beside the opened target."""
+    """Read the parts of a drafter. Raises `FasteagleError` where they cannot run on the target."""
     draft_model = open_draft_model(options, opened, runtime, notify)
     loaded = check_draft(options, opened, runtime)
     head = expected_head(options, opened, loaded)
@@ -94,9 +94,9 @@ def plan_drafting(
 def check_draft(
     options: DraftOptions, opened: OpenedModel, runtime: RuntimeOptions
 ) -> LoadedHead | None:
-    """Raise `FasteagleError` for a head or a tree that cannot run, before the target is loaded.
+    """Raise `FasteagleError` for a draft head or a tree that cannot run; needs no loaded target.
 
-    Returns the head if `options` name one.
+    Returns the draft head if `options` name one.
     """
     if not options.may_have_head:
         return None
@@ -111,7 +111,7 @@ def check_draft(
 def expected_head(
     options: DraftOptions, opened: OpenedModel, loaded: LoadedHead | None
 ) -> HeadConfig | None:
-    """Shape of the draft head that `make_drafter` will load; None: none is known for the model.
+    """Return the shape of the draft head that `make_drafter` will load, None if none is known.
 
     `loaded` is what `check_draft` returns.
     """
@@ -135,9 +135,9 @@ def make_drafter(
     asked: LoadedHead | None = None,
     documents: Sequence[Sequence[int]] = (),
 ) -> Drafter | None:
-    """The drafter that `options` ask for; `notify` gets one line that names it.
+    """Make the drafter that `options` name; `notify` gets one line that describes it.
 
-    `name` is the model's, `checkpoint` the weights the engine runs; `asked` is the head that
+    `name` is the model's, `checkpoint` the weights the engine runs; `asked` is the draft head that
     `options` name, if `check_draft` has loaded it already. `documents` are token ids of texts that
     may be quoted. Raises `FasteagleError` where memory is short, with what fits.
     """
@@ -167,7 +167,7 @@ def _drafter(
     asked: LoadedHead | None,
     documents: Sequence[Sequence[int]],
 ) -> Drafter | None:
-    """`make_drafter`, where memory suffices."""
+    """Make the drafter of `make_drafter` without its report on short memory."""
     corpus = None
     if documents:
         corpus = Corpus(documents, engine.device)
@@ -221,7 +221,7 @@ def _eagle(
     notify: Callable[[str], None],
     corpus: Corpus | None,
 ) -> Drafter:
-    """What drafts with the head, quantized where its target is."""
+    """Return the drafter of the draft head `loaded`, quantized where its target is."""
     scheme = checkpoint.scheme
     if scheme is None:
         repair = f"fasteagle train-head --model {name} --prompts FILE --out DIR"
@@ -283,7 +283,7 @@ def _looked_up_chain(reach: int | None) -> GatedChain:
 
 
 def _kind(name: str, drafter: Drafter, searches: bool, digest: str = "") -> str:
-    """In the name of a file, what the costs of a drafter depend on: other ones stay kept."""
+    """Return the part of a file name that separates costs of different kinds of drafters."""
     depth = drafter.shape.depth
     chain = "chain" if depth in (LONGEST, REACH) else f"chain{depth}"
     shape = chain if isinstance(drafter.shape, GatedChain) else "tree"
@@ -301,7 +301,7 @@ def _precision(engine: Engine, checkpoint: Checkpoint) -> str:
 def _tell_mismatch(
     loaded: LoadedHead, name: str, identity: str, repair: str, notify: Callable[[str], None]
 ) -> None:
-    """A line where the head was not trained for these weights."""
+    """Notify where the draft head was not trained for these weights."""
     header, other = loaded.header, loaded.made_for
     if header is None and other is not None and not _same_model(other, name):
         notify(
@@ -318,7 +318,7 @@ def _tell_mismatch(
 
 
 def _same_model(said: str, name: str) -> bool:
-    """By the last part of a repository's or a folder's name: who has published it may differ."""
+    """Return whether two repository or folder names end alike; the publisher may differ."""
     known = REGISTRY.get(name)
     names = (name, known.repo if known is not None and known.repo else name)
     return Path(said).name.lower() in (Path(n).name.lower() for n in names)
@@ -327,7 +327,7 @@ def _same_model(said: str, name: str) -> bool:
 def tree_of(
     options: DraftOptions, draft_vocab_size: int, quantized_on_cpu: bool
 ) -> Paths | TreeShape | FusedShape:
-    """The tree that `options` ask for, static or dynamic. Raises `FasteagleError`."""
+    """Return the tree that `options` name, static or dynamic. Raises `FasteagleError`."""
     sampled = options.verify == "multi-round"
     if options.drafter == "eagle-static" or options.tree_file:
         paths = PAPER_TREE if options.tree_file is None else read_tree(Path(options.tree_file))
@@ -349,9 +349,9 @@ def tree_drafter(
     corpus: Corpus | None = None,
     native: bool = False,
 ) -> Drafter:
-    """The drafter that `options` ask for over a head that is ready.
+    """Make the drafter that `options` name for a draft head that is ready.
 
-    `native`: the target's blocks run by our CPU kernels.
+    `native` says that the target's blocks run by our CPU kernels.
     """
     tree: Paths | AnyShape = tree_of(options, head.config.draft_vocab_size, quantized_on_cpu)
     fused = options.fuses

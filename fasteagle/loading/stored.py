@@ -1,4 +1,4 @@
-"""Our own folder of quantized weights: plain safetensors, a JSON header, bit-equal after loading.
+"""Folders of quantized weights in our own format: safetensors and JSON, bit-equal when loaded.
 
     config.json                 the model's shape, and what the folder is
     model-00001.safetensors     for a packed weight `NAME.q`, `NAME.scales`, `NAME.zeros` or
@@ -40,7 +40,7 @@ def save(
     identity: str,
     weights: Iterable[tuple[str, PackedWeight | Tensor]],
 ) -> None:
-    """Write the folder; `weights` come one by one, `identity` is the source's fingerprint."""
+    """Write `weights`, one by one, into `folder`; `identity` is the source's fingerprint."""
     folder.mkdir(parents=True, exist_ok=True)
     shard: dict[str, Tensor] = {}
     where: dict[str, str] = {}
@@ -85,12 +85,12 @@ def save(
 
 
 def is_stored(folder: Path) -> bool:
-    """Whether a folder is in our format and complete."""
+    """Return whether a folder is in our format and complete."""
     return (folder / INDEX).exists() and (folder / "config.json").exists()
 
 
 class StoredFolder(SafetensorsFolder):
-    """A folder written by `save`. Raises `FasteagleError` for damaged and for newer ones."""
+    """Folder written by `save`. Raises `FasteagleError` for damaged and for newer ones."""
 
     def __init__(self, path: Path, raw: dict[str, Any] | None = None) -> None:
         raw = read_json(path / "config.json") if raw is None else raw
@@ -176,7 +176,7 @@ _SHAPE_KEYS = {name: name for name in ("dim", "n_head", "n_kv_head", "head_dim",
 
 
 def _model_config(fields: Fields) -> ModelConfig:
-    """`dataclasses.asdict` of a `ModelConfig`, read back."""
+    """Read a `ModelConfig` back from the fields that `dataclasses.asdict` made of it."""
     scaling = fields.part("rope_scaling")
     return ModelConfig(
         **read_shape(fields, _SHAPE_KEYS),

@@ -1,4 +1,4 @@
-"""Named tensors of one model, whatever files they lie in, under Hugging Face names.
+"""Tensors of one model under Hugging Face names, whatever files hold them.
 
 A checkpoint knows its shape (`config`), and gives its tensors one by one; its block linears may be
 packed, then it has a `scheme`. Plain Hugging Face folders and random weights are read here, GGUF
@@ -29,14 +29,14 @@ AnyCheckpoint = TypeVar("AnyCheckpoint", bound="Checkpoint")
 
 
 class Checkpoint(abc.ABC):
-    """Named tensors of one model. Without anything said to the contrary, none of them is packed."""
+    """Named tensors of one model; none of them is packed unless a subclass says so."""
 
     config: ModelConfig
     scheme: Scheme | None = None  # in which its block linears run; None: dense
 
     @property
     def own_scheme(self) -> Scheme | None:
-        """The scheme in which the files hold the block linears; None where they are dense."""
+        """Scheme in which the files hold the block linears; None where they are dense."""
         return self.scheme
 
     @abc.abstractmethod
@@ -47,11 +47,11 @@ class Checkpoint(abc.ABC):
 
     @abc.abstractmethod
     def load(self, name: str) -> Tensor:
-        """The whole tensor, dequantized where it is packed."""
+        """Return the whole tensor, dequantized where it is packed."""
 
     @abc.abstractmethod
     def start(self, name: str, n: int) -> Tensor:
-        """The first `n` values, or more; cheaper than all of them."""
+        """Return the first `n` values or more, which is cheaper than all of them."""
 
     @property
     def widened(self) -> list[str]:
@@ -59,19 +59,22 @@ class Checkpoint(abc.ABC):
         return []
 
     def bits(self, name: str) -> int | None:
-        """The bits of `packed`, without reading it; None where that is None or not known."""
+        """Return the bits of `packed` without reading it, None where it is None or not known."""
         return None
 
     def packed(self, name: str) -> PackedWeight | None:
-        """The packed weight of that name, None where it is stored in full."""
+        """Return the packed weight `name`, None where it is stored in full."""
         return None
 
     def columns(self, name: str) -> Tensor | None:
-        """Order [K] of the inputs for that weight (act-order), None for the model's order."""
+        """Return the order [K] of a weight's inputs (act-order), None for the model's order."""
         return None
 
     def run_in(self: AnyCheckpoint, scheme: Scheme) -> AnyCheckpoint:
-        """The same tensors, and so the same fingerprint, with block linears run in `scheme`."""
+        """Return a copy of the checkpoint whose block linears run in `scheme`.
+
+        Its tensors, and so its fingerprint, stay as they are.
+        """
         other = copy.copy(self)
         other.scheme = scheme
         return other
@@ -98,9 +101,9 @@ def open_safetensors(file: Path) -> Any:
 
 
 def unpickled(file: Path, mmap: bool = False) -> Any:
-    """Read a file of torch, tensors and plain values only: it cannot run code.
+    """Read a torch file of tensors and plain values only, so that it cannot run code.
 
-    Raises `FasteagleError` for a damaged one, and one with other objects.
+    Raises `FasteagleError` for a damaged file, and for one with other objects.
     """
     try:
         return torch.load(file, map_location="cpu", mmap=mmap, weights_only=True)
@@ -112,7 +115,7 @@ def unpickled(file: Path, mmap: bool = False) -> Any:
 
 
 class SafetensorsFolder(Checkpoint):
-    """One or more `*.safetensors` files; an index file, where present, says which shards belong."""
+    """Folder of `*.safetensors` files; an index file, where present, lists its shards."""
 
     def __init__(self, path: Path, config: ModelConfig) -> None:
         self.path, self.config = path, config
@@ -135,7 +138,7 @@ class SafetensorsFolder(Checkpoint):
 
 
 class TorchBinFolder(Checkpoint):
-    """`pytorch_model*.bin`, memory-mapped and read with `weights_only=True`."""
+    """Folder of `pytorch_model*.bin`, memory-mapped and read with `weights_only=True`."""
 
     def __init__(self, path: Path, config: ModelConfig) -> None:
         self.path, self.config = path, config
@@ -162,7 +165,7 @@ class TorchBinFolder(Checkpoint):
 
 
 class DummyCheckpoint(Checkpoint):
-    """Random weights of a given shape, for benchmarks: the same ones for the same name.
+    """Random weights of a given shape for benchmarks; a tensor's name is its random seed.
 
     Under a scheme, block linears are random packed weights, made as they are stored. They are made
     on `device`: one thread of a CPU would take a minute for 7B, and many for 70B.
@@ -228,7 +231,7 @@ def _shards(path: Path, single: str, pattern: str) -> list[Path]:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Which file of its folder holds each tensor, as an index file says."""
+    """Return the name of the file that holds each tensor, as an index file says."""
     fields = Fields(read_json(index), str(index)).part("weight_map")
     if fields.empty:
         raise FasteagleError(f"{index}: its weight_map names no tensor: fetch it again")
@@ -240,7 +243,7 @@ def weight_map(index: Path) -> dict[str, str]:
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor a model of this shape consists of, under Hugging Face names."""
+    """Return the shape of every tensor of a model, under Hugging Face names."""
     D, E, F = config.dim, config.head_dim, config.ffn_dim
     q_rows, kv_rows = config.n_head * E, config.n_kv_head * E
     block: dict[str, tuple[int, ...]] = {
@@ -270,10 +273,10 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """Identity of the weights as stored: sha256 over every tensor's name, shape and first values.
+    """Return the identity of the weights as stored, a sha256 digest in hex.
 
-    The first 1,024 values of each, dequantized to fp32, in the order of the names: a lossless
-    repack keeps the fingerprint, another quantization does not.
+    It covers every tensor's name, shape and first 1,024 values, dequantized to fp32, in the order
+    of the names: a lossless repack keeps the fingerprint, another quantization does not.
     """
     digest = hashlib.sha256()
     for name in sorted(expected_shapes(checkpoint.config)):
@@ -284,9 +287,10 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def files_digest(path: Path) -> str:
-    """Identity of a draft head's file, or folder: sha256 over the names, sizes and first 64 KiB.
+    """Return the identity of a draft head's file or folder, a sha256 digest in hex.
 
-    These hold a config whole, and the names, shapes and header of a tensor file.
+    It covers the name, size and first 64 KiB of each file. These hold a whole config, and the
+    names, shapes and header of a tensor file.
     """
     ends = (".json", ".safetensors", ".bin", ".pt")
     files = [path] if path.is_file() else [f for f in path.iterdir() if f.suffix in ends]
@@ -303,7 +307,7 @@ def is_block_linear(name: str) -> bool:
 
 
 def block_linears(i: int) -> dict[str, list[str]]:
-    """The names of the weights that make up each linear of block `i`."""
+    """Return the names of the weights that make up each linear of block `i`."""
     p = f"model.layers.{i}."
     return {
         "attention.qkv": [f"{p}self_attn.{n}_proj.weight" for n in "qkv"],
@@ -314,7 +318,7 @@ def block_linears(i: int) -> dict[str, list[str]]:
 
 
 def weight_bytes(checkpoint: Checkpoint, scheme: Scheme) -> int:
-    """`scheme.model_bytes`, with the 8-bit weights of a file that mixes them with 4 bits.
+    """Return `scheme.model_bytes`, plus the extra bytes of 8-bit weights in a mixed file.
 
     A product is counted as it runs: in 8 bits if one of its weights has 8 (`source.Linears`).
     """
@@ -330,5 +334,5 @@ def weight_bytes(checkpoint: Checkpoint, scheme: Scheme) -> int:
 
 
 def rows_for(shape: tuple[int, ...], n: int) -> int:
-    """Leading rows of a tensor that hold its first `n` values."""
+    """Return the number of leading rows of a tensor that hold its first `n` values."""
     return min(shape[0], -(-n // math.prod(shape[1:])))

@@ -1,4 +1,4 @@
-"""Text to token ids and back, and the chat template. A thin layer over transformers' tokenizers."""
+"""Tokenizer and chat template of a model, as a thin layer over transformers' tokenizers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Message = Mapping[str, Any]  # {"role": "system" | "user" | "assistant", "conten
 # reserves it for use inside a program.
 LITERAL = "\ufdd0"
 MOST_JOINED = 4  # characters that a normalizer makes one of, as NFC does
-CONVERSION = 1  # of GGUF tokenizers: another number converts them anew
+CONVERSION = 1  # version of converted GGUF tokenizers: a new number converts them again
 # GGUF names the splitting rule of a byte-level BPE instead of storing it.
 _DIGITS = "digits"
 _PRE_TOKENIZERS = {
@@ -38,7 +38,7 @@ _PRE_TOKENIZERS = {
 
 
 class ChatTokenizer:
-    """Encode, decode, and render a conversation with the model's own template."""
+    """Tokenizer that encodes, decodes, and renders conversations with the model's template."""
 
     def __init__(self, backend: Any, eos_ids: frozenset[int], template: str | None = None) -> None:
         self._backend = backend
@@ -53,9 +53,9 @@ class ChatTokenizer:
         (folder / "generation_config.json").write_text(json.dumps(ends) + "\n")
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`: special tokens written in it are recognized, none are added.
+        """Return the token ids of `text`; special tokens in it are recognized, none are added.
 
-        Those that `render` has taken for text are not.
+        Those that `render` has marked as text are not recognized.
         """
         begin, *rest = text.split(LITERAL)
         ids = self._backend.encode(begin, add_special_tokens=False)
@@ -64,7 +64,7 @@ class ChatTokenizer:
         return ids
 
     def _continued(self, text: str) -> list[int]:
-        """Token ids of a text inside a word: SentencePiece would begin it with a blank."""
+        """Return token ids of text inside a word, which SentencePiece would begin with a blank."""
         line = self._backend.encode("\n", add_special_tokens=False)
         ids = self._backend.encode("\n" + text, add_special_tokens=False)
         if ids[: len(line)] == line:
@@ -72,11 +72,11 @@ class ChatTokenizer:
         return self._backend.encode(text, add_special_tokens=False)
 
     def encode_document(self, text: str) -> list[int]:
-        """Token ids of a text that is no conversation: as the tokenizer begins one, with BOS."""
+        """Return token ids of a text that is no conversation, with BOS if the tokenizer adds it."""
         return self._backend.encode(text, add_special_tokens=True)
 
     def guidance(self, vocab_size: int) -> Any:
-        """The vocabulary as llguidance reads it, for grammars. Raises `FasteagleError`."""
+        """Return the vocabulary as llguidance reads it, for grammars. Raises `FasteagleError`."""
         import llguidance.hf  # of the extra [serve]
 
         try:
@@ -86,15 +86,15 @@ class ChatTokenizer:
             raise FasteagleError(f"no structured output with this tokenizer: {error}") from error
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids` without special tokens."""
+        """Return the text of `ids` without special tokens."""
         return self._backend.decode(ids, skip_special_tokens=True)
 
     def raw(self, ids: Sequence[int]) -> str:
-        """Text of `ids` with special tokens written out."""
+        """Return the text of `ids` with special tokens written out."""
         return self._backend.decode(ids, skip_special_tokens=False)
 
     def token_bytes(self, token: int) -> bytes | None:
-        """What a token stands for, also where it is a part of a character; None: not known."""
+        """Return the bytes of a token, which may be a part of a character; None if not known."""
         text = self.raw([token])
         if "\ufffd" not in text:
             return text.encode()
@@ -107,28 +107,28 @@ class ChatTokenizer:
         return bytes(known[c] for c in name) if all(c in known for c in name) else None
 
     def vocabulary(self) -> dict[int, str]:
-        """What each token id stands for, special tokens included."""
+        """Return the text of each token id, special tokens included."""
         return {token: text for text, token in self._backend.get_vocab().items()}
 
     @cached_property
     def most_characters(self) -> int:
-        """Of one token, at most."""
+        """Largest number of characters of one token."""
         longest = max(map(len, self._backend.get_vocab()), default=1)
         normalizer = getattr(getattr(self._backend, "backend_tokenizer", None), "normalizer", None)
         return longest * (1 if normalizer is None else MOST_JOINED)
 
     @property
     def template(self) -> str:
-        """The chat template's source; empty where there is none."""
+        """Source of the chat template; empty where there is none."""
         return self._template or ""
 
     @property
     def has_thinking_switch(self) -> bool:
-        """Whether `render` can say if the model is to think before it answers."""
+        """Return whether the chat template has a switch for thinking before an answer."""
         return "enable_thinking" in (self._template or "")
 
     def check_think(self, think: bool) -> None:
-        """Raise `FasteagleError` where the template cannot say whether to think."""
+        """Raise `FasteagleError` where the chat template has no thinking switch."""
         if not self.has_thinking_switch:
             raise FasteagleError(
                 f"think {'on' if think else 'off'}: this model's chat template has no thinking "
@@ -137,7 +137,7 @@ class ChatTokenizer:
 
     @cached_property
     def _marks(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
-        """Special tokens, and with them all that the template writes (`<think>`, `<tool_call>`)."""
+        """Patterns of special tokens, and of these plus all that the template writes, `<think>`."""
         tokens = getattr(self._backend, "added_tokens_decoder", {}).values()
         special = {token.content for token in tokens if token.special}
         written = {token.content for token in tokens if token.content.strip()}
@@ -145,7 +145,10 @@ class ChatTokenizer:
         return _any_of(special), _any_of(special | written)
 
     def _only_text(self, message: Message) -> dict[str, Any]:
-        """Mark what looks like a special token in a message. Thoughts of answers stay thoughts."""
+        """Mark text that looks like a special token in a message, except thought marks of answers.
+
+        Other special tokens in an answer are marked.
+        """
         special, written = self._marks
         pattern = special if message["role"] == "assistant" else written
 
@@ -166,12 +169,12 @@ class ChatTokenizer:
         think: bool | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The conversation as the model was trained to read it, up to where its answer begins.
+        """Return the conversation in the model's template, up to where its answer begins.
 
-        `think` None: as the template does by itself. A model without a template gets the messages'
-        text alone. What looks like a special token inside a message is text, so that nobody can end
-        a turn from within it. Raises `FasteagleError` where the template refuses the messages, for
-        example an unsupported system prompt.
+        `think` None leaves the choice to the template. A model without a template gets the
+        messages' text alone. Special tokens written inside a message are text, so that nobody can
+        end a turn from within it. Raises `FasteagleError` where the template refuses the messages,
+        for example an unsupported system prompt.
         """
         messages = [self._only_text(m) for m in messages]
         if not self._template:
@@ -192,7 +195,7 @@ class ChatTokenizer:
 
 
 class DummyTokenizer(ChatTokenizer):
-    """For random weights of any vocabulary: one id per four bytes of text, no end-of-text token."""
+    """Tokenizer for random weights: one id per four bytes of text, no end-of-text token."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -235,7 +238,10 @@ def _any_of(texts: set[str]) -> re.Pattern[str]:
 
 @cache
 def _bytes_of_letters() -> dict[str, int]:
-    """How byte-level BPE writes bytes: as themselves where they are printable, else from 256 on."""
+    """Return the byte of every character in which byte-level BPE writes bytes.
+
+    Printable bytes are written as themselves, others as the characters from 256 on.
+    """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     pairs = {chr(byte): byte for byte in printable}
@@ -243,7 +249,7 @@ def _bytes_of_letters() -> dict[str, int]:
 
 
 def load_tokenizer(path: Path, template: str | None = None) -> ChatTokenizer:
-    """Tokenizer of a Hugging Face folder or a GGUF file. Raises `FasteagleError`."""
+    """Load the tokenizer of a Hugging Face folder or a GGUF file. Raises `FasteagleError`."""
     from huggingface_hub.errors import StrictDataclassError  # as slow as transformers
 
     is_gguf = path.is_file()
@@ -268,14 +274,14 @@ def _transformers() -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """Return why transformers cannot load a tokenizer. It may ask for code that we never run."""
+    """Return why transformers cannot load a tokenizer, for example code that we never run."""
     if "custom code" in str(error):
         return "its files want Python code of their own to be run (auto_map), which is never done"
     return first_line(error)
 
 
 def _eos_ids(folder: Path, backend: Any) -> frozenset[int]:
-    """Every id that ends an answer: the tokenizer's, the model's, and chat end marks.
+    """Return every id that ends an answer: the tokenizer's, the model's, and chat end marks.
 
     The generation config takes precedence; the model config is read only without one.
     """
@@ -293,7 +299,7 @@ def _eos_ids(folder: Path, backend: Any) -> frozenset[int]:
 
 
 def _converted_gguf(path: Path) -> Path:
-    """Folder with the tokenizer of a GGUF file, converted once (it takes seconds)."""
+    """Return the folder with a GGUF file's tokenizer, converted once (it takes seconds)."""
     folder = cache_dir() / "tokenizers" / _file_key(path)
     if folder.exists():
         return folder
@@ -311,7 +317,7 @@ def _converted_gguf(path: Path) -> Path:
 
 
 def _file_key(path: Path) -> str:
-    """Cache key of a large local file: its path, size and modification time."""
+    """Return the cache key of a large local file, from its path, size and modification time."""
     stat = path.stat()
     text = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{CONVERSION}"
     return hashlib.sha256(text.encode()).hexdigest()[:24]

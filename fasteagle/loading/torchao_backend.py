@@ -1,4 +1,4 @@
-"""torchao's own weight-only formats and kernels, for comparison."""
+"""Weight-only formats and kernels of torchao, for comparison."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fasteagle.quant.scheme import Scheme, parse_scheme
 
 
 def quantize_with_torchao(model: Transformer, name: str, head_bits: int) -> None:
-    """Quantize block linears, and the LM head where it is not kept, in place.
+    """Quantize block linears in place, and the LM head unless it stays in 16 bits.
 
     The embedding keeps a dense copy where it is tied. Raises `FasteagleError` for what torchao
     cannot do on this device.
@@ -47,7 +47,7 @@ def _config(scheme: Scheme, on_cpu: bool) -> Any:
             int4_packing_format="tile_packed_to_4d",
             int4_choose_qparams_algorithm=algorithm,
         )
-    # A prototype may move or go: only where it is asked for.
+    # A prototype may move or disappear: import it only where it is used.
     from torchao.prototype.quantization.int4 import inference_workflow
 
     return inference_workflow.PrototypeInt4WeightOnlyConfig(

@@ -34,7 +34,7 @@ SHIPPED = "shipped with fasteagle"
 
 @dataclasses.dataclass(frozen=True)
 class LoadedHead:
-    """A draft head whose width and vocabulary are its target's, and where it comes from."""
+    """Draft head that fits its target in width and vocabulary, and its origin."""
 
     origin: str
     head: EagleHead
@@ -45,13 +45,13 @@ class LoadedHead:
 
 @dataclasses.dataclass(frozen=True)
 class HeadFiles:
-    """A head directory or file, and its origin in words for the user."""
+    """Draft head folder or file, and its origin in words for the user."""
 
     path: Path
     origin: str
 
     def loaded(self, config: ModelConfig, tap_layers: tuple[int, ...] | None = None) -> LoadedHead:
-        """Load the head over a target of `config`. Raises `FasteagleError`, see `load_head`."""
+        """Load the draft head for a target of `config`; raises `FasteagleError` as `load_head`."""
         source = open_head(self.path, config)
         head = make_fitted(source, config, tap_layers)
         digest = files_digest(self.path)
@@ -59,7 +59,7 @@ class HeadFiles:
 
 
 def find_head(head: str | None, name: str, identity: str) -> HeadFiles | None:
-    """Find the head for model `name` with fingerprint `identity`, or None.
+    """Find the draft head for model `name` with fingerprint `identity`, None if there is none.
 
     `head` names one, see `named_head`. Raises `FasteagleError` if that does not exist.
     """
@@ -77,7 +77,7 @@ def find_head(head: str | None, name: str, identity: str) -> HeadFiles | None:
 
 
 def may_find_head(name: str, checkpoint: Checkpoint) -> bool:
-    """Return whether there may be a head for a model, before its weights are loaded."""
+    """Return whether there may be a draft head for a model, before its weights are loaded."""
     if is_shipped(name) or (name in REGISTRY and REGISTRY[name].heads):
         return True
     if any((cache_dir() / "heads").glob("*/config.json")):  # perhaps of the quantized weights
@@ -86,11 +86,11 @@ def may_find_head(name: str, checkpoint: Checkpoint) -> bool:
 
 
 def named_head(head: str) -> HeadFiles:
-    """Find a head by its folder, .gguf file, Hugging Face id or its model's registry name.
+    """Find a draft head by its folder, .gguf file, Hugging Face id or model's registry name.
 
-    Raises `FasteagleError`.
+    Raises `FasteagleError` for anything else.
     """
-    # Those of `os.path` say no to names that no system takes; those of `Path` raise.
+    # `os.path` functions return False for names that no system accepts; those of `Path` raise.
     path = Path(os.path.expanduser(head))
     if head in REGISTRY and not os.path.exists(path):
         shipped = [HeadFiles(path, SHIPPED) for path in _shipped_heads() if path.name == head]
@@ -111,7 +111,7 @@ def named_head(head: str) -> HeadFiles:
 
 
 def _published_head(name: str) -> HeadFiles | None:
-    """Fetch the first head of a registry model, None where there is none."""
+    """Fetch the first draft head of a registry model; return None where there is none."""
     heads = REGISTRY[name].heads if name in REGISTRY else ()
     if not heads:
         return None
@@ -119,18 +119,18 @@ def _published_head(name: str) -> HeadFiles | None:
 
 
 def _shipped_heads() -> list[Path]:
-    """Return the head folders inside the package, named after registry models."""
+    """Return the draft head folders inside the package, named after registry models."""
     folder = Path(str(resources.files("fasteagle") / "data" / "heads"))
     return [path.parent for path in sorted(folder.glob("*/config.json"))]
 
 
 def is_shipped(name: str) -> bool:
-    """Return whether a head for model `name` is inside the package."""
+    """Return whether a draft head for model `name` is inside the package."""
     return any(path.name == name for path in _shipped_heads())
 
 
 def head_shape(name: str, config: ModelConfig) -> HeadConfig:
-    """Return the shape of the head of model `name`: the shipped one's, else the published one's.
+    """Return the shape of the shipped draft head of model `name`, else of the published one.
 
     Published heads have a block like the target's. A model without one gets the shape of EAGLE-1/2:
     `fc` [dim, 2 dim] and the whole vocabulary. Reads no weights.

@@ -26,7 +26,7 @@ from fasteagle.model import rope_frequencies
 from fasteagle.paths import replacing
 
 DIALECT = "llama.cpp GGUF EAGLE-3"
-P = "eagle3."  # of the keys
+P = "eagle3."  # prefix of the keys
 LAYERS = ("eagle3.target_layers", "eagle3.extract_layers")  # older files have the second
 # Keys after P, and their names in a config.json.
 WIDTHS = {
@@ -40,7 +40,7 @@ WIDTHS = {
 }
 NUMBERS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps", "rope.freq_base": "rope_theta"}
 FLAGS = ("norm_before_residual", "norm_before_fc")
-# Tensors that a target's file has too are called as there.
+# Tensors that a target's file has too have their names from there.
 _BLOCK = [
     "attn_norm",
     "attn_q",
@@ -78,7 +78,7 @@ def gguf_of(path: Path) -> Path | None:
 
 
 def open_gguf_head(path: Path) -> HeadSource:
-    """Open the head in a GGUF file, its quantized tensors in fp32.
+    """Open the draft head in a GGUF file, its quantized tensors in fp32.
 
     Raises `FasteagleError` for files of another architecture, incomplete and damaged ones.
     """
@@ -170,7 +170,7 @@ def _tensors(path: Path, index: GGUFIndex, data: np.ndarray, raw: Raw) -> State:
 def write_gguf_head(
     path: Path, raw: Raw, config: HeadConfig, state: State, tokenizer: Path
 ) -> None:
-    """Write a head that llama.cpp can run with the tokenizer of the GGUF file `tokenizer`.
+    """Write a draft head for llama.cpp with the tokenizer of the GGUF file `tokenizer`.
 
     `raw` is what its config.json would be, `state` are its official tensors. Raises
     `FasteagleError` for the tokenizer of another model.
@@ -198,7 +198,7 @@ def write_gguf_head(
 
 
 def _add_fields(writer: Any, raw: Raw) -> None:
-    """Add what a `config.json` holds, under the keys of llama.cpp."""
+    """Add the fields of a `config.json` under the keys of llama.cpp."""
     widths = {P + key: raw[name] for key, name in WIDTHS.items()} | {
         "eagle3.block_count": 1,
         "eagle3.context_length": raw["max_position_embeddings"],

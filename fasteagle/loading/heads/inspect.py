@@ -1,6 +1,6 @@
-"""Describe a draft head and its fit to a model in words; measure with which taps it is accepted.
+"""Describe a draft head and its fit to a model in words; measure its acceptance by taps.
 
-Reads the head's own files. Of a model only its shape and the first values of its weights.
+Reads the draft head's own files, and of a model only its shape and the first values of its weights.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PROBE_PROMPTS, PROBE_TOKENS = 4, 64
 
 @dataclasses.dataclass(frozen=True)
 class HeadReport:
-    """One verdict, named facts, and what is wrong (None where nothing is)."""
+    """Verdict on a draft head, named facts, and its problem (None where there is none)."""
 
     verdict: str
     facts: dict[str, str]
@@ -50,7 +50,7 @@ def inspect_head(
     tap_layers: tuple[int, ...] | None = None,
     identity: str | None = None,
 ) -> HeadReport:
-    """Describe what the head's files say, and whether it fits `model`.
+    """Describe a draft head by its files, and whether it fits `model`.
 
     `identity` is the fingerprint of the weights that will run, where they are not the files' own.
     Raises `FasteagleError` for draft models that are not EAGLE heads and for damaged files.
@@ -71,7 +71,7 @@ def inspect_head(
 
 
 def _facts(source: HeadSource, tap_layers: tuple[int, ...] | None) -> dict[str, str]:
-    """Return what the files say, by name."""
+    """Return the facts that the files state, by name."""
     block, state = head_from_hf(source.raw, source.name).block, source.state
     facts = {"dialect": source.dialect, "algorithm": source.algorithm}
     if source.eagle3:
@@ -157,7 +157,7 @@ def measure_taps(
     tokenizer: ChatTokenizer,
     tap_layers: tuple[int, ...] | None = None,
 ) -> Iterator[Probe]:
-    """Measure greedy acceptance with the taps as read, then each one block lower, one higher."""
+    """Measure greedy acceptance with the taps as read, one block lower, and one block higher."""
     config = engine.model.config
     taps = open_head(files.path).fitted(config, tap_layers).tap_layers
     yield Probe(taps, _accepted(files, engine, tokenizer, tap_layers))
@@ -170,7 +170,7 @@ def measure_taps(
 def _accepted(
     files: HeadFiles, engine: Engine, tokenizer: ChatTokenizer, tap_layers: tuple[int, ...] | None
 ) -> float:
-    """Return how many drafted tokens a pass accepts, over the built-in prompts."""
+    """Return the mean number of drafted tokens a pass accepts, over the built-in prompts."""
     head, _ = load_head(files.path, engine.model.config, tap_layers)
     head.requires_grad_(False)
     head.borrow(engine.model, engine.max_seq_len)

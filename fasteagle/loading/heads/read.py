@@ -27,17 +27,17 @@ from fasteagle.loading.tensors import open_safetensors, read_json, unpickled
 from fasteagle.model import EagleHead, make_head
 from fasteagle.uninitialized import Uninitialized
 
-HEADER_KEY = "fasteagle"  # of a JSON header in the metadata of a head of our own
+HEADER_KEY = "fasteagle"  # key of the JSON header in the metadata of our own draft heads
 Header = dict[str, Any]
 
 
 def load_head(
     path: Path, target: ModelConfig, tap_layers: tuple[int, ...] | None = None
 ) -> tuple[EagleHead, Header | None]:
-    """Load a head in fp32 on the CPU, and its header (None for published heads).
+    """Load a draft head in fp32 on the CPU, and its header (None for published heads).
 
-    `tap_layers` stand in for those of an EAGLE-3 head's files. Raises `FasteagleError` when it does
-    not fit the target.
+    `tap_layers` replace those of an EAGLE-3 head's files. Raises `FasteagleError` when the head
+    does not fit the target.
     """
     source = open_head(path, target)
     return make_fitted(source, target, tap_layers), source.header
@@ -46,7 +46,7 @@ def load_head(
 def make_fitted(
     source: HeadSource, target: ModelConfig, tap_layers: tuple[int, ...] | None = None
 ) -> EagleHead:
-    """Make the head of `source` over `target`, see `load_head`."""
+    """Make the draft head of `source` for `target`, see `load_head`."""
     config = source.fitted(target, tap_layers)
     with Uninitialized():  # all of it is loaded
         head = make_head(config)
@@ -64,10 +64,10 @@ def load_official_state(head: EagleHead, state: State, name: str) -> None:
 
 
 def open_head(path: Path, target: ModelConfig | None = None) -> HeadSource:
-    """Open the head in a folder or a GGUF file, of whichever dialect.
+    """Open the draft head in a folder or a GGUF file of any dialect.
 
-    Raises `FasteagleError` for heads that cannot run, and before it reads the tensors of one for
-    another `target`.
+    Raises `FasteagleError` for heads that cannot run, and for one that was made for another target
+    than `target` before its tensors are read.
     """
     file = gguf_of(path)
     if file is not None:
@@ -135,10 +135,10 @@ def _header(metadata: dict[str, str], where: str) -> Header | None:
 def with_vocabulary(
     head: EagleHead, ids: Tensor, rows: Callable[[Tensor], Tensor] | None = None
 ) -> EagleHead:
-    """Return the same head drafting only `ids` (ascending target ids).
+    """Return a copy of the draft head that drafts only `ids` (ascending target ids).
 
-    `rows` gives the target's LM head rows [n, D] of ids, for tokens that are new to an LM head of
-    the draft head's own.
+    `rows` returns the target's LM head rows [n, D] of ids. They are needed for ids that are new to
+    a draft head with an LM head of its own.
     """
     changed = make_head(dataclasses.replace(head.config, draft_vocab_size=len(ids)))
     state = official_state(head) | {MAP: ids - torch.arange(len(ids))}

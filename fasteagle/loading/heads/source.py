@@ -1,4 +1,4 @@
-"""A draft head as its files describe it, and its shape over a target."""
+"""Draft head as its files describe it, and its shape for a target."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from fasteagle.uninitialized import Uninitialized
 
 @dataclasses.dataclass(frozen=True)
 class HeadSource:
-    """A head as its files describe it, not yet fitted to a target."""
+    """Draft head as its files describe it, not yet fitted to a target."""
 
     name: str  # path or file, for messages
     dialect: str
-    raw: Raw  # the flat config of its decoder layer
-    state: State  # under the official names
+    raw: Raw  # flat config of the decoder layer
+    state: State  # tensors under the official names
     eagle3: bool
     header: dict[str, Any] | None = None  # of heads of our own
     tap_layers: tuple[int, ...] | None = None  # None: the files do not say them
@@ -39,7 +39,7 @@ class HeadSource:
 
     @property
     def where(self) -> str:
-        """The file that describes its shape."""
+        """File that describes the shape of the draft head, for messages."""
         return self.name if self.name.endswith(".gguf") else f"{self.name}/config.json"
 
     @property
@@ -49,22 +49,25 @@ class HeadSource:
 
     @property
     def made_for(self) -> str | None:
-        """The model a speculators config names as the one it was trained for."""
+        """Name of the model that the draft head was trained for, in a speculators config."""
         verifier = Fields(self.raw, self.where).part("speculators_config").part("verifier")
         return verifier.text("name_or_path", "") or None
 
     @property
     def tap_norm(self) -> str:
-        """Norms before fc, by the config or the tensors: one without the other fails to load."""
+        """Kind of norms before fc, as the config or the tensors name them.
+
+        A config that names norms without their tensors fails to load.
+        """
         if self.raw.get("norm_before_fc") or "input_norm.weight" in self.state:
             return "all"
         each = self.raw.get("fc_norm") or "fc_norm.0.weight" in self.state
         return "each" if each else "none"
 
     def likely_target(self, tap_layers: tuple[int, ...] | None = None) -> ModelConfig:
-        """Return the shape of a target that the head would fit, as deep as its taps need.
+        """Return the shape of a target that the draft head would fit, as deep as its taps need.
 
-        `tap_layers` stand in for those of the files. `max_seq_len` is 0 where it is not known.
+        `tap_layers` replace those of the files. `max_seq_len` is 0 where it is not known.
         """
         block = head_from_hf(self.raw, self.where).block
         dim = self.raw.get("target_hidden_size") or block.dim
@@ -74,9 +77,10 @@ class HeadSource:
         return dataclasses.replace(block, dim=dim, n_layer=n_layer, max_seq_len=length)
 
     def fitted(self, target: ModelConfig, tap_layers: tuple[int, ...] | None = None) -> HeadConfig:
-        """Return its shape over `target`, which its tensors have; allocate nothing.
+        """Return the shape of the draft head for `target`, checked against the head's tensors.
 
-        `tap_layers` stand in for those of the files. Raises `FasteagleError` for what does not fit.
+        `tap_layers` replace those of the files. Raises `FasteagleError` for what does not fit.
+        Allocates no tensors.
         """
         check_fit(self.where, self.raw, target)
         shape, names = head_from_hf(self.raw, self.where), " ".join(self.state)
@@ -109,7 +113,7 @@ class HeadSource:
     def _eagle3(
         self, dim: int, target: ModelConfig, tap_layers: tuple[int, ...] | None
     ) -> Eagle3Config:
-        """Return what a head `dim` wide has beside its block. Raises `FasteagleError`."""
+        """Return the EAGLE-3 config of a draft head of width `dim`. Raises `FasteagleError`."""
         own = Eagle3Config(
             tap_layers=self._taps(target, tap_layers),
             target_dim=target.dim,
@@ -131,7 +135,7 @@ class HeadSource:
         return own
 
     def _taps(self, target: ModelConfig, tap_layers: tuple[int, ...] | None) -> tuple[int, ...]:
-        """Return the blocks whose input it reads. Raises `FasteagleError` for a bad fit."""
+        """Return the target blocks whose input the head reads. Raises `FasteagleError`."""
         taps = tap_layers or self.tap_layers or default_taps(target.n_layer)
         try:
             checked_taps(taps, target.n_layer)
@@ -148,7 +152,7 @@ class HeadSource:
 
 
 def check_fit(where: str, raw: Raw, target: ModelConfig) -> None:
-    """Raise `FasteagleError` if the head of a flat config is for another width or vocabulary."""
+    """Raise `FasteagleError` if a draft head's config has another width or vocabulary."""
     block = head_from_hf(raw, where).block
     width = raw.get("target_hidden_size") or block.dim
     sizes = {"width": (width, target.dim), "vocabulary": (block.vocab_size, target.vocab_size)}
@@ -197,9 +201,9 @@ def target_ids(d2t: Tensor) -> Tensor:
 
 
 def flat_config(where: str, raw: Raw) -> Raw:
-    """Return the flat config of the decoder layer, every field that is read here of its type.
+    """Return the flat config of the decoder layer, with the types of its fields checked.
 
-    speculators nests it, and RoPE by the kind of layer. Raises `FasteagleError`.
+    The speculators format nests it, and RoPE by the kind of layer. Raises `FasteagleError`.
     """
     fields = Fields(raw, where)
     fields.part("eagle_config")

@@ -1,4 +1,4 @@
-"""Draft head dialects as data: names of tensors, keys of configs, and marks they are known by.
+"""Draft head dialects as data: tensor names, config keys, and the marks that identify them.
 
 The names of the public EAGLE code are the common ones: every dialect is read into them and written
 from them. Nothing here opens a file.
@@ -23,7 +23,7 @@ State = dict[str, Tensor]  # tensors by name
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"  # EAGLE-1/2 heads borrow both
 TRAINING_ONLY = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 MAP, VLLM_MAP = "d2t", "draft_id_to_target_id"  # offsets from draft ids to target ids
-RENAMED = {"layers.0.": "midlayer.", "fcs.": "fc_norm."}  # how EAGLE-3 names begin elsewhere
+RENAMED = {"layers.0.": "midlayer.", "fcs.": "fc_norm."}  # prefixes of EAGLE-3 names elsewhere
 _MODULES = {  # the official tensors of our modules; "*" stands for the decoder layer
     "fc": ["fc"],
     "block.attention.qkv": ["*.self_attn.q_proj", "*.self_attn.k_proj", "*.self_attn.v_proj"],
@@ -42,7 +42,7 @@ _MODULES = {  # the official tensors of our modules; "*" stands for the decoder 
 
 
 def official_state(head: EagleHead) -> State:
-    """Return the head's tensors under the names of the public EAGLE code, as views."""
+    """Return the draft head's tensors under the names of the public EAGLE code, as views."""
     block, own = head.config.block, head.config.eagle3
     layer = "layers.0" if own is None else "midlayer"
     kv_rows = block.n_kv_head * block.head_dim
@@ -75,7 +75,7 @@ def official_name(name: str) -> str:
 
 
 class Dialect(NamedTuple):
-    """One project's files: marks they have, and where they list blocks of the target."""
+    """Files of one project: their marks, and the key that lists blocks of the target."""
 
     name: str
     marks: tuple[str, ...]  # keys of config.json, of its eagle_config, or architectures
@@ -122,7 +122,7 @@ def dotted(raw: Raw) -> dict[str, Any]:
 
 
 def is_eagle3(raw: Raw, names: Iterable[str]) -> bool:
-    """Return whether a config or names of tensors tell of an EAGLE-3 head."""
+    """Return whether a config or names of tensors belong to an EAGLE-3 head."""
     marks = ("midlayer.", "layers.0.hidden_norm.weight")
     return "eagle3" in _kinds(raw) or any(name.startswith(marks) for name in names)
 
@@ -135,12 +135,12 @@ def block_numbers(key: str, value: Any, shift: int = 0) -> tuple[int, ...]:
 
 
 def listed(layers: Iterable[int]) -> str:
-    """Return block numbers as a person reads them."""
+    """Return block numbers as text, with commas between them."""
     return ", ".join(str(layer) for layer in layers)
 
 
-# What does not run here, by the name a person knows, and words in the names of its architectures,
-# model types, tensors, or keys of the config that are set
+# Draft models that do not run here, with words in the names of their architectures, model types,
+# tensors, or keys of the config that are set
 _REFUSED = {
     "parallel drafting (P-EAGLE)": ("peagle", "mask_hidden", "parallel_drafting"),
     "block diffusion (DFlash)": ("dflash",),
@@ -179,12 +179,12 @@ def refuse_others(name: str, raw: Raw, tensors: Iterable[str] = ()) -> None:
 
 
 def _kinds(raw: Raw) -> str:
-    """Return the architectures and model types of a config, in small letters."""
+    """Return the architectures and model types of a config in lower case."""
     kinds = [raw.get(key) for key in ("architectures", "model_type", "speculators_model_type")]
     return str(kinds).lower()
 
 
-# What layouts can say
+# Traits that layouts can describe
 
 EAGLE3_ONLY = {
     "specforge": "SpecForge trains EAGLE-3 heads only",
@@ -194,7 +194,7 @@ EAGLE3_ONLY = {
 
 
 def unsayable(config: HeadConfig, target: ModelConfig, layout: str) -> list[str]:
-    """Return what is unusual about a head and has no field in `layout`.
+    """Return the unusual traits of a draft head for which `layout` has no field.
 
     Layouts are those of `options.EXPORT_FORMATS`; "eagle1" is the official one of EAGLE-1/2.
     """

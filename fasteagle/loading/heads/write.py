@@ -1,7 +1,7 @@
 """Write draft heads: our own folders, and those of other engines.
 
-Tensors of an export go out bit for bit, in the dtype they came in. What a layout has no field for
-is refused by name: an engine would leave it out and accept fewer tokens without a word.
+Tensors of an export go out bit for bit, in the dtype they came in. Traits for which a layout has no
+field are refused by name: an engine would ignore them and accept fewer tokens without a warning.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ Config = dict[str, Any]  # a config.json
 
 @dataclasses.dataclass(frozen=True)
 class HeadTarget:
-    """The model that a head is for: the name others know it by, and its files."""
+    """Target of a draft head: the name that others know it by, and its files."""
 
     name: str
     checkpoint: Checkpoint
 
     def tensor(self, name: str) -> Tensor:
-        """Return the target's embedding or LM head by its name in the head."""
+        """Return the target's embedding or LM head by its name in the draft head."""
         is_own = name == LM_HEAD and not self.checkpoint.config.tie_embeddings
         return self.checkpoint.load(LM_HEAD if is_own else f"model.{EMBEDDING}")
 
 
 def save_head(folder: Path, head: EagleHead, header: Config, dtype: torch.dtype) -> None:
-    """Write a head directory of ours; each file is written completely or not at all."""
+    """Write a draft head folder of ours; each file is written completely or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     state = {
         name: (t if name == MAP else t.to(dtype)).clone()
@@ -82,7 +82,7 @@ _KEYS = {
 
 
 def config_json(layout: str, config: HeadConfig, dtype: torch.dtype) -> Config:
-    """Return the `config.json` of a head; for "gguf" what `write_gguf_head` takes."""
+    """Return the `config.json` of a draft head; for "gguf" the input of `write_gguf_head`."""
     block, own = config.block, config.eagle3
     raw = _layer_config(block, dtype)
     if layout != "ours":
@@ -114,7 +114,7 @@ def config_json(layout: str, config: HeadConfig, dtype: torch.dtype) -> Config:
 
 
 def _layer_config(block: ModelConfig, dtype: torch.dtype) -> Config:
-    """Return what the config of a Llama decoder layer says in every layout."""
+    """Return the config of a Llama decoder layer that all layouts share."""
     length = block.max_seq_len
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -136,7 +136,7 @@ def _layer_config(block: ModelConfig, dtype: torch.dtype) -> Config:
 
 
 def rope_scaling(block: ModelConfig) -> Config | None:
-    """Return the entry of a `config.json`; `type` is for code of the time of transformers 4."""
+    """Return the RoPE entry of a `config.json`; code for transformers 4 reads its key `type`."""
     if block.rope_scaling is not None:
         scaling = dataclasses.asdict(block.rope_scaling)
         scaling["original_max_position_embeddings"] = scaling.pop("original_max_seq_len")
@@ -176,9 +176,9 @@ def export_head(
     tap_layers: tuple[int, ...] | None = None,
     tokenizer: Path | None = None,
 ) -> list[str]:
-    """Write a head into the folder `out` (a file for "gguf"); return lines for the person.
+    """Write a draft head into the folder `out` (a file for "gguf"); return lines for the user.
 
-    `target` may be left out where neither tensors nor the depth of it are needed. `tokenizer` is
+    `target` may be left out where neither its tensors nor its depth are needed. `tokenizer` is
     the GGUF file whose tokenizer a GGUF head carries. Raises `FasteagleError`.
     """
     if target is None:
@@ -220,7 +220,7 @@ def export_head(
 
 
 def check_exportable(config: HeadConfig, to: str, target: ModelConfig) -> None:
-    """Raise `FasteagleError` for heads that the layout `to` cannot describe."""
+    """Raise `FasteagleError` for draft heads that the layout `to` cannot describe."""
     eagle1 = config.eagle3 is None
     if eagle1 and to != "eagle":
         raise FasteagleError(f"{EAGLE3_ONLY[to]}, this is EAGLE-1/2: export it --to eagle")
@@ -243,7 +243,7 @@ def _check_needs_no_target(source: HeadSource, to: str, tap_layers: tuple[int, .
 
 
 def _complete(source: HeadSource, config: HeadConfig, target: HeadTarget | None, to: str) -> State:
-    """Return its tensors and those of the target that the layout wants beside them."""
+    """Return the draft head's tensors and those of the target that the layout needs."""
     state = dict(source.state)
     dtype = state["fc.weight"].dtype
 
