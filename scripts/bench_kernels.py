@@ -148,7 +148,7 @@ def main(
 
 
 def fused_linears(name: str) -> list[tuple[str, int, int]]:
-    """(linear, outputs, inputs) of a block and the LM head, q/k/v and gate/up in one."""
+    """Return (linear, outputs, inputs) of a block and the LM head, q/k/v and gate/up in one."""
     c = preset(name)
     heads, groups = c.n_head * c.head_dim, c.n_kv_head * c.head_dim
     return [
@@ -169,10 +169,10 @@ def measure(
     repeats: int,
     device: str = "cuda",
 ) -> list[tuple[int, float, float]]:
-    """(rows, microseconds, GB/s) of one kernel; nothing where its library is missing.
+    """Return (rows, microseconds, GB/s) of one kernel; nothing where its library is missing.
 
     Raises `FasteagleError` where our kernel's result is wrong. On the CPU, where the op has its
-    reference, only to see that all of this runs.
+    reference, this only shows that all of it runs.
     """
     with torch.device(device):
         case = make_case(kernel, N, K, accumulate)
@@ -189,7 +189,7 @@ def measure(
 
 
 def _time_cold(calls: Sequence[Callable[[Tensor], Tensor]], x: Tensor, repeats: int) -> float:
-    """Median microseconds of a call, when no weight is in the cache."""
+    """Return the median microseconds of a call, when no weight is in the cache."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -206,14 +206,14 @@ def _time_cold(calls: Sequence[Callable[[Tensor], Tensor]], x: Tensor, repeats: 
 
 
 def _time_on_cpu(call: Callable[[Tensor], Tensor], x: Tensor) -> float:
-    """Microseconds of one call, whose weight may be in the cache."""
+    """Return the microseconds of one call, whose weight may be in the cache."""
     begin = time.perf_counter()
     call(x)
     return 1e6 * (time.perf_counter() - begin)
 
 
 def _elapsed(run: Callable[[], object], repeats: int) -> list[float]:
-    """Milliseconds of every repeat, after three warm-up runs."""
+    """Return the milliseconds of every repeat, after three warm-up runs."""
     times = []
     for repeat in range(3 + repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -229,7 +229,7 @@ def _elapsed(run: Callable[[], object], repeats: int) -> list[float]:
 def precompile(
     kernels: list[str], shapes: list[tuple[int, int]], counts: list[int], accumulate: str
 ) -> None:
-    """Compile what will be timed, several kernels at a time."""
+    """Compile the kernels that will be timed, several at a time."""
     device = torch.device("cuda")
     with device:
         ours = [kernel for kernel in kernels if kernel in OURS]
@@ -272,7 +272,7 @@ def table(timings: list[Timing]) -> tuple[list[str], list[list[str]]]:
 
 
 def conditions(accumulate: str, device: str) -> dict[str, Any]:
-    """Return how this is measured. Raises `FasteagleError` where there is no CUDA device."""
+    """Return the conditions of the measurement; raise `FasteagleError` without a CUDA device."""
     command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
     if device == "cpu":
         return {"device": "CPU", "torch": torch.__version__, "command": command}

@@ -1,4 +1,4 @@
-"""Everything that wants a GPU, one command after the other; a failure does not stop the next.
+"""Checks that need a GPU, one command after the other; a failure does not stop the next.
 
 python scripts/gpu_check.py --out DIR
 python scripts/gpu_check.py --out DIR --stages start,kernels,profile_7b --minutes 9
@@ -64,7 +64,7 @@ if shutil.which("nvidia-smi"):
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One command: words after `python`, with {out} and {json} for the places of its results."""
+    """Command of one stage: words after `python`, with {out} and {json} for its results' places."""
 
     name: str
     what: str
@@ -116,7 +116,7 @@ def test_stages() -> list[Stage]:
 
 
 def all_stages(dry_run: bool, model: str, wheels: Path | None) -> list[Stage]:
-    """Return the stages in their order: what says most comes first, where time may run out."""
+    """Return the stages in order: the most informative come first, as time may run out."""
     start = START.format(device="cpu" if dry_run else "cuda")
     trees = ",".join(f"eagle@{tree}" for tree in TREES)
     cold = ("--no-compile", "--max-new-tokens", "16")
@@ -147,7 +147,7 @@ def all_stages(dry_run: bool, model: str, wheels: Path | None) -> list[Stage]:
 
 
 def chosen_stages(stages: Sequence[Stage], names: str | None) -> list[Stage]:
-    """Return the stages named in a comma list; a name before a slash stands for all behind it."""
+    """Return the stages named in a comma list; a name before a slash stands for all after it."""
     if names is None:
         return list(stages)
     known = {part for stage in stages for part in (stage.name, stage.name.split("/")[0])}
@@ -186,7 +186,7 @@ def run_stages(
 
 
 def entry_of(stage: Stage, **values: Any) -> dict[str, Any]:
-    """Return what the record says of a stage."""
+    """Return the entry of a stage in the record."""
     unset = {"seconds": 0.0, "exit_code": None, "error": None}
     return {"name": stage.name, "what": stage.what, **unset, **values}
 
@@ -255,7 +255,7 @@ def run_limited(
 
 
 def earlier(path: Path, dry_run: bool) -> list[dict[str, Any]]:
-    """Return the stages of an earlier record. Raises `FasteagleError` where it cannot go on."""
+    """Return the stages of an earlier record; raise `FasteagleError` where it cannot go on."""
     if not path.exists():
         return []
     try:

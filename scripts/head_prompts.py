@@ -30,7 +30,7 @@ def words(text: str) -> list[str]:
 
 
 def read_lists() -> list[str]:
-    """The lists of `head_prompts.ini`, in its order."""
+    """Return the lists of `head_prompts.ini`, in its order."""
     ini = configparser.ConfigParser(interpolation=None, delimiters=("=",))
     ini.read_string(Path(__file__).with_suffix(".ini").read_text("utf-8"))
     return list(ini["lists"].values())
@@ -41,7 +41,7 @@ NAMES, GOODS, CHORES, LANGUAGES, FOLLOW_UPS, CODE_FOLLOW_UPS = OTHERS
 
 
 class Maker:
-    """Draws prompts; `KINDS` are its methods with their weights."""
+    """Maker of random prompts; `KINDS` are its methods with their weights."""
 
     def __init__(self, seeds: list[dict[str, str]], seed: int) -> None:
         self.random = random.Random(seed)
@@ -310,7 +310,7 @@ KINDS: dict[Callable[[Maker], Turns], float] = {
 
 
 def library_functions() -> list[tuple[str, str, str]]:
-    """Signature, docstring and source of functions of Python's library, of readable size."""
+    """Return signature, docstring and source of functions of Python's library, of readable size."""
     found = []
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         source = path.read_text("utf-8")

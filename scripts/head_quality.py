@@ -1,4 +1,4 @@
-"""How often draft heads are right on text that the model wrote, by depth and by confidence.
+"""Quality of draft heads on text that the model wrote, by depth and by confidence.
 
 python -m fasteagle generate-data --prompts questions.jsonl --out answers.jsonl
 python scripts/head_quality.py --data answers.jsonl

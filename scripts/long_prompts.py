@@ -34,7 +34,7 @@ RENAME = (
 
 
 class Documents:
-    """Texts of exactly so many tokens."""
+    """Texts of exactly `n_tokens` tokens each."""
 
     def __init__(self, tokenizer: ChatTokenizer, n_tokens: int) -> None:
         self._tokenizer, self._n_tokens = tokenizer, n_tokens
@@ -57,7 +57,7 @@ class Documents:
 
 
 def questions(documents: Documents) -> Iterator[str]:
-    """Without end, the three kinds in turn."""
+    """Yield questions without end, the three kinds in turn."""
     chapters, modules = cycle(documents.chapters()), cycle(documents.modules())
     for chapter, other, module in zip(chapters, chapters, modules, strict=False):
         yield SUMMARIZE.format(text=chapter)
@@ -66,13 +66,13 @@ def questions(documents: Documents) -> Iterator[str]:
 
 
 def _middle_words(text: str) -> str:
-    """The first words of the longest paragraph of the text's second half."""
+    """Return the first words of the longest paragraph of the text's second half."""
     paragraph = max(text[len(text) // 2 :].split("\n\n")[1:] or [text], key=len)
     return " ".join(paragraph.split()[:6])
 
 
 def _argument(code: str) -> str:
-    """The first argument of the first function that has one, besides `self`."""
+    """Return the first argument of the first function that has one, besides `self`."""
     for line in code.splitlines():
         if line.strip().startswith("def "):
             names = line.partition("(")[2].replace(")", ",").replace(":", ",").split(",")

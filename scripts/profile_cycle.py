@@ -138,7 +138,7 @@ def started(engine: Engine) -> Any:
 
 
 def cycle_ms(engine: Engine, n: int) -> float:
-    """Median milliseconds of a cycle, host included."""
+    """Return the median milliseconds of a cycle, host included."""
     cycles, times = started(engine), []
     for _ in range(n):
         begin = time.perf_counter()
@@ -149,7 +149,7 @@ def cycle_ms(engine: Engine, n: int) -> float:
 
 
 def profiled(engine: Engine, n: int) -> list[Event]:
-    """Kernels of `n` cycles; on a CPU the operations of torch."""
+    """Return the kernels of `n` cycles; on a CPU the operations of torch."""
     from torch.profiler import ProfilerActivity, profile  # takes a second
 
     cycles = started(engine)
@@ -168,7 +168,7 @@ def profiled(engine: Engine, n: int) -> list[Event]:
 
 
 def described(events: Sequence[Event], cycles: int, ms: float) -> dict[str, Any]:
-    """Nodes, busy milliseconds, idle share and kernels of a cycle that takes `ms` unprofiled."""
+    """Return nodes, busy ms, idle share and kernels of a cycle that takes `ms` unprofiled."""
     by_name: dict[str, list[float]] = defaultdict(list)
     busy, last = 0.0, float("-inf")
     for name, begin, end in sorted(events, key=lambda event: event[1]):

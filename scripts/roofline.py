@@ -1,4 +1,4 @@
-"""The speed limit of a device, from bytes and FLOPs, next to measured values if there are any.
+"""Speed limit of a device, from bytes and FLOPs, next to measured values if there are any.
 
 python scripts/roofline.py --device 3090 --model llama2-7b --tau 3.6 --context 1024
 python scripts/roofline.py --device 3090 --model llama2-7b --tau 3.6 --terms   # int4, term by term
@@ -189,7 +189,7 @@ def this_machine(record: dict[str, Any] | None) -> Device:
 def planned_cases(
     config: ModelConfig, on_cpu: bool, precision: str, rows: str, tau: float, **settings: Any
 ) -> Iterator[Case]:
-    """Yield every row at every precision. Raises `FasteagleError` for a tau no tree can give."""
+    """Yield every row at every precision; raise `FasteagleError` for a tau no tree can give."""
     sizes = {
         name: settings[name] for name in ("tree_depth", "tree_topk", "tree_nodes") if settings[name]
     }
@@ -214,7 +214,7 @@ def planned_cases(
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Return what `tokens_per_sec.py --json` wrote."""
+    """Return the record that `tokens_per_sec.py --json` wrote."""
     from fasteagle.loading.tensors import read_json
 
     record = read_json(path)

@@ -1,4 +1,4 @@
-"""What a server costs: questions to `fasteagle serve` over loopback, and to the model right here.
+"""Cost of a server: questions to `fasteagle serve` over loopback, and to the model right here.
 
 python scripts/served_speed.py --data questions.jsonl --limit 16
 
@@ -30,7 +30,7 @@ from fasteagle.prompts import read_questions
 
 
 class Timing(NamedTuple):
-    """One answer."""
+    """Number of tokens and times of one answer."""
 
     n_tokens: int
     first: float  # seconds until the first chunk
@@ -38,7 +38,7 @@ class Timing(NamedTuple):
 
 
 def timed(arrivals: Iterator[tuple[float, int]], begin: float) -> Timing:
-    """Of chunks as (moment, tokens): the first one's tokens are not part of the rate."""
+    """Return the times of chunks (moment, tokens); the first one's tokens are not in the rate."""
     found = [(moment, n) for moment, n in arrivals if n]
     after = sum(n for _, n in found[1:])
     return Timing(after, found[0][0] - begin, found[-1][0] - found[0][0])

@@ -137,7 +137,7 @@ def main(
 
 
 def _precisions(asked: str | None, runtime: RuntimeOptions) -> tuple[str, ...]:
-    """Those asked for, else the one that the model's options name."""
+    """Return the precisions in `asked`, else the one that the model's options name."""
     if asked is None:
         return (runtime.quant or runtime.dtype,)
     if runtime.quant is not None:

@@ -1,4 +1,4 @@
-"""fasteagle and llama.cpp on the same GGUF file, question by question in turn, in one process.
+"""Comparison of fasteagle and llama.cpp on one GGUF file: questions in turn, in one process.
 
 CMAKE_ARGS="-DGGML_NATIVE=ON" pip install --no-binary llama-cpp-python llama-cpp-python
 python scripts/versus_llamacpp.py --data questions.jsonl --limit 16
@@ -40,7 +40,7 @@ BATCH = 512  # tokens of a prompt in one call
 
 
 class LlamaCpp:
-    """A `Decoder` over llama.cpp; keeps the keys and values of the turns before, as ours does."""
+    """Decoder that runs llama.cpp; keeps the keys and values of the turns before, as ours does."""
 
     def __init__(self, path: Path, threads: int, eos_ids: frozenset[int]) -> None:
         try:

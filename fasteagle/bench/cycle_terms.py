@@ -1,7 +1,7 @@
 """Predicted time of one captured cycle on a card, term by term, from the kernels' own tiling.
 
 The parts are those of `roofline`. Here every product is cut as the kernels cut it, and every launch
-costs, so that a first measurement says which term was wrong.
+costs, so that a first measurement shows which term was wrong.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CARDS = {
     "3090": Card(82, 936.0),
     "3090ti": Card(84, 1008.0, ghz=1.86),
     "4090": Card(128, 1008.0, ghz=2.52, cache_gb_s=4000.0),
-    # The same chip with faster memory; sums are in fp32, which is no slower there.
+    # The same chip with faster memory, and fp32 accumulation, which is no slower there.
     **{
         name: dataclasses.replace(BY_CAPABILITY[9, 0], gb_s=float(DEVICES[name].gb_s))
         for name in ("h100", "h200")
@@ -36,7 +36,7 @@ COUNTS = (1, 8, 16, 32, 64)  # rows of the table of products
 
 @dataclasses.dataclass(frozen=True)
 class CycleModel:
-    """One model on one card; `context` positions in the cache, sums in fp16 where it says so."""
+    """One model on one card with `context` cached positions; `fp16` means fp16 accumulation."""
 
     card: Card
     config: ModelConfig
@@ -49,20 +49,20 @@ class CycleModel:
         return Storage.of(self.scheme)
 
     def us(self, part: Part) -> float:
-        """Microseconds of all launches of a part."""
+        """Return the microseconds of all launches of a part."""
         if part.block is not None:
             return self._attention_us(part, part.block)
         return part.launches * (self.product_us(part) if part.N else SMALL_US)
 
     def product_us(self, part: Part) -> float:
-        """Microseconds of one launch."""
+        """Return the microseconds of one launch."""
         layout, is_head = self._layout(part), "LM head" in part.name
         cut = tiling(layout, part.N, part.K, part.rows, self.card)
         fp16 = self.fp16 and not is_head
         return microseconds(cut, layout, part.N, part.K, part.rows, self.card, fp16)
 
     def share(self, part: Part) -> float:
-        """Share of the data sheet's bandwidth that a product reaches."""
+        """Return the share of the data sheet's bandwidth that a product reaches."""
         layout = self._layout(part)
         n_bytes = weight_bytes(layout) * -(-part.N // BLOCK_N) * -(-part.K // layout.tile)
         return n_bytes / self.product_us(part) / (1e3 * self.card.gb_s)
@@ -73,7 +73,7 @@ class CycleModel:
         return layout_for(self.scheme.bits, self.scheme.group_size or part.K, part.K)
 
     def _attention_us(self, part: Part, config: ModelConfig) -> float:
-        """Two launches a block: splits of the keys, and their sum.
+        """Return the microseconds of attention: a block launches splits of keys, then their sum.
 
         The cache is read once, the splits' states through the L2 cache, as are the partial sums of
         the queries by every split. The second launch waits for one split after the other.
@@ -92,7 +92,7 @@ class CycleModel:
         return target_parts(self.config, self.storage, rows, self.context)
 
     def cycle(self, head: HeadConfig, tree: TreeShape) -> list[Part]:
-        """Parts of a greedy cycle with a dynamic tree."""
+        """Return the parts of a greedy cycle with a dynamic tree."""
         drafting = draft_parts(head, self.storage, tree, self.context)
         finish = Part("accept and commit", FINISH_SMALL)
         return [*self.target(tree.rows), *drafting, finish]
@@ -101,19 +101,19 @@ class CycleModel:
         return sum(map(self.us, parts)) / 1e3
 
     def plain_ms(self) -> float:
-        """Milliseconds of a plain cycle."""
+        """Return the milliseconds of a plain cycle."""
         return self.ms([*self.target(1), Part("commit", FINISH_SMALL)])
 
 
 def card_named(name: str) -> Card:
-    """Raises `FasteagleError` for cards whose multiprocessors are not in the table."""
+    """Return the card called `name`; raise `FasteagleError` if it is not in the table."""
     if name not in CARDS:
         raise FasteagleError(f"terms of a cycle are predicted for {', '.join(CARDS)}, not {name!r}")
     return CARDS[name]
 
 
 def report(model: CycleModel, head: HeadConfig, tree: TreeShape, tau: float) -> str:
-    """Return two Markdown tables, products by rows and the terms of a cycle, and what follows."""
+    """Return two Markdown tables (products by rows, terms of a cycle) and the predicted speed."""
     columns = zip(*([p for p in model.target(T) if p.N] for T in COUNTS), strict=True)
     products = [
         (

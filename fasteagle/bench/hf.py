@@ -17,7 +17,7 @@ from fasteagle.options import SamplingParams
 
 
 def hf_config(config: ModelConfig) -> Any:
-    """The transformers configuration of a model of ours."""
+    """Return the transformers configuration of a model of ours."""
     import transformers  # takes seconds: only for rows of its own
 
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_base}
@@ -55,7 +55,7 @@ def hf_config(config: ModelConfig) -> Any:
 def hf_model(
     checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str, **options: Any
 ) -> Any:
-    """A transformers model that holds the checkpoint's (dequantized) weights in `dtype`."""
+    """Return a transformers model that holds the checkpoint's (dequantized) weights in `dtype`."""
     import transformers  # takes seconds: only for rows of its own
 
     config = hf_config(checkpoint.config)
@@ -76,7 +76,7 @@ def hf_model(
 
 
 class HFAnswer(NamedTuple):
-    """An answer of transformers, measured. Times in seconds."""
+    """Measured answer of transformers; times in seconds."""
 
     tokens: list[int]
     ttft: float
@@ -87,7 +87,7 @@ class HFAnswer(NamedTuple):
 
 
 class _Clock:
-    """A transformers streamer that notes when each token arrives."""
+    """Streamer of transformers that records when each token arrives."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -123,7 +123,7 @@ def hf_generate(
     eos_ids: frozenset[int],
     lookup: bool = False,
 ) -> HFAnswer:
-    """`model.generate` on one prompt, with prompt lookup if asked."""
+    """Run `model.generate` on one prompt, with prompt lookup if `lookup` is set."""
     torch.manual_seed(params.seed)
     drawing: dict[str, Any] = {"do_sample": False}
     if not params.greedy:

@@ -14,12 +14,12 @@ Chunk = tuple[int, float]  # tokens in it, seconds since the chunk before
 
 
 def token_latencies(chunks: Iterable[Chunk]) -> list[float]:
-    """Seconds of every token."""
+    """Return the seconds of every token."""
     return [seconds / n for n, seconds in chunks for _ in range(n)]
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
-    """The smallest value that at least `share` (0 .. 1) of all do not exceed, or None."""
+    """Return the smallest value that at least `share` (0 .. 1) of all do not exceed, or None."""
     if not values:
         return None
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]

@@ -24,7 +24,7 @@ from fasteagle.quant.planes import BLOCK_N, PlanesWeight
 
 TORCHAO, DENSE = "torchao-g128", "fp16"
 OURS = ("int4-g128", "int4-g64", "int4-g32", "int4-g128-offsets", "int4-g32-offsets", "int8")
-# Of a result, relative to the lengths of the row and the column that it is a product of.
+# Largest error of a result, relative to the lengths of its row and its column.
 MOST_ERROR = {"fp32": 5e-4, "fp16": 2e-3}
 
 
@@ -42,12 +42,12 @@ class Case:
     reference: Tensor | None = None  # fp64 [n, K]: the first outputs' weights, to check results
 
     def rows(self, M: int, device: torch.device | str) -> Tensor:
-        """Random x [M, columns], zero behind K."""
+        """Return random x [M, columns], zero past K."""
         x = torch.randn(M, self.K, device=device).to(self.dtype)
         return F.pad(x, (0, self.columns - self.K))
 
     def check(self, x: Tensor) -> Tensor:
-        """The first call's result. Raises `FasteagleError` where it is wrong."""
+        """Return the first call's result; raise `FasteagleError` where it is wrong."""
         y = self.calls[0](x)
         if self.reference is None:
             return y
@@ -66,7 +66,7 @@ class Case:
 
 
 def make_case(kernel: str, N: int, K: int, accumulate: str) -> Case | None:
-    """A case on the default device; None where the kernel's library is missing."""
+    """Return a case on the default device; None where the kernel's library is missing."""
     if kernel == TORCHAO:
         return _torchao(N, K)
     if kernel == DENSE:
@@ -94,7 +94,7 @@ def make_case(kernel: str, N: int, K: int, accumulate: str) -> Case | None:
 
 
 def multiplier(device: torch.device) -> Callable[..., Tensor]:
-    """Return what multiplies our formats on a device."""
+    """Return the function that multiplies our formats on a device."""
     return block_product if device.type == "cuda" else reference_product
 
 
@@ -116,7 +116,7 @@ def reference_product(x: Tensor, weight: PlanesWeight, accumulate: str) -> Tenso
 
 
 def random_weight(kernel: str, N: int, K: int) -> packed.PackedWeight:
-    """A weight in the format of one of `OURS`."""
+    """Return a weight in the format of one of `OURS`."""
     if kernel == "int8":
         values = torch.randint(-127, 128, (N, K), dtype=torch.int8)
         return packed.int8(values, torch.full((N, 1), 1e-3))
@@ -138,7 +138,7 @@ def variants(
 ) -> list[Variant]:
     """Return the kernels of `block_product` for these shapes that are not compiled yet.
 
-    On the default device. Nothing runs, so weights hold whatever was in memory.
+    The device is the default one. Nothing runs, so weights hold whatever was in memory.
     """
     with collecting() as missing:
         for N, K in sorted(set(shapes)):
@@ -152,14 +152,14 @@ def variants(
 
 
 def compile_ahead(missing: Sequence[Variant], device: torch.device) -> int:
-    """Compile several at a time; how many at a time."""
+    """Compile several variants at a time; return how many at a time."""
     workers = workers_here()
     compile_all(missing, device, workers)
     return workers
 
 
 def _unset_weight(kernel: str, N: int, K: int) -> PlanesWeight:
-    """A weight of that shape whose values nobody has set."""
+    """Return a weight of shape [N, K] whose values are not initialized."""
     block = planes.pack_planes(random_weight(kernel, BLOCK_N, K))
     columns = -(-N // BLOCK_N) * BLOCK_N
     held, params = (t.new_empty(len(t), columns) for t in (block.planes, block.params))
@@ -167,13 +167,13 @@ def _unset_weight(kernel: str, N: int, K: int) -> PlanesWeight:
 
 
 def _first_outputs(weight: PlanesWeight) -> PlanesWeight:
-    """The part of a weight that its first program reads."""
+    """Return the part of a weight that its first program reads."""
     held, params = (t[:, :BLOCK_N].contiguous() for t in (weight.planes, weight.params))
     return dataclasses.replace(weight, planes=held, params=params, N=min(weight.N, BLOCK_N))
 
 
 def _torchao(N: int, K: int) -> Case | None:
-    """tinygemm, the int4 kernel torchao has for consumer cards."""
+    """Return a case of tinygemm, the int4 kernel that torchao has for consumer cards."""
     try:
         # Optional here, and takes seconds.
         from torchao.quantization import Int4WeightOnlyConfig, quantize_

@@ -1,6 +1,6 @@
 """Speed of this machine's memory and products, measured in about a second.
 
-Best of several runs: other work on the machine only ever makes a run slower.
+The best of several runs counts: other work on the machine only ever makes a run slower.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Bandwidth:
 
 
 def memory_bandwidth(device: torch.device, name: str) -> Bandwidth:
-    """On a CPU measured by reading; on CUDA the data sheet's, or measured by copying."""
+    """Return the bandwidth: measured by reading on a CPU; on CUDA the data sheet's, or a copy's."""
     if device.type == "cpu":
         read = read_bandwidth()
         return Bandwidth(read, f"measured, reading with {torch.get_num_threads()} threads", read)
@@ -45,7 +45,7 @@ def memory_bandwidth(device: torch.device, name: str) -> Bandwidth:
 
 
 def read_bandwidth(n_bytes: int = READ_BYTES) -> float:
-    """GB/s at which all CPU threads together read one large array."""
+    """Return the GB/s at which all CPU threads together read one large array."""
     free = available_bytes("cpu")
     n_bytes = n_bytes if free is None else min(n_bytes, free // 4)
     data = torch.ones(max(1, n_bytes // 4))
@@ -53,7 +53,7 @@ def read_bandwidth(n_bytes: int = READ_BYTES) -> float:
 
 
 def copy_bandwidth(device: torch.device, n_bytes: int = COPY_BYTES) -> float:
-    """GB/s of a copy on the device, bytes read and bytes written."""
+    """Return the GB/s of a copy on the device, bytes read and bytes written."""
     free = available_bytes(device)
     n_bytes = n_bytes if free is None else min(n_bytes, free // 4)
     source = torch.zeros(n_bytes, dtype=torch.uint8, device=device)
@@ -62,14 +62,14 @@ def copy_bandwidth(device: torch.device, n_bytes: int = COPY_BYTES) -> float:
 
 
 def matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
-    """TFLOP/s of a square product."""
+    """Return the TFLOP/s of a square product."""
     size = 1024 if device.type == "cpu" else 8192
     a = torch.randn(size, size, device=device).to(dtype)
     return 2 * size**3 / _best_seconds(lambda: a @ a, device) / 1e12
 
 
 def this_device(device: torch.device, name: str) -> Device:
-    """This machine as a `Device`, everything measured."""
+    """Return this machine as a `Device` with measured values."""
     half = matmul_rate(torch.bfloat16, device)
     full = matmul_rate(torch.float32, device)
     speed = read_bandwidth() if device.type == "cpu" else copy_bandwidth(device)
@@ -93,7 +93,7 @@ def _wait(device: torch.device) -> None:
 
 
 def peak_meter(device: torch.device) -> tuple[Callable[[], None], Callable[[], int]]:
-    """Return what resets and what reads the peak memory, on a CPU that of this process."""
+    """Return functions that reset and that read the peak memory, on a CPU that of this process."""
     if device.type == "cuda":
         return (
             lambda: torch.cuda.reset_peak_memory_stats(device),

@@ -1,4 +1,4 @@
-"""Options of measuring quality. Needs no torch."""
+"""Options of measuring quality; needs no torch."""
 
 from __future__ import annotations
 

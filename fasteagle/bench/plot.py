@@ -1,4 +1,4 @@
-"""A benchmark record as a bar chart: tok/s by row and precision, tau above each bar."""
+"""Bar chart of a benchmark record: tok/s by row and precision, tau above each bar."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def plot(report: dict[str, Any], path: Path) -> None:
 
 
 def plot_confidence(tenths: Mapping[str, Sequence[tuple[int, int]]], path: Path) -> None:
-    """Draw acceptance against confidence into `path`: the question of EAGLE-2's figure 6.
+    """Draw acceptance against confidence into `path`, as EAGLE-2's figure 6 does.
 
-    `tenths` has a line for each head by its name: drafted tokens, and the accepted ones, by the
-    tenth that the head's probability lies in.
+    `tenths` has a line for each draft head by its name: drafted tokens, and the accepted ones, by
+    the tenth that the draft head's probability lies in.
     """
     _write(confidence_figure(tenths), path)
 
@@ -46,7 +46,7 @@ def _write(chart: Any, path: Path) -> None:
 
 
 def figure(report: dict[str, Any]) -> Any:
-    """The chart as a matplotlib figure: rows side by side, a colour for each precision."""
+    """Return the chart as a matplotlib figure: rows side by side, a colour for each precision."""
     from matplotlib.figure import Figure  # an extra that may be missing
 
     rows, meta = report["rows"], report["meta"]
@@ -77,7 +77,7 @@ def _label(row: dict[str, Any]) -> str:
 
 
 def confidence_figure(tenths: Mapping[str, Sequence[tuple[int, int]]]) -> Any:
-    """The chart of `plot_confidence` as a matplotlib figure."""
+    """Return the chart of `plot_confidence` as a matplotlib figure."""
     from matplotlib.figure import Figure  # an extra that may be missing
 
     chart = Figure(figsize=(5.0, 4.4), layout="constrained")

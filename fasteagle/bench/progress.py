@@ -12,7 +12,7 @@ from fasteagle.errors import note
 
 
 class QuestionBar:
-    """Counts the questions that the rows of one group have answered."""
+    """Progress bar of a group of rows, by the questions that they have answered."""
 
     def __init__(self, rows: Sequence[Row], n_questions: int) -> None:
         self._rows, self._total, self._done = rows, n_questions, 0
@@ -37,7 +37,7 @@ class QuestionBar:
         self._bar.stop()
 
     def answered(self) -> None:
-        """Every row has answered one more question."""
+        """Count one more question that every row has answered."""
         self._done += 1
         rates = ", ".join(f"{row.name} {row.precision} {row.tok_s:.1f}" for row in self._rows)
         self._bar.update(self._task, completed=self._done, rates=f"{rates} tok/s", refresh=True)

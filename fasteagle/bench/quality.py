@@ -32,7 +32,7 @@ ROWS_AT_ONCE = 128  # of logits
 
 @dataclasses.dataclass(frozen=True)
 class Quality:
-    """One precision against the unquantized model in `reference`."""
+    """Quality of one precision, compared with the unquantized model in `reference`."""
 
     precision: str
     scheme: str
@@ -43,7 +43,7 @@ class Quality:
 
 
 def evaluate(model: str, options: EvalOptions, runtime: RuntimeOptions) -> list[Quality]:
-    """Measure every precision. The first entry is the reference itself."""
+    """Measure every precision; the first result is that of the reference itself."""
     pick_device(runtime.device)  # before anything is fetched
     opened = open_model(model)
     windows = read_windows(options, opened.tokenizer)
@@ -57,7 +57,7 @@ def evaluate(model: str, options: EvalOptions, runtime: RuntimeOptions) -> list[
 
 
 def read_windows(options: EvalOptions, tokenizer: ChatTokenizer) -> list[list[int]]:
-    """The text in windows of equal length. Raises `FasteagleError` if it is too short for one."""
+    """Return the text in windows of equal length; raise `FasteagleError` if it is too short."""
     try:
         text = options.text.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -80,7 +80,7 @@ class Reference:
         self.head: nn.Module = engine.model.lm_head
 
     def log_probs(self, window: int, rows: slice) -> Tensor:
-        """[rows, V] in fp32."""
+        """Return log-probabilities [rows, V] in fp32."""
         return self.head(self.features[window][rows]).float().log_softmax(-1)
 
 
@@ -88,7 +88,7 @@ class Reference:
 def _reference(
     opened: OpenedModel, windows: Sequence[list[int]], runtime: RuntimeOptions
 ) -> tuple[Reference, Quality]:
-    """The unquantized model's result, in fp32 if that fits in memory, else in 16 bits."""
+    """Return the unquantized model's result, in fp32 if that fits in memory, else in 16 bits."""
     config, device = opened.checkpoint.config, pick_device(runtime.device)
     need = sum(required_bytes(config, torch.float32, len(windows[0])))
     free = available_bytes(device)
@@ -131,7 +131,7 @@ def _measure(
 
 
 def _parts(ids: list[int]) -> list[slice]:
-    """The rows of a window that predict its next token, a few at a time."""
+    """Return the rows of a window that predict its next token, a few at a time."""
     last = len(ids) - 1
     return [slice(at, min(at + ROWS_AT_ONCE, last)) for at in range(0, last, ROWS_AT_ONCE)]
 
@@ -144,7 +144,7 @@ def _nll(log_probs: Tensor, ids: list[int], rows: slice) -> Tensor:
 def run_eval(
     model: str, runtime: RuntimeOptions, options: EvalOptions, *, md: bool, json_path: Path | None
 ) -> None:
-    """Measure and print, as `fasteagle eval` does."""
+    """Measure quality and print it, as `fasteagle eval` does."""
     if json_path:
         require_writable(json_path)
     qualities = evaluate(model, options, runtime)

@@ -1,4 +1,4 @@
-"""The result of a benchmark run: the JSON document with its conditions, and the table."""
+"""Result of a benchmark run: the JSON document with its conditions, and the table."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fasteagle.tables import markdown_table
 def build_report(
     rows: Sequence[Row], options: BenchOptions, runtime: RuntimeOptions, save_outputs: bool
 ) -> dict[str, Any]:
-    """The JSON document: `meta` and one object per row."""
+    """Return the JSON document: `meta` and one object per row."""
     meta = metadata(options, runtime)
     plain = {row.precision: row.tok_s for row in rows if row.name == "plain"}
     out = []
@@ -72,7 +72,7 @@ def build_report(
 
 
 def _latency(row: Row) -> dict[str, Any]:
-    """Median and 99th percentile of the time per token, in ms; see `latency`."""
+    """Return median and 99th percentile of the time per token, in ms; see `latency`."""
     latencies = row.latencies
     shares = {"p50_ms": percentile(latencies, 0.5), "p99_ms": percentile(latencies, 0.99)}
     return {name: None if s is None else round(1e3 * s, 3) for name, s in shares.items()}
@@ -85,7 +85,7 @@ def _simulation(row: Row) -> dict[str, Any]:
 
 
 def _parts(row: Row) -> dict[str, Any]:
-    """Milliseconds of the parts of a cycle, for rows of our own engine."""
+    """Return the milliseconds of the parts of a cycle, for rows of our own engine."""
     passes = sum(stats.passes for stats in row.stats)
     if not passes:
         return {}
@@ -100,7 +100,7 @@ def _parts(row: Row) -> dict[str, Any]:
 
 
 def _acceptance(row: Row) -> dict[str, Any]:
-    """Acceptance of rows that draft and whose tau is measured.
+    """Return the acceptance of rows that draft and whose tau is measured.
 
     `accepted_by_depth`: share of passes that accepted at least 1, 2, ... tokens; `n_alpha`, of
     chains: acceptance rate of drafted token n + 1 when the first n were accepted.
@@ -118,7 +118,7 @@ def _acceptance(row: Row) -> dict[str, Any]:
 
 
 def metadata(options: BenchOptions, runtime: RuntimeOptions) -> dict[str, Any]:
-    """The conditions of the numbers."""
+    """Return the conditions of the measured numbers."""
     device = pick_device(runtime.device)
     name = device_name(device)
     return {
@@ -148,7 +148,7 @@ def metadata(options: BenchOptions, runtime: RuntimeOptions) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """Commit of the checkout this file lies in, marked if it was changed; None outside one."""
+    """Return the commit of this file's checkout, marked if it was changed; None outside one."""
     command = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--dirty"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
@@ -175,7 +175,7 @@ COLUMNS = (
 
 
 def table_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Cells of the table, under `COLUMNS`; values derived from a supplied tau are marked."""
+    """Return the table's cells, under `COLUMNS`; values derived from a supplied tau are marked."""
     return [_cells(row) for row in report["rows"]]
 
 
@@ -208,7 +208,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _tree_cell(row: dict[str, Any]) -> str:
-    """Depth, top-k, nodes; for a tuned row the shares of its passes."""
+    """Return depth, top-k and nodes; for a tuned row the shares of its passes."""
     if row["auto_shares"] is not None:
         return "auto: " + row["auto_shares"]
     return str(shape_of(**row["tree"])) if row["tree"] else "-"
@@ -236,7 +236,7 @@ def conditions(report: dict[str, Any]) -> str:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The table in Markdown, conditions below it."""
+    """Return the table in Markdown, with the conditions below it."""
     return markdown_table(COLUMNS, table_rows(report)) + "\n\n" + conditions(report)
 
 

@@ -1,4 +1,4 @@
-"""Bytes, FLOPs and launches of a cycle, and the limits of speed that follow. Needs no torch.
+"""Bytes, FLOPs and launches of a cycle, and the limits of speed that follow; needs no torch.
 
 A pass is a list of parts. The limit of a part is the longer of reading its weights or cached keys
 and values once, and of computing: measured times lie above. `cycle_terms` predicts the same parts
@@ -52,7 +52,7 @@ _OTHER_VARIANTS = re.compile(r"Laptop|Max-Q|PCIe|NVL|MIG|\bD\b")
 
 
 def device_named(name: str) -> Device:
-    """Return the device called `name`, in any case. Raises `FasteagleError` with the known ones."""
+    """Return the device called `name`, in any case; raise `FasteagleError` with known names."""
     key = name.lower().replace(" ", "").removeprefix("rtx")
     if key not in DEVICES:
         raise FasteagleError(
@@ -80,7 +80,7 @@ class Storage:
 
     @staticmethod
     def of(scheme: Scheme | None, element_bytes: int = 2) -> Storage:
-        """Return what a scheme takes; without one weights have `element_bytes` too."""
+        """Return the bytes that a scheme takes; without one weights have `element_bytes` too."""
         if scheme is None:
             return Storage(element_bytes, element_bytes, element_bytes)
         return Storage(scheme.linear_bytes, scheme.head_bytes, element_bytes)
@@ -92,7 +92,7 @@ class Storage:
 
 
 def storage_named(name: str, config: ModelConfig, head_bits: int = 8) -> Storage:
-    """Return what a precision of the benchmark takes: bf16, fp16, fp32, int8, int4 or a scheme.
+    """Return the bytes of a precision: bf16, fp16, fp32, int8, int4 or a scheme by name.
 
     "int4" takes the widest groups that fit the model. Raises `FasteagleError` for other names.
     """
@@ -109,7 +109,7 @@ def storage_named(name: str, config: ModelConfig, head_bits: int = 8) -> Storage
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Work of one kind in a cycle. A product's N, K and rows are those of each launch."""
+    """Work of one kind in a cycle; N, K and rows of a product are those of each launch."""
 
     name: str
     launches: int
@@ -175,7 +175,7 @@ def _product(name: str, N: int, K: int, rows: int, launches: int, weight_bytes: 
 
 
 def _attention(name: str, config: ModelConfig, storage: Storage, rows: int, context: int) -> Part:
-    """Return both launches of every block: splits of the keys, and their sum."""
+    """Return the attention of all blocks, two launches each: splits of the keys, and their sum."""
     flops = 4.0 * config.n_layer * config.n_head * config.head_dim * context * rows
     n_bytes = config.kv_bytes(context, storage.element_bytes)
     return Part(name, 2 * config.n_layer, n_bytes, flops, rows=rows, block=config)

@@ -1,4 +1,4 @@
-"""Rows of the benchmark by name: how each decodes, and which tree it drafts. Needs no torch."""
+"""Rows of the benchmark by name: how each decodes, and which tree it drafts; needs no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SIZED = re.compile(r"(eagle|fused)@([0-9]+)/([0-9]+)/([0-9]+)(?:/([0-9]+))?")
 
 @dataclasses.dataclass(frozen=True)
 class RowSpec:
-    """One way to decode: one of `ROW_NAMES`, or one of these with a tree or a head of its own."""
+    """One way to decode: one of `ROW_NAMES`, or one of these with its own tree or draft head."""
 
     kind: str
     shape: TreeShape | FusedShape | None = None  # of its own
@@ -33,7 +33,7 @@ class RowSpec:
     def parse(text: str) -> RowSpec:
         """Read a name, `eagle@DEPTH/TOPK/NODES`, or `fused@DEPTH/TOPK/NODES/LOOKUP_DEPTH`.
 
-        `=HEAD` behind it names a draft head. Raises `FasteagleError` for anything else.
+        `=HEAD` after it names a draft head. Raises `FasteagleError` for anything else.
         """
         text, equals, head = text.partition("=")
         if equals:
@@ -73,17 +73,17 @@ class RowSpec:
 
     @property
     def is_hf(self) -> bool:
-        """Return whether transformers decodes it, which runs dense weights only."""
+        """Return whether transformers decodes this row, which runs dense weights only."""
         return self.kind in ("hf", "hf-pld")
 
     @property
     def is_gpt_fast(self) -> bool:
-        """Return whether torchao's int4 kernels decode it, in another process."""
+        """Return whether torchao's int4 kernels decode this row, in another process."""
         return self.kind == "gpt-fast"
 
     @property
     def has_own_weights(self) -> bool:
-        """Return whether it needs a second copy of the weights."""
+        """Return whether this row needs a second copy of the weights."""
         return self.is_hf or self.is_gpt_fast
 
     @property
@@ -102,16 +102,16 @@ class RowSpec:
 
     @property
     def is_rival(self) -> bool:
-        """Return whether only the benchmark has it."""
+        """Return whether only the benchmark has this row's drafter."""
         return self.kind in RIVALS
 
     @property
     def has_head(self) -> bool:
-        """Return whether it drafts with a draft head."""
+        """Return whether this row drafts with a draft head."""
         return self.kind in ("eagle", "fused", "eagle-static", "eagle-chain")
 
     def draft_options(self, draft: DraftOptions) -> DraftOptions:
-        """`draft` as this row takes it."""
+        """Return the draft options of this row, made from `draft`."""
         if self.has_own_weights or self.is_plain or self.is_rival:
             return draft
         if self.kind == "model":
@@ -141,7 +141,7 @@ class RowSpec:
         )
 
     def planned_tree(self, draft: DraftOptions, quantized_on_cpu: bool) -> AnyShape | None:
-        """The tree that this row will draft, None for rows that do not draft."""
+        """Return the tree that this row will draft, None for rows that do not draft."""
         if self.kind in ("hf", "gpt-fast", "plain"):
             return None
         if self.looks_up:
@@ -165,7 +165,7 @@ def chain_shape(depth: int) -> TreeShape:
 
 
 def parse_rows(names: Iterable[str], draft: DraftOptions) -> tuple[RowSpec, ...]:
-    """The rows of a run. Raises `FasteagleError` for unknown ones, and where `draft` fits none."""
+    """Return the rows of a run; raise `FasteagleError` for unknown rows or an unfit `draft`."""
     rows = tuple(map(RowSpec.parse, names))
     for row in rows:
         row.draft_options(draft)

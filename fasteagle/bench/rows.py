@@ -1,4 +1,4 @@
-"""A row of the benchmark: the decoder that answers, what was measured, and the arithmetic of it."""
+"""Rows of the benchmark: the decoder that answers, what was measured, and its arithmetic."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fasteagle.shapes import AnyShape
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """One answer, measured. Times in seconds."""
+    """Measured answer; times in seconds."""
 
     tokens: list[int]
     ttft: float
@@ -37,7 +37,7 @@ class Decoder(Protocol):
 
 
 class EngineDecoder:
-    """Our own engine; keeps the KV cache over the turns of a question."""
+    """Decoder with our own engine; keeps the KV cache over the turns of a question."""
 
     def __init__(self, engine: Engine, params: SamplingParams, eos_ids: frozenset[int]) -> None:
         self.engine, self.params, self.eos_ids = engine, params, eos_ids
@@ -61,7 +61,7 @@ class EngineDecoder:
 
 
 class HFDecoder:
-    """transformers' `generate` on the same weights, with prompt lookup or without."""
+    """Decoder with transformers' `generate` on our weights, with prompt lookup or without."""
 
     def __init__(
         self, model: Any, params: SamplingParams, eos_ids: frozenset[int], lookup: bool = False
@@ -88,7 +88,7 @@ class HFDecoder:
 
 
 class Spent:
-    """Replaces the decoder of a finished row, whose model is no longer in memory."""
+    """Placeholder for the decoder of a finished row, whose model is no longer in memory."""
 
     def turn(self, prompt: list[int], max_new_tokens: int) -> Turn:
         raise AssertionError("this row has been measured")
@@ -99,7 +99,7 @@ class Spent:
 
 @dataclasses.dataclass
 class Row:
-    """One line of the table, while it is being measured.
+    """Line of the table, while it is being measured.
 
     With `simulated_tau` the weights are random: cycle times are measured, and every number that
     depends on how many tokens a cycle yields is derived from that tau instead.
@@ -139,7 +139,7 @@ class Row:
 
     @property
     def passes_s(self) -> float:
-        """Target passes per second, and so cycles."""
+        """Target passes, which are cycles, per second."""
         return self.passes / self.seconds if self.seconds else 0.0
 
     @property
@@ -158,7 +158,7 @@ class Row:
 
     @property
     def _later_tokens(self) -> int:
-        """Tokens after each answer's first ones: those that `seconds` and passes account for."""
+        """Tokens that `seconds` and passes account for: those after each answer's first ones."""
         return self.tokens - sum(turn.first for turn in self.turns)
 
     @property

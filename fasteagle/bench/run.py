@@ -1,4 +1,4 @@
-"""Tokens per second on real prompts: rows that answer the same questions in turn, in one run.
+"""Benchmark of tokens per second: rows answer each question in turn, in one run.
 
 A row is one way to decode at one precision. Rows take turns prompt by prompt, so that a machine
 that slows down slows them all. See `scripts/tokens_per_sec.py` for the command.
@@ -67,7 +67,7 @@ class BenchOptions:
     draft: DraftOptions = dataclasses.field(default_factory=DraftOptions)
     medusa: Path | None = None  # trained heads of the medusa row
     tree_value: str = "cumulative"  # "confidence": EAGLE-2's ablation without cumulative scores
-    rerank: bool = True  # False: its ablation that keeps nodes in the order they were found
+    rerank: bool = True  # False: its ablation that keeps nodes in the order of drafting
     simulate_tau: float | None = None  # of eagle rows on random weights; see `simulate`
 
     @property
@@ -110,7 +110,7 @@ def run(
     opened: OpenedModel,
     questions: Sequence[Question],
 ) -> list[Row]:
-    """Measure every row. Precisions run together where they fit in memory, else one by one."""
+    """Measure every row; precisions run together where they fit in memory, else one by one."""
     device = pick_device(runtime.device)
     torch.set_num_threads(runtime.threads or torch.get_num_threads())
     checkpoint, tokenizer = opened.checkpoint, opened.tokenizer
@@ -144,7 +144,7 @@ def run(
 
 
 def _check_drafts(options: BenchOptions, runtime: RuntimeOptions, opened: OpenedModel) -> None:
-    """Raise `FasteagleError` for a head or a tree that cannot run, before weights are loaded."""
+    """Raise `FasteagleError` before weights are loaded if a draft head or a tree cannot run."""
     drafts = [spec.draft_options(options.draft) for spec in options.specs if spec.has_head]
     for precision in options.precisions:
         for draft in drafts:
@@ -167,7 +167,7 @@ def check_simulated(options: BenchOptions, runtime: RuntimeOptions, is_dummy: bo
 
 
 def _tree(decoder: Decoder) -> AnyShape | None:
-    """The tree that was drafted."""
+    """Return the tree that was drafted."""
     if isinstance(decoder, HFDecoder):
         return chain_shape(LOOKUP_TOKENS) if decoder.lookup else None
     drafter = decoder.engine.drafter if isinstance(decoder, EngineDecoder) else None
@@ -181,7 +181,7 @@ def _policy(decoder: Decoder) -> Policy | None:
 
 
 def _uncaptured(decoder: Decoder) -> str | None:
-    """Why cycles are not replayed as CUDA graphs, or None."""
+    """Return why cycles are not replayed as CUDA graphs, or None."""
     return decoder.engine.runner.error if isinstance(decoder, EngineDecoder) else None
 
 
@@ -191,7 +191,7 @@ Group = list[tuple[str, tuple[RowSpec, ...]]]  # rows of precisions that are in 
 def _fitting_groups(
     options: BenchOptions, runtime: RuntimeOptions, checkpoint: Checkpoint, device: torch.device
 ) -> list[Group]:
-    """All rows together where they fit; else each precision, and if need be transformers, alone."""
+    """Return groups that fit in memory: all rows, else each precision, else transformers alone."""
     max_seq_len = runtime.seq_len_for(checkpoint.config.max_seq_len, options.model)
     free = available_bytes(device)
     theirs = tuple(spec for spec in options.specs if spec.has_own_weights)
@@ -199,7 +199,7 @@ def _fitting_groups(
     copies = bool(theirs) + bool(ours)  # of the weights
 
     def needed(precision: str) -> int:
-        """At most, for one copy: as if the weights were dense."""
+        """Return the bytes of one copy at most: as if the weights were dense."""
         dtype = TORCH_DTYPES.get(precision, torch.bfloat16)
         return sum(required_bytes(checkpoint.config, dtype, max_seq_len, runtime.kv))
 
@@ -223,7 +223,7 @@ def build_rows(
     prepared: PreparedModel,
     specs: Sequence[RowSpec] | None = None,
 ) -> list[Row]:
-    """The rows `specs` of one precision, or all; transformers has weights of its own.
+    """Return the rows `specs` of one precision, or all; transformers has weights of its own.
 
     Ours share one copy of the weights and one KV cache: a row begins each question anew.
     """
@@ -265,7 +265,7 @@ def build_rows(
 
 
 def _tune(rows: Sequence[Row], options: BenchOptions, kind: SamplingMode) -> None:
-    """Compile what our rows run, and let them have the trees and the plain passes that pay."""
+    """Compile what our rows run, and choose the trees and the plain passes that pay."""
     ours = [(row, row.decoder.engine) for row in rows if isinstance(row.decoder, EngineDecoder)]
     if options.compile and all(compile_now(engine, options.params) for _, engine in ours):
         for row, engine in ours:
@@ -279,7 +279,7 @@ def _tune(rows: Sequence[Row], options: BenchOptions, kind: SamplingMode) -> Non
 def _decoder(
     spec: RowSpec, theirs: Any, base: Engine | None, prepared: PreparedModel, options: BenchOptions
 ) -> Decoder:
-    """Return what answers for row `spec`: transformers' `theirs`, or our engine over `base`."""
+    """Return the decoder of row `spec`: transformers' `theirs`, or our engine over `base`."""
     params = options.params
     eos_ids = prepared.tokenizer.eos_ids
     if spec.is_hf:
@@ -333,7 +333,7 @@ def answer(
     max_new_tokens: int,
     device: torch.device,
 ) -> None:
-    """All turns of a question, with the row's own answers as history."""
+    """Answer all turns of a question, with the row's own answers as history."""
     row.decoder.restart()
     messages: list[Message] = []
     reset_peak, read_peak = peak_meter(device)

@@ -1,7 +1,7 @@
-"""Benchmarks of shapes without weights: a random draft head, and a tau that is given.
+"""Benchmarks of shapes without weights: a random draft head, and a tau that the user supplies.
 
 A cycle takes as long with random weights as with real ones, but a random head's proposals are
-rejected. So cycle times are measured, tok/s is computed from the given tau, and everything
+rejected. So cycle times are measured, tok/s is computed from the supplied tau, and everything
 computed from it is labelled simulated.
 """
 
@@ -57,14 +57,14 @@ def check_simulation(
 
 
 def wants_dummy_head(row: RowSpec, checkpoint: Checkpoint, draft: DraftOptions) -> bool:
-    """Return whether a row gets a random head: with random weights, unless one is named."""
+    """Return whether a row gets a random draft head: with random weights, unless one is named."""
     return row.has_head and isinstance(checkpoint, DummyCheckpoint) and draft.head is None
 
 
 def dummy_drafter(
     name: str, engine: Engine, checkpoint: Checkpoint, draft: DraftOptions
 ) -> Drafter:
-    """A drafter with random weights of the shape that model `name`'s head has.
+    """Return a drafter with random weights in the shape of the draft head of model `name`.
 
     They are stored like the target's; values do not affect the speed, so min-max is enough.
     """
@@ -79,7 +79,7 @@ def dummy_drafter(
 
 
 def _random_head(config: HeadConfig, dtype: torch.dtype, device: torch.device) -> EagleHead:
-    """Return a head of random weights, equal every time and made on `device` like the dummy's."""
+    """Return a draft head of random weights on `device`, from a fixed seed."""
     with torch.device("meta"):
         head = make_head(config)
     head.to(dtype).to_empty(device=device).requires_grad_(False)

@@ -1,4 +1,4 @@
-"""The endpoints: OpenAI's chat, completions and models, vLLM's tokenize, health and metrics."""
+"""Endpoints: OpenAI's chat, completions and models, vLLM's tokenize, health and metrics."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Server:
             raise HTTPException(404, f"model {name!r} is not served here, {self.name!r} is")
 
     async def answer(self, request: Request, body: Sampled, reply_kind: type[Reply]) -> Response:
-        """Queue it, and reply whole or event by event; whoever leaves ends the answer."""
+        """Queue a request, reply whole or by events, and end the answer if the client leaves."""
         self.check_model(body.model)
         make = self.planner.chat if isinstance(body, ChatRequest) else self.planner.completion
         request.scope["record"].job = job = Job()
@@ -107,7 +107,7 @@ class Server:
     async def planned(
         self, request: Request, job: Job, make: Callable[[], Found], answers: bool = True
     ) -> Found:
-        """What `make` yields in the planner's thread; `job` has a place in the queue meanwhile.
+        """Return the result of `make`, run by the planner's thread; `job` has a place in the queue.
 
         A place whose client leaves, or whose time ends, is free once `make` is over.
         """
@@ -115,7 +115,7 @@ class Server:
         return await self._outcome(request, job, self._planning.submit(make))
 
     async def compiled(self, request: Request, job: Job, plan: Plan) -> Plan:
-        """Return the plan with its grammar. One of a client's is compiled at a time."""
+        """Return the plan with its grammar; only one grammar of a client is compiled at a time."""
         host = request.client.host if request.client else ""
         place = self._places.setdefault(host, asyncio.Lock())
         try:
@@ -129,7 +129,7 @@ class Server:
         return await self._outcome(request, job, work)
 
     async def _outcome(self, request: Request, job: Job, work: Future[Found]) -> Found:
-        """Return what a thread has made; `job` keeps its place until the thread is done."""
+        """Return the result of a thread; `job` keeps its place until the thread is done."""
 
         async def outcome() -> Found:
             return await asyncio.wrap_future(work)
@@ -144,7 +144,7 @@ class Server:
     async def _in_time(
         self, request: Request, job: Job, wanted: Coroutine[Any, Any, Found]
     ) -> Found:
-        """Wait while the client is there and the time for `job` is not over."""
+        """Wait for `wanted` while the client is there and the time for `job` is not over."""
         seconds = self.options.timeout
         try:
             left = job.submitted + seconds - time.perf_counter()
@@ -158,7 +158,7 @@ class Server:
             raise
 
     async def at_once(self, request: Request, make: Callable[[], Found]) -> Found:
-        """What `make` yields in the planner's thread, for a request that needs no answer."""
+        """Return the result of `make`, run by the planner's thread, where no answer is needed."""
         job = Job()
         found = await self.planned(request, job, make, answers=False)
         self.queue.release(job)
@@ -202,7 +202,7 @@ class Server:
 
 
 class EventStream(StreamingResponse):
-    """Ends the answer with the connection, also where that ends before the first event is read."""
+    """Stream that ends the answer with the connection, even before the first event is read."""
 
     def __init__(self, events: AsyncIterator[str], job: Job) -> None:
         super().__init__(events, media_type="text/event-stream")
@@ -216,7 +216,7 @@ class EventStream(StreamingResponse):
 
 
 async def first_of(groups: AsyncIterator[list[Chunk]]) -> list[Chunk]:
-    """Empty where there is none at all."""
+    """Return the first group of chunks; empty where there is none at all."""
     try:
         return await groups.__anext__()
     except StopAsyncIteration:
@@ -228,7 +228,7 @@ async def rest(groups: AsyncIterator[list[Chunk]]) -> list[Chunk]:
 
 
 async def unless_gone(request: Request, wanted: Coroutine[Any, Any, Found]) -> Found:
-    """Wait for `wanted`; raises `CancelledError` once the client has left."""
+    """Wait for `wanted`; raise `CancelledError` once the client has left."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -249,7 +249,7 @@ async def unless_gone(request: Request, wanted: Coroutine[Any, Any, Found]) -> F
 
 
 def make_app(server: Server, api_key: str | None) -> FastAPI:
-    """The app with its endpoints, its errors in OpenAI's form, and the guard before it."""
+    """Return the app with its endpoints, its errors in OpenAI's form, and the guard before it."""
     app = FastAPI(title="fasteagle", version=__version__, docs_url=None, redoc_url=None)
     add_errors(app)
     _add_answers(app, server)
@@ -267,7 +267,7 @@ def make_app(server: Server, api_key: str | None) -> FastAPI:
     plain = app.openapi
 
     def openapi() -> Json:
-        """Wrong parameters are a 400 here, not FastAPI's 422."""
+        """Return the schema without status 422: wrong parameters are a 400 here."""
         document = plain()
         for path in document["paths"].values():
             for operation in path.values():
@@ -291,41 +291,41 @@ def _add_answers(app: FastAPI, server: Server) -> None:
 
     @app.post("/tokenize", responses=ERRORS)
     async def tokenize(request: Request, body: TokenizeRequest) -> Json:
-        """Token ids of a text, or of a conversation as the template writes it."""
+        """Return token ids of a text, or of a conversation as the template writes it."""
         server.check_model(body.model)
         ids = await server.at_once(request, partial(server.planner.tokenize, body))
         return {"tokens": ids, "count": len(ids), "max_model_len": server.llm.engine.max_seq_len}
 
     @app.post("/detokenize", responses=ERRORS)
     async def detokenize(request: Request, body: DetokenizeRequest) -> Json:
-        """The text of token ids, special tokens written out."""
+        """Return the text of token ids, special tokens written out."""
         server.check_model(body.model)
         make = partial(server.planner.detokenize, body.tokens)
         return {"prompt": await server.at_once(request, make)}
 
 
 def _add_rest(app: FastAPI, server: Server) -> None:
-    """What is answered at once: on the event loop, so that no thread has to be free."""
+    """Add the endpoints answered at once: on the event loop, so that no thread has to be free."""
 
     @app.get("/v1/models")
     async def models() -> Json:
-        """The one model that is served."""
+        """List the one model that is served."""
         return {"object": "list", "data": [_model(server)]}
 
     @app.get("/v1/models/{name:path}", responses={404: ERRORS[404]})
     async def model(name: str) -> Json:
-        """The model, if it is this one."""
+        """Return the model, if it is the one that is served."""
         server.check_model(name)
         return _model(server)
 
     @app.get("/health")
     async def health() -> Json:
-        """That the server is up, and what it serves."""
+        """Report that the server is up, and the model that it serves."""
         return {"status": "ok", "model": server.name}
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
-        """Numbers for Prometheus."""
+        """Return numbers for Prometheus."""
         return Response(server.metrics.text(), media_type="text/plain; version=0.0.4")
 
     content = PAGE.read_bytes()
@@ -337,7 +337,7 @@ def _add_rest(app: FastAPI, server: Server) -> None:
 
 
 def page_headers(content: bytes) -> dict[str, str]:
-    """Headers that let the page's own style and script run, and nothing that gets into it."""
+    """Return headers that let the page's own style and script run, and no others."""
     sources = {}
     for tag in (b"style", b"script"):
         own = content.partition(b"<%s>" % tag)[2].partition(b"</%s>" % tag)[0]

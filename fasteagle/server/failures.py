@@ -1,4 +1,4 @@
-"""What goes wrong, in the form of OpenAI's API: a status, one message, and the parameter."""
+"""Errors in the form of OpenAI's API: a status, one message, and the parameter."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def add_errors(app: FastAPI) -> None:
 
 
 def _first_word(message: str) -> str | None:
-    """The parameter that messages of the options begin with, under its name here."""
+    """Return the parameter that `message` begins with, under its name here, if any."""
     word = message.split(" ", 1)[0].rstrip(":").replace("-", "_")
     names = {"max_new_tokens": "max_tokens", "the": "", "a": "stop"}
     word = names.get(word, word)

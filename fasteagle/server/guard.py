@@ -1,4 +1,4 @@
-"""Who may come in, and how much they may send: Host, Origin, API key, size and pace of a body.
+"""Access checks before the app: Host, Origin, API key, size and pace of a body.
 
 A web page in the browser of the person who runs the server must not reach it. Its requests carry
 an `Origin` that is not ours; and where its own name was made to lead to this machine (DNS
@@ -24,14 +24,14 @@ BODY_SECONDS = 30.0  # for a whole body to arrive
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict:
-    """An error in the form of OpenAI's API."""
+    """Return an error in the form of OpenAI's API."""
     clean = message.encode("utf-8", "replace").decode()
     return {"error": {"message": clean, "type": kind, "param": param, "code": code}}
 
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """Why a request goes no further."""
+    """Reason why a request goes no further."""
 
     status: int
     message: str
@@ -51,7 +51,7 @@ class Refusal:
 
 
 class Guard:
-    """Stands before the app."""
+    """Guard before the app: refuses requests that may not come in."""
 
     def __init__(self, app: ASGIApp, options: ServeOptions, api_key: str | None) -> None:
         self._app, self._options = app, options
@@ -149,7 +149,7 @@ class Guard:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server that listens on `host`."""
+    """Return whether only this machine can reach a server that listens on `host`."""
     if host == "localhost":
         return True
     try:

@@ -1,4 +1,4 @@
-"""Lines about requests on stderr, and how many were refused."""
+"""Lines about requests on stderr, and the number of refused ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GONE = 499  # nginx's status for a client that has left; nobody reads it
 
 @dataclasses.dataclass
 class Record:
-    """One request: who sent it, and what came of it."""
+    """One request: its sender, and its result."""
 
     client: str
     id: str
@@ -39,20 +39,20 @@ class Record:
         return cls(client, name, f"{scope['method']} {quote(scope['path'])}")
 
     def line(self, text: str) -> str:
-        """Return `text` with what tells requests apart before it."""
+        """Return `text` after the words that identify the request."""
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         return f"{now} {self.client} {self.id} {self.route} {text}"
 
     @property
     def tokens(self) -> str:
-        """Tokens of the prompt and of the answer."""
+        """Tokens of the prompt and of the answer, as text."""
         if self.job is None:
             return "-"
         return f"{self.job.stats.prompt_tokens}+{self.job.stats.new_tokens}"
 
 
 class AccessLog:
-    """Stands before everything: counts refusals, names requests, writes a line for each."""
+    """Outermost layer of the app: counts refusals, names requests, writes a line for each."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, writes: bool) -> None:
         self._app, self._metrics, self._writes = app, metrics, writes
@@ -83,5 +83,5 @@ class AccessLog:
 
 
 def complain(scope: Scope, text: str) -> None:
-    """Write a line about what went wrong in a request."""
+    """Write a line about an error in a request."""
     note(f"error: {scope['record'].line(text)}")

@@ -21,7 +21,7 @@ FINISHES = {"eos": "stop", "stop": "stop", "length": "length", "context": "lengt
 
 
 class Metrics:
-    """Of one server; every name has the label `model_name`."""
+    """Metrics of one server; every name has the label `model_name`."""
 
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
@@ -79,7 +79,7 @@ class Metrics:
         )
 
     def watch(self, running: Callable[[], float], waiting: Callable[[], float]) -> None:
-        """Ask these whenever the numbers are read."""
+        """Call `running` and `waiting` whenever the numbers are read."""
         self._running.labels(self._model).set_function(running)
         self._waiting.labels(self._model).set_function(waiting)
 
@@ -87,7 +87,7 @@ class Metrics:
         self._queued.observe(waited)
 
     def planned(self, seconds: float) -> None:
-        """Count a request that is ready for the model, so long after it came."""
+        """Count a request that is ready for the model `seconds` after it came."""
         self._planning.observe(seconds)
 
     def answered(self, status: int) -> None:
@@ -121,5 +121,5 @@ class Metrics:
             self._per_token.observe(stats.decode_seconds / (stats.new_tokens - 1))
 
     def text(self) -> bytes:
-        """In Prometheus' format."""
+        """Return the numbers in Prometheus' format."""
         return generate_latest(self.registry)

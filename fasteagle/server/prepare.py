@@ -1,4 +1,4 @@
-"""From a request as it came to one that the engine can answer, or why it cannot be honoured."""
+"""Planning: make a request one that the engine can answer, or say why it cannot be honoured."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOST_CHARACTERS_A_TOKEN = 16  # on average; English has 4 to 5, code up to 8
 
 
 class BadParameterError(FasteagleError):
-    """A parameter that cannot be honoured, by name."""
+    """Error of a parameter that cannot be honoured, by name."""
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(f"{param}: {message}")
@@ -38,7 +38,7 @@ class BadParameterError(FasteagleError):
 
 @dataclasses.dataclass(frozen=True)
 class Defaults:
-    """What the command line says about answers; a request may say otherwise."""
+    """Settings of answers from the command line; a request may change them."""
 
     params: SamplingParams = dataclasses.field(default_factory=SamplingParams)
     answer: AnswerOptions = dataclasses.field(default_factory=AnswerOptions)
@@ -50,7 +50,7 @@ class Defaults:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A request that can run.
+    """Request that can run.
 
     `text` is the rendered conversation, `opened` the thought that it begins. Where there is a
     `form`, the request is whole only after `Planner.compiled`.
@@ -66,9 +66,9 @@ class Plan:
 
 
 class Planner:
-    """Makes plans for one model. Its methods raise `FasteagleError`.
+    """Maker of plans for one model, whose methods raise `FasteagleError`.
 
-    All but `compiled` belong into one thread: tokenizers do not like two.
+    All but `compiled` belong into one thread: a tokenizer must not be used by two.
     """
 
     def __init__(self, llm: LLM, defaults: Defaults) -> None:
@@ -79,7 +79,7 @@ class Planner:
         self._most_characters = llm.engine.max_seq_len * each
 
     def _check_length(self, text: str, param: str = "prompt") -> None:
-        """Refuse what cannot fit before it is encoded, which takes a second for some MiB."""
+        """Refuse a text that cannot fit, before it is encoded: that takes a second for some MiB."""
         if len(text) > self._most_characters:
             raise BadParameterError(
                 param,
@@ -112,7 +112,7 @@ class Planner:
         return Plan(request, form, text, opened_thought(text), tools_form, names, most_calls)
 
     def completion(self, body: CompletionRequest) -> Plan:
-        """Return the plan of a text to be continued."""
+        """Return the plan of a text completion."""
         prompt = self.prompt_ids(body.prompt)
         request = self._request(body, prompt, body.max_tokens, body.logprobs)
         return Plan(request, self._form(body, self._defaults.form))
@@ -125,7 +125,7 @@ class Planner:
         return dataclasses.replace(plan, request=request)
 
     def tokenize(self, body: TokenizeRequest) -> list[int]:
-        """Token ids of a text, or of a conversation as the template writes it."""
+        """Return token ids of a text, or of a conversation as the template writes it."""
         if (body.prompt is None) == (body.messages is None):
             raise BadParameterError("prompt", "give either prompt or messages")
         tokenizer = self._llm.tokenizer
@@ -141,7 +141,7 @@ class Planner:
         return encode(body.prompt or "")
 
     def detokenize(self, tokens: list[int]) -> str:
-        """The text of token ids, special tokens written out."""
+        """Return the text of token ids, special tokens written out."""
         vocab_size = self._llm.engine.model.config.vocab_size
         most = self._llm.engine.max_seq_len
         if len(tokens) > most:
@@ -153,7 +153,7 @@ class Planner:
         return self._llm.tokenizer.raw(tokens)
 
     def prompt_ids(self, prompt: str | list[int] | list[str] | list[list[int]]) -> list[int]:
-        """Of a text, of ids, or of a list with one of them."""
+        """Return the token ids of a prompt: a text, ids, or a list with one of them."""
         if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
             if len(prompt) > 1:
                 raise BadParameterError("prompt", "only one is supported: send one request each")
@@ -170,7 +170,7 @@ class Planner:
         think: bool | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The conversation as the model's template writes it."""
+        """Return the conversation as the model's template writes it."""
         template = self._llm.tokenizer.template
         most = self._llm.engine.max_seq_len  # none takes less than a token
         if len(messages) > most:
@@ -266,7 +266,7 @@ class Planner:
 
 
 def _check_not_strict(body: ChatRequest) -> None:
-    """Nothing holds a call to its schema where the model is free not to call."""
+    """Refuse `strict` tools: no grammar holds a call where the model is free not to call."""
     for i, tool in enumerate(body.tools or []):
         if tool.function.strict:
             raise BadParameterError(
@@ -280,7 +280,7 @@ RENDERED_BY_SOME = ("tool_calls", "reasoning_content")
 
 
 def _check_rendered(number: int, message: ChatMessage, template: str) -> None:
-    """Refuse what the template would drop silently."""
+    """Refuse fields of a message that the template would drop silently."""
     for field in RENDERED_BY_SOME:
         if getattr(message, field) and field not in template:
             reason = "this model's chat template does not render it: leave it out"
@@ -290,7 +290,7 @@ def _check_rendered(number: int, message: ChatMessage, template: str) -> None:
 
 
 def _template_message(number: int, message: ChatMessage, template: str) -> dict[str, Any]:
-    """As templates want it: content a string, a tool call's arguments a dictionary."""
+    """Return a message for templates: content is a string, arguments of calls are dictionaries."""
     _check_rendered(number, message, template)
     content = message.content
     if isinstance(content, list):

@@ -1,4 +1,4 @@
-"""The requests of OpenAI's API that the server understands, with vLLM's additions.
+"""Requests of OpenAI's API that the server understands, with vLLM's additions.
 
 A parameter that is not here is refused by name, and so is a value that cannot be honoured: nothing
 that would change an answer is ignored. Values are not converted: a number in quotes is a wrong
@@ -24,14 +24,14 @@ class Strict(BaseModel):
 
 
 class Body(Strict):
-    """A whole request."""
+    """Base of the bodies of requests."""
 
     @model_validator(mode="before")
     @classmethod
     def _whole_characters(cls, data: Any) -> Any:
-        r"""JSON can write halves of characters (`"\ud800"`), which no tokenizer takes.
+        r"""Refuse halves of characters (`"\ud800"`), which JSON can write and no tokenizer takes.
 
-        It can nest deeper than Python recurses, too.
+        Nesting deeper than Python recurses is refused, too.
         """
         if isinstance(data, bytes):  # sent as something else than JSON: refused below
             return data
@@ -59,7 +59,7 @@ class TemplateOptions(Strict):
 
 
 class Sampled(Body):
-    """What chat and text completions share. None: the server's default."""
+    """Parameters that chat and text completions share; None: the server's default."""
 
     model: str | None = None
     stream: bool = False

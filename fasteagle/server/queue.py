@@ -1,4 +1,4 @@
-"""Requests wait here and are answered one at a time, in a thread of their own.
+"""Queue of requests that one thread answers, one at a time.
 
 The engine holds one sequence, so a second answer at the same time would only make both slower.
 `Job` is the side of the event loop, `AnswerQueue` that of the thread.
@@ -27,7 +27,7 @@ GROUP_SECONDS = 0.025
 
 
 class QueueFullError(Exception):
-    """Too many wait already; `retry_after` seconds are a good guess when there is room again."""
+    """Error where too many requests wait; `retry_after` guesses the seconds until there is room."""
 
     def __init__(self, n_waiting: int, retry_after: int) -> None:
         super().__init__(f"{n_waiting} requests are waiting already: try again later")
@@ -35,33 +35,33 @@ class QueueFullError(Exception):
 
 
 class ShuttingDownError(Exception):
-    """The server takes no new requests."""
+    """Error of a server that takes no new requests."""
 
     def __init__(self) -> None:
         super().__init__("the server is shutting down")
 
 
 class TimedOutError(Exception):
-    """The time for a request is over."""
+    """Error of a request whose time is over."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"no complete answer within {seconds:g} seconds")
 
 
 class CancelledError(Exception):
-    """Whoever asked has left."""
+    """Error of a request whose client has left."""
 
 
 class Observer(Protocol):
-    """What is told about the queue, for metrics; called from any thread."""
+    """Observer of the queue, for metrics; called from any thread."""
 
     def started(self, waited: float) -> None: ...
 
     def finished(self, job: Job) -> None:
-        """Also of jobs that ended while they waited."""
+        """Record a job that has ended, also one that ended while it waited."""
 
     def refused(self, reason: str) -> None:
-        """A job was not let in: queue_full or shutdown."""
+        """Record a job that was not let in: `reason` is queue_full or shutdown."""
 
 
 class Job:
@@ -88,12 +88,12 @@ class Job:
         self._timer: asyncio.TimerHandle | None = None
 
     def limit(self, seconds: float) -> None:
-        """End it with `TimedOutError` so long after it came."""
+        """End the job with `TimedOutError` when `seconds` have passed since it came."""
         left = self.submitted + seconds - time.perf_counter()
         self._timer = self._loop.call_later(max(0.0, left), self._expire, seconds)
 
     def end(self, outcome: str) -> bool:
-        """How it ended, unless that is known already."""
+        """Set how the job ended, unless that is known already; return whether it was set."""
         with self._lock:
             if self.outcome:
                 return False
@@ -107,7 +107,7 @@ class Job:
             self.on_leave(self)
 
     def add(self, chunk: Chunk) -> None:
-        """From the thread: the answer goes on. The first chunk is told at once."""
+        """Add a chunk, from the queue's thread; the first chunk is passed on at once."""
         now = time.perf_counter()
         if self.first_token is None:
             self.first_token = now - self.submitted
@@ -117,7 +117,7 @@ class Job:
             self._told = now
 
     def tell(self, event: Exception | None) -> None:
-        """From the thread: what went wrong, or None at the end."""
+        """Pass on how the answer ended, from the queue's thread: an error, or None."""
         if self._group:
             self._tell_group()
         self._put(event)
@@ -133,7 +133,7 @@ class Job:
             self.cancelled.set()
 
     async def groups(self) -> AsyncIterator[list[Chunk]]:
-        """The answer as it comes. Leaving the loop early cancels the rest."""
+        """Yield the answer as it comes; leaving the loop early cancels the rest."""
         try:
             while (event := await self._events.get()) is not None:
                 if isinstance(event, Exception):
@@ -143,20 +143,20 @@ class Job:
             self.leave()
 
     def leave(self) -> None:
-        """Nobody waits for the answer any more."""
+        """Cancel the answer: nobody waits for it any more."""
         self.cancelled.set()
         self.on_leave(self)
         if self._timer is not None:
             self._timer.cancel()
 
     def check(self) -> None:
-        """Before every pass of the model."""
+        """Raise `CancelledError` if the job is cancelled; called before every pass of the model."""
         if self.cancelled.is_set():
             raise CancelledError
 
 
 class AnswerQueue:
-    """At most `limit` jobs wait or are planned; the thread ends with `stop`."""
+    """Queue in which at most `limit` jobs wait or are planned; its thread ends with `stop`."""
 
     def __init__(self, llm: LLM, limit: int, observer: Observer) -> None:
         self._llm, self._limit, self._observer = llm, limit, observer
@@ -181,7 +181,7 @@ class AnswerQueue:
     def admit(self, job: Job, answers: bool = True) -> None:
         """Give `job` a place while it is planned: `submit` or `release` must follow.
 
-        Without `answers` it wants only the planner. Raises `QueueFullError` or
+        Without `answers` the job wants only the planner. Raises `QueueFullError` or
         `ShuttingDownError`.
         """
         with self._changed:
@@ -194,12 +194,12 @@ class AnswerQueue:
             self._planning.add(job)
 
     def release(self, job: Job) -> None:
-        """`job` is planned, or will not be, and wants no answer."""
+        """Free the place of `job`, which is planned, or will not be, and wants no answer."""
         with self._changed:
             self._planning.discard(job)
 
     def submit(self, job: Job) -> None:
-        """`job` is planned and waits for its answer. Raises `ShuttingDownError`."""
+        """Queue the planned `job` for its answer; raise `ShuttingDownError` if the server stops."""
         with self._changed:
             self._planning.discard(job)
             self._check_open()
@@ -225,7 +225,7 @@ class AnswerQueue:
         self._observer.finished(job)
 
     def drain(self) -> None:
-        """Take nothing new and send those away who wait; the running answer goes on."""
+        """Take nothing new and refuse the jobs that wait; the running answer goes on."""
         with self._changed:
             self._draining = True
             for job in self._waiting:
@@ -235,13 +235,13 @@ class AnswerQueue:
             self._changed.notify()
 
     def break_off(self) -> None:
-        """End the running answer within one cycle. Takes no lock: a signal handler may call it."""
+        """End the running answer within one cycle; take no lock: a signal handler may call this."""
         running = self._running
         if running is not None:
             running.cancelled.set()
 
     def stop(self, patience: float = 10.0) -> None:
-        """End the running answer too, and the thread."""
+        """Take nothing new, end the running answer and the thread."""
         self.drain()
         with self._changed:
             self._stopped = True
@@ -276,7 +276,7 @@ class AnswerQueue:
             job.tell(event)
 
     def _answer(self, job: Job) -> Exception | None:
-        """What ends the job's chunks."""
+        """Answer the job; return the event that ends its chunks: an error, or None."""
         assert job.request is not None, "only planned jobs are submitted"
         try:
             before = self._llm.engine.stats

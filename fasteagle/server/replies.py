@@ -21,7 +21,7 @@ Json = dict[str, Any]
 
 
 class Piece(NamedTuple):
-    """Text for the client; the first `n_guessed` characters of `content` were guessed right."""
+    """Text for the client; the first `n_guessed` characters of `content` are accepted drafts."""
 
     content: str = ""
     reasoning: str = ""
@@ -29,7 +29,7 @@ class Piece(NamedTuple):
 
 
 class AnswerText:
-    """Splits an answer into thought, text and tool calls while it comes."""
+    """Splitter of an answer into thought, text and tool calls while it comes."""
 
     def __init__(self, plan: Plan) -> None:
         self._thought = ThoughtSplitter(plan.opened)
@@ -49,7 +49,7 @@ class AnswerText:
         return Piece(before + after, guessed.reasoning + rest.reasoning, len(before))
 
     def finish(self, is_cut: bool = False) -> Piece:
-        """What was held back; `calls` are known then. A call that was cut is not shown."""
+        """Return the text that was held back, without a call that was cut; set `calls`."""
         last = self._split(self._thought.finish())
         content = self._held + last.content
         if self._form is not None:
@@ -60,7 +60,7 @@ class AnswerText:
         return Piece(content, last.reasoning)
 
     def _split(self, parts: Iterable[tuple[str, bool]]) -> Piece:
-        """Thought and text of `parts`, without the marks between them."""
+        """Return thought and text of `parts`, without the marks between them."""
         content = reasoning = ""
         for text, is_thought in parts:
             if is_thought:
@@ -75,7 +75,7 @@ class AnswerText:
         return Piece(content, reasoning)
 
     def _visible(self, text: str) -> str:
-        """What can be shown now: not what may be a call."""
+        """Return the text that can be shown now, without what may be a call."""
         if self._form is None:
             return text
         self._held += text
@@ -96,7 +96,7 @@ class AnswerText:
 
 
 class Reply:
-    """What the replies to one request share."""
+    """Base of the replies to one request."""
 
     kind = ""  # of the object, whole
     chunk_kind = ""
@@ -125,19 +125,19 @@ class Reply:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the answer has not ended by itself."""
+        """Return whether the answer was cut off before its own end."""
         return self.job.stats.finish not in ("eos", "stop")
 
     def whole(self, chunks: list[Chunk]) -> Json:
-        """The reply to a request that does not stream."""
+        """Return the reply to a request that does not stream."""
         raise NotImplementedError
 
     def parts(self, chunk: Chunk, accepted: bool) -> Iterator[Json]:
-        """Events of one chunk; with `accepted` they tell what was guessed right."""
+        """Yield the events of one chunk; with `accepted` they count accepted draft tokens."""
         raise NotImplementedError
 
     def last_parts(self) -> Iterator[Json]:
-        """Events behind the last chunk."""
+        """Yield the events after the last chunk."""
         raise NotImplementedError
 
     def usage_event(self) -> Json:
@@ -155,20 +155,20 @@ class Reply:
         }
 
     def bare(self, token: int) -> Json:
-        """A token as text and bytes; null where these are not known."""
+        """Return a token as text and bytes; null where these are not known."""
         data = self.tokenizer.token_bytes(token)
         text = self.tokenizer.raw([token])
         return {"token": text, "bytes": None if data is None else list(data)}
 
 
 def guessed(chunk: Chunk, n_characters: int) -> Json:
-    """What an event adds about the tokens and characters of its chunk that were guessed right."""
+    """Return counts of a chunk: tokens, accepted draft tokens and their characters."""
     counts = {"tokens": len(chunk.tokens), "accepted": chunk.accepted, "characters": n_characters}
     return {"accepted": counts}
 
 
 def speculation(stats: Stats) -> Json:
-    """What speculation did for an answer."""
+    """Return statistics of speculation for an answer."""
     return {
         "passes": stats.passes,
         "drafted_tokens": stats.drafted,
@@ -283,7 +283,7 @@ class TextReply(Reply):
         return found
 
     def _name(self, token: int) -> str:
-        """Its text; in OpenAI's form for a part of a character its bytes."""
+        """Return a token's text; for a part of a character, its bytes in OpenAI's form."""
         text = self.tokenizer.raw([token])
         if "\ufffd" not in text:
             return text
@@ -293,7 +293,7 @@ class TextReply(Reply):
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def _by_name(self, top: Iterable[tuple[int, float]]) -> dict[str, float]:
-        """An entry for every token; where texts are equal, the less likely ones go by their ids."""
+        """Return the entries of tokens; where texts are equal, the less likely go by their ids."""
         found: dict[str, float] = {}
         for token, logprob in top:
             name = self._name(token)
@@ -302,5 +302,5 @@ class TextReply(Reply):
 
 
 def sse(event: Json) -> str:
-    """One server-sent event."""
+    """Return one server-sent event."""
     return f"data: {json.dumps(event, separators=(',', ':'))}\n\n"

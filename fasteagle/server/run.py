@@ -1,4 +1,4 @@
-"""Runs the server: a socket of its own, and an end that lets the running answer finish."""
+"""Running the server: its own socket, and an end that lets the running answer finish."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_exposed(options: ServeOptions, api_key: str | None) -> None:
 
 
 def listen(options: ServeOptions) -> socket.socket:
-    """The socket, taken before a model is loaded. Raises `FasteagleError` where that fails."""
+    """Return the socket, taken before a model is loaded; raise `FasteagleError` on failure."""
     host, port = options.host, options.port
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -58,7 +58,7 @@ def listen(options: ServeOptions) -> socket.socket:
 
 
 class Protocol(H11Protocol):
-    """Closes connections whose request does not begin in time, or whose client does not read."""
+    """HTTP protocol that closes connections if a request is late or a client does not read."""
 
     _timer: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
@@ -112,7 +112,7 @@ class Protocol(H11Protocol):
 
 
 class GracefulServer(uvicorn.Server):
-    """The first signal lets the running answer finish, the second does not."""
+    """Server whose first signal lets the running answer finish, and whose second does not."""
 
     def __init__(self, config: uvicorn.Config, server: Server, say: Callable[[str], None]) -> None:
         super().__init__(config)

@@ -17,14 +17,14 @@ LLAMA3_BEGIN = '{"name":'
 
 
 class Call(NamedTuple):
-    """`arguments` is JSON."""
+    """Tool call; `arguments` is JSON."""
 
     name: str
     arguments: str
 
 
 class ToolFormat(NamedTuple):
-    """One way to write calls. `opening` begins what may be one; `key` holds the arguments."""
+    """Format of tool calls: `opening` begins what may be one; `key` holds the arguments."""
 
     name: str
     opening: str
@@ -36,7 +36,7 @@ LLAMA3 = ToolFormat("llama3", "{", "parameters")  # Llama 3.1 to 3.3
 
 
 def tool_format(template: str) -> ToolFormat:
-    """How a model with this chat template calls. Raises `FasteagleError` where it cannot."""
+    """Return how a model with this chat template calls; raise `FasteagleError` where it cannot."""
     if "tools" in template:
         if "<tool_call>" in template:
             return HERMES
@@ -49,7 +49,7 @@ def tool_format(template: str) -> ToolFormat:
 
 
 def parse_calls(text: str, form: ToolFormat, names: Collection[str]) -> tuple[str, list[Call]]:
-    """What is left as text, and the calls of tools `names` in it.
+    """Return the remaining text, and the calls of tools `names` that were in it.
 
     Text that only looks like a call stays text.
     """
@@ -60,7 +60,7 @@ def parse_calls(text: str, form: ToolFormat, names: Collection[str]) -> tuple[st
 
 
 def before_cut_call(text: str, form: ToolFormat) -> str:
-    """Return `text` without the call that it ends in the middle of, if it does."""
+    """Return `text` without a call that is cut off at its end."""
     if form is HERMES:
         at = text.rfind(form.opening)
         if at >= 0 and END_CALL not in text[at:]:
@@ -71,7 +71,7 @@ def before_cut_call(text: str, form: ToolFormat) -> str:
 
 
 def _hermes_calls(text: str, names: Collection[str]) -> tuple[str, list[Call]]:
-    """JSON objects between marks; in time linear in the text, whatever is in it."""
+    """Return remaining text, and the calls between marks; takes time linear in the text."""
     calls, left, at = [], "", 0
     while (end := text.find(END_CALL, at)) >= 0:
         start = text.find(HERMES.opening, at, end)
@@ -90,7 +90,7 @@ def _hermes_calls(text: str, names: Collection[str]) -> tuple[str, list[Call]]:
 
 
 def _llama3_calls(text: str, names: Collection[str]) -> list[Call]:
-    """JSON objects, with semicolons or blanks between them, and nothing else."""
+    """Return JSON objects, separated by semicolons or blanks; empty if there is anything else."""
     decoder, calls, at = json.JSONDecoder(), [], 0
     while at < len(text):
         try:
@@ -108,9 +108,9 @@ def _llama3_calls(text: str, names: Collection[str]) -> list[Call]:
 
 
 def _call(text: str, form: ToolFormat, names: Collection[str]) -> Call | None:
-    """The call of a tool of `names` that `text` is, if it is one.
+    """Return `text` as a call of a tool of `names`, if it is one.
 
-    Without marks round it, JSON is a call only if it has arguments: it may be what was asked for.
+    Without marks round it, JSON is a call only if it has arguments: it may be the answer itself.
     """
     try:
         found = parse_shallow_json(text)
@@ -138,7 +138,7 @@ def _parameters(function: dict[str, Any]) -> dict[str, Any]:
 def call_grammar(
     form: ToolFormat, tools: Sequence[dict[str, Any]], name: str | None
 ) -> GrammarSpec:
-    """The form of one call of the tool `name`, or of any where it is None."""
+    """Return the grammar of one call of the tool `name`, or of any where it is None."""
     chosen = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
     if not chosen:
         raise FasteagleError(f"tool_choice: there is no tool {name!r} among tools")

@@ -1,4 +1,4 @@
-"""Several texts written at once by one model, which itself knows one: for training data.
+"""Sampling of several texts in one pass, with a model that handles one: for training data.
 
 One pass computes a row of each text. Every text has a region of its own in one KV cache, and its
 row sees that region alone. The prompt of each is run by the engine, by itself, and copied there.
@@ -28,7 +28,7 @@ from fasteagle.sampling import BAD_ROW, SamplingMode, SamplingTensors, draw
 
 @dataclasses.dataclass
 class _Text:
-    """One text in its region: all its tokens, of which the last is not in the cache yet."""
+    """One text in its region of the cache; its last token is not in the cache yet."""
 
     key: int
     ids: list[int]
@@ -39,10 +39,10 @@ class _Text:
 
 
 class BatchSampler:
-    """Writes up to `size` texts at once; a text's tokens do not depend on the others.
+    """Sampler of up to `size` texts at once; a text's tokens do not depend on the others.
 
-    With quantized weights on a CPU they are those of `Engine.generate` bit for bit, else but for
-    the rounding of products, whose order depends on the number of rows.
+    With quantized weights on a CPU the tokens are those of `Engine.generate` bit for bit. Elsewhere
+    the rounding of products may differ, because its order depends on the number of rows.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class BatchSampler:
         eos_ids: frozenset[int],
         stop: Callable[[Sequence[int]], bool] = lambda new: False,
     ) -> None:
-        """`stop` says of the new tokens of a text whether it ends with them."""
+        """Make a sampler; `stop(new_tokens)` returns whether a text ends with its new tokens."""
         self._stop = stop
         self._engine, self._model, self._eos_ids = engine, engine.model, eos_ids
         self._texts: list[_Text | None] = [None] * size
@@ -60,7 +60,7 @@ class BatchSampler:
 
     @property
     def has_room(self) -> bool:
-        """Whether another text may be added."""
+        """Return whether another text may be added."""
         return None in self._texts
 
     @property
@@ -86,7 +86,7 @@ class BatchSampler:
 
     @torch.no_grad()
     def step(self) -> list[tuple[int, list[int]]]:
-        """One pass over the unfinished texts; the texts that are finished: key and new tokens."""
+        """Run one pass over unfinished texts; return key and new tokens of the finished ones."""
         active = [(i, text) for i, text in enumerate(self._texts) if text and not text.ended]
         if active:
             texts = [text for _, text in active]
@@ -100,8 +100,8 @@ class BatchSampler:
         return done
 
     def _extend(self, texts: Sequence[_Text], logits: Tensor) -> None:
-        """Draw the next token of each of `texts` from its row of `logits`."""
-        alike: dict[SamplingParams, list[int]] = {}  # rows whose draws differ in their seeds alone
+        """Sample the next token of each of `texts` from its row of `logits`."""
+        alike: dict[SamplingParams, list[int]] = {}  # rows that differ in the seed alone
         for row, text in enumerate(texts):
             alike.setdefault(dataclasses.replace(text.params, seed=0), []).append(row)
         for params, rows in alike.items():
@@ -118,7 +118,7 @@ class BatchSampler:
                 text.ended = full or self._stop(text.ids[text.prompt_len :])
 
     def _draw(self, params: SamplingParams, texts: Sequence[_Text], logits: Tensor) -> list[int]:
-        """A token for each of `texts`, all drawn by `params` but for the seed."""
+        """Return a token for each of `texts`, all sampled by `params` but for the seed."""
         device = logits.device
         sampling = SamplingTensors.of(params, device)
         sampling.seed = torch.tensor([text.params.seed for text in texts], device=device)
@@ -127,7 +127,7 @@ class BatchSampler:
         return draw(logits, positions, kind, sampling).tolist()
 
     def _logits(self, regions: list[int], texts: Sequence[_Text]) -> Tensor:
-        """Logits [T, V] after each text's last token."""
+        """Return logits [T, V] after each text's last token."""
         device, R = self._engine.device, self._region_slots
         tokens = torch.tensor([text.ids[-1] for text in texts], device=device)
         positions = torch.tensor([len(text.ids) - 1 for text in texts], device=device)
@@ -146,7 +146,7 @@ class BatchSampler:
         return self._model.lm_head(features)
 
     def _visible(self, positions: Tensor) -> Tensor:
-        """Which slots [T, R] of its region each row sees: its past and itself, or a window."""
+        """Return the slots [T, R] of its region that a row sees: past and itself, or a window."""
         slot = torch.arange(self._region_slots, device=positions.device)
         last = positions.unsqueeze(1)
         window = self._model.config.sliding_window
@@ -158,7 +158,7 @@ class BatchSampler:
         return self._cache.n_slots // len(self._texts)
 
     def _by_region(self, cache: KVCache) -> Tensor:
-        """The cache's rows as [2 L, G, B, R, E]."""
+        """Return the cache's rows as [2 L, G, B, R, E]."""
         return cache.rows.unflatten(2, (len(self._texts), -1))
 
     def _reserve(self, n_tokens: int) -> None:
@@ -187,7 +187,7 @@ def attending_by_region(target: Target, regions: Tensor | slice) -> Target:
 def attend_by_region(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Tensor, regions: Tensor | slice
 ) -> Tensor:
-    """`model.attend` of q [G, group * T, E] over caches [G, B * R, E], each row over its region."""
+    """Return `model.attend` of q [G, group * T, E] over [G, B * R, E], each row in its region."""
     G, _, E = q.shape
     T, R = mask.shape
     q = q.view(G, -1, T, E).transpose(1, 2)  # [G, T, group, E]

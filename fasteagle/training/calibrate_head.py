@@ -57,7 +57,7 @@ TELL_SECONDS = 20.0
 
 
 def calibrate_head(model: str, runtime: RuntimeOptions, options: CalibrateOptions) -> None:
-    """Fit the head of `model` to its quantized weights and write it where chat finds it."""
+    """Fit the draft head of `model` to its quantized weights and write it where chat finds it."""
     begun = time.perf_counter()
     opened = open_for(model, runtime)
     runtime = dataclasses.replace(runtime, quant=runtime.quant or opened.own_quant or "int4-g64")
@@ -80,7 +80,7 @@ def calibrate_head(model: str, runtime: RuntimeOptions, options: CalibrateOption
 
 
 def _check_early(opened: OpenedModel, runtime: RuntimeOptions, options: CalibrateOptions) -> None:
-    """Raise `FasteagleError` for all that is wrong before weights are read."""
+    """Raise `FasteagleError` for all errors that can be known before weights are read."""
     if runtime.backend == "torchao":
         raise FasteagleError(
             "a head is calibrated to weights that fasteagle quantizes: leave out -torchao"
@@ -98,7 +98,7 @@ def _check_early(opened: OpenedModel, runtime: RuntimeOptions, options: Calibrat
 
 
 def _known_head(opened: OpenedModel, identity: str, options: CalibrateOptions) -> LoadedHead:
-    """Return the head that chat would use. Raises `FasteagleError` where there is none."""
+    """Return the draft head that chat would use; raise `FasteagleError` where there is none."""
     place = find_head(None, opened.name, identity)
     if place is None:
         raise FasteagleError(
@@ -109,7 +109,7 @@ def _known_head(opened: OpenedModel, identity: str, options: CalibrateOptions) -
 
 
 def _announce(prepared: PreparedModel, head: LoadedHead, options: CalibrateOptions) -> None:
-    """Say what begins. Raises `FasteagleError` where memory is short."""
+    """Print what begins; raise `FasteagleError` where memory is short."""
     scheme, config = prepared.scheme, prepared.checkpoint.config
     assert scheme is not None, "`calibrate_head` names one"
     length = prepared.options.seq_len_for(config.max_seq_len, prepared.name)
@@ -127,7 +127,7 @@ def _announce(prepared: PreparedModel, head: LoadedHead, options: CalibrateOptio
 
 
 def peak_bytes(config: ModelConfig, head: HeadConfig, scheme: Scheme, seq_len: int) -> int:
-    """Peak memory of a calibration: the quantized target, and training.
+    """Return the peak memory in bytes of a calibration: the quantized target, and training.
 
     Training holds the head in fp32 with its gradient and Adam's two moments, the LM head's rows of
     the draft vocabulary in 16 bits, and the activations of one batch.
@@ -140,7 +140,7 @@ def peak_bytes(config: ModelConfig, head: HeadConfig, scheme: Scheme, seq_len: i
 
 
 def training_options(n_steps: int, algorithm: str = "eagle1") -> TrainOptions:
-    """Return those for short further training: low learning rate, self-fed features, no noise."""
+    """Return options for short further training: low learning rate, self-fed features, no noise."""
     return TrainOptions(
         algorithm=algorithm,
         lr=1e-4,
@@ -155,7 +155,7 @@ def training_options(n_steps: int, algorithm: str = "eagle1") -> TrainOptions:
 def _key(
     prepared: PreparedModel, head: LoadedHead, identity: str, options: CalibrateOptions
 ) -> dict[str, Any]:
-    """Return what must not change between the parts of a run."""
+    """Return the values that must not change between the parts of a run."""
     assert prepared.scheme is not None, "`calibrate_head` names one"
     return {
         "model": identity,
@@ -193,7 +193,7 @@ def _text(target: Runtime, options: CalibrateOptions, work: Work) -> list[Conver
 
 @dataclasses.dataclass(frozen=True)
 class Calibrated:
-    """The better head, its header, and the record of the run."""
+    """Better of two draft heads, its header, and the record of the run."""
 
     head: EagleHead
     header: dict[str, Any]
@@ -208,7 +208,7 @@ def _calibrated(
     options: CalibrateOptions,
     work: Work,
 ) -> Calibrated:
-    """Measure, distil, measure; the head with the higher tau on held-out text."""
+    """Measure, distil, measure; return the draft head with the higher tau on held-out text."""
     engine, taps = target.engine, head.head.config.tap_layers
     key = store_key(conversations, identity, taps)
     compile_now(engine)
@@ -256,7 +256,7 @@ def _tell(stage: str, held: HeldOut, verdict: str = "") -> None:
 def _with_draft_vocab(
     head: EagleHead, training: Sequence[Conversation], target: Transformer, size: int | None
 ) -> EagleHead:
-    """Return the head with the `size` draft tokens most frequent in `training`, or as it is.
+    """Return the draft head with the `size` most frequent tokens of `training`; None: unchanged.
 
     Where the text has fewer distinct tokens, the old draft vocabulary supplies the others.
     """
@@ -267,7 +267,7 @@ def _with_draft_vocab(
 
 
 class _Distilling:
-    """Training of a copy of a head on the features of the quantized target."""
+    """Training of a copy of a draft head on the features of the quantized target."""
 
     def __init__(
         self,
@@ -301,7 +301,7 @@ class _Distilling:
         return trainer
 
     def steps_within(self, options: CalibrateOptions, work: Work) -> int:
-        """Number of steps that fit into --minutes, by the time that a few of them take here."""
+        """Return the number of steps that fit into --minutes, by the time of a few of them."""
         times: list[float] = []
         with tempfile.TemporaryDirectory() as folder:
             probe = self._trainer(PROBED_STEPS, Path(folder), self._held_out[:4])

@@ -27,7 +27,7 @@ SHARD_TOKENS = 1 << 17
 
 
 def choose_held_out(conversations: Sequence[Conversation], n: int) -> list[int]:
-    """Indices of `n` conversations spread over the text, greedy ones where there are enough.
+    """Return indices of `n` conversations spread over the text, greedy ones where there are enough.
 
     On greedily written text the simulated acceptance is exact.
     """
@@ -39,9 +39,9 @@ def choose_held_out(conversations: Sequence[Conversation], n: int) -> list[int]:
 def frequent_tokens(
     conversations: Sequence[Conversation], size: int, prior: Sequence[int] = ()
 ) -> Tensor:
-    """The `size` token ids most frequent in answers, ascending.
+    """Return the `size` token ids most frequent in answers, ascending.
 
-    Where the text has too few: those of `prior`, then the lowest ids.
+    Where the text has too few, those of `prior` follow, then the lowest ids.
     """
     counts: Counter[int] = Counter()
     for conversation in conversations:
@@ -60,14 +60,14 @@ class Features(Protocol):
 
     lengths: list[int]
     prompt_lens: list[int]
-    n_taps: int  # that an EAGLE-3 head reads
+    n_taps: int  # auxiliary hidden states that an EAGLE-3 head reads
 
     def __len__(self) -> int: ...
 
     def conversation(self, i: int) -> tuple[Tensor, Tensor]:
-        """Ids [n] and bf16 features [n, (n_taps + 1) * D] of one conversation.
+        """Return ids [n] and bf16 features [n, (n_taps + 1) * D] of one conversation.
 
-        The last D columns are what the LM head reads, those before are the taps.
+        The last D columns are what the LM head reads, those before are the auxiliary hidden states.
         """
 
 
@@ -123,7 +123,7 @@ class FeatureStore:
 def store_key(
     conversations: Sequence[Conversation], fingerprint: str, tap_layers: tuple[int, ...] = ()
 ) -> str:
-    """The cache key of this text's features under this target."""
+    """Return the cache key of this text's features under this target."""
     taps = f" {tap_layers}" if tap_layers else ""
     digest = hashlib.sha256(f"{fingerprint}{taps}".encode())
     for c in conversations:
@@ -139,10 +139,11 @@ def compute_features(
     tap_layers: tuple[int, ...] = (),
     ranks: Ranks | None = None,
 ) -> FeatureStore:
-    """The target's features of every token, see `Features`, in shards; finished shards are kept.
+    """Compute the target's features of every token in shards, and return them; see `Features`.
 
-    Continues where an earlier call was stopped. Of several processes each writes its part of the
-    shards, and `progress` tells of that. Raises `FasteagleError` if the disk is too small.
+    Finished shards are kept: a call continues where an earlier one was stopped. Of several
+    processes each writes its part of the shards, and `progress` reports that. Raises
+    `FasteagleError` if the disk is too small.
     """
     ranks = ranks or Ranks()
     folder.mkdir(parents=True, exist_ok=True)
@@ -175,7 +176,7 @@ def compute_features(
 
 
 def _places(shard: int, group: Sequence[Conversation]) -> Iterator[tuple[int, int]]:
-    """Shard and first row of each conversation in it."""
+    """Yield the shard and the first row of each conversation of `group`."""
     row = 0
     for conversation in group:
         yield shard, row

@@ -1,4 +1,4 @@
-"""The file that `generate-data` writes: training text that grows by whole conversations.
+"""File that `generate-data` writes: training text that grows by whole conversations.
 
 A line is an answer: `ids` and `prompt_len` as `prompts.read_conversations` reads them, `T` its
 temperature, `id` the conversation's number, `turn` and `turns` its place in it. Beside it lies
@@ -17,7 +17,7 @@ from fasteagle.training.dialogues import Dialogue
 
 
 class DataFile:
-    """Opens or begins a file; `next_number` is the first conversation that is not done yet.
+    """Data file, opened or begun; `next_number` is the first conversation that is not done yet.
 
     Raises `FasteagleError` for a file of other settings, or of another kind.
     """
@@ -45,7 +45,7 @@ class DataFile:
         return tuple(prompt) in self._prompts
 
     def append(self, number: int, dialogue: Dialogue) -> None:
-        """Write what is kept of conversation `number`, in one piece."""
+        """Write the answers of conversation `number` that are kept, in one piece."""
         lines = [
             {
                 "id": number,
@@ -64,7 +64,7 @@ class DataFile:
         self.next_number = number + 1
 
     def _load(self) -> None:
-        """Count what is there, and cut off a conversation that was not written to its end."""
+        """Count the conversations in the file, and cut off one that was not written to its end."""
         if not self._path.exists():
             return
         data = self._path.read_bytes()

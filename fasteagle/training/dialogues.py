@@ -1,7 +1,7 @@
-"""Conversations with a model for training data: what it is asked, and which answers are kept.
+"""Conversations with a model for training data: the questions, and the answers that are kept.
 
 A conversation is a generator that yields requests, is sent the replies, and returns a `Dialogue`.
-Whoever runs it, a batch on this machine or a server, may run many side by side.
+A batch on this machine or a server may run many of them side by side.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """The tokens before an answer and its own, its end mark included; None: it had no room."""
+    """Tokens before an answer and of the answer, end mark included; None: there was no room."""
 
     prompt: list[int]
     ids: list[int]
@@ -50,7 +50,7 @@ class Reply:
 
 @dataclasses.dataclass(frozen=True)
 class Dialogue:
-    """The answers of a conversation that are kept, and why it ended before its last one."""
+    """Answers of a conversation that are kept, and the reason why it ended early, if it did."""
 
     answers: list[tuple[Reply, SamplingParams]]
     dropped: str | None = None
@@ -60,7 +60,7 @@ Conversing = Generator[Request, Reply | None, Dialogue]
 
 
 class Conversations:
-    """The conversations that `options` ask for, by number; the n-th is the same each time."""
+    """Conversations that `options` describe; each number stands for one fixed conversation."""
 
     def __init__(self, options: DataOptions) -> None:
         self._options, self.excluded = options, Excluded.of_files(options.exclude)
@@ -80,12 +80,12 @@ class Conversations:
         return n if self._options.count is None else min(n, self._options.count)
 
     def identity(self) -> str:
-        """A digest of the files that the conversations are made from."""
+        """Return a digest of the files that the conversations are made from."""
         text = json.dumps([self._questions, self._seeds])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def start(self, number: int) -> Conversing:
-        """Conversation `number`, from 0."""
+        """Start conversation `number`, counted from 0."""
         options = self._options
         temperature = options.temperatures[number % len(options.temperatures)]
         if options.prompts is None:
@@ -117,13 +117,13 @@ class Conversations:
         return Dialogue(answers)
 
     def _first_request(self, number: int) -> Request:
-        """Asks the model for an instruction."""
+        """Return the request that asks the model for an instruction."""
         # Seeds of their own: else the draws of an answer would repeat those of its instruction.
         params = self._params(INSTRUCTION_TEMPERATURE, number, -1)
         return Request(self._few_shot(number), params, INSTRUCTION_TOKENS)
 
     def _few_shot(self, number: int) -> tuple[Message, ...]:
-        """A conversation in which some seeds were written; none without seeds."""
+        """Return a conversation in which some seeds were written; empty without seeds."""
         if not self._seeds:
             return ()
         chosen = random.Random(f"{self._options.seed} {number}").sample(
@@ -149,7 +149,7 @@ class Conversations:
 
 
 def read_seeds(path: Path) -> list[str]:
-    """The short tasks of a JSONL file with `instruction` and perhaps `input`.
+    """Return the short tasks of a JSONL file with `instruction` and perhaps `input`.
 
     Raises `FasteagleError` for other lines, and where no task is short.
     """
@@ -177,7 +177,7 @@ def _seed(line: str, where: str) -> str:
 def in_order(
     finished: Iterator[tuple[int, Dialogue]], first: int
 ) -> Iterator[tuple[int, Dialogue]]:
-    """The finished conversations by number, from `first` on; early ones wait for those before."""
+    """Yield finished conversations by number from `first` on; each waits for lower numbers."""
     early: dict[int, Dialogue] = {}
     for number, dialogue in finished:
         early[number] = dialogue

@@ -16,19 +16,19 @@ REPEATED_TOKENS = 40  # so many in a row, and twice the cycle, all as one cycle 
 
 
 class Excluded:
-    """Texts that generated ones must not share `GRAM` words in a row with."""
+    """Texts with which a generated text must not share `GRAM` words in a row."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._grams = {gram for text in texts for gram in _grams(text)}
 
     @classmethod
     def of_files(cls, paths: Iterable[Path]) -> Excluded:
-        """Exclude every turn of question files. Raises `FasteagleError` for other files."""
+        """Exclude every turn of question files; raise `FasteagleError` for other files."""
         questions = [question for path in paths for question in read_questions(path, None)]
         return cls(turn for question in questions for turn in question.turns)
 
     def identity(self) -> str:
-        """A digest of all that is excluded."""
+        """Return a digest of all that is excluded."""
         text = json.dumps(sorted(self._grams))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -37,14 +37,14 @@ class Excluded:
 
 
 def _grams(text: str) -> set[tuple[str, ...]]:
-    """Runs of `GRAM` words, without case and punctuation; of a shorter text all its words."""
+    """Return the runs of `GRAM` words, without case and punctuation; all of a shorter text."""
     words = re.findall(r"\w+", text.lower())
     starts = range(max(1, len(words) - GRAM + 1)) if words else ()
     return {tuple(words[at : at + GRAM]) for at in starts}
 
 
 def repetition(ids: Sequence[int]) -> int | None:
-    """Return where a text begins to say a short one three times or more, None if it does not."""
+    """Return where a text begins to repeat a short one at least three times, else None."""
     begins = []
     for cycle in range(1, CYCLE_TOKENS + 1):
         run = 0
@@ -57,7 +57,7 @@ def repetition(ids: Sequence[int]) -> int | None:
 
 
 def ends_in_repetition(ids: Sequence[int]) -> bool:
-    """Return whether `repetition` would find one that goes on to the end; fast where not."""
+    """Return whether a `repetition` goes on to the end of the text; fast where none does."""
     for cycle in range(1, min(CYCLE_TOKENS, len(ids) - 1) + 1):
         run, at = 0, len(ids) - 1
         while at >= cycle and ids[at] == ids[at - cycle] and run < _limit(cycle):

@@ -29,13 +29,13 @@ class Model(Protocol):
     """Model that answers: on this machine or behind a server."""
 
     def hold(self, started: Iterator[tuple[int, Conversing]]) -> Iterator[tuple[int, Dialogue]]:
-        """The conversations, by number, as they end."""
+        """Hold the conversations; yield them by number as they end."""
 
 
 def generate_data(
     model: str, runtime: RuntimeOptions, options: DataOptions, api_key: str | None
 ) -> None:
-    """Let `model`, or a server that has it, answer; append what is kept to `options.out`."""
+    """Let `model`, or a server that has it, answer; append kept answers to `options.out`."""
     if options.base_url is not None and runtime != RuntimeOptions():
         raise FasteagleError(
             "the server runs the model: with --base-url leave out --device, --int4 and what else "
@@ -80,7 +80,7 @@ def _answering(
     options: DataOptions,
     api_key: str | None,
 ) -> Model:
-    """The server that was named, or the model, loaded now."""
+    """Return the server that was named, or the model, loaded now."""
     if options.base_url is not None:
         name = options.served_model or model
         return ServedModel(options.base_url, name, opened.tokenizer, options.batch, api_key)
@@ -94,7 +94,7 @@ def _answering(
 def _settings(
     name: str, checkpoint: Checkpoint, options: DataOptions, conversations: Conversations
 ) -> dict[str, Any]:
-    """Return what changes the text, but for how much of it is wanted and the model's precision."""
+    """Return the settings that change the text, but for its amount and the model's precision."""
     source = "prompts" if options.prompts else "seeds" if options.seeds else "self"
     settings = {
         "model": name,
@@ -112,7 +112,7 @@ def _settings(
 
 
 def _precision(prepared: PreparedModel | None) -> dict[str, Any]:
-    """Return how the model computes, as a part of the settings; None: a server's."""
+    """Return the settings of how the model computes; None stands for a server's model."""
     if prepared is None:
         return {"precision": "the server's"}
     scheme = prepared.scheme.name if prepared.scheme else "dense"
@@ -151,7 +151,7 @@ class _Run:
         return enough or (count is not None and self._data.next_number >= count)
 
     def hold(self, model: Model) -> None:
-        """Raises `FasteagleError` where nothing that the model writes is kept."""
+        """Hold the conversations; raise `FasteagleError` where all answers are dropped."""
         first, count = self._data.next_number, self._conversations.count
         if first:
             note(f"going on in {self._options.out} at conversation {first + 1:,}")

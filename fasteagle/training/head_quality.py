@@ -14,7 +14,7 @@ from fasteagle.training.held_out import TENTHS, HeldOut, evaluate, ready_head
 
 @dataclasses.dataclass(frozen=True)
 class HeadQuality:
-    """One head on one text."""
+    """Quality of one draft head on one text."""
 
     name: str
     algorithm: str
@@ -24,7 +24,7 @@ class HeadQuality:
 def measure(
     engine: Engine, heads: Sequence[LoadedHead], conversations: Sequence[Conversation]
 ) -> list[HeadQuality]:
-    """Chains of five, drafted from every position of the answers; exact on greedy text."""
+    """Measure chains of five from every position of the answers; exact on greedy text."""
     qualities = []
     for loaded in heads:
         taps = loaded.head.config.tap_layers
@@ -36,7 +36,7 @@ def measure(
 
 
 def tables(qualities: Sequence[HeadQuality]) -> tuple[list[tuple[str, ...]], ...]:
-    """Acceptance by depth, and by confidence: headings, then a line for each head."""
+    """Return acceptance by depth, and by confidence: headings, then a line for each draft head."""
     depth = len(qualities[0].held.alphas)
     by_depth = [
         ("head", "algorithm", *(f"{n}-alpha" for n in range(depth)), "tau of a chain"),

@@ -49,7 +49,7 @@ def ready_head(head: EagleHead, engine: Engine) -> EagleHead:
 
 
 def draft_rows(head: EagleHead, target: Transformer) -> Tensor:
-    """The rows [V, D] that turn its features into draft logits."""
+    """Return the rows [V, D] that turn the draft head's features into draft logits."""
     if head.own_lm_head is None:
         return target.head_rows(head.target_ids())
     rows = head.own_lm_head.weight
@@ -66,11 +66,11 @@ def evaluate(
     depth: int = 5,
     ranks: Ranks | None = None,
 ) -> HeldOut:
-    """Chain drafting simulated from every answer position of the held-out text.
+    """Simulate chain drafting from every answer position of the held-out text.
 
-    Exact for text the target wrote greedily: the tokens fed are then those it would accept. The
-    head has borrowed from the target. Of several processes each takes a part of the conversations;
-    all get the whole result.
+    This is exact for text the target wrote greedily: the tokens fed are then those it would accept.
+    The head has borrowed from the target. Of several processes each takes a part of the
+    conversations; all get the whole result.
     """
     device = head.fc.weight.device
     ids = head.target_ids()

@@ -13,7 +13,7 @@ from fasteagle.training.filters import ends_in_repetition
 
 
 class LocalModel:
-    """Holds up to `batch` conversations side by side, a token of each in one pass."""
+    """Model on this machine: up to `batch` conversations at once, a token of each in one pass."""
 
     def __init__(self, engine: Engine, tokenizer: ChatTokenizer, batch: int) -> None:
         self._engine, self._tokenizer = engine, tokenizer
@@ -21,7 +21,7 @@ class LocalModel:
         self._waiting: dict[int, tuple[Conversing, list[int]]] = {}
 
     def hold(self, started: Iterator[tuple[int, Conversing]]) -> Iterator[tuple[int, Dialogue]]:
-        """The conversations, by number, as they end."""
+        """Hold the conversations; yield them by number as they end."""
         sampler = self._sampler
         while True:
             while sampler.has_room and (new := next(started, None)):
@@ -36,7 +36,7 @@ class LocalModel:
     def _advance(
         self, number: int, conversing: Conversing, reply: Reply | None
     ) -> Iterator[tuple[int, Dialogue]]:
-        """Begin the conversation's next answer; its result if there is none."""
+        """Begin the conversation's next answer; yield the dialogue if there is none."""
         while True:
             try:
                 request = conversing.send(reply)
@@ -61,7 +61,7 @@ class LocalModel:
 
 
 def user_prefix(tokenizer: ChatTokenizer) -> list[int]:
-    """Tokens of the chat template up to where the first question begins.
+    """Return the tokens of the chat template up to where the first question begins.
 
     Raises `FasteagleError` where there are none.
     """

@@ -29,7 +29,7 @@ from fasteagle.training.options import TrainOptions
 
 @dataclasses.dataclass
 class Batch:
-    """Right-padded conversations. Row j pairs feature j with token j + 1."""
+    """Right-padded conversations; row j pairs feature j with token j + 1."""
 
     tokens: Tensor  # [B, L]
     features: Tensor  # [B, L, F] feature j
@@ -39,11 +39,11 @@ class Batch:
     numbers: list[int]  # of the conversations
 
     def counts(self, steps: int) -> Tensor:
-        """Number of rows that count after 0 .. `steps` - 1 self-fed steps."""
+        """Return the number of rows that count after 0 .. `steps` - 1 self-fed steps."""
         return torch.stack([self.counted(step).sum() for step in range(steps)])
 
     def noisy(self, options: TrainOptions, step: int) -> Tensor:
-        """Features in fp32 plus the noise of a training step, each conversation's its own."""
+        """Return fp32 features plus the noise of a training step, drawn for each conversation."""
         features = self.features.float()
         if options.noise:
             for b, number in enumerate(self.numbers):
@@ -55,7 +55,7 @@ class Batch:
         return features
 
     def counted(self, step: int) -> Tensor:
-        """Rows [B, L] whose prediction counts after `step` self-fed steps."""
+        """Return the rows [B, L] whose prediction counts after `step` self-fed steps."""
         rows = torch.arange(self.tokens.shape[1], device=self.tokens.device)
         return (rows >= self.first[:, None] + step) & (rows < self.last[:, None])
 
@@ -63,7 +63,7 @@ class Batch:
 def make_batch(store: Features, chosen: list[int], device: torch.device) -> Batch:
     """Pad conversations to the longest of them.
 
-    Where the store holds no taps, a head reads what the LM head reads.
+    Where the store holds no auxiliary hidden states, a draft head reads what the LM head reads.
     """
     n_taps = store.n_taps
     parts = [store.conversation(i) for i in chosen]
@@ -94,7 +94,7 @@ def make_batch(store: Features, chosen: list[int], device: torch.device) -> Batc
 
 
 def batches(store: Features, indices: list[int], options: TrainOptions) -> Iterator[list[int]]:
-    """Endless batches of about `batch_tokens` tokens, of similar length, determined by the seed."""
+    """Yield batches of about `batch_tokens` tokens without end, of similar length, by the seed."""
     for epoch in range(1 << 30):
         generator = torch.Generator().manual_seed(options.seed * 1_000_003 + epoch)
         jitter = torch.rand(len(indices), generator=generator).tolist()
@@ -143,7 +143,7 @@ def unroll(head: EagleHead, embeds: Tensor, features: Tensor, steps: int) -> lis
 
 
 def _unrolled_attention(q: Tensor, keys: list[Tensor], values: list[Tensor], step: int) -> Tensor:
-    """Attention [B, H, L, E] of step `step` over the true rows and the self-fed diagonal."""
+    """Return attention [B, H, L, E] of step `step` over the true rows and the self-fed diagonal."""
     if step == 0:
         return F.scaled_dot_product_attention(q, keys[0], values[0], is_causal=True)
     L, E = q.shape[-2:]
@@ -181,7 +181,7 @@ class SoftCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, predicted: Tensor, targets: Tensor, rows: Tensor, own: Tensor | None = None
     ) -> Tensor:
-        """predicted [M, D], targets [M, D], rows [V, D] -> scalar.
+        """Return the scalar loss of predicted [M, D] for targets [M, D] and rows [V, D].
 
         `own` [V, D] are the rows of a draft head with an LM head of its own; None: `rows`.
         """
@@ -220,9 +220,9 @@ def head_loss(
     step: int,
     counts: Tensor | None = None,
 ) -> Tensor:
-    """The training loss of a batch; `lm_rows` [V, D] are the target's rows of the vocabulary.
+    """Return the training loss of a batch; `lm_rows` [V, D] are the target's LM head rows.
 
-    They are in the dtype that the products shall have. `step` is that of the run. `counts` are the
+    They have the dtype that the products shall have. `step` is that of the run. `counts` are the
     rows of the whole batch that count where this is one part of it: the losses of the parts add up.
     """
     own = None if head.own_lm_head is None else head.own_lm_head.weight
@@ -250,7 +250,7 @@ def head_loss(
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
-    """bf16 where the hardware has products in it, else fp32."""
+    """Return bf16 where the hardware has products in it, else fp32."""
     return torch.float32 if pick_dtype("auto", device) == "fp32" else torch.bfloat16
 
 

@@ -1,4 +1,4 @@
-"""Options of training and calibrating a draft head. Needs no torch."""
+"""Options of training and calibrating a draft head; needs no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fasteagle.errors import FasteagleError
 from fasteagle.options import TAP_LAYERS_TEXT, SamplingParams, option
 
 ALGORITHMS = ("eagle1", "eagle3")
-# Where nothing else is said: those of the EAGLE-1 and of the EAGLE-3 paper.
+# Values of the EAGLE-1 and of the EAGLE-3 paper.
 _DEFAULTS = {
     "eagle1": {"noise": 0.1, "ce_weight": 0.1, "feature_weight": 1.0, "self_fed_steps": 0},
     "eagle3": {"noise": 0.0, "ce_weight": 1.0, "feature_weight": 0.0, "self_fed_steps": 6},
@@ -22,7 +22,7 @@ _DEFAULTS = {
 class TrainOptions:
     """Hyper-parameters; the defaults are the papers' where they name one.
 
-    Those that are None become the algorithm's own.
+    None stands for the default of the algorithm.
     """
 
     algorithm: str = option("eagle1", "What kind of head.", kind=ALGORITHMS)
@@ -74,13 +74,13 @@ class TrainOptions:
         return 1 + (self.self_fed_steps or 0)
 
     def taps_of(self, n_layer: int) -> tuple[int, ...]:
-        """Blocks of a model of `n_layer` whose input the head reads; empty for EAGLE-1."""
+        """Return the blocks, of `n_layer`, whose input the draft head reads; empty for EAGLE-1."""
         if self.algorithm == "eagle1":
             return ()
         return checked_taps(self.tap_layers or default_taps(n_layer), n_layer)
 
     def lr_at(self, step: int) -> float:
-        """Linear warm-up, then a cosine down to a tenth."""
+        """Return the learning rate: linear warm-up, then a cosine down to a tenth."""
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
         done = min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
@@ -89,7 +89,7 @@ class TrainOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainRun:
-    """Text of a run, and the place of its head."""
+    """Text of a run, and the place of its draft head."""
 
     data: tuple[Path, ...] = option(
         (), "JSONL of token ids the model wrote itself (repeatable).", kind="file"
@@ -120,7 +120,7 @@ class TrainRun:
 
 @dataclasses.dataclass(frozen=True)
 class CalibrateOptions:
-    """The head to start from, text, time limit and output of a calibration."""
+    """Draft head to start from, text, time limit and output of a calibration."""
 
     head: str | None = option(None, "Head to begin from.  [default: the one chat would use]")
     tap_layers: tuple[int, ...] | None = option(None, TAP_LAYERS_TEXT, kind="numbers")

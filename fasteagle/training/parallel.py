@@ -18,18 +18,18 @@ LONGEST_WAIT = datetime.timedelta(days=7)  # the others wait while the first one
 
 
 class Ranks:
-    """The processes of a run; one alone needs no process group."""
+    """Processes of a run; one alone needs no process group."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
 
     @property
     def is_first(self) -> bool:
-        """Return whether this process writes files and tells the person."""
+        """Return whether this process writes files and prints progress."""
         return self.rank == 0
 
     def share(self, chosen: list[int]) -> list[int]:
-        """This process' part of a batch; may be empty."""
+        """Return this process' part of a batch; may be empty."""
         return chosen[self.rank :: self.size]
 
     def sum_(self, tensors: Iterable[Tensor]) -> None:
@@ -40,7 +40,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def first_alone(self) -> Iterator[None]:
-        """The first process goes through, then all others."""
+        """Let the first process go through, then all others."""
         if not self.is_first:
             self.wait()
         yield
@@ -54,7 +54,7 @@ class Ranks:
 
 
 def join() -> Ranks:
-    """The processes that `torchrun` has started, told by its environment; else this one alone."""
+    """Return the processes that `torchrun` has started, by its environment; else this one alone."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         return Ranks()
@@ -64,7 +64,7 @@ def join() -> Ranks:
 
 
 def local_device() -> str | None:
-    """The GPU of this process among those that `torchrun` has started here; None without one."""
+    """Return the GPU of this process among those that `torchrun` has started; None without one."""
     if "LOCAL_RANK" not in os.environ or not torch.cuda.is_available():
         return None
     return f"cuda:{os.environ['LOCAL_RANK']}"

@@ -25,7 +25,7 @@ TIMEOUT = 600.0  # seconds without a byte of the answer
 
 
 class ServedModel:
-    """Holds up to `batch` conversations side by side, one request of each at a time.
+    """Model behind a server: up to `batch` conversations at once, one request of each at a time.
 
     Raises `FasteagleError` where the server cannot be reached, refuses, or goes on failing.
     """
@@ -43,7 +43,7 @@ class ServedModel:
         self._ended = threading.Event()  # nobody waits for answers any more
 
     def hold(self, started: Iterator[tuple[int, Conversing]]) -> Iterator[tuple[int, Dialogue]]:
-        """The conversations, by number, as they end."""
+        """Hold the conversations; yield them by number as they end."""
         pool = ThreadPoolExecutor(self._batch)
         running: dict[Future[Dialogue], int] = {}
         try:
@@ -96,7 +96,7 @@ class ServedModel:
     def _answer_ids(
         self, messages: tuple[Message, ...], before: str, text: str, is_cut: bool
     ) -> list[int]:
-        """Tokens of an answer, with the end mark that the template puts behind a whole one."""
+        """Return the tokens of an answer, with the template's end mark after a whole one."""
         tokenizer = self._tokenizer
         if not is_cut:
             whole = tokenizer.render([*messages, {"role": "assistant", "content": text}], False)
@@ -107,7 +107,7 @@ class ServedModel:
         return tokenizer.encode(text)
 
     def _post(self, body: dict[str, Any]) -> dict[str, Any] | None:
-        """The server's answer, None where its context has no room for one.
+        """Return the server's answer, None where its context has no room for one.
 
         Asks again where it may only be busy, or lost the connection.
         """
@@ -144,7 +144,7 @@ class ServedModel:
 
 
 def _message(error: urllib.error.HTTPError) -> str:
-    """Return what the server says about an error, in one line."""
+    """Return the server's message about an error, in one line."""
     text = ""
     with contextlib.suppress(OSError, http.client.HTTPException):
         text = error.read().decode("utf-8", "replace")

@@ -28,9 +28,10 @@ from fasteagle.training.parallel import Ranks
 
 
 def new_head(target: Transformer, draft_ids: Tensor, options: TrainOptions) -> EagleHead:
-    """A new head that starts as the identity on the feature; on the last tap, for EAGLE-3.
+    """Return a new draft head that starts as the identity on the feature.
 
-    A copy of the target's last block diverges; small random attention and MLP weights train.
+    For EAGLE-3 that is the last auxiliary hidden state. A copy of the target's last block diverges;
+    small random attention and MLP weights train.
     """
     c = target.config
     block = draft_block(c)
@@ -57,7 +58,7 @@ def new_head(target: Transformer, draft_ids: Tensor, options: TrainOptions) -> E
 
 
 def _begin_with_the_targets(head: Eagle3Head, target: Transformer) -> None:
-    """The final norm, and the LM head's rows where it has its own."""
+    """Copy the target's final norm, and its LM head's rows where the draft head has its own."""
     head.norm.weight.copy_(target.norm.weight)
     if head.own_lm_head is not None:
         head.own_lm_head.weight.copy_(
@@ -104,7 +105,7 @@ class Trainer:
         )
 
     def resume(self) -> bool:
-        """Load the last checkpoint, if there is one. Raises `FasteagleError` on other options."""
+        """Load the last checkpoint, if there is one; raise `FasteagleError` on other options."""
         path = self.folder / "state.pt"
         if not path.exists():
             return False
@@ -182,11 +183,11 @@ class Trainer:
                 return
 
     def evaluate(self) -> HeldOut:
-        """The head on the held-out conversations; all processes of the run must take part."""
+        """Measure the draft head on held-out conversations; all processes must take part."""
         return evaluate(self.head, self.target, self.store, self.held_out, ranks=self.ranks)
 
     def _update(self, batch: Batch | None) -> tuple[float, int]:
-        """One step; the loss, and how many rows it was measured on. None: no share of the batch."""
+        """Train one step; return the loss and its row count; `batch` is None without a share."""
         device, options = self.head.fc.weight.device, self.options
         for group in self.optimizer.param_groups:
             group["lr"] = options.lr_at(self.step)

@@ -41,7 +41,7 @@ from fasteagle.training.train import Trainer, new_head
 def train_head(
     model: str, runtime_options: RuntimeOptions, run: TrainRun, options: TrainOptions
 ) -> None:
-    """Train a draft head for `model` and write it to `run.out`; one of several processes may."""
+    """Train a draft head for `model`, alone or with other processes; write it to `run.out`."""
     state = run.out / "state.pt"
     if state.exists() and not run.resume:
         raise FasteagleError(
@@ -84,7 +84,7 @@ def train_head(
 def _data(
     opened: OpenedModel, runtime_options: RuntimeOptions, run: TrainRun
 ) -> list[Conversation]:
-    """The text in --data. Raises `FasteagleError` for all that is wrong before weights are read."""
+    """Return the text in --data; raise `FasteagleError` for errors seen before loading."""
     if not run.data and run.prompts is None:
         raise FasteagleError("nothing to train on: give --data, or --prompts to be answered now")
     config = opened.checkpoint.config
@@ -96,7 +96,7 @@ def _data(
 
 
 def _conversations(runtime: Runtime, run: TrainRun, data: list[Conversation]) -> list[Conversation]:
-    """Return all text of the run. Raises `FasteagleError` if it is too little."""
+    """Return all text of the run; raise `FasteagleError` if it is too little."""
     max_len = min(run.max_len, runtime.engine.max_seq_len)
     vocab_size = runtime.checkpoint.config.vocab_size
     written = _written_now(runtime, run)
@@ -113,7 +113,7 @@ def _conversations(runtime: Runtime, run: TrainRun, data: list[Conversation]) ->
 
 
 def _init_head(config: ModelConfig, path: Path | None, options: TrainOptions) -> EagleHead | None:
-    """The head in --init. Raises `FasteagleError` if it is of another kind than asked for."""
+    """Return the draft head in --init; raise `FasteagleError` if it is of another kind."""
     taps = options.taps_of(config.n_layer)
     if path is None:
         return None
@@ -131,7 +131,7 @@ def _init_head(config: ModelConfig, path: Path | None, options: TrainOptions) ->
 def _begun(
     init: EagleHead | None, target: Transformer, training: list[Conversation], options: TrainOptions
 ) -> EagleHead:
-    """The head that training begins from, a new one or `init`, with the text's vocabulary."""
+    """Return the draft head to begin from, new or `init`, with the text's vocabulary."""
     size = min(options.draft_vocab_size, target.config.vocab_size)
     draft_ids = frequent_tokens(training, size)
     if init is None:
@@ -140,7 +140,7 @@ def _begun(
 
 
 def _written_now(runtime: Runtime, run: TrainRun) -> list[Path]:
-    """The target's answers to `run.prompts`, written into the run's folder."""
+    """Write the target's answers to `run.prompts` into the run's folder; return the files."""
     if run.prompts is None:
         return []
     out = run.out / "text.jsonl"
@@ -156,7 +156,7 @@ def _features(
     key: str,
     ranks: Ranks,
 ) -> Features:
-    """The target's features: live, from the user cache, or computed into it now."""
+    """Return the target's features: live, from the user cache, or computed into it now."""
     if run.features == "live":
         compile_now(runtime.engine)
         return LiveFeatures(runtime.engine, conversations, taps)
@@ -175,7 +175,7 @@ def _features(
 
 
 class TrainingBar:
-    """A progress bar with loss, held-out 0-alpha and tau; plain lines without a terminal."""
+    """Progress bar with loss, held-out 0-alpha and tau; plain lines without a terminal."""
 
     def __init__(self, trainer: Trainer) -> None:
         console = Console(stderr=True)
@@ -216,7 +216,7 @@ class TrainingBar:
 def _finish(
     trainer: Trainer, runtime: Runtime, identity: str, n_tokens: int, run: TrainRun
 ) -> None:
-    """Write the head, its header and the training curve; delete the optimizer's state."""
+    """Write the draft head, its header and the training curve; delete the optimizer's state."""
     held = trainer.history[-1]  # a run ends with an evaluation
     scheme = runtime.checkpoint.scheme
     header = {

@@ -1,4 +1,4 @@
-"""The folder of a calibration that may be cut off: what is done already is not done again."""
+"""Folder of a calibration that may be cut off: finished steps are not done again."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fasteagle.paths import write_atomic
 
 
 class Work:
-    """The folder of a run that may be cut off, with what is known of it already."""
+    """Folder of a run that may be cut off, with the results of its finished parts."""
 
     def __init__(self, folder: Path, key: dict[str, Any], resume: bool, begun: float) -> None:
-        """`begun` is when this part of the run began, by `time.perf_counter`.
+        """Open the folder; `begun` is when this part of the run began, by `time.perf_counter`.
 
         Raises `FasteagleError` for a folder of another run, or without `resume`.
         """

@@ -1,4 +1,4 @@
-"""Drafters that only the benchmark has, by the names of their rows. The core knows none of them."""
+"""Drafters that only the benchmark has, by the names of their rows; the core knows none of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHAPES: dict[str, AnyShape] = {"lookahead": LOOKAHEAD_SHAPE, "medusa": MEDUSA_SH
 
 
 def rival(kind: str, engine: Engine, medusa: Path | None) -> Drafter:
-    """Return the drafter of one of `row_spec.RIVALS`; `medusa` holds the heads of that row."""
+    """Return the drafter of one of `row_spec.RIVALS`; `medusa` is the file of that row's heads."""
     config = engine.model.config
     if kind == "lookahead":
         return LookaheadDrafter(config.vocab_size, engine.device)

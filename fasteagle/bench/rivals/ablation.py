@@ -1,4 +1,4 @@
-"""EAGLE-2's ablations of its tree (paper, section 4): without cumulative scores or reranking."""
+"""Ablations of EAGLE-2's tree (paper, section 4): without cumulative scores or reranking."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from fasteagle.tree import Pool
 
 
 class AblatedDrafter(EagleDrafter):
-    """`by_confidence` scores a node by its own probability alone; without `reranks` the first nodes
-    found are kept instead of the best.
+    """EAGLE drafter without cumulative scores, or without reranking.
+
+    `by_confidence` scores a node by its own probability alone; without `reranks` the first nodes
+    are used instead of the best.
     """
 
     by_confidence = False
@@ -34,7 +36,7 @@ class AblatedDrafter(EagleDrafter):
 
 
 def ablated(drafter: EagleDrafter, by_confidence: bool, reranks: bool) -> EagleDrafter:
-    """Return the drafter without what is ablated; itself where nothing is."""
+    """Return the drafter without what is ablated, or `drafter` itself where nothing is."""
     if reranks and not by_confidence:
         return drafter
     made = AblatedDrafter(drafter.head, drafter.shape, drafter.max_seq_len, drafter.noise)

@@ -1,8 +1,8 @@
-"""The gpt-fast row: captured plain decoding over torchao's int4 kernel, in a process of its own.
+"""Benchmark row `gpt-fast`: captured plain decoding over torchao's int4 kernel, in its own process.
 
-That is what gpt-fast does (https://github.com/meta-pytorch/gpt-fast), and the EAGLE paper's
-baseline in table 4: min-max groups, the LM head in 4 bits too, tinygemm's products. The process is
-its own because torchao changes settings of the compiler, and its weights are dense at first.
+This is what gpt-fast does (https://github.com/meta-pytorch/gpt-fast), and the EAGLE paper's
+baseline in table 4: min-max groups, the LM head in 4 bits too, tinygemm's products. It has its own
+process because torchao changes settings of the compiler, and its weights are dense at first.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Job:
 
 
 def gpt_fast_scheme(config: ModelConfig) -> Scheme:
-    """Min-max in the widest groups that fit, the LM head too."""
+    """Return a scheme of min-max values in the widest groups that fit, the LM head too."""
     return dataclasses.replace(int4_for(config, head_bits=4), method="minmax")
 
 
 def gpt_fast_options(runtime: RuntimeOptions, config: ModelConfig) -> RuntimeOptions:
-    """`runtime` in torchao's form of that scheme."""
+    """Return `runtime` with torchao's form of that scheme."""
     name = f"int4-g{gpt_fast_scheme(config).group_size}"
     return dataclasses.replace(
         runtime, dtype="bf16", quant=name, backend="torchao", lm_head="int4", kv="auto"
@@ -55,7 +55,7 @@ def gpt_fast_options(runtime: RuntimeOptions, config: ModelConfig) -> RuntimeOpt
 
 
 class GptFastDecoder:
-    """Answers in another process, which it starts; raises `FasteagleError` where that fails."""
+    """Decoder in another process, which it starts; raises `FasteagleError` where that fails."""
 
     def __init__(self, job: Job) -> None:
         context = multiprocessing.get_context("spawn")  # a fork cannot use CUDA
@@ -81,7 +81,7 @@ class GptFastDecoder:
         self._process.kill()
 
     def _ask(self, request: tuple[str, Any] | None) -> Any:
-        """Return the process's answer to `request`, or what it says without one."""
+        """Return the process's answer to `request`; raise its message where it has none."""
         try:
             if request is not None:
                 self._connection.send(request)
@@ -96,7 +96,7 @@ class GptFastDecoder:
 
 
 def serve(connection: Connection, job: Job) -> None:
-    """Load, say so, and answer until the order to close."""
+    """Load the model, report that, and answer until the order to close."""
     try:
         decoder = _decoder(job)
         reset, read = peak_meter(decoder.engine.device)

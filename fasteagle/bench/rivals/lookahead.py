@@ -1,10 +1,10 @@
-"""A rival: lookahead decoding (Fu et al. 2024, arXiv 2402.02057), as a drafter of the one cycle.
+"""Lookahead decoding (Fu et al. 2024, arXiv 2402.02057), a rival, as a drafter of the one cycle.
 
 Beside guesses a pass carries a window of the target's own tokens: `LEVELS` rows of `WINDOW` columns
-of a fixed-point iteration, in which each row is what the target said of the one above. Read from
-top to bottom a column is an n-gram that the target might say. These are collected by their first
-token, and those that begin with the root are the guesses. The window is a branch of the tree like
-any other: a row of column i sees its column above it, and the first level up to there.
+of a fixed-point iteration, in which each row is what the target predicted from the one above. Read
+from top to bottom a column is an n-gram that the target might write. These are collected by their
+first token, and those that begin with the root are the guesses. The window is a branch of the tree
+like any other: a row of column i sees its column above it, and the first level up to there.
 
 Shapes: W columns, L levels, G guesses, V vocabulary.
 """
@@ -33,7 +33,7 @@ LOOKAHEAD_SHAPE = StaticShape(WINDOW + LEVELS - 1, None, (WINDOW + GUESSES) * LE
 
 
 class LookaheadDrafter(Controlled):
-    """Needs no weights: it drafts what the target said of other positions."""
+    """Drafter without weights: it drafts what the target predicted at other positions."""
 
     name = "lookahead"
     reads_features = False
@@ -68,10 +68,10 @@ class LookaheadDrafter(Controlled):
         return copy.deepcopy(self)
 
     def reserve(self, n_tokens: int) -> None:
-        """It keeps nothing that grows."""
+        """Keep nothing: no state of this drafter grows."""
 
     def extend(self, new: Committed, seq_len: Tensor) -> None:
-        """The text itself is all that it reads."""
+        """Do nothing: the committed text itself is all that this drafter reads."""
 
     def accept_for(self, kind: SamplingMode) -> Accept:
         return self._accept
@@ -85,13 +85,13 @@ class LookaheadDrafter(Controlled):
         depths: Tensor,
         logits: Tensor,
     ) -> Accepted:
-        """Accept along the target's draws, and remember those of all rows for the window."""
+        """Accept along the target's tokens, and remember those of all rows for the window."""
         drawn = drawn_tokens(state, spec, tree, tree_mask, depths, logits)
         self._drawn.copy_(drawn)
         return accept(drawn, tree, tree_mask, depths, spec.depth)
 
     def propose(self, prediction: None, state: DecodeState, spec: CycleSpec) -> DraftTree:
-        """Collect the n-grams of the last pass, move the window on, guess."""
+        """Collect the n-grams of the last pass, move the window on, and return guesses with it."""
         text, last = state.text, state.seq_len
         same = text.index_select(0, self._at.clamp(min=0).unsqueeze(0)) == self._root
         goes_on = same & (self._at >= 0) & (self._at < last)  # else the text is another one
@@ -115,7 +115,7 @@ class LookaheadDrafter(Controlled):
     def _store(self, gram: Tensor, wanted: Tensor) -> None:
         """Put an n-gram [L + 1] in the place of the oldest with the same first token.
 
-        Not where it is there already, and not where a token is none.
+        It is not stored where it is there already, nor where one of its tokens is missing.
         """
         first, rest = gram[:1].clamp(min=0), gram[1:]
         there = self._pool.index_select(0, first)[0]  # [G, L]

@@ -1,7 +1,7 @@
-"""A rival: Medusa (Cai et al. 2024, arXiv 2401.10774), heads that each predict a token further on.
+"""Medusa (Cai et al. 2024, arXiv 2401.10774), a rival: heads that each predict a token further on.
 
 Head j reads the feature that the target's LM head has read to choose the root, and predicts the
-j-th token behind the root. The tree is static: nodes are the ranks of each head's tokens, the
+j-th token after the root. The tree is static: nodes are the ranks of each head's tokens, the
 likeliest combinations by what was accepted on held-out text. As in Medusa-1 the target is frozen;
 unlike there its LM head is shared by all heads, which makes them small.
 
@@ -35,7 +35,7 @@ HEADER = "fasteagle_medusa"
 
 
 class MedusaHeads(nn.Module):
-    """A residual block for each head: `f + silu(W f + b)`; zero weights predict the root again."""
+    """Medusa heads, each a residual block `f + silu(W f + b)`; zero weights predict the root."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class MedusaHeads(nn.Module):
             nn.init.zeros_(block.bias)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return the LM head's input for each head [K, B, D], from features [B, D]."""
+        """Return the LM head's input for each Medusa head [K, B, D], from features [B, D]."""
         return torch.stack([features + F.silu(block(features)) for block in self.blocks])
 
 
@@ -53,7 +53,7 @@ Ranks = tuple[tuple[float, ...], ...]  # [head][rank]: how often that token is r
 
 
 def likeliest_paths(ranks: Ranks, nodes: int) -> Paths:
-    """The `nodes` combinations of ranks with the highest products of their shares."""
+    """Return the `nodes` combinations of ranks with the highest products of their shares."""
     likeliest: list[tuple[int, ...]] = []
     pending: list[tuple[float, tuple[int, ...]]]
     pending = [(-share, (rank,)) for rank, share in enumerate(ranks[0])]
@@ -68,7 +68,7 @@ def likeliest_paths(ranks: Ranks, nodes: int) -> Paths:
 
 
 class MedusaDrafter(RankingDrafter):
-    """Proposes the best tokens of all heads at once, in the same tree every time."""
+    """Drafter of the best tokens of all Medusa heads at once, in one fixed tree."""
 
     name, noise = "medusa", "shared"
     reads_features = True
@@ -94,10 +94,10 @@ class MedusaDrafter(RankingDrafter):
         self.target_ids = torch.arange(target.config.vocab_size, device=weight.device)
 
     def reserve(self, n_tokens: int) -> None:
-        """It has no cache."""
+        """Do nothing: this drafter has no cache."""
 
     def extend(self, new: Committed, seq_len: Tensor) -> Tensor:
-        """The feature [1, D] of the last committed position is all that it reads."""
+        """Return the feature [1, D] of the last committed position, which is all that is read."""
         return new.features.index_select(0, new.count - 1)
 
     def propose(self, prediction: Tensor, state: DecodeState, spec: CycleSpec) -> DraftTree:
@@ -112,12 +112,12 @@ class MedusaDrafter(RankingDrafter):
 
 
 def save_medusa(path: Path, heads: MedusaHeads, ranks: Ranks) -> None:
-    """Write heads, and how often each rank of each was right on held-out text."""
+    """Write Medusa heads, and how often each rank of each was right on held-out text."""
     save_file(heads.state_dict(), path, {HEADER: json.dumps({"ranks": ranks})})
 
 
 def load_medusa(path: Path, dim: int) -> tuple[MedusaHeads, Ranks]:
-    """Raises `FasteagleError` for anything but heads of a target of `dim`."""
+    """Read Medusa heads; raise `FasteagleError` unless they fit a target of `dim`."""
     try:
         with safe_open(path, framework="pt") as file:
             raw = json.loads((file.metadata() or {})[HEADER])["ranks"]
@@ -138,7 +138,7 @@ def load_medusa(path: Path, dim: int) -> tuple[MedusaHeads, Ranks]:
 
 
 def targets_of(ids: Sequence[int], prompt_len: int) -> tuple[Tensor, Tensor]:
-    """Positions [B] of an answer whose features are read, and the tokens [K, B] further on.
+    """Return positions [B] of an answer whose features are read, and the tokens [K, B] further on.
 
     The feature of position i has chosen token i + 1; head j predicts token i + 1 + j.
     """

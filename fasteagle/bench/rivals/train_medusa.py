@@ -1,4 +1,4 @@
-"""Trains Medusa's heads on conversations, those that draft heads are trained on.
+"""Training of Medusa's heads on conversations that draft heads are trained on, too.
 
 Shapes: D model dim, V vocabulary, K heads, B positions.
 """
@@ -23,7 +23,7 @@ HELD_OUT = 10  # one conversation of so many measures the ranks
 def read_positions(
     engine: Engine, conversations: Sequence[Conversation], most: int
 ) -> tuple[Tensor, Tensor]:
-    """Features [B, D] and the tokens [K, B] behind them, of at most `most` positions."""
+    """Return features [B, D] of at most `most` positions, and the tokens [K, B] after them."""
     features, tokens = [], []
     total = 0
     for conversation in conversations:
@@ -48,7 +48,7 @@ def train_medusa(
     batch: int = 256,
     notify: Callable[[str], None],
 ) -> tuple[MedusaHeads, Ranks]:
-    """Fit the heads by cross-entropy, the target frozen; their ranks are of held-out text."""
+    """Fit Medusa's heads by cross-entropy, the target frozen; rank them on held-out text."""
     held_out = conversations[::HELD_OUT]
     rest = [c for i, c in enumerate(conversations) if i % HELD_OUT]
     features, tokens = read_positions(engine, rest or held_out, positions)
@@ -83,7 +83,7 @@ def _loss(heads: MedusaHeads, features: Tensor, tokens: Tensor, lm_rows: Tensor)
 
 @torch.no_grad()
 def measure_ranks(heads: MedusaHeads, features: Tensor, tokens: Tensor, lm_rows: Tensor) -> Ranks:
-    """Return how often each head's best tokens are right [K][RANKS]."""
+    """Return how often each Medusa head's best tokens are right [K][RANKS]."""
     counts = torch.zeros(HEADS, RANKS)
     for rows, wanted in zip(features.split(256), tokens.split(256, dim=1), strict=True):
         best = (heads(rows) @ lm_rows.T).topk(RANKS, dim=-1).indices  # [K, B, RANKS]
