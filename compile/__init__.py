@@ -1,4 +1,4 @@
-"""`torch.compile` settings and what runs compiled; the model itself knows nothing of it."""
+"""Compiled and native backends of the model, which does not depend on them."""
 
 from fasteagle.compile.blocks import BlockCompiler, configure
 

@@ -1,9 +1,9 @@
-"""Triton kernels compiled before they are needed, several at a time.
+"""Compile Triton kernels before they are needed, several at a time.
 
-A kernel that nobody has compiled yet is compiled when it is launched, one after the other: a cold
-start of 7B int4 launches about a dozen variants of 1 to 4 seconds each. Here a pass is run whose
-launches are only written down, and then all of them are compiled at once. Results go to Triton's
-own caches, in memory and on disk.
+Triton compiles a kernel at its first launch, one kernel after the other: a cold start of 7B int4
+launches about a dozen variants of 1 to 4 seconds each. Here a pass runs whose launches are only
+recorded, and then all of their kernels are compiled at once. Results go to Triton's own caches, in
+memory and on disk.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ from fasteagle.state import CycleSpec, DecodeState
 from fasteagle.tree import Pool, Relations, TreeView
 
 MOST_WORKERS = 16
-PATIENCE = 1.0  # seconds, after which a person is told
-PROMPT_ROWS = 65  # more than the kernels of a few rows take
-MANY_PAIRS = 64  # of the end of a prompt, that a draft head is shown at once
+PATIENCE = 1.0  # seconds of compiling before a line on stderr says so
+PROMPT_ROWS = 65  # above the limit of the kernels for a few rows
+MANY_PAIRS = 64  # pairs that a draft head reads at once at the end of a prompt
 _ALONE = threading.Lock()
 
 
 class Variant(NamedTuple):
-    """A kernel, and the types, constants and options that it is to be compiled for."""
+    """Kernel with the types, constants and options that it is compiled for."""
 
     function: Any
-    specialization: str  # as Triton writes it down
+    specialization: str  # as Triton serializes it
 
 
 @contextlib.contextmanager
 def collecting() -> Iterator[dict[Any, Variant]]:
-    """Kernels launched inside that are not compiled yet, by name and key: they do not run.
+    """Collect the uncompiled kernels launched inside, by name and key, instead of running them.
 
-    What they would have written is left as it was. Only those of this thread: others launch, and
-    compile, as ever.
+    Their outputs keep their old contents. Only this thread is affected: other threads launch and
+    compile as usual.
     """
     from triton import knobs  # Triton exists where CUDA does
 
     found: dict[Any, Variant] = {}
     me = threading.get_ident()
 
-    with _ALONE:  # two that overlap would leave the first one's hook behind
+    with _ALONE:  # two overlapping calls would leave the hook of the first in place
         before = knobs.runtime.jit_cache_hook
 
         def write_down(*, key: Any, fn: Any, compile: dict[str, Any], **rest: Any) -> Any:
@@ -72,12 +72,12 @@ def collecting() -> Iterator[dict[Any, Variant]]:
 
 
 def workers_here() -> int:
-    """How many kernels are compiled at a time."""
+    """Return the number of kernels compiled at a time."""
     return min(MOST_WORKERS, os.cpu_count() or 1)
 
 
 def compile_all(variants: Sequence[Variant], device: torch.device, workers: int) -> None:
-    """Compile `variants` for the current target; most of it runs outside of Python's lock."""
+    """Compile `variants` for the current device; most of the work runs without the GIL."""
 
     def one(variant: Variant) -> None:
         # A thread has a current device of its own, and Triton compiles for that one.
@@ -92,9 +92,9 @@ def compile_all(variants: Sequence[Variant], device: torch.device, workers: int)
 def compile_ahead(
     backend: Backend, drafter: Drafter | None, specs: Sequence[CycleSpec], state: DecodeState
 ) -> int:
-    """Compile what passes of `specs` and prompts launch; how many variants there were.
+    """Compile the kernels that cycles of `specs` and prompts launch; return how many there are.
 
-    Whatever fails here is compiled when it is launched, as it would have been, and a line says so.
+    After a failure the kernels are compiled at their first launch, and a warning line says so.
     """
     device = backend.target.weight.device
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
@@ -123,9 +123,9 @@ def compile_ahead(
 
 @torch.no_grad()
 def run_passes(target: Target, rows: Sequence[int]) -> None:
-    """Passes over `rows` rows, and one of a prompt, on a cache of their own.
+    """Run a target pass for each number of rows, and one over a prompt, on a separate cache.
 
-    Only numbers are computed from what kernels write, no indices: it may be anything.
+    Kernels that do not run leave arbitrary outputs: no indices are computed from them.
     """
     device = target.weight.device
     cache = target.new_cache(KEY_BLOCK)
@@ -142,14 +142,14 @@ def run_passes(target: Target, rows: Sequence[int]) -> None:
 
 @torch.no_grad()
 def run_head(drafter: Drafter | None, widths: Iterable[int]) -> None:
-    """Steps of a draft head over the rows of a level, and of `widths` new pairs, or many."""
+    """Run draft head steps over a tree level, `widths` pending pairs and the end of a prompt."""
     if not isinstance(drafter, HeadDrafter):
         return
     topk = {shape.topk or 1 for shape in drafter.shapes()}
     for T in sorted({1, *topk, *widths, MANY_PAIRS}):
         logits = _run_head(drafter, T)
         for k in topk if T in (1, *topk) else ():
-            # Ranked as they are, and with noise, which is added to them in fp32.
+            # Rank the logits in their own dtype, and in fp32, in which noise is added to them.
             for ranked in {logits.dtype: logits, torch.float32: logits.float()}.values():
                 drafter.top_children(ranked, k)
 
@@ -161,7 +161,7 @@ def run_trees(
     state: DecodeState,
     relate: Callable[[Tensor, Tensor], Relations],
 ) -> None:
-    """Choose trees of `specs` from candidates that are all alike, and relate their rows."""
+    """Select the trees of `specs` from identical candidates and compute how their rows relate."""
     root = torch.zeros_like(state.root)
     for spec in specs:
         row = torch.arange(spec.rows, device=root.device)
@@ -177,7 +177,7 @@ def run_trees(
 def run_commits(
     target: Target, specs: Sequence[CycleSpec], move_rows: Callable[[KVCache, Tensor, Tensor], None]
 ) -> None:
-    """Move rows of a cache as cycles of `specs` do when they commit."""
+    """Move rows of a cache as the cycles of `specs` do at their commit."""
     cache = target.new_cache(KEY_BLOCK)
     for depth in sorted({spec.depth for spec in specs if spec.depth and not spec.in_place}):
         levels = torch.arange(depth + 1, device=cache.rows.device)
@@ -185,7 +185,7 @@ def run_commits(
 
 
 def _run_head(drafter: HeadDrafter, T: int) -> Tensor:
-    """Draft logits [T, V] of one step."""
+    """Return the draft logits [T, V] of one step over T rows."""
     head, own = drafter.head, drafter.cache.rows
     cache = KVCache(head.config.block, KEY_BLOCK, own.dtype, own.device)
     row = torch.arange(T, device=own.device)

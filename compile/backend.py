@@ -1,7 +1,7 @@
-"""Which backend runs a loaded model: its device, its weights and the KV cache decide.
+"""Choose the backend of a loaded model by its device, its weights and its KV cache.
 
 eager     the core, operation by operation (`decoding.runner.Backend`)
-compiled  the same once `torch.compile` has translated its blocks (`blocks`)
+compiled  the eager backend with its blocks compiled by `torch.compile` (`blocks`)
 cpu       quantized blocks in the layout of our C++ kernels (`cpu_backend`)
 cuda      Triton kernels and CUDA graphs (`cuda_backend`)
 """
@@ -16,9 +16,9 @@ from fasteagle.model import Target, Transformer
 
 
 def choose_backend(model: Transformer, kv: str = "auto", advice: Advice | None = None) -> Backend:
-    """Return what runs `model`, with keys and values as `--kv` says.
+    """Return the backend that runs `model`, with the KV cache format that `--kv` names.
 
-    `advice` tells what would fit where memory is short.
+    `advice` suggests settings that fit when memory is short.
     """
     if model.norm.weight.device.type == "cuda":
         return CudaBackend(model, kv, advice)

@@ -1,8 +1,9 @@
-"""`torch.compile` of a few blocks, in the background if asked; its cache outlives the process.
+"""Compile spans of decoder blocks with `torch.compile`, optionally in the background.
 
-A span of decoder blocks is compiled, not the model: all spans share its code, so that it takes
-seconds; a span, not a block, because each call costs 50 us on a CPU. Rows and cache slots are
-dynamic dimensions: one graph for one row, one for two or more.
+A span of decoder blocks is compiled rather than the whole model: all spans share its code, so that
+compilation takes seconds. A span is compiled rather than a single block, because each call costs
+50 us on a CPU. Rows and cache slots are dynamic dimensions: one graph for one row, one for two or
+more. The compiler's cache stays on disk.
 
 Shapes: T rows, D model dim, E head dim, G KV heads, S cache slots.
 """
@@ -36,12 +37,12 @@ from fasteagle.sampling import SamplingMode
 from fasteagle.tree import TreeView
 
 LONGEST_SPAN = 6  # blocks; longer ones take longer to compile and gained nothing more
-# Above this many keys Inductor's softmax takes another summation, which is another graph.
+# Above this many keys Inductor's softmax sums in another way, which is another graph.
 LONG_REDUCTION = 4096
 
 
 def configure() -> None:
-    """Keep compiled code where `compiled_dir` says."""
+    """Set the directory of compiled code to `compiled_dir`, and torch's recompile limit."""
     # Target and head blocks, one or several rows, short and long caches, by precision.
     torch._dynamo.config.recompile_limit = max(256, torch._dynamo.config.recompile_limit)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compiled_dir())
@@ -62,9 +63,9 @@ def missing_compiler() -> str | None:
 
 
 class BlockCompiler:
-    """Compiles the blocks of a model and of its draft head, and the pieces of the decode cycle.
+    """Compiler of a model's blocks, of its draft head's block and of the decode cycle's pieces.
 
-    `start` works in a thread of its own, `wait` blocks until it is done. The model runs eagerly
+    `start` compiles in a separate thread, `wait` blocks until it is done. The model runs eagerly
     until `apply` makes it use the result. If compilation fails, `error` says why and `apply`
     changes nothing.
     """
@@ -88,14 +89,14 @@ class BlockCompiler:
         self._tap_layers = tap_layers
         self._max_slots = max_slots
         self._cycles = cycles
-        self._forward = torch.compile(Block.forward, fullgraph=True)  # of the head's
+        self._forward = torch.compile(Block.forward, fullgraph=True)  # of the draft head's block
         self._compiled = torch.compile(run_blocks, fullgraph=True)
         self._done = threading.Event()
         self._applied = False
 
     @property
     def done(self) -> bool:
-        """Whether compilation is over, well or not."""
+        """True once compilation has ended, successfully or not."""
         return self._done.is_set()
 
     @property
@@ -112,7 +113,7 @@ class BlockCompiler:
         self._done.wait()
 
     def apply(self) -> bool:
-        """Switch the backend to compiled code if it is ready; true if it now runs that."""
+        """Switch the backend to compiled code if it is ready; return whether it now runs that."""
         if self.ready and not self._applied:
             leaves = self._backend.leaves_blocks
             self._backend.use_compiled_blocks(self._run_spans if leaves else None, self._heads)
@@ -138,30 +139,30 @@ class BlockCompiler:
     def _run(self, n_threads: int) -> None:
         start = time.perf_counter()
         try:
-            configure()  # again: torch's settings are those of a thread
+            configure()  # again: torch keeps these settings per thread
             torch.set_num_threads(n_threads)
             on_cpu = self._model.norm.weight.device.type == "cpu"
             if on_cpu and (reason := missing_compiler()):
                 raise RuntimeError(reason)
             with torch.no_grad():
                 self._warm_up_surely()
-        except Exception as error:  # whatever it is, the eager path still answers
+        except Exception as error:  # on any error the eager path still answers
             self.error = first_line(error, 200)
             self._backend.drop_compiled(self._heads)
         self.seconds = time.perf_counter() - start
         self._done.set()
 
     def _warm_up_surely(self) -> None:
-        """On CUDA once more where it fails: captures in another thread forbid to time code."""
+        """Warm up; on CUDA try twice, since a graph capture in another thread forbids timing."""
         if self._model.norm.weight.device.type == "cuda":
-            with contextlib.suppress(Exception):  # what fails twice has another reason, and is told
+            with contextlib.suppress(Exception):  # a second failure is reported
                 self._warm_up()
                 return
         self._warm_up()
 
     @property
     def _heads(self) -> dict[EagleHead, Callable[..., Tensor]]:
-        """Block of the draft head, compiled, unless kernels of ours run it."""
+        """Compiled block of the draft head; empty if our own kernels run that block."""
         if self._head is None:
             return {}
         block, ops = self._head.block, self._head_ops
@@ -187,14 +188,14 @@ class BlockCompiler:
                     continue
                 for length in self._lengths:
                     self._warm_up_span(length, T, S)
-        # The head's block first: compiled drafting is traced with it in place.
+        # The draft head's block first: compiled drafting is traced with it in place.
         self._backend.use_compiled_blocks(None, self._heads)
         if self._cycles is not None:
             self._cycles.compile(slots)
 
     @property
     def _lengths(self) -> set[int]:
-        """Of all spans: between two taps, where the draft head reads any."""
+        """Lengths of all spans, which end at the auxiliary layers that the draft head reads."""
         bounds = (0, *self._tap_layers, self._model.config.n_layer)
         return {n for a, b in itertools.pairwise(bounds) for n in spans(b - a)}
 
@@ -208,7 +209,7 @@ class BlockCompiler:
                 self._compiled(blocks, layers, *rows, visible, self._ops)
 
     def _view(self, T: int) -> TreeView:
-        """A chain of T rows, as attention sees it that takes no mask."""
+        """Return the view of a chain of T rows, for attention that takes no mask."""
         device = self._model.norm.weight.device
         depths = torch.arange(T, device=device)
         paths = depths.to(torch.int32).expand(T, T).clone()
@@ -219,7 +220,7 @@ class BlockCompiler:
         return TreeView(length, paths, depths, self._model.config.sliding_window)
 
     def _layer(self, block: Block, S: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one block; a draft head's are in the dtype of the weights."""
+        """Return empty keys and values of one block; a draft head's are in the weights' dtype."""
         weight, attention = self._model.norm.weight, block.attention
         is_target = self._head is None or block is not self._head.block
         dtype = self._target.cache_dtype if is_target else None
@@ -232,7 +233,7 @@ class BlockCompiler:
         return keys, values
 
     def _entry(self, block: Block, T: int) -> Tensor | None:
-        """What the attention of an EAGLE-3 head reads instead of its normed input."""
+        """Return the attention input of an EAGLE-3 draft head, or None for other blocks."""
         weight, width = self._model.norm.weight, block.attention.qkv.in_features
         if width == self._model.config.dim:
             return None
@@ -242,7 +243,7 @@ class BlockCompiler:
         return entry
 
     def _inputs(self, block: Block, T: int, S: int) -> tuple[Tensor, ...]:
-        """x, cos, sin, slots and mask of a pass through `block`."""
+        """Return x, cos, sin, slots and mask of a pass over T rows through `block`."""
         device, config = self._model.norm.weight.device, self._model.config
         rope = self._model.rope_cos[:T, :1].expand(T, block.attention.head_dim).unsqueeze(1)
         rows = torch.arange(T, device=device)
@@ -257,9 +258,10 @@ class BlockCompiler:
 
 
 def spans(n_blocks: int) -> list[int]:
-    """Blocks compiled together, at most `LONGEST_SPAN`: equal lengths where they divide them all.
+    """Return the lengths of the spans, at most `LONGEST_SPAN` blocks each.
 
-    Else as few as it takes, of two lengths that differ by one.
+    Lengths are equal where a large enough length divides `n_blocks`; else there are as few spans as
+    possible, of two lengths that differ by one.
     """
     length = max(n for n in range(1, LONGEST_SPAN + 1) if n_blocks % n == 0)
     n_spans = n_blocks // length if 2 * length > LONGEST_SPAN else -(-n_blocks // LONGEST_SPAN)
@@ -267,9 +269,10 @@ def spans(n_blocks: int) -> list[int]:
 
 
 def attend_on_cpu(q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Tensor) -> Tensor:
-    """`model.attend`, in compiled code for one row by sums, which Inductor fuses into a few loops.
+    """Compute `model.attend`; compiled code computes a single row by sums instead of products.
 
-    A product of so few rows costs 35 us, whatever its size. Run eagerly, the sums would be slower.
+    Inductor fuses the sums into a few loops; a product of one row costs 35 us at any size. In eager
+    mode the sums would be slower.
     """
     if mask.shape[0] != 1 or not torch.compiler.is_compiling():
         return attend(q, k_cache, v_cache, mask)
@@ -279,13 +282,13 @@ def attend_on_cpu(q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Tensor) -> 
 
 
 def _with_sums(ops: Ops, model: Transformer) -> Ops:
-    """Return `ops` with the attention that compiled code takes on a CPU."""
+    """Return `ops` with `attend_on_cpu` for a model on a CPU, else unchanged."""
     on_cpu = model.norm.weight.device.type == "cpu"
     return ops._replace(attend=attend_on_cpu) if on_cpu and ops.attend is attend else ops
 
 
 def start_compiler(engine: Engine, params: SamplingParams | None = None) -> BlockCompiler:
-    """Begin to compile what the engine runs in the background, for answers drawn like `params`."""
+    """Start compiling the engine's code in the background, for answers sampled by `params`."""
     drafter = engine.drafter
     head = drafter.head if isinstance(drafter, HeadDrafter) else None
     kind = SamplingMode.of(params or SamplingParams(), engine.model.config.vocab_size)
@@ -297,7 +300,7 @@ def start_compiler(engine: Engine, params: SamplingParams | None = None) -> Bloc
 
 
 def compile_now(engine: Engine, params: SamplingParams | None = None) -> bool:
-    """Compile what the engine runs and use it; a warning line and False where that fails."""
+    """Compile the engine's code and use it; return False, after a warning line, if that fails."""
     compiler = start_compiler(engine, params)
     compiler.wait()
     if compiler.apply():

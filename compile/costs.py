@@ -1,8 +1,8 @@
-"""Measures what passes and drafting cost here, keeps the table, makes a policy of it.
+"""Measure the costs of passes and drafting, store them, and make a policy of them.
 
-Everything is timed through the runner that will be used and on the engine's own cache, in rows
-behind the committed ones, which are free: no conversation is touched. The table belongs to one
-model, scheme, drafter, device and version; another one's is not used.
+Everything is timed through the runner that will be used and on the engine's own cache, in the free
+rows after the committed ones: no conversation is touched. A stored table is used only with the
+model, scheme, drafter, device and version that it was measured with.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from fasteagle.paths import write_atomic
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import AnyShape, GatedChain
 
-TABLE = 5  # of what a kept table holds; another number's is not used
+TABLE = 5  # version of the stored table; other versions are ignored
 
 
 def conditions(engine: Engine) -> dict[str, Any]:
-    """What the costs hold for: the engine with its drafter, here."""
+    """Return the conditions of the costs: this engine, its drafter, its device and versions."""
     drafter = tunable(engine)
     assert drafter is not None and drafter.tuning is not None, "costs are kept for such drafters"
     return {
@@ -52,7 +52,7 @@ def conditions(engine: Engine) -> dict[str, Any]:
 
 
 def load_costs(path: Path, engine: Engine, notify: Callable[[str], None]) -> Costs | None:
-    """The table kept for these conditions; None, with a line where there is another one."""
+    """Return the costs stored for these conditions, or None; report a table that does not fit."""
     try:
         raw = json.loads(path.read_text("utf-8"))
         found, mine = raw["conditions"], conditions(engine)
@@ -82,7 +82,7 @@ def store_costs(path: Path, engine: Engine, costs: Costs, seconds: float) -> Non
 
 
 def tunable(engine: Engine) -> Drafter | None:
-    """The engine's drafter if its tree may be tuned: not where sizes were asked for."""
+    """Return the engine's drafter if its tree may be tuned, which fixed sizes forbid, else None."""
     drafter = engine.drafter
     return None if drafter is None or drafter.tuning is None else drafter
 
@@ -97,10 +97,10 @@ def costs_of(
     gate: Gate = contextlib.nullcontext,
     compiled: bool = False,
 ) -> tuple[Costs, float]:
-    """Return the kept costs, or new ones, which are kept; and the seconds that measuring took.
+    """Return the stored costs, else measure and store them; and the seconds of measuring.
 
-    With `compiled` the drafting of every tree that may be used is compiled on a CPU, for answers
-    drawn as `kind` says. `gate` is entered for each measurement and may wait.
+    With `compiled`, drafting is compiled on a CPU for every tree that the policy may choose, for
+    answers sampled as `kind` says. `gate` is entered for each measurement and may wait.
     """
     assert drafter.tuning is not None, "the caller measures only for drafters that may be tuned"
     costs = None if anew else load_costs(drafter.tuning.path, engine, notify)
@@ -118,14 +118,14 @@ def costs_of(
 
 
 def sizes_of(drafter: Drafter, costs: Costs) -> list[AnyShape]:
-    """Shapes that the policy may choose for `drafter`."""
+    """Return the shapes that the policy may choose for `drafter`."""
     assert drafter.tuning is not None, "the caller measures only for drafters that may be tuned"
     ranks, has_head = drafter.tuning.ranks, drafter.reads_features
     return ladder(costs, ranks, drafter.shape, widest(drafter) if has_head else 0)
 
 
 def follow_costs(engine: Engine, drafter: Drafter, costs: Costs) -> Policy:
-    """Let the drafter and plain passes do what pays, beginning with these costs."""
+    """Give the drafter a policy, and plain passes their number of rows, by these costs."""
     assert drafter.tuning is not None, "the caller measures only for drafters that may be tuned"
     policy = Policy(
         costs,
@@ -147,9 +147,9 @@ def tune_now(
     anew: bool = False,
     compiled: bool = False,
 ) -> tuple[Policy, float] | None:
-    """Use the kept costs or measure them; return the policy, and the seconds that measuring took.
+    """Tune by stored or new costs; return the policy and the seconds of measuring.
 
-    None where there is nothing to tune.
+    Returns None if there is nothing to tune.
     """
     drafter = tunable(engine)
     if drafter is None:
@@ -164,9 +164,10 @@ def choose_plain_rows(
     gate: Gate = contextlib.nullcontext,
     clock: Callable[[], float] = time.perf_counter,
 ) -> int:
-    """1 or 2, whichever makes a target pass faster here (some bf16 CPU kernels prefer two rows).
+    """Return the number of rows, 1 or 2, that makes a plain target pass faster on this machine.
 
-    Times both in turn for about `budget` seconds.
+    Some bf16 CPU kernels are faster with two rows. Both are timed in turn for about `budget`
+    seconds.
     """
     if not engine.on_cpu or engine.runner.fixed_addresses:
         return 1

@@ -1,6 +1,6 @@
 """Backend of quantized models on a CPU: passes, chains and commits as calls of our C++ kernels.
 
-What the kernels read is packed once, from the modules of a loaded model and of its draft heads.
+The weights are packed once, from the modules of a loaded model and of its draft heads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fasteagle.state import CycleSpec
 
 
 class CpuBackend(Backend):
-    """Runs a target whose blocks all fit the kernels; see `cpu_blocks.fits`."""
+    """Backend of a target whose blocks all fit the C++ kernels; see `cpu_blocks.fits`."""
 
     parts = frozenset(("products", "passes", "commits"))
 

@@ -1,6 +1,6 @@
-"""Decoder blocks as one call of our CPU kernels, where all of their linears are in its layout.
+"""Run decoder blocks by one call of our CPU kernels, if all of their linears are packed for it.
 
-Results are those of `model.Block` but for activations in 8 bits; see `quant/cpu/block.h`.
+Results are those of `model.Block` with activations in 8 bits; see `quant/cpu/block.h`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from fasteagle.quant.cpu_tensors import BlockTensors
 from fasteagle.tree import TreeView
 
 MAX_HEAD_DIM = 256
-MAX_ROWS = 32  # that go through the blocks together; a longer pass is cut
+MAX_ROWS = 32  # rows that go through the blocks together; a longer pass is cut
 TENSORS = len(BlockTensors._fields)
 
 
 def fits(block: Block) -> bool:
-    """Whether the kernels can run this block."""
+    """Return whether the CPU kernels can run this block."""
     attention, mlp = block.attention, block.mlp
     linears = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
     return (
@@ -34,7 +34,7 @@ def fits(block: Block) -> bool:
 
 
 class NativeBlocks:
-    """What the kernels read of blocks that follow each other: `TENSORS` of each, in one list."""
+    """Weights of consecutive blocks for the kernels: `TENSORS` tensors of each, in one list."""
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         assert all(fits(block) for block in blocks), "see fits"
@@ -78,13 +78,13 @@ class NativeBlocks:
         v_cache: Tensor,
         entry: Tensor | None = None,
     ) -> Tensor:
-        """Run the only block, a draft head's; see `Block.forward`."""
+        """Run the single block of a draft head; see `Block.forward`."""
         entry = None if entry is None else entry.float()
         return self.run(self._blocks, [(k_cache, v_cache)], x, cos, sin, slots, mask, entry)
 
 
 def block_tensors(block: Block) -> BlockTensors:
-    """Return what the kernels read of one block."""
+    """Return the tensors of one block that the kernels read."""
     attention, mlp = block.attention, block.mlp
     return BlockTensors(
         attention_norm=_scale(block.attention_norm),

@@ -1,6 +1,7 @@
-"""The draft head's chain as one call of our CPU kernels, which ends where the head is not sure.
+"""Draft a confidence-gated chain of the draft head by one call of our CPU kernels.
 
-Its slow twin is `EagleDrafter.propose`, which drafts all levels and leaves out what is unsure.
+The reference is `EagleDrafter.propose`, which drafts all levels and drops tokens below the
+threshold.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from fasteagle.tree import HEAD, LOOKUP, chain
 
 
 def can_draft(head: EagleHead) -> bool:
-    """Whether the kernels have all that they need of this head."""
+    """Return whether the kernels can draft with this draft head."""
     linears = [_linear(head.lm_head)]
     if not isinstance(head, Eagle3Head):
         linears.append(head.fc)
@@ -37,14 +38,14 @@ def can_draft(head: EagleHead) -> bool:
 
 
 def _linear(lm_head: nn.Module) -> nn.Module:
-    """Of the target's whole LM head what its kernel reads."""
+    """Return the linear of an LM head, which a `QuantizedLMHead` wraps."""
     return lm_head.linear if isinstance(lm_head, QuantizedLMHead) else lm_head
 
 
 class NativeDraft:
-    """`Pieces.draft`: chains by the kernels, whatever else by the drafter's own code.
+    """Implementation of `Pieces.draft`: chains by the kernels, other shapes by the drafter.
 
-    Proposals have only the rows that are to be verified.
+    Proposals hold only the rows to verify.
     """
 
     def __init__(self) -> None:
@@ -77,15 +78,15 @@ class NativeDraft:
         return self.proposal(state, tokens, HEAD)._replace(promised=promised)
 
     def of(self, head: EagleHead) -> NativeChain | None:
-        """What the kernels read of `head`, made once; None where they cannot draft with it."""
+        """Return the native chain of a draft head, made once; None if the kernels cannot draft."""
         if head not in self._heads:
             self._heads[head] = NativeChain(head) if can_draft(head) else None
         return self._heads[head]
 
     def proposal(self, state: DecodeState, tokens: Tensor, source: int) -> Proposal:
-        """The chain of `tokens` below the root."""
+        """Return the proposal of a chain: the root, then `tokens`."""
         rows = 1 + len(tokens)
-        if (rows, source) not in self._chains:  # how its rows see each other does not change
+        if (rows, source) not in self._chains:  # its tree mask is always the same
             any_tokens = torch.zeros(rows, dtype=torch.long)
             tree = chain(any_tokens, torch.ones_like(any_tokens).bool())
             sources = torch.full_like(any_tokens, source)
@@ -98,9 +99,9 @@ class NativeDraft:
 
 
 def look_up(state: DecodeState, drafter: FusedDrafter | NgramDrafter, reach: int) -> Tensor | None:
-    """Return a looked-up chain of at most `reach` tokens that are worth their rows.
+    """Return a chain of at most `reach` looked-up tokens whose expected gain pays for their rows.
 
-    None where the draft head promises more.
+    Returns None if the draft head promises more.
     """
     lookup = drafter.lookup
     tokens, _, gain = torch.ops.fasteagle_cpu.look_up(
@@ -119,7 +120,7 @@ def look_up(state: DecodeState, drafter: FusedDrafter | NgramDrafter, reach: int
 
 
 class NativeChain:
-    """What the kernels read of one head; see `quant/cpu/chain.h`."""
+    """Weights of one draft head as the kernels read them; see `quant/cpu/chain.h`."""
 
     def __init__(self, head: EagleHead) -> None:
         lm_head = _linear(head.lm_head)
@@ -160,9 +161,10 @@ class NativeChain:
         thresholds: Thresholds,
         noisy: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Draft at most `depth` tokens after the root, of at most `width` pending pairs.
+        """Draft at most `depth` tokens after the root, from at most `width` pending pairs.
 
-        Returns them, and the probabilities of their paths and of one left out, if there is one.
+        Returns the tokens, and their path probabilities, then that of the first token left out, if
+        there is one.
         """
         new = state.committed(min(width, int(state.count)))
         sampling = state.sampling

@@ -1,8 +1,8 @@
-"""A whole target pass as one call of our CPU kernels, and a cycle's end as another.
+"""Run a whole target pass by one call of our CPU kernels, and the end of a cycle by another.
 
-Python between two operations runs out of caches through which the model's weights have just gone,
-several times slower than in a loop of its own. Slow twins: `cycle.verify` and
-`cycle.accept_and_commit`, to which everything goes that the kernels do not do.
+The model's weights have just passed through the CPU's caches, so that Python code between two
+operations is several times slower than in a loop without them. References: `cycle.verify` and
+`cycle.accept_and_commit`, which also run everything that the kernels do not support.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from fasteagle.quant.cpu_tensors import Sampling, State, TargetTensors, Tree
 from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.state import CycleSpec, DecodeState
 
-MAX_ROWS = 32  # of one call
+MAX_ROWS = 32  # rows of one call
 DTYPES = (torch.float32, torch.bfloat16)  # of features and embeddings
 
 
 def why_not(target: Transformer) -> str | None:
-    """Return why the kernels cannot run all of a target whose blocks fit; None: they can."""
+    """Return why the kernels cannot run a whole target whose blocks fit; None if they can."""
     head, norm = target.lm_head, target.norm
     linear = head.linear if isinstance(head, QuantizedLMHead) else None
     if not isinstance(linear, NativeLinear) or linear.bias is not None:
@@ -33,7 +33,7 @@ def why_not(target: Transformer) -> str | None:
 
 
 class NativePass:
-    """`Pieces.verify`: see `Target` in `quant/cpu/target.h`."""
+    """Implementation of `Pieces.verify` by `Target` in `quant/cpu/target.h`."""
 
     def __init__(self, target: Transformer, blocks: NativeBlocks, norm: NativeNorm) -> None:
         head = target.lm_head
@@ -70,7 +70,7 @@ class NativePass:
 
 
 def finish(state: DecodeState, spec: CycleSpec, proposal: Proposal, output: Output) -> None:
-    """`Pieces.finish`, but where a spec has its own way to accept."""
+    """Run `Pieces.finish` by the kernels, except for a spec with its own acceptance rule."""
     tree = proposal.tree
     if spec.accept is not None or output.logits.dtype != torch.float32:
         EAGER.finish(state, spec, proposal, output)

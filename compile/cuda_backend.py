@@ -1,7 +1,7 @@
 """Backend of a CUDA device: fused blocks, tree attention and small kernels, replayed as graphs.
 
-What the kernels read is built from the modules of a loaded model and of its draft heads. Dense
-blocks and those of odd sizes are the core's, with our attention; without Triton, or in a dtype
+The kernels' weights are built from the modules of a loaded model and of its draft heads. The core
+runs dense blocks and blocks of odd sizes, with our attention; without Triton, or in a dtype
 without kernels, the core's operations are replayed.
 """
 
@@ -32,17 +32,17 @@ from fasteagle.state import CycleSpec, DecodeState
 
 
 def draft(state: DecodeState, drafter: Drafter | None, spec: CycleSpec) -> Proposal:
-    """Run `cycle.draft`, the rows of a tree related by our kernel."""
+    """Run `cycle.draft`, with tree masks and paths computed by our kernel."""
     return cycle.draft(state, drafter, spec, cuda_ops.relate)
 
 
 def finish(state: DecodeState, spec: CycleSpec, proposal: Proposal, output: Output) -> None:
-    """Run `cycle.accept_and_commit`, accepted rows moved by our kernel."""
+    """Run `cycle.accept_and_commit`, with accepted rows moved by our kernel."""
     cycle.accept_and_commit(state, spec, proposal, output, cuda_ops.move_rows)
 
 
 class CudaBackend(Backend):
-    """Runs a target by our Triton kernels where they fit, and replays its cycles as graphs."""
+    """Backend that runs a target by Triton kernels where they fit, and replays cycles as graphs."""
 
     def __init__(
         self,
@@ -65,12 +65,12 @@ class CudaBackend(Backend):
         self.name = "cuda"
 
     def _kernel_ops(self, model: Transformer, ops: Ops) -> Ops:
-        """Return `ops`, with tree attention, and whatever else there is a kernel for."""
+        """Return `ops` (with tree attention) plus our norms and fused blocks where they fit."""
         if self._fuses:
             fused = FusedBlocks(list(model.blocks), ops)
             return ops._replace(norm=fixed_norm.apply_norm, run_blocks=fused.run)
         if any(isinstance(module, PlanesLinear) for module in model.modules()):
-            # Else norms were the one place where a row's bits depend on the others.
+            # Otherwise norms would be the only place where a row's bits depend on other rows.
             return ops._replace(norm=fixed_norm.apply_norm)
         return ops
 
@@ -127,7 +127,7 @@ class CudaBackend(Backend):
         return DraftOps(cuda_ops.top_children, cuda_ops.rerank, head)
 
     def _step(self, head: EagleHead) -> Callable[..., tuple[Tensor, Tensor]] | None:
-        """Return what runs a step of a draft head; None: the head itself."""
+        """Return the function that runs a step of a draft head; None: the draft head itself."""
         if not self._attends_head(head):
             return super().step(head)
         keep_sums_finite(head, "draft head")

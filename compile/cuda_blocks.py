@@ -1,9 +1,10 @@
-"""Decoder blocks on CUDA in few launches: quantized products, and our kernels between them.
+"""Run decoder blocks on CUDA in few launches: quantized products, and our kernels between them.
 
 A block of 4-bit weights is eight launches: norm, query-key-value, two of attention (the first with
-RoPE and the new keys), output, norm, gate and up, down. It is one more where gate and up are split
-along K, and one where heads have norms or more than 128 columns. The sums of a split product
-are added up by the kernel that reads them. Passes under a mask (prefill) are the core's.
+RoPE and the new keys), output, norm, gate and up, down. It takes one more where gate and up are
+split along K, and one where attention heads have norms or more than 128 columns. The partial sums
+of a split product are added up by the kernel that reads them. The core runs passes under a mask
+(prefill).
 
 Shapes: T rows, D model dim, E head dim, G KV heads, S cache slots.
 """
@@ -22,22 +23,22 @@ from fasteagle.quant.cuda_linear import PlanesLinear
 from fasteagle.quant.planes import PlanesWeight
 from fasteagle.tree import TreeView
 
-TENSORS = 13  # that the kernels read of one block
+TENSORS = 13  # tensors of one block that the kernels read
 FORMATS = 4  # numbers that describe a packed weight
-MAX_ROWS = 64  # of the products' kernels
-# EAGLE-1/2's block reads the residual stream, which no norm bounds: beyond this it is cut, or sums
-# of 128 products in fp16 might be infinite, and infinite logits name no token. Draft tokens may
-# differ by it, and text does not. Other inputs of products are bounded: 128 columns of a normed row
-# add up to at most sqrt(128 D) times the norm's scale, and weights enter as less than 1, so that
-# scales up to 60 are in range at D = 8,192. Attention yields averages of values, which are in range
-# up to 500 even if all 128 are equal. The inputs of `down` have scales of their own. Norms are
-# looked at when a model is loaded (`fixed_norm.keep_sums_finite`).
+MAX_ROWS = 64  # limit of the product kernels
+# Limit of the residual stream that EAGLE-1/2's block reads, which no norm bounds: larger values are
+# clamped, or fp16 accumulation of 128 products might be infinite, and infinite logits select no
+# token. Draft tokens may differ by it, the text does not. Other inputs of products are bounded: 128
+# columns of a normed row add up to at most sqrt(128 D) times the norm's scale, and weights enter as
+# less than 1, so that scales up to 60 are in range at D = 8,192. Attention yields averages of
+# values, which are in range up to 500 even if all 128 are equal. The inputs of `down` have their
+# own scales. The norms are checked when a model is loaded (`fixed_norm.keep_sums_finite`).
 MOST_UNNORMED = 511.75
-COLUMNS = 64  # that a linear's inputs are a multiple of
+COLUMNS = 64  # a linear's inputs are a multiple of it
 
 
 def fits(block: Block) -> bool:
-    """Whether the kernels can run this block."""
+    """Return whether the CUDA kernels can run this block."""
     attention, mlp = block.attention, block.mlp
     linears = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
     return (
@@ -51,10 +52,10 @@ def fits(block: Block) -> bool:
 
 
 class FusedBlocks:
-    """What the kernels read of blocks: `TENSORS` of each, and their formats, in two lists."""
+    """Weights of blocks for the kernels: `TENSORS` tensors of each, and their formats."""
 
     def __init__(self, blocks: Sequence[Block], masked: Ops = OPS) -> None:
-        """`masked`: what passes under a mask run by, in the core's blocks."""
+        """Collect the weights of `blocks`; the core runs passes under a mask, by ops `masked`."""
         assert all(fits(block) for block in blocks), "see fits"
         for block in blocks:
             block.mlp.gate_up.interleave()
@@ -68,7 +69,7 @@ class FusedBlocks:
 
     @property
     def weights(self) -> tuple[list[Tensor], list[int], float, str]:
-        """Of all blocks: tensors and formats; then the norms' eps, and what sums are in."""
+        """Tensors and formats of all blocks, the norms' eps, and the dtype of accumulation."""
         return self._tensors, self._formats, self._eps, self._accumulate
 
     def run(
@@ -103,7 +104,7 @@ class FusedBlocks:
 
 
 def _tensors(block: Block) -> tuple[list[Tensor], list[int]]:
-    """Empty where the block has none."""
+    """Return tensors and formats of a block; parts that the block lacks are empty tensors."""
     attention, mlp = block.attention, block.mlp
     linears = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
     qkv, out, gate_up, down = ([linear.planes, linear.params] for linear in linears)
@@ -127,13 +128,13 @@ def _scale(norm: nn.Module) -> Tensor:
 
 
 class _Weights:
-    """One block's part of the lists of `FusedBlocks`."""
+    """Weights of one block, from its part of the lists of `FusedBlocks`."""
 
     def __init__(self, tensors: Sequence[Tensor], formats: Sequence[int]) -> None:
         found: list[Tensor | None] = [t if t.numel() else None for t in tensors]
         self.attention_norm, self.mlp_norm = found[0], tensors[8]  # the first may be missing
         self.vectors = found[3], found[4], found[5]
-        places = (1, 6, 9, 11)  # of the planes of each linear, its params behind them
+        places = (1, 6, 9, 11)  # index of each linear's planes, which its params follow
         self.qkv, self.out, self.gate_up, self.down = (
             packed(tensors[at], tensors[at + 1], formats[FORMATS * i : FORMATS * (i + 1)])
             for i, at in enumerate(places)
@@ -141,7 +142,7 @@ class _Weights:
 
 
 def packed(planes: Tensor, params: Tensor, format: Sequence[int]) -> PlanesWeight:
-    """N in whole blocks of columns: what is behind the last one is not read."""
+    """Return a weight whose N is rounded up to whole blocks of columns; the padding is not read."""
     K, bits, group_size, offsets = format
     return PlanesWeight(planes, params, planes.shape[1], K, bits, group_size, bool(offsets))
 
@@ -186,7 +187,7 @@ def launch_blocks(
     eps: float,
     accumulate: str,
 ) -> Tensor:
-    """The launches of `fused_blocks`, on CUDA or in Triton's interpreter."""
+    """Launch the kernels of `fused_blocks`, on CUDA or in Triton's interpreter."""
     from fasteagle.compile.kernels import block_kernels as kernels  # Triton exists where CUDA does
 
     weights = tensors, formats
@@ -205,9 +206,9 @@ def launch_up_to_last_sum(
     accumulate: str,
     entry: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The residual stream is the first [T, D] and the sum of the second [S, T, D].
+    """Run blocks; return x [T, D] and `parts` [S, T, D], whose total is the residual stream.
 
-    So is the one that comes in, where there are `parts`; x may then be one row [D].
+    The input is such a pair too, or x alone; with `parts`, x may be one row [D].
     """
     from fasteagle.compile.kernels import block_kernels as kernels
 
@@ -242,7 +243,7 @@ def _attention(
     eps: float,
     accumulate: str,
 ) -> Tensor:
-    """Partial sums [S, T, D] of what attention adds to the residual stream."""
+    """Return partial sums [S, T, D] of the attention layer's addition to the residual stream."""
     from fasteagle.compile.kernels import block_kernels, tree_kernels
     from fasteagle.quant import kernels
 
@@ -250,7 +251,7 @@ def _attention(
     E = rows[0].shape[2]
     n_head, dtype = weights.out.K // E, weights.mlp_norm.dtype
     bias, *norms = weights.vectors
-    # Norms of heads are sums, whose order must not depend on the block of rows.
+    # Norms of attention heads are sums, whose order must not depend on the block of rows.
     if norms[0] is None and E <= tree_kernels.MAX_ROPE_DIM:
         new = tree_kernels.Unrotated(parts, bias, *rows, n_head, dtype)
         y = tree_kernels.rope_attention(new, k_cache, v_cache, view, torch.float16)
@@ -262,7 +263,7 @@ def _attention(
 
 
 def _mlp(normed: Tensor, weights: _Weights, accumulate: str) -> Tensor:
-    """Partial sums [S, T, D] of what the feed-forward layer adds to the residual stream."""
+    """Return partial sums [S, T, D] of the feed-forward layer's addition to the residual stream."""
     from fasteagle.compile.kernels import block_kernels
     from fasteagle.quant import kernels
 

@@ -1,8 +1,8 @@
-"""A step of a draft head on CUDA: its block as `cuda_blocks` runs it, and what lies around it.
+"""Run a step of a draft head on CUDA: its block by `cuda_blocks`, with the layers around it.
 
-Before the block the fc of EAGLE-1/2 leaves partial sums, which the block's first norm adds up; its
-last kernel writes both what the LM head reads and the next features. Prompts, under a mask, are the
-core's.
+Before the block, the fc of EAGLE-1/2 leaves partial sums, which the block's first norm adds up. The
+block's last kernel writes both the input of the LM head and the next features. The core runs
+prompts, which are under a mask.
 
 Shapes: T rows, D model dim.
 """
@@ -33,9 +33,9 @@ from fasteagle.tree import TreeView
 
 
 class AttendingHead:
-    """A draft head whose block attends by our kernels to the rows of a tree; the rest is its own.
+    """Draft head with our tree attention kernels in its block; the core runs everything else.
 
-    `block` is the block compiled, or None.
+    `block` is the compiled block, or None.
     """
 
     def __init__(self, head: EagleHead, block: Callable[..., Tensor] | None = None) -> None:
@@ -51,8 +51,8 @@ class AttendingHead:
         cache: KVCache,
         rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See `EagleHead.forward`."""
-        if isinstance(visible, TreeView) and len(visible.depths) > MAX_ROWS:  # of a prompt
+        """Run a step of the draft head; see `EagleHead.forward`."""
+        if isinstance(visible, TreeView) and len(visible.depths) > MAX_ROWS:  # a prompt
             visible = visible.mask(cache.layers[0][0].shape[1])
         found: tuple[Tensor, Tensor] = self._head(
             tokens, features, positions, slots, visible, cache, rows, self._block
@@ -67,7 +67,7 @@ class AttendingHead:
 
 
 class FusedHead:
-    """A draft head's weights as the kernels read them, and its `forward` over a tree."""
+    """Weights of a draft head as the kernels read them, and its `forward` over a tree."""
 
     def __init__(self, head: EagleHead) -> None:
         self._head, self._masked = head, AttendingHead(head)
@@ -77,9 +77,7 @@ class FusedHead:
         self._fc_format: list[int] = []
         fc = head.fc
         if not is_eagle3 and isinstance(fc, PlanesLinear) and fc.in_features % COLUMNS == 0:
-            fc.expect_range(
-                MOST_UNNORMED
-            )  # from the second level on it reads its own residual stream
+            fc.expect_range(MOST_UNNORMED)  # after the first level it reads its own residual stream
             bias = fc.planes.new_zeros(fc.out_features, dtype=torch.float32)
             self._fc = [fc.planes, fc.params, bias if fc.bias is None else fc.bias.detach()]
             bits, group_size, offsets = fc.format
@@ -96,7 +94,7 @@ class FusedHead:
         cache: KVCache,
         rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See `EagleHead.forward`."""
+        """Run a step of the draft head; see `EagleHead.forward`."""
         if isinstance(visible, Tensor) or len(visible.depths) > MAX_ROWS:
             return self._masked.forward(tokens, features, positions, slots, visible, cache, rows)
         head, entry = self._head, None
@@ -133,7 +131,7 @@ class FusedHead:
 
 
 def _reads_half(head: EagleHead) -> bool:
-    """Whether the LM head's product is one of ours, which takes fp16."""
+    """Return whether the LM head's product is by our kernel, which takes fp16."""
     lm_head: Any = head.lm_head
     return isinstance(getattr(lm_head, "linear", lm_head), PlanesLinear)
 
@@ -160,11 +158,11 @@ def fused_head(
     half: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """The residual stream behind a draft head's block, fp32 [T, D], and what the LM head reads.
+    """Return the residual stream after a draft head's block, fp32 [T, D], and the LM head's input.
 
-    With `fc` x is its input, fp16 [T, 2 D]; without it the residual stream before the block, and
-    `entry` what its attention reads. The second result is the first behind `norm`, if there is one,
-    in fp16 if `half`, else in `dtype`.
+    With `fc`, x is the input of fc, fp16 [T, 2 D]; without it x is the residual stream before the
+    block, and `entry` the input of its attention. The LM head's input is the residual stream,
+    normed by `norm` if there is one, in fp16 if `half`, else in `dtype`.
     """
     view = TreeView(seq_len, paths, depths, window or None)
     weights = tensors, formats, eps, accumulate
@@ -195,7 +193,7 @@ def launch_head(
     half: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """The launches of `fused_head`, on CUDA or in Triton's interpreter."""
+    """Launch the kernels of `fused_head`, on CUDA or in Triton's interpreter."""
     from fasteagle.compile.kernels import block_kernels  # Triton exists where CUDA does
     from fasteagle.quant import kernels
 
@@ -209,6 +207,6 @@ def launch_head(
     x, parts = launch_up_to_last_sum(
         x, parts, rows, view, caches, (tensors, formats), eps, accumulate, entry
     )
-    # No norm bounds what EAGLE-1/2 say.
+    # No norm bounds the output of EAGLE-1/2.
     limit = LARGEST_HALF if half and norm is None else 0.0
     return block_kernels.add_norm(x, parts, norm, eps, torch.float16 if half else dtype, limit)

@@ -1,6 +1,6 @@
 """Custom ops over the small kernels of the cycle on CUDA.
 
-Each has a slow twin in plain torch: `drafting.top_children`, `tree.rerank`, `tree.relations`,
+Each has a reference in plain torch: `drafting.top_children`, `tree.rerank`, `tree.relations`,
 `KVCache.commit`.
 
 Shapes: W rows, V vocabulary, P planes of a cache or candidates of a tree, T tree rows, G KV heads,
@@ -17,14 +17,14 @@ from fasteagle.device import on_device_of
 from fasteagle.model import KVCache
 from fasteagle.tree import DraftTree, Pool, Relations
 
-# Of one program of `order_kernels`.
+# Limits of one program of `order_kernels`.
 MOST_CANDIDATES = 1024
 MOST_TREE_ROWS = 64
 
 
 @torch.library.custom_op("fasteagle::top_children", mutates_args=(), device_types="cuda")
 def top_children(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Draft ids and log-probabilities [W, k] of each row's best children, by logits [W, V]."""
+    """Return draft ids and log-probabilities [W, k] of the best children, from logits [W, V]."""
     from fasteagle.compile.kernels import draft_kernels  # Triton exists where CUDA does
 
     with on_device_of(logits):
@@ -39,7 +39,7 @@ def _(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("fasteagle::move_rows", mutates_args=("rows",), device_types="cuda")
 def move_cache_rows(rows: Tensor, start: Tensor, path: Tensor) -> None:
-    """See `block_kernels.commit`: rows [P, G, S, E] of the cache, a path [n] from `start` on."""
+    """Move cache rows [P, G, S, E] of a path [n] to `start` onwards; see `block_kernels.commit`."""
     from fasteagle.compile.kernels import block_kernels
 
     with on_device_of(rows):
@@ -47,7 +47,7 @@ def move_cache_rows(rows: Tensor, start: Tensor, path: Tensor) -> None:
 
 
 def move_rows(cache: KVCache, start: Tensor, path: Tensor) -> None:
-    """`KVCache.commit` in one launch."""
+    """Run `KVCache.commit` in one launch."""
     move_cache_rows(cache.rows, start, path)
 
 
@@ -55,7 +55,7 @@ def move_rows(cache: KVCache, start: Tensor, path: Tensor) -> None:
 def rerank_pool(
     tokens: Tensor, scores: Tensor, parents: Tensor, root: Tensor, n_nodes: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `order_kernels.rerank`."""
+    """Select the tree of the best candidates; see `order_kernels.rerank`."""
     from fasteagle.compile.kernels import order_kernels
 
     with on_device_of(tokens):
@@ -72,7 +72,7 @@ def _(
 
 
 def rerank(pool: Pool, root: Tensor, n_nodes: int) -> DraftTree:
-    """`tree.rerank` in one launch."""
+    """Run `tree.rerank` in one launch."""
     if len(pool.tokens) > MOST_CANDIDATES:
         return tree.rerank(pool, root, n_nodes)
     scores = pool.scores.float().contiguous()
@@ -85,7 +85,7 @@ def rerank(pool: Pool, root: Tensor, n_nodes: int) -> DraftTree:
 
 @torch.library.custom_op("fasteagle::relations", mutates_args=(), device_types="cuda")
 def relate_rows(parents: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """See `order_kernels.relations`."""
+    """Compute the mask, depths and paths of a tree; see `order_kernels.relations`."""
     from fasteagle.compile.kernels import order_kernels
 
     with on_device_of(parents):
@@ -100,7 +100,7 @@ def _(parents: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def relate(parents: Tensor, valid: Tensor) -> Relations:
-    """`tree.relations` in one launch."""
+    """Run `tree.relations` in one launch."""
     if len(parents) > MOST_TREE_ROWS:
         return tree.relations(parents, valid)
     return Relations(*relate_rows(parents, valid))

@@ -1,8 +1,8 @@
-"""Compiled pieces of the decode cycle: drafting is one call, accept and commit another.
+"""Compile the pieces of the decode cycle: one call drafts, another accepts and commits.
 
-Eagerly the two are hundreds of small operations. On a CPU verification runs the compiled spans of
-`blocks`. On CUDA it is a third piece, round the blocks' kernels, and `graphs` captures the pieces:
-what Inductor fuses there are nodes that a replayed graph does without.
+In eager mode the two are hundreds of small operations. On a CPU verification runs the compiled
+spans of `blocks`. On CUDA verification is a third piece, around the blocks' kernels, and `graphs`
+captures the pieces: operations that Inductor fuses are fewer nodes in a replayed graph.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import AnyShape
 from fasteagle.state import CycleSpec, DecodeState
 
-# Small kernels that do not wait for each other become one launch, whatever their sizes.
+# Small kernels that do not wait for each other become one launch, also if their sizes differ.
 FOR_GRAPHS = {
     "combo_kernels": True,
     "combo_kernel_allow_mixed_sizes": 2,
@@ -38,9 +38,9 @@ FOR_GRAPHS = {
 
 
 class CycleCompiler:
-    """Compiles the pieces that an engine needs with its drafter; `apply` makes its runner use them.
+    """Compiler of the cycle pieces of an engine with its drafter; `apply` puts them into use.
 
-    Compiling runs them once, over a state and caches of its own: no conversation is touched.
+    Compiling runs the pieces once, on a separate state and caches: no conversation is touched.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class CycleCompiler:
         self._found: dict[tuple[Drafter | None, CycleSpec], Pieces] = {}
 
     def compile(self, slots: Sequence[int] = (2 * KEY_BLOCK,)) -> None:
-        """Compile for caches of any number of slots; `slots` are sizes that take other code."""
+        """Compile for caches of any number of slots; `slots` are sizes that need different code."""
         for spec in self._specs:
             if (self._drafter, spec) not in self._engine.runner.compiled:
                 with COMPILING:
@@ -63,7 +63,7 @@ class CycleCompiler:
     def apply(self) -> None:
         runner = self._engine.runner
         if self._drafter is not None:
-            runner.adopt(self._drafter)  # its draft head may be compiled by now
+            runner.adopt(self._drafter)  # its draft head may be compiled in the meantime
         runner.use_compiled(self._found)
 
     @torch.no_grad()
@@ -90,11 +90,11 @@ class CycleCompiler:
     def _compile_finish(
         self, finish: Callable[..., Any], state: DecodeState, spec: CycleSpec, proposal: Proposal
     ) -> None:
-        """Run it on what may come: fewer rows, where padding is left out."""
+        """Run `finish` on each number of rows that can occur; padding rows may be dropped."""
         if self._drafter is None or spec.shape is None or not may_be_shorter(self._drafter, spec):
             finish(state, spec, proposal, self._output(spec.rows))
             return
-        for rows in (spec.rows, 1):  # from two on one code serves for all
+        for rows in (spec.rows, 1):  # two and more rows share one code
             part, output = proposal.first_rows(rows), self._output(rows)
             if rows > 1:
                 for tensor in (*part.tree, *part[1:], *output):
@@ -105,7 +105,7 @@ class CycleCompiler:
 
     @torch.no_grad()
     def _for_graphs(self, spec: CycleSpec) -> Pieces:
-        """Every piece that a graph can hold; caches of any size, for the real ones cost memory."""
+        """Compile every piece that a graph can hold, with small caches to save memory."""
         if spec.accept is accept_sampled:  # it reads values on the host
             return self._engine.runner.usual
         n_slots = 2 * KEY_BLOCK
@@ -123,7 +123,7 @@ class CycleCompiler:
         return Pieces(draft, verify, finish)
 
     def _output(self, T: int) -> Output:
-        """What a pass over T rows may have given."""
+        """Return an output of zeros with the shapes of a pass over T rows."""
         target, tap_layers = self._engine.model, self._engine.state.tap_layers
         features = target.norm.weight.new_zeros(T, target.config.dim)
         taps = features.new_zeros(T, len(tap_layers) * target.config.dim, dtype=torch.float32)
@@ -141,7 +141,7 @@ class CycleCompiler:
         return state
 
     def _scratch(self, n_slots: int) -> Drafter | None:
-        """The drafter over a cache of its own."""
+        """Return the drafter, with a separate cache of `n_slots` slots if it has a cache."""
         drafter = self._drafter
         if isinstance(drafter, ModelDrafter):
             drafter = drafter.apart()
@@ -159,12 +159,12 @@ class CycleCompiler:
 
 
 def own_code(piece: Any, settings: dict[str, Any] | None = None) -> Callable[..., Any]:
-    """`piece` compiled for one variant of the cycle and one engine.
+    """Return `piece` compiled for one variant of the cycle and one engine.
 
-    Dynamo keeps what it compiled with a function's code and checks hundreds of Python values before
-    each call, a tenth of a millisecond: all that the variant, the drafter and the state are made
-    of. Here these are what they were, for `Runner.compiled` holds a piece under its variant. So the
-    piece gets code of its own, and only the shapes of tensors are checked.
+    Dynamo stores compiled code by function code, and before each call checks hundreds of Python
+    values of the variant, the drafter and the state, which takes a tenth of a millisecond. These
+    values cannot change here, because `Runner.compiled` stores a piece by its variant. So the piece
+    gets a separate code object, and only the shapes of tensors are checked.
     """
     code = piece.__code__.replace()
     own = FunctionType(code, piece.__globals__, piece.__name__, piece.__defaults__)

@@ -1,7 +1,8 @@
-"""RMSNorm on CUDA whose sums are in one order for any number of rows, and what its scales allow.
+"""RMSNorm on CUDA with one order of summation for any number of rows, and a check of its scales.
 
-ATen and Inductor choose the threads of a row by how many rows there are. Behind our products, which
-do not, such a norm would be the one place where a row's bits depend on what is verified with it.
+ATen and Inductor choose the threads of a row by the number of rows. Our products do not, so that
+after them such a norm would be the only place where a row's bits depend on the rows verified with
+it.
 
 Shapes: T rows, D columns.
 """
@@ -24,7 +25,7 @@ LARGEST_HALF = 65504.0  # beyond it fp16 has no numbers
 
 @torch.library.custom_op("fasteagle::rms_norm", mutates_args=(), device_types="cuda")
 def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """RMSNorm of fp32 x [T, D] in the dtype of `scale` [D]; bits of a row whatever T is."""
+    """Return RMSNorm of fp32 x [T, D] in the dtype of `scale` [D], with bits independent of T."""
     from fasteagle.compile.kernels import block_kernels  # Triton exists where CUDA does
 
     with on_device_of(x):
@@ -37,20 +38,20 @@ def _(x: Tensor, scale: Tensor, eps: float) -> Tensor:
 
 
 def apply_norm(norm: nn.Module, x: Tensor) -> Tensor:
-    """Return `norm(x)`, of an `RMSNorm` by our kernel."""
+    """Return `norm(x)`, by our kernel for an `RMSNorm`."""
     if not isinstance(norm, RMSNorm):
         unchanged: Tensor = norm(x)
         return unchanged
-    rows = x.reshape(-1, x.shape[-1]).float().contiguous()  # heads of a row are rows too
+    rows = x.reshape(-1, x.shape[-1]).float().contiguous()  # attention heads of a row are rows too
     return rms_norm(rows, norm.weight, norm.eps).view(x.shape)
 
 
 def keep_sums_finite(blocks: nn.Module, name: str) -> bool:
-    """Add up in fp32 in all linears of `blocks` where sums in fp16 might be infinite; true if so.
+    """Switch `blocks` to fp32 accumulation if fp16 might overflow; return whether they switched.
 
-    Fused blocks hand normed rows to products as they are. The root of the sum of squares of such a
-    row is at most sqrt(D) times the largest scale, so that a group adds up to sqrt(GROUP D) of it.
-    `name` is the model's in the line that a person gets.
+    Fused blocks pass normed rows to products unchanged. The root of the sum of squares of such a
+    row is at most sqrt(D) times the largest scale, so that a group adds up to at most sqrt(GROUP D)
+    times the scale. `name` names the model in the line on stderr.
     """
     linears = [module for module in blocks.modules() if isinstance(module, PlanesLinear)]
     linears = [linear for linear in linears if linear.accumulate == "fp16"]

@@ -1,7 +1,7 @@
-"""Whole decode cycles replayed as CUDA graphs, one for every variant of the cycle.
+"""Replay whole decode cycles as CUDA graphs, one graph for each variant of the cycle.
 
-`CapturedRunner` keeps the books and knows nothing of CUDA; `CudaGraphs` captures. The host only
-reads what came out of a cycle, and by then the next one has been launched.
+`CapturedRunner` manages the graphs without any CUDA call; `CudaGraphs` captures them. The host only
+reads the result of a cycle, and by then the next cycle has been launched.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from fasteagle.multi_round import accept_sampled
 from fasteagle.state import CycleSpec, DecodeState
 
 WARM_UPS = 3  # runs before capture: kernels compile, libraries choose, workspaces are made
-TRIES = 2  # of a capture
-# Of a variant, in a row and whatever code it ran: each leaves a pool in torch's allocator of
+TRIES = 2  # attempts at a capture
+# Consecutive failures of a variant, with any code: each leaves a pool in torch's allocator of
 # page-locked memory.
 MOST_FAILURES = 4
-MOST_KINDS = 2  # ways to draw whose graphs are kept; the oldest goes
+MOST_KINDS = 2  # sampling modes whose graphs are stored; the oldest is dropped
 TIMED_REPLAYS = 5
 
 
 class Place(Protocol):
-    """A buffer on the host that a result is copied to."""
+    """Buffer on the host that a result is copied to."""
 
     def fill(self, result: Tensor) -> None:
-        """Begin the copy, behind what was launched."""
+        """Begin to copy `result`, after the work launched so far."""
 
     def read(self) -> list[int]:
-        """Wait for it."""
+        """Wait for the copy and return its values."""
 
 
 class Graphs(Protocol):
-    """A device that can record a step and run it again."""
+    """Device that can record a step and run it again."""
 
     def capture(self, step: Callable[[], None], restore: Callable[[], None]) -> Callable[[], None]:
-        """What runs `step` again. `restore` undoes what running it has changed."""
+        """Return a function that runs `step` again; `restore` undoes the changes of a run."""
 
     def place(self, result: Tensor) -> Place: ...
 
@@ -58,17 +58,17 @@ class Graphs(Protocol):
 
 
 class CudaGraphs:
-    """Steps as CUDA graphs that share one memory pool and are captured on one stream."""
+    """CUDA graphs that share one memory pool and are captured on one stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = torch.device("cuda", _index(device))
-        # One for all captures: the allocator keeps blocks by stream, cuBLAS a workspace.
+        # One stream for all captures: the allocator stores blocks per stream, cuBLAS a workspace.
         self._side = torch.cuda.Stream(self._device)
         self._pool: Any = None
         self._anchor: Callable[[], None] | None = None
 
     def capture(self, step: Callable[[], None], restore: Callable[[], None]) -> Callable[[], None]:
-        """Raises whatever forbids it; then the stream is the old one and the pool a new one."""
+        """Capture `step`; after a failed capture the next one uses a new stream and a new pool."""
         side = self._side
         side.wait_stream(torch.cuda.current_stream(self._device))
         try:
@@ -86,7 +86,7 @@ class CudaGraphs:
         torch.cuda.current_stream(self._device).synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
-            # Other threads may use the device meanwhile: a chat prepares in the background.
+            # Other threads may use the device at the same time: a chat prepares in the background.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             step()
             graph.capture_end()
@@ -100,16 +100,16 @@ class CudaGraphs:
     def _open_pool(self) -> None:
         """Begin a pool with a graph that is never replayed.
 
-        A pool lives as long as a graph uses it, and whoever captures into it later is refused: all
-        graphs of cycles may be gone for a while. `torch._inductor.cudagraph_trees` does the same.
+        A pool lives as long as a graph uses it, and captures into it fail afterwards. For some time
+        no graph of a cycle may exist. `torch._inductor.cudagraph_trees` uses such a graph too.
         """
         self._pool = torch.cuda.graph_pool_handle()
         cell = torch.zeros(1, device=self._device)
         self._anchor = self._record(cell.zero_)
 
     def _close_pool(self) -> None:
-        """`capture_end` raises before it ends the allocation to the pool, which would go on."""
-        with contextlib.suppress(RuntimeError):  # or it has ended it
+        """End the allocation to the pool, which `capture_end` leaves on when it raises."""
+        with contextlib.suppress(RuntimeError):  # it may have ended already
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
         self._pool = self._anchor = None
         self._side = torch.cuda.Stream(self._device)  # the old one may be left in capture mode
@@ -122,7 +122,7 @@ class CudaGraphs:
 
     def milliseconds(self, replay: Callable[[], None]) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.device(self._device):  # whose stream the events and the graph take
+        with torch.cuda.device(self._device):  # events and graph use its current stream
             begin.record()
             replay()
             end.record()
@@ -131,12 +131,12 @@ class CudaGraphs:
 
 
 def _index(device: torch.device) -> int:
-    """Of the device, the current one where it is not said."""
+    """Return the index of the device, or of the current device if it has none."""
     return torch.cuda.current_device() if device.index is None else device.index
 
 
 class PinnedPlace:
-    """Page-locked memory, with an event behind the copy into it."""
+    """Page-locked memory, with an event recorded after the copy into it."""
 
     def __init__(self, result: Tensor) -> None:
         self._host = torch.empty_like(result, device="cpu").pin_memory()
@@ -152,7 +152,7 @@ class PinnedPlace:
 
 
 class CapturedRunner(Runner):
-    """Replays cycles; those that cannot be captured run as they are, and `error` says why."""
+    """Runner that replays cycles; those that cannot be captured run without a graph (`error`)."""
 
     ahead = 1
     fixed_addresses = True
@@ -160,31 +160,31 @@ class CapturedRunner(Runner):
     def __init__(self, backend: Backend, state: DecodeState, graphs: Graphs) -> None:
         super().__init__(backend, state)
         self._graphs = graphs
-        self._replays: dict[Any, Callable[[], None] | None] = {}  # None: runs as it is
-        self._failures: dict[Any, list[str]] = {}  # in a row, by drafter and spec
+        self._replays: dict[Any, Callable[[], None] | None] = {}  # None: not captured
+        self._failures: dict[Any, list[str]] = {}  # consecutive ones, by drafter and spec
         self._kinds: list[Any] = []
-        self._rows_ahead: set[int] = set()  # whose kernels are compiled
+        self._rows_ahead: set[int] = set()  # numbers of rows whose kernels are compiled
         # One place is filled while the other is read.
         self._free = deque(graphs.place(state.result) for _ in range(self.ahead + 1))
         self._launched: deque[Place] = deque()
 
     def adopt(self, drafter: Drafter) -> None:
-        # Keys hold their drafter: those of one that was replaced would keep its head in memory.
+        # Keys hold their drafter: keys of a replaced drafter would keep its draft head in memory.
         kept = {key: said for key, said in self._failures.items() if key[0] in (None, drafter)}
         self._failures = kept
         super().adopt(drafter)
 
     def _key(self, spec: CycleSpec, drafter: Drafter | None) -> Any:
-        # A cache that has grown lies elsewhere, and its graphs are void.
+        # A cache that has grown has another address, and its graphs are invalid.
         caches = [] if drafter is None else drafter.caches
-        # One of another size may come to lie where an old one was.
+        # A cache of another size may get the address of an old one.
         return drafter, spec, tuple((c.rows.data_ptr(), c.n_slots) for c in caches)
 
     def needs(self, specs: Sequence[CycleSpec], drafter: Drafter | None) -> bool:
         return any(self._key(spec, drafter) not in self._replays for spec in specs)
 
     def prepare(self, specs: Sequence[CycleSpec], drafter: Drafter | None) -> None:
-        """Capture what is not yet; cycles run on the state, which is restored."""
+        """Capture the variants not captured yet; cycles run on the state, which is restored."""
         self._make_room(specs[0].kind)
         self.compile_ahead(specs, drafter)
         for spec in specs:
@@ -229,7 +229,7 @@ class CapturedRunner(Runner):
             replay = self._capture(step, restore, failures)
             self._failures.pop((drafter, spec), None)
             return replay
-        except Exception as error:  # whatever forbids it, the step itself still works
+        except Exception as error:  # on any error the step itself still works
             self._failures[drafter, spec] = failures
             self.error = failures[-1]
             if is_out_of_memory(error) and (advice := self.backend.advised(head_config(drafter))):
@@ -243,9 +243,9 @@ class CapturedRunner(Runner):
     def _capture(
         self, step: Callable[[], Any], restore: Callable[[], None], failures: list[str]
     ) -> Callable[[], None]:
-        """Twice if need be: another thread that waits for the device meanwhile spoils a capture.
+        """Capture `step` in two attempts, as a wait for the device in another thread spoils one.
 
-        Why one has failed goes into `failures`.
+        The reason of each failure is appended to `failures`.
         """
         for tries_left in reversed(range(TRIES)):
             try:
@@ -261,17 +261,17 @@ class CapturedRunner(Runner):
 
     @property
     def captured(self) -> int:
-        """Variants of the cycle that are replayed."""
+        """Number of cycle variants that are replayed."""
         return sum(replay is not None for replay in self._replays.values())
 
     def forget(self) -> None:
-        """Capture anew, but for what never could be: the model runs other code from now on."""
+        """Drop all graphs because the model will run other code; counts of failures stay."""
         self._replays.clear()
         self._kinds.clear()
 
     def use_compiled(self, compiled: Mapping[tuple[Drafter | None, CycleSpec], Pieces]) -> None:
         super().use_compiled(compiled)
-        self._failures.clear()  # other code may be captured where this could not, or was spoiled
+        self._failures.clear()  # the capture of other code may succeed
 
     def pieces(self, spec: CycleSpec, drafter: Drafter | None) -> Pieces:
         return self.compiled.get((drafter, spec), self.usual)
@@ -280,7 +280,7 @@ class CapturedRunner(Runner):
         self, spec: CycleSpec, drafter: Drafter | None, processor: LogitsProcessor | None = None
     ) -> None:
         replay = None
-        if processor is None:  # which reads the tree on the host: no graph can do that
+        if processor is None:  # a processor reads the tree on the host, which no graph can do
             replay = self._replays.get(self._key(spec, drafter))
         if replay is None:
             pieces = self.pieces(spec, drafter)
@@ -303,7 +303,7 @@ class CapturedRunner(Runner):
         self._graphs.synchronize()
 
     def timed(self, work: Callable[[], Any], restore: Callable[[], None]) -> float:
-        """Milliseconds of `work`, replayed."""
+        """Return the milliseconds of `work` in replay."""
         replay = self._capture(work, restore, [])
         times = []
         for _ in range(TIMED_REPLAYS):

@@ -1,6 +1,6 @@
-"""Keys and values in 8 bits: one scale for each head and token, behind its values.
+"""Keys and values in 8 bits: one scale for each KV head and token, after its values.
 
-A row [E] of the cache becomes E int8 values and the fp32 scale, in E + 16 bytes: with a row of
+A row [E] of the cache becomes E int8 values and the fp32 scale, in E + 16 bytes: with rows of
 another length the kernels could not load 16 bytes at once.
 
 Shapes: T rows of a pass, G KV heads, group query heads of each, E head dim, S cache slots.
@@ -14,15 +14,15 @@ from torch import Tensor
 from fasteagle import model
 from fasteagle.config import ModelConfig
 
-SPARE = 16  # bytes behind the values of a row; the first four are its scale
+SPARE = 16  # bytes after the values of a row; the first four are its scale
 _SCALE = 4
-# Of the largest value: multiplied by, for torch divides by a number on CUDA in another way than on
-# a CPU, and rows that the kernels write must have the same bits.
+# Scale per unit of the largest value. It is a factor, because torch divides by a number differently
+# on CUDA and on a CPU, and rows that the kernels write must have the bits of rows written here.
 UNIT = 1 / 127
 
 
 def quantized_rows(rows: Tensor) -> Tensor:
-    """Rows [..., E] as int8 [..., E + SPARE]: values within 127 scales, rounded to nearest."""
+    """Return rows [..., E] as int8 [..., E + SPARE]: values rounded to nearest, at most 127."""
     scales = rows.abs().amax(-1, keepdim=True).float() * UNIT
     values = (rows.float() / scales.clamp(min=1e-30)).round().to(torch.int8)
     made = values.new_zeros(*values.shape[:-1], values.shape[-1] + SPARE)
@@ -32,7 +32,7 @@ def quantized_rows(rows: Tensor) -> Tensor:
 
 
 def dense_rows(cache: Tensor, dtype: torch.dtype) -> Tensor:
-    """The rows [..., E] in `dtype`; a cache that is not int8 as it is."""
+    """Return the rows [..., E] in `dtype`; a cache that is not int8 is returned unchanged."""
     if cache.dtype != torch.int8:
         return cache
     E = cache.shape[-1] - SPARE
@@ -41,12 +41,12 @@ def dense_rows(cache: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def write(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """`model.write` of rows [G, T, E] into int8 [G, S, E + SPARE]."""
+    """Write rows [G, T, E] into an int8 cache [G, S, E + SPARE], like `model.write`."""
     cache.index_copy_(1, slots, quantized_rows(rows))
 
 
 def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Tensor) -> Tensor:
-    """`model.attend` over caches of either kind."""
+    """Compute `model.attend` over int8 caches or dense ones."""
     return model.attend(q, dense_rows(k_cache, q.dtype), dense_rows(v_cache, q.dtype), mask)
 
 
@@ -54,12 +54,12 @@ OPS = model.Ops(attend=attend, write=write)
 
 
 def over_int8(target: model.Transformer, ops: model.Ops = OPS) -> model.Target:
-    """Return a target that keeps keys and values in 8 bits, by operations that know such caches."""
+    """Return a target with int8 keys and values, by operations that support such caches."""
     return model.Target(target, ops, torch.int8, SPARE)
 
 
 def cache_bytes(config: ModelConfig, n_slots: int, element_bytes: int, kv: str) -> int:
-    """Bytes of a KV cache under `--kv`."""
+    """Return the bytes of a KV cache in the format that `--kv` names."""
     if kv != "int8":
         return config.kv_bytes(n_slots, element_bytes)
     return config.kv_bytes(n_slots, 1) * (config.head_dim + SPARE) // config.head_dim

@@ -1,7 +1,7 @@
-"""The lock that captures of CUDA graphs and first runs of compiled code take in turns.
+"""Lock held during a CUDA graph capture, or during the first run of compiled code.
 
-Code that is compiled is timed, and timing waits for the whole device, which spoils a capture in
-another thread.
+Compilation times code, and timing waits for the whole device, which spoils a capture in another
+thread.
 """
 
 import threading

@@ -1,6 +1,6 @@
-"""Times passes, drafting and whole cycles on the engine's own cache, in rows behind the text.
+"""Time passes, drafting and whole cycles on the engine's own cache, in rows after the text.
 
-What is timed runs through the runner that will be used; no conversation is touched.
+The timed work runs through the runner that will be used; no conversation is touched.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from fasteagle.tree import chain
 
 CONTEXT = 256  # committed tokens while measuring
 FEWEST_ROUNDS, MOST_ROUNDS = 1, 3
-BLOCK, WARM = 8, 3  # times in a row, of which the first are not counted
+BLOCK, WARM = 8, 3  # consecutive runs, of which the first are not counted
 SECONDS = 5.0  # after which no further round begins
-CYCLES = 8  # whole ones
-# Of cycles that draw; each counts where the measurement's kind has it.
+CYCLES = 8  # whole cycles to time
+# For cycles that sample; each value counts if the measurement's kind has it on.
 USUAL = SamplingParams(1.0, top_k=20, top_p=0.9, min_p=0.05, repetition_penalty=1.1)
 
 Gate = Callable[[], AbstractContextManager[Any]]
 
 
 def widest(drafter: Drafter) -> int:
-    """The largest top-k that a drafter can have."""
+    """Return the largest top-k that a drafter can have."""
     return drafter.head.config.draft_vocab_size if isinstance(drafter, HeadDrafter) else 1
 
 
 class Measurement:
-    """Times passes and drafting in rounds, so that a machine that slows down slows them all.
+    """Measurement of passes and drafting in rounds: a slower machine affects all of them alike.
 
-    The policy corrects all of it by the times of real cycles.
+    The policy later corrects all costs by the times of real cycles.
     """
 
     def __init__(
@@ -62,15 +62,15 @@ class Measurement:
     ) -> None:
         self._engine, self._drafter, self._gate = engine, drafter, gate
         self._kind = kind or SamplingMode()
-        # Some room must be left for the rows behind the context.
+        # Some room must be left for the rows after the context.
         self._context = min(CONTEXT, engine.max_seq_len // 2)
         self._rows = [T for T in ROWS if self._context + T <= engine.max_seq_len]
 
     def run(self, seconds: float = SECONDS) -> Costs:
-        """Return medians over the rounds that fit into about `seconds`, at least a few.
+        """Return medians over the rounds that fit into about `seconds`, at least one round.
 
-        Each is timed several times in a row: after a pass of many rows, one of few costs more than
-        after its like, as clocks follow the load.
+        Each work is timed several times in a row: a pass of few rows costs more after a pass of
+        many rows than after a pass of few rows, because the clocks follow the load.
         """
         works = self._works()
         times: dict[str, dict[int, list[float]]] = {
@@ -99,7 +99,7 @@ class Measurement:
         )
 
     def _works(self) -> dict[str, dict[int, Callable[[], float]]]:
-        """What is timed, by table and size: trees of one and of three levels, or gated chains."""
+        """Return the work to time, by table and size: trees of 1 and 3 levels, or gated chains."""
         drafter, work = self._drafter, functools.partial
         works: dict[str, dict[int, Callable[[], float]]] = {
             "passes": {T: work(self.verify, T) for T in self._rows},
@@ -126,7 +126,7 @@ class Measurement:
         return works
 
     def _chain(self, levels: int) -> float:
-        """Milliseconds of the draft head's chain."""
+        """Return the milliseconds of a chain of `levels` tokens by the draft head."""
         drafter = self._drafter
         if not isinstance(drafter, EagleDrafter):
             return 0.0
@@ -137,7 +137,7 @@ class Measurement:
         return self._timed(work, drafter.shape)
 
     def _look_up(self) -> float:
-        """Milliseconds of a lookup by our kernels."""
+        """Return the milliseconds of a lookup by our kernels."""
         drafter = self._drafter
         assert isinstance(drafter, FusedDrafter | NgramDrafter), "these look up"
         work = functools.partial(look_up, self._engine.state, drafter, drafter.shape.depth)
@@ -150,7 +150,7 @@ class Measurement:
         return TreeShape(depth, k, nodes)
 
     def _compiled_share(self) -> float:
-        """How long the compiled draft of the drafter's own tree takes, of the eager one's time."""
+        """Return compiled over eager drafting time for the drafter's own tree, at most 1."""
         drafter = self._drafter
         if drafter is None:
             return 1.0
@@ -165,9 +165,9 @@ class Measurement:
 
     @torch.no_grad()
     def verify(self, T: int) -> float:
-        """Milliseconds of a pass over T rows."""
+        """Return the milliseconds of a pass over T rows."""
         state, target = self._engine.state, self._engine.target
-        # Different tokens: rows of equal ones are less work for some models.
+        # Different tokens: rows of equal tokens are less work for some models.
         tokens = torch.arange(1, T + 1, device=self._engine.device) % target.config.vocab_size
         tree = chain(tokens, torch.ones_like(tokens).bool())
         proposal = Proposal.of(tree)
@@ -175,25 +175,25 @@ class Measurement:
 
     @torch.no_grad()
     def draft(self, shape: AnyShape, eager: bool = True) -> float:
-        """Milliseconds of drafting a tree."""
+        """Return the milliseconds of drafting a tree."""
         engine, drafter = self._engine, self._drafter
         spec = engine.spec(shape, self._kind)
         pieces = EAGER if eager else engine.runner.compiled[drafter, spec]
         if not engine.runner.fixed_addresses:
-            # As in a real cycle: the target's weights have pushed the head's out of the caches.
+            # As in a real cycle, the target's weights push the draft head's out of the CPU cache.
             self.verify(1)
         return self._timed(lambda: pieces.draft(engine.state, drafter, spec), shape)
 
     def _other(self, shape: AnyShape | None) -> float:
-        """Milliseconds of a cycle that are neither drafting nor the pass."""
+        """Return the median milliseconds of a cycle that are neither drafting nor the pass."""
         return statistics.median(self._cycle(shape)[1] for _ in range(CYCLES))
 
     @torch.no_grad()
     def _cycle(self, shape: AnyShape | None) -> tuple[float, float]:
-        """Milliseconds of one cycle, and of what is neither drafting nor the pass."""
+        """Return the milliseconds of one cycle, and of all but drafting and the pass."""
         engine, drafter = self._engine, self._drafter
         spec = engine.spec(shape, self._kind)
-        if not engine.runner.fixed_addresses:  # and so its parts are timed
+        if not engine.runner.fixed_addresses:  # such runners time the parts
             with self._gate(), self._unlearned():
                 self._begin(shape)
                 begin = time.perf_counter()
@@ -216,7 +216,7 @@ class Measurement:
 
     @contextlib.contextmanager
     def _unlearned(self) -> Iterator[None]:
-        """What the drafter learns inside is forgotten: no text of anybody's is drafted."""
+        """Restore the drafter's learned state on exit, since no real text is drafted inside."""
         learned = [] if self._drafter is None else self._drafter.advanced
         before = [tensor.clone() for tensor in learned]
         try:
@@ -226,7 +226,7 @@ class Measurement:
                 tensor.copy_(old)
 
     def _begin(self, shape: AnyShape | None) -> None:
-        """Stand behind the committed tokens, two pairs pending, the text a repetition."""
+        """Set the state to follow the committed tokens, with two pending pairs, in a repetition."""
         engine, state = self._engine, self._engine.state
         if len(engine.cached) + 1 + max(self._rows) > engine.max_seq_len:
             engine.restart()

@@ -1,8 +1,8 @@
-"""A backend proves itself before it answers: its kernels beside the core, over the real weights.
+"""Check a backend's kernels against the core on the real weights, before the first answer.
 
-At first use on a device each part computes a few rows twice. What is off by more than its bound, or
-raises, is left to the core on this device, in one line on stderr; with `strict` it is an error. The
-result is kept in the user cache, under all that it depends on.
+At first use on a device each part computes a few rows by both. If a part differs by more than its
+tolerance, or raises, the core runs it on this device, and a line on stderr says so; with `strict`
+that is an error. The result is stored in the user cache, with all conditions that it depends on.
 """
 
 from __future__ import annotations
@@ -33,34 +33,37 @@ from fasteagle.shapes import TreeShape
 from fasteagle.state import CycleSpec, DecodeState
 from fasteagle.tree import DraftTree
 
-ROWS = 4  # of each product
-COLUMNS = 64  # of a product that are looked at
-TOLERANCE = 0.02  # of a product: 8 bits of an activation, or sums in fp16
-PASS_TOLERANCE = 0.1  # of logits, in which the roundings of all blocks add up
+ROWS = 4  # rows of each product
+COLUMNS = 64  # columns of a product that are compared
+TOLERANCE = 0.02  # for products: 8-bit activations, or fp16 accumulation
+PASS_TOLERANCE = 0.1  # for logits, in which the roundings of all blocks add up
 SLOTS = 256
 PREFIX = 16  # committed tokens of the pass
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One part of a backend, computed by it and by the core."""
+    """One part of a backend, computed by the backend and by the core."""
 
     part: str
     tolerance: float  # norm of the difference, over that of the core's
     compute: Callable[[], tuple[Tensor, Tensor]]  # by the backend, by the core
 
     def failure(self) -> str | None:
-        """Return what is wrong; None: nothing."""
+        """Return why the check fails, or None if it passes."""
         try:
             result, expected = (tensor.double() for tensor in self.compute())
-        except Exception as error:  # whatever a kernel raises, the core still answers
+        except Exception as error:  # on any error of a kernel the core still answers
             return first_line(error, 200)
         off = float((result - expected).norm() / expected.norm().clamp(min=1e-30))
         return None if off <= self.tolerance else f"off by {off:.2g}, at most {self.tolerance:g}"
 
 
 def prove(backend: Backend, strict: bool = False) -> None:
-    """Leave to the core what `backend` computes wrong here. Raises `FasteagleError` if `strict`."""
+    """Check each part of `backend`, and let the core run the parts that fail.
+
+    Raises `FasteagleError` for a failure if `strict`.
+    """
     if not backend.parts:
         return
     stamp = cache_dir() / "proofs" / f"{_digest(_conditions(backend))}.json"
@@ -79,7 +82,7 @@ def prove(backend: Backend, strict: bool = False) -> None:
 
 
 def checks(backend: Backend) -> Iterator[Check]:
-    """Yield a check of each part that kernels run; a pass reads products, so these come first."""
+    """Yield a check of each part that kernels run; products come first, since passes use them."""
     if "products" in backend.parts:
         yield Check("products", TOLERANCE, lambda: _products(backend))
     if "passes" in backend.parts:
@@ -89,7 +92,7 @@ def checks(backend: Backend) -> Iterator[Check]:
 
 
 def _products(backend: Backend) -> tuple[Tensor, Tensor]:
-    """Compute a few columns of one product of each kind."""
+    """Return a few columns of one product of each kind, by the backend and by the core."""
     kinds = {
         (type(m), m.out_features, m.in_features, m.bias is None, _n_bytes(m)): m
         for m in backend.target.model.modules()
@@ -116,7 +119,7 @@ def _n_bytes(linear: NativeLinear | PlanesLinear) -> int:
 
 
 def _passes(backend: Backend) -> tuple[Tensor, Tensor]:
-    """Compute the logits of a small tree after the same keys and values."""
+    """Return the logits of a small tree after equal keys and values, by backend and core."""
     core, results = backend.core, []
     for target, verify in ((backend.target, backend.pieces.verify), (core, EAGER.verify)):
         state = _state(target)
@@ -129,7 +132,7 @@ def _passes(backend: Backend) -> tuple[Tensor, Tensor]:
 
 
 def _commits(backend: Backend) -> tuple[Tensor, Tensor]:
-    """Accept and commit the same logits, greedily and drawn."""
+    """Return the results of accepting equal logits, greedy and sampled, by backend and core."""
     vocab_size, results = backend.target.config.vocab_size, []
     for finish in (backend.pieces.finish, EAGER.finish):
         ends = []
@@ -153,7 +156,7 @@ def _state(target: Target) -> DecodeState:
 
 
 def _proposal(state: DecodeState) -> Proposal:
-    """Return a root with two children, the first of which has one."""
+    """Return a tree: a root with two children, the first of which has one child."""
     device = state.root.device
     tokens = torch.tensor([0, 1, 2, 1], device=device)
     parents = torch.tensor([0, 0, 0, 1], device=device)
@@ -169,7 +172,7 @@ def _device(backend: Backend) -> torch.device:
 
 
 def _conditions(backend: Backend) -> dict[str, Any]:
-    """Return what a proof holds for."""
+    """Return the conditions under which the result of a proof is valid."""
     target, device = backend.target, _device(backend)
     weights = sorted(
         {
@@ -193,7 +196,7 @@ def _conditions(backend: Backend) -> dict[str, Any]:
 
 @cache
 def _sources() -> str:
-    """Return a digest of all code that computes."""
+    """Return a digest of the source files of all kernels and backends."""
     digest = hashlib.sha256()
     for package in ("fasteagle.compile", "fasteagle.quant"):
         folder = Path(str(resources.files(package)))
@@ -216,7 +219,7 @@ def _digest(conditions: dict[str, Any]) -> str:
 
 
 def _kept(stamp: Path) -> dict[str, str] | None:
-    """Return the failures of an earlier proof; None where there was none, or it is not readable."""
+    """Return the failures of an earlier proof, or None if there is no readable record."""
     try:
         failures = json.loads(stamp.read_text("utf-8"))
     except (OSError, ValueError):

@@ -1,9 +1,9 @@
-"""Attention of a draft tree's rows over the KV cache: the op over its kernels, and its slow twin.
+"""Attention of a draft tree's rows over the KV cache: the op over its kernels, and its reference.
 
 The kernels take a `TreeView` with its path table where the reference takes a mask. A bitmask of
-ancestors names the same keys, but in slot order, which differs from tree to tree, and so would the
-order of the sums over them. Along its path a row meets its keys in logical order, in the blocks
-that plain decoding uses, and has the same bits as there.
+ancestors would name the keys in slot order, which differs from tree to tree, and so would the order
+of the sums over them. Along its path a row reads its keys in logical order, in the blocks that
+plain decoding uses, so that its bits equal those of plain decoding.
 
 Shapes: T tree rows, P depths of the path table, G KV heads, group query heads of each, E head dim,
 S cache slots.
@@ -23,11 +23,11 @@ from fasteagle.config import ModelConfig
 from fasteagle.device import on_device_of
 from fasteagle.tree import TreeView
 
-MAX_HEAD_DIM = 256  # of the kernels
+MAX_HEAD_DIM = 256  # limit of the kernels
 
 
 def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Tensor | TreeView) -> Tensor:
-    """`model.attend` that also takes a `TreeView`, for which it runs the kernels.
+    """Compute `model.attend`, by the tree attention kernels for a `TreeView`.
 
     q [G, group * T, E], rows of a head together; caches [G, S, E], or int8 (`int8_cache`).
     """
@@ -37,13 +37,13 @@ def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Tensor | TreeView)
 
 
 def prompt_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Tensor) -> Tensor:
-    """`model.attend` on CUDA without scores in memory: of 1,024 rows at 7B they are 600 MB."""
+    """Compute `model.attend` on CUDA without scores in memory (600 MB for 1,024 rows at 7B)."""
     k, v = dense_rows(k_cache, q.dtype), dense_rows(v_cache, q.dtype)
     return fused_attention(q, k, v, mask) if q.is_cuda else model.attend(q, k, v, mask)
 
 
 def fused_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Tensor) -> Tensor:
-    """`model.attend` by torch's fused kernel; the heads of a group as more rows of one."""
+    """Compute `model.attend` by torch's fused kernel; query heads of a group are rows of one."""
     group = q.shape[1] // mask.shape[0]
     rows = mask if group == 1 else mask.repeat(group, 1)
     y = F.scaled_dot_product_attention(q[None], k_cache[None], v_cache[None], attn_mask=rows)
@@ -55,7 +55,7 @@ def has_triton() -> bool:
 
 
 def has_kernel(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a target of this shape gets the kernels here."""
+    """Return whether a model of this shape, dtype and device runs the kernels."""
     return (
         device.type == "cuda"
         and dtype in (torch.float16, torch.bfloat16)
@@ -68,9 +68,9 @@ OPS = model.Ops(attend=attend, views=True)
 
 
 def reference(q: Tensor, k_cache: Tensor, v_cache: Tensor, view: TreeView) -> Tensor:
-    """What the kernels compute, by `model.attend` in fp32."""
+    """Compute the result of the kernels by `model.attend` in fp32."""
     mask = view.mask(k_cache.shape[1])
-    seen = mask.any(0).unsqueeze(1)  # slots seen by nobody may hold NaN, which 0 does not hide
+    seen = mask.any(0).unsqueeze(1)  # unseen slots may hold NaN, which 0 does not hide
     caches = (dense_rows(cache, q.dtype) for cache in (k_cache, v_cache))
     k, v = (torch.where(seen, cache, 0).float() for cache in caches)
     return model.attend(q.float(), k, v, mask).to(q.dtype)
@@ -86,11 +86,11 @@ def tree_attention(
     depths: Tensor,
     window: int | None = None,
 ) -> Tensor:
-    """Attention of q [G, group * T, E] over caches [G, S, E] under `TreeView(seq_len, ...)`.
+    """Compute attention of q [G, group * T, E] over caches [G, S, E] under a `TreeView`.
 
     The scale is 1 / sqrt(E), the softmax in fp32, the result in q's dtype. Caches may be strided
     but for E, and in int8 (`int8_cache`). On CUDA q is fp16 or bf16 with E up to 256
-    (`FasteagleError`), and a row's bits depend on the keys it sees alone; see `tree_kernels`.
+    (`FasteagleError`), and a row's bits depend only on the keys it sees; see `tree_kernels`.
     Elsewhere the reference runs.
     """
     check_shapes(q, k_cache, v_cache, seq_len, paths, depths)
@@ -131,7 +131,7 @@ def _cuda(
 def check_shapes(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_len: Tensor, paths: Tensor, depths: Tensor
 ) -> None:
-    """Assert what the callers in this package guarantee."""
+    """Assert the shapes and dtypes that the callers in this package guarantee."""
     assert q.dim() == k_cache.dim() == 3, "q is [G, group * T, E], caches are [G, S, E]"
     assert k_cache.shape == v_cache.shape, "keys and values lie in the same slots"
     spare = SPARE if k_cache.dtype == torch.int8 else 0

@@ -1,1 +1,1 @@
-"""Weight formats and what they cost in bytes."""
+"""Weight formats, their linears and their kernels."""

@@ -1,12 +1,12 @@
 """Build `cpu/ops.cpp` once with the machine's C++ compiler, and load it.
 
 The library lies in the user cache under a name made of the sources, the compiler, its flags and
-torch's version: a cache that moves to another machine builds again. Two processes at once build
-once. A library is tried in a process of its own before it is used. The build can begin in the
+torch's version: after a move to another machine it is built again. Two processes at once build it
+only once. A new library is loaded in a separate process before it is used. The build can run in the
 background while weights are read.
 
-`torch.utils.cpp_extension` would not do: it has no limit in time, leaves its lock behind when it is
-ended, and does not build again for another compiler or another torch.
+`torch.utils.cpp_extension` does not suffice: it has no time limit, leaves its lock file when it is
+killed, and does not rebuild for another compiler or another torch.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ SOURCE = Path(__file__).with_name("cpu") / "ops.cpp"  # includes the headers bes
 TIME_LIMIT = 300.0  # seconds for the compiler; it takes about half a minute
 PROBE_LIMIT = 20.0  # seconds for a question to the compiler; it takes some ms
 NAMESPACE = "fasteagle_cpu"
-FLAGS = "FASTEAGLE_KERNEL_FLAGS"  # environment: more flags for the compiler, as for sanitizers
+FLAGS = "FASTEAGLE_KERNEL_FLAGS"  # environment variable: more compiler flags, such as sanitizers
 
 
 @dataclasses.dataclass(frozen=True)
 class Isa:
-    """Instructions that one path of the kernels needs."""
+    """Instruction set that one path of the kernels needs."""
 
     level: int  # FASTEAGLE_ISA in the source
     name: str
-    needs: tuple[str, ...]  # of `torch.cpu.get_capabilities`
+    needs: tuple[str, ...]  # names in `torch.cpu.get_capabilities`
     flags: tuple[str, ...]
 
 
@@ -65,7 +65,7 @@ ISAS = (
 def runnable() -> list[Isa]:
     """Return the paths that this CPU can run, the fastest first.
 
-    ATEN_CPU_CAPABILITY=avx2 or default, which keeps ATen from AVX-512, is obeyed here too.
+    ATEN_CPU_CAPABILITY=avx2 or default, which disables AVX-512 in ATen, has the same effect here.
     """
     able = torch.cpu.get_capabilities()
     limit = {"avx2": 2, "default": 0}.get(os.environ.get("ATEN_CPU_CAPABILITY", ""), 4)
@@ -73,12 +73,12 @@ def runnable() -> list[Isa]:
 
 
 class BuildError(Exception):
-    """There are no kernels; the message is one line."""
+    """Error that leaves the CPU without kernels; its message is one line."""
 
 
 @functools.cache
 def compiler() -> str:
-    """Return the C++ compiler that Inductor would take; raise `BuildError` if there is none."""
+    """Return the C++ compiler that Inductor would use; raise `BuildError` if there is none."""
     for name in (os.environ.get("CXX"), "g++"):
         path = shutil.which(name) if name else None
         if path:
@@ -88,7 +88,7 @@ def compiler() -> str:
 
 @functools.cache
 def why_no_compiler() -> str | None:
-    """Return why nothing can be compiled here (no compiler, or a silent one), or None."""
+    """Return why compilation is impossible (no compiler, or it hangs), or None."""
     try:
         _run([compiler(), "--version"], "the compiler", PROBE_LIMIT)
     except BuildError as error:
@@ -97,10 +97,10 @@ def why_no_compiler() -> str | None:
 
 
 def chosen() -> Isa:
-    """Return the fastest path that this CPU runs and whose flags the compiler knows.
+    """Return the fastest path that this CPU can run and whose flags the compiler knows.
 
-    -mavxvnni came with GCC 11. If the compiler takes no flags at all, the fastest path: compiling
-    it says best what is wrong.
+    -mavxvnni came with GCC 11. If the compiler accepts no flags at all, returns the fastest path:
+    its compilation gives the best error message.
     """
     if (isa := _built()) is not None:
         return isa
@@ -142,7 +142,7 @@ def library_path(isa: Isa, namespace: str = NAMESPACE) -> Path:
 
 
 def source_files() -> list[Path]:
-    """Return what the library is made of: the file that is compiled, and its headers."""
+    """Return the sources of the library: the file that is compiled, and its headers."""
     return [SOURCE, *sorted(SOURCE.parent.glob("*.h"))]
 
 
@@ -156,7 +156,7 @@ def command(isa: Isa, namespace: str, out: Path, source: Path | None = None) -> 
     return [
         compiler(),
         *("-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp"),
-        # One rounding for each operation written; `fma` in the source is the only fusion.
+        # One rounding per operation in the source; only an explicit `fma` is fused.
         *("-ffp-contract=off", "-fno-math-errno"),
         *_isa_flags(isa),
         *(f"-DFASTEAGLE_ISA={isa.level}", f"-DFASTEAGLE_NAMESPACE={namespace}"),
@@ -169,14 +169,14 @@ def command(isa: Isa, namespace: str, out: Path, source: Path | None = None) -> 
 
 
 def build(isa: Isa, namespace: str = NAMESPACE) -> Path:
-    """Return the library's path, compiled if it is not there yet; raise `BuildError`."""
+    """Return the library's path, after compiling it if it is missing; may raise `BuildError`."""
     path = library_path(isa, namespace)
     if path.exists():
         return path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # ends with the process that holds it
+            fcntl.flock(lock, fcntl.LOCK_EX)  # released when the process ends
             if not path.exists():
                 _compile(isa, namespace, path)
     except OSError as error:
@@ -185,9 +185,10 @@ def build(isa: Isa, namespace: str = NAMESPACE) -> Path:
 
 
 def begin() -> bool:
-    """Begin in the background what `load` will wait for; return false where there is no need.
+    """Start building the kernels in the background; return False if that is not needed.
 
-    A daemon thread, whose compiler ends with the process: a person who leaves does not wait.
+    `load` waits for the build. It runs in a daemon thread, and its compiler ends with the process,
+    so that the process can exit at once.
     """
     if NAMESPACE in _loaded or NAMESPACE in _building or is_built():
         return False
@@ -198,7 +199,7 @@ def begin() -> bool:
 
 
 def is_building() -> bool:
-    """Return whether `load` would wait for what `begin` has begun."""
+    """Return whether `load` would wait for a build that `begin` started."""
     return NAMESPACE in _building and _building[NAMESPACE].is_alive()
 
 
@@ -206,7 +207,7 @@ def _compile(isa: Isa, namespace: str, path: Path) -> None:
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         _run(command(isa, namespace, temporary), "the compiler", TIME_LIMIT)
-        # A process of its own: a damaged file would end this one.
+        # A separate process, because a damaged file would crash this one.
         check = f"import torch; torch.ops.load_library({str(temporary)!r})"
         check += f"; assert torch.ops.{namespace}.isa() == {isa.level}"
         _run([sys.executable, "-c", check], "loading what the compiler wrote", TIME_LIMIT)
@@ -216,7 +217,7 @@ def _compile(isa: Isa, namespace: str, path: Path) -> None:
 
 
 def _run(command: list[str], what: str, limit: float) -> None:
-    """Run to the end, or end it with all of its children: a compiler is a driver of others."""
+    """Run a command, killed with its children after `limit` seconds; may raise `BuildError`."""
     try:
         process = subprocess.Popen(
             command,
@@ -245,7 +246,7 @@ def _run(command: list[str], what: str, limit: float) -> None:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End a process that still runs, with all that it has started; g++ removes its files first."""
+    """End a process that still runs, and its children; SIGTERM first lets g++ remove its files."""
     if process.poll() is not None:
         return
     for how in (signal.SIGTERM, signal.SIGKILL):
@@ -261,10 +262,10 @@ _building: dict[str, threading.Thread] = {}
 
 
 def load(isa: Isa | None = None, namespace: str = NAMESPACE) -> None:
-    """Build the kernels if need be, and register their ops under `torch.ops.<namespace>`.
+    """Build the kernels if needed, and register their ops under `torch.ops.<namespace>`.
 
-    Without `isa` the fastest that this CPU can run. Raises `BuildError`, in a process that has
-    failed once without another attempt.
+    `isa` defaults to the fastest path that this CPU can run. Raises `BuildError`; after a failure
+    later calls in the process raise it again without another attempt.
     """
     if namespace in _building:
         _building[namespace].join()
@@ -273,7 +274,7 @@ def load(isa: Isa | None = None, namespace: str = NAMESPACE) -> None:
 
 
 def _load(isa: Isa | None, namespace: str) -> BuildError | None:
-    """Load the kernels, once; return why there are none, or None."""
+    """Load the kernels once; return the error, or None after success."""
     with _lock:
         if namespace not in _loaded:
             try:
@@ -290,7 +291,7 @@ def _load_library(path: Path) -> None:
         torch.ops.load_library(path)
     except OSError as error:
         with contextlib.suppress(OSError):
-            path.unlink()  # damaged after it was tried; the next start builds
+            path.unlink()  # damaged after the build; the next start builds again
         raise BuildError(f"{path.name} does not load: {error}"[:200]) from error
 
 
@@ -303,9 +304,9 @@ def is_built() -> bool:
 
 
 def why_not_auto() -> str | None:
-    """Return why `--cpu-kernels auto` takes torch's own kernels, or None, before anything is built.
+    """Return why `--cpu-kernels auto` uses torch's own kernels, or None; build nothing.
 
-    The plain loops run anywhere, but nobody has compared their speed with ATen's there.
+    The plain loops run on any CPU, but their speed has not been compared with ATen's.
     """
     if runnable()[0].level == 0:
         return "this CPU has no AVX2 (int4-native runs plain loops)"
@@ -319,7 +320,7 @@ def why_not_auto() -> str | None:
 def available(choice: str) -> str | None:
     """Load the kernels for `--cpu-kernels` `choice`; return why they are not used, or None.
 
-    Raises `FasteagleError` where the person asked for them and there are none.
+    Raises `FasteagleError` if `choice` is "native" and the kernels are unavailable.
     """
     if choice == "aten":
         return "not asked for"
@@ -337,7 +338,7 @@ def available(choice: str) -> str | None:
 
 
 def _register_fakes(namespace: str) -> None:
-    """Tell tracing the shapes and types of results."""
+    """Register the shapes and dtypes of results for tracing."""
 
     def linear(x: Tensor, packed: Tensor, bias: Tensor | None, n: int) -> Tensor:
         return x.new_empty(x.shape[0], n, dtype=torch.float32)

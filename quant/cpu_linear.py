@@ -1,7 +1,7 @@
 """Linears over our own CPU kernels (`cpu/gemm.h`), and the layout of weights they read.
 
-Activations are rounded to 8 bits per row and block of 32; a product's result is fp32, and a row of
-it has the same bits whatever the number of rows.
+Activations are rounded to 8 bits per row and block of 32. A product's result is fp32, and the bits
+of a row do not depend on the number of rows.
 
 Shapes: T rows, N outputs, K inputs, G groups in a row, B blocks of 32 inputs.
 """
@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from fasteagle.quant.packed import PackedWeight, product_by_rows
 
 BLOCK = 32  # inputs
-COLUMNS = 16  # outputs that lie together
-ALIGNMENT = 64  # bytes: a line of the cache
+COLUMNS = 16  # adjacent outputs in the layout
+ALIGNMENT = 64  # bytes: one cache line
 MAGIC = 0x45474C46
 HEADER = struct.Struct("<8i3q8x")  # as `Header` in cpu/gemm.h; 64 bytes
 SCALES_ONLY, OFFSETS, ZEROS = range(3)
 
 
 class NativeLinear(nn.Module):
-    """[T, K] in fp32 or bf16 to [T, N] in the same dtype; the LM head asks for `exact` fp32."""
+    """Linear from [T, K] to [T, N], in fp32 or bf16; the LM head takes `exact`, in fp32."""
 
     packed: Tensor
     bias: Tensor | None
@@ -48,29 +48,29 @@ class NativeLinear(nn.Module):
         return self.exact(x).to(x.dtype)
 
     def exact(self, x: Tensor) -> Tensor:
-        """The same in fp32, as the kernel computes it."""
+        """Return the product in fp32, as the kernel computes it."""
         if self._by_reference:
             y = product_by_rows(x, self.rows, self.out_features)
             return y if self.bias is None else y + self.bias
         return torch.ops.fasteagle_cpu.linear(x, self.packed, self.bias, self.out_features)
 
     def rows(self, index: Tensor) -> Tensor:
-        """Rows [..., K] of the weight, in fp32."""
+        """Return rows [..., K] of the weight, in fp32."""
         found = torch.ops.fasteagle_cpu.rows(self.packed, index.flatten(), self.in_features)
         return found.view(*index.shape, self.in_features)
 
 
 def in_huge_pages(modules: Iterable[nn.Module]) -> None:
-    """Move the weights of the `NativeLinear` among these to one place, in pages of 2 MiB on Linux.
+    """Move the weights of each `NativeLinear` to one buffer, in pages of 2 MiB on Linux.
 
-    A pass reads every weight once: of pages of 4 KiB it would look up each one's address anew.
+    A pass reads every weight once, and with pages of 4 KiB it would miss the TLB on each page.
     """
     linears = [module for module in modules if isinstance(module, NativeLinear)]
     if not linears or not hasattr(mmap, "MADV_HUGEPAGE"):
         return
     sizes = [-(-linear.packed.numel() // ALIGNMENT) * ALIGNMENT for linear in linears]
     memory = mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
+    with contextlib.suppress(OSError):  # a Linux kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     for linear, piece in zip(
         linears, torch.frombuffer(memory, dtype=torch.uint8).split(sizes), strict=True
@@ -81,7 +81,7 @@ def in_huge_pages(modules: Iterable[nn.Module]) -> None:
 
 
 class NativeNorm(nn.Module):
-    """`model.RMSNorm` by one kernel: a row has the same bits whatever the number of rows."""
+    """RMSNorm by one kernel; the bits of a row do not depend on the number of rows."""
 
     weight: Tensor
 
@@ -97,17 +97,17 @@ class NativeNorm(nn.Module):
 
 
 def fits(weight: PackedWeight) -> bool:
-    """Whether the kernels take this weight: whole blocks of 32 inputs in a group, or one group."""
+    """Return whether groups are whole blocks of 32 inputs or one per row, as the kernels need."""
     return weight.group_size % BLOCK == 0 or weight.group_size == weight.shape[1]
 
 
 def pack(weight: PackedWeight) -> Tensor:
-    """The bytes that the kernels read: a header, then 16 outputs at a time.
+    """Return the bytes that the kernels read: a header, then 16 outputs at a time.
 
-    Of 16 outputs first the values: four inputs of each of the 16 together, at 4 bits the inputs
-    4 j .. 4 j + 3 of a block in the low nibbles and those 16 further in the high nibbles of line j.
-    Then the scales [G, 16] of all groups, then offsets or zero points [G, 16]; in fp16 where that
-    is exact, else all in fp32.
+    Each 16 outputs begin with their values: four inputs of each of the 16 together, at 4 bits the
+    inputs 4 j .. 4 j + 3 of a block in the low nibbles, and the inputs 16 further in the high
+    nibbles of line j. Then come the scales [G, 16] of all groups, then offsets or zero points
+    [G, 16]; in fp16 where that is exact, else all in fp32.
     """
     assert fits(weight), "see fits"
     N, K = weight.shape
@@ -117,7 +117,7 @@ def pack(weight: PackedWeight) -> Tensor:
     parts = [scales] if second is None else [scales, second]
     wide = not all(_in_fp16(part) for part in parts)
     values = weight.values()
-    # int8 is stored as value + 128. What is added here meets activations of zero, or is cut off.
+    # int8 is stored as value + 128. Padding meets activations of zero, or is cut off.
     values = (values.to(torch.int16) + 128).to(torch.uint8) if weight.bits == 8 else values
     values = F.pad(values, (0, Kp - K, 0, Np - N))
     quads = values.view(Np // COLUMNS, COLUMNS, B, 8, 4).permute(0, 2, 3, 1, 4)  # [., B, 8, 16, 4]
@@ -143,10 +143,10 @@ def pack(weight: PackedWeight) -> Tensor:
 
 
 def _parameters(weight: PackedWeight) -> tuple[Tensor, Tensor | None, int, int]:
-    """Scales, offsets or zero points or None [N, G] in fp32, which of them, and the base.
+    """Return fp32 scales [N, G], offsets or zero points [N, G] or None, their kind, and the base.
 
     w = (stored - base) * scale + offset, or (stored - base - zero) * scale. HQQ's offsets are
-    rounded as the value of q = 8, so that with base 8 they are short.
+    rounded as the value of q = 8, so that with base 8 they fit into fp16.
     """
     scales = weight.scales.float()
     if weight.bits == 8:
@@ -163,5 +163,5 @@ def _parameters(weight: PackedWeight) -> tuple[Tensor, Tensor | None, int, int]:
 
 
 def _in_fp16(values: Tensor) -> bool:
-    """Whether fp16 holds all of these exactly."""
+    """Return whether fp16 represents all values exactly."""
     return torch.equal(values.to(torch.float16).float(), values)

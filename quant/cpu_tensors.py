@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class BlockTensors(NamedTuple):
-    """Weights of one block as the kernels read them; norms and the bias are empty without one."""
+    """Weights of one block as the kernels read them; missing norms and biases are empty."""
 
     attention_norm: Tensor
     qkv: Tensor
@@ -49,7 +49,7 @@ class HeadTensors(NamedTuple):
 
 
 class State(NamedTuple):
-    """What one cycle leaves for the next; `rows` are the planes of the KV cache."""
+    """State that one cycle leaves for the next; `rows` are the planes of the KV cache."""
 
     seq_len: Tensor
     root: Tensor
@@ -71,7 +71,7 @@ class Tree(NamedTuple):
 
 
 class Sampling(NamedTuple):
-    """Values of the parts of sampling that are on; all None: the largest logits."""
+    """Parameters of the sampling steps that are on; all None: greedy."""
 
     temperature: Tensor | None = None
     seed: Tensor | None = None
@@ -83,7 +83,7 @@ class Sampling(NamedTuple):
 
 
 class CorpusIndex(NamedTuple):
-    """Documents to quote from: their tokens, the sorted keys, and where each key's token stands."""
+    """Documents for lookup: their tokens, the sorted keys, and the position of each key's token."""
 
     tokens: Tensor
     keys: Tensor

@@ -1,4 +1,4 @@
-"""A quantized linear on CUDA: our small-M kernels behind the op `fasteagle::planes_linear`."""
+"""Quantized linear on CUDA by our small-M kernels, through the op `fasteagle::planes_linear`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from fasteagle.quant.planes import PlanesWeight
 
 
 class PlanesLinear(nn.Module):
-    """Maps [T, K] to [T, N]: fp16 products, output in the input's dtype.
+    """Linear from [T, K] to [T, N] by fp16 products, with the output in the input's dtype.
 
-    `accumulate`: how a group's products are added up; groups always are in fp32.
+    `accumulate` is the dtype of the sum within a group; sums over groups are always in fp32.
     """
 
     planes: Tensor
@@ -23,15 +23,15 @@ class PlanesLinear(nn.Module):
         super().__init__()
         packed = planes.pack_planes(weight)
         self.out_features, self.in_features = packed.shape
-        # As buffers rather than one object, so that they move with the model and compile.
+        # Buffers rather than one object, so that they move with the model and compile.
         self.register_buffer("planes", packed.planes)
         self.register_buffer("params", packed.params)
         self.format = packed.bits, packed.group_size, packed.offsets
         self.accumulate = accumulate
-        self._in_range = False  # whether inputs are known to be small, as behind a norm
-        self._most = 0.0  # that an input may be, others are cut; 0: they are scaled where needed
+        self._in_range = False  # whether inputs are known to be small, as after a norm
+        self._most = 0.0  # inputs are clamped to it; 0: they are scaled where needed
         self._by_reference = False
-        self._interleaved = False  # whether the halves of the outputs lie in turn
+        self._interleaved = False  # whether the halves of the outputs are interleaved
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def use_reference(self) -> None:
@@ -43,13 +43,13 @@ class PlanesLinear(nn.Module):
         self.accumulate = "fp32"
 
     def expect_range(self, most: float = 0.0) -> None:
-        """Take inputs as they are from now on, they fit fp16; or cut them at `most`."""
+        """Expect inputs within fp16 from now on, or clamp them to `most` if it is not 0."""
         self._in_range, self._most = not most, most
 
     def interleave(self) -> None:
-        """Lay out the halves of the outputs (gate and up) in turn, so that one program has both.
+        """Interleave the halves of the outputs (gate and up), so that one program has both.
 
-        Results stay as they were.
+        Results do not change.
         """
         if self._interleaved:
             return
@@ -62,7 +62,7 @@ class PlanesLinear(nn.Module):
         return self.exact(x).to(x.dtype)
 
     def exact(self, x: Tensor) -> Tensor:
-        """The product in fp32, as the kernels sum it."""
+        """Return the product in fp32, as the kernels sum it."""
         if self._by_reference:
             y = product_by_rows(x, self.rows, self.out_features)
             return y if self.bias is None else y + self.bias
@@ -88,7 +88,7 @@ class PlanesLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def rows(self, index: Tensor) -> Tensor:
-        """Rows [n, K] of the weight, in fp32; the others are not dequantized."""
+        """Return rows [n, K] of the weight, in fp32, without dequantizing other rows."""
         if self._interleaved:
             index = 2 * index - (index >= self.out_features // 2) * (self.out_features - 1)
         held, params = self.planes[:, index], self.params[:, index]
@@ -97,10 +97,11 @@ class PlanesLinear(nn.Module):
 
 
 def in_half_range(x: Tensor, accumulate: str) -> tuple[Tensor, Tensor | None]:
-    """x [T, K] in fp16 and, unless it was so, a power of two [T, 1] to multiply its products by.
+    """Return x [T, K] scaled into fp16, and the powers of two [T, 1] that undo it in products.
 
-    Above 65,504 fp16 has no numbers (Qwen's down projection reads such); with sums in fp16 those of
-    a group must be in range too.
+    Returns x and None for fp16 x under fp32 accumulation. fp16 ends at 65,504, and the input of
+    Qwen's down projection exceeds it. With fp16 accumulation the sum over a group must be in range
+    too.
     """
     if x.dtype == torch.float16 and accumulate == "fp32":
         return x, None

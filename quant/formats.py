@@ -1,10 +1,10 @@
-"""Other tools' quantized tensors as `PackedWeight`: values and scales exactly as they are stored.
+"""Import other tools' quantized tensors as `PackedWeight`, with the exact values and scales.
 
-Functions of tensors alone; which file they lie in is the business of `loading.imported`.
+These functions take tensors only; `loading.imported` reads the files.
 
 Shapes: N output rows, K input columns, g group size, G = K / g groups in a row. Words are int32,
-their fields counted from the lowest bits; seen as bytes (little-endian) they hold column 2i in the
-low nibble of byte i, which is `PackedWeight`'s own order.
+their fields counted from the lowest bits; as bytes (little-endian) they hold column 2i in the low
+nibble of byte i, which is the order of `PackedWeight`.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Geometry(NamedTuple):
 
 
 class Imported(NamedTuple):
-    """A weight and its column order: `y = weight.dequantize() @ x[columns]`; None: unchanged."""
+    """Weight with its column order: `y = weight.dequantize() @ x[columns]`; None: unchanged."""
 
     weight: PackedWeight
     columns: Tensor | None
 
     def dequantize(self) -> Tensor:
-        """The weight in fp32 [N, K], columns in the order of the model."""
+        """Return the weight in fp32 [N, K], with columns in the order of the model."""
         values = self.weight.dequantize()
         if self.columns is None:
             return values
@@ -49,12 +49,12 @@ class Imported(NamedTuple):
 
 
 def refused(what: str) -> FasteagleError:
-    """The error for a format that has no exact import."""
+    """Return the error for a format that has no exact import."""
     return FasteagleError(f"{what} are not supported: {WAY_OUT}")
 
 
 def gptq_geometry(qweight: Shape, qzeros: Shape, scales: Shape) -> Geometry:
-    """Geometry of a GPTQ weight. Raises `FasteagleError` where the shapes contradict each other."""
+    """Return the geometry of a GPTQ weight; raise `FasteagleError` for inconsistent shapes."""
     misfit = _misfit(qweight=qweight, qzeros=qzeros, scales=scales)
     if not len(qweight) == len(qzeros) == len(scales) == 2 or 0 in qweight + qzeros + scales:
         raise misfit
@@ -68,10 +68,10 @@ def gptq_geometry(qweight: Shape, qzeros: Shape, scales: Shape) -> Geometry:
 
 
 def gptq_zero_offset(qzeros: Tensor, *, bits: int, v2: bool, sym: bool) -> int:
-    """What to add to stored zeros: 1 for `gptq`, which stores zero - 1, and 0 for `gptq_v2`.
+    """Return the offset of stored zeros: 1 for `gptq`, which stores zero - 1, 0 for `gptq_v2`.
 
-    Symmetric weights have the zero 2^(bits - 1), so the stored values show which one it is: some
-    files labelled `gptq` hold v2 zeros (vllm-project/vllm#38966). For others the label decides.
+    Symmetric weights have the zero 2^(bits - 1), so the stored values show the format: some files
+    labelled `gptq` hold v2 zeros (vllm-project/vllm#38966). For other weights the label decides.
     """
     midpoint = 1 << (bits - 1)
     stored = _fields(qzeros, bits)
@@ -90,7 +90,7 @@ def from_gptq(
     *,
     zero_offset: int,
 ) -> Imported:
-    """GPTQ as AutoGPTQ and GPTQModel write it; `w[n, k] = (q - zero) * scale`.
+    """Import GPTQ as AutoGPTQ and GPTQModel write it; `w[n, k] = (q - zero) * scale`.
 
     qweight [K * bits / 32, N] int32, packed along K; qzeros [G, N * bits / 32] int32, packed along
     N; scales [G, N]; g_idx [K], the group of each column. A stored 15 with `zero_offset` 1 is the
@@ -106,7 +106,7 @@ def from_gptq(
 
 
 def awq_geometry(qweight: Shape, qzeros: Shape, scales: Shape) -> Geometry:
-    """Geometry of an AWQ weight. Raises `FasteagleError` where the shapes contradict each other."""
+    """Return the geometry of an AWQ weight; raise `FasteagleError` for inconsistent shapes."""
     misfit = _misfit(qweight=qweight, qzeros=qzeros, scales=scales)
     if not len(qweight) == len(qzeros) == len(scales) == 2 or 0 in qweight + qzeros + scales:
         raise misfit
@@ -117,7 +117,7 @@ def awq_geometry(qweight: Shape, qzeros: Shape, scales: Shape) -> Geometry:
 
 
 def from_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> PackedWeight:
-    """AWQ in AutoAWQ's `gemm` layout; `w[n, k] = (q - zero) * scale`.
+    """Import AWQ in AutoAWQ's `gemm` layout; `w[n, k] = (q - zero) * scale`.
 
     qweight [K, N / 8] int32 and qzeros [G, N / 8] int32, both packed along N in `AWQ_ORDER`;
     scales [G, N]. Raises `FasteagleError` for shapes that do not fit.
@@ -129,7 +129,7 @@ def from_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> PackedWeight:
 
 
 def _awq_fields(words: Tensor) -> Tensor:
-    """[R, N / 8] int32 to [R, N] uint8."""
+    """Unpack [R, N / 8] int32 into [R, N] uint8, in the order of columns."""
     nibble_of_column = torch.tensor(AWQ_ORDER).argsort()
     return _fields(words, 4).unflatten(1, (-1, 8))[..., nibble_of_column].flatten(1)
 
@@ -137,7 +137,10 @@ def _awq_fields(words: Tensor) -> Tensor:
 def compressed_tensors_geometry(
     weight_packed: Shape, weight_scale: Shape, shape: Shape
 ) -> Geometry:
-    """Geometry of a compressed-tensors weight of `shape` (N, K). Raises `FasteagleError`."""
+    """Return the geometry of a compressed-tensors weight of `shape` (N, K).
+
+    Raises `FasteagleError` for inconsistent shapes.
+    """
     misfit = _misfit(weight_packed=weight_packed, weight_scale=weight_scale, weight_shape=shape)
     if not len(weight_packed) == len(weight_scale) == len(shape) == 2 or 0 in weight_scale + shape:
         raise misfit
@@ -155,7 +158,7 @@ def from_compressed_tensors(
     weight_zero_point: Tensor | None = None,
     weight_g_idx: Tensor | None = None,
 ) -> Imported:
-    """compressed-tensors `pack-quantized`; `w[n, k] = (q - zero) * scale`, 4 or 8 bits.
+    """Import compressed-tensors `pack-quantized`; `w[n, k] = (q - zero) * scale`, 4 or 8 bits.
 
     weight_packed [N, K * bits / 32] int32, packed along K after adding 2^(bits - 1); weight_scale
     [N, G]; weight_zero_point packed likewise along N, [N * bits / 32, G] int32, or plain int8
@@ -172,7 +175,7 @@ def from_compressed_tensors(
 
 
 def _zero_points(point: Tensor | None, bits: int, n_rows: int, n_groups: int) -> Tensor:
-    """Unsigned zeros [N, G] from compressed-tensors' signed zero points, packed or plain."""
+    """Return unsigned zeros [N, G] from compressed-tensors' signed zero points, packed or plain."""
     midpoint = 1 << (bits - 1)
     if point is None:
         return torch.full((n_rows, n_groups), midpoint, dtype=torch.int16)
@@ -187,10 +190,10 @@ def _zero_points(point: Tensor | None, bits: int, n_rows: int, n_groups: int) ->
 
 
 def act_order(g_idx: Tensor, n_columns: int, group_size: int) -> Tensor | None:
-    """Column order [K] that makes the groups of `g_idx` [K] contiguous; None if they already are.
+    """Return the column order [K] that makes the groups of `g_idx` [K] contiguous.
 
-    Stable, so that columns keep their order within a group; -1 everywhere means unused. Raises
-    `FasteagleError` unless every group has exactly `group_size` columns.
+    Returns None if they already are, or if all are -1, which means unused. Columns keep their order
+    within a group. Raises `FasteagleError` unless every group has exactly `group_size` columns.
     """
     plain = torch.arange(n_columns) // group_size
     g_idx = g_idx.long()
@@ -206,7 +209,7 @@ def act_order(g_idx: Tensor, n_columns: int, group_size: int) -> Tensor | None:
 
 
 def _ordered(weight: PackedWeight, g_idx: Tensor | None) -> Imported:
-    """`weight` with its columns moved from the model's order into the order of its groups."""
+    """Return `weight` with its columns moved from the model's order into that of its groups."""
     if g_idx is None:
         return Imported(weight, None)
     columns = act_order(g_idx, weight.shape[1], weight.group_size)
@@ -221,7 +224,7 @@ def _ordered(weight: PackedWeight, g_idx: Tensor | None) -> Imported:
 def _with_zeros(
     geometry: Geometry, q: Tensor, scales: Tensor, zeros: Tensor, method: str
 ) -> PackedWeight:
-    """A weight from unsigned q, packed as bytes [N, K * bits / 8], and zeros [N, G]."""
+    """Make a weight of unsigned q, packed as bytes [N, K * bits / 8], and zeros [N, G]."""
     bits, group_size = geometry.bits, geometry.group_size
     if bits == 4:
         return PackedWeight(4, group_size, q, scales, zeros=zeros.to(torch.uint8))
@@ -231,12 +234,12 @@ def _with_zeros(
 
 
 def _fields(words: Tensor, bits: int) -> Tensor:
-    """int32 [R, W] to uint8 [R, W * 32 / bits], lowest bits first."""
+    """Unpack int32 [R, W] into uint8 [R, W * 32 / bits], lowest bits first."""
     return unpack_nibbles(_as_bytes(words)) if bits == 4 else _as_bytes(words)
 
 
 def _as_bytes(words: Tensor) -> Tensor:
-    """int32 [R, W] to uint8 [R, 4 W]."""
+    """View int32 [R, W] as uint8 [R, 4 W]."""
     # Flattened first: a transposed [R, 1] counts as contiguous but has the wrong stride.
     return words.contiguous().flatten().view(torch.uint8).view(len(words), -1)
 

@@ -1,6 +1,6 @@
-"""GGUF's blocks of quantized weights as `PackedWeight`, in 4 or 8 bits and groups of 32.
+"""Import GGUF's blocks of quantized weights as `PackedWeight`, in 4 or 8 bits, groups of 32.
 
-Functions of tensors alone; the file is the business of `loading.gguf`.
+These functions take tensors only; `loading.gguf` reads the file.
 
 Shapes: N output rows, K input columns, G = K / 32 groups in a row.
 """
@@ -16,7 +16,7 @@ from fasteagle.quant.packed import PackedWeight, int4, stack
 from fasteagle.quant.params import int8_groups
 
 GGUF_GROUP = 32
-# Bytes of a block: of 32 weights, or of 256 in the types with K or XS in their name.
+# Bytes of a block, which has 32 weights, or 256 in the types with K or XS in their name.
 GGUF_BLOCKS = {
     "Q4_0": 18,
     "Q4_1": 20,
@@ -32,19 +32,20 @@ GGUF_BLOCKS = {
     "IQ4_XS": 136,
 }
 GGUF_EXACT = frozenset({"Q4_0", "Q4_1", "Q8_0"})  # bit-equal to `gguf.quants.dequantize`
-GGUF_4_BITS = frozenset({"Q4_0", "Q4_1", "Q4_K"})  # the others become 8 bits
+GGUF_4_BITS = frozenset({"Q4_0", "Q4_1", "Q4_K"})  # other types become 8 bits
 GGUF_WIDENED = frozenset({"Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS"})  # to twice their size and more
-CONVERTED_VALUES = 1 << 20  # dequantized at a time: an LM head in fp32 takes gigabytes
+CONVERTED_VALUES = 1 << 20  # values dequantized at a time: an LM head in fp32 takes gigabytes
 
 
 def from_gguf_blocks(raw: Tensor, kind: str) -> PackedWeight:
-    """GGUF rows uint8 [N, bytes of a row] in groups of 32, 4 bits for `GGUF_4_BITS`, else 8.
+    """Import GGUF rows, uint8 [N, bytes of a row], with 4 bits for `GGUF_4_BITS`, else 8.
 
-    Q4_0, Q4_1, Q8_0 keep every value in fp32 (`GGUF_EXACT`). A block is fp16 d, for Q4_1 fp16 m,
-    then 16 bytes with weights 0 .. 15 in their low and 16 .. 31 in their high nibbles, or
-    32 int8: `d * (q - 8)`, `d * q + m`, `d * q`. Q4_K: the stored values, parameters rounded to
-    fp16 (`_q4_k`). The others: values rounded to 8 bits, at most about amax / 254 of a group away
-    (`int8_groups`). Raises `FasteagleError` for other types.
+    Groups have 32 columns. Q4_0, Q4_1, Q8_0 keep every value in fp32 (`GGUF_EXACT`). Their block is
+    fp16 d, for Q4_1 fp16 m, then 16 bytes with weights 0 .. 15 in their low and 16 .. 31 in their
+    high nibbles, or 32 int8: `d * (q - 8)`, `d * q + m`, `d * q`. Q4_K keeps the stored values and
+    rounds its parameters to fp16 (`_q4_k`). Values of the other types in `GGUF_BLOCKS` are rounded
+    to 8 bits, by at most about amax / 254 of a group (`int8_groups`). Raises `FasteagleError` for
+    types that are not in `GGUF_BLOCKS`.
     """
     if kind not in GGUF_BLOCKS:
         raise refused(f"GGUF {kind} weights")
@@ -72,13 +73,13 @@ def from_gguf_blocks(raw: Tensor, kind: str) -> PackedWeight:
 
 
 def _q4_k(raw: Tensor) -> PackedWeight:
-    """Q4_K rows: `d * sc * q - dmin * m`, blocks of 256 in groups of 32.
+    """Import Q4_K rows: `d * sc * q - dmin * m`, blocks of 256 in groups of 32.
 
     A block is fp16 d and dmin, 12 bytes with the 6-bit sc and m of 8 groups, and 128 bytes: 32 of
     them hold one group in their low nibbles and the next one in their high nibbles. d * sc and
     dmin * m are rounded to fp16, by at most 2^-11 of each (subnormal products are exact: d is a
-    multiple of 2^-24), so a weight by at most 2^-11 * (d * sc * q + dmin * m). Beyond the range
-    of fp16, which no sane file needs, they stay fp32.
+    multiple of 2^-24), so a weight by at most 2^-11 * (d * sc * q + dmin * m). Parameters
+    beyond the range of fp16, which ordinary files do not have, stay fp32.
     """
     blocks = raw.unflatten(1, (-1, GGUF_BLOCKS["Q4_K"]))  # [N, K / 256, 144]
     d, dmin = blocks[..., :4].contiguous().view(torch.float16).float().split(1, dim=-1)
@@ -94,7 +95,7 @@ def _q4_k(raw: Tensor) -> PackedWeight:
 
 
 def _converted(raw: Tensor, kind: str) -> PackedWeight:
-    """Rows of any type that the gguf package knows, dequantized and rounded by `int8_groups`."""
+    """Import rows of any type that the gguf package dequantizes, rounded by `int8_groups`."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType  # 0.2 s, for GGUF files only
     from gguf.quants import dequantize
 

@@ -1,12 +1,12 @@
-"""Products of a few rows with 4- and 8-bit weights, in Triton: `y = x @ w.T`, fp16 in, fp32 out.
+"""Triton products of a few rows with 4- and 8-bit weights: `y = x @ w.T`, fp16 in, fp32 out.
 
-Decoding reads every weight once per pass, so what counts is a kernel's share of the memory
+Decoding reads every weight once per pass, so that a kernel is measured by its share of the memory
 bandwidth. Values go from shared memory into tensor core operands by one `lop3` per pair: a value in
 the low bits of 0x6400 is the fp16 number 1024 + value. An integer zero is part of the constant
 that is added back. Scales are applied to the accumulators, or to the weights if these have offsets.
 
-Row r of a product has the same bits whatever the number of rows up to 64: one orientation, order
-along K, split and accumulator per shape of the weight, and no atomics.
+The bits of a row do not depend on the number of rows, up to 64: each shape of the weight has one
+orientation, order along K, split and accumulator, and there are no atomics.
 
 Shapes: M rows of x, N outputs, K inputs, Np outputs in whole blocks, S splits along K.
 """
@@ -31,16 +31,16 @@ from fasteagle.quant.unpack_kernels import as_row, group_params, half_range, pla
 
 MAX_ROWS = 64  # above this the weight is dequantized and cuBLAS multiplies
 INTERPRETED = triton.knobs.runtime.interpret  # has no inline assembly; runs on the CPU
-SPAN = 64  # columns of an activation that share a scale: what a program with gates yields
+SPAN = 64  # columns of an activation that share a scale: the output of one gated program
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}  # fused only where the code says so
 
 
 def linear(x: Tensor, weight: PlanesWeight, *, accumulate: str = "fp32") -> Tensor:
-    """`x @ w.T` in fp32 [M, N] for fp16 x [M, K], on CUDA (on the CPU in Triton's interpreter).
+    """Return `x @ w.T` in fp32 [M, N] for fp16 x [M, K], on CUDA or in Triton's interpreter.
 
-    accumulate: "fp16" adds up within a group in fp16, at twice the tensor core rate on GeForce
-    cards, and in fp32 between groups. Above 64 rows the weight is dequantized into a scratch that
-    the caching allocator recycles, and cuBLAS multiplies, always in fp32.
+    `accumulate` "fp16" means fp16 accumulation within a group, at twice the tensor core rate on
+    GeForce cards, and fp32 accumulation over groups. Above 64 rows the weight is
+    dequantized into a temporary tensor, and cuBLAS multiplies, always with fp32 accumulation.
     """
     if x.dtype != torch.float16 or x.dim() != 2 or x.shape[1] != weight.K:
         raise FasteagleError(
@@ -72,10 +72,10 @@ def _small(x: Tensor, weight: PlanesWeight, accumulate: str) -> Tensor:
 def partial_sums(
     x: Tensor, weight: PlanesWeight, accumulate: str, scales: Tensor | None = None
 ) -> Tensor:
-    """fp32 [S, M, Np] whose sum over S, in this order, is the product; [1, M, N] without a split.
+    """Return fp32 [S, M, Np], whose sum over S, in order, is the product; [1, M, N] without split.
 
     x [M, Kp] is fp16 with up to `MAX_ROWS` rows. `scales` [Kp / SPAN, M] multiply the spans of its
-    rows: inputs beyond the range of fp16, see `gate_kernel`.
+    rows, for inputs beyond the range of fp16; see `gate_kernel`.
     """
     M = x.shape[0]
     cut = tiling(weight.layout, weight.N, weight.K, M, card_of(x.device))
@@ -86,10 +86,10 @@ def partial_sums(
 
 
 def gated(x: Tensor, weight: PlanesWeight, accumulate: str) -> tuple[Tensor, Tensor] | None:
-    """silu(gate) * up [M, N / 2] in fp16, and scales [N / 2 / SPAN, M] of its spans.
+    """Return silu(gate) * up [M, N / 2] in fp16, and scales [N / 2 / SPAN, M] of its spans.
 
-    Even rows of the weight are the gate's, odd ones up's. None where K is split: the sums are not
-    whole before all programs are done.
+    Even rows of the weight belong to gate, odd ones to up. Returns None where K is split, because
+    the sums are complete only after all programs.
     """
     M = x.shape[0]
     cut = tiling(weight.layout, weight.N, weight.K, M, card_of(x.device))
@@ -145,10 +145,10 @@ def _large(x: Tensor, weight: PlanesWeight) -> Tensor:
 def constants(
     weight: PlanesWeight, cut: Tiling, accumulate: str, scaled: bool = False, gated: bool = False
 ) -> dict[str, object]:
-    """The compile-time constants of `planes_kernel`.
+    """Return the compile-time constants of `planes_kernel`.
 
-    fp16 sums of a group stay in range because values are scaled by 1/16, or at 8 bits by 1/128:
-    exact, since both are powers of two.
+    fp16 accumulation over a group stays in range because values are scaled by 1/16, or at 8 bits by
+    1/128, which is exact, since both are powers of two.
     """
     fp16 = accumulate == "fp16"
     unit = (1 / 16 if weight.bits == 4 else 1 / 128) if fp16 and not weight.offsets else 1.0
@@ -165,7 +165,7 @@ def constants(
 
 
 def format_constants(weight: PlanesWeight) -> dict[str, object]:
-    """The compile-time constants that all kernels over this format share."""
+    """Return the compile-time constants that all kernels over this format share."""
     layout = weight.layout
     return {
         "BITS": weight.bits,
@@ -179,7 +179,7 @@ def format_constants(weight: PlanesWeight) -> dict[str, object]:
 
 @functools.cache
 def card_of(device: torch.device) -> Card:
-    """What tilings are chosen by; elsewhere than on CUDA those of an RTX 3090."""
+    """Return the GPU data that tilings are chosen by; without CUDA those of an RTX 3090."""
     if device.type != "cuda":
         return Card.like_3090(82)
     found = torch.cuda.get_device_properties(device)
@@ -215,9 +215,10 @@ def planes_kernel(
     EXPONENT: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """A block of rows and columns over one split of K: out[split, row, n], out_columns wide.
+    """Compute a block of rows and columns over one split of K: out[split, row, n].
 
-    Row blocks vary fastest, so that those after the first find the weights in the cache.
+    Rows of `out` have out_columns columns. Row blocks vary fastest, so that those after the first
+    find the weights in the cache.
     """
     PLANES: tl.constexpr = 16 // BITS
     ROWS: tl.constexpr = TILE // PLANES  # columns of w in a plane of a tile
@@ -277,7 +278,7 @@ def planes_kernel(
 
 @triton.jit
 def sum_kernel(parts_ptr, y_ptr, N, Np, stride_split, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr):
-    """y[m, n] = parts[0, m, n] + parts[1, m, n] + ..., in this order."""
+    """Compute y[m, n] = parts[0, m, n] + parts[1, m, n] + ..., in this order."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1)
     total = tl.zeros((BLOCK_N,), tl.float32)
@@ -300,7 +301,7 @@ def dequantize_kernel(
     UNIT: tl.constexpr,
     USE_ASM: tl.constexpr,
 ):
-    """One tile of fp16 w.T [Kp, Np], for one block of columns."""
+    """Compute one tile of fp16 w.T [Kp, Np] for one block of columns."""
     PLANES: tl.constexpr = 16 // BITS
     ROWS: tl.constexpr = TILE // PLANES
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -1,7 +1,7 @@
-"""Linears over quantized weights: each holds its weight once, in the layout its kernel reads.
+"""Linears over quantized weights: each holds its weight once, in the layout of its kernel.
 
-CPU: our kernels (`cpu_linear`) where they could be built. Without them ATen's int4 and int8
-products in bf16; in fp32 ATen has none, and the weight is dequantized once, exactly. CUDA: our own
+On a CPU: our kernels (`cpu_linear`) if they are built. Without them ATen's int4 and int8 products
+in bf16; ATen has none in fp32, where the weight is dequantized once, exactly. On CUDA: our own
 kernels.
 
 Shapes: T rows, N outputs, K inputs, G groups in a row.
@@ -27,9 +27,9 @@ def make_linear(
     dtype: torch.dtype,
     native: bool = False,
 ) -> nn.Module:
-    """A module that maps [T, K] to [T, N] in `dtype`, on any device.
+    """Return a module that maps [T, K] to [T, N] in `dtype`, on any device.
 
-    `native`: on a CPU, by our kernels, which are loaded (`cpu_build`).
+    `native`: on a CPU use our kernels, which must be loaded (`cpu_build`).
     """
     device = torch.device(device)
     bias = None if bias is None else bias.to(device, dtype)
@@ -45,7 +45,7 @@ def make_linear(
 
 
 def dense_linear(weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> nn.Linear:
-    """The dequantized weight in an ordinary linear: exact in fp32, and it saves no memory."""
+    """Return an ordinary linear of the dequantized weight: exact in fp32, without saving memory."""
     N, K = weight.shape
     linear = nn.Linear(K, N, bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(weight.dequantize().to(dtype), requires_grad=False)
@@ -55,7 +55,10 @@ def dense_linear(weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) 
 
 
 class Int4Linear(nn.Module):
-    """`_weight_int4pack_mm_for_cpu`: w = (q - 8) * scale + midpoint; scale and midpoint in bf16."""
+    """Linear by ATen's `_weight_int4pack_mm_for_cpu`, with bf16 scales and midpoints.
+
+    w = (q - 8) * scale + midpoint.
+    """
 
     packed: Tensor
     scales_and_midpoints: Tensor
@@ -86,13 +89,13 @@ class Int4Linear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def rows(self, index: Tensor) -> Tensor:
-        """The kernel's bf16 values of rows [n, K] of the weight, by products with unit vectors."""
+        """Return rows [n, K] of the weight in the kernel's bf16, by products with unit vectors."""
         unit = torch.eye(self.in_features, dtype=torch.bfloat16)
         return torch.cat([self(part)[:, index] for part in unit.split(64)]).T.contiguous()
 
 
 class Int8Linear(nn.Module):
-    """`_weight_int8pack_mm`: one bf16 scale per row."""
+    """Linear by ATen's `_weight_int8pack_mm`, with one bf16 scale per row."""
 
     packed: Tensor
     scales: Tensor
@@ -109,15 +112,15 @@ class Int8Linear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def rows(self, index: Tensor) -> Tensor:
-        """Rows [..., K] of the weight, in fp32."""
+        """Return rows [..., K] of the weight, in fp32."""
         return self.packed[index].float() * self.scales[index].float().unsqueeze(-1)
 
 
 class QuantizedLMHead(nn.Module):
-    """Logits in fp32 from a quantized linear; the highest few computed again with fp32 products.
+    """LM head with fp32 logits from a quantized linear; the highest are recomputed in fp32.
 
-    See `model.sharpen`; only where single rows of the weight are cheap to read (8 bits). Our own
-    kernels yield fp32 sums, which need no sharpening: their inputs are the same fp16 or 8 bits.
+    `model.sharpen` recomputes them, only where single rows of the weight are cheap to read (8
+    bits). Our own kernels yield fp32 sums of fp16 or 8-bit inputs, which need no sharpening.
     """
 
     def __init__(self, linear: nn.Module) -> None:
@@ -136,13 +139,13 @@ class QuantizedLMHead(nn.Module):
         return sharpen(logits, x, self.linear.rows)
 
     def rows(self, index: Tensor) -> Tensor:
-        """Rows [n, K] of the weight."""
+        """Return rows [n, K] of the weight."""
         dense = isinstance(self.linear, nn.Linear)
         return self.linear.weight[index] if dense else self.linear.rows(index)
 
 
 class Permuted(nn.Module):
-    """A linear that permutes its inputs first (GPTQ's act-order)."""
+    """Linear that permutes its inputs first (GPTQ's act-order)."""
 
     columns: Tensor
 
@@ -156,7 +159,7 @@ class Permuted(nn.Module):
 
 
 class SideBySide(nn.Module):
-    """Linears of one input whose outputs are concatenated, where they cannot be fused."""
+    """Linears of one input that cannot be fused; their outputs are concatenated."""
 
     def __init__(self, linears: list[nn.Module]) -> None:
         super().__init__()
@@ -167,7 +170,7 @@ class SideBySide(nn.Module):
 
 
 def use_references(module: nn.Module) -> None:
-    """Compute the products inside `module` in torch from now on: our kernels are wrong."""
+    """Compute the products inside `module` in torch from now on, because our kernels failed."""
     for linear in module.modules():
         if isinstance(linear, NativeLinear | PlanesLinear):
             linear.use_reference()

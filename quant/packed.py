@@ -1,7 +1,7 @@
 """Quantized weights as plain tensors, and the plain-torch reference for their values.
 
-Every importer and quantizer produces a `PackedWeight`, every kernel starts from one, and all of
-them are tested against `dequantize`.
+Every importer and quantizer produces a `PackedWeight`, every kernel layout is made from one, and
+all of them are tested against `dequantize`.
 
 Shapes: N output rows, K input columns, g group size, G = K / g groups in a row.
 """
@@ -19,7 +19,7 @@ from fasteagle.errors import FasteagleError
 
 @dataclasses.dataclass(frozen=True)
 class PackedWeight:
-    """`w = (q - zero) * scale` or `w = q * scale + offset`, in groups along a row; in fp32.
+    """Weight `w = (q - zero) * scale` or `w = q * scale + offset`, in fp32, by groups in a row.
 
     4 bits: q is 0 .. 15, column 2i in the low nibble of byte i, with zeros or offsets. 8 bits: q is
     -128 .. 127, and `w = q * scale`.
@@ -49,16 +49,16 @@ class PackedWeight:
         return sum(t.numel() * t.element_size() for t in self.tensors().values())
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that are not None, by name."""
+        """Return the tensors that are not None, by name."""
         named = {"q": self.q, "scales": self.scales, "zeros": self.zeros, "offsets": self.offsets}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def values(self) -> Tensor:
-        """q with one value per element: uint8 or int8 [N, K]."""
+        """Return q with one value per element: uint8 or int8 [N, K]."""
         return unpack_nibbles(self.q) if self.bits == 4 else self.q
 
     def dequantize(self) -> Tensor:
-        """The weight in fp32 [N, K]."""
+        """Return the weight in fp32 [N, K]."""
         N, K = self.shape
         q = self.values().view(N, -1, self.group_size).float()
         scales = self.scales.float().unsqueeze(-1)
@@ -71,7 +71,7 @@ class PackedWeight:
         return w.reshape(N, K)
 
     def affine(self) -> tuple[Tensor, Tensor]:
-        """(scales, offsets) [N, G] in fp32: the float-offset form of any 4-bit weight, exact."""
+        """Return scales and float offsets [N, G] in fp32 of any 4-bit weight, exactly."""
         scales = self.scales.float()
         if self.offsets is not None:
             return scales, self.offsets.float()
@@ -79,7 +79,7 @@ class PackedWeight:
         return scales, -self.zeros.float() * scales
 
     def rows(self, index: Tensor | slice) -> PackedWeight:
-        """Some of the output rows."""
+        """Return the weight of the output rows at `index`."""
         return self._each(lambda tensor: tensor[index])
 
     def to(self, device: torch.device | str) -> PackedWeight:
@@ -94,7 +94,7 @@ class PackedWeight:
 def stack(parts: Sequence[PackedWeight]) -> PackedWeight:
     """Stack weights along their rows, for fused linears.
 
-    Integer zeros become float offsets where the parts differ; that is exact, in fp32.
+    If the parts differ, integer zeros become float offsets, which is exact in fp32.
     """
     first = parts[0]
     assert {(p.bits, p.group_size) for p in parts} == {(first.bits, first.group_size)}
@@ -116,19 +116,19 @@ def _with_offsets(part: PackedWeight) -> PackedWeight:
 
 
 def pack_nibbles(values: Tensor) -> Tensor:
-    """uint8 [..., K] of 0 .. 15 to uint8 [..., K / 2], column 2i in the low nibble."""
+    """Pack uint8 [..., K] of 0 .. 15 into uint8 [..., K / 2], column 2i in the low nibble."""
     return values[..., 0::2] | (values[..., 1::2] << 4)
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
-    """The inverse of `pack_nibbles`."""
+    """Unpack uint8 [..., K / 2] into uint8 [..., K], the inverse of `pack_nibbles`."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 
 def int4(
     values: Tensor, scales: Tensor, *, zeros: Tensor | None = None, offsets: Tensor | None = None
 ) -> PackedWeight:
-    """A 4-bit weight from q values [N, K] (any integer dtype) and its groups' parameters [N, G]."""
+    """Make a 4-bit weight of q [N, K] (any integer dtype) and its groups' parameters [N, G]."""
     group_size = values.shape[1] // scales.shape[1]
     zeros = None if zeros is None else zeros.to(torch.uint8)
     q = pack_nibbles(values.to(torch.uint8))
@@ -136,13 +136,16 @@ def int4(
 
 
 def int8(values: Tensor, scales: Tensor) -> PackedWeight:
-    """An 8-bit weight from q values [N, K] and scales [N, G]."""
+    """Make an 8-bit weight of q [N, K] and scales [N, G]."""
     group_size = values.shape[1] // scales.shape[1]
     return PackedWeight(8, group_size, values.to(torch.int8), scales)
 
 
 def check_group_size(columns: int, group_size: int) -> int:
-    """Groups in a row of `columns`. Raises `FasteagleError` if the group size does not fit."""
+    """Return the number of groups in a row of `columns`.
+
+    Raises `FasteagleError` if the group size does not divide it.
+    """
     if columns % group_size:
         fitting = [g for g in (128, 64, 32) if columns % g == 0]
         fix = f"use {' or '.join(f'g{g}' for g in fitting)}" if fitting else "use int8"
@@ -155,7 +158,7 @@ def check_group_size(columns: int, group_size: int) -> int:
 def product_by_rows(x: Tensor, rows: Callable[[Tensor], Tensor], n_rows: int) -> Tensor:
     """Return x [T, K] times a weight [n_rows, K] in fp32, whose `rows` are dequantized in parts.
 
-    Slow: stands in for kernels that are wrong on some device.
+    It is slow, and replaces kernels that are wrong on some device.
     """
     parts = torch.arange(n_rows, device=x.device).split(1024)
     return torch.cat([x.float() @ rows(part).float().T for part in parts], dim=-1)

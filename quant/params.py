@@ -1,7 +1,8 @@
 """Choose 4- and 8-bit values for a weight: min-max, HQQ (torchao's search), int8 by maximum.
 
 Scales are rounded to bf16 before the values are chosen, because the CPU kernels hold them in bf16:
-the stored weight is then exactly the weight that is multiplied. Only `int8_groups` keeps fp16.
+the stored weight is then exactly the weight that is multiplied. Only `int8_groups` uses fp16
+scales.
 
 Shapes: N output rows, K input columns, G groups in a row.
 """
@@ -22,7 +23,7 @@ from fasteagle.quant.scheme import Scheme
 
 
 def quantize_weight(weight: Tensor, scheme: Scheme) -> PackedWeight:
-    """Quantize [N, K]. Raises `FasteagleError` for groups that do not fit."""
+    """Quantize a weight [N, K]; raise `FasteagleError` for a group size that does not divide K."""
     weight = weight.float()
     group_size = scheme.group_size or weight.shape[1]
     packed.check_group_size(weight.shape[1], group_size)
@@ -37,10 +38,10 @@ def quantize_weight(weight: Tensor, scheme: Scheme) -> PackedWeight:
 
 
 def min_max(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """Scales (bf16) and integer zeros (int32) [N, G] that span each group's range, and 0.
+    """Return bf16 scales and int32 zeros [N, G] that cover each group's range, including 0.
 
-    The same as torchao's `choose_qparams_affine`, except that the scale is rounded. Importing
-    torchao would add seconds to every start with a quantized draft head.
+    torchao's `choose_qparams_affine` does so without rounding the scale, but importing torchao
+    would add seconds to every start with a quantized draft head.
     """
     grouped = weight.unflatten(1, (-1, group_size))
     low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
@@ -50,11 +51,11 @@ def min_max(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
 
 
 def _hqq(weight: Tensor, group_size: int) -> PackedWeight:
-    """Half-quadratic quantization: float offsets that minimize an l_p norm of the error."""
-    with quiet_import():  # takes seconds, and says so
+    """Quantize by HQQ (half-quadratic): float offsets that minimize an l_p norm of the error."""
+    with quiet_import():  # takes seconds and prints warnings
         from torchao.quantization import quant_primitives as torchao
 
-    # On CUDA the search would be in fp16 and find other values than on a CPU.
+    # On CUDA the search would be in fp16 and its values would differ from those on a CPU.
     search = functools.partial(torchao.optimize_weights_proximal_legacy, dtype=torch.float32)
     _, scales, zeros, _ = torchao._choose_qparams_and_quantize_affine_hqq(
         weight,
@@ -65,7 +66,7 @@ def _hqq(weight: Tensor, group_size: int) -> PackedWeight:
         raw_output=True,
         optimize_weights=search,
     )
-    # The kernels store the value of q = 8 instead of the value of q = 0, also in bf16.
+    # The kernels store the value of q = 8 instead of the value of q = 0, in bf16 too.
     midpoint = ((8 - zeros) * scales).to(torch.bfloat16).float()
     scales = scales.to(torch.bfloat16)
     offsets = midpoint - 8 * scales.float()
@@ -82,7 +83,9 @@ def _int8(weight: Tensor, group_size: int) -> PackedWeight:
 
 
 def int8_groups(weight: Tensor, group_size: int = 32) -> PackedWeight:
-    """8 bits for fp32 [N, K] whose values had fewer bits, or share a product with 8-bit ones.
+    """Quantize fp32 [N, K] to 8 bits in groups, with fp16 scales.
+
+    It serves weights that had fewer bits, or that share a product with 8-bit weights.
 
     A scale is the group's largest magnitude amax / 127, rounded up to fp16 (by at most 2^-10, or
     by 2^-24 where it is subnormal), so that nothing is cut off. The error is at most half a scale:

@@ -1,9 +1,9 @@
-"""The layout that the CUDA kernels read, its packing in plain torch, and the custom op over both.
+"""Interleaved layout of the CUDA kernels: its packing in plain torch, and the custom op over it.
 
 A weight [N, K] is cut along K into tiles. The values of a tile are spread over planes: bit field j
 of row r of the stored int16 holds the value of column `plane_rows * j + r`. A register with two
 neighbouring rows then yields, for every j, two neighbouring columns of plane j after one mask.
-That is a tensor core operand, with no further trip through shared memory.
+That is a tensor core operand without another pass through shared memory.
 
 Shapes: N output rows, K input columns, padded to whole blocks Np, Kp; G = Kp / g groups of g.
 """
@@ -23,17 +23,17 @@ from fasteagle.quant.packed import PackedWeight
 
 BLOCK_N = 128  # output rows of one program; narrower blocks unroll into more instructions
 ACCUMULATE = ("fp32", "fp16")
-# Activations below 2^(this + 1) are in range; with sums in fp16 those of 128 products as well.
+# Activations below 2^(this + 1) are in range; with fp16 accumulation 128 products are too.
 LARGEST_EXPONENT = {"fp32": 14, "fp16": 8}
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What a kernel is specialized for, derived from the format of the weight."""
+    """Format of a weight that a kernel is specialized for, and its tile."""
 
     bits: int
     tile: int  # columns cut into planes together
-    group_size: int  # 0: one scale a row
+    group_size: int  # 0: one scale per row
 
     @property
     def n_planes(self) -> int:
@@ -44,19 +44,19 @@ class Layout:
         return self.tile // self.n_planes
 
     def padded(self, K: int) -> int:
-        """K rounded up to whole tiles; the added columns of x are zeros."""
+        """Return K rounded up to whole tiles; the added columns of x are zeros."""
         return -(-K // self.tile) * self.tile
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanesWeight:
-    """A `PackedWeight` in kernel layout: `w = (q - zero) * scale` or `(q - 8) * scale + midpoint`.
+    """Weight in the interleaved layout: `(q - zero) * scale` or `(q - 8) * scale + midpoint`.
 
     The midpoint, the value of q = 8, replaces the offset: an offset can be as large as the largest
     weight, and rounding it to fp16 would shift the whole group. params, by format:
         4 bits   int32 [G, Np]: the fp16 scale low, and high -(1024 + zero) or the midpoint in fp16
         8 bits   int32 [G / 2, Np]: the fp16 scales of two groups, the first one low
-        8 bits   int32 [1, Np]: the bits of one fp32 scale a row (group_size = K)
+        8 bits   int32 [1, Np]: the bits of one fp32 scale per row (group_size = K)
     """
 
     planes: Tensor  # int16 [Kp / n_planes, Np]
@@ -73,7 +73,7 @@ class PlanesWeight:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes a product reads, padding included."""
+        """Bytes that a product reads, padding included."""
         return self.planes.nbytes + self.params.nbytes
 
     @property
@@ -87,11 +87,11 @@ class PlanesWeight:
 
 
 def layout_for(bits: int, group_size: int, K: int) -> Layout:
-    """Tiles and groups for a format. Raises `FasteagleError` where no kernel fits the group size.
+    """Return the layout for a format; raise `FasteagleError` for group sizes without a kernel.
 
-    Tiles of 128 amortize the loop best; tiles of 64 are for K that 128 does not divide.
-    Grouped 8-bit weights use tiles of two groups, so that the two scales fill one 32-bit word:
-    narrower loads are not asynchronous.
+    Tiles of 128 are fastest; tiles of 64 are for K that 128 does not divide. Grouped 8-bit weights
+    use tiles of two groups, so that the two scales fill one 32-bit word: narrower loads are not
+    asynchronous.
     """
     if bits == 8 and group_size == K:
         return Layout(8, 64 if K % 128 else 128, 0)
@@ -102,9 +102,9 @@ def layout_for(bits: int, group_size: int, K: int) -> Layout:
 
 
 def pack_planes(weight: PackedWeight) -> PlanesWeight:
-    """Pack into kernel layout, on the weight's device.
+    """Pack a weight into the interleaved layout, on its device.
 
-    q and zeros are kept exactly. Scales and midpoints of groups are rounded to fp16: exact for
+    q and zeros are exact. Scales and midpoints of groups are rounded to fp16: exact for
     those stored in fp16 and for most stored in bf16; a scale per row stays fp32. Raises
     `FasteagleError` for group sizes without a kernel and for parameters beyond fp16.
     """
@@ -127,7 +127,7 @@ def pack_planes(weight: PackedWeight) -> PlanesWeight:
 
 
 def unpack_planes(weight: PlanesWeight) -> Tensor:
-    """The inverse of the packing: q [N, K], uint8 at 4 bits and int8 at 8."""
+    """Return q [N, K] of a packed weight, uint8 at 4 bits and int8 at 8."""
     layout = weight.layout
     rows = weight.planes.view(-1, layout.plane_rows, weight.planes.shape[1])
     low, high = rows.contiguous().view(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
@@ -139,7 +139,7 @@ def unpack_planes(weight: PlanesWeight) -> Tensor:
 
 
 def unpack_params(weight: PlanesWeight) -> tuple[Tensor, Tensor | None]:
-    """fp32 scales and, at 4 bits, zeros or midpoints, each [N, groups in a row]."""
+    """Return fp32 scales and, at 4 bits, zeros or midpoints, each [N, groups in a row]."""
     group, N = weight.layout.group_size, weight.N
     if not group:
         return weight.params.view(torch.float32).T[:N], None
@@ -152,7 +152,7 @@ def unpack_params(weight: PlanesWeight) -> tuple[Tensor, Tensor | None]:
 
 
 def dequantize(weight: PlanesWeight) -> Tensor:
-    """The weight in fp32 [N, K]: the reference of every kernel."""
+    """Return the weight in fp32 [N, K], the reference of every kernel."""
     scales, second = (None if p is None else p.unsqueeze(-1) for p in unpack_params(weight))
     assert scales is not None
     q = unpack_planes(weight).float().view(weight.N, -1, weight.group_size)
@@ -162,12 +162,12 @@ def dequantize(weight: PlanesWeight) -> Tensor:
 
 
 def linear(x: Tensor, weight: PlanesWeight, *, accumulate: str = "fp32") -> Tensor:
-    """`x @ w.T` for fp16 x [T, K], in fp32 [T, N]: the kernels on CUDA, plain torch elsewhere."""
+    """Return `x @ w.T` in fp32 [T, N] for fp16 x [T, K], by kernels on CUDA, else by torch."""
     return planes_linear(*op_arguments(x, weight, accumulate))
 
 
 def op_arguments(x: Tensor, weight: PlanesWeight, accumulate: str) -> tuple[Any, ...]:
-    """The arguments of `planes_linear`, since custom ops take no dataclasses."""
+    """Return the arguments of `planes_linear`, since custom ops take no dataclasses."""
     return (
         x,
         weight.planes,
@@ -193,7 +193,7 @@ def planes_linear(
     offsets: bool,
     accumulate: str,
 ) -> Tensor:
-    """`linear` over plain tensors, for `torch.compile`. On CPU always in fp32."""
+    """Compute `linear` over plain tensors, for `torch.compile`; on a CPU always in fp32."""
     weight = PlanesWeight(planes, params, N, K, bits, group_size, offsets)
     return x.float() @ dequantize(weight).T
 
@@ -225,7 +225,7 @@ def _cuda(
 
 
 def _spread(q: Tensor, layout: Layout) -> Tensor:
-    """uint8 [Np, Kp] to int16 planes [Kp / n_planes, Np]."""
+    """Interleave uint8 [Np, Kp] into int16 planes [Kp / n_planes, Np]."""
     tiles = q.T.reshape(-1, layout.n_planes, layout.plane_rows, q.shape[0])
     planes = tiles.unbind(1)  # each [Kp / tile, plane_rows, Np]
     if layout.bits == 4:

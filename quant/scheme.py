@@ -1,4 +1,4 @@
-"""Weight formats by name, and what they cost in bytes. Needs no torch.
+"""Weight formats by name, and their size in bytes, without torch.
 
 int8                 one scale per row        int4          the checkpoint's own, or HQQ
 int8-g32             one per 32 weights       int4-g64      min-max, groups of 64
@@ -23,12 +23,12 @@ _PATTERN = re.compile(r"int(?P<bits>\d+)(-g(?P<group>\d+))?(-(?P<method>[a-z]+))
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """How block linears and the LM head are stored; embeddings and norms stay in 16 bits."""
+    """Format of block linears and of the LM head; embeddings and norms stay in 16 bits."""
 
     bits: int = 16
     group_size: int = 0  # 0: one scale per row
-    method: str = "minmax"  # how values are chosen; "own": the checkpoint has them
-    head_bits: int = 16  # of the LM head; 8: one scale per row, 4: groups as in the linears
+    method: str = "minmax"  # choice of values; "own": those of the checkpoint
+    head_bits: int = 16  # bits of the LM head; 8: one scale per row, 4: groups as in the linears
 
     @property
     def name(self) -> str:
@@ -40,39 +40,40 @@ class Scheme:
 
     @property
     def option(self) -> str:
-        """The command-line option that selects this scheme."""
+        """Command-line option that selects this scheme."""
         if self.method == "own":
             return f"--int{self.bits}"
         return f"--precision {self.name}"
 
     @property
     def linear_bytes(self) -> float:
-        """Per weight of a block linear, parameters of the groups included."""
+        """Bytes per weight of a block linear, parameters of the groups included."""
         if self.bits == 16:
             return 2.0
         return grouped_bytes(self.bits, self.group_size) if self.group_size else 1.0
 
     @property
     def head_bytes(self) -> float:
-        """Per weight of the LM head."""
+        """Bytes per weight of the LM head."""
         return self.linear_bytes if self.head_bits == self.bits else self.head_bits / 8
 
     def model_bytes(self, config: ModelConfig) -> int:
-        """Weight bytes of a model; a tied embedding is kept apart from an LM head below 16 bits.
+        """Return the weight bytes of a model, if every linear has `bits`.
 
-        As if every linear had `bits`: for a file that mixes bits, see `tensors.weight_bytes`.
+        A tied embedding is stored separately from an LM head below 16 bits. For files that mix
+        bits, see `tensors.weight_bytes`.
         """
         table = config.vocab_size * config.dim
         embedding = 0 if config.tie_embeddings and self.head_bits == 16 else 2 * table
         return int(config.linear_params * self.linear_bytes + table * self.head_bytes + embedding)
 
     def draft_head_bytes(self, head: HeadConfig) -> int:
-        """Weight bytes of a draft head, which is stored like its target."""
+        """Return the weight bytes of a draft head, which has the format of its target."""
         return int(head.linear_params * self.linear_bytes + head.lm_head_params * self.head_bytes)
 
 
 def grouped_bytes(bits: int, group_size: int) -> float:
-    """Bytes per weight with a 16-bit scale per group, and at 4 bits a 16-bit zero as well."""
+    """Return bytes per weight with a 16-bit scale per group, and a 16-bit zero too at 4 bits."""
     return bits / 8 + (4 if bits == 4 else 2) / group_size
 
 
@@ -81,14 +82,15 @@ INT8 = Scheme(8, head_bits=8)  # one scale per row, which has thousands of weigh
 
 
 def is_scheme_name(text: str) -> bool:
-    """Whether `text` has the form of a scheme name; `parse_scheme` checks that it is one."""
+    """Return whether `text` looks like a scheme name; `parse_scheme` checks that it is one."""
     return bool(_PATTERN.fullmatch(text)) and text[3:5].rstrip("-") in ("4", "8")
 
 
 def parse_scheme(name: str, config: ModelConfig, head_bits: int = 8) -> Scheme:
-    """The scheme called `name` for a model of this shape; "int4" takes the widest group that fits.
+    """Return the scheme `name` for a model of this shape; "int4" takes the widest fitting groups.
 
-    Raises `FasteagleError` for unknown names and groups that do not divide a linear's inputs.
+    Raises `FasteagleError` for unknown names, and for groups that do not divide the inputs of a
+    linear.
     """
     check_scheme_name(name)
     if name == "int4":
@@ -141,7 +143,7 @@ def check_scheme_name(name: str) -> None:
 
 
 def int4_for(config: ModelConfig, head_bits: int = 8) -> Scheme:
-    """HQQ in the widest groups that this model's linears allow."""
+    """Return the scheme of HQQ in the widest groups that this model's linears allow."""
     widths = linear_inputs(config)
     group = next((g for g in GROUP_SIZES if _divides(g, widths)), None)
     if group is None:
@@ -152,7 +154,7 @@ def int4_for(config: ModelConfig, head_bits: int = 8) -> Scheme:
 
 
 def linear_inputs(config: ModelConfig) -> tuple[int, ...]:
-    """The input widths of the block linears."""
+    """Return the input widths of the block linears."""
     return tuple(sorted({config.dim, config.n_head * config.head_dim, config.ffn_dim}))
 
 

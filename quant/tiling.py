@@ -1,7 +1,8 @@
-"""How a product of a few rows with a quantized weight is cut into programs, and how long it takes.
+"""Choose how a quantized product of a few rows is cut into programs, by its predicted time.
 
-The time is a prediction from a few numbers of the card. The split along K is chosen by it, for 16
-rows, and never by the rows of a product: it decides the order of sums. Needs no Triton.
+The time is predicted from a few numbers of the GPU. It decides the split along K, always for 16
+rows, because the split decides the order of sums, which must not depend on the rows of a product.
+This module needs no Triton.
 
 Shapes: M rows of x, N outputs, K inputs.
 """
@@ -14,50 +15,50 @@ import functools
 from fasteagle.quant.planes import BLOCK_N, Layout
 
 ROW_BLOCKS = (16, 32)  # 16 is the least that a tensor core takes; 64 spills registers
-SHARED_BYTES = 100 * 1024  # of a consumer multiprocessor
-OWN_BYTES = 1024  # that a program loses beside what it asks for
+SHARED_BYTES = 100 * 1024  # shared memory of a consumer GPU's multiprocessor
+OWN_BYTES = 1024  # shared memory that each program uses in addition to its buffers
 MOST_RESIDENT = 3  # programs of 128 threads with up to 170 registers
 MOST_STAGES = 4
-DESIGN_ROWS = 16  # of the pass that the split is best for
+DESIGN_ROWS = 16  # rows of the pass that the split is best for
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How a product is cut. Only the split can change a result, so it must not depend on rows."""
+    """Cut of a product; only the split can change a result, so it must not depend on rows."""
 
     block_m: int
-    n_blocks: int  # of rows
+    n_blocks: int  # blocks of rows
     split: int  # parts along K
-    n_stages: int  # of the loop's pipeline
+    n_stages: int  # stages of the loop's pipeline
     resident: int  # programs that a multiprocessor holds at once
 
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """What a prediction needs of a card. All but the first two are assumed where nobody says."""
+    """GPU data for the prediction of times; all but the first two have assumed defaults."""
 
     n_sm: int
     gb_s: float  # memory bandwidth by the data sheet
     ghz: float = 1.695
-    reach: float = 0.93  # of the bandwidth, by a kernel that only reads
+    reach: float = 0.93  # share of the bandwidth that a kernel reaches that only reads
     latency_us: float = 0.8  # from the request of a tile to its arrival, under load
-    launch_us: float = 1.1  # from the end of a node of a graph to the next one's first request
-    cache_gb_s: float = 2000.0  # of the L2 cache
-    macs_fp32: int = 256  # of a multiprocessor and clock: 16-bit products, fp32 sums
+    launch_us: float = 1.1  # from the end of a graph's node to the first request of the next node
+    cache_gb_s: float = 2000.0  # bandwidth of the L2 cache
+    macs_fp32: int = 256  # per multiprocessor and clock: 16-bit products, fp32 accumulation
     macs_fp16: int = 512
-    instructions_per_weight: float = 2.6  # of a lane at 16 rows, counted in the machine code
+    instructions_per_weight: float = 2.6  # per lane at 16 rows, counted in the machine code
     lanes: int = 128
 
     @classmethod
     def like_3090(cls, n_sm: int) -> Card:
-        """The bandwidth of an RTX 3090 for each of `n_sm` multiprocessors."""
+        """Return a GPU of `n_sm` multiprocessors, each with the bandwidth of an RTX 3090's."""
         return cls(n_sm, 936.0 / 82 * n_sm)
 
     @classmethod
     def of(cls, n_sm: int, capability: tuple[int, int]) -> Card:
-        """A card of `n_sm` multiprocessors by the one below that is nearest in its architecture.
+        """Return a GPU of `n_sm` multiprocessors by the nearest architecture in `BY_CAPABILITY`.
 
-        Nothing that is measured or set by a person: the split of a weight, and with it the order of
+        Nothing is measured or configured, so that the split of a weight, and with it the order of
         its sums, is the same in every process on a device.
         """
         known = max((c for c in BY_CAPABILITY if c <= capability), default=min(BY_CAPABILITY))
@@ -65,8 +66,8 @@ class Card:
         return dataclasses.replace(like, n_sm=n_sm, gb_s=like.gb_s / like.n_sm * n_sm)
 
 
-# By data sheets. Only GeForce cards add up in fp32 at half the rate, and there only the LM head
-# does, which is bound by memory: predictions take the rate of fp16 sums everywhere.
+# From data sheets. Only GeForce cards halve the rate for fp32 accumulation, and there only the LM
+# head uses it, which is bound by memory: all predictions take the rate of fp16 accumulation.
 BY_CAPABILITY = {
     (8, 0): Card(108, 1935.0, ghz=1.41, cache_gb_s=4000.0, macs_fp32=1024, macs_fp16=1024),  # A100
     (8, 6): Card.like_3090(82),
@@ -79,7 +80,7 @@ BY_CAPABILITY = {
 
 @functools.cache
 def tiling(layout: Layout, N: int, K: int, rows: int, card: Card) -> Tiling:
-    """The tiling for `rows` rows of x with a weight [N, K]; asked for at every launch.
+    """Return the tiling for `rows` rows of x with a weight [N, K]; called at every launch.
 
     Rows are cut into narrow blocks or wide ones, whichever is predicted faster.
     """
@@ -89,7 +90,7 @@ def tiling(layout: Layout, N: int, K: int, rows: int, card: Card) -> Tiling:
 
 
 def cut_rows(layout: Layout, rows: int, block_m: int, split: int) -> Tiling:
-    """The tiling with this block of rows and this split."""
+    """Return the tiling with this block of rows and this split."""
     stage = weight_bytes(layout) + 2 * block_m * layout.tile
     resident = MOST_RESIDENT
     while resident > 2 and (SHARED_BYTES // resident - OWN_BYTES) < 2 * stage:
@@ -100,7 +101,7 @@ def cut_rows(layout: Layout, rows: int, block_m: int, split: int) -> Tiling:
 
 
 def weight_bytes(layout: Layout) -> int:
-    """Bytes of a tile for one block of columns, parameters of the groups included."""
+    """Return the bytes of a tile for one block of columns, group parameters included."""
     groups = layout.tile // layout.group_size if layout.group_size else 0
     each = 4 if layout.bits == 4 else 2
     return BLOCK_N * (layout.tile * layout.bits // 8 + each * groups)
@@ -108,9 +109,10 @@ def weight_bytes(layout: Layout) -> int:
 
 @functools.cache
 def split_k(layout: Layout, N: int, K: int, card: Card) -> int:
-    """Into how many parts K is split: what is predicted fastest.
+    """Return the number of parts of K with the shortest predicted time.
 
-    Few programs count as somewhat slower, for the prediction trusts them to hide all latencies.
+    Few programs count as somewhat slower, because the prediction assumes that they hide all
+    latencies.
     """
     tiles = -(-K // layout.tile)
 
@@ -126,11 +128,11 @@ def split_k(layout: Layout, N: int, K: int, card: Card) -> int:
 def microseconds(
     cut: Tiling, layout: Layout, N: int, K: int, rows: int, card: Card, fp16: bool
 ) -> float:
-    """Predicted time of one product: waves of programs, then the partial sums through the cache.
+    """Predict the time of one product: waves of programs, then the partial sums in the cache.
 
     A wave takes, for each tile of its programs, the longest of: the memory's and the cache's time
     for all tiles in flight, a request's latency shared by the pipeline's buffers, and the
-    arithmetic of the fullest multiprocessor. Row blocks read the same weights, the first from
+    arithmetic of the busiest multiprocessor. Row blocks read the same weights, the first one from
     memory and the others from the L2 cache.
     """
     columns, tiles = -(-N // BLOCK_N), -(-K // layout.tile)
@@ -146,7 +148,7 @@ def microseconds(
 
 
 def _tile_us(cut: Tiling, layout: Layout, active: int, card: Card, fp16: bool) -> float:
-    """Of one step of a wave of `active` programs."""
+    """Predict the time of one tile of each program, in a wave of `active` programs."""
     weights = layout.tile * BLOCK_N
     memory = weight_bytes(layout) * active / cut.n_blocks / (1e3 * card.gb_s * card.reach)
     tile_bytes = weight_bytes(layout) + 2 * cut.block_m * layout.tile

@@ -1,4 +1,4 @@
-"""How the kernels read a packed weight, and bring activations into the range of fp16.
+"""Unpack weights and scale activations into the range of fp16, in Triton kernels.
 
 The masks follow Kim et al. 2022 (arXiv 2211.10017) and Marlin (arXiv 2408.11743).
 """
@@ -29,7 +29,7 @@ def group_params(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """(scale, second parameter) of the group that starts at plane j; see `PlanesWeight.params`.
+    """Return scale and second parameter of the group at plane j; see `PlanesWeight.params`.
 
     At 8 bits the second parameter is the scale of the tile's second group.
     """
@@ -53,10 +53,10 @@ def plane_values(
     UNIT: tl.constexpr,
     USE_ASM: tl.constexpr,
 ):
-    """fp16 values of plane PLANE: (q - zero) * UNIT, or the weights where they have offsets.
+    """Return fp16 values of plane PLANE: (q - zero) * UNIT, or the weights if they have offsets.
 
-    A field that starts at bit 4 reads 1024 + 16 q, a sixteenth of which is 64 + q. Every step is
-    exact but the one with an offset: small integers, times powers of two.
+    A field that starts at bit 4 reads 1024 + 16 q, a sixteenth of which is 64 + q. Every step but
+    the one with an offset is exact, with small integers times powers of two.
     """
     HIGH: tl.constexpr = BITS == 4 and PLANE % 2 == 1
     BASE: tl.constexpr = 64 if HIGH else 1024
@@ -92,9 +92,9 @@ def plane_values(
 
 @triton.constexpr_function
 def unpack_asm(bits, plane, mul):
-    """PTX for two values: their fields of `plane` under 0x6400 (0xEA: a & b | c), * mul + $2."""
+    """Return PTX for two values: fields of `plane` under 0x6400 (0xEA: a & b | c), * mul + $2."""
     mask = 0x00FF00FF if bits == 8 else (0x00F000F0 if plane % 2 else 0x000F000F)
-    exponent = 15  # of 1.0 in fp16; `mul` is a power of two
+    exponent = 15  # exponent of 1.0 in fp16; `mul` is a power of two
     while mul < 1:
         mul, exponent = mul * 2, exponent - 1
     factor = (exponent << 10) * 0x10001
@@ -109,9 +109,10 @@ def unpack_asm(bits, plane, mul):
 
 @triton.jit
 def half_range(values, EXPONENT: tl.constexpr):
-    """fp32 values [rows, span] in fp16, and scales [rows] >= 1, powers of two, to multiply them by.
+    """Return fp32 values [rows, span] scaled into fp16, and scales [rows] >= 1 that undo it.
 
-    A scale is 1 where the row's values are below 2^(EXPONENT + 1). NaN and inf stay what they are.
+    Scales are powers of two, and 1 where the row's values are below 2^(EXPONENT + 1). NaN and inf
+    are unchanged.
     """
     peak = tl.max(tl.abs(values), 1).to(tl.int32, bitcast=True)
     excess = ((peak >> 23) & 255) - 127 - EXPONENT

@@ -1,1 +1,1 @@
-"""Triton kernels of the cycle on CUDA, and what launches them; imported only where Triton is."""
+"""Triton kernels of the cycle on CUDA, and their launchers; imported only if Triton is there."""

@@ -1,4 +1,4 @@
-"""The two kernels of a draft tree's attention, in Triton; `tree_kernels` launches them.
+"""Triton kernels of a draft tree's attention, which `tree_kernels` launches.
 
 Shapes: T tree rows, G KV heads, R = group * T query rows of a KV head, E head dim, S cache slots,
 Np columns of the product with query, key and value.
@@ -32,19 +32,19 @@ def _turned_rows(
     BIASED: tl.constexpr,
     TURNED: tl.constexpr,
 ):
-    """Heads [BLOCK, E] of queries, keys or values in fp32: the sum of their parts, then RoPE.
+    """Return the sum of the parts of queries, keys or values in fp32 [BLOCK, E], after RoPE.
 
-    `column` [BLOCK] is where the head of each row `row` [BLOCK] begins. Elements do not meet but in
-    pairs, so that bits do not depend on the block: they are those of `rope_kernel`.
+    `column` [BLOCK] is where the attention head of each row `row` [BLOCK] begins. Elements combine
+    only in pairs, so that bits do not depend on the block: they equal those of `rope_kernel`.
     """
     e = tl.arange(0, E_PAD)
     mask = real[:, None] & (e < E)[None, :]
-    across = tl.where(e < E // 2, e + E // 2, e - E // 2)  # the other one of the pair
-    RUN: tl.constexpr = min((E // 2) & -(E // 2), 8)  # consecutive in any case: whole loads
+    across = tl.where(e < E // 2, e + E // 2, e - E // 2)  # the other element of the pair
+    RUN: tl.constexpr = min((E // 2) & -(E // 2), 8)  # always consecutive: vector loads
     across = tl.max_contiguous(tl.multiple_of(across, RUN), RUN)
     own = tl.zeros((row.shape[0], E_PAD), tl.float32)
     other = tl.zeros((row.shape[0], E_PAD), tl.float32)
-    for part in tl.range(0, n_parts, num_stages=1):  # not unrolled: few registers
+    for part in tl.range(0, n_parts, num_stages=1):  # not unrolled, to save registers
         at = sums_ptr + (part * T + row[:, None]) * Np + column[:, None]
         own += tl.load(at + e[None, :], mask=mask, other=0.0)
         if TURNED:
@@ -64,7 +64,7 @@ def _turned_rows(
 
 @triton.jit
 def _attend_block(q, k, v, peak, total, acc, visible, scale, MASKED: tl.constexpr):
-    """One step of online softmax: q [M, E] over k, v [BLOCK, E], in units of log2.
+    """Compute one step of online softmax: q [M, E] over k, v [BLOCK, E], in units of log2.
 
     State: `peak` [M] the largest score so far, `total` [M, SUM_COLUMNS] the sum of the weights in
     every column, `acc` [M, E] the sum of weighted values. A row that sees nothing of the block
@@ -123,15 +123,15 @@ def prefix_kernel(
     ROPE: tl.constexpr,
     BIASED: tl.constexpr,
 ):
-    """State of a block of query rows after the full committed blocks of one split.
+    """Compute the state of a block of query rows after the full committed blocks of one split.
 
     Row blocks vary fastest, so that those after the first find the keys in the cache. Blocks before
-    the window of the root are before that of every row.
+    the window of the root are before the window of every row.
 
-    With ROPE the queries are not there yet: `sums` [n_parts, T, Np] add up to queries, keys and
-    values. Each program rotates the queries it needs, and behind the splits stands one more that
-    does no attention: it leaves queries, keys and values for `finish_kernel`. Nobody here reads the
-    slots that it writes, for they are not committed.
+    With ROPE the queries are not computed yet: `sums` [n_parts, T, Np] add up to queries, keys and
+    values. Each program rotates the queries it needs. One more program after those of the splits
+    does no attention, but writes queries, keys and values for `finish_kernel`. No program of this
+    kernel reads the slots that it writes, because they are not committed.
     """
     head = tl.program_id(1)
     split = tl.program_id(2)
@@ -188,7 +188,7 @@ def prefix_kernel(
             mask=(row < R)[:, None] & (e < E)[None, :],
             other=0.0,
         )
-    first = tl.zeros((BLOCK_M,), tl.int32)  # position that the row's window begins with
+    first = tl.zeros((BLOCK_M,), tl.int32)  # first position of the row's window
     if WINDOW > 0:
         depth = tl.load(depths_ptr + row % T).to(tl.int32)
         first = seq_len + depth - (WINDOW - 1)
@@ -220,7 +220,7 @@ def prefix_kernel(
     )
     tl.store(stats_ptr + at, peak, mask=row < R)
     totals_at = stats_ptr + tl.num_programs(1) * n_splits * R + at
-    tl.store(totals_at, tl.max(total, 1), mask=row < R)  # its columns are equal
+    tl.store(totals_at, tl.max(total, 1), mask=row < R)  # all columns are equal
 
 
 @triton.jit(do_not_specialize=["R", "T", "P", "n_splits"])
@@ -252,14 +252,14 @@ def finish_kernel(
     INT8: tl.constexpr,
     BY_ROWS: tl.constexpr,
 ):
-    """The output of one tree row, up to 16 of its query heads at a time.
+    """Compute the output of one tree row, up to 16 of its query heads at a time.
 
-    Goes through the row's splits in order: takes the state that the first kernel left, if the split
-    has full committed blocks that the row sees, adds the blocks that it left out, merges.
+    Goes through the row's splits in order: takes the state from the first kernel, if the split has
+    full committed blocks that the row sees, adds the blocks that are missing in it, and merges.
     """
     tree_row = tl.program_id(0)
     head = tl.program_id(1)
-    member = tl.program_id(2) * 16 + tl.arange(0, 16)  # of the group of heads
+    member = tl.program_id(2) * 16 + tl.arange(0, 16)  # of the group of query heads
     row = member * T + tree_row
     real = row < R
     e = tl.arange(0, E_PAD)
@@ -270,7 +270,7 @@ def finish_kernel(
     first = 0
     if WINDOW > 0:
         first = tl.maximum(position - (WINDOW - 1), 0)
-    done = seq_len // BLOCK * BLOCK  # the first kernel has been up to here
+    done = seq_len // BLOCK * BLOCK  # the first kernel has computed all before it
     q = tl.load(q_ptr + (head * R + row)[:, None] * E + e[None, :], mask=inside, other=0.0)
     k_head = k_ptr + head.to(tl.int64) * stride_kg
     v_head = v_ptr + head.to(tl.int64) * stride_vg
@@ -300,7 +300,7 @@ def finish_kernel(
                 paths_ptr + tree_row * P + depth, mask=seen & (depth >= 0) & (depth < P), other=0
             )
             slot = tl.where(depth < 0, key, seq_len + own)
-            # Of slots that the row does not see not even the values count: they may hold NaN.
+            # Values in slots that the row does not see are masked too: they may hold NaN.
             if INT8:
                 k = int8_rows(k_head + slot * stride_ks, e, seen, q, E)
                 v = int8_rows(v_head + slot * stride_vs, e, seen, q, E)
@@ -312,7 +312,7 @@ def finish_kernel(
                 q, k, v, part_peak, part_total, part_acc, seen[None, :], scale, True
             )
         new_peak = tl.maximum(peak, part_peak)
-        # -inf only in the spare rows of q: their output is dropped, but NaN would be slow to find.
+        # -inf only in the padding rows of q: their output is dropped, and NaN would hide bugs.
         shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         old, new = tl.exp2(peak - shift)[:, None], tl.exp2(part_peak - shift)[:, None]
         total = tl.fma(part_total, tl.broadcast_to(new, total.shape), total * old)

@@ -1,8 +1,8 @@
-"""What a decoder block computes between its products, in Triton: norms, RoPE, SwiGLU, commit.
+"""Triton kernels of a decoder block between its products: norms, RoPE, SwiGLU; and of a commit.
 
 Each kernel first adds up the partial sums [S, M, Np] of the product before it, in their order. A
-row's bits do not depend on the number of rows: programs are of one row, blocks and warps are fixed
-by the model's dims, and nothing is fused but what the code says.
+row's bits do not depend on the number of rows: a program computes one row, blocks and warps are
+fixed by the model's dims, and operations are fused only where the code says so.
 
 Shapes: M rows, D model dim, S parts, Np columns of a part, H query heads, G KV heads, E head dim,
 F FFN dim.
@@ -24,11 +24,11 @@ from fasteagle.quant.planes import LARGEST_EXPONENT
 from fasteagle.quant.unpack_kernels import half_range
 
 ONE_WARP = {"num_warps": 1, "enable_fp_fusion": False}
-SPANS = 8  # of a program of `gate_kernel`
+SPANS = 8  # spans of one program of `gate_kernel`
 
 
 def norm_options(D: int) -> dict[str, object]:
-    """Warps by the width of a row, and by nothing else."""
+    """Return launch options, which depend only on the width of a row."""
     return {"num_warps": 4 if D <= 2048 else 8, "enable_fp_fusion": False}
 
 
@@ -40,11 +40,11 @@ def add_norm(
     dtype: torch.dtype,
     limit: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """(x + the sum of `parts`, its RMSNorm by `scale` [D] in `dtype`), for fp32 x [M, D].
+    """Return fp32 x [M, D] plus the sum of `parts`, and its RMSNorm by `scale` [D] in `dtype`.
 
-    Without `scale` the second is the first in another dtype; without `parts` the first is x. With
-    them x may be one row [D], of any dtype, that is added to all. The second is brought within
-    +-`limit` unless that is 0.
+    Without `scale` the second result is the first one in `dtype`; without `parts` the first is x.
+    With `parts`, x may be one row [D], of any dtype, that is added to all rows. The second result
+    is clamped to +-`limit` unless that is 0.
     """
     shape = x.shape if parts is None else (parts.shape[1], x.shape[-1])
     out = torch.empty(shape, dtype=dtype, device=x.device)
@@ -85,7 +85,7 @@ def _norm(
 
 
 def add(x: Tensor, parts: Tensor) -> Tensor:
-    """x + the sum of `parts`."""
+    """Return x + the sum of `parts`."""
     return _norm(x, parts, None, 0.0, None)
 
 
@@ -101,7 +101,7 @@ def rope(
     eps: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Rotated queries [G, H / G * M, E] in `dtype`; keys and values of the rows go to their slots.
+    """Return rotated queries [G, H / G * M, E] in `dtype`; write keys and values to their slots.
 
     `parts` are of the product with query, key and value; `vectors` its bias [Np] and, where the
     model has them, the scales [E] of the norms of queries and keys. cos, sin [M, 1, E].
@@ -141,7 +141,7 @@ def rope(
 
 
 def gate(parts: Tensor, accumulate: str) -> tuple[Tensor, Tensor]:
-    """`quant.kernels.gated` from partial sums of gate and up, whose columns alternate."""
+    """Compute `quant.kernels.gated` from partial sums of gate and up, whose columns alternate."""
     S, M, Np = parts.shape
     F = Np // 2
     out = torch.empty(M, F, dtype=torch.float16, device=parts.device)
@@ -166,7 +166,7 @@ def gate(parts: Tensor, accumulate: str) -> tuple[Tensor, Tensor]:
 def commit(rows: Tensor, start: Tensor, path: Tensor) -> None:
     """Copy slots `start + path` [n] to those from `start` on in all planes of `rows` [P, G, S, E].
 
-    `path` ascends, and no entry is below its index but where nothing has to move (padding).
+    `path` ascends, and an entry is below its index only where nothing has to move (padding).
     """
     P, G, _, E = rows.shape
     commit_kernel[(P, G)](
@@ -199,7 +199,7 @@ def norm_kernel(
     LIMIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row: x + parts[0] + parts[1] + ..., then x / rms(x) * scale."""
+    """Compute one row: x + parts[0] + parts[1] + ..., then x / rms(x) * scale."""
     row = tl.program_id(0)
     n = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * stride_x + n, mask=n < D, other=0.0).to(tl.float32)
@@ -249,7 +249,7 @@ def rope_kernel(
     NORMED: tl.constexpr,
     INT8: tl.constexpr,
 ):
-    """One head of one row: queries first, then keys, then values."""
+    """Compute one attention head of one row: queries first, then keys, then values."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     e = tl.arange(0, HALF)
@@ -314,7 +314,7 @@ def gate_kernel(
     SPANS: tl.constexpr,
     EXPONENT: tl.constexpr,
 ):
-    """Some spans of one row."""
+    """Compute up to SPANS spans of one row."""
     row = tl.program_id(0)
     span = tl.program_id(1) * SPANS + tl.arange(0, SPANS)
     n = span[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
@@ -342,8 +342,9 @@ def commit_kernel(
     E: tl.constexpr,
     E_PAD: tl.constexpr,
 ):
-    """One head of one plane. Slots ascend, so that each is read before it is written; and every
-    element stays with its thread.
+    """Move the rows of one KV head of one plane.
+
+    Slots ascend, so that each is read before it is written, and every element stays in its thread.
     """
     at = rows_ptr + tl.program_id(0).to(tl.int64) * stride_plane
     at += tl.program_id(1).to(tl.int64) * stride_head

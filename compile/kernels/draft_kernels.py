@@ -1,4 +1,4 @@
-"""The most likely children of a draft tree's nodes, in two launches over all logits, in Triton.
+"""Triton kernels for the most likely children of a draft tree's nodes, in two launches.
 
 Shapes: W rows, V vocabulary, C chunks of a row.
 """
@@ -13,14 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHUNK = 2048  # logits of one program
+CHUNK = 2048  # logits per program
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 def top_children(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Ids and log-probabilities [W, k] of each row's best, descending; of equals the lowest id.
+    """Return ids and log-probabilities [W, k] of each row's best, in descending order.
 
-    NaN is never among the best while there is anything else, and ids are below V in any case.
+    Among equals the lowest id is first, NaN ranks last, and ids are always below V.
     """
     W, V = logits.shape
     C = triton.cdiv(V, CHUNK)
@@ -52,13 +52,13 @@ def top_children(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def chunk_kernel(
     logits_ptr, parts_ptr, ids_ptr, sums_ptr, V, stride, WC, K: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """The K best of one chunk of a row, its maximum, and the sum of exp(logit - maximum)."""
+    """Compute the K best of a chunk of a row, its maximum, and the sum of exp(logit - maximum)."""
     row = tl.program_id(0)
     chunk = tl.program_id(1)
     n = tl.arange(0, CHUNK)
     v = chunk * CHUNK + n
     x = tl.load(logits_ptr + row * stride + v, mask=v < V, other=float("-inf")).to(tl.float32)
-    x = tl.where(x == x, x, float("-inf"))  # among NaN compiled code may choose a lane behind V
+    x = tl.where(x == x, x, float("-inf"))  # among NaN, compiled code may choose a lane past V
     at = row * tl.num_programs(1) + chunk
     peak = tl.max(x, 0)
     tl.store(sums_ptr + at, peak)
@@ -84,7 +84,7 @@ def merge_kernel(
     C_PAD: tl.constexpr,
     N_PAD: tl.constexpr,
 ):
-    """The K best of the chunks' best: candidates of equal value stand in ascending order of id."""
+    """Compute the K best of a row from the chunks' best, which ascend in id at equal value."""
     row = tl.program_id(0)
     c = tl.arange(0, C_PAD)
     peaks = tl.load(sums_ptr + row * C + c, mask=c < C, other=float("-inf"))

@@ -1,4 +1,4 @@
-"""What Triton kernels read of a KV cache in 8 bits, and write into it; see `int8_cache`.
+"""Read and write rows of an int8 KV cache in Triton kernels; see `int8_cache`.
 
 Shapes: BLOCK keys, E head dim, E_PAD the next power of two.
 """
@@ -18,10 +18,11 @@ UNIT = tl.constexpr(int8_cache.UNIT)
 
 @triton.jit
 def int8_rows(rows, e, seen, like, E: tl.constexpr):
-    """Keys or values [BLOCK, E_PAD], in the dtype of `like`, of rows that begin at pointers `rows`.
+    """Load keys or values [BLOCK, E_PAD], in the dtype of `like`, of rows at the pointers `rows`.
 
-    The scale of a row lies behind its values. The products are those of `int8_cache.dense_rows`, so
-    that the bits are those of a cache that holds these. Rows not `seen` are 0: they may hold NaN.
+    The scale of a row follows its values. The products are those of `int8_cache.dense_rows`, so
+    that the bits equal those of a dense cache with these rows. Rows that are not `seen` become 0,
+    because they may hold NaN.
     """
     mask = seen[:, None] & (e < E)[None, :]
     values = tl.load(rows[:, None] + e[None, :], mask=mask, other=0)
@@ -31,16 +32,16 @@ def int8_rows(rows, e, seen, like, E: tl.constexpr):
 
 @triton.jit
 def int8_values(values, scales):
-    """fp32 `values` in units of `scales`, to nearest, halves to even ones, as torch rounds."""
+    """Round fp32 `values` to nearest units of `scales`, halves to even, like torch."""
     units = tl.div_rn(values, tl.maximum(scales, 1e-30))
-    return ((units + 12582912.0) - 12582912.0).to(tl.int8)  # 1.5 * 2^23: no digits behind the point
+    return ((units + 12582912.0) - 12582912.0).to(tl.int8)  # 1.5 * 2^23: leaves no fraction bits
 
 
 @triton.jit
 def write_rows(rows, e, real, values, like, E: tl.constexpr, INT8: tl.constexpr):
-    """Put `values` [BLOCK, E_PAD] where rows begin at pointers `rows`, if they are `real`.
+    """Store `values` [BLOCK, E_PAD] in the rows at the pointers `rows`, where `real`.
 
-    The bits are those of `int8_cache.quantized_rows`, of values in the dtype of `like`.
+    The bits are those of `int8_cache.quantized_rows` for values in the dtype of `like`.
     """
     mask = real[:, None] & (e < E)[None, :]
     at = rows[:, None] + e[None, :]

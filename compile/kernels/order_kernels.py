@@ -1,8 +1,8 @@
-"""A dynamic tree's order in Triton: which candidates are kept, and how the rows see each other.
+"""Triton kernels that select the candidates of a dynamic tree and relate its rows.
 
-Each is one program. Slow twins: `tree.rerank`, `tree.relations`.
+Each runs as one program. References in torch: `tree.rerank`, `tree.relations`.
 
-Shapes: P candidates, N kept ones, T tree rows (T = N + 1).
+Shapes: P candidates, N selected ones, T tree rows (T = N + 1).
 """
 
 # mypy: disallow-untyped-defs=False
@@ -15,20 +15,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PAIRS = 8192  # of candidates compared at a time: 32 of each thread
+PAIRS = 8192  # pairs of candidates compared at a time: 32 per thread
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 
 
 def rerank(
     tokens: Tensor, scores: Tensor, parents: Tensor, root: Tensor, n_nodes: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens, parents, validity [T] of the tree of the best of P candidates, and their places [T].
+    """Return tokens, parents, validity and places [T] of the tree of the best of P candidates.
 
-    The place of the root is 0. See `tree.rerank`; a score that is no number counts as -inf.
+    A place is the index of a candidate, 0 for the root. See `tree.rerank`; NaN counts as -inf.
     """
     P, device = len(tokens), tokens.device
     T = min(n_nodes, P) + 1
-    # Not three rows of one tensor: what an operator returns must not overlap.
+    # Three tensors, not three rows of one: the results of an operator must not share memory.
     ids, above, places = (torch.empty(T, dtype=torch.int64, device=device) for _ in range(3))
     valid = torch.empty(T, dtype=torch.bool, device=device)
     rows = torch.empty(P, dtype=torch.int32, device=device)
@@ -53,7 +53,7 @@ def rerank(
 
 
 def relations(parents: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """tree_mask [T, T], depths [T] and paths [T, T] of `tree.relations`."""
+    """Return tree_mask [T, T], depths [T] and paths [T, T] of `tree.relations`."""
     T, device = len(parents), parents.device
     mask = torch.empty(T, T, dtype=torch.bool, device=device)
     depths = torch.empty(T, dtype=torch.int64, device=device)
@@ -74,7 +74,7 @@ def relations(parents: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @triton.jit
 def _scores(scores_ptr, i, P):
-    """Those of candidates `i`; what is no number, and what is behind the last one, is -inf."""
+    """Load the scores of candidates `i`; NaN and indices past the last candidate give -inf."""
     scores = tl.load(scores_ptr + i, mask=i < P, other=float("-inf"))
     return tl.where(scores == scores, scores, float("-inf"))
 
@@ -95,7 +95,7 @@ def rerank_kernel(
     P_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """A candidate is kept if fewer than N are better; of equals those before it are."""
+    """Select each candidate that fewer than N others beat; earlier ones beat equal later ones."""
     i = tl.arange(0, P_PAD)
     scores = _scores(scores_ptr, i, P)
     n_better = tl.zeros((P_PAD,), tl.int32)
@@ -107,9 +107,9 @@ def rerank_kernel(
         )
         n_better += tl.sum((better & (j < P)[None, :]).to(tl.int32), 1)
     kept = (n_better < T - 1) & (i < P)
-    row = tl.cumsum(kept.to(tl.int32), 0)  # of those kept: the root's is 0
+    row = tl.cumsum(kept.to(tl.int32), 0)  # tree row of each selected candidate; 0 is the root
     tl.store(rows_ptr + i, row, mask=i < P)
-    tl.debug_barrier()  # other threads of this program have written some of them
+    tl.debug_barrier()  # other threads of this program wrote some of the rows
     valid = scores > float("-inf")
     parent = tl.load(parents_ptr + i, mask=i < P, other=-1)
     above = tl.load(rows_ptr + tl.maximum(parent, 0), mask=i < P, other=0).to(tl.int64)
@@ -136,9 +136,10 @@ def relations_kernel(
     T_PAD: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):
-    """Who is reached in up to 2^n steps: n squarings of the matrix of single steps.
+    """Compute the ancestors within 2^n steps by n squarings of the matrix of single steps.
 
-    Its products count at most T steps, and those of the path table have one term: both are exact.
+    Products of the matrix count at most T steps, and those of the path table have one term: both
+    are exact.
     """
     i = tl.arange(0, T_PAD)
     parents = tl.load(parents_ptr + i, mask=i < T, other=0)

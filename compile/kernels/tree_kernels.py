@@ -1,16 +1,16 @@
-"""Attention of the few rows of a draft tree over a long cache, in Triton, bit for bit per row.
+"""Triton attention of a draft tree's rows over a long cache, each independent bit for bit.
 
 The cache is cut at fixed logical positions: blocks of keys, and splits of SPLIT positions whose
 softmax is computed apart and merged afterwards, the split-KV idea of Flash-Decoding (Dao et al.
 2023). `prefix_kernel` reads every committed block that is full, once for a block of rows.
-`finish_kernel` does the rest of each tree row: the blocks that reach behind the committed text,
-whose keys it gathers along the row's path, and the merge.
+`finish_kernel` does the rest of each tree row: the blocks that reach past the committed text, whose
+keys it gathers along the row's path, and the merge.
 
-A row's bits depend on its own logical keys alone. It meets them in the same blocks, in the same
-order, by the same function `_attend_block`, in whichever kernel. Nor does it matter which threads
-the compiler gives a row: maxima are exact, and every sum over keys or over E is a tensor core
-product by m16n8k16, added up in ascending order of K. For blocks of 64 rows Hopper would take
-another instruction, so they are 16 or 32. Only what the code says is fused.
+A row's bits depend only on its own logical keys. Both kernels read them in the same blocks, in the
+same order, by the same function `_attend_block`. The threads that the compiler gives a row do not
+matter: maxima are exact, and every sum over keys or over E is a tensor core product by m16n8k16,
+added up in ascending order of K. For blocks of 64 rows Hopper would use another instruction, so
+they have 16 or 32. Operations are fused only where the code says so.
 
 Shapes: T tree rows, G KV heads, R = group * T query rows of a KV head, E head dim, S cache slots.
 """
@@ -29,11 +29,11 @@ from fasteagle.errors import FasteagleError
 from fasteagle.tree import TreeView
 
 SPLIT = 256  # logical positions; a constant, so that nothing else can move a row's bits
-ROW_BLOCKS = (16, 32)  # of query rows in a program
-SUM_COLUMNS = 8  # of the product with ones that sums a row: the least an instruction yields
+ROW_BLOCKS = (16, 32)  # query rows of one program
+SUM_COLUMNS = 8  # columns of the product with ones that sums a row: one instruction's minimum
 MIN_HEAD_DIM = 16
 MAX_HEAD_DIM = 256  # beyond it a program's sums do not fit into its registers
-MAX_ROPE_DIM = 128  # beyond it they do not where `prefix_kernel` rotates as well
+MAX_ROPE_DIM = 128  # the same limit where `prefix_kernel` also rotates
 INTERPRETED = triton.knobs.runtime.interpret  # runs on the CPU
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}  # fused only where the code says so
 # A row gathers one or two blocks; buffers for more would only cost registers and shared memory.
@@ -41,25 +41,25 @@ FINISH_OPTIONS = OPTIONS | {"num_stages": 1}
 
 
 def key_block(E: int) -> int:
-    """Keys of one step: what two programs of E columns can hold in shared memory."""
+    """Return the number of keys per step, for which shared memory holds two programs."""
     return 64 if E <= 128 else 32
 
 
 def row_block(n_rows: int) -> int:
-    """Query rows of one program of `prefix_kernel`."""
+    """Return the number of query rows of one program of `prefix_kernel`."""
     return ROW_BLOCKS[0] if n_rows <= ROW_BLOCKS[0] else ROW_BLOCKS[1]
 
 
 class Unrotated(NamedTuple):
-    """Queries, keys and values of a tree's rows as a product has left them, and where they go."""
+    """Queries, keys and values of a tree's rows before RoPE, and the slots they go to."""
 
     parts: Tensor  # [S, T, Np] fp32, partial sums of the product
     bias: Tensor | None  # [Np]
     cos: Tensor  # [T, 1, E]
     sin: Tensor  # [T, 1, E]
-    slots: Tensor  # [T] of the cache
-    n_head: int  # of queries
-    dtype: torch.dtype  # in which they are multiplied
+    slots: Tensor  # [T], slots of the cache
+    n_head: int  # number of query heads
+    dtype: torch.dtype  # dtype of the products
 
 
 def prefix_constants(
@@ -70,7 +70,7 @@ def prefix_constants(
     rope: bool = False,
     biased: bool = False,
 ) -> dict[str, object]:
-    """What `prefix_kernel` is compiled for."""
+    """Return the compile-time constants of `prefix_kernel`."""
     rows = {"BLOCK_M": row_block(n_rows), "STAGES": 2, "ROPE": rope, "BIASED": biased}
     return common_constants(E, window, int8) | rows
 
@@ -78,12 +78,12 @@ def prefix_constants(
 def finish_constants(
     E: int, window: int | None, by_rows: bool = False, int8: bool = False
 ) -> dict[str, object]:
-    """What `finish_kernel` is compiled for."""
+    """Return the compile-time constants of `finish_kernel`."""
     return common_constants(E, window, int8) | {"BY_ROWS": by_rows}
 
 
 def common_constants(E: int, window: int | None, int8: bool = False) -> dict[str, object]:
-    """What both are compiled for."""
+    """Return the compile-time constants that both kernels share."""
     return {
         "E": E,
         "E_PAD": triton.next_power_of_2(E),
@@ -105,7 +105,7 @@ def tree_attention(
     window: int | None,
     out_rows: torch.dtype | None = None,
 ) -> Tensor:
-    """See `fasteagle.compile.tree_attention`; on CUDA, or on the CPU in Triton's interpreter.
+    """Compute `fasteagle.compile.tree_attention`, on CUDA or in Triton's interpreter on the CPU.
 
     With `out_rows` the result is the input of the next product: [T, G * group * E] in that dtype.
     Raises `FasteagleError` for a dtype, head_dim or window that no kernel is made for.
@@ -117,7 +117,7 @@ def tree_attention(
 def rope_attention(
     new: Unrotated, k_cache: Tensor, v_cache: Tensor, view: TreeView, out_rows: torch.dtype
 ) -> Tensor:
-    """RoPE, the new rows of the caches, and `tree_attention`; two launches."""
+    """Compute RoPE, the new rows of the caches, and `tree_attention`, in two launches."""
     G, T, E = len(k_cache), len(view.depths), new.cos.shape[2]
     q = torch.empty(G, new.n_head // G * T, E, dtype=new.dtype, device=k_cache.device)
     return _attention(q, k_cache, v_cache, view, out_rows, new)
@@ -131,7 +131,7 @@ def _attention(
     out_rows: torch.dtype | None,
     new: Unrotated | None,
 ) -> Tensor:
-    """The two launches; with `new` the first of them writes q and rows of the caches."""
+    """Launch both kernels; with `new`, the first one writes q and rows of the caches."""
     seq_len, paths, depths, window = view
     G, R, E = q.shape
     check(q.dtype, E, window)
@@ -175,7 +175,7 @@ def _attention(
 
 
 def _pointers(new: Unrotated | None, other: Tensor) -> tuple[Tensor, ...]:
-    """What the kernel reads of `new`; `other` stands for what there is not."""
+    """Return the kernel's arguments for `new`; `other` replaces missing tensors."""
     if new is None:
         return (other,) * 5
     bias = other if new.bias is None else new.bias
@@ -183,7 +183,7 @@ def _pointers(new: Unrotated | None, other: Tensor) -> tuple[Tensor, ...]:
 
 
 def check(dtype: torch.dtype, E: int, window: int | None) -> None:
-    """Refuse what a model or its user may ask for and no kernel is made for."""
+    """Raise `FasteagleError` for a dtype, head_dim or window that no kernel supports."""
     fix = "pass a mask instead of a TreeView"
     if dtype not in (torch.float16, torch.bfloat16):
         raise FasteagleError(f"tree attention takes float16 or bfloat16, got {dtype}: {fix}")

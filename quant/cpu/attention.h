@@ -1,9 +1,9 @@
 // Decode attention of some rows over one block's cache.
 //
-// A row meets its keys in logical order, in blocks of 64 by rank, so that its result depends
+// A row reads its keys in logical order, in blocks of 64 by rank, so that its result depends
 // neither on the slots of a tree nor on other rows.
 //
-// Reference: `attend` in model.py; `Visible` is what its mask says.
+// Reference: `attend` in model.py; `Visible` holds the information of its mask.
 
 #pragma once
 
@@ -23,7 +23,7 @@ namespace {
 constexpr int MAX_ROWS = 32;  // rows that go through the blocks together
 constexpr int KEYS = 64;      // keys of one block of attention
 
-// The keys that each row sees: slots 0 .. shared - 1 all of them, then slots of its own.
+// Keys that each row sees: slots 0 .. shared - 1, then slots of its own.
 struct Visible {
   int64_t shared = 0;
   std::vector<int64_t> begin;  // [T + 1] into `own`
@@ -69,7 +69,7 @@ struct Visible {
   }
 };
 
-// The W x W matrix in v, turned: after stage d, lanes and rows have exchanged bit d.
+// Transposes the W x W matrix in v: after stage d, lanes and rows have exchanged bit d.
 template <int d, int... j>
 inline void exchange(VF* v, std::integer_sequence<int, j...>) {
 #pragma GCC unroll 16
@@ -114,7 +114,7 @@ struct Attention {
   // i = t * group + head within the group
   const float* query(int64_t g, int64_t i) const { return q + (g * queries() + i) * heads.E; }
 
-  // Keys `first` .. `first + n - 1`, element by element: turned [E, W], what lies behind as zeros.
+  // Transposes keys `first` .. `first + n - 1` into `turned` [E, W]; the other columns are zeros.
   void turned_keys(int64_t g, int64_t first, int64_t n, float* turned) const {
     int64_t e = 0;
     if constexpr (std::is_same_v<C, Bf16>) {  // in pairs of elements
@@ -137,7 +137,7 @@ struct Attention {
     }
   }
 
-  // Products of R queries with W keys, in four chains.
+  // Computes products of R queries with W keys, in four chains.
   template <int R>
   void scores(int64_t g, int64_t i, const float* turned, VF* out) const {
     const float* x[R];
@@ -152,7 +152,7 @@ struct Attention {
       out[r] = (chains[r][0] + chains[r][1]) + (chains[r][2] + chains[r][3]);
   }
 
-  // Those of queries `from` .. `to` - 1.
+  // Computes the scores of queries `from` .. `to` - 1 with W keys.
   template <class F>
   void some_scores(int64_t g, int64_t from, int64_t to, const float* turned, F take) const {
     VF out[4];
@@ -175,7 +175,7 @@ struct Attention {
     }
   }
 
-  // All queries of KV head g over the keys of rank 64 * block .. 64 * block + 63 of their rows.
+  // Computes all queries of KV head g over keys of rank 64 * block .. 64 * block + 63.
   void unit(int64_t g, int64_t block, float* scratch) const {
     const int64_t group = heads.group(), E = heads.E, first = block * KEYS;
     const int64_t shared = std::clamp<int64_t>(seen->shared - first, 0, KEYS);
@@ -215,7 +215,7 @@ struct Attention {
   int64_t rank_of(int64_t t, const int64_t* slot) const {
     return seen->shared + (slot - (seen->own.data() + seen->begin[row + t]));
   }
-  // The own slots of a row whose rank is in the block that begins at rank `first`.
+  // Returns the own slots of a row with a rank in the block that begins at rank `first`.
   Slots own_of(int64_t t, int64_t first) const {
     const int64_t* own = seen->own.data() + seen->begin[row + t];
     const int64_t n = seen->begin[row + t + 1] - seen->begin[row + t];
@@ -224,8 +224,8 @@ struct Attention {
     return {own + begin, own + end};
   }
 
-  // Scores of the rows' own keys, W slots at a time, for the rows that see any of these. The keys
-  // of a tree's rows lie close together; those of a batch's rows far apart, each row by itself.
+  // Computes scores of the rows' own keys, W slots at a time, for the rows that see any of them.
+  // The keys of a tree's rows are adjacent; those of a batch's rows are separate for each row.
   void own_scores(int64_t g, int64_t first, float* turned, float* s) const {
     const int64_t group = heads.group();
     float* all = turned + heads.E * W;  // [queries, W]
@@ -253,7 +253,7 @@ struct Attention {
     }
   }
 
-  // Scores to weights in place; `out` gets zeros, their sum and the largest score.
+  // Turns scores into weights in place; `out` gets zeros, the sum of weights and the top score.
   void softmax(float* s, float* out) const {
     VF best = load(s);
     for (int j = W; j < KEYS; j += W) {
@@ -318,7 +318,7 @@ struct Attention {
       for (int c = 0; c < N; c++) store(out + r * width + c * W, acc[r][c]);
   }
 
-  // The result [E] of one query, its blocks added up in order.
+  // Computes the result [E] of one query, adding up its blocks in order.
   void combine(int64_t g, int64_t i, float* out) const {
     const int64_t E = heads.E, length = seen->length(row + i / heads.group());
     const int64_t n = (length + KEYS - 1) / KEYS;

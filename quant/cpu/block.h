@@ -1,7 +1,7 @@
 // Whole decoder blocks: norms, products, RoPE and attention of up to 32 rows, on all threads
 // together.
 //
-// Reference: `Block` in model.py, but for activations in 8 bits.
+// Reference: `Block` in model.py, except for activations in 8 bits.
 
 #pragma once
 
@@ -25,7 +25,7 @@ namespace {
 constexpr int MAX_HEAD_DIM = 256;
 
 struct Block {
-  const float *attention_norm, *q_norm, *k_norm, *mlp_norm;  // null where there is none
+  const float *attention_norm, *q_norm, *k_norm, *mlp_norm;  // null if missing
   Weight qkv, out, gate_up, down;
 };
 
@@ -79,7 +79,7 @@ void check_caches(at::TensorList caches) {
                 "contiguous caches of one shape and type");
 }
 
-// x / rms(x) * weight; without a weight, x itself.
+// Computes x / rms(x) * weight, or copies x without a weight.
 inline void rms_norm(const float* x, const float* weight, int64_t n, float eps, float* out) {
   if (weight == nullptr) {
     std::copy(x, x + n, out);
@@ -121,7 +121,7 @@ struct Scratch {
   }
 };
 
-// What all blocks of one call share.
+// State that all blocks of one call share.
 template <class C>
 struct Pass {
   Heads heads;
@@ -130,16 +130,16 @@ struct Pass {
   const float *cos, *sin;  // [T, E]
   const int64_t* slots;    // [T]
   float* x;                // [T, D], in place
-  const float* entry;  // [T, entry_dim]: what the first product reads instead of norm(x), or null
+  const float* entry;      // [T, entry_dim]: input of the first product instead of norm(x), or null
   int64_t entry_dim;
   const Visible* seen;
-  float *qkv, *queries, *parts, *scratch;  // scratch: of each worker
+  float *qkv, *queries, *parts, *scratch;  // scratch: one per worker
   int64_t scratch_size, key_blocks;
   Activations normed, attended, hidden, entered;
 
   float* own_scratch(const Worker& me) const { return scratch + me.id * scratch_size; }
 
-  // One head, rotated and scaled, and written in the type of `out`.
+  // Rotates and scales one attention head, and writes it in the type of `out`.
   template <class O>
   void rope(const float* in, const float* norm, int64_t t, float scale, O* out) const {
     const int64_t E = heads.E, half = E / 2;
@@ -197,11 +197,11 @@ struct Pass {
 
   void attention(const Worker& me, const C* k, const C* v) {
     Attention<C> a{heads, T, S, key_blocks, queries, k, v, seen, row, parts};
-    // In turn: the last blocks of keys are those of the longest rows alone.
+    // Interleaved over workers, since only the longest rows have the last blocks of keys.
     for (int64_t i = me.id; i < heads.G * key_blocks; i += me.size)
       a.unit(i % heads.G, i / heads.G, own_scratch(me));
     me.team.barrier();
-    // As many heads together as fill blocks of 32.
+    // Take as many attention heads together as fill blocks of 32.
     const int64_t E = heads.E, group = heads.group(), together = heads.together();
     float result[2 * MAX_HEAD_DIM];
     const auto [from, to] = me.share(T * heads.H / together);
@@ -214,7 +214,7 @@ struct Pass {
     }
   }
 
-  // silu(gate) * up, 32 columns at a time, rounded as the next product reads it.
+  // Computes silu(gate) * up, 32 columns at a time, rounded to the next product's input format.
   void gated(const Worker& me, const Weight& w) {
     alignas(64) float gate[2][MAX_TILE * COLUMNS], up[2][MAX_TILE * COLUMNS], result[BLOCK];
     const auto [begin, end] = me.share(F / BLOCK);

@@ -1,7 +1,6 @@
-// Chain of tokens drafted by an EAGLE head in one call.
+// Confidence-gated chain of tokens drafted by an EAGLE head in one call.
 //
-// Reference: `EagleDrafter.propose` in drafting/eagle.py, on a chain (drafting/sure_chain.py says
-// where it ends).
+// Reference: `EagleDrafter.propose` in drafting/eagle.py, on a chain that `gated_chain` ends.
 
 #pragma once
 
@@ -24,7 +23,7 @@
 
 namespace {
 
-// The best of some logits, and the sum of exp(logit - best) over them.
+// Best of some logits, and the sum of exp(logit - best) over them.
 struct Best {
   float value = -std::numeric_limits<float>::infinity(), total = 0.0f;
   int64_t index = 0;
@@ -45,7 +44,7 @@ struct Best {
     return b;
   }
 
-  // With the best of logits that lie behind these.
+  // Merges the best of later logits into this.
   void add(const Best& o) {
     const bool larger = o.value > value;
     const float most = larger ? o.value : value;
@@ -69,11 +68,11 @@ struct HeadWeights {
   bool eagle3() const { return token_norm != nullptr; }
 };
 
-// Drafts a chain on all threads together; each of them keeps the books by itself.
+// Drafts a chain on all threads together; each thread tracks the state by itself.
 template <class C>
 struct Chain {
   const HeadWeights& head;
-  Pass<C> pass;  // of one level; rows of the text first
+  Pass<C> pass;  // of one level; the text's rows come first
   C *k, *v;
   const float *cos, *sin;  // tables of all positions
   const int64_t* target_ids;
@@ -86,7 +85,7 @@ struct Chain {
 
   float* x(int64_t row) const { return pass.x + row * pass.D; }
 
-  // Rows of tokens and features, as the block reads them.
+  // Writes rows of tokens and features in the block's input format.
   void enter(const Worker& me, const int64_t* tokens) {
     const int64_t D = pass.D;
     float* both = pass.own_scratch(me);
@@ -110,7 +109,7 @@ struct Chain {
     me.team.barrier();
   }
 
-  // The likeliest token after the last row, whose feature becomes row 0.
+  // Returns the likeliest token after the last row, whose feature becomes row 0.
   Best leave(const Worker& me) {
     const int64_t D = pass.D, N = head.lm_head.h.N;
     if (me.id == 0) {
@@ -133,7 +132,7 @@ struct Chain {
     return best;
   }
 
-  // Row `first` of the text and those behind it: slots and RoPE positions are the same.
+  // Selects row `first` of the text and the rows after it; a slot equals its RoPE position.
   void place(int64_t first, const int64_t* slots, const Visible* seen) {
     const int64_t E = pass.heads.E;
     pass.cos = cos + first * E;
@@ -143,13 +142,13 @@ struct Chain {
   }
 };
 
-// Bounds by depth; that of the last one holds for all deeper ones.
+// Returns the bound of a depth; the last bound holds for all greater depths.
 inline float at_depth(const std::vector<float>& bounds, int64_t depth) {
   return bounds[std::min<int64_t>(depth, bounds.size() - 1)];
 }
 
-// Returns the keys that the n last pairs see, of which `past` - n tokens were there before, and
-// those that each level after the first sees.
+// Returns the keys that the last n pairs see, after `past` - n earlier tokens, and the keys that
+// each level after the first sees.
 inline std::vector<Visible> visible_levels(int64_t n, int64_t past, int64_t depth) {
   std::vector<Visible> seen(depth);
   for (int64_t level = 0; level < depth; level++) {
@@ -165,11 +164,10 @@ inline std::vector<Visible> visible_levels(int64_t n, int64_t past, int64_t dept
   return seen;
 }
 
-// Shows the head the last `n` pairs, `MAX_ROWS` at a time, then drafts on: at most `depth` tokens.
-// A token whose whole path is less likely than `verify` is left out; after one less likely than
-// `expand` none is drafted (bounds by depth). With a temperature, tokens are ranked with the noise
-// that the target will draw with. Returns the probabilities of the paths, of the one left out as
-// well.
+// Runs the draft head over the last `n` pairs, `MAX_ROWS` at a time, then drafts at most `depth`
+// tokens. A token with a path probability below `verify` is left out, and none is drafted after a
+// token below `expand` (bounds by depth). With a temperature, tokens are ranked with the noise that
+// the target will sample with. Returns the path probabilities, that of a token left out included.
 template <class C>
 std::vector<float> draft_chain(const Chain<C>& of_all, const int64_t* tokens, int64_t n,
                                int64_t depth, const std::vector<float>& verify,
@@ -221,7 +219,7 @@ std::vector<float> draft_chain(const Chain<C>& of_all, const int64_t* tokens, in
 
 // A draft head whose weights are all packed.
 struct Head : torch::CustomClassHolder {
-  const BlockTensors block_tensors;  // and `tensors` keep the memory of `weights`
+  const BlockTensors block_tensors;  // and `tensors` own the memory of `weights`
   const HeadTensors tensors;
   HeadWeights weights;
   Heads heads;
@@ -259,9 +257,9 @@ struct Head : torch::CustomClassHolder {
   }
 
   // Drafts at most `depth` tokens: see `draft_chain`. `tokens` [P], `features` [P, D]: pairs, of
-  // which the first `count` are new. Draft vocabulary's token i is `target_ids[i]`. `caches`: keys
-  // and values. Returns the tokens that are at least as likely as `verify`, and the probabilities
-  // of their paths and, where the last one drafted is left out, of its path.
+  // which the first `count` are new. Token i of the draft vocabulary is `target_ids[i]`. `caches`:
+  // keys and values. Returns the tokens with path probabilities of at least `verify`, and these
+  // probabilities, then that of the last token drafted if it is left out.
   std::tuple<Tensor, Tensor> draft(Tensor tokens, Tensor features, Tensor count, Tensor seq_len,
                                    Tensor target_ids, std::vector<Tensor> caches,
                                    std::optional<Tensor> temperature, std::optional<Tensor> seed,

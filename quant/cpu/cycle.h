@@ -20,7 +20,7 @@ namespace {
 
 constexpr int64_t BAD_ROW = -1, PAD = -2;  // as in sampling.py and verify.py
 
-// Draws from rows of logits, one after the other: those of a path see the penalty on its tokens.
+// Samples from rows of logits, one after the other: rows of a path have the penalty on its tokens.
 class RowSampler {
  public:
   RowSampler(const Tensor& logits, const Sampling& sampling)
@@ -44,8 +44,8 @@ class RowSampler {
     penalty_ = sampling.penalty.item<float>();
   }
 
-  // Returns the token that row `t`, whose own token is `id`, draws for `position`. Rows come in the
-  // order of their path.
+  // Returns the token that row `t`, whose own token is `id`, samples for `position`. Rows come in
+  // the order of their path.
   int64_t draw(int64_t t, int64_t id, int64_t position) {
     const float* row = logits_.const_data_ptr<float>() + t * V_;
     if (seen_ != nullptr) {
@@ -86,13 +86,13 @@ class RowSampler {
 // Path that the target's own tokens take through a tree.
 struct Path {
   std::vector<int64_t> rows;    // of the tree, root first
-  std::vector<int64_t> tokens;  // what each of these rows draws; the last one is the bonus token
-  int64_t n_valid = 0;          // rows of the tree that are no padding
+  std::vector<int64_t> tokens;  // sampled by each of these rows; the last one is the bonus token
+  int64_t n_valid = 0;          // rows of the tree without padding
 
   int64_t count() const { return rows.size(); }
 };
 
-// Raises unless the tree is one of as many rows as there are logits.
+// Raises unless the tree has as many rows as the logits.
 void check_tree(const Tree& tree, const Tensor& logits) {
   const int64_t T = tree.tokens.numel();
   TORCH_CHECK(logits.dim() == 2 && logits.size(0) == T && T > 0, "a state and a tree");
@@ -104,9 +104,9 @@ void check_tree(const Tree& tree, const Tensor& logits) {
       "a source for each row");
 }
 
-// Returns the longest path of rows whose tokens are what their parents draw, the first among
-// equals. With a temperature or a penalty only the rows of the path draw; else all, by their
-// largest logits.
+// Returns the longest path of rows whose tokens their parents sample, the first among equals. With
+// a temperature or a penalty only the rows of the path sample; else all rows take their largest
+// logits.
 Path accept(const Tree& tree, const Tensor& logits, const Sampling& sampling, int64_t seq_len) {
   const int64_t T = tree.tokens.numel();
   const int64_t* ids = tree.tokens.const_data_ptr<int64_t>();
@@ -146,12 +146,12 @@ Path accept(const Tree& tree, const Tensor& logits, const Sampling& sampling, in
   }
 }
 
-// What the caller of a cycle says about its state.
+// Settings of a cycle by its caller.
 struct CommitRules {
   int64_t depth;  // longest path
-  bool in_place;  // accepted rows of the cache are where they belong
-  bool extends;   // the drafter has been shown the pending pairs
-  bool keeps;     // pairs are kept for a drafter
+  bool in_place;  // accepted rows of the cache need no move
+  bool extends;   // the drafter has read the pending pairs
+  bool keeps;     // pairs are stored for a drafter
 };
 
 // Raises unless the state has room for `count` tokens of a pass over `T` rows.
@@ -177,7 +177,7 @@ void check_room(const State& state, const Tensor& read, int64_t T, int64_t count
   check_rows(state.features, state.features.size(1));
 }
 
-// Moves the cache's rows of the path, which lie behind `seq_len` tokens, to their places.
+// Moves the path's rows of the cache, which follow `seq_len` tokens, to their final slots.
 void move_rows(const Tensor& rows, int64_t seq_len, const std::vector<int64_t>& path) {
   const int64_t planes = rows.size(0) * rows.size(1), S = rows.size(2), count = path.size();
   const size_t bytes = rows.size(3) * rows.element_size();
@@ -189,7 +189,7 @@ void move_rows(const Tensor& rows, int64_t seq_len, const std::vector<int64_t>& 
                     memory + (plane * S + seq_len + path[i]) * bytes, bytes);
 }
 
-// Adds the pairs of the path, features `read` and the tokens after them, to those that wait.
+// Adds the pairs of the path, features `read` and the tokens after them, to the pending pairs.
 void keep_pairs(State& state, const Tensor& read, const Path& path, bool extends) {
   int64_t& pending = *state.count.mutable_data_ptr<int64_t>();
   if (extends) pending = 0;
@@ -201,8 +201,8 @@ void keep_pairs(State& state, const Tensor& read, const Path& path, bool extends
   }
 }
 
-// Writes what the host reads: the tokens, padded; from the end the number of rows drafted and,
-// where the tree says so, how many of the path's rows the lookup and the head have proposed.
+// Writes the result for the host: the padded tokens; from the end the number of rows drafted and,
+// if the tree has sources, how many of the path's rows the lookup and the draft head proposed.
 void report(Tensor& result, const Tree& tree, const Path& path, int64_t depth) {
   int64_t *out = result.mutable_data_ptr<int64_t>(), *end = out + result.numel();
   std::fill(out, end, PAD);
@@ -226,7 +226,7 @@ void mark_seen(Tensor& seen, int64_t root, const Path& path) {
   for (const int64_t token : path.tokens) flags[std::max<int64_t>(token, 0)] = true;
 }
 
-// Accepts a path of the tree and brings all of the state to the next cycle.
+// Accepts a path of the tree and updates the whole state for the next cycle.
 void finish_cycle(const Tensor& logits, const Tensor& read, const OptionalTensors& tree_,
                   at::TensorList state_, const OptionalTensors& sampling_, int64_t depth,
                   bool in_place, bool extends, bool keeps) {

@@ -1,6 +1,6 @@
 // Integer dot products of one block of 32 inputs: some rows of activations with W outputs.
 //
-// Sums are exact in int32, and so the same on every path.
+// Sums are exact in int32, and therefore equal for every instruction set.
 
 #pragma once
 
@@ -13,7 +13,7 @@
 
 namespace {
 
-constexpr int COLUMNS = 16;  // outputs that lie together in a packed weight
+constexpr int COLUMNS = 16;  // adjacent outputs in a packed weight
 
 inline int32_t four(const int8_t* p) {
   int32_t v;
@@ -68,7 +68,7 @@ inline Bytes high(Bytes b) {
 }
 #endif
 
-// With TWO there are two chains, which hides latency where rows are few.
+// With TWO there are two chains, which hides latency for few rows.
 template <int BITS, bool TWO>
 struct Dot {
 #if FASTEAGLE_ISA == 4 || FASTEAGLE_ISA == 2
@@ -84,7 +84,7 @@ struct Dot {
   }
   VI total() const { return TWO ? (VI)a + (VI)b : (VI)a; }
 #elif FASTEAGLE_ISA == 3
-  // Of 8-bit weights, pairs of products in 16 bits are at most 2 * 128 * 127, if the sign goes to
+  // Pairs of products of 8-bit weights in 16 bits are at most 2 * 128 * 127, if the sign moves to
   // the activation. For 4-bit weights see `short_products`.
   static constexpr int bias = 0;
   __m512i a = {};
@@ -125,8 +125,8 @@ struct Dot {
 };
 
 #if FASTEAGLE_ISA == 3 || FASTEAGLE_ISA == 1
-// The sums of a row's 32 inputs with 4-bit weights, four inputs of W outputs in each of `w`. Pairs
-// are added in 16 bits, where a block's eight are at most 8 * 2 * 15 * 127.
+// Computes sums of a row's 32 inputs with 4-bit weights, four inputs of W outputs in each of `w`.
+// Pairs are added in 16 bits, where the eight pairs of a block are at most 8 * 2 * 15 * 127.
 [[gnu::always_inline]] inline VI short_products(const Bytes* w, const int8_t* q) {
   VS sums = pairs(w[0], spread(q));
   for (int j = 1; j < 8; j++) sums += pairs(w[j], spread(q + 4 * j));
@@ -134,7 +134,7 @@ struct Dot {
 }
 #endif
 
-// `f(0)`, `f(1)` .. `f(n - 1)`, one after the other: a loop that is always unrolled.
+// Calls `f(0)`, `f(1)` .. `f(n - 1)` in order: a loop that is always unrolled.
 template <class F, int... r>
 [[gnu::always_inline]] inline void for_each(F f, std::integer_sequence<int, r...>) {
   (f(r), ...);
@@ -145,8 +145,9 @@ template <int n, class F>
   for_each(f, std::make_integer_sequence<int, n>());
 }
 
-// Whole-number products of R rows of activations, 32 bytes each at `q`, with the W outputs of one
-// block at `line`, given to `take` by row: what was added to the weights is taken off by `sums`.
+// Computes integer products of R rows of activations, 32 bytes each at `q`, with the W outputs of
+// one block at `line`, and passes them to `take` by row; `sums` correct for the bias of the
+// weights.
 template <int R, int BITS, class F>
 [[gnu::always_inline]] inline void block_products(const uint8_t* line, const int8_t* q,
                                                   const int32_t* sums, int base, F take) {
@@ -157,8 +158,7 @@ template <int R, int BITS, class F>
   };
 #if FASTEAGLE_ISA == 3 || FASTEAGLE_ISA == 1
   if constexpr (BITS == 4) {
-    // Row by row, with the weights in registers: sums of all rows at once would not fit beside
-    // them.
+    // Row by row, with the weights in registers, which leave no room for the sums of all rows.
     Bytes w[8];
     for (int j = 0; j < 4; j++) {
       const Bytes values = load_bytes(line + j * 4 * COLUMNS);

@@ -2,7 +2,7 @@
 //
 // A weight is unpacked once for up to eight rows, so that a further row costs only its
 // multiplications. Sums across blocks run in fp32, in one order that depends neither on the number
-// of rows nor on the number of threads: a row has the same bits whatever other rows are in the
+// of rows nor on the number of threads: the bits of a row do not depend on the other rows of the
 // pass.
 //
 // Reference: `PackedWeight.dequantize` in quant/packed.py. `pack` in cpu_linear.py writes what
@@ -76,7 +76,7 @@ struct Weight {
   }
 };
 
-// R rows, from `row`, times W of the 16 outputs at `block`: y [R, 16]. SINGLE: groups of one block.
+// Multiplies R rows, from `row`, by W of 16 outputs at `block`: y [R, 16]. SINGLE: 1-block groups.
 template <int R, int BITS, bool SINGLE>
 inline void tile(const Weight& w, const uint8_t* block, int part, const Activations& x,
                  const Choice& choice, int64_t row, float* y) {
@@ -96,7 +96,7 @@ inline void tile(const Weight& w, const uint8_t* block, int part, const Activati
     const bool ends = SINGLE || ++in_this == w.h.group_blocks || b + 1 == w.blocks;
     VF scale = {}, offset = {};
     if (ends) {
-      // Of the outputs after these: their lines follow, their parameters lie behind those.
+      // Prefetch the parameters of the next 16 outputs, which follow their values.
       __builtin_prefetch(scales + parameters * width + w.h.stride);
       scale = w.parameter(scales, parameters);
       if (w.h.second) {
@@ -128,14 +128,14 @@ inline void tile(const Weight& w, const uint8_t* block, int part, const Activati
     in_this = 0;
   }
   for (int r = 0; r < R; r++) store(y + r * COLUMNS, acc[r]);
-  // Then what rounding left over, of few blocks, and there of few rows.
+  // Add the products of rounding errors, in few blocks and few of their rows.
   const uint8_t* twice = choice.twice + row / MAX_TILE * x.blocks;
   for (int64_t b = 0; b < w.blocks; b++) {
     if (!twice[b]) continue;
     const VF scale = w.parameter(scales, b / w.h.group_blocks * COLUMNS + part * W);
     for (int64_t at = b * x.rows + row, end = at + R; at < end; at++) {
       const float rest_scale = choice.rest_scales[at];
-      if (rest_scale == 0.0f) continue;  // NaN goes on
+      if (rest_scale == 0.0f) continue;  // NaN continues
       float* out = y + (at + R - end) * COLUMNS;
       const auto take = [&](int, VI total) {
         store(out, fma(scale, to_float(total) * splat(rest_scale), load(out)));
@@ -168,7 +168,7 @@ inline void tiles(const Weight& w, const uint8_t* block, int part, const Activat
   }
 }
 
-// Rows `row` .. `row + rows - 1` (at most 8) times 16 outputs: y [rows, 16], bias included.
+// Multiplies rows `row` .. `row + rows - 1` (at most 8) by 16 outputs: y [rows, 16], with bias.
 inline void product(const Weight& w, int64_t column_block, const Activations& x,
                     const Choice& choice, int64_t row, int64_t rows, float* y) {
   const uint8_t* block = w.data + column_block * w.h.stride;
@@ -191,7 +191,7 @@ inline void product(const Weight& w, int64_t column_block, const Activations& x,
   }
 }
 
-// This worker's share of y [T, N] = x @ w.T, or of y += x @ w.T.
+// Computes this worker's share of y [T, N] = x @ w.T, or of y += x @ w.T.
 void products(const Worker& me, const Weight& w, const Activations& x, uint8_t* scratch, int64_t T,
               float* y, int64_t ldy, bool add) {
   const Choice choice(scratch, x, T);

@@ -1,6 +1,6 @@
-// Tokens that followed the longest earlier match of the text's end, and how likely they are.
+// Tokens that followed the longest earlier match of the text's end, and their probabilities.
 //
-// Reference: `Lookup` in drafting/lookup.py, and `LookedUp` in drafting/sure_chain.py.
+// Reference: `Lookup` in drafting/lookup.py.
 
 #pragma once
 
@@ -16,18 +16,17 @@
 
 namespace {
 
-constexpr int CLASSES = 8;  // of match sizes and of depths: 1 .. 7, and all above
+constexpr int CLASSES = 8;  // of match sizes and of depths: 1 .. 7, and 8 or more
 constexpr float TABLE_MEMORY = 128.0f;
 
 constexpr int64_t KEY_TOKENS = 3, KEY_BITS = 21, WINDOW = 256;  // as in drafting/lookup.py
 
 struct Match {
-  int64_t size = 0, end = 0;  // tokens, and where the last one stands
+  int64_t size = 0, end = 0;  // number of tokens, and position of the last
 };
 
-// Where the end of the text stands in `corpus` (tokens, sorted keys, their order: `Corpus` in
-// drafting/lookup.py), the longest match, among equals the latest. At most WINDOW places are
-// compared.
+// Returns the longest match of the text's end in `corpus` (tokens, sorted keys, their order:
+// `Corpus` in drafting/lookup.py), the latest among equals. At most WINDOW positions are compared.
 Match find_in_corpus(const CorpusIndex& corpus, const int64_t* text, int64_t last,
                      int64_t longest) {
   const int64_t* tokens = corpus.tokens.const_data_ptr<int64_t>();
@@ -53,7 +52,7 @@ Match find_in_corpus(const CorpusIndex& corpus, const int64_t* text, int64_t las
   return best;
 }
 
-// The latest of the longest earlier matches of the text's own end, at most `longest` tokens long.
+// Returns the latest of the longest earlier matches of the text's end, of at most `longest` tokens.
 Match find_in_text(const int64_t* text, int64_t last, int64_t longest) {
   Match best;
   for (int64_t i = last - 1; i >= 0 && best.size < longest; i--) {
@@ -65,12 +64,12 @@ Match find_in_text(const int64_t* text, int64_t last, int64_t longest) {
   return best;
 }
 
-// What followed the longest match in the text, or in `corpus` (empty, or see above) if a longer one
-// is there; how likely each path is; and how many tokens more than their cost of `keep` each they
-// promise. Tokens whose paths are less likely than `keep` are left out. A table [2, 8, 8] of how
-// many tokens were tried and right, by match size and depth, says how likely; it first learns from
-// the `kept` proposal [4 + R]: where its root stood, the root, the match size, how many tokens, and
-// these.
+// Returns the tokens after the longest match in the text, or in `corpus` (see above; may be empty)
+// if it has a longer one; their path probabilities; and their expected gain, which is the sum of
+// these less `keep` for each token. Tokens with path probabilities below `keep` are left out. The
+// probabilities come from a table [2, 8, 8] of tokens tried and accepted, by match size and depth.
+// It is first updated by the last proposal `kept` [4 + R]: position of its root, root, match size,
+// number of tokens, tokens.
 std::tuple<Tensor, Tensor, double> look_up(const Tensor& text_, const Tensor& last_,
                                            const Tensor& table_, const Tensor& kept_,
                                            at::TensorList corpus_, int64_t longest, int64_t reach,
@@ -86,7 +85,7 @@ std::tuple<Tensor, Tensor, double> look_up(const Tensor& text_, const Tensor& la
     return std::min<int64_t>(size, CLASSES) * CLASSES - CLASSES +
            std::min<int64_t>(depth, CLASSES) - 1;
   };
-  // One cycle later; more tokens behind its root are a new turn or another text.
+  // Only one cycle later: more tokens after its root mean a new turn or another text.
   if (kept[0] <= last && last <= kept[0] + reach + 1 && text[kept[0]] == kept[1] && kept[2]) {
     for (int64_t i = 0; i < kept[3] && kept[0] + 1 + i <= last; i++) {
       const int64_t c = cell(kept[2], i + 1);
@@ -111,7 +110,7 @@ std::tuple<Tensor, Tensor, double> look_up(const Tensor& text_, const Tensor& la
     const int64_t* tokens = corpus.tokens.const_data_ptr<int64_t>();
     const int64_t end = std::min(there.end + 1 + reach, corpus.tokens.numel());
     for (int64_t i = there.end + 1; i < end && tokens[i] >= 0; i++) found.push_back(tokens[i]);
-  } else if (size) {  // a text that goes round in circles is expected to go on doing so
+  } else if (size) {  // a repetition is expected to continue
     for (int64_t i = 0; i < reach; i++) found.push_back(text[here.end + 1 + i % (last - here.end)]);
   }
   const int64_t n = found.size();

@@ -25,9 +25,10 @@
 
 namespace {
 
-// The residual stream [T, D] (fp32) behind some blocks. `caches` are the keys and values of each,
-// [G, S, E]; rows `slots` are written. A row sees what `mask` [T, S] says, or the tree's view.
-// Where `entry` [T, K] (fp32) is given, the first block's QKV product reads it instead of norm(x).
+// Returns the residual stream [T, D] (fp32) after some blocks. `caches` are the keys and values of
+// each, [G, S, E]; rows `slots` are written. `mask` [T, S] or the tree's view defines the keys that
+// a row sees. The first block's QKV product reads `entry` [T, K] (fp32), if given, instead of
+// norm(x).
 Tensor blocks(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& slots,
               const std::optional<Tensor>& mask, const std::optional<Tensor>& seq_len,
               const std::optional<Tensor>& paths, const std::optional<Tensor>& depths,
@@ -112,8 +113,8 @@ Tensor blocks(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tenso
   return y;
 }
 
-// x [T, K] @ w.T in fp32 [T, N], plus the bias [N] (fp32) where there is one.
-// `n` is N, for those who cannot look into the weight.
+// Returns x [T, K] @ w.T in fp32 [T, N], plus the bias [N] (fp32) if there is one.
+// `n` is N, for tracing, which cannot read the weight.
 Tensor linear(const Tensor& x_, const Tensor& packed, const std::optional<Tensor>& bias,
               int64_t n) {
   const Weight w(packed, bias.has_value() ? &*bias : nullptr);
@@ -142,7 +143,7 @@ Tensor linear(const Tensor& x_, const Tensor& packed, const std::optional<Tensor
   return y;
 }
 
-// RMSNorm of fp32 rows [T, D] with weight [D] (fp32), each row on its own.
+// RMSNorm of fp32 rows [T, D] with weight [D] (fp32), independent for each row.
 Tensor norm(const Tensor& x_, const Tensor& weight, double eps) {
   const Tensor x = x_.contiguous();
   TORCH_CHECK(x.scalar_type() == at::kFloat && weight.numel() == x.size(-1), "fp32 rows");
@@ -154,7 +155,7 @@ Tensor norm(const Tensor& x_, const Tensor& weight, double eps) {
   return y;
 }
 
-// The values of rows `index` [n] of a packed weight, in fp32 [n, K]; `k` is K.
+// Returns rows `index` [n] of a packed weight, in fp32 [n, K]; `k` is K.
 Tensor rows(const Tensor& packed, const Tensor& index_, int64_t k_) {
   const Weight w(packed);
   const Tensor index = index_.contiguous();

@@ -16,8 +16,9 @@ namespace {
 constexpr int BLOCK = 32;    // inputs that share one scale of the activations
 constexpr int MAX_TILE = 8;  // rows that share one unpacking
 
-// that the rows of a block lie together; and the same of what rounding left over, whose scale is a
-// 254th. See `Choice` for where the latter counts.
+// Rows of activations in 8 bits, stored by block, so that the rows of a block are adjacent; and
+// their rounding errors in 8 bits, at a 254th of the scale. `Choice` selects where the errors
+// count.
 struct Activations {
   int8_t *q, *rest;  // [blocks, T, 32]
   float* scales;
@@ -41,7 +42,7 @@ struct Activations {
     return a;
   }
 
-  // Rounds 32 values. What is not finite makes the scale NaN, and so everything that reads it.
+  // Rounds 32 values. Any value that is not finite makes the scale NaN, and all results of it.
   void quantize(int64_t row, int64_t block, const float* x) {
     VF best = {}, bad = {};
     VF v[BLOCK / W];
@@ -80,7 +81,7 @@ struct Activations {
   }
 
  private:
-  // Unsigned: what NaN becomes may overflow.
+  // Unsigned, because the integer of a NaN may overflow.
   static VI rounded(VF x) { return (VI)((VU)(x + splat(12582912.0f)) - 0x4b400000u); }
   static void put_bytes(int8_t* out, VI v) {
 #if FASTEAGLE_ISA >= 3
@@ -92,9 +93,9 @@ struct Activations {
   }
 };
 
-// Where a row counts with 16 bits: in the blocks of much larger values than its others, whose
-// rounding would be most of a product's error. A tenth of the blocks; it leaves a quarter of the
-// error. Each worker makes its own.
+// Blocks where a row counts with 16 bits: those with much larger values than its other blocks,
+// whose rounding would be most of a product's error. They are a tenth of all blocks, and leave a
+// quarter of the error. Each worker has its own instance.
 struct Choice {
   float *rest_scales, *offsets;  // [blocks, T]: 0 where 8 bits do; of both, scale times sum
   uint8_t* twice;                // [tiles of 8 rows, blocks]: whether a row of the tile has 16

@@ -1,4 +1,4 @@
-// Draws of one token from a row of logits, with hashed Gumbel noise and filters.
+// Sampling of one token from a row of logits, with hashed Gumbel noise and filters.
 //
 // Reference: `draw`, `gumbel_noise` and `process_logits` in sampling.py.
 
@@ -23,7 +23,7 @@ namespace {
 
 using at::Tensor;
 
-// The Gumbel noise of `sampling.gumbel_noise`, but for rounding.
+// Gumbel noise of `sampling.gumbel_noise`, except for rounding.
 struct Noise {
   float temperature = 0.0f;  // 0: none
   uint64_t seed = 0;
@@ -42,7 +42,7 @@ struct Noise {
     second = mix(first ^ mix(place + uint32_t((seed >> 32) + 0x9E3779B9u)));
   }
 
-  // Logits `begin` .. `end - 1` of tokens `ids`: over the temperature, plus noise.
+  // Divides logits `begin` .. `end - 1` of tokens `ids` by the temperature, and adds noise.
   void add(float* x, const int64_t* ids, int64_t begin, int64_t end) const {
     for (int64_t i = begin; i < end; i += W) {
       const int n = std::min<int64_t>(W, end - i);
@@ -57,7 +57,7 @@ struct Noise {
     }
   }
 
-  // The same of the logits x [n] of the tokens from `token` on, into `out`.
+  // Writes logits x [n] of tokens from `token` on to `out`, over the temperature, plus noise.
   void add_to(const float* x, int64_t token, int64_t n, float* out) const {
     VU tokens;
     for (int j = 0; j < W; j++) tokens[j] = uint32_t(token + j);
@@ -80,7 +80,7 @@ struct Noise {
   }
 };
 
-// The largest of columns `begin` .. `end - 1` and its first place; NaN where there is one.
+// Returns the largest of columns `begin` .. `end - 1` and its first index; NaN if there is one.
 inline std::pair<float, int64_t> largest_of(const float* x, int64_t begin, int64_t end) {
   VF best[4], bad = {};
   for (VF& b : best) b = splat(-std::numeric_limits<float>::infinity());
@@ -98,7 +98,7 @@ inline std::pair<float, int64_t> largest_of(const float* x, int64_t begin, int64
     most = x[i] > most ? x[i] : most;
     wrong += x[i] * 0.0f;
   }
-  if (wrong != wrong) {  // NaN or infinite somewhere: what torch.max says
+  if (wrong != wrong) {  // NaN or infinity: return the result of torch.max
     for (i = begin; i < end; i++)
       if (x[i] != x[i]) return {x[i], i};
   }
@@ -107,12 +107,12 @@ inline std::pair<float, int64_t> largest_of(const float* x, int64_t begin, int64
   return {most, begin};
 }
 
-// Whether a value that comes later replaces the largest so far: NaN does, and stays.
+// Returns whether a later value replaces the largest so far: NaN does, and stays.
 inline bool replaces(float value, float largest) {
   return largest == largest && !(value <= largest);
 }
 
-// Of each row of fp32 logits [T, V] the largest and its first place, as torch.max(dim=-1).
+// Returns the largest of each row of fp32 logits [T, V] and its first index, as torch.max(dim=-1).
 std::tuple<Tensor, Tensor> maximum(const Tensor& x_) {
   const Tensor x = x_.contiguous();
   TORCH_CHECK(x.dim() == 2 && x.scalar_type() == at::kFloat && x.size(1) > 0, "fp32 [T, V]");
@@ -125,7 +125,7 @@ std::tuple<Tensor, Tensor> maximum(const Tensor& x_) {
   int used = 1;
   in_parallel([&](const Worker& me) {
     if (me.id == 0) used = me.size;
-    // The columns that this worker has computed, where an LM head of ours did.
+    // The columns that this worker has computed, if our LM head was used.
     const auto share = me.share((V + COLUMNS - 1) / COLUMNS);
     const int64_t begin = share.begin * COLUMNS, end = std::min(share.end * COLUMNS, V);
     for (int64_t t = 0; t < T; t++)
@@ -143,7 +143,7 @@ std::tuple<Tensor, Tensor> maximum(const Tensor& x_) {
   return {values, places};
 }
 
-// As `maximum`, of one row of logits [V] over the temperature with noise.
+// Returns the largest of one row of logits [V] over the temperature, with noise, and its index.
 std::pair<float, int64_t> drawn_of(const float* x, int64_t V, const Noise& noise) {
   constexpr int64_t PART = 512;  // columns at a time
   std::vector<std::pair<float, int64_t>> found(at::get_num_threads());
@@ -166,7 +166,7 @@ std::pair<float, int64_t> drawn_of(const float* x, int64_t V, const Noise& noise
   return best;
 }
 
-// Which tokens may be drawn: `sampling.process_logits`.
+// Filters of the tokens that may be sampled: `sampling.process_logits`.
 struct Filters {
   int64_t top_k = 0;                 // 0: all
   float top_p = 1.0f, min_p = 0.0f;  // 1, 0: all
@@ -179,8 +179,8 @@ struct Likely {
   int64_t token;
 };
 
-// The tokens that the filters leave, in any order, of `weights` [V] that add up to `total`. Nearly
-// always those of some weight decide; only they are looked at.
+// Collects the tokens that the filters leave, in any order, of `weights` [V] that add up to
+// `total`. Tokens above some weight nearly always decide, and only these are compared.
 void keep_likely(const float* x, const float* weights, int64_t V, float temperature, double total,
                  const Filters& filters, std::vector<Likely>& kept) {
   const bool ranked = filters.top_k > 0 || filters.top_p < 1.0f;
@@ -226,7 +226,7 @@ void keep_likely(const float* x, const float* weights, int64_t V, float temperat
   if (filters.min_p > 0.0f) drop([&](const Likely& one) { return one.weight < filters.min_p; });
 }
 
-// As `drawn_of`, of the tokens that the filters leave. The same for any number of threads.
+// Samples like `drawn_of` from the tokens that the filters leave, equally for any thread count.
 std::pair<float, int64_t> drawn_among(const float* x, int64_t V, const Noise& noise,
                                       const Filters& filters) {
   constexpr int64_t PART = 512;  // columns of one sum

@@ -18,10 +18,10 @@
 
 namespace {
 
-// A target whose weights are all packed: from tokens to logits in one call. Python code between two
-// operations would run out of cold caches, through which the weights have just gone.
+// Target whose weights are all packed: from tokens to logits in one call. Python code between two
+// operations would run with cold caches, which the weights have just filled.
 struct Target : torch::CustomClassHolder {
-  const std::vector<BlockTensors> block_tensors;  // and `tensors` keep the memory of what follows
+  const std::vector<BlockTensors> block_tensors;  // and `tensors` own the memory below
   const TargetTensors tensors;
   std::vector<Block> blocks;
   Weight lm_head;
@@ -58,8 +58,8 @@ struct Target : torch::CustomClassHolder {
     }
   }
 
-  // Logits [T, V] in fp32, features [T, D] like `features_like`, and the residual stream entering
-  // the blocks `taps` [T, R * D] in fp32. `rows` are the planes of the cache [2 L, G, S, E].
+  // Returns logits [T, V] in fp32, features [T, D] like `features_like`, and the input of the
+  // auxiliary layers `taps` [T, R * D] in fp32. `rows` are the planes of the cache [2 L, G, S, E].
   std::tuple<Tensor, Tensor, Tensor> run(Tensor tokens, Tensor seq_len, Tensor paths, Tensor depths,
                                          Tensor rows, std::vector<int64_t> taps,
                                          Tensor features_like) const {
@@ -147,7 +147,7 @@ struct Target : torch::CustomClassHolder {
       for (int64_t t = begin; t < end; t++) {
         rms_norm(x + t * D, norm, D, eps, own);
         put_row(features, t, own, D);
-        row_in_fp32(features, t, D, own);  // rounded, as every reader of features sees them
+        row_in_fp32(features, t, D, own);  // rounded like all other uses of features
         mine.normed.quantize_row(t, own, D);
       }
       me.team.barrier();

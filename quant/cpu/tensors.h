@@ -1,7 +1,7 @@
 // Structs of tensors with names, filled in order from the lists that operators take.
 //
-// Python makes the lists as NamedTuples with the same fields: quant/cpu_tensors.py. `FIELDS` says
-// the order to the test that compares them. A tensor that is None there is undefined here.
+// Python makes the lists as NamedTuples with the same fields: quant/cpu_tensors.py. A test compares
+// their order with `FIELDS`. A tensor that is None there is undefined here.
 
 #pragma once
 
@@ -20,7 +20,7 @@ namespace {
 using at::Tensor;
 using OptionalTensors = c10::List<std::optional<Tensor>>;
 
-// Weights of one block; norms and the bias are empty where it has none.
+// Weights of one block; missing norms and biases are empty.
 struct BlockTensors {
   static constexpr std::string_view FIELDS =
       "attention_norm qkv qkv_bias q_norm k_norm out mlp_norm gate_up down";
@@ -40,7 +40,7 @@ struct HeadTensors {
   Tensor embedding, cos, sin, lm_head, fc, fc_bias, embedding_norm, feature_norm, norm;
 };
 
-// What one cycle leaves for the next: `DecodeState` in state.py.
+// State that one cycle leaves for the next: `DecodeState` in state.py.
 struct State {
   static constexpr std::string_view FIELDS = "seq_len root count tokens features text result rows";
   Tensor seq_len, root, count, tokens, features, text, result, rows;
@@ -52,13 +52,13 @@ struct Tree {
   Tensor tokens, parents, valid, sources;
 };
 
-// Values of the parts of sampling that are on: process_logits and gumbel_noise in sampling.py.
+// Parameters of the sampling steps that are on: process_logits and gumbel_noise in sampling.py.
 struct Sampling {
   static constexpr std::string_view FIELDS = "temperature seed top_k top_p min_p penalty seen";
   Tensor temperature, seed, top_k, top_p, min_p, penalty, seen;
 };
 
-// Documents to quote from, with their index: `Corpus` in drafting/lookup.py.
+// Documents for lookup, with their index: `Corpus` in drafting/lookup.py.
 struct CorpusIndex {
   static constexpr std::string_view FIELDS = "tokens keys order";
   Tensor tokens, keys, order;

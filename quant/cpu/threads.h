@@ -1,7 +1,7 @@
-// Threads of one call: a team with a spinning barrier, and the scheduler that says how many threads
-// a call takes.
+// Threads of one call: a team with a spinning barrier, and the scheduler that chooses the number of
+// threads.
 //
-// There is no reference: results depend neither on the number of threads nor on what they wait for.
+// There is no reference: results depend neither on the number of threads nor on their timing.
 
 #pragma once
 
@@ -22,9 +22,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// How many threads to do without. Where other programs run on the same cores, a thread that waits
-// its turn keeps all others waiting, for many times the length of a pass: one thread less is faster
-// then.
+// Number of threads to leave unused. If other programs run on the same cores, a thread that is not
+// scheduled keeps all others waiting, for many times the length of a pass: one thread less is then
+// faster.
 class Spared {
  public:
   static constexpr auto LONG = std::chrono::microseconds(1500);  // at a barrier
@@ -36,15 +36,15 @@ class Spared {
 
   int threads() const { return spared_; }
 
-  // A call with `size` threads is over at `now`: of the time `whole` they stood at barriers for
-  // `waited`, counting what was longer than `LONG`. One thread less takes a `size`th longer: so
-  // much the waiting must be. A prompt's rows take long enough to meet some wait in each call, and
-  // a short call, as of drafting, becomes a long one by chance alone.
+  // Learns from a call with `size` threads that ended at `now`: in the time `whole` they waited at
+  // barriers for `waited`, counting waits longer than `LONG`. One thread less takes a `size`th
+  // longer, so waits must be longer than that. A prompt's rows take so long that each call has some
+  // wait, and a short call, such as drafting, becomes a long one by chance.
   void learn(int size, Clock::duration waited, Clock::duration whole, Clock::time_point now) {
     if (waited * size > whole) {
       if (whole < SHORT) return;
       since_ = now;
-      if (++waits_ < 2) return;  // once may be chance
+      if (++waits_ < 2) return;  // a single wait may be chance
       waits_ = 0;
       if (size > 1) spared_++;
       patience_ = std::min(2 * patience_, LONGEST);
@@ -70,7 +70,7 @@ class Spared {
   Clock::duration patience_ = PERIOD;
 };
 
-// Thrown at a barrier that another thread will never reach.
+// Exception at a barrier that another thread will never reach.
 struct Abandoned {};
 
 // The threads of one call. All of them come to every barrier, unless one fails.
@@ -78,7 +78,7 @@ class Team {
  public:
   explicit Team(int size) : size_(size) {}
 
-  // Mean time at all barriers together of the threads that waited there.
+  // Returns the mean total time at barriers of the threads that waited there.
   Clock::duration waited() const {
     return Clock::duration(waited_.load(std::memory_order_relaxed)) / std::max(1, size_ - 1);
   }
@@ -91,7 +91,7 @@ class Team {
       turn_.store(turn + 1, std::memory_order_release);
       return;
     }
-    // Long enough for a phase of another thread; longer only where that thread does not run.
+    // Longer than any phase of another thread, unless that thread is not scheduled.
     const auto is_over = [&] { return turn_.load(std::memory_order_acquire) != turn; };
     for (int spins = 0; spins < 4000; spins++) {
       if (is_over()) return;
@@ -106,8 +106,8 @@ class Team {
     if (waited > Spared::LONG) waited_.fetch_add(waited.count(), std::memory_order_relaxed);
   }
 
-  // Runs `work`, and keeps the first exception of any thread for `rethrow`: one that left a
-  // parallel region would end the process.
+  // Runs `work`, and stores the first exception of any thread for `rethrow`: an exception that left
+  // a parallel region would end the process.
   template <class F>
   void run(F work) noexcept {
     try {
@@ -119,7 +119,7 @@ class Team {
     }
   }
 
-  // Raises what a thread has raised; called when all of them are done.
+  // Rethrows the exception of a thread; called when all threads are done.
   void rethrow() const {
     if (failure_) std::rethrow_exception(failure_);
   }
@@ -149,9 +149,9 @@ struct Worker {
   Range share(int64_t n) const { return {n * id / size, n * (id + 1) / size}; }
 };
 
-// Runs `work` on all threads but the spared ones, and raises what one of them has raised. Results
-// do not depend on how many these are. torch says how many: OpenMP's own number is that of all
-// cores in each new thread of a process.
+// Runs `work` on all threads but the spared ones, and rethrows an exception of them. Results do not
+// depend on the number of threads, which is torch's: OpenMP's own number is that of all cores in
+// each new thread of a process.
 template <class F>
 void in_parallel(F work) {
   Spared& spared = Spared::of_this_thread();

@@ -1,7 +1,7 @@
 // Vectors of W lanes, with exp, log and half precision.
 //
-// `fma` is the only fused operation: compilers fuse none (-ffp-contract=off), for two copies of one
-// line could then round differently.
+// `fma` is the only fused operation: compilers fuse none (-ffp-contract=off), because two copies of
+// one line could then round differently.
 
 #pragma once
 
@@ -40,7 +40,7 @@ inline void store(float* p, VF v) { std::memcpy(p, &v, sizeof v); }
 inline VF splat(float x) { return x - VF{}; }
 inline VF to_float(VI v) { return __builtin_convertvector(v, VF); }
 
-// One rounding, on every path: a compiler's choice of what to fuse may differ between two copies.
+// One rounding in every path: a compiler's choice of fusion may differ between two copies.
 inline VF fma(VF a, VF b, VF c) {
 #if FASTEAGLE_ISA >= 3
   return (VF)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -51,7 +51,7 @@ inline VF fma(VF a, VF b, VF c) {
 #endif
 }
 
-// Lane i with lane i ^ d.
+// Exchanges lane i with lane i ^ d.
 template <int d, class V, int... j>
 inline V swapped(V v, std::integer_sequence<int, j...>) {
   return __builtin_shuffle(v, (VI){(j ^ d)...});
@@ -143,7 +143,7 @@ inline void store(Bf16* p, VF x) {
   std::memcpy(p, &h, sizeof h);
 }
 
-// e^x to about 1 unit in the last place; 0 below -87.3; NaN stays NaN.
+// Computes e^x to about 1 unit in the last place; 0 below -87.3; NaN stays NaN.
 inline VF exp_of(VF x) {
   const VF magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const VI tiny = x < -87.3f;
@@ -165,7 +165,7 @@ inline VF exp_of(VF x) {
   return tiny ? VF{} : value;
 }
 
-// Natural logarithm of positive normal numbers, within 2e-7 of it or of its absolute value.
+// Natural logarithm of positive normal numbers, with an absolute or relative error below 2e-7.
 inline VF log_of(VF x) {
   const VU bits = (VU)x;
   VF exponent = to_float((VI)(bits >> 23) - 127);
