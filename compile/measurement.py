@@ -152,7 +152,7 @@ class Measurement:
     def _compiled_share(self) -> float:
         """Return compiled over eager drafting time for the drafter's own tree, at most 1."""
         drafter = self._drafter
-        if drafter is None:
+        if drafter is None or isinstance(drafter.shape, GatedChain):  # chains run by the kernels
             return 1.0
         spec = self._engine.spec(drafter.shape, self._kind)
         if (drafter, spec) not in self._engine.runner.compiled:

@@ -204,11 +204,9 @@ class Policy:
     @property
     def next_shape(self) -> AnyShape | None:
         """Shape of the next cycle's tree; None for a plain pass."""
-        if self._block:
-            return None
         if self._gated and self._lookup:
-            return self.shapes[0]  # only the draft head pauses
-        return self._shape
+            return self.shapes[0]  # only the draft head pauses, also while plain passes are timed
+        return None if self._block else self._shape
 
     def _set_prices(self) -> None:
         """Derive thresholds and head gain of gated chains from the current `speed`."""
@@ -221,7 +219,7 @@ class Policy:
         # Looked-up chains are long, and with many rows each may cost more.
         self.lookup_threshold = _between(self._passes.slope(self.shapes[0].rows) * speed)
         self.head_gain = None
-        if self._head and self._shape is not None:
+        if self._head and self._shape is not None and not self._block:
             size = self._sizes[self._shape]
             worth = (self._ms(size) - self.plain_ms) * speed
             self.head_gain = max(0.0, size.tokens[False].mean(self.factor) - worth)
@@ -275,7 +273,7 @@ class Policy:
             self._passes.observe(1 + outcome.drafted, outcome.verify_ms)
         self._in_a_row = self._in_a_row + 1 if is_plain else 0
         if is_plain:
-            self._learn_plain(shape, outcome)
+            self._learn_plain(outcome)
         elif counts and shape in self._sizes:  # other shapes were launched by another policy
             self._learn_size(self._sizes[shape], outcome)
             self._after_drafting()
@@ -286,10 +284,10 @@ class Policy:
                 self._set_prices()
         self._copying = outcome.by_lookup >= COPIED and not self._gated
 
-    def _learn_plain(self, shape: AnyShape | None, outcome: Outcome) -> None:
+    def _learn_plain(self, outcome: Outcome) -> None:
         if outcome.ms is not None and self._in_a_row > WARM:
             self._plain.append(outcome.ms)
-        if self._block and shape is None:
+        if self._block:
             self._block -= 1
             if self._block and not self._is_decided():
                 return
@@ -339,6 +337,7 @@ class Policy:
         if self._until_block <= 0:
             self._distance = min(4 * self._distance, LONGEST_DISTANCE)
             self._until_block, self._block = self._distance, BLOCK
+            self._set_prices()
         elif self._since >= EVERY:
             self._draft()
 

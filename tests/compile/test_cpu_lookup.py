@@ -7,10 +7,12 @@ import random
 import pytest
 import torch
 
+from fasteagle.compile.costs import tune_now
 from fasteagle.compile.cpu_backend import CpuBackend
 from fasteagle.compile.cpu_draft import NativeDraft
 from fasteagle.compile.cycles import CycleCompiler
 from fasteagle.decoding.cycle import EAGER
+from fasteagle.drafting.base import Tuning
 from fasteagle.drafting.costs import Costs
 from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.ladder import DEFAULT_RANKS
@@ -160,6 +162,22 @@ def _check_text(params, planned, compiled):
     assert answer(engine, params, 60, longer) == answer(plain, params, 60, longer)
     if planned:
         assert "looked up" in drafter.policy.explain()
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_chains_are_measured_where_cycles_are_compiled(head, tmp_path):
+    target = native_target(tiny_config(**SHAPE))
+    drafter = fused(target) if head else NgramDrafter()
+    drafter.shape = GatedChain(REACH)
+    drafter.tuning = Tuning(tmp_path / "costs.json", DEFAULT_RANKS)
+    engine = engine_of(target, drafter)
+    compiler = CycleCompiler(engine, SamplingMode())
+    compiler.compile()
+    compiler.apply()
+    policy, seconds = tune_now(engine, pytest.fail, compiled=True)
+    assert seconds > 0 and policy is drafter.policy and policy.shapes == [GatedChain(REACH)]
+    assert policy.costs.lookup > 0 and (policy.costs.chain[LONGEST] > 0) == head
+    assert answer(engine, SamplingParams()) == answer(engine_of(target), SamplingParams())
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=str)
