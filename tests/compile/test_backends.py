@@ -49,8 +49,9 @@ BACKENDS = [
     pytest.param("cuda", marks=pytest.mark.skipif(not INTERPRETED, reason="in the interpreter")),
 ]
 DRAWN = [SamplingParams(), SamplingParams(0.8, seed=3)]
-# A token takes seconds in the interpreter; tests/compile/test_cuda_blocks.py has more cases.
-INTERPRETED_CASES = [("eagle1 tree", DRAWN[0]), ("eagle3 tree", DRAWN[1]), ("fused", DRAWN[0])]
+# A token takes seconds in the interpreter, and compiling half a minute a case: test_cuda_blocks.py
+# and test_cycles.py have more of them.
+FEW_CASES = [("eagle1 tree", DRAWN[0]), ("eagle3 tree", DRAWN[1]), ("fused", DRAWN[0])]
 DRAFTERS = {
     "eagle1 tree": ("eagle1", lambda head: EagleDrafter(head, TreeShape(2, 3, 5), 512)),
     "eagle3 tree": ("eagle3", lambda head: EagleDrafter(head, TreeShape(2, 3, 5), 512)),
@@ -111,8 +112,8 @@ class Odd:
 @pytest.mark.parametrize("params", DRAWN, ids=str)
 @pytest.mark.parametrize("drafting", DRAFTERS)
 def test_drafting_changes_no_token(name, params, drafting):
-    if name == "cuda" and (drafting, params) not in INTERPRETED_CASES:
-        pytest.skip("takes minutes in the interpreter")
+    if name in ("cuda", "compiled") and (drafting, params) not in FEW_CASES:
+        pytest.skip("takes long; test_cuda_blocks.py and test_cycles.py have more cases")
     algorithm, make = DRAFTERS[drafting]
     backend, head = made(name, algorithm)
     n = 5 if name == "cuda" else 40
