@@ -294,8 +294,8 @@ class CapturedRunner(Runner):
     def read(self) -> Done:
         place = self._launched.popleft()
         self._free.append(place)
-        *tokens, by_head, by_lookup, drafted = place.read()
-        return Done(tokens, by_head, by_lookup, drafted, None, None)
+        *tokens, by_lookup, drafted = place.read()
+        return Done(tokens, by_lookup, drafted, None, None)
 
     def drop(self) -> None:
         self._free.extend(self._launched)

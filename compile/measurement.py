@@ -112,7 +112,8 @@ class Measurement:
             return works
         has_head = isinstance(drafter, HeadDrafter)
         if isinstance(drafter.shape, GatedChain):
-            works["chain"] = {levels: work(self._chain, levels) for levels in (1, LONGEST)}
+            native = NativeChain(drafter.head) if isinstance(drafter, EagleDrafter) else None
+            works["chain"] = {levels: work(self._chain, native, levels) for levels in (1, LONGEST)}
             if drafter.looks_up:
                 works["lookup"] = {0: self._look_up}
             return works
@@ -125,13 +126,12 @@ class Measurement:
                 works[name] = {k: work(self.draft, self._small_tree(depth, k)) for k in widths}
         return works
 
-    def _chain(self, levels: int) -> float:
-        """Return the milliseconds of a chain of `levels` tokens by the draft head."""
+    def _chain(self, native: NativeChain | None, levels: int) -> float:
+        """Return the milliseconds of a chain of `levels` tokens by the draft head, 0 without."""
         drafter = self._drafter
-        if not isinstance(drafter, EagleDrafter):
+        if native is None or not isinstance(drafter, EagleDrafter):
             return 0.0
         state, endless = self._engine.state, Thresholds((0.0,), (0.0,))
-        native = NativeChain(drafter.head)
         self.verify(1)  # see `draft`
         work = functools.partial(native.draft, state, drafter, 2, levels, endless)
         return self._timed(work, drafter.shape)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fasteagle.decoding.cycle import EAGER, Proposal
 from fasteagle.decoding.runner import Backend
-from fasteagle.device import device_name
+from fasteagle.device import cpu_field, device_name
 from fasteagle.errors import FasteagleError, first_line, note
 from fasteagle.model import Output, Target
 from fasteagle.options import SamplingParams
@@ -190,7 +190,9 @@ def _conditions(backend: Backend) -> dict[str, Any]:
         "torch": torch.__version__,
         "sources": _sources(),
         "device": device_name(device),
-        "flags": _cpu_flags() if device.type == "cpu" else torch.cuda.get_device_capability(device),
+        "flags": cpu_field("flags", "Features")
+        if device.type == "cpu"
+        else torch.cuda.get_device_capability(device),
     }
 
 
@@ -203,15 +205,6 @@ def _sources() -> str:
         for path in sorted(p for p in folder.rglob("*") if p.suffix in (".py", ".cpp", ".h")):
             digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-@cache
-def _cpu_flags() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
 def _digest(conditions: dict[str, Any]) -> str:

@@ -128,11 +128,16 @@ def device_name(device: torch.device) -> str:
     """Return the manufacturer's name of a device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
+    return cpu_field("model name") or platform.processor() or platform.machine()
+
+
+def cpu_field(*names: str) -> str | None:
+    """Return the first field of one of these names that the system reports of its CPUs."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
+            if line.startswith(names):
                 return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    return None
 
 
 def unless_short(work: Callable[[], Made], tell: Callable[[], FasteagleError]) -> Made:

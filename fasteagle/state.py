@@ -83,9 +83,8 @@ class DecodeState:
     them, sampled already. The first `count` rows of `tokens` and `features` are the pairs that the
     draft head has not seen. `text` holds the committed tokens and the root; entries past them are
     left over from other cycles. The host reads `result`: the new tokens, padded, then how many of
-    them the draft head and the lookup had proposed (where a tree says so), then the number of
-    drafted tokens. Features are those after the final norm, or the taps of `tap_layers` where the
-    drafter reads these.
+    them the lookup had proposed (where a tree says so), then the number of drafted tokens. Features
+    are those after the final norm, or the taps of `tap_layers` where the drafter reads these.
     """
 
     def __init__(self, target: Transformer, cache: KVCache, max_seq_len: int) -> None:
@@ -103,7 +102,7 @@ class DecodeState:
         self.tap_layers: tuple[int, ...] = ()
         self.features = weight.new_zeros(PENDING, target.config.dim)  # [P, F]
         self.text = ints(max_seq_len + MAX_DEPTH + 2)  # [N]
-        self.result = ints(MAX_DEPTH + 4)
+        self.result = ints(MAX_DEPTH + 3)
         self.seen = torch.zeros(1, target.config.vocab_size, dtype=torch.bool, device=device)
         self.sampling = SamplingTensors(device)
         self.cache = cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fasteagle.loading.entries import EAGLE2, REGISTRY, Entry
-from fasteagle.loading.heads.find import head_shape, is_shipped
+from fasteagle.loading.heads.find import has_known_head, head_shape, is_shipped
 from fasteagle.loading.memory import CARDS, CUDA_BYTES, best_fit, needed_bytes, settings
 from fasteagle.loading.registry import local_path
 from fasteagle.options import DEFAULT_MODEL, RuntimeOptions
@@ -60,7 +60,7 @@ def memory_cells(name: str) -> list[str]:
     """Return the cells of one row of the memory table, after the name."""
     config = REGISTRY[name].config
     context = RuntimeOptions().seq_len_for(config.max_seq_len, name)
-    head = head_shape(name, config) if is_shipped(name) or REGISTRY[name].heads else None
+    head = head_shape(name, config) if has_known_head(name) else None
     whole = [s for s in settings(config, context) if s.context == context]
     cells = [f"{needed_bytes(config, setting, head) / 1e9:.1f}" for setting in whole]
     for size in CARDS:
@@ -80,7 +80,7 @@ def int4_bytes(name: str) -> int:
     total = scheme.model_bytes(config)
     context = RuntimeOptions().seq_len_for(config.max_seq_len, name)
     total += config.kv_bytes(context)
-    if is_shipped(name) or REGISTRY[name].heads:
+    if has_known_head(name):
         head = head_shape(name, config)
         total += scheme.draft_head_bytes(head) + head.block.kv_bytes(context)
     return total

@@ -23,7 +23,7 @@ from fasteagle.logits import LogitsProcessor
 from fasteagle.model import KVCache, Output, Target
 from fasteagle.sampling import draw
 from fasteagle.state import CycleSpec, DecodeState
-from fasteagle.tree import HEAD, LOOKUP, DraftTree, Relations, TreeView, first_rows, relations
+from fasteagle.tree import LOOKUP, DraftTree, Relations, TreeView, first_rows, relations
 from fasteagle.verify import PAD, Accepted, accept, seen_rows
 
 
@@ -52,7 +52,7 @@ class Proposal(NamedTuple):
             return self
         mask, paths = (each[:n, :n].contiguous() for each in (self.tree_mask, self.paths))
         tree = first_rows(self.tree, n)
-        return Proposal(tree, mask, self.depths[:n], paths, self.extended)
+        return self._replace(tree=tree, tree_mask=mask, depths=self.depths[:n], paths=paths)
 
 
 class Pieces(NamedTuple):
@@ -173,9 +173,7 @@ def commit(
     state.result[: spec.depth + 1] = path.emitted
     sources = proposal.tree.sources
     if sources is not None:  # the root has no source, and padding repeats the root
-        proposers = sources[path.rows]
-        state.result[-3] = (proposers & HEAD > 0).sum()
-        state.result[-2] = (proposers & LOOKUP > 0).sum()
+        state.result[-2] = (sources[path.rows] & LOOKUP > 0).sum()
     state.result[-1:] = proposal.tree.valid.sum() - 1
     if spec.width:
         # New pairs go after those not shown to the draft head yet; after a draft there are none.

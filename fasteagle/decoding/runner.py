@@ -45,8 +45,7 @@ class Done(NamedTuple):
     """Result of a cycle on the host."""
 
     tokens: list[int]  # new tokens, then padding
-    by_head: int  # accepted tokens that it proposed; not set by trees of a single source
-    by_lookup: int
+    by_lookup: int  # accepted tokens that it proposed; not set by trees of a single source
     drafted: int  # tokens proposed
     draft_seconds: float | None  # None: not timed apart
     verify_seconds: float | None
@@ -162,14 +161,12 @@ class Runner:
 
     def read(self) -> Done:
         """Return the result of the oldest launched cycle."""
-        *tokens, by_head, by_lookup, drafted = self.state.result.tolist()
-        found = (tokens, by_head, by_lookup, drafted)
+        *tokens, by_lookup, drafted = self.state.result.tolist()
+        counts, times = (tokens, by_lookup, drafted), self._times
         if not self._on_cpu:
-            return Done(*found, None, None)
-        times = self._times
-        return Done(
-            *found, times.get("draft", 0.0), times["verify"], self._extended, self._promised
-        )
+            return Done(*counts, None, None)
+        seconds = times.get("draft", 0.0), times["verify"]
+        return Done(*counts, *seconds, self._extended, self._promised)
 
     def drop(self) -> None:
         """Drop cycles that were launched and will not be read."""

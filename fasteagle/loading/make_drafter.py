@@ -24,8 +24,8 @@ from fasteagle.loading.entries import REGISTRY
 from fasteagle.loading.heads.find import (
     LoadedHead,
     find_head,
+    has_known_head,
     head_shape,
-    is_shipped,
     may_find_head,
     named_head,
 )
@@ -120,8 +120,7 @@ def expected_head(
     if loaded is not None:
         return loaded.head.config
     name = opened.name
-    known = is_shipped(name) or (name in REGISTRY and bool(REGISTRY[name].heads))
-    if options.drafter == "auto" and not known:
+    if options.drafter == "auto" and not has_known_head(name):
         return None
     return head_shape(name, opened.checkpoint.config)
 

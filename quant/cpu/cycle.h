@@ -160,7 +160,7 @@ void check_room(const State& state, const Tensor& read, int64_t T, int64_t count
   const int64_t seq_len = state.seq_len.item<int64_t>(), depth = rules.depth;
   TORCH_CHECK(count <= depth + 1, "a path of ", count - 1, " levels");
   TORCH_CHECK(seq_len >= 0 && seq_len + depth + 2 <= state.text.numel() &&
-                  depth + 4 <= state.result.numel(),
+                  depth + 3 <= state.result.numel(),
               "room for the path");
   TORCH_CHECK(rules.in_place || !depth ||
                   (state.rows.dim() == 4 && state.rows.is_contiguous() &&
@@ -202,7 +202,7 @@ void keep_pairs(State& state, const Tensor& read, const Path& path, bool extends
 }
 
 // Writes the result for the host: the padded tokens; from the end the number of rows drafted and,
-// if the tree has sources, how many of the path's rows the lookup and the draft head proposed.
+// if the tree has sources, how many of the path's rows the lookup proposed.
 void report(Tensor& result, const Tree& tree, const Path& path, int64_t depth) {
   int64_t *out = result.mutable_data_ptr<int64_t>(), *end = out + result.numel();
   std::fill(out, end, PAD);
@@ -210,12 +210,9 @@ void report(Tensor& result, const Tree& tree, const Path& path, int64_t depth) {
   end[-1] = path.n_valid - 1;
   if (!tree.sources.defined()) return;
   const int64_t* sources = tree.sources.const_data_ptr<int64_t>();
-  end[-2] = end[-3] = 0;
-  for (int64_t i = 0; i <= depth; i++) {
-    const int64_t source = sources[i < path.count() ? path.rows[i] : 0];
-    end[-3] += (source & 1) != 0;
-    end[-2] += (source & 2) != 0;
-  }
+  end[-2] = 0;
+  for (int64_t i = 0; i <= depth; i++)
+    end[-2] += (sources[i < path.count() ? path.rows[i] : 0] & 2) != 0;
 }
 
 // Marks the root and the tokens of the path as seen by the penalty.

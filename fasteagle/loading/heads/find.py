@@ -78,7 +78,7 @@ def find_head(head: str | None, name: str, identity: str) -> HeadFiles | None:
 
 def may_find_head(name: str, checkpoint: Checkpoint) -> bool:
     """Return whether there may be a draft head for a model, before its weights are loaded."""
-    if is_shipped(name) or (name in REGISTRY and REGISTRY[name].heads):
+    if has_known_head(name):
         return True
     if any((cache_dir() / "heads").glob("*/config.json")):  # perhaps of the quantized weights
         return True
@@ -122,6 +122,11 @@ def _shipped_heads() -> list[Path]:
     """Return the draft head folders inside the package, named after registry models."""
     folder = Path(str(resources.files("fasteagle") / "data" / "heads"))
     return [path.parent for path in sorted(folder.glob("*/config.json"))]
+
+
+def has_known_head(name: str) -> bool:
+    """Return whether a draft head for model `name` is shipped or published."""
+    return is_shipped(name) or (name in REGISTRY and bool(REGISTRY[name].heads))
 
 
 def is_shipped(name: str) -> bool:
