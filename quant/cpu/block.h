@@ -200,7 +200,7 @@ struct Pass {
     // Interleaved over workers, since only the longest rows have the last blocks of keys.
     for (int64_t i = me.id; i < heads.G * key_blocks; i += me.size)
       a.unit(i % heads.G, i / heads.G, own_scratch(me));
-    me.team.barrier();
+    me.end(Phase::attention);
     // Take as many attention heads together as fill blocks of 32.
     const int64_t E = heads.E, group = heads.group(), together = heads.together();
     float result[2 * MAX_HEAD_DIM];
@@ -245,21 +245,21 @@ struct Pass {
     } else {
       norm(me, w.attention_norm);
     }
-    me.team.barrier();
+    me.end(Phase::norms);
     products(me, w.qkv, by_entry ? entered : normed, own, T, qkv, w.qkv.h.N, false);
-    me.team.barrier();
+    me.end(Phase::qkv);
     rotate(me, w, k, v);
-    me.team.barrier();
+    me.end(Phase::rope);
     attention(me, k, v);
-    me.team.barrier();
+    me.end(Phase::combine);
     products(me, w.out, attended, own, T, x, D, true);
-    me.team.barrier();
+    me.end(Phase::out);
     norm(me, w.mlp_norm);
-    me.team.barrier();
+    me.end(Phase::norms);
     gated(me, w.gate_up);
-    me.team.barrier();
+    me.end(Phase::gate_up);
     products(me, w.down, hidden, own, T, x, D, true);
-    me.team.barrier();
+    me.end(Phase::down);
   }
 };
 

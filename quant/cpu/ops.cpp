@@ -13,7 +13,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <optional>
+#include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "block.h"
@@ -186,6 +188,19 @@ Tensor rows(const Tensor& packed, const Tensor& index_, int64_t k_) {
 
 int64_t isa() { return FASTEAGLE_ISA; }
 
+// Returns the milliseconds of each phase since the last call, all 0 where they are not timed.
+c10::Dict<std::string, double> phases() {
+  c10::Dict<std::string, double> all;
+  PhaseTimes times = std::exchange(PhaseTimes::of_process(), {});
+  std::istringstream names(PHASES);
+  std::string name;
+  for (const Clock::duration time : times.of) {
+    names >> name;
+    all.insert(name, std::chrono::duration<double, std::milli>(time).count());
+  }
+  return all;
+}
+
 // Names of the tensors in each list that an operator takes, in order.
 c10::Dict<std::string, std::string> fields() {
   c10::Dict<std::string, std::string> all;
@@ -226,6 +241,7 @@ TORCH_LIBRARY(FASTEAGLE_NAMESPACE, m) {
   m.def("norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("rows(Tensor packed, Tensor index, int k) -> Tensor");
   m.def("isa() -> int", &isa);
+  m.def("phases() -> Dict(str, float)", &phases);
   m.def("fields() -> Dict(str, str)", &fields);
 }
 

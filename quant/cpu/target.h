@@ -131,6 +131,7 @@ struct Target : torch::CustomClassHolder {
     float *out = logits.mutable_data_ptr<float>(), *tap_rows = tapped.mutable_data_ptr<float>();
     in_parallel([&](const Worker& me) {
       Pass<C> mine = pass;
+      me.begin();
       const auto [begin, end] = me.share(T);
       const auto tap = [&](int64_t layer) {
         for (int64_t r = 0; r < R; r++)
@@ -150,8 +151,9 @@ struct Target : torch::CustomClassHolder {
         row_in_fp32(features, t, D, own);  // rounded like all other uses of features
         mine.normed.quantize_row(t, own, D);
       }
-      me.team.barrier();
+      me.end(Phase::norms);
       products(me, lm_head, mine.normed, (uint8_t*)own, T, out, N, false);
+      me.end(Phase::lm_head);
     });
   }
 };

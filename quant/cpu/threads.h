@@ -139,9 +139,45 @@ class Team {
   alignas(64) std::atomic<int> turn_{0};
 };
 
+// Parts of a pass, which the first thread times in a library built with -DFASTEAGLE_PHASES.
+enum class Phase { norms, qkv, rope, attention, combine, out, gate_up, down, lm_head, waiting };
+constexpr const char* PHASES = "norms qkv rope attention combine out gate_up down lm_head waiting";
+
+struct PhaseTimes {
+  Clock::duration of[int(Phase::waiting) + 1] = {};
+  Clock::time_point last;
+
+  static PhaseTimes& of_process() {
+    static PhaseTimes times;
+    return times;
+  }
+  void end(Phase phase) {
+    const Clock::time_point now = Clock::now();
+    of[int(phase)] += now - last;
+    last = now;
+  }
+};
+
 struct Worker {
   Team& team;
   int id, size;
+
+  void begin() const {
+#ifdef FASTEAGLE_PHASES
+    if (id == 0) PhaseTimes::of_process().last = Clock::now();
+#endif
+  }
+
+  // Ends a part of the work, and waits until all threads have ended it.
+  void end(Phase phase) const {
+#ifdef FASTEAGLE_PHASES
+    if (id == 0) PhaseTimes::of_process().end(phase);
+    team.barrier();
+    if (id == 0) PhaseTimes::of_process().end(Phase::waiting);
+#else
+    team.barrier();
+#endif
+  }
 
   struct Range {
     int64_t begin, end;

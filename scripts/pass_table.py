@@ -1,0 +1,55 @@
+"""Where the time of a target pass goes on a CPU, by rows: one line a part of the pass.
+
+    FASTEAGLE_KERNEL_FLAGS=-DFASTEAGLE_PHASES python scripts/pass_table.py --int4
+
+The flag builds a library of our CPU kernels whose first thread times its parts; `waiting` is its
+time at barriers. A pass is timed in blocks of passes of equal rows, as decoding runs them.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+import click
+import torch
+
+from fasteagle.cli.command import Script
+from fasteagle.cli.options import model_options
+from fasteagle.compile.measurement import Measurement
+from fasteagle.errors import FasteagleError
+from fasteagle.loading.open import load_runtime
+from fasteagle.options import RuntimeOptions
+from fasteagle.tables import print_table
+
+BLOCK, WARM = 40, 10  # passes of equal rows in a row, of which the first are not counted
+
+
+@click.command(cls=Script, help=__doc__)
+@model_options
+@click.option("--rows", default="1,2,3,4,5,6,8,12,16", show_default=True)
+def main(model: str, runtime_options: RuntimeOptions, rows: str) -> None:
+    engine = load_runtime(model, runtime_options).engine
+    phases = torch.ops.fasteagle_cpu.phases
+    measurement = Measurement(engine, None)
+    table: dict[str, list[float]] = {"pass": []}
+    sizes = [int(each) for each in rows.split(",")]
+    for T in sizes:
+        for _ in range(WARM):
+            measurement.verify(T)
+        phases()
+        times = [measurement.verify(T) for _ in range(BLOCK)]
+        for name, total in phases().items():
+            table.setdefault(name, []).append(total / BLOCK)
+        table["pass"].append(statistics.median(times))
+    if not sum(table["waiting"]):
+        raise FasteagleError(
+            "the kernels do not time their parts: set FASTEAGLE_KERNEL_FLAGS=-DFASTEAGLE_PHASES"
+        )
+    print_table(
+        ["ms of", *(f"{T} rows" for T in sizes)],
+        [[name, *(f"{ms:.3f}" for ms in times)] for name, times in table.items()],
+    )
+
+
+if __name__ == "__main__":
+    main()
