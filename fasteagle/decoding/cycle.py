@@ -70,14 +70,22 @@ def decode_cycle(
     spec: CycleSpec,
     pieces: Pieces | None = None,
     processor: LogitsProcessor | None = None,
-) -> None:
-    """Advance `state` by one pass of the target: 1 to D + 1 new tokens, in `state.result`."""
+    lap: Callable[[], None] = lambda: None,
+) -> Proposal:
+    """Advance `state` by one pass of the target: 1 to D + 1 new tokens, in `state.result`.
+
+    `lap` is called before, between and after draft and verify. Returns the verified proposal.
+    """
     pieces = pieces or EAGER
+    lap()
     proposal = pieces.draft(state, drafter, spec)  # extend, expand, rerank
+    lap()
     output = pieces.verify(state, target, proposal)
+    lap()
     if processor is not None:
         output = output._replace(logits=processor(output.logits, proposal.tree))
     pieces.finish(state, spec, proposal, output)  # accept, commit
+    return proposal
 
 
 def draft(

@@ -68,9 +68,8 @@ class Runner:
         self.compiled: dict[tuple[Drafter | None, CycleSpec], Pieces] = {}
         self.error: str | None = None  # why cycles are not replayed as CUDA graphs
         self._on_cpu = state.root.device.type == "cpu"
-        self._times: dict[str, float] = {}
-        self._extended = False
-        self._promised: tuple[float, ...] = ()
+        self._laps: list[float] = []  # before, between and after draft and verify
+        self._proposal: Proposal
         self._plain: dict[int, Proposal] = {}  # by number of rows
 
     @property
@@ -104,22 +103,29 @@ class Runner:
         self, spec: CycleSpec, drafter: Drafter | None, processor: LogitsProcessor | None = None
     ) -> None:
         """Begin a cycle."""
-        self._times.clear()
         pieces = self.pieces(spec, drafter)
-        decode_cycle(self.state, self.backend.target, drafter, spec, pieces, processor)
+        self._laps = laps = list[float]()
+        self._proposal = decode_cycle(
+            self.state,
+            self.backend.target,
+            drafter,
+            spec,
+            pieces,
+            processor,
+            lambda: laps.append(time.perf_counter()),
+        )
 
     def pieces(self, spec: CycleSpec, drafter: Drafter | None) -> Pieces:
-        """Return compiled or usual pieces; on CPUs they are timed, without any synchronization."""
-        found = self.compiled.get((drafter, spec), self.usual)
+        """Return compiled or usual pieces, which on CPUs draft no padding."""
+        pieces = self.compiled.get((drafter, spec), self.usual)
         if not self._on_cpu:
-            return found
+            return pieces
         if spec.shape is None:
-            found = found._replace(draft=self._plain_draft)
-        elif drafter is not None and may_be_shorter(drafter, spec):
-            found = found._replace(draft=self._without_padding(found.draft))
-        found = found._replace(verify=self._timed("verify", found.verify))
-        self._extended, self._promised = False, ()
-        return found if spec.shape is None else found._replace(draft=self._noting(found.draft))
+            return pieces._replace(draft=self._plain_draft)
+        is_shorter = drafter is not None and may_be_shorter(drafter, spec)
+        if is_shorter and not self.backend.drafts(drafter, spec):
+            return pieces._replace(draft=self._without_padding(pieces.draft))
+        return pieces
 
     def _plain_draft(
         self, state: DecodeState, drafter: Drafter | None, spec: CycleSpec
@@ -128,26 +134,6 @@ class Runner:
         if spec.rows not in self._plain:
             self._plain[spec.rows] = EAGER.draft(state, None, spec)
         return self._plain[spec.rows]
-
-    def _noting(self, draft: Draft) -> Draft:
-        """Return `draft` timed; it records `extended` and `promised` of its proposal."""
-        timed = self._timed("draft", draft)
-
-        def noting(state: DecodeState, drafter: Drafter | None, spec: CycleSpec) -> Proposal:
-            proposal: Proposal = timed(state, drafter, spec)
-            self._extended, self._promised = proposal.extended, proposal.promised
-            return proposal
-
-        return noting
-
-    def _timed(self, name: str, piece: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any) -> Any:
-            begin = time.perf_counter()
-            found = piece(*args)
-            self._times[name] = time.perf_counter() - begin
-            return found
-
-        return timed
 
     def _without_padding(self, draft: Draft) -> Draft:
         """Return `draft` without trailing padding rows, so that the pass is cheaper on a CPU."""
@@ -162,11 +148,12 @@ class Runner:
     def read(self) -> Done:
         """Return the result of the oldest launched cycle."""
         *tokens, by_lookup, drafted = self.state.result.tolist()
-        counts, times = (tokens, by_lookup, drafted), self._times
         if not self._on_cpu:
-            return Done(*counts, None, None)
-        seconds = times.get("draft", 0.0), times["verify"]
-        return Done(*counts, *seconds, self._extended, self._promised)
+            return Done(tokens, by_lookup, drafted, None, None)
+        begin, drafted_at, verified_at = self._laps  # no synchronization is needed on a CPU
+        seconds = drafted_at - begin, verified_at - drafted_at
+        proposal = self._proposal
+        return Done(tokens, by_lookup, drafted, *seconds, proposal.extended, proposal.promised)
 
     def drop(self) -> None:
         """Drop cycles that were launched and will not be read."""
