@@ -5,7 +5,8 @@ python scripts/head_quality.py --data answers.jsonl
 python scripts/head_quality.py --data answers.jsonl --head old/ --head new/ --plot confidence.svg
 
 Every position of the answers is the start of a chain of five tokens. n-alpha is how often token
-n + 1 of a chain is accepted when the n before it were. On greedy text both are exact.
+n + 1 of a chain is accepted when the n before it were; on greedy text that is exact. TV is the
+total variation of a chain's first token: 1 - TV is its acceptance rate at temperature 1.
 """
 
 from __future__ import annotations
@@ -77,9 +78,9 @@ def main(
 def by_depth(qualities: Mapping[str, HeldOut]) -> tuple[list[str], Rows]:
     """Return headings and a row for each draft head: acceptance by depth."""
     depth = len(next(iter(qualities.values())).alphas)
-    headings = ["head", *(f"{n}-alpha" for n in range(depth)), "tau of a chain"]
+    headings = ["head", *(f"{n}-alpha" for n in range(depth)), "tau of a chain", "TV"]
     return headings, [
-        [name, *(f"{alpha:.3f}" for alpha in held.alphas), f"{held.tau:.2f}"]
+        [name, *(f"{alpha:.3f}" for alpha in held.alphas), f"{held.tau:.2f}", f"{held.tv[0]:.3f}"]
         for name, held in qualities.items()
     ]
 

@@ -73,7 +73,7 @@ def make_batch(store: Features, chosen: list[int], device: torch.device) -> Batc
     parts = [store.conversation(i) for i in chosen]
     dim = parts[0][1].shape[1] // (store.n_taps + 1)
     read = slice(0, store.n_taps * dim) if store.n_taps else slice(None)
-    rows = (  # token j + 1, feature j, target j + 1
+    rows = (
         [ids[1:] for ids, _ in parts],
         [values[:-1, read] for _, values in parts],
         [values[1:, -dim:] for _, values in parts],
@@ -81,10 +81,10 @@ def make_batch(store: Features, chosen: list[int], device: torch.device) -> Batc
     # Drafting begins once the first answer token is the root: its pair is row prompt_len - 1. What
     # would follow the conversation's last token does not count.
     conversations = [store.conversations[i] for i in chosen]
-    first = torch.tensor([c.prompt_len - 1 for c in conversations])
-    last = torch.tensor([len(c.ids) - 2 for c in conversations])
-    padded = (pad_sequence(part, batch_first=True) for part in rows)
-    return Batch(*(tensor.to(device) for tensor in (*padded, first, last)), chosen)
+    first = torch.tensor([c.prompt_len - 1 for c in conversations], device=device)
+    last = torch.tensor([len(c.ids) - 2 for c in conversations], device=device)
+    tokens, features, targets = (pad_sequence(part, batch_first=True).to(device) for part in rows)
+    return Batch(tokens, features, targets, first, last, chosen)
 
 
 def batches(store: Features, indices: list[int], options: TrainOptions) -> Iterator[list[int]]:

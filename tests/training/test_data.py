@@ -1,4 +1,4 @@
-"""Training text: stored features, frequent tokens, held-out conversations, wrong files."""
+"""Training text: stored features, frequent tokens, held-out conversations."""
 
 from __future__ import annotations
 
@@ -68,24 +68,8 @@ def test_frequent_tokens_and_held_out():
     assert len(set(choose_held_out(text, 8))) == 8
 
 
-LINE = '{"ids": [1, 2, 3, 4, 5], "prompt_len": 1}\n'
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (LINE + '{"ids": [1, 2, 3, 99], "prompt_len": 1}', "line 2: token id 99 is outside .* 60"),
-        (LINE + '{"ids": [1, -2, 3, 4], "prompt_len": 1}', "token id -2"),
-        (LINE + '{"ids": [1, 2.5, 3, 4], "prompt_len": 1}', "line 2: expected"),
-        (LINE + '{"ids": "abc", "prompt_len": 1}', "line 2: expected"),
-        (LINE + '{"ids": [1, 2, 3, 4], "prompt_len": 0}', "line 2: expected"),
-        (LINE + '{"ids": [1, 2, 3, 4]}', "line 2: expected"),
-        (LINE + "nonsense", "line 2: expected"),
-        ('{"ids": [1, 2, 3], "prompt_len": 3}', "no conversation with an answer"),
-    ],
-)
-def test_text_that_cannot_be_trained_on(tmp_path, text, message):
+def test_text_without_an_answer(tmp_path):
     path = tmp_path / "t.jsonl"
-    path.write_text(text + "\n")
-    with pytest.raises(FasteagleError, match=message):
+    path.write_text('{"ids": [1, 2, 3], "prompt_len": 3}\n')
+    with pytest.raises(FasteagleError, match="no conversation with an answer"):
         read_conversations(path, 60, 100)

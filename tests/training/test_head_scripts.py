@@ -51,12 +51,12 @@ def test_a_line_for_each_head(module, tiny_dir, heads, tmp_path):
 
 def test_figures_of_the_tables(module):
     tenths = ((4, 1), *[(0, 0)] * 8, (10, 9))
-    held = {"mine": HeldOut((0.5, 0.25), 1.625, 20, by_confidence=tenths)}
+    held = {"mine": HeldOut((0.5, 0.25), 1.625, 20, tv=(0.4, 0.5), by_confidence=tenths)}
     depth, confidence = (
         markdown_table(*table(held)).splitlines()[2]
         for table in (module.by_depth, module.by_confidence)
     )
-    assert depth == "| mine | 0.500 | 0.250 | 1.62 |"
+    assert depth == "| mine | 0.500 | 0.250 | 1.62 | 0.400 |"
     assert confidence == f"| mine | 0.25 |{' - |' * 8} 0.90 |"
 
 
