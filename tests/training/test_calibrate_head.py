@@ -107,9 +107,7 @@ def test_a_run_that_was_cut_off_goes_on_and_chat_finds_the_head(
     again = invoke(*command)
     assert again.exit_code == 2 and "continue it with --resume" in again.stderr
     other = invoke(*command, "--resume", "--tokens", 4000)
-    assert (
-        other.exit_code == 2 and "begun with other settings (tokens 50000 -> 4000)" in other.stderr
-    )
+    assert other.exit_code == 2 and "other settings (tokens 50000 -> 4000)" in other.stderr
     done = invoke(*command, "--resume")
     assert done.exit_code == 0, done.stderr
     assert "step 27 of 30" in done.stderr and "step 24 of 30" not in done.stderr
@@ -122,7 +120,7 @@ def test_a_run_that_was_cut_off_goes_on_and_chat_finds_the_head(
     model = ("--model", folder, "--precision", "int4-g32-aten")
     chat = ("chat", *model, "--head", out, "-p", "hi", "--max-new-tokens", 4, "--max-seq-len", 128)
     said = invoke(*chat)
-    assert said.exit_code == 0 and "warning: the draft head" not in said.stderr
+    assert said.exit_code == 0 and "warning" not in said.stderr, said.stderr
 
 
 @pytest.mark.parametrize("algorithm", ["eagle1", "eagle3"])
