@@ -109,7 +109,7 @@ def _known_head(opened: OpenedModel, identity: str, options: CalibrateOptions) -
     return place.loaded(opened.checkpoint.config, options.tap_layers)
 
 
-def training_options(n_steps: int, algorithm: str = "eagle1") -> TrainOptions:
+def training_options(n_steps: int, algorithm: str) -> TrainOptions:
     """Return options for short further training: low learning rate, self-fed features, no noise."""
     return TrainOptions(
         algorithm=algorithm,

@@ -44,8 +44,8 @@ def seeds(tmp_path):
     return path
 
 
-def invoke(*arguments, of="generate-data"):
-    return CliRunner().invoke(cli.main, [of, *map(str, arguments)])
+def invoke(*arguments):
+    return CliRunner().invoke(cli.main, ["generate-data", *map(str, arguments)])
 
 
 def generated(model, out, *arguments):
@@ -281,25 +281,6 @@ def test_files_of_others_are_not_written_to(model, prompts, tmp_path):
     text.write_text('{"ids": [1, 2], "prompt_len": 1}\n')
     done = invoke("--model", model, "--out", text, "--prompts", prompts, *FEW)
     assert done.exit_code == 2 and "line 1: not a line that generate-data wrote" in done.stderr
-
-
-def test_three_commands_from_a_model_to_a_chat(model, prompts, tmp_path, no_compiler):
-    """As docs/heads-and-training.md says, for a model that fasteagle knows nothing of."""
-    out, head = tmp_path / "text.jsonl", tmp_path / "head"
-    generated(model, out, "--prompts", prompts)
-    sizes = ("--draft-vocab-size", 128, "--loss-vocab-size", 64, "--max-len", 200)
-    options = ("--held-out", 3, "--steps", 2, "--batch-tokens", 200, "--features", "live")
-    done = invoke(
-        *("--model", model, "--data", out, "--out", head, *options, *sizes), of="train-head"
-    )
-    assert done.exit_code == 0 and "head written to" in done.stderr, done.output
-    answers, tree = [], ("--tree-depth", 3, "--tree-topk", 2, "--tree-nodes", 5)
-    for drafting in (("--head", head, *tree), ("--no-spec",)):
-        done = invoke("--model", model, "-p", "question 3", *FEW, *drafting, of="chat")
-        assert done.exit_code == 0 and "warning" not in done.stderr, done.output
-        assert ("accepted" in done.stderr) == ("--head" in drafting)
-        answers.append(done.stdout)
-    assert answers[0] == answers[1]
 
 
 def test_a_template_without_a_question(tmp_path, monkeypatch):

@@ -178,6 +178,23 @@ def test_options_out_of_range(wrong, message):
         TrainOptions(**wrong)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "loss", "weights"),
+    [
+        ("eagle1", "paper", (0.1, 1)),
+        ("eagle1", "mixed", (0.1, 1)),
+        ("eagle1", "lk", (1, 0)),
+        ("eagle3", "paper", (1, 0)),
+        ("eagle3", "lk", (1, 0)),
+    ],
+)
+def test_weights_of_the_losses(algorithm, loss, weights):
+    options = TrainOptions(algorithm=algorithm, loss=loss)
+    assert (options.ce_weight, options.feature_weight) == weights
+    options = TrainOptions(algorithm=algorithm, loss=loss, ce_weight=0.3, feature_weight=2.0)
+    assert (options.ce_weight, options.feature_weight) == (0.3, 2.0)
+
+
 @pytest.mark.parametrize("taps", [(2, 1), (1, 4)])
 def test_taps_that_the_model_lacks(taps):
     with pytest.raises(FasteagleError, match="must ascend within 0 .. 3"):
