@@ -5,28 +5,29 @@ python scripts/head_quality.py --data answers.jsonl
 python scripts/head_quality.py --data answers.jsonl --head old/ --head new/ --plot confidence.svg
 
 Every position of the answers is the start of a chain of five tokens. n-alpha is how often token
-n + 1 of a chain is accepted when the n before it were. On greedy text both are exact.
+n + 1 of a chain is accepted when the n before it were; on greedy text that is exact. TV is the
+total variation of a chain's first token: 1 - TV is its acceptance rate at temperature 1.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
 
 from fasteagle.bench.plot import check_plot, plot_confidence
 from fasteagle.cli.command import Script
-from fasteagle.cli.options import model_options
+from fasteagle.cli.options import FILE, model_options
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.heads.find import find_head, named_head
 from fasteagle.loading.open import open_for
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.options import RuntimeOptions
 from fasteagle.prompts import read_conversations
-from fasteagle.tables import markdown_table
-from fasteagle.training.head_quality import measure, tables
-
-FILE = click.Path(path_type=Path, dir_okay=False)
+from fasteagle.tables import Rows, markdown_table
+from fasteagle.training.data import live_features
+from fasteagle.training.held_out import TENTHS, HeldOut, evaluate, ready_head
 
 
 @click.command(cls=Script)
@@ -59,12 +60,37 @@ def main(
         if usual is None:
             raise FasteagleError(f"no draft head is known for {runtime.name}: give --head")
         loaded = [usual.loaded(config)]
-    qualities = measure(runtime.engine, loaded, conversations)
-    print("\n\n".join(markdown_table(first, rest) for first, *rest in tables(qualities)))
-    n_rows, n_greedy = qualities[0].held.rows, sum(c.greedy for c in conversations)
+    engine = runtime.engine
+    qualities: dict[str, HeldOut] = {}
+    for head in loaded:
+        text = live_features(engine, conversations, head.head.config.tap_layers)
+        held = evaluate(ready_head(head.head, engine), engine.model, text, list(range(len(text))))
+        qualities[head.origin] = held
+    print(
+        markdown_table(*by_depth(qualities)), markdown_table(*by_confidence(qualities)), sep="\n\n"
+    )
+    n_rows, n_greedy = held.rows, sum(c.greedy for c in conversations)
     print(f"\n{n_rows:,} positions of {len(conversations):,} answers, {n_greedy:,} of them greedy")
     if plot_path:
-        plot_confidence({q.name: q.held.by_confidence for q in qualities}, plot_path)
+        plot_confidence({name: q.by_confidence for name, q in qualities.items()}, plot_path)
+
+
+def by_depth(qualities: Mapping[str, HeldOut]) -> tuple[list[str], Rows]:
+    """Return headings and a row for each draft head: acceptance by depth."""
+    depth = len(next(iter(qualities.values())).alphas)
+    headings = ["head", *(f"{n}-alpha" for n in range(depth)), "tau of a chain", "TV"]
+    return headings, [
+        [name, *(f"{alpha:.3f}" for alpha in held.alphas), f"{held.tau:.2f}", f"{held.tv[0]:.3f}"]
+        for name, held in qualities.items()
+    ]
+
+
+def by_confidence(qualities: Mapping[str, HeldOut]) -> tuple[list[str], Rows]:
+    """Return headings and a row for each draft head: acceptance by tenth of the probability."""
+    return ["accepted, by confidence", *(f"{n / TENTHS:.1f}" for n in range(TENTHS))], [
+        [name, *(f"{hits / n:.2f}" if n else "-" for n, hits in held.by_confidence)]
+        for name, held in qualities.items()
+    ]
 
 
 if __name__ == "__main__":

@@ -93,9 +93,9 @@ class BatchSampler:
             self._reserve(max(len(text.ids) for text in texts))
             self._extend(texts, self._logits([i for i, _ in active], texts))
         done: list[tuple[int, list[int]]] = []
-        for i, found in enumerate(self._texts):
-            if found is not None and found.ended:
-                done.append((found.key, found.ids[found.prompt_len :]))
+        for i, text in enumerate(self._texts):
+            if text is not None and text.ended:
+                done.append((text.key, text.ids[text.prompt_len :]))
                 self._texts[i] = None
         return done
 

@@ -15,45 +15,38 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fasteagle.compile.blocks import compile_now
-from fasteagle.config import HeadConfig, ModelConfig
-from fasteagle.device import available_bytes
+from fasteagle.device import short_of_memory, unless_short
 from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.heads.find import LoadedHead, find_head, named_head
 from fasteagle.loading.heads.read import with_vocabulary
 from fasteagle.loading.heads.write import save_head
-from fasteagle.loading.open import OpenedModel, PreparedModel, Runtime, open_for
+from fasteagle.loading.open import OpenedModel, Runtime, open_for
 from fasteagle.loading.tensors import fingerprint
-from fasteagle.model import KEY_BLOCK, EagleHead, Transformer
+from fasteagle.model import EagleHead, Transformer
 from fasteagle.options import RuntimeOptions
 from fasteagle.paths import cache_dir, require_writable, write_atomic
 from fasteagle.prompts import Conversation, read_conversations
 from fasteagle.quant.scheme import Scheme
-from fasteagle.training.data import (
-    Features,
-    choose_held_out,
-    compute_features,
-    frequent_tokens,
-    store_key,
-)
+from fasteagle.training.data import cached_features, choose_held_out, frequent_tokens, store_key
+from fasteagle.training.data_file import require_same
 from fasteagle.training.generate_data import write_text
-from fasteagle.training.held_out import HeldOut, evaluate, ready_head
+from fasteagle.training.held_out import evaluate, ready_head
 from fasteagle.training.options import CalibrateOptions, DataOptions, TrainOptions
-from fasteagle.training.train import Trainer
-from fasteagle.training.work import Work
+from fasteagle.training.train import Trainer, TrainingBar, head_header
 
 MIN_CONVERSATIONS = 24
 ANSWER_TOKENS = 256
 TEXT_SHARE = 0.5  # of the time
 FEWEST_STEPS = 20
 PROBED_STEPS = 6
-TELL_SECONDS = 20.0
+SHORT_OF_MEMORY = "use --device cpu, a smaller --max-seq-len, or a smaller model"
 
 
 def calibrate_head(model: str, runtime: RuntimeOptions, options: CalibrateOptions) -> None:
@@ -68,15 +61,23 @@ def calibrate_head(model: str, runtime: RuntimeOptions, options: CalibrateOption
     prepared = opened.prepared(runtime)
     identity = fingerprint(prepared.checkpoint)
     head = head or _known_head(opened, identity, options)
-    _announce(prepared, head, options)
+    scheme = prepared.scheme
+    assert scheme is not None, "named above"
+    note(
+        f"calibrating {head.origin} to {prepared.name} at {scheme.name}: about "
+        f"{options.minutes:g} minutes"
+    )
     out = options.out or cache_dir() / "heads" / identity
     folder = out.with_name(out.name + ".calibrating")
-    work = Work(folder, _key(prepared, head, identity, options), options.resume, begun)
+    work = Work(folder, _key(identity, scheme, head, options), options.resume, begun)
     target = Runtime(prepared.name, prepared.checkpoint, prepared.tokenizer, prepared.engine())
     conversations = _text(target, options, work)
-    _write(out, _calibrated(target, head, identity, conversations, options, work))
+    unless_short(
+        lambda: _calibrate(target, head, identity, conversations, options, work, out),
+        lambda: short_of_memory("calibrating", prepared.device, lambda free: SHORT_OF_MEMORY),
+    )
     note(f"head written to {out}")
-    shutil.rmtree(work.folder)
+    shutil.rmtree(folder)
 
 
 def _check_early(opened: OpenedModel, runtime: RuntimeOptions, options: CalibrateOptions) -> None:
@@ -108,38 +109,7 @@ def _known_head(opened: OpenedModel, identity: str, options: CalibrateOptions) -
     return place.loaded(opened.checkpoint.config, options.tap_layers)
 
 
-def _announce(prepared: PreparedModel, head: LoadedHead, options: CalibrateOptions) -> None:
-    """Print what begins; raise `FasteagleError` where memory is short."""
-    scheme, config = prepared.scheme, prepared.checkpoint.config
-    assert scheme is not None, "`calibrate_head` names one"
-    length = prepared.options.seq_len_for(config.max_seq_len, prepared.name)
-    peak = peak_bytes(config, head.head.config, scheme, length)
-    note(
-        f"calibrating {head.origin} to {prepared.name} at {scheme.name}: about "
-        f"{options.minutes:g} minutes, {peak / 2**30:.1f} GiB"
-    )
-    free = available_bytes(prepared.device)
-    if free is not None and peak > free:
-        raise FasteagleError(
-            f"calibration needs {peak / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free on "
-            f"{prepared.device}: use --device cpu, a smaller --max-seq-len, or a smaller model"
-        )
-
-
-def peak_bytes(config: ModelConfig, head: HeadConfig, scheme: Scheme, seq_len: int) -> int:
-    """Return the peak memory in bytes of a calibration: the quantized target, and training.
-
-    Training holds the head in fp32 with its gradient and Adam's two moments, the LM head's rows of
-    the draft vocabulary in 16 bits, and the activations of one batch.
-    """
-    rows = head.draft_vocab_size * config.dim * 2
-    options = training_options(1)
-    per_token = 4 * (12 * head.block.dim + 4 * head.block.ffn_dim) * options.n_steps_ahead
-    training = 16 * head.linear_params + rows + options.batch_tokens * per_token
-    return scheme.model_bytes(config) + config.kv_bytes(seq_len + KEY_BLOCK) + training
-
-
-def training_options(n_steps: int, algorithm: str = "eagle1") -> TrainOptions:
+def training_options(n_steps: int, algorithm: str) -> TrainOptions:
     """Return options for short further training: low learning rate, self-fed features, no noise."""
     return TrainOptions(
         algorithm=algorithm,
@@ -153,13 +123,12 @@ def training_options(n_steps: int, algorithm: str = "eagle1") -> TrainOptions:
 
 
 def _key(
-    prepared: PreparedModel, head: LoadedHead, identity: str, options: CalibrateOptions
+    identity: str, scheme: Scheme, head: LoadedHead, options: CalibrateOptions
 ) -> dict[str, Any]:
     """Return the values that must not change between the parts of a run."""
-    assert prepared.scheme is not None, "`calibrate_head` names one"
     return {
         "model": identity,
-        "scheme": prepared.scheme.name,
+        "scheme": scheme.name,
         "head": head.origin,
         "tap_layers": list(options.tap_layers or ()),
         "data": str(options.data),
@@ -191,52 +160,54 @@ def _text(target: Runtime, options: CalibrateOptions, work: Work) -> list[Conver
     return conversations
 
 
-@dataclasses.dataclass(frozen=True)
-class Calibrated:
-    """Better of two draft heads, its header, and the record of the run."""
-
-    head: EagleHead
-    header: dict[str, Any]
-    report: dict[str, Any]
-
-
-def _calibrated(
+def _calibrate(
     target: Runtime,
     head: LoadedHead,
     identity: str,
     conversations: Sequence[Conversation],
     options: CalibrateOptions,
     work: Work,
-) -> Calibrated:
-    """Measure, distil, measure; return the draft head with the higher tau on held-out text."""
+    out: Path,
+) -> None:
+    """Measure, distil, measure; write the draft head with the higher tau on held-out text."""
     engine, taps = target.engine, head.head.config.tap_layers
     key = store_key(conversations, identity, taps)
     compile_now(engine)
-    store = compute_features(engine, conversations, work.folder / key, tap_layers=taps)
+    store = cached_features(engine, conversations, work.folder / key, tap_layers=taps)
     held_out = choose_held_out(conversations, max(8, len(conversations) // 8))
     training = [c for i, c in enumerate(conversations) if i not in set(held_out)]
-    first = _with_draft_vocab(head.head, training, engine.model, options.draft_vocab)
+    first = with_draft_vocab(head.head, training, engine.model, options.draft_vocab)
     before = evaluate(ready_head(first, engine), engine.model, store, held_out)
-    _tell("before", before)
-    distilling = _Distilling(first, engine.model, store, held_out, f"{key} {head.origin}")
-    n_steps = work.once("steps", lambda: options.steps or distilling.steps_within(options, work))
-    distilled = distilling.run(n_steps, work)
-    after = distilled.evaluate()
+    note(f"before: {before}")
+
+    def student(n_steps: int, folder: Path, held_out: list[int]) -> Trainer:
+        """Return the training of a copy of `first` on the quantized target's features."""
+        copied = copy.deepcopy(first).float().requires_grad_(True)
+        train = training_options(n_steps, "eagle3" if taps else "eagle1")
+        ids, origin = first.target_ids(), f"{key} {head.origin}"
+        return Trainer(copied, engine.model, store, held_out, ids, train, folder, origin)
+
+    def steps_within() -> int:
+        """Return the number of steps that fit into --minutes, by the time of a few of them."""
+        times: list[float] = []
+        with tempfile.TemporaryDirectory() as folder:
+            probe = student(PROBED_STEPS, Path(folder), held_out[:4])
+            probe.run(lambda entry: None, tick=lambda *step: times.append(time.perf_counter()))
+        seconds = statistics.mean(b - a for a, b in itertools.pairwise(times))
+        left = 60 * options.minutes - work.seconds
+        return max(FEWEST_STEPS, int(left / (1.3 * seconds)))  # evaluations take the 0.3
+
+    n_steps = work.once("steps", lambda: options.steps or steps_within())
+    trainer = student(n_steps, work.folder / "run", held_out)
+    trainer.resume()
+    with TrainingBar(trainer) as bar:
+        trainer.run(bar.report, max(1, n_steps // 8), save_every=25, tick=bar.tick)
+    after = trainer.evaluate()
     is_better = after.tau > before.tau
-    _tell("distilled", after, "kept" if is_better else "not kept")
-    better, held = (distilled.head, after) if is_better else (first, before)
-    scheme = target.checkpoint.scheme
-    assert scheme is not None, "`calibrate_head` names one"
-    header = {
-        "algorithm": "eagle3" if taps else "eagle1",
-        "target": target.name,
-        "target_fingerprint": identity,
-        "scheme": scheme.name,
-        "group_size": scheme.group_size or None,
-        "draft_vocab_size": better.config.draft_vocab_size,
-        "training_tokens": sum(len(c.ids) for c in conversations),
-        **held.as_dict(),
-    }
+    note(f"distilled: {after}: {'kept' if is_better else 'not kept'}")
+    better, held = (trainer.head, after) if is_better else (first, before)
+    n_tokens = sum(len(c.ids) for c in conversations)
+    header = head_header(better, target, identity, n_tokens, held.as_dict())
     report = {
         "header": header,
         "head": head.origin,
@@ -245,15 +216,11 @@ def _calibrated(
         "before": before.as_dict(),
         "distilled": {"kept": is_better, **after.as_dict()},
     }
-    return Calibrated(better, header, report)
+    save_head(out, better, header, torch.bfloat16)
+    write_atomic(out / "calibration.json", (json.dumps(report, indent=1) + "\n").encode())
 
 
-def _tell(stage: str, held: HeldOut, verdict: str = "") -> None:
-    alphas = " ".join(f"{alpha:.3f}" for alpha in held.alphas)
-    note(f"{stage}: tau {held.tau:.3f}, n-alpha {alphas}{verdict and f': {verdict}'}")
-
-
-def _with_draft_vocab(
+def with_draft_vocab(
     head: EagleHead, training: Sequence[Conversation], target: Transformer, size: int | None
 ) -> EagleHead:
     """Return the draft head with the `size` most frequent tokens of `training`; None: unchanged.
@@ -266,59 +233,41 @@ def _with_draft_vocab(
     return with_vocabulary(head, ids, target.head_rows)
 
 
-class _Distilling:
-    """Training of a copy of a draft head on the features of the quantized target."""
+class Work:
+    """Folder of a run that may be cut off, with the results of its finished parts."""
 
-    def __init__(
-        self,
-        head: EagleHead,
-        target: Transformer,
-        store: Features,
-        held_out: list[int],
-        identity: str,
-    ) -> None:
-        self._head, self._target, self._store = head, target, store
-        self._held_out, self._identity = held_out, identity
-        self._algorithm = "eagle3" if head.config.tap_layers else "eagle1"
+    def __init__(self, folder: Path, key: dict[str, Any], resume: bool, begun: float) -> None:
+        """Open the folder; `begun` is when this part of the run began, by `time.perf_counter`.
 
-    def run(self, n_steps: int, work: Work) -> Trainer:
-        """Train for `n_steps`, going on where an earlier part of the run stopped."""
-        trainer = self._trainer(n_steps, work.folder / "run", self._held_out)
-        trainer.resume()
-        last = time.perf_counter()
+        Raises `FasteagleError` for a folder of another run, or without `resume`.
+        """
+        self.folder, self._path = folder, folder / "state.json"
+        self._state: dict[str, Any] = {"key": key, "results": {}, "spent": 0.0}
+        if self._path.exists():
+            self._state = json.loads(self._path.read_text())
+            if not resume:
+                raise FasteagleError(
+                    f"{folder} holds an unfinished calibration: continue it with --resume, or "
+                    "remove it"
+                )
+            require_same(folder, self._state["key"], key)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._begun = begun - self._state["spent"]
+        self._save()
 
-        def tick(step: int, loss: float) -> None:
-            nonlocal last
-            if time.perf_counter() - last > TELL_SECONDS:
-                last = time.perf_counter()
-                work.save()
-                note(f"step {step:,} of {n_steps:,}, loss {loss:.4f}")
+    @property
+    def seconds(self) -> float:
+        """Time spent so far, over all parts of the run."""
+        return time.perf_counter() - self._begun
 
-        def report(entry: dict[str, Any]) -> None:
-            note(f"step {entry['step']:,} of {n_steps:,}, tau {entry['tau']:.2f}")
+    def once(self, name: str, compute: Callable[[], Any]) -> Any:
+        """Return the result `name` of this run, computed now if no part of it has done so."""
+        results = self._state["results"]
+        if name not in results:
+            results[name] = compute()
+            self._save()
+        return results[name]
 
-        trainer.run(report, every=max(1, n_steps // 8), save_every=25, tick=tick)
-        return trainer
-
-    def steps_within(self, options: CalibrateOptions, work: Work) -> int:
-        """Return the number of steps that fit into --minutes, by the time of a few of them."""
-        times: list[float] = []
-        with tempfile.TemporaryDirectory() as folder:
-            probe = self._trainer(PROBED_STEPS, Path(folder), self._held_out[:4])
-            probe.run(lambda entry: None, tick=lambda *step: times.append(time.perf_counter()))
-        seconds = statistics.mean(b - a for a, b in itertools.pairwise(times))
-        left = 60 * options.minutes - work.seconds
-        return max(FEWEST_STEPS, int(left / (1.3 * seconds)))  # evaluations take the 0.3
-
-    def _trainer(self, n_steps: int, folder: Path, held_out: list[int]) -> Trainer:
-        student = copy.deepcopy(self._head).float()
-        student.requires_grad_(True)
-        ids, options = student.target_ids(), training_options(n_steps, self._algorithm)
-        store, identity = self._store, self._identity
-        return Trainer(student, self._target, store, held_out, ids, options, folder, identity)
-
-
-def _write(out: Path, calibrated: Calibrated) -> None:
-    save_head(out, calibrated.head, calibrated.header, torch.bfloat16)
-    report = json.dumps(calibrated.report, indent=1) + "\n"
-    write_atomic(out / "calibration.json", report.encode())
+    def _save(self) -> None:
+        self._state["spent"] = self.seconds
+        write_atomic(self._path, json.dumps(self._state, indent=1).encode())

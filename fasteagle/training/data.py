@@ -1,18 +1,17 @@
 """Training text and the target's features on it, computed once and kept in shards.
 
-A conversation is a line of JSON with `ids` (token ids of all of it) and `prompt_len` (where the
-answer begins). Shapes: N tokens of all conversations end to end, D model dim.
+Shapes: n tokens of a conversation, D model dim.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -55,69 +54,38 @@ def frequent_tokens(
     return torch.tensor(sorted(chosen))
 
 
-class Features(Protocol):
-    """Conversations with the target's features, from any source."""
+@dataclasses.dataclass
+class Features:
+    """Conversations with the target's features, which `read` returns for one of them."""
 
-    lengths: list[int]
-    prompt_lens: list[int]
+    conversations: Sequence[Conversation]
     n_taps: int  # auxiliary hidden states that an EAGLE-3 head reads
+    read: Callable[[int], Tensor]
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return len(self.conversations)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(c.ids) for c in self.conversations]
 
     def conversation(self, i: int) -> tuple[Tensor, Tensor]:
         """Return ids [n] and bf16 features [n, (n_taps + 1) * D] of one conversation.
 
         The last D columns are what the LM head reads, those before are the auxiliary hidden states.
         """
+        return torch.tensor(self.conversations[i].ids), self.read(i)
 
 
-class LiveFeatures:
-    """Features computed again for every request: no disk space, more time."""
+def live_features(
+    engine: Engine, conversations: Sequence[Conversation], tap_layers: tuple[int, ...] = ()
+) -> Features:
+    """Return features that are computed again for every request: no disk space, more time."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        conversations: Sequence[Conversation],
-        tap_layers: tuple[int, ...] = (),
-    ) -> None:
-        self._engine, self._conversations = engine, conversations
-        self._tap_layers, self.n_taps = tap_layers, len(tap_layers)
-        self.lengths = [len(c.ids) for c in conversations]
-        self.prompt_lens = [c.prompt_len for c in conversations]
+    def read(i: int) -> Tensor:
+        return _compute(engine, conversations[i], tap_layers)
 
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def conversation(self, i: int) -> tuple[Tensor, Tensor]:
-        ids = self._conversations[i].ids
-        features = self._engine.features(ids, self._tap_layers)
-        return torch.tensor(ids), features.to(torch.bfloat16).cpu()
-
-
-class FeatureStore:
-    """Ids [N] and features [N, D] of conversations, memory-mapped from safetensors shards."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        index = json.loads((folder / "index.json").read_text())
-        shards = [load_file(folder / name) for name in index["shards"]]
-        self.ids = torch.cat([shard["ids"] for shard in shards]).long()
-        self._features = [shard["features"] for shard in shards]
-        self._shard_of = index["shard_of"]  # shard and row of each conversation's first token
-        self.n_taps: int = index.get("n_taps", 0)
-        self.lengths: list[int] = index["lengths"]
-        self.prompt_lens: list[int] = index["prompt_lens"]
-        self._starts = [0]
-        for length in self.lengths:
-            self._starts.append(self._starts[-1] + length)
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def conversation(self, i: int) -> tuple[Tensor, Tensor]:
-        shard, row = self._shard_of[i]
-        n, start = self.lengths[i], self._starts[i]
-        return self.ids[start : start + n], self._features[shard][row : row + n]
+    return Features(conversations, len(tap_layers), read)
 
 
 def store_key(
@@ -131,75 +99,50 @@ def store_key(
     return digest.hexdigest()[:24]
 
 
-def compute_features(
+def cached_features(
     engine: Engine,
     conversations: Sequence[Conversation],
     folder: Path,
     progress: Callable[[int], None] = lambda n: None,
     tap_layers: tuple[int, ...] = (),
     ranks: Ranks | None = None,
-) -> FeatureStore:
-    """Compute the target's features of every token in shards, and return them; see `Features`.
+) -> Features:
+    """Return the target's features of every token from shards in `folder`, computed if missing.
 
-    Finished shards are kept: a call continues where an earlier one was stopped. Of several
-    processes each writes its part of the shards, and `progress` reports that. Raises
-    `FasteagleError` if the disk is too small.
+    A call continues where an earlier one was stopped. Of several processes each writes its part of
+    the shards, and `progress` reports that. Raises `FasteagleError` if the disk is too small.
     """
     ranks = ranks or Ranks()
     folder.mkdir(parents=True, exist_ok=True)
-    index_path = folder / "index.json"
-    if index_path.exists():
-        return FeatureStore(folder)
-    total = sum(len(c.ids) for c in conversations)
-    row_bytes = (len(tap_layers) + 1) * engine.model.config.dim * 2 + 4
-    done = len(list(folder.glob("features-*.safetensors"))) * SHARD_TOKENS
-    require_free_space(folder, max(0, total - done) * row_bytes, "caching features")
-    groups = list(_shards(conversations))
-    paths = [folder / f"features-{shard:05}.safetensors" for shard in range(len(groups))]
-    for shard in ranks.share(list(range(len(groups)))):
-        if not paths[shard].exists():
-            _write_shard(engine, groups[shard], paths[shard], tap_layers)
-        progress(sum(len(c.ids) for c in groups[shard]))
+    shards = [(folder / name, group) for name, group in shards_of(conversations).items()]
+    row_bytes = (len(tap_layers) + 1) * engine.model.config.dim * 2
+    missing = sum(len(c.ids) for path, group in shards if not path.exists() for c in group)
+    require_free_space(folder, missing * row_bytes, "caching features")
+    for path, group in ranks.share(shards):
+        if not path.exists():
+            features = [_compute(engine, c, tap_layers) for c in group]
+            with replacing(path) as temporary:
+                save_file({"features": torch.cat(features)}, temporary)
+        progress(sum(len(c.ids) for c in group))
     ranks.wait()
-    if ranks.is_first:
-        index = {
-            "shards": [path.name for path in paths],
-            "shard_of": [place for i, group in enumerate(groups) for place in _places(i, group)],
-            "lengths": [len(c.ids) for c in conversations],
-            "prompt_lens": [c.prompt_len for c in conversations],
-            "n_taps": len(tap_layers),
-        }
-        with replacing(index_path) as temporary:
-            temporary.write_text(json.dumps(index))
-    ranks.wait()
-    return FeatureStore(folder)
+    parts: list[Tensor] = []  # of each conversation, memory-mapped
+    for path, group in shards:
+        parts += load_file(path)["features"].split([len(c.ids) for c in group])
+    return Features(conversations, len(tap_layers), parts.__getitem__)
 
 
-def _places(shard: int, group: Sequence[Conversation]) -> Iterator[tuple[int, int]]:
-    """Yield the shard and the first row of each conversation of `group`."""
-    row = 0
-    for conversation in group:
-        yield shard, row
-        row += len(conversation.ids)
+def _compute(engine: Engine, conversation: Conversation, tap_layers: tuple[int, ...]) -> Tensor:
+    return engine.features(conversation.ids, tap_layers).to(torch.bfloat16).cpu()
 
 
-def _shards(conversations: Sequence[Conversation]) -> Iterator[list[Conversation]]:
-    group: list[Conversation] = []
-    size = 0
+def shards_of(conversations: Sequence[Conversation]) -> dict[str, list[Conversation]]:
+    """Return the files of `cached_features` by name, with the conversations in each."""
+    groups: list[list[Conversation]] = []
+    size = SHARD_TOKENS
     for conversation in conversations:
-        group.append(conversation)
-        size += len(conversation.ids)
         if size >= SHARD_TOKENS:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
-
-
-def _write_shard(
-    engine: Engine, group: Sequence[Conversation], path: Path, tap_layers: tuple[int, ...]
-) -> None:
-    features = [engine.features(c.ids, tap_layers).to(torch.bfloat16).cpu() for c in group]
-    ids = torch.tensor([i for c in group for i in c.ids], dtype=torch.int32)
-    with replacing(path) as temporary:
-        save_file({"ids": ids, "features": torch.cat(features)}, temporary)
+            groups.append([])
+            size = 0
+        groups[-1].append(conversation)
+        size += len(conversation.ids)
+    return {f"features-{i:05}.safetensors": group for i, group in enumerate(groups)}

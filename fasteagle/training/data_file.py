@@ -8,6 +8,7 @@ temperature, `id` the conversation's number, `turn` and `turns` its place in it.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,14 @@ class DataFile:
         require_writable(path)
         beside = path.with_name(f"{path.name}.settings.json")
         if path.exists() and path.stat().st_size:
-            _check_settings(path, beside, settings)
+            try:
+                begun = json.loads(beside.read_text("utf-8"))
+            except (OSError, ValueError) as error:
+                raise FasteagleError(
+                    f"{path} is there, but not begun by generate-data ({beside.name} is missing "
+                    "or damaged): give another --out"
+                ) from error
+            require_same(path, begun, settings)
         else:
             write_atomic(beside, (json.dumps(settings, indent=1) + "\n").encode())
         self.next_number = 0
@@ -45,7 +53,7 @@ class DataFile:
         return tuple(prompt) in self._prompts
 
     def append(self, number: int, dialogue: Dialogue) -> None:
-        """Write the answers of conversation `number` that are kept, in one piece."""
+        """Write the answers of conversation `number`, all or none."""
         lines = [
             {
                 "id": number,
@@ -73,13 +81,11 @@ class DataFile:
         while parsed and parsed[-1]["turn"] < parsed[-1]["turns"]:
             parsed.pop()
             lines.pop()
-        whole = sum(map(len, lines))
-        if whole < len(data):
-            with self._path.open("r+b") as file:
-                file.truncate(whole)
+        if lines:
+            self.next_number = parsed[-1]["id"] + 1
+        os.truncate(self._path, sum(map(len, lines)))
         for line in parsed:
             self._count(line)
-            self.next_number = line["id"] + 1
 
     def _count(self, line: dict[str, Any]) -> None:
         prompt_len = line["prompt_len"]
@@ -102,18 +108,12 @@ def _parsed(line: bytes, where: str) -> dict[str, Any]:
         ) from error
 
 
-def _check_settings(path: Path, beside: Path, settings: dict[str, Any]) -> None:
-    try:
-        saved = json.loads(beside.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise FasteagleError(
-            f"{path} is there, but not begun by generate-data ({beside.name} is missing or "
-            "damaged): give another --out"
-        ) from error
+def require_same(path: Path, begun: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Raise `FasteagleError` where a run in `path` was `begun` with other settings."""
     changed = [
-        f"{key} {saved.get(key)} -> {settings.get(key)}"
-        for key in {**settings, **saved}
-        if saved.get(key) != settings.get(key)
+        f"{key} {begun.get(key)} -> {settings.get(key)}"
+        for key in {**settings, **begun}
+        if begun.get(key) != settings.get(key)
     ]
     if changed:
         raise FasteagleError(

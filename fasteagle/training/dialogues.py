@@ -1,7 +1,7 @@
 """Conversations with a model for training data: the questions, and the answers that are kept.
 
-A conversation is a generator that yields requests, is sent the replies, and returns a `Dialogue`.
-A batch on this machine or a server may run many of them side by side.
+A conversation is a generator that yields requests, is sent the replies, and returns a `Dialogue`;
+`hold` lets a model answer several of them side by side.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import dataclasses
 import hashlib
 import json
 import random
+from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from fasteagle.config_fields import parse_json
 from fasteagle.errors import FasteagleError
@@ -174,13 +176,42 @@ def _seed(line: str, where: str) -> str:
     return "\n".join(part.strip() for part in parts if part.strip())
 
 
-def in_order(
-    finished: Iterator[tuple[int, Dialogue]], first: int
+class Answerer(Protocol):
+    """Model that answers requests, several at a time: on this machine or behind a server."""
+
+    def begin(self, number: int, request: Request) -> None:
+        """Begin to answer the request of conversation `number`."""
+
+    def replies(self) -> list[tuple[int, Reply | None]]:
+        """Go on answering; return what is answered by now, each with its number."""
+
+
+def hold(
+    started: Iterator[tuple[int, Conversing]], answerer: Answerer, batch: int
 ) -> Iterator[tuple[int, Dialogue]]:
-    """Yield finished conversations by number from `first` on; each waits for lower numbers."""
-    early: dict[int, Dialogue] = {}
-    for number, dialogue in finished:
-        early[number] = dialogue
-        while first in early:
-            yield first, early.pop(first)
-            first += 1
+    """Hold numbered conversations, `batch` at a time; yield them in their order, once ended."""
+    order: deque[int] = deque()
+    active: dict[int, Conversing] = {}
+    ended: dict[int, Dialogue] = {}
+
+    def advance(number: int, reply: Reply | None) -> None:
+        try:
+            request = active[number].send(reply)
+        except StopIteration as end:
+            del active[number]
+            ended[number] = end.value
+        else:
+            answerer.begin(number, request)
+
+    while True:
+        if len(active) < batch and (new := next(started, None)):
+            number, active[number] = new
+            order.append(number)
+            advance(number, None)
+        elif active:
+            for number, reply in answerer.replies():
+                advance(number, reply)
+        else:
+            return
+        while order and order[0] in ended:
+            yield order[0], ended.pop(order.popleft())

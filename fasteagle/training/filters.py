@@ -45,27 +45,22 @@ def _grams(text: str) -> set[tuple[str, ...]]:
 
 def repetition(ids: Sequence[int]) -> int | None:
     """Return where a text begins to repeat a short one at least three times, else None."""
-    begins = []
-    for cycle in range(1, CYCLE_TOKENS + 1):
-        run = 0
-        for at, (token, before) in enumerate(zip(ids[cycle:], ids, strict=False), cycle):
-            run = run + 1 if token == before else 0
-            if run >= _limit(cycle):
-                begins.append(at + 1 - run)
-                break
-    return min(begins, default=None)
+    begins = (repeated_from(ids, end) for end in range(len(ids) + 1))
+    return next((begin for begin in begins if begin is not None), None)
 
 
 def ends_in_repetition(ids: Sequence[int]) -> bool:
     """Return whether a `repetition` goes on to the end of the text; fast where none does."""
-    for cycle in range(1, min(CYCLE_TOKENS, len(ids) - 1) + 1):
-        run, at = 0, len(ids) - 1
-        while at >= cycle and ids[at] == ids[at - cycle] and run < _limit(cycle):
-            run, at = run + 1, at - 1
-        if run >= _limit(cycle):
-            return True
-    return False
+    return repeated_from(ids, len(ids)) is not None
 
 
-def _limit(cycle: int) -> int:
-    return max(REPEATED_TOKENS, 2 * cycle)
+def repeated_from(ids: Sequence[int], end: int) -> int | None:
+    """Return where the repetition begins that goes on to `end`, None where none does."""
+    for cycle in range(1, min(CYCLE_TOKENS, end - 1) + 1):
+        least = max(REPEATED_TOKENS, 2 * cycle)
+        at = end
+        while at > cycle and ids[at - 1] == ids[at - 1 - cycle] and end - at < least:
+            at -= 1
+        if end - at == least:
+            return at
+    return None

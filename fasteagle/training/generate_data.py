@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from fasteagle.errors import FasteagleError, note
-from fasteagle.loading.open import OpenedModel, PreparedModel, Runtime, open_for
+from fasteagle.loading.open import PreparedModel, Runtime, open_for
 from fasteagle.loading.tensors import Checkpoint, fingerprint
 from fasteagle.options import RuntimeOptions
 from fasteagle.paths import require_writable
 from fasteagle.training.data_file import DataFile
-from fasteagle.training.dialogues import Conversations, Conversing, Dialogue, in_order
+from fasteagle.training.dialogues import Answerer, Conversations, Dialogue, hold
 from fasteagle.training.local_model import LocalModel, user_prefix
 from fasteagle.training.options import DataOptions
 from fasteagle.training.served_model import ServedModel
@@ -25,17 +24,10 @@ REPORT_SECONDS = 10.0
 HOPELESS = 200  # conversations dropped one after the other
 
 
-class Model(Protocol):
-    """Model that answers: on this machine or behind a server."""
-
-    def hold(self, started: Iterator[tuple[int, Conversing]]) -> Iterator[tuple[int, Dialogue]]:
-        """Hold the conversations; yield them by number as they end."""
-
-
 def generate_data(
     model: str, runtime: RuntimeOptions, options: DataOptions, api_key: str | None
 ) -> None:
-    """Let `model`, or a server that has it, answer; append kept answers to `options.out`."""
+    """Let `model`, or a server that has it, answer; append good answers to `options.out`."""
     if options.base_url is not None and runtime != RuntimeOptions():
         raise FasteagleError(
             "the server runs the model: with --base-url leave out --device, --int4 and what else "
@@ -44,17 +36,24 @@ def generate_data(
     conversations = Conversations(options)
     require_writable(options.out)
     opened = open_for(model, runtime)
+    tokenizer = opened.tokenizer
     if options.self_written:
-        user_prefix(opened.tokenizer)  # refuses a template without one
+        user_prefix(tokenizer)  # refuses a template without one
     prepared = None if options.base_url else opened.prepared(runtime)
+
+    def answerer() -> Answerer:
+        if options.base_url is not None:
+            name = options.served_model or model
+            return ServedModel(options.base_url, name, tokenizer, options.batch, api_key)
+        assert prepared is not None, "made where no server is named"
+        start = time.perf_counter()
+        engine = prepared.engine()
+        note(f"{prepared}, loaded in {time.perf_counter() - start:.1f} s")
+        return LocalModel(engine, tokenizer, options.batch)
+
     settings = _settings(opened.name, opened.checkpoint, options, conversations)
-    settings |= _precision(prepared)
-    with contextlib.closing(DataFile(options.out, settings)) as data:
-        run = _Run(options, conversations, data)
-        if run.is_done:
-            note(f"nothing to do: {options.out} holds what was asked for")
-            return
-        run.hold(_answering(model, opened, prepared, options, api_key))
+    with contextlib.closing(DataFile(options.out, settings | _precision(prepared))) as data:
+        _Run(options, conversations, data).hold(answerer)
 
 
 def write_text(
@@ -64,31 +63,12 @@ def write_text(
 
     Ends sooner once `is_enough(number of conversations)`.
     """
-    conversations, engine = Conversations(options), runtime.engine
+    conversations = Conversations(options)
     settings = _settings(runtime.name, runtime.checkpoint, options, conversations)
-    require_writable(options.out)
     with contextlib.closing(DataFile(options.out, settings)) as data:
-        run = _Run(options, conversations, data, is_enough)
-        if not run.is_done:
-            run.hold(LocalModel(engine, runtime.tokenizer, options.batch))
-
-
-def _answering(
-    model: str,
-    opened: OpenedModel,
-    prepared: PreparedModel | None,
-    options: DataOptions,
-    api_key: str | None,
-) -> Model:
-    """Return the server that was named, or the model, loaded now."""
-    if options.base_url is not None:
-        name = options.served_model or model
-        return ServedModel(options.base_url, name, opened.tokenizer, options.batch, api_key)
-    assert prepared is not None, "made where no server is named"
-    start = time.perf_counter()
-    engine = prepared.engine()
-    note(f"{prepared}, loaded in {time.perf_counter() - start:.1f} s")
-    return LocalModel(engine, opened.tokenizer, options.batch)
+        _Run(options, conversations, data, is_enough).hold(
+            lambda: LocalModel(runtime.engine, runtime.tokenizer, options.batch)
+        )
 
 
 def _settings(
@@ -96,7 +76,7 @@ def _settings(
 ) -> dict[str, Any]:
     """Return the settings that change the text, but for its amount and the model's precision."""
     source = "prompts" if options.prompts else "seeds" if options.seeds else "self"
-    settings = {
+    return {
         "model": name,
         "fingerprint": fingerprint(checkpoint)[:16],
         "served_model": options.served_model,
@@ -108,7 +88,6 @@ def _settings(
         "seed": options.seed,
         "drop_cut": options.drop_cut,
     }
-    return json.loads(json.dumps(settings))
 
 
 def _precision(prepared: PreparedModel | None) -> dict[str, Any]:
@@ -150,14 +129,20 @@ class _Run:
         enough = enough or self._is_enough(self._data.conversations)
         return enough or (count is not None and self._data.next_number >= count)
 
-    def hold(self, model: Model) -> None:
-        """Hold the conversations; raise `FasteagleError` where all answers are dropped."""
+    def hold(self, answerer: Callable[[], Answerer]) -> None:
+        """Hold the conversations that are not done with the model that `answerer` returns.
+
+        Raises `FasteagleError` where all answers are dropped.
+        """
+        if self.is_done:
+            note(f"nothing to do: {self._options.out} is complete")
+            return
         first, count = self._data.next_number, self._conversations.count
         if first:
             note(f"going on in {self._options.out} at conversation {first + 1:,}")
         numbers = itertools.count(first) if count is None else iter(range(first, count))
         started = ((number, self._conversations.start(number)) for number in numbers)
-        for number, dialogue in in_order(model.hold(started), first):
+        for number, dialogue in hold(started, answerer(), self._options.batch):
             self._write(number, dialogue)
             if time.perf_counter() - self._reported > REPORT_SECONDS:
                 self._report()
@@ -184,11 +169,10 @@ class _Run:
         self._reported = time.perf_counter()
         data = self._data
         rate = (data.tokens - self._tokens_before) / (self._reported - self._begun)
-        reasons = self._reasons()
+        reasons = f" ({self._reasons()})" if self._dropped else ""
         note(
             f"{data.conversations:,} conversations | {data.tokens:,} tokens of answers | "
-            f"{rate:,.0f} tok/s | dropped {self._dropped.total():,}"
-            + (f" ({reasons})" if reasons else "")
+            f"{rate:,.0f} tok/s | dropped {self._dropped.total():,}{reasons}"
         )
 
     def _reasons(self) -> str:

@@ -27,15 +27,20 @@ class HeldOut:
     alphas: tuple[float, ...]  # n-alpha: acceptance of token n + 1 where n were accepted
     tau: float  # tokens per target pass of a chain as deep as `alphas` is long, bonus included
     rows: int
-    counts: tuple[tuple[int, int], ...] = ()  # (rows, drafted tokens accepted) by conversation
     ranks: tuple[tuple[float, ...], ...] = ()  # how often the child of rank 0, 1, ... matched
+    tv: tuple[float, ...] = ()  # mean total variation by depth: 1 - acceptance rate at T = 1
     # Drafted tokens, and the accepted ones, by the tenth that the head's probability lies in.
     by_confidence: tuple[tuple[int, int], ...] = ()
+
+    def __str__(self) -> str:
+        """Return tau and n-alpha in words."""
+        return f"tau {self.tau:.3f}, n-alpha {' '.join(f'{alpha:.3f}' for alpha in self.alphas)}"
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "alphas": [round(a, 4) for a in self.alphas],
             "tau": round(self.tau, 4),
+            "tv": [round(t, 4) for t in self.tv],
             "ranks": [[round(p, 4) for p in level] for level in self.ranks],
         }
 
@@ -76,38 +81,41 @@ def evaluate(
     ids = head.target_ids()
     lm_rows = draft_rows(head, target).to(compute_dtype(device))
     n_ranks = min(RANKS, len(ids))
-    n = len(indices)
-    hits = torch.zeros(n, depth, n_ranks, dtype=torch.long)  # of each conversation
-    tried = torch.zeros(n, depth, dtype=torch.long)
+    hits = torch.zeros(depth, n_ranks, dtype=torch.long)
+    tried = torch.zeros(depth, dtype=torch.long)
+    variation = torch.zeros(depth, 2, dtype=torch.double)  # its sum, and the number of rows
     by_confidence = torch.zeros(TENTHS, 2, dtype=torch.long)
     processes = ranks or Ranks()
-    for i in processes.share(list(range(n))):
-        batch = make_batch(store, [indices[i]], device)
+    for i in processes.share(indices):
+        batch = make_batch(store, [i], device)
         embeds = head.embedding.weight[batch.tokens].float()
         with autocast(device):
             outputs = unroll(head, embeds, batch.features, depth)
-        best = target.lm_head(batch.targets[0].to(target.norm.weight.dtype)).argmax(-1)
+        wanted = target.lm_head(batch.targets[0].to(target.norm.weight.dtype)).float()
+        best, p = wanted.argmax(-1), wanted.softmax(-1)[:, ids.to(device)]
         alive = torch.ones_like(best, dtype=torch.bool)
         for step, predicted in enumerate(outputs):
             logits = (predicted[0].to(lm_rows.dtype) @ lm_rows.T).float()
-            values, best_ranks = logits.topk(n_ranks)
+            best_ranks, q = logits.topk(n_ranks).indices, logits.softmax(-1)
             drafted = ids[best_ranks]
             counted = batch.counted(step)[0]
             alive = (torch.cat((alive.new_zeros(1), alive[:-1])) if step else alive) & counted
-            tried[i, step] = alive.sum()
+            tried[step] += int(alive.sum())
             right = (drafted == best.unsqueeze(1)) & alive.unsqueeze(1)
-            hits[i, step] = right.sum(0)
-            confidence = torch.exp(values - logits.logsumexp(-1, keepdim=True))
+            hits[step] += right.sum(0).cpu()
+            alpha = torch.minimum(p, q).sum(-1)[counted]
+            variation[step, 0] += (1 - alpha).double().sum().item()
+            variation[step, 1] += len(alpha)
+            confidence = q.gather(1, best_ranks)
             tenth = (confidence[alive] * TENTHS).long().clamp(max=TENTHS - 1).flatten().cpu()
             by_confidence[:, 0] += tenth.bincount(minlength=TENTHS)
             by_confidence[:, 1] += tenth[right[alive].flatten().cpu()].bincount(minlength=TENTHS)
             alive = right[:, 0]
-    processes.sum_([hits, tried, by_confidence])
-    shares = hits.sum(0).double() / tried.sum(0).clamp(min=1).unsqueeze(1)
+    processes.sum_([hits, tried, variation, by_confidence])
+    shares = hits.double() / tried.clamp(min=1).unsqueeze(1)
     by_rank = tuple(map(tuple, shares.tolist()))
     alphas = tuple(level[0] for level in by_rank)
     tau = 1 + sum(math.prod(alphas[: step + 1]) for step in range(depth))
-    rows, accepted = tried[:, 0].tolist(), hits[:, :, 0].sum(1).tolist()
-    counts = tuple(zip(rows, accepted, strict=True))
+    tv = tuple((variation[:, 0] / variation[:, 1].clamp(min=1)).tolist())
     tenths = tuple((drafted, hit) for drafted, hit in by_confidence.tolist())
-    return HeldOut(alphas, tau, sum(rows), counts, by_rank, tenths)
+    return HeldOut(alphas, tau, int(tried[0]), by_rank, tv, tenths)

@@ -1,63 +1,43 @@
-"""Conversations with the model on this machine, several at a time."""
+"""Answers of the model on this machine, several at a time."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.training.batch import BatchSampler
-from fasteagle.training.dialogues import Conversing, Dialogue, Reply, Request
+from fasteagle.training.dialogues import Reply, Request
 from fasteagle.training.filters import ends_in_repetition
 
 
 class LocalModel:
-    """Model on this machine: up to `batch` conversations at once, a token of each in one pass."""
+    """Model on this machine: writes up to `batch` answers at once, a token of each in one pass."""
 
     def __init__(self, engine: Engine, tokenizer: ChatTokenizer, batch: int) -> None:
         self._engine, self._tokenizer = engine, tokenizer
         self._sampler = BatchSampler(engine, batch, tokenizer.eos_ids, ends_in_repetition)
-        self._waiting: dict[int, tuple[Conversing, list[int]]] = {}
+        self._prompts: dict[int, list[int]] = {}
+        self._without_room: list[int] = []
 
-    def hold(self, started: Iterator[tuple[int, Conversing]]) -> Iterator[tuple[int, Dialogue]]:
-        """Hold the conversations; yield them by number as they end."""
-        sampler = self._sampler
-        while True:
-            while sampler.has_room and (new := next(started, None)):
-                yield from self._advance(*new, None)
-            if sampler.is_empty:
-                return
-            for number, ids in sampler.step():
-                conversing, prompt = self._waiting.pop(number)
-                reply = self._reply(prompt, ids)
-                yield from self._advance(number, conversing, reply)
+    def begin(self, number: int, request: Request) -> None:
+        if request.messages:
+            prompt = self._tokenizer.encode(self._tokenizer.render(request.messages))
+        else:
+            prompt = user_prefix(self._tokenizer)
+        if len(prompt) >= self._engine.max_seq_len:
+            self._without_room.append(number)
+            return
+        self._prompts[number] = prompt
+        self._sampler.add(number, prompt, request.params, request.max_new_tokens)
 
-    def _advance(
-        self, number: int, conversing: Conversing, reply: Reply | None
-    ) -> Iterator[tuple[int, Dialogue]]:
-        """Begin the conversation's next answer; yield the dialogue if there is none."""
-        while True:
-            try:
-                request = conversing.send(reply)
-            except StopIteration as end:
-                yield number, end.value
-                return
-            prompt = self._prompt(request)
-            if len(prompt) < self._engine.max_seq_len:
-                self._waiting[number] = (conversing, prompt)
-                self._sampler.add(number, prompt, request.params, request.max_new_tokens)
-                return
-            reply = None
-
-    def _prompt(self, request: Request) -> list[int]:
-        if not request.messages:
-            return user_prefix(self._tokenizer)
-        return self._tokenizer.encode(self._tokenizer.render(request.messages))
-
-    def _reply(self, prompt: list[int], ids: list[int]) -> Reply:
-        is_cut = ids[-1] not in self._tokenizer.eos_ids
-        return Reply(prompt, ids, self._tokenizer.decode(ids), is_cut)
+    def replies(self) -> list[tuple[int, Reply | None]]:
+        replies: list[tuple[int, Reply | None]] = [(number, None) for number in self._without_room]
+        self._without_room = []
+        for number, ids in self._sampler.step():
+            is_cut = ids[-1] not in self._tokenizer.eos_ids
+            text = self._tokenizer.decode(ids)
+            replies.append((number, Reply(self._prompts.pop(number), ids, text, is_cut)))
+        return replies
 
 
 def user_prefix(tokenizer: ChatTokenizer) -> list[int]:

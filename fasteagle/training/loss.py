@@ -2,9 +2,10 @@
 
 EAGLE-1: loss and noise are the paper's (section 4.2) by default: SmoothL1 between predicted and
 true feature, plus a tenth of the cross-entropy between the two distributions over the draft
-vocabulary, on answer tokens. EAGLE-3: that cross-entropy alone. With self-fed steps the head also
-learns from its own features: at step s a row sees true features up to s positions ago and its own
-predictions after that.
+vocabulary, on answer tokens. EAGLE-3: that cross-entropy alone. In place of the cross-entropy an LK
+loss trains the acceptance rate itself. With self-fed steps the head also learns from its own
+features: at step s a row sees true features up to s positions ago and its own predictions after
+that.
 
 Shapes: B conversations, L positions, D model dim, F feature dim, V draft vocabulary, M rows that
 count.
@@ -13,6 +14,7 @@ count.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -20,11 +22,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from fasteagle.device import pick_dtype
 from fasteagle.model import EagleHead, apply_rope
 from fasteagle.training.data import Features
 from fasteagle.training.options import TrainOptions
+
+TINY = 1e-30  # least acceptance rate that has a logarithm
 
 
 @dataclasses.dataclass
@@ -65,44 +70,34 @@ def make_batch(store: Features, chosen: list[int], device: torch.device) -> Batc
 
     Where the store holds no auxiliary hidden states, a draft head reads what the LM head reads.
     """
-    n_taps = store.n_taps
     parts = [store.conversation(i) for i in chosen]
-    length = max(len(ids) for ids, _ in parts) - 1
-    width = parts[0][1].shape[1]
-    dim = width // (store.n_taps + 1)
-    tokens = torch.zeros(len(parts), length, dtype=torch.long)
-    read = slice(0, n_taps * dim) if n_taps else slice(width - dim, width)
-    features = torch.zeros(len(parts), length, n_taps * dim or dim, dtype=torch.bfloat16)
-    targets = torch.zeros(len(parts), length, dim, dtype=torch.bfloat16)
-    for b, (ids, values) in enumerate(parts):
-        n = len(ids) - 1
-        tokens[b, :n] = ids[1:]
-        features[b, :n] = values[:-1, read]
-        targets[b, :n] = values[1:, width - dim :]
+    dim = parts[0][1].shape[1] // (store.n_taps + 1)
+    read = slice(0, store.n_taps * dim) if store.n_taps else slice(None)
+    rows = (
+        [ids[1:] for ids, _ in parts],
+        [values[:-1, read] for _, values in parts],
+        [values[1:, -dim:] for _, values in parts],
+    )
     # Drafting begins once the first answer token is the root: its pair is row prompt_len - 1. What
     # would follow the conversation's last token does not count.
-    first = torch.tensor([store.prompt_lens[i] - 1 for i in chosen])
-    last = torch.tensor([store.lengths[i] - 2 for i in chosen])
-    return Batch(
-        tokens.to(device),
-        features.to(device),
-        targets.to(device),
-        first.to(device),
-        last.to(device),
-        chosen,
-    )
+    conversations = [store.conversations[i] for i in chosen]
+    first = torch.tensor([c.prompt_len - 1 for c in conversations], device=device)
+    last = torch.tensor([len(c.ids) - 2 for c in conversations], device=device)
+    tokens, features, targets = (pad_sequence(part, batch_first=True).to(device) for part in rows)
+    return Batch(tokens, features, targets, first, last, chosen)
 
 
 def batches(store: Features, indices: list[int], options: TrainOptions) -> Iterator[list[int]]:
     """Yield batches of about `batch_tokens` tokens without end, of similar length, by the seed."""
-    for epoch in range(1 << 30):
+    lengths = store.lengths
+    for epoch in itertools.count():
         generator = torch.Generator().manual_seed(options.seed * 1_000_003 + epoch)
         jitter = torch.rand(len(indices), generator=generator).tolist()
-        blurred = [store.lengths[i] + 60 * j for i, j in zip(indices, jitter, strict=True)]
+        blurred = [lengths[i] + 60 * j for i, j in zip(indices, jitter, strict=True)]
         order = sorted(range(len(indices)), key=lambda i: blurred[i])
         groups: list[list[int]] = [[]]
         for i in order:
-            longest = store.lengths[indices[i]]  # ascending, except for the jitter
+            longest = lengths[indices[i]]  # ascending, except for the jitter
             if groups[-1] and (len(groups[-1]) + 1) * longest > options.batch_tokens:
                 groups.append([])
             groups[-1].append(indices[i])
@@ -167,49 +162,77 @@ def _down(x: Tensor, n: int) -> Tensor:
     return F.pad(x[..., : x.shape[-2] - n, :], (0, 0, n, 0)) if n else x
 
 
-class SoftCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy between softmax(targets @ rows.T) and predicted @ own.T.
+def token_losses(logits: Tensor, wanted: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Return the losses [M] of draft logits [M, V], and their gradients [M, V].
 
-    Never holds more than `CHUNK` rows of logits: the gradients, which are the difference of the two
-    distributions times the rows or the predictions, are computed in the forward pass while all are
-    in cache.
+    `wanted` [M, V] are the target's probabilities p, q those of the logits. `paper` is the
+    cross-entropy CE. The others are of arXiv 2602.23881: alpha = sum min(p, q) is the probability
+    that a drawn draft token is accepted, TV = 1 - alpha the total variation. `lk` is -log alpha,
+    whose gradient is that of TV over alpha, so that it does not vanish where alpha is small;
+    `mixed` is w CE + (1 - w) TV with w = exp(-3 alpha), a constant to the gradient.
+    """
+    log_q = logits - logits.logsumexp(-1, keepdim=True)
+    q = log_q.exp()
+    cross_entropy, to_target = -(wanted * log_q).sum(-1), q - wanted
+    if kind == "paper":
+        return cross_entropy, to_target
+    alpha = torch.minimum(wanted, q).sum(-1, keepdim=True).clamp(min=TINY)
+    scarce = q * (q < wanted)  # only these tokens are accepted more often when q grows
+    of_tv = q * scarce.sum(-1, keepdim=True) - scarce
+    if kind == "lk":
+        return -alpha[:, 0].log(), of_tv / alpha
+    w = torch.exp(-3 * alpha)
+    loss = w * cross_entropy.unsqueeze(-1) + (1 - w) * (1 - alpha)
+    return loss[:, 0], w * to_target + (1 - w) * of_tv
+
+
+class TokenLoss(torch.autograd.Function):
+    """Mean of `token_losses` of predicted @ own.T for softmax(targets @ rows.T).
+
+    Never holds more than `CHUNK` rows of logits: the gradients are computed in the forward pass,
+    while all are in cache.
     """
 
     CHUNK = 256
 
     @staticmethod
     def forward(
-        ctx: Any, predicted: Tensor, targets: Tensor, rows: Tensor, own: Tensor | None = None
+        ctx: Any,
+        predicted: Tensor,
+        targets: Tensor,
+        rows: Tensor,
+        own: Tensor | None = None,
+        kind: str = "paper",
     ) -> Tensor:
         """Return the scalar loss of predicted [M, D] for targets [M, D] and rows [V, D].
 
         `own` [V, D] are the rows of a draft head with an LM head of its own; None: `rows`.
         """
         drafting = rows if own is None else own.to(rows.dtype)
-        total = predicted.new_zeros((), dtype=torch.float32)
-        gradient = torch.empty_like(predicted, dtype=torch.float32)
-        on_rows = None if own is None else torch.zeros_like(own, dtype=torch.float32)
-        for begin in range(0, len(predicted), SoftCrossEntropy.CHUNK):
-            part = slice(begin, begin + SoftCrossEntropy.CHUNK)
-            wanted = (targets[part].to(rows.dtype) @ rows.T).float().softmax(-1)
+        exact = torch.promote_types(rows.dtype, torch.float32)
+        total = predicted.new_zeros((), dtype=exact)
+        gradient = torch.empty_like(predicted, dtype=exact)
+        on_rows = None if own is None else torch.zeros_like(own, dtype=exact)
+        for begin in range(0, len(predicted), TokenLoss.CHUNK):
+            part = slice(begin, begin + TokenLoss.CHUNK)
+            wanted = (targets[part].to(rows.dtype) @ rows.T).to(exact).softmax(-1)
             said = predicted[part].to(rows.dtype)
-            logits = (said @ drafting.T).float()
-            norm = logits.logsumexp(-1, keepdim=True)
-            total += (norm[:, 0] - (wanted * logits).sum(-1)).sum()
-            difference = logits.sub_(norm).exp_().sub_(wanted).to(rows.dtype)
-            gradient[part] = (difference @ drafting).float()
+            losses, on_logits = token_losses((said @ drafting.T).to(exact), wanted, kind)
+            total += losses.sum()
+            on_logits = on_logits.to(rows.dtype)
+            gradient[part] = (on_logits @ drafting).to(exact)
             if on_rows is not None:
-                on_rows += (difference.T @ said).float()
+                on_rows += (on_logits.T @ said).to(exact)
         n = len(predicted)
         ctx.save_for_backward(gradient / n, None if on_rows is None else on_rows / n)
         ctx.dtype = predicted.dtype
         return total / n
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, Tensor | None, None]:
         gradient, on_rows = ctx.saved_tensors
         own = None if on_rows is None else on_rows * grad
-        return (gradient * grad).to(ctx.dtype), None, None, own
+        return (gradient * grad).to(ctx.dtype), None, None, own, None
 
 
 def head_loss(
@@ -242,7 +265,7 @@ def head_loss(
         if not counted.any():
             continue
         p, t = predicted[counted], batch.targets[counted]  # [M, D]
-        loss = options.ce_weight * SoftCrossEntropy.apply(p, t, lm_rows, own)
+        loss = options.ce_weight * TokenLoss.apply(p, t, lm_rows, own, options.loss)
         if options.feature_weight:
             loss = loss + options.feature_weight * F.smooth_l1_loss(p.float(), t.float())
         total = total + weight * len(p) / count * loss

@@ -5,17 +5,32 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 from fasteagle.config import checked_taps, default_taps
 from fasteagle.errors import FasteagleError
 from fasteagle.options import TAP_LAYERS_TEXT, SamplingParams, option
 
 ALGORITHMS = ("eagle1", "eagle3")
+LOSSES = ("paper", "lk", "mixed")
+PROMPTS_TEXT = 'JSONL with {"turns": [...]} lines; the model answers each turn.'
+RESUME_TEXT = "Continue the run that was cut off."
 # Values of the EAGLE-1 and of the EAGLE-3 paper.
 _DEFAULTS = {
     "eagle1": {"noise": 0.1, "ce_weight": 0.1, "feature_weight": 1.0, "self_fed_steps": 0},
     "eagle3": {"noise": 0.0, "ce_weight": 1.0, "feature_weight": 0.0, "self_fed_steps": 6},
 }
+_ALONE = {"ce_weight": 1.0, "feature_weight": 0.0}
+
+
+def _require_positive(options: Any, *names: str, or_zero: bool = False) -> None:
+    """Raise `FasteagleError` for a field that is not above 0; None is a value not given."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not (value > 0 or (or_zero and value == 0)):
+            least = ">= 0" if or_zero else "> 0"
+            flag = name.replace("_", "-")
+            raise FasteagleError(f"{flag} {value} is out of range: use {least}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,14 +47,20 @@ class TrainOptions:
     borrow_lm_head: bool = option(
         False, "Leave an EAGLE-3 head the model's LM head rows: a smaller file."
     )
+    loss: str = option(
+        "paper",
+        "paper: cross-entropy of tokens; lk: the acceptance rate; mixed: from the first to the "
+        "second as acceptance grows.",
+        kind=LOSSES,
+    )
     lr: float = 3e-5
     beta1: float = 0.9
     beta2: float = 0.95
     weight_decay: float = 0.0
     clip: float = 0.5  # of the gradient's norm
     noise: float | None = option(None, "Uniform, on the features.  [default: 0.1; EAGLE-3: 0]")
-    ce_weight: float | None = option(None, "Of the token loss.  [default: 0.1; EAGLE-3: 1]")
-    feature_weight: float | None = option(None, "Of the feature loss.  [default: 1; EAGLE-3: 0]")
+    ce_weight: float | None = option(None, "Of the token loss.  [default: 0.1; EAGLE-3, LK: 1]")
+    feature_weight: float | None = option(None, "Of the feature loss.  [default: 1; else: 0]")
     self_fed_steps: int | None = option(
         None, "Further steps on the head's own features.  [default: 0; EAGLE-3: 6]"
     )
@@ -53,16 +74,13 @@ class TrainOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, value in _DEFAULTS[self.algorithm].items():
+        defaults = _DEFAULTS[self.algorithm] | (_ALONE if self.loss == "lk" else {})
+        for name, value in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
-        positive = ("lr", "clip", "batch_tokens", "steps", "draft_vocab_size", "loss_vocab_size")
-        for name in positive:
-            if getattr(self, name) <= 0:
-                raise FasteagleError(f"{name} {getattr(self, name)} is out of range: use > 0")
-        for name in ("noise", "ce_weight", "feature_weight", "self_fed_steps"):
-            if getattr(self, name) < 0:
-                raise FasteagleError(f"{name} {getattr(self, name)} is out of range: use >= 0")
+        _require_positive(self, "lr", "clip", "batch_tokens", "steps")
+        _require_positive(self, "draft_vocab_size", "loss_vocab_size")
+        _require_positive(self, *_DEFAULTS[self.algorithm], or_zero=True)
         if self.algorithm == "eagle1" and (self.tap_layers or self.borrow_lm_head):
             raise FasteagleError(
                 "--tap-layers and --borrow-lm-head are for EAGLE-3 heads: give --algorithm eagle3"
@@ -94,12 +112,10 @@ class TrainRun:
     data: tuple[Path, ...] = option(
         (), "JSONL of token ids the model wrote itself (repeatable).", kind="file"
     )
-    prompts: Path | None = option(
-        None, 'JSONL with {"turns": [...]} lines; the model answers them first.', kind="file"
-    )
+    prompts: Path | None = option(None, PROMPTS_TEXT, kind="file")
     answer_tokens: int = option(256, "Longest answer to those.")
     out: Path = option(text="Folder of the head.", kind="folder")
-    resume: bool = option(False, "Continue the run in --out.")
+    resume: bool = option(False, RESUME_TEXT)
     held_out: int = option(100, "Conversations to measure on.")
     max_len: int = option(640, "Longer conversations are cut.")
     every: int = option(200, "Steps between evaluations.")
@@ -112,10 +128,7 @@ class TrainRun:
     patience: int | None = option(None, "Stop after so many evaluations without gain.")
 
     def __post_init__(self) -> None:
-        for name in ("held_out", "max_len", "every", "answer_tokens"):
-            if getattr(self, name) < 1:
-                flag = name.replace("_", "-")
-                raise FasteagleError(f"{flag} {getattr(self, name)} is out of range: use >= 1")
+        _require_positive(self, "held_out", "max_len", "every", "answer_tokens", "patience")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +151,7 @@ class CalibrateOptions:
     out: Path | None = option(
         None, "Folder of the head.  [default: the user cache, where chat finds it]", kind="folder"
     )
-    resume: bool = option(False, "Continue the run that was cut off.")
+    resume: bool = option(False, RESUME_TEXT)
 
     def __post_init__(self) -> None:
         if self.tokens < 2_000:
@@ -147,20 +160,14 @@ class CalibrateOptions:
             )
         if not 0 < self.minutes < 10_000:
             raise FasteagleError(f"minutes {self.minutes} is out of range: use more than 0")
-        for name in ("steps", "draft_vocab"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                flag = name.replace("_", "-")
-                raise FasteagleError(f"{flag} {value} is out of range: use 1 or more")
+        _require_positive(self, "steps", "draft_vocab")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataOptions:
     """Questions of `generate-data`, how they are answered, and which answers stay."""
 
-    prompts: Path | None = option(
-        None, 'JSONL with {"turns": [...]} lines; each turn is answered.', kind="file"
-    )
+    prompts: Path | None = option(None, PROMPTS_TEXT, kind="file")
     self_written: bool = option(
         False, "The model writes the questions itself, from nothing.", flag="--self"
     )
@@ -201,10 +208,7 @@ class DataOptions:
             raise FasteagleError(f"--prompts, --self, --seeds {what}: give one of them")
         if self.prompts is None and self.count is None and self.tokens is None:
             raise FasteagleError("the model would write without end: give --count or --tokens")
-        for name in ("count", "tokens", "batch", "max_new_tokens"):
-            value, flag = getattr(self, name), name.replace("_", "-")
-            if value is not None and value < 1:
-                raise FasteagleError(f"{flag} {value} is out of range: use 1 or more")
+        _require_positive(self, "count", "tokens", "batch", "max_new_tokens")
         if not self.temperatures:
             raise FasteagleError("temperature is empty: give one, or several as 0,0.7")
         for temperature in self.temperatures:

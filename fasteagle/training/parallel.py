@@ -9,11 +9,13 @@ import contextlib
 import datetime
 import os
 from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+T = TypeVar("T")
 LONGEST_WAIT = datetime.timedelta(days=7)  # the others wait while the first one writes text
 
 
@@ -28,9 +30,9 @@ class Ranks:
         """Return whether this process writes files and prints progress."""
         return self.rank == 0
 
-    def share(self, chosen: list[int]) -> list[int]:
-        """Return this process' part of a batch; may be empty."""
-        return chosen[self.rank :: self.size]
+    def share(self, parts: list[T]) -> list[T]:
+        """Return this process' share of a batch or other work; may be empty."""
+        return parts[self.rank :: self.size]
 
     def sum_(self, tensors: Iterable[Tensor]) -> None:
         """Replace each tensor by its sum over all processes."""

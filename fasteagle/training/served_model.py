@@ -1,4 +1,4 @@
-"""Conversations with a model behind an OpenAI-compatible server (vLLM, SGLang), several at a time.
+"""Answers of a model behind an OpenAI-compatible server (vLLM, SGLang), several at a time.
 
 The server is sent messages and sends back text; the model's own tokenizer, here, makes the tokens.
 """
@@ -8,24 +8,29 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import threading
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.tokenizer import ChatTokenizer, Message
-from fasteagle.training.dialogues import Conversing, Dialogue, Reply, Request
+from fasteagle.training.dialogues import Reply, Request
 
 TRIES = 4
 FIRST_DELAY = 1.0  # seconds; doubled with every try
 TIMEOUT = 600.0  # seconds without a byte of the answer
+LOST = (ConnectionError, TimeoutError, http.client.HTTPException)
+HINTS = {
+    401: ": give the server's key with --api-key",
+    403: ": give the server's key with --api-key",
+    404: ": check --base-url, and name the server's model with --served-model",
+}
 
 
 class ServedModel:
-    """Model behind a server: up to `batch` conversations at once, one request of each at a time.
+    """Model behind a server, which is sent up to `batch` requests at once.
 
     Raises `FasteagleError` where the server cannot be reached, refuses, or goes on failing.
     """
@@ -35,40 +40,14 @@ class ServedModel:
     ) -> None:
         base = base_url.rstrip("/")
         self._url = (base if base.endswith("/v1") else f"{base}/v1") + "/chat/completions"
-        self._name, self._tokenizer, self._batch = name, tokenizer, batch
+        self._name, self._tokenizer = name, tokenizer
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._encoding = threading.Lock()  # fast tokenizers fail in two threads: "Already borrowed"
-        self._ended = threading.Event()  # nobody waits for answers any more
+        self._pool = ThreadPoolExecutor(batch)
+        self._running: dict[Future[dict[str, Any] | None], tuple[int, Request]] = {}
 
-    def hold(self, started: Iterator[tuple[int, Conversing]]) -> Iterator[tuple[int, Dialogue]]:
-        """Hold the conversations; yield them by number as they end."""
-        pool = ThreadPoolExecutor(self._batch)
-        running: dict[Future[Dialogue], int] = {}
-        try:
-            while True:
-                while len(running) < self._batch and (new := next(started, None)):
-                    running[pool.submit(self._hold_one, new[1])] = new[0]
-                if not running:
-                    return
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    yield running.pop(future), future.result()
-        finally:
-            self._ended.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-
-    def _hold_one(self, conversing: Conversing) -> Dialogue:
-        reply: Reply | None = None
-        while not self._ended.is_set():
-            try:
-                request = conversing.send(reply)
-            except StopIteration as end:
-                return end.value
-            reply = self._reply(request)
-        return Dialogue([])  # which nobody reads
-
-    def _reply(self, request: Request) -> Reply | None:
+    def begin(self, number: int, request: Request) -> None:
         body = {
             "model": self._name,
             "messages": list(request.messages),
@@ -77,9 +56,17 @@ class ServedModel:
             "seed": request.params.seed,
             "max_tokens": request.max_new_tokens,
         }
-        answer = self._post(body)
-        if answer is None:
-            return None
+        self._running[self._pool.submit(self._post, body)] = (number, request)
+
+    def replies(self) -> list[tuple[int, Reply | None]]:
+        replies: list[tuple[int, Reply | None]] = []
+        for future in wait(self._running, return_when=FIRST_COMPLETED).done:
+            number, request = self._running.pop(future)
+            answer = future.result()
+            replies.append((number, None if answer is None else self._reply(request, answer)))
+        return replies
+
+    def _reply(self, request: Request, answer: dict[str, Any]) -> Reply:
         try:
             choice = answer["choices"][0]
             text, is_cut = choice["message"]["content"] or "", choice["finish_reason"] == "length"
@@ -88,10 +75,9 @@ class ServedModel:
                 f"{self._url}: the answer is not a chat completion ({error!r}): "
                 "is --base-url an OpenAI-compatible server?"
             ) from error
-        with self._encoding:
-            before = self._tokenizer.render(request.messages)
-            ids = self._answer_ids(request.messages, before, text, is_cut)
-            return Reply(self._tokenizer.encode(before), ids, text, is_cut)
+        before = self._tokenizer.render(request.messages)
+        ids = self._answer_ids(request.messages, before, text, is_cut)
+        return Reply(self._tokenizer.encode(before), ids, text, is_cut)
 
     def _answer_ids(
         self, messages: tuple[Message, ...], before: str, text: str, is_cut: bool
@@ -113,8 +99,8 @@ class ServedModel:
         """
         data = json.dumps(body).encode()
         for attempt in range(TRIES):
-            if attempt and self._ended.wait(FIRST_DELAY * 2 ** (attempt - 1)):
-                break
+            if attempt:
+                time.sleep(FIRST_DELAY * 2 ** (attempt - 1))
             try:
                 request = urllib.request.Request(self._url, data, self._headers)
                 with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
@@ -124,18 +110,20 @@ class ServedModel:
                 if error.code == 400 and "context" in problem:  # as vLLM, SGLang, llama.cpp say it
                     return None
                 if error.code != 429 and error.code < 500:
-                    raise FasteagleError(f"{self._url}: {problem}{_hint(error.code)}") from error
-            except http.client.HTTPException as error:
-                problem = str(error) or type(error).__name__
-            except OSError as error:
+                    raise FasteagleError(
+                        f"{self._url}: {problem}{HINTS.get(error.code, '')}"
+                    ) from error
+            except (OSError, http.client.HTTPException) as error:
                 reason = getattr(error, "reason", error)
-                is_lost = isinstance(reason, (ConnectionError, TimeoutError))
-                if not is_lost or isinstance(reason, ConnectionRefusedError):
+                is_lost = isinstance(reason, LOST) and not isinstance(
+                    reason, ConnectionRefusedError
+                )
+                if not is_lost:
                     raise FasteagleError(
                         f"cannot reach {self._url} ({reason}): is the server running, and "
                         "--base-url right?"
                     ) from error
-                problem = str(reason)
+                problem = str(reason) or type(reason).__name__
             except ValueError as error:
                 raise FasteagleError(
                     f"{self._url}: the answer is not JSON: is --base-url right?"
@@ -153,12 +141,3 @@ def _message(error: urllib.error.HTTPError) -> str:
         problem = answer.get("error", answer)
         text = problem if isinstance(problem, str) else str(problem["message"])
     return " ".join(text.split())[:300] or str(error.reason)
-
-
-def _hint(code: int) -> str:
-    hints = {
-        401: ": give the server's key with --api-key",
-        403: ": give the server's key with --api-key",
-        404: ": check --base-url, and name the server's model with --served-model",
-    }
-    return hints.get(code, "")

@@ -1,4 +1,4 @@
-"""Training a draft head: a fresh one, and the run that can be continued.
+"""Training a draft head: a fresh one, the run that can be continued, its bar, the head's header.
 
 The optimizer is the EAGLE-1 paper's (section 4.2) by default.
 """
@@ -14,13 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from fasteagle.config import Eagle3Config, HeadConfig, draft_block
 from fasteagle.errors import FasteagleError
+from fasteagle.loading.open import Runtime
 from fasteagle.model import Eagle3Head, EagleHead, Transformer, make_head
 from fasteagle.paths import replacing
 from fasteagle.training.data import Features
+from fasteagle.training.data_file import require_same
 from fasteagle.training.held_out import HeldOut, evaluate
 from fasteagle.training.loss import Batch, autocast, batches, compute_dtype, head_loss, make_batch
 from fasteagle.training.options import TrainOptions
@@ -30,8 +34,8 @@ from fasteagle.training.parallel import Ranks
 def new_head(target: Transformer, draft_ids: Tensor, options: TrainOptions) -> EagleHead:
     """Return a new draft head that starts as the identity on the feature.
 
-    For EAGLE-3 that is the last auxiliary hidden state. A copy of the target's last block diverges;
-    small random attention and MLP weights train.
+    For EAGLE-3 that is the last auxiliary hidden state; norm and LM head begin as the target's.
+    A copy of the target's last block diverges; small random attention and MLP weights train.
     """
     c = target.config
     block = draft_block(c)
@@ -53,17 +57,11 @@ def new_head(target: Transformer, draft_ids: Tensor, options: TrainOptions) -> E
             linear.weight.mul_(0.1)
         head.d2t.copy_(draft_ids - torch.arange(len(draft_ids)))
         if isinstance(head, Eagle3Head):
-            _begin_with_the_targets(head, target)
+            head.norm.weight.copy_(target.norm.weight)
+        if head.own_lm_head is not None:
+            ids = head.target_ids().to(target.norm.weight.device)
+            head.own_lm_head.weight.copy_(target.head_rows(ids))
     return head
-
-
-def _begin_with_the_targets(head: Eagle3Head, target: Transformer) -> None:
-    """Copy the target's final norm, and its LM head's rows where the draft head has its own."""
-    head.norm.weight.copy_(target.norm.weight)
-    if head.own_lm_head is not None:
-        head.own_lm_head.weight.copy_(
-            target.head_rows(head.target_ids().to(target.norm.weight.device))
-        )
 
 
 class Trainer:
@@ -110,13 +108,7 @@ class Trainer:
         if not path.exists():
             return False
         state = torch.load(path, map_location="cpu", weights_only=True)
-        saved, mine = state["options"], json.loads(json.dumps(dataclasses.asdict(self.options)))
-        changed = [f"{k} {saved.get(k)} -> {mine[k]}" for k in mine if saved.get(k) != mine[k]]
-        if changed:
-            raise FasteagleError(
-                f"{self.folder} was begun with other options ({', '.join(changed)}): "
-                "give the same ones, or another --out"
-            )
+        require_same(self.folder, state["options"], self._saved_options())
         if state["identity"] != self.identity:
             raise FasteagleError(
                 f"{self.folder} was begun with another model or other text: give the same --model, "
@@ -136,10 +128,13 @@ class Trainer:
             "step": self.step,
             "history": self.history,
             "identity": self.identity,
-            "options": json.loads(json.dumps(dataclasses.asdict(self.options))),
+            "options": self._saved_options(),
         }
         with replacing(self.folder / "state.pt") as temporary:
             torch.save(state, temporary)
+
+    def _saved_options(self) -> dict[str, Any]:
+        return json.loads(json.dumps(dataclasses.asdict(self.options)))
 
     def run(
         self,
@@ -204,10 +199,10 @@ class Trainer:
                 loss.backward()
             total += loss.detach()
         trained = [p for p in self.head.parameters() if p.requires_grad]
-        for parameter in trained:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        self.ranks.sum_([total, *(p.grad for p in trained if p.grad is not None)])
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+        self.ranks.sum_([total, *gradients])
+        for parameter, gradient in zip(trained, gradients, strict=True):
+            parameter.grad = gradient
         torch.nn.utils.clip_grad_norm_(trained, options.clip)
         self.optimizer.step()
         return total.item(), int(counts[0])
@@ -215,3 +210,60 @@ class Trainer:
     def _stalled(self, patience: int) -> bool:
         scores = [entry["alphas"][0] for entry in self.history]
         return len(scores) > patience and max(scores[-patience:]) <= max(scores[:-patience])
+
+
+class TrainingBar:
+    """Progress bar with loss, held-out 0-alpha and tau; plain lines without a terminal."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        console = Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("step {task.completed:,} of {task.total:,}"),
+            BarColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        steps = trainer.options.steps
+        self._task = self._progress.add_task("", total=steps, completed=trainer.step, numbers="")
+        self._steps, self._loss, self._held = steps, 0.0, ""
+
+    def __enter__(self) -> TrainingBar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def tick(self, step: int, loss: float) -> None:
+        self._loss = loss if not self._loss else 0.95 * self._loss + 0.05 * loss
+        numbers = f"loss {self._loss:.4f}{self._held}"
+        self._progress.update(self._task, completed=step, numbers=numbers)
+
+    def report(self, entry: dict[str, Any]) -> None:
+        self._held = f" | 0-alpha {entry['alphas'][0]:.3f} | tau {entry['tau']:.2f}"
+        alphas = " ".join(f"{alpha:.3f}" for alpha in entry["alphas"])
+        self._progress.console.out(
+            f"step {entry['step']:,} of {self._steps:,} | loss {entry['loss']:.4f} | "
+            f"n-alpha {alphas} | tau {entry['tau']:.2f} | TV {entry['tv'][0]:.3f} | "
+            f"{entry['tok_s']:,} tok/s",
+            highlight=False,
+        )
+
+
+def head_header(
+    head: EagleHead, target: Runtime, identity: str, n_tokens: int, held: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the header of a trained draft head's file; `held` is `HeldOut.as_dict`."""
+    scheme = target.checkpoint.scheme
+    return {
+        "algorithm": "eagle3" if head.config.tap_layers else "eagle1",
+        "target": target.name,
+        "target_fingerprint": identity,
+        "scheme": None if scheme is None else scheme.name,
+        "group_size": None if scheme is None else scheme.group_size or None,
+        "draft_vocab_size": head.config.draft_vocab_size,
+        "training_tokens": n_tokens,
+        **{name: held[name] for name in ("alphas", "tau", "ranks")},
+    }

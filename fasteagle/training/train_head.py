@@ -7,11 +7,8 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fasteagle.compile.blocks import compile_now
 from fasteagle.config import ModelConfig
@@ -20,22 +17,23 @@ from fasteagle.loading.heads.read import load_head, with_vocabulary
 from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.open import OpenedModel, Runtime, open_for
 from fasteagle.loading.tensors import fingerprint
-from fasteagle.model import EagleHead, Transformer
+from fasteagle.model import EagleHead
 from fasteagle.options import RuntimeOptions
 from fasteagle.paths import cache_dir, require_writable, write_atomic
 from fasteagle.prompts import Conversation, read_conversations, read_questions
 from fasteagle.training.data import (
     Features,
-    LiveFeatures,
+    cached_features,
     choose_held_out,
-    compute_features,
     frequent_tokens,
+    live_features,
+    shards_of,
     store_key,
 )
 from fasteagle.training.generate_data import write_text
 from fasteagle.training.options import DataOptions, TrainOptions, TrainRun
 from fasteagle.training.parallel import Ranks, join, local_device
-from fasteagle.training.train import Trainer, new_head
+from fasteagle.training.train import Trainer, TrainingBar, head_header, new_head
 
 
 def train_head(
@@ -63,12 +61,16 @@ def train_head(
     store = _features(runtime, conversations, run, taps, text, ranks)
     held_out = choose_held_out(conversations, run.held_out)
     training = [c for i, c in enumerate(conversations) if i not in set(held_out)]
-    head = _begun(init, runtime.engine.model, training, options)
-    loss_size = min(options.loss_vocab_size, head.config.draft_vocab_size)
-    if head.own_lm_head is not None:
-        loss_size = head.config.draft_vocab_size  # all of its rows are trained
-    loss_ids, origin = frequent_tokens(training, loss_size), f"{text} {run.init}"
     target = runtime.engine.model
+    draft_ids = frequent_tokens(training, min(options.draft_vocab_size, target.config.vocab_size))
+    if init is None:
+        head = new_head(target, draft_ids, options)
+    else:
+        head = with_vocabulary(init, draft_ids, target.head_rows)
+    loss_size = min(options.loss_vocab_size, len(draft_ids))
+    if head.own_lm_head is not None:
+        loss_size = len(draft_ids)  # all of its rows are trained
+    loss_ids, origin = frequent_tokens(training, loss_size), f"{text} {run.init}"
     trainer = Trainer(head, target, store, held_out, loss_ids, options, run.out, origin, ranks)
     if run.resume and trainer.resume() and ranks.is_first:
         note(f"continuing at step {trainer.step:,}")
@@ -96,14 +98,17 @@ def _data(
 
 
 def _conversations(runtime: Runtime, run: TrainRun, data: list[Conversation]) -> list[Conversation]:
-    """Return all text of the run; raise `FasteagleError` if it is too little."""
-    max_len = min(run.max_len, runtime.engine.max_seq_len)
-    vocab_size = runtime.checkpoint.config.vocab_size
-    written = _written_now(runtime, run)
-    conversations = [
-        *data,
-        *(c for path in written for c in read_conversations(path, vocab_size, max_len)),
-    ]
+    """Return all text of the run, with the target's answers to --prompts, written now.
+
+    Raises `FasteagleError` if it is too little.
+    """
+    conversations = data
+    if run.prompts is not None:
+        out, n = run.out / "text.jsonl", run.answer_tokens
+        write_text(runtime, DataOptions(prompts=run.prompts, out=out, max_new_tokens=n))
+        max_len = min(run.max_len, runtime.engine.max_seq_len)
+        vocab_size = runtime.checkpoint.config.vocab_size
+        conversations = data + read_conversations(out, vocab_size, max_len)
     if len(conversations) <= run.held_out:
         raise FasteagleError(
             f"{len(conversations)} conversations are too few to hold {run.held_out} out: "
@@ -119,33 +124,12 @@ def _init_head(config: ModelConfig, path: Path | None, options: TrainOptions) ->
         return None
     head, _ = load_head(path, config, options.tap_layers)
     borrows = bool(taps) and head.own_lm_head is None
-    if head.config.tap_layers != taps:
-        option = "its --algorithm and its --tap-layers"
-    elif borrows != options.borrow_lm_head:
-        option = "--borrow-lm-head" if borrows else "no --borrow-lm-head"
-    else:
+    if head.config.tap_layers == taps and borrows == options.borrow_lm_head:
         return head
-    raise FasteagleError(f"{path}: the head is of another kind than asked for: give {option}")
-
-
-def _begun(
-    init: EagleHead | None, target: Transformer, training: list[Conversation], options: TrainOptions
-) -> EagleHead:
-    """Return the draft head to begin from, new or `init`, with the text's vocabulary."""
-    size = min(options.draft_vocab_size, target.config.vocab_size)
-    draft_ids = frequent_tokens(training, size)
-    if init is None:
-        return new_head(target, draft_ids, options)
-    return with_vocabulary(init, draft_ids, target.head_rows)
-
-
-def _written_now(runtime: Runtime, run: TrainRun) -> list[Path]:
-    """Write the target's answers to `run.prompts` into the run's folder; return the files."""
-    if run.prompts is None:
-        return []
-    out = run.out / "text.jsonl"
-    write_text(runtime, DataOptions(prompts=run.prompts, out=out, max_new_tokens=run.answer_tokens))
-    return [out]
+    option = "its --algorithm and its --tap-layers"
+    if head.config.tap_layers == taps:
+        option = "--borrow-lm-head" if borrows else "no --borrow-lm-head"
+    raise FasteagleError(f"{path}: the head is of another kind: give {option}")
 
 
 def _features(
@@ -157,12 +141,12 @@ def _features(
     ranks: Ranks,
 ) -> Features:
     """Return the target's features: live, from the user cache, or computed into it now."""
+    engine, folder = runtime.engine, cache_dir() / "features" / key
     if run.features == "live":
-        compile_now(runtime.engine)
-        return LiveFeatures(runtime.engine, conversations, taps)
-    folder = cache_dir() / "features" / key
-    if not (folder / "index.json").exists():
-        compile_now(runtime.engine)
+        compile_now(engine)
+        return live_features(engine, conversations, taps)
+    if not all((folder / name).exists() for name in shards_of(conversations)):
+        compile_now(engine)
     total, done = sum(len(c.ids) for c in conversations), 0
 
     def progress(n: int) -> None:
@@ -171,46 +155,7 @@ def _features(
         if ranks.is_first:
             note(f"features of about {min(done, total):,} of {total:,} tokens")
 
-    return compute_features(runtime.engine, conversations, folder, progress, taps, ranks)
-
-
-class TrainingBar:
-    """Progress bar with loss, held-out 0-alpha and tau; plain lines without a terminal."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        console = Console(stderr=True)
-        self._progress = Progress(
-            TextColumn("step {task.completed:,} of {task.total:,}"),
-            BarColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[numbers]}"),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        steps = trainer.options.steps
-        self._task = self._progress.add_task("", total=steps, completed=trainer.step, numbers="")
-        self._steps, self._loss, self._held = steps, 0.0, ""
-
-    def __enter__(self) -> TrainingBar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._progress.stop()
-
-    def tick(self, step: int, loss: float) -> None:
-        self._loss = loss if not self._loss else 0.95 * self._loss + 0.05 * loss
-        numbers = f"loss {self._loss:.4f}{self._held}"
-        self._progress.update(self._task, completed=step, numbers=numbers)
-
-    def report(self, entry: dict[str, Any]) -> None:
-        self._held = f" | 0-alpha {entry['alphas'][0]:.3f} | tau {entry['tau']:.2f}"
-        alphas = " ".join(f"{alpha:.3f}" for alpha in entry["alphas"])
-        self._progress.console.out(
-            f"step {entry['step']:,} of {self._steps:,} | loss {entry['loss']:.4f} | "
-            f"n-alpha {alphas} | tau {entry['tau']:.2f} | {entry['tok_s']:,} tok/s",
-            highlight=False,
-        )
+    return cached_features(engine, conversations, folder, progress, taps, ranks)
 
 
 def _finish(
@@ -218,18 +163,8 @@ def _finish(
 ) -> None:
     """Write the draft head, its header and the training curve; delete the optimizer's state."""
     held = trainer.history[-1]  # a run ends with an evaluation
-    scheme = runtime.checkpoint.scheme
-    header = {
-        "algorithm": trainer.options.algorithm,
-        "target": runtime.name,
-        "target_fingerprint": identity,
-        "scheme": None if scheme is None else scheme.name,
-        "group_size": None if scheme is None else scheme.group_size or None,
-        "draft_vocab_size": trainer.head.config.draft_vocab_size,
-        "training_tokens": n_tokens,
-        "steps": trainer.step,
-        **{name: held[name] for name in ("alphas", "tau", "ranks")},
-    }
+    header = head_header(trainer.head, runtime, identity, n_tokens, held)
+    header["steps"] = trainer.step
     save_head(run.out, trainer.head, header, torch.bfloat16)
     record = {
         "header": header,

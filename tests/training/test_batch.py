@@ -40,13 +40,13 @@ def alone(engine: Engine, wanted) -> list[list[int]]:
 
 def together(engine: Engine, size: int, wanted) -> list[list[int]]:
     """As a caller does it: a text begins wherever one has ended."""
-    sampler, waiting, found = BatchSampler(engine, size, EOS), list(enumerate(wanted)), {}
+    sampler, waiting, texts = BatchSampler(engine, size, EOS), list(enumerate(wanted)), {}
     while waiting or not sampler.is_empty:
         while waiting and sampler.has_room:
             key, job = waiting.pop(0)
             sampler.add(key, *job)
-        found.update(sampler.step())
-    return [found[key] for key in sorted(found)]
+        texts.update(sampler.step())
+    return [texts[key] for key in sorted(texts)]
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -12,7 +12,7 @@ ONE = "Compose an engaging travel blog post about a recent trip to Hawaii"
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "is_like"),
     [
         (ONE, True),
         ("please COMPOSE an engaging, travel blog: post about a (long) trip", True),  # 8 words
@@ -27,8 +27,8 @@ ONE = "Compose an engaging travel blog post about a recent trip to Hawaii"
         ("?!", False),
     ],
 )
-def test_eight_words_in_a_row_are_too_many(text, found):
-    assert Excluded([ONE, "Why not?"]).matches(text) is found
+def test_eight_words_in_a_row_are_too_many(text, is_like):
+    assert Excluded([ONE, "Why not?"]).matches(text) is is_like
 
 
 def test_every_turn_of_every_file_is_excluded(tmp_path):

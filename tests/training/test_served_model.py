@@ -21,16 +21,11 @@ class Stub(http.server.ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
         self.plan: list = []
         self.bodies: list[dict] = []
-        self.headers_seen: list = []
         self.finish_reason, self.delay = "stop", 0.0
-        self.at_once = self.most_at_once = 0
-        self.lock = threading.Lock()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
+        self.at_once: list[int] = [0]  # requests in work as each arrives and leaves
 
     def handle_error(self, request, client_address) -> None:
         """A connection that broke off is part of the plan."""
@@ -38,25 +33,23 @@ class Stub(http.server.ThreadingHTTPServer):
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     server: Stub
+    lock = threading.Lock()
 
     def do_POST(self) -> None:
         stub = self.server
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with stub.lock:
-            number = len(stub.bodies)
-            stub.bodies.append({"path": self.path, **body})
-            stub.headers_seen.append(dict(self.headers))
-            stub.at_once += 1
-            stub.most_at_once = max(stub.most_at_once, stub.at_once)
+        with self.lock:
+            planned = dict(enumerate(stub.plan)).get(len(stub.bodies))
+            key = self.headers.get("Authorization")
+            stub.bodies.append({"path": self.path, "key": key, **body})
+            stub.at_once.append(stub.at_once[-1] + 1)
         time.sleep(stub.delay)
-        with stub.lock:
-            stub.at_once -= 1
-        planned = stub.plan[number] if number < len(stub.plan) else None
+        with self.lock:
+            stub.at_once.append(stub.at_once[-1] - 1)
         if planned == "reset":
             self.connection.close()
             return
-        asked = body["messages"][-1]["content"]
-        message = {"role": "assistant", "content": f"answer to {asked}"}
+        message = {"role": "assistant", "content": f"answer to {body['messages'][-1]['content']}"}
         good = {"choices": [{"message": message, "finish_reason": stub.finish_reason}]}
         status, answer = planned or (200, json.dumps(good))
         self.send_response(status)
@@ -123,7 +116,7 @@ def test_a_server_answers(stub, ask, tiny_dir, tmp_path):
     assert [m["role"] for m in body["messages"]] == ["user", "assistant", "user"]
     assert (body["temperature"], body["top_p"], body["max_tokens"]) == (0.0, 0.9, 40)
     assert len({b["seed"] for b in stub.bodies}) == 4 and 0 <= body["seed"] < 2**31
-    assert stub.headers_seen[0]["Authorization"] == "Bearer secret"
+    assert body["key"] == "Bearer secret"
     written = "".join(path.read_text() for path in tmp_path.iterdir())
     assert "secret" not in written
 
@@ -139,7 +132,7 @@ def test_several_requests_at_once(stub, ask, tmp_path):
     stub.delay = 0.2
     assert ask(stub.url, "--batch", 3).exit_code == 0
     together = (tmp_path / "text.jsonl").read_bytes()
-    assert stub.most_at_once == 3
+    assert max(stub.at_once) == 3
     assert ask(stub.url, "--batch", 1, out="alone.jsonl").exit_code == 0
     assert (tmp_path / "alone.jsonl").read_bytes() == together
 

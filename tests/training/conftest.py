@@ -1,0 +1,47 @@
+"""Text that a random target wrote greedily, its features, and training on them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fasteagle.generate import Engine
+from fasteagle.training.data import Features, cached_features
+from fasteagle.training.train import Trainer, new_head
+from helpers import OPTIONS, OPTIONS_3, random_target, talk, tiny_config
+
+
+@pytest.fixture(scope="package")
+def target():
+    return random_target(tiny_config())
+
+
+@pytest.fixture(scope="package")
+def text(target):
+    return talk(target)
+
+
+@pytest.fixture
+def store(target, text, tmp_path) -> Features:
+    return cached_features(Engine(target, 256), text, tmp_path / "features")
+
+
+@pytest.fixture
+def store_3(target, text, tmp_path) -> Features:
+    """With the auxiliary hidden states that an EAGLE-3 head reads."""
+    taps = OPTIONS_3.taps_of(target.config.n_layer)
+    return cached_features(Engine(target, 256), text, tmp_path / "taps", tap_layers=taps)
+
+
+@pytest.fixture
+def trainer(target, store, tmp_path):
+    """Makes the training of a new draft head on `store`; the first conversations are held out."""
+
+    def make(
+        options=OPTIONS, folder="run", store=store, held_out=(0, 1, 2), identity=""
+    ) -> Trainer:
+        head = new_head(target, torch.arange(40), options)
+        ids, folder = torch.arange(options.loss_vocab_size), tmp_path / folder
+        return Trainer(head, target, store, list(held_out), ids, options, folder, identity)
+
+    return make

@@ -1,0 +1,103 @@
+"""Scripts for draft heads: their quality on a text, and prompts to write text from."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from fasteagle.loading.heads.write import save_head
+from fasteagle.loading.open import load_runtime
+from fasteagle.options import RuntimeOptions
+from fasteagle.tables import markdown_table
+from fasteagle.training.held_out import HeldOut
+from helpers import SCRIPTS, random_head, write_random_text
+
+
+@pytest.fixture
+def module(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import head_quality
+
+    return head_quality
+
+
+@pytest.fixture
+def heads(tiny_dir, tmp_path):
+    """Folders of two random heads for the tiny model."""
+    target = load_runtime(str(tiny_dir), RuntimeOptions()).engine.model
+    folders = [tmp_path / f"head{seed}" for seed in (1, 2)]
+    for seed, folder in enumerate(folders, 1):
+        save_head(folder, random_head(target, seed=seed), {}, torch.float32)
+    return folders
+
+
+def test_a_line_for_each_head(module, tiny_dir, heads, tmp_path):
+    text = write_random_text(tmp_path / "t.jsonl", 5, 30)
+    named = [word for head in heads for word in ("--head", str(head))]
+    command = ["--model", str(tiny_dir), "--data", str(text), "--limit", "4", *named]
+    done = CliRunner().invoke(module.main, command)
+    assert done.exit_code == 0, done.stderr
+    lines = done.stdout.splitlines()
+    for table in (0, 5):
+        names = [line.split(" | ")[0] for line in lines[table + 2 : table + 4]]
+        assert names == [f"| {head}" for head in heads]
+    assert "of 4 answers" in lines[-1]
+
+
+def test_figures_of_the_tables(module):
+    tenths = ((4, 1), *[(0, 0)] * 8, (10, 9))
+    held = {"mine": HeldOut((0.5, 0.25), 1.625, 20, tv=(0.4, 0.5), by_confidence=tenths)}
+    depth, confidence = (
+        markdown_table(*table(held)).splitlines()[2]
+        for table in (module.by_depth, module.by_confidence)
+    )
+    assert depth == "| mine | 0.500 | 0.250 | 1.62 | 0.400 |"
+    assert confidence == f"| mine | 0.25 |{' - |' * 8} 0.90 |"
+
+
+def test_what_is_refused(module, tiny_dir, heads, tmp_path, monkeypatch):
+    text = write_random_text(tmp_path / "t.jsonl", 3, 30)
+
+    def refusal(*words) -> str:
+        done = CliRunner().invoke(module.main, ["--model", str(tiny_dir), *map(str, words)])
+        assert done.exit_code == 2
+        return done.stderr.splitlines()[-1]
+
+    assert "no draft head is known" in refusal("--data", text)
+    assert "no such folder" in refusal("--data", text, "--head", tmp_path / "none")
+    assert "cannot read" in refusal("--data", tmp_path / "none.jsonl", "--head", heads[0])
+    assert "suffix" in refusal("--data", text, "--plot", tmp_path / "chart.doc")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "fasteagle[plot]" in refusal("--data", text, "--plot", tmp_path / "chart.svg")
+
+
+def test_prompts_of_every_kind(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import head_prompts
+
+    monkeypatch.setattr(head_prompts, "library_functions", lambda: [FUNCTION])
+    seeds = tmp_path / "seeds.jsonl"
+    seeds.write_text('{"instruction": "Sing.", "input": "{it}", "output": "la"}\n')
+    files = []
+    for name, more in (("a", ["--seed", "1"]), ("b", ["--seed", "1"]), ("c", [])):
+        files.append(tmp_path / name)
+        command = ["--count", "300", "--seeds", str(seeds), "--out", str(files[-1]), *more]
+        assert CliRunner().invoke(head_prompts.main, command).exit_code == 0
+    first, same, other = (path.read_text().splitlines() for path in files)
+    assert first == same != other
+    assert len({tuple(json.loads(line)["turns"][:1]) for line in first}) == len(first) == 300
+    maker = head_prompts.Maker([{"instruction": "Sing.", "input": "", "output": "la"}], 0)
+    templates = [t for kind in maker.kinds for t in kind["templates"].strip().splitlines()]
+    assert len(maker.kinds) == 13 and len(templates) > 70
+    for template in templates:
+        assert not set("{}") & set(maker.filled(template)), template
+    maker.random = random.Random(0)
+    assert maker.filled("{c} {c} {name2}, {name}") == "8 8 Ben, Jamal"
+
+
+FUNCTION = {"signature": "def f(x):", "docstring": "Return x.", "source": "def f(x): return x"}
