@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from fasteagle.quant.planes import BLOCK_N, Layout
+from fasteagle.quant.interleaved import BLOCK_N, Layout
 
 ROW_BLOCKS = (16, 32)  # 16 is the least that a tensor core takes; 64 spills registers
 SHARED_BYTES = 100 * 1024  # shared memory of a consumer GPU's multiprocessor

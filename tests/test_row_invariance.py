@@ -18,7 +18,7 @@ from fasteagle.loading.open import build_engine
 from fasteagle.loading.quantize import with_scheme
 from fasteagle.options import RuntimeOptions, SamplingParams
 from fasteagle.quant import cpu_build
-from fasteagle.quant.cuda_linear import PlanesLinear
+from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.tree import TreeShape
 from helpers import random_head, save_tiny, verify_rows
 
@@ -54,7 +54,9 @@ def engine(request, device, tmp_path_factory):
 
 def test_the_sizes_here_fit_the_fused_blocks(tmp_path, monkeypatch):
     """Without a GPU, too: the linears of CUDA on the CPU."""
-    monkeypatch.setattr(source, "make_linear", lambda weight, bias, *_: PlanesLinear(weight, bias))
+    monkeypatch.setattr(
+        source, "make_linear", lambda weight, bias, *_: InterleavedLinear(weight, bias)
+    )
     checkpoint = with_scheme(open_checkpoint(save_tiny(tmp_path, **SIZES)), "int4-g32", 8)
     options = RuntimeOptions(device="cpu", max_seq_len=256, cpu_kernels="aten")
     made = build_engine(checkpoint, "bf16", torch.device("cpu"), options, "tiny")

@@ -97,7 +97,7 @@ def test_every_op_on_cuda_launches_on_the_device_of_its_tensors():
         if n_ops:
             found[path.name] = n_ops
             assert text.count("with on_device_of(") == n_ops, path.name
-    assert {"tree_attention.py", "planes.py", "cuda_ops.py", "cuda_blocks.py"} <= set(found)
+    assert {"tree_attention.py", "interleaved.py", "cuda_ops.py", "cuda_blocks.py"} <= set(found)
 
 
 def test_op_is_described_to_the_compiler():

@@ -10,9 +10,9 @@ from fasteagle.errors import FasteagleError
 from fasteagle.loading import source
 from fasteagle.loading.source import quantize_, quantize_head_
 from fasteagle.model import EagleHead
+from fasteagle.quant import interleaved, packed
 from fasteagle.quant import linear as linear_module
-from fasteagle.quant import packed, planes
-from fasteagle.quant.cuda_linear import PlanesLinear
+from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.quant.linear import (
     Int4Linear,
     Int8Linear,
@@ -49,7 +49,7 @@ def test_what_products_add_up_in_is_the_devices(monkeypatch, sums):
     monkeypatch.setattr(linear_module, "accumulate_on", lambda d: asked.append(d) or sums)
     monkeypatch.setattr(PackedWeight, "to", lambda self, device: self)
     made = make_linear(quantize_weight(weight(), Scheme(4, 64)), None, "cuda:1", torch.bfloat16)
-    assert isinstance(made, PlanesLinear) and made.accumulate == sums
+    assert isinstance(made, InterleavedLinear) and made.accumulate == sums
     assert asked == [torch.device("cuda", 1)]
     assert QuantizedLMHead(made).linear.accumulate == "fp32"
 
@@ -165,7 +165,7 @@ def test_rows_of_a_module_are_those_of_the_weight():
 def test_the_own_lm_head_of_a_draft_head_yields_fp32_on_cuda(monkeypatch):
     """As the target's: sums in fp32, and no logit rounded."""
     monkeypatch.setattr(
-        source, "make_linear", lambda weight, bias, *_: PlanesLinear(weight, bias, "fp16")
+        source, "make_linear", lambda weight, bias, *_: InterleavedLinear(weight, bias, "fp16")
     )
     target = random_target(tiny_config(dim=64)).bfloat16()
     head = random_head(target, draft_ids=torch.arange(0, 60, 2))
@@ -181,10 +181,10 @@ def test_the_own_lm_head_of_a_draft_head_yields_fp32_on_cuda(monkeypatch):
 @pytest.mark.parametrize("scheme", [Scheme(8), Scheme(4, 64)], ids=str)
 def test_rows_of_the_linear_of_cuda_cost_no_others(scheme, monkeypatch):
     found = quantize_weight(weight(300), scheme)
-    linear, sizes = PlanesLinear(found, None), []
-    dequantize = planes.dequantize
-    monkeypatch.setattr(planes, "dequantize", lambda w: sizes.append(w.shape) or dequantize(w))
-    expected = dequantize(planes.pack_planes(found))
+    linear, sizes = InterleavedLinear(found, None), []
+    dequantize = interleaved.dequantize
+    monkeypatch.setattr(interleaved, "dequantize", lambda w: sizes.append(w.shape) or dequantize(w))
+    expected = dequantize(interleaved.pack(found))
     for index in (torch.tensor([299, 3, 3]), torch.arange(300)):
         assert torch.equal(linear.rows(index), expected[index])
     assert sizes == [(3, 256), (300, 256)]
@@ -239,7 +239,7 @@ def test_the_linear_of_cuda_keeps_large_inputs_and_logits_in_fp32():
     dense = torch.randn(64, 128, generator=torch.Generator().manual_seed(1)) / 10
     packed = quantize_weight(dense, Scheme(8))
     for accumulate in ("fp32", "fp16"):
-        linear = PlanesLinear(packed, None, accumulate)
+        linear = InterleavedLinear(packed, None, accumulate)
         x = torch.randn(3, 128, generator=torch.Generator().manual_seed(2)).bfloat16()
         x[1, 5] = 1e5
         expected = x.float() @ packed.dequantize().T

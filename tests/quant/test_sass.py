@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from fasteagle.quant.planes import BLOCK_N, PlanesWeight
+from fasteagle.quant.interleaved import BLOCK_N, InterleavedWeight
 
 pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
 
@@ -49,7 +49,7 @@ LIMITS = {
 }
 POINTERS = {
     "x_ptr": "*fp16",
-    "planes_ptr": "*i16",
+    "words_ptr": "*i16",
     "params_ptr": "*i32",
     "out_ptr": "*fp32",
     "scales_ptr": "*fp32",
@@ -69,17 +69,17 @@ class Compiled(NamedTuple):
         return len(self.loop) * 32 * kernels.OPTIONS["num_warps"] / self.weights
 
 
-def empty_weight(name: str) -> PlanesWeight:
+def empty_weight(name: str) -> InterleavedWeight:
     """A weight of a format without its tensors."""
     bits = 8 if name.startswith("int8") else 4
     group = re.search(r"g(\d+)", name)
     none = torch.empty(0)
-    return PlanesWeight(
+    return InterleavedWeight(
         none, none, K, K, bits, int(group[1]) if group else K, offsets="offsets" in name
     )
 
 
-def cut_for(weight: PlanesWeight, rows: int):
+def cut_for(weight: InterleavedWeight, rows: int):
     return tiling.cut_rows(weight.layout, rows, rows, 4)
 
 
@@ -91,7 +91,7 @@ def build(
     cut = cut_for(weight, rows)
     constants = kernels.constants(weight, cut, accumulate, **variant) | {"USE_ASM": use_asm}
     pointers = POINTERS | ({"out_ptr": "*fp16"} if variant.get("gated") else {})
-    compiled = compile_kernel(kernels.planes_kernel, pointers, constants)
+    compiled = compile_kernel(kernels.interleaved_kernel, pointers, constants)
     code, usage = sass.disassemble(compiled, folder)
     weights = weight.layout.tile * BLOCK_N
     resident = cut.resident
@@ -188,7 +188,7 @@ def test_other_cards(name, rows, accumulate, variant, capability, tmp_path):
     constants = kernels.constants(weight, cut_for(weight, rows), accumulate, **variant)
     pointers = POINTERS | ({"out_ptr": "*fp16"} if variant.get("gated") else {})
     target = sass.GPUTarget("cuda", capability, 32)
-    compiled = compile_kernel(kernels.planes_kernel, pointers, constants, target=target)
+    compiled = compile_kernel(kernels.interleaved_kernel, pointers, constants, target=target)
     _, usage = sass.disassemble(compiled, tmp_path)
     # For Hopper ptxas stops at 128 registers, and 32 rows with fp32 sums lack four more.
     assert usage.local == 0 and usage.stack <= (16 if capability == 90 else 0), "registers spill"
@@ -208,7 +208,7 @@ def test_the_count_sees_a_slow_kernel(tmp_path):
 @pytest.mark.parametrize("name", ["g128", "g32-offsets", "int8", "int8-g32"])
 def test_dequantizing_compiles_with_the_assembly(name):
     constants = kernels.format_constants(empty_weight(name)) | {"UNIT": 1.0, "USE_ASM": True}
-    pointers = {"planes_ptr": "*i16", "params_ptr": "*i32", "out_ptr": "*fp16"}
+    pointers = {"words_ptr": "*i16", "params_ptr": "*i32", "out_ptr": "*fp16"}
     assert "lop3" in compile_kernel(kernels.dequantize_kernel, pointers, constants).asm["ptx"]
 
 
