@@ -231,8 +231,6 @@ def available(choice: str, notify: Notify | None = None) -> str | None:
     Raises `FasteagleError` if `choice` is "native" and the kernels are unavailable. `auto` leaves
     the plain loops out, whose speed has not been compared with ATen's.
     """
-    if choice == "aten":
-        return "not asked for"
     if choice == "auto" and runnable()[0].level == 0:
         return "this CPU has no AVX2 (int4-native runs plain loops)"
     try:

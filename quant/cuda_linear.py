@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 from fasteagle.quant import interleaved
 from fasteagle.quant.interleaved import InterleavedWeight
-from fasteagle.quant.packed import PackedWeight, product_by_rows
+from fasteagle.quant.packed import KernelLinear, PackedWeight
 
 
-class InterleavedLinear(nn.Module):
-    """Linear from [T, K] to [T, N] by fp16 products, with the output in the input's dtype.
+class InterleavedLinear(KernelLinear):
+    """Linear by fp16 products, with the output in the input's dtype.
 
     `accumulate` is the dtype of the sum within a group; sums over groups are always in fp32.
     """
@@ -30,13 +30,8 @@ class InterleavedLinear(nn.Module):
         self.accumulate = accumulate
         self._in_range = False  # whether inputs are known to be small, as after a norm
         self._most = 0.0  # inputs are clamped to it; 0: they are scaled where needed
-        self._by_reference = False
         self._paired = False  # whether gate and up alternate in the outputs
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-
-    def use_reference(self) -> None:
-        """Compute products in torch from now on."""
-        self._by_reference = True
 
     def sum_in_fp32(self) -> None:
         """Add up groups in fp32 from now on."""
@@ -58,14 +53,7 @@ class InterleavedLinear(nn.Module):
         self.params = self.params[:, order].contiguous()
         self._paired = True
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.exact(x).to(x.dtype)
-
-    def exact(self, x: Tensor) -> Tensor:
-        """Return the product in fp32, as the kernels sum it."""
-        if self._by_reference:
-            y = product_by_rows(x, self.rows, self.out_features)
-            return y if self.bias is None else y + self.bias
+    def _product(self, x: Tensor) -> Tensor:
         scale = None
         if self._most:
             half = x.clamp(-self._most, self._most).half()
@@ -88,11 +76,10 @@ class InterleavedLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def rows(self, index: Tensor) -> Tensor:
-        """Return rows [n, K] of the weight, in fp32, without dequantizing other rows."""
         if self._paired:
             index = 2 * index - (index >= self.out_features // 2) * (self.out_features - 1)
-        held, params = self.words[:, index], self.params[:, index]
-        weight = InterleavedWeight(held, params, len(index), self.in_features, *self.format)
+        words, params = self.words[:, index], self.params[:, index]
+        weight = InterleavedWeight(words, params, len(index), self.in_features, *self.format)
         return interleaved.dequantize(weight)
 
 

@@ -11,7 +11,6 @@ Shapes: N output rows, K input columns, padded to whole blocks Np, Kp; G = Kp / 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +21,6 @@ from fasteagle.errors import FasteagleError
 from fasteagle.quant.packed import PackedWeight
 
 BLOCK_N = 128  # output rows of one program; narrower blocks unroll into more instructions
-ACCUMULATE = ("fp32", "fp16")
 # Activations below 2^(this + 1) are in range; with fp16 accumulation 128 products are too.
 LARGEST_EXPONENT = {"fp32": 14, "fp16": 8}
 
@@ -79,9 +77,6 @@ class InterleavedWeight:
     @property
     def layout(self) -> Layout:
         return layout_for(self.bits, self.group_size, self.K)
-
-    def to(self, device: torch.device | str) -> InterleavedWeight:
-        return dataclasses.replace(self, words=self.words.to(device), params=self.params.to(device))
 
 
 def layout_for(bits: int, group_size: int, K: int) -> Layout:
@@ -161,25 +156,11 @@ def dequantize(weight: InterleavedWeight) -> Tensor:
 
 def linear(x: Tensor, weight: InterleavedWeight, *, accumulate: str = "fp32") -> Tensor:
     """Return `x @ w.T` in fp32 [T, N] for fp16 x [T, K], by kernels on CUDA, else by torch."""
-    return interleaved_linear(*op_arguments(x, weight, accumulate))
+    parts = [getattr(weight, field.name) for field in dataclasses.fields(weight)]
+    return interleaved_linear(x, *parts, accumulate)
 
 
-def op_arguments(x: Tensor, weight: InterleavedWeight, accumulate: str) -> tuple[Any, ...]:
-    """Return the arguments of `interleaved_linear`, since custom ops take no dataclasses."""
-    return (
-        x,
-        weight.words,
-        weight.params,
-        weight.N,
-        weight.K,
-        weight.bits,
-        weight.group_size,
-        weight.offsets,
-        accumulate,
-    )
-
-
-@torch.library.custom_op("fasteagle::interleaved_linear", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("fasteagle::interleaved_linear", mutates_args=())
 def interleaved_linear(
     x: Tensor,
     words: Tensor,
@@ -191,9 +172,17 @@ def interleaved_linear(
     offsets: bool,
     accumulate: str,
 ) -> Tensor:
-    """Compute `linear` over plain tensors, for `torch.compile`; on a CPU always in fp32."""
+    """Compute `linear` over the fields of a weight, as custom ops take no dataclasses.
+
+    On a CPU it is always in fp32.
+    """
     weight = InterleavedWeight(words, params, N, K, bits, group_size, offsets)
-    return x.float() @ dequantize(weight).T
+    if not x.is_cuda:
+        return x.float() @ dequantize(weight).T
+    from fasteagle.quant import kernels  # Triton exists where CUDA does
+
+    with on_device_of(x):
+        return kernels.linear(x, weight, accumulate=accumulate)
 
 
 @interleaved_linear.register_fake
@@ -201,25 +190,6 @@ def _fake(x: Tensor, words: Tensor, params: Tensor, N: int, K: int, *format: obj
     torch._check(x.dim() == 2)
     torch._check(x.shape[1] == K)
     return x.new_empty((x.shape[0], N), dtype=torch.float32)
-
-
-@interleaved_linear.register_kernel("cuda")
-def _cuda(
-    x: Tensor,
-    words: Tensor,
-    params: Tensor,
-    N: int,
-    K: int,
-    bits: int,
-    group_size: int,
-    offsets: bool,
-    accumulate: str,
-) -> Tensor:
-    from fasteagle.quant import kernels  # Triton exists where CUDA does
-
-    weight = InterleavedWeight(words, params, N, K, bits, group_size, offsets)
-    with on_device_of(x):
-        return kernels.linear(x, weight, accumulate=accumulate)
 
 
 def _spread(q: Tensor, layout: Layout) -> Tensor:

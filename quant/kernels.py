@@ -24,8 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fasteagle.errors import FasteagleError
-from fasteagle.quant.interleaved import ACCUMULATE, BLOCK_N, LARGEST_EXPONENT, InterleavedWeight
+from fasteagle.quant.interleaved import BLOCK_N, LARGEST_EXPONENT, InterleavedWeight
 from fasteagle.quant.tiling import Card, Tiling, tiling
 from fasteagle.quant.unpack_kernels import as_row, group_params, half_range, plane_values
 
@@ -42,22 +41,13 @@ def linear(x: Tensor, weight: InterleavedWeight, *, accumulate: str = "fp32") ->
     GeForce cards, and fp32 accumulation over groups. Above 64 rows the weight is
     dequantized into a temporary tensor, and cuBLAS multiplies, always with fp32 accumulation.
     """
-    if x.dtype != torch.float16 or x.dim() != 2 or x.shape[1] != weight.K:
-        raise FasteagleError(
-            f"the kernels take fp16 [rows, {weight.K:,}], got {x.dtype} {list(x.shape)}"
-        )
-    if accumulate not in ACCUMULATE:
-        raise FasteagleError(f"accumulate={accumulate!r}: use {' or '.join(ACCUMULATE)}")
+    assert x.dtype == torch.float16 and x.shape[1] == weight.K, (x.dtype, x.shape, weight.K)
     spare = weight.layout.padded(weight.K) - weight.K
     x = F.pad(x, (0, spare)) if spare else x.contiguous()
     if x.shape[0] > MAX_ROWS:
         return _large(x, weight)
     if not x.shape[0]:
         return x.new_empty(0, weight.N, dtype=torch.float32)
-    return _small(x, weight, accumulate)
-
-
-def _small(x: Tensor, weight: InterleavedWeight, accumulate: str) -> Tensor:
     parts = partial_sums(x, weight, accumulate)
     S, M, Np = parts.shape
     if S == 1:
@@ -186,8 +176,8 @@ def card_of(device: torch.device) -> Card:
     """Return the GPU data that tilings are chosen by; without CUDA those of an RTX 3090."""
     if device.type != "cuda":
         return Card.like_3090(82)
-    found = torch.cuda.get_device_properties(device)
-    return Card.of(found.multi_processor_count, (found.major, found.minor))
+    properties = torch.cuda.get_device_properties(device)
+    return Card.of(properties.multi_processor_count, (properties.major, properties.minor))
 
 
 @triton.jit(do_not_specialize=["M", "tiles", "tiles_per_split"])

@@ -17,7 +17,7 @@ from fasteagle.device import accumulate_on
 from fasteagle.model import sharpen
 from fasteagle.quant.cpu_linear import NativeLinear, fits
 from fasteagle.quant.cuda_linear import InterleavedLinear
-from fasteagle.quant.packed import PackedWeight
+from fasteagle.quant.packed import KernelLinear, PackedWeight
 
 
 def make_linear(
@@ -131,7 +131,7 @@ class QuantizedLMHead(nn.Module):
             linear.sum_in_fp32()  # bound by memory either way
 
     def forward(self, x: Tensor) -> Tensor:
-        if isinstance(self.linear, (NativeLinear, InterleavedLinear)):
+        if isinstance(self.linear, KernelLinear):
             return self.linear.exact(x)
         logits = self.linear(x)
         if logits.dtype == torch.float32 or not isinstance(self.linear, Int8Linear):
@@ -172,5 +172,5 @@ class SideBySide(nn.Module):
 def use_references(module: nn.Module) -> None:
     """Compute the products inside `module` in torch from now on, because our kernels failed."""
     for linear in module.modules():
-        if isinstance(linear, NativeLinear | InterleavedLinear):
+        if isinstance(linear, KernelLinear):
             linear.use_reference()
