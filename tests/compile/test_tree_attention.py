@@ -156,6 +156,12 @@ def test_splits_are_whole_blocks(kernels):
         assert kernels.SPLIT % kernels.key_block(E) == 0
 
 
+def test_a_few_trees_in_the_interpreter(kernels):
+    """Behind 700 keys: whole blocks and a part of one, windows of 1 and 100, and none."""
+    path = Path(__file__).with_name("interpreted_tree_attention.py")
+    pass_in_interpreter(path, "-k", "test_results and 7-700")
+
+
 @pytest.mark.slow
 def test_kernels_in_the_interpreter(kernels):
     pass_in_interpreter(Path(__file__).with_name("interpreted_tree_attention.py"))

@@ -64,7 +64,7 @@ def test_a_compiler_that_fails_is_quoted_in_one_line_and_leaves_nothing(
     with pytest.raises(FasteagleError, match="-native in the precision: .*leave it out, or use"):
         cpu_build.available("native")
     reason = cpu_build.available("auto")
-    assert reason and "\n" not in reason and cpu_build.available("aten")
+    assert reason and "\n" not in reason
     assert (tmp_path / "calls").read_text() == calls, "a failure is remembered"
 
 

@@ -57,9 +57,9 @@ def ops(request):
     isa = request.param
     namespace = cpu_build.NAMESPACE if isa == cpu_build.runnable()[0] else f"test_{isa.level}"
     cpu_build.load(isa, namespace)
-    found = getattr(torch.ops, namespace)
-    assert found.isa() == isa.level
-    return found
+    path = getattr(torch.ops, namespace)
+    assert path.isa() == isa.level
+    return path
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -70,8 +70,7 @@ def test_products_and_rows_are_those_of_the_weight(ops, kind, group, K, N):
         group = K = 32
     weight = packed_weight(N, K, group, kind)
     memory, dense = pack(weight), weight.dequantize()
-    found = ops.rows(memory, torch.arange(N), K)
-    assert torch.allclose(found, dense, rtol=1e-6, atol=1e-7)
+    assert torch.allclose(ops.rows(memory, torch.arange(N), K), dense, rtol=1e-6, atol=1e-7)
     x = rows_of(33, K)
     exact = rounded_activations(x) @ dense.double().T
     y = ops.linear(x, memory, None, N)
@@ -135,12 +134,10 @@ def test_a_norm_is_that_of_the_model(ops):
     norm = RMSNorm(100, 1e-5)
     norm.weight.data.uniform_(0.5, 2)
     x = rows_of(9, 100)
-    found = ops.norm(x, norm.weight.detach(), 1e-5)
-    assert torch.allclose(found, norm(x).detach(), rtol=1e-5, atol=1e-6)
-    assert all(
-        torch.equal(ops.norm(x[t : t + 1], norm.weight.detach(), 1e-5)[0], found[t])
-        for t in range(9)
-    )
+    y = ops.norm(x, norm.weight.detach(), 1e-5)
+    assert torch.allclose(y, norm(x).detach(), rtol=1e-5, atol=1e-6)
+    for t in range(9):
+        assert torch.equal(ops.norm(x[t : t + 1], norm.weight.detach(), 1e-5)[0], y[t])
 
 
 def test_modules():

@@ -83,8 +83,8 @@ def test_kl_of_the_default_model():
     exact = log_probabilities(dense, tokens, None)
     kl = {}
     for accumulate in ("fp32", "fp16"):
-        found = log_probabilities(packed, tokens, accumulate)
-        kl[accumulate] = float((exact.exp() * (exact - found)).sum(-1).mean())
+        quantized = log_probabilities(packed, tokens, accumulate)
+        kl[accumulate] = float((exact.exp() * (exact - quantized)).sum(-1).mean())
     print(f"\nKL to fp32, nats per token: {kl}")
     assert 0 < kl["fp32"] < 2e-5
     assert kl["fp32"] < kl["fp16"] < 5e-5
