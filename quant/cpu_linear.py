@@ -47,16 +47,16 @@ class NativeLinear(KernelLinear):
 
 
 def in_huge_pages(modules: Iterable[nn.Module]) -> None:
-    """Move the weights of each `NativeLinear` to one buffer, in pages of 2 MiB on Linux.
+    """Move the weights of each `NativeLinear` to one buffer, in pages of 2 MiB.
 
     A pass reads every weight once, and with pages of 4 KiB it would miss the TLB on each page.
     """
     linears = [module for module in modules if isinstance(module, NativeLinear)]
-    if not linears or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if not linears:
         return
     sizes = [-(-linear.packed.numel() // ALIGNMENT) * ALIGNMENT for linear in linears]
     memory = mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a Linux kernel without them
+    with contextlib.suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     for linear, piece in zip(
         linears, torch.frombuffer(memory, dtype=torch.uint8).split(sizes), strict=True
