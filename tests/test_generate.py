@@ -39,7 +39,7 @@ def tokens(engine, prompt, params=GREEDY, n=40, eos=frozenset()):
 
 
 @pytest.mark.parametrize(
-    ("family", "penalty"), [("llama3", 1.0), ("mistral", 1.0), ("qwen3", 1.0), ("llama3", 1.3)]
+    ("family", "penalty"), [("llama3", 1.0), ("mistral", 1.0), ("qwen3", 1.0), ("smollm2", 1.3)]
 )
 def test_greedy_equals_transformers(family, penalty, tmp_path):
     """With a window, biases and head norms, and under a penalty of prompt and answer."""
