@@ -158,11 +158,13 @@ def test_other_targets(family):
         assert tokens(Engine(target, 512, drafter=EagleDrafter(head, shape, 512))) == expected
 
 
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(repetition_penalty=1.5)], ids=str)
 @pytest.mark.parametrize("n", [59, 60, 61])
-def test_a_drafter_that_is_always_right(target, n):
-    truth = PROMPT + tokens(Engine(target, 512), n=80)
+def test_a_drafter_that_is_always_right(target, n, params):
+    """Also under a penalty, which each accepted token of a path adds to."""
+    truth = PROMPT + tokens(Engine(target, 512), params=params, n=80)
     engine = Engine(target, 512, drafter=Fake(oracle(truth, 5), 6, 5))
-    assert tokens(engine, n=n) == truth[len(PROMPT) :][:n]
+    assert tokens(engine, params=params, n=n) == truth[len(PROMPT) :][:n]
     assert engine.stats.passes == -(-(n - 1) // 6)  # six tokens a pass
     assert set(engine.stats.path_lengths[:-1]) == {5}
     assert engine.stats.accepted + engine.stats.passes >= n - 1
