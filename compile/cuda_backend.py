@@ -26,7 +26,7 @@ from fasteagle.decoding.runner import Advice, Backend, Runner
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.draft_head import DraftOps, HeadDrafter, RankingDrafter
 from fasteagle.model import CORE, EagleHead, Ops, Output, Target, Transformer
-from fasteagle.quant.cuda_linear import PlanesLinear
+from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.quant.linear import use_references
 from fasteagle.state import CycleSpec, DecodeState
 
@@ -69,7 +69,7 @@ class CudaBackend(Backend):
         if self._fuses:
             fused = FusedBlocks(list(model.blocks), ops)
             return ops._replace(norm=fixed_norm.apply_norm, run_blocks=fused.run)
-        if any(isinstance(module, PlanesLinear) for module in model.modules()):
+        if any(isinstance(module, InterleavedLinear) for module in model.modules()):
             # Otherwise norms would be the only place where a row's bits depend on other rows.
             return ops._replace(norm=fixed_norm.apply_norm)
         return ops

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from fasteagle.compile.tree_attention import OPS
 from fasteagle.device import on_device_of
 from fasteagle.model import Block, Cast, Ops, RMSNorm, run_blocks
-from fasteagle.quant.cuda_linear import PlanesLinear
-from fasteagle.quant.planes import PlanesWeight
+from fasteagle.quant.cuda_linear import InterleavedLinear
+from fasteagle.quant.interleaved import InterleavedWeight
 from fasteagle.tree import TreeView
 
 TENSORS = 13  # tensors of one block that the kernels read
@@ -42,7 +42,7 @@ def fits(block: Block) -> bool:
     attention, mlp = block.attention, block.mlp
     linears = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
     return (
-        all(type(linear) is PlanesLinear for linear in linears)
+        all(type(linear) is InterleavedLinear for linear in linears)
         and all(linear.in_features % COLUMNS == 0 for linear in linears)
         and all(linear.bias is None for linear in linears[1:])
         and attention.head_dim % 4 == 0  # a row of int8 ends with a scale of four bytes
@@ -58,7 +58,7 @@ class FusedBlocks:
         """Collect the weights of `blocks`; the core runs passes under a mask, by ops `masked`."""
         assert all(fits(block) for block in blocks), "see fits"
         for block in blocks:
-            block.mlp.gate_up.interleave()
+            block.mlp.gate_up.pair_halves()
         self._masked = masked
         found = [_tensors(block) for block in blocks]
         self._tensors = [tensor for tensors, _ in found for tensor in tensors]
@@ -107,7 +107,7 @@ def _tensors(block: Block) -> tuple[list[Tensor], list[int]]:
     """Return tensors and formats of a block; parts that the block lacks are empty tensors."""
     attention, mlp = block.attention, block.mlp
     linears = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
-    qkv, out, gate_up, down = ([linear.planes, linear.params] for linear in linears)
+    qkv, out, gate_up, down = ([linear.words, linear.params] for linear in linears)
     bias = torch.empty(0) if attention.qkv.bias is None else attention.qkv.bias.detach()
     norms = _scale(attention.q_norm), _scale(attention.k_norm)
     tensors = [_scale(block.attention_norm), *qkv, bias, *norms, *out]
@@ -134,17 +134,17 @@ class _Weights:
         found: list[Tensor | None] = [t if t.numel() else None for t in tensors]
         self.attention_norm, self.mlp_norm = found[0], tensors[8]  # the first may be missing
         self.vectors = found[3], found[4], found[5]
-        places = (1, 6, 9, 11)  # index of each linear's planes, which its params follow
+        places = (1, 6, 9, 11)  # index of each linear's words, which its params follow
         self.qkv, self.out, self.gate_up, self.down = (
             packed(tensors[at], tensors[at + 1], formats[FORMATS * i : FORMATS * (i + 1)])
             for i, at in enumerate(places)
         )
 
 
-def packed(planes: Tensor, params: Tensor, format: Sequence[int]) -> PlanesWeight:
+def packed(words: Tensor, params: Tensor, format: Sequence[int]) -> InterleavedWeight:
     """Return a weight whose N is rounded up to whole blocks of columns; the padding is not read."""
     K, bits, group_size, offsets = format
-    return PlanesWeight(planes, params, planes.shape[1], K, bits, group_size, bool(offsets))
+    return InterleavedWeight(words, params, words.shape[1], K, bits, group_size, bool(offsets))
 
 
 @torch.library.custom_op("fasteagle::fused_blocks", mutates_args=("caches",), device_types="cuda")

@@ -28,7 +28,7 @@ from fasteagle.compile.fixed_norm import LARGEST_HALF
 from fasteagle.compile.tree_attention import OPS
 from fasteagle.device import on_device_of
 from fasteagle.model import EagleHead, KVCache
-from fasteagle.quant.cuda_linear import PlanesLinear
+from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.tree import TreeView
 
 
@@ -73,13 +73,13 @@ class FusedHead:
         self._head, self._masked = head, AttendingHead(head)
         self._block = FusedBlocks([head.block])
         is_eagle3 = head.config.eagle3 is not None
-        self._fc: list[Tensor] = []  # planes, params, bias
+        self._fc: list[Tensor] = []  # words, params, bias
         self._fc_format: list[int] = []
         fc = head.fc
-        if not is_eagle3 and isinstance(fc, PlanesLinear) and fc.in_features % COLUMNS == 0:
+        if not is_eagle3 and isinstance(fc, InterleavedLinear) and fc.in_features % COLUMNS == 0:
             fc.expect_range(MOST_UNNORMED)  # after the first level it reads its own residual stream
-            bias = fc.planes.new_zeros(fc.out_features, dtype=torch.float32)
-            self._fc = [fc.planes, fc.params, bias if fc.bias is None else fc.bias.detach()]
+            bias = fc.words.new_zeros(fc.out_features, dtype=torch.float32)
+            self._fc = [fc.words, fc.params, bias if fc.bias is None else fc.bias.detach()]
             bits, group_size, offsets = fc.format
             self._fc_format = [fc.in_features, bits, group_size, int(offsets)]
         self._norm = head.norm if is_eagle3 else None
@@ -133,7 +133,7 @@ class FusedHead:
 def _reads_half(head: EagleHead) -> bool:
     """Return whether the LM head's product is by our kernel, which takes fp16."""
     lm_head: Any = head.lm_head
-    return isinstance(getattr(lm_head, "linear", lm_head), PlanesLinear)
+    return isinstance(getattr(lm_head, "linear", lm_head), InterleavedLinear)
 
 
 @torch.library.custom_op("fasteagle::fused_head", mutates_args=("caches",), device_types="cuda")
@@ -201,8 +201,8 @@ def launch_head(
     parts = None
     if fc:
         assert len(fc_format) == FORMATS
-        planes, params, bias = fc
-        parts = kernels.partial_sums(x, packed(planes, params, fc_format), accumulate)
+        words, params, bias = fc
+        parts = kernels.partial_sums(x, packed(words, params, fc_format), accumulate)
         x = bias
     x, parts = launch_up_to_last_sum(
         x, parts, rows, view, caches, (tensors, formats), eps, accumulate, entry

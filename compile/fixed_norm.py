@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fasteagle.device import on_device_of
 from fasteagle.errors import note
 from fasteagle.model import RMSNorm
-from fasteagle.quant.cuda_linear import PlanesLinear
+from fasteagle.quant.cuda_linear import InterleavedLinear
 
 GROUP = 128  # products that are added up in fp16, at most
 LARGEST_HALF = 65504.0  # beyond it fp16 has no numbers
@@ -53,7 +53,7 @@ def keep_sums_finite(blocks: nn.Module, name: str) -> bool:
     row is at most sqrt(D) times the largest scale, so that a group adds up to at most sqrt(GROUP D)
     times the scale. `name` names the model in the line on stderr.
     """
-    linears = [module for module in blocks.modules() if isinstance(module, PlanesLinear)]
+    linears = [module for module in blocks.modules() if isinstance(module, InterleavedLinear)]
     linears = [linear for linear in linears if linear.accumulate == "fp16"]
     largest = [
         norm.weight.abs().max().float() * math.sqrt(GROUP * len(norm.weight))

@@ -27,7 +27,7 @@ from fasteagle.model import Output, Target
 from fasteagle.options import SamplingParams
 from fasteagle.paths import cache_dir, write_atomic
 from fasteagle.quant.cpu_linear import NativeLinear
-from fasteagle.quant.cuda_linear import PlanesLinear
+from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import TreeShape
 from fasteagle.state import CycleSpec, DecodeState
@@ -96,7 +96,7 @@ def _products(backend: Backend) -> tuple[Tensor, Tensor]:
     kinds = {
         (type(m), m.out_features, m.in_features, m.bias is None, _n_bytes(m)): m
         for m in backend.target.model.modules()
-        if isinstance(m, NativeLinear | PlanesLinear)
+        if isinstance(m, NativeLinear | InterleavedLinear)
     }
     results, references = [], []
     for linear in kinds.values():
@@ -114,7 +114,7 @@ def _products(backend: Backend) -> tuple[Tensor, Tensor]:
     return torch.cat(results), torch.cat(references)
 
 
-def _n_bytes(linear: NativeLinear | PlanesLinear) -> int:
+def _n_bytes(linear: NativeLinear | InterleavedLinear) -> int:
     return sum(buffer.nbytes for buffer in linear.buffers())
 
 
@@ -178,7 +178,7 @@ def _conditions(backend: Backend) -> dict[str, Any]:
         {
             f"{type(m).__name__} {_n_bytes(m)}"
             for m in target.model.modules()
-            if isinstance(m, NativeLinear | PlanesLinear)
+            if isinstance(m, NativeLinear | InterleavedLinear)
         }
     )
     return {

@@ -2,8 +2,7 @@
 
 The library lies in the user cache under a name made of the sources, the compiler, its flags and
 torch's version: after a move to another machine it is built again. Two processes at once build it
-only once. A new library is loaded in a separate process before it is used. The build can run in the
-background while weights are read.
+only once.
 
 `torch.utils.cpp_extension` does not suffice: it has no time limit, leaves its lock file when it is
 killed, and does not rebuild for another compiler or another torch.
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import fcntl
 import functools
 import hashlib
@@ -22,9 +20,10 @@ import platform
 import shutil
 import signal
 import subprocess
-import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,30 +35,35 @@ SOURCE = Path(__file__).with_name("cpu") / "ops.cpp"  # includes the headers bes
 TIME_LIMIT = 300.0  # seconds for the compiler; it takes about half a minute
 PROBE_LIMIT = 20.0  # seconds for a question to the compiler; it takes some ms
 NAMESPACE = "fasteagle_cpu"
+Notify = Callable[[str], None]
 FLAGS = "FASTEAGLE_KERNEL_FLAGS"  # environment variable: more compiler flags, such as sanitizers
 
 
-@dataclasses.dataclass(frozen=True)
-class Isa:
+class Isa(NamedTuple):
     """Instruction set that one path of the kernels needs."""
 
     level: int  # FASTEAGLE_ISA in the source
     name: str
     needs: tuple[str, ...]  # names in `torch.cpu.get_capabilities`
-    flags: tuple[str, ...]
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return tuple("-m" + need.replace("_", "").replace("fma3", "fma") for need in self.needs)
 
 
 _AVX2 = ("avx2", "fma3", "f16c")
-_AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "avx512_f", "avx512_bw", "avx512_vl", "avx512_dq")
-_AVX512_FLAGS = (*_AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 ISAS = (
-    Isa(4, "avx512-vnni", (*_AVX512, "avx512_vnni"), (*_AVX512_FLAGS, "-mavx512vnni")),
-    Isa(3, "avx512", _AVX512, _AVX512_FLAGS),
-    Isa(2, "avx-vnni", (*_AVX2, "avx_vnni"), (*_AVX2_FLAGS, "-mavxvnni")),
-    Isa(1, "avx2", _AVX2, _AVX2_FLAGS),
-    Isa(0, "plain", (), ()),
+    Isa(4, "avx512-vnni", (*_AVX512, "avx512_vnni")),
+    Isa(3, "avx512", _AVX512),
+    Isa(2, "avx-vnni", (*_AVX2, "avx_vnni")),
+    Isa(1, "avx2", _AVX2),
+    Isa(0, "plain", ()),
 )
+
+
+class BuildError(Exception):
+    """Error that leaves the CPU without kernels; its message is one line."""
 
 
 def runnable() -> list[Isa]:
@@ -70,10 +74,6 @@ def runnable() -> list[Isa]:
     able = torch.cpu.get_capabilities()
     limit = {"avx2": 2, "default": 0}.get(os.environ.get("ATEN_CPU_CAPABILITY", ""), 4)
     return [isa for isa in ISAS if isa.level <= limit and all(able.get(n) for n in isa.needs)]
-
-
-class BuildError(Exception):
-    """Error that leaves the CPU without kernels; its message is one line."""
 
 
 @functools.cache
@@ -87,67 +87,37 @@ def compiler() -> str:
 
 
 @functools.cache
-def why_no_compiler() -> str | None:
-    """Return why compilation is impossible (no compiler, or it hangs), or None."""
+def why_no_compiler(flags: tuple[str, ...] = ()) -> str | None:
+    """Return why compilation with `flags` is impossible, or None; a hanging compiler is one why."""
     try:
-        _run([compiler(), "--version"], "the compiler", PROBE_LIMIT)
-    except BuildError as error:
+        _run([compiler(), *flags, *("-x", "c++", "-E", os.devnull)], PROBE_LIMIT)
+    except (BuildError, OSError) as error:
         return str(error)
     return None
 
 
 def chosen() -> Isa:
-    """Return the fastest path that this CPU can run and whose flags the compiler knows.
+    """Return the fastest path that this CPU can run: one already built, or known to the compiler.
 
     -mavxvnni came with GCC 11. If the compiler accepts no flags at all, returns the fastest path:
     its compilation gives the best error message.
     """
-    if (isa := _built()) is not None:
-        return isa
+    isas = runnable()
+    if built := [isa for isa in isas if library_path(isa).exists()]:
+        return built[0]
     if (reason := why_no_compiler()) is not None:
         raise BuildError(reason)
-    isas = runnable()
-    return next((isa for isa in isas if _knows_flags(isa)), isas[0])
-
-
-def _built() -> Isa | None:
-    """Return the fastest path whose library is in the cache, or None."""
-    return next((isa for isa in runnable() if library_path(isa).exists()), None)
-
-
-def _knows_flags(isa: Isa) -> bool:
-    command = [compiler(), *_isa_flags(isa), *("-x", "c++", "-E", os.devnull)]
-    try:
-        _run(command, "the compiler", PROBE_LIMIT)
-    except BuildError:
-        return False
-    return True
+    return next((isa for isa in isas if why_no_compiler(isa.flags) is None), isas[0])
 
 
 def library_path(isa: Isa, namespace: str = NAMESPACE) -> Path:
-    """Return the library's path; raise `BuildError` without source or compiler."""
-    path = compiler()
-    try:
-        stat, sources = os.stat(path), [file.read_bytes() for file in source_files()]
-    except OSError as error:
-        raise BuildError(f"cannot read {error.filename} ({error.strerror})") from error
-    parts = (
-        *sources,
-        f"{path} {stat.st_size} {stat.st_mtime_ns}".encode(),
-        " ".join(command(isa, namespace, Path("out"))).encode(),
-        f"{torch.__version__} {platform.machine()}".encode(),
-    )
-    name = hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
-    return compiled_dir() / "kernels" / f"{isa.name}-{name}.so"
-
-
-def source_files() -> list[Path]:
-    """Return the sources of the library: the file that is compiled, and its headers."""
-    return [SOURCE, *sorted(SOURCE.parent.glob("*.h"))]
-
-
-def _isa_flags(isa: Isa) -> tuple[str, ...]:
-    return isa.flags if platform.machine() in ("x86_64", "AMD64") else ()
+    """Return the library's path; raise `BuildError` or `OSError` without compiler or source."""
+    stat = os.stat(compiler())
+    versions = f"{stat.st_size} {stat.st_mtime_ns} {torch.__version__} {platform.machine()}"
+    digest = hashlib.sha256(" ".join([*command(isa, namespace, Path("out")), versions]).encode())
+    for file in (SOURCE, *sorted(SOURCE.parent.glob("*.h"))):
+        digest.update(b"\0" + file.read_bytes())
+    return compiled_dir() / "kernels" / f"{isa.name}-{digest.hexdigest()[:24]}.so"
 
 
 def command(isa: Isa, namespace: str, out: Path, source: Path | None = None) -> list[str]:
@@ -158,7 +128,7 @@ def command(isa: Isa, namespace: str, out: Path, source: Path | None = None) -> 
         *("-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp"),
         # One rounding per operation in the source; only an explicit `fma` is fused.
         *("-ffp-contract=off", "-fno-math-errno"),
-        *_isa_flags(isa),
+        *isa.flags,
         *(f"-DFASTEAGLE_ISA={isa.level}", f"-DFASTEAGLE_NAMESPACE={namespace}"),
         *(f"-I{root}/include", f"-I{root}/include/torch/csrc/api/include"),
         *os.environ.get(FLAGS, "").split(),
@@ -168,81 +138,50 @@ def command(isa: Isa, namespace: str, out: Path, source: Path | None = None) -> 
     ]
 
 
-def build(isa: Isa, namespace: str = NAMESPACE) -> Path:
-    """Return the library's path, after compiling it if it is missing; may raise `BuildError`."""
+def build(isa: Isa, namespace: str = NAMESPACE, notify: Notify | None = None) -> Path:
+    """Return the library's path, after compiling it if it is missing, of which `notify` tells.
+
+    Raises `BuildError` if the compiler fails, and `OSError` if a file cannot be read or written.
+    """
     path = library_path(isa, namespace)
-    if path.exists():
-        return path
-    try:
+    if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
+        if notify is not None:
+            limit = f"at most {TIME_LIMIT / 60:.0f} minutes"
+            notify(f"compiling the CPU kernels (once, half a minute; {limit}) ...")
         with open(path.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # released when the process ends
             if not path.exists():
-                _compile(isa, namespace, path)
-    except OSError as error:
-        raise BuildError(f"cannot write {path.parent} ({error.strerror})") from error
+                temporary = path.with_suffix(".tmp")
+                _run(command(isa, namespace, temporary), TIME_LIMIT)
+                os.replace(temporary, path)
     return path
 
 
-def begin() -> bool:
-    """Start building the kernels in the background; return False if that is not needed.
-
-    `load` waits for the build. It runs in a daemon thread, and its compiler ends with the process,
-    so that the process can exit at once.
-    """
-    if NAMESPACE in _loaded or NAMESPACE in _building or is_built():
-        return False
-    thread = threading.Thread(target=_load, args=(None, NAMESPACE), daemon=True)
-    _building[NAMESPACE] = thread
-    thread.start()
-    return True
-
-
-def is_building() -> bool:
-    """Return whether `load` would wait for a build that `begin` started."""
-    return NAMESPACE in _building and _building[NAMESPACE].is_alive()
-
-
-def _compile(isa: Isa, namespace: str, path: Path) -> None:
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        _run(command(isa, namespace, temporary), "the compiler", TIME_LIMIT)
-        # A separate process, because a damaged file would crash this one.
-        check = f"import torch; torch.ops.load_library({str(temporary)!r})"
-        check += f"; assert torch.ops.{namespace}.isa() == {isa.level}"
-        _run([sys.executable, "-c", check], "loading what the compiler wrote", TIME_LIMIT)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _run(command: list[str], what: str, limit: float) -> None:
-    """Run a command, killed with its children after `limit` seconds; may raise `BuildError`."""
-    try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise BuildError(f"cannot start {command[0]} ({error.strerror})") from error
+def _run(command: list[str], limit: float) -> None:
+    """Run the compiler, killed with its children after `limit` seconds; may raise `BuildError`."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
     end = functools.partial(_end, process)
     atexit.register(end)
     try:
-        _, said = process.communicate(timeout=limit)
+        _, messages = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
-        raise BuildError(f"{what} took more than {limit:.0f} s") from None
+        raise BuildError(f"the compiler took more than {limit:.0f} s") from None
     finally:
         end()
         atexit.unregister(end)
     if process.returncode:
-        lines = [line for line in said.splitlines() if "error" in line.lower()]
-        reason = (lines or said.strip().splitlines() or [f"exit {process.returncode}"])[0]
-        raise BuildError(f"{what} failed: {reason.strip()[:160]}")
+        lines = [line for line in messages.splitlines() if "error" in line.lower()]
+        reason = (lines or messages.strip().splitlines() or [f"exit {process.returncode}"])[0]
+        raise BuildError(f"the compiler failed: {reason.strip()[:160]}")
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -258,76 +197,44 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 _lock = threading.Lock()
 _loaded: dict[str, BuildError | None] = {}  # by namespace: why there are no kernels, or None
-_building: dict[str, threading.Thread] = {}
 
 
-def load(isa: Isa | None = None, namespace: str = NAMESPACE) -> None:
+def load(isa: Isa | None = None, namespace: str = NAMESPACE, notify: Notify | None = None) -> None:
     """Build the kernels if needed, and register their ops under `torch.ops.<namespace>`.
 
     `isa` defaults to the fastest path that this CPU can run. Raises `BuildError`; after a failure
     later calls in the process raise it again without another attempt.
     """
-    if namespace in _building:
-        _building[namespace].join()
-    if (failure := _load(isa, namespace)) is not None:
-        raise failure
-
-
-def _load(isa: Isa | None, namespace: str) -> BuildError | None:
-    """Load the kernels once; return the error, or None after success."""
     with _lock:
         if namespace not in _loaded:
             try:
-                _load_library(build(isa or chosen(), namespace))
+                _load_library(build(isa or chosen(), namespace, notify))
                 _register_fakes(namespace)
                 _loaded[namespace] = None
-            except BuildError as error:
-                _loaded[namespace] = error
-        return _loaded[namespace]
+            except (BuildError, OSError) as error:
+                _loaded[namespace] = BuildError(str(error))
+        if (failure := _loaded[namespace]) is not None:
+            raise failure
 
 
 def _load_library(path: Path) -> None:
     try:
         torch.ops.load_library(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            path.unlink()  # damaged after the build; the next start builds again
-        raise BuildError(f"{path.name} does not load: {error}"[:200]) from error
+    except OSError:
+        path.unlink(missing_ok=True)  # damaged; the next start builds again
+        raise
 
 
-def is_built() -> bool:
-    """Return whether `load` would find the kernels compiled."""
-    try:
-        return _built() is not None
-    except BuildError:
-        return False
-
-
-def why_not_auto() -> str | None:
-    """Return why `--cpu-kernels auto` uses torch's own kernels, or None; build nothing.
-
-    The plain loops run on any CPU, but their speed has not been compared with ATen's.
-    """
-    if runnable()[0].level == 0:
-        return "this CPU has no AVX2 (int4-native runs plain loops)"
-    try:
-        compiler()
-    except BuildError as error:
-        return str(error)
-    return None
-
-
-def available(choice: str) -> str | None:
+def available(choice: str, notify: Notify | None = None) -> str | None:
     """Load the kernels for `--cpu-kernels` `choice`; return why they are not used, or None.
 
-    Raises `FasteagleError` if `choice` is "native" and the kernels are unavailable.
+    Raises `FasteagleError` if `choice` is "native" and the kernels are unavailable. `auto` leaves
+    the plain loops out, whose speed has not been compared with ATen's.
     """
-    if choice == "aten":
-        return "not asked for"
-    if choice == "auto" and (reason := why_not_auto()) is not None:
-        return reason
+    if choice == "auto" and runnable()[0].level == 0:
+        return "this CPU has no AVX2 (int4-native runs plain loops)"
     try:
-        load()
+        load(notify=notify)
     except BuildError as error:
         if choice == "native":
             raise FasteagleError(
@@ -343,17 +250,12 @@ def _register_fakes(namespace: str) -> None:
     def linear(x: Tensor, packed: Tensor, bias: Tensor | None, n: int) -> Tensor:
         return x.new_empty(x.shape[0], n, dtype=torch.float32)
 
-    def maximum(x: Tensor) -> tuple[Tensor, Tensor]:
-        return x.new_empty(x.shape[0]), x.new_empty(x.shape[0], dtype=torch.long)
-
-    def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return torch.empty_like(x)
-
-    def blocks(x: Tensor, *rest: object) -> Tensor:
-        return torch.empty_like(x)
-
     def rows(packed: Tensor, index: Tensor, k: int) -> Tensor:
         return packed.new_empty(index.shape[0], k, dtype=torch.float32)
 
-    for fake in (linear, maximum, norm, blocks, rows):
-        torch.library.register_fake(f"{namespace}::{fake.__name__}", fake)
+    def like_x(x: Tensor, *rest: object) -> Tensor:
+        return torch.empty_like(x)
+
+    fakes = {"linear": linear, "rows": rows, "norm": like_x, "blocks": like_x}
+    for name, fake in fakes.items():
+        torch.library.register_fake(f"{namespace}::{name}", fake)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fasteagle.quant.packed import PackedWeight, product_by_rows
+from fasteagle.quant.packed import KernelLinear, PackedWeight
 
 BLOCK = 32  # inputs
 COLUMNS = 16  # adjacent outputs in the layout
@@ -27,50 +27,36 @@ HEADER = struct.Struct("<8i3q8x")  # as `Header` in cpu/gemm.h; 64 bytes
 SCALES_ONLY, OFFSETS, ZEROS = range(3)
 
 
-class NativeLinear(nn.Module):
-    """Linear from [T, K] to [T, N], in fp32 or bf16; the LM head takes `exact`, in fp32."""
+class NativeLinear(KernelLinear):
+    """Linear over the C++ kernels, in fp32 or bf16."""
 
     packed: Tensor
-    bias: Tensor | None
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.register_buffer("packed", pack(weight))
         self.register_buffer("bias", None if bias is None else bias.float())
-        self._by_reference = False
-
-    def use_reference(self) -> None:
-        """Compute products in torch from now on."""
-        self._by_reference = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.exact(x).to(x.dtype)
-
-    def exact(self, x: Tensor) -> Tensor:
-        """Return the product in fp32, as the kernel computes it."""
-        if self._by_reference:
-            y = product_by_rows(x, self.rows, self.out_features)
-            return y if self.bias is None else y + self.bias
-        return torch.ops.fasteagle_cpu.linear(x, self.packed, self.bias, self.out_features)
 
     def rows(self, index: Tensor) -> Tensor:
-        """Return rows [..., K] of the weight, in fp32."""
-        found = torch.ops.fasteagle_cpu.rows(self.packed, index.flatten(), self.in_features)
-        return found.view(*index.shape, self.in_features)
+        rows = torch.ops.fasteagle_cpu.rows(self.packed, index.flatten(), self.in_features)
+        return rows.view(*index.shape, self.in_features)
+
+    def _product(self, x: Tensor) -> Tensor:
+        return torch.ops.fasteagle_cpu.linear(x, self.packed, self.bias, self.out_features)
 
 
 def in_huge_pages(modules: Iterable[nn.Module]) -> None:
-    """Move the weights of each `NativeLinear` to one buffer, in pages of 2 MiB on Linux.
+    """Move the weights of each `NativeLinear` to one buffer, in pages of 2 MiB.
 
     A pass reads every weight once, and with pages of 4 KiB it would miss the TLB on each page.
     """
     linears = [module for module in modules if isinstance(module, NativeLinear)]
-    if not linears or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if not linears:
         return
     sizes = [-(-linear.packed.numel() // ALIGNMENT) * ALIGNMENT for linear in linears]
     memory = mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a Linux kernel without them
+    with contextlib.suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     for linear, piece in zip(
         linears, torch.frombuffer(memory, dtype=torch.uint8).split(sizes), strict=True

@@ -1,42 +1,37 @@
-"""Quantized linear on CUDA by our small-M kernels, through the op `fasteagle::planes_linear`."""
+"""Quantized linear on CUDA by our small-M kernels, in op `fasteagle::interleaved_linear`."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from fasteagle.quant import planes
-from fasteagle.quant.packed import PackedWeight, product_by_rows
-from fasteagle.quant.planes import PlanesWeight
+from fasteagle.quant import interleaved
+from fasteagle.quant.interleaved import InterleavedWeight
+from fasteagle.quant.packed import KernelLinear, PackedWeight
 
 
-class PlanesLinear(nn.Module):
-    """Linear from [T, K] to [T, N] by fp16 products, with the output in the input's dtype.
+class InterleavedLinear(KernelLinear):
+    """Linear by fp16 products, with the output in the input's dtype.
 
     `accumulate` is the dtype of the sum within a group; sums over groups are always in fp32.
     """
 
-    planes: Tensor
+    words: Tensor
     params: Tensor
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None, accumulate: str = "fp32") -> None:
         super().__init__()
-        packed = planes.pack_planes(weight)
+        packed = interleaved.pack(weight)
         self.out_features, self.in_features = packed.shape
         # Buffers rather than one object, so that they move with the model and compile.
-        self.register_buffer("planes", packed.planes)
+        self.register_buffer("words", packed.words)
         self.register_buffer("params", packed.params)
         self.format = packed.bits, packed.group_size, packed.offsets
         self.accumulate = accumulate
         self._in_range = False  # whether inputs are known to be small, as after a norm
         self._most = 0.0  # inputs are clamped to it; 0: they are scaled where needed
-        self._by_reference = False
-        self._interleaved = False  # whether the halves of the outputs are interleaved
+        self._paired = False  # whether gate and up alternate in the outputs
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-
-    def use_reference(self) -> None:
-        """Compute products in torch from now on."""
-        self._by_reference = True
 
     def sum_in_fp32(self) -> None:
         """Add up groups in fp32 from now on."""
@@ -46,26 +41,19 @@ class PlanesLinear(nn.Module):
         """Expect inputs within fp16 from now on, or clamp them to `most` if it is not 0."""
         self._in_range, self._most = not most, most
 
-    def interleave(self) -> None:
-        """Interleave the halves of the outputs (gate and up), so that one program has both.
+    def pair_halves(self) -> None:
+        """Let the halves of the outputs (gate and up) alternate, so that one program has both.
 
         Results do not change.
         """
-        if self._interleaved:
+        if self._paired:
             return
-        order = torch.arange(self.out_features, device=self.planes.device).view(2, -1).T.flatten()
-        self.planes = self.planes[:, order].contiguous()
+        order = torch.arange(self.out_features, device=self.words.device).view(2, -1).T.flatten()
+        self.words = self.words[:, order].contiguous()
         self.params = self.params[:, order].contiguous()
-        self._interleaved = True
+        self._paired = True
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.exact(x).to(x.dtype)
-
-    def exact(self, x: Tensor) -> Tensor:
-        """Return the product in fp32, as the kernels sum it."""
-        if self._by_reference:
-            y = product_by_rows(x, self.rows, self.out_features)
-            return y if self.bias is None else y + self.bias
+    def _product(self, x: Tensor) -> Tensor:
         scale = None
         if self._most:
             half = x.clamp(-self._most, self._most).half()
@@ -73,9 +61,9 @@ class PlanesLinear(nn.Module):
             half = x.half()
         else:
             half, scale = in_half_range(x, self.accumulate)
-        y = planes.planes_linear(
+        y = interleaved.interleaved_linear(
             half,
-            self.planes,
+            self.words,
             self.params,
             self.out_features,
             self.in_features,
@@ -83,17 +71,16 @@ class PlanesLinear(nn.Module):
             self.accumulate,
         )
         y = y if scale is None else y * scale
-        if self._interleaved:
+        if self._paired:
             y = y.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return y if self.bias is None else y + self.bias
 
     def rows(self, index: Tensor) -> Tensor:
-        """Return rows [n, K] of the weight, in fp32, without dequantizing other rows."""
-        if self._interleaved:
+        if self._paired:
             index = 2 * index - (index >= self.out_features // 2) * (self.out_features - 1)
-        held, params = self.planes[:, index], self.params[:, index]
-        weight = PlanesWeight(held, params, len(index), self.in_features, *self.format)
-        return planes.dequantize(weight)
+        words, params = self.words[:, index], self.params[:, index]
+        weight = InterleavedWeight(words, params, len(index), self.in_features, *self.format)
+        return interleaved.dequantize(weight)
 
 
 def in_half_range(x: Tensor, accumulate: str) -> tuple[Tensor, Tensor | None]:
@@ -106,7 +93,7 @@ def in_half_range(x: Tensor, accumulate: str) -> tuple[Tensor, Tensor | None]:
     if x.dtype == torch.float16 and accumulate == "fp32":
         return x, None
     most = x.abs().amax(-1, keepdim=True).float()
-    limit = planes.LARGEST_EXPONENT[accumulate]
+    limit = interleaved.LARGEST_EXPONENT[accumulate]
     _, exponent = torch.frexp(most)  # most < 2^exponent
     excess = (exponent - 1 - limit).clamp(0, 112)
     scale = torch.where(most.isfinite(), torch.exp2(excess.float()), 1.0)

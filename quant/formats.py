@@ -56,8 +56,6 @@ def refused(what: str) -> FasteagleError:
 def gptq_geometry(qweight: Shape, qzeros: Shape, scales: Shape) -> Geometry:
     """Return the geometry of a GPTQ weight; raise `FasteagleError` for inconsistent shapes."""
     misfit = _misfit(qweight=qweight, qzeros=qzeros, scales=scales)
-    if not len(qweight) == len(qzeros) == len(scales) == 2 or 0 in qweight + qzeros + scales:
-        raise misfit
     G, N = scales
     bits, rest = divmod(32 * qzeros[1], N)
     if rest or qweight[1] != N or qzeros[0] != G or bits not in range(2, 9):
@@ -108,8 +106,6 @@ def from_gptq(
 def awq_geometry(qweight: Shape, qzeros: Shape, scales: Shape) -> Geometry:
     """Return the geometry of an AWQ weight; raise `FasteagleError` for inconsistent shapes."""
     misfit = _misfit(qweight=qweight, qzeros=qzeros, scales=scales)
-    if not len(qweight) == len(qzeros) == len(scales) == 2 or 0 in qweight + qzeros + scales:
-        raise misfit
     G, N = scales
     if qweight[1] * 8 != N or qzeros != (G, qweight[1]):
         raise misfit
@@ -142,8 +138,6 @@ def compressed_tensors_geometry(
     Raises `FasteagleError` for inconsistent shapes.
     """
     misfit = _misfit(weight_packed=weight_packed, weight_scale=weight_scale, weight_shape=shape)
-    if not len(weight_packed) == len(weight_scale) == len(shape) == 2 or 0 in weight_scale + shape:
-        raise misfit
     N, K = shape
     fitting = [bits for bits in (4, 8) if weight_packed == (N, -(-K * bits // 32))]
     if not fitting or weight_scale[0] != N or K % 2:
@@ -251,8 +245,12 @@ def _grouped(bits: int, n_rows: int, n_columns: int, n_groups: int, misfit: Exce
 
 
 def _misfit(**shapes: Shape) -> FasteagleError:
+    """Return the error for shapes that do not fit; raise it where one is no matrix, or empty."""
     listed = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
-    return FasteagleError(f"shapes do not fit each other: {listed}; fetch the file again")
+    misfit = FasteagleError(f"shapes do not fit each other: {listed}; fetch the file again")
+    if any(len(shape) != 2 or 0 in shape for shape in shapes.values()):
+        raise misfit
+    return misfit
 
 
 def _check_dtypes(scales: Tensor, **words: Tensor) -> None:

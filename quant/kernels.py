@@ -24,8 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fasteagle.errors import FasteagleError
-from fasteagle.quant.planes import ACCUMULATE, BLOCK_N, LARGEST_EXPONENT, PlanesWeight
+from fasteagle.quant.interleaved import BLOCK_N, LARGEST_EXPONENT, InterleavedWeight
 from fasteagle.quant.tiling import Card, Tiling, tiling
 from fasteagle.quant.unpack_kernels import as_row, group_params, half_range, plane_values
 
@@ -35,29 +34,20 @@ SPAN = 64  # columns of an activation that share a scale: the output of one gate
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}  # fused only where the code says so
 
 
-def linear(x: Tensor, weight: PlanesWeight, *, accumulate: str = "fp32") -> Tensor:
+def linear(x: Tensor, weight: InterleavedWeight, *, accumulate: str = "fp32") -> Tensor:
     """Return `x @ w.T` in fp32 [M, N] for fp16 x [M, K], on CUDA or in Triton's interpreter.
 
     `accumulate` "fp16" means fp16 accumulation within a group, at twice the tensor core rate on
     GeForce cards, and fp32 accumulation over groups. Above 64 rows the weight is
     dequantized into a temporary tensor, and cuBLAS multiplies, always with fp32 accumulation.
     """
-    if x.dtype != torch.float16 or x.dim() != 2 or x.shape[1] != weight.K:
-        raise FasteagleError(
-            f"the kernels take fp16 [rows, {weight.K:,}], got {x.dtype} {list(x.shape)}"
-        )
-    if accumulate not in ACCUMULATE:
-        raise FasteagleError(f"accumulate={accumulate!r}: use {' or '.join(ACCUMULATE)}")
+    assert x.dtype == torch.float16 and x.shape[1] == weight.K, (x.dtype, x.shape, weight.K)
     spare = weight.layout.padded(weight.K) - weight.K
     x = F.pad(x, (0, spare)) if spare else x.contiguous()
     if x.shape[0] > MAX_ROWS:
         return _large(x, weight)
     if not x.shape[0]:
         return x.new_empty(0, weight.N, dtype=torch.float32)
-    return _small(x, weight, accumulate)
-
-
-def _small(x: Tensor, weight: PlanesWeight, accumulate: str) -> Tensor:
     parts = partial_sums(x, weight, accumulate)
     S, M, Np = parts.shape
     if S == 1:
@@ -70,7 +60,7 @@ def _small(x: Tensor, weight: PlanesWeight, accumulate: str) -> Tensor:
 
 
 def partial_sums(
-    x: Tensor, weight: PlanesWeight, accumulate: str, scales: Tensor | None = None
+    x: Tensor, weight: InterleavedWeight, accumulate: str, scales: Tensor | None = None
 ) -> Tensor:
     """Return fp32 [S, M, Np], whose sum over S, in order, is the product; [1, M, N] without split.
 
@@ -79,13 +69,13 @@ def partial_sums(
     """
     M = x.shape[0]
     cut = tiling(weight.layout, weight.N, weight.K, M, card_of(x.device))
-    columns = weight.N if cut.split == 1 else weight.planes.shape[1]
+    columns = weight.N if cut.split == 1 else weight.words.shape[1]
     parts = x.new_empty(cut.split, M, columns, dtype=torch.float32)
     _launch(x, weight, accumulate, cut, parts, parts, scales)
     return parts
 
 
-def gated(x: Tensor, weight: PlanesWeight, accumulate: str) -> tuple[Tensor, Tensor] | None:
+def gated(x: Tensor, weight: InterleavedWeight, accumulate: str) -> tuple[Tensor, Tensor] | None:
     """Return silu(gate) * up [M, N / 2] in fp16, and scales [N / 2 / SPAN, M] of its spans.
 
     Even rows of the weight belong to gate, odd ones to up. Returns None where K is split, because
@@ -103,7 +93,7 @@ def gated(x: Tensor, weight: PlanesWeight, accumulate: str) -> tuple[Tensor, Ten
 
 def _launch(
     x: Tensor,
-    weight: PlanesWeight,
+    weight: InterleavedWeight,
     accumulate: str,
     cut: Tiling,
     out: Tensor,
@@ -111,10 +101,10 @@ def _launch(
     scales: Tensor | None,
     gated: bool = False,
 ) -> None:
-    Np, tiles = weight.planes.shape[1], x.shape[1] // weight.layout.tile
-    planes_kernel[(cut.n_blocks, Np // BLOCK_N, cut.split)](
+    Np, tiles = weight.words.shape[1], x.shape[1] // weight.layout.tile
+    interleaved_kernel[(cut.n_blocks, Np // BLOCK_N, cut.split)](
         x,
-        weight.planes,
+        weight.words,
         weight.params,
         out,
         x if scales is None else scales,
@@ -130,11 +120,11 @@ def _launch(
     )
 
 
-def _large(x: Tensor, weight: PlanesWeight) -> Tensor:
-    Kp, Np = x.shape[1], weight.planes.shape[1]
+def _large(x: Tensor, weight: InterleavedWeight) -> Tensor:
+    Kp, Np = x.shape[1], weight.words.shape[1]
     scratch = x.new_empty(Kp, Np)
     dequantize_kernel[(Np // BLOCK_N, Kp // weight.layout.tile)](
-        weight.planes, weight.params, scratch, Np, **format_constants(weight), UNIT=1.0, **OPTIONS
+        weight.words, weight.params, scratch, Np, **format_constants(weight), UNIT=1.0, **OPTIONS
     )
     dense = scratch[:, : weight.N]
     if x.is_cuda:
@@ -143,9 +133,13 @@ def _large(x: Tensor, weight: PlanesWeight) -> Tensor:
 
 
 def constants(
-    weight: PlanesWeight, cut: Tiling, accumulate: str, scaled: bool = False, gated: bool = False
+    weight: InterleavedWeight,
+    cut: Tiling,
+    accumulate: str,
+    scaled: bool = False,
+    gated: bool = False,
 ) -> dict[str, object]:
-    """Return the compile-time constants of `planes_kernel`.
+    """Return the compile-time constants of `interleaved_kernel`.
 
     fp16 accumulation over a group stays in range because values are scaled by 1/16, or at 8 bits by
     1/128, which is exact, since both are powers of two.
@@ -164,7 +158,7 @@ def constants(
     }
 
 
-def format_constants(weight: PlanesWeight) -> dict[str, object]:
+def format_constants(weight: InterleavedWeight) -> dict[str, object]:
     """Return the compile-time constants that all kernels over this format share."""
     layout = weight.layout
     return {
@@ -182,14 +176,14 @@ def card_of(device: torch.device) -> Card:
     """Return the GPU data that tilings are chosen by; without CUDA those of an RTX 3090."""
     if device.type != "cuda":
         return Card.like_3090(82)
-    found = torch.cuda.get_device_properties(device)
-    return Card.of(found.multi_processor_count, (found.major, found.minor))
+    properties = torch.cuda.get_device_properties(device)
+    return Card.of(properties.multi_processor_count, (properties.major, properties.minor))
 
 
 @triton.jit(do_not_specialize=["M", "tiles", "tiles_per_split"])
-def planes_kernel(
+def interleaved_kernel(
     x_ptr,
-    planes_ptr,
+    words_ptr,
     params_ptr,
     out_ptr,
     scales_ptr,
@@ -232,11 +226,11 @@ def planes_kernel(
     k = tl.arange(0, ROWS)
     # Rows past M read the last one again: a mask would make the loads narrow and synchronous.
     x_at = x_ptr + tl.minimum(row, M - 1) * Kp + k[None, :]
-    planes_at = planes_ptr + k[:, None] * Np + n[None, :]
+    words_at = words_ptr + k[:, None] * Np + n[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     first = split * tiles_per_split
     for tile in tl.range(first, tl.minimum(first + tiles_per_split, tiles), num_stages=STAGES):
-        q = tl.load(planes_at + tile * ROWS * Np)
+        q = tl.load(words_at + tile * ROWS * Np)
         part = tl.zeros((BLOCK_M, BLOCK_N), ACC)
         scale = tl.zeros((BLOCK_N,), tl.float16)
         second = scale
@@ -289,7 +283,7 @@ def sum_kernel(parts_ptr, y_ptr, N, Np, stride_split, SPLIT: tl.constexpr, BLOCK
 
 @triton.jit
 def dequantize_kernel(
-    planes_ptr,
+    words_ptr,
     params_ptr,
     out_ptr,
     Np,
@@ -307,7 +301,7 @@ def dequantize_kernel(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     tile = tl.program_id(1)
     k = tl.arange(0, ROWS)
-    q = tl.load(planes_ptr + (tile * ROWS + k)[:, None] * Np + n[None, :])
+    q = tl.load(words_ptr + (tile * ROWS + k)[:, None] * Np + n[None, :])
     scale = tl.zeros((BLOCK_N,), tl.float16)
     second = scale
     for j in tl.static_range(PLANES):

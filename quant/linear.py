@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from fasteagle.device import accumulate_on
 from fasteagle.model import sharpen
 from fasteagle.quant.cpu_linear import NativeLinear, fits
-from fasteagle.quant.cuda_linear import PlanesLinear
-from fasteagle.quant.packed import PackedWeight
+from fasteagle.quant.cuda_linear import InterleavedLinear
+from fasteagle.quant.packed import KernelLinear, PackedWeight
 
 
 def make_linear(
@@ -34,7 +34,7 @@ def make_linear(
     device = torch.device(device)
     bias = None if bias is None else bias.to(device, dtype)
     if device.type == "cuda":
-        return PlanesLinear(weight.to(device), bias, accumulate_on(device))
+        return InterleavedLinear(weight.to(device), bias, accumulate_on(device))
     if native and fits(weight):
         return NativeLinear(weight, bias)
     if dtype == torch.bfloat16 and weight.bits == 4:
@@ -126,12 +126,12 @@ class QuantizedLMHead(nn.Module):
     def __init__(self, linear: nn.Module) -> None:
         super().__init__()
         self.linear = linear
-        if isinstance(linear, PlanesLinear):
+        if isinstance(linear, InterleavedLinear):
             linear.expect_range()  # after the final norm
             linear.sum_in_fp32()  # bound by memory either way
 
     def forward(self, x: Tensor) -> Tensor:
-        if isinstance(self.linear, (NativeLinear, PlanesLinear)):
+        if isinstance(self.linear, KernelLinear):
             return self.linear.exact(x)
         logits = self.linear(x)
         if logits.dtype == torch.float32 or not isinstance(self.linear, Int8Linear):
@@ -172,5 +172,5 @@ class SideBySide(nn.Module):
 def use_references(module: nn.Module) -> None:
     """Compute the products inside `module` in torch from now on, because our kernels failed."""
     for linear in module.modules():
-        if isinstance(linear, NativeLinear | PlanesLinear):
+        if isinstance(linear, KernelLinear):
             linear.use_reference()

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fasteagle.errors import FasteagleError
 
@@ -155,10 +155,32 @@ def check_group_size(columns: int, group_size: int) -> int:
     return columns // group_size
 
 
-def product_by_rows(x: Tensor, rows: Callable[[Tensor], Tensor], n_rows: int) -> Tensor:
-    """Return x [T, K] times a weight [n_rows, K] in fp32, whose `rows` are dequantized in parts.
+class KernelLinear(nn.Module):
+    """Linear from [T, K] to [T, N] by our kernels; the LM head takes `exact`, in fp32."""
 
-    It is slow, and replaces kernels that are wrong on some device.
-    """
-    parts = torch.arange(n_rows, device=x.device).split(1024)
-    return torch.cat([x.float() @ rows(part).float().T for part in parts], dim=-1)
+    bias: Tensor | None
+    out_features: int
+    _by_reference = False
+
+    def use_reference(self) -> None:
+        """Compute products in torch from now on, slowly: our kernels are wrong on this device."""
+        self._by_reference = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.exact(x).to(x.dtype)
+
+    def exact(self, x: Tensor) -> Tensor:
+        """Return the product in fp32, as the kernels sum it."""
+        if not self._by_reference:
+            return self._product(x)
+        parts = torch.arange(self.out_features, device=x.device).split(1024)
+        y = torch.cat([x.float() @ self.rows(part).float().T for part in parts], dim=-1)
+        return y if self.bias is None else y + self.bias
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Return rows [..., K] of the weight, in fp32, without dequantizing other rows."""
+        raise NotImplementedError
+
+    def _product(self, x: Tensor) -> Tensor:
+        """Return the product and the bias in fp32, by kernels."""
+        raise NotImplementedError

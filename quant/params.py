@@ -1,4 +1,4 @@
-"""Choose 4- and 8-bit values for a weight: min-max, HQQ (torchao's search), int8 by maximum.
+"""Choose 4- and 8-bit values for a weight: min-max, HQQ, int8 by maximum.
 
 Scales are rounded to bf16 before the values are chosen, because the CPU kernels hold them in bf16:
 the stored weight is then exactly the weight that is multiplied. Only `int8_groups` uses fp16
@@ -9,10 +9,7 @@ Shapes: N output rows, K input columns, G groups in a row.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import logging
-from collections.abc import Iterator
+import math
 
 import torch
 from torch import Tensor
@@ -38,11 +35,7 @@ def quantize_weight(weight: Tensor, scheme: Scheme) -> PackedWeight:
 
 
 def min_max(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """Return bf16 scales and int32 zeros [N, G] that cover each group's range, including 0.
-
-    torchao's `choose_qparams_affine` does so without rounding the scale, but importing torchao
-    would add seconds to every start with a quantized draft head.
-    """
+    """Return bf16 scales and int32 zeros [N, G] that cover each group's range, including 0."""
     grouped = weight.unflatten(1, (-1, group_size))
     low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
     scales = ((high - low) / 15).clamp(min=1e-8).to(torch.bfloat16)
@@ -51,26 +44,32 @@ def min_max(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
 
 
 def _hqq(weight: Tensor, group_size: int) -> PackedWeight:
-    """Quantize by HQQ (half-quadratic): float offsets that minimize an l_p norm of the error."""
-    with quiet_import():  # takes seconds and prints warnings
-        from torchao.quantization import quant_primitives as torchao
+    """Quantize by HQQ (half-quadratic): float zeros that minimize an l_0.7 norm of the error.
 
-    # On CUDA the search would be in fp16 and its values would differ from those on a CPU.
-    search = functools.partial(torchao.optimize_weights_proximal_legacy, dtype=torch.float32)
-    _, scales, zeros, _ = torchao._choose_qparams_and_quantize_affine_hqq(
-        weight,
-        nbits=4,
-        group_size=group_size,
-        compute_dtype=torch.float32,
-        device=str(weight.device),
-        raw_output=True,
-        optimize_weights=search,
-    )
+    The search is that of Badri and Shaji 2023 (mobiusml.github.io/hqq_blog) with their constants:
+    it alternates between a shrunk error and the zeros that fit the weight without it.
+    """
+    grouped = weight.unflatten(1, (-1, group_size))  # [N, G, g]
+    low, high = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)
+    inverse = (15 / (high - low)).clamp(max=2e4)
+    zeros = (-low * inverse).round()
+    beta, best = 10.0, math.inf
+    for _ in range(20):
+        q = (grouped * inverse + zeros).round().clamp(0, 15)
+        error = grouped - (q - zeros) / inverse
+        size = error.abs()
+        shrunk = error.sign() * (size - (1 / beta) * size.pow(-0.3)).relu()
+        zeros = (q - (grouped - shrunk) * inverse).mean(-1, keepdim=True)
+        beta *= 1.01
+        mean = float(size.mean())
+        if mean >= best:
+            break
+        best = mean
     # The kernels store the value of q = 8 instead of the value of q = 0, in bf16 too.
-    midpoint = ((8 - zeros) * scales).to(torch.bfloat16).float()
+    scales = (1 / inverse).squeeze(-1)
+    midpoint = ((8 - zeros.squeeze(-1)) * scales).to(torch.bfloat16).float()
     scales = scales.to(torch.bfloat16)
     offsets = midpoint - 8 * scales.float()
-    grouped = weight.unflatten(1, (-1, group_size))
     q = ((grouped - offsets.unsqueeze(-1)) / scales.float().unsqueeze(-1)).round().clamp(0, 15)
     return packed.int4(q.flatten(1), scales, offsets=offsets)
 
@@ -99,14 +98,3 @@ def int8_groups(weight: Tensor, group_size: int = 32) -> PackedWeight:
     scales = short if bool(short.isfinite().all()) else exact
     q = (grouped / scales.float().clamp(min=1e-30).unsqueeze(-1)).round()
     return packed.int8(q.flatten(1), scales)
-
-
-@contextlib.contextmanager
-def quiet_import() -> Iterator[None]:
-    """Silence torchao's warnings about libraries for other hardware during its import."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from fasteagle.quant.planes import BLOCK_N, Layout
+from fasteagle.quant.interleaved import BLOCK_N, Layout
 
 ROW_BLOCKS = (16, 32)  # 16 is the least that a tensor core takes; 64 spills registers
 SHARED_BYTES = 100 * 1024  # shared memory of a consumer GPU's multiprocessor
@@ -119,8 +119,8 @@ def split_k(layout: Layout, N: int, K: int, card: Card) -> int:
     def predicted(split: int) -> float:
         cut = cut_rows(layout, DESIGN_ROWS, DESIGN_ROWS, split)
         few = -(-N // BLOCK_N) * split < 1.5 * card.n_sm
-        found = microseconds(cut, layout, N, K, DESIGN_ROWS, card, fp16=True)
-        return found * (1.05 if few else 1.0)
+        time = microseconds(cut, layout, N, K, DESIGN_ROWS, card, fp16=True)
+        return time * (1.05 if few else 1.0)
 
     return min(range(1, max(1, tiles // 4) + 1), key=predicted)
 

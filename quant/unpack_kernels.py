@@ -29,7 +29,7 @@ def group_params(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Return scale and second parameter of the group at plane j; see `PlanesWeight.params`.
+    """Return scale and second parameter of the group at plane j; see `InterleavedWeight.params`.
 
     At 8 bits the second parameter is the scale of the tile's second group.
     """

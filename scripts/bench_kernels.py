@@ -33,7 +33,7 @@ from fasteagle.cli.options import comma_list
 from fasteagle.errors import FasteagleError, first_line
 from fasteagle.loading.registry import preset
 from fasteagle.paths import write_atomic
-from fasteagle.quant.planes import layout_for
+from fasteagle.quant.interleaved import layout_for
 from fasteagle.quant.tiling import Card, microseconds, tiling
 from fasteagle.tables import print_table
 

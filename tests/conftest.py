@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import runpy
-import shutil
 import subprocess
 import sys
-import tempfile
 import textwrap
 from pathlib import Path
 
@@ -32,11 +30,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # What one test compiles, the others and their processes need not compile again.
-    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-        folder = tempfile.mkdtemp(prefix="fasteagle-tests-")
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"
-        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    # Compiled once for all tests and processes, and kept for the next run; `--cache-clear` clears
+    # it. The names of its files say from what they were made, but for this limit of instructions.
+    limit = os.environ.get("ATEN_CPU_CAPABILITY", "")
+    folder = Path(config.rootpath, ".pytest_cache", "d", f"compiled{limit}")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
     if config.getoption("--no-bf16"):
         folder = Path(__file__).parent / "no_bf16"
         runpy.run_path(str(folder / "sitecustomize.py"))["without_bf16"](torch.cpu)
@@ -95,10 +94,10 @@ def hub_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(path))
     monkeypatch.setattr(huggingface_hub._snapshot_download.constants, "HF_HUB_CACHE", str(path))
 
-    def asked(*args, **kwargs):
-        raise AssertionError("asked the network")
+    def list_repo_files(*args, **kwargs):
+        raise AssertionError("a request to the network")
 
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", asked)
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", list_repo_files)
     return path
 
 

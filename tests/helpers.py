@@ -6,25 +6,17 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from unittest import mock
 
 import torch
-from safetensors.torch import save_file
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from fasteagle.compile.graphs import CapturedRunner
 from fasteagle.config import Eagle3Config, HeadConfig, ModelConfig
 from fasteagle.decoding.cycle import Proposal
 from fasteagle.decoding.runner import Backend
 from fasteagle.drafting.costs import Costs
 from fasteagle.generate import Engine
-from fasteagle.loading.heads.tables import official_state
 from fasteagle.model import EagleHead, KVCache, Output, Target, Transformer, make_head
 from fasteagle.options import SamplingParams
 from fasteagle.prompts import Conversation
@@ -33,6 +25,7 @@ from fasteagle.shapes import AnyShape
 from fasteagle.state import Committed, CycleSpec, DecodeState
 from fasteagle.training.options import TrainOptions
 from fasteagle.tree import DraftTree
+from replaying import ReplayingBackend
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 CHAT_TEMPLATE = (
@@ -234,31 +227,6 @@ def random_head(
     return head.eval()
 
 
-def official_files(folder: Path, head: EagleHead, pickled: bool, bias: bool) -> None:
-    """A head as published: no header, no RoPE base in the config, EAGLE-1/2 copies an embedding."""
-    state = {k: v.clone() for k, v in official_state(head).items() if k != "d2t"}
-    if head.config.eagle3 is None:
-        state["embed_tokens.weight"] = torch.zeros(60, 32)
-    if not bias:
-        del state["fc.bias"]
-    if pickled:
-        torch.save(state, folder / "pytorch_model.bin")
-    else:
-        save_file(state, folder / "model.safetensors")
-    c = head.config.block
-    raw = {
-        "hidden_size": c.dim,
-        "intermediate_size": c.ffn_dim,
-        "num_attention_heads": c.n_head,
-        "num_key_value_heads": c.n_kv_head,
-        "vocab_size": c.vocab_size,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 16,
-        "num_hidden_layers": 40,
-    }
-    (folder / "config.json").write_text(json.dumps(raw if bias else {**raw, "bias": False}))
-
-
 # The tuner
 
 ROWS = {1: 10.0, 2: 10.5, 3: 11.0, 4: 12.0, 6: 16.0, 8: 22.0, 16: 37.0, 32: 70.0}
@@ -288,13 +256,13 @@ OPTIONS_3 = TrainOptions(
 def talk(target, n=24, seed=0) -> list[Conversation]:
     """Conversations that the target answered greedily."""
     g = torch.Generator().manual_seed(seed)
-    engine, found = Engine(target, 256), []
+    engine, conversations = Engine(target, 256), []
     for _ in range(n):
         size = int(torch.randint(4, 9, (1,), generator=g))
         prompt = torch.randint(0, 60, (size,), generator=g).tolist()
         answer = [t for ids in engine.generate(prompt, SamplingParams(), 20) for t in ids]
-        found.append(Conversation(prompt + answer, size, True))
-    return found
+        conversations.append(Conversation(prompt + answer, size, True))
+    return conversations
 
 
 def write_random_text(path: Path, n: int, length: int) -> Path:
@@ -333,30 +301,11 @@ class Letters:
 # Processes
 
 
-def kill_at_first_save(*arguments: object, compiled: bool) -> None:
-    """Run `fasteagle` in a process of its own, which dies once training has saved its state."""
-    code = (
-        "import os, signal\n"
-        "from fasteagle.compile import blocks\n"
-        f"blocks.missing_compiler = blocks.missing_compiler if {compiled} else lambda: 'none'\n"
-        "from fasteagle.training.train import Trainer\n"
-        "save = Trainer.save\n"
-        "Trainer.save = lambda self: (save(self), os.kill(os.getpid(), signal.SIGKILL))\n"
-        "from fasteagle.cli.main import main\n"
-        "main()"
-    )
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == -signal.SIGKILL, run.stderr
-
-
-def pass_in_interpreter(path: Path) -> None:
+def pass_in_interpreter(path: Path, *options: str) -> None:
     """The tests of `path` pass in a process of their own, in Triton's interpreter."""
+    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-n", "0", str(path), *options]
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", str(path)],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
+        command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
     )
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
     assert re.search(r"^\d+ passed", run.stdout, re.M), run.stdout[-500:]
@@ -413,84 +362,7 @@ def verify_rows(engine: Engine, tokens, parents) -> Output:
     return engine.runner.usual.verify(state, engine.target, Proposal.of(tree))
 
 
-# A device that replays, on the CPU
-
-
-class NoHostReads(TorchDispatchMode):
-    """Refuses what makes the host wait for a value or a size, and so forbids a capture."""
-
-    WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2")
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        masks = args[1] if name in ("index", "index_put", "index_put_") else ()
-        if name in self.WAITING or any(m is not None and m.dtype == torch.bool for m in masks):
-            raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
-        return func(*args, **(kwargs or {}))
-
-
-class FakeGraphs:
-    """Stands for a device with graphs: keeps steps and runs them again; may refuse."""
-
-    def __init__(self) -> None:
-        self.captured = 0
-        self.failing = False
-        self.watching: Callable[[], AbstractContextManager] = NoHostReads
-
-    def capture(self, step, restore):
-        for _ in range(2):  # warming up runs the step
-            with self.watching(), mock.patch("fasteagle.sampling._may_look", lambda x: False):
-                step()
-            restore()
-        if self.failing:
-            raise RuntimeError("operation not permitted\nmore about it")
-        self.captured += 1
-        return step
-
-    def place(self, result):
-        return FakePlace()
-
-    def synchronize(self) -> None:
-        pass
-
-    def milliseconds(self, replay) -> float:
-        replay()
-        return 1.0
-
-
-class FakePlace:
-    """A copy made at once, which another cycle does not change."""
-
-    def fill(self, result) -> None:
-        self._copy = result.tolist()
-
-    def read(self) -> list[int]:
-        return self._copy
-
-
-class CountingRunner(CapturedRunner):
-    """A captured runner that counts what it replays."""
-
-    def __init__(self, backend, state, graphs) -> None:
-        super().__init__(backend, state, graphs)
-        self.graphs = graphs
-        self.graphs.watching = self._watching
-        self.replays = 0
-
-    def _watching(self) -> AbstractContextManager:
-        return nullcontext() if self.compiled else NoHostReads()  # where nothing compiled runs
-
-    def launch(self, spec, drafter, processor=None) -> None:
-        ready = self._replays.get(self._key(spec, drafter)) is not None
-        self.replays += ready and processor is None
-        super().launch(spec, drafter, processor)
-
-
-class ReplayingBackend(Backend):
-    """A backend whose engines replay, as those of CUDA do."""
-
-    def runner(self, state) -> CountingRunner:
-        return CountingRunner(self, state, FakeGraphs())
+# Engines
 
 
 def captured_engine(
@@ -518,5 +390,5 @@ def rounded_activations(x: torch.Tensor) -> torch.Tensor:
     scale = most / 127
     rest = ((blocks.double() - q.double() * scale.double()).float() * (254 * inverse)).round()
     large = scale.square() * blocks.shape[1] > 2 * scale.square().sum(1, keepdim=True)
-    found = q.double() * scale.double() + torch.where(large, rest.double() * scale / 254, 0)
-    return found.flatten(1)[:, :K]
+    rounded = q.double() * scale.double() + torch.where(large, rest.double() * scale / 254, 0)
+    return rounded.flatten(1)[:, :K]

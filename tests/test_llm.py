@@ -42,8 +42,8 @@ def test_an_answer_and_its_numbers(llm):
     answer = llm.chat("hello", max_new_tokens=30)
     assert answer.stats.new_tokens == len(answer.tokens) <= 30
     assert answer.finish in ("eos", "length")
-    kept = [t for t in answer.tokens if t not in llm.tokenizer.eos_ids]
-    assert answer.text == str(answer) == llm.tokenizer.decode(kept)
+    shown = [t for t in answer.tokens if t not in llm.tokenizer.eos_ids]
+    assert answer.text == str(answer) == llm.tokenizer.decode(shown)
     as_messages = llm.chat([{"role": "user", "content": "hello"}], max_new_tokens=30)
     assert as_messages.tokens == answer.tokens
 
@@ -103,18 +103,18 @@ def test_stop_strings(llm):
 def test_an_answer_ends_with_the_token_that_completes_a_stop_string(llm, stop, top):
     """Whatever a pass brings behind it: as plain decoding would, in the cache as well."""
     letter = llm.tokenizer.encode("q")[0]  # biased by 100 it is always drawn, and guessed
-    given = {"max_new_tokens": 40, "stop": stop, "logit_bias": {letter: 100}}
-    given |= {} if top is None else {"top_logprobs": top}
-    found = {}
+    options = {"max_new_tokens": 40, "stop": stop, "logit_bias": {letter: 100}}
+    options |= {} if top is None else {"top_logprobs": top}
+    results = {}
     for speculate in (False, True):
-        answer = llm.chat("q q qqq", speculate=speculate, **given)
+        answer = llm.chat("q q qqq", speculate=speculate, **options)
         cached = list(llm.engine.cached)
         logprobs = [entry.token for entry in answer.logprobs]
         n = answer.stats.new_tokens
-        found[speculate] = (answer.text, answer.tokens, answer.finish, logprobs, n, cached)
+        results[speculate] = (answer.text, answer.tokens, answer.finish, logprobs, n, cached)
     assert answer.stats.accepted > 0
-    assert found[True] == found[False]
-    assert found[True][2] == "stop" and found[True][4] == len(answer.tokens)
+    assert results[True] == results[False]
+    assert results[True][2] == "stop" and results[True][4] == len(answer.tokens)
 
 
 def test_of_two_stop_strings_the_one_that_is_complete_first_counts(llm):
@@ -182,18 +182,18 @@ def test_empty_conversations(llm):
 def test_a_second_answer_meanwhile_is_refused(llm):
     stream = llm.chat("hello", stream=True, max_new_tokens=50)
     next(stream)
-    found = []
+    errors = []
 
     def other():
         try:
             llm.chat("hello")
         except FasteagleError as error:
-            found.append(str(error))
+            errors.append(str(error))
 
     thread = threading.Thread(target=other)
     thread.start()
     thread.join()
-    assert len(found) == 1 and "one model holds one sequence" in found[0]
+    assert len(errors) == 1 and "one model holds one sequence" in errors[0]
     with pytest.raises(FasteagleError, match="close it first"):
         llm.chat("hello")
     stream.close()

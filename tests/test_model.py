@@ -118,43 +118,9 @@ def test_commit_moves_rows_as_if_they_had_been_decoded_there(pair):
         assert torch.allclose(v[:, :12], v2[:, :12], atol=1e-5)
 
 
-def test_resize_keeps_what_fits():
-    from fasteagle.config import ModelConfig
-
-    config = ModelConfig(
-        dim=8,
-        n_layer=2,
-        n_head=2,
-        n_kv_head=1,
-        head_dim=4,
-        ffn_dim=8,
-        vocab_size=10,
-        max_seq_len=2048,
-    )
-    cache = KVCache(config, 10, torch.float32, "cpu")
+def test_resize_keeps_what_fits_also_after_an_interruption(monkeypatch):
+    cache = KVCache(tiny_config(max_seq_len=2048), 10, torch.float32, "cpu")
     assert cache.n_slots == KEY_BLOCK
-    cache.layers[1][0][:, :5] = 3.0
-    cache.resize(KEY_BLOCK + 1)
-    assert cache.n_slots == 2 * KEY_BLOCK
-    assert (cache.layers[1][0][:, :5] == 3).all() and (cache.layers[1][0][:, 5:] == 0).all()
-    cache.resize(4)
-    assert cache.n_slots == KEY_BLOCK and (cache.layers[1][0][:, :5] == 3).all()
-
-
-def test_an_interrupted_resize_is_finished_by_the_next(monkeypatch):
-    from fasteagle.config import ModelConfig
-
-    config = ModelConfig(
-        dim=8,
-        n_layer=2,
-        n_head=2,
-        n_kv_head=1,
-        head_dim=4,
-        ffn_dim=8,
-        vocab_size=10,
-        max_seq_len=2048,
-    )
-    cache = KVCache(config, 10, torch.float32, "cpu")
     for keys, values in cache.layers:
         keys[:, :5], values[:, :5] = 3.0, 4.0
     calls, view = [], torch.from_dlpack
@@ -168,11 +134,12 @@ def test_an_interrupted_resize_is_finished_by_the_next(monkeypatch):
     monkeypatch.setattr(torch, "from_dlpack", interrupted)
     with pytest.raises(KeyboardInterrupt):
         cache.resize(KEY_BLOCK + 1)
-    for n_slots in (KEY_BLOCK + 1, 10):
+    for n_slots, expected in ((KEY_BLOCK + 1, 2 * KEY_BLOCK), (10, KEY_BLOCK)):
         cache.resize(n_slots)
-        assert {t.shape[1] for pair in cache.layers for t in pair} == {cache.n_slots}
+        assert {t.shape[1] for pair in cache.layers for t in pair} == {cache.n_slots} == {expected}
         for keys, values in cache.layers:
             assert (keys[:, :5] == 3).all() and (values[:, :5] == 4).all()
+            assert (keys[:, 5:] == 0).all()
 
 
 def test_layers_are_planes_of_one_tensor():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,45 +26,11 @@ from fasteagle.prompts import read_questions
 pytestmark = pytest.mark.real_model
 
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
-FRANCE_IDS = [
-    1,
-    9690,
-    198,
-    2683,
-    359,
-    253,
-    5356,
-    5646,
-    11173,
-    3365,
-    3511,
-    308,
-    34519,
-    28,
-    7018,
-    411,
-    407,
-    19712,
-    8182,
-    2,
-    198,
-    1,
-    4093,
-    198,
-    1780,
-    314,
-    260,
-    3575,
-    282,
-    4649,
-    47,
-    2,
-    198,
-    1,
-    520,
-    9531,
-    198,
-]
+FRANCE_TOKENS = """
+1 9690 198 2683 359 253 5356 5646 11173 3365 3511 308 34519 28 7018 411 407 19712 8182 2
+198 1 4093 198 1780 314 260 3575 282 4649 47 2 198 1 520 9531 198
+"""
+FRANCE_IDS = [int(token) for token in FRANCE_TOKENS.split()]
 
 
 @pytest.fixture(scope="module")
@@ -242,13 +207,9 @@ def test_int4_says_what_fp32_says(checkpoint, model, tokenizer):
     own = with_scheme(checkpoint, "int4")
     linears = Linears(own, "cpu", torch.bfloat16)
     quick = load_model(own, dtype=torch.bfloat16, device="cpu", max_seq_len=512, quantized=linears)
-    held = sum(
-        t.numel() * t.element_size()
-        for m in quick.modules()
-        if isinstance(m, Int4Linear)
-        for t in m.buffers()
-    )
-    assert held / checkpoint.config.linear_params <= 0.63
+    linears = [module for module in quick.modules() if isinstance(module, Int4Linear)]
+    n_bytes = sum(t.nbytes for linear in linears for t in linear.buffers())
+    assert n_bytes / checkpoint.config.linear_params <= 0.63
     ids = tokenizer.encode(
         "The sky is blue because of Rayleigh scattering, and at sunset it is red."
     )
@@ -272,32 +233,20 @@ def test_a_file_runs_in_its_own_bits_unless_asked():
 
 @pytest.mark.parametrize("quant", [None, "int8"], ids=["int4", "int8"])
 def test_quantized_speculation_changes_no_bit(quant):
-    """Our CPU kernels: rows do not depend on the other rows of a pass.
-
-    FASTEAGLE_QUESTIONS=FILE asks the first turns of all questions of a file, 64 tokens each.
-    """
+    """Our CPU kernels: rows do not depend on the other rows of a pass."""
     opened = open_model(DEFAULT_MODEL)
-    options = RuntimeOptions(max_seq_len=2048, cpu_kernels="native", quant=quant)
+    options = RuntimeOptions(max_seq_len=512, cpu_kernels="native", quant=quant)
     engine = opened.prepared(options).engine()
-    drafters = {
-        name: make_drafter(
-            opened.name, engine, opened.checkpoint, DraftOptions(drafter=name), lambda line: None
-        )
-        for name in ("none", "eagle", "eagle-static", "eagle-chain", "ngram", "fused")
-    }
-    file = os.environ.get("FASTEAGLE_QUESTIONS")
-    questions = read_questions(Path(file) if file else None, None if file else 2)
-    for number, question in enumerate(questions):
-        text = opened.tokenizer.render([{"role": "user", "content": question.turns[0]}])
-        prompt = opened.tokenizer.encode(text)
-        answers = {}
-        for name, drafter in drafters.items():
-            engine.use(drafter)
-            engine.restart()
-            cycles = engine.generate(prompt, SamplingParams(), 64 if file else 48)
-            answers[name] = [token for new in cycles for token in new]
-        for name, answer in answers.items():
-            assert answer == answers["none"], (number, name)
+    turns = [{"role": "user", "content": read_questions(None, 1)[0].turns[0]}]
+    prompt = opened.tokenizer.encode(opened.tokenizer.render(turns))
+    answers = {}
+    for name in ("none", "eagle", "eagle-static", "eagle-chain", "ngram", "fused"):
+        chosen = DraftOptions(drafter=name)
+        engine.use(make_drafter(opened.name, engine, opened.checkpoint, chosen, lambda line: None))
+        engine.restart()
+        cycles = engine.generate(prompt, SamplingParams(), 32)
+        answers[name] = [token for new in cycles for token in new]
+        assert answers[name] == answers["none"], name
 
 
 def test_a_schema_at_int4_says_the_same_with_and_without_speculation():

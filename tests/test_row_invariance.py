@@ -18,7 +18,7 @@ from fasteagle.loading.open import build_engine
 from fasteagle.loading.quantize import with_scheme
 from fasteagle.options import RuntimeOptions, SamplingParams
 from fasteagle.quant import cpu_build
-from fasteagle.quant.cuda_linear import PlanesLinear
+from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.tree import TreeShape
 from helpers import random_head, save_tiny, verify_rows
 
@@ -54,7 +54,9 @@ def engine(request, device, tmp_path_factory):
 
 def test_the_sizes_here_fit_the_fused_blocks(tmp_path, monkeypatch):
     """Without a GPU, too: the linears of CUDA on the CPU."""
-    monkeypatch.setattr(source, "make_linear", lambda weight, bias, *_: PlanesLinear(weight, bias))
+    monkeypatch.setattr(
+        source, "make_linear", lambda weight, bias, *_: InterleavedLinear(weight, bias)
+    )
     checkpoint = with_scheme(open_checkpoint(save_tiny(tmp_path, **SIZES)), "int4-g32", 8)
     options = RuntimeOptions(device="cpu", max_seq_len=256, cpu_kernels="aten")
     made = build_engine(checkpoint, "bf16", torch.device("cpu"), options, "tiny")
@@ -77,8 +79,7 @@ def test_logits_do_not_depend_on_the_number_of_rows(engine):
     with torch.no_grad():
         full = logits_of_a_chain(engine, tokens, 32)
         for T in (1, 2, 8, 16, 17):
-            found = logits_of_a_chain(engine, tokens, T)
-            assert torch.equal(found, full[:T]), T
+            assert torch.equal(logits_of_a_chain(engine, tokens, T), full[:T]), T
 
 
 @pytest.mark.parametrize("shape", [TreeShape(5, 1, 5), TreeShape(3, 3, 8), TreeShape(4, 4, 31)])

@@ -77,8 +77,8 @@ def test_processing_equals_transformers(params):
     ours = process_logits(logits, params, seen)
     expected = theirs(logits.clone(), params, history)
     assert torch.equal(ours.isinf(), expected.isinf())
-    kept = ~expected.isinf()
-    assert torch.allclose(ours[kept], expected[kept], atol=1e-6)
+    finite = ~expected.isinf()
+    assert torch.allclose(ours[finite], expected[finite], atol=1e-6)
 
 
 @pytest.mark.parametrize("top_p", [1e-6, 0.1, 0.5, 0.9, 0.999999])
@@ -91,10 +91,21 @@ def test_threshold_is_the_smallest_nucleus(top_p):
         assert (row == limit).any()
 
 
-def test_threshold_keeps_ties_together():
-    probs = torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.4, 0.3, 0.3, 0.0]])
-    kept = probs >= top_p_threshold(probs, 0.5)
-    assert kept.tolist() == [[True] * 4, [True, True, True, False]]
+@pytest.mark.parametrize("way", ["top_p_threshold", "_search_threshold"])
+@pytest.mark.parametrize(
+    ("probs", "top_p", "n_kept"),
+    [
+        ([0.25, 0.25, 0.25, 0.25], 0.5, 4),  # ties stay together
+        ([0.4, 0.3, 0.3, 0.0], 0.5, 3),
+        ([0.5, 0.25, 0.125, 0.125], 0.5, 1),  # the mass is top_p exactly
+        ([0.5, 0.25, 0.125, 0.125], 0.75, 2),
+        ([0.5, 0.25, 0.125, 0.125], math.nextafter(0.5, 1) + 1e-7, 2),
+    ],
+)
+def test_the_nucleus_ends_with_the_token_that_reaches_its_mass(way, probs, top_p, n_kept):
+    row = torch.tensor([probs])
+    threshold = getattr(sampling, way)(row, torch.tensor(top_p))
+    assert int((row >= threshold).sum()) == n_kept
 
 
 def test_noise_is_standard_gumbel():
@@ -107,12 +118,12 @@ def test_noise_is_standard_gumbel():
 
 
 def test_noise_reaches_far_beyond_24_bits():
-    """A 24-bit uniform ends at 16.6; among 2^27 draws larger ones must occur."""
+    """A 24-bit uniform ends at 16.6; among 2^26 draws larger ones must occur."""
     top = max(
         gumbel_noise(5, torch.arange(i, i + 64), torch.arange(2**15)).max().item()
-        for i in range(0, 4096, 64)
+        for i in range(0, 2048, 64)
     )
-    assert top > 17.5
+    assert top > 17
 
 
 def test_noise_depends_on_seed_position_and_token_only():
@@ -152,7 +163,7 @@ def test_draws_follow_the_processed_distribution(params):
 def test_two_tokens_in_a_row_are_independent():
     """Chi-square of pairs drawn at neighbouring positions of one sequence, over many seeds."""
     logits = random_logits(1, 4, scale=1.0, seed=6)
-    n = 8000
+    n = 2000
     counts = torch.zeros(16, dtype=torch.double)
     for seed in range(n):
         a, b = draw(logits.expand(2, -1), torch.tensor([7, 8]), SamplingParams(1.0, seed=seed))
@@ -166,13 +177,6 @@ def test_greedy_is_argmax_and_ignores_the_seed():
     logits = random_logits()
     for seed in (0, 5):
         tokens = draw(logits, torch.arange(5), SamplingParams(seed=seed))
-        assert torch.equal(tokens, logits.argmax(-1))
-
-
-def test_top_k_one_is_greedy_at_any_seed():
-    logits = random_logits(50, 30)
-    for seed in range(5):
-        tokens = draw(logits, torch.arange(50), SamplingParams(1.0, top_k=1, seed=seed))
         assert torch.equal(tokens, logits.argmax(-1))
 
 
@@ -233,5 +237,5 @@ def test_one_variant_serves_all_values_of_a_kind(params, kind):
 
 @pytest.mark.parametrize("top_k", [1, 2, 63, 64, 65, 299])
 def test_a_variant_of_top_k_keeps_as_many_as_asked(top_k):
-    kept = process_logits(random_logits(2, 300), SamplingParams(1.0, top_k=top_k)).isfinite()
-    assert kept.sum(-1).tolist() == [top_k, top_k]
+    finite = process_logits(random_logits(2, 300), SamplingParams(1.0, top_k=top_k)).isfinite()
+    assert finite.sum(-1).tolist() == [top_k, top_k]

@@ -120,26 +120,33 @@ def drafters(target, head):
     return made
 
 
+ONE_OF_EACH = ("eagle 6-10-59", "trimmed", "no rerank", "static", "ngram", "fused 3-3-8-8")
+
+
 def tokens(engine, prompt=PROMPT, params=GREEDY, n=60, eos=frozenset()):
     return [t for ids in engine.generate(prompt, params, n, eos) for t in ids]
 
 
 @pytest.mark.parametrize("params", DRAWN, ids=str)
 def test_every_drafter_gives_the_tokens_of_plain_decoding(target, head, params):
-    expected = tokens(Engine(target, 512), params=params)
-    for name, drafter in drafters(target, head).items():
+    """All of them where nothing is drawn, one of each kind otherwise."""
+    n = 40
+    expected = tokens(Engine(target, 512), params=params, n=n)
+    made = drafters(target, head)
+    for name in made if params.greedy else ONE_OF_EACH:
+        drafter = made[name]
         engine = Engine(target, 512, drafter=drafter)
-        assert tokens(engine, params=params) == expected, name
+        assert tokens(engine, params=params, n=n) == expected, name
         stats = engine.stats
         n_drafted = len(stats.path_lengths)
-        assert stats.new_tokens == 60 and 0 < n_drafted <= stats.passes
+        assert stats.new_tokens == n and 0 < n_drafted <= stats.passes
         may_have_none = name in ("ngram", "lookup alone")
         assert may_have_none or n_drafted == stats.passes
-        assert 0 < stats.passes <= 59 and stats.drafted <= stats.passes * drafter.shape.nodes
+        assert 0 < stats.passes < n and stats.drafted <= stats.passes * drafter.shape.nodes
         shape = drafter.shape
         fills = not isinstance(shape, FusedShape) or shape.head_pool >= shape.nodes
         assert may_have_none or not fills or stats.drafted == stats.passes * shape.nodes
-        assert stats.tau == pytest.approx(59 / stats.passes)
+        assert stats.tau == pytest.approx((n - 1) / stats.passes)
 
 
 @pytest.mark.parametrize("family", [{"n_kv_head": 4}, {"sliding_window": 6}, {"qk_norm": True}])
@@ -151,11 +158,13 @@ def test_other_targets(family):
         assert tokens(Engine(target, 512, drafter=EagleDrafter(head, shape, 512))) == expected
 
 
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(repetition_penalty=1.5)], ids=str)
 @pytest.mark.parametrize("n", [59, 60, 61])
-def test_a_drafter_that_is_always_right(target, n):
-    truth = PROMPT + tokens(Engine(target, 512), n=80)
+def test_a_drafter_that_is_always_right(target, n, params):
+    """Also under a penalty, which each accepted token of a path adds to."""
+    truth = PROMPT + tokens(Engine(target, 512), params=params, n=80)
     engine = Engine(target, 512, drafter=Fake(oracle(truth, 5), 6, 5))
-    assert tokens(engine, n=n) == truth[len(PROMPT) :][:n]
+    assert tokens(engine, params=params, n=n) == truth[len(PROMPT) :][:n]
     assert engine.stats.passes == -(-(n - 1) // 6)  # six tokens a pass
     assert set(engine.stats.path_lengths[:-1]) == {5}
     assert engine.stats.accepted + engine.stats.passes >= n - 1
@@ -196,10 +205,11 @@ def test_the_right_token_on_any_branch_is_found(target):
 def test_rejected_rows_leave_nothing_in_the_caches(target, head):
     """Caches after speculation equal those of a plain run, row for row."""
     plain = Engine(target, 512)
-    out = tokens(plain, n=50)
-    for drafter in drafters(target, head).values():
-        engine = Engine(target, 512, drafter=drafter)
-        assert tokens(engine, n=50) == out
+    out = tokens(plain, n=30)
+    made = drafters(target, head)
+    for name in ONE_OF_EACH:
+        engine = Engine(target, 512, drafter=made[name])
+        assert tokens(engine, n=30) == out
         assert engine.cached == plain.cached
         n = len(plain.cached)
         for (k, v), (k2, v2) in zip(plain.cache.layers, engine.cache.layers, strict=True):
@@ -353,37 +363,11 @@ def exact_probabilities(model, prompt, params) -> torch.Tensor:
     return process_logits(logits, *drawing(params, 4)).softmax(-1)[0].double()
 
 
-def test_pieces_compile_whole(target, head):
-    """Every device step of a cycle is one graph: no break, nothing read by the host."""
-    from fasteagle.drafting.draft_head import top_children
-    from fasteagle.tree import Pool, ancestor_mask, rerank
-    from fasteagle.verify import accept, seen_rows
-
-    torch._dynamo.reset()
-    tree = DraftTree(torch.tensor([1, 2, 3]), torch.tensor([0, 0, 1]), torch.ones(3).bool())
-    mask, depths = ancestor_mask(tree.parents, tree.valid)
-    pool = Pool(
-        torch.arange(4), torch.tensor([0.0, -1.0, -1.0, -2.0]), torch.tensor([-1, -1, 0, 0])
-    )
-    cases = [
-        (ancestor_mask, (tree.parents, tree.valid)),
-        (accept, (torch.tensor([2, 0, 5]), tree, mask, depths, 2)),
-        (rerank, (pool, torch.tensor([9]), 3)),
-        (seen_rows, (torch.zeros(1, 10, dtype=torch.bool), tree, mask)),
-        (top_children, (torch.randn(2, 9), 3)),
-    ]
-    for function, arguments in cases:
-        compiled = torch.compile(function, fullgraph=True, backend="eager")
-        for a, b in zip(flat(compiled(*arguments)), flat(function(*arguments)), strict=True):
-            assert torch.equal(a, b)
-    torch._dynamo.reset()
-
-
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("names", "params"),
     [
-        (("eagle 3-4-7", "static two levels", "ngram", "fused 3-3-8-8"), GREEDY),
+        (("static two levels", "fused 3-3-8-8"), GREEDY),
         pytest.param(None, GREEDY, marks=pytest.mark.slow),
         pytest.param(None, SamplingParams(0.8, seed=3), marks=pytest.mark.slow),
     ],
@@ -411,9 +395,3 @@ def test_the_whole_cycle_is_one_graph_whatever_the_length(target, head, names, p
             torch.compiler.set_stance("fail_on_recompile")
         torch.compiler.set_stance("default")
     torch._dynamo.reset()
-
-
-def flat(value):
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [t for part in value if part is not None for t in flat(part)]

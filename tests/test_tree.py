@@ -50,14 +50,14 @@ def test_kept_nodes_are_closed_under_ancestors_whatever_ties(noise):
             scores[j] = min(above, above + step)
         pool = Pool(torch.arange(100, 140), scores, parents)
         tree = rerank(pool, torch.tensor([7]), 15)
-        kept = [int(token) - 100 for token in tree.tokens[1:]]
-        assert kept == sorted(kept) and tree.tokens[0] == 7
-        for row, j in enumerate(kept, 1):
+        chosen = [int(token) - 100 for token in tree.tokens[1:]]
+        assert chosen == sorted(chosen) and tree.tokens[0] == 7
+        for row, j in enumerate(chosen, 1):
             above = int(tree.parents[row])
             assert above < row
             assert (int(tree.tokens[above]) - 100 if above else -1) == int(parents[j])
         best = scores.sort(descending=True).values[:15].sum()
-        assert scores[kept].sum() == pytest.approx(float(best))
+        assert scores[chosen].sum() == pytest.approx(float(best))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import itertools
 
 import torch
 
+from fasteagle.multi_round import multi_round
 from fasteagle.tree import DraftTree, ancestor_mask
 from fasteagle.verify import PAD, accept, seen_rows
 
@@ -37,6 +38,19 @@ def test_padding_is_never_accepted():
     mask, depths = ancestor_mask(tree.parents, tree.valid)
     got = accept(torch.tensor([6, 0, 0]), tree, mask, depths, 2)
     assert got.emitted.tolist() == [6, 0, PAD]
+
+
+def test_multi_round_emits_the_targets_distribution():
+    """Chi-square of first tokens below two sampled children; a wrong residual would shift them."""
+    p, q = torch.tensor([[0.1, 0.2, 0.3, 0.4]] * 3), torch.tensor([[0.4, 0.3, 0.2, 0.1]] * 3)
+    generator, n = torch.Generator().manual_seed(0), 4000
+    counts = torch.zeros(4)
+    for seed in range(n):
+        children = torch.multinomial(q[0], 2, generator=generator)
+        tokens = torch.cat((torch.tensor([0]), children))
+        tree = DraftTree(tokens, torch.tensor([0, 0, 0]), torch.ones(3).bool())
+        counts[multi_round(p, q, tree, 1, seed, 7).emitted[0]] += 1
+    assert ((counts - p[0] * n) ** 2 / (p[0] * n)).sum() < 16.27  # 99.9 % point of 3 degrees
 
 
 def test_penalty_sees_each_rows_own_ancestors():

@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fasteagle.compile.kernels.int8_kernels import UNIT, int8_values
+from fasteagle.quant.interleaved import LARGEST_EXPONENT
 from fasteagle.quant.kernels import SPAN
-from fasteagle.quant.planes import LARGEST_EXPONENT
 from fasteagle.quant.unpack_kernels import half_range
 
 ONE_WARP = {"num_warps": 1, "enable_fp_fusion": False}

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from fasteagle.bench.roofline import DEVICES, FINISH_SMALL, Part, Storage, draft_parts, target_parts
 from fasteagle.config import HeadConfig, ModelConfig
 from fasteagle.errors import FasteagleError
-from fasteagle.quant.planes import Layout, layout_for
+from fasteagle.quant.interleaved import Layout, layout_for
 from fasteagle.quant.scheme import Scheme
 from fasteagle.quant.tiling import BLOCK_N, BY_CAPABILITY, Card, microseconds, tiling, weight_bytes
 from fasteagle.shapes import TreeShape

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from fasteagle.compile.ahead import Variant, collecting, compile_all, workers_here
 from fasteagle.errors import FasteagleError
-from fasteagle.quant import packed, planes
-from fasteagle.quant.planes import BLOCK_N, PlanesWeight
+from fasteagle.quant import interleaved, packed
+from fasteagle.quant.interleaved import BLOCK_N, InterleavedWeight
 
 TORCHAO, DENSE = "torchao-g128", "fp16"
 OURS = ("int4-g128", "int4-g64", "int4-g32", "int4-g128-offsets", "int4-g32-offsets", "int8")
@@ -74,12 +74,12 @@ def make_case(kernel: str, N: int, K: int, accumulate: str) -> Case | None:
         dense = _copies(lambda: torch.randn(N, K, dtype=half), 2 * N * K)
         calls = [partial(F.linear, weight=w) for w in dense]
         return Case(calls, 2 * N * K, half, N, K, columns=K)
-    first = planes.pack_planes(random_weight(kernel, N, K))
+    first = interleaved.pack(random_weight(kernel, N, K))
 
-    def copy() -> PlanesWeight:
-        return dataclasses.replace(first, planes=first.planes.clone(), params=first.params.clone())
+    def copy() -> InterleavedWeight:
+        return dataclasses.replace(first, words=first.words.clone(), params=first.params.clone())
 
-    multiply = multiplier(first.planes.device)
+    multiply = multiplier(first.words.device)
     weights = _copies(copy, first.n_bytes)
     return Case(
         [partial(multiply, weight=w, accumulate=accumulate) for w in weights],
@@ -89,7 +89,7 @@ def make_case(kernel: str, N: int, K: int, accumulate: str) -> Case | None:
         K,
         columns=first.layout.padded(K),
         accumulate=accumulate,
-        reference=planes.dequantize(_first_outputs(first)).double(),
+        reference=interleaved.dequantize(_first_outputs(first)).double(),
     )
 
 
@@ -98,7 +98,7 @@ def multiplier(device: torch.device) -> Callable[..., Tensor]:
     return block_product if device.type == "cuda" else reference_product
 
 
-def block_product(x: Tensor, weight: PlanesWeight, accumulate: str) -> Tensor:
+def block_product(x: Tensor, weight: InterleavedWeight, accumulate: str) -> Tensor:
     """Multiply fp16 x [M, Kp] like a decoder block: fp32 [S, M, N or Np], to be summed over S.
 
     More rows than the kernels take are multiplied as a prompt's are: fp32 [M, N].
@@ -110,9 +110,9 @@ def block_product(x: Tensor, weight: PlanesWeight, accumulate: str) -> Tensor:
     return kernels.partial_sums(x, weight, accumulate)
 
 
-def reference_product(x: Tensor, weight: PlanesWeight, accumulate: str) -> Tensor:
+def reference_product(x: Tensor, weight: InterleavedWeight, accumulate: str) -> Tensor:
     """Return the product in plain torch, [M, N]."""
-    return planes.linear(x[:, : weight.K], weight, accumulate=accumulate)
+    return interleaved.linear(x[:, : weight.K], weight, accumulate=accumulate)
 
 
 def random_weight(kernel: str, N: int, K: int) -> packed.PackedWeight:
@@ -158,18 +158,18 @@ def compile_ahead(missing: Sequence[Variant], device: torch.device) -> int:
     return workers
 
 
-def _unset_weight(kernel: str, N: int, K: int) -> PlanesWeight:
+def _unset_weight(kernel: str, N: int, K: int) -> InterleavedWeight:
     """Return a weight of shape [N, K] whose values are not initialized."""
-    block = planes.pack_planes(random_weight(kernel, BLOCK_N, K))
+    block = interleaved.pack(random_weight(kernel, BLOCK_N, K))
     columns = -(-N // BLOCK_N) * BLOCK_N
-    held, params = (t.new_empty(len(t), columns) for t in (block.planes, block.params))
-    return dataclasses.replace(block, planes=held, params=params, N=N)
+    held, params = (t.new_empty(len(t), columns) for t in (block.words, block.params))
+    return dataclasses.replace(block, words=held, params=params, N=N)
 
 
-def _first_outputs(weight: PlanesWeight) -> PlanesWeight:
+def _first_outputs(weight: InterleavedWeight) -> InterleavedWeight:
     """Return the part of a weight that its first program reads."""
-    held, params = (t[:, :BLOCK_N].contiguous() for t in (weight.planes, weight.params))
-    return dataclasses.replace(weight, planes=held, params=params, N=min(weight.N, BLOCK_N))
+    held, params = (t[:, :BLOCK_N].contiguous() for t in (weight.words, weight.params))
+    return dataclasses.replace(weight, words=held, params=params, N=min(weight.N, BLOCK_N))
 
 
 def _torchao(N: int, K: int) -> Case | None:

@@ -39,7 +39,6 @@ from fasteagle.loading.source import Linears
 from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint
 from fasteagle.loading.tokenizer import ChatTokenizer, DummyTokenizer, load_tokenizer
 from fasteagle.loading.torchao_backend import quantize_with_torchao
-from fasteagle.model import Transformer
 from fasteagle.options import RuntimeOptions
 from fasteagle.paths import ensure_cache
 from fasteagle.quant import cpu_build
@@ -68,7 +67,8 @@ class OpenedModel:
         checkpoint, quant = self.checkpoint, self._quant(options)
         device = pick_device(options.device)
         if self.quantized_on_cpu(options):
-            begin_kernels(options, device, pick_dtype(options.dtype, device, quantized=True))
+            dtype_name = pick_dtype(options.dtype, device, quantized=True)
+            may_use_native(options, device, TORCH_DTYPES[dtype_name])  # refuses before quantizing
         if isinstance(checkpoint, DummyCheckpoint):
             checkpoint = DummyCheckpoint(checkpoint.config, checkpoint.scheme, device)
         if options.backend == "torchao" and options.quant is not None:
@@ -275,26 +275,16 @@ def _built_engine(
 ) -> Engine:
     """Build the engine of `build_engine` without its report on short memory."""
 
-    def read(native: bool) -> Transformer:
-        quantized = checkpoint.scheme is not None
-        linears = Linears(checkpoint, device, dtype, native) if quantized else None
-        return load_model(
-            checkpoint,
-            dtype=dtype,
-            device=device,
-            max_seq_len=max_seq_len,
-            quantized=linears,
-            kv=options.kv,
-        )
-
-    native = checkpoint.scheme is not None and may_use_native(options, device, dtype)
-    is_building = native and cpu_build.is_building()
-    if native and not is_building:
-        native = use_native(options)
-    model = read(native)  # while the kernels are built; read again if that fails
-    if is_building and not use_native(options):
-        del model
-        native, model = False, read(False)
+    quantized = checkpoint.scheme is not None
+    native = quantized and may_use_native(options, device, dtype) and use_native(options)
+    model = load_model(
+        checkpoint,
+        dtype=dtype,
+        device=device,
+        max_seq_len=max_seq_len,
+        quantized=Linears(checkpoint, device, dtype, native) if quantized else None,
+        kv=options.kv,
+    )
     if options.backend == "torchao" and options.quant:
         quantize_with_torchao(model, options.quant, options.head_bits)
     backend = choose_backend(model, options.kv, advice if device.type == "cuda" else None)
@@ -318,19 +308,9 @@ def may_use_native(options: RuntimeOptions, device: torch.device, dtype: torch.d
     return False
 
 
-def begin_kernels(options: RuntimeOptions, device: torch.device, dtype_name: str) -> None:
-    """Begin to build our CPU kernels if they will be used, while weights are read."""
-    wanted = may_use_native(options, device, TORCH_DTYPES[dtype_name])
-    if options.cpu_kernels == "auto" and cpu_build.why_not_auto() is not None:
-        return
-    if wanted and cpu_build.begin():
-        limit = cpu_build.TIME_LIMIT / 60
-        note(f"compiling the CPU kernels (once, half a minute; at most {limit:.0f} minutes) ...")
-
-
 def use_native(options: RuntimeOptions) -> bool:
-    """Load our CPU kernels once they are built; return False and warn where there are none."""
-    why_not = cpu_build.available(options.cpu_kernels)
+    """Load our CPU kernels, built at first use; return False and warn where there are none."""
+    why_not = cpu_build.available(options.cpu_kernels, note)
     if why_not is not None:
         note(f"warning: torch's own CPU kernels are used: {why_not}")
     return why_not is None

@@ -11,7 +11,7 @@ from fasteagle.errors import FasteagleError
 from fasteagle.loading.tensors import Checkpoint, weight_bytes
 from fasteagle.model import EagleHead
 from fasteagle.quant.cpu_linear import NativeLinear, in_huge_pages
-from fasteagle.quant.cuda_linear import PlanesLinear
+from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.quant.linear import Permuted, QuantizedLMHead, SideBySide, make_linear
 from fasteagle.quant.packed import PackedWeight, stack
 from fasteagle.quant.params import int8_groups, quantize_weight
@@ -118,7 +118,7 @@ def quantize_head_(head: EagleHead, scheme: Scheme, native: bool = False) -> Non
         made = quantize_linear(head.lm_head, head_scheme(scheme), native)
         own.append(made)
         # Logits in fp32 by fp32 accumulation: in bf16 many are equal, and their ids rank them.
-        head.use_lm_head(QuantizedLMHead(made) if isinstance(made, PlanesLinear) else made)
+        head.use_lm_head(QuantizedLMHead(made) if isinstance(made, InterleavedLinear) else made)
     if native:
         in_huge_pages(own)
 

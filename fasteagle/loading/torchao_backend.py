@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
 from fasteagle.model import Transformer
-from fasteagle.quant.params import quiet_import
 from fasteagle.quant.scheme import Scheme, parse_scheme
 
 
@@ -17,7 +19,7 @@ def quantize_with_torchao(model: Transformer, name: str, head_bits: int) -> None
     The embedding keeps a dense copy where it is tied. Raises `FasteagleError` for what torchao
     cannot do on this device.
     """
-    with quiet_import():
+    with _quiet_import():
         from torchao.quantization import quantize_  # takes seconds
 
     scheme = parse_scheme(name, model.config, head_bits)
@@ -53,3 +55,14 @@ def _config(scheme: Scheme, on_cpu: bool) -> Any:
     return inference_workflow.PrototypeInt4WeightOnlyConfig(
         group_size=scheme.group_size, int4_choose_qparams_algorithm=algorithm
     )
+
+
+@contextlib.contextmanager
+def _quiet_import() -> Iterator[None]:
+    """Silence torchao's warnings about libraries for other hardware during its import."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)

@@ -11,7 +11,7 @@ from fasteagle.bench.cycle_terms import CARDS, CycleModel, card_named, report
 from fasteagle.bench.roofline import DEVICES
 from fasteagle.loading.heads.find import head_shape
 from fasteagle.loading.registry import preset
-from fasteagle.quant.planes import layout_for
+from fasteagle.quant.interleaved import layout_for
 from fasteagle.quant.scheme import parse_scheme
 from fasteagle.quant.tiling import Card, Tiling, microseconds
 from fasteagle.shapes import TreeShape

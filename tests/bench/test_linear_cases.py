@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from fasteagle.bench import linear_cases
 from fasteagle.errors import FasteagleError
-from fasteagle.quant import planes
-from fasteagle.quant.planes import layout_for
+from fasteagle.quant import interleaved
+from fasteagle.quant.interleaved import layout_for
 from fasteagle.quant.tiling import Card, split_k
 from helpers import SCRIPTS
 
@@ -45,7 +45,7 @@ def launches(monkeypatch):
         def __getitem__(self, grid):
             return lambda *args, **options: found.append(self.name)
 
-    for name in ("planes_kernel", "sum_kernel", "dequantize_kernel"):
+    for name in ("interleaved_kernel", "sum_kernel", "dequantize_kernel"):
         monkeypatch.setattr(kernels, name, Kernel(name))
     return found
 
@@ -53,10 +53,10 @@ def launches(monkeypatch):
 def test_a_timed_product_is_the_one_launch_that_is_predicted(launches):
     """Blocks leave the sums over splits to the next kernel, and so does the prediction."""
     assert split_k(layout_for(4, 128, SPLIT[1]), *SPLIT, Card.like_3090(82)) > 1
-    weight = planes.pack_planes(linear_cases.random_weight("int4-g128", *SPLIT))
+    weight = interleaved.pack(linear_cases.random_weight("int4-g128", *SPLIT))
     multiply = linear_cases.multiplier(torch.device("cuda"))
     parts = multiply(torch.zeros(16, SPLIT[1]).half(), weight, "fp16")
-    assert launches == ["planes_kernel"] and parts.shape[0] > 1
+    assert launches == ["interleaved_kernel"] and parts.shape[0] > 1
     launches.clear()
     multiply(torch.zeros(65, SPLIT[1]).half(), weight, "fp16")
     assert launches == ["dequantize_kernel"], "more rows than the kernels take"
@@ -74,7 +74,7 @@ def test_cases_of_our_formats_are_right(kernel):
 
 def test_a_wrong_result_is_not_timed(bench, monkeypatch):
     def wrong(x, weight, accumulate):
-        y = planes.linear(x[:, : weight.K], weight, accumulate=accumulate)
+        y = interleaved.linear(x[:, : weight.K], weight, accumulate=accumulate)
         y[1, 3] += 0.01 * y.abs().max()
         return y
 
@@ -151,7 +151,7 @@ def test_what_is_timed_is_compiled_before(card, monkeypatch, tmp_path):
             patched.setattr(card, "jit_cache_hook", lambda **given: names.append(given) or True)
             for kernel in ("int4-g128", "int8"):
                 for N, K in shapes:
-                    weight = planes.pack_planes(linear_cases.random_weight(kernel, N, K))
+                    weight = interleaved.pack(linear_cases.random_weight(kernel, N, K))
                     for accumulate in ("fp32", "fp16"):
                         with contextlib.suppress(Exception):  # there is no card to launch on
                             x = torch.zeros(32, K).half()

@@ -20,7 +20,8 @@ from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.model import Target, Transformer
-from helpers import FakeGraphs, eagle3_of, random_head
+from helpers import eagle3_of, random_head
+from replaying import FakeGraphs
 
 DRAFTERS = ("none", "ngram", "eagle", "fused", "eagle-static", "eagle-chain")
 

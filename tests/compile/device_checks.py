@@ -11,13 +11,21 @@ from torch import Tensor
 from fasteagle.compile import cuda_head, cuda_ops
 from fasteagle.compile.int8_cache import over_int8
 from fasteagle.model import KVCache, Target
-from fasteagle.quant.cuda_linear import PlanesLinear
+from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme
 from fasteagle.tree import Pool, TreeView, relations, rerank
 from helpers import eagle3_of, random_head
-from planes_models import SEQ_LEN, filled, fused_target, packed_head, packed_target, passed, view_of
+from interleaved_models import (
+    SEQ_LEN,
+    filled,
+    fused_target,
+    packed_head,
+    packed_target,
+    passed,
+    view_of,
+)
 
 
 def close(found: Tensor, expected: Tensor, limit: float) -> None:
@@ -61,7 +69,7 @@ def check_step_of_head(name: str, algorithm: str, lm_head: str, device: str) -> 
         borrowed = copy.deepcopy(target)
         if made is head and lm_head == "own kernels":
             packed = quantize_weight(target.lm_head.weight.float(), Scheme(8))
-            borrowed.lm_head = QuantizedLMHead(PlanesLinear(packed, None))
+            borrowed.lm_head = QuantizedLMHead(InterleavedLinear(packed, None))
         made.to(place).borrow(borrowed.to(place, dtype), 256)
         cache = KVCache(made.config.block, 256, dtype, place)
         cache.rows[:, :, :SEQ_LEN] = filled(Target(target), dtype).rows[:2, :, :SEQ_LEN].to(place)

@@ -20,16 +20,16 @@ from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.generate import Engine
 from fasteagle.model import KVCache, Target
 from fasteagle.options import SamplingParams
+from fasteagle.quant import interleaved
 from fasteagle.quant import kernels as quant_kernels
-from fasteagle.quant import planes
-from fasteagle.quant.cuda_linear import PlanesLinear
+from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import TreeShape
 from fasteagle.tree import TreeView, chain, relations, rerank
 from helpers import eagle3_of, random_head
-from planes_models import (
+from interleaved_models import (
     CONFIGS,
     SEQ_LEN,
     KernelBackend,
@@ -71,7 +71,7 @@ cuda_ops.move_cache_rows.register_kernel("cpu")(block_kernels.commit)
 @torch.library.custom_op("fasteagle_tests::product", mutates_args=())
 def product(
     x: Tensor,
-    planes_: Tensor,
+    words: Tensor,
     params: Tensor,
     N: int,
     K: int,
@@ -80,19 +80,19 @@ def product(
     offsets: bool,
     accumulate: str,
 ) -> Tensor:
-    """`planes_linear`, which has a reference of its own on a CPU, by the kernels."""
-    weight = planes.PlanesWeight(planes_, params, N, K, bits, group_size, offsets)
+    """`interleaved_linear`, which has a reference of its own on a CPU, by the kernels."""
+    weight = interleaved.InterleavedWeight(words, params, N, K, bits, group_size, offsets)
     return quant_kernels.linear(x, weight, accumulate=accumulate)
 
 
 @product.register_fake
-def _(x, planes_, params, N, *rest):
+def _(x, words, params, N, *rest):
     return x.new_empty(len(x), N, dtype=torch.float32)
 
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
-    monkeypatch.setattr(planes, "planes_linear", product)
+    monkeypatch.setattr(interleaved, "interleaved_linear", product)
 
 
 SCHEMES = [
@@ -205,7 +205,7 @@ def test_a_draft_head_fed_with_huge_features_stays_finite(accumulate):
     """No norm bounds what EAGLE-1's block reads and says."""
     target, _ = packed_target("mha", vocab_size=64)
     packed = quantize_weight(target.lm_head.weight.float(), Scheme(8))
-    target.lm_head = QuantizedLMHead(PlanesLinear(packed, None))
+    target.lm_head = QuantizedLMHead(InterleavedLinear(packed, None))
     head, _ = packed_head(random_head(target))
     head.block.attention.qkv.accumulate = accumulate
     head.borrow(target, 256)
@@ -320,7 +320,7 @@ def test_speculative_text_has_the_bits_of_plain_text(monkeypatch, algorithm, par
     """
     target, _ = packed_target("gqa", n_layer=1, vocab_size=64)
     packed = quantize_weight(target.lm_head.weight.float(), Scheme(8))
-    target.lm_head = QuantizedLMHead(PlanesLinear(packed, None))
+    target.lm_head = QuantizedLMHead(InterleavedLinear(packed, None))
     backend = KernelBackend(target)
     if traced:
         compiled = (torch.compile(p, fullgraph=True, backend="aot_eager") for p in backend.pieces)

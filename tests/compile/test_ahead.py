@@ -29,7 +29,7 @@ from fasteagle.generate import Engine
 from fasteagle.llm import open_llm
 from fasteagle.model import Target
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
-from fasteagle.quant import packed, planes
+from fasteagle.quant import interleaved, packed
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import FusedShape, TreeShape
 from fasteagle.tree import relations, rerank
@@ -74,7 +74,7 @@ def launch():
     from fasteagle.quant import kernels
 
     values, zeros = torch.randint(0, 16, (33, 96)), torch.randint(0, 16, (33, 3))
-    weight = planes.pack_planes(packed.int4(values, torch.ones(33, 3).half(), zeros=zeros))
+    weight = interleaved.pack(packed.int4(values, torch.ones(33, 3).half(), zeros=zeros))
     for M in (1, 7, 20):
         kernels.linear(torch.randn(M, 96).half(), weight)
     problem(7, 20, group=3, G=2).run(tree_kernels.tree_attention)
@@ -84,7 +84,7 @@ def test_launches_are_written_down_and_compiled_at_once(card, tmp_path):
     with collecting() as found:
         launch()
     names = {name for name, _ in found}
-    assert {"planes_kernel", "prefix_kernel", "finish_kernel"} <= names
+    assert {"interleaved_kernel", "prefix_kernel", "finish_kernel"} <= names
     assert len(found) >= 3
     with collecting() as again:
         launch()

@@ -31,8 +31,8 @@ from native_models import SHAPE, native_target
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
+    import interleaved_models
     import interpreted_blocks  # the kernels of CUDA, for tensors of a CPU
-    import planes_models
 
     kernels = interpreted_blocks.kernels
 
@@ -69,8 +69,8 @@ def made(name: str, algorithm: str | None):
         model = native_target(tiny_config(**SHAPE))
         backend: Backend = CpuBackend(model)
     elif name == "cuda":
-        model, _ = planes_models.packed_target("gqa", n_layer=1, vocab_size=64)
-        backend = planes_models.KernelBackend(model)
+        model, _ = interleaved_models.packed_target("gqa", n_layer=1, vocab_size=64)
+        backend = interleaved_models.KernelBackend(model)
     else:
         model = random_target(tiny_config())
         backend = Backend(Target(model))
@@ -80,7 +80,7 @@ def made(name: str, algorithm: str | None):
     if name == "cpu":
         quantize_head_(head, Scheme(8, head_bits=8), native=True)
     if name == "cuda":
-        head, _ = planes_models.packed_head(head)
+        head, _ = interleaved_models.packed_head(head)
         head.borrow(model, 512)
     return backend, head
 

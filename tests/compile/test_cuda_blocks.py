@@ -19,7 +19,7 @@ from fasteagle.drafting.draft_head import top_children
 from fasteagle.loading.registry import preset
 from fasteagle.model import CORE, RMSNorm, Target
 from helpers import pass_in_interpreter
-from planes_models import CONFIGS, SEQ_LEN, KernelBackend, fused_target, packed_target, passed
+from interleaved_models import CONFIGS, SEQ_LEN, KernelBackend, fused_target, packed_target, passed
 
 pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
 
@@ -41,7 +41,7 @@ def test_launches_of_a_block_at_7b(T, int8):
     found = block_launches(preset("llama2-7b"), T, int8=int8)
     assert found == {
         "norm_kernel": 3,  # the last adds up what the block's last product has left
-        "planes_kernel": 4,
+        "interleaved_kernel": 4,
         "prefix_kernel": 1,
         "finish_kernel": 1,
     }
@@ -66,7 +66,7 @@ def test_what_a_row_is_summed_by_does_not_depend_on_their_number(change):
 def test_launches_of_a_draft_step_at_7b():
     """One more than a block alone: fc, whose partial sums the first norm adds up."""
     found = head_launches(preset("llama2-7b"), 4)
-    assert found == block_launches(preset("llama2-7b"), 4) + Counter(["planes_kernel"])
+    assert found == block_launches(preset("llama2-7b"), 4) + Counter(["interleaved_kernel"])
 
 
 def test_a_narrow_model_has_one_launch_more():

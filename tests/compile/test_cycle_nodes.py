@@ -20,17 +20,17 @@ from fasteagle.drafting.static_tree import StaticTreeDrafter
 from fasteagle.generate import Engine
 from fasteagle.loading.registry import preset
 from fasteagle.model import Output
-from fasteagle.quant.cuda_linear import PlanesLinear
+from fasteagle.quant.cuda_linear import InterleavedLinear
+from fasteagle.quant.interleaved import layout_for
 from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.quant.params import quantize_weight
-from fasteagle.quant.planes import layout_for
 from fasteagle.quant.scheme import Scheme
 from fasteagle.quant.tiling import Card, split_k
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import PAPER_TREE, FusedShape, TreeShape
 from fasteagle.tree import chain
 from helpers import eagle3_of, random_head
-from planes_models import KernelBackend, packed_head, packed_target
+from interleaved_models import KernelBackend, packed_head, packed_target
 
 pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
 
@@ -57,7 +57,7 @@ def engine_of(
     """An engine as on CUDA, of a tiny model: its pieces have the operations of a large one's."""
     target, _ = packed_target("mha", vocab_size=64, max_seq_len=512)
     if not dense_lm_head:
-        linear = PlanesLinear(quantize_weight(target.lm_head.weight.float(), Scheme(8)), None)
+        linear = InterleavedLinear(quantize_weight(target.lm_head.weight.float(), Scheme(8)), None)
         target.lm_head = QuantizedLMHead(linear)
     target.bfloat16().init_rope(512, "cpu")
     backend = KernelBackend(target, "int8" if int8 else "auto")
@@ -100,7 +100,7 @@ def nodes(calls: Counter[str], T: int) -> int:
         "triton": 1,
         "fasteagle.fused_blocks": block_launches(LLAMA, T, LLAMA.n_layer).total(),
         "fasteagle.fused_head": head_launches(LLAMA, T).total(),
-        "fasteagle.planes_linear": products(LLAMA.vocab_size, LLAMA.dim),  # LM heads
+        "fasteagle.interleaved_linear": products(LLAMA.vocab_size, LLAMA.dim),  # LM heads
         "fasteagle.top_children": 2,
         "fasteagle.rerank": 1,
         "fasteagle.relations": 1,

@@ -27,7 +27,6 @@ from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import FusedShape, TreeShape
 from helpers import (
-    FakeGraphs,
     captured_engine,
     costs,
     eager_engine,
@@ -36,6 +35,7 @@ from helpers import (
     random_target,
     tiny_config,
 )
+from replaying import FakeGraphs
 
 needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason="no C++ compiler")
 CUDA = torch.cuda.is_available()

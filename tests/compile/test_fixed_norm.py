@@ -14,15 +14,15 @@ from fasteagle.loading import open as opening
 from fasteagle.loading import source
 from fasteagle.loading.heads.write import save_head
 from fasteagle.options import DraftOptions, RuntimeOptions
-from fasteagle.quant.cuda_linear import PlanesLinear
+from fasteagle.quant.cuda_linear import InterleavedLinear
 from helpers import random_head
-from planes_models import KernelBackend, fused_target, packed_target
+from interleaved_models import KernelBackend, fused_target, packed_target
 
 LARGEST = 511.5  # at D = 128: sqrt(128 * 128) * 511.5 is 65,472
 
 
 def accumulates(module):
-    return {m.accumulate for m in module.modules() if isinstance(m, PlanesLinear)}
+    return {m.accumulate for m in module.modules() if isinstance(m, InterleavedLinear)}
 
 
 @pytest.mark.parametrize("norm", ["attention_norm", "mlp_norm"])
@@ -54,7 +54,7 @@ def sums_in_fp16(monkeypatch):
     """Weights are packed as for a card whose sums in fp16 are faster."""
 
     def make_linear(weight, bias, device, dtype, native=False):
-        return PlanesLinear(weight, bias, "fp16")
+        return InterleavedLinear(weight, bias, "fp16")
 
     monkeypatch.setattr(source, "make_linear", make_linear)
     monkeypatch.setattr(

@@ -19,7 +19,8 @@ from fasteagle.generate import Engine
 from fasteagle.model import Target
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode
-from helpers import FakePlace, random_target, tiny_config
+from helpers import random_target, tiny_config
+from replaying import FakePlace
 
 
 @pytest.fixture

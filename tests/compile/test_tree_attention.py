@@ -22,8 +22,6 @@ from fasteagle.tree import ancestor_mask, tree_paths
 from helpers import output_without_triton, pass_in_interpreter
 from tree_problems import Problem, assert_close, problem, random_parents, sdpa
 
-ROOT = Path(__file__).parents[2]
-
 
 def plain_mask(parents: list[int], seq_len: int, n_slots: int, window: int | None) -> Tensor:
     """Who sees what, row by row and key by key."""
@@ -88,18 +86,6 @@ def test_attention_of_a_prompt(group, window):
     assert torch.equal(attend(q, k, v, mask), model.attend(q, k, v, mask)), "the CPU's own way"
 
 
-def test_every_op_on_cuda_launches_on_the_device_of_its_tensors():
-    """Triton launches on the current device, which need not be the one that --device named."""
-    found = {}
-    for path in [*ROOT.glob("compile/*.py"), *ROOT.glob("quant/*.py")]:
-        text = path.read_text("utf-8")
-        n_ops = text.count('register_kernel("cuda")') + text.count('device_types="cuda"')
-        if n_ops:
-            found[path.name] = n_ops
-            assert text.count("with on_device_of(") == n_ops, path.name
-    assert {"tree_attention.py", "planes.py", "cuda_ops.py", "cuda_blocks.py"} <= set(found)
-
-
 def test_op_is_described_to_the_compiler():
     p = problem(7, 20, group=3, G=2)
     clean = p._replace(k=torch.nan_to_num(p.k), v=torch.nan_to_num(p.v))
@@ -154,6 +140,12 @@ def test_refusals_name_the_fix(kernels):
 def test_splits_are_whole_blocks(kernels):
     for E in (16, 64, 80, 128, 160, 256):
         assert kernels.SPLIT % kernels.key_block(E) == 0
+
+
+def test_a_few_trees_in_the_interpreter(kernels):
+    """Behind 700 keys: whole blocks and a part of one, windows of 1 and 100, and none."""
+    path = Path(__file__).with_name("interpreted_tree_attention.py")
+    pass_in_interpreter(path, "-k", "test_results and 7-700")
 
 
 @pytest.mark.slow

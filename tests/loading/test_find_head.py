@@ -30,8 +30,8 @@ from fasteagle.loading.tensors import fingerprint
 from fasteagle.options import DraftOptions, SamplingParams
 from fasteagle.paths import cache_dir
 from fasteagle.shapes import GatedChain, TreeShape, read_tree
-from head_folders import DIALECTS, head_for, write_folder
-from helpers import eagle3_of, forbid, official_files, put_in_cache, random_head, save_tiny
+from head_folders import DIALECTS, head_for, official_files, write_folder
+from helpers import eagle3_of, forbid, put_in_cache, random_head, save_tiny
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import subprocess
 import sys
@@ -10,8 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from fasteagle.quant import cpu_build
-from fasteagle.quant.cpu_linear import NativeLinear, NativeNorm, fits, pack
+from fasteagle.model import RMSNorm
+from fasteagle.quant import cpu_build, cpu_linear
+from fasteagle.quant.cpu_linear import (
+    ALIGNMENT,
+    NativeLinear,
+    NativeNorm,
+    fits,
+    in_huge_pages,
+    pack,
+)
 from fasteagle.quant.packed import PackedWeight, int4, int8
 from helpers import rounded_activations
 
@@ -57,9 +67,9 @@ def ops(request):
     isa = request.param
     namespace = cpu_build.NAMESPACE if isa == cpu_build.runnable()[0] else f"test_{isa.level}"
     cpu_build.load(isa, namespace)
-    found = getattr(torch.ops, namespace)
-    assert found.isa() == isa.level
-    return found
+    path = getattr(torch.ops, namespace)
+    assert path.isa() == isa.level
+    return path
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -70,8 +80,7 @@ def test_products_and_rows_are_those_of_the_weight(ops, kind, group, K, N):
         group = K = 32
     weight = packed_weight(N, K, group, kind)
     memory, dense = pack(weight), weight.dequantize()
-    found = ops.rows(memory, torch.arange(N), K)
-    assert torch.allclose(found, dense, rtol=1e-6, atol=1e-7)
+    assert torch.allclose(ops.rows(memory, torch.arange(N), K), dense, rtol=1e-6, atol=1e-7)
     x = rows_of(33, K)
     exact = rounded_activations(x) @ dense.double().T
     y = ops.linear(x, memory, None, N)
@@ -130,17 +139,13 @@ def test_the_largest_is_that_of_torch(ops, V):
 
 
 def test_a_norm_is_that_of_the_model(ops):
-    from fasteagle.model import RMSNorm
-
     norm = RMSNorm(100, 1e-5)
     norm.weight.data.uniform_(0.5, 2)
     x = rows_of(9, 100)
-    found = ops.norm(x, norm.weight.detach(), 1e-5)
-    assert torch.allclose(found, norm(x).detach(), rtol=1e-5, atol=1e-6)
-    assert all(
-        torch.equal(ops.norm(x[t : t + 1], norm.weight.detach(), 1e-5)[0], found[t])
-        for t in range(9)
-    )
+    y = ops.norm(x, norm.weight.detach(), 1e-5)
+    assert torch.allclose(y, norm(x).detach(), rtol=1e-5, atol=1e-6)
+    for t in range(9):
+        assert torch.equal(ops.norm(x[t : t + 1], norm.weight.detach(), 1e-5)[0], y[t])
 
 
 def test_modules():
@@ -157,8 +162,6 @@ def test_modules():
     assert torch.allclose(module.rows(index), weight.dequantize()[index], atol=1e-7)
     held = sum(t.numel() * t.element_size() for t in module.buffers())
     assert held <= 48 * 64 * 0.625 + 64 + 48 * 4 + 128 * 3
-    from fasteagle.model import RMSNorm
-
     norm = RMSNorm(64, 1e-6).bfloat16()
     assert NativeNorm(norm)(x).dtype == torch.bfloat16
     assert not fits(int8(torch.zeros(4, 48, dtype=torch.int8), torch.ones(4, 3)))
@@ -208,3 +211,37 @@ assert counts == [0], counts
     environment.pop("MKL_NUM_THREADS", None)
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
+
+
+def linears():
+    generator = torch.Generator().manual_seed(1)
+    sizes = [(48, 64), (17, 32), (100, 96)]
+    made = []
+    for size in sizes:
+        values = torch.randint(-128, 128, size, generator=generator)
+        made.append(NativeLinear(int8(values, torch.ones(size[0], 1)), None))
+    return made
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_weights_moved_into_huge_pages_are_the_same(refused, monkeypatch):
+    class Memory(mmap.mmap):
+        def madvise(self, *how):
+            assert how == (mmap.MADV_HUGEPAGE,)
+            if refused:
+                raise OSError(errno.EINVAL, "no huge pages")
+            super().madvise(*how)
+
+    monkeypatch.setattr(cpu_linear.mmap, "mmap", Memory)
+    before, after = linears(), linears()
+    in_huge_pages(after)
+    ends = []
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(old.packed, new.packed)
+        assert new.packed.data_ptr() % ALIGNMENT == 0 and new.packed.is_contiguous()
+        ends += [new.packed.data_ptr(), new.packed.data_ptr() + new.packed.numel()]
+    assert ends == sorted(ends)  # one after the other, none in another
+    assert ends[-1] - ends[0] < sum(old.packed.numel() + ALIGNMENT for old in before)
+    cpu_build.load()
+    x = torch.randn(3, 32)
+    assert torch.equal(before[1](x), after[1](x))

@@ -12,7 +12,7 @@ from fasteagle.loading.open import open_model
 from fasteagle.loading.source import Linears
 from fasteagle.model import KVCache, causal_mask
 from fasteagle.options import DEFAULT_MODEL, RuntimeOptions
-from fasteagle.quant import planes
+from fasteagle.quant import interleaved
 from fasteagle.quant.cuda_linear import in_half_range
 from fasteagle.quant.packed import PackedWeight
 
@@ -21,14 +21,14 @@ TEXT = "A rainbow is light that drops of water bend by its colour, the red less 
 
 
 class Emulated(nn.Module):
-    """`planes_kernel` for a 4-bit weight with offsets: fp16 within a tile, fp32 between tiles."""
+    """`interleaved_kernel` for a 4-bit weight with offsets: fp16 within a tile, else fp32."""
 
     def __init__(self, packed: PackedWeight, accumulate: str) -> None:
         super().__init__()
-        weight = planes.pack_planes(packed)
+        weight = interleaved.pack(packed)
         assert weight.offsets, "the default model's file has offsets"
         self.tile, self.accumulate = weight.layout.tile, accumulate
-        self.weight = planes.dequantize(weight).half()  # one rounding, as by the kernel's fma
+        self.weight = interleaved.dequantize(weight).half()  # one rounding, as by the kernel's fma
 
     def forward(self, x: Tensor) -> Tensor:
         half, scale = in_half_range(x, self.accumulate)
@@ -83,8 +83,8 @@ def test_kl_of_the_default_model():
     exact = log_probabilities(dense, tokens, None)
     kl = {}
     for accumulate in ("fp32", "fp16"):
-        found = log_probabilities(packed, tokens, accumulate)
-        kl[accumulate] = float((exact.exp() * (exact - found)).sum(-1).mean())
+        quantized = log_probabilities(packed, tokens, accumulate)
+        kl[accumulate] = float((exact.exp() * (exact - quantized)).sum(-1).mean())
     print(f"\nKL to fp32, nats per token: {kl}")
     assert 0 < kl["fp32"] < 2e-5
     assert kl["fp32"] < kl["fp16"] < 5e-5

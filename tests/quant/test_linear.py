@@ -10,9 +10,9 @@ from fasteagle.errors import FasteagleError
 from fasteagle.loading import source
 from fasteagle.loading.source import quantize_, quantize_head_
 from fasteagle.model import EagleHead
+from fasteagle.quant import interleaved, packed
 from fasteagle.quant import linear as linear_module
-from fasteagle.quant import packed, planes
-from fasteagle.quant.cuda_linear import PlanesLinear
+from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.quant.linear import (
     Int4Linear,
     Int8Linear,
@@ -22,7 +22,7 @@ from fasteagle.quant.linear import (
     make_linear,
 )
 from fasteagle.quant.packed import PackedWeight, pack_nibbles, stack, unpack_nibbles
-from fasteagle.quant.params import min_max, quantize_weight
+from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme
 from helpers import random_head, random_target, tiny_config
 
@@ -45,12 +45,12 @@ def weight(n=48, k=256, seed=0) -> torch.Tensor:
 @pytest.mark.parametrize("sums", ["fp16", "fp32"])
 def test_what_products_add_up_in_is_the_devices(monkeypatch, sums):
     """All but the LM head's, whose logits decide."""
-    asked = []
-    monkeypatch.setattr(linear_module, "accumulate_on", lambda d: asked.append(d) or sums)
+    devices = []
+    monkeypatch.setattr(linear_module, "accumulate_on", lambda d: devices.append(d) or sums)
     monkeypatch.setattr(PackedWeight, "to", lambda self, device: self)
     made = make_linear(quantize_weight(weight(), Scheme(4, 64)), None, "cuda:1", torch.bfloat16)
-    assert isinstance(made, PlanesLinear) and made.accumulate == sums
-    assert asked == [torch.device("cuda", 1)]
+    assert isinstance(made, InterleavedLinear) and made.accumulate == sums
+    assert devices == [torch.device("cuda", 1)]
     assert QuantizedLMHead(made).linear.accumulate == "fp32"
 
 
@@ -93,14 +93,14 @@ def test_group_sizes_that_do_not_divide():
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
 def test_errors_stay_within_half_a_step(scheme):
     w = weight()
-    found = quantize_weight(w, scheme)
-    step = found.scales.float().repeat_interleave(found.group_size, 1)
-    error = (found.dequantize() - w).abs()
+    quantized = quantize_weight(w, scheme)
+    step = quantized.scales.float().repeat_interleave(quantized.group_size, 1)
+    error = (quantized.dequantize() - w).abs()
     if scheme.method == "hqq":  # it clips outliers on purpose
         assert (error <= 0.51 * step).float().mean() > 0.97
     else:
         assert (error <= 0.54 * step).all()  # scales are rounded to bf16
-    assert found.scales.dtype == torch.bfloat16
+    assert quantized.scales.dtype == torch.bfloat16
 
 
 def test_hqq_beats_min_max_where_weights_have_outliers():
@@ -113,29 +113,16 @@ def test_hqq_beats_min_max_where_weights_have_outliers():
     assert norms["hqq"] < norms["minmax"]
 
 
-def test_min_max_is_torchaos_but_for_the_rounded_scale():
-    from torchao.quantization.quant_primitives import MappingType, choose_qparams_affine
-
-    w = weight() + 0.03
-    scales, zeros = min_max(w, 64)
-    theirs, points = choose_qparams_affine(
-        w, MappingType.ASYMMETRIC, (1, 64), torch.uint8, 0, 15, eps=1e-8, scale_dtype=torch.float32
-    )
-    assert torch.equal(scales, theirs.view_as(scales).bfloat16())
-    assert (zeros - points.view_as(zeros)).abs().max() <= 1
-
-
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
-@pytest.mark.parametrize("rows", [1, 2, 7, 33])
-@pytest.mark.parametrize("n", [48, 41])
-def test_modules_multiply_what_is_stored(scheme, rows, n):
-    found = quantize_weight(weight(n), scheme)
+@pytest.mark.parametrize(("n", "rows"), [(48, 1), (41, 33)])
+def test_modules_multiply_what_is_stored(scheme, n, rows):
+    quantized = quantize_weight(weight(n), scheme)
     x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(3)).bfloat16()
     bias = torch.linspace(-1, 1, n)
-    exact = x.float() @ found.dequantize().T + bias
-    module = make_linear(found, bias, "cpu", torch.bfloat16)
+    exact = x.float() @ quantized.dequantize().T + bias
+    module = make_linear(quantized, bias, "cpu", torch.bfloat16)
     assert (module(x).float() - exact).abs().max() < 0.02 * exact.abs().max()
-    dense = make_linear(found, bias, "cpu", torch.float32)
+    dense = make_linear(quantized, bias, "cpu", torch.float32)
     assert torch.allclose(dense(x.float()), exact, atol=1e-5)
 
 
@@ -155,17 +142,17 @@ def test_each_weight_is_held_once():
 def test_rows_of_a_module_are_those_of_the_weight():
     index = torch.tensor([40, 3, 3])
     for scheme, kind in ((Scheme(8), Int8Linear), (Scheme(4, 64), Int4Linear)):
-        found = quantize_weight(weight(41), scheme)
-        module = make_linear(found, None, "cpu", torch.bfloat16)
+        quantized = quantize_weight(weight(41), scheme)
+        module = make_linear(quantized, None, "cpu", torch.bfloat16)
         assert isinstance(module, kind)
-        expected = found.dequantize()[index]
+        expected = quantized.dequantize()[index]
         assert (module.rows(index).float() - expected).abs().max() < 0.005 * expected.abs().max()
 
 
 def test_the_own_lm_head_of_a_draft_head_yields_fp32_on_cuda(monkeypatch):
     """As the target's: sums in fp32, and no logit rounded."""
     monkeypatch.setattr(
-        source, "make_linear", lambda weight, bias, *_: PlanesLinear(weight, bias, "fp16")
+        source, "make_linear", lambda weight, bias, *_: InterleavedLinear(weight, bias, "fp16")
     )
     target = random_target(tiny_config(dim=64)).bfloat16()
     head = random_head(target, draft_ids=torch.arange(0, 60, 2))
@@ -180,21 +167,21 @@ def test_the_own_lm_head_of_a_draft_head_yields_fp32_on_cuda(monkeypatch):
 
 @pytest.mark.parametrize("scheme", [Scheme(8), Scheme(4, 64)], ids=str)
 def test_rows_of_the_linear_of_cuda_cost_no_others(scheme, monkeypatch):
-    found = quantize_weight(weight(300), scheme)
-    linear, sizes = PlanesLinear(found, None), []
-    dequantize = planes.dequantize
-    monkeypatch.setattr(planes, "dequantize", lambda w: sizes.append(w.shape) or dequantize(w))
-    expected = dequantize(planes.pack_planes(found))
+    quantized = quantize_weight(weight(300), scheme)
+    linear, sizes = InterleavedLinear(quantized, None), []
+    dequantize = interleaved.dequantize
+    monkeypatch.setattr(interleaved, "dequantize", lambda w: sizes.append(w.shape) or dequantize(w))
+    expected = dequantize(interleaved.pack(quantized))
     for index in (torch.tensor([299, 3, 3]), torch.arange(300)):
         assert torch.equal(linear.rows(index), expected[index])
     assert sizes == [(3, 256), (300, 256)]
 
 
 def test_quantized_logits_are_exact_where_it_matters():
-    found = quantize_weight(weight(300) * 40, Scheme(8))
-    head = QuantizedLMHead(make_linear(found, None, "cpu", torch.bfloat16))
+    quantized = quantize_weight(weight(300) * 40, Scheme(8))
+    head = QuantizedLMHead(make_linear(quantized, None, "cpu", torch.bfloat16))
     x = torch.randn(5, 256, generator=torch.Generator().manual_seed(4)).bfloat16() * 3
-    exact, logits = x.float() @ found.dequantize().T, head(x)
+    exact, logits = x.float() @ quantized.dequantize().T, head(x)
     best = exact.topk(4).indices
     assert torch.allclose(logits.gather(1, best), exact.gather(1, best), rtol=1e-4)
     assert not torch.allclose(
@@ -203,17 +190,16 @@ def test_quantized_logits_are_exact_where_it_matters():
 
 
 def test_inputs_in_another_order():
-    found = quantize_weight(weight(), Scheme(4, 64))
+    quantized = quantize_weight(weight(), Scheme(4, 64))
     order = torch.randperm(256, generator=torch.Generator().manual_seed(5))
     x = torch.randn(3, 256)
-    module = Permuted(make_linear(found, None, "cpu", torch.float32), order)
-    assert torch.equal(module(x), x[:, order] @ found.dequantize().T)
-    two = SideBySide([module, make_linear(found, None, "cpu", torch.float32)])
-    assert torch.equal(two(x)[:, 48:], x @ found.dequantize().T)
+    module = Permuted(make_linear(quantized, None, "cpu", torch.float32), order)
+    assert torch.equal(module(x), x[:, order] @ quantized.dequantize().T)
+    two = SideBySide([module, make_linear(quantized, None, "cpu", torch.float32)])
+    assert torch.equal(two(x)[:, 48:], x @ quantized.dequantize().T)
 
 
 def test_quantizing_in_place_reaches_every_linear():
-
     config = tiny_config(dim=64, n_head=4, head_dim=16, ffn_dim=96)
     target = random_target(config).bfloat16()
     quantize_(target.blocks, Scheme(4, 32))
@@ -226,27 +212,19 @@ def test_quantizing_in_place_reaches_every_linear():
     assert isinstance(head.lm_head, Int8Linear) and isinstance(target.lm_head, nn.Linear)
 
 
-def test_a_packed_weight_refuses_parts_that_do_not_fit():
-    good = quantize_weight(weight(), Scheme(4, 64))
-    with pytest.raises(AssertionError):
-        PackedWeight(4, 64, good.q, good.scales)
-    with pytest.raises(AssertionError):
-        PackedWeight(4, 64, good.q, good.scales[:, :1], good.zeros)
-
-
 def test_the_linear_of_cuda_keeps_large_inputs_and_logits_in_fp32():
     """On a CPU it runs its reference; fp16 ends at 65,504, bf16 does not."""
     dense = torch.randn(64, 128, generator=torch.Generator().manual_seed(1)) / 10
     packed = quantize_weight(dense, Scheme(8))
     for accumulate in ("fp32", "fp16"):
-        linear = PlanesLinear(packed, None, accumulate)
+        linear = InterleavedLinear(packed, None, accumulate)
         x = torch.randn(3, 128, generator=torch.Generator().manual_seed(2)).bfloat16()
         x[1, 5] = 1e5
         expected = x.float() @ packed.dequantize().T
-        found = linear(x)
-        assert found.dtype == torch.bfloat16 and found.isfinite().all()
-        torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=2e-2)
-        assert torch.equal(linear(x[:1]), found[:1])
+        y = linear(x)
+        assert y.dtype == torch.bfloat16 and y.isfinite().all()
+        torch.testing.assert_close(y.float(), expected, rtol=2e-2, atol=2e-2)
+        assert torch.equal(linear(x[:1]), y[:1])
         x[0, 0] = torch.inf
         assert not linear(x)[0].isfinite().any() and linear(x)[2].isfinite().all()
     head = QuantizedLMHead(linear)

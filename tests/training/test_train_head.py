@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import types
@@ -20,7 +21,7 @@ from fasteagle.loading.tensors import fingerprint
 from fasteagle.training.held_out import HeldOut
 from fasteagle.training.options import TrainOptions
 from fasteagle.training.train import TrainingBar
-from helpers import kill_at_first_save, write_random_text
+from helpers import write_random_text
 
 
 @pytest.fixture
@@ -179,3 +180,20 @@ def test_a_head_begins_from_another(tiny_dir, text_file, tmp_path, no_compiler):
 def test_nothing_to_train_on(tiny_dir, tmp_path):
     done = invoke("train-head", "--model", tiny_dir, "--out", tmp_path / "h")
     assert done.exit_code == 2 and "give --data, or --prompts" in done.stderr
+
+
+def kill_at_first_save(*arguments: object, compiled: bool) -> None:
+    """Run `fasteagle` in a process of its own, which dies once training has saved its state."""
+    code = (
+        "import os, signal\n"
+        "from fasteagle.compile import blocks\n"
+        f"blocks.missing_compiler = blocks.missing_compiler if {compiled} else lambda: 'none'\n"
+        "from fasteagle.training.train import Trainer\n"
+        "save = Trainer.save\n"
+        "Trainer.save = lambda self: (save(self), os.kill(os.getpid(), signal.SIGKILL))\n"
+        "from fasteagle.cli.main import main\n"
+        "main()"
+    )
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == -signal.SIGKILL, run.stderr

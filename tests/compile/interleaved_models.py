@@ -12,7 +12,7 @@ from fasteagle.compile.cuda_backend import CudaBackend
 from fasteagle.compile.int8_cache import quantized_rows
 from fasteagle.config import ModelConfig
 from fasteagle.model import EagleHead, KVCache, Target, Transformer
-from fasteagle.quant.cuda_linear import PlanesLinear
+from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme
 from fasteagle.tree import TreeView, ancestor_mask, tree_paths
@@ -37,7 +37,7 @@ def pack_(module: nn.Module, scheme: Scheme, accumulate: str = "fp32") -> nn.Mod
     for name, child in list(module.named_children()):
         if isinstance(child, nn.Linear):
             packed = quantize_weight(child.weight.detach().float(), scheme)
-            setattr(module, name, PlanesLinear(packed, child.bias, accumulate))
+            setattr(module, name, InterleavedLinear(packed, child.bias, accumulate))
         else:
             pack_(child, scheme, accumulate)
     return module
@@ -46,7 +46,7 @@ def pack_(module: nn.Module, scheme: Scheme, accumulate: str = "fp32") -> nn.Mod
 def dense_(module: nn.Module) -> nn.Module:
     """The same weights in ordinary linears and fp32."""
     for name, child in list(module.named_children()):
-        if isinstance(child, PlanesLinear):
+        if isinstance(child, InterleavedLinear):
             linear = nn.Linear(child.in_features, child.out_features, child.bias is not None)
             linear.weight.data = child.rows(torch.arange(child.out_features))
             if child.bias is not None:

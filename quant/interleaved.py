@@ -1,6 +1,6 @@
 """Interleaved layout of the CUDA kernels: its packing in plain torch, and the custom op over it.
 
-A weight [N, K] is cut along K into tiles. The values of a tile are spread over planes: bit field j
+A weight [N, K] is cut along K into tiles. The values of a tile are spread over bit planes: field j
 of row r of the stored int16 holds the value of column `plane_rows * j + r`. A register with two
 neighbouring rows then yields, for every j, two neighbouring columns of plane j after one mask.
 That is a tensor core operand without another pass through shared memory.
@@ -11,7 +11,6 @@ Shapes: N output rows, K input columns, padded to whole blocks Np, Kp; G = Kp / 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +21,6 @@ from fasteagle.errors import FasteagleError
 from fasteagle.quant.packed import PackedWeight
 
 BLOCK_N = 128  # output rows of one program; narrower blocks unroll into more instructions
-ACCUMULATE = ("fp32", "fp16")
 # Activations below 2^(this + 1) are in range; with fp16 accumulation 128 products are too.
 LARGEST_EXPONENT = {"fp32": 14, "fp16": 8}
 
@@ -49,7 +47,7 @@ class Layout:
 
 
 @dataclasses.dataclass(frozen=True)
-class PlanesWeight:
+class InterleavedWeight:
     """Weight in the interleaved layout: `(q - zero) * scale` or `(q - 8) * scale + midpoint`.
 
     The midpoint, the value of q = 8, replaces the offset: an offset can be as large as the largest
@@ -59,7 +57,7 @@ class PlanesWeight:
         8 bits   int32 [1, Np]: the bits of one fp32 scale per row (group_size = K)
     """
 
-    planes: Tensor  # int16 [Kp / n_planes, Np]
+    words: Tensor  # int16 [Kp / n_planes, Np]
     params: Tensor
     N: int
     K: int
@@ -74,16 +72,11 @@ class PlanesWeight:
     @property
     def n_bytes(self) -> int:
         """Bytes that a product reads, padding included."""
-        return self.planes.nbytes + self.params.nbytes
+        return self.words.nbytes + self.params.nbytes
 
     @property
     def layout(self) -> Layout:
         return layout_for(self.bits, self.group_size, self.K)
-
-    def to(self, device: torch.device | str) -> PlanesWeight:
-        return dataclasses.replace(
-            self, planes=self.planes.to(device), params=self.params.to(device)
-        )
 
 
 def layout_for(bits: int, group_size: int, K: int) -> Layout:
@@ -101,7 +94,7 @@ def layout_for(bits: int, group_size: int, K: int) -> Layout:
     return Layout(bits, 64 if K % 128 or bits == 8 else 128, group_size)
 
 
-def pack_planes(weight: PackedWeight) -> PlanesWeight:
+def pack(weight: PackedWeight) -> InterleavedWeight:
     """Pack a weight into the interleaved layout, on its device.
 
     q and zeros are exact. Scales and midpoints of groups are rounded to fp16: exact for
@@ -115,7 +108,7 @@ def pack_planes(weight: PackedWeight) -> PlanesWeight:
     if weight.bits == 8:
         q = (q.to(torch.int16) + 128).to(torch.uint8)
     q = F.pad(q, (0, padded[1] - K, 0, padded[0] - N))
-    return PlanesWeight(
+    return InterleavedWeight(
         _spread(q, layout),
         _params(weight, layout, padded),
         N,
@@ -126,10 +119,10 @@ def pack_planes(weight: PackedWeight) -> PlanesWeight:
     )
 
 
-def unpack_planes(weight: PlanesWeight) -> Tensor:
+def unpack_values(weight: InterleavedWeight) -> Tensor:
     """Return q [N, K] of a packed weight, uint8 at 4 bits and int8 at 8."""
     layout = weight.layout
-    rows = weight.planes.view(-1, layout.plane_rows, weight.planes.shape[1])
+    rows = weight.words.view(-1, layout.plane_rows, weight.words.shape[1])
     low, high = rows.contiguous().view(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
     fields = [low & 15, low >> 4, high & 15, high >> 4] if weight.bits == 4 else [low, high]
     q = torch.stack(fields, dim=1).flatten(0, 2).T[: weight.N, : weight.K]
@@ -138,7 +131,7 @@ def unpack_planes(weight: PlanesWeight) -> Tensor:
     return q.contiguous()
 
 
-def unpack_params(weight: PlanesWeight) -> tuple[Tensor, Tensor | None]:
+def unpack_params(weight: InterleavedWeight) -> tuple[Tensor, Tensor | None]:
     """Return fp32 scales and, at 4 bits, zeros or midpoints, each [N, groups in a row]."""
     group, N = weight.layout.group_size, weight.N
     if not group:
@@ -151,40 +144,26 @@ def unpack_params(weight: PlanesWeight) -> tuple[Tensor, Tensor | None]:
     return scales, second if weight.offsets else -1024 - second
 
 
-def dequantize(weight: PlanesWeight) -> Tensor:
+def dequantize(weight: InterleavedWeight) -> Tensor:
     """Return the weight in fp32 [N, K], the reference of every kernel."""
     scales, second = (None if p is None else p.unsqueeze(-1) for p in unpack_params(weight))
     assert scales is not None
-    q = unpack_planes(weight).float().view(weight.N, -1, weight.group_size)
+    q = unpack_values(weight).float().view(weight.N, -1, weight.group_size)
     if weight.offsets:
         return ((q - 8) * scales + second).view(weight.shape)
     return ((q if second is None else q - second) * scales).view(weight.shape)
 
 
-def linear(x: Tensor, weight: PlanesWeight, *, accumulate: str = "fp32") -> Tensor:
+def linear(x: Tensor, weight: InterleavedWeight, *, accumulate: str = "fp32") -> Tensor:
     """Return `x @ w.T` in fp32 [T, N] for fp16 x [T, K], by kernels on CUDA, else by torch."""
-    return planes_linear(*op_arguments(x, weight, accumulate))
+    parts = [getattr(weight, field.name) for field in dataclasses.fields(weight)]
+    return interleaved_linear(x, *parts, accumulate)
 
 
-def op_arguments(x: Tensor, weight: PlanesWeight, accumulate: str) -> tuple[Any, ...]:
-    """Return the arguments of `planes_linear`, since custom ops take no dataclasses."""
-    return (
-        x,
-        weight.planes,
-        weight.params,
-        weight.N,
-        weight.K,
-        weight.bits,
-        weight.group_size,
-        weight.offsets,
-        accumulate,
-    )
-
-
-@torch.library.custom_op("fasteagle::planes_linear", mutates_args=(), device_types="cpu")
-def planes_linear(
+@torch.library.custom_op("fasteagle::interleaved_linear", mutates_args=())
+def interleaved_linear(
     x: Tensor,
-    planes: Tensor,
+    words: Tensor,
     params: Tensor,
     N: int,
     K: int,
@@ -193,35 +172,24 @@ def planes_linear(
     offsets: bool,
     accumulate: str,
 ) -> Tensor:
-    """Compute `linear` over plain tensors, for `torch.compile`; on a CPU always in fp32."""
-    weight = PlanesWeight(planes, params, N, K, bits, group_size, offsets)
-    return x.float() @ dequantize(weight).T
+    """Compute `linear` over the fields of a weight, as custom ops take no dataclasses.
+
+    On a CPU it is always in fp32.
+    """
+    weight = InterleavedWeight(words, params, N, K, bits, group_size, offsets)
+    if not x.is_cuda:
+        return x.float() @ dequantize(weight).T
+    from fasteagle.quant import kernels  # Triton exists where CUDA does
+
+    with on_device_of(x):
+        return kernels.linear(x, weight, accumulate=accumulate)
 
 
-@planes_linear.register_fake
-def _fake(x: Tensor, planes: Tensor, params: Tensor, N: int, K: int, *format: object) -> Tensor:
+@interleaved_linear.register_fake
+def _fake(x: Tensor, words: Tensor, params: Tensor, N: int, K: int, *format: object) -> Tensor:
     torch._check(x.dim() == 2)
     torch._check(x.shape[1] == K)
     return x.new_empty((x.shape[0], N), dtype=torch.float32)
-
-
-@planes_linear.register_kernel("cuda")
-def _cuda(
-    x: Tensor,
-    planes: Tensor,
-    params: Tensor,
-    N: int,
-    K: int,
-    bits: int,
-    group_size: int,
-    offsets: bool,
-    accumulate: str,
-) -> Tensor:
-    from fasteagle.quant import kernels  # Triton exists where CUDA does
-
-    weight = PlanesWeight(planes, params, N, K, bits, group_size, offsets)
-    with on_device_of(x):
-        return kernels.linear(x, weight, accumulate=accumulate)
 
 
 def _spread(q: Tensor, layout: Layout) -> Tensor:

@@ -1,0 +1,90 @@
+"""A device that replays its steps, on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fasteagle.compile.graphs import CapturedRunner
+from fasteagle.decoding.runner import Backend
+
+
+class NoHostReads(TorchDispatchMode):
+    """Refuses what makes the host wait for a value or a size, and so forbids a capture."""
+
+    WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        masks = args[1] if name in ("index", "index_put", "index_put_") else ()
+        if name in self.WAITING or any(m is not None and m.dtype == torch.bool for m in masks):
+            raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
+        return func(*args, **(kwargs or {}))
+
+
+class FakeGraphs:
+    """Stands for a device with graphs: keeps steps and runs them again; may refuse."""
+
+    def __init__(self) -> None:
+        self.captured = 0
+        self.failing = False
+        self.watching: Callable[[], AbstractContextManager] = NoHostReads
+
+    def capture(self, step, restore):
+        for _ in range(2):  # warming up runs the step
+            with self.watching(), mock.patch("fasteagle.sampling._may_look", lambda x: False):
+                step()
+            restore()
+        if self.failing:
+            raise RuntimeError("operation not permitted\nmore about it")
+        self.captured += 1
+        return step
+
+    def place(self, result):
+        return FakePlace()
+
+    def synchronize(self) -> None:
+        pass
+
+    def milliseconds(self, replay) -> float:
+        replay()
+        return 1.0
+
+
+class FakePlace:
+    """A copy made at once, which another cycle does not change."""
+
+    def fill(self, result) -> None:
+        self._copy = result.tolist()
+
+    def read(self) -> list[int]:
+        return self._copy
+
+
+class CountingRunner(CapturedRunner):
+    """A captured runner that counts what it replays."""
+
+    def __init__(self, backend, state, graphs) -> None:
+        super().__init__(backend, state, graphs)
+        self.graphs = graphs
+        self.graphs.watching = self._watching
+        self.replays = 0
+
+    def _watching(self) -> AbstractContextManager:
+        return nullcontext() if self.compiled else NoHostReads()  # where nothing compiled runs
+
+    def launch(self, spec, drafter, processor=None) -> None:
+        ready = self._replays.get(self._key(spec, drafter)) is not None
+        self.replays += ready and processor is None
+        super().launch(spec, drafter, processor)
+
+
+class ReplayingBackend(Backend):
+    """A backend whose engines replay, as those of CUDA do."""
+
+    def runner(self, state) -> CountingRunner:
+        return CountingRunner(self, state, FakeGraphs())
