@@ -109,29 +109,29 @@ def draft_block(config: ModelConfig) -> ModelConfig:
 class Eagle3Config:
     """Settings of an EAGLE-3 draft head besides its block; the defaults are the paper's."""
 
-    tap_layers: tuple[int, ...]  # target blocks whose input the draft head reads, ascending
+    aux_layers: tuple[int, ...]  # target blocks whose input the draft head reads, ascending
     target_dim: int
     own_embedding: bool = False
     own_lm_head: bool = True
     norm_before_residual: bool = False  # the residual stream begins with the normed feature
-    tap_norm: str = "none"  # before fc: "none", "all" taps as one vector, "each" by itself
+    aux_norm: str = "none"  # before fc: "none", "all" as one vector, "each" by itself
     norm_output: bool = False  # the next feature is the one after the final norm
 
 
-def default_taps(n_layer: int) -> tuple[int, ...]:
+def default_aux_layers(n_layer: int) -> tuple[int, ...]:
     """Return the numbers of the blocks whose input the public EAGLE-3 code reads."""
     return 2, n_layer // 2, n_layer - 3
 
 
-def checked_taps(taps: tuple[int, ...], n_layer: int) -> tuple[int, ...]:
-    """Return `taps`; raise `FasteagleError` unless they ascend among the model's blocks."""
-    if list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > n_layer:
-        listed = ", ".join(str(tap) for tap in taps)
+def checked_aux_layers(aux_layers: tuple[int, ...], n_layer: int) -> tuple[int, ...]:
+    """Return `aux_layers`; raise `FasteagleError` unless they ascend among the model's blocks."""
+    if list(aux_layers) != sorted(set(aux_layers)) or aux_layers[0] < 0 or aux_layers[-1] > n_layer:
+        listed = ", ".join(str(layer) for layer in aux_layers)
         raise FasteagleError(
-            f"taps {listed} must ascend within 0 .. {n_layer}, the model's blocks: "
+            f"auxiliary layers {listed} must ascend within 0 .. {n_layer}, the model's blocks: "
             "give --tap-layers"
         )
-    return taps
+    return aux_layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,16 +149,16 @@ class HeadConfig:
     eagle3: Eagle3Config | None = None
 
     @property
-    def tap_layers(self) -> tuple[int, ...]:
+    def aux_layers(self) -> tuple[int, ...]:
         """Target blocks whose input the draft head reads; none for EAGLE-1/2."""
-        return () if self.eagle3 is None else self.eagle3.tap_layers
+        return () if self.eagle3 is None else self.eagle3.aux_layers
 
     @property
     def feature_dim(self) -> int:
         """Width of the target's features that the draft head reads for each token."""
         if self.eagle3 is None:
             return self.block.dim
-        return len(self.tap_layers) * self.eagle3.target_dim
+        return len(self.aux_layers) * self.eagle3.target_dim
 
     @property
     def linear_params(self) -> int:

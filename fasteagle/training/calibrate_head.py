@@ -209,10 +209,10 @@ def _calibrated(
     work: Work,
 ) -> Calibrated:
     """Measure, distil, measure; return the draft head with the higher tau on held-out text."""
-    engine, taps = target.engine, head.head.config.tap_layers
-    key = store_key(conversations, identity, taps)
+    engine, aux_layers = target.engine, head.head.config.aux_layers
+    key = store_key(conversations, identity, aux_layers)
     compile_now(engine)
-    store = compute_features(engine, conversations, work.folder / key, tap_layers=taps)
+    store = compute_features(engine, conversations, work.folder / key, aux_layers=aux_layers)
     held_out = choose_held_out(conversations, max(8, len(conversations) // 8))
     training = [c for i, c in enumerate(conversations) if i not in set(held_out)]
     first = _with_draft_vocab(head.head, training, engine.model, options.draft_vocab)
@@ -228,7 +228,7 @@ def _calibrated(
     scheme = target.checkpoint.scheme
     assert scheme is not None, "`calibrate_head` names one"
     header = {
-        "algorithm": "eagle3" if taps else "eagle1",
+        "algorithm": "eagle3" if aux_layers else "eagle1",
         "target": target.name,
         "target_fingerprint": identity,
         "scheme": scheme.name,
@@ -279,7 +279,7 @@ class _Distilling:
     ) -> None:
         self._head, self._target, self._store = head, target, store
         self._held_out, self._identity = held_out, identity
-        self._algorithm = "eagle3" if head.config.tap_layers else "eagle1"
+        self._algorithm = "eagle3" if head.config.aux_layers else "eagle1"
 
     def run(self, n_steps: int, work: Work) -> Trainer:
         """Train for `n_steps`, going on where an earlier part of the run stopped."""

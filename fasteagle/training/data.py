@@ -60,12 +60,12 @@ class Features(Protocol):
 
     lengths: list[int]
     prompt_lens: list[int]
-    n_taps: int  # auxiliary hidden states that an EAGLE-3 head reads
+    n_aux: int  # auxiliary hidden states that an EAGLE-3 head reads
 
     def __len__(self) -> int: ...
 
     def conversation(self, i: int) -> tuple[Tensor, Tensor]:
-        """Return ids [n] and bf16 features [n, (n_taps + 1) * D] of one conversation.
+        """Return ids [n] and bf16 features [n, (n_aux + 1) * D] of one conversation.
 
         The last D columns are what the LM head reads, those before are the auxiliary hidden states.
         """
@@ -78,10 +78,10 @@ class LiveFeatures:
         self,
         engine: Engine,
         conversations: Sequence[Conversation],
-        tap_layers: tuple[int, ...] = (),
+        aux_layers: tuple[int, ...] = (),
     ) -> None:
         self._engine, self._conversations = engine, conversations
-        self._tap_layers, self.n_taps = tap_layers, len(tap_layers)
+        self._aux_layers, self.n_aux = aux_layers, len(aux_layers)
         self.lengths = [len(c.ids) for c in conversations]
         self.prompt_lens = [c.prompt_len for c in conversations]
 
@@ -90,7 +90,7 @@ class LiveFeatures:
 
     def conversation(self, i: int) -> tuple[Tensor, Tensor]:
         ids = self._conversations[i].ids
-        features = self._engine.features(ids, self._tap_layers)
+        features = self._engine.features(ids, self._aux_layers)
         return torch.tensor(ids), features.to(torch.bfloat16).cpu()
 
 
@@ -104,7 +104,7 @@ class FeatureStore:
         self.ids = torch.cat([shard["ids"] for shard in shards]).long()
         self._features = [shard["features"] for shard in shards]
         self._shard_of = index["shard_of"]  # shard and row of each conversation's first token
-        self.n_taps: int = index.get("n_taps", 0)
+        self.n_aux: int = index.get("n_taps", 0)
         self.lengths: list[int] = index["lengths"]
         self.prompt_lens: list[int] = index["prompt_lens"]
         self._starts = [0]
@@ -121,11 +121,11 @@ class FeatureStore:
 
 
 def store_key(
-    conversations: Sequence[Conversation], fingerprint: str, tap_layers: tuple[int, ...] = ()
+    conversations: Sequence[Conversation], fingerprint: str, aux_layers: tuple[int, ...] = ()
 ) -> str:
     """Return the cache key of this text's features under this target."""
-    taps = f" {tap_layers}" if tap_layers else ""
-    digest = hashlib.sha256(f"{fingerprint}{taps}".encode())
+    layers = f" {aux_layers}" if aux_layers else ""
+    digest = hashlib.sha256(f"{fingerprint}{layers}".encode())
     for c in conversations:
         digest.update(json.dumps([c.prompt_len, c.ids]).encode())
     return digest.hexdigest()[:24]
@@ -136,7 +136,7 @@ def compute_features(
     conversations: Sequence[Conversation],
     folder: Path,
     progress: Callable[[int], None] = lambda n: None,
-    tap_layers: tuple[int, ...] = (),
+    aux_layers: tuple[int, ...] = (),
     ranks: Ranks | None = None,
 ) -> FeatureStore:
     """Compute the target's features of every token in shards, and return them; see `Features`.
@@ -151,14 +151,14 @@ def compute_features(
     if index_path.exists():
         return FeatureStore(folder)
     total = sum(len(c.ids) for c in conversations)
-    row_bytes = (len(tap_layers) + 1) * engine.model.config.dim * 2 + 4
+    row_bytes = (len(aux_layers) + 1) * engine.model.config.dim * 2 + 4
     done = len(list(folder.glob("features-*.safetensors"))) * SHARD_TOKENS
     require_free_space(folder, max(0, total - done) * row_bytes, "caching features")
     groups = list(_shards(conversations))
     paths = [folder / f"features-{shard:05}.safetensors" for shard in range(len(groups))]
     for shard in ranks.share(list(range(len(groups)))):
         if not paths[shard].exists():
-            _write_shard(engine, groups[shard], paths[shard], tap_layers)
+            _write_shard(engine, groups[shard], paths[shard], aux_layers)
         progress(sum(len(c.ids) for c in groups[shard]))
     ranks.wait()
     if ranks.is_first:
@@ -167,7 +167,7 @@ def compute_features(
             "shard_of": [place for i, group in enumerate(groups) for place in _places(i, group)],
             "lengths": [len(c.ids) for c in conversations],
             "prompt_lens": [c.prompt_len for c in conversations],
-            "n_taps": len(tap_layers),
+            "n_taps": len(aux_layers),
         }
         with replacing(index_path) as temporary:
             temporary.write_text(json.dumps(index))
@@ -197,9 +197,9 @@ def _shards(conversations: Sequence[Conversation]) -> Iterator[list[Conversation
 
 
 def _write_shard(
-    engine: Engine, group: Sequence[Conversation], path: Path, tap_layers: tuple[int, ...]
+    engine: Engine, group: Sequence[Conversation], path: Path, aux_layers: tuple[int, ...]
 ) -> None:
-    features = [engine.features(c.ids, tap_layers).to(torch.bfloat16).cpu() for c in group]
+    features = [engine.features(c.ids, aux_layers).to(torch.bfloat16).cpu() for c in group]
     ids = torch.tensor([i for c in group for i in c.ids], dtype=torch.int32)
     with replacing(path) as temporary:
         save_file({"ids": ids, "features": torch.cat(features)}, temporary)

@@ -27,11 +27,11 @@ def measure(
     """Measure chains of five from every position of the answers; exact on greedy text."""
     qualities = []
     for loaded in heads:
-        taps = loaded.head.config.tap_layers
-        text = LiveFeatures(engine, conversations, taps)
+        aux_layers = loaded.head.config.aux_layers
+        text = LiveFeatures(engine, conversations, aux_layers)
         ready = ready_head(loaded.head, engine)
         held = evaluate(ready, engine.model, text, list(range(len(text))))
-        qualities.append(HeadQuality(loaded.origin, "EAGLE-3" if taps else "EAGLE-1/2", held))
+        qualities.append(HeadQuality(loaded.origin, "EAGLE-3" if aux_layers else "EAGLE-1/2", held))
     return qualities
 
 

@@ -65,14 +65,14 @@ def make_batch(store: Features, chosen: list[int], device: torch.device) -> Batc
 
     Where the store holds no auxiliary hidden states, a draft head reads what the LM head reads.
     """
-    n_taps = store.n_taps
+    n_aux = store.n_aux
     parts = [store.conversation(i) for i in chosen]
     length = max(len(ids) for ids, _ in parts) - 1
     width = parts[0][1].shape[1]
-    dim = width // (store.n_taps + 1)
+    dim = width // (store.n_aux + 1)
     tokens = torch.zeros(len(parts), length, dtype=torch.long)
-    read = slice(0, n_taps * dim) if n_taps else slice(width - dim, width)
-    features = torch.zeros(len(parts), length, n_taps * dim or dim, dtype=torch.bfloat16)
+    read = slice(0, n_aux * dim) if n_aux else slice(width - dim, width)
+    features = torch.zeros(len(parts), length, n_aux * dim or dim, dtype=torch.bfloat16)
     targets = torch.zeros(len(parts), length, dim, dtype=torch.bfloat16)
     for b, (ids, values) in enumerate(parts):
         n = len(ids) - 1

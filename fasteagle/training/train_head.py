@@ -58,9 +58,9 @@ def train_head(
     identity = fingerprint(runtime.checkpoint)
     with ranks.first_alone():  # writes text, which the others then find
         conversations = _conversations(runtime, run, data)
-    taps = options.taps_of(runtime.checkpoint.config.n_layer)
-    text = store_key(conversations, identity, taps)
-    store = _features(runtime, conversations, run, taps, text, ranks)
+    aux_layers = options.aux_layers_of(runtime.checkpoint.config.n_layer)
+    text = store_key(conversations, identity, aux_layers)
+    store = _features(runtime, conversations, run, aux_layers, text, ranks)
     held_out = choose_held_out(conversations, run.held_out)
     training = [c for i, c in enumerate(conversations) if i not in set(held_out)]
     head = _begun(init, runtime.engine.model, training, options)
@@ -114,12 +114,12 @@ def _conversations(runtime: Runtime, run: TrainRun, data: list[Conversation]) ->
 
 def _init_head(config: ModelConfig, path: Path | None, options: TrainOptions) -> EagleHead | None:
     """Return the draft head in --init; raise `FasteagleError` if it is of another kind."""
-    taps = options.taps_of(config.n_layer)
+    aux_layers = options.aux_layers_of(config.n_layer)
     if path is None:
         return None
     head, _ = load_head(path, config, options.tap_layers)
-    borrows = bool(taps) and head.own_lm_head is None
-    if head.config.tap_layers != taps:
+    borrows = bool(aux_layers) and head.own_lm_head is None
+    if head.config.aux_layers != aux_layers:
         option = "its --algorithm and its --tap-layers"
     elif borrows != options.borrow_lm_head:
         option = "--borrow-lm-head" if borrows else "no --borrow-lm-head"
@@ -152,14 +152,14 @@ def _features(
     runtime: Runtime,
     conversations: Sequence[Conversation],
     run: TrainRun,
-    taps: tuple[int, ...],
+    aux_layers: tuple[int, ...],
     key: str,
     ranks: Ranks,
 ) -> Features:
     """Return the target's features: live, from the user cache, or computed into it now."""
     if run.features == "live":
         compile_now(runtime.engine)
-        return LiveFeatures(runtime.engine, conversations, taps)
+        return LiveFeatures(runtime.engine, conversations, aux_layers)
     folder = cache_dir() / "features" / key
     if not (folder / "index.json").exists():
         compile_now(runtime.engine)
@@ -171,7 +171,7 @@ def _features(
         if ranks.is_first:
             note(f"features of about {min(done, total):,} of {total:,} tokens")
 
-    return compute_features(runtime.engine, conversations, folder, progress, taps, ranks)
+    return compute_features(runtime.engine, conversations, folder, progress, aux_layers, ranks)
 
 
 class TrainingBar:

@@ -25,7 +25,7 @@ from fasteagle.loading.heads.tables import official_state
 from fasteagle.loading.heads.write import config_json, save_head
 from fasteagle.model import make_head, rope_table
 from fasteagle.shapes import TreeShape
-from head_folders import DRAFT_IDS, TAPS, head_for
+from head_folders import AUX_LAYERS, DRAFT_IDS, head_for
 from helpers import REPO, empty_state, pairs, propose, put_in_cache, random_target, tiny_config
 
 CONFIG = tiny_config(n_layer=8, rope_base=5e5)
@@ -74,8 +74,8 @@ def write(path, head, state, tokenizer, **more):
 
 CASES = [
     {},
-    {"tap_layers": (0, 4, 8), "norm_before_residual": True},
-    {"tap_norm": "all", "own_embedding": True},
+    {"aux_layers": (0, 4, 8), "norm_before_residual": True},
+    {"aux_norm": "all", "own_embedding": True},
 ]
 
 
@@ -107,7 +107,7 @@ def test_the_gguf_package_reads_what_llama_cpp_expects(target, tokenizer, tmp_pa
     reader = GGUFReader(tmp_path / "h.gguf")
     said = {key: field.contents() for key, field in reader.fields.items()}
     assert said["general.architecture"] == "eagle3"
-    assert said["eagle3.target_layers"] == list(TAPS)
+    assert said["eagle3.target_layers"] == list(AUX_LAYERS)
     assert reader.fields["eagle3.target_layers"].types[-1] == GGUFValueType.INT32
     assert (said["eagle3.target_hidden_size"], said["eagle3.vocab_size"]) == (32, 60)
     assert said["eagle3.norm_before_residual"] is False and said["eagle3.block_count"] == 1
@@ -160,7 +160,7 @@ def test_quantized_tensors_and_names_of_forks(target, tmp_path):
     }.items():
         writer.add_uint32(f"eagle3.{key}", value)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_array("eagle3.extract_layers", list(TAPS))
+    writer.add_array("eagle3.extract_layers", list(AUX_LAYERS))
     for name, official in NAMES.items():
         if official not in state:
             continue
@@ -239,7 +239,11 @@ def test_metadata_that_is_wrong(target, tokenizer, tmp_path, monkeypatch, key, v
         ),
         ("d2t", np.zeros((30, 1), np.int64), "d2t is I64 of shape .30, 1.: must be a list"),
         ("blk.0.attn_q.weight", np.zeros((30, 64), np.float32), "q_proj.weight is .30, 64., expec"),
-        ("fc.weight", np.zeros((32, 64), np.float32), "fc reads 64 values, 2 taps of 32, but the"),
+        (
+            "fc.weight",
+            np.zeros((32, 64), np.float32),
+            "fc reads 64 values, 2 layers of 32, but the",
+        ),
         ("d2t", np.arange(0, 90, 3), "d2t does not list ascending ids below 60"),
         ("d2t", np.arange(30) - 1, "d2t does not list ascending ids below 60"),
         ("d2t", np.arange(30)[::-1].copy(), "d2t does not list ascending ids below 60"),

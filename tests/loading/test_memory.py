@@ -268,10 +268,10 @@ def test_out_of_memory_in_a_prompt_leaves_the_engine_usable(tiny_dir, monkeypatc
     engine.restart()
     run = engine._run
 
-    def fails(ids, begin, tap_layers):
+    def fails(ids, begin, aux_layers):
         if begin:
             raise error
-        return run(ids, begin, tap_layers)
+        return run(ids, begin, aux_layers)
 
     monkeypatch.setattr(engine, "_run", fails)
     with pytest.raises(FasteagleError, match="out of memory at token 256 of a prompt of 320: low"):

@@ -297,8 +297,8 @@ def test_three_commands_from_a_model_to_a_chat(algorithm, model, prompts, tmp_pa
     generated(model, out, "--prompts", prompts)
     sizes = ("--draft-vocab-size", 128, "--loss-vocab-size", 64, "--features", "live")
     options = ("--held-out", 3, "--steps", 2, "--batch-tokens", 200, "--max-len", 200, *sizes)
-    taps = ("--tap-layers", "0,1,2") if algorithm == "eagle3" else ()  # of three blocks in all
-    arguments = ("--model", model, "--data", out, "--out", head, "--algorithm", algorithm, *taps)
+    layers = ("--tap-layers", "0,1,2") if algorithm == "eagle3" else ()  # of three blocks in all
+    arguments = ("--model", model, "--data", out, "--out", head, "--algorithm", algorithm, *layers)
     done = CliRunner().invoke(cli.main, ["train-head", *map(str, (*arguments, *options))])
     assert done.exit_code == 0, done.output
     assert "head written to" in done.stderr

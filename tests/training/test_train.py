@@ -51,9 +51,9 @@ def store(target, text, tmp_path) -> FeatureStore:
 
 @pytest.fixture
 def store_3(target, text, tmp_path) -> FeatureStore:
-    """With the taps that an EAGLE-3 head reads."""
-    taps = OPTIONS_3.taps_of(target.config.n_layer)
-    return compute_features(Engine(target, 256), text, tmp_path / "taps", tap_layers=taps)
+    """With the auxiliary hidden states that an EAGLE-3 head reads."""
+    layers = OPTIONS_3.aux_layers_of(target.config.n_layer)
+    return compute_features(Engine(target, 256), text, tmp_path / "taps", aux_layers=layers)
 
 
 def trainer(target, store, folder, options=OPTIONS) -> Trainer:
@@ -427,8 +427,8 @@ def test_options_out_of_range(wrong, message):
 
 
 @pytest.mark.parametrize(
-    ("taps", "message"), [((2, 1), "must ascend within 0 .. 3"), ((1, 4), "must ascend")]
+    ("layers", "message"), [((2, 1), "must ascend within 0 .. 3"), ((1, 4), "must ascend")]
 )
-def test_taps_that_the_model_lacks(taps, message):
+def test_aux_layers_that_the_model_lacks(layers, message):
     with pytest.raises(FasteagleError, match=message):
-        TrainOptions(algorithm="eagle3", tap_layers=taps).taps_of(3)
+        TrainOptions(algorithm="eagle3", tap_layers=layers).aux_layers_of(3)

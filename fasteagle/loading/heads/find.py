@@ -16,7 +16,7 @@ from fasteagle.config import (
     Eagle3Config,
     HeadConfig,
     ModelConfig,
-    default_taps,
+    default_aux_layers,
     draft_block,
     head_from_hf,
 )
@@ -50,10 +50,10 @@ class HeadFiles:
     path: Path
     origin: str
 
-    def loaded(self, config: ModelConfig, tap_layers: tuple[int, ...] | None = None) -> LoadedHead:
+    def loaded(self, config: ModelConfig, aux_layers: tuple[int, ...] | None = None) -> LoadedHead:
         """Load the draft head for a target of `config`; raises `FasteagleError` as `load_head`."""
         source = open_head(self.path, config)
-        head = make_fitted(source, config, tap_layers)
+        head = make_fitted(source, config, aux_layers)
         digest = files_digest(self.path)
         return LoadedHead(self.origin, head, source.header, digest, source.made_for)
 
@@ -149,6 +149,6 @@ def head_shape(name: str, config: ModelConfig) -> HeadConfig:
     head = next(iter(REGISTRY[name].heads), None) if name in REGISTRY else None
     if head is None or head.algorithm != EAGLE3:
         return HeadConfig(block, config.vocab_size)
-    own = Eagle3Config(default_taps(config.n_layer), target_dim=config.dim)
+    own = Eagle3Config(default_aux_layers(config.n_layer), target_dim=config.dim)
     size = min(head.draft_vocab_size, config.vocab_size)
     return HeadConfig(block, size, fc_bias=False, eagle3=own)

@@ -102,7 +102,7 @@ def open_gguf_head(path: Path) -> HeadSource:
         raise FasteagleError(f"{path}: GGUF metadata lacks {LAYERS[0]}: convert the head again")
     layers = block_numbers(f"{path}: {key}", index.fields[key])
     state = _tensors(path, index, data, raw)
-    return HeadSource(str(path), DIALECT, raw, state, eagle3=True, tap_layers=layers)
+    return HeadSource(str(path), DIALECT, raw, state, eagle3=True, aux_layers=layers)
 
 
 def _config(path: Path, fields: Fields, index: GGUFIndex) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def write_gguf_head(
         writer = GGUFWriter(temporary, "eagle3")
         writer.add_name(path.stem)
         _add_fields(writer, raw)
-        writer.add_array(LAYERS[0], list(config.tap_layers))
+        writer.add_array(LAYERS[0], list(config.aux_layers))
         for key, (kind, value, item) in tokens.items():
             writer.add_key_value(key, value, kind, sub_type=item)
         _add_tensors(writer, config.block, state)

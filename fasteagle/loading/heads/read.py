@@ -32,22 +32,22 @@ Header = dict[str, Any]
 
 
 def load_head(
-    path: Path, target: ModelConfig, tap_layers: tuple[int, ...] | None = None
+    path: Path, target: ModelConfig, aux_layers: tuple[int, ...] | None = None
 ) -> tuple[EagleHead, Header | None]:
     """Load a draft head in fp32 on the CPU, and its header (None for published heads).
 
-    `tap_layers` replace those of an EAGLE-3 head's files. Raises `FasteagleError` when the head
+    `aux_layers` replace those of an EAGLE-3 head's files. Raises `FasteagleError` when the head
     does not fit the target.
     """
     source = open_head(path, target)
-    return make_fitted(source, target, tap_layers), source.header
+    return make_fitted(source, target, aux_layers), source.header
 
 
 def make_fitted(
-    source: HeadSource, target: ModelConfig, tap_layers: tuple[int, ...] | None = None
+    source: HeadSource, target: ModelConfig, aux_layers: tuple[int, ...] | None = None
 ) -> EagleHead:
     """Make the draft head of `source` for `target`, see `load_head`."""
-    config = source.fitted(target, tap_layers)
+    config = source.fitted(target, aux_layers)
     with Uninitialized():  # all of it is loaded
         head = make_head(config)
     load_official_state(head, source.state, source.name)

@@ -12,8 +12,8 @@ from fasteagle.config import (
     Eagle3Config,
     HeadConfig,
     ModelConfig,
-    checked_taps,
-    default_taps,
+    checked_aux_layers,
+    default_aux_layers,
     head_from_hf,
 )
 from fasteagle.config_fields import Fields
@@ -34,7 +34,7 @@ class HeadSource:
     state: State  # tensors under the official names
     eagle3: bool
     header: dict[str, Any] | None = None  # of heads of our own
-    tap_layers: tuple[int, ...] | None = None  # None: the files do not say them
+    aux_layers: tuple[int, ...] | None = None  # None: the files do not say them
     lists_outputs: bool = False  # its files name the blocks whose output is read
 
     @property
@@ -54,7 +54,7 @@ class HeadSource:
         return verifier.text("name_or_path", "") or None
 
     @property
-    def tap_norm(self) -> str:
+    def aux_norm(self) -> str:
         """Kind of norms before fc, as the config or the tensors name them.
 
         A config that names norms without their tensors fails to load.
@@ -64,22 +64,22 @@ class HeadSource:
         each = self.raw.get("fc_norm") or "fc_norm.0.weight" in self.state
         return "each" if each else "none"
 
-    def likely_target(self, tap_layers: tuple[int, ...] | None = None) -> ModelConfig:
-        """Return the shape of a target that the draft head would fit, as deep as its taps need.
+    def likely_target(self, aux_layers: tuple[int, ...] | None = None) -> ModelConfig:
+        """Return the shape of a target that the draft head would fit, as deep as it needs.
 
-        `tap_layers` replace those of the files. `max_seq_len` is 0 where it is not known.
+        `aux_layers` replace those of the files. `max_seq_len` is 0 where it is not known.
         """
         block = head_from_hf(self.raw, self.where).block
         dim = self.raw.get("target_hidden_size") or block.dim
-        n_layer = max((*(tap_layers or self.tap_layers or ()), 32))
+        n_layer = max((*(aux_layers or self.aux_layers or ()), 32))
         fields, key = Fields(self.raw, self.where), "max_position_embeddings"
         length = fields.integer(key) if key in fields else 0
         return dataclasses.replace(block, dim=dim, n_layer=n_layer, max_seq_len=length)
 
-    def fitted(self, target: ModelConfig, tap_layers: tuple[int, ...] | None = None) -> HeadConfig:
+    def fitted(self, target: ModelConfig, aux_layers: tuple[int, ...] | None = None) -> HeadConfig:
         """Return the shape of the draft head for `target`, checked against the head's tensors.
 
-        `tap_layers` replace those of the files. Raises `FasteagleError` for what does not fit.
+        `aux_layers` replace those of the files. Raises `FasteagleError` for what does not fit.
         Allocates no tensors.
         """
         check_fit(self.where, self.raw, target)
@@ -94,11 +94,12 @@ class HeadSource:
         if size == block.vocab_size and MAP in self.state:  # a list of FR-Spec
             size = self.state[MAP].numel()
         if self.eagle3:
-            own = self._eagle3(block.dim, target, tap_layers)
+            own = self._eagle3(block.dim, target, aux_layers)
             config = HeadConfig(block, size, "fc.bias" in self.state, own)
-        elif tap_layers is not None:
+        elif aux_layers is not None:
             raise FasteagleError(
-                f"{self.name}: an {self.algorithm} head reads no taps: leave out --tap-layers"
+                f"{self.name}: an {self.algorithm} head reads no auxiliary layers: leave out "
+                "--tap-layers"
             )
         else:
             if not self.raw.get("shifted", True):
@@ -111,18 +112,18 @@ class HeadSource:
         return config
 
     def _eagle3(
-        self, dim: int, target: ModelConfig, tap_layers: tuple[int, ...] | None
+        self, dim: int, target: ModelConfig, aux_layers: tuple[int, ...] | None
     ) -> Eagle3Config:
         """Return the EAGLE-3 config of a draft head of width `dim`. Raises `FasteagleError`."""
         own = Eagle3Config(
-            tap_layers=self._taps(target, tap_layers),
+            aux_layers=self._aux_layers(target, aux_layers),
             target_dim=target.dim,
             own_embedding=EMBEDDING in self.state,
             own_lm_head=LM_HEAD in self.state,
             # Absent in a speculators config: the package that defines the format says False, which
             # is what such a head was trained as; it always writes the key. vLLM assumes True.
             norm_before_residual=bool(self.raw.get("norm_before_residual")),
-            tap_norm=self.tap_norm,
+            aux_norm=self.aux_norm,
             # In the meaning of vLLM, SGLang and speculators; SpecForge had another one before its
             # pull request 879.
             norm_output=bool(self.raw.get("norm_output")),
@@ -134,21 +135,23 @@ class HeadSource:
             )
         return own
 
-    def _taps(self, target: ModelConfig, tap_layers: tuple[int, ...] | None) -> tuple[int, ...]:
+    def _aux_layers(
+        self, target: ModelConfig, aux_layers: tuple[int, ...] | None
+    ) -> tuple[int, ...]:
         """Return the target blocks whose input the head reads. Raises `FasteagleError`."""
-        taps = tap_layers or self.tap_layers or default_taps(target.n_layer)
+        aux_layers = aux_layers or self.aux_layers or default_aux_layers(target.n_layer)
         try:
-            checked_taps(taps, target.n_layer)
+            checked_aux_layers(aux_layers, target.n_layer)
         except FasteagleError as error:
             raise FasteagleError(f"{self.name}: {error}") from error
         fc = self.state.get("fc.weight")
         n_out, n_in = fc.shape if fc is not None and fc.ndim == 2 else (0, 0)
-        if n_out == self.raw.get("hidden_size") and n_in != len(taps) * target.dim:
+        if n_out == self.raw.get("hidden_size") and n_in != len(aux_layers) * target.dim:
             raise FasteagleError(
-                f"{self.name}: fc reads {n_in:,} values, {n_in / target.dim:g} taps of "
-                f"{target.dim:,}, but the taps are {listed(taps)}: give --tap-layers"
+                f"{self.name}: fc reads {n_in:,} values, {n_in / target.dim:g} layers of "
+                f"{target.dim:,}, but the layers are {listed(aux_layers)}: give --tap-layers"
             )
-        return tuple(taps)
+        return tuple(aux_layers)
 
 
 def check_fit(where: str, raw: Raw, target: ModelConfig) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fasteagle.config import HeadConfig, ModelConfig, default_taps
+from fasteagle.config import HeadConfig, ModelConfig, default_aux_layers
 from fasteagle.errors import FasteagleError
 from fasteagle.model import EagleHead
 
@@ -55,8 +55,8 @@ def official_state(head: EagleHead) -> State:
         module, _, kind = path.rpartition(".")
         names = _MODULES.get(module)
         if names is None:  # a norm before fc
-            is_one = own is not None and own.tap_norm == "all"
-            names = ["input_norm" if is_one else module.replace("tap_norms", "fc_norm")]
+            is_one = own is not None and own.aux_norm == "all"
+            names = ["input_norm" if is_one else module.replace("aux_norms", "fc_norm")]
         parts = parameter.split(fused.get(module, [len(parameter)]))
         for name, part in zip(names, parts, strict=True):
             state[f"{name.replace('*', layer)}.{kind}"] = part.detach()
@@ -210,19 +210,22 @@ def unsayable(config: HeadConfig, target: ModelConfig, layout: str) -> list[str]
         "RoPE factors": (block.rope_freq_factors is not None, "gguf"),
     }
     if own is not None:
-        taps = own.tap_layers
+        layers = own.aux_layers
         traits |= {
-            "a norm for each tap": (own.tap_norm == "each", "specforge speculators"),
-            "one norm over all taps": (own.tap_norm == "all", "speculators gguf"),
+            "a norm for each auxiliary layer": (own.aux_norm == "each", "specforge speculators"),
+            "one norm over all auxiliary layers": (own.aux_norm == "all", "speculators gguf"),
             "a normed next feature": (own.norm_output, "specforge speculators"),
             "a residual stream that begins normed": (own.norm_before_residual, "speculators gguf"),
             "a width other than the target's": (
                 own.target_dim != block.dim,
                 "eagle specforge gguf",
             ),
-            "taps other than 2, L // 2, L - 3": (taps != default_taps(target.n_layer), most),
-            "other than 3 taps": (len(taps) != 3, "specforge speculators"),
-            "a tap before all": (taps[0] == 0, "speculators gguf"),
+            "auxiliary layers other than 2, L // 2, L - 3": (
+                layers != default_aux_layers(target.n_layer),
+                most,
+            ),
+            "other than 3 auxiliary layers": (len(layers) != 3, "specforge speculators"),
+            "an auxiliary layer before all": (layers[0] == 0, "speculators gguf"),
         }
     return [
         trait

@@ -98,17 +98,17 @@ def config_json(layout: str, config: HeadConfig, dtype: torch.dtype) -> Config:
     if own is None:
         return raw
     values = {
-        "tap_layers": list(own.tap_layers),
+        "tap_layers": list(own.aux_layers),
         "target_hidden_size": own.target_dim,
         "norm_before_residual": own.norm_before_residual,
-        "norm_before_fc": own.tap_norm == "all",
-        "fc_norm": own.tap_norm == "each",
+        "norm_before_fc": own.aux_norm == "all",
+        "fc_norm": own.aux_norm == "each",
         "norm_output": own.norm_output,
     }
     raw |= {key: values[key] for key in _KEYS[layout]}
     if layout == "specforge":  # SGLang adds one: these are the blocks whose output is read
         raw["architectures"] = ["LlamaForCausalLMEagle3"]
-        layers = [layer - 1 for layer in own.tap_layers]
+        layers = [layer - 1 for layer in own.aux_layers]
         raw["eagle_config"] = {AUX_IDS: layers, "use_aux_hidden_state": True}
     return _speculators(raw, config, own) if layout == "speculators" else raw
 
@@ -161,7 +161,7 @@ def _speculators(raw: Config, config: HeadConfig, own: Eagle3Config) -> Config:
             "verifier": {"name_or_path": None, "architectures": []},
         },
         "transformer_layer_config": layer,
-        AUX_IDS: list(own.tap_layers),
+        AUX_IDS: list(own.aux_layers),
     }
 
 
@@ -173,7 +173,7 @@ def export_head(
     to: str,
     out: Path,
     target: HeadTarget | None = None,
-    tap_layers: tuple[int, ...] | None = None,
+    aux_layers: tuple[int, ...] | None = None,
     tokenizer: Path | None = None,
 ) -> list[str]:
     """Write a draft head into the folder `out` (a file for "gguf"); return lines for the user.
@@ -182,9 +182,9 @@ def export_head(
     the GGUF file whose tokenizer a GGUF head carries. Raises `FasteagleError`.
     """
     if target is None:
-        _check_needs_no_target(source, to, tap_layers)
-    shape = source.likely_target(tap_layers) if target is None else target.checkpoint.config
-    config = source.fitted(shape, tap_layers)
+        _check_needs_no_target(source, to, aux_layers)
+    shape = source.likely_target(aux_layers) if target is None else target.checkpoint.config
+    config = source.fitted(shape, aux_layers)
     check_exportable(config, to, shape)
     if not shape.max_seq_len and to != "eagle":  # engines tabulate RoPE as far as the config says
         raise FasteagleError(f"{source.name}: its files do not say how long texts are: add --model")
@@ -232,13 +232,13 @@ def check_exportable(config: HeadConfig, to: str, target: ModelConfig) -> None:
         raise FasteagleError(f"--to {to} cannot hold a head with {shortened(problems)}: {way}")
 
 
-def _check_needs_no_target(source: HeadSource, to: str, tap_layers: tuple[int, ...] | None) -> None:
+def _check_needs_no_target(source: HeadSource, to: str, aux_layers: tuple[int, ...] | None) -> None:
     """Raise `FasteagleError` where the layout depends on the model's depth."""
-    layers = tap_layers or source.tap_layers
+    layers = aux_layers or source.aux_layers
     if source.eagle3 and (layers is None) == (to != "eagle"):
-        reason = "its files do not say the taps, which depend on the model's depth"
+        reason = "its files do not say the auxiliary layers, which depend on the model's depth"
         if to == "eagle":
-            reason = "its taps fit the official layout at one depth of the model only"
+            reason = "its auxiliary layers fit the official layout at one depth of the model only"
         raise FasteagleError(f"{source.name}: {reason}: add --model")
 
 
