@@ -160,7 +160,7 @@ def calibrate_head(model: str, runtime_options: RuntimeOptions, options: Calibra
 @main.command("inspect-head")
 @click.argument("path")
 @groups(OPTIONAL_MODEL)
-@click.option("--tap-layers", type=Numbers(), help=TAP_LAYERS_TEXT)
+@click.option("--tap-layers", "aux_layers", type=Numbers(), help=TAP_LAYERS_TEXT)
 @click.option(
     "--probe", is_flag=True, help="Load --model and measure acceptance by auxiliary layers."
 )
