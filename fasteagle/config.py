@@ -183,27 +183,39 @@ def head_from_hf(raw: Mapping[str, Any], source: str) -> HeadConfig:
     are ignored (design of the public heads). Raises `FasteagleError`, as `Fields` words it.
     """
     fields = Fields(raw, source)
-    fields.require("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
-    _refuse_unsupported(fields)
-    vocab_size = fields.width("vocab_size")
-    rope = fields.part("rope_parameters" if raw.get("rope_parameters") else "rope_scaling")
-    scaling, linear = _rope_scaling(rope, source)
+    rope, common = _common(fields, source, "vocab_size")
     block = ModelConfig(
-        **read_shape(fields, _HF_KEYS),
+        **common,
         n_layer=1,
-        vocab_size=vocab_size,
         max_seq_len=ANY_LENGTH,
-        norm_eps=fields.number("rms_norm_eps", 1e-6, most=1),
         rope_base=fields.number("rope_theta", rope.number("rope_theta", 10000.0)),
-        rope_scaling=scaling,
-        rope_linear_factor=linear,
         qkv_bias=fields.flag("qkv_bias"),
     )
+    size = block.vocab_size
     return HeadConfig(
         block,
-        draft_vocab_size=fields.integer("draft_vocab_size", vocab_size, most=vocab_size),
+        draft_vocab_size=fields.integer("draft_vocab_size", size, most=size),
         fc_bias=fields.flag("bias", True),
     )
+
+
+def _common(fields: Fields, source: str, *required: str) -> tuple[Fields, dict[str, Any]]:
+    """Return the RoPE part of a Hugging Face config, and what models and draft heads share.
+
+    transformers 5 writes `rope_parameters`, older files `rope_scaling` and `rope_theta`.
+    """
+    fields.require("hidden_size", "num_attention_heads", "intermediate_size", *required)
+    _refuse_unsupported(fields)
+    has_parameters = not fields.part("rope_parameters").empty
+    rope = fields.part("rope_parameters" if has_parameters else "rope_scaling")
+    scaling, linear = _rope_scaling(rope, source)
+    return rope, {
+        **read_shape(fields, _HF_KEYS),
+        "vocab_size": fields.width("vocab_size"),
+        "norm_eps": fields.number("rms_norm_eps", 1e-6, most=1),
+        "rope_scaling": scaling,
+        "rope_linear_factor": linear,
+    }
 
 
 def from_hf(raw: Mapping[str, Any], source: str) -> ModelConfig:
@@ -215,23 +227,13 @@ def from_hf(raw: Mapping[str, Any], source: str) -> ModelConfig:
             f"{source}: architecture {architecture!r} is not supported; "
             f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
-    fields.require(
-        "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"
-    )
-    _refuse_unsupported(fields)
-    # transformers 5 writes `rope_parameters`, older files `rope_scaling` and `rope_theta`.
-    rope = fields.part("rope_parameters" if raw.get("rope_parameters") else "rope_scaling")
-    scaling, linear = _rope_scaling(rope, source)
+    rope, common = _common(fields, source, "num_hidden_layers", "vocab_size")
     has_window = architecture == "MistralForCausalLM" and "sliding_window" in fields
     return ModelConfig(
-        **read_shape(fields, _HF_KEYS),
+        **common,
         n_layer=fields.integer("num_hidden_layers", most=MOST_LAYERS),
-        vocab_size=fields.width("vocab_size"),
         max_seq_len=fields.integer("max_position_embeddings", 2048),
-        norm_eps=fields.number("rms_norm_eps", 1e-6, most=1),
         rope_base=rope.number("rope_theta", fields.number("rope_theta", 10000.0)),
-        rope_scaling=scaling,
-        rope_linear_factor=linear,
         tie_embeddings=fields.flag("tie_word_embeddings"),
         qkv_bias=architecture == "Qwen2ForCausalLM",
         qk_norm=architecture == "Qwen3ForCausalLM",

@@ -16,7 +16,7 @@ from fasteagle.loading.heads.inspect import inspect_head, measure_aux_layers
 from fasteagle.loading.heads.read import open_head
 from fasteagle.loading.heads.tables import listed
 from fasteagle.loading.heads.write import HeadTarget, export_head
-from fasteagle.loading.open import Runtime, open_for
+from fasteagle.loading.open import Runtime, open_model
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.options import ExportOptions, RuntimeOptions
 
@@ -32,7 +32,7 @@ def run_inspect_head(
     if probe and model is None:
         raise FasteagleError("--probe measures on a model: add --model")
     found = named_head(path)
-    opened = open_for(model, runtime_options) if model else None
+    opened = open_model(model, runtime_options) if model else None
     identity = None
     if opened is not None and runtime_options.quant is not None:
         identity = fingerprint(opened.prepared(runtime_options).checkpoint)

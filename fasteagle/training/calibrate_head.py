@@ -28,7 +28,7 @@ from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.heads.find import LoadedHead, find_head, named_head
 from fasteagle.loading.heads.read import with_vocabulary
 from fasteagle.loading.heads.write import save_head
-from fasteagle.loading.open import OpenedModel, PreparedModel, Runtime, open_for
+from fasteagle.loading.open import OpenedModel, PreparedModel, Runtime, open_model
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.model import KEY_BLOCK, EagleHead, Transformer
 from fasteagle.options import RuntimeOptions
@@ -59,7 +59,7 @@ TELL_SECONDS = 20.0
 def calibrate_head(model: str, runtime: RuntimeOptions, options: CalibrateOptions) -> None:
     """Fit the draft head of `model` to its quantized weights and write it where chat finds it."""
     begun = time.perf_counter()
-    opened = open_for(model, runtime)
+    opened = open_model(model, runtime)
     runtime = dataclasses.replace(runtime, quant=runtime.quant or opened.own_quant or "int4-g64")
     _check_early(opened, runtime, options)
     head = None

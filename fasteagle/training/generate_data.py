@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from fasteagle.errors import FasteagleError, note
-from fasteagle.loading.open import OpenedModel, PreparedModel, Runtime, open_for
+from fasteagle.loading.open import OpenedModel, PreparedModel, Runtime, open_model
 from fasteagle.loading.tensors import Checkpoint, fingerprint
 from fasteagle.options import RuntimeOptions
 from fasteagle.paths import require_writable
@@ -43,7 +43,7 @@ def generate_data(
         )
     conversations = Conversations(options)
     require_writable(options.out)
-    opened = open_for(model, runtime)
+    opened = open_model(model, runtime)
     if options.self_written:
         user_prefix(opened.tokenizer)  # refuses a template without one
     prepared = None if options.base_url else opened.prepared(runtime)

@@ -18,7 +18,7 @@ from fasteagle.config import ModelConfig
 from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.heads.read import load_head, with_vocabulary
 from fasteagle.loading.heads.write import save_head
-from fasteagle.loading.open import OpenedModel, Runtime, open_for
+from fasteagle.loading.open import OpenedModel, Runtime, open_model
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.model import EagleHead, Transformer
 from fasteagle.options import RuntimeOptions
@@ -51,7 +51,7 @@ def train_head(
     device = local_device()
     if device is not None and runtime_options.device == "auto":
         runtime_options = dataclasses.replace(runtime_options, device=device)
-    opened = open_for(model, runtime_options)
+    opened = open_model(model, runtime_options)
     init = _init_head(opened.checkpoint.config, run.init, options)
     data = _data(opened, runtime_options, run)
     runtime = opened.loaded(runtime_options)

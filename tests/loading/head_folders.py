@@ -16,11 +16,8 @@ from fasteagle.loading.heads.tables import official_state
 from fasteagle.model import EagleHead, Transformer
 from helpers import random_head
 
-AUX_LAYERS = (
-    2,
-    4,
-    5,
-)  # 2, L // 2, L - 3: what the public code reads of 8 blocks if nothing is said
+# 2, L // 2, L - 3: what the public code reads of 8 blocks if nothing is said
+AUX_LAYERS = (2, 4, 5)
 DRAFT_IDS = torch.arange(0, 60, 2)
 Raw = dict[str, Any]
 State = dict[str, Tensor]

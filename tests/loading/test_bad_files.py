@@ -92,7 +92,7 @@ BAD = [
     (CONFIG, "\x00", "cannot be read as JSON"),
     (CONFIG, "[" * 100_000, "cannot be read as JSON (nested too deeply)"),
     (CONFIG, "{}", "architecture '(none)' is not supported"),
-    (CONFIG, '{"architectures": ["LlamaForCausalLM"]}', "lacks hidden_size, num_hidden_"),
+    (CONFIG, '{"architectures": ["LlamaForCausalLM"]}', "lacks hidden_size, num_att"),
     (INDEX, '{"weight_map": 5}', "weight_map is 5: must be a JSON object"),
     (INDEX, "{}", "its weight_map names no tensor"),
     (INDEX, '{"weight_map": {"a": 1}}', "weight_map.a is 1: must be a text"),

@@ -44,12 +44,12 @@ def test_a_download_that_was_cut_off_is_resumed(hub_cache, tmp_path, monkeypatch
     assert hub.local_repo(REPO, REVISION) is None
     (snapshot / "model.safetensors.index.json").unlink()  # cut off before the index came
     assert hub.local_repo(REPO, REVISION) is None
-    asked = {}
+    request = {}
 
     def download(repo, revision=None, allow_patterns=None, local_files_only=False):
         if local_files_only:
             return str(snapshot)
-        asked.update(patterns=allow_patterns)
+        request.update(patterns=allow_patterns)
         return str(snapshot)
 
     import huggingface_hub
@@ -61,21 +61,23 @@ def test_a_download_that_was_cut_off_is_resumed(hub_cache, tmp_path, monkeypatch
         lambda self, repo, revision=None: ["a.safetensors", "pytorch_model.bin"],
     )
     hub.fetch_repo(REPO, REVISION)
-    assert "*.safetensors" in asked["patterns"] and "pytorch_model*.bin" not in asked["patterns"]
+    assert (
+        "*.safetensors" in request["patterns"] and "pytorch_model*.bin" not in request["patterns"]
+    )
     monkeypatch.setattr(
         huggingface_hub.HfApi,
         "list_repo_files",
         lambda self, repo, revision=None: ["pytorch_model.bin"],
     )
     hub.fetch_repo(REPO, REVISION)
-    assert "pytorch_model*.bin" in asked["patterns"]
+    assert "pytorch_model*.bin" in request["patterns"]
     monkeypatch.setattr(
         huggingface_hub.HfApi,
         "list_repo_files",
         lambda self, repo, revision=None: ["README.md", "head-f16.gguf"],
     )
     hub.fetch_repo(REPO, REVISION)
-    assert asked["patterns"] == ["head-f16.gguf"]
+    assert request["patterns"] == ["head-f16.gguf"]
 
 
 def test_hub_errors_are_one_line_with_the_fix(hub_cache, monkeypatch):

@@ -12,7 +12,7 @@ from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.heads import inspect as module
 from fasteagle.loading.heads.write import save_head
-from fasteagle.loading.make_drafter import make_drafter
+from fasteagle.loading.make_drafter import Drafting
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.options import DraftOptions
 from head_folders import DIALECTS, head_for, write_folder
@@ -157,7 +157,7 @@ def test_probe_runs_and_says_which_layers_are_best(own_head, tiny_dir, monkeypat
 
 def test_aux_layers_by_option_reach_the_engine(own_head, tiny_dir, model, checkpoint):
     draft = DraftOptions(head=str(own_head), tap_layers=(0, 1, 2))
-    drafter = make_drafter("tiny", Engine(model, 512), checkpoint, draft, lambda line: None)
+    drafter = Drafting(draft).drafter("tiny", Engine(model, 512), checkpoint, lambda line: None)
     assert drafter.aux_layers == (0, 1, 2)
     arguments = ["chat", "--model", tiny_dir, "-p", "hello", "--max-new-tokens", "5"]
     more = ["--head", own_head, "--tap-layers", "0,1,9"]

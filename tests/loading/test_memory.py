@@ -21,9 +21,9 @@ from fasteagle.loading import open as opening
 from fasteagle.loading import quantize as quantizing
 from fasteagle.loading.entries import REGISTRY
 from fasteagle.loading.heads.find import head_shape
-from fasteagle.loading.make_drafter import expected_head
+from fasteagle.loading.make_drafter import Drafting, plan_drafting
 from fasteagle.loading.memory import Setting, best_fit, needed_bytes, settings
-from fasteagle.loading.open import OpenedModel, load_runtime
+from fasteagle.loading.open import OpenedModel, PreparedModel, open_model
 from fasteagle.loading.tensors import DummyCheckpoint
 from fasteagle.loading.tokenizer import DummyTokenizer
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
@@ -161,6 +161,12 @@ def raising(error):
     return fails
 
 
+def on_card(opened):
+    """`opened` as it would load on a GPU, which need not be there."""
+    parts = opened.name, opened.checkpoint, opened.tokenizer, RuntimeOptions()
+    return PreparedModel(*parts, opened.checkpoint.scheme, torch.device("cuda"), "bf16")
+
+
 def test_which_errors_mean_that_memory_is_short():
     assert all(map(is_out_of_memory, [*OUT_OF_MEMORY, MemoryError()]))
     assert not any(map(is_out_of_memory, OTHERS))
@@ -193,27 +199,29 @@ def test_what_fits_does_so_beside_the_draft_head(monkeypatch, drafter, said):
     """Where 7B at int4 just fits, its head needs a smaller KV cache."""
     opened = OpenedModel("llama2-7b", DummyCheckpoint(LLAMA), DummyTokenizer(32000))
     free = needed_bytes(LLAMA, Setting(int4_for(LLAMA), "auto", 4096))
-    head = expected_head(DraftOptions(drafter=drafter), opened, None)
+    options = RuntimeOptions(device="cpu")
+    head = plan_drafting(DraftOptions(drafter=drafter), opened, options, print).shape
     monkeypatch.setattr(opening, "load_model", raising(OUT_OF_MEMORY[0]))
     monkeypatch.setattr(devices, "available_bytes", lambda device: free)
     with pytest.raises(FasteagleError) as caught:
-        opened.loaded(RuntimeOptions(device="cpu"), lambda line: None, head)
+        opened.loaded(options, lambda line: None, head)
     assert said in str(caught.value)
     # The same of a model that is loaded: what it has counts as free.
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: free - GIB)
     monkeypatch.setattr(opening, "available_bytes", lambda device: GIB)
-    monkeypatch.setattr(opening, "_built_engine", lambda *args: args[-1])
-    card = torch.device("cuda")
-    options = RuntimeOptions()
-    advice = opening.build_engine(opened.checkpoint, "bf16", card, options, "llama2-7b")
-    assert said in advice(head)
+    advice = []
+    for name in ("load_model", "prove", "Engine"):
+        monkeypatch.setattr(opening, name, lambda *args, **more: None)
+    monkeypatch.setattr(opening, "choose_backend", lambda *args: advice.append(args[-1]))
+    on_card(opened).engine()
+    assert said in advice[0](head)
 
 
 def test_a_chat_leaves_memory_for_the_head_it_will_load(tiny_dir, monkeypatch):
     heads = []
-    monkeypatch.setattr(make_drafter, "may_find_head", lambda *given: True)
+    monkeypatch.setattr(make_drafter, "may_find_head", lambda *args: True)
     monkeypatch.setattr(opening, "load_model", raising(OUT_OF_MEMORY[0]))
-    monkeypatch.setattr(opening, "smaller_fit", lambda *given: heads.append(given[-1]) or "x")
+    monkeypatch.setattr(opening, "smaller_fit", lambda *args: heads.append(args[-1]) or "x")
     for drafter in ("eagle", "auto", "ngram"):
         with pytest.raises(FasteagleError, match="free on cpu: x$"):
             draft = DraftOptions(drafter=drafter)
@@ -224,13 +232,13 @@ def test_a_chat_leaves_memory_for_the_head_it_will_load(tiny_dir, monkeypatch):
 
 @each_shortage
 def test_out_of_memory_for_the_draft_head_says_what_fits(tiny_dir, monkeypatch, error):
-    runtime = load_runtime(str(tiny_dir), RuntimeOptions(device="cpu", max_seq_len=64))
+    runtime = open_model(str(tiny_dir)).loaded(RuntimeOptions(device="cpu", max_seq_len=64))
     heads = []
     runtime.engine.backend._advice = lambda head: heads.append(head) or "use --precision int8"
     monkeypatch.setattr(make_drafter, "find_head", raising(error))
     options = DraftOptions(drafter="eagle")
     with pytest.raises(FasteagleError) as caught:
-        make_drafter.make_drafter("x", runtime.engine, runtime.checkpoint, options, print)
+        Drafting(options).drafter("x", runtime.engine, runtime.checkpoint, print)
     assert str(caught.value).startswith("out of memory while loading the draft head, ")
     assert str(caught.value).endswith(
         " GiB free on cpu: use --precision int8, or guess from the context: --drafter ngram"
@@ -262,7 +270,7 @@ def test_what_a_card_cannot_quantize_the_cpu_can(tiny_dir, tmp_path, monkeypatch
 
 @each_shortage
 def test_out_of_memory_in_a_prompt_leaves_the_engine_usable(tiny_dir, monkeypatch, error):
-    engine = load_runtime(str(tiny_dir), RuntimeOptions(dtype="fp32", max_seq_len=512)).engine
+    engine = open_model(str(tiny_dir)).loaded(RuntimeOptions(dtype="fp32", max_seq_len=512)).engine
     prompt = [5, 6, 7, 8] * 80
     expected = [t for ids in engine.generate(prompt, SamplingParams(), 8) for t in ids]
     engine.restart()
@@ -282,7 +290,7 @@ def test_out_of_memory_in_a_prompt_leaves_the_engine_usable(tiny_dir, monkeypatc
 
 @each_shortage
 def test_out_of_memory_in_an_answer_leaves_the_engine_usable(tiny_dir, monkeypatch, error):
-    engine = load_runtime(str(tiny_dir), RuntimeOptions(dtype="fp32", max_seq_len=512)).engine
+    engine = open_model(str(tiny_dir)).loaded(RuntimeOptions(dtype="fp32", max_seq_len=512)).engine
     expected = [t for ids in engine.generate([5, 6, 7], SamplingParams(), 8) for t in ids]
     engine.backend._advice = lambda head: "use --precision int8"
     with monkeypatch.context() as patch:
@@ -314,12 +322,12 @@ def test_a_cache_that_does_not_fit_names_what_does(monkeypatch):
 
 
 def test_quantized_weights_on_cuda_need_triton(monkeypatch):
-    found = importlib.util.find_spec
-    absent = lambda name, *rest: None if name == "triton" else found(name, *rest)  # noqa: E731
+    find_spec = importlib.util.find_spec
+    absent = lambda name, *rest: None if name == "triton" else find_spec(name, *rest)  # noqa: E731
     monkeypatch.setattr(importlib.util, "find_spec", absent)
     dummy = DummyCheckpoint(LLAMA, int4_for(LLAMA))
     with pytest.raises(FasteagleError, match="Triton is not installed: pip install triton, or"):
-        opening.build_engine(dummy, "bf16", torch.device("cuda"), RuntimeOptions(), "llama2-7b")
+        on_card(OpenedModel("llama2-7b", dummy, DummyTokenizer(32000))).engine()
 
 
 @each_shortage

@@ -29,29 +29,20 @@ def chat(tiny_dir, *options):
 
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_an_answer_is_the_same(tiny_dir, small_dir, temperature):
-    base = (
-        "--max-new-tokens",
-        30,
-        "--precision",
-        "fp32",
-        "--seed",
-        5,
-        "--temperature",
-        temperature,
-    )
+    base = f"--max-new-tokens 30 --precision fp32 --seed 5 --temperature {temperature}".split()
     expected = chat(tiny_dir, *base, "--no-spec").stdout
     for more in ((), ("--drafter", "model"), ("--draft-precision", "int8", "--tree-topk", 3)):
-        found = chat(tiny_dir, *base, "--draft-model", small_dir, *more)
-        assert found.exit_code == 0 and found.stdout == expected, found.stderr
-        assert "draft model" in found.stderr and "accepted" in found.stderr
-        assert "warning" not in found.stderr
-    assert "int8" in found.stderr
+        result = chat(tiny_dir, *base, "--draft-model", small_dir, *more)
+        assert result.exit_code == 0 and result.stdout == expected, result.stderr
+        assert "draft model" in result.stderr and "accepted" in result.stderr
+        assert "warning" not in result.stderr
+    assert "int8" in result.stderr
 
 
-def refused(found):
-    assert found.exit_code == 2 and found.stdout == "", found.stdout
-    assert "Traceback" not in found.stderr
-    return found.stderr.strip().splitlines()[-1]
+def refused(result):
+    assert result.exit_code == 2 and result.stdout == "", result.stdout
+    assert "Traceback" not in result.stderr
+    return result.stderr.strip().splitlines()[-1]
 
 
 def test_another_tokenizer_is_refused_with_the_first_difference(
@@ -81,17 +72,17 @@ def test_one_token_more_is_another_tokenizer(tiny_dir, tmp_path):
 
 
 def test_a_larger_one_is_warned_of(tiny_dir, small_dir):
-    found = chat(small_dir, "--draft-model", tiny_dir, "--max-new-tokens", 5)
-    assert found.exit_code == 0 and "warning: draft model" in found.stderr
-    assert "use a smaller one" in found.stderr
+    result = chat(small_dir, "--draft-model", tiny_dir, "--max-new-tokens", 5)
+    assert result.exit_code == 0 and "warning: draft model" in result.stderr
+    assert "use a smaller one" in result.stderr
 
 
 def test_one_that_does_not_fit_beside_its_target(tiny_dir, small_dir, monkeypatch):
-    asked = []
+    devices = []
 
     def available(device):
-        asked.append(device)
-        return 10**9 if len(asked) == 1 else 1000  # the target has taken the rest
+        devices.append(device)
+        return 10**9 if len(devices) == 1 else 1000  # the target has taken the rest
 
     monkeypatch.setattr(loading, "available_bytes", available)
     line = refused(chat(tiny_dir, "--draft-model", small_dir))
@@ -102,8 +93,8 @@ def test_one_of_a_shorter_context(tiny_dir, tmp_path):
     short = save_tiny(tmp_path / "short", "llama2", max_position_embeddings=128)
     line = refused(chat(tiny_dir, "--draft-model", short))
     assert "max-seq-len 512 is beyond" in line and "at most 128" in line
-    found = chat(tiny_dir, "--draft-model", short, "--max-seq-len", 128, "--max-new-tokens", 5)
-    assert found.exit_code == 0, found.stderr
+    result = chat(tiny_dir, "--draft-model", short, "--max-seq-len", 128, "--max-new-tokens", 5)
+    assert result.exit_code == 0, result.stderr
 
 
 @pytest.mark.parametrize(
@@ -123,6 +114,6 @@ def test_options_that_do_not_go_together(tiny_dir, options, message):
 
 def test_the_usual_tree_is_a_chain():
     assert DraftOptions(draft_model="x").tree_shape(False) == TreeShape(3, 1, 3)
-    asked = DraftOptions("model", draft_model="x", tree_depth=5)
-    assert asked.tree_shape(False) == TreeShape(5, 1, 5) and not asked.auto_tree
+    options = DraftOptions("model", draft_model="x", tree_depth=5)
+    assert options.tree_shape(False) == TreeShape(5, 1, 5) and not options.auto_tree
     assert DraftOptions(draft_model="x", tree_topk=2).tree_shape(False) == TreeShape(3, 2, 8)

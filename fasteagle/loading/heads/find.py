@@ -23,7 +23,7 @@ from fasteagle.config import (
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import hub
 from fasteagle.loading.entries import EAGLE3, REGISTRY
-from fasteagle.loading.heads.read import make_fitted, open_head, read_header
+from fasteagle.loading.heads.read import open_head, read_header
 from fasteagle.loading.registry import head_revision
 from fasteagle.loading.tensors import Checkpoint, files_digest, fingerprint, read_json
 from fasteagle.model import EagleHead
@@ -53,8 +53,7 @@ class HeadFiles:
     def loaded(self, config: ModelConfig, aux_layers: tuple[int, ...] | None = None) -> LoadedHead:
         """Load the draft head for a target of `config`; raises `FasteagleError` as `load_head`."""
         source = open_head(self.path, config)
-        head = make_fitted(source, config, aux_layers)
-        digest = files_digest(self.path)
+        head, digest = source.head(config, aux_layers), files_digest(self.path)
         return LoadedHead(self.origin, head, source.header, digest, source.made_for)
 
 

@@ -14,8 +14,7 @@ from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.heads.find import HeadFiles
-from fasteagle.loading.heads.read import load_head, open_head
-from fasteagle.loading.heads.source import HeadSource
+from fasteagle.loading.heads.read import HeadSource, load_head, open_head
 from fasteagle.loading.heads.tables import EMBEDDING, LM_HEAD, MAP, listed
 from fasteagle.loading.heads.write import HeadTarget
 from fasteagle.loading.tensors import fingerprint
@@ -61,13 +60,19 @@ def inspect_head(
         source.fitted(target, aux_layers)
     except FasteagleError as error:
         problem = str(error).removeprefix(f"{source.name}: ")
-    facts = {"head": files.origin, **_facts(source, aux_layers)}
-    facts["fit"] = problem or (f"fits {model.name}" if model else "give --model to check it")
+    fit = problem or (f"fits {model.name}" if model else "give --model to check it")
+    facts = {"head": files.origin, **_facts(source, aux_layers), "fit": fit}
     if model is not None and problem is None:
-        facts["calibration"] = _calibration(source, identity or fingerprint(model.checkpoint))
-    verdict = f"that does not run: {problem}" if problem else facts["fit"]
+        if source.header is None:
+            fact = "unknown: published heads do not say which weights they were made for"
+        elif source.header.get("target_fingerprint") == (identity or fingerprint(model.checkpoint)):
+            fact = "made for exactly these weights"
+        else:
+            fact = "made for other weights: it runs, but fewer guesses may be accepted"
+        facts["calibration"] = fact
+    verdict = f" that does not run: {problem}" if problem else f", {fit}"
     name = f"{source.algorithm} head ({source.dialect})"
-    return HeadReport(f"{name}{' ' if problem else ', '}{verdict}", facts, problem)
+    return HeadReport(name + verdict, facts, problem)
 
 
 def _facts(source: HeadSource, aux_layers: tuple[int, ...] | None) -> dict[str, str]:
@@ -81,13 +86,19 @@ def _facts(source: HeadSource, aux_layers: tuple[int, ...] | None) -> dict[str, 
     tensors = [t for name, t in state.items() if name != MAP]
     n_bytes, params = sum(t.nbytes for t in tensors), sum(t.numel() for t in tensors)
     dtypes = ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors}))
+    header = "none: a published head"
+    if source.header is not None:
+        tau = source.header.get("tau")
+        header = f"made for {source.header.get('target', 'an unnamed model')}, at "
+        header += source.header.get("scheme") or "full precision"
+        header += f", tau {tau:.2f}" if isinstance(tau, float) else ""
     facts |= {
         "draft vocabulary": f"{drafted:,} of {block.vocab_size:,}",
         "RoPE": _rope(source, block),
         "embedding": "its own" if EMBEDDING in state else "the target's",
         "LM head": "its own" if LM_HEAD in state else rows,
         "size": f"{params:,} parameters, {n_bytes / 1e6:,.1f} MB in {dtypes}",
-        "header": _header(source),
+        "header": header,
     }
     return facts if source.made_for is None else facts | {"made for": source.made_for}
 
@@ -103,12 +114,9 @@ def _aux_layers(source: HeadSource, aux_layers: tuple[int, ...] | None) -> str:
 
 def _norms(source: HeadSource) -> str:
     kinds = {"none": "none", "all": "one over all layers", "each": "one for each layer"}
-    phrases = [f"before fc {kinds[source.aux_norm]}"]
-    if source.raw.get("norm_before_residual"):
-        phrases.append("residual stream begins normed")
-    if source.raw.get("norm_output"):
-        phrases.append("next feature is normed")
-    return ", ".join(phrases)
+    begins = ", residual stream begins normed" if source.raw.get("norm_before_residual") else ""
+    output = ", next feature is normed" if source.raw.get("norm_output") else ""
+    return f"before fc {kinds[source.aux_norm]}{begins}{output}"
 
 
 def _rope(source: HeadSource, block: ModelConfig) -> str:
@@ -121,23 +129,6 @@ def _rope(source: HeadSource, block: ModelConfig) -> str:
     elif block.rope_linear_factor != 1.0:
         scaling = f"linear scaling x {block.rope_linear_factor:g}"
     return f"base {block.rope_base:,.0f}{'' if is_stated else ' (not said)'}, {scaling}"
-
-
-def _header(source: HeadSource) -> str:
-    header = source.header
-    if header is None:
-        return "none: a published head"
-    tau = f", tau {header['tau']:.2f}" if isinstance(header.get("tau"), float) else ""
-    scheme = header.get("scheme") or "full precision"
-    return f"made for {header.get('target', 'an unnamed model')}, at {scheme}{tau}"
-
-
-def _calibration(source: HeadSource, identity: str) -> str:
-    if source.header is None:
-        return "unknown: published heads do not say which weights they were made for"
-    if source.header.get("target_fingerprint") == identity:
-        return "made for exactly these weights"
-    return "made for other weights: it runs, but fewer guesses may be accepted"
 
 
 # Which auxiliary layers are right

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fasteagle.config import HeadConfig, ModelConfig, default_aux_layers
@@ -23,7 +24,8 @@ State = dict[str, Tensor]  # tensors by name
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"  # EAGLE-1/2 heads borrow both
 TRAINING_ONLY = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 MAP, VLLM_MAP = "d2t", "draft_id_to_target_id"  # offsets from draft ids to target ids
-RENAMED = {"layers.0.": "midlayer.", "fcs.": "fc_norm."}  # prefixes of EAGLE-3 names elsewhere
+# Prefixes of names in EAGLE-3 files of others
+RENAMED = {"layers.0.": "midlayer.", "fcs.": "fc_norm.", VLLM_MAP: MAP}
 _MODULES = {  # the official tensors of our modules; "*" stands for the decoder layer
     "fc": ["fc"],
     "block.attention.qkv": ["*.self_attn.q_proj", "*.self_attn.k_proj", "*.self_attn.v_proj"],
@@ -65,10 +67,16 @@ def official_state(head: EagleHead) -> State:
     return state
 
 
-def official_name(name: str) -> str:
-    """Return the official name of a tensor of an EAGLE-3 file."""
-    start = next((start for start in RENAMED if name.startswith(start)), "")
-    return RENAMED.get(start, "") + name.removeprefix(start)
+def official_name(name: str, eagle3: bool = True) -> str:
+    """Return the official name of a tensor of an EAGLE-3 file, or of an EAGLE-1/2 file."""
+    names = RENAMED if eagle3 else {VLLM_MAP: MAP}
+    start = next((start for start in names if name.startswith(start)), "")
+    return names.get(start, "") + name.removeprefix(start)
+
+
+def target_ids(d2t: Tensor) -> Tensor:
+    """Return the target id of every draft id."""
+    return d2t.flatten() + torch.arange(d2t.numel(), device=d2t.device)
 
 
 # Dialects of EAGLE-3
@@ -80,16 +88,18 @@ class Dialect(NamedTuple):
     name: str
     marks: tuple[str, ...]  # keys of config.json, of its eagle_config, or architectures
     layers: str = ""  # key of the list; "" where there is none
-    shift: int = 0  # from the numbers there to the blocks whose input is read
+    shift: int = 0  # 1 where the list has the blocks whose output is read
 
 
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 NESTED = "eagle_config."
-OURS, EAGLE12, GGUF = "fasteagle", "official EAGLE-1/2", "llama.cpp GGUF EAGLE-3"
+OURS, EAGLE12 = "fasteagle", "official EAGLE-1/2"
+GGUF_LAYERS = "eagle3.target_layers"
 # The first one that has a mark. The key AUX_IDS has two meanings: speculators and vLLM list blocks
 # whose input is read, SpecForge, SGLang and ModelOpt those whose output is, one block earlier.
 EAGLE3_DIALECTS = (
     Dialect(OURS, ("tap_layers",), "tap_layers"),
+    Dialect("llama.cpp GGUF EAGLE-3", (GGUF_LAYERS,), GGUF_LAYERS),
     Dialect("speculators / vLLM EAGLE-3", ("speculators_model_type", AUX_IDS), AUX_IDS),
     Dialect(
         "NVIDIA ModelOpt EAGLE-3",
@@ -108,7 +118,7 @@ EAGLE3_DIALECTS = (
 
 
 def eagle3_dialect(raw: Raw, has_header: bool) -> Dialect:
-    """Return the dialect of an EAGLE-3 folder; those with a header are ours."""
+    """Return the dialect of an EAGLE-3 head; those with a header are ours."""
     marks = {key for key, value in dotted(raw).items() if value not in (None, {})}
     marks |= set(raw.get("architectures") or [])
     if has_header:
@@ -125,13 +135,6 @@ def is_eagle3(raw: Raw, names: Iterable[str]) -> bool:
     """Return whether a config or names of tensors belong to an EAGLE-3 head."""
     marks = ("midlayer.", "layers.0.hidden_norm.weight")
     return "eagle3" in _kinds(raw) or any(name.startswith(marks) for name in names)
-
-
-def block_numbers(key: str, value: Any, shift: int = 0) -> tuple[int, ...]:
-    """Return a list of block numbers. Raises `FasteagleError` for anything else."""
-    if not (isinstance(value, list) and value and all(type(i) is int for i in value)):
-        raise FasteagleError(f"{key} is {value!r}: must be a list of block numbers")
-    return tuple(i + shift for i in value)
 
 
 def listed(layers: Iterable[int]) -> str:
@@ -153,7 +156,8 @@ _REFUSED = {
     "norms of HASS variants": ("embed_layernorm",),
     "the EAGLE-1 form that speculators has given up": ("fusion_fc",),
 }
-_KEYS = ("parallel_drafting", "dflash_config", "medusa_num_heads")
+_REFUSED_KEYS = ("parallel_drafting", "dflash_config", "medusa_num_heads")
+_ROPE_KINDS = (None, "default", "linear", "llama3")
 
 
 def refuse_others(name: str, raw: Raw, tensors: Iterable[str] = ()) -> None:
@@ -161,19 +165,22 @@ def refuse_others(name: str, raw: Raw, tensors: Iterable[str] = ()) -> None:
 
     `raw` is a config whose decoder layer is flat, `tensors` are names.
     """
-    keys = [key for key in _KEYS if raw.get(key) not in (None, False)]
+    keys = [key for key in _REFUSED_KEYS if raw.get(key) not in (None, False)]
     words = " ".join([_kinds(raw), *tensors, *keys])
-    problems = [what for what, marks in _REFUSED.items() if any(mark in words for mark in marks)]
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if (rope.get("rope_type") or rope.get("type")) not in (None, "default", "linear", "llama3"):
-        problems.append("RoPE scaling that is neither linear nor llama3")
-    if "sliding_attention" in (raw.get("layer_types") or []):
-        problems.append("sliding-window attention")
-    if dotted(raw).get(NESTED + "use_aux_hidden_state") is False:
-        problems.append("no auxiliary features")
-    if problems:
+    rope_kind = rope.get("rope_type") or rope.get("type")
+    traits = {what: any(mark in words for mark in marks) for what, marks in _REFUSED.items()} | {
+        "RoPE scaling that is neither linear nor llama3": rope_kind not in _ROPE_KINDS,
+        "sliding-window attention": "sliding_attention" in (raw.get("layer_types") or []),
+        "no auxiliary features": dotted(raw).get(NESTED + "use_aux_hidden_state") is False,
+        "features that are read with their own token (shifted is false)": (
+            raw.get("shifted") is False
+        ),
+    }
+    problem = next((what for what, applies in traits.items() if applies), None)
+    if problem is not None:
         raise FasteagleError(
-            f"{name}: this draft model has {problems[0]}, which fasteagle does not run: use an "
+            f"{name}: this draft model has {problem}, which fasteagle does not run: use an "
             "EAGLE-1, EAGLE-2 or EAGLE-3 head, or --drafter ngram"
         )
 
@@ -227,8 +234,4 @@ def unsayable(config: HeadConfig, target: ModelConfig, layout: str) -> list[str]
             "other than 3 auxiliary layers": (len(layers) != 3, "specforge speculators"),
             "an auxiliary layer before all": (layers[0] == 0, "speculators gguf"),
         }
-    return [
-        trait
-        for trait, (applies, known) in traits.items()
-        if applies and layout not in known.split()
-    ]
+    return [t for t, (applies, known) in traits.items() if applies and layout not in known.split()]

@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from fasteagle.config import ANY_LENGTH, Eagle3Config, HeadConfig, ModelConfig
+from fasteagle.config import ANY_LENGTH, HeadConfig, ModelConfig
 from fasteagle.errors import FasteagleError, shortened
 from fasteagle.loading.gguf import GGUFFile
 from fasteagle.loading.heads.gguf import write_gguf_head
-from fasteagle.loading.heads.read import HEADER_KEY
-from fasteagle.loading.heads.source import HeadSource, target_ids
+from fasteagle.loading.heads.read import HEADER_KEY, HeadSource
 from fasteagle.loading.heads.tables import (
     AUX_IDS,
     EAGLE3_ONLY,
@@ -29,12 +27,13 @@ from fasteagle.loading.heads.tables import (
     MAP,
     State,
     official_state,
+    target_ids,
     unsayable,
 )
-from fasteagle.loading.tensors import Checkpoint
+from fasteagle.loading.tensors import Checkpoint, save_tensors, write_json
 from fasteagle.model import EagleHead
 from fasteagle.options import EXPORT_FORMATS
-from fasteagle.paths import atomic_dir, replacing, require_writable
+from fasteagle.paths import atomic_dir, require_writable
 
 Config = dict[str, Any]  # a config.json
 
@@ -62,21 +61,28 @@ def save_head(folder: Path, head: EagleHead, header: Config, dtype: torch.dtype)
     _fill(folder, config_json("ours", head.config, dtype), state, {HEADER_KEY: json.dumps(header)})
 
 
-def _fill(folder: Path, raw: Config, state: State, more: dict[str, str] | None = None) -> None:
-    tensors = {name: t.contiguous() for name, t in state.items()}
-    with replacing(folder / "model.safetensors") as temporary:
-        save_file(tensors, temporary, metadata={"format": "pt", **(more or {})})
-        temporary.chmod(0o644)  # safetensors writes private files
-    with replacing(folder / "config.json") as temporary:
-        temporary.write_text(json.dumps(raw, indent=1) + "\n")
+def _fill(folder: Path, raw: Config, state: State, metadata: dict[str, str] | None = None) -> None:
+    save_tensors(state, folder / "model.safetensors", metadata)
+    write_json(raw, folder / "config.json")
 
 
-# The config of every layout: the keys of EAGLE-3, beside those of a decoder layer
+# The keys of every layout's config.json, beside those of a decoder layer
+_USUAL = ("attention_bias", "mlp_bias", "tie_word_embeddings")
 _KEYS = {
-    "ours": ("tap_layers", "target_hidden_size", "norm_before_residual", "norm_output"),
-    "eagle": (),
-    "specforge": ("target_hidden_size", "fc_norm", "norm_output"),
-    "speculators": ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
+    "ours": (
+        *("bias", "qkv_bias", "rope_freq_factors", "draft_vocab_size"),
+        *("tap_layers", "target_hidden_size", "norm_before_residual", "norm_output"),
+    ),
+    "eagle1": (*_USUAL, "bias", "qkv_bias"),
+    "eagle": (*_USUAL, "draft_vocab_size"),
+    "specforge": (
+        *(*_USUAL, "draft_vocab_size", "target_hidden_size", "fc_norm", "norm_output"),
+        *("architectures", "eagle_config"),
+    ),
+    "speculators": (
+        *(*_USUAL, "draft_vocab_size"),
+        *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
+    ),
     "gguf": ("target_hidden_size", "norm_before_residual", "norm_before_fc"),
 }
 
@@ -84,38 +90,41 @@ _KEYS = {
 def config_json(layout: str, config: HeadConfig, dtype: torch.dtype) -> Config:
     """Return the `config.json` of a draft head; for "gguf" the input of `write_gguf_head`."""
     block, own = config.block, config.eagle3
-    raw = _layer_config(block, dtype)
-    if layout != "ours":
-        raw |= {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False}
-    if layout == "ours" or own is None:
-        raw |= {"bias": config.fc_bias, "qkv_bias": block.qkv_bias}
-    if layout == "ours":
-        factors = block.rope_freq_factors
-        raw |= {} if factors is None else {"rope_freq_factors": list(factors)}
-    if layout != "ours" and own is None:
-        return raw
-    raw["draft_vocab_size"] = config.draft_vocab_size
-    if own is None:
-        return raw
-    values = {
-        "tap_layers": list(own.aux_layers),
-        "target_hidden_size": own.target_dim,
-        "norm_before_residual": own.norm_before_residual,
-        "norm_before_fc": own.aux_norm == "all",
-        "fc_norm": own.aux_norm == "each",
-        "norm_output": own.norm_output,
+    factors = block.rope_freq_factors
+    values: Config = {
+        **dict.fromkeys(_USUAL, False),
+        "bias": config.fc_bias,
+        "qkv_bias": block.qkv_bias,
+        "rope_freq_factors": None if factors is None else list(factors),
+        "draft_vocab_size": config.draft_vocab_size,
     }
-    raw |= {key: values[key] for key in _KEYS[layout]}
-    if layout == "specforge":  # SGLang adds one: these are the blocks whose output is read
-        raw["architectures"] = ["LlamaForCausalLMEagle3"]
-        layers = [layer - 1 for layer in own.aux_layers]
-        raw["eagle_config"] = {AUX_IDS: layers, "use_aux_hidden_state": True}
-    return _speculators(raw, config, own) if layout == "speculators" else raw
+    if own is not None:
+        # SGLang adds one: these are the blocks whose output is read.
+        outputs = [layer - 1 for layer in own.aux_layers]
+        values |= {
+            "tap_layers": list(own.aux_layers),
+            "target_hidden_size": own.target_dim,
+            "norm_before_residual": own.norm_before_residual,
+            "norm_before_fc": own.aux_norm == "all",
+            "fc_norm": own.aux_norm == "each",
+            "norm_output": own.norm_output,
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "eagle_config": {AUX_IDS: outputs, "use_aux_hidden_state": True},
+        }
+    keys = _KEYS["eagle1" if layout == "eagle" and own is None else layout]
+    raw = _layer_config(block, dtype)
+    raw |= {key: values[key] for key in keys if values.get(key) is not None}
+    return _speculators(raw, config) if layout == "speculators" else raw
 
 
 def _layer_config(block: ModelConfig, dtype: torch.dtype) -> Config:
     """Return the config of a Llama decoder layer that all layouts share."""
-    length = block.max_seq_len
+    length, scaling = block.max_seq_len, None  # code for transformers 4 reads `type`
+    if block.rope_scaling is not None:
+        scaling = {"rope_type": "llama3", **dataclasses.asdict(block.rope_scaling)}
+        scaling["original_max_position_embeddings"] = scaling.pop("original_max_seq_len")
+    elif block.rope_linear_factor != 1.0:
+        scaling = {"type": "linear", "rope_type": "linear", "factor": block.rope_linear_factor}
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -129,26 +138,15 @@ def _layer_config(block: ModelConfig, dtype: torch.dtype) -> Config:
         "vocab_size": block.vocab_size,
         "rms_norm_eps": block.norm_eps,
         "rope_theta": block.rope_base,
-        "rope_scaling": rope_scaling(block),
+        "rope_scaling": scaling,
         "torch_dtype": str(dtype).removeprefix("torch."),
         **({"max_position_embeddings": length} if length < ANY_LENGTH else {}),
     }
 
 
-def rope_scaling(block: ModelConfig) -> Config | None:
-    """Return the RoPE entry of a `config.json`; code for transformers 4 reads its key `type`."""
-    if block.rope_scaling is not None:
-        scaling = dataclasses.asdict(block.rope_scaling)
-        scaling["original_max_position_embeddings"] = scaling.pop("original_max_seq_len")
-        return {"rope_type": "llama3", **scaling}
-    if block.rope_linear_factor != 1.0:
-        return {"type": "linear", "rope_type": "linear", "factor": block.rope_linear_factor}
-    return None
-
-
-def _speculators(raw: Config, config: HeadConfig, own: Eagle3Config) -> Config:
+def _speculators(raw: Config, config: HeadConfig) -> Config:
     """Return a flat config as the speculators package nests it."""
-    top = (*_KEYS["speculators"], "draft_vocab_size")
+    top = _KEYS["speculators"][len(_USUAL) :]
     layer = {key: value for key, value in raw.items() if key not in (*top, "architectures")}
     layer |= {"model_type": "qwen3"} if config.block.qk_norm else {}
     return {key: raw[key] for key in (*top, "tie_word_embeddings", "torch_dtype")} | {
@@ -161,7 +159,7 @@ def _speculators(raw: Config, config: HeadConfig, own: Eagle3Config) -> Config:
             "verifier": {"name_or_path": None, "architectures": []},
         },
         "transformer_layer_config": layer,
-        AUX_IDS: list(own.aux_layers),
+        AUX_IDS: list(config.aux_layers),
     }
 
 
@@ -189,15 +187,13 @@ def export_head(
     if not shape.max_seq_len and to != "eagle":  # engines tabulate RoPE as far as the config says
         raise FasteagleError(f"{source.name}: its files do not say how long texts are: add --model")
     state = _complete(source, config, target, to)
-    ids = target_ids(state.pop(MAP)) if config.eagle3 is None and MAP in state else None
     length = min(shape.max_seq_len, 2**20) or ANY_LENGTH
     block = dataclasses.replace(config.block, max_seq_len=length)
     config = dataclasses.replace(config, block=block)
     raw = config_json(to, config, state["fc.weight"].dtype)
     if to == "gguf":
         require_writable(out)
-        file = tokenizer or _tokenizer_of(target)
-        write_gguf_head(out, raw, config, state, file)
+        write_gguf_head(out, raw, config, state, tokenizer or _tokenizer_of(target))
         return []
     if to == "eagle" and EMBEDDING in state and config.eagle3 is not None:
         raw["target_hidden_size"] = shape.dim  # the official code looks for an embedding then
@@ -206,6 +202,7 @@ def export_head(
         if target is not None:
             verifier = {"name_or_path": target.name, "architectures": [shape.architecture]}
             raw["speculators_config"]["verifier"] = verifier
+    ids = target_ids(state.pop(MAP)) if config.eagle3 is None and MAP in state else None
     with atomic_dir(out) as folder:
         folder.chmod(0o755)  # temporary folders are private
         _fill(folder, raw, state)
