@@ -98,7 +98,7 @@ def hub_cache(tmp_path, monkeypatch):
     def asked(*args, **kwargs):
         raise AssertionError("asked the network")
 
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", asked)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", asked)
     return path
 
 

@@ -156,7 +156,7 @@ def forbid(monkeypatch, error):
     def raise_it(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", raise_it)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", raise_it)
 
 
 def put_in_cache(

@@ -70,6 +70,17 @@ def _shape(
     )
 
 
+def _qwen3(dim: int, n_layer: int, n_head: int, ffn_dim: int, tied: bool = False) -> ModelConfig:
+    more: dict[str, Any] = {
+        "vocab_size": 151936,
+        "max_seq_len": 40960,
+        "norm_eps": 1e-6,
+        "rope_base": 1e6,
+    }
+    family = {"tie_embeddings": tied, "qk_norm": True, "architecture": "Qwen3ForCausalLM"}
+    return _shape(dim, n_layer, n_head, 8, ffn_dim, **more, **family)
+
+
 _LLAMA2_7B = _shape(4096, 32, 32, 32, 11008)
 _LLAMA2_13B = _shape(5120, 40, 40, 40, 13824)
 _LLAMA2_70B = _shape(8192, 80, 64, 8, 28672)
@@ -217,26 +228,26 @@ REGISTRY: dict[str, Entry] = {
     ),
     "qwen3-1.7b": _qwen3_entry(
         "1.7B",
-        _qwen3(2048, 28, 16, ffn_dim=6144, tie_embeddings=True),
+        _qwen3(2048, 28, 16, 6144, tied=True),
         "70d244cc86ccca08cf5af4e1e306ecf908b1ad5e",
         "94441b48acc5804677ae12259617c83323b543a9",
     ),
     "qwen3-4b": _qwen3_entry(
         "4B",
-        _qwen3(2560, 36, 32, ffn_dim=9728, tie_embeddings=True),
+        _qwen3(2560, 36, 32, 9728, tied=True),
         "1cfa9a7208912126459214e8b04321603b3df60c",
         "fd331e59626c8e95c392381a16ee59d518727fbb",
     ),
     "qwen3-8b": _qwen3_entry(
         "8B",
-        _qwen3(4096, 36, 32, ffn_dim=12288),
+        _qwen3(4096, 36, 32, 12288),
         "b968826d9c46dd6066d109eabc6255188de91218",
         "9629dfce7a4a10564dd48d3e5485c3976095653c",
     ),
     "qwen3-14b": _qwen3_entry(
-        "14B", _qwen3(5120, 40, 40, ffn_dim=17408), "40c069824f4251a91eefaf281ebe4c544efd3e18"
+        "14B", _qwen3(5120, 40, 40, 17408), "40c069824f4251a91eefaf281ebe4c544efd3e18"
     ),
     "qwen3-32b": _qwen3_entry(
-        "32B", _qwen3(5120, 64, 64, ffn_dim=25600), "9216db5781bf21249d130ec9da846c4624c16137"
+        "32B", _qwen3(5120, 64, 64, 25600), "9216db5781bf21249d130ec9da846c4624c16137"
     ),
 }

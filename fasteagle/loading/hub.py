@@ -23,6 +23,7 @@ WEIGHT_PATTERNS = ["*.safetensors", "*.safetensors.index.json"]
 TORCH_PATTERNS = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
 SIDE_PATTERNS = ["*.json", "tokenizer.model", "*.jinja"]
 PIP_TRIES = 3
+ANSWER_SECONDS = 4.0  # for the hub's list of files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,8 +165,9 @@ def fetch_repo(repo: str, revision: str | None, download_bytes: int | None = Non
     if download_bytes:
         require_free_space(Path(constants.HF_HUB_CACHE), download_bytes, f"downloading {repo}")
     try:
-        files = HfApi().list_repo_files(repo, revision=revision)
-        patterns = _patterns(files)
+        # One request: others try again for half a minute where there is no network.
+        info = HfApi().model_info(repo, revision=revision, timeout=ANSWER_SECONDS)
+        patterns = _patterns([file.rfilename for file in info.siblings or ()])
         return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
     except hub_errors.GatedRepoError as error:
         raise FasteagleError(
@@ -186,5 +188,5 @@ def fetch_repo(repo: str, revision: str | None, download_bytes: int | None = Non
             raise  # disk full and the like have their own message
         reason = first_line(error, 160)
         raise FasteagleError(
-            f"cannot fetch {repo} ({reason}): check the network, or pass --model PATH"
+            f"cannot fetch {repo} ({reason}): check the network, or give a folder or a .gguf file"
         ) from error

@@ -32,16 +32,6 @@ def empty_head(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tiny_dir):
-    return open_checkpoint(tiny_dir)
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint):
-    return load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=512)
-
-
-@pytest.fixture(scope="module")
 def head(model):
     return random_head(model, rope_scaling=None, rope_base=10000.0)
 

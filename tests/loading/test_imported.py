@@ -140,10 +140,7 @@ def test_formats_without_an_exact_import_are_refused_by_name(settings, words_exp
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            compressed_settings(config_groups={"W4A16": ["Linear"]}),
-            'W4A16 is ["Linear"]: must be a',
-        ),
+        (compressed_settings(config_groups={"a": ["Linear"]}), 'a is ["Linear"]: must be a'),
         (compressed_settings({"num_bits": "4"}), 'weights.num_bits is "4": must be an integer'),
         (gptq_settings(bits=[4]), "bits is [4]: must be an integer"),
         (gptq_settings(group_size="x"), 'group_size is "x": must be an integer'),

@@ -15,7 +15,6 @@ from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading import make_drafter as drafters
 from fasteagle.loading import open as opening
-from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.make_drafter import Drafting
 from fasteagle.loading.tensors import fingerprint
@@ -23,16 +22,6 @@ from fasteagle.options import DraftOptions, SamplingParams
 from fasteagle.shapes import GatedChain, TreeShape, read_tree
 from head_folders import DIALECTS, head_for, write_folder
 from helpers import eagle3_of, forbid, random_head
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tiny_dir):
-    return open_checkpoint(tiny_dir)
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint):
-    return load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=512)
 
 
 @pytest.fixture(scope="module")
