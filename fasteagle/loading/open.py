@@ -33,7 +33,7 @@ from fasteagle.generate import Engine
 from fasteagle.loading import registry
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.memory import smaller_fit
-from fasteagle.loading.quantize import scheme_asked, with_scheme
+from fasteagle.loading.quantize import scheme_for, with_scheme
 from fasteagle.loading.source import Linears
 from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint
 from fasteagle.loading.tokenizer import ChatTokenizer, DummyTokenizer, load_tokenizer
@@ -87,7 +87,7 @@ class OpenedModel:
         options.seq_len_for(config.max_seq_len, self.name)
         quant = self._quant(options)
         if quant is not None:
-            scheme_asked(self.checkpoint, quant, options.head_bits)
+            scheme_for(self.checkpoint, quant, options.head_bits)
         elif options.lm_head != "int8" and self.checkpoint.scheme is None:
             raise FasteagleError(
                 "-lm4 and -lm16 are parts of a quantized precision, and this model's is not: use "
@@ -138,15 +138,11 @@ class OpenedModel:
         dtype_name = pick_dtype(options.dtype, device, quantized)
         if self.quantized_on_cpu(options) and wants_cpu_kernels(options, device, dtype_name):
             begin_cpu_kernels(options.cpu_kernels)
-        if isinstance(checkpoint, DummyCheckpoint):
-            checkpoint = DummyCheckpoint(checkpoint.config, checkpoint.scheme, device)
-        if options.backend == "torchao" and options.quant is not None:
-            scheme: Scheme | None = parse_scheme(
-                options.quant, checkpoint.config, options.head_bits
-            )
-        else:
-            checkpoint = with_scheme(checkpoint, quant, options.head_bits, notify, device)
-            scheme = checkpoint.scheme
+        scheme = None
+        if options.backend == "torchao" and quant is not None:  # which quantizes loaded weights
+            scheme, quant = parse_scheme(quant, checkpoint.config, options.head_bits), None
+        checkpoint = with_scheme(checkpoint, quant, options.head_bits, notify, device)
+        scheme = scheme or checkpoint.scheme
         return PreparedModel(
             self.name, checkpoint, self.tokenizer, options, scheme, device, dtype_name
         )

@@ -22,6 +22,7 @@ from fasteagle.loading.tensors import (
     expected_shapes,
     fingerprint,
     is_block_linear,
+    load_floats,
     weight_bytes,
 )
 from fasteagle.paths import atomic_dir, cache_dir, require_free_space
@@ -42,18 +43,18 @@ def with_scheme(
     """Return `checkpoint` quantized as `quant` says, unchanged where that is None.
 
     `quant` is "int4", "int8" or a scheme's name. Values are chosen on `device`, one tensor at a
-    time. Raises `FasteagleError` as `scheme_asked` does.
+    time. Raises `FasteagleError` as `scheme_for` does.
     """
-    if quant is None:
+    scheme = checkpoint.scheme if quant is None else scheme_for(checkpoint, quant, head_bits)
+    if isinstance(checkpoint, DummyCheckpoint):
+        return DummyCheckpoint(checkpoint.config, scheme, device)
+    if quant is None or scheme is None:
         return checkpoint
-    scheme = scheme_asked(checkpoint, quant, head_bits)
     if scheme.method == "own" or checkpoint.scheme is not None:
         if checkpoint.widened:
             kinds = ", ".join(checkpoint.widened)
             notify(f"{kinds} weights are converted: they run in 8 bits, 1.06 bytes each")
         return checkpoint.run_in(scheme)
-    if isinstance(checkpoint, DummyCheckpoint):
-        return DummyCheckpoint(checkpoint.config, scheme, device)
     identity = fingerprint(checkpoint)
     folder = cache_dir() / "quantized" / f"{identity[:24]}-{scheme.name}"
     if not is_stored(folder):
@@ -64,7 +65,7 @@ def with_scheme(
     return StoredFolder(folder).run_in(scheme)
 
 
-def scheme_asked(checkpoint: Checkpoint, quant: str, head_bits: int) -> Scheme:
+def scheme_for(checkpoint: Checkpoint, quant: str, head_bits: int) -> Scheme:
     """Return the scheme that `quant` names: the checkpoint's own where it has that many bits.
 
     Raises `FasteagleError` if the checkpoint is already quantized in another scheme.
@@ -121,6 +122,6 @@ def quantized_weights(
         if own is not None and (scheme.method == "own" or not is_block_linear(name)):
             yield name, own
         elif is_block_linear(name):
-            yield name, quantize_weight(checkpoint.load(name).to(device), scheme).to("cpu")
+            yield name, quantize_weight(load_floats(checkpoint, name).to(device), scheme).to("cpu")
         else:
-            yield name, checkpoint.load(name)
+            yield name, load_floats(checkpoint, name)

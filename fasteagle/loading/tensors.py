@@ -239,6 +239,15 @@ class DummyCheckpoint(Checkpoint):
             return PackedWeight(4, K // G, q, scales, zeros)
 
 
+def load_floats(checkpoint: Checkpoint, name: str) -> Tensor:
+    """Return a whole tensor; raise `FasteagleError` where its values are no floats."""
+    tensor = checkpoint.load(name)
+    if not tensor.is_floating_point():
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise FasteagleError(f"{name} holds {kind} values: weights that are not packed are floats")
+    return tensor
+
+
 def _shards(path: Path, single: str, pattern: str) -> list[Path]:
     index = path / f"{single}.index.json"
     if not index.exists():

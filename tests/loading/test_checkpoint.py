@@ -13,6 +13,7 @@ from fasteagle.config import ModelConfig
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import checkpoint as checkpoint_module
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
+from fasteagle.loading.quantize import with_scheme
 from fasteagle.loading.tensors import DummyCheckpoint, expected_shapes
 from helpers import edit_json, make_hf_model
 
@@ -116,6 +117,19 @@ def test_misshapen_and_unknown_tensors_are_listed(folder):
         load(folder)
     assert "model.norm.weight is (63,), expected (64,)" in str(caught.value)
     assert "unknown model.layers.0.mlp.extra.weight" in str(caught.value)
+
+
+@pytest.mark.parametrize("quant", [None, "int8"])
+def test_integers_are_no_weights(folder, quant):
+    name = "model.layers.1.mlp.up_proj.weight"
+    change_tensors(folder, lambda tensors: tensors.update({name: tensors[name].int()}))
+    with pytest.raises(FasteagleError, match=f"{name} holds int32 values"):
+        load_model(
+            with_scheme(open_checkpoint(folder), quant),
+            dtype=torch.float32,
+            device="cpu",
+            max_seq_len=64,
+        )
 
 
 def test_long_lists_of_problems_are_cut(folder):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from click.testing import CliRunner
 
 from fasteagle.bench.row_spec import RowSpec
-from fasteagle.cli import main as cli
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import lookup_files
 from fasteagle.loading import open as opening
@@ -90,28 +88,22 @@ def test_what_is_not_there(tmp_path, tokenizer):
 # On the command line
 
 
-def chat(tiny_dir, *options):
-    return CliRunner().invoke(
-        cli.main, ["chat", "--model", str(tiny_dir), "-p", "hello", *map(str, options)]
-    )
-
-
 @pytest.mark.parametrize("options", [["--drafter", "ngram"], []])
-def test_an_answer_with_files_is_the_same(tiny_dir, tmp_path, options):
+def test_an_answer_with_files_is_the_same(chat, tmp_path, options):
     base = ("--precision", "fp32", "--max-new-tokens", 30, "--seed", 5)
-    expected = chat(tiny_dir, *base, "--no-spec").stdout
+    expected = chat(*base, "--no-spec").stdout
     files = [tmp_path / "a.txt", tmp_path / "b.txt"]
     for file in files:
         file.write_text("hello " + expected)
-    result = chat(tiny_dir, *base, *options, "--lookup", files[0], "--lookup", files[1])
+    result = chat(*base, *options, "--lookup", files[0], "--lookup", files[1])
     assert result.exit_code == 0 and result.stdout == expected, result.stderr
     assert "tokens of files, 0.0 MB" in result.stderr
 
 
-def test_errors_come_before_the_weights(tiny_dir, tmp_path, monkeypatch):
+def test_errors_come_before_the_weights(chat, tmp_path, monkeypatch):
     monkeypatch.setattr(opening, "load_model", lambda *a, **k: pytest.fail("the target loaded"))
     (tmp_path / "empty").touch()
-    result = chat(tiny_dir, "--lookup", tmp_path / "empty")
+    result = chat("--lookup", tmp_path / "empty")
     assert result.exit_code == 2 and "is empty" in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
 
@@ -119,8 +111,8 @@ def test_errors_come_before_the_weights(tiny_dir, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "options", [["--drafter", "eagle"], ["--no-spec"], ["--tree", "tree.json"]], ids=str
 )
-def test_drafters_that_do_not_look_up(tiny_dir, options):
-    result = chat(tiny_dir, "--lookup", "a.txt", *options)
+def test_drafters_that_do_not_look_up(chat, options):
+    result = chat("--lookup", "a.txt", *options)
     assert result.exit_code == 2 and "add --drafter fused or ngram" in result.stderr
 
 

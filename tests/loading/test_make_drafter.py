@@ -220,37 +220,31 @@ def test_greedy_after_multi_round_is_greedy(model, checkpoint, head_dir):
 # The command line
 
 
-def chat(tiny_dir, *options):
-    return CliRunner().invoke(
-        cli.main, ["chat", "--model", str(tiny_dir), "-p", "hello", *map(str, options)]
-    )
-
-
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_speculation_changes_no_byte_of_an_answer(tiny_dir, head_dir, temperature):
+def test_speculation_changes_no_byte_of_an_answer(chat, head_dir, temperature):
     base = f"--max-new-tokens 30 --precision fp32 --seed 5 --temperature {temperature}".split()
-    expected = chat(tiny_dir, *base, "--no-spec").stdout
+    expected = chat(*base, "--no-spec").stdout
     for drafter in ("eagle", "fused", "eagle-static", "eagle-chain", "ngram"):
-        result = chat(tiny_dir, *base, "--head", head_dir, "--drafter", drafter)
+        result = chat(*base, "--head", head_dir, "--drafter", drafter)
         assert result.exit_code == 0, result.stderr
         assert result.stdout == expected, drafter
         assert "accepted" in result.stderr and "ms verify" in result.stderr
     multi_round = ("--drafter", "eagle-static", "--verify", "multi-round")
-    other = chat(tiny_dir, *base, "--head", head_dir, *multi_round)
+    other = chat(*base, "--head", head_dir, *multi_round)
     assert other.exit_code == 0 and (other.stdout == expected) == (temperature == 0)
 
 
-def test_files_to_look_up_make_the_tree_a_fused_one(tiny_dir, head_dir, tmp_path):
+def test_files_to_look_up_make_the_tree_a_fused_one(chat, head_dir, tmp_path):
     (tmp_path / "notes.txt").write_text("a text that may be quoted")
     base = ("--max-new-tokens", 30, "--precision", "fp32", "--head", head_dir)
-    result = chat(tiny_dir, *base, "--lookup", tmp_path / "notes.txt")
+    result = chat(*base, "--lookup", tmp_path / "notes.txt")
     assert result.exit_code == 0 and ": fused, " in result.stderr, result.stderr
-    assert result.stdout == chat(tiny_dir, *base).stdout
+    assert result.stdout == chat(*base).stdout
 
 
-def test_accepted_text_can_be_coloured(tiny_dir, head_dir):
+def test_accepted_text_can_be_coloured(chat, head_dir):
     options = ("--max-new-tokens", 60, "--show-accepted", "--drafter", "ngram")
-    shown = chat(tiny_dir, "--head", head_dir, *options)
+    shown = chat("--head", head_dir, *options)
     assert "\x1b[32m" in shown.stdout or "accepted 0/" in shown.stderr
 
 
@@ -270,18 +264,18 @@ def test_accepted_text_can_be_coloured(tiny_dir, head_dir):
         (["--lookup-depth", 64, "--drafter", "fused"], "lookup-depth 64"),
     ],
 )
-def test_bad_tree_options_cost_one_line(tiny_dir, head_dir, monkeypatch, options, message):
+def test_bad_tree_options_cost_one_line(chat, head_dir, monkeypatch, options, message):
     if "--tree-topk" not in options:  # the drafter itself refuses it
         monkeypatch.setattr(opening, "load_model", lambda *a, **k: pytest.fail("the target loaded"))
-    result = chat(tiny_dir, "--head", head_dir, *options)
+    result = chat("--head", head_dir, *options)
     assert result.exit_code == 2 and result.stdout == ""
     assert message in result.stderr.strip().splitlines()[-1]
     assert "Traceback" not in result.stderr
 
 
-def test_a_head_is_refused_before_the_target_is_loaded(tiny_dir, head_dir, monkeypatch):
+def test_a_head_is_refused_before_the_target_is_loaded(chat, tiny_dir, head_dir, monkeypatch):
     monkeypatch.setattr(opening, "load_model", lambda *a, **k: pytest.fail("the target loaded"))
-    result = chat(tiny_dir, "--head", "/nowhere/head")
+    result = chat("--head", "/nowhere/head")
     assert result.exit_code == 2 and "no such folder" in result.stderr
     (head_dir / "model.safetensors").write_bytes(b"12")
     for command in (["chat", "-p", "x"], ["tune"]):

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fasteagle.config import HeadConfig, ModelConfig, default_aux_layers
 from fasteagle.errors import FasteagleError
 from fasteagle.model import EagleHead
 
@@ -189,49 +188,3 @@ def _kinds(raw: Raw) -> str:
     """Return the architectures and model types of a config in lower case."""
     kinds = [raw.get(key) for key in ("architectures", "model_type", "speculators_model_type")]
     return str(kinds).lower()
-
-
-# Traits that layouts can describe
-
-EAGLE3_ONLY = {
-    "specforge": "SpecForge trains EAGLE-3 heads only",
-    "speculators": "the speculators package reads EAGLE-1/2 heads no longer",
-    "gguf": "llama.cpp runs EAGLE-3 heads only",
-}
-
-
-def unsayable(config: HeadConfig, target: ModelConfig, layout: str) -> list[str]:
-    """Return the unusual traits of a draft head for which `layout` has no field.
-
-    Layouts are those of `options.EXPORT_FORMATS`; "eagle1" is the official one of EAGLE-1/2.
-    """
-    block, own = config.block, config.eagle3
-    most = "specforge speculators gguf"
-    traits: dict[str, tuple[bool, str]] = {  # whether a head has it, and who can say it
-        "a bias in fc": (config.fc_bias, "eagle1"),
-        "biases of q, k and v": (block.qkv_bias, "eagle1"),
-        "norms of q and k": (block.qk_norm, "speculators"),
-        "a head_dim other than width / heads": (block.head_dim * block.n_head != block.dim, most),
-        "llama3 RoPE scaling": (block.rope_scaling is not None, most),
-        "linear RoPE scaling": (block.rope_linear_factor != 1.0, f"eagle1 eagle {most}"),
-        "RoPE factors": (block.rope_freq_factors is not None, "gguf"),
-    }
-    if own is not None:
-        layers = own.aux_layers
-        traits |= {
-            "a norm for each auxiliary layer": (own.aux_norm == "each", "specforge speculators"),
-            "one norm over all auxiliary layers": (own.aux_norm == "all", "speculators gguf"),
-            "a normed next feature": (own.norm_output, "specforge speculators"),
-            "a residual stream that begins normed": (own.norm_before_residual, "speculators gguf"),
-            "a width other than the target's": (
-                own.target_dim != block.dim,
-                "eagle specforge gguf",
-            ),
-            "auxiliary layers other than 2, L // 2, L - 3": (
-                layers != default_aux_layers(target.n_layer),
-                most,
-            ),
-            "other than 3 auxiliary layers": (len(layers) != 3, "specforge speculators"),
-            "an auxiliary layer before all": (layers[0] == 0, "speculators gguf"),
-        }
-    return [t for t, (applies, known) in traits.items() if applies and layout not in known.split()]

@@ -14,21 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasteagle.config import ANY_LENGTH, HeadConfig, ModelConfig
+from fasteagle.config import ANY_LENGTH, HeadConfig, ModelConfig, default_aux_layers
 from fasteagle.errors import FasteagleError, shortened
 from fasteagle.loading.gguf import GGUFFile
 from fasteagle.loading.heads.gguf import write_gguf_head
 from fasteagle.loading.heads.read import HEADER_KEY, HeadSource
 from fasteagle.loading.heads.tables import (
     AUX_IDS,
-    EAGLE3_ONLY,
     EMBEDDING,
     LM_HEAD,
     MAP,
     State,
     official_state,
     target_ids,
-    unsayable,
 )
 from fasteagle.loading.tensors import Checkpoint, save_tensors, write_json
 from fasteagle.model import EagleHead
@@ -66,7 +64,8 @@ def _fill(folder: Path, raw: Config, state: State, metadata: dict[str, str] | No
     write_json(raw, folder / "config.json")
 
 
-# The keys of every layout's config.json, beside those of a decoder layer
+# Layouts: the keys of their config.json, beside those of a decoder layer. "eagle1" is the official
+# one of EAGLE-1/2; others but "ours" hold EAGLE-3 heads only.
 _USUAL = ("attention_bias", "mlp_bias", "tie_word_embeddings")
 _KEYS = {
     "ours": (
@@ -83,37 +82,82 @@ _KEYS = {
         *(*_USUAL, "draft_vocab_size"),
         *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
     ),
-    "gguf": ("target_hidden_size", "norm_before_residual", "norm_before_fc"),
+    "gguf": ("target_hidden_size", "norm_before_residual", "norm_before_fc", "rope_freq_factors"),
 }
+_EAGLE3_ONLY = {
+    "specforge": "SpecForge trains EAGLE-3 heads only",
+    "speculators": "the speculators package reads EAGLE-1/2 heads no longer",
+    "gguf": "llama.cpp runs EAGLE-3 heads only",
+}
+_TRAITS = {  # of a head whose config has such a key
+    "bias": "a bias in fc",
+    "qkv_bias": "biases of q, k and v",
+    "rope_freq_factors": "RoPE factors",
+    "fc_norm": "a norm for each auxiliary layer",
+    "norm_before_fc": "one norm over all auxiliary layers",
+    "norm_output": "a normed next feature",
+    "norm_before_residual": "a residual stream that begins normed",
+}
+
+
+def _values(config: HeadConfig) -> Config:
+    """Return the values of all keys of layouts that a draft head has."""
+    own, factors = config.eagle3, config.block.rope_freq_factors
+    values: Config = {
+        **dict.fromkeys(_USUAL, False),
+        "bias": config.fc_bias,
+        "qkv_bias": config.block.qkv_bias,
+        "draft_vocab_size": config.draft_vocab_size,
+    }
+    if factors is not None:
+        values["rope_freq_factors"] = list(factors)
+    if own is None:
+        return values
+    outputs = [layer - 1 for layer in own.aux_layers]  # SGLang adds one: the blocks' outputs
+    return values | {
+        "tap_layers": list(own.aux_layers),
+        "target_hidden_size": own.target_dim,
+        "norm_before_residual": own.norm_before_residual,
+        "norm_before_fc": own.aux_norm == "all",
+        "fc_norm": own.aux_norm == "each",
+        "norm_output": own.norm_output,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "eagle_config": {AUX_IDS: outputs, "use_aux_hidden_state": True},
+    }
+
+
+def unsayable(config: HeadConfig, target: ModelConfig, layout: str) -> list[str]:
+    """Return the unusual traits of a draft head for which `layout` has no field."""
+    block, own, values = config.block, config.eagle3, _values(config)
+    official = layout in ("eagle1", "eagle")
+    own_head_dim = block.head_dim * block.n_head != block.dim
+    traits = {
+        **{trait: values.get(key) and key not in _KEYS[layout] for key, trait in _TRAITS.items()},
+        "norms of q and k": block.qk_norm and layout != "speculators",
+        "a head_dim other than width / heads": own_head_dim and official,
+        "llama3 RoPE scaling": block.rope_scaling is not None and official,
+    }
+    if own is not None:
+        usual = own.aux_layers == default_aux_layers(target.n_layer)
+        other_width = own.target_dim != block.dim
+        traits |= {
+            "a width other than the target's": other_width and layout == "speculators",
+            "auxiliary layers other than 2, L // 2, L - 3": not usual and official,
+            "other than 3 auxiliary layers": (
+                len(own.aux_layers) != 3 and layout in ("eagle", "gguf")
+            ),
+            "an auxiliary layer before all": (
+                own.aux_layers[0] == 0 and layout in ("eagle", "specforge")
+            ),
+        }
+    return [trait for trait, applies in traits.items() if applies]
 
 
 def config_json(layout: str, config: HeadConfig, dtype: torch.dtype) -> Config:
     """Return the `config.json` of a draft head; for "gguf" the input of `write_gguf_head`."""
-    block, own = config.block, config.eagle3
-    factors = block.rope_freq_factors
-    values: Config = {
-        **dict.fromkeys(_USUAL, False),
-        "bias": config.fc_bias,
-        "qkv_bias": block.qkv_bias,
-        "rope_freq_factors": None if factors is None else list(factors),
-        "draft_vocab_size": config.draft_vocab_size,
-    }
-    if own is not None:
-        # SGLang adds one: these are the blocks whose output is read.
-        outputs = [layer - 1 for layer in own.aux_layers]
-        values |= {
-            "tap_layers": list(own.aux_layers),
-            "target_hidden_size": own.target_dim,
-            "norm_before_residual": own.norm_before_residual,
-            "norm_before_fc": own.aux_norm == "all",
-            "fc_norm": own.aux_norm == "each",
-            "norm_output": own.norm_output,
-            "architectures": ["LlamaForCausalLMEagle3"],
-            "eagle_config": {AUX_IDS: outputs, "use_aux_hidden_state": True},
-        }
-    keys = _KEYS["eagle1" if layout == "eagle" and own is None else layout]
-    raw = _layer_config(block, dtype)
-    raw |= {key: values[key] for key in keys if values.get(key) is not None}
+    values = _values(config)
+    keys = _KEYS["eagle1" if layout == "eagle" and config.eagle3 is None else layout]
+    raw = _layer_config(config.block, dtype) | {k: values[k] for k in keys if k in values}
     return _speculators(raw, config) if layout == "speculators" else raw
 
 
@@ -220,7 +264,7 @@ def check_exportable(config: HeadConfig, to: str, target: ModelConfig) -> None:
     """Raise `FasteagleError` for draft heads that the layout `to` cannot describe."""
     eagle1 = config.eagle3 is None
     if eagle1 and to != "eagle":
-        raise FasteagleError(f"{EAGLE3_ONLY[to]}, this is EAGLE-1/2: export it --to eagle")
+        raise FasteagleError(f"{_EAGLE3_ONLY[to]}, this is EAGLE-1/2: export it --to eagle")
     problems = unsayable(config, target, "eagle1" if eagle1 else to)
     if problems:
         layouts = () if eagle1 else EXPORT_FORMATS
