@@ -97,13 +97,6 @@ _SMOLLM2: dict[str, Any] = {
     "rope_base": 100000.0,
 }
 _SMOLLM2_135M = _shape(576, 30, 9, 3, 1536, **_SMOLLM2, tie_embeddings=True)
-_QWEN3: dict[str, Any] = {
-    "vocab_size": 151936,
-    "max_seq_len": 40960,
-    "norm_eps": 1e-6,
-    "rope_base": 1e6,
-}
-_qwen3 = partial(_shape, n_kv_head=8, **_QWEN3, qk_norm=True, architecture="Qwen3ForCausalLM")
 
 _LLAMA2_LICENCE = "Llama 2 Community License"
 _LLAMA31_LICENCE = "Llama 3.1 Community License"

