@@ -52,7 +52,7 @@ class HeadFiles:
 
     def loaded(self, config: ModelConfig, aux_layers: tuple[int, ...] | None = None) -> LoadedHead:
         """Load the draft head for a target of `config`; raises `FasteagleError` as `load_head`."""
-        source = open_head(self.path)
+        source = open_head(self.path, config)
         head, digest = source.head(config, aux_layers), files_digest(self.path)
         return LoadedHead(self.origin, head, source.header, digest, source.made_for)
 
