@@ -76,7 +76,7 @@ class BlockCompiler:
         max_slots: int,
         head: EagleHead | None = None,
         cycles: CycleCompiler | None = None,
-        tap_layers: tuple[int, ...] = (),
+        aux_layers: tuple[int, ...] = (),
     ) -> None:
         self.error: str | None = None
         self.seconds = 0.0
@@ -86,7 +86,7 @@ class BlockCompiler:
         self._ops = _with_sums(self._target.ops._replace(run_blocks=None), self._model)
         self._head_ops = CORE if self._head is None else backend.head_ops(self._head)
         self._head_ops = _with_sums(self._head_ops, self._model)
-        self._tap_layers = tap_layers
+        self._aux_layers = aux_layers
         self._max_slots = max_slots
         self._cycles = cycles
         self._forward = torch.compile(Block.forward, fullgraph=True)  # of the draft head's block
@@ -196,7 +196,7 @@ class BlockCompiler:
     @property
     def _lengths(self) -> set[int]:
         """Lengths of all spans, which end at the auxiliary layers that the draft head reads."""
-        bounds = (0, *self._tap_layers, self._model.config.n_layer)
+        bounds = (0, *self._aux_layers, self._model.config.n_layer)
         return {n for a, b in itertools.pairwise(bounds) for n in spans(b - a)}
 
     def _warm_up_span(self, length: int, T: int, S: int) -> None:
@@ -294,7 +294,7 @@ def start_compiler(engine: Engine, params: SamplingParams | None = None) -> Bloc
     kind = SamplingMode.of(params or SamplingParams(), engine.model.config.vocab_size)
     cycles = CycleCompiler(engine, kind)
     max_slots = engine.max_seq_len + MAX_TREE_ROWS
-    compiler = BlockCompiler(engine.backend, max_slots, head, cycles, engine.state.tap_layers)
+    compiler = BlockCompiler(engine.backend, max_slots, head, cycles, engine.state.aux_layers)
     compiler.start()
     return compiler
 

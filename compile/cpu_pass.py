@@ -57,16 +57,16 @@ class NativePass:
         tree, _, depths, paths = proposal[:4]
         if len(depths) > MAX_ROWS:
             return EAGER.verify(state, target, proposal)
-        logits, features, taps = self._target.run(
+        logits, features, aux_states = self._target.run(
             tree.tokens,
             state.seq_len,
             paths,
             depths,
             state.cache.rows,
-            state.tap_layers,
+            state.aux_layers,
             self._weight,
         )
-        return Output(logits, features, taps if state.tap_layers else None)
+        return Output(logits, features, aux_states if state.aux_layers else None)
 
 
 def finish(state: DecodeState, spec: CycleSpec, proposal: Proposal, output: Output) -> None:
@@ -87,7 +87,7 @@ def finish(state: DecodeState, spec: CycleSpec, proposal: Proposal, output: Outp
     )
     torch.ops.fasteagle_cpu.finish_cycle(
         output.logits,
-        output.features if output.taps is None else output.taps,
+        output.features if output.aux_states is None else output.aux_states,
         Tree(tree.tokens, tree.parents, tree.valid, tree.sources),
         State(
             seq_len=state.seq_len,

@@ -124,17 +124,17 @@ class CycleCompiler:
 
     def _output(self, T: int) -> Output:
         """Return an output of zeros with the shapes of a pass over T rows."""
-        target, tap_layers = self._engine.model, self._engine.state.tap_layers
+        target, aux_layers = self._engine.model, self._engine.state.aux_layers
         features = target.norm.weight.new_zeros(T, target.config.dim)
-        taps = features.new_zeros(T, len(tap_layers) * target.config.dim, dtype=torch.float32)
-        return Output(target.lm_head(features), features, taps if tap_layers else None)
+        aux_states = features.new_zeros(T, len(aux_layers) * target.config.dim, dtype=torch.float32)
+        return Output(target.lm_head(features), features, aux_states if aux_layers else None)
 
     def _state(self, n_slots: int) -> DecodeState:
         engine = self._engine
         cache = engine.target.new_cache(n_slots)
         torch._dynamo.mark_dynamic(cache.rows, 2)
         state = DecodeState(engine.model, cache, engine.max_seq_len)
-        state.read_taps(engine.state.tap_layers, engine.model.config.dim)
+        state.read_aux_layers(engine.state.aux_layers, engine.model.config.dim)
         state.count.fill_(1)
         state.seq_len.fill_(2)
         state.sampling.temperature.fill_(1.0)

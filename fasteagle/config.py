@@ -109,29 +109,29 @@ def draft_block(config: ModelConfig) -> ModelConfig:
 class Eagle3Config:
     """Settings of an EAGLE-3 draft head besides its block; the defaults are the paper's."""
 
-    tap_layers: tuple[int, ...]  # target blocks whose input the draft head reads, ascending
+    aux_layers: tuple[int, ...]  # target blocks whose input the draft head reads, ascending
     target_dim: int
     own_embedding: bool = False
     own_lm_head: bool = True
     norm_before_residual: bool = False  # the residual stream begins with the normed feature
-    tap_norm: str = "none"  # before fc: "none", "all" taps as one vector, "each" by itself
+    aux_norm: str = "none"  # before fc: "none", "all" as one vector, "each" by itself
     norm_output: bool = False  # the next feature is the one after the final norm
 
 
-def default_taps(n_layer: int) -> tuple[int, ...]:
+def default_aux_layers(n_layer: int) -> tuple[int, ...]:
     """Return the numbers of the blocks whose input the public EAGLE-3 code reads."""
     return 2, n_layer // 2, n_layer - 3
 
 
-def checked_taps(taps: tuple[int, ...], n_layer: int) -> tuple[int, ...]:
-    """Return `taps`; raise `FasteagleError` unless they ascend among the model's blocks."""
-    if list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > n_layer:
-        listed = ", ".join(str(tap) for tap in taps)
+def checked_aux_layers(aux_layers: tuple[int, ...], n_layer: int) -> tuple[int, ...]:
+    """Return `aux_layers`; raise `FasteagleError` unless they ascend among the model's blocks."""
+    if list(aux_layers) != sorted(set(aux_layers)) or aux_layers[0] < 0 or aux_layers[-1] > n_layer:
+        listed = ", ".join(str(layer) for layer in aux_layers)
         raise FasteagleError(
-            f"taps {listed} must ascend within 0 .. {n_layer}, the model's blocks: "
+            f"auxiliary layers {listed} must ascend within 0 .. {n_layer}, the model's blocks: "
             "give --tap-layers"
         )
-    return taps
+    return aux_layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,16 +149,16 @@ class HeadConfig:
     eagle3: Eagle3Config | None = None
 
     @property
-    def tap_layers(self) -> tuple[int, ...]:
+    def aux_layers(self) -> tuple[int, ...]:
         """Target blocks whose input the draft head reads; none for EAGLE-1/2."""
-        return () if self.eagle3 is None else self.eagle3.tap_layers
+        return () if self.eagle3 is None else self.eagle3.aux_layers
 
     @property
     def feature_dim(self) -> int:
         """Width of the target's features that the draft head reads for each token."""
         if self.eagle3 is None:
             return self.block.dim
-        return len(self.tap_layers) * self.eagle3.target_dim
+        return len(self.aux_layers) * self.eagle3.target_dim
 
     @property
     def linear_params(self) -> int:
@@ -183,27 +183,39 @@ def head_from_hf(raw: Mapping[str, Any], source: str) -> HeadConfig:
     are ignored (design of the public heads). Raises `FasteagleError`, as `Fields` words it.
     """
     fields = Fields(raw, source)
-    fields.require("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
-    _refuse_unsupported(fields)
-    vocab_size = fields.width("vocab_size")
-    rope = fields.part("rope_parameters" if raw.get("rope_parameters") else "rope_scaling")
-    scaling, linear = _rope_scaling(rope, source)
+    rope, common = _common(fields, source, "vocab_size")
     block = ModelConfig(
-        **read_shape(fields, _HF_KEYS),
+        **common,
         n_layer=1,
-        vocab_size=vocab_size,
         max_seq_len=ANY_LENGTH,
-        norm_eps=fields.number("rms_norm_eps", 1e-6, most=1),
         rope_base=fields.number("rope_theta", rope.number("rope_theta", 10000.0)),
-        rope_scaling=scaling,
-        rope_linear_factor=linear,
         qkv_bias=fields.flag("qkv_bias"),
     )
+    size = block.vocab_size
     return HeadConfig(
         block,
-        draft_vocab_size=fields.integer("draft_vocab_size", vocab_size, most=vocab_size),
+        draft_vocab_size=fields.integer("draft_vocab_size", size, most=size),
         fc_bias=fields.flag("bias", True),
     )
+
+
+def _common(fields: Fields, source: str, *required: str) -> tuple[Fields, dict[str, Any]]:
+    """Return the RoPE part of a Hugging Face config, and what models and draft heads share.
+
+    transformers 5 writes `rope_parameters`, older files `rope_scaling` and `rope_theta`.
+    """
+    fields.require("hidden_size", "num_attention_heads", "intermediate_size", *required)
+    _refuse_unsupported(fields)
+    has_parameters = not fields.part("rope_parameters").empty
+    rope = fields.part("rope_parameters" if has_parameters else "rope_scaling")
+    scaling, linear = _rope_scaling(rope, source)
+    return rope, {
+        **read_shape(fields, _HF_KEYS),
+        "vocab_size": fields.width("vocab_size"),
+        "norm_eps": fields.number("rms_norm_eps", 1e-6, most=1),
+        "rope_scaling": scaling,
+        "rope_linear_factor": linear,
+    }
 
 
 def from_hf(raw: Mapping[str, Any], source: str) -> ModelConfig:
@@ -215,23 +227,13 @@ def from_hf(raw: Mapping[str, Any], source: str) -> ModelConfig:
             f"{source}: architecture {architecture!r} is not supported; "
             f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
-    fields.require(
-        "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"
-    )
-    _refuse_unsupported(fields)
-    # transformers 5 writes `rope_parameters`, older files `rope_scaling` and `rope_theta`.
-    rope = fields.part("rope_parameters" if raw.get("rope_parameters") else "rope_scaling")
-    scaling, linear = _rope_scaling(rope, source)
+    rope, common = _common(fields, source, "num_hidden_layers", "vocab_size")
     has_window = architecture == "MistralForCausalLM" and "sliding_window" in fields
     return ModelConfig(
-        **read_shape(fields, _HF_KEYS),
+        **common,
         n_layer=fields.integer("num_hidden_layers", most=MOST_LAYERS),
-        vocab_size=fields.width("vocab_size"),
         max_seq_len=fields.integer("max_position_embeddings", 2048),
-        norm_eps=fields.number("rms_norm_eps", 1e-6, most=1),
         rope_base=rope.number("rope_theta", fields.number("rope_theta", 10000.0)),
-        rope_scaling=scaling,
-        rope_linear_factor=linear,
         tie_embeddings=fields.flag("tie_word_embeddings"),
         qkv_bias=architecture == "Qwen2ForCausalLM",
         qk_norm=architecture == "Qwen3ForCausalLM",

@@ -76,9 +76,9 @@ class Engine(Context):
         self.drafter = drafter
         if drafter is not None:
             self.runner.adopt(drafter)
-        tap_layers = () if drafter is None else drafter.tap_layers
-        if tap_layers != self.state.tap_layers:
-            self.state.read_taps(tap_layers, self.model.config.dim)
+        aux_layers = () if drafter is None else drafter.aux_layers
+        if aux_layers != self.state.aux_layers:
+            self.state.read_aux_layers(aux_layers, self.model.config.dim)
             self.runner.forget()  # captured cycles write to the old tensors
 
     @torch.no_grad()

@@ -21,7 +21,7 @@ from fasteagle.device import give_back
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.make_drafter import plan_drafting
-from fasteagle.loading.open import open_for
+from fasteagle.loading.open import open_model
 from fasteagle.loading.tokenizer import ChatTokenizer, Message
 from fasteagle.logits import TokenLogprob, TokenMask
 from fasteagle.options import (
@@ -332,14 +332,14 @@ def open_llm(
 ) -> LLM:
     """Load the model with its drafter; refuse what cannot run before weights are read."""
     ServeOptions(prefix_cache=prefix_cache_gb)  # checks it
-    opened = open_for(model, runtime_options, notify)
+    opened = open_model(model, runtime_options, notify)
     opened.check(runtime_options)
     if think is not None:
         opened.tokenizer.check_think(think)
     if not opened.tokenizer.template:
         notify("no chat template in the model's files: messages are joined as they are")
     drafting = plan_drafting(draft, opened, runtime_options, notify)
-    runtime = opened.loaded(runtime_options, notify, drafting.head)
+    runtime = opened.loaded(runtime_options, notify, drafting.shape)
     engine = runtime.engine
     engine.use(drafting.drafter(runtime.name, engine, runtime.checkpoint, notify))
     engine.compile_ahead()

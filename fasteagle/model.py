@@ -4,7 +4,7 @@ Covers Llama-2/3, Vicuna, Mistral, Qwen2, Qwen3 and SmolLM2. Knows nothing about
 compilation or text: `quant` and `compile` transform it from outside.
 
 Shapes: T rows in this pass, D model dim, H query heads, G KV heads, E head dim, F FFN dim,
-V vocabulary, S cache slots, R EAGLE-3 taps.
+V vocabulary, S cache slots, R auxiliary layers.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ KEY_BLOCK = 256  # attention reads a prefix of the cache rounded up to this many
 
 
 class Output(NamedTuple):
-    """Result of one pass; `taps` is None unless the caller gave `tap_layers`."""
+    """Result of one pass; `aux_states` is None unless the caller gave `aux_layers`."""
 
     logits: Tensor  # [T, V]
     features: Tensor  # [T, D], after the final norm: input of the LM head (and of EAGLE-1/2)
-    taps: Tensor | None = None  # [T, R * D], fp32, residual stream entering `tap_layers`
+    aux_states: Tensor | None = None  # [T, R * D], fp32, residual stream entering `aux_layers`
 
 
 class KVCache:
@@ -316,22 +316,22 @@ class Transformer(nn.Module):
         slots: Tensor,
         visible: Tensor | TreeView,
         cache: KVCache,
-        tap_layers: tuple[int, ...] = (),
+        aux_layers: tuple[int, ...] = (),
         ops: Ops = CORE,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run blocks and final norm; return features [T, D] and taps [T, R * D] or None.
+        """Run blocks and final norm; return features [T, D], auxiliary states [T, R * D] or None.
 
         `positions` [T] feed RoPE only, `slots` [T] are the cache rows that are written, `visible`
         has the cache rows that each row sees, its own included: a mask [T, S] (bool) or the view of
-        a tree. `tap_layers` ascend.
+        a tree. `aux_layers` ascend.
         """
         visible = visible if ops.views else as_mask(visible, cache.n_slots)
         cos, sin = self.rope_cos[positions].unsqueeze(1), self.rope_sin[positions].unsqueeze(1)
         x = self.embedding(tokens).float()
-        taps: list[Tensor] = []
+        aux_states: list[Tensor] = []
         blocks = list(self.blocks)
         begin = 0
-        for end in (*tap_layers, len(blocks)):
+        for end in (*aux_layers, len(blocks)):
             if begin < end:
                 layers = cache.layers[begin:end]
                 rows = x, cos, sin, slots, visible
@@ -339,10 +339,10 @@ class Transformer(nn.Module):
                     x = run_blocks(blocks[begin:end], layers, *rows, ops)
                 else:
                     x = ops.run_blocks(blocks[begin:end], layers, *rows)
-            taps.append(x)
+            aux_states.append(x)
             begin = end
-        taps.pop()  # the stream after the last block, which is no tap
-        return ops.norm(self.norm, x), torch.cat(taps, dim=-1) if taps else None
+        aux_states.pop()  # the stream after the last block, which nobody reads
+        return ops.norm(self.norm, x), torch.cat(aux_states, dim=-1) if aux_states else None
 
     def head_rows(self, index: Tensor) -> Tensor:
         """Return rows [n, D] of the LM head, if it is tied those before its quantization."""
@@ -357,12 +357,14 @@ class Transformer(nn.Module):
         slots: Tensor,
         visible: Tensor | TreeView,
         cache: KVCache,
-        tap_layers: tuple[int, ...] = (),
+        aux_layers: tuple[int, ...] = (),
         ops: Ops = CORE,
     ) -> Output:
         """Run `encode`, then the LM head on every row."""
-        features, taps = self.encode(tokens, positions, slots, visible, cache, tap_layers, ops)
-        return Output(self.lm_head(features), features, taps)
+        features, aux_states = self.encode(
+            tokens, positions, slots, visible, cache, aux_layers, ops
+        )
+        return Output(self.lm_head(features), features, aux_states)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -404,10 +406,10 @@ class Target:
         slots: Tensor,
         visible: Tensor | TreeView,
         cache: KVCache,
-        tap_layers: tuple[int, ...] = (),
+        aux_layers: tuple[int, ...] = (),
     ) -> tuple[Tensor, Tensor | None]:
         """Run the blocks and the final norm, see `Transformer.encode`."""
-        return self.model.encode(tokens, positions, slots, visible, cache, tap_layers, self.ops)
+        return self.model.encode(tokens, positions, slots, visible, cache, aux_layers, self.ops)
 
     def __call__(
         self,
@@ -416,10 +418,10 @@ class Target:
         slots: Tensor,
         visible: Tensor | TreeView,
         cache: KVCache,
-        tap_layers: tuple[int, ...] = (),
+        aux_layers: tuple[int, ...] = (),
     ) -> Output:
         """Run a whole pass, see `Transformer.forward`."""
-        output: Output = self.model(tokens, positions, slots, visible, cache, tap_layers, self.ops)
+        output: Output = self.model(tokens, positions, slots, visible, cache, aux_layers, self.ops)
         return output
 
 
@@ -544,7 +546,7 @@ class EagleHead(nn.Module):
 class Eagle3Head(EagleHead):
     """EAGLE-3 draft head: reads the residual stream entering R blocks of the target.
 
-    `g = fc(cat(taps))` [T, D]; the block's attention reads cat(norm(embedding), norm(g)), its
+    `g = fc(cat(aux_states))` [T, D]; the block's attention reads cat(norm(embedding), norm(g)), its
     residual stream begins with g. Logits are `lm_head(norm(x))` over its own draft vocabulary, and
     x before that norm is the next step's g (paper, section 3).
     """
@@ -552,10 +554,10 @@ class Eagle3Head(EagleHead):
     def _init_layers(self) -> None:
         block, own = self.config.block, self.config.eagle3
         assert own is not None, "the config of an EAGLE-3 head"
-        dim, eps, n_taps = block.dim, block.norm_eps, len(own.tap_layers)
+        dim, eps, n_aux = block.dim, block.norm_eps, len(own.aux_layers)
         wide = self.config.feature_dim
-        norms = {"none": [], "all": [wide], "each": [own.target_dim] * n_taps}[own.tap_norm]
-        self.tap_norms = nn.ModuleList(RMSNorm(width, eps) for width in norms)
+        norms = {"none": [], "all": [wide], "each": [own.target_dim] * n_aux}[own.aux_norm]
+        self.aux_norms = nn.ModuleList(RMSNorm(width, eps) for width in norms)
         self.fc = nn.Linear(wide, dim, bias=self.config.fc_bias)
         self.embedding_norm, self.feature_norm = RMSNorm(dim, eps), RMSNorm(dim, eps)
         self.block = Block(block, input_norm=False, entry_dim=2 * dim)
@@ -566,9 +568,9 @@ class Eagle3Head(EagleHead):
             self.own_lm_head = nn.Linear(dim, self.config.draft_vocab_size, bias=False)
 
     def read(self, features: Tensor) -> Tensor:
-        if self.tap_norms:
-            parts = features.chunk(len(self.tap_norms), dim=-1)
-            normed = [norm(part) for norm, part in zip(self.tap_norms, parts, strict=True)]
+        if self.aux_norms:
+            parts = features.chunk(len(self.aux_norms), dim=-1)
+            normed = [norm(part) for norm, part in zip(self.aux_norms, parts, strict=True)]
             features = torch.cat(normed, dim=-1)
         return self.fc(features)
 

@@ -84,7 +84,7 @@ class DecodeState:
     draft head has not seen. `text` holds the committed tokens and the root; entries past them are
     left over from other cycles. The host reads `result`: the new tokens, padded, then how many of
     them the lookup had proposed (where a tree says so), then the number of drafted tokens. Features
-    are those after the final norm, or the taps of `tap_layers` where the drafter reads these.
+    are those after the final norm, or those entering `aux_layers` where the drafter reads these.
     """
 
     def __init__(self, target: Transformer, cache: KVCache, max_seq_len: int) -> None:
@@ -99,7 +99,7 @@ class DecodeState:
         self.root = self._root_rows[:1]
         self.count = ints(1)
         self.tokens = ints(PENDING)
-        self.tap_layers: tuple[int, ...] = ()
+        self.aux_layers: tuple[int, ...] = ()
         self.features = weight.new_zeros(PENDING, target.config.dim)  # [P, F]
         self.text = ints(max_seq_len + MAX_DEPTH + 2)  # [N]
         self.result = ints(MAX_DEPTH + 3)
@@ -107,13 +107,13 @@ class DecodeState:
         self.sampling = SamplingTensors(device)
         self.cache = cache
 
-    def read_taps(self, tap_layers: tuple[int, ...], dim: int) -> None:
-        """Store taps of the target's blocks from now on; without `tap_layers` the final features.
+    def read_aux_layers(self, aux_layers: tuple[int, ...], dim: int) -> None:
+        """Store what enters `aux_layers` of the target from now on; without any, final features.
 
         `dim` is the target's. Pending pairs are lost.
         """
-        self.tap_layers = tap_layers
-        self.features = self.features.new_zeros(PENDING, dim * max(1, len(tap_layers)))
+        self.aux_layers = aux_layers
+        self.features = self.features.new_zeros(PENDING, dim * max(1, len(aux_layers)))
 
     @property
     def advanced(self) -> list[Tensor]:

@@ -21,7 +21,7 @@ from fasteagle.cli.command import Script
 from fasteagle.cli.options import FILE, model_options
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.heads.find import find_head, named_head
-from fasteagle.loading.open import open_for
+from fasteagle.loading.open import open_model
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.options import RuntimeOptions
 from fasteagle.prompts import read_conversations
@@ -49,7 +49,7 @@ def main(
     """Measure draft heads on DATA; prints two tables in Markdown."""
     if plot_path:
         check_plot(plot_path)
-    opened = open_for(model, runtime_options)
+    opened = open_model(model, runtime_options)
     config = opened.checkpoint.config
     max_len = runtime_options.seq_len_for(config.max_seq_len, opened.name)
     conversations = read_conversations(data, config.vocab_size, max_len, limit)
@@ -63,7 +63,7 @@ def main(
     engine = runtime.engine
     qualities: dict[str, HeldOut] = {}
     for head in loaded:
-        text = live_features(engine, conversations, head.head.config.tap_layers)
+        text = live_features(engine, conversations, head.head.config.aux_layers)
         held = evaluate(ready_head(head.head, engine), engine.model, text, list(range(len(text))))
         qualities[head.origin] = held
     print(

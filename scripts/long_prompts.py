@@ -20,7 +20,7 @@ import click
 
 from fasteagle.cli.command import Script
 from fasteagle.errors import FasteagleError
-from fasteagle.loading.open import open_for
+from fasteagle.loading.open import open_model
 from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.options import RuntimeOptions
 
@@ -89,7 +89,7 @@ def _argument(code: str) -> str:
 @click.option("--count", default=12, show_default=True, help="Questions.")
 @click.option("--out", required=True, type=click.Path(dir_okay=False, path_type=Path))
 def main(model: str, n_tokens: int, count: int, out: Path) -> None:
-    tokenizer = open_for(model, RuntimeOptions()).tokenizer
+    tokenizer = open_model(model, RuntimeOptions()).tokenizer
     asked = list(islice(questions(Documents(tokenizer, n_tokens)), count))
     out.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in asked), "utf-8")
     lengths = [len(tokenizer.encode(text)) for text in asked]

@@ -18,7 +18,7 @@ from fasteagle.bench.rivals.train_medusa import train_medusa
 from fasteagle.cli.command import Script
 from fasteagle.cli.options import model_options
 from fasteagle.errors import note
-from fasteagle.loading.open import load_runtime
+from fasteagle.loading.open import open_model
 from fasteagle.options import RuntimeOptions
 from fasteagle.paths import require_writable
 from fasteagle.prompts import read_conversations
@@ -38,7 +38,7 @@ def main(
 ) -> None:
     """Train Medusa's heads; prints how often each head's best token is right."""
     require_writable(out)
-    engine = load_runtime(model, runtime_options).engine
+    engine = open_model(model, runtime_options).loaded(runtime_options).engine
     conversations = read_conversations(data, engine.model.config.vocab_size, engine.max_seq_len)
     heads, ranks = train_medusa(engine, conversations, notify=note, **settings)
     save_medusa(out, heads, ranks)

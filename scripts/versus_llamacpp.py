@@ -29,7 +29,7 @@ from fasteagle.decoding.context import common_prefix
 from fasteagle.device import device_name
 from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.gguf import GGUFFile
-from fasteagle.loading.open import open_for
+from fasteagle.loading.open import open_model
 from fasteagle.options import DEFAULT_MODEL, RuntimeOptions
 from fasteagle.paths import require_writable, write_atomic
 from fasteagle.prompts import read_questions
@@ -132,7 +132,7 @@ def main(
     if json_path:
         require_writable(json_path)
     questions = read_questions(data, limit)
-    opened = open_for(model, runtime)
+    opened = open_model(model, runtime)
     if not isinstance(opened.checkpoint, GGUFFile):
         raise FasteagleError(f"{model} is no GGUF file, and llama.cpp reads only these")
     path = opened.checkpoint.path

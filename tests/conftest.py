@@ -94,10 +94,10 @@ def hub_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(path))
     monkeypatch.setattr(huggingface_hub._snapshot_download.constants, "HF_HUB_CACHE", str(path))
 
-    def list_repo_files(*args, **kwargs):
+    def model_info(*args, **kwargs):
         raise AssertionError("a request to the network")
 
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", list_repo_files)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
     return path
 
 

@@ -71,6 +71,14 @@ def stored_rows(kind, data):
     return quants.quantize(data, GGMLQuantizationType[kind])
 
 
+def finish(writer: GGUFWriter) -> None:
+    """Write the file."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def write_gguf(path, model, kind="F32", architecture="llama", extra=None, drop=()):
     """Write a transformers model as GGUF; matrices in `kind`, or `kind(name)`, vectors in F32."""
     config = model.config
@@ -102,8 +110,5 @@ def write_gguf(path, model, kind="F32", architecture="llama", extra=None, drop=(
         if architecture == "llama" and name.endswith("k_proj.weight"):
             data = permute(data, config.num_key_value_heads)
         writer.add_tensor(gguf_name(name), data, raw_dtype=qtype)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return stored

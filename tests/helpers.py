@@ -149,7 +149,7 @@ def forbid(monkeypatch, error):
     def raise_it(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", raise_it)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", raise_it)
 
 
 def put_in_cache(
@@ -204,8 +204,8 @@ def eagle3_of(algorithm: str, config: ModelConfig, **changes) -> Eagle3Config | 
     L = config.n_layer
     if algorithm != "eagle3":
         return None
-    taps = tuple(sorted({0, L - 1, L}))
-    return Eagle3Config(tap_layers=taps, target_dim=config.dim, **changes)
+    aux_layers = tuple(sorted({0, L - 1, L}))
+    return Eagle3Config(aux_layers=aux_layers, target_dim=config.dim, **changes)
 
 
 def random_head(

@@ -31,10 +31,10 @@ def tokens_of(model, n: int) -> torch.Tensor:
     )
 
 
-def run(model, tokens, start, cache, taps=()):
+def run(model, tokens, start, cache, aux_layers=()):
     rows = torch.arange(start, start + len(tokens))
     mask = causal_mask(start, len(tokens), cache.n_slots, model.config.sliding_window, "cpu")
-    return model(tokens, rows, rows, mask, cache, taps)
+    return model(tokens, rows, rows, mask, cache, aux_layers)
 
 
 def fresh_cache(model) -> KVCache:
@@ -66,13 +66,13 @@ def test_incremental_matches_prefill(pair):
 
 
 @torch.no_grad()
-def test_taps_are_the_residual_entering_the_blocks(pair):
+def test_aux_states_are_the_residual_entering_the_blocks(pair):
     hf, ours = pair
     tokens = tokens_of(ours, 12)
     hidden = hf(tokens[None], output_hidden_states=True).hidden_states
-    taps = run(ours, tokens, 0, fresh_cache(ours), taps=(0, 2)).taps
+    states = run(ours, tokens, 0, fresh_cache(ours), aux_layers=(0, 2)).aux_states
     expected = torch.cat((hidden[0][0], hidden[2][0]), dim=-1)
-    assert (taps - expected).abs().max() < TOLERANCE
+    assert (states - expected).abs().max() < TOLERANCE
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.entries import REGISTRY
 from fasteagle.loading.hub import sha256
-from fasteagle.loading.make_drafter import make_drafter
+from fasteagle.loading.make_drafter import Drafting
 from fasteagle.loading.open import open_model
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.model import KVCache, Target, causal_mask
@@ -129,7 +129,7 @@ def test_speculation_changes_no_token(checkpoint, model, tokenizer, params, text
 
     engine = Engine(model, 1024)
     said: list[str] = []
-    first = make_drafter(DEFAULT_MODEL, engine, checkpoint, DraftOptions(), said.append)
+    first = Drafting(DraftOptions()).drafter(DEFAULT_MODEL, engine, checkpoint, said.append)
     assert said[0].startswith("draft head shipped with fasteagle"), said
     head = first.head
     drafters = [
@@ -241,8 +241,8 @@ def test_quantized_speculation_changes_no_bit(quant):
     prompt = opened.tokenizer.encode(opened.tokenizer.render(turns))
     answers = {}
     for name in ("none", "eagle", "eagle-static", "eagle-chain", "ngram", "fused"):
-        chosen = DraftOptions(drafter=name)
-        engine.use(make_drafter(opened.name, engine, opened.checkpoint, chosen, lambda line: None))
+        drafting = Drafting(DraftOptions(drafter=name))
+        engine.use(drafting.drafter(opened.name, engine, opened.checkpoint, lambda line: None))
         engine.restart()
         cycles = engine.generate(prompt, SamplingParams(), 32)
         answers[name] = [token for new in cycles for token in new]
@@ -273,7 +273,7 @@ def test_a_schema_at_int4_says_the_same_with_and_without_speculation():
 @torch.no_grad()
 def test_a_kv_cache_in_8_bits_hardly_moves_the_distributions():
     """Measured: a mean KL of 0.0007 on 2,048 tokens of our documentation."""
-    opened = open_model(DEFAULT_MODEL, lambda line: None)
+    opened = open_model(DEFAULT_MODEL, notify=lambda line: None)
     texts = " ".join(turn for question in read_questions(None, None) for turn in question.turns)
     ids = opened.tokenizer.encode(texts)[:256]
 

@@ -13,9 +13,7 @@ import torch
 from fasteagle.compile.cuda_blocks import fits
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.loading import source
-from fasteagle.loading.checkpoint import open_checkpoint
-from fasteagle.loading.open import build_engine
-from fasteagle.loading.quantize import with_scheme
+from fasteagle.loading.open import open_model
 from fasteagle.options import RuntimeOptions, SamplingParams
 from fasteagle.quant import cpu_build
 from fasteagle.quant.cuda_linear import InterleavedLinear
@@ -45,8 +43,7 @@ def engine(request, device, tmp_path_factory):
         pytest.skip("attention of the CPU over int8 keys promises nothing")
     folder = save_tiny(tmp_path_factory.mktemp("invariance"), **SIZES)
     options = RuntimeOptions(device=str(device), quant=quant, max_seq_len=256, kv=kv)
-    checkpoint = with_scheme(open_checkpoint(folder), quant, 8)
-    made = build_engine(checkpoint, "bf16", device, options, "tiny")
+    made = open_model(str(folder)).prepared(options).engine()
     if device.type == "cuda":
         assert not made.backend.leaves_blocks, "fused, over 8-bit keys too"
     return made
@@ -57,9 +54,9 @@ def test_the_sizes_here_fit_the_fused_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr(
         source, "make_linear", lambda weight, bias, *_: InterleavedLinear(weight, bias)
     )
-    checkpoint = with_scheme(open_checkpoint(save_tiny(tmp_path, **SIZES)), "int4-g32", 8)
-    options = RuntimeOptions(device="cpu", max_seq_len=256, cpu_kernels="aten")
-    made = build_engine(checkpoint, "bf16", torch.device("cpu"), options, "tiny")
+    folder = save_tiny(tmp_path, **SIZES)
+    options = RuntimeOptions("cpu", quant="int4-g32", max_seq_len=256, cpu_kernels="aten")
+    made = open_model(str(folder)).prepared(options).engine()
     assert all(fits(block) for block in made.model.blocks)
 
 

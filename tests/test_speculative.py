@@ -230,7 +230,7 @@ def test_draft_cache_holds_the_true_pairs(target, head):
     assert n > len(text) - 10
     fresh = EagleDrafter(head, TreeShape(3, 4, 7), 512)
     fresh.reserve(n)
-    features = Engine(target, 512).features(text, fresh.tap_layers)[:, : head.config.feature_dim]
+    features = Engine(target, 512).features(text, fresh.aux_layers)[:, : head.config.feature_dim]
     fresh.extend(pairs(text[1 : n + 1], features[:n]), torch.tensor(n))
     for a, b in zip(fresh.cache.layers[0], drafter.cache.layers[0], strict=True):
         assert torch.allclose(a[:, :n], b[:, :n], atol=1e-4)
@@ -382,7 +382,7 @@ def test_the_whole_cycle_is_one_graph_whatever_the_length(target, head, names, p
         drafter.reserve(256)
         fast, slow = empty_state(target), empty_state(target)
         for state in (fast, slow):
-            state.read_taps(drafter.tap_layers, target.config.dim)
+            state.read_aux_layers(drafter.aux_layers, target.config.dim)
         spec = spec_of(drafter.shape, drafter.shape.depth + 1, kind)
         compiled = torch.compile(decode_cycle, fullgraph=True, backend="eager")
         for seq_len in (7, 20, 33):

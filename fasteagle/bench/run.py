@@ -33,9 +33,8 @@ from fasteagle.drafting.policy import Policy
 from fasteagle.errors import FasteagleError, note
 from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import required_bytes
-from fasteagle.loading.draft_model import model_drafter, open_draft_model
 from fasteagle.loading.lookup_files import read_documents
-from fasteagle.loading.make_drafter import check_draft, make_drafter
+from fasteagle.loading.make_drafter import check_draft, plan_drafting
 from fasteagle.loading.open import OpenedModel, PreparedModel
 from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint
 from fasteagle.loading.tokenizer import ChatTokenizer, Message
@@ -302,19 +301,14 @@ def _drafter(
     if spec.is_rival:
         return rival(spec.kind, engine, options.medusa)
     checkpoint, draft = prepared.checkpoint, spec.draft_options(options.draft)
-    if spec.kind == "model":
-        target = OpenedModel(prepared.name, checkpoint, prepared.tokenizer)
-        model = open_draft_model(draft, target, prepared.options, note)
-        assert model is not None, "the row's options name one"
-        return model_drafter(model, engine, draft, note)
     drafter: Drafter | None
     if wants_dummy_head(spec, checkpoint, draft):
         drafter = dummy_drafter(prepared.name, engine, checkpoint, draft)
     else:
-        documents = read_documents(draft.lookup, prepared.tokenizer, lambda line: None)
-        drafter = make_drafter(
-            prepared.name, engine, checkpoint, draft, lambda line: None, documents=documents
-        )
+        target = OpenedModel(prepared.name, checkpoint, prepared.tokenizer)
+        notify = note if spec.kind == "model" else lambda line: None
+        planned = plan_drafting(draft, target, prepared.options, notify)
+        drafter = planned.drafter(prepared.name, engine, checkpoint, notify)
     if draft.drafter != "eagle" or not isinstance(drafter, EagleDrafter):
         return drafter
     return ablated(drafter, options.tree_value == "confidence", options.rerank)

@@ -12,11 +12,11 @@ from fasteagle.errors import FasteagleError, note
 from fasteagle.loading import registry
 from fasteagle.loading.checkpoint import open_checkpoint
 from fasteagle.loading.heads.find import HeadFiles, named_head
-from fasteagle.loading.heads.inspect import inspect_head, measure_taps
+from fasteagle.loading.heads.inspect import inspect_head, measure_aux_layers
 from fasteagle.loading.heads.read import open_head
 from fasteagle.loading.heads.tables import listed
 from fasteagle.loading.heads.write import HeadTarget, export_head
-from fasteagle.loading.open import Runtime, open_for
+from fasteagle.loading.open import Runtime, open_model
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.options import ExportOptions, RuntimeOptions
 
@@ -25,38 +25,38 @@ def run_inspect_head(
     path: str,
     model: str | None,
     runtime_options: RuntimeOptions,
-    tap_layers: tuple[int, ...] | None,
+    aux_layers: tuple[int, ...] | None,
     probe: bool,
 ) -> None:
     """Print the report on a draft head; exit with code 2 if it does not run."""
     if probe and model is None:
         raise FasteagleError("--probe measures on a model: add --model")
     found = named_head(path)
-    opened = open_for(model, runtime_options) if model else None
+    opened = open_model(model, runtime_options) if model else None
     identity = None
     if opened is not None and runtime_options.quant is not None:
         identity = fingerprint(opened.prepared(runtime_options).checkpoint)
     target = None if opened is None else HeadTarget(opened.name, opened.checkpoint)
-    report = inspect_head(found, target, tap_layers, identity)
+    report = inspect_head(found, target, aux_layers, identity)
     for line in report.lines():
         click.echo(line)
     if report.problem is not None:
         click.get_current_context().exit(2)
     if probe and opened is not None:
-        _print_probes(found, opened.loaded(runtime_options), tap_layers)
+        _print_probes(found, opened.loaded(runtime_options), aux_layers)
 
 
-def _print_probes(found: HeadFiles, runtime: Runtime, tap_layers: tuple[int, ...] | None) -> None:
-    """Print the acceptance for each list of taps, and the best list."""
+def _print_probes(found: HeadFiles, runtime: Runtime, aux_layers: tuple[int, ...] | None) -> None:
+    """Print the acceptance for each list of auxiliary layers, and the best list."""
     note("drafting chains of four on four built-in prompts ...")
     results = []
-    for result in measure_taps(found, runtime.engine, runtime.tokenizer, tap_layers):
+    for result in measure_aux_layers(found, runtime.engine, runtime.tokenizer, aux_layers):
         results.append(result)
-        taps = f"with taps {listed(result.tap_layers)}" if result.tap_layers else "acceptance"
-        click.echo(f"  {taps}: {result.accepted:.2f} drafted tokens accepted a pass")
+        layers = f"with layers {listed(result.aux_layers)}" if result.aux_layers else "acceptance"
+        click.echo(f"  {layers}: {result.accepted:.2f} drafted tokens accepted a pass")
     best = max(results, key=lambda result: result.accepted)
     if best is not results[0]:
-        click.echo(f"  better: --tap-layers {','.join(map(str, best.tap_layers))}")
+        click.echo(f"  better: --tap-layers {','.join(map(str, best.aux_layers))}")
     elif len(results) > 1:
         click.echo("  best as read")
 

@@ -160,8 +160,10 @@ def calibrate_head(model: str, runtime_options: RuntimeOptions, options: Calibra
 @main.command("inspect-head")
 @click.argument("path")
 @groups(OPTIONAL_MODEL)
-@click.option("--tap-layers", type=Numbers(), help=TAP_LAYERS_TEXT)
-@click.option("--probe", is_flag=True, help="Load --model and measure acceptance by taps.")
+@click.option("--tap-layers", "aux_layers", type=Numbers(), help=TAP_LAYERS_TEXT)
+@click.option(
+    "--probe", is_flag=True, help="Load --model and measure acceptance by auxiliary layers."
+)
 def inspect_head(path: str, **asked: Any) -> None:
     """Tell what the draft head PATH is and whether it fits a model.
 

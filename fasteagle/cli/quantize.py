@@ -7,7 +7,7 @@ from pathlib import Path
 from fasteagle.device import pick_device
 from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.open import open_model
-from fasteagle.loading.quantize import scheme_asked, write_folder
+from fasteagle.loading.quantize import scheme_for, write_folder
 from fasteagle.options import RuntimeOptions
 from fasteagle.paths import atomic_dir, require_writable
 
@@ -24,7 +24,7 @@ def run_quantize(model: str, options: RuntimeOptions, out: Path) -> None:
     checkpoint = opened.checkpoint
     if checkpoint.scheme is not None:
         raise FasteagleError(f"{model} is quantized already ({checkpoint.scheme.name})")
-    scheme = scheme_asked(checkpoint, options.quant, options.head_bits)
+    scheme = scheme_for(checkpoint, options.quant, options.head_bits)
     device = pick_device(options.device)
     if out.exists():
         out.rmdir()

@@ -1,6 +1,6 @@
 """Cached part of a conversation: prefill, and space for further tokens.
 
-Shapes: T rows, D model dim, R taps, F feature dim of the draft head's input.
+Shapes: T rows, D model dim, R auxiliary layers, F feature dim of the draft head's input.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ class Context:
         for begin in range(kept, len(prompt), self.prefill_chunk):
             check()
             chunk = prompt[begin : begin + self.prefill_chunk]
-            normed, taps = self._run(chunk, begin, self.state.tap_layers)
-            read = normed if taps is None else taps
+            normed, aux_states = self._run(chunk, begin, self.state.aux_layers)
+            read = normed if aux_states is None else aux_states
             self.cached.extend(chunk)
             if drafter is not None and reads:
                 self._show(drafter, prompt[begin + 1 : begin + len(chunk) + 1], read, begin)
@@ -147,22 +147,22 @@ class Context:
                 self.shown -= 1
 
     def _run(
-        self, ids: Sequence[int], begin: int, tap_layers: tuple[int, ...]
+        self, ids: Sequence[int], begin: int, aux_layers: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
         """Run `ids` after `begin` cached rows; their slots are reserved already.
 
-        Returns the LM head's input [T, D], and the taps [T, R * D] if there are any.
+        Returns the LM head's input [T, D], and auxiliary hidden states [T, R * D] if there are any.
         """
         tokens = torch.tensor(ids, device=self.device)
         rows = torch.arange(begin, begin + len(ids), device=self.device)
         window = self.model.config.sliding_window
         mask = causal_mask(begin, len(ids), self.cache.n_slots, window, self.device)
-        normed, taps = self.target.encode(tokens, rows, rows, mask, self.cache, tap_layers)
-        return normed, None if taps is None else taps.to(normed.dtype)
+        normed, aux_states = self.target.encode(tokens, rows, rows, mask, self.cache, aux_layers)
+        return normed, None if aux_states is None else aux_states.to(normed.dtype)
 
     @torch.no_grad()
-    def features(self, ids: Sequence[int], tap_layers: tuple[int, ...] = ()) -> Tensor:
-        """Return the taps and the LM head's input of every token: [len(ids), (R + 1) * D].
+    def features(self, ids: Sequence[int], aux_layers: tuple[int, ...] = ()) -> Tensor:
+        """Return auxiliary states and LM head's input of every token: [len(ids), (R + 1) * D].
 
         Used for training; forgets the conversation.
         """
@@ -171,8 +171,8 @@ class Context:
         starts = range(0, len(ids), self.prefill_chunk)
         rows = []
         for at in starts:
-            normed, taps = self._run(ids[at : at + self.prefill_chunk], at, tap_layers)
-            rows.append(normed if taps is None else torch.cat((taps, normed), dim=-1))
+            normed, aux_states = self._run(ids[at : at + self.prefill_chunk], at, aux_layers)
+            rows.append(normed if aux_states is None else torch.cat((aux_states, normed), dim=-1))
         return torch.cat(rows)
 
     def restart(self) -> None:

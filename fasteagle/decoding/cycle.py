@@ -113,7 +113,7 @@ def verify(state: DecodeState, target: Target, proposal: Proposal) -> Output:
     view = TreeView(state.seq_len, proposal.paths, depths, target.config.sliding_window)
     slots = state.seq_len + torch.arange(len(depths), device=depths.device)
     positions = state.seq_len + depths
-    return target(proposal.tree.tokens, positions, slots, view, state.cache, state.tap_layers)
+    return target(proposal.tree.tokens, positions, slots, view, state.cache, state.aux_layers)
 
 
 def accept_and_commit(
@@ -187,7 +187,7 @@ def commit(
         # New pairs go after those not shown to the draft head yet; after a draft there are none.
         first = torch.zeros_like(state.count) if proposal.extended else state.count
         state.tokens.index_copy_(0, first + levels, emitted)
-        read = output.features if output.taps is None else output.taps
+        read = output.features if output.aux_states is None else output.aux_states
         state.features.index_copy_(0, first + levels, read[path.rows].to(state.features.dtype))
         state.count.copy_(first + path.count)
     last = (path.count - 1).unsqueeze(0)

@@ -42,7 +42,7 @@ class Drafter(Protocol):
     name: str
     tuning: Tuning | None  # set where the tree may be tuned
     reads_features: bool  # whether `extend` must see every committed position
-    tap_layers: tuple[int, ...]  # blocks whose taps are its features; empty: final norm
+    aux_layers: tuple[int, ...]  # blocks whose input is its features; empty: final norm
     always_proposes: bool  # whether every tree has a node besides the root
 
     policy: Policy | None  # chooses its trees while decoding, once costs are known
@@ -101,7 +101,7 @@ class Controlled:
     shape: AnyShape
     policy: Policy | None = None
     tuning: Tuning | None = None
-    tap_layers: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     always_proposes = True
     looks_up = False
 

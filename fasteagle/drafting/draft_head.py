@@ -95,7 +95,7 @@ class HeadDrafter(RankingDrafter):
         weight = head.block.mlp_norm.weight
         self.cache = KVCache(head.config.block, 1, weight.dtype, weight.device)
         self.target_ids = head.target_ids()
-        self.tap_layers = head.config.tap_layers
+        self.aux_layers = head.config.aux_layers
 
     @property
     def caches(self) -> list[KVCache]:

@@ -5,7 +5,7 @@ Loading goes tensor by tensor, so that the peak is one copy of the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,6 +27,7 @@ from fasteagle.loading.tensors import (
     TorchBinFolder,
     block_linears,
     expected_shapes,
+    load_floats,
     read_json,
 )
 from fasteagle.model import KEY_BLOCK, Block, Transformer
@@ -94,8 +95,11 @@ def load_model(
     with torch.device("meta"), Uninitialized():
         model = Transformer(config)
 
-    def get(name: str) -> nn.Parameter:
-        return _joined(checkpoint, [name], device, dtype)
+    def get(*names: str) -> nn.Parameter:
+        """Return tensors stacked along their rows as one parameter."""
+        parts = [load_floats(checkpoint, n).to(device=device, dtype=dtype) for n in names]
+        data = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return nn.Parameter(data.contiguous(), requires_grad=False)
 
     model.embedding.weight = get("model.embed_tokens.weight")
     model.norm.weight = get("model.norm.weight")
@@ -106,32 +110,27 @@ def load_model(
         tied = config.tie_embeddings
         model.lm_head.weight = model.embedding.weight if tied else get("lm_head.weight")
     for i, block in enumerate(model.blocks):
-        fill_block(block, i, checkpoint, device, dtype, quantized)
+        _fill_block(block, i, config, get, quantized)
     model.init_rope(max_seq_len + KEY_BLOCK, device)
     return model.eval()
 
 
-def fill_block(
+def _fill_block(
     block: Block,
     i: int,
-    checkpoint: Checkpoint,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    quantized: Linears | None = None,
+    config: ModelConfig,
+    get: Callable[..., nn.Parameter],
+    quantized: Linears | None,
 ) -> None:
     """Fill block `i`, built on `meta`, with weights; linears come from `quantized` if given."""
-
-    def get(*names: str) -> nn.Parameter:
-        return _joined(checkpoint, names, device, dtype)
-
     p = f"model.layers.{i}."
     block.attention_norm.weight = get(p + "input_layernorm.weight")
     block.mlp_norm.weight = get(p + "post_attention_layernorm.weight")
-    if checkpoint.config.qk_norm:
+    if config.qk_norm:
         block.attention.q_norm.weight = get(p + "self_attn.q_norm.weight")
         block.attention.k_norm.weight = get(p + "self_attn.k_norm.weight")
     for path, names in block_linears(i).items():
-        has_bias = path == "attention.qkv" and checkpoint.config.qkv_bias
+        has_bias = path == "attention.qkv" and config.qkv_bias
         bias = get(*(n.replace(".weight", ".bias") for n in names)) if has_bias else None
         made = None if quantized is None else quantized.linear(names, bias)
         if made is not None:
@@ -139,23 +138,6 @@ def fill_block(
             continue
         linear = block.get_submodule(path)
         linear.weight, linear.bias = get(*names), bias
-
-
-def _joined(
-    checkpoint: Checkpoint, names: Sequence[str], device: torch.device | str, dtype: torch.dtype
-) -> nn.Parameter:
-    """Return tensors stacked along their rows as one parameter."""
-    parts = []
-    for name in names:
-        tensor = checkpoint.load(name)
-        if not tensor.is_floating_point():
-            kind = str(tensor.dtype).removeprefix("torch.")
-            raise FasteagleError(
-                f"{name} holds {kind} values: weights that are not packed are floats"
-            )
-        parts.append(tensor.to(device=device, dtype=dtype))
-    data = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return nn.Parameter(data.contiguous(), requires_grad=False)
 
 
 def required_bytes(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 from fasteagle.config import Llama3RopeScaling, ModelConfig
 from fasteagle.loading import hub
@@ -54,72 +55,48 @@ class Entry:
         return 2 * dataclasses.replace(self.config, tie_embeddings=False).params
 
 
-def _llama2(dim: int, n_layer: int, n_head: int, n_kv_head: int, ffn_dim: int) -> ModelConfig:
+def _shape(
+    dim: int, n_layer: int, n_head: int, n_kv_head: int, ffn_dim: int, **more: Any
+) -> ModelConfig:
+    """Return a shape with Llama 2's other sizes, except those in `more`."""
+    usual = {"head_dim": 128, "vocab_size": 32000, "max_seq_len": 4096}
     return ModelConfig(
         dim=dim,
         n_layer=n_layer,
         n_head=n_head,
         n_kv_head=n_kv_head,
-        head_dim=128,
         ffn_dim=ffn_dim,
-        vocab_size=32000,
-        max_seq_len=4096,
+        **{**usual, **more},
     )
-
-
-def _vicuna(base: ModelConfig) -> ModelConfig:
-    return dataclasses.replace(base, max_seq_len=2048, norm_eps=1e-6)
 
 
 def _qwen3(dim: int, n_layer: int, n_head: int, ffn_dim: int, tied: bool = False) -> ModelConfig:
-    return ModelConfig(
-        dim=dim,
-        n_layer=n_layer,
-        n_head=n_head,
-        n_kv_head=8,
-        head_dim=128,
-        ffn_dim=ffn_dim,
-        vocab_size=151936,
-        max_seq_len=40960,
-        norm_eps=1e-6,
-        rope_base=1e6,
-        tie_embeddings=tied,
-        qk_norm=True,
-        architecture="Qwen3ForCausalLM",
-    )
+    more: dict[str, Any] = {
+        "vocab_size": 151936,
+        "max_seq_len": 40960,
+        "norm_eps": 1e-6,
+        "rope_base": 1e6,
+    }
+    family = {"tie_embeddings": tied, "qk_norm": True, "architecture": "Qwen3ForCausalLM"}
+    return _shape(dim, n_layer, n_head, 8, ffn_dim, **more, **family)
 
 
-_LLAMA2_7B = _llama2(4096, 32, 32, 32, 11008)
-_LLAMA2_13B = _llama2(5120, 40, 40, 40, 13824)
-_LLAMA_33B = _llama2(6656, 60, 52, 52, 17920)
-_LLAMA2_70B = _llama2(8192, 80, 64, 8, 28672)
-_LLAMA3_8B = ModelConfig(
-    dim=4096,
-    n_layer=32,
-    n_head=32,
-    n_kv_head=8,
-    head_dim=128,
-    ffn_dim=14336,
-    vocab_size=128256,
-    max_seq_len=8192,
-    rope_base=500000.0,
-)
+_LLAMA2_7B = _shape(4096, 32, 32, 32, 11008)
+_LLAMA2_13B = _shape(5120, 40, 40, 40, 13824)
+_LLAMA2_70B = _shape(8192, 80, 64, 8, 28672)
+_vicuna = partial(_shape, max_seq_len=2048, norm_eps=1e-6)
+_LLAMA3_8B = _shape(4096, 32, 32, 8, 14336, vocab_size=128256, max_seq_len=8192, rope_base=500000.0)
 _LLAMA31_8B = dataclasses.replace(
     _LLAMA3_8B, max_seq_len=131072, rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 8192)
 )
 _LLAMA33_70B = dataclasses.replace(_LLAMA31_8B, dim=8192, n_layer=80, n_head=64, ffn_dim=28672)
-_SMOLLM2_135M = ModelConfig(
-    dim=576,
-    n_layer=30,
-    n_head=9,
-    n_kv_head=3,
-    head_dim=64,
-    ffn_dim=1536,
-    vocab_size=49152,
-    max_seq_len=8192,
-    rope_base=100000.0,
-    tie_embeddings=True,
-)
+_SMOLLM2: dict[str, Any] = {
+    "head_dim": 64,
+    "vocab_size": 49152,
+    "max_seq_len": 8192,
+    "rope_base": 100000.0,
+}
+_SMOLLM2_135M = _shape(576, 30, 9, 3, 1536, **_SMOLLM2, tie_embeddings=True)
 
 _LLAMA2_LICENCE = "Llama 2 Community License"
 _LLAMA31_LICENCE = "Llama 3.1 Community License"
@@ -167,7 +144,7 @@ REGISTRY: dict[str, Entry] = {
     ),
     "llama2-70b": Entry(_LLAMA2_70B, _LLAMA2_LICENCE),
     "vicuna-7b": Entry(
-        _vicuna(_LLAMA2_7B),
+        _vicuna(4096, 32, 32, 32, 11008),
         _VICUNA_LICENCE,
         "lmsys/vicuna-7b-v1.3",
         "236eeeab96f0dc2e463f2bebb7bb49809279c6d6",
@@ -175,7 +152,7 @@ REGISTRY: dict[str, Entry] = {
         heads=(_llama2_eagle2("yuhuili/EAGLE-Vicuna-7B-v1.3"),),
     ),
     "vicuna-13b": Entry(
-        _vicuna(_LLAMA2_13B),
+        _vicuna(5120, 40, 40, 40, 13824),
         _VICUNA_LICENCE,
         "lmsys/vicuna-13b-v1.3",
         "6566e9cb1787585d1147dcf4f9bc48f29e1328d2",
@@ -188,7 +165,7 @@ REGISTRY: dict[str, Entry] = {
         ),
     ),
     "vicuna-33b": Entry(
-        _vicuna(_LLAMA_33B),
+        _vicuna(6656, 60, 52, 52, 17920),
         _VICUNA_LICENCE,
         "lmsys/vicuna-33b-v1.3",
         "eb93414b6613e4fa91b752c5bcf3554bdc7197da",

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from fasteagle.errors import FasteagleError
 
 VERSIONS = (2, 3)
-SHOWN = 8  # values of an array that are kept: the taps of a draft head, and what errors show
+SHOWN = 8  # values of an array that are kept: auxiliary layers of a head, and what errors show
 _SCALARS = {
     0: "<B",
     1: "<b",

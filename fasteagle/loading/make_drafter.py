@@ -1,4 +1,8 @@
-"""Make the drafter that the options name, with its draft head quantized like the target."""
+"""Make the drafter that the options name, with its draft head quantized like the target.
+
+`plan_drafting` reads and checks what it can before the target's weights are read, the `Drafting`
+that it returns makes the drafter for the loaded target.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fasteagle.compile.cpu_draft import can_draft
-from fasteagle.config import HeadConfig, ModelConfig
+from fasteagle.config import HeadConfig
 from fasteagle.device import short_of_memory, unless_short
 from fasteagle.drafting.base import Drafter, Tuning
+from fasteagle.drafting.draft_model import ModelDrafter
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.ladder import NGRAM_RANKS, ranks_of
@@ -19,7 +24,6 @@ from fasteagle.drafting.policy import LONGEST, MAX_CHAIN, REACH
 from fasteagle.drafting.static_tree import StaticTreeDrafter, check_no_gaps, check_paths
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
-from fasteagle.loading.draft_model import model_drafter, open_draft_model
 from fasteagle.loading.entries import REGISTRY
 from fasteagle.loading.heads.find import (
     LoadedHead,
@@ -30,7 +34,7 @@ from fasteagle.loading.heads.find import (
     named_head,
 )
 from fasteagle.loading.lookup_files import read_documents
-from fasteagle.loading.open import OpenedModel, PreparedModel
+from fasteagle.loading.open import OpenedModel, PreparedModel, open_model
 from fasteagle.loading.source import has_native, quantize_head_
 from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint, fingerprint
 from fasteagle.model import EagleHead
@@ -47,31 +51,6 @@ from fasteagle.shapes import (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Drafting:
-    """Parts of a drafter that are read and checked before the weights of its target.
-
-    `loaded` is the draft head that `options` name, `head` the shape of the one that will be loaded,
-    for which memory must be left.
-    """
-
-    options: DraftOptions
-    loaded: LoadedHead | None
-    head: HeadConfig | None
-    documents: list[list[int]]
-    draft_model: PreparedModel | None
-
-    def drafter(
-        self, name: str, engine: Engine, checkpoint: Checkpoint, notify: Callable[[str], None]
-    ) -> Drafter | None:
-        """Make the drafter for the target `engine`; see `make_drafter`."""
-        if self.draft_model is not None:
-            return model_drafter(self.draft_model, engine, self.options, notify)
-        return make_drafter(
-            name, engine, checkpoint, self.options, notify, self.loaded, self.documents
-        )
-
-
 def plan_drafting(
     options: DraftOptions,
     opened: OpenedModel,
@@ -79,16 +58,20 @@ def plan_drafting(
     notify: Callable[[str], None],
 ) -> Drafting:
     """Read the parts of a drafter. Raises `FasteagleError` where they cannot run on the target."""
-    draft_model = open_draft_model(options, opened, runtime, notify)
-    loaded = check_draft(options, opened, runtime)
-    head = expected_head(options, opened, loaded)
-    if options.tap_layers is not None and (head is None or head.eagle3 is None):
+    name, draft_model = opened.name, _open_draft_model(options, opened, runtime, notify)
+    head = check_draft(options, opened, runtime)
+    shape = None
+    if head is not None:
+        shape = head.head.config
+    elif options.may_have_head and (options.drafter != "auto" or has_known_head(name)):
+        shape = head_shape(name, opened.checkpoint.config)
+    if options.tap_layers is not None and (shape is None or shape.eagle3 is None):
         raise FasteagleError("--tap-layers is for EAGLE-3 heads, and there is none: leave it out")
-    needs_head = options.may_have_head and options.drafter != "auto" and loaded is None
-    if needs_head and not may_find_head(opened.name, opened.checkpoint):
-        raise no_head(opened.name)
+    needs_head = options.may_have_head and options.drafter != "auto" and head is None
+    if needs_head and not may_find_head(name, opened.checkpoint):
+        raise _no_head(name)
     documents = read_documents(options.lookup, opened.tokenizer, notify)
-    return Drafting(options, loaded, head, documents, draft_model)
+    return Drafting(options, head, shape, documents, draft_model)
 
 
 def check_draft(
@@ -100,118 +83,154 @@ def check_draft(
     """
     if not options.may_have_head:
         return None
-    config, loaded = opened.checkpoint.config, None
+    config, head = opened.checkpoint.config, None
     if options.head is not None:
-        loaded = named_head(options.head).loaded(config, options.tap_layers)
-    vocab_size = config.vocab_size if loaded is None else loaded.head.config.draft_vocab_size
+        head = named_head(options.head).loaded(config, options.tap_layers)
+    vocab_size = config.vocab_size if head is None else head.head.config.draft_vocab_size
     tree_of(options, vocab_size, opened.quantized_on_cpu(runtime))
-    return loaded
+    return head
 
 
-def expected_head(
-    options: DraftOptions, opened: OpenedModel, loaded: LoadedHead | None
-) -> HeadConfig | None:
-    """Return the shape of the draft head that `make_drafter` will load, None if none is known.
+def _open_draft_model(
+    draft: DraftOptions, target: OpenedModel, runtime: RuntimeOptions, notify: Callable[[str], None]
+) -> PreparedModel | None:
+    """Open the draft model that `draft` names, without its weights; None where it names none.
 
-    `loaded` is what `check_draft` returns.
+    Raises `FasteagleError` for a model with another tokenizer; `notify` warns of one that is
+    larger than its target.
     """
-    if not options.may_have_head:
+    if draft.draft_model is None:
         return None
-    if loaded is not None:
-        return loaded.head.config
-    name = opened.name
-    if options.drafter == "auto" and not has_known_head(name):
-        return None
-    return head_shape(name, opened.checkpoint.config)
+    others = {
+        "--head": draft.head,
+        "--tree FILE": draft.tree_file,
+        "--lookup": draft.lookup or None,
+        "--lookup-depth": draft.lookup_depth,
+    }
+    if useless := [flag for flag, value in others.items() if value is not None]:
+        raise FasteagleError(f"--draft-model drafts by itself: drop {' and '.join(useless)}")
+    opened = open_model(draft.draft_model, notify=notify)
+    _require_same_tokens(opened, target)
+    ours, theirs = opened.checkpoint.config.params, target.checkpoint.config.params
+    if ours >= theirs:
+        notify(
+            f"warning: draft model {opened.name} has {ours / 1e6:,.0f} million parameters, "
+            f"{target.name} has {theirs / 1e6:,.0f}: guessing will cost more than it saves: use a "
+            "smaller one"
+        )
+    options = runtime.at(draft.draft_precision)
+    max_seq_len = runtime.seq_len_for(target.checkpoint.config.max_seq_len, target.name)
+    return opened.prepared(dataclasses.replace(options, max_seq_len=max_seq_len), notify)
 
 
-def make_drafter(
-    name: str,
-    engine: Engine,
-    checkpoint: Checkpoint,
-    options: DraftOptions,
-    notify: Callable[[str], None],
-    asked: LoadedHead | None = None,
-    documents: Sequence[Sequence[int]] = (),
-) -> Drafter | None:
-    """Make the drafter that `options` name; `notify` gets one line that describes it.
+def _require_same_tokens(draft: OpenedModel, target: OpenedModel) -> None:
+    """Raise `FasteagleError` with the first token id that differs between the tokenizers."""
+    mine, other = draft.tokenizer.vocabulary(), target.tokenizer.vocabulary()
+    for token in sorted(mine.keys() | other.keys()):
+        texts = [
+            "missing" if text is None else repr(text)
+            for text in (mine.get(token), other.get(token))
+        ]
+        if texts[0] != texts[1]:
+            raise FasteagleError(
+                f"draft model {draft.name} has another tokenizer than {target.name}: token {token} "
+                f"is {texts[0]} in it, {texts[1]} in {target.name}: use a model of the same family"
+            )
 
-    `name` is the model's, `checkpoint` the weights the engine runs; `asked` is the draft head that
-    `options` name, if `check_draft` has loaded it already. `documents` are token ids of texts that
-    may be quoted. Raises `FasteagleError` where memory is short, with what fits.
+
+@dataclasses.dataclass(frozen=True)
+class Drafting:
+    """Parts of a drafter that need no loaded target.
+
+    `head` is the draft head that `options` name, `shape` that of the one that will be loaded, for
+    which memory must be left, `documents` are token ids of texts that may be quoted.
     """
-    if options.drafter == "none":
-        return None
 
-    def tell() -> FasteagleError:
-        head = head_shape(name, engine.model.config) if asked is None else asked.head.config
+    options: DraftOptions
+    head: LoadedHead | None = None
+    shape: HeadConfig | None = None
+    documents: Sequence[Sequence[int]] = ()
+    draft_model: PreparedModel | None = None
+
+    def drafter(
+        self, name: str, engine: Engine, checkpoint: Checkpoint, notify: Callable[[str], None]
+    ) -> Drafter | None:
+        """Make the drafter for the target `engine`; `notify` gets one line that describes it.
+
+        `name` is the target's, `checkpoint` the weights the engine runs. Raises `FasteagleError`
+        where memory is short, with what fits.
+        """
+        if self.options.drafter == "none":
+            return None
+        if self.draft_model is not None:
+            return self._draft_model(self.draft_model, engine, notify)
+
+        def tell() -> FasteagleError:
+            if self.options.drafter == "ngram":
+                return short_of_memory(
+                    "loading files", engine.device, lambda free: "give fewer to --lookup"
+                )
+            head = self.head.head.config if self.head else head_shape(name, engine.model.config)
+            fix = engine.backend.advised(head) or "choose a smaller model"
+            fix += ", or guess from the context: --drafter ngram"
+            return short_of_memory("loading the draft head", engine.device, lambda free: fix)
+
+        return unless_short(lambda: self._drafter(name, engine, checkpoint, notify), tell)
+
+    def _draft_model(
+        self, prepared: PreparedModel, engine: Engine, notify: Callable[[str], None]
+    ) -> Drafter:
+        """Load the draft model beside its target."""
+        try:
+            target = prepared.engine().target
+        except FasteagleError as error:
+            raise FasteagleError(
+                f"draft model {prepared.name}, beside its target: {error}"
+            ) from error
+        target.model.requires_grad_(False)
+        shape = self.options.tree_shape(quantized_on_cpu=False)
+        assert isinstance(shape, TreeShape), "only a fused drafter has another shape"
+        notify(f"draft model {prepared}, {shape.nodes} nodes")
+        vocab_size = engine.model.config.vocab_size
+        return ModelDrafter(target, shape, engine.max_seq_len, vocab_size, self.options.noise)
+
+    def _drafter(
+        self, name: str, engine: Engine, checkpoint: Checkpoint, notify: Callable[[str], None]
+    ) -> Drafter:
+        options, corpus = self.options, None
+        if self.documents:
+            corpus = Corpus(self.documents, engine.device)
+            notify(f"lookup: {len(corpus):,} tokens of files, {corpus.n_bytes / 1e6:.1f} MB")
         if options.drafter == "ngram":
-            fix = "give fewer to --lookup"
-            return short_of_memory("loading files", engine.device, lambda free: fix)
-        smaller = engine.backend.advised(head) or "choose a smaller model"
-        fix = f"{smaller}, or guess from the context: --drafter ngram"
-        return short_of_memory("loading the draft head", engine.device, lambda free: fix)
-
-    return unless_short(
-        lambda: _drafter(name, engine, checkpoint, options, notify, asked, documents), tell
-    )
-
-
-def _drafter(
-    name: str,
-    engine: Engine,
-    checkpoint: Checkpoint,
-    options: DraftOptions,
-    notify: Callable[[str], None],
-    asked: LoadedHead | None,
-    documents: Sequence[Sequence[int]],
-) -> Drafter | None:
-    """Make the drafter of `make_drafter` without its report on short memory."""
-    corpus = None
-    if documents:
-        corpus = Corpus(documents, engine.device)
-        notify(f"lookup: {len(corpus):,} tokens of files, {corpus.n_bytes / 1e6:.1f} MB")
-    if options.drafter == "ngram":
+            return _ngram(engine, checkpoint, options, corpus)
+        identity = fingerprint(checkpoint)
+        head = self.head
+        try:
+            files = find_head(options.head, name, identity) if head is None else None
+        except FasteagleError as error:
+            if options.drafter != "auto" or options.head is not None:
+                raise
+            notify(f"warning: {error}")  # the answer does not depend on it
+            files = None
+        if files is not None:
+            head = files.loaded(engine.model.config, options.tap_layers)
+        if head is not None:
+            _tell_mismatch(head, name, identity, checkpoint, notify)
+            return _eagle(engine, checkpoint, options, head, identity, notify, corpus)
+        if options.drafter != "auto":
+            raise _no_head(name)
+        notify("no draft head for this model: guessing from the context (n-grams) instead")
         return _ngram(engine, checkpoint, options, corpus)
-    identity = fingerprint(checkpoint)
-    loaded = asked
-    if loaded is None:
-        loaded = _found_head(name, engine.model.config, options, identity, notify)
-    if loaded is not None:
-        return _eagle(name, engine, checkpoint, options, loaded, identity, notify, corpus)
-    if options.drafter != "auto":
-        raise no_head(name)
-    notify("no draft head for this model: guessing from the context (n-grams) instead")
-    return _ngram(engine, checkpoint, options, corpus)
 
 
-def no_head(name: str) -> FasteagleError:
-    """Return the error that says what to do for a model without a draft head."""
+def _no_head(name: str) -> FasteagleError:
     return FasteagleError(
         f"no draft head for {name}: give one with --head, train one with `fasteagle train-head`, "
         "or use --drafter ngram"
     )
 
 
-def _found_head(
-    name: str,
-    config: ModelConfig,
-    options: DraftOptions,
-    identity: str,
-    notify: Callable[[str], None],
-) -> LoadedHead | None:
-    try:
-        found = find_head(options.head, name, identity)
-    except FasteagleError as error:
-        if options.drafter != "auto" or options.head is not None:
-            raise
-        notify(f"warning: {error}")  # the answer does not depend on it
-        return None
-    return None if found is None else found.loaded(config, options.tap_layers)
-
-
 def _eagle(
-    name: str,
     engine: Engine,
     checkpoint: Checkpoint,
     options: DraftOptions,
@@ -221,40 +240,26 @@ def _eagle(
     corpus: Corpus | None,
 ) -> Drafter:
     """Return the drafter of the draft head `loaded`, quantized where its target is."""
-    scheme = checkpoint.scheme
-    if scheme is None:
-        repair = f"fasteagle train-head --model {name} --prompts FILE --out DIR"
-    else:
-        repair = f"fasteagle calibrate-head --model {name} {scheme.option}"
-    head, header = loaded.head, loaded.header
-    _tell_mismatch(loaded, name, identity, repair, notify)
+    scheme, head, header = checkpoint.scheme, loaded.head, loaded.header or {}
     head.requires_grad_(False)
     head.borrow(engine.model, engine.max_seq_len)
-    # A calibrated head's header says what was faster; others are quantized like their target.
-    judged = (header or {}).get("head_scheme")
-    if scheme is not None and judged != "bf16":
-        # Calibration measures the head with min-max values, whatever method the target has.
-        quantize_head_(
-            head,
-            dataclasses.replace(scheme, method="minmax") if judged else scheme,
-            has_native(engine.model),
-        )
+    # Older headers say what was faster for the head; others are quantized like their target.
+    head_scheme = header.get("head_scheme")
+    if scheme is not None and head_scheme != "bf16":
+        # Calibration measured the head with min-max values, whatever method the target has.
+        scheme = dataclasses.replace(scheme, method="minmax") if head_scheme else scheme
+        quantize_head_(head, scheme, has_native(engine.model))
     quantized_on_cpu = scheme is not None and engine.on_cpu
     native = engine.backend.name == "cpu"
     drafter = tree_drafter(head, options, engine.max_seq_len, quantized_on_cpu, corpus, native)
-    auto = options.auto_tree or isinstance(drafter.shape, GatedChain)
-    if auto and isinstance(drafter, EagleDrafter):
-        fuses = isinstance(drafter, FusedDrafter)
-        searches = fuses and corpus is not None
-        kind = _kind("fused" if fuses else "eagle", drafter, searches, loaded.digest)
-        path = costs_path(identity, _precision(engine, checkpoint), kind)
-        drafter.tuning = Tuning(path, ranks_of(header), loaded.digest, searches)
-    notify(f"draft head {loaded.origin}: {drafter.name}, {_size(drafter.shape)}")
+    is_chain = isinstance(drafter.shape, GatedChain)
+    if (options.auto_tree or is_chain) and isinstance(drafter, EagleDrafter):
+        searches = corpus is not None and isinstance(drafter, FusedDrafter)
+        path = _costs_path(drafter, searches, engine, checkpoint, identity, loaded.digest)
+        drafter.tuning = Tuning(path, ranks_of(loaded.header), loaded.digest, searches)
+    size = f"chains of {drafter.shape}" if is_chain else f"{drafter.shape.nodes} nodes"
+    notify(f"draft head {loaded.origin}: {drafter.name}, {size}")
     return drafter
-
-
-def _size(shape: AnyShape) -> str:
-    return f"chains of {shape}" if isinstance(shape, GatedChain) else f"{shape.nodes} nodes"
 
 
 def _ngram(
@@ -267,9 +272,9 @@ def _ngram(
         drafter.shape = _looked_up_chain(reach)
     # The fingerprint of random weights would generate all of them.
     if (options.auto_tree or native) and not isinstance(checkpoint, DummyCheckpoint):
-        kind = _kind("ngram", drafter, corpus is not None)
-        path = costs_path(fingerprint(checkpoint), _precision(engine, checkpoint), kind)
-        drafter.tuning = Tuning(path, NGRAM_RANKS, corpus=corpus is not None)
+        searches = corpus is not None
+        path = _costs_path(drafter, searches, engine, checkpoint, fingerprint(checkpoint))
+        drafter.tuning = Tuning(path, NGRAM_RANKS, corpus=searches)
     return drafter
 
 
@@ -281,46 +286,59 @@ def _looked_up_chain(reach: int | None) -> GatedChain:
     return GatedChain(REACH if reach is None else reach)
 
 
-def _kind(name: str, drafter: Drafter, searches: bool, digest: str = "") -> str:
-    """Return the part of a file name that separates costs of different kinds of drafters."""
-    depth = drafter.shape.depth
-    chain = "chain" if depth in (LONGEST, REACH) else f"chain{depth}"
-    shape = chain if isinstance(drafter.shape, GatedChain) else "tree"
-    parts = (name, shape, "corpus" if searches else "", digest[:12])
-    return "-".join(part for part in parts if part)
+def _costs_path(
+    drafter: Drafter,
+    searches: bool,
+    engine: Engine,
+    checkpoint: Checkpoint,
+    identity: str,
+    digest: str = "",
+) -> Path:
+    """Return the file of costs of a drafter, with or without texts that it `searches`.
 
-
-def _precision(engine: Engine, checkpoint: Checkpoint) -> str:
-    scheme = checkpoint.scheme
-    if scheme is None:
-        return str(engine.dtype).removeprefix("torch.")
-    return f"{scheme.name}-native" if has_native(engine.model) else scheme.name
+    `identity` is the target's fingerprint, `digest` the draft head's.
+    """
+    precision = str(engine.dtype).removeprefix("torch.")
+    if checkpoint.scheme is not None:
+        precision = checkpoint.scheme.name + ("-native" if has_native(engine.model) else "")
+    shape, depth = "tree", drafter.shape.depth
+    if isinstance(drafter.shape, GatedChain):
+        shape = "chain" if depth in (LONGEST, REACH) else f"chain{depth}"
+    kind = drafter.name.removesuffix("-chain")
+    parts = (kind, shape, "corpus" if searches else "", digest[:12])
+    return costs_path(identity, precision, "-".join(part for part in parts if part))
 
 
 def _tell_mismatch(
-    loaded: LoadedHead, name: str, identity: str, repair: str, notify: Callable[[str], None]
+    head: LoadedHead,
+    name: str,
+    identity: str,
+    checkpoint: Checkpoint,
+    notify: Callable[[str], None],
 ) -> None:
     """Notify where the draft head was not trained for these weights."""
-    header, other = loaded.header, loaded.made_for
-    if header is None and other is not None and not _same_model(other, name):
+    header, other = head.header, head.made_for
+    if header is not None and header.get("target_fingerprint") != identity:
+        repair = f"train-head --model {name} --prompts FILE --out DIR"
+        if checkpoint.scheme is not None:
+            repair = f"calibrate-head --model {name} {checkpoint.scheme.option}"
+        notify(
+            "warning: the draft head was trained for other weights: answers stay exact, but fewer "
+            f"guesses may be accepted; this makes one for these: fasteagle {repair}"
+        )
+    elif header is None and other is not None and not _same_model(other, name):
         notify(
             f"warning: the draft head says it was made for {other}: if that is another model, few "
             "guesses will be accepted; choose the head trained for this one with --head"
         )
     elif header is None:
         notify("draft head: not calibrated to these weights (it has no header)")
-    elif header.get("target_fingerprint") != identity:
-        notify(
-            "warning: the draft head was trained for other weights: answers stay exact, but fewer "
-            f"guesses may be accepted; this makes one for these: {repair}"
-        )
 
 
-def _same_model(said: str, name: str) -> bool:
+def _same_model(other: str, name: str) -> bool:
     """Return whether two repository or folder names end alike; the publisher may differ."""
-    known = REGISTRY.get(name)
-    names = (name, known.repo if known is not None and known.repo else name)
-    return Path(said).name.lower() in (Path(n).name.lower() for n in names)
+    repo = REGISTRY[name].repo if name in REGISTRY else None
+    return Path(other).name.lower() in (Path(n).name.lower() for n in (name, repo or name))
 
 
 def tree_of(
@@ -357,11 +375,11 @@ def tree_drafter(
     if not isinstance(tree, tuple) and native and options.auto_chain and can_draft(head):
         fused = fused or options.drafter == "auto"  # a lookup costs chains next to nothing
         tree = _looked_up_chain(options.lookup_depth) if fused else GatedChain(LONGEST)
+    if isinstance(tree, tuple):
+        sampled = options.verify == "multi-round"
+        return StaticTreeDrafter(head, max_seq_len, tree, options.noise, sampled)
     if fused and isinstance(tree, FusedShape | GatedChain):
         lookup = Lookup(corpus=corpus, device=head.target_ids().device)
         return FusedDrafter(head, tree, max_seq_len, options.noise, lookup)
-    if isinstance(tree, TreeShape | GatedChain):
-        return EagleDrafter(head, tree, max_seq_len, noise=options.noise)
-    assert isinstance(tree, tuple), "a static tree is left"
-    sampled = options.verify == "multi-round"
-    return StaticTreeDrafter(head, max_seq_len, tree, options.noise, sampled)
+    assert isinstance(tree, TreeShape | GatedChain), "a fused tree has a fused shape"
+    return EagleDrafter(head, tree, max_seq_len, noise=options.noise)

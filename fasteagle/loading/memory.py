@@ -108,5 +108,5 @@ def best_fit(
 
     `context` is the most tokens of context; a setting with fewer comes after all others.
     """
-    found = (s for s in settings(config, context) if needed_bytes(config, s, head) <= n_bytes)
-    return next(found, None)
+    fitting = (s for s in settings(config, context) if needed_bytes(config, s, head) <= n_bytes)
+    return next(fitting, None)

@@ -1,8 +1,8 @@
 """Open and load a model: from its name and options to an engine that is ready to answer.
 
-`open_model` finds a model and opens its files, `prepared` puts its weights under the scheme that
-options name, `engine` loads them. `loaded` does the last two and tells the user. Options that can
-be refused without weights are checked between opening and loading.
+`open_model` finds a model and opens its files. `OpenedModel.check` refuses options that can be
+refused without weights, `prepared` chooses the scheme, `PreparedModel.engine` loads the weights and
+chooses the backend, which proves itself. `make_drafter` then attaches the drafter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch
 from fasteagle.compile.backend import choose_backend
 from fasteagle.compile.proof import prove
 from fasteagle.config import HeadConfig
-from fasteagle.decoding.runner import Advice
 from fasteagle.device import (
     TORCH_DTYPES,
     accumulate_on,
@@ -34,7 +33,7 @@ from fasteagle.generate import Engine
 from fasteagle.loading import registry
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.memory import smaller_fit
-from fasteagle.loading.quantize import scheme_asked, with_scheme
+from fasteagle.loading.quantize import scheme_for, with_scheme
 from fasteagle.loading.source import Linears
 from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint
 from fasteagle.loading.tokenizer import ChatTokenizer, DummyTokenizer, load_tokenizer
@@ -47,6 +46,32 @@ from fasteagle.quant.scheme import Scheme, parse_scheme
 PATIENCE = 1.0  # seconds
 
 
+def open_model(
+    model: str, options: RuntimeOptions | None = None, notify: Callable[[str], None] = note
+) -> OpenedModel:
+    """Find a model (registry name, folder, file, Hugging Face id), fetch it if needed, open it.
+
+    Raises `FasteagleError` for a device in `options` that is absent before anything is fetched.
+    """
+    if options is not None:
+        pick_device(options.device)
+        if options.threads:
+            torch.set_num_threads(options.threads)
+    ensure_cache(notify)
+    source = registry.resolve(model)
+    start = time.perf_counter()
+    with telling(f"opening {source.path.name} ...", notify):
+        checkpoint = open_checkpoint(source.path)
+        tokenizer = load_tokenizer(source.path, source.template)
+    return OpenedModel(source.name, checkpoint, tokenizer, time.perf_counter() - start)
+
+
+def open_dummy(name: str) -> OpenedModel:
+    """Open random weights in the shape of a registry model, for benchmarks without a download."""
+    checkpoint = DummyCheckpoint(registry.preset(name))
+    return OpenedModel(name, checkpoint, DummyTokenizer(checkpoint.config.vocab_size))
+
+
 @dataclasses.dataclass(frozen=True)
 class OpenedModel:
     """Model whose files are open: its weights as they are stored, none of them loaded yet."""
@@ -56,40 +81,13 @@ class OpenedModel:
     tokenizer: ChatTokenizer
     seconds: float = 0.0  # duration of opening
 
-    def prepared(
-        self, options: RuntimeOptions, notify: Callable[[str], None] = note
-    ) -> PreparedModel:
-        """Return the model with weights as `options` name them, quantized now if necessary.
-
-        Where they name neither a scheme nor a dtype, files that hold 4 or 8 bits run in these.
-        Raises `FasteagleError` for schemes that do not fit the model or contradict its own.
-        """
-        checkpoint, quant = self.checkpoint, self._quant(options)
-        device = pick_device(options.device)
-        if self.quantized_on_cpu(options):
-            dtype_name = pick_dtype(options.dtype, device, quantized=True)
-            may_use_native(options, device, TORCH_DTYPES[dtype_name])  # refuses before quantizing
-        if isinstance(checkpoint, DummyCheckpoint):
-            checkpoint = DummyCheckpoint(checkpoint.config, checkpoint.scheme, device)
-        if options.backend == "torchao" and options.quant is not None:
-            scheme: Scheme | None = parse_scheme(
-                options.quant, checkpoint.config, options.head_bits
-            )
-        else:
-            checkpoint = with_scheme(checkpoint, quant, options.head_bits, notify, device)
-            scheme = checkpoint.scheme
-        dtype_name = pick_dtype(options.dtype, device, scheme is not None)
-        return PreparedModel(
-            self.name, checkpoint, self.tokenizer, options, scheme, device, dtype_name
-        )
-
     def check(self, options: RuntimeOptions) -> None:
         """Raise `FasteagleError` for options that this model cannot have; reads no weights."""
         config = self.checkpoint.config
         options.seq_len_for(config.max_seq_len, self.name)
         quant = self._quant(options)
         if quant is not None:
-            scheme_asked(self.checkpoint, quant, options.head_bits)
+            scheme_for(self.checkpoint, quant, options.head_bits)
         elif options.lm_head != "int8" and self.checkpoint.scheme is None:
             raise FasteagleError(
                 "-lm4 and -lm16 are parts of a quantized precision, and this model's is not: use "
@@ -109,6 +107,7 @@ class OpenedModel:
         return None if own is None else f"int{own.bits}"
 
     def _quant(self, options: RuntimeOptions) -> str | None:
+        """Return the scheme that `options` name, else that of the files unless a dtype is named."""
         if options.quant is None and options.dtype == "auto":
             return self.own_quant
         return options.quant
@@ -118,9 +117,32 @@ class OpenedModel:
 
         Such a model has a default tree of its own.
         """
-        on_cpu = pick_device(options.device).type == "cpu"
         ours = options.backend == "fasteagle" and self._quant(options) is not None
+        on_cpu = pick_device(options.device).type == "cpu"
         return on_cpu and (ours or self.checkpoint.scheme is not None)
+
+    def prepared(
+        self, options: RuntimeOptions, notify: Callable[[str], None] = note
+    ) -> PreparedModel:
+        """Return the model with weights as `options` name them, quantized now if necessary.
+
+        Where they name neither a scheme nor a dtype, files that hold 4 or 8 bits run in these.
+        Raises `FasteagleError` for schemes that do not fit the model or contradict its own.
+        """
+        checkpoint, quant = self.checkpoint, self._quant(options)
+        device = pick_device(options.device)
+        quantized = quant is not None or checkpoint.scheme is not None
+        dtype_name = pick_dtype(options.dtype, device, quantized)
+        if self.quantized_on_cpu(options):
+            wants_cpu_kernels(options, device, dtype_name)  # refuses before quantizing
+        scheme = None
+        if options.backend == "torchao" and quant is not None:  # which quantizes loaded weights
+            scheme, quant = parse_scheme(quant, checkpoint.config, options.head_bits), None
+        checkpoint = with_scheme(checkpoint, quant, options.head_bits, notify, device)
+        scheme = scheme or checkpoint.scheme
+        return PreparedModel(
+            self.name, checkpoint, self.tokenizer, options, scheme, device, dtype_name
+        )
 
     def loaded(
         self,
@@ -158,10 +180,49 @@ class PreparedModel:
         return TORCH_DTYPES[self.dtype_name]
 
     def engine(self, head: HeadConfig | None = None) -> Engine:
-        """Load the weights into an engine that runs eagerly; see `build_engine`."""
-        return build_engine(
-            self.checkpoint, self.dtype_name, self.device, self.options, self.name, head
-        )
+        """Load the weights into an engine that runs eagerly, on the backend that fits them.
+
+        Linears of a checkpoint that has a `scheme` are quantized. Raises `FasteagleError` for what
+        is missing, and where memory is short, with what fits beside a draft `head`.
+        """
+        checkpoint, options, device = self.checkpoint, self.options, self.device
+        config, scheme = checkpoint.config, checkpoint.scheme
+        max_seq_len = options.seq_len_for(config.max_seq_len, self.name)
+        if device.type == "cuda" and scheme and importlib.util.find_spec("triton") is None:
+            raise FasteagleError(
+                "quantized weights run on CUDA by Triton kernels, and Triton is not installed: "
+                "pip install triton, or use --precision bf16"
+            )
+
+        def fitting(n_bytes: int, head: HeadConfig | None = head) -> str:
+            return smaller_fit(config, n_bytes, scheme, options.kv, max_seq_len, head)
+
+        def advice(head: HeadConfig | None) -> str:
+            """Return what would fit on the device; memory that the model holds counts as free."""
+            n_bytes = torch.cuda.memory_reserved(device) + (available_bytes(device) or 0)
+            return fitting(n_bytes, head)
+
+        def load() -> Engine:
+            linears = None
+            if scheme is not None:
+                native = wants_cpu_kernels(options, device, self.dtype_name)
+                native = native and has_cpu_kernels(options.cpu_kernels)
+                linears = Linears(checkpoint, device, self.dtype, native)
+            model = load_model(
+                checkpoint,
+                dtype=self.dtype,
+                device=device,
+                max_seq_len=max_seq_len,
+                quantized=linears,
+                kv=options.kv,
+            )
+            if options.backend == "torchao" and options.quant:
+                quantize_with_torchao(model, options.quant, options.head_bits)
+            backend = choose_backend(model, options.kv, advice if device.type == "cuda" else None)
+            prove(backend, options.strict)
+            return Engine(model, max_seq_len, backend=backend)
+
+        return unless_short(load, lambda: short_of_memory("loading", device, fitting))
 
     def __str__(self) -> str:
         """Describe the model in words: its name, scheme, dtype and device."""
@@ -173,25 +234,14 @@ class PreparedModel:
         return f"{self.name}: {scheme}{self.dtype_name} on {self.device}"
 
 
-def open_model(model: str, notify: Callable[[str], None] = note) -> OpenedModel:
-    """Find a model (registry name, folder, file, Hugging Face id), fetch it if needed, open it."""
-    ensure_cache(notify)
-    source = registry.resolve(model)
-    start = time.perf_counter()
-    with telling(f"opening {source.path.name} ...", notify):
-        checkpoint = open_checkpoint(source.path)
-        tokenizer = load_tokenizer(source.path, source.template)
-    return OpenedModel(source.name, checkpoint, tokenizer, time.perf_counter() - start)
+@dataclasses.dataclass
+class Runtime:
+    """Loaded model with everything needed to talk to it."""
 
-
-def open_for(
-    model: str, options: RuntimeOptions, notify: Callable[[str], None] = note
-) -> OpenedModel:
-    """Open a model once the device that `options` name is known to exist; see `open_model`."""
-    pick_device(options.device)  # before anything is fetched
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    return open_model(model, notify)
+    name: str
+    checkpoint: Checkpoint
+    tokenizer: ChatTokenizer
+    engine: Engine
 
 
 @contextlib.contextmanager
@@ -206,111 +256,26 @@ def telling(line: str, notify: Callable[[str], None]) -> Iterator[None]:
         timer.cancel()
 
 
-def open_dummy(name: str) -> OpenedModel:
-    """Open random weights in the shape of a registry model, for benchmarks without a download."""
-    checkpoint = DummyCheckpoint(registry.preset(name))
-    return OpenedModel(name, checkpoint, DummyTokenizer(checkpoint.config.vocab_size))
+# Our CPU kernels
 
 
-@dataclasses.dataclass
-class Runtime:
-    """Loaded model with everything needed to talk to it."""
-
-    name: str
-    checkpoint: Checkpoint
-    tokenizer: ChatTokenizer
-    engine: Engine
-
-
-def load_runtime(model: str, options: RuntimeOptions) -> Runtime:
-    """Find, check and load a model. Raises `FasteagleError` with the value, limit and fix."""
-    return open_for(model, options).loaded(options)
-
-
-def build_engine(
-    checkpoint: Checkpoint,
-    dtype_name: str,
-    device: torch.device,
-    options: RuntimeOptions,
-    name: str,
-    head: HeadConfig | None = None,
-) -> Engine:
-    """Load the weights into an engine that runs eagerly.
-
-    Linears of a checkpoint that has a `scheme` are quantized; see `OpenedModel.prepared`. Raises
-    `FasteagleError` for what is missing, and where memory is short, with what fits beside a draft
-    `head`.
-    """
-    max_seq_len = options.seq_len_for(checkpoint.config.max_seq_len, name)
-    needs_kernels = device.type == "cuda" and checkpoint.scheme is not None
-    if needs_kernels and importlib.util.find_spec("triton") is None:
-        raise FasteagleError(
-            "quantized weights run on CUDA by Triton kernels, and Triton is not installed: "
-            "pip install triton, or use --precision bf16"
-        )
-    dtype = TORCH_DTYPES[dtype_name]
-    config, scheme = checkpoint.config, checkpoint.scheme
-
-    def fitting(n_bytes: int, head: HeadConfig | None = head) -> str:
-        return smaller_fit(config, n_bytes, scheme, options.kv, max_seq_len, head)
-
-    def advice(head: HeadConfig | None) -> str:
-        """Return what would fit on the device; memory that the model holds counts as free."""
-        n_bytes = torch.cuda.memory_reserved(device) + (available_bytes(device) or 0)
-        return fitting(n_bytes, head)
-
-    return unless_short(
-        lambda: _built_engine(checkpoint, dtype, device, options, max_seq_len, advice),
-        lambda: short_of_memory("loading", device, fitting),
-    )
-
-
-def _built_engine(
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    device: torch.device,
-    options: RuntimeOptions,
-    max_seq_len: int,
-    advice: Advice,
-) -> Engine:
-    """Build the engine of `build_engine` without its report on short memory."""
-
-    quantized = checkpoint.scheme is not None
-    native = quantized and may_use_native(options, device, dtype) and use_native(options)
-    model = load_model(
-        checkpoint,
-        dtype=dtype,
-        device=device,
-        max_seq_len=max_seq_len,
-        quantized=Linears(checkpoint, device, dtype, native) if quantized else None,
-        kv=options.kv,
-    )
-    if options.backend == "torchao" and options.quant:
-        quantize_with_torchao(model, options.quant, options.head_bits)
-    backend = choose_backend(model, options.kv, advice if device.type == "cuda" else None)
-    prove(backend, options.strict)
-    return Engine(model, max_seq_len, backend=backend)
-
-
-def may_use_native(options: RuntimeOptions, device: torch.device, dtype: torch.dtype) -> bool:
+def wants_cpu_kernels(options: RuntimeOptions, device: torch.device, dtype_name: str) -> bool:
     """Return whether quantized weights run by our CPU kernels, if these can be built.
 
     Raises `FasteagleError` where options name the kernels and these do not take the dtype.
     """
     if device.type != "cpu" or options.cpu_kernels == "aten":
         return False
-    if dtype != torch.float16:
-        return True
-    if options.cpu_kernels == "native":
+    if dtype_name == "fp16" and options.cpu_kernels == "native":
         raise FasteagleError(
             "our CPU kernels have no fp16: use bf16 or fp32 in the precision, or leave -native out"
         )
-    return False
+    return dtype_name != "fp16"
 
 
-def use_native(options: RuntimeOptions) -> bool:
+def has_cpu_kernels(choice: str) -> bool:
     """Load our CPU kernels, built at first use; return False and warn where there are none."""
-    why_not = cpu_build.available(options.cpu_kernels, note)
+    why_not = cpu_build.available(choice, note)
     if why_not is not None:
         note(f"warning: torch's own CPU kernels are used: {why_not}")
     return why_not is None

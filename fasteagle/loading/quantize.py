@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from fasteagle.loading.tensors import (
     expected_shapes,
     fingerprint,
     is_block_linear,
+    load_floats,
     weight_bytes,
 )
 from fasteagle.paths import atomic_dir, cache_dir, require_free_space
@@ -42,18 +43,18 @@ def with_scheme(
     """Return `checkpoint` quantized as `quant` says, unchanged where that is None.
 
     `quant` is "int4", "int8" or a scheme's name. Values are chosen on `device`, one tensor at a
-    time. Raises `FasteagleError` as `scheme_asked` does.
+    time. Raises `FasteagleError` as `scheme_for` does.
     """
-    if quant is None:
+    scheme = checkpoint.scheme if quant is None else scheme_for(checkpoint, quant, head_bits)
+    if isinstance(checkpoint, DummyCheckpoint):
+        return DummyCheckpoint(checkpoint.config, scheme, device)
+    if quant is None or scheme is None:
         return checkpoint
-    scheme = scheme_asked(checkpoint, quant, head_bits)
     if scheme.method == "own" or checkpoint.scheme is not None:
         if checkpoint.widened:
             kinds = ", ".join(checkpoint.widened)
             notify(f"{kinds} weights are converted: they run in 8 bits, 1.06 bytes each")
         return checkpoint.run_in(scheme)
-    if isinstance(checkpoint, DummyCheckpoint):
-        return DummyCheckpoint(checkpoint.config, scheme, device)
     identity = fingerprint(checkpoint)
     folder = cache_dir() / "quantized" / f"{identity[:24]}-{scheme.name}"
     if not is_stored(folder):
@@ -64,7 +65,7 @@ def with_scheme(
     return StoredFolder(folder).run_in(scheme)
 
 
-def scheme_asked(checkpoint: Checkpoint, quant: str, head_bits: int) -> Scheme:
+def scheme_for(checkpoint: Checkpoint, quant: str, head_bits: int) -> Scheme:
     """Return the scheme that `quant` names: the checkpoint's own where it has that many bits.
 
     Raises `FasteagleError` if the checkpoint is already quantized in another scheme.
@@ -91,11 +92,8 @@ def write_folder(
 
     Raises `FasteagleError` where memory is short, with what to do.
     """
-    need = weight_bytes(checkpoint, scheme)
-    require_free_space(folder, need, f"the {scheme.name} weights")
-    weights = _telling(
-        quantized_weights(checkpoint, scheme, chooser(scheme, device)), checkpoint, notify
-    )
+    require_free_space(folder, weight_bytes(checkpoint, scheme), f"the {scheme.name} weights")
+    weights = quantized_weights(checkpoint, scheme, device, notify)
     place, fix = torch.device(device), "choose a smaller model"  # one tensor was too much
     if place.type != "cpu":
         fix = f"quantize on the CPU: fasteagle quantize --precision {scheme.name} --device cpu"
@@ -105,37 +103,25 @@ def write_folder(
     )
 
 
-def _telling(
-    weights: Iterable[tuple[str, PackedWeight | Tensor]],
-    checkpoint: Checkpoint,
-    notify: Callable[[str], None],
-) -> Iterable[tuple[str, PackedWeight | Tensor]]:
-    """Yield `weights`; notify every `TELL_SECONDS` how many of them are done."""
-    total, told = len(expected_shapes(checkpoint.config)), time.monotonic()
-    for number, weight in enumerate(weights, 1):
-        if time.monotonic() - told >= TELL_SECONDS:
-            told = time.monotonic()
-            notify(f"quantized {number:,} of {total:,} tensors ...")
-        yield weight
-
-
 def quantized_weights(
-    checkpoint: Checkpoint, scheme: Scheme, choose: Callable[[str, Tensor], PackedWeight]
-) -> Iterable[tuple[str, PackedWeight | Tensor]]:
-    """Yield every tensor of a model as `scheme` stores it; `choose` packs a block linear."""
-    for name in sorted(expected_shapes(checkpoint.config)):
-        linear = is_block_linear(name)
+    checkpoint: Checkpoint,
+    scheme: Scheme,
+    device: torch.device | str,
+    notify: Callable[[str], None],
+) -> Iterator[tuple[str, PackedWeight | Tensor]]:
+    """Yield every tensor of a model as `scheme` stores it, in main memory.
+
+    Values are chosen on `device`. `notify` gets a line every `TELL_SECONDS`.
+    """
+    names, last = sorted(expected_shapes(checkpoint.config)), time.monotonic()
+    for number, name in enumerate(names, 1):
+        if time.monotonic() - last >= TELL_SECONDS:
+            last = time.monotonic()
+            notify(f"quantized {number:,} of {len(names):,} tensors ...")
         own = checkpoint.packed(name)
-        if own is not None and (scheme.method == "own" or not linear):
+        if own is not None and (scheme.method == "own" or not is_block_linear(name)):
             yield name, own
-        elif linear:
-            yield name, choose(name, checkpoint.load(name))
+        elif is_block_linear(name):
+            yield name, quantize_weight(load_floats(checkpoint, name).to(device), scheme).to("cpu")
         else:
-            yield name, checkpoint.load(name)
-
-
-def chooser(
-    scheme: Scheme, device: torch.device | str = "cpu"
-) -> Callable[[str, Tensor], PackedWeight]:
-    """Return a function that packs a weight under `scheme` on `device`, into main memory."""
-    return lambda name, weight: quantize_weight(weight.to(device), scheme).to("cpu")
+            yield name, load_floats(checkpoint, name)

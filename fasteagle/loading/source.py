@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fasteagle.errors import FasteagleError
-from fasteagle.loading.tensors import Checkpoint, weight_bytes
+from fasteagle.loading.tensors import Checkpoint, load_floats, weight_bytes
 from fasteagle.model import EagleHead
 from fasteagle.quant.cpu_linear import NativeLinear, in_huge_pages
 from fasteagle.quant.cuda_linear import InterleavedLinear
@@ -80,7 +80,7 @@ class Linears:
             return QuantizedLMHead(self._made(own, None))
         if bits == 16:
             return None
-        table = self.checkpoint.load(name)
+        table = load_floats(self.checkpoint, name)
         scheme = head_scheme(self.scheme)
         # On the device, and in parts: in fp32 the table of 128k tokens would take gigabytes.
         parts = [quantize_weight(rows.to(self.device), scheme) for rows in table.split(HEAD_ROWS)]

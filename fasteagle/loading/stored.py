@@ -11,19 +11,24 @@ Written tensor by tensor, so that no more than one shard is in memory; read memo
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from fasteagle.config import ModelConfig, read_llama3_scaling, read_shape
 from fasteagle.config_fields import MOST_LAYERS, Fields
 from fasteagle.errors import FasteagleError, shortened
-from fasteagle.loading.tensors import Checkpoint, SafetensorsFolder, read_json, rows_for, weight_map
-from fasteagle.paths import replacing
+from fasteagle.loading.tensors import (
+    Checkpoint,
+    SafetensorsFolder,
+    read_json,
+    rows_for,
+    save_tensors,
+    weight_map,
+    write_json,
+)
 from fasteagle.quant.packed import PackedWeight
 from fasteagle.quant.scheme import Scheme
 
@@ -51,7 +56,7 @@ def save(
         nonlocal n_shards, size
         n_shards += 1
         name = f"model-{n_shards:05}.safetensors"
-        _save_file(shard, folder / name)
+        save_tensors(shard, folder / name)
         where.update(dict.fromkeys(shard, name))
         shard.clear()
         size = 0
@@ -59,10 +64,10 @@ def save(
     for name, weight in weights:
         if isinstance(weight, PackedWeight):
             packed[name] = {"bits": weight.bits, "group_size": weight.group_size}
-            shard |= {f"{name}.{part}": t.contiguous() for part, t in weight.tensors().items()}
+            shard |= {f"{name}.{part}": t for part, t in weight.tensors().items()}
             size += weight.n_bytes
         else:
-            shard[name] = weight.contiguous()
+            shard[name] = weight
             size += weight.numel() * weight.element_size()
         if size >= SHARD_BYTES:
             flush()
@@ -80,8 +85,8 @@ def save(
         "model": dataclasses.asdict(checkpoint.config),
         "quantization_config": quantization,
     }
-    _write_json(folder / "config.json", config)
-    _write_json(folder / INDEX, {"weight_map": where})
+    write_json(config, folder / "config.json")
+    write_json({"weight_map": where}, folder / INDEX)
 
 
 def is_stored(folder: Path) -> bool:
@@ -194,14 +199,3 @@ def _model_config(fields: Fields) -> ModelConfig:
         sliding_window=fields.integer("sliding_window") if "sliding_window" in fields else None,
         architecture=fields.text("architecture", "LlamaForCausalLM"),
     )
-
-
-def _save_file(tensors: dict[str, Tensor], path: Path) -> None:
-    with replacing(path) as temporary:
-        save_file(tensors, temporary, metadata={"format": "pt"})
-        temporary.chmod(0o644)  # safetensors writes private files
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(value, indent=1) + "\n")

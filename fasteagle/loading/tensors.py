@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import copy
 import hashlib
+import json
 import math
 import zlib
 from pathlib import Path
@@ -17,11 +18,13 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from fasteagle.config import ModelConfig
 from fasteagle.config_fields import Fields, parse_json
 from fasteagle.errors import FasteagleError, first_line
+from fasteagle.paths import replacing
 from fasteagle.quant.packed import PackedWeight
 from fasteagle.quant.scheme import Scheme, grouped_bytes
 
@@ -98,6 +101,25 @@ def open_safetensors(file: Path) -> Any:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
         raise FasteagleError(f"{file}: damaged or truncated ({error}): fetch it again") from error
+
+
+def save_tensors(
+    tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None
+) -> None:
+    """Write a safetensors file, completely or not at all."""
+    with replacing(path) as temporary:
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            temporary,
+            metadata={"format": "pt", **(metadata or {})},
+        )
+        temporary.chmod(0o644)  # safetensors writes private files
+
+
+def write_json(value: dict[str, Any], path: Path) -> None:
+    """Write a JSON file, completely or not at all."""
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=1) + "\n")
 
 
 def unpickled(file: Path, mmap: bool = False) -> Any:
@@ -215,6 +237,15 @@ class DummyCheckpoint(Checkpoint):
                 return PackedWeight(4, K // G, q, scales, offsets=-8 * scales)
             zeros = torch.full((N, G), 8, dtype=torch.uint8)
             return PackedWeight(4, K // G, q, scales, zeros)
+
+
+def load_floats(checkpoint: Checkpoint, name: str) -> Tensor:
+    """Return a whole tensor; raise `FasteagleError` where its values are no floats."""
+    tensor = checkpoint.load(name)
+    if not tensor.is_floating_point():
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise FasteagleError(f"{name} holds {kind} values: weights that are not packed are floats")
+    return tensor
 
 
 def _shards(path: Path, single: str, pattern: str) -> list[Path]:

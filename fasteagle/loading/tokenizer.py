@@ -238,14 +238,10 @@ def _any_of(texts: set[str]) -> re.Pattern[str]:
 
 @cache
 def _bytes_of_letters() -> dict[str, int]:
-    """Return the byte of every character in which byte-level BPE writes bytes.
+    """Return the byte of every character in which byte-level BPE writes bytes."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode  # takes a second
 
-    Printable bytes are written as themselves, others as the characters from 256 on.
-    """
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    pairs = {chr(byte): byte for byte in printable}
-    return pairs | {chr(256 + i): byte for i, byte in enumerate(others)}
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
 def load_tokenizer(path: Path, template: str | None = None) -> ChatTokenizer:

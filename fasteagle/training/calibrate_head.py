@@ -27,7 +27,7 @@ from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.heads.find import LoadedHead, find_head, named_head
 from fasteagle.loading.heads.read import with_vocabulary
 from fasteagle.loading.heads.write import save_head
-from fasteagle.loading.open import OpenedModel, Runtime, open_for
+from fasteagle.loading.open import OpenedModel, Runtime, open_model
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.model import EagleHead, Transformer
 from fasteagle.options import RuntimeOptions
@@ -52,7 +52,7 @@ SHORT_OF_MEMORY = "use --device cpu, a smaller --max-seq-len, or a smaller model
 def calibrate_head(model: str, runtime: RuntimeOptions, options: CalibrateOptions) -> None:
     """Fit the draft head of `model` to its quantized weights and write it where chat finds it."""
     begun = time.perf_counter()
-    opened = open_for(model, runtime)
+    opened = open_model(model, runtime)
     runtime = dataclasses.replace(runtime, quant=runtime.quant or opened.own_quant or "int4-g64")
     _check_early(opened, runtime, options)
     head = None
@@ -170,10 +170,10 @@ def _calibrate(
     out: Path,
 ) -> None:
     """Measure, distil, measure; write the draft head with the higher tau on held-out text."""
-    engine, taps = target.engine, head.head.config.tap_layers
-    key = store_key(conversations, identity, taps)
+    engine, aux_layers = target.engine, head.head.config.aux_layers
+    key = store_key(conversations, identity, aux_layers)
     compile_now(engine)
-    store = cached_features(engine, conversations, work.folder / key, tap_layers=taps)
+    store = cached_features(engine, conversations, work.folder / key, aux_layers=aux_layers)
     held_out = choose_held_out(conversations, max(8, len(conversations) // 8))
     training = [c for i, c in enumerate(conversations) if i not in set(held_out)]
     first = with_draft_vocab(head.head, training, engine.model, options.draft_vocab)
@@ -183,7 +183,7 @@ def _calibrate(
     def student(n_steps: int, folder: Path, held_out: list[int]) -> Trainer:
         """Return the training of a copy of `first` on the quantized target's features."""
         copied = copy.deepcopy(first).float().requires_grad_(True)
-        train = training_options(n_steps, "eagle3" if taps else "eagle1")
+        train = training_options(n_steps, "eagle3" if aux_layers else "eagle1")
         ids, origin = first.target_ids(), f"{key} {head.origin}"
         return Trainer(copied, engine.model, store, held_out, ids, train, folder, origin)
 

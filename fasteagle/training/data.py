@@ -59,7 +59,7 @@ class Features:
     """Conversations with the target's features, which `read` returns for one of them."""
 
     conversations: Sequence[Conversation]
-    n_taps: int  # auxiliary hidden states that an EAGLE-3 head reads
+    n_aux: int  # auxiliary hidden states that an EAGLE-3 head reads
     read: Callable[[int], Tensor]
 
     def __len__(self) -> int:
@@ -70,7 +70,7 @@ class Features:
         return [len(c.ids) for c in self.conversations]
 
     def conversation(self, i: int) -> tuple[Tensor, Tensor]:
-        """Return ids [n] and bf16 features [n, (n_taps + 1) * D] of one conversation.
+        """Return ids [n] and bf16 features [n, (n_aux + 1) * D] of one conversation.
 
         The last D columns are what the LM head reads, those before are the auxiliary hidden states.
         """
@@ -78,22 +78,22 @@ class Features:
 
 
 def live_features(
-    engine: Engine, conversations: Sequence[Conversation], tap_layers: tuple[int, ...] = ()
+    engine: Engine, conversations: Sequence[Conversation], aux_layers: tuple[int, ...] = ()
 ) -> Features:
     """Return features that are computed again for every request: no disk space, more time."""
 
     def read(i: int) -> Tensor:
-        return _compute(engine, conversations[i], tap_layers)
+        return _compute(engine, conversations[i], aux_layers)
 
-    return Features(conversations, len(tap_layers), read)
+    return Features(conversations, len(aux_layers), read)
 
 
 def store_key(
-    conversations: Sequence[Conversation], fingerprint: str, tap_layers: tuple[int, ...] = ()
+    conversations: Sequence[Conversation], fingerprint: str, aux_layers: tuple[int, ...] = ()
 ) -> str:
     """Return the cache key of this text's features under this target."""
-    taps = f" {tap_layers}" if tap_layers else ""
-    digest = hashlib.sha256(f"{fingerprint}{taps}".encode())
+    layers = f" {aux_layers}" if aux_layers else ""
+    digest = hashlib.sha256(f"{fingerprint}{layers}".encode())
     for c in conversations:
         digest.update(json.dumps([c.prompt_len, c.ids]).encode())
     return digest.hexdigest()[:24]
@@ -104,7 +104,7 @@ def cached_features(
     conversations: Sequence[Conversation],
     folder: Path,
     progress: Callable[[int], None] = lambda n: None,
-    tap_layers: tuple[int, ...] = (),
+    aux_layers: tuple[int, ...] = (),
     ranks: Ranks | None = None,
 ) -> Features:
     """Return the target's features of every token from shards in `folder`, computed if missing.
@@ -115,12 +115,12 @@ def cached_features(
     ranks = ranks or Ranks()
     folder.mkdir(parents=True, exist_ok=True)
     shards = [(folder / name, group) for name, group in shards_of(conversations).items()]
-    row_bytes = (len(tap_layers) + 1) * engine.model.config.dim * 2
+    row_bytes = (len(aux_layers) + 1) * engine.model.config.dim * 2
     missing = sum(len(c.ids) for path, group in shards if not path.exists() for c in group)
     require_free_space(folder, missing * row_bytes, "caching features")
     for path, group in ranks.share(shards):
         if not path.exists():
-            features = [_compute(engine, c, tap_layers) for c in group]
+            features = [_compute(engine, c, aux_layers) for c in group]
             with replacing(path) as temporary:
                 save_file({"features": torch.cat(features)}, temporary)
         progress(sum(len(c.ids) for c in group))
@@ -128,11 +128,11 @@ def cached_features(
     parts: list[Tensor] = []  # of each conversation, memory-mapped
     for path, group in shards:
         parts += load_file(path)["features"].split([len(c.ids) for c in group])
-    return Features(conversations, len(tap_layers), parts.__getitem__)
+    return Features(conversations, len(aux_layers), parts.__getitem__)
 
 
-def _compute(engine: Engine, conversation: Conversation, tap_layers: tuple[int, ...]) -> Tensor:
-    return engine.features(conversation.ids, tap_layers).to(torch.bfloat16).cpu()
+def _compute(engine: Engine, conversation: Conversation, aux_layers: tuple[int, ...]) -> Tensor:
+    return engine.features(conversation.ids, aux_layers).to(torch.bfloat16).cpu()
 
 
 def shards_of(conversations: Sequence[Conversation]) -> dict[str, list[Conversation]]:

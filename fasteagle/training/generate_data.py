@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fasteagle.errors import FasteagleError, note
-from fasteagle.loading.open import PreparedModel, Runtime, open_for
+from fasteagle.loading.open import PreparedModel, Runtime, open_model
 from fasteagle.loading.tensors import Checkpoint, fingerprint
 from fasteagle.options import RuntimeOptions
 from fasteagle.paths import require_writable
@@ -35,7 +35,7 @@ def generate_data(
         )
     conversations = Conversations(options)
     require_writable(options.out)
-    opened = open_for(model, runtime)
+    opened = open_model(model, runtime)
     tokenizer = opened.tokenizer
     if options.self_written:
         user_prefix(tokenizer)  # refuses a template without one

@@ -71,8 +71,8 @@ def make_batch(store: Features, chosen: list[int], device: torch.device) -> Batc
     Where the store holds no auxiliary hidden states, a draft head reads what the LM head reads.
     """
     parts = [store.conversation(i) for i in chosen]
-    dim = parts[0][1].shape[1] // (store.n_taps + 1)
-    read = slice(0, store.n_taps * dim) if store.n_taps else slice(None)
+    dim = parts[0][1].shape[1] // (store.n_aux + 1)
+    read = slice(0, store.n_aux * dim) if store.n_aux else slice(None)
     rows = (
         [ids[1:] for ids, _ in parts],
         [values[:-1, read] for _, values in parts],

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from fasteagle.config import checked_taps, default_taps
+from fasteagle.config import checked_aux_layers, default_aux_layers
 from fasteagle.errors import FasteagleError
 from fasteagle.options import TAP_LAYERS_TEXT, SamplingParams, option
 
@@ -91,11 +91,11 @@ class TrainOptions:
         """Steps of drafting that each row is trained for."""
         return 1 + (self.self_fed_steps or 0)
 
-    def taps_of(self, n_layer: int) -> tuple[int, ...]:
+    def aux_layers_of(self, n_layer: int) -> tuple[int, ...]:
         """Return the blocks, of `n_layer`, whose input the draft head reads; empty for EAGLE-1."""
         if self.algorithm == "eagle1":
             return ()
-        return checked_taps(self.tap_layers or default_taps(n_layer), n_layer)
+        return checked_aux_layers(self.tap_layers or default_aux_layers(n_layer), n_layer)
 
     def lr_at(self, step: int) -> float:
         """Return the learning rate: linear warm-up, then a cosine down to a tenth."""

@@ -39,10 +39,10 @@ def new_head(target: Transformer, draft_ids: Tensor, options: TrainOptions) -> E
     """
     c = target.config
     block = draft_block(c)
-    tap_layers = options.taps_of(c.n_layer)
+    aux_layers = options.aux_layers_of(c.n_layer)
     eagle3 = None
-    if tap_layers:
-        eagle3 = Eagle3Config(tap_layers, c.dim, own_lm_head=not options.borrow_lm_head)
+    if aux_layers:
+        eagle3 = Eagle3Config(aux_layers, c.dim, own_lm_head=not options.borrow_lm_head)
     config = HeadConfig(block, len(draft_ids), fc_bias=eagle3 is None, eagle3=eagle3)
     head = make_head(config)
     generator = torch.Generator().manual_seed(options.seed)
@@ -258,7 +258,7 @@ def head_header(
     """Return the header of a trained draft head's file; `held` is `HeldOut.as_dict`."""
     scheme = target.checkpoint.scheme
     return {
-        "algorithm": "eagle3" if head.config.tap_layers else "eagle1",
+        "algorithm": "eagle3" if head.config.aux_layers else "eagle1",
         "target": target.name,
         "target_fingerprint": identity,
         "scheme": None if scheme is None else scheme.name,

@@ -15,7 +15,7 @@ from fasteagle.config import ModelConfig
 from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.heads.read import load_head, with_vocabulary
 from fasteagle.loading.heads.write import save_head
-from fasteagle.loading.open import OpenedModel, Runtime, open_for
+from fasteagle.loading.open import OpenedModel, Runtime, open_model
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.model import EagleHead
 from fasteagle.options import RuntimeOptions
@@ -49,16 +49,16 @@ def train_head(
     device = local_device()
     if device is not None and runtime_options.device == "auto":
         runtime_options = dataclasses.replace(runtime_options, device=device)
-    opened = open_for(model, runtime_options)
+    opened = open_model(model, runtime_options)
     init = _init_head(opened.checkpoint.config, run.init, options)
     data = _data(opened, runtime_options, run)
     runtime = opened.loaded(runtime_options)
     identity = fingerprint(runtime.checkpoint)
     with ranks.first_alone():  # writes text, which the others then find
         conversations = _conversations(runtime, run, data)
-    taps = options.taps_of(runtime.checkpoint.config.n_layer)
-    text = store_key(conversations, identity, taps)
-    store = _features(runtime, conversations, run, taps, text, ranks)
+    aux_layers = options.aux_layers_of(runtime.checkpoint.config.n_layer)
+    text = store_key(conversations, identity, aux_layers)
+    store = _features(runtime, conversations, run, aux_layers, text, ranks)
     held_out = choose_held_out(conversations, run.held_out)
     training = [c for i, c in enumerate(conversations) if i not in set(held_out)]
     target = runtime.engine.model
@@ -119,15 +119,15 @@ def _conversations(runtime: Runtime, run: TrainRun, data: list[Conversation]) ->
 
 def _init_head(config: ModelConfig, path: Path | None, options: TrainOptions) -> EagleHead | None:
     """Return the draft head in --init; raise `FasteagleError` if it is of another kind."""
-    taps = options.taps_of(config.n_layer)
+    aux_layers = options.aux_layers_of(config.n_layer)
     if path is None:
         return None
     head, _ = load_head(path, config, options.tap_layers)
-    borrows = bool(taps) and head.own_lm_head is None
-    if head.config.tap_layers == taps and borrows == options.borrow_lm_head:
+    borrows = bool(aux_layers) and head.own_lm_head is None
+    if head.config.aux_layers == aux_layers and borrows == options.borrow_lm_head:
         return head
     option = "its --algorithm and its --tap-layers"
-    if head.config.tap_layers == taps:
+    if head.config.aux_layers == aux_layers:
         option = "--borrow-lm-head" if borrows else "no --borrow-lm-head"
     raise FasteagleError(f"{path}: the head is of another kind: give {option}")
 
@@ -136,7 +136,7 @@ def _features(
     runtime: Runtime,
     conversations: Sequence[Conversation],
     run: TrainRun,
-    taps: tuple[int, ...],
+    aux_layers: tuple[int, ...],
     key: str,
     ranks: Ranks,
 ) -> Features:
@@ -144,7 +144,7 @@ def _features(
     engine, folder = runtime.engine, cache_dir() / "features" / key
     if run.features == "live":
         compile_now(engine)
-        return live_features(engine, conversations, taps)
+        return live_features(engine, conversations, aux_layers)
     if not all((folder / name).exists() for name in shards_of(conversations)):
         compile_now(engine)
     total, done = sum(len(c.ids) for c in conversations), 0
@@ -155,7 +155,7 @@ def _features(
         if ranks.is_first:
             note(f"features of about {min(done, total):,} of {total:,} tokens")
 
-    return cached_features(engine, conversations, folder, progress, taps, ranks)
+    return cached_features(engine, conversations, folder, progress, aux_layers, ranks)
 
 
 def _finish(

@@ -59,9 +59,9 @@ struct Target : torch::CustomClassHolder {
   }
 
   // Returns logits [T, V] in fp32, features [T, D] like `features_like`, and the input of the
-  // auxiliary layers `taps` [T, R * D] in fp32. `rows` are the planes of the cache [2 L, G, S, E].
+  // auxiliary layers [T, R * D] in fp32. `rows` are the planes of the cache [2 L, G, S, E].
   std::tuple<Tensor, Tensor, Tensor> run(Tensor tokens, Tensor seq_len, Tensor paths, Tensor depths,
-                                         Tensor rows, std::vector<int64_t> taps,
+                                         Tensor rows, std::vector<int64_t> aux_layers,
                                          Tensor features_like) const {
     const int64_t T = tokens.numel(), past = seq_len.item<int64_t>(), L = blocks.size();
     const int64_t G = rows.size(1), S = rows.size(2), N = lm_head.h.N;
@@ -87,23 +87,24 @@ struct Target : torch::CustomClassHolder {
     for (const int64_t slot : seen.own) TORCH_CHECK(slot >= 0 && slot < S, "slot ", slot);
     Tensor logits = at::empty({T, N}, rows.options().dtype(at::kFloat));
     Tensor features = at::empty({T, D}, features_like.options());
-    Tensor tapped = at::empty({T, (int64_t)taps.size() * D}, rows.options().dtype(at::kFloat));
+    const int64_t width = (int64_t)aux_layers.size() * D;
+    Tensor aux_states = at::empty({T, width}, rows.options().dtype(at::kFloat));
     if (rows.scalar_type() == at::kBFloat16) {
-      pass<Bf16>(ids, depth, past, seen, rows, taps, G, S, logits, features, tapped);
+      pass<Bf16>(ids, depth, past, seen, rows, aux_layers, G, S, logits, features, aux_states);
     } else {
       TORCH_CHECK(rows.scalar_type() == at::kFloat, "caches in bf16 or fp32");
-      pass<float>(ids, depth, past, seen, rows, taps, G, S, logits, features, tapped);
+      pass<float>(ids, depth, past, seen, rows, aux_layers, G, S, logits, features, aux_states);
     }
-    return {logits, features, tapped};
+    return {logits, features, aux_states};
   }
 
  private:
   template <class C>
   void pass(const int64_t* ids, const int64_t* depth, int64_t past, const Visible& seen,
-            const Tensor& rows, const std::vector<int64_t>& taps, int64_t G, int64_t S,
-            Tensor& logits, Tensor& features, Tensor& tapped) const {
+            const Tensor& rows, const std::vector<int64_t>& aux_layers, int64_t G, int64_t S,
+            Tensor& logits, Tensor& features, Tensor& aux_states) const {
     thread_local Scratch scratch;
-    const int64_t T = features.size(0), N = lm_head.h.N, R = taps.size();
+    const int64_t T = features.size(0), N = lm_head.h.N, R = aux_layers.size();
     int64_t longest = 0;
     for (int64_t t = 0; t < T; t++) longest = std::max(longest, seen.length(t));
     Pass<C> pass{};
@@ -128,22 +129,22 @@ struct Target : torch::CustomClassHolder {
     pass.slots = slots;
     pass.seen = &seen;
     C* cache = (C*)rows.data_ptr();
-    float *out = logits.mutable_data_ptr<float>(), *tap_rows = tapped.mutable_data_ptr<float>();
+    float *out = logits.mutable_data_ptr<float>(), *aux_rows = aux_states.mutable_data_ptr<float>();
     in_parallel([&](const Worker& me) {
       Pass<C> mine = pass;
       me.begin();
       const auto [begin, end] = me.share(T);
-      const auto tap = [&](int64_t layer) {
+      const auto keep_aux = [&](int64_t layer) {
         for (int64_t r = 0; r < R; r++)
-          for (int64_t t = begin; t < end && taps[r] == layer; t++)
-            std::copy_n(x + t * D, D, tap_rows + (t * R + r) * D);
+          for (int64_t t = begin; t < end && aux_layers[r] == layer; t++)
+            std::copy_n(x + t * D, D, aux_rows + (t * R + r) * D);
       };
       for (size_t i = 0; i < blocks.size(); i++) {
-        if (R) tap(i);
+        if (R) keep_aux(i);
         mine.block(me, blocks[i], cache + 2 * i * G * S * E, cache + (2 * i + 1) * G * S * E,
                    false);
       }
-      if (R) tap(blocks.size());
+      if (R) keep_aux(blocks.size());
       float* own = mine.own_scratch(me);
       for (int64_t t = begin; t < end; t++) {
         rms_norm(x + t * D, norm, D, eps, own);

@@ -169,7 +169,7 @@ def test_shapes_of_heads_come_from_the_registry_or_from_what_ships():
     assert llama.block.linear_params == 4096 * (3 * 4096 + 4096) + 3 * 4096 * 11008
     qwen = head_shape("qwen3-8b", preset("qwen3-8b"))
     assert not qwen.block.qk_norm and qwen.block.rope_base == 10000
-    assert (qwen.eagle3.tap_layers, qwen.draft_vocab_size) == ((2, 18, 33), 32000)
+    assert (qwen.eagle3.aux_layers, qwen.draft_vocab_size) == ((2, 18, 33), 32000)
     shipped = head_shape("smollm2-135m", preset("smollm2-135m"))
     assert shipped.draft_vocab_size < shipped.block.vocab_size == 49152
     # The name alone does not make another shape's head fit.

@@ -40,7 +40,11 @@ BAD = [
     (TRAIN, ["--prompts", "DIR/text"], "DIR/text, line 1: expected"),
     (TRAIN, ["--inputs", "token"], "--inputs is gone: an EAGLE-1 head reads"),
     (TRAIN, ["--data", "DIR/text", "--init", "HEAD"], "the head is for a width of 32, the model"),
-    (TRAIN, ["--data", "DIR/text", "--algorithm", "eagle3"], "taps 2, 1, 0 must ascend"),
+    (
+        TRAIN,
+        ["--data", "DIR/text", "--algorithm", "eagle3"],
+        "auxiliary layers 2, 1, 0 must ascend",
+    ),
     (TRAIN, ["--data", "DIR/text", "--out", "/proc/none"], "cannot write /proc/none/state.pt"),
     (CALIBRATE, ["--head", "HEAD"], "the head is for a width of 32, the model has 64"),
     (CALIBRATE, ["--data", "DIR/text"], "DIR/text, line 1: expected"),

@@ -95,7 +95,7 @@ def make(name, dtype=torch.float32, depth=6):
 def begin(target, drafter, length, count, params, seed=0):
     """A state after `length` tokens, `count` pairs pending, those before them shown."""
     state = empty_state(target)
-    state.read_taps(drafter.tap_layers, target.config.dim)
+    state.read_aux_layers(drafter.aux_layers, target.config.dim)
     g = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, 60, (length,), generator=g)
     features = torch.randn(length, state.features.shape[1], generator=g).to(state.features.dtype)

@@ -52,12 +52,12 @@ def random_tree(T: int, V: int, generator: torch.Generator, chain: bool = False)
     return DraftTree(tokens, parents, valid)
 
 
-def state_of(target, seq_len: int, dtype=torch.float32, taps=()) -> DecodeState:
+def state_of(target, seq_len: int, dtype=torch.float32, aux_layers=()) -> DecodeState:
     cache = KVCache(target.config, 256, dtype, "cpu")
     g = torch.Generator().manual_seed(seq_len)
     cache.rows.copy_(torch.randn(cache.rows.shape, generator=g))
     state = DecodeState(target, cache, 200)
-    state.read_taps(taps, target.config.dim)
+    state.read_aux_layers(aux_layers, target.config.dim)
     state.seq_len.fill_(seq_len)
     return state
 
@@ -72,15 +72,15 @@ def test_a_pass_has_the_bits_of_its_parts(name, dtype, T, length):
     verify, target = backend.pieces.verify, backend.target
     generator = torch.Generator().manual_seed(T + length)
     proposal = Proposal.of(random_tree(T, 60, generator))
-    for taps in ((), (0, 1, 2)):
-        one, two = (state_of(target.model, length, dtype, taps) for _ in range(2))
+    for aux_layers in ((), (0, 1, 2)):
+        one, two = (state_of(target.model, length, dtype, aux_layers) for _ in range(2))
         found, expected = verify(one, target, proposal), EAGER.verify(two, target, proposal)
         assert torch.equal(found.logits, expected.logits)
         assert torch.equal(found.features, expected.features)
         assert found.features.dtype == expected.features.dtype == dtype
-        assert (found.taps is None) == (expected.taps is None) == (not taps)
-        if found.taps is not None and expected.taps is not None:
-            assert torch.equal(found.taps, expected.taps)
+        assert (found.aux_states is None) == (expected.aux_states is None) == (not aux_layers)
+        if found.aux_states is not None and expected.aux_states is not None:
+            assert torch.equal(found.aux_states, expected.aux_states)
         assert torch.equal(one.cache.rows, two.cache.rows)
 
 
@@ -118,7 +118,7 @@ def test_what_does_not_fit_the_pass_is_refused():
             "paths": proposal.paths,
             "depths": proposal.depths,
             "rows": state.cache.rows,
-            "taps": [],
+            "aux_layers": [],
             "like": target.norm.weight,
         }
         return native._target.run(*(given | changes).values())
@@ -217,7 +217,7 @@ def output_for(tree: DraftTree, target, generator, state, wrong: str) -> Output:
         logits[int(torch.randint(0, T, (1,), generator=generator)), 3] = float(wrong)
     width = state.features.shape[1]
     read = torch.randn(T, width, generator=generator).to(state.features.dtype)
-    return Output(logits, read, read.float() if state.tap_layers else None)
+    return Output(logits, read, read.float() if state.aux_layers else None)
 
 
 DRAWN = [
@@ -242,11 +242,13 @@ CASES: list[tuple[AnyShape | None, int, bool]] = [
 @pytest.mark.parametrize("shape, rows, chain", CASES)
 @pytest.mark.parametrize("width", [0, 9])
 @pytest.mark.parametrize("wrong", ["", "nan", "inf"])
-@pytest.mark.parametrize("taps", [(), (0, 2)])
+@pytest.mark.parametrize("aux_layers", [(), (0, 2)])
 @pytest.mark.parametrize("params", DRAWN, ids=str)
-def test_the_end_of_a_cycle_leaves_the_same_state(shape, rows, chain, width, wrong, taps, params):
-    if taps and not width:
-        pytest.skip("taps are read by draft heads, which have a width")
+def test_the_end_of_a_cycle_leaves_the_same_state(
+    shape, rows, chain, width, wrong, aux_layers, params
+):
+    if aux_layers and not width:
+        pytest.skip("auxiliary hidden states are read by draft heads, which have a width")
     target = native_target(tiny_config(**SHAPE))
     generator = torch.Generator().manual_seed(rows)
     counts = set()
@@ -260,7 +262,7 @@ def test_the_end_of_a_cycle_leaves_the_same_state(shape, rows, chain, width, wro
             tree = tree._replace(sources=sources)
         spec = CycleSpec(shape, rows, width, SamplingMode.of(params, 60))
         proposal = Proposal.of(tree)
-        states = [state_of(target, 40 + attempt, taps=taps) for _ in range(2)]
+        states = [state_of(target, 40 + attempt, aux_layers=aux_layers) for _ in range(2)]
         output = output_for(tree, target, generator, states[0], wrong)
         for state, end in zip(states, (finish, EAGER.finish), strict=True):
             state.count.fill_(3)

@@ -85,8 +85,8 @@ def pieces(made, kind: SamplingMode, tree: TreeShape | None) -> dict[str, Counte
     rows = torch.arange(T)
     proposal = Proposal.of(state.root_alone(1) if tree is None else chain(rows, rows >= 0))
     features = target.norm.weight.new_zeros(T, target.config.dim)
-    taps = features.float().repeat(1, len(state.tap_layers)) if state.tap_layers else None
-    output = Output(torch.zeros(T, target.config.vocab_size), features, taps)
+    aux_states = features.float().repeat(1, len(state.aux_layers)) if state.aux_layers else None
+    output = Output(torch.zeros(T, target.config.vocab_size), features, aux_states)
     return {
         "draft": launches(engine.runner.usual.draft, state, drafter, spec),
         "verify": launches(engine.runner.usual.verify, state, engine.target, proposal),

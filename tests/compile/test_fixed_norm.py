@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fasteagle.compile.fixed_norm import keep_sums_finite
-from fasteagle.loading import make_drafter as drafters
 from fasteagle.loading import open as opening
 from fasteagle.loading import source
 from fasteagle.loading.heads.write import save_head
+from fasteagle.loading.make_drafter import Drafting
 from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.quant.cuda_linear import InterleavedLinear
 from helpers import random_head
@@ -71,7 +71,7 @@ def test_scales_are_looked_at_while_loading(
     tensors["model.layers.0.post_attention_layernorm.weight"].fill_(scale)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     options = RuntimeOptions(device="cpu", quant="int4-g32", dtype="fp16", max_seq_len=64)
-    runtime = opening.load_runtime(str(folder), options)
+    runtime = opening.open_model(str(folder)).loaded(options)
     assert accumulates(runtime.engine.model.blocks) == {sums}
     assert ("sums of the model might be" in capsys.readouterr().err) == (sums == "fp32")
 
@@ -82,13 +82,13 @@ def test_scales_of_a_draft_head_are_looked_at_too(
 ):
     monkeypatch.setattr(opening, "prove", lambda *args: None)  # kernels are for CUDA
     options = RuntimeOptions(device="cpu", quant="int4-g32", dtype="fp16", max_seq_len=64)
-    runtime = opening.load_runtime(str(tiny_dir), options)
+    runtime = opening.open_model(str(tiny_dir)).loaded(options)
     head = random_head(runtime.engine.model, rope_scaling=None, rope_base=10000.0)
     head.block.mlp_norm.weight.data.fill_(scale)
     save_head(tmp_path / "head", head, {}, torch.float32)
     engine = runtime.engine
     draft = DraftOptions("eagle", str(tmp_path / "head"))
-    drafter = drafters.make_drafter("x", engine, runtime.checkpoint, draft, lambda line: None)
+    drafter = Drafting(draft).drafter("x", engine, runtime.checkpoint, lambda line: None)
     engine.use(drafter)
     assert accumulates(drafter.head) == {sums}
     assert ("sums of the draft head might be" in capsys.readouterr().err) == (sums == "fp32")

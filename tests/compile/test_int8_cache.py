@@ -16,7 +16,7 @@ from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import required_bytes
-from fasteagle.loading.open import load_runtime
+from fasteagle.loading.open import open_model
 from fasteagle.loading.registry import preset
 from fasteagle.options import RuntimeOptions, SamplingParams
 from fasteagle.shapes import TreeShape
@@ -130,10 +130,10 @@ def test_compiled_code_reads_and_writes_it():
 
 def test_the_option(tiny_dir):
     options = RuntimeOptions(dtype="fp32", max_seq_len=128, kv="int8")
-    engine = load_runtime(str(tiny_dir), options).engine
+    engine = open_model(str(tiny_dir)).loaded(options).engine
     assert engine.cache.rows.dtype == torch.int8 and len(answer(engine, 20)) == 20
     quantized = dataclasses.replace(options, dtype="auto", quant="int8")
-    assert len(answer(load_runtime(str(tiny_dir), quantized).engine, 20)) == 20
+    assert len(answer(open_model(str(tiny_dir)).loaded(quantized).engine, 20)) == 20
     with pytest.raises(FasteagleError, match="kv 'int4' is unknown: use auto or int8"):
         RuntimeOptions(kv="int4")
 

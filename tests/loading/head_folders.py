@@ -16,7 +16,8 @@ from fasteagle.loading.heads.tables import official_state
 from fasteagle.model import EagleHead, Transformer
 from helpers import random_head
 
-TAPS = (2, 4, 5)  # 2, L // 2, L - 3: what the public code reads of 8 blocks if nothing is said
+# 2, L // 2, L - 3: what the public code reads of 8 blocks if nothing is said
+AUX_LAYERS = (2, 4, 5)
 DRAFT_IDS = torch.arange(0, 60, 2)
 Raw = dict[str, Any]
 State = dict[str, Tensor]
@@ -63,10 +64,10 @@ def official_eagle3(head: EagleHead) -> tuple[Raw, State]:
 def specforge(head: EagleHead) -> tuple[Raw, State]:
     """Lists blocks whose output is read."""
     own = head.config.eagle3
-    ids = {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in own.tap_layers]}
+    ids = {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in own.aux_layers]}
     raw = flat_config(head, draft_vocab_size=30, rope_theta=5e5, eagle_config=ids)
     raw |= {"architectures": ["LlamaForCausalLMEagle3"], "norm_output": own.norm_output}
-    return raw | {"fc_norm": own.tap_norm == "each"}, with_mask(head, tensors(head))
+    return raw | {"fc_norm": own.aux_norm == "each"}, with_mask(head, tensors(head))
 
 
 def nvidia(head: EagleHead) -> tuple[Raw, State]:
@@ -87,9 +88,9 @@ def speculators(head: EagleHead) -> tuple[Raw, State]:
         "speculators_model_type": "eagle3",
         "transformer_layer_config": layer,
         "draft_vocab_size": 30,
-        "eagle_aux_hidden_state_layer_ids": list(own.tap_layers),
+        "eagle_aux_hidden_state_layer_ids": list(own.aux_layers),
         "norm_before_residual": own.norm_before_residual,
-        "norm_before_fc": own.tap_norm == "all",
+        "norm_before_fc": own.aux_norm == "all",
         "norm_output": own.norm_output,
         "speculators_config": {"verifier": {"name_or_path": "owner/Some-Model"}},
     }
@@ -102,7 +103,9 @@ def head_for(target: Transformer, dialect: str, **changes: Any) -> EagleHead:
     if "EAGLE-3" not in dialect:
         head = random_head(target, **changes)
     else:
-        eagle3 = Eagle3Config(**{"tap_layers": TAPS, "target_dim": target.config.dim, **changes})
+        eagle3 = Eagle3Config(
+            **{"aux_layers": AUX_LAYERS, "target_dim": target.config.dim, **changes}
+        )
         head = random_head(target, DRAFT_IDS, eagle3=eagle3, fc_bias=False)
     with torch.no_grad():
         for p in head.parameters():

@@ -21,6 +21,7 @@ CONFIG, HEAD = "model/config.json", "head/config.json"
 HEADER = "head/model.safetensors"
 GENERATION, INDEX = "model/generation_config.json", "model/model.safetensors.index.json"
 LLAMA3 = {"rope_type": "llama3", "factor": 8}
+EQUAL = {**LLAMA3, "low_freq_factor": 4, "high_freq_factor": 4}
 EVEN = "num_attention_heads (4) times an even number, or head_dim given"
 NAN, INF = float("nan"), float("inf")
 
@@ -54,8 +55,8 @@ BAD = [
     (CONFIG, {"rope_parameters": LLAMA3}, "rope_parameters.low_freq_factor is missing"),
     (
         CONFIG,
-        {"rope_parameters": {**LLAMA3, "low_freq_factor": 4, "high_freq_factor": 4}},
-        "rope_parameters.high_freq_factor is 4: must be above low_freq_factor (4)",
+        {"rope_parameters": EQUAL},
+        "rope_parameters.high_freq_factor is 4: must be above low",
     ),
     (CONFIG, {"rope_parameters": {"rope_type": "yarn"}}, "RoPE scaling 'yarn'"),
     (CONFIG, {"architectures": 5}, "architectures is 5: must be a list of texts"),
@@ -75,11 +76,7 @@ BAD = [
     (HEAD, {"draft_vocab_size": 261}, "draft_vocab_size is 261: must be an integer from 1 to 260"),
     (HEAD, {"rope_theta": [1]}, "rope_theta is [1]: must be a number"),
     (HEAD, {"bias": "yes"}, 'bias is "yes": must be true or false'),
-    (
-        HEAD,
-        {"quantization_config": {"bits": 4}},
-        'quantization_config is {"bits": 4}: must be absent',
-    ),
+    (HEAD, {"quantization_config": {"bits": 4}}, 'quantization_config is {"bits": 4}: must be'),
     (HEADER, {"ranks": "x"}, 'its header: ranks is "x": must be lists of numbers from 0 to 1'),
     (HEADER, {"ranks": [[0.5], [2]]}, "its header: ranks is [[0.5], [2]]: must be lists of"),
     (HEADER, {"ranks": [[0.5], []]}, "its header: ranks is [[0.5], []]: must be lists of"),
@@ -92,20 +89,12 @@ BAD = [
     (CONFIG, "\x00", "cannot be read as JSON"),
     (CONFIG, "[" * 100_000, "cannot be read as JSON (nested too deeply)"),
     (CONFIG, "{}", "architecture '(none)' is not supported"),
-    (CONFIG, '{"architectures": ["LlamaForCausalLM"]}', "lacks hidden_size, num_hidden_"),
+    (CONFIG, '{"architectures": ["LlamaForCausalLM"]}', "lacks hidden_size, num_att"),
     (INDEX, '{"weight_map": 5}', "weight_map is 5: must be a JSON object"),
     (INDEX, "{}", "its weight_map names no tensor"),
     (INDEX, '{"weight_map": {"a": 1}}', "weight_map.a is 1: must be a text"),
-    (
-        INDEX,
-        '{"weight_map": {"a": "/etc/passwd"}}',
-        'weight_map.a is "/etc/passwd": must be the name of a file in the same folder',
-    ),
-    (
-        GENERATION,
-        '{"eos_token_id": "x"}',
-        'eos_token_id is "x": must be a token id or a list of token ids',
-    ),
+    (INDEX, '{"weight_map": {"a": "/etc/a"}}', 'weight_map.a is "/etc/a": must be the name of a f'),
+    (GENERATION, '{"eos_token_id": "x"}', 'eos_token_id is "x": must be a token id or a list of'),
     (GENERATION, '{"eos_token_id": [1, null]}', "eos_token_id is [1, null]: must"),
 ]
 

@@ -13,6 +13,7 @@ from fasteagle.config import ModelConfig
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import checkpoint as checkpoint_module
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
+from fasteagle.loading.quantize import with_scheme
 from fasteagle.loading.tensors import DummyCheckpoint, expected_shapes
 from helpers import edit_json, make_hf_model
 
@@ -61,17 +62,6 @@ def test_torch_bin_files(folder, tiny_dir, n_shards):
     assert_same(weights_of(folder), weights_of(tiny_dir))
 
 
-def test_torch_bin_with_code_inside_is_refused(folder):
-    class Payload:
-        def __reduce__(self):
-            return (print, ("executed",))
-
-    (folder / "model.safetensors").unlink()
-    torch.save({"x": Payload()}, folder / "pytorch_model.bin")
-    with pytest.raises(FasteagleError, match="weights-only"):
-        load(folder)
-
-
 def test_truncated_torch_bin(folder):
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
@@ -90,20 +80,12 @@ def test_missing_shard_is_named(tmp_path):
         load(tmp_path)
 
 
-@pytest.mark.parametrize("keep", [4, 200, 20_000])
-def test_truncated_safetensors(folder, keep):
+@pytest.mark.parametrize("keep", [4, 200, 20_000, None], ids=str)
+def test_damaged_safetensors(folder, keep):
     path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:keep])
+    data = path.read_bytes()
+    path.write_bytes(data[:8] + b"\xff" * 32 + data[40:] if keep is None else data[:keep])
     with pytest.raises(FasteagleError, match=r"model\.safetensors: damaged or truncated"):
-        load(folder)
-
-
-def test_corrupt_safetensors_header(folder):
-    path = folder / "model.safetensors"
-    data = bytearray(path.read_bytes())
-    data[8:40] = b"\xff" * 32
-    path.write_bytes(data)
-    with pytest.raises(FasteagleError, match="damaged or truncated"):
         load(folder)
 
 
@@ -137,6 +119,19 @@ def test_misshapen_and_unknown_tensors_are_listed(folder):
     assert "unknown model.layers.0.mlp.extra.weight" in str(caught.value)
 
 
+@pytest.mark.parametrize("quant", [None, "int8"])
+def test_integers_are_no_weights(folder, quant):
+    name = "model.layers.1.mlp.up_proj.weight"
+    change_tensors(folder, lambda tensors: tensors.update({name: tensors[name].int()}))
+    with pytest.raises(FasteagleError, match=f"{name} holds int32 values"):
+        load_model(
+            with_scheme(open_checkpoint(folder), quant),
+            dtype=torch.float32,
+            device="cpu",
+            max_seq_len=64,
+        )
+
+
 def test_long_lists_of_problems_are_cut(folder):
     edit_json(folder / "config.json", num_hidden_layers=5)
     with pytest.raises(FasteagleError, match="18 wrong tensors.*and 12 more"):
@@ -149,13 +144,6 @@ def test_old_files_with_rope_buffers_load(folder, tiny_dir):
 
     change_tensors(folder, change)
     assert_same(weights_of(folder), weights_of(tiny_dir))
-
-
-@pytest.mark.parametrize("text", ["{", "[1]", "\x00"])
-def test_config_that_is_no_json_object(folder, text):
-    (folder / "config.json").write_text(text)
-    with pytest.raises(FasteagleError, match=r"config\.json"):
-        open_checkpoint(folder)
 
 
 def test_folder_without_weights(folder):
@@ -179,17 +167,6 @@ def test_too_little_memory_is_told_before_loading(tiny_dir, monkeypatch):
 def test_available_memory_is_plausible():
     free = checkpoint_module.available_bytes("cpu")
     assert free is None or 2**20 < free < 2**45
-
-
-def test_sizes_of_known_models():
-    from fasteagle.loading.registry import preset
-
-    assert preset("llama2-7b").params == 6_738_415_616
-    assert preset("llama2-13b").params == 13_015_864_320
-    assert preset("llama2-70b").params == 68_976_648_192
-    assert preset("llama3-8b").params == 8_030_261_248
-    assert preset("qwen3-8b").params == 8_190_735_360
-    assert preset("smollm2-135m").params == 134_515_008
 
 
 def test_dummy_weights_fit_the_shape_and_repeat():

@@ -113,7 +113,6 @@ def test_a_package_in_source_form_is_not_built(tmp_path, monkeypatch):
     (source / "setup.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
     with tarfile.open(tmp_path / "thing-1.0.tar.gz", "w:gz") as archive:
         archive.add(source, "thing-1.0")
-    monkeypatch.setattr(hub, "PIP_TRIES", 1)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_NO_BUILD_ISOLATION", "0")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))

@@ -17,7 +17,7 @@ from fasteagle.loading.heads.read import load_head, open_head
 from fasteagle.loading.heads.tables import official_state
 from fasteagle.loading.heads.write import HeadTarget, check_exportable, export_head, save_head
 from fasteagle.model import KVCache, causal_mask
-from head_folders import TAPS, head_for
+from head_folders import AUX_LAYERS, head_for
 from helpers import random_head, random_target, save_tiny, tiny_config
 
 E1, E3 = "official EAGLE-1/2", "official EAGLE-3"
@@ -55,24 +55,24 @@ def exported(folder, to, target, **changes):
 
 def assert_same(loaded, head, *more) -> None:
     """Tensors bit for bit, but for `more` that the target gave; RoPE and norms too."""
-    found, expected = official_state(loaded), official_state(head)
-    assert found.keys() == expected.keys() | set(more)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    tensors, expected = official_state(loaded), official_state(head)
+    assert tensors.keys() == expected.keys() | set(more)
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
     for field in ("rope_base", "rope_scaling", "rope_linear_factor", "norm_eps", "head_dim"):
         assert getattr(loaded.config.block, field) == getattr(head.config.block, field)
-    for field in ("tap_layers", "norm_before_residual", "tap_norm", "norm_output"):
+    for field in ("aux_layers", "norm_before_residual", "aux_norm", "norm_output"):
         assert getattr(loaded.config.eagle3, field, 0) == getattr(head.config.eagle3, field, 0)
 
 
 CASES = [
     ("eagle", {}),
     ("eagle", {"own_embedding": True, "block": {"rope_linear_factor": 2.0}}),
-    ("specforge", {"tap_layers": (1, 3, 8)}),
-    ("specforge", {"tap_norm": "each", "norm_output": True, "block": {"rope_scaling": LLAMA3}}),
-    ("specforge", {"tap_layers": (1, 2, 3, 4), "own_embedding": True}),
-    ("speculators", {"norm_before_residual": True, "tap_layers": (0, 3, 8)}),
-    ("speculators", {"tap_norm": "all", "own_embedding": True, "block": {"rope_base": 3e5}}),
-    ("speculators", {"tap_norm": "each", "norm_output": True, "block": {"head_dim": 16}}),
+    ("specforge", {"aux_layers": (1, 3, 8)}),
+    ("specforge", {"aux_norm": "each", "norm_output": True, "block": {"rope_scaling": LLAMA3}}),
+    ("specforge", {"aux_layers": (1, 2, 3, 4), "own_embedding": True}),
+    ("speculators", {"norm_before_residual": True, "aux_layers": (0, 3, 8)}),
+    ("speculators", {"aux_norm": "all", "own_embedding": True, "block": {"rope_base": 3e5}}),
+    ("speculators", {"aux_norm": "each", "norm_output": True, "block": {"head_dim": 16}}),
     ("speculators", {"block": {"qk_norm": True, "rope_scaling": LLAMA3}}),
 ]
 
@@ -103,7 +103,7 @@ def test_a_tied_model_gives_its_embedding_twice(tmp_path):
     folder = save_tiny(tmp_path / "tied", "smollm2", **SHAPE)
     tied = HeadTarget("tied", open_checkpoint(folder))
     model = random_target(tiny_config(n_layer=8))
-    own = Eagle3Config(TAPS, target_dim=32, own_lm_head=False)
+    own = Eagle3Config(AUX_LAYERS, target_dim=32, own_lm_head=False)
     head = random_head(model, eagle3=own, fc_bias=False)
     save_head(tmp_path / "ours", head, {}, torch.bfloat16)
     export_head(open_head(tmp_path / "ours"), "speculators", tmp_path / "out", tied)
@@ -120,7 +120,7 @@ def test_blocks_are_numbered_as_each_engine_does(target, tmp_path):
         ("specforge", "eagle_config", [0, 2, 7]),
         ("speculators", None, [1, 3, 8]),
     ):
-        exported(tmp_path / to, to, target, tap_layers=(1, 3, 8))
+        exported(tmp_path / to, to, target, aux_layers=(1, 3, 8))
         raw = json.loads((tmp_path / to / "out" / "config.json").read_text())
         assert (raw[key] if key else raw)["eagle_aux_hidden_state_layer_ids"] == ids
     assert raw["speculators_config"]["verifier"]["name_or_path"] == "owner/model"
@@ -160,27 +160,12 @@ BAD = [
     (E1, "specforge", {}, "SpecForge trains EAGLE-3 heads only, .*: export it --to eagle"),
     (E1, "speculators", {}, "reads EAGLE-1/2 heads no longer, .*: export it --to eagle"),
     (E1, "gguf", {}, "llama.cpp runs EAGLE-3 heads only, .*: export it --to eagle"),
-    (
-        E3,
-        "eagle",
-        {"tap_layers": (1, 3, 6)},
-        "taps other than .*: export it --to specforge or spec",
-    ),
-    (
-        E3,
-        "eagle",
-        {"tap_norm": "all"},
-        "one norm over all taps: export it --to speculators or gguf",
-    ),
+    (E3, "eagle", {"aux_layers": (1, 3, 6)}, "layers other than .*: export it --to specforge or"),
+    (E3, "eagle", {"aux_norm": "all"}, "over all auxiliary layers: export it --to speculators or"),
     (E3, "specforge", {"norm_before_residual": True}, "begins normed: export it --to speculators"),
-    (E3, "specforge", {"tap_layers": (0, 3, 6)}, "a tap before all: export it --to specul"),
-    (
-        E3,
-        "gguf",
-        {"tap_layers": (1, 2, 4, 6)},
-        "other than 3 taps: export it --to specforge or spec",
-    ),
-    (E3, "gguf", {"tap_norm": "each", "norm_output": True}, "a norm for each tap; a normed next"),
+    (E3, "specforge", {"aux_layers": (0, 3, 6)}, "layer before all: export it --to specul"),
+    (E3, "gguf", {"aux_layers": (1, 2, 4, 6)}, "than 3 auxiliary layers: export it --to specforge"),
+    (E3, "gguf", {"aux_norm": "each", "norm_output": True}, "each auxiliary layer; a normed next"),
 ]
 
 
@@ -190,16 +175,6 @@ def test_what_a_layout_cannot_say_costs_one_line(kind, to, changes, message):
     with pytest.raises(FasteagleError, match=message) as caught:
         check_exportable(head_for(model, kind, **changes).config, to, model.config)
     assert "\n" not in str(caught.value)
-
-
-def test_a_head_that_reads_unshifted_tokens_is_refused(tmp_path):
-    """Such heads were once trained to be compared; as any other they would draft nonsense."""
-    saved(tmp_path / "ours", E1)
-    path = tmp_path / "ours" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "shifted": False}))
-    target = random_target(tiny_config(n_layer=8, n_kv_head=2)).config
-    with pytest.raises(FasteagleError, match="shifted is false: .* cannot draft"):
-        load_head(tmp_path / "ours", target)
 
 
 def test_without_a_model(tmp_path):
@@ -214,10 +189,10 @@ def test_without_a_model(tmp_path):
     )
     assert said == exported == tiny_config().max_seq_len
     deep = (2, 20, 37)  # of a model deeper than one that is guessed
-    export_head(source, "specforge", tmp_path / "deep", tap_layers=deep)
-    assert open_head(tmp_path / "deep").tap_layers == deep
+    export_head(source, "specforge", tmp_path / "deep", aux_layers=deep)
+    assert open_head(tmp_path / "deep").aux_layers == deep
     for to, message in (
-        ("eagle", "its taps fit the official layout at one depth of the model only: add --model"),
+        ("eagle", "its auxiliary layers fit the official layout at one depth .*: add --model"),
         ("speculators", "no embed_tokens.weight of its own: add --model"),
         ("gguf", "give a .gguf file of the model with --tokenizer-from"),
     ):
@@ -225,7 +200,7 @@ def test_without_a_model(tmp_path):
             export_head(source, to, tmp_path / "more")
     raw = json.loads((tmp_path / "out" / "config.json").read_text())
     (tmp_path / "out" / "config.json").write_text(json.dumps({**raw, "eagle_config": {}}))
-    with pytest.raises(FasteagleError, match="do not say the taps, .*: add --model"):
+    with pytest.raises(FasteagleError, match="do not say the auxiliary layers, .*: add --model"):
         export_head(open_head(tmp_path / "out"), "specforge", tmp_path / "more")
     assert not (tmp_path / "more").exists()
     del raw["max_position_embeddings"]
@@ -270,8 +245,8 @@ def test_the_shipped_head_goes_out(tmp_path):
     "changes",
     [
         {},
-        {"tap_norm": "all", "norm_before_residual": True},
-        {"tap_norm": "each", "block": {"rope_scaling": LLAMA3, "rope_base": 3e5}},
+        {"aux_norm": "all", "norm_before_residual": True},
+        {"aux_norm": "each", "block": {"rope_scaling": LLAMA3, "rope_base": 3e5}},
         {"block": {"qk_norm": True, "head_dim": 16, "rope_linear_factor": 2.0}},
     ],
 )
@@ -293,10 +268,10 @@ def test_the_speculators_package_computes_the_same(target, target_dir, tmp_path,
     theirs.norm.register_forward_hook(lambda m, x, y: seen.update(hidden=x[0][0]))
     theirs.lm_head.register_forward_hook(lambda m, x, y: seen.update(logits=y[0]))
     n = 11
-    tokens, taps = torch.randint(0, 60, (n,)), torch.randn(n, 96)
+    tokens, states = torch.randint(0, 60, (n,)), torch.randn(n, 96)
     rows = torch.arange(n)
     theirs(
-        hidden_states=taps[None],
+        hidden_states=states[None],
         input_ids=tokens[None],
         document_ids=torch.zeros(1, n, dtype=torch.long),
         position_ids=rows[None],
@@ -304,7 +279,7 @@ def test_the_speculators_package_computes_the_same(target, target_dir, tmp_path,
     )
     cache = KVCache(loaded.config.block, 64, torch.float32, "cpu")
     mask = causal_mask(0, n, cache.n_slots, None, "cpu")
-    logits, hidden = loaded(tokens, loaded.read(taps), rows, rows, mask, cache)
+    logits, hidden = loaded(tokens, loaded.read(states), rows, rows, mask, cache)
     assert torch.equal(theirs.d2t, loaded.d2t)
     assert (hidden - seen["hidden"]).abs().max() < 1e-4
     assert (logits - seen["logits"]).abs().max() < 1e-4

@@ -12,7 +12,7 @@ from fasteagle.loading.heads.read import load_head, open_head
 from fasteagle.loading.heads.tables import official_state
 from fasteagle.loading.heads.write import save_head
 from fasteagle.shapes import TreeShape
-from head_folders import DIALECTS, TAPS, head_for, write_folder
+from head_folders import AUX_LAYERS, DIALECTS, head_for, write_folder
 from helpers import empty_state, pairs, propose, random_head, random_target, tiny_config
 
 CONFIG = tiny_config(n_layer=8, rope_base=5e5)
@@ -29,12 +29,12 @@ CASES = [
     ("official EAGLE-1/2", {"qkv_bias": True}, True),
     ("official EAGLE-3", {}, True),
     ("official EAGLE-3", {}, False),
-    ("SpecForge / SGLang EAGLE-3", {"tap_layers": (1, 4, 7)}, False),
-    ("SpecForge / SGLang EAGLE-3", {"tap_norm": "each", "norm_output": True}, False),
-    ("NVIDIA ModelOpt EAGLE-3", {"tap_layers": (2, 4, 8)}, False),
+    ("SpecForge / SGLang EAGLE-3", {"aux_layers": (1, 4, 7)}, False),
+    ("SpecForge / SGLang EAGLE-3", {"aux_norm": "each", "norm_output": True}, False),
+    ("NVIDIA ModelOpt EAGLE-3", {"aux_layers": (2, 4, 8)}, False),
     ("speculators / vLLM EAGLE-3", {"own_embedding": True}, False),
-    ("speculators / vLLM EAGLE-3", {"tap_norm": "all", "norm_before_residual": True}, False),
-    ("speculators / vLLM EAGLE-3", {"tap_layers": (0, 3, 5, 7), "norm_output": True}, False),
+    ("speculators / vLLM EAGLE-3", {"aux_norm": "all", "norm_before_residual": True}, False),
+    ("speculators / vLLM EAGLE-3", {"aux_layers": (0, 3, 5, 7), "norm_output": True}, False),
 ]
 
 
@@ -44,13 +44,13 @@ def test_every_dialect_loads_bit_for_bit_and_drafts(target, tmp_path, dialect, c
     source = open_head(write_folder(tmp_path, *DIALECTS[dialect](head), pickled))
     assert source.dialect == dialect and source.header is None
     loaded, _ = load_head(tmp_path, CONFIG)
-    assert loaded.config.eagle3 == head.config.eagle3  # taps and norms
+    assert loaded.config.eagle3 == head.config.eagle3  # layers and norms
     says_base = dialect.split()[0] in ("SpecForge", "NVIDIA", "speculators")
     assert loaded.config.block.rope_base == (5e5 if says_base else 1e4)  # never the target's
     assert loaded.config.fc_bias == head.config.fc_bias
-    expected, found = official_state(head), official_state(loaded)
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    expected, tensors = official_state(head), official_state(loaded)
+    assert expected.keys() == tensors.keys()
+    assert all(torch.equal(expected[name], tensors[name]) for name in expected)
     assert torch.equal(loaded.target_ids(), head.target_ids())
     loaded.borrow(target, 512)
     features = torch.randn(9, loaded.config.feature_dim)
@@ -99,7 +99,7 @@ def test_frequent_list_is_a_draft_vocabulary(target, tmp_path):
 
 def test_full_vocabulary_with_a_map_of_zeros(target, tmp_path):
     """As an official head of Vicuna has it."""
-    own = Eagle3Config(tap_layers=TAPS, target_dim=CONFIG.dim)
+    own = Eagle3Config(aux_layers=AUX_LAYERS, target_dim=CONFIG.dim)
     head = random_head(target, eagle3=own)
     raw, state = DIALECTS["official EAGLE-3"](head)
     zeros = {"d2t": torch.zeros(60, dtype=torch.int64), "t2d": torch.zeros(60, dtype=torch.bool)}
@@ -126,10 +126,10 @@ def test_norm_before_residual_is_false_where_speculators_does_not_say(target, tm
     assert load_head(tmp_path, CONFIG)[0].config.eagle3.norm_before_residual is False
 
 
-def test_taps_that_are_asked_for(target, tmp_path):
+def test_aux_layers_by_option(target, tmp_path):
     write_folder(tmp_path, *DIALECTS["official EAGLE-3"](head_for(target, "official EAGLE-3")))
-    assert load_head(tmp_path, CONFIG, (1, 3, 6))[0].config.eagle3.tap_layers == (1, 3, 6)
-    with pytest.raises(FasteagleError, match=r"fc reads 96 values, 3 taps of 32, .* are 1, 3"):
+    assert load_head(tmp_path, CONFIG, (1, 3, 6))[0].config.eagle3.aux_layers == (1, 3, 6)
+    with pytest.raises(FasteagleError, match=r"fc reads 96 values, 3 layers of 32, .* are 1, 3"):
         load_head(tmp_path, CONFIG, (1, 3))
 
 
@@ -170,7 +170,7 @@ def changed(key, change):
     return lambda raw, state: state.__setitem__(key, change(state[key]))
 
 
-def taps_said(*ids):
+def aux_ids(*ids):
     def change(raw, state):
         raw["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(ids)}
 
@@ -189,26 +189,14 @@ SF, NV, SP = "SpecForge / SGLang EAGLE-3", "NVIDIA ModelOpt EAGLE-3", "speculato
 OTHERS = "which fasteagle does not run: use an EAGLE-1, EAGLE-2 or EAGLE-3 head, or --drafter ngram"
 AGAIN = "fetch it again, or choose another with --head"
 NAMES = [name for name in DIALECTS if name != E1]
+YARN = {"rope_type": "yarn", "factor": 4.0}
 
 BAD = [
     # A key missing, a key too many, a wrong shape, a wrong type: in every dialect.
     *((name, dropped("fc.weight"), f"missing fc.weight: {AGAIN}") for name in DIALECTS),
-    *(
-        (name, put("more.weight", torch.ones(2)), f"unknown more.weight: {AGAIN}")
-        for name in DIALECTS
-    ),
-    *(
-        (name, changed("fc.weight", torch.t), r"fc.weight is .*, expected .*: fetch")
-        for name in DIALECTS
-    ),
-    *(
-        (
-            name,
-            changed("fc.weight", torch.Tensor.char),
-            "fc.weight is int8, expected 16 or 32 bit floats of a plain",
-        )
-        for name in DIALECTS
-    ),
+    *((name, put("more.weight", torch.ones(2)), "unknown more.weight: fetch") for name in DIALECTS),
+    *((name, changed("fc.weight", torch.t), r"fc.weight is .*, expected ") for name in DIALECTS),
+    *((name, changed("fc.weight", torch.Tensor.char), "is int8, expected 16") for name in DIALECTS),
     *((name, dropped("norm.weight"), "missing norm.weight") for name in NAMES),
     *((name, dropped("d2t"), "missing d2t: fetch") for name in NAMES),
     (E1, dropped("fc.bias"), "missing fc.bias"),
@@ -239,31 +227,21 @@ BAD = [
     (E3, renamed("d2t", "draft_id_to_target_id"), None),
     (SP, renamed("d2t", "draft_id_to_target_id"), None),
     (E3, changed("d2t", lambda d2t: d2t[:0]), "d2t and t2d do not agree"),
+    (E1, said(shifted=False), f"shifted is false\\), {OTHERS}"),
     # Biases that are said and missing.
     (E1, said(qkv_bias=True), "missing layers.0.self_attn.k_proj.bias"),
     (E1, said(qkv_bias="yes"), 'qkv_bias is "yes": must be true or false'),
-    # Taps.
+    # Auxiliary layers.
     (SP, said(eagle_aux_hidden_state_layer_ids=[]), None),
     (SF, lambda r, s: r["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[]), None),
-    (SF, taps_said(1, 3, 9), "taps 2, 4, 10 must ascend within 0 .. 8, .*: give --tap-layers"),
-    (SF, taps_said(4, 3, 1), "taps 5, 4, 2 must ascend"),
-    (SF, taps_said(1, 1, 3), "taps 2, 2, 4 must ascend"),
-    (SF, taps_said(1, 3), "fc reads 96 values, 3 taps of 32, but the taps are 2, 4: give"),
-    (SF, taps_said("1", 2, 3), r"\['1', 2, 3\]: must be a list of block numbers"),
+    (SF, aux_ids(1, 3, 9), "layers 2, 4, 10 must ascend within 0 .. 8, .*: give --tap-layers"),
+    (SF, aux_ids(4, 3, 1), "auxiliary layers 5, 4, 2 must ascend"),
+    (SF, aux_ids(1, 1, 3), "auxiliary layers 2, 2, 4 must ascend"),
+    (SF, aux_ids(1, 3), "fc reads 96 values, 3 layers of 32, but the layers are 2, 4: give"),
+    (SF, aux_ids("1", 2, 3), r"\['1', 2, 3\]: must be a list of block numbers"),
     # What is no EAGLE head of ours, by its name.
-    *(
-        (
-            name,
-            said(rope_scaling={"rope_type": "yarn", "factor": 4.0}),
-            f"neither linear nor llama3, {OTHERS}",
-        )
-        for name in (E1, E3, SF, NV)
-    ),
-    (
-        SP,
-        lambda r, s: r["transformer_layer_config"].update(rope_parameters={"rope_type": "yarn"}),
-        OTHERS,
-    ),
+    *((name, said(rope_scaling=YARN), f"nor llama3, {OTHERS}") for name in (E1, E3, SF, NV)),
+    (SP, lambda r, s: r["transformer_layer_config"].update(rope_parameters=YARN), OTHERS),
     (SF, said(parallel_drafting=True), rf"P-EAGLE\), {OTHERS}"),
     (SP, put("mask_hidden", torch.ones(1)), "P-EAGLE"),
     (SP, said(architectures=["DFlashDraftModel"]), rf"DFlash\), {OTHERS}"),
@@ -271,16 +249,8 @@ BAD = [
     (E1, put("mtp.0.eh_proj.weight", torch.ones(2)), rf"MTP\), {OTHERS}"),
     (E1, said(medusa_num_heads=4), f"Medusa heads, {OTHERS}"),
     (SF, put("midlayer.self_attn.kv_a_proj_with_mqa.weight", torch.ones(2)), rf"MLA\), {OTHERS}"),
-    (
-        SP,
-        put("layers.1.mlp.up_proj.weight", torch.ones(2)),
-        f"more than one decoder layer, {OTHERS}",
-    ),
-    (
-        NV,
-        lambda r, s: r["eagle_config"].update(use_aux_hidden_state=False),
-        "no auxiliary features",
-    ),
+    (SP, put("layers.1.mlp.up_proj.weight", torch.ones(2)), "more than one decoder layer"),
+    (NV, lambda r, s: r["eagle_config"].update(use_aux_hidden_state=False), "no auxiliary feat"),
 ]
 
 

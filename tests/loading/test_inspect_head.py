@@ -1,4 +1,4 @@
-"""`fasteagle inspect-head`: the report of every dialect, the exit code, and the probe of taps."""
+"""`fasteagle inspect-head`: the report of every dialect, the exit code, and the probe of layers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from click.testing import CliRunner
 from fasteagle.cli import main as cli
 from fasteagle.config import Eagle3Config
 from fasteagle.generate import Engine
-from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.heads import inspect as module
 from fasteagle.loading.heads.write import save_head
-from fasteagle.loading.make_drafter import make_drafter
+from fasteagle.loading.make_drafter import Drafting
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.options import DraftOptions
 from head_folders import DIALECTS, head_for, write_folder
@@ -29,20 +28,10 @@ def run(*args, code=0):
     return lines[0] if lines else "", {k: v.strip() for k, v in facts.items()}, result
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tiny_dir):
-    return open_checkpoint(tiny_dir)
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint):
-    return load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=512)
-
-
 @pytest.fixture
 def own_head(model, checkpoint, tmp_path):
     """An EAGLE-3 head of ours for the tiny model, and its folder."""
-    eagle3 = Eagle3Config(tap_layers=(0, 1, 3), target_dim=64)
+    eagle3 = Eagle3Config(aux_layers=(0, 1, 3), target_dim=64)
     head = random_head(model, eagle3=eagle3, rope_scaling=None, rope_base=1e4, qk_norm=False)
     header = {
         "target_fingerprint": fingerprint(checkpoint),
@@ -55,7 +44,7 @@ def own_head(model, checkpoint, tmp_path):
 
 
 OUTPUTS = "the inputs of blocks 2, 4, 5; listed as outputs of the ones before"
-TAPS = {
+AUX_LAYERS = {
     "official EAGLE-3": "not said: the inputs of blocks 2, L // 2 and L - 3, as the public code",
     "SpecForge / SGLang EAGLE-3": OUTPUTS,
     "NVIDIA ModelOpt EAGLE-3": OUTPUTS,
@@ -70,7 +59,7 @@ def test_every_dialect_without_a_model(tmp_path, dialect):
     verdict, facts, _ = run(tmp_path)
     assert dialect in verdict and verdict.endswith("give --model to check it")
     assert facts["dialect"] == dialect and facts["header"] == "none: a published head"
-    assert facts.get("taps") == TAPS.get(dialect)
+    assert facts.get("auxiliary layers") == AUX_LAYERS.get(dialect)
     assert facts.get("made for") == ("owner/Some-Model" if "speculators" in dialect else None)
     says_base = dialect.split()[0] in ("SpecForge", "NVIDIA", "speculators")
     assert facts["RoPE"] == f"base {'500,000' if says_base else '10,000 (not said)'}, no scaling"
@@ -86,26 +75,22 @@ def test_a_head_of_ours_with_its_model(own_head, tiny_dir, tmp_path):
     assert verdict == f"EAGLE-3 head (fasteagle), fits {tiny_dir}"
     assert facts["header"] == "made for tiny, at int4-g64, tau 2.50"
     assert facts["calibration"] == "made for exactly these weights"
-    assert facts["taps"] == "the inputs of blocks 0, 1, 3; listed as such"
+    assert facts["auxiliary layers"] == "the inputs of blocks 0, 1, 3; listed as such"
     _, facts, _ = run(own_head, "--model", tiny_dir, "--int4")
     assert facts["calibration"].startswith("made for other weights")  # than those that would run
     _, facts, _ = run(own_head, "--tap-layers", "2,20,37")  # of a model deeper than one is guessed
     assert facts["fit"] == "give --model to check it"
     _, facts, _ = run(own_head, "--model", tiny_dir, "--tap-layers", "0,2,3")
-    assert facts["taps"] == "the inputs of blocks 0, 2, 3, as asked"
+    assert facts["auxiliary layers"] == "the inputs of blocks 0, 2, 3, as asked"
 
 
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [
-        (
-            {"vocab_size": 999, "draft_vocab_size": 999},
-            (),
-            "for a vocabulary of 999, the model has 260",
-        ),
-        ({"tap_layers": [0, 1, 4]}, (), "taps 0, 1, 4 must ascend within 0 .. 3"),
+        ({"vocab_size": 999, "draft_vocab_size": 999}, (), "of 999, the model has 260"),
+        ({"tap_layers": [0, 1, 4]}, (), "auxiliary layers 0, 1, 4 must ascend within 0 .. 3"),
         ({"intermediate_size": 7}, (), "mlp.down_proj.weight is (64, 96), expected (64, 7)"),
-        ({}, ("--tap-layers", "0,1"), "fc reads 192 values, 3 taps of 64, but the taps are 0, 1"),
+        ({}, ("--tap-layers", "0,1"), "fc reads 192 values, 3 layers of 64, but the layers are 0"),
     ],
 )
 def test_what_is_wrong_is_in_the_verdict(own_head, tiny_dir, changes, options, message):
@@ -136,26 +121,26 @@ def test_the_shipped_head_by_its_models_name():
     assert "tau" in facts["header"] and "49,152" in facts["draft vocabulary"]
 
 
-def test_probe_runs_and_says_which_taps_are_best(own_head, tiny_dir, monkeypatch):
+def test_probe_runs_and_says_which_layers_are_best(own_head, tiny_dir, monkeypatch):
     options = ("--model", tiny_dir, "--probe", "--precision", "fp32")
     monkeypatch.setattr(module, "PROBE_TOKENS", 8)
     _, _, result = run(own_head, *options)
-    assert "with taps 0, 1, 3: " in result.stdout and "1, 2, 4" not in result.stdout
+    assert "with layers 0, 1, 3: " in result.stdout and "1, 2, 4" not in result.stdout
     edit_json(own_head / "config.json", tap_layers=[0, 1, 2])
     known = {None: 0.2, (1, 2, 3): 1.5}
-    monkeypatch.setattr(module, "_accepted", lambda files, engine, tokenizer, taps: known[taps])
+    monkeypatch.setattr(module, "_accepted", lambda files, engine, tokenizer, layers: known[layers])
     _, _, result = run(own_head, *options)
-    assert "with taps 1, 2, 3: 1.50 drafted tokens accepted a pass" in result.stdout
+    assert "with layers 1, 2, 3: 1.50 drafted tokens accepted a pass" in result.stdout
     assert result.stdout.endswith("better: --tap-layers 1,2,3\n")
     known[(1, 2, 3)] = 0.1
     assert run(own_head, *options)[2].stdout.endswith("best as read\n")
 
 
-def test_taps_that_are_asked_for_reach_the_engine(own_head, tiny_dir, model, checkpoint):
+def test_aux_layers_by_option_reach_the_engine(own_head, tiny_dir, model, checkpoint):
     draft = DraftOptions(head=str(own_head), tap_layers=(0, 1, 2))
-    drafter = make_drafter("tiny", Engine(model, 512), checkpoint, draft, lambda line: None)
-    assert drafter.tap_layers == (0, 1, 2)
+    drafter = Drafting(draft).drafter("tiny", Engine(model, 512), checkpoint, lambda line: None)
+    assert drafter.aux_layers == (0, 1, 2)
     arguments = ["chat", "--model", tiny_dir, "-p", "hello", "--max-new-tokens", "5"]
     more = ["--head", own_head, "--tap-layers", "0,1,9"]
     result = CliRunner().invoke(cli.main, [str(a) for a in [*arguments, *more]])
-    assert result.exit_code == 2 and "taps 0, 1, 9 must ascend within 0 .. 3" in result.stderr
+    assert result.exit_code == 2 and "layers 0, 1, 9 must ascend within 0 .. 3" in result.stderr

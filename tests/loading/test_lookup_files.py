@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from click.testing import CliRunner
 
 from fasteagle.bench.row_spec import RowSpec
-from fasteagle.cli import main as cli
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import lookup_files
 from fasteagle.loading import open as opening
@@ -28,8 +26,9 @@ def test_each_file_is_a_document(tmp_path, tokenizer):
     a, b = tmp_path / "a.py", tmp_path / "b.txt"
     a.write_text("def f():\n    return 'é'\n")
     b.write_bytes(b"\xef\xbb\xbfsome text")  # with a byte order mark
-    found = read_documents([a, b], tokenizer, silent)
-    assert [tokenizer.decode(ids) for ids in found] == ["def f():\n    return 'é'\n", "some text"]
+    documents = read_documents([a, b], tokenizer, silent)
+    texts = ["def f():\n    return 'é'\n", "some text"]
+    assert [tokenizer.decode(ids) for ids in documents] == texts
     assert read_documents([], tokenizer, silent) == []
 
 
@@ -49,8 +48,9 @@ def test_a_huge_file_is_used_in_part_and_that_is_said(tmp_path, tokenizer, monke
     huge.write_text("é" * (1 << 20))
     later.write_text("more")
     lines = []
-    found = read_documents([huge, later], tokenizer, lines.append)
-    assert tokenizer.decode(found[0]) == "é" * 500 and found[1] == []  # half an é is left out
+    documents = read_documents([huge, later], tokenizer, lines.append)
+    first, second = documents
+    assert tokenizer.decode(first) == "é" * 500 and second == []  # half an é is left out
     assert len(lines) == 2
     assert f"{huge}: only the first 0.0 of 2.0 MiB are used" in lines[0] and "later" in lines[1]
 
@@ -88,44 +88,38 @@ def test_what_is_not_there(tmp_path, tokenizer):
 # On the command line
 
 
-def chat(tiny_dir, *options):
-    return CliRunner().invoke(
-        cli.main, ["chat", "--model", str(tiny_dir), "-p", "hello", *map(str, options)]
-    )
-
-
 @pytest.mark.parametrize("options", [["--drafter", "ngram"], []])
-def test_an_answer_with_files_is_the_same(tiny_dir, tmp_path, options):
+def test_an_answer_with_files_is_the_same(chat, tmp_path, options):
     base = ("--precision", "fp32", "--max-new-tokens", 30, "--seed", 5)
-    expected = chat(tiny_dir, *base, "--no-spec").stdout
+    expected = chat(*base, "--no-spec").stdout
     files = [tmp_path / "a.txt", tmp_path / "b.txt"]
     for file in files:
         file.write_text("hello " + expected)
-    found = chat(tiny_dir, *base, *options, "--lookup", files[0], "--lookup", files[1])
-    assert found.exit_code == 0 and found.stdout == expected, found.stderr
-    assert "tokens of files, 0.0 MB" in found.stderr
+    result = chat(*base, *options, "--lookup", files[0], "--lookup", files[1])
+    assert result.exit_code == 0 and result.stdout == expected, result.stderr
+    assert "tokens of files, 0.0 MB" in result.stderr
 
 
-def test_errors_come_before_the_weights(tiny_dir, tmp_path, monkeypatch):
+def test_errors_come_before_the_weights(chat, tmp_path, monkeypatch):
     monkeypatch.setattr(opening, "load_model", lambda *a, **k: pytest.fail("the target loaded"))
     (tmp_path / "empty").touch()
-    found = chat(tiny_dir, "--lookup", tmp_path / "empty")
-    assert found.exit_code == 2 and "is empty" in found.stderr
-    assert len(found.stderr.strip().splitlines()) == 1
+    result = chat("--lookup", tmp_path / "empty")
+    assert result.exit_code == 2 and "is empty" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize(
     "options", [["--drafter", "eagle"], ["--no-spec"], ["--tree", "tree.json"]], ids=str
 )
-def test_drafters_that_do_not_look_up(tiny_dir, options):
-    found = chat(tiny_dir, "--lookup", "a.txt", *options)
-    assert found.exit_code == 2 and "add --drafter fused or ngram" in found.stderr
+def test_drafters_that_do_not_look_up(chat, options):
+    result = chat("--lookup", "a.txt", *options)
+    assert result.exit_code == 2 and "add --drafter fused or ngram" in result.stderr
 
 
 def test_auto_fuses_where_there_are_files(tmp_path):
     assert DraftOptions(lookup=(tmp_path,)).fuses and not DraftOptions().fuses
     assert not DraftOptions("ngram", lookup=(tmp_path,)).fuses
-    given = DraftOptions(lookup=(tmp_path,))
+    options = DraftOptions(lookup=(tmp_path,))
     for kind in ("fused", "ngram"):
-        assert RowSpec(kind).draft_options(given).lookup == given.lookup
-    assert RowSpec("eagle").draft_options(given).lookup == ()
+        assert RowSpec(kind).draft_options(options).lookup == options.lookup
+    assert RowSpec("eagle").draft_options(options).lookup == ()

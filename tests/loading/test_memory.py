@@ -21,9 +21,9 @@ from fasteagle.loading import open as opening
 from fasteagle.loading import quantize as quantizing
 from fasteagle.loading.entries import REGISTRY
 from fasteagle.loading.heads.find import head_shape
-from fasteagle.loading.make_drafter import expected_head
+from fasteagle.loading.make_drafter import Drafting, plan_drafting
 from fasteagle.loading.memory import Setting, best_fit, needed_bytes, settings
-from fasteagle.loading.open import OpenedModel, load_runtime
+from fasteagle.loading.open import OpenedModel, PreparedModel, open_model
 from fasteagle.loading.tensors import DummyCheckpoint
 from fasteagle.loading.tokenizer import DummyTokenizer
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
@@ -151,7 +151,7 @@ OTHERS = [
     FasteagleError("CUDA out of memory"),
     ValueError("CUDA out of memory"),
 ]
-each_shortage = pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda e: str(e)[:30])
+SHORT = OUT_OF_MEMORY[3]  # which no `except` names
 
 
 def raising(error):
@@ -159,6 +159,12 @@ def raising(error):
         raise error
 
     return fails
+
+
+def on_card(opened):
+    """`opened` as it would load on a GPU, which need not be there."""
+    parts = opened.name, opened.checkpoint, opened.tokenizer, RuntimeOptions()
+    return PreparedModel(*parts, opened.checkpoint.scheme, torch.device("cuda"), "bf16")
 
 
 def test_which_errors_mean_that_memory_is_short():
@@ -169,9 +175,8 @@ def test_which_errors_mean_that_memory_is_short():
     assert is_out_of_memory(caught.value)
 
 
-@each_shortage
-def test_out_of_memory_while_loading_says_what_fits(monkeypatch, error):
-    monkeypatch.setattr(opening, "load_model", raising(error))
+def test_out_of_memory_while_loading_says_what_fits(monkeypatch):
+    monkeypatch.setattr(opening, "load_model", raising(SHORT))
     monkeypatch.setattr(devices, "available_bytes", lambda device: 8 * GIB)
     opened = OpenedModel("llama2-7b", DummyCheckpoint(LLAMA), DummyTokenizer(32000))
     with pytest.raises(FasteagleError) as caught:
@@ -193,27 +198,29 @@ def test_what_fits_does_so_beside_the_draft_head(monkeypatch, drafter, said):
     """Where 7B at int4 just fits, its head needs a smaller KV cache."""
     opened = OpenedModel("llama2-7b", DummyCheckpoint(LLAMA), DummyTokenizer(32000))
     free = needed_bytes(LLAMA, Setting(int4_for(LLAMA), "auto", 4096))
-    head = expected_head(DraftOptions(drafter=drafter), opened, None)
-    monkeypatch.setattr(opening, "load_model", raising(OUT_OF_MEMORY[0]))
+    options = RuntimeOptions(device="cpu")
+    head = plan_drafting(DraftOptions(drafter=drafter), opened, options, print).shape
+    monkeypatch.setattr(opening, "load_model", raising(SHORT))
     monkeypatch.setattr(devices, "available_bytes", lambda device: free)
     with pytest.raises(FasteagleError) as caught:
-        opened.loaded(RuntimeOptions(device="cpu"), lambda line: None, head)
+        opened.loaded(options, lambda line: None, head)
     assert said in str(caught.value)
     # The same of a model that is loaded: what it has counts as free.
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: free - GIB)
     monkeypatch.setattr(opening, "available_bytes", lambda device: GIB)
-    monkeypatch.setattr(opening, "_built_engine", lambda *args: args[-1])
-    card = torch.device("cuda")
-    options = RuntimeOptions()
-    advice = opening.build_engine(opened.checkpoint, "bf16", card, options, "llama2-7b")
-    assert said in advice(head)
+    advice = []
+    for name in ("load_model", "prove", "Engine"):
+        monkeypatch.setattr(opening, name, lambda *args, **more: None)
+    monkeypatch.setattr(opening, "choose_backend", lambda *args: advice.append(args[-1]))
+    on_card(opened).engine()
+    assert said in advice[0](head)
 
 
 def test_a_chat_leaves_memory_for_the_head_it_will_load(tiny_dir, monkeypatch):
     heads = []
-    monkeypatch.setattr(make_drafter, "may_find_head", lambda *given: True)
-    monkeypatch.setattr(opening, "load_model", raising(OUT_OF_MEMORY[0]))
-    monkeypatch.setattr(opening, "smaller_fit", lambda *given: heads.append(given[-1]) or "x")
+    monkeypatch.setattr(make_drafter, "may_find_head", lambda *args: True)
+    monkeypatch.setattr(opening, "load_model", raising(SHORT))
+    monkeypatch.setattr(opening, "smaller_fit", lambda *args: heads.append(args[-1]) or "x")
     for drafter in ("eagle", "auto", "ngram"):
         with pytest.raises(FasteagleError, match="free on cpu: x$"):
             draft = DraftOptions(drafter=drafter)
@@ -222,15 +229,14 @@ def test_a_chat_leaves_memory_for_the_head_it_will_load(tiny_dir, monkeypatch):
     assert heads == [head_shape("tiny", config), None, None]
 
 
-@each_shortage
-def test_out_of_memory_for_the_draft_head_says_what_fits(tiny_dir, monkeypatch, error):
-    runtime = load_runtime(str(tiny_dir), RuntimeOptions(device="cpu", max_seq_len=64))
+def test_out_of_memory_for_the_draft_head_says_what_fits(tiny_dir, monkeypatch):
+    runtime = open_model(str(tiny_dir)).loaded(RuntimeOptions(device="cpu", max_seq_len=64))
     heads = []
     runtime.engine.backend._advice = lambda head: heads.append(head) or "use --precision int8"
-    monkeypatch.setattr(make_drafter, "find_head", raising(error))
+    monkeypatch.setattr(make_drafter, "find_head", raising(SHORT))
     options = DraftOptions(drafter="eagle")
     with pytest.raises(FasteagleError) as caught:
-        make_drafter.make_drafter("x", runtime.engine, runtime.checkpoint, options, print)
+        Drafting(options).drafter("x", runtime.engine, runtime.checkpoint, print)
     assert str(caught.value).startswith("out of memory while loading the draft head, ")
     assert str(caught.value).endswith(
         " GiB free on cpu: use --precision int8, or guess from the context: --drafter ngram"
@@ -238,9 +244,8 @@ def test_out_of_memory_for_the_draft_head_says_what_fits(tiny_dir, monkeypatch, 
     assert heads == [head_shape("x", runtime.checkpoint.config)]
 
 
-@each_shortage
-def test_out_of_memory_while_quantizing_keeps_nothing(tiny_dir, monkeypatch, error):
-    monkeypatch.setattr(quantizing, "quantize_weight", raising(error))
+def test_out_of_memory_while_quantizing_keeps_nothing(tiny_dir, monkeypatch):
+    monkeypatch.setattr(quantizing, "quantize_weight", raising(SHORT))
     monkeypatch.setattr(devices, "available_bytes", lambda device: GIB)
     opened = opening.open_model(str(tiny_dir))
     with pytest.raises(FasteagleError, match="quantizing to int4-g32-minmax, 1.0 GiB free on cpu"):
@@ -249,7 +254,7 @@ def test_out_of_memory_while_quantizing_keeps_nothing(tiny_dir, monkeypatch, err
 
 
 def test_what_a_card_cannot_quantize_the_cpu_can(tiny_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(quantizing, "save", raising(OUT_OF_MEMORY[0]))
+    monkeypatch.setattr(quantizing, "save", raising(SHORT))
     monkeypatch.setattr(devices, "available_bytes", lambda device: 8 * GIB)
     scheme, dense = Scheme(4, 32), checkpoint.open_checkpoint(tiny_dir)
     with pytest.raises(FasteagleError) as caught:
@@ -260,18 +265,17 @@ def test_what_a_card_cannot_quantize_the_cpu_can(tiny_dir, tmp_path, monkeypatch
     )
 
 
-@each_shortage
-def test_out_of_memory_in_a_prompt_leaves_the_engine_usable(tiny_dir, monkeypatch, error):
-    engine = load_runtime(str(tiny_dir), RuntimeOptions(dtype="fp32", max_seq_len=512)).engine
+def test_out_of_memory_in_a_prompt_leaves_the_engine_usable(tiny_dir, monkeypatch):
+    engine = open_model(str(tiny_dir)).loaded(RuntimeOptions(dtype="fp32", max_seq_len=512)).engine
     prompt = [5, 6, 7, 8] * 80
     expected = [t for ids in engine.generate(prompt, SamplingParams(), 8) for t in ids]
     engine.restart()
     run = engine._run
 
-    def fails(ids, begin, tap_layers):
+    def fails(ids, begin, aux_layers):
         if begin:
-            raise error
-        return run(ids, begin, tap_layers)
+            raise SHORT
+        return run(ids, begin, aux_layers)
 
     monkeypatch.setattr(engine, "_run", fails)
     with pytest.raises(FasteagleError, match="out of memory at token 256 of a prompt of 320: low"):
@@ -280,24 +284,22 @@ def test_out_of_memory_in_a_prompt_leaves_the_engine_usable(tiny_dir, monkeypatc
     assert [t for ids in engine.generate(prompt, SamplingParams(), 8) for t in ids] == expected
 
 
-@each_shortage
-def test_out_of_memory_in_an_answer_leaves_the_engine_usable(tiny_dir, monkeypatch, error):
-    engine = load_runtime(str(tiny_dir), RuntimeOptions(dtype="fp32", max_seq_len=512)).engine
+def test_out_of_memory_in_an_answer_leaves_the_engine_usable(tiny_dir, monkeypatch):
+    engine = open_model(str(tiny_dir)).loaded(RuntimeOptions(dtype="fp32", max_seq_len=512)).engine
     expected = [t for ids in engine.generate([5, 6, 7], SamplingParams(), 8) for t in ids]
     engine.backend._advice = lambda head: "use --precision int8"
     with monkeypatch.context() as patch:
         begun = engine.generate([5, 6, 7], SamplingParams(), 8)
         assert next(begun) == expected[:1]
-        patch.setattr(engine.runner, "launch", raising(error))
+        patch.setattr(engine.runner, "launch", raising(SHORT))
         with pytest.raises(EngineError, match="^out of memory at token 3: use --precision int8$"):
             next(begun)
     assert engine.cached == []
     assert [t for ids in engine.generate([5, 6, 7], SamplingParams(), 8) for t in ids] == expected
 
 
-@each_shortage
-def test_out_of_memory_in_an_answer_is_one_line(tiny_dir, monkeypatch, error):
-    monkeypatch.setattr("fasteagle.decoding.runner.Runner.launch", raising(error))
+def test_out_of_memory_in_an_answer_is_one_line(tiny_dir, monkeypatch):
+    monkeypatch.setattr("fasteagle.decoding.runner.Runner.launch", raising(SHORT))
     result = CliRunner().invoke(main, ["chat", "--model", str(tiny_dir), "-p", "x", "--no-spec"])
     assert result.exit_code == 2 and isinstance(result.exception, SystemExit)
     assert "Error: out of memory at token" in result.stderr.splitlines()[-1]
@@ -314,17 +316,16 @@ def test_a_cache_that_does_not_fit_names_what_does(monkeypatch):
 
 
 def test_quantized_weights_on_cuda_need_triton(monkeypatch):
-    found = importlib.util.find_spec
-    absent = lambda name, *rest: None if name == "triton" else found(name, *rest)  # noqa: E731
+    find_spec = importlib.util.find_spec
+    absent = lambda name, *rest: None if name == "triton" else find_spec(name, *rest)  # noqa: E731
     monkeypatch.setattr(importlib.util, "find_spec", absent)
     dummy = DummyCheckpoint(LLAMA, int4_for(LLAMA))
     with pytest.raises(FasteagleError, match="Triton is not installed: pip install triton, or"):
-        opening.build_engine(dummy, "bf16", torch.device("cuda"), RuntimeOptions(), "llama2-7b")
+        on_card(OpenedModel("llama2-7b", dummy, DummyTokenizer(32000))).engine()
 
 
-@each_shortage
-def test_out_of_memory_anywhere_else_is_one_line(monkeypatch, error):
-    monkeypatch.setattr("fasteagle.cli.models.print_memory", raising(error))
+def test_out_of_memory_anywhere_else_is_one_line(monkeypatch):
+    monkeypatch.setattr("fasteagle.cli.models.print_memory", raising(SHORT))
     result = CliRunner().invoke(main, ["models", "--memory"])
     assert result.exit_code == 2 and result.stderr.count("\n") == 1
     assert "out of memory: lower --max-seq-len" in result.stderr

@@ -21,7 +21,7 @@ def test_a_line_appears_where_opening_takes_long(tiny_dir, monkeypatch, seconds,
     monkeypatch.setattr(opening, "open_checkpoint", lambda path: None)
     monkeypatch.setattr(opening, "load_tokenizer", lambda *a: time.sleep(seconds))
     said = []
-    opened = open_model(str(tiny_dir), said.append)
+    opened = open_model(str(tiny_dir), notify=said.append)
     assert said == lines and opened.seconds >= seconds
     time.sleep(0.4)
     assert said == lines
@@ -39,9 +39,9 @@ def test_fp16_runs_without_our_cpu_kernels(tiny_dir, quant):
     engine = opened.prepared(options).engine()
     assert engine.dtype == torch.float16 and engine.backend.name == "eager"
     assert len(answer(engine)) == 4
-    asked = RuntimeOptions(device="cpu", quant=quant, dtype="fp16", cpu_kernels="native")
+    native = RuntimeOptions(device="cpu", quant=quant, dtype="fp16", cpu_kernels="native")
     with pytest.raises(FasteagleError, match="no fp16: use bf16 or fp32 in the precision"):
-        opened.prepared(asked)
+        opened.prepared(native)
 
 
 def test_a_compiler_that_hangs_does_not_hold_the_answer(tiny_dir, monkeypatch, tmp_path, capsys):

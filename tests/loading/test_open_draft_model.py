@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from click.testing import CliRunner
 
-from fasteagle.cli import main as cli
 from fasteagle.loading import checkpoint as loading
 from fasteagle.loading import open as opening
 from fasteagle.options import DraftOptions
@@ -21,41 +19,26 @@ def small_dir(tmp_path_factory):
     return save_tiny(folder, "llama2", num_hidden_layers=1, hidden_size=32, intermediate_size=40)
 
 
-def chat(tiny_dir, *options):
-    return CliRunner().invoke(
-        cli.main, ["chat", "--model", str(tiny_dir), "-p", "hello", *map(str, options)]
-    )
-
-
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_an_answer_is_the_same(tiny_dir, small_dir, temperature):
-    base = (
-        "--max-new-tokens",
-        30,
-        "--precision",
-        "fp32",
-        "--seed",
-        5,
-        "--temperature",
-        temperature,
-    )
-    expected = chat(tiny_dir, *base, "--no-spec").stdout
+def test_an_answer_is_the_same(chat, small_dir, temperature):
+    base = f"--max-new-tokens 30 --precision fp32 --seed 5 --temperature {temperature}".split()
+    expected = chat(*base, "--no-spec").stdout
     for more in ((), ("--drafter", "model"), ("--draft-precision", "int8", "--tree-topk", 3)):
-        found = chat(tiny_dir, *base, "--draft-model", small_dir, *more)
-        assert found.exit_code == 0 and found.stdout == expected, found.stderr
-        assert "draft model" in found.stderr and "accepted" in found.stderr
-        assert "warning" not in found.stderr
-    assert "int8" in found.stderr
+        result = chat(*base, "--draft-model", small_dir, *more)
+        assert result.exit_code == 0 and result.stdout == expected, result.stderr
+        assert "draft model" in result.stderr and "accepted" in result.stderr
+        assert "warning" not in result.stderr
+    assert "int8" in result.stderr
 
 
-def refused(found):
-    assert found.exit_code == 2 and found.stdout == "", found.stdout
-    assert "Traceback" not in found.stderr
-    return found.stderr.strip().splitlines()[-1]
+def refused(result):
+    assert result.exit_code == 2 and result.stdout == "", result.stdout
+    assert "Traceback" not in result.stderr
+    return result.stderr.strip().splitlines()[-1]
 
 
 def test_another_tokenizer_is_refused_with_the_first_difference(
-    tiny_dir, tmp_path, small_dir, monkeypatch
+    chat, tmp_path, small_dir, monkeypatch
 ):
     other = save_tiny(tmp_path / "other", "llama2", num_hidden_layers=1)
     path = other / "tokenizer.json"
@@ -65,45 +48,45 @@ def test_another_tokenizer_is_refused_with_the_first_difference(
     vocab[names[70]], vocab[names[90]] = 90, 70
     path.write_text(json.dumps(raw))
     monkeypatch.setattr(opening, "load_model", lambda *a, **k: pytest.fail("the target loaded"))
-    line = refused(chat(tiny_dir, "--draft-model", other))
+    line = refused(chat("--draft-model", other))
     assert "another tokenizer" in line and "token 70 is " in line
     assert repr(names[90]) in line and repr(names[70]) in line
 
 
-def test_one_token_more_is_another_tokenizer(tiny_dir, tmp_path):
+def test_one_token_more_is_another_tokenizer(chat, tmp_path):
     other = save_tiny(tmp_path / "other", "llama2", num_hidden_layers=1)
     path = other / "tokenizer.json"
     raw = json.loads(path.read_text())
     raw["added_tokens"].append({**raw["added_tokens"][-1], "id": 260, "content": "<|more|>"})
     path.write_text(json.dumps(raw))
-    line = refused(chat(tiny_dir, "--draft-model", other))
+    line = refused(chat("--draft-model", other))
     assert "token 260 is '<|more|>' in it, missing in" in line
 
 
-def test_a_larger_one_is_warned_of(tiny_dir, small_dir):
-    found = chat(small_dir, "--draft-model", tiny_dir, "--max-new-tokens", 5)
-    assert found.exit_code == 0 and "warning: draft model" in found.stderr
-    assert "use a smaller one" in found.stderr
+def test_a_larger_one_is_warned_of(chat, tiny_dir, small_dir):
+    result = chat("--model", small_dir, "--draft-model", tiny_dir, "--max-new-tokens", 5)
+    assert result.exit_code == 0 and "warning: draft model" in result.stderr
+    assert "use a smaller one" in result.stderr
 
 
-def test_one_that_does_not_fit_beside_its_target(tiny_dir, small_dir, monkeypatch):
-    asked = []
+def test_one_that_does_not_fit_beside_its_target(chat, small_dir, monkeypatch):
+    devices = []
 
     def available(device):
-        asked.append(device)
-        return 10**9 if len(asked) == 1 else 1000  # the target has taken the rest
+        devices.append(device)
+        return 10**9 if len(devices) == 1 else 1000  # the target has taken the rest
 
     monkeypatch.setattr(loading, "available_bytes", available)
-    line = refused(chat(tiny_dir, "--draft-model", small_dir))
+    line = refused(chat("--draft-model", small_dir))
     assert "draft model" in line and "beside its target" in line
 
 
-def test_one_of_a_shorter_context(tiny_dir, tmp_path):
+def test_one_of_a_shorter_context(chat, tmp_path):
     short = save_tiny(tmp_path / "short", "llama2", max_position_embeddings=128)
-    line = refused(chat(tiny_dir, "--draft-model", short))
+    line = refused(chat("--draft-model", short))
     assert "max-seq-len 512 is beyond" in line and "at most 128" in line
-    found = chat(tiny_dir, "--draft-model", short, "--max-seq-len", 128, "--max-new-tokens", 5)
-    assert found.exit_code == 0, found.stderr
+    result = chat("--draft-model", short, "--max-seq-len", 128, "--max-new-tokens", 5)
+    assert result.exit_code == 0, result.stderr
 
 
 @pytest.mark.parametrize(
@@ -117,12 +100,12 @@ def test_one_of_a_shorter_context(tiny_dir, tmp_path):
         (["--draft-model", "nowhere/at/all"], "nowhere/at/all"),
     ],
 )
-def test_options_that_do_not_go_together(tiny_dir, options, message):
-    assert message in refused(chat(tiny_dir, *options))
+def test_options_that_do_not_go_together(chat, options, message):
+    assert message in refused(chat(*options))
 
 
 def test_the_usual_tree_is_a_chain():
     assert DraftOptions(draft_model="x").tree_shape(False) == TreeShape(3, 1, 3)
-    asked = DraftOptions("model", draft_model="x", tree_depth=5)
-    assert asked.tree_shape(False) == TreeShape(5, 1, 5) and not asked.auto_tree
+    options = DraftOptions("model", draft_model="x", tree_depth=5)
+    assert options.tree_shape(False) == TreeShape(5, 1, 5) and not options.auto_tree
     assert DraftOptions(draft_model="x", tree_topk=2).tree_shape(False) == TreeShape(3, 2, 8)

@@ -53,6 +53,11 @@ def test_every_entry_is_pinned_and_described():
 @pytest.mark.parametrize(
     ("name", "billions"),  # as the model cards say
     [
+        ("smollm2-135m", "0.13"),
+        ("llama2-7b", "6.74"),
+        ("llama2-13b", "13.02"),
+        ("llama2-70b", "68.98"),
+        ("llama3-8b", "8.03"),
         ("vicuna-33b", "32.53"),
         ("qwen3-1.7b", "1.72"),
         ("qwen3-4b", "4.02"),

@@ -14,6 +14,7 @@ from gguf import GGUFWriter
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.entries import VICUNA_TEMPLATE
 from fasteagle.loading.tokenizer import ChatTokenizer, load_tokenizer
+from gguf_files import finish
 from helpers import THINKING_TEMPLATE, TINY_VOCAB, edit_json, make_hf_model, save_tokenizer
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -177,10 +178,7 @@ def write_gguf_tokenizer(path, pre: str) -> None:
     import numpy as np
 
     writer.add_tensor("token_embd.weight", np.zeros((len(words), 8), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 @pytest.mark.parametrize(
@@ -196,11 +194,11 @@ def test_gguf_splitting_rules(tmp_path, pre, pieces):
     path = tmp_path / "m.gguf"
     write_gguf_tokenizer(path, pre)
     tokenizer = load_tokenizer(path)
-    found = [tokenizer.decode([i]) for i in tokenizer.encode(" 123123")]
+    texts = [tokenizer.decode([i]) for i in tokenizer.encode(" 123123")]
     if pre == "gpt-2":  # one word for GPT-2's rule: merges run across all six digits
-        assert "".join(found) == " 123123" and len(found) < 7
+        assert "".join(texts) == " 123123" and len(texts) < 7
     else:
-        assert found == pieces
+        assert texts == pieces
 
 
 def test_gguf_template_special_tokens_and_cache(tmp_path, monkeypatch):

@@ -143,10 +143,10 @@ def test_a_long_prompt_can_be_left_too(live, monkeypatch):
     """Between the parts of a prefill; the next answer begins with what was computed."""
     original, n_parts = live.llm.engine._run, []
 
-    def run(ids, begin, taps):
+    def run(ids, begin, aux_layers):
         n_parts.append(len(ids))
         time.sleep(0.2)
-        return original(ids, begin, taps)
+        return original(ids, begin, aux_layers)
 
     live.llm.engine.restart()
     live.llm.prefix_cache.clear()

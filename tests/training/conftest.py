@@ -29,8 +29,8 @@ def store(target, text, tmp_path) -> Features:
 @pytest.fixture
 def store_3(target, text, tmp_path) -> Features:
     """With the auxiliary hidden states that an EAGLE-3 head reads."""
-    taps = OPTIONS_3.taps_of(target.config.n_layer)
-    return cached_features(Engine(target, 256), text, tmp_path / "taps", tap_layers=taps)
+    layers = OPTIONS_3.aux_layers_of(target.config.n_layer)
+    return cached_features(Engine(target, 256), text, tmp_path / "aux", aux_layers=layers)
 
 
 @pytest.fixture

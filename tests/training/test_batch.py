@@ -7,9 +7,7 @@ import torch
 
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
-from fasteagle.loading.checkpoint import open_checkpoint
-from fasteagle.loading.open import build_engine, open_model
-from fasteagle.loading.quantize import with_scheme
+from fasteagle.loading.open import open_model
 from fasteagle.options import RuntimeOptions, SamplingParams
 from fasteagle.training import batch
 from fasteagle.training.batch import BatchSampler
@@ -63,9 +61,8 @@ def test_texts_are_those_written_alone(name, size):
 @pytest.mark.parametrize("kernels", ["native", "aten"])
 def test_with_quantized_weights(tiny_dir, kernels):
     options = RuntimeOptions(device="cpu", quant="int8", cpu_kernels=kernels)
-    checkpoint = with_scheme(open_checkpoint(tiny_dir), "int8", 8)
-    engine = build_engine(checkpoint, "bf16", torch.device("cpu"), options, "tiny")
-    wanted = list(jobs(7, checkpoint.config.vocab_size))
+    engine = open_model(str(tiny_dir)).prepared(options).engine()
+    wanted = list(jobs(7, engine.model.config.vocab_size))
     if kernels == "aten":  # whose sums depend on the number of rows
         wanted = [(prompt, params, 1) for prompt, params, _ in wanted]
     assert together(engine, 4, wanted) == alone(engine, wanted)

@@ -260,7 +260,7 @@ def test_progress_is_told(model, prompts, tmp_path, monkeypatch):
 )
 def test_what_is_refused_before_a_model_is_opened(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(generate_data, "open_for", None)
+    monkeypatch.setattr(generate_data, "open_model", None)
     (tmp_path / "folder").mkdir()
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "s.jsonl").write_text('{"instruction": "Sing."}\n')

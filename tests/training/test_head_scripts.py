@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 
 from fasteagle.loading.heads.write import save_head
-from fasteagle.loading.open import load_runtime
+from fasteagle.loading.open import open_model
 from fasteagle.options import RuntimeOptions
 from fasteagle.tables import markdown_table
 from fasteagle.training.held_out import HeldOut
@@ -29,7 +29,7 @@ def module(monkeypatch):
 @pytest.fixture
 def heads(tiny_dir, tmp_path):
     """Folders of two random heads for the tiny model."""
-    target = load_runtime(str(tiny_dir), RuntimeOptions()).engine.model
+    target = open_model(str(tiny_dir)).loaded(RuntimeOptions()).engine.model
     folders = [tmp_path / f"head{seed}" for seed in (1, 2)]
     for seed, folder in enumerate(folders, 1):
         save_head(folder, random_head(target, seed=seed), {}, torch.float32)

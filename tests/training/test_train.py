@@ -195,7 +195,7 @@ def test_weights_of_the_losses(algorithm, loss, weights):
     assert (options.ce_weight, options.feature_weight) == (0.3, 2.0)
 
 
-@pytest.mark.parametrize("taps", [(2, 1), (1, 4)])
-def test_taps_that_the_model_lacks(taps):
+@pytest.mark.parametrize("aux_layers", [(2, 1), (1, 4)])
+def test_aux_layers_that_the_model_lacks(aux_layers):
     with pytest.raises(FasteagleError, match="must ascend within 0 .. 3"):
-        TrainOptions(algorithm="eagle3", tap_layers=taps).taps_of(3)
+        TrainOptions(algorithm="eagle3", tap_layers=aux_layers).aux_layers_of(3)

@@ -133,6 +133,6 @@ def _decoder(job: Job) -> EngineDecoder:
 def _opened(job: Job) -> OpenedModel:
     pick_device(job.runtime.device)
     if job.dummy is None:
-        return open_model(job.model, lambda line: None)
+        return open_model(job.model, notify=lambda line: None)
     tokenizer = DummyTokenizer(job.dummy.vocab_size)
     return OpenedModel(job.model, DummyCheckpoint(job.dummy), tokenizer)

@@ -16,14 +16,14 @@ from fasteagle.config import (
     Eagle3Config,
     HeadConfig,
     ModelConfig,
-    default_taps,
+    default_aux_layers,
     draft_block,
     head_from_hf,
 )
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import hub
-from fasteagle.loading.entries import EAGLE3, REGISTRY
-from fasteagle.loading.heads.read import make_fitted, open_head, read_header
+from fasteagle.loading.entries import EAGLE3, REGISTRY, PublishedHead
+from fasteagle.loading.heads.read import open_head, read_header
 from fasteagle.loading.registry import head_revision
 from fasteagle.loading.tensors import Checkpoint, files_digest, fingerprint, read_json
 from fasteagle.model import EagleHead
@@ -50,11 +50,10 @@ class HeadFiles:
     path: Path
     origin: str
 
-    def loaded(self, config: ModelConfig, tap_layers: tuple[int, ...] | None = None) -> LoadedHead:
+    def loaded(self, config: ModelConfig, aux_layers: tuple[int, ...] | None = None) -> LoadedHead:
         """Load the draft head for a target of `config`; raises `FasteagleError` as `load_head`."""
         source = open_head(self.path, config)
-        head = make_fitted(source, config, tap_layers)
-        digest = files_digest(self.path)
+        head, digest = source.head(config, aux_layers), files_digest(self.path)
         return LoadedHead(self.origin, head, source.header, digest, source.made_for)
 
 
@@ -69,11 +68,10 @@ def find_head(head: str | None, name: str, identity: str) -> HeadFiles | None:
     if (cached / "config.json").exists():
         return HeadFiles(cached, "calibrated here")
     # A model given by its path may be one with a shipped head: compare fingerprints.
-    for shipped in _shipped_heads():
-        header = read_header(shipped) or {}
-        if shipped.name == name or header.get("target_fingerprint") == identity:
-            return HeadFiles(shipped, SHIPPED)
-    return _published_head(name)
+    for folder in _shipped_heads().values():
+        if (read_header(folder) or {}).get("target_fingerprint") == identity:
+            return HeadFiles(folder, SHIPPED)
+    return _known_head(name)
 
 
 def may_find_head(name: str, checkpoint: Checkpoint) -> bool:
@@ -93,8 +91,7 @@ def named_head(head: str) -> HeadFiles:
     # `os.path` functions return False for names that no system accepts; those of `Path` raise.
     path = Path(os.path.expanduser(head))
     if head in REGISTRY and not os.path.exists(path):
-        shipped = [HeadFiles(path, SHIPPED) for path in _shipped_heads() if path.name == head]
-        files = shipped[0] if shipped else _published_head(head)
+        files = _known_head(head)
         if files is None:
             raise FasteagleError(
                 f"no draft head ships for {head} and none is published: give a folder, a .gguf "
@@ -110,28 +107,35 @@ def named_head(head: str) -> HeadFiles:
     )
 
 
-def _published_head(name: str) -> HeadFiles | None:
-    """Fetch the first draft head of a registry model; return None where there is none."""
-    heads = REGISTRY[name].heads if name in REGISTRY else ()
-    if not heads:
+def _known_head(name: str) -> HeadFiles | None:
+    """Return the draft head that ships for a model, else fetch the published one, if any."""
+    shipped, published = _shipped_heads().get(name), _published(name)
+    if shipped is not None:
+        return HeadFiles(shipped, SHIPPED)
+    if published is None:
         return None
-    return HeadFiles(hub.fetch_repo(heads[0].repo, heads[0].revision), heads[0].repo)
+    return HeadFiles(hub.fetch_repo(published.repo, published.revision), published.repo)
 
 
-def _shipped_heads() -> list[Path]:
-    """Return the draft head folders inside the package, named after registry models."""
+def _published(name: str) -> PublishedHead | None:
+    """Return the first draft head that the registry names for a model."""
+    return next(iter(REGISTRY[name].heads), None) if name in REGISTRY else None
+
+
+def _shipped_heads() -> dict[str, Path]:
+    """Return the draft head folders inside the package by the registry models' names."""
     folder = Path(str(resources.files("fasteagle") / "data" / "heads"))
-    return [path.parent for path in sorted(folder.glob("*/config.json"))]
+    return {path.parent.name: path.parent for path in sorted(folder.glob("*/config.json"))}
 
 
 def has_known_head(name: str) -> bool:
     """Return whether a draft head for model `name` is shipped or published."""
-    return is_shipped(name) or (name in REGISTRY and bool(REGISTRY[name].heads))
+    return is_shipped(name) or _published(name) is not None
 
 
 def is_shipped(name: str) -> bool:
     """Return whether a draft head for model `name` is inside the package."""
-    return any(path.name == name for path in _shipped_heads())
+    return name in _shipped_heads()
 
 
 def head_shape(name: str, config: ModelConfig) -> HeadConfig:
@@ -140,15 +144,14 @@ def head_shape(name: str, config: ModelConfig) -> HeadConfig:
     Published heads have a block like the target's. A model without one gets the shape of EAGLE-1/2:
     `fc` [dim, 2 dim] and the whole vocabulary. Reads no weights.
     """
-    for shipped in _shipped_heads():
-        if shipped.name == name:
-            raw = read_json(shipped / "config.json")
-            if (raw["hidden_size"], raw["vocab_size"]) == (config.dim, config.vocab_size):
-                return head_from_hf(raw, str(shipped / "config.json"))
+    shipped, published = _shipped_heads().get(name), _published(name)
+    if shipped is not None:
+        raw = read_json(shipped / "config.json")
+        if (raw["hidden_size"], raw["vocab_size"]) == (config.dim, config.vocab_size):
+            return head_from_hf(raw, str(shipped / "config.json"))
     block = dataclasses.replace(draft_block(config), rope_base=10000.0)
-    head = next(iter(REGISTRY[name].heads), None) if name in REGISTRY else None
-    if head is None or head.algorithm != EAGLE3:
+    if published is None or published.algorithm != EAGLE3:
         return HeadConfig(block, config.vocab_size)
-    own = Eagle3Config(default_taps(config.n_layer), target_dim=config.dim)
-    size = min(head.draft_vocab_size, config.vocab_size)
+    own = Eagle3Config(default_aux_layers(config.n_layer), target_dim=config.dim)
+    size = min(published.draft_vocab_size, config.vocab_size)
     return HeadConfig(block, size, fc_bias=False, eagle3=own)

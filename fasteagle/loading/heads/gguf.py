@@ -19,16 +19,14 @@ from fasteagle.config import HeadConfig, ModelConfig
 from fasteagle.config_fields import Fields
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import gguf
-from fasteagle.loading.gguf_index import GGUFIndex, read_index
-from fasteagle.loading.heads.source import HeadSource, target_ids
-from fasteagle.loading.heads.tables import MAP, Raw, State, block_numbers, official_name
+from fasteagle.loading.gguf_index import read_index
+from fasteagle.loading.heads.tables import GGUF_LAYERS, MAP, Raw, State, official_name, target_ids
 from fasteagle.model import rope_frequencies
 from fasteagle.paths import replacing
 
-DIALECT = "llama.cpp GGUF EAGLE-3"
 P = "eagle3."  # prefix of the keys
-LAYERS = ("eagle3.target_layers", "eagle3.extract_layers")  # older files have the second
-# Keys after P, and their names in a config.json.
+OLD_LAYERS = "eagle3.extract_layers"  # of older files
+# Keys after P, and their names in a config.json
 WIDTHS = {
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
@@ -41,17 +39,8 @@ WIDTHS = {
 NUMBERS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps", "rope.freq_base": "rope_theta"}
 FLAGS = ("norm_before_residual", "norm_before_fc")
 # Tensors that a target's file has too have their names from there.
-_BLOCK = [
-    "attn_norm",
-    "attn_q",
-    "attn_k",
-    "attn_v",
-    "attn_output",
-    "ffn_norm",
-    "ffn_gate",
-    "ffn_up",
-    "ffn_down",
-]
+_BLOCK = ["attn_norm", "attn_q", "attn_k", "attn_v", "attn_output"]
+_BLOCK += ["ffn_norm", "ffn_gate", "ffn_up", "ffn_down"]
 _SHARED = ["output_norm", "output", "token_embd", *(f"blk.0.{part}" for part in _BLOCK)]
 NAMES = {
     "fc.weight": "fc.weight",
@@ -77,44 +66,60 @@ def gguf_of(path: Path) -> Path | None:
     return files[0] if len(files) == 1 else None
 
 
-def open_gguf_head(path: Path) -> HeadSource:
-    """Open the draft head in a GGUF file, its quantized tensors in fp32.
+def read_gguf_head(path: Path) -> tuple[dict[str, Any], State]:
+    """Read the draft head in a GGUF file: its fields and tensors under the names of a folder's.
 
-    Raises `FasteagleError` for files of another architecture, incomplete and damaged ones.
+    Quantized tensors come in fp32. Raises `FasteagleError` for files of another architecture,
+    incomplete and damaged ones.
     """
     if not path.is_file():
         raise FasteagleError(f"{path}: no such file")
     index = read_index(path)
-    fields = Fields(index.fields, str(path))
+    fields, tensors = Fields(index.fields, str(path)), dict(index.tensors)
     kind = fields.text("general.architecture", "(none)")
     if kind != "eagle3":
         raise FasteagleError(
             f"{path}: GGUF architecture {kind!r} is no draft head: give a file of architecture "
             "'eagle3', or a folder"
         )
-    data = np.asarray(np.memmap(path, mode="r", dtype=np.uint8))
-    raw = _config(path, fields, index)
-    if gguf.ROPE_FACTORS in index.tensors:
-        factors = gguf.rope_factors(path, data, index.tensors[gguf.ROPE_FACTORS])
-        raw["rope_freq_factors"] = list(factors)
-    key = next((key for key in LAYERS if key in index.fields), None)
-    if key is None:
-        raise FasteagleError(f"{path}: GGUF metadata lacks {LAYERS[0]}: convert the head again")
-    layers = block_numbers(f"{path}: {key}", index.fields[key])
-    state = _tensors(path, index, data, raw)
-    return HeadSource(str(path), DIALECT, raw, state, eagle3=True, tap_layers=layers)
+    raw = _config(path, fields)
+    layers = next((key for key in (GGUF_LAYERS, OLD_LAYERS) if key in fields), None)
+    if layers is None:
+        raise FasteagleError(f"{path}: GGUF metadata lacks {GGUF_LAYERS}: convert the head again")
+    raw |= {"architectures": ["eagle3"], GGUF_LAYERS: index.fields[layers]}
+    if "vocab_size" not in raw:  # the embedding or the tokenizer has it
+        embedding = tensors.get("token_embd.weight")
+        n_tokens = _n_tokens(_tokenizer_fields(path)) if embedding is None else embedding.shape[0]
+        raw["vocab_size"] = n_tokens
+    data, state = np.asarray(np.memmap(path, mode="r", dtype=np.uint8)), {}
+    factors = tensors.pop(gguf.ROPE_FACTORS, None)
+    if factors is not None:
+        raw["rope_freq_factors"] = list(gguf.rope_factors(path, data, factors))
+    gguf.check_types(path, {name: t for name, t in tensors.items() if name not in _MAPS})
+    for name, tensor in tensors.items():
+        if name in _MAPS:
+            if tensor.kind not in _INTEGERS or len(tensor.shape) != 1:
+                raise FasteagleError(
+                    f"{path}: {name} is {tensor.kind} of shape {tensor.shape}: must be a list of "
+                    f"{' or '.join(_INTEGERS)}: convert the head again"
+                )
+            stored = data[tensor.offset : tensor.offset + tensor.n_bytes]
+            ids = torch.from_numpy(stored.view(_INTEGERS[tensor.kind]).astype(np.int64))
+            state[MAP] = ids - torch.arange(len(ids)) if name == MAP else ids
+            continue
+        values = gguf.dequantized(data, tensor)
+        n_head, odd = divmod(len(values), raw["head_dim"])
+        if name in _PERMUTED and not odd:  # else the shape is refused later
+            values = values[gguf.rope_order(len(values), n_head)]
+        official = NAMES.get(name) or _FORKS.get(name, name)
+        state[official] = values.to(_EXACT.get(tensor.kind, torch.float32))
+    return raw, state
 
 
-def _config(path: Path, fields: Fields, index: GGUFIndex) -> dict[str, Any]:
+def _config(path: Path, fields: Fields) -> dict[str, Any]:
     """Return the fields under the names of a `config.json`. Raises `FasteagleError`."""
     dim, n_head = fields.width(P + "embedding_length"), fields.width(P + "attention.head_count")
     head_dim = fields.width(P + "attention.key_length", max(1, dim // n_head))
-    defaults = {"attention.head_count_kv": n_head, "attention.key_length": head_dim}
-    defaults |= {"target_hidden_size": dim}
-    if P + "vocab_size" not in fields:  # the embedding or the tokenizer has it
-        embedding = index.tensors.get("token_embd.weight")
-        n_tokens = _n_tokens(_tokenizer_fields(path)) if embedding is None else embedding.shape[0]
-        defaults["vocab_size"] = n_tokens
     scaling = fields.text(P + "rope.scaling.type", "none")
     if (
         scaling not in ("none", "linear")
@@ -125,11 +130,14 @@ def _config(path: Path, fields: Fields, index: GGUFIndex) -> dict[str, Any]:
             f"{path}: a head with RoPE scaling {scaling!r}, RoPE on a part of each attention head "
             "or several blocks does not run here: choose another with --head"
         )
+    defaults = {"num_key_value_heads": n_head, "head_dim": head_dim, "target_hidden_size": dim}
     raw: dict[str, Any] = {
-        name: fields.width(P + key, defaults.get(key)) for key, name in WIDTHS.items()
+        name: fields.width(P + key, defaults.get(name))
+        for key, name in WIDTHS.items()
+        if name != "vocab_size" or P + key in fields
     }
-    bases = {"rope.freq_base": 10000.0}
-    raw |= {name: fields.number(P + key, bases.get(key)) for key, name in NUMBERS.items()}
+    raw["rms_norm_eps"] = fields.number(P + "attention.layer_norm_rms_epsilon")
+    raw["rope_theta"] = fields.number(P + "rope.freq_base", 10000.0)
     raw |= {key: fields.flag(P + key) for key in FLAGS}
     if scaling == "linear":
         factor = fields.number(P + "rope.scaling.factor", 1.0)
@@ -137,31 +145,6 @@ def _config(path: Path, fields: Fields, index: GGUFIndex) -> dict[str, Any]:
     if P + "context_length" in fields:
         raw["max_position_embeddings"] = fields.integer(P + "context_length")
     return raw
-
-
-def _tensors(path: Path, index: GGUFIndex, data: np.ndarray, raw: Raw) -> State:
-    """Return the tensors under their official names, rows in the order of HF files."""
-    gguf.check_types(path, {name: t for name, t in index.tensors.items() if name not in _MAPS})
-    state = {}
-    for name, tensor in index.tensors.items():
-        if name in _MAPS:
-            if tensor.kind not in _INTEGERS or len(tensor.shape) != 1:
-                raise FasteagleError(
-                    f"{path}: {name} is {tensor.kind} of shape {tensor.shape}: must be a list of "
-                    f"{' or '.join(_INTEGERS)}: convert the head again"
-                )
-            stored = data[tensor.offset : tensor.offset + tensor.n_bytes]
-            ids = torch.from_numpy(stored.view(_INTEGERS[tensor.kind]).astype(np.int64))
-            if len(ids) != raw["vocab_size"]:  # else the identity
-                state[MAP] = ids - torch.arange(len(ids)) if name == MAP else ids
-        elif name != gguf.ROPE_FACTORS:
-            values = gguf.dequantized(data, tensor)
-            n_head, odd = divmod(len(values), raw["head_dim"])
-            if name in _PERMUTED and not odd:  # else the shape is refused later
-                values = values[gguf.rope_order(len(values), n_head)]
-            official = NAMES.get(name) or _FORKS.get(name, name)
-            state[official] = values.to(_EXACT.get(tensor.kind, torch.float32))
-    return state
 
 
 # Writing
@@ -187,7 +170,7 @@ def write_gguf_head(
         writer = GGUFWriter(temporary, "eagle3")
         writer.add_name(path.stem)
         _add_fields(writer, raw)
-        writer.add_array(LAYERS[0], list(config.tap_layers))
+        writer.add_array(GGUF_LAYERS, list(config.aux_layers))
         for key, (kind, value, item) in tokens.items():
             writer.add_key_value(key, value, kind, sub_type=item)
         _add_tensors(writer, config.block, state)
@@ -199,14 +182,14 @@ def write_gguf_head(
 
 def _add_fields(writer: Any, raw: Raw) -> None:
     """Add the fields of a `config.json` under the keys of llama.cpp."""
-    widths = {P + key: raw[name] for key, name in WIDTHS.items()} | {
-        "eagle3.block_count": 1,
-        "eagle3.context_length": raw["max_position_embeddings"],
-        "eagle3.attention.value_length": raw["head_dim"],
-        "eagle3.rope.dimension_count": raw["head_dim"],
-    }
-    for key, value in widths.items():
-        writer.add_uint32(key, value)
+    for key, value in {
+        **{key: raw[name] for key, name in WIDTHS.items()},
+        "block_count": 1,
+        "context_length": raw["max_position_embeddings"],
+        "attention.value_length": raw["head_dim"],
+        "rope.dimension_count": raw["head_dim"],
+    }.items():
+        writer.add_uint32(P + key, value)
     for key, name in NUMBERS.items():
         writer.add_float32(P + key, raw[name])
     for key in FLAGS:
@@ -214,8 +197,8 @@ def _add_fields(writer: Any, raw: Raw) -> None:
             writer.add_bool(P + key, raw[key])
     scaling = raw["rope_scaling"] or {}
     if scaling.get("rope_type") == "linear":
-        writer.add_string("eagle3.rope.scaling.type", "linear")
-        writer.add_float32("eagle3.rope.scaling.factor", scaling["factor"])
+        writer.add_string(P + "rope.scaling.type", "linear")
+        writer.add_float32(P + "rope.scaling.factor", scaling["factor"])
 
 
 def _add_tensors(writer: Any, block: ModelConfig, state: State) -> None:

@@ -1,4 +1,4 @@
-"""Describe a draft head and its fit to a model in words; measure its acceptance by taps.
+"""Describe a draft head and its fit to a model; measure its acceptance by auxiliary layers.
 
 Reads the draft head's own files, and of a model only its shape and the first values of its weights.
 """
@@ -14,8 +14,7 @@ from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.heads.find import HeadFiles
-from fasteagle.loading.heads.read import load_head, open_head
-from fasteagle.loading.heads.source import HeadSource
+from fasteagle.loading.heads.read import HeadSource, load_head, open_head
 from fasteagle.loading.heads.tables import EMBEDDING, LM_HEAD, MAP, listed
 from fasteagle.loading.heads.write import HeadTarget
 from fasteagle.loading.tensors import fingerprint
@@ -47,7 +46,7 @@ class HeadReport:
 def inspect_head(
     files: HeadFiles,
     model: HeadTarget | None,
-    tap_layers: tuple[int, ...] | None = None,
+    aux_layers: tuple[int, ...] | None = None,
     identity: str | None = None,
 ) -> HeadReport:
     """Describe a draft head by its files, and whether it fits `model`.
@@ -57,58 +56,67 @@ def inspect_head(
     """
     source, problem = open_head(files.path), None
     try:
-        target = source.likely_target(tap_layers) if model is None else model.checkpoint.config
-        source.fitted(target, tap_layers)
+        target = source.likely_target(aux_layers) if model is None else model.checkpoint.config
+        source.fitted(target, aux_layers)
     except FasteagleError as error:
         problem = str(error).removeprefix(f"{source.name}: ")
-    facts = {"head": files.origin, **_facts(source, tap_layers)}
-    facts["fit"] = problem or (f"fits {model.name}" if model else "give --model to check it")
+    fit = problem or (f"fits {model.name}" if model else "give --model to check it")
+    facts = {"head": files.origin, **_facts(source, aux_layers), "fit": fit}
     if model is not None and problem is None:
-        facts["calibration"] = _calibration(source, identity or fingerprint(model.checkpoint))
-    verdict = f"that does not run: {problem}" if problem else facts["fit"]
+        if source.header is None:
+            fact = "unknown: published heads do not say which weights they were made for"
+        elif source.header.get("target_fingerprint") == (identity or fingerprint(model.checkpoint)):
+            fact = "made for exactly these weights"
+        else:
+            fact = "made for other weights: it runs, but fewer guesses may be accepted"
+        facts["calibration"] = fact
+    verdict = f" that does not run: {problem}" if problem else f", {fit}"
     name = f"{source.algorithm} head ({source.dialect})"
-    return HeadReport(f"{name}{' ' if problem else ', '}{verdict}", facts, problem)
+    return HeadReport(name + verdict, facts, problem)
 
 
-def _facts(source: HeadSource, tap_layers: tuple[int, ...] | None) -> dict[str, str]:
+def _facts(source: HeadSource, aux_layers: tuple[int, ...] | None) -> dict[str, str]:
     """Return the facts that the files state, by name."""
     block, state = head_from_hf(source.raw, source.name).block, source.state
     facts = {"dialect": source.dialect, "algorithm": source.algorithm}
     if source.eagle3:
-        facts |= {"taps": _taps(source, tap_layers), "norms": _norms(source)}
+        facts |= {"auxiliary layers": _aux_layers(source, aux_layers), "norms": _norms(source)}
     drafted = state[MAP].numel() if MAP in state else block.vocab_size
     rows = "the target's" if drafted == block.vocab_size else "rows of the target's"
     tensors = [t for name, t in state.items() if name != MAP]
     n_bytes, params = sum(t.nbytes for t in tensors), sum(t.numel() for t in tensors)
     dtypes = ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors}))
+    header = "none: a published head"
+    if source.header is not None:
+        tau = source.header.get("tau")
+        header = f"made for {source.header.get('target', 'an unnamed model')}, at "
+        header += source.header.get("scheme") or "full precision"
+        header += f", tau {tau:.2f}" if isinstance(tau, float) else ""
     facts |= {
         "draft vocabulary": f"{drafted:,} of {block.vocab_size:,}",
         "RoPE": _rope(source, block),
         "embedding": "its own" if EMBEDDING in state else "the target's",
         "LM head": "its own" if LM_HEAD in state else rows,
         "size": f"{params:,} parameters, {n_bytes / 1e6:,.1f} MB in {dtypes}",
-        "header": _header(source),
+        "header": header,
     }
     return facts if source.made_for is None else facts | {"made for": source.made_for}
 
 
-def _taps(source: HeadSource, tap_layers: tuple[int, ...] | None) -> str:
-    if tap_layers is not None:
-        return f"the inputs of blocks {listed(tap_layers)}, as asked"
-    if source.tap_layers is None:
+def _aux_layers(source: HeadSource, aux_layers: tuple[int, ...] | None) -> str:
+    if aux_layers is not None:
+        return f"the inputs of blocks {listed(aux_layers)}, as asked"
+    if source.aux_layers is None:
         return "not said: the inputs of blocks 2, L // 2 and L - 3, as the public code"
     way = "outputs of the ones before" if source.lists_outputs else "such"
-    return f"the inputs of blocks {listed(source.tap_layers)}; listed as {way}"
+    return f"the inputs of blocks {listed(source.aux_layers)}; listed as {way}"
 
 
 def _norms(source: HeadSource) -> str:
-    kinds = {"none": "none", "all": "one over all taps", "each": "one for each tap"}
-    phrases = [f"before fc {kinds[source.tap_norm]}"]
-    if source.raw.get("norm_before_residual"):
-        phrases.append("residual stream begins normed")
-    if source.raw.get("norm_output"):
-        phrases.append("next feature is normed")
-    return ", ".join(phrases)
+    kinds = {"none": "none", "all": "one over all layers", "each": "one for each layer"}
+    begins = ", residual stream begins normed" if source.raw.get("norm_before_residual") else ""
+    output = ", next feature is normed" if source.raw.get("norm_output") else ""
+    return f"before fc {kinds[source.aux_norm]}{begins}{output}"
 
 
 def _rope(source: HeadSource, block: ModelConfig) -> str:
@@ -123,55 +131,38 @@ def _rope(source: HeadSource, block: ModelConfig) -> str:
     return f"base {block.rope_base:,.0f}{'' if is_stated else ' (not said)'}, {scaling}"
 
 
-def _header(source: HeadSource) -> str:
-    header = source.header
-    if header is None:
-        return "none: a published head"
-    tau = f", tau {header['tau']:.2f}" if isinstance(header.get("tau"), float) else ""
-    scheme = header.get("scheme") or "full precision"
-    return f"made for {header.get('target', 'an unnamed model')}, at {scheme}{tau}"
-
-
-def _calibration(source: HeadSource, identity: str) -> str:
-    if source.header is None:
-        return "unknown: published heads do not say which weights they were made for"
-    if source.header.get("target_fingerprint") == identity:
-        return "made for exactly these weights"
-    return "made for other weights: it runs, but fewer guesses may be accepted"
-
-
-# Which taps are right
+# Which auxiliary layers are right
 
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """Mean number of drafted tokens that a pass accepts with these taps (none for EAGLE-1/2)."""
+    """Mean number of drafted tokens that a pass accepts with these layers (none for EAGLE-1/2)."""
 
-    tap_layers: tuple[int, ...]
+    aux_layers: tuple[int, ...]
     accepted: float
 
 
-def measure_taps(
+def measure_aux_layers(
     files: HeadFiles,
     engine: Engine,
     tokenizer: ChatTokenizer,
-    tap_layers: tuple[int, ...] | None = None,
+    aux_layers: tuple[int, ...] | None = None,
 ) -> Iterator[Probe]:
-    """Measure greedy acceptance with the taps as read, one block lower, and one block higher."""
+    """Measure greedy acceptance with the layers as read, one block lower, and one block higher."""
     config = engine.model.config
-    taps = open_head(files.path).fitted(config, tap_layers).tap_layers
-    yield Probe(taps, _accepted(files, engine, tokenizer, tap_layers))
-    for shift in (-1, 1) if taps else ():
-        moved = tuple(tap + shift for tap in taps)
+    layers = open_head(files.path).fitted(config, aux_layers).aux_layers
+    yield Probe(layers, _accepted(files, engine, tokenizer, aux_layers))
+    for shift in (-1, 1) if layers else ():
+        moved = tuple(layer + shift for layer in layers)
         if moved[0] >= 0 and moved[-1] <= config.n_layer:
             yield Probe(moved, _accepted(files, engine, tokenizer, moved))
 
 
 def _accepted(
-    files: HeadFiles, engine: Engine, tokenizer: ChatTokenizer, tap_layers: tuple[int, ...] | None
+    files: HeadFiles, engine: Engine, tokenizer: ChatTokenizer, aux_layers: tuple[int, ...] | None
 ) -> float:
     """Return the mean number of drafted tokens a pass accepts, over the built-in prompts."""
-    head, _ = load_head(files.path, engine.model.config, tap_layers)
+    head, _ = load_head(files.path, engine.model.config, aux_layers)
     head.requires_grad_(False)
     head.borrow(engine.model, engine.max_seq_len)
     engine.use(EagleDrafter(head, PROBE_SHAPE, engine.max_seq_len))

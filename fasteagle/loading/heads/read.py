@@ -1,4 +1,4 @@
-"""Read draft heads: a folder or GGUF file of any dialect, its description, the loaded head."""
+"""Read draft heads of any dialect: as their files describe them, and loaded for a target."""
 
 from __future__ import annotations
 
@@ -11,18 +11,29 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from fasteagle.config import ModelConfig
-from fasteagle.config_fields import Fields, parse_json
-from fasteagle.errors import FasteagleError
-from fasteagle.loading.heads.gguf import gguf_of, open_gguf_head
-from fasteagle.loading.heads.source import (
-    HeadSource,
-    check_fit,
-    check_state,
-    described,
-    flat_config,
+from fasteagle.config import (
+    Eagle3Config,
+    HeadConfig,
+    ModelConfig,
+    checked_aux_layers,
+    default_aux_layers,
+    head_from_hf,
 )
-from fasteagle.loading.heads.tables import LM_HEAD, MAP, State, official_state, refuse_others
+from fasteagle.config_fields import Fields, parse_json
+from fasteagle.errors import FasteagleError, shortened
+from fasteagle.loading.heads import tables
+from fasteagle.loading.heads.gguf import gguf_of, read_gguf_head
+from fasteagle.loading.heads.tables import (
+    EMBEDDING,
+    LM_HEAD,
+    MAP,
+    Raw,
+    State,
+    listed,
+    official_state,
+    refuse_others,
+    target_ids,
+)
 from fasteagle.loading.tensors import open_safetensors, read_json, unpickled
 from fasteagle.model import EagleHead, make_head
 from fasteagle.uninitialized import Uninitialized
@@ -31,36 +42,193 @@ HEADER_KEY = "fasteagle"  # key of the JSON header in the metadata of our own dr
 Header = dict[str, Any]
 
 
+@dataclasses.dataclass(frozen=True)
+class HeadSource:
+    """Draft head as its files describe it, not yet fitted to a target."""
+
+    name: str  # path or file, for messages
+    dialect: str
+    raw: Raw  # flat config of the decoder layer
+    state: State  # tensors under the official names
+    eagle3: bool
+    header: Header | None = None  # of heads of our own
+    aux_layers: tuple[int, ...] | None = None  # None: the files do not say them
+    lists_outputs: bool = False  # its files name the blocks whose output is read
+
+    @property
+    def where(self) -> str:
+        """File that describes the shape of the draft head, for messages."""
+        return self.name if self.name.endswith(".gguf") else f"{self.name}/config.json"
+
+    @property
+    def algorithm(self) -> str:
+        """Name of the method, for messages."""
+        return "EAGLE-3" if self.eagle3 else "EAGLE-1/2"
+
+    @property
+    def made_for(self) -> str | None:
+        """Name of the model that the draft head was trained for, in a speculators config."""
+        verifier = Fields(self.raw, self.where).part("speculators_config").part("verifier")
+        return verifier.text("name_or_path", "") or None
+
+    @property
+    def aux_norm(self) -> str:
+        """Kind of norms before fc, as the config or the tensors name them.
+
+        A config that names norms without their tensors fails to load.
+        """
+        if self.raw.get("norm_before_fc") or "input_norm.weight" in self.state:
+            return "all"
+        each = self.raw.get("fc_norm") or "fc_norm.0.weight" in self.state
+        return "each" if each else "none"
+
+    def likely_target(self, aux_layers: tuple[int, ...] | None = None) -> ModelConfig:
+        """Return the shape of a target that the draft head would fit, as deep as it needs.
+
+        `aux_layers` replace those of the files. `max_seq_len` is 0 where it is not known.
+        """
+        block = head_from_hf(self.raw, self.where).block
+        dim = self.raw.get("target_hidden_size") or block.dim
+        n_layer = max((*(aux_layers or self.aux_layers or ()), 32))
+        fields, key = Fields(self.raw, self.where), "max_position_embeddings"
+        length = fields.integer(key) if key in fields else 0
+        return dataclasses.replace(block, dim=dim, n_layer=n_layer, max_seq_len=length)
+
+    def fitted(self, target: ModelConfig, aux_layers: tuple[int, ...] | None = None) -> HeadConfig:
+        """Return the shape of the draft head for `target`, checked against the head's tensors.
+
+        `aux_layers` replace those of the files. Raises `FasteagleError` for what does not fit.
+        Allocates no tensors.
+        """
+        check_fit(self.where, self.raw, target)
+        raw, state, names = self.raw, self.state, " ".join(self.state)
+        shape = head_from_hf(raw, self.where)
+        n_tokens = shape.block.vocab_size
+        block = dataclasses.replace(
+            shape.block,
+            qk_norm="self_attn.q_norm.weight" in names,
+            qkv_bias=bool(raw.get("qkv_bias")) or "self_attn.q_proj.bias" in names,
+            rope_freq_factors=tuple(raw.get("rope_freq_factors") or ()) or None,
+        )
+        size = raw.get("draft_vocab_size") or n_tokens
+        if size == n_tokens and MAP in state:  # a list of FR-Spec
+            size = state[MAP].numel()
+        if self.eagle3:
+            config = HeadConfig(block, size, "fc.bias" in state, self._eagle3(target, aux_layers))
+        elif aux_layers is None:
+            config = HeadConfig(block, size, shape.fc_bias)
+        else:
+            raise FasteagleError(
+                f"{self.name}: an {self.algorithm} head reads no auxiliary layers: leave out "
+                "--tap-layers"
+            )
+        check_state(config, state, self.name)
+        return config
+
+    def _eagle3(self, target: ModelConfig, aux_layers: tuple[int, ...] | None) -> Eagle3Config:
+        """Return what is EAGLE-3's own in the config. Raises `FasteagleError`."""
+        raw, state, width = self.raw, self.state, self.raw["hidden_size"]
+        layers = aux_layers or self.aux_layers or default_aux_layers(target.n_layer)
+        try:
+            checked_aux_layers(layers, target.n_layer)
+        except FasteagleError as error:
+            raise FasteagleError(f"{self.name}: {error}") from error
+        fc = state.get("fc.weight")
+        n_out, n_in = fc.shape if fc is not None and fc.ndim == 2 else (0, 0)
+        if n_out == width and n_in != len(layers) * target.dim:
+            raise FasteagleError(
+                f"{self.name}: fc reads {n_in:,} values, {n_in / target.dim:g} layers of "
+                f"{target.dim:,}, but the layers are {listed(layers)}: give --tap-layers"
+            )
+        if width != target.dim and not {EMBEDDING, LM_HEAD} <= state.keys():
+            raise FasteagleError(
+                f"{self.name}: a head {width:,} wide for a model {target.dim:,} wide needs an "
+                "embedding and an LM head of its own: choose the head trained for this model"
+            )
+        return Eagle3Config(
+            aux_layers=tuple(layers),
+            target_dim=target.dim,
+            own_embedding=EMBEDDING in state,
+            own_lm_head=LM_HEAD in state,
+            # Absent in a speculators config: the package that defines the format says False, which
+            # is what such a head was trained as; it always writes the key. vLLM assumes True.
+            norm_before_residual=bool(raw.get("norm_before_residual")),
+            aux_norm=self.aux_norm,
+            # In the meaning of vLLM, SGLang and speculators; SpecForge had another one before its
+            # pull request 879.
+            norm_output=bool(raw.get("norm_output")),
+        )
+
+    def head(self, target: ModelConfig, aux_layers: tuple[int, ...] | None = None) -> EagleHead:
+        """Load the draft head in fp32 on the CPU. Raises `FasteagleError` as `fitted` does."""
+        config = self.fitted(target, aux_layers)
+        with Uninitialized():  # all of it is loaded
+            head = make_head(config)
+        _load_state(head, self.state)
+        return head.eval()
+
+
 def load_head(
-    path: Path, target: ModelConfig, tap_layers: tuple[int, ...] | None = None
+    path: Path, target: ModelConfig, aux_layers: tuple[int, ...] | None = None
 ) -> tuple[EagleHead, Header | None]:
     """Load a draft head in fp32 on the CPU, and its header (None for published heads).
 
-    `tap_layers` replace those of an EAGLE-3 head's files. Raises `FasteagleError` when the head
+    `aux_layers` replace those of an EAGLE-3 head's files. Raises `FasteagleError` when the head
     does not fit the target.
     """
     source = open_head(path, target)
-    return make_fitted(source, target, tap_layers), source.header
-
-
-def make_fitted(
-    source: HeadSource, target: ModelConfig, tap_layers: tuple[int, ...] | None = None
-) -> EagleHead:
-    """Make the draft head of `source` for `target`, see `load_head`."""
-    config = source.fitted(target, tap_layers)
-    with Uninitialized():  # all of it is loaded
-        head = make_head(config)
-    load_official_state(head, source.state, source.name)
-    return head.eval()
+    return source.head(target, aux_layers), source.header
 
 
 @torch.no_grad()
-def load_official_state(head: EagleHead, state: State, name: str) -> None:
-    """Copy official tensors into `head`. Raises `FasteagleError` listing all that do not fit."""
-    check_state(head.config, state, name)
+def _load_state(head: EagleHead, state: State) -> None:
     # The parts are views of the fused weights, so this writes into the parameters.
     for key, part in official_state(head).items():
         part.copy_(state[key])
+
+
+def check_fit(where: str, raw: Raw, target: ModelConfig) -> None:
+    """Raise `FasteagleError` if a draft head's config has another width or vocabulary."""
+    block = head_from_hf(raw, where).block
+    width = raw.get("target_hidden_size") or block.dim
+    sizes = {"width": (width, target.dim), "vocabulary": (block.vocab_size, target.vocab_size)}
+    for what, (theirs, ours) in sizes.items():
+        if theirs != ours:
+            raise FasteagleError(
+                f"{where}: the head is for a {what} of {theirs:,}, the model has {ours:,}: "
+                "choose the head trained for this model, or run with --no-spec"
+            )
+
+
+def check_state(config: HeadConfig, state: State, name: str) -> None:
+    """Raise `FasteagleError` listing all official tensors that do not fit a head of `config`."""
+    with torch.device("meta"), Uninitialized():
+        expected = official_state(make_head(config))
+    problems = [f"missing {key}" for key in expected if key not in state]
+    for key, tensor in state.items():
+        dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+        if key not in expected:
+            problems.append(f"unknown {key}")
+        elif tensor.is_floating_point() == (key == MAP) or tensor.dtype.itemsize < 2:
+            needed = "integers" if key == MAP else "16 or 32 bit floats of a plain head"
+            problems.append(f"{key} is {dtype}, expected {needed}")
+        elif shape != expected[key].shape:
+            problems.append(f"{key} is {shape}, expected {tuple(expected[key].shape)}")
+    if problems:
+        raise FasteagleError(
+            f"{name}: not a draft head we can load: {shortened(problems)}: fetch it again, or "
+            "choose another with --head"
+        )
+    size = config.block.vocab_size
+    ids = target_ids(state[MAP]) if MAP in state else torch.zeros(1)
+    if not len(ids) or ids.min() < 0 or ids.max() >= size or (ids.diff() <= 0).any():
+        raise FasteagleError(
+            f"{name}: d2t does not list ascending ids below {size:,}, the target's vocabulary: "
+            "fetch the head again"
+        )
+
+
+# From files
 
 
 def open_head(path: Path, target: ModelConfig | None = None) -> HeadSource:
@@ -71,13 +239,38 @@ def open_head(path: Path, target: ModelConfig | None = None) -> HeadSource:
     """
     file = gguf_of(path)
     if file is not None:
-        return open_gguf_head(file)
-    raw = flat_config(f"{path}/config.json", read_json(path / "config.json"))
+        return _described(str(file), *read_gguf_head(file), None)
+    raw = _flat_config(f"{path}/config.json", read_json(path / "config.json"))
     refuse_others(str(path), raw)
     if target is not None:
         check_fit(f"{path}/config.json", raw, target)
-    state, header = _read_state(path)
-    return described(str(path), raw, state, header)
+    return _described(str(path), raw, *_read_state(path))
+
+
+def _flat_config(where: str, raw: Raw) -> Raw:
+    """Return the flat config of the decoder layer, with the types of its fields checked.
+
+    The speculators format nests it, and RoPE by the kind of layer. Raises `FasteagleError`.
+    """
+    fields = Fields(raw, where)
+    fields.part("eagle_config")
+    fields.texts("architectures")
+    fields.part("transformer_layer_config")
+    layer = dict(raw.get("transformer_layer_config") or {})
+    kinds = {key: raw.get(key) for key in ("architectures", "model_type")}  # not the layer's
+    flat = {**raw, **layer, **kinds}
+    fields = Fields(flat, where)
+    fields.texts("layer_types")
+    for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "shifted"):
+        fields.flag(key)
+    for key in ("target_hidden_size", "draft_vocab_size", "vocab_size"):
+        fields.width(key, 1)
+    fields.numbers("rope_freq_factors")
+    fields.part("rope_scaling")
+    if "full_attention" in fields.part("rope_parameters"):
+        fields.part("rope_parameters").part("full_attention")
+        flat["rope_parameters"] = flat["rope_parameters"]["full_attention"]
+    return flat
 
 
 def _read_state(folder: Path) -> tuple[State, Header | None]:
@@ -97,13 +290,13 @@ def _read_state(folder: Path) -> tuple[State, Header | None]:
     else:
         raise FasteagleError(f"{folder}: no model.safetensors and no pytorch_model.bin")
     lists = sorted(folder.glob("freq_*.pt"))
-    if not lists or MAP in state:
-        return state, header
-    try:
-        ids = torch.as_tensor(unpickled(lists[0])).flatten().sort().values
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise FasteagleError(f"{lists[0]}: not a list of token ids: fetch it again") from error
-    return state | {MAP: ids - torch.arange(len(ids))}, header
+    if lists and MAP not in state:
+        try:
+            ids = torch.as_tensor(unpickled(lists[0])).flatten().sort().values
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise FasteagleError(f"{lists[0]}: not a list of token ids: fetch it again") from error
+        state[MAP] = ids - torch.arange(len(ids))
+    return state, header
 
 
 def read_header(folder: Path) -> Header | None:
@@ -132,6 +325,33 @@ def _header(metadata: dict[str, str], where: str) -> Header | None:
     return header
 
 
+def _described(name: str, raw: Raw, state: State, header: Header | None) -> HeadSource:
+    """Describe a flat config and its tensors. Raises `FasteagleError` for heads that cannot run."""
+    state = {k.removeprefix("model."): v for k, v in state.items() if "rotary_emb" not in k}
+    refuse_others(name, raw, state)
+    t2d, eagle3 = state.get("t2d"), tables.is_eagle3(raw, state)
+    unused = tables.TRAINING_ONLY if eagle3 else (*tables.TRAINING_ONLY, EMBEDDING, LM_HEAD)
+    state = {tables.official_name(k, eagle3): t for k, t in state.items() if k not in unused}
+    if not eagle3:
+        dialect = tables.EAGLE12 if header is None else tables.OURS
+        return HeadSource(name, dialect, raw, state, eagle3, header)
+    d2t = state.get(MAP)
+    if d2t is not None and (raw.get("draft_vocab_size") or d2t.numel()) == raw.get("vocab_size"):
+        del state[MAP]  # the identity, which some files hold as zeros
+    elif d2t is not None and t2d is not None:
+        ids = set(target_ids(d2t).tolist())
+        if ids != set(t2d.nonzero().flatten().tolist()):
+            raise FasteagleError(f"{name}: d2t and t2d do not agree: fetch the head again")
+    layout = tables.eagle3_dialect(raw, has_header=header is not None)
+    layers = tables.dotted(raw).get(layout.layers) or None  # speculators writes [] as its default
+    if layers is not None:
+        if not (isinstance(layers, list) and all(type(i) is int for i in layers)):
+            where = f"{name}: {layout.layers}"
+            raise FasteagleError(f"{where} is {layers!r}: must be a list of block numbers")
+        layers = tuple(layer + layout.shift for layer in layers)
+    return HeadSource(name, layout.name, raw, state, eagle3, header, layers, layout.shift == 1)
+
+
 def with_vocabulary(
     head: EagleHead, ids: Tensor, rows: Callable[[Tensor], Tensor] | None = None
 ) -> EagleHead:
@@ -142,13 +362,11 @@ def with_vocabulary(
     """
     changed = make_head(dataclasses.replace(head.config, draft_vocab_size=len(ids)))
     state = official_state(head) | {MAP: ids - torch.arange(len(ids))}
-    if len(ids) == head.config.block.vocab_size:
-        del state[MAP]
     if LM_HEAD in state:
         assert rows is not None, "new rows come from the target"
         known, old = head.target_ids().cpu(), state[LM_HEAD].cpu()
         at = torch.searchsorted(known, ids).clamp(max=len(known) - 1)
         is_known = (known[at] == ids).unsqueeze(1)
         state[LM_HEAD] = torch.where(is_known, old[at], rows(ids).cpu())
-    load_official_state(changed, state, "head")
+    _load_state(changed, state)
     return changed

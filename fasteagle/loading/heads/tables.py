@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from fasteagle.config import HeadConfig, ModelConfig, default_taps
 from fasteagle.errors import FasteagleError
 from fasteagle.model import EagleHead
 
@@ -23,7 +23,8 @@ State = dict[str, Tensor]  # tensors by name
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"  # EAGLE-1/2 heads borrow both
 TRAINING_ONLY = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 MAP, VLLM_MAP = "d2t", "draft_id_to_target_id"  # offsets from draft ids to target ids
-RENAMED = {"layers.0.": "midlayer.", "fcs.": "fc_norm."}  # prefixes of EAGLE-3 names elsewhere
+# Prefixes of names in EAGLE-3 files of others
+RENAMED = {"layers.0.": "midlayer.", "fcs.": "fc_norm.", VLLM_MAP: MAP}
 _MODULES = {  # the official tensors of our modules; "*" stands for the decoder layer
     "fc": ["fc"],
     "block.attention.qkv": ["*.self_attn.q_proj", "*.self_attn.k_proj", "*.self_attn.v_proj"],
@@ -55,8 +56,8 @@ def official_state(head: EagleHead) -> State:
         module, _, kind = path.rpartition(".")
         names = _MODULES.get(module)
         if names is None:  # a norm before fc
-            is_one = own is not None and own.tap_norm == "all"
-            names = ["input_norm" if is_one else module.replace("tap_norms", "fc_norm")]
+            is_one = own is not None and own.aux_norm == "all"
+            names = ["input_norm" if is_one else module.replace("aux_norms", "fc_norm")]
         parts = parameter.split(fused.get(module, [len(parameter)]))
         for name, part in zip(names, parts, strict=True):
             state[f"{name.replace('*', layer)}.{kind}"] = part.detach()
@@ -65,10 +66,16 @@ def official_state(head: EagleHead) -> State:
     return state
 
 
-def official_name(name: str) -> str:
-    """Return the official name of a tensor of an EAGLE-3 file."""
-    start = next((start for start in RENAMED if name.startswith(start)), "")
-    return RENAMED.get(start, "") + name.removeprefix(start)
+def official_name(name: str, eagle3: bool = True) -> str:
+    """Return the official name of a tensor of an EAGLE-3 file, or of an EAGLE-1/2 file."""
+    names = RENAMED if eagle3 else {VLLM_MAP: MAP}
+    start = next((start for start in names if name.startswith(start)), "")
+    return names.get(start, "") + name.removeprefix(start)
+
+
+def target_ids(d2t: Tensor) -> Tensor:
+    """Return the target id of every draft id."""
+    return d2t.flatten() + torch.arange(d2t.numel(), device=d2t.device)
 
 
 # Dialects of EAGLE-3
@@ -80,16 +87,18 @@ class Dialect(NamedTuple):
     name: str
     marks: tuple[str, ...]  # keys of config.json, of its eagle_config, or architectures
     layers: str = ""  # key of the list; "" where there is none
-    shift: int = 0  # from the numbers there to the blocks whose input is read
+    shift: int = 0  # 1 where the list has the blocks whose output is read
 
 
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 NESTED = "eagle_config."
-OURS, EAGLE12, GGUF = "fasteagle", "official EAGLE-1/2", "llama.cpp GGUF EAGLE-3"
+OURS, EAGLE12 = "fasteagle", "official EAGLE-1/2"
+GGUF_LAYERS = "eagle3.target_layers"
 # The first one that has a mark. The key AUX_IDS has two meanings: speculators and vLLM list blocks
 # whose input is read, SpecForge, SGLang and ModelOpt those whose output is, one block earlier.
 EAGLE3_DIALECTS = (
     Dialect(OURS, ("tap_layers",), "tap_layers"),
+    Dialect("llama.cpp GGUF EAGLE-3", (GGUF_LAYERS,), GGUF_LAYERS),
     Dialect("speculators / vLLM EAGLE-3", ("speculators_model_type", AUX_IDS), AUX_IDS),
     Dialect(
         "NVIDIA ModelOpt EAGLE-3",
@@ -108,7 +117,7 @@ EAGLE3_DIALECTS = (
 
 
 def eagle3_dialect(raw: Raw, has_header: bool) -> Dialect:
-    """Return the dialect of an EAGLE-3 folder; those with a header are ours."""
+    """Return the dialect of an EAGLE-3 head; those with a header are ours."""
     marks = {key for key, value in dotted(raw).items() if value not in (None, {})}
     marks |= set(raw.get("architectures") or [])
     if has_header:
@@ -125,13 +134,6 @@ def is_eagle3(raw: Raw, names: Iterable[str]) -> bool:
     """Return whether a config or names of tensors belong to an EAGLE-3 head."""
     marks = ("midlayer.", "layers.0.hidden_norm.weight")
     return "eagle3" in _kinds(raw) or any(name.startswith(marks) for name in names)
-
-
-def block_numbers(key: str, value: Any, shift: int = 0) -> tuple[int, ...]:
-    """Return a list of block numbers. Raises `FasteagleError` for anything else."""
-    if not (isinstance(value, list) and value and all(type(i) is int for i in value)):
-        raise FasteagleError(f"{key} is {value!r}: must be a list of block numbers")
-    return tuple(i + shift for i in value)
 
 
 def listed(layers: Iterable[int]) -> str:
@@ -153,7 +155,8 @@ _REFUSED = {
     "norms of HASS variants": ("embed_layernorm",),
     "the EAGLE-1 form that speculators has given up": ("fusion_fc",),
 }
-_KEYS = ("parallel_drafting", "dflash_config", "medusa_num_heads")
+_REFUSED_KEYS = ("parallel_drafting", "dflash_config", "medusa_num_heads")
+_ROPE_KINDS = (None, "default", "linear", "llama3")
 
 
 def refuse_others(name: str, raw: Raw, tensors: Iterable[str] = ()) -> None:
@@ -161,19 +164,22 @@ def refuse_others(name: str, raw: Raw, tensors: Iterable[str] = ()) -> None:
 
     `raw` is a config whose decoder layer is flat, `tensors` are names.
     """
-    keys = [key for key in _KEYS if raw.get(key) not in (None, False)]
+    keys = [key for key in _REFUSED_KEYS if raw.get(key) not in (None, False)]
     words = " ".join([_kinds(raw), *tensors, *keys])
-    problems = [what for what, marks in _REFUSED.items() if any(mark in words for mark in marks)]
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if (rope.get("rope_type") or rope.get("type")) not in (None, "default", "linear", "llama3"):
-        problems.append("RoPE scaling that is neither linear nor llama3")
-    if "sliding_attention" in (raw.get("layer_types") or []):
-        problems.append("sliding-window attention")
-    if dotted(raw).get(NESTED + "use_aux_hidden_state") is False:
-        problems.append("no auxiliary features")
-    if problems:
+    rope_kind = rope.get("rope_type") or rope.get("type")
+    traits = {what: any(mark in words for mark in marks) for what, marks in _REFUSED.items()} | {
+        "RoPE scaling that is neither linear nor llama3": rope_kind not in _ROPE_KINDS,
+        "sliding-window attention": "sliding_attention" in (raw.get("layer_types") or []),
+        "no auxiliary features": dotted(raw).get(NESTED + "use_aux_hidden_state") is False,
+        "features that are read with their own token (shifted is false)": (
+            raw.get("shifted") is False
+        ),
+    }
+    problem = next((what for what, applies in traits.items() if applies), None)
+    if problem is not None:
         raise FasteagleError(
-            f"{name}: this draft model has {problems[0]}, which fasteagle does not run: use an "
+            f"{name}: this draft model has {problem}, which fasteagle does not run: use an "
             "EAGLE-1, EAGLE-2 or EAGLE-3 head, or --drafter ngram"
         )
 
@@ -182,50 +188,3 @@ def _kinds(raw: Raw) -> str:
     """Return the architectures and model types of a config in lower case."""
     kinds = [raw.get(key) for key in ("architectures", "model_type", "speculators_model_type")]
     return str(kinds).lower()
-
-
-# Traits that layouts can describe
-
-EAGLE3_ONLY = {
-    "specforge": "SpecForge trains EAGLE-3 heads only",
-    "speculators": "the speculators package reads EAGLE-1/2 heads no longer",
-    "gguf": "llama.cpp runs EAGLE-3 heads only",
-}
-
-
-def unsayable(config: HeadConfig, target: ModelConfig, layout: str) -> list[str]:
-    """Return the unusual traits of a draft head for which `layout` has no field.
-
-    Layouts are those of `options.EXPORT_FORMATS`; "eagle1" is the official one of EAGLE-1/2.
-    """
-    block, own = config.block, config.eagle3
-    most = "specforge speculators gguf"
-    traits: dict[str, tuple[bool, str]] = {  # whether a head has it, and who can say it
-        "a bias in fc": (config.fc_bias, "eagle1"),
-        "biases of q, k and v": (block.qkv_bias, "eagle1"),
-        "norms of q and k": (block.qk_norm, "speculators"),
-        "a head_dim other than width / heads": (block.head_dim * block.n_head != block.dim, most),
-        "llama3 RoPE scaling": (block.rope_scaling is not None, most),
-        "linear RoPE scaling": (block.rope_linear_factor != 1.0, f"eagle1 eagle {most}"),
-        "RoPE factors": (block.rope_freq_factors is not None, "gguf"),
-    }
-    if own is not None:
-        taps = own.tap_layers
-        traits |= {
-            "a norm for each tap": (own.tap_norm == "each", "specforge speculators"),
-            "one norm over all taps": (own.tap_norm == "all", "speculators gguf"),
-            "a normed next feature": (own.norm_output, "specforge speculators"),
-            "a residual stream that begins normed": (own.norm_before_residual, "speculators gguf"),
-            "a width other than the target's": (
-                own.target_dim != block.dim,
-                "eagle specforge gguf",
-            ),
-            "taps other than 2, L // 2, L - 3": (taps != default_taps(target.n_layer), most),
-            "other than 3 taps": (len(taps) != 3, "specforge speculators"),
-            "a tap before all": (taps[0] == 0, "speculators gguf"),
-        }
-    return [
-        trait
-        for trait, (applies, known) in traits.items()
-        if applies and layout not in known.split()
-    ]

@@ -12,29 +12,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from fasteagle.config import ANY_LENGTH, Eagle3Config, HeadConfig, ModelConfig
+from fasteagle.config import ANY_LENGTH, HeadConfig, ModelConfig, default_aux_layers
 from fasteagle.errors import FasteagleError, shortened
 from fasteagle.loading.gguf import GGUFFile
 from fasteagle.loading.heads.gguf import write_gguf_head
-from fasteagle.loading.heads.read import HEADER_KEY
-from fasteagle.loading.heads.source import HeadSource, target_ids
+from fasteagle.loading.heads.read import HEADER_KEY, HeadSource
 from fasteagle.loading.heads.tables import (
     AUX_IDS,
-    EAGLE3_ONLY,
     EMBEDDING,
     LM_HEAD,
     MAP,
     State,
     official_state,
-    unsayable,
+    target_ids,
 )
-from fasteagle.loading.tensors import Checkpoint
+from fasteagle.loading.tensors import Checkpoint, save_tensors, write_json
 from fasteagle.model import EagleHead
 from fasteagle.options import EXPORT_FORMATS
-from fasteagle.paths import atomic_dir, replacing, require_writable
+from fasteagle.paths import atomic_dir, require_writable
 
 Config = dict[str, Any]  # a config.json
 
@@ -62,60 +59,116 @@ def save_head(folder: Path, head: EagleHead, header: Config, dtype: torch.dtype)
     _fill(folder, config_json("ours", head.config, dtype), state, {HEADER_KEY: json.dumps(header)})
 
 
-def _fill(folder: Path, raw: Config, state: State, more: dict[str, str] | None = None) -> None:
-    tensors = {name: t.contiguous() for name, t in state.items()}
-    with replacing(folder / "model.safetensors") as temporary:
-        save_file(tensors, temporary, metadata={"format": "pt", **(more or {})})
-        temporary.chmod(0o644)  # safetensors writes private files
-    with replacing(folder / "config.json") as temporary:
-        temporary.write_text(json.dumps(raw, indent=1) + "\n")
+def _fill(folder: Path, raw: Config, state: State, metadata: dict[str, str] | None = None) -> None:
+    save_tensors(state, folder / "model.safetensors", metadata)
+    write_json(raw, folder / "config.json")
 
 
-# The config of every layout: the keys of EAGLE-3, beside those of a decoder layer
+# Layouts: the keys of their config.json, beside those of a decoder layer. "eagle1" is the official
+# one of EAGLE-1/2; others but "ours" hold EAGLE-3 heads only.
+_USUAL = ("attention_bias", "mlp_bias", "tie_word_embeddings")
 _KEYS = {
-    "ours": ("tap_layers", "target_hidden_size", "norm_before_residual", "norm_output"),
-    "eagle": (),
-    "specforge": ("target_hidden_size", "fc_norm", "norm_output"),
-    "speculators": ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
-    "gguf": ("target_hidden_size", "norm_before_residual", "norm_before_fc"),
+    "ours": (
+        *("bias", "qkv_bias", "rope_freq_factors", "draft_vocab_size"),
+        *("tap_layers", "target_hidden_size", "norm_before_residual", "norm_output"),
+    ),
+    "eagle1": (*_USUAL, "bias", "qkv_bias"),
+    "eagle": (*_USUAL, "draft_vocab_size"),
+    "specforge": (
+        *(*_USUAL, "draft_vocab_size", "target_hidden_size", "fc_norm", "norm_output"),
+        *("architectures", "eagle_config"),
+    ),
+    "speculators": (
+        *(*_USUAL, "draft_vocab_size"),
+        *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
+    ),
+    "gguf": ("target_hidden_size", "norm_before_residual", "norm_before_fc", "rope_freq_factors"),
 }
+_EAGLE3_ONLY = {
+    "specforge": "SpecForge trains EAGLE-3 heads only",
+    "speculators": "the speculators package reads EAGLE-1/2 heads no longer",
+    "gguf": "llama.cpp runs EAGLE-3 heads only",
+}
+_TRAITS = {  # of a head whose config has such a key
+    "bias": "a bias in fc",
+    "qkv_bias": "biases of q, k and v",
+    "rope_freq_factors": "RoPE factors",
+    "fc_norm": "a norm for each auxiliary layer",
+    "norm_before_fc": "one norm over all auxiliary layers",
+    "norm_output": "a normed next feature",
+    "norm_before_residual": "a residual stream that begins normed",
+}
+
+
+def _values(config: HeadConfig) -> Config:
+    """Return the values of all keys of layouts that a draft head has."""
+    own, factors = config.eagle3, config.block.rope_freq_factors
+    values: Config = {
+        **dict.fromkeys(_USUAL, False),
+        "bias": config.fc_bias,
+        "qkv_bias": config.block.qkv_bias,
+        "draft_vocab_size": config.draft_vocab_size,
+    }
+    if factors is not None:
+        values["rope_freq_factors"] = list(factors)
+    if own is None:
+        return values
+    outputs = [layer - 1 for layer in own.aux_layers]  # SGLang adds one: the blocks' outputs
+    return values | {
+        "tap_layers": list(own.aux_layers),
+        "target_hidden_size": own.target_dim,
+        "norm_before_residual": own.norm_before_residual,
+        "norm_before_fc": own.aux_norm == "all",
+        "fc_norm": own.aux_norm == "each",
+        "norm_output": own.norm_output,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "eagle_config": {AUX_IDS: outputs, "use_aux_hidden_state": True},
+    }
+
+
+def unsayable(config: HeadConfig, target: ModelConfig, layout: str) -> list[str]:
+    """Return the unusual traits of a draft head for which `layout` has no field."""
+    block, own, values = config.block, config.eagle3, _values(config)
+    official = layout in ("eagle1", "eagle")
+    own_head_dim = block.head_dim * block.n_head != block.dim
+    traits = {
+        **{trait: values.get(key) and key not in _KEYS[layout] for key, trait in _TRAITS.items()},
+        "norms of q and k": block.qk_norm and layout != "speculators",
+        "a head_dim other than width / heads": own_head_dim and official,
+        "llama3 RoPE scaling": block.rope_scaling is not None and official,
+    }
+    if own is not None:
+        usual = own.aux_layers == default_aux_layers(target.n_layer)
+        other_width = own.target_dim != block.dim
+        traits |= {
+            "a width other than the target's": other_width and layout == "speculators",
+            "auxiliary layers other than 2, L // 2, L - 3": not usual and official,
+            "other than 3 auxiliary layers": (
+                len(own.aux_layers) != 3 and layout in ("eagle", "gguf")
+            ),
+            "an auxiliary layer before all": (
+                own.aux_layers[0] == 0 and layout in ("eagle", "specforge")
+            ),
+        }
+    return [trait for trait, applies in traits.items() if applies]
 
 
 def config_json(layout: str, config: HeadConfig, dtype: torch.dtype) -> Config:
     """Return the `config.json` of a draft head; for "gguf" the input of `write_gguf_head`."""
-    block, own = config.block, config.eagle3
-    raw = _layer_config(block, dtype)
-    if layout != "ours":
-        raw |= {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False}
-    if layout == "ours" or own is None:
-        raw |= {"bias": config.fc_bias, "qkv_bias": block.qkv_bias}
-    if layout == "ours":
-        factors = block.rope_freq_factors
-        raw |= {} if factors is None else {"rope_freq_factors": list(factors)}
-    if layout != "ours" and own is None:
-        return raw
-    raw["draft_vocab_size"] = config.draft_vocab_size
-    if own is None:
-        return raw
-    values = {
-        "tap_layers": list(own.tap_layers),
-        "target_hidden_size": own.target_dim,
-        "norm_before_residual": own.norm_before_residual,
-        "norm_before_fc": own.tap_norm == "all",
-        "fc_norm": own.tap_norm == "each",
-        "norm_output": own.norm_output,
-    }
-    raw |= {key: values[key] for key in _KEYS[layout]}
-    if layout == "specforge":  # SGLang adds one: these are the blocks whose output is read
-        raw["architectures"] = ["LlamaForCausalLMEagle3"]
-        layers = [layer - 1 for layer in own.tap_layers]
-        raw["eagle_config"] = {AUX_IDS: layers, "use_aux_hidden_state": True}
-    return _speculators(raw, config, own) if layout == "speculators" else raw
+    values = _values(config)
+    keys = _KEYS["eagle1" if layout == "eagle" and config.eagle3 is None else layout]
+    raw = _layer_config(config.block, dtype) | {k: values[k] for k in keys if k in values}
+    return _speculators(raw, config) if layout == "speculators" else raw
 
 
 def _layer_config(block: ModelConfig, dtype: torch.dtype) -> Config:
     """Return the config of a Llama decoder layer that all layouts share."""
-    length = block.max_seq_len
+    length, scaling = block.max_seq_len, None  # code for transformers 4 reads `type`
+    if block.rope_scaling is not None:
+        scaling = {"rope_type": "llama3", **dataclasses.asdict(block.rope_scaling)}
+        scaling["original_max_position_embeddings"] = scaling.pop("original_max_seq_len")
+    elif block.rope_linear_factor != 1.0:
+        scaling = {"type": "linear", "rope_type": "linear", "factor": block.rope_linear_factor}
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -129,26 +182,15 @@ def _layer_config(block: ModelConfig, dtype: torch.dtype) -> Config:
         "vocab_size": block.vocab_size,
         "rms_norm_eps": block.norm_eps,
         "rope_theta": block.rope_base,
-        "rope_scaling": rope_scaling(block),
+        "rope_scaling": scaling,
         "torch_dtype": str(dtype).removeprefix("torch."),
         **({"max_position_embeddings": length} if length < ANY_LENGTH else {}),
     }
 
 
-def rope_scaling(block: ModelConfig) -> Config | None:
-    """Return the RoPE entry of a `config.json`; code for transformers 4 reads its key `type`."""
-    if block.rope_scaling is not None:
-        scaling = dataclasses.asdict(block.rope_scaling)
-        scaling["original_max_position_embeddings"] = scaling.pop("original_max_seq_len")
-        return {"rope_type": "llama3", **scaling}
-    if block.rope_linear_factor != 1.0:
-        return {"type": "linear", "rope_type": "linear", "factor": block.rope_linear_factor}
-    return None
-
-
-def _speculators(raw: Config, config: HeadConfig, own: Eagle3Config) -> Config:
+def _speculators(raw: Config, config: HeadConfig) -> Config:
     """Return a flat config as the speculators package nests it."""
-    top = (*_KEYS["speculators"], "draft_vocab_size")
+    top = _KEYS["speculators"][len(_USUAL) :]
     layer = {key: value for key, value in raw.items() if key not in (*top, "architectures")}
     layer |= {"model_type": "qwen3"} if config.block.qk_norm else {}
     return {key: raw[key] for key in (*top, "tie_word_embeddings", "torch_dtype")} | {
@@ -161,7 +203,7 @@ def _speculators(raw: Config, config: HeadConfig, own: Eagle3Config) -> Config:
             "verifier": {"name_or_path": None, "architectures": []},
         },
         "transformer_layer_config": layer,
-        AUX_IDS: list(own.tap_layers),
+        AUX_IDS: list(config.aux_layers),
     }
 
 
@@ -173,7 +215,7 @@ def export_head(
     to: str,
     out: Path,
     target: HeadTarget | None = None,
-    tap_layers: tuple[int, ...] | None = None,
+    aux_layers: tuple[int, ...] | None = None,
     tokenizer: Path | None = None,
 ) -> list[str]:
     """Write a draft head into the folder `out` (a file for "gguf"); return lines for the user.
@@ -182,22 +224,20 @@ def export_head(
     the GGUF file whose tokenizer a GGUF head carries. Raises `FasteagleError`.
     """
     if target is None:
-        _check_needs_no_target(source, to, tap_layers)
-    shape = source.likely_target(tap_layers) if target is None else target.checkpoint.config
-    config = source.fitted(shape, tap_layers)
+        _check_needs_no_target(source, to, aux_layers)
+    shape = source.likely_target(aux_layers) if target is None else target.checkpoint.config
+    config = source.fitted(shape, aux_layers)
     check_exportable(config, to, shape)
     if not shape.max_seq_len and to != "eagle":  # engines tabulate RoPE as far as the config says
         raise FasteagleError(f"{source.name}: its files do not say how long texts are: add --model")
     state = _complete(source, config, target, to)
-    ids = target_ids(state.pop(MAP)) if config.eagle3 is None and MAP in state else None
     length = min(shape.max_seq_len, 2**20) or ANY_LENGTH
     block = dataclasses.replace(config.block, max_seq_len=length)
     config = dataclasses.replace(config, block=block)
     raw = config_json(to, config, state["fc.weight"].dtype)
     if to == "gguf":
         require_writable(out)
-        file = tokenizer or _tokenizer_of(target)
-        write_gguf_head(out, raw, config, state, file)
+        write_gguf_head(out, raw, config, state, tokenizer or _tokenizer_of(target))
         return []
     if to == "eagle" and EMBEDDING in state and config.eagle3 is not None:
         raw["target_hidden_size"] = shape.dim  # the official code looks for an embedding then
@@ -206,6 +246,7 @@ def export_head(
         if target is not None:
             verifier = {"name_or_path": target.name, "architectures": [shape.architecture]}
             raw["speculators_config"]["verifier"] = verifier
+    ids = target_ids(state.pop(MAP)) if config.eagle3 is None and MAP in state else None
     with atomic_dir(out) as folder:
         folder.chmod(0o755)  # temporary folders are private
         _fill(folder, raw, state)
@@ -223,7 +264,7 @@ def check_exportable(config: HeadConfig, to: str, target: ModelConfig) -> None:
     """Raise `FasteagleError` for draft heads that the layout `to` cannot describe."""
     eagle1 = config.eagle3 is None
     if eagle1 and to != "eagle":
-        raise FasteagleError(f"{EAGLE3_ONLY[to]}, this is EAGLE-1/2: export it --to eagle")
+        raise FasteagleError(f"{_EAGLE3_ONLY[to]}, this is EAGLE-1/2: export it --to eagle")
     problems = unsayable(config, target, "eagle1" if eagle1 else to)
     if problems:
         layouts = () if eagle1 else EXPORT_FORMATS
@@ -232,13 +273,13 @@ def check_exportable(config: HeadConfig, to: str, target: ModelConfig) -> None:
         raise FasteagleError(f"--to {to} cannot hold a head with {shortened(problems)}: {way}")
 
 
-def _check_needs_no_target(source: HeadSource, to: str, tap_layers: tuple[int, ...] | None) -> None:
+def _check_needs_no_target(source: HeadSource, to: str, aux_layers: tuple[int, ...] | None) -> None:
     """Raise `FasteagleError` where the layout depends on the model's depth."""
-    layers = tap_layers or source.tap_layers
+    layers = aux_layers or source.aux_layers
     if source.eagle3 and (layers is None) == (to != "eagle"):
-        reason = "its files do not say the taps, which depend on the model's depth"
+        reason = "its files do not say the auxiliary layers, which depend on the model's depth"
         if to == "eagle":
-            reason = "its taps fit the official layout at one depth of the model only"
+            reason = "its auxiliary layers fit the official layout at one depth of the model only"
         raise FasteagleError(f"{source.name}: {reason}: add --model")
 
 

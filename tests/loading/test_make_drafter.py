@@ -1,0 +1,284 @@
+"""Which drafter options make, what a person is told of it, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from fasteagle.cli import main as cli
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.fused import FusedDrafter
+from fasteagle.drafting.ngram import NgramDrafter
+from fasteagle.drafting.static_tree import StaticTreeDrafter
+from fasteagle.errors import FasteagleError
+from fasteagle.generate import Engine
+from fasteagle.loading import make_drafter as drafters
+from fasteagle.loading import open as opening
+from fasteagle.loading.heads.write import save_head
+from fasteagle.loading.make_drafter import Drafting
+from fasteagle.loading.tensors import fingerprint
+from fasteagle.options import DraftOptions, SamplingParams
+from fasteagle.shapes import GatedChain, TreeShape, read_tree
+from head_folders import DIALECTS, head_for, write_folder
+from helpers import eagle3_of, forbid, random_head
+
+
+@pytest.fixture(scope="module")
+def head(model):
+    return random_head(model, rope_scaling=None, rope_base=10000.0)
+
+
+@pytest.fixture
+def head_dir(head, checkpoint, tmp_path):
+    header = {"target_fingerprint": fingerprint(checkpoint), "algorithm": "eagle1"}
+    save_head(tmp_path / "head", head, header, torch.float32)
+    return tmp_path / "head"
+
+
+def drafter_for(model, checkpoint, backend="eager", **options):
+    said = []
+    engine = Engine(model, 512)
+    engine.backend.name = backend
+    drafter = Drafting(DraftOptions(**options)).drafter("tiny", engine, checkpoint, said.append)
+    return drafter, said
+
+
+def test_without_a_head_the_context_is_searched(model, checkpoint):
+    drafter, said = drafter_for(model, checkpoint)
+    assert isinstance(drafter, NgramDrafter)
+    assert said == ["no draft head for this model: guessing from the context (n-grams) instead"]
+    assert drafter_for(model, checkpoint, drafter="none") == (None, [])
+    with pytest.raises(FasteagleError, match="no draft head for tiny: give one with --head"):
+        drafter_for(model, checkpoint, drafter="eagle")
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "rows"),
+    [
+        ({}, EagleDrafter, None),
+        ({"tree_depth": 2, "tree_topk": 3, "tree_nodes": 6}, EagleDrafter, 7),
+        ({"drafter": "eagle-chain", "tree_depth": 4}, EagleDrafter, 5),
+        ({"drafter": "eagle-static"}, StaticTreeDrafter, 26),
+        ({"drafter": "eagle-chain", "verify": "multi-round"}, StaticTreeDrafter, None),
+        ({"lookup_depth": 24}, FusedDrafter, 25),
+        ({"drafter": "fused"}, FusedDrafter, 9),
+        ({"drafter": "fused", "lookup_depth": 24, "tree_nodes": 5}, FusedDrafter, 6),
+    ],
+)
+def test_every_kind_of_drafter(model, checkpoint, head_dir, options, kind, rows):
+    drafter, said = drafter_for(model, checkpoint, head=str(head_dir), **options)
+    assert isinstance(drafter, kind) and (rows is None or drafter.shape.rows == rows)
+    assert len(said) == 1 and said[0].startswith(f"draft head {head_dir}: {drafter.name}")
+
+
+def test_a_head_for_another_model_of_the_same_shape(model, checkpoint, tmp_path):
+    """Told where its files say it."""
+    head = head_for(model, "speculators / vLLM EAGLE-3")
+    write_folder(tmp_path, *DIALECTS["speculators / vLLM EAGLE-3"](head))
+    engine = Engine(model, 512)
+
+    def said(name: str) -> str:
+        lines: list[str] = []
+        options = DraftOptions(head=str(tmp_path), tap_layers=(1, 2, 3))
+        Drafting(options).drafter(name, engine, checkpoint, lines.append)
+        return lines[0]
+
+    assert said("tiny").startswith("warning: the draft head says it was made for owner/Some-Model")
+    assert said("/models/some-model").startswith("draft head: not calibrated to these weights")
+
+
+def test_how_far_is_copied(model, checkpoint):
+    assert drafter_for(model, checkpoint, lookup_depth=24)[0].shape == TreeShape(24, 1, 24)
+    assert drafter_for(model, checkpoint, drafter="ngram", lookup_depth=3)[0].shape.depth == 3
+
+
+@pytest.mark.parametrize("reach", [None, 1, 31])
+def test_chains_on_cpus_copy_as_far_as_asked(monkeypatch, head, model, checkpoint, reach):
+    monkeypatch.setattr(drafters, "can_draft", lambda head: True)
+    options = DraftOptions(lookup_depth=reach)
+    drafter = drafters.tree_drafter(head, options, 256, True, native=True)
+    assert isinstance(drafter, FusedDrafter) and drafter.shape == GatedChain(reach or 16)
+    ngram, _ = drafter_for(model, checkpoint, "cpu", drafter="ngram", lookup_depth=reach)
+    assert ngram.shape == drafter.shape and ngram.tuning is not None
+    assert ("chain" in ngram.tuning.path.stem) and ("chain31" in ngram.tuning.path.stem) == (
+        reach == 31
+    )
+    with pytest.raises(FasteagleError, match="lookup-depth 32 is out of range for chains on CPUs"):
+        drafters.tree_drafter(head, DraftOptions(lookup_depth=32), 256, True, native=True)
+
+
+def test_costs_are_kept_for_one_head_one_kind_of_shape_and_one_corpus(
+    model, checkpoint, head_dir, tmp_path
+):
+    """EAGLE-1, another of it, EAGLE-3, GGUF, a corpus, chains and n-grams: a file for each."""
+    engine = Engine(model, 512)
+    more = {"rope_scaling": None, "rope_base": 10000.0}
+    save_head(tmp_path / "other", random_head(model, seed=5, **more), {"tau": 2.0}, torch.float32)
+    eagle3 = random_head(model, eagle3=eagle3_of("eagle3", model.config), **more)
+    save_head(tmp_path / "eagle3", eagle3, {}, torch.float32)
+
+    def tuning(folder=head_dir, documents=(), **options):
+        drafting = Drafting(DraftOptions(**{"head": str(folder), **options}), documents=documents)
+        return drafting.drafter("x", engine, checkpoint, lambda line: None).tuning
+
+    text = [[5, 6, 7, 8] * 9]
+    made = [
+        tuning(),
+        tuning(tmp_path / "other"),
+        tuning(tmp_path / "eagle3"),
+        tuning(drafter="fused"),
+        tuning(documents=text, drafter="fused"),
+        tuning(drafter="ngram", head=None),
+        tuning(documents=text, drafter="ngram", head=None),
+    ]
+    assert len({t.path for t in made}) == len(made)
+    assert tuning() == made[0] and len({t.head for t in made}) == 4  # one without a head
+    assert [t.corpus for t in made] == [False, False, False, False, True, False, True]
+
+
+def test_sizes_of_the_tree():
+    """Given ones stay, the others follow the precision and fit them."""
+    assert DraftOptions().tree_shape(False) == TreeShape(3, 3, 8)
+    assert DraftOptions().tree_shape(True) == TreeShape(2, 3, 3)
+    assert DraftOptions(tree_depth=6).tree_shape(False) == TreeShape(6, 3, 8)
+    assert DraftOptions(tree_depth=6).tree_shape(True) == TreeShape(6, 3, 6)
+    assert DraftOptions(tree_depth=1, tree_topk=2).tree_shape(False) == TreeShape(1, 2, 2)
+    options = DraftOptions(tree_depth=2, tree_topk=3, tree_nodes=12)
+    assert options.tree_shape(True) == TreeShape(2, 3, 12)
+
+
+@pytest.mark.parametrize("algorithm", ["eagle1", "eagle3"])
+def test_a_head_for_other_weights_warns_and_runs(model, checkpoint, tmp_path, algorithm):
+    eagle3 = eagle3_of(algorithm, model.config)
+    head = random_head(model, eagle3=eagle3, rope_scaling=None, rope_base=10000.0)
+    save_head(tmp_path / "h", head, {"target_fingerprint": "0" * 64}, torch.float32)
+    drafter, said = drafter_for(model, checkpoint, head=str(tmp_path / "h"))
+    assert said[0].startswith("warning: the draft head was trained for other weights")
+    assert "fasteagle train-head" in said[0] and isinstance(drafter, EagleDrafter)
+
+
+def test_a_head_that_cannot_be_fetched_is_no_reason_not_to_answer(
+    checkpoint, model, hub_cache, monkeypatch
+):
+    forbid(monkeypatch, ConnectionError("offline"))
+    said = []
+    engine = Engine(model, 512)
+    drafter = Drafting(DraftOptions()).drafter("vicuna-7b", engine, checkpoint, said.append)
+    assert isinstance(drafter, NgramDrafter)
+    assert "cannot fetch yuhuili/EAGLE-Vicuna-7B-v1.3" in said[0] and "n-grams" in said[1]
+    with pytest.raises(FasteagleError, match="cannot fetch"):
+        Drafting(DraftOptions("eagle")).drafter("vicuna-7b", engine, checkpoint, said.append)
+
+
+def test_tree_files(tmp_path, model, checkpoint, head_dir):
+    path = tmp_path / "tree.json"
+    path.write_text("[[0], [1], [0, 0]]")
+    assert read_tree(path) == ((0,), (1,), (0, 0))
+    drafter, _ = drafter_for(model, checkpoint, head=str(head_dir), tree_file=str(path))
+    assert drafter.shape.rows == 4 and drafter.shape.depth == 2
+    for text in ("[0]", "{}x", '[["a"]]', "[[1.5]]"):
+        path.write_text(text)
+        with pytest.raises(FasteagleError, match="tree file"):
+            read_tree(path)
+    with pytest.raises(FasteagleError, match="tree file .*nowhere"):
+        read_tree(tmp_path / "nowhere")
+
+
+def test_multi_round_needs_every_rank(tmp_path, model, checkpoint, head_dir):
+    path = tmp_path / "tree.json"
+    path.write_text("[[0], [2]]")
+    options = {"head": str(head_dir), "drafter": "eagle-static", "tree_file": str(path)}
+    assert drafter_for(model, checkpoint, **options)[0].shape.rows == 3
+    with pytest.raises(FasteagleError, match="skips a rank"):
+        drafter_for(model, checkpoint, **options, verify="multi-round")
+
+
+def test_a_drafter_can_be_resized_and_back(model, checkpoint, head_dir):
+    drafter, _ = drafter_for(model, checkpoint, head=str(head_dir), noise="none")
+    small = drafter.resized(1)
+    assert (small.shape.rows, small.shape.depth, small.noise) == (2, 1, "none")
+    assert drafter.resized(8).shape.rows == 9 and drafter.shape.depth == 3
+    with pytest.raises(FasteagleError, match="more than the"):
+        drafter.resized(500)
+
+
+def test_greedy_after_multi_round_is_greedy(model, checkpoint, head_dir):
+    """The sampled children of an answer must not decide the next, greedy one."""
+    drafter, _ = drafter_for(
+        model, checkpoint, head=str(head_dir), drafter="eagle-static", verify="multi-round"
+    )
+    engine = Engine(model, 512, drafter=drafter)
+
+    def answer(params, engine=engine):
+        return [t for ids in engine.generate([5, 9, 40, 7], params, 25) for t in ids]
+
+    answer(SamplingParams(1.0, seed=3))
+    assert answer(SamplingParams()) == answer(SamplingParams(), Engine(model, 512))
+
+
+# The command line
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_speculation_changes_no_byte_of_an_answer(chat, head_dir, temperature):
+    base = f"--max-new-tokens 30 --precision fp32 --seed 5 --temperature {temperature}".split()
+    expected = chat(*base, "--no-spec").stdout
+    for drafter in ("eagle", "fused", "eagle-static", "eagle-chain", "ngram"):
+        result = chat(*base, "--head", head_dir, "--drafter", drafter)
+        assert result.exit_code == 0, result.stderr
+        assert result.stdout == expected, drafter
+        assert "accepted" in result.stderr and "ms verify" in result.stderr
+    multi_round = ("--drafter", "eagle-static", "--verify", "multi-round")
+    other = chat(*base, "--head", head_dir, *multi_round)
+    assert other.exit_code == 0 and (other.stdout == expected) == (temperature == 0)
+
+
+def test_files_to_look_up_make_the_tree_a_fused_one(chat, head_dir, tmp_path):
+    (tmp_path / "notes.txt").write_text("a text that may be quoted")
+    base = ("--max-new-tokens", 30, "--precision", "fp32", "--head", head_dir)
+    result = chat(*base, "--lookup", tmp_path / "notes.txt")
+    assert result.exit_code == 0 and ": fused, " in result.stderr, result.stderr
+    assert result.stdout == chat(*base).stdout
+
+
+def test_accepted_text_can_be_coloured(chat, head_dir):
+    options = ("--max-new-tokens", 60, "--show-accepted", "--drafter", "ngram")
+    shown = chat("--head", head_dir, *options)
+    assert "\x1b[32m" in shown.stdout or "accepted 0/" in shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tree-depth", 0], "tree-depth 0"),
+        (["--tree-nodes", 99], "more than the"),
+        (["--tree-topk", 300, "--tree-nodes", 5], "draft vocabulary of 260"),
+        (["--drafter", "eagel"], "drafter 'eagel' is unknown"),
+        (["--draft-noise", "loud"], "draft-noise 'loud'"),
+        (["--verify", "multi-round"], "add --drafter eagle-static"),
+        (["--verify", "twice"], "verify 'twice'"),
+        (["--tree", "/nowhere.json"], "tree file /nowhere.json"),
+        (["--tree", "x.json", "--drafter", "ngram"], "drop --drafter ngram"),
+        (["--lookup-depth", 5, "--drafter", "eagle"], "add --drafter fused"),
+        (["--lookup-depth", 64, "--drafter", "fused"], "lookup-depth 64"),
+    ],
+)
+def test_bad_tree_options_cost_one_line(chat, head_dir, monkeypatch, options, message):
+    if "--tree-topk" not in options:  # the drafter itself refuses it
+        monkeypatch.setattr(opening, "load_model", lambda *a, **k: pytest.fail("the target loaded"))
+    result = chat("--head", head_dir, *options)
+    assert result.exit_code == 2 and result.stdout == ""
+    assert message in result.stderr.strip().splitlines()[-1]
+    assert "Traceback" not in result.stderr
+
+
+def test_a_head_is_refused_before_the_target_is_loaded(chat, tiny_dir, head_dir, monkeypatch):
+    monkeypatch.setattr(opening, "load_model", lambda *a, **k: pytest.fail("the target loaded"))
+    result = chat("--head", "/nowhere/head")
+    assert result.exit_code == 2 and "no such folder" in result.stderr
+    (head_dir / "model.safetensors").write_bytes(b"12")
+    for command in (["chat", "-p", "x"], ["tune"]):
+        arguments = [*command, "--model", str(tiny_dir), "--head", str(head_dir)]
+        result = CliRunner().invoke(cli.main, arguments)
+        assert result.exit_code == 2 and "damaged or truncated" in result.stderr
