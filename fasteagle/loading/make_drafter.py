@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from fasteagle.compile.cpu_backend import drafts_chains
 from fasteagle.compile.cpu_draft import can_draft
+from fasteagle.compile.proof import prove_drafting
 from fasteagle.config import HeadConfig, ModelConfig
 from fasteagle.device import short_of_memory, unless_short
 from fasteagle.drafting.base import Drafter, Tuning
@@ -60,6 +62,7 @@ class Drafting:
     head: HeadConfig | None
     documents: list[list[int]]
     draft_model: PreparedModel | None
+    strict: bool = False
 
     def drafter(
         self, name: str, engine: Engine, checkpoint: Checkpoint, notify: Callable[[str], None]
@@ -68,7 +71,7 @@ class Drafting:
         if self.draft_model is not None:
             return model_drafter(self.draft_model, engine, self.options, notify)
         return make_drafter(
-            name, engine, checkpoint, self.options, notify, self.loaded, self.documents
+            name, engine, checkpoint, self.options, notify, self.loaded, self.documents, self.strict
         )
 
 
@@ -88,7 +91,7 @@ def plan_drafting(
     if needs_head and not may_find_head(opened.name, opened.checkpoint):
         raise no_head(opened.name)
     documents = read_documents(options.lookup, opened.tokenizer, notify)
-    return Drafting(options, loaded, head, documents, draft_model)
+    return Drafting(options, loaded, head, documents, draft_model, runtime.strict)
 
 
 def check_draft(
@@ -133,6 +136,7 @@ def make_drafter(
     notify: Callable[[str], None],
     asked: LoadedHead | None = None,
     documents: Sequence[Sequence[int]] = (),
+    strict: bool = False,
 ) -> Drafter | None:
     """Make the drafter that `options` name; `notify` gets one line that describes it.
 
@@ -153,7 +157,7 @@ def make_drafter(
         return short_of_memory("loading the draft head", engine.device, lambda free: fix)
 
     return unless_short(
-        lambda: _drafter(name, engine, checkpoint, options, notify, asked, documents), tell
+        lambda: _drafter(name, engine, checkpoint, options, notify, asked, documents, strict), tell
     )
 
 
@@ -165,6 +169,7 @@ def _drafter(
     notify: Callable[[str], None],
     asked: LoadedHead | None,
     documents: Sequence[Sequence[int]],
+    strict: bool,
 ) -> Drafter | None:
     """Make the drafter of `make_drafter` without its report on short memory."""
     corpus = None
@@ -178,7 +183,7 @@ def _drafter(
     if loaded is None:
         loaded = _found_head(name, engine.model.config, options, identity, notify)
     if loaded is not None:
-        return _eagle(name, engine, checkpoint, options, loaded, identity, notify, corpus)
+        return _eagle(name, engine, checkpoint, options, loaded, identity, notify, corpus, strict)
     if options.drafter != "auto":
         raise no_head(name)
     notify("no draft head for this model: guessing from the context (n-grams) instead")
@@ -219,6 +224,7 @@ def _eagle(
     identity: str,
     notify: Callable[[str], None],
     corpus: Corpus | None,
+    strict: bool,
 ) -> Drafter:
     """Return the drafter of the draft head `loaded`, quantized where its target is."""
     scheme = checkpoint.scheme
@@ -239,8 +245,9 @@ def _eagle(
             dataclasses.replace(scheme, method="minmax") if judged else scheme,
             has_native(engine.model),
         )
+    prove_drafting(engine.backend, head, strict)
     quantized_on_cpu = scheme is not None and engine.on_cpu
-    native = engine.backend.name == "cpu"
+    native = drafts_chains(engine.backend)
     drafter = tree_drafter(head, options, engine.max_seq_len, quantized_on_cpu, corpus, native)
     auto = options.auto_tree or isinstance(drafter.shape, GatedChain)
     if auto and isinstance(drafter, EagleDrafter):
@@ -260,7 +267,7 @@ def _size(shape: AnyShape) -> str:
 def _ngram(
     engine: Engine, checkpoint: Checkpoint, options: DraftOptions, corpus: Corpus | None
 ) -> NgramDrafter:
-    native, reach = engine.backend.name == "cpu", options.lookup_depth
+    native, reach = drafts_chains(engine.backend), options.lookup_depth
     lookup = Lookup(corpus=corpus, device=engine.device)
     drafter = NgramDrafter(NGRAM_TOKENS if reach is None else reach, lookup)
     if native:
