@@ -10,7 +10,6 @@ Shapes: T rows, D model dim, E head dim, G KV heads, S cache slots.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import os
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fasteagle.compile.cycles import CycleCompiler
-from fasteagle.compile.locked import COMPILING
+from fasteagle.compile.graphs import COMPILING
 from fasteagle.decoding.context import MAX_TREE_ROWS
 from fasteagle.decoding.runner import Backend
 from fasteagle.drafting.draft_head import HeadDrafter
@@ -145,20 +144,12 @@ class BlockCompiler:
             if on_cpu and (reason := missing_compiler()):
                 raise RuntimeError(reason)
             with torch.no_grad():
-                self._warm_up_surely()
+                self._warm_up()
         except Exception as error:  # on any error the eager path still answers
             self.error = first_line(error, 200)
             self._backend.drop_compiled(self._heads)
         self.seconds = time.perf_counter() - start
         self._done.set()
-
-    def _warm_up_surely(self) -> None:
-        """Warm up; on CUDA try twice, since a graph capture in another thread forbids timing."""
-        if self._model.norm.weight.device.type == "cuda":
-            with contextlib.suppress(Exception):  # a second failure is reported
-                self._warm_up()
-                return
-        self._warm_up()
 
     @property
     def _heads(self) -> dict[EagleHead, Callable[..., Tensor]]:

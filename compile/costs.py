@@ -36,7 +36,7 @@ TABLE = 5  # version of the stored table; other versions are ignored
 def conditions(engine: Engine) -> dict[str, Any]:
     """Return the conditions of the costs: this engine, its drafter, its device and versions."""
     drafter = tunable(engine)
-    assert drafter is not None and drafter.tuning is not None, "costs are kept for such drafters"
+    assert drafter is not None and drafter.tuning is not None, "costs are stored for such drafters"
     return {
         "fasteagle": __version__,
         "table": TABLE,
@@ -55,8 +55,8 @@ def load_costs(path: Path, engine: Engine, notify: Callable[[str], None]) -> Cos
     """Return the costs stored for these conditions, or None; report a table that does not fit."""
     try:
         raw = json.loads(path.read_text("utf-8"))
-        found, mine = raw["conditions"], conditions(engine)
-        changed = [f"{k} {found.get(k)}, now {mine[k]}" for k in mine if found.get(k) != mine[k]]
+        stored, mine = raw["conditions"], conditions(engine)
+        changed = [f"{k} {stored.get(k)}, now {mine[k]}" for k in mine if stored.get(k) != mine[k]]
         if changed:
             notify(f"tuner: costs kept for another setting ({'; '.join(changed)}) are ignored")
             return None

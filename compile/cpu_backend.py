@@ -18,14 +18,13 @@ from fasteagle.decoding.runner import Advice, Backend, under_mask
 from fasteagle.drafting.base import Drafter
 from fasteagle.model import EagleHead, Ops, Target, Transformer
 from fasteagle.quant.cpu_linear import NativeNorm, in_huge_pages
-from fasteagle.quant.linear import use_references
 from fasteagle.state import CycleSpec
 
 
 class CpuBackend(Backend):
     """Backend of a target whose blocks all fit the C++ kernels; see `cpu_blocks.fits`."""
 
-    parts = frozenset(("products", "passes", "commits"))
+    parts = frozenset(("products", "passes", "commits", "drafting"))
 
     def __init__(self, model: Transformer, advice: Advice | None = None) -> None:
         in_huge_pages(model.modules())
@@ -58,17 +57,17 @@ class CpuBackend(Backend):
         return not fits(head.block)
 
     def step(self, head: EagleHead) -> Callable[..., tuple[Tensor, Tensor]] | None:
-        runs = fits(head.block) and "passes" not in self.left
+        runs = fits(head.block) and not self.left & {"passes", "drafting"}
         return native_step(head) if runs else super().step(head)
 
     def leave(self, part: str) -> None:
         super().leave(part)
-        if part == "products":
-            use_references(self.target.model)
         if part in ("products", "passes"):
             self.left.add("passes")
             self.target = self.core
             self._pieces = EAGER._replace(finish=self._pieces.finish)
+        elif part == "drafting":
+            self._pieces = self._pieces._replace(draft=EAGER.draft)
         else:
             self._pieces = self._pieces._replace(finish=EAGER.finish)
 
@@ -81,6 +80,11 @@ class CpuBackend(Backend):
 def runs_on_cpu(model: Transformer) -> bool:
     """Return whether the kernels can run this model's blocks."""
     return all(fits(block) for block in model.blocks)
+
+
+def drafts_chains(backend: Backend) -> bool:
+    """Return whether gated chains run: no kernel that drafts or verifies them failed."""
+    return backend.name == "cpu" and not backend.left & {"passes", "drafting"}
 
 
 def native_step(head: EagleHead) -> Callable[..., tuple[Tensor, Tensor]]:

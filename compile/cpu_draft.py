@@ -94,8 +94,9 @@ class NativeDraft:
             self._chains[rows, source] = Proposal.of(
                 tree._replace(sources=sources), extended=source == HEAD
             )
-        found = self._chains[rows, source]
-        return found._replace(tree=found.tree._replace(tokens=torch.cat((state.root, tokens))))
+        proposal = self._chains[rows, source]
+        tree = proposal.tree._replace(tokens=torch.cat((state.root, tokens)))
+        return proposal._replace(tree=tree)
 
 
 def look_up(state: DecodeState, drafter: FusedDrafter | NgramDrafter, reach: int) -> Tensor | None:

@@ -8,14 +8,13 @@ without kernels, the core's operations are replayed.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 
 from fasteagle.compile import cuda_ops, fixed_norm, int8_cache
-from fasteagle.compile.cuda_blocks import FusedBlocks, fits
-from fasteagle.compile.cuda_head import AttendingHead, FusedHead
+from fasteagle.compile.cuda_blocks import MAX_ROWS, MOST_UNNORMED, FusedBlocks, fits
 from fasteagle.compile.fixed_norm import keep_sums_finite
 from fasteagle.compile.graphs import CapturedRunner, CudaGraphs
 from fasteagle.compile.tree_attention import OPS, has_kernel, has_triton
@@ -24,11 +23,11 @@ from fasteagle.decoding import cycle
 from fasteagle.decoding.cycle import EAGER, Pieces, Proposal
 from fasteagle.decoding.runner import Advice, Backend, Runner
 from fasteagle.drafting.base import Drafter
-from fasteagle.drafting.draft_head import DraftOps, HeadDrafter, RankingDrafter
-from fasteagle.model import CORE, EagleHead, Ops, Output, Target, Transformer
+from fasteagle.drafting.draft_head import DraftOps, RankingDrafter
+from fasteagle.model import CORE, EagleHead, Ops, Output, Target, Transformer, as_mask
 from fasteagle.quant.cuda_linear import InterleavedLinear
-from fasteagle.quant.linear import use_references
 from fasteagle.state import CycleSpec, DecodeState
+from fasteagle.tree import TreeView
 
 
 def draft(state: DecodeState, drafter: Drafter | None, spec: CycleSpec) -> Proposal:
@@ -77,7 +76,7 @@ class CudaBackend(Backend):
     @property
     def parts(self) -> frozenset[str]:  # type: ignore[override]
         names = ["commits"] if self._has_triton else []
-        return frozenset(names + ["products", "passes"] * self._attends)
+        return frozenset(names + ["products", "passes", "drafting"] * self._attends)
 
     @property
     def core(self) -> Target:
@@ -86,8 +85,6 @@ class CudaBackend(Backend):
 
     def leave(self, part: str) -> None:
         super().leave(part)
-        if part == "products":
-            use_references(self.target.model)
         if part in ("products", "passes"):
             self.left.add("passes")
             self.target, self._attends, self._fuses = self.core, False, False
@@ -110,7 +107,7 @@ class CudaBackend(Backend):
 
     def _attends_head(self, head: EagleHead) -> bool:
         kernels = self._has_kernel(head.config.block, head.block.mlp_norm.weight)
-        return kernels and "passes" not in self.left
+        return kernels and not self.left & {"passes", "drafting"}
 
     def _has_kernel(self, config: ModelConfig, weight: Tensor) -> bool:
         return has_kernel(config, weight.dtype, weight.device)
@@ -121,28 +118,49 @@ class CudaBackend(Backend):
         return CapturedRunner(self, state, CudaGraphs(state.root.device))
 
     def draft_ops(self, drafter: RankingDrafter) -> DraftOps:
+        ops = super().draft_ops(drafter)
         if not self._has_triton or "commits" in self.left:
-            return super().draft_ops(drafter)
-        head = self._step(drafter.head) if isinstance(drafter, HeadDrafter) else None
-        return DraftOps(cuda_ops.top_children, cuda_ops.rerank, head)
+            return ops
+        return DraftOps(cuda_ops.top_children, cuda_ops.rerank, ops.head)
 
-    def _step(self, head: EagleHead) -> Callable[..., tuple[Tensor, Tensor]] | None:
-        """Return the function that runs a step of a draft head; None: the draft head itself."""
+    def step(self, head: EagleHead) -> Callable[..., tuple[Tensor, Tensor]] | None:
         if not self._attends_head(head):
             return super().step(head)
         keep_sums_finite(head, "draft head")
+        block = self._blocks.get(head) or functools.partial(head.block.forward, ops=OPS)
         if fits(head.block):
-            return FusedHead(head).forward
-        return AttendingHead(head, self._blocks.get(head)).forward
+            block = FusedBlocks([head.block]).run_alone
+            if head.config.eagle3 is None and isinstance(head.fc, InterleavedLinear):
+                head.fc.expect_range(MOST_UNNORMED)  # it reads the block's residual stream
+        return functools.partial(head.forward, block=_short_views(block))
 
     def describe(self) -> str:
-        parts: list[Any] = []
         if not self._has_triton:
-            parts.append("the core's operations: Triton is not installed")
+            what = "the core's operations: Triton is not installed"
         elif not self._attends:
-            parts.append("blocks by torch: no kernel for this dtype or head dim")
+            what = "blocks by torch: no kernel for this dtype or head dim"
         elif self._fuses:
-            parts.append("fused blocks and tree attention by Triton kernels")
+            what = "fused blocks and tree attention by Triton kernels"
         else:
-            parts.append("tree attention by Triton kernels, blocks by the core")
-        return f"{super().describe()}: {', '.join(parts)}" + (", replayed" * self._replays)
+            what = "tree attention by Triton kernels, blocks by the core"
+        return f"{super().describe()}: {what}" + ", replayed" * self._replays
+
+
+def _short_views(block: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the block of a draft head, with masks for views of more rows than kernels take."""
+
+    def run(
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        visible: Tensor | TreeView,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        entry: Tensor | None = None,
+    ) -> Tensor:
+        if len(x) > MAX_ROWS:  # the end of a prompt
+            visible = as_mask(visible, k_cache.shape[1])
+        return block(x, cos, sin, slots, visible, k_cache, v_cache, entry)
+
+    return run

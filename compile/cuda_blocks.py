@@ -4,14 +4,16 @@ A block of 4-bit weights is eight launches: norm, query-key-value, two of attent
 RoPE and the new keys), output, norm, gate and up, down. It takes one more where gate and up are
 split along K, and one where attention heads have norms or more than 128 columns. The partial sums
 of a split product are added up by the kernel that reads them. The core runs passes under a mask
-(prefill).
+(prefill). The block of a draft head runs alone, between the layers of `EagleHead.forward`.
 
 Shapes: T rows, D model dim, E head dim, G KV heads, S cache slots.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +25,6 @@ from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.quant.interleaved import InterleavedWeight
 from fasteagle.tree import TreeView
 
-TENSORS = 13  # tensors of one block that the kernels read
-FORMATS = 4  # numbers that describe a packed weight
 MAX_ROWS = 64  # limit of the product kernels
 # Limit of the residual stream that EAGLE-1/2's block reads, which no norm bounds: larger values are
 # clamped, or fp16 accumulation of 128 products might be infinite, and infinite logits select no
@@ -34,7 +34,50 @@ MAX_ROWS = 64  # limit of the product kernels
 # values, which are in range up to 500 even if all 128 are equal. The inputs of `down` have their
 # own scales. The norms are checked when a model is loaded (`fixed_norm.keep_sums_finite`).
 MOST_UNNORMED = 511.75
+LARGEST_FEATURE = 65280.0  # in fp16 and in bf16; the next number of bf16 is infinite in fp16
 COLUMNS = 64  # a linear's inputs are a multiple of it
+
+
+class Rows(NamedTuple):
+    """Rows of a tree, in the order in which the op takes them."""
+
+    cos: Tensor  # [T, 1, E]
+    sin: Tensor  # [T, 1, E]
+    slots: Tensor  # [T], slots of the cache
+    seq_len: Tensor  # the view's, see `TreeView`
+    paths: Tensor
+    depths: Tensor
+
+
+class BlockTensors(NamedTuple):
+    """Tensors of one block that the kernels read; parts that it lacks are empty."""
+
+    attention_norm: Tensor
+    qkv: Tensor
+    qkv_params: Tensor
+    qkv_bias: Tensor
+    q_norm: Tensor
+    k_norm: Tensor
+    out: Tensor
+    out_params: Tensor
+    mlp_norm: Tensor
+    gate_up: Tensor
+    gate_up_params: Tensor
+    down: Tensor
+    down_params: Tensor
+
+
+N_TENSORS = len(BlockTensors._fields)
+N_NUMBERS = 16  # numbers that describe the four packed weights of a block
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Settings that all blocks of a model share, and the window of its attention."""
+
+    eps: float
+    accumulate: str  # dtype of the sum within a group
+    window: int  # 0: none
 
 
 def fits(block: Block) -> bool:
@@ -52,25 +95,19 @@ def fits(block: Block) -> bool:
 
 
 class FusedBlocks:
-    """Weights of blocks for the kernels: `TENSORS` tensors of each, and their formats."""
+    """Weights of blocks for the kernels: tensors of each and their formats, in two lists."""
 
     def __init__(self, blocks: Sequence[Block], masked: Ops = OPS) -> None:
         """Collect the weights of `blocks`; the core runs passes under a mask, by ops `masked`."""
         assert all(fits(block) for block in blocks), "see fits"
         for block in blocks:
             block.mlp.gate_up.pair_halves()
-        self._masked = masked
-        found = [_tensors(block) for block in blocks]
-        self._tensors = [tensor for tensors, _ in found for tensor in tensors]
-        self._formats = [number for _, formats in found for number in formats]
+        self._blocks, self._masked = blocks, masked
+        self._tensors = [tensor for block in blocks for tensor in _tensors(block)]
+        self._formats = [number for block in blocks for number in _formats(block)]
         self._index = {id(block): i for i, block in enumerate(blocks)}
         self._eps = blocks[0].mlp_norm.eps
-        self._accumulate = blocks[0].attention.qkv.accumulate
-
-    @property
-    def weights(self) -> tuple[list[Tensor], list[int], float, str]:
-        """Tensors and formats of all blocks, the norms' eps, and the dtype of accumulation."""
-        return self._tensors, self._formats, self._eps, self._accumulate
+        self.accumulate = blocks[0].attention.qkv.accumulate
 
     def run(
         self,
@@ -81,43 +118,76 @@ class FusedBlocks:
         sin: Tensor,
         slots: Tensor,
         view: Tensor | TreeView,
+        entry: Tensor | None = None,
     ) -> Tensor:
         """Return the residual stream [T, D] after `blocks`, which write into their `layers`."""
         if isinstance(view, Tensor) or x.shape[0] > MAX_ROWS:
+            assert entry is None, "see run_alone"
             return run_blocks(blocks, layers, x, cos, sin, slots, view, self._masked)
-        caches = [cache for layer in layers for cache in layer]
         first = self._index[id(blocks[0])]
         last = first + len(blocks)
-        seen = (view.seq_len, view.paths, view.depths, view.window or 0)
         return fused_blocks(
             x,
-            cos,
-            sin,
-            slots,
-            *seen,
-            caches,
-            self._tensors[TENSORS * first : TENSORS * last],
-            self._formats[4 * FORMATS * first : 4 * FORMATS * last],
+            entry,
+            [cos, sin, slots, view.seq_len, view.paths, view.depths],  # Rows
+            [cache for layer in layers for cache in layer],
+            self._tensors[N_TENSORS * first : N_TENSORS * last],
+            self._formats[N_NUMBERS * first : N_NUMBERS * last],
             self._eps,
-            self._accumulate,
+            self.accumulate,
+            view.window or 0,
         )
 
+    def run_alone(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        visible: Tensor | TreeView,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        entry: Tensor | None = None,
+    ) -> Tensor:
+        """Run the single block of a draft head; see `Block.forward`."""
+        rows = cos, sin, slots, visible
+        if isinstance(visible, Tensor):
+            y: Tensor = self._blocks[0](x, *rows, k_cache, v_cache, entry, self._masked)
+            return y
+        x = x.clamp(-LARGEST_FEATURE, LARGEST_FEATURE)  # no norm bounds it in EAGLE-1/2
+        entry = None if entry is None else entry.half()
+        y = self.run(self._blocks, [(k_cache, v_cache)], x, *rows, entry)
+        return y.clamp(-LARGEST_FEATURE, LARGEST_FEATURE)
 
-def _tensors(block: Block) -> tuple[list[Tensor], list[int]]:
-    """Return tensors and formats of a block; parts that the block lacks are empty tensors."""
+
+def _tensors(block: Block) -> BlockTensors:
     attention, mlp = block.attention, block.mlp
-    linears = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
-    qkv, out, gate_up, down = ([linear.words, linear.params] for linear in linears)
-    bias = torch.empty(0) if attention.qkv.bias is None else attention.qkv.bias.detach()
-    norms = _scale(attention.q_norm), _scale(attention.k_norm)
-    tensors = [_scale(block.attention_norm), *qkv, bias, *norms, *out]
-    tensors += [_scale(block.mlp_norm), *gate_up, *down]
-    assert len(tensors) == TENSORS, "as `_Weights` reads them"
-    formats = []
-    for linear in linears:
+    bias = attention.qkv.bias
+    return BlockTensors(
+        attention_norm=_scale(block.attention_norm),
+        qkv=attention.qkv.words,
+        qkv_params=attention.qkv.params,
+        qkv_bias=torch.empty(0) if bias is None else bias.detach(),
+        q_norm=_scale(attention.q_norm),
+        k_norm=_scale(attention.k_norm),
+        out=attention.out.words,
+        out_params=attention.out.params,
+        mlp_norm=_scale(block.mlp_norm),
+        gate_up=mlp.gate_up.words,
+        gate_up_params=mlp.gate_up.params,
+        down=mlp.down.words,
+        down_params=mlp.down.params,
+    )
+
+
+def _formats(block: Block) -> list[int]:
+    """Return K, bits, group size and offsets of each linear."""
+    attention, mlp = block.attention, block.mlp
+    numbers = []
+    for linear in (attention.qkv, attention.out, mlp.gate_up, mlp.down):
         bits, group_size, offsets = linear.format
-        formats += [linear.in_features, bits, group_size, int(offsets)]
-    return tensors, formats
+        numbers += [linear.in_features, bits, group_size, int(offsets)]
+    return numbers
 
 
 def _scale(norm: nn.Module) -> Tensor:
@@ -127,49 +197,26 @@ def _scale(norm: nn.Module) -> Tensor:
     return torch.empty(0)
 
 
-class _Weights:
-    """Weights of one block, from its part of the lists of `FusedBlocks`."""
-
-    def __init__(self, tensors: Sequence[Tensor], formats: Sequence[int]) -> None:
-        found: list[Tensor | None] = [t if t.numel() else None for t in tensors]
-        self.attention_norm, self.mlp_norm = found[0], tensors[8]  # the first may be missing
-        self.vectors = found[3], found[4], found[5]
-        places = (1, 6, 9, 11)  # index of each linear's words, which its params follow
-        self.qkv, self.out, self.gate_up, self.down = (
-            packed(tensors[at], tensors[at + 1], formats[FORMATS * i : FORMATS * (i + 1)])
-            for i, at in enumerate(places)
-        )
-
-
-def packed(words: Tensor, params: Tensor, format: Sequence[int]) -> InterleavedWeight:
-    """Return a weight whose N is rounded up to whole blocks of columns; the padding is not read."""
-    K, bits, group_size, offsets = format
-    return InterleavedWeight(words, params, words.shape[1], K, bits, group_size, bool(offsets))
-
-
 @torch.library.custom_op("fasteagle::fused_blocks", mutates_args=("caches",), device_types="cuda")
 def fused_blocks(
     x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    slots: Tensor,
-    seq_len: Tensor,
-    paths: Tensor,
-    depths: Tensor,
-    window: int,
+    entry: Tensor | None,
+    rows: Sequence[Tensor],
     caches: Sequence[Tensor],
     tensors: Sequence[Tensor],
     formats: Sequence[int],
     eps: float,
     accumulate: str,
+    window: int,
 ) -> Tensor:
-    """Run blocks over the rows of a tree, fp32 x [T, D]; see `FusedBlocks.run`.
+    """Run blocks over the `Rows` of a tree, fp32 x [T, D]; see `FusedBlocks.run`.
 
-    A row's bits depend on the keys that it sees and on itself alone, not on the other rows.
+    `entry`, in fp16, is what the attention of the first block reads instead of its normed input. A
+    row's bits depend on the keys that it sees and on itself alone, not on the other rows.
     """
-    view = TreeView(seq_len, paths, depths, window or None)
+    settings = Settings(eps, accumulate, window)
     with on_device_of(x):
-        return launch_blocks(x, (cos, sin, slots), view, caches, tensors, formats, eps, accumulate)
+        return launch_blocks(x, entry, Rows(*rows), caches, tensors, formats, settings)
 
 
 @fused_blocks.register_fake
@@ -179,97 +226,95 @@ def _fake(x: Tensor, *rest: object) -> Tensor:
 
 def launch_blocks(
     x: Tensor,
-    rows: tuple[Tensor, Tensor, Tensor],
-    view: TreeView,
+    entry: Tensor | None,
+    rows: Rows,
     caches: Sequence[Tensor],
     tensors: Sequence[Tensor],
     formats: Sequence[int],
-    eps: float,
-    accumulate: str,
+    settings: Settings,
 ) -> Tensor:
     """Launch the kernels of `fused_blocks`, on CUDA or in Triton's interpreter."""
-    from fasteagle.compile.kernels import block_kernels as kernels  # Triton exists where CUDA does
+    from fasteagle.compile.kernels.block_kernels import add, add_norm  # Triton exists with CUDA
 
-    weights = tensors, formats
-    x, parts = launch_up_to_last_sum(x, None, rows, view, caches, weights, eps, accumulate, None)
-    return kernels.add(x, parts)
-
-
-def launch_up_to_last_sum(
-    x: Tensor,
-    parts: Tensor | None,
-    rows: tuple[Tensor, Tensor, Tensor],
-    view: TreeView,
-    caches: Sequence[Tensor],
-    weights: tuple[Sequence[Tensor], Sequence[int]],
-    eps: float,
-    accumulate: str,
-    entry: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Run blocks; return x [T, D] and `parts` [S, T, D], whose total is the residual stream.
-
-    The input is such a pair too, or x alone; with `parts`, x may be one row [D].
-    """
-    from fasteagle.compile.kernels import block_kernels as kernels
-
-    tensors, formats = weights
-    n_blocks = len(tensors) // TENSORS
-    for i in range(n_blocks):
-        block = _Weights(
-            tensors[TENSORS * i : TENSORS * (i + 1)],
-            formats[4 * FORMATS * i : 4 * FORMATS * (i + 1)],
-        )
-        k_cache, v_cache = caches[2 * i : 2 * i + 2]
-        if entry is None:
-            scale = block.attention_norm
+    eps, parts, half = settings.eps, None, torch.float16
+    for i in range(len(tensors) // N_TENSORS):
+        weights = BlockTensors(*tensors[N_TENSORS * i : N_TENSORS * (i + 1)])
+        qkv, out, gate_up, down = _packed(weights, formats[N_NUMBERS * i : N_NUMBERS * (i + 1)])
+        normed = entry
+        if normed is None:
+            scale = _or_none(weights.attention_norm)
             limit = 0.0 if scale is not None else MOST_UNNORMED
-            x, normed = kernels.add_norm(x, parts, scale, eps, torch.float16, limit)
-        else:
-            normed = entry
-        parts = _attention(normed, block, rows, view, k_cache, v_cache, eps, accumulate)
-        x, normed = kernels.add_norm(x, parts, block.mlp_norm, eps, torch.float16)
-        parts = _mlp(normed, block, accumulate)
+            x, normed = add_norm(x, parts, scale, eps, half, limit)
+        k_cache, v_cache = caches[2 * i : 2 * i + 2]
+        parts = _attention(normed, weights, qkv, out, rows, k_cache, v_cache, settings)
+        x, normed = add_norm(x, parts, weights.mlp_norm, eps, half)
+        parts = _mlp(normed, gate_up, down, settings.accumulate)
+        entry = None
     assert parts is not None, "at least one block"
-    return x, parts
+    return add(x, parts)
+
+
+def _packed(weights: BlockTensors, formats: Sequence[int]) -> list[InterleavedWeight]:
+    """Return the four weights; N is rounded up to whole blocks of columns that are not read."""
+    pairs = (
+        (weights.qkv, weights.qkv_params),
+        (weights.out, weights.out_params),
+        (weights.gate_up, weights.gate_up_params),
+        (weights.down, weights.down_params),
+    )
+    packed = []
+    for i, (words, params) in enumerate(pairs):
+        K, bits, group_size, offsets = formats[4 * i : 4 * i + 4]
+        N = words.shape[1]
+        packed.append(InterleavedWeight(words, params, N, K, bits, group_size, bool(offsets)))
+    return packed
+
+
+def _or_none(tensor: Tensor) -> Tensor | None:
+    return tensor if tensor.numel() else None
 
 
 def _attention(
     normed: Tensor,
-    weights: _Weights,
-    rows: tuple[Tensor, Tensor, Tensor],
-    view: TreeView,
+    weights: BlockTensors,
+    qkv: InterleavedWeight,
+    out: InterleavedWeight,
+    rows: Rows,
     k_cache: Tensor,
     v_cache: Tensor,
-    eps: float,
-    accumulate: str,
+    settings: Settings,
 ) -> Tensor:
     """Return partial sums [S, T, D] of the attention layer's addition to the residual stream."""
     from fasteagle.compile.kernels import block_kernels, tree_kernels
     from fasteagle.quant import kernels
 
-    parts = kernels.partial_sums(normed, weights.qkv, accumulate)
-    E = rows[0].shape[2]
-    n_head, dtype = weights.out.K // E, weights.mlp_norm.dtype
-    bias, *norms = weights.vectors
+    view = TreeView(rows.seq_len, rows.paths, rows.depths, settings.window or None)
+    parts = kernels.partial_sums(normed, qkv, settings.accumulate)
+    E = rows.cos.shape[2]
+    bias, q_norm = _or_none(weights.qkv_bias), _or_none(weights.q_norm)
+    new = tree_kernels.Unrotated(
+        parts, bias, rows.cos, rows.sin, rows.slots, out.K // E, weights.mlp_norm.dtype
+    )
     # Norms of attention heads are sums, whose order must not depend on the block of rows.
-    if norms[0] is None and E <= tree_kernels.MAX_ROPE_DIM:
-        new = tree_kernels.Unrotated(parts, bias, *rows, n_head, dtype)
+    if q_norm is None and E <= tree_kernels.MAX_ROPE_DIM:
         y = tree_kernels.rope_attention(new, k_cache, v_cache, view, torch.float16)
     else:
-        vectors = weights.vectors
-        q = block_kernels.rope(parts, vectors, *rows, k_cache, v_cache, n_head, eps, dtype)
-        y = tree_kernels.tree_attention(q, k_cache, v_cache, *view, out_rows=torch.float16)
-    return kernels.partial_sums(y, weights.out, accumulate)
+        norms = q_norm, _or_none(weights.k_norm)
+        q = block_kernels.rope(new, norms, k_cache, v_cache, settings.eps)
+        y = tree_kernels.tree_attention(q, k_cache, v_cache, view, torch.float16)
+    return kernels.partial_sums(y, out, settings.accumulate)
 
 
-def _mlp(normed: Tensor, weights: _Weights, accumulate: str) -> Tensor:
+def _mlp(
+    normed: Tensor, gate_up: InterleavedWeight, down: InterleavedWeight, accumulate: str
+) -> Tensor:
     """Return partial sums [S, T, D] of the feed-forward layer's addition to the residual stream."""
     from fasteagle.compile.kernels import block_kernels
     from fasteagle.quant import kernels
 
-    found = kernels.gated(normed, weights.gate_up, accumulate)
-    if found is None:
-        parts = kernels.partial_sums(normed, weights.gate_up, accumulate)
-        found = block_kernels.gate(parts, accumulate)
-    values, scales = found
-    return kernels.partial_sums(values, weights.down, accumulate, scales)
+    gated = kernels.gated(normed, gate_up, accumulate)
+    if gated is None:
+        parts = kernels.partial_sums(normed, gate_up, accumulate)
+        gated = block_kernels.gate(parts, accumulate)
+    values, scales = gated
+    return kernels.partial_sums(values, down, accumulate, scales)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasteagle.compile.locked import COMPILING
+from fasteagle.compile.graphs import COMPILING
 from fasteagle.decoding.cycle import EAGER, Pieces, Proposal
 from fasteagle.decoding.runner import may_be_shorter
 from fasteagle.drafting.base import Drafter

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections import deque
+import threading
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fasteagle.compile.ahead import compile_ahead
-from fasteagle.compile.locked import COMPILING
+from fasteagle.compile.precompile import compile_ahead
 from fasteagle.decoding.cycle import Pieces, decode_cycle
 from fasteagle.decoding.runner import Backend, Done, Runner, head_config
 from fasteagle.drafting.base import Drafter
@@ -25,36 +25,15 @@ from fasteagle.logits import LogitsProcessor
 from fasteagle.multi_round import accept_sampled
 from fasteagle.state import CycleSpec, DecodeState
 
+# Held during a capture, and during the first run of compiled code: compilation times code, and
+# timing waits for the whole device, which spoils a capture in another thread.
+COMPILING = threading.RLock()
 WARM_UPS = 3  # runs before capture: kernels compile, libraries choose, workspaces are made
-TRIES = 2  # attempts at a capture
 # Consecutive failures of a variant, with any code: each leaves a pool in torch's allocator of
 # page-locked memory.
 MOST_FAILURES = 4
 MOST_KINDS = 2  # sampling modes whose graphs are stored; the oldest is dropped
 TIMED_REPLAYS = 5
-
-
-class Place(Protocol):
-    """Buffer on the host that a result is copied to."""
-
-    def fill(self, result: Tensor) -> None:
-        """Begin to copy `result`, after the work launched so far."""
-
-    def read(self) -> list[int]:
-        """Wait for the copy and return its values."""
-
-
-class Graphs(Protocol):
-    """Device that can record a step and run it again."""
-
-    def capture(self, step: Callable[[], None], restore: Callable[[], None]) -> Callable[[], None]:
-        """Return a function that runs `step` again; `restore` undoes the changes of a run."""
-
-    def place(self, result: Tensor) -> Place: ...
-
-    def synchronize(self) -> None: ...
-
-    def milliseconds(self, replay: Callable[[], None]) -> float: ...
 
 
 class CudaGraphs:
@@ -68,7 +47,10 @@ class CudaGraphs:
         self._anchor: Callable[[], None] | None = None
 
     def capture(self, step: Callable[[], None], restore: Callable[[], None]) -> Callable[[], None]:
-        """Capture `step`; after a failed capture the next one uses a new stream and a new pool."""
+        """Return a function that runs `step` again; `restore` undoes the changes of a run.
+
+        After a failed capture the next one uses a new stream and a new pool.
+        """
         side = self._side
         side.wait_stream(torch.cuda.current_stream(self._device))
         try:
@@ -114,7 +96,7 @@ class CudaGraphs:
         self._pool = self._anchor = None
         self._side = torch.cuda.Stream(self._device)  # the old one may be left in capture mode
 
-    def place(self, result: Tensor) -> Place:
+    def place(self, result: Tensor) -> PinnedPlace:
         return PinnedPlace(result)
 
     def synchronize(self) -> None:
@@ -136,17 +118,19 @@ def _index(device: torch.device) -> int:
 
 
 class PinnedPlace:
-    """Page-locked memory, with an event recorded after the copy into it."""
+    """Page-locked memory that a result is copied to, with an event recorded after the copy."""
 
     def __init__(self, result: Tensor) -> None:
         self._host = torch.empty_like(result, device="cpu").pin_memory()
         self._event = torch.cuda.Event()
 
     def fill(self, result: Tensor) -> None:
+        """Begin to copy `result`, after the work launched so far."""
         self._host.copy_(result, non_blocking=True)
         self._event.record(torch.cuda.current_stream(result.device))
 
     def read(self) -> list[int]:
+        """Wait for the copy and return its values."""
         self._event.synchronize()
         return self._host.tolist()
 
@@ -157,21 +141,21 @@ class CapturedRunner(Runner):
     ahead = 1
     fixed_addresses = True
 
-    def __init__(self, backend: Backend, state: DecodeState, graphs: Graphs) -> None:
+    def __init__(self, backend: Backend, state: DecodeState, graphs: CudaGraphs) -> None:
         super().__init__(backend, state)
         self._graphs = graphs
         self._replays: dict[Any, Callable[[], None] | None] = {}  # None: not captured
-        self._failures: dict[Any, list[str]] = {}  # consecutive ones, by drafter and spec
+        self._failures: Counter[Any] = Counter()  # consecutive ones, by drafter and spec
         self._kinds: list[Any] = []
         self._rows_ahead: set[int] = set()  # numbers of rows whose kernels are compiled
         # One place is filled while the other is read.
         self._free = deque(graphs.place(state.result) for _ in range(self.ahead + 1))
-        self._launched: deque[Place] = deque()
+        self._launched: deque[PinnedPlace] = deque()
 
     def adopt(self, drafter: Drafter) -> None:
         # Keys hold their drafter: keys of a replaced drafter would keep its draft head in memory.
-        kept = {key: said for key, said in self._failures.items() if key[0] in (None, drafter)}
-        self._failures = kept
+        failures = self._failures.items()
+        self._failures = Counter({key: n for key, n in failures if key[0] in (None, drafter)})
         super().adopt(drafter)
 
     def _key(self, spec: CycleSpec, drafter: Drafter | None) -> Any:
@@ -207,10 +191,9 @@ class CapturedRunner(Runner):
             self._replays = {k: v for k, v in self._replays.items() if k[1].kind != oldest}
 
     def _captured(self, spec: CycleSpec, drafter: Drafter | None) -> Callable[[], None] | None:
-        if spec.accept is accept_sampled:  # it reads values on the host
-            return None
-        failures = self._failures.get((drafter, spec), [])
-        if len(failures) >= MOST_FAILURES:
+        variant = drafter, spec
+        # Multi-round sampling reads values on the host.
+        if spec.accept is accept_sampled or self._failures[variant] >= MOST_FAILURES:
             return None
         advanced = [*self.state.advanced, *([] if drafter is None else drafter.advanced)]
         before = [tensor.clone() for tensor in advanced]
@@ -226,38 +209,40 @@ class CapturedRunner(Runner):
             decode_cycle(self.state, self.backend.target, drafter, spec, pieces)
 
         try:
-            replay = self._capture(step, restore, failures)
-            self._failures.pop((drafter, spec), None)
-            return replay
+            return self._capture(step, restore, variant)
         except Exception as error:  # on any error the step itself still works
-            self._failures[drafter, spec] = failures
-            self.error = failures[-1]
+            self.error = first_line(error, 200)
             if is_out_of_memory(error) and (advice := self.backend.advised(head_config(drafter))):
                 self.error += f": {advice}"
-            if len(failures) >= MOST_FAILURES:
-                self.error += f" (failed {len(failures)} times, not tried again)"
+            if (n := self._failures[variant]) >= MOST_FAILURES:
+                self.error += f" (failed {n} times, not tried again)"
             return None
         finally:
             restore()
 
     def _capture(
-        self, step: Callable[[], Any], restore: Callable[[], None], failures: list[str]
+        self, step: Callable[[], Any], restore: Callable[[], None], variant: Any = (None, None)
     ) -> Callable[[], None]:
-        """Capture `step` in two attempts, as a wait for the device in another thread spoils one.
+        """Capture `step` in two attempts, as a wait for the device in another thread spoils one."""
+        try:
+            replay = self._try_capture(step, restore, variant)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            restore()
+            replay = self._try_capture(step, restore, variant)
+        self._failures.pop(variant, None)
+        return replay
 
-        The reason of each failure is appended to `failures`.
-        """
-        for tries_left in reversed(range(TRIES)):
-            try:
-                with COMPILING:
-                    return self._graphs.capture(step, restore)
-            except Exception as error:
-                reason = first_line(error, 200)
-                failures.append(reason)
-                if not tries_left or is_out_of_memory(error):
-                    raise
-                restore()
-        raise AssertionError("the last try returns or raises")
+    def _try_capture(
+        self, step: Callable[[], Any], restore: Callable[[], None], variant: Any
+    ) -> Callable[[], None]:
+        try:
+            with COMPILING:
+                return self._graphs.capture(step, restore)
+        except Exception:
+            self._failures[variant] += 1
+            raise
 
     @property
     def captured(self) -> int:
@@ -304,7 +289,7 @@ class CapturedRunner(Runner):
 
     def timed(self, work: Callable[[], Any], restore: Callable[[], None]) -> float:
         """Return the milliseconds of `work` in replay."""
-        replay = self._capture(work, restore, [])
+        replay = self._capture(work, restore)
         times = []
         for _ in range(TIMED_REPLAYS):
             restore()

@@ -112,8 +112,7 @@ class Measurement:
             return works
         has_head = isinstance(drafter, HeadDrafter)
         if isinstance(drafter.shape, GatedChain):
-            native = NativeChain(drafter.head) if isinstance(drafter, EagleDrafter) else None
-            works["chain"] = {levels: work(self._chain, native, levels) for levels in (1, LONGEST)}
+            works["chain"] = {levels: work(self._chain, levels) for levels in (1, LONGEST)}
             if drafter.looks_up:
                 works["lookup"] = {0: self._look_up}
             return works
@@ -126,14 +125,17 @@ class Measurement:
                 works[name] = {k: work(self.draft, self._small_tree(depth, k)) for k in widths}
         return works
 
-    def _chain(self, native: NativeChain | None, levels: int) -> float:
+    def _chain(self, levels: int) -> float:
         """Return the milliseconds of a chain of `levels` tokens by the draft head, 0 without."""
-        drafter = self._drafter
-        if native is None or not isinstance(drafter, EagleDrafter):
+        engine, drafter = self._engine, self._drafter
+        if not isinstance(drafter, EagleDrafter):
             return 0.0
-        state, endless = self._engine.state, Thresholds((0.0,), (0.0,))
+        shape = GatedChain(levels)
+        if not engine.backend.drafts(drafter, engine.spec(shape, self._kind)):
+            return self.draft(shape)
+        native, endless = NativeChain(drafter.head), Thresholds((0.0,), (0.0,))
         self.verify(1)  # see `draft`
-        work = functools.partial(native.draft, state, drafter, 2, levels, endless)
+        work = functools.partial(native.draft, engine.state, drafter, 2, levels, endless)
         return self._timed(work, drafter.shape)
 
     def _look_up(self) -> float:

@@ -17,28 +17,39 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fasteagle.decoding.cycle import EAGER, Proposal
 from fasteagle.decoding.runner import Backend
 from fasteagle.device import cpu_field, device_name
+from fasteagle.drafting.draft_head import DraftOps
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.policy import Thresholds
 from fasteagle.errors import FasteagleError, first_line, note
-from fasteagle.model import Output, Target
+from fasteagle.model import EagleHead, Output, Target
 from fasteagle.options import SamplingParams
 from fasteagle.paths import cache_dir, write_atomic
 from fasteagle.quant.cpu_linear import NativeLinear
 from fasteagle.quant.cuda_linear import InterleavedLinear
+from fasteagle.quant.linear import use_references
 from fasteagle.sampling import SamplingMode
-from fasteagle.shapes import TreeShape
+from fasteagle.shapes import GatedChain, TreeShape
 from fasteagle.state import CycleSpec, DecodeState
 from fasteagle.tree import DraftTree
 
 ROWS = 4  # rows of each product
 COLUMNS = 64  # columns of a product that are compared
 TOLERANCE = 0.02  # for products: 8-bit activations, or fp16 accumulation
-PASS_TOLERANCE = 0.1  # for logits, in which the roundings of all blocks add up
+# Three times the largest error that activations in 8 bits make in the core itself, in passes and
+# drafts of the default model at int4 and int8. The kernels differ from the core by at most 0.027,
+# 0.038 and 0.085: roundings turn over where sums differ in their last bits.
+PASS_TOLERANCE = 0.06  # for logits after all blocks; 16 passes: 0.005 to 0.021
+STEP_TOLERANCE = 0.1  # for draft logits; 16 chains of 4 levels: 0.012 to 0.033
+CHAIN_TOLERANCE = 0.25  # for path probabilities of 3 levels; 16 chains: 0.003 to 0.085
 SLOTS = 256
 PREFIX = 16  # committed tokens of the pass
+PENDING = 3  # committed pairs that the draft head reads first
+LEVELS = 3  # tokens of the chain that it drafts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,43 +75,73 @@ def prove(backend: Backend, strict: bool = False) -> None:
 
     Raises `FasteagleError` for a failure if `strict`.
     """
-    if not backend.parts:
+    if backend.parts:
+        _prove(backend, backend.target.model, _conditions(backend), lambda: checks(backend), strict)
+
+
+def prove_drafting(backend: Backend, head: EagleHead, strict: bool = False) -> None:
+    """Check the kernels that run a draft head, as `prove` does."""
+    if "drafting" not in backend.parts:
         return
-    stamp = cache_dir() / "proofs" / f"{_digest(_conditions(backend))}.json"
-    failures = _kept(stamp)
+    conditions = _conditions(backend) | {"head": repr(head.config), "linears": _linears(head)}
+    _prove(backend, head, conditions, lambda: drafting_checks(backend, head), strict)
+
+
+def _prove(
+    backend: Backend,
+    module: nn.Module,
+    conditions: dict[str, Any],
+    checked: Callable[[], Iterator[Check]],
+    strict: bool,
+) -> None:
+    """Run the checks unless a result is stored; products of `module` are torch's if they fail."""
+    stamp = cache_dir() / "proofs" / f"{_digest(conditions)}.json"
+    failures = _stored(stamp)
     if failures is None:
+        failures = {}
         with torch.no_grad():
-            results = {check.part: check.failure() for check in checks(backend)}
-        failures = {part: reason for part, reason in results.items() if reason is not None}
+            for check in checked():
+                reason = None if check.part in failures else check.failure()
+                if reason is not None:
+                    failures[check.part] = reason
         write_atomic(stamp, (json.dumps(failures) + "\n").encode())
     for part, reason in failures.items():
         line = f"{part} of backend {backend.name} failed on {device_name(_device(backend))}"
         if strict:
             raise FasteagleError(f"{line} ({reason}): leave out --strict to run it by torch")
         note(f"warning: {line} ({reason}): run by torch instead")
+        if part in ("products", "drafting"):
+            use_references(module)
         backend.leave(part)
 
 
 def checks(backend: Backend) -> Iterator[Check]:
-    """Yield a check of each part that kernels run; products come first, since passes use them."""
+    """Yield a check of each part of a target; products come first, since passes use them."""
     if "products" in backend.parts:
-        yield Check("products", TOLERANCE, lambda: _products(backend))
+        yield Check("products", TOLERANCE, lambda: _products(backend.target.model))
     if "passes" in backend.parts:
         yield Check("passes", PASS_TOLERANCE, lambda: _passes(backend))
     if "commits" in backend.parts:
         yield Check("commits", 0.0, lambda: _commits(backend))
 
 
-def _products(backend: Backend) -> tuple[Tensor, Tensor]:
-    """Return a few columns of one product of each kind, by the backend and by the core."""
+def drafting_checks(backend: Backend, head: EagleHead) -> Iterator[Check]:
+    """Yield the checks of a draft head: its products, its steps, and a chain in one call."""
+    yield Check("drafting", TOLERANCE, lambda: _products(head))
+    yield Check("drafting", STEP_TOLERANCE, lambda: _steps(backend, head))
+    yield Check("drafting", CHAIN_TOLERANCE, lambda: _chain(backend, head))
+
+
+def _products(module: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return a few columns of one product of each kind in `module`, by kernels and in fp32."""
     kinds = {
         (type(m), m.out_features, m.in_features, m.bias is None, _n_bytes(m)): m
-        for m in backend.target.model.modules()
+        for m in module.modules()
         if isinstance(m, NativeLinear | InterleavedLinear)
     }
     results, references = [], []
     for linear in kinds.values():
-        device, N = _device(backend), linear.out_features
+        device, N = next(linear.buffers()).device, linear.out_features
         x = _random(ROWS, linear.in_features, device=device)
         columns = torch.arange(0, N, max(1, N // COLUMNS), device=device)
         expected = x @ linear.rows(columns).float().T
@@ -119,16 +160,82 @@ def _n_bytes(linear: NativeLinear | InterleavedLinear) -> int:
 
 
 def _passes(backend: Backend) -> tuple[Tensor, Tensor]:
-    """Return the logits of a small tree after equal keys and values, by backend and core."""
-    core, results = backend.core, []
+    """Return the logits of a small tree after the same short text, by the backend and the core.
+
+    The text is read by the core: with random keys and values the rounding of activations alone
+    changes logits by half of their norm.
+    """
+    core, device = backend.core, _device(backend)
+    state = _state(core)
+    tokens, slots = torch.arange(PREFIX, device=device), torch.arange(PREFIX, device=device)
+    mask = torch.ones(PREFIX, SLOTS, dtype=torch.bool, device=device).tril()
+    core.encode(tokens % core.config.vocab_size, slots, slots, mask, state.cache)
+    text, results = state.cache.rows.clone(), []
     for target, verify in ((backend.target, backend.pieces.verify), (core, EAGER.verify)):
-        state = _state(target)
-        tokens = torch.arange(PREFIX, device=_device(backend)) % target.config.vocab_size
-        mask = torch.ones(PREFIX, SLOTS, dtype=torch.bool, device=tokens.device).tril()
-        slots = torch.arange(PREFIX, device=tokens.device)
-        core.encode(tokens, slots, slots, mask, state.cache)
+        state.cache.rows.copy_(text)
         results.append(verify(state, target, _proposal(state)).logits.float())
     return results[0], results[1]
+
+
+class _Endless(EagleDrafter):
+    """Drafter of chains that no probability ends."""
+
+    @property
+    def thresholds(self) -> Thresholds:
+        return Thresholds((0.0,), (0.0,))
+
+
+def _steps(backend: Backend, head: EagleHead) -> tuple[Tensor, Tensor]:
+    """Return the draft logits along a chain, by the backend's steps and by the core's."""
+    drafter, state = _drafting(backend, head)
+    tokens = drafter.target_ids[: 1 + LEVELS]
+    drafter.run_by(backend.draft_ops(drafter))
+    results = _chain_logits(drafter, state, tokens)
+    drafter.run_by(DraftOps())
+    return results, _chain_logits(drafter, state, tokens)
+
+
+def _chain(backend: Backend, head: EagleHead) -> tuple[Tensor, Tensor]:
+    """Return the path probabilities of a chain, by one call of the backend and by the core.
+
+    The core's are those of its best token after each prefix of the backend's chain: of two tokens
+    that are about equally likely, either may be drafted.
+    """
+    drafter, state = _drafting(backend, head)
+    spec = CycleSpec(GatedChain(LEVELS), 1 + LEVELS, PENDING, SamplingMode())
+    if not backend.drafts(drafter, spec):
+        return torch.ones(1), torch.ones(1)
+    proposal = backend.pieces.draft(state, drafter, spec)
+    tokens = proposal.tree.tokens[1:]
+    probabilities = _chain_logits(drafter, state, tokens).softmax(-1)
+    ids = torch.searchsorted(drafter.target_ids, tokens)
+    own = probabilities[torch.arange(len(tokens)), ids].cumprod(0)
+    before = torch.cat((torch.ones_like(own[:1]), own[:-1]))
+    return torch.tensor(proposal.promised), before * probabilities.amax(-1)
+
+
+def _drafting(backend: Backend, head: EagleHead) -> tuple[_Endless, DecodeState]:
+    """Return a drafter over `head`, and a state with its first committed pairs pending."""
+    state, drafter = _state(backend.target), _Endless(head, GatedChain(LEVELS), SLOTS)
+    state.read_aux_layers(drafter.aux_layers, backend.target.config.dim)
+    drafter.reserve(PREFIX)
+    state.seq_len.fill_(PENDING)
+    state.count.fill_(PENDING)
+    state.tokens[:PENDING] = drafter.target_ids[:PENDING]
+    size = PENDING, state.features.shape[1]
+    state.features[:PENDING] = _random(*size, device=state.features.device)
+    return drafter, state
+
+
+def _chain_logits(drafter: EagleDrafter, state: DecodeState, tokens: Tensor) -> Tensor:
+    """Return the draft logits [L, V] from which each of the `tokens` [L] of a chain is drafted."""
+    logits, features = drafter.extend(state.committed(PENDING), state.seq_len)
+    rows, row = [logits], torch.arange(len(tokens), dtype=torch.int32, device=tokens.device)
+    for level, token in enumerate(tokens[:-1].split(1)):
+        path = row[None, : level + 1]
+        logits, features = drafter.step(token, features, state.seq_len, level, path, level)
+        rows.append(logits)
+    return torch.cat(rows).float()
 
 
 def _commits(backend: Backend) -> tuple[Tensor, Tensor]:
@@ -174,17 +281,10 @@ def _device(backend: Backend) -> torch.device:
 def _conditions(backend: Backend) -> dict[str, Any]:
     """Return the conditions under which the result of a proof is valid."""
     target, device = backend.target, _device(backend)
-    weights = sorted(
-        {
-            f"{type(m).__name__} {_n_bytes(m)}"
-            for m in target.model.modules()
-            if isinstance(m, NativeLinear | InterleavedLinear)
-        }
-    )
     return {
         "backend": backend.name,
         "config": repr(target.config),
-        "weights": weights,
+        "weights": _linears(target.model),
         "dtype": str(target.weight.dtype),
         "cache": str(target.cache_dtype),
         "torch": torch.__version__,
@@ -194,6 +294,12 @@ def _conditions(backend: Backend) -> dict[str, Any]:
         if device.type == "cpu"
         else torch.cuda.get_device_capability(device),
     }
+
+
+def _linears(module: nn.Module) -> list[str]:
+    """Return the kinds of quantized linears in `module`."""
+    linears = (m for m in module.modules() if isinstance(m, NativeLinear | InterleavedLinear))
+    return sorted({f"{type(m).__name__} {_n_bytes(m)}" for m in linears})
 
 
 @cache
@@ -211,7 +317,7 @@ def _digest(conditions: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _kept(stamp: Path) -> dict[str, str] | None:
+def _stored(stamp: Path) -> dict[str, str] | None:
     """Return the failures of an earlier proof, or None if there is no readable record."""
     try:
         failures = json.loads(stamp.read_text("utf-8"))

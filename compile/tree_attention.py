@@ -12,6 +12,7 @@ S cache slots.
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -98,34 +99,18 @@ def tree_attention(
 
 
 @tree_attention.register_fake
-def _fake(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    seq_len: Tensor,
-    paths: Tensor,
-    depths: Tensor,
-    window: int | None = None,
-) -> Tensor:
-    check_shapes(q, k_cache, v_cache, seq_len, paths, depths)
+def _fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *view: Any) -> Tensor:
+    check_shapes(q, k_cache, v_cache, *view[:3])
     return q.new_empty(q.shape)
 
 
 @tree_attention.register_kernel("cuda")
-def _cuda(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    seq_len: Tensor,
-    paths: Tensor,
-    depths: Tensor,
-    window: int | None = None,
-) -> Tensor:
+def _cuda(q: Tensor, k_cache: Tensor, v_cache: Tensor, *view: Any) -> Tensor:
     from fasteagle.compile.kernels import tree_kernels  # Triton exists where CUDA does
 
-    check_shapes(q, k_cache, v_cache, seq_len, paths, depths)
+    check_shapes(q, k_cache, v_cache, *view[:3])
     with on_device_of(q):
-        return tree_kernels.tree_attention(q, k_cache, v_cache, seq_len, paths, depths, window)
+        return tree_kernels.tree_attention(q, k_cache, v_cache, TreeView(*view))
 
 
 def check_shapes(

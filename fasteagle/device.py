@@ -17,7 +17,7 @@ from fasteagle.errors import FasteagleError, first_line, is_out_of_memory, note,
 
 OLDEST_CAPABILITY = (8, 0)  # of our compiled kernels and of bf16 products
 # GeForce cards of these capabilities run fp32 accumulation at half the rate, others do not.
-HALF_RATE = {(8, 6), (8, 9)}
+HALF_RATE = {(8, 6), (8, 9), (12, 0)}
 # Error texts of a CUDA build of torch on a machine without a GPU.
 NO_CARD = ("Found no NVIDIA driver", "No CUDA GPUs are available")
 Made = TypeVar("Made")

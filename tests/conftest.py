@@ -17,7 +17,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from fasteagle.compile import blocks
+from fasteagle.compile import blocks, precompile
 from fasteagle.loading import open as opening
 from fasteagle.loading import registry
 from fasteagle.options import DEFAULT_MODEL
@@ -36,6 +36,9 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = Path(config.rootpath, ".pytest_cache", "d", f"compiled{limit}")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
     os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
+    # Each test process would start as many compilers as the machine has cores.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
+    precompile.MOST_WORKERS = 2
     if config.getoption("--no-bf16"):
         folder = Path(__file__).parent / "no_bf16"
         runpy.run_path(str(folder / "sitecustomize.py"))["without_bf16"](torch.cpu)

@@ -111,6 +111,7 @@ def test_a_torch_without_cuda(cards):
     [
         ("NVIDIA GeForce RTX 3090", (8, 6), "fp16"),
         ("NVIDIA GeForce RTX 4090", (8, 9), "fp16"),
+        ("NVIDIA GeForce RTX 5090", (12, 0), "fp16"),
         ("NVIDIA RTX A6000", (8, 6), "fp32"),
         ("NVIDIA L40S", (8, 9), "fp32"),
         ("NVIDIA A100-SXM4-80GB", (8, 0), "fp32"),

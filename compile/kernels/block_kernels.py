@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fasteagle.compile.kernels.int8_kernels import UNIT, int8_values
+from fasteagle.compile.kernels.tree_kernels import Unrotated
 from fasteagle.quant.interleaved import LARGEST_EXPONENT
 from fasteagle.quant.kernels import SPAN
 from fasteagle.quant.unpack_kernels import half_range
@@ -90,25 +91,20 @@ def add(x: Tensor, parts: Tensor) -> Tensor:
 
 
 def rope(
-    parts: Tensor,
-    vectors: tuple[Tensor | None, ...],
-    cos: Tensor,
-    sin: Tensor,
-    slots: Tensor,
+    new: Unrotated,
+    norms: tuple[Tensor | None, Tensor | None],
     k_cache: Tensor,
     v_cache: Tensor,
-    n_head: int,
     eps: float,
-    dtype: torch.dtype,
 ) -> Tensor:
-    """Return rotated queries [G, H / G * M, E] in `dtype`; write keys and values to their slots.
+    """Return rotated queries [G, H / G * M, E]; write keys and values to their slots.
 
-    `parts` are of the product with query, key and value; `vectors` its bias [Np] and, where the
-    model has them, the scales [E] of the norms of queries and keys. cos, sin [M, 1, E].
+    `norms` are the scales [E] of the norms of queries and keys, where the model has them.
     """
+    parts, bias, cos, sin, slots, n_head, dtype = new
     S, M, Np = parts.shape
     G, E = len(k_cache), cos.shape[2]
-    bias, q_norm, k_norm = vectors
+    q_norm, k_norm = norms
     q = torch.empty(G, n_head // G * M, E, dtype=dtype, device=parts.device)
     rope_kernel[(M, n_head + 2 * G)](
         parts,

@@ -106,8 +106,8 @@ def rerank_kernel(
             (others == scores[:, None]) & (j[None, :] < i[:, None])
         )
         n_better += tl.sum((better & (j < P)[None, :]).to(tl.int32), 1)
-    kept = (n_better < T - 1) & (i < P)
-    row = tl.cumsum(kept.to(tl.int32), 0)  # tree row of each selected candidate; 0 is the root
+    selected = (n_better < T - 1) & (i < P)
+    row = tl.cumsum(selected.to(tl.int32), 0)  # tree row of each selected candidate; 0 is the root
     tl.store(rows_ptr + i, row, mask=i < P)
     tl.debug_barrier()  # other threads of this program wrote some of the rows
     valid = scores > float("-inf")
@@ -115,10 +115,10 @@ def rerank_kernel(
     above = tl.load(rows_ptr + tl.maximum(parent, 0), mask=i < P, other=0).to(tl.int64)
     above = tl.where(valid & (parent >= 0), above, 0)
     token = tl.where(valid, tl.load(tokens_ptr + i, mask=i < P, other=0), 0)
-    tl.store(out_tokens_ptr + row, token, mask=kept)
-    tl.store(out_parents_ptr + row, above, mask=kept)
-    tl.store(out_valid_ptr + row, valid, mask=kept)
-    tl.store(out_places_ptr + row, i.to(tl.int64), mask=kept)
+    tl.store(out_tokens_ptr + row, token, mask=selected)
+    tl.store(out_parents_ptr + row, above, mask=selected)
+    tl.store(out_valid_ptr + row, valid, mask=selected)
+    tl.store(out_places_ptr + row, i.to(tl.int64), mask=selected)
     tl.store(out_tokens_ptr, tl.load(root_ptr))
     tl.store(out_parents_ptr, 0)
     tl.store(out_valid_ptr, True)

@@ -96,21 +96,13 @@ def common_constants(E: int, window: int | None, int8: bool = False) -> dict[str
 
 
 def tree_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    seq_len: Tensor,
-    paths: Tensor,
-    depths: Tensor,
-    window: int | None,
-    out_rows: torch.dtype | None = None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, view: TreeView, out_rows: torch.dtype | None = None
 ) -> Tensor:
     """Compute `fasteagle.compile.tree_attention`, on CUDA or in Triton's interpreter on the CPU.
 
     With `out_rows` the result is the input of the next product: [T, G * group * E] in that dtype.
     Raises `FasteagleError` for a dtype, head_dim or window that no kernel is made for.
     """
-    view = TreeView(seq_len, paths, depths, window)
     return _attention(q.contiguous(), k_cache, v_cache, view, out_rows, None)
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fasteagle.compile.ahead import Variant, collecting, compile_all, workers_here
+from fasteagle.compile.precompile import Variant, collecting, compile_all, workers_here
 from fasteagle.errors import FasteagleError
 from fasteagle.quant import interleaved, packed
 from fasteagle.quant.interleaved import BLOCK_N, InterleavedWeight

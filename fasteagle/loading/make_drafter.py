@@ -10,7 +10,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from fasteagle.compile.cpu_backend import drafts_chains
 from fasteagle.compile.cpu_draft import can_draft
+from fasteagle.compile.proof import prove_drafting
 from fasteagle.config import HeadConfig
 from fasteagle.device import short_of_memory, unless_short
 from fasteagle.drafting.base import Drafter, Tuning
@@ -71,7 +73,7 @@ def plan_drafting(
     if needs_head and not may_find_head(name, opened.checkpoint):
         raise _no_head(name)
     documents = read_documents(options.lookup, opened.tokenizer, notify)
-    return Drafting(options, head, shape, documents, draft_model)
+    return Drafting(options, head, shape, documents, draft_model, runtime.strict)
 
 
 def check_draft(
@@ -151,6 +153,7 @@ class Drafting:
     shape: HeadConfig | None = None
     documents: Sequence[Sequence[int]] = ()
     draft_model: PreparedModel | None = None
+    strict: bool = False
 
     def drafter(
         self, name: str, engine: Engine, checkpoint: Checkpoint, notify: Callable[[str], None]
@@ -216,7 +219,7 @@ class Drafting:
             head = files.loaded(engine.model.config, options.tap_layers)
         if head is not None:
             _tell_mismatch(head, name, identity, checkpoint, notify)
-            return _eagle(engine, checkpoint, options, head, identity, notify, corpus)
+            return _eagle(engine, checkpoint, options, head, identity, notify, corpus, self.strict)
         if options.drafter != "auto":
             raise _no_head(name)
         notify("no draft head for this model: guessing from the context (n-grams) instead")
@@ -238,6 +241,7 @@ def _eagle(
     identity: str,
     notify: Callable[[str], None],
     corpus: Corpus | None,
+    strict: bool,
 ) -> Drafter:
     """Return the drafter of the draft head `loaded`, quantized where its target is."""
     scheme, head, header = checkpoint.scheme, loaded.head, loaded.header or {}
@@ -249,8 +253,9 @@ def _eagle(
         # Calibration measured the head with min-max values, whatever method the target has.
         scheme = dataclasses.replace(scheme, method="minmax") if head_scheme else scheme
         quantize_head_(head, scheme, has_native(engine.model))
+    prove_drafting(engine.backend, head, strict)
     quantized_on_cpu = scheme is not None and engine.on_cpu
-    native = engine.backend.name == "cpu"
+    native = drafts_chains(engine.backend)
     drafter = tree_drafter(head, options, engine.max_seq_len, quantized_on_cpu, corpus, native)
     is_chain = isinstance(drafter.shape, GatedChain)
     if (options.auto_tree or is_chain) and isinstance(drafter, EagleDrafter):
@@ -265,7 +270,7 @@ def _eagle(
 def _ngram(
     engine: Engine, checkpoint: Checkpoint, options: DraftOptions, corpus: Corpus | None
 ) -> NgramDrafter:
-    native, reach = engine.backend.name == "cpu", options.lookup_depth
+    native, reach = drafts_chains(engine.backend), options.lookup_depth
     lookup = Lookup(corpus=corpus, device=engine.device)
     drafter = NgramDrafter(NGRAM_TOKENS if reach is None else reach, lookup)
     if native:

@@ -8,7 +8,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from fasteagle.compile import cuda_head, cuda_ops
+from fasteagle.compile import cuda_ops
 from fasteagle.compile.int8_cache import over_int8
 from fasteagle.model import KVCache, Target
 from fasteagle.quant.cuda_linear import InterleavedLinear
@@ -19,6 +19,7 @@ from fasteagle.tree import Pool, TreeView, relations, rerank
 from helpers import eagle3_of, random_head
 from interleaved_models import (
     SEQ_LEN,
+    KernelBackend,
     filled,
     fused_target,
     packed_head,
@@ -28,8 +29,8 @@ from interleaved_models import (
 )
 
 
-def close(found: Tensor, expected: Tensor, limit: float) -> None:
-    error = (found.float().cpu() - expected.float().cpu()).norm() / expected.float().cpu().norm()
+def close(result: Tensor, expected: Tensor, limit: float) -> None:
+    error = (result.float().cpu() - expected.float().cpu()).norm() / expected.float().cpu().norm()
     assert error < limit, float(error)
 
 
@@ -76,21 +77,21 @@ def check_step_of_head(name: str, algorithm: str, lm_head: str, device: str) -> 
         seen = TreeView(*(tensor.to(place) for tensor in view[:3]), None)
         mask = seen.mask(256)
         positions, slots = seen.seq_len + seen.depths, seen.seq_len + row.to(place)
-        given = tokens.to(place), features.to(place, dtype), positions, slots
+        arguments = tokens.to(place), features.to(place, dtype), positions, slots
         if made is head:
-            masked = made(*given, mask, cache)
-            made = cuda_head.FusedHead(head).forward
-            for found, expected in zip(made(*given, mask, cache), masked, strict=True):
-                close(found, expected, 1e-3)  # prompts go on under a mask
-        logits, following = made(*given, mask if made is dense else seen, cache)
+            masked = made(*arguments, mask, cache)
+            made = KernelBackend(target).step(head)
+            for result, expected in zip(made(*arguments, mask, cache), masked, strict=True):
+                close(result, expected, 1e-3)  # prompts go on under a mask
+        logits, following = made(*arguments, mask if made is dense else seen, cache)
         if made is not dense:
-            some = made(*given, seen, cache, torch.tensor([3], device=place))
+            some = made(*arguments, seen, cache, torch.tensor([3], device=place))
             close(some[0], logits[3:4], 1e-3)
             assert torch.equal(some[1], following[3:4])
             assert following.dtype == dtype
         results.append((logits, following, cache.rows[:, :, SEQ_LEN : SEQ_LEN + 5]))
-    for expected, found in zip(*results, strict=True):
-        close(found, expected, 8e-3 if expected is results[0][0] else 2e-3)
+    for expected, result in zip(*results, strict=True):
+        close(result, expected, 8e-3 if expected is results[0][0] else 2e-3)
 
 
 def random_pool(P: int, seed: int) -> Pool:
@@ -115,13 +116,13 @@ def check_order(P: int, N: int, device: str) -> None:
     for seed in range(4):
         pool = random_pool(P, seed)
         there = Pool(*(tensor.to(device) for tensor in pool))
-        expected, found = rerank(pool, root, N), cuda_ops.rerank(there, root.to(device), N)
+        expected, result = rerank(pool, root, N), cuda_ops.rerank(there, root.to(device), N)
         for name, value in expected._asdict().items():
             if value is not None:
-                assert torch.equal(getattr(found, name).cpu(), value), (name, seed)
-                assert getattr(found, name).dtype == value.dtype
+                assert torch.equal(getattr(result, name).cpu(), value), (name, seed)
+                assert getattr(result, name).dtype == value.dtype
         alone = there._replace(sources=None)
         assert cuda_ops.rerank(alone, root.to(device), N).sources is None
         seen = relations(expected.parents, expected.valid)
-        for value, other in zip(seen, cuda_ops.relate(found.parents, found.valid), strict=True):
+        for value, other in zip(seen, cuda_ops.relate(result.parents, result.valid), strict=True):
             assert torch.equal(value, other.cpu()) and value.dtype == other.dtype

@@ -1,6 +1,6 @@
 """What `CudaGraphs` asks of `torch.cuda`, on a machine without it: pools, streams, captures.
 
-Graphs are not recorded; what is kept is who uses a pool, as torch's allocator does it.
+Graphs are not recorded; what is counted is who uses a pool, as torch's allocator does it.
 """
 
 from __future__ import annotations

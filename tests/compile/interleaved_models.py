@@ -8,6 +8,7 @@ import dataclasses
 import torch
 from torch import nn
 
+from fasteagle.compile import cuda_blocks
 from fasteagle.compile.cuda_backend import CudaBackend
 from fasteagle.compile.int8_cache import quantized_rows
 from fasteagle.config import ModelConfig
@@ -116,9 +117,15 @@ def passed(
             streams.append(x)
         return target.ops.norm(norm, x)
 
-    kept = dataclasses.replace(target, ops=target.ops._replace(norm=keep))
-    kept.encode(torch.arange(T, device=device) * 5, positions, slots, view, cache)
+    recording = dataclasses.replace(target, ops=target.ops._replace(norm=keep))
+    recording.encode(torch.arange(T, device=device) * 5, positions, slots, view, cache)
     return streams[0], cache
+
+
+def launched(x, entry, rows, caches, tensors, formats, *settings) -> torch.Tensor:
+    """`fused_blocks` on any device."""
+    rows, settings = cuda_blocks.Rows(*rows), cuda_blocks.Settings(*settings)
+    return cuda_blocks.launch_blocks(x, entry, rows, caches, tensors, formats, settings)
 
 
 class KernelBackend(CudaBackend):

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import interpreted_tree_attention  # noqa: F401  (its products of bf16)
 from device_checks import check_cache_in_8_bits, check_order, check_step_of_head, close, random_pool
-from fasteagle.compile import cuda_backend, cuda_blocks, cuda_head, cuda_ops, fixed_norm
+from fasteagle.compile import cuda_backend, cuda_blocks, cuda_ops, fixed_norm
 from fasteagle.compile.kernels import block_kernels, draft_kernels, order_kernels, tree_kernels
 from fasteagle.decoding.cycle import Pieces
 from fasteagle.drafting.draft_head import top_children
@@ -27,13 +27,14 @@ from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import TreeShape
-from fasteagle.tree import TreeView, chain, relations, rerank
+from fasteagle.tree import chain, relations, rerank
 from helpers import eagle3_of, random_head
 from interleaved_models import (
     CONFIGS,
     SEQ_LEN,
     KernelBackend,
     fused_target,
+    launched,
     packed_head,
     packed_target,
     passed,
@@ -43,17 +44,7 @@ from interleaved_models import (
 assert tree_kernels.INTERPRETED, "run me with TRITON_INTERPRET=1"
 
 
-@cuda_blocks.fused_blocks.register_kernel("cpu")
-def _(x, cos, sin, slots, seq_len, paths, depths, window, *rest):
-    view = TreeView(seq_len, paths, depths, window or None)
-    return cuda_blocks.launch_blocks(x, (cos, sin, slots), view, *rest)
-
-
-@cuda_head.fused_head.register_kernel("cpu")
-def _(x, entry, cos, sin, slots, seq_len, paths, depths, window, caches, *rest):
-    view = TreeView(seq_len, paths, depths, window or None)
-    rows = cos, sin, slots
-    return cuda_head.launch_head(x, entry, rows, view, caches, rest[:4], *rest[4:])
+cuda_blocks.fused_blocks.register_kernel("cpu")(launched)
 
 
 @fixed_norm.rms_norm.register_kernel("cpu")
@@ -108,10 +99,10 @@ CASES += [("gqa", *scheme) for scheme in SCHEMES[1:]]
 def test_results_of_the_model(name, kind, scheme, accumulate):
     target, dense = packed_target(name, scheme, accumulate)
     expected, dense_cache = passed(Target(dense), 9, torch.float32)
-    found, cache = passed(fused_target(target), 9)
+    result, cache = passed(fused_target(target), 9)
     limit = 4e-3 if accumulate == "fp16" else 2e-3
     first = dense.embedding(torch.arange(9) * 5)
-    close(found - first, expected - first, limit)
+    close(result - first, expected - first, limit)
     here = slice(SEQ_LEN, SEQ_LEN + 9)
     close(cache.rows[:, :, here], dense_cache.rows[:, :, here], limit)
     assert torch.equal(cache.rows[:, :, :SEQ_LEN], dense_cache.rows[:, :, :SEQ_LEN].half())
@@ -156,7 +147,7 @@ def test_split_products_and_a_separate_gate(monkeypatch, split):
     """Where K is split, sums are added up by the next kernel: of every product of a block."""
     cut, gates = quant_kernels.tiling, []
     monkeypatch.setattr(
-        quant_kernels, "tiling", lambda *given: dataclasses.replace(cut(*given), split=split)
+        quant_kernels, "tiling", lambda *args: dataclasses.replace(cut(*args), split=split)
     )
     gate = block_kernels.gate
     monkeypatch.setattr(
@@ -165,11 +156,11 @@ def test_split_products_and_a_separate_gate(monkeypatch, split):
     model, dense = packed_target("mha", dim=512, ffn_dim=1024)
     expected, _ = passed(Target(dense), 3, torch.float32)
     target = fused_target(model)
-    found, _ = passed(target, 3)
-    close(found, expected, 2e-3)
+    result, _ = passed(target, 3)
+    close(result, expected, 2e-3)
     assert gates == [split] * len(model.blocks)
     for T in (1, 2):
-        assert torch.equal(passed(target, T)[0], found[:T])
+        assert torch.equal(passed(target, T)[0], result[:T])
 
 
 def test_an_activation_beyond_fp16():
@@ -213,7 +204,7 @@ def test_a_draft_head_fed_with_huge_features_stays_finite(accumulate):
     features = (6e4 * torch.randn(2, 128, generator=torch.Generator().manual_seed(1))).half()
     cache = KVCache(head.config.block, 256, torch.float16, "cpu")
     rows = view.seq_len + torch.arange(2)
-    step = cuda_head.FusedHead(head).forward
+    step = KernelBackend(target).step(head)
     logits, _ = step(torch.arange(2), features, view.seq_len + view.depths, rows, view, cache)
     assert logits.isfinite().all()
 
@@ -255,21 +246,21 @@ def test_candidates_of_no_score_at_all_are_none():
     scores[5:] = float("nan")
     clean = pool._replace(scores=torch.where(scores.isnan(), float("-inf"), scores))
     root = torch.tensor([7])
-    found, expected = (
+    result, expected = (
         cuda_ops.rerank(pool._replace(scores=scores), root, 12),
         rerank(clean, root, 12),
     )
-    assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.valid, expected.valid)
-    assert torch.equal(found.parents, expected.parents)
+    assert torch.equal(result.tokens, expected.tokens) and torch.equal(result.valid, expected.valid)
+    assert torch.equal(result.parents, expected.parents)
 
 
 @pytest.mark.parametrize(("W", "V", "k"), [(1, 60, 4), (4, 5000, 10), (3, 2048, 1), (2, 40000, 3)])
 def test_the_best_children(W, V, k):
     logits = 3 * torch.randn(W, V, generator=torch.Generator().manual_seed(V))
     expected = top_children(logits, k)
-    found = draft_kernels.top_children(logits, k)
-    assert torch.equal(found[0], expected[0])
-    torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-5)
+    result = draft_kernels.top_children(logits, k)
+    assert torch.equal(result[0], expected[0])
+    torch.testing.assert_close(result[1], expected[1], rtol=1e-5, atol=1e-5)
 
 
 def test_children_beside_what_is_no_number():
@@ -291,9 +282,9 @@ def test_children_beside_a_chunk_that_is_masked():
     logits = torch.randn(2, 5000, generator=torch.Generator().manual_seed(1))
     logits[0, 2048:4096] = float("-inf")
     logits[1, :4096] = float("-inf")
-    expected, found = top_children(logits, 4), draft_kernels.top_children(logits, 4)
-    assert torch.equal(found[0], expected[0])
-    torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-5)
+    expected, result = top_children(logits, 4), draft_kernels.top_children(logits, 4)
+    assert torch.equal(result[0], expected[0])
+    torch.testing.assert_close(result[1], expected[1], rtol=1e-5, atol=1e-5)
 
 
 def test_of_equal_children_the_lowest_ids():
@@ -330,8 +321,8 @@ def test_speculative_text_has_the_bits_of_plain_text(monkeypatch, algorithm, par
     for drafter in (None, EagleDrafter(head, TreeShape(2, 3, 5), 128)):
         engine = Engine(target, 128, drafter=drafter, backend=backend)
         n_tokens = 6 if traced else 14  # most of the time is the tracing itself
-        found = [t for ids in engine.generate([5, 6, 7, 8], params, n_tokens) for t in ids]
-        texts.append(found)
+        result = [t for ids in engine.generate([5, 6, 7, 8], params, n_tokens) for t in ids]
+        texts.append(result)
         logits.append(engine.cache.rows[:, :, : len(engine.cached)].clone())
     assert texts[0] == texts[1]
     assert torch.equal(*logits)
@@ -347,8 +338,8 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == "fasteagle":
-            kept = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs or {}))
-            self.calls.setdefault(function, kept)
+            copies = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs or {}))
+            self.calls.setdefault(function, copies)
         return function(*args, **(kwargs or {}))
 
 
@@ -363,7 +354,7 @@ def test_what_operators_declare(algorithm):
         next(engine.generate([5, 6, 7, 8], SamplingParams(), 4))
         list(engine.generate([5, 6, 7, 8], SamplingParams(), 4))
     names = {function._schema.name.split("::")[1] for function in recording.calls}
-    expected = {"fused_blocks", "fused_head", "rms_norm", "top_children", "rerank", "relations"}
+    expected = {"fused_blocks", "rms_norm", "top_children", "rerank", "relations"}
     assert names >= expected | {"move_rows"}
     for function, (args, kwargs) in recording.calls.items():
         torch.library.opcheck(function, args, kwargs, test_utils=("test_schema", "test_faketensor"))

@@ -12,7 +12,7 @@ from triton.runtime import interpreter
 from fasteagle.compile.int8_cache import dense_rows, quantized_rows
 from fasteagle.compile.kernels import block_kernels, tree_kernels
 from fasteagle.compile.tree_attention import tree_attention
-from tree_problems import NAN, Problem, assert_close, problem, sdpa
+from tree_problems import NAN, Problem, assert_close, by_kernels, problem, sdpa
 
 assert tree_kernels.INTERPRETED, "run me with TRITON_INTERPRET=1"
 
@@ -41,8 +41,7 @@ interpreter.InterpreterBuilder.create_dot = product
 
 
 def run(p: Problem) -> torch.Tensor:
-    """By the kernels: the op itself takes the reference on a CPU."""
-    return p.run(tree_kernels.tree_attention)
+    return p.run(by_kernels)
 
 
 # T, seq_len, E, group, dtype, window, spread (1: a chain)
@@ -178,9 +177,9 @@ def test_a_cache_in_8_bits_has_the_bits_of_what_it_holds(E, group, window):
         p = problem(7, seq_len, E=E, group=group, G=2, dtype=HALF, window=window)
         k, v = (quantized_rows(rows) for rows in (p.k, p.v))
         dense = p._replace(k=dense_rows(k, HALF), v=dense_rows(v, HALF))
-        found = p._replace(k=k, v=v).run(tree_kernels.tree_attention)
-        assert torch.equal(found, dense.run(tree_kernels.tree_attention)), seq_len
-        assert_close(found, sdpa(dense))
+        result = p._replace(k=k, v=v).run(by_kernels)
+        assert torch.equal(result, dense.run(by_kernels)), seq_len
+        assert_close(result, sdpa(dense))
 
 
 # T, seq_len, E, group, G, partial sums, whether there is a bias, dtype, window
@@ -210,20 +209,19 @@ def test_rope_in_the_first_kernel(T, seq_len, E, group, G, n_parts, biased, dtyp
     slots = seq_len + torch.arange(T)
     rows = angles.cos(), angles.sin(), slots
     results = []
+    new = tree_kernels.Unrotated(parts, bias, *rows, G * group, dtype)
     for fused in (False, True):
         k, v = (quantized_rows(t.nan_to_num()) if int8 else t.clone() for t in (p.k, p.v))
         if fused:
-            new = tree_kernels.Unrotated(parts, bias, *rows, G * group, dtype)
             y = tree_kernels.rope_attention(new, k, v, p.view, HALF)
         else:
-            vectors = (bias, None, None)
-            q = block_kernels.rope(parts, vectors, *rows, k, v, G * group, 0.0, dtype)
-            y = tree_kernels.tree_attention(q, k, v, *p.view, out_rows=HALF)
+            q = block_kernels.rope(new, (None, None), k, v, 0.0)
+            y = tree_kernels.tree_attention(q, k, v, p.view, HALF)
         results.append((y, k, v))
     assert results[0][0].isfinite().all()
     assert not torch.equal(dense_rows(results[0][1], dtype), p.k), "keys are written"
-    for found, expected in zip(*results, strict=True):
-        assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
+    for result, expected in zip(*results, strict=True):
+        assert torch.equal(result.view(torch.int16), expected.view(torch.int16))
 
 
 @pytest.mark.parametrize("E", [24, 64, 128])
@@ -239,13 +237,13 @@ def test_rows_written_in_8_bits_are_those_of_the_model(E):
     angles = torch.zeros(T, 1, E)
     rows = angles.cos(), angles.sin(), 40 + torch.arange(T)
     expected = quantized_rows(parts[0].half().view(T, 3, G, E).permute(1, 2, 0, 3)[1:])
+    new = tree_kernels.Unrotated(parts, None, *rows, G, HALF)
     for fused in (False, True):
         k, v = (quantized_rows(torch.zeros_like(t)) for t in (p.k, p.v))
         if fused:
-            new = tree_kernels.Unrotated(parts, None, *rows, G, HALF)
             tree_kernels.rope_attention(new, k, v, p.view, HALF)
         else:
-            block_kernels.rope(parts, (None, None, None), *rows, k, v, G, 0.0, HALF)
-        for found, rows_expected in zip((k, v), expected, strict=True):
-            assert torch.equal(found[:, 40 : 40 + T], rows_expected), fused
-            assert not found[:, :40].any() and not found[:, 40 + T :].any()
+            block_kernels.rope(new, (None, None), k, v, 0.0)
+        for result, rows_expected in zip((k, v), expected, strict=True):
+            assert torch.equal(result[:, 40 : 40 + T], rows_expected), fused
+            assert not result[:, :40].any() and not result[:, 40 + T :].any()

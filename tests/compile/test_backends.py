@@ -116,7 +116,7 @@ def test_drafting_changes_no_token(name, params, drafting):
         pytest.skip("takes long; test_cuda_blocks.py and test_cycles.py have more cases")
     algorithm, make = DRAFTERS[drafting]
     backend, head = made(name, algorithm)
-    n = 5 if name == "cuda" else 40
+    n = 5 if name == "cuda" else 30
     expected = answer(engine_of(backend, name, params), params, n)
     engine = engine_of(backend, name, params, make(head))
     assert answer(engine, params, n) == expected

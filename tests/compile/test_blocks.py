@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -134,25 +133,6 @@ def test_a_failing_compilation_is_reported_not_raised(model, monkeypatch):
     compiler.start()
     compiler.wait()
     assert compiler.error == "bad" and not compiler.apply()
-
-
-@pytest.mark.parametrize(("device", "ready"), [("cuda", True), ("cpu", False)])
-def test_what_a_capture_spoils_is_compiled_again(model, monkeypatch, device, ready):
-    """On CUDA a capture in the answering thread can forbid the timing of kernels in this one."""
-    compiler = BlockCompiler(Backend(Target(model)), 512)
-    weight = SimpleNamespace(device=torch.device(device))
-    tried = []
-
-    def warm_up():
-        tried.append(1)
-        if len(tried) == 1:
-            raise RuntimeError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(compiler, "_warm_up", warm_up)
-    monkeypatch.setattr(compiler, "_model", SimpleNamespace(norm=SimpleNamespace(weight=weight)))
-    compiler.start()
-    compiler.wait()
-    assert compiler.ready == ready and len(tried) == 1 + ready
 
 
 def test_compiled_code_goes_to_the_user_cache(monkeypatch, tmp_path):

@@ -132,8 +132,8 @@ def test_any_order_of_fused_trees_gives_the_text_of_plain_decoding(target, tmp_p
     policy = engine.drafter.policy = Shuffled(turn)
     prompt, n = [5, 6, 7, 8] * 6, 300
     expected = list(Engine(target, 512).generate(prompt, params, n))
-    found = [t for ids in engine.generate(prompt, params, n) for t in ids]
-    assert found == [t for ids in expected for t in ids]
+    result = [t for ids in engine.generate(prompt, params, n) for t in ids]
+    assert result == [t for ids in expected for t in ids]
     outcomes = policy.outcomes
     assert {shape for shape, _ in outcomes} == set(turn)
     assert all(o.by_lookup <= o.accepted for _, o in outcomes)
@@ -141,8 +141,8 @@ def test_any_order_of_fused_trees_gives_the_text_of_plain_decoding(target, tmp_p
     assert all(o.by_lookup == o.accepted for shape, o in outcomes if shape and not shape.levels)
     assert all(o.extended == bool(shape and shape.levels) for shape, o in outcomes)
     assert all(o.ms > 0 for _, o in outcomes)
-    assert_true_pairs(engine, [*prompt, *found])
-    follow_up = [*prompt, *found, 9, 10]
+    assert_true_pairs(engine, [*prompt, *result])
+    follow_up = [*prompt, *result, 9, 10]
     plain = [t for ids in Engine(target, 512).generate(follow_up, params, 30) for t in ids]
     assert [t for ids in engine.generate(follow_up, params, 30) for t in ids] == plain
 

@@ -12,8 +12,6 @@ from fasteagle.compile.backend import choose_backend
 from fasteagle.compile.cpu_backend import runs_on_cpu
 from fasteagle.compile.cpu_blocks import block_tensors
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.drafting.ngram import NgramDrafter
-from fasteagle.drafting.static_tree import StaticTreeDrafter
 from fasteagle.generate import Engine
 from fasteagle.loading.source import quantize_, quantize_head_
 from fasteagle.model import KVCache, Target, Transformer, causal_mask
@@ -71,16 +69,19 @@ def test_blocks_compute_what_the_model_says(name, bits):
     target = native_backend(config, bits).target
     tokens = torch.randint(0, config.vocab_size, (150,), generator=torch.Generator().manual_seed(1))
     caches = [KVCache(config, 256, torch.float32, "cpu") for _ in range(2)]
-    found = run_chain(target, tokens, caches[0])
+    result = run_chain(target, tokens, caches[0])
     expected = run_chain(emulated(target), tokens, caches[1])
     # Rounding to 8 bits turns over where fp32 sums differ in their last bits.
-    assert (found - expected).norm() < 0.02 * expected.norm()
+    assert (result - expected).norm() < 0.02 * expected.norm()
     assert (caches[0].rows - caches[1].rows).norm() < 0.02 * caches[1].rows.norm()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("length", [1, 60, 63, 130])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, torch.float32) for name in CONFIGS), ("gqa", torch.bfloat16)],
+    ids=str,
+)
+@pytest.mark.parametrize("length", [1, 60, 130])
 def test_a_row_has_the_same_bits_in_any_pass(name, dtype, length):
     """A tree's rows against their paths decoded token by token, and against one long chunk."""
     config = tiny_config(**CONFIGS[name])
@@ -96,19 +97,19 @@ def test_a_row_has_the_same_bits_in_any_pass(name, dtype, length):
     run_chain(target, text, cache)
     view = TreeView(torch.tensor(length), paths, depths, config.sliding_window)
     slots = length + torch.arange(len(parents))
-    found = target(tokens, length + depths, slots, view, cache).logits
+    tree = target(tokens, length + depths, slots, view, cache).logits
     by_mask = target(tokens, length + depths, slots, view.mask(256), cache).logits
-    assert torch.equal(found, by_mask)
-    for row in range(len(parents)):
+    assert torch.equal(tree, by_mask)
+    for row in (0, 2, 5, 8):
         path = paths[row, : depths[row] + 1].long()
         single = KVCache(config, 256, dtype, "cpu")
         for at, token in enumerate([*text, *tokens[path]]):
             logits = run_chain(target, token[None], single, at)
-        assert torch.equal(logits[0], found[row]), row
+        assert torch.equal(logits[0], tree[row]), row
         chunk = run_chain(
             target, torch.cat((text, tokens[path])), KVCache(config, 256, dtype, "cpu")
         )
-        assert torch.equal(chunk[-1], found[row]), row
+        assert torch.equal(chunk[-1], tree[row]), row
 
 
 @pytest.mark.parametrize("name", ["gqa", "long window"])
@@ -148,11 +149,11 @@ def test_what_nobody_has_written_is_not_read():
 def test_one_thread_or_two_give_the_same_bits():
     config = tiny_config(**SHAPE)
     target = native_backend(config).target
-    tokens, found = torch.arange(40), []
+    tokens, results = torch.arange(40), []
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        found.append(run_chain(target, tokens, KVCache(config, 256, torch.float32, "cpu")))
-    assert torch.equal(*found)
+        results.append(run_chain(target, tokens, KVCache(config, 256, torch.float32, "cpu")))
+    assert torch.equal(*results)
 
 
 def test_wrong_slots_are_refused():
@@ -171,7 +172,7 @@ def test_what_does_not_fit_the_blocks_is_refused():
     caches = [torch.zeros(2, 64, 16) for _ in range(2 * len(target.model.blocks))]
     T = 2
     paths, depths = torch.zeros(T, 3, dtype=torch.int32), torch.arange(T)
-    given = {
+    arguments = {
         "x": torch.zeros(T, 64),
         "cos": torch.ones(T, 16),
         "sin": torch.zeros(T, 16),
@@ -190,7 +191,7 @@ def test_what_does_not_fit_the_blocks_is_refused():
     def with_one(items, i, new):
         return [*items[:i], new, *items[i + 1 :]]
 
-    torch.ops.fasteagle_cpu.blocks(*given.values())
+    torch.ops.fasteagle_cpu.blocks(*arguments.values())
     for changes, message in (
         ({"seq_len": None}, "a mask, or a tree"),
         ({"depths": None}, "a mask, or a tree"),
@@ -210,7 +211,7 @@ def test_what_does_not_fit_the_blocks_is_refused():
         ({"tensors": with_one(tensors, 0, torch.zeros(7))}, "norms are"),
     ):
         with pytest.raises(RuntimeError, match=message):
-            torch.ops.fasteagle_cpu.blocks(*(given | changes).values())
+            torch.ops.fasteagle_cpu.blocks(*(arguments | changes).values())
 
 
 def test_a_prompt_is_read_in_parts_that_go_through_together(monkeypatch):
@@ -242,28 +243,19 @@ def test_other_models_keep_their_blocks():
 
 
 @pytest.mark.parametrize("algorithm", ["eagle1", "eagle3"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_every_drafter_writes_what_plain_decoding_writes(dtype, temperature, algorithm):
+def test_drafting_in_bf16_changes_no_token(algorithm):
+    """With a head in 4 bits over a part of the vocabulary; fp32 is in `test_backends`."""
     config = tiny_config(**SHAPE)
-    target = native_target(config, dtype=dtype)
+    target = native_target(config, dtype=torch.bfloat16)
     eagle3 = eagle3_of(algorithm, config)
     head = random_head(target, torch.arange(0, 60, 2), rope_base=10000.0, eagle3=eagle3)
     head.borrow(target, 256)
     quantize_head_(head, Scheme(4, 32, head_bits=8), native=True)
     backend = choose_backend(target)
     assert backend.name == "cpu" and not backend.leaves_head(head)
-    params = SamplingParams(temperature=temperature, seed=3)
-
-    def answer(drafter) -> list[int]:
-        engine = Engine(target, 256, drafter=drafter, backend=backend)
-        return [t for new in engine.generate([1, 2, 3], params, 60) for t in new]
-
-    plain = answer(None)
-    for drafter in (
-        EagleDrafter(head, TreeShape(3, 3, 8), 256),
-        EagleDrafter(head, TreeShape(4, 1, 4), 256),
-        StaticTreeDrafter(head, 256, ((0,), (1,), (0, 0), (0, 1))),
-        NgramDrafter(),
-    ):
-        assert answer(drafter) == plain, drafter.name
+    for params in (SamplingParams(), SamplingParams(0.8, seed=3)):
+        texts = []
+        for drafter in (None, EagleDrafter(head, TreeShape(3, 3, 8), 256)):
+            engine = Engine(target, 256, drafter=drafter, backend=backend)
+            texts.append([t for new in engine.generate([1, 2, 3], params, 40) for t in new])
+        assert texts[0] == texts[1]

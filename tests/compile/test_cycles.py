@@ -5,16 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fasteagle.compile import tree_attention
 from fasteagle.compile.backend import choose_backend
-from fasteagle.compile.blocks import compile_now, missing_compiler
+from fasteagle.compile.blocks import missing_compiler
 from fasteagle.compile.costs import follow_costs
-from fasteagle.compile.cycles import CycleCompiler
-from fasteagle.compile.graphs import CapturedRunner
-from fasteagle.decoding.cycle import EAGER
 from fasteagle.decoding.runner import Backend
 from fasteagle.drafting.base import Tuning
-from fasteagle.drafting.draft_model import ModelDrafter
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.ladder import DEFAULT_RANKS
@@ -24,18 +19,8 @@ from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.model import Target
 from fasteagle.options import SamplingParams
-from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import FusedShape, TreeShape
-from helpers import (
-    captured_engine,
-    costs,
-    eager_engine,
-    eagle3_of,
-    random_head,
-    random_target,
-    tiny_config,
-)
-from replaying import FakeGraphs
+from helpers import captured_engine, costs, eagle3_of, random_head, random_target, tiny_config
 
 needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason="no C++ compiler")
 CUDA = torch.cuda.is_available()
@@ -54,9 +39,9 @@ def target():
     return random_target(tiny_config())
 
 
-@pytest.fixture(scope="module", params=["eagle1", "eagle3"])
-def head(request, target):
-    return random_head(target, eagle3=eagle3_of(request.param, target.config))
+@pytest.fixture(scope="module")
+def head(target):
+    return random_head(target, eagle3=eagle3_of("eagle3", target.config))
 
 
 def drafters(head, max_seq_len=256):
@@ -82,17 +67,26 @@ def eagle_engine(target, head, ahead=1, max_seq_len=256, advice=None):
     return engine
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-@pytest.mark.parametrize("params", DRAWN, ids=str)
-def test_the_tokens_and_passes_of_eager_cycles(target, head, ahead, params):
-    expected = answer(Engine(target, 256), params=params)
+@pytest.mark.parametrize(
+    ("algorithm", "ahead", "params"),
+    [
+        ("eagle1", 0, DRAWN[0]),
+        ("eagle1", 1, DRAWN[1]),
+        ("eagle3", 0, DRAWN[2]),
+        ("eagle3", 1, DRAWN[3]),
+    ],
+    ids=str,
+)
+def test_the_tokens_and_passes_of_eager_cycles(target, algorithm, ahead, params):
+    head = random_head(target, eagle3=eagle3_of(algorithm, target.config))
+    expected = answer(Engine(target, 256), params=params, n=40)
     for ours, theirs in zip(drafters(head), drafters(head), strict=True):
         engine = captured_engine(target, 256, ahead)
         engine.use(ours)
-        assert answer(engine, params=params) == expected
+        assert answer(engine, params=params, n=40) == expected
         assert engine.runner.error is None and engine.runner.replays > engine.stats.passes - 1
         eager = Engine(target, 256, drafter=theirs)
-        assert answer(eager, params=params) == expected
+        assert answer(eager, params=params, n=40) == expected
         # Not just right: the same proposals, accepted in the same passes.
         assert engine.stats.path_lengths == eager.stats.path_lengths
         assert engine.stats.passes == eager.stats.passes
@@ -103,29 +97,12 @@ def test_a_new_seed_or_temperature_captures_nothing(target, head):
     engine = eagle_engine(target, head)
     for values in ({}, {"seed": 5}, {"temperature": 0.4}, {"seed": 9, "top_p": 0.7}):
         params = SamplingParams(**{"temperature": 0.8, "top_p": 0.9, "seed": 1, **values})
-        assert answer(engine, params=params) == answer(Engine(target, 256), params=params)
+        expected = answer(Engine(target, 256), params=params, n=20)
+        assert answer(engine, params=params, n=20) == expected
         assert engine.runner.graphs.captured == 2  # plain, and the tree
-    answer(engine, params=SamplingParams(0.8))
-    assert engine.runner.graphs.captured == 4
-    answer(engine)
-    assert engine.runner.graphs.captured == 6  # and the oldest are gone
-    answer(engine, params=params)
-    assert engine.runner.graphs.captured == 8
-
-
-def test_everything_is_captured_before_the_first_token(target, head):
-    engine = eagle_engine(target, head)
-    cycles = engine.generate(PROMPT, GREEDY, 20)
-    next(cycles)
-    assert engine.runner.graphs.captured == 2 and engine.runner.replays == 0
-    cycles.close()
-
-
-def test_other_code_in_the_model_is_captured_anew(target, head):
-    engine = eagle_engine(target, head)
-    expected = answer(engine)
-    engine.runner.forget()
-    assert answer(engine) == expected and engine.runner.graphs.captured == 4
+    for other, captured in ((SamplingParams(0.8), 4), (GREEDY, 6), (params, 8)):
+        answer(engine, params=other, n=5)  # with the third kind the oldest graphs are gone
+        assert engine.runner.graphs.captured == captured
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -134,9 +111,10 @@ def test_a_stop_rewinds_and_the_next_turn_goes_on(target, head, ahead):
     plain = Engine(target, 256)
     prompt = list(PROMPT)
     for n in (1, 2, 7, 20):
-        found, expected = answer(engine, prompt, n=n), answer(plain, prompt, n=n)
-        assert found == expected and len(engine.cached) == len(prompt) + n - 1
-        prompt += [*found, 11, 12]
+        expected = answer(plain, prompt, n=n)
+        assert answer(engine, prompt, n=n) == expected
+        assert len(engine.cached) == len(prompt) + n - 1
+        prompt += [*expected, 11, 12]
         if n > 7:
             assert engine.stats.cached_tokens > 10
     stop = expected[5]
@@ -172,20 +150,20 @@ def test_the_policy_steers_captured_cycles_too(target, head, tmp_path, ahead):
     policy.learn = lambda shape, outcome: learn(  # trees are dear here
         shape, outcome._replace(ms=10.0 if shape is None else 40.0)
     )
-    assert answer(engine, n=400) == answer(Engine(target, 512), n=400)
+    assert answer(engine, n=300) == answer(Engine(target, 512), n=300)
     used = policy.used
-    assert used[None] > 130 and len(used) > 1  # a pause fills the pending pairs more than once
+    assert used[None] > 100 and len(used) > 1  # a pause fills the pending pairs more than once
     # Pairs of paused passes are shown to the head all the same: a follow-up finds them.
     assert len(engine.cached) - engine.shown <= 8
 
 
 def test_another_drafter_and_back(target, head):
     engine = eagle_engine(target, head)
-    kept = engine.drafter
+    drafter = engine.drafter
     engine.use(None)
     expected = answer(engine)
     assert engine.stats.path_lengths == []
-    engine.use(kept)
+    engine.use(drafter)
     assert answer(engine) == expected and engine.stats.path_lengths
 
 
@@ -235,18 +213,25 @@ def test_a_capture_that_another_thread_spoils_is_made_again(target, head):
     assert refused and len(steps) > 1
 
 
+def without_advice(head):
+    raise FasteagleError("int4 needs groups of 32")
+
+
 @pytest.mark.parametrize(
-    "error",
+    ("error", "advice", "suffix"),
     [
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB"),
-        RuntimeError("Triton Error [CUDA]: out of memory"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB"),
+            lambda head: f"{head.block.dim} fits",
+            ": 32 fits",
+        ),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), without_advice, ""),
     ],
     ids=["torch", "Triton"],
 )
-def test_a_capture_without_memory_says_what_would_fit(target, head, error):
-    engine = eagle_engine(
-        target, head, advice=lambda given: given is head.config and "use --precision int8"
-    )
+def test_a_capture_without_memory_says_what_would_fit(target, head, error, advice, suffix):
+    """Cycles run eagerly all the same, whether there is advice or not."""
+    engine = eagle_engine(target, head, advice=advice)
     tried = []
 
     def without_memory(step, restore):
@@ -255,42 +240,20 @@ def test_a_capture_without_memory_says_what_would_fit(target, head, error):
 
     engine.runner.graphs.capture = without_memory
     assert answer(engine) == answer(Engine(target, 256))
-    assert engine.runner.error == f"{error}: use --precision int8"
+    assert engine.runner.error == f"{error}{suffix}"
     assert len(tried) == 2, "once for each variant: memory is not there a moment later"
 
 
-def test_advice_that_fails_does_not_stop_an_answer(target, head, monkeypatch):
-    """Cycles run eagerly all the same, and a prompt's error stays what it is."""
-
-    def without_memory(*given):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    def without_advice(head):
-        raise FasteagleError("int4 needs groups of 32")
-
-    engine = eagle_engine(target, head, advice=without_advice)
-    engine.runner.graphs.capture = without_memory
-    assert answer(engine) == answer(Engine(target, 256))
-    assert engine.runner.error == "CUDA out of memory"
-    engine.restart()
-    monkeypatch.setattr(engine, "_run", without_memory)
-    with pytest.raises(FasteagleError, match="at token 0 of a prompt of 5: lower --max-seq-len"):
-        answer(engine)
-
-
 def test_a_prompt_without_memory_says_what_would_fit(target, head, monkeypatch):
-    def without_memory(*given):
+    def without_memory(*args):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(Engine, "_run", without_memory)
-    with pytest.raises(FasteagleError, match="at token 0 of a prompt of 5: lower --max-seq-len"):
-        answer(Engine(target, 256))
-    backend = Backend(Target(target), lambda head: f"{head} fits")
-    engine = Engine(target, 256, backend=backend)
+    engine = Engine(target, 256, backend=Backend(Target(target), lambda head: f"{head} fits"))
     with pytest.raises(FasteagleError, match="of a prompt of 5: None fits$"):
         answer(engine)
+    engine.use(EagleDrafter(head, TreeShape(3, 3, 8), 256))
     with pytest.raises(FasteagleError, match=r"of a prompt of 5: HeadConfig\(.*\) fits$"):
-        engine.use(EagleDrafter(head, TreeShape(3, 3, 8), 256))
         answer(engine)
 
 
@@ -299,147 +262,9 @@ def test_multi_round_sampling_walks_on_the_host_and_is_not_captured(target, head
     drafter = StaticTreeDrafter(head, 256, sampled=True)
     engine.use(drafter)
     params = SamplingParams(0.9, seed=2)
-    found = answer(engine, params=params)
-    assert engine.runner.error is None and engine.runner.replays == 0
     eager = Engine(target, 256, drafter=StaticTreeDrafter(head, 256, sampled=True))
-    assert found == answer(eager, params=params)
-
-
-def test_the_runner_of_a_cpu_captures_nothing(target):
-    engine = Engine(target, 64, backend=choose_backend(target))
-    assert not isinstance(engine.runner, CapturedRunner)
-
-
-# Tree attention and compiled pieces
-
-
-def attending(config) -> Target:
-    """The op's reference on the CPU; its kernel has tests of its own."""
-    return Target(random_target(config), tree_attention.OPS)
-
-
-def test_tree_attention_in_the_whole_model():
-    target, other = random_target(tiny_config()), attending(tiny_config())
-    head = random_head(target)
-    for params in DRAWN:
-        expected = answer(Engine(target, 256), params=params)
-        assert answer(eager_engine(other, 256), params=params) == expected
-        drafter = EagleDrafter(head, TreeShape(3, 3, 8), 256)
-        assert answer(eager_engine(other, 256, drafter), params=params) == expected
-        assert answer(eagle_engine(other, head), params=params) == expected
-
-
-def test_a_sliding_window_in_the_whole_model():
-    config = tiny_config(sliding_window=6)
-    target, other = random_target(config), attending(config)
-    head = random_head(target, sliding_window=None)
-    expected = answer(Engine(target, 256))
-    assert answer(eagle_engine(other, head)) == expected
-
-
-@pytest.mark.slow
-@needs_compiler
-def test_compiled_blocks_take_a_tree_view(target):
-    other = attending(tiny_config())
-    drafter = EagleDrafter(random_head(other.model), TreeShape(2, 2, 4), 256)
-    engine = eager_engine(other, 256, drafter)
-    assert compile_now(engine)
-    expected = answer(Engine(target, 256))
-    answer(engine, n=12)
-    with torch.compiler.set_stance("fail_on_recompile"):
-        assert answer(engine) == expected
-
-
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.parametrize(
-    ("algorithm", "params"), [("eagle3", GREEDY), ("eagle1", SamplingParams(0.8, seed=3))], ids=str
-)
-def test_compiled_pieces_are_the_eager_ones(target, algorithm, params):
-    """Drafting is one call, accept and commit another; no value makes another variant of them."""
-    head = random_head(target, eagle3=eagle3_of(algorithm, target.config))
-    engine, eager = (
-        Engine(target, 512, drafter=EagleDrafter(head, TreeShape(2, 2, 4), 512)) for _ in range(2)
-    )
-    assert compile_now(engine, params)
-    assert len(engine.runner.compiled) == 2  # plain, and the tree
-    with torch.compiler.set_stance("fail_on_recompile"):
-        for seed in (3, 4):
-            params = SamplingParams(params.temperature, seed=seed)
-            assert answer(engine, PROMPT * 45, params) == answer(eager, PROMPT * 45, params)
-            assert engine.stats.path_lengths == eager.stats.path_lengths
-
-
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.parametrize("params", [GREEDY, DRAWN[3]], ids=str)
-def test_graphs_hold_compiled_pieces(target, head, params):
-    """As on CUDA, where every way to draw is compiled and then captured."""
-    engine, expected = eagle_engine(target, head), answer(Engine(target, 256), params=params)
-    engine.on_cpu = False
-    compiler = CycleCompiler(engine, SamplingMode.of(params, target.config.vocab_size))
-    compiler.compile()
-    compiler.apply()
-    assert answer(engine, params=params) == expected
-    assert engine.runner.error is None and engine.runner.replays > 0
-    kinds = [spec for _, spec in engine.runner.compiled]
-    assert len(kinds) == 2 and kinds[0].shape is None
-    for pieces in engine.runner.compiled.values():
-        assert pieces.draft is not EAGER.draft and pieces.finish is not EAGER.finish
-
-
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.parametrize(  # each compiles for a minute
-    ("make", "params"),
-    [
-        ("fused", GREEDY),
-        ("fused", SamplingParams(0.8, seed=3)),
-        ("lookup alone", GREEDY),
-        ("model", SamplingParams(0.8, seed=3)),
-    ],
-    ids=str,
-)
-def test_compiled_pieces_of_other_drafters(target, make, params):
-    """What they learn is the same too, and compiling teaches them nothing."""
-
-    def drafter():
-        if make == "model":
-            small = random_target(tiny_config(n_layer=1), seed=5)
-            return ModelDrafter(Target(small), TreeShape(2, 2, 4), 512, 60)
-        shape = FusedShape(2, 2, 8, 6) if make == "fused" else FusedShape(0, 1, 6, 6)
-        return FusedDrafter(random_head(target), shape, 512)
-
-    engine, eager = (Engine(target, 512, drafter=drafter()) for _ in range(2))
-    before = [tensor.clone() for tensor in engine.drafter.advanced]
-    assert compile_now(engine, params)
-    assert all(map(torch.equal, before, engine.drafter.advanced))
-    # Compiled code rounds the noisy scores of two sources differently: a tie may fall elsewhere.
-    exact = make != "fused" or params.temperature == 0
-    with torch.compiler.set_stance("fail_on_recompile"):
-        for seed in (3, 4):
-            params = SamplingParams(params.temperature, seed=seed)
-            assert answer(engine, PROMPT * 45, params) == answer(eager, PROMPT * 45, params)
-            found, wanted = engine.stats.path_lengths, eager.stats.path_lengths
-            assert found == wanted if exact else abs(sum(found) - sum(wanted)) <= 0.1 * sum(wanted)
-    if exact:
-        assert all(map(torch.equal, engine.drafter.advanced, eager.drafter.advanced))
-
-
-@pytest.mark.slow
-@needs_compiler
-def test_an_empty_proposal_costs_one_row_on_a_cpu(target):
-    engine = Engine(target, 256, drafter=NgramDrafter(4))
-    assert compile_now(engine)
-    rows = []
-    target_forward = target.forward
-    target.forward = lambda tokens, *rest: rows.append(len(tokens)) or target_forward(tokens, *rest)
-    try:
-        with torch.compiler.set_stance("fail_on_recompile"):
-            assert answer(engine) == answer(Engine(target, 256))
-    finally:
-        del target.forward
-    assert set(rows[: engine.stats.passes]) == {1, 5}
+    assert answer(engine, params=params) == answer(eager, params=params)
+    assert engine.runner.error is None and engine.runner.replays == 0
 
 
 # On a device with graphs, and on one that stands for it
@@ -463,11 +288,8 @@ def made(request):
 
 
 def used_bytes(engine):
-    if engine.on_cpu:
-        return 0
-    torch.cuda.synchronize(engine.device)
-    free, total = torch.cuda.mem_get_info(engine.device)
-    return total - free
+    """Memory of this process alone: other tests run on the same card."""
+    return 0 if engine.on_cpu else torch.cuda.memory_reserved(engine.device)
 
 
 def eagle(engine, shape=TreeShape(3, 3, 8)):  # noqa: B008
@@ -478,6 +300,8 @@ class TestReplays:
     @pytest.mark.parametrize("params", DRAWN, ids=str)
     def test_cycles_of_every_drafter_are_the_eager_ones(self, made, params):
         target, engine = made()
+        if engine.on_cpu and params != GREEDY:
+            pytest.skip("see test_the_tokens_and_passes_of_eager_cycles")
         expected = answer(Engine(target, 512), params=params)
         for drafter in drafters(random_head(target), 512):
             engine.use(drafter)
@@ -500,18 +324,18 @@ class TestReplays:
             eagle(engine)
         expected = answer(Engine(pairs[0][0], 512))
         begun = [engine.generate(PROMPT, GREEDY, 60) for _, engine in pairs]
-        found = [[], []]
+        answers = [[], []]
         for _ in range(60):  # a cycle of one, then a cycle of the other
-            for tokens, cycles in zip(found, begun, strict=True):
+            for tokens, cycles in zip(answers, begun, strict=True):
                 tokens.extend(next(cycles, []))
-        assert found == [expected, expected]
+        assert answers == [expected, expected]
         assert all(engine.runner.captured == 2 for _, engine in pairs)
 
     def test_many_captures_of_real_cycles_leak_nothing(self, made):
         target, engine = made()
         eagle(engine)
         expected = answer(engine)
-        for round_ in range(20 if engine.on_cpu else 150):
+        for round_ in range(11 if engine.on_cpu else 150):
             if round_ == 10:
                 before = used_bytes(engine)
             engine.runner.forget()
@@ -548,40 +372,3 @@ def test_engines_on_two_devices_in_one_process():
         assert answer(engine) == expected
         assert engine.runner.error is None and engine.runner.captured == 2
     assert torch.cuda.current_device() == 0
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not CUDA, reason="needs CUDA")
-def test_after_a_failed_capture_the_process_can_capture_again(gpu_subprocess):
-    """In a process of its own: a broken stream or an open pool would spoil what follows."""
-    gpu_subprocess(
-        """
-        import torch
-        from fasteagle.compile.graphs import CudaGraphs
-        x = torch.zeros(1, device="cuda")
-        graphs = CudaGraphs(x.device)
-        before = torch.cuda.current_stream()
-        step = lambda: x.add_(1).item() if torch.cuda.is_current_stream_capturing() else x.add_(1)
-        try:
-            graphs.capture(step, lambda: None)
-        except RuntimeError:
-            pass
-        else:
-            raise AssertionError("a read on the host was captured")
-        assert torch.cuda.current_stream() == before
-        x.zero_()
-        replay = graphs.capture(lambda: x.add_(1), x.zero_)
-        replay(); replay()
-        assert x.item() == 2, x
-        """
-    )
-
-
-def test_the_fake_device_records_and_replays():
-    """What the tests above rest on."""
-    count = torch.zeros(1)
-    graphs = FakeGraphs()
-    replay = graphs.capture(lambda: count.add_(1), count.zero_)
-    assert count == 0 and graphs.captured == 1
-    replay()
-    assert count == 1

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from fake_cuda import FakeCuda
-from fasteagle.compile.graphs import CapturedRunner, CudaGraphs
-from fasteagle.compile.locked import COMPILING
+from fasteagle.compile.graphs import COMPILING, CapturedRunner, CudaGraphs
 from fasteagle.decoding.runner import Backend
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.generate import Engine
@@ -50,7 +49,7 @@ def test_all_captures_share_a_stream(cuda):
 @pytest.mark.parametrize("place", ["begin", "step"])
 def test_a_capture_that_fails_leaves_a_new_pool_behind(cuda, place):
     graphs = CudaGraphs(torch.device("cuda"))
-    kept = graphs.capture(nothing, nothing)
+    replay = graphs.capture(nothing, nothing)
 
     def reads_on_the_host():
         if cuda.allocating:
@@ -59,7 +58,7 @@ def test_a_capture_that_fails_leaves_a_new_pool_behind(cuda, place):
     cuda.refusing = int(place == "begin")
     with pytest.raises(RuntimeError, match="not permitted"):
         graphs.capture(nothing if place == "begin" else reads_on_the_host, nothing)
-    assert not cuda.allocating and kept is not None
+    assert not cuda.allocating and replay is not None
     graphs.capture(nothing, nothing)
     assert len(cuda.users) == 2 and not cuda.allocating
 
@@ -181,3 +180,30 @@ def test_captures_that_were_spoiled_now_and_then_go_on(cuda, engine):
         assert engine.runner.captured == 1 and cuda.refused == spoiled
         assert engine.runner.error is None
         engine.runner.forget()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_after_a_failed_capture_the_process_can_capture_again(gpu_subprocess):
+    """In a process of its own: a broken stream or an open pool would spoil what follows."""
+    gpu_subprocess(
+        """
+        import torch
+        from fasteagle.compile.graphs import CudaGraphs
+        x = torch.zeros(1, device="cuda")
+        graphs = CudaGraphs(x.device)
+        before = torch.cuda.current_stream()
+        step = lambda: x.add_(1).item() if torch.cuda.is_current_stream_capturing() else x.add_(1)
+        try:
+            graphs.capture(step, lambda: None)
+        except RuntimeError:
+            pass
+        else:
+            raise AssertionError("a read on the host was captured")
+        assert torch.cuda.current_stream() == before
+        x.zero_()
+        replay = graphs.capture(lambda: x.add_(1), x.zero_)
+        replay(); replay()
+        assert x.item() == 2, x
+        """
+    )

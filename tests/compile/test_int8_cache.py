@@ -12,7 +12,6 @@ from fasteagle.compile import int8_cache, tree_attention
 from fasteagle.compile.blocks import compile_now, missing_compiler
 from fasteagle.compile.int8_cache import SPARE, cache_bytes, dense_rows, over_int8, quantized_rows
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import required_bytes
@@ -45,11 +44,11 @@ def target(request):
 def test_rows_come_back_within_half_a_step(dtype):
     rows = torch.randn(3, 40, 24, dtype=dtype) * torch.logspace(-4, 3, 40, dtype=dtype)[:, None]
     rows[1, 7] = 0
-    found = quantized_rows(rows)
-    assert found.shape == (3, 40, 24 + SPARE) and found.dtype == torch.int8
-    error = (dense_rows(found, torch.float32) - rows.float()).abs()
+    result = quantized_rows(rows)
+    assert result.shape == (3, 40, 24 + SPARE) and result.dtype == torch.int8
+    error = (dense_rows(result, torch.float32) - rows.float()).abs()
     assert (error <= rows.float().abs().amax(-1, keepdim=True) / 254 * 1.001).all()
-    assert (dense_rows(found, torch.float32)[1, 7] == 0).all()
+    assert (dense_rows(result, torch.float32)[1, 7] == 0).all()
     assert quantized_rows(torch.full((2, 8), float("nan")))[0, 8:12].view(torch.float32).isnan()
 
 
@@ -60,25 +59,24 @@ def test_a_cache_that_is_not_int8_is_read_as_it_is():
 
 def test_the_largest_value_of_a_row_is_exact_to_its_scale():
     rows = torch.tensor([[3.0, -12.7, 0.05, 0.0]])
-    found = dense_rows(quantized_rows(rows), torch.float32)
-    torch.testing.assert_close(found, torch.tensor([[3.0, -12.7, 0.0, 0.0]]))  # steps of 0.1
+    result = dense_rows(quantized_rows(rows), torch.float32)
+    torch.testing.assert_close(result, torch.tensor([[3.0, -12.7, 0.0, 0.0]]))  # steps of 0.1
 
 
 def test_features_are_close_to_those_of_a_whole_cache(target):
     exact = Engine(random_target(tiny_config()), 256).features(list(range(40)))
-    found = eager_engine(target, 256).features(list(range(40)))
-    error = (found - exact).norm() / exact.norm()
+    result = eager_engine(target, 256).features(list(range(40)))
+    error = (result - exact).norm() / exact.norm()
     assert 1e-5 < error < 0.03, error
 
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(0.8, seed=3)], ids=str)
 def test_drafting_changes_no_token(target, params):
     expected = answer(eager_engine(target, 256), params=params)
-    head = random_head(target.model)
-    for drafter in (EagleDrafter(head, TreeShape(3, 3, 8), 256), NgramDrafter(4)):
-        assert answer(eager_engine(target, 256, drafter=drafter), params=params) == expected
+    drafter = EagleDrafter(random_head(target.model), TreeShape(3, 3, 8), 256)
+    assert answer(eager_engine(target, 256, drafter=drafter), params=params) == expected
     engine = captured_engine(target, 256)
-    engine.use(EagleDrafter(head, TreeShape(3, 3, 8), 256))
+    engine.use(drafter)
     assert answer(engine, params=params) == expected
 
 
@@ -91,13 +89,13 @@ def test_engine_and_draft_head_have_caches_of_their_own_kind(target):
     assert engine.drafter.cache.rows.dtype == torch.float32
 
 
-def test_a_kept_conversation_comes_back(target):
-    engine, kept = eager_engine(target, 512), PrefixCache(2**20)
+def test_a_stored_conversation_comes_back(target):
+    engine, conversations = eager_engine(target, 512), PrefixCache(2**20)
     long = PROMPT * 20
     expected = answer(engine, prompt=long)
-    kept.turn_to(engine, [1, 2, 3])
+    conversations.turn_to(engine, [1, 2, 3])
     answer(engine, prompt=[1, 2, 3])
-    kept.turn_to(engine, long)
+    conversations.turn_to(engine, long)
     assert engine.cached[:100] == long
     assert answer(engine, prompt=long) == expected
 
@@ -107,11 +105,11 @@ def test_several_texts_at_once(target):
     sampler = BatchSampler(engine, 2, frozenset())
     for key, prompt in enumerate([PROMPT, PROMPT[1:]]):
         sampler.add(key, prompt, GREEDY, 12)
-    found = {}
+    answers = {}
     while not sampler.is_empty:
-        found |= dict(sampler.step())
-    assert found[0] == answer(eager_engine(target, 256), 12)
-    assert found[1] == answer(eager_engine(target, 256), 12, prompt=PROMPT[1:])
+        answers |= dict(sampler.step())
+    assert answers[0] == answer(eager_engine(target, 256), 12)
+    assert answers[1] == answer(eager_engine(target, 256), 12, prompt=PROMPT[1:])
 
 
 @pytest.mark.slow

@@ -1,20 +1,27 @@
-"""Backends that prove themselves: kernels made wrong on purpose are left to the core, and told."""
+"""Proofs of backends: kernels made wrong on purpose are left to the core, and a line says so."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from fasteagle.compile import cpu_pass, proof
+from fasteagle.compile import cpu_blocks, cpu_draft, cpu_pass, proof
 from fasteagle.compile.cpu_backend import CpuBackend
 from fasteagle.decoding.runner import Backend
+from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
+from fasteagle.llm import open_llm
+from fasteagle.loading.heads.write import save_head
+from fasteagle.loading.open import load_runtime
+from fasteagle.loading.source import quantize_head_
 from fasteagle.model import Target
-from fasteagle.options import SamplingParams
+from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.quant import cpu_build
 from fasteagle.quant.cpu_linear import NativeLinear
-from helpers import tiny_config
+from fasteagle.quant.scheme import Scheme
+from fasteagle.shapes import GatedChain
+from helpers import eagle3_of, random_head, spec_of, tiny_config
 from native_models import SHAPE, native_target
 
 
@@ -43,7 +50,7 @@ def wrong_pass(self, state, target, proposal):
     return output._replace(logits=output.logits.flip(-1))
 
 
-def raising_finish(*given):
+def raising(*args):
     raise RuntimeError("illegal instruction\nmore")
 
 
@@ -51,14 +58,14 @@ def test_kernels_that_are_right_are_used_and_proved_once(model, monkeypatch, cap
     backend = CpuBackend(model)
     proof.prove(backend, strict=True)
     assert backend.left == set() and "by torch" not in backend.describe()
-    monkeypatch.setattr(proof, "checks", raising_finish)  # the second time nothing is computed
+    monkeypatch.setattr(proof, "checks", raising)  # the second time nothing is computed
     proof.prove(CpuBackend(model))
     assert capsys.readouterr().err == ""
 
 
 def test_a_wrong_pass_is_the_cores(model, monkeypatch, capsys):
     monkeypatch.setattr(cpu_pass.NativePass, "__call__", wrong_pass)
-    for _ in range(2):  # computed, and kept
+    for _ in range(2):  # computed, and stored
         backend = CpuBackend(model)
         proof.prove(backend)
         line = capsys.readouterr().err
@@ -69,7 +76,7 @@ def test_a_wrong_pass_is_the_cores(model, monkeypatch, capsys):
 
 
 def test_an_end_of_a_cycle_that_raises_is_the_cores(model, monkeypatch, capsys):
-    monkeypatch.setattr(cpu_pass, "finish", raising_finish)
+    monkeypatch.setattr(cpu_pass, "finish", raising)
     backend = CpuBackend(model)
     proof.prove(backend)
     assert "commits of backend cpu" in (line := capsys.readouterr().err)
@@ -94,11 +101,96 @@ def test_wrong_products_are_computed_in_torch(model, monkeypatch, capsys):
 
 
 def test_strict_refuses(model, monkeypatch):
-    monkeypatch.setattr(cpu_pass, "finish", raising_finish)
+    monkeypatch.setattr(cpu_pass, "finish", raising)
     with pytest.raises(FasteagleError, match=r"commits of backend cpu .*leave out --strict"):
         proof.prove(CpuBackend(model), strict=True)
 
 
 def test_the_core_has_nothing_to_prove(model, monkeypatch):
-    monkeypatch.setattr(proof, "checks", raising_finish)
+    monkeypatch.setattr(proof, "checks", raising)
     proof.prove(Backend(Target(model)), strict=True)
+
+
+@pytest.fixture(params=["eagle1", "eagle3"])
+def drafter(request, model):
+    head = random_head(model, eagle3=eagle3_of(request.param, model.config), rope_base=10000.0)
+    quantize_head_(head, Scheme(8, head_bits=8), native=True)
+    return EagleDrafter(head, GatedChain(4), 128)
+
+
+def raising_chain(self, *args):
+    raise RuntimeError("illegal instruction")
+
+
+def drafted(backend, drafter) -> list[int]:
+    engine = Engine(backend.target.model, 128, drafter=drafter, backend=backend)
+    return [t for new in engine.generate([1, 2, 3], SamplingParams(), 20) for t in new]
+
+
+def test_drafting_that_is_right_is_used_and_proved_once(model, drafter, monkeypatch, capsys):
+    backend = CpuBackend(model)
+    proof.prove_drafting(backend, drafter.head, strict=True)
+    assert backend.left == set() and backend.drafts(drafter, spec_of(drafter.shape))
+    monkeypatch.setattr(proof, "drafting_checks", raising)
+    proof.prove_drafting(CpuBackend(model), drafter.head)
+    proof.prove_drafting(Backend(Target(model)), drafter.head)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("part", ["passes", "drafting"])
+def test_where_kernels_fail_another_shape_is_chosen(tiny_dir, tmp_path, part, monkeypatch):
+    """Only the kernels draft looked-up chains."""
+    if part == "passes":
+        monkeypatch.setattr(cpu_pass.NativePass, "__call__", wrong_pass)
+    options = RuntimeOptions(device="cpu", dtype="fp32", quant="int8", max_seq_len=128)
+    draft = DraftOptions("ngram")
+    if part == "drafting":
+        monkeypatch.setattr(cpu_draft.NativeChain, "draft", raising_chain)
+        runtime = load_runtime(str(tiny_dir), options)
+        head = random_head(runtime.engine.model, rope_scaling=None, rope_base=10000.0)
+        save_head(tmp_path / "head", head, {}, torch.float32)
+        draft = DraftOptions("fused", str(tmp_path / "head"))
+    llm = open_llm(str(tiny_dir), options, draft, lambda line: None)
+    assert llm.engine.backend.left == {part}
+    assert not isinstance(llm.engine.drafter.shape, GatedChain)
+    assert sum(len(new) for new in llm.engine.generate([5, 6, 7, 5, 6], SamplingParams(), 9)) == 9
+
+
+def other_tokens(self, *args):
+    tokens, paths = self.right(*args)
+    return (tokens + 1) % 60, paths
+
+
+def no_history(self, state, drafter, *args):
+    """The chain of a draft head that sees nothing but the last pair."""
+    count = state.count.clone()
+    state.count.fill_(1)
+    tokens, paths = self.right(state, drafter, *args)
+    state.count.copy_(count)
+    return tokens, paths
+
+
+@pytest.mark.parametrize("wrong", [other_tokens, no_history, raising_chain])
+def test_a_wrong_chain_is_the_cores(model, drafter, wrong, monkeypatch, capsys):
+    expected = answer(CpuBackend(model))
+    chain = cpu_draft.NativeChain
+    monkeypatch.setattr(chain, "right", chain.draft, raising=False)
+    monkeypatch.setattr(chain, "draft", wrong)
+    for _ in range(2):  # computed, and stored
+        backend = CpuBackend(model)
+        proof.prove_drafting(backend, drafter.head)
+        line = capsys.readouterr().err
+        assert line.startswith("warning: drafting of backend cpu failed on")
+        assert line.count("\n") == 1 and "drafting by torch" in backend.describe()
+        assert not backend.drafts(drafter, spec_of(drafter.shape))
+        assert drafted(backend, drafter) == expected
+    with pytest.raises(FasteagleError, match=r"drafting of backend cpu .*leave out --strict"):
+        proof.prove_drafting(CpuBackend(model), drafter.head, strict=True)
+
+
+def test_a_wrong_step_of_a_draft_head_is_the_cores(model, drafter, monkeypatch, capsys):
+    monkeypatch.setattr(cpu_blocks.NativeBlocks, "run_alone", lambda self, x, *rest: x.roll(1, -1))
+    backend = CpuBackend(model)
+    proof.prove_drafting(backend, drafter.head)
+    assert "drafting of backend cpu" in capsys.readouterr().err
+    assert backend.step(drafter.head) is None and backend.left == {"drafting"}

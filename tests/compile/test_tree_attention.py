@@ -1,5 +1,4 @@
-"""Attention of tree rows: the path table, the op, what the kernels compile to and, on a GPU or
-interpreted, their results.
+"""Attention of tree rows: the path table, the op and, on a GPU or interpreted, its results.
 
 `interpreted_tree_attention.py` runs in a process of its own, with Triton's interpreter. It shares
 the problems below, whose cache holds NaN wherever nothing was written.
@@ -7,7 +6,6 @@ the problems below, whose cache holds NaN wherever nothing was written.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,7 @@ from fasteagle.compile.tree_attention import attend, fused_attention, reference,
 from fasteagle.errors import FasteagleError
 from fasteagle.tree import ancestor_mask, tree_paths
 from helpers import output_without_triton, pass_in_interpreter
-from tree_problems import Problem, assert_close, problem, random_parents, sdpa
+from tree_problems import Problem, assert_close, by_kernels, problem, random_parents, sdpa
 
 
 def plain_mask(parents: list[int], seq_len: int, n_slots: int, window: int | None) -> Tensor:
@@ -81,8 +79,8 @@ def test_attention_of_a_prompt(group, window):
     T, S, G, E = 19, 64, 2, 16
     q, k, v = torch.randn(G, group * T, E), torch.randn(G, S, E), torch.randn(G, S, E)
     mask = model.causal_mask(30, T, S, window, "cpu")
-    found = fused_attention(q, k, v, mask)
-    torch.testing.assert_close(found, model.attend(q, k, v, mask))
+    result = fused_attention(q, k, v, mask)
+    torch.testing.assert_close(result, model.attend(q, k, v, mask))
     assert torch.equal(attend(q, k, v, mask), model.attend(q, k, v, mask)), "the CPU's own way"
 
 
@@ -129,17 +127,12 @@ def kernels():
 def test_refusals_name_the_fix(kernels):
     def refused(p: Problem, message: str) -> None:
         with pytest.raises(FasteagleError, match=message):
-            p.run(kernels.tree_attention)
+            p.run(by_kernels)
 
     fix = ": pass a mask instead of a TreeView"
     refused(problem(1, 3, dtype=torch.float32), "float16 or bfloat16, got torch.float32" + fix)
     refused(problem(1, 3, E=512), "head_dim 512 is out of tree attention's 16 to 256" + fix)
     refused(problem(1, 3, window=0), "sliding_window 0 is out of range: use >= 1, or none")
-
-
-def test_splits_are_whole_blocks(kernels):
-    for E in (16, 64, 80, 128, 160, 256):
-        assert kernels.SPLIT % kernels.key_block(E) == 0
 
 
 def test_a_few_trees_in_the_interpreter(kernels):
@@ -151,190 +144,6 @@ def test_a_few_trees_in_the_interpreter(kernels):
 @pytest.mark.slow
 def test_kernels_in_the_interpreter(kernels):
     pass_in_interpreter(Path(__file__).with_name("interpreted_tree_attention.py"))
-
-
-# (E, group, dtype, window) of 16 tree rows: in groups of 1 one block of 16 query rows, in groups of
-# 4 or 8 blocks of 32. `finish_kernel` pads every group to 16: one variant for all.
-PREFIX_VARIANTS = [
-    (E, group, dtype, None) for E in (64, 128) for group in (1, 4, 8) for dtype in ("fp16", "bf16")
-]
-PREFIX_VARIANTS += [
-    (64, 1, "fp16", 4096),
-    (128, 8, "bf16", 4096),
-    (80, 8, "fp16", None),
-    (256, 8, "fp16", None),
-]
-FINISH_VARIANTS = [(E, dtype, None) for E in (64, 128) for dtype in ("fp16", "bf16")]
-FINISH_VARIANTS += [(128, "fp16", 4096), (80, "bf16", None), (256, "fp16", None)]
-SHARED_LIMITS = {(256, 32): 51200}  # by E and rows of a block: one program on a multiprocessor
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("triton")
-
-
-@pytest.fixture
-def sass(kernels, cache, monkeypatch):
-    """The helper module; it compiles into a cache of these tests, each variant once."""
-    import sass
-
-    if kernels.INTERPRETED:
-        pytest.skip("TRITON_INTERPRET is set")
-    if sass.VERSION != "3.9":
-        pytest.skip(f"resources were read with Triton 3.9, this is {sass.VERSION}")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
-    return sass
-
-
-def build(sass, function, dtype: str, constants: dict, options: dict, **target):
-    halves = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{dtype}")
-    if constants["INT8"]:
-        halves |= dict.fromkeys(("k_ptr", "v_ptr"), "*i8")
-    types = halves | {
-        "seq_len_ptr": "*i64",
-        "depths_ptr": "*i64",
-        "paths_ptr": "*i32",
-        "parts_ptr": "*fp32",
-        "stats_ptr": "*fp32",
-        "sums_ptr": "*fp32",
-        "bias_ptr": f"*{dtype}",
-        "cos_ptr": "*fp32",
-        "sin_ptr": "*fp32",
-        "slots_ptr": "*i64",
-        "scale": "fp32",
-    }
-    types = {name: type for name, type in types.items() if name in function.arg_names}
-    strides = [name for name in function.arg_names if name.startswith("stride_")]
-    return sass.compile_kernel(function, types, constants, options, strides, **target)
-
-
-def check_products(code: str, ptx: str, dtype: str, M: int, constants: dict[str, object]) -> None:
-    """One instruction for every product, in one order along K, and no sum beside them."""
-    E, BLOCK, columns = (constants[name] for name in ("E_PAD", "BLOCK", "SUM_COLUMNS"))
-    kinds = set(re.findall(r"HMMA[.\w]*", code))
-    assert kinds == {"HMMA.16816.F32" + (".BF16" if dtype == "bf16" else "")}
-    # Each of four warps has a quarter of the scores and of E, and sums the weights for itself.
-    tiles = M // 16 * (2 * (BLOCK // 4 // 8) * (E // 16) // 2 + E // 4 // 8 * (BLOCK // 16))
-    tiles += M // 16 * (columns // 8) * (BLOCK // 16)
-    assert len(re.findall(r"\bHMMA", code)) == tiles
-    assert not re.findall(r"\badd(?:\.\w+)*\.f32", ptx), "a sum outside of the tensor cores"
-
-
-@pytest.mark.parametrize(("E", "group", "dtype", "window"), PREFIX_VARIANTS)
-def test_prefix_kernel_on_sm_86(sass, kernels, E, group, dtype, window, tmp_path):
-    constants = kernels.prefix_constants(E, 16 * group, window)
-    compiled = build(sass, kernels.prefix_kernel, dtype, constants, kernels.OPTIONS)
-    code, usage = sass.disassemble(compiled, tmp_path)
-    print(f"\nprefix {dtype} E={E} group={group} window={window}: {usage}")
-    M = constants["BLOCK_M"]
-    assert usage.stack == usage.local == 0, "registers spill"
-    assert usage.shared <= SHARED_LIMITS.get((E, M), sass.TWO_PROGRAMS)
-    assert usage.registers <= 170, "three programs"
-    check_products(code, compiled.asm["ptx"], dtype, M, constants)
-    counts = sass.opcodes(sass.main_loop(code))
-    assert counts["LDGSTS"] and not counts["LDG"], "a load in the loop waits for memory"
-
-
-@pytest.mark.parametrize(("E", "dtype", "window"), FINISH_VARIANTS)
-def test_finish_kernel_on_sm_86(sass, kernels, E, dtype, window, tmp_path):
-    constants = kernels.finish_constants(E, window)
-    compiled = build(sass, kernels.finish_kernel, dtype, constants, kernels.FINISH_OPTIONS)
-    code, usage = sass.disassemble(compiled, tmp_path)
-    print(f"\nfinish {dtype} E={E} window={window}: {usage}")
-    assert usage.stack == usage.local == 0, "registers spill"
-    assert usage.shared <= 32 * 1024, "three programs"
-    assert usage.registers <= (170 if E <= 128 else 255), "three programs"
-    check_products(code, compiled.asm["ptx"], dtype, 16, constants)
-
-
-@pytest.mark.parametrize(
-    ("E", "group", "dtype"), [(64, 1, "fp16"), (64, 4, "bf16"), (128, 1, "bf16"), (128, 8, "fp16")]
-)
-def test_kernels_over_8_bits_on_sm_86(sass, kernels, E, group, dtype, tmp_path):
-    """They take more registers, to convert, but spill none, and loads stay asynchronous."""
-    constants = kernels.prefix_constants(E, 16 * group, None, int8=True)
-    compiled = build(sass, kernels.prefix_kernel, dtype, constants, kernels.OPTIONS)
-    code, usage = sass.disassemble(compiled, tmp_path)
-    print(f"\nprefix over int8 {dtype} E={E} group={group}: {usage}")
-    assert usage.stack == usage.local == 0, "registers spill"
-    assert usage.shared <= sass.TWO_PROGRAMS and usage.registers <= 255, "two programs"
-    check_products(code, compiled.asm["ptx"], dtype, constants["BLOCK_M"], constants)
-    counts = sass.opcodes(sass.main_loop(code))
-    assert counts["LDGSTS"] and not counts["LDG"], "a load in the loop waits for memory"
-    constants = kernels.finish_constants(E, None, int8=True)
-    compiled = build(sass, kernels.finish_kernel, dtype, constants, kernels.FINISH_OPTIONS)
-    code, usage = sass.disassemble(compiled, tmp_path)
-    assert usage.stack == usage.local == 0 and usage.shared <= 32 * 1024
-    check_products(code, compiled.asm["ptx"], dtype, 16, constants)
-
-
-@pytest.mark.parametrize("capability", [86, 89, 90])
-@pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("rows", [16, 32])
-def test_registers_and_shared_memory_of_other_cards(
-    sass, kernels, rows, int8, capability, tmp_path
-):
-    target = sass.GPUTarget("cuda", capability, 32)
-    finish = kernels.finish_constants(128, None, int8=int8)
-    for function, constants, options in (
-        (kernels.prefix_kernel, kernels.prefix_constants(128, rows, None, int8), kernels.OPTIONS),
-        (kernels.finish_kernel, finish, kernels.FINISH_OPTIONS),
-    ):
-        compiled = build(sass, function, "bf16", constants, options, target=target)
-        _, usage = sass.disassemble(compiled, tmp_path)
-        assert usage.stack == usage.local == 0, "registers spill"
-        assert usage.shared <= sass.TWO_PROGRAMS and usage.registers <= 255, "two programs"
-
-
-@pytest.mark.parametrize("capability", [86, 89, 90])
-@pytest.mark.parametrize(
-    ("E", "rows", "biased", "window", "int8"),
-    [
-        (64, 16, False, None, False),
-        (128, 16, False, None, False),
-        (128, 32, True, None, False),
-        (128, 32, True, 4096, False),
-        (80, 32, False, None, False),
-        (128, 16, False, None, True),
-        (128, 32, True, None, True),
-    ],
-)
-def test_rope_before_attention(sass, kernels, E, rows, biased, window, int8, capability, tmp_path):
-    """As many programs run at a time as without it, and the loop over keys is the same."""
-
-    def at_a_time(usage) -> int:
-        registers = -(-usage.registers // 8) * 8 * 128
-        return min(65536 // registers, 100 * 1024 // (usage.shared + 1024))
-
-    target = sass.GPUTarget("cuda", capability, 32)
-    alone, both = (
-        kernels.prefix_constants(E, rows, window, int8, rope, biased) for rope in (False, True)
-    )
-    usages, loops = [], []
-    for constants in (alone, both):
-        compiled = build(
-            sass, kernels.prefix_kernel, "bf16", constants, kernels.OPTIONS, target=target
-        )
-        code, usage = sass.disassemble(compiled, tmp_path)
-        counts = sass.opcodes(sass.main_loop(code))
-        usages.append(usage)
-        loops.append([counts[name] for name in ("LDGSTS", "LDG", "LDSM", "HMMA")])
-    print(f"\n{E=} {rows=} {window=} sm_{capability}: {usages}")
-    assert usages[1].stack == usages[1].local == 0, "registers spill"
-    assert usages[1].shared == usages[0].shared
-    assert at_a_time(usages[1]) >= at_a_time(usages[0]) >= 2
-    assert loops[0] == loops[1] and loops[1][0] and not loops[1][1]
-
-
-@pytest.mark.parametrize("rows", [16, 32])
-def test_hopper_takes_the_same_instruction(sass, kernels, rows):
-    """Its own, wgmma, adds up in another order, but wants blocks of 64 rows."""
-    target = sass.GPUTarget("cuda", 90, 32)
-    constants = kernels.prefix_constants(128, rows, None)
-    compiled = build(sass, kernels.prefix_kernel, "fp16", constants, kernels.OPTIONS, target=target)
-    kinds = set(re.findall(r"\b\w*mma[.\w]*", compiled.asm["ptx"]))
-    assert kinds == {"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"}
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

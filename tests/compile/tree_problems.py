@@ -61,6 +61,13 @@ class Problem(NamedTuple):
         return Problem(q, k, v, self.view._replace(paths=paths, depths=self.view.depths[order]))
 
 
+def by_kernels(q: Tensor, k: Tensor, v: Tensor, *view) -> Tensor:
+    """The kernels with the op's arguments: on a CPU the op itself takes the reference."""
+    from fasteagle.compile.kernels import tree_kernels  # needs Triton
+
+    return tree_kernels.tree_attention(q, k, v, TreeView(*view))
+
+
 def random_parents(T: int, seed: int, spread: int = 4) -> Tensor:
     """A tree of T rows, each the child of one of the `spread` rows before it; 1 makes a chain."""
     generator = torch.Generator().manual_seed(seed)

@@ -52,21 +52,21 @@ def collecting() -> Iterator[dict[Any, Variant]]:
     """
     from triton import knobs  # Triton exists where CUDA does
 
-    found: dict[Any, Variant] = {}
+    variants: dict[Any, Variant] = {}
     me = threading.get_ident()
 
     with _ALONE:  # two overlapping calls would leave the hook of the first in place
         before = knobs.runtime.jit_cache_hook
 
-        def write_down(*, key: Any, fn: Any, compile: dict[str, Any], **rest: Any) -> Any:
+        def record(*, key: Any, fn: Any, compile: dict[str, Any], **rest: Any) -> Any:
             if threading.get_ident() != me:
                 return before and before(key=key, fn=fn, compile=compile, **rest)
-            found[fn.name, key] = Variant(fn.jit_function, compile["specialization_data"])
+            variants[fn.name, key] = Variant(fn.jit_function, compile["specialization_data"])
             return True  # neither compile nor launch
 
-        knobs.runtime.jit_cache_hook = write_down
+        knobs.runtime.jit_cache_hook = record
         try:
-            yield found
+            yield variants
         finally:
             knobs.runtime.jit_cache_hook = before
 
@@ -79,14 +79,14 @@ def workers_here() -> int:
 def compile_all(variants: Sequence[Variant], device: torch.device, workers: int) -> None:
     """Compile `variants` for the current device; most of the work runs without the GIL."""
 
-    def one(variant: Variant) -> None:
+    def compile_one(variant: Variant) -> None:
         # A thread has a current device of its own, and Triton compiles for that one.
         on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
         with on_device:
             variant.function.preload(variant.specialization)
 
     with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(one, variants))
+        list(pool.map(compile_one, variants))
 
 
 def compile_ahead(
@@ -100,25 +100,25 @@ def compile_ahead(
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return 0
     try:
-        with collecting() as found:
+        with collecting() as variants:
             run_passes(backend.target, sorted({1, *(spec.rows for spec in specs)}))
             run_head(drafter, {spec.width for spec in specs if spec.width})
             run_trees(drafter, specs, state, relate)
             run_commits(backend.target, specs, move_rows)
         torch.cuda.synchronize(device)
         workers = workers_here()
-        line = f"compiling {len(found)} kernels, {workers} at a time ..."
+        line = f"compiling {len(variants)} kernels, {workers} at a time ..."
         timer = threading.Timer(PATIENCE, note, [line])
         timer.start()
         try:
-            compile_all(list(found.values()), device, workers)
+            compile_all(list(variants.values()), device, workers)
         finally:
             timer.cancel()
     except Exception as error:
         reason = first_line(error, 200)
         note(f"warning: kernels are compiled one by one as they are needed: {reason}")
         return 0
-    return len(found)
+    return len(variants)
 
 
 @torch.no_grad()

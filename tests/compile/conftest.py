@@ -1,0 +1,13 @@
+"""One cache of compiled Triton kernels for a run of the tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def triton_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of what Triton compiles in this run, apart from the user's cache."""
+    return tmp_path_factory.mktemp("triton")

@@ -1,0 +1,158 @@
+"""Compiled pieces of a cycle, and tree attention in whole cycles, against eager ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fasteagle.compile import tree_attention
+from fasteagle.compile.blocks import compile_now, missing_compiler
+from fasteagle.compile.cycles import CycleCompiler
+from fasteagle.decoding.cycle import EAGER
+from fasteagle.drafting.draft_model import ModelDrafter
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.fused import FusedDrafter
+from fasteagle.drafting.ngram import NgramDrafter
+from fasteagle.generate import Engine
+from fasteagle.model import Target
+from fasteagle.options import SamplingParams
+from fasteagle.sampling import SamplingMode
+from fasteagle.shapes import FusedShape, TreeShape
+from helpers import eager_engine, eagle3_of, random_head, random_target, tiny_config
+from test_cycles import DRAWN, GREEDY, PROMPT, answer, eagle_engine
+
+needs_compiler = pytest.mark.skipif(missing_compiler() is not None, reason="no C++ compiler")
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_target(tiny_config())
+
+
+def attending(config) -> Target:
+    """The op's reference on the CPU; its kernel has tests of its own."""
+    return Target(random_target(config), tree_attention.OPS)
+
+
+def test_tree_attention_in_the_whole_model():
+    target, other = random_target(tiny_config()), attending(tiny_config())
+    head = random_head(target)
+    for params in DRAWN[:2]:
+        expected = answer(Engine(target, 256), params=params, n=30)
+        assert answer(eager_engine(other, 256), params=params, n=30) == expected
+        assert answer(eagle_engine(other, head), params=params, n=30) == expected
+
+
+def test_a_sliding_window_in_the_whole_model():
+    config = tiny_config(sliding_window=6)
+    target, other = random_target(config), attending(config)
+    head = random_head(target, sliding_window=None)
+    expected = answer(Engine(target, 256))
+    assert answer(eagle_engine(other, head)) == expected
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_compiled_blocks_take_a_tree_view(target):
+    other = attending(tiny_config())
+    drafter = EagleDrafter(random_head(other.model), TreeShape(2, 2, 4), 256)
+    engine = eager_engine(other, 256, drafter)
+    assert compile_now(engine)
+    expected = answer(Engine(target, 256))
+    answer(engine, n=12)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert answer(engine) == expected
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize(
+    ("algorithm", "params"), [("eagle3", GREEDY), ("eagle1", SamplingParams(0.8, seed=3))], ids=str
+)
+def test_compiled_pieces_are_the_eager_ones(target, algorithm, params):
+    """Drafting is one call, accept and commit another; no value makes another variant of them."""
+    head = random_head(target, eagle3=eagle3_of(algorithm, target.config))
+    engine, eager = (
+        Engine(target, 512, drafter=EagleDrafter(head, TreeShape(2, 2, 4), 512)) for _ in range(2)
+    )
+    assert compile_now(engine, params)
+    assert len(engine.runner.compiled) == 2  # plain, and the tree
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for seed in (3, 4):
+            params = SamplingParams(params.temperature, seed=seed)
+            assert answer(engine, PROMPT * 45, params) == answer(eager, PROMPT * 45, params)
+            assert engine.stats.path_lengths == eager.stats.path_lengths
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("params", [GREEDY, DRAWN[3]], ids=str)
+def test_graphs_hold_compiled_pieces(target, params):
+    """As on CUDA, where every way to draw is compiled and then captured."""
+    engine = eagle_engine(target, random_head(target))
+    expected = answer(Engine(target, 256), params=params)
+    engine.on_cpu = False
+    compiler = CycleCompiler(engine, SamplingMode.of(params, target.config.vocab_size))
+    compiler.compile()
+    compiler.apply()
+    assert answer(engine, params=params) == expected
+    assert engine.runner.error is None and engine.runner.replays > 0
+    kinds = [spec for _, spec in engine.runner.compiled]
+    assert len(kinds) == 2 and kinds[0].shape is None
+    for pieces in engine.runner.compiled.values():
+        assert pieces.draft is not EAGER.draft and pieces.finish is not EAGER.finish
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize(  # each compiles for a minute
+    ("make", "params"),
+    [
+        ("fused", GREEDY),
+        ("fused", SamplingParams(0.8, seed=3)),
+        ("lookup alone", GREEDY),
+        ("model", SamplingParams(0.8, seed=3)),
+    ],
+    ids=str,
+)
+def test_compiled_pieces_of_other_drafters(target, make, params):
+    """What they learn is the same too, and compiling teaches them nothing."""
+
+    def drafter():
+        if make == "model":
+            small = random_target(tiny_config(n_layer=1), seed=5)
+            return ModelDrafter(Target(small), TreeShape(2, 2, 4), 512, 60)
+        shape = FusedShape(2, 2, 8, 6) if make == "fused" else FusedShape(0, 1, 6, 6)
+        return FusedDrafter(random_head(target), shape, 512)
+
+    engine, eager = (Engine(target, 512, drafter=drafter()) for _ in range(2))
+    before = [tensor.clone() for tensor in engine.drafter.advanced]
+    assert compile_now(engine, params)
+    assert all(map(torch.equal, before, engine.drafter.advanced))
+    # Compiled code rounds the noisy scores of two sources differently: a tie may fall elsewhere.
+    exact = make != "fused" or params.temperature == 0
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for seed in (3, 4):
+            params = SamplingParams(params.temperature, seed=seed)
+            assert answer(engine, PROMPT * 45, params) == answer(eager, PROMPT * 45, params)
+            lengths, wanted = engine.stats.path_lengths, eager.stats.path_lengths
+            near = abs(sum(lengths) - sum(wanted)) <= 0.1 * sum(wanted)
+            assert lengths == wanted if exact else near
+    if exact:
+        assert all(map(torch.equal, engine.drafter.advanced, eager.drafter.advanced))
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_an_empty_proposal_costs_one_row_on_a_cpu(target):
+    engine = Engine(target, 256, drafter=NgramDrafter(4))
+    assert compile_now(engine)
+    rows = []
+    target_forward = target.forward
+    target.forward = lambda tokens, *rest: rows.append(len(tokens)) or target_forward(tokens, *rest)
+    try:
+        with torch.compiler.set_stance("fail_on_recompile"):
+            assert answer(engine) == answer(Engine(target, 256))
+    finally:
+        del target.forward
+    assert set(rows[: engine.stats.passes]) == {1, 5}

@@ -1,0 +1,203 @@
+"""What the kernels of blocks, attention and drafting compile to, without a GPU.
+
+No program spills registers or takes more than its share of a multiprocessor, and no sum has an
+order that may change: bits of a row are its own on every card.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
+
+import sass
+from fasteagle.compile.kernels import block_kernels, draft_kernels, order_kernels, tree_kernels
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(tree_kernels.INTERPRETED, reason="TRITON_INTERPRET is set"),
+]
+CARDS = {"sm_86": sass.SM_86, "sm_90": sass.GPUTarget("cuda", 90, 32)}
+F32, I32, I64 = "*fp32", "*i32", "*i64"
+POINTERS = {
+    **dict.fromkeys(("parts_ptr", "stats_ptr", "sums_ptr", "cos_ptr", "sin_ptr"), F32),
+    **dict.fromkeys(("x_ptr", "total_ptr", "scales_ptr", "logits_ptr", "logp_ptr"), F32),
+    **dict.fromkeys(("ids_ptr", "paths_ptr", "rows_ptr"), I32),
+    **dict.fromkeys(("seq_len_ptr", "depths_ptr", "slots_ptr", "start_ptr", "path_ptr"), I64),
+    **dict.fromkeys(("best_ptr", "tokens_ptr", "parents_ptr", "root_ptr"), I64),
+    **dict.fromkeys(("out_tokens_ptr", "out_parents_ptr", "out_places_ptr"), I64),
+    **dict.fromkeys(("valid_ptr", "mask_ptr", "out_valid_ptr"), "*i1"),
+    **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "q_norm_ptr", "k_norm_ptr", "scale_ptr"), "*bf16"),
+    **dict.fromkeys(("bias_ptr",), "*bf16"),
+    **dict.fromkeys(("out_ptr",), "*fp16"),
+    **dict.fromkeys(("eps", "scale"), "fp32"),
+}
+
+
+def norm(D, **changes):
+    constants = dict(SPLIT=4, NORMED=False, STORED=True, LIMIT=0.0, BLOCK=D) | changes
+    return block_kernels.norm_kernel, {}, constants, block_kernels.norm_options(D)
+
+
+def rope(cache):
+    constants = dict(SPLIT=3, E=128, HALF=64, BIASED=False, NORMED=True, INT8=cache == "*i8")
+    types = {"bias_ptr": F32, "k_ptr": cache, "v_ptr": cache}
+    return block_kernels.rope_kernel, types, constants, block_kernels.ONE_WARP
+
+
+def rerank(P_PAD, CHUNK):
+    types = {"scores_ptr": F32}
+    return order_kernels.rerank_kernel, types, dict(P_PAD=P_PAD, CHUNK=CHUNK), order_kernels.OPTIONS
+
+
+def relations(T_PAD, ROUNDS):
+    constants = dict(T_PAD=T_PAD, ROUNDS=ROUNDS)
+    return order_kernels.relations_kernel, {}, constants, order_kernels.OPTIONS
+
+
+def commit(cache, E, E_PAD):
+    constants = dict(E=E, E_PAD=E_PAD)
+    return block_kernels.commit_kernel, {"rows_ptr": cache}, constants, block_kernels.ONE_WARP
+
+
+SMALL = {
+    "norm of fc's sum": norm(4096, LIMIT=511.75),
+    "norm of the last sum": norm(4096, STORED=False),
+    "norm": norm(4096, SPLIT=7, NORMED=True),
+    "norm, wide": norm(8192, SPLIT=3, NORMED=True),
+    "rope": rope("*bf16"),
+    "rope to int8": rope("*i8"),
+    "gate": (
+        block_kernels.gate_kernel,
+        {},
+        dict(SPLIT=3, SPAN=64, SPANS=8, EXPONENT=8),
+        dict(num_warps=4, enable_fp_fusion=False),
+    ),
+    "commit": commit("*bf16", 128, 128),
+    "commit of int8": commit("*i8", 144, 256),
+    "chunk": (
+        draft_kernels.chunk_kernel,
+        {},
+        dict(K=10, CHUNK=draft_kernels.CHUNK),
+        draft_kernels.OPTIONS,
+    ),
+    "merge": (
+        draft_kernels.merge_kernel,
+        {},
+        dict(K=10, C_PAD=64, N_PAD=1024),
+        draft_kernels.OPTIONS,
+    ),
+    "rerank": rerank(1024, 8),
+    "rerank of the default": rerank(128, 64),
+    "relations": relations(64, 6),
+    "relations of few rows": relations(16, 4),
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(triton_cache, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(triton_cache))
+
+
+def build(kernel, card):
+    function, types, constants, options = kernel
+    names = function.arg_names
+    types = {name: type for name, type in (POINTERS | types).items() if name in names}
+    types = {name: type for name, type in types.items() if name not in constants}
+    strides = [name for name in names if re.match("stride_[kv]", name)]
+    return sass.compile_kernel(function, types, constants, options, strides, CARDS[card])
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("name", SMALL)
+def test_small_kernels(name, card, tmp_path):
+    compiled = build(SMALL[name], card)
+    _, usage = sass.disassemble(compiled, tmp_path)
+    assert usage.stack == usage.local == 0, "registers spill"
+    alone = name.startswith(("norm", "rerank", "relations"))  # few programs, or one
+    assert usage.registers <= (200 if alone else 170)
+    assert usage.shared <= 32 * 1024
+    assert not re.search(r"\b(atom|red)\.", compiled.asm["ptx"]), "sums have a fixed order"
+
+
+def test_threads_wait_for_the_rows_that_others_write():
+    """What the interpreter cannot see: a barrier between the store of rows and their load."""
+    ptx = build(SMALL["rerank of the default"], "sm_86").asm["ptx"]
+    stores = [m.start() for m in re.finditer(r"st\.global\.\S*b32", ptx)]
+    loads = [m.start() for m in re.finditer(r"ld\.global\.\S*b32", ptx) if m.start() > stores[0]]
+    assert stores and loads and "bar.sync" in ptx[stores[0] : loads[0]]
+
+
+# E, query rows, dtype, window, whether the cache is int8, whether the kernel rotates, with a bias
+PREFIX = [
+    (64, 16, "fp16", None, False, False, False),
+    (64, 32, "fp16", 4096, False, False, False),
+    (80, 32, "fp16", None, False, False, False),
+    (128, 16, "bf16", None, False, False, False),
+    (128, 32, "bf16", None, False, False, False),
+    (256, 32, "fp16", None, False, False, False),
+    (64, 16, "fp16", None, True, False, False),
+    (128, 32, "bf16", None, True, False, False),
+    (80, 32, "bf16", None, False, True, False),
+    (128, 16, "bf16", None, False, True, False),
+    (128, 32, "bf16", 4096, False, True, True),
+    (128, 32, "bf16", None, True, True, True),
+]
+# E, dtype, window, whether rows go to the next product, whether the cache is int8
+FINISH = [
+    (64, "fp16", None, False, False),
+    (80, "bf16", None, False, False),
+    (128, "bf16", 4096, False, False),
+    (128, "bf16", None, True, False),
+    (128, "bf16", None, False, True),
+    (256, "fp16", None, False, False),
+]
+SHARED = {(256, 32): 51200}  # by E and rows: one program on a multiprocessor
+
+
+def attention(function, constants, options, dtype, int8, card):
+    types = dict.fromkeys(("q_ptr", "out_ptr", "bias_ptr"), f"*{dtype}")
+    types |= dict.fromkeys(("k_ptr", "v_ptr"), "*i8" if int8 else f"*{dtype}")
+    compiled = build((function, types, constants, options), card)
+    ptx = compiled.asm["ptx"]
+    # One instruction for every product, on Hopper too, whose own adds up in another order.
+    kinds = set(re.findall(r"\b\w*mma[.\w]*", ptx))
+    halves = "bf16.bf16" if dtype == "bf16" else "f16.f16"
+    assert kinds == {f"mma.sync.aligned.m16n8k16.row.col.f32.{halves}.f32"}
+    return compiled
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize(("E", "rows", "dtype", "window", "int8", "rotates", "biased"), PREFIX)
+def test_prefix_kernel(E, rows, dtype, window, int8, rotates, biased, card, tmp_path):
+    constants = tree_kernels.prefix_constants(E, rows, window, int8, rotates, biased)
+    function, options = tree_kernels.prefix_kernel, tree_kernels.OPTIONS
+    compiled = attention(function, constants, options, dtype, int8, card)
+    _, usage = sass.disassemble(compiled, tmp_path)
+    assert usage.stack == usage.local == 0, "registers spill"
+    assert usage.shared <= SHARED.get((E, rows), sass.TWO_PROGRAMS)
+    three = card == "sm_86" and not int8 and not rotates
+    assert usage.registers <= (170 if three else 255), "three programs, or two"
+    if not rotates:
+        added = re.findall(r"\badd(?:\.\w+)*\.f32", compiled.asm["ptx"])
+        assert not added, "a sum outside of the tensor cores"
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize(("E", "dtype", "window", "by_rows", "int8"), FINISH)
+def test_finish_kernel(E, dtype, window, by_rows, int8, card, tmp_path):
+    constants = tree_kernels.finish_constants(E, window, by_rows, int8)
+    function, options = tree_kernels.finish_kernel, tree_kernels.FINISH_OPTIONS
+    compiled = attention(function, constants, options, dtype, int8, card)
+    _, usage = sass.disassemble(compiled, tmp_path)
+    assert usage.stack == usage.local == 0, "registers spill"
+    assert usage.shared <= 32 * 1024, "three programs"
+    assert usage.registers <= (170 if E <= 128 and not int8 else 255), "three programs, or two"
+    assert not re.findall(r"\badd(?:\.\w+)*\.f32", compiled.asm["ptx"])
+
+
+def test_splits_are_whole_blocks():
+    for E in (16, 64, 80, 128, 160, 256):
+        assert tree_kernels.SPLIT % tree_kernels.key_block(E) == 0
