@@ -48,7 +48,7 @@ def names(known: Sequence[str]) -> Callable[[click.Context, click.Parameter, str
     def read(_: click.Context, option: click.Parameter, text: str) -> list[str]:
         for name in comma_list(text):
             if name not in known:
-                raise FasteagleError(f"unknown {option.name} {name!r}: use {', '.join(known)}")
+                raise click.BadParameter(f"{name!r} is unknown: use {', '.join(known)}")
         return list(comma_list(text))
 
     return read
@@ -146,7 +146,7 @@ def measure(
     kernel: str,
     N: int,
     K: int,
-    counts: list[int],
+    counts: Sequence[int],
     accumulate: str,
     repeats: int,
     device: str = "cuda",
