@@ -15,7 +15,9 @@ LOOKUP_TOKENS = 10  # of hf-pld: the value transformers' documentation uses for 
 HEAD_ROWS = ("eagle", "fused", "eagle-static", "eagle-chain")
 RIVALS = ("lookahead", "medusa")  # which only the benchmark has
 ROW_NAMES = ("hf", "hf-pld", "gpt-fast", "plain", *HEAD_ROWS, "ngram", "model", *RIVALS)
-SIZES = {  # how rows name trees of their own, with an example
+SIZES: dict[
+    str, tuple[str, TreeShape | FusedShape]
+] = {  # how rows name trees of their own, with an example
     "eagle": ("DEPTH/TOPK/NODES", DEFAULT_TREE),
     "fused": ("DEPTH/TOPK/NODES/LOOKUP-DEPTH", FusedShape(3, 3, 8, 8)),
 }

@@ -148,12 +148,10 @@ def test_what_is_timed_is_compiled_before(card, monkeypatch, tmp_path):
                     calls[0](x)
         return missing
 
-    variants = len(missed())
-    assert variants == 2
+    assert len(missed()) == 2
     case.compile_for(inputs)
     assert workers and workers[0] >= 1
-    assert len(list((tmp_path / "triton").rglob("*.cubin"))) == variants
-    assert not missed()
+    assert list((tmp_path / "triton").rglob("*.cubin")) and not missed()
 
 
 def test_our_kernels_are_predicted_and_others_are_not(bench):
