@@ -52,14 +52,12 @@ def hf_config(config: ModelConfig) -> Any:
     return made
 
 
-def hf_model(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str, **options: Any
-) -> Any:
+def hf_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str) -> Any:
     """Return a transformers model that holds the checkpoint's (dequantized) weights in `dtype`."""
     import transformers  # takes seconds: only for rows of its own
 
     config = hf_config(checkpoint.config)
-    config._attn_implementation = options.pop("attention", "sdpa")
+    config._attn_implementation = "sdpa"
     kind = getattr(transformers, checkpoint.config.architecture)
     with torch.device("meta"):
         model = kind(config)
