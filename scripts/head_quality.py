@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from fasteagle.bench.plot import check_plot, confidence_figure, save
+from fasteagle.bench.plot import check_plot, plot_confidence
 from fasteagle.cli.command import Script
 from fasteagle.cli.options import model_options
 from fasteagle.errors import FasteagleError
@@ -23,7 +23,7 @@ from fasteagle.loading.open import open_for
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.options import RuntimeOptions
 from fasteagle.prompts import read_conversations
-from fasteagle.tables import print_table
+from fasteagle.tables import markdown_table
 from fasteagle.training.head_quality import measure, tables
 
 FILE = click.Path(path_type=Path, dir_okay=False)
@@ -60,14 +60,11 @@ def main(
             raise FasteagleError(f"no draft head is known for {runtime.name}: give --head")
         loaded = [usual.loaded(config)]
     qualities = measure(runtime.engine, loaded, conversations)
-    for headings, *lines in tables(qualities):
-        print_table(headings, lines, md=True)
-        print()
+    print("\n\n".join(markdown_table(first, rest) for first, *rest in tables(qualities)))
     n_rows, n_greedy = qualities[0].held.rows, sum(c.greedy for c in conversations)
-    print(f"{n_rows:,} positions of {len(conversations):,} answers, {n_greedy:,} of them greedy")
+    print(f"\n{n_rows:,} positions of {len(conversations):,} answers, {n_greedy:,} of them greedy")
     if plot_path:
-        tenths = {q.name: q.held.by_confidence for q in qualities}
-        save(confidence_figure(tenths), plot_path)
+        plot_confidence({q.name: q.held.by_confidence for q in qualities}, plot_path)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Any
 import click
 
 from fasteagle.bench.options import DEFAULT_ROWS, PRECISIONS, BenchOptions
-from fasteagle.bench.plot import check_plot, figure, save
+from fasteagle.bench.plot import check_plot, plot
 from fasteagle.bench.report import build_report, print_report
 from fasteagle.bench.row_spec import ROW_NAMES
 from fasteagle.bench.run import run
@@ -103,7 +103,7 @@ def main(
     if json_path:
         write_atomic(json_path, json.dumps(report, indent=1, default=str).encode())
     if plot_path:
-        save(figure(report), plot_path)
+        plot(report, plot_path)
     print_report(report, md)
 
 

@@ -1,4 +1,4 @@
-"""Charts: tok/s of a benchmark record, and acceptance by the confidence of draft heads."""
+"""Bar chart of a benchmark record: tok/s by row and precision, tau above each bar."""
 
 from __future__ import annotations
 
@@ -25,14 +25,28 @@ def check_plot(path: Path) -> None:
     require_writable(path)
 
 
-def save(chart: Any, path: Path) -> None:
+def plot(report: dict[str, Any], path: Path) -> None:
+    """Draw the rows of `report` into `path`."""
+    _write(figure(report), path)
+
+
+def plot_confidence(tenths: Mapping[str, Sequence[tuple[int, int]]], path: Path) -> None:
+    """Draw acceptance against confidence into `path`, as EAGLE-2's figure 6 does.
+
+    `tenths` has a line for each draft head by its name: drafted tokens, and the accepted ones, by
+    the tenth that the draft head's probability lies in.
+    """
+    _write(confidence_figure(tenths), path)
+
+
+def _write(chart: Any, path: Path) -> None:
     """Write a matplotlib figure in the format that the suffix names."""
     with replacing(path) as temporary:
         chart.savefig(temporary, format=path.suffix[1:].lower(), dpi=150)
 
 
 def figure(report: dict[str, Any]) -> Any:
-    """Return a chart of a benchmark's rows side by side, with a colour for each precision."""
+    """Return the chart as a matplotlib figure: rows side by side, a colour for each precision."""
     from matplotlib.figure import Figure  # an extra that may be missing
 
     rows, meta = report["rows"], report["meta"]
@@ -63,11 +77,7 @@ def _label(row: dict[str, Any]) -> str:
 
 
 def confidence_figure(tenths: Mapping[str, Sequence[tuple[int, int]]]) -> Any:
-    """Return a chart of acceptance against confidence, as EAGLE-2's figure 6.
-
-    `tenths` has a line for each draft head by its name: drafted tokens, and the accepted ones, by
-    the tenth that the draft head's probability lies in.
-    """
+    """Return the chart of `plot_confidence` as a matplotlib figure."""
     from matplotlib.figure import Figure  # an extra that may be missing
 
     chart = Figure(figsize=(5.0, 4.4), layout="constrained")

@@ -68,7 +68,7 @@ def run(
         for row in group:
             if reason := row.decoder.uncaptured():
                 note(f"warning: {row.name} {row.precision} runs without CUDA graphs: {reason}")
-        for question in with_progress(questions, group):
+        for question in with_bar(questions, group):
             for row in group:
                 answer(row, question, opened.tokenizer, options.max_new_tokens, device)
         for row in group:
@@ -234,7 +234,7 @@ def warm_up(rows: Sequence[Row], question: Question, tokenizer: ChatTokenizer) -
         row.decoder.turn(prompt, WARM_UP_TOKENS)
 
 
-def with_progress(questions: Sequence[Question], rows: Sequence[Row]) -> Iterator[Question]:
+def with_bar(questions: Sequence[Question], rows: Sequence[Row]) -> Iterator[Question]:
     """Yield the questions, and show how many all rows have answered, and at which speed.
 
     A terminal has a bar, anything else a line a question.

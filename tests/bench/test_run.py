@@ -262,7 +262,7 @@ def test_a_bar_on_a_terminal(monkeypatch):
     terminal = Console(file=screen, force_terminal=True, width=120)
     monkeypatch.setattr(bench, "Console", lambda stderr: terminal)
     before = threading.active_count()
-    for question in bench.with_progress(["one", "two"], []):
+    for question in bench.with_bar(["one", "two"], []):
         assert threading.active_count() == before
         assert question == "one" or "1/2" in screen.getvalue()
     assert "2/2" in screen.getvalue()
