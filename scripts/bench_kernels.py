@@ -13,7 +13,7 @@ predicts for this card. `--device cpu` shows that all of this runs, and says not
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import json
 import statistics
 import sys
@@ -26,10 +26,10 @@ import click
 import torch
 from torch import Tensor
 
-from fasteagle.bench.linear_cases import DENSE, OURS, TORCHAO, compile_ahead, make_case, variants
+from fasteagle.bench.linear_cases import DENSE, OURS, TORCHAO, make_case
 from fasteagle.bench.measure import copy_bandwidth
 from fasteagle.cli.command import Script
-from fasteagle.cli.options import comma_list
+from fasteagle.cli.options import FILE, Numbers, comma_list
 from fasteagle.errors import FasteagleError, first_line
 from fasteagle.loading.registry import preset
 from fasteagle.paths import write_atomic
@@ -42,24 +42,16 @@ KERNELS = (*OURS, DENSE, TORCHAO)
 CALLS = 40  # in a graph, at least
 
 
-@dataclasses.dataclass(frozen=True)
-class Timing:
-    """One linear with one kernel at one number of rows."""
+def names(known: Sequence[str]) -> Callable[[click.Context, click.Parameter, str], list[str]]:
+    """Return the reader of an option that is a comma list of some of `known`."""
 
-    model: str
-    linear: str
-    N: int
-    K: int
-    kernel: str
-    rows: int
-    microseconds: float  # median of the repeats
-    gb_s: float
-    share: float  # of the copy bandwidth
-    predicted_us: float | None  # of our kernels, by `quant.tiling`
+    def read(_: click.Context, option: click.Parameter, text: str) -> list[str]:
+        for name in comma_list(text):
+            if name not in known:
+                raise click.BadParameter(f"{name!r} is unknown: use {', '.join(known)}")
+        return list(comma_list(text))
 
-
-def parts(_: click.Context, option: click.Parameter, text: str) -> list[str]:
-    return list(comma_list(text))
+    return read
 
 
 @click.command(cls=Script)
@@ -68,24 +60,22 @@ def parts(_: click.Context, option: click.Parameter, text: str) -> list[str]:
     "models",
     default="llama2-7b,llama2-13b,llama2-70b",
     show_default=True,
-    callback=parts,
     help="Comma list of registry names; only their shapes are used.",
 )
-@click.option(
-    "--linears", default=",".join(LINEARS), show_default=True, callback=parts, help="Comma list."
-)
+@click.option("--linears", default=",".join(LINEARS), show_default=True, callback=names(LINEARS))
 @click.option(
     "--kernels",
     default=",".join(KERNELS),
     show_default=True,
-    callback=parts,
-    help="Comma list; fp16 is cuBLAS, torchao is left out where it is missing.",
+    callback=names(KERNELS),
+    help="fp16 is cuBLAS, torchao is left out where it is missing.",
 )
 @click.option(
     "--rows",
+    "counts",
     default="1,2,4,8,16,32,64",
     show_default=True,
-    callback=parts,
+    type=Numbers(),
     help="Comma list of the rows M of x.",
 )
 @click.option(
@@ -97,18 +87,13 @@ def parts(_: click.Context, option: click.Parameter, text: str) -> list[str]:
 )
 @click.option("--repeats", default=20, show_default=True, help="Of every graph.")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
-@click.option(
-    "--json",
-    "json_path",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Write the full record here.",
-)
+@click.option("--json", "json_path", type=FILE, help="Write the full record here.")
 @click.option("--md", is_flag=True, help="Print the table in Markdown.")
 def main(
-    models: list[str],
+    models: str,
     linears: list[str],
     kernels: list[str],
-    rows: list[str],
+    counts: tuple[int, ...],
     accumulate: str,
     repeats: int,
     device: str,
@@ -116,35 +101,32 @@ def main(
     md: bool,
 ) -> None:
     """Time quantized linears; see the module's docstring for examples."""
-    check_known(linears, LINEARS, "linear")
-    check_known(kernels, KERNELS, "kernel")
-    counts = row_counts(rows)
     meta = conditions(accumulate, device)
     card = this_card(device)
     bandwidth = meta["copy_gb_s"] = copy_bandwidth(torch.device(device))
-    timings, failed = [], []
-    chosen = [(m, *shape) for m in models for shape in fused_linears(m) if shape[0] in linears]
-    if device == "cuda":
-        precompile(kernels, [(N, K) for _, _, N, K in chosen], counts, accumulate)
-    for name, linear, N, K in chosen:
-        for kernel in kernels:
-            try:
-                measured = measure(kernel, N, K, counts, accumulate, repeats, device)
-            except (FasteagleError, RuntimeError) as error:  # the others are measured all the same
-                failed.append(f"{name} {linear} {kernel}: {first_line(error)}")
-                continue
-            for count, us, gb_s in measured:
-                speed = us, gb_s, gb_s / bandwidth
-                predicted = predicted_us(kernel, N, K, count, accumulate, card)
-                timings.append(Timing(name, linear, N, K, kernel, count, *speed, predicted))
+    timings: list[dict[str, Any]] = []
+    failures = []
+    shapes = [(m, *shape) for m in comma_list(models) for shape in fused_linears(m)]
+    chosen = [shape for shape in shapes if shape[1] in linears]
+    for (name, linear, N, K), kernel in itertools.product(chosen, kernels):
+        try:
+            measured = measure(kernel, N, K, counts, accumulate, repeats, device)
+        except (FasteagleError, RuntimeError) as error:  # the others are measured all the same
+            failures.append(f"{name} {linear} {kernel}: {first_line(error)}")
+            continue
+        of = {"model": name, "linear": linear, "N": N, "K": K, "kernel": kernel}
+        for count, us, gb_s in measured:
+            speed = {"microseconds": us, "gb_s": gb_s, "share": gb_s / bandwidth}
+            predicted = predicted_us(kernel, N, K, count, accumulate, card)
+            timings.append({**of, "rows": count, **speed, "predicted_us": predicted})
         if json_path:
-            record = {"meta": meta, "timings": [dataclasses.asdict(timing) for timing in timings]}
+            record = {"meta": meta, "timings": timings}
             write_atomic(json_path, json.dumps(record, indent=1).encode())
     print("per number of rows M: microseconds (predicted), GB/s, share of the copy bandwidth\n")
     print_table(*table(timings), md=md)
     print(", ".join(f"{key} {value}" for key, value in meta.items()))
-    if failed:
-        raise FasteagleError("; ".join(failed))
+    if failures:
+        raise FasteagleError("; ".join(failures))
 
 
 def fused_linears(name: str) -> list[tuple[str, int, int]]:
@@ -164,7 +146,7 @@ def measure(
     kernel: str,
     N: int,
     K: int,
-    counts: list[int],
+    counts: Sequence[int],
     accumulate: str,
     repeats: int,
     device: str = "cuda",
@@ -178,11 +160,13 @@ def measure(
         case = make_case(kernel, N, K, accumulate)
     if case is None:
         return []
+    inputs = [case.rows(count, device) for count in counts]
+    on_cpu = device == "cpu"
+    if not on_cpu:
+        case.compile_for(inputs)
     timings = []
-    for count in counts:
-        x = case.rows(count, device)
+    for count, x in zip(counts, inputs, strict=True):
         n_bytes = case.n_bytes + x.nbytes + count * N * case.check(x).element_size()
-        on_cpu = device == "cpu"
         us = _time_on_cpu(case.calls[0], x) if on_cpu else _time_cold(case.calls, x, repeats)
         timings.append((count, us, n_bytes / us / 1e3))
     return timings
@@ -226,17 +210,6 @@ def _elapsed(run: Callable[[], object], repeats: int) -> list[float]:
     return times
 
 
-def precompile(
-    kernels: list[str], shapes: list[tuple[int, int]], counts: list[int], accumulate: str
-) -> None:
-    """Compile the kernels that will be timed, several at a time."""
-    device = torch.device("cuda")
-    with device:
-        ours = [kernel for kernel in kernels if kernel in OURS]
-        missing = variants(shapes, ours, [accumulate], counts)
-    compile_ahead(missing, device)
-
-
 def this_card(device: str) -> Card:
     """Return the card by which the kernels choose their tiling; on a CPU a 3090."""
     if device == "cpu":
@@ -257,18 +230,17 @@ def predicted_us(
     return microseconds(cut, layout, N, K, rows, card, fp16=accumulate == "fp16")
 
 
-def table(timings: list[Timing]) -> tuple[list[str], list[list[str]]]:
+def table(timings: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Return headings, and a line for every linear and kernel, with a column for every M."""
-    counts = sorted({timing.rows for timing in timings})
+    counts = sorted({timing["rows"] for timing in timings})
     lines: dict[tuple[str, ...], dict[int, str]] = {}
     for t in timings:
-        key = (t.model, t.linear, f"{t.N}x{t.K}", t.kernel)
-        predicted = "" if t.predicted_us is None else f" ({t.predicted_us:.1f})"
-        cell = f"{t.microseconds:.1f}{predicted} {t.gb_s:.0f} {t.share:.0%}"
-        lines.setdefault(key, {})[t.rows] = cell
+        key = (t["model"], t["linear"], f"{t['N']}x{t['K']}", t["kernel"])
+        predicted = "" if t["predicted_us"] is None else f" ({t['predicted_us']:.1f})"
+        cell = f"{t['microseconds']:.1f}{predicted} {t['gb_s']:.0f} {t['share']:.0%}"
+        lines.setdefault(key, {})[t["rows"]] = cell
     headings = ["model", "linear", "NxK", "kernel", *(f"M={count}" for count in counts)]
-    rows = [[*key, *(cells.get(count, "") for count in counts)] for key, cells in lines.items()]
-    return headings, rows
+    return headings, [[*key, *(row.get(M, "") for M in counts)] for key, row in lines.items()]
 
 
 def conditions(accumulate: str, device: str) -> dict[str, Any]:
@@ -290,19 +262,6 @@ def conditions(accumulate: str, device: str) -> dict[str, Any]:
         "accumulate": accumulate,
         "command": command,
     }
-
-
-def check_known(names: list[str], known: tuple[str, ...], noun: str) -> None:
-    for name in names:
-        if name not in known:
-            raise FasteagleError(f"unknown {noun} {name!r}: use {', '.join(known)}")
-
-
-def row_counts(parts: list[str]) -> list[int]:
-    counts = [int(part) if part.isdecimal() else 0 for part in parts]
-    if not counts or min(counts) < 1:
-        raise FasteagleError(f"--rows {','.join(parts)}: give counts from 1 on, such as 1,8,32")
-    return counts
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -36,10 +35,11 @@ from fasteagle.cli.command import Script  # noqa: E402
 from fasteagle.errors import FasteagleError, note, suggest  # noqa: E402
 from fasteagle.options import DEFAULT_MODEL  # noqa: E402
 from fasteagle.paths import require_writable, write_atomic  # noqa: E402
+from fasteagle.tables import print_table  # noqa: E402
 
 RECORD = "gpu_check.json"
 LEAST_SECONDS = 5.0  # with less time left a stage does not begin
-GRACE_SECONDS = 5.0  # between asking a stage to end and ending it
+GRACE_SECONDS = 5  # between asking a stage to end and ending it
 TAIL = 10  # lines of a failed stage's output, in the record
 DRY_SECONDS = 400.0  # of a stage on a dry run: the machine may be busy
 TREES = ("3/1/3", "4/3/7", "5/4/15", "5/4/23", "6/5/31")
@@ -200,15 +200,15 @@ def run_stage(stage: Stage, out: Path, limit: float, dry_run: bool) -> dict[str,
     log.parent.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     code = run_limited(command, log, limit, environment(out / stage.caches))
-    seconds = round(time.monotonic() - begin, 1)
+    seconds = time.monotonic() - begin
     lines = log.read_text("utf-8", errors="replace").splitlines()
     last = next((line for line in reversed(lines) if line.strip()), "it said nothing")
     error = None
-    if code is None:
+    if code != 0 and seconds >= limit:
         error = f"took longer than {limit:.0f} s and was ended"
     elif code != 0:
         error = f"exit code {code}: {last[:300]}"
-    entry = entry_of(stage, seconds=seconds, exit_code=code, error=error)
+    entry = entry_of(stage, seconds=round(seconds, 1), exit_code=code, error=error)
     entry["command"] = ["python", *command[1:]]
     return entry if error is None else {**entry, "output": lines[-TAIL:]}
 
@@ -228,29 +228,22 @@ def environment(caches: Path) -> dict[str, str]:
 
 def run_limited(
     command: Sequence[str], log: Path, limit: float, environment: Mapping[str, str]
-) -> int | None:
-    """Return the exit code; None where the command was ended at its limit, with its children."""
+) -> int:
+    """Return the exit code; at its limit the command is ended, with its children."""
+    limited = ["timeout", f"--kill-after={GRACE_SECONDS}", str(limit), *command]
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command,
+            limited,
             cwd=ROOT,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
         )
         try:
-            return process.wait(limit)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:  # also where a person interrupts, and for what a stage has left running
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE_SECONDS)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            return process.wait()
+        finally:  # where a person interrupts: it passes this on to the command
+            process.terminate()
             process.wait()
 
 
@@ -320,8 +313,8 @@ def main(
     require_writable(out / RECORD)
     stages = chosen_stages(all_stages(dry_run, joined(parts, out), wheels), names)
     entries = run_stages(stages, out, minutes, dry_run)
-    for entry in entries:
-        print(f"{entry['name']:<28} {entry['seconds']:6.0f} s  {entry['error'] or 'ok'}")
+    lines = [(e["name"], f"{e['seconds']:.0f}", e["error"] or "ok") for e in entries]
+    print_table(("stage", "seconds", "result"), lines, numeric=("seconds",))
     print(f"record: {out / RECORD}")
     sys.exit(int(any(entry["error"] for entry in entries)))
 

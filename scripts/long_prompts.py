@@ -4,7 +4,7 @@
     python scripts/tokens_per_sec.py --rows plain,eagle,ngram,fused --data long.jsonl
 
 Documents are chapters of Python's language reference, as `pydoc` has them, and modules of its
-library, cut to the length asked for. Same Python and arguments, same questions.
+library, cut to a length in tokens. Same Python and arguments, same questions.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Documents:
 
     def _cut(self, texts: list[str]) -> list[str]:
         ids = [self._tokenizer.encode(text) for text in texts]
-        found = [
+        long = [
             self._tokenizer.decode(i[: self._n_tokens]) for i in ids if len(i) >= self._n_tokens
         ]
-        if not found:
+        if not long:
             raise FasteagleError(f"no document has {self._n_tokens:,} tokens: ask for fewer")
-        return found
+        return long
 
 
 def questions(documents: Documents) -> Iterator[str]:
@@ -90,10 +90,10 @@ def _argument(code: str) -> str:
 @click.option("--out", required=True, type=click.Path(dir_okay=False, path_type=Path))
 def main(model: str, n_tokens: int, count: int, out: Path) -> None:
     tokenizer = open_model(model, RuntimeOptions()).tokenizer
-    asked = list(islice(questions(Documents(tokenizer, n_tokens)), count))
-    out.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in asked), "utf-8")
-    lengths = [len(tokenizer.encode(text)) for text in asked]
-    click.echo(f"{len(asked)} questions of {min(lengths):,} to {max(lengths):,} tokens", err=True)
+    texts = list(islice(questions(Documents(tokenizer, n_tokens)), count))
+    out.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in texts), "utf-8")
+    lengths = [len(tokenizer.encode(text)) for text in texts]
+    click.echo(f"{len(texts)} questions of {min(lengths):,} to {max(lengths):,} tokens", err=True)
 
 
 if __name__ == "__main__":

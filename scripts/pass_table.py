@@ -17,7 +17,7 @@ from fasteagle.cli.command import Script
 from fasteagle.cli.options import model_options
 from fasteagle.compile.measurement import Measurement
 from fasteagle.errors import FasteagleError
-from fasteagle.loading.open import load_runtime
+from fasteagle.loading.open import open_model
 from fasteagle.options import RuntimeOptions
 from fasteagle.tables import print_table
 
@@ -28,7 +28,7 @@ BLOCK, WARM = 40, 10  # passes of equal rows in a row, of which the first are no
 @model_options
 @click.option("--rows", default="1,2,3,4,5,6,8,12,16", show_default=True)
 def main(model: str, runtime_options: RuntimeOptions, rows: str) -> None:
-    engine = load_runtime(model, runtime_options).engine
+    engine = open_model(model, runtime_options).loaded(runtime_options).engine
     phases = torch.ops.fasteagle_cpu.phases
     measurement = Measurement(engine, None)
     table: dict[str, list[float]] = {"pass": []}

@@ -24,13 +24,13 @@ import torch
 
 from fasteagle.bench.measure import copy_bandwidth
 from fasteagle.bench.roofline import Storage
+from fasteagle.bench.row_spec import RowSpec
 from fasteagle.bench.simulate import dummy_drafter
 from fasteagle.cli.command import Script
-from fasteagle.cli.options import comma_list
+from fasteagle.cli.options import FILE, Numbers
 from fasteagle.compile.blocks import compile_now
 from fasteagle.compile.int8_cache import cache_bytes
 from fasteagle.compile.measurement import CONTEXT, Measurement
-from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.open import PreparedModel, open_dummy
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
@@ -51,17 +51,17 @@ Event = tuple[str, float, float]  # a kernel, copy or fill: name, begin and end 
 @click.option("--kv", default="auto", show_default=True, help="auto or int8.")
 @click.option("--device", default="cuda", show_default=True)
 @click.option("--tree", default="5/4/15", show_default=True, help="DEPTH/TOPK/NODES of drafts.")
-@click.option("--passes", default="1,16,32", show_default=True, help="Comma list of rows.")
+@click.option("--passes", default="1,16,32", show_default=True, type=Numbers(), help="Of rows.")
 @click.option("--cycles", default=16, show_default=True, help="Profiled, and timed.")
 @click.option("--compile/--no-compile", "compile_", default=True, show_default=True)
-@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--json", "json_path", type=FILE)
 def main(
     model: str,
     precision: str,
     kv: str,
     device: str,
     tree: str,
-    passes: str,
+    passes: tuple[int, ...],
     cycles: int,
     compile_: bool,
     json_path: Path | None,
@@ -69,12 +69,12 @@ def main(
     """Profile plain cycles and drafting ones; see the module's docstring."""
     if json_path:
         require_writable(json_path)
-    rows, draft = row_counts(passes), tree_options(tree)
+    draft = RowSpec.parse(f"eagle@{tree}").draft_options(DraftOptions())
     where = RuntimeOptions(device=device, max_seq_len=1024, kv=kv, cpu_kernels="aten")
     prepared = open_dummy(model).prepared(where.at(precision))
     engine = prepared.engine()
     record: dict[str, Any] = {"model": model, "precision": precision, "kv": kv}
-    record["passes"] = timed_passes(engine, prepared, rows)
+    record["passes"] = timed_passes(engine, prepared, sorted({1, *passes}))
     for way in ("plain", "eagle"):
         if way == "eagle":
             engine.use(dummy_drafter(model, engine, prepared.checkpoint, draft))
@@ -86,45 +86,29 @@ def main(
         write_atomic(json_path, json.dumps(record, indent=1).encode())
 
 
-def row_counts(text: str) -> list[int]:
-    if not all(part.isdecimal() and int(part) for part in comma_list(text)):
-        raise FasteagleError(f"--passes {text}: give numbers of rows, such as 1,16,32")
-    return sorted({1, *map(int, comma_list(text))})
-
-
-def tree_options(text: str) -> DraftOptions:
-    match = re.fullmatch(r"(\d+)/(\d+)/(\d+)", text)
-    if match is None:
-        raise FasteagleError(f"--tree {text}: use DEPTH/TOPK/NODES, such as 5/4/15")
-    depth, topk, nodes = map(int, match.groups())
-    return DraftOptions(drafter="eagle", tree_depth=depth, tree_topk=topk, tree_nodes=nodes)
-
-
 def timed_passes(
     engine: Engine, prepared: PreparedModel, counts: Sequence[int]
 ) -> list[dict[str, float]]:
     """Print and return median milliseconds of a target pass over each number of rows, in turn."""
     config, kv = prepared.checkpoint.config, prepared.options.kv
     size = engine.dtype.itemsize
-    weights = Storage.of(prepared.scheme, size).pass_bytes(config)
+    weights = Storage(prepared.scheme, size).pass_bytes(config)
     n_bytes = weights + cache_bytes(config, CONTEXT, size, kv)
     copied = copy_bandwidth(engine.device, 2**24 if engine.on_cpu else 2**30)
     measurement = Measurement(engine, None)
     rounds = [[measurement.verify(T) for T in counts] for _ in range(ROUNDS)][1:]
     times = [statistics.median(column) for column in zip(*rounds, strict=True)]
-    passes = []
-    for T, ms in zip(counts, times, strict=True):
-        share = n_bytes / ms / 1e6 / copied
-        ratio = ms / times[0]
-        passes.append({"rows": T, "ms": ms, "ratio": ratio, "copy_share": share})
+    passes = [
+        {"rows": T, "ms": ms, "ratio": ms / times[0], "copy_share": n_bytes / ms / 1e6 / copied}
+        for T, ms in zip(counts, times, strict=True)
+    ]
     cells = [
         (f"{p['rows']}", f"{p['ms']:.3f}", f"{p['ratio']:.3f}", f"{p['copy_share']:.1%}")
         for p in passes
     ]
-    title = f"target passes, {CONTEXT} positions in the cache, a copy reads and writes {copied:.0f}"
-    headings = ("rows", "ms", "of one row's", "share of the copy bandwidth")
-    print_table(headings, cells, md=True)
-    print(f"{title} GB/s\n")
+    print_table(("rows", "ms", "of one row's", "share of the copy bandwidth"), cells, md=True)
+    where = f"{CONTEXT} positions in the cache"
+    print(f"target passes, {where}, a copy reads and writes {copied:.0f} GB/s\n")
     return passes
 
 

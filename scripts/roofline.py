@@ -16,55 +16,48 @@ from pathlib import Path
 from typing import Any
 
 import click
+import torch
 
+from fasteagle.bench.measure import this_device
 from fasteagle.bench.roofline import (
     DEVICES,
     ELEMENT_BYTES,
-    THIS,
+    FINISH_SMALL,
+    CapturedCycle,
     Device,
-    Storage,
+    Part,
+    Workload,
     device_named,
-    draft_parts,
     limit,
     storage_named,
-    target_parts,
 )
-from fasteagle.bench.row_spec import RowSpec, parse_rows
+from fasteagle.bench.row_spec import RowSpec, check_tau, parse_rows
 from fasteagle.cli.command import Script
 from fasteagle.cli.options import comma_list
-from fasteagle.config import ModelConfig
+from fasteagle.config import HeadConfig, ModelConfig
+from fasteagle.device import device_name, pick_device
 from fasteagle.errors import FasteagleError
+from fasteagle.loading.checkpoint import open_checkpoint
+from fasteagle.loading.heads.find import head_shape
+from fasteagle.loading.registry import REGISTRY, preset
+from fasteagle.loading.tensors import read_json
 from fasteagle.options import DEFAULT_MODEL, LM_HEAD_BITS, DraftOptions
-from fasteagle.shapes import AnyShape, TreeShape, shape_of
+from fasteagle.quant.tiling import Card
+from fasteagle.shapes import TreeShape, shape_of
+from fasteagle.tables import print_table
 
+THIS = "this"  # the device name that means: measure this machine
 COLUMNS = (
     *("row", "precision", "tree", "context", "plain ms", "verify ms", "draft ms", "MB", "GFLOP"),
     *("launches", "tau", "tok/s", "bound"),
 )
 MEASURED = ("verify ms measured", "draft ms measured", "tok/s measured")
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One row of a benchmark to predict; `rows` are those of its target pass."""
-
-    row: RowSpec
-    precision: str
-    storage: Storage
-    tree: AnyShape | None
-    tau: float
-    context: int
-    rows: int
-    measured: dict[str, Any] | None = None
+TREE_SIZES = {"tree_depth": 5, "tree_topk": 4, "tree_nodes": 15}  # defaults of --terms
+COUNTS = (1, 8, 16, 32, 64)  # rows of the table of products
 
 
 @click.command(cls=Script)
-@click.option(
-    "--device",
-    default=THIS,
-    show_default=True,
-    help=f"{', '.join(DEVICES)}, or {THIS}: this machine, measured now.",
-)
+@click.option("--device", default=THIS, show_default=True, help=f"{', '.join(DEVICES)} or {THIS}.")
 @click.option("--model", default=DEFAULT_MODEL, help="Registry name, folder or file.")
 @click.option("--precision", default="bf16,int8,int4", show_default=True, help="Comma list.")
 @click.option("--rows", default="hf,plain,eagle", show_default=True, help="Comma list.")
@@ -76,56 +69,34 @@ class Case:
 @click.option("--tree-nodes", type=int)
 @click.option("--fp16-accumulate", is_flag=True, help="Tensor cores add up in fp16: 2 x on RTX.")
 @click.option("--terms", is_flag=True, help="A captured cycle, by product and launch.")
-@click.option(
-    "--measured",
-    "record_path",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="A record of tokens_per_sec.py --json: predict its rows and compare.",
-)
-@click.pass_context
-def main(context_: click.Context, device: str, terms: bool, **settings: Any) -> None:
-    """Predict tokens per second; see the module's docstring for examples."""
-    named = [n for n in settings if context_.get_parameter_source(n) is not SET_BY_DEFAULT]
-    if terms:
-        refused = {"rows", "lm_head", "record_path"} & set(named)
-        if refused:
-            raise FasteagleError(
-                "--terms predicts an int8 LM head and eagle: drop --measured, --rows"
-            )
-        print_terms(device, **settings)
-        return
-    others = [
-        f"--{n.replace('_', '-')}" for n in named if n not in ("record_path", "fp16_accumulate")
-    ]
-    if settings["record_path"] and others:
-        raise FasteagleError(f"--measured brings its own conditions: drop {', '.join(others)}")
-    print_limits(None if device == THIS else device_named(device), **settings)
-
-
-SET_BY_DEFAULT = click.core.ParameterSource.DEFAULT
-
-
-def print_limits(
-    device: Device | None,
-    model: str,
-    record_path: Path | None,
-    fp16_accumulate: bool,
-    **settings: Any,
+@click.option("--measured", "record", type=click.Path(path_type=Path), help="JSON of a benchmark.")
+def main(
+    device: str, fp16_accumulate: bool, terms: bool, record: Path | None, **settings: Any
 ) -> None:
-    # Here and below: --help answers without importing torch.
-    from fasteagle.loading.heads.find import head_shape
-    from fasteagle.tables import print_table
-
-    record = read_record(record_path) if record_path else None
-    model = record["meta"].get("model", "") if record else model
-    config = model_shape(model)
-    if record:
-        cases = list(recorded_cases(record, config, str(record_path)))
-    else:
-        cases = list(planned_cases(config, device is None and on_cpu(), **settings))
-    where = device or this_machine(record)
+    """Predict tokens per second; see the module's docstring for examples."""
+    source = click.get_current_context().get_parameter_source
+    named = [n for n in settings if source(n) is not click.core.ParameterSource.DEFAULT]
+    if terms and (record or {"rows", "lm_head"} & set(named)):
+        raise FasteagleError("--terms predicts an int8 LM head and eagle: drop --measured, --rows")
+    if record and named:
+        drop = ", ".join(f"--{name.replace('_', '-')}" for name in named)
+        raise FasteagleError(f"--measured brings its own conditions: drop {drop}")
+    meta, rows = read_record(record) if record else ({}, [])
+    where = None if device == THIS and not terms else device_named(device)
+    model = meta.get("model", "") if record else settings["model"]
+    path = Path(model).expanduser()
+    is_file = model not in REGISTRY and path.exists()
+    config = open_checkpoint(path).config if is_file else preset(model)
     head = head_shape(model, config)
-    cells = [row_cells(case, where, config, head, fp16_accumulate) for case in cases]
+    if terms:
+        assert where is not None and where.card is not None, "every named device has one"
+        print_terms(where.card, config, head, fp16_accumulate, **settings)
+        return
+    if not record:
+        on_cpu = where is None and pick_device("auto").type == "cpu"
+        rows = list(planned_rows(config, on_cpu, **settings))
+    where = where or this_machine(meta)
+    cells = [row_cells(row, config, head, where, fp16_accumulate) for row in rows]
     print_table((*COLUMNS, *(MEASURED if record else ())), cells)
     print(
         f"{model} on {where.name}: {where.gb_s:,.1f} GB/s, {where.tflops:,.3g} TFLOP/s in 16 bits "
@@ -135,147 +106,130 @@ def print_limits(
     )
 
 
-def print_terms(device: str, model: str, **settings: Any) -> None:
-    from fasteagle.bench.cycle_terms import CycleModel, card_named, report
-    from fasteagle.loading.heads.find import head_shape
-    from fasteagle.quant.scheme import parse_scheme
-
-    config = model_shape(model)
-    scheme = parse_scheme(settings["precision"].split(",")[-1], config)
-    sizes = (settings[f"tree_{part}"] for part in ("depth", "topk", "nodes"))
-    tree = TreeShape(*(size or default for size, default in zip(sizes, (5, 4, 15), strict=True)))
-    card = card_named(device)
-    cycle = CycleModel(card, config, scheme, settings["context"], settings["fp16_accumulate"])
-    print(report(cycle, head_shape(model, config), tree, settings["tau"]))
-
-
-def model_shape(model: str) -> ModelConfig:
-    """Return the shape of a registry model, a folder or a file; fetches nothing."""
-    from fasteagle.loading.checkpoint import open_checkpoint
-    from fasteagle.loading.registry import REGISTRY, preset
-
-    path = Path(model).expanduser()
-    return (
-        open_checkpoint(path).config if model not in REGISTRY and path.exists() else preset(model)
-    )
-
-
-def on_cpu() -> bool:
-    from fasteagle.device import pick_device
-
-    return pick_device("auto").type == "cpu"
-
-
-def this_machine(record: dict[str, Any] | None) -> Device:
+def this_machine(meta: dict[str, Any]) -> Device:
     """Measure this machine, with the threads of the record if there is one."""
-    import torch
-
-    from fasteagle.bench.measure import this_device
-    from fasteagle.device import device_name, pick_device
-
     devices = [pick_device("auto"), torch.device("cpu")]
-    if record:
-        measured_on = record["meta"].get("device")
-        devices = [device for device in devices if device_name(device) == measured_on]
+    if meta:
+        devices = [device for device in devices if device_name(device) == meta.get("device")]
         if not devices:
             raise FasteagleError(
-                f"the record is of {measured_on}, this machine is "
+                f"the record is of {meta.get('device')}, this machine is "
                 f"{device_name(pick_device('auto'))}: say --device {', '.join(DEVICES)}"
             )
-        torch.set_num_threads(record["meta"]["threads"])
+        torch.set_num_threads(meta["threads"])
     return this_device(devices[0], device_name(devices[0]))
 
 
-def planned_cases(
+def planned_rows(
     config: ModelConfig, on_cpu: bool, precision: str, rows: str, tau: float, **settings: Any
-) -> Iterator[Case]:
-    """Yield every row at every precision; raise `FasteagleError` for a tau no tree can give."""
-    sizes = {
-        name: settings[name] for name in ("tree_depth", "tree_topk", "tree_nodes") if settings[name]
-    }
-    draft, context = DraftOptions(**sizes), settings["context"]
+) -> Iterator[dict[str, Any]]:
+    """Yield every row at every precision as a record has them, without what is measured.
+
+    Raises `FasteagleError` for a tau no tree can give.
+    """
+    draft = DraftOptions(**{name: settings[name] for name in TREE_SIZES})
     for name in comma_list(precision):
-        is_dense = name in ELEMENT_BYTES
-        storage = storage_named(name, config, LM_HEAD_BITS[settings["lm_head"]])
+        head_bits = LM_HEAD_BITS[settings["lm_head"]]
+        is_dense = storage_named(name, config, head_bits).scheme is None
+        scheme, dtype = (None, name) if is_dense else (name, "bf16")
         for row in parse_rows(comma_list(rows), draft):
             if row.is_hf and not is_dense:
                 continue
             tree = row.planned_tree(draft, on_cpu and not is_dense)
-            if tree is None:
-                yield Case(row, name, storage, None, 1.0, context, 1)
-                continue
-            if not 1 <= tau <= tree.depth + 1:
-                raise FasteagleError(
-                    f"tau {tau:g} is out of range for {row} at {name}: its tree of depth "
-                    f"{tree.depth} gives 1 .. {tree.depth + 1} tokens a cycle: change it or "
-                    "--tree-depth"
-                )
-            yield Case(row, name, storage, tree, tau, context, tree.rows)
+            if tree is not None:
+                check_tau(tau, row, tree)
+            yield {
+                **{"name": row.label, "precision": name, "scheme": scheme, "dtype": dtype},
+                **{"lm_head_bits": head_bits, "context": settings["context"], "plain_rows": 1},
+                **{"tree": tree and dataclasses.asdict(tree), "tau": tau if tree else 1.0},
+            }
 
 
-def read_record(path: Path) -> dict[str, Any]:
-    """Return the record that `tokens_per_sec.py --json` wrote."""
-    from fasteagle.loading.tensors import read_json
-
+def read_record(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return conditions and rows of the record that `tokens_per_sec.py --json` wrote."""
     record = read_json(path)
     if not isinstance(record.get("meta"), dict) or not record.get("rows"):
         raise FasteagleError(f"{path}: not a record of tokens_per_sec.py --json")
-    return record
-
-
-def recorded_cases(record: dict[str, Any], config: ModelConfig, source: str) -> Iterator[Case]:
-    """Yield the rows of a record under its own conditions: tree, tau, context, scheme."""
-    for row in record["rows"]:
-        try:
-            tree = shape_of(**row["tree"]) if row["tree"] else None
-            name = row["scheme"] or row["dtype"]
-            storage = storage_named(name, config, row["lm_head_bits"] or 16)
-            storage = dataclasses.replace(storage, element_bytes=ELEMENT_BYTES[row["dtype"]])
-            rows = row["plain_rows"] or 1 if tree is None else tree.rows
-            spec, context = RowSpec.parse(row["name"]), round(row["context"])
-            yield Case(spec, row["precision"], storage, tree, row["tau"], context, rows, row)
-        except (KeyError, TypeError) as error:
-            raise FasteagleError(
-                f"{source}: a row lacks {error}: it is of another version of fasteagle: measure "
-                "again"
-            ) from error
+    return record["meta"], record["rows"]
 
 
 def row_cells(
-    case: Case, device: Device, config: ModelConfig, head: Any, fp16: bool
+    row: dict[str, Any], config: ModelConfig, head: HeadConfig, device: Device, fp16: bool
 ) -> tuple[str, ...]:
     """Return the cells under `COLUMNS`, and under `MEASURED` where the row was measured."""
-    storage, tree = case.storage, case.tree
-    passes = [target_parts(config, storage, rows, case.context) for rows in (1, case.rows)]
-    drafting = []
-    if tree is not None and case.row.has_head:
-        drafting = draft_parts(head, storage, tree, case.context)
-    (plain, _), (verify, _) = (limit(p, device, storage.element_bytes, fp16) for p in passes)
-    cycle = [*passes[1], *drafting]
-    total, bound = limit(cycle, device, storage.element_bytes, fp16)
-    draft, tok_s = total - verify, 1e3 * case.tau / total
-    cells = (
-        *(case.row.label, case.precision, str(tree) if tree else "-", f"{case.context:,}"),
-        *(f"{plain:.2f}", f"{verify:.2f} (T={case.rows})", f"{draft:.2f}" if drafting else "-"),
-        *(
-            f"{sum(p.n_bytes for p in cycle) / 1e6:,.0f}",
-            f"{sum(p.flops for p in cycle) / 1e9:,.0f}",
-        ),
-        *(f"{sum(p.launches for p in cycle)}", f"{case.tau:.2f}", f"{tok_s:.1f}", bound),
+    try:
+        tree = shape_of(**row["tree"]) if row["tree"] else None
+        precision, head_bits = row["scheme"] or row["dtype"], row["lm_head_bits"] or 16
+        storage = storage_named(precision, config, head_bits)
+        storage = dataclasses.replace(storage, element_bytes=ELEMENT_BYTES[row["dtype"]])
+        work, tau = Workload(config, storage, round(row["context"])), row["tau"]
+        n_rows = row["plain_rows"] or 1 if tree is None else tree.rows
+        spec = RowSpec.parse(row["name"])
+    except (KeyError, TypeError) as error:
+        raise FasteagleError(
+            f"a row of the record lacks {error}: it is of another version of fasteagle: measure "
+            "again"
+        ) from error
+    drafting = work.drafting(head, tree) if tree is not None and spec.has_head else []
+    cycle = [*work.verifying(n_rows), *drafting]
+    (plain, _), (verify, _), (total, bound) = (
+        limit(parts, device, storage.element_bytes, fp16)
+        for parts in (work.verifying(1), work.verifying(n_rows), cycle)
     )
-    if case.measured is None:
+    draft, tok_s = total - verify, 1e3 * tau / total
+    cells = (
+        *(spec.label, row["precision"], str(tree or "-"), f"{work.context:,}"),
+        *(f"{plain:.2f}", f"{verify:.2f} (T={n_rows})", f"{draft:.2f}" if drafting else "-"),
+        f"{sum(part.n_bytes for part in cycle) / 1e6:,.0f}",
+        f"{sum(part.flops for part in cycle) / 1e9:,.0f}",
+        *(f"{sum(p.launches for p in cycle)}", f"{tau:.2f}", f"{tok_s:.1f}", bound),
+    )
+    if "tok_s" not in row:
         return cells
-    pairs = (("verify_ms", verify), ("draft_ms", draft if drafting else None), ("tok_s", tok_s))
-    note = " *simulated*" if case.measured.get("simulated") else ""
-    beside = [_beside(case.measured.get(key), predicted) for key, predicted in pairs]
+    predicted = {"verify_ms": verify, "draft_ms": draft if drafting else None, "tok_s": tok_s}
+    beside = [
+        f"{row[key]:.2f} ({row[key] / value:.2f} x)" if value and key in row else "-"
+        for key, value in predicted.items()
+    ]
+    note = " *simulated*" if row.get("simulated") else ""
     return (*cells, *beside[:2], beside[2] + note)
 
 
-def _beside(measured: float | None, predicted: float | None) -> str:
-    """Return a measured value, and how many times the predicted one it is."""
-    if measured is None or predicted is None:
-        return "-"
-    return f"{measured:.2f} ({measured / predicted:.2f} x)"
+def print_terms(
+    card: Card, config: ModelConfig, head: HeadConfig, fp16: bool, **settings: Any
+) -> None:
+    """Print products by rows and terms of a greedy cycle, in Markdown, and the predicted speed."""
+    storage = storage_named(comma_list(settings["precision"])[-1], config)
+    if storage.scheme is None:
+        raise FasteagleError("--terms predicts quantized weights: give int8, int4 or a scheme")
+    work = Workload(config, storage, settings["context"])
+    tree = TreeShape(*(settings[name] or usual for name, usual in TREE_SIZES.items()))
+    cycle = CapturedCycle(card, work, fp16)
+    products = [
+        (
+            *(f"{same[0].N} x {same[0].K}", f"{same[0].launches}"),
+            *(f"{cycle.product_us(part):.1f} us, {cycle.share(part):.0%}" for part in same),
+        )
+        for same in zip(*([p for p in work.verifying(T) if p.N] for T in COUNTS), strict=True)
+    ]
+    print_table(("N x K", "launches", *(f"T = {T}" for T in COUNTS)), products, md=True)
+    finish = Part("accept and commit", FINISH_SMALL)
+    parts = [*work.verifying(tree.rows), *work.drafting(head, tree), finish]
+    terms = {name: [p for p in parts if p.name == name] for name in (p.name for p in parts)}
+    lines = [
+        (
+            *(name, f"{sum(part.launches for part in same)}"),
+            *(f"{sum(part.n_bytes for part in same) / 1e6:,.0f}", f"{cycle.ms(same):.2f}"),
+        )
+        for name, same in {**terms, f"cycle, tree {tree}": parts}.items()
+    ]
+    print()
+    print_table(("term", "launches", "MB", "ms"), lines, md=True)
+    tau, plain = settings["tau"], 1e3 / cycle.ms([*work.verifying(1), finish])
+    print(
+        f"\npredicted: {1e3 * tau / cycle.ms(parts):.0f} tok/s at tau {tau:g}, plain {plain:.0f} "
+        f"tok/s, {work.context:,} positions in the cache"
+    )
 
 
 if __name__ == "__main__":

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import click
 import httpx
 
-from fasteagle.answering.background import Preparation
 from fasteagle.cli.command import Script
 from fasteagle.errors import FasteagleError, note
 from fasteagle.llm import LLM, open_llm
 from fasteagle.loading.tokenizer import Message
-from fasteagle.options import DEFAULT_MODEL, DraftOptions, RuntimeOptions
+from fasteagle.options import DEFAULT_MODEL, DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.prompts import read_questions
+from fasteagle.tables import print_table
 
 
 class Timing(NamedTuple):
@@ -39,9 +39,9 @@ class Timing(NamedTuple):
 
 def timed(arrivals: Iterator[tuple[float, int]], begin: float) -> Timing:
     """Return the times of chunks (moment, tokens); the first one's tokens are not in the rate."""
-    found = [(moment, n) for moment, n in arrivals if n]
-    after = sum(n for _, n in found[1:])
-    return Timing(after, found[0][0] - begin, found[-1][0] - found[0][0])
+    chunks = [(moment, n) for moment, n in arrivals if n]
+    moments = [moment for moment, _ in chunks]
+    return Timing(sum(n for _, n in chunks[1:]), moments[0] - begin, moments[-1] - moments[0])
 
 
 def here(llm: LLM, messages: list[Message], limit: int) -> Timing:
@@ -102,21 +102,24 @@ def main(
             served(client, hello, 8)
             time.sleep(warm_up)
             llm = open_llm(model, RuntimeOptions(), DraftOptions(), note)
-            llm.preparation = Preparation(llm.engine, quiet=True)
+            llm.prepare(SamplingParams(), quiet=True)
             here(llm, hello, 8)
-            llm.preparation.join()
-            found: dict[str, list[Timing]] = {"here": [], "served": []}
+            while llm.is_preparing:
+                time.sleep(0.2)
+            timings: dict[str, list[Timing]] = {"here": [], "served": []}
             for question in questions:
                 messages: list[Message] = [{"role": "user", "content": question.turns[0]}]
-                found["here"].append(here(llm, messages, max_new_tokens))
-                found["served"].append(served(client, messages, max_new_tokens))
+                timings["here"].append(here(llm, messages, max_new_tokens))
+                timings["served"].append(served(client, messages, max_new_tokens))
     finally:
         process.terminate()
         process.wait(30)
-    for name, timings in found.items():
-        rate = sum(t.n_tokens for t in timings) / sum(t.rest for t in timings)
-        first = statistics.median(t.first for t in timings)
-        click.echo(f"{name:7} {rate:7.1f} tok/s  TTFT {1e3 * first:6.1f} ms (median)")
+    lines = []
+    for name, answers in timings.items():
+        rate = sum(t.n_tokens for t in answers) / sum(t.rest for t in answers)
+        first = statistics.median(t.first for t in answers)
+        lines.append((name, f"{rate:.1f}", f"{1e3 * first:.1f}"))
+    print_table(("", "tok/s", "TTFT ms (median)"), lines)
 
 
 if __name__ == "__main__":

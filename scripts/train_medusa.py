@@ -43,7 +43,7 @@ def main(
     heads, ranks = train_medusa(engine, conversations, notify=note, **settings)
     save_medusa(out, heads, ranks)
     shares = ", ".join(f"{row[0]:.3f}" for row in ranks)
-    print(f"right on held-out text, token by token: {shares}; kept in {out}")
+    print(f"right on held-out text, token by token: {shares}; written to {out}")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ CMAKE_ARGS="-DGGML_NATIVE=ON" pip install --no-binary llama-cpp-python llama-cpp
 python scripts/versus_llamacpp.py --data questions.jsonl --limit 16
 python scripts/versus_llamacpp.py --model model.gguf --threads 4
 
-All rows decode greedily from the same prompts, and every answer has as many tokens as asked, or
+All rows decode greedily from the same prompts, and every answer has `--max-new-tokens` tokens, or
 ends at the model's end of text. tok/s counts the tokens after each answer's first. llama.cpp is
 called through its C functions: one `llama_decode` a token, and its own greedy sampler.
 """
@@ -21,10 +21,11 @@ from typing import Any
 import click
 import torch
 
-from fasteagle.bench.rows import Row, Turn
-from fasteagle.bench.run import BenchOptions, answer, build_rows, warm_up
+from fasteagle.bench.options import BenchOptions
+from fasteagle.bench.rows import Decoder, Row, Turn
+from fasteagle.bench.run import answer, build_rows, warm_up, with_bar
 from fasteagle.cli.command import Script
-from fasteagle.cli.options import comma_list
+from fasteagle.cli.options import FILE, comma_list
 from fasteagle.decoding.context import common_prefix
 from fasteagle.device import device_name
 from fasteagle.errors import FasteagleError, note
@@ -39,7 +40,7 @@ CONTEXT = 4096
 BATCH = 512  # tokens of a prompt in one call
 
 
-class LlamaCpp:
+class LlamaCpp(Decoder):
     """Decoder that runs llama.cpp; keeps the keys and values of the turns before, as ours does."""
 
     def __init__(self, path: Path, threads: int, eos_ids: frozenset[int]) -> None:
@@ -109,12 +110,12 @@ class LlamaCpp:
 
 @click.command(cls=Script)
 @click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Of a GGUF file.")
-@click.option("--data", type=click.Path(path_type=Path, dir_okay=False), help="JSONL of turns.")
+@click.option("--data", type=FILE, help="JSONL of turns.")
 @click.option("--limit", type=int, help="Only the first N questions.")
 @click.option("--max-new-tokens", default=128, show_default=True)
 @click.option("--threads", type=int, help="Of both.  [default: all cores]")
 @click.option("--rows", default="plain,eagle,fused,ngram", show_default=True, help="Ours.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--json", "json_path", type=FILE)
 def main(
     model: str,
     data: Path | None,
@@ -138,11 +139,10 @@ def main(
     path = opened.checkpoint.path
     theirs = LlamaCpp(path, torch.get_num_threads(), opened.tokenizer.eos_ids)
     measured = [Row("llama.cpp", "file", theirs, path.stat().st_size)]
-    measured += build_rows("auto", options, opened.prepared(runtime))
+    measured += build_rows("auto", options, opened, runtime)
     device = torch.device("cpu")
     warm_up(measured, questions[0], opened.tokenizer)
-    for number, question in enumerate(questions, 1):
-        note(f"question {number} of {len(questions)}")
+    for number, question in enumerate(with_bar(questions, measured), 1):
         # The first one pays for whatever ran before: everybody is it once.
         turn = number % len(measured)
         for row in [*measured[turn:], *measured[:turn]]:

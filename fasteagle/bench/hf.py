@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fasteagle.bench.latency import Chunk
-from fasteagle.bench.row_spec import LOOKUP_TOKENS
+from fasteagle.bench.row_spec import LOOKUP_TOKENS, RowSpec
+from fasteagle.bench.rows import Decoder, Turn
 from fasteagle.config import ModelConfig
 from fasteagle.loading.tensors import Checkpoint
-from fasteagle.options import SamplingParams
+from fasteagle.options import DraftOptions, SamplingParams
 
 
 def hf_config(config: ModelConfig) -> Any:
@@ -52,14 +52,12 @@ def hf_config(config: ModelConfig) -> Any:
     return made
 
 
-def hf_model(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str, **options: Any
-) -> Any:
+def hf_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str) -> Any:
     """Return a transformers model that holds the checkpoint's (dequantized) weights in `dtype`."""
     import transformers  # takes seconds: only for rows of its own
 
     config = hf_config(checkpoint.config)
-    config._attn_implementation = options.pop("attention", "sdpa")
+    config._attn_implementation = "sdpa"
     kind = getattr(transformers, checkpoint.config.architecture)
     with torch.device("meta"):
         model = kind(config)
@@ -73,17 +71,6 @@ def hf_model(
     # Non-persistent buffers are not in any checkpoint: make them again, on the device.
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
     return model.eval()
-
-
-class HFAnswer(NamedTuple):
-    """Measured answer of transformers; times in seconds."""
-
-    tokens: list[int]
-    ttft: float
-    seconds: float  # first to last token
-    passes: int  # after the first
-    first: int  # tokens that came with the first pass: prompt lookup may bring several
-    chunks: list[Chunk]  # after the first
 
 
 class _Clock:
@@ -103,56 +90,54 @@ class _Clock:
     def end(self) -> None:
         pass
 
-    @property
-    def first(self) -> int:
-        return self.sizes[0]
 
-    @property
-    def chunks(self) -> list[Chunk]:
-        """Chunks after the first."""
-        gaps = (b - a for a, b in itertools.pairwise(self.times))
-        return list(zip(self.sizes[1:], gaps, strict=True))
+class HFDecoder(Decoder):
+    """Decoder with transformers' `generate` on our weights, with prompt lookup or without."""
 
+    def __init__(
+        self, model: Any, params: SamplingParams, eos_ids: frozenset[int], lookup: bool = False
+    ) -> None:
+        self.model, self.params, self.eos_ids = model, params, eos_ids
+        self.options: dict[str, Any] = {"do_sample": False}
+        if not params.greedy:
+            self.options = {
+                "do_sample": True,
+                "temperature": params.temperature,
+                "top_k": params.top_k,
+                "top_p": params.top_p,
+                "min_p": params.min_p or None,
+            }
+        if lookup:
+            self.options["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
+            self.tree = RowSpec("hf-pld").planned_tree(DraftOptions(), False)
 
-@torch.no_grad()
-def hf_generate(
-    model: Any,
-    prompt: list[int],
-    params: SamplingParams,
-    max_new_tokens: int,
-    eos_ids: frozenset[int],
-    lookup: bool = False,
-) -> HFAnswer:
-    """Run `model.generate` on one prompt, with prompt lookup if `lookup` is set."""
-    torch.manual_seed(params.seed)
-    drawing: dict[str, Any] = {"do_sample": False}
-    if not params.greedy:
-        drawing = {
-            "do_sample": True,
-            "temperature": params.temperature,
-            "top_k": params.top_k,
-            "top_p": params.top_p,
-            "min_p": params.min_p or None,
-        }
-    if lookup:
-        drawing["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
-    clock = _Clock()
-    calls: list[None] = []
-    hook = model.register_forward_hook(lambda *_: calls.append(None))
-    ids = torch.tensor([prompt], device=model.device)
-    start = time.perf_counter()
-    output = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=max_new_tokens,
-        eos_token_id=sorted(eos_ids) or None,
-        pad_token_id=min(eos_ids, default=0),
-        repetition_penalty=params.repetition_penalty,
-        streamer=clock,
-        **drawing,
-    )
-    hook.remove()
-    tokens = output[0, len(prompt) :].tolist()
-    seconds = clock.times[-1] - clock.times[0]
-    ttft = clock.times[0] - start
-    return HFAnswer(tokens, ttft, seconds, len(calls) - 1, clock.first, clock.chunks)
+    @torch.no_grad()
+    def turn(self, prompt: list[int], max_new_tokens: int) -> Turn:
+        torch.manual_seed(self.params.seed)
+        clock = _Clock()
+        calls: list[None] = []
+        hook = self.model.register_forward_hook(lambda *_: calls.append(None))
+        ids = torch.tensor([prompt], device=self.model.device)
+        start = time.perf_counter()
+        output = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            eos_token_id=sorted(self.eos_ids) or None,
+            pad_token_id=min(self.eos_ids, default=0),
+            repetition_penalty=self.params.repetition_penalty,
+            streamer=clock,
+            **self.options,
+        )
+        hook.remove()
+        times, sizes = clock.times, clock.sizes
+        gaps = (b - a for a, b in itertools.pairwise(times))
+        return Turn(
+            output[0, len(prompt) :].tolist(),
+            times[0] - start,
+            times[-1] - times[0],
+            len(calls) - 1,
+            first=sizes[0],  # prompt lookup may bring several with the first pass
+            prompt_tokens=len(prompt),
+            chunks=tuple(zip(sizes[1:], gaps, strict=True)),
+        )

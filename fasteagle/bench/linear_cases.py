@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fasteagle.compile.precompile import Variant, collecting, compile_all, workers_here
+from fasteagle.compile.precompile import collecting, compile_all, workers_here
 from fasteagle.errors import FasteagleError
 from fasteagle.quant import interleaved, packed
 from fasteagle.quant.interleaved import BLOCK_N, InterleavedWeight
@@ -45,6 +45,15 @@ class Case:
         """Return random x [M, columns], zero past K."""
         x = torch.randn(M, self.K, device=device).to(self.dtype)
         return F.pad(x, (0, self.columns - self.K))
+
+    def compile_for(self, inputs: Sequence[Tensor]) -> None:
+        """Compile the kernels of ours that these x need, several at a time."""
+        if self.reference is None:
+            return
+        with collecting() as missing:
+            for x in inputs:
+                self.calls[0](x)
+        compile_all(list(missing.values()), inputs[0].device, workers_here())
 
     def check(self, x: Tensor) -> Tensor:
         """Return the first call's result; raise `FasteagleError` where it is wrong."""
@@ -79,7 +88,7 @@ def make_case(kernel: str, N: int, K: int, accumulate: str) -> Case | None:
     def copy() -> InterleavedWeight:
         return dataclasses.replace(first, words=first.words.clone(), params=first.params.clone())
 
-    multiply = multiplier(first.words.device)
+    multiply = block_product if first.words.device.type == "cuda" else reference_product
     weights = _copies(copy, first.n_bytes)
     return Case(
         [partial(multiply, weight=w, accumulate=accumulate) for w in weights],
@@ -91,11 +100,6 @@ def make_case(kernel: str, N: int, K: int, accumulate: str) -> Case | None:
         accumulate=accumulate,
         reference=interleaved.dequantize(_first_outputs(first)).double(),
     )
-
-
-def multiplier(device: torch.device) -> Callable[..., Tensor]:
-    """Return the function that multiplies our formats on a device."""
-    return block_product if device.type == "cuda" else reference_product
 
 
 def block_product(x: Tensor, weight: InterleavedWeight, accumulate: str) -> Tensor:
@@ -130,46 +134,10 @@ def random_weight(kernel: str, N: int, K: int) -> packed.PackedWeight:
     return packed.int4(values, scales, zeros=zeros)
 
 
-def variants(
-    shapes: Sequence[tuple[int, int]],
-    kernels: Sequence[str],
-    sums: Sequence[str],
-    counts: Sequence[int],
-) -> list[Variant]:
-    """Return the kernels of `block_product` for these shapes that are not compiled yet.
-
-    The device is the default one. Nothing runs, so weights hold whatever was in memory.
-    """
-    with collecting() as missing:
-        for N, K in sorted(set(shapes)):
-            for kernel in kernels:
-                weight = _unset_weight(kernel, N, K)
-                for M in counts:
-                    x = torch.empty(M, weight.layout.padded(K), dtype=torch.float16)
-                    for accumulate in sums:
-                        block_product(x, weight, accumulate)
-    return list(missing.values())
-
-
-def compile_ahead(missing: Sequence[Variant], device: torch.device) -> int:
-    """Compile several variants at a time; return how many at a time."""
-    workers = workers_here()
-    compile_all(missing, device, workers)
-    return workers
-
-
-def _unset_weight(kernel: str, N: int, K: int) -> InterleavedWeight:
-    """Return a weight of shape [N, K] whose values are not initialized."""
-    block = interleaved.pack(random_weight(kernel, BLOCK_N, K))
-    columns = -(-N // BLOCK_N) * BLOCK_N
-    held, params = (t.new_empty(len(t), columns) for t in (block.words, block.params))
-    return dataclasses.replace(block, words=held, params=params, N=N)
-
-
 def _first_outputs(weight: InterleavedWeight) -> InterleavedWeight:
     """Return the part of a weight that its first program reads."""
-    held, params = (t[:, :BLOCK_N].contiguous() for t in (weight.words, weight.params))
-    return dataclasses.replace(weight, words=held, params=params, N=min(weight.N, BLOCK_N))
+    first, params = (t[:, :BLOCK_N].contiguous() for t in (weight.words, weight.params))
+    return dataclasses.replace(weight, words=first, params=params, N=min(weight.N, BLOCK_N))
 
 
 def _torchao(N: int, K: int) -> Case | None:

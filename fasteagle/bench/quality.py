@@ -21,13 +21,14 @@ from fasteagle.device import available_bytes, pick_device, pick_dtype
 from fasteagle.errors import FasteagleError, note
 from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import required_bytes
-from fasteagle.loading.open import OpenedModel, PreparedModel, open_model
+from fasteagle.loading.open import PreparedModel, open_model
 from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.options import RuntimeOptions
 from fasteagle.paths import require_writable, write_atomic
 from fasteagle.tables import print_table
 
 ROWS_AT_ONCE = 128  # of logits
+HEADINGS = "precision", "scheme", "perplexity", "KL nats/token", "same top token", "weights GB"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,15 +44,24 @@ class Quality:
 
 
 def evaluate(model: str, options: EvalOptions, runtime: RuntimeOptions) -> list[Quality]:
-    """Measure every precision; the first result is that of the reference itself."""
-    pick_device(runtime.device)  # before anything is fetched
+    """Measure every precision; the first result is that of the unquantized model itself.
+
+    That one runs in fp32 if it fits in memory, else in 16 bits.
+    """
+    device = pick_device(runtime.device)  # before anything is fetched
     opened = open_model(model)
     windows = read_windows(options, opened.tokenizer)
-    reference, rows = _reference(opened, windows, runtime)
-    qualities = [rows]
+    need = sum(required_bytes(opened.checkpoint.config, torch.float32, options.window))
+    free = available_bytes(device)
+    dense = "fp32" if free is None or need * 1.1 < free else pick_dtype("auto", device)
+    note(f"the unquantized model in {dense} ...")
+    whole = dataclasses.replace(runtime.at(dense), kv="auto")
+    reference = Predictions(opened.prepared(whole).engine(), windows)
+    qualities = [_measure(dense, opened.prepared(whole), reference, reference)]
     for precision in options.precisions:
         prepared = opened.prepared(runtime.at(precision))
-        qualities.append(_measure(precision, prepared, windows, reference))
+        predictions = Predictions(prepared.engine(), windows)
+        qualities.append(_measure(precision, prepared, predictions, reference))
         note(f"{precision}: perplexity {qualities[-1].perplexity:.3f}, KL {qualities[-1].kl:.5f}")
     return qualities
 
@@ -72,73 +82,41 @@ def read_windows(options: EvalOptions, tokenizer: ChatTokenizer) -> list[list[in
     return [ids[i * options.window : (i + 1) * options.window] for i in range(n)]
 
 
-class Reference:
-    """Next-token distributions of the unquantized model: its features and its LM head."""
+class Predictions:
+    """Next-token distributions of a model on a text: its features, and its LM head."""
 
+    @torch.no_grad()
     def __init__(self, engine: Engine, windows: Sequence[list[int]]) -> None:
+        self.windows = windows
         self.features = [engine.features(ids) for ids in windows]
-        self.head: nn.Module = engine.model.lm_head
+        self.lm_head: nn.Module = engine.model.lm_head
 
     def log_probs(self, window: int, rows: slice) -> Tensor:
         """Return log-probabilities [rows, V] in fp32."""
-        return self.head(self.features[window][rows]).float().log_softmax(-1)
-
-
-@torch.no_grad()
-def _reference(
-    opened: OpenedModel, windows: Sequence[list[int]], runtime: RuntimeOptions
-) -> tuple[Reference, Quality]:
-    """Return the unquantized model's result, in fp32 if that fits in memory, else in 16 bits."""
-    config, device = opened.checkpoint.config, pick_device(runtime.device)
-    need = sum(required_bytes(config, torch.float32, len(windows[0])))
-    free = available_bytes(device)
-    fits = free is None or need * 1.1 < free
-    dtype_name = "fp32" if fits else pick_dtype("auto", device)
-    note(f"the unquantized model in {dtype_name} ...")
-    whole = dataclasses.replace(runtime.at(dtype_name), kv="auto")
-    engine = opened.prepared(whole).engine()
-    reference = Reference(engine, windows)
-    loss = sum(
-        float(_nll(reference.log_probs(i, rows), ids, rows).sum())
-        for i, ids in enumerate(windows)
-        for rows in _parts(ids)
-    )
-    n = sum(len(ids) - 1 for ids in windows)
-    size = required_bytes(config, engine.dtype, 0)[0] / 1e9
-    return reference, Quality(dtype_name, "unquantized", math.exp(loss / n), 0.0, 1.0, size)
+        return self.lm_head(self.features[window][rows]).float().log_softmax(-1)
 
 
 @torch.no_grad()
 def _measure(
-    precision: str, prepared: PreparedModel, windows: Sequence[list[int]], reference: Reference
+    precision: str, prepared: PreparedModel, predictions: Predictions, reference: Predictions
 ) -> Quality:
-    engine = prepared.engine()
+    """Compare a model's predictions with the reference's, a few rows at a time."""
     loss = kl = same = 0.0
-    for i, ids in enumerate(windows):
-        features = engine.features(ids)
-        for rows in _parts(ids):
-            ours = engine.model.lm_head(features[rows]).float().log_softmax(-1)
-            theirs = reference.log_probs(i, rows)
-            loss += float(_nll(ours, ids, rows).sum())
+    for i, ids in enumerate(predictions.windows):
+        last = len(ids) - 1  # which predicts nothing that is known
+        for begin in range(0, last, ROWS_AT_ONCE):
+            rows = slice(begin, min(begin + ROWS_AT_ONCE, last))
+            ours, theirs = predictions.log_probs(i, rows), reference.log_probs(i, rows)
+            next_ids = torch.tensor(ids[rows.start + 1 : rows.stop + 1], device=ours.device)
+            loss += float(F.nll_loss(ours, next_ids, reduction="sum"))
             kl += float(F.kl_div(ours, theirs, reduction="sum", log_target=True))
             same += float((ours.argmax(-1) == theirs.argmax(-1)).sum())
-    n = sum(len(ids) - 1 for ids in windows)
+    n = sum(len(ids) - 1 for ids in predictions.windows)
     scheme, config = prepared.scheme, prepared.checkpoint.config
     dense = required_bytes(config, prepared.dtype, 0)[0]
     size = (scheme.model_bytes(config) if scheme else dense) / 1e9
     label = scheme.name if scheme else "unquantized"
     return Quality(precision, label, math.exp(loss / n), kl / n, same / n, size)
-
-
-def _parts(ids: list[int]) -> list[slice]:
-    """Return the rows of a window that predict its next token, a few at a time."""
-    last = len(ids) - 1
-    return [slice(at, min(at + ROWS_AT_ONCE, last)) for at in range(0, last, ROWS_AT_ONCE)]
-
-
-def _nll(log_probs: Tensor, ids: list[int], rows: slice) -> Tensor:
-    after = torch.tensor(ids[rows.start + 1 : rows.stop + 1], device=log_probs.device)
-    return -log_probs.gather(1, after.unsqueeze(1))[:, 0]
 
 
 def run_eval(
@@ -148,22 +126,14 @@ def run_eval(
     if json_path:
         require_writable(json_path)
     qualities = evaluate(model, options, runtime)
-    headings = (
-        *("precision", "scheme", "perplexity"),
-        *("KL nats/token", "same top token", "weights GB"),
-    )
     cells = [
         (
-            q.precision,
-            q.scheme,
-            f"{q.perplexity:.3f}",
-            f"{q.kl:.5f}",
-            f"{100 * q.agreement:.2f} %",
-            f"{q.weight_gb:.3f}",
+            *(q.precision, q.scheme, f"{q.perplexity:.3f}", f"{q.kl:.5f}"),
+            *(f"{100 * q.agreement:.2f} %", f"{q.weight_gb:.3f}"),
         )
         for q in qualities
     ]
     if json_path:
         record = {"model": model, "text": options.text.name, "rows": [vars(q) for q in qualities]}
         write_atomic(json_path, json.dumps(record, indent=1).encode())
-    print_table(headings, cells, md=md)
+    print_table(HEADINGS, cells, md=md)

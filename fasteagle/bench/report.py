@@ -16,14 +16,13 @@ from typing import Any
 import torch
 
 from fasteagle import __version__
-from fasteagle.bench.latency import percentile
 from fasteagle.bench.measure import memory_bandwidth
-from fasteagle.bench.rows import Row
-from fasteagle.bench.run import BenchOptions
+from fasteagle.bench.options import BenchOptions
+from fasteagle.bench.rows import Row, percentile
 from fasteagle.device import accumulate_on, device_name, pick_device
 from fasteagle.options import RuntimeOptions
 from fasteagle.shapes import shape_of
-from fasteagle.tables import markdown_table
+from fasteagle.tables import print_table
 
 
 def build_report(
@@ -35,7 +34,8 @@ def build_report(
     out = []
     for row in rows:
         base = plain.get(row.precision)
-        rates = row.turn_rates
+        rates = [rate for turns in row.turn_rates for rate in turns if rate is not None]
+        latencies = row.latencies
         read_gb_s = row.pass_bytes * row.passes_s / 1e9
         record = {
             "name": row.name,
@@ -43,18 +43,20 @@ def build_report(
             "turns": len(row.turns),
             "tokens": row.tokens,
             "seconds": round(row.seconds, 4),
-            "tok_s": round(row.tok_s, 3),
-            "tok_s_median": round(statistics.median(rates), 3) if rates else None,
-            "tok_s_min": round(min(rates), 3) if rates else None,
-            "tok_s_max": round(max(rates), 3) if rates else None,
+            "tok_s": _rounded(row.tok_s),
+            "tok_s_median": _rounded(statistics.median(rates) if rates else None),
+            "tok_s_min": _rounded(min(rates, default=None)),
+            "tok_s_max": _rounded(max(rates, default=None)),
+            "turn_tok_s": [[_rounded(rate) for rate in turns] for turns in row.turn_rates],
             "ttft_s": round(statistics.median(turn.ttft for turn in row.turns), 4),
-            "tau": round(row.tau, 3),
-            **_latency(row),
+            "tau": _rounded(row.tau),
+            "p50_ms": _rounded(percentile(latencies, 0.5), 1e3),
+            "p99_ms": _rounded(percentile(latencies, 0.99), 1e3),
             **_simulation(row),
-            "speedup_vs_plain": round(row.tok_s / base, 3) if base else None,
+            "speedup_vs_plain": _rounded(row.tok_s / base if base else None),
             "mbu": round(read_gb_s / meta["bandwidth"]["gb_s"], 6),
             "context": round(row.context, 1),
-            "peak_mem_gb": round(row.peak_bytes / 1e9, 3),
+            "peak_mem_gb": _rounded(row.peak_bytes / 1e9),
             "scheme": row.scheme.name if row.scheme else None,
             "lm_head_bits": row.scheme.head_bits if row.scheme else None,
             "dtype": row.dtype,
@@ -71,11 +73,8 @@ def build_report(
     return {"meta": meta, "rows": out}
 
 
-def _latency(row: Row) -> dict[str, Any]:
-    """Return median and 99th percentile of the time per token, in ms; see `latency`."""
-    latencies = row.latencies
-    shares = {"p50_ms": percentile(latencies, 0.5), "p99_ms": percentile(latencies, 0.99)}
-    return {name: None if s is None else round(1e3 * s, 3) for name, s in shares.items()}
+def _rounded(value: float | None, scale: float = 1.0) -> float | None:
+    return None if value is None else round(scale * value, 3)
 
 
 def _simulation(row: Row) -> dict[str, Any]:
@@ -87,9 +86,7 @@ def _simulation(row: Row) -> dict[str, Any]:
 def _parts(row: Row) -> dict[str, Any]:
     """Return the milliseconds of the parts of a cycle, for rows of our own engine."""
     passes = sum(stats.passes for stats in row.stats)
-    if not passes:
-        return {}
-    if not all(stats.parts_timed for stats in row.stats):
+    if not passes or not all(stats.parts_timed for stats in row.stats):
         return {}
     parts = {
         "draft_ms": sum(s.draft_seconds for s in row.stats),
@@ -132,17 +129,8 @@ def metadata(options: BenchOptions, runtime: RuntimeOptions) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": importlib.metadata.version("transformers"),
-        "model": options.model,
-        "data": str(options.data) if options.data else "package prompts",
-        "limit": options.limit,
-        "max_new_tokens": options.max_new_tokens,
-        "temperature": options.temperature,
-        "top_p": options.top_p,
-        "seed": options.seed,
-        "compile": options.compile,
-        "draft": dataclasses.asdict(options.draft),
-        "tree_value": options.tree_value,
-        "rerank": options.rerank,
+        **dataclasses.asdict(options),
+        "data": str(options.data or "package prompts"),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
 
@@ -158,28 +146,21 @@ def _commit() -> str | None:
 
 
 COLUMNS = (
-    "row",
-    "precision",
-    "tok/s",
-    "median (min - max) per turn",
-    "x plain",
-    "tau",
-    "accepted by depth",
-    "tree",
-    "draft + verify + other ms",
-    "P50 / P99 ms per token",
-    "TTFT s",
-    "MBU",
-    "peak GB",
+    *("row", "precision", "tok/s", "median (min - max) per turn", "x plain", "tau"),
+    *("accepted by depth", "tree", "draft + verify + other ms", "P50 / P99 ms per token"),
+    *("TTFT s", "MBU", "peak GB"),
 )
 
 
-def table_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Return the table's cells, under `COLUMNS`; values derived from a supplied tau are marked."""
-    return [_cells(row) for row in report["rows"]]
+def print_report(report: dict[str, Any], md: bool = False) -> None:
+    """Print the table, in Markdown with `md`, and the conditions below it."""
+    print_table(COLUMNS, [_cells(row) for row in report["rows"]], md=md)
+    print(("\n" if md else "") + conditions(report))
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """Return the cells under `COLUMNS`; values derived from a supplied tau are marked."""
+
     def derived(text: str) -> str:
         return f"{text} *simulated*" if row["simulated"] and text != "-" else text
 
@@ -233,11 +214,6 @@ def conditions(report: dict[str, Any]) -> str:
         f"{text}. *simulated*: random weights; cycles are measured, tokens per cycle are not "
         f"(tau {simulated[0]['simulated_tau']:g} was given), and tok/s is tau / cycle"
     )
-
-
-def markdown(report: dict[str, Any]) -> str:
-    """Return the table in Markdown, with the conditions below it."""
-    return markdown_table(COLUMNS, table_rows(report)) + "\n\n" + conditions(report)
 
 
 def _cell(value: float | None) -> str:

@@ -1,8 +1,9 @@
-"""Bytes, FLOPs and launches of a cycle, and the limits of speed that follow; needs no torch.
+"""Bytes, FLOPs and launches of a cycle, and the speed that follows from them.
 
-A pass is a list of parts. The limit of a part is the longer of reading its weights or cached keys
-and values once, and of computing: measured times lie above. `cycle_terms` predicts the same parts
-from the kernels' own tiling. This is also the only place with data-sheet values.
+A pass is a list of parts. `limit` takes for each part the longer of reading its weights or cached
+keys and values once, and of computing: measured times lie above. `CapturedCycle` predicts the same
+parts on a card whose multiprocessors are known: every product is cut as the kernels cut it, and
+every launch costs. This is also the only place with data-sheet values.
 
 Shapes: N outputs, K inputs.
 """
@@ -15,10 +16,11 @@ from collections.abc import Iterable
 
 from fasteagle.config import HeadConfig, ModelConfig
 from fasteagle.errors import FasteagleError
+from fasteagle.quant.interleaved import BLOCK_N, Layout, layout_for
 from fasteagle.quant.scheme import Scheme, is_scheme_name, parse_scheme
+from fasteagle.quant.tiling import BY_CAPABILITY, Card, microseconds, tiling, weight_bytes
 from fasteagle.shapes import AnyShape, FusedShape
 
-THIS = "this"  # the device name that means: measure this machine
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 # Launches of a captured cycle beside products and attention.
 BLOCK_SMALL = 2  # norms of a block
@@ -26,6 +28,9 @@ PASS_SMALL = 4  # before and after the blocks
 LEVEL_SMALL = 7  # of a drafted level: norms, the tree's order, ranking
 DRAFT_SMALL = 5  # of a tree
 FINISH_SMALL = 7  # accept and commit
+SMALL_US = 3.0  # of a launch that does nearly nothing; 2.5 to 3.5 are seen in captured graphs
+SPLIT_KEYS = 256  # keys of a split of attention
+RESIDENT = 3  # programs of the kernel that adds up splits, on a multiprocessor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +42,22 @@ class Device:
     tflops: float  # 16-bit products, fp32 accumulation
     tflops_fp16: float  # the same with fp16 accumulation
     tflops_fp32: float
+    card: Card | None = None  # None: only limits are predicted
+
+
+def _hopper(gb_s: float) -> Card:
+    """Return the one chip of H100 and H200, whose fp32 accumulation is no slower."""
+    return dataclasses.replace(BY_CAPABILITY[9, 0], gb_s=gb_s)
 
 
 DEVICES = {
-    "3090": Device("RTX 3090", 936, 71, 142, 35.6),
-    "3090ti": Device("RTX 3090 Ti", 1008, 80, 160, 40),
-    "4090": Device("RTX 4090", 1008, 165, 330, 82.6),
-    "h100": Device("H100", 3350, 989, 989, 67),
-    "h200": Device("H200", 4800, 989, 989, 67),
+    "3090": Device("RTX 3090", 936, 71, 142, 35.6, Card(82, 936.0)),
+    "3090ti": Device("RTX 3090 Ti", 1008, 80, 160, 40, Card(84, 1008.0, ghz=1.86)),
+    "4090": Device(
+        "RTX 4090", 1008, 165, 330, 82.6, Card(128, 1008.0, ghz=2.52, cache_gb_s=4000.0)
+    ),
+    "h100": Device("H100", 3350, 989, 989, 67, _hopper(3350.0)),
+    "h200": Device("H200", 4800, 989, 989, 67, _hopper(4800.0)),
 }
 
 # Devices with similar names but different memory: not in the table.
@@ -56,8 +69,8 @@ def device_named(name: str) -> Device:
     key = name.lower().replace(" ", "").removeprefix("rtx")
     if key not in DEVICES:
         raise FasteagleError(
-            f"device {name!r} is unknown: use {', '.join(DEVICES)}, "
-            f"or {THIS!r} to measure this machine"
+            f"device {name!r} is unknown: use {', '.join(DEVICES)}, or 'this' to measure this "
+            "machine (without --terms)"
         )
     return DEVICES[key]
 
@@ -72,39 +85,46 @@ def device_reported_as(full_name: str) -> Device | None:
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """Bytes per weight of block linears and LM head, and of every cached key or value."""
+    """Format of the weights, None where they are dense, and bytes of a dense or cached value."""
 
-    linear_bytes: float
-    head_bytes: float
+    scheme: Scheme | None = None
     element_bytes: int = 2
 
-    @staticmethod
-    def of(scheme: Scheme | None, element_bytes: int = 2) -> Storage:
-        """Return the bytes that a scheme takes; without one weights have `element_bytes` too."""
-        if scheme is None:
-            return Storage(element_bytes, element_bytes, element_bytes)
-        return Storage(scheme.linear_bytes, scheme.head_bytes, element_bytes)
+    @property
+    def linear_bytes(self) -> float:
+        return self.element_bytes if self.scheme is None else self.scheme.linear_bytes
+
+    @property
+    def head_bytes(self) -> float:
+        return self.element_bytes if self.scheme is None else self.scheme.head_bytes
 
     def pass_bytes(self, config: ModelConfig) -> int:
         """Weight bytes that every pass reads; the embedding's one row per token is not counted."""
         table = config.vocab_size * config.dim
         return int(config.linear_params * self.linear_bytes + table * self.head_bytes)
 
+    def layout(self, K: int, is_lm_head: bool = False) -> Layout:
+        """Return the layout that kernels read a quantized weight in; LM heads are int8."""
+        assert self.scheme is not None, "kernels of ours multiply quantized weights"
+        if is_lm_head:
+            return layout_for(8, K, K)
+        return layout_for(self.scheme.bits, self.scheme.group_size or K, K)
+
 
 def storage_named(name: str, config: ModelConfig, head_bits: int = 8) -> Storage:
-    """Return the bytes of a precision: bf16, fp16, fp32, int8, int4 or a scheme by name.
+    """Return the storage of a precision: bf16, fp16, fp32, int8, int4 or a scheme by name.
 
     "int4" takes the widest groups that fit the model. Raises `FasteagleError` for other names.
     """
     if name in ELEMENT_BYTES:
-        return Storage.of(None, ELEMENT_BYTES[name])
+        return Storage(None, ELEMENT_BYTES[name])
     scheme = name.removesuffix("-torchao").removesuffix("-own")  # neither changes the bytes
     if not is_scheme_name(scheme):
         known = ", ".join(ELEMENT_BYTES)
         raise FasteagleError(
             f"unknown precision {name!r}: use {known}, int8, int4, a scheme like int4-g64-hqq"
         )
-    return Storage.of(parse_scheme(scheme, config, head_bits))
+    return Storage(parse_scheme(scheme, config, head_bits))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,65 +140,71 @@ class Part:
     rows: int = 0
     block: ModelConfig | None = None  # whose attention it is
 
-
-def target_parts(config: ModelConfig, storage: Storage, rows: int, context: int) -> list[Part]:
-    """Return the parts of a target pass over `rows` rows."""
-    n = config.n_layer
-    return [
-        *_block_parts("linears of the blocks", config, storage, rows),
-        _product("LM head", config.vocab_size, config.dim, rows, 1, storage.head_bytes),
-        _attention("tree attention", config, storage, rows, context),
-        Part("norms, rest of the pass", n * BLOCK_SMALL + PASS_SMALL),
-    ]
+    @property
+    def is_lm_head(self) -> bool:
+        return "LM head" in self.name
 
 
-def draft_parts(head: HeadConfig, storage: Storage, tree: AnyShape, context: int) -> list[Part]:
-    """Return the parts of drafting: a pass of the draft head for every level.
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Model at one precision with `context` cached positions, whose parts are counted."""
 
-    The first extends by the committed positions, padded to D + 1 rows, with logits for the last.
-    """
-    frontier = tree.topk or -(-tree.nodes // tree.depth)  # static trees: about evenly
-    levels = tree.levels if isinstance(tree, FusedShape) else tree.depth
-    block, parts = head.block, []
-    name, lm_head = "draft head", ("draft LM head", head.draft_vocab_size, block.dim)
-    for level in range(max(1, levels)):
-        rows, logits = (frontier, frontier) if level else (tree.depth + 1, 1)
-        if head.eagle3 is None:
-            parts.append(_product(name, block.dim, 2 * block.dim, rows, 1, storage.linear_bytes))
-        elif level == 0:  # later levels read the head's own output
-            width = head.feature_dim
-            parts.append(_product(name, block.dim, width, rows, 1, storage.linear_bytes))
-        parts += _block_parts(name, block, storage, rows, wide=head.eagle3 is not None)
-        parts.append(_attention(name, block, storage, rows, context))
-        parts.append(_product(*lm_head, logits, 1, storage.head_bytes))
-    return [*parts, Part("rest of drafting", levels * LEVEL_SMALL + DRAFT_SMALL)]
+    config: ModelConfig
+    storage: Storage
+    context: int
 
+    def verifying(self, rows: int) -> list[Part]:
+        """Return the parts of a target pass over `rows` rows."""
+        config = self.config
+        return [
+            *self._linears("linears of the blocks", config, rows),
+            self._product("LM head", config.vocab_size, config.dim, rows),
+            self._attention("tree attention", config, rows),
+            Part("norms, rest of the pass", config.n_layer * BLOCK_SMALL + PASS_SMALL),
+        ]
 
-def _block_parts(
-    name: str, config: ModelConfig, storage: Storage, rows: int, wide: bool = False
-) -> list[Part]:
-    """Return the linears of all blocks: q/k/v and gate/up are one product each."""
-    D, F = config.dim, config.ffn_dim
-    shapes = (
-        (config.qkv_dim, 2 * D if wide else D),
-        (D, config.n_head * config.head_dim),
-        (2 * F, D),
-        (D, F),
-    )
-    n, size = config.n_layer, storage.linear_bytes
-    return [_product(name, N, K, rows, n, size) for N, K in shapes]
+    def drafting(self, head: HeadConfig, tree: AnyShape) -> list[Part]:
+        """Return the parts of drafting: a pass of the draft head for every level.
 
+        The first extends by the committed positions, padded to D + 1 rows, with logits for the
+        last.
+        """
+        frontier = tree.topk or -(-tree.nodes // tree.depth)  # static trees: about evenly
+        levels = tree.levels if isinstance(tree, FusedShape) else tree.depth
+        block, is_eagle3 = head.block, head.eagle3 is not None
+        name, parts = "draft head", []
+        for level in range(max(1, levels)):
+            rows, logits = (frontier, frontier) if level else (tree.depth + 1, 1)
+            if level == 0 or not is_eagle3:  # EAGLE-3's later levels read the head's own output
+                width = head.feature_dim if is_eagle3 else 2 * block.dim
+                parts.append(self._product(name, block.dim, width, rows))
+            parts += self._linears(name, block, rows, wide=is_eagle3)
+            parts.append(self._attention(name, block, rows))
+            parts.append(self._product("draft LM head", head.draft_vocab_size, block.dim, logits))
+        return [*parts, Part("rest of drafting", levels * LEVEL_SMALL + DRAFT_SMALL)]
 
-def _product(name: str, N: int, K: int, rows: int, launches: int, weight_bytes: float) -> Part:
-    weights = launches * N * K
-    return Part(name, launches, weights * weight_bytes, 2.0 * weights * rows, N, K, rows)
+    def _linears(self, name: str, config: ModelConfig, rows: int, wide: bool = False) -> list[Part]:
+        """Return the linears of all blocks: q/k/v and gate/up are one product each."""
+        D, F = config.dim, config.ffn_dim
+        shapes = (
+            (config.qkv_dim, 2 * D if wide else D),
+            (D, config.n_head * config.head_dim),
+            (2 * F, D),
+            (D, F),
+        )
+        return [self._product(name, N, K, rows, config.n_layer) for N, K in shapes]
 
+    def _product(self, name: str, N: int, K: int, rows: int, launches: int = 1) -> Part:
+        part = Part(name, launches, N=N, K=K, rows=rows)
+        each = self.storage.head_bytes if part.is_lm_head else self.storage.linear_bytes
+        weights = launches * N * K
+        return dataclasses.replace(part, n_bytes=weights * each, flops=2.0 * weights * rows)
 
-def _attention(name: str, config: ModelConfig, storage: Storage, rows: int, context: int) -> Part:
-    """Return the attention of all blocks, two launches each: splits of the keys, and their sum."""
-    flops = 4.0 * config.n_layer * config.n_head * config.head_dim * context * rows
-    n_bytes = config.kv_bytes(context, storage.element_bytes)
-    return Part(name, 2 * config.n_layer, n_bytes, flops, rows=rows, block=config)
+    def _attention(self, name: str, config: ModelConfig, rows: int) -> Part:
+        """Return attention of all blocks, two launches each: splits of the keys, and their sum."""
+        flops = 4.0 * config.n_layer * config.n_head * config.head_dim * self.context * rows
+        n_bytes = config.kv_bytes(self.context, self.storage.element_bytes)
+        return Part(name, 2 * config.n_layer, n_bytes, flops, rows=rows, block=config)
 
 
 def limit(
@@ -194,3 +220,52 @@ def limit(
     times = [(part.n_bytes / device.gb_s / 1e6, part.flops / rate / 1e9) for part in parts]
     memory, compute = (sum(column) for column in zip(*times, strict=True))
     return sum(map(max, times)), "memory" if memory >= compute else "compute"
+
+
+@dataclasses.dataclass(frozen=True)
+class CapturedCycle:
+    """Predicted times of a captured cycle's parts; `fp16` means fp16 accumulation."""
+
+    card: Card
+    work: Workload
+    fp16: bool = True
+
+    def ms(self, parts: Iterable[Part]) -> float:
+        return sum(map(self._us, parts)) / 1e3
+
+    def _us(self, part: Part) -> float:
+        """Return the microseconds of all launches of a part."""
+        if part.block is not None:
+            return self._attention_us(part, part.block)
+        return part.launches * (self.product_us(part) if part.N else SMALL_US)
+
+    def product_us(self, part: Part) -> float:
+        """Return the microseconds of one launch."""
+        layout, size = self._layout(part), (part.N, part.K, part.rows)
+        fp16 = self.fp16 and not part.is_lm_head
+        return microseconds(tiling(layout, *size, self.card), layout, *size, self.card, fp16)
+
+    def share(self, part: Part) -> float:
+        """Return the share of the data sheet's bandwidth that a product reaches."""
+        layout = self._layout(part)
+        n_bytes = weight_bytes(layout) * -(-part.N // BLOCK_N) * -(-part.K // layout.tile)
+        return n_bytes / self.product_us(part) / (1e3 * self.card.gb_s)
+
+    def _layout(self, part: Part) -> Layout:
+        return self.work.storage.layout(part.K, part.is_lm_head)
+
+    def _attention_us(self, part: Part, config: ModelConfig) -> float:
+        """Return the microseconds of attention: a block launches splits of keys, then their sum.
+
+        The cache is read once, the splits' states through the L2 cache, as are the partial sums of
+        the queries by every split. The second launch waits for one split after the other.
+        """
+        card, size = self.card, part.rows * config.n_head
+        layout = self.work.storage.layout(config.dim)
+        n_parts = tiling(layout, config.qkv_dim, config.dim, part.rows, card).split
+        splits = -(-self.work.context // SPLIT_KEYS) + 1  # the tree's own is the last
+        states = (8.0 + 4.0 * n_parts) * size * config.head_dim * splits
+        read = part.n_bytes / config.n_layer / (card.gb_s * card.reach) + states / card.cache_gb_s
+        waves = max(1.0, size / (RESIDENT * card.n_sm))
+        waiting = (1 + waves * splits) * card.latency_us
+        return config.n_layer * (2 * card.launch_us + waiting + read / 1e3)

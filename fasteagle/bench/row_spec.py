@@ -12,13 +12,15 @@ from fasteagle.options import DEFAULT_TREE, DraftOptions
 from fasteagle.shapes import PAPER_TREE, AnyShape, FusedShape, StaticShape, TreeShape, read_tree
 
 LOOKUP_TOKENS = 10  # of hf-pld: the value transformers' documentation uses for prompt lookup
+HEAD_ROWS = ("eagle", "fused", "eagle-static", "eagle-chain")
 RIVALS = ("lookahead", "medusa")  # which only the benchmark has
-ROW_NAMES = (
-    *("hf", "hf-pld", "gpt-fast", "plain", "eagle", "fused", "eagle-static", "eagle-chain"),
-    *("ngram", "model"),
-    *RIVALS,
-)
-_SIZED = re.compile(r"(eagle|fused)@([0-9]+)/([0-9]+)/([0-9]+)(?:/([0-9]+))?")
+ROW_NAMES = ("hf", "hf-pld", "gpt-fast", "plain", *HEAD_ROWS, "ngram", "model", *RIVALS)
+SIZES: dict[
+    str, tuple[str, TreeShape | FusedShape]
+] = {  # how rows name trees of their own, with an example
+    "eagle": ("DEPTH/TOPK/NODES", DEFAULT_TREE),
+    "fused": ("DEPTH/TOPK/NODES/LOOKUP-DEPTH", FusedShape(3, 3, 8, 8)),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,31 +37,22 @@ class RowSpec:
 
         `=HEAD` after it names a draft head. Raises `FasteagleError` for anything else.
         """
-        text, equals, head = text.partition("=")
-        if equals:
-            spec = RowSpec.parse(text)
-            if not spec.has_head:
-                raise FasteagleError(f"row {text}={head}: {text} has no draft head: drop ={head}")
-            if not head:
-                raise FasteagleError(f"row {text}=: name the draft head behind the =")
-            return dataclasses.replace(spec, head=head)
-        if text in ROW_NAMES:
-            return RowSpec(text)
-        kind = text.split("@")[0]
-        if kind == text or kind not in ("eagle", "fused"):
-            raise FasteagleError(f"unknown row {text!r}: use {', '.join(ROW_NAMES)}")
-        match = _SIZED.fullmatch(text)
-        sizes = [] if match is None else [int(size) for size in match.groups()[1:] if size]
-        if kind == "eagle" and len(sizes) == 3:
-            return RowSpec(kind, TreeShape(*sizes))
-        if kind == "fused" and len(sizes) == 4:
-            return RowSpec(kind, FusedShape(*sizes))
-        if kind == "eagle":
-            example = RowSpec(kind, DEFAULT_TREE).label
-            raise FasteagleError(f"row {text!r}: use eagle@DEPTH/TOPK/NODES, like {example}")
-        raise FasteagleError(
-            f"row {text!r}: use fused@DEPTH/TOPK/NODES/LOOKUP-DEPTH, like fused@3/3/8/8"
-        )
+        name, names_head, head = text.partition("=")
+        kind, has_sizes, sizes = name.partition("@")
+        if kind not in ROW_NAMES or (has_sizes and kind not in SIZES):
+            raise FasteagleError(f"unknown row {name!r}: use {', '.join(ROW_NAMES)}")
+        if names_head and kind not in HEAD_ROWS:
+            raise FasteagleError(f"row {text}: {kind} has no draft head: drop ={head}")
+        if names_head and not head:
+            raise FasteagleError(f"row {text}: name the draft head after the =")
+        shape = None
+        if has_sizes:
+            form, example = SIZES[kind]
+            if not re.fullmatch("/".join([r"[0-9]+"] * len(form.split("/"))), sizes):
+                like = RowSpec(kind, example).label
+                raise FasteagleError(f"row {name!r}: use {kind}@{form}, like {like}")
+            shape = type(example)(*map(int, sizes.split("/")))
+        return RowSpec(kind, shape, head or None)
 
     @property
     def label(self) -> str:
@@ -77,80 +70,53 @@ class RowSpec:
         return self.kind in ("hf", "hf-pld")
 
     @property
-    def is_gpt_fast(self) -> bool:
-        """Return whether torchao's int4 kernels decode this row, in another process."""
-        return self.kind == "gpt-fast"
-
-    @property
     def has_own_weights(self) -> bool:
         """Return whether this row needs a second copy of the weights."""
-        return self.is_hf or self.is_gpt_fast
-
-    @property
-    def looks_up(self) -> bool:
-        """Return whether transformers drafts by prompt lookup."""
-        return self.kind == "hf-pld"
-
-    @property
-    def looks_up_files(self) -> bool:
-        """Return whether the files of `--lookup` are searched."""
-        return self.kind in ("fused", "ngram")
-
-    @property
-    def is_plain(self) -> bool:
-        return self.kind == "plain"
-
-    @property
-    def is_rival(self) -> bool:
-        """Return whether only the benchmark has this row's drafter."""
-        return self.kind in RIVALS
+        return self.is_hf or self.kind == "gpt-fast"
 
     @property
     def has_head(self) -> bool:
         """Return whether this row drafts with a draft head."""
-        return self.kind in ("eagle", "fused", "eagle-static", "eagle-chain")
+        return self.kind in HEAD_ROWS
+
+    @property
+    def drafts(self) -> bool:
+        """Return whether this row has a drafter that `DraftOptions` can name."""
+        return self.has_head or self.kind in ("ngram", "model")
 
     def draft_options(self, draft: DraftOptions) -> DraftOptions:
         """Return the draft options of this row, made from `draft`."""
-        if self.has_own_weights or self.is_plain or self.is_rival:
+        if not self.drafts:
             return draft
-        if self.kind == "model":
-            usual = dataclasses.replace(draft, head=None, tree_file=None, lookup=())
-            return dataclasses.replace(usual, drafter="model", lookup_depth=None, verify="match")
-        draft = dataclasses.replace(draft, draft_model=None, head=self.head or draft.head)
-        if self.shape is not None:
-            depth, topk, nodes, *reach = dataclasses.astuple(self.shape)
-            return dataclasses.replace(
-                draft,
-                drafter=self.kind,
-                tree_depth=depth,
-                tree_topk=topk,
-                tree_nodes=nodes,
-                lookup=draft.lookup if self.looks_up_files else (),
-                lookup_depth=reach[0] if reach else None,
-                tree_file=None,
-                verify="match",
-            )
-        return dataclasses.replace(
+        is_model, looks_up = self.kind == "model", self.kind in ("fused", "ngram")
+        static = self.kind in ("eagle-static", "eagle-chain")
+        row = dataclasses.replace(
             draft,
             drafter=self.kind,
+            draft_model=draft.draft_model if is_model else None,
+            head=None if is_model else self.head or draft.head,
             tree_file=draft.tree_file if self.kind == "eagle-static" else None,
-            lookup=draft.lookup if self.looks_up_files else (),
-            lookup_depth=draft.lookup_depth if self.looks_up_files else None,
-            verify=draft.verify if self.kind in ("eagle-static", "eagle-chain") else "match",
+            lookup=draft.lookup if looks_up else (),
+            lookup_depth=draft.lookup_depth if looks_up else None,
+            verify=draft.verify if static else "match",
         )
+        if self.shape is None:
+            return row
+        depth, topk, nodes, *reach = dataclasses.astuple(self.shape)
+        sizes = {"tree_depth": depth, "tree_topk": topk, "tree_nodes": nodes}
+        return dataclasses.replace(row, **sizes, lookup_depth=reach[0] if reach else None)
 
     def planned_tree(self, draft: DraftOptions, quantized_on_cpu: bool) -> AnyShape | None:
         """Return the tree that this row will draft, None for rows that do not draft."""
         if self.kind in ("hf", "gpt-fast", "plain"):
             return None
-        if self.looks_up:
-            return chain_shape(LOOKUP_TOKENS)
+        if self.kind == "hf-pld":
+            return TreeShape(LOOKUP_TOKENS, topk=1, nodes=LOOKUP_TOKENS)
         if self.kind == "ngram":
             from fasteagle.drafting.ngram import NGRAM_TOKENS, NgramDrafter  # needs torch
 
             return NgramDrafter(draft.lookup_depth or NGRAM_TOKENS).shape
-        if self.is_rival:
+        if self.kind in RIVALS:
             from fasteagle.bench.rivals import SHAPES  # needs torch
 
             return SHAPES[self.kind]
@@ -160,13 +126,18 @@ class RowSpec:
         return self.draft_options(draft).tree_shape(quantized_on_cpu)
 
 
-def chain_shape(depth: int) -> TreeShape:
-    return TreeShape(depth, topk=1, nodes=depth)
-
-
 def parse_rows(names: Iterable[str], draft: DraftOptions) -> tuple[RowSpec, ...]:
     """Return the rows of a run; raise `FasteagleError` for unknown rows or an unfit `draft`."""
     rows = tuple(map(RowSpec.parse, names))
     for row in rows:
         row.draft_options(draft)
     return rows
+
+
+def check_tau(tau: float, row: RowSpec, tree: AnyShape) -> None:
+    """Raise `FasteagleError` unless the row's tree can give `tau` tokens a cycle."""
+    if not 1 <= tau <= tree.depth + 1:
+        raise FasteagleError(
+            f"tau {tau:g} is out of range for {row}: a tree of depth {tree.depth} gives 1 .. "
+            f"{tree.depth + 1} tokens a cycle: change it or --tree-depth"
+        )

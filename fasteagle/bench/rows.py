@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+import math
+from collections.abc import Sequence
 
-from fasteagle.bench.hf import hf_generate
-from fasteagle.bench.latency import Chunk, token_latencies
 from fasteagle.decoding.stats import Stats
-from fasteagle.generate import Engine
+from fasteagle.llm import LLM
 from fasteagle.options import SamplingParams
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import AnyShape
+
+Chunk = tuple[int, float]  # tokens in it, seconds since the chunk before
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,25 +29,43 @@ class Turn:
     chunks: tuple[Chunk, ...] = ()  # after the first
 
 
-class Decoder(Protocol):
+class Decoder:
     """One way to answer: `turn` gets a whole prompt, `restart` begins a new question."""
 
-    def turn(self, prompt: list[int], max_new_tokens: int) -> Turn: ...
+    tree: AnyShape | None = None  # that was drafted
+    auto: str | None = None  # what the policy chose, and why
+    auto_shares: str | None = None  # share of the passes that each tree had
+    peak_bytes: int | None = None  # of the last turn, where another process decodes
 
-    def restart(self) -> None: ...
+    def turn(self, prompt: list[int], max_new_tokens: int) -> Turn:
+        raise NotImplementedError
+
+    def restart(self) -> None:
+        """Do nothing: this decoder keeps nothing of a conversation."""
+
+    def uncaptured(self) -> str | None:
+        """Return why cycles are not replayed as CUDA graphs, or None."""
+        return None
+
+    def close(self) -> None:
+        """Do nothing: this decoder holds no more than memory."""
 
 
-class EngineDecoder:
-    """Decoder with our own engine; keeps the KV cache over the turns of a question."""
+class LLMDecoder(Decoder):
+    """Decoder with a model of ours; keeps the KV cache over the turns of a question.
 
-    def __init__(self, engine: Engine, params: SamplingParams, eos_ids: frozenset[int]) -> None:
-        self.engine, self.params, self.eos_ids = engine, params, eos_ids
+    It times the engine alone, without the making of text from tokens.
+    """
+
+    def __init__(self, llm: LLM, params: SamplingParams) -> None:
+        self.llm, self.engine, self.params = llm, llm.engine, params
 
     def restart(self) -> None:
         self.engine.restart()
 
     def turn(self, prompt: list[int], max_new_tokens: int) -> Turn:
-        chunks = list(self.engine.generate(prompt, self.params, max_new_tokens, self.eos_ids))
+        eos_ids = self.llm.tokenizer.eos_ids
+        chunks = list(self.engine.generate(prompt, self.params, max_new_tokens, eos_ids))
         stats = self.engine.stats
         sizes = (len(ids) for ids in chunks[1:])
         return Turn(
@@ -59,42 +78,16 @@ class EngineDecoder:
             chunks=tuple(zip(sizes, stats.cycle_seconds, strict=True)),
         )
 
+    def uncaptured(self) -> str | None:
+        return self.engine.runner.error
 
-class HFDecoder:
-    """Decoder with transformers' `generate` on our weights, with prompt lookup or without."""
-
-    def __init__(
-        self, model: Any, params: SamplingParams, eos_ids: frozenset[int], lookup: bool = False
-    ) -> None:
-        self.model, self.params, self.eos_ids = model, params, eos_ids
-        self.lookup = lookup
-
-    def restart(self) -> None:
-        pass
-
-    def turn(self, prompt: list[int], max_new_tokens: int) -> Turn:
-        answer = hf_generate(
-            self.model, prompt, self.params, max_new_tokens, self.eos_ids, self.lookup
-        )
-        return Turn(
-            answer.tokens,
-            answer.ttft,
-            answer.seconds,
-            answer.passes,
-            first=answer.first,
-            prompt_tokens=len(prompt),
-            chunks=tuple(answer.chunks),
-        )
-
-
-class Spent:
-    """Placeholder for the decoder of a finished row, whose model is no longer in memory."""
-
-    def turn(self, prompt: list[int], max_new_tokens: int) -> Turn:
-        raise AssertionError("this row has been measured")
-
-    def restart(self) -> None:
-        raise AssertionError("this row has been measured")
+    def close(self) -> None:
+        """Note what was drafted."""
+        drafter = self.engine.drafter
+        if drafter is not None:
+            self.tree = drafter.shape
+            if policy := drafter.policy:
+                self.auto, self.auto_shares = policy.explain(), policy.shares()
 
 
 @dataclasses.dataclass
@@ -113,12 +106,23 @@ class Row:
     scheme: Scheme | None = None  # None: dense
     dtype: str = ""
     tree: AnyShape | None = None
-    auto: str | None = None  # what the tuner chose, and why
-    auto_shares: str | None = None  # how many of the passes each tree had
+    auto: str | None = None
+    auto_shares: str | None = None
     simulated_tau: float | None = None
-    turns: list[Turn] = dataclasses.field(default_factory=list)
+    questions: list[list[Turn]] = dataclasses.field(default_factory=list)
     peak_bytes: int = 0
     plain_rows: int | None = None
+
+    def finish(self) -> None:
+        """Note what the decoder drafted, and let go of its model."""
+        decoder = self.decoder
+        decoder.close()
+        self.tree, self.auto, self.auto_shares = decoder.tree, decoder.auto, decoder.auto_shares
+        del self.decoder
+
+    @property
+    def turns(self) -> list[Turn]:
+        return [turn for turns in self.questions for turn in turns]
 
     @property
     def simulated(self) -> bool:
@@ -144,9 +148,21 @@ class Row:
 
     @property
     def tok_s(self) -> float:
+        return self._rate(self.turns) or 0.0
+
+    @property
+    def turn_rates(self) -> list[list[float | None]]:
+        """tok/s of each turn of each question; None for answers of one token."""
+        return [[self._rate([turn]) for turn in turns] for turns in self.questions]
+
+    def _rate(self, turns: Sequence[Turn]) -> float | None:
+        """Return tok/s after each answer's first tokens; None where no time has passed."""
+        seconds = sum(turn.seconds for turn in turns)
+        if not seconds:
+            return None
         if self.simulated_tau is not None:
-            return self.simulated_tau * self.passes_s
-        return self._later_tokens / self.seconds if self.seconds else 0.0
+            return self.simulated_tau * sum(turn.passes for turn in turns) / seconds
+        return _later_tokens(turns) / seconds
 
     @property
     def tau(self) -> float:
@@ -154,12 +170,7 @@ class Row:
 
     @property
     def measured_tau(self) -> float:
-        return self._later_tokens / self.passes if self.passes else 1.0
-
-    @property
-    def _later_tokens(self) -> int:
-        """Tokens that `seconds` and passes account for: those after each answer's first ones."""
-        return self.tokens - sum(turn.first for turn in self.turns)
+        return _later_tokens(self.turns) / self.passes if self.passes else 1.0
 
     @property
     def context(self) -> float:
@@ -183,17 +194,25 @@ class Row:
         return [n for stats in self.stats for n in stats.path_lengths]
 
     @property
-    def turn_rates(self) -> list[float]:
-        """tok/s of each answer of at least two tokens."""
-        timed = [turn for turn in self.turns if turn.seconds > 0]
-        if self.simulated_tau is not None:
-            return [self.simulated_tau * turn.passes / turn.seconds for turn in timed]
-        return [(len(turn.tokens) - turn.first) / turn.seconds for turn in timed]
-
-    @property
     def latencies(self) -> list[float]:
-        """Seconds of every token after each answer's first ones; see `latency`."""
+        """Seconds of every token as a reader sees them, after each answer's first chunk.
+
+        A cycle's tokens arrive together: each counts as the time since the chunk before, divided
+        by the tokens in the chunk, so that an answer's latencies add up to its decoding time.
+        """
         chunks = [chunk for turn in self.turns for chunk in turn.chunks]
         if self.simulated_tau is not None:
             return [seconds / self.simulated_tau for _, seconds in chunks]
-        return token_latencies(chunks)
+        return [seconds / n for n, seconds in chunks for _ in range(n)]
+
+
+def _later_tokens(turns: Sequence[Turn]) -> int:
+    """Return the tokens that seconds and passes account for: those after the first ones."""
+    return sum(len(turn.tokens) - turn.first for turn in turns)
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """Return the smallest value that at least `share` (0 .. 1) of all do not exceed, or None."""
+    if not values:
+        return None
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]

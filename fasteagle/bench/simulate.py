@@ -8,57 +8,44 @@ computed from it is labelled simulated.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import torch
 
-from fasteagle.bench.row_spec import RowSpec
+from fasteagle.bench.options import BenchOptions
+from fasteagle.bench.row_spec import check_tau
 from fasteagle.config import HeadConfig
+from fasteagle.device import pick_device
 from fasteagle.drafting.base import Drafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.heads.find import head_shape
 from fasteagle.loading.make_drafter import tree_drafter
 from fasteagle.loading.source import has_native, quantize_head_
-from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint
+from fasteagle.loading.tensors import Checkpoint
 from fasteagle.model import EagleHead, make_head
-from fasteagle.options import DraftOptions
+from fasteagle.options import DraftOptions, RuntimeOptions
 
 
-def check_simulation(
-    tau: float | None,
-    is_dummy: bool,
-    rows: Sequence[RowSpec],
-    quantized: Sequence[bool],
-    draft: DraftOptions,
-    on_cpu: bool,
-) -> None:
-    """Raise `FasteagleError` unless every eagle row could reach `tau`.
-
-    `quantized` has an entry for each precision of the run.
-    """
+def check_simulated(options: BenchOptions, runtime: RuntimeOptions, is_dummy: bool) -> None:
+    """Raise `FasteagleError` unless every eagle row could reach `simulate_tau`."""
+    tau = options.simulate_tau
     if tau is None:
         return
     flag = f"simulate-tau {tau:g}"
     if not is_dummy:
         raise FasteagleError(f"{flag} is for random weights: add --load-format dummy, or drop it")
-    drafting = [row for row in rows if row.has_head]
+    drafting = [row for row in options.specs if row.has_head]
     if not drafting:
         raise FasteagleError(f"{flag} needs a row that drafts with a head: add eagle to --rows")
-    for row in drafting:
-        for is_quantized in quantized:
-            tree = row.planned_tree(draft, is_quantized and on_cpu)
+    on_cpu = pick_device(runtime.device).type == "cpu"
+    for precision in options.precisions:
+        at = runtime.at(precision)
+        # torchao's formats leave the draft head dense, and the tree as it is for a dense target.
+        quantized_on_cpu = on_cpu and at.quant is not None and at.backend == "fasteagle"
+        for row in drafting:
+            tree = row.planned_tree(options.draft, quantized_on_cpu)
             assert tree is not None, "eagle rows draft"
-            if not 1 <= tau <= tree.depth + 1:
-                raise FasteagleError(
-                    f"{flag} is out of range for {row}: a tree of depth {tree.depth} gives "
-                    f"1 .. {tree.depth + 1} tokens a cycle: change it or --tree-depth"
-                )
-
-
-def wants_dummy_head(row: RowSpec, checkpoint: Checkpoint, draft: DraftOptions) -> bool:
-    """Return whether a row gets a random draft head: with random weights, unless one is named."""
-    return row.has_head and isinstance(checkpoint, DummyCheckpoint) and draft.head is None
+            check_tau(tau, row, tree)
 
 
 def dummy_drafter(

@@ -49,74 +49,34 @@ def test_every_stage_is_a_command_with_options_that_exist(check, monkeypatch, tm
     assert len(started) == len(entries) and not any(entry["error"] for entry in entries)
 
 
-STAGES = {
-    "start": "print('a card')",
-    "kernels": "print('first'); import sys; sys.exit('no memory left')",
-    "profile": "import time; print('half of it', flush=True); time.sleep(60)",
-    "speed": "print('all is well')",
-}
+def test_a_stage_that_fails_or_hangs_does_not_stop_the_next(check, monkeypatch, tmp_path):
+    lines = {
+        "start": "print('a card')",
+        "kernels": "print('first'); import sys; sys.exit('no memory left')",
+        "profile": "import time; print('half of it', flush=True); time.sleep(60)",
+        "speed": "print('all is well')",
+    }
+    stages = [check.Stage(name, name, ["-c", line], minutes=0.05) for name, line in lines.items()]
+    monkeypatch.setattr(check, "all_stages", lambda *_: stages)
 
+    def errors():
+        entries = json.loads((tmp_path / check.RECORD).read_text())["stages"]
+        return {entry["name"]: entry["error"] for entry in entries}
 
-@pytest.fixture
-def stand_ins(check, monkeypatch):
-    """The stages are lines of Python, which a test may replace."""
-    lines = dict(STAGES)
-    monkeypatch.setattr(
-        check,
-        "all_stages",
-        lambda *_: [
-            check.Stage(name, name, ["-c", line], minutes=0.05, needed=name == "start")
-            for name, line in lines.items()
-        ],
-    )
-    return lines
-
-
-def errors(check, out):
-    entries = json.loads((out / check.RECORD).read_text())["stages"]
-    return {entry["name"]: entry["error"] for entry in entries}
-
-
-def test_a_stage_that_fails_or_hangs_does_not_stop_the_next(check, stand_ins, tmp_path):
     assert run(check, tmp_path).exit_code == 1
-    assert errors(check, tmp_path) == {
+    assert errors() == {
         "start": None,
         "kernels": "exit code 1: no memory left",
         "profile": "took longer than 3 s and was ended",
         "speed": None,
     }
     assert (tmp_path / "profile.log").read_text() == "half of it\n"
-    # The others stay in the record when one is run again.
-    stand_ins["kernels"] = "print('now it fits')"
-    assert run(check, tmp_path, "--stages", "kernels").exit_code == 1
-    assert errors(check, tmp_path)["kernels"] is None and len(errors(check, tmp_path)) == 4
-
-
-def test_without_a_device_nothing_else_runs(check, stand_ins, tmp_path):
-    stand_ins["start"] = "raise SystemExit('no device')"
-    assert run(check, tmp_path).exit_code == 1
-    others = dict.fromkeys(("kernels", "profile", "speed"), "not run: start failed")
-    assert errors(check, tmp_path) == {"start": "exit code 1: no device", **others}
-
-
-def test_what_cannot_be_run_is_told_in_one_line(check, stand_ins, tmp_path):
-    for arguments, message in (
-        (["--stages", "kernel"], "did you mean 'kernels'"),
-        (["--wheels", tmp_path / "none"], "does not exist"),
-    ):
-        done = run(check, tmp_path, *arguments)
-        assert done.exit_code == 2 and message in done.stderr
-    assert run(check, tmp_path, "--stages", "start", "--dry-run").exit_code == 0
-    done = run(check, tmp_path, "--stages", "start")
-    assert done.exit_code == 2 and "another kind of run" in done.stderr
-
-
-def test_parts_of_a_model_are_joined(check, tmp_path):
-    for name, data in (("a", b"GG"), ("b", b"UF")):
-        (tmp_path / name).write_bytes(data)
-    whole = check.joined([tmp_path / "a", tmp_path / "b"], tmp_path)
-    assert (tmp_path / "model.gguf").read_bytes() == b"GGUF" and whole.endswith("model.gguf")
-    assert check.joined(["one"], tmp_path) == "one"
+    # The others stay in the record when one is run again; without a device nothing else runs.
+    stages[:2] = [check.Stage(name, name, ["-c", "1 / 0"], needed=True) for name in ("start", "x")]
+    assert run(check, tmp_path, "--stages", "start,x").exit_code == 1
+    failures = errors()
+    assert "ZeroDivisionError" in failures["start"] and failures["x"] == "not run: start failed"
+    assert failures["kernels"] == "exit code 1: no memory left" and failures["speed"] is None
 
 
 def test_cycles_are_described_by_their_kernels(monkeypatch):

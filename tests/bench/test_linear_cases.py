@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 from fasteagle.bench import linear_cases
 from fasteagle.errors import FasteagleError
@@ -30,35 +28,28 @@ def bench(monkeypatch):
     return bench_kernels
 
 
-@pytest.fixture
-def launches(monkeypatch):
-    """Names of the kernels that products launch; nothing runs."""
+def test_a_timed_product_is_the_one_launch_that_is_predicted(monkeypatch):
+    """Blocks leave the sums over splits to the next kernel, and so does the prediction."""
     pytest.importorskip("triton", reason="Triton is not installed")
     from fasteagle.quant import kernels
 
-    found = []
+    launches = []
 
     class Kernel:
         def __init__(self, name):
             self.name = name
 
         def __getitem__(self, grid):
-            return lambda *args, **options: found.append(self.name)
+            return lambda *args, **options: launches.append(self.name)
 
     for name in ("interleaved_kernel", "sum_kernel", "dequantize_kernel"):
         monkeypatch.setattr(kernels, name, Kernel(name))
-    return found
-
-
-def test_a_timed_product_is_the_one_launch_that_is_predicted(launches):
-    """Blocks leave the sums over splits to the next kernel, and so does the prediction."""
     assert split_k(layout_for(4, 128, SPLIT[1]), *SPLIT, Card.like_3090(82)) > 1
     weight = interleaved.pack(linear_cases.random_weight("int4-g128", *SPLIT))
-    multiply = linear_cases.multiplier(torch.device("cuda"))
-    parts = multiply(torch.zeros(16, SPLIT[1]).half(), weight, "fp16")
+    parts = linear_cases.block_product(torch.zeros(16, SPLIT[1]).half(), weight, "fp16")
     assert launches == ["interleaved_kernel"] and parts.shape[0] > 1
     launches.clear()
-    multiply(torch.zeros(65, SPLIT[1]).half(), weight, "fp16")
+    linear_cases.block_product(torch.zeros(65, SPLIT[1]).half(), weight, "fp16")
     assert launches == ["dequantize_kernel"], "more rows than the kernels take"
 
 
@@ -84,7 +75,7 @@ def test_a_wrong_result_is_not_timed(bench, monkeypatch):
 
 
 def test_partial_sums_are_checked_by_their_sum():
-    """[S, M, Np]: what lies behind the first outputs is not looked at."""
+    """[S, M, Np]: what lies past the first outputs is not looked at."""
     case = linear_cases.make_case("int4-g32", *ODD, "fp32")
     x = case.rows(3, CPU)
     whole = case.check(x)
@@ -136,34 +127,31 @@ def card(monkeypatch, tmp_path):
 
 
 def test_what_is_timed_is_compiled_before(card, monkeypatch, tmp_path):
-    """The launches of real weights miss nothing, and variants are compiled several at a time."""
-    at_once = []
+    """The launches of a case miss nothing, and its variants are compiled several at a time."""
+    workers = []
     compile_all = linear_cases.compile_all
     monkeypatch.setattr(
-        linear_cases, "compile_all", lambda *given: at_once.append(given[2]) or compile_all(*given)
+        linear_cases, "compile_all", lambda *args: workers.append(args[2]) or compile_all(*args)
     )
-    shapes = [(256, 512), SPLIT]
+    weight = interleaved.pack(linear_cases.random_weight("int4-g128", *SPLIT))
+    inputs = [torch.zeros(rows, SPLIT[1]).half() for rows in (1, 32)]
+    calls = [lambda x: linear_cases.block_product(x, weight, "fp16")]
+    case = linear_cases.Case(calls, 1, torch.float16, *SPLIT, SPLIT[1], reference=torch.zeros(1, 1))
 
     def missed():
-        """What products of real weights would have to compile."""
-        names = []
+        """Return the kernels that the products would have to compile."""
+        missing = []
         with monkeypatch.context() as patched:
-            patched.setattr(card, "jit_cache_hook", lambda **given: names.append(given) or True)
-            for kernel in ("int4-g128", "int8"):
-                for N, K in shapes:
-                    weight = interleaved.pack(linear_cases.random_weight(kernel, N, K))
-                    for accumulate in ("fp32", "fp16"):
-                        with contextlib.suppress(Exception):  # there is no card to launch on
-                            x = torch.zeros(32, K).half()
-                            linear_cases.block_product(x, weight, accumulate)
-        return names
+            patched.setattr(card, "jit_cache_hook", lambda **key: missing.append(key) or True)
+            for x in inputs:
+                with contextlib.suppress(Exception):  # there is no card to launch on
+                    calls[0](x)
+        return missing
 
-    found = linear_cases.variants(shapes, ["int4-g128", "int8"], ["fp32", "fp16"], [1, 32])
-    assert len(missed()) == 8 and len(found) >= 4
-    workers = linear_cases.compile_ahead(found, CPU)
-    assert at_once == [workers] and workers >= 1
-    assert len(list((tmp_path / "triton").rglob("*.cubin"))) == len(found)
-    assert not missed()
+    assert len(missed()) == 2
+    case.compile_for(inputs)
+    assert workers and workers[0] >= 1
+    assert list((tmp_path / "triton").rglob("*.cubin")) and not missed()
 
 
 def test_our_kernels_are_predicted_and_others_are_not(bench):
@@ -173,20 +161,3 @@ def test_our_kernels_are_predicted_and_others_are_not(bench):
     assert bench.predicted_us("int8", 22016, 4096, 16, "fp16", card) > 1.5 * us
     assert bench.predicted_us("int4-g32", 22016, 4096, 16, "fp16", card) > us
     assert bench.predicted_us("fp16", 4096, 4096, 1, "fp32", card) is None
-
-
-def test_a_product_that_fails_does_not_stop_the_others(bench, monkeypatch, tmp_path):
-    measure = bench.measure
-
-    def failing(kernel, *given):
-        if kernel == "int8":
-            raise RuntimeError("no memory\nleft")
-        return measure(kernel, *given)
-
-    monkeypatch.setattr(bench, "measure", failing)
-    path = tmp_path / "k.json"
-    words = "--device cpu --model smollm2-135m --linears out --rows 2 --kernels int8,fp16"
-    done = CliRunner().invoke(bench.main, [*words.split(), "--json", str(path)])
-    assert done.exit_code == 2 and "out int8: no memory" in done.stderr
-    (timing,) = json.loads(path.read_text())["timings"]
-    assert (timing["kernel"], timing["rows"]) == ("fp16", 2) and timing["microseconds"] > 0

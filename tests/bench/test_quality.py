@@ -41,12 +41,12 @@ def test_against_transformers(folder, text):
     options = EvalOptions(text, ("fp32", "int8", "int4-g32"), tokens=300, window=64)
     # The stored values, nothing else.
     runtime = RuntimeOptions(dtype="fp32", lm_head="keep", cpu_kernels="aten")
-    found = evaluate(str(folder), options, runtime)
-    assert [q.precision for q in found] == ["fp32", "fp32", "int8", "int4-g32"]
+    qualities = evaluate(str(folder), options, runtime)
+    assert [q.precision for q in qualities] == ["fp32", "fp32", "int8", "int4-g32"]
     ids = load_tokenizer(folder).encode(TEXT)[:300]
     windows = [ids[i : i + 64] for i in range(0, 256, 64)]
     full = logits_of(open_checkpoint(folder), windows)
-    for q in found:
+    for q in qualities:
         scheme = None if q.precision == "fp32" else q.precision
         checkpoint = with_scheme(open_checkpoint(folder), scheme)
         theirs = full if scheme is None else logits_of(_plain(checkpoint), windows)
@@ -60,7 +60,7 @@ def test_against_transformers(folder, text):
         kl = (r.exp() * (r - p)).sum(-1).mean()
         assert q.perplexity == pytest.approx(math.exp(nll), rel=1e-4)
         assert q.kl == pytest.approx(float(kl), rel=1e-3, abs=1e-6)
-    exact, eight, four = found[1], found[2], found[3]
+    exact, eight, four = qualities[1:]
     assert exact.kl < 1e-6 < eight.kl < four.kl and exact.agreement == 1 > four.agreement
     assert exact.weight_gb > eight.weight_gb > four.weight_gb
 

@@ -8,12 +8,8 @@ import json
 import pytest
 import torch
 
-from fasteagle.bench.report import COLUMNS, build_report, markdown, table_rows
-from fasteagle.bench.row_spec import RowSpec, parse_rows
-from fasteagle.bench.rows import Row, Turn
-from fasteagle.bench.run import BenchOptions
-from fasteagle.bench.simulate import check_simulation, dummy_drafter
-from fasteagle.decoding.stats import Stats
+from fasteagle.bench.options import BenchOptions
+from fasteagle.bench.simulate import check_simulated, dummy_drafter
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.entries import EAGLE3, REGISTRY, PublishedHead
@@ -29,42 +25,18 @@ CPU = RuntimeOptions(device="cpu", max_seq_len=64)
 EAGLE = DraftOptions(drafter="eagle")
 
 
-def run_dummy(script, model, questions, tmp_path, *more):
+def run_dummy(script, model, questions, tmp_path, words):
     out = tmp_path / "r.json"
-    result = script(
-        "--model",
-        model,
-        "--load-format",
-        "dummy",
-        "--data",
-        questions,
-        "--limit",
-        1,
-        "--no-compile",
-        "--max-new-tokens",
-        9,
-        "--json",
-        out,
-        "--md",
-        *more,
-    )
+    usual = "--load-format dummy --limit 1 --no-compile --max-new-tokens 9 --md --save-outputs"
+    paths = ["--model", model, "--data", questions, "--json", out]
+    result = script(*paths, *usual.split(), *words.split())
     assert result.exit_code == 0, result.stderr
     return json.loads(out.read_text()), result.stdout
 
 
 def test_a_supplied_tau_is_labelled_wherever_it_reaches(script, tiny_preset, questions, tmp_path):
-    report, text = run_dummy(
-        script,
-        tiny_preset,
-        questions,
-        tmp_path,
-        "--precision",
-        "bf16,int4",
-        "--rows",
-        "hf,plain,eagle,eagle-chain,ngram",
-        "--simulate-tau",
-        2.5,
-    )
+    words = "--precision bf16,int4 --rows hf,plain,eagle,eagle-chain,ngram --simulate-tau 2.5"
+    report, text = run_dummy(script, tiny_preset, questions, tmp_path, words)
     rows = {(row["precision"], row["name"]): row for row in report["rows"]}
     assert len(rows) == 5 + 4  # transformers has no int4
     for (precision, name), row in rows.items():
@@ -85,47 +57,16 @@ def test_a_supplied_tau_is_labelled_wherever_it_reaches(script, tiny_preset, que
         assert row["tree"]["depth"] == (2 if precision == "int4" else 3)
     assert rows["int4", "eagle"]["scheme"] == "int4-g32-hqq"
     assert "tau 2.5 was given" in text.splitlines()[-1]
-    assert "tau 2.5 was given" not in markdown({**report, "rows": [rows["bf16", "plain"]]})
 
 
 def test_dummy_weights_without_a_tau_are_measured(script, tiny_preset, questions, tmp_path):
-    report, text = run_dummy(
-        script,
-        tiny_preset,
-        questions,
-        tmp_path,
-        "--precision",
-        "fp32",
-        "--rows",
-        "plain,eagle,eagle-static",
-        "--save-outputs",
-        "--tree-depth",
-        2,
-    )
+    words = "--precision fp32 --rows plain,eagle,eagle-static --tree-depth 2"
+    report, text = run_dummy(script, tiny_preset, questions, tmp_path, words)
     plain, *drafting = report["rows"]
     for row in drafting:
         assert row["outputs"] == plain["outputs"]  # a random head changes nothing either
         assert not row["simulated"] and row["accepted_by_depth"] is not None
     assert "simulated" not in text
-
-
-def test_arithmetic_of_a_simulated_row():
-    row = Row("eagle", "bf16", decoder=None, weight_bytes=10, tree=TreeShape(3, 3, 8))
-    stats = Stats(
-        passes=10, draft_seconds=0.5, verify_seconds=1.0, decode_seconds=2.0, path_lengths=[0] * 10
-    )
-    row.turns = [Turn([1] * 11, 0.5, 2.0, 10, stats, chunks=((1, 0.1), (1, 0.4)))]
-    row.simulated_tau = 3.0
-    assert row.tok_s == 15 and row.tau == 3 and row.measured_tau == 1
-    assert row.turn_rates == [15] and row.latencies == pytest.approx([0.1 / 3, 0.4 / 3])
-    assert row.passes_s == 5  # what MBU counts is measured
-    plain = Row("plain", "bf16", decoder=None, weight_bytes=10)
-    plain.turns = [Turn([1] * 11, 0.5, 2.0, 10)]
-    report = build_report([plain, row], BenchOptions(), CPU, save_outputs=False)
-    first, second = (dict(zip(COLUMNS, cells, strict=True)) for cells in table_rows(report))
-    assert second["x plain"] == "3.00 *simulated*" and first["x plain"] == "1.00"
-    assert second["tau"] == "3.00 *simulated*" and second["tree"] == "3, 3, 8"
-    assert second["draft + verify + other ms"] == "50.0 + 100.0 + 50.0"
 
 
 def made(name, precision):
@@ -178,50 +119,26 @@ def test_shapes_of_heads_come_from_the_registry_or_from_what_ships():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("tau", "rows", "precisions", "message"),
     [
-        ((3.0, False, ("plain", "eagle"), (False,), EAGLE, True), "add --load-format dummy"),
-        ((3.0, True, ("hf", "plain", "ngram"), (False,), EAGLE, True), "add eagle to --rows"),
-        ((4.5, True, ("eagle",), (False,), EAGLE, True), "depth 3 gives 1 .. 4"),
-        ((0.5, True, ("eagle",), (False,), EAGLE, True), "simulate-tau 0.5 is out of range"),
-        ((float("nan"), True, ("eagle",), (False,), EAGLE, True), "simulate-tau nan"),
-        ((4.0, True, ("eagle",), (False, True), EAGLE, True), "depth 2 gives 1 .. 3"),
-        (
-            (
-                3.1,
-                True,
-                ("eagle-static", "eagle-chain"),
-                (False,),
-                DraftOptions(tree_depth=2),
-                True,
-            ),
-            "eagle-chain: a tree of depth 2",
-        ),
+        (3.0, "hf,plain,ngram", "bf16", "add eagle to --rows"),
+        (4.5, "eagle", "bf16", "depth 3 gives 1 .. 4"),
+        (0.5, "eagle", "bf16", "tau 0.5 is out of range"),
+        (float("nan"), "eagle", "bf16", "tau nan"),
+        (4.0, "eagle", "bf16,int4", "depth 2 gives 1 .. 3"),
+        (6.1, "eagle-static", "int4", "depth 5 gives 1 .. 6"),
+        (4.0, "plain,eagle,eagle-static,eagle-chain", "bf16,int8-torchao", None),
+        (1.0, "eagle", "int4", None),
+        (6.0, "eagle-static", "int4", None),
     ],
 )
-def test_taus_that_cannot_be(arguments, message):
+def test_taus_that_a_tree_can_give(tau, rows, precisions, message):
+    def check():
+        names, at = tuple(rows.split(",")), tuple(precisions.split(","))
+        check_simulated(BenchOptions(rows=names, precisions=at, simulate_tau=tau), CPU, True)
+
+    if message is None:
+        check()
+        return
     with pytest.raises(FasteagleError, match=message):
-        tau, is_dummy, names, *rest = arguments
-        check_simulation(tau, is_dummy, parse_rows(names, EAGLE), *rest)
-
-
-def test_taus_that_can_be():
-    rows = parse_rows(("plain", "eagle", "eagle-static", "eagle-chain"), EAGLE)
-    check_simulation(4.0, True, rows, (False, True), EAGLE, on_cpu=False)  # depth 3 on a GPU
-    check_simulation(6.0, True, (RowSpec("eagle-static"),), (False,), EAGLE, on_cpu=True)
-    check_simulation(1.0, True, rows, (True,), EAGLE, on_cpu=True)
-    check_simulation(None, False, rows, (True,), EAGLE, on_cpu=True)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--simulate-tau", 3, "--model", "llama2-7b"], "add --load-format dummy"),
-        (["--simulate-tau", 9, "--load-format", "dummy", "--model", "llama2-7b"], "1 .. 4 tokens"),
-    ],
-)
-def test_the_script_refuses_before_it_loads(script, monkeypatch, arguments, message):
-    monkeypatch.setattr("tokens_per_sec._load", lambda *a: pytest.fail("loaded"))
-    result = script("--data", "/nowhere", *arguments)
-    assert result.exit_code == 2 and message in result.stderr
-    assert result.stderr.count("\n") == 1 and result.stdout == ""
+        check()

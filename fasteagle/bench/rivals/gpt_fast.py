@@ -7,27 +7,27 @@ process because torchao changes settings of the compiler, and its weights are de
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import multiprocessing
-from multiprocessing.connection import Connection
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 import torch
 
 from fasteagle.bench.measure import peak_meter
-from fasteagle.bench.rows import EngineDecoder, Turn
+from fasteagle.bench.rows import Decoder, LLMDecoder, Turn
 from fasteagle.compile.blocks import compile_now
 from fasteagle.config import ModelConfig
-from fasteagle.device import pick_device
 from fasteagle.errors import FasteagleError, first_line
+from fasteagle.llm import LLM
 from fasteagle.loading.open import OpenedModel, open_model
 from fasteagle.loading.tensors import DummyCheckpoint
 from fasteagle.loading.tokenizer import DummyTokenizer
 from fasteagle.options import RuntimeOptions, SamplingParams
 from fasteagle.quant.scheme import Scheme, int4_for
-
-CLOSING_SECONDS = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,85 +54,59 @@ def gpt_fast_options(runtime: RuntimeOptions, config: ModelConfig) -> RuntimeOpt
     )
 
 
-class GptFastDecoder:
+class GptFastDecoder(Decoder):
     """Decoder in another process, which it starts; raises `FasteagleError` where that fails."""
 
     def __init__(self, job: Job) -> None:
-        context = multiprocessing.get_context("spawn")  # a fork cannot use CUDA
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, job), daemon=True)
-        self._process.start()
-        theirs.close()
-        self.peak_bytes = 0
-        self._ask(None)  # it says when it is ready
+        self._job = job
+        spawn = multiprocessing.get_context("spawn")  # a fork cannot use CUDA
+        self._process = ProcessPoolExecutor(1, mp_context=spawn)
+        self._run(_restart)  # loads the model
 
     def turn(self, prompt: list[int], max_new_tokens: int) -> Turn:
-        turn, self.peak_bytes = self._ask(("turn", (prompt, max_new_tokens)))
+        turn, self.peak_bytes = self._run(_turn, prompt, max_new_tokens)
         return turn
 
     def restart(self) -> None:
-        self._ask(("restart", None))
+        self._run(_restart)
 
     def close(self) -> None:
         """End the process."""
-        with contextlib.suppress(OSError):
-            self._connection.send(("close", None))
-        self._process.join(CLOSING_SECONDS)
-        self._process.kill()
+        self._process.shutdown()
 
-    def _ask(self, request: tuple[str, Any] | None) -> Any:
-        """Return the process's answer to `request`; raise its message where it has none."""
+    def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            if request is not None:
-                self._connection.send(request)
-            ok, answer = self._connection.recv()
-        except (EOFError, OSError):
-            self._process.join(CLOSING_SECONDS)
-            code = self._process.exitcode
-            raise FasteagleError(f"row gpt-fast: its process ended with code {code}") from None
-        if not ok:
-            raise FasteagleError(f"row gpt-fast: {answer}")
-        return answer
+            return self._process.submit(function, self._job, *arguments).result()
+        except BrokenProcessPool:
+            raise FasteagleError("row gpt-fast: its process has ended") from None
+        except Exception as error:
+            self.close()
+            raise FasteagleError(f"row gpt-fast: {first_line(error, 300)}") from error
 
 
-def serve(connection: Connection, job: Job) -> None:
-    """Load the model, report that, and answer until the order to close."""
-    try:
-        decoder = _decoder(job)
-        reset, read = peak_meter(decoder.engine.device)
-        connection.send((True, None))
-        while True:
-            what, arguments = connection.recv()
-            if what == "close":
-                return
-            if what == "restart":
-                decoder.restart()
-                connection.send((True, None))
-                continue
-            reset()
-            turn = decoder.turn(*arguments)
-            connection.send((True, (turn, read())))
-    except EOFError:  # the other side has gone
-        return
-    except Exception as error:
-        reason = first_line(error, 300)
-        connection.send((False, reason))
+def _restart(job: Job) -> None:
+    _decoder(job).restart()
 
 
-def _decoder(job: Job) -> EngineDecoder:
-    if job.runtime.threads:
-        torch.set_num_threads(job.runtime.threads)
-    opened = _opened(job)
+def _turn(job: Job, prompt: list[int], max_new_tokens: int) -> tuple[Turn, int]:
+    """Return an answer and the peak memory of the process that gave it."""
+    decoder = _decoder(job)
+    reset, read = peak_meter(decoder.engine.device)
+    reset()
+    turn = decoder.turn(prompt, max_new_tokens)
+    return turn, read()
+
+
+@functools.cache  # the process has one job
+def _decoder(job: Job) -> LLMDecoder:
+    if job.dummy is None:
+        opened = open_model(job.model, job.runtime, lambda line: None)
+    else:
+        torch.set_num_threads(job.runtime.threads or torch.get_num_threads())
+        tokenizer = DummyTokenizer(job.dummy.vocab_size)
+        opened = OpenedModel(job.model, DummyCheckpoint(job.dummy), tokenizer)
     options = gpt_fast_options(job.runtime, opened.checkpoint.config)
     engine = opened.prepared(options, lambda line: None).engine()
     if job.compile:
         compile_now(engine, job.params)
-    return EngineDecoder(engine, job.params, opened.tokenizer.eos_ids)
-
-
-def _opened(job: Job) -> OpenedModel:
-    pick_device(job.runtime.device)
-    if job.dummy is None:
-        return open_model(job.model, notify=lambda line: None)
-    tokenizer = DummyTokenizer(job.dummy.vocab_size)
-    return OpenedModel(job.model, DummyCheckpoint(job.dummy), tokenizer)
+    return LLMDecoder(LLM(opened.name, engine, opened.tokenizer), job.params)

@@ -1,0 +1,142 @@
+"""Rows of the benchmark: their names and trees, and the arithmetic of what was measured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fasteagle.bench.hf import _Clock
+from fasteagle.bench.measure import Bandwidth
+from fasteagle.bench.options import BenchOptions
+from fasteagle.bench.report import build_report, conditions
+from fasteagle.bench.row_spec import RowSpec
+from fasteagle.bench.rows import Decoder, Row, Turn, percentile
+from fasteagle.decoding.stats import Stats
+from fasteagle.errors import FasteagleError
+from fasteagle.options import DraftOptions, RuntimeOptions
+from fasteagle.shapes import FusedShape, TreeShape
+
+
+def row_of(*turns, name="plain", weight_bytes=10**9, **values):
+    return Row(name, "bf16", Decoder(), weight_bytes, questions=[[*turns]], **values)
+
+
+def reported(*rows):
+    report = build_report(rows, BenchOptions(), RuntimeOptions(device="cpu"), save_outputs=False)
+    return report["rows"]
+
+
+def test_arithmetic_of_a_row():
+    row = row_of(Turn([1] * 11, 0.5, 2.0, 10), Turn([1] * 31, 0.7, 3.0, 10), Turn([1], 0.9, 0.0, 0))
+    assert row.tokens == 43 and row.seconds == 5.0
+    assert row.tok_s == pytest.approx(40 / 5)
+    assert row.tau == pytest.approx(40 / 20)
+    assert row.turn_rates == [[pytest.approx(5), pytest.approx(10), None]]
+    other = row_of(Turn([1] * 21, 0.5, 1.0, 10), name="eagle")
+    first, second = reported(row, other)
+    assert (first["speedup_vs_plain"], second["speedup_vs_plain"]) == (1.0, 2.5)
+    assert first["ttft_s"] == 0.7 and "outputs" not in first
+    assert first["turn_tok_s"] == [[5.0, 10.0, None]] and first["tok_s_median"] == 7.5
+
+
+def test_latency_of_a_token_is_its_share_of_its_chunk():
+    row = row_of(Turn([1] * 7, 0.5, 0.9, 3, chunks=((3, 0.3), (1, 0.5), (2, 0.1))))
+    assert row.latencies == pytest.approx([0.1, 0.1, 0.1, 0.5, 0.05, 0.05])
+    assert sum(row.latencies) == pytest.approx(row.seconds)
+    (record,) = reported(row)
+    assert (record["p50_ms"], record["p99_ms"]) == (100, 500)
+    (record,) = reported(row_of(Turn([1], 0.5, 0.0, 0)))  # an answer of one token has no gaps
+    assert record["p50_ms"] is None and record["tok_s_median"] is None
+
+
+@pytest.mark.parametrize(
+    ("values", "share", "expected"),
+    [
+        ([], 0.5, None),
+        ([7.0], 0.99, 7.0),
+        ([3.0, 1.0, 2.0], 0.5, 2.0),
+        ([1.0, 2.0], 0.5, 1.0),
+        (range(100, 0, -1), 0.99, 99),
+        ([1.0, 2.0], 0.0, 1.0),
+        ([1.0, 2.0], 1.0, 2.0),
+    ],
+)
+def test_percentiles(values, share, expected):
+    assert percentile(values, share) == expected
+
+
+def test_prompt_lookup_counts_its_first_batch_apart():
+    """What comes with the first pass took no decoding time of its own."""
+    clock = _Clock()
+    for n in (9, 4, 2):  # the prompt, four tokens of the first pass, two of the next
+        clock.put(torch.zeros(n))
+    assert clock.sizes == [4, 2] and len(clock.times) == 2
+    row = row_of(Turn([0] * 6, 0.5, 0.1, 1, first=clock.sizes[0]))
+    assert row.tok_s == pytest.approx(20) and row.tau == 2
+
+
+def test_bandwidth_use_where_the_bandwidth_is_known(monkeypatch):
+    bandwidth = Bandwidth(936, "data sheet of RTX 3090", 850)
+    monkeypatch.setattr("fasteagle.bench.report.memory_bandwidth", lambda *device: bandwidth)
+    turn = Turn([1] * 51, 0.5, 1.0, 25, prompt_tokens=75)  # 50 tokens in 25 passes, 1 s
+    row = row_of(turn, weight_bytes=int(9.36e9))
+    (record,) = reported(row)
+    assert record["mbu"] == pytest.approx(0.25)
+    assert record["context"] == 100.5  # halfway through the answer
+    row.kv_bytes = int(9.36e9 / 100.5)  # the cache is read too: as much again
+    report = build_report([row], BenchOptions(), RuntimeOptions(device="cpu"), save_outputs=False)
+    assert report["rows"][0]["mbu"] == pytest.approx(0.5)
+    assert "MBU of 936.0 GB/s (data sheet of RTX 3090)" in conditions(report)
+
+
+def test_arithmetic_of_a_simulated_row():
+    stats = Stats(
+        passes=10, draft_seconds=0.5, verify_seconds=1.0, decode_seconds=2.0, path_lengths=[0] * 10
+    )
+    turn = Turn([1] * 11, 0.5, 2.0, 10, stats, chunks=((1, 0.1), (1, 0.4)))
+    row = row_of(turn, name="eagle", tree=TreeShape(3, 3, 8), simulated_tau=3.0)
+    assert row.tok_s == 15 and row.tau == 3 and row.measured_tau == 1
+    assert row.turn_rates == [[15]] and row.latencies == pytest.approx([0.1 / 3, 0.4 / 3])
+    assert row.passes_s == 5  # what MBU counts is measured
+    _, record = reported(row_of(Turn([1] * 11, 0.5, 2.0, 10)), row)
+    assert (record["speedup_vs_plain"], record["tau"], record["measured_tau"]) == (3.0, 3.0, 1.0)
+    assert [record[name] for name in ("draft_ms", "verify_ms", "other_ms")] == [50, 100, 50]
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("name", "tree"),
+    [("eagle@4/2/10", TreeShape(4, 2, 10)), ("fused@4/2/10/12", FusedShape(4, 2, 10, 12))],
+)
+def test_a_row_may_name_its_tree_and_its_head(name, tree):
+    options = BenchOptions(rows=(name, f"{name}=some/head"), draft=DraftOptions(head="own"))
+    for row, label, head in zip(options.specs, options.rows, ("own", "some/head"), strict=True):
+        draft = row.draft_options(options.draft)
+        assert (draft.drafter, draft.tree_shape(False)) == (name.split("@")[0], tree)
+        assert not draft.auto_tree and row.planned_tree(DraftOptions(), True) == tree
+        assert row.label == label and draft.head == head and row.has_head
+
+
+def test_the_usual_trees():
+    draft = DraftOptions(lookup_depth=5)
+    assert RowSpec("fused").planned_tree(draft, False) == FusedShape(3, 3, 8, 5)
+    assert RowSpec("fused").planned_tree(DraftOptions(), True) == FusedShape(2, 3, 3, 8)
+    assert RowSpec("eagle").planned_tree(draft, False) == TreeShape(3, 3, 8)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("fused@ fused@3/3/8 fused@3/3/8/x fused@1/2/3/4/5", "DEPTH/TOPK/NODES/LOOKUP-DEPTH"),
+        ("eagle@3/3/8/8 eagle@ eagle@3/3 eagle@3/3/x eagle@3/3/-8", "like eagle@3/3/8"),
+        ("ngram@3/3/8 fusedx fuse@3/3/8/8 eagel=x", "unknown row"),
+        ("ngram=x", "ngram has no draft head: drop =x"),
+        ("eagle=", "name the draft head after"),
+    ],
+)
+def test_rows_that_are_none(rows, message):
+    for row in rows.split():
+        with pytest.raises(FasteagleError, match=message):
+            BenchOptions(rows=(row,))
