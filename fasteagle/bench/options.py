@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from fasteagle.errors import FasteagleError
-from fasteagle.options import option
+from fasteagle.option_fields import option
 from fasteagle.quant.scheme import check_precision
 
 

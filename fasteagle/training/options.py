@@ -8,7 +8,8 @@ from pathlib import Path
 
 from fasteagle.config import checked_taps, default_taps
 from fasteagle.errors import FasteagleError
-from fasteagle.options import TAP_LAYERS_TEXT, SamplingParams, option
+from fasteagle.option_fields import option
+from fasteagle.options import TAP_LAYERS_TEXT, SamplingParams
 
 ALGORITHMS = ("eagle1", "eagle3")
 # Values of the EAGLE-1 and of the EAGLE-3 paper.
