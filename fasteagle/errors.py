@@ -8,7 +8,12 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+TELL_SECONDS = 10.0
+Item = TypeVar("Item")
 
 # Only torch's allocator has an error class for it. The driver (through torch and Triton), cuBLAS
 # and similar libraries, and torch's allocator of main memory have only error texts.
@@ -56,6 +61,18 @@ def require_linux() -> None:
 def note(text: str) -> None:
     """Print a line for the user on stderr, apart from the answer."""
     print(text, file=sys.stderr, flush=True)
+
+
+def with_progress(
+    items: Iterable[Item], total: int, done: str, unit: str, notify: Callable[[str], None]
+) -> Iterator[Item]:
+    """Yield `items`; notify every `TELL_SECONDS` of how many of `total` units are `done`."""
+    last = time.monotonic()
+    for number, item in enumerate(items, 1):
+        if time.monotonic() - last >= TELL_SECONDS:
+            last = time.monotonic()
+            notify(f"{done} {number:,} of {total:,} {unit} ...")
+        yield item
 
 
 def size_of(n_bytes: float) -> str:

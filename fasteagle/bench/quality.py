@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fasteagle.bench.options import EvalOptions
 from fasteagle.device import available_bytes, pick_device, pick_dtype
-from fasteagle.errors import FasteagleError, note
+from fasteagle.errors import FasteagleError, note, with_progress
 from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import required_bytes
 from fasteagle.loading.open import OpenedModel, PreparedModel, open_model
@@ -76,7 +76,8 @@ class Reference:
     """Next-token distributions of the unquantized model: its features and its LM head."""
 
     def __init__(self, engine: Engine, windows: Sequence[list[int]]) -> None:
-        self.features = [engine.features(ids) for ids in windows]
+        steps = with_progress(windows, len(windows), "unquantized: read", "windows", note)
+        self.features = [engine.features(ids) for ids in steps]
         self.head: nn.Module = engine.model.lm_head
 
     def log_probs(self, window: int, rows: slice) -> Tensor:
@@ -114,7 +115,8 @@ def _measure(
 ) -> Quality:
     engine = prepared.engine()
     loss = kl = same = 0.0
-    for i, ids in enumerate(windows):
+    steps = with_progress(windows, len(windows), f"{precision}: read", "windows", note)
+    for i, ids in enumerate(steps):
         features = engine.features(ids)
         for rows in _parts(ids):
             ours = engine.model.lm_head(features[rows]).float().log_softmax(-1)

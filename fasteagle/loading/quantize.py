@@ -6,7 +6,6 @@ Some checkpoints come quantized (GGUF, GPTQ, AWQ, our own folders) and run as th
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fasteagle.device import short_of_memory, unless_short
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, with_progress
 from fasteagle.loading.stored import StoredFolder, is_stored, save
 from fasteagle.loading.tensors import (
     Checkpoint,
@@ -28,8 +27,6 @@ from fasteagle.paths import atomic_dir, cache_dir, require_free_space
 from fasteagle.quant.packed import PackedWeight
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme, parse_scheme
-
-TELL_SECONDS = 10.0
 
 
 def with_scheme(
@@ -93,9 +90,9 @@ def write_folder(
     """
     need = weight_bytes(checkpoint, scheme)
     require_free_space(folder, need, f"the {scheme.name} weights")
-    weights = _telling(
-        quantized_weights(checkpoint, scheme, chooser(scheme, device)), checkpoint, notify
-    )
+    total = len(expected_shapes(checkpoint.config))
+    weights = quantized_weights(checkpoint, scheme, chooser(scheme, device))
+    weights = with_progress(weights, total, "quantized", "tensors", notify)
     place, fix = torch.device(device), "choose a smaller model"  # one tensor was too much
     if place.type != "cpu":
         fix = f"quantize on the CPU: fasteagle quantize --precision {scheme.name} --device cpu"
@@ -103,20 +100,6 @@ def write_folder(
         lambda: save(folder, checkpoint, scheme, fingerprint(checkpoint), weights),
         lambda: short_of_memory(f"quantizing to {scheme.name}", place, lambda free: fix),
     )
-
-
-def _telling(
-    weights: Iterable[tuple[str, PackedWeight | Tensor]],
-    checkpoint: Checkpoint,
-    notify: Callable[[str], None],
-) -> Iterable[tuple[str, PackedWeight | Tensor]]:
-    """Yield `weights`; notify every `TELL_SECONDS` how many of them are done."""
-    total, told = len(expected_shapes(checkpoint.config)), time.monotonic()
-    for number, weight in enumerate(weights, 1):
-        if time.monotonic() - told >= TELL_SECONDS:
-            told = time.monotonic()
-            notify(f"quantized {number:,} of {total:,} tensors ...")
-        yield weight
 
 
 def quantized_weights(
