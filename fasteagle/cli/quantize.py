@@ -26,8 +26,6 @@ def run_quantize(model: str, options: RuntimeOptions, out: Path) -> None:
         raise FasteagleError(f"{model} is quantized already ({checkpoint.scheme.name})")
     scheme = scheme_asked(checkpoint, options.quant, options.head_bits)
     device = pick_device(options.device)
-    if out.exists():
-        out.rmdir()
     with atomic_dir(out) as temporary:
         write_folder(temporary, checkpoint, scheme, device, note)
         opened.tokenizer.save(temporary)
