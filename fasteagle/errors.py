@@ -49,6 +49,13 @@ def first_line(error: BaseException, most: int | None = None) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:most]
 
 
+def reason_of(error: OSError | ValueError) -> str:
+    """Return why a file could not be read, without its name."""
+    if isinstance(error, OSError):
+        return error.strerror or first_line(error)
+    return "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
+
+
 def require_linux() -> None:
     """Raise `FasteagleError` unless the system is Linux, whose file locks and links we use."""
     if sys.platform != "linux":

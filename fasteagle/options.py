@@ -219,10 +219,12 @@ class DraftOptions:
         unset="auto",
     )
     # None: those of DEFAULT_TREE, or of QUANTIZED_TREE where a row of the target costs more.
-    tree_depth: int | None = option(None, "Levels (SGLang: num-steps).", least=1)
-    tree_topk: int | None = option(None, "Nodes expanded a level (SGLang: eagle-topk).", least=1)
+    tree_depth: int | None = option(None, "Levels (SGLang: num-steps).", least=1, most=63)
+    tree_topk: int | None = option(
+        None, "Nodes expanded a level (SGLang: eagle-topk).", least=1, most=1024
+    )
     tree_nodes: int | None = option(
-        None, "Nodes verified a pass (SGLang: num-draft-tokens less the root).", least=1
+        None, "Nodes verified a pass (SGLang: num-draft-tokens less the root).", least=1, most=4096
     )
     draft_model: str | None = option(
         None, "A smaller model with the same tokenizer, which then drafts (--drafter model)."
@@ -304,7 +306,7 @@ class DraftOptions:
 
     def __post_init__(self) -> None:
         check(self)
-        require(self.head != "", "head '' is empty: give a folder, a .gguf file or an id")
+        require(self.tree_file != "", "tree '' is empty: give auto or a file")
         require(
             self.verify == "match" or self.drafter in ("eagle-static", "eagle-chain"),
             "verify multi-round needs sampled children: add --drafter eagle-static or eagle-chain",
@@ -361,6 +363,7 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         check(self)
+        require(self.host != "", "host '' is empty: give an address, as 127.0.0.1")
         for origin in self.allow_origin:
             plain = origin.count("/") == 2 and origin.startswith(("http://", "https://"))
             require(plain, f"allow-origin {origin!r}: use scheme and host, as https://example.org")

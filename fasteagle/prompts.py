@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 
 from fasteagle.config_fields import parse_json
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, reason_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ def json_lines(path: Path) -> Iterator[tuple[str, str]]:
                 if line.strip():
                     yield line, f"{path}, line {number}"
     except (OSError, UnicodeDecodeError) as error:
-        raise FasteagleError(f"cannot read {path}: {error}") from error
+        raise FasteagleError(f"cannot read {path}: {reason_of(error)}") from error
 
 
 def _question(line: str, where: str) -> Question:

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from fasteagle.config_fields import parse_json
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, reason_of
 
 
 class Shape:
@@ -170,8 +170,11 @@ def read_tree(path: Path) -> Paths:
         if not all(type(rank) is int for node in raw for rank in node):
             raise ValueError("ranks must be integers")
         return tuple(tuple(node) for node in raw)
-    except (OSError, ValueError, TypeError) as error:
+    except TypeError as error:
         raise FasteagleError(f"tree file {path}: expected a list of paths ({error})") from error
+    except (OSError, ValueError) as error:
+        reason = reason_of(error)
+        raise FasteagleError(f"tree file {path}: expected a list of paths ({reason})") from error
 
 
 # The 25 nodes of EAGLE-1's static tree as child ranks from the root (paper, figure 7).

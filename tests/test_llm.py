@@ -76,12 +76,12 @@ def test_plain_and_speculative_say_the_same(llm):
 
 def test_a_conversation_keeps_the_tokens_that_were_generated(llm):
     """Random bytes would be encoded otherwise; the cache has all but the answer's last token."""
-    said = [{"role": "user", "content": "hello"}]
-    first = llm.chat(said, max_new_tokens=9, temperature=1.0, seed=3)
+    messages = [{"role": "user", "content": "hello"}]
+    first = llm.chat(messages, max_new_tokens=9, temperature=1.0, seed=3)
     text = llm.tokenizer.decode(first.tokens)
-    said += [{"role": "assistant", "content": text}, {"role": "user", "content": "more"}]
+    messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "more"}]
     assert llm.tokenizer.encode(text) != first.tokens
-    again = llm.chat(said, max_new_tokens=2)
+    again = llm.chat(messages, max_new_tokens=2)
     assert again.stats.cached_tokens == first.stats.prompt_tokens + len(first.tokens) - 1
 
 

@@ -29,10 +29,10 @@ def test_who_chooses_the_tree(options, auto):
 
 def test_a_depth_of_looked_up_chains_asks_for_lookups():
     """It was taken by `auto`, and turned the lookup off; never more than 8 were copied."""
-    asked = DraftOptions(lookup_depth=32)
-    assert asked.fuses and asked.auto_chain
-    assert asked.tree_shape(False) == FusedShape(3, 3, 32, 32)
-    assert asked.tree_shape(False).depth == 32
+    deep = DraftOptions(lookup_depth=32)
+    assert deep.fuses and deep.auto_chain
+    assert deep.tree_shape(False) == FusedShape(3, 3, 32, 32)
+    assert deep.tree_shape(False).depth == 32
     few = DraftOptions("fused", lookup_depth=32, tree_nodes=4)
     assert few.tree_shape(True) == FusedShape(2, 3, 4, 32)
     for drafter, tree in (("eagle", None), ("auto", "tree.json")):

@@ -25,6 +25,8 @@ class EvalOptions:
     window: int = option(512, "Tokens predicted in one go.")
 
     def __post_init__(self) -> None:
+        if not self.precisions:
+            raise FasteagleError("precision '' names none: give for example int8,int4")
         for precision in self.precisions:
             check_precision(precision)
         if self.window < 16:

@@ -60,7 +60,8 @@ def _in_one_line() -> Iterator[None]:
         raise
     except click.UsageError as error:
         command = error.ctx.command_path if error.ctx is not None else "fasteagle"
-        raise UserError(f"{error.format_message()} See `{command} --help`.") from error
+        problem = " ".join(error.format_message().split()).rstrip(".")
+        raise UserError(f"{problem}: see `{command} --help`") from error
     except FasteagleError as error:
         raise UserError(str(error)) from error
     except (MemoryError, RuntimeError) as error:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import click
 
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, reason_of
 from fasteagle.option_fields import UNSAID, flag_of, option
 from fasteagle.options import (
     DEFAULT_MODEL,
@@ -257,6 +257,7 @@ UNUSED = {  # by drafter: what it does not read
     "none": (*TREE_SIZES, "head", "tap_layers", "lookup_depth"),
     "ngram": (*TREE_SIZES, "tap_layers"),
     "eagle-static": TREE_SIZES,
+    "eagle-chain": ("tree_topk", "tree_nodes"),
 }
 
 
@@ -270,10 +271,15 @@ def _take_draft(values: Values) -> Values:
                 f"--no-spec and --drafter {drafter} contradict each other: give one"
             )
         drafter = "none"
-    for name in UNUSED.get(drafter, ()):
+    unused = [(name, f"--drafter {drafter}") for name in UNUSED.get(drafter, ())]
+    if values["tree_file"] is not None:
+        unused += [(name, "--tree FILE") for name in TREE_SIZES]
+    for name, other in unused:
         if values[name] is not None:
             flag = name.replace("_", "-")
-            raise FasteagleError(f"--{flag} has no meaning with --drafter {drafter}: drop one")
+            raise FasteagleError(f"--{flag} has no meaning with {other}: drop one")
+    if values["draft_precision"] != "auto" and values["draft_model"] is None:
+        raise FasteagleError("--draft-precision is of --draft-model: give that, too, or drop it")
     draft = taken(DraftOptions, values, drafter=drafter)
     check_precision(draft.draft_precision)
     return {"draft": draft}
@@ -310,8 +316,8 @@ def _taken_form(values: Values) -> GrammarSpec | None:
         if form is not None
     }
     if len(texts) > 1:
-        both = " and ".join(kind.replace("_", "-") for kind in texts)
-        raise FasteagleError(f"--{both} contradict each other: give one")
+        both = " and ".join(f"--{kind.replace('_', '-')}" for kind in texts)
+        raise FasteagleError(f"{both} contradict each other: give one")
     return next((GrammarSpec(kind, text) for kind, text in texts.items()), None)
 
 
@@ -319,7 +325,7 @@ def _file_text(path: Path) -> str:
     try:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise FasteagleError(f"cannot read {path}: {error}") from error
+        raise FasteagleError(f"cannot read {path}: {reason_of(error)}") from error
 
 
 ANSWERS = Group(
