@@ -54,7 +54,7 @@ class AnswerOptions:
     """Conditions that end an answer."""
 
     max_new_tokens: int = option(512, least=1)
-    stop: tuple[str, ...] = option((), "End the answer before this text (repeatable).")
+    stop: tuple[str, ...] = option((), "End the answer before this text (repeatable).", kind="text")
 
     def __post_init__(self) -> None:
         check(self)

@@ -75,6 +75,7 @@ def utf8(raw: bytes, what: str) -> str:
 
 
 _KINDS = {
+    "text": Text(),
     "file": FILE,
     "folder": FOLDER,
     "numbers": Numbers(),
@@ -118,10 +119,9 @@ def _option(field: Field[Any], hint: Any) -> Option:
 
 
 def _plain_type(hint: Any) -> Any:
-    """Return the type for T of the annotations `T`, `T | None` and `tuple[T, ...]`."""
+    """Return T of the annotations `T`, `T | None` and `tuple[T, ...]`."""
     is_made_of = isinstance(hint, types.UnionType) or typing.get_origin(hint) is tuple
-    plain = typing.get_args(hint)[0] if is_made_of else hint
-    return Text() if plain is str else plain
+    return typing.get_args(hint)[0] if is_made_of else hint
 
 
 def taken(kind: type[Made], values: Values, **changed: Any) -> Made:
@@ -204,7 +204,6 @@ def _gone(flag: str) -> Option:
 def _model(default: str | None) -> Option:
     return click.option(
         "--model",
-        type=Text(),
         default=default,
         show_default=default is not None,
         help="Registry name, Hugging Face id, folder or .gguf file.",
@@ -344,7 +343,7 @@ ANSWERS = Group(
 class TalkOptions:
     """Options of chat and server: how conversations begin, and what is shown."""
 
-    system: str | None = option(None, "System prompt.  [default: the model's own]")
+    system: str | None = option(None, "System prompt.  [default: the model's own]", kind="text")
     think: bool | None = option(
         None,
         "Think before answering, or not (Qwen3).  [default: as the model's template does]",
@@ -364,7 +363,10 @@ class ChatOptions(TalkOptions):
 
     # None: a conversation, if standard input is a terminal
     prompt: str | None = option(
-        None, "Answer this once and leave; '-' reads standard input.", flag="-p --prompt"
+        None,
+        "Answer this once and leave; '-' reads standard input.",
+        flag="-p --prompt",
+        kind="text",
     )
     show_accepted: bool = option(False, "Colour the text that was guessed right.")
     plain: bool = option(False, "Show answers as written: no rendered Markdown.")
