@@ -240,7 +240,7 @@ def _eagle(
             has_native(engine.model),
         )
     quantized_on_cpu = scheme is not None and engine.on_cpu
-    native = engine.backend.name == "cpu"
+    native = _drafts_chains(engine)
     drafter = tree_drafter(head, options, engine.max_seq_len, quantized_on_cpu, corpus, native)
     auto = options.auto_tree or isinstance(drafter.shape, GatedChain)
     if auto and isinstance(drafter, EagleDrafter):
@@ -260,7 +260,7 @@ def _size(shape: AnyShape) -> str:
 def _ngram(
     engine: Engine, checkpoint: Checkpoint, options: DraftOptions, corpus: Corpus | None
 ) -> NgramDrafter:
-    native, reach = engine.backend.name == "cpu", options.lookup_depth
+    native, reach = _drafts_chains(engine), options.lookup_depth
     lookup = Lookup(corpus=corpus, device=engine.device)
     drafter = NgramDrafter(NGRAM_TOKENS if reach is None else reach, lookup)
     if native:
@@ -271,6 +271,11 @@ def _ngram(
         path = costs_path(fingerprint(checkpoint), _precision(engine, checkpoint), kind)
         drafter.tuning = Tuning(path, NGRAM_RANKS, corpus=corpus is not None)
     return drafter
+
+
+def _drafts_chains(engine: Engine) -> bool:
+    """Return whether our CPU kernels draft gated chains; the core drafts none of lookups."""
+    return engine.backend.name == "cpu" and "passes" not in engine.backend.left
 
 
 def _looked_up_chain(reach: int | None) -> GatedChain:

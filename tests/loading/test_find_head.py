@@ -230,6 +230,15 @@ def test_chains_on_cpus_copy_as_far_as_asked(monkeypatch, head, model, checkpoin
         drafters.tree_drafter(head, DraftOptions(lookup_depth=32), 256, True, native=True)
 
 
+def test_no_chains_where_the_kernels_were_wrong(model):
+    """The core, which then drafts, asserted that it got other shapes."""
+    engine = Engine(model, 512)
+    engine.backend.name = "cpu"
+    assert drafters._drafts_chains(engine)
+    engine.backend.leave("passes")
+    assert not drafters._drafts_chains(engine)
+
+
 def test_costs_are_kept_for_one_head_one_kind_of_shape_and_one_corpus(
     model, checkpoint, head_dir, tmp_path
 ):
