@@ -59,10 +59,10 @@ class TrainOptions:
                 object.__setattr__(self, name, value)
         positive = ("lr", "clip", "batch_tokens", "steps", "draft_vocab_size", "loss_vocab_size")
         for name in positive:
-            if getattr(self, name) <= 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise FasteagleError(f"{name} {getattr(self, name)} is out of range: use > 0")
         for name in ("noise", "ce_weight", "feature_weight", "self_fed_steps"):
-            if getattr(self, name) < 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 raise FasteagleError(f"{name} {getattr(self, name)} is out of range: use >= 0")
         if self.algorithm == "eagle1" and (self.tap_layers or self.borrow_lm_head):
             raise FasteagleError(

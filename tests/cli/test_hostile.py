@@ -103,6 +103,7 @@ REFUSED = [
     (CALIBRATE, "--device nope", "device 'nope' is not supported"),
     (TRAIN, "--data DIR/text", "DIR/text, line 1: expected"),
     (TRAIN, "--prompts DIR/text", "DIR/text, line 1: expected"),
+    (TRAIN, "--lr nan", "lr nan is out of range"),
     (TRAIN, "--inputs token", "--inputs is gone: an EAGLE-1 head reads"),
     (TRAIN, "--data DIR/text --init HEAD", "the head is for a width of 32, the model"),
     (TRAIN, "--data DIR/text --algorithm eagle3", "taps 2, 1, 0 must ascend"),
