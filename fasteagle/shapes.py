@@ -15,7 +15,7 @@ class Shape:
     @property
     def rows(self) -> int:
         """Largest number of rows of the verify pass, root included."""
-        return self.nodes + 1  # type: ignore[attr-defined,no-any-return]
+        return self.nodes + 1  # type: ignore[attr-defined]
 
 
 def _check_sizes(nodes: int, depth: int, pool: int, sizes: str) -> None:
