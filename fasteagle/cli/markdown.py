@@ -59,6 +59,8 @@ class AnswerScreen:
     def write(self, piece: str) -> None:
         self._out.write(piece)
         self._out.flush()
+        if not self._renders:
+            return
         if ESCAPE in piece:
             piece = re.sub(r"\x1b\[[0-9;]*m", "", piece)
             self._advance(piece)

@@ -39,7 +39,7 @@ REFUSED = [
     (CHAT, "--cpu-kernels aten", "--cpu-kernels is gone: use --precision int4-aten"),
     (CHAT, "--quant-backend torchao", "is gone: use --precision int4-torchao"),
     (CHAT, "--precision auto-lm4", "-lm4 and -lm16 are parts of a quantized precision"),
-    (CHAT, "--draft-precision int3", "3 bits have no kernel"),
+    (CHAT, "--draft-model x --draft-precision int3", "3 bits have no kernel"),
     (EVAL, "--precision int4,foo", "quantization 'foo' is unknown"),
     (CHAT, "--regex '('", "regex: "),
     (CHAT, "--think", "has no thinking switch"),
