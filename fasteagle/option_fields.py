@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 from fasteagle.errors import FasteagleError
@@ -68,8 +69,13 @@ def check(options: Any) -> None:
             raise FasteagleError(f"{name} {value} is out of range: use {allowed}")
         words = field.metadata.get("kind")
         if isinstance(words, tuple):
-            known = f"{', '.join(words[:-1])} or {words[-1]}"
-            require(value in words, f"{name} {value!r} is unknown: use {known}")
+            require_word(name, value, words)
+
+
+def require_word(name: str, value: Any, words: Sequence[str]) -> None:
+    """Raise `FasteagleError` unless the value of the option `name` is one of `words`."""
+    known = f"{', '.join(words[:-1])} or {words[-1]}"
+    require(value in words, f"{name} {value!r} is unknown: use {known}")
 
 
 def require(ok: bool, message: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import click
 
 from fasteagle.errors import FasteagleError, reason_of
-from fasteagle.option_fields import UNSAID, flag_of, option
+from fasteagle.option_fields import UNSAID, flag_of, option, require_word
 from fasteagle.options import (
     DEFAULT_MODEL,
     EXPORT_FORMATS,
@@ -52,6 +52,15 @@ class Numbers(click.ParamType):
         except ValueError:
             numbers = ()
         return numbers or self.fail(f"{value!r} is no list of numbers like 2,15,27", param, ctx)
+
+
+class Words(click.Choice[str]):
+    """Parameter type of a choice, refused in the words of `option_fields.check`."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        assert param is not None, "it is of an option"
+        require_word(param.opts[0].removeprefix("--"), value, self.choices)
+        return value
 
 
 class Text(click.ParamType):
@@ -106,7 +115,7 @@ def _option(field: Field[Any], hint: Any) -> Option:
         default = ",".join(default)
         settings["callback"] = lambda context, option, text: comma_list(text)
     elif isinstance(kind, tuple):
-        settings["type"] = click.Choice(kind)
+        settings["type"] = Words(kind)
     elif "/" not in names[0]:  # --this/--not-this
         settings["type"] = _KINDS[kind] if kind else _plain_type(hint)
     if default is MISSING:
