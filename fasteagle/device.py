@@ -49,7 +49,7 @@ def _auto_device() -> torch.device:
         note(f"warning: the CPU is used: {problem}")
     elif torch.version.cuda is not None:
         problem = _init_problem()
-        if problem is not None and not any(said in problem for said in NO_CARD):
+        if problem is not None and not any(text in problem for text in NO_CARD):
             note(f"warning: the CPU is used: {problem}")
     return torch.device("cpu")
 
@@ -67,8 +67,8 @@ def cuda_problem(device: torch.device) -> str | None:
     except (RuntimeError, AssertionError) as error:
         return _first_line(error)
     if capability < OLDEST_CAPABILITY:
-        found, oldest = ("{}{}".format(*pair) for pair in (capability, OLDEST_CAPABILITY))
-        return f"{name} is sm_{found}, the kernels need sm_{oldest} (Ampere) or newer"
+        own, oldest = ("{}{}".format(*pair) for pair in (capability, OLDEST_CAPABILITY))
+        return f"{name} is sm_{own}, the kernels need sm_{oldest} (Ampere) or newer"
     return None
 
 

@@ -8,7 +8,12 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+TELL_SECONDS = 10.0
+Item = TypeVar("Item")
 
 # Only torch's allocator has an error class for it. The driver (through torch and Triton), cuBLAS
 # and similar libraries, and torch's allocator of main memory have only error texts.
@@ -44,6 +49,13 @@ def first_line(error: BaseException, most: int | None = None) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:most]
 
 
+def reason_of(error: OSError | ValueError) -> str:
+    """Return why a file could not be read, without its name."""
+    if isinstance(error, OSError):
+        return error.strerror or first_line(error)
+    return "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
+
+
 def require_linux() -> None:
     """Raise `FasteagleError` unless the system is Linux, whose file locks and links we use."""
     if sys.platform != "linux":
@@ -56,6 +68,18 @@ def require_linux() -> None:
 def note(text: str) -> None:
     """Print a line for the user on stderr, apart from the answer."""
     print(text, file=sys.stderr, flush=True)
+
+
+def with_progress(
+    items: Iterable[Item], total: int, done: str, unit: str, notify: Callable[[str], None]
+) -> Iterator[Item]:
+    """Yield `items`; notify every `TELL_SECONDS` of how many of `total` units are `done`."""
+    last = time.monotonic()
+    for number, item in enumerate(items, 1):
+        if time.monotonic() - last >= TELL_SECONDS:
+            last = time.monotonic()
+            notify(f"{done} {number:,} of {total:,} {unit} ...")
+        yield item
 
 
 def size_of(n_bytes: float) -> str:

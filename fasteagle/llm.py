@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, overload
+from typing import Literal, NamedTuple, Unpack, overload
 
 from fasteagle.answering.answer import AnswerRequest, Chunk, answer
 from fasteagle.answering.background import Preparation
@@ -35,9 +35,6 @@ from fasteagle.options import (
 )
 from fasteagle.quant.scheme import check_precision
 
-if TYPE_CHECKING:
-    from typing import Unpack
-
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
@@ -55,6 +52,13 @@ class Answer:
 
     def __str__(self) -> str:
         return self.text
+
+
+class Prompt(NamedTuple):
+    """Conversation as the model reads it: rendered by its chat template, and its token ids."""
+
+    text: str
+    ids: list[int]
 
 
 class LLM:
@@ -158,10 +162,18 @@ class LLM:
             if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
                 raise FasteagleError(f"messages: {message!r} is no dictionary of role and content")
             check_text("content", message["content"])
+        prompt = self.prompt(messages, think)
+        return self._run(prompt.ids, stream, keywords, prompt.text)
+
+    def prompt(self, messages: Sequence[Message], think: bool | None = None) -> Prompt:
+        """Return the prompt of a conversation; answers of this model keep their tokens.
+
+        Raises `FasteagleError` for `think` where the chat template has no such switch.
+        """
         if think is not None:
             self.tokenizer.check_think(think)
         text = self.tokenizer.render(messages, think=think)
-        return self._run(self.texts.encode(text), stream, keywords, text)
+        return Prompt(text, self.texts.encode(text))
 
     @overload
     def generate(
@@ -200,7 +212,8 @@ class LLM:
     def _run(
         self, prompt: list[int], stream: bool, keywords: AnswerKeywords, text: str | None = None
     ) -> Answer | Iterator[Chunk]:
-        request = self.request(prompt, keywords)
+        params, options, spec, more = read_keywords(keywords)
+        request = self.made_request(prompt, params, options, spec, **more)
         answering = self.stream(request, text=text)
         if stream:
             return answering
@@ -212,11 +225,6 @@ class LLM:
             request.params.seed,
             [entry for chunk in chunks for entry in chunk.logprobs],
         )
-
-    def request(self, prompt: Sequence[int], keywords: AnswerKeywords) -> AnswerRequest:
-        """Make a request of `keywords`; raise `FasteagleError`, for unknown ones `TypeError`."""
-        params, options, spec, more = read_keywords(keywords)
-        return self.made_request(prompt, params, options, spec, **more)
 
     def made_request(
         self,
@@ -260,15 +268,10 @@ class LLM:
         self._take_turn()
         tokens: list[int] = []
         try:
-            answering = (
-                self.preparation.answering(request.params)
-                if self.preparation
-                else contextlib.nullcontext()
-            )
-            with answering:
+            prepared = self.preparation
+            with prepared.answering(request.params) if prepared else nullcontext():
                 self.prefix_cache.turn_to(self.engine, request.prompt)
-                chunks = answer(self.engine, self.tokenizer, request, check)
-                with contextlib.closing(chunks):
+                with closing(answer(self.engine, self.tokenizer, request, check)) as chunks:
                     for chunk in chunks:
                         tokens.extend(chunk.tokens)
                         yield chunk

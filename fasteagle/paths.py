@@ -94,12 +94,17 @@ def require_writable(target: Path) -> None:
 
 @contextlib.contextmanager
 def atomic_dir(target: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes `target` on success and is removed otherwise."""
+    """Yield a temporary folder that becomes `target` on success and is removed otherwise.
+
+    An empty folder at `target` is replaced.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         yield temporary
-        if target.exists():  # another process was faster: its result is equal
+        if target.exists() and any(
+            target.iterdir()
+        ):  # another process was faster: its result is equal
             shutil.rmtree(temporary)
         else:
             os.replace(temporary, target)

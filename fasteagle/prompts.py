@@ -6,6 +6,7 @@ ids) and `prompt_len` (where the answer begins). Needs no torch.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 
 from fasteagle.config_fields import parse_json
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, reason_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,28 +44,32 @@ def json_lines(path: Path) -> Iterator[tuple[str, str]]:
                 if line.strip():
                     yield line, f"{path}, line {number}"
     except (OSError, UnicodeDecodeError) as error:
-        raise FasteagleError(f"cannot read {path}: {error}") from error
+        raise FasteagleError(f"cannot read {path}: {reason_of(error)}") from error
 
 
 def _question(line: str, where: str) -> Question:
-    try:
+    with _expecting('{"turns": ["text", ...]}', where):
         turns = parse_json(line)["turns"]
         if type(turns) is not list or not turns:
             raise ValueError("turns must be a list of texts")
         if not all(type(turn) is str and turn.strip() for turn in turns):
             raise ValueError("each turn must be a text that is not empty")
         "".join(turns).encode()  # JSON may hold halves of characters
-    except (ValueError, TypeError, KeyError) as error:
-        form = '{"turns": ["text", ...]}'
-        raise FasteagleError(f"{where}: expected {form}: {_reason(error)}") from error
     return Question(tuple(turns))
 
 
-def _reason(error: Exception) -> str:
-    """Return a description of the error in a line."""
-    if isinstance(error, KeyError):
-        return f"{error} is missing"
-    return "it is no JSON object" if isinstance(error, TypeError) else str(error)
+@contextlib.contextmanager
+def _expecting(form: str, where: str) -> Iterator[None]:
+    """Raise `FasteagleError` that names the expected `form` for what is wrong with a line."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError) as error:
+        reason = str(error)
+        if isinstance(error, KeyError):
+            reason = f"{error} is missing"
+        elif isinstance(error, TypeError):
+            reason = "it is no JSON object"
+        raise FasteagleError(f"{where}: expected {form}: {reason}") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,24 +89,21 @@ def read_conversations(
     Raises `FasteagleError` that names the line for ids outside the vocabulary and wrong fields.
     """
     lines = itertools.islice(json_lines(path), limit)
-    found = [_conversation(line, where, vocab_size, max_len) for line, where in lines]
-    found = [c for c in found if len(c.ids) >= c.prompt_len + 3]
-    if not found:
+    conversations = [_conversation(line, where, vocab_size, max_len) for line, where in lines]
+    conversations = [c for c in conversations if len(c.ids) >= c.prompt_len + 3]
+    if not conversations:
         raise FasteagleError(f"{path}: no conversation with an answer of three tokens or more")
-    return found
+    return conversations
 
 
 def _conversation(line: str, where: str, vocab_size: int, max_len: int) -> Conversation:
-    try:
+    with _expecting('{"ids": [...], "prompt_len": n}', where):
         raw = parse_json(line)
         ids, prompt_len = raw["ids"], raw["prompt_len"]
         if type(ids) is not list or not all(type(i) is int for i in ids):
             raise ValueError("ids must be a list of integers")
         if type(prompt_len) is not int or prompt_len < 1:
             raise ValueError("prompt_len must be an integer >= 1")
-    except (ValueError, TypeError, KeyError) as error:
-        form = '{"ids": [...], "prompt_len": n}'
-        raise FasteagleError(f"{where}: expected {form}: {_reason(error)}") from error
     bad = next((i for i in ids if not 0 <= i < vocab_size), None)
     if bad is not None:
         raise FasteagleError(f"{where}: token id {bad} is outside the vocabulary of {vocab_size:,}")

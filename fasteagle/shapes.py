@@ -6,11 +6,28 @@ import dataclasses
 from pathlib import Path
 
 from fasteagle.config_fields import parse_json
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, reason_of
+
+
+class Shape:
+    """Base class of shapes: a pass verifies `nodes` drafted tokens and the root."""
+
+    @property
+    def rows(self) -> int:
+        """Largest number of rows of the verify pass, root included."""
+        return self.nodes + 1  # type: ignore[attr-defined]
+
+
+def _check_sizes(nodes: int, depth: int, pool: int, sizes: str) -> None:
+    """Raise `FasteagleError` unless a tree of `depth` levels can have so many nodes."""
+    if nodes > pool:
+        raise FasteagleError(f"tree-nodes {nodes} is more than the {pool} candidates that {sizes}")
+    if nodes < depth:
+        raise FasteagleError(f"tree-nodes {nodes} cannot hold a path of --tree-depth {depth}")
 
 
 @dataclasses.dataclass(frozen=True)
-class TreeShape:
+class TreeShape(Shape):
     """Shape of a dynamic tree: `depth` levels expand `topk` nodes each, `nodes` are verified.
 
     A chain has `topk` 1. Raises `FasteagleError` for sizes that do not fit each other.
@@ -24,32 +41,20 @@ class TreeShape:
         for name in ("depth", "topk", "nodes"):
             if getattr(self, name) < 1:
                 raise FasteagleError(f"tree-{name} {getattr(self, name)} is out of range: use >= 1")
-        if self.nodes > self.pool:
-            raise FasteagleError(
-                f"tree-nodes {self.nodes} is more than the {self.pool} candidates that "
-                f"--tree-depth {self.depth} and --tree-topk {self.topk} yield"
-            )
-        if self.nodes < self.depth:
-            raise FasteagleError(
-                f"tree-nodes {self.nodes} cannot hold a path of --tree-depth {self.depth}"
-            )
+        sizes = f"--tree-depth {self.depth} and --tree-topk {self.topk} yield"
+        _check_sizes(self.nodes, self.depth, self.pool, sizes)
 
     @property
     def pool(self) -> int:
         """Number of candidates: k on the first level, k children of k nodes on every other one."""
         return self.topk + (self.depth - 1) * self.topk**2
 
-    @property
-    def rows(self) -> int:
-        """Rows of the verify pass, root included."""
-        return self.nodes + 1
-
     def __str__(self) -> str:
         return f"{self.depth}, {self.topk}, {self.nodes}"
 
 
 @dataclasses.dataclass(frozen=True)
-class GatedChain:
+class GatedChain(Shape):
     """Confidence-gated chain: at most `depth` tokens, ended by low path probability.
 
     The limits are `drafting.policy.Thresholds`. The host must read each level's result, which
@@ -66,27 +71,17 @@ class GatedChain:
     def nodes(self) -> int:
         return self.depth
 
-    @property
-    def rows(self) -> int:
-        """Largest number of rows of the verify pass, root included."""
-        return self.depth + 1
-
     def __str__(self) -> str:
         return f"1 to {self.depth}"
 
 
 @dataclasses.dataclass(frozen=True)
-class StaticShape:
+class StaticShape(Shape):
     """Shape of a tree that is fixed beforehand: `nodes` on `depth` levels of varying widths."""
 
     depth: int
     topk: None
     nodes: int
-
-    @property
-    def rows(self) -> int:
-        """Rows of the verify pass, root included."""
-        return self.nodes + 1
 
     def __str__(self) -> str:
         return f"{self.depth}, -, {self.nodes}"
@@ -96,7 +91,7 @@ MAX_REACH = 63  # most looked-up tokens in a row
 
 
 @dataclasses.dataclass(frozen=True)
-class FusedShape:
+class FusedShape(Shape):
     """Shape of a tree with candidates of a draft head and of the n-gram lookup.
 
     The draft head gives `levels` of `topk` nodes each, the lookup chains of `reach` tokens; the
@@ -116,15 +111,11 @@ class FusedShape:
             raise FasteagleError(f"tree-nodes {self.nodes} is out of range: use >= 1")
         if not 1 <= self.reach <= MAX_REACH:
             raise FasteagleError(f"lookup-depth {self.reach} is out of range: use 1 .. {MAX_REACH}")
-        if self.nodes > self.pool:
-            raise FasteagleError(
-                f"tree-nodes {self.nodes} is more than the {self.pool} candidates that --tree-depth"
-                f" {self.levels}, --tree-topk {self.topk} and --lookup-depth {self.reach} yield"
-            )
-        if self.nodes < self.levels:
-            raise FasteagleError(
-                f"tree-nodes {self.nodes} cannot hold a path of --tree-depth {self.levels}"
-            )
+        sizes = (
+            f"--tree-depth {self.levels}, --tree-topk {self.topk} and --lookup-depth {self.reach} "
+            "yield"
+        )
+        _check_sizes(self.nodes, self.levels, self.pool, sizes)
 
     @property
     def head_pool(self) -> int:
@@ -140,11 +131,6 @@ class FusedShape:
     def depth(self) -> int:
         """Depth of the longest path."""
         return min(self.nodes, max(self.levels, self.reach))
-
-    @property
-    def rows(self) -> int:
-        """Rows of the verify pass, root included."""
-        return self.nodes + 1
 
     def __str__(self) -> str:
         return f"{self.levels}, {self.topk}, {self.nodes} + {self.reach}"
@@ -184,8 +170,11 @@ def read_tree(path: Path) -> Paths:
         if not all(type(rank) is int for node in raw for rank in node):
             raise ValueError("ranks must be integers")
         return tuple(tuple(node) for node in raw)
-    except (OSError, ValueError, TypeError) as error:
+    except TypeError as error:
         raise FasteagleError(f"tree file {path}: expected a list of paths ({error})") from error
+    except (OSError, ValueError) as error:
+        reason = reason_of(error)
+        raise FasteagleError(f"tree file {path}: expected a list of paths ({reason})") from error
 
 
 # The 25 nodes of EAGLE-1's static tree as child ranks from the root (paper, figure 7).

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from fasteagle.bench.row_spec import RowSpec, parse_rows
 from fasteagle.errors import FasteagleError
-from fasteagle.options import DEFAULT_MODEL, DraftOptions, SamplingParams, option
+from fasteagle.option_fields import option
+from fasteagle.options import DEFAULT_MODEL, DraftOptions, SamplingParams
 from fasteagle.quant.scheme import check_precision, is_scheme_name
 
 DEFAULT_ROWS = ("hf", "plain", "eagle")
@@ -30,6 +31,8 @@ class EvalOptions:
     window: int = option(512, "Tokens predicted in one go.")
 
     def __post_init__(self) -> None:
+        if not self.precisions:
+            raise FasteagleError("precision '' names none: give for example int8,int4")
         for precision in self.precisions:
             check_precision(precision)
         if self.window < 16:

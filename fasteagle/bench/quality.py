@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fasteagle.bench.options import EvalOptions
 from fasteagle.device import available_bytes, pick_device, pick_dtype
-from fasteagle.errors import FasteagleError, note
+from fasteagle.errors import FasteagleError, note, with_progress
 from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import required_bytes
 from fasteagle.loading.open import PreparedModel, open_model
@@ -88,7 +88,8 @@ class Predictions:
     @torch.no_grad()
     def __init__(self, engine: Engine, windows: Sequence[list[int]]) -> None:
         self.windows = windows
-        self.features = [engine.features(ids) for ids in windows]
+        steps = with_progress(windows, len(windows), "read", "windows", note)
+        self.features = [engine.features(ids) for ids in steps]
         self.lm_head: nn.Module = engine.model.lm_head
 
     def log_probs(self, window: int, rows: slice) -> Tensor:

@@ -51,42 +51,53 @@ class UserError(click.ClickException):
     exit_code = 2
 
 
-class _OneLineErrors(click.Command):
-    """Command that prints errors a user can fix as one line; others keep their traceback."""
+@contextlib.contextmanager
+def _in_one_line() -> Iterator[None]:
+    """Turn errors that a user can fix into `UserError`; others keep their traceback."""
+    try:
+        yield
+    except click.exceptions.NoArgsIsHelpError:
+        raise
+    except click.UsageError as error:
+        command = error.ctx.command_path if error.ctx is not None else "fasteagle"
+        problem = " ".join(error.format_message().split()).rstrip(".")
+        raise UserError(f"{problem}: see `{command} --help`") from error
+    except FasteagleError as error:
+        raise UserError(str(error)) from error
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        # Where a model was known, its loader or engine has said what would fit.
+        raise UserError("out of memory: lower --max-seq-len or choose a smaller model") from error
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            where, fix = "", "free some space where the output goes"
+            if error.filename:
+                where = f" at {error.filename}"
+                fix = "free some space, or set XDG_CACHE_HOME to another disk"
+            raise UserError(f"disk full{where}: {fix}") from error
+        if error.errno == errno.EPIPE:  # the reader of a pipe has left
+            sys.stderr.close()
+            sys.exit(1)
+        raise
+
+
+class Script(click.Command):
+    """Command that reports errors a user can fix in one line."""
+
+    def make_context(self, *args: Any, **keywords: Any) -> click.Context:
+        with _in_one_line():
+            return super().make_context(*args, **keywords)
 
     def invoke(self, ctx: click.Context) -> Any:
-        try:
+        with _in_one_line():
             require_linux()
             if sys.stderr is None:  # closed, as by 2>&-
                 sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
             if sys.stdout is None:
                 raise FasteagleError("standard output is closed: give it a file, or /dev/null")
             return super().invoke(ctx)
-        except FasteagleError as error:
-            raise UserError(str(error)) from error
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            # Where a model was known, its loader or engine has said what would fit.
-            raise UserError(
-                "out of memory: lower --max-seq-len or choose a smaller model"
-            ) from error
-        except OSError as error:
-            if error.errno == errno.ENOSPC:
-                where, fix = "", "free some space where the output goes"
-                if error.filename:
-                    where = f" at {error.filename}"
-                    fix = "free some space, or set XDG_CACHE_HOME to another disk"
-                raise UserError(f"disk full{where}: {fix}") from error
-            if error.errno == errno.EPIPE:  # the reader of a pipe has left
-                sys.stderr.close()
-                sys.exit(1)
-            raise
 
 
-class Script(_OneLineErrors):
-    """Stand-alone command that reports errors as `fasteagle` does."""
-
-
-class Cli(_OneLineErrors, click.Group):
+class Cli(Script, click.Group):
     """Group of the `fasteagle` commands."""

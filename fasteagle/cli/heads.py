@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
+from fasteagle.cli.options import ExportOptions
 from fasteagle.errors import FasteagleError, note
 from fasteagle.loading import registry
 from fasteagle.loading.checkpoint import open_checkpoint
@@ -18,7 +17,7 @@ from fasteagle.loading.heads.tables import listed
 from fasteagle.loading.heads.write import HeadTarget, export_head
 from fasteagle.loading.open import Runtime, open_model
 from fasteagle.loading.tensors import fingerprint
-from fasteagle.options import ExportOptions, RuntimeOptions
+from fasteagle.options import RuntimeOptions
 
 
 def run_inspect_head(
@@ -31,26 +30,26 @@ def run_inspect_head(
     """Print the report on a draft head; exit with code 2 if it does not run."""
     if probe and model is None:
         raise FasteagleError("--probe measures on a model: add --model")
-    found = named_head(path)
+    files = named_head(path)
     opened = open_model(model, runtime_options) if model else None
     identity = None
     if opened is not None and runtime_options.quant is not None:
         identity = fingerprint(opened.prepared(runtime_options).checkpoint)
     target = None if opened is None else HeadTarget(opened.name, opened.checkpoint)
-    report = inspect_head(found, target, aux_layers, identity)
+    report = inspect_head(files, target, aux_layers, identity)
     for line in report.lines():
         click.echo(line)
     if report.problem is not None:
         click.get_current_context().exit(2)
     if probe and opened is not None:
-        _print_probes(found, opened.loaded(runtime_options), aux_layers)
+        _print_probes(files, opened.loaded(runtime_options), aux_layers)
 
 
-def _print_probes(found: HeadFiles, runtime: Runtime, aux_layers: tuple[int, ...] | None) -> None:
+def _print_probes(files: HeadFiles, runtime: Runtime, aux_layers: tuple[int, ...] | None) -> None:
     """Print the acceptance for each list of auxiliary layers, and the best list."""
     note("drafting chains of four on four built-in prompts ...")
     results = []
-    for result in measure_aux_layers(found, runtime.engine, runtime.tokenizer, aux_layers):
+    for result in measure_aux_layers(files, runtime.engine, runtime.tokenizer, aux_layers):
         results.append(result)
         layers = f"with layers {listed(result.aux_layers)}" if result.aux_layers else "acceptance"
         click.echo(f"  {layers}: {result.accepted:.2f} drafted tokens accepted a pass")
@@ -63,34 +62,18 @@ def _print_probes(found: HeadFiles, runtime: Runtime, aux_layers: tuple[int, ...
 
 def run_export_head(head: str, out: Path, options: ExportOptions) -> None:
     """Write the draft head for another engine and print remarks on it."""
-    found = named_head(head)
+    files = named_head(head)
     if out.exists() and (out.is_file() or any(out.iterdir())):
         raise FasteagleError(f"{out} is there already: give another -o")
     if options.to == "gguf" and out.suffix != ".gguf":
         raise FasteagleError(f"-o {out} must be the name of a .gguf file")
     target = None if options.model is None else _export_target(options.model)
-    source = open_head(found.path)
-    with _removed(out):
-        lines = export_head(
-            source, options.to, out, target, options.tap_layers, options.tokenizer_from
-        )
-    for line in lines:
+    source = open_head(files.path)
+    for line in export_head(
+        source, options.to, out, target, options.tap_layers, options.tokenizer_from
+    ):
         note(line)
     note(f"{source.algorithm} head ({source.dialect}) written to {out} for {options.to}")
-
-
-@contextlib.contextmanager
-def _removed(folder: Path) -> Iterator[None]:
-    """Remove an empty folder, which is then written as a whole; restore it if that fails."""
-    is_there = folder.is_dir()
-    if is_there:
-        folder.rmdir()
-    try:
-        yield
-    except BaseException:
-        if is_there:
-            folder.mkdir(exist_ok=True)
-        raise
 
 
 def _export_target(model: str) -> HeadTarget:

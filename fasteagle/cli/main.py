@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,30 +11,23 @@ from fasteagle import __version__
 from fasteagle.bench.options import EvalOptions
 from fasteagle.cli.command import Cli, uncollected
 from fasteagle.cli.options import (
+    ANSWERS,
     DRAFT,
     FILE,
     FOLDER,
-    GRAMMAR,
     MODEL,
     OPTIONAL_MODEL,
     QUALITY_MODEL,
-    SAMPLING,
-    Command,
+    ChatOptions,
+    ExportOptions,
     Numbers,
+    TalkOptions,
     gone,
     group,
     groups,
     model_options,
-    taken,
 )
-from fasteagle.options import (
-    TAP_LAYERS_TEXT,
-    ChatOptions,
-    DraftOptions,
-    ExportOptions,
-    RuntimeOptions,
-    ServeOptions,
-)
+from fasteagle.options import TAP_LAYERS_TEXT, DraftOptions, RuntimeOptions, ServeOptions
 from fasteagle.training.options import CalibrateOptions, DataOptions, TrainOptions, TrainRun
 
 # Commands import what they call inside their body: --help answers without importing torch.
@@ -47,54 +39,30 @@ def main() -> None:
     """Fast, lossless text from one Llama-family model on one device."""
 
 
-THINK = click.option(
-    "--think/--no-think",
-    default=None,
-    help="Think before answering, or not (Qwen3).  [default: as the model's template does]",
-)
-
-
-def compile_option(usual: str) -> Callable[[Command], Command]:
-    """Return the option --compile/--no-compile, whose help states the default `usual`."""
-    text = f"Compile first, or never.  [default: {usual}]"
-    return click.option("--compile/--no-compile", "compile_blocks", default=None, help=text)
-
-
 @main.command()
-@groups(MODEL, DRAFT, SAMPLING, GRAMMAR)
-@click.option("-p", "--prompt", help="Answer this once and leave; '-' reads standard input.")
-@click.option("--system", help="System prompt.  [default: the model's own]")
-@THINK
-@compile_option("in the background; not for -p")
-@click.option("--show-accepted", is_flag=True, help="Colour the text that was guessed right.")
-@click.option("--plain", is_flag=True, help="Show answers as written: no rendered Markdown.")
-@click.option("--quiet", is_flag=True, help="Only answers, no numbers.")
-def chat(**given: Any) -> None:
+@groups(MODEL, DRAFT, ANSWERS)
+@group(ChatOptions, "options")
+def chat(**arguments: Any) -> None:
     """Talk to a model. Text goes to stdout, everything else to stderr."""
     with uncollected():
         from fasteagle.cli.chat import run_chat
 
-    run_chat(options=taken(ChatOptions, given), **given)
+    run_chat(**arguments)
 
 
 @main.command()
-@groups(MODEL, DRAFT, SAMPLING, GRAMMAR)
-@click.option("--system", help="System prompt of conversations without one.")
-@THINK
-@compile_option("in the background")
+@groups(MODEL, DRAFT, ANSWERS)
+@group(TalkOptions, "talk")
 @group(ServeOptions, "options")
 @click.option(
     "--api-key", envvar="FASTEAGLE_API_KEY", show_envvar=True, help="That clients must send."
 )
-@click.option("--quiet", is_flag=True, help="Only the address and errors.")
-def serve(announce_seed: bool, **given: Any) -> None:
+def serve(**arguments: Any) -> None:
     """Serve a model in the form of OpenAI's API, with a page to chat."""
-    source = click.get_current_context().get_parameter_source("seed")
-    seed_given = source is click.core.ParameterSource.COMMANDLINE
     with uncollected():
         from fasteagle.cli.serve import run_serve
 
-    run_serve(seed_given=seed_given, **given)
+    run_serve(**arguments)
 
 
 @main.command()
@@ -164,14 +132,14 @@ def calibrate_head(model: str, runtime_options: RuntimeOptions, options: Calibra
 @click.option(
     "--probe", is_flag=True, help="Load --model and measure acceptance by auxiliary layers."
 )
-def inspect_head(path: str, **asked: Any) -> None:
+def inspect_head(**arguments: Any) -> None:
     """Tell what the draft head PATH is and whether it fits a model.
 
     PATH is a folder, a .gguf file, a Hugging Face id, or a registry model whose head is known.
     """
     from fasteagle.cli.heads import run_inspect_head
 
-    run_inspect_head(path, **asked)
+    run_inspect_head(**arguments)
 
 
 @main.command("export-head")

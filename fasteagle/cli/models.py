@@ -64,12 +64,9 @@ def memory_cells(name: str) -> list[str]:
     whole = [s for s in settings(config, context) if s.context == context]
     cells = [f"{needed_bytes(config, setting, head) / 1e9:.1f}" for setting in whole]
     for size in CARDS:
-        found = best_fit(config, size * 2**30, context, head)
-        if found is None:
-            cells.append("-")
-        else:
-            shorter = f", {found.context:,} tokens" if found.context < context else ""
-            cells.append(f"{found}{shorter}")
+        fit = best_fit(config, size * 2**30, context, head)
+        shorter = f", {fit.context:,} tokens" if fit and fit.context < context else ""
+        cells.append(f"{fit}{shorter}" if fit else "-")
     return cells
 
 
@@ -88,11 +85,11 @@ def int4_bytes(name: str) -> int:
 
 def _heads(name: str, entry: Entry) -> list[str]:
     """Return the draft heads in words, first the one that a chat takes by default."""
-    found = [f"{EAGLE2} shipped with fasteagle"] if is_shipped(name) else []
+    heads = [f"{EAGLE2} shipped with fasteagle"] if is_shipped(name) else []
     for head in entry.heads:
-        words = f"or {head.algorithm}: --head" if found else head.algorithm
-        found.append(f"{words} {head.repo}")
-    return found or ["none"]
+        words = f"or {head.algorithm}: --head" if heads else head.algorithm
+        heads.append(f"{words} {head.repo}")
+    return heads or ["none"]
 
 
 def _presence(name: str, entry: Entry) -> str:

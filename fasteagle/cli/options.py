@@ -1,25 +1,28 @@
-"""Groups of command-line options made from the dataclasses of `fasteagle.options`.
+"""Groups of command-line options made from dataclasses; each arrives at its command as an object.
 
-Each group arrives at its command as one such object. Imports no torch.
+Imports no torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, reason_of
+from fasteagle.option_fields import UNSAID, flag_of, option, require_word
 from fasteagle.options import (
     DEFAULT_MODEL,
-    UNSAID,
+    EXPORT_FORMATS,
+    TAP_LAYERS_TEXT,
     AnswerOptions,
     DraftOptions,
     GrammarSpec,
@@ -31,6 +34,7 @@ from fasteagle.quant.scheme import check_precision
 
 Command = Callable[..., Any]
 Option = Callable[[Command], Command]
+Values = dict[str, Any]  # values of options by parameter
 Made = TypeVar("Made")
 
 FILE = click.Path(path_type=Path, dir_okay=False)
@@ -44,13 +48,43 @@ class Numbers(click.ParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
-            found = tuple(int(part) for part in comma_list(value))
+            numbers = tuple(int(part) for part in comma_list(value))
         except ValueError:
-            found = ()
-        return found or self.fail(f"{value!r} is no list of numbers like 2,15,27", param, ctx)
+            numbers = ()
+        return numbers or self.fail(f"{value!r} is no list of numbers like 2,15,27", param, ctx)
+
+
+class Words(click.Choice[str]):
+    """Parameter type of a choice, refused in the words of `option_fields.check`."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        assert param is not None, "it is of an option"
+        require_word(param.opts[0].removeprefix("--"), value, self.choices)
+        return value
+
+
+class Text(click.ParamType):
+    """Parameter type of texts in UTF-8, also where the locale made their bytes surrogates."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return utf8(os.fsencode(value), param.opts[-1] if param is not None else "the argument")
+
+
+def utf8(raw: bytes, what: str) -> str:
+    """Return text of UTF-8 bytes; raise `FasteagleError` for others."""
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FasteagleError(
+            f"{what} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}; "
+            "convert it first (iconv -t utf-8)"
+        ) from None
 
 
 _KINDS = {
+    "text": Text(),
     "file": FILE,
     "folder": FOLDER,
     "numbers": Numbers(),
@@ -63,66 +97,46 @@ def comma_list(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-def options_of(
-    kind: type[Any], before: Mapping[str, Iterable[Option]] | None = None
-) -> list[Option]:
-    """Return an option for every field of the dataclass `kind`.
-
-    `before` maps names of fields to further options, which come before the field's own.
-    """
+def options_of(kind: type[Any], without: Iterable[str] = ()) -> tuple[Option, ...]:
+    """Return an option for every field of the dataclass `kind` but those named in `without`."""
     hints = typing.get_type_hints(kind)
-    made: list[Option] = []
-    for field in fields(kind):
-        made += (before or {}).get(field.name, ())
-        made.append(_option(field, hints[field.name]))
-    return made
+    return tuple(_option(f, hints[f.name]) for f in fields(kind) if f.name not in without)
 
 
 def _option(field: Field[Any], hint: Any) -> Option:
     """Return the option of one field, of the type that the field is annotated with."""
     kind, unset = field.metadata.get("kind"), field.metadata.get("unset", UNSAID)
-    flag = field.metadata.get("flag") or f"--{field.name.replace('_', '-')}"
     default: Any = field.default if unset is UNSAID else unset
+    names = (*flag_of(field).split(), field.name)
     settings: dict[str, Any] = {"help": field.metadata.get("text")}
     if hint is bool:
-        return click.option(flag, field.name, is_flag=True, **settings)
+        return click.option(*names, is_flag=True, **settings)
     if kind == "comma list":
         default = ",".join(default)
         settings["callback"] = lambda context, option, text: comma_list(text)
-    else:
-        settings["type"] = click.Choice(kind) if isinstance(kind, tuple) else _type(kind, hint)
+    elif isinstance(kind, tuple):
+        settings["type"] = Words(kind)
+    elif "/" not in names[0]:  # --this/--not-this
+        settings["type"] = _KINDS[kind] if kind else _plain_type(hint)
     if default is MISSING:
         settings["required"] = True
     elif default == ():
         settings["multiple"] = True
-    elif default is not None:
-        settings |= {"default": default, "show_default": True}
-    return click.option(flag, field.name, **settings)
+    else:
+        settings |= {"default": default, "show_default": default is not None}
+    return click.option(*names, **settings)
 
 
-def _type(kind: str | None, hint: Any) -> Any:
-    """Return the click type of `kind`, or of the annotation `hint` where `kind` is None.
-
-    `T | None` and `tuple[T, ...]` give T.
-    """
-    if kind is not None:
-        return _KINDS[kind]
+def _plain_type(hint: Any) -> Any:
+    """Return T of the annotations `T`, `T | None` and `tuple[T, ...]`."""
     is_made_of = isinstance(hint, types.UnionType) or typing.get_origin(hint) is tuple
     return typing.get_args(hint)[0] if is_made_of else hint
 
 
-def with_options(command: Command, options: Iterable[Option]) -> Command:
-    """Return `command` with `options` added, in this order in its help."""
-    for option in reversed(list(options)):
-        command = option(command)
-    return command
-
-
-def taken(kind: type[Made], given: dict[str, Any], **changed: Any) -> Made:
-    """Make a `kind` from its fields in `given`, which are removed there, and from `changed`."""
-    names = [field.name for field in fields(kind) if field.name in given]  # type: ignore[arg-type]
-    values = {name: given.pop(name) for name in names}
-    return kind(**{**values, **changed})
+def taken(kind: type[Made], values: Values, **changed: Any) -> Made:
+    """Make a `kind` from its fields in `values`, which are removed there, and from `changed`."""
+    names = [field.name for field in fields(kind) if field.name in values]  # type: ignore[arg-type]
+    return kind(**{**{name: values.pop(name) for name in names}, **changed})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +147,7 @@ class Group:
     """
 
     options: tuple[Option, ...]
-    take: Callable[[dict[str, Any]], dict[str, Any]]
+    take: Callable[[Values], Values]
 
 
 def groups(*parts: Group) -> Option:
@@ -141,20 +155,24 @@ def groups(*parts: Group) -> Option:
 
     def add(command: Command) -> Command:
         @functools.wraps(command)
-        def wrapped(**given: Any) -> Any:
-            made: dict[str, Any] = {}
+        def wrapped(**values: Any) -> Any:
+            made: Values = {}
             for part in parts:
-                made |= part.take(given)
-            return command(**made, **given)
+                made |= part.take(values)
+            return command(**made, **values)
 
-        return with_options(wrapped, [option for part in parts for option in part.options])
+        with_options: Command = wrapped
+        for part in reversed(parts):
+            for add_option in reversed(part.options):
+                with_options = add_option(with_options)
+        return with_options
 
     return add
 
 
 def group(kind: type[Any], parameter: str) -> Option:
     """Make a decorator with an option for every field of `kind`, passed as `parameter`."""
-    return groups(Group(tuple(options_of(kind)), lambda given: {parameter: taken(kind, given)}))
+    return groups(Group(options_of(kind), lambda values: {parameter: taken(kind, values)}))
 
 
 # Removed flags, and the precision that replaces each.
@@ -178,22 +196,6 @@ PRECISION = click.option(
 )
 
 
-def _model(default: str | None) -> Option:
-    return click.option(
-        "--model",
-        default=default,
-        show_default=default is not None,
-        help="Registry name, Hugging Face id, folder or .gguf file.",
-    )
-
-
-def _runtime_options(default: str | None) -> tuple[Option, ...]:
-    """Return the options of where and how a model runs, and hidden ones for removed flags."""
-    kept = [f for f in fields(RuntimeOptions) if f.name not in PRECISION_FIELDS]
-    hints = typing.get_type_hints(RuntimeOptions)
-    return (_model(default), *(_option(f, hints[f.name]) for f in kept), *map(_gone, GONE))
-
-
 def gone(flag: str, instead: Callable[[str], str]) -> Option:
     """Return a hidden option that is refused in favour of what `instead` returns."""
 
@@ -208,100 +210,189 @@ def _gone(flag: str) -> Option:
     return gone(flag, lambda value: f"use --precision {GONE[flag](value)}")
 
 
-def _only_bits(given: dict[str, Any], *others: str | None) -> str | None:
+def _model(default: str | None) -> Option:
+    return click.option(
+        "--model",
+        default=default,
+        show_default=default is not None,
+        help="Registry name, Hugging Face id, folder or .gguf file.",
+    )
+
+
+def _runtime_options(default: str | None) -> tuple[Option, ...]:
+    """Return the options of where and how a model runs, and hidden ones for removed flags."""
+    return (
+        _model(default),
+        *options_of(RuntimeOptions, without=PRECISION_FIELDS),
+        *map(_gone, GONE),
+    )
+
+
+def _only_bits(values: Values, *others: str | None) -> str | None:
     """Take the only one of --int4, --int8 and `others`. Raises `FasteagleError` for two or more."""
     names = [name for name in others if name]
-    names += [bits for bits in ("int4", "int8") if given.pop(bits)]
+    names += [bits for bits in ("int4", "int8") if values.pop(bits)]
     if len(names) > 1:
         raise FasteagleError(f"{' and '.join(names)} contradict each other: give one")
     return names[0] if names else None
 
 
-def _take_model(given: dict[str, Any]) -> dict[str, Any]:
-    precision = given.pop("precision")
+def _take_model(values: Values) -> Values:
+    precision = values.pop("precision")
     check_precision(precision)
-    precision = _only_bits(given, precision if precision != "auto" else None) or "auto"
-    return {"runtime_options": taken(RuntimeOptions, given).at(precision)}
+    precision = _only_bits(values, precision if precision != "auto" else None) or "auto"
+    return {"runtime_options": taken(RuntimeOptions, values).at(precision)}
 
 
-def _take_bench_model(given: dict[str, Any]) -> dict[str, Any]:
-    quant = _only_bits(given, given.pop("quant"))
-    return {"runtime_options": taken(RuntimeOptions, given, quant=quant)}
+def _take_bench_model(values: Values) -> Values:
+    quant = _only_bits(values, values.pop("quant"))
+    return {"runtime_options": taken(RuntimeOptions, values, quant=quant)}
 
 
-def _take_draft(given: dict[str, Any]) -> dict[str, Any]:
-    tree_file = None if given["tree_file"] == "auto" else given["tree_file"]
-    drafter = given["drafter"]
-    if given.pop("no_spec"):
-        if drafter not in ("auto", "none"):
-            raise FasteagleError(
-                f"--no-spec and --drafter {drafter} contradict each other: give one"
-            )
-        drafter = "none"
-    for name in UNUSED.get(drafter, ()):
-        if given[name] is not None:
-            flag = name.replace("_", "-")
-            raise FasteagleError(f"--{flag} has no meaning with --drafter {drafter}: drop one")
-    draft = taken(DraftOptions, given, drafter=drafter, tree_file=tree_file)
-    check_precision(draft.draft_precision)
-    return {"draft": draft}
-
+MODEL = Group((*_runtime_options(DEFAULT_MODEL), PRECISION, *BITS), _take_model)
+OPTIONAL_MODEL = Group((*_runtime_options(None), PRECISION, *BITS), _take_model)
+# A command whose --precision is a list of its own.
+QUALITY_MODEL = Group(
+    _runtime_options(DEFAULT_MODEL),
+    lambda values: {"runtime_options": taken(RuntimeOptions, values)},
+)
+# For the benchmark, where the parts of a precision are flags.
+BENCH_MODEL = Group((_model(DEFAULT_MODEL), *options_of(RuntimeOptions), *BITS), _take_bench_model)
+model_options = groups(MODEL)
 
 TREE_SIZES = ("tree_depth", "tree_topk", "tree_nodes")
 UNUSED = {  # by drafter: what it does not read
     "none": (*TREE_SIZES, "head", "tap_layers", "lookup_depth"),
     "ngram": (*TREE_SIZES, "tap_layers"),
     "eagle-static": TREE_SIZES,
+    "eagle-chain": ("tree_topk", "tree_nodes"),
 }
 
 
-def _take_sampling(given: dict[str, Any]) -> dict[str, Any]:
-    is_drawn = given["seed"] is None
-    params = taken(SamplingParams, given, seed=fresh_seed() if is_drawn else given["seed"])
-    announce = is_drawn and not params.greedy
-    return {"params": params, "answer": taken(AnswerOptions, given), "announce_seed": announce}
+def _take_draft(values: Values) -> Values:
+    if values["tree_file"] == "auto":
+        values["tree_file"] = None
+    drafter = values["drafter"]
+    if values.pop("no_spec"):
+        if drafter not in ("auto", "none"):
+            raise FasteagleError(
+                f"--no-spec and --drafter {drafter} contradict each other: give one"
+            )
+        drafter = "none"
+    unused = [(name, f"--drafter {drafter}") for name in UNUSED.get(drafter, ())]
+    if values["tree_file"] is not None:
+        unused += [(name, "--tree FILE") for name in TREE_SIZES]
+    for name, other in unused:
+        if values[name] is not None:
+            flag = name.replace("_", "-")
+            raise FasteagleError(f"--{flag} has no meaning with {other}: drop one")
+    if values["draft_precision"] != "auto" and values["draft_model"] is None:
+        raise FasteagleError("--draft-precision is of --draft-model: give that, too, or drop it")
+    draft = taken(DraftOptions, values, drafter=drafter)
+    check_precision(draft.draft_precision)
+    return {"draft": draft}
 
 
-def _take_grammar(given: dict[str, Any]) -> dict[str, Any]:
-    forms = {name: given.pop(name) for name in ("json_schema", "regex", "grammar")}
+NO_SPEC = click.option("--no-spec", is_flag=True, help="The same as --drafter none.")
+DRAFT = Group((NO_SPEC, *options_of(DraftOptions)), _take_draft)
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerDefaults:
+    """How answers are made until the person or a request says otherwise."""
+
+    params: SamplingParams
+    answer: AnswerOptions
+    form: GrammarSpec | None
+    seed_is_drawn: bool
+
+
+def _take_answers(values: Values) -> Values:
+    form = _taken_form(values)
+    is_drawn = values["seed"] is None
+    if is_drawn:
+        values["seed"] = fresh_seed()
+    params = taken(SamplingParams, values)
+    return {"defaults": AnswerDefaults(params, taken(AnswerOptions, values), form, is_drawn)}
+
+
+def _taken_form(values: Values) -> GrammarSpec | None:
+    forms = {name: values.pop(name) for name in ("json_schema", "regex", "grammar")}
     texts = {
         kind: _file_text(form) if isinstance(form, Path) else form
         for kind, form in forms.items()
         if form is not None
     }
     if len(texts) > 1:
-        both = " and ".join(kind.replace("_", "-") for kind in texts)
-        raise FasteagleError(f"--{both} contradict each other: give one")
-    specs = [GrammarSpec(kind, text) for kind, text in texts.items()]
-    return {"form": specs[0] if specs else None}
+        both = " and ".join(f"--{kind.replace('_', '-')}" for kind in texts)
+        raise FasteagleError(f"{both} contradict each other: give one")
+    return next((GrammarSpec(kind, text) for kind, text in texts.items()), None)
 
 
 def _file_text(path: Path) -> str:
     try:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise FasteagleError(f"cannot read {path}: {error}") from error
+        raise FasteagleError(f"cannot read {path}: {reason_of(error)}") from error
 
 
-NO_SPEC = click.option("--no-spec", is_flag=True, help="The same as --drafter none.")
-MODEL = Group((*_runtime_options(DEFAULT_MODEL), PRECISION, *BITS), _take_model)
-OPTIONAL_MODEL = Group((*_runtime_options(None), PRECISION, *BITS), _take_model)
-# A command whose --precision is a list of its own.
-QUALITY_MODEL = Group(
-    _runtime_options(DEFAULT_MODEL), lambda given: {"runtime_options": taken(RuntimeOptions, given)}
-)
-# For the benchmark, where the parts of a precision are flags.
-BENCH_MODEL = Group(
-    (_model(DEFAULT_MODEL), *options_of(RuntimeOptions, before={"quant": BITS})), _take_bench_model
-)
-DRAFT = Group(tuple(options_of(DraftOptions, before={"head": [NO_SPEC]})), _take_draft)
-SAMPLING = Group((*options_of(SamplingParams), *options_of(AnswerOptions)), _take_sampling)
-GRAMMAR = Group(
+ANSWERS = Group(
     (
+        *options_of(SamplingParams),
+        *options_of(AnswerOptions),
         click.option("--json-schema", type=FILE, help="Answer in JSON of the schema in this file."),
-        click.option("--regex", help="Answer with text that matches this as a whole."),
+        click.option("--regex", type=Text(), help="Answer with text that matches this as a whole."),
         click.option("--grammar", type=FILE, help="Answer in this file's Lark grammar."),
     ),
-    _take_grammar,
+    _take_answers,
 )
-model_options = groups(MODEL)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TalkOptions:
+    """Options of chat and server: how conversations begin, and what is shown."""
+
+    system: str | None = option(None, "System prompt.  [default: the model's own]", kind="text")
+    think: bool | None = option(
+        None,
+        "Think before answering, or not (Qwen3).  [default: as the model's template does]",
+        flag="--think/--no-think",
+    )
+    compile_blocks: bool | None = option(
+        None,
+        "Compile first, or never.  [default: in the background; not for one prompt]",
+        flag="--compile/--no-compile",
+    )
+    quiet: bool = option(False, "Only answers (a server: its address) and errors.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatOptions(TalkOptions):
+    """Options of chat: one question or a conversation, and how it is shown."""
+
+    # None: a conversation, if standard input is a terminal
+    prompt: str | None = option(
+        None,
+        "Answer this once and leave; '-' reads standard input.",
+        flag="-p --prompt",
+        kind="text",
+    )
+    show_accepted: bool = option(False, "Colour the text that was guessed right.")
+    plain: bool = option(False, "Show answers as written: no rendered Markdown.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Options of exporting a draft head: the layout of its file, and the target it needs."""
+
+    to: str = option(
+        text="eagle: official; specforge: SGLang; speculators: vLLM; gguf: llama.cpp.",
+        kind=EXPORT_FORMATS,
+    )
+    model: str | None = option(
+        None, "Its target, where the layout wants tensors or the depth of it."
+    )
+    tokenizer_from: Path | None = option(
+        None, "GGUF file of the target, for gguf.  [default: --model]", kind="file"
+    )
+    tap_layers: tuple[int, ...] | None = option(None, TAP_LAYERS_TEXT, kind="numbers")

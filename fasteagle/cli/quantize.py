@@ -16,6 +16,8 @@ def run_quantize(model: str, options: RuntimeOptions, out: Path) -> None:
     """Write the quantized model into the folder `out`, which `chat` takes as `--model`."""
     if options.quant is None:
         raise FasteagleError("quantize to what? give --int4, --int8 or --precision NAME")
+    if options.backend == "torchao":
+        raise FasteagleError("quantize writes fasteagle's own formats: leave -torchao out")
     if out.exists() and any(out.iterdir()):
         raise FasteagleError(f"{out} is there already and not empty: give another -o")
     if not out.exists():
@@ -26,8 +28,6 @@ def run_quantize(model: str, options: RuntimeOptions, out: Path) -> None:
         raise FasteagleError(f"{model} is quantized already ({checkpoint.scheme.name})")
     scheme = scheme_for(checkpoint, options.quant, options.head_bits)
     device = pick_device(options.device)
-    if out.exists():
-        out.rmdir()
     with atomic_dir(out) as temporary:
         write_folder(temporary, checkpoint, scheme, device, note)
         opened.tokenizer.save(temporary)

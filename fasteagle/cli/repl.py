@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
-import click
-
-from fasteagle.cli.markdown import screen
-from fasteagle.cli.session import ChatSession, format_stats
+from fasteagle.answering.keywords import check_text
+from fasteagle.cli.markdown import AnswerScreen, Style
+from fasteagle.cli.session import ChatSession, Piece, format_stats
 from fasteagle.drafting.draft_model import ModelDrafter
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError, note, suggest
@@ -24,16 +22,11 @@ CONTINUATION = "... "
 HISTORY_LENGTH = 1000
 
 ALIASES = {
-    "/?": "/help",
-    "/h": "/help",
+    **dict.fromkeys(("/?", "/h"), "/help"),
+    **dict.fromkeys(("/clear", "/c"), "/reset"),
+    **dict.fromkeys(("/regen", "/r"), "/retry"),
+    **dict.fromkeys(("/bye", "/quit", "/q"), "/exit"),
     "/metrics": "/stats",
-    "/clear": "/reset",
-    "/c": "/reset",
-    "/regen": "/retry",
-    "/r": "/retry",
-    "/bye": "/exit",
-    "/quit": "/exit",
-    "/q": "/exit",
     "/sp": "/system",
 }
 
@@ -60,9 +53,10 @@ Ctrl-C            stops an answer and keeps what came"""
 class Repl:
     """Chat loop until /exit or end of input; `plain` shows answers without rendering."""
 
-    def __init__(self, session: ChatSession, quiet: bool = False, plain: bool = True) -> None:
-        self.session = session
-        self.drafter = session.llm.engine.drafter
+    def __init__(self, session: ChatSession, style: Style, quiet: bool, plain: bool) -> None:
+        self.session, self.style = session, style
+        self.engine = session.llm.engine
+        self.drafter = self.engine.drafter
         self.quiet, self.plain = quiet, plain
 
     def run(self) -> None:
@@ -102,18 +96,18 @@ class Repl:
         try:
             if line.startswith("/"):
                 return self._command(*_split(line.strip()))
-            self.print_answer(self.session.ask(line))
+            self._print(self.session.ask(line))
         except FasteagleError as error:
             note(f"Error: {error}")
         return False
 
-    def print_answer(self, pieces: Generator[str]) -> None:
+    def _print(self, pieces: Generator[Piece]) -> None:
         """Print an answer as it comes; Ctrl-C ends it and keeps the part that came."""
-        shown = screen(self.plain)
+        answer = AnswerScreen(self.plain)
         try:
             for piece in pieces:
-                shown.write(piece)
-            shown.finish()
+                answer.write(self.style.text_of(piece))
+            answer.finish()
         except KeyboardInterrupt:
             print("\n[stopped; the part above stays in the conversation]")
         finally:
@@ -125,12 +119,12 @@ class Repl:
         name = ALIASES.get(name, name)
         actions: dict[str, Callable[[str], None]] = {
             "/help": lambda _: print(HELP),
-            "/stats": lambda _: self._stats(),
-            "/reset": lambda _: self._reset(),
-            "/retry": lambda _: self.print_answer(self.session.retry()),
+            "/stats": self._stats,
+            "/reset": self._reset,
+            "/retry": lambda _: self._print(self.session.retry()),
             "/system": self._system,
             "/set": self._set,
-            "/show": lambda _: self._show(),
+            "/show": self._show,
             "/spec": self._spec,
             "/tint": self._tint,
             "/save": self._save,
@@ -139,63 +133,60 @@ class Repl:
         if name == "/exit":
             return True
         if name not in actions:
-            known = [*actions, "/exit", *ALIASES]
-            raise FasteagleError(
-                f"no command {name!r}{suggest(name, known) or ':'} /help lists them"
-            )
+            similar = suggest(name, [*actions, "/exit", *ALIASES])
+            raise FasteagleError(f"no command {name!r}{similar or ':'} /help lists them")
         actions[name](argument)
         return False
 
-    def _stats(self) -> None:
+    def _stats(self, _: str) -> None:
         stats = self.session.stats
         if not stats.new_tokens:
             raise FasteagleError("no answer yet")
         print(format_stats(stats))
         print(
             f"passes {stats.passes:,} | finish {stats.finish or 'stopped'} | context "
-            f"{len(self.session.llm.engine.cached):,} of {self.session.llm.engine.max_seq_len:,}"
+            f"{len(self.engine.cached):,} of {self.engine.max_seq_len:,}"
         )
-        engine = self.session.llm.engine
-        print(engine.backend.describe())
-        drafter = engine.drafter
+        print(self.engine.backend.describe())
+        drafter = self.engine.drafter
         if drafter is not None and drafter.policy is not None:
             print(drafter.policy.explain())
-        by_depth = stats.acceptance_by_depth
-        if by_depth:
-            print(
-                "accepted to depth "
-                + " ".join(f"{d}: {100 * share:.0f} %" for d, share in enumerate(by_depth, 1))
-            )
+        by_depth = enumerate(stats.acceptance_by_depth, 1)
+        rates = " ".join(f"{depth}: {100 * rate:.0f} %" for depth, rate in by_depth)
+        if rates:
+            print(f"accepted to depth {rates}")
 
     def _spec(self, text: str) -> None:
-        engine = self.session.llm.engine
         if text == "off":
-            engine.use(None)
+            self.engine.use(None)
         elif text == "on":
-            engine.use(self.drafter)
-        elif text.isascii() and text.isdigit():
-            if len(text) > 4:
-                raise FasteagleError(f"/spec {text[:40]} is out of range: use fewer than 10,000")
-            if not isinstance(self.drafter, EagleDrafter | ModelDrafter):
-                raise FasteagleError("/spec N needs a draft head or a draft model")
-            try:
-                engine.use(self.drafter.resized(int(text)))
-            except FasteagleError as error:
-                raise FasteagleError(f"/spec {text} is out of range: {error}") from error
+            self.engine.use(self.drafter)
         elif text:
-            raise FasteagleError(f"/spec wants on, off or a number of nodes, got {text!r}")
-        drafter = engine.drafter
+            self._resize(text)
+        drafter = self.engine.drafter
         print(f"{drafter.name}, {drafter.shape.nodes} nodes" if drafter else "no speculation")
+
+    def _resize(self, number: str) -> None:
+        """Draft so many tokens a pass from now on."""
+        if not (number.isascii() and number.isdigit()):
+            raise FasteagleError(f"/spec wants on, off or a number of nodes, got {number[:40]!r}")
+        if len(number) > 4:
+            raise FasteagleError(f"/spec {number[:40]} is out of range: use fewer than 10,000")
+        if not isinstance(self.drafter, EagleDrafter | ModelDrafter):
+            raise FasteagleError("/spec N needs a draft head or a draft model")
+        try:
+            self.engine.use(self.drafter.resized(int(number)))
+        except FasteagleError as error:
+            raise FasteagleError(f"/spec {number} is out of range: {error}") from error
 
     def _tint(self, text: str) -> None:
         if text not in ("", "on", "off"):
             raise FasteagleError(f"/tint wants on or off, got {text!r}")
-        on = self.session.mark_accepted is None if not text else text == "on"
-        self.session.mark_accepted = tinted if on else None
-        print(f"guesses that were right are {'tinted' if on else 'not tinted'}")
+        self.style.tints = not self.style.tints if not text else text == "on"
+        print(f"guesses that were right are {'tinted' if self.style.tints else 'not tinted'}")
 
-    def _reset(self) -> None:
-        self.session.reset()
+    def _reset(self, _: str) -> None:
+        self.session.turns = []
         print("conversation forgotten")
 
     def _system(self, text: str) -> None:
@@ -203,34 +194,39 @@ class Repl:
             print(self.session.system or "(the model's own default)")
             return
         self.session.system = text
-        self._reset()
+        self._reset("")
 
     def _set(self, text: str) -> None:
-        if not text:
-            self._show()
-            return
         params, answer, think = self.session.params, self.session.answer, self.session.think
-        for item in text.split(";"):
+        for item in text.split(";") if text else ():
             key, separator, value = (part.strip() for part in item.partition("="))
             if not separator:
                 raise FasteagleError(f"/set wants key=value, got {item.strip()!r}")
             key = key.replace("-", "_")
-            if key in _field_names(params):
+            if key in vars(params):
                 params = _with_value(params, key, value)
-            elif key in _field_names(answer):
+            elif key in vars(answer):
                 answer = _with_value(answer, key, value)
             elif key == "think":
-                think = _think_value(value)
+                think = self._think(value)
             else:
-                known = [*_field_names(params), *_field_names(answer), "think"]
+                known = [*vars(params), *vars(answer), "think"]
                 raise FasteagleError(f"/set knows no {key!r}: {', '.join(known)}")
-        self.session.think = think
-        self.session.params, self.session.answer = params, answer
+        self.session.params, self.session.answer, self.session.think = params, answer, think
+        if not text:
+            self._show("")
 
-    def _show(self) -> None:
-        for options in (self.session.params, self.session.answer):
-            for key, value in dataclasses.asdict(options).items():
-                print(f"{key} = {','.join(value) if isinstance(value, tuple) else value}")
+    def _think(self, word: str) -> bool | None:
+        if word not in THINK:
+            raise FasteagleError(f"/set think: {word!r} is unknown: use {', '.join(THINK)}")
+        think = THINK[word]
+        if think is not None:
+            self.session.llm.tokenizer.check_think(think)
+        return think
+
+    def _show(self, _: str) -> None:
+        for key, value in (vars(self.session.params) | vars(self.session.answer)).items():
+            print(f"{key} = {','.join(value) if isinstance(value, tuple) else value}")
         print("think =", next(word for word, v in THINK.items() if v is self.session.think))
 
     def _save(self, name: str) -> None:
@@ -255,33 +251,30 @@ class Repl:
             if not isinstance(content, dict):
                 raise ValueError("it is no JSON object")
             turns = [{"role": t["role"], "content": t["content"]} for t in content["turns"]]
-            expected = ["user", "assistant"] * len(turns)
-            if any(t["role"] != role for t, role in zip(turns, expected, strict=False)):
+            roles = ["user", "assistant"] * len(turns)
+            if any(t["role"] != role for t, role in zip(turns, roles, strict=False)):
                 raise ValueError("turns do not alternate between user and assistant")
+            for turn in turns:
+                check_text("content", turn["content"])
             params = SamplingParams(**content["params"])
-            answer = AnswerOptions(
-                content["answer"]["max_new_tokens"], tuple(content["answer"]["stop"])
-            )
-            think = content.get("think")
+            answer = AnswerOptions(**content["answer"])
+            think, system = content.get("think"), content.get("system")
             if not isinstance(think, bool | None):
                 raise ValueError(f"think is {think!r}")
+            if system is not None:
+                check_text("system", system)
         except OSError as error:
             raise FasteagleError(f"cannot read {path}: {error.strerror}") from error
         except KeyError as error:
             raise FasteagleError(f"{path} is no saved conversation: {error} is missing") from error
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, FasteagleError) as error:
             raise FasteagleError(f"{path} is no saved conversation ({error})") from error
-        self.session.reset()
-        self.session.system, self.session.turns = content.get("system"), list(turns)
-        self.session.params, self.session.answer = params, answer
+        session = self.session
+        session.system, session.turns = system, list(turns)
+        session.params, session.answer = params, answer
         # A conversation goes on with another model too, one without the switch included.
-        self.session.think = think if self.session.llm.tokenizer.has_thinking_switch else None
+        session.think = think if session.llm.tokenizer.has_thinking_switch else None
         print(f"loaded {len(turns)} messages from {path}")
-
-
-def tinted(text: str) -> str:
-    """Return `text` coloured line by line, so that no colour runs over the end of a line."""
-    return "\n".join(click.style(line, fg="green") if line else "" for line in text.split("\n"))
 
 
 def _split(line: str) -> tuple[str, str]:
@@ -298,10 +291,6 @@ def _file_argument(name: str, command: str) -> Path:
         raise FasteagleError(f"{name}: {error}") from error
 
 
-def _field_names(options: Any) -> list[str]:
-    return [field.name for field in dataclasses.fields(options)]
-
-
 def _with_value(options: Any, key: str, value: str) -> Any:
     """Return `options` with field `key` read from the text `value`, checked by the dataclass."""
     old = getattr(options, key)
@@ -313,12 +302,6 @@ def _with_value(options: Any, key: str, value: str) -> Any:
         kind = type(old).__name__
         raise FasteagleError(f"/set {key}: {value!r} is not a number ({kind})") from None
     return dataclasses.replace(options, **{key: new})
-
-
-def _think_value(word: str) -> bool | None:
-    if word not in THINK:
-        raise FasteagleError(f"/set think: {word!r} is unknown: use {', '.join(THINK)}")
-    return THINK[word]
 
 
 def _open_history() -> Callable[[], None]:
@@ -344,10 +327,3 @@ def _open_history() -> Callable[[], None]:
             note(f"history not saved: {error}")
 
     return save
-
-
-def utf8_streams() -> None:
-    """Make the standard streams UTF-8 in any locale; invalid bytes of the input are an error."""
-    for stream, errors in ((sys.stdin, "strict"), (sys.stdout, "replace"), (sys.stderr, "replace")):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(encoding="utf-8", errors=errors)

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from fasteagle.answering.grammar import check_grammar
 from fasteagle.cli.command import leave, silent, uncollected
+from fasteagle.cli.options import AnswerDefaults, TalkOptions
 from fasteagle.errors import FasteagleError, note
 from fasteagle.llm import open_llm
-from fasteagle.options import (
-    AnswerOptions,
-    DraftOptions,
-    GrammarSpec,
-    RuntimeOptions,
-    SamplingParams,
-    ServeOptions,
-)
+from fasteagle.options import DraftOptions, RuntimeOptions, ServeOptions
 
 try:
     from fasteagle.server.app import Server
@@ -29,23 +23,16 @@ def run_serve(
     model: str,
     runtime_options: RuntimeOptions,
     draft: DraftOptions,
-    params: SamplingParams,
-    answer: AnswerOptions,
+    defaults: AnswerDefaults,
+    talk: TalkOptions,
     options: ServeOptions,
-    *,
     api_key: str | None,
-    seed_given: bool,
-    form: GrammarSpec | None,
-    think: bool | None,
-    system: str | None,
-    compile_blocks: bool | None,
-    quiet: bool,
 ) -> None:
     """Serve a model until Ctrl-C."""
     check_exposed(options, api_key)
-    if form is not None:
-        check_grammar(form)
-    say = silent if quiet else note
+    if defaults.form is not None:
+        check_grammar(defaults.form)
+    say = silent if talk.quiet else note
     with listen(options) as listener:
         with uncollected():
             llm = open_llm(
@@ -55,14 +42,18 @@ def run_serve(
                 say,
                 options.prefix_cache,
                 options.prefix_cache_on,
-                think,
+                talk.think,
             )
-        if compile_blocks:
+        params = defaults.params
+        if talk.compile_blocks:
             say("compiling (kept for the next start) ...")
-        if compile_blocks is not False:
-            llm.prepare(params, quiet=True, wait=bool(compile_blocks))
-        defaults = Defaults(params, answer, seed_given, form, system, think)
-        server = Server(llm, options, defaults, api_key)
+        if talk.compile_blocks is not False:
+            llm.prepare(params, quiet=True, wait=bool(talk.compile_blocks))
+        seed_is_set = not defaults.seed_is_drawn
+        replies = Defaults(
+            params, defaults.answer, seed_is_set, defaults.form, talk.system, talk.think
+        )
+        server = Server(llm, options, replies, api_key)
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         note(f"serving {server.name} on http://{shown}:{port} (the page), /v1 (the API)")

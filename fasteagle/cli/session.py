@@ -9,14 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
+from typing import NamedTuple
 
 from fasteagle.answering.stream import ThoughtSplitter, opened_thought
 from fasteagle.decoding.stats import Stats
 from fasteagle.errors import FasteagleError
-from fasteagle.llm import LLM
+from fasteagle.llm import LLM, Prompt
 from fasteagle.loading.tokenizer import Message
 from fasteagle.options import AnswerOptions, GrammarSpec, SamplingParams
+
+
+class Piece(NamedTuple):
+    """Piece of an answer, whether the drafter proposed it, and whether it is of the thought."""
+
+    text: str
+    is_guess: bool
+    is_thought: bool
 
 
 class ChatSession:
@@ -35,37 +44,15 @@ class ChatSession:
         self.llm, self.form = llm, form
         self.params, self.answer = params, answer
         self.notify = notify
-        self.mark_accepted: Callable[[str], str] | None = None  # styles accepted text
-        self.mark_thought: Callable[[str], str] | None = None
-        self.clean: Callable[[str], str] = str  # removes what the screen must not get
         self.turns: list[Message] = []  # user and assistant, alternating
-        self.system = system
-        self.think = think
-
-    @property
-    def think(self) -> bool | None:
-        """Switch for thinking before an answer; None leaves the choice to the chat template.
-
-        Setting it raises `FasteagleError` where the template has no switch for it.
-        """
-        return self._think
-
-    @think.setter
-    def think(self, think: bool | None) -> None:
-        if think is not None:
-            self.llm.tokenizer.check_think(think)
-        self._think = think
+        self.system, self.think = system, think
 
     @property
     def stats(self) -> Stats:
         """Statistics of the last answer."""
         return self.llm.engine.stats
 
-    def reset(self) -> None:
-        """Forget all turns; the system prompt and the options stay."""
-        self.turns = []
-
-    def ask(self, text: str) -> Generator[str]:
+    def ask(self, text: str) -> Generator[Piece]:
         """Yield the answer to `text`, piece by piece.
 
         An answer cut short (generator closed, Ctrl-C) stays in the conversation as far as it came;
@@ -74,9 +61,9 @@ class ChatSession:
         if not text.strip():
             raise FasteagleError("the prompt is empty: type a question")
         self.turns.append({"role": "user", "content": text})
-        yield from self._answer(self.params)
+        yield from self._answer()
 
-    def retry(self) -> Generator[str]:
+    def retry(self) -> Generator[Piece]:
         """Answer the last question again with the next seed; change nothing if no token comes."""
         if not self.turns:
             raise FasteagleError("nothing to retry: ask something first")
@@ -86,41 +73,35 @@ class ChatSession:
         self.params = dataclasses.replace(self.params, seed=(self.params.seed + 1) % 2**63)
         n_turns = len(self.turns)
         try:
-            yield from self._answer(self.params)
+            yield from self._answer()
         finally:
             if len(self.turns) < n_turns:  # not one token came
                 self.turns, self.params = before
 
-    def _answer(self, params: SamplingParams) -> Iterator[str]:
+    def _answer(self) -> Generator[Piece]:
+        """Answer the last turn, and add the answer; without a token, take the question back."""
         thought = ThoughtSplitter()
-        pieces: list[str] = []  # of the answer, from its first token on
+        texts: list[str] = []  # of the answer, from its first token on
         try:
-            text, prompt = self._fit()
-            thought = ThoughtSplitter(opened_thought(text))
-            request = self.llm.made_request(prompt, params, self.answer, self.form)
-            with contextlib.closing(self.llm.stream(request, text=text)) as chunks:
+            prompt = self._fit()
+            thought = ThoughtSplitter(opened_thought(prompt.text))
+            request = self.llm.made_request(prompt.ids, self.params, self.answer, self.form)
+            with contextlib.closing(self.llm.stream(request, text=prompt.text)) as chunks:
                 for chunk in chunks:
-                    pieces.append(chunk.text)
-                    guessed, rest = chunk.text[: chunk.n_guessed], chunk.text[chunk.n_guessed :]
-                    yield from self._dressed(thought.push(guessed), self.mark_accepted)
-                    yield from self._dressed(thought.push(rest), None)
-            yield from self._dressed(thought.finish(), None)
+                    texts.append(chunk.text)
+                    guess, rest = chunk.text[: chunk.n_guessed], chunk.text[chunk.n_guessed :]
+                    for is_guess, part in ((True, guess), (False, rest)):
+                        for text, is_thought in thought.push(part):
+                            yield Piece(text, is_guess, is_thought)
+            for text, is_thought in thought.finish():
+                yield Piece(text, False, is_thought)
         finally:
-            if pieces:
-                content = thought.closed("".join(pieces))
+            if texts:
+                content = thought.closed("".join(texts))
                 self.turns.append({"role": "assistant", "content": content})
             else:
                 self.turns.pop()  # the question
         self._explain_end(thought.inside)
-
-    def _dressed(
-        self, parts: list[tuple[str, bool]], mark: Callable[[str], str] | None
-    ) -> Iterator[str]:
-        """Yield the text of `parts` for the screen, with those of the thought marked."""
-        for raw, is_thought in parts:
-            text = self.clean(raw)
-            text = mark(text) if mark else text
-            yield self.mark_thought(text) if is_thought and self.mark_thought else text
 
     def _explain_end(self, in_thought: bool) -> None:
         if self.stats.finish == "context":
@@ -134,30 +115,26 @@ class ChatSession:
                 "raise max-new-tokens]"
             )
 
-    def _fit(self) -> tuple[str, list[int]]:
-        """Return the rendered conversation and its tokens; drop old turns until an answer fits."""
+    def _fit(self) -> Prompt:
+        """Return the prompt of the conversation; drop old turns until an answer fits."""
         limit = self.llm.engine.max_seq_len
         room = min(self.answer.max_new_tokens, limit // 4)
-        turns, dropped = list(self.turns), 0
-        text, ids = self._render(turns)
-        while len(ids) + room > limit and len(turns) > 1:
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        turns = list(self.turns)
+        prompt = self.llm.prompt([*system, *turns], self.think)
+        while len(prompt.ids) + room > limit and len(turns) > 1:
             del turns[:2]
-            dropped += 1
-            text, ids = self._render(turns)
-        if len(ids) >= limit:
-            return text, ids  # the question alone is too long: the engine says so, nothing is lost
+            prompt = self.llm.prompt([*system, *turns], self.think)
+        if len(prompt.ids) >= limit:
+            return prompt  # the question alone is too long: the engine says so, nothing is lost
+        n_dropped = (len(self.turns) - len(turns)) // 2
         self.turns = turns
-        if dropped:
+        if n_dropped:
             self.notify(
                 f"[context full: {limit:,} tokens; forgot the oldest "
-                f"{'turn' if dropped == 1 else f'{dropped} turns'}]"
+                f"{'turn' if n_dropped == 1 else f'{n_dropped} turns'}]"
             )
-        return text, ids
-
-    def _render(self, turns: list[Message]) -> tuple[str, list[int]]:
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        text = self.llm.tokenizer.render([*system, *turns], think=self.think)
-        return text, self.llm.texts.encode(text)
+        return prompt
 
 
 def format_stats(stats: Stats) -> str:

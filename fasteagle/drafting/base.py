@@ -100,6 +100,7 @@ class Controlled:
 
     shape: AnyShape
     policy: Policy | None = None
+    fixed_thresholds = Thresholds()  # of gated chains without a policy
     tuning: Tuning | None = None
     aux_layers: tuple[int, ...] = ()
     always_proposes = True
@@ -129,12 +130,13 @@ class Controlled:
     @property
     def thresholds(self) -> Thresholds:
         """Path probabilities from which a gated chain continues."""
-        return Thresholds() if self.policy is None else self.policy.thresholds
+        return self.fixed_thresholds if self.policy is None else self.policy.thresholds
 
     @property
     def lookup_threshold(self) -> float:
         """Path probability from which a looked-up token of a gated chain is verified."""
-        return Thresholds().verify[0] if self.policy is None else self.policy.lookup_threshold
+        fixed = self.fixed_thresholds.verify[0]
+        return fixed if self.policy is None else self.policy.lookup_threshold
 
     @property
     def head_gain(self) -> float | None:

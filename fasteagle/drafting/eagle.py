@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from fasteagle.drafting.draft_head import HeadDrafter, Prediction
-from fasteagle.drafting.policy import Thresholds
+from fasteagle.drafting.policy import LONGEST, Thresholds
 from fasteagle.errors import FasteagleError
 from fasteagle.model import EagleHead
 from fasteagle.sampling import SamplingMode, SamplingTensors
 from fasteagle.shapes import FusedShape, GatedChain, TreeShape
 from fasteagle.state import CycleSpec, DecodeState
 from fasteagle.tree import DraftTree, Pool, chain
+
+UNGATED = Thresholds((0.0,) * LONGEST, (0.0,) * LONGEST)
 
 
 class EagleDrafter(HeadDrafter):
@@ -48,7 +50,14 @@ class EagleDrafter(HeadDrafter):
         return max((shape.depth - 1) * shape.topk for shape in shapes)
 
     def resized(self, nodes: int) -> EagleDrafter:
-        """Return a drafter with this draft head, `nodes` candidates and at most `nodes` levels."""
+        """Return a drafter with this draft head, `nodes` candidates and at most `nodes` levels.
+
+        A gated chain becomes one that does not end early, which its kernels draft as well.
+        """
+        if isinstance(self.shape, GatedChain) and 1 <= nodes <= LONGEST:
+            chain = type(self)(self.head, GatedChain(nodes), self.max_seq_len, self.noise)
+            chain.fixed_thresholds = UNGATED
+            return chain
         depth = min(self.shape.depth, max(1, nodes))
         shape = TreeShape(depth, self.shape.topk, nodes)
         return type(self)(self.head, shape, self.max_seq_len, self.noise)

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fasteagle.drafting.draft_head import Prediction
-from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.eagle import UNGATED, EagleDrafter
 from fasteagle.drafting.lookup import Lookup
-from fasteagle.drafting.policy import LONGEST
+from fasteagle.drafting.policy import LONGEST, MAX_CHAIN
 from fasteagle.model import EagleHead
 from fasteagle.shapes import FusedShape, GatedChain
 from fasteagle.state import CycleSpec, DecodeState
@@ -62,9 +62,15 @@ class FusedDrafter(EagleDrafter):
     def resized(self, nodes: int) -> FusedDrafter:
         """Return a drafter with this draft head that verifies `nodes` candidates.
 
-        Instead of gated chains it drafts a tree in which the draft head has no branches.
+        Where kernels draft no chain of so many, it drafts a tree whose draft head has no branches.
         """
         like = self.shape
+        if isinstance(like, GatedChain) and 1 <= nodes <= MAX_CHAIN:
+            chain = type(self)(
+                self.head, GatedChain(nodes), self.max_seq_len, self.noise, self.lookup
+            )
+            chain.fixed_thresholds = UNGATED
+            return chain
         if isinstance(like, GatedChain):
             like = FusedShape(LONGEST, 1, LONGEST, min(like.depth, LONGEST))
         levels = min(like.levels, max(1, nodes))

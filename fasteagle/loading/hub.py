@@ -37,7 +37,7 @@ class WheelFile:
 
 
 def is_repo_id(name: str) -> bool:
-    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None
+    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) is not None
 
 
 def sha256(path: Path) -> str:

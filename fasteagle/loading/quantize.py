@@ -6,7 +6,6 @@ Some checkpoints come quantized (GGUF, GPTQ, AWQ, our own folders) and run as th
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fasteagle.device import short_of_memory, unless_short
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, with_progress
 from fasteagle.loading.stored import StoredFolder, is_stored, save
 from fasteagle.loading.tensors import (
     Checkpoint,
@@ -29,8 +28,6 @@ from fasteagle.paths import atomic_dir, cache_dir, require_free_space
 from fasteagle.quant.packed import PackedWeight
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme, parse_scheme
-
-TELL_SECONDS = 10.0
 
 
 def with_scheme(
@@ -111,13 +108,10 @@ def quantized_weights(
 ) -> Iterator[tuple[str, PackedWeight | Tensor]]:
     """Yield every tensor of a model as `scheme` stores it, in main memory.
 
-    Values are chosen on `device`. `notify` gets a line every `TELL_SECONDS`.
+    Values are chosen on `device`. `notify` gets a line now and then.
     """
-    names, last = sorted(expected_shapes(checkpoint.config)), time.monotonic()
-    for number, name in enumerate(names, 1):
-        if time.monotonic() - last >= TELL_SECONDS:
-            last = time.monotonic()
-            notify(f"quantized {number:,} of {len(names):,} tensors ...")
+    names = sorted(expected_shapes(checkpoint.config))
+    for name in with_progress(names, len(names), "quantized", "tensors", notify):
         own = checkpoint.packed(name)
         if own is not None and (scheme.method == "own" or not is_block_linear(name)):
             yield name, own

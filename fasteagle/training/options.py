@@ -9,7 +9,8 @@ from typing import Any
 
 from fasteagle.config import checked_aux_layers, default_aux_layers
 from fasteagle.errors import FasteagleError
-from fasteagle.options import TAP_LAYERS_TEXT, SamplingParams, option
+from fasteagle.option_fields import option
+from fasteagle.options import TAP_LAYERS_TEXT, SamplingParams
 
 ALGORITHMS = ("eagle1", "eagle3")
 LOSSES = ("paper", "lk", "mixed")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,117 +18,251 @@ from fasteagle.loading.open import OpenedModel
 from fasteagle.prompts import read_conversations, read_questions
 from helpers import edit_json
 
-LONG = "x" * 5000
-CHAT, EVAL = ("chat", "-p", "hi"), ("eval", "--text", "TEXT", "--tokens", "64", "--window", "16")
-NGRAM = ("--drafter", "ngram")
+CHAT, TUNE, QUALITY, QUANTIZE = "chat -p hi", "tune", "eval --precision fp32", "quantize --int8"
+EVAL = "eval --text DIR/text --tokens 64 --window 16"
+TRAIN, CALIBRATE = "train-head --out DIR/out", "calibrate-head --precision int4-g32"
+BENCH = "bench --no-compile --precision fp32"
 
-# The command, its options ("TEXT" is a file of words), what the one line says.
+# The command, its options, what the one line says. DIR is a folder, DIR/text a file of words, HEAD
+# the head of another model, LONG a text of 5,000 characters.
 REFUSED = [
-    (CHAT, ("--precision", "int3"), "3 bits have no kernel"),
-    (CHAT, ("--precision", ""), "precision '' is unknown"),
-    (CHAT, ("--precision", "int4-g128"), "groups of 128 do not divide"),
-    (CHAT, ("--precision", "bf16-lm4"), "precision 'bf16-lm4' is unknown"),
-    (CHAT, ("--precision", "int4-aten-native"), "names cpu_kernels twice"),
-    (CHAT, ("--precision", "auto-torchao"), "use int4-torchao"),
-    (CHAT, ("--precision", "bf16", "--int4"), "bf16 and int4 contradict each other"),
-    (CHAT, ("--dtype", "fp32"), "--dtype is gone: use --precision fp32"),
-    (CHAT, ("--quant", "int4-g64"), "--quant is gone: use --precision int4-g64"),
-    (CHAT, ("--lm-head", "keep"), "--lm-head is gone: use --precision int4-lm16"),
-    (CHAT, ("--cpu-kernels", "aten"), "--cpu-kernels is gone: use --precision int4-aten"),
-    (CHAT, ("--quant-backend", "torchao"), "is gone: use --precision int4-torchao"),
-    (CHAT, ("--precision", "auto-lm4"), "-lm4 and -lm16 are parts of a quantized precision"),
-    (CHAT, ("--draft-precision", "int3"), "3 bits have no kernel"),
-    (EVAL, ("--precision", "int4,foo"), "quantization 'foo' is unknown"),
-    (CHAT, ("--regex", "("), "regex: "),
-    (CHAT, ("--think",), "has no thinking switch"),
-    (CHAT, ("--no-think",), "has no thinking switch"),
-    (CHAT, ("--drafter", "eagle"), "no draft head for"),
-    (CHAT, ("--head", ""), "head '' is empty"),
-    (CHAT, ("--head", LONG), "no such folder"),
-    (CHAT, ("--tree-depth", "0"), "tree-depth 0 is out of range"),
-    (CHAT, ("--tree-nodes", "99"), "tree-nodes 99 is more than the"),
-    (CHAT, ("--lookup-depth", "0"), "lookup-depth 0 is out of range: use 1 .. 63"),
-    (CHAT, ("--lookup-depth", "64"), "lookup-depth 64 is out of range"),
-    (CHAT, ("--max-seq-len", "513"), "beyond what"),
-    (CHAT, ("--max-seq-len", "1" + "0" * 19), "is out of range: use 16 .. "),
-    (CHAT, ("--no-spec", *NGRAM), "--no-spec and --drafter ngram contradict each other"),
-    (CHAT, ("--no-spec", "--tree-depth", "3"), "--tree-depth has no meaning with --drafter none"),
-    (CHAT, ("--no-spec", "--head", "x"), "--head has no meaning with --drafter none"),
-    (CHAT, (*NGRAM, "--tree-nodes", "3"), "--tree-nodes has no meaning with --drafter ngram"),
-    (CHAT, ("--tap-layers", "1,2,3"), "--tap-layers is for EAGLE-3 heads"),
-    (CHAT, ("--temperature", "-1"), "temperature -1.0 is out of range: use 0 (greedy) or 1e-05"),
-    (CHAT, ("--temperature", "nan"), "temperature nan"),
-    (CHAT, ("--top-p", "0"), "top-p 0.0 is out of range: use 0 < top-p <= 1"),
-    (CHAT, ("--top-p", "1.5"), "top-p 1.5"),
-    (CHAT, ("--top-k", "-2"), "top-k -2"),
-    (CHAT, ("--min-p", "1"), "min-p 1"),
-    (CHAT, ("--repetition-penalty", "0"), "repetition-penalty 0"),
-    (CHAT, ("--seed", "-5"), "seed -5"),
-    (CHAT, ("--max-new-tokens", "0"), "max-new-tokens 0 is out of range: use 1 or more"),
-    (CHAT, ("--stop", ""), "stop string is empty"),
-    (CHAT, ("-p", ""), "prompt is empty"),
-    (CHAT, ("-p", "  "), "prompt is empty"),
-    (CHAT, ("--device", "tpu"), "device 'tpu' is not supported: use auto, cpu, cuda or cuda:N"),
-    (CHAT, ("--threads", "0"), "threads 0 is out of range"),
-    (CHAT, ("--max-seq-len", "3"), "max-seq-len 3 is out of range: use 16 .. "),
-    (CHAT, ("--max-seq-len", "100000"), "trained for (512): use at most 512"),
-    (CHAT, ("--model", "llama2-70b"), "shape without weights"),
-    (CHAT, ("--model", "nowhere.gguf"), "no such file"),
-    (CHAT, ("--device", "cpu:7"), "device 'cpu:7' is not supported"),
-    (CHAT, ("--device", "cuda:x"), "device 'cuda:x' is not supported"),
-    (CHAT, ("--threads", "1000000"), "threads 1000000 is out of range: use 1 .. 1,024"),
-    (CHAT, ("--threads", "1" + "0" * 19), "is out of range: use 1 .. 1,024"),
-    (CHAT, ("--model", ""), "model '' is no name"),
-    (CHAT, ("--model", LONG), "of 5,000 characters is no name"),
-    (CHAT, ("--model", "nope"), "unknown model 'nope': `fasteagle models` lists"),
-    (CHAT, ("--model", "llama2-7"), "did you mean 'llama2-7b' or 'llama2-70b'"),
+    (CHAT, "--precision int3", "3 bits have no kernel"),
+    (CHAT, "--precision ''", "precision '' is unknown"),
+    (CHAT, "--precision int4-g128", "groups of 128 do not divide"),
+    (CHAT, "--precision bf16-lm4", "precision 'bf16-lm4' is unknown"),
+    (CHAT, "--precision int4-aten-native", "names cpu_kernels twice"),
+    (CHAT, "--precision auto-torchao", "use int4-torchao"),
+    (CHAT, "--precision bf16 --int4", "bf16 and int4 contradict each other"),
+    (CHAT, "--dtype fp32", "--dtype is gone: use --precision fp32"),
+    (CHAT, "--quant int4-g64", "--quant is gone: use --precision int4-g64"),
+    (CHAT, "--lm-head keep", "--lm-head is gone: use --precision int4-lm16"),
+    (CHAT, "--cpu-kernels aten", "--cpu-kernels is gone: use --precision int4-aten"),
+    (CHAT, "--quant-backend torchao", "is gone: use --precision int4-torchao"),
+    (CHAT, "--precision auto-lm4", "-lm4 and -lm16 are parts of a quantized precision"),
+    (CHAT, "--draft-model x --draft-precision int3", "3 bits have no kernel"),
+    (EVAL, "--precision int4,foo", "quantization 'foo' is unknown"),
+    (CHAT, "--regex '('", "regex: "),
+    (CHAT, "--think", "has no thinking switch"),
+    (CHAT, "--no-think", "has no thinking switch"),
+    (CHAT, "--drafter eagle", "no draft head for"),
+    (CHAT, "--head ''", "head '' is empty"),
+    (CHAT, "--head LONG", "no such folder"),
+    (CHAT, "--tree-depth 0", "tree-depth 0 is out of range"),
+    (CHAT, "--tree-nodes 99", "tree-nodes 99 is more than the"),
+    (CHAT, "--lookup-depth 0", "lookup-depth 0 is out of range: use >= 1 and <= 63"),
+    (CHAT, "--lookup-depth 64", "lookup-depth 64 is out of range"),
+    (CHAT, "--max-seq-len 513", "beyond what"),
+    (CHAT, "--max-seq-len 10000000000000000000", "is out of range: use >= 16 and"),
+    (CHAT, "--no-spec --drafter ngram", "--no-spec and --drafter ngram contradict each other"),
+    (CHAT, "--no-spec --tree-depth 3", "--tree-depth has no meaning with --drafter none"),
+    (CHAT, "--no-spec --head x", "--head has no meaning with --drafter none"),
+    (CHAT, "--drafter ngram --tree-nodes 3", "--tree-nodes has no meaning with --drafter ngram"),
+    (CHAT, "--tap-layers 1,2,3", "--tap-layers is for EAGLE-3 heads"),
+    (CHAT, "--temperature -1", "temperature -1.0 is out of range: use >= 0 and <= 100"),
+    (CHAT, "--temperature nan", "temperature nan"),
+    (CHAT, "--top-p 0", "top-p 0.0 is out of range: use > 0 and <= 1"),
+    (CHAT, "--top-p 1.5", "top-p 1.5"),
+    (CHAT, "--top-k -2", "top-k -2"),
+    (CHAT, "--min-p 1", "min-p 1"),
+    (CHAT, "--repetition-penalty 0", "repetition-penalty 0"),
+    (CHAT, "--seed -5", "seed -5"),
+    (CHAT, "--max-new-tokens 0", "max-new-tokens 0 is out of range: use >= 1"),
+    (CHAT, "--stop ''", "stop string is empty"),
+    (CHAT, "-p ''", "prompt is empty"),
+    (CHAT, "-p '  '", "prompt is empty"),
+    (CHAT, "--device tpu", "device 'tpu' is not supported: use auto, cpu, cuda or cuda:N"),
+    (CHAT, "--threads 0", "threads 0 is out of range"),
+    (CHAT, "--max-seq-len 3", "max-seq-len 3 is out of range: use >= 16 and"),
+    (CHAT, "--max-seq-len 100000", "trained for (512): use at most 512"),
+    (CHAT, "--model llama2-70b", "shape without weights"),
+    (CHAT, "--model nowhere.gguf", "no such file"),
+    (CHAT, "--device cpu:7", "device 'cpu:7' is not supported"),
+    (CHAT, "--device cuda:x", "device 'cuda:x' is not supported"),
+    (CHAT, "--threads 1000000", "threads 1000000 is out of range: use >= 1 and <= 1,024"),
+    (CHAT, "--threads 10000000000000000000", "is out of range: use >= 1 and <= 1,024"),
+    (CHAT, "--model ''", "model '' is no name"),
+    (CHAT, "--model LONG", "of 5,000 characters is no name"),
+    (CHAT, "--model nope", "unknown model 'nope': `fasteagle models` lists"),
+    (CHAT, "--model llama2-7", "did you mean 'llama2-7b' or 'llama2-70b'"),
+    (CHAT, "--head HEAD", "the head is for a width of 32, the model has 64"),
+    (TUNE, "--head HEAD", "the head is for a width of 32, the model has 64"),
+    (BENCH, "--head HEAD", "the head is for a width of 32, the model has 64"),
+    (CHAT, "--head DIR/none", "no such folder"),
+    (BENCH, "--head DIR/none", "no such folder"),
+    (CHAT, "--tree DIR/none.json", "tree file DIR/none.json"),
+    (BENCH, "--rows eagle-static --tree DIR/none.json", "tree file DIR/none.json"),
+    (BENCH, "--tree-nodes 99", "tree-nodes 99 is more than the"),
+    (BENCH, "--data DIR/none.jsonl", "cannot read DIR/none.jsonl"),
+    (BENCH, "--json /proc/none.json", "cannot write /proc/none.json"),
+    (QUALITY, "--text DIR/none.txt", "cannot read DIR/none.txt"),
+    (QUALITY, "--text DIR/text --json /proc/none.json", "cannot write /proc/none.json"),
+    (QUANTIZE, "-o /proc/none", "cannot write /proc/none"),
+    (QUANTIZE, "-o DIR/out --data DIR/text", "--data is gone: leave it out"),
+    (TRAIN, "", "nothing to train on: give --data"),
+    (TRAIN, "--device nope", "device 'nope' is not supported"),
+    (CALIBRATE, "--device nope", "device 'nope' is not supported"),
+    (TRAIN, "--data DIR/text", "DIR/text, line 1: expected"),
+    (TRAIN, "--prompts DIR/text", "DIR/text, line 1: expected"),
+    (TRAIN, "--algorithm foo", "algorithm 'foo' is unknown: use eagle1 or eagle3"),
+    (TRAIN, "--lr nan", "lr nan is out of range"),
+    (TRAIN, "--inputs token", "--inputs is gone: an EAGLE-1 head reads"),
+    (TRAIN, "--data DIR/text --init HEAD", "the head is for a width of 32, the model"),
+    (TRAIN, "--data DIR/text --algorithm eagle3", "auxiliary layers 2, 1, 0 must ascend"),
+    (TRAIN, "--data DIR/text --out /proc/none", "cannot write /proc/none/state.pt"),
+    (CALIBRATE, "--head HEAD", "the head is for a width of 32, the model has 64"),
+    (CALIBRATE, "--data DIR/text", "DIR/text, line 1: expected"),
+    (CALIBRATE, "--out /proc/none", "cannot write /proc/none/config.json"),
+    (CHAT, "--temprature 1", "No such option '--temprature'"),
+    (CHAT, "more", "unexpected extra argument (more): see `"),
+    (CHAT, "--kv foo", "kv 'foo' is unknown: use auto or int8"),
+    (CHAT, "--drafter foo", "drafter 'foo' is unknown: use auto, eagle"),
+    (CHAT, "--top-k abc", "'abc' is not a valid integer: see `"),
+    (CHAT, "--top-k 99999999999999999999", "use >= 0 and <= 2,147,483,648"),
+    (CHAT, "--temperature inf", "temperature inf is out of range"),
+    (CHAT, "--temperature 1e-7", "use 0 (greedy) or >= 1e-05"),
+    (CHAT, "--seed 9223372036854775808", "seed 9223372036854775808 is out of range"),
+    (CHAT, "--precision int4-torchao-torchao", "names backend twice"),
+    (CHAT, "--precision 'int4 '", "quantization 'int4 ' is unknown"),
+    (CHAT, "--precision fp32-native", "precision 'fp32-native' is unknown"),
+    (CHAT, "--int4 --int8", "int4 and int8 contradict each other"),
+    (CHAT, "--verify multi-round", "add --drafter eagle-static or eagle-chain"),
+    (CHAT, "--tree ''", "tree '' is empty"),
+    (CHAT, "--tree DIR", "tree file DIR: expected a list of paths (Is a directory)"),
+    (CHAT, "--tree DIR/bytes", "expected a list of paths (it is not UTF-8)"),
+    (CHAT, "--tree x.json --tree-depth 2", "--tree-depth has no meaning with --tree FILE"),
+    (CHAT, "--tree x.json --drafter eagle", "--tree FILE is a static tree: drop --drafter eagle"),
+    (CHAT, "--tree x.json --lookup-depth 2", "lookup-depth 2 is for drafters that look up"),
+    (CHAT, "--tree-depth 64", "tree-depth 64 is out of range: use >= 1 and <= 63"),
+    (CHAT, "--tree-topk 99999999", "tree-topk 99999999 is out of range"),
+    (CHAT, "--tree-depth 3 --tree-nodes 2", "cannot hold a path of --tree-depth 3"),
+    (
+        CHAT,
+        "--drafter eagle-chain --tree-topk 3",
+        "--tree-topk has no meaning with --drafter eagle",
+    ),
+    (CHAT, "--drafter model", "add --draft-model NAME"),
+    (CHAT, "--draft-model ''", "model '' is no name"),
+    (CHAT, "--draft-model nope", "unknown model 'nope': `fasteagle models` lists"),
+    (CHAT, "--draft-precision int4", "--draft-precision is of --draft-model"),
+    (CHAT, "--lookup DIR/bytes", "no UTF-8 text (byte 0x00 at offset 0)"),
+    (CHAT, "--lookup DIR/text --drafter eagle", "--lookup is for drafters that look up"),
+    (CHAT, "--tap-layers x", "'x' is no list of numbers like 2,15,27: see `"),
+    (CHAT, "--head ../x", "head '../x': no such folder or .gguf file"),
+    (CHAT, "--head DIR/bytes", "no such folder or .gguf file"),
+    (CHAT, "--json-schema DIR/none", "cannot read DIR/none: No such file or directory"),
+    (CHAT, "--json-schema DIR/bytes", "cannot read DIR/bytes: it is not UTF-8"),
+    (CHAT, "--json-schema DIR/text", "json_schema is not JSON"),
+    (CHAT, "--grammar DIR/text", "grammar: 1(6): Expected token ':'"),
+    (CHAT, "--regex a --grammar DIR/text", "--regex and --grammar contradict each other"),
+    (CHAT, "--regex ''", "regex is empty"),
+    (CHAT, "--model DIR/bytes", "not a GGUF file"),
+    (CHAT, "--model ~nobody/x", "~nobody/x: no such file or folder"),
+    ("nope", "", "No such command 'nope': see `"),
+    (TUNE, "--tree-depth 3", "nothing to tune: the tree is fixed"),
+    ("eval", "", "Missing option '--text': see `"),
+    ("eval --text DIR/text", "--precision ''", "precision '' names none"),
+    ("eval --text DIR/text", "--window 100000", "do not fill one window of 100000"),
+    ("quantize -o DIR/out", "", "quantize to what? give --int4"),
+    ("quantize -o DIR/out", "--precision int4-torchao", "leave -torchao out"),
+    ("quantize -o DIR --int4", "", "DIR is there already and not empty"),
+    ("inspect-head", "''", "head '' is empty"),
+    ("export-head x -o DIR/e", "", "Missing option '--to'. Choose from: eagle, specforge"),
+    ("export-head x --to eagle -o DIR", "", "head 'x': no such folder"),
+    ("serve", "--port 99999", "port 99999 is out of range: use >= 0 and < 65,536"),
+    ("serve", "--host ''", "host '' is empty"),
+    ("serve", "--timeout nan", "timeout nan is out of range"),
+    ("serve", "--prefix-cache -1", "prefix-cache -1.0 is out of range"),
+    ("serve", "--allow-origin foo", "allow-origin 'foo': use scheme and host"),
+    ("serve", "--api-key ''", "the API key is empty"),
+    ("serve", "--regex '('", "regex: "),
 ]
 
 
-@pytest.mark.parametrize(("command", "options", "message"), REFUSED, ids=lambda x: str(x)[-40:])
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """Texts for the names in the table: a folder, and a head whose config is for another model."""
+    folder = tmp_path_factory.mktemp("hostile")
+    (folder / "text").write_text("word " * 10_000)
+    (folder / "bytes").write_bytes(bytes(range(256)))
+    (folder / "head").mkdir()
+    shape = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
+    (folder / "head" / "config.json").write_text(json.dumps({**shape, "vocab_size": 260}))
+    return {"DIR": str(folder), "HEAD": str(folder / "head"), "LONG": "x" * 5000}
+
+
+@pytest.mark.parametrize(("command", "options", "message"), REFUSED)
 def test_refused_before_anything_is_loaded(
-    tiny_dir, tmp_path, monkeypatch, command, options, message
+    tiny_dir, places, monkeypatch, script, command, options, message
 ):
     monkeypatch.setattr(OpenedModel, "prepared", lambda *a: pytest.fail("the model was loaded"))
-    text = tmp_path / "words.txt"
-    text.write_text("word " * 500)
-    arguments = [str(text) if part == "TEXT" else part for part in (*command, *options)]
-    model = [] if "--model" in options else ["--model", str(tiny_dir)]
-    done = CliRunner().invoke(cli.main, [*arguments, *model])
+    arguments = shlex.split(f"{command} {options}")
+    for name, text in places.items():
+        arguments = [argument.replace(name, text) for argument in arguments]
+        message = message.replace(name, text)
+    if "--model" not in arguments:
+        arguments += ["--model", str(tiny_dir)]
+    if arguments[0] == "bench":
+        done = script(*arguments[1:])
+    else:
+        done = CliRunner().invoke(cli.main, arguments)
     assert done.exit_code == 2, (done.output, done.exception)
-    assert done.stdout == "" and done.stderr.count("\n") == 1
-    assert message in done.stderr and len(done.stderr) < 400
+    assert done.stdout == "" and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("Error: ") and message in done.stderr and len(done.stderr) < 400
 
 
-END = "generation_config.json"
-# Files, what is done to a copy of the tiny model, and the line.
-FILES = [
-    (lambda f: edit_json(f / END, eos_token_id=9999), "eos_token_id 9999 is beyond the"),
-    (lambda f: edit_json(f / END, eos_token_id=[1, 260]), "eos_token_id 260 is beyond the"),
-    (lambda f: whole_numbers(f), "model.norm.weight holds int32 values"),
-    (lambda f: empty_weights(f), "pytorch_model.bin is empty: fetch the weights again"),
-]
+END, WEIGHTS = "generation_config.json", "model.safetensors"
 
 
-def whole_numbers(folder):
+def with_norm(folder, changed):
     from safetensors.torch import load_file, save_file
 
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.norm.weight"] = tensors["model.norm.weight"].int()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    tensors = load_file(folder / WEIGHTS)
+    tensors["model.norm.weight"] = changed(tensors["model.norm.weight"])
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
 
 def empty_weights(folder):
-    (folder / "model.safetensors").unlink()
+    (folder / WEIGHTS).unlink()
     (folder / "pytorch_model.bin").write_bytes(b"")
+
+
+def cut_weights(folder):
+    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:1000])
+
+
+# What is done to a copy of the tiny model, and the line.
+FILES = [
+    (lambda f: edit_json(f / END, eos_token_id=9999), "eos_token_id 9999 is beyond the"),
+    (lambda f: edit_json(f / END, eos_token_id=[1, 260]), "eos_token_id 260 is beyond the"),
+    (lambda f: with_norm(f, lambda norm: norm.int()), "model.norm.weight holds int32 values"),
+    (lambda f: with_norm(f, lambda norm: norm * float("nan")), "not finite in bfloat16"),
+    (empty_weights, "pytorch_model.bin is empty: fetch the weights again"),
+    (cut_weights, "damaged or truncated"),
+]
 
 
 @pytest.mark.parametrize(("damage", "message"), FILES)
 def test_files_that_cannot_be_right_are_refused_by_name(tiny_dir, tmp_path, damage, message):
     folder = shutil.copytree(tiny_dir, tmp_path / "model")
     damage(folder)
-    done = CliRunner().invoke(cli.main, [*CHAT, "--model", str(folder)])
+    options = ["--model", str(folder), "--precision", "bf16", "-p", "hi"]
+    done = CliRunner().invoke(cli.main, ["chat", *options])
     assert done.exit_code == 2 and message in done.stderr.splitlines()[-1], done.stderr
+
+
+# Prompts on standard input, and the line.
+PROMPTS = [
+    (b"caf\xe9", "standard input is not UTF-8: byte 0xe9 at offset 3"),
+    (b" \n", "the prompt is empty"),
+    (b"x" * 600, "max-seq-len 512 leaves room for 511: shorten it"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "message"), PROMPTS)
+def test_prompts_that_cannot_be_answered(tiny_dir, prompt, message):
+    done = CliRunner().invoke(cli.main, ["chat", "--model", str(tiny_dir), "--quiet"], input=prompt)
+    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert message in done.stderr
 
 
 # Lines of JSONL files, of questions and of conversations, and what is wrong with them.
@@ -170,12 +304,22 @@ ASKED = [
     ("x", {"seed": True}, "seed True is not a whole number"),
     ("x", {"max_new_tokens": "5"}, "max-new-tokens '5' is not a whole number"),
     ("x", {"max_new_tokens": 2.5}, "max-new-tokens 2.5 is not a whole number"),
+    ("x", {"max_new_tokens": 0}, "max-new-tokens 0 is out of range"),
+    ("x", {"temperature": -1}, "temperature -1 is out of range"),
+    ("x", {"temperature": 1e-7}, "temperature 1e-07 is out of range: use 0 (greedy) or >= 1e-05"),
+    ("x", {"logit_bias": {260: 1.0}}, "logit_bias: token id 260 is outside the vocabulary"),
+    ("x", {"top_logprobs": -1}, "top_logprobs -1 is out of range"),
+    ("x", {"regex": "a", "grammar": "b"}, "regex and grammar contradict each other"),
+    ("x", {"stop": [""]}, "a stop string is empty"),
     ("x", {"stop": 3}, "stop 3 is no text and no list of texts"),
     ("x", {"stop": [3]}, "stop [3] is no text and no list of texts"),
     ("\ud800", {}, "prompt holds '\\ud800', half of a character"),
     (b"x", {}, "prompt b'x' is no text and no list of token ids"),
     ([1.5], {}, "prompt [1.5] is no text and no list of token ids"),
     (3, {}, "prompt 3 is no text and no list of token ids"),
+    ([], {}, "the prompt is empty"),
+    ({"messages": []}, {}, "messages is empty"),
+    ({"messages": "x"}, {"think": True}, "think on: this model's chat template has no thinking"),
     ({"messages": ["x"]}, {}, "messages: 'x' is no dictionary of role and content"),
     ({"messages": [{"role": "user", "content": 3}]}, {}, "content 3 is no text"),
     ({"messages": "\udc00"}, {}, "content holds '\\udc00', half of a character"),
@@ -208,41 +352,30 @@ def test_asking_from_python_names_the_argument(llm, prompt, keywords, message):
 # How the process is begun: closed streams, a cache that cannot be written.
 BEGUN = [
     ("<&-", (), 2, "Error: standard input is closed: give the prompt after -p"),
-    ("<&-", ("-p", "hi"), 0, "prefill"),
     (">&-", ("-p", "hi"), 2, "Error: standard output is closed"),
-    ("2>&-", ("-p", "hi"), 0, ""),
+    ("<&- 2>&-", ("-p", "hi"), 0, ""),
     (">/dev/full", ("-p", "hi"), 2, "Error: disk full: free some space where the output goes"),
 ]
 
 
 @pytest.mark.parametrize(("redirected", "options", "code", "message"), BEGUN)
 def test_streams_that_are_closed_or_full(tiny_dir, redirected, options, code, message):
-    given = ["chat", "--model", str(tiny_dir), "--max-new-tokens", "3", "--no-spec", *options]
-    command = [sys.executable, "-m", "fasteagle", *given]
-    script = 'exec "$@" ' + redirected
-    done = subprocess.run(
-        ["bash", "-c", script, "-", *command], capture_output=True, text=True, timeout=120
-    )
+    chat = ["chat", "--model", str(tiny_dir), "--max-new-tokens", "3", "--no-spec", *options]
+    command = ["bash", "-c", 'exec "$@" ' + redirected, "-", sys.executable, "-m", "fasteagle"]
+    done = subprocess.run([*command, *chat], capture_output=True, text=True, timeout=120)
     assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
     assert message in done.stderr
 
 
 @pytest.mark.parametrize("place", ["a file", "read-only"])
-def test_a_cache_that_cannot_be_written_costs_one_line(tiny_dir, tmp_path, place):
-    cache = tmp_path / "cache"
+def test_a_cache_that_cannot_be_written_costs_one_line(tiny_dir, tmp_path, monkeypatch, place):
+    cache = tmp_path / "cache" if place == "a file" else "/proc/1"
     if place == "a file":
         cache.write_text("")
-    else:
-        cache = "/proc/1"
-    given = ["chat", "--model", str(tiny_dir), "-p", "hi", "--precision", "int4-g32-aten"]
-    done = subprocess.run(
-        [sys.executable, "-m", "fasteagle", *given, "--max-new-tokens", "3", "--no-spec"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "XDG_CACHE_HOME": str(cache)},
-        timeout=120,
-    )
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    options = ["--precision", "int4-g32-aten", "--max-new-tokens", "3", "--no-spec"]
+    done = CliRunner().invoke(cli.main, ["chat", "--model", str(tiny_dir), "-p", "hi", *options])
+    assert done.exit_code == 0, done.stderr
     assert done.stderr.count("warning: nothing is kept for the next start: cannot write") == 1
 
 
@@ -250,11 +383,9 @@ def test_said_to_the_person(tiny_dir, tmp_path):
     """An answer that was cut, and a folder without a template."""
     folder = shutil.copytree(tiny_dir, tmp_path / "model")
     (folder / "chat_template.jinja").unlink(missing_ok=True)
-    for name in ("tokenizer_config.json",):
-        config = json.loads((folder / name).read_text())
-        config.pop("chat_template", None)
-        (folder / name).write_text(json.dumps(config))
-    done = CliRunner().invoke(cli.main, [*CHAT, "--model", str(folder), "--max-new-tokens", "2"])
+    edit_json(folder / "tokenizer_config.json", chat_template=None)
+    options = ["-p", "hi", "--model", str(folder), "--max-new-tokens", "2"]
+    done = CliRunner().invoke(cli.main, ["chat", *options])
     assert done.exit_code == 0, done.stderr
     assert "no chat template in the model's files" in done.stderr
     assert "2 tok (cut at max-new-tokens)" in done.stderr

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import re
-import shutil
 import subprocess
 import sys
 
@@ -59,24 +58,6 @@ def test_help_is_quick_and_needs_no_torch():
         assert done.stdout.endswith("imported: []\n")
 
 
-CHAT_OPTIONS = """
-    --model --device --max-seq-len --threads --precision --int4 --int8 --kv --head
-    --tap-layers --drafter --no-spec --tree --tree-depth
-    --lookup --lookup-depth --draft-model --draft-precision
-    --tree-topk --tree-nodes --draft-noise --verify --temperature --top-k --top-p --min-p
-    --repetition-penalty --seed --max-new-tokens --stop --prompt --system --compile --no-compile
-    --think --no-think --show-accepted --json-schema --regex --grammar --plain --quiet --help
-    --strict
-"""
-
-
-def test_help_names_every_option():
-    result = invoke("chat", "--help")
-    assert result.exit_code == 0
-    columns = [line[:29] for line in result.output.splitlines() if line.startswith("  -")]
-    assert set(re.findall(r"--[a-z0-9-]+", " ".join(columns))) == set(CHAT_OPTIONS.split())
-
-
 @pytest.mark.parametrize("command", sorted(cli.main.commands))
 def test_every_option_is_taken_and_shown(command):
     """Those that are gone apart, and no two share a name."""
@@ -100,9 +81,6 @@ def test_answers_of_a_given_form(tiny_dir, tmp_path):
     lark.write_text('start: "a" /[0-9]{3}/')
     assert ask("--json-schema", schema).stdout in ('"one"\n', '"two"\n')
     assert re.fullmatch("a[0-9]{3}\n", ask("--grammar", lark).stdout)
-    assert_one_line(ask("--regex", "a("), "regex: ")
-    assert_one_line(ask("--regex", "a", "--grammar", lark), "contradict each other")
-    assert_one_line(ask("--json-schema", tmp_path / "none"), "cannot read")
 
 
 def test_models_lists_every_name():
@@ -135,12 +113,11 @@ def test_memory_at_int4_counts_the_draft_head_and_the_cache():
 
 def test_one_shot_answer_is_alone_on_stdout(tiny_dir):
     arguments = ("chat", "--model", tiny_dir, "-p", "hello", "--max-new-tokens", 5)
-    done = fasteagle(*arguments)
-    assert done.returncode == 0, done.stderr
-    assert b"prefill" in done.stderr and b"tau 1.00" in done.stderr
+    done = invoke(*arguments)
+    assert done.exit_code == 0 and "prefill" in done.stderr and "tau 1.00" in done.stderr
     quiet = invoke(*arguments, "--quiet")
-    assert quiet.stdout_bytes == done.stdout and quiet.stderr == ""
-    assert len(done.stdout) > 1
+    assert quiet.stdout_bytes == done.stdout_bytes and quiet.stderr == ""
+    assert len(done.stdout_bytes) > 1
 
 
 def test_one_shot_says_why_nothing_is_captured(tiny_dir, monkeypatch):
@@ -158,7 +135,7 @@ def test_prompt_from_standard_input(tiny_dir):
     expected = invoke(*arguments, "-p", "grüß dich").stdout_bytes
     assert len(expected) > 1
     text = "grüß dich".encode()
-    assert fasteagle(*arguments, "-p", "-", stdin=text).stdout == expected
+    assert invoke(*arguments, "-p", "-", stdin=text).stdout_bytes == expected
     assert invoke(*arguments, stdin=text).stdout_bytes == expected
 
 
@@ -182,51 +159,10 @@ def test_seed_is_drawn_and_printed_and_repeats(tiny_dir):
     assert "seed" not in invoke("chat", "--model", tiny_dir, "-p", "x").stderr
 
 
-def test_a_prompt_beyond_the_context_costs_one_line(tiny_dir):
-    result = invoke("chat", "--model", tiny_dir, "-p", "x" * 600)
-    assert_one_line(result, "tokens, max-seq-len 512", "shorten it")
-
-
 def test_cuda_where_there_is_none(tiny_dir, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     result = invoke("chat", "--model", tiny_dir, "-p", "hi", "--device", "cuda")
     assert_one_line(result, "device 'cuda'", "0 CUDA devices found", "--device cpu")
-
-
-def test_input_that_is_not_utf8(tiny_dir):
-    done = fasteagle("chat", "--model", tiny_dir, "-p", "-", stdin=b"caf\xe9")
-    text = done.stderr.decode()
-    assert done.returncode == 2 and done.stdout == b""
-    assert "not UTF-8: byte 0xe9 at offset 3" in text and "Traceback" not in text
-
-
-def test_empty_standard_input(tiny_dir):
-    assert_one_line(invoke("chat", "--model", tiny_dir, stdin=b"\n"), "prompt is empty")
-
-
-def test_damaged_model_costs_one_line(tiny_dir, tmp_path):
-    folder = shutil.copytree(tiny_dir, tmp_path / "m")
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:1000])
-    assert_one_line(invoke("chat", "--model", folder, "-p", "x"), "damaged or truncated")
-
-
-def test_nan_logits_cost_one_line(tiny_dir, tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    folder = shutil.copytree(tiny_dir, tmp_path / "m")
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.norm.weight"].fill_(float("nan"))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    result = invoke("chat", "--model", folder, "-p", "x", "--precision", "bf16", "--quiet")
-    assert_one_line(result, "not finite in bfloat16", "--precision fp32")
-
-
-def test_too_little_memory_costs_one_line(tiny_dir, monkeypatch):
-    monkeypatch.setattr("fasteagle.loading.checkpoint.available_bytes", lambda device: 1000)
-    for dtype, fix in (("bf16", "choose a smaller model"), ("fp32", "choose a smaller")):
-        result = invoke("chat", "--model", tiny_dir, "-p", "x", "--precision", dtype)
-        assert_one_line(result, "0.0 MiB free on cpu", fix)
 
 
 @pytest.mark.parametrize(
@@ -259,11 +195,6 @@ def test_other_systems_are_told_so_in_one_line(monkeypatch):
     assert_one_line(invoke("chat", "-p", "x"), "runs on Linux only, and this is win32: use WSL 2")
     with pytest.raises(FasteagleError, match="runs on Linux only"):
         fasteagle_package.load  # noqa: B018
-
-
-def test_unknown_option_and_command():
-    assert invoke("chat", "--temprature", "1").exit_code == 2
-    assert invoke("chta").exit_code == 2
 
 
 def test_objects_are_collected_again_after_the_start():

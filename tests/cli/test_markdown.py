@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from fasteagle.cli.markdown import AnswerScreen, PlainScreen, screen
-from fasteagle.cli.repl import tinted
+from fasteagle.cli.markdown import AnswerScreen, Style
+from fasteagle.cli.session import Piece
 
 
 class Screen:
@@ -42,10 +42,19 @@ class Screen:
         return "\n".join(line.rstrip() for line in self.lines).rstrip("\n")
 
 
-def shown(*pieces, size=(40, 20), before=">>> hi\n"):
+class Output(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(*pieces, size=(40, 20), before=">>> hi\n", plain=False, term="xterm"):
     """The screen after an answer, and what was sent to it."""
-    out = io.StringIO()
-    answer = AnswerScreen(out, size)
+    with pytest.MonkeyPatch.context() as patch:
+        out = Output()
+        patch.setattr("sys.stdout", out)
+        patch.setattr("shutil.get_terminal_size", lambda: size)
+        patch.setenv("TERM", term)
+        answer = AnswerScreen(plain)
     for piece in pieces:
         answer.write(piece)
     answer.finish()
@@ -98,16 +107,29 @@ def test_a_thought_stays_and_the_rest_is_rendered():
     assert text.endswith("*hm* in **one** line") and "\x1b[J" not in raw
 
 
+def tinted(text):
+    return Style(True, tints=True, dims_thoughts=True).text_of(Piece(text, True, False))
+
+
 def test_tinted_text_keeps_its_lines():
     assert tinted("a\nb") == "\x1b[32ma\x1b[0m\n\x1b[32mb\x1b[0m" and tinted("\n") == "\n"
     text, raw = shown("*one* ", tinted("two *three*"))
     assert text.endswith("*one* two *three*") and "\x1b[J" not in raw
 
 
-def test_only_terminals_render(monkeypatch):
-    assert isinstance(screen(False), PlainScreen)  # standard output is captured here
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    assert isinstance(screen(False), AnswerScreen) and isinstance(screen(True), PlainScreen)
-    monkeypatch.setenv("TERM", "dumb")
-    assert isinstance(screen(False), PlainScreen)
+def test_only_terminals_that_can_render(capsys):
+    answer = "some **bold**"
+    assert shown(answer)[1] != answer + "\n"
+    assert shown(answer, plain=True)[1] == shown(answer, term="dumb")[1] == answer + "\n"
+    screen = AnswerScreen(plain=False)  # standard output is captured here: no terminal
+    screen.write(answer)
+    screen.finish()
+    assert capsys.readouterr().out == answer + "\n"
+
+
+@pytest.mark.parametrize("on_terminal", [False, True])
+def test_what_a_terminal_would_obey_is_not_shown_there(on_terminal):
+    raw = "a\x1b[2J\x1b]0;title\x07b\x9b31m\tc\r\nd\x00\x7f"
+    style = Style(on_terminal, tints=False, dims_thoughts=False)
+    shown = style.text_of(Piece(raw, is_guess=True, is_thought=True))
+    assert shown == ("a[2J]0;titleb31m\tc\nd" if on_terminal else raw)

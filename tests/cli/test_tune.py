@@ -28,10 +28,10 @@ def test_costs_and_plan_are_printed_and_kept(tiny_dir, monkeypatch, compiled):
     done = invoke("--model", tiny_dir, "--max-seq-len", 256)
     assert done.exit_code == 0, done.output
     assert "target pass, rows" in done.stdout and "x plain" in done.stdout
-    (kept,) = (cache_dir() / "tuner").glob("*-ngram-tree.json")
-    costs = json.loads(kept.read_text())["costs"]
+    (path,) = (cache_dir() / "tuner").glob("*-ngram-tree.json")
+    costs = json.loads(path.read_text())["costs"]
     assert set(costs["passes"]) >= {"1", "2", "8"}
-    assert str(kept) in done.stderr.replace("\n", "")
+    assert str(path) in done.stderr.replace("\n", "")
 
 
 def test_sizes_to_choose_from_are_printed(capsys):

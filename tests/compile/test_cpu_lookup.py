@@ -14,6 +14,7 @@ from fasteagle.compile.cycles import CycleCompiler
 from fasteagle.decoding.cycle import EAGER
 from fasteagle.drafting.base import Tuning
 from fasteagle.drafting.costs import Costs
+from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.ladder import DEFAULT_RANKS
 from fasteagle.drafting.lookup import Corpus, Lookup, prior
@@ -26,7 +27,7 @@ from fasteagle.quant import cpu_build
 from fasteagle.quant.scheme import Scheme
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import GatedChain
-from helpers import random_head, tiny_config
+from helpers import random_head, spec_of, tiny_config
 from native_models import SHAPE, native_target
 
 PARAMS = [SamplingParams(), SamplingParams(0.7, seed=4), SamplingParams(0.8, top_p=0.9, seed=2)]
@@ -183,7 +184,7 @@ def test_chains_are_measured_where_cycles_are_compiled(head, tmp_path):
 
 @pytest.mark.parametrize(("params", "compiled"), [(PARAMS[0], True), (PARAMS[2], False)], ids=str)
 def test_another_number_of_nodes_and_back(params, compiled):
-    """`/spec N` for the default drafter: trees of one size in place of chains."""
+    """`/spec N` for the default drafter: chains of the kernels that do not end early."""
     target = native_target(tiny_config(**SHAPE))
     expected = answer(engine_of(target), params)
     drafter = fused(target)
@@ -195,6 +196,15 @@ def test_another_number_of_nodes_and_back(params, compiled):
         engine.restart()
         assert answer(engine, params) == expected
         assert engine.stats.drafted > 0
+        assert engine.backend.drafts(other, spec_of(other.shape))
+
+
+def test_a_chain_of_a_fixed_number_of_tokens():
+    target = native_target(tiny_config(**SHAPE))
+    head = fused(target).head
+    engine = engine_of(target, EagleDrafter(head, GatedChain(LONGEST), 512).resized(3))
+    answer(engine, SamplingParams())
+    assert engine.stats.drafted == 3 * len(engine.stats.path_lengths) > 0
 
 
 @pytest.mark.parametrize("reach", [3, REACH, MAX_CHAIN])

@@ -13,7 +13,7 @@ from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.llm import open_llm
 from fasteagle.loading.heads.write import save_head
-from fasteagle.loading.open import load_runtime
+from fasteagle.loading.open import open_model
 from fasteagle.loading.source import quantize_head_
 from fasteagle.model import Target
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
@@ -146,7 +146,7 @@ def test_where_kernels_fail_another_shape_is_chosen(tiny_dir, tmp_path, part, mo
     draft = DraftOptions("ngram")
     if part == "drafting":
         monkeypatch.setattr(cpu_draft.NativeChain, "draft", raising_chain)
-        runtime = load_runtime(str(tiny_dir), options)
+        runtime = open_model(str(tiny_dir), options).loaded(options)
         head = random_head(runtime.engine.model, rope_scaling=None, rope_base=10000.0)
         save_head(tmp_path / "head", head, {}, torch.float32)
         draft = DraftOptions("fused", str(tmp_path / "head"))

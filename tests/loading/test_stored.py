@@ -198,7 +198,7 @@ def test_a_disk_without_room(folder, monkeypatch):
 
 
 def test_quantizing_says_how_far_it_is(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(quantize, "TELL_SECONDS", 0)
+    monkeypatch.setattr("fasteagle.errors.TELL_SECONDS", 0)
     lines, dense = [], open_checkpoint(folder)
     quantize.write_folder(tmp_path, dense, Scheme(4, 32), notify=lines.append)
     total = len(expected_shapes(dense.config))

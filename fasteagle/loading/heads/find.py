@@ -88,6 +88,8 @@ def named_head(head: str) -> HeadFiles:
 
     Raises `FasteagleError` for anything else.
     """
+    if not head:
+        raise FasteagleError("head '' is empty: give a folder, a .gguf file or an id")
     # `os.path` functions return False for names that no system accepts; those of `Path` raise.
     path = Path(os.path.expanduser(head))
     if head in REGISTRY and not os.path.exists(path):
