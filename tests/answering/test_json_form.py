@@ -7,7 +7,6 @@ import json
 import pytest
 
 from fasteagle.answering.grammar import GrammarCompiler
-from fasteagle.answering.json_form import moved
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.options import GrammarSpec
 from helpers import TINY_VOCAB
@@ -60,12 +59,3 @@ def accepts(tiny_dir):
 def test_what_a_form_lets_through(accepts, schema, yes, no):
     assert [text for text in yes if not accepts(schema, text)] == []
     assert [text for text in no if accepts(schema, text)] == []
-
-
-def test_pointers_of_a_schema_that_is_moved():
-    schema = {"$ref": "#", "properties": {"$ref": {"$ref": "#/$defs/a"}}, "const": {"$ref": "#"}}
-    assert moved(schema, "/$defs/t") == {
-        "$ref": "#/$defs/t",
-        "properties": {"$ref": {"$ref": "#/$defs/t/$defs/a"}},
-        "const": {"$ref": "#"},
-    }

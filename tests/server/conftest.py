@@ -13,7 +13,9 @@ pytest.importorskip("fastapi", reason="needs the extra [serve]")
 from tokenizers.pre_tokenizers import ByteLevel
 
 import fasteagle
+from fasteagle.answering.answer import Chunk
 from fasteagle.answering.prefix_cache import PrefixCache
+from fasteagle.decoding.stats import Stats
 from fasteagle.options import AnswerOptions, ServeOptions
 from fasteagle.server import run as running
 from fasteagle.server.app import Server
@@ -79,3 +81,33 @@ def loaded(serve_dir):
 def live(loaded):
     with serving(loaded) as found:
         yield found
+
+
+@pytest.fixture
+def plant(live, monkeypatch):
+    """Make the model want to write a text; where a grammar does not allow it, something else."""
+
+    def set_text(text):
+        tokenizer, vocab_size = live.llm.tokenizer, live.llm.engine.model.config.vocab_size
+        end = min(tokenizer.eos_ids)
+
+        def stream(request, check=lambda: None):
+            wanted = [*tokenizer.encode(text), *[end] * request.answer.max_new_tokens]
+            stats = live.llm.engine.stats = Stats(prompt_tokens=len(request.prompt))
+            while not stats.finish:
+                check()
+                token = wanted[stats.new_tokens]
+                if request.mask is not None:
+                    allowed = request.mask.rows([0], [0], [True], vocab_size)[0]
+                    token = token if allowed[token] else int(allowed.nonzero()[0])
+                    request.mask.advance([token])
+                stats.new_tokens += 1
+                if token in tokenizer.eos_ids:
+                    stats.finish = "eos"
+                elif stats.new_tokens == request.answer.max_new_tokens:
+                    stats.finish = "length"
+                yield Chunk(tokenizer.decode([token]), (token,))
+
+        monkeypatch.setattr(live.llm, "stream", stream)
+
+    return set_text
