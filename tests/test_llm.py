@@ -156,6 +156,8 @@ def test_logit_bias_with_and_without_speculation(llm):
         ({"temperature": -1}, "temperature -1 is out of range"),
         ({"logit_bias": {TINY_VOCAB: 1.0}}, f"token id {TINY_VOCAB} is outside the vocabulary"),
         ({"top_logprobs": -1}, "top_logprobs -1 is out of range"),
+        ({"presence_penalty": "hot"}, "presence_penalty 'hot' is out of range"),
+        ({"frequency_penalty": 2.1}, "frequency_penalty 2.1 is out of range: use -2 .. 2"),
         ({"max_new_tokens": 0}, "max-new-tokens 0"),
         ({"stop": [""]}, "stop string is empty"),
         ({"think": True}, "thinking"),

@@ -210,7 +210,14 @@ class Planner:
         )
         bias = {int(key): value for key, value in (body.logit_bias or {}).items()}
         return self._llm.made_request(
-            prompt, self._params(body), answer, None, bias, n_top, body.speculate
+            prompt,
+            self._params(body),
+            answer,
+            bias=bias,
+            n_top=n_top,
+            speculate=body.speculate,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
         )
 
     def _params(self, body: Sampled) -> SamplingParams:

@@ -94,6 +94,10 @@ def test_sampling_parameters(client, name, live):
     found = ask(client, name, **given, extra_body=extra).choices[0].message.content
     expected = direct(live, n=20, temperature=1.0, top_p=0.9, seed=5, **extra)
     assert found == expected.text
+    penalties = {"presence_penalty": 1.5, "frequency_penalty": -0.5}
+    found = ask(client, name, **given, **penalties).choices[0].message.content
+    expected = direct(live, n=20, temperature=1.0, top_p=0.9, seed=5, **penalties)
+    assert found == expected.text
     first = ask(client, name, temperature=1.0)
     again = ask(client, name, temperature=1.0, seed=first.usage.model_extra["seed"])
     assert again.choices[0].message.content == first.choices[0].message.content
