@@ -73,7 +73,6 @@ class Planner:
 
     def __init__(self, llm: LLM, defaults: Defaults) -> None:
         self._llm, self._defaults = llm, defaults
-        self.texts = llm.texts
         # More cannot fit, or is so unlike text that it is not worth the seconds of encoding it.
         each = min(llm.tokenizer.most_characters, MOST_CHARACTERS_A_TOKEN)
         self._most_characters = llm.engine.max_seq_len * each
@@ -106,7 +105,7 @@ class Planner:
         self._check_length(text, "messages")
         n_top = (body.top_logprobs or 0) if body.logprobs else None
         form = self._chat_form(body, tools_form, tools)
-        request = self._request(body, self.texts.encode(text), limit, n_top)
+        request = self._request(body, self._llm.texts.encode(text), limit, n_top)
         most_calls = 1 if body.parallel_tool_calls is False else None
         names = frozenset(tool.function.name for tool in body.tools or [])
         return Plan(request, form, text, opened_thought(text), tools_form, names, most_calls)

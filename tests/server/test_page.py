@@ -3,88 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 
-from conftest import LETTER_ID, serving
-from fasteagle.answering.answer import Chunk
-from fasteagle.options import AnswerOptions, SamplingParams
-from fasteagle.server.prepare import Defaults
-
-sync_api = pytest.importorskip("playwright.sync_api")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-if CHROMIUM is None:
-    pytest.skip("no chromium on this machine (apt-get install chromium)", allow_module_level=True)
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with sync_api.sync_playwright() as playwright:
-        made = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield made
-        made.close()
-
-
-@pytest.fixture(scope="module")
-def site(loaded):
-    defaults = Defaults(SamplingParams(), AnswerOptions(40))
-    with serving(loaded, defaults=defaults) as found:
-        yield found
-
-
-@pytest.fixture
-def page(browser, site):
-    context = browser.new_context(viewport={"width": 1280, "height": 800})
-    made = context.new_page()
-    made.problems = []
-    made.on("console", lambda m: m.type == "error" and made.problems.append(m.text))
-    made.on("pageerror", lambda e: made.problems.append(str(e)))
-    made.on(
-        "request", lambda r: r.url.startswith((site.url, "data:")) or made.problems.append(r.url)
-    )
-    made.goto(site.url)
-    yield made
-    assert not made.problems
-    context.close()
-
-
-@pytest.fixture
-def says(site, monkeypatch):
-    """Lets the model say what a test wants, piece by piece, all but the first guessed."""
-
-    def set_answer(text, size=7, wait=0.0):
-        def stream(request, check=lambda: None):
-            import time
-
-            stats = site.llm.engine.stats
-            stats.__init__(prompt_tokens=3, finish="eos", ttft=0.01, decode_seconds=0.5)
-            for i in range(0, len(text), size):
-                check()
-                time.sleep(wait)
-                part, first = text[i : i + size], i == 0
-                stats.new_tokens += 1 if first else 2
-                if not first:
-                    stats.passes += 1
-                    stats.drafted += 3
-                    stats.path_lengths.append(1)
-                n = 0 if first else len(part) // 2
-                yield Chunk(part, (1,) if first else (1, 2), int(not first), n)
-
-        monkeypatch.setattr(site.llm, "stream", stream)
-
-    return set_answer
-
-
-def ask(page, text="hello"):
-    page.get_by_label("Question").fill(text)
-    page.keyboard.press("Enter")
-
-
-def done(page):
-    page.locator("#send").wait_for(state="visible")
-    page.locator("#log .turn.assistant").last.locator(".retry").wait_for()
+from conftest import ask, done
 
 
 def has_text(page, n):
@@ -455,7 +378,3 @@ def test_it_fits_the_screen(browser, site, says, width, scheme, tmp_path):
     page.get_by_text("the same text").wait_for()
     check("compare")
     context.close()
-
-
-def test_the_letter_of_these_tests(site):
-    assert site.llm.tokenizer.decode([LETTER_ID]) == "q"

@@ -8,6 +8,7 @@ import time
 import openai
 import pytest
 
+from conftest import LLAMA, QWEN, WEATHER
 from fasteagle.answering.answer import AnswerRequest, Chunk
 from fasteagle.errors import FasteagleError
 from fasteagle.options import AnswerOptions, SamplingParams
@@ -15,36 +16,6 @@ from fasteagle.server.prepare import Plan
 from fasteagle.server.replies import AnswerText
 from fasteagle.server.tools import HERMES, LLAMA3, Call, answer_grammar, parse_calls, tool_format
 
-# The parts of the registry's templates that matter, as Qwen3 and Llama 3.1 write calls.
-QWEN = (
-    "{% if tools %}<|system|>{% for t in tools %}{{ t | tojson }}{% endfor %}"
-    "call with <tool_call>{json}</tool_call><|end|>{% endif %}"
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}"
-    '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": '
-    "{{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-LLAMA = (
-    '{% if tools %}Respond in the format {"name": function name, "parameters": dictionary}. '
-    "{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}"
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}"
-    '{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}'
-    "{% endfor %}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "The weather of a city.",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"enum": ["Rome", "Oslo"]}},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
-    },
-}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 
 
