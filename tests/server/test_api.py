@@ -11,11 +11,11 @@ import pytest
 from click.testing import CliRunner
 
 from conftest import LETTER_ID
-from fasteagle.answering.answer import Chunk
 from fasteagle.answering.known_texts import KnownTexts
 from fasteagle.cli import serve
 from fasteagle.cli.main import main
 from fasteagle.decoding.stats import Stats
+from fasteagle.server.metrics import Metrics
 from fasteagle.server.protocol import ChatRequest
 
 
@@ -263,10 +263,7 @@ def test_structured_output(client, name):
     }
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
     reply = ask(client, name, response_format=form, max_tokens=100)
-    if reply.choices[0].finish_reason == "stop":
-        assert json.loads(reply.choices[0].message.content)["answer"] in ("yes", "no")
-    else:  # a random model may write blanks for ever
-        assert reply.choices[0].message.content.startswith("{")
+    assert json.loads(reply.choices[0].message.content)["answer"] in ("yes", "no")
     reply = ask(client, name, response_format={"type": "json_object"}, max_tokens=5)
     assert reply.choices[0].message.content.startswith("{")
     for extra, pattern in (
@@ -279,8 +276,6 @@ def test_structured_output(client, name):
 
 
 def test_tokenize_and_back(live):
-    import httpx
-
     found = httpx.post(f"{live.url}/tokenize", json={"prompt": "héllo"}).json()
     assert found["count"] == len(found["tokens"]) == 6 and found["max_model_len"] == 2048
     back = httpx.post(f"{live.url}/detokenize", json={"tokens": found["tokens"]}).json()
@@ -310,8 +305,6 @@ def test_follow_ups_compute_only_what_is_new_though_conversations_alternate(clie
 
 
 def test_health_metrics_and_page(client, name, live):
-    import httpx
-
     ask(client, name)
     assert httpx.get(f"{live.url}/health").json() == {"status": "ok", "model": name}
     text = httpx.get(f"{live.url}/metrics").text
@@ -342,8 +335,6 @@ def test_health_metrics_and_page(client, name, live):
 
 
 def test_metrics_count_what_happened():
-    from fasteagle.server.metrics import Metrics
-
     class Done:
         stats = Stats(prompt_tokens=10, cached_tokens=4, new_tokens=6, passes=3, drafted=12)
         outcome, first_token, seconds = "eos", 0.5, 1.0
@@ -361,7 +352,3 @@ def test_metrics_count_what_happened():
         'vllm:request_success_total{finished_reason="stop",model_name="m"} 1.0',
     ):
         assert line in text
-
-
-def test_chunks_are_small():
-    assert Chunk("x").tokens == () and Chunk("x").n_guessed == 0
