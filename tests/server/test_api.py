@@ -172,6 +172,7 @@ def test_of_known_texts_the_longest_goes_on(live):
 @pytest.mark.parametrize("seed", [(), ("--seed", "7")])
 def test_the_seed_of_the_command_line(serve_dir, monkeypatch, seed):
     planners = []
+    monkeypatch.setattr(serve, "leave", lambda: None)
     monkeypatch.setattr(serve, "run", lambda server, *rest: planners.append(server.planner))
     command = ["serve", "--model", str(serve_dir), "--precision", "fp32", "--drafter", "none"]
     command += ["--port", "0", "--no-compile", "--temperature", "1", *seed]
