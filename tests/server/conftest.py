@@ -168,7 +168,7 @@ def plant(live, monkeypatch):
         tokenizer, vocab_size = live.llm.tokenizer, live.llm.engine.model.config.vocab_size
         end = min(tokenizer.eos_ids)
 
-        def stream(request, check=lambda: None):
+        def stream(request, check=lambda: None, conversation=None):
             wanted = [*tokenizer.encode(text), *[end] * request.answer.max_new_tokens]
             stats = live.llm.engine.stats = Stats(prompt_tokens=len(request.prompt))
             while not stats.finish:
@@ -242,7 +242,7 @@ def says(site, monkeypatch):
     """Lets the model say what a test wants, piece by piece, all but the first guessed."""
 
     def set_answer(text, size=7, wait=0.0):
-        def stream(request, check=lambda: None):
+        def stream(request, check=lambda: None, conversation=None):
             stats = site.llm.engine.stats
             stats.__init__(prompt_tokens=3, finish="eos", ttft=0.01, decode_seconds=0.5)
             for i in range(0, len(text), size):
