@@ -111,10 +111,10 @@ def test_every_drafter_gives_the_tokens_of_plain_decoding(model, tokenizer, comp
     ("params", "penalties"),
     [
         (DRAWN[0], (-2.0, 0.0)),
-        (DRAWN[0], (1.0, -1.5)),
+        (DRAWN[0], (0.5, -2.5)),
         (DRAWN[1], (0.0, 2.0)),
         (DRAWN[1], (1.5, 0.7)),
-        (DRAWN[2], (-0.5, 0.4)),
+        (DRAWN[2], (-2.5, 0.5)),
     ],
 )
 def test_every_drafter_gives_the_tokens_of_plain_decoding_under_penalties(

@@ -14,6 +14,8 @@ import pydantic
 import pytest
 
 from conftest import LLAMA, QWEN, WEATHER
+from fasteagle.options import AnswerOptions
+from fasteagle.server.prepare import Defaults
 
 pytest.importorskip("llguidance")
 
@@ -43,6 +45,7 @@ def calls(request, live, monkeypatch):
     """Return how a model writes a call, with the template of one that can."""
     template = {"qwen": QWEN, "llama": LLAMA}[request.param]
     monkeypatch.setattr(live.llm.tokenizer, "_template", template)
+    monkeypatch.setattr(live.server.planner, "_defaults", Defaults(answer=AnswerOptions(300)))
 
     def write(name, arguments):
         if request.param == "llama":
@@ -92,7 +95,7 @@ def test_openai(live, where, calls, plant):
     assert reply.choices[0].message.parsed == TRIP
 
 
-def test_openai_agents(live, where, calls, plant, monkeypatch):
+def test_openai_agents(live, where, calls, plant):
     agents = pytest.importorskip("agents")
     agents.set_tracing_disabled(True)
     asked = []
@@ -104,9 +107,9 @@ def test_openai_agents(live, where, calls, plant, monkeypatch):
         plant(ANSWER)  # what the model says once it knows
         return "sunny"
 
-    client = openai.AsyncOpenAI(**where)
-    model = agents.OpenAIChatCompletionsModel(model=live.server.name, openai_client=client)
     for output_type, expected in ((None, ANSWER), (Trip, TRIP)):
+        client = openai.AsyncOpenAI(**where)  # of one event loop
+        model = agents.OpenAIChatCompletionsModel(model=live.server.name, openai_client=client)
         plant(calls("weather", '{"city": "Rome"}'))
         agent = agents.Agent("guide", tools=[weather], model=model, output_type=output_type)
         result = asyncio.run(agents.Runner.run(agent, "hello", max_turns=3))
