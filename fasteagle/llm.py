@@ -6,6 +6,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
+from numbers import Real
 from pathlib import Path
 from typing import Literal, NamedTuple, Unpack, overload
 
@@ -34,6 +35,8 @@ from fasteagle.options import (
     ServeOptions,
 )
 from fasteagle.quant.scheme import check_precision
+
+MOST_PENALTY = 2  # for presence and frequency; OpenAI's range
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,8 +238,12 @@ class LLM:
         bias: Mapping[int, float] | None = None,
         n_top: int | None = None,
         speculate: bool = True,
+        **penalties: float,
     ) -> AnswerRequest:
-        """Make a request of checked options and compile its grammar; raise `FasteagleError`."""
+        """Make a request of checked options and compile its grammar; raise `FasteagleError`.
+
+        `penalties` are `presence_penalty` and `frequency_penalty`.
+        """
         mask = None if spec is None else self.grammar(spec)
         vocab_size = self.engine.model.config.vocab_size
         for token in bias or {}:
@@ -246,9 +253,13 @@ class LLM:
                 )
         if n_top is not None and not 0 <= n_top <= vocab_size:
             raise FasteagleError(f"top_logprobs {n_top} is out of range: use 0 .. {vocab_size}")
-        eos_ids = self.tokenizer.eos_ids
+        for name, value in penalties.items():
+            if not isinstance(value, Real) or not -MOST_PENALTY <= value <= MOST_PENALTY:
+                limits = f"-{MOST_PENALTY} .. {MOST_PENALTY}"
+                raise FasteagleError(f"{name} {value!r} is out of range: use {limits}")
+        eos_ids, bias = self.tokenizer.eos_ids, dict(bias or {})
         return AnswerRequest(
-            prompt, params, options, eos_ids, dict(bias or {}), mask, n_top, speculate
+            prompt, params, options, eos_ids, bias, mask, n_top, speculate, **penalties
         )
 
     def grammar(self, spec: GrammarSpec) -> TokenMask:

@@ -1,4 +1,4 @@
-"""Processing of the target's logits before sampling: bias, grammar, log-probabilities.
+"""Processing of the target's logits before sampling: bias, penalties, grammar, log-probabilities.
 
 The result depends on a row's own path only, so the tokens with and without speculation are equal:
 a row of the tree is processed as plain decoding would process the text that the row stands for.
@@ -55,9 +55,11 @@ class TokenLogprob:
 class AnswerLogits:
     """Logits processor of one answer.
 
-    `bias` is added to the logits of these token ids, `mask` forbids what a grammar does not allow,
-    and with `n_top` (0 or more) `logprobs` collects the log-probabilities of the answer's tokens by
-    the model's own distribution, before bias, grammar, temperature and penalties.
+    `bias` is added to the logits of these token ids. `presence_penalty` is subtracted for a token
+    that the answer has already, `frequency_penalty` once for each time, as in OpenAI's API. `mask`
+    forbids what a grammar does not allow, and with `n_top` (0 or more) `logprobs` collects the
+    log-probabilities of the answer's tokens by the model's own distribution, before bias, grammar,
+    temperature and penalties.
     """
 
     def __init__(
@@ -65,8 +67,12 @@ class AnswerLogits:
         bias: Mapping[int, float] | None = None,
         mask: TokenMask | None = None,
         n_top: int | None = None,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
     ) -> None:
         self._bias = dict(bias or {})
+        self._presence, self._frequency = presence_penalty, frequency_penalty
+        self._answer: list[int] = []  # its tokens so far, where a penalty needs them
         self._mask = mask
         self._n_top = n_top
         self._pass: tuple[Tensor, list[int], list[int], list[bool]] | None = None
@@ -75,7 +81,12 @@ class AnswerLogits:
     @property
     def is_needed(self) -> bool:
         """Return whether this processor changes or records anything."""
-        return bool(self._bias) or self._mask is not None or self._n_top is not None
+        changes = bool(self._bias) or self._penalizes or self._mask is not None
+        return changes or self._n_top is not None
+
+    @property
+    def _penalizes(self) -> bool:
+        return bool(self._presence or self._frequency)
 
     def __call__(self, logits: Tensor, tree: DraftTree) -> Tensor:
         logits = logits.float()
@@ -86,12 +97,28 @@ class AnswerLogits:
             ids = torch.tensor(list(self._bias), device=logits.device)
             amounts = logits.new_tensor(list(self._bias.values()))
             changed = changed.index_add(1, ids, amounts.expand(len(tokens), -1))
+        if self._penalizes:
+            counts = self._counts(changed, tokens, parents)
+            changed = changed - self._frequency * counts - self._presence * (counts > 0)
         if self._mask is not None:
             allowed = self._mask.rows(tokens, parents, valid, logits.shape[1])
             changed = changed.masked_fill(~allowed.to(logits.device), float("-inf"))
         return changed
 
+    def _counts(self, logits: Tensor, tokens: Sequence[int], parents: Sequence[int]) -> Tensor:
+        """Return how often each token is in the answer up to each row [T, V]."""
+        paths: list[list[int]] = [[]]  # the root is in the answer already, or ends the prompt
+        for row in range(1, len(tokens)):
+            paths.append([*paths[parents[row]], tokens[row]])
+        counts = torch.zeros_like(logits)
+        for row, path in enumerate(paths):
+            ids = torch.tensor([*self._answer, *path], dtype=torch.long, device=logits.device)
+            counts[row].index_add_(0, ids, torch.ones_like(ids, dtype=counts.dtype))
+        return counts
+
     def accept(self, tokens: Sequence[int]) -> None:
+        if self._penalizes:
+            self._answer.extend(tokens)
         if self._n_top is not None:
             self._keep_logprobs(tokens)
         if self._mask is not None:

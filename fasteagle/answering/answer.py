@@ -24,6 +24,8 @@ class AnswerRequest:
     mask: TokenMask | None = None
     n_top: int | None = None
     speculate: bool = True
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +78,13 @@ def answer(
     """
     stops = _StopStrings(decoder, request) if request.answer.stop else None
     stream = TextStream(decoder)
-    logits = AnswerLogits(request.bias, request.mask, request.n_top)
+    logits = AnswerLogits(
+        request.bias,
+        request.mask,
+        request.n_top,
+        request.presence_penalty,
+        request.frequency_penalty,
+    )
     cycles = engine.generate(
         request.prompt,
         request.params,

@@ -5,7 +5,7 @@ All that conforms to the narrower form conforms to the schema. Knows nothing of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 SPACING = {"whitespace_flexible": True, "whitespace_pattern": r"\x20?"}  # one blank at most
@@ -71,21 +71,3 @@ def _inner(key: str, value: Any) -> Any:
     if key in LISTS and isinstance(value, list):
         return [_narrowed(inner) for inner in value]
     return _narrowed(value) if key in ("items", "additionalProperties") else value
-
-
-def moved(schema: Any, place: str) -> Any:
-    """Return `schema` for the `place` of another document, with its own pointers adapted.
-
-    `place` is a JSON pointer, for example `/$defs/tool0`.
-    """
-    if isinstance(schema, list):
-        return [moved(inner, place) for inner in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-
-    def value_of(key: str, value: Any) -> Any:
-        if key == "$ref" and isinstance(value, str) and value.startswith("#"):
-            return f"#{place}{value[1:]}"
-        return value if key in OF_VALUES | {"default", "examples"} else moved(value, place)
-
-    return {key: value_of(key, value) for key, value in schema.items()}

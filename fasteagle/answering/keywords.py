@@ -15,10 +15,11 @@ from fasteagle.options import AnswerOptions, GrammarSpec, SamplingParams, fresh_
 class AnswerKeywords(TypedDict, total=False):
     """Keywords of `LLM.chat` and `LLM.generate` besides their first argument.
 
-    The sampling options are those of the command line; greedy without a temperature. `json_schema`
-    is a schema as a dictionary, or True for any JSON object; `grammar` is in llguidance's dialect
-    of Lark. `logit_bias` is by token id, `top_logprobs` is the number of likeliest tokens to report
-    besides the sampled one; `speculate` False decodes plainly.
+    The sampling options are those of the command line; greedy without a temperature. The penalties
+    for presence and frequency are those of OpenAI's API. `json_schema` is a schema as a dictionary,
+    or True for any JSON object; `grammar` is in llguidance's dialect of Lark. `logit_bias` is by
+    token id, `top_logprobs` is the number of likeliest tokens to report besides the sampled one;
+    `speculate` False decodes plainly.
     """
 
     temperature: float
@@ -26,6 +27,8 @@ class AnswerKeywords(TypedDict, total=False):
     top_p: float
     min_p: float
     repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
     seed: int | None
     max_new_tokens: int
     stop: str | Sequence[str]
@@ -47,6 +50,7 @@ def read_keywords(
     left: dict[str, Any] = {**keywords}
     spec = _grammar_spec(left)
     names = {"logit_bias": "bias", "top_logprobs": "n_top", "speculate": "speculate"}
+    names |= {name: name for name in ("presence_penalty", "frequency_penalty")}
     more = {ours: left.pop(theirs) for theirs, ours in names.items() if theirs in left}
     ends = {name: left.pop(name) for name in ("max_new_tokens", "stop") if name in left}
     if isinstance(ends.get("stop"), str):

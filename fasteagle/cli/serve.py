@@ -58,5 +58,4 @@ def run_serve(
         shown = f"[{host}]" if ":" in host else host
         note(f"serving {server.name} on http://{shown}:{port} (the page), /v1 (the API)")
         run(server, listener, say)
-    if llm.is_preparing:
-        leave()
+    leave()  # at once: the interpreter would take another second to free the model

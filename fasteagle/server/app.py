@@ -84,7 +84,7 @@ class Server:
         if plan.form is not None:
             plan = await self.compiled(request, job, plan)
         self.metrics.planned(time.perf_counter() - job.submitted)
-        job.request = plan.request
+        job.request, job.text = plan.request, plan.text or None
         self.queue.submit(job)
         job.limit(self.options.timeout)
         reply = reply_kind(self.name, self.llm.tokenizer, job, plan)
@@ -101,7 +101,6 @@ class Server:
         except BaseException:
             job.leave()
             raise
-        self._remember(plan, found)
         return JSONResponse(reply.whole(found))
 
     async def planned(
@@ -168,7 +167,7 @@ class Server:
         self,
         request: Request,
         reply: Reply,
-        found: list[Chunk],
+        first: list[Chunk],
         groups: AsyncIterator[list[Chunk]],
         usage: bool,
         accepted: bool,
@@ -177,11 +176,9 @@ class Server:
             return "".join(sse(e) for chunk in chunks for e in reply.parts(chunk, accepted))
 
         try:
-            yield text_of(found)
+            yield text_of(first)
             async for group in groups:
-                found += group
                 yield text_of(group)
-            self._remember(reply.plan, found)
             for event in reply.last_parts():
                 yield sse(event)
             if usage:
@@ -194,11 +191,6 @@ class Server:
         except Exception as error:  # the status is sent already: this is how a client learns of it
             complain(request.scope, f"in a stream: {type(error).__name__}: {error}")
             yield sse(error_body(MISTAKE, "server_error"))
-
-    def _remember(self, plan: Plan, chunks: list[Chunk]) -> None:
-        if plan.text and chunks:
-            tokens = [token for chunk in chunks for token in chunk.tokens]
-            self.planner.texts.add(plan.text, plan.request.prompt, tokens)
 
 
 class EventStream(StreamingResponse):

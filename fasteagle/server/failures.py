@@ -53,12 +53,10 @@ def add_errors(app: FastAPI) -> None:
         return _error(429, str(error), kind="rate_limit_error", headers=headers)
 
     @app.exception_handler(ShuttingDownError)
-    async def closing(request: Request, error: ShuttingDownError) -> Response:
-        return _error(503, str(error), kind="server_error")
-
     @app.exception_handler(TimedOutError)
-    async def late(request: Request, error: TimedOutError) -> Response:
-        return _error(504, str(error), kind="server_error")
+    async def late(request: Request, error: Exception) -> Response:
+        status = 504 if isinstance(error, TimedOutError) else 503
+        return _error(status, str(error), kind="server_error")
 
     @app.exception_handler(CancelledError)
     async def left(request: Request, error: CancelledError) -> Response:

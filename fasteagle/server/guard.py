@@ -8,13 +8,12 @@ rebinding), a `Host` that is not ours. An address that is a number cannot be reb
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import hmac
 import ipaddress
-import json
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fasteagle.options import ServeOptions
@@ -29,25 +28,11 @@ def error_body(message: str, kind: str, param: str | None = None, code: str | No
     return {"error": {"message": clean, "type": kind, "param": param, "code": code}}
 
 
-@dataclasses.dataclass(frozen=True)
-class Refusal:
-    """Reason why a request goes no further."""
-
-    status: int
-    message: str
-    kind: str = "invalid_request_error"
-    headers: tuple[tuple[bytes, bytes], ...] = ()
-
-    async def send(self, send: Send) -> None:
-        body = json.dumps(error_body(self.message, self.kind)).encode()
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"connection", b"close"),  # what is left of the body is not read
-            *self.headers,
-        ]
-        await send({"type": "http.response.start", "status": self.status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+def refusal(
+    status: int, message: str, kind: str = "invalid_request_error", **headers: str
+) -> Response:
+    """Return the answer to a request that goes no further: what is left of it is not read."""
+    return JSONResponse(error_body(message, kind), status, {"connection": "close", **headers})
 
 
 class Guard:
@@ -63,12 +48,12 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        refusal = self._stranger(headers) or self._keyless(scope, headers)
+        refused = self._stranger(headers) or self._keyless(scope, headers)
         body: list[Message] = []
-        if refusal is None:
-            refusal = await self._read(headers, receive, body)
-        if refusal is not None:
-            await refusal.send(send)
+        if refused is None:
+            refused = await self._read(headers, receive, body)
+        if refused is not None:
+            await refused(scope, receive, send)
             return
 
         async def replay() -> Message:
@@ -76,17 +61,17 @@ class Guard:
 
         await self._app(scope, replay, send)
 
-    def _stranger(self, headers: Headers) -> Refusal | None:
+    def _stranger(self, headers: Headers) -> Response | None:
         hosts = headers.getlist("host")
         if len(hosts) != 1 or not self._is_ours(hosts[0]):
             shown = ", ".join(hosts)[:100]
-            return Refusal(403, f"Host {shown!r} is not this server: see --allow-host")
+            return refusal(403, f"Host {shown!r} is not this server: see --allow-host")
         origin = headers.get("origin")
         if origin is None or origin in self._options.allow_origin:
             return None
         if origin in (f"http://{hosts[0]}", f"https://{hosts[0]}"):
             return None
-        return Refusal(
+        return refusal(
             403, f"pages of {origin[:100]!r} may not use this server: see --allow-origin"
         )
 
@@ -103,30 +88,30 @@ class Guard:
             return False
         return address.is_loopback or not is_loopback(self._options.host)
 
-    def _keyless(self, scope: Scope, headers: Headers) -> Refusal | None:
+    def _keyless(self, scope: Scope, headers: Headers) -> Response | None:
         if self._key is None or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
             return None
         given = headers.get("authorization", "").encode("latin-1")
         if hmac.compare_digest(given, b"Bearer " + self._key):
             return None
-        return Refusal(
+        return refusal(
             401,
             "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'",
             "authentication_error",
-            ((b"www-authenticate", b"Bearer"),),
+            **{"www-authenticate": "Bearer"},
         )
 
     async def _read(
         self, headers: Headers, receive: Receive, body: list[Message]
-    ) -> Refusal | None:
+    ) -> Response | None:
         """Read the whole body, if it is not too large or too slow."""
-        too_large = Refusal(413, f"the body is larger than {self._most:,} bytes: see --max-body")
+        too_large = refusal(413, f"the body is larger than {self._most:,} bytes: see --max-body")
         length = headers.get("content-length", "")
         if length.isdigit() and int(length) > self._most:
             return too_large
         parts, size = [], 0
 
-        async def read() -> Refusal | None:
+        async def read() -> Response | None:
             nonlocal size
             while True:
                 message = await receive()
@@ -141,11 +126,11 @@ class Guard:
                     return None
 
         try:
-            refusal = await asyncio.wait_for(read(), BODY_SECONDS)
+            refused = await asyncio.wait_for(read(), BODY_SECONDS)
         except TimeoutError:
-            return Refusal(408, f"the body did not arrive within {BODY_SECONDS:g} seconds")
+            return refusal(408, f"the body did not arrive within {BODY_SECONDS:g} seconds")
         body.insert(0, {"type": "http.request", "body": b"".join(parts), "more_body": False})
-        return refusal
+        return refused
 
 
 def is_loopback(host: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from prometheus_client import (
     CollectorRegistry,
@@ -13,7 +14,8 @@ from prometheus_client import (
     generate_latest,
 )
 
-from fasteagle.server.queue import Job
+if TYPE_CHECKING:
+    from fasteagle.server.queue import Job
 
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
 TOKEN_SECONDS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5)
@@ -21,7 +23,7 @@ FINISHES = {"eos": "stop", "stop": "stop", "length": "length", "context": "lengt
 
 
 class Metrics:
-    """Metrics of one server; every name has the label `model_name`."""
+    """Metrics of one server, for any thread; every name has the label `model_name`."""
 
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
@@ -96,9 +98,11 @@ class Metrics:
             self._refused.labels(self._model, str(status)).inc()
 
     def refused(self, reason: str) -> None:
+        """Count a job that was not let in: `reason` is queue_full or shutdown."""
         self._failed.labels(self._model, reason).inc()
 
     def finished(self, job: Job) -> None:
+        """Count a job that has ended, also one that ended while it waited."""
         stats, model = job.stats, self._model
         self._drafts.labels(model).inc(len(stats.path_lengths))
         self._drafted.labels(model).inc(stats.drafted)

@@ -22,7 +22,7 @@ from fasteagle.server.protocol import (
     Sampled,
     TokenizeRequest,
 )
-from fasteagle.server.tools import ToolFormat, call_grammar, tool_format
+from fasteagle.server.tools import ToolFormat, answer_grammar, tool_format
 
 MOST_STOPS = 16
 MOST_CHARACTERS_A_TOKEN = 16  # on average; English has 4 to 5, code up to 8
@@ -73,7 +73,6 @@ class Planner:
 
     def __init__(self, llm: LLM, defaults: Defaults) -> None:
         self._llm, self._defaults = llm, defaults
-        self.texts = llm.texts
         # More cannot fit, or is so unlike text that it is not worth the seconds of encoding it.
         each = min(llm.tokenizer.most_characters, MOST_CHARACTERS_A_TOKEN)
         self._most_characters = llm.engine.max_seq_len * each
@@ -106,7 +105,7 @@ class Planner:
         self._check_length(text, "messages")
         n_top = (body.top_logprobs or 0) if body.logprobs else None
         form = self._chat_form(body, tools_form, tools)
-        request = self._request(body, self.texts.encode(text), limit, n_top)
+        request = self._request(body, self._llm.texts.encode(text), limit, n_top)
         most_calls = 1 if body.parallel_tool_calls is False else None
         names = frozenset(tool.function.name for tool in body.tools or [])
         return Plan(request, form, text, opened_thought(text), tools_form, names, most_calls)
@@ -210,7 +209,14 @@ class Planner:
         )
         bias = {int(key): value for key, value in (body.logit_bias or {}).items()}
         return self._llm.made_request(
-            prompt, self._params(body), answer, None, bias, n_top, body.speculate
+            prompt,
+            self._params(body),
+            answer,
+            bias=bias,
+            n_top=n_top,
+            speculate=body.speculate,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
         )
 
     def _params(self, body: Sampled) -> SamplingParams:
@@ -235,14 +241,23 @@ class Planner:
         spec = self._form(body, default)
         if form is None:
             return spec
+        most = 1 if body.parallel_tool_calls is False else None
         if body.tool_choice in (None, "auto"):
-            _check_not_strict(body)
+            if spec is not None and spec.kind == "json_schema":
+                return answer_grammar(form, tools, most_calls=most, schema=json.loads(spec.text))
+            if spec is not None and spec.kind == "json_object":
+                return answer_grammar(form, tools, most_calls=most, schema={"type": "object"})
+            if spec is None and any(tool["function"].get("strict") for tool in tools):
+                return answer_grammar(form, tools, most_calls=most)
             return spec
         if spec is not None:
             raise BadParameterError("tool_choice", "contradicts the form asked for")
-        choice = body.tool_choice
-        name = choice.function.name if isinstance(choice, ChosenTool) else None
-        return call_grammar(form, tools, name)
+        if isinstance(body.tool_choice, ChosenTool):
+            name = body.tool_choice.function.name
+            tools = [tool for tool in tools if tool["function"]["name"] == name]
+            if not tools:
+                raise BadParameterError("tool_choice", f"there is no tool {name!r} among tools")
+        return answer_grammar(form, tools, must_call=True)
 
     def _form(self, body: Sampled, default: GrammarSpec | None) -> GrammarSpec | None:
         schema = body.guided_json
@@ -263,15 +278,6 @@ class Planner:
             except FasteagleError as error:
                 raise BadParameterError(name, str(error)) from error
         return default
-
-
-def _check_not_strict(body: ChatRequest) -> None:
-    """Refuse `strict` tools: no grammar holds a call where the model is free not to call."""
-    for i, tool in enumerate(body.tools or []):
-        if tool.function.strict:
-            raise BadParameterError(
-                f"tools.{i}.function.strict", "needs tool_choice required, or a function by name"
-            )
 
 
 # Fields of a message that not every chat template renders. The id of a call is not among them:

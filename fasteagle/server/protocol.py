@@ -74,8 +74,8 @@ class Sampled(Body):
     stop: str | list[str] | None = None
     n: int | None = 1
     logit_bias: dict[str, float] | None = None
-    presence_penalty: float | None = 0
-    frequency_penalty: float | None = 0
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     guided_regex: str | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_grammar: str | None = None
@@ -95,13 +95,6 @@ class Sampled(Body):
         if n not in (1, None):
             raise ValueError("only 1 is supported: one sequence runs at a time")
         return n
-
-    @field_validator("presence_penalty", "frequency_penalty")
-    @classmethod
-    def _none(cls, value: float | None) -> float | None:
-        if value:
-            raise ValueError("only 0 is supported: use repetition_penalty")
-        return value
 
     @field_validator("logit_bias")
     @classmethod

@@ -11,7 +11,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from typing import Protocol
 
 import torch
 
@@ -20,6 +19,7 @@ from fasteagle.compile.blocks import configure
 from fasteagle.decoding.stats import Stats
 from fasteagle.errors import FasteagleError
 from fasteagle.llm import LLM
+from fasteagle.server.metrics import Metrics
 
 # Chunks of one answer reach the event loop together, after so long at most. A pass of a small model
 # takes less, and waking the loop for each would take the cores from the next passes.
@@ -52,18 +52,6 @@ class CancelledError(Exception):
     """Error of a request whose client has left."""
 
 
-class Observer(Protocol):
-    """Observer of the queue, for metrics; called from any thread."""
-
-    def started(self, waited: float) -> None: ...
-
-    def finished(self, job: Job) -> None:
-        """Record a job that has ended, also one that ended while it waited."""
-
-    def refused(self, reason: str) -> None:
-        """Record a job that was not let in: `reason` is queue_full or shutdown."""
-
-
 class Job:
     """One request: its answer arrives as chunks, then `stats` are complete.
 
@@ -72,6 +60,7 @@ class Job:
 
     def __init__(self) -> None:
         self.request: AnswerRequest | None = None
+        self.text: str | None = None  # of a conversation, for the tokens of its continuations
         self.stats = Stats()
         self.outcome = ""  # eos, stop, length, context, cancelled, timeout, shutdown or error
         self.submitted = time.perf_counter()
@@ -158,8 +147,8 @@ class Job:
 class AnswerQueue:
     """Queue in which at most `limit` jobs wait or are planned; its thread ends with `stop`."""
 
-    def __init__(self, llm: LLM, limit: int, observer: Observer) -> None:
-        self._llm, self._limit, self._observer = llm, limit, observer
+    def __init__(self, llm: LLM, limit: int, metrics: Metrics) -> None:
+        self._llm, self._limit, self._metrics = llm, limit, metrics
         self._waiting: deque[Job] = deque()
         self._planning: set[Job] = set()
         self._changed = threading.Condition()
@@ -189,7 +178,7 @@ class AnswerQueue:
             n = len(self._planning) + (len(self._waiting) if answers else 0)
             busy = answers and self._running is not None
             if n + busy > self._limit:
-                self._observer.refused("queue_full")
+                self._metrics.refused("queue_full")
                 raise QueueFullError(n, max(1, round((n + busy) * self._mean_seconds)))
             self._planning.add(job)
 
@@ -209,7 +198,7 @@ class AnswerQueue:
 
     def _check_open(self) -> None:
         if self._draining:
-            self._observer.refused("shutdown")
+            self._metrics.refused("shutdown")
             raise ShuttingDownError
 
     def _left(self, job: Job) -> None:
@@ -222,7 +211,7 @@ class AnswerQueue:
 
     def _report_unanswered(self, job: Job, outcome: str) -> None:
         job.end(outcome)
-        self._observer.finished(job)
+        self._metrics.finished(job)
 
     def drain(self) -> None:
         """Take nothing new and refuse the jobs that wait; the running answer goes on."""
@@ -267,12 +256,12 @@ class AnswerQueue:
         configure()
         while (job := self._next()) is not None:
             begin = time.perf_counter()
-            self._observer.started(begin - job.submitted)
+            self._metrics.started(begin - job.submitted)
             event = self._answer(job)
             now = time.perf_counter()
             job.seconds = now - job.submitted
             self._mean_seconds += 0.2 * (now - begin - self._mean_seconds)
-            self._observer.finished(job)
+            self._metrics.finished(job)
             job.tell(event)
 
     def _answer(self, job: Job) -> Exception | None:
@@ -280,7 +269,7 @@ class AnswerQueue:
         assert job.request is not None, "only planned jobs are submitted"
         try:
             before = self._llm.engine.stats
-            for chunk in self._llm.stream(job.request, job.check):
+            for chunk in self._llm.stream(job.request, job.check, job.text):
                 job.stats = self._llm.engine.stats
                 job.add(chunk)
             job.end(job.stats.finish)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
-from fasteagle.answering.json_form import SPACING, json_form, moved
+from fasteagle.answering.json_form import json_form
 from fasteagle.answering.stream import overlap
 from fasteagle.config_fields import parse_shallow_json
 from fasteagle.errors import FasteagleError
@@ -24,15 +24,47 @@ class Call(NamedTuple):
 
 
 class ToolFormat(NamedTuple):
-    """Format of tool calls: `opening` begins what may be one; `key` holds the arguments."""
+    """Format of tool calls: `opening` begins what may be one; `key` holds the arguments.
+
+    In grammars a call is `begin`, or what follows a text that ends with `opened`, and then `rest`:
+    name and arguments, until `end`. `between` parts two calls, `after` may follow the last one.
+    """
 
     name: str
     opening: str
     key: str
+    begin: str
+    opened: str
+    rest: str
+    end: str
+    between: str
+    after: str
 
 
-HERMES = ToolFormat("hermes", "<tool_call>", "arguments")  # Qwen2.5, Qwen3
-LLAMA3 = ToolFormat("llama3", "{", "parameters")  # Llama 3.1 to 3.3
+# Single lexemes as in JSON: longer ones would exclude JSON that begins in the same way.
+NAME = r'"{" "\"name\"" ":"'
+HERMES = ToolFormat(  # Qwen2.5, Qwen3
+    "hermes",
+    "<tool_call>",
+    "arguments",
+    begin=rf'"<tool_call>\n" {NAME}',
+    opened=r"(?s:.*)<tool_call>",
+    rest=rf'"\n" {NAME}',
+    end=r'"\n</tool_call>"',
+    between=r"/\n?/",
+    after="TEXT?",
+)
+LLAMA3 = ToolFormat(  # Llama 3.1 to 3.3
+    "llama3",
+    "{",
+    "parameters",
+    begin=NAME,
+    opened=r'\s*\{\s*"name"\s*:',
+    rest="",
+    end="",
+    between="/;? ?/",
+    after="",
+)
 
 
 def tool_format(template: str) -> ToolFormat:
@@ -135,31 +167,40 @@ def _parameters(function: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
-def call_grammar(
-    form: ToolFormat, tools: Sequence[dict[str, Any]], name: str | None
+def answer_grammar(
+    form: ToolFormat,
+    tools: Sequence[dict[str, Any]],
+    *,
+    must_call: bool = False,
+    most_calls: int | None = None,
+    schema: Any = None,
 ) -> GrammarSpec:
-    """Return the grammar of one call of the tool `name`, or of any where it is None."""
-    chosen = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
-    if not chosen:
-        raise FasteagleError(f"tool_choice: there is no tool {name!r} among tools")
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": function["name"]},
-                form.key: {"$ref": f"#/$defs/tool{i}"},
-            },
-            "required": ["name", form.key],
-            "additionalProperties": False,
-        }
-        for i, function in enumerate(chosen)
-    ]
-    definitions = {
-        f"tool{i}": json_form(moved(_parameters(function), f"/$defs/tool{i}"))
-        for i, function in enumerate(chosen)
-    }
-    schema = json.dumps({"x-guidance": SPACING, "$defs": definitions, "anyOf": calls})
-    if form is LLAMA3:
-        return GrammarSpec("json_schema", schema)
-    marks = ('"<tool_call>\\n"', f"%json {schema}", '"\\n</tool_call>"')
-    return GrammarSpec("grammar", f"start: {marks[0]} call {marks[2]}\ncall: {marks[1]}")
+    """Return the grammar of an answer that may call `tools`, whose arguments obey their schemas.
+
+    With `must_call` the answer is one call. Else it is JSON of `schema` or, without that, text;
+    once a call begins, its rest has to follow.
+    """
+
+    def calls(begin: str) -> str:
+        more = "" if most_calls == 1 else f"({form.between} {begin} call)*"
+        return f"{begin} call {more}"
+
+    if must_call:
+        rules = ["start: begin call"]
+    elif schema is not None:
+        rules = [f"start: form | {calls('begin')}", f"form: %json {json.dumps(json_form(schema))}"]
+    else:
+        rules = [
+            f"start: TEXT? | {calls(f'open {form.rest}')} {form.after}",
+            f"open[lazy]: /{form.opened}/",
+            f"TEXT: /(?s:.+)/ & ~/{form.opened}(?s:.*)/",
+        ]
+    names = " | ".join(f"tool{i}" for i in range(len(tools)))
+    rules += [f"begin: {form.begin}", f'call: / ?/ ({names}) / ?/ "}}" {form.end}']
+    for i, function in enumerate(tool["function"] for tool in tools):
+        name, key = (json.dumps(f'"{word}"') for word in (function["name"], form.key))
+        rules += [
+            f'tool{i}: {name} / ?/ "," / ?/ {key} / ?/ ":" / ?/ arguments{i}',
+            f"arguments{i}: %json {json.dumps(json_form(_parameters(function)))}",
+        ]
+    return GrammarSpec("grammar", "\n".join(rules))

@@ -1,9 +1,10 @@
-"""Structured output: every drafter gives the text of plain constrained decoding; it conforms."""
+"""Grammars and penalties: every drafter gives the text of plain decoding, which obeys them."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from fasteagle.answering.answer import AnswerRequest, answer
 from fasteagle.answering.grammar import GrammarCompiler
 from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.static_tree import StaticTreeDrafter
 from fasteagle.errors import FasteagleError
@@ -19,7 +21,7 @@ from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.logits import AnswerLogits
 from fasteagle.options import AnswerOptions, GrammarSpec, SamplingParams
-from fasteagle.shapes import TreeShape
+from fasteagle.shapes import FusedShape, TreeShape
 from helpers import TINY_VOCAB, captured_engine, eagle3_of, random_head
 
 pytest.importorskip("llguidance")
@@ -71,25 +73,29 @@ def drafters(model):
         made[f"{kind} tree"] = EagleDrafter(head, TreeShape(3, 4, 12), 512)
         made[f"{kind} chain"] = EagleDrafter(head, TreeShape(4, 1, 4), 512)
         made[f"{kind} static"] = StaticTreeDrafter(head, 512)
+        made[f"{kind} fused"] = FusedDrafter(head, FusedShape(3, 3, 8, 8), 512)
     return made
 
 
-def run(engine, tokenizer, compiler, spec, params=SamplingParams(), n=60):  # noqa: B008
-    prompt = tokenizer.encode("<|user|>write it<|end|><|assistant|>")
-    request = AnswerRequest(
-        prompt, params, AnswerOptions(n), tokenizer.eos_ids, mask=compiler.start(spec)
-    )
+PROMPT = "<|user|>write it<|end|><|assistant|>"
+
+
+def answered(engine, tokenizer, params=SamplingParams(), n=60, more=(), **changes):  # noqa: B008
+    prompt = [*tokenizer.encode(PROMPT), *more]
+    request = AnswerRequest(prompt, params, AnswerOptions(n), tokenizer.eos_ids, **changes)
     chunks = list(answer(engine, tokenizer, request))
     return [t for c in chunks for t in c.tokens], "".join(c.text for c in chunks)
+
+
+def run(engine, tokenizer, compiler, spec, params=SamplingParams(), n=60):  # noqa: B008
+    return answered(engine, tokenizer, params, n, mask=compiler.start(spec))
 
 
 @pytest.mark.parametrize("params", DRAWN, ids=str)
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.kind)
 def test_every_drafter_gives_the_tokens_of_plain_decoding(model, tokenizer, compiler, spec, params):
     expected, _ = run(Engine(model, 512), tokenizer, compiler, spec, params)
-    free = Engine(model, 512)
-    prompt = tokenizer.encode("<|user|>write it<|end|><|assistant|>")
-    unbound = [t for ids in free.generate(prompt, params, 60, tokenizer.eos_ids) for t in ids]
+    unbound, _ = answered(Engine(model, 512), tokenizer, params)
     assert expected != unbound[: len(expected)]  # the grammar changes something
     drafted = 0
     for name, drafter in drafters(model).items():
@@ -99,6 +105,39 @@ def test_every_drafter_gives_the_tokens_of_plain_decoding(model, tokenizer, comp
         drafted += engine.stats.drafted
         assert name == "ngram" or engine.stats.drafted > 0
     assert drafted > 100
+
+
+@pytest.mark.parametrize(
+    ("params", "penalties"),
+    [
+        (DRAWN[0], (-2.0, 0.0)),
+        (DRAWN[0], (0.5, -2.5)),
+        (DRAWN[1], (0.0, 2.0)),
+        (DRAWN[1], (1.5, 0.7)),
+        (DRAWN[2], (-2.5, 0.5)),
+    ],
+)
+def test_every_drafter_gives_the_tokens_of_plain_decoding_under_penalties(
+    model, tokenizer, params, penalties
+):
+    """They are also those of one-token answers with the penalties written as a bias."""
+    presence, frequency = penalties
+    named = {"presence_penalty": presence, "frequency_penalty": frequency}
+    engine = Engine(model, 512)
+    expected, _ = answered(engine, tokenizer, params, n=32, **named)
+    assert expected != answered(engine, tokenizer, params, n=32)[0]
+    ids = []
+    while len(ids) < len(expected):
+        counts = Counter(ids)
+        bias = {token: -(presence + frequency * n) for token, n in counts.items()}
+        ids += answered(engine, tokenizer, params, 1, ids, bias=bias)[0]
+    assert ids == expected
+    accepted = 0
+    for name, drafter in drafters(model).items():
+        engine = Engine(model, 512, drafter=drafter)
+        assert answered(engine, tokenizer, params, n=32, **named)[0] == expected, name
+        accepted += engine.stats.accepted
+    assert accepted > 0
 
 
 def test_drafted_tokens_inside_a_grammar_are_accepted(model, tokenizer, compiler):

@@ -6,14 +6,40 @@ import json
 
 import pytest
 
+import fasteagle
 from fasteagle.answering.grammar import GrammarCompiler
-from fasteagle.answering.json_form import moved
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.options import GrammarSpec
 from helpers import TINY_VOCAB
 
 pytest.importorskip("llguidance")
 
+INTEGER, NUMBER, CHOICE = {"type": "integer"}, {"type": "number"}, {"enum": ["S", "M"]}
+
+
+def record(required=None, **properties):
+    required = list(properties) if required is None else required
+    return {"type": "object", "properties": properties, "required": required}
+
+
+SMALL = [
+    INTEGER,
+    NUMBER,
+    CHOICE,
+    {"type": "boolean"},
+    {"type": ["integer", "null"]},
+    {"type": "string", "maxLength": 10},
+    {"type": "array", "maxItems": 0},
+    {"type": "array", "items": INTEGER, "maxItems": 3},
+    {"type": "array", "items": record(k=CHOICE), "minItems": 1, "maxItems": 3},
+    {"anyOf": [INTEGER, {"type": "string", "maxLength": 5}]},
+    record(size=CHOICE),
+    record(a=INTEGER, b=NUMBER),
+    record(name={"type": "string", "maxLength": 12}, age=INTEGER),
+    record(at=record(x=INTEGER)),
+    record((), ok={"type": "boolean"}),
+    {"$defs": {"p": CHOICE}, **record(("p",), p={"$ref": "#/$defs/p"}, q={"$ref": "#/$defs/p"})},
+]
 PERSON = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 OPEN = {"allOf": [PERSON, {"type": "object", "properties": {"b": {}}, "required": ["b"]}]}
 
@@ -62,10 +88,19 @@ def test_what_a_form_lets_through(accepts, schema, yes, no):
     assert [text for text in no if accepts(schema, text)] == []
 
 
-def test_pointers_of_a_schema_that_is_moved():
-    schema = {"$ref": "#", "properties": {"$ref": {"$ref": "#/$defs/a"}}, "const": {"$ref": "#"}}
-    assert moved(schema, "/$defs/t") == {
-        "$ref": "#/$defs/t",
-        "properties": {"$ref": {"$ref": "#/$defs/t/$defs/a"}},
-        "const": {"$ref": "#"},
-    }
+@pytest.fixture(scope="module")
+def default_model(default_model_path):
+    with fasteagle.load(str(default_model_path)) as llm:
+        yield llm
+
+
+@pytest.mark.slow
+@pytest.mark.real_model
+@pytest.mark.parametrize("schema", SMALL, ids=json.dumps)
+def test_small_forms_are_complete_within_100_tokens(default_model, schema):
+    for seed in range(3):
+        answer = default_model.chat(
+            "Answer in JSON.", json_schema=schema, temperature=1.0, seed=seed, max_new_tokens=100
+        )
+        assert answer.finish == "eos", answer.text
+        json.loads(answer.text)

@@ -309,6 +309,8 @@ ASKED = [
     ("x", {"temperature": 1e-7}, "temperature 1e-07 is out of range: use 0 (greedy) or >= 1e-05"),
     ("x", {"logit_bias": {260: 1.0}}, "logit_bias: token id 260 is outside the vocabulary"),
     ("x", {"top_logprobs": -1}, "top_logprobs -1 is out of range"),
+    ("x", {"presence_penalty": "hot"}, "presence_penalty 'hot' is out of range"),
+    ("x", {"frequency_penalty": 2.1}, "frequency_penalty 2.1 is out of range: use -2 .. 2"),
     ("x", {"regex": "a", "grammar": "b"}, "regex and grammar contradict each other"),
     ("x", {"stop": [""]}, "a stop string is empty"),
     ("x", {"stop": 3}, "stop 3 is no text and no list of texts"),

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import re
+import shutil
+import socket
 import threading
 import time
 
+import httpx
 import pytest
 
 pytest.importorskip("fastapi", reason="needs the extra [serve]")
@@ -13,8 +18,10 @@ pytest.importorskip("fastapi", reason="needs the extra [serve]")
 from tokenizers.pre_tokenizers import ByteLevel
 
 import fasteagle
+from fasteagle.answering.answer import Chunk
 from fasteagle.answering.prefix_cache import PrefixCache
-from fasteagle.options import AnswerOptions, ServeOptions
+from fasteagle.decoding.stats import Stats
+from fasteagle.options import AnswerOptions, SamplingParams, ServeOptions
 from fasteagle.server import run as running
 from fasteagle.server.app import Server
 from fasteagle.server.prepare import Defaults
@@ -23,6 +30,78 @@ from helpers import save_tiny
 # A letter's token id: biased by 100 it is always drawn, and n-grams guess it.
 LETTER = "q"
 LETTER_ID = sorted(ByteLevel.alphabet()).index(LETTER)
+
+# The parts of the registry's templates that matter, as Qwen3 and Llama 3.1 write calls.
+QWEN = (
+    "{% if tools %}<|system|>{% for t in tools %}{{ t | tojson }}{% endfor %}"
+    "call with <tool_call>{json}</tool_call><|end|>{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": '
+    "{{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+LLAMA = (
+    '{% if tools %}Respond in the format {"name": function name, "parameters": dictionary}. '
+    "{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    '{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}'
+    "{% endfor %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+LONG = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1900, "stream": True}
+LONG["logit_bias"] = {str(LETTER_ID): 100}  # no answer ends by itself
+SHORT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+CHAT = "/v1/chat/completions"
+
+
+def until(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def failures(live, reason):
+    """How many requests without a whole answer the metrics tell of."""
+    text = httpx.get(f"{live.url}/metrics").text
+    found = re.search(rf'^vllm:request_failed_total{{.*reason="{reason}"}} (\S+)$', text, re.M)
+    return float(found[1]) if found else 0.0
+
+
+def deaf(port, **body):
+    """A connection that has asked for an endless stream and reads only its beginning."""
+    found = socket.socket()
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    found.connect(("127.0.0.1", port))
+    raw = json.dumps({**LONG, "logprobs": True, "top_logprobs": 20, **body}).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    found.sendall(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
+    assert found.recv(100).startswith(b"HTTP/1.1 200")
+    return found
+
+
+def ask(page, text="hello"):
+    page.get_by_label("Question").fill(text)
+    page.keyboard.press("Enter")
+
+
+def done(page):
+    page.locator("#send").wait_for(state="visible")
+    page.locator("#log .turn.assistant").last.locator(".retry").wait_for()
 
 
 class Live:
@@ -79,3 +158,105 @@ def loaded(serve_dir):
 def live(loaded):
     with serving(loaded) as found:
         yield found
+
+
+@pytest.fixture
+def plant(live, monkeypatch):
+    """Make the model want to write a text; where a grammar does not allow it, something else."""
+
+    def set_text(text):
+        tokenizer, vocab_size = live.llm.tokenizer, live.llm.engine.model.config.vocab_size
+        end = min(tokenizer.eos_ids)
+
+        def stream(request, check=lambda: None, conversation=None):
+            wanted = [*tokenizer.encode(text), *[end] * request.answer.max_new_tokens]
+            stats = live.llm.engine.stats = Stats(prompt_tokens=len(request.prompt))
+            while not stats.finish:
+                check()
+                token = wanted[stats.new_tokens]
+                if request.mask is not None:
+                    allowed = request.mask.rows([0], [0], [True], vocab_size)[0]
+                    token = token if allowed[token] else int(allowed.nonzero()[0])
+                    request.mask.advance([token])
+                stats.new_tokens += 1
+                if token in tokenizer.eos_ids:
+                    stats.finish = "eos"
+                elif stats.new_tokens == request.answer.max_new_tokens:
+                    stats.finish = "length"
+                yield Chunk(tokenizer.decode([token]), (token,))
+
+        monkeypatch.setattr(live.llm, "stream", stream)
+
+    return set_text
+
+
+@pytest.fixture
+def slow(live, monkeypatch):
+    """Every pass takes a while: an answer of 1,900 tokens lasts as long as the test needs."""
+    original = live.llm.engine.runner.launch
+
+    def launch(*args):
+        time.sleep(0.01)
+        original(*args)
+
+    monkeypatch.setattr(live.llm.engine.runner, "launch", launch)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    sync_api = pytest.importorskip("playwright.sync_api")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("no chromium on this machine (apt-get install chromium)")
+    with sync_api.sync_playwright() as playwright:
+        made = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield made
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def site(loaded):
+    defaults = Defaults(SamplingParams(), AnswerOptions(40))
+    with serving(loaded, defaults=defaults) as found:
+        yield found
+
+
+@pytest.fixture
+def page(browser, site):
+    context = browser.new_context(viewport={"width": 1280, "height": 800})
+    made = context.new_page()
+    made.problems = []
+    made.on("console", lambda m: m.type == "error" and made.problems.append(m.text))
+    made.on("pageerror", lambda e: made.problems.append(str(e)))
+    made.on(
+        "request", lambda r: r.url.startswith((site.url, "data:")) or made.problems.append(r.url)
+    )
+    made.goto(site.url)
+    yield made
+    assert not made.problems
+    context.close()
+
+
+@pytest.fixture
+def says(site, monkeypatch):
+    """Lets the model say what a test wants, piece by piece, all but the first guessed."""
+
+    def set_answer(text, size=7, wait=0.0):
+        def stream(request, check=lambda: None, conversation=None):
+            stats = site.llm.engine.stats
+            stats.__init__(prompt_tokens=3, finish="eos", ttft=0.01, decode_seconds=0.5)
+            for i in range(0, len(text), size):
+                check()
+                time.sleep(wait)
+                part, first = text[i : i + size], i == 0
+                stats.new_tokens += 1 if first else 2
+                if not first:
+                    stats.passes += 1
+                    stats.drafted += 3
+                    stats.path_lengths.append(1)
+                n = 0 if first else len(part) // 2
+                yield Chunk(part, (1,) if first else (1, 2), int(not first), n)
+
+        monkeypatch.setattr(site.llm, "stream", stream)
+
+    return set_answer

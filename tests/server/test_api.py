@@ -11,11 +11,11 @@ import pytest
 from click.testing import CliRunner
 
 from conftest import LETTER_ID
-from fasteagle.answering.answer import Chunk
 from fasteagle.answering.known_texts import KnownTexts
 from fasteagle.cli import serve
 from fasteagle.cli.main import main
 from fasteagle.decoding.stats import Stats
+from fasteagle.server.metrics import Metrics
 from fasteagle.server.protocol import ChatRequest
 
 
@@ -94,6 +94,10 @@ def test_sampling_parameters(client, name, live):
     found = ask(client, name, **given, extra_body=extra).choices[0].message.content
     expected = direct(live, n=20, temperature=1.0, top_p=0.9, seed=5, **extra)
     assert found == expected.text
+    penalties = {"presence_penalty": 1.5, "frequency_penalty": -0.5}
+    found = ask(client, name, **given, **penalties).choices[0].message.content
+    expected = direct(live, n=20, temperature=1.0, top_p=0.9, seed=5, **penalties)
+    assert found == expected.text
     first = ask(client, name, temperature=1.0)
     again = ask(client, name, temperature=1.0, seed=first.usage.model_extra["seed"])
     assert again.choices[0].message.content == first.choices[0].message.content
@@ -168,6 +172,7 @@ def test_of_known_texts_the_longest_goes_on(live):
 @pytest.mark.parametrize("seed", [(), ("--seed", "7")])
 def test_the_seed_of_the_command_line(serve_dir, monkeypatch, seed):
     planners = []
+    monkeypatch.setattr(serve, "leave", lambda: None)
     monkeypatch.setattr(serve, "run", lambda server, *rest: planners.append(server.planner))
     command = ["serve", "--model", str(serve_dir), "--precision", "fp32", "--drafter", "none"]
     command += ["--port", "0", "--no-compile", "--temperature", "1", *seed]
@@ -259,10 +264,7 @@ def test_structured_output(client, name):
     }
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
     reply = ask(client, name, response_format=form, max_tokens=100)
-    if reply.choices[0].finish_reason == "stop":
-        assert json.loads(reply.choices[0].message.content)["answer"] in ("yes", "no")
-    else:  # a random model may write blanks for ever
-        assert reply.choices[0].message.content.startswith("{")
+    assert json.loads(reply.choices[0].message.content)["answer"] in ("yes", "no")
     reply = ask(client, name, response_format={"type": "json_object"}, max_tokens=5)
     assert reply.choices[0].message.content.startswith("{")
     for extra, pattern in (
@@ -275,8 +277,6 @@ def test_structured_output(client, name):
 
 
 def test_tokenize_and_back(live):
-    import httpx
-
     found = httpx.post(f"{live.url}/tokenize", json={"prompt": "héllo"}).json()
     assert found["count"] == len(found["tokens"]) == 6 and found["max_model_len"] == 2048
     back = httpx.post(f"{live.url}/detokenize", json={"tokens": found["tokens"]}).json()
@@ -306,8 +306,6 @@ def test_follow_ups_compute_only_what_is_new_though_conversations_alternate(clie
 
 
 def test_health_metrics_and_page(client, name, live):
-    import httpx
-
     ask(client, name)
     assert httpx.get(f"{live.url}/health").json() == {"status": "ok", "model": name}
     text = httpx.get(f"{live.url}/metrics").text
@@ -338,8 +336,6 @@ def test_health_metrics_and_page(client, name, live):
 
 
 def test_metrics_count_what_happened():
-    from fasteagle.server.metrics import Metrics
-
     class Done:
         stats = Stats(prompt_tokens=10, cached_tokens=4, new_tokens=6, passes=3, drafted=12)
         outcome, first_token, seconds = "eos", 0.5, 1.0
@@ -357,7 +353,3 @@ def test_metrics_count_what_happened():
         'vllm:request_success_total{finished_reason="stop",model_name="m"} 1.0',
     ):
         assert line in text
-
-
-def test_chunks_are_small():
-    assert Chunk("x").tokens == () and Chunk("x").n_guessed == 0

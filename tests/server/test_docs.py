@@ -37,10 +37,6 @@ def test_python_recipes(number, tiny_dir, monkeypatch, capsys):
     assert len(made) == 1
 
 
-def test_there_are_five():
-    assert len(RECIPES) == 5
-
-
 @pytest.mark.parametrize("text", [PAGE, README], ids=["serving.md", "README"])
 def test_client_recipes(text, live, monkeypatch, capsys):
     (code,) = [code for code in blocks(text, "python") if "OpenAI" in code]
@@ -62,16 +58,3 @@ def test_curl_recipe(live):
     command = command.replace("http://127.0.0.1:8000", live.url)
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
     assert '"text_completion"' in done.stdout
-
-
-def test_parameters_and_metrics_on_the_page_are_those_of_the_server(live):
-    import httpx
-
-    from fasteagle.server.protocol import ChatRequest
-
-    for name in ChatRequest.model_fields:
-        neutral = ("model", "presence_penalty", "frequency_penalty", "parallel_tool_calls")
-        assert name in neutral or f"`{name}" in PAGE, name
-    text = httpx.get(f"{live.url}/metrics").text
-    for name in re.findall(r"`(vllm:\w+)`", PAGE):
-        assert name in text, name

@@ -1,90 +1,13 @@
-"""The page in a real browser: streaming, stop, retry, both ways to decode, and hostile answers."""
+"""The page in a real browser: streaming, stop, retry, conversations, and hostile answers."""
 
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 
-from conftest import LETTER_ID, serving
-from fasteagle.answering.answer import Chunk
-from fasteagle.options import AnswerOptions, SamplingParams
-from fasteagle.server.prepare import Defaults
-
-sync_api = pytest.importorskip("playwright.sync_api")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-if CHROMIUM is None:
-    pytest.skip("no chromium on this machine (apt-get install chromium)", allow_module_level=True)
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with sync_api.sync_playwright() as playwright:
-        made = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield made
-        made.close()
-
-
-@pytest.fixture(scope="module")
-def site(loaded):
-    defaults = Defaults(SamplingParams(), AnswerOptions(40))
-    with serving(loaded, defaults=defaults) as found:
-        yield found
-
-
-@pytest.fixture
-def page(browser, site):
-    context = browser.new_context(viewport={"width": 1280, "height": 800})
-    made = context.new_page()
-    made.problems = []
-    made.on("console", lambda m: m.type == "error" and made.problems.append(m.text))
-    made.on("pageerror", lambda e: made.problems.append(str(e)))
-    made.on(
-        "request", lambda r: r.url.startswith((site.url, "data:")) or made.problems.append(r.url)
-    )
-    made.goto(site.url)
-    yield made
-    assert not made.problems
-    context.close()
-
-
-@pytest.fixture
-def says(site, monkeypatch):
-    """Lets the model say what a test wants, piece by piece, all but the first guessed."""
-
-    def set_answer(text, size=7, wait=0.0):
-        def stream(request, check=lambda: None):
-            import time
-
-            stats = site.llm.engine.stats
-            stats.__init__(prompt_tokens=3, finish="eos", ttft=0.01, decode_seconds=0.5)
-            for i in range(0, len(text), size):
-                check()
-                time.sleep(wait)
-                part, first = text[i : i + size], i == 0
-                stats.new_tokens += 1 if first else 2
-                if not first:
-                    stats.passes += 1
-                    stats.drafted += 3
-                    stats.path_lengths.append(1)
-                n = 0 if first else len(part) // 2
-                yield Chunk(part, (1,) if first else (1, 2), int(not first), n)
-
-        monkeypatch.setattr(site.llm, "stream", stream)
-
-    return set_answer
-
-
-def ask(page, text="hello"):
-    page.get_by_label("Question").fill(text)
-    page.keyboard.press("Enter")
-
-
-def done(page):
-    page.locator("#send").wait_for(state="visible")
-    page.locator("#log .foot span").last.wait_for()
+from conftest import ask, done
 
 
 def has_text(page, n):
@@ -161,13 +84,13 @@ def test_hostile_answers_are_text(page, says, text, size):
     inside = page.locator("#log .answer, #log .turn.user")
     allowed = {"P", "PRE", "CODE", "STRONG", "EM", "A", "UL", "OL", "LI", "MARK", "BLOCKQUOTE"}
     for tags in inside.evaluate_all(
-        "all => all.map(e => [...e.querySelectorAll('*')].map(x => x.tagName))"
+        "all => all.map(e => [...e.querySelectorAll('*:not(.copy)')].map(x => x.tagName))"
     ):
         assert set(tags) <= allowed | {"H3", "H4", "H5"}
     for link in page.locator(".answer a").evaluate_all("all => all.map(a => [a.href, a.rel])"):
         assert link[0].startswith(("https://good.example/", "http://evil.example/pixel.png"))
         assert "noopener" in link[1]  # an image is a link that nobody follows by itself
-    attributes = page.locator(".answer *").evaluate_all(
+    attributes = page.locator(".answer *:not(.copy)").evaluate_all(
         "all => all.flatMap(e => [...e.attributes].map(a => a.name))"
     )
     assert set(attributes) <= {"href", "target", "rel", "start"}
@@ -197,6 +120,9 @@ def f(x):
 2 * 3 * 4 and snake_case_name and __init__"""
 
 
+CODE = "def f(x):\n    return x * 2 * 3  # not *slanted*"
+
+
 def test_markdown(page, says):
     says(MARKDOWN)
     ask(page)
@@ -208,8 +134,7 @@ def test_markdown(page, says):
     assert answer.locator("ul li").all_inner_texts() == ["one", "two b"]
     assert answer.locator("ol").get_attribute("start") == "3"
     assert answer.locator("blockquote").inner_text().strip() == "quoted"
-    code = answer.locator("pre code").inner_text()
-    assert code == "def f(x):\n    return x * 2 * 3  # not *slanted*"
+    assert answer.locator("pre code").inner_text() == CODE
     assert answer.locator("a").get_attribute("href") == "https://good.example/a?b=1"
     assert "2 * 3 * 4 and snake_case_name" in answer.inner_text()
 
@@ -233,6 +158,93 @@ def test_stop_and_retry(page, says, site):
     page.get_by_text("another answer").wait_for()
     done(page)
     assert page.locator(".turn.assistant").count() == 1 and page.locator(".retry").count() == 1
+
+
+def turns(page):
+    return page.locator(".turn").evaluate_all(
+        "all => all.map(e => (e.querySelector('.answer') || e).textContent)"
+    )
+
+
+def test_conversations_stay_until_they_are_forgotten(page, says):
+    page.on("dialog", lambda dialog: dialog.accept())
+    names = page.locator("#talks li button:first-child")
+    for question, answer in (("first?", "one"), ("more?", "two")):
+        says(answer)
+        ask(page, question)
+        done(page)
+    page.get_by_role("button", name="New").click()
+    assert turns(page) == []
+    says("three")
+    ask(page, "second?")
+    done(page)
+    assert names.all_inner_texts() == ["second?", "first?"]
+    page.reload()
+    assert turns(page) == ["second?", "three"]
+    assert "localStorage" in page.locator("#side").inner_text()
+    names.nth(1).click()
+    assert turns(page) == ["first?", "one", "more?", "two"]
+    says("four")
+    page.get_by_role("button", name="Retry").click()
+    page.get_by_text("four").wait_for()
+    done(page)
+    assert names.all_inner_texts() == ["first?", "second?"]
+    page.get_by_role("button", name="Forget", exact=True).nth(1).click()
+    page.reload()
+    assert turns(page) == ["first?", "one", "more?", "four"]
+    assert names.all_inner_texts() == ["first?"]
+    page.get_by_role("button", name="Forget all").click()
+    page.reload()
+    assert turns(page) == names.all_inner_texts() == []
+
+
+def test_new_asks_first(page, says):
+    asked = []
+    page.on("dialog", lambda dialog: asked.append(dialog.message) or dialog.dismiss())
+    page.get_by_role("button", name="New").click()  # nothing is there yet
+    says("one")
+    ask(page)
+    done(page)
+    page.get_by_role("button", name="New").click()
+    page.get_by_role("button", name="Forget all").click()
+    assert asked == [
+        "Begin a new conversation? This one stays in the list.",
+        "Forget all conversations?",
+    ]
+    assert turns(page) == ["hello", "one"]
+
+
+def test_a_question_that_is_edited_is_answered_anew(page, says):
+    for question, answer in (("a?", "one"), ("b?", "two"), ("c?", "three")):
+        says(answer)
+        ask(page, question)
+        done(page)
+    edit = page.get_by_role("button", name="Edit")
+    edit.nth(1).click()
+    assert page.get_by_label("Question").input_value() == "b?"
+    page.keyboard.press("Escape")
+    assert page.get_by_label("Question").input_value() == ""
+    assert len(turns(page)) == 6
+    edit.nth(1).click()
+    says("other")
+    bodies = []
+    page.on("request", lambda r: r.post_data and bodies.append(r.post_data_json["messages"]))
+    ask(page, "B?")
+    page.get_by_text("other").wait_for()
+    done(page)
+    assert turns(page) == ["a?", "one", "B?", "other"]
+    assert [message["content"] for message in bodies[0]] == ["a?", "one", "B?"]
+
+
+def test_answers_and_code_can_be_copied(page, says, site):
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"], origin=site.url)
+    says(MARKDOWN)
+    ask(page)
+    done(page)
+    for place, text in ((".answer .copy", CODE), (".foot .copy", MARKDOWN)):
+        page.locator(place).click()
+        page.locator(place, has_text="Copied").wait_for()
+        assert page.evaluate("navigator.clipboard.readText()") == text
 
 
 def test_a_browser_that_keeps_nothing(browser, site):
@@ -314,6 +326,8 @@ def test_errors_are_shown(page, site):
     ask(page)
     done(page)
     assert "400: temperature 500" in page.locator(".answer .error").inner_text()
+    assert page.locator(".foot").inner_text() == "Retry"  # and no statistics
+    assert page.locator("#rate").inner_text() == page.locator("#share").inner_text() == "–"
     page.problems[:] = [p for p in page.problems if "400" not in p]  # the browser logs the status
 
 
@@ -364,7 +378,3 @@ def test_it_fits_the_screen(browser, site, says, width, scheme, tmp_path):
     page.get_by_text("the same text").wait_for()
     check("compare")
     context.close()
-
-
-def test_the_letter_of_these_tests(site):
-    assert site.llm.tokenizer.decode([LETTER_ID]) == "q"

@@ -6,57 +6,19 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
-import json
-import os
 import re
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 
 import httpx
 import pytest
 
-from conftest import LETTER_ID, serving
+from conftest import CHAT, LONG, SHORT, deaf, failures, serving, until
 from fasteagle.answering.answer import Chunk
-from fasteagle.errors import EngineError
-from fasteagle.options import AnswerOptions, ServeOptions
+from fasteagle.options import ServeOptions
 from fasteagle.server import prepare, run
-from fasteagle.server.prepare import Defaults, Planner
+from fasteagle.server.prepare import Planner
 from fasteagle.server.queue import Job, TimedOutError
-
-LONG = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1900, "stream": True}
-LONG["logit_bias"] = {str(LETTER_ID): 100}  # no answer ends by itself
-SHORT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
-CHAT = "/v1/chat/completions"
-
-
-def until(condition, seconds=10.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
-
-
-def failures(live, reason):
-    """How many requests without a whole answer the metrics tell of."""
-    text = httpx.get(f"{live.url}/metrics").text
-    found = re.search(rf'^vllm:request_failed_total{{.*reason="{reason}"}} (\S+)$', text, re.M)
-    return float(found[1]) if found else 0.0
-
-
-@pytest.fixture
-def slow(live, monkeypatch):
-    """Every pass takes a while: an answer of 1,900 tokens lasts as long as the test needs."""
-    original = live.llm.engine.runner.launch
-
-    def launch(*args):
-        time.sleep(0.01)
-        original(*args)
-
-    monkeypatch.setattr(live.llm.engine.runner, "launch", launch)
 
 
 def test_many_clients_get_their_own_answers(live):
@@ -325,18 +287,6 @@ def test_lines_and_numbers_of_requests(loaded, capfd):
     assert re.search(r"^fasteagle:request_planning_time_seconds_count{.*} 2.0$", text, re.M)
 
 
-def deaf(port, **body):
-    """A connection that has asked for an endless stream and reads only its beginning."""
-    found = socket.socket()
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    found.connect(("127.0.0.1", port))
-    raw = json.dumps({**LONG, "logprobs": True, "top_logprobs": 20, **body}).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    found.sendall(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
-    assert found.recv(100).startswith(b"HTTP/1.1 200")
-    return found
-
-
 def test_a_client_that_does_not_read_is_dropped(loaded, monkeypatch):
     monkeypatch.setattr(run, "WRITE_SECONDS", 0.3)
     with serving(loaded) as found, contextlib.closing(deaf(found.port)) as client:
@@ -410,175 +360,3 @@ def test_the_time_for_a_request_ends(loaded, slow):
         assert httpx.post(hasty.url + CHAT, json=SHORT).status_code == 200
         text = httpx.get(f"{hasty.url}/metrics").text
         assert 'vllm:request_failed_total{model_name="tiny-model",reason="timeout"} 2.0' in text
-
-
-def test_what_fails_in_the_engine_is_not_the_request(live, monkeypatch):
-    def broken(*args, **kwargs):
-        raise EngineError("out of memory at token 3")
-
-    monkeypatch.setattr(live.llm.engine, "prefill", broken)
-    reply = httpx.post(live.url + CHAT, json=SHORT)
-    assert reply.status_code == 500 and reply.json()["error"]["type"] == "server_error"
-    assert "out of memory" in reply.json()["error"]["message"]
-
-
-def test_memory_that_runs_out_is_the_servers_fault(live, monkeypatch, capfd):
-    def short(*args, **kwargs):
-        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")
-
-    for stream, status in ((False, 500), (True, 200)):
-        with monkeypatch.context() as patch:
-            patch.setattr(live.llm.engine.runner, "launch", short)
-            reply = httpx.post(live.url + CHAT, json={**SHORT, "stream": stream})
-        assert reply.status_code == status and '"server_error"' in reply.text
-        assert "out of memory at token" in reply.text and "[DONE]" not in reply.text
-        log = [line for line in capfd.readouterr().err.splitlines() if "memory" in line]
-        assert len(log) == 1 and log[0].startswith("error: "), log
-    assert httpx.post(live.url + CHAT, json=SHORT).status_code == 200
-
-
-def test_an_answer_that_breaks_spoils_nothing(live, monkeypatch):
-    def broken(*args, **kwargs):
-        raise RuntimeError("planted")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(live.llm.engine, "prefill", broken)
-        reply = httpx.post(live.url + CHAT, json=SHORT)
-    assert reply.status_code == 500 and "planted" not in reply.text
-    with monkeypatch.context() as patch:  # after the first token the status is sent already
-        patch.setattr(live.llm.engine.runner, "launch", broken)
-        reply = httpx.post(live.url + CHAT, json={**SHORT, "stream": True})
-    assert reply.status_code == 200 and "planted" not in reply.text
-    assert "has made a mistake" in reply.text and "[DONE]" not in reply.text
-    assert httpx.post(live.url + CHAT, json=SHORT).status_code == 200
-
-
-def test_the_end_of_a_server_finishes_the_running_answer(loaded, monkeypatch):
-    original = loaded.engine.runner.launch
-
-    def launch(*args):
-        time.sleep(0.01)
-        original(*args)
-
-    monkeypatch.setattr(loaded.engine.runner, "launch", launch)
-    body = {**LONG, "max_tokens": 400}
-    with serving(loaded, defaults=Defaults(answer=AnswerOptions(4))) as found:
-        with httpx.stream("POST", found.url + CHAT, json=body, timeout=30) as running:
-            lines = running.iter_lines()
-            next(lines)
-            with concurrent.futures.ThreadPoolExecutor(1) as pool:
-                waiting = pool.submit(httpx.post, found.url + CHAT, json=SHORT, timeout=30)
-                until(lambda: found.server.queue.n_waiting == 1)
-                found.server.queue.drain()
-                assert waiting.result().status_code == 503
-                assert failures(found, "shutdown") == 1
-            assert httpx.post(found.url + CHAT, json=SHORT).status_code == 503
-            rest = [line for line in lines if line]
-        assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
-
-
-SERVE = [sys.executable, "-m", "fasteagle", "serve", "--drafter", "ngram"]
-
-
-def start(model, port, *more):
-    """The command, once it serves."""
-    command = [*SERVE, "--model", str(model), "--precision", "fp32", "--port", str(port), *more]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    seen = []
-    for line in process.stderr:
-        seen.append(line)
-        if line.startswith("serving"):
-            break
-    else:
-        raise AssertionError("".join(seen))
-    return process
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("times", [1, 2])
-def test_signals_end_the_command(serve_dir, number, times):
-    port = free_port()
-    process = start(serve_dir, port, "--no-compile")
-    url = f"http://127.0.0.1:{port}{CHAT}"
-    body = {**LONG, "max_tokens": 1500}
-    try:
-        with httpx.stream("POST", url, json=body, timeout=60) as running:
-            lines = running.iter_lines()
-            next(lines)
-            for _ in range(times):
-                os.kill(process.pid, number)
-                time.sleep(0.05)
-            try:
-                rest = [line for line in lines if line]
-            except httpx.RemoteProtocolError:
-                rest = ["broken off"]
-        # The first signal lets the answer finish; the second may come when it has.
-        assert times == 2 or rest[-1] == "data: [DONE]"
-        assert process.wait(20) == 0
-        assert "Traceback" not in process.stderr.read()
-    finally:
-        process.kill()
-
-
-def test_a_client_that_does_not_read_does_not_hold_up_the_end(serve_dir):
-    port = free_port()
-    process = start(serve_dir, port, "--no-compile", "--timeout", "3")
-    try:
-        with contextlib.closing(deaf(port)):
-            time.sleep(0.5)
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(20) == 0
-            assert "Traceback" not in process.stderr.read()
-    finally:
-        process.kill()
-
-
-@pytest.mark.slow
-def test_it_answers_and_ends_while_something_is_still_compiled(serve_dir):
-    port = free_port()
-    process = start(serve_dir, port)
-    try:
-        url = f"http://127.0.0.1:{port}{CHAT}"
-        for _ in range(2):
-            assert httpx.post(url, json=SHORT, timeout=60).status_code == 200
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
-        assert "Traceback" not in process.stderr.read()
-    finally:
-        process.kill()
-
-
-def test_a_second_server_on_the_port_is_one_line(live, serve_dir):
-    command = [*SERVE, "--model", str(serve_dir), "--port", str(live.port)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and "is in use" in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
-MANY = int(os.environ.get("FASTEAGLE_REQUESTS", "2500"))  # 10,000 take four minutes
-
-
-@pytest.mark.parametrize("n", [300, pytest.param(MANY, marks=pytest.mark.slow)])
-def test_memory_does_not_grow(live, n):
-    """Whatever came before, many short requests leave nothing behind."""
-    import gc
-    import resource
-
-    def ask(n):
-        with httpx.Client() as client:
-            for i in range(n):
-                body = {**SHORT, "messages": [{"role": "user", "content": f"ask {i}"}]}
-                assert client.post(live.url + CHAT, json=body).status_code == 200
-        gc.collect()
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-    ask(100)
-    before, threads = ask(100), threading.active_count()
-    assert ask(n) < 1.02 * before
-    assert threading.active_count() <= threads + 1

@@ -8,43 +8,14 @@ import time
 import openai
 import pytest
 
+from conftest import LLAMA, QWEN, WEATHER
 from fasteagle.answering.answer import AnswerRequest, Chunk
 from fasteagle.errors import FasteagleError
 from fasteagle.options import AnswerOptions, SamplingParams
 from fasteagle.server.prepare import Plan
 from fasteagle.server.replies import AnswerText
-from fasteagle.server.tools import HERMES, LLAMA3, Call, call_grammar, parse_calls, tool_format
+from fasteagle.server.tools import HERMES, LLAMA3, Call, answer_grammar, parse_calls, tool_format
 
-# The parts of the registry's templates that matter, as Qwen3 and Llama 3.1 write calls.
-QWEN = (
-    "{% if tools %}<|system|>{% for t in tools %}{{ t | tojson }}{% endfor %}"
-    "call with <tool_call>{json}</tool_call><|end|>{% endif %}"
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}"
-    '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": '
-    "{{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-LLAMA = (
-    '{% if tools %}Respond in the format {"name": function name, "parameters": dictionary}. '
-    "{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}"
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}"
-    '{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}'
-    "{% endfor %}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "The weather of a city.",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"enum": ["Rome", "Oslo"]}},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
-    },
-}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 
 
@@ -57,6 +28,18 @@ def ask(client, live, **more):
     messages = more.pop("messages", [{"role": "user", "content": "hello"}])
     more = {"tools": [WEATHER], "max_tokens": 120, **more}
     return client.chat.completions.create(model=live.server.name, messages=messages, **more)
+
+
+def read(text, step=1000, form=None, is_cut=False, opened="", most_calls=None):
+    """Read an answer that comes in steps: what is shown before its end, all of it, and the rest."""
+    request = AnswerRequest([1], SamplingParams(), AnswerOptions(), frozenset())
+    names = frozenset({"weather"})
+    plan = Plan(request, opened=opened, tools=form, tool_names=names, most_calls=most_calls)
+    answer = AnswerText(plan)
+    pieces = [answer.push(Chunk(text[i : i + step])) for i in range(0, len(text), step)]
+    shown = "".join(piece.content for piece in pieces)
+    pieces.append(answer.finish(is_cut))
+    return shown, "".join(p.content for p in pieces), "".join(p.reasoning for p in pieces), answer
 
 
 def test_which_templates_can():
@@ -122,17 +105,13 @@ def test_a_stream_shows_text_and_never_a_part_of_a_call(form, step):
     call = CALL if form is HERMES else '{"name": "weather", "parameters": {"city": "Rome"}}'
     texts = ["plain < text", call, "[{"] + (["a <b> " + call] if form is HERMES else [])
     for text in texts:
-        request = AnswerRequest([1], SamplingParams(), AnswerOptions(), frozenset())
-        answer = AnswerText(Plan(request, tools=form, tool_names=frozenset({"weather"})))
-        pieces = [answer.push(Chunk(text[i : i + step])) for i in range(0, len(text), step)]
-        shown = "".join(piece.content for piece in pieces)
-        last = answer.finish()
+        shown, content, _, answer = read(text, step, form)
         if call in text:
             assert answer.calls == [Call("weather", '{"city": "Rome"}')]
-            assert "tool_call" not in shown + last.content and "{" not in shown + last.content
-            assert (shown + last.content).strip() == text.replace(call, "").strip()
+            assert "tool_call" not in content and "{" not in shown + content
+            assert content.strip() == text.replace(call, "").strip()
         else:
-            assert shown + last.content == text and not answer.calls
+            assert content == text and not answer.calls
 
 
 @pytest.mark.parametrize("template", [QWEN, LLAMA], ids=["qwen", "llama"])
@@ -143,16 +122,13 @@ def test_a_call_that_must_be_made(client, live, monkeypatch, template, choice):
     monkeypatch.setattr(live.llm.tokenizer, "_template", template)
     named = {"type": "function", "function": {"name": "weather"}}
     given = {"tool_choice": "required" if choice == "required" else named, "temperature": 1.0}
-    for seed in range(8):  # until one ends before its tokens do: blanks are allowed in JSON
-        reply = ask(client, live, seed=seed, **given)
-        if reply.choices[0].finish_reason == "tool_calls":
-            break
+    reply = ask(client, live, seed=1, **given)
     message = reply.choices[0].message
     assert reply.choices[0].finish_reason == "tool_calls" and message.content is None
     (call,) = message.tool_calls
     assert call.function.name == "weather" and call.id.startswith("call_")
     assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
-    events = [e.choices[0] for e in ask(client, live, seed=seed, stream=True, **given)]
+    events = [e.choices[0] for e in ask(client, live, seed=1, stream=True, **given)]
     assert events[-1].finish_reason == "tool_calls"
     (streamed,) = events[-1].delta.tool_calls
     assert streamed.function.arguments == call.function.arguments and streamed.index == 0
@@ -174,9 +150,6 @@ def test_choices_that_are_refused(client, live, monkeypatch):
     other = {"type": "function", "function": {"name": "other"}}
     with pytest.raises(openai.BadRequestError, match="there is no tool 'other'"):
         ask(client, live, tool_choice=other)
-    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
-    with pytest.raises(openai.BadRequestError, match="strict: needs tool_choice required"):
-        ask(client, live, tools=[strict])
     for arguments in ("{", "3", "[" * 100_000, '{"a": ' * 500 + "1" + "}" * 500):
         function = {"name": "f", "arguments": arguments}
         broken = {"id": "a", "type": "function", "function": function}
@@ -197,26 +170,79 @@ NESTED = {
         },
     },
 }
+NAMED = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+MODES = {
+    "auto": {},
+    "one": {"most_calls": 1},
+    "must": {"must_call": True},
+    "form": {"schema": NAMED},
+}
 
 
-@pytest.mark.parametrize(("form", "key"), [(HERMES, "arguments"), (LLAMA3, "parameters")])
-def test_calls_obey_their_own_schemas(live, form, key):
-    """Pointers lead into the tool's own schema; a tool without parameters takes none."""
+@pytest.mark.parametrize("form", [HERMES, LLAMA3], ids=lambda form: form.name)
+@pytest.mark.parametrize("mode", MODES)
+def test_what_an_answer_with_tools_may_be(live, form, mode):
+    """Arguments obey the tool's own schema, whose pointers lead into it; `stop` takes none."""
+
+    def call(name, **arguments):
+        text = json.dumps({"name": name, form.key: arguments})
+        return f"<tool_call>\n{text}\n</tool_call>" if form is HERMES else text
+
+    right = call("nested", unit="C")
+    two = right + ("\n" if form is HERMES else "; ") + call("stop")
+    table = [
+        (right, MODES),
+        (call("weather", city="Rome"), MODES),
+        (call("stop"), MODES),
+        (call("nested", unit="F"), ()),
+        (call("weather", city="C"), ()),
+        (call("stop", x=1), ()),
+        (call("other"), ()),
+        (right[:-3], ()),
+        (two, ("auto", "form")),
+        ("text", ("auto", "one")),
+        ('{"na', ("auto", "one")),
+        ('{"name": "Anna"}', ("form", "auto", "one") if form is HERMES else ("form",)),
+        ('{"name": 3}', ("auto", "one") if form is HERMES else ()),
+        (f"well {right}", ("auto", "one")),
+        (f"{right} bye", ("auto", "one") if form is HERMES else ()),
+    ]
     tools = [NESTED, WEATHER, {"type": "function", "function": {"name": "stop"}}]
-    mask = live.llm.grammar(call_grammar(form, tools, None))
-    for name, arguments, is_right in (
-        ("nested", {"unit": "C"}, True),
-        ("nested", {"unit": "F"}, False),
-        ("weather", {"city": "Rome"}, True),
-        ("weather", {"city": "C"}, False),
-        ("stop", {}, True),
-        ("stop", {"x": 1}, False),
+    mask = live.llm.grammar(answer_grammar(form, tools, **MODES[mode]))
+    for text, modes in table:
+        matcher, ids = mask._matcher.deep_copy(), live.llm.tokenizer.encode(text)
+        is_whole = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+        assert is_whole is (mode in modes), text
+
+
+@pytest.mark.parametrize("template", [QWEN, LLAMA], ids=["qwen", "llama"])
+def test_a_strict_call_obeys_its_schema_where_the_model_need_not_call(
+    client, live, plant, monkeypatch, template
+):
+    monkeypatch.setattr(live.llm.tokenizer, "_template", template)
+    call = CALL if template == QWEN else CALL[12:-13].replace("arguments", "parameters")
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": NAMED}}
+    for text, tool, more, city in (
+        (call, strict, {}, "Rome"),
+        (call.replace("Rome", "X"), strict, {}, "Oslo"),
+        (call.replace("Rome", "X"), WEATHER, {}, "X"),  # not strict: as the model likes
+        (call.replace("Rome", "X"), strict, {"parallel_tool_calls": False}, "Oslo"),
+        (call.replace("Rome", "X"), WEATHER, {"response_format": form}, "Oslo"),
+        ('{"name": "Anna"}', WEATHER, {"response_format": form}, None),
+        ("no call", strict, {}, None),
     ):
-        text = json.dumps({"name": name, key: arguments})
-        text = f"<tool_call>\n{text}\n</tool_call>" if form is HERMES else text
-        ids = live.llm.tokenizer.encode(text)
-        matcher = mask._matcher.deep_copy()
-        assert (matcher.try_consume_tokens(ids) == len(ids)) is is_right, text
+        plant(text)
+        (choice,) = ask(client, live, tools=[tool], **more).choices
+        if city is None:
+            assert (choice.message.content, choice.finish_reason) == (text, "stop")
+            continue
+        (made,) = choice.message.tool_calls
+        assert json.loads(made.function.arguments)["city"] == city
+    plant(call)
+    (choice,) = ask(client, live, tools=[strict], max_tokens=len(call) - 5).choices
+    assert choice.finish_reason == "length"
+    assert not choice.message.content and not choice.message.tool_calls
 
 
 @pytest.mark.parametrize(
@@ -233,41 +259,22 @@ def test_calls_obey_their_own_schemas(live, form, key):
     ],
 )
 def test_a_call_that_was_cut_leaves_no_markup(form, text, content, n_calls):
-    request = AnswerRequest([1], SamplingParams(), AnswerOptions(), frozenset())
-    names = frozenset({"weather"})
     for step in (1, 7, 100):
-        answer = AnswerText(Plan(request, tools=form, tool_names=names))
-        pieces = [answer.push(Chunk(text[i : i + step])) for i in range(0, len(text), step)]
-        pieces.append(answer.finish(is_cut=True))
-        assert "".join(p.content for p in pieces).strip() == content.strip()
-        assert len(answer.calls) == n_calls
+        _, found, _, answer = read(text, step, form, is_cut=True)
+        assert found.strip() == content.strip() and len(answer.calls) == n_calls
         assert answer.ends_in_call == (text not in (f"well {CALL}", "a < b", '{"other": 1'))
 
 
 def test_one_call_where_several_are_not_wanted():
-    request = AnswerRequest([1], SamplingParams(), AnswerOptions(), frozenset())
-    plan = Plan(request, tools=HERMES, tool_names=frozenset({"weather"}), most_calls=1)
-    answer = AnswerText(plan)
-    assert answer.push(Chunk(CALL + CALL)).content == answer.finish().content == ""
-    assert answer.calls == [Call("weather", '{"city": "Rome"}')]
+    _, content, _, answer = read(CALL + CALL, form=HERMES, most_calls=1)
+    assert content == "" and answer.calls == [Call("weather", '{"city": "Rome"}')]
 
 
-def test_a_grammar_for_several_tools():
-    two = [WEATHER, {"type": "function", "function": {"name": "stop"}}]
-    one = json.loads(call_grammar(LLAMA3, two, "stop").text)["anyOf"]
-    assert [call["properties"]["name"] for call in one] == [{"const": "stop"}]
-    assert len(json.loads(call_grammar(LLAMA3, two, None).text)["anyOf"]) == 2
-
-
-def test_thoughts_are_told_apart():
-    request = AnswerRequest([1], SamplingParams(), AnswerOptions(), frozenset())
+@pytest.mark.parametrize("step", [1, 4, 100])
+def test_thoughts_are_told_apart(step):
     for opened, text in (
         ("", "<think>\nhm\n</think>\n\nyes"),
         ("<think>\n", "\nhm\n</think>\n\nyes"),
     ):
-        for step in (1, 4, 100):
-            answer = AnswerText(Plan(request, opened=opened))
-            pieces = [answer.push(Chunk(text[i : i + step])) for i in range(0, len(text), step)]
-            pieces.append(answer.finish())
-            assert "".join(p.content for p in pieces) == "yes"
-            assert "".join(p.reasoning for p in pieces).strip() == "hm"
+        _, content, reasoning, _ = read(text, step, opened=opened)
+        assert content == "yes" and reasoning.strip() == "hm"

@@ -1,0 +1,197 @@
+"""What breaks in an answer, and how a server ends."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+
+from conftest import CHAT, LONG, SHORT, deaf, failures, serving, until
+from fasteagle.errors import EngineError
+from fasteagle.options import AnswerOptions
+from fasteagle.server.prepare import Defaults
+
+
+def test_what_fails_in_the_engine_is_not_the_request(live, monkeypatch):
+    def broken(*args, **kwargs):
+        raise EngineError("out of memory at token 3")
+
+    monkeypatch.setattr(live.llm.engine, "prefill", broken)
+    reply = httpx.post(live.url + CHAT, json=SHORT)
+    assert reply.status_code == 500 and reply.json()["error"]["type"] == "server_error"
+    assert "out of memory" in reply.json()["error"]["message"]
+
+
+def test_memory_that_runs_out_is_the_servers_fault(live, monkeypatch, capfd):
+    def short(*args, **kwargs):
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")
+
+    for stream, status in ((False, 500), (True, 200)):
+        with monkeypatch.context() as patch:
+            patch.setattr(live.llm.engine.runner, "launch", short)
+            reply = httpx.post(live.url + CHAT, json={**SHORT, "stream": stream})
+        assert reply.status_code == status and '"server_error"' in reply.text
+        assert "out of memory at token" in reply.text and "[DONE]" not in reply.text
+        log = [line for line in capfd.readouterr().err.splitlines() if "memory" in line]
+        assert len(log) == 1 and log[0].startswith("error: "), log
+    assert httpx.post(live.url + CHAT, json=SHORT).status_code == 200
+
+
+def test_an_answer_that_breaks_spoils_nothing(live, monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(live.llm.engine, "prefill", broken)
+        reply = httpx.post(live.url + CHAT, json=SHORT)
+    assert reply.status_code == 500 and "planted" not in reply.text
+    with monkeypatch.context() as patch:  # after the first token the status is sent already
+        patch.setattr(live.llm.engine.runner, "launch", broken)
+        reply = httpx.post(live.url + CHAT, json={**SHORT, "stream": True})
+    assert reply.status_code == 200 and "planted" not in reply.text
+    assert "has made a mistake" in reply.text and "[DONE]" not in reply.text
+    assert httpx.post(live.url + CHAT, json=SHORT).status_code == 200
+
+
+def test_the_end_of_a_server_finishes_the_running_answer(loaded, monkeypatch):
+    original = loaded.engine.runner.launch
+
+    def launch(*args):
+        time.sleep(0.01)
+        original(*args)
+
+    monkeypatch.setattr(loaded.engine.runner, "launch", launch)
+    body = {**LONG, "max_tokens": 400}
+    with serving(loaded, defaults=Defaults(answer=AnswerOptions(4))) as found:
+        with httpx.stream("POST", found.url + CHAT, json=body, timeout=30) as running:
+            lines = running.iter_lines()
+            next(lines)
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                waiting = pool.submit(httpx.post, found.url + CHAT, json=SHORT, timeout=30)
+                until(lambda: found.server.queue.n_waiting == 1)
+                found.server.queue.drain()
+                assert waiting.result().status_code == 503
+                assert failures(found, "shutdown") == 1
+            assert httpx.post(found.url + CHAT, json=SHORT).status_code == 503
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
+
+
+SERVE = [sys.executable, "-m", "fasteagle", "serve", "--drafter", "ngram"]
+
+
+def start(model, port, *more):
+    """The command, once it serves."""
+    command = [*SERVE, "--model", str(model), "--precision", "fp32", "--port", str(port), *more]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    seen = []
+    for line in process.stderr:
+        seen.append(line)
+        if line.startswith("serving"):
+            break
+    else:
+        raise AssertionError("".join(seen))
+    return process
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def assert_ends(process, seconds=20):
+    try:
+        assert process.wait(seconds) == 0
+        assert "Traceback" not in process.stderr.read()
+    finally:
+        process.kill()
+
+
+def test_an_idle_server_ends_at_once(serve_dir):
+    """Connections that are open do not hold it up: one that was used, and one that says nothing."""
+    port = free_port()
+    process = start(serve_dir, port, "--no-compile")
+    with httpx.Client() as client, socket.create_connection(("127.0.0.1", port)):
+        client.get(f"http://127.0.0.1:{port}/health")
+        process.send_signal(signal.SIGTERM)
+        assert_ends(process, 5)
+
+
+@pytest.mark.parametrize(("number", "times"), [(signal.SIGTERM, 1), (signal.SIGINT, 2)])
+def test_signals_end_the_command(serve_dir, number, times):
+    port = free_port()
+    process = start(serve_dir, port, "--no-compile")
+    url = f"http://127.0.0.1:{port}{CHAT}"
+    with httpx.stream("POST", url, json={**LONG, "max_tokens": 1500}, timeout=60) as running:
+        lines = running.iter_lines()
+        next(lines)
+        for _ in range(times):
+            process.send_signal(number)
+            time.sleep(0.05)
+        try:
+            rest = [line for line in lines if line]
+        except httpx.RemoteProtocolError:
+            rest = ["broken off"]
+    # The first signal lets the answer finish; the second may come when it has.
+    assert times == 2 or rest[-1] == "data: [DONE]"
+    assert_ends(process)
+
+
+def test_a_client_that_does_not_read_does_not_hold_up_the_end(serve_dir):
+    port = free_port()
+    process = start(serve_dir, port, "--no-compile", "--timeout", "3")
+    with contextlib.closing(deaf(port)):
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        assert_ends(process)
+
+
+@pytest.mark.slow
+def test_it_answers_and_ends_while_something_is_still_compiled(serve_dir):
+    port = free_port()
+    process = start(serve_dir, port)
+    for _ in range(2):
+        reply = httpx.post(f"http://127.0.0.1:{port}{CHAT}", json=SHORT, timeout=60)
+        assert reply.status_code == 200
+    process.send_signal(signal.SIGTERM)
+    assert_ends(process, 30)
+
+
+def test_a_second_server_on_the_port_is_one_line(live, serve_dir):
+    command = [*SERVE, "--model", str(serve_dir), "--port", str(live.port)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "is in use" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+MANY = int(os.environ.get("FASTEAGLE_REQUESTS", "2500"))  # 10,000 take four minutes
+
+
+@pytest.mark.parametrize("n", [300, pytest.param(MANY, marks=pytest.mark.slow)])
+def test_memory_does_not_grow(live, n):
+    """Whatever came before, many short requests leave nothing behind."""
+    import gc
+    import resource
+
+    def ask(n):
+        with httpx.Client() as client:
+            for i in range(n):
+                body = {**SHORT, "messages": [{"role": "user", "content": f"ask {i}"}]}
+                assert client.post(live.url + CHAT, json=body).status_code == 200
+        gc.collect()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    ask(100)
+    before, threads = ask(100), threading.active_count()
+    assert ask(n) < 1.02 * before
+    assert threading.active_count() <= threads + 1
