@@ -75,7 +75,7 @@ def names(known: Sequence[str]) -> Callable[[click.Context, click.Parameter, str
     "counts",
     default="1,2,4,8,16,32,64",
     show_default=True,
-    type=Numbers(),
+    type=Numbers(least=1),
     help="Comma list of the rows M of x.",
 )
 @click.option(

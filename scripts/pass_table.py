@@ -14,7 +14,7 @@ import click
 import torch
 
 from fasteagle.cli.command import Script
-from fasteagle.cli.options import model_options
+from fasteagle.cli.options import Numbers, model_options
 from fasteagle.compile.measurement import Measurement
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.open import open_model
@@ -26,14 +26,13 @@ BLOCK, WARM = 40, 10  # passes of equal rows in a row, of which the first are no
 
 @click.command(cls=Script, help=__doc__)
 @model_options
-@click.option("--rows", default="1,2,3,4,5,6,8,12,16", show_default=True)
-def main(model: str, runtime_options: RuntimeOptions, rows: str) -> None:
+@click.option("--rows", default="1,2,3,4,5,6,8,12,16", show_default=True, type=Numbers(least=1))
+def main(model: str, runtime_options: RuntimeOptions, rows: tuple[int, ...]) -> None:
     engine = open_model(model, runtime_options).loaded(runtime_options).engine
     phases = torch.ops.fasteagle_cpu.phases
     measurement = Measurement(engine, None)
     table: dict[str, list[float]] = {"pass": []}
-    sizes = [int(each) for each in rows.split(",")]
-    for T in sizes:
+    for T in rows:
         for _ in range(WARM):
             measurement.verify(T)
         phases()
@@ -46,7 +45,7 @@ def main(model: str, runtime_options: RuntimeOptions, rows: str) -> None:
             "the kernels do not time their parts: set FASTEAGLE_KERNEL_FLAGS=-DFASTEAGLE_PHASES"
         )
     print_table(
-        ["ms of", *(f"{T} rows" for T in sizes)],
+        ["ms of", *(f"{T} rows" for T in rows)],
         [[name, *(f"{ms:.3f}" for ms in times)] for name, times in table.items()],
     )
 

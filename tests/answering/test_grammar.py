@@ -215,7 +215,7 @@ def test_each_row_has_the_mask_of_its_own_path(compiler):
         (("json_schema", "{"), "json_schema is not JSON"),
         (("json_schema", "3"), "must be a JSON object"),
         (("regex", ""), "regex is empty"),
-        (("xml", "a"), "grammar kind 'xml'"),
+        (("xml", "a"), "kind 'xml' is unknown"),
     ],
 )
 def test_forms_that_are_refused(compiler, spec, message):

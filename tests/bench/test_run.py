@@ -97,7 +97,7 @@ def test_hf_and_plain_give_the_same_greedy_tokens_in_fp32(tiny_dir, questions, c
     threads = torch.get_num_threads()
     assert meta["bandwidth"]["source"] == f"measured, reading with {threads} threads"
     parts = [plain[name] for name in ("draft_ms", "verify_ms", "other_ms")]
-    assert parts[0] == 0 < min(parts[1:]) and "draft_ms" not in hf
+    assert parts[0] < min(parts[1:]) and "draft_ms" not in hf
     assert sum(parts) == pytest.approx(1e3 / plain["tok_s"], rel=0.01)  # a token a cycle
 
 

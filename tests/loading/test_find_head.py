@@ -20,7 +20,8 @@ from fasteagle.loading.heads.read import with_vocabulary
 from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.paths import cache_dir
-from helpers import eagle3_of, official_files, put_in_cache, random_head, save_tiny
+from head_folders import official_files
+from helpers import eagle3_of, put_in_cache, random_head, save_tiny
 
 
 def empty_head(folder: Path) -> Path:
