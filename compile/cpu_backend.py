@@ -40,7 +40,7 @@ class CpuBackend(Backend):
         whole = self._why_not is None
         verify = cpu_pass.NativePass(model, blocks, norm) if whole else EAGER.verify
         self._drafts = NativeDraft()
-        self._pieces = Pieces(self._drafts, verify, cpu_pass.finish)
+        self._pieces = Pieces(self._drafts, verify, cpu_pass.NativeFinish())
 
     @property
     def pieces(self) -> Pieces:

@@ -24,6 +24,8 @@ from fasteagle.shapes import GatedChain
 from fasteagle.state import CycleSpec, DecodeState
 from fasteagle.tree import HEAD, LOOKUP, chain
 
+LOOKING_UP = (FusedDrafter, NgramDrafter)
+
 
 def can_draft(head: EagleHead) -> bool:
     """Return whether the kernels can draft with this draft head."""
@@ -61,15 +63,15 @@ class NativeDraft:
         return isinstance(drafter, NgramDrafter)
 
     def __call__(self, state: DecodeState, drafter: Drafter | None, spec: CycleSpec) -> Proposal:
-        if not self.runs(drafter, spec):
+        if not isinstance(spec.shape, GatedChain):
             return EAGER.draft(state, drafter, spec)
-        native = self.of(drafter.head) if isinstance(drafter, EagleDrafter) else None
-        assert isinstance(drafter, EagleDrafter | NgramDrafter), "as above"
-        if isinstance(drafter, FusedDrafter | NgramDrafter):
+        if isinstance(drafter, LOOKING_UP):
             copied = look_up(state, drafter, spec.depth)
             if copied is not None:
                 return self.proposal(state, copied, LOOKUP)
-        assert native is not None and isinstance(drafter, EagleDrafter), "n-grams have no head"
+        native = self.of(drafter.head) if isinstance(drafter, EagleDrafter) else None
+        if native is None or not isinstance(drafter, EagleDrafter):
+            return EAGER.draft(state, drafter, spec)
         noisy = not spec.kind.greedy and drafter.noise == "shared"
         depth = min(spec.depth, LONGEST)
         bounds = drafter.thresholds
@@ -95,8 +97,8 @@ class NativeDraft:
                 tree._replace(sources=sources), extended=source == HEAD
             )
         proposal = self._chains[rows, source]
-        tree = proposal.tree._replace(tokens=torch.cat((state.root, tokens)))
-        return proposal._replace(tree=tree)
+        tokens = torch.cat((state.root, tokens)) if rows > 1 else state.root
+        return proposal._replace(tree=proposal.tree._replace(tokens=tokens))
 
 
 def look_up(state: DecodeState, drafter: FusedDrafter | NgramDrafter, reach: int) -> Tensor | None:

@@ -15,10 +15,12 @@ from fasteagle.model import Output, Target, Transformer
 from fasteagle.quant.cpu_linear import NativeLinear, NativeNorm
 from fasteagle.quant.cpu_tensors import Sampling, State, TargetTensors, Tree
 from fasteagle.quant.linear import QuantizedLMHead
+from fasteagle.sampling import SamplingMode
 from fasteagle.state import CycleSpec, DecodeState
 
 MAX_ROWS = 32  # rows of one call
 DTYPES = (torch.float32, torch.bfloat16)  # of features and embeddings
+PLAIN_GREEDY, GREEDY = SamplingMode(), Sampling()  # without a penalty
 
 
 def why_not(target: Transformer) -> str | None:
@@ -69,14 +71,58 @@ class NativePass:
         return Output(logits, features, aux_states if state.aux_layers else None)
 
 
-def finish(state: DecodeState, spec: CycleSpec, proposal: Proposal, output: Output) -> None:
-    """Run `Pieces.finish` by the kernels, except for a spec with its own acceptance rule."""
-    tree = proposal.tree
-    if spec.accept is not None or output.logits.dtype != torch.float32:
-        EAGER.finish(state, spec, proposal, output)
-        return
-    kind, tensors = spec.kind, state.sampling
-    sampling = Sampling(
+class NativeFinish:
+    """Implementation of `Pieces.finish` by `quant/cpu/cycle.h`.
+
+    A spec with its own acceptance rule is left to the core.
+    """
+
+    def __init__(self) -> None:
+        self._of: DecodeState | None = None
+        self._state: State  # tensors of the last state: its attributes cost time in each cycle
+
+    def __call__(
+        self, state: DecodeState, spec: CycleSpec, proposal: Proposal, output: Output
+    ) -> None:
+        tree = proposal.tree
+        if spec.accept is not None or output.logits.dtype != torch.float32:
+            EAGER.finish(state, spec, proposal, output)
+            return
+        torch.ops.fasteagle_cpu.finish_cycle(
+            output.logits,
+            output.features if output.aux_states is None else output.aux_states,
+            Tree(tree.tokens, tree.parents, tree.valid, tree.sources),
+            self._tensors(state),
+            GREEDY if spec.kind == PLAIN_GREEDY else _sampling(state, spec.kind),
+            spec.depth,
+            spec.in_place,
+            proposal.extended,
+            bool(spec.width),
+        )
+
+    def _tensors(self, state: DecodeState) -> State:
+        rows, features = state.cache.rows, state.features
+        if self._of is state and self._state.rows is rows and self._state.features is features:
+            return self._state
+        self._of, self._state = (
+            state,
+            State(
+                seq_len=state.seq_len,
+                root=state.root,
+                count=state.count,
+                tokens=state.tokens,
+                features=features,
+                text=state.text,
+                result=state.result,
+                rows=rows,
+            ),
+        )
+        return self._state
+
+
+def _sampling(state: DecodeState, kind: SamplingMode) -> Sampling:
+    tensors = state.sampling
+    return Sampling(
         temperature=None if kind.greedy else tensors.temperature,
         seed=None if kind.greedy else tensors.seed,
         top_k=tensors.top_k if kind.top_k else None,
@@ -84,24 +130,4 @@ def finish(state: DecodeState, spec: CycleSpec, proposal: Proposal, output: Outp
         min_p=tensors.min_p if kind.min_p else None,
         penalty=tensors.penalty if kind.penalty else None,
         seen=state.seen if kind.penalty else None,
-    )
-    torch.ops.fasteagle_cpu.finish_cycle(
-        output.logits,
-        output.features if output.aux_states is None else output.aux_states,
-        Tree(tree.tokens, tree.parents, tree.valid, tree.sources),
-        State(
-            seq_len=state.seq_len,
-            root=state.root,
-            count=state.count,
-            tokens=state.tokens,
-            features=state.features,
-            text=state.text,
-            result=state.result,
-            rows=state.cache.rows,
-        ),
-        sampling,
-        spec.depth,
-        spec.in_place,
-        proposal.extended,
-        bool(spec.width),
     )

@@ -26,7 +26,7 @@ from fasteagle.model import KEY_BLOCK, KVCache, Transformer
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import BAD_ROW, SamplingMode, draw
 from fasteagle.shapes import AnyShape
-from fasteagle.state import MAX_DEPTH, PENDING, CycleSpec
+from fasteagle.state import MAX_DEPTH, PENDING, CycleSpec, runs_head
 from fasteagle.tree import chain
 from fasteagle.verify import PAD
 
@@ -222,7 +222,7 @@ class Engine(Context):
         if shape is None:
             return CycleSpec(None, self.plain_rows, int(reads), kind)
         width = int(reads)
-        if drafter is not None and reads and CycleSpec(shape, 0, 0, kind).extends:
+        if drafter is not None and reads and runs_head(shape):
             # Ahead of the host, the pairs of any tree may be pending.
             shapes = drafter.shapes() if self.runner.ahead else [shape]
             width = max(s.depth for s in shapes) + 1

@@ -72,8 +72,13 @@ class CycleSpec:
 
         In a plain cycle, and in one that only looks up, they stay pending.
         """
-        skips = isinstance(self.shape, FusedShape) and not self.shape.levels
-        return self.shape is not None and not skips
+        return runs_head(self.shape)
+
+
+def runs_head(shape: AnyShape | None) -> bool:
+    """Return whether drafting a tree of `shape` runs the draft head, if there is one."""
+    skips = isinstance(shape, FusedShape) and not shape.levels
+    return shape is not None and not skips
 
 
 class DecodeState:

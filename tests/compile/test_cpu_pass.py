@@ -9,7 +9,7 @@ import torch
 
 from fasteagle.compile.backend import choose_backend
 from fasteagle.compile.cpu_backend import CpuBackend
-from fasteagle.compile.cpu_pass import finish, why_not
+from fasteagle.compile.cpu_pass import NativeFinish, why_not
 from fasteagle.decoding.cycle import EAGER, Proposal
 from fasteagle.decoding.runner import Backend
 from fasteagle.drafting.ngram import NgramDrafter
@@ -34,6 +34,8 @@ from fasteagle.state import CycleSpec, DecodeState
 from fasteagle.tree import HEAD, LOOKUP, DraftTree
 from helpers import random_target, tiny_config
 from native_models import CONFIGS, SHAPE, native_backend, native_target
+
+finish = NativeFinish()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -200,7 +202,7 @@ def test_other_targets_keep_their_code():
     quantize_(target.blocks, Scheme(8), native=True)
     backend = choose_backend(target)
     pieces = backend.pieces
-    assert pieces.verify is EAGER.verify and pieces.finish is finish
+    assert pieces.verify is EAGER.verify and isinstance(pieces.finish, NativeFinish)
     assert "LM head by torch: its LM head is not quantized" in backend.describe()
 
 
