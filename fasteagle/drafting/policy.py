@@ -30,7 +30,7 @@ from fasteagle.drafting.ladder import Ranks, expected
 from fasteagle.shapes import AnyShape, GatedChain
 
 ADVANTAGE = 1.02  # speed over plain decoding, below which drafting pauses
-DOUBT = 0.25  # tolerated relative error, divided by the square root of the observed cycles
+DOUBT = 0.4  # tolerated relative error, divided by the square root of the observed cycles
 MARGIN = 1.03  # speed over the size in use that another size must promise
 EVERY = 4  # cycles between decisions
 MEMORY = 0.99  # factor on the weight of past cycles in the averages, each cycle
@@ -39,9 +39,9 @@ INTERRUPTION = 4.0  # times the usual time; more is an interruption of the proce
 PRIOR_CYCLES = 4.0  # weight of an expectation, in cycles
 PROBE = 8  # cycles of drafting before it may pause again
 FIRST_PAUSE, LONGEST_PAUSE = 24, 768  # passes
-SETTLED = 64  # cycles of drafting after which the next pause is short again
+SETTLED = 256  # cycles of drafting after which the next pause is short again
 FIRST_DISTANCE, LONGEST_DISTANCE = 8, 512  # drafted cycles between two blocks of plain passes
-BLOCK, FEWEST = 12, 5  # plain passes of a block
+BLOCK, FEWEST = 8, 5  # plain passes of a block
 WARM = 2  # first passes of a block, which are not counted
 OPTIMISM = 0.8  # a block ends early where plain passes would not pay at this share of their time
 COPIED = 4  # accepted looked-up tokens in a cycle from which the text counts as copied
@@ -260,7 +260,7 @@ class Policy:
     def _pays(self, shape: AnyShape) -> bool:
         """Return whether drafting is faster than plain passes; in doubt True."""
         size = self._sizes[shape]
-        doubt = 1 + DOUBT / max(1.0, size.ms.n) ** 0.5
+        doubt = 1 + DOUBT / max(1.0, size.ms.n, self._pauses.drafted) ** 0.5
         return self._speed(shape, self._copying) * doubt > ADVANTAGE / self.plain_ms
 
     def learn(self, shape: AnyShape | None, outcome: Outcome) -> None:
