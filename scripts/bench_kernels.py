@@ -54,6 +54,13 @@ def names(known: Sequence[str]) -> Callable[[click.Context, click.Parameter, str
     return read
 
 
+def positive(_: click.Context, option: click.Parameter, numbers: tuple[int, ...]) -> Any:
+    """Return `numbers`; refuse those below 1."""
+    if min(numbers) < 1:
+        raise click.BadParameter(f"{min(numbers)} is out of range: use >= 1")
+    return numbers
+
+
 @click.command(cls=Script)
 @click.option(
     "--model",
@@ -75,7 +82,8 @@ def names(known: Sequence[str]) -> Callable[[click.Context, click.Parameter, str
     "counts",
     default="1,2,4,8,16,32,64",
     show_default=True,
-    type=Numbers(least=1),
+    type=Numbers(),
+    callback=positive,
     help="Comma list of the rows M of x.",
 )
 @click.option(
