@@ -121,15 +121,15 @@ class Engine(Context):
         stats.ttft = first - start
         cycles = self._cycles(new[-1], kind, processor, speculate)
         while True:
-            kept = self._until_end(new, max_new_tokens, eos_ids, is_last)
-            stats.new_tokens += len(kept)
+            emitted = self._until_end(new, max_new_tokens, eos_ids, is_last)
+            stats.new_tokens += len(emitted)
             if processor is not None:
-                processor.accept(kept)
+                processor.accept(emitted)
             elapsed = time.perf_counter() - first
             if stats.passes:
                 stats.cycle_seconds.append(elapsed - stats.decode_seconds)
             stats.decode_seconds = elapsed
-            yield kept
+            yield emitted
             if stats.finish:
                 cycles.close()
                 return

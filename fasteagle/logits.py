@@ -125,11 +125,11 @@ class AnswerLogits:
             self._mask.advance(tokens)
         self._pass = None
 
-    def _keep_logprobs(self, kept: Sequence[int]) -> None:
+    def _keep_logprobs(self, emitted: Sequence[int]) -> None:
         assert self._pass is not None and self._n_top is not None, "accept follows a pass"
         logits, tokens, parents, valid = self._pass
         row = 0
-        for token in kept:
+        for token in emitted:
             logprobs = logits[row].log_softmax(-1)
             best = logprobs.topk(self._n_top) if self._n_top else None
             top = zip(best.indices.tolist(), best.values.tolist(), strict=True) if best else ()

@@ -71,10 +71,10 @@ class KVCache:
         n_slots = round_up(n_slots, KEY_BLOCK)
         if n_slots == self.n_slots:
             return
-        kept = min(n_slots, self.n_slots)
+        n_rows = min(n_slots, self.n_slots)
         n_planes, G, _, E = self.rows.shape
         rows = self.rows.new_zeros(n_planes, G, n_slots, E)
-        rows[:, :, :kept] = self.rows[:, :, :kept]
+        rows[:, :, :n_rows] = self.rows[:, :, :n_rows]
         self._use(rows)
 
     def clear(self) -> None:

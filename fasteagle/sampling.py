@@ -135,12 +135,12 @@ def top_p_threshold(probs: Tensor, top_p: Tensor, n_likely: int = 256) -> Tensor
     mass = likely.cumsum(-1)
     # The last token of the nucleus is the first at which the mass reaches top_p.
     last = (mass < top_p).sum(-1, keepdim=True)
-    found = last < likely.shape[-1]
+    is_among = last < likely.shape[-1]
     among_likely = likely.gather(1, last.clamp(max=likely.shape[-1] - 1))
-    if _may_look(probs) and found.all():
+    if _may_look(probs) and is_among.all():
         return among_likely
     # Row by row, so that no row's result depends on the other rows of the pass.
-    return torch.where(found, among_likely, _search_threshold(probs, top_p))
+    return torch.where(is_among, among_likely, _search_threshold(probs, top_p))
 
 
 def _may_look(x: Tensor) -> bool:
@@ -155,16 +155,16 @@ def _search_threshold(probs: Tensor, top_p: Tensor) -> Tensor:
     patterns. So the pattern is found exactly from its highest digit down: eight digits of four
     bits, each by the masses above all its values at once.
     """
-    found = torch.zeros_like(probs[:, :1], dtype=torch.int32)
+    pattern = torch.zeros_like(probs[:, :1], dtype=torch.int32)
     for shift in range(28, -1, -4):
         n_digits = 8 if shift == 28 else 16  # the sign is 0
         digits = torch.arange(1, n_digits, dtype=torch.int32, device=probs.device)
-        below = found + (digits << shift) - 1  # the last pattern with a lower digit
+        below = pattern + (digits << shift) - 1  # the last pattern with a lower digit
         above = probs.unsqueeze(1) > below.view(torch.float32).unsqueeze(-1)  # [T, digits, V]
         mass = torch.where(above, probs.unsqueeze(1), 0).sum(-1)
         digit = (mass >= top_p).sum(-1, keepdim=True).to(torch.int32)
-        found = found + (digit << shift)
-    return found.view(torch.float32)
+        pattern = pattern + (digit << shift)
+    return pattern.view(torch.float32)
 
 
 def gumbel_noise(seed: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:

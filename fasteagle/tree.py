@@ -130,15 +130,15 @@ def rerank(pool: Pool, root: Tensor, n_nodes: int) -> DraftTree:
     parent's is never chosen without it: the chosen set is closed under ancestors.
     """
     best = torch.sort(pool.scores, descending=True, stable=True).indices[:n_nodes]
-    kept = torch.sort(best).values
-    valid = pool.scores[kept] > float("-inf")
-    parents = pool.parents[kept]
-    rows = torch.searchsorted(kept, parents.clamp(min=0)) + 1
+    best_nodes = torch.sort(best).values
+    valid = pool.scores[best_nodes] > float("-inf")
+    parents = pool.parents[best_nodes]
+    rows = torch.searchsorted(best_nodes, parents.clamp(min=0)) + 1
     rows = torch.where(valid & (parents >= 0), rows, 0)
-    tokens = torch.cat((root, torch.where(valid, pool.tokens[kept], 0)))
+    tokens = torch.cat((root, torch.where(valid, pool.tokens[best_nodes], 0)))
     sources = None
     if pool.sources is not None:
-        sources = torch.cat((torch.zeros_like(root), pool.sources[kept]))
+        sources = torch.cat((torch.zeros_like(root), pool.sources[best_nodes]))
     return DraftTree(
         tokens,
         torch.cat((rows.new_zeros(1), rows)),

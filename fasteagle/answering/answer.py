@@ -107,9 +107,9 @@ def answer(
                 rest = stream.push(i for i in ids[accepted:] if i not in request.eos_ids)
             else:
                 guessed, rest = stops.take(accepted)
-            found = tuple(logits.logprobs[n_logprobs:])
-            n_logprobs += len(found)
-            yield Chunk(guessed + rest, tuple(ids), accepted, len(guessed), found)
+            logprobs = tuple(logits.logprobs[n_logprobs:])
+            n_logprobs += len(logprobs)
+            yield Chunk(guessed + rest, tuple(ids), accepted, len(guessed), logprobs)
             check()
     left = stream.finish() if stops is None else stops.stream.finish()
     if left:

@@ -44,7 +44,7 @@ class PrefixCache:
     @property
     def n_bytes(self) -> int:
         """Number of bytes in use."""
-        return sum(kept.n_bytes for kept in self._kept)
+        return sum(entry.n_bytes for entry in self._kept)
 
     @torch.no_grad()
     def turn_to(self, engine: Engine, prompt: Sequence[int]) -> None:
@@ -52,17 +52,17 @@ class PrefixCache:
         if not self.limit:
             return
         shared = common_prefix(engine.cached, prompt)
-        found, most = None, shared + FEW_TOKENS
-        for kept in self._kept:
-            n = common_prefix(kept.tokens, prompt)
+        longest, most = None, shared + FEW_TOKENS
+        for entry in self._kept:
+            n = common_prefix(entry.tokens, prompt)
             # A drafter that has not seen those tokens would need them computed again.
-            n = n if kept.drafter is engine.drafter else 0
+            n = n if entry.drafter is engine.drafter else 0
             if n > most:
-                found, most = kept, n
+                longest, most = entry, n
         if len(engine.cached) > shared + FEW_TOKENS:
             self._keep(engine)
-        if found is not None:
-            self._bring_back(engine, found)
+        if longest is not None:
+            self._bring_back(engine, longest)
 
     def clear(self) -> None:
         self._kept.clear()
@@ -74,29 +74,29 @@ class PrefixCache:
         if n <= FEW_TOKENS:
             return
         tokens = engine.cached[:n]
-        for kept in self._kept:
-            if kept.drafter is engine.drafter and common_prefix(kept.tokens, tokens) == n:
-                self._kept = [*(k for k in self._kept if k is not kept), kept]
+        for entry in self._kept:
+            if entry.drafter is engine.drafter and common_prefix(entry.tokens, tokens) == n:
+                self._kept = [*(k for k in self._kept if k is not entry), entry]
                 return
         # Stored beginnings of this sequence are part of it.
         self._kept = [
-            kept for kept in self._kept if common_prefix(kept.tokens, tokens) < len(kept.tokens)
+            entry for entry in self._kept if common_prefix(entry.tokens, tokens) < len(entry.tokens)
         ]
         while self.n_bytes + n * of_one > self.limit:
             self._kept.pop(0)
         rows = [cache.rows[:, :, :n].to(self.device, copy=True) for cache in _caches(engine)]
         self._kept.append(_Kept(tokens, min(engine.shown, n), engine.drafter, rows))
 
-    def _bring_back(self, engine: Engine, found: _Kept) -> None:
+    def _bring_back(self, engine: Engine, entry: _Kept) -> None:
         engine.restart()
-        n = len(found.tokens)
+        n = len(entry.tokens)
         engine.reserve(n)
-        for cache, rows in zip(_caches(engine), found.rows, strict=True):
+        for cache, rows in zip(_caches(engine), entry.rows, strict=True):
             cache.rows[:, :, :n].copy_(rows)
-        engine.cached[:] = found.tokens
-        engine.shown = found.shown
-        if any(kept is found for kept in self._kept):  # otherwise it was dropped for lack of room
-            self._kept = [*(kept for kept in self._kept if kept is not found), found]
+        engine.cached[:] = entry.tokens
+        engine.shown = entry.shown
+        if any(other is entry for other in self._kept):  # else dropped for lack of room
+            self._kept = [*(other for other in self._kept if other is not entry), entry]
 
 
 def _caches(engine: Engine) -> list[KVCache]:

@@ -51,10 +51,10 @@ class TextStream:
         return self._release(self._held + after[len(before) :], final=True)
 
     def _release(self, text: str, final: bool) -> str:
-        found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
-        if found:
+        places = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        if places:
             self.stopped, self._held = True, ""
-            return text[: min(found)]
+            return text[: min(places)]
         keep = 0 if final else max((overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -97,17 +97,17 @@ class Context:
         drafter = self.drafter
         reads = drafter is not None and drafter.reads_features
         same = common_prefix(self.cached, prompt)
-        kept = min(same, len(prompt) - 1)  # the last row is always computed, for its logits
+        n_cached = min(same, len(prompt) - 1)  # the last row is always computed, for its logits
         if reads:
             # The drafter's pairs are a feature and the token after it. The last token of the common
             # prefix may be followed by another one now, and only a pass computes its feature.
-            kept = max(0, min(kept if same == len(prompt) else same - 1, self.shown))
-        self.shown = kept
-        del self.cached[kept:]
+            n_cached = max(0, min(n_cached if same == len(prompt) else same - 1, self.shown))
+        self.shown = n_cached
+        del self.cached[n_cached:]
         self.reserve(len(prompt))
-        if drafter is not None and not kept:
+        if drafter is not None and not n_cached:
             drafter.begin(prompt[0])
-        for begin in range(kept, len(prompt), self.prefill_chunk):
+        for begin in range(n_cached, len(prompt), self.prefill_chunk):
             check()
             chunk = prompt[begin : begin + self.prefill_chunk]
             normed, aux_states = self._run(chunk, begin, self.state.aux_layers)
@@ -115,7 +115,7 @@ class Context:
             self.cached.extend(chunk)
             if drafter is not None and reads:
                 self._show(drafter, prompt[begin + 1 : begin + len(chunk) + 1], read, begin)
-        return normed[-1:], read[-1:], kept
+        return normed[-1:], read[-1:], n_cached
 
     def _show(self, drafter: Drafter, after: Sequence[int], read: Tensor, begin: int) -> None:
         """Show a draft head the features `read` from position `begin` on and the tokens `after`."""

@@ -26,7 +26,7 @@ class Level(NamedTuple):
 
     above: Tensor  # frontier index of each node's parent
     ranks: Tensor  # rank of each node among its siblings
-    kept: Tensor  # nodes that have children themselves: the next frontier
+    expanded: Tensor  # nodes that have children themselves: the next frontier
     frontier_rows: Tensor  # tree row of each frontier node
 
 
@@ -90,7 +90,7 @@ class StaticTreeDrafter(HeadDrafter):
         if sampled:
             vocab_size = self.head.config.block.vocab_size
             distributions = torch.zeros(self.shape.rows, vocab_size, device=logits.device)
-        found = [state.root]
+        chosen = [state.root]
         paths = torch.zeros(1, 0, dtype=torch.int32, device=logits.device)
         n_rows = 0  # of the tree in the draft cache
         for number, level in enumerate(self._levels, 1):
@@ -100,18 +100,18 @@ class StaticTreeDrafter(HeadDrafter):
             ranked = self._ranked(logits, state, spec, number, sampled)
             ids, _ = self.top_children(ranked, self._widest)
             tokens = self.target_ids[ids[level.above, level.ranks]]
-            found.append(tokens)
-            kept = level.kept
-            if not len(kept):
+            chosen.append(tokens)
+            expanded = level.expanded
+            if not len(expanded):
                 break
-            first, n_rows = n_rows, n_rows + len(kept)
+            first, n_rows = n_rows, n_rows + len(expanded)
             own = torch.arange(first, n_rows, dtype=torch.int32, device=logits.device)
-            parents = level.above[kept]
+            parents = level.above[expanded]
             paths = torch.cat((paths[parents], own.unsqueeze(1)), dim=1)
             logits, features = self.step(
-                tokens[kept], features[parents], state.seq_len, number - 1, paths, first
+                tokens[expanded], features[parents], state.seq_len, number - 1, paths, first
             )
-        row = torch.cat(found)
+        row = torch.cat(chosen)
         return DraftTree(row, self._parents, torch.ones_like(row).bool(), distributions)
 
     def _ranked(

@@ -97,11 +97,11 @@ class Server:
                 events = self._events(request, reply, first, groups, usage, body.show_accepted)
                 return EventStream(events, job)
             job.group_seconds = self.options.timeout
-            found = [*first, *await unless_gone(request, rest(groups))]
+            replies = [*first, *await unless_gone(request, rest(groups))]
         except BaseException:
             job.leave()
             raise
-        return JSONResponse(reply.whole(found))
+        return JSONResponse(reply.whole(replies))
 
     async def planned(
         self, request: Request, job: Job, make: Callable[[], Found], answers: bool = True
@@ -159,9 +159,9 @@ class Server:
     async def at_once(self, request: Request, make: Callable[[], Found]) -> Found:
         """Return the result of `make`, run by the planner's thread, where no answer is needed."""
         job = Job()
-        found = await self.planned(request, job, make, answers=False)
+        result = await self.planned(request, job, make, answers=False)
         self.queue.release(job)
-        return found
+        return result
 
     async def _events(
         self,

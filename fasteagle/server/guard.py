@@ -91,8 +91,8 @@ class Guard:
     def _keyless(self, scope: Scope, headers: Headers) -> Response | None:
         if self._key is None or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
             return None
-        given = headers.get("authorization", "").encode("latin-1")
-        if hmac.compare_digest(given, b"Bearer " + self._key):
+        credentials = headers.get("authorization", "").encode("latin-1")
+        if hmac.compare_digest(credentials, b"Bearer " + self._key):
             return None
         return refusal(
             401,

@@ -174,13 +174,13 @@ class Planner:
         most = self._llm.engine.max_seq_len  # none takes less than a token
         if len(messages) > most:
             raise BadParameterError("messages", f"{len(messages):,} are more than {most:,} tokens")
-        found = [_template_message(i, message, template) for i, message in enumerate(messages)]
-        if self._defaults.system is not None and found[0]["role"] != "system":
-            found.insert(0, {"role": "system", "content": self._defaults.system})
+        dialogue = [_template_message(i, message, template) for i, message in enumerate(messages)]
+        if self._defaults.system is not None and dialogue[0]["role"] != "system":
+            dialogue.insert(0, {"role": "system", "content": self._defaults.system})
         if think is not None:
             self._llm.tokenizer.check_think(think)
         more = {"tools": tools} if tools else {}
-        return self._llm.tokenizer.render(found, add_generation_prompt, think, **more)
+        return self._llm.tokenizer.render(dialogue, add_generation_prompt, think, **more)
 
     def _think(self, body: ChatRequest) -> bool | None:
         switch = body.chat_template_kwargs
@@ -221,23 +221,23 @@ class Planner:
 
     def _params(self, body: Sampled) -> SamplingParams:
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
-        given = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
-        params = dataclasses.replace(self._defaults.params, **given)
-        if "seed" in given or self._defaults.seed_given or params.greedy:
+        changes = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
+        params = dataclasses.replace(self._defaults.params, **changes)
+        if "seed" in changes or self._defaults.seed_given or params.greedy:
             return params
         return dataclasses.replace(params, seed=fresh_seed())
 
     def _chat_form(
         self, body: ChatRequest, form: ToolFormat | None, tools: list[dict[str, Any]]
     ) -> GrammarSpec | None:
-        asked = body.response_format
-        default = self._defaults.form if asked is None else None
-        if asked is not None and asked.type == "json_object":
+        wanted_form = body.response_format
+        default = self._defaults.form if wanted_form is None else None
+        if wanted_form is not None and wanted_form.type == "json_object":
             default = GrammarSpec("json_object")
-        elif asked is not None and asked.type == "json_schema":
-            if asked.json_schema is None:
+        elif wanted_form is not None and wanted_form.type == "json_schema":
+            if wanted_form.json_schema is None:
                 raise BadParameterError("response_format", "json_schema is missing")
-            default = GrammarSpec("json_schema", json.dumps(asked.json_schema.schema_))
+            default = GrammarSpec("json_schema", json.dumps(wanted_form.json_schema.schema_))
         spec = self._form(body, default)
         if form is None:
             return spec
@@ -261,7 +261,7 @@ class Planner:
 
     def _form(self, body: Sampled, default: GrammarSpec | None) -> GrammarSpec | None:
         schema = body.guided_json
-        asked = {
+        forms = {
             "guided_regex": ("regex", body.guided_regex),
             "guided_json": (
                 "json_schema",
@@ -269,10 +269,10 @@ class Planner:
             ),
             "guided_grammar": ("grammar", body.guided_grammar),
         }
-        given = {name: pair for name, pair in asked.items() if pair[1] is not None}
-        if len(given) > 1 or (given and isinstance(body, ChatRequest) and body.response_format):
-            raise BadParameterError(next(iter(given)), "contradicts another form asked for")
-        for name, (kind, text) in given.items():
+        chosen = {name: pair for name, pair in forms.items() if pair[1] is not None}
+        if len(chosen) > 1 or (chosen and isinstance(body, ChatRequest) and body.response_format):
+            raise BadParameterError(next(iter(chosen)), "contradicts another form asked for")
+        for name, (kind, text) in chosen.items():
             try:
                 return GrammarSpec(kind, text or "")
             except FasteagleError as error:
@@ -304,13 +304,13 @@ def _template_message(number: int, message: ChatMessage, template: str) -> dict[
     if content is None and not message.tool_calls:
         raise BadParameterError(f"messages.{number}.content", "is missing")
     role = "system" if message.role == "developer" else message.role
-    found: dict[str, Any] = {"role": role, "content": content or ""}
+    entry: dict[str, Any] = {"role": role, "content": content or ""}
     if message.reasoning_content is not None:
-        found["reasoning_content"] = message.reasoning_content
+        entry["reasoning_content"] = message.reasoning_content
     if message.tool_call_id is not None:
-        found["tool_call_id"] = message.tool_call_id
+        entry["tool_call_id"] = message.tool_call_id
     if message.tool_calls:
-        found["tool_calls"] = [
+        entry["tool_calls"] = [
             {
                 **({} if c.id is None else {"id": c.id}),
                 "type": "function",
@@ -321,16 +321,16 @@ def _template_message(number: int, message: ChatMessage, template: str) -> dict[
             }
             for c in message.tool_calls
         ]
-    return found
+    return entry
 
 
 def _arguments(number: int, text: str) -> dict[str, Any]:
     try:
-        found = parse_shallow_json(text or "{}")
+        arguments = parse_shallow_json(text or "{}")
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        arguments = None
+    if not isinstance(arguments, dict):
         raise BadParameterError(
             f"messages.{number}.tool_calls", f"arguments {text[:80]!r} are no JSON object"
         )
-    return found
+    return arguments

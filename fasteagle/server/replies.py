@@ -272,15 +272,15 @@ class TextReply(Reply):
     def _logprobs(self, entries: Iterable[TokenLogprob]) -> Json | None:
         if self.plan.request.n_top is None:
             return None
-        found: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        columns: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for entry in entries:
             text = self.tokenizer.raw([entry.token])
-            found["tokens"].append(self._name(entry.token))
-            found["token_logprobs"].append(entry.logprob)
-            found["top_logprobs"].append(self._by_name(entry.top))
-            found["text_offset"].append(self._offset)
+            columns["tokens"].append(self._name(entry.token))
+            columns["token_logprobs"].append(entry.logprob)
+            columns["top_logprobs"].append(self._by_name(entry.top))
+            columns["text_offset"].append(self._offset)
             self._offset += len(text)
-        return found
+        return columns
 
     def _name(self, token: int) -> str:
         """Return a token's text; for a part of a character, its bytes in OpenAI's form."""
@@ -294,11 +294,11 @@ class TextReply(Reply):
 
     def _by_name(self, top: Iterable[tuple[int, float]]) -> dict[str, float]:
         """Return the entries of tokens; where texts are equal, the less likely go by their ids."""
-        found: dict[str, float] = {}
+        by_name: dict[str, float] = {}
         for token, logprob in top:
             name = self._name(token)
-            found[f"token_id:{token}" if name in found else name] = logprob
-        return found
+            by_name[f"token_id:{token}" if name in by_name else name] = logprob
+        return by_name
 
 
 def sse(event: Json) -> str:

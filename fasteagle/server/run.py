@@ -41,10 +41,10 @@ def listen(options: ServeOptions) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        found = socket.socket(family, kind, protocol)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
-        found.listen(BACKLOG)  # another server on this port is refused from here on
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)  # another server on this port is refused from here on
     except socket.gaierror as error:
         raise FasteagleError(f"--host {host}: {error.strerror}") from error
     except OSError as error:
@@ -53,8 +53,8 @@ def listen(options: ServeOptions) -> socket.socket:
                 f"port {port} of {host} is in use: stop that server, or give another --port"
             ) from error
         raise FasteagleError(f"cannot listen on {host} port {port}: {error.strerror}") from error
-    found.set_inheritable(False)
-    return found
+    listener.set_inheritable(False)
+    return listener
 
 
 class Protocol(H11Protocol):
@@ -147,7 +147,7 @@ class GracefulServer(uvicorn.Server):
                 connection.transport.abort()
 
 
-def run(server: Server, found: socket.socket, say: Callable[[str], None]) -> None:
+def run(server: Server, listener: socket.socket, say: Callable[[str], None]) -> None:
     """Serve until a signal comes."""
     config = uvicorn.Config(
         server.app,
@@ -162,7 +162,7 @@ def run(server: Server, found: socket.socket, say: Callable[[str], None]) -> Non
     )
     running = GracefulServer(config, server, say)
     try:
-        running.run(sockets=[found])
+        running.run(sockets=[listener])
     finally:
         server.queue.stop()
-        found.close()
+        listener.close()

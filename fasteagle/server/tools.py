@@ -145,17 +145,17 @@ def _call(text: str, form: ToolFormat, names: Collection[str]) -> Call | None:
     Without marks round it, JSON is a call only if it has arguments: it may be the answer itself.
     """
     try:
-        found = parse_shallow_json(text)
+        value = parse_shallow_json(text)
     except ValueError:
         return None
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
-    if found["name"] not in names:
+    if value["name"] not in names:
         return None
-    arguments = found.get(form.key, {} if form is HERMES else None)
+    arguments = value.get(form.key, {} if form is HERMES else None)
     if not isinstance(arguments, dict):
         return None
-    return Call(found["name"], json.dumps(arguments, ensure_ascii=False))
+    return Call(value["name"], json.dumps(arguments, ensure_ascii=False))
 
 
 def _parameters(function: dict[str, Any]) -> dict[str, Any]:
