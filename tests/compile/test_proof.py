@@ -76,7 +76,7 @@ def test_a_wrong_pass_is_the_cores(model, monkeypatch, capsys):
 
 
 def test_an_end_of_a_cycle_that_raises_is_the_cores(model, monkeypatch, capsys):
-    monkeypatch.setattr(cpu_pass, "finish", raising)
+    monkeypatch.setattr(cpu_pass.NativeFinish, "__call__", raising)
     backend = CpuBackend(model)
     proof.prove(backend)
     assert "commits of backend cpu" in (line := capsys.readouterr().err)
@@ -101,7 +101,7 @@ def test_wrong_products_are_computed_in_torch(model, monkeypatch, capsys):
 
 
 def test_strict_refuses(model, monkeypatch):
-    monkeypatch.setattr(cpu_pass, "finish", raising)
+    monkeypatch.setattr(cpu_pass.NativeFinish, "__call__", raising)
     with pytest.raises(FasteagleError, match=r"commits of backend cpu .*leave out --strict"):
         proof.prove(CpuBackend(model), strict=True)
 
