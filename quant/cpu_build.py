@@ -33,7 +33,7 @@ from fasteagle.paths import compiled_dir
 
 SOURCE = Path(__file__).with_name("cpu") / "ops.cpp"  # includes the headers beside it
 TIME_LIMIT = 300.0  # seconds for the compiler; it takes about half a minute
-PROBE_LIMIT = 20.0  # seconds for a question to the compiler; it takes some ms
+PROBE_LIMIT = 6.0  # seconds for a question to the compiler; it takes some ms
 NAMESPACE = "fasteagle_cpu"
 Notify = Callable[[str], None]
 FLAGS = "FASTEAGLE_KERNEL_FLAGS"  # environment variable: more compiler flags, such as sanitizers

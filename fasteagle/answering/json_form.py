@@ -5,15 +5,15 @@ All that conforms to the narrower form conforms to the schema. Knows nothing of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 SPACING = {"whitespace_flexible": True, "whitespace_pattern": r"\x20?"}  # one blank at most
 MOST_INTEGER = 2**53 - 1  # exact in every reader of JSON (RFC 8259)
 NUMBER = {"minimum": -1e15, "maximum": 1e15, "multipleOf": 1e-9}
 INTEGER = {"minimum": -MOST_INTEGER, "maximum": MOST_INTEGER}
-# A number or an object that has one of these keywords is bounded by it already.
-OF_NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+# Where a number has one of these, the others may not fit it; `minimum` and `maximum` are completed.
+OF_NUMBERS = {"exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 OF_VALUES = {"enum", "const"}
 OF_OBJECTS = {"additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties"}
 # Where several schemas apply to one value, a narrowed one can contradict another.
@@ -49,9 +49,9 @@ def _narrowed(schema: Any) -> Any:
     kinds = kind if isinstance(kind, list) else [kind]
     if not (OF_NUMBERS | OF_VALUES) & schema.keys():
         if "number" in kinds:
-            made |= NUMBER
+            made = _bounded(made, NUMBER)
         elif "integer" in kinds:
-            made |= INTEGER
+            made = _bounded(made, INTEGER)
     properties, required = schema.get("properties"), schema.get("required", [])
     if (
         isinstance(properties, dict)
@@ -62,6 +62,17 @@ def _narrowed(schema: Any) -> Any:
     ):
         made["additionalProperties"] = False
     return made
+
+
+def _bounded(schema: dict[str, Any], bounds: Mapping[str, float]) -> dict[str, Any]:
+    """Return the schema of a number with the bounds that it lacks, if its own lie within them."""
+    own = [schema[key] for key in ("minimum", "maximum") if key in schema]
+    if not all(isinstance(value, int | float) for value in own):
+        return schema
+    fits = all(bounds["minimum"] < value < bounds["maximum"] for value in own)
+    # Half of a number's steps may lie beside a bound that is no multiple of them.
+    whole = all(float(value * 1e6).is_integer() for value in own)
+    return {**bounds, **schema} if fits and whole else schema
 
 
 def _inner(key: str, value: Any) -> Any:

@@ -151,16 +151,7 @@ class ChatTokenizer:
         """
         special, written = self._marks
         pattern = special if message["role"] == "assistant" else written
-
-        def marked(value: Any) -> Any:
-            if isinstance(value, str):
-                value = value.replace(LITERAL, "\ufffd")
-                return pattern.sub(lambda match: match[0][0] + LITERAL + match[0][1:], value)
-            if isinstance(value, Mapping):
-                return {key: marked(inner) for key, inner in value.items()}
-            return [marked(inner) for inner in value] if isinstance(value, list) else value
-
-        return {key: marked(value) for key, value in message.items()}
+        return {key: _marked(value, pattern) for key, value in message.items()}
 
     def render(
         self,
@@ -172,16 +163,16 @@ class ChatTokenizer:
         """Return the conversation in the model's template, up to where its answer begins.
 
         `think` None leaves the choice to the template. A model without a template gets the
-        messages' text alone. Special tokens written inside a message are text, so that nobody can
-        end a turn from within it. Raises `FasteagleError` where the template refuses the messages,
-        for example an unsupported system prompt.
+        messages' text alone. Special tokens written inside a message or a tool are text, so that
+        nobody can end a turn from within it. Raises `FasteagleError` where the template refuses the
+        messages, for example an unsupported system prompt.
         """
         messages = [self._only_text(m) for m in messages]
         if not self._template:
             return "\n".join(m["content"] for m in messages)
         switch: dict[str, Any] = {} if think is None else {"enable_thinking": think}
         if tools:
-            switch["tools"] = list(tools)
+            switch["tools"] = [_marked(tool, self._marks[1]) for tool in tools]
         try:
             return self._backend.apply_chat_template(
                 messages,
@@ -192,6 +183,16 @@ class ChatTokenizer:
             )
         except Exception as error:  # jinja2's errors, and whatever a template raises on purpose
             raise FasteagleError(f"the model's chat template refused: {error}") from error
+
+
+def _marked(value: Any, pattern: re.Pattern[str]) -> Any:
+    """Mark what `pattern` matches in all strings of a value of JSON, names of fields included."""
+    if isinstance(value, str):
+        value = value.replace(LITERAL, "\ufffd")
+        return pattern.sub(lambda match: match[0][0] + LITERAL + match[0][1:], value)
+    if isinstance(value, Mapping):
+        return {_marked(key, pattern): _marked(inner, pattern) for key, inner in value.items()}
+    return [_marked(inner, pattern) for inner in value] if isinstance(value, list) else value
 
 
 class DummyTokenizer(ChatTokenizer):

@@ -37,6 +37,7 @@ SMALL = [
     record(a=INTEGER, b=NUMBER),
     record(name={"type": "string", "maxLength": 12}, age=INTEGER),
     record(at=record(x=INTEGER)),
+    record(price={"type": "number", "minimum": 0}),
     record((), ok={"type": "boolean"}),
     {"$defs": {"p": CHOICE}, **record(("p",), p={"$ref": "#/$defs/p"}, q={"$ref": "#/$defs/p"})},
 ]
@@ -75,6 +76,10 @@ def accepts(tiny_dir):
         ({"type": "array", "maxItems": 0}, ["[]", "[ ]"], ["[1]", "[  ]"]),
         ({"type": "integer"}, ["0", "-12", str(2**53 - 1)], [str(2**53), "1" * 40, "1.5"]),
         ({"type": "integer", "minimum": 10**16}, [str(10**17)], ["5"]),
+        ({"type": "integer", "minimum": 1}, ["1", str(2**53 - 1)], ["0", "1" * 40]),
+        ({"type": "number", "minimum": 0}, ["0", "0.25", "7"], ["-1", "0." + "3" * 30, "1" * 30]),
+        ({"type": "number", "minimum": 0.5, "maximum": 2}, ["0.5", "1.25"], ["0.4", "2.1"]),
+        ({"type": "number", "exclusiveMinimum": 0}, ["0.1"], ["0"]),
         ({"type": "number"}, ["0", "-3.25", "0.000000001"], ["0." + "3" * 30, "1" * 30]),
         ({"type": ["integer", "null"]}, ["7", "null"], ["1" * 40]),
         ({"enum": [10**17, "x"]}, [str(10**17), '"x"'], ["7"]),
