@@ -71,8 +71,8 @@ def _bounded(schema: dict[str, Any], bounds: Mapping[str, float]) -> dict[str, A
         return schema
     fits = all(bounds["minimum"] < value < bounds["maximum"] for value in own)
     # Half of a number's steps may lie beside a bound that is no multiple of them.
-    whole = all(float(value * 1e6).is_integer() for value in own)
-    return {**bounds, **schema} if fits and whole else schema
+    whole = fits and all(float(value * 1e6).is_integer() for value in own)
+    return {**bounds, **schema} if whole else schema
 
 
 def _inner(key: str, value: Any) -> Any:

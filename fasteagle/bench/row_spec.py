@@ -95,6 +95,7 @@ class RowSpec:
             drafter=self.kind,
             draft_model=draft.draft_model if is_model else None,
             head=None if is_model else self.head or draft.head,
+            tap_layers=draft.tap_layers if self.has_head else None,
             tree_file=draft.tree_file if self.kind == "eagle-static" else None,
             lookup=draft.lookup if looks_up else (),
             lookup_depth=draft.lookup_depth if looks_up else None,

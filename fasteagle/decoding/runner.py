@@ -177,7 +177,7 @@ class Backend:
     override what they run; other parts stay the core's. `describe` names them.
     """
 
-    parts: frozenset[str] = frozenset()  # parts that kernels run, of products, passes and commits
+    parts: frozenset[str] = frozenset()  # that kernels run: products, passes, drafting, commits
 
     def __init__(self, target: Target, advice: Advice | None = None) -> None:
         self.name = "eager"  # or: compiled, cpu, cuda

@@ -373,7 +373,7 @@ def tree_drafter(
 ) -> Drafter:
     """Make the drafter that `options` name for a draft head that is ready.
 
-    `native` says that the target's blocks run by our CPU kernels.
+    `native` says that our CPU kernels run passes and draft chains.
     """
     tree: Paths | AnyShape = tree_of(options, head.config.draft_vocab_size, quantized_on_cpu)
     fused = options.fuses

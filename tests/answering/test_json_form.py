@@ -8,6 +8,7 @@ import pytest
 
 import fasteagle
 from fasteagle.answering.grammar import GrammarCompiler
+from fasteagle.answering.json_form import json_form
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.options import GrammarSpec
 from helpers import TINY_VOCAB
@@ -91,6 +92,11 @@ def accepts(tiny_dir):
 def test_what_a_form_lets_through(accepts, schema, yes, no):
     assert [text for text in yes if not accepts(schema, text)] == []
     assert [text for text in no if accepts(schema, text)] == []
+
+
+def test_a_bound_that_no_float_holds_stays():
+    schema = {"type": "integer", "minimum": 10**400}
+    assert json_form(schema).items() >= schema.items()
 
 
 @pytest.fixture(scope="module")

@@ -119,6 +119,12 @@ def test_a_row_may_name_its_tree_and_its_head(name, tree):
         assert row.label == label and draft.head == head and row.has_head
 
 
+def test_layers_of_the_head_are_for_rows_that_have_one():
+    draft = DraftOptions(head="own", tap_layers=(1, 2, 3))
+    rows = {name: RowSpec(name).draft_options(draft).tap_layers for name in ("eagle", "ngram")}
+    assert rows == {"eagle": (1, 2, 3), "ngram": None}
+
+
 def test_the_usual_trees():
     draft = DraftOptions(lookup_depth=5)
     assert RowSpec("fused").planned_tree(draft, False) == FusedShape(3, 3, 8, 5)

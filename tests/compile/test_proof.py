@@ -118,6 +118,15 @@ def drafter(request, model):
     return EagleDrafter(head, GatedChain(4), 128)
 
 
+def test_products_that_are_wrong_are_torchs_in_the_head_too(model, drafter, monkeypatch):
+    monkeypatch.setattr(proof, "drafting_checks", raising)
+    backend = CpuBackend(model)
+    backend.left.add("products")
+    proof.prove_drafting(backend, drafter.head, strict=True)
+    linears = [m for m in drafter.head.modules() if isinstance(m, NativeLinear)]
+    assert linears and all(linear._by_reference for linear in linears)
+
+
 def raising_chain(self, *args):
     raise RuntimeError("illegal instruction")
 

@@ -21,6 +21,7 @@ def blocks(text, kind):
 
 
 RECIPES = [code for code in blocks(PAGE, "python") if "fasteagle.load" in code]
+assert RECIPES, "the page has recipes"
 
 
 @pytest.mark.parametrize("number", range(len(RECIPES)))
