@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from fasteagle.compile.costs import follow_costs, load_costs, store_costs, tune_now
+from fasteagle.compile.costs import conditions, follow_costs, load_costs, store_costs, tune_now
 from fasteagle.compile.measurement import Measurement
 from fasteagle.decoding.cycle import EAGER, Pieces
 from fasteagle.drafting.base import Tuning
@@ -218,6 +218,17 @@ def test_costs_of_another_drafter_are_not_used(engine, changes, said):
     lines = []
     assert load_costs(path, engine, lines.append) is None
     assert said in lines[0]
+
+
+def test_costs_hold_for_one_precision_of_the_model_and_of_its_cache(engine):
+    assert conditions(engine).items() >= {"dtype": "float32", "kv": "float32"}.items()
+    engine.cache.rows = engine.cache.rows.bfloat16()
+    lines = []
+    path = engine.drafter.tuning.path
+    store_costs(path, engine, costs(), 1.0)
+    engine.cache.rows = engine.cache.rows.float()
+    assert load_costs(path, engine, lines.append) is None
+    assert "kv bfloat16, now float32" in lines[0]
 
 
 def test_another_thread_count_is_another_device(engine):

@@ -282,6 +282,33 @@ def test_the_end_of_a_cycle_leaves_the_same_state(case, width, wrong, aux_layers
         assert len(counts) > 1
 
 
+def test_tensors_of_a_state_may_be_replaced_between_two_cycles():
+    """The cache grows with the text, and another drafter reads other features."""
+    target = native_target(tiny_config(**SHAPE))
+    generator = torch.Generator().manual_seed(0)
+    shape, rows, _ = CASES[2]
+    spec = CycleSpec(shape, rows, 9, SamplingMode())
+    states = [state_of(target, 40) for _ in range(2)]
+    for layers in ((), (0, 2)):
+        for state in states:
+            state.read_aux_layers(layers, target.config.dim)
+            state.cache.resize(state.cache.n_slots + 256)
+        for _ in range(6):
+            tree = random_tree(rows, 60, generator, False)
+            if int(Proposal.of(tree).depths.max()) > shape.depth:
+                continue
+            output = output_for(tree, target, generator, states[0], "")
+            states[1].cache.rows.copy_(states[0].cache.rows)  # rows past the text may differ
+            for state, end in zip(states, (finish, EAGER.finish), strict=True):
+                state.count.zero_()
+                end(state, spec, Proposal.of(tree), output)
+            one, two = states
+            n, seen = int(one.seq_len), int(one.count)
+            assert n == int(two.seq_len) > 40
+            assert torch.equal(one.cache.rows[:, :, :n], two.cache.rows[:, :, :n])
+            assert torch.equal(one.features[:seen], two.features[:seen])
+
+
 @pytest.mark.parametrize("V", [61, 5003])
 @pytest.mark.parametrize("spread", [0.05, 3.0, 20.0])  # of the logits: from nearly all to one token
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from fasteagle.generate import Engine
 from fasteagle.model import Target
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode
-from helpers import random_target, tiny_config
+from helpers import captured_engine, random_target, tiny_config
 from replaying import FakePlace
 
 
@@ -105,6 +105,29 @@ def test_a_cycle_is_tried_once_more_with_other_code_and_then_no_more(cuda, engin
     assert runner.captured == 0, "this one could be captured now, but may have failed for good"
     engine.prepare(SamplingParams(0.8))
     assert runner.captured == 1, "another cycle is not concerned"
+
+
+class Even:
+    """Processor that allows tokens of even ids only."""
+
+    def __call__(self, logits, tree):
+        return logits.masked_fill((torch.arange(logits.shape[1]) % 2).bool(), float("-inf"))
+
+    def accept(self, tokens):
+        pass
+
+
+def test_a_cycle_with_a_processor_is_not_replayed():
+    engine = captured_engine(random_target(tiny_config()), 64)
+
+    def answer(processor):
+        engine.restart()
+        cycles = engine.generate([1, 2, 3], SamplingParams(), 8, processor=processor)
+        return [token for new in cycles for token in new]
+
+    free = answer(None)
+    assert engine.runner.captured == 1 and any(token % 2 for token in free)
+    assert not any(token % 2 for token in answer(Even()))
 
 
 def test_what_was_spoiled_while_code_was_compiled_is_captured_with_it(cuda, engine):

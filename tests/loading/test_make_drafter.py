@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from click.testing import CliRunner
@@ -118,7 +120,7 @@ def test_costs_are_kept_for_one_head_one_kind_of_shape_and_one_corpus(
     eagle3 = random_head(model, eagle3=eagle3_of("eagle3", model.config), **more)
     save_head(tmp_path / "eagle3", eagle3, {}, torch.float32)
 
-    def tuning(folder=head_dir, documents=(), **options):
+    def tuning(folder=head_dir, documents=(), engine=engine, **options):
         drafting = Drafting(DraftOptions(**{"head": str(folder), **options}), documents=documents)
         return drafting.drafter("x", engine, checkpoint, lambda line: None).tuning
 
@@ -131,10 +133,11 @@ def test_costs_are_kept_for_one_head_one_kind_of_shape_and_one_corpus(
         tuning(documents=text, drafter="fused"),
         tuning(drafter="ngram", head=None),
         tuning(documents=text, drafter="ngram", head=None),
+        tuning(engine=Engine(copy.deepcopy(model).bfloat16(), 512)),
     ]
     assert len({t.path for t in made}) == len(made)
     assert tuning() == made[0] and len({t.head for t in made}) == 4  # one without a head
-    assert [t.corpus for t in made] == [False, False, False, False, True, False, True]
+    assert [t.corpus for t in made] == [False, False, False, False, True, False, True, False]
 
 
 def test_sizes_of_the_tree():
