@@ -69,8 +69,7 @@ class NativeDraft:
             copied = look_up(state, drafter, spec.depth)
             if copied is not None:
                 return self.proposal(state, copied, LOOKUP)
-        native = self.of(drafter.head) if isinstance(drafter, EagleDrafter) else None
-        if native is None or not isinstance(drafter, EagleDrafter):
+        if not isinstance(drafter, EagleDrafter) or (native := self.of(drafter.head)) is None:
             return EAGER.draft(state, drafter, spec)
         noisy = not spec.kind.greedy and drafter.noise == "shared"
         depth = min(spec.depth, LONGEST)

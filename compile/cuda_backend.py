@@ -21,13 +21,12 @@ from fasteagle.compile.tree_attention import OPS, has_kernel, has_triton
 from fasteagle.config import ModelConfig
 from fasteagle.decoding import cycle
 from fasteagle.decoding.cycle import EAGER, Pieces, Proposal
-from fasteagle.decoding.runner import Advice, Backend, Runner
+from fasteagle.decoding.runner import Advice, Backend, Runner, under_mask
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.draft_head import DraftOps, RankingDrafter
-from fasteagle.model import CORE, EagleHead, Ops, Output, Target, Transformer, as_mask
+from fasteagle.model import CORE, EagleHead, Ops, Output, Target, Transformer
 from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.state import CycleSpec, DecodeState
-from fasteagle.tree import TreeView
 
 
 def draft(state: DecodeState, drafter: Drafter | None, spec: CycleSpec) -> Proposal:
@@ -132,7 +131,7 @@ class CudaBackend(Backend):
             block = FusedBlocks([head.block]).run_alone
             if head.config.eagle3 is None and isinstance(head.fc, InterleavedLinear):
                 head.fc.expect_range(MOST_UNNORMED)  # it reads the block's residual stream
-        return functools.partial(head.forward, block=_short_views(block))
+        return functools.partial(head.forward, block=under_mask(block, beyond=MAX_ROWS))
 
     def describe(self) -> str:
         if not self._has_triton:
@@ -144,23 +143,3 @@ class CudaBackend(Backend):
         else:
             what = "tree attention by Triton kernels, blocks by the core"
         return f"{super().describe()}: {what}" + ", replayed" * self._replays
-
-
-def _short_views(block: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return the block of a draft head, with masks for views of more rows than kernels take."""
-
-    def run(
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        slots: Tensor,
-        visible: Tensor | TreeView,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        entry: Tensor | None = None,
-    ) -> Tensor:
-        if len(x) > MAX_ROWS:  # the end of a prompt
-            visible = as_mask(visible, k_cache.shape[1])
-        return block(x, cos, sin, slots, visible, k_cache, v_cache, entry)
-
-    return run

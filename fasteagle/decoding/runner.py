@@ -269,8 +269,8 @@ class Backend:
         return None
 
 
-def under_mask(block: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return the block of a draft head, which takes masks, as one that takes a `TreeView`."""
+def under_mask(block: Callable[..., Tensor], beyond: int = 0) -> Callable[..., Tensor]:
+    """Return the block of a draft head, with masks for views of more than `beyond` rows."""
 
     def run(
         x: Tensor,
@@ -282,7 +282,8 @@ def under_mask(block: Callable[..., Tensor]) -> Callable[..., Tensor]:
         v_cache: Tensor,
         entry: Tensor | None = None,
     ) -> Tensor:
-        mask = as_mask(visible, k_cache.shape[1])
-        return block(x, cos, sin, slots, mask, k_cache, v_cache, entry)
+        if len(x) > beyond:
+            visible = as_mask(visible, k_cache.shape[1])
+        return block(x, cos, sin, slots, visible, k_cache, v_cache, entry)
 
     return run

@@ -5,7 +5,7 @@ Shapes: W rows of the draft head in one step, D model dim, V draft vocabulary, k
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -55,11 +55,17 @@ class EagleDrafter(HeadDrafter):
         A gated chain becomes one that does not end early, which its kernels draft as well.
         """
         if isinstance(self.shape, GatedChain) and 1 <= nodes <= LONGEST:
-            chain = type(self)(self.head, GatedChain(nodes), self.max_seq_len, self.noise)
-            chain.fixed_thresholds = UNGATED
-            return chain
+            return self._ungated_chain(nodes)
         depth = min(self.shape.depth, max(1, nodes))
-        shape = TreeShape(depth, self.shape.topk, nodes)
+        return self._with(TreeShape(depth, self.shape.topk, nodes))
+
+    def _ungated_chain(self, nodes: int) -> Self:
+        chain = self._with(GatedChain(nodes))
+        chain.fixed_thresholds = UNGATED
+        return chain
+
+    def _with(self, shape: TreeShape | GatedChain | FusedShape) -> Self:
+        """Return a drafter with this draft head and another shape."""
         return type(self)(self.head, shape, self.max_seq_len, self.noise)
 
     def propose(self, prediction: Prediction, state: DecodeState, spec: CycleSpec) -> DraftTree:

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fasteagle.drafting.draft_head import Prediction
-from fasteagle.drafting.eagle import UNGATED, EagleDrafter
+from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.lookup import Lookup
 from fasteagle.drafting.policy import LONGEST, MAX_CHAIN
 from fasteagle.model import EagleHead
-from fasteagle.shapes import FusedShape, GatedChain
+from fasteagle.shapes import FusedShape, GatedChain, TreeShape
 from fasteagle.state import CycleSpec, DecodeState
 from fasteagle.tree import HEAD, LOOKUP, DraftTree, Pool
 
@@ -66,16 +66,15 @@ class FusedDrafter(EagleDrafter):
         """
         like = self.shape
         if isinstance(like, GatedChain) and 1 <= nodes <= MAX_CHAIN:
-            chain = type(self)(
-                self.head, GatedChain(nodes), self.max_seq_len, self.noise, self.lookup
-            )
-            chain.fixed_thresholds = UNGATED
-            return chain
+            return self._ungated_chain(nodes)
         if isinstance(like, GatedChain):
             like = FusedShape(LONGEST, 1, LONGEST, min(like.depth, LONGEST))
         levels = min(like.levels, max(1, nodes))
         reach = max(like.reach, nodes - like.head_pool)
-        shape = FusedShape(levels, like.topk, nodes, reach)
+        return self._with(FusedShape(levels, like.topk, nodes, reach))
+
+    def _with(self, shape: TreeShape | GatedChain | FusedShape) -> Self:
+        assert isinstance(shape, FusedShape | GatedChain), "a fused drafter has no other shapes"
         return type(self)(self.head, shape, self.max_seq_len, self.noise, self.lookup)
 
     def apart(self) -> Self:
