@@ -218,7 +218,7 @@ struct Pass {
   void gated(const Worker& me, const Weight& w) {
     alignas(64) float gate[2][MAX_TILE * COLUMNS], up[2][MAX_TILE * COLUMNS], result[BLOCK];
     const auto [begin, end] = me.share(F / BLOCK);
-    const Choice choice((uint8_t*)own_scratch(me), normed, T);
+    const Choice choice((uint8_t*)own_scratch(me), normed, T, w.base());
     for (int64_t block = begin; block < end; block++) {
       for (int64_t first = 0; first < T; first += MAX_TILE) {
         const int64_t rows = std::min<int64_t>(MAX_TILE, T - first);
