@@ -152,6 +152,7 @@ class NativeChain:
             head.block.attention.n_head,
             head.block.mlp_norm.eps,
             *flags,
+            head.config.block.sliding_window or 0,
         )
 
     def draft(

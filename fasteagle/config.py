@@ -191,6 +191,8 @@ def head_from_hf(raw: Mapping[str, Any], source: str) -> HeadConfig:
         rope_base=fields.number("rope_theta", rope.number("rope_theta", 10000.0)),
         qkv_bias=fields.flag("qkv_bias"),
     )
+    if "sliding_attention" in fields.texts("layer_types"):
+        block = dataclasses.replace(block, sliding_window=fields.integer("sliding_window"))
     size = block.vocab_size
     return HeadConfig(
         block,

@@ -395,5 +395,6 @@ def rounded_activations(x: torch.Tensor) -> torch.Tensor:
     scale = _short(most / 127)
     rest = ((blocks.double() - q.double() * scale.double()).float() * (254 * inverse)).round()
     large = scale.square() * blocks.shape[1] > 2 * scale.square().sum(1, keepdim=True)
-    rounded = q.double() * scale.double() + torch.where(large, rest.double() * _short(scale / 254), 0)
+    rest_scale = torch.where(large, _short(scale / 254), 0)
+    rounded = q.double() * scale.double() + rest.double() * rest_scale
     return rounded.flatten(1)[:, :K]

@@ -96,6 +96,7 @@ class HeadDrafter(RankingDrafter):
         self.cache = KVCache(head.config.block, 1, weight.dtype, weight.device)
         self.target_ids = head.target_ids()
         self.aux_layers = head.config.aux_layers
+        self._window = head.config.block.sliding_window
 
     @property
     def caches(self) -> list[KVCache]:
@@ -117,7 +118,8 @@ class HeadDrafter(RankingDrafter):
         """
         W, device = new.tokens.shape[0], seq_len.device
         start, row = seq_len - new.count[0], torch.arange(W, device=device)
-        view = TreeView(start, row.to(torch.int32).expand(W, W).contiguous(), row)  # a chain
+        chain = row.to(torch.int32).expand(W, W).contiguous()
+        view = TreeView(start, chain, row, self._window)
         last = new.count - 1
         features = self.head.read(new.features)
         rows = start + row
@@ -142,7 +144,7 @@ class HeadDrafter(RankingDrafter):
         the tree rows of each node's ancestors and, last, its own: `first` and the next ones. All
         nodes of a level share a position, as in the public implementation.
         """
-        view = TreeView(seq_len, paths, torch.full_like(tokens, level))
+        view = TreeView(seq_len, paths, torch.full_like(tokens, level), self._window)
         positions = torch.zeros_like(tokens) + seq_len + level
         slots = seq_len + first + torch.arange(len(tokens), device=tokens.device)
         return self._run(tokens, features, positions, slots, view, self.cache)

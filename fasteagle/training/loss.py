@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from fasteagle.device import pick_dtype
-from fasteagle.model import EagleHead, apply_rope
+from fasteagle.model import EagleHead, apply_rope, causal_mask
 from fasteagle.training.data import Features
 from fasteagle.training.options import TrainOptions
 
@@ -116,6 +116,7 @@ def unroll(head: EagleHead, embeds: Tensor, features: Tensor, steps: int) -> lis
     cos, sin = (t[:L].unsqueeze(1) for t in (head.rope_cos, head.rope_sin))
     heads = (attention.n_head, attention.n_kv_head, attention.n_kv_head)
     group = attention.n_head // attention.n_kv_head
+    window = head.config.block.sliding_window
     keys: list[Tensor] = []
     values: list[Tensor] = []
     outputs: list[Tensor] = []
@@ -128,7 +129,7 @@ def unroll(head: EagleHead, embeds: Tensor, features: Tensor, steps: int) -> lis
         k = apply_rope(attention.k_norm(k), cos, sin).transpose(1, 2)
         keys.append(k.repeat_interleave(group, dim=1))
         values.append(v.transpose(1, 2).repeat_interleave(group, dim=1))
-        y = _unrolled_attention(q, keys, values, step)
+        y = _unrolled_attention(q, keys, values, step, window)
         x = x + attention.out(y.transpose(1, 2).reshape(B, L, -1))
         x = x + block.mlp(block.mlp_norm(x))
         said, own = head.leave(x, embeds.dtype)
@@ -137,13 +138,19 @@ def unroll(head: EagleHead, embeds: Tensor, features: Tensor, steps: int) -> lis
     return outputs
 
 
-def _unrolled_attention(q: Tensor, keys: list[Tensor], values: list[Tensor], step: int) -> Tensor:
+def _unrolled_attention(
+    q: Tensor, keys: list[Tensor], values: list[Tensor], step: int, window: int | None
+) -> Tensor:
     """Return attention [B, H, L, E] of step `step` over the true rows and the self-fed diagonal."""
-    if step == 0:
-        return F.scaled_dot_product_attention(q, keys[0], values[0], is_causal=True)
     L, E = q.shape[-2:]
+    if step == 0:
+        seen = None if window is None or window >= L else causal_mask(0, L, L, window, q.device)
+        is_causal = seen is None
+        return F.scaled_dot_product_attention(q, keys[0], values[0], seen, is_causal=is_causal)
     scale = 1 / math.sqrt(E)
     hidden = torch.ones(L, L, dtype=torch.bool, device=q.device).triu(1 - step)
+    if window is not None:
+        hidden |= ~causal_mask(0, L, L, window, q.device)
     scores = ((q @ keys[0].transpose(-1, -2)).float() * scale).masked_fill(hidden, -math.inf)
     # The row that led here at step r lies step - r positions before.
     extras = [

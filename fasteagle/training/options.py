@@ -12,7 +12,8 @@ from fasteagle.errors import FasteagleError
 from fasteagle.option_fields import option
 from fasteagle.options import TAP_LAYERS_TEXT, SamplingParams
 
-ALGORITHMS = ("eagle1", "eagle3")
+ALGORITHMS = ("eagle1", "eagle3", "eagle3.1")
+LEAST_WINDOW = 32  # keys of a draft head; it sees those of a whole drafted chain
 LOSSES = ("paper", "lk", "mixed")
 PROMPTS_TEXT = 'JSONL with {"turns": [...]} lines; the model answers each turn.'
 RESUME_TEXT = "Continue the run that was cut off."
@@ -21,6 +22,7 @@ _DEFAULTS = {
     "eagle1": {"noise": 0.1, "ce_weight": 0.1, "feature_weight": 1.0, "self_fed_steps": 0},
     "eagle3": {"noise": 0.0, "ce_weight": 1.0, "feature_weight": 0.0, "self_fed_steps": 6},
 }
+_DEFAULTS["eagle3.1"] = _DEFAULTS["eagle3"]
 _ALONE = {"ce_weight": 1.0, "feature_weight": 0.0}
 
 
@@ -41,12 +43,19 @@ class TrainOptions:
     None stands for the default of the algorithm.
     """
 
-    algorithm: str = option("eagle1", "What kind of head.", kind=ALGORITHMS)
+    algorithm: str = option(
+        "eagle1",
+        "What kind of head; eagle3.1 norms each auxiliary state and the next feature.",
+        kind=ALGORITHMS,
+    )
     tap_layers: tuple[int, ...] | None = option(
         None, "Blocks whose input an EAGLE-3 head reads.  [default: 2,L/2,L-3]", kind="numbers"
     )
     borrow_lm_head: bool = option(
         False, "Leave an EAGLE-3 head the model's LM head rows: a smaller file."
+    )
+    window: int | None = option(
+        None, "Keys that the head sees, for long texts.  [default: all, or as --init does]"
     )
     loss: str = option(
         "paper",
@@ -82,6 +91,8 @@ class TrainOptions:
         _require_positive(self, "lr", "clip", "batch_tokens", "steps")
         _require_positive(self, "draft_vocab_size", "loss_vocab_size")
         _require_positive(self, *_DEFAULTS[self.algorithm], or_zero=True)
+        if self.window is not None and self.window < LEAST_WINDOW:
+            raise FasteagleError(f"window {self.window} is too small: use {LEAST_WINDOW} or more")
         if self.algorithm == "eagle1" and (self.tap_layers or self.borrow_lm_head):
             raise FasteagleError(
                 "--tap-layers and --borrow-lm-head are for EAGLE-3 heads: give --algorithm eagle3"

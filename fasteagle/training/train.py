@@ -38,11 +38,18 @@ def new_head(target: Transformer, draft_ids: Tensor, options: TrainOptions) -> E
     A copy of the target's last block diverges; small random attention and MLP weights train.
     """
     c = target.config
-    block = draft_block(c)
+    block = dataclasses.replace(draft_block(c), sliding_window=options.window)
     aux_layers = options.aux_layers_of(c.n_layer)
     eagle3 = None
     if aux_layers:
-        eagle3 = Eagle3Config(aux_layers, c.dim, own_lm_head=not options.borrow_lm_head)
+        normed = options.algorithm == "eagle3.1"
+        eagle3 = Eagle3Config(
+            aux_layers,
+            c.dim,
+            own_lm_head=not options.borrow_lm_head,
+            aux_norm="each" if normed else "none",
+            norm_output=normed,
+        )
     config = HeadConfig(block, len(draft_ids), fc_bias=eagle3 is None, eagle3=eagle3)
     head = make_head(config)
     generator = torch.Generator().manual_seed(options.seed)

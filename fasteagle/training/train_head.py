@@ -125,6 +125,9 @@ def _init_head(config: ModelConfig, path: Path | None, options: TrainOptions) ->
     head, _ = load_head(path, config, options.tap_layers)
     borrows = bool(aux_layers) and head.own_lm_head is None
     if head.config.aux_layers == aux_layers and borrows == options.borrow_lm_head:
+        if options.window is not None:
+            block = dataclasses.replace(head.config.block, sliding_window=options.window)
+            head.config = dataclasses.replace(head.config, block=block)
         return head
     option = "its --algorithm and its --tap-layers"
     if head.config.aux_layers == aux_layers:

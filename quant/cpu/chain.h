@@ -62,6 +62,7 @@ struct HeadWeights {
   Weight fc;                                                                         // EAGLE-1
   const float *token_norm = nullptr, *feature_norm = nullptr, *last_norm = nullptr;  // EAGLE-3
   bool normed_residual = false, normed_output = false;
+  int64_t window = 0;  // 0: none
   Block block;
   Weight lm_head;
 
@@ -147,19 +148,17 @@ inline float at_depth(const std::vector<float>& bounds, int64_t depth) {
   return bounds[std::min<int64_t>(depth, bounds.size() - 1)];
 }
 
-// Returns the keys that the last n pairs see, after `past` - n earlier tokens, and the keys that
-// each level after the first sees.
-inline std::vector<Visible> visible_levels(int64_t n, int64_t past, int64_t depth) {
-  std::vector<Visible> seen(depth);
-  for (int64_t level = 0; level < depth; level++) {
-    const int64_t rows = level ? 1 : n;
-    seen[level].shared = level ? past + level : past - n;
-    seen[level].begin.push_back(0);
-    for (int64_t t = 0; t < rows; t++) {
-      if (!level)
-        for (int64_t slot = past - n; slot <= past - n + t; slot++) seen[level].own.push_back(slot);
-      seen[level].begin.push_back(seen[level].own.size());
-    }
+// Returns the keys that the tokens of `rows` slots from `first` on see: those up to their own slot,
+// with a window only the last ones.
+inline Visible visible_text(int64_t first, int64_t rows, int64_t window) {
+  const bool cut = window > 0 && first + rows > window;
+  Visible seen;
+  seen.shared = cut ? 0 : first + 1;
+  seen.begin.push_back(0);
+  for (int64_t slot = first; slot < first + rows; slot++) {
+    const int64_t begin = cut ? std::max<int64_t>(0, slot - window + 1) : seen.shared;
+    for (int64_t key = begin; key <= slot; key++) seen.own.push_back(key);
+    seen.begin.push_back(seen.own.size());
   }
   return seen;
 }
@@ -172,38 +171,38 @@ template <class C>
 std::vector<float> draft_chain(const Chain<C>& of_all, const int64_t* tokens, int64_t n,
                                int64_t depth, const std::vector<float>& verify,
                                const std::vector<float>& expand, int64_t* drafted) {
-  const std::vector<Visible> seen = visible_levels(n, of_all.seq_len, depth);
-  std::vector<int64_t> slots(n + depth - 1);  // of the pairs, then of each further level
+  // Steps: the pairs, `MAX_ROWS` at a time, then one row for each further level.
+  std::vector<Visible> seen;
+  for (int64_t first = 0; first < n + depth - 1;) {
+    const int64_t rows = first < n ? std::min<int64_t>(MAX_ROWS, n - first) : 1;
+    seen.push_back(visible_text(of_all.seq_len - n + first, rows, of_all.head.window));
+    first += rows;
+  }
+  std::vector<int64_t> slots(n + depth - 1);
   std::iota(slots.begin(), slots.end(), of_all.seq_len - n);
   std::vector<float> found;
   in_parallel([&](const Worker& me) {
     Chain<C> chain = of_all;
     int64_t own_token = 0;
     float path = 1.0f;
-    const auto step = [&](int64_t first, int64_t rows, const int64_t* ids, const Visible* visible) {
+    const Visible* visible = seen.data();
+    const auto step = [&](int64_t first, int64_t rows, const int64_t* ids, const float* features) {
       chain.pass.T = rows;
-      chain.place(chain.seq_len - n + first, slots.data() + first, visible);
+      chain.read = features;
+      chain.place(chain.seq_len - n + first, slots.data() + first, visible++);
       chain.enter(me, ids);
       chain.pass.block(me, chain.head.block, chain.k, chain.v, chain.head.eagle3());
     };
-    const float* features = chain.features;
+    const auto show = [&](int64_t first, int64_t rows) {
+      step(first, rows, tokens + first, chain.features + first * chain.pass.D);
+    };
+    chain.pass.row = 0;
     int64_t shown = 0;
-    for (; n - shown > MAX_ROWS; shown += MAX_ROWS) {
-      chain.pass.row = shown;
-      chain.read = features + shown * chain.pass.D;
-      step(shown, MAX_ROWS, tokens + shown, &seen[0]);
-    }
-    chain.pass.row = shown;
-    chain.read = features + shown * chain.pass.D;
+    for (; n - shown > MAX_ROWS; shown += MAX_ROWS) show(shown, MAX_ROWS);
+    show(shown, n - shown);
     for (int64_t level = 0; level < depth; level++) {
       chain.noise.at(chain.seq_len + level + 1);
-      if (level) {
-        chain.pass.row = 0;
-        chain.read = features;
-        step(n + level - 1, 1, &own_token, &seen[level]);
-      } else {
-        step(shown, n - shown, tokens + shown, &seen[0]);
-      }
+      if (level) step(n + level - 1, 1, &own_token, chain.features);
       const Best best = chain.leave(me);
       path *= 1.0f / best.total;
       own_token = chain.target_ids[best.index];
@@ -227,7 +226,7 @@ struct Head : torch::CustomClassHolder {
   float eps;
 
   Head(std::vector<Tensor> block_, OptionalTensors tensors_, int64_t n_head, double eps_,
-       bool normed_residual, bool normed_output)
+       bool normed_residual, bool normed_output, int64_t window)
       : block_tensors(named<BlockTensors>(at::TensorList(block_))),
         tensors(named<HeadTensors>(tensors_)),
         eps(float(eps_)) {
@@ -236,6 +235,7 @@ struct Head : torch::CustomClassHolder {
     weights.lm_head = Weight(tensors.lm_head);
     weights.normed_residual = normed_residual;
     weights.normed_output = normed_output;
+    weights.window = window;
     D = tensors.embedding.size(1);
     F = weights.block.down.h.K;
     N = weights.lm_head.h.N;

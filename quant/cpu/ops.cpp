@@ -228,7 +228,7 @@ TORCH_LIBRARY(FASTEAGLE_NAMESPACE, m) {
       "finish_cycle(Tensor logits, Tensor read, Tensor?[] tree, Tensor(a!)[] state, "
       "Tensor?[] sampling, int depth, bool in_place, bool extends, bool keeps) -> ()");
   m.class_<Head>("Head")
-      .def(torch::init<std::vector<Tensor>, OptionalTensors, int64_t, double, bool, bool>())
+      .def(torch::init<std::vector<Tensor>, OptionalTensors, int64_t, double, bool, bool, int64_t>())
       .def("draft", &Head::draft);
   m.class_<Target>("Target")
       .def(torch::init<std::vector<Tensor>, std::vector<Tensor>, int64_t, int64_t, double>())

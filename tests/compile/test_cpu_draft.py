@@ -30,6 +30,7 @@ HEADS = {
     "eagle1, whole vocabulary": {"draft_ids": None},
     "eagle3": {"algorithm": "eagle3"},
     "eagle3, normed": {"algorithm": "eagle3", "normed": True},
+    "eagle3, window": {"algorithm": "eagle3", "sliding_window": 9},
 }
 DRAWN = [SamplingParams(), SamplingParams(0.8, seed=3), SamplingParams(1.3, seed=2**40 + 7)]
 

@@ -58,7 +58,14 @@ def assert_same(loaded, head, *more) -> None:
     tensors, expected = official_state(loaded), official_state(head)
     assert tensors.keys() == expected.keys() | set(more)
     assert all(torch.equal(tensors[name], expected[name]) for name in expected)
-    for field in ("rope_base", "rope_scaling", "rope_linear_factor", "norm_eps", "head_dim"):
+    for field in (
+        "rope_base",
+        "rope_scaling",
+        "rope_linear_factor",
+        "norm_eps",
+        "head_dim",
+        "sliding_window",
+    ):
         assert getattr(loaded.config.block, field) == getattr(head.config.block, field)
     for field in ("aux_layers", "norm_before_residual", "aux_norm", "norm_output"):
         assert getattr(loaded.config.eagle3, field, 0) == getattr(head.config.eagle3, field, 0)
@@ -73,6 +80,7 @@ CASES = [
     ("speculators", {"norm_before_residual": True, "aux_layers": (0, 3, 8)}),
     ("speculators", {"aux_norm": "all", "own_embedding": True, "block": {"rope_base": 3e5}}),
     ("speculators", {"aux_norm": "each", "norm_output": True, "block": {"head_dim": 16}}),
+    ("speculators", {"block": {"sliding_window": 64}}),
     ("speculators", {"block": {"qk_norm": True, "rope_scaling": LLAMA3}}),
 ]
 
@@ -165,15 +173,17 @@ BAD = [
     (E3, "specforge", {"norm_before_residual": True}, "begins normed: export it --to speculators"),
     (E3, "specforge", {"aux_layers": (0, 3, 6)}, "layer before all: export it --to specul"),
     (E3, "gguf", {"aux_layers": (1, 2, 4, 6)}, "than 3 auxiliary layers: export it --to specforge"),
+    (E3, "gguf", {"block": {"sliding_window": 64}}, "a sliding window: export it --to speculators"),
     (E3, "gguf", {"aux_norm": "each", "norm_output": True}, "each auxiliary layer; a normed next"),
 ]
 
 
 @pytest.mark.parametrize(("kind", "to", "changes", "message"), BAD)
 def test_what_a_layout_cannot_say_costs_one_line(kind, to, changes, message):
-    model = random_target(tiny_config(n_layer=8))
+    model = random_target(tiny_config(n_layer=8, **changes.get("block", {})))
+    own = {name: value for name, value in changes.items() if name != "block"}
     with pytest.raises(FasteagleError, match=message) as caught:
-        check_exportable(head_for(model, kind, **changes).config, to, model.config)
+        check_exportable(head_for(model, kind, **own).config, to, model.config)
     assert "\n" not in str(caught.value)
 
 

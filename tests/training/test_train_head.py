@@ -65,11 +65,15 @@ def test_the_command_survives_a_kill_and_writes_a_head(tiny_dir, text_file, tmp_
 
 def test_an_eagle3_head_is_trained_and_drafts(tiny_dir, text_file, tmp_path, no_compiler):
     out = tmp_path / "head"
-    kind = ("--algorithm", "eagle3", "--tap-layers", "0,1,2", "--self-fed-steps", 1)
+    kind = ("--algorithm", "eagle3.1", "--tap-layers", "0,1,2", "--self-fed-steps", 1)
+    kind += ("--window", 40)
     done = invoke(*command(tiny_dir, text_file, out, *kind, "--steps", 4))
     assert done.exit_code == 0, done.stderr
     config = json.loads((out / "config.json").read_text())
     assert config["tap_layers"] == [0, 1, 2] and config["draft_vocab_size"] == 128
+    assert config["layer_types"] == ["sliding_attention"] and config["sliding_window"] == 40
+    head, _ = load_head(out, open_checkpoint(tiny_dir).config)
+    assert head.config.eagle3.norm_output and head.config.eagle3.aux_norm == "each"
     assert json.loads((out / "training.json").read_text())["header"]["algorithm"] == "eagle3"
     chat = ("chat", "--model", tiny_dir, "--precision", "fp32", "-p", "hi", "--max-new-tokens", 8)
     answers = [invoke(*chat, *more) for more in (("--head", out), ("--no-spec",))]

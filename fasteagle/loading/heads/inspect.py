@@ -92,6 +92,8 @@ def _facts(source: HeadSource, aux_layers: tuple[int, ...] | None) -> dict[str, 
         header = f"made for {source.header.get('target', 'an unnamed model')}, at "
         header += source.header.get("scheme") or "full precision"
         header += f", tau {tau:.2f}" if isinstance(tau, float) else ""
+    if block.sliding_window is not None:
+        facts["sliding window"] = f"{block.sliding_window:,} keys"
     facts |= {
         "draft vocabulary": f"{drafted:,} of {block.vocab_size:,}",
         "RoPE": _rope(source, block),

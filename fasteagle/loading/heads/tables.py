@@ -170,7 +170,6 @@ def refuse_others(name: str, raw: Raw, tensors: Iterable[str] = ()) -> None:
     rope_kind = rope.get("rope_type") or rope.get("type")
     traits = {what: any(mark in words for mark in marks) for what, marks in _REFUSED.items()} | {
         "RoPE scaling that is neither linear nor llama3": rope_kind not in _ROPE_KINDS,
-        "sliding-window attention": "sliding_attention" in (raw.get("layer_types") or []),
         "no auxiliary features": dotted(raw).get(NESTED + "use_aux_hidden_state") is False,
         "features that are read with their own token (shifted is false)": (
             raw.get("shifted") is False

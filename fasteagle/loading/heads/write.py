@@ -67,10 +67,12 @@ def _fill(folder: Path, raw: Config, state: State, metadata: dict[str, str] | No
 # Layouts: the keys of their config.json, beside those of a decoder layer. "eagle1" is the official
 # one of EAGLE-1/2; others but "ours" hold EAGLE-3 heads only.
 _USUAL = ("attention_bias", "mlp_bias", "tie_word_embeddings")
+_WINDOW = ("layer_types", "sliding_window")
 _KEYS = {
     "ours": (
         *("bias", "qkv_bias", "rope_freq_factors", "draft_vocab_size"),
         *("tap_layers", "target_hidden_size", "norm_before_residual", "norm_output"),
+        *_WINDOW,
     ),
     "eagle1": (*_USUAL, "bias", "qkv_bias"),
     "eagle": (*_USUAL, "draft_vocab_size"),
@@ -79,7 +81,7 @@ _KEYS = {
         *("architectures", "eagle_config"),
     ),
     "speculators": (
-        *(*_USUAL, "draft_vocab_size"),
+        *(*_USUAL, *_WINDOW, "draft_vocab_size"),
         *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
     ),
     "gguf": ("target_hidden_size", "norm_before_residual", "norm_before_fc", "rope_freq_factors"),
@@ -96,6 +98,7 @@ _TRAITS = {  # of a head whose config has such a key
     "fc_norm": "a norm for each auxiliary layer",
     "norm_before_fc": "one norm over all auxiliary layers",
     "norm_output": "a normed next feature",
+    "sliding_window": "a sliding window",
     "norm_before_residual": "a residual stream that begins normed",
 }
 
@@ -111,6 +114,9 @@ def _values(config: HeadConfig) -> Config:
     }
     if factors is not None:
         values["rope_freq_factors"] = list(factors)
+    if config.block.sliding_window is not None:
+        values["layer_types"] = ["sliding_attention"]
+        values["sliding_window"] = config.block.sliding_window
     if own is None:
         return values
     outputs = [layer - 1 for layer in own.aux_layers]  # SGLang adds one: the blocks' outputs
@@ -190,7 +196,7 @@ def _layer_config(block: ModelConfig, dtype: torch.dtype) -> Config:
 
 def _speculators(raw: Config, config: HeadConfig) -> Config:
     """Return a flat config as the speculators package nests it."""
-    top = _KEYS["speculators"][len(_USUAL) :]
+    top = _KEYS["speculators"][len(_USUAL) + len(_WINDOW) :]
     layer = {key: value for key, value in raw.items() if key not in (*top, "architectures")}
     layer |= {"model_type": "qwen3"} if config.block.qk_norm else {}
     return {key: raw[key] for key in (*top, "tie_word_embeddings", "torch_dtype")} | {
