@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+
+from helpers import SCRIPTS
 
 ROOT = Path(__file__).parent.parent
 PARTS = ("fasteagle", "compile", "quant", "pyproject.toml", "README.md", "LICENSE")
@@ -71,3 +75,10 @@ def test_symlinks_are_relative_and_point_to_the_packages():
     for name in ("compile", "quant"):
         link = ROOT / "fasteagle" / name
         assert link.is_symlink() and str(link.readlink()) == f"../{name}"
+
+
+@pytest.mark.parametrize("script", sorted(path.stem for path in SCRIPTS.glob("*.py")))
+def test_every_script_says_what_it_takes(script, monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    done = CliRunner().invoke(importlib.import_module(script).main, ["--help"])
+    assert done.exit_code == 0 and "--help" in done.output, done.output
