@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from fasteagle.config_fields import MOST_LAYERS, Fields
+from fasteagle.config_fields import MOST_EXPERTS, MOST_LAYERS, MOST_WIDTH, Fields
 from fasteagle.errors import FasteagleError
 
 ANY_LENGTH = 2**31  # text length without a limit, where that of the files does not apply
@@ -19,6 +19,12 @@ SUPPORTED_ARCHITECTURES = (
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "OlmoeForCausalLM",
+    "GraniteMoeForCausalLM",
+    "GraniteMoeSharedForCausalLM",
 )
 
 
@@ -33,6 +39,32 @@ class Llama3RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class MoEConfig:
+    """Experts of a block, and how its router weights those it chooses for a row.
+
+    A row takes the `top_k` experts of the highest router logits; on equal ones the lower id.
+    """
+
+    n_expert: int
+    top_k: int
+    ffn_dim: int  # hidden width of one expert
+    score: str = "softmax"  # over all experts, or "topk_softmax": over the chosen ones
+    renormalize: bool = False  # weights of the chosen experts sum to 1
+    scale: float = 1.0  # factor of the weights
+    shared_ffn_dim: int = 0  # hidden width of the expert that every row takes; 0: none
+    shared_gate: bool = False  # it is weighted by the sigmoid of a gate
+
+    def __post_init__(self) -> None:
+        assert 1 <= self.top_k <= self.n_expert, f"{self.top_k} experts: their reader checks it"
+        assert self.score in ("softmax", "topk_softmax"), self.score
+
+    @property
+    def active_ffn_dim(self) -> int:
+        """Hidden width of all experts that a row takes."""
+        return self.top_k * self.ffn_dim + self.shared_ffn_dim
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Shape and constants of one target model."""
 
@@ -41,7 +73,7 @@ class ModelConfig:
     n_head: int
     n_kv_head: int
     head_dim: int
-    ffn_dim: int
+    ffn_dim: int  # of blocks without experts, and of a draft head's block
     vocab_size: int
     max_seq_len: int  # the context the model was trained for
     norm_eps: float = 1e-5
@@ -54,6 +86,9 @@ class ModelConfig:
     tie_embeddings: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
+    qk_norm_whole: bool = False  # one norm over all query heads and one over all KV heads
+    moe: MoEConfig | None = None
+    dense_blocks: tuple[int, ...] = ()  # blocks without experts, where others have them
     sliding_window: int | None = None  # number of keys that a row sees; None: all
     architecture: str = "LlamaForCausalLM"
 
@@ -71,7 +106,22 @@ class ModelConfig:
     def linear_params(self) -> int:
         """Number of weights of all block linears, without embedding and LM head."""
         attention = self.dim * self.qkv_dim + self.n_head * self.head_dim * self.dim
-        return self.n_layer * (attention + 3 * self.dim * self.ffn_dim)
+        return self.n_layer * attention + 3 * self.dim * self._ffn_width(active=False)
+
+    @property
+    def active_linear_params(self) -> int:
+        """Number of weights of the block linears that one row reads: its experts' only."""
+        unused = self._ffn_width(active=False) - self._ffn_width(active=True)
+        return self.linear_params - 3 * self.dim * unused
+
+    def _ffn_width(self, active: bool) -> int:
+        """Return the hidden width of all blocks together, of all experts or of a row's."""
+        if self.moe is None:
+            return self.n_layer * self.ffn_dim
+        moe, n_dense = self.moe, len(self.dense_blocks)
+        every = moe.n_expert * moe.ffn_dim + moe.shared_ffn_dim
+        sparse = moe.active_ffn_dim if active else every
+        return n_dense * self.ffn_dim + (self.n_layer - n_dense) * sparse
 
     @property
     def vocab_params(self) -> int:
@@ -82,8 +132,21 @@ class ModelConfig:
     def params(self) -> int:
         norms = self.n_layer * 2 * self.dim + self.dim
         norms += self.n_layer * 2 * self.head_dim if self.qk_norm else 0
+        norms += self.n_layer * (self.n_head + self.n_kv_head) * self.head_dim * self.qk_norm_whole
         norms += self.n_layer * self.qkv_dim if self.qkv_bias else 0
-        return self.linear_params + self.vocab_params + norms
+        return self.linear_params + self.vocab_params + norms + self.router_params
+
+    @property
+    def router_params(self) -> int:
+        """Number of weights of all routers and of the gates of shared experts."""
+        if self.moe is None:
+            return 0
+        rows = self.moe.n_expert + self.moe.shared_gate
+        return (self.n_layer - len(self.dense_blocks)) * rows * self.dim
+
+    def has_experts(self, block: int) -> bool:
+        """Return whether block number `block` has experts instead of one MLP."""
+        return self.moe is not None and block not in self.dense_blocks
 
     def kv_bytes(self, seq_len: int, element_bytes: int = 2) -> int:
         """Return the size in bytes of a KV cache of `seq_len` positions."""
@@ -91,12 +154,18 @@ class ModelConfig:
 
 
 def draft_block(config: ModelConfig) -> ModelConfig:
-    """Return the config of a draft head's block: the model's widths, no option of its family."""
+    """Return the config of a draft head's block: the model's widths, no option of its family.
+
+    It is dense whatever the model is.
+    """
     return dataclasses.replace(
         config,
         n_layer=1,
         qkv_bias=False,
         qk_norm=False,
+        qk_norm_whole=False,
+        moe=None,
+        dense_blocks=(),
         tie_embeddings=False,
         rope_scaling=None,
         rope_freq_factors=None,
@@ -223,23 +292,96 @@ def from_hf(raw: Mapping[str, Any], source: str) -> ModelConfig:
     fields = Fields(raw, source)
     architecture = (fields.texts("architectures") or ["(none)"])[0]
     if architecture not in SUPPORTED_ARCHITECTURES:
+        reason = _UNSUPPORTED.get(architecture)
         raise FasteagleError(
-            f"{source}: architecture {architecture!r} is not supported; "
+            f"{source}: architecture {architecture!r} is not supported"
+            f"{f' ({reason})' if reason else ''}; "
             f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
     rope, common = _common(fields, source, "num_hidden_layers", "vocab_size")
-    has_window = architecture == "MistralForCausalLM" and "sliding_window" in fields
+    n_layer = fields.integer("num_hidden_layers", most=MOST_LAYERS)
+    if architecture in _EXPERT_WIDTHS:
+        common |= _hf_experts(fields, architecture, n_layer)
+    windowed = architecture in ("MistralForCausalLM", "MixtralForCausalLM")
+    has_bias = architecture == "Qwen2MoeForCausalLM" and fields.flag("qkv_bias", True)
     return ModelConfig(
         **common,
-        n_layer=fields.integer("num_hidden_layers", most=MOST_LAYERS),
+        n_layer=n_layer,
         max_seq_len=fields.integer("max_position_embeddings", 2048),
         rope_base=rope.number("rope_theta", fields.number("rope_theta", 10000.0)),
         tie_embeddings=fields.flag("tie_word_embeddings"),
-        qkv_bias=architecture == "Qwen2ForCausalLM",
-        qk_norm=architecture == "Qwen3ForCausalLM",
-        sliding_window=fields.integer("sliding_window") if has_window else None,
+        qkv_bias=architecture == "Qwen2ForCausalLM" or has_bias,
+        qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+        qk_norm_whole=architecture == "OlmoeForCausalLM",
+        sliding_window=fields.integer("sliding_window")
+        if windowed and "sliding_window" in fields
+        else None,
         architecture=architecture,
     )
+
+
+_UNSUPPORTED = {  # why models that one may expect to run do not
+    "DeepseekV2ForCausalLM": "latent attention",
+    "DeepseekV3ForCausalLM": "latent attention",
+    "Ernie4_5_MoeForCausalLM": "a bias of the router",
+    "Glm4MoeForCausalLM": "groups of experts",
+    "GptOssForCausalLM": "attention sinks, experts with biases",
+    "GraniteMoeHybridForCausalLM": "state-space layers",
+    "JambaForCausalLM": "state-space layers",
+    "Llama4ForCausalLM": "blocks without RoPE",
+    "PhimoeForCausalLM": "sparse mixing of experts",
+    "Qwen3NextForCausalLM": "linear attention",
+}
+
+_EXPERT_WIDTHS = {  # key of the hidden width of one expert
+    "MixtralForCausalLM": "intermediate_size",
+    "Qwen2MoeForCausalLM": "moe_intermediate_size",
+    "Qwen3MoeForCausalLM": "moe_intermediate_size",
+    "OlmoeForCausalLM": "intermediate_size",
+    "GraniteMoeForCausalLM": "intermediate_size",
+    "GraniteMoeSharedForCausalLM": "intermediate_size",
+}
+
+
+def _hf_experts(fields: Fields, architecture: str, n_layer: int) -> dict[str, Any]:
+    """Return the fields of a mixture of experts; its files may count experts by either key."""
+    count = "num_local_experts" if "num_local_experts" in fields else "num_experts"
+    width = _EXPERT_WIDTHS[architecture]
+    fields.require(count, "num_experts_per_tok", width)
+    n_expert = fields.integer(count, most=MOST_EXPERTS)
+    is_granite = architecture.startswith("Granite")
+    is_mixtral = architecture == "MixtralForCausalLM"
+    shared, gate = 0, architecture == "Qwen2MoeForCausalLM"
+    if gate:
+        shared = fields.width("shared_expert_intermediate_size")
+    elif architecture == "GraniteMoeSharedForCausalLM":
+        shared = fields.integer("shared_intermediate_size", 0, least=0, most=MOST_WIDTH)
+    if "clip_qkv" in fields:
+        raise fields.error("clip_qkv", "absent, clipped attention is not supported")
+    moe = MoEConfig(
+        n_expert=n_expert,
+        top_k=fields.integer("num_experts_per_tok", most=n_expert),
+        ffn_dim=fields.width(width),
+        score="topk_softmax" if is_granite else "softmax",
+        renormalize=is_mixtral or fields.flag("norm_topk_prob"),
+        shared_ffn_dim=shared,
+        shared_gate=gate,
+    )
+    step = fields.integer("decoder_sparse_step", 1, most=n_layer)
+    dense = fields.integers("mlp_only_layers", most=n_layer - 1)
+    blocks = tuple(i for i in range(n_layer) if i in dense or (i + 1) % step)
+    if width == "intermediate_size":
+        return {"moe": moe, "ffn_dim": dense_width(moe, is_mixtral)}
+    return {"moe": moe, "dense_blocks": blocks}
+
+
+def dense_width(moe: MoEConfig, wide_experts: bool) -> int:
+    """Return the FFN width for a draft head's block where the files tell none.
+
+    `wide_experts`: one expert is as wide as the MLP of a dense model (Mixtral), and so are the
+    blocks of its published heads. Else it is the width that a row takes.
+    """
+    return moe.ffn_dim if wide_experts else moe.top_k * moe.ffn_dim
 
 
 _HF_KEYS = {

@@ -177,6 +177,11 @@ class KernelLinear(nn.Module):
         y = torch.cat([x.float() @ self.rows(part).float().T for part in parts], dim=-1)
         return y if self.bias is None else y + self.bias
 
+    def rows_product(self, x: Tensor, start: int, stop: int) -> Tensor:
+        """Return outputs `start .. stop` of a linear without bias, in the dtype of x."""
+        rows = self.rows(torch.arange(start, stop, device=x.device)).float()
+        return (x.float() @ rows.T).to(x.dtype)
+
     def rows(self, index: Tensor) -> Tensor:
         """Return rows [..., K] of the weight, in fp32, without dequantizing other rows."""
         raise NotImplementedError

@@ -214,7 +214,8 @@ def random_head(
     torch.manual_seed(seed)
     vocab_size = target.config.vocab_size
     size = vocab_size if draft_ids is None else len(draft_ids)
-    block = ModelConfig(**{**vars(target.config), "n_layer": 1, **changes})
+    dense = {"n_layer": 1, "moe": None, "dense_blocks": (), "qk_norm_whole": False}
+    block = ModelConfig(**{**vars(target.config), **dense, **changes})
     head = make_head(HeadConfig(block, size, fc_bias, eagle3))
     with torch.no_grad():
         for p in head.parameters():
