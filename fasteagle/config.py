@@ -12,6 +12,7 @@ from typing import Any
 from fasteagle.config_fields import MOST_EXPERTS, MOST_LAYERS, MOST_WIDTH, Fields
 from fasteagle.errors import FasteagleError
 
+SCORES = ("softmax", "topk_softmax")  # of experts: over all, over the chosen ones
 ANY_LENGTH = 2**31  # text length without a limit, where that of the files does not apply
 
 SUPPORTED_ARCHITECTURES = (
@@ -48,7 +49,7 @@ class MoEConfig:
     n_expert: int
     top_k: int
     ffn_dim: int  # hidden width of one expert
-    score: str = "softmax"  # over all experts, or "topk_softmax": over the chosen ones
+    score: str = "softmax"  # one of SCORES
     renormalize: bool = False  # weights of the chosen experts sum to 1
     scale: float = 1.0  # factor of the weights
     shared_ffn_dim: int = 0  # hidden width of the expert that every row takes; 0: none
@@ -56,7 +57,7 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         assert 1 <= self.top_k <= self.n_expert, f"{self.top_k} experts: their reader checks it"
-        assert self.score in ("softmax", "topk_softmax"), self.score
+        assert self.score in SCORES, self.score
 
     @property
     def active_ffn_dim(self) -> int:
@@ -151,6 +152,16 @@ class ModelConfig:
     def kv_bytes(self, seq_len: int, element_bytes: int = 2) -> int:
         """Return the size in bytes of a KV cache of `seq_len` positions."""
         return 2 * self.n_layer * self.n_kv_head * self.head_dim * seq_len * element_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Multipliers:
+    """Constants of a Granite model; loading multiplies the weights by them, see `multipliers`."""
+
+    embedding: float
+    attention: float  # of the scores, in place of 1 / sqrt(head_dim)
+    residual: float
+    logits: float  # logits are divided by it
 
 
 def draft_block(config: ModelConfig) -> ModelConfig:
@@ -320,6 +331,19 @@ def from_hf(raw: Mapping[str, Any], source: str) -> ModelConfig:
     )
 
 
+def multipliers_from_hf(raw: Mapping[str, Any], source: str) -> Multipliers | None:
+    """Read the multipliers of a Granite model's `config.json`; None for other models."""
+    fields = Fields(raw, source)
+    if not (fields.texts("architectures") or [""])[0].startswith("Granite"):
+        return None
+    return Multipliers(
+        embedding=fields.number("embedding_multiplier", 1.0),
+        attention=fields.number("attention_multiplier", 1.0),
+        residual=fields.number("residual_multiplier", 1.0),
+        logits=fields.number("logits_scaling", 1.0),
+    )
+
+
 _UNSUPPORTED = {  # why models that one may expect to run do not
     "DeepseekV2ForCausalLM": "latent attention",
     "DeepseekV3ForCausalLM": "latent attention",
@@ -451,10 +475,31 @@ def read_llama3_scaling(rope: Fields, original: str) -> Llama3RopeScaling:
 
 
 _GGUF_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
+    "llama": "LlamaForCausalLM",  # with experts: Mixtral
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",  # a shared expert included
 }
+_GGUF_UNSUPPORTED = {  # why models that one may expect to run do not
+    "deepseek2": "latent attention",
+    "glm4moe": "groups of experts",
+    "gpt-oss": "attention sinks, experts with biases",
+    "granitehybrid": "state-space layers",
+    "jamba": "state-space layers",
+    "llama4": "blocks without RoPE",
+    "qwen3next": "linear attention",
+}
+_GGUF_EXPERTS = {  # whether the weights of the chosen experts sum to 1, as llama.cpp has it
+    "llama": True,
+    "qwen2moe": False,
+    "qwen3moe": True,
+    "olmoe": False,
+    "granitemoe": True,
+}
+_SOFTMAX = 1  # llama.cpp's number of a router's function
 
 
 _GGUF_KEYS = {
@@ -478,16 +523,15 @@ def from_gguf(
     fields = Fields(metadata, source)
     kind = fields.text("general.architecture", "(none)")
     if kind not in _GGUF_ARCHITECTURES:
+        reason = _GGUF_UNSUPPORTED.get(kind)
         raise FasteagleError(
-            f"{source}: GGUF architecture {kind!r} is not supported; "
-            f"supported: {', '.join(_GGUF_ARCHITECTURES)}"
+            f"{source}: GGUF architecture {kind!r} is not supported"
+            f"{f' ({reason})' if reason else ''}; supported: {', '.join(_GGUF_ARCHITECTURES)}"
         )
 
     scaling = fields.text(f"{kind}.rope.scaling.type", "none")
     if scaling not in ("none", "linear"):
         raise FasteagleError(f"{source}: GGUF RoPE scaling {scaling!r} is not supported")
-    if fields.integer(f"{kind}.expert_count", 0, least=0):
-        raise FasteagleError(f"{source}: mixture-of-experts models are not supported")
     required = ("dim", "n_head", "ffn_dim")
     fields.require(
         *(f"{kind}.{_GGUF_KEYS[name]}" for name in required),
@@ -504,6 +548,13 @@ def from_gguf(
         )
     window = f"{kind}.attention.sliding_window"  # 0: none
     linear = scaling == "linear"
+    architecture = _GGUF_ARCHITECTURES[kind]
+    has_experts = fields.integer(f"{kind}.expert_count", 0, least=0) > 0
+    if has_experts and kind not in _GGUF_EXPERTS:
+        raise FasteagleError(f"{source}: GGUF architecture {kind!r} with experts is not supported")
+    if has_experts or (kind in _GGUF_EXPERTS and kind != "llama"):
+        shape |= _gguf_experts(fields, kind)
+        architecture = "MixtralForCausalLM" if kind == "llama" else architecture
     return ModelConfig(
         **shape,
         n_layer=fields.integer(f"{kind}.block_count", most=MOST_LAYERS),
@@ -514,8 +565,51 @@ def from_gguf(
         rope_linear_factor=fields.number(f"{kind}.rope.scaling.factor", 1.0) if linear else 1.0,
         rope_freq_factors=rope_freq_factors,
         tie_embeddings=tied,
-        qkv_bias=kind == "qwen2",
-        qk_norm=kind == "qwen3",
+        qkv_bias=kind in ("qwen2", "qwen2moe"),
+        qk_norm=kind in ("qwen3", "qwen3moe"),
+        qk_norm_whole=kind == "olmoe",
         sliding_window=fields.integer(window, 0, least=0) or None,
-        architecture=_GGUF_ARCHITECTURES[kind],
+        architecture=architecture,
+    )
+
+
+def _gguf_experts(fields: Fields, kind: str) -> dict[str, Any]:
+    """Return the fields of a mixture of experts; what files leave out is llama.cpp's constant."""
+    count, used = f"{kind}.expert_count", f"{kind}.expert_used_count"
+    fields.require(count, used)
+    n_expert = fields.integer(count, most=MOST_EXPERTS)
+    function = f"{kind}.expert_gating_func"
+    if fields.integer(function, _SOFTMAX, least=0) != _SOFTMAX:
+        raise fields.error(function, f"{_SOFTMAX} (softmax), others are not supported")
+    own = f"{kind}.expert_feed_forward_length"
+    ffn_dim = fields.width(own if own in fields else f"{kind}.feed_forward_length")
+    shared = f"{kind}.expert_shared_feed_forward_length"
+    moe = MoEConfig(
+        n_expert=n_expert,
+        top_k=fields.integer(used, most=n_expert),
+        ffn_dim=ffn_dim,
+        score="topk_softmax" if kind == "granitemoe" else "softmax",
+        renormalize=fields.flag(f"{kind}.expert_weights_norm", _GGUF_EXPERTS[kind]),
+        scale=fields.number(f"{kind}.expert_weights_scale", 1.0),
+        shared_ffn_dim=fields.integer(shared, 0, least=0, most=MOST_WIDTH),
+        shared_gate=kind == "qwen2moe",
+    )
+    if own in fields:
+        return {"moe": moe}
+    return {"moe": moe, "ffn_dim": dense_width(moe, kind == "llama")}
+
+
+def multipliers_from_gguf(metadata: Mapping[str, Any], source: str) -> Multipliers | None:
+    """Read the multipliers of a Granite model's GGUF metadata; None for other models."""
+    fields = Fields(metadata, source)
+    if fields.text("general.architecture", "") != "granitemoe":
+        return None
+    keys = ("embedding_scale", "attention.scale", "residual_scale", "logit_scale")
+    embedding, attention, residual, logits = (f"granitemoe.{key}" for key in keys)
+    fields.require(embedding, attention, residual, logits)
+    return Multipliers(
+        embedding=fields.number(embedding),
+        attention=fields.number(attention),
+        residual=fields.number(residual),
+        logits=fields.number(logits),
     )

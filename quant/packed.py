@@ -9,7 +9,7 @@ Shapes: N output rows, K input columns, g group size, G = K / g groups in a row.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -108,6 +108,30 @@ def stack(parts: Sequence[PackedWeight]) -> PackedWeight:
             tensors = [tensor.float() for tensor in tensors]
         joined[name] = torch.cat(tensors)
     return dataclasses.replace(parts[0], **joined)
+
+
+def stack_one_by_one(parts: Iterable[PackedWeight], n_rows: int) -> PackedWeight | None:
+    """Stack weights to `n_rows` rows with one of them in memory beside the result.
+
+    None where they differ in format, which needs all of them at once (`stack`).
+    """
+    joined: dict[str, Tensor] = {}
+    first, at = None, 0
+    for part in parts:
+        tensors = part.tensors()
+        if first is None:
+            first = part
+            for name, tensor in tensors.items():
+                joined[name] = tensor.new_empty(n_rows, tensor.shape[1])
+        formats = {name: tensor.dtype for name, tensor in tensors.items()}
+        same = (part.bits, part.group_size) == (first.bits, first.group_size)
+        if not same or formats != {name: tensor.dtype for name, tensor in joined.items()}:
+            return None
+        for name, tensor in tensors.items():
+            joined[name][at : at + len(tensor)] = tensor
+        at += part.shape[0]
+    assert first is not None and at == n_rows, f"{at} of {n_rows} rows"
+    return dataclasses.replace(first, **joined)
 
 
 def _with_offsets(part: PackedWeight) -> PackedWeight:
