@@ -59,6 +59,10 @@ class MoEConfig:
         assert 1 <= self.top_k <= self.n_expert, f"{self.top_k} experts: their reader checks it"
         assert self.score in SCORES, self.score
 
+    def distinct_experts(self, rows: int) -> float:
+        """Return how many experts `rows` rows take together, were each row's chosen at random."""
+        return self.n_expert * (1 - (1 - self.top_k / self.n_expert) ** rows)
+
     @property
     def active_ffn_dim(self) -> int:
         """Hidden width of all experts that a row takes."""
@@ -123,6 +127,14 @@ class ModelConfig:
         every = moe.n_expert * moe.ffn_dim + moe.shared_ffn_dim
         sparse = moe.active_ffn_dim if active else every
         return n_dense * self.ffn_dim + (self.n_layer - n_dense) * sparse
+
+    @property
+    def widest_ffn(self) -> int:
+        """Hidden width of the widest MLP or expert."""
+        if self.moe is None:
+            return self.ffn_dim
+        widths = self.moe.ffn_dim, self.moe.shared_ffn_dim
+        return max(*widths, self.ffn_dim if self.dense_blocks else 0)
 
     @property
     def vocab_params(self) -> int:
