@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.names import is_expert
 from fasteagle.loading.tensors import Checkpoint, load_floats, weight_bytes
-from fasteagle.model import EagleHead
+from fasteagle.model import EagleHead, MoE
 from fasteagle.quant.cpu_linear import NativeLinear, in_huge_pages
 from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.quant.linear import Permuted, QuantizedLMHead, SideBySide, make_linear
@@ -115,11 +115,13 @@ def head_scheme(scheme: Scheme) -> Scheme:
 
 
 def quantize_(module: nn.Module, scheme: Scheme, native: bool = False) -> nn.Module:
-    """Replace every `nn.Linear` inside `module` by a quantized one, in place.
+    """Replace every `nn.Linear` inside `module` by a quantized one, in place, but no router.
 
     Raises `FasteagleError` where a group does not divide a linear's inputs.
     """
     for name, child in list(module.named_children()):
+        if isinstance(module, MoE) and name in ("router", "shared_gate"):
+            continue
         if isinstance(child, nn.Linear):
             setattr(module, name, quantize_linear(child, scheme, native))
         else:
