@@ -140,6 +140,8 @@ class BlockCompiler:
         try:
             configure()  # again: torch keeps these settings per thread
             torch.set_num_threads(n_threads)
+            if self._backend.leaves_blocks and self._model.config.moe is not None:
+                raise RuntimeError("experts are chosen on the host, which no compiled code can")
             on_cpu = self._model.norm.weight.device.type == "cpu"
             if on_cpu and (reason := missing_compiler()):
                 raise RuntimeError(reason)

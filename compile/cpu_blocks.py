@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from fasteagle.model import Block, Cast, RMSNorm
+from fasteagle.model import MLP, Block, Cast, MoE, RMSNorm
 from fasteagle.quant.cpu_linear import BLOCK, NativeLinear
 from fasteagle.quant.cpu_tensors import BlockTensors
 from fasteagle.tree import TreeView
@@ -23,7 +23,9 @@ TENSORS = len(BlockTensors._fields)
 def fits(block: Block) -> bool:
     """Return whether the CPU kernels can run this block."""
     attention, mlp = block.attention, block.mlp
-    linears = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
+    linears = [attention.qkv, attention.out, mlp.gate_up, mlp.down]
+    if isinstance(mlp, MoE) and mlp.shared is not None:
+        linears += [mlp.shared.gate_up, mlp.shared.down]
     return (
         all(isinstance(linear, NativeLinear) for linear in linears)
         and all(linear.in_features % BLOCK == 0 for linear in linears)
@@ -96,7 +98,26 @@ def block_tensors(block: Block) -> BlockTensors:
         mlp_norm=_scale(block.mlp_norm),
         gate_up=mlp.gate_up.packed,
         down=mlp.down.packed,
+        **expert_tensors(mlp),
     )
+
+
+def expert_tensors(mlp: MLP | MoE) -> dict[str, Tensor]:
+    """Return the tensors of a router and of a shared expert, by their names in `BlockTensors`."""
+    names = ("router", "routing", "shared_gate_up", "shared_down", "shared_gate")
+    tensors = dict.fromkeys(names, torch.empty(0))
+    if isinstance(mlp, MLP):
+        return tensors
+    config = mlp.config
+    renormalize = config.renormalize or config.score == "topk_softmax"
+    tensors["router"] = mlp.router.weight.detach().float()
+    tensors["routing"] = torch.tensor([config.top_k, renormalize, config.scale]).double()
+    if mlp.shared is not None:
+        tensors["shared_gate_up"] = mlp.shared.gate_up.packed
+        tensors["shared_down"] = mlp.shared.down.packed
+    if mlp.shared_gate is not None:
+        tensors["shared_gate"] = mlp.shared_gate.weight.detach().float()
+    return tensors
 
 
 def _scale(norm: nn.Module) -> Tensor:

@@ -1,8 +1,8 @@
 """Backend of a CUDA device: fused blocks, tree attention and small kernels, replayed as graphs.
 
 The kernels' weights are built from the modules of a loaded model and of its draft heads. The core
-runs dense blocks and blocks of odd sizes, with our attention; without Triton, or in a dtype
-without kernels, the core's operations are replayed.
+runs dense blocks, experts and blocks of odd sizes, with our attention; without Triton, or in a
+dtype without kernels, the core's operations are replayed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class CudaBackend(Backend):
     ) -> None:
         weight, int8 = model.norm.weight, kv == "int8"
         self._int8 = int8
-        self._replays = replays and weight.is_cuda
+        self._has_experts = model.config.moe is not None
+        # The core reads on the host which experts rows take, which no graph can.
+        self._replays = replays and weight.is_cuda and not self._has_experts
         self._has_triton = has_triton()
         self._attends = self._has_kernel(model.config, weight)
         self._fuses = self._attends and all(fits(block) for block in model.blocks)
@@ -140,6 +142,8 @@ class CudaBackend(Backend):
             what = "blocks by torch: no kernel for this dtype or head dim"
         elif self._fuses:
             what = "fused blocks and tree attention by Triton kernels"
+        elif self._has_experts:
+            what = "tree attention by Triton kernels, experts by the core"
         else:
             what = "tree attention by Triton kernels, blocks by the core"
         return f"{super().describe()}: {what}" + ", replayed" * self._replays

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fasteagle.compile.tree_attention import OPS
 from fasteagle.device import on_device_of
-from fasteagle.model import Block, Cast, Ops, RMSNorm, run_blocks
+from fasteagle.model import Block, Cast, MoE, Ops, RMSNorm, run_blocks
 from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.quant.interleaved import InterleavedWeight
 from fasteagle.tree import TreeView
@@ -84,6 +84,8 @@ def fits(block: Block) -> bool:
     """Return whether the CUDA kernels can run this block."""
     attention, mlp = block.attention, block.mlp
     linears = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
+    if isinstance(mlp, MoE) or attention.norm_whole:
+        return False
     return (
         all(type(linear) is InterleavedLinear for linear in linears)
         and all(linear.in_features % COLUMNS == 0 for linear in linears)

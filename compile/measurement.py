@@ -169,11 +169,20 @@ class Measurement:
     def verify(self, T: int) -> float:
         """Return the milliseconds of a pass over T rows."""
         state, target = self._engine.state, self._engine.target
-        # Different tokens: rows of equal tokens are less work for some models.
-        tokens = torch.arange(1, T + 1, device=self._engine.device) % target.config.vocab_size
+        tokens = torch.tensor(self._tokens(T), device=self._engine.device)
         tree = chain(tokens, torch.ones_like(tokens).bool())
         proposal = Proposal.of(tree)
         return self._timed(lambda: self._engine.runner.usual.verify(state, target, proposal), None)
+
+    def _tokens(self, T: int) -> list[int]:
+        """Return T different tokens: those of the committed text, then from all the vocabulary.
+
+        Equal rows would share their experts, and be less work for some other models too.
+        """
+        vocab_size = self._engine.target.config.vocab_size
+        spread = range(1, vocab_size, max(1, vocab_size // (2 * ROWS[-1])))
+        tokens = list(dict.fromkeys((*self._engine.cached, *spread)))
+        return [tokens[i % len(tokens)] for i in range(T)]
 
     @torch.no_grad()
     def draft(self, shape: AnyShape, eager: bool = True) -> float:

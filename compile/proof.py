@@ -44,6 +44,9 @@ TOLERANCE = 0.02  # for products: 8-bit activations, or fp16 accumulation
 # drafts of the default model at int4 and int8. The kernels differ from the core by at most 0.027,
 # 0.038 and 0.085: roundings turn over where sums differ in their last bits.
 PASS_TOLERANCE = 0.06  # for logits after all blocks; 16 passes: 0.005 to 0.021
+# The same for experts: of two that score nearly the same a rounding chooses, in some block for most
+# rows. A wrong choice of a kernel is off by about 1.
+EXPERT_TOLERANCE = 0.15
 STEP_TOLERANCE = 0.1  # for draft logits; 16 chains of 4 levels: 0.012 to 0.033
 CHAIN_TOLERANCE = 0.25  # for path probabilities of 3 levels; 16 chains: 0.003 to 0.085
 SLOTS = 256
@@ -123,7 +126,9 @@ def checks(backend: Backend) -> Iterator[Check]:
     if "products" in backend.parts:
         yield Check("products", TOLERANCE, lambda: _products(backend.target.model))
     if "passes" in backend.parts:
-        yield Check("passes", PASS_TOLERANCE, lambda: _passes(backend))
+        is_mixture = backend.target.config.moe is not None
+        tolerance = EXPERT_TOLERANCE if is_mixture else PASS_TOLERANCE
+        yield Check("passes", tolerance, lambda: _passes(backend))
     if "commits" in backend.parts:
         yield Check("commits", 0.0, lambda: _commits(backend))
 

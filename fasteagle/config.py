@@ -9,9 +9,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from fasteagle.config_fields import MOST_LAYERS, Fields
+from fasteagle.config_fields import MOST_EXPERTS, MOST_LAYERS, MOST_WIDTH, Fields
 from fasteagle.errors import FasteagleError
 
+SCORES = ("softmax", "topk_softmax")  # of experts: over all, over the chosen ones
 ANY_LENGTH = 2**31  # text length without a limit, where that of the files does not apply
 
 SUPPORTED_ARCHITECTURES = (
@@ -19,6 +20,12 @@ SUPPORTED_ARCHITECTURES = (
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "OlmoeForCausalLM",
+    "GraniteMoeForCausalLM",
+    "GraniteMoeSharedForCausalLM",
 )
 
 
@@ -33,6 +40,36 @@ class Llama3RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class MoEConfig:
+    """Experts of a block, and how its router weights those it chooses for a row.
+
+    A row takes the `top_k` experts of the highest router logits; on equal ones the lower id.
+    """
+
+    n_expert: int
+    top_k: int
+    ffn_dim: int  # hidden width of one expert
+    score: str = "softmax"  # one of SCORES
+    renormalize: bool = False  # weights of the chosen experts sum to 1
+    scale: float = 1.0  # factor of the weights
+    shared_ffn_dim: int = 0  # hidden width of the expert that every row takes; 0: none
+    shared_gate: bool = False  # it is weighted by the sigmoid of a gate
+
+    def __post_init__(self) -> None:
+        assert 1 <= self.top_k <= self.n_expert, f"{self.top_k} experts: their reader checks it"
+        assert self.score in SCORES, self.score
+
+    def distinct_experts(self, rows: int) -> float:
+        """Return how many experts `rows` rows take together, were each row's chosen at random."""
+        return self.n_expert * (1 - (1 - self.top_k / self.n_expert) ** rows)
+
+    @property
+    def active_ffn_dim(self) -> int:
+        """Hidden width of all experts that a row takes."""
+        return self.top_k * self.ffn_dim + self.shared_ffn_dim
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Shape and constants of one target model."""
 
@@ -41,7 +78,7 @@ class ModelConfig:
     n_head: int
     n_kv_head: int
     head_dim: int
-    ffn_dim: int
+    ffn_dim: int  # of blocks without experts, and of a draft head's block
     vocab_size: int
     max_seq_len: int  # the context the model was trained for
     norm_eps: float = 1e-5
@@ -54,6 +91,9 @@ class ModelConfig:
     tie_embeddings: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
+    qk_norm_whole: bool = False  # one norm over all query heads and one over all KV heads
+    moe: MoEConfig | None = None
+    dense_blocks: tuple[int, ...] = ()  # blocks without experts, where others have them
     sliding_window: int | None = None  # number of keys that a row sees; None: all
     architecture: str = "LlamaForCausalLM"
 
@@ -71,7 +111,30 @@ class ModelConfig:
     def linear_params(self) -> int:
         """Number of weights of all block linears, without embedding and LM head."""
         attention = self.dim * self.qkv_dim + self.n_head * self.head_dim * self.dim
-        return self.n_layer * (attention + 3 * self.dim * self.ffn_dim)
+        return self.n_layer * attention + 3 * self.dim * self._ffn_width(active=False)
+
+    @property
+    def active_linear_params(self) -> int:
+        """Number of weights of the block linears that one row reads: its experts' only."""
+        unused = self._ffn_width(active=False) - self._ffn_width(active=True)
+        return self.linear_params - 3 * self.dim * unused
+
+    def _ffn_width(self, active: bool) -> int:
+        """Return the hidden width of all blocks together, of all experts or of a row's."""
+        if self.moe is None:
+            return self.n_layer * self.ffn_dim
+        moe, n_dense = self.moe, len(self.dense_blocks)
+        every = moe.n_expert * moe.ffn_dim + moe.shared_ffn_dim
+        sparse = moe.active_ffn_dim if active else every
+        return n_dense * self.ffn_dim + (self.n_layer - n_dense) * sparse
+
+    @property
+    def widest_ffn(self) -> int:
+        """Hidden width of the widest MLP or expert."""
+        if self.moe is None:
+            return self.ffn_dim
+        widths = self.moe.ffn_dim, self.moe.shared_ffn_dim
+        return max(*widths, self.ffn_dim if self.dense_blocks else 0)
 
     @property
     def vocab_params(self) -> int:
@@ -82,21 +145,50 @@ class ModelConfig:
     def params(self) -> int:
         norms = self.n_layer * 2 * self.dim + self.dim
         norms += self.n_layer * 2 * self.head_dim if self.qk_norm else 0
+        norms += self.n_layer * (self.n_head + self.n_kv_head) * self.head_dim * self.qk_norm_whole
         norms += self.n_layer * self.qkv_dim if self.qkv_bias else 0
-        return self.linear_params + self.vocab_params + norms
+        return self.linear_params + self.vocab_params + norms + self.router_params
+
+    @property
+    def router_params(self) -> int:
+        """Number of weights of all routers and of the gates of shared experts."""
+        if self.moe is None:
+            return 0
+        rows = self.moe.n_expert + self.moe.shared_gate
+        return (self.n_layer - len(self.dense_blocks)) * rows * self.dim
+
+    def has_experts(self, block: int) -> bool:
+        """Return whether block number `block` has experts instead of one MLP."""
+        return self.moe is not None and block not in self.dense_blocks
 
     def kv_bytes(self, seq_len: int, element_bytes: int = 2) -> int:
         """Return the size in bytes of a KV cache of `seq_len` positions."""
         return 2 * self.n_layer * self.n_kv_head * self.head_dim * seq_len * element_bytes
 
 
+@dataclasses.dataclass(frozen=True)
+class Multipliers:
+    """Constants of a Granite model; loading multiplies the weights by them, see `multipliers`."""
+
+    embedding: float
+    attention: float  # of the scores, in place of 1 / sqrt(head_dim)
+    residual: float
+    logits: float  # logits are divided by it
+
+
 def draft_block(config: ModelConfig) -> ModelConfig:
-    """Return the config of a draft head's block: the model's widths, no option of its family."""
+    """Return the config of a draft head's block: the model's widths, no option of its family.
+
+    It is dense whatever the model is.
+    """
     return dataclasses.replace(
         config,
         n_layer=1,
         qkv_bias=False,
         qk_norm=False,
+        qk_norm_whole=False,
+        moe=None,
+        dense_blocks=(),
         tie_embeddings=False,
         rope_scaling=None,
         rope_freq_factors=None,
@@ -225,23 +317,109 @@ def from_hf(raw: Mapping[str, Any], source: str) -> ModelConfig:
     fields = Fields(raw, source)
     architecture = (fields.texts("architectures") or ["(none)"])[0]
     if architecture not in SUPPORTED_ARCHITECTURES:
+        reason = _UNSUPPORTED.get(architecture)
         raise FasteagleError(
-            f"{source}: architecture {architecture!r} is not supported; "
+            f"{source}: architecture {architecture!r} is not supported"
+            f"{f' ({reason})' if reason else ''}; "
             f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
     rope, common = _common(fields, source, "num_hidden_layers", "vocab_size")
-    has_window = architecture == "MistralForCausalLM" and "sliding_window" in fields
+    n_layer = fields.integer("num_hidden_layers", most=MOST_LAYERS)
+    if architecture in _EXPERT_WIDTHS:
+        common |= _hf_experts(fields, architecture, n_layer)
+    windowed = architecture in ("MistralForCausalLM", "MixtralForCausalLM")
+    has_bias = architecture == "Qwen2MoeForCausalLM" and fields.flag("qkv_bias", True)
     return ModelConfig(
         **common,
-        n_layer=fields.integer("num_hidden_layers", most=MOST_LAYERS),
+        n_layer=n_layer,
         max_seq_len=fields.integer("max_position_embeddings", 2048),
         rope_base=rope.number("rope_theta", fields.number("rope_theta", 10000.0)),
         tie_embeddings=fields.flag("tie_word_embeddings"),
-        qkv_bias=architecture == "Qwen2ForCausalLM",
-        qk_norm=architecture == "Qwen3ForCausalLM",
-        sliding_window=fields.integer("sliding_window") if has_window else None,
+        qkv_bias=architecture == "Qwen2ForCausalLM" or has_bias,
+        qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+        qk_norm_whole=architecture == "OlmoeForCausalLM",
+        sliding_window=fields.integer("sliding_window")
+        if windowed and "sliding_window" in fields
+        else None,
         architecture=architecture,
     )
+
+
+def multipliers_from_hf(raw: Mapping[str, Any], source: str) -> Multipliers | None:
+    """Read the multipliers of a Granite model's `config.json`; None for other models."""
+    fields = Fields(raw, source)
+    if not (fields.texts("architectures") or [""])[0].startswith("Granite"):
+        return None
+    return Multipliers(
+        embedding=fields.number("embedding_multiplier", 1.0),
+        attention=fields.number("attention_multiplier", 1.0),
+        residual=fields.number("residual_multiplier", 1.0),
+        logits=fields.number("logits_scaling", 1.0),
+    )
+
+
+_UNSUPPORTED = {  # why models that one may expect to run do not
+    "DeepseekV2ForCausalLM": "latent attention",
+    "DeepseekV3ForCausalLM": "latent attention",
+    "Ernie4_5_MoeForCausalLM": "a bias of the router",
+    "Glm4MoeForCausalLM": "groups of experts",
+    "GptOssForCausalLM": "attention sinks, experts with biases",
+    "GraniteMoeHybridForCausalLM": "state-space layers",
+    "JambaForCausalLM": "state-space layers",
+    "Llama4ForCausalLM": "blocks without RoPE",
+    "PhimoeForCausalLM": "sparse mixing of experts",
+    "Qwen3NextForCausalLM": "linear attention",
+}
+
+_EXPERT_WIDTHS = {  # key of the hidden width of one expert
+    "MixtralForCausalLM": "intermediate_size",
+    "Qwen2MoeForCausalLM": "moe_intermediate_size",
+    "Qwen3MoeForCausalLM": "moe_intermediate_size",
+    "OlmoeForCausalLM": "intermediate_size",
+    "GraniteMoeForCausalLM": "intermediate_size",
+    "GraniteMoeSharedForCausalLM": "intermediate_size",
+}
+
+
+def _hf_experts(fields: Fields, architecture: str, n_layer: int) -> dict[str, Any]:
+    """Return the fields of a mixture of experts; its files may count experts by either key."""
+    count = "num_local_experts" if "num_local_experts" in fields else "num_experts"
+    width = _EXPERT_WIDTHS[architecture]
+    fields.require(count, "num_experts_per_tok", width)
+    n_expert = fields.integer(count, most=MOST_EXPERTS)
+    is_granite = architecture.startswith("Granite")
+    is_mixtral = architecture == "MixtralForCausalLM"
+    shared, gate = 0, architecture == "Qwen2MoeForCausalLM"
+    if gate:
+        shared = fields.width("shared_expert_intermediate_size")
+    elif architecture == "GraniteMoeSharedForCausalLM":
+        shared = fields.integer("shared_intermediate_size", 0, least=0, most=MOST_WIDTH)
+    if "clip_qkv" in fields:
+        raise fields.error("clip_qkv", "absent, clipped attention is not supported")
+    moe = MoEConfig(
+        n_expert=n_expert,
+        top_k=fields.integer("num_experts_per_tok", most=n_expert),
+        ffn_dim=fields.width(width),
+        score="topk_softmax" if is_granite else "softmax",
+        renormalize=is_mixtral or fields.flag("norm_topk_prob"),
+        shared_ffn_dim=shared,
+        shared_gate=gate,
+    )
+    step = fields.integer("decoder_sparse_step", 1, most=n_layer)
+    dense = fields.integers("mlp_only_layers", most=n_layer - 1)
+    blocks = tuple(i for i in range(n_layer) if i in dense or (i + 1) % step)
+    if width == "intermediate_size":
+        return {"moe": moe, "ffn_dim": dense_width(moe, is_mixtral)}
+    return {"moe": moe, "dense_blocks": blocks}
+
+
+def dense_width(moe: MoEConfig, wide_experts: bool) -> int:
+    """Return the FFN width for a draft head's block where the files tell none.
+
+    `wide_experts`: one expert is as wide as the MLP of a dense model (Mixtral), and so are the
+    blocks of its published heads. Else it is the width that a row takes.
+    """
+    return moe.ffn_dim if wide_experts else moe.top_k * moe.ffn_dim
 
 
 _HF_KEYS = {
@@ -311,10 +489,31 @@ def read_llama3_scaling(rope: Fields, original: str) -> Llama3RopeScaling:
 
 
 _GGUF_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
+    "llama": "LlamaForCausalLM",  # with experts: Mixtral
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",  # a shared expert included
 }
+_GGUF_UNSUPPORTED = {  # why models that one may expect to run do not
+    "deepseek2": "latent attention",
+    "glm4moe": "groups of experts",
+    "gpt-oss": "attention sinks, experts with biases",
+    "granitehybrid": "state-space layers",
+    "jamba": "state-space layers",
+    "llama4": "blocks without RoPE",
+    "qwen3next": "linear attention",
+}
+_GGUF_EXPERTS = {  # whether the weights of the chosen experts sum to 1, as llama.cpp has it
+    "llama": True,
+    "qwen2moe": False,
+    "qwen3moe": True,
+    "olmoe": False,
+    "granitemoe": True,
+}
+_SOFTMAX = 1  # llama.cpp's number of a router's function
 
 
 _GGUF_KEYS = {
@@ -338,16 +537,15 @@ def from_gguf(
     fields = Fields(metadata, source)
     kind = fields.text("general.architecture", "(none)")
     if kind not in _GGUF_ARCHITECTURES:
+        reason = _GGUF_UNSUPPORTED.get(kind)
         raise FasteagleError(
-            f"{source}: GGUF architecture {kind!r} is not supported; "
-            f"supported: {', '.join(_GGUF_ARCHITECTURES)}"
+            f"{source}: GGUF architecture {kind!r} is not supported"
+            f"{f' ({reason})' if reason else ''}; supported: {', '.join(_GGUF_ARCHITECTURES)}"
         )
 
     scaling = fields.text(f"{kind}.rope.scaling.type", "none")
     if scaling not in ("none", "linear"):
         raise FasteagleError(f"{source}: GGUF RoPE scaling {scaling!r} is not supported")
-    if fields.integer(f"{kind}.expert_count", 0, least=0):
-        raise FasteagleError(f"{source}: mixture-of-experts models are not supported")
     required = ("dim", "n_head", "ffn_dim")
     fields.require(
         *(f"{kind}.{_GGUF_KEYS[name]}" for name in required),
@@ -364,6 +562,13 @@ def from_gguf(
         )
     window = f"{kind}.attention.sliding_window"  # 0: none
     linear = scaling == "linear"
+    architecture = _GGUF_ARCHITECTURES[kind]
+    has_experts = fields.integer(f"{kind}.expert_count", 0, least=0) > 0
+    if has_experts and kind not in _GGUF_EXPERTS:
+        raise FasteagleError(f"{source}: GGUF architecture {kind!r} with experts is not supported")
+    if has_experts or (kind in _GGUF_EXPERTS and kind != "llama"):
+        shape |= _gguf_experts(fields, kind)
+        architecture = "MixtralForCausalLM" if kind == "llama" else architecture
     return ModelConfig(
         **shape,
         n_layer=fields.integer(f"{kind}.block_count", most=MOST_LAYERS),
@@ -374,8 +579,51 @@ def from_gguf(
         rope_linear_factor=fields.number(f"{kind}.rope.scaling.factor", 1.0) if linear else 1.0,
         rope_freq_factors=rope_freq_factors,
         tie_embeddings=tied,
-        qkv_bias=kind == "qwen2",
-        qk_norm=kind == "qwen3",
+        qkv_bias=kind in ("qwen2", "qwen2moe"),
+        qk_norm=kind in ("qwen3", "qwen3moe"),
+        qk_norm_whole=kind == "olmoe",
         sliding_window=fields.integer(window, 0, least=0) or None,
-        architecture=_GGUF_ARCHITECTURES[kind],
+        architecture=architecture,
+    )
+
+
+def _gguf_experts(fields: Fields, kind: str) -> dict[str, Any]:
+    """Return the fields of a mixture of experts; what files leave out is llama.cpp's constant."""
+    count, used = f"{kind}.expert_count", f"{kind}.expert_used_count"
+    fields.require(count, used)
+    n_expert = fields.integer(count, most=MOST_EXPERTS)
+    function = f"{kind}.expert_gating_func"
+    if fields.integer(function, _SOFTMAX, least=0) != _SOFTMAX:
+        raise fields.error(function, f"{_SOFTMAX} (softmax), others are not supported")
+    own = f"{kind}.expert_feed_forward_length"
+    ffn_dim = fields.width(own if own in fields else f"{kind}.feed_forward_length")
+    shared = f"{kind}.expert_shared_feed_forward_length"
+    moe = MoEConfig(
+        n_expert=n_expert,
+        top_k=fields.integer(used, most=n_expert),
+        ffn_dim=ffn_dim,
+        score="topk_softmax" if kind == "granitemoe" else "softmax",
+        renormalize=fields.flag(f"{kind}.expert_weights_norm", _GGUF_EXPERTS[kind]),
+        scale=fields.number(f"{kind}.expert_weights_scale", 1.0),
+        shared_ffn_dim=fields.integer(shared, 0, least=0, most=MOST_WIDTH),
+        shared_gate=kind == "qwen2moe",
+    )
+    if own in fields:
+        return {"moe": moe}
+    return {"moe": moe, "ffn_dim": dense_width(moe, kind == "llama")}
+
+
+def multipliers_from_gguf(metadata: Mapping[str, Any], source: str) -> Multipliers | None:
+    """Read the multipliers of a Granite model's GGUF metadata; None for other models."""
+    fields = Fields(metadata, source)
+    if fields.text("general.architecture", "") != "granitemoe":
+        return None
+    keys = ("embedding_scale", "attention.scale", "residual_scale", "logit_scale")
+    embedding, attention, residual, logits = (f"granitemoe.{key}" for key in keys)
+    fields.require(embedding, attention, residual, logits)
+    return Multipliers(
+        embedding=fields.number(embedding),
+        attention=fields.number(attention),
+        residual=fields.number(residual),
+        logits=fields.number(logits),
     )

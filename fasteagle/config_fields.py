@@ -16,6 +16,7 @@ MOST = 2**31 - 1  # largest count: fits into the index types of every kernel
 MOST_REAL = 1e30  # largest number: fits into fp32
 MOST_WIDTH = 2**20  # largest model dimension: far above any model, far below all memory
 MOST_LAYERS = 1000  # limited, since the tensors of each layer are listed in memory
+MOST_EXPERTS = 1024  # of a block; likewise
 LONGEST_SHOWN = 60  # most characters of a value in an error
 MOST_NESTED = 100  # most levels of JSON from clients, whose readers may recurse
 
@@ -90,6 +91,12 @@ class Fields:
     def texts(self, key: str) -> list[str]:
         """Return a list of texts, empty where the key is absent."""
         return self._checked(key, [], "a list of texts", _list_of(lambda v: type(v) is str))
+
+    def integers(self, key: str, *, most: int = MOST) -> list[int]:
+        """Return a list of integers from 0 to `most`, empty where the key is absent."""
+        must = f"a list of integers from 0 to {most:,}"
+        fits = _list_of(lambda v: type(v) is int and 0 <= v <= most)
+        return self._checked(key, [], must, fits)
 
     def numbers(self, key: str) -> tuple[float, ...]:
         """Return a list of numbers above 0, empty where the key is absent."""

@@ -1,10 +1,11 @@
 """Llama-family decoder at batch size 1, with a static KV cache.
 
-Covers Llama-2/3, Vicuna, Mistral, Qwen2, Qwen3 and SmolLM2. Knows nothing about quantization,
-compilation or text: `quant` and `compile` transform it from outside.
+Covers Llama-2/3, Vicuna, Mistral, Qwen2, Qwen3, SmolLM2 and their mixtures of experts. Knows
+nothing about quantization, compilation or text: `quant` and `compile` transform it from outside.
 
 Shapes: T rows in this pass, D model dim, H query heads, G KV heads, E head dim, F FFN dim,
-V vocabulary, S cache slots, R auxiliary layers.
+V vocabulary, S cache slots, R auxiliary layers; in a mixture of experts X experts, k of them for
+each row.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fasteagle.config import HeadConfig, ModelConfig
+from fasteagle.config import HeadConfig, ModelConfig, MoEConfig
 from fasteagle.tree import TreeView
 from fasteagle.uninitialized import Uninitialized
 
@@ -164,8 +165,13 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.qkv = nn.Linear(entry_dim or config.dim, config.qkv_dim, bias=config.qkv_bias)
         self.out = nn.Linear(config.n_head * config.head_dim, config.dim, bias=False)
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.norm_whole = config.qk_norm_whole
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
+        if config.qk_norm or config.qk_norm_whole:
+            q_heads, k_heads = (self.n_head, self.n_kv_head) if self.norm_whole else (1, 1)
+            self.q_norm = RMSNorm(q_heads * self.head_dim, config.norm_eps)
+            self.k_norm = RMSNorm(k_heads * self.head_dim, config.norm_eps)
 
     def forward(
         self,
@@ -181,8 +187,12 @@ class Attention(nn.Module):
         T = x.shape[0]
         heads = (self.n_head, self.n_kv_head, self.n_kv_head)
         q, k, v = self.qkv(x).view(T, -1, self.head_dim).split(heads, dim=1)  # [T, H or G, E]
-        q = apply_rope(ops.norm(self.q_norm, q), cos, sin)
-        k = apply_rope(ops.norm(self.k_norm, k), cos, sin)
+        if self.norm_whole:
+            q = ops.norm(self.q_norm, q.flatten(1)).view(T, -1, self.head_dim)
+            k = ops.norm(self.k_norm, k.flatten(1)).view(T, -1, self.head_dim)
+        else:
+            q, k = ops.norm(self.q_norm, q), ops.norm(self.k_norm, k)
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         ops.write(k_cache, slots, k.transpose(0, 1))
         ops.write(v_cache, slots, v.transpose(0, 1))
         group = self.n_head // self.n_kv_head
@@ -206,6 +216,76 @@ class MLP(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
+def rows_product(linear: nn.Module, x: Tensor, start: int, stop: int) -> Tensor:
+    """Return outputs `start .. stop` [T, stop - start] of a linear without bias, for x [T, D].
+
+    Quantized linears have a method of this name.
+    """
+    if isinstance(linear, nn.Linear):
+        return F.linear(x, linear.weight[start:stop])
+    y: Tensor = linear.rows_product(x, start, stop)
+    return y
+
+
+class MoE(nn.Module):
+    """Feed-forward layer in which a router chooses `top_k` of X experts for each row.
+
+    The experts' weights are stacked along the outputs, so that whatever works on a linear works on
+    them: expert e has the rows `2 F e` to `2 F (e + 1)` of `gate_up`, first gate, then up, and the
+    rows `D e` to `D (e + 1)` of `down`. Router and gate are fp32 whatever the model is: a rounded
+    logit would choose other experts.
+    """
+
+    def __init__(self, dim: int, config: MoEConfig) -> None:
+        super().__init__()
+        self.config = config
+        n_expert, ffn_dim = config.n_expert, config.ffn_dim
+        self.router = nn.Linear(dim, n_expert, bias=False)
+        self.gate_up = nn.Linear(dim, n_expert * 2 * ffn_dim, bias=False)
+        self.down = nn.Linear(ffn_dim, n_expert * dim, bias=False)
+        self.shared = MLP(dim, config.shared_ffn_dim) if config.shared_ffn_dim else None
+        self.shared_gate = nn.Linear(dim, 1, bias=False) if config.shared_gate else None
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the ids [T, k] of each row's experts, the best first, and their weights in fp32.
+
+        On equal logits the lower id is chosen.
+        """
+        logits = F.linear(x.float(), self.router.weight.float())  # [T, X]
+        best = logits.sort(dim=-1, descending=True, stable=True)
+        chosen, ids = (part[:, : self.config.top_k] for part in best)
+        if self.config.score == "topk_softmax" or self.config.renormalize:
+            weights = chosen.softmax(-1)
+        else:
+            weights = (chosen - logits.logsumexp(-1, keepdim=True)).exp()
+        return ids, weights * self.config.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the layer's output [T, D] in fp32.
+
+        A row's sum goes in the order of expert ids, so that its bits depend on no other row.
+        """
+        ids, weights = self.route(x)
+        y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for expert in ids.unique().tolist():  # ascending
+            rows, place = (ids == expert).nonzero(as_tuple=True)
+            out = self.expert(x[rows], expert).float()
+            y.index_add_(0, rows, out * weights[rows, place].unsqueeze(1))
+        if self.shared is not None:
+            shared = self.shared(x).float()
+            if self.shared_gate is not None:
+                shared = shared * F.linear(x.float(), self.shared_gate.weight.float()).sigmoid()
+            y = y + shared
+        return y
+
+    def expert(self, x: Tensor, expert: int) -> Tensor:
+        """Return the output [n, D] of one expert for rows x [n, D]."""
+        n_gate_up, dim = 2 * self.config.ffn_dim, x.shape[1]
+        both = rows_product(self.gate_up, x, expert * n_gate_up, (expert + 1) * n_gate_up)
+        gate, up = both.chunk(2, dim=-1)
+        return rows_product(self.down, F.silu(gate) * up, expert * dim, (expert + 1) * dim)
+
+
 class Block(nn.Module):
     """Pre-norm decoder block: `x + attention`, then `x + mlp`.
 
@@ -214,14 +294,23 @@ class Block(nn.Module):
     A draft head's attention may read an `entry` [T, entry_dim] of its own instead of the norm of x.
     """
 
+    mlp: MLP | MoE
+
     def __init__(
-        self, config: ModelConfig, input_norm: bool = True, entry_dim: int | None = None
+        self,
+        config: ModelConfig,
+        input_norm: bool = True,
+        entry_dim: int | None = None,
+        number: int = 0,
     ) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.dim, config.norm_eps) if input_norm else Cast()
         self.attention = Attention(config, entry_dim)
         self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
-        self.mlp = MLP(config.dim, config.ffn_dim)
+        if config.moe is not None and config.has_experts(number):
+            self.mlp = MoE(config.dim, config.moe)
+        else:
+            self.mlp = MLP(config.dim, config.ffn_dim)
 
     def forward(
         self,
@@ -294,7 +383,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.blocks = nn.ModuleList(Block(config, number=i) for i in range(config.n_layer))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.lm_head = LMHead(config.dim, config.vocab_size, bias=False)
 

@@ -247,7 +247,7 @@ def available(choice: str, notify: Notify | None = None) -> str | None:
 def _register_fakes(namespace: str) -> None:
     """Register the shapes and dtypes of results for tracing."""
 
-    def linear(x: Tensor, packed: Tensor, bias: Tensor | None, n: int) -> Tensor:
+    def linear(x: Tensor, packed: Tensor, bias: Tensor | None, n: int, first: int = 0) -> Tensor:
         return x.new_empty(x.shape[0], n, dtype=torch.float32)
 
     def rows(packed: Tensor, index: Tensor, k: int) -> Tensor:

@@ -42,6 +42,12 @@ class NativeLinear(KernelLinear):
         rows = torch.ops.fasteagle_cpu.rows(self.packed, index.flatten(), self.in_features)
         return rows.view(*index.shape, self.in_features)
 
+    def rows_product(self, x: Tensor, start: int, stop: int) -> Tensor:
+        if self._by_reference or start % COLUMNS or stop % COLUMNS:
+            return super().rows_product(x, start, stop)
+        y = torch.ops.fasteagle_cpu.linear(x, self.packed, None, stop - start, start)
+        return y.to(x.dtype)
+
     def _product(self, x: Tensor) -> Tensor:
         return torch.ops.fasteagle_cpu.linear(x, self.packed, self.bias, self.out_features)
 

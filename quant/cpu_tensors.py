@@ -11,7 +11,11 @@ from torch import Tensor
 
 
 class BlockTensors(NamedTuple):
-    """Weights of one block as the kernels read them; missing norms and biases are empty."""
+    """Weights of one block as the kernels read them; what it does not have is empty.
+
+    With a router, `gate_up` and `down` hold all experts; `routing` is how many a row takes, whether
+    their weights are renormalized, and a factor of the weights.
+    """
 
     attention_norm: Tensor
     qkv: Tensor
@@ -22,6 +26,11 @@ class BlockTensors(NamedTuple):
     mlp_norm: Tensor
     gate_up: Tensor
     down: Tensor
+    router: Tensor
+    routing: Tensor
+    shared_gate_up: Tensor
+    shared_down: Tensor
+    shared_gate: Tensor
 
 
 class TargetTensors(NamedTuple):

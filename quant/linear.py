@@ -88,6 +88,10 @@ class Int4Linear(nn.Module):
             y = y[:, : self.out_features]
         return y if self.bias is None else y + self.bias
 
+    def rows_product(self, x: Tensor, start: int, stop: int) -> Tensor:
+        """Return outputs `start .. stop` of a linear without bias: all are computed."""
+        return self(x)[:, start:stop]
+
     def rows(self, index: Tensor) -> Tensor:
         """Return rows [n, K] of the weight in the kernel's bf16, by products with unit vectors."""
         unit = torch.eye(self.in_features, dtype=torch.bfloat16)
@@ -110,6 +114,11 @@ class Int8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = torch.ops.aten._weight_int8pack_mm(x, self.packed, self.scales)
         return y if self.bias is None else y + self.bias
+
+    def rows_product(self, x: Tensor, start: int, stop: int) -> Tensor:
+        """Return outputs `start .. stop` of a linear without bias."""
+        packed, scales = self.packed[start:stop], self.scales[start:stop]
+        return torch.ops.aten._weight_int8pack_mm(x, packed, scales)
 
     def rows(self, index: Tensor) -> Tensor:
         """Return rows [..., K] of the weight, in fp32."""

@@ -9,7 +9,7 @@ Shapes: N output rows, K input columns, g group size, G = K / g groups in a row.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -110,6 +110,30 @@ def stack(parts: Sequence[PackedWeight]) -> PackedWeight:
     return dataclasses.replace(parts[0], **joined)
 
 
+def stack_one_by_one(parts: Iterable[PackedWeight], n_rows: int) -> PackedWeight | None:
+    """Stack weights to `n_rows` rows with one of them in memory beside the result.
+
+    None where they differ in format, which needs all of them at once (`stack`).
+    """
+    joined: dict[str, Tensor] = {}
+    first, at = None, 0
+    for part in parts:
+        tensors = part.tensors()
+        if first is None:
+            first = part
+            for name, tensor in tensors.items():
+                joined[name] = tensor.new_empty(n_rows, tensor.shape[1])
+        formats = {name: tensor.dtype for name, tensor in tensors.items()}
+        same = (part.bits, part.group_size) == (first.bits, first.group_size)
+        if not same or formats != {name: tensor.dtype for name, tensor in joined.items()}:
+            return None
+        for name, tensor in tensors.items():
+            joined[name][at : at + len(tensor)] = tensor
+        at += part.shape[0]
+    assert first is not None and at == n_rows, f"{at} of {n_rows} rows"
+    return dataclasses.replace(first, **joined)
+
+
 def _with_offsets(part: PackedWeight) -> PackedWeight:
     scales, offsets = part.affine()
     return dataclasses.replace(part, scales=scales, zeros=None, offsets=offsets)
@@ -176,6 +200,11 @@ class KernelLinear(nn.Module):
         parts = torch.arange(self.out_features, device=x.device).split(1024)
         y = torch.cat([x.float() @ self.rows(part).float().T for part in parts], dim=-1)
         return y if self.bias is None else y + self.bias
+
+    def rows_product(self, x: Tensor, start: int, stop: int) -> Tensor:
+        """Return outputs `start .. stop` of a linear without bias, in the dtype of x."""
+        rows = self.rows(torch.arange(start, stop, device=x.device)).float()
+        return (x.float() @ rows.T).to(x.dtype)
 
     def rows(self, index: Tensor) -> Tensor:
         """Return rows [..., K] of the weight, in fp32, without dequantizing other rows."""

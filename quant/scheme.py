@@ -58,14 +58,15 @@ class Scheme:
         return self.linear_bytes if self.head_bits == self.bits else self.head_bits / 8
 
     def model_bytes(self, config: ModelConfig) -> int:
-        """Return the weight bytes of a model, if every linear has `bits`.
+        """Return the weight bytes of a model, if every linear has `bits`; routers stay in fp32.
 
         A tied embedding is stored separately from an LM head below 16 bits. For files that mix
         bits, see `tensors.weight_bytes`.
         """
         table = config.vocab_size * config.dim
         embedding = 0 if config.tie_embeddings and self.head_bits == 16 else 2 * table
-        return int(config.linear_params * self.linear_bytes + table * self.head_bytes + embedding)
+        linears = config.linear_params * self.linear_bytes + 4 * config.router_params
+        return int(linears + table * self.head_bytes + embedding)
 
     def draft_head_bytes(self, head: HeadConfig) -> int:
         """Return the weight bytes of a draft head, which has the format of its target."""
@@ -155,7 +156,12 @@ def int4_for(config: ModelConfig, head_bits: int = 8) -> Scheme:
 
 def linear_inputs(config: ModelConfig) -> tuple[int, ...]:
     """Return the input widths of the block linears."""
-    return tuple(sorted({config.dim, config.n_head * config.head_dim, config.ffn_dim}))
+    widths = {config.dim, config.n_head * config.head_dim}
+    if config.moe is None or config.dense_blocks:
+        widths.add(config.ffn_dim)
+    if config.moe is not None:
+        widths |= {config.moe.ffn_dim, config.moe.shared_ffn_dim} - {0}
+    return tuple(sorted(widths))
 
 
 def _divides(group: int, widths: Iterable[int]) -> bool:

@@ -66,6 +66,8 @@ def random_rows(kind, shape, spread=0.06, seed=1):
 
 def stored_rows(kind, data):
     """A matrix as GGUF stores it; random values in the types that cannot be written."""
+    if kind in PLACES and data.ndim == 3:
+        return np.stack([stored_rows(kind, expert) for expert in data])
     if kind in PLACES:
         return random_rows(kind, data.shape, seed=zlib.crc32(data.tobytes()))
     return quants.quantize(data, GGMLQuantizationType[kind])
@@ -77,6 +79,43 @@ def finish(writer: GGUFWriter) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def gguf_parts(name: str, tensor):
+    """A tensor of a transformers model as llama.cpp has it: gate and up apart."""
+    name = name.replace(".block_sparse_moe.", ".mlp.").replace(".router.weight", ".gate.weight")
+    name = name.replace(".shared_mlp.", ".mlp.shared_expert.")
+    for joined in ("gate_up_proj", "input_linear.weight"):
+        if name.endswith(joined):
+            gate, up = tensor.chunk(2, dim=-2)
+            stem = name.removesuffix(joined)
+            return [(f"{stem}gate_proj.weight", gate), (f"{stem}up_proj.weight", up)]
+    if name.endswith("experts.down_proj"):
+        return [(f"{name}.weight", tensor)]
+    name = name.replace("output_linear.", "down_proj.")
+    if name.endswith("shared_expert_gate.weight"):
+        return [(name, tensor[0])]
+    return [(name, tensor)]
+
+
+def write_experts_metadata(writer: GGUFWriter, config, architecture: str) -> None:
+    """What llama.cpp's converter writes of a mixture of experts."""
+    n_expert = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    if not n_expert:
+        return
+    writer.add_expert_count(n_expert)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    if architecture.startswith("qwen"):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if architecture == "qwen2moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if architecture == "granitemoe":
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+        if getattr(config, "shared_intermediate_size", 0):
+            writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
 
 
 def write_gguf(path, model, kind="F32", architecture="llama", extra=None, drop=()):
@@ -93,21 +132,25 @@ def write_gguf(path, model, kind="F32", architecture="llama", extra=None, drop=(
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
+    write_experts_metadata(writer, config, architecture)
     for key, value in (extra or {}).items():
         add = {str: writer.add_string, int: writer.add_uint32, list: writer.add_array}
         add[type(value)](key, value)
     stored = {}
-    for name, tensor in model.state_dict().items():
+    parts = [part for item in model.state_dict().items() for part in gguf_parts(*item)]
+    for name, tensor in parts:
         if name in drop or (name == "lm_head.weight" and config.tie_word_embeddings):
             continue
         data = tensor.float().numpy()
-        own_kind = "F32" if data.ndim == 1 else kind(name) if callable(kind) else kind
+        is_small = data.ndim == 1 or name.endswith("mlp.gate.weight")
+        own_kind = "F32" if is_small else kind(name) if callable(kind) else kind
         qtype = GGMLQuantizationType[own_kind]
         data = stored_rows(own_kind, data)
         stored[name] = quants.dequantize(data, qtype)
-        if architecture == "llama" and name.endswith("q_proj.weight"):
+        reordered = architecture in ("llama", "granitemoe")
+        if reordered and name.endswith("q_proj.weight"):
             data = permute(data, config.num_attention_heads)
-        if architecture == "llama" and name.endswith("k_proj.weight"):
+        if reordered and name.endswith("k_proj.weight"):
             data = permute(data, config.num_key_value_heads)
         writer.add_tensor(gguf_name(name), data, raw_dtype=qtype)
     finish(writer)

@@ -50,6 +50,37 @@ TINY_SHAPE = {
     "initializer_range": 0.3,  # far from uniform logits, so that argmax is not a coin toss
 }
 
+MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
+OLMOE = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 32,
+    "eos_token_id": TINY_VOCAB - 1,
+}
+QWEN3_MOE = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "head_dim": 32,
+}
+QWEN2_MOE = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
+}
+GRANITE_MOE = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 32,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.15,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 2.5,
+    "tie_word_embeddings": True,
+}
+
 
 # Hugging Face folders
 
@@ -81,12 +112,23 @@ def hf_class(family: str):
         "mistral": (t.MistralConfig, t.MistralForCausalLM, gqa | {"sliding_window": 7}),
         "qwen2": (t.Qwen2Config, t.Qwen2ForCausalLM, gqa),
         "qwen3": (t.Qwen3Config, t.Qwen3ForCausalLM, gqa | {"head_dim": 32}),
+        "mixtral": (t.MixtralConfig, t.MixtralForCausalLM, gqa | MIXTRAL),
+        "qwen2moe": (t.Qwen2MoeConfig, t.Qwen2MoeForCausalLM, gqa | QWEN2_MOE),
+        "qwen3moe": (t.Qwen3MoeConfig, t.Qwen3MoeForCausalLM, gqa | QWEN3_MOE),
+        "olmoe": (t.OlmoeConfig, t.OlmoeForCausalLM, gqa | OLMOE),
+        "granitemoe": (t.GraniteMoeConfig, t.GraniteMoeForCausalLM, gqa | GRANITE_MOE),
+        "granitemoeshared": (
+            t.GraniteMoeSharedConfig,
+            t.GraniteMoeSharedForCausalLM,
+            gqa | GRANITE_MOE | {"shared_intermediate_size": 48, "tie_word_embeddings": False},
+        ),
         "smollm2": (t.LlamaConfig, t.LlamaForCausalLM, gqa | {"tie_word_embeddings": True}),
     }
     return families[family]
 
 
-FAMILIES = ("llama2", "llama3", "vicuna", "mistral", "qwen2", "qwen3", "smollm2")
+MOE_FAMILIES = ("mixtral", "qwen2moe", "qwen3moe", "olmoe", "granitemoe", "granitemoeshared")
+FAMILIES = ("llama2", "llama3", "vicuna", "mistral", "qwen2", "qwen3", "smollm2", *MOE_FAMILIES)
 
 
 def make_hf_model(family: str, **overrides):
@@ -214,7 +256,8 @@ def random_head(
     torch.manual_seed(seed)
     vocab_size = target.config.vocab_size
     size = vocab_size if draft_ids is None else len(draft_ids)
-    block = ModelConfig(**{**vars(target.config), "n_layer": 1, **changes})
+    dense = {"n_layer": 1, "moe": None, "dense_blocks": (), "qk_norm_whole": False}
+    block = ModelConfig(**{**vars(target.config), **dense, **changes})
     head = make_head(HeadConfig(block, size, fc_bias, eagle3))
     with torch.no_grad():
         for p in head.parameters():

@@ -48,7 +48,9 @@ def test_prefill_matches_transformers(pair):
     expected = hf(tokens[None], output_hidden_states=True)
     output = run(ours, tokens, 0, fresh_cache(ours))
     assert (output.logits - expected.logits[0]).abs().max() < TOLERANCE
-    assert (output.features - expected.hidden_states[-1][0]).abs().max() < TOLERANCE
+    scaling = getattr(hf.config, "logits_scaling", 1.0)  # ours is in the final norm
+    features = expected.hidden_states[-1][0] / scaling
+    assert (output.features - features).abs().max() < TOLERANCE
 
 
 @torch.no_grad()
@@ -195,6 +197,8 @@ def test_leads_that_bf16_rounds_away_still_decide():
 def test_residual_stream_stays_fp32_in_bf16(pair):
     """bf16 weights, fp32 residual: closer to fp32 than an all-bf16 pass of transformers."""
     hf, ours = pair
+    if ours.config.moe is not None:
+        pytest.skip("a row whose experts change is far away in either")
     tokens = tokens_of(ours, 60)
     exact = run(ours, tokens, 0, fresh_cache(ours)).features
     half = load_half(ours)

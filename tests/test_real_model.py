@@ -175,7 +175,7 @@ def test_the_shipped_head_belongs_to_the_model(checkpoint):
 
 
 def test_its_linears_repack_with_zero_error(checkpoint):
-    from fasteagle.loading.tensors import is_block_linear
+    from fasteagle.loading.names import is_block_linear
 
     linears = [name for name in checkpoint.names() if is_block_linear(name)]
     assert len(linears) == 7 * 30 and {checkpoint.kinds()[n] for n in linears} == {"Q4_1"}

@@ -14,7 +14,7 @@ import dataclasses
 import re
 from collections.abc import Iterable
 
-from fasteagle.config import HeadConfig, ModelConfig
+from fasteagle.config import HeadConfig, ModelConfig, MoEConfig
 from fasteagle.errors import FasteagleError
 from fasteagle.quant.interleaved import BLOCK_N, Layout, layout_for
 from fasteagle.quant.scheme import Scheme, is_scheme_name, parse_scheme
@@ -99,9 +99,13 @@ class Storage:
         return self.element_bytes if self.scheme is None else self.scheme.head_bytes
 
     def pass_bytes(self, config: ModelConfig) -> int:
-        """Weight bytes that every pass reads; the embedding's one row per token is not counted."""
+        """Weight bytes that every pass reads; the embedding's one row per token is not counted.
+
+        Experts are those of one row: more rows read more of them.
+        """
         table = config.vocab_size * config.dim
-        return int(config.linear_params * self.linear_bytes + table * self.head_bytes)
+        linears = config.active_linear_params * self.linear_bytes + 4 * config.router_params
+        return int(linears + table * self.head_bytes)
 
     def layout(self, K: int, is_lm_head: bool = False) -> Layout:
         """Return the layout that kernels read a quantized weight in; LM heads are int8."""
@@ -185,14 +189,34 @@ class Workload:
 
     def _linears(self, name: str, config: ModelConfig, rows: int, wide: bool = False) -> list[Part]:
         """Return the linears of all blocks: q/k/v and gate/up are one product each."""
-        D, F = config.dim, config.ffn_dim
-        shapes = (
-            (config.qkv_dim, 2 * D if wide else D),
-            (D, config.n_head * config.head_dim),
-            (2 * F, D),
-            (D, F),
-        )
-        return [self._product(name, N, K, rows, config.n_layer) for N, K in shapes]
+        D = config.dim
+        shapes = (config.qkv_dim, 2 * D if wide else D), (D, config.n_head * config.head_dim)
+        parts = [self._product(name, N, K, rows, config.n_layer) for N, K in shapes]
+        if config.moe is None:
+            return parts + self._mlp(name, D, config.ffn_dim, rows, config.n_layer)
+        dense = len(config.dense_blocks)
+        parts += self._mlp(name, D, config.ffn_dim, rows, dense) if dense else []
+        return parts + self._experts(config, config.moe, rows, config.n_layer - dense)
+
+    def _mlp(self, name: str, D: int, F: int, rows: int, launches: int) -> list[Part]:
+        return [self._product(name, N, K, rows, launches) for N, K in ((2 * F, D), (D, F))]
+
+    def _experts(self, config: ModelConfig, moe: MoEConfig, rows: int, launches: int) -> list[Part]:
+        """Return routers and experts: each expert that any row takes is read once for all rows.
+
+        One launch has the outputs of all these experts, over the rows that an expert has.
+        """
+        D, distinct = config.dim, moe.distinct_experts(rows)
+        each = -(-rows * moe.top_k // round(distinct))
+        router = Part("routers", launches, 4.0 * config.router_params, 2.0 * config.router_params)
+        parts = [
+            router,
+            self._product("experts", round(distinct * 2 * moe.ffn_dim), D, each, launches),
+            self._product("experts", round(distinct * D), moe.ffn_dim, each, launches),
+        ]
+        if moe.shared_ffn_dim:
+            parts += self._mlp("shared experts", D, moe.shared_ffn_dim, rows, launches)
+        return parts
 
     def _product(self, name: str, N: int, K: int, rows: int, launches: int = 1) -> Part:
         part = Part(name, launches, N=N, K=K, rows=rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fasteagle.config import ModelConfig
 from fasteagle.loading.entries import EAGLE2, REGISTRY, Entry
 from fasteagle.loading.heads.find import has_known_head, head_shape, is_shipped
 from fasteagle.loading.memory import CARDS, CUDA_BYTES, best_fit, needed_bytes, settings
@@ -16,7 +17,9 @@ NOTES = (
     "int4 GiB: weights, draft head and the cache of the default context, "
     f"{RuntimeOptions.DEFAULT_MAX_SEQ_LEN:,} tokens or the model's own limit;",
     "the embedding takes 16 bits, the LM head 8. A chat takes the first draft head of a model, the "
-    "faster one as its authors measured.",
+    "faster one as its authors measured. Mixtures of experts: all experts are in memory, a token "
+    "reads",
+    "as many parameters as are said second, on which the speed depends.",
 )
 
 
@@ -27,7 +30,7 @@ def print_models() -> None:
         heads = _heads(name, entry)
         cells = (
             name + (" (default)" if name == DEFAULT_MODEL else ""),
-            _count(entry.config.params),
+            _params(entry.config),
             f"{int4_bytes(name) / 2**30:.1f}",
             heads[0],
             "yes" if entry.gated else "no",
@@ -96,6 +99,14 @@ def _presence(name: str, entry: Entry) -> str:
     if entry.repo is None and entry.wheel is None:
         return "shape only"
     return "yes" if local_path(name) else "no"
+
+
+def _params(config: ModelConfig) -> str:
+    """Return the number of parameters in words, and of those that a token reads of experts."""
+    if config.moe is None:
+        return _count(config.params)
+    unused = config.linear_params - config.active_linear_params
+    return f"{_count(config.params)}, {_count(config.params - unused)} a token"
 
 
 def _count(n: int) -> str:

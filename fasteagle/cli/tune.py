@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from fasteagle.compile.blocks import compile_now
 from fasteagle.compile.costs import costs_of, follow_costs, tunable
+from fasteagle.compile.experts import distinct_experts, independent
+from fasteagle.config import MoEConfig
 from fasteagle.drafting.costs import Costs
 from fasteagle.drafting.policy import Policy, name
 from fasteagle.errors import FasteagleError, note
 from fasteagle.llm import open_llm
 from fasteagle.options import DraftOptions, RuntimeOptions
+from fasteagle.prompts import read_questions
 from fasteagle.tables import print_table
 
 
@@ -18,17 +21,23 @@ def run_tune(model: str, runtime_options: RuntimeOptions, draft: DraftOptions) -
         raise FasteagleError(
             "nothing to tune: the tree is fixed; leave out --drafter and the --tree options"
         )
-    engine = open_llm(model, runtime_options, draft, note).engine
+    llm = open_llm(model, runtime_options, draft, note)
+    engine = llm.engine
     drafter = tunable(engine)
     if drafter is None:
         raise FasteagleError("nothing to tune without a drafter")
     note("compiling (kept for the next start) ...")
     compiled = compile_now(engine)
+    questions = "\n".join(turn for each in read_questions(None, None) for turn in each.turns)
+    text = llm.tokenizer.encode(questions)[: engine.max_seq_len // 2]
+    engine.prefill(text)  # the rows that are timed repeat its tokens
     costs, seconds = costs_of(engine, drafter, note, anew=True, compiled=compiled)
     policy = follow_costs(engine, drafter, costs)
     assert drafter.tuning is not None, "or it were not tunable"
     print_costs(policy.costs)
     print_sizes(policy)
+    if engine.target.config.moe is not None:
+        print_experts(engine.target.config.moe, distinct_experts(engine.target, text))
     note(f"tuned in {seconds:.1f} s; kept in {drafter.tuning.path}")
 
 
@@ -45,6 +54,15 @@ def print_costs(costs: Costs) -> None:
     other = f"{costs.other:.2f} / {costs.plain_other:.2f}"
     rows.append(("other, of a cycle / of a plain pass", other))
     print_table(("", "ms"), rows, title="costs")
+
+
+def print_experts(config: MoEConfig, measured: dict[int, float]) -> None:
+    """Print how many experts of a layer some rows take together, which a pass has to read."""
+    rows = [
+        (str(T), f"{mean:.1f}", f"{independent(config, T):.1f}") for T, mean in measured.items()
+    ]
+    title = f"experts of a layer ({config.n_expert})"
+    print_table(("rows", "on text", "if independent"), rows, title=title)
 
 
 def _cells(times: dict[int, float]) -> str:

@@ -217,8 +217,11 @@ class Backend:
 
     @property
     def leaves_blocks(self) -> bool:
-        """Return whether the target's blocks are the core's, to be compiled."""
-        return True
+        """Return whether the target's blocks are the core's, to be compiled.
+
+        Experts cannot be compiled: which of them run is known when their router has run.
+        """
+        return self.target.config.moe is None
 
     def leaves_head(self, head: EagleHead) -> bool:
         """Return whether the block of this draft head is the core's, to be compiled."""
@@ -257,7 +260,8 @@ class Backend:
     def describe(self) -> str:
         """Return one line: the backend's name, and the parts that are left to the core."""
         left = f" ({', '.join(sorted(self.left))} by torch, see the warning)" if self.left else ""
-        return f"backend {self.name}{left}"
+        experts = self.name == "eager" and self.target.config.moe is not None
+        return f"backend {self.name}{left}{': experts by torch, one by one' if experts else ''}"
 
     def advised(self, head: HeadConfig | None) -> str | None:
         """Return advice for a lack of memory, for a model with this draft head.

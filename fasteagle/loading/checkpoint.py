@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,17 +21,17 @@ from fasteagle.loading import stored
 from fasteagle.loading.gguf import GGUFFile
 from fasteagle.loading.imported import open_quantized
 from fasteagle.loading.memory import smaller_fit
+from fasteagle.loading.multipliers import MultipliedCheckpoint
+from fasteagle.loading.names import block_linears, expected_shapes
 from fasteagle.loading.source import Linears
 from fasteagle.loading.tensors import (
     Checkpoint,
     SafetensorsFolder,
     TorchBinFolder,
-    block_linears,
-    expected_shapes,
     load_floats,
     read_json,
 )
-from fasteagle.model import KEY_BLOCK, Block, Transformer
+from fasteagle.model import KEY_BLOCK, Block, MoE, Transformer
 from fasteagle.uninitialized import Uninitialized
 
 
@@ -41,13 +42,23 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """
     if not path.exists():
         raise FasteagleError(f"{path}: no such file or folder")
-    checkpoint = GGUFFile(path) if path.is_file() else _open_folder(path)
+    multipliers = None
+    checkpoint: Checkpoint
+    if path.is_file():
+        checkpoint = gguf = GGUFFile(path)
+        multipliers = model_config.multipliers_from_gguf(gguf.fields, str(path))
+    else:
+        raw = read_json(path / "config.json")
+        checkpoint = _open_folder(path, raw)
+        if not isinstance(checkpoint, stored.StoredFolder):  # whose weights have them inside
+            multipliers = model_config.multipliers_from_hf(raw, str(path / "config.json"))
+    if multipliers is not None:
+        checkpoint = MultipliedCheckpoint(checkpoint, multipliers)
     check_complete(checkpoint, str(path))
     return checkpoint
 
 
-def _open_folder(path: Path) -> Checkpoint:
-    raw = read_json(path / "config.json")
+def _open_folder(path: Path, raw: dict[str, Any]) -> Checkpoint:
     settings = raw.get("quantization_config")
     if isinstance(settings, dict) and settings.get("quant_method") == stored.METHOD:
         return stored.StoredFolder(path, raw)
@@ -95,10 +106,16 @@ def load_model(
     with torch.device("meta"), Uninitialized():
         model = Transformer(config)
 
-    def get(*names: str) -> nn.Parameter:
-        """Return tensors stacked along their rows as one parameter."""
-        parts = [load_floats(checkpoint, n).to(device=device, dtype=dtype) for n in names]
-        data = parts[0] if len(parts) == 1 else torch.cat(parts)
+    def get(*names: str, dtype: torch.dtype = dtype) -> nn.Parameter:
+        """Return tensors stacked along their rows as one parameter, one in memory at a time."""
+        data = load_floats(checkpoint, names[0]).to(device=device, dtype=dtype)
+        if len(names) > 1:
+            n_rows = [checkpoint.shape(name)[0] for name in names]
+            first, data = data, data.new_empty(sum(n_rows), *data.shape[1:])
+            places = data.split(n_rows)
+            places[0].copy_(first)
+            for place, name in zip(places[1:], names[1:], strict=True):
+                place.copy_(load_floats(checkpoint, name))
         return nn.Parameter(data.contiguous(), requires_grad=False)
 
     model.embedding.weight = get("model.embed_tokens.weight")
@@ -126,10 +143,15 @@ def _fill_block(
     p = f"model.layers.{i}."
     block.attention_norm.weight = get(p + "input_layernorm.weight")
     block.mlp_norm.weight = get(p + "post_attention_layernorm.weight")
-    if config.qk_norm:
+    if config.qk_norm or config.qk_norm_whole:
         block.attention.q_norm.weight = get(p + "self_attn.q_norm.weight")
         block.attention.k_norm.weight = get(p + "self_attn.k_norm.weight")
-    for path, names in block_linears(i).items():
+    if isinstance(block.mlp, MoE):
+        block.mlp.router.weight = get(p + "mlp.gate.weight", dtype=torch.float32)
+        if block.mlp.shared_gate is not None:
+            gate = get(p + "mlp.shared_expert_gate.weight", dtype=torch.float32)
+            block.mlp.shared_gate.weight = gate
+    for path, names in block_linears(config, i).items():
         has_bias = path == "attention.qkv" and config.qkv_bias
         bias = get(*(n.replace(".weight", ".bias") for n in names)) if has_bias else None
         made = None if quantized is None else quantized.linear(names, bias)

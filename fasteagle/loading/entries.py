@@ -9,7 +9,7 @@ import dataclasses
 from functools import partial
 from typing import Any
 
-from fasteagle.config import Llama3RopeScaling, ModelConfig
+from fasteagle.config import Llama3RopeScaling, ModelConfig, MoEConfig
 from fasteagle.loading import hub
 from fasteagle.options import DEFAULT_MODEL
 
@@ -43,7 +43,7 @@ class Entry:
     config: ModelConfig
     licence: str
     repo: str | None = None  # Hugging Face id
-    revision: str | None = None  # commit
+    revision: str | None = None  # commit; None: the newest one
     wheel: hub.WheelFile | None = None
     gated: bool = False
     template: str | None = None  # None: the checkpoint's own
@@ -97,6 +97,64 @@ _SMOLLM2: dict[str, Any] = {
     "rope_base": 100000.0,
 }
 _SMOLLM2_135M = _shape(576, 30, 9, 3, 1536, **_SMOLLM2, tie_embeddings=True)
+
+# Mixtures of experts; `ffn_dim` is that of their published draft heads, which are dense.
+_MIXTRAL = _shape(
+    4096,
+    32,
+    32,
+    8,
+    14336,
+    max_seq_len=32768,
+    rope_base=1e6,
+    moe=MoEConfig(n_expert=8, top_k=2, ffn_dim=14336, renormalize=True),
+    architecture="MixtralForCausalLM",
+)
+_QWEN3_30B_A3B = dataclasses.replace(
+    _qwen3(2048, 48, 32, 6144),
+    n_kv_head=4,
+    moe=MoEConfig(n_expert=128, top_k=8, ffn_dim=768, renormalize=True),
+    architecture="Qwen3MoeForCausalLM",
+)
+_QWEN15_MOE = _shape(
+    2048,
+    24,
+    16,
+    16,
+    5632,
+    vocab_size=151936,
+    max_seq_len=8192,
+    norm_eps=1e-6,
+    rope_base=1e6,
+    qkv_bias=True,
+    moe=MoEConfig(n_expert=60, top_k=4, ffn_dim=1408, shared_ffn_dim=5632, shared_gate=True),
+    architecture="Qwen2MoeForCausalLM",
+)
+_OLMOE = _shape(
+    2048,
+    16,
+    16,
+    16,
+    8192,
+    vocab_size=50304,
+    qk_norm_whole=True,
+    moe=MoEConfig(n_expert=64, top_k=8, ffn_dim=1024),
+    architecture="OlmoeForCausalLM",
+)
+_GRANITE_1B = _shape(  # its tied LM head is a table of its own here, see `multipliers`
+    1024,
+    24,
+    16,
+    8,
+    4096,
+    head_dim=64,
+    vocab_size=49155,
+    max_seq_len=131072,
+    norm_eps=1e-6,
+    rope_base=1e7,
+    moe=MoEConfig(n_expert=32, top_k=8, ffn_dim=512, score="topk_softmax"),
+    architecture="GraniteMoeForCausalLM",
+)
 
 _LLAMA2_LICENCE = "Llama 2 Community License"
 _LLAMA31_LICENCE = "Llama 3.1 Community License"
@@ -242,5 +300,30 @@ REGISTRY: dict[str, Entry] = {
     ),
     "qwen3-32b": _qwen3_entry(
         "32B", _qwen3(5120, 64, 64, 25600), "9216db5781bf21249d130ec9da846c4624c16137"
+    ),
+    "mixtral-8x7b": Entry(
+        _MIXTRAL,
+        "Apache-2.0",
+        "mistralai/Mixtral-8x7B-Instruct-v0.1",
+        heads=(_llama2_eagle2("yuhuili/EAGLE-mixtral-instruct-8x7B"),),
+    ),
+    "qwen3-30b-a3b": Entry(
+        _QWEN3_30B_A3B,
+        "Apache-2.0",
+        "Qwen/Qwen3-30B-A3B",
+        heads=(_eagle3("AngelSlim/Qwen3-a3B_eagle3"), _eagle3("Tengyunw/qwen3_30b_moe_eagle3")),
+    ),
+    "qwen1.5-moe": Entry(_QWEN15_MOE, "Tongyi Qianwen Licence", "Qwen/Qwen1.5-MoE-A2.7B-Chat"),
+    "olmoe-1b-7b": Entry(
+        _OLMOE,
+        "Apache-2.0",
+        "allenai/OLMoE-1B-7B-0125-Instruct",
+        heads=(_eagle3("wantsleep/OLMoE_1B_7B_Eagle3"),),
+    ),
+    "granite-3.1-1b-a400m": Entry(
+        _GRANITE_1B,
+        "Apache-2.0",
+        "ibm-granite/granite-3.1-1b-a400m-instruct",
+        heads=(_eagle3("wantsleep/granite-3.1-1b-a400m-EAGLE3"),),
     ),
 }

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from fasteagle.config import ModelConfig
 from fasteagle.config_fields import Fields
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.gguf_index import GGUFTensor, read_index
-from fasteagle.loading.tensors import Checkpoint, is_block_linear, rows_for
+from fasteagle.loading.names import is_block_linear
+from fasteagle.loading.tensors import Checkpoint, rows_for
 from fasteagle.quant.gguf_blocks import (
     CONVERTED_VALUES,
     GGUF_4_BITS,
@@ -53,7 +55,18 @@ _BLOCK_NAMES = {
     "ffn_gate.weight": "mlp.gate_proj.weight",
     "ffn_up.weight": "mlp.up_proj.weight",
     "ffn_down.weight": "mlp.down_proj.weight",
+    "ffn_gate_inp.weight": "mlp.gate.weight",
+    "ffn_gate_shexp.weight": "mlp.shared_expert.gate_proj.weight",
+    "ffn_up_shexp.weight": "mlp.shared_expert.up_proj.weight",
+    "ffn_down_shexp.weight": "mlp.shared_expert.down_proj.weight",
+    "ffn_gate_inp_shexp.weight": "mlp.shared_expert_gate.weight",  # a vector in the file
+    "ffn_gate_exps.weight": "mlp.experts.gate_proj.weight",  # all experts of a block
+    "ffn_up_exps.weight": "mlp.experts.up_proj.weight",
+    "ffn_down_exps.weight": "mlp.experts.down_proj.weight",
 }
+
+
+_REORDERED = ("LlamaForCausalLM", "MixtralForCausalLM", "GraniteMoeForCausalLM")
 
 
 class GGUFFile(Checkpoint):
@@ -69,7 +82,10 @@ class GGUFFile(Checkpoint):
                 f"{path}: one of {parts} parts: llama-gguf-split --merge joins them"
             )
         check_types(path, index.tensors)
-        self.tensors = {hf_name(n): t for n, t in index.tensors.items() if n != ROPE_FACTORS}
+        self.tensors: dict[str, GGUFTensor] = {}
+        for name, tensor in index.tensors.items():
+            if name != ROPE_FACTORS:
+                self.tensors |= _matrices(hf_name(name), tensor)
         # A plain view: the memmap subclass costs microseconds on each of a million slices.
         self._data = np.asarray(np.memmap(path, mode="r", dtype=np.uint8))
         self.config = self._config(index.tensors.get(ROPE_FACTORS))
@@ -156,12 +172,28 @@ class GGUFFile(Checkpoint):
 
     def _permuted(self, name: str) -> int | None:
         """Return the count of attention heads if llama.cpp has reordered the rows, else None."""
-        if self.config.architecture == "LlamaForCausalLM":
+        if self.config.architecture in _REORDERED:
             if name.endswith("q_proj.weight"):
                 return self.config.n_head
             if name.endswith("k_proj.weight"):
                 return self.config.n_kv_head
         return None
+
+
+def _matrices(name: str, tensor: GGUFTensor) -> dict[str, GGUFTensor]:
+    """Return a tensor by its Hugging Face name; of a tensor [X, N, K] its experts one by one."""
+    if name.endswith("shared_expert_gate.weight") and len(tensor.shape) == 1:
+        return {name: dataclasses.replace(tensor, shape=(1, *tensor.shape))}
+    if len(tensor.shape) != 3 or ".mlp.experts." not in name:
+        return {name: tensor}
+    n_expert, n_bytes = tensor.shape[0], tensor.n_bytes // tensor.shape[0]
+    before, after = name.split(".experts.")
+    return {
+        f"{before}.experts.{e}.{after}": GGUFTensor(
+            tensor.kind, tensor.shape[1:], tensor.offset + e * n_bytes, n_bytes
+        )
+        for e in range(n_expert)
+    }
 
 
 def check_types(path: Path, tensors: Mapping[str, GGUFTensor]) -> None:

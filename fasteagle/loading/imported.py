@@ -24,13 +24,8 @@ from fasteagle.loading.layouts import (
     declared_kinds,
     gptq_format,
 )
-from fasteagle.loading.tensors import (
-    Checkpoint,
-    SafetensorsFolder,
-    expected_shapes,
-    read_json,
-    rows_for,
-)
+from fasteagle.loading.names import expected_shapes
+from fasteagle.loading.tensors import Checkpoint, SafetensorsFolder, read_json, rows_for
 from fasteagle.quant import formats
 from fasteagle.quant.formats import Geometry, Imported, refused
 from fasteagle.quant.packed import PackedWeight
@@ -43,7 +38,8 @@ class PartsFolder(SafetensorsFolder):
     """Safetensors folder that can also read the first rows or columns of a tensor."""
 
     def first(self, name: str, axis: int, n: int) -> Tensor:
-        part = self._files[name].get_slice(name)
+        file, stored, _ = self._stored[name]
+        part = file.get_slice(stored)
         return part[:n] if axis == 0 else part[:, :n]
 
 

@@ -56,9 +56,9 @@ def needed_bytes(config: ModelConfig, setting: Setting, head: HeadConfig | None 
     row = config.head_dim + INT8_SPARE if setting.kv == "int8" else 2 * config.head_dim
     cache = 2 * config.n_layer * config.n_kv_head * row * n_slots
     cache += 0 if head is None else head.block.kv_bytes(n_slots)
-    scratch = 0 if dense else 2 * config.dim * max(2 * config.ffn_dim, config.qkv_dim)
+    scratch = 0 if dense else 2 * config.dim * max(2 * config.widest_ffn, config.qkv_dim)
     # fp32 results of gate and up, their halves in 16 bits, the residual stream twice in fp32.
-    activations = CHUNK_ROWS * (2 * config.ffn_dim * 6 + config.dim * 8)
+    activations = CHUNK_ROWS * (2 * config.widest_ffn * 6 + config.dim * 8)
     # One [T, H, E] in fp32 for each split.
     parts = n_slots // SPLIT * TREE_ROWS * config.n_head * config.head_dim * 4
     return weights + cache + scratch + max(activations, parts) + CUDA_BYTES

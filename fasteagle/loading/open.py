@@ -28,11 +28,12 @@ from fasteagle.device import (
     short_of_memory,
     unless_short,
 )
-from fasteagle.errors import FasteagleError, note
+from fasteagle.errors import FasteagleError, note, size_of
 from fasteagle.generate import Engine
 from fasteagle.loading import registry
-from fasteagle.loading.checkpoint import load_model, open_checkpoint
-from fasteagle.loading.memory import smaller_fit
+from fasteagle.loading.checkpoint import load_model, open_checkpoint, required_bytes
+from fasteagle.loading.entries import REGISTRY
+from fasteagle.loading.memory import Setting, needed_bytes, smaller_fit
 from fasteagle.loading.quantize import scheme_for, with_scheme
 from fasteagle.loading.source import Linears
 from fasteagle.loading.tensors import Checkpoint, DummyCheckpoint
@@ -41,7 +42,7 @@ from fasteagle.loading.torchao_backend import quantize_with_torchao
 from fasteagle.options import RuntimeOptions
 from fasteagle.paths import ensure_cache
 from fasteagle.quant import cpu_build
-from fasteagle.quant.scheme import Scheme, parse_scheme
+from fasteagle.quant.scheme import BF16, Scheme, parse_scheme
 
 PATIENCE = 1.0  # seconds
 
@@ -58,12 +59,43 @@ def open_model(
         if options.threads:
             torch.set_num_threads(options.threads)
     ensure_cache(notify)
+    if options is not None and model in REGISTRY and registry.local_path(model) is None:
+        require_memory_of(model, options, notify)
     source = registry.resolve(model)
     start = time.perf_counter()
     with telling(f"opening {source.path.name} ...", notify):
         checkpoint = open_checkpoint(source.path)
         tokenizer = load_tokenizer(source.path, source.template)
     return OpenedModel(source.name, checkpoint, tokenizer, time.perf_counter() - start)
+
+
+def require_memory_of(name: str, options: RuntimeOptions, notify: Callable[[str], None]) -> None:
+    """Say what memory a model of the registry needs, before it is downloaded.
+
+    Raises `FasteagleError` where the device has less.
+    """
+    entry, device = REGISTRY[name], pick_device(options.device)
+    if entry.repo is None:
+        return
+    config = entry.config
+    scheme = BF16
+    if options.quant is not None:
+        scheme = parse_scheme(options.quant, config, options.head_bits)
+    context = options.seq_len_for(config.max_seq_len, name)
+    kv = "int8" if options.kv == "int8" else "auto"
+    if device.type == "cuda":
+        need = needed_bytes(config, Setting(scheme, kv, context))
+    else:
+        dtype = TORCH_DTYPES[pick_dtype(options.dtype, device, scheme is not BF16)]
+        dense, cache = required_bytes(config, dtype, context, kv)
+        need = cache + (dense if scheme is BF16 else scheme.model_bytes(config))
+    free = available_bytes(device)
+    line = f"{name} needs {size_of(need)} of memory ({scheme.name}, {context:,} tokens)"
+    if free is not None and need > free:
+        fit = smaller_fit(config, free, scheme, kv, context)
+        raise FasteagleError(f"{line}, {size_of(free)} free on {device}: {fit}")
+    room = "" if free is None else f", {size_of(free)} free on {device}: it fits"
+    notify(f"{line}{room}")
 
 
 def open_dummy(name: str) -> OpenedModel:

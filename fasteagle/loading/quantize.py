@@ -14,13 +14,12 @@ from torch import Tensor
 
 from fasteagle.device import short_of_memory, unless_short
 from fasteagle.errors import FasteagleError, with_progress
+from fasteagle.loading.names import expected_shapes, is_block_linear
 from fasteagle.loading.stored import StoredFolder, is_stored, save
 from fasteagle.loading.tensors import (
     Checkpoint,
     DummyCheckpoint,
-    expected_shapes,
     fingerprint,
-    is_block_linear,
     load_floats,
     weight_bytes,
 )

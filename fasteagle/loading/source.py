@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from fasteagle.errors import FasteagleError
+from fasteagle.loading.names import is_expert
 from fasteagle.loading.tensors import Checkpoint, load_floats, weight_bytes
-from fasteagle.model import EagleHead
+from fasteagle.model import EagleHead, MoE
 from fasteagle.quant.cpu_linear import NativeLinear, in_huge_pages
 from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.quant.linear import Permuted, QuantizedLMHead, SideBySide, make_linear
-from fasteagle.quant.packed import PackedWeight, stack
+from fasteagle.quant.packed import PackedWeight, stack, stack_one_by_one
 from fasteagle.quant.params import int8_groups, quantize_weight
 from fasteagle.quant.scheme import GROUP_SIZES, METHODS, Scheme
 
@@ -48,6 +49,8 @@ class Linears:
         groups of the others: it costs them at most about amax / 254 of a group (`int8_groups`)
         and 0.44 bytes per weight, and the product stays one call.
         """
+        if is_expert(names[0]):
+            return self._experts(names)
         weights = [self.checkpoint.packed(name) for name in names]
         parts = [weight for weight in weights if weight is not None]
         if not parts:
@@ -68,6 +71,25 @@ class Linears:
             one = self._made(part, own_bias)
             made_each.append(one if order is None else Permuted(one, order.to(self.device)))
         return SideBySide(made_each)
+
+    def _experts(self, names: Sequence[str]) -> nn.Module | None:
+        """Return one module for the experts of a block, None where they are not packed."""
+        if self.checkpoint.packed(names[0]) is None:
+            return None
+        n_rows = sum(self.checkpoint.shape(name)[0] for name in names)
+        weight = stack_one_by_one((self._expert(name) for name in names), n_rows)
+        if weight is None:
+            weight = stack(_in_same_bits([self._expert(name) for name in names]))
+        return self._made(weight, None)
+
+    def _expert(self, name: str) -> PackedWeight:
+        weight = self.checkpoint.packed(name)
+        if weight is None or self.checkpoint.columns(name) is not None:
+            what = "not quantized as the others are" if weight is None else "in act-order"
+            raise FasteagleError(
+                f"{name} is {what}: experts run as one product, use the unquantized checkpoint"
+            )
+        return weight
 
     def lm_head(self) -> nn.Module | None:
         """Return the LM head in `scheme.head_bits`, None where it stays in 16 bits."""
@@ -93,11 +115,13 @@ def head_scheme(scheme: Scheme) -> Scheme:
 
 
 def quantize_(module: nn.Module, scheme: Scheme, native: bool = False) -> nn.Module:
-    """Replace every `nn.Linear` inside `module` by a quantized one, in place.
+    """Replace every `nn.Linear` inside `module` by a quantized one, in place, but no router.
 
     Raises `FasteagleError` where a group does not divide a linear's inputs.
     """
     for name, child in list(module.named_children()):
+        if isinstance(module, MoE) and name in ("router", "shared_gate"):
+            continue
         if isinstance(child, nn.Linear):
             setattr(module, name, quantize_linear(child, scheme, native))
         else:

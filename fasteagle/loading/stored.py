@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fasteagle.config import ModelConfig, read_llama3_scaling, read_shape
-from fasteagle.config_fields import MOST_LAYERS, Fields
+from fasteagle.config import SCORES, ModelConfig, MoEConfig, read_llama3_scaling, read_shape
+from fasteagle.config_fields import MOST_EXPERTS, MOST_LAYERS, MOST_WIDTH, Fields
 from fasteagle.errors import FasteagleError, shortened
 from fasteagle.loading.tensors import (
     Checkpoint,
@@ -115,7 +115,7 @@ class StoredFolder(SafetensorsFolder):
         self._check()
 
     def _check(self) -> None:
-        absent = sorted(weight_map(self.path / INDEX).keys() - self._files.keys())
+        absent = sorted(weight_map(self.path / INDEX).keys() - self._stored.keys())
         if absent:
             raise FasteagleError(
                 f"{self.path / INDEX} names tensors that are not there: {shortened(absent)}"
@@ -130,13 +130,13 @@ class StoredFolder(SafetensorsFolder):
                 ) from error
 
     def names(self) -> set[str]:
-        plain = {n for n in self._files if n.rsplit(".", 1)[0] not in self._packed}
+        plain = {n for n in self._stored if n.rsplit(".", 1)[0] not in self._packed}
         return plain | set(self._packed)
 
     def shape(self, name: str) -> tuple[int, ...]:
         if name not in self._packed:
             return super().shape(name)
-        n_rows, columns = self._files[f"{name}.q"].get_slice(f"{name}.q").get_shape()
+        n_rows, columns = super().shape(f"{name}.q")
         return n_rows, columns * 8 // self._packed[name]["bits"]
 
     def bits(self, name: str) -> int | None:
@@ -148,7 +148,7 @@ class StoredFolder(SafetensorsFolder):
         parts = {
             part: super(StoredFolder, self).load(f"{name}.{part}")
             for part in ("q", "scales", "zeros", "offsets")
-            if f"{name}.{part}" in self._files
+            if f"{name}.{part}" in self._stored
         }
         return PackedWeight(**self._packed[name], **parts)
 
@@ -182,10 +182,10 @@ _SHAPE_KEYS = {name: name for name in ("dim", "n_head", "n_kv_head", "head_dim",
 
 def _model_config(fields: Fields) -> ModelConfig:
     """Read a `ModelConfig` back from the fields that `dataclasses.asdict` made of it."""
-    scaling = fields.part("rope_scaling")
+    scaling, n_layer = fields.part("rope_scaling"), fields.integer("n_layer", most=MOST_LAYERS)
     return ModelConfig(
         **read_shape(fields, _SHAPE_KEYS),
-        n_layer=fields.integer("n_layer", most=MOST_LAYERS),
+        n_layer=n_layer,
         vocab_size=fields.width("vocab_size"),
         max_seq_len=fields.integer("max_seq_len"),
         norm_eps=fields.number("norm_eps", most=1),
@@ -196,6 +196,26 @@ def _model_config(fields: Fields) -> ModelConfig:
         tie_embeddings=fields.flag("tie_embeddings"),
         qkv_bias=fields.flag("qkv_bias"),
         qk_norm=fields.flag("qk_norm"),
+        qk_norm_whole=fields.flag("qk_norm_whole"),
+        moe=None if fields.part("moe").empty else _moe_config(fields.part("moe")),
+        dense_blocks=tuple(fields.integers("dense_blocks", most=n_layer - 1)),
         sliding_window=fields.integer("sliding_window") if "sliding_window" in fields else None,
         architecture=fields.text("architecture", "LlamaForCausalLM"),
+    )
+
+
+def _moe_config(fields: Fields) -> MoEConfig:
+    n_expert = fields.integer("n_expert", most=MOST_EXPERTS)
+    score = fields.text("score")
+    if score not in SCORES:
+        raise fields.error("score", f"one of {', '.join(SCORES)}")
+    return MoEConfig(
+        n_expert=n_expert,
+        top_k=fields.integer("top_k", most=n_expert),
+        ffn_dim=fields.width("ffn_dim"),
+        score=score,
+        renormalize=fields.flag("renormalize"),
+        scale=fields.number("scale"),
+        shared_ffn_dim=fields.integer("shared_ffn_dim", least=0, most=MOST_WIDTH),
+        shared_gate=fields.flag("shared_gate"),
     )

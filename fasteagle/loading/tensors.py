@@ -24,6 +24,7 @@ from torch import Tensor
 from fasteagle.config import ModelConfig
 from fasteagle.config_fields import Fields, parse_json
 from fasteagle.errors import FasteagleError, first_line
+from fasteagle.loading.names import Index, block_linears, expected_shapes, is_block_linear, parts_of
 from fasteagle.paths import replacing
 from fasteagle.quant.packed import PackedWeight
 from fasteagle.quant.scheme import Scheme, grouped_bytes
@@ -141,22 +142,37 @@ class SafetensorsFolder(Checkpoint):
 
     def __init__(self, path: Path, config: ModelConfig) -> None:
         self.path, self.config = path, config
-        self._files: dict[str, Any] = {}
+        self._stored: dict[str, tuple[Any, str, Index]] = {}  # file, name there, index
         for file in _shards(path, "model.safetensors", "*.safetensors"):
             handle = open_safetensors(file)
-            self._files.update(dict.fromkeys(handle.keys(), handle))
+            for stored in sorted(handle.keys()):
+                shape = handle.get_slice(stored).get_shape()
+                for name, index in parts_of(stored, shape):
+                    self._stored[name] = handle, stored, index
 
     def names(self) -> set[str]:
-        return set(self._files)
+        return set(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._files[name].get_slice(name).get_shape())
+        file, stored, index = self._stored[name]
+        shape = tuple(file.get_slice(stored).get_shape())
+        return view_shape(shape, index)
 
     def load(self, name: str) -> Tensor:
-        return self._files[name].get_tensor(name)
+        file, stored, index = self._stored[name]
+        return file.get_slice(stored)[index] if index else file.get_tensor(stored)
 
     def start(self, name: str, n: int) -> Tensor:
-        return self._files[name].get_slice(name)[: rows_for(self.shape(name), n)]
+        return self._rows(name, rows_for(self.shape(name), n))
+
+    def _rows(self, name: str, n: int) -> Tensor:
+        """Return the first `n` rows."""
+        file, stored, index = self._stored[name]
+        if not index:
+            return file.get_slice(stored)[:n]
+        rows = index[-1]
+        assert isinstance(rows, slice), "see parts_of"
+        return file.get_slice(stored)[(*index[:-1], slice(rows.start, rows.start + n))]
 
 
 class TorchBinFolder(Checkpoint):
@@ -171,7 +187,10 @@ class TorchBinFolder(Checkpoint):
             part = unpickled(file, mmap=True)
             if not isinstance(part, dict):
                 raise FasteagleError(f"{file}: not a weights-only torch file (no dict of tensors)")
-            self._tensors.update({k: v for k, v in part.items() if isinstance(v, Tensor)})
+            for stored, tensor in part.items():
+                if isinstance(tensor, Tensor):
+                    for name, index in parts_of(stored, tuple(tensor.shape)):
+                        self._tensors[name] = tensor[index]
 
     def names(self) -> set[str]:
         return set(self._tensors)
@@ -273,36 +292,6 @@ def weight_map(index: Path) -> dict[str, str]:
     return files
 
 
-def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of a model, under Hugging Face names."""
-    D, E, F = config.dim, config.head_dim, config.ffn_dim
-    q_rows, kv_rows = config.n_head * E, config.n_kv_head * E
-    block: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (D,),
-        "post_attention_layernorm.weight": (D,),
-        "self_attn.q_proj.weight": (q_rows, D),
-        "self_attn.k_proj.weight": (kv_rows, D),
-        "self_attn.v_proj.weight": (kv_rows, D),
-        "self_attn.o_proj.weight": (D, q_rows),
-        "mlp.gate_proj.weight": (F, D),
-        "mlp.up_proj.weight": (F, D),
-        "mlp.down_proj.weight": (D, F),
-    }
-    if config.qkv_bias:
-        block |= {f"self_attn.{n}_proj.bias": (q_rows if n == "q" else kv_rows,) for n in "qkv"}
-    if config.qk_norm:
-        block |= {"self_attn.q_norm.weight": (E,), "self_attn.k_norm.weight": (E,)}
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config.vocab_size, D),
-        "model.norm.weight": (D,),
-    }
-    if not config.tie_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, D)
-    for i in range(config.n_layer):
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in block.items()}
-    return shapes
-
-
 def fingerprint(checkpoint: Checkpoint) -> str:
     """Return the identity of the weights as stored, a sha256 digest in hex.
 
@@ -333,21 +322,6 @@ def files_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def is_block_linear(name: str) -> bool:
-    return name.startswith("model.layers.") and name.endswith("_proj.weight")
-
-
-def block_linears(i: int) -> dict[str, list[str]]:
-    """Return the names of the weights that make up each linear of block `i`."""
-    p = f"model.layers.{i}."
-    return {
-        "attention.qkv": [f"{p}self_attn.{n}_proj.weight" for n in "qkv"],
-        "attention.out": [f"{p}self_attn.o_proj.weight"],
-        "mlp.gate_up": [f"{p}mlp.gate_proj.weight", f"{p}mlp.up_proj.weight"],
-        "mlp.down": [f"{p}mlp.down_proj.weight"],
-    }
-
-
 def weight_bytes(checkpoint: Checkpoint, scheme: Scheme) -> int:
     """Return `scheme.model_bytes`, plus the extra bytes of 8-bit weights in a mixed file.
 
@@ -358,7 +332,7 @@ def weight_bytes(checkpoint: Checkpoint, scheme: Scheme) -> int:
         return total
     more = grouped_bytes(8, 32) - scheme.linear_bytes
     for i in range(checkpoint.config.n_layer):
-        for names in block_linears(i).values():
+        for names in block_linears(checkpoint.config, i).values():
             if any(checkpoint.bits(name) == 8 for name in names):
                 total += int(more * sum(math.prod(checkpoint.shape(name)) for name in names))
     return total
@@ -367,3 +341,12 @@ def weight_bytes(checkpoint: Checkpoint, scheme: Scheme) -> int:
 def rows_for(shape: tuple[int, ...], n: int) -> int:
     """Return the number of leading rows of a tensor that hold its first `n` values."""
     return min(shape[0], -(-n // math.prod(shape[1:])))
+
+
+def view_shape(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
+    """Return the shape of what `index` of `parts_of` takes of a tensor."""
+    if not index:
+        return shape
+    rows = index[-1]
+    assert isinstance(rows, slice), "see parts_of"
+    return rows.stop - rows.start, shape[-1]

@@ -11,10 +11,12 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <span>
 #include <vector>
 
 #include "attention.h"
 #include "gemm.h"
+#include "moe.h"
 #include "quantize.h"
 #include "tensors.h"
 #include "threads.h"
@@ -26,10 +28,10 @@ constexpr int MAX_HEAD_DIM = 256;
 
 struct Block {
   const float *attention_norm, *q_norm, *k_norm, *mlp_norm;  // null if missing
+  int64_t q_norm_dim;  // E, or H * E: then queries and keys of all heads are normed together
   Weight qkv, out, gate_up, down;
+  Experts experts;
 };
-
-const float* floats(const Tensor& t) { return t.numel() ? t.const_data_ptr<float>() : nullptr; }
 
 Block block_of(const BlockTensors& t) {
   Block b;
@@ -41,6 +43,8 @@ Block block_of(const BlockTensors& t) {
   b.mlp_norm = floats(t.mlp_norm);
   b.gate_up = Weight(t.gate_up);
   b.down = Weight(t.down);
+  b.q_norm_dim = t.q_norm.numel();
+  if (t.router.numel()) b.experts = experts_of(t);
   return b;
 }
 
@@ -50,18 +54,33 @@ void check_block(const BlockTensors& t, const Block& b, const Heads& heads, int6
   TORCH_CHECK(G > 0 && H > 0 && H % G == 0 && E > 0 && E % 16 == 0 && E <= MAX_HEAD_DIM &&
                   H % heads.together() == 0,
               "head dim");
+  const int64_t n = std::max<int64_t>(1, b.experts.n);
   TORCH_CHECK(D % BLOCK == 0 && F % BLOCK == 0, "widths in blocks of 32");
   TORCH_CHECK(b.qkv.h.N == (H + 2 * G) * E && b.qkv.h.K == K, "qkv is [", (H + 2 * G) * E, ", ", K,
               "]");
   TORCH_CHECK(b.out.h.N == D && b.out.h.K == H * E, "out is [", D, ", ", H * E, "]");
-  TORCH_CHECK(b.gate_up.h.N == 2 * F && b.gate_up.h.K == D, "gate_up is [", 2 * F, ", ", D, "]");
-  TORCH_CHECK(b.down.h.N == D, "down is [", D, ", ", F, "]");
+  TORCH_CHECK(b.gate_up.h.N == n * 2 * F && b.gate_up.h.K == D, "gate_up is [", n * 2 * F, ", ", D,
+              "]");
+  TORCH_CHECK(b.down.h.N == n * D, "down is [", n * D, ", ", F, "]");
+  if (b.experts.n) check_experts(t, b.experts, D);
   const auto is_scale = [](const Tensor& norm, int64_t n) {
     return norm.is_contiguous() && (norm.numel() == 0 || norm.numel() == n);
   };
-  TORCH_CHECK(is_scale(t.attention_norm, D) && is_scale(t.q_norm, E) && is_scale(t.k_norm, E) &&
-                  is_scale(t.mlp_norm, D),
+  const bool whole = b.q_norm_dim > E;
+  TORCH_CHECK(is_scale(t.attention_norm, D) && is_scale(t.q_norm, whole ? H * E : E) &&
+                  is_scale(t.k_norm, whole ? G * E : E) && is_scale(t.mlp_norm, D) &&
+                  (t.q_norm.numel() == 0) == (t.k_norm.numel() == 0),
               "norms are [D] and [E]");
+}
+
+// Raises unless all blocks without experts have one FFN dim.
+void check_widths(const std::vector<Block>& blocks) {
+  int64_t F = 0;
+  for (const Block& block : blocks) {
+    if (block.experts.n) continue;
+    TORCH_CHECK(F == 0 || block.down.h.K == F, "blocks of one shape");
+    F = block.down.h.K;
+  }
 }
 
 // Raises unless cos and sin are tables [positions, E].
@@ -79,12 +98,8 @@ void check_caches(at::TensorList caches) {
                 "contiguous caches of one shape and type");
 }
 
-// Computes x / rms(x) * weight, or copies x without a weight.
-inline void rms_norm(const float* x, const float* weight, int64_t n, float eps, float* out) {
-  if (weight == nullptr) {
-    std::copy(x, x + n, out);
-    return;
-  }
+// Returns 1 / rms(x).
+inline float rms_factor(const float* x, int64_t n, float eps) {
   VF total[2] = {};
   int64_t i = 0;
   for (; i + 2 * W <= n; i += 2 * W) {
@@ -94,9 +109,22 @@ inline void rms_norm(const float* x, const float* weight, int64_t n, float eps, 
   }
   float squares = sum(total[0] + total[1]);
   for (; i < n; i++) squares += x[i] * x[i];
-  const float factor = 1.0f / std::sqrt(squares / float(n) + eps);
-  for (i = 0; i + W <= n; i += W) store(out + i, load(x + i) * factor * load(weight + i));
+  return 1.0f / std::sqrt(squares / float(n) + eps);
+}
+
+inline void scaled(const float* x, float factor, const float* weight, int64_t n, float* out) {
+  int64_t i = 0;
+  for (; i + W <= n; i += W) store(out + i, load(x + i) * factor * load(weight + i));
   for (; i < n; i++) out[i] = x[i] * factor * weight[i];
+}
+
+// Computes x / rms(x) * weight, or copies x without a weight.
+inline void rms_norm(const float* x, const float* weight, int64_t n, float eps, float* out) {
+  if (weight == nullptr) {
+    std::copy(x, x + n, out);
+  } else {
+    scaled(x, rms_factor(x, n, eps), weight, n, out);
+  }
 }
 
 struct Scratch {
@@ -125,7 +153,7 @@ struct Scratch {
 template <class C>
 struct Pass {
   Heads heads;
-  int64_t D, F, S, T, row;  // T rows, from `row` on
+  int64_t D, S, T, row;  // T rows, from `row` on
   float eps;
   const float *cos, *sin;  // [T, E]
   const int64_t* slots;    // [T]
@@ -135,17 +163,19 @@ struct Pass {
   const Visible* seen;
   float *qkv, *queries, *parts, *scratch;  // scratch: one per worker
   int64_t scratch_size, key_blocks;
+  uint8_t* expert_memory;
   Activations normed, attended, hidden, entered;
 
   float* own_scratch(const Worker& me) const { return scratch + me.id * scratch_size; }
 
   // Rotates and scales one attention head, and writes it in the type of `out`.
   template <class O>
-  void rope(const float* in, const float* norm, int64_t t, float scale, O* out) const {
+  void rope(const float* in, const float* norm, float factor, int64_t t, float scale,
+            O* out) const {
     const int64_t E = heads.E, half = E / 2;
     float own[MAX_HEAD_DIM];
     if (norm != nullptr) {
-      rms_norm(in, norm, E, eps, own);
+      scaled(in, factor, norm, E, own);
       in = own;
     }
     const float *c = cos + t * E, *s = sin + t * E;
@@ -166,14 +196,28 @@ struct Pass {
     const int64_t H = heads.H, G = heads.G, E = heads.E, n = H + 2 * G, group = heads.group();
     const float scale = 1.0f / std::sqrt(float(E));
     const auto [begin, end] = me.share(T * n);
+    const bool whole = w.q_norm_dim > E;
+    float factors[2] = {};  // of all queries and of all keys of a row
     for (int64_t i = begin; i < end; i++) {
       const int64_t t = i / n, h = i % n;
-      const float* in = qkv + (t * n + h) * E;
+      const float *row = qkv + t * n * E, *in = row + h * E;
+      if (whole && (i == begin || h == 0)) {
+        factors[0] = rms_factor(row, H * E, eps);
+        factors[1] = rms_factor(row + H * E, G * E, eps);
+      }
+      const float* norm = h < H ? w.q_norm : w.k_norm;
+      float factor = 1.0f;
+      if (whole && h < H + G) {
+        norm += (h < H ? h : h - H) * E;
+        factor = factors[h >= H];
+      } else if (norm != nullptr) {
+        factor = rms_factor(in, E, eps);
+      }
       if (h < H) {
         const int64_t g = h / group, at = (g * T + t) * group + h % group;
-        rope(in, w.q_norm, t, scale, queries + at * E);
+        rope(in, norm, factor, t, scale, queries + at * E);
       } else if (h < H + G) {
-        rope(in, w.k_norm, t, 1.0f, k + ((h - H) * S + slots[t]) * E);
+        rope(in, norm, factor, t, 1.0f, k + ((h - H) * S + slots[t]) * E);
       } else {
         C* out = v + ((h - H - G) * S + slots[t]) * E;
         for (int64_t e = 0; e < E; e += W) store(out + e, load(in + e));
@@ -181,10 +225,11 @@ struct Pass {
     }
   }
 
-  void norm(const Worker& me, const float* weight) {
-    float* own = own_scratch(me);
+  // Writes the normed rows in 8 bits, and to `rows` [T, D] in fp32 if it is not null.
+  void norm(const Worker& me, const float* weight, float* rows = nullptr) {
     const auto [begin, end] = me.share(T);
     for (int64_t t = begin; t < end; t++) {
+      float* own = rows == nullptr ? own_scratch(me) : rows + t * D;
       rms_norm(x + t * D, weight, D, eps, own);
       normed.quantize_row(t, own, D);
     }
@@ -214,28 +259,31 @@ struct Pass {
     }
   }
 
-  // Computes silu(gate) * up, 32 columns at a time, rounded to the next product's input format.
-  void gated(const Worker& me, const Weight& w) {
-    alignas(64) float gate[2][MAX_TILE * COLUMNS], up[2][MAX_TILE * COLUMNS], result[BLOCK];
-    const auto [begin, end] = me.share(F / BLOCK);
-    const Choice choice((uint8_t*)own_scratch(me), normed, T, w.base());
-    for (int64_t block = begin; block < end; block++) {
-      for (int64_t first = 0; first < T; first += MAX_TILE) {
-        const int64_t rows = std::min<int64_t>(MAX_TILE, T - first);
-        for (int i = 0; i < 2; i++) {
-          product(w, 2 * block + i, normed, choice, first, rows, gate[i]);
-          product(w, F / COLUMNS + 2 * block + i, normed, choice, first, rows, up[i]);
-        }
-        for (int64_t r = 0; r < rows; r++) {
-          for (int i = 0; i < BLOCK; i += W) {
-            const int at = r * COLUMNS + i % COLUMNS;
-            const VF a = load(gate[i / COLUMNS] + at);
-            store(result + i, a / (exp_of(-a) + 1.0f) * load(up[i / COLUMNS] + at));
-          }
-          hidden.quantize(first + r, block, result);
-        }
-      }
-    }
+  void feed_forward(const Worker& me, const Block& w) {
+    uint8_t* own = (uint8_t*)own_scratch(me);
+    norm(me, w.mlp_norm);
+    me.end(Phase::norms);
+    const Choice choice(own, normed, T, w.gate_up.base());
+    const auto [begin, end] = me.share(hidden.blocks);
+    for (int64_t block = begin; block < end; block++)
+      gated(w.gate_up, block, normed, choice, T, hidden);
+    me.end(Phase::gate_up);
+    products(me, w.down, hidden, own, T, x, D, true);
+    me.end(Phase::down);
+  }
+
+  void experts(const Worker& me, const Block& w) {
+    uint8_t* own = (uint8_t*)own_scratch(me);
+    Mixture mixture(w.experts, w.gate_up, w.down, normed, T, expert_memory, own);
+    norm(me, w.mlp_norm, mixture.rows);
+    me.end(Phase::norms);
+    mixture.score(me);
+    me.end(Phase::router);
+    mixture.route();
+    mixture.gate(me);
+    me.end(Phase::gate_up);
+    mixture.add(me, x);
+    me.end(Phase::down);
   }
 
   void block(const Worker& me, const Block& w, C* k, C* v, bool by_entry) {
@@ -254,19 +302,15 @@ struct Pass {
     me.end(Phase::combine);
     products(me, w.out, attended, own, T, x, D, true);
     me.end(Phase::out);
-    norm(me, w.mlp_norm);
-    me.end(Phase::norms);
-    gated(me, w.gate_up);
-    me.end(Phase::gate_up);
-    products(me, w.down, hidden, own, T, x, D, true);
-    me.end(Phase::down);
+    w.experts.n ? experts(me, w) : feed_forward(me, w);
   }
 };
 
-// Memory for passes of at most `most` rows that see at most `longest` keys each, and for `more`
-// bytes.
+// Memory for passes of at most `most` rows through `blocks` that see at most `longest` keys each,
+// and for `more` bytes.
 template <class C>
-void arrange(Pass<C>& pass, Scratch& scratch, int64_t most, int64_t longest, size_t more = 0) {
+void arrange(Pass<C>& pass, Scratch& scratch, std::span<const Block> blocks, int64_t most,
+             int64_t longest, size_t more = 0) {
   const Heads& heads = pass.heads;
   const int64_t H = heads.H, E = heads.E;
   const int64_t n_qkv = (H + 2 * heads.G) * E;
@@ -274,13 +318,23 @@ void arrange(Pass<C>& pass, Scratch& scratch, int64_t most, int64_t longest, siz
   const int64_t n_parts = heads.G * pass.key_blocks * most * heads.group() * (E + 2);
   const int64_t own = E * W + most * heads.group() * (W + KEYS);
   const int threads = at::get_num_threads();
-  const int64_t widest = std::max({2 * pass.D, pass.F, H * E, pass.entry_dim});
-  const int64_t choice = Choice::bytes(most, widest) / 4 + 1;
+  int64_t F = 0;  // of dense blocks
+  size_t of_experts = 0, own_experts = 0;
+  for (const Block& block : blocks) {
+    if (block.experts.n) {
+      of_experts = std::max(of_experts, Mixture::bytes(block.experts, block.down, most, pass.D));
+      own_experts =
+          std::max(own_experts, Mixture::own_bytes(block.experts, block.down, most, pass.D));
+    } else {
+      F = block.down.h.K;
+    }
+  }
+  const int64_t widest = std::max({2 * pass.D, F, H * E, pass.entry_dim});
+  const int64_t choice = std::max(Choice::bytes(most, widest), own_experts) / 4 + 1;
   pass.scratch_size = (std::max({own, 2 * pass.D, choice}) + 63) / 64 * 64;
   const size_t quantized = Activations::bytes(most, pass.D) + Activations::bytes(most, H * E) +
-                           Activations::bytes(most, pass.F) +
-                           Activations::bytes(most, pass.entry_dim);
-  scratch.reserve(more + quantized +
+                           Activations::bytes(most, F) + Activations::bytes(most, pass.entry_dim);
+  scratch.reserve(more + quantized + of_experts +
                   4 * size_t(most * (n_qkv + H * E) + n_parts + threads * pass.scratch_size));
   pass.qkv = scratch.take<float>(most * n_qkv);
   pass.queries = scratch.take<float>(most * H * E);
@@ -288,7 +342,8 @@ void arrange(Pass<C>& pass, Scratch& scratch, int64_t most, int64_t longest, siz
   pass.scratch = scratch.take<float>(threads * pass.scratch_size);
   pass.normed = scratch.activations(most, pass.D);
   pass.attended = scratch.activations(most, H * E);
-  pass.hidden = scratch.activations(most, pass.F);
+  pass.hidden = scratch.activations(most, F);
+  pass.expert_memory = scratch.take<uint8_t>(of_experts);
   if (pass.entry_dim) pass.entered = scratch.activations(most, pass.entry_dim);
 }
 
@@ -299,7 +354,7 @@ void run_blocks(const std::vector<Block>& blocks, at::TensorList caches, Pass<C>
   const int64_t E = pass.heads.E;
   int64_t longest = 0;
   for (int64_t t = 0; t < rows; t++) longest = std::max(longest, pass.seen->length(t));
-  arrange(pass, scratch, std::min<int64_t>(rows, MAX_ROWS), longest);
+  arrange(pass, scratch, blocks, std::min<int64_t>(rows, MAX_ROWS), longest);
   in_parallel([&](const Worker& me) {
     for (int64_t first = 0; first < rows; first += MAX_ROWS) {
       Pass<C> own_pass = pass;
@@ -322,31 +377,6 @@ void check_depths(const Tensor& depths, int64_t width) {
   const int64_t* depth = depths.const_data_ptr<int64_t>();
   for (int64_t t = 0; t < depths.numel(); t++)
     TORCH_CHECK(depth[t] >= 0 && depth[t] < width, "depth ", depth[t], " of ", width);
-}
-
-inline void row_in_fp32(const Tensor& x, int64_t row, int64_t n, float* out) {
-  if (x.scalar_type() == at::kFloat) {
-    std::memcpy(out, x.const_data_ptr<float>() + row * n, n * sizeof(float));
-  } else {
-    const Bf16* in = (const Bf16*)x.const_data_ptr() + row * n;
-    for (int64_t i = 0; i < n; i++) out[i] = to_scalar(in[i]);
-  }
-}
-
-// Raises unless `x` is [T, K] of a type that `row_in_fp32` reads and `put_row` writes.
-void check_rows(const Tensor& x, int64_t K) {
-  TORCH_CHECK(x.dim() == 2 && x.size(1) == K && x.is_contiguous(), "x is [T, ", K, "]");
-  TORCH_CHECK(x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16,
-              "x in fp32 or bf16");
-}
-
-inline void put_row(Tensor& out, int64_t row, const float* x, int64_t n) {
-  if (out.scalar_type() == at::kFloat) {
-    std::copy(x, x + n, out.mutable_data_ptr<float>() + row * n);
-  } else {
-    Bf16* to = (Bf16*)out.mutable_data_ptr() + row * n;
-    for (int64_t i = 0; i < n; i++) put(to + i, x[i]);
-  }
 }
 
 }  // namespace

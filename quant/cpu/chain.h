@@ -222,7 +222,7 @@ struct Head : torch::CustomClassHolder {
   const HeadTensors tensors;
   HeadWeights weights;
   Heads heads;
-  int64_t D, F, N;
+  int64_t D, N;
   float eps;
 
   Head(std::vector<Tensor> block_, OptionalTensors tensors_, int64_t n_head, double eps_,
@@ -237,7 +237,6 @@ struct Head : torch::CustomClassHolder {
     weights.normed_output = normed_output;
     weights.window = window;
     D = tensors.embedding.size(1);
-    F = weights.block.down.h.K;
     N = weights.lm_head.h.N;
     const int64_t E = tensors.cos.size(1);
     check_rows(tensors.embedding, D);
@@ -333,14 +332,13 @@ struct Head : torch::CustomClassHolder {
     Pass<C>& pass = chain.pass;
     pass.heads = heads;
     pass.D = D;
-    pass.F = F;
     pass.S = S;
     pass.eps = eps;
     pass.entry_dim = weights.eagle3() ? 2 * D : 0;
     const int64_t most = std::min<int64_t>(n, MAX_ROWS);
     const size_t more = Activations::bytes(most, 2 * D) + Activations::bytes(1, D) +
                         4 * size_t((n + 3 * most) * D + N) + sizeof(Best) * threads + 1024;
-    arrange(pass, scratch, most, longest, more);
+    arrange(pass, scratch, {&weights.block, 1}, most, longest, more);
     chain.joined = scratch.activations(most, 2 * D);
     chain.said = scratch.activations(1, D);
     pass.x = scratch.take<float>(most * D);

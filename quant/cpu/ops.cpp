@@ -81,18 +81,17 @@ Tensor blocks(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tenso
     TORCH_CHECK(e.dim() == 2 && e.size(0) == T && e.scalar_type() == at::kFloat &&
                     e.size(1) == all[0].qkv.h.K && e.size(1) % BLOCK == 0,
                 "entry is fp32 [T, K]");
-  const int64_t D = x.size(1), F = all[0].down.h.K;
+  const int64_t D = x.size(1);
   for (int64_t i = 0; i < n_blocks; i++) {
     const int64_t K = i == 0 && e.defined() ? e.size(1) : D;
     check_block(named_tensors[i], all[i], heads, D, K);
-    TORCH_CHECK(all[i].down.h.K == F, "blocks of one shape");
   }
+  check_widths(all);
   const auto run = [&](auto element) {
     using C = decltype(element);
     Pass<C> pass{};
     pass.heads = heads;
     pass.D = D;
-    pass.F = F;
     pass.S = S;
     pass.eps = float(eps);
     pass.cos = c.const_data_ptr<float>();
@@ -115,12 +114,16 @@ Tensor blocks(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tenso
   return y;
 }
 
-// Returns x [T, K] @ w.T in fp32 [T, N], plus the bias [N] (fp32) if there is one.
-// `n` is N, for tracing, which cannot read the weight.
-Tensor linear(const Tensor& x_, const Tensor& packed, const std::optional<Tensor>& bias,
-              int64_t n) {
-  const Weight w(packed, bias.has_value() ? &*bias : nullptr);
-  TORCH_CHECK(n == w.h.N, "n is ", w.h.N);
+// Returns x [T, K] @ w.T in fp32 [T, N], plus the bias [N] (fp32) if there is one; or, without a
+// bias, the outputs `first` .. `first + n - 1`. `n` is N for tracing, which cannot read the weight.
+Tensor linear(const Tensor& x_, const Tensor& packed, const std::optional<Tensor>& bias, int64_t n,
+              int64_t first) {
+  const Weight all(packed, bias.has_value() ? &*bias : nullptr);
+  const bool is_part = n != all.h.N;
+  TORCH_CHECK(!is_part || (all.bias == nullptr && n > 0 && n % COLUMNS == 0 && first >= 0 &&
+                           first % COLUMNS == 0 && first <= all.h.N - n),
+              "n is ", all.h.N, ", or whole blocks of outputs");
+  const Weight w = is_part ? outputs(all, first, n) : all;
   const Tensor x = x_.contiguous();
   check_rows(x, w.h.K);
   const int64_t T = x.size(0), K = w.h.K, N = w.h.N;
@@ -233,7 +236,7 @@ TORCH_LIBRARY(FASTEAGLE_NAMESPACE, m) {
   m.class_<Target>("Target")
       .def(torch::init<std::vector<Tensor>, std::vector<Tensor>, int64_t, int64_t, double>())
       .def("run", &Target::run);
-  m.def("linear(Tensor x, Tensor packed, Tensor? bias, int n) -> Tensor");
+  m.def("linear(Tensor x, Tensor packed, Tensor? bias, int n, int first=0) -> Tensor");
   m.def(
       "look_up(Tensor text, Tensor last, Tensor(a!) table, Tensor(b!) kept, Tensor[] corpus, "
       "int longest, int reach, float verify) -> (Tensor, Tensor, float)");

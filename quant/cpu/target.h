@@ -27,7 +27,7 @@ struct Target : torch::CustomClassHolder {
   Weight lm_head;
   const float *norm, *cos, *sin;
   Tensor embedding;
-  int64_t n_head, window, D, E, F, kv_heads, positions;
+  int64_t n_head, window, D, E, kv_heads, positions;
   float eps;
 
   Target(std::vector<Tensor> blocks_, std::vector<Tensor> tensors_, int64_t n_head_,
@@ -45,17 +45,15 @@ struct Target : torch::CustomClassHolder {
     sin = tensors.sin.const_data_ptr<float>();
     D = embedding.size(1);
     E = tensors.cos.size(1);
-    F = blocks[0].down.h.K;
     check_rows(embedding, D);
     check_tables(tensors.cos, tensors.sin, E);
     TORCH_CHECK(tensors.norm.numel() == D, "the norm is [D]");
     TORCH_CHECK(lm_head.h.K == D && E > 0, "LM head");
     positions = tensors.cos.size(0);
     kv_heads = (blocks[0].qkv.h.N / E - n_head) / 2;
-    for (size_t i = 0; i < blocks.size(); i++) {
+    for (size_t i = 0; i < blocks.size(); i++)
       check_block(block_tensors[i], blocks[i], Heads{n_head, kv_heads, E}, D, D);
-      TORCH_CHECK(blocks[i].down.h.K == F, "blocks of one shape");
-    }
+    check_widths(blocks);
   }
 
   // Returns logits [T, V] in fp32, features [T, D] like `features_like`, and the input of the
@@ -110,11 +108,10 @@ struct Target : torch::CustomClassHolder {
     Pass<C> pass{};
     pass.heads = Heads{n_head, G, E};
     pass.D = D;
-    pass.F = F;
     pass.S = S;
     pass.T = T;
     pass.eps = eps;
-    arrange(pass, scratch, T, longest, 4 * size_t(T * (D + 2 * E)) + 8 * T + 512);
+    arrange(pass, scratch, blocks, T, longest, 4 * size_t(T * (D + 2 * E)) + 8 * T + 512);
     float* x = pass.x = scratch.take<float>(T * D);
     float *c = scratch.take<float>(T * E), *s = scratch.take<float>(T * E);
     int64_t* slots = scratch.take<int64_t>(T);

@@ -10,21 +10,28 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
+#include <cstring>
 #include <optional>
 #include <string_view>
 #include <utility>
 #include <vector>
+
+#include "vec.h"
 
 namespace {
 
 using at::Tensor;
 using OptionalTensors = c10::List<std::optional<Tensor>>;
 
-// Weights of one block; missing norms and biases are empty.
+// Weights of one block; what it does not have is empty. With a router, `gate_up` and `down` hold all
+// experts; `routing` is how many a row takes, whether their weights are renormalized, and a factor.
 struct BlockTensors {
   static constexpr std::string_view FIELDS =
-      "attention_norm qkv qkv_bias q_norm k_norm out mlp_norm gate_up down";
+      "attention_norm qkv qkv_bias q_norm k_norm out mlp_norm gate_up down "
+      "router routing shared_gate_up shared_down shared_gate";
   Tensor attention_norm, qkv, qkv_bias, q_norm, k_norm, out, mlp_norm, gate_up, down;
+  Tensor router, routing, shared_gate_up, shared_down, shared_gate;
 };
 
 // Weights and tables of a target around its blocks.
@@ -94,6 +101,33 @@ std::vector<Named> each_named(at::TensorList list) {
   std::vector<Named> all;
   for (size_t i = 0; i < list.size(); i += n) all.push_back(named<Named>(list.slice(i, n)));
   return all;
+}
+
+const float* floats(const Tensor& t) { return t.numel() ? t.const_data_ptr<float>() : nullptr; }
+
+inline void row_in_fp32(const Tensor& x, int64_t row, int64_t n, float* out) {
+  if (x.scalar_type() == at::kFloat) {
+    std::memcpy(out, x.const_data_ptr<float>() + row * n, n * sizeof(float));
+  } else {
+    const Bf16* in = (const Bf16*)x.const_data_ptr() + row * n;
+    for (int64_t i = 0; i < n; i++) out[i] = to_scalar(in[i]);
+  }
+}
+
+// Raises unless `x` is [T, K] of a type that `row_in_fp32` reads and `put_row` writes.
+void check_rows(const Tensor& x, int64_t K) {
+  TORCH_CHECK(x.dim() == 2 && x.size(1) == K && x.is_contiguous(), "x is [T, ", K, "]");
+  TORCH_CHECK(x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16,
+              "x in fp32 or bf16");
+}
+
+inline void put_row(Tensor& out, int64_t row, const float* x, int64_t n) {
+  if (out.scalar_type() == at::kFloat) {
+    std::copy(x, x + n, out.mutable_data_ptr<float>() + row * n);
+  } else {
+    Bf16* to = (Bf16*)out.mutable_data_ptr() + row * n;
+    for (int64_t i = 0; i < n; i++) put(to + i, x[i]);
+  }
 }
 
 }  // namespace

@@ -140,8 +140,11 @@ class Team {
 };
 
 // Parts of a pass, which the first thread times in a library built with -DFASTEAGLE_PHASES.
-enum class Phase { norms, qkv, rope, attention, combine, out, gate_up, down, lm_head, waiting };
-constexpr const char* PHASES = "norms qkv rope attention combine out gate_up down lm_head waiting";
+enum class Phase {
+  norms, qkv, rope, attention, combine, out, router, gate_up, down, lm_head, waiting
+};
+constexpr const char* PHASES =
+    "norms qkv rope attention combine out router gate_up down lm_head waiting";
 
 struct PhaseTimes {
   Clock::duration of[int(Phase::waiting) + 1] = {};

@@ -99,6 +99,30 @@ def test_drafting_is_a_pass_of_the_head_for_each_level():
     assert saved * 936e6 == pytest.approx(2 * 2 * 24000 * 4096)
 
 
+QWEN_MOE = preset("qwen3-30b-a3b")
+
+
+def test_more_rows_read_more_experts():
+    """d(T) = E (1 - (1 - k / E)^T): 8.0, 15.5, 29.1 and 51.6 of 128 experts."""
+    work = Workload(QWEN_MOE, storage_named("int4", QWEN_MOE), 1000)
+    read = [sum(part.n_bytes for part in work.verifying(rows)) for rows in (1, 2, 4, 8)]
+    cached = QWEN_MOE.kv_bytes(1000)
+    assert read[0] == pytest.approx(work.storage.pass_bytes(QWEN_MOE) + cached, rel=1e-6)
+    assert read[0] - cached < 2.1e9
+    expert = 3 * 2048 * 768 * work.storage.linear_bytes * 48
+    distinct = [(more - read[0]) / expert + 8 for more in read]
+    assert distinct == pytest.approx([8, 15.5, 29.1, 51.6], abs=0.1)
+
+
+def test_a_mixture_of_experts_on_a_3090():
+    """Plain decoding far above the 140 tok/s that engines report, below the bandwidth's 450."""
+    work = Workload(QWEN_MOE, storage_named("int4", QWEN_MOE), 1000)
+    bound, what = limit(work.verifying(1), DEVICES["3090"])
+    assert what == "memory"
+    predicted = CapturedCycle(DEVICES["3090"].card, work).ms(work.verifying(1))
+    assert 1000 / bound > 1000 / predicted > 300
+
+
 @pytest.mark.parametrize("name", ["llama2-7b", "llama3-8b", "qwen3-8b"])
 def test_bytes_of_the_parts_are_those_of_the_model(name):
     config = preset(name)

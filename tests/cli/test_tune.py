@@ -15,7 +15,7 @@ from fasteagle.drafting.ladder import DEFAULT_RANKS
 from fasteagle.drafting.policy import LONGEST, Policy
 from fasteagle.paths import cache_dir
 from fasteagle.shapes import FusedShape, GatedChain
-from helpers import costs
+from helpers import costs, save_tiny
 
 
 def invoke(*arguments):
@@ -32,6 +32,14 @@ def test_costs_and_plan_are_printed_and_kept(tiny_dir, monkeypatch, compiled):
     costs = json.loads(path.read_text())["costs"]
     assert set(costs["passes"]) >= {"1", "2", "8"}
     assert str(path) in done.stderr.replace("\n", "")
+
+
+def test_experts_of_a_mixture_are_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr("fasteagle.compile.measurement.MOST_ROUNDS", 1)
+    folder = save_tiny(tmp_path / "mixtral", "mixtral")
+    done = invoke("--model", folder, "--int8", "--max-seq-len", 256)
+    assert done.exit_code == 0, done.output
+    assert "experts of a layer" in done.stdout and "if independent" in done.stdout
 
 
 def test_sizes_to_choose_from_are_printed(capsys):

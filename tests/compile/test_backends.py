@@ -14,6 +14,7 @@ import torch
 
 from fasteagle.compile.blocks import compile_now, missing_compiler
 from fasteagle.compile.cpu_backend import CpuBackend
+from fasteagle.config import MoEConfig
 from fasteagle.decoding.runner import Backend
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter
@@ -27,7 +28,7 @@ from fasteagle.quant import cpu_build
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import FusedShape, TreeShape
 from helpers import eagle3_of, pass_in_interpreter, random_head, random_target, tiny_config
-from native_models import SHAPE, native_target
+from native_models import MIXTRAL, SHAPE, native_target
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
@@ -39,6 +40,9 @@ if INTERPRETED:
 BACKENDS = [
     pytest.param("eager", marks=pytest.mark.skipif(INTERPRETED, reason="has run")),
     pytest.param("cpu", marks=pytest.mark.skipif(INTERPRETED, reason="has run")),
+    pytest.param("eager experts", marks=pytest.mark.skipif(INTERPRETED, reason="has run")),
+    pytest.param("cpu int4 experts", marks=pytest.mark.skipif(INTERPRETED, reason="has run")),
+    pytest.param("cpu int8 experts", marks=pytest.mark.skipif(INTERPRETED, reason="has run")),
     pytest.param(
         "compiled",
         marks=[
@@ -64,20 +68,22 @@ DRAFTERS = {
 
 def made(name: str, algorithm: str | None):
     """A backend by name over a tiny model, and a draft head for it."""
-    if name == "cpu":
+    if name.startswith("cpu"):
         cpu_build.load()
-        model = native_target(tiny_config(**SHAPE))
+        config = tiny_config(**(MIXTRAL if name.endswith("experts") else SHAPE))
+        model = native_target(config, bits=8 if "int8" in name else 4)
         backend: Backend = CpuBackend(model)
     elif name == "cuda":
         model, _ = interleaved_models.packed_target("gqa", n_layer=1, vocab_size=64)
         backend = interleaved_models.KernelBackend(model)
     else:
-        model = random_target(tiny_config())
+        moe = MoEConfig(6, 2, 24) if name == "eager experts" else None
+        model = random_target(tiny_config(moe=moe))
         backend = Backend(Target(model))
     if algorithm is None:
         return backend, None
     head = random_head(model, eagle3=eagle3_of(algorithm, model.config), rope_base=10000.0)
-    if name == "cpu":
+    if name.startswith("cpu"):
         quantize_head_(head, Scheme(8, head_bits=8), native=True)
     if name == "cuda":
         head, _ = interleaved_models.packed_head(head)
@@ -120,7 +126,9 @@ def test_drafting_changes_no_token(name, params, drafting):
     expected = answer(engine_of(backend, name, params), params, n)
     engine = engine_of(backend, name, params, make(head))
     assert answer(engine, params, n) == expected
-    assert backend.name == name and backend.describe().startswith(f"backend {name}")
+    assert name.startswith(backend.name) and backend.describe().startswith(
+        f"backend {backend.name}"
+    )
     assert engine.stats.drafted > 0 or drafting == "ngram"
     n = 2 if name == "cuda" else 6
     limited = answer(engine_of(backend, name, params), params, n, processor=Odd())

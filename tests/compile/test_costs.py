@@ -266,6 +266,16 @@ def test_captured_cycles_are_what_is_timed(target, tmp_path):
     assert generated(engine, 60) == expected
 
 
+def test_rows_that_are_timed_are_different_tokens_of_the_text(target):
+    """Equal rows would take the same experts."""
+    engine = Engine(target, 512)
+    measurement = Measurement(engine, None)
+    assert len(set(measurement._tokens(32))) == 32
+    engine.prefill([7, 3, 7, 59, 3, 11])
+    assert measurement._tokens(6)[:4] == [7, 3, 59, 11]
+    assert len(set(measurement._tokens(32))) == 32
+
+
 def test_a_full_context_makes_room_for_measuring(target):
     engine = Engine(target, 64)
     generated(engine, 60)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fasteagle.compile.backend import choose_backend
 from fasteagle.compile.cpu_backend import runs_on_cpu
 from fasteagle.compile.cpu_blocks import block_tensors
+from fasteagle.config import MoEConfig
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.generate import Engine
 from fasteagle.loading.source import quantize_, quantize_head_
@@ -42,15 +43,18 @@ class Emulated(nn.Module):
         rounded = rounded_activations(x.float())
         return nn.functional.linear(rounded, self.weight, self.bias).to(x.dtype)
 
+    def rows_product(self, x: Tensor, start: int, stop: int) -> Tensor:
+        return self(x)[:, start:stop]
+
 
 def emulated(target: Target) -> Transformer:
     """The same weights in the model's own blocks, in fp32."""
     twin = random_target(target.config)
     target = target.model
-    for mine, theirs in zip(twin.blocks, target.blocks, strict=True):
-        for path in ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down"):
-            mine.set_submodule(path, Emulated(theirs.get_submodule(path)))
-    twin.lm_head = Emulated(target.lm_head.linear)
+    twin.load_state_dict(target.state_dict(), strict=False)  # norms and routers
+    for name, linear in target.named_modules():
+        if isinstance(linear, NativeLinear):
+            twin.set_submodule(name.removesuffix(".linear"), Emulated(linear))
     return twin
 
 
@@ -233,11 +237,15 @@ def test_other_models_keep_their_blocks():
     for config in (
         tiny_config(**SHAPE | dict(head_dim=24)),
         tiny_config(**SHAPE | dict(ffn_dim=80)),
+        tiny_config(**SHAPE | dict(moe=MoEConfig(4, 2, 48))),
+        tiny_config(**SHAPE | dict(moe=MoEConfig(4, 2, 64, shared_ffn_dim=80))),
     ):
         target = random_target(config)
         quantize_(target.blocks, Scheme(8), native=True)
         backend = choose_backend(target)
         assert not runs_on_cpu(target) and backend.name == "eager"
+        assert ("experts by torch" in backend.describe()) == (config.moe is not None)
+        assert backend.leaves_blocks == (config.moe is None)
         run_chain(backend.target, torch.arange(5), KVCache(config, 256, torch.float32, "cpu"))
     assert not runs_on_cpu(random_target(tiny_config(**SHAPE)))
 

@@ -13,15 +13,19 @@ import pytest
 import torch
 
 from device_checks import check_cache_in_8_bits, check_order, check_step_of_head
+from fasteagle.config import MoEConfig
 from fasteagle.drafting.draft_head import top_children
 from fasteagle.model import CORE, RMSNorm, Target
-from helpers import pass_in_interpreter
+from helpers import pass_in_interpreter, random_target, tiny_config
 from interleaved_models import (
     CONFIGS,
+    INT4,
     SEQ_LEN,
+    SHAPE,
     KernelBackend,
     fused_target,
     launched,
+    pack_,
     packed_target,
     passed,
 )
@@ -85,6 +89,15 @@ def by_the_core(x, scale, eps):
     norm = RMSNorm(x.shape[1], eps)
     norm.weight.data = scale
     return norm(x)
+
+
+def test_experts_and_norms_of_whole_rows_are_the_cores():
+    """Stacked experts would pass for one wide layer."""
+    fits = cuda_blocks.fits
+    assert fits(pack_(random_target(tiny_config(**SHAPE)), INT4).blocks[0])
+    for changes in (dict(moe=MoEConfig(1, 1, 192)), dict(qk_norm_whole=True)):
+        block = pack_(random_target(tiny_config(**SHAPE | changes)), INT4).blocks[0]
+        assert not fits(block), changes
 
 
 def test_other_linears_keep_their_blocks():

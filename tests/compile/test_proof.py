@@ -22,7 +22,7 @@ from fasteagle.quant.cpu_linear import NativeLinear
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import GatedChain
 from helpers import eagle3_of, random_head, spec_of, tiny_config
-from native_models import SHAPE, native_target
+from native_models import MIXTRAL, SHAPE, native_target
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -73,6 +73,25 @@ def test_a_wrong_pass_is_the_cores(model, monkeypatch, capsys):
         assert line.count("\n") == 1
         assert "passes by torch" in backend.describe()
         assert answer(backend) == answer(Backend(Target(model)))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("wrong", [False, True])
+def test_wrong_experts_are_the_cores(bits, wrong, monkeypatch, capsys):
+    model = native_target(tiny_config(**MIXTRAL), bits)
+    tensors = cpu_blocks.expert_tensors
+
+    def other_experts(mlp):
+        made = tensors(mlp)
+        return made | {"router": made["router"].roll(1, 0)}
+
+    if wrong:
+        monkeypatch.setattr(cpu_blocks, "expert_tensors", other_experts)
+    backend = CpuBackend(model)
+    proof.prove(backend)
+    line = capsys.readouterr().err
+    assert ("passes of backend cpu failed" in line) == ("passes" in backend.left) == wrong
+    assert not wrong or answer(backend) == answer(Backend(Target(model)))
 
 
 def test_an_end_of_a_cycle_that_raises_is_the_cores(model, monkeypatch, capsys):

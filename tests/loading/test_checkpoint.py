@@ -13,8 +13,9 @@ from fasteagle.config import ModelConfig
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import checkpoint as checkpoint_module
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
+from fasteagle.loading.names import expected_shapes
 from fasteagle.loading.quantize import with_scheme
-from fasteagle.loading.tensors import DummyCheckpoint, expected_shapes
+from fasteagle.loading.tensors import DummyCheckpoint
 from helpers import edit_json, make_hf_model
 
 

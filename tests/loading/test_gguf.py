@@ -27,7 +27,18 @@ def test_every_supported_type_dequantizes_exactly(tmp_path, kind):
 
 @pytest.mark.parametrize(
     ("family", "architecture"),
-    [("llama2", "llama"), ("smollm2", "llama"), ("qwen2", "qwen2"), ("qwen3", "qwen3")],
+    [
+        ("llama2", "llama"),
+        ("smollm2", "llama"),
+        ("qwen2", "qwen2"),
+        ("qwen3", "qwen3"),
+        ("mixtral", "llama"),
+        ("qwen2moe", "qwen2moe"),
+        ("qwen3moe", "qwen3moe"),
+        ("olmoe", "olmoe"),
+        ("granitemoe", "granitemoe"),
+        ("granitemoeshared", "granitemoe"),
+    ],
 )
 @torch.no_grad()
 def test_logits_equal_those_of_the_model_that_was_written(tmp_path, family, architecture):

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import check_complete, load_model, open_checkpoint
 from fasteagle.loading.imported import QuantizedFolder, open_quantized
-from fasteagle.loading.tensors import SafetensorsFolder, expected_shapes, fingerprint
+from fasteagle.loading.names import expected_shapes
+from fasteagle.loading.tensors import SafetensorsFolder, fingerprint
 from fasteagle.quant.formats import WAY_OUT
 from helpers import edit_json
 from quantized_folders import (

@@ -119,11 +119,34 @@ def test_a_model_that_cannot_have_4_bits_is_not_told_to_use_them(monkeypatch):
         ("llama2-7b", {8: "int4", 12: "int8", 24: "bf16"}),
         ("vicuna-33b", {16: "-", 24: "int4", 48: "int8"}),
         ("llama2-70b", {32: "-", 48: "int4", 80: "int8"}),
+        ("qwen3-30b-a3b", {16: "-", 24: "int4", 48: "int8", 80: "bf16"}),  # all experts
     ],
 )
 def test_the_table_by_card(name, fitting):
     cells = dict(zip(memory.CARDS, memory_cells(name)[4:], strict=True))
     assert {size: cells[size] for size in fitting} == fitting
+
+
+@pytest.mark.parametrize(
+    ("gib", "said"),
+    [
+        (24, "it fits"),
+        (12, "qwen3-30b-a3b needs 15.9 GiB of memory .*, 12.0 GiB free on cpu: choose a smaller"),
+    ],
+)
+def test_memory_is_told_before_a_download(monkeypatch, hub_cache, gib, said):
+    """Of all experts, whatever a token reads."""
+    monkeypatch.setattr(opening, "available_bytes", lambda device: gib * GIB)
+    lines: list[str] = []
+
+    def resolve(model):
+        raise FasteagleError(lines[-1])  # here it would be fetched
+
+    monkeypatch.setattr(opening.registry, "resolve", resolve)
+    options = RuntimeOptions(device="cpu", quant="int4", max_seq_len=2048)
+    with pytest.raises(FasteagleError, match=said):
+        open_model("qwen3-30b-a3b", options, lines.append)
+    assert len(lines) == (gib == 24)
 
 
 def test_the_command_names_every_model():

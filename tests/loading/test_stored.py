@@ -20,11 +20,12 @@ from fasteagle.loading import quantize, source
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.make_drafter import Drafting
+from fasteagle.loading.names import expected_shapes
 from fasteagle.loading.open import OpenedModel, open_model
 from fasteagle.loading.quantize import with_scheme
 from fasteagle.loading.source import Linears, quantize_head_
 from fasteagle.loading.stored import StoredFolder
-from fasteagle.loading.tensors import DummyCheckpoint, expected_shapes, fingerprint
+from fasteagle.loading.tensors import DummyCheckpoint, fingerprint
 from fasteagle.loading.tokenizer import DummyTokenizer
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
 from fasteagle.quant.linear import Int4Linear, Int8Linear, QuantizedLMHead

@@ -26,10 +26,6 @@ from fasteagle.quant.packed import PackedWeight, int4, int8
 from helpers import rounded_activations
 
 KINDS = ["zeros", "gptq", "q4_1", "hqq", "wide", "int8"]
-PATHS = [
-    pytest.param(isa, marks=[] if i == 0 else pytest.mark.slow, id=isa.name)
-    for i, isa in enumerate(cpu_build.runnable())
-]
 
 
 def packed_weight(N: int, K: int, group: int, kind: str) -> PackedWeight:
@@ -59,17 +55,6 @@ def packed_weight(N: int, K: int, group: int, kind: str) -> PackedWeight:
 def rows_of(n: int, K: int, seed: int = 1) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(n, K, generator=generator) * torch.rand(n, 1, generator=generator) * 4
-
-
-@pytest.fixture(params=PATHS)
-def ops(request):
-    """The ops of one path; other paths than the fastest are built for these tests."""
-    isa = request.param
-    namespace = cpu_build.NAMESPACE if isa == cpu_build.runnable()[0] else f"test_{isa.level}"
-    cpu_build.load(isa, namespace)
-    path = getattr(torch.ops, namespace)
-    assert path.isa() == isa.level
-    return path
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -158,6 +143,13 @@ def test_modules():
     assert torch.allclose(module(x), exact.float(), rtol=1e-4, atol=1e-4)
     assert module(x.bfloat16()).dtype == torch.bfloat16
     assert module.exact(x.bfloat16()).dtype == torch.float32
+    unbiased = NativeLinear(weight, None)
+    for start, stop in ((16, 48), (0, 16), (3, 20)):
+        part, expected = unbiased.rows_product(x, start, stop), unbiased(x)[:, start:stop]
+        assert (part - expected).norm() < 0.01 * expected.norm()
+        assert start % 16 or torch.equal(part, expected)
+    with pytest.raises(RuntimeError, match="n is 48, or whole blocks"):
+        torch.ops.fasteagle_cpu.linear(x, unbiased.packed, None, 32, 32)
     index = torch.tensor([[4, 47], [0, 4]])
     assert torch.allclose(module.rows(index), weight.dequantize()[index], atol=1e-7)
     held = sum(t.numel() * t.element_size() for t in module.buffers())

@@ -1,0 +1,137 @@
+"""Names and shapes of a model's tensors: the ones we expect, and what files call them.
+
+Every checkpoint lists its tensors under the names of `expected_shapes`. Experts are listed one by
+one there, as most files hold them; files that hold all experts of a block in one tensor give
+views of it.
+
+Shapes: D model dim, F FFN dim, X experts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from fasteagle.config import ModelConfig
+
+Shape = tuple[int, ...]
+Index = tuple[int | slice, ...]
+
+_FFN = ("gate", "up", "down")
+_RENAMED = (  # files of Mixtral and Granite-MoE
+    (re.compile(r"\.block_sparse_moe\."), ".mlp."),
+    (re.compile(r"\.mlp\.router\.layer\."), ".mlp.gate."),
+    (re.compile(r"\.shared_mlp\."), ".mlp.shared_expert."),
+    (re.compile(r"(\.experts\.\d+)\.w1\."), r"\1.gate_proj."),
+    (re.compile(r"(\.experts\.\d+)\.w2\."), r"\1.down_proj."),
+    (re.compile(r"(\.experts\.\d+)\.w3\."), r"\1.up_proj."),
+)
+_EXPERTS = re.compile(
+    r"(?P<mlp>.*\.mlp\.)(experts\.)?"
+    r"(?P<what>(gate|up|gate_up|down)_proj|(input|output)_linear)(\.weight)?"
+)
+_SHARED = re.compile(r"(?P<mlp>.*\.mlp\.shared_expert\.)(?P<what>(input|output)_linear)\.weight")
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Return the shape of every tensor of a model, under Hugging Face names."""
+    D, E = config.dim, config.head_dim
+    q_rows, kv_rows = config.n_head * E, config.n_kv_head * E
+    attention: dict[str, Shape] = {
+        "input_layernorm.weight": (D,),
+        "post_attention_layernorm.weight": (D,),
+        "self_attn.q_proj.weight": (q_rows, D),
+        "self_attn.k_proj.weight": (kv_rows, D),
+        "self_attn.v_proj.weight": (kv_rows, D),
+        "self_attn.o_proj.weight": (D, q_rows),
+    }
+    if config.qkv_bias:
+        attention |= {f"self_attn.{n}_proj.bias": (q_rows if n == "q" else kv_rows,) for n in "qkv"}
+    if config.qk_norm:
+        attention |= {"self_attn.q_norm.weight": (E,), "self_attn.k_norm.weight": (E,)}
+    if config.qk_norm_whole:
+        attention |= {"self_attn.q_norm.weight": (q_rows,), "self_attn.k_norm.weight": (kv_rows,)}
+    shapes: dict[str, Shape] = {
+        "model.embed_tokens.weight": (config.vocab_size, D),
+        "model.norm.weight": (D,),
+    }
+    if not config.tie_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, D)
+    for i in range(config.n_layer):
+        block = attention | _ffn_shapes(config, i)
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in block.items()}
+    return shapes
+
+
+def _ffn_shapes(config: ModelConfig, i: int) -> dict[str, Shape]:
+    """Return the shapes of the MLP of block `i`, or of its router and experts."""
+    D, moe = config.dim, config.moe
+
+    def mlp(prefix: str, F: int) -> dict[str, Shape]:
+        return {f"{prefix}.{n}_proj.weight": (D, F) if n == "down" else (F, D) for n in _FFN}
+
+    if moe is None or not config.has_experts(i):
+        return mlp("mlp", config.ffn_dim)
+    shapes: dict[str, Shape] = {"mlp.gate.weight": (moe.n_expert, D)}
+    for expert in range(moe.n_expert):
+        shapes |= mlp(f"mlp.experts.{expert}", moe.ffn_dim)
+    if moe.shared_ffn_dim:
+        shapes |= mlp("mlp.shared_expert", moe.shared_ffn_dim)
+    if moe.shared_gate:
+        shapes["mlp.shared_expert_gate.weight"] = (1, D)
+    return shapes
+
+
+def is_block_linear(name: str) -> bool:
+    return name.startswith("model.layers.") and name.endswith("_proj.weight")
+
+
+def is_expert(name: str) -> bool:
+    """Return whether a weight is one of an expert that a router chooses."""
+    return ".mlp.experts." in name
+
+
+def block_linears(config: ModelConfig, i: int) -> dict[str, list[str]]:
+    """Return the names of the weights that make up each linear of block `i`, in their order."""
+    p = f"model.layers.{i}."
+    linears = {
+        "attention.qkv": [f"{p}self_attn.{n}_proj.weight" for n in "qkv"],
+        "attention.out": [f"{p}self_attn.o_proj.weight"],
+    }
+    mlps = {"mlp": [f"{p}mlp"]}
+    if config.moe is not None and config.has_experts(i):
+        mlps = {"mlp": [f"{p}mlp.experts.{e}" for e in range(config.moe.n_expert)]}
+        if config.moe.shared_ffn_dim:
+            mlps["mlp.shared"] = [f"{p}mlp.shared_expert"]
+    for path, parts in mlps.items():
+        linears[f"{path}.gate_up"] = [
+            f"{part}.{n}_proj.weight" for part in parts for n in ("gate", "up")
+        ]
+        linears[f"{path}.down"] = [f"{part}.down_proj.weight" for part in parts]
+    return linears
+
+
+def parts_of(name: str, shape: Shape) -> Iterator[tuple[str, Index]]:
+    """Yield the expected names of what a file's tensor holds, each with its index in the tensor.
+
+    A tensor [X, ., .] holds all experts, and one of `gate_up` or `input_linear` has its gate rows
+    before the up rows. The index of a whole tensor is ().
+    """
+    for pattern, new in _RENAMED:
+        name = pattern.sub(new, name)
+    match = _EXPERTS.fullmatch(name) if len(shape) == 3 else _SHARED.fullmatch(name)
+    if match is None or len(shape) not in (2, 3):
+        yield name, ()
+        return
+    mlp, what = match["mlp"], match["what"]
+    rows = slice(0, shape[-2])
+    views = {"down_proj" if what == "output_linear" else what: rows}
+    if what in ("gate_up_proj", "input_linear"):
+        half = rows.stop // 2
+        views = {"gate_proj": slice(0, half), "up_proj": slice(half, rows.stop)}
+    for proj, part in views.items():
+        if len(shape) == 2:
+            yield f"{mlp}{proj}.weight", (part,)
+        else:
+            for e in range(shape[0]):
+                yield f"{mlp}experts.{e}.{proj}.weight", (e, part)

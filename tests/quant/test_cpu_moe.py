@@ -1,0 +1,142 @@
+"""Mixtures of experts in our CPU kernels: the core's layer with activations in 8 bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fasteagle.compile.cpu_blocks import expert_tensors
+from fasteagle.config import MoEConfig
+from fasteagle.model import MoE
+from fasteagle.quant.cpu_linear import NativeLinear, pack
+from fasteagle.quant.cpu_tensors import BlockTensors
+from fasteagle.quant.packed import PackedWeight, int8
+from helpers import rounded_activations
+from test_cpu_kernels import KINDS, packed_weight, rows_of
+
+LAYERS = {
+    "mixtral": MoEConfig(8, 2, 64, renormalize=True),
+    "one expert": MoEConfig(1, 1, 32),
+    "all experts": MoEConfig(5, 5, 32, score="topk_softmax", scale=2.5),
+    "shared": MoEConfig(33, 3, 32, shared_ffn_dim=96),
+    "shared by a gate": MoEConfig(6, 4, 96, shared_ffn_dim=32, shared_gate=True),
+}
+
+
+class Rounded(nn.Module):
+    """A linear in plain torch over activations in 8 bits."""
+
+    def __init__(self, weight: PackedWeight) -> None:
+        super().__init__()
+        self.weight = weight.dequantize().double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rows_product(x, 0, len(self.weight))
+
+    def rows_product(self, x: Tensor, start: int, stop: int) -> Tensor:
+        return (rounded_activations(x.float()) @ self.weight[start:stop].T).to(x.dtype)
+
+
+def layers(config: MoEConfig, kind: str, D: int = 96) -> tuple[MoE, MoE]:
+    """A layer by our kernels and its twin in plain torch."""
+    torch.manual_seed(0)
+    native, twin = MoE(D, config), MoE(D, config)
+    twin.router = native.router
+    twin.shared_gate = native.shared_gate
+    for name, linear in list(native.named_modules()):
+        if name.endswith(("gate_up", "down")):
+            weight = packed_weight(linear.out_features, linear.in_features, 32, kind)
+            native.set_submodule(name, NativeLinear(weight, None))
+            twin.set_submodule(name, Rounded(weight))
+    return native.requires_grad_(False), twin.requires_grad_(False)
+
+
+def run(ops, layer: MoE, x: Tensor, **changes: Tensor) -> Tensor:
+    """x + layer(x), by a block whose attention adds nothing and whose norms are none."""
+    T, D = x.shape
+    nothing, none = torch.ones(1, 1), torch.empty(0)
+    tensors = BlockTensors(
+        attention_norm=none,
+        qkv=pack(int8(torch.zeros(96, D), nothing.expand(96, 1))),
+        qkv_bias=none,
+        q_norm=none,
+        k_norm=none,
+        out=pack(int8(torch.zeros(D, 32), nothing.expand(D, 1))),
+        mlp_norm=none,
+        gate_up=layer.gate_up.packed,
+        down=layer.down.packed,
+        **(expert_tensors(layer) | changes),
+    )
+    caches = [torch.zeros(1, 64, 32) for _ in range(2)]
+    mask = torch.ones(T, 64, dtype=torch.bool).tril()
+    rope, slots = (torch.ones(T, 32), torch.zeros(T, 32)), torch.arange(T)
+    return ops.blocks(x, *rope, slots, mask, None, None, None, 0, caches, tensors, 1, 1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_is_that_of_the_core(ops, name, kind):
+    layer, twin = layers(LAYERS[name], kind)
+    x = rows_of(32, 96)
+    y, expected = run(ops, layer, x), twin(x)
+    # Rounding to 8 bits turns over where fp32 sums differ in their last bits.
+    assert ((y - x - expected).norm(dim=1) < 0.01 * expected.norm(dim=1)).all()
+    for T in range(1, 33):
+        assert torch.equal(run(ops, layer, x[:T]), y[:T]), T
+    assert torch.equal(run(ops, layer, x[20:23]), y[20:23])
+    assert torch.equal(run(ops, layer, x.flip(0)).flip(0), y)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_any_number_of_threads_gives_the_same_bits(ops, name):
+    layer, _ = layers(LAYERS[name], "q4_1")
+    x, results = rows_of(19, 96), []
+    for threads in (1, 2, 3, 7):
+        torch.set_num_threads(threads)
+        results.append(run(ops, layer, x))
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_the_lower_of_equal_experts_is_chosen(ops):
+    """All rows choose the same experts, then each expert one row."""
+    for config in (LAYERS["mixtral"], LAYERS["shared"]):
+        layer, twin = layers(config, "int8")
+        layer.router.weight.zero_()
+        layer.router.weight[config.n_expert - 1] = -1.0
+        layer.router.weight[1:5] = 1.0
+        x = rows_of(32, 96).abs()
+        assert twin.route(x)[0].unique().tolist() == list(range(1, 1 + config.top_k))
+        expected = twin(x)
+        assert ((run(ops, layer, x) - x - expected).norm() < 0.01 * expected.norm()).all()
+    layer, twin = layers(MoEConfig(32, 1, 32), "int8")
+    layer.router.weight.copy_(torch.eye(32, 96))
+    x = rows_of(32, 96)
+    x[:, :32] += 100 * torch.eye(32)
+    assert twin.route(x)[0].flatten().tolist() == list(range(32))
+    expected = twin(x)
+    assert ((run(ops, layer, x) - x - expected).norm(dim=1) < 0.01 * expected.norm(dim=1)).all()
+
+
+def test_what_is_not_finite_stays_visible(ops):
+    layer, _ = layers(LAYERS["mixtral"], "q4_1")
+    x = rows_of(9, 96)
+    clean = run(ops, layer, x)
+    x[8, 5] = float("nan")  # in the last row, whose key no other row sees
+    y = run(ops, layer, x)
+    assert y[8].isnan().all() and torch.equal(y[:8], clean[:8])
+
+
+def test_routers_that_do_not_fit_are_refused(ops):
+    layer, _ = layers(LAYERS["shared by a gate"], "int8")
+    for changes, message in (
+        ({"router": torch.zeros(6, 64)}, "4 of 6 experts, router"),
+        ({"router": torch.zeros(5, 96)}, "gate_up is"),
+        ({"routing": torch.tensor([7.0, 0, 1]).double()}, "7 of 6 experts"),
+        ({"routing": torch.tensor([0.0, 0, 1]).double()}, "0 of 6 experts"),
+        ({"routing": torch.zeros(2).double()}, "how it weights"),
+        ({"shared_gate": torch.zeros(5)}, "shared expert of width 32"),
+        ({"shared_gate_up": layer.gate_up.packed}, "shared expert of width 32"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            run(ops, layer, torch.zeros(2, 96), **changes)
