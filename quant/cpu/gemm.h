@@ -108,7 +108,7 @@ inline void tile(const Weight& w, const uint8_t* block, int part, const Activati
       }
     }
     const auto take = [&](int r, VI total) {
-      const VF value = scaled(total, x.scales[at + r], choice.shifts[at + r]);
+      const VF value = dequantized(total, x.scales[at + r], choice.shifts[at + r]);
       if constexpr (SINGLE) {
         acc[r] = fma(scale, value, acc[r]);
         if (w.h.second) acc[r] = fma(offset, splat(choice.offsets[at + r]), acc[r]);
@@ -140,7 +140,7 @@ inline void tile(const Weight& w, const uint8_t* block, int part, const Activati
       if (rest_scale == 0.0f) continue;  // NaN continues
       float* out = y + (at + R - end) * COLUMNS;
       const auto take = [&](int, VI total) {
-        store(out, fma(scale, scaled(total, rest_scale, shift_of(rest_scale)), load(out)));
+        store(out, fma(scale, dequantized(total, rest_scale, shift_of(rest_scale)), load(out)));
       };
       const int32_t start = start_of(w.base(), x.rest_sums[at]);
       block_products<1, BITS>(line + b * STEP, x.rest + at * BLOCK, &start, take);

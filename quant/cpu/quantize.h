@@ -38,7 +38,7 @@ inline float short_of(float x) {
 
 // Returns the sum in `total` times a scale with one rounding; `shift` is `shift_of(scale)`, and
 // the scale a `short_of` number.
-inline VF scaled(VI total, float scale, float shift) {
+inline VF dequantized(VI total, float scale, float shift) {
 #if FASTEAGLE_ISA > 0
   return fma((VF)total, splat(scale), splat(shift));
 #else
@@ -128,7 +128,7 @@ struct Activations {
 // quarter of the error. Each worker has its own instance.
 struct Choice {
   float *rest_scales, *offsets;  // [blocks, T]: 0 where 8 bits do; of both, scale times sum
-  float* shifts;                 // [blocks, T], see `scaled`
+  float* shifts;                 // [blocks, T], see `dequantized`
   int32_t* starts;               // [blocks, T], see `start_of`
   uint8_t* twice;                // [tiles of 8 rows, blocks]: whether a row of the tile has 16
 
