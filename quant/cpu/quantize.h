@@ -16,7 +16,7 @@ namespace {
 constexpr int BLOCK = 32;    // inputs that share one scale of the activations
 constexpr int MAX_TILE = 8;  // rows that share one unpacking
 
-// Sums of products begin at the bits of this float: the result, read as a float, is `MAGIC` plus the
+// Sums of products begin at the bits of this float: read as a float, the result is `MAGIC` plus the
 // sum, which saves a conversion. Sums lie within 2^22, so that it is exact.
 constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23
 constexpr int32_t MAGIC_BITS = 0x4b400000;
@@ -84,7 +84,8 @@ struct Activations {
     }
     const float most = largest(best);
     const bool zero = !(most > 1e-30f);
-    const float inverse = zero ? 0.0f : 127.0f / most, scale = zero ? 0.0f : short_of(most / 127.0f);
+    const float inverse = zero ? 0.0f : 127.0f / most;
+    const float scale = zero ? 0.0f : short_of(most / 127.0f);
     const int64_t at = block * rows + row;
     VU total = {}, rest_total = {};
     for (int i = 0; i < BLOCK / W; i++) {
