@@ -407,17 +407,17 @@ def _hf_experts(fields: Fields, architecture: str, n_layer: int) -> dict[str, An
     dense = fields.integers("mlp_only_layers", most=n_layer - 1)
     blocks = tuple(i for i in range(n_layer) if i in dense or (i + 1) % step)
     if width == "intermediate_size":
-        return {"moe": moe, "ffn_dim": dense_width(moe, is_mixtral)}
+        return {"moe": moe, "ffn_dim": dense_width(moe, fields.width("hidden_size"))}
     return {"moe": moe, "dense_blocks": blocks}
 
 
-def dense_width(moe: MoEConfig, wide_experts: bool) -> int:
+def dense_width(moe: MoEConfig, dim: int) -> int:
     """Return the FFN width for a draft head's block where the files tell none.
 
-    `wide_experts`: one expert is as wide as the MLP of a dense model (Mixtral), and so are the
-    blocks of its published heads. Else it is the width that a row takes.
+    An expert as wide as an MLP has that width, as in Mixtral's published heads; of narrower ones it
+    is the width that a row takes.
     """
-    return moe.ffn_dim if wide_experts else moe.top_k * moe.ffn_dim
+    return moe.ffn_dim if moe.ffn_dim >= dim else moe.top_k * moe.ffn_dim
 
 
 _HF_KEYS = {
@@ -608,7 +608,7 @@ def _gguf_experts(fields: Fields, kind: str) -> dict[str, Any]:
     )
     if own in fields:
         return {"moe": moe}
-    return {"moe": moe, "ffn_dim": dense_width(moe, kind == "llama")}
+    return {"moe": moe, "ffn_dim": dense_width(moe, fields.width(f"{kind}.embedding_length"))}
 
 
 def multipliers_from_gguf(metadata: Mapping[str, Any], source: str) -> Multipliers | None:

@@ -120,7 +120,7 @@ def hf_class(family: str):
         "granitemoeshared": (
             t.GraniteMoeSharedConfig,
             t.GraniteMoeSharedForCausalLM,
-            gqa | GRANITE_MOE | {"shared_intermediate_size": 48, "tie_word_embeddings": False},
+            gqa | GRANITE_MOE | {"shared_intermediate_size": 64, "tie_word_embeddings": False},
         ),
         "smollm2": (t.LlamaConfig, t.LlamaForCausalLM, gqa | {"tie_word_embeddings": True}),
     }

@@ -35,12 +35,12 @@ from fasteagle.quant.scheme import Scheme
 SUPPORTED_TYPES = ("F32", "F16", "BF16", *GGUF_BLOCKS)
 ROPE_FACTORS = "rope_freqs.weight"  # belongs to the config
 
-_GLOBAL_NAMES = {
+GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-_BLOCK_NAMES = {
+BLOCK_NAMES = {
     "attn_norm.weight": "input_layernorm.weight",
     "ffn_norm.weight": "post_attention_layernorm.weight",
     "attn_q.weight": "self_attn.q_proj.weight",
@@ -258,9 +258,9 @@ def rope_order(n_rows: int, n_head: int) -> Tensor:
 
 def hf_name(name: str) -> str:
     """Return the Hugging Face name of a GGUF tensor; unknown names come back unchanged."""
-    if name in _GLOBAL_NAMES:
-        return _GLOBAL_NAMES[name]
+    if name in GLOBAL_NAMES:
+        return GLOBAL_NAMES[name]
     parts = name.split(".", 2)
-    if len(parts) == 3 and parts[0] == "blk" and parts[2] in _BLOCK_NAMES:
-        return f"model.layers.{parts[1]}.{_BLOCK_NAMES[parts[2]]}"
+    if len(parts) == 3 and parts[0] == "blk" and parts[2] in BLOCK_NAMES:
+        return f"model.layers.{parts[1]}.{BLOCK_NAMES[parts[2]]}"
     return name
