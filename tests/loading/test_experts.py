@@ -69,6 +69,16 @@ def test_experts_in_one_tensor_are_those_one_by_one(tmp_path, kind):
     assert fingerprint(opened) == fingerprint(expected)
 
 
+@torch.no_grad()
+def test_some_blocks_are_dense(tmp_path):
+    hf = make_hf_model("qwen3moe", decoder_sparse_step=2, mlp_only_layers=[2])
+    hf.save_pretrained(tmp_path)
+    opened = open_checkpoint(tmp_path)
+    assert opened.config.dense_blocks == (0, 2)
+    expected = hf(torch.arange(5, 35)[None]).logits[0]
+    assert (logits_of(opened) - expected).abs().max() < 1e-4
+
+
 @pytest.mark.parametrize("quant", ["int8", "int4-g32"])
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_quantized_folders_hold_the_same_model(tmp_path, family, quant):
