@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fasteagle import config as model_config
 from fasteagle.config import ModelConfig
 from fasteagle.config_fields import Fields
+from fasteagle.config_gguf import from_gguf
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.gguf_index import GGUFTensor, read_index
 from fasteagle.loading.names import is_block_linear
@@ -94,7 +94,7 @@ class GGUFFile(Checkpoint):
         embedding = self.tensors.get("model.embed_tokens.weight")
         if embedding is None:
             raise FasteagleError(f"{self.path}: missing tensor token_embd.weight")
-        return model_config.from_gguf(
+        return from_gguf(
             self.fields,
             vocab_size=embedding.shape[0],
             tied="lm_head.weight" not in self.tensors,

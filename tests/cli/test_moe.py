@@ -7,8 +7,9 @@ import json
 import pytest
 from click.testing import CliRunner
 
+from families import MOE_FAMILIES
 from fasteagle.cli import main as cli
-from helpers import MOE_FAMILIES, save_tiny, write_random_text
+from helpers import save_tiny, write_random_text
 
 
 def invoke(*arguments):

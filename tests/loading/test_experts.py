@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from families import MOE_FAMILIES
+from fasteagle.config_hf import from_hf
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.quantize import with_scheme
@@ -18,7 +20,7 @@ from fasteagle.loading.stored import StoredFolder
 from fasteagle.loading.tensors import DummyCheckpoint, SafetensorsFolder, fingerprint
 from fasteagle.model import MoE, causal_mask
 from gguf_files import write_gguf
-from helpers import MOE_FAMILIES, make_hf_model
+from helpers import make_hf_model
 from quantized_folders import CASES, CONFIG, Oracle, make, plain_tensors
 
 WIDE = {"mixtral": {"intermediate_size": 64}}  # int4 groups of 32 everywhere
@@ -236,7 +238,5 @@ def test_dummy_weights_of_experts():
 
 
 def open_shape():
-    from fasteagle import config as model_config
-
     raw = {**CONFIG, "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
-    return model_config.from_hf(raw | {"num_experts_per_tok": 2}, "c")
+    return from_hf(raw | {"num_experts_per_tok": 2}, "c")
