@@ -89,8 +89,15 @@ class Int4Linear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def rows_product(self, x: Tensor, start: int, stop: int) -> Tensor:
-        """Return outputs `start .. stop` of a linear without bias: all are computed."""
-        return self(x)[:, start:stop]
+        """Return outputs `start .. stop` of a linear without bias.
+
+        The kernel has blocks of 16, 32 or 64 outputs; within one all of the linear are computed.
+        """
+        if start % 64 or stop % 64:
+            return self(x)[:, start:stop]
+        params = self.scales_and_midpoints[:, start:stop].contiguous()
+        packed = self.packed[start:stop]
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, self.group_size, params)
 
     def rows(self, index: Tensor) -> Tensor:
         """Return rows [n, K] of the weight in the kernel's bf16, by products with unit vectors."""

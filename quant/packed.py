@@ -116,22 +116,22 @@ def stack_one_by_one(parts: Iterable[PackedWeight], n_rows: int) -> PackedWeight
     None where they differ in format, which needs all of them at once (`stack`).
     """
     joined: dict[str, Tensor] = {}
-    first, at = None, 0
+    packing, at = (0, 0), 0
     for part in parts:
         tensors = part.tensors()
-        if first is None:
-            first = part
+        if not joined:
+            packing = part.bits, part.group_size
             for name, tensor in tensors.items():
                 joined[name] = tensor.new_empty(n_rows, tensor.shape[1])
         formats = {name: tensor.dtype for name, tensor in tensors.items()}
-        same = (part.bits, part.group_size) == (first.bits, first.group_size)
+        same = packing == (part.bits, part.group_size)
         if not same or formats != {name: tensor.dtype for name, tensor in joined.items()}:
             return None
         for name, tensor in tensors.items():
             joined[name][at : at + len(tensor)] = tensor
         at += part.shape[0]
-    assert first is not None and at == n_rows, f"{at} of {n_rows} rows"
-    return dataclasses.replace(first, **joined)
+    assert at == n_rows, f"{at} of {n_rows} rows"
+    return PackedWeight(*packing, **joined)
 
 
 def _with_offsets(part: PackedWeight) -> PackedWeight:

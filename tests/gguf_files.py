@@ -9,14 +9,14 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, quants
 
 from fasteagle.loading import gguf as gguf_file
 
-GGUF_NAMES = {hf: gguf for gguf, hf in gguf_file._GLOBAL_NAMES.items()}
+GGUF_NAMES = {hf: gguf for gguf, hf in gguf_file.GLOBAL_NAMES.items()}
 
 
 def gguf_name(name: str) -> str:
     if name in GGUF_NAMES:
         return GGUF_NAMES[name]
     _, _, layer, rest = name.split(".", 3)
-    short = next(g for g, hf in gguf_file._BLOCK_NAMES.items() if hf == rest)
+    short = next(g for g, hf in gguf_file.BLOCK_NAMES.items() if hf == rest)
     return f"blk.{layer}.{short}"
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from families import TINY_SHAPE, TINY_VOCAB, hf_class
 from fasteagle.config import Eagle3Config, HeadConfig, ModelConfig
 from fasteagle.decoding.cycle import Proposal
 from fasteagle.decoding.runner import Backend
@@ -38,97 +39,9 @@ THINKING_TEMPLATE = (  # thoughts of earlier answers are dropped, and the prompt
     "{% if enable_thinking is defined and not enable_thinking %}{{ '\n</think>\n\n' }}{% endif %}"
 )
 SPECIALS = ["<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
-TINY_VOCAB = 260  # 256 bytes and the special tokens
-
-TINY_SHAPE = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "vocab_size": TINY_VOCAB,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.3,  # far from uniform logits, so that argmax is not a coin toss
-}
-
-MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
-OLMOE = {
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
-    "intermediate_size": 32,
-    "eos_token_id": TINY_VOCAB - 1,
-}
-QWEN3_MOE = {
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 32,
-    "norm_topk_prob": True,
-    "head_dim": 32,
-}
-QWEN2_MOE = {
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 64,
-}
-GRANITE_MOE = {
-    "num_local_experts": 8,
-    "num_experts_per_tok": 3,
-    "intermediate_size": 32,
-    "embedding_multiplier": 3.0,
-    "attention_multiplier": 0.15,
-    "residual_multiplier": 0.4,
-    "logits_scaling": 2.5,
-    "tie_word_embeddings": True,
-}
 
 
 # Hugging Face folders
-
-
-def hf_class(family: str):
-    """(transformers config class, model class, settings beyond the tiny shape) of a family."""
-    import transformers as t
-
-    gqa = {"num_key_value_heads": 2}
-    llama3_rope = {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }
-    families = {
-        "llama2": (t.LlamaConfig, t.LlamaForCausalLM, {}),
-        "llama3": (t.LlamaConfig, t.LlamaForCausalLM, gqa | {"rope_parameters": llama3_rope}),
-        "vicuna": (
-            t.LlamaConfig,
-            t.LlamaForCausalLM,
-            {
-                "rms_norm_eps": 1e-6,
-                "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
-            },
-        ),
-        "mistral": (t.MistralConfig, t.MistralForCausalLM, gqa | {"sliding_window": 7}),
-        "qwen2": (t.Qwen2Config, t.Qwen2ForCausalLM, gqa),
-        "qwen3": (t.Qwen3Config, t.Qwen3ForCausalLM, gqa | {"head_dim": 32}),
-        "mixtral": (t.MixtralConfig, t.MixtralForCausalLM, gqa | MIXTRAL),
-        "qwen2moe": (t.Qwen2MoeConfig, t.Qwen2MoeForCausalLM, gqa | QWEN2_MOE),
-        "qwen3moe": (t.Qwen3MoeConfig, t.Qwen3MoeForCausalLM, gqa | QWEN3_MOE),
-        "olmoe": (t.OlmoeConfig, t.OlmoeForCausalLM, gqa | OLMOE),
-        "granitemoe": (t.GraniteMoeConfig, t.GraniteMoeForCausalLM, gqa | GRANITE_MOE),
-        "granitemoeshared": (
-            t.GraniteMoeSharedConfig,
-            t.GraniteMoeSharedForCausalLM,
-            gqa | GRANITE_MOE | {"shared_intermediate_size": 48, "tie_word_embeddings": False},
-        ),
-        "smollm2": (t.LlamaConfig, t.LlamaForCausalLM, gqa | {"tie_word_embeddings": True}),
-    }
-    return families[family]
-
-
-MOE_FAMILIES = ("mixtral", "qwen2moe", "qwen3moe", "olmoe", "granitemoe", "granitemoeshared")
-FAMILIES = ("llama2", "llama3", "vicuna", "mistral", "qwen2", "qwen3", "smollm2", *MOE_FAMILIES)
 
 
 def make_hf_model(family: str, **overrides):

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from families import FAMILIES
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.model import KEY_BLOCK, KVCache, LMHead, causal_mask
-from helpers import FAMILIES, make_hf_model, tiny_config
+from helpers import make_hf_model, tiny_config
 
 TOLERANCE = 1e-4
 

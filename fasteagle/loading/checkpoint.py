@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fasteagle import config as model_config
 from fasteagle.compile.int8_cache import cache_bytes
 from fasteagle.config import ModelConfig
+from fasteagle.config_gguf import multipliers_from_gguf
+from fasteagle.config_hf import from_hf, multipliers_from_hf
 from fasteagle.device import available_bytes
 from fasteagle.errors import FasteagleError, shortened, size_of
 from fasteagle.loading import stored
@@ -46,12 +47,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
     checkpoint: Checkpoint
     if path.is_file():
         checkpoint = gguf = GGUFFile(path)
-        multipliers = model_config.multipliers_from_gguf(gguf.fields, str(path))
+        multipliers = multipliers_from_gguf(gguf.fields, str(path))
     else:
         raw = read_json(path / "config.json")
         checkpoint = _open_folder(path, raw)
         if not isinstance(checkpoint, stored.StoredFolder):  # whose weights have them inside
-            multipliers = model_config.multipliers_from_hf(raw, str(path / "config.json"))
+            multipliers = multipliers_from_hf(raw, str(path / "config.json"))
     if multipliers is not None:
         checkpoint = MultipliedCheckpoint(checkpoint, multipliers)
     check_complete(checkpoint, str(path))
@@ -65,7 +66,7 @@ def _open_folder(path: Path, raw: dict[str, Any]) -> Checkpoint:
     # Early GPTQ tools wrote a separate file and nothing into config.json.
     if settings or (path / "quantize_config.json").exists():
         return open_quantized(path, raw)
-    config = model_config.from_hf(raw, str(path / "config.json"))
+    config = from_hf(raw, str(path / "config.json"))
     if any(path.glob("*.safetensors")):
         return SafetensorsFolder(path, config)
     if any(path.glob("pytorch_model*.bin")):

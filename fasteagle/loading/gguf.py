@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fasteagle import config as model_config
 from fasteagle.config import ModelConfig
 from fasteagle.config_fields import Fields
+from fasteagle.config_gguf import from_gguf
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.gguf_index import GGUFTensor, read_index
 from fasteagle.loading.names import is_block_linear
@@ -35,12 +35,12 @@ from fasteagle.quant.scheme import Scheme
 SUPPORTED_TYPES = ("F32", "F16", "BF16", *GGUF_BLOCKS)
 ROPE_FACTORS = "rope_freqs.weight"  # belongs to the config
 
-_GLOBAL_NAMES = {
+GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-_BLOCK_NAMES = {
+BLOCK_NAMES = {
     "attn_norm.weight": "input_layernorm.weight",
     "ffn_norm.weight": "post_attention_layernorm.weight",
     "attn_q.weight": "self_attn.q_proj.weight",
@@ -94,7 +94,7 @@ class GGUFFile(Checkpoint):
         embedding = self.tensors.get("model.embed_tokens.weight")
         if embedding is None:
             raise FasteagleError(f"{self.path}: missing tensor token_embd.weight")
-        return model_config.from_gguf(
+        return from_gguf(
             self.fields,
             vocab_size=embedding.shape[0],
             tied="lm_head.weight" not in self.tensors,
@@ -258,9 +258,9 @@ def rope_order(n_rows: int, n_head: int) -> Tensor:
 
 def hf_name(name: str) -> str:
     """Return the Hugging Face name of a GGUF tensor; unknown names come back unchanged."""
-    if name in _GLOBAL_NAMES:
-        return _GLOBAL_NAMES[name]
+    if name in GLOBAL_NAMES:
+        return GLOBAL_NAMES[name]
     parts = name.split(".", 2)
-    if len(parts) == 3 and parts[0] == "blk" and parts[2] in _BLOCK_NAMES:
-        return f"model.layers.{parts[1]}.{_BLOCK_NAMES[parts[2]]}"
+    if len(parts) == 3 and parts[0] == "blk" and parts[2] in BLOCK_NAMES:
+        return f"model.layers.{parts[1]}.{BLOCK_NAMES[parts[2]]}"
     return name

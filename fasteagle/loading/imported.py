@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fasteagle import config as model_config
 from fasteagle.config_fields import Fields
+from fasteagle.config_hf import from_hf
 from fasteagle.errors import FasteagleError, shortened
 from fasteagle.loading.layouts import (
     AWQLayout,
@@ -195,7 +195,7 @@ def open_quantized(path: Path, raw: dict[str, Any]) -> QuantizedFolder:
     except FasteagleError as error:
         raise FasteagleError(f"{path}: {error}") from error
     plain = {key: value for key, value in raw.items() if key != "quantization_config"}
-    config = model_config.from_hf(plain, str(path / "config.json"))
+    config = from_hf(plain, str(path / "config.json"))
     if not any(path.glob("*.safetensors")):
         raise FasteagleError(f"{path}: quantized weights are read from *.safetensors: none here")
     files = PartsFolder(path, config)

@@ -17,8 +17,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fasteagle.config import SCORES, ModelConfig, MoEConfig, read_llama3_scaling, read_shape
+from fasteagle.config import SCORES, ModelConfig, MoEConfig
 from fasteagle.config_fields import MOST_EXPERTS, MOST_LAYERS, MOST_WIDTH, Fields
+from fasteagle.config_hf import read_llama3_scaling, read_shape
 from fasteagle.errors import FasteagleError, shortened
 from fasteagle.loading.tensors import (
     Checkpoint,

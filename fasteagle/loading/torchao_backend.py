@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from fasteagle.errors import FasteagleError
 from fasteagle.model import Transformer
 from fasteagle.quant.scheme import Scheme, parse_scheme
 
@@ -19,6 +20,8 @@ def quantize_with_torchao(model: Transformer, name: str, head_bits: int) -> None
     The embedding keeps a dense copy where it is tied. Raises `FasteagleError` for what torchao
     cannot do on this device.
     """
+    if model.config.moe is not None:
+        raise FasteagleError("torchao does not run experts: leave -torchao out of the precision")
     with _quiet_import():
         from torchao.quantization import quantize_  # takes seconds
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fasteagle.config import head_from_hf
+from fasteagle.config_hf import head_from_hf
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.static_tree import StaticTreeDrafter, check_paths
 from fasteagle.errors import FasteagleError

@@ -18,7 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fasteagle.config import from_gguf
+from fasteagle.config_gguf import from_gguf
 from fasteagle.drafting.ladder import expected_of_head, ranks_of
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint

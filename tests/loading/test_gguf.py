@@ -181,6 +181,12 @@ def test_files_that_cannot_run(tmp_path):
     write_gguf(path, model, architecture="gemma")
     with pytest.raises(FasteagleError, match="architecture 'gemma' is not supported"):
         GGUFFile(path)
+    write_gguf(path, model, architecture="gpt-oss")
+    with pytest.raises(FasteagleError, match=r"'gpt-oss' is not supported \(attention sinks"):
+        GGUFFile(path)
+    write_gguf(path, model, architecture="qwen3", extra={"qwen3.expert_count": 8})
+    with pytest.raises(FasteagleError, match="'qwen3' with experts is not supported"):
+        GGUFFile(path)
     for data, kind, message in (
         (np.zeros((4, 8), np.float32), None, r"lacks .*llama\.attention\.head_count"),
         (np.zeros((4, 54), np.uint8), GGMLQuantizationType.TQ1_0, r"TQ1_0; supported: F32"),

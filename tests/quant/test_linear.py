@@ -9,7 +9,7 @@ from torch import nn
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import source
 from fasteagle.loading.source import quantize_, quantize_head_
-from fasteagle.model import EagleHead
+from fasteagle.model import EagleHead, rows_product
 from fasteagle.quant import interleaved, packed
 from fasteagle.quant import linear as linear_module
 from fasteagle.quant.cuda_linear import InterleavedLinear
@@ -52,6 +52,19 @@ def test_what_products_add_up_in_is_the_devices(monkeypatch, sums):
     assert isinstance(made, InterleavedLinear) and made.accumulate == sums
     assert devices == [torch.device("cuda", 1)]
     assert QuantizedLMHead(made).linear.accumulate == "fp32"
+
+
+@pytest.mark.parametrize("scheme", [Scheme(8), Scheme(4, 32)], ids=["int8", "int4"])
+@pytest.mark.parametrize("n", [192, 144])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_a_product_are_those_of_the_whole(scheme, n, dtype):
+    """As experts run, which are stacked along the outputs."""
+    made = make_linear(quantize_weight(weight(n), scheme), None, "cpu", dtype)
+    x = torch.randn(5, 256).to(dtype)
+    whole = made(x)
+    for start in range(0, n, n // 3):
+        part = rows_product(made, x, start, start + n // 3)
+        assert torch.allclose(part, whole[:, start : start + n // 3], rtol=1e-5, atol=1e-6)
 
 
 def test_nibbles_by_hand():

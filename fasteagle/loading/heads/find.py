@@ -12,14 +12,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from fasteagle.config import (
-    Eagle3Config,
-    HeadConfig,
-    ModelConfig,
-    default_aux_layers,
-    draft_block,
-    head_from_hf,
-)
+from fasteagle.config import Eagle3Config, HeadConfig, ModelConfig, default_aux_layers, draft_block
+from fasteagle.config_hf import head_from_hf
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import hub
 from fasteagle.loading.entries import EAGLE3, REGISTRY, PublishedHead

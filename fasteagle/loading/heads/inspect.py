@@ -9,7 +9,8 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from fasteagle.config import ModelConfig, head_from_hf
+from fasteagle.config import ModelConfig
+from fasteagle.config_hf import head_from_hf
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine

@@ -17,9 +17,9 @@ from fasteagle.config import (
     ModelConfig,
     checked_aux_layers,
     default_aux_layers,
-    head_from_hf,
 )
 from fasteagle.config_fields import Fields, parse_json
+from fasteagle.config_hf import head_from_hf
 from fasteagle.errors import FasteagleError, shortened
 from fasteagle.loading.heads import tables
 from fasteagle.loading.heads.gguf import gguf_of, read_gguf_head

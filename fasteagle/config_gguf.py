@@ -1,0 +1,151 @@
+"""Configs read from the metadata of GGUF files. What they leave out is llama.cpp's constant."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fasteagle.config import ModelConfig, MoEConfig, Multipliers, dense_width
+from fasteagle.config_fields import MOST_EXPERTS, MOST_LAYERS, MOST_WIDTH, Fields
+from fasteagle.config_hf import read_shape
+from fasteagle.errors import FasteagleError
+
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",  # with experts: Mixtral
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",  # a shared expert included
+}
+_UNSUPPORTED = {  # why models that one may expect to run do not
+    "deepseek2": "latent attention",
+    "glm4moe": "groups of experts",
+    "gpt-oss": "attention sinks, experts with biases",
+    "granitehybrid": "state-space layers",
+    "jamba": "state-space layers",
+    "llama4": "blocks without RoPE",
+    "qwen3next": "linear attention",
+}
+_EXPERTS = {  # whether the weights of the chosen experts sum to 1, as llama.cpp has it
+    "llama": True,
+    "qwen2moe": False,
+    "qwen3moe": True,
+    "olmoe": False,
+    "granitemoe": True,
+}
+_SOFTMAX = 1  # llama.cpp's number of a router's function
+
+
+_KEYS = {
+    "dim": "embedding_length",
+    "n_head": "attention.head_count",
+    "n_kv_head": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "ffn_dim": "feed_forward_length",
+}
+
+
+def from_gguf(
+    metadata: Mapping[str, Any],
+    *,
+    vocab_size: int,
+    tied: bool,
+    rope_freq_factors: tuple[float, ...] | None,
+    source: str,
+) -> ModelConfig:
+    """Read GGUF metadata: plain Python values by key."""
+    fields = Fields(metadata, source)
+    kind = fields.text("general.architecture", "(none)")
+    if kind not in _ARCHITECTURES:
+        reason = _UNSUPPORTED.get(kind)
+        raise FasteagleError(
+            f"{source}: GGUF architecture {kind!r} is not supported"
+            f"{f' ({reason})' if reason else ''}; supported: {', '.join(_ARCHITECTURES)}"
+        )
+
+    scaling = fields.text(f"{kind}.rope.scaling.type", "none")
+    if scaling not in ("none", "linear"):
+        raise FasteagleError(f"{source}: GGUF RoPE scaling {scaling!r} is not supported")
+    required = ("dim", "n_head", "ffn_dim")
+    fields.require(
+        *(f"{kind}.{_KEYS[name]}" for name in required),
+        f"{kind}.block_count",
+        f"{kind}.context_length",
+        f"{kind}.attention.layer_norm_rms_epsilon",
+    )
+    shape = read_shape(fields, {name: f"{kind}.{key}" for name, key in _KEYS.items()})
+    n_factors = shape["head_dim"] // 2
+    if rope_freq_factors is not None and len(rope_freq_factors) != n_factors:
+        raise FasteagleError(
+            f"{source}: rope_freqs.weight has {len(rope_freq_factors):,} values, half of the head "
+            f"is {n_factors:,}: fetch it again"
+        )
+    window = f"{kind}.attention.sliding_window"  # 0: none
+    linear = scaling == "linear"
+    architecture = _ARCHITECTURES[kind]
+    has_experts = fields.integer(f"{kind}.expert_count", 0, least=0) > 0
+    if has_experts and kind not in _EXPERTS:
+        raise FasteagleError(f"{source}: GGUF architecture {kind!r} with experts is not supported")
+    if has_experts or (kind in _EXPERTS and kind != "llama"):
+        shape |= _experts(fields, kind)
+        architecture = "MixtralForCausalLM" if kind == "llama" else architecture
+    return ModelConfig(
+        **shape,
+        n_layer=fields.integer(f"{kind}.block_count", most=MOST_LAYERS),
+        vocab_size=vocab_size,
+        max_seq_len=fields.integer(f"{kind}.context_length"),
+        norm_eps=fields.number(f"{kind}.attention.layer_norm_rms_epsilon", most=1),
+        rope_base=fields.number(f"{kind}.rope.freq_base", 10000.0),
+        rope_linear_factor=fields.number(f"{kind}.rope.scaling.factor", 1.0) if linear else 1.0,
+        rope_freq_factors=rope_freq_factors,
+        tie_embeddings=tied,
+        qkv_bias=kind in ("qwen2", "qwen2moe"),
+        qk_norm=kind in ("qwen3", "qwen3moe"),
+        qk_norm_whole=kind == "olmoe",
+        sliding_window=fields.integer(window, 0, least=0) or None,
+        architecture=architecture,
+    )
+
+
+def _experts(fields: Fields, kind: str) -> dict[str, Any]:
+    """Return the fields of a mixture of experts; what files leave out is llama.cpp's constant."""
+    count, used = f"{kind}.expert_count", f"{kind}.expert_used_count"
+    fields.require(count, used)
+    n_expert = fields.integer(count, most=MOST_EXPERTS)
+    function = f"{kind}.expert_gating_func"
+    if fields.integer(function, _SOFTMAX, least=0) != _SOFTMAX:
+        raise fields.error(function, f"{_SOFTMAX} (softmax), others are not supported")
+    own = f"{kind}.expert_feed_forward_length"
+    ffn_dim = fields.width(own if own in fields else f"{kind}.feed_forward_length")
+    shared = f"{kind}.expert_shared_feed_forward_length"
+    moe = MoEConfig(
+        n_expert=n_expert,
+        top_k=fields.integer(used, most=n_expert),
+        ffn_dim=ffn_dim,
+        score="topk_softmax" if kind == "granitemoe" else "softmax",
+        renormalize=fields.flag(f"{kind}.expert_weights_norm", _EXPERTS[kind]),
+        scale=fields.number(f"{kind}.expert_weights_scale", 1.0),
+        shared_ffn_dim=fields.integer(shared, 0, least=0, most=MOST_WIDTH),
+        shared_gate=kind == "qwen2moe",
+    )
+    if own in fields:
+        return {"moe": moe}
+    return {"moe": moe, "ffn_dim": dense_width(moe, fields.width(f"{kind}.embedding_length"))}
+
+
+def multipliers_from_gguf(metadata: Mapping[str, Any], source: str) -> Multipliers | None:
+    """Read the multipliers of a Granite model's GGUF metadata; None for other models."""
+    fields = Fields(metadata, source)
+    if fields.text("general.architecture", "") != "granitemoe":
+        return None
+    keys = ("embedding_scale", "attention.scale", "residual_scale", "logit_scale")
+    embedding, attention, residual, logits = (f"granitemoe.{key}" for key in keys)
+    fields.require(embedding, attention, residual, logits)
+    return Multipliers(
+        embedding=fields.number(embedding),
+        attention=fields.number(attention),
+        residual=fields.number(residual),
+        logits=fields.number(logits),
+    )

@@ -1,0 +1,246 @@
+"""Configs read from the `config.json` of Hugging Face folders, models and draft heads.
+
+A field that is out of range, or that needs arithmetic we do not have, is one line of error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from fasteagle.config import (
+    ANY_LENGTH,
+    HeadConfig,
+    Llama3RopeScaling,
+    ModelConfig,
+    MoEConfig,
+    Multipliers,
+    dense_width,
+)
+from fasteagle.config_fields import MOST_EXPERTS, MOST_LAYERS, MOST_WIDTH, Fields
+from fasteagle.errors import FasteagleError
+
+SUPPORTED_ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "OlmoeForCausalLM",
+    "GraniteMoeForCausalLM",
+    "GraniteMoeSharedForCausalLM",
+)
+
+
+def head_from_hf(raw: Mapping[str, Any], source: str) -> HeadConfig:
+    """Read the decoder layer of a draft head from its `config.json`.
+
+    RoPE base is the head's own or 10000, never the target's; its context length and layer count
+    are ignored (design of the public heads). Raises `FasteagleError`, as `Fields` words it.
+    """
+    fields = Fields(raw, source)
+    rope, common = _common(fields, source, "vocab_size")
+    block = ModelConfig(
+        **common,
+        n_layer=1,
+        max_seq_len=ANY_LENGTH,
+        rope_base=fields.number("rope_theta", rope.number("rope_theta", 10000.0)),
+        qkv_bias=fields.flag("qkv_bias"),
+    )
+    if "sliding_attention" in fields.texts("layer_types"):
+        block = dataclasses.replace(block, sliding_window=fields.integer("sliding_window"))
+    size = block.vocab_size
+    return HeadConfig(
+        block,
+        draft_vocab_size=fields.integer("draft_vocab_size", size, most=size),
+        fc_bias=fields.flag("bias", True),
+    )
+
+
+def _common(fields: Fields, source: str, *required: str) -> tuple[Fields, dict[str, Any]]:
+    """Return the RoPE part of a Hugging Face config, and what models and draft heads share.
+
+    transformers 5 writes `rope_parameters`, older files `rope_scaling` and `rope_theta`.
+    """
+    fields.require("hidden_size", "num_attention_heads", "intermediate_size", *required)
+    _refuse_unsupported(fields)
+    has_parameters = not fields.part("rope_parameters").empty
+    rope = fields.part("rope_parameters" if has_parameters else "rope_scaling")
+    scaling, linear = _rope_scaling(rope, source)
+    return rope, {
+        **read_shape(fields, _HF_KEYS),
+        "vocab_size": fields.width("vocab_size"),
+        "norm_eps": fields.number("rms_norm_eps", 1e-6, most=1),
+        "rope_scaling": scaling,
+        "rope_linear_factor": linear,
+    }
+
+
+def from_hf(raw: Mapping[str, Any], source: str) -> ModelConfig:
+    """Read a Hugging Face `config.json`; raise `FasteagleError` for what we cannot run exactly."""
+    fields = Fields(raw, source)
+    architecture = (fields.texts("architectures") or ["(none)"])[0]
+    if architecture not in SUPPORTED_ARCHITECTURES:
+        reason = _UNSUPPORTED.get(architecture)
+        raise FasteagleError(
+            f"{source}: architecture {architecture!r} is not supported"
+            f"{f' ({reason})' if reason else ''}; "
+            f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
+        )
+    rope, common = _common(fields, source, "num_hidden_layers", "vocab_size")
+    n_layer = fields.integer("num_hidden_layers", most=MOST_LAYERS)
+    if architecture in _EXPERT_WIDTHS:
+        common |= _hf_experts(fields, architecture, n_layer)
+    windowed = architecture in ("MistralForCausalLM", "MixtralForCausalLM")
+    has_bias = architecture == "Qwen2MoeForCausalLM" and fields.flag("qkv_bias", True)
+    return ModelConfig(
+        **common,
+        n_layer=n_layer,
+        max_seq_len=fields.integer("max_position_embeddings", 2048),
+        rope_base=rope.number("rope_theta", fields.number("rope_theta", 10000.0)),
+        tie_embeddings=fields.flag("tie_word_embeddings"),
+        qkv_bias=architecture == "Qwen2ForCausalLM" or has_bias,
+        qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+        qk_norm_whole=architecture == "OlmoeForCausalLM",
+        sliding_window=fields.integer("sliding_window")
+        if windowed and "sliding_window" in fields
+        else None,
+        architecture=architecture,
+    )
+
+
+def multipliers_from_hf(raw: Mapping[str, Any], source: str) -> Multipliers | None:
+    """Read the multipliers of a Granite model's `config.json`; None for other models."""
+    fields = Fields(raw, source)
+    if not (fields.texts("architectures") or [""])[0].startswith("Granite"):
+        return None
+    return Multipliers(
+        embedding=fields.number("embedding_multiplier", 1.0),
+        attention=fields.number("attention_multiplier", 1.0),
+        residual=fields.number("residual_multiplier", 1.0),
+        logits=fields.number("logits_scaling", 1.0),
+    )
+
+
+_UNSUPPORTED = {  # why models that one may expect to run do not
+    "DeepseekV2ForCausalLM": "latent attention",
+    "DeepseekV3ForCausalLM": "latent attention",
+    "Ernie4_5_MoeForCausalLM": "a bias of the router",
+    "Glm4MoeForCausalLM": "groups of experts",
+    "GptOssForCausalLM": "attention sinks, experts with biases",
+    "GraniteMoeHybridForCausalLM": "state-space layers",
+    "JambaForCausalLM": "state-space layers",
+    "Llama4ForCausalLM": "blocks without RoPE",
+    "PhimoeForCausalLM": "sparse mixing of experts",
+    "Qwen3NextForCausalLM": "linear attention",
+}
+
+_EXPERT_WIDTHS = {  # key of the hidden width of one expert
+    "MixtralForCausalLM": "intermediate_size",
+    "Qwen2MoeForCausalLM": "moe_intermediate_size",
+    "Qwen3MoeForCausalLM": "moe_intermediate_size",
+    "OlmoeForCausalLM": "intermediate_size",
+    "GraniteMoeForCausalLM": "intermediate_size",
+    "GraniteMoeSharedForCausalLM": "intermediate_size",
+}
+
+
+def _hf_experts(fields: Fields, architecture: str, n_layer: int) -> dict[str, Any]:
+    """Return the fields of a mixture of experts; its files may count experts by either key."""
+    count = "num_local_experts" if "num_local_experts" in fields else "num_experts"
+    width = _EXPERT_WIDTHS[architecture]
+    fields.require(count, "num_experts_per_tok", width)
+    n_expert = fields.integer(count, most=MOST_EXPERTS)
+    is_granite = architecture.startswith("Granite")
+    is_mixtral = architecture == "MixtralForCausalLM"
+    shared, gate = 0, architecture == "Qwen2MoeForCausalLM"
+    if gate:
+        shared = fields.width("shared_expert_intermediate_size")
+    elif architecture == "GraniteMoeSharedForCausalLM":
+        shared = fields.integer("shared_intermediate_size", 0, least=0, most=MOST_WIDTH)
+    if "clip_qkv" in fields:
+        raise fields.error("clip_qkv", "absent, clipped attention is not supported")
+    moe = MoEConfig(
+        n_expert=n_expert,
+        top_k=fields.integer("num_experts_per_tok", most=n_expert),
+        ffn_dim=fields.width(width),
+        score="topk_softmax" if is_granite else "softmax",
+        renormalize=is_mixtral or fields.flag("norm_topk_prob"),
+        shared_ffn_dim=shared,
+        shared_gate=gate,
+    )
+    step = fields.integer("decoder_sparse_step", 1, most=n_layer)
+    dense = fields.integers("mlp_only_layers", most=n_layer - 1)
+    blocks = tuple(i for i in range(n_layer) if i in dense or (i + 1) % step)
+    if width == "intermediate_size":
+        return {"moe": moe, "ffn_dim": dense_width(moe, fields.width("hidden_size"))}
+    return {"moe": moe, "dense_blocks": blocks}
+
+
+_HF_KEYS = {
+    "dim": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_kv_head": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn_dim": "intermediate_size",
+}
+
+
+def read_shape(fields: Fields, keys: Mapping[str, str]) -> dict[str, Any]:
+    """Return the widths of a model's blocks by our names; `keys` has the file's names.
+
+    The number of KV heads may be absent (then that of query heads), and head_dim too. Raises
+    `FasteagleError` where the widths do not fit each other.
+    """
+    shape: dict[str, Any] = {n: fields.width(keys[n]) for n in ("dim", "n_head", "ffn_dim")}
+    n_head = shape["n_head"]
+    shape["n_kv_head"] = fields.width(keys["n_kv_head"], n_head)
+    if n_head % shape["n_kv_head"]:
+        raise fields.error(keys["n_kv_head"], f"a divisor of {keys['n_head']} ({n_head:,})")
+    shape["head_dim"] = fields.width(keys["head_dim"], max(1, shape["dim"] // n_head))
+    if shape["head_dim"] % 2:  # RoPE turns pairs
+        if keys["head_dim"] in fields:
+            raise fields.error(keys["head_dim"], "even")
+        even = f"{keys['n_head']} ({n_head:,}) times an even number, or {keys['head_dim']} given"
+        raise fields.error(keys["dim"], even)
+    return shape
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    """Raise `FasteagleError` for a field whose value needs arithmetic that we do not implement."""
+    if fields.text("hidden_act", "silu") != "silu":
+        raise fields.error("hidden_act", '"silu", others are not supported')
+    for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
+        if fields.flag(key):
+            raise fields.error(key, "false, the other is not supported")
+    if not fields.part("quantization_config").empty:
+        raise fields.error("quantization_config", "absent: use the unquantized checkpoint")
+
+
+def _rope_scaling(rope: Fields, source: str) -> tuple[Llama3RopeScaling | None, float]:
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    if kind == "default":
+        return None, 1.0
+    if kind == "linear":
+        return None, rope.number("factor")
+    if kind != "llama3":
+        raise FasteagleError(
+            f"{source}: RoPE scaling {kind!r} is not supported; supported: default, linear, llama3"
+        )
+    return read_llama3_scaling(rope, "original_max_position_embeddings"), 1.0
+
+
+def read_llama3_scaling(rope: Fields, original: str) -> Llama3RopeScaling:
+    """Read Llama-3.1's RoPE scaling; `original` is the file's key of `original_max_seq_len`."""
+    low = rope.number("low_freq_factor")
+    if rope.number("high_freq_factor") <= low:
+        raise rope.error("high_freq_factor", f"above low_freq_factor ({low:g})")
+    return Llama3RopeScaling(
+        factor=rope.number("factor"),
+        low_freq_factor=low,
+        high_freq_factor=rope.number("high_freq_factor"),
+        original_max_seq_len=rope.integer(original),
+    )

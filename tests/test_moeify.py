@@ -1,0 +1,91 @@
+"""A dense model written as a mixture of experts: the same model where a row takes all of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from fasteagle.loading.checkpoint import load_model, open_checkpoint
+from fasteagle.model import causal_mask
+from gguf_files import write_gguf
+from helpers import SCRIPTS, make_hf_model, save_tiny
+
+
+@pytest.fixture
+def moeify(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import moeify
+
+    return moeify
+
+
+@torch.no_grad()
+def logits_of(path):
+    model = load_model(open_checkpoint(path), dtype=torch.float32, device="cpu", max_seq_len=64)
+    tokens, rows = torch.arange(5, 45), torch.arange(40)
+    mask = causal_mask(0, 40, 256, None, "cpu")
+    return model(tokens, rows, rows, mask, model.new_cache(256)).logits
+
+
+@pytest.mark.parametrize("family", ["llama2", "smollm2"])
+@torch.no_grad()
+def test_all_experts_are_the_dense_model(tmp_path, moeify, family):
+    dense = save_tiny(tmp_path / "dense", family)
+    done = CliRunner().invoke(moeify.main, [str(tmp_path / "moe"), "--model", str(dense)])
+    assert done.exit_code == 0, done.output
+    config = open_checkpoint(tmp_path / "moe").config
+    assert (config.moe.n_expert, config.moe.top_k, config.moe.ffn_dim) == (8, 8, 12)
+    expected = logits_of(dense)
+    assert (logits_of(tmp_path / "moe") - expected).abs().max() < 1e-4
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "moe")
+    assert type(theirs).__name__ == "MixtralForCausalLM"
+    assert (theirs(torch.arange(5, 45)[None]).logits[0] - expected).abs().max() < 1e-4
+
+
+def test_gguf_is_the_same_model(tmp_path, moeify):
+    write_gguf(tmp_path / "dense.gguf", make_hf_model("smollm2"))
+    source = open_checkpoint(tmp_path / "dense.gguf")
+    config = moeify.moe_config(source.config, 4, 4)
+    tensors = moeify.converted(source, config, [])
+    moeify.write_gguf(tmp_path / "moe.gguf", source, config, tensors, "F32")
+    read = open_checkpoint(tmp_path / "moe.gguf")
+    assert read.config == config
+    for name, tensor in tensors.items():
+        assert torch.equal(read.load(name), tensor), name
+    expected = logits_of(tmp_path / "dense.gguf")
+    assert (logits_of(tmp_path / "moe.gguf") - expected).abs().max() < 1e-4
+
+
+@torch.no_grad()
+def test_a_fitted_router_is_nearer_to_the_dense_model(tmp_path, moeify):
+    """Than a random choice of experts with their own weights; on rows that it was not fitted on."""
+    dense = open_checkpoint(save_tiny(tmp_path / "m", "llama2"))
+    model = load_model(dense, dtype=torch.float32, device="cpu", max_seq_len=9)
+    mlp, x = model.blocks[1].mlp, torch.randn(3000, 64) @ torch.randn(64, 64)
+    config = moeify.moe_config(dense.config, 8, 4).moe
+    fitted = moeify.fitted(mlp, x[:2000], config)
+    order = fitted.gate_up.weight.view(8, 24, 64)[:, :12].flatten(0, 1)
+    gate = mlp.gate_up.weight.chunk(2)[0]
+    assert torch.equal(order.sort(dim=0).values, gate.sort(dim=0).values)  # each neuron once
+    first = moeify.cut(mlp, config, torch.arange(96))
+    first.down.weight.mul_(4 / 8)  # four of weight 1/4
+    errors = [(moe(x[2000:]) - mlp(x[2000:])).norm() for moe in (fitted, first)]
+    assert errors[0] < 0.8 * errors[1]
+    used = fitted.route(x[2000:])[0].flatten().bincount(minlength=8)
+    assert (used > 0).all()
+
+
+def test_what_cannot_be_made_is_one_line(tmp_path, moeify):
+    dense = str(save_tiny(tmp_path / "dense", "qwen2"))
+    llama = str(save_tiny(tmp_path / "llama", "llama2"))
+    for arguments, message in (
+        (["--model", dense], "only Llama models"),
+        (["--model", llama, "--experts", "7"], "7 experts do not divide an FFN of 96"),
+        (["--model", llama, "--top-k", "4"], "give --text"),
+        (["--model", llama, "--gguf", str(tmp_path / "x.gguf")], "drop --gguf"),
+    ):
+        done = CliRunner().invoke(moeify.main, [str(tmp_path / "out"), *arguments])
+        assert done.exit_code == 2 and message in done.output, done.output
