@@ -31,13 +31,14 @@ def test_what_is_wrong_is_one_line(kind, text, part):
     assert part in str(caught.value)
 
 
-def test_what_takes_long_is_ended_and_not_tried_again(monkeypatch):
-    monkeypatch.setattr(grammar_check, "TRIAL_SECONDS", 0.01)
-    for most in (5.0, 0.01):
+def test_what_takes_long_is_ended_and_tried_again_when_it_comes_again(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar_check, "TRIAL_SECONDS", 0.01)
         begin = time.perf_counter()
-        with pytest.raises(FasteagleError, match=r"not compiled within 0\.01 seconds"):
+        with pytest.raises(FasteagleError, match=r"regex: not compiled within 0\.01 seconds"):
             grammar_check.try_grammar("regex", "slow+")
-        assert time.perf_counter() - begin < most
+        assert time.perf_counter() - begin < 5
+    grammar_check.try_grammar("regex", "slow+")
 
 
 def test_what_is_right_is_tried_once(monkeypatch):
