@@ -14,6 +14,10 @@ pytest.importorskip("llguidance")
 RULES = "start: r0\n" + "".join(f"r{i}: r{i + 1} r{i + 1}\n" for i in range(3000)) + 'r3000: "a"'
 
 
+# 700 characters that would keep llguidance busy for hours once it makes a mask.
+SLOW = "start: A\nA: " + " & ".join(f"/.*a.{{{i}}}/" for i in range(60))
+
+
 @pytest.mark.parametrize(
     ("kind", "text", "part"),
     [
@@ -22,6 +26,7 @@ RULES = "start: r0\n" + "".join(f"r{i}: r{i + 1} r{i + 1}\n" for i in range(3000
         ("json_schema", '{"type": "nonsense"}', "json_schema: "),
         ("grammar", "start: (", "grammar: 1"),
         ("grammar", RULES, "too complex to compile"),  # it ends the process
+        ("grammar", SLOW, "not compiled within 5 seconds"),
     ],
     ids=lambda value: value[:20],
 )

@@ -95,6 +95,24 @@ def test_a_grammar_that_is_compiled_holds_up_nobody_else(live, compiling):
     until(lambda: live.server.queue.n_waiting == 0)
 
 
+def test_a_grammar_that_takes_long_is_refused_in_time_and_holds_up_nobody(live):
+    """A real one, of 700 characters, which would take hours."""
+    grammar = "start: A\nA: " + " & ".join(f"/.*b.{{{i}}}/" for i in range(60))
+    begin = time.monotonic()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        body = {**SHORT, "guided_grammar": grammar}
+        slow = pool.submit(httpx.post, live.url + CHAT, json=body, timeout=30)
+        n_others = 0
+        while not slow.done():
+            assert httpx.post(live.url + CHAT, json=SHORT, timeout=5).status_code == 200
+            n_others += 1
+    seconds = time.monotonic() - begin
+    print(f"refused after {seconds:.1f} s, {n_others} answers meanwhile")
+    assert slow.result().status_code == 400
+    assert "not compiled within 5 seconds" in slow.result().json()["error"]["message"]
+    assert seconds < 10 and n_others > 5
+
+
 def test_who_leaves_has_no_second_grammar_compiled_beside_the_first(live, compiling):
     begun, go_on = compiling
     for _ in range(2):
