@@ -25,6 +25,7 @@ from fasteagle.server.protocol import (
 from fasteagle.server.tools import ToolFormat, answer_grammar, takes_several_calls, tool_format
 
 MOST_STOPS = 16
+MOST_STOP_CHARACTERS = 1000  # they are looked for at every token
 MOST_CHARACTERS_A_TOKEN = 16  # on average; English has 4 to 5, code up to 8
 
 
@@ -206,6 +207,10 @@ class Planner:
         stop = [body.stop] if isinstance(body.stop, str) else body.stop
         if stop is not None and len(stop) > MOST_STOPS:
             raise BadParameterError("stop", f"{len(stop)} strings: use at most {MOST_STOPS}")
+        longest = max(map(len, stop or ()), default=0)
+        if longest > MOST_STOP_CHARACTERS:
+            limit = f"use at most {MOST_STOP_CHARACTERS:,}"
+            raise BadParameterError("stop", f"{longest:,} characters in a string: {limit}")
         default = self._defaults.answer
         answer = AnswerOptions(
             default.max_new_tokens if max_tokens is None else max_tokens,

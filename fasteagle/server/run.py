@@ -19,7 +19,7 @@ from fasteagle.server.guard import is_loopback
 
 HEAD_SECONDS = 10.0  # for the first line and the headers of a request to arrive
 BACKLOG = 256
-SEND_BYTES = 2**15  # of the kernel, and as many here: what a client may be behind unnoticed
+SEND_BYTES = 2**14  # of the kernel, and as many here: how far a client is behind unnoticed
 WRITE_SECONDS = 30.0  # for a client to take what was sent, once the buffers are full
 PATIENCE = 1.0  # seconds for connections to close after the second signal
 
@@ -157,7 +157,7 @@ def run(server: Server, listener: socket.socket, say: Callable[[str], None]) -> 
         http=Protocol,
         ws="none",
         lifespan="off",
-        log_level="warning",
+        log_level="error",  # its warnings, of strangers' connections, tell neither time nor client
         access_log=False,
         backlog=BACKLOG,
         server_header=False,

@@ -88,6 +88,7 @@ def goes_on(live):
         ({"user": 3}, "user"),
         ({"stop": [""]}, "stop"),
         ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": ["a", "b" * 1001]}, "stop"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"99999": 1}}, "logit_bias"),
         ({"logit_bias": {"5": 101}}, "logit_bias"),
