@@ -357,4 +357,6 @@ def open_llm(
     engine = runtime.engine
     engine.use(drafting.drafter(runtime.name, engine, runtime.checkpoint, notify))
     engine.compile_ahead()
+    if model == DEFAULT_MODEL:
+        notify(f"{model} is a small model for trying out, and often wrong: see `fasteagle models`")
     return LLM(runtime.name, engine, runtime.tokenizer, prefix_cache_gb, prefix_cache_on)

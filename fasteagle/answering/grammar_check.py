@@ -20,7 +20,7 @@ MOST_CHARACTERS = 2**18  # most characters of a schema, a regular expression or 
 TRIAL_SECONDS = 5
 TRIAL_MEMORY = 2**31
 TRIAL_STACK = 2**21  # less than a thread's, where tried grammars then recurse safely
-KNOWN_TRIALS = 256  # number of cached outcomes
+KNOWN_TRIALS = 256  # number of cached verdicts
 
 
 def grammar_text(kind: str, text: str) -> str:
@@ -56,7 +56,10 @@ def try_grammar(kind: str, text: str) -> None:
 
 @functools.lru_cache(KNOWN_TRIALS)
 def _tried(kind: str, text: str) -> str:
-    """Return what is wrong with a grammar, or an empty string."""
+    """Return what is wrong with a grammar, or an empty string.
+
+    Raises `FasteagleError` where time ran out: that is no verdict, for a machine can be busy.
+    """
     command = [sys.executable, "-m", __name__]
     try:
         done = subprocess.run(
@@ -64,7 +67,8 @@ def _tried(kind: str, text: str) -> str:
             timeout=TRIAL_SECONDS,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return f"not compiled within {TRIAL_SECONDS} seconds: use a simpler one"
+        reason = f"not compiled within {TRIAL_SECONDS} seconds: use a simpler one"
+        raise FasteagleError(f"{kind}: {reason}") from None
     if done.returncode:
         return "too complex to compile: use a simpler one"
     return done.stdout.decode(errors="replace")
@@ -86,7 +90,13 @@ def main() -> None:
     _limit(resource.RLIMIT_STACK, TRIAL_STACK)
     _limit(resource.RLIMIT_CORE, 0)
     try:
-        wrong = llguidance.LLMatcher.validate_grammar(grammar_text(kind, text), None)
+        # Not `validate_grammar`: some grammars take long only where masks are made. A token for
+        # each byte will do: what takes long is in the lexer, which goes by bytes.
+        tokens = llguidance.LLTokenizer("byte")
+        matcher = llguidance.LLMatcher(tokens, grammar_text(kind, text), log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        wrong = matcher.get_error()
     except ValueError as error:
         wrong = str(error) or "not accepted"
     if wrong:

@@ -12,7 +12,7 @@ from fasteagle.cli.repl import Repl
 from fasteagle.cli.session import ChatSession, format_stats
 from fasteagle.errors import FasteagleError, note
 from fasteagle.llm import open_llm
-from fasteagle.options import DEFAULT_MODEL, DraftOptions, RuntimeOptions
+from fasteagle.options import DraftOptions, RuntimeOptions
 
 
 def run_chat(
@@ -29,8 +29,6 @@ def run_chat(
     say = silent if options.quiet else note
     with uncollected():
         llm = open_llm(model, runtime_options, draft, say, think=options.think)
-    if model == DEFAULT_MODEL:
-        say(f"{model} is a small model for trying out, and often wrong: see `fasteagle models`")
     if defaults.seed_is_drawn and not defaults.params.greedy:
         say(f"seed {defaults.params.seed}")
     is_conversation = question is None

@@ -6,6 +6,7 @@ A download is complete or absent, is verified, and is found again without a netw
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import json
 import re
@@ -182,8 +183,13 @@ def fetch_repo(repo: str, revision: str | None, download_bytes: int | None = Non
     except FasteagleError:
         raise
     except Exception as error:  # httpx, OSError and hub errors: the hub was not reached
-        if isinstance(error, OSError) and error.errno is not None:
-            raise  # disk full and the like have their own message
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise  # a full disk has its own message
+        if isinstance(error, OSError) and error.filename is not None:
+            raise FasteagleError(
+                f"cannot keep {repo} at {error.filename} ({error.strerror}): set HF_HOME to a "
+                "folder that can be written"
+            ) from error
         reason = first_line(error, 160)
         raise FasteagleError(
             f"cannot fetch {repo} ({reason}): check the network, or give a folder or a .gguf file"

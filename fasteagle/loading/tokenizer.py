@@ -6,8 +6,9 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -59,17 +60,17 @@ class ChatTokenizer:
         """
         begin, *rest = text.split(LITERAL)
         ids = self._backend.encode(begin, add_special_tokens=False)
-        for piece in rest:
-            ids = ids + self._continued(piece)
-        return ids
+        return [*ids, *chain.from_iterable(self._continued(rest))] if rest else ids
 
-    def _continued(self, text: str) -> list[int]:
-        """Return token ids of text inside a word, which SentencePiece would begin with a blank."""
+    def _continued(self, texts: list[str]) -> Iterator[list[int]]:
+        """Yield token ids of texts inside words, which SentencePiece would begin with a blank."""
         line = self._backend.encode("\n", add_special_tokens=False)
-        ids = self._backend.encode("\n" + text, add_special_tokens=False)
-        if ids[: len(line)] == line:
-            return ids[len(line) :]
-        return self._backend.encode(text, add_special_tokens=False)
+        lines = self._backend([f"\n{text}" for text in texts], add_special_tokens=False)
+        for text, ids in zip(texts, lines["input_ids"], strict=True):
+            if ids[: len(line)] == line:
+                yield ids[len(line) :]
+            else:
+                yield self._backend.encode(text, add_special_tokens=False)
 
     def encode_document(self, text: str) -> list[int]:
         """Return token ids of a text that is no conversation, with BOS if the tokenizer adds it."""

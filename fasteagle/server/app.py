@@ -36,10 +36,11 @@ from fasteagle.server.protocol import (
     Sampled,
     TokenizeRequest,
 )
-from fasteagle.server.queue import AnswerQueue, CancelledError, Job, TimedOutError
+from fasteagle.server.queue import AnswerQueue, CancelledError, Job, StalledError, TimedOutError
 from fasteagle.server.replies import ChatReply, Json, Reply, TextReply, sse
 
-COMPILERS = 8  # clients whose grammars are compiled at the same time
+SHORT_BYTES = 2**15  # of requests that one thread reads for all: a few milliseconds each
+LONG_THREADS = 8  # for what takes longer, grammars and long texts: one of each of a client's
 PAGE = Path(__file__).with_name("page.html")
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"description": "A parameter that cannot be honoured, by name."},
@@ -66,8 +67,8 @@ class Server:
         self.metrics.watch(lambda: self.queue.n_running, lambda: self.queue.n_waiting)
         self.planner = Planner(llm, defaults)
         self._planning = ThreadPoolExecutor(1, "planner")
-        self._compiling = ThreadPoolExecutor(COMPILERS, "compiler")
-        self._places: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._long = ThreadPoolExecutor(LONG_THREADS, "long")
+        self._places: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
         self.created = int(time.time())
         self.app = make_app(self, api_key)
 
@@ -82,7 +83,7 @@ class Server:
         request.scope["record"].job = job = Job()
         plan: Plan = await self.planned(request, job, partial(make, body))  # type: ignore[arg-type]
         if plan.form is not None:
-            plan = await self.compiled(request, job, plan)
+            plan = await self._aside(request, job, "grammar", partial(self.planner.compiled, plan))
         self.metrics.planned(time.perf_counter() - job.submitted)
         job.request, job.text = plan.request, plan.text or None
         self.queue.submit(job)
@@ -106,23 +107,28 @@ class Server:
     async def planned(
         self, request: Request, job: Job, make: Callable[[], Found], answers: bool = True
     ) -> Found:
-        """Return the result of `make`, run by the planner's thread; `job` has a place in the queue.
+        """Return the result of `make`, run by another thread; `job` has a place in the queue.
 
         A place whose client leaves, or whose time ends, is free once `make` is over.
         """
+        n_bytes = len(await request.body())
         self.queue.admit(job, answers)
+        if n_bytes > SHORT_BYTES:
+            return await self._aside(request, job, "text", make)
         return await self._outcome(request, job, self._planning.submit(make))
 
-    async def compiled(self, request: Request, job: Job, plan: Plan) -> Plan:
-        """Return the plan with its grammar; only one grammar of a client is compiled at a time."""
+    async def _aside(
+        self, request: Request, job: Job, kind: str, make: Callable[[], Found]
+    ) -> Found:
+        """Return the result of `make`, which may take seconds; a client has one of a kind."""
         host = request.client.host if request.client else ""
-        place = self._places.setdefault(host, asyncio.Lock())
+        place = self._places.setdefault((host, kind), asyncio.Lock())
         try:
             await self._in_time(request, job, place.acquire())
         except BaseException:
             self.queue.release(job)
             raise
-        work = self._compiling.submit(self.planner.compiled, plan)
+        work = self._long.submit(make)
         free = partial(asyncio.get_running_loop().call_soon_threadsafe, place.release)
         work.add_done_callback(lambda done: free())  # also where nobody waits for it any more
         return await self._outcome(request, job, work)
@@ -157,7 +163,7 @@ class Server:
             raise
 
     async def at_once(self, request: Request, make: Callable[[], Found]) -> Found:
-        """Return the result of `make`, run by the planner's thread, where no answer is needed."""
+        """Return the result of `make`, run by another thread, where no answer is needed."""
         job = Job()
         result = await self.planned(request, job, make, answers=False)
         self.queue.release(job)
@@ -184,7 +190,7 @@ class Server:
             if usage:
                 yield sse(reply.usage_event())
             yield "data: [DONE]\n\n"
-        except (TimedOutError, CancelledError, FasteagleError) as error:
+        except (TimedOutError, StalledError, CancelledError, FasteagleError) as error:
             if isinstance(error, EngineError):
                 complain(request.scope, f"in a stream: {error}")
             yield sse(error_body(str(error) or "the answer was broken off", "server_error"))
@@ -282,11 +288,13 @@ def _add_answers(app: FastAPI, server: Server) -> None:
         return await server.answer(request, body, TextReply)
 
     @app.post("/tokenize", responses=ERRORS)
-    async def tokenize(request: Request, body: TokenizeRequest) -> Json:
+    async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         """Return token ids of a text, or of a conversation as the template writes it."""
         server.check_model(body.model)
         ids = await server.at_once(request, partial(server.planner.tokenize, body))
-        return {"tokens": ids, "count": len(ids), "max_model_len": server.llm.engine.max_seq_len}
+        most = server.llm.engine.max_seq_len
+        # As it is: to look at each of 100,000 ids would hold up the event loop.
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": most})
 
     @app.post("/detokenize", responses=ERRORS)
     async def detokenize(request: Request, body: DetokenizeRequest) -> Json:

@@ -45,7 +45,10 @@ def add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
-        return answer(error.status_code, str(error.detail), headers=error.headers)
+        text = str(error.detail)
+        if text == "Not Found":  # starlette's, of a path: what is missing has words of its own
+            text = f"{request.url.path} is not served here: /openapi.json lists what is"
+        return answer(error.status_code, text, headers=error.headers)
 
     @app.exception_handler(QueueFullError)
     async def full(request: Request, error: QueueFullError) -> Response:

@@ -9,7 +9,7 @@ from typing import Any
 
 from fasteagle.answering.answer import AnswerRequest
 from fasteagle.answering.grammar_check import try_grammar
-from fasteagle.answering.stream import opened_thought
+from fasteagle.answering.stream import END_THINK, opened_thought
 from fasteagle.config_fields import parse_shallow_json
 from fasteagle.errors import FasteagleError
 from fasteagle.llm import LLM
@@ -22,9 +22,10 @@ from fasteagle.server.protocol import (
     Sampled,
     TokenizeRequest,
 )
-from fasteagle.server.tools import ToolFormat, answer_grammar, tool_format
+from fasteagle.server.tools import ToolFormat, answer_grammar, takes_several_calls, tool_format
 
 MOST_STOPS = 16
+MOST_STOP_CHARACTERS = 1000  # they are looked for at every token
 MOST_CHARACTERS_A_TOKEN = 16  # on average; English has 4 to 5, code up to 8
 
 
@@ -66,13 +67,13 @@ class Plan:
 
 
 class Planner:
-    """Maker of plans for one model, whose methods raise `FasteagleError`.
-
-    All but `compiled` belong into one thread: a tokenizer must not be used by two.
-    """
+    """Maker of plans for one model, whose methods raise `FasteagleError`, for any thread."""
 
     def __init__(self, llm: LLM, defaults: Defaults) -> None:
         self._llm, self._defaults = llm, defaults
+        # Once: the first text resets what a tokenizer's file says about truncation and padding, and
+        # no thread may do that while others use it.
+        llm.tokenizer.encode_document("a")
         # More cannot fit, or is so unlike text that it is not worth the seconds of encoding it.
         each = min(llm.tokenizer.most_characters, MOST_CHARACTERS_A_TOKEN)
         self._most_characters = llm.engine.max_seq_len * each
@@ -104,9 +105,13 @@ class Planner:
         text = self.render(body.messages, tools if tools_form else [], self._think(body))
         self._check_length(text, "messages")
         n_top = (body.top_logprobs or 0) if body.logprobs else None
-        form = self._chat_form(body, tools_form, tools)
+        most_calls = None
+        if body.parallel_tool_calls is False:
+            most_calls = 1
+        elif tools_form is not None and not takes_several_calls(self._llm.tokenizer):
+            most_calls = 1  # the client could not send more back
+        form = self._chat_form(body, tools_form, tools, most_calls)
         request = self._request(body, self._llm.texts.encode(text), limit, n_top)
-        most_calls = 1 if body.parallel_tool_calls is False else None
         names = frozenset(tool.function.name for tool in body.tools or [])
         return Plan(request, form, text, opened_thought(text), tools_form, names, most_calls)
 
@@ -202,6 +207,10 @@ class Planner:
         stop = [body.stop] if isinstance(body.stop, str) else body.stop
         if stop is not None and len(stop) > MOST_STOPS:
             raise BadParameterError("stop", f"{len(stop)} strings: use at most {MOST_STOPS}")
+        longest = max(map(len, stop or ()), default=0)
+        if longest > MOST_STOP_CHARACTERS:
+            limit = f"use at most {MOST_STOP_CHARACTERS:,}"
+            raise BadParameterError("stop", f"{longest:,} characters in a string: {limit}")
         default = self._defaults.answer
         answer = AnswerOptions(
             default.max_new_tokens if max_tokens is None else max_tokens,
@@ -228,7 +237,11 @@ class Planner:
         return dataclasses.replace(params, seed=fresh_seed())
 
     def _chat_form(
-        self, body: ChatRequest, form: ToolFormat | None, tools: list[dict[str, Any]]
+        self,
+        body: ChatRequest,
+        form: ToolFormat | None,
+        tools: list[dict[str, Any]],
+        most: int | None,
     ) -> GrammarSpec | None:
         wanted_form = body.response_format
         default = self._defaults.form if wanted_form is None else None
@@ -241,7 +254,6 @@ class Planner:
         spec = self._form(body, default)
         if form is None:
             return spec
-        most = 1 if body.parallel_tool_calls is False else None
         if body.tool_choice in (None, "auto"):
             if spec is not None and spec.kind == "json_schema":
                 return answer_grammar(form, tools, most_calls=most, schema=json.loads(spec.text))
@@ -280,15 +292,19 @@ class Planner:
         return default
 
 
-# Fields of a message that not every chat template renders. The id of a call is not among them:
-# clients must send it, and which call a result belongs to follows from their order.
-RENDERED_BY_SOME = ("tool_calls", "reasoning_content")
+# Fields of a message that not every chat template renders, and marks of those that do something
+# with them: some drop the thoughts of earlier answers. The id of a call is not among them: clients
+# must send it, and which call a result belongs to follows from their order.
+RENDERED_BY_SOME = {
+    "tool_calls": ("tool_calls",),
+    "reasoning_content": ("reasoning_content", END_THINK),
+}
 
 
 def _check_rendered(number: int, message: ChatMessage, template: str) -> None:
-    """Refuse fields of a message that the template would drop silently."""
-    for field in RENDERED_BY_SOME:
-        if getattr(message, field) and field not in template:
+    """Refuse fields of a message that the template knows nothing of."""
+    for field, marks in RENDERED_BY_SOME.items():
+        if getattr(message, field) and not any(mark in template for mark in marks):
             reason = "this model's chat template does not render it: leave it out"
             raise BadParameterError(f"messages.{number}.{field}", reason)
     if message.tool_call_id is not None and message.role != "tool":

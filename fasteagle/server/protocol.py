@@ -8,19 +8,47 @@ type.
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, field_validator, model_validator
 
 from fasteagle.config_fields import check_nesting
 
 MOST_LOGPROBS = 20
+MOST_TOOLS = 1024
+
+Item = TypeVar("Item")
+
+
+class First(FailFast):
+    """Mark of lists in which only the first mistake is looked for; hashable, for unions.
+
+    A body of 8 MiB could hold millions, and to list them takes seconds and gigabytes.
+    """
+
+    __hash__ = object.__hash__
+
+
+Many = Annotated[list[Item], First()]
 
 
 class Strict(BaseModel):
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_one_unknown(cls, data: Any) -> Any:
+        """Drop unknown fields but the first, and those that are null.
+
+        Clients send back whole messages with fields that they do not use.
+        """
+        if not isinstance(data, dict):
+            return data
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = [key for key, value in data.items() if key not in names and value is not None]
+        return {key: value for key, value in data.items() if key in names or key in unknown[:1]}
 
 
 class Body(Strict):
@@ -71,9 +99,9 @@ class Sampled(Body):
     repetition_penalty: float | None = None
     seed: int | None = None
     max_tokens: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Many[str] | None = None
     n: int | None = 1
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Any] | None = None  # numbers
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     guided_regex: str | None = None
@@ -85,6 +113,8 @@ class Sampled(Body):
     service_tier: str | None = Ignored
     safety_identifier: str | None = Ignored
     prompt_cache_key: str | None = Ignored
+    prompt_cache_retention: str | None = Ignored
+    prompt_cache_options: dict[str, Any] | None = Ignored
     verbosity: str | None = Ignored
     speculate: bool = Field(True, description="False: decode plainly, to compare.")
     show_accepted: bool = Field(False, description="Tell in each chunk what was guessed right.")
@@ -98,12 +128,12 @@ class Sampled(Body):
 
     @field_validator("logit_bias")
     @classmethod
-    def _by_id(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
+    def _by_id(cls, bias: dict[str, Any] | None) -> dict[str, Any] | None:
         for key, value in (bias or {}).items():
             if not (key.isascii() and key.isdigit()) or len(key) > 9:
-                raise ValueError(f"{key!r} is no token id")
-            if not -100 <= value <= 100:
-                raise ValueError(f"{value} is out of range: use -100 .. 100")
+                raise ValueError(f"{key[:40]!r} is no token id")
+            if type(value) not in (int, float) or not -100 <= value <= 100:
+                raise ValueError(f"{str(value)[:40]} is out of range: use -100 .. 100")
         return bias
 
 
@@ -125,12 +155,13 @@ class ToolCall(Strict):
 
 class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Many[TextPart] | None = None
     reasoning_content: str | None = None
     refusal: None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = Ignored
+    annotations: list[Any] | None = Ignored
 
 
 class Function(Strict):
@@ -167,12 +198,13 @@ class ResponseFormat(Strict):
 
 
 class ChatRequest(Sampled):
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Many[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = None
+    modalities: Many[Literal["text"]] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = None
+    tools: Many[Tool] | None = Field(None, max_length=MOST_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
@@ -182,7 +214,7 @@ class ChatRequest(Sampled):
 
 
 class CompletionRequest(Sampled):
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Many[int] | Many[str] | Many[Many[int]]
     echo: Literal[False] | None = None
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     best_of: int | None = 1
@@ -199,11 +231,11 @@ class CompletionRequest(Sampled):
 class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Many[ChatMessage] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
 
 
 class DetokenizeRequest(Body):
     model: str | None = None
-    tokens: list[int]
+    tokens: Many[int]

@@ -24,6 +24,11 @@ from fasteagle.server.metrics import Metrics
 # Chunks of one answer reach the event loop together, after so long at most. A pass of a small model
 # takes less, and waking the loop for each would take the cores from the next passes.
 GROUP_SECONDS = 0.025
+# Passes whose text waits to be written, beyond what the buffers of the connection hold. Decoding
+# stands still there until the client reads on, for this long in all if others wait for the model.
+MOST_UNWRITTEN = 64
+STALL_SECONDS = 0.25
+POLL_SECONDS = 0.05
 
 
 class QueueFullError(Exception):
@@ -52,6 +57,13 @@ class CancelledError(Exception):
     """Error of a request whose client has left."""
 
 
+class StalledError(Exception):
+    """Error of a request whose client does not read its answer while others wait."""
+
+    def __init__(self) -> None:
+        super().__init__("the answer was not read while others waited for the model")
+
+
 class Job:
     """One request: its answer arrives as chunks, then `stats` are complete.
 
@@ -62,7 +74,7 @@ class Job:
         self.request: AnswerRequest | None = None
         self.text: str | None = None  # of a conversation, for the tokens of its continuations
         self.stats = Stats()
-        self.outcome = ""  # eos, stop, length, context, cancelled, timeout, shutdown or error
+        self.outcome = ""  # eos, stop, length or context, else why the answer is not whole
         self.submitted = time.perf_counter()
         self.first_token: float | None = None  # seconds after `submitted`
         self.seconds = 0.0  # from `submitted` to the end
@@ -73,6 +85,8 @@ class Job:
         self.group_seconds = GROUP_SECONDS  # longer where nobody reads before the end
         self._group: list[Chunk] = []  # the thread's, not told yet
         self._told = float("-inf")
+        self._n_told = self._n_taken = 0  # passes; each is counted by one thread only
+        self.stalled = 0.0  # seconds in which the model stood still for the client
         self._events: asyncio.Queue[list[Chunk] | Exception | None] = asyncio.Queue()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -113,7 +127,13 @@ class Job:
 
     def _tell_group(self) -> None:
         group, self._group = self._group, []
+        self._n_told += len(group)
         self._put(group)
+
+    @property
+    def is_unread(self) -> bool:
+        """Return whether the client is too far behind for another pass."""
+        return self._n_told - self._n_taken > MOST_UNWRITTEN and not self.cancelled.is_set()
 
     def _put(self, event: list[Chunk] | Exception | None) -> None:
         try:
@@ -127,6 +147,7 @@ class Job:
             while (event := await self._events.get()) is not None:
                 if isinstance(event, Exception):
                     raise event
+                self._n_taken += len(event)
                 yield event
         finally:
             self.leave()
@@ -272,8 +293,12 @@ class AnswerQueue:
             for chunk in self._llm.stream(job.request, job.check, job.text):
                 job.stats = self._llm.engine.stats
                 job.add(chunk)
+                self._wait_for_reader(job)
             job.end(job.stats.finish)
             return None
+        except StalledError as error:
+            job.end("stalled")
+            return error
         except CancelledError as error:
             # An answer that got no token has the statistics of the one before it.
             after = self._llm.engine.stats
@@ -287,3 +312,13 @@ class AnswerQueue:
             job.end("error")
             self._llm.engine.restart()
             return error
+
+    def _wait_for_reader(self, job: Job) -> None:
+        """Stand still while the client does not read; raise `StalledError` once others wait."""
+        begin, before = time.perf_counter(), job.stalled
+        while job.is_unread:
+            with self._changed:
+                if job.stalled > STALL_SECONDS and (self._waiting or self._draining):
+                    raise StalledError
+                self._changed.wait(POLL_SECONDS)
+            job.stalled = before + time.perf_counter() - begin

@@ -56,7 +56,8 @@ class AnswerText:
             content, calls = parse_calls(content, self._form, self._names)
             self.calls = calls[: self._most_calls]
             shown = before_cut_call(content, self._form) if is_cut else content
-            self.ends_in_call, content = shown != content, shown
+            is_full = self._most_calls is not None and len(calls) >= self._most_calls
+            self.ends_in_call, content = shown != content and not is_full, shown
         return Piece(content, last.reasoning)
 
     def _split(self, parts: Iterable[tuple[str, bool]]) -> Piece:

@@ -19,6 +19,7 @@ from fasteagle.server.guard import is_loopback
 
 HEAD_SECONDS = 10.0  # for the first line and the headers of a request to arrive
 BACKLOG = 256
+SEND_BYTES = 2**14  # of the kernel, and as many here: how far a client is behind unnoticed
 WRITE_SECONDS = 30.0  # for a client to take what was sent, once the buffers are full
 PATIENCE = 1.0  # seconds for connections to close after the second signal
 
@@ -43,6 +44,7 @@ def listen(options: ServeOptions) -> socket.socket:
         )[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)  # of connections
         listener.bind(address)
         listener.listen(BACKLOG)  # another server on this port is refused from here on
     except socket.gaierror as error:
@@ -65,6 +67,7 @@ class Protocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=SEND_BYTES)
         self._watch()
 
     def data_received(self, data: bytes) -> None:
@@ -154,7 +157,7 @@ def run(server: Server, listener: socket.socket, say: Callable[[str], None]) -> 
         http=Protocol,
         ws="none",
         lifespan="off",
-        log_level="warning",
+        log_level="error",  # its warnings, of strangers' connections, tell neither time nor client
         access_log=False,
         backlog=BACKLOG,
         server_header=False,

@@ -10,6 +10,7 @@ from fasteagle.answering.json_form import json_form
 from fasteagle.answering.stream import overlap
 from fasteagle.config_fields import parse_shallow_json
 from fasteagle.errors import FasteagleError
+from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.options import GrammarSpec
 
 END_CALL = "</tool_call>"
@@ -78,6 +79,17 @@ def tool_format(template: str) -> ToolFormat:
         "tools: this model's chat template takes none that can be read back: use a model whose "
         "template does (qwen3-4b, llama3.1-8b)"
     )
+
+
+def takes_several_calls(tokenizer: ChatTokenizer) -> bool:
+    """Return whether the chat template renders a message with two calls; Llama 3.1's refuses it."""
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call, call]}
+    try:
+        tokenizer.render([{"role": "user", "content": ""}, answer])
+    except FasteagleError:
+        return False
+    return True
 
 
 def parse_calls(text: str, form: ToolFormat, names: Collection[str]) -> tuple[str, list[Call]]:

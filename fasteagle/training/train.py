@@ -21,6 +21,7 @@ from torch import Tensor
 from fasteagle.config import Eagle3Config, HeadConfig, draft_block
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.open import Runtime
+from fasteagle.loading.tensors import unpickled
 from fasteagle.model import Eagle3Head, EagleHead, Transformer, make_head
 from fasteagle.paths import replacing
 from fasteagle.training.data import Features
@@ -114,7 +115,7 @@ class Trainer:
         path = self.folder / "state.pt"
         if not path.exists():
             return False
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = unpickled(path)
         require_same(self.folder, state["options"], self._saved_options())
         if state["identity"] != self.identity:
             raise FasteagleError(

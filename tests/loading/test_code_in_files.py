@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
+import pickle
 import tarfile
 
 import pytest
@@ -13,7 +14,9 @@ import torch
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import hub
 from fasteagle.loading.checkpoint import open_checkpoint
+from fasteagle.loading.heads.find import named_head
 from fasteagle.loading.heads.read import load_head
+from fasteagle.loading.registry import resolve
 from fasteagle.loading.tokenizer import load_tokenizer
 from head_folders import DIALECTS, head_for, write_folder
 from helpers import random_target, save_tiny, tiny_config
@@ -71,6 +74,24 @@ def test_pickles_run_nothing(tmp_path, file, legacy):
         with pytest.raises(FasteagleError, match="weights-only torch file") as caught:
             load_head(head, config) if "head" in file else load_model_folder(model)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["state.pt", "model.bin", "model.safetensors", "model.gguf"])
+def test_a_pickle_in_place_of_a_model_or_a_head(tmp_path, name):
+    """By its path or alone in its folder, as pickle writes it."""
+    config = tiny_config()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.json").write_text("{}")
+    for path in (tmp_path / name, tmp_path / "folder" / name):
+        path.write_bytes(pickle.dumps(Executes()))
+    for path in (tmp_path / name, tmp_path / "folder"):
+        for read in (
+            lambda p: open_checkpoint(resolve(str(p)).path),
+            lambda p: named_head(str(p)).loaded(config),
+        ):
+            with pytest.raises(FasteagleError) as caught:
+                read(path)
+            assert "\n" not in str(caught.value) and str(path) in str(caught.value)
 
 
 TEMPLATES = (

@@ -77,6 +77,8 @@ def test_hub_errors_are_one_line_with_the_fix(hub_cache, monkeypatch):
         (errors.RevisionNotFoundError("none", response=response(404)), "revision .* not exist"),
         (ConnectionError("no route to host"), r"no route to host\): check the network"),
         (errors.HfHubHTTPError("503 down", response=response(503)), "check the network"),
+        (ConnectionRefusedError(111, "Connection refused"), "check the network"),
+        (OSError(30, "Read-only file system", "/hub"), r"at /hub \(Read-only .*: set HF_HOME"),
     ]
     for error, message in cases:
         forbid(monkeypatch, error)

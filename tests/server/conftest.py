@@ -9,6 +9,7 @@ import shutil
 import socket
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -31,23 +32,39 @@ from helpers import save_tiny
 LETTER = "q"
 LETTER_ID = sorted(ByteLevel.alphabet()).index(LETTER)
 
-# The parts of the registry's templates that matter, as Qwen3 and Llama 3.1 write calls.
-QWEN = (
-    "{% if tools %}<|system|>{% for t in tools %}{{ t | tojson }}{% endfor %}"
-    "call with <tool_call>{json}</tool_call><|end|>{% endif %}"
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}"
-    '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": '
-    "{{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-LLAMA = (
-    '{% if tools %}Respond in the format {"name": function name, "parameters": dictionary}. '
-    "{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}"
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}"
-    '{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}'
-    "{% endfor %}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
+# Qwen3's own template, and one with the structure of Llama 3.1's: tools in the first question, one
+# call in a message at most, results as JSON.
+QWEN = (Path(__file__).parent.parent / "assets" / "templates" / "qwen3.jinja").read_text()
+LLAMA = """\
+{%- macro head(role) %}<|start_header_id|>{{ role }}<|end_header_id|>\n\n{% endmacro %}
+{%- if not tools is defined %}{% set tools = none %}{% endif %}
+{%- set system = "" %}
+{%- if messages[0].role == "system" %}
+    {%- set system, messages = messages[0].content | trim, messages[1:] %}
+{%- endif %}
+{{- bos_token }}{{ head("system") }}{{ system }}<|eot_id|>
+{%- if not tools is none %}
+    {{- head("user") + "Answer with JSON for a function call in the form " }}
+    {{- '{"name": function name, "parameters": dictionary of arguments}.\n\n' }}
+    {%- for tool in tools %}{{ tool | tojson(indent=4) }}{{ "\n\n" }}{% endfor %}
+    {{- messages[0].content | trim }}<|eot_id|>
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if "tool_calls" in message %}
+        {%- if message.tool_calls | length != 1 %}
+            {{- raise_exception("only one call in a message") }}
+        {%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- head("assistant") + '{"name": "' + call.name + '", "parameters": ' }}
+        {{- call.arguments | tojson }}}<|eot_id|>
+    {%- elif message.role == "tool" %}
+        {{- head("ipython") }}{{ message.content | tojson }}<|eot_id|>
+    {%- else %}
+        {{- head(message.role) }}{{ message.content | trim }}<|eot_id|>
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ head("assistant") }}{% endif %}"""
 WEATHER = {
     "type": "function",
     "function": {

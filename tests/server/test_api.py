@@ -8,15 +8,12 @@ import re
 import httpx
 import openai
 import pytest
-from click.testing import CliRunner
 
-from conftest import LETTER_ID
+from conftest import LETTER_ID, QWEN
 from fasteagle.answering.known_texts import KnownTexts
-from fasteagle.cli import serve
-from fasteagle.cli.main import main
 from fasteagle.decoding.stats import Stats
 from fasteagle.server.metrics import Metrics
-from fasteagle.server.protocol import ChatRequest
+from helpers import THINKING_TEMPLATE
 
 
 @pytest.fixture(scope="module")
@@ -136,12 +133,37 @@ def test_logit_bias(client, name, live):
 def test_fields_that_change_nothing_here(client, name):
     ignored = {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto"}
     ignored |= {"safety_identifier": "x", "prompt_cache_key": "y", "verbosity": "low"}
+    ignored |= {"prompt_cache_retention": "24h", "prompt_cache_options": {"ttl": "30m"}}
+    ignored |= {"modalities": ["text"], "audio": None, "functions": None}
     messages = [{"role": "user", "content": "hello", "name": "me"}]
     more = {"reasoning_effort": "low", "parallel_tool_calls": False, "extra_body": ignored}
     found = client.chat.completions.create(model=name, messages=messages, **more)
     assert found.choices[0].message.content == ask(client, name).choices[0].message.content
     options = {"include_usage": True, "include_obfuscation": False}
     assert list(ask(client, name, stream=True, stream_options=options))[-1].usage is not None
+
+
+@pytest.mark.parametrize("effort", ["none", "minimal", "low", "medium", "high", "xhigh", None])
+@pytest.mark.parametrize("template", [THINKING_TEMPLATE, QWEN], ids=["opens a thought", "qwen"])
+def test_how_much_thought_is_wanted(client, name, live, monkeypatch, template, effort):
+    """Where the template has a switch; `chat_template_kwargs` is the nearer one to it."""
+    messages = [{"role": "user", "content": "hello"}]
+
+    def n_tokens(**more):
+        return ask(client, name, max_tokens=1, **more).usage.prompt_tokens
+
+    def expected(think):
+        return len(live.llm.prompt(messages, think).ids)
+
+    given = {} if effort is None else {"reasoning_effort": effort}
+    assert n_tokens(**given) == expected(None)
+    monkeypatch.setattr(live.llm.tokenizer, "_template", template)
+    think = None if effort is None else effort not in ("none", "minimal")
+    assert n_tokens(**given) == expected(think)
+    assert expected(False) > expected(True) == expected(None)
+    for switch in (True, False):
+        kwargs = {"extra_body": {"chat_template_kwargs": {"enable_thinking": switch}}}
+        assert n_tokens(**given, **kwargs) == expected(switch)
 
 
 def test_the_end_token_counts(client, name, live):
@@ -167,22 +189,6 @@ def test_of_known_texts_the_longest_goes_on(live):
     for text, ids in (("ab", [1]), ("abcd", [2, 3]), ("abc", [4])):
         texts.add(text, ids, [])
     assert texts.encode("abcdx") == [2, 3, *live.llm.tokenizer.encode("x")]
-
-
-@pytest.mark.parametrize("seed", [(), ("--seed", "7")])
-def test_the_seed_of_the_command_line(serve_dir, monkeypatch, seed):
-    planners = []
-    monkeypatch.setattr(serve, "leave", lambda: None)
-    monkeypatch.setattr(serve, "run", lambda server, *rest: planners.append(server.planner))
-    command = ["serve", "--model", str(serve_dir), "--precision", "fp32", "--drafter", "none"]
-    command += ["--port", "0", "--no-compile", "--temperature", "1", *seed]
-    done = CliRunner().invoke(main, command)
-    assert done.exit_code == 0, done.output
-    body = {"messages": [{"role": "user", "content": "hello"}]}
-    plans = [planners[0].chat(ChatRequest(**body)) for _ in range(3)]
-    seeds = {plan.request.params.seed for plan in plans}
-    assert seeds == {7} if seed else len(seeds) == 3
-    assert planners[0].chat(ChatRequest(**body, seed=5)).request.params.seed == 5
 
 
 def test_system_prompts_and_parts(client, name, live):
@@ -223,6 +229,22 @@ def test_an_answer_can_be_sent_back(client, name):
     ]
     reply = client.chat.completions.create(model=name, messages=messages)
     assert reply.usage.prompt_tokens > first.usage.total_tokens
+
+
+def test_an_answer_can_be_sent_back_with_all_its_fields(client, name, live, monkeypatch):
+    """Nulls included, and a thought where the template drops those of earlier answers."""
+    answer = ask(client, name).choices[0].message.model_dump()
+    assert {"audio", "function_call", "annotations"} <= answer.keys()
+    question = {"role": "user", "content": "go on"}
+    messages = [question, answer | {"annotations": []}, question]
+    plain = client.chat.completions.create(model=name, messages=messages, max_tokens=4)
+    assert plain.choices[0].finish_reason == "length"
+    messages[1]["reasoning_content"] = "hm"
+    with pytest.raises(openai.BadRequestError, match="chat template does not render it"):
+        client.chat.completions.create(model=name, messages=messages)
+    for template in (THINKING_TEMPLATE, QWEN):
+        monkeypatch.setattr(live.llm.tokenizer, "_template", template)
+        client.chat.completions.create(model=name, messages=messages, max_tokens=1)
 
 
 def test_text_completions(client, name, live):

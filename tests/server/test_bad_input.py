@@ -7,6 +7,7 @@ import socket
 import time
 
 import httpx
+import pydantic
 import pytest
 
 from conftest import serving
@@ -14,6 +15,12 @@ from fasteagle.errors import FasteagleError
 from fasteagle.options import AnswerOptions, ServeOptions
 from fasteagle.server import guard, run
 from fasteagle.server.prepare import Defaults
+from fasteagle.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 
 HELLO = [{"role": "user", "content": "hello"}]
 JSON = "application/json"
@@ -81,9 +88,11 @@ def goes_on(live):
         ({"user": 3}, "user"),
         ({"stop": [""]}, "stop"),
         ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": ["a", "b" * 1001]}, "stop"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"99999": 1}}, "logit_bias"),
         ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"5": True}}, "logit_bias"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -121,6 +130,7 @@ def goes_on(live):
         ({"chat_template_kwargs": {"enable_thinking": True}}, None),
         ({"chat_template_kwargs": {"other": 1}}, "chat_template_kwargs.other"),
         ({"functions": []}, "functions"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
     ],
     ids=lambda value: str(value)[:60],
 )
@@ -153,6 +163,29 @@ def test_what_cannot_be_honoured_is_named(live, changes, param):
 )
 def test_completions_that_are_refused(live, changes, status, part):
     assert_refused(post(live, "/v1/completions", **changes), status, part)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (ChatRequest, {"messages": [1] * 500}),
+        (ChatRequest, {"messages": HELLO, **{f"unknown{i}": 1 for i in range(500)}}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [1] * 500}]}),
+        (ChatRequest, {"messages": HELLO, "logit_bias": {str(i): "x" for i in range(500)}}),
+        (ChatRequest, {"messages": HELLO, "tools": [{}] * 500}),
+        (ChatRequest, {"messages": HELLO, "stop": [1] * 500}),
+        (CompletionRequest, {"prompt": [None] * 500}),
+        (CompletionRequest, {"prompt": [[None] * 500] * 500}),
+        (TokenizeRequest, {"messages": [{str(i): 1 for i in range(500)}] * 500}),
+        (DetokenizeRequest, {"tokens": ["x"] * 500}),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_of_many_mistakes_few_are_looked_for(kind, body):
+    """A body can hold millions: to list them would stop the event loop for seconds."""
+    with pytest.raises(pydantic.ValidationError) as caught:
+        kind.model_validate(body)
+    assert caught.value.error_count() <= 5
 
 
 def nested(depth, begin):
@@ -189,7 +222,8 @@ def test_a_template_without_system_role(live, monkeypatch):
 
 
 def test_paths_and_methods_that_are_not_there(live):
-    assert_refused(httpx.get(f"{live.url}/v2"), 404)
+    reply = httpx.post(f"{live.url}/v1/responses", json={"input": "hello"})
+    assert_refused(reply, 404, "/v1/responses is not served here: /openapi.json lists what is")
     assert_refused(httpx.get(f"{live.url}/v1/chat/completions"), 405)
     assert_refused(httpx.post(f"{live.url}/detokenize", json={"tokens": [10**20]}), 400, "tokens")
     assert_refused(httpx.post(f"{live.url}/tokenize", json={}), 400, "prompt")

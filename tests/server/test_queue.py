@@ -7,7 +7,6 @@ import concurrent.futures
 import contextlib
 import functools
 import re
-import threading
 import time
 
 import httpx
@@ -16,8 +15,7 @@ import pytest
 from conftest import CHAT, LONG, SHORT, deaf, failures, serving, until
 from fasteagle.answering.answer import Chunk
 from fasteagle.options import ServeOptions
-from fasteagle.server import prepare, run
-from fasteagle.server.prepare import Planner
+from fasteagle.server import run
 from fasteagle.server.queue import Job, TimedOutError
 
 
@@ -143,124 +141,6 @@ def test_too_many_are_told_when_to_come_back(loaded, slow):
         assert [job.result().status_code for job in waiting] == [200, 200]
 
 
-@pytest.fixture
-def planning(monkeypatch):
-    """Plans take until the event is set; the list has a plan for each that has begun."""
-    begun, go_on, original = [], threading.Event(), Planner.chat
-
-    def chat(self, body):
-        begun.append(body)
-        assert go_on.wait(20)
-        return original(self, body)
-
-    monkeypatch.setattr(Planner, "chat", chat)
-    yield begun, go_on
-    go_on.set()
-
-
-def test_planning_is_bounded_and_blocks_nothing_else(loaded, planning):
-    begun, go_on = planning
-    with (
-        serving(loaded, ServeOptions(port=0, queue=2)) as small,
-        concurrent.futures.ThreadPoolExecutor(44) as pool,
-    ):
-        ask = functools.partial(httpx.post, small.url + CHAT, json=SHORT, timeout=30)
-        asked = [pool.submit(ask) for _ in range(44)]
-        until(lambda: sum(job.done() for job in asked) == 41)
-        assert {job.result().status_code for job in asked if job.done()} == {429}
-        start = time.monotonic()
-        assert httpx.get(f"{small.url}/health").status_code == 200
-        assert failures(small, "queue_full") == 41
-        print(f"health and metrics after {1e3 * (time.monotonic() - start):.0f} ms")
-        assert len(begun) == 1 and small.server.queue.n_waiting == 3
-        go_on.set()
-        assert sorted(job.result().status_code for job in asked) == [200] * 3 + [429] * 41
-
-
-def test_who_leaves_while_planning_keeps_the_place_until_it_is_over(loaded, planning):
-    begun, go_on = planning
-    with serving(loaded, ServeOptions(port=0, queue=2)) as small:
-        for _ in range(2):
-            with pytest.raises(httpx.ReadTimeout):
-                httpx.post(small.url + CHAT, json=SHORT, timeout=0.2)
-        until(lambda: failures(small, "cancelled") == 2, 2.0)
-        assert len(begun) == 1 and small.server.queue.n_waiting == 1  # the second never begins
-        go_on.set()
-        until(lambda: small.server.queue.n_waiting == 0)
-        assert httpx.post(small.url + CHAT, json=SHORT).status_code == 200
-        assert len(begun) == 2
-
-
-@pytest.fixture
-def compiling(monkeypatch):
-    """Trials of grammars take until the event is set; the list has those that have begun."""
-    begun, go_on = [], threading.Event()
-
-    def slow(kind, text):
-        begun.append(text)
-        assert go_on.wait(20)
-
-    monkeypatch.setattr(prepare, "try_grammar", slow)
-    yield begun, go_on
-    go_on.set()
-
-
-def test_a_grammar_that_is_compiled_holds_up_nobody_else(live, compiling):
-    begun, go_on = compiling
-    slow = {**SHORT, "guided_regex": "[ab]+"}
-    with concurrent.futures.ThreadPoolExecutor(12) as pool:
-        asked = [pool.submit(httpx.post, live.url + CHAT, json=slow, timeout=30) for _ in range(12)]
-        until(lambda: begun)
-        for path, body in ((CHAT, SHORT), ("/tokenize", {"prompt": "a"})):
-            assert httpx.post(live.url + path, json=body, timeout=5).status_code == 200
-        assert len(begun) == 1  # one of a client's
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(live.url + CHAT, json=slow, timeout=0.2)
-        go_on.set()
-        assert {job.result().status_code for job in asked} == {200}
-    assert len(begun) == 12  # who left while waiting has none
-    until(lambda: live.server.queue.n_waiting == 0)
-
-
-def test_who_leaves_has_no_second_grammar_compiled_beside_the_first(live, compiling):
-    begun, go_on = compiling
-    for _ in range(2):
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(live.url + CHAT, json={**SHORT, "guided_regex": "[ab]+"}, timeout=0.3)
-    assert len(begun) == 1
-    go_on.set()
-    until(lambda: live.server.queue.n_waiting == 0)
-
-
-def test_the_time_for_a_request_begins_before_it_is_planned(loaded, planning):
-    with serving(loaded, ServeOptions(port=0, timeout=0.3)) as hasty:
-        reply = httpx.post(hasty.url + CHAT, json=SHORT, timeout=10)
-        assert reply.status_code == 504 and "0.3 seconds" in reply.text
-        assert failures(hasty, "timeout") == 1
-        planning[1].set()
-
-
-def test_a_prompt_that_cannot_fit_is_not_encoded(live, monkeypatch):
-    def encode(text):
-        raise AssertionError("encoded")
-
-    monkeypatch.setattr(live.llm.tokenizer, "encode", encode)
-    monkeypatch.setattr(live.llm.tokenizer, "encode_document", encode)
-    text = "x" * 300_000
-    messages = [{"role": "user", "content": text}]
-    for path, body, part in (
-        ("v1/chat/completions", {"messages": messages}, "characters, max-seq-len 2,048"),
-        ("v1/chat/completions", SHORT | {"messages": SHORT["messages"] * 3000}, "3,000 are more"),
-        ("v1/completions", {"prompt": text}, "characters, max-seq-len 2,048"),
-        ("tokenize", {"prompt": text}, "characters, max-seq-len 2,048"),
-        ("tokenize", {"messages": messages}, "characters, max-seq-len 2,048"),
-    ):
-        reply = httpx.post(f"{live.url}/{path}", json=body)
-        assert reply.status_code == 400 and part in reply.text
-    monkeypatch.undo()
-    assert httpx.post(live.url + CHAT, json=SHORT).status_code == 200
-
-
 def test_lines_and_numbers_of_requests(loaded, capfd):
     """A line for each, under the client's own id where that is one, and refusals by status."""
     with serving(loaded, ServeOptions(port=0, access_log=True)) as found:
@@ -298,6 +178,37 @@ def test_a_client_that_does_not_read_is_dropped(loaded, monkeypatch):
             while client.recv(2**20):  # what the kernel holds, then the end
                 pass
         assert httpx.post(found.url + CHAT, json=SHORT).status_code == 200
+
+
+def test_a_client_that_does_not_read_holds_up_nobody(live, slow):
+    """The model stands still for it, unless others wait: then it learns why its answer ended."""
+    before = failures(live, "stalled")
+    with contextlib.closing(deaf(live.port, speculate=False)) as client:
+        running = live.server.queue._running
+        until(lambda: running.stalled > 0.5, 30)
+        n_tokens = running.stats.new_tokens
+        begin = time.monotonic()
+        assert httpx.post(live.url + CHAT, json=SHORT).status_code == 200
+        seconds = time.monotonic() - begin
+        print(f"{n_tokens} tokens ahead of the client, the next answer after {seconds:.2f} s")
+        assert n_tokens < 1000 and seconds < 2  # 1,900 take 19 s
+        assert failures(live, "stalled") == before + 1
+        client.settimeout(10)
+        text = b""
+        while b"0\r\n\r\n" not in text[-9:]:
+            text += client.recv(2**20)
+        assert b"was not read while others waited" in text and b"[DONE]" not in text
+
+
+def test_a_client_that_reads_late_gets_its_whole_answer(live, slow):
+    with contextlib.closing(deaf(live.port, speculate=False, max_tokens=300)) as client:
+        running = live.server.queue._running
+        until(lambda: running.stalled > 0.1, 30)
+        client.settimeout(10)
+        text = b""
+        while b"[DONE]" not in text[-30:]:
+            text += client.recv(2**20)
+    assert running.outcome == "length" and running.stats.new_tokens == 300
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(0.0, 6), (60.0, 2)])

@@ -265,9 +265,58 @@ def test_a_call_that_was_cut_leaves_no_markup(form, text, content, n_calls):
         assert answer.ends_in_call == (text not in (f"well {CALL}", "a < b", '{"other": 1'))
 
 
-def test_one_call_where_several_are_not_wanted():
-    _, content, _, answer = read(CALL + CALL, form=HERMES, most_calls=1)
-    assert content == "" and answer.calls == [Call("weather", '{"city": "Rome"}')]
+@pytest.mark.parametrize(
+    ("template", "parallel", "n_calls"),
+    [
+        (QWEN, None, 2),
+        (QWEN, True, 2),
+        (QWEN, False, 1),
+        (LLAMA, None, 1),  # its template takes no more back
+        (LLAMA.replace("!= 1", "== 0"), True, 2),
+    ],
+    ids=["qwen", "qwen-true", "qwen-false", "llama", "llama-true"],
+)
+def test_several_calls_in_an_answer(client, live, plant, monkeypatch, template, parallel, n_calls):
+    monkeypatch.setattr(live.llm.tokenizer, "_template", template)
+    calls = [CALL, CALL.replace("Rome", "Oslo")]
+    if template != QWEN:
+        calls = [call[12:-13].replace("arguments", "parameters") for call in calls]
+    plant(("\n" if template == QWEN else "; ").join(calls))
+    given = {} if parallel is None else {"parallel_tool_calls": parallel}
+    given["max_tokens"] = 120 if n_calls == 1 else 160  # enough for what is wanted
+    (whole,) = ask(client, live, **given).choices
+    *_, event = ask(client, live, stream=True, **given)
+    for calls, finish in (
+        (whole.message.tool_calls, whole.finish_reason),
+        (event.choices[0].delta.tool_calls, event.choices[0].finish_reason),
+    ):
+        cities = [json.loads(call.function.arguments)["city"] for call in calls]
+        assert cities == ["Rome", "Oslo"][:n_calls] and finish == "tool_calls"
+        assert len({call.id for call in calls}) == n_calls
+    assert [call.index for call in event.choices[0].delta.tool_calls] == list(range(n_calls))
+    results = [
+        {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+        for call in whole.message.tool_calls
+    ]
+    history = [{"role": "user", "content": "hello"}, whole.message, *results]
+    assert ask(client, live, messages=history, max_tokens=1).usage.completion_tokens == 1
+
+
+@pytest.mark.parametrize("template", [QWEN, LLAMA], ids=["qwen", "llama"])
+@pytest.mark.parametrize("choice", ["auto", "required", "named"])
+def test_a_call_that_max_tokens_cuts(client, live, plant, monkeypatch, template, choice):
+    """Wherever it is cut, nothing of it is shown, whole or streamed."""
+    monkeypatch.setattr(live.llm.tokenizer, "_template", template)
+    plant(CALL if template == QWEN else CALL[12:-13].replace("arguments", "parameters"))
+    named = {"type": "function", "function": {"name": "weather"}}
+    given = {"tool_choice": named if choice == "named" else choice}
+    for n in (1, 6, 14, 20, 30, 40):
+        (whole,) = ask(client, live, max_tokens=n, **given).choices
+        assert whole.finish_reason == "length"
+        assert not whole.message.content and not whole.message.tool_calls
+        events = [e.choices[0] for e in ask(client, live, max_tokens=n, stream=True, **given)]
+        assert events[-1].finish_reason == "length"
+        assert not any(event.delta.content or event.delta.tool_calls for event in events)
 
 
 @pytest.mark.parametrize("step", [1, 4, 100])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import pickle
 
 import pytest
 import torch
@@ -153,6 +154,15 @@ def test_a_full_disk_costs_one_line_and_keeps_the_old_checkpoint(trainer, tmp_pa
         made.save()
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["state.pt"]
     assert torch.load(tmp_path / "run" / "state.pt", weights_only=True)["step"] == 7
+
+
+def test_a_checkpoint_that_is_none_costs_one_line(trainer, tmp_path):
+    """It is read as weights of strangers are: no code in it runs."""
+    made = trainer()
+    made.save()
+    (tmp_path / "run" / "state.pt").write_bytes(pickle.dumps(tmp_path))  # an object of a class
+    with pytest.raises(FasteagleError, match=r"state\.pt: not a weights-only torch file"):
+        made.resume()
 
 
 def test_training_stops_when_held_out_text_gains_nothing(trainer):

@@ -1,0 +1,61 @@
+"""The command `fasteagle serve`, up to where it would serve."""
+
+from __future__ import annotations
+
+import pytest
+from click.testing import CliRunner
+
+from fasteagle import llm
+from fasteagle.cli import serve
+from fasteagle.cli.main import main
+from fasteagle.server.protocol import ChatRequest
+from helpers import REPO, forbid, put_in_cache
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Run the command; the list has the servers that it made."""
+    servers = []
+    monkeypatch.setattr(serve, "leave", lambda: None)
+    monkeypatch.setattr(serve, "run", lambda server, *rest: servers.append(server))
+
+    def start(model, *options):
+        common = ["--precision", "fp32", "--drafter", "none", "--port", "0", "--no-compile"]
+        return CliRunner().invoke(main, ["serve", "--model", str(model), *common, *options])
+
+    return start, servers
+
+
+@pytest.mark.parametrize("seed", [(), ("--seed", "7")])
+def test_the_seed_of_the_command_line(serve_dir, started, seed):
+    start, servers = started
+    done = start(serve_dir, "--temperature", "1", *seed)
+    assert done.exit_code == 0, done.output
+    planner = servers[0].planner
+    body = {"messages": [{"role": "user", "content": "hello"}]}
+    plans = [planner.chat(ChatRequest(**body)) for _ in range(3)]
+    seeds = {plan.request.params.seed for plan in plans}
+    assert seeds == {7} if seed else len(seeds) == 3
+    assert planner.chat(ChatRequest(**body, seed=5)).request.params.seed == 5
+
+
+@pytest.mark.parametrize("is_default", [True, False])
+def test_it_says_that_the_default_model_is_small(serve_dir, started, monkeypatch, is_default):
+    monkeypatch.setattr(llm, "DEFAULT_MODEL", str(serve_dir) if is_default else "other")
+    done = started[0](serve_dir)
+    assert done.exit_code == 0, done.output
+    assert ("is a small model for trying out, and often wrong" in done.stderr) is is_default
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_without_a_network(hub_cache, serve_dir, started, monkeypatch, is_cached):
+    """What was downloaded is served; else one line says what may be given instead."""
+    forbid(monkeypatch, ConnectionError("no route to host"))
+    if is_cached:
+        put_in_cache(hub_cache, serve_dir)
+    done = started[0](REPO)
+    if is_cached:
+        assert done.exit_code == 0 and f"serving {REPO} on" in done.stderr
+    else:
+        assert done.exit_code == 2 and done.stderr.count("\n") == 1
+        assert f"cannot fetch {REPO} (no route to host): check the network, or give" in done.stderr

@@ -1,0 +1,193 @@
+"""Requests that are read: bounded, beside the others, and left by clients at any time."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import threading
+import time
+
+import httpx
+import pytest
+
+from conftest import CHAT, SHORT, failures, serving, until
+from fasteagle.options import ServeOptions
+from fasteagle.server import prepare
+from fasteagle.server.prepare import Planner
+
+
+@pytest.fixture
+def planning(monkeypatch):
+    """Plans take until the event is set; the list has a plan for each that has begun."""
+    begun, go_on, original = [], threading.Event(), Planner.chat
+
+    def chat(self, body):
+        begun.append(body)
+        assert go_on.wait(20)
+        return original(self, body)
+
+    monkeypatch.setattr(Planner, "chat", chat)
+    yield begun, go_on
+    go_on.set()
+
+
+def test_planning_is_bounded_and_blocks_nothing_else(loaded, planning):
+    begun, go_on = planning
+    with (
+        serving(loaded, ServeOptions(port=0, queue=2)) as small,
+        concurrent.futures.ThreadPoolExecutor(44) as pool,
+    ):
+        ask = functools.partial(httpx.post, small.url + CHAT, json=SHORT, timeout=30)
+        asked = [pool.submit(ask) for _ in range(44)]
+        until(lambda: sum(job.done() for job in asked) == 41)
+        assert {job.result().status_code for job in asked if job.done()} == {429}
+        start = time.monotonic()
+        assert httpx.get(f"{small.url}/health").status_code == 200
+        assert failures(small, "queue_full") == 41
+        print(f"health and metrics after {1e3 * (time.monotonic() - start):.0f} ms")
+        assert len(begun) == 1 and small.server.queue.n_waiting == 3
+        go_on.set()
+        assert sorted(job.result().status_code for job in asked) == [200] * 3 + [429] * 41
+
+
+def test_who_leaves_while_planning_keeps_the_place_until_it_is_over(loaded, planning):
+    begun, go_on = planning
+    with serving(loaded, ServeOptions(port=0, queue=2)) as small:
+        for _ in range(2):
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(small.url + CHAT, json=SHORT, timeout=0.2)
+        until(lambda: failures(small, "cancelled") == 2, 2.0)
+        assert len(begun) == 1 and small.server.queue.n_waiting == 1  # the second never begins
+        go_on.set()
+        until(lambda: small.server.queue.n_waiting == 0)
+        assert httpx.post(small.url + CHAT, json=SHORT).status_code == 200
+        assert len(begun) == 2
+
+
+@pytest.fixture
+def compiling(monkeypatch):
+    """Trials of grammars take until the event is set; the list has those that have begun."""
+    begun, go_on = [], threading.Event()
+
+    def slow(kind, text):
+        begun.append(text)
+        assert go_on.wait(20)
+
+    monkeypatch.setattr(prepare, "try_grammar", slow)
+    yield begun, go_on
+    go_on.set()
+
+
+def test_a_grammar_that_is_compiled_holds_up_nobody_else(live, compiling):
+    begun, go_on = compiling
+    slow = {**SHORT, "guided_regex": "[ab]+"}
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        asked = [pool.submit(httpx.post, live.url + CHAT, json=slow, timeout=30) for _ in range(12)]
+        until(lambda: begun)
+        for path, body in ((CHAT, SHORT), ("/tokenize", {"prompt": "a"})):
+            assert httpx.post(live.url + path, json=body, timeout=5).status_code == 200
+        assert len(begun) == 1  # one of a client's
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(live.url + CHAT, json=slow, timeout=0.2)
+        go_on.set()
+        assert {job.result().status_code for job in asked} == {200}
+    assert len(begun) == 12  # who left while waiting has none
+    until(lambda: live.server.queue.n_waiting == 0)
+
+
+def test_a_grammar_that_takes_long_is_refused_in_time_and_holds_up_nobody(live):
+    """A real one, of 700 characters, which would take hours."""
+    grammar = "start: A\nA: " + " & ".join(f"/.*b.{{{i}}}/" for i in range(60))
+    begin = time.monotonic()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        body = {**SHORT, "guided_grammar": grammar}
+        slow = pool.submit(httpx.post, live.url + CHAT, json=body, timeout=30)
+        n_others = 0
+        while not slow.done():
+            assert httpx.post(live.url + CHAT, json=SHORT, timeout=5).status_code == 200
+            n_others += 1
+    seconds = time.monotonic() - begin
+    print(f"refused after {seconds:.1f} s, {n_others} answers meanwhile")
+    assert slow.result().status_code == 400
+    assert "not compiled within 5 seconds" in slow.result().json()["error"]["message"]
+    assert seconds < 10 and n_others > 5
+
+
+def test_who_leaves_has_no_second_grammar_compiled_beside_the_first(live, compiling):
+    begun, go_on = compiling
+    for _ in range(2):
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(live.url + CHAT, json={**SHORT, "guided_regex": "[ab]+"}, timeout=0.3)
+    assert len(begun) == 1
+    go_on.set()
+    until(lambda: live.server.queue.n_waiting == 0)
+
+
+def test_a_long_text_is_read_beside_the_others(live, monkeypatch):
+    """One of a client's at a time; who leaves has no second one read beside the first."""
+    begun, go_on, original = [], threading.Event(), live.llm.tokenizer.encode_document
+
+    def encode(text):
+        if len(text) > 10_000:
+            begun.append(text)
+            assert go_on.wait(20)
+        return original(text)
+
+    monkeypatch.setattr(live.llm.tokenizer, "encode_document", encode)
+    ask = functools.partial(httpx.post, f"{live.url}/tokenize", timeout=30)
+    long = {"prompt": "é" * 20_000}
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(ask, json=long) for _ in range(3)]
+        until(lambda: begun)
+        for path, body in ((CHAT, SHORT), ("/tokenize", {"prompt": "a"})):
+            assert httpx.post(live.url + path, json=body, timeout=5).status_code == 200
+        slow = httpx.post(live.url + CHAT, json={**SHORT, "guided_regex": "[ab]+"}, timeout=20)
+        assert slow.status_code == 200  # grammars do not wait for texts
+        with pytest.raises(httpx.ReadTimeout):
+            ask(json=long, timeout=0.2)
+        assert len(begun) == 1
+        go_on.set()
+        assert {len(job.result().json()["tokens"]) for job in asked} == {40_000}
+    assert len(begun) == 3
+    until(lambda: live.server.queue.n_waiting == 0)
+
+
+def test_texts_that_are_read_at_the_same_time_are_read_right(live):
+    """One tokenizer serves all threads."""
+    texts = [letter * n for letter in "aé" for n in (100, 9_000, 20_000)] * 4
+
+    def n_tokens(text):
+        reply = httpx.post(f"{live.url}/tokenize", json={"prompt": text}, timeout=30)
+        return reply.json()["count"]
+
+    with concurrent.futures.ThreadPoolExecutor(24) as pool:
+        assert list(pool.map(n_tokens, texts)) == [len(text.encode()) for text in texts]
+
+
+def test_the_time_for_a_request_begins_before_it_is_planned(loaded, planning):
+    with serving(loaded, ServeOptions(port=0, timeout=0.3)) as hasty:
+        reply = httpx.post(hasty.url + CHAT, json=SHORT, timeout=10)
+        assert reply.status_code == 504 and "0.3 seconds" in reply.text
+        assert failures(hasty, "timeout") == 1
+        planning[1].set()
+
+
+def test_a_prompt_that_cannot_fit_is_not_encoded(live, monkeypatch):
+    def encode(text):
+        raise AssertionError("encoded")
+
+    monkeypatch.setattr(live.llm.tokenizer, "encode", encode)
+    monkeypatch.setattr(live.llm.tokenizer, "encode_document", encode)
+    text = "x" * 300_000
+    messages = [{"role": "user", "content": text}]
+    for path, body, part in (
+        ("v1/chat/completions", {"messages": messages}, "characters, max-seq-len 2,048"),
+        ("v1/chat/completions", SHORT | {"messages": SHORT["messages"] * 3000}, "3,000 are more"),
+        ("v1/completions", {"prompt": text}, "characters, max-seq-len 2,048"),
+        ("tokenize", {"prompt": text}, "characters, max-seq-len 2,048"),
+        ("tokenize", {"messages": messages}, "characters, max-seq-len 2,048"),
+    ):
+        reply = httpx.post(f"{live.url}/{path}", json=body)
+        assert reply.status_code == 400 and part in reply.text
+    monkeypatch.undo()
+    assert httpx.post(live.url + CHAT, json=SHORT).status_code == 200
