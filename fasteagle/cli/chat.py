@@ -4,34 +4,34 @@ from __future__ import annotations
 
 import sys
 
-from fasteagle.answering.grammar import check_grammar
+from fasteagle.answering.grammar_check import try_grammar
 from fasteagle.cli.command import leave, silent, uncollected
 from fasteagle.cli.markdown import AnswerScreen, Style
-from fasteagle.cli.options import AnswerDefaults, ChatOptions, utf8
+from fasteagle.cli.options import ChatOptions, utf8
 from fasteagle.cli.repl import Repl
 from fasteagle.cli.session import ChatSession, format_stats
 from fasteagle.errors import FasteagleError, note
 from fasteagle.llm import open_llm
-from fasteagle.options import DEFAULT_MODEL, DraftOptions, RuntimeOptions
+from fasteagle.options import DEFAULT_MODEL, Defaults, DraftOptions, RuntimeOptions
 
 
 def run_chat(
     model: str,
     runtime_options: RuntimeOptions,
     draft: DraftOptions,
-    defaults: AnswerDefaults,
+    defaults: Defaults,
     options: ChatOptions,
 ) -> None:
     """Answer a prompt (or piped standard input) once, or read questions until the user leaves."""
     question = _question(options.prompt)
     if defaults.form is not None:
-        check_grammar(defaults.form)
+        try_grammar(defaults.form.kind, defaults.form.text)
     say = silent if options.quiet else note
     with uncollected():
-        llm = open_llm(model, runtime_options, draft, say, think=options.think)
+        llm = open_llm(model, runtime_options, draft, say, think=options.think, form=defaults.form)
     if model == DEFAULT_MODEL:
         say(f"{model} is a small model for trying out, and often wrong: see `fasteagle models`")
-    if defaults.seed_is_drawn and not defaults.params.greedy:
+    if not defaults.seed_given and not defaults.params.greedy:
         say(f"seed {defaults.params.seed}")
     is_conversation = question is None
     # One answer is over before compilation pays; a conversation compiles while the person types.

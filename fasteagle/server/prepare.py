@@ -13,7 +13,7 @@ from fasteagle.answering.stream import opened_thought
 from fasteagle.config_fields import parse_shallow_json
 from fasteagle.errors import FasteagleError
 from fasteagle.llm import LLM
-from fasteagle.options import AnswerOptions, GrammarSpec, SamplingParams, fresh_seed
+from fasteagle.options import AnswerOptions, Defaults, GrammarSpec, SamplingParams, fresh_seed
 from fasteagle.server.protocol import (
     ChatMessage,
     ChatRequest,
@@ -34,18 +34,6 @@ class BadParameterError(FasteagleError):
     def __init__(self, param: str, message: str) -> None:
         super().__init__(f"{param}: {message}")
         self.param = param
-
-
-@dataclasses.dataclass(frozen=True)
-class Defaults:
-    """Settings of answers from the command line; a request may change them."""
-
-    params: SamplingParams = dataclasses.field(default_factory=SamplingParams)
-    answer: AnswerOptions = dataclasses.field(default_factory=AnswerOptions)
-    seed_given: bool = False  # else every answer draws one
-    form: GrammarSpec | None = None
-    system: str | None = None
-    think: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True)
