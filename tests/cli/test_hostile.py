@@ -190,7 +190,11 @@ REFUSED = [
     ("export-head x -o DIR/e", "", "Missing option '--to'. Choose from: eagle, specforge"),
     ("export-head x --to eagle -o DIR", "", "head 'x': no such folder"),
     ("export-head smollm2-135m --to eagle", "-o /proc/none", "cannot write /proc/none"),
-    ("generate-data --out DIR/g --seeds DIR/one", "", "\"text\"}: 'instruction' is missing"),
+    (
+        "generate-data --out DIR/g --count 3",
+        "--seeds DIR/one",
+        "\"text\"}: 'instruction' is missing",
+    ),
     ("serve", "--allow-host ''", "allow-host '' is empty: give a name"),
     ("serve", "--port 99999", "port 99999 is out of range: use >= 0 and < 65,536"),
     ("serve", "--host ''", "host '' is empty"),
