@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasteagle.answering.grammar_check import first_reason, grammar_text
+from fasteagle.answering.grammar_check import first_reason, grammar_text, library
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.options import GrammarSpec
@@ -36,7 +36,7 @@ class GrammarCompiler:
 
         Raises `FasteagleError` with llguidance's reason. May be called from several threads.
         """
-        llguidance = _library()
+        llguidance = library()
         with self._lock:
             if self._known is None:
                 self._known = self.tokenizer.guidance(self.vocab_size)
@@ -73,16 +73,6 @@ def _unpacked(words: Tensor) -> Tensor:
     """Return the bits of llguidance's masks [..., N] as booleans [..., N * BITS]."""
     bits = (words.unsqueeze(-1) >> torch.arange(BITS, dtype=torch.int32)) & 1
     return bits.bool().flatten(-2)
-
-
-def _library() -> Any:
-    try:
-        import llguidance  # of the optional extra [serve]
-    except ImportError as error:
-        raise FasteagleError(
-            "structured output needs llguidance: pip install 'fasteagle[serve]'"
-        ) from error
-    return llguidance
 
 
 class GrammarMask:

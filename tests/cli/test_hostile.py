@@ -262,6 +262,12 @@ def test_refused_before_anything_is_loaded(
     assert done.stderr.startswith("Error: ") and message in done.stderr and len(done.stderr) < 400
 
 
+def test_a_form_without_its_library(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    done = CliRunner().invoke(cli.main, ["chat", "-p", "x", "--regex", "a"])
+    assert done.exit_code == 2 and "pip install 'fasteagle[serve]'" in done.stderr
+
+
 def test_a_hub_that_never_answers_costs_five_seconds(silent_hub, tmp_path):
     """Besides the time that Python and torch need to start."""
     seconds = []
