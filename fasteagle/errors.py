@@ -71,15 +71,23 @@ def note(text: str) -> None:
 
 
 def with_progress(
-    items: Iterable[Item], total: int, done: str, unit: str, notify: Callable[[str], None]
+    items: Iterable[Item],
+    total: int,
+    done: str,
+    unit: str,
+    notify: Callable[[str], None],
+    more: Callable[[], str] = lambda: "",
 ) -> Iterator[Item]:
-    """Yield `items`; notify every `TELL_SECONDS` of how many of `total` units are `done`."""
+    """Yield `items`; notify every `TELL_SECONDS` of how many of `total` units are `done`.
+
+    `more` returns what the line says besides.
+    """
     last = time.monotonic()
     for number, item in enumerate(items, 1):
+        yield item
         if time.monotonic() - last >= TELL_SECONDS:
             last = time.monotonic()
-            notify(f"{done} {number:,} of {total:,} {unit} ...")
-        yield item
+            notify(f"{done} {number:,} of {total:,} {unit}{more()} ...")
 
 
 def size_of(n_bytes: float) -> str:

@@ -82,13 +82,14 @@ class LLM:
         tokenizer: ChatTokenizer,
         prefix_cache_gb: float = 0.0,
         prefix_cache_on: str = "host",
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.name, self.engine, self.tokenizer = name, engine, tokenizer
         self.preparation: Preparation | None = None
         place = engine.device if prefix_cache_on == "device" else "cpu"
         self.prefix_cache = PrefixCache(int(prefix_cache_gb * 2**30), place)
         self.texts = KnownTexts(tokenizer)
-        self._grammars = GrammarCompiler(tokenizer, engine.model.config.vocab_size)
+        self._grammars = grammars or GrammarCompiler(tokenizer, engine.model.config.vocab_size)
         self._turn = threading.Lock()
         self._closed = False
 
@@ -343,6 +344,7 @@ def open_llm(
     prefix_cache_gb: float = 0.0,
     prefix_cache_on: str = "host",
     think: bool | None = None,
+    form: GrammarSpec | None = None,
 ) -> LLM:
     """Load the model with its drafter; refuse what cannot run before weights are read."""
     ServeOptions(prefix_cache=prefix_cache_gb)  # checks it
@@ -352,6 +354,9 @@ def open_llm(
         opened.tokenizer.check_think(think)
     if not opened.tokenizer.template:
         notify("no chat template in the model's files: messages are joined as they are")
+    grammars = GrammarCompiler(opened.tokenizer, opened.checkpoint.config.vocab_size)
+    if form is not None:
+        grammars.start(form)  # refuses what has no text in this vocabulary
     drafting = plan_drafting(draft, opened, runtime_options, notify)
     runtime = opened.loaded(runtime_options, notify, drafting.shape)
     engine = runtime.engine
@@ -359,4 +364,4 @@ def open_llm(
     engine.compile_ahead()
     if model == DEFAULT_MODEL:
         notify(f"{model} is a small model for trying out, and often wrong: see `fasteagle models`")
-    return LLM(runtime.name, engine, runtime.tokenizer, prefix_cache_gb, prefix_cache_on)
+    return LLM(runtime.name, engine, runtime.tokenizer, prefix_cache_gb, prefix_cache_on, grammars)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import random
 import re
 from pathlib import Path
@@ -88,6 +89,18 @@ class GrammarSpec:
             require(is_schema, "json_schema must be a JSON object")
 
 
+@dataclasses.dataclass(frozen=True)
+class Defaults:
+    """Settings of answers from the command line; a person or a request may change them."""
+
+    params: SamplingParams = dataclasses.field(default_factory=SamplingParams)
+    answer: AnswerOptions = dataclasses.field(default_factory=AnswerOptions)
+    seed_is_fixed: bool = False  # else it was drawn, and every answer of a server draws one
+    form: GrammarSpec | None = None
+    system: str | None = None
+    think: bool | None = None
+
+
 KV = ("auto", "int8")
 LM_HEAD_BITS = {"int8": 8, "int4": 4, "keep": 16}
 # Parts after the scheme in the name of a precision, for example int4-g64-lm4-fp32-aten.
@@ -137,6 +150,11 @@ class RuntimeOptions:
         require(
             bool(re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device))),
             f"device {self.device!r} is not supported: use auto, cpu, cuda or cuda:N",
+        )
+        cores = os.cpu_count() or 1
+        require(  # threads that wait for each other's cores take a hundred times as long
+            self.threads is None or self.threads <= cores,
+            f"threads {self.threads} is more than this machine's {cores} CPUs: use at most {cores}",
         )
         require(
             self.backend == "fasteagle" or self.quant is not None,
@@ -364,6 +382,7 @@ class ServeOptions:
     def __post_init__(self) -> None:
         check(self)
         require(self.host != "", "host '' is empty: give an address, as 127.0.0.1")
+        require(all(self.allow_host), "allow-host '' is empty: give a name, as example.org")
         for origin in self.allow_origin:
             plain = origin.count("/") == 2 and origin.startswith(("http://", "https://"))
             require(plain, f"allow-origin {origin!r}: use scheme and host, as https://example.org")

@@ -48,7 +48,7 @@ def json_lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _question(line: str, where: str) -> Question:
-    with _expecting('{"turns": ["text", ...]}', where):
+    with expecting('{"turns": ["text", ...]}', where):
         turns = parse_json(line)["turns"]
         if type(turns) is not list or not turns:
             raise ValueError("turns must be a list of texts")
@@ -59,7 +59,7 @@ def _question(line: str, where: str) -> Question:
 
 
 @contextlib.contextmanager
-def _expecting(form: str, where: str) -> Iterator[None]:
+def expecting(form: str, where: str) -> Iterator[None]:
     """Raise `FasteagleError` that names the expected `form` for what is wrong with a line."""
     try:
         yield
@@ -97,7 +97,7 @@ def read_conversations(
 
 
 def _conversation(line: str, where: str, vocab_size: int, max_len: int) -> Conversation:
-    with _expecting('{"ids": [...], "prompt_len": n}', where):
+    with expecting('{"ids": [...], "prompt_len": n}', where):
         raw = parse_json(line)
         ids, prompt_len = raw["ids"], raw["prompt_len"]
         if type(ids) is not list or not all(type(i) is int for i in ids):

@@ -87,7 +87,7 @@ class StaticShape(Shape):
         return f"{self.depth}, -, {self.nodes}"
 
 
-MAX_REACH = 63  # most looked-up tokens in a row
+MAX_REACH = 63  # most tokens in a row that are looked up, or lie below each other in a file's tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,6 +169,8 @@ def read_tree(path: Path) -> Paths:
         raw = parse_json(path.read_text("utf-8"))
         if not all(type(rank) is int for node in raw for rank in node):
             raise ValueError("ranks must be integers")
+        if any(len(node) > MAX_REACH for node in raw):
+            raise ValueError(f"at most {MAX_REACH} ranks each")
         return tuple(tuple(node) for node in raw)
     except TypeError as error:
         raise FasteagleError(f"tree file {path}: expected a list of paths ({error})") from error

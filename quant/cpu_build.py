@@ -96,15 +96,19 @@ def why_no_compiler(flags: tuple[str, ...] = ()) -> str | None:
     return None
 
 
-def chosen() -> Isa:
+def chosen(notify: Notify | None = None) -> Isa:
     """Return the fastest path that this CPU can run: one already built, or known to the compiler.
 
-    -mavxvnni came with GCC 11. If the compiler accepts no flags at all, returns the fastest path:
-    its compilation gives the best error message.
+    `notify` is told before the compiler is asked anything, for it may hang. -mavxvnni came with GCC
+    11. If the compiler accepts no flags at all, returns the fastest path: its compilation gives the
+    best error message.
     """
     isas = runnable()
     if built := [isa for isa in isas if library_path(isa).exists()]:
         return built[0]
+    if notify is not None:
+        limit = f"at most {TIME_LIMIT / 60:.0f} minutes"
+        notify(f"compiling the CPU kernels (once, half a minute; {limit}) ...")
     if (reason := why_no_compiler()) is not None:
         raise BuildError(reason)
     return next((isa for isa in isas if why_no_compiler(isa.flags) is None), isas[0])
@@ -138,17 +142,14 @@ def command(isa: Isa, namespace: str, out: Path, source: Path | None = None) -> 
     ]
 
 
-def build(isa: Isa, namespace: str = NAMESPACE, notify: Notify | None = None) -> Path:
-    """Return the library's path, after compiling it if it is missing, of which `notify` tells.
+def build(isa: Isa, namespace: str = NAMESPACE) -> Path:
+    """Return the library's path, after compiling it if it is missing.
 
     Raises `BuildError` if the compiler fails, and `OSError` if a file cannot be read or written.
     """
     path = library_path(isa, namespace)
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        if notify is not None:
-            limit = f"at most {TIME_LIMIT / 60:.0f} minutes"
-            notify(f"compiling the CPU kernels (once, half a minute; {limit}) ...")
         with open(path.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # released when the process ends
             if not path.exists():
@@ -208,7 +209,7 @@ def load(isa: Isa | None = None, namespace: str = NAMESPACE, notify: Notify | No
     with _lock:
         if namespace not in _loaded:
             try:
-                _load_library(build(isa or chosen(), namespace, notify))
+                _load_library(build(isa or chosen(notify), namespace))
                 _register_fakes(namespace)
                 _loaded[namespace] = None
             except (BuildError, OSError) as error:

@@ -23,7 +23,7 @@ import torch
 
 from fasteagle.bench.options import BenchOptions
 from fasteagle.bench.rows import Decoder, Row, Turn
-from fasteagle.bench.run import answer, build_rows, warm_up, with_bar
+from fasteagle.bench.run import answer, build_rows, warm_up, with_speeds
 from fasteagle.cli.command import Script
 from fasteagle.cli.options import FILE, comma_list
 from fasteagle.decoding.context import common_prefix
@@ -142,7 +142,7 @@ def main(
     measured += build_rows("auto", options, opened, runtime)
     device = torch.device("cpu")
     warm_up(measured, questions[0], opened.tokenizer)
-    for number, question in enumerate(with_bar(questions, measured), 1):
+    for number, question in enumerate(with_speeds(questions, measured), 1):
         # The first one pays for whatever ran before: everybody is it once.
         turn = number % len(measured)
         for row in [*measured[turn:], *measured[:turn]]:

@@ -375,6 +375,8 @@ def exact_probabilities(model, prompt, params) -> torch.Tensor:
 )
 def test_the_whole_cycle_is_one_graph_whatever_the_length(target, head, names, params):
     """No break, nothing read by the host; the committed length is a value, not another graph."""
+    if names is None and (params is GREEDY) == (head.config.eagle3 is not None):
+        pytest.skip("tracing takes half a minute: each kind of head draws one way")
     kind, _ = drawing(params, target.config.vocab_size)
     made = drafters(target, head)
     for drafter in (made[name] for name in names or made):

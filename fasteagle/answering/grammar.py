@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasteagle.answering.grammar_check import first_reason, grammar_text
+from fasteagle.answering.grammar_check import first_reason, grammar_text, library
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.options import GrammarSpec
@@ -36,7 +36,7 @@ class GrammarCompiler:
 
         Raises `FasteagleError` with llguidance's reason. May be called from several threads.
         """
-        llguidance = _library()
+        llguidance = library()
         with self._lock:
             if self._known is None:
                 self._known = self.tokenizer.guidance(self.vocab_size)
@@ -45,32 +45,34 @@ class GrammarCompiler:
         except ValueError as error:
             raise FasteagleError(f"{spec.kind}: {first_reason(error)}") from error
         matcher = llguidance.LLMatcher(self._known, text, log_level=0)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # fails where no text has this form
-        if matcher.is_error():
-            raise FasteagleError(f"{spec.kind}: {first_reason(matcher.get_error())}")
+        if reason := _early_failure(matcher, self.tokenizer.eos_ids):
+            raise FasteagleError(f"{spec.kind}: {reason}")
         return GrammarMask(matcher, self.tokenizer.eos_ids)
 
 
-def check_grammar(spec: GrammarSpec) -> None:
-    """Raise `FasteagleError` for a form that is invalid with any tokenizer; needs no model."""
-    matcher = _library().LLMatcher
-    try:
-        problem = matcher.validate_grammar(grammar_text(spec.kind, spec.text))
-    except ValueError as error:
-        problem = str(error)
-    if problem:
-        raise FasteagleError(f"{spec.kind}: {first_reason(problem)}")
+def _early_failure(matcher: Any, eos_ids: frozenset[int]) -> str:
+    """Return why a grammar fails before its first token or right after it, or an empty string.
+
+    Some that are too large are accepted, and fail where the first token is consumed.
+    """
+    if not matcher.is_error():
+        allowed = _unpacked(
+            torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.int32)
+        )
+        tokens = (t for t in allowed.nonzero().flatten().tolist() if t not in eos_ids)
+        if not matcher.is_error() and (token := next(tokens, None)) is not None:
+            matcher = matcher.deep_copy()
+            matcher.consume_token(token)
+    if not matcher.is_error():
+        return ""
+    reason = first_reason(matcher.get_error())
+    return "no text has this form" if reason.startswith("NoExtensionBias") else reason
 
 
-def _library() -> Any:
-    try:
-        import llguidance  # of the optional extra [serve]
-    except ImportError as error:
-        raise FasteagleError(
-            "structured output needs llguidance: pip install 'fasteagle[serve]'"
-        ) from error
-    return llguidance
+def _unpacked(words: Tensor) -> Tensor:
+    """Return the bits of llguidance's masks [..., N] as booleans [..., N * BITS]."""
+    bits = (words.unsqueeze(-1) >> torch.arange(BITS, dtype=torch.int32)) & 1
+    return bits.bool().flatten(-2)
 
 
 class GrammarMask:
@@ -90,8 +92,7 @@ class GrammarMask:
             if valid[row]:
                 children[parents[row]].append(row)
         self._fill(words, 0, tokens, children)
-        bits = (words.unsqueeze(-1) >> torch.arange(BITS, dtype=torch.int32)) & 1
-        return bits.bool().flatten(1)[:, :vocab_size]
+        return _unpacked(words)[:, :vocab_size]
 
     def _fill(
         self, words: Tensor, row: int, tokens: Sequence[int], children: list[list[int]]

@@ -23,6 +23,17 @@ TRIAL_STACK = 2**21  # less than a thread's, where tried grammars then recurse s
 KNOWN_TRIALS = 256  # number of cached verdicts
 
 
+def library() -> Any:
+    """Return llguidance; raise `FasteagleError` where it is not installed."""
+    try:
+        import llguidance  # of the optional extra [serve]
+    except ImportError as error:
+        raise FasteagleError(
+            "structured output needs llguidance: pip install 'fasteagle[serve]'"
+        ) from error
+    return llguidance
+
+
 def grammar_text(kind: str, text: str) -> str:
     """Return a form in llguidance's notation; raise ValueError for invalid ones."""
     import llguidance  # of the extra [serve]
@@ -45,6 +56,7 @@ def first_reason(error: object) -> str:
 
 def try_grammar(kind: str, text: str) -> None:
     """Raise `FasteagleError` where a grammar is too large, too slow, or invalid."""
+    library()
     if len(text) > MOST_CHARACTERS:
         raise FasteagleError(
             f"{kind}: {len(text):,} characters are too many: use at most {MOST_CHARACTERS:,}"

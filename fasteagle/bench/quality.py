@@ -88,7 +88,7 @@ class Predictions:
     @torch.no_grad()
     def __init__(self, engine: Engine, windows: Sequence[list[int]]) -> None:
         self.windows = windows
-        steps = with_progress(windows, len(windows), "read", "windows", note)
+        steps = with_progress(windows, len(windows), "predicted", "windows", note)
         self.features = [engine.features(ids) for ids in steps]
         self.lm_head: nn.Module = engine.model.lm_head
 
@@ -103,7 +103,9 @@ def _measure(
 ) -> Quality:
     """Compare a model's predictions with the reference's, a few rows at a time."""
     loss = kl = same = 0.0
-    for i, ids in enumerate(predictions.windows):
+    windows = predictions.windows
+    steps = with_progress(windows, len(windows), f"{precision}: compared", "windows", note)
+    for i, ids in enumerate(steps):
         last = len(ids) - 1  # which predicts nothing that is known
         for begin in range(0, last, ROWS_AT_ONCE):
             rows = slice(begin, min(begin + ROWS_AT_ONCE, last))
@@ -112,7 +114,7 @@ def _measure(
             loss += float(F.nll_loss(ours, next_ids, reduction="sum"))
             kl += float(F.kl_div(ours, theirs, reduction="sum", log_target=True))
             same += float((ours.argmax(-1) == theirs.argmax(-1)).sum())
-    n = sum(len(ids) - 1 for ids in predictions.windows)
+    n = sum(len(ids) - 1 for ids in windows)
     scheme, config = prepared.scheme, prepared.checkpoint.config
     dense = required_bytes(config, prepared.dtype, 0)[0]
     size = (scheme.model_bytes(config) if scheme else dense) / 1e9

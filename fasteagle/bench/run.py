@@ -11,8 +11,6 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fasteagle.bench.hf import HFDecoder, hf_model
 from fasteagle.bench.measure import peak_meter
@@ -30,7 +28,7 @@ from fasteagle.compile.int8_cache import cache_bytes
 from fasteagle.device import TORCH_DTYPES, available_bytes, give_back, pick_device, pick_dtype
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.errors import note
+from fasteagle.errors import note, with_progress
 from fasteagle.generate import Engine
 from fasteagle.llm import LLM
 from fasteagle.loading.checkpoint import required_bytes
@@ -68,7 +66,7 @@ def run(
         for row in group:
             if reason := row.decoder.uncaptured():
                 note(f"warning: {row.name} {row.precision} runs without CUDA graphs: {reason}")
-        for question in with_bar(questions, group):
+        for question in with_speeds(questions, group):
             for row in group:
                 answer(row, question, opened.tokenizer, options.max_new_tokens, device)
         for row in group:
@@ -234,28 +232,14 @@ def warm_up(rows: Sequence[Row], question: Question, tokenizer: ChatTokenizer) -
         row.decoder.turn(prompt, WARM_UP_TOKENS)
 
 
-def with_bar(questions: Sequence[Question], rows: Sequence[Row]) -> Iterator[Question]:
-    """Yield the questions, and show how many all rows have answered, and at which speed.
+def with_speeds(questions: Sequence[Question], rows: Sequence[Row]) -> Iterator[Question]:
+    """Yield the questions; tell now and then how many all rows have answered, at which speed."""
 
-    A terminal has a bar, anything else a line a question.
-    """
-    console = Console(stderr=True)
-    columns = TextColumn("question"), MofNCompleteColumn(), BarColumn(20), TimeRemainingColumn()
-    bar = Progress(
-        *columns,
-        TextColumn("{task.fields[rates]}"),
-        console=console,
-        disable=not console.is_terminal,
-        auto_refresh=False,  # its thread would run while tokens are timed
-    )
-    task = bar.add_task("", total=len(questions), rates="")
-    with bar:
-        for number, question in enumerate(questions, 1):
-            yield question
-            rates = ", ".join(f"{row.name} {row.precision} {row.tok_s:.1f}" for row in rows)
-            bar.update(task, completed=number, rates=f"{rates} tok/s", refresh=True)
-            if bar.disable:
-                note(f"question {number} of {len(questions)}: {rates} tok/s")
+    def speeds() -> str:
+        rates = ", ".join(f"{row.name} {row.precision} {row.tok_s:.1f}" for row in rows)
+        return f": {rates} tok/s"
+
+    return with_progress(questions, len(questions), "answered", "questions", note, speeds)
 
 
 def answer(

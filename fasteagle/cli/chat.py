@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import sys
 
-from fasteagle.answering.grammar import check_grammar
+from fasteagle.answering.grammar_check import try_grammar
 from fasteagle.cli.command import leave, silent, uncollected
 from fasteagle.cli.markdown import AnswerScreen, Style
-from fasteagle.cli.options import AnswerDefaults, ChatOptions, utf8
+from fasteagle.cli.options import ChatOptions, utf8
 from fasteagle.cli.repl import Repl
 from fasteagle.cli.session import ChatSession, format_stats
 from fasteagle.errors import FasteagleError, note
 from fasteagle.llm import open_llm
-from fasteagle.options import DraftOptions, RuntimeOptions
+from fasteagle.options import Defaults, DraftOptions, RuntimeOptions
 
 
 def run_chat(
     model: str,
     runtime_options: RuntimeOptions,
     draft: DraftOptions,
-    defaults: AnswerDefaults,
+    defaults: Defaults,
     options: ChatOptions,
 ) -> None:
     """Answer a prompt (or piped standard input) once, or read questions until the user leaves."""
     question = _question(options.prompt)
     if defaults.form is not None:
-        check_grammar(defaults.form)
+        try_grammar(defaults.form.kind, defaults.form.text)
     say = silent if options.quiet else note
     with uncollected():
-        llm = open_llm(model, runtime_options, draft, say, think=options.think)
-    if defaults.seed_is_drawn and not defaults.params.greedy:
+        llm = open_llm(model, runtime_options, draft, say, think=options.think, form=defaults.form)
+    if not defaults.seed_is_fixed and not defaults.params.greedy:
         say(f"seed {defaults.params.seed}")
     is_conversation = question is None
     # One answer is over before compilation pays; a conversation compiles while the person types.

@@ -60,7 +60,7 @@ def _in_one_line() -> Iterator[None]:
         raise
     except click.UsageError as error:
         command = error.ctx.command_path if error.ctx is not None else "fasteagle"
-        problem = " ".join(error.format_message().split()).rstrip(".")
+        problem = " ".join(error.format_message().split()).rstrip(".?")
         raise UserError(f"{problem}: see `{command} --help`") from error
     except FasteagleError as error:
         raise UserError(str(error)) from error

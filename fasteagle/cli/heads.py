@@ -18,6 +18,7 @@ from fasteagle.loading.heads.write import HeadTarget, export_head
 from fasteagle.loading.open import Runtime, open_model
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.options import RuntimeOptions
+from fasteagle.paths import require_writable
 
 
 def run_inspect_head(
@@ -65,6 +66,8 @@ def run_export_head(head: str, out: Path, options: ExportOptions) -> None:
     files = named_head(head)
     if out.exists() and (out.is_file() or any(out.iterdir())):
         raise FasteagleError(f"{out} is there already: give another -o")
+    if not out.exists():
+        require_writable(out)
     if options.to == "gguf" and out.suffix != ".gguf":
         raise FasteagleError(f"-o {out} must be the name of a .gguf file")
     target = None if options.model is None else _export_target(options.model)

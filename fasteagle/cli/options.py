@@ -24,6 +24,7 @@ from fasteagle.options import (
     EXPORT_FORMATS,
     TAP_LAYERS_TEXT,
     AnswerOptions,
+    Defaults,
     DraftOptions,
     GrammarSpec,
     RuntimeOptions,
@@ -263,7 +264,7 @@ model_options = groups(MODEL)
 TREE_SIZES = ("tree_depth", "tree_topk", "tree_nodes")
 UNUSED = {  # by drafter: what it does not read
     "none": (*TREE_SIZES, "head", "tap_layers", "lookup_depth"),
-    "ngram": (*TREE_SIZES, "tap_layers"),
+    "ngram": (*TREE_SIZES, "head", "tap_layers"),
     "eagle-static": TREE_SIZES,
     "eagle-chain": ("tree_topk", "tree_nodes"),
 }
@@ -297,23 +298,13 @@ NO_SPEC = click.option("--no-spec", is_flag=True, help="The same as --drafter no
 DRAFT = Group((NO_SPEC, *options_of(DraftOptions)), _take_draft)
 
 
-@dataclasses.dataclass(frozen=True)
-class AnswerDefaults:
-    """How answers are made until the person or a request says otherwise."""
-
-    params: SamplingParams
-    answer: AnswerOptions
-    form: GrammarSpec | None
-    seed_is_drawn: bool
-
-
 def _take_answers(values: Values) -> Values:
     form = _taken_form(values)
-    is_drawn = values["seed"] is None
-    if is_drawn:
+    seed_is_fixed = values["seed"] is not None
+    if not seed_is_fixed:
         values["seed"] = fresh_seed()
-    params = taken(SamplingParams, values)
-    return {"defaults": AnswerDefaults(params, taken(AnswerOptions, values), form, is_drawn)}
+    params, answer = taken(SamplingParams, values), taken(AnswerOptions, values)
+    return {"defaults": Defaults(params, answer, seed_is_fixed, form)}
 
 
 def _taken_form(values: Values) -> GrammarSpec | None:

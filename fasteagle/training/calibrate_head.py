@@ -52,6 +52,11 @@ SHORT_OF_MEMORY = "use --device cpu, a smaller --max-seq-len, or a smaller model
 def calibrate_head(model: str, runtime: RuntimeOptions, options: CalibrateOptions) -> None:
     """Fit the draft head of `model` to its quantized weights and write it where chat finds it."""
     begun = time.perf_counter()
+    if runtime.quant is None and runtime.dtype != "auto":
+        raise FasteagleError(
+            f"precision {runtime.dtype} is not quantized, and heads are calibrated to quantized "
+            "weights: give --int4, --int8 or a scheme"
+        )
     opened = open_model(model, runtime)
     runtime = dataclasses.replace(runtime, quant=runtime.quant or opened.own_quant or "int4-g64")
     _check_early(opened, runtime, options)

@@ -19,7 +19,7 @@ from fasteagle.config_fields import parse_json
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.tokenizer import Message
 from fasteagle.options import SamplingParams
-from fasteagle.prompts import json_lines, read_questions
+from fasteagle.prompts import expecting, json_lines, read_questions
 from fasteagle.training.filters import Excluded, repetition
 from fasteagle.training.options import DataOptions
 
@@ -163,16 +163,12 @@ def read_seeds(path: Path) -> list[str]:
 
 
 def _seed(line: str, where: str) -> str:
-    try:
+    with expecting('{"instruction": "text", "input": "text"}', where):
         raw = parse_json(line)
         parts = (raw["instruction"], raw.get("input", ""))
         if not all(isinstance(part, str) for part in parts) or not parts[0].strip():
             raise ValueError("instruction and input must be texts")
         "".join(parts).encode()  # JSON may hold halves of characters
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise FasteagleError(
-            f'{where}: expected {{"instruction": "text", "input": "text"}} ({error!r})'
-        ) from error
     return "\n".join(part.strip() for part in parts if part.strip())
 
 

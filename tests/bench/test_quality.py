@@ -37,11 +37,15 @@ def logits_of(checkpoint, windows):
         return [model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1) for ids in windows]
 
 
-def test_against_transformers(folder, text):
+def test_against_transformers(folder, text, monkeypatch, capsys):
     options = EvalOptions(text, ("fp32", "int8", "int4-g32"), tokens=300, window=64)
     # The stored values, nothing else.
     runtime = RuntimeOptions(dtype="fp32", lm_head="keep", cpu_kernels="aten")
+    monkeypatch.setattr("fasteagle.errors.TELL_SECONDS", 0)
     qualities = evaluate(str(folder), options, runtime)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines.count("predicted 1 of 4 windows ...") == 4, lines
+    assert lines.count("int8: compared 4 of 4 windows ...") == 1, lines
     assert [q.precision for q in qualities] == ["fp32", "fp32", "int8", "int4-g32"]
     ids = load_tokenizer(folder).encode(TEXT)[:300]
     windows = [ids[i : i + 64] for i in range(0, 256, 64)]

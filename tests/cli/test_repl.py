@@ -158,17 +158,20 @@ def test_tint_is_switched(typed):
 
 
 # What stands in the place of a part of a saved conversation, and why that is refused.
+DEEP = ("[" * 100_000, "nested too deeply")
 NO_TURNS = [{"role": "assistant", "content": "x"}]
 UNREADABLE = [
-    ({"think": "on"}, "is no saved conversation (think is 'on')"),
+    ({"think": "on"}, "is no saved conversation: think is 'on'"),
     ({"turns": NO_TURNS}, "turns do not alternate"),
-    ({"turns": 3}, "is no saved conversation"),
+    ({"turns": 3}, "is no saved conversation: turns are no list of messages"),
+    ({"turns": ["hi"]}, "is no saved conversation: turns are no list of messages"),
+    ({"turns": [{"role": "user"}]}, "is no saved conversation: 'content' is missing"),
     ({"turns": [{"role": "user", "content": 3}]}, "content 3 is no text"),
     ({"system": 3}, "system 3 is no text"),
     ({"params": {"temperature": "hot"}}, "temperature 'hot' is not a number"),
-    ({"params": {"heat": 1}}, "is no saved conversation"),
+    ({"params": {"heat": 1}}, "is no saved conversation: params knows no 'heat'"),
     ({"answer": {"stop": 3}}, "stop 3 is no text"),
-    ({"answer": None}, "is no saved conversation"),
+    ({"answer": None}, "is no saved conversation: answer is no JSON object"),
 ]
 
 
@@ -196,7 +199,12 @@ def test_save_and_load(typed, tmp_path):
     for changed, reason in UNREADABLE:
         path.write_text(json.dumps({**saved, **changed}))
         assert reason in typed(f"/load {path}")
-    for text, reason in (("{}", "'turns' is missing"), ("[1]", "it is no JSON object"), ("{", "")):
+    for text, reason in (
+        ("{}", "'turns' is missing"),
+        ("[1]", "it is no JSON object"),
+        ("{", ""),
+        DEEP,
+    ):
         path.write_text(text)
         assert f"{path} is no saved conversation" in (shown := typed(f"/load {path}"))
         assert reason in shown

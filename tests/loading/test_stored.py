@@ -256,9 +256,14 @@ def test_an_lm_head_quantized_in_parts_is_the_same(folder, monkeypatch):
     assert torch.equal(head(8192)(x), head(7)(x))
 
 
-def test_torchao_runs_beside_ours(folder):
+def test_torchao_runs_beside_ours(folder, monkeypatch):
     options = RuntimeOptions(quant="int8", backend="torchao", max_seq_len=64)
-    runtime = open_model(str(folder)).loaded(options)
+    monkeypatch.setattr("fasteagle.errors.TELL_SECONDS", 0)
+    lines: list[str] = []
+    runtime = open_model(str(folder)).loaded(options, lines.append)
+    n = len(runtime.engine.model.blocks)
+    assert lines[0] == "torchao quantizes to int8 (at every start) ..."
+    assert lines[1] == f"quantized 1 of {n} blocks ..."
     assert "torchao" in type(runtime.engine.model.blocks[0].mlp.down.weight).__module__
     assert len(tokens(runtime.engine, 4)) == 4
     engine = open_model(str(folder)).prepared(RuntimeOptions(quant="int8", max_seq_len=64)).engine()

@@ -84,14 +84,23 @@ def test_a_compiler_that_hangs_is_stopped_with_its_children(fake_compiler, monke
     pytest.fail("the child lives on")
 
 
-def test_a_compiler_that_never_answers_is_asked_once_and_not_for_long(fake_compiler, monkeypatch):
-    fake_compiler("sleep 60\n")
+def test_a_compiler_that_never_answers_is_asked_once_and_not_for_long(
+    fake_compiler, monkeypatch, tmp_path
+):
+    calls = tmp_path / "calls"
+    fake_compiler(f"echo once >> {calls}\nsleep 60\n")
     monkeypatch.setattr(cpu_build, "runnable", lambda: [cpu_build.ISAS[-2]])
     monkeypatch.setattr(cpu_build, "PROBE_LIMIT", 0.5)
-    begin = time.monotonic()
+    begin, lines = time.monotonic(), []
+
+    def notify(line):
+        lines.append(line)
+        assert not calls.exists(), "said before it is asked anything"
+
     for _ in range(2):
-        assert cpu_build.available("auto") == "the compiler took more than 0 s"
-    assert time.monotonic() - begin < 5
+        assert cpu_build.available("auto", notify) == "the compiler took more than 0 s"
+    assert time.monotonic() - begin < 5 and calls.read_text() == "once\n"
+    assert len(lines) == 1 and lines[0].startswith("compiling the CPU kernels (once")
 
 
 @pytest.mark.parametrize("gone", ["source", "compiler", "interpreter", "cache", "PATH"])

@@ -22,10 +22,9 @@ import fasteagle
 from fasteagle.answering.answer import Chunk
 from fasteagle.answering.prefix_cache import PrefixCache
 from fasteagle.decoding.stats import Stats
-from fasteagle.options import AnswerOptions, SamplingParams, ServeOptions
+from fasteagle.options import AnswerOptions, Defaults, SamplingParams, ServeOptions
 from fasteagle.server import run as running
 from fasteagle.server.app import Server
-from fasteagle.server.prepare import Defaults
 from helpers import save_tiny
 
 # A letter's token id: biased by 100 it is always drawn, and n-grams guess it.

@@ -12,9 +12,8 @@ import pytest
 
 from conftest import serving
 from fasteagle.errors import FasteagleError
-from fasteagle.options import AnswerOptions, ServeOptions
+from fasteagle.options import AnswerOptions, Defaults, ServeOptions
 from fasteagle.server import guard, run
-from fasteagle.server.prepare import Defaults
 from fasteagle.server.protocol import (
     ChatRequest,
     CompletionRequest,

@@ -17,8 +17,7 @@ import pytest
 
 from conftest import CHAT, LONG, SHORT, deaf, failures, serving, until
 from fasteagle.errors import EngineError
-from fasteagle.options import AnswerOptions
-from fasteagle.server.prepare import Defaults
+from fasteagle.options import AnswerOptions, Defaults
 
 
 def test_what_fails_in_the_engine_is_not_the_request(live, monkeypatch):

@@ -14,8 +14,7 @@ import pydantic
 import pytest
 
 from conftest import LLAMA, QWEN, WEATHER
-from fasteagle.options import AnswerOptions
-from fasteagle.server.prepare import Defaults
+from fasteagle.options import AnswerOptions, Defaults
 
 pytest.importorskip("llguidance")
 
