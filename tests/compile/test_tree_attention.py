@@ -122,7 +122,7 @@ def test_a_prompt_reads_the_keys_of_its_mask_alone(int8):
         k, v = (quantized_rows(cache.nan_to_num(9.0)) for cache in (k, v))
     ways = [prompt_attention, int8_cache.attend, *([] if int8 else [model.attend])]
     for way in ways:
-        assert torch.allclose(way(q, k, v, mask), expected, atol=0.05 if int8 else 1e-6)
+        assert torch.allclose(way(q, k, v, mask), expected, atol=0.1 if int8 else 1e-6)
 
 
 def test_prompts_do_without_the_kernels_of_cudnn(monkeypatch):
