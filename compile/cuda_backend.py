@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fasteagle.compile import cuda_ops, fixed_norm, int8_cache
 from fasteagle.compile.cuda_blocks import MAX_ROWS, MOST_UNNORMED, FusedBlocks, fits
-from fasteagle.compile.fixed_norm import keep_sums_finite
+from fasteagle.compile.fixed_norm import expect_normed_inputs, keep_sums_finite
 from fasteagle.compile.graphs import CapturedRunner, CudaGraphs
 from fasteagle.compile.tree_attention import OPS, has_kernel, has_triton
 from fasteagle.config import ModelConfig
@@ -60,6 +60,7 @@ class CudaBackend(Backend):
         ops = int8_cache.OPS if int8 else CORE
         if self._attends:
             keep_sums_finite(model.blocks, "model")
+            expect_normed_inputs(model.blocks)
             ops = self._kernel_ops(model, OPS._replace(write=ops.write))
         super().__init__(int8_cache.over_int8(model, ops) if int8 else Target(model, ops), advice)
         self.name = "cuda"

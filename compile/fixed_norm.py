@@ -10,13 +10,14 @@ Shapes: T rows, D columns.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from fasteagle.device import on_device_of
 from fasteagle.errors import note
-from fasteagle.model import RMSNorm
+from fasteagle.model import Block, RMSNorm
 from fasteagle.quant.cuda_linear import InterleavedLinear
 
 GROUP = 128  # products that are added up in fp16, at most
@@ -71,3 +72,19 @@ def keep_sums_finite(blocks: nn.Module, name: str) -> bool:
         f"sums in fp32: by its norms' scales, sums of the {name} might be {most:,.0f}, beyond fp16"
     )
     return True
+
+
+def expect_normed_inputs(blocks: Iterable[Block]) -> None:
+    """Let the products behind a block's norms take their inputs unchecked, if scales allow it.
+
+    In prompts the core runs these products, and would look for values beyond fp16 in every row.
+    """
+    for block in blocks:
+        pairs = (block.attention_norm, block.attention.qkv), (block.mlp_norm, block.mlp.gate_up)
+        for norm, linear in pairs:
+            if not isinstance(norm, RMSNorm) or not isinstance(linear, InterleavedLinear):
+                continue
+            group = GROUP if linear.accumulate == "fp16" else 1
+            most = float(norm.weight.abs().max()) * math.sqrt(group * len(norm.weight))
+            if most < LARGEST_HALF:
+                linear.expect_range()

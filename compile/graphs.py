@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from fasteagle.compile.precompile import compile_ahead
-from fasteagle.decoding.cycle import Pieces, decode_cycle
+from fasteagle.decoding.cycle import Pieces, Proposal, decode_cycle
 from fasteagle.decoding.runner import Backend, Done, Runner, head_config
 from fasteagle.drafting.base import Drafter
 from fasteagle.errors import first_line, is_out_of_memory
 from fasteagle.logits import LogitsProcessor
+from fasteagle.model import Output
 from fasteagle.multi_round import accept_sampled
 from fasteagle.state import CycleSpec, DecodeState
 
@@ -135,6 +136,11 @@ class PinnedPlace:
         return self._host.tolist()
 
 
+# Replays a cycle. One that was captured for a processor of logits has two graphs: the processor,
+# which reads the tree on the host, runs between them.
+Replay = Callable[[LogitsProcessor | None], None]
+
+
 class CapturedRunner(Runner):
     """Runner that replays cycles; those that cannot be captured run without a graph (`error`)."""
 
@@ -144,7 +150,7 @@ class CapturedRunner(Runner):
     def __init__(self, backend: Backend, state: DecodeState, graphs: CudaGraphs) -> None:
         super().__init__(backend, state)
         self._graphs = graphs
-        self._replays: dict[Any, Callable[[], None] | None] = {}  # None: not captured
+        self._replays: dict[Any, Replay | None] = {}  # None: not captured
         self._failures: Counter[Any] = Counter()  # consecutive ones, by drafter and spec
         self._kinds: list[Any] = []
         self._rows_ahead: set[int] = set()  # numbers of rows whose kernels are compiled
@@ -158,28 +164,34 @@ class CapturedRunner(Runner):
         self._failures = Counter({key: n for key, n in failures if key[0] in (None, drafter)})
         super().adopt(drafter)
 
-    def _key(self, spec: CycleSpec, drafter: Drafter | None) -> Any:
+    def _key(self, spec: CycleSpec, drafter: Drafter | None, processed: bool = False) -> Any:
         # A cache that has grown has another address, and its graphs are invalid.
         caches = [] if drafter is None else drafter.caches
         # A cache of another size may get the address of an old one.
-        return drafter, spec, tuple((c.rows.data_ptr(), c.n_slots) for c in caches)
+        places = tuple((cache.rows.data_ptr(), cache.n_slots) for cache in caches)
+        return drafter, spec, places, processed
 
-    def needs(self, specs: Sequence[CycleSpec], drafter: Drafter | None) -> bool:
-        return any(self._key(spec, drafter) not in self._replays for spec in specs)
+    def needs(
+        self, specs: Sequence[CycleSpec], drafter: Drafter | None, processed: bool = False
+    ) -> bool:
+        return any(self._key(spec, drafter, processed) not in self._replays for spec in specs)
 
-    def prepare(self, specs: Sequence[CycleSpec], drafter: Drafter | None) -> None:
+    def prepare(
+        self, specs: Sequence[CycleSpec], drafter: Drafter | None, processed: bool = False
+    ) -> None:
         """Capture the variants not captured yet; cycles run on the state, which is restored."""
         self._make_room(specs[0].kind)
         self.compile_ahead(specs, drafter)
         for spec in specs:
-            key = self._key(spec, drafter)
+            key = self._key(spec, drafter, processed)
             if key not in self._replays:
-                self._replays[key] = self._captured(spec, drafter)
+                self._replays[key] = self._captured(spec, drafter, processed)
 
     def compile_ahead(self, specs: Sequence[CycleSpec], drafter: Drafter | None) -> None:
         rows = {spec.rows for spec in specs}
         if not rows <= self._rows_ahead:
-            compile_ahead(self.backend, drafter, specs, self.state)
+            with COMPILING:  # it waits for the device
+                compile_ahead(self.backend, drafter, specs, self.state)
             self._rows_ahead |= rows
 
     def _make_room(self, kind: object) -> None:
@@ -190,7 +202,7 @@ class CapturedRunner(Runner):
             oldest = self._kinds.pop(0)
             self._replays = {k: v for k, v in self._replays.items() if k[1].kind != oldest}
 
-    def _captured(self, spec: CycleSpec, drafter: Drafter | None) -> Callable[[], None] | None:
+    def _captured(self, spec: CycleSpec, drafter: Drafter | None, processed: bool) -> Replay | None:
         variant = drafter, spec
         # Multi-round sampling reads values on the host.
         if spec.accept is accept_sampled or self._failures[variant] >= MOST_FAILURES:
@@ -202,14 +214,10 @@ class CapturedRunner(Runner):
             for tensor, old in zip(advanced, before, strict=True):
                 tensor.copy_(old)
 
-        pieces = self.pieces(spec, drafter)
-
-        @torch.no_grad()
-        def step() -> None:
-            decode_cycle(self.state, self.backend.target, drafter, spec, pieces)
-
         try:
-            return self._capture(step, restore, variant)
+            with torch.no_grad():
+                capture = self._capture_halves if processed else self._capture_whole
+                return capture(spec, drafter, restore)
         except Exception as error:  # on any error the step itself still works
             self.error = first_line(error, 200)
             if is_out_of_memory(error) and (advice := self.backend.advised(head_config(drafter))):
@@ -219,6 +227,52 @@ class CapturedRunner(Runner):
             return None
         finally:
             restore()
+
+    def _capture_whole(
+        self, spec: CycleSpec, drafter: Drafter | None, restore: Callable[[], None]
+    ) -> Replay:
+        pieces = self.pieces(spec, drafter)
+
+        def step() -> None:
+            decode_cycle(self.state, self.backend.target, drafter, spec, pieces)
+
+        replay = self._capture(step, restore, (drafter, spec))
+        return lambda processor: replay()
+
+    def _capture_halves(
+        self, spec: CycleSpec, drafter: Drafter | None, restore: Callable[[], None]
+    ) -> Replay:
+        """Capture a cycle before its processor and after it.
+
+        The second graph reads tensors of the first: they are kept, or a later capture would get
+        their memory.
+        """
+        state, pieces = self.state, self.pieces(spec, drafter)
+        kept: tuple[Proposal, Output]
+
+        def verify() -> None:
+            nonlocal kept
+            proposal = pieces.draft(state, drafter, spec)
+            kept = proposal, pieces.verify(state, self.backend.target, proposal)
+
+        begin = self._capture(verify, restore, (drafter, spec))
+        begin()  # values for the first runs of the second half
+        logits = kept[1].logits.float().clone()
+
+        def finish() -> None:
+            proposal, output = kept
+            pieces.finish(state, spec, proposal, output._replace(logits=logits))
+
+        end = self._capture(finish, restore, (drafter, spec))
+
+        def replay(processor: LogitsProcessor | None) -> None:
+            assert processor is not None, "the key says so"
+            begin()
+            proposal, output = kept
+            logits.copy_(processor(output.logits, proposal.tree))
+            end()
+
+        return replay
 
     def _capture(
         self, step: Callable[[], Any], restore: Callable[[], None], variant: Any = (None, None)
@@ -264,14 +318,12 @@ class CapturedRunner(Runner):
     def launch(
         self, spec: CycleSpec, drafter: Drafter | None, processor: LogitsProcessor | None = None
     ) -> None:
-        replay = None
-        if processor is None:  # a processor reads the tree on the host, which no graph can do
-            replay = self._replays.get(self._key(spec, drafter))
+        replay = self._replays.get(self._key(spec, drafter, processor is not None))
         if replay is None:
             pieces = self.pieces(spec, drafter)
             decode_cycle(self.state, self.backend.target, drafter, spec, pieces, processor)
         else:
-            replay()
+            replay(processor)
         place = self._free.popleft()
         place.fill(self.state.result)
         self._launched.append(place)

@@ -47,7 +47,8 @@ def write(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
 
 def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Tensor) -> Tensor:
     """Compute `model.attend` over int8 caches or dense ones."""
-    return model.attend(q, dense_rows(k_cache, q.dtype), dense_rows(v_cache, q.dtype), mask)
+    k, v = (dense_rows(cache[:, : mask.shape[1]], q.dtype) for cache in (k_cache, v_cache))
+    return model.attend(q, k, v, mask)
 
 
 OPS = model.Ops(attend=attend, write=write)

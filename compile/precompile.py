@@ -32,6 +32,7 @@ from fasteagle.tree import Pool, Relations, TreeView
 MOST_WORKERS = 16
 PATIENCE = 1.0  # seconds of compiling before a line on stderr says so
 PROMPT_ROWS = 65  # above the limit of the kernels for a few rows
+TAIL_ROWS = 15, 31  # of short prompts and follow-ups; rows up to 16 and beyond run other kernels
 MANY_PAIRS = 64  # pairs that a draft head reads at once at the end of a prompt
 _ALONE = threading.Lock()
 
@@ -101,7 +102,7 @@ def compile_ahead(
         return 0
     try:
         with collecting() as variants:
-            run_passes(backend.target, sorted({1, *(spec.rows for spec in specs)}))
+            run_passes(backend.target, sorted({1, *TAIL_ROWS, *(spec.rows for spec in specs)}))
             run_head(drafter, {spec.width for spec in specs if spec.width})
             run_trees(drafter, specs, state, relate)
             run_commits(backend.target, specs, move_rows)

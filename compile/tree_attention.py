@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fasteagle import model
 from fasteagle.compile.int8_cache import SPARE, dense_rows
@@ -25,6 +26,8 @@ from fasteagle.device import on_device_of
 from fasteagle.tree import TreeView
 
 MAX_HEAD_DIM = 256  # limit of the kernels
+# Without cuDNN's, which torch prefers on Hopper: it builds a plan for each number of rows and keys.
+PROMPT_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Tensor | TreeView) -> Tensor:
@@ -39,7 +42,8 @@ def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Tensor | TreeView)
 
 def prompt_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Tensor) -> Tensor:
     """Compute `model.attend` on CUDA without scores in memory (600 MB for 1,024 rows at 7B)."""
-    k, v = dense_rows(k_cache, q.dtype), dense_rows(v_cache, q.dtype)
+    S = mask.shape[1]
+    k, v = dense_rows(k_cache[:, :S], q.dtype), dense_rows(v_cache[:, :S], q.dtype)
     return fused_attention(q, k, v, mask) if q.is_cuda else model.attend(q, k, v, mask)
 
 
@@ -47,7 +51,8 @@ def fused_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Tensor) -
     """Compute `model.attend` by torch's fused kernel; query heads of a group are rows of one."""
     group = q.shape[1] // mask.shape[0]
     rows = mask if group == 1 else mask.repeat(group, 1)
-    y = F.scaled_dot_product_attention(q[None], k_cache[None], v_cache[None], attn_mask=rows)
+    with sdpa_kernel(PROMPT_KERNELS):
+        y = F.scaled_dot_product_attention(q[None], k_cache[None], v_cache[None], attn_mask=rows)
     return y[0]
 
 

@@ -109,8 +109,8 @@ class Engine(Context):
         self.check_prompt(prompt)
         self.stats = stats = Stats(prompt_tokens=len(prompt))
         kind = SamplingMode.of(params, self.model.config.vocab_size)
-        if processor is None:
-            unless_short(lambda: self._prepare(kind, params), self._lost)
+        processed = processor is not None
+        unless_short(lambda: self._prepare(kind, params, processed), self._lost)
         normed, feature, stats.cached_tokens = self.prefill(prompt, check)
         root = unless_short(
             lambda: self._first_token(prompt, normed, kind, params, processor), self._lost
@@ -283,9 +283,9 @@ class Engine(Context):
         shapes = [] if self.drafter is None else self.drafter.shapes()
         return [self.spec(shape, kind) for shape in (None, *shapes)]
 
-    def _prepare(self, kind: SamplingMode, params: SamplingParams) -> None:
+    def _prepare(self, kind: SamplingMode, params: SamplingParams, processed: bool = False) -> None:
         drafter, specs = self.drafter, self._specs(kind)
-        if not self.runner.needs(specs, drafter):
+        if not self.runner.needs(specs, drafter, processed):
             return
         self.reserve(len(self.cached) + 1, max(spec.rows for spec in specs), MAX_DEPTH)
         # Preparing runs cycles: after the text, where rows are free.
@@ -295,7 +295,7 @@ class Engine(Context):
         self.state.seq_len.fill_(free)
         self.state.count.fill_(1)
         self.state.sampling.load(params)
-        self.runner.prepare(specs, drafter)
+        self.runner.prepare(specs, drafter, processed)
 
     def check_prompt(self, prompt: Sequence[int]) -> None:
         """Raise `FasteagleError` unless `prompt` can be answered with at least one token."""

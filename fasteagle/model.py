@@ -122,12 +122,13 @@ def write(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
 
 
 def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Tensor) -> Tensor:
-    """Compute attention of q [G, group * T, E] over caches [G, S, E] under mask [T, S].
+    """Compute attention of q [G, group * T, E] over caches [G, S or more, E] under mask [T, S].
 
     Two plain products: SDPA with GQA and a mask is several times slower on CPU.
     """
     G, n_rows, E = q.shape
     T, S = mask.shape
+    k_cache, v_cache = k_cache[:, :S], v_cache[:, :S]
     scores = (q @ k_cache.transpose(1, 2)).view(G, n_rows // T, T, S).float() / math.sqrt(E)
     weights = torch.softmax(scores.masked_fill(~mask, float("-inf")), -1).to(v_cache.dtype)
     return weights.view(G, n_rows, S) @ v_cache
@@ -411,8 +412,8 @@ class Transformer(nn.Module):
         """Run blocks and final norm; return features [T, D], auxiliary states [T, R * D] or None.
 
         `positions` [T] feed RoPE only, `slots` [T] are the cache rows that are written, `visible`
-        has the cache rows that each row sees, its own included: a mask [T, S] (bool) or the view of
-        a tree. `aux_layers` ascend.
+        has the cache rows that each row sees, its own included: a mask (bool) over the first of
+        them or the view of a tree. `aux_layers` ascend.
         """
         visible = visible if ops.views else as_mask(visible, cache.n_slots)
         cos, sin = self.rope_cos[positions].unsqueeze(1), self.rope_sin[positions].unsqueeze(1)

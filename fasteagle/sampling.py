@@ -18,6 +18,9 @@ from fasteagle.options import SamplingParams
 
 NEG_INF = float("-inf")
 TOP_K_SIZES = (64, 1024)  # variants of top-k; larger values sort the whole vocabulary
+# Units of a weight of 1 in sums over the vocabulary. Sums of integers have no order: floats would
+# be added up in one that depends on the device, on its compiler, and on the rows of a pass.
+UNITS = 2.0**40
 BAD_ROW = -1  # result of `draw` for a row whose logits are not finite
 
 
@@ -117,30 +120,35 @@ def process_logits(
         kth = best.index_select(-1, (sampling.top_k - 1).unsqueeze(0))
         logits = logits.masked_fill(logits < kth, NEG_INF)
     if kind.top_p:
-        probs = logits.softmax(-1)
-        logits = logits.masked_fill(probs < top_p_threshold(probs, sampling.top_p), NEG_INF)
+        weights = _weights(logits)
+        logits = logits.masked_fill(weights < top_p_threshold(weights, sampling.top_p), NEG_INF)
     if kind.min_p:
-        probs = logits.softmax(-1)
-        logits = logits.masked_fill(probs < sampling.min_p * probs.amax(-1, True), NEG_INF)
+        logits = logits.masked_fill(_weights(logits) < sampling.min_p, NEG_INF)
     return logits
 
 
-def top_p_threshold(probs: Tensor, top_p: Tensor, n_likely: int = 256) -> Tensor:
-    """Return the smallest probability [T, 1] in the nucleus of mass `top_p`, ties included.
+def _weights(logits: Tensor) -> Tensor:
+    """Return the probabilities [T, V] over the largest one of their row."""
+    return torch.exp(logits - logits.amax(-1, keepdim=True))
 
-    A token stays if the mass of strictly likelier tokens is below `top_p`. Nearly always the
-    `n_likely` likeliest decide; then the CPU does not search among all tokens.
+
+def top_p_threshold(weights: Tensor, top_p: Tensor, n_likely: int = 256) -> Tensor:
+    """Return the smallest weight [T, 1] in the nucleus of a share `top_p` of all, ties included.
+
+    Weights [T, V] are at most 1 and need no normalizer. A token stays if the mass of strictly
+    likelier tokens is below that share. Nearly always the `n_likely` likeliest decide; then the CPU
+    does not search among all tokens.
     """
-    likely = probs.topk(min(n_likely, probs.shape[-1]), dim=-1).values  # descending
-    mass = likely.cumsum(-1)
-    # The last token of the nucleus is the first at which the mass reaches top_p.
-    last = (mass < top_p).sum(-1, keepdim=True)
-    is_among = last < likely.shape[-1]
-    among_likely = likely.gather(1, last.clamp(max=likely.shape[-1] - 1))
-    if _may_look(probs) and is_among.all():
-        return among_likely
-    # Row by row, so that no row's result depends on the other rows of the pass.
-    return torch.where(is_among, among_likely, _search_threshold(probs, top_p))
+    units = (weights * UNITS).long()
+    share = (units.sum(-1, keepdim=True).double() * top_p.double()).ceil().long()
+    if _may_look(weights):
+        likely = weights.topk(min(n_likely, weights.shape[-1]), dim=-1).values  # descending
+        mass = (likely * UNITS).long().cumsum(-1)
+        # The last token of the nucleus is the first at which the mass reaches the share.
+        last = (mass < share).sum(-1, keepdim=True)
+        if (last < likely.shape[-1]).all():
+            return likely.gather(1, last)
+    return _search_threshold(weights, units, share)
 
 
 def _may_look(x: Tensor) -> bool:
@@ -148,21 +156,21 @@ def _may_look(x: Tensor) -> bool:
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def _search_threshold(probs: Tensor, top_p: Tensor) -> Tensor:
+def _search_threshold(weights: Tensor, units: Tensor, share: Tensor) -> Tensor:
     """Find the top-p threshold among all tokens, without a sort.
 
     The mass above a threshold falls as it rises, and non-negative floats sort like their bit
     patterns. So the pattern is found exactly from its highest digit down: eight digits of four
     bits, each by the masses above all its values at once.
     """
-    pattern = torch.zeros_like(probs[:, :1], dtype=torch.int32)
+    pattern = torch.zeros_like(weights[:, :1], dtype=torch.int32)
     for shift in range(28, -1, -4):
         n_digits = 8 if shift == 28 else 16  # the sign is 0
-        digits = torch.arange(1, n_digits, dtype=torch.int32, device=probs.device)
+        digits = torch.arange(1, n_digits, dtype=torch.int32, device=weights.device)
         below = pattern + (digits << shift) - 1  # the last pattern with a lower digit
-        above = probs.unsqueeze(1) > below.view(torch.float32).unsqueeze(-1)  # [T, digits, V]
-        mass = torch.where(above, probs.unsqueeze(1), 0).sum(-1)
-        digit = (mass >= top_p).sum(-1, keepdim=True).to(torch.int32)
+        above = weights.unsqueeze(1) > below.view(torch.float32).unsqueeze(-1)  # [T, digits, V]
+        mass = torch.where(above, units.unsqueeze(1), 0).sum(-1)
+        digit = (mass >= share).sum(-1, keepdim=True).to(torch.int32)
         pattern = pattern + (digit << shift)
     return pattern.view(torch.float32)
 

@@ -1,13 +1,15 @@
 """Checks that need a GPU, one command after the other; a failure does not stop the next.
 
-python scripts/gpu_check.py --out DIR
+python scripts/gpu_check.py --pack                       # what a machine without network is given
+python scripts/gpu_check.py --out DIR --group 1          # then 2, 3, 4: nine minutes each
 python scripts/gpu_check.py --out DIR --stages start,kernels,profile_7b --minutes 9
-python scripts/gpu_check.py --out DIR --wheels WHEELS --model part-a --model part-b
+python scripts/gpu_check.py --out DIR --merge OTHER      # the results of another run, too
 python scripts/gpu_check.py --out DIR --dry-run          # on the CPU, with small shapes
 
 DIR/STAGE.log holds what a stage printed, DIR/STAGE.json its record where it has one, and
 DIR/gpu_check.json command, seconds and exit code of every stage, those of an earlier run included
-that are not run again. Caches of compilers lie in DIR too. No stage takes more than nine minutes.
+that are not run again. No stage takes more than nine minutes. Caches of compilers lie in the
+folder of temporary files.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,6 +36,7 @@ sys.path.insert(0, str(ROOT))  # the package of this checkout, installed or not
 
 from fasteagle.cli.command import Script  # noqa: E402
 from fasteagle.errors import FasteagleError, note, suggest  # noqa: E402
+from fasteagle.loading.registry import local_path  # noqa: E402
 from fasteagle.options import DEFAULT_MODEL  # noqa: E402
 from fasteagle.paths import require_writable, write_atomic  # noqa: E402
 from fasteagle.tables import print_table  # noqa: E402
@@ -43,10 +47,18 @@ GRACE_SECONDS = 5  # between asking a stage to end and ending it
 TAIL = 10  # lines of a failed stage's output, in the record
 DRY_SECONDS = 400.0  # of a stage on a dry run: the machine may be busy
 TREES = ("3/1/3", "4/3/7", "5/4/15", "5/4/23", "6/5/31")
+CARRIED = ROOT / "carry"  # what `--pack` packs, ignored by git
+CARRY_BYTES = 62 * 2**20  # of a call, this checkout included: a borrowed machine may take 64 MiB
+LOG_BYTES = 15 * 2**20  # of a log: it may give back files of 16 MiB
+PACKAGES = "torchao", "gguf"
+GROUP_MINUTES = 9.0
+CONTEXTS = {128: "llama2-7b", 1024: "llama2-7b", 3900: "llama2-7b", 16000: "llama3.1-8b"}
+DRY_CONTEXT = 16
 DRY = ("--model", "smollm2-135m", "--device", "cpu")
 DRY_ROWS = (
     *(*DRY, "--cpu-kernels", "aten", "--no-compile", "--max-new-tokens", "4"),
     *("--load-format", "dummy", "--rows", "plain,eagle@2/2/3", "--simulate-tau", "2"),
+    *("--max-seq-len", "256"),
 )
 DRY_KERNELS = (*DRY, "--linears", "out", "--kernels", "int4-g64,fp16", "--rows", "1,4")
 DRY_PROFILE = (*DRY, "--no-compile", "--cycles", "1", "--passes", "1,2", "--tree", "2/2/3")
@@ -59,6 +71,44 @@ if device.type == "cuda":
     print(torch.cuda.get_device_properties(device))
 if shutil.which("nvidia-smi"):
     subprocess.run(["nvidia-smi"], check=False)
+"""
+# Fused blocks run, and plain cycles are captured and replayed.
+FUSED = """
+from fasteagle.loading.open import open_dummy
+from fasteagle.options import RuntimeOptions, SamplingParams
+options = RuntimeOptions(device={device!r}, max_seq_len=256).at("int4")
+engine = open_dummy("smollm2-135m").prepared(options).engine()
+for prompt in (range(5, 40), range(5, 140)):
+    print([token for new in engine.generate(list(prompt), SamplingParams(), 8) for token in new])
+print(engine.backend.describe(), "| graphs:", getattr(engine.runner, "captured", None))
+assert engine.on_cpu or not engine.backend.leaves_blocks, "no fused blocks"
+"""
+CAPTURED = "assert engine.on_cpu or engine.runner.captured, engine.runner.error\n"
+# Answers go on while code is compiled and cycles are captured in the background.
+CHAT = """
+import time
+from fasteagle.llm import open_llm
+from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
+llm = open_llm({model!r}, RuntimeOptions(device={device!r}), DraftOptions(), print)
+llm.prepare(SamplingParams(), quiet=False)
+texts, busy, end = [], True, time.monotonic() + {seconds}
+while busy and time.monotonic() < end:
+    busy = llm.is_preparing
+    begin = time.perf_counter()
+    texts.append(llm.chat("Name the capitals of Europe.", max_new_tokens=64).text)
+    seconds = time.perf_counter() - begin
+    print(f"{{seconds:.2f}} s, preparing: {{busy}}, {{llm.engine.runner.error or 'no error'}}")
+print(len(texts), "answers,", len(set(texts)), "different;", texts[-1])
+assert llm.engine.runner.error is None, llm.engine.runner.error
+"""
+# Each tensor has memory of its own, so that an access beyond it is seen; no graph can be captured.
+SANITIZED = """
+import os, shutil, subprocess, sys
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+tool = shutil.which("compute-sanitizer")
+if tool is None:
+    sys.exit({missing})
+sys.exit(subprocess.run([tool, "--error-exitcode", "3", sys.executable, "-c", {code!r}]).returncode)
 """
 
 
@@ -85,9 +135,9 @@ def rows_of(name: str, model: str, precision: str, rows: str, *more: str, **sett
 
 
 def kernels_of(name: str, accumulate: str) -> Stage:
-    words = ["scripts/bench_kernels.py", "--model", "llama2-7b,llama2-70b", "--md"]
+    words = ["scripts/bench_kernels.py", "--model", "llama2-7b,vicuna-33b", "--md"]
     words += ["--accumulate", accumulate, "--json", "{json}"]
-    return Stage(name, f"linears of 7B and 70B alone, sums in {accumulate}", words, DRY_KERNELS)
+    return Stage(name, f"linears of 7B and 33B alone, sums in {accumulate}", words, DRY_KERNELS)
 
 
 def profile_of(name: str, model: str) -> Stage:
@@ -95,54 +145,97 @@ def profile_of(name: str, model: str) -> Stage:
     return Stage(name, f"passes and kernels of {model} int4, idle time", words, DRY_PROFILE)
 
 
+def context_of(n: int, model: str) -> Stage:
+    """Return a stage with a prompt of `n` tokens: time to the first one, and decoding after it."""
+    more = ["--data", f"{{out}}/prompt_{n}.jsonl", "--max-new-tokens", "64"]
+    what = f"prefill of {n:,} tokens and decoding after them, {model} int4"
+    more += ["--max-seq-len", str(n + 192)]
+    return rows_of(f"context_{n}", model, "int4", "plain,eagle@5/4/15", *more, what=what)
+
+
 def test_stages() -> list[Stage]:
-    """Return a stage for every file with tests marked gpu.
+    """Return a stage for every file with tests marked gpu; captures, and last their leak test.
 
     Files are chosen by their text: others may need packages that a borrowed machine lacks. Each
     has a process of its own, which a broken device context does not outlive, and no other test
     beside it takes memory.
     """
     pytest = ["-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-m", "gpu", "-v"]
-    return [
-        Stage(
-            f"gpu_tests/{path.stem}",
-            f"tests marked gpu in {path.relative_to(ROOT)}",
-            [*pytest, "--tb=short", str(path)],
-            minutes=9,
-        )
+    files = [
+        path
         for path in sorted((ROOT / "tests").rglob("test_*.py"))
         if re.search(r"pytest\.mark\.gpu\b", path.read_text("utf-8"))
     ]
+    capturing = [path for path in files if path.stem in ("test_graphs", "test_cycles")]
+    stages = [
+        Stage(
+            f"{'captures' if path in capturing else 'gpu_tests'}/{path.stem}",
+            f"tests marked gpu in {path.relative_to(ROOT)}",
+            [*pytest, "--tb=short", "-k", "not leak", str(path)],
+        )
+        for path in sorted(files, key=capturing.__contains__)
+    ]
+    leak = [*pytest, "--tb=short", "-k", "leak", *map(str, capturing)]
+    return [*stages, Stage("captures/leak", "memory after 150 captures", leak)]
 
 
-def all_stages(dry_run: bool, model: str, wheels: Path | None) -> list[Stage]:
-    """Return the stages in order: the most informative come first, as time may run out."""
-    start = START.format(device="cpu" if dry_run else "cuda")
+def all_stages(dry_run: bool, carried: Path) -> list[list[Stage]]:
+    """Return the groups of stages in order: the most informative come first.
+
+    A group takes about nine minutes on a card; time may run out.
+    """
+    device = "cpu" if dry_run else "cuda"
+    model = joined(sorted(carried.rglob("model.gguf.*")), carried / "model.gguf")
     trees = ",".join(f"eagle@{tree}" for tree in TREES)
     cold = ("--no-compile", "--max-new-tokens", "16")
-    install = ["-m", "pip", "install", "--no-index", "--no-deps", "--find-links", str(wheels)]
-    packages = [Stage("packages", "torchao and gguf", [*install, "torchao", "gguf"], minutes=2)]
+    fused, chat = FUSED.format(device=device), {"model": model, "device": device}
+    install = ["-m", "pip", "install", "--no-index", "--no-deps"]
+    wheels = [str(path) for path in sorted(carried.rglob("*.whl"))]
+    packages = [Stage("packages", ", ".join(PACKAGES), [*install, *wheels], minutes=2)]
     ours = ["scripts/tokens_per_sec.py", "--model", model, "--device", "cuda", "--precision"]
     ours += ["auto", "--rows", "plain,eagle,ngram,fused", "--md", "--json", "{json}"]
+    turns = ["-m", "pytest", "-o", "addopts=", "-v", "-k", "second_turn"]
+    missing = "0" if dry_run else "'compute-sanitizer is not installed'"
+    sanitized = SANITIZED.format(missing=missing, code=fused)
     return [
-        Stage("start", "the device", ["-c", start], minutes=1, needed=True),
-        Stage("facts", "versions", ["-m", "torch.utils.collect_env"], minutes=2),
-        *(packages if wheels else []),
-        kernels_of("kernels", "fp16"),
-        profile_of("profile_7b", "llama2-7b"),
-        rows_of("speed_int4", "llama2-7b", "int4", f"plain,{trees},fused@5/4/15/8", minutes=8),
-        *test_stages(),
-        profile_of("profile_33b", "vicuna-33b"),
-        rows_of("large_33b", "vicuna-33b", "int4", "plain,eagle@5/4/15,eagle@6/5/31"),
-        rows_of("large_70b", "llama2-70b", "int4", "plain,eagle@5/4/15,eagle@6/5/31"),
-        Stage("default_model", "real text and tau", ours, DRY_ROWS, minutes=6),
-        rows_of("speed_int8", "llama2-7b", "int8", "plain,eagle@5/4/15"),
-        rows_of("speed_bf16", "llama2-7b", "bf16", "hf,plain,eagle@5/4/15"),
-        rows_of("speed_kv8", "llama2-7b", "int4", "plain,eagle@5/4/15", "--kv", "int8"),
-        rows_of("gpt_fast", "llama2-7b", "int4", "plain,gpt-fast"),
-        kernels_of("kernels_fp32", "fp32"),
-        rows_of("cold_start", "llama2-7b", "int4", "plain", *cold, caches="cold", minutes=3),
-        rows_of("warm_start", "llama2-7b", "int4", "plain", *cold, caches="cold", minutes=3),
+        [
+            Stage("start", "the device", ["-c", START.format(device=device)], (), 1, needed=True),
+            Stage(
+                "first", "one fused pass, one captured cycle", ["-c", fused + CAPTURED], minutes=3
+            ),
+            Stage("facts", "versions", ["-m", "torch.utils.collect_env"], minutes=1),
+            *(packages if wheels else []),
+            *test_stages(),
+        ],
+        [
+            kernels_of("kernels", "fp16"),
+            profile_of("profile_7b", "llama2-7b"),
+            profile_of("profile_33b", "vicuna-33b"),
+            rows_of("large_33b", "vicuna-33b", "int4", "plain,eagle@5/4/15,eagle@6/5/31"),
+        ],
+        [
+            Stage("two_turns", "bits of a second turn", [*turns, "tests/test_row_invariance.py"]),
+            rows_of("cold_start", "llama2-7b", "int4", "plain", *cold, caches="cold", minutes=3),
+            rows_of("warm_start", "llama2-7b", "int4", "plain", *cold, caches="cold", minutes=3),
+            Stage(
+                "chat",
+                "answers while code is compiled in the background",
+                ["-c", CHAT.format(**chat, seconds=20 if dry_run else 180)],
+                minutes=5,
+            ),
+            rows_of("speed_int4", "llama2-7b", "int4", f"plain,{trees},fused@5/4/15/8", minutes=8),
+        ],
+        [
+            *(context_of(n, model_of) for n, model_of in CONTEXTS.items()),
+            Stage("sanitizer", "compute-sanitizer over a fused pass", ["-c", sanitized]),
+            Stage("default_model", "real text and tau", ours, DRY_ROWS, minutes=6),
+            rows_of("large_70b", "llama2-70b", "int4", "plain,eagle@5/4/15,eagle@6/5/31"),
+            rows_of("speed_int8", "llama2-7b", "int8", "plain,eagle@5/4/15"),
+            rows_of("speed_bf16", "llama2-7b", "bf16", "hf,plain,eagle@5/4/15"),
+            rows_of("speed_kv8", "llama2-7b", "int4", "plain,eagle@5/4/15", "--kv", "int8"),
+            rows_of("gpt_fast", "llama2-7b", "int4", "plain,gpt-fast"),
+            kernels_of("kernels_fp32", "fp32"),
+        ],
     ]
 
 
@@ -187,20 +280,25 @@ def run_stages(
 
 def entry_of(stage: Stage, **values: Any) -> dict[str, Any]:
     """Return the entry of a stage in the record."""
-    unset = {"seconds": 0.0, "exit_code": None, "error": None}
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    unset = {"date": now, "seconds": 0.0, "exit_code": None, "error": None}
     return {"name": stage.name, "what": stage.what, **unset, **values}
 
 
 def run_stage(stage: Stage, out: Path, limit: float, dry_run: bool) -> dict[str, Any]:
     """Run one command, its output in DIR/STAGE.log."""
     log = out / f"{stage.name}.log"
-    places = {"{out}": str(out), "{json}": str(log.with_suffix(".json"))}
+    result = log.with_suffix(".json")
     words = [*stage.words, *(stage.dry_words if dry_run else ())]
-    command = [sys.executable, *(places.get(word, word) for word in words)]
+    placed = (word.replace("{out}", str(out)).replace("{json}", str(result)) for word in words)
+    command = [sys.executable, *placed]
     log.parent.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
-    code = run_limited(command, log, limit, environment(out / stage.caches))
+    kept = Path(tempfile.gettempdir()) / "fasteagle-gpu-check" / stage.caches
+    code = run_limited(command, log, limit, environment(kept))
     seconds = time.monotonic() - begin
+    if log.stat().st_size > LOG_BYTES:
+        log.write_bytes(log.read_bytes()[-LOG_BYTES:])
     lines = log.read_text("utf-8", errors="replace").splitlines()
     last = next((line for line in reversed(lines) if line.strip()), "it said nothing")
     error = None
@@ -271,48 +369,111 @@ def record(entries: Sequence[dict[str, Any]], dry_run: bool) -> dict[str, Any]:
     return {"meta": meta, "stages": list(entries)}
 
 
-def joined(parts: Sequence[Path], out: Path) -> str:
-    """Return the model's name or path; several parts are joined into one file."""
-    if len(parts) < 2:
-        return str(parts[0]) if parts else DEFAULT_MODEL
-    whole = out / "model.gguf"
+def write_prompts(out: Path, dry_run: bool) -> None:
+    """Write the prompts of the stages `context_N`: a token of random weights is four letters."""
+    for n in CONTEXTS:
+        text = "".join(f"{i:04d}" for i in range(DRY_CONTEXT if dry_run else n))
+        (out / f"prompt_{n}.jsonl").write_text(json.dumps({"turns": [text]}) + "\n")
+
+
+def merged(out: Path, other: Path) -> list[dict[str, Any]]:
+    """Take over the stages of another run, with their files, where they are newer or missing."""
+    before = json.loads((other / RECORD).read_text("utf-8"))
+    entries = {entry["name"]: entry for entry in earlier(out / RECORD, before["meta"]["dry_run"])}
+    for entry in before["stages"]:
+        name = entry["name"]
+        was_run = entry["exit_code"] is not None
+        if name in entries and (entries[name]["date"] >= entry["date"] or not was_run):
+            continue
+        entries[name] = entry
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        for ending in (".log", ".json"):
+            if (file := other / f"{name}{ending}").exists():
+                shutil.copyfile(file, out / f"{name}{ending}")
+    kept = list(entries.values())
+    write_atomic(out / RECORD, json.dumps({**before, "stages": kept}, indent=1).encode())
+    return kept
+
+
+def joined(parts: Sequence[Path], whole: Path) -> str:
+    """Return the default model's name, or the path of a file joined from `parts`."""
+    if not parts:
+        return DEFAULT_MODEL
     with whole.open("wb") as file:
-        for part in parts:
-            with part.open("rb") as source:
-                shutil.copyfileobj(source, file)
+        for part in sorted(parts, key=lambda path: path.name):
+            file.write(part.read_bytes())
     return str(whole)
 
 
+def pack(carried: Path) -> None:
+    """Pack what a machine without network lacks into folders for one call each; print them."""
+    model = local_path(DEFAULT_MODEL)
+    if model is None:
+        raise FasteagleError(f"{DEFAULT_MODEL} is not in the cache: run fasteagle chat once")
+    shutil.rmtree(carried, ignore_errors=True)
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
+    names = [ROOT / name for name in tracked.stdout.decode().split("\0") if name]
+    checkout = sum(path.stat().st_size for path in names if path.is_file())
+    wheels = carried / "1"
+    download = ["-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels), *PACKAGES]
+    subprocess.run([sys.executable, *download], check=True)
+    free = CARRY_BYTES - checkout - sum(path.stat().st_size for path in wheels.iterdir())
+    with model.open("rb") as file:
+        for call in range(1, 10):
+            if not (data := file.read(max(free, 2**20))):
+                break
+            (carried / str(call)).mkdir(exist_ok=True)
+            (carried / str(call) / f"model.gguf.{call}").write_bytes(data)
+            free = CARRY_BYTES - checkout
+    lines = [
+        (f"carry/{path.parent.name}", path.name, f"{path.stat().st_size / 2**20:.1f}")
+        for path in sorted(carried.rglob("*"))
+        if path.is_file()
+    ]
+    print_table(("in a call", "file", "MiB"), lines, numeric=("MiB",))
+    print(f"and this checkout with each: {checkout / 2**20:.1f} MiB")
+
+
 @click.command(cls=Script)
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True)
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--group", type=click.IntRange(1, 4), help="Stages of one call.  [default: all]")
 @click.option("--stages", "names", help="Comma list.  [default: all]")
-@click.option("--minutes", default=60.0, show_default=True, help="For all of it.")
+@click.option("--minutes", type=float, help=f"For all of it.  [default: {GROUP_MINUTES:g} a group]")
 @click.option("--dry-run", is_flag=True, help="On the CPU, with small shapes.")
+@click.option("--pack", "packs", is_flag=True, help=f"Pack what it needs into {CARRIED.name}/.")
 @click.option(
-    "--model",
-    "parts",
-    type=click.Path(path_type=Path),
-    multiple=True,
-    help="Of the stage default_model; parts of a file, each with the option, are joined.",
-)
-@click.option(
-    "--wheels",
+    "--merge",
+    "others",
     type=click.Path(path_type=Path, file_okay=False, exists=True),
-    help="Folder of wheels of torchao and gguf, for a machine without network.",
+    multiple=True,
+    help="Folder of another run: add its results to --out and run nothing.",
 )
 def main(
-    out: Path,
+    out: Path | None,
+    group: int | None,
     names: str | None,
-    minutes: float,
+    minutes: float | None,
     dry_run: bool,
-    parts: tuple[Path, ...],
-    wheels: Path | None,
+    packs: bool,
+    others: tuple[Path, ...],
 ) -> None:
     """Run the stages in turn; exit code 1 if one failed."""
+    if packs:
+        pack(CARRIED)
+        return
+    if out is None:
+        raise FasteagleError("--out DIR is missing: where the results go")
     out = out.resolve()
     require_writable(out / RECORD)
-    stages = chosen_stages(all_stages(dry_run, joined(parts, out), wheels), names)
-    entries = run_stages(stages, out, minutes, dry_run)
+    if others:
+        entries = [merged(out, other) for other in others][-1]
+    else:
+        groups = all_stages(dry_run, CARRIED)
+        chosen = groups if group is None else groups[group - 1 : group]
+        stages = chosen_stages([stage for each in chosen for stage in each], names)
+        write_prompts(out, dry_run)
+        usual = GROUP_MINUTES * len(chosen)
+        entries = run_stages(stages, out, usual if minutes is None else minutes, dry_run)
     lines = [(e["name"], f"{e['seconds']:.0f}", e["error"] or "ok") for e in entries]
     print_table(("stage", "seconds", "result"), lines, numeric=("seconds",))
     print(f"record: {out / RECORD}")

@@ -2,6 +2,7 @@
 
 python scripts/roofline.py --device 3090 --model llama2-7b --tau 3.6 --context 1024
 python scripts/roofline.py --device 3090 --model llama2-7b --tau 3.6 --terms   # int4, term by term
+python scripts/roofline.py --tau 3.6 --fp16-accumulate --table   # cards and sizes of models
 python scripts/roofline.py --device this --measured record.json
 
 A record has its own model, rows, trees, tau and context. `int4` means the widest groups that fit
@@ -11,6 +12,7 @@ the model; the default model's own file has int4-g32.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,12 +25,15 @@ from fasteagle.bench.roofline import (
     DEVICES,
     ELEMENT_BYTES,
     FINISH_SMALL,
+    OUTLOOKS,
     CapturedCycle,
     Device,
     Part,
+    Storage,
     Workload,
     device_named,
     limit,
+    predicted_speeds,
     storage_named,
 )
 from fasteagle.bench.row_spec import RowSpec, check_tau, parse_rows
@@ -39,10 +44,10 @@ from fasteagle.device import device_name, pick_device
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import open_checkpoint
 from fasteagle.loading.heads.find import head_shape
+from fasteagle.loading.memory import Setting, needed_bytes
 from fasteagle.loading.registry import REGISTRY, preset
 from fasteagle.loading.tensors import read_json
 from fasteagle.options import DEFAULT_MODEL, LM_HEAD_BITS, DraftOptions
-from fasteagle.quant.tiling import Card
 from fasteagle.shapes import TreeShape, shape_of
 from fasteagle.tables import print_table
 
@@ -52,7 +57,9 @@ COLUMNS = (
     *("launches", "tau", "tok/s", "bound"),
 )
 MEASURED = ("verify ms measured", "draft ms measured", "tok/s measured")
-TREE_SIZES = {"tree_depth": 5, "tree_topk": 4, "tree_nodes": 15}  # defaults of --terms
+TREE_SIZES = {"tree_depth": 5, "tree_topk": 4, "tree_nodes": 15}  # of --terms and --table
+TABLE_MODELS = "llama2-7b", "llama2-13b", "vicuna-33b", "llama2-70b"
+TABLE_DEVICES = "3090", "4090", "h100", "h200"
 COUNTS = (1, 8, 16, 32, 64)  # rows of the table of products
 
 
@@ -69,15 +76,28 @@ COUNTS = (1, 8, 16, 32, 64)  # rows of the table of products
 @click.option("--tree-nodes", type=int)
 @click.option("--fp16-accumulate", is_flag=True, help="Tensor cores add up in fp16: 2 x on RTX.")
 @click.option("--terms", is_flag=True, help="A captured cycle, by product and launch.")
+@click.option("--table", is_flag=True, help="Captured cycles of 7B to 70B on four cards.")
 @click.option("--measured", "record", type=click.Path(path_type=Path), help="JSON of a benchmark.")
 def main(
-    device: str, fp16_accumulate: bool, terms: bool, record: Path | None, **settings: Any
+    device: str,
+    fp16_accumulate: bool,
+    terms: bool,
+    table: bool,
+    record: Path | None,
+    **settings: Any,
 ) -> None:
     """Predict tokens per second; see the module's docstring for examples."""
     source = click.get_current_context().get_parameter_source
     named = [n for n in settings if source(n) is not click.core.ParameterSource.DEFAULT]
-    if terms and (record or {"rows", "lm_head"} & set(named)):
-        raise FasteagleError("--terms predicts an int8 LM head and eagle: drop --measured, --rows")
+    if (terms or table) and (record or {"rows", "lm_head"} & set(named)):
+        raise FasteagleError(
+            "--terms and --table predict an int8 LM head and eagle: drop --measured, --rows"
+        )
+    if table:
+        if terms or device != THIS or "model" in named:
+            raise FasteagleError("--table has its own models and cards: drop --model, --device")
+        print_predictions(fp16_accumulate, **settings)
+        return
     if record and named:
         drop = ", ".join(f"--{name.replace('_', '-')}" for name in named)
         raise FasteagleError(f"--measured brings its own conditions: drop {drop}")
@@ -90,7 +110,7 @@ def main(
     head = head_shape(model, config)
     if terms:
         assert where is not None and where.card is not None, "every named device has one"
-        print_terms(where.card, config, head, fp16_accumulate, **settings)
+        print_terms(where, config, head, fp16_accumulate, **settings)
         return
     if not record:
         on_cpu = where is None and pick_device("auto").type == "cpu"
@@ -195,20 +215,31 @@ def row_cells(
     return (*cells, *beside[:2], beside[2] + note)
 
 
+def quantized(config: ModelConfig, precision: str) -> Storage:
+    """Return the storage that captured cycles are predicted for: the last of a comma list."""
+    storage = storage_named(comma_list(precision)[-1], config)
+    if storage.scheme is None:
+        raise FasteagleError("quantized weights are predicted: give int8, int4 or a scheme")
+    return storage
+
+
+def predicted_tree(settings: dict[str, Any]) -> TreeShape:
+    return TreeShape(*(settings[name] or usual for name, usual in TREE_SIZES.items()))
+
+
 def print_terms(
-    card: Card, config: ModelConfig, head: HeadConfig, fp16: bool, **settings: Any
+    device: Device, config: ModelConfig, head: HeadConfig, fp16: bool, **settings: Any
 ) -> None:
     """Print products by rows and terms of a greedy cycle, in Markdown, and the predicted speed."""
-    storage = storage_named(comma_list(settings["precision"])[-1], config)
-    if storage.scheme is None:
-        raise FasteagleError("--terms predicts quantized weights: give int8, int4 or a scheme")
-    work = Workload(config, storage, settings["context"])
-    tree = TreeShape(*(settings[name] or usual for name, usual in TREE_SIZES.items()))
-    cycle = CapturedCycle(card, work, fp16)
+    assert device.card is not None, "every named device has one"
+    work = Workload(config, quantized(config, settings["precision"]), settings["context"])
+    tree, tau = predicted_tree(settings), settings["tau"]
+    cycles = [CapturedCycle(device.card, work, fp16, outlook) for outlook in OUTLOOKS]
+    _, mid, _ = cycles
     products = [
         (
             *(f"{same[0].N} x {same[0].K}", f"{same[0].launches}"),
-            *(f"{cycle.product_us(part):.1f} us, {cycle.share(part):.0%}" for part in same),
+            *(f"{mid.product_us(part):.1f} us, {mid.share(part):.0%}" for part in same),
         )
         for same in zip(*([p for p in work.verifying(T) if p.N] for T in COUNTS), strict=True)
     ]
@@ -219,16 +250,51 @@ def print_terms(
     lines = [
         (
             *(name, f"{sum(part.launches for part in same)}"),
-            *(f"{sum(part.n_bytes for part in same) / 1e6:,.0f}", f"{cycle.ms(same):.2f}"),
+            f"{sum(part.n_bytes for part in same) / 1e6:,.0f}",
+            *(f"{cycle.ms(same):.2f}" for cycle in cycles),
         )
         for name, same in {**terms, f"cycle, tree {tree}": parts}.items()
     ]
     print()
-    print_table(("term", "launches", "MB", "ms"), lines, md=True)
-    tau, plain = settings["tau"], 1e3 / cycle.ms([*work.verifying(1), finish])
+    print_table(("term", "launches", "MB", "ms, low", "mid", "high"), lines, md=True)
+    slow, middle, fast = (predicted_speeds(cycle, head, tree, tau) for cycle in cycles)
     print(
-        f"\npredicted: {1e3 * tau / cycle.ms(parts):.0f} tok/s at tau {tau:g}, plain {plain:.0f} "
-        f"tok/s, {work.context:,} positions in the cache"
+        f"\npredicted: {middle.drafted:.0f} tok/s at tau {tau:g} ({slow.drafted:.0f} to "
+        f"{fast.drafted:.0f}), plain {middle.plain:.0f} tok/s ({slow.plain:.0f} to "
+        f"{fast.plain:.0f}), {work.context:,} positions in the cache"
+    )
+
+
+def print_predictions(fp16: bool, **settings: Any) -> None:
+    """Print the predicted speeds of models on cards that have the memory, in Markdown."""
+    tree, tau = predicted_tree(settings), settings["tau"]
+    lines: list[tuple[str, ...]] = []
+    for model, name in itertools.product(TABLE_MODELS, TABLE_DEVICES):
+        config, device = preset(model), DEVICES[name]
+        storage, head = quantized(config, settings["precision"]), head_shape(model, config)
+        assert storage.scheme is not None and device.card is not None, "see quantized"
+        n_bytes = needed_bytes(config, Setting(storage.scheme, "auto", settings["context"]), head)
+        if n_bytes > device.gib * 2**30:
+            lines.append((model, device.name, *["does not fit"] + ["-"] * 3))
+            continue
+        work = Workload(config, storage, settings["context"])
+        low, mid, high = (
+            predicted_speeds(CapturedCycle(device.card, work, fp16, outlook), head, tree, tau)
+            for outlook in OUTLOOKS
+        )
+        lines.append(
+            (
+                *(model, device.name),
+                f"{mid.plain:.0f} ({low.plain:.0f} to {high.plain:.0f})",
+                f"{mid.drafted:.0f} ({low.drafted:.0f} to {high.drafted:.0f})",
+                *(f"{mid.cycle_ms:.2f}", f"{mid.ratio:.2f}"),
+            )
+        )
+    ratio = f"pass of {tree.rows} rows / of 1"
+    print_table(
+        ("model", "card", "plain tok/s", f"tok/s at tau {tau:g}", "ms a cycle", ratio),
+        lines,
+        md=True,
     )
 
 

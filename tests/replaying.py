@@ -78,8 +78,8 @@ class CountingRunner(CapturedRunner):
         return nullcontext() if self.compiled else NoHostReads()  # where nothing compiled runs
 
     def launch(self, spec, drafter, processor=None) -> None:
-        ready = self._replays.get(self._key(spec, drafter)) is not None
-        self.replays += ready and processor is None
+        key = self._key(spec, drafter, processor is not None)
+        self.replays += self._replays.get(key) is not None
         super().launch(spec, drafter, processor)
 
 

@@ -98,3 +98,22 @@ def test_greedy_text_is_that_of_plain_decoding(engine, shape):
     head = random_head(engine.model)
     engine.use(EagleDrafter(head, shape, 256))
     assert answer(engine) == expected
+
+
+def test_a_second_turn_is_that_of_plain_decoding(engine):
+    """Text and cache, bit for bit, with a prompt that is longer than a tree."""
+    turns = list(range(5, 105)), list(range(9, 30))
+
+    def talk(drafter):
+        engine.use(drafter)
+        engine.restart()
+        text = []
+        for turn in turns:
+            text += turn
+            text += [t for ids in engine.generate(text, GREEDY, 20) for t in ids]
+        n = len(engine.cached)
+        return text, engine.cache.rows[:, :, :n].clone()
+
+    text, rows = talk(None)
+    again, same_rows = talk(EagleDrafter(random_head(engine.model), TreeShape(3, 3, 8), 256))
+    assert again == text and torch.equal(same_rows, rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -28,8 +29,10 @@ def gumbel_noise(seed, positions, tokens):
     return sampling.gumbel_noise(torch.tensor(seed), positions, tokens)
 
 
-def top_p_threshold(probs, top_p):
-    return sampling.top_p_threshold(probs, torch.tensor(top_p))
+def top_p_threshold(probs, top_p, looks=True):
+    """Threshold from the likeliest tokens where they decide; else, as on CUDA, by a search."""
+    with mock.patch.object(sampling, "_may_look", lambda x: looks):
+        return sampling.top_p_threshold(probs, torch.tensor(top_p))
 
 
 def random_logits(rows=5, vocab=200, scale=3.0, seed=0):
@@ -91,7 +94,7 @@ def test_threshold_is_the_smallest_nucleus(top_p):
         assert (row == limit).any()
 
 
-@pytest.mark.parametrize("way", ["top_p_threshold", "_search_threshold"])
+@pytest.mark.parametrize("looks", [True, False])
 @pytest.mark.parametrize(
     ("probs", "top_p", "n_kept"),
     [
@@ -102,10 +105,20 @@ def test_threshold_is_the_smallest_nucleus(top_p):
         ([0.5, 0.25, 0.125, 0.125], math.nextafter(0.5, 1) + 1e-7, 2),
     ],
 )
-def test_the_nucleus_ends_with_the_token_that_reaches_its_mass(way, probs, top_p, n_kept):
+def test_the_nucleus_ends_with_the_token_that_reaches_its_mass(looks, probs, top_p, n_kept):
     row = torch.tensor([probs])
-    threshold = getattr(sampling, way)(row, torch.tensor(top_p))
-    assert int((row >= threshold).sum()) == n_kept
+    assert int((row >= top_p_threshold(row, top_p, looks)).sum()) == n_kept
+
+
+def test_the_nucleus_does_not_depend_on_the_order_of_sums():
+    """Tokens in any order, rows together or alone, have one threshold."""
+    probs = random_logits(16, 32003, seed=3).softmax(-1)
+    order = torch.randperm(32003, generator=torch.Generator().manual_seed(4))
+    for looks in (True, False):
+        together = top_p_threshold(probs, 0.97, looks)
+        assert torch.equal(top_p_threshold(probs[:, order], 0.97, looks), together)
+        alone = [top_p_threshold(row.unsqueeze(0), 0.97, looks) for row in probs]
+        assert torch.equal(torch.cat(alone), together)
 
 
 def test_noise_is_standard_gumbel():
@@ -202,7 +215,7 @@ def test_the_likeliest_decide_the_nucleus_where_they_can():
     spread = torch.tensor([0.1, 1.0, 3.0, 8.0]).unsqueeze(1)
     probs = (torch.randn(4, 3000, generator=g) * spread).softmax(-1)
     for top_p in (0.05, 0.5, 0.9, 0.999):
-        expected = sampling._search_threshold(probs, torch.tensor(top_p))
+        expected = top_p_threshold(probs, top_p, looks=False)
         both = top_p_threshold(probs, top_p)
         assert torch.equal(both, expected)
         for row in range(4):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from fasteagle.model import Transformer
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode, process_logits
 from fasteagle.shapes import FusedShape, StaticShape, TreeShape
-from fasteagle.tree import DraftTree, chain
+from fasteagle.tree import DraftTree, TreeView, chain
 from helpers import (
     drawing,
     eagle3_of,
@@ -234,6 +235,38 @@ def test_draft_cache_holds_the_true_pairs(target, head):
     fresh.extend(pairs(text[1 : n + 1], features[:n]), torch.tensor(n))
     for a, b in zip(fresh.cache.layers[0], drafter.cache.layers[0], strict=True):
         assert torch.allclose(a[:, :n], b[:, :n], atol=1e-4)
+
+
+def test_prompts_are_computed_alike_with_and_without_a_draft_head(target, head, monkeypatch):
+    """As on CUDA: cached rows stay as they are, and the same passes compute those after them."""
+    monkeypatch.setattr("fasteagle.decoding.context.PREFILL_CHUNK_CUDA", 300)
+    passes = []
+    encode = Transformer.encode
+
+    def encoded(model, tokens, positions, slots, visible, *rest):
+        keys = "tree" if isinstance(visible, TreeView) else visible.shape[1]
+        passes.append((int(slots[0]), len(slots), keys))
+        return encode(model, tokens, positions, slots, visible, *rest)
+
+    def prefilled(drafter):
+        engine = Engine(target, 512, drafter=drafter)
+        engine.on_cpu = False
+        text = PROMPT + tokens(engine, n=20)
+        found = []
+        for prompt, n_same in ((text + [7] * 400, len(text) - 1), ([*text[:20], 8, 9], 20)):
+            rows = engine.cache.rows[:, :, :n_same].clone()
+            passes.clear()
+            normed, *_ = engine.prefill(prompt)
+            assert torch.equal(engine.cache.rows[:, :, :n_same], rows)
+            found.append([each for each in passes if each[0] >= n_same])
+            assert torch.allclose(normed, Engine(target, 512).prefill(prompt)[0], atol=1e-4)
+        return found
+
+    with mock.patch.object(Transformer, "encode", encoded):
+        plain = prefilled(None)
+        assert prefilled(EagleDrafter(head, TreeShape(3, 4, 7), 512)) == plain
+    n = len(PROMPT) + 19
+    assert plain == [[(n, 300, 512), (n + 300, 101, 512)], [(20, 2, "tree")]]
 
 
 def test_follow_ups_and_changed_histories(target, head):

@@ -2,8 +2,10 @@
 
 A pass is a list of parts. `limit` takes for each part the longer of reading its weights or cached
 keys and values once, and of computing: measured times lie above. `CapturedCycle` predicts the same
-parts on a card whose multiprocessors are known: every product is cut as the kernels cut it, and
-every launch costs. This is also the only place with data-sheet values.
+parts on a card whose multiprocessors are known: every product is cut as the kernels cut it, every
+wave of programs and every step that waits for another one takes its time, and every launch costs.
+What no data sheet has is assumed, at three levels. This is also the only place with data-sheet
+values.
 
 Shapes: N outputs, K inputs.
 """
@@ -28,7 +30,6 @@ PASS_SMALL = 4  # before and after the blocks
 LEVEL_SMALL = 7  # of a drafted level: norms, the tree's order, ranking
 DRAFT_SMALL = 5  # of a tree
 FINISH_SMALL = 7  # accept and commit
-SMALL_US = 3.0  # of a launch that does nearly nothing; 2.5 to 3.5 are seen in captured graphs
 SPLIT_KEYS = 256  # keys of a split of attention
 RESIDENT = 3  # programs of the kernel that adds up splits, on a multiprocessor
 
@@ -43,6 +44,7 @@ class Device:
     tflops_fp16: float  # the same with fp16 accumulation
     tflops_fp32: float
     card: Card | None = None  # None: only limits are predicted
+    gib: int = 0  # memory
 
 
 def _hopper(gb_s: float) -> Card:
@@ -51,13 +53,13 @@ def _hopper(gb_s: float) -> Card:
 
 
 DEVICES = {
-    "3090": Device("RTX 3090", 936, 71, 142, 35.6, Card(82, 936.0)),
-    "3090ti": Device("RTX 3090 Ti", 1008, 80, 160, 40, Card(84, 1008.0, ghz=1.86)),
+    "3090": Device("RTX 3090", 936, 71, 142, 35.6, Card(82, 936.0), 24),
+    "3090ti": Device("RTX 3090 Ti", 1008, 80, 160, 40, Card(84, 1008.0, ghz=1.86), 24),
     "4090": Device(
-        "RTX 4090", 1008, 165, 330, 82.6, Card(128, 1008.0, ghz=2.52, cache_gb_s=4000.0)
+        "RTX 4090", 1008, 165, 330, 82.6, Card(128, 1008.0, ghz=2.52, cache_gb_s=4000.0), 24
     ),
-    "h100": Device("H100", 3350, 989, 989, 67, _hopper(3350.0)),
-    "h200": Device("H200", 4800, 989, 989, 67, _hopper(4800.0)),
+    "h100": Device("H100", 3350, 989, 989, 67, _hopper(3350.0), 80),
+    "h200": Device("H200", 4800, 989, 989, 67, _hopper(4800.0), 141),
 }
 
 # Devices with similar names but different memory: not in the table.
@@ -247,12 +249,41 @@ def limit(
 
 
 @dataclasses.dataclass(frozen=True)
+class Outlook:
+    """Assumed speed of what no data sheet has, in microseconds but for the first."""
+
+    name: str
+    reach: float  # share of the memory bandwidth that a kernel reaches that only reads
+    latency: float  # from the request of a tile to its arrival, under load
+    launch: float  # from the end of a graph's node to the first request of the next node
+    small: float  # node of a captured graph that does nearly nothing
+    cache: float = 1.0  # share of the L2 cache's bandwidth
+
+    def of(self, card: Card) -> Card:
+        """Return `card` at these speeds."""
+        return dataclasses.replace(
+            card,
+            reach=self.reach,
+            latency_us=self.latency,
+            launch_us=self.launch,
+            cache_gb_s=card.cache_gb_s * self.cache,
+        )
+
+
+LOW = Outlook("low", 0.80, 1.1, 1.6, 3.5, 0.75)
+MID = Outlook("mid", 0.87, 0.9, 1.3, 3.0, 0.9)
+HIGH = Outlook("high", 0.93, 0.8, 1.1, 2.5)
+OUTLOOKS = LOW, MID, HIGH
+
+
+@dataclasses.dataclass(frozen=True)
 class CapturedCycle:
     """Predicted times of a captured cycle's parts; `fp16` means fp16 accumulation."""
 
     card: Card
     work: Workload
     fp16: bool = True
+    outlook: Outlook = MID
 
     def ms(self, parts: Iterable[Part]) -> float:
         return sum(map(self._us, parts)) / 1e3
@@ -261,13 +292,13 @@ class CapturedCycle:
         """Return the microseconds of all launches of a part."""
         if part.block is not None:
             return self._attention_us(part, part.block)
-        return part.launches * (self.product_us(part) if part.N else SMALL_US)
+        return part.launches * (self.product_us(part) if part.N else self.outlook.small)
 
     def product_us(self, part: Part) -> float:
-        """Return the microseconds of one launch."""
+        """Return the microseconds of one launch, cut as the kernels cut it."""
         layout, size = self._layout(part), (part.N, part.K, part.rows)
-        fp16 = self.fp16 and not part.is_lm_head
-        return microseconds(tiling(layout, *size, self.card), layout, *size, self.card, fp16)
+        fp16, cut = self.fp16 and not part.is_lm_head, tiling(layout, *size, self.card)
+        return microseconds(cut, layout, *size, self.outlook.of(self.card), fp16)
 
     def share(self, part: Part) -> float:
         """Return the share of the data sheet's bandwidth that a product reaches."""
@@ -284,12 +315,32 @@ class CapturedCycle:
         The cache is read once, the splits' states through the L2 cache, as are the partial sums of
         the queries by every split. The second launch waits for one split after the other.
         """
-        card, size = self.card, part.rows * config.n_head
+        card, size = self.outlook.of(self.card), part.rows * config.n_head
         layout = self.work.storage.layout(config.dim)
-        n_parts = tiling(layout, config.qkv_dim, config.dim, part.rows, card).split
+        n_parts = tiling(layout, config.qkv_dim, config.dim, part.rows, self.card).split
         splits = -(-self.work.context // SPLIT_KEYS) + 1  # the tree's own is the last
         states = (8.0 + 4.0 * n_parts) * size * config.head_dim * splits
         read = part.n_bytes / config.n_layer / (card.gb_s * card.reach) + states / card.cache_gb_s
         waves = max(1.0, size / (RESIDENT * card.n_sm))
         waiting = (1 + waves * splits) * card.latency_us
         return config.n_layer * (2 * card.launch_us + waiting + read / 1e3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Speeds:
+    """Predicted tokens per second at one outlook, and milliseconds of the passes they come from."""
+
+    plain: float
+    drafted: float
+    cycle_ms: float
+    ratio: float  # of a pass over the tree and one over a row
+
+
+def predicted_speeds(cycle: CapturedCycle, head: HeadConfig, tree: AnyShape, tau: float) -> Speeds:
+    """Return the speeds of greedy decoding without drafts, and with `tau` tokens per cycle."""
+    work = cycle.work
+    finish = Part("accept and commit", FINISH_SMALL)
+    one, rows = (cycle.ms(work.verifying(T)) for T in (1, tree.rows))
+    rest = cycle.ms([finish])
+    total = rows + cycle.ms(work.drafting(head, tree)) + rest
+    return Speeds(1e3 / (one + rest), 1e3 * tau / total, total, rows / one)

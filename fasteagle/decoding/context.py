@@ -5,7 +5,7 @@ Shapes: T rows, D model dim, R auxiliary layers, F feature dim of the draft head
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -14,8 +14,9 @@ from fasteagle.decoding.runner import Backend, head_config
 from fasteagle.device import unless_short
 from fasteagle.drafting.base import Drafter
 from fasteagle.errors import EngineError
-from fasteagle.model import KVCache, Target, Transformer, causal_mask
+from fasteagle.model import KEY_BLOCK, KVCache, Target, Transformer, causal_mask, round_up
 from fasteagle.state import Committed, DecodeState
+from fasteagle.tree import TreeView
 
 PREFILL_CHUNK = 256
 # CUDA dequantizes quantized weights once per chunk, which takes as long as some 60 rows of it.
@@ -97,25 +98,43 @@ class Context:
         drafter = self.drafter
         reads = drafter is not None and drafter.reads_features
         same = common_prefix(self.cached, prompt)
-        n_cached = min(same, len(prompt) - 1)  # the last row is always computed, for its logits
+        # The last row is always computed, for its logits.
+        begin = n_cached = min(same, len(prompt) - 1)
         if reads:
             # The drafter's pairs are a feature and the token after it. The last token of the common
             # prefix may be followed by another one now, and only a pass computes its feature.
-            n_cached = max(0, min(n_cached if same == len(prompt) else same - 1, self.shown))
-        self.shown = n_cached
-        del self.cached[n_cached:]
+            last = n_cached if same == len(prompt) else same - 1
+            begin = max(0, min(last, self.shown))
+        if self.on_cpu or n_cached - begin > MAX_TREE_ROWS:
+            # Our CPU kernels compute a row alike in any pass, and a new drafter reads all rows.
+            n_cached = begin
+        self.shown = begin
+        del self.cached[begin:]
         self.reserve(len(prompt))
-        if drafter is not None and not n_cached:
+        if drafter is not None and not begin:
             drafter.begin(prompt[0])
-        for begin in range(n_cached, len(prompt), self.prefill_chunk):
+        for first, end in self._passes(begin, n_cached, len(prompt)):
             check()
-            chunk = prompt[begin : begin + self.prefill_chunk]
-            normed, aux_states = self._run(chunk, begin, self.state.aux_layers)
+            before = self.cache.rows[:, :, first:n_cached].clone()  # empty but in the first pass
+            normed, aux_states = self._run(prompt[first:end], first, self.state.aux_layers)
+            self.cache.rows[:, :, first:n_cached] = before
             read = normed if aux_states is None else aux_states
-            self.cached.extend(chunk)
+            self.cached.extend(prompt[first:end])
             if drafter is not None and reads:
-                self._show(drafter, prompt[begin + 1 : begin + len(chunk) + 1], read, begin)
-        return normed[-1:], read[-1:], n_cached
+                self._show(drafter, prompt[first + 1 : end + 1], read, first)
+        return normed[-1:], read[-1:], begin
+
+    def _passes(self, begin: int, n_cached: int, n: int) -> Iterator[tuple[int, int]]:
+        """Yield the borders of the passes over rows `begin .. n`.
+
+        Rows that are cached already are computed for their features only, in a pass of their own:
+        the others are cut alike with and without a drafter, so that their keys and values are
+        equal bit for bit.
+        """
+        if begin < n_cached:
+            yield begin, n_cached
+        for first in range(n_cached, n, self.prefill_chunk):
+            yield first, min(first + self.prefill_chunk, n)
 
     def _show(self, drafter: Drafter, after: Sequence[int], read: Tensor, begin: int) -> None:
         """Show a draft head the features `read` from position `begin` on and the tokens `after`."""
@@ -155,10 +174,26 @@ class Context:
         """
         tokens = torch.tensor(ids, device=self.device)
         rows = torch.arange(begin, begin + len(ids), device=self.device)
-        window = self.model.config.sliding_window
-        mask = causal_mask(begin, len(ids), self.cache.n_slots, window, self.device)
-        normed, aux_states = self.target.encode(tokens, rows, rows, mask, self.cache, aux_layers)
+        visible = self._visible(begin, len(ids))
+        normed, aux_states = self.target.encode(tokens, rows, rows, visible, self.cache, aux_layers)
         return normed, None if aux_states is None else aux_states.to(normed.dtype)
+
+    def _visible(self, begin: int, T: int) -> Tensor | TreeView:
+        """Return what `T` rows of a prompt after `begin` cached rows see.
+
+        A few rows on CUDA are a tree that is a chain: they run as fast as decoding does, with its
+        bits. Other rows read the keys up to their own, rounded up, where the cache has its full
+        size.
+        """
+        window, n_slots = self.model.config.sliding_window, self.cache.n_slots
+        if self.on_cpu:
+            return causal_mask(begin, T, n_slots, window, self.device)
+        if T > MAX_TREE_ROWS:
+            n_keys = min(round_up(begin + T, KEY_BLOCK), n_slots)
+            return causal_mask(begin, T, n_keys, window, self.device)
+        row = torch.arange(T, device=self.device)
+        paths = row.to(torch.int32).expand(T, T).contiguous()
+        return TreeView(torch.tensor(begin, device=self.device), paths, row, window)
 
     @torch.no_grad()
     def features(self, ids: Sequence[int], aux_layers: tuple[int, ...] = ()) -> Tensor:

@@ -86,15 +86,22 @@ class Runner:
         self.forget()
         self.compiled.update(compiled)
 
-    def needs(self, specs: Sequence[CycleSpec], drafter: Drafter | None) -> bool:
+    def needs(
+        self, specs: Sequence[CycleSpec], drafter: Drafter | None, processed: bool = False
+    ) -> bool:
         """Return whether `prepare` has something to do for these specs."""
         return False
 
     def compile_ahead(self, specs: Sequence[CycleSpec], drafter: Drafter | None) -> None:
         """Compile the device's kernels that prompts and cycles of these specs launch."""
 
-    def prepare(self, specs: Sequence[CycleSpec], drafter: Drafter | None) -> None:
-        """Prepare the first cycle of each of these specs; may run cycles."""
+    def prepare(
+        self, specs: Sequence[CycleSpec], drafter: Drafter | None, processed: bool = False
+    ) -> None:
+        """Prepare the first cycle of each of these specs; may run cycles.
+
+        Where `processed`, a processor will change their logits.
+        """
 
     def forget(self) -> None:
         """Discard what was prepared, because the model runs other code from now on."""

@@ -1,8 +1,9 @@
 """Memory that a model needs on a card, and the settings that fit. Needs no torch.
 
-Counted: weights, draft head, both KV caches, the largest weight dequantized for a prompt, the
-activations of a prompt's chunk or of a tree, whose attention keeps a result for each split of the
-text, and the memory of CUDA, its libraries and graphs (an estimate).
+Counted: weights, draft head, both KV caches, the small caches that cycles are compiled with, the
+largest weight dequantized for a prompt, the activations of a prompt's chunk with the keys and
+values that it reads from 8 bits, or those of a tree, whose attention keeps a result for each split
+of the text, and the memory of CUDA, its libraries and graphs (an estimate).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ CUDA_BYTES = 700 * 2**20  # context, cuBLAS workspaces, graphs: an estimate, not
 CHUNK_ROWS = 1024  # tokens of a prompt's chunk on CUDA
 TREE_SLOTS = 64 + 256  # cache slots past the context, rounding included
 INT8_SPARE = 16  # bytes after a row of a KV cache in 8 bits
+TRACED_SLOTS = 512  # of the caches that cycles are compiled with
 TREE_ROWS = 32  # tokens of a target pass
 SPLIT = 256  # positions, as `tree_kernels` cuts a text
 SHORTEST = 1024  # tokens of context worth having
@@ -54,11 +56,14 @@ def needed_bytes(config: ModelConfig, setting: Setting, head: HeadConfig | None 
     if head is not None:
         weights += scheme.draft_head_bytes(head)
     row = config.head_dim + INT8_SPARE if setting.kv == "int8" else 2 * config.head_dim
-    cache = 2 * config.n_layer * config.n_kv_head * row * n_slots
-    cache += 0 if head is None else head.block.kv_bytes(n_slots)
+    all_slots = n_slots + TRACED_SLOTS
+    cache = 2 * config.n_layer * config.n_kv_head * row * all_slots
+    cache += 0 if head is None else head.block.kv_bytes(all_slots)
     scratch = 0 if dense else 2 * config.dim * max(2 * config.widest_ffn, config.qkv_dim)
     # fp32 results of gate and up, their halves in 16 bits, the residual stream twice in fp32.
     activations = CHUNK_ROWS * (2 * config.widest_ffn * 6 + config.dim * 8)
+    if setting.kv == "int8":  # of one block: keys in 16 bits, values in fp32, scaled, in 16 bits
+        activations += n_slots * config.n_kv_head * config.head_dim * 12
     # One [T, H, E] in fp32 for each split.
     parts = n_slots // SPLIT * TREE_ROWS * config.n_head * config.head_dim * 4
     return weights + cache + scratch + max(activations, parts) + CUDA_BYTES

@@ -11,9 +11,11 @@ import torch
 from click.testing import CliRunner
 
 from fasteagle.bench import measure as device_speed
+from fasteagle.bench import roofline as roofline_module
 from fasteagle.bench.measure import memory_bandwidth
 from fasteagle.bench.roofline import (
     DEVICES,
+    OUTLOOKS,
     CapturedCycle,
     Storage,
     Workload,
@@ -269,8 +271,37 @@ def test_the_terms_add_up_to_the_speed_that_the_readme_names(roofline):
     *parts, total = [line.split("|")[1:-1] for line in terms.splitlines()[2:]]
     assert total[0].strip() == "cycle, tree 5, 4, 15"
     assert sum(int(row[1]) for row in parts) == int(total[1])
-    assert sum(float(row[3]) for row in parts) == pytest.approx(float(total[3]), abs=0.05)
-    assert predicted.startswith("predicted: 474 tok/s at tau 3.6, plain 184 tok/s, 1,024")
+    assert int(total[1]) == 348, "as docs/how-it-works.md says"
+    for column in (3, 4, 5):
+        times = [float(row[column]) for row in parts]
+        assert sum(times) == pytest.approx(float(total[column]), abs=0.05)
+    assert predicted.startswith("predicted: 441 tok/s at tau 3.6 (398 to 478), plain 171 tok/s (")
+
+
+def test_the_table_has_every_size_on_every_card_with_the_memory(roofline):
+    done = roofline("--tau", 3.6, "--fp16-accumulate", "--table")
+    assert done.exit_code == 0, done.stderr
+    rows = [[c.strip() for c in line.split("|")[1:-1]] for line in done.stdout.splitlines()[2:]]
+    table = {(model, card): cells for model, card, *cells in rows}
+    assert len(table) == 16
+    without = {place for place, cells in table.items() if cells[0] == "does not fit"}
+    assert without == {("llama2-70b", "RTX 3090"), ("llama2-70b", "RTX 4090")}
+    mid, low, high = map(int, re.findall(r"\d+", table["llama2-7b", "RTX 3090"][1]))
+    assert low < mid < high
+
+
+def test_an_outlook_changes_times_and_no_tiling(monkeypatch):
+    """The kernels cut a product by what they take the card for."""
+    cards = []
+    tiling = roofline_module.tiling
+    monkeypatch.setattr(
+        roofline_module, "tiling", lambda *key: cards.append(key[-1]) or tiling(*key)
+    )
+    parts = work().verifying(16)
+    low, mid, high = (
+        CapturedCycle(RTX3090.card, work(), outlook=outlook).ms(parts) for outlook in OUTLOOKS
+    )
+    assert low > mid > high and set(cards) == {RTX3090.card}
 
 
 def row(name, **values):
@@ -345,7 +376,8 @@ def test_a_record_of_another_machine_is_not_this_one(roofline, tmp_path):
         (["--precision", "int4-g48", "--device", "3090"], "group size 48"),
         (["--terms", "--rows", "plain", "--device", "3090"], "drop --measured, --rows"),
         (["--terms"], "device 'this' is unknown"),
-        (["--terms", "--precision", "bf16", "--device", "3090"], "--terms predicts quantized"),
+        (["--terms", "--precision", "bf16", "--device", "3090"], "quantized weights are predicted"),
+        (["--table", "--device", "3090"], "--table has its own models and cards"),
     ],
 )
 def test_bad_input_to_the_command(roofline, arguments, message):

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import shutil
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fasteagle.compile import fixed_norm
 from fasteagle.compile.fixed_norm import keep_sums_finite
 from fasteagle.loading import open as opening
 from fasteagle.loading import source
 from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.make_drafter import Drafting
+from fasteagle.model import RMSNorm, causal_mask
 from fasteagle.options import DraftOptions, RuntimeOptions
+from fasteagle.quant import cuda_linear
 from fasteagle.quant.cuda_linear import InterleavedLinear
 from helpers import random_head
 from interleaved_models import KernelBackend, fused_target, packed_target
@@ -47,6 +51,27 @@ def test_no_wider_sums_than_needed(capsys):
     assert accumulates(target) == {"fp16"}
     dense.blocks[0].mlp_norm.weight.data.fill_(6e4)
     assert not keep_sums_finite(dense.blocks, "model") and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("scale", "checked"), [(1.0, 2), (5800.0, 3)])
+def test_prompts_check_no_input_behind_a_norm(scale, checked):
+    """Such as 5,800 sqrt(128), beyond fp16; attention and gate have no such limit."""
+    target, _ = packed_target()
+    for block in target.blocks:
+        block.mlp_norm.weight.data.fill_(scale)
+    fused = fused_target(target)
+    ids, rows = torch.arange(70) % 40, torch.arange(70)
+    check = mock.patch.object(cuda_linear, "in_half_range", side_effect=cuda_linear.in_half_range)
+    with check as checks, mock.patch.object(fixed_norm, "rms_norm", normed):
+        fused.encode(ids, rows, rows, causal_mask(0, 70, 256, None, "cpu"), fused.new_cache(256))
+    assert checks.call_count == checked * len(target.blocks)
+
+
+def normed(x, scale, eps):
+    """The kernel's result, on a CPU."""
+    norm = RMSNorm(len(scale), eps)
+    norm.weight = torch.nn.Parameter(scale)
+    return norm(x)
 
 
 @pytest.fixture

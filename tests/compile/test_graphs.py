@@ -6,12 +6,14 @@ import gc
 import threading
 import weakref
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 from fake_cuda import FakeCuda
 from fasteagle.compile.graphs import COMPILING, CapturedRunner, CudaGraphs
+from fasteagle.decoding.cycle import EAGER
 from fasteagle.decoding.runner import Backend
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.generate import Engine
@@ -117,17 +119,54 @@ class Even:
         pass
 
 
-def test_a_cycle_with_a_processor_is_not_replayed():
+def test_a_processor_runs_between_two_graphs():
+    """Replayed steps run in two halves, and only by their own key."""
     engine = captured_engine(random_target(tiny_config()), 64)
 
-    def answer(processor):
+    def answer(processor, seed=0):
         engine.restart()
-        cycles = engine.generate([1, 2, 3], SamplingParams(), 8, processor=processor)
+        params = SamplingParams(0.9, top_p=0.95, seed=seed)
+        cycles = engine.generate([1, 2, 3], params, 8, processor=processor)
         return [token for new in cycles for token in new]
 
     free = answer(None)
-    assert engine.runner.captured == 1 and any(token % 2 for token in free)
-    assert not any(token % 2 for token in answer(Even()))
+    runner = engine.runner
+    assert runner.captured == 1 and any(token % 2 for token in free)
+    graphs = runner.graphs.captured
+    for seed in (0, 1):
+        before = runner.replays
+        even = answer(Even(), seed)
+        assert not any(token % 2 for token in even) and runner.replays == before + 7
+        assert runner.graphs.captured == graphs + 2 and runner.captured == 2
+        with mock.patch.object(runner, "_replays", {}), mock.patch.object(runner, "prepare"):
+            assert answer(Even(), seed) == even, "without a graph"
+    assert answer(None) == free
+
+
+def test_a_second_half_that_cannot_be_captured_leaves_the_state(cuda, engine):
+    spec = engine.spec(None, SamplingMode())
+    engine.prepare(SamplingParams())
+    before = [tensor.clone() for tensor in engine.state.advanced]
+    finish = mock.Mock(side_effect=RuntimeError("cannot be captured"))
+    with mock.patch.object(engine.runner, "pieces", lambda *_: EAGER._replace(finish=finish)):
+        engine.runner.prepare([spec], None, processed=True)
+    assert finish.called and engine.runner.error == "cannot be captured"
+    assert engine.runner.captured == 1 and not engine.runner.needs([spec], None, True)
+    assert all(map(torch.equal, engine.state.advanced, before))
+
+
+def test_kernels_are_compiled_while_nothing_is_captured(engine, monkeypatch):
+    """It waits for the whole device."""
+    free = []
+
+    def compiled(*_):
+        other = threading.Thread(target=lambda: free.append(COMPILING.acquire(blocking=False)))
+        other.start()
+        other.join()
+
+    monkeypatch.setattr("fasteagle.compile.graphs.compile_ahead", compiled)
+    engine.compile_ahead()
+    assert free == [False]
 
 
 def test_what_was_spoiled_while_code_was_compiled_is_captured_with_it(cuda, engine):

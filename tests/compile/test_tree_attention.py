@@ -10,11 +10,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fasteagle import model
+from fasteagle.compile import int8_cache
 from fasteagle.compile.int8_cache import dense_rows, quantized_rows
-from fasteagle.compile.tree_attention import attend, fused_attention, reference, tree_attention
+from fasteagle.compile.tree_attention import (
+    attend,
+    fused_attention,
+    prompt_attention,
+    reference,
+    tree_attention,
+)
 from fasteagle.errors import FasteagleError
 from fasteagle.tree import ancestor_mask, tree_paths
 from helpers import output_without_triton, pass_in_interpreter
@@ -100,6 +108,39 @@ def test_op_in_a_full_graph_as_the_text_grows():
         p = p._replace(view=p.view._replace(seq_len=torch.tensor(seq_len)))
         with torch.compiler.set_stance(stance):
             assert torch.equal(step(p), attend(p.q * 2, p.k, p.v, p.view) + 1)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_prompt_reads_the_keys_of_its_mask_alone(int8):
+    """32 of 96 slots; those after them hold NaN."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, 16, generator=generator) for n in (15, 96, 96))
+    mask = model.causal_mask(20, 5, 32, None, "cpu")
+    expected = model.attend(q, k[:, :32].contiguous(), v[:, :32].contiguous(), mask)
+    k[:, 32:] = v[:, 32:] = float("nan")
+    if int8:
+        k, v = (quantized_rows(cache.nan_to_num(9.0)) for cache in (k, v))
+    ways = [prompt_attention, int8_cache.attend, *([] if int8 else [model.attend])]
+    for way in ways:
+        assert torch.allclose(way(q, k, v, mask), expected, atol=0.1 if int8 else 1e-6)
+
+
+def test_prompts_do_without_the_kernels_of_cudnn(monkeypatch):
+    """In compiled code, too."""
+    q, k, v = (torch.randn(2, n, 16) for n in (15, 32, 32))
+    arguments = q, k, v, model.causal_mask(20, 5, 32, None, "cpu")
+    compiled = torch.compile(fused_attention, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(*arguments), fused_attention(*arguments))
+    used, attention = [], F.scaled_dot_product_attention
+
+    def recorded(*args, **options):
+        used.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return attention(*args, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    fused_attention(*arguments)
+    assert used == [False] and torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
 def test_shapes_are_checked_while_tracing():

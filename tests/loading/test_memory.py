@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from fasteagle import device as devices
 from fasteagle.cli.main import main
 from fasteagle.cli.models import memory_cells
-from fasteagle.compile import int8_cache
+from fasteagle.compile import cycles, int8_cache
 from fasteagle.decoding.context import MAX_TREE_ROWS, PREFILL_CHUNK_CUDA
 from fasteagle.errors import EngineError, FasteagleError, is_out_of_memory
 from fasteagle.llm import open_llm
@@ -38,16 +38,18 @@ def test_constants_are_those_of_the_modules_that_need_torch():
     assert memory.INT8_SPARE == int8_cache.SPARE
     assert memory.CHUNK_ROWS == PREFILL_CHUNK_CUDA
     assert memory.TREE_SLOTS >= MAX_TREE_ROWS
+    assert memory.TRACED_SLOTS == cycles.TRACED_SLOTS
 
 
 def test_the_parts_of_7b():
     """6.74 G weights of 2 bytes, 0.5 MiB a cached token, an activation buffer, CUDA."""
     need = needed_bytes(LLAMA, Setting(BF16, "auto", 4096))
-    parts = 2 * 6_738_415_616 + 2 * 32 * 32 * 128 * 2 * (4096 + 320) + memory.CUDA_BYTES
+    parts = 2 * 6_738_415_616 + 2 * 32 * 32 * 128 * 2 * (4096 + 320 + 512) + memory.CUDA_BYTES
     assert need - parts == 1024 * (2 * 11008 * 6 + 4096 * 8)
     int4 = int4_for(LLAMA)
     whole, small = (needed_bytes(LLAMA, Setting(int4, kv, 4096)) for kv in ("auto", "int8"))
-    assert whole - small == 2 * 32 * 32 * (256 - 144) * (4096 + 320)
+    less = 2 * 32 * 32 * (256 - 144) * (4096 + 320 + 512)
+    assert whole - small == less - (4096 + 320) * 32 * 128 * 12, "a block's are dequantized"
 
 
 def test_the_parts_of_a_long_texts_attention():
@@ -206,7 +208,7 @@ def test_out_of_memory_while_loading_says_what_fits(monkeypatch):
         opened.prepared(RuntimeOptions(device="cpu"), lambda line: None).engine()
     assert str(caught.value) == (
         "out of memory while loading, 8.0 GiB free on cpu: use --precision int4 --max-seq-len "
-        "4096 (6.7 GiB)"
+        "4096 (7.0 GiB)"
     )
     monkeypatch.setattr(devices, "available_bytes", lambda device: GIB)
     with pytest.raises(FasteagleError, match="choose a smaller model"):
