@@ -23,6 +23,9 @@ from interleaved_models import KernelBackend, packed_head, packed_target
 PROMPT = [5, 6, 7, 8] * 15  # rows of a tree go on in a second block of keys
 GREEDY, DRAWN = SamplingParams(), SamplingParams(0.8, seed=3)
 TREE, FUSED = TreeShape(2, 3, 5), FusedShape(2, 2, 6, 4)
+PASS = ("interleaved", "norm", "prefix", "finish")
+DRAFT = ("chunk", "merge", "rerank", "relations", "commit")
+KERNELS = {f"{name}_kernel" for name in PASS + DRAFT}
 # algorithm, shape, sampling, KV cache
 CYCLES = [
     ("eagle1", TREE, GREEDY, "auto"),
@@ -39,7 +42,7 @@ COMPILED = [
     ("inductor", "eagle1", TREE, GREEDY),
     ("inductor", "eagle1", TREE, DRAWN),
     ("inductor", "eagle3", TREE, GREEDY),
-    ("inductor", "eagle3", FUSED, GREEDY),
+    ("inductor", "eagle3", TREE, DRAWN),
 ]
 
 
@@ -68,6 +71,7 @@ def test_text_and_cache_are_those_of_plain_decoding(kernels_on_cpu, algorithm, s
     result, other_cache, engine = answer(backend, params, 14, drafter())
     assert result == text and torch.equal(other_cache, cache)
     assert engine.stats.drafted >= 20 and engine.stats.path_lengths
+    assert kernels_on_cpu.launches.keys() >= KERNELS
 
 
 @pytest.mark.slow

@@ -129,18 +129,26 @@ class _Compiler:
         if function is None:
             raise Refused(line.text)
         reads = [self.read(*each) for each in zip(line.operands[1:], types, strict=False)]
-        write = self.write(line.operands[0], result)
-        return lambda m: write(m, function(*[read(m) for read in reads]))
+        writes = [self.write(register, result) for register in line.operands[0].split("|")]
+
+        def compute(m: Machine) -> np.ndarray:
+            return function(*[read(m) for read in reads])
+
+        if len(writes) == 2:  # comparisons of both halves
+            return lambda m: _write_all(m, writes, np.moveaxis(compute(m), -1, 0))
+        return lambda m: writes[0](m, compute(m))
 
     def _product(self) -> tuple[Callable | None, str]:
         kind, bits = self.line.modifiers[0], WIDTHS[self.type]
         if kind == "lo":
             return lambda x, y, z=0: x * y + z, self.type
-        if kind != "wide":
+        if bits == 64:
             return None, self.type
         wide = f"{self.type[0]}{2 * bits}"
         dtype = values.kind_of(wide)
-        return lambda x, y, z=0: x.astype(dtype) * y + z, wide
+        if kind == "wide":
+            return lambda x, y, z=0: x.astype(dtype) * y + z, wide
+        return lambda x, y, z=0: (x.astype(dtype) * y >> bits).astype(x.dtype) + z, self.type
 
     def _comparison(self) -> Callable:
         relation, join = self.line.modifiers[0], values.INTEGERS.get(self.line.modifiers[1])
@@ -174,16 +182,12 @@ class _Compiler:
 
     def _shfl(self) -> Step:
         kind, (to, source, by, limit, _) = self.line.modifiers[1], self.line.operands
-        read, distance, write = (
-            self.read(source, "b32"),
-            self.read(by, "u32"),
-            self.write(to, "b32"),
-        )
+        read, write, step = self.read(source, "b32"), self.write(to, "b32"), self.read(by, "u32")
         if limit != ("0" if kind == "up" else "31"):  # all lanes are one segment
             raise Refused(self.line.text)
 
         def run(m: Machine) -> None:
-            lane, n = m.threads % WARP, distance(m).astype(np.int64)
+            lane, n = m.threads % WARP, step(m).astype(np.int64)
             near = {"bfly": lane ^ n, "up": lane - n, "down": lane + n, "idx": n + 0 * lane}[kind]
             near = np.where((near < 0) | (near >= WARP), lane, near) + m.threads - lane
             write(m, np.take_along_axis(m.full(read(m)), m.full(near), 1))
