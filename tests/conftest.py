@@ -63,6 +63,17 @@ def own_home(
     monkeypatch.setenv("XDG_STATE_HOME", str(home / "state"))
 
 
+@pytest.fixture
+def card(request, monkeypatch):
+    """A card that is not there: its kernels are interpreted, on tensors of a CPU."""
+    pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
+    from ptx.card import Card
+
+    card = Card(getattr(request, "param", 86))
+    card.install(monkeypatch)
+    return card
+
+
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a person is told does not depend on how fast this machine opens a model."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from fasteagle.config import Eagle3Config, HeadConfig, ModelConfig
@@ -301,14 +300,10 @@ class Letters:
 # Processes
 
 
-def pass_in_interpreter(path: Path, *options: str) -> None:
-    """The tests of `path` pass in a process of their own, in Triton's interpreter."""
-    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-n", "0", str(path), *options]
-    run = subprocess.run(
-        command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
-    assert re.search(r"^\d+ passed", run.stdout, re.M), run.stdout[-500:]
+def rest_slow(cases: list, n: int = 1) -> list:
+    """Cases of which all but the first n run with the slow tests."""
+    tuples = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return cases[:n] + [pytest.param(*case, marks=pytest.mark.slow) for case in tuples[n:]]
 
 
 def output_without_triton(code: str) -> str:

@@ -117,10 +117,6 @@ def card(monkeypatch, tmp_path):
     triton = pytest.importorskip("triton", reason="Triton is not installed")
     from triton.runtime.driver import driver
 
-    from fasteagle.quant import kernels
-
-    if kernels.INTERPRETED:
-        pytest.skip("TRITON_INTERPRET is set")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     monkeypatch.setattr(driver, "_active", Driver())
     return triton.knobs.runtime

@@ -11,3 +11,13 @@ import pytest
 def triton_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of what Triton compiles in this run, apart from the user's cache."""
     return tmp_path_factory.mktemp("triton")
+
+
+@pytest.fixture
+def kernels_on_cpu(card, monkeypatch):
+    """Backends of CUDA run on CPU tensors, by kernels that are interpreted."""
+    from fasteagle.quant import interleaved
+    from ptx.operators import product
+
+    monkeypatch.setattr(interleaved, "interleaved_linear", product)
+    return card

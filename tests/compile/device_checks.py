@@ -1,4 +1,4 @@
-"""What the kernels of a cycle must yield on a device: "cpu" is Triton's interpreter."""
+"""What the kernels of a cycle must yield on a device: "cpu" is a card that is interpreted."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def launched(x, entry, rows, caches, tensors, formats, *settings) -> torch.Tenso
 
 
 class KernelBackend(CudaBackend):
-    """Runs kernels wherever the model is: on a CPU in Triton's interpreter, eagerly."""
+    """Runs kernels wherever the model is, eagerly: on a CPU those of a card that is interpreted."""
 
     def __init__(self, model: Transformer, kv: str = "auto") -> None:
         super().__init__(model, kv, replays=False)

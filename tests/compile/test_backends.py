@@ -1,13 +1,9 @@
 """Every backend over the same cases: drafting changes no token, whatever runs the parts.
 
-`cuda` runs in Triton's interpreter, which is chosen before Triton is imported: in a process of its
-own, over this file.
+`cuda` runs its kernels as compiled, in our interpreter of PTX.
 """
 
 from __future__ import annotations
-
-import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,27 +22,21 @@ from fasteagle.options import SamplingParams
 from fasteagle.quant import cpu_build
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import FusedShape, TreeShape
-from helpers import eagle3_of, pass_in_interpreter, random_head, random_target, tiny_config
+from helpers import eagle3_of, random_head, random_target, tiny_config
+from interleaved_models import KernelBackend, packed_head, packed_target
 from native_models import SHAPE, native_target
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-if INTERPRETED:
-    import interleaved_models
-    import interpreted_blocks  # the kernels of CUDA, for tensors of a CPU
-
-    kernels = interpreted_blocks.kernels
-
 BACKENDS = [
-    pytest.param("eager", marks=pytest.mark.skipif(INTERPRETED, reason="has run")),
-    pytest.param("cpu", marks=pytest.mark.skipif(INTERPRETED, reason="has run")),
+    "eager",
+    "cpu",
     pytest.param(
         "compiled",
         marks=[
             pytest.mark.slow,
-            pytest.mark.skipif(INTERPRETED or missing_compiler() is not None, reason="no g++"),
+            pytest.mark.skipif(missing_compiler() is not None, reason="no g++"),
         ],
     ),
-    pytest.param("cuda", marks=pytest.mark.skipif(not INTERPRETED, reason="in the interpreter")),
+    pytest.param("cuda", marks=pytest.mark.slow),
 ]
 DRAWN = [SamplingParams(), SamplingParams(0.8, seed=3)]
 # A token takes seconds in the interpreter, and compiling half a minute a case: test_cuda_blocks.py
@@ -69,8 +59,8 @@ def made(name: str, algorithm: str | None):
         model = native_target(tiny_config(**SHAPE))
         backend: Backend = CpuBackend(model)
     elif name == "cuda":
-        model, _ = interleaved_models.packed_target("gqa", n_layer=1, vocab_size=64)
-        backend = interleaved_models.KernelBackend(model)
+        model, _ = packed_target("gqa", n_layer=1, vocab_size=64)
+        backend = KernelBackend(model)
     else:
         model = random_target(tiny_config())
         backend = Backend(Target(model))
@@ -80,7 +70,7 @@ def made(name: str, algorithm: str | None):
     if name == "cpu":
         quantize_head_(head, Scheme(8, head_bits=8), native=True)
     if name == "cuda":
-        head, _ = interleaved_models.packed_head(head)
+        head, _ = packed_head(head)
         head.borrow(model, 512)
     return backend, head
 
@@ -108,7 +98,13 @@ class Odd:
         pass
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.fixture(params=BACKENDS)
+def name(request):
+    if request.param == "cuda":
+        request.getfixturevalue("kernels_on_cpu")
+    return request.param
+
+
 @pytest.mark.parametrize("params", DRAWN, ids=str)
 @pytest.mark.parametrize("drafting", DRAFTERS)
 def test_drafting_changes_no_token(name, params, drafting):
@@ -128,7 +124,6 @@ def test_drafting_changes_no_token(name, params, drafting):
     assert answer(engine, params, n, processor=Odd()) == limited
 
 
-@pytest.mark.parametrize("name", BACKENDS)
 def test_a_long_prompt(name):
     """In parts, behind which drafting and the next answer go on."""
     backend, head = made(name, "eagle1")
@@ -139,13 +134,6 @@ def test_a_long_prompt(name):
         expected = answer(plain, DRAWN[0], n, prompt)
         assert answer(engine, DRAWN[0], n, prompt) == expected
         prompt = [*prompt, *expected, 9]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="has run")
-def test_cuda_in_the_interpreter():
-    pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
-    pass_in_interpreter(Path(__file__))
 
 
 def test_all_of_the_core_is_eager():

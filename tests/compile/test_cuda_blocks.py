@@ -1,13 +1,11 @@
-"""Decoder blocks on CUDA: what is launched and, in Triton's interpreter, the results.
+"""Decoder blocks on CUDA: what is launched and, on a GPU, the results.
 
-What `interpreted_blocks.py` tests needs an interpreter chosen before Triton is imported, so it runs
-in a process of its own.
+`test_interpreted_blocks.py` has results without one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ import torch
 from device_checks import check_cache_in_8_bits, check_order, check_step_of_head
 from fasteagle.drafting.draft_head import top_children
 from fasteagle.model import CORE, RMSNorm, Target
-from helpers import pass_in_interpreter
 from interleaved_models import (
     CONFIGS,
     SEQ_LEN,
@@ -31,11 +28,6 @@ pytest.importorskip("triton", reason="Triton is not installed (it comes with tor
 from fasteagle.compile import cuda_backend, cuda_blocks, cuda_ops, fixed_norm, tree_attention
 from fasteagle.compile.kernels import block_kernels, tree_kernels
 from fasteagle.quant import kernels
-
-
-@pytest.mark.slow
-def test_kernels_in_the_interpreter():
-    pass_in_interpreter(Path(__file__).with_name("interpreted_blocks.py"))
 
 
 @pytest.mark.parametrize("name", ["mha", "qwen3"])

@@ -1,23 +1,20 @@
-"""Attention of tree rows: the path table, the op and, on a GPU or interpreted, its results.
+"""Attention of tree rows: the path table, the op and, on a GPU, its results.
 
-`interpreted_tree_attention.py` runs in a process of its own, with Triton's interpreter. It shares
-the problems below, whose cache holds NaN wherever nothing was written.
+`test_interpreted_attention.py` has results without one.
 """
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from fasteagle import model
-from fasteagle.compile.int8_cache import dense_rows, quantized_rows
+from fasteagle.compile.int8_cache import dense_rows
 from fasteagle.compile.tree_attention import attend, fused_attention, reference, tree_attention
 from fasteagle.errors import FasteagleError
 from fasteagle.tree import ancestor_mask, tree_paths
-from helpers import output_without_triton, pass_in_interpreter
+from helpers import output_without_triton
 from tree_problems import Problem, assert_close, by_kernels, problem, random_parents, sdpa
 
 
@@ -135,17 +132,6 @@ def test_refusals_name_the_fix(kernels):
     refused(problem(1, 3, window=0), "sliding_window 0 is out of range: use >= 1, or none")
 
 
-def test_a_few_trees_in_the_interpreter(kernels):
-    """Behind 700 keys: whole blocks and a part of one, windows of 1 and 100, and none."""
-    path = Path(__file__).with_name("interpreted_tree_attention.py")
-    pass_in_interpreter(path, "-k", "test_results and 7-700")
-
-
-@pytest.mark.slow
-def test_kernels_in_the_interpreter(kernels):
-    pass_in_interpreter(Path(__file__).with_name("interpreted_tree_attention.py"))
-
-
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -186,12 +172,15 @@ def test_rows_on_the_device_have_the_bits_of_plain_decoding(E, group, spread, wi
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("E", "group"), [(64, 3), (80, 1), (128, 4)])
-def test_a_cache_in_8_bits_on_the_device_has_the_bits_of_what_it_holds(kernels, E, group, dtype):
+def test_a_cache_in_8_bits_on_the_device(kernels, E, group, dtype):
+    """Rows have the bits of plain decoding, which differ from those of a dense cache."""
     for seq_len in (0, 63, 300, 2000):
-        p = problem(16, seq_len, E=E, group=group, G=2, dtype=dtype).to("cuda")
-        k, v = (quantized_rows(torch.nan_to_num(rows)) for rows in (p.k, p.v))
-        dense = p._replace(k=dense_rows(k, dtype), v=dense_rows(v, dtype))
-        assert torch.equal(p._replace(k=k, v=v).run(tree_attention), dense.run(tree_attention))
+        p = problem(16, seq_len, E=E, group=group, G=2, dtype=dtype).to("cuda").in_8_bits()
+        dense = p._replace(k=dense_rows(p.k, dtype), v=dense_rows(p.v, dtype))
+        whole = p.run(tree_attention)
+        assert_close(whole, dense.run(tree_attention))
+        for j in range(16):
+            assert torch.equal(p.row(j).run(tree_attention)[:, :, 0], whole[:, :, j]), (seq_len, j)
 
 
 @pytest.mark.gpu

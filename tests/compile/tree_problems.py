@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fasteagle.compile.int8_cache import quantized_rows
 from fasteagle.compile.tree_attention import TreeView
 from fasteagle.tree import ancestor_mask, tree_paths
 
@@ -27,6 +28,15 @@ class Problem(NamedTuple):
     def group(self) -> int:
         return self.q.shape[1] // len(self.view.depths)
 
+    @property
+    def unused(self) -> float:
+        """Value of all slots that no row may see; as bytes it makes scales of 8-bit rows tiny."""
+        return NAN if self.k.is_floating_point() else -128
+
+    def in_8_bits(self) -> Problem:
+        k, v = (quantized_rows(torch.nan_to_num(rows)) for rows in (self.k, self.v))
+        return self._replace(k=k, v=v)
+
     def run(self, function) -> Tensor:
         """Result [G, group, T, E] of a function with the op's arguments."""
         return function(self.q, self.k, self.v, *self.view).unflatten(1, (self.group, -1))
@@ -40,7 +50,7 @@ class Problem(NamedTuple):
         seq_len, depth = int(self.view.seq_len), int(self.view.depths[j])
         path = self.view.paths[j, : depth + 1].long()
         source = torch.cat((torch.arange(seq_len), seq_len + path.cpu())).to(path.device)
-        k, v = torch.full_like(self.k, NAN), torch.full_like(self.v, NAN)
+        k, v = torch.full_like(self.k, self.unused), torch.full_like(self.v, self.unused)
         k[:, : len(source)], v[:, : len(source)] = self.k[:, source], self.v[:, source]
         q = self.q.unflatten(1, (self.group, -1))[:, :, j]
         zero = torch.zeros(1, dtype=torch.int64, device=k.device)
@@ -51,7 +61,7 @@ class Problem(NamedTuple):
         """A tree of these rows alone, in this order; with a row come its ancestors."""
         seq_len = int(self.view.seq_len)
         k, v = self.k.clone(), self.v.clone()
-        k[:, seq_len:], v[:, seq_len:] = NAN, NAN
+        k[:, seq_len:], v[:, seq_len:] = self.unused, self.unused
         k[:, seq_len : seq_len + len(order)] = self.k[:, seq_len + order]
         v[:, seq_len : seq_len + len(order)] = self.v[:, seq_len + order]
         q = self.q.unflatten(1, (self.group, -1))[:, :, order].flatten(1, 2)

@@ -1,7 +1,6 @@
-"""The layout of the CUDA kernels, their custom op and, on a GPU or interpreted, their results.
+"""The layout of the CUDA kernels, their custom op and, on a GPU, their results.
 
-What `interpreted_kernels.py` tests needs an interpreter chosen before Triton is imported, so it
-runs in a process of its own.
+`test_interpreted_products.py` has results without one.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from click.testing import CliRunner
 
 from fasteagle.errors import FasteagleError
 from fasteagle.quant import interleaved, packed, tiling
-from helpers import output_without_triton, pass_in_interpreter
+from helpers import output_without_triton
 from kernel_cases import FORMATS, SHAPES, random_rows, random_weight, relative_error, tolerance
 
 
@@ -203,65 +202,6 @@ def test_only_the_weight_decides_the_split(kernels):
     for cut, rows in zip(cuts, (1, 16, 17, 32, 33, 64), strict=True):
         assert cut.block_m == 16 if rows <= 16 else cut.block_m in (16, 32)
         assert cut.block_m * (cut.n_blocks - 1) < rows <= cut.block_m * cut.n_blocks
-
-
-def run_ptx(text: str, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """The few PTX instructions of `unpack_asm`, on uint32 pairs; NumPy has the fp16 arithmetic."""
-    registers = {"$1": first, "$2": second}
-
-    def read(name: str) -> np.ndarray:
-        return registers[name] if name in registers else np.uint32(int(name, 0))
-
-    for line in re.sub(r"[{}]", "", text).split(";"):
-        opcode, *names = line.replace(",", " ").split() or [".reg"]
-        if opcode == ".reg":
-            continue
-        values = [read(name) for name in names[1:]]
-        if opcode == "shr.b32":
-            result = values[0] >> values[1]
-        elif opcode == "mov.b32":
-            result = np.broadcast_to(values[0], first.shape).copy()
-        elif opcode == "lop3.b32":
-            assert values[3] == 0xEA
-            result = (values[0] & values[1]) | values[2]
-        else:
-            assert opcode == "fma.rn.f16x2"
-            a, b, c = (value.view(np.float16).astype(np.float32) for value in values)
-            result = (a * b + c).astype(np.float16).view(np.uint32)  # a * b + c is exact in fp32
-        registers[names[0]] = result
-    return registers["$0"]
-
-
-@pytest.mark.parametrize("fp16", [False, True])
-@pytest.mark.parametrize(("bits", "plane"), [*((4, j) for j in range(4)), (8, 0), (8, 1)])
-def test_assembly_unpacks_every_word(kernels, bits, plane, fp16):
-    """The interpreter never sees the assembly, so its instructions are followed here."""
-    from fasteagle.quant import unpack_kernels
-
-    high = bits == 4 and plane % 2
-    unit = (1 / 16 if bits == 4 else 1 / 128) if fp16 else 1.0
-    words = np.arange(2**16, dtype=np.uint16)
-    pairs = words | words[::-1].astype(np.uint32) << 16  # the neighbour must not leak in
-    text = unpack_kernels.unpack_asm(bits, plane, unit / 16 if high else unit)
-    for zero in (0, 7, 16) if bits == 4 else (128,):
-        add = np.float16(((-64 if high else -1024) - zero) * unit)
-        constant = np.full(pairs.shape, np.array([add, add]).view(np.uint32)[0])
-        low, upper = run_ptx(text, pairs, constant).view(np.float16).reshape(-1, 2).T
-        expected = ((words >> (bits * plane) & (2**bits - 1)).astype(np.float64) - zero) * unit
-        assert np.array_equal(low, expected)
-        assert np.array_equal(upper, expected[::-1])
-
-
-def test_kernels_in_the_interpreter_once_by_format(kernels):
-    """Groups, odd widths and a last tile that is not whole: products of seven rows."""
-    path = Path(__file__).with_name("interpreted_kernels.py")
-    pass_in_interpreter(path, "-k", "test_results and fp32")
-
-
-@pytest.mark.slow
-def test_kernels_in_the_interpreter(kernels):
-    """Every format and many row counts, without a GPU: see `interpreted_kernels.py`."""
-    pass_in_interpreter(Path(__file__).with_name("interpreted_kernels.py"))
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ import sass
 from fasteagle.quant import kernels, tiling
 from sass import TWO_PROGRAMS, opcodes
 
-pytestmark = pytest.mark.skipif(kernels.INTERPRETED, reason="TRITON_INTERPRET is set")
 K = 4096
 POINTERS = {
     "x_ptr": "*fp16",
@@ -65,7 +64,7 @@ def compile_product(name: str, rows: int, accumulate: str, variant: str, sm: int
     weight = empty_weight(name)
     cut = tiling.cut_rows(weight.layout, rows, rows, 4)
     chosen = {variant: True} if variant else {}
-    constants = kernels.constants(weight, cut, accumulate, **chosen) | {"USE_ASM": True}
+    constants = kernels.constants(weight, cut, accumulate, **chosen)
     pointers = POINTERS | ({"out_ptr": "*fp16"} if variant == "gated" else {})
     return compile_kernel(kernels.interleaved_kernel, pointers, constants, sm), weight, cut
 
@@ -105,7 +104,7 @@ def test_other_cards(name, rows, accumulate, variant, capability, tmp_path):
 
 @pytest.mark.parametrize("name", ["g128", "g32-offsets", "int8-g32"])
 def test_dequantizing_compiles_with_the_assembly(name):
-    constants = kernels.format_constants(empty_weight(name)) | {"UNIT": 1.0, "USE_ASM": True}
+    constants = kernels.format_constants(empty_weight(name)) | {"UNIT": 1.0}
     pointers = {"words_ptr": "*i16", "params_ptr": "*i32", "out_ptr": "*fp16"}
     assert "lop3" in compile_kernel(kernels.dequantize_kernel, pointers, constants).asm["ptx"]
 

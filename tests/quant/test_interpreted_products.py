@@ -1,16 +1,24 @@
-"""The Triton kernels on the CPU. `test_kernels.py` runs this file with TRITON_INTERPRET=1."""
+"""Products with packed weights by the kernels as compiled, in our interpreter of PTX.
+
+One product of seven rows for each format is among the fast tests; most of the rest is slow.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
+
 from fasteagle.quant import interleaved, kernels
+from helpers import rest_slow
 from kernel_cases import FORMATS, SHAPES, random_rows, random_weight, relative_error, tolerance
 
-assert kernels.INTERPRETED, "run me with TRITON_INTERPRET=1"
+pytestmark = pytest.mark.usefixtures("card")
+slow = pytest.mark.slow
 
 
+@slow
 @pytest.mark.parametrize(("M", "accumulate"), [(1, "fp32"), (16, "fp32"), (33, "fp16")])
 @pytest.mark.parametrize("name", FORMATS)
 def test_whole_numbers_come_out_exact(name, M, accumulate):
@@ -20,7 +28,7 @@ def test_whole_numbers_come_out_exact(name, M, accumulate):
     assert torch.equal(y, x.float() @ weight.dequantize().T)
 
 
-@pytest.mark.parametrize("accumulate", ["fp32", "fp16"])
+@pytest.mark.parametrize("accumulate", rest_slow(["fp32", "fp16"]))
 @pytest.mark.parametrize("name", FORMATS)
 def test_results(name, accumulate, M=7):
     weight = random_weight(name, *SHAPES[name])
@@ -31,6 +39,7 @@ def test_results(name, accumulate, M=7):
     assert relative_error(y, x, weight) < tolerance(name, accumulate)
 
 
+@slow
 @pytest.mark.parametrize("accumulate", ["fp32", "fp16"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_rows_do_not_depend_on_their_number(name, accumulate):
@@ -41,7 +50,7 @@ def test_rows_do_not_depend_on_their_number(name, accumulate):
         assert torch.equal(kernels.linear(x[:M], weight, accumulate=accumulate), full[:M])
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", rest_slow(list(FORMATS)))
 def test_many_rows_through_a_dequantized_copy(name):
     weight = random_weight(name, *SHAPES[name])
     x = random_rows(kernels.MAX_ROWS + 1, weight.shape[1])
@@ -63,6 +72,19 @@ def test_no_rows():
     assert kernels.linear(torch.empty(0, 96).half(), weight).shape == (0, 33)
 
 
+@slow
+@pytest.mark.parametrize("card", [90], indirect=True)
+@pytest.mark.parametrize("accumulate", ["fp32", "fp16"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_on_hopper(card, name, accumulate):
+    """The bits of a consumer card: the instructions differ, the order of sums does not."""
+    weight = interleaved.pack(random_weight(name, *SHAPES[name]))
+    x = random_rows(17, weight.K)
+    y = kernels.linear(x, weight, accumulate=accumulate)
+    card.capability = 86
+    assert torch.equal(kernels.linear(x, weight, accumulate=accumulate), y)
+
+
 def half_range(values, exponent):
     """What `half_range` makes of spans of `SPAN` columns: fp16 [M, N], scales [M, N / SPAN]."""
     spans = values.unflatten(1, (-1, kernels.SPAN))
@@ -71,8 +93,9 @@ def half_range(values, exponent):
     return (spans / scales.unsqueeze(-1)).half().flatten(1), scales
 
 
-@pytest.mark.parametrize("accumulate", ["fp32", "fp16"])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("name", "accumulate"), rest_slow([(n, a) for n in FORMATS for a in ("fp16", "fp32")])
+)
 def test_rows_whose_spans_have_scales(name, accumulate, M=7):
     """Inputs up to 100,000, beyond fp16's 65,504, and a NaN that must come out."""
     N, K = SHAPES[name][0], 192 if SHAPES[name][1] < 192 else SHAPES[name][1]
@@ -97,8 +120,10 @@ def test_rows_whose_spans_have_scales(name, accumulate, M=7):
     assert y[0].isnan().all() and y[1:].isfinite().all()
 
 
-@pytest.mark.parametrize("accumulate", ["fp32", "fp16"])
-@pytest.mark.parametrize("name", ["g128", "g32-offsets", "int8"])
+@pytest.mark.parametrize(
+    ("name", "accumulate"),
+    rest_slow([(n, a) for n in ("g128", "g32-offsets", "int8") for a in ("fp16", "fp32")]),
+)
 def test_gated_products(name, accumulate, M=5):
     """Gate and up interleaved: their product comes out in fp16, large spans of it with a scale."""
     weight = random_weight(name, 256, 128)

@@ -1,4 +1,4 @@
-"""Fused decoder blocks on the CPU. `test_cuda_blocks.py` runs this file with TRITON_INTERPRET=1."""
+"""Fused blocks, drafting and commits by the kernels as compiled, in our interpreter of PTX."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import interpreted_tree_attention  # noqa: F401  (its products of bf16)
+pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
+
 from device_checks import check_cache_in_8_bits, check_order, check_step_of_head, close, random_pool
-from fasteagle.compile import cuda_backend, cuda_blocks, cuda_ops, fixed_norm
-from fasteagle.compile.kernels import block_kernels, draft_kernels, order_kernels, tree_kernels
-from fasteagle.decoding.cycle import Pieces
+from fasteagle.compile import cuda_backend, cuda_ops
+from fasteagle.compile.kernels import block_kernels, draft_kernels
 from fasteagle.drafting.draft_head import top_children
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.generate import Engine
 from fasteagle.model import KVCache, Target
 from fasteagle.options import SamplingParams
-from fasteagle.quant import interleaved
 from fasteagle.quant import kernels as quant_kernels
 from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.quant.linear import QuantizedLMHead
@@ -28,62 +27,19 @@ from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import TreeShape
 from fasteagle.tree import chain, relations, rerank
-from helpers import eagle3_of, random_head
+from helpers import eagle3_of, random_head, rest_slow
 from interleaved_models import (
     CONFIGS,
     SEQ_LEN,
     KernelBackend,
     fused_target,
-    launched,
     packed_head,
     packed_target,
     passed,
     view_of,
 )
 
-assert tree_kernels.INTERPRETED, "run me with TRITON_INTERPRET=1"
-
-
-cuda_blocks.fused_blocks.register_kernel("cpu")(launched)
-
-
-@fixed_norm.rms_norm.register_kernel("cpu")
-def _(x, scale, eps):
-    return block_kernels.add_norm(x, None, scale, eps, scale.dtype)[1]
-
-
-# As operators, so that what they declare is checked: what they write, that outputs do not overlap.
-cuda_ops.top_children.register_kernel("cpu")(draft_kernels.top_children)
-cuda_ops.rerank_pool.register_kernel("cpu")(order_kernels.rerank)
-cuda_ops.relate_rows.register_kernel("cpu")(order_kernels.relations)
-cuda_ops.move_cache_rows.register_kernel("cpu")(block_kernels.commit)
-
-
-@torch.library.custom_op("fasteagle_tests::product", mutates_args=())
-def product(
-    x: Tensor,
-    words: Tensor,
-    params: Tensor,
-    N: int,
-    K: int,
-    bits: int,
-    group_size: int,
-    offsets: bool,
-    accumulate: str,
-) -> Tensor:
-    """`interleaved_linear`, which has a reference of its own on a CPU, by the kernels."""
-    weight = interleaved.InterleavedWeight(words, params, N, K, bits, group_size, offsets)
-    return quant_kernels.linear(x, weight, accumulate=accumulate)
-
-
-@product.register_fake
-def _(x, words, params, N, *rest):
-    return x.new_empty(len(x), N, dtype=torch.float32)
-
-
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch):
-    monkeypatch.setattr(interleaved, "interleaved_linear", product)
+pytestmark = pytest.mark.usefixtures("kernels_on_cpu")
 
 
 SCHEMES = [
@@ -95,7 +51,7 @@ CASES = [(name, "g64", SCHEMES[0][1], "fp32") for name in CONFIGS]
 CASES += [("gqa", *scheme) for scheme in SCHEMES[1:]]
 
 
-@pytest.mark.parametrize(("name", "kind", "scheme", "accumulate"), CASES)
+@pytest.mark.parametrize(("name", "kind", "scheme", "accumulate"), rest_slow(CASES))
 def test_results_of_the_model(name, kind, scheme, accumulate):
     target, dense = packed_target(name, scheme, accumulate)
     expected, dense_cache = passed(Target(dense), 9, torch.float32)
@@ -109,6 +65,7 @@ def test_results_of_the_model(name, kind, scheme, accumulate):
     assert not cache.rows[:, :, SEQ_LEN + 9 :].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "accumulate"), [("gqa", "fp32"), ("qwen3", "fp32"), ("mha", "fp16")]
 )
@@ -123,11 +80,13 @@ def test_rows_do_not_depend_on_their_number(name, accumulate):
         assert torch.equal(cache.rows[:, :, :end], whole_cache.rows[:, :, :end])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gqa", "qwen3"])
 def test_a_cache_in_8_bits(name):
     check_cache_in_8_bits(name, "fp32", "cpu")
 
 
+@pytest.mark.slow
 def test_blocks_that_do_not_fit_are_the_same_for_any_number_of_rows(monkeypatch):
     """Products block by block, as of sizes that do not fit, between norms in a fixed order."""
     model, dense = packed_target("qwen3")
@@ -142,6 +101,7 @@ def test_blocks_that_do_not_fit_are_the_same_for_any_number_of_rows(monkeypatch)
         assert torch.equal(passed(target, T)[0], whole[:T])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", [2, 3])
 def test_split_products_and_a_separate_gate(monkeypatch, split):
     """Where K is split, sums are added up by the next kernel: of every product of a block."""
@@ -163,6 +123,7 @@ def test_split_products_and_a_separate_gate(monkeypatch, split):
         assert torch.equal(passed(target, T)[0], result[:T])
 
 
+@pytest.mark.slow
 def test_an_activation_beyond_fp16():
     """Its span of columns is scaled: neither inf, nor are other columns lost."""
     target, dense = packed_target("mha")
@@ -186,11 +147,12 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "algorithm", "lm_head"), STEPS)
+@pytest.mark.parametrize(("name", "algorithm", "lm_head"), rest_slow(STEPS))
 def test_a_step_of_a_draft_head(name, algorithm, lm_head):
     check_step_of_head(name, algorithm, lm_head, "cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", ["fp32", "fp16"])
 def test_a_draft_head_fed_with_huge_features_stays_finite(accumulate):
     """No norm bounds what EAGLE-1's block reads and says."""
@@ -223,13 +185,15 @@ def test_commit(path, dtype):
 
 @pytest.mark.parametrize(
     ("P", "N"),
-    [(1, 1), (4, 4), (12, 5), (68, 15), (100, 63), (510, 59), (710, 8), (1030, 4), (9, 20)],
+    rest_slow(
+        [(1, 1), (68, 15), (9, 20), (4, 4), (12, 5), (100, 63), (510, 59), (710, 8), (1030, 4)], 3
+    ),
 )
 def test_rerank_and_relations(P, N):
     check_order(P, N, "cpu")
 
 
-@pytest.mark.parametrize("T", [1, 2, 16, 17, 64, 65])
+@pytest.mark.parametrize("T", rest_slow([2, 17, 1, 16, 64, 65], 2))
 def test_relations_of_chains(T):
     row = torch.arange(T)
     for valid in (row >= 0, row <= T // 2):
@@ -254,7 +218,9 @@ def test_candidates_of_no_score_at_all_are_none():
     assert torch.equal(result.parents, expected.parents)
 
 
-@pytest.mark.parametrize(("W", "V", "k"), [(1, 60, 4), (4, 5000, 10), (3, 2048, 1), (2, 40000, 3)])
+@pytest.mark.parametrize(
+    ("W", "V", "k"), rest_slow([(4, 5000, 10), (1, 60, 4), (3, 2048, 1), (2, 40000, 3)])
+)
 def test_the_best_children(W, V, k):
     logits = 3 * torch.randn(W, V, generator=torch.Generator().manual_seed(V))
     expected = top_children(logits, k)
@@ -295,40 +261,6 @@ def test_of_equal_children_the_lowest_ids():
     torch.testing.assert_close(logp[0].exp(), torch.full((4,), 1 / 5000))
 
 
-CYCLES = [
-    ("eagle1", SamplingParams(), False),
-    ("eagle1", SamplingParams(0.8, seed=3), False),
-    ("eagle1", SamplingParams(), True),
-    ("eagle3", SamplingParams(), True),
-]
-
-
-@pytest.mark.parametrize(("algorithm", "params", "traced"), CYCLES, ids=str)
-def test_speculative_text_has_the_bits_of_plain_text(monkeypatch, algorithm, params, traced):
-    """The whole cycle by the kernels: drafts are accepted, and logits are equal bit for bit.
-
-    `traced` as `torch.compile` sees it: from fake tensors, and without writing in place.
-    """
-    target, _ = packed_target("gqa", n_layer=1, vocab_size=64)
-    packed = quantize_weight(target.lm_head.weight.float(), Scheme(8))
-    target.lm_head = QuantizedLMHead(InterleavedLinear(packed, None))
-    backend = KernelBackend(target)
-    if traced:
-        compiled = (torch.compile(p, fullgraph=True, backend="aot_eager") for p in backend.pieces)
-        monkeypatch.setattr(KernelBackend, "pieces", Pieces(*compiled))
-    head, _ = packed_head(random_head(target, eagle3=eagle3_of(algorithm, target.config)))
-    texts, logits = [], []
-    for drafter in (None, EagleDrafter(head, TreeShape(2, 3, 5), 128)):
-        engine = Engine(target, 128, drafter=drafter, backend=backend)
-        n_tokens = 6 if traced else 14  # most of the time is the tracing itself
-        result = [t for ids in engine.generate([5, 6, 7, 8], params, n_tokens) for t in ids]
-        texts.append(result)
-        logits.append(engine.cache.rows[:, :, : len(engine.cached)].clone())
-    assert texts[0] == texts[1]
-    assert torch.equal(*logits)
-    assert engine.stats.drafted >= (5 if traced else 20) and engine.stats.path_lengths
-
-
 class Recording(TorchDispatchMode):
     """Keeps the first call of each operator of ours."""
 
@@ -343,6 +275,7 @@ class Recording(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["eagle1", "eagle3"])
 def test_what_operators_declare(algorithm):
     """What they write, what they return, and the same of fake tensors."""

@@ -1,0 +1,96 @@
+"""Whole cycles by the kernels as compiled, in our interpreter of PTX, against plain decoding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
+
+from fasteagle.decoding.cycle import Pieces
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.fused import FusedDrafter
+from fasteagle.generate import Engine
+from fasteagle.options import SamplingParams
+from fasteagle.quant.cuda_linear import InterleavedLinear
+from fasteagle.quant.linear import QuantizedLMHead
+from fasteagle.quant.params import quantize_weight
+from fasteagle.quant.scheme import Scheme
+from fasteagle.shapes import FusedShape, TreeShape
+from helpers import eagle3_of, random_head, rest_slow
+from interleaved_models import KernelBackend, packed_head, packed_target
+
+PROMPT = [5, 6, 7, 8] * 15  # rows of a tree go on in a second block of keys
+GREEDY, DRAWN = SamplingParams(), SamplingParams(0.8, seed=3)
+TREE, FUSED = TreeShape(2, 3, 5), FusedShape(2, 2, 6, 4)
+PASS = ("interleaved", "norm", "prefix", "finish")
+DRAFT = ("chunk", "merge", "rerank", "relations", "commit")
+KERNELS = {f"{name}_kernel" for name in PASS + DRAFT}
+# algorithm, shape, sampling, KV cache
+CYCLES = [
+    ("eagle1", TREE, GREEDY, "auto"),
+    ("eagle1", TREE, DRAWN, "auto"),
+    ("eagle3", TREE, GREEDY, "auto"),
+    ("eagle3", TREE, DRAWN, "int8"),
+    ("eagle3", FUSED, GREEDY, "auto"),
+    ("eagle1", FUSED, DRAWN, "int8"),
+]
+# Who compiles the pieces; "aot_eager" only traces them: fake tensors, nothing written in place.
+COMPILED = [
+    ("aot_eager", "eagle1", TREE, GREEDY),
+    ("aot_eager", "eagle3", TREE, GREEDY),
+    ("inductor", "eagle1", TREE, GREEDY),
+    ("inductor", "eagle1", TREE, DRAWN),
+    ("inductor", "eagle3", TREE, GREEDY),
+    ("inductor", "eagle3", TREE, DRAWN),
+]
+
+
+def made(algorithm: str, shape, kv: str = "auto"):
+    """A backend over a tiny model, and a function that makes drafters for it."""
+    target, _ = packed_target("gqa", n_layer=1, vocab_size=64)
+    packed = quantize_weight(target.lm_head.weight.float(), Scheme(8))
+    target.lm_head = QuantizedLMHead(InterleavedLinear(packed, None))
+    head, _ = packed_head(random_head(target, eagle3=eagle3_of(algorithm, target.config)))
+    drafting = FusedDrafter if shape is FUSED else EagleDrafter
+    return KernelBackend(target, kv), lambda: drafting(head, shape, 128)
+
+
+def answer(backend, params, n: int, drafter=None):
+    """Text, keys and values, and the engine."""
+    engine = Engine(backend.target.model, 128, drafter=drafter, backend=backend)
+    text = [t for ids in engine.generate(PROMPT, params, n) for t in ids]
+    return text, engine.cache.rows[:, :, : len(engine.cached)].clone(), engine
+
+
+@pytest.mark.parametrize(("algorithm", "shape", "params", "kv"), rest_slow(CYCLES), ids=str)
+def test_text_and_cache_are_those_of_plain_decoding(kernels_on_cpu, algorithm, shape, params, kv):
+    """Drafts are accepted, and keys and values are equal bit for bit."""
+    backend, drafter = made(algorithm, shape, kv)
+    text, cache, _ = answer(backend, params, 10)
+    result, other_cache, engine = answer(backend, params, 10, drafter())
+    assert result == text and torch.equal(other_cache, cache)
+    assert engine.stats.drafted >= 10 and engine.stats.path_lengths
+    assert kernels_on_cpu.launches.keys() >= KERNELS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("compiler", "algorithm", "shape", "params"), COMPILED, ids=str)
+def test_compiled_pieces_do_what_eager_ones_do(
+    kernels_on_cpu, monkeypatch, compiler, algorithm, shape, params
+):
+    """The same drafts are made and accepted, and keys and values are equal bit for bit."""
+    from ptx import inductor
+
+    backend, drafter = made(algorithm, shape)
+    text, cache, eager = answer(backend, params, 6, drafter())
+    if compiler == "inductor":
+        compiled = [inductor.compiled(piece) for piece in backend.pieces]
+    else:
+        options = {"fullgraph": True, "backend": compiler}
+        compiled = [torch.compile(piece, **options) for piece in backend.pieces]
+    monkeypatch.setattr(KernelBackend, "pieces", Pieces(*compiled))
+    result, other_cache, engine = answer(backend, params, 6, drafter())
+    assert result == text and torch.equal(other_cache, cache)
+    assert engine.stats.path_lengths == eager.stats.path_lengths
+    assert engine.stats.drafted == eager.stats.drafted >= 5

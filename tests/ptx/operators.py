@@ -1,0 +1,48 @@
+"""The operators of CUDA on CPU tensors: they launch the kernels, for a `Card` that interprets them.
+
+As operators, so that what they declare is checked: what they write, that outputs do not overlap.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fasteagle.compile import cuda_blocks, cuda_ops, fixed_norm
+from fasteagle.compile.kernels import block_kernels, draft_kernels, order_kernels
+from fasteagle.quant import interleaved
+from fasteagle.quant import kernels as quant_kernels
+from interleaved_models import launched
+
+cuda_blocks.fused_blocks.register_kernel("cpu")(launched)
+cuda_ops.top_children.register_kernel("cpu")(draft_kernels.top_children)
+cuda_ops.rerank_pool.register_kernel("cpu")(order_kernels.rerank)
+cuda_ops.relate_rows.register_kernel("cpu")(order_kernels.relations)
+cuda_ops.move_cache_rows.register_kernel("cpu")(block_kernels.commit)
+
+
+@fixed_norm.rms_norm.register_kernel("cpu")
+def _(x, scale, eps):
+    return block_kernels.add_norm(x, None, scale, eps, scale.dtype)[1]
+
+
+@torch.library.custom_op("fasteagle_tests::product", mutates_args=())
+def product(
+    x: Tensor,
+    words: Tensor,
+    params: Tensor,
+    N: int,
+    K: int,
+    bits: int,
+    group_size: int,
+    offsets: bool,
+    accumulate: str,
+) -> Tensor:
+    """`interleaved_linear`, which has a reference of its own on a CPU, by the kernels."""
+    weight = interleaved.InterleavedWeight(words, params, N, K, bits, group_size, offsets)
+    return quant_kernels.linear(x, weight, accumulate=accumulate)
+
+
+@product.register_fake
+def _(x, words, params, N, *rest):
+    return x.new_empty(len(x), N, dtype=torch.float32)
