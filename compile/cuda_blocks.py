@@ -233,7 +233,7 @@ def launch_blocks(
     formats: Sequence[int],
     settings: Settings,
 ) -> Tensor:
-    """Launch the kernels of `fused_blocks`, on CUDA or in Triton's interpreter."""
+    """Launch the kernels of `fused_blocks`."""
     from fasteagle.compile.kernels.block_kernels import add, add_norm  # Triton exists with CUDA
 
     eps, parts, half = settings.eps, None, torch.float16

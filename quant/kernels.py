@@ -29,13 +29,12 @@ from fasteagle.quant.tiling import Card, Tiling, tiling
 from fasteagle.quant.unpack_kernels import as_row, group_params, half_range, plane_values
 
 MAX_ROWS = 64  # above this the weight is dequantized and cuBLAS multiplies
-INTERPRETED = triton.knobs.runtime.interpret  # has no inline assembly; runs on the CPU
 SPAN = 64  # columns of an activation that share a scale: the output of one gated program
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}  # fused only where the code says so
 
 
 def linear(x: Tensor, weight: InterleavedWeight, *, accumulate: str = "fp32") -> Tensor:
-    """Return `x @ w.T` in fp32 [M, N] for fp16 x [M, K], on CUDA or in Triton's interpreter.
+    """Return `x @ w.T` in fp32 [M, N] for fp16 x [M, K], on CUDA.
 
     `accumulate` "fp16" means fp16 accumulation within a group, at twice the tensor core rate on
     GeForce cards, and fp32 accumulation over groups. Above 64 rows the weight is
@@ -167,7 +166,6 @@ def format_constants(weight: InterleavedWeight) -> dict[str, object]:
         "GROUP": layout.group_size,
         "OFFSETS": weight.offsets,
         "BLOCK_N": BLOCK_N,
-        "USE_ASM": not INTERPRETED,
     }
 
 
@@ -203,7 +201,6 @@ def interleaved_kernel(
     FP16: tl.constexpr,
     UNIT: tl.constexpr,
     STAGES: tl.constexpr,
-    USE_ASM: tl.constexpr,
     ROW_SCALES: tl.constexpr,
     GATED: tl.constexpr,
     EXPONENT: tl.constexpr,
@@ -240,7 +237,7 @@ def interleaved_kernel(
                     params_ptr + n, tile, j, Np, second, BITS, TILE, GROUP, ROWS
                 )
             x = tl.load(x_at + tile * TILE + j * ROWS)
-            w = plane_values(q, scale, second, j, BITS, OFFSETS, UNIT, USE_ASM)
+            w = plane_values(q, scale, second, j, BITS, OFFSETS, UNIT)
             if FP16 or SCALED or ROW_SCALES:
                 part = tl.dot(x, w, part, out_dtype=ACC)
             else:
@@ -293,7 +290,6 @@ def dequantize_kernel(
     OFFSETS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     UNIT: tl.constexpr,
-    USE_ASM: tl.constexpr,
 ):
     """Compute one tile of fp16 w.T [Kp, Np] for one block of columns."""
     PLANES: tl.constexpr = 16 // BITS
@@ -309,7 +305,7 @@ def dequantize_kernel(
             scale, second = group_params(
                 params_ptr + n, tile, j, Np, second, BITS, TILE, GROUP, ROWS
             )
-        w = plane_values(q, scale, second, j, BITS, OFFSETS, UNIT, USE_ASM)
+        w = plane_values(q, scale, second, j, BITS, OFFSETS, UNIT)
         if GROUP == 0:
             row_scale = tl.load(params_ptr + n).to(tl.float32, bitcast=True)
             w = (w.to(tl.float32) * row_scale[None, :]).to(tl.float16)

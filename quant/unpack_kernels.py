@@ -51,7 +51,6 @@ def plane_values(
     BITS: tl.constexpr,
     OFFSETS: tl.constexpr,
     UNIT: tl.constexpr,
-    USE_ASM: tl.constexpr,
 ):
     """Return fp16 values of plane PLANE: (q - zero) * UNIT, or the weights if they have offsets.
 
@@ -67,27 +66,19 @@ def plane_values(
         add = tl.full(q.shape, (-128.0 - BASE) * UNIT, tl.float16)
     else:
         add = as_row((second + (1024.0 - BASE)) * UNIT, q)
-    if USE_ASM:
-        values = tl.inline_asm_elementwise(
-            unpack_asm(BITS, PLANE, MUL), "=r,r,r", [q, add], dtype=tl.float16, is_pure=True, pack=2
-        )
-    else:
-        SHIFT: tl.constexpr = 8 * (PLANE * BITS // 8)
-        MASK: tl.constexpr = 0xFF if BITS == 8 else (0xF0 if HIGH else 0x0F)
-        bits = ((q >> SHIFT) & MASK) | 0x6400
-        values = bits.to(tl.int16).to(tl.float16, bitcast=True) * MUL + add
+    values = tl.inline_asm_elementwise(
+        unpack_asm(BITS, PLANE, MUL), "=r,r,r", [q, add], dtype=tl.float16, is_pure=True, pack=2
+    )
     if not OFFSETS:
         return values
-    if USE_ASM:
-        return tl.inline_asm_elementwise(
-            "fma.rn.f16x2 $0, $1, $2, $3;",
-            "=r,r,r,r",
-            [values, as_row(scale, q), as_row(second, q)],
-            dtype=tl.float16,
-            is_pure=True,
-            pack=2,
-        )
-    return values * scale[None, :] + second[None, :]
+    return tl.inline_asm_elementwise(
+        "fma.rn.f16x2 $0, $1, $2, $3;",
+        "=r,r,r,r",
+        [values, as_row(scale, q), as_row(second, q)],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=2,
+    )
 
 
 @triton.constexpr_function

@@ -34,7 +34,6 @@ SUM_COLUMNS = 8  # columns of the product with ones that sums a row: one instruc
 MIN_HEAD_DIM = 16
 MAX_HEAD_DIM = 256  # beyond it a program's sums do not fit into its registers
 MAX_ROPE_DIM = 128  # the same limit where `prefix_kernel` also rotates
-INTERPRETED = triton.knobs.runtime.interpret  # runs on the CPU
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}  # fused only where the code says so
 # A row gathers one or two blocks; buffers for more would only cost registers and shared memory.
 FINISH_OPTIONS = OPTIONS | {"num_stages": 1}
@@ -98,7 +97,7 @@ def common_constants(E: int, window: int | None, int8: bool = False) -> dict[str
 def tree_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, view: TreeView, out_rows: torch.dtype | None = None
 ) -> Tensor:
-    """Compute `fasteagle.compile.tree_attention`, on CUDA or in Triton's interpreter on the CPU.
+    """Compute `fasteagle.compile.tree_attention` on CUDA.
 
     With `out_rows` the result is the input of the next product: [T, G * group * E] in that dtype.
     Raises `FasteagleError` for a dtype, head_dim or window that no kernel is made for.
