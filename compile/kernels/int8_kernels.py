@@ -20,9 +20,10 @@ UNIT = tl.constexpr(int8_cache.UNIT)
 def int8_rows(rows, e, seen, like, E: tl.constexpr):
     """Load keys or values [BLOCK, E_PAD], in the dtype of `like`, of rows at the pointers `rows`.
 
-    The scale of a row follows its values. The products are those of `int8_cache.dense_rows`, so
-    that the bits equal those of a dense cache with these rows. Rows that are not `seen` become 0,
-    because they may hold NaN.
+    The scale of a row follows its values. The results are those of `int8_cache.dense_rows`; a
+    product adds them up in another order than keys of a dense cache, because a thread loads four
+    neighbours, but in both kernels in the same one. Rows that are not `seen` become 0, because they
+    may hold NaN.
     """
     mask = seen[:, None] & (e < E)[None, :]
     values = tl.load(rows[:, None] + e[None, :], mask=mask, other=0)
