@@ -67,10 +67,10 @@ def answer(backend, params, n: int, drafter=None):
 def test_text_and_cache_are_those_of_plain_decoding(kernels_on_cpu, algorithm, shape, params, kv):
     """Drafts are accepted, and keys and values are equal bit for bit."""
     backend, drafter = made(algorithm, shape, kv)
-    text, cache, _ = answer(backend, params, 14)
-    result, other_cache, engine = answer(backend, params, 14, drafter())
+    text, cache, _ = answer(backend, params, 10)
+    result, other_cache, engine = answer(backend, params, 10, drafter())
     assert result == text and torch.equal(other_cache, cache)
-    assert engine.stats.drafted >= 20 and engine.stats.path_lengths
+    assert engine.stats.drafted >= 10 and engine.stats.path_lengths
     assert kernels_on_cpu.launches.keys() >= KERNELS
 
 

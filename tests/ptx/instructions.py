@@ -126,8 +126,9 @@ class _Compiler:
             name = ".".join([line.opcode, *({"NaN", "relu"} & set(line.modifiers))])
             function = (values.REALS if is_float(t) else values.INTEGERS).get(name)
             types[1:3] = ["u32"] * 2 if name in ("shl", "shr", "bfe") else types[1:3]
-        if function is None:
+        if function is None or ("rz" in line.modifiers and t != "f32"):
             raise Refused(line.text)
+        function = values.toward_zero(function) if "rz" in line.modifiers else function
         reads = [self.read(*each) for each in zip(line.operands[1:], types, strict=False)]
         writes = [self.write(register, result) for register in line.operands[0].split("|")]
 
@@ -170,7 +171,7 @@ class _Compiler:
 
     def _cvt(self) -> Step:
         to, source = self.line.modifiers[-2:]
-        if set(self.line.modifiers) - values.MODIFIERS:
+        if set(self.line.modifiers) - values.MODIFIERS or "rz" in self.line.modifiers:
             raise Refused(self.line.text)
         write = self.write(self.line.operands[0], to)
         reads = [self.read(operand, source) for operand in self.line.operands[:0:-1]]

@@ -127,7 +127,18 @@ _ROUNDINGS: dict[str, Callable] = {"rzi": np.trunc, "rni": np.rint, "rmi": np.fl
 # Of arithmetic; subnormal numbers are kept, also where "ftz" would make them 0.
 MODIFIERS = {*WIDTHS, *_RELATIONS, *_ROUNDINGS, "nan", "num", "and", "or", "xor"}
 MODIFIERS |= {relation + "u" for relation in _RELATIONS}
-MODIFIERS |= {"rn", "approx", "full", "ftz", "lo", "wide", "NaN", "relu"}
+MODIFIERS |= {"rn", "approx", "full", "ftz", "lo", "wide", "NaN", "relu", "rz"}
+
+
+def toward_zero(function: Callable) -> Callable:
+    """Return `function` of fp32 numbers, rounded towards zero."""
+
+    def rounded(*numbers: np.ndarray) -> np.ndarray:
+        exact = function(*[x.astype(np.float64) for x in numbers])
+        near = exact.astype(np.float32)
+        return np.where(abs(near) > abs(exact), np.nextafter(near, np.float32(0)), near)
+
+    return rounded
 
 
 def compare(relation: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
