@@ -57,7 +57,8 @@ def main(
             raise FasteagleError(f"--experts {experts} are not D,F,E,k: give four numbers above 0")
         cpu_build.load()
         D, F, n_expert, top_k = experts
-        print_experts(D, MoEConfig(n_expert, top_k, F, renormalize=True), rows)
+        moe = MoEConfig(n_expert=n_expert, top_k=top_k, ffn_dim=F, renormalize=True)
+        print_experts(D, moe, rows)
     else:
         print_parts(model, runtime_options, rows)
 
@@ -90,7 +91,7 @@ class Layers:
 
     def __init__(self, D: int, ffn_dim: int, moe: MoEConfig | None = None) -> None:
         shape = {"n_layer": 1, "n_head": 1, "n_kv_head": 1, "head_dim": HEAD_DIM}
-        config = ModelConfig(D, **shape, ffn_dim=ffn_dim, vocab_size=1, max_seq_len=64, moe=moe)
+        config = ModelConfig(dim=D, **shape, ffn_dim=ffn_dim, vocab_size=1, max_seq_len=64, moe=moe)
         block = random_block(config)
         self.ffn = block.mlp
         self._bytes = self.ffn.gate_up.packed.nbytes + self.ffn.down.packed.nbytes
