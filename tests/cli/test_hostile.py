@@ -57,7 +57,6 @@ REFUSED = [
     (CHAT, "--no-spec --tree-depth 3", "--tree-depth has no meaning with --drafter none"),
     (CHAT, "--no-spec --head x", "--head has no meaning with --drafter none"),
     (CHAT, "--drafter ngram --tree-nodes 3", "--tree-nodes has no meaning with --drafter ngram"),
-    (CHAT, "--drafter ngram --head x", "--head has no meaning with --drafter ngram"),
     (CHAT, "--tap-layers 1,2,3", "--tap-layers is for EAGLE-3 heads"),
     (CHAT, "--temperature -1", "temperature -1.0 is out of range: use >= 0 and <= 100"),
     (CHAT, "--temperature nan", "temperature nan"),
