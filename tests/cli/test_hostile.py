@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
 import sys
 
 import pytest
 from click.testing import CliRunner
 
-import fasteagle
 from fasteagle.cli import main as cli
-from fasteagle.errors import FasteagleError
 from fasteagle.loading import hub
 from fasteagle.loading.open import OpenedModel
-from fasteagle.prompts import read_conversations, read_questions
-from helpers import edit_json
 
 CHAT, TUNE, QUALITY, QUANTIZE = "chat -p hi", "tune", "eval --precision fp32", "quantize --int8"
 EVAL = "eval --text DIR/text --tokens 64 --window 16"
@@ -247,144 +242,3 @@ def test_a_form_without_its_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     done = CliRunner().invoke(cli.main, ["chat", "-p", "x", "--regex", "a"])
     assert done.exit_code == 2 and "pip install 'fasteagle[serve]'" in done.stderr
-
-
-END, WEIGHTS = "generation_config.json", "model.safetensors"
-
-
-def with_norm(folder, changed):
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(folder / WEIGHTS)
-    tensors["model.norm.weight"] = changed(tensors["model.norm.weight"])
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-
-
-def empty_weights(folder):
-    (folder / WEIGHTS).unlink()
-    (folder / "pytorch_model.bin").write_bytes(b"")
-
-
-def cut_weights(folder):
-    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:1000])
-
-
-# What is done to a copy of the tiny model, and the line.
-FILES = [
-    (lambda f: edit_json(f / END, eos_token_id=9999), "eos_token_id 9999 is beyond the"),
-    (lambda f: edit_json(f / END, eos_token_id=[1, 260]), "eos_token_id 260 is beyond the"),
-    (lambda f: with_norm(f, lambda norm: norm.int()), "model.norm.weight holds int32 values"),
-    (lambda f: with_norm(f, lambda norm: norm * float("nan")), "not finite in bfloat16"),
-    (empty_weights, "pytorch_model.bin is empty: fetch the weights again"),
-    (cut_weights, "damaged or truncated"),
-]
-
-
-@pytest.mark.parametrize(("damage", "message"), FILES)
-def test_files_that_cannot_be_right_are_refused_by_name(tiny_dir, tmp_path, damage, message):
-    folder = shutil.copytree(tiny_dir, tmp_path / "model")
-    damage(folder)
-    options = ["--model", str(folder), "--precision", "bf16", "-p", "hi"]
-    done = CliRunner().invoke(cli.main, ["chat", *options])
-    assert done.exit_code == 2 and message in done.stderr.splitlines()[-1], done.stderr
-
-
-# Prompts on standard input, and the line.
-PROMPTS = [
-    (b"caf\xe9", "standard input is not UTF-8: byte 0xe9 at offset 3"),
-    (b" \n", "the prompt is empty"),
-    (b"x" * 600, "max-seq-len 512 leaves room for 511: shorten it"),
-]
-
-
-@pytest.mark.parametrize(("prompt", "message"), PROMPTS)
-def test_prompts_that_cannot_be_answered(tiny_dir, prompt, message):
-    done = CliRunner().invoke(cli.main, ["chat", "--model", str(tiny_dir), "--quiet"], input=prompt)
-    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-    assert message in done.stderr
-
-
-# Lines of JSONL files, of questions and of conversations, and what is wrong with them.
-LINES = [
-    ("{}", "'turns' is missing", "'ids' is missing"),
-    ("[1]", "it is no JSON object", "it is no JSON object"),
-    ('{"turns": 3, "ids": 3, "prompt_len": 1}', "turns must be a list", "ids must be a list"),
-    ('{"turns": [""], "ids": [1], "prompt_len": 0}', "must be a text", "prompt_len must be an"),
-    ("{", "Expecting property name", "Expecting property name"),
-]
-
-
-@pytest.mark.parametrize(("line", "question", "conversation"), LINES)
-def test_lines_of_files_are_refused_in_words(tmp_path, line, question, conversation):
-    path = tmp_path / "lines.jsonl"
-    path.write_text(line)
-    with pytest.raises(FasteagleError) as caught:
-        read_questions(path, None)
-    assert question in str(caught.value) and "Error" not in str(caught.value)
-    with pytest.raises(FasteagleError) as caught:
-        read_conversations(path, 260, 100)
-    assert conversation in str(caught.value) and "Error" not in str(caught.value)
-
-
-# What `fasteagle.load` and its answers take, and the line.
-LOADED = [
-    ({"model": 3}, "model 3 is no name"),
-    ({"model": ""}, "model '' is no name"),
-    ({"precision": "int3"}, "3 bits have no kernel"),
-    ({"device": "cpu:7"}, "device 'cpu:7' is not supported"),
-    ({"threads": "2"}, "threads '2' is not a whole number"),
-    ({"max_seq_len": 2.5}, "max-seq-len 2.5 is not a whole number"),
-    ({"prefix_cache_gb": -1}, "prefix-cache -1 is out of range"),
-    ({"prefix_cache_gb": "1"}, "prefix-cache '1' is not a number"),
-]
-ASKED = [
-    ("x", {"temperature": "hot"}, "temperature 'hot' is not a number"),
-    ("x", {"top_k": 2.5}, "top-k 2.5 is not a whole number"),
-    ("x", {"seed": True}, "seed True is not a whole number"),
-    ("x", {"max_new_tokens": "5"}, "max-new-tokens '5' is not a whole number"),
-    ("x", {"max_new_tokens": 2.5}, "max-new-tokens 2.5 is not a whole number"),
-    ("x", {"max_new_tokens": 0}, "max-new-tokens 0 is out of range"),
-    ("x", {"temperature": -1}, "temperature -1 is out of range"),
-    ("x", {"temperature": 1e-7}, "temperature 1e-07 is out of range: use 0 (greedy) or >= 1e-05"),
-    ("x", {"logit_bias": {260: 1.0}}, "logit_bias: token id 260 is outside the vocabulary"),
-    ("x", {"top_logprobs": -1}, "top_logprobs -1 is out of range"),
-    ("x", {"presence_penalty": "hot"}, "presence_penalty 'hot' is out of range"),
-    ("x", {"frequency_penalty": 2.1}, "frequency_penalty 2.1 is out of range: use -2 .. 2"),
-    ("x", {"regex": "a", "grammar": "b"}, "regex and grammar contradict each other"),
-    ("x", {"stop": [""]}, "a stop string is empty"),
-    ("x", {"stop": 3}, "stop 3 is no text and no list of texts"),
-    ("x", {"stop": [3]}, "stop [3] is no text and no list of texts"),
-    ("\ud800", {}, "prompt holds '\\ud800', half of a character"),
-    (b"x", {}, "prompt b'x' is no text and no list of token ids"),
-    ([1.5], {}, "prompt [1.5] is no text and no list of token ids"),
-    (3, {}, "prompt 3 is no text and no list of token ids"),
-    ([], {}, "the prompt is empty"),
-    ({"messages": []}, {}, "messages is empty"),
-    ({"messages": "x"}, {"think": True}, "think on: this model's chat template has no thinking"),
-    ({"messages": ["x"]}, {}, "messages: 'x' is no dictionary of role and content"),
-    ({"messages": [{"role": "user", "content": 3}]}, {}, "content 3 is no text"),
-    ({"messages": "\udc00"}, {}, "content holds '\\udc00', half of a character"),
-]
-
-
-@pytest.mark.parametrize(("keywords", "message"), LOADED, ids=str)
-def test_loading_from_python_names_the_argument(tiny_dir, keywords, message):
-    with pytest.raises(FasteagleError) as caught:
-        fasteagle.load(**{"model": str(tiny_dir), **keywords})
-    assert message in str(caught.value)
-
-
-@pytest.fixture(scope="module")
-def llm(tiny_dir):
-    with fasteagle.load(str(tiny_dir), precision="fp32", drafter="none") as made:
-        yield made
-
-
-@pytest.mark.parametrize(("prompt", "keywords", "message"), ASKED, ids=str)
-def test_asking_from_python_names_the_argument(llm, prompt, keywords, message):
-    with pytest.raises(FasteagleError) as caught:
-        if isinstance(prompt, dict):
-            llm.chat(prompt["messages"], **keywords)
-        else:
-            llm.generate(prompt, **keywords)
-    assert str(caught.value).startswith(message)

@@ -1,0 +1,89 @@
+"""Files, prompts and lines of JSONL that are damaged or cannot be right: one line each."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from click.testing import CliRunner
+
+from fasteagle.cli import main as cli
+from fasteagle.errors import FasteagleError
+from fasteagle.prompts import read_conversations, read_questions
+from helpers import edit_json
+
+END, WEIGHTS = "generation_config.json", "model.safetensors"
+
+
+def with_norm(folder, changed):
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / WEIGHTS)
+    tensors["model.norm.weight"] = changed(tensors["model.norm.weight"])
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def empty_weights(folder):
+    (folder / WEIGHTS).unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"")
+
+
+def cut_weights(folder):
+    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:1000])
+
+
+# What is done to a copy of the tiny model, and the line.
+FILES = [
+    (lambda f: edit_json(f / END, eos_token_id=9999), "eos_token_id 9999 is beyond the"),
+    (lambda f: edit_json(f / END, eos_token_id=[1, 260]), "eos_token_id 260 is beyond the"),
+    (lambda f: with_norm(f, lambda norm: norm.int()), "model.norm.weight holds int32 values"),
+    (lambda f: with_norm(f, lambda norm: norm * float("nan")), "not finite in bfloat16"),
+    (empty_weights, "pytorch_model.bin is empty: fetch the weights again"),
+    (cut_weights, "damaged or truncated"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), FILES)
+def test_files_that_cannot_be_right_are_refused_by_name(tiny_dir, tmp_path, damage, message):
+    folder = shutil.copytree(tiny_dir, tmp_path / "model")
+    damage(folder)
+    options = ["--model", str(folder), "--precision", "bf16", "-p", "hi"]
+    done = CliRunner().invoke(cli.main, ["chat", *options])
+    assert done.exit_code == 2 and message in done.stderr.splitlines()[-1], done.stderr
+
+
+# Prompts on standard input, and the line.
+PROMPTS = [
+    (b"caf\xe9", "standard input is not UTF-8: byte 0xe9 at offset 3"),
+    (b" \n", "the prompt is empty"),
+    (b"x" * 600, "max-seq-len 512 leaves room for 511: shorten it"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "message"), PROMPTS)
+def test_prompts_that_cannot_be_answered(tiny_dir, prompt, message):
+    done = CliRunner().invoke(cli.main, ["chat", "--model", str(tiny_dir), "--quiet"], input=prompt)
+    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert message in done.stderr
+
+
+# Lines of JSONL files, of questions and of conversations, and what is wrong with them.
+LINES = [
+    ("{}", "'turns' is missing", "'ids' is missing"),
+    ("[1]", "it is no JSON object", "it is no JSON object"),
+    ('{"turns": 3, "ids": 3, "prompt_len": 1}', "turns must be a list", "ids must be a list"),
+    ('{"turns": [""], "ids": [1], "prompt_len": 0}', "must be a text", "prompt_len must be an"),
+    ("{", "Expecting property name", "Expecting property name"),
+]
+
+
+@pytest.mark.parametrize(("line", "question", "conversation"), LINES)
+def test_lines_of_files_are_refused_in_words(tmp_path, line, question, conversation):
+    path = tmp_path / "lines.jsonl"
+    path.write_text(line)
+    with pytest.raises(FasteagleError) as caught:
+        read_questions(path, None)
+    assert question in str(caught.value) and "Error" not in str(caught.value)
+    with pytest.raises(FasteagleError) as caught:
+        read_conversations(path, 260, 100)
+    assert conversation in str(caught.value) and "Error" not in str(caught.value)
