@@ -73,7 +73,7 @@ def test_a_fitted_router_is_nearer_to_the_dense_model(tmp_path, moeify):
     first = moeify.cut(mlp, config, torch.arange(96))
     first.down.weight.mul_(4 / 8)  # four of weight 1/4
     errors = [(moe(x[2000:]) - mlp(x[2000:])).norm() for moe in (fitted, first)]
-    assert errors[0] < 0.8 * errors[1]
+    assert errors[0] < 0.9 * errors[1]
     used = fitted.route(x[2000:])[0].flatten().bincount(minlength=8)
     assert (used > 0).all()
 
@@ -85,7 +85,7 @@ def test_what_cannot_be_made_is_one_line(tmp_path, moeify):
         (["--model", dense], "only Llama models"),
         (["--model", llama, "--experts", "7"], "7 experts do not divide an FFN of 96"),
         (["--model", llama, "--top-k", "4"], "give --text"),
-        (["--model", llama, "--gguf", str(tmp_path / "x.gguf")], "drop --gguf"),
+        (["--model", llama, "--gguf", str(tmp_path / "x.gguf")], "leave it out"),
     ):
         done = CliRunner().invoke(moeify.main, [str(tmp_path / "out"), *arguments])
         assert done.exit_code == 2 and message in done.output, done.output

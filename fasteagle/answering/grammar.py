@@ -65,8 +65,7 @@ def _early_failure(matcher: Any, eos_ids: frozenset[int]) -> str:
             matcher.consume_token(token)
     if not matcher.is_error():
         return ""
-    reason = first_reason(matcher.get_error())
-    return "no text has this form" if reason.startswith("NoExtensionBias") else reason
+    return first_reason(matcher.get_error())
 
 
 def _unpacked(words: Tensor) -> Tensor:

@@ -50,8 +50,8 @@ def grammar_text(kind: str, text: str) -> str:
 
 def first_reason(error: object) -> str:
     """Return the first line of llguidance's error, which may quote the whole grammar."""
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else "not accepted"
+    lines = str(error).strip().splitlines() or ["not accepted"]
+    return "no text has this form" if lines[0].startswith("NoExtensionBias") else lines[0][:300]
 
 
 def try_grammar(kind: str, text: str) -> None:

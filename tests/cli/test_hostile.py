@@ -99,7 +99,7 @@ REFUSED = [
     (CALIBRATE, "--device nope", "device 'nope' is not supported"),
     (TRAIN, "--data DIR/text", "DIR/text, line 1: expected"),
     (TRAIN, "--prompts DIR/text", "DIR/text, line 1: expected"),
-    (TRAIN, "--algorithm foo", "algorithm 'foo' is unknown: use eagle1 or eagle3"),
+    (TRAIN, "--algorithm foo", "algorithm 'foo' is unknown: use eagle1, eagle3 or eagle3.1"),
     (TRAIN, "--lr nan", "lr nan is out of range"),
     (TRAIN, "--inputs token", "--inputs is gone: an EAGLE-1 head reads"),
     (TRAIN, "--data DIR/text --init HEAD", "the head is for a width of 32, the model"),

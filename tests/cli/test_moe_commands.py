@@ -43,7 +43,7 @@ def test_a_draft_head_is_dense_and_lives_through_all_commands(tmp_path, no_compi
     assert json.loads((head / "config.json").read_text())["intermediate_size"] == 96
     assert "fits" in invoke("inspect-head", head, "--model", folder).stdout
     exported = tmp_path / "exported"
-    invoke("export-head", head, "--to", "specforge", "-o", exported, "--model", folder)
+    invoke("export-head", head, "--to", "speculators", "-o", exported, "--model", folder)
     chat = ("chat", "--model", folder, "--precision", "fp32", "-p", "hi", "--max-new-tokens", 8)
     answers = [invoke(*chat, "--head", path).stdout for path in (head, exported)]
     assert answers == [invoke(*chat, "--no-spec").stdout] * 2

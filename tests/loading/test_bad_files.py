@@ -62,7 +62,7 @@ BAD = [
     (CONFIG, {"architectures": 5}, "architectures is 5: must be a list of texts"),
     (CONFIG, {"architectures": [5]}, "architectures is [5]: must be a list of texts"),
     (CONFIG, {"architectures": None}, "architecture '(none)' is not supported; supported: Llama"),
-    (CONFIG, {"architectures": ["MixtralForCausalLM"]}, "architecture 'Mixtral"),
+    (CONFIG, {"architectures": ["PhimoeForCausalLM"]}, "architecture 'Phimoe"),
     (CONFIG, {"hidden_act": "gelu"}, 'hidden_act is "gelu": must be "silu"'),
     (CONFIG, {"attention_bias": True}, "attention_bias is true: must be false"),
     (CONFIG, {"attention_bias": "no"}, 'attention_bias is "no": must be true or false'),

@@ -67,7 +67,9 @@ def test_a_compiler_that_hangs_does_not_hold_the_answer(tiny_dir, monkeypatch, t
         monkeypatch.undo()
         for cache in caches:
             cache.cache_clear()
-    (said,) = [line for line in capsys.readouterr().err.splitlines() if "CPU kernels" in line]
+    lines = [line for line in capsys.readouterr().err.splitlines() if "CPU kernels" in line]
+    begun, said = lines
+    assert begun.startswith("compiling the CPU kernels")
     assert said.endswith("torch's own CPU kernels are used: the compiler took more than 1 s")
 
 
