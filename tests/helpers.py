@@ -331,11 +331,6 @@ def eager_engine(target: Target, max_seq_len: int, drafter=None) -> Engine:
     return Engine(target.model, max_seq_len, drafter=drafter, backend=Backend(target))
 
 
-def _short(x: torch.Tensor) -> torch.Tensor:
-    """Clear the last two bits of fp32 mantissas."""
-    return (x.view(torch.int32) & ~3).view(torch.float32)
-
-
 def rounded_activations(x: torch.Tensor) -> torch.Tensor:
     """x [T, K] as our CPU kernels see it: 8 bits in blocks of 32, or 16; in fp64."""
     K = x.shape[1]
@@ -343,9 +338,8 @@ def rounded_activations(x: torch.Tensor) -> torch.Tensor:
     most = blocks.abs().amax(-1, keepdim=True)
     inverse = torch.where(most > 0, 127 / most.clamp(min=1e-30), 0)
     q = (blocks * inverse).round()
-    scale = _short(most / 127)
+    scale = most / 127
     rest = ((blocks.double() - q.double() * scale.double()).float() * (254 * inverse)).round()
     large = scale.square() * blocks.shape[1] > 2 * scale.square().sum(1, keepdim=True)
-    rest_scale = torch.where(large, _short(scale / 254), 0)
-    rounded = q.double() * scale.double() + rest.double() * rest_scale
+    rounded = q.double() * scale.double() + torch.where(large, rest.double() * scale / 254, 0)
     return rounded.flatten(1)[:, :K]

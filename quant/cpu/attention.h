@@ -22,7 +22,6 @@ namespace {
 
 constexpr int MAX_ROWS = 32;  // rows that go through the blocks together
 constexpr int KEYS = 64;      // keys of one block of attention
-constexpr int TOGETHER = W == 16 ? 6 : 4;  // queries that share what is read of keys and values
 
 // Keys that each row sees: slots 0 .. shared - 1, then slots of its own.
 struct Visible {
@@ -156,10 +155,22 @@ struct Attention {
   // Computes the scores of queries `from` .. `to` - 1 with W keys.
   template <class F>
   void some_scores(int64_t g, int64_t from, int64_t to, const float* turned, F take) const {
-    VF out[TOGETHER];
+    VF out[4];
     for (int64_t i = from, n; i < to; i += n) {
-      n = std::min<int64_t>(TOGETHER, to - i);
-      with_count<TOGETHER>(n, [&](auto count) { scores<count>(g, i, turned, out); });
+      n = std::min<int64_t>(4, to - i);
+      switch (n) {
+        case 1:
+          scores<1>(g, i, turned, out);
+          break;
+        case 2:
+          scores<2>(g, i, turned, out);
+          break;
+        case 3:
+          scores<3>(g, i, turned, out);
+          break;
+        default:
+          scores<4>(g, i, turned, out);
+      }
       for (int64_t r = 0; r < n; r++) take(i + r, out[r]);
     }
   }
@@ -173,11 +184,7 @@ struct Attention {
     const char* values = (const char*)(v + (g * S + first) * E);  // wanted after the scores
     for (int64_t i = 0; i < shared * E * int64_t(sizeof(C)); i += 64)
       __builtin_prefetch(values + i);
-    int64_t used = 0;  // ranks of this block, of the row that sees most
-    for (int64_t t = 0; t < T; t++) used = std::max(used, seen->length(row + t) - first);
-    used = (std::clamp<int64_t>(used, 1, KEYS) + W - 1) / W * W;
-    for (int64_t i = 0; i < queries(); i++)
-      std::fill_n(s + i * KEYS, used, -std::numeric_limits<float>::infinity());
+    std::fill(s, s + queries() * KEYS, -std::numeric_limits<float>::infinity());
     for (int64_t at = 0; at < shared; at += W) {
       const int64_t n = std::min<int64_t>(W, shared - at);
       turned_keys(g, first + at, n, turned);
@@ -188,7 +195,7 @@ struct Attention {
     }
     own_scores(g, first, turned, s);
 
-    for (int64_t i = 0; i < queries(); i++) softmax(s + i * KEYS, used, part(g, block, i));
+    for (int64_t i = 0; i < queries(); i++) softmax(s + i * KEYS, part(g, block, i));
     const int64_t width = E + 2;
     add_values(s, v + (g * S + first) * E, shared, queries(), part(g, block, 0), width);
     for (int64_t t = 0; t < T; t++) {
@@ -246,18 +253,18 @@ struct Attention {
     }
   }
 
-  // Turns n scores into weights in place; `out` gets zeros, the sum of weights and the top score.
-  void softmax(float* s, int64_t n, float* out) const {
+  // Turns scores into weights in place; `out` gets zeros, the sum of weights and the top score.
+  void softmax(float* s, float* out) const {
     VF best = load(s);
-    for (int64_t j = W; j < n; j += W) {
+    for (int j = W; j < KEYS; j += W) {
       best = larger(load(s + j), best);
     }
     const float most = largest(best);
     VF total = {};
     if (most == -std::numeric_limits<float>::infinity()) {
-      std::fill(s, s + n, 0.0f);  // no key of this row is in this block
+      std::fill(s, s + KEYS, 0.0f);  // no key of this row is in this block
     } else {
-      for (int64_t j = 0; j < n; j += W) {
+      for (int j = 0; j < KEYS; j += W) {
         const VF p = exp_of(load(s + j) - most);
         store(s + j, p);
         total += p;
@@ -271,10 +278,21 @@ struct Attention {
   // Adds n values [n, E], weighted by p [queries, KEYS], to rows of `out`, which are `width` apart.
   void add_values(const float* p, const C* values, int64_t n, int64_t n_queries, float* out,
                   int64_t width) const {
-    for (int64_t i = 0; i < n_queries; i += TOGETHER, p += TOGETHER * KEYS, out += TOGETHER * width)
-      with_count<TOGETHER>(n_queries - i, [&](auto count) {
-        add_values_of<count>(p, values, n, out, width);
-      });
+    for (int64_t i = 0; i < n_queries; i += 4, p += 4 * KEYS, out += 4 * width) {
+      switch (std::min<int64_t>(4, n_queries - i)) {
+        case 1:
+          add_values_of<1>(p, values, n, out, width);
+          break;
+        case 2:
+          add_values_of<2>(p, values, n, out, width);
+          break;
+        case 3:
+          add_values_of<3>(p, values, n, out, width);
+          break;
+        default:
+          add_values_of<4>(p, values, n, out, width);
+      }
+    }
   }
 
   template <int R>

@@ -263,7 +263,7 @@ struct Pass {
     uint8_t* own = (uint8_t*)own_scratch(me);
     norm(me, w.mlp_norm);
     me.end(Phase::norms);
-    const Choice choice(own, normed, T, w.gate_up.base());
+    const Choice choice(own, normed, T);
     const auto [begin, end] = me.share(hidden.blocks);
     for (int64_t block = begin; block < end; block++)
       gated(w.gate_up, block, normed, choice, T, hidden);

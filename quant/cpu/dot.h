@@ -4,7 +4,6 @@
 
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <utility>
@@ -69,16 +68,12 @@ inline Bytes high(Bytes b) {
 }
 #endif
 
-// What is added to the stored weights of so many bits to make them unsigned, where sums contain it.
-template <int BITS>
-constexpr int BIAS = FASTEAGLE_ISA % 2 == 0 && BITS == 8 ? 128 : 0;
-
 // With TWO there are two chains, which hides latency for few rows.
 template <int BITS, bool TWO>
 struct Dot {
 #if FASTEAGLE_ISA == 4 || FASTEAGLE_ISA == 2
+  static constexpr int bias = BITS == 8 ? 128 : 0;
   Bytes a = {}, b = {};
-  void begin(int32_t start) { a = (Bytes)(VI{} + start); }
   void add(Bytes w, const int8_t* quad) { a = add_quads(a, w, spread(quad)); }
   void add_second(Bytes w, const int8_t* quad) {
     if constexpr (TWO) {
@@ -91,8 +86,8 @@ struct Dot {
 #elif FASTEAGLE_ISA == 3
   // Pairs of products of 8-bit weights in 16 bits are at most 2 * 128 * 127, if the sign moves to
   // the activation. For 4-bit weights see `short_products`.
-  __m512i a;
-  void begin(int32_t start) { a = _mm512_set1_epi32(start); }
+  static constexpr int bias = 0;
+  __m512i a = {};
   void add(Bytes w, const int8_t* quad) {
     const Bytes value = _mm512_xor_si512(w, _mm512_set1_epi8(-128)), x = spread(quad);
     const Bytes turned =
@@ -103,8 +98,8 @@ struct Dot {
   void add_second(Bytes w, const int8_t* quad) { add(w, quad); }
   VI total() const { return (VI)a; }
 #elif FASTEAGLE_ISA == 1
-  __m256i a;
-  void begin(int32_t start) { a = _mm256_set1_epi32(start); }
+  static constexpr int bias = 0;
+  __m256i a = {};
   void add(Bytes w, const int8_t* quad) {
     const Bytes value = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
     const Bytes turned = _mm256_sign_epi8(spread(quad), value);
@@ -114,8 +109,8 @@ struct Dot {
   void add_second(Bytes w, const int8_t* quad) { add(w, quad); }
   VI total() const { return (VI)a; }
 #else
-  int32_t a[W];
-  void begin(int32_t start) { std::fill(a, a + W, start); }
+  static constexpr int bias = BITS == 8 ? 128 : 0;
+  int32_t a[W] = {};
   void add(const Bytes& w, const int8_t* quad) {
     for (int i = 0; i < W; i++)
       for (int j = 0; j < 4; j++) a[i] += int32_t(w.v[4 * i + j]) * quad[j];
@@ -151,10 +146,16 @@ template <int n, class F>
 }
 
 // Computes integer products of R rows of activations, 32 bytes each at `q`, with the W outputs of
-// one block at `line`, which begin at `starts`, and passes them to `take` by row.
+// one block at `line`, and passes them to `take` by row; `sums` correct for the bias of the
+// weights.
 template <int R, int BITS, class F>
 [[gnu::always_inline]] inline void block_products(const uint8_t* line, const int8_t* q,
-                                                  const int32_t* starts, F take) {
+                                                  const int32_t* sums, int base, F take) {
+  const auto give = [&](int r, VI total) {
+    if (base) [[unlikely]]
+      total = (VI)((VU)total - uint32_t(base) * uint32_t(sums[r]));
+    take(r, total);
+  };
 #if FASTEAGLE_ISA == 3 || FASTEAGLE_ISA == 1
   if constexpr (BITS == 4) {
     // Row by row, with the weights in registers, which leave no room for the sums of all rows.
@@ -163,16 +164,14 @@ template <int R, int BITS, class F>
       const Bytes values = load_bytes(line + j * 4 * COLUMNS);
       w[j] = low(values), w[j + 4] = high(values);
     }
-    for_each<R>([&](int r) __attribute__((always_inline)) {
-      take(r, (VI)((VU)short_products(w, q + r * BLOCK) + uint32_t(starts[r])));
-    });
+    for_each<R>([&](int r)
+                    __attribute__((always_inline)) { give(r, short_products(w, q + r * BLOCK)); });
     return;
   }
 #endif
   using Sums = Dot<BITS, (R < 4)>;
   constexpr int LINES = BITS == 4 ? 4 : 8;
   Sums dots[R];
-  for (int r = 0; r < R; r++) dots[r].begin(starts[r]);
   for (int j = 0; j < LINES; j++) {
     const Bytes values = load_bytes(line + j * 4 * COLUMNS);
     if constexpr (BITS == 4) {
@@ -193,7 +192,7 @@ template <int R, int BITS, class F>
   }
   VI totals[R];
   for (int r = 0; r < R; r++) totals[r] = dots[r].total();
-  for (int r = 0; r < R; r++) take(r, totals[r]);
+  for (int r = 0; r < R; r++) give(r, totals[r]);
 }
 
 }  // namespace

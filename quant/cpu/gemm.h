@@ -36,7 +36,7 @@ struct Header {
   int64_t stride;        // bytes of 16 outputs
   int64_t scales_at, second_at;
 };
-constexpr int32_t FORMAT = 0x45474c46;
+constexpr int32_t MAGIC = 0x45474c46;
 constexpr int HEADER_BYTES = 64;
 
 struct Weight {
@@ -50,7 +50,7 @@ struct Weight {
     TORCH_CHECK(packed.numel() >= HEADER_BYTES && packed.is_contiguous(), "not a packed weight");
     const uint8_t* memory = packed.const_data_ptr<uint8_t>();
     std::memcpy(&h, memory, sizeof h);
-    TORCH_CHECK(h.magic == FORMAT && h.N > 0 && h.K > 0 && h.group_blocks > 0 && h.stride > 0 &&
+    TORCH_CHECK(h.magic == MAGIC && h.N > 0 && h.K > 0 && h.group_blocks > 0 && h.stride > 0 &&
                     (h.bits == 4 || h.bits == 8) && h.second >= 0 && h.second <= 2,
                 "not a packed weight");
     data = memory + HEADER_BYTES;
@@ -71,9 +71,6 @@ struct Weight {
     }
   }
 
-  // Number that the stored values exceed the weights' by, as the dot products see them.
-  int base() const { return h.bits == 4 ? h.base + BIAS<4> : h.base - 128 + BIAS<8>; }
-
   VF parameter(const uint8_t* at, int64_t i) const {
     return h.wide ? load((const float*)at + i) : load_half((const uint16_t*)at + i);
   }
@@ -85,6 +82,7 @@ inline void tile(const Weight& w, const uint8_t* block, int part, const Activati
                  const Choice& choice, int64_t row, float* y) {
   constexpr int LINES = BITS == 4 ? 4 : 8;
   constexpr int64_t STEP = LINES * 4 * COLUMNS;
+  const int base = w.h.base - (BITS == 8 ? 128 : 0) + Dot<BITS, (R < 4)>::bias;
   const uint8_t* scales = block + w.h.scales_at;
   const uint8_t* seconds = block + w.h.second_at;
   const uint8_t* line = block + part * 4 * W;
@@ -108,7 +106,7 @@ inline void tile(const Weight& w, const uint8_t* block, int part, const Activati
       }
     }
     const auto take = [&](int r, VI total) {
-      const VF value = dequantized(total, x.scales[at + r], choice.shifts[at + r]);
+      const VF value = to_float(total) * splat(x.scales[at + r]);
       if constexpr (SINGLE) {
         acc[r] = fma(scale, value, acc[r]);
         if (w.h.second) acc[r] = fma(offset, splat(choice.offsets[at + r]), acc[r]);
@@ -116,7 +114,7 @@ inline void tile(const Weight& w, const uint8_t* block, int part, const Activati
         in_group[r] += value;
       }
     };
-    block_products<R, BITS>(line + b * STEP, x.q + at * BLOCK, choice.starts + at, take);
+    block_products<R, BITS>(line + b * STEP, x.q + at * BLOCK, x.sums + at, base, take);
     if constexpr (!SINGLE) {
       for (int r = 0; r < R; r++) moved[r] += choice.offsets[at + r];
       if (!ends) continue;
@@ -140,10 +138,9 @@ inline void tile(const Weight& w, const uint8_t* block, int part, const Activati
       if (rest_scale == 0.0f) continue;  // NaN continues
       float* out = y + (at + R - end) * COLUMNS;
       const auto take = [&](int, VI total) {
-        store(out, fma(scale, dequantized(total, rest_scale, shift_of(rest_scale)), load(out)));
+        store(out, fma(scale, to_float(total) * splat(rest_scale), load(out)));
       };
-      const int32_t start = start_of(w.base(), x.rest_sums[at]);
-      block_products<1, BITS>(line + b * STEP, x.rest + at * BLOCK, &start, take);
+      block_products<1, BITS>(line + b * STEP, x.rest + at * BLOCK, x.rest_sums + at, base, take);
     }
   }
 }
@@ -151,9 +148,24 @@ inline void tile(const Weight& w, const uint8_t* block, int part, const Activati
 template <int BITS, bool SINGLE>
 inline void tiles(const Weight& w, const uint8_t* block, int part, const Activations& x,
                   const Choice& choice, int64_t row, int64_t rows, float* y) {
-  with_count<MAX_TILE>(rows, [&](auto count) {
-    tile<count, BITS, SINGLE>(w, block, part, x, choice, row, y);
-  });
+  switch (rows) {
+    case 1:
+      return tile<1, BITS, SINGLE>(w, block, part, x, choice, row, y);
+    case 2:
+      return tile<2, BITS, SINGLE>(w, block, part, x, choice, row, y);
+    case 3:
+      return tile<3, BITS, SINGLE>(w, block, part, x, choice, row, y);
+    case 4:
+      return tile<4, BITS, SINGLE>(w, block, part, x, choice, row, y);
+    case 5:
+      return tile<5, BITS, SINGLE>(w, block, part, x, choice, row, y);
+    case 6:
+      return tile<6, BITS, SINGLE>(w, block, part, x, choice, row, y);
+    case 7:
+      return tile<7, BITS, SINGLE>(w, block, part, x, choice, row, y);
+    default:
+      return tile<8, BITS, SINGLE>(w, block, part, x, choice, row, y);
+  }
 }
 
 // Multiplies rows `row` .. `row + rows - 1` (at most 8) by 16 outputs: y [rows, 16], with bias.
@@ -182,7 +194,7 @@ inline void product(const Weight& w, int64_t column_block, const Activations& x,
 // Computes this worker's share of y [T, N] = x @ w.T, or of y += x @ w.T.
 void products(const Worker& me, const Weight& w, const Activations& x, uint8_t* scratch, int64_t T,
               float* y, int64_t ldy, bool add) {
-  const Choice choice(scratch, x, T, w.base());
+  const Choice choice(scratch, x, T);
   const auto [begin, end] = me.share(w.column_blocks);
   alignas(64) float part[MAX_TILE * COLUMNS];
   for (int64_t block = begin; block < end; block++) {

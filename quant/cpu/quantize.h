@@ -16,36 +16,6 @@ namespace {
 constexpr int BLOCK = 32;    // inputs that share one scale of the activations
 constexpr int MAX_TILE = 8;  // rows that share one unpacking
 
-// Sums of products begin at the bits of this float: read as a float, the result is `MAGIC` plus the
-// sum, which saves a conversion. Sums lie within 2^22, so that it is exact.
-constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23
-constexpr int32_t MAGIC_BITS = 0x4b400000;
-
-// Returns the start of a sum whose weights are `base` too large; `sum` is that of the activations.
-inline int32_t start_of(int base, int32_t sum) {
-  return int32_t(uint32_t(MAGIC_BITS) - uint32_t(base) * uint32_t(sum));
-}
-inline float shift_of(float scale) { return -MAGIC * scale; }
-
-// Returns x with the last two bits of its mantissa cleared: then `MAGIC` times x is exact.
-inline float short_of(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  bits &= ~3u;
-  std::memcpy(&x, &bits, 4);
-  return x;
-}
-
-// Returns the sum in `total` times a scale with one rounding; `shift` is `shift_of(scale)`, and
-// the scale a `short_of` number.
-inline VF dequantized(VI total, float scale, float shift) {
-#if FASTEAGLE_ISA > 0
-  return fma((VF)total, splat(scale), splat(shift));
-#else
-  return to_float(total - MAGIC_BITS) * scale;
-#endif
-}
-
 // Rows of activations in 8 bits, stored by block, so that the rows of a block are adjacent; and
 // their rounding errors in 8 bits, at a 254th of the scale. `Choice` selects where the errors
 // count.
@@ -84,8 +54,7 @@ struct Activations {
     }
     const float most = largest(best);
     const bool zero = !(most > 1e-30f);
-    const float inverse = zero ? 0.0f : 127.0f / most;
-    const float scale = zero ? 0.0f : short_of(most / 127.0f);
+    const float inverse = zero ? 0.0f : 127.0f / most, scale = zero ? 0.0f : most / 127.0f;
     const int64_t at = block * rows + row;
     VU total = {}, rest_total = {};
     for (int i = 0; i < BLOCK / W; i++) {
@@ -129,21 +98,17 @@ struct Activations {
 // quarter of the error. Each worker has its own instance.
 struct Choice {
   float *rest_scales, *offsets;  // [blocks, T]: 0 where 8 bits do; of both, scale times sum
-  float* shifts;                 // [blocks, T], see `dequantized`
-  int32_t* starts;               // [blocks, T], see `start_of`
   uint8_t* twice;                // [tiles of 8 rows, blocks]: whether a row of the tile has 16
 
   static size_t bytes(int64_t rows, int64_t K) {
-    return size_t(rows + 8) * Activations::blocks_of(K) * 17 + 64;
+    return size_t(rows + 8) * Activations::blocks_of(K) * 9 + 64;
   }
 
-  Choice(uint8_t* memory, const Activations& x, int64_t T, int base) {
+  Choice(uint8_t* memory, const Activations& x, int64_t T) {
     const int64_t n = x.rows * x.blocks;
     rest_scales = (float*)memory;
     offsets = rest_scales + n;
-    shifts = offsets + n;
-    starts = (int32_t*)(shifts + n);
-    twice = (uint8_t*)(starts + n);
+    twice = (uint8_t*)(offsets + n);
     std::memset(twice, 0, (T + MAX_TILE - 1) / MAX_TILE * x.blocks);
     for (int64_t t = 0; t < T; t++) {
       float squares = 0;
@@ -151,10 +116,8 @@ struct Choice {
       for (int64_t b = 0; b < x.blocks; b++) {
         const int64_t at = b * x.rows + t;
         const bool large = square(x.scales[at]) * float(x.blocks) > 2.0f * squares;
-        rest_scales[at] = large ? short_of(x.scales[at] / 254.0f) : 0.0f;
+        rest_scales[at] = large ? x.scales[at] / 254.0f : 0.0f;
         offsets[at] = x.scales[at] * float(x.sums[at]) + rest_scales[at] * float(x.rest_sums[at]);
-        shifts[at] = shift_of(x.scales[at]);
-        starts[at] = start_of(base, x.sums[at]);
         twice[t / MAX_TILE * x.blocks + b] |= large;
       }
     }
