@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasteagle.config import MoEConfig
 from fasteagle.model import MoE, Target, causal_mask
 
 ROWS = (1, 2, 4, 8, 16, 32)
@@ -48,9 +47,3 @@ def distinct_experts(target: Target, text: Sequence[int]) -> dict[int, float]:
 def _mean_distinct(chosen: list[Tensor], T: int) -> float:
     windows = (part for ids in chosen for part in ids.split(T) if len(part) == T)
     return statistics.fmean(len(part.unique()) for part in windows)
-
-
-def independent(config: MoEConfig, T: int) -> float:
-    """Return the expected number of experts that T rows take which choose independently."""
-    E, k = config.n_expert, config.top_k
-    return float(E * (1 - (1 - k / E) ** T))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fasteagle.compile.blocks import compile_now
 from fasteagle.compile.costs import costs_of, follow_costs, tunable
-from fasteagle.compile.experts import distinct_experts, independent
+from fasteagle.compile.experts import distinct_experts
 from fasteagle.config import MoEConfig
 from fasteagle.drafting.costs import Costs
 from fasteagle.drafting.policy import Policy, name
@@ -59,7 +59,7 @@ def print_costs(costs: Costs) -> None:
 def print_experts(config: MoEConfig, measured: dict[int, float]) -> None:
     """Print how many experts of a layer some rows take together, which a pass has to read."""
     rows = [
-        (str(T), f"{mean:.1f}", f"{independent(config, T):.1f}") for T, mean in measured.items()
+        (str(T), f"{mean:.1f}", f"{config.distinct_experts(T):.1f}") for T, mean in measured.items()
     ]
     title = f"experts of a layer ({config.n_expert})"
     print_table(("rows", "on text", "if independent"), rows, title=title)

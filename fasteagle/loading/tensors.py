@@ -163,16 +163,13 @@ class SafetensorsFolder(Checkpoint):
         return file.get_slice(stored)[index] if index else file.get_tensor(stored)
 
     def start(self, name: str, n: int) -> Tensor:
-        return self._rows(name, rows_for(self.shape(name), n))
-
-    def _rows(self, name: str, n: int) -> Tensor:
-        """Return the first `n` rows."""
         file, stored, index = self._stored[name]
+        n_rows = rows_for(self.shape(name), n)
         if not index:
-            return file.get_slice(stored)[:n]
+            return file.get_slice(stored)[:n_rows]
         rows = index[-1]
         assert isinstance(rows, slice), "see parts_of"
-        return file.get_slice(stored)[(*index[:-1], slice(rows.start, rows.start + n))]
+        return file.get_slice(stored)[(*index[:-1], slice(rows.start, rows.start + n_rows))]
 
 
 class TorchBinFolder(Checkpoint):

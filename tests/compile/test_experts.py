@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fasteagle.cli.tune import print_experts
-from fasteagle.compile.experts import distinct_experts, independent
+from fasteagle.compile.experts import distinct_experts
 from fasteagle.config import MoEConfig
 from fasteagle.model import Target
 from helpers import random_target, tiny_config
@@ -15,9 +15,9 @@ CONFIG = MoEConfig(n_expert=8, top_k=2, ffn_dim=16, renormalize=True)
 
 
 def test_rows_that_choose_independently():
-    assert independent(CONFIG, 1) == pytest.approx(2)
-    assert independent(CONFIG, 2) == pytest.approx(3.5)
-    assert independent(CONFIG, 1000) == pytest.approx(8)
+    assert CONFIG.distinct_experts(1) == pytest.approx(2)
+    assert CONFIG.distinct_experts(2) == pytest.approx(3.5)
+    assert CONFIG.distinct_experts(1000) == pytest.approx(8)
 
 
 def test_experts_are_counted_by_the_cores_router(capsys):
