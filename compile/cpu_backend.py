@@ -6,19 +6,19 @@ The weights are packed once, from the modules of a loaded model and of its draft
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
 from fasteagle.compile import cpu_pass
 from fasteagle.compile.cpu_blocks import MAX_ROWS, NativeBlocks, fits
 from fasteagle.compile.cpu_draft import NativeDraft
-from fasteagle.decoding.cycle import EAGER, Pieces
+from fasteagle.decoding.cycle import EAGER, Pieces, Proposal
 from fasteagle.decoding.runner import Advice, Backend, under_mask
 from fasteagle.drafting.base import Drafter
-from fasteagle.model import EagleHead, Ops, Target, Transformer
+from fasteagle.model import EagleHead, Ops, Output, Target, Transformer
 from fasteagle.quant.cpu_linear import NativeNorm, in_huge_pages
-from fasteagle.state import CycleSpec
+from fasteagle.state import CycleSpec, DecodeState
 
 
 class CpuBackend(Backend):
@@ -49,6 +49,16 @@ class CpuBackend(Backend):
     @property
     def leaves_blocks(self) -> bool:
         return False
+
+    def verify_together(
+        self, states: Sequence[DecodeState], proposals: Sequence[Proposal]
+    ) -> list[Output]:
+        verify = self._pieces.verify
+        if isinstance(verify, cpu_pass.NativePass):
+            return verify.together(states, self.target, proposals)
+        # A pass over the rows of all would compute some products by other kernels.
+        pairs = zip(states, proposals, strict=True)
+        return [verify(state, self.target, proposal) for state, proposal in pairs]
 
     def drafts(self, drafter: Drafter | None, spec: CycleSpec) -> bool:
         return self._pieces.draft is self._drafts and self._drafts.runs(drafter, spec)

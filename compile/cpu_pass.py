@@ -7,10 +7,13 @@ operations is several times slower than in a loop without them. References: `cyc
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 
 from fasteagle.compile.cpu_blocks import NativeBlocks
 from fasteagle.decoding.cycle import EAGER, Proposal
+from fasteagle.decoding.together import split
 from fasteagle.model import Output, Target, Transformer
 from fasteagle.quant.cpu_linear import NativeLinear, NativeNorm
 from fasteagle.quant.cpu_tensors import Sampling, State, TargetTensors, Tree
@@ -69,6 +72,41 @@ class NativePass:
             self._weight,
         )
         return Output(logits, features, aux_states if state.aux_layers else None)
+
+    def together(
+        self, states: Sequence[DecodeState], target: Target, proposals: Sequence[Proposal]
+    ) -> list[Output]:
+        """Return the output of each proposal, `MAX_ROWS` rows of them in a pass."""
+        outputs: list[Output] = []
+        for begin, end in groups([len(proposal.depths) for proposal in proposals]):
+            own, trees = states[begin:end], proposals[begin:end]
+            if end == begin + 1:
+                outputs.append(self(own[0], target, trees[0]))
+                continue
+            aux_layers = own[0].aux_layers
+            logits, features, aux_states = self._target.run_together(
+                [proposal.tree.tokens for proposal in trees],
+                [state.seq_len for state in own],
+                [proposal.paths for proposal in trees],
+                [proposal.depths for proposal in trees],
+                [state.cache.rows for state in own],
+                aux_layers,
+                self._weight,
+            )
+            output = Output(logits, features, aux_states if aux_layers else None)
+            outputs += split(output, [len(proposal.depths) for proposal in trees])
+        return outputs
+
+
+def groups(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield ranges of sequences whose rows fit into one pass; one that is larger is alone."""
+    begin = rows = 0
+    for i, size in enumerate(sizes):
+        if i > begin and rows + size > MAX_ROWS:
+            yield begin, i
+            begin, rows = i, 0
+        rows += size
+    yield begin, len(sizes)
 
 
 class NativeFinish:

@@ -96,6 +96,9 @@ class Engine(Context):
     ) -> Generator[list[int]]:
         """Yield newly committed tokens, cycle by cycle, up to and including an end-of-text token.
 
+        Where the runner `waits`, it yields an empty list too: before the first token after each
+        pass of the prompt, and whenever a cycle waits to be run with those of other engines.
+
         `is_last` is called with every other token once, in order, before it is yielded, and returns
         whether the answer ends with it.
 
@@ -111,7 +114,11 @@ class Engine(Context):
         kind = SamplingMode.of(params, self.model.config.vocab_size)
         processed = processor is not None
         unless_short(lambda: self._prepare(kind, params, processed), self._lost)
-        normed, feature, stats.cached_tokens = self.prefill(prompt, check)
+        for filled in self.prefill_parts(prompt, check):
+            if filled is None and self.runner.waits:
+                yield []
+        assert filled is not None, "the last part is the result"
+        normed, feature, stats.cached_tokens = filled
         root = unless_short(
             lambda: self._first_token(prompt, normed, kind, params, processor), self._lost
         )
@@ -133,7 +140,8 @@ class Engine(Context):
             if stats.finish:
                 cycles.close()
                 return
-            new = unless_short(lambda: next(cycles), self._lost)
+            while not (new := unless_short(lambda: next(cycles), self._lost)):
+                yield []
             stats.passes += 1
 
     def _first_token(
@@ -168,6 +176,8 @@ class Engine(Context):
     ) -> Generator[list[int]]:
         """Yield new tokens, cycle by cycle, without end; `cached` holds all but the last of them.
 
+        Yields an empty list where a cycle waits to be run.
+
         Where the runner works ahead, the next cycle is launched before the last one is read, and
         its result is dropped if the answer ends there. A processor must see the last one first.
         """
@@ -184,6 +194,8 @@ class Engine(Context):
                     begins.append(time.perf_counter())
                     self.runner.launch(spec, self.drafter, processor)
                     launched.append(spec)
+                if self.runner.waits:
+                    yield []
                 done = self.runner.read()
                 begin, last_read = max(begins.popleft(), last_read), time.perf_counter()
                 # Otherwise a processor's time would count as the tree's.

@@ -176,6 +176,37 @@ def test_a_second_answer_meanwhile_is_refused(llm):
     assert llm.chat("hello", max_new_tokens=3).stats.new_tokens == 3
 
 
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 3}, {"stop": ["e"]}], ids=str)
+def test_several_answers_are_those_of_one_after_the_other(llm, options):
+    questions = ["hello", "a b a b", "Why?", "a b a b"]
+    options = options | {"max_new_tokens": 20}
+    single = [llm.chat(question, **options) for question in questions]
+    several = llm.chat_batch(questions, size=3, **options)
+    assert [(a.text, a.tokens, a.finish) for a in several] == [
+        (a.text, a.tokens, a.finish) for a in single
+    ]
+    assert several[1].stats.new_tokens == len(several[1].tokens)
+    ids = llm.generate_batch(["a b", [5, 6, 7]], top_logprobs=0, **options)
+    assert ids[1].tokens == llm.generate([5, 6, 7], **options).tokens
+    assert len(ids[1].logprobs) == len(ids[1].tokens)
+    assert llm.chat_batch([]) == []
+
+
+def test_what_a_batch_refuses(llm):
+    for size in (0, 9):
+        with pytest.raises(FasteagleError, match=f"size {size} is out of range: use 1 .. 8"):
+            llm.chat_batch(["hello"], size=size)
+    with pytest.raises(FasteagleError, match="messages is empty"):
+        llm.chat_batch(["hello", []])
+    with pytest.raises(FasteagleError, match="the prompt is empty"):
+        llm.generate_batch([[5], []])
+    stream = llm.chat("hello", stream=True, max_new_tokens=50)
+    next(stream)
+    with pytest.raises(FasteagleError, match="close it first"):
+        llm.chat_batch(["hello"])
+    stream.close()
+
+
 def test_closing(tiny_dir):
     llm = fasteagle.load(str(tiny_dir), precision="fp32", drafter="none")
     model = weakref.ref(llm.engine.model)

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Generator, Mapping, Sequence
 
 from fasteagle.answering.stream import Decoder, TextStream
+from fasteagle.decoding.stats import Stats
 from fasteagle.generate import Engine
 from fasteagle.logits import AnswerLogits, TokenLogprob, TokenMask
 from fasteagle.options import AnswerOptions, SamplingParams
@@ -43,6 +44,39 @@ class Chunk:
     n_guessed: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
 
+    def __bool__(self) -> bool:
+        """Return whether it has anything: it has not where the answer waits for a pass."""
+        return bool(self.tokens or self.text)
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """Whole answer; `finish` is eos, stop, length or context, `seed` reproduces the text."""
+
+    text: str
+    tokens: list[int]
+    stats: Stats
+    seed: int
+    logprobs: list[TokenLogprob]
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], stats: Stats, seed: int) -> Answer:
+        """Return the answer that came in `chunks`."""
+        return cls(
+            "".join(chunk.text for chunk in chunks),
+            [token for chunk in chunks for token in chunk.tokens],
+            stats,
+            seed,
+            [entry for chunk in chunks for entry in chunk.logprobs],
+        )
+
+    @property
+    def finish(self) -> str:
+        return self.stats.finish
+
+    def __str__(self) -> str:
+        return self.text
+
 
 class _StopStrings:
     """Search for the token that completes a stop string, with which the engine ends the answer.
@@ -74,6 +108,8 @@ def answer(
 ) -> Generator[Chunk]:
     """Yield the answer, one chunk for each pass; statistics are in `engine.stats`.
 
+    Where the engine's runner waits, empty chunks are yielded too: see `Engine.generate`.
+
     Closing the generator ends the answer. `check` is called before every pass and may raise.
     """
     stops = _StopStrings(decoder, request) if request.answer.stop else None
@@ -98,6 +134,10 @@ def answer(
     n_passes = n_logprobs = 0  # passes that drafted; log-probabilities yielded
     with contextlib.closing(cycles):
         for ids in cycles:
+            if not ids:
+                yield Chunk("")
+                check()
+                continue
             stats = engine.stats
             drafted = len(stats.path_lengths) > n_passes
             accepted = stats.path_lengths[-1] if drafted else 0

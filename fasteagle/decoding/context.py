@@ -6,6 +6,7 @@ Shapes: T rows, D model dim, R auxiliary layers, F feature dim of the draft head
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,14 @@ PREFILL_CHUNK_CUDA = 1024
 HEAD_CHUNK = 256  # pairs a draft head is shown at once: limits its attention scores
 FEW_PAIRS = 8  # number of rows that a follow-up question may compute again
 MAX_TREE_ROWS = 64  # cache rows free past the context for tokens not yet committed
+
+
+class Prefilled(NamedTuple):
+    """Result of a prefill: what reads the last token, and how many tokens were cached already."""
+
+    normed: Tensor  # [1, D], input of the LM head
+    feature: Tensor  # [1, F], input of a draft head
+    n_cached: int
 
 
 class Context:
@@ -49,6 +58,8 @@ class Context:
         self.cached: list[int] = []
         self.shown = 0  # committed positions that the drafter has seen
         self.drafter: Drafter | None = None
+        # Fewer while others decode, where kernels compute a row alike in any pass.
+        self.most_prompt_rows = PREFILL_CHUNK
 
     @property
     def target(self) -> Target:
@@ -59,22 +70,31 @@ class Context:
     def prefill_chunk(self) -> int:
         """Number of prompt rows per pass; an answer is cancelled between two of these passes."""
         if self.target.rows_at_once is not None:
-            return self.target.rows_at_once
+            return min(self.target.rows_at_once, self.most_prompt_rows)
         return PREFILL_CHUNK if self.on_cpu else PREFILL_CHUNK_CUDA
 
     @torch.no_grad()
-    def prefill(
-        self, prompt: Sequence[int], check: Callable[[], None] = lambda: None
-    ) -> tuple[Tensor, Tensor, int]:
+    def prefill(self, prompt: Sequence[int], check: Callable[[], None] = lambda: None) -> Prefilled:
         """Fill the cache with exactly `prompt`; show the drafter all of it but the last pair.
 
-        Returns the last token's input of the LM head [1, D] and of a draft head [1, F], and how
-        many tokens the cache had already. Raises `EngineError` where memory is short.
+        Raises `EngineError` where memory is short.
         """
+        for filled in self.prefill_parts(prompt, check):
+            if filled is not None:
+                return filled
+        raise AssertionError("the last part is the result")
+
+    def prefill_parts(
+        self, prompt: Sequence[int], check: Callable[[], None] = lambda: None
+    ) -> Iterator[Prefilled | None]:
+        """Yield None between the passes of `prefill`, and at last its result."""
         where = f" of a prompt of {len(prompt):,}"
-        return unless_short(
-            lambda: self._prefill(prompt, check), lambda: self._out_of_memory(where)
-        )
+        parts = self._prefill(prompt, check)
+        while True:
+            filled = unless_short(lambda: next(parts), lambda: self._out_of_memory(where))
+            yield filled
+            if filled is not None:
+                return
 
     def _lost(self) -> EngineError:
         """Forget the conversation after a pass ran out of memory; return the error to raise."""
@@ -93,8 +113,8 @@ class Context:
 
     def _prefill(
         self, prompt: Sequence[int], check: Callable[[], None]
-    ) -> tuple[Tensor, Tensor, int]:
-        """Run `prefill` without handling a lack of memory."""
+    ) -> Iterator[Prefilled | None]:
+        """Run `prefill_parts` without handling a lack of memory."""
         drafter = self.drafter
         reads = drafter is not None and drafter.reads_features
         same = common_prefix(self.cached, prompt)
@@ -122,7 +142,9 @@ class Context:
             self.cached.extend(prompt[first:end])
             if drafter is not None and reads:
                 self._show(drafter, prompt[first + 1 : end + 1], read, first)
-        return normed[-1:], read[-1:], begin
+            if end < len(prompt):
+                yield None
+        yield Prefilled(normed[-1:], read[-1:], begin)
 
     def _passes(self, begin: int, n_cached: int, n: int) -> Iterator[tuple[int, int]]:
         """Yield the borders of the passes over rows `begin .. n`.
@@ -133,8 +155,11 @@ class Context:
         """
         if begin < n_cached:
             yield begin, n_cached
-        for first in range(n_cached, n, self.prefill_chunk):
-            yield first, min(first + self.prefill_chunk, n)
+        first = n_cached
+        while first < n:
+            end = min(first + self.prefill_chunk, n)
+            yield first, end
+            first = end
 
     def _show(self, drafter: Drafter, after: Sequence[int], read: Tensor, begin: int) -> None:
         """Show a draft head the features `read` from position `begin` on and the tokens `after`."""

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from fasteagle.config import HeadConfig
 from fasteagle.decoding.cycle import EAGER, Pieces, Proposal, decode_cycle
+from fasteagle.decoding.together import Launch, verify_together
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.draft_head import DraftOps, HeadDrafter, RankingDrafter
 from fasteagle.logits import LogitsProcessor
-from fasteagle.model import CORE, EagleHead, Ops, Target, as_mask
+from fasteagle.model import CORE, EagleHead, Ops, Output, Target, as_mask
 from fasteagle.shapes import GatedChain
 from fasteagle.state import CycleSpec, DecodeState
 from fasteagle.tree import TreeView
@@ -56,9 +57,11 @@ class Done(NamedTuple):
 class Runner:
     """Runner that launches one cycle at a time; `read` waits for it.
 
-    `compiled` are pieces to use for a drafter and a spec instead of the `usual` ones.
+    `compiled` are pieces to use for a drafter and a spec instead of the `usual` ones. Where the
+    runner `waits`, a launched cycle is `waiting` until `run_together` has run it.
     """
 
+    waits = False
     ahead = 0  # cycles launched before the first one is read
     plain_rows = 1  # rows of a pass without a tree
     fixed_addresses = False  # whether caches must not move: they have their full size then
@@ -69,6 +72,8 @@ class Runner:
         self.error: str | None = None  # why cycles are not replayed as CUDA graphs
         self._on_cpu = state.root.device.type == "cpu"
         self._laps: list[float] = []  # before, between and after draft and verify
+        self.waiting: Launch | None = None
+        self._failure: BaseException | None = None  # of a pass that was run together
         self._proposal: Proposal
         self._plain: dict[int, Proposal] = {}  # by number of rows
 
@@ -110,17 +115,41 @@ class Runner:
         self, spec: CycleSpec, drafter: Drafter | None, processor: LogitsProcessor | None = None
     ) -> None:
         """Begin a cycle."""
-        pieces = self.pieces(spec, drafter)
+        launch = Launch(self.state, drafter, spec, processor)
+        if self.waits:
+            self.waiting = launch
+        else:
+            self.run(launch)
+
+    def run(self, launch: Launch) -> None:
+        """Run a cycle by itself."""
+        state, drafter, spec, processor = launch
         self._laps = laps = list[float]()
         self._proposal = decode_cycle(
-            self.state,
+            state,
             self.backend.target,
             drafter,
             spec,
-            pieces,
+            self.pieces(spec, drafter),
             processor,
             lambda: laps.append(time.perf_counter()),
         )
+
+    def draft(self, launch: Launch) -> Proposal:
+        """Return the proposal of a cycle whose pass others share."""
+        return self.pieces(launch.spec, launch.drafter).draft(*launch[:3])
+
+    def finish(self, launch: Launch, proposal: Proposal, output: Output) -> None:
+        """End a cycle whose pass others shared."""
+        state, drafter, spec, processor = launch
+        if processor is not None:
+            output = output._replace(logits=processor(output.logits, proposal.tree))
+        self.pieces(spec, drafter).finish(state, spec, proposal, output)
+        self._proposal, self._laps = proposal, []
+
+    def fail(self, error: Exception) -> None:
+        """Let `read` raise `error` instead of returning the result of a cycle."""
+        self._failure = error
 
     def pieces(self, spec: CycleSpec, drafter: Drafter | None) -> Pieces:
         """Return compiled or usual pieces, which on CPUs draft no padding."""
@@ -153,17 +182,23 @@ class Runner:
         return shorter
 
     def read(self) -> Done:
-        """Return the result of the oldest launched cycle."""
+        """Return the result of the oldest launched cycle; raise what made its pass fail."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
         *tokens, by_lookup, drafted = self.state.result.tolist()
         if not self._on_cpu:
             return Done(tokens, by_lookup, drafted, None, None)
-        begin, drafted_at, verified_at = self._laps  # no synchronization is needed on a CPU
-        seconds = drafted_at - begin, verified_at - drafted_at
+        seconds: tuple[float | None, float | None] = (None, None)  # of a pass that others shared
+        if self._laps:
+            begin, drafted_at, verified_at = self._laps  # no synchronization is needed on a CPU
+            seconds = drafted_at - begin, verified_at - drafted_at
         proposal = self._proposal
         return Done(tokens, by_lookup, drafted, *seconds, proposal.extended, proposal.promised)
 
     def drop(self) -> None:
         """Drop cycles that were launched and will not be read."""
+        self.waiting = self._failure = None
 
     def timed(self, work: Callable[[], Any], restore: Callable[[], None]) -> float:
         """Return the milliseconds of `work` run by this runner; `restore` undoes its changes."""
@@ -174,6 +209,30 @@ class Runner:
         if not self._on_cpu:
             torch.cuda.synchronize(self.state.root.device)
         return 1e3 * (time.perf_counter() - begin)
+
+
+def run_together(runners: Sequence[Runner]) -> None:
+    """Run the cycles that wait in `runners`, with one pass over the rows of all of them.
+
+    Where the pass fails, each runner's `read` raises the reason.
+    """
+    backend = runners[0].backend
+    launches = [launch for runner in runners if (launch := runner.waiting) is not None]
+    assert len(launches) == len(runners), "the caller gives the runners that wait"
+    for runner in runners:
+        runner.waiting = None
+    try:
+        if len(runners) == 1:
+            runners[0].run(launches[0])
+            return
+        proposals = backend.draft_together(runners, launches)
+        states = [launch.state for launch in launches]
+        outputs = backend.verify_together(states, proposals)
+        for i, runner in enumerate(runners):
+            runner.finish(launches[i], proposals[i], outputs[i])
+    except Exception as error:
+        for runner in runners:
+            runner.fail(error)
 
 
 class Backend:
@@ -210,6 +269,18 @@ class Backend:
     def drafts(self, drafter: Drafter | None, spec: CycleSpec) -> bool:
         """Return whether kernels run all drafting of a cycle, so that none of it is compiled."""
         return False
+
+    def draft_together(
+        self, runners: Sequence[Runner], launches: Sequence[Launch]
+    ) -> list[Proposal]:
+        """Return the proposals of cycles that share a pass."""
+        return [runner.draft(launch) for runner, launch in zip(runners, launches, strict=True)]
+
+    def verify_together(
+        self, states: Sequence[DecodeState], proposals: Sequence[Proposal]
+    ) -> list[Output]:
+        """Run the target once over the rows of all proposals; return the output of each."""
+        return verify_together(states, self.target, proposals)
 
     def draft_ops(self, drafter: RankingDrafter) -> DraftOps:
         """Return the operations that `drafter` has to draft by."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from fasteagle.batch import Batch
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.tokenizer import ChatTokenizer
-from fasteagle.training.batch import BatchSampler
 from fasteagle.training.dialogues import Reply, Request
 from fasteagle.training.filters import ends_in_repetition
 
@@ -15,8 +17,9 @@ class LocalModel:
 
     def __init__(self, engine: Engine, tokenizer: ChatTokenizer, batch: int) -> None:
         self._engine, self._tokenizer = engine, tokenizer
-        self._sampler = BatchSampler(engine, batch, tokenizer.eos_ids, ends_in_repetition)
+        self._batch: Batch[int, list[int]] = Batch(engine, batch)
         self._prompts: dict[int, list[int]] = {}
+        self._written: dict[int, list[int]] = {}
         self._without_room: list[int] = []
 
     def begin(self, number: int, request: Request) -> None:
@@ -28,16 +31,43 @@ class LocalModel:
             self._without_room.append(number)
             return
         self._prompts[number] = prompt
-        self._sampler.add(number, prompt, request.params, request.max_new_tokens)
+        self._written[number] = []
+        n_tokens = min(len(prompt) + request.max_new_tokens, self._engine.max_seq_len)
+        self._batch.begin(
+            number,
+            n_tokens,
+            lambda engine: engine.generate(
+                prompt,
+                request.params,
+                request.max_new_tokens,
+                self._tokenizer.eos_ids,
+                is_last=repeats(),
+            ),
+        )
 
     def replies(self) -> list[tuple[int, Reply | None]]:
         replies: list[tuple[int, Reply | None]] = [(number, None) for number in self._without_room]
         self._without_room = []
-        for number, ids in self._sampler.step():
+        for number, new in self._batch.step():
+            if new is not None:
+                self._written[number] += new
+                continue
+            ids = self._written.pop(number)
             is_cut = ids[-1] not in self._tokenizer.eos_ids
             text = self._tokenizer.decode(ids)
             replies.append((number, Reply(self._prompts.pop(number), ids, text, is_cut)))
         return replies
+
+
+def repeats() -> Callable[[int], bool]:
+    """Return a function that reads a text's tokens, and returns whether it repeats itself."""
+    text: list[int] = []
+
+    def is_last(token: int) -> bool:
+        text.append(token)
+        return ends_in_repetition(text)
+
+    return is_last
 
 
 def user_prefix(tokenizer: ChatTokenizer) -> list[int]:

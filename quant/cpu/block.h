@@ -149,7 +149,28 @@ struct Scratch {
   }
 };
 
-// State that all blocks of one call share.
+// Rows of one sequence in a pass, which follow each other, and the planes of its cache.
+template <class C>
+struct Sequence {
+  int64_t first, T;  // rows of the pass: T from `first` on
+  int64_t row;       // of `first` in `seen`
+  int64_t S, key_blocks;
+  const Visible* seen;
+  float* parts;  // see `Attention`
+  C *k, *v;      // [G, S, E] of the first block; of block i `2 i` planes further
+
+  bool has(int64_t t) const { return t >= first && t < first + T; }
+  Sequence of_block(int64_t i, int64_t plane) const {
+    Sequence s = *this;
+    s.k += 2 * i * plane;
+    s.v += 2 * i * plane;
+    return s;
+  }
+};
+
+// State that all blocks of one call share. Where several sequences share it, `sequences` has one
+// entry for each, and takes the place of S, row, seen, key_blocks, parts and of the caches given to
+// `block`.
 template <class C>
 struct Pass {
   Heads heads;
@@ -163,10 +184,18 @@ struct Pass {
   const Visible* seen;
   float *qkv, *queries, *parts, *scratch;  // scratch: one per worker
   int64_t scratch_size, key_blocks;
+  std::span<const Sequence<C>> sequences;
+  int64_t layer = 0;  // block of `sequences` that runs
   uint8_t* expert_memory;
   Activations normed, attended, hidden, entered;
 
   float* own_scratch(const Worker& me) const { return scratch + me.id * scratch_size; }
+
+  int64_t n_sequences() const { return std::max<int64_t>(1, sequences.size()); }
+  Sequence<C> sequence(int64_t i, C* k, C* v) const {
+    if (sequences.empty()) return {0, T, row, S, key_blocks, seen, parts, k, v};
+    return sequences[i].of_block(layer, heads.G * sequences[i].S * heads.E);
+  }
 
   // Rotates and scales one attention head, and writes it in the type of `out`.
   template <class O>
@@ -198,8 +227,11 @@ struct Pass {
     const auto [begin, end] = me.share(T * n);
     const bool whole = w.q_norm_dim > E;
     float factors[2] = {};  // of all queries and of all keys of a row
+    int64_t number = 0;
+    Sequence<C> own = sequence(0, k, v);
     for (int64_t i = begin; i < end; i++) {
       const int64_t t = i / n, h = i % n;
+      while (!own.has(t)) own = sequence(++number, k, v);
       const float *row = qkv + t * n * E, *in = row + h * E;
       if (whole && (i == begin || h == 0)) {
         factors[0] = rms_factor(row, H * E, eps);
@@ -214,12 +246,12 @@ struct Pass {
         factor = rms_factor(in, E, eps);
       }
       if (h < H) {
-        const int64_t g = h / group, at = (g * T + t) * group + h % group;
-        rope(in, norm, factor, t, scale, queries + at * E);
+        const int64_t g = h / group, at = (g * own.T + t - own.first) * group + h % group;
+        rope(in, norm, factor, t, scale, queries + (own.first * H + at) * E);
       } else if (h < H + G) {
-        rope(in, norm, factor, t, 1.0f, k + ((h - H) * S + slots[t]) * E);
+        rope(in, norm, factor, t, 1.0f, own.k + ((h - H) * own.S + slots[t]) * E);
       } else {
-        C* out = v + ((h - H - G) * S + slots[t]) * E;
+        C* out = own.v + ((h - H - G) * own.S + slots[t]) * E;
         for (int64_t e = 0; e < E; e += W) store(out + e, load(in + e));
       }
     }
@@ -240,20 +272,33 @@ struct Pass {
     for (int64_t t = begin; t < end; t++) entered.quantize_row(t, entry + t * entry_dim, entry_dim);
   }
 
-  void attention(const Worker& me, const C* k, const C* v) {
-    Attention<C> a{heads, T, S, key_blocks, queries, k, v, seen, row, parts};
+  Attention<C> attention_of(const Sequence<C>& s) const {
+    const float* own = queries + s.first * heads.H * heads.E;
+    return {heads, s.T, s.S, s.key_blocks, own, s.k, s.v, s.seen, s.row, s.parts};
+  }
+
+  void attention(const Worker& me, C* k, C* v) {
     // Interleaved over workers, since only the longest rows have the last blocks of keys.
-    for (int64_t i = me.id; i < heads.G * key_blocks; i += me.size)
-      a.unit(i % heads.G, i / heads.G, own_scratch(me));
+    int64_t i = me.id;
+    for (int64_t number = 0; number < n_sequences(); number++) {
+      const Attention<C> a = attention_of(sequence(number, k, v));
+      for (; i < heads.G * a.key_blocks; i += me.size)
+        a.unit(i % heads.G, i / heads.G, own_scratch(me));
+      i -= heads.G * a.key_blocks;
+    }
     me.end(Phase::attention);
     // Take as many attention heads together as fill blocks of 32.
     const int64_t E = heads.E, group = heads.group(), together = heads.together();
     float result[2 * MAX_HEAD_DIM];
     const auto [from, to] = me.share(T * heads.H / together);
+    int64_t number = 0;
+    Sequence<C> own = sequence(0, k, v);
     for (int64_t i = from; i < to; i++) {
       const int64_t t = i * together / heads.H, first = i * together % heads.H;
+      while (!own.has(t)) own = sequence(++number, k, v);
+      const Attention<C> a = attention_of(own);
       for (int64_t h = first; h < first + together; h++)
-        a.combine(h / group, t * group + h % group, result + (h - first) * E);
+        a.combine(h / group, (t - own.first) * group + h % group, result + (h - first) * E);
       for (int64_t e = 0; e < together * E; e += BLOCK)
         attended.quantize(t, (first * E + e) / BLOCK, result + e);
     }

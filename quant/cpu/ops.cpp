@@ -235,7 +235,8 @@ TORCH_LIBRARY(FASTEAGLE_NAMESPACE, m) {
       .def("draft", &Head::draft);
   m.class_<Target>("Target")
       .def(torch::init<std::vector<Tensor>, std::vector<Tensor>, int64_t, int64_t, double>())
-      .def("run", &Target::run);
+      .def("run", &Target::run)
+      .def("run_together", &Target::run_together);
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int n, int first=0) -> Tensor");
   m.def(
       "look_up(Tensor text, Tensor last, Tensor(a!) table, Tensor(b!) kept, Tensor[] corpus, "

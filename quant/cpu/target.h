@@ -61,17 +61,63 @@ struct Target : torch::CustomClassHolder {
   std::tuple<Tensor, Tensor, Tensor> run(Tensor tokens, Tensor seq_len, Tensor paths, Tensor depths,
                                          Tensor rows, std::vector<int64_t> aux_layers,
                                          Tensor features_like) const {
+    return run_together({tokens}, {seq_len}, {paths}, {depths}, {rows}, aux_layers, features_like);
+  }
+
+  // Runs the trees of several sequences in one pass, each after the text in its own cache. Returns
+  // the rows of all, in order, as `run`.
+  std::tuple<Tensor, Tensor, Tensor> run_together(
+      std::vector<Tensor> tokens, std::vector<Tensor> seq_lens, std::vector<Tensor> paths,
+      std::vector<Tensor> depths, std::vector<Tensor> caches, std::vector<int64_t> aux_layers,
+      Tensor features_like) const {
+    const size_t n = tokens.size();
+    TORCH_CHECK(n >= 1 && seq_lens.size() == n && paths.size() == n && depths.size() == n &&
+                    caches.size() == n,
+                "a tree and a cache of each sequence");
+    TORCH_CHECK(
+        features_like.scalar_type() == at::kFloat || features_like.scalar_type() == at::kBFloat16,
+        "features in fp32 or bf16");
+    std::vector<Part> parts;
+    int64_t T = 0;
+    for (size_t i = 0; i < n; i++) {
+      TORCH_CHECK(caches[i].scalar_type() == caches[0].scalar_type(), "caches of one type");
+      parts.push_back(part_of(tokens[i], seq_lens[i], paths[i], depths[i], caches[i], T));
+      T += parts.back().T;
+    }
+    TORCH_CHECK(T <= MAX_ROWS, T, " rows");
+    const auto fp32 = caches[0].options().dtype(at::kFloat);
+    Tensor logits = at::empty({T, lm_head.h.N}, fp32);
+    Tensor features = at::empty({T, D}, features_like.options());
+    Tensor aux_states = at::empty({T, (int64_t)aux_layers.size() * D}, fp32);
+    if (caches[0].scalar_type() == at::kBFloat16) {
+      pass<Bf16>(parts, aux_layers, logits, features, aux_states);
+    } else {
+      TORCH_CHECK(caches[0].scalar_type() == at::kFloat, "caches in bf16 or fp32");
+      pass<float>(parts, aux_layers, logits, features, aux_states);
+    }
+    return {logits, features, aux_states};
+  }
+
+ private:
+  // Tree of one sequence: T rows of a pass, from `first` on.
+  struct Part {
+    int64_t first, T, past, S, longest;
+    const int64_t *ids, *depth;
+    Visible seen;
+    void* cache;
+  };
+
+  Part part_of(const Tensor& tokens, const Tensor& seq_len, const Tensor& paths,
+               const Tensor& depths, const Tensor& rows, int64_t first) const {
     const int64_t T = tokens.numel(), past = seq_len.item<int64_t>(), L = blocks.size();
-    const int64_t G = rows.size(1), S = rows.size(2), N = lm_head.h.N;
     TORCH_CHECK(T >= 1 && T <= MAX_ROWS && depths.numel() == T, T, " rows");
-    TORCH_CHECK(rows.is_contiguous() && rows.size(0) == 2 * L && G == kv_heads && rows.size(3) == E,
+    TORCH_CHECK(rows.dim() == 4 && rows.is_contiguous() && rows.size(0) == 2 * L &&
+                    rows.size(1) == kv_heads && rows.size(3) == E,
                 "cache");
     TORCH_CHECK(paths.dim() == 2 && paths.is_contiguous() && paths.size(0) == T &&
                     depths.is_contiguous() && tokens.is_contiguous(),
                 "tree");
-    TORCH_CHECK(
-        features_like.scalar_type() == at::kFloat || features_like.scalar_type() == at::kBFloat16,
-        "features in fp32 or bf16");
+    const int64_t S = rows.size(2);
     TORCH_CHECK(past >= 0 && past + T <= S, "slot ", past + T - 1, " of ", S);
     const int64_t *ids = tokens.const_data_ptr<int64_t>(),
                   *depth = depths.const_data_ptr<int64_t>();
@@ -80,52 +126,49 @@ struct Target : torch::CustomClassHolder {
       TORCH_CHECK(ids[t] >= 0 && ids[t] < embedding.size(0), "token ", ids[t]);
       TORCH_CHECK(past + depth[t] < positions, "position ", past + depth[t], " of ", positions);
     }
-    const Visible seen =
+    Visible seen =
         Visible::of_tree(past, paths.const_data_ptr<int32_t>(), paths.size(1), depth, T, window);
     for (const int64_t slot : seen.own) TORCH_CHECK(slot >= 0 && slot < S, "slot ", slot);
-    Tensor logits = at::empty({T, N}, rows.options().dtype(at::kFloat));
-    Tensor features = at::empty({T, D}, features_like.options());
-    const int64_t width = (int64_t)aux_layers.size() * D;
-    Tensor aux_states = at::empty({T, width}, rows.options().dtype(at::kFloat));
-    if (rows.scalar_type() == at::kBFloat16) {
-      pass<Bf16>(ids, depth, past, seen, rows, aux_layers, G, S, logits, features, aux_states);
-    } else {
-      TORCH_CHECK(rows.scalar_type() == at::kFloat, "caches in bf16 or fp32");
-      pass<float>(ids, depth, past, seen, rows, aux_layers, G, S, logits, features, aux_states);
-    }
-    return {logits, features, aux_states};
+    int64_t longest = 0;
+    for (int64_t t = 0; t < T; t++) longest = std::max(longest, seen.length(t));
+    return {first, T, past, S, longest, ids, depth, std::move(seen), rows.data_ptr()};
   }
 
- private:
   template <class C>
-  void pass(const int64_t* ids, const int64_t* depth, int64_t past, const Visible& seen,
-            const Tensor& rows, const std::vector<int64_t>& aux_layers, int64_t G, int64_t S,
+  void pass(const std::vector<Part>& parts, const std::vector<int64_t>& aux_layers,
             Tensor& logits, Tensor& features, Tensor& aux_states) const {
     thread_local Scratch scratch;
     const int64_t T = features.size(0), N = lm_head.h.N, R = aux_layers.size();
     int64_t longest = 0;
-    for (int64_t t = 0; t < T; t++) longest = std::max(longest, seen.length(t));
+    for (const Part& part : parts) longest = std::max(longest, part.longest);
     Pass<C> pass{};
-    pass.heads = Heads{n_head, G, E};
+    pass.heads = Heads{n_head, kv_heads, E};
     pass.D = D;
-    pass.S = S;
     pass.T = T;
     pass.eps = eps;
     arrange(pass, scratch, blocks, T, longest, 4 * size_t(T * (D + 2 * E)) + 8 * T + 512);
     float* x = pass.x = scratch.take<float>(T * D);
     float *c = scratch.take<float>(T * E), *s = scratch.take<float>(T * E);
     int64_t* slots = scratch.take<int64_t>(T);
-    for (int64_t t = 0; t < T; t++) {
-      slots[t] = past + t;
-      std::copy_n(cos + (past + depth[t]) * E, E, c + t * E);
-      std::copy_n(sin + (past + depth[t]) * E, E, s + t * E);
-      row_in_fp32(embedding, ids[t], D, x + t * D);
+    std::vector<Sequence<C>> sequences;
+    float* own_parts = pass.parts;
+    for (const Part& part : parts) {
+      for (int64_t i = 0, t = part.first; i < part.T; i++, t++) {
+        slots[t] = part.past + i;
+        std::copy_n(cos + (part.past + part.depth[i]) * E, E, c + t * E);
+        std::copy_n(sin + (part.past + part.depth[i]) * E, E, s + t * E);
+        row_in_fp32(embedding, part.ids[i], D, x + t * D);
+      }
+      C* cache = (C*)part.cache;
+      const int64_t key_blocks = (part.longest + KEYS - 1) / KEYS;
+      sequences.push_back({part.first, part.T, 0, part.S, key_blocks, &part.seen, own_parts, cache,
+                           cache + kv_heads * part.S * E});
+      own_parts += kv_heads * key_blocks * part.T * pass.heads.group() * (E + 2);
     }
     pass.cos = c;
     pass.sin = s;
     pass.slots = slots;
-    pass.seen = &seen;
-    C* cache = (C*)rows.data_ptr();
+    pass.sequences = sequences;
     float *out = logits.mutable_data_ptr<float>(), *aux_rows = aux_states.mutable_data_ptr<float>();
     in_parallel([&](const Worker& me) {
       Pass<C> mine = pass;
@@ -138,8 +181,8 @@ struct Target : torch::CustomClassHolder {
       };
       for (size_t i = 0; i < blocks.size(); i++) {
         if (R) keep_aux(i);
-        mine.block(me, blocks[i], cache + 2 * i * G * S * E, cache + (2 * i + 1) * G * S * E,
-                   false);
+        mine.layer = i;
+        mine.block(me, blocks[i], nullptr, nullptr, false);
       }
       if (R) keep_aux(blocks.size());
       float* own = mine.own_scratch(me);

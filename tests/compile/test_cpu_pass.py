@@ -84,6 +84,59 @@ def test_a_pass_has_the_bits_of_its_parts(name, dtype, T, length):
         assert torch.equal(one.cache.rows, two.cache.rows)
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_pass_of_several_sequences_has_the_bits_of_their_own(name, dtype):
+    """Texts of other lengths, caches of other sizes, more rows than one call takes."""
+    backend = native_backend(tiny_config(**CONFIGS[name]), dtype=dtype)
+    verify, target = backend.pieces.verify, backend.target
+    generator = torch.Generator().manual_seed(1)
+    sizes = [(1, 140), (9, 1), (3, 70), (1, 5), (17, 130), (5, 64), (32, 40), (2, 2)]
+    proposals = [Proposal.of(random_tree(T, 60, generator)) for T, _ in sizes]
+    for aux_layers in ((), (0, 2)):
+        alone, together = (
+            [state_of(target.model, length, dtype, aux_layers) for _, length in sizes]
+            for _ in range(2)
+        )
+        together[0].cache.resize(512)
+        outputs = backend.verify_together(together, proposals)
+        for i, proposal in enumerate(proposals):
+            expected = verify(alone[i], target, proposal)
+            assert torch.equal(outputs[i].logits, expected.logits), i
+            assert torch.equal(outputs[i].features, expected.features)
+            assert (outputs[i].aux_states is None) == (not aux_layers)
+            assert not aux_layers or torch.equal(outputs[i].aux_states, expected.aux_states)
+            rows = together[i].cache.rows[:, :, :256]
+            assert torch.equal(rows, alone[i].cache.rows)
+
+
+def test_sequences_that_do_not_fit_one_pass_are_refused():
+    target = native_target(tiny_config(**SHAPE))
+    native = CpuBackend(target).pieces.verify._target
+    trees = [random_tree(17, 60, torch.Generator().manual_seed(i)) for i in range(2)]
+    states = [state_of(target, 5) for _ in trees]
+
+    def run(n=2, caches=None):
+        proposals = [Proposal.of(tree) for tree in trees]
+        caches = caches or [state.cache.rows for state in states]
+        native.run_together(
+            [tree.tokens for tree in trees[:n]],
+            [state.seq_len for state in states],
+            [proposal.paths for proposal in proposals],
+            [proposal.depths for proposal in proposals],
+            caches,
+            [],
+            target.norm.weight,
+        )
+
+    with pytest.raises(RuntimeError, match="34 rows"):
+        run()
+    with pytest.raises(RuntimeError, match="a tree and a cache of each sequence"):
+        run(1)
+    with pytest.raises(RuntimeError, match="caches of one type"):
+        run(caches=[states[0].cache.rows, states[1].cache.rows.bfloat16()])
+
+
 def test_more_rows_than_one_call_takes():
     backend = native_backend(tiny_config(**SHAPE))
     target, model = backend.target, backend.target.model

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fasteagle.answering.prefix_cache import PrefixCache
+from fasteagle.batch import Batch
 from fasteagle.compile import int8_cache, tree_attention
 from fasteagle.compile.blocks import compile_now, missing_compiler
 from fasteagle.compile.int8_cache import SPARE, cache_bytes, dense_rows, over_int8, quantized_rows
@@ -19,7 +20,6 @@ from fasteagle.loading.open import open_model
 from fasteagle.loading.registry import preset
 from fasteagle.options import RuntimeOptions, SamplingParams
 from fasteagle.shapes import TreeShape
-from fasteagle.training.batch import BatchSampler
 from helpers import captured_engine, eager_engine, random_head, random_target, tiny_config
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -102,12 +102,13 @@ def test_a_stored_conversation_comes_back(target):
 
 def test_several_texts_at_once(target):
     engine = eager_engine(target, 256)
-    sampler = BatchSampler(engine, 2, frozenset())
+    several = Batch(engine, 2)
     for key, prompt in enumerate([PROMPT, PROMPT[1:]]):
-        sampler.add(key, prompt, GREEDY, 12)
-    answers = {}
-    while not sampler.is_empty:
-        answers |= dict(sampler.step())
+        several.begin(key, 64, lambda engine, prompt=prompt: engine.generate(prompt, GREEDY, 12))
+    answers = {0: [], 1: []}
+    while not several.is_empty:
+        for key, new in several.step():
+            answers[key] += new or []
     assert answers[0] == answer(eager_engine(target, 256), 12)
     assert answers[1] == answer(eager_engine(target, 256), 12, prompt=PROMPT[1:])
 

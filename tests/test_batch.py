@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
-from fasteagle.errors import FasteagleError
+from fasteagle import batch
+from fasteagle.batch import Batch
+from fasteagle.errors import EngineError, FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.open import open_model
 from fasteagle.options import RuntimeOptions, SamplingParams
-from fasteagle.training import batch
-from fasteagle.training.batch import BatchSampler
 from helpers import random_target, tiny_config
 
 EOS = frozenset(range(0, 60, 12))
@@ -38,13 +40,24 @@ def alone(engine: Engine, wanted) -> list[list[int]]:
 
 def together(engine: Engine, size: int, wanted) -> list[list[int]]:
     """As a caller does it: a text begins wherever one has ended."""
-    sampler, waiting, texts = BatchSampler(engine, size, EOS), list(enumerate(wanted)), {}
-    while waiting or not sampler.is_empty:
-        while waiting and sampler.has_room:
-            key, job = waiting.pop(0)
-            sampler.add(key, *job)
-        texts.update(sampler.step())
+    several, waiting = Batch(engine, size), list(enumerate(wanted))
+    texts = {key: [] for key, _ in waiting}
+    ended = set()
+    while waiting or not several.is_empty:
+        while waiting and several.has_room:
+            begin(several, *waiting.pop(0))
+        for key, new in several.step():
+            texts[key] += new or []
+            ended |= {key} if new is None else set()
+    assert ended == set(texts)
     return [texts[key] for key in sorted(texts)]
+
+
+def begin(several: Batch, key: int, job) -> None:
+    prompt, params, limit = job
+    several.begin(
+        key, len(prompt) + limit, lambda engine: engine.generate(prompt, params, limit, EOS)
+    )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -68,7 +81,62 @@ def test_with_quantized_weights(tiny_dir, kernels):
     assert together(engine, 4, wanted) == alone(engine, wanted)
 
 
-def test_regions_grow_with_the_longest_text():
+@pytest.mark.parametrize(
+    "seed", [*range(20), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(20, 200))]
+)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_any_company_leaves_a_text_as_it_is(seed, bits, native):
+    """Answers begin at any time, between any others, and some are given up."""
+    engine, expected = native[bits]
+    choose = random.Random(seed)
+    size = choose.choice([1, 2, 3, 4, 8])
+    several, left, texts = Batch(engine, size), list(range(len(expected))), {}
+    choose.shuffle(left)
+    given_up = set(left[:2])
+    wanted = list(jobs(len(expected), engine.model.config.vocab_size))
+    while left or not several.is_empty:
+        while left and several.has_room and choose.random() < 0.5:
+            key = left.pop()
+            texts[key] = []
+            begin(several, key, wanted[key])
+        for key, new in several.step():
+            texts[key] += new or []
+            if key in given_up and new is not None:
+                given_up.remove(key)
+                several.end(key)
+                texts[key] = expected[key]
+    assert texts == dict(enumerate(expected))
+
+
+@pytest.fixture(scope="module")
+def native(tiny_dir):
+    """Engine of quantized weights on our kernels, with texts written alone, by precision."""
+    made = {}
+    for bits in (4, 8):
+        options = RuntimeOptions(device="cpu", quant=f"int{bits}")
+        engine = open_model(str(tiny_dir)).prepared(options).engine()
+        made[bits] = engine, alone(engine, jobs(9, engine.model.config.vocab_size))
+    return made
+
+
+def test_a_pass_that_fails_ends_each_answer_by_its_reason(monkeypatch):
+    engine = Engine(random_target(tiny_config()), 128)
+    several = Batch(engine, 2)
+    for key in range(2):
+        several.begin(key, 64, lambda engine: engine.generate([9, 10], SamplingParams(), 20))
+    several.step()
+
+    def fail(*arguments):
+        raise RuntimeError("a broken pass")
+
+    monkeypatch.setattr(type(engine.backend), "verify_together", fail)
+    for left in (1, 0):
+        with pytest.raises(RuntimeError, match="a broken pass"):
+            several.step()
+        assert len(several.running) == left
+
+
+def test_caches_grow_with_the_longest_text():
     config = tiny_config(max_seq_len=512)
     engine = Engine(random_target(config), 512)
     wanted = [
@@ -84,18 +152,21 @@ def test_regions_grow_with_the_longest_text():
 
 def test_memory_that_is_not_there(monkeypatch):
     engine = Engine(random_target(tiny_config()), 512)
-    sampler = BatchSampler(engine, 2, EOS)
     monkeypatch.setattr(batch, "available_bytes", lambda device: 1000)
-    with pytest.raises(FasteagleError, match="2 texts of 301 tokens need .* lower --batch"):
-        sampler.add(0, [9] * 300, SamplingParams(), 5)
+    several = Batch(engine, 2)
+    with pytest.raises(FasteagleError, match="a text of 305 tokens needs .* lower --batch"):
+        begin(several, 0, ([9] * 300, SamplingParams(), 5))
+    assert several.is_empty and several.has_room
 
 
 def test_logits_that_are_not_finite():
     target = random_target(tiny_config())
     target.lm_head.weight.fill_(float("nan"))
-    sampler = BatchSampler(Engine(target, 64), 2, EOS)
-    with pytest.raises(FasteagleError, match="not finite at position 3: try --precision fp32"):
-        sampler.add(0, [9, 10, 11], SamplingParams(), 5)
+    several = Batch(Engine(target, 64), 2)
+    begin(several, 0, ([9, 10, 11], SamplingParams(), 5))
+    with pytest.raises(EngineError, match="not finite in float32 at position 3"):
+        several.step()
+    assert several.is_empty
 
 
 @pytest.mark.real_model
