@@ -26,15 +26,14 @@ class Batch(Generic[Key, Item]):
     """
 
     def __init__(self, engine: Engine, size: int) -> None:
-        self._idle = [engine.sibling() for _ in range(size)]
+        self._engine, self._size = engine, size
+        self._idle: list[Engine] = []  # made when they are first needed
         self._running: dict[Key, tuple[Engine, Generator[Item]]] = {}
-        for one in self._idle:
-            one.runner.waits = True
 
     @property
     def has_room(self) -> bool:
         """Return whether another answer may begin."""
-        return bool(self._idle)
+        return len(self._running) < self._size
 
     @property
     def is_empty(self) -> bool:
@@ -51,16 +50,19 @@ class Batch(Generic[Key, Item]):
 
         Its text has at most `n_tokens`. Raises `FasteagleError` where memory for them is short.
         """
-        engine = self._idle[-1]
-        needed = engine.cache.rows[:, :, :1].nbytes * n_tokens
+        engine = self._engine
+        # Where caches must not move, an engine that is idle has its whole cache already.
+        n_slots = n_tokens if engine.on_cpu else 0 if self._idle else engine.cache.n_slots
+        needed = engine.cache.rows[:, :, :1].nbytes * n_slots
         free = available_bytes(engine.device)
         if free is not None and needed > free:
             raise FasteagleError(
                 f"a text of {n_tokens:,} tokens needs {needed / 2**30:.1f} GiB of KV cache, "
                 f"{free / 2**30:.1f} GiB free: lower --batch or --max-new-tokens"
             )
-        self._running[key] = engine, start(engine)
-        self._idle.pop()
+        own = self._idle.pop() if self._idle else engine.sibling()
+        own.runner.waits = True
+        self._running[key] = own, start(own)
 
     def step(self) -> list[tuple[Key, Item | None]]:
         """Run one pass; return what the answers yield until all wait again, None at their ends.
