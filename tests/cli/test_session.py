@@ -110,7 +110,7 @@ def test_interruption_before_the_first_token_takes_the_question_back(session, mo
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(session.llm.engine, "prefill", interrupted)
+    monkeypatch.setattr(session.llm.engine, "prefill_parts", interrupted)
     with pytest.raises(KeyboardInterrupt):
         list(session.ask("hello"))
     assert session.turns == []
@@ -163,7 +163,7 @@ def test_a_retry_that_brings_nothing_keeps_the_old_answer(session, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(session.llm.engine, "prefill", interrupted)
+        patch.setattr(session.llm.engine, "prefill_parts", interrupted)
         with pytest.raises(KeyboardInterrupt):
             list(session.retry())
     assert session.turns == turns and session.params.seed == seed

@@ -24,7 +24,7 @@ def test_what_fails_in_the_engine_is_not_the_request(live, monkeypatch):
     def broken(*args, **kwargs):
         raise EngineError("out of memory at token 3")
 
-    monkeypatch.setattr(live.llm.engine, "prefill", broken)
+    monkeypatch.setattr(live.llm.engine, "prefill_parts", broken)
     reply = httpx.post(live.url + CHAT, json=SHORT)
     assert reply.status_code == 500 and reply.json()["error"]["type"] == "server_error"
     assert "out of memory" in reply.json()["error"]["message"]
@@ -50,7 +50,7 @@ def test_an_answer_that_breaks_spoils_nothing(live, monkeypatch):
         raise RuntimeError("planted")
 
     with monkeypatch.context() as patch:
-        patch.setattr(live.llm.engine, "prefill", broken)
+        patch.setattr(live.llm.engine, "prefill_parts", broken)
         reply = httpx.post(live.url + CHAT, json=SHORT)
     assert reply.status_code == 500 and "planted" not in reply.text
     with monkeypatch.context() as patch:  # after the first token the status is sent already
