@@ -6,6 +6,7 @@ where the kernels compute a row alike in any pass (our CPU kernels), else but fo
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Hashable
 from typing import Generic, TypeVar
 
@@ -29,6 +30,7 @@ class Batch(Generic[Key, Item]):
         self._engine, self._size = engine, size
         self._idle: list[Engine] = []  # made when they are first needed
         self._running: dict[Key, tuple[Engine, Generator[Item]]] = {}
+        self._errors: deque[Exception] = deque()
 
     @property
     def has_room(self) -> bool:
@@ -37,8 +39,8 @@ class Batch(Generic[Key, Item]):
 
     @property
     def is_empty(self) -> bool:
-        """Return whether no answer is under way."""
-        return not self._running
+        """Return whether no answer is under way, and no error left to raise."""
+        return not self._running and not self._errors
 
     @property
     def running(self) -> list[Key]:
@@ -67,8 +69,10 @@ class Batch(Generic[Key, Item]):
     def step(self) -> list[tuple[Key, Item | None]]:
         """Run one pass; return what the answers yield until all wait again, None at their ends.
 
-        An error of one answer ends it, and is raised.
+        An error of one answer ends it, and is raised by the next call: the others go on.
         """
+        if self._errors:
+            raise self._errors.popleft()
         waiting = [engine.runner for engine, _ in self._running.values() if engine.runner.waiting]
         if waiting:
             run_together(waiting)
@@ -78,9 +82,10 @@ class Batch(Generic[Key, Item]):
             try:
                 while item := next(answer, None):
                     items.append((key, item))
-            except Exception:
+            except Exception as error:
                 self.end(key)
-                raise
+                self._errors.append(error)
+                continue
             if item is None:
                 self.end(key)
                 items.append((key, None))

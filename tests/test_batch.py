@@ -130,10 +130,39 @@ def test_a_pass_that_fails_ends_each_answer_by_its_reason(monkeypatch):
         raise RuntimeError("a broken pass")
 
     monkeypatch.setattr(type(engine.backend), "verify_together", fail)
-    for left in (1, 0):
+    assert several.step() == [] and not several.running and not several.is_empty
+    for _ in range(2):
         with pytest.raises(RuntimeError, match="a broken pass"):
             several.step()
-        assert len(several.running) == left
+    assert several.is_empty
+
+
+def test_an_error_at_the_end_of_one_cycle_is_not_the_others():
+    engine = Engine(random_target(tiny_config()), 128)
+    expected = alone(engine, [([9, 10], SamplingParams(), 12)])[0]
+
+    class Breaks:
+        def __call__(self, logits, tree):
+            if int(tree.tokens[0]) != 10:  # the prompt's last token
+                raise RuntimeError("a broken processor")
+            return logits
+
+        def accept(self, tokens):
+            pass
+
+    several, text = Batch(engine, 2), []
+    begin(several, 0, ([9, 10], SamplingParams(), 12))
+    several.begin(
+        1, 64, lambda own: own.generate([9, 10], SamplingParams(), 12, processor=Breaks())
+    )
+    for _ in range(2):
+        text += [token for key, new in several.step() if key == 0 for token in new]
+    with pytest.raises(RuntimeError, match="a broken processor"):
+        several.step()
+    assert several.running == [0]
+    while not several.is_empty:
+        text += [token for _, new in several.step() for token in new or []]
+    assert text == expected
 
 
 def test_caches_grow_with_the_longest_text():
@@ -164,6 +193,7 @@ def test_logits_that_are_not_finite():
     target.lm_head.weight.fill_(float("nan"))
     several = Batch(Engine(target, 64), 2)
     begin(several, 0, ([9, 10, 11], SamplingParams(), 5))
+    assert several.step() == []
     with pytest.raises(EngineError, match="not finite in float32 at position 3"):
         several.step()
     assert several.is_empty

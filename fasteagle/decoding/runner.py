@@ -214,7 +214,8 @@ class Runner:
 def run_together(runners: Sequence[Runner]) -> None:
     """Run the cycles that wait in `runners`, with one pass over the rows of all of them.
 
-    Where the pass fails, each runner's `read` raises the reason.
+    Where the pass fails, each runner's `read` raises the reason; where the end of one cycle fails,
+    only the `read` of its own.
     """
     backend = runners[0].backend
     launches = [launch for runner in runners if (launch := runner.waiting) is not None]
@@ -228,10 +229,14 @@ def run_together(runners: Sequence[Runner]) -> None:
         proposals = backend.draft_together(runners, launches)
         states = [launch.state for launch in launches]
         outputs = backend.verify_together(states, proposals)
-        for i, runner in enumerate(runners):
-            runner.finish(launches[i], proposals[i], outputs[i])
     except Exception as error:
         for runner in runners:
+            runner.fail(error)
+        return
+    for i, runner in enumerate(runners):
+        try:
+            runner.finish(launches[i], proposals[i], outputs[i])
+        except Exception as error:
             runner.fail(error)
 
 
