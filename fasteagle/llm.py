@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, Unpack, overload
 from fasteagle.answering.answer import Answer, AnswerRequest, Chunk, answer
 from fasteagle.answering.background import Preparation
 from fasteagle.answering.grammar import GrammarCompiler
-from fasteagle.answering.keywords import AnswerKeywords, are_ids, check_text, read_keywords
+from fasteagle.answering.keywords import AnswerKeywords, are_ids, check_text, listed, read_keywords
 from fasteagle.answering.known_texts import KnownTexts
 from fasteagle.answering.prefix_cache import PrefixCache
 from fasteagle.answering.several import answer_all
@@ -212,9 +212,9 @@ class LLM:
         **keywords: Unpack[AnswerKeywords],
     ) -> list[Answer]:
         """Answer several conversations, up to `size` of them at once; see `generate_batch`."""
-        return self._run_batch(
-            [self._prompt_of(one, think).ids for one in conversations], size, keywords
-        )
+        several = listed("conversations", conversations)
+        prompts = [self._prompt_of(one, think).ids for one in several]
+        return self._run_batch(prompts, size, keywords)
 
     def generate_batch(
         self,
@@ -229,23 +229,21 @@ class LLM:
         the other with it. With quantized weights on a CPU each answer is the one that `generate`
         returns for its prompt, elsewhere but for rounding.
         """
-        return self._run_batch([self._ids(one) for one in prompts], size, keywords)
+        ids = [self._ids(one) for one in listed("prompts", prompts)]
+        return self._run_batch(ids, size, keywords)
 
     def _run_batch(
         self, prompts: Sequence[list[int]], size: int, keywords: AnswerKeywords
     ) -> list[Answer]:
-        if not 1 <= size <= MOST_AT_ONCE:
-            raise FasteagleError(f"size {size} is out of range: use 1 .. {MOST_AT_ONCE}")
+        if size not in range(1, MOST_AT_ONCE + 1):
+            raise FasteagleError(f"size {size!r} is out of range: use 1 .. {MOST_AT_ONCE}")
         params, options, spec, more = read_keywords(keywords)
         requests = [self.made_request(ids, params, options, spec, **more) for ids in prompts]
         for request in requests:
             self.engine.check_prompt(request.prompt)
-        if not requests:
-            return []
         self._take_turn()
-        prepared = self.preparation
         try:
-            with prepared.answering(params) if prepared else nullcontext():
+            with self.preparation.answering(params) if self.preparation else nullcontext():
                 answers = answer_all(self.engine, self.tokenizer, requests, size)
         finally:
             self._turn.release()

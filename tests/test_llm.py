@@ -193,9 +193,11 @@ def test_several_answers_are_those_of_one_after_the_other(llm, options):
 
 
 def test_what_a_batch_refuses(llm):
-    for size in (0, 9):
-        with pytest.raises(FasteagleError, match=f"size {size} is out of range: use 1 .. 8"):
+    for size in (0, 9, 2.5, "x"):
+        with pytest.raises(FasteagleError, match=f"size {size!r} is out of range: use 1 .. 8"):
             llm.chat_batch(["hello"], size=size)
+    with pytest.raises(FasteagleError, match="conversations 'hello' is no list"):
+        llm.chat_batch("hello")
     with pytest.raises(FasteagleError, match="messages is empty"):
         llm.chat_batch(["hello", []])
     with pytest.raises(FasteagleError, match="the prompt is empty"):

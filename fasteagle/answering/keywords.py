@@ -6,10 +6,12 @@ import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 from fasteagle.errors import FasteagleError
 from fasteagle.options import AnswerOptions, GrammarSpec, SamplingParams, fresh_seed
+
+Each = TypeVar("Each")
 
 
 class AnswerKeywords(TypedDict, total=False):
@@ -65,6 +67,13 @@ def read_keywords(
 def are_ids(prompt: Any) -> bool:
     """Return whether a prompt is a list of token ids."""
     return isinstance(prompt, Iterable) and all(isinstance(token, Integral) for token in prompt)
+
+
+def listed(name: str, value: Sequence[Each]) -> Sequence[Each]:
+    """Return `value`; raise `FasteagleError` unless it is a list or a tuple."""
+    if not isinstance(value, list | tuple):
+        raise FasteagleError(f"{name} {value!r} is no list")
+    return value
 
 
 def check_text(name: str, text: object) -> None:
