@@ -244,10 +244,9 @@ class LLM:
         self._take_turn()
         try:
             with self.preparation.answering(params) if self.preparation else nullcontext():
-                answers = answer_all(self.engine, self.tokenizer, requests, size)
+                return answer_all(self.engine, self.tokenizer, requests, size)
         finally:
             self._turn.release()
-        return [Answer.of(*each, params.seed) for each in answers]
 
     def _run(
         self, prompt: list[int], stream: bool, keywords: AnswerKeywords, text: str | None = None

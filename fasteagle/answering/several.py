@@ -1,47 +1,37 @@
-"""Several answers at once, from token ids to chunks of text."""
+"""Several answers at once, from token ids to whole answers."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
-from typing import NamedTuple
 
-from fasteagle.answering.answer import AnswerRequest, Chunk, answer
+from fasteagle.answering.answer import Answer, AnswerRequest, Chunk, answer
 from fasteagle.answering.stream import Decoder
 from fasteagle.batch import Batch
-from fasteagle.decoding.stats import Stats
 from fasteagle.generate import Engine
-
-
-class Answered(NamedTuple):
-    """Whole answer of a request."""
-
-    chunks: list[Chunk]
-    stats: Stats
 
 
 def answer_all(
     engine: Engine, decoder: Decoder, requests: Sequence[AnswerRequest], size: int
-) -> list[Answered]:
+) -> list[Answer]:
     """Answer all requests, up to `size` of them at once, by engines like `engine`."""
-    answers = [Answered([], Stats()) for _ in requests]
-    batch: Batch[int, Chunk] = Batch(engine, min(size, len(requests)))
+    answers: dict[int, Answer] = {}
 
-    def start(engine: Engine, i: int) -> Generator[Chunk]:
-        yield from answer(engine, decoder, requests[i])
-        answers[i] = answers[i]._replace(stats=engine.stats)
+    def write(i: int, own: Engine) -> Generator[Chunk]:
+        chunks = []
+        for chunk in answer(own, decoder, requests[i]):
+            chunks.append(chunk)
+            yield chunk
+        answers[i] = Answer.of(chunks, own.stats, requests[i].params.seed)
 
+    batch: Batch[int, Chunk] = Batch(engine, size)
     with closing(batch):
-        begun = 0
-        while begun < len(requests) or not batch.is_empty:
-            while begun < len(requests) and batch.has_room:
-                request = requests[begun]
+        waiting = iter(enumerate(requests))
+        while len(answers) < len(requests):
+            while batch.has_room and (following := next(waiting, None)):
+                i, request = following
                 n_tokens = len(request.prompt) + request.answer.max_new_tokens
-                begin: Callable[[Engine], Generator[Chunk]] = functools.partial(start, i=begun)
-                batch.begin(begun, min(n_tokens, engine.max_seq_len), begin)
-                begun += 1
-            for i, chunk in batch.step():
-                if chunk is not None:
-                    answers[i].chunks.append(chunk)
-    return answers
+                batch.begin(i, min(n_tokens, engine.max_seq_len), functools.partial(write, i))
+            batch.step()
+    return [answers[i] for i in range(len(requests))]

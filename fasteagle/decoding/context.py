@@ -58,8 +58,6 @@ class Context:
         self.cached: list[int] = []
         self.shown = 0  # committed positions that the drafter has seen
         self.drafter: Drafter | None = None
-        # Fewer while others decode, where kernels compute a row alike in any pass.
-        self.most_prompt_rows = PREFILL_CHUNK
 
     @property
     def target(self) -> Target:
@@ -70,7 +68,7 @@ class Context:
     def prefill_chunk(self) -> int:
         """Number of prompt rows per pass; an answer is cancelled between two of these passes."""
         if self.target.rows_at_once is not None:
-            return min(self.target.rows_at_once, self.most_prompt_rows)
+            return self.target.rows_at_once
         return PREFILL_CHUNK if self.on_cpu else PREFILL_CHUNK_CUDA
 
     @torch.no_grad()
@@ -155,11 +153,8 @@ class Context:
         """
         if begin < n_cached:
             yield begin, n_cached
-        first = n_cached
-        while first < n:
-            end = min(first + self.prefill_chunk, n)
-            yield first, end
-            first = end
+        for first in range(n_cached, n, self.prefill_chunk):
+            yield first, min(first + self.prefill_chunk, n)
 
     def _show(self, drafter: Drafter, after: Sequence[int], read: Tensor, begin: int) -> None:
         """Show a draft head the features `read` from position `begin` on and the tokens `after`."""

@@ -82,10 +82,22 @@ def decode_cycle(
     lap()
     output = pieces.verify(state, target, proposal)
     lap()
+    finish(state, spec, proposal, output, pieces, processor)  # accept, commit
+    return proposal
+
+
+def finish(
+    state: DecodeState,
+    spec: CycleSpec,
+    proposal: Proposal,
+    output: Output,
+    pieces: Pieces,
+    processor: LogitsProcessor | None,
+) -> None:
+    """Let `processor` change the logits, then accept and commit."""
     if processor is not None:
         output = output._replace(logits=processor(output.logits, proposal.tree))
-    pieces.finish(state, spec, proposal, output)  # accept, commit
-    return proposal
+    pieces.finish(state, spec, proposal, output)
 
 
 def draft(

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from fasteagle.config import HeadConfig
-from fasteagle.decoding.cycle import EAGER, Pieces, Proposal, decode_cycle
-from fasteagle.decoding.together import Launch, verify_together
+from fasteagle.decoding.cycle import EAGER, Pieces, Proposal, decode_cycle, finish
+from fasteagle.decoding.together import verify_together
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.draft_head import DraftOps, HeadDrafter, RankingDrafter
 from fasteagle.logits import LogitsProcessor
@@ -40,6 +40,14 @@ def may_be_shorter(drafter: Drafter, spec: CycleSpec) -> bool:
 def head_config(drafter: Drafter | None) -> HeadConfig | None:
     """Return the config of a drafter's draft head; None without one."""
     return drafter.head.config if isinstance(drafter, HeadDrafter) else None
+
+
+class Launch(NamedTuple):
+    """Cycle to run."""
+
+    spec: CycleSpec
+    drafter: Drafter | None
+    processor: LogitsProcessor | None
 
 
 class Done(NamedTuple):
@@ -115,7 +123,7 @@ class Runner:
         self, spec: CycleSpec, drafter: Drafter | None, processor: LogitsProcessor | None = None
     ) -> None:
         """Begin a cycle."""
-        launch = Launch(self.state, drafter, spec, processor)
+        launch = Launch(spec, drafter, processor)
         if self.waits:
             self.waiting = launch
         else:
@@ -123,10 +131,10 @@ class Runner:
 
     def run(self, launch: Launch) -> None:
         """Run a cycle by itself."""
-        state, drafter, spec, processor = launch
+        spec, drafter, processor = launch
         self._laps = laps = list[float]()
         self._proposal = decode_cycle(
-            state,
+            self.state,
             self.backend.target,
             drafter,
             spec,
@@ -137,14 +145,13 @@ class Runner:
 
     def draft(self, launch: Launch) -> Proposal:
         """Return the proposal of a cycle whose pass others share."""
-        return self.pieces(launch.spec, launch.drafter).draft(*launch[:3])
+        spec, drafter, _ = launch
+        return self.pieces(spec, drafter).draft(self.state, drafter, spec)
 
     def finish(self, launch: Launch, proposal: Proposal, output: Output) -> None:
         """End a cycle whose pass others shared."""
-        state, drafter, spec, processor = launch
-        if processor is not None:
-            output = output._replace(logits=processor(output.logits, proposal.tree))
-        self.pieces(spec, drafter).finish(state, spec, proposal, output)
+        spec, drafter, processor = launch
+        finish(self.state, spec, proposal, output, self.pieces(spec, drafter), processor)
         self._proposal, self._laps = proposal, []
 
     def fail(self, error: Exception) -> None:
@@ -226,9 +233,9 @@ def run_together(runners: Sequence[Runner]) -> None:
         if len(runners) == 1:
             runners[0].run(launches[0])
             return
-        proposals = backend.draft_together(runners, launches)
-        states = [launch.state for launch in launches]
-        outputs = backend.verify_together(states, proposals)
+        pairs = zip(runners, launches, strict=True)
+        proposals = [runner.draft(launch) for runner, launch in pairs]
+        outputs = backend.verify_together([runner.state for runner in runners], proposals)
     except Exception as error:
         for runner in runners:
             runner.fail(error)
@@ -274,12 +281,6 @@ class Backend:
     def drafts(self, drafter: Drafter | None, spec: CycleSpec) -> bool:
         """Return whether kernels run all drafting of a cycle, so that none of it is compiled."""
         return False
-
-    def draft_together(
-        self, runners: Sequence[Runner], launches: Sequence[Launch]
-    ) -> list[Proposal]:
-        """Return the proposals of cycles that share a pass."""
-        return [runner.draft(launch) for runner, launch in zip(runners, launches, strict=True)]
 
     def verify_together(
         self, states: Sequence[DecodeState], proposals: Sequence[Proposal]

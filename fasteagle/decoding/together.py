@@ -16,20 +16,9 @@ import torch
 from torch import Tensor
 
 from fasteagle.decoding.cycle import Proposal
-from fasteagle.drafting.base import Drafter
-from fasteagle.logits import LogitsProcessor
 from fasteagle.model import Ops, Output, Target, as_mask
-from fasteagle.state import CycleSpec, DecodeState
+from fasteagle.state import DecodeState
 from fasteagle.tree import TreeView
-
-
-class Launch(NamedTuple):
-    """Cycle of one sequence that waits for a pass."""
-
-    state: DecodeState
-    drafter: Drafter | None
-    spec: CycleSpec
-    processor: LogitsProcessor | None = None
 
 
 class _Caches(NamedTuple):
