@@ -158,19 +158,7 @@ struct Attention {
     VF out[4];
     for (int64_t i = from, n; i < to; i += n) {
       n = std::min<int64_t>(4, to - i);
-      switch (n) {
-        case 1:
-          scores<1>(g, i, turned, out);
-          break;
-        case 2:
-          scores<2>(g, i, turned, out);
-          break;
-        case 3:
-          scores<3>(g, i, turned, out);
-          break;
-        default:
-          scores<4>(g, i, turned, out);
-      }
+      with_count<4>(n, [&](auto count) { scores<count>(g, i, turned, out); });
       for (int64_t r = 0; r < n; r++) take(i + r, out[r]);
     }
   }
@@ -278,21 +266,10 @@ struct Attention {
   // Adds n values [n, E], weighted by p [queries, KEYS], to rows of `out`, which are `width` apart.
   void add_values(const float* p, const C* values, int64_t n, int64_t n_queries, float* out,
                   int64_t width) const {
-    for (int64_t i = 0; i < n_queries; i += 4, p += 4 * KEYS, out += 4 * width) {
-      switch (std::min<int64_t>(4, n_queries - i)) {
-        case 1:
-          add_values_of<1>(p, values, n, out, width);
-          break;
-        case 2:
-          add_values_of<2>(p, values, n, out, width);
-          break;
-        case 3:
-          add_values_of<3>(p, values, n, out, width);
-          break;
-        default:
-          add_values_of<4>(p, values, n, out, width);
-      }
-    }
+    for (int64_t i = 0; i < n_queries; i += 4, p += 4 * KEYS, out += 4 * width)
+      with_count<4>(n_queries - i, [&](auto count) {
+        add_values_of<count>(p, values, n, out, width);
+      });
   }
 
   template <int R>

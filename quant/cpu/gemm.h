@@ -148,24 +148,9 @@ inline void tile(const Weight& w, const uint8_t* block, int part, const Activati
 template <int BITS, bool SINGLE>
 inline void tiles(const Weight& w, const uint8_t* block, int part, const Activations& x,
                   const Choice& choice, int64_t row, int64_t rows, float* y) {
-  switch (rows) {
-    case 1:
-      return tile<1, BITS, SINGLE>(w, block, part, x, choice, row, y);
-    case 2:
-      return tile<2, BITS, SINGLE>(w, block, part, x, choice, row, y);
-    case 3:
-      return tile<3, BITS, SINGLE>(w, block, part, x, choice, row, y);
-    case 4:
-      return tile<4, BITS, SINGLE>(w, block, part, x, choice, row, y);
-    case 5:
-      return tile<5, BITS, SINGLE>(w, block, part, x, choice, row, y);
-    case 6:
-      return tile<6, BITS, SINGLE>(w, block, part, x, choice, row, y);
-    case 7:
-      return tile<7, BITS, SINGLE>(w, block, part, x, choice, row, y);
-    default:
-      return tile<8, BITS, SINGLE>(w, block, part, x, choice, row, y);
-  }
+  with_count<MAX_TILE>(rows, [&](auto count) {
+    tile<count, BITS, SINGLE>(w, block, part, x, choice, row, y);
+  });
 }
 
 // Multiplies rows `row` .. `row + rows - 1` (at most 8) by 16 outputs: y [rows, 16], with bias.

@@ -62,6 +62,15 @@ inline V swapped(V v) {
   return swapped<d>(v, std::make_integer_sequence<int, W>());
 }
 
+// Calls `f` with `n`, 1 .. MAX, as a compile-time constant.
+template <int MAX, class F>
+inline void with_count(int64_t n, F f) {
+  if constexpr (MAX > 1) {
+    if (n < MAX) return with_count<MAX - 1>(n, f);
+  }
+  f(std::integral_constant<int, MAX>());
+}
+
 template <class V>
 inline auto sum(V v) {
   if constexpr (W == 16) v += swapped<8>(v);
