@@ -17,6 +17,7 @@
 #include "attention.h"
 #include "gemm.h"
 #include "moe.h"
+#include "norm.h"
 #include "quantize.h"
 #include "tensors.h"
 #include "threads.h"
@@ -98,35 +99,6 @@ void check_caches(at::TensorList caches) {
                 "contiguous caches of one shape and type");
 }
 
-// Returns 1 / rms(x).
-inline float rms_factor(const float* x, int64_t n, float eps) {
-  VF total[2] = {};
-  int64_t i = 0;
-  for (; i + 2 * W <= n; i += 2 * W) {
-    const VF a = load(x + i), b = load(x + i + W);
-    total[0] = fma(a, a, total[0]);
-    total[1] = fma(b, b, total[1]);
-  }
-  float squares = sum(total[0] + total[1]);
-  for (; i < n; i++) squares += x[i] * x[i];
-  return 1.0f / std::sqrt(squares / float(n) + eps);
-}
-
-inline void scaled(const float* x, float factor, const float* weight, int64_t n, float* out) {
-  int64_t i = 0;
-  for (; i + W <= n; i += W) store(out + i, load(x + i) * factor * load(weight + i));
-  for (; i < n; i++) out[i] = x[i] * factor * weight[i];
-}
-
-// Computes x / rms(x) * weight, or copies x without a weight.
-inline void rms_norm(const float* x, const float* weight, int64_t n, float eps, float* out) {
-  if (weight == nullptr) {
-    std::copy(x, x + n, out);
-  } else {
-    scaled(x, rms_factor(x, n, eps), weight, n, out);
-  }
-}
-
 struct Scratch {
   std::vector<uint8_t> memory;
   size_t used = 0;
@@ -149,7 +121,7 @@ struct Scratch {
   }
 };
 
-// Rows of one sequence in a pass, which follow each other, and the planes of its cache.
+// Rows of one sequence in a pass, which follow each other, and its cache.
 template <class C>
 struct Sequence {
   int64_t first, T;  // rows of the pass: T from `first` on
@@ -157,45 +129,30 @@ struct Sequence {
   int64_t S, key_blocks;
   const Visible* seen;
   float* parts;  // see `Attention`
-  C *k, *v;      // [G, S, E] of the first block; of block i `2 i` planes further
+  C *k, *v;      // [G, S, E], of the block that runs
 
   bool has(int64_t t) const { return t >= first && t < first + T; }
-  Sequence of_block(int64_t i, int64_t plane) const {
-    Sequence s = *this;
-    s.k += 2 * i * plane;
-    s.v += 2 * i * plane;
-    return s;
-  }
 };
 
-// State that all blocks of one call share. Where several sequences share it, `sequences` has one
-// entry for each, and takes the place of S, row, seen, key_blocks, parts and of the caches given to
-// `block`.
+// State that all blocks of one call share. `sequences` are the worker's own: they go from block to
+// block.
 template <class C>
 struct Pass {
   Heads heads;
-  int64_t D, S, T, row;  // T rows, from `row` on
+  int64_t D, T;
   float eps;
   const float *cos, *sin;  // [T, E]
   const int64_t* slots;    // [T]
   float* x;                // [T, D], in place
   const float* entry;      // [T, entry_dim]: input of the first product instead of norm(x), or null
   int64_t entry_dim;
-  const Visible* seen;
-  float *qkv, *queries, *parts, *scratch;  // scratch: one per worker
+  float *qkv, *queries, *parts, *scratch;  // parts: of all sequences; scratch: one per worker
   int64_t scratch_size, key_blocks;
   std::span<const Sequence<C>> sequences;
-  int64_t layer = 0;  // block of `sequences` that runs
   uint8_t* expert_memory;
   Activations normed, attended, hidden, entered;
 
   float* own_scratch(const Worker& me) const { return scratch + me.id * scratch_size; }
-
-  int64_t n_sequences() const { return std::max<int64_t>(1, sequences.size()); }
-  Sequence<C> sequence(int64_t i, C* k, C* v) const {
-    if (sequences.empty()) return {0, T, row, S, key_blocks, seen, parts, k, v};
-    return sequences[i].of_block(layer, heads.G * sequences[i].S * heads.E);
-  }
 
   // Rotates and scales one attention head, and writes it in the type of `out`.
   template <class O>
@@ -221,17 +178,16 @@ struct Pass {
     }
   }
 
-  void rotate(const Worker& me, const Block& w, C* k, C* v) const {
+  void rotate(const Worker& me, const Block& w) const {
     const int64_t H = heads.H, G = heads.G, E = heads.E, n = H + 2 * G, group = heads.group();
     const float scale = 1.0f / std::sqrt(float(E));
     const auto [begin, end] = me.share(T * n);
     const bool whole = w.q_norm_dim > E;
     float factors[2] = {};  // of all queries and of all keys of a row
-    int64_t number = 0;
-    Sequence<C> own = sequence(0, k, v);
+    const Sequence<C>* own = sequences.data();
     for (int64_t i = begin; i < end; i++) {
       const int64_t t = i / n, h = i % n;
-      while (!own.has(t)) own = sequence(++number, k, v);
+      while (!own->has(t)) own++;
       const float *row = qkv + t * n * E, *in = row + h * E;
       if (whole && (i == begin || h == 0)) {
         factors[0] = rms_factor(row, H * E, eps);
@@ -246,12 +202,12 @@ struct Pass {
         factor = rms_factor(in, E, eps);
       }
       if (h < H) {
-        const int64_t g = h / group, at = (g * own.T + t - own.first) * group + h % group;
-        rope(in, norm, factor, t, scale, queries + (own.first * H + at) * E);
+        const int64_t g = h / group, at = (g * own->T + t - own->first) * group + h % group;
+        rope(in, norm, factor, t, scale, queries + (own->first * H + at) * E);
       } else if (h < H + G) {
-        rope(in, norm, factor, t, 1.0f, own.k + ((h - H) * own.S + slots[t]) * E);
+        rope(in, norm, factor, t, 1.0f, own->k + ((h - H) * own->S + slots[t]) * E);
       } else {
-        C* out = own.v + ((h - H - G) * own.S + slots[t]) * E;
+        C* out = own->v + ((h - H - G) * own->S + slots[t]) * E;
         for (int64_t e = 0; e < E; e += W) store(out + e, load(in + e));
       }
     }
@@ -277,11 +233,11 @@ struct Pass {
     return {heads, s.T, s.S, s.key_blocks, own, s.k, s.v, s.seen, s.row, s.parts};
   }
 
-  void attention(const Worker& me, C* k, C* v) {
+  void attention(const Worker& me) {
     // Interleaved over workers, since only the longest rows have the last blocks of keys.
     int64_t i = me.id;
-    for (int64_t number = 0; number < n_sequences(); number++) {
-      const Attention<C> a = attention_of(sequence(number, k, v));
+    for (const Sequence<C>& sequence : sequences) {
+      const Attention<C> a = attention_of(sequence);
       for (; i < heads.G * a.key_blocks; i += me.size)
         a.unit(i % heads.G, i / heads.G, own_scratch(me));
       i -= heads.G * a.key_blocks;
@@ -291,14 +247,13 @@ struct Pass {
     const int64_t E = heads.E, group = heads.group(), together = heads.together();
     float result[2 * MAX_HEAD_DIM];
     const auto [from, to] = me.share(T * heads.H / together);
-    int64_t number = 0;
-    Sequence<C> own = sequence(0, k, v);
+    const Sequence<C>* own = sequences.data();
     for (int64_t i = from; i < to; i++) {
       const int64_t t = i * together / heads.H, first = i * together % heads.H;
-      while (!own.has(t)) own = sequence(++number, k, v);
-      const Attention<C> a = attention_of(own);
+      while (!own->has(t)) own++;
+      const Attention<C> a = attention_of(*own);
       for (int64_t h = first; h < first + together; h++)
-        a.combine(h / group, (t - own.first) * group + h % group, result + (h - first) * E);
+        a.combine(h / group, (t - own->first) * group + h % group, result + (h - first) * E);
       for (int64_t e = 0; e < together * E; e += BLOCK)
         attended.quantize(t, (first * E + e) / BLOCK, result + e);
     }
@@ -331,7 +286,7 @@ struct Pass {
     me.end(Phase::down);
   }
 
-  void block(const Worker& me, const Block& w, C* k, C* v, bool by_entry) {
+  void block(const Worker& me, const Block& w, bool by_entry) {
     uint8_t* own = (uint8_t*)own_scratch(me);
     if (by_entry) {
       enter(me);
@@ -341,9 +296,9 @@ struct Pass {
     me.end(Phase::norms);
     products(me, w.qkv, by_entry ? entered : normed, own, T, qkv, w.qkv.h.N, false);
     me.end(Phase::qkv);
-    rotate(me, w, k, v);
+    rotate(me, w);
     me.end(Phase::rope);
-    attention(me, k, v);
+    attention(me);
     me.end(Phase::combine);
     products(me, w.out, attended, own, T, x, D, true);
     me.end(Phase::out);
@@ -394,25 +349,29 @@ void arrange(Pass<C>& pass, Scratch& scratch, std::span<const Block> blocks, int
 
 template <class C>
 void run_blocks(const std::vector<Block>& blocks, at::TensorList caches, Pass<C> pass,
-                int64_t rows) {
+                const Visible& seen, int64_t rows) {
   thread_local Scratch scratch;
   const int64_t E = pass.heads.E;
   int64_t longest = 0;
-  for (int64_t t = 0; t < rows; t++) longest = std::max(longest, pass.seen->length(t));
+  for (int64_t t = 0; t < rows; t++) longest = std::max(longest, seen.length(t));
   arrange(pass, scratch, blocks, std::min<int64_t>(rows, MAX_ROWS), longest);
   in_parallel([&](const Worker& me) {
     for (int64_t first = 0; first < rows; first += MAX_ROWS) {
       Pass<C> own_pass = pass;
-      own_pass.row = first;
       own_pass.T = std::min<int64_t>(MAX_ROWS, rows - first);
+      Sequence<C> own{0,     own_pass.T,      first,      caches[0].size(1), pass.key_blocks,
+                      &seen, pass.parts, nullptr, nullptr};
+      own_pass.sequences = {&own, 1};
       own_pass.x += first * pass.D;
       own_pass.cos += first * E;
       own_pass.sin += first * E;
       own_pass.slots += first;
       if (pass.entry != nullptr) own_pass.entry += first * pass.entry_dim;
-      for (size_t i = 0; i < blocks.size(); i++)
-        own_pass.block(me, blocks[i], (C*)caches[2 * i].data_ptr(),
-                       (C*)caches[2 * i + 1].data_ptr(), i == 0 && pass.entry != nullptr);
+      for (size_t i = 0; i < blocks.size(); i++) {
+        own.k = (C*)caches[2 * i].data_ptr();
+        own.v = (C*)caches[2 * i + 1].data_ptr();
+        own_pass.block(me, blocks[i], i == 0 && pass.entry != nullptr);
+      }
     }
   });
 }

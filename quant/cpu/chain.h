@@ -74,7 +74,7 @@ template <class C>
 struct Chain {
   const HeadWeights& head;
   Pass<C> pass;  // of one level; the text's rows come first
-  C *k, *v;
+  Sequence<C> text;
   const float *cos, *sin;  // tables of all positions
   const int64_t* target_ids;
   float *features, *entry, *logits;  // [n, D], [rows, 2 D], [draft vocabulary]
@@ -139,7 +139,8 @@ struct Chain {
     pass.cos = cos + first * E;
     pass.sin = sin + first * E;
     pass.slots = slots;
-    pass.seen = seen;
+    text.seen = seen;
+    text.T = pass.T;
   }
 };
 
@@ -191,12 +192,12 @@ std::vector<float> draft_chain(const Chain<C>& of_all, const int64_t* tokens, in
       chain.read = features;
       chain.place(chain.seq_len - n + first, slots.data() + first, visible++);
       chain.enter(me, ids);
-      chain.pass.block(me, chain.head.block, chain.k, chain.v, chain.head.eagle3());
+      chain.pass.block(me, chain.head.block, chain.head.eagle3());
     };
     const auto show = [&](int64_t first, int64_t rows) {
       step(first, rows, tokens + first, chain.features + first * chain.pass.D);
     };
-    chain.pass.row = 0;
+    chain.pass.sequences = {&chain.text, 1};
     int64_t shown = 0;
     for (; n - shown > MAX_ROWS; shown += MAX_ROWS) show(shown, MAX_ROWS);
     show(shown, n - shown);
@@ -288,8 +289,8 @@ struct Head : torch::CustomClassHolder {
       using C = decltype(element);
       thread_local Scratch scratch;
       Chain<C> chain = arranged<C>(scratch, features, n, past + depth, S);
-      chain.k = (C*)caches[0].data_ptr();
-      chain.v = (C*)caches[1].data_ptr();
+      chain.text.k = (C*)caches[0].data_ptr();
+      chain.text.v = (C*)caches[1].data_ptr();
       chain.target_ids = target_ids.const_data_ptr<int64_t>();
       chain.seq_len = past;
       chain.noise = noise;
@@ -332,13 +333,15 @@ struct Head : torch::CustomClassHolder {
     Pass<C>& pass = chain.pass;
     pass.heads = heads;
     pass.D = D;
-    pass.S = S;
     pass.eps = eps;
     pass.entry_dim = weights.eagle3() ? 2 * D : 0;
     const int64_t most = std::min<int64_t>(n, MAX_ROWS);
     const size_t more = Activations::bytes(most, 2 * D) + Activations::bytes(1, D) +
                         4 * size_t((n + 3 * most) * D + N) + sizeof(Best) * threads + 1024;
     arrange(pass, scratch, {&weights.block, 1}, most, longest, more);
+    chain.text.S = S;
+    chain.text.key_blocks = pass.key_blocks;
+    chain.text.parts = pass.parts;
     chain.joined = scratch.activations(most, 2 * D);
     chain.said = scratch.activations(1, D);
     pass.x = scratch.take<float>(most * D);

@@ -92,7 +92,6 @@ Tensor blocks(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tenso
     Pass<C> pass{};
     pass.heads = heads;
     pass.D = D;
-    pass.S = S;
     pass.eps = float(eps);
     pass.cos = c.const_data_ptr<float>();
     pass.sin = s.const_data_ptr<float>();
@@ -102,8 +101,7 @@ Tensor blocks(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tenso
       pass.entry = e.const_data_ptr<float>();
       pass.entry_dim = e.size(1);
     }
-    pass.seen = &seen;
-    run_blocks<C>(all, caches, pass, T);
+    run_blocks<C>(all, caches, pass, seen, T);
   };
   if (keys.scalar_type() == at::kBFloat16) {
     run(Bf16{});

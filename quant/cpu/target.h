@@ -168,10 +168,11 @@ struct Target : torch::CustomClassHolder {
     pass.cos = c;
     pass.sin = s;
     pass.slots = slots;
-    pass.sequences = sequences;
     float *out = logits.mutable_data_ptr<float>(), *aux_rows = aux_states.mutable_data_ptr<float>();
     in_parallel([&](const Worker& me) {
       Pass<C> mine = pass;
+      std::vector<Sequence<C>> own_sequences = sequences;
+      mine.sequences = own_sequences;
       me.begin();
       const auto [begin, end] = me.share(T);
       const auto keep_aux = [&](int64_t layer) {
@@ -181,8 +182,11 @@ struct Target : torch::CustomClassHolder {
       };
       for (size_t i = 0; i < blocks.size(); i++) {
         if (R) keep_aux(i);
-        mine.layer = i;
-        mine.block(me, blocks[i], nullptr, nullptr, false);
+        mine.block(me, blocks[i], false);
+        for (Sequence<C>& sequence : own_sequences) {
+          sequence.k += 2 * kv_heads * sequence.S * E;
+          sequence.v += 2 * kv_heads * sequence.S * E;
+        }
       }
       if (R) keep_aux(blocks.size());
       float* own = mine.own_scratch(me);
