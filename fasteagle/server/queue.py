@@ -289,9 +289,8 @@ class AnswerQueue:
         """Answer the job; return the event that ends its chunks: an error, or None."""
         assert job.request is not None, "only planned jobs are submitted"
         try:
-            before = self._llm.engine.stats
-            for chunk in self._llm.stream(job.request, job.check, job.text):
-                job.stats = self._llm.engine.stats
+            for chunk in self._llm.answers.stream(job.request, job.text, job.stats):
+                job.check()
                 job.add(chunk)
                 self._wait_for_reader(job)
             job.end(job.stats.finish)
@@ -300,9 +299,6 @@ class AnswerQueue:
             job.end("stalled")
             return error
         except CancelledError as error:
-            # An answer that got no token has the statistics of the one before it.
-            after = self._llm.engine.stats
-            job.stats = job.stats if after is before else after
             job.end("cancelled")
             return error
         except FasteagleError as error:
