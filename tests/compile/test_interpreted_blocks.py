@@ -91,7 +91,7 @@ def test_blocks_that_do_not_fit_are_the_same_for_any_number_of_rows(monkeypatch)
     """Products block by block, as of sizes that do not fit, between norms in a fixed order."""
     model, dense = packed_target("qwen3")
     expected, _ = passed(Target(dense), 9, torch.float32)
-    monkeypatch.setattr(cuda_backend, "fits", lambda block: False)
+    monkeypatch.setattr(cuda_backend, "obstacle", lambda block: "odd sizes")
     backend = KernelBackend(model)
     assert backend.leaves_blocks
     target = backend.target
