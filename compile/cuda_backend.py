@@ -149,8 +149,6 @@ class CudaBackend(Backend):
             what = "blocks by torch: no kernel for this dtype or head dim"
         elif self._fuses:
             what = "fused blocks and tree attention by Triton kernels"
-            if self._has_experts:
-                what += f", experts of more than {MAX_ROWS} rows by the core"
         else:
             blocks = "experts" if self._has_experts else "blocks"
             what = f"tree attention by Triton kernels, {blocks} by the core ({self._obstacle})"

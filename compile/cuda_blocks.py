@@ -4,8 +4,9 @@ A block of 4-bit weights is eight launches: norm, query-key-value, two of attent
 RoPE and the new keys), output, norm, gate and up, down. It takes one more where gate and up are
 split along K, one where attention heads have norms or more than 128 columns, one to choose experts,
 and two for a shared expert. The partial sums of a split product, and the results of a row's
-experts, are added up by the kernel that reads them. The core runs passes under a mask (prefill).
-The block of a draft head runs alone, between the layers of `EagleHead.forward`.
+experts, are added up by the kernel that reads them. The core runs passes under a mask (prefill), in
+which experts have kernels too. The block of a draft head runs alone, between the layers of
+`EagleHead.forward`.
 
 Shapes: T rows, D model dim, E head dim, G KV heads, S cache slots.
 """
@@ -30,7 +31,7 @@ from fasteagle.compile.cuda_tensors import (
 )
 from fasteagle.compile.tree_attention import OPS
 from fasteagle.device import on_device_of
-from fasteagle.model import Block, MoE, Ops, RMSNorm, run_blocks
+from fasteagle.model import Block, MoE, Ops, RMSNorm
 from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.quant.interleaved import BLOCK_N
 from fasteagle.tree import TreeView
@@ -130,7 +131,7 @@ class FusedBlocks:
         """Return the residual stream [T, D] after `blocks`, which write into their `layers`."""
         if isinstance(view, Tensor) or x.shape[0] > MAX_ROWS:
             assert entry is None, "see run_alone"
-            return run_blocks(blocks, layers, x, cos, sin, slots, view, self._masked)
+            return self._run_many(blocks, layers, x, cos, sin, slots, view)
         first = self._index[id(blocks[0])]
         last = first + len(blocks)
         return fused_blocks(
@@ -145,6 +146,30 @@ class FusedBlocks:
             view.window or 0,
             *self._routing,
         )
+
+    def _run_many(
+        self,
+        blocks: Sequence[Block],
+        layers: Sequence[tuple[Tensor, Tensor]],
+        x: Tensor,
+        *rows: Tensor | TreeView,
+    ) -> Tensor:
+        """Run the blocks by the core, but for experts, on which it would run one by one."""
+        for block, (k_cache, v_cache) in zip(blocks, layers, strict=True):
+            arguments = x, *rows, k_cache, v_cache, None, self._masked
+            if not isinstance(block.mlp, MoE):
+                x = block(*arguments)
+                continue
+            x, i = block.add_attention(*arguments), self._index[id(block)]
+            x = expert_layer(
+                x,
+                self._tensors[N_TENSORS * i : N_TENSORS * (i + 1)],
+                self._formats[N_NUMBERS * i : N_NUMBERS * (i + 1)],
+                self._eps,
+                self.accumulate,
+                *self._routing,
+            )
+        return x
 
     def run_alone(
         self,
@@ -206,6 +231,40 @@ def fused_blocks(
 @fused_blocks.register_fake
 def _fake(x: Tensor, *rest: object) -> Tensor:
     return torch.empty_like(x)
+
+
+@torch.library.custom_op("fasteagle::expert_layer", mutates_args=(), device_types="cuda")
+def expert_layer(
+    x: Tensor,
+    tensors: Sequence[Tensor],
+    formats: Sequence[int],
+    eps: float,
+    accumulate: str,
+    top_k: int,
+    renormalizes: bool,
+    weight_scale: float,
+) -> Tensor:
+    """Return fp32 x [T, D] plus the results of a block's norm and experts, for any T."""
+    settings = Settings(eps, accumulate, 0, top_k, renormalizes, weight_scale)
+    with on_device_of(x):
+        return launch_experts(x, tensors, formats, settings)
+
+
+@expert_layer.register_fake
+def _fake_layer(x: Tensor, *rest: object) -> Tensor:
+    return torch.empty_like(x)
+
+
+def launch_experts(
+    x: Tensor, tensors: Sequence[Tensor], formats: Sequence[int], settings: Settings
+) -> Tensor:
+    """Launch the kernels of `expert_layer`, for as many rows at a time as they take."""
+    from fasteagle.compile.kernels.block_kernels import add
+
+    own = BlockTensors(*tensors)
+    weights = packed(own, formats)
+    chunks = [run_experts(rows, None, own, weights, settings) for rows in x.split(MAX_ROWS)]
+    return torch.cat([add(*chunk) for chunk in chunks])
 
 
 def launch_blocks(
@@ -289,11 +348,12 @@ def _mlp(normed: Tensor, weights: PackedBlock, accumulate: str) -> Tensor:
 
 
 def run_experts(
-    x: Tensor, parts: Tensor, tensors: BlockTensors, weights: PackedBlock, settings: Settings
+    x: Tensor, parts: Tensor | None, tensors: BlockTensors, weights: PackedBlock, settings: Settings
 ) -> tuple[Tensor, Tensor]:
     """Return the residual stream x + the sum of `parts`, and its experts' results [k, T, D].
 
-    These are in the order of expert ids; behind them is the result of a shared expert.
+    These are in the order of expert ids; behind them is the result of a shared expert. T is at most
+    `MAX_ROWS`.
     """
     from fasteagle.compile.kernels import expert_kernels
 

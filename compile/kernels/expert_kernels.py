@@ -70,19 +70,20 @@ class Routing(NamedTuple):
 
 
 def norm_scores(
-    x: Tensor, parts: Tensor, scale: Tensor, router: Tensor, eps: float
+    x: Tensor, parts: Tensor | None, scale: Tensor, router: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return fp32 x [M, D] plus the sum of `parts`, its norm in fp16, and scores [M, R] in fp32.
 
     Scores are products of the norm, before it is rounded, with the rows of `router` [R, D].
     """
-    S, M, Np = parts.shape
-    D, R = x.shape[1], len(router)
-    total, out = torch.empty_like(x), torch.empty(M, D, dtype=torch.float16, device=x.device)
+    (M, D), R = x.shape, len(router)
+    S, Np = (0, 0) if parts is None else (parts.shape[0], parts.shape[2])
+    total = x if parts is None else torch.empty_like(x)
+    out = torch.empty(M, D, dtype=torch.float16, device=x.device)
     scores = torch.empty(M, R, dtype=torch.float32, device=x.device)
     score_kernel[(M, triton.cdiv(R, SCORES))](
         x,
-        parts,
+        x if parts is None else parts,
         scale,
         router,
         total,
@@ -219,16 +220,19 @@ def score_kernel(
     """Compute the norm of one row, and its products with a few rows of the router."""
     row = tl.program_id(0)
     n = tl.arange(0, BLOCK)
-    added = tl.zeros((BLOCK,), tl.float32)
-    for split in tl.static_range(SPLIT):
-        at = parts_ptr + split * stride_split + row * Np + n
-        added += tl.load(at, mask=n < D, other=0.0)
-    x = tl.load(x_ptr + row * D + n, mask=n < D, other=0.0) + added
+    x = tl.load(x_ptr + row * D + n, mask=n < D, other=0.0)
+    if SPLIT > 0:
+        added = tl.zeros((BLOCK,), tl.float32)
+        for split in tl.static_range(SPLIT):
+            at = parts_ptr + split * stride_split + row * Np + n
+            added += tl.load(at, mask=n < D, other=0.0)
+        x += added
     mean = tl.sum(x * x, 0) / D
     normed = x / tl.sqrt_rn(mean + eps)
     normed *= tl.load(scale_ptr + n, mask=n < D, other=0.0).to(tl.float32)
     if tl.program_id(1) == 0:
-        tl.store(total_ptr + row * D + n, x, mask=n < D)
+        if SPLIT > 0:
+            tl.store(total_ptr + row * D + n, x, mask=n < D)
         tl.store(out_ptr + row * D + n, normed.to(out_ptr.dtype.element_ty), mask=n < D)
     r = tl.program_id(1) * SCORES + tl.arange(0, SCORES)
     real = (r < R)[:, None] & (n < D)[None, :]

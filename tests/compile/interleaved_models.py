@@ -131,6 +131,12 @@ def launched(x, entry, rows, caches, tensors, formats, *settings) -> torch.Tenso
     return cuda_blocks.launch_blocks(x, entry, rows, caches, tensors, formats, settings)
 
 
+def launched_experts(x, tensors, formats, eps, accumulate, *routing) -> torch.Tensor:
+    """`expert_layer` on any device."""
+    settings = cuda_blocks.Settings(eps, accumulate, 0, *routing)
+    return cuda_blocks.launch_experts(x, tensors, formats, settings)
+
+
 class KernelBackend(CudaBackend):
     """Runs kernels wherever the model is, eagerly: on a CPU those of a card that is interpreted."""
 

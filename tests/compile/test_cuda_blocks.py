@@ -65,9 +65,8 @@ def test_what_a_row_is_summed_by_does_not_depend_on_their_number(name, monkeypat
     assert lists[1] == lists[2] == lists[9] and lists[1]
 
 
-@pytest.mark.parametrize("name", ["gqa", "experts"])
-def test_passes_under_a_mask_are_the_cores(name, monkeypatch):
-    model, _ = packed_target(name)
+def test_passes_under_a_mask_are_the_cores(monkeypatch):
+    model, _ = packed_target()
     tokens, rows = torch.arange(5), torch.arange(5)
     mask = torch.ones(5, 256).tril().bool()
     monkeypatch.setattr(fixed_norm, "rms_norm", by_the_core)
@@ -103,12 +102,6 @@ def test_what_blocks_are_left_to_the_core_for(changes, reason):
     experts = "experts" if "moe" in changes else "blocks"
     assert backend.leaves_blocks and backend.target.ops.run_blocks is None
     assert f"{experts} by the core ({reason}" in backend.describe()
-
-
-def test_experts_that_fit_are_fused_and_the_line_says_what_is_not():
-    backend = KernelBackend(packed_target("experts")[0])
-    assert not backend.leaves_blocks
-    assert backend.describe().endswith("Triton kernels, experts of more than 64 rows by the core")
 
 
 def test_other_linears_keep_their_blocks():
