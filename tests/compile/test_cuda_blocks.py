@@ -104,6 +104,14 @@ def test_what_blocks_are_left_to_the_core_for(changes, reason):
     assert f"{experts} by the core ({reason}" in backend.describe()
 
 
+def test_experts_are_replayed_while_the_kernels_run_them():
+    backend = KernelBackend(packed_target("experts")[0])
+    backend._may_replay = True  # as on a device
+    assert not backend.leaves_blocks and backend.describe().endswith(", replayed")
+    backend.leave("passes")
+    assert "replayed" not in backend.describe()
+
+
 def test_other_linears_keep_their_blocks():
     model, _ = packed_target()
     model.blocks[1].mlp.down.bias = torch.nn.Parameter(torch.zeros(128))

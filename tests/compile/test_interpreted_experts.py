@@ -192,3 +192,13 @@ def test_the_route_of_a_shared_expert():
     torch.testing.assert_close(shared.weights, scores[:, 7].sigmoid())
     _, _, (_, shared) = routed(scores[:, :7].contiguous(), 7, 2, shares=True)
     assert shared.weights.tolist() == [1.0] * 18
+
+
+@slow
+@pytest.mark.parametrize("card", [90], indirect=True)
+def test_on_hopper(card):
+    """The bits of a consumer card."""
+    layer, x = Layer(SHARED, Scheme(4, 64)), rows(5)
+    result = layer.run(x)
+    card.capability = 86
+    assert torch.equal(layer.run(x), result)
