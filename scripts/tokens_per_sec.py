@@ -5,6 +5,7 @@ python scripts/tokens_per_sec.py --data questions.jsonl --limit 16 --rows hf,pla
 python scripts/tokens_per_sec.py --precision bf16,int8,int4 --json record.json --plot chart.png
 python scripts/tokens_per_sec.py --model llama2-7b --load-format dummy --rows plain,eagle \
     --simulate-tau 3.6
+python scripts/tokens_per_sec.py --int4 --batch 1,2,4,8
 
 P50 / P99 are of the tokens after each answer's first ones: a token's time is that of its chunk
 (since the chunk before) divided by the tokens in the chunk. MBU: weights of the target, and keys
@@ -15,6 +16,7 @@ is measured on a CPU and the data sheet's on a GPU we know; what a draft head re
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +27,17 @@ from fasteagle.bench.plot import check_plot, plot
 from fasteagle.bench.report import build_report, print_report
 from fasteagle.bench.row_spec import ROW_NAMES
 from fasteagle.bench.run import run
+from fasteagle.bench.several import HEADINGS, largest_batch, measure_sizes
 from fasteagle.bench.simulate import check_simulated
 from fasteagle.cli.command import Script
 from fasteagle.cli.options import BENCH_MODEL, DRAFT, FILE, comma_list, groups
-from fasteagle.errors import FasteagleError
+from fasteagle.errors import FasteagleError, note
+from fasteagle.llm import MOST_AT_ONCE, open_llm
 from fasteagle.loading.open import open_dummy, open_model
 from fasteagle.options import RuntimeOptions
 from fasteagle.paths import require_writable, write_atomic
-from fasteagle.prompts import read_questions
+from fasteagle.prompts import Question, read_questions
+from fasteagle.tables import print_table
 
 DEFAULTS = BenchOptions()
 
@@ -72,6 +77,11 @@ DEFAULTS = BenchOptions()
     help="dummy: random weights in a registry model's shape, nothing downloaded.",
 )
 @click.option("--simulate-tau", type=float, help="Tokens per cycle of eagle rows on dummy weights.")
+@click.option(
+    "--batch",
+    help="Comma list of answers at once: their total speed, plain and with the default drafter, "
+    "instead of --rows.",
+)
 @click.option("--json", "json_path", type=FILE, help="Write the full record here.")
 @click.option("--save-outputs", is_flag=True, help="Put the answers' token ids into the record.")
 @click.option("--plot", "plot_path", type=FILE, help="Draw a chart here: .png, .svg or .pdf.")
@@ -82,6 +92,7 @@ def main(
     rows: str,
     precision: str | None,
     load_format: str,
+    batch: str | None,
     json_path: Path | None,
     save_outputs: bool,
     plot_path: Path | None,
@@ -97,6 +108,9 @@ def main(
         require_writable(json_path)
     check_simulated(options, runtime_options, load_format == "dummy")
     questions = read_questions(options.data, options.limit)
+    if batch is not None:
+        several(_sizes(batch), options, runtime_options, questions, md)
+        return
     opened = open_dummy(model) if load_format == "dummy" else open_model(model, runtime_options)
     measured = run(options, runtime_options, opened, questions)
     report = build_report(measured, options, runtime_options, save_outputs)
@@ -105,6 +119,29 @@ def main(
     if plot_path:
         plot(report, plot_path)
     print_report(report, md)
+
+
+def several(
+    sizes: list[int],
+    options: BenchOptions,
+    runtime_options: RuntimeOptions,
+    questions: Sequence[Question],
+    md: bool,
+) -> None:
+    """Print the total speed of several answers at once."""
+    for precision in options.precisions:
+        llm = open_llm(options.model, runtime_options.at(precision), options.draft, note)
+        with llm:
+            rows = measure_sizes(llm, questions, sizes, options)
+            print_table(HEADINGS, rows, md=md, title=None if md else precision)
+            print(largest_batch(llm))
+
+
+def _sizes(names: str) -> list[int]:
+    sizes = [int(name) if name.isdecimal() else 0 for name in comma_list(names)]
+    if not all(1 <= size <= MOST_AT_ONCE for size in sizes):
+        raise FasteagleError(f"--batch {names} is no list of 1 .. {MOST_AT_ONCE}: try 1,2,4,8")
+    return sizes
 
 
 def _precisions(names: str | None, runtime: RuntimeOptions) -> tuple[str, ...]:

@@ -1,0 +1,35 @@
+"""Speed of several answers at once."""
+
+from __future__ import annotations
+
+from fasteagle.answering.several import Answers
+from fasteagle.bench import several
+
+
+def test_a_table_of_sizes(script, questions, tiny_dir, monkeypatch):
+    monkeypatch.setattr(several, "ROUNDS", 1)
+    arguments = ["--model", tiny_dir, "--data", questions, "--precision", "fp32", "--md"]
+    result = script(*arguments, "--batch", "1,2", "--max-new-tokens", 6, "--no-compile")
+    assert result.exit_code == 0, result.stderr
+    heading, _, *rows, memory = result.stdout.splitlines()
+    assert heading.startswith("| at once | plain tok/s | x one |")
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    assert [(row[0], row[-1]) for row in cells] == [("1", "3 of 3"), ("2", "3 of 3")]
+    assert all(float(speed) > 0 for row in cells for speed in row[1:-1])
+    assert "KV cache; memory is free for" in memory
+
+
+def test_a_text_that_differs_is_seen(script, questions, tiny_dir, monkeypatch):
+    monkeypatch.setattr(several, "ROUNDS", 1)
+    real = Answers.all
+
+    def wrong(self, requests, size):
+        answers = real(self, requests, size)
+        if size > 1:
+            answers[0].tokens[0] += 1
+        return answers
+
+    monkeypatch.setattr(Answers, "all", wrong)
+    arguments = ["--model", tiny_dir, "--data", questions, "--precision", "fp32", "--md"]
+    result = script(*arguments, "--batch", "2", "--max-new-tokens", 3, "--no-compile")
+    assert "| 2 of 3 |" in result.stdout
