@@ -60,8 +60,8 @@ struct Best {
 // norm(feature).
 struct HeadWeights {
   Tensor embedding;  // [V, D]
-  Weight fc;         // but for EAGLE-3
-  const float *token_norm = nullptr, *feature_norm = nullptr, *last_norm = nullptr;  // or EAGLE-1
+  Weight fc;         // not EAGLE-3
+  const float *token_norm = nullptr, *feature_norm = nullptr, *last_norm = nullptr;  // not EAGLE-1
   bool eagle3 = false, normed_residual = false, normed_output = false;
   int64_t window = 0;  // 0: none
   Block block;

@@ -184,3 +184,13 @@ def test_it_is_trained_for_more_steps(mimo, tmp_path, no_compiler):
     chat = ("chat", "--model", mimo, "--precision", "fp32", "-p", "hi", "--max-new-tokens", 8)
     answers = [invoke(*chat, *more) for more in (("--head", out), ("--no-spec",))]
     assert answers[0].stdout == answers[1].stdout and "warning" not in answers[0].stderr
+
+
+def test_it_is_calibrated_where_no_head_is_named(mimo, tmp_path, no_compiler):
+    """And the result is found first."""
+    text = write_random_text(tmp_path / "text.jsonl", 30, 30)
+    model = ("--model", mimo, "--precision", "int4-g32")
+    done = invoke("calibrate-head", *model, "--data", text, "--steps", 2)
+    assert done.exit_code == 0, done.stderr
+    chat = invoke("chat", *model, "-p", "hi", "--max-new-tokens", 8)
+    assert "draft head calibrated here: fused, chains" in chat.stderr, chat.stderr
