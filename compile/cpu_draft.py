@@ -133,15 +133,15 @@ class NativeChain:
             sin=head.rope_sin,
             lm_head=lm_head.packed,
         )
-        flags = (False, False)
-        if isinstance(head, Eagle3Head):
-            assert head.config.eagle3 is not None, "an EAGLE-3 head"
+        own = head.config.eagle3
+        if own is not None or head.config.mtp:
             tensors = tensors._replace(
                 embedding_norm=head.embedding_norm.weight.detach().float(),
                 feature_norm=head.feature_norm.weight.detach().float(),
                 norm=head.norm.weight.detach().float(),
             )
-            own = head.config.eagle3
+        flags = (False, head.config.mtp)
+        if own is not None:
             flags = (own.norm_before_residual, own.norm_output)
         else:
             assert isinstance(head.fc, NativeLinear), "see can_draft"

@@ -217,17 +217,18 @@ class HeadConfig:
 
     `block` describes its one decoder block and vocabulary. `block.vocab_size` is the target's;
     `draft_vocab_size` is how many of its tokens can be drafted. Without `eagle3` it is an EAGLE-1/2
-    head.
+    head, with `mtp` a layer for multi-token prediction that was trained with the target.
     """
 
     block: ModelConfig
     draft_vocab_size: int
     fc_bias: bool = True
     eagle3: Eagle3Config | None = None
+    mtp: bool = False
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """Target blocks whose input the draft head reads; none for EAGLE-1/2."""
+        """Target blocks whose input the draft head reads; none but for EAGLE-3."""
         return () if self.eagle3 is None else self.eagle3.aux_layers
 
     @property
@@ -251,6 +252,17 @@ class HeadConfig:
         is_own = self.eagle3 is not None and self.eagle3.own_lm_head
         is_trimmed = self.draft_vocab_size < self.block.vocab_size
         return self.draft_vocab_size * self.block.dim if is_own or is_trimmed else 0
+
+
+def mtp_layer(config: ModelConfig) -> HeadConfig:
+    """Return the shape of a target's layer for multi-token prediction: a block like its dense ones.
+
+    It drafts every token of the target.
+    """
+    block = dataclasses.replace(
+        config, n_layer=1, moe=None, dense_blocks=(), tie_embeddings=False, max_seq_len=ANY_LENGTH
+    )
+    return HeadConfig(block, config.vocab_size, fc_bias=False, mtp=True)
 
 
 def dense_width(moe: MoEConfig, dim: int) -> int:

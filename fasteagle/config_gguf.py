@@ -84,6 +84,7 @@ def from_gguf(
         )
     window = f"{kind}.attention.sliding_window"  # 0: none
     linear = scaling == "linear"
+    n_blocks = fields.integer(f"{kind}.block_count", most=MOST_LAYERS)
     architecture = _ARCHITECTURES[kind]
     has_experts = fields.integer(f"{kind}.expert_count", 0, least=0) > 0
     if has_experts and kind not in _EXPERTS:
@@ -93,7 +94,7 @@ def from_gguf(
         architecture = "MixtralForCausalLM" if kind == "llama" else architecture
     return ModelConfig(
         **shape,
-        n_layer=fields.integer(f"{kind}.block_count", most=MOST_LAYERS),
+        n_layer=n_blocks - mtp_layers(metadata, source, most=n_blocks - 1),
         vocab_size=vocab_size,
         max_seq_len=fields.integer(f"{kind}.context_length"),
         norm_eps=fields.number(f"{kind}.attention.layer_norm_rms_epsilon", most=1),
@@ -107,6 +108,13 @@ def from_gguf(
         sliding_window=fields.integer(window, 0, least=0) or None,
         architecture=architecture,
     )
+
+
+def mtp_layers(metadata: Mapping[str, Any], source: str, most: int = MOST_LAYERS) -> int:
+    """Return how many of a file's last blocks are layers for multi-token prediction."""
+    fields = Fields(metadata, source)
+    kind = fields.text("general.architecture", "")
+    return fields.integer(f"{kind}.nextn_predict_layers", 0, least=0, most=most)
 
 
 def _experts(fields: Fields, kind: str) -> dict[str, Any]:

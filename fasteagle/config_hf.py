@@ -21,10 +21,12 @@ from fasteagle.config import (
 from fasteagle.config_fields import MOST_EXPERTS, MOST_LAYERS, MOST_WIDTH, Fields
 from fasteagle.errors import FasteagleError
 
+MIMO = "MiMoForCausalLM"  # Qwen2 with a layer for multi-token prediction
 SUPPORTED_ARCHITECTURES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
+    MIMO,
     "Qwen3ForCausalLM",
     "MixtralForCausalLM",
     "Qwen2MoeForCausalLM",
@@ -102,7 +104,7 @@ def from_hf(raw: Mapping[str, Any], source: str) -> ModelConfig:
         max_seq_len=fields.integer("max_position_embeddings", 2048),
         rope_base=rope.number("rope_theta", fields.number("rope_theta", 10000.0)),
         tie_embeddings=fields.flag("tie_word_embeddings"),
-        qkv_bias=architecture == "Qwen2ForCausalLM" or has_bias,
+        qkv_bias=architecture in ("Qwen2ForCausalLM", MIMO) or has_bias,
         qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
         qk_norm_whole=architecture == "OlmoeForCausalLM",
         sliding_window=fields.integer("sliding_window")
@@ -213,8 +215,9 @@ def _refuse_unsupported(fields: Fields) -> None:
     """Raise `FasteagleError` for a field whose value needs arithmetic that we do not implement."""
     if fields.text("hidden_act", "silu") != "silu":
         raise fields.error("hidden_act", '"silu", others are not supported')
+    is_mimo = MIMO in fields.texts("architectures")  # it states the biases that Qwen2 has
     for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
-        if fields.flag(key):
+        if fields.flag(key) and not (is_mimo and key == "attention_bias"):
             raise fields.error(key, "false, the other is not supported")
     if not fields.part("quantization_config").empty:
         raise fields.error("quantization_config", "absent: use the unquantized checkpoint")

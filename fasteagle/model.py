@@ -536,6 +536,9 @@ class EagleHead(nn.Module):
     `block(fc(cat(embedding(t_{i+1}), f_i)))` without input norm and final norm; the result goes
     straight into the target's LM head and is the next step's feature (paper, section 4.1). The
     embedding and the rows of the LM head are the target's: `borrow` takes both.
+
+    A layer for multi-token prediction has norms before `fc`, in the block and after it, and the
+    normed result is read as above (DeepSeek-V3 report, section 2.2).
     """
 
     rope_cos: Tensor
@@ -551,9 +554,12 @@ class EagleHead(nn.Module):
         self._init_layers()
 
     def _init_layers(self) -> None:
-        dim = self.config.block.dim
-        self.fc = nn.Linear(2 * dim, dim, bias=self.config.fc_bias)
-        self.block = Block(self.config.block, input_norm=False)
+        block, normed = self.config.block, self.config.mtp
+        self.embedding_norm, self.feature_norm, self.norm = (
+            RMSNorm(block.dim, block.norm_eps) if normed else nn.Identity() for _ in range(3)
+        )
+        self.fc = nn.Linear(2 * block.dim, block.dim, bias=self.config.fc_bias)
+        self.block = Block(block, input_norm=normed)
 
     def borrow(self, target: Transformer, max_seq_len: int) -> None:
         """Share the target's embedding and LM head unless the head has its own; tabulate RoPE.
@@ -614,11 +620,13 @@ class EagleHead(nn.Module):
 
     def enter(self, embeds: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the residual stream [T, D] in fp32 and the block's entry; None: the stream."""
-        return self.fc(torch.cat((embeds, features), dim=-1)).float(), None
+        # Some servers zero an MTP layer's embedding at position 0; only drafts depend on it.
+        both = self.embedding_norm(embeds), self.feature_norm(features)
+        return self.fc(torch.cat(both, dim=-1)).float(), None
 
     def leave(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the LM head's input and the next features from the block's output [T, D]."""
-        features = x.to(dtype)
+        features = self.norm(x).to(dtype)
         return features, features
 
     def forward(
@@ -693,7 +701,7 @@ class Eagle3Head(EagleHead):
 
 
 def make_head(config: HeadConfig) -> EagleHead:
-    """Make an untrained EAGLE-1/2 or EAGLE-3 draft head, as `config` says."""
+    """Make an untrained draft head of the kind that `config` says."""
     return EagleHead(config) if config.eagle3 is None else Eagle3Head(config)
 
 

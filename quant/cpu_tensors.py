@@ -44,7 +44,10 @@ class TargetTensors(NamedTuple):
 
 
 class HeadTensors(NamedTuple):
-    """Weights and tables of a draft head around its block; EAGLE-1: `fc`, EAGLE-3: three norms."""
+    """Weights and tables of a draft head around its block.
+
+    EAGLE-1 has `fc`, EAGLE-3 the three norms, a layer for multi-token prediction both.
+    """
 
     embedding: Tensor
     cos: Tensor

@@ -163,14 +163,14 @@ def eagle3_of(algorithm: str, config: ModelConfig, **changes) -> Eagle3Config | 
 
 
 def random_head(
-    target: Transformer, draft_ids=None, seed=1, eagle3=None, fc_bias=True, **changes
+    target: Transformer, draft_ids=None, seed=1, eagle3=None, fc_bias=True, mtp=False, **changes
 ) -> EagleHead:
     torch.manual_seed(seed)
     vocab_size = target.config.vocab_size
     size = vocab_size if draft_ids is None else len(draft_ids)
     dense = {"n_layer": 1, "moe": None, "dense_blocks": (), "qk_norm_whole": False}
     block = ModelConfig(**{**vars(target.config), **dense, **changes})
-    head = make_head(HeadConfig(block, size, fc_bias, eagle3))
+    head = make_head(HeadConfig(block, size, fc_bias, eagle3, mtp))
     with torch.no_grad():
         for p in head.parameters():
             if p.ndim == 2:

@@ -23,7 +23,7 @@ from fasteagle.loading.gguf import GGUFFile
 from fasteagle.loading.imported import open_quantized
 from fasteagle.loading.memory import smaller_fit
 from fasteagle.loading.multipliers import MultipliedCheckpoint
-from fasteagle.loading.names import block_linears, expected_shapes
+from fasteagle.loading.names import MTP_LAYERS, block_linears, expected_shapes
 from fasteagle.loading.source import Linears
 from fasteagle.loading.tensors import (
     Checkpoint,
@@ -81,9 +81,10 @@ def check_complete(checkpoint: Checkpoint, source: str) -> None:
     for name in expected.keys() & names:
         if checkpoint.shape(name) != expected[name]:
             problems.append(f"{name} is {checkpoint.shape(name)}, expected {expected[name]}")
-    # Old files contain RoPE buffers; tied models may contain a copy of the LM head.
+    # Old files contain RoPE buffers; tied models may contain a copy of the LM head. Layers for
+    # multi-token prediction are draft heads, see `heads.mtp`.
     extra = {n for n in names - expected.keys() if not n.endswith("inv_freq")} - {"lm_head.weight"}
-    problems += [f"unknown {name}" for name in extra]
+    problems += [f"unknown {name}" for name in extra if not name.startswith(MTP_LAYERS)]
     if problems:
         raise FasteagleError(f"{source}: {len(problems)} wrong tensors: {shortened(problems)}")
 

@@ -90,6 +90,19 @@ _LLAMA31_8B = dataclasses.replace(
     _LLAMA3_8B, max_seq_len=131072, rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 8192)
 )
 _LLAMA33_70B = dataclasses.replace(_LLAMA31_8B, dim=8192, n_layer=80, n_head=64, ffn_dim=28672)
+_QWEN2_7B = _shape(
+    3584,
+    28,
+    28,
+    4,
+    18944,
+    vocab_size=152064,
+    max_seq_len=32768,
+    norm_eps=1e-6,
+    rope_base=1e6,
+    qkv_bias=True,
+    architecture="Qwen2ForCausalLM",
+)
 _SMOLLM2: dict[str, Any] = {
     "head_dim": 64,
     "vocab_size": 49152,
@@ -276,6 +289,12 @@ REGISTRY: dict[str, Entry] = {
         "deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
         "6a6f4aa4197940add57724a7707d069478df56b1",
         heads=(_eagle3("yuhuili/EAGLE3-DeepSeek-R1-Distill-LLaMA-8B"),),
+    ),
+    "qwen2-7b": Entry(
+        _QWEN2_7B,
+        "Apache-2.0",
+        "Qwen/Qwen2-7B-Instruct",
+        heads=(PublishedHead("yuhuili/EAGLE-Qwen2-7B-Instruct", EAGLE2, draft_vocab_size=152064),),
     ),
     "qwen3-1.7b": _qwen3_entry(
         "1.7B",

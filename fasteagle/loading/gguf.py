@@ -16,10 +16,10 @@ from torch import Tensor
 
 from fasteagle.config import ModelConfig
 from fasteagle.config_fields import Fields
-from fasteagle.config_gguf import from_gguf
+from fasteagle.config_gguf import from_gguf, mtp_layers
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.gguf_index import GGUFTensor, read_index
-from fasteagle.loading.names import is_block_linear
+from fasteagle.loading.names import is_block_linear, mtp_name
 from fasteagle.loading.tensors import Checkpoint, rows_for
 from fasteagle.quant.gguf_blocks import (
     CONVERTED_VALUES,
@@ -63,6 +63,13 @@ BLOCK_NAMES = {
     "ffn_gate_exps.weight": "mlp.experts.gate_proj.weight",  # all experts of a block
     "ffn_up_exps.weight": "mlp.experts.up_proj.weight",
     "ffn_down_exps.weight": "mlp.experts.down_proj.weight",
+    # Of a layer for multi-token prediction, beside those of a block
+    "nextn.eh_proj.weight": "eh_proj.weight",
+    "nextn.enorm.weight": "token_layernorm.weight",
+    "nextn.hnorm.weight": "hidden_layernorm.weight",
+    "nextn.shared_head_norm.weight": "final_layernorm.weight",
+    "nextn.shared_head_head.weight": "lm_head.weight",
+    "nextn.embed_tokens.weight": "embed_tokens.weight",
 }
 
 
@@ -89,6 +96,9 @@ class GGUFFile(Checkpoint):
         # A plain view: the memmap subclass costs microseconds on each of a million slices.
         self._data = np.asarray(np.memmap(path, mode="r", dtype=np.uint8))
         self.config = self._config(index.tensors.get(ROPE_FACTORS))
+        if mtp_layers(self.fields, str(path)):
+            n_layer = self.config.n_layer
+            self.tensors = {mtp_name(name, n_layer): t for name, t in self.tensors.items()}
 
     def _config(self, factors: GGUFTensor | None) -> ModelConfig:
         embedding = self.tensors.get("model.embed_tokens.weight")

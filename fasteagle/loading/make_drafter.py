@@ -13,7 +13,7 @@ from pathlib import Path
 from fasteagle.compile.cpu_backend import drafts_chains
 from fasteagle.compile.cpu_draft import can_draft
 from fasteagle.compile.proof import prove_drafting
-from fasteagle.config import HeadConfig
+from fasteagle.config import HeadConfig, mtp_layer
 from fasteagle.device import short_of_memory, unless_short
 from fasteagle.drafting.base import Drafter, Tuning
 from fasteagle.drafting.draft_model import ModelDrafter
@@ -29,12 +29,14 @@ from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.entries import REGISTRY
 from fasteagle.loading.heads.find import (
+    HeadFiles,
     LoadedHead,
     find_head,
     has_known_head,
     head_shape,
     may_find_head,
     named_head,
+    own_layer,
 )
 from fasteagle.loading.lookup_files import read_documents
 from fasteagle.loading.open import OpenedModel, PreparedModel, open_model
@@ -63,18 +65,20 @@ def plan_drafting(
     """Read the parts of a drafter. Raises `FasteagleError` where they cannot run on the target."""
     name, draft_model = opened.name, _open_draft_model(options, opened, runtime, notify)
     head = check_draft(options, opened, runtime)
-    shape = None
+    shape, own = None, own_layer(opened.checkpoint, opened.path)
     if head is not None:
         shape = head.head.config
+    elif options.may_have_head and own is not None and not has_known_head(name):
+        shape = mtp_layer(opened.checkpoint.config)
     elif options.may_have_head and (options.drafter != "auto" or has_known_head(name)):
         shape = head_shape(name, opened.checkpoint.config)
     if options.tap_layers is not None and (shape is None or shape.eagle3 is None):
         raise FasteagleError("--tap-layers is for EAGLE-3 heads, and there is none: leave it out")
-    needs_head = options.may_have_head and options.drafter != "auto" and head is None
+    needs_head = options.may_have_head and options.drafter != "auto" and not (head or own)
     if needs_head and not may_find_head(name, opened.checkpoint):
         raise _no_head(name)
     documents = read_documents(options.lookup, opened.tokenizer, notify)
-    return Drafting(options, head, shape, documents, draft_model, runtime.strict)
+    return Drafting(options, head, shape, documents, draft_model, runtime.strict, own)
 
 
 def check_draft(
@@ -146,7 +150,8 @@ class Drafting:
     """Parts of a drafter that need no loaded target.
 
     `head` is the draft head that `options` name, `shape` that of the one that will be loaded, for
-    which memory must be left, `documents` are token ids of texts that may be quoted.
+    which memory must be left, `documents` are token ids of texts that may be quoted, `own` is a
+    layer for multi-token prediction in the target's files.
     """
 
     options: DraftOptions
@@ -155,6 +160,7 @@ class Drafting:
     documents: Sequence[Sequence[int]] = ()
     draft_model: PreparedModel | None = None
     strict: bool = False
+    own: HeadFiles | None = None
 
     def drafter(
         self, name: str, engine: Engine, checkpoint: Checkpoint, notify: Callable[[str], None]
@@ -174,7 +180,7 @@ class Drafting:
                 return short_of_memory(
                     "loading files", engine.device, lambda free: "give fewer to --lookup"
                 )
-            head = self.head.head.config if self.head else head_shape(name, engine.model.config)
+            head = self.shape or head_shape(name, engine.model.config)
             fix = engine.backend.advised(head) or "choose a smaller model"
             fix += ", or guess from the context: --drafter ngram"
             return short_of_memory("loading the draft head", engine.device, lambda free: fix)
@@ -210,7 +216,7 @@ class Drafting:
         identity = fingerprint(checkpoint)
         head = self.head
         try:
-            files = find_head(options.head, name, identity) if head is None else None
+            files = (find_head(options.head, name, identity) or self.own) if head is None else None
         except FasteagleError as error:
             if options.drafter != "auto" or options.head is not None:
                 raise
@@ -337,7 +343,7 @@ def _tell_mismatch(
             f"warning: the draft head says it was made for {other}: if that is another model, few "
             "guesses will be accepted; choose the head trained for this one with --head"
         )
-    elif header is None:
+    elif header is None and not head.head.config.mtp:
         notify("draft head: not calibrated to these weights (it has no header)")
 
 

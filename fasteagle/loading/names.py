@@ -17,6 +17,7 @@ from fasteagle.config import ModelConfig
 Shape = tuple[int, ...]
 Index = tuple[int | slice, ...]
 
+MTP_LAYERS = "model.mtp_layers."  # layers for multi-token prediction, as MiMo names them
 _FFN = ("gate", "up", "down")
 _RENAMED = (  # files of Mixtral and Granite-MoE
     (re.compile(r"\.block_sparse_moe\."), ".mlp."),
@@ -80,6 +81,14 @@ def _ffn_shapes(config: ModelConfig, i: int) -> dict[str, Shape]:
     if moe.shared_gate:
         shapes["mlp.shared_expert_gate.weight"] = (1, D)
     return shapes
+
+
+def mtp_name(name: str, n_layer: int) -> str:
+    """Return the name in `MTP_LAYERS` of a tensor in a block after the first `n_layer`."""
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+    if match is None or int(match[1]) < n_layer:
+        return name
+    return f"{MTP_LAYERS}{int(match[1]) - n_layer}.{match[2]}"
 
 
 def is_block_linear(name: str) -> bool:

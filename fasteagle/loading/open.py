@@ -13,6 +13,7 @@ import importlib.util
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 
@@ -66,7 +67,8 @@ def open_model(
     with telling(f"opening {source.path.name} ...", notify):
         checkpoint = open_checkpoint(source.path)
         tokenizer = load_tokenizer(source.path, source.template)
-    return OpenedModel(source.name, checkpoint, tokenizer, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    return OpenedModel(source.name, checkpoint, tokenizer, seconds, source.path)
 
 
 def require_memory_of(name: str, options: RuntimeOptions, notify: Callable[[str], None]) -> None:
@@ -112,6 +114,7 @@ class OpenedModel:
     checkpoint: Checkpoint
     tokenizer: ChatTokenizer
     seconds: float = 0.0  # duration of opening
+    path: Path | None = None  # of its files
 
     def check(self, options: RuntimeOptions) -> None:
         """Raise `FasteagleError` for options that this model cannot have; reads no weights."""

@@ -24,7 +24,7 @@ import torch
 from fasteagle.compile.blocks import compile_now
 from fasteagle.device import short_of_memory, unless_short
 from fasteagle.errors import FasteagleError, note
-from fasteagle.loading.heads.find import LoadedHead, find_head, named_head
+from fasteagle.loading.heads.find import LoadedHead, find_head, named_head, own_layer
 from fasteagle.loading.heads.read import with_vocabulary
 from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.open import OpenedModel, Runtime, open_model
@@ -105,7 +105,8 @@ def _check_early(opened: OpenedModel, runtime: RuntimeOptions, options: Calibrat
 
 def _known_head(opened: OpenedModel, identity: str, options: CalibrateOptions) -> LoadedHead:
     """Return the draft head that chat would use; raise `FasteagleError` where there is none."""
-    place = find_head(None, opened.name, identity)
+    own = own_layer(opened.checkpoint, opened.path)
+    place = find_head(None, opened.name, identity) or own
     if place is None:
         raise FasteagleError(
             f"no draft head for {opened.name} to calibrate: give one with --head, or train one "

@@ -123,7 +123,8 @@ def unroll(head: EagleHead, embeds: Tensor, features: Tensor, steps: int) -> lis
     features = head.read(features.to(embeds.dtype)).to(embeds.dtype)
     for step in range(steps):
         x, entry = head.enter(embeds, features)
-        qkv = attention.qkv(x if entry is None else entry).view(B, L, -1, attention.head_dim)
+        entry = block.attention_norm(x) if entry is None else entry
+        qkv = attention.qkv(entry).view(B, L, -1, attention.head_dim)
         q, k, v = qkv.split(heads, dim=2)  # [B, L, heads, E]
         q = apply_rope(attention.q_norm(q), cos, sin).transpose(1, 2)
         k = apply_rope(attention.k_norm(k), cos, sin).transpose(1, 2)

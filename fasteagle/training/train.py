@@ -265,8 +265,9 @@ def head_header(
 ) -> dict[str, Any]:
     """Return the header of a trained draft head's file; `held` is `HeldOut.as_dict`."""
     scheme = target.checkpoint.scheme
+    eagle = "eagle3" if head.config.aux_layers else "eagle1"
     return {
-        "algorithm": "eagle3" if head.config.aux_layers else "eagle1",
+        "algorithm": "mtp" if head.config.mtp else eagle,
         "target": target.name,
         "target_fingerprint": identity,
         "scheme": None if scheme is None else scheme.name,

@@ -55,18 +55,17 @@ struct Best {
   }
 };
 
-// Weights of an EAGLE head. EAGLE-1: x = fc(embedding, feature). EAGLE-3: x is the feature, and the
-// block's first product reads norm(embedding), norm(feature).
+// Weights of a draft head. EAGLE-1: x = fc(embedding, feature); a layer for multi-token prediction
+// norms both. EAGLE-3: x is the feature, and the block's first product reads norm(embedding),
+// norm(feature).
 struct HeadWeights {
-  Tensor embedding;                                                                  // [V, D]
-  Weight fc;                                                                         // EAGLE-1
-  const float *token_norm = nullptr, *feature_norm = nullptr, *last_norm = nullptr;  // EAGLE-3
-  bool normed_residual = false, normed_output = false;
+  Tensor embedding;  // [V, D]
+  Weight fc;         // not EAGLE-3
+  const float *token_norm = nullptr, *feature_norm = nullptr, *last_norm = nullptr;  // not EAGLE-1
+  bool eagle3 = false, normed_residual = false, normed_output = false;
   int64_t window = 0;  // 0: none
   Block block;
   Weight lm_head;
-
-  bool eagle3() const { return token_norm != nullptr; }
 };
 
 // Drafts a chain on all threads together; each thread tracks the state by itself.
@@ -92,20 +91,19 @@ struct Chain {
     float* both = pass.own_scratch(me);
     const auto [begin, end] = me.share(pass.T);
     for (int64_t t = begin; t < end; t++) {
-      float* out = head.eagle3() ? entry + t * 2 * D : both;
+      float* out = head.eagle3 ? entry + t * 2 * D : both;
       row_in_fp32(head.embedding, tokens[t], D, out);
-      if (head.eagle3()) {
-        rms_norm(out, head.token_norm, D, pass.eps, out);
-        rms_norm(read + t * D, head.feature_norm, D, pass.eps, out + D);
+      if (head.token_norm != nullptr) rms_norm(out, head.token_norm, D, pass.eps, out);
+      rms_norm(read + t * D, head.feature_norm, D, pass.eps, out + D);  // EAGLE-1 has none
+      if (head.eagle3) {
         const float* residual = head.normed_residual ? out + D : read + t * D;
         std::copy(residual, residual + D, x(t));
       } else {
-        std::copy(read + t * D, read + (t + 1) * D, out + D);
         joined.quantize_row(t, out, 2 * D);
       }
     }
     me.team.barrier();
-    if (head.eagle3()) return;
+    if (head.eagle3) return;
     products(me, head.fc, joined, (uint8_t*)both, pass.T, pass.x, D, false);
     me.team.barrier();
   }
@@ -192,7 +190,7 @@ std::vector<float> draft_chain(const Chain<C>& of_all, const int64_t* tokens, in
       chain.read = features;
       chain.place(chain.seq_len - n + first, slots.data() + first, visible++);
       chain.enter(me, ids);
-      chain.pass.block(me, chain.head.block, chain.head.eagle3());
+      chain.pass.block(me, chain.head.block, chain.head.eagle3);
     };
     const auto show = [&](int64_t first, int64_t rows) {
       step(first, rows, tokens + first, chain.features + first * chain.pass.D);
@@ -243,17 +241,19 @@ struct Head : torch::CustomClassHolder {
     check_rows(tensors.embedding, D);
     check_tables(tensors.cos, tensors.sin, E);
     TORCH_CHECK(weights.lm_head.h.K == D && E > 0, "LM head");
-    if (tensors.fc.defined()) {
+    weights.eagle3 = !tensors.fc.defined();
+    if (!weights.eagle3) {
       weights.fc = Weight(tensors.fc, tensors.fc_bias.defined() ? &tensors.fc_bias : nullptr);
       TORCH_CHECK(weights.fc.h.N == D && weights.fc.h.K == 2 * D, "fc");
-    } else {
+    }
+    if (weights.eagle3 || tensors.norm.defined()) {
       weights.token_norm = norm_of(tensors.embedding_norm);
       weights.feature_norm = norm_of(tensors.feature_norm);
       weights.last_norm = norm_of(tensors.norm);
     }
     heads = {n_head, (weights.block.qkv.h.N / E - n_head) / 2, E};
     // The block of an EAGLE-3 head reads embedding and feature.
-    check_block(block_tensors, weights.block, heads, D, weights.eagle3() ? 2 * D : D);
+    check_block(block_tensors, weights.block, heads, D, weights.eagle3 ? 2 * D : D);
   }
 
   // Drafts at most `depth` tokens: see `draft_chain`. `tokens` [P], `features` [P, D]: pairs, of
@@ -334,7 +334,7 @@ struct Head : torch::CustomClassHolder {
     pass.heads = heads;
     pass.D = D;
     pass.eps = eps;
-    pass.entry_dim = weights.eagle3() ? 2 * D : 0;
+    pass.entry_dim = weights.eagle3 ? 2 * D : 0;
     const int64_t most = std::min<int64_t>(n, MAX_ROWS);
     const size_t more = Activations::bytes(most, 2 * D) + Activations::bytes(1, D) +
                         4 * size_t((n + 3 * most) * D + N) + sizeof(Best) * threads + 1024;
@@ -349,7 +349,7 @@ struct Head : torch::CustomClassHolder {
     chain.entry = scratch.take<float>(most * 2 * D);
     chain.logits = scratch.take<float>(N);
     chain.bests = scratch.take<Best>(threads);
-    pass.entry = weights.eagle3() ? chain.entry : nullptr;
+    pass.entry = weights.eagle3 ? chain.entry : nullptr;
     chain.cos = tensors.cos.const_data_ptr<float>();
     chain.sin = tensors.sin.const_data_ptr<float>();
     for (int64_t t = 0; t < n; t++) row_in_fp32(features, t, D, chain.features + t * D);

@@ -40,7 +40,8 @@ struct TargetTensors {
   Tensor embedding, cos, sin, norm, lm_head;
 };
 
-// Weights and tables of a draft head around its block. EAGLE-1 has `fc`, EAGLE-3 the three norms.
+// Weights and tables of a draft head around its block. EAGLE-1 has `fc`, EAGLE-3 the three norms, a
+// layer for multi-token prediction both.
 struct HeadTensors {
   static constexpr std::string_view FIELDS =
       "embedding cos sin lm_head fc fc_bias embedding_norm feature_norm norm";

@@ -62,7 +62,7 @@ def check_step_of_head(name: str, algorithm: str, lm_head: str, device: str) -> 
     if algorithm in ("eagle3.1", "eagle3 pre"):
         normed = "norm_output" if algorithm == "eagle3.1" else "norm_before_residual"
         eagle3 = dataclasses.replace(eagle3, **{normed: True})
-    head, dense = packed_head(random_head(target, eagle3=eagle3))
+    head, dense = packed_head(random_head(target, eagle3=eagle3, mtp=algorithm == "mtp"))
     tokens, row, view = torch.arange(5) * 7, torch.arange(5), view_of(5, None)
     features = torch.randn(5, 128, generator=torch.Generator().manual_seed(1))
     results = []

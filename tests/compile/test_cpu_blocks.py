@@ -250,13 +250,13 @@ def test_other_models_keep_their_blocks():
     assert not runs_on_cpu(random_target(tiny_config(**SHAPE)))
 
 
-@pytest.mark.parametrize("algorithm", ["eagle1", "eagle3"])
+@pytest.mark.parametrize("algorithm", ["eagle1", "mtp", "eagle3"])
 def test_drafting_in_bf16_changes_no_token(algorithm):
     """With a head in 4 bits over a part of the vocabulary; fp32 is in `test_backends`."""
     config = tiny_config(**SHAPE)
     target = native_target(config, dtype=torch.bfloat16)
-    eagle3 = eagle3_of(algorithm, config)
-    head = random_head(target, torch.arange(0, 60, 2), rope_base=10000.0, eagle3=eagle3)
+    changes = {"rope_base": 10000.0, "eagle3": eagle3_of(algorithm, config)}
+    head = random_head(target, torch.arange(0, 60, 2), mtp=algorithm == "mtp", **changes)
     head.borrow(target, 256)
     quantize_head_(head, Scheme(4, 32, head_bits=8), native=True)
     backend = choose_backend(target)

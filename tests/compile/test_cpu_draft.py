@@ -28,6 +28,7 @@ HEADS = {
     "eagle1": {},
     "eagle1 without bias": {"fc_bias": False},
     "eagle1, whole vocabulary": {"draft_ids": None},
+    "mtp": {"mtp": True, "fc_bias": False, "qkv_bias": True},
     "eagle3": {"algorithm": "eagle3"},
     "eagle3, normed": {"algorithm": "eagle3", "normed": True},
     "eagle3, window": {"algorithm": "eagle3", "sliding_window": 9},
@@ -80,9 +81,9 @@ def make(name, dtype=torch.float32, depth=6):
     head = random_head(target, eagle3=eagle3, rope_base=10000.0, **options)
     for linear in (head.fc, head.block.attention.out, head.block.mlp.down):
         linear.weight.data.mul_(0.1)  # not so sure of everything
-    if eagle3 is not None:
-        for norm in (head.embedding_norm, head.feature_norm, head.norm):
-            norm.weight.data.uniform_(0.5, 1.5)
+    for name, parameter in head.named_parameters():
+        if "norm" in name and "block" not in name:
+            parameter.data.uniform_(0.5, 1.5)
     if head.config.draft_vocab_size == config.vocab_size and eagle3 is None:
         target.lm_head = QuantizedLMHead(quantize_linear(target.lm_head, Scheme(8), native=True))
         head.borrow(target, 512)

@@ -172,7 +172,7 @@ def test_a_cache_in_8_bits_on_the_device(name, accumulate):
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("lm_head", ["own kernels", "dense"])
-@pytest.mark.parametrize("algorithm", ["eagle1", "eagle3", "eagle3.1", "eagle3 pre"])
+@pytest.mark.parametrize("algorithm", ["eagle1", "mtp", "eagle3", "eagle3.1", "eagle3 pre"])
 def test_a_step_of_a_draft_head_on_the_device(algorithm, lm_head):
     check_step_of_head("gqa", algorithm, lm_head, "cuda")
 

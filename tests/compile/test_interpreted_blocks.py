@@ -159,6 +159,7 @@ STEPS = [
     ("mha", "eagle1", "own kernels"),
     ("gqa", "eagle1", "dense"),
     ("qwen2", "eagle1", "own kernels"),
+    ("qwen2", "mtp", "dense"),
     ("gqa", "eagle3", "own kernels"),
     ("mha", "eagle3", "dense"),
     ("mha", "eagle3.1", "own kernels"),

@@ -62,6 +62,7 @@ def test_every_entry_is_pinned_and_described():
         ("llama2-70b", "68.98"),
         ("llama3-8b", "8.03"),
         ("vicuna-33b", "32.53"),
+        ("qwen2-7b", "7.62"),
         ("qwen3-1.7b", "1.72"),
         ("qwen3-4b", "4.02"),
         ("qwen3-8b", "8.19"),

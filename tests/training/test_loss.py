@@ -29,14 +29,14 @@ def head_at_work(head) -> HeadDrafter:
     return drafter
 
 
-@pytest.mark.parametrize("algorithm", ["eagle1", "eagle3", "eagle3.1"])
+@pytest.mark.parametrize("algorithm", ["eagle1", "mtp", "eagle3", "eagle3.1"])
 @pytest.mark.parametrize("window", [None, 5])
 @torch.no_grad()
 def test_unrolled_steps_equal_drafting_with_the_cache(target, algorithm, window):
     """Each row's s-th prediction equals that of the head fed its own features s times."""
     changes = {"aux_norm": "each", "norm_output": True} if algorithm == "eagle3.1" else {}
     eagle3 = eagle3_of(algorithm[:6], target.config, **changes)
-    head = random_head(target, eagle3=eagle3, sliding_window=window)
+    head = random_head(target, eagle3=eagle3, sliding_window=window, mtp=algorithm == "mtp")
     tokens = torch.randint(0, 60, (14,), generator=torch.Generator().manual_seed(1))
     size = (14, head.config.feature_dim)
     features = torch.randn(size, generator=torch.Generator().manual_seed(2))

@@ -1,7 +1,8 @@
 """Find the draft head of a model.
 
 In this order: the one that is named, the user cache (heads calibrated here), the one that ships
-with the package, the published one of the registry.
+with the package, the published one of the registry, a layer for multi-token prediction in the
+model's own files.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from fasteagle.config_hf import head_from_hf
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import hub
 from fasteagle.loading.entries import EAGLE3, REGISTRY, PublishedHead
+from fasteagle.loading.heads.mtp import holds_layer
 from fasteagle.loading.heads.read import open_head, read_header
 from fasteagle.loading.registry import head_revision
 from fasteagle.loading.tensors import Checkpoint, files_digest, fingerprint, read_json
@@ -49,6 +51,13 @@ class HeadFiles:
         source = open_head(self.path, config)
         head, digest = source.head(config, aux_layers), files_digest(self.path)
         return LoadedHead(self.origin, head, source.header, digest, source.made_for)
+
+
+def own_layer(checkpoint: Checkpoint, path: Path | None) -> HeadFiles | None:
+    """Return the layer for multi-token prediction in a model's files at `path`, if there is one."""
+    if path is None or not holds_layer(checkpoint):
+        return None
+    return HeadFiles(path, "the model's own layer")
 
 
 def find_head(head: str | None, name: str, identity: str) -> HeadFiles | None:

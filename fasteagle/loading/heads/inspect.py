@@ -16,7 +16,7 @@ from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.heads.find import HeadFiles
 from fasteagle.loading.heads.read import HeadSource, load_head, open_head
-from fasteagle.loading.heads.tables import EMBEDDING, LM_HEAD, MAP, listed
+from fasteagle.loading.heads.tables import EMBEDDING, IN_MODEL, LM_HEAD, MAP, listed
 from fasteagle.loading.heads.write import HeadTarget
 from fasteagle.loading.tensors import fingerprint
 from fasteagle.loading.tokenizer import ChatTokenizer
@@ -64,7 +64,9 @@ def inspect_head(
     fit = problem or (f"fits {model.name}" if model else "give --model to check it")
     facts = {"head": files.origin, **_facts(source, aux_layers), "fit": fit}
     if model is not None and problem is None:
-        if source.header is None:
+        if source.dialect == IN_MODEL:
+            fact = "trained with the model whose files hold it"
+        elif source.header is None:
             fact = "unknown: published heads do not say which weights they were made for"
         elif source.header.get("target_fingerprint") == (identity or fingerprint(model.checkpoint)):
             fact = "made for exactly these weights"
@@ -87,7 +89,7 @@ def _facts(source: HeadSource, aux_layers: tuple[int, ...] | None) -> dict[str, 
     tensors = [t for name, t in state.items() if name != MAP]
     n_bytes, params = sum(t.nbytes for t in tensors), sum(t.numel() for t in tensors)
     dtypes = ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors}))
-    header = "none: a published head"
+    header = "none: a part of a model" if source.dialect == IN_MODEL else "none: a published head"
     if source.header is not None:
         tau = source.header.get("tau")
         header = f"made for {source.header.get('target', 'an unnamed model')}, at "

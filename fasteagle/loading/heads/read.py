@@ -23,6 +23,7 @@ from fasteagle.config_hf import head_from_hf
 from fasteagle.errors import FasteagleError, shortened
 from fasteagle.loading.heads import tables
 from fasteagle.loading.heads.gguf import gguf_of, read_gguf_head
+from fasteagle.loading.heads.mtp import read_layer
 from fasteagle.loading.heads.tables import (
     EMBEDDING,
     LM_HEAD,
@@ -39,6 +40,7 @@ from fasteagle.model import EagleHead, make_head
 from fasteagle.uninitialized import Uninitialized
 
 HEADER_KEY = "fasteagle"  # key of the JSON header in the metadata of our own draft heads
+_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "shifted", "mtp")
 Header = dict[str, Any]
 
 
@@ -63,6 +65,8 @@ class HeadSource:
     @property
     def algorithm(self) -> str:
         """Name of the method, for messages."""
+        if self.raw.get("mtp"):
+            return "MTP"
         return "EAGLE-3" if self.eagle3 else "EAGLE-1/2"
 
     @property
@@ -116,7 +120,7 @@ class HeadSource:
         if self.eagle3:
             config = HeadConfig(block, size, "fc.bias" in state, self._eagle3(target, aux_layers))
         elif aux_layers is None:
-            config = HeadConfig(block, size, shape.fc_bias)
+            config = HeadConfig(block, size, shape.fc_bias, mtp=bool(raw.get("mtp")))
         else:
             raise FasteagleError(
                 f"{self.name}: an {self.algorithm} head reads no auxiliary layers: leave out "
@@ -232,11 +236,14 @@ def check_state(config: HeadConfig, state: State, name: str) -> None:
 
 
 def open_head(path: Path, target: ModelConfig | None = None) -> HeadSource:
-    """Open the draft head in a folder or a GGUF file of any dialect.
+    """Open the draft head in a folder or a GGUF file of any dialect, or in a model's.
 
     Raises `FasteagleError` for heads that cannot run, and for one that was made for another target
     than `target` before its tensors are read.
     """
+    layer = read_layer(path)
+    if layer is not None:
+        return HeadSource(str(path), tables.IN_MODEL, *layer, eagle3=False)
     file = gguf_of(path)
     if file is not None:
         return _described(str(file), *read_gguf_head(file), None)
@@ -261,7 +268,7 @@ def _flat_config(where: str, raw: Raw) -> Raw:
     flat = {**raw, **layer, **kinds}
     fields = Fields(flat, where)
     fields.texts("layer_types")
-    for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "shifted"):
+    for key in _FLAGS:
         fields.flag(key)
     for key in ("target_hidden_size", "draft_vocab_size", "vocab_size"):
         fields.width(key, 1)

@@ -6,12 +6,14 @@ from them. Nothing here opens a file.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fasteagle.config import ANY_LENGTH, ModelConfig
 from fasteagle.errors import FasteagleError
 from fasteagle.model import EagleHead
 
@@ -40,11 +42,17 @@ _MODULES = {  # the official tensors of our modules; "*" stands for the decoder 
     "own_lm_head": ["lm_head"],
     "own_embedding": ["embed_tokens"],
 }
+_MTP_MODULES = _MODULES | {  # a layer for multi-token prediction; the names are MiMo's
+    "embedding_norm": ["token_layernorm"],
+    "feature_norm": ["hidden_layernorm"],
+    "block.attention_norm": ["*.input_layernorm"],
+}
 
 
 def official_state(head: EagleHead) -> State:
     """Return the draft head's tensors under the names of the public EAGLE code, as views."""
     block, own = head.config.block, head.config.eagle3
+    modules = _MTP_MODULES if head.config.mtp else _MODULES
     layer = "layers.0" if own is None else "midlayer"
     kv_rows = block.n_kv_head * block.head_dim
     fused = {
@@ -54,7 +62,7 @@ def official_state(head: EagleHead) -> State:
     state = {}
     for path, parameter in head.named_parameters():
         module, _, kind = path.rpartition(".")
-        names = _MODULES.get(module)
+        names = modules.get(module)
         if names is None:  # a norm before fc
             is_one = own is not None and own.aux_norm == "all"
             names = ["input_norm" if is_one else module.replace("aux_norms", "fc_norm")]
@@ -71,6 +79,33 @@ def official_name(name: str, eagle3: bool = True) -> str:
     names = RENAMED if eagle3 else {VLLM_MAP: MAP}
     start = next((start for start in names if name.startswith(start)), "")
     return names.get(start, "") + name.removeprefix(start)
+
+
+def layer_config(block: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the config of a Llama decoder layer that all layouts share."""
+    length, scaling = block.max_seq_len, None  # code for transformers 4 reads `type`
+    if block.rope_scaling is not None:
+        scaling = {"rope_type": "llama3", **dataclasses.asdict(block.rope_scaling)}
+        scaling["original_max_position_embeddings"] = scaling.pop("original_max_seq_len")
+    elif block.rope_linear_factor != 1.0:
+        scaling = {"type": "linear", "rope_type": "linear", "factor": block.rope_linear_factor}
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": block.dim,
+        "intermediate_size": block.ffn_dim,
+        "num_attention_heads": block.n_head,
+        "num_key_value_heads": block.n_kv_head,
+        "head_dim": block.head_dim,
+        "num_hidden_layers": 1,
+        "vocab_size": block.vocab_size,
+        "rms_norm_eps": block.norm_eps,
+        "rope_theta": block.rope_base,
+        "rope_scaling": scaling,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        **({"max_position_embeddings": length} if length < ANY_LENGTH else {}),
+    }
 
 
 def target_ids(d2t: Tensor) -> Tensor:
@@ -92,7 +127,7 @@ class Dialect(NamedTuple):
 
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 NESTED = "eagle_config."
-OURS, EAGLE12 = "fasteagle", "official EAGLE-1/2"
+OURS, EAGLE12, IN_MODEL = "fasteagle", "official EAGLE-1/2", "a model's own files"
 GGUF_LAYERS = "eagle3.target_layers"
 # The first one that has a mark. The key AUX_IDS has two meanings: speculators and vLLM list blocks
 # whose input is read, SpecForge, SGLang and ModelOpt those whose output is, one block earlier.

@@ -25,6 +25,7 @@ from fasteagle.loading.heads.tables import (
     LM_HEAD,
     MAP,
     State,
+    layer_config,
     official_state,
     target_ids,
 )
@@ -72,7 +73,7 @@ _KEYS = {
     "ours": (
         *("bias", "qkv_bias", "rope_freq_factors", "draft_vocab_size"),
         *("tap_layers", "target_hidden_size", "norm_before_residual", "norm_output"),
-        *_WINDOW,
+        *(*_WINDOW, "mtp"),
     ),
     "eagle1": (*_USUAL, "bias", "qkv_bias"),
     "eagle": (*_USUAL, "draft_vocab_size"),
@@ -117,6 +118,8 @@ def _values(config: HeadConfig) -> Config:
     if config.block.sliding_window is not None:
         values["layer_types"] = ["sliding_attention"]
         values["sliding_window"] = config.block.sliding_window
+    if config.mtp:
+        values["mtp"] = True
     if own is None:
         return values
     outputs = [layer - 1 for layer in own.aux_layers]  # SGLang adds one: the blocks' outputs
@@ -163,35 +166,8 @@ def config_json(layout: str, config: HeadConfig, dtype: torch.dtype) -> Config:
     """Return the `config.json` of a draft head; for "gguf" the input of `write_gguf_head`."""
     values = _values(config)
     keys = _KEYS["eagle1" if layout == "eagle" and config.eagle3 is None else layout]
-    raw = _layer_config(config.block, dtype) | {k: values[k] for k in keys if k in values}
+    raw = layer_config(config.block, dtype) | {k: values[k] for k in keys if k in values}
     return _speculators(raw, config) if layout == "speculators" else raw
-
-
-def _layer_config(block: ModelConfig, dtype: torch.dtype) -> Config:
-    """Return the config of a Llama decoder layer that all layouts share."""
-    length, scaling = block.max_seq_len, None  # code for transformers 4 reads `type`
-    if block.rope_scaling is not None:
-        scaling = {"rope_type": "llama3", **dataclasses.asdict(block.rope_scaling)}
-        scaling["original_max_position_embeddings"] = scaling.pop("original_max_seq_len")
-    elif block.rope_linear_factor != 1.0:
-        scaling = {"type": "linear", "rope_type": "linear", "factor": block.rope_linear_factor}
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "hidden_size": block.dim,
-        "intermediate_size": block.ffn_dim,
-        "num_attention_heads": block.n_head,
-        "num_key_value_heads": block.n_kv_head,
-        "head_dim": block.head_dim,
-        "num_hidden_layers": 1,
-        "vocab_size": block.vocab_size,
-        "rms_norm_eps": block.norm_eps,
-        "rope_theta": block.rope_base,
-        "rope_scaling": scaling,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-        **({"max_position_embeddings": length} if length < ANY_LENGTH else {}),
-    }
 
 
 def _speculators(raw: Config, config: HeadConfig) -> Config:
@@ -268,6 +244,11 @@ def export_head(
 
 def check_exportable(config: HeadConfig, to: str, target: ModelConfig) -> None:
     """Raise `FasteagleError` for draft heads that the layout `to` cannot describe."""
+    if config.mtp:
+        raise FasteagleError(
+            "other engines read a layer for multi-token prediction (MTP) in the model's own files "
+            "only: give --head to fasteagle instead"
+        )
     eagle1 = config.eagle3 is None
     if eagle1 and to != "eagle":
         raise FasteagleError(f"{_EAGLE3_ONLY[to]}, this is EAGLE-1/2: export it --to eagle")

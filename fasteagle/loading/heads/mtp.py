@@ -1,0 +1,76 @@
+"""Layers for multi-token prediction (MTP) in a model's own files, read as draft heads.
+
+Files are MiMo's folders, and GGUF files with `nextn` tensors. Such a layer was trained with the
+model to predict one token more; as a draft head it reads its own output for each further one. Of
+several layers the first is read.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fasteagle.config import mtp_layer
+from fasteagle.config_fields import Fields
+from fasteagle.config_gguf import mtp_layers
+from fasteagle.config_hf import MIMO
+from fasteagle.loading.checkpoint import open_checkpoint
+from fasteagle.loading.gguf_index import read_index
+from fasteagle.loading.heads.gguf import gguf_of
+from fasteagle.loading.heads.tables import Raw, State, layer_config
+from fasteagle.loading.names import MTP_LAYERS
+from fasteagle.loading.tensors import Checkpoint, load_floats, read_json
+
+FIRST = f"{MTP_LAYERS}0."
+# Names in a draft head's folder of what is not the decoder layer's; "" is the target's, and used
+# instead of the copy here
+_NAMES = {
+    "input_proj": "fc",
+    "eh_proj": "fc",
+    "token_layernorm": "token_layernorm",
+    "hidden_layernorm": "hidden_layernorm",
+    "final_layernorm": "norm",
+    "embed_tokens": "",
+    "lm_head": "",
+}
+
+
+def holds_layer(checkpoint: Checkpoint) -> bool:
+    """Return whether a model's files hold a layer for multi-token prediction."""
+    return any(name.startswith(FIRST) for name in checkpoint.names())
+
+
+def read_layer(path: Path) -> tuple[Raw, State] | None:
+    """Read the layer in a model's folder or GGUF file as the config and tensors of a draft head.
+
+    Returns None for other files. Raises `FasteagleError` for models that do not run here.
+    """
+    file = gguf_of(path)
+    if file is not None:
+        may_hold = file.is_file() and mtp_layers(read_index(file).fields, str(file)) > 0
+    else:
+        where = path / "config.json"
+        may_hold = MIMO in Fields(read_json(where), str(where)).texts("architectures")
+    if not may_hold or not holds_layer(checkpoint := open_checkpoint(file or path)):
+        return None
+    config, state = mtp_layer(checkpoint.config), _state(checkpoint)
+    raw = layer_config(config.block, next(iter(state.values())).dtype)
+    return raw | {"bias": False, "mtp": True}, state
+
+
+def _state(checkpoint: Checkpoint) -> State:
+    state = {}
+    for name in sorted(name for name in checkpoint.names() if name.startswith(FIRST)):
+        module, _, kind = name.removeprefix(FIRST).rpartition(".")
+        if official := _NAMES.get(module, f"layers.0.{module}"):
+            tensor = load_floats(checkpoint, name)
+            state[f"{official}.{kind}"] = _reordered(tensor) if module == "input_proj" else tensor
+    return state
+
+
+def _reordered(weight: Tensor) -> Tensor:
+    """Return MiMo's projection [D, 2 D] with the columns that read the embedding first."""
+    of_feature, of_embedding = weight.chunk(2, dim=1)
+    return torch.cat((of_embedding, of_feature), dim=1)

@@ -1,0 +1,196 @@
+"""A model's own layer for multi-token prediction: read from its files, and what it drafts."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
+
+from fasteagle.cli import main as cli
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.errors import FasteagleError
+from fasteagle.loading.checkpoint import load_model, open_checkpoint
+from fasteagle.loading.heads.read import load_head
+from fasteagle.loading.heads.tables import official_state
+from fasteagle.shapes import TreeShape
+from gguf_files import write_gguf
+from helpers import (
+    edit_json,
+    empty_state,
+    make_hf_model,
+    pairs,
+    propose,
+    save_tokenizer,
+    write_random_text,
+)
+
+N_LAYER, D = 3, 64
+NORMS = ("token_layernorm", "hidden_layernorm", "final_layernorm")
+OWN = "model.mtp_layers.0."
+
+
+@pytest.fixture(scope="module")
+def qwen2():
+    """A model whose last block is the layer's, and the tensors around that block."""
+    model = make_hf_model("qwen2", num_hidden_layers=N_LAYER + 1)
+    around = {f"{name}.weight": 1 + 0.2 * torch.randn(D) for name in NORMS}
+    return model, around | {"input_proj.weight": 0.1 * torch.randn(D, 2 * D)}
+
+
+def write_mimo(folder, qwen2, drop=None):
+    """A folder as MiMo's, without the tensors whose names begin with `drop`."""
+    model, around = qwen2
+    model.config.save_pretrained(folder)
+    save_tokenizer(folder)
+    changes = {"num_nextn_predict_layers": 1, "attention_bias": True, "model_type": "mimo"}
+    changes |= {"architectures": ["MiMoForCausalLM"], "num_hidden_layers": N_LAYER}
+    changes |= {"layer_types": None, "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"}}
+    edit_json(folder / "config.json", **changes)
+    block = f"model.layers.{N_LAYER}."
+    state = {name.replace(block, OWN): t for name, t in model.state_dict().items()}
+    state |= {OWN + name: t for name, t in around.items()}
+    kept = {k: t for k, t in state.items() if drop is None or not k.startswith(drop)}
+    save_file(kept, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def mimo(qwen2, tmp_path_factory):
+    return write_mimo(tmp_path_factory.mktemp("mimo"), qwen2)
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(cli.main, [str(a) for a in arguments])
+
+
+@torch.no_grad()
+def reference(qwen2, tokens, features):
+    """Logits and normed output [T, .] of the layer over pairs, by transformers' own block."""
+    model, around = qwen2
+
+    def norm(x, name):
+        variance = x.square().mean(-1, keepdim=True) + model.config.rms_norm_eps
+        return x / variance.sqrt() * around[f"{name}_layernorm.weight"]
+
+    embeds = model.model.embed_tokens(tokens)
+    both = torch.cat((norm(features, "hidden"), norm(embeds, "token")), dim=-1)
+    x = (both @ around["input_proj.weight"].T)[None]
+    T = len(tokens)
+    rope = model.model.rotary_emb(x, torch.arange(T)[None])
+    mask = torch.full((T, T), -torch.inf).triu(1)[None, None]
+    x = model.model.layers[N_LAYER](x, attention_mask=mask, position_embeddings=rope)
+    out = norm((x[0] if isinstance(x, tuple) else x).view(T, D), "final")
+    return model.lm_head(out), out
+
+
+def test_it_drafts_what_a_reference_does(qwen2, mimo):
+    """Three tokens, each from the output of the one before."""
+    checkpoint = open_checkpoint(mimo)
+    target = load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=512)
+    head, _ = load_head(mimo, checkpoint.config)
+    head.borrow(target, 512)
+    drafter = EagleDrafter(head, TreeShape(3, 1, 3), 512)
+    g = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, 256, (9,), generator=g)
+    features = torch.randn(9, D, generator=g)
+    expected = []
+    for step in range(3):
+        logits, out = reference(qwen2, tokens, features)
+        if step == 0:
+            drafter.reserve(64)
+            ours, feature = drafter.extend(pairs(tokens, features), torch.tensor(9))
+            torch.testing.assert_close(ours[0], logits[-1], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(feature[0], out[-1], atol=1e-4, rtol=1e-4)
+            first = tokens, features
+        expected.append(int(logits[-1].argmax()))
+        tokens = torch.cat((tokens, logits[-1:].argmax(-1)))
+        features = torch.cat((features, out[-1:]))
+    again = EagleDrafter(head, TreeShape(3, 1, 3), 512)
+    tree = propose(again, empty_state(target), pairs(*first), 5)
+    assert tree.tokens.tolist() == [5, *expected]
+
+
+@pytest.mark.parametrize(("precision", "kind"), [("fp32", "eagle"), ("int4-g32", "fused, chains")])
+def test_a_chat_finds_it_and_says_the_same(mimo, precision, kind):
+    chat = ("chat", "--model", mimo, "-p", "hello", "--precision", precision)
+    chat += ("--max-new-tokens", 30)
+    drafted = invoke(*chat)
+    assert drafted.exit_code == 0, drafted.stderr
+    assert f"draft head the model's own layer: {kind}" in drafted.stderr, drafted.stderr
+    assert "not calibrated" not in drafted.stderr
+    assert drafted.stdout == invoke(*chat, "--no-spec").stdout
+    named = invoke(*chat, "--head", mimo)
+    assert named.stdout == drafted.stdout and f"draft head {mimo}: {kind}" in named.stderr
+
+
+@pytest.mark.parametrize("drop", [OWN, f"{OWN}mlp."], ids=["whole", "a part"])
+def test_a_folder_without_the_layer(qwen2, tmp_path, drop):
+    """Runs without a draft head; half a layer is an error."""
+    folder = write_mimo(tmp_path, qwen2, drop)
+    assert open_checkpoint(folder).config.qkv_bias
+    result = invoke("chat", "--model", folder, "-p", "hello", "--max-new-tokens", 5)
+    if drop != OWN:
+        assert result.exit_code == 2 and "missing layers.0.mlp.gate_proj" in result.stderr
+    else:
+        assert result.exit_code == 0 and "no draft head for this model" in result.stderr
+        with pytest.raises(FasteagleError, match="more than one decoder layer"):
+            load_head(folder, open_checkpoint(folder).config)
+
+
+def test_inspect_head(mimo):
+    report = invoke("inspect-head", mimo, "--model", mimo)
+    assert report.exit_code == 0, report.output
+    assert report.stdout.startswith(f"MTP head (a model's own files), fits {mimo}")
+    assert "trained with the model whose files hold it" in report.stdout
+    refused = invoke("export-head", mimo, "--to", "eagle", "-o", mimo / "out")
+    assert refused.exit_code == 2 and "in the model's own files only" in refused.stderr
+
+
+def test_nextn_tensors_of_a_gguf_file(qwen2, mimo, tmp_path):
+    """Their projection reads the embedding first; copies of the target's tensors are not read."""
+    model, around = qwen2
+    state = model.state_dict()
+    more = dict(around)
+    of_feature, of_embedding = more.pop("input_proj.weight").chunk(2, dim=1)
+    more["eh_proj.weight"] = torch.cat((of_embedding, of_feature), dim=1)
+    more["embed_tokens.weight"] = state["model.embed_tokens.weight"]
+    state |= {f"model.layers.{N_LAYER}.{name}": t for name, t in more.items()}
+    file = tmp_path / "m.gguf"
+    both = types.SimpleNamespace(config=model.config, state_dict=lambda: state)
+    write_gguf(file, both, architecture="qwen2", extra={"qwen2.nextn_predict_layers": 1})
+    checkpoint = open_checkpoint(file)
+    assert checkpoint.config.n_layer == N_LAYER
+    theirs, ours = (load_head(path, checkpoint.config)[0] for path in (file, mimo))
+    expected = official_state(ours)
+    assert official_state(theirs).keys() == expected.keys()
+    assert all(torch.equal(t, expected[name]) for name, t in official_state(theirs).items())
+
+
+def test_it_is_trained_for_more_steps(mimo, tmp_path, no_compiler):
+    """The result is a head of ours, which drafts with norms as before."""
+    text, out = write_random_text(tmp_path / "text.jsonl", 30, 30), tmp_path / "head"
+    files = ("--model", mimo, "--init", mimo, "--data", text, "--out", out, "--held-out", 4)
+    sizes = ("--draft-vocab-size", 128, "--loss-vocab-size", 64, "--batch-tokens", 200)
+    steps = ("--self-fed-steps", 2, "--steps", 4, "--lr", 0.01, "--warmup", 1)
+    done = invoke("train-head", *files, *sizes, *steps)
+    assert done.exit_code == 0, done.stderr
+    config = open_checkpoint(mimo).config
+    (head, header), (first, _) = load_head(out, config), load_head(mimo, config)
+    assert head.config.mtp and header["algorithm"] == "mtp" and len(head.target_ids()) == 128
+    assert not torch.equal(head.feature_norm.weight, first.feature_norm.weight.bfloat16())
+    chat = ("chat", "--model", mimo, "--precision", "fp32", "-p", "hi", "--max-new-tokens", 8)
+    answers = [invoke(*chat, *more) for more in (("--head", out), ("--no-spec",))]
+    assert answers[0].stdout == answers[1].stdout and "warning" not in answers[0].stderr
+
+
+def test_it_is_calibrated_where_no_head_is_named(mimo, tmp_path, no_compiler):
+    """And the result is found first."""
+    text = write_random_text(tmp_path / "text.jsonl", 30, 30)
+    model = ("--model", mimo, "--precision", "int4-g32")
+    done = invoke("calibrate-head", *model, "--data", text, "--steps", 2)
+    assert done.exit_code == 0, done.stderr
+    chat = invoke("chat", *model, "-p", "hi", "--max-new-tokens", 8)
+    assert "draft head calibrated here: fused, chains" in chat.stderr, chat.stderr
