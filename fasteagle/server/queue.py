@@ -1,7 +1,7 @@
-"""Queue of requests that one thread answers, one at a time.
+"""Queue of requests that one thread answers, several at once.
 
-The engine holds one sequence, so a second answer at the same time would only make both slower.
-`Job` is the side of the event loop, `AnswerQueue` that of the thread.
+Answers begin and end between two passes of the model, which serve all of them. `Job` is the side of
+the event loop, `AnswerQueue` that of the thread.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import torch
 
 from fasteagle.answering.answer import AnswerRequest, Chunk
+from fasteagle.batch import NoRoomError
 from fasteagle.compile.blocks import configure
 from fasteagle.decoding.stats import Stats
-from fasteagle.errors import FasteagleError
 from fasteagle.llm import LLM
 from fasteagle.server.metrics import Metrics
 
 # Chunks of one answer reach the event loop together, after so long at most. A pass of a small model
 # takes less, and waking the loop for each would take the cores from the next passes.
 GROUP_SECONDS = 0.025
-# Passes whose text waits to be written, beyond what the buffers of the connection hold. Decoding
-# stands still there until the client reads on, for this long in all if others wait for the model.
+# Passes whose text waits to be written, beyond what the buffers of the connection hold. The answer
+# stands still there until the client reads on, for this long in all if others wait for its slot.
 MOST_UNWRITTEN = 64
 STALL_SECONDS = 0.25
 POLL_SECONDS = 0.05
@@ -64,18 +64,23 @@ class StalledError(Exception):
         super().__init__("the answer was not read while others waited for the model")
 
 
+OUTCOMES = {CancelledError: "cancelled", StalledError: "stalled", ShuttingDownError: "shutdown"}
+
+
 class Job:
-    """One request: its answer arrives as chunks, then `stats` are complete.
+    """One answer of a request: it arrives as chunks, then `stats` are complete.
 
     `request` is known once it is planned; before that the job only holds a place in the queue.
+    Answers of one request arrive in one inbox: `beside` is another job of it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, beside: Job | None = None) -> None:
         self.request: AnswerRequest | None = None
         self.text: str | None = None  # of a conversation, for the tokens of its continuations
         self.stats = Stats()
         self.outcome = ""  # eos, stop, length or context, else why the answer is not whole
-        self.submitted = time.perf_counter()
+        self.submitted = time.perf_counter() if beside is None else beside.submitted
+        self.begun = self.submitted
         self.first_token: float | None = None  # seconds after `submitted`
         self.seconds = 0.0  # from `submitted` to the end
         self.cancelled = threading.Event()
@@ -86,8 +91,9 @@ class Job:
         self._group: list[Chunk] = []  # the thread's, not told yet
         self._told = float("-inf")
         self._n_told = self._n_taken = 0  # passes; each is counted by one thread only
-        self.stalled = 0.0  # seconds in which the model stood still for the client
-        self._events: asyncio.Queue[list[Chunk] | Exception | None] = asyncio.Queue()
+        self.stalled = 0.0  # seconds in which the answer stood still for the client
+        self.inbox: asyncio.Queue[tuple[Job, list[Chunk] | Exception | None]]
+        self.inbox = asyncio.Queue() if beside is None else beside.inbox
         self._timer: asyncio.TimerHandle | None = None
 
     def limit(self, seconds: float) -> None:
@@ -106,7 +112,7 @@ class Job:
     def _expire(self, seconds: float) -> None:
         if self.end("timeout"):  # else the answer is complete, only not read yet
             self.cancelled.set()
-            self._events.put_nowait(TimedOutError(seconds))
+            self.inbox.put_nowait((self, TimedOutError(seconds)))
             self.on_leave(self)
 
     def add(self, chunk: Chunk) -> None:
@@ -137,20 +143,13 @@ class Job:
 
     def _put(self, event: list[Chunk] | Exception | None) -> None:
         try:
-            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+            self._loop.call_soon_threadsafe(self.inbox.put_nowait, (self, event))
         except RuntimeError:  # the loop is closed: nobody is there any more
             self.cancelled.set()
 
-    async def groups(self) -> AsyncIterator[list[Chunk]]:
-        """Yield the answer as it comes; leaving the loop early cancels the rest."""
-        try:
-            while (event := await self._events.get()) is not None:
-                if isinstance(event, Exception):
-                    raise event
-                self._n_taken += len(event)
-                yield event
-        finally:
-            self.leave()
+    def taken(self, n: int) -> None:
+        """Count `n` passes whose text the client has got."""
+        self._n_taken += n
 
     def leave(self) -> None:
         """Cancel the answer: nobody waits for it any more."""
@@ -165,15 +164,46 @@ class Job:
             raise CancelledError
 
 
+Group = tuple[Job, list[Chunk] | None]
+
+
+async def groups(jobs: Sequence[Job]) -> AsyncIterator[Group]:
+    """Yield the answers of one request as they come, None at the end of each.
+
+    An error of one is raised and cancels the others, as leaving the loop early does.
+    """
+    n_running = len(jobs)
+    try:
+        while n_running:
+            job, event = await jobs[0].inbox.get()
+            if isinstance(event, Exception):
+                raise event
+            if event is None:
+                n_running -= 1
+            else:
+                job.taken(len(event))
+            yield job, event
+    finally:
+        for job in jobs:
+            job.leave()
+
+
 class AnswerQueue:
-    """Queue in which at most `limit` jobs wait or are planned; its thread ends with `stop`."""
+    """Queue in which at most `limit` jobs wait or are planned; its thread ends with `stop`.
+
+    The thread begins what waits, in the order in which it came, while there is a slot and memory;
+    runs one pass for all answers that are under way; and passes on what came of it.
+    """
 
     def __init__(self, llm: LLM, limit: int, metrics: Metrics) -> None:
-        self._llm, self._limit, self._metrics = llm, limit, metrics
+        self._answers, self._metrics = llm.answers, metrics
+        self._most = limit + llm.answers.size  # jobs that wait, are planned or run
         self._waiting: deque[Job] = deque()
         self._planning: set[Job] = set()
         self._changed = threading.Condition()
-        self._running: Job | None = None
+        self._running: dict[Job, None] = {}  # in the order in which they began
+        self._paused: list[Job] = []  # their clients do not read
+        self._looked = 0.0  # when they were looked for
         self._draining = self._stopped = False
         self._mean_seconds = 1.0  # of an answer, over the last ones
         n_threads = torch.get_num_threads()  # a new thread would begin with its own
@@ -186,7 +216,7 @@ class AnswerQueue:
 
     @property
     def n_running(self) -> int:
-        return int(self._running is not None)
+        return len(self._running)
 
     def admit(self, job: Job, answers: bool = True) -> None:
         """Give `job` a place while it is planned: `submit` or `release` must follow.
@@ -197,10 +227,11 @@ class AnswerQueue:
         with self._changed:
             self._check_open()
             n = len(self._planning) + (len(self._waiting) if answers else 0)
-            busy = answers and self._running is not None
-            if n + busy > self._limit:
+            n_running = len(self._running) if answers else 0
+            if n + n_running >= self._most:
                 self._metrics.refused("queue_full")
-                raise QueueFullError(n, max(1, round((n + busy) * self._mean_seconds)))
+                seconds = (n + n_running) * self._mean_seconds / self._answers.size
+                raise QueueFullError(n, max(1, round(seconds)))
             self._planning.add(job)
 
     def release(self, job: Job) -> None:
@@ -208,13 +239,17 @@ class AnswerQueue:
         with self._changed:
             self._planning.discard(job)
 
-    def submit(self, job: Job) -> None:
-        """Queue the planned `job` for its answer; raise `ShuttingDownError` if the server stops."""
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Queue the planned answers of a request, the first of which has a place.
+
+        Raises `ShuttingDownError` if the server stops.
+        """
         with self._changed:
-            self._planning.discard(job)
+            self._planning.discard(jobs[0])
             self._check_open()
-            job.on_leave = self._left
-            self._waiting.append(job)
+            for job in jobs:
+                job.on_leave = self._left
+            self._waiting.extend(jobs)
             self._changed.notify()
 
     def _check_open(self) -> None:
@@ -228,30 +263,33 @@ class AnswerQueue:
             if job not in self._waiting:
                 return
             self._waiting.remove(job)
-        self._report_unanswered(job, "cancelled")
+        self._report(job, CancelledError())
 
-    def _report_unanswered(self, job: Job, outcome: str) -> None:
-        job.end(outcome)
+    def _report(self, job: Job, error: Exception | None) -> None:
+        """Note how `job` ended, unless that is known already."""
+        job.end(job.stats.finish if error is None else OUTCOMES.get(type(error), "error"))
         self._metrics.finished(job)
 
     def drain(self) -> None:
-        """Take nothing new and refuse the jobs that wait; the running answer goes on."""
+        """Take nothing new and refuse the jobs that wait; the running answers go on."""
         with self._changed:
             self._draining = True
-            for job in self._waiting:
-                self._report_unanswered(job, "shutdown")
-                job.tell(ShuttingDownError())
-            self._waiting.clear()
+            while self._waiting:
+                self._refuse(self._waiting.popleft())
             self._changed.notify()
 
+    def _refuse(self, job: Job) -> None:
+        error = ShuttingDownError()
+        self._report(job, error)
+        job.tell(error)
+
     def break_off(self) -> None:
-        """End the running answer within one cycle; take no lock: a signal handler may call this."""
-        running = self._running
-        if running is not None:
-            running.cancelled.set()
+        """End the running answers within one pass; take no lock: a signal handler may call this."""
+        for job in list(self._running):
+            job.cancelled.set()
 
     def stop(self, patience: float = 10.0) -> None:
-        """Take nothing new, end the running answer and the thread."""
+        """Take nothing new, end the running answers and the thread."""
         self.drain()
         with self._changed:
             self._stopped = True
@@ -259,66 +297,97 @@ class AnswerQueue:
             self._changed.notify()
         self._thread.join(patience)
 
-    def _next(self) -> Job | None:
-        with self._changed:
-            self._running = None
-            while not self._stopped:
-                while self._waiting:
-                    job = self._waiting.popleft()
-                    if not job.cancelled.is_set():
-                        self._running = job
-                        return job
-                    self._report_unanswered(job, "cancelled")
-                self._changed.wait()
-            return None
-
     def _work(self, n_threads: int) -> None:
         torch.set_num_threads(n_threads)
         configure()
-        while (job := self._next()) is not None:
-            begin = time.perf_counter()
-            self._metrics.started(begin - job.submitted)
-            event = self._answer(job)
-            now = time.perf_counter()
-            job.seconds = now - job.submitted
-            self._mean_seconds += 0.2 * (now - begin - self._mean_seconds)
-            self._metrics.finished(job)
-            job.tell(event)
+        while self._wait():
+            others_wait = not self._begin_waiting()
+            self._pause(others_wait)
+            if len(self._paused) < len(self._running):
+                self._step()
+            elif self._running:
+                with self._changed:
+                    self._changed.wait(POLL_SECONDS)
 
-    def _answer(self, job: Job) -> Exception | None:
-        """Answer the job; return the event that ends its chunks: an error, or None."""
-        assert job.request is not None, "only planned jobs are submitted"
-        try:
-            before = self._llm.engine.stats
-            for chunk in self._llm.stream(job.request, job.check, job.text):
-                job.stats = self._llm.engine.stats
-                job.add(chunk)
-                self._wait_for_reader(job)
-            job.end(job.stats.finish)
+    def _wait(self) -> bool:
+        """Wait for something to do; return False once there will be nothing any more."""
+        with self._changed:
+            while not (self._running or self._waiting or self._stopped):
+                self._changed.wait()
+            return bool(self._running or self._waiting)
+
+    def _begin_waiting(self) -> bool:
+        """Begin what waits while there is room, in its order; return whether nothing waits then."""
+        while self._answers.has_room:
+            if (job := self._next()) is None:
+                return True
+            assert job.request is not None, "only planned jobs are submitted"
+            job.begun = time.perf_counter()
+            try:
+                self._answers.begin(job, job.request, job.check, job.text, job.stats)
+            except NoRoomError as error:
+                if self._answers.running:  # their ends bring memory
+                    self._put_back(job)
+                    return False
+                self._finish(job, error)
+            except Exception as error:
+                self._finish(job, error)
+            else:
+                self._metrics.started(job.begun - job.submitted)
+        return not self._waiting
+
+    def _next(self) -> Job | None:
+        with self._changed:
+            while self._waiting:
+                job = self._waiting.popleft()
+                if not job.cancelled.is_set():
+                    self._running[job] = None
+                    return job
+                self._report(job, CancelledError())
             return None
-        except StalledError as error:
-            job.end("stalled")
-            return error
-        except CancelledError as error:
-            # An answer that got no token has the statistics of the one before it.
-            after = self._llm.engine.stats
-            job.stats = job.stats if after is before else after
-            job.end("cancelled")
-            return error
-        except FasteagleError as error:
-            job.end("error")
-            return error
-        except Exception as error:  # one answer failed: the next one is tried all the same
-            job.end("error")
-            self._llm.engine.restart()
-            return error
 
-    def _wait_for_reader(self, job: Job) -> None:
-        """Stand still while the client does not read; raise `StalledError` once others wait."""
-        begin, before = time.perf_counter(), job.stalled
-        while job.is_unread:
-            with self._changed:
-                if job.stalled > STALL_SECONDS and (self._waiting or self._draining):
-                    raise StalledError
-                self._changed.wait(POLL_SECONDS)
-            job.stalled = before + time.perf_counter() - begin
+    def _put_back(self, job: Job) -> None:
+        """Let `job` wait again, as the next one."""
+        with self._changed:
+            del self._running[job]
+            if self._draining:
+                self._refuse(job)
+            else:
+                self._waiting.appendleft(job)
+
+    def _pause(self, others_wait: bool) -> None:
+        """Choose the answers that stand still in the next pass: their clients do not read.
+
+        Of those that have stood long enough, one is ended where others wait.
+        """
+        now = time.perf_counter()
+        for job in self._paused:
+            job.stalled += now - self._looked
+        self._looked = now
+        self._paused = [job for job in self._running if job.is_unread]
+        slowest = max(self._paused, key=lambda job: job.stalled, default=None)
+        if slowest and slowest.stalled > STALL_SECONDS and (others_wait or self._draining):
+            self._answers.end(slowest)
+            self._paused.remove(slowest)
+            self._finish(slowest, StalledError())
+
+    def _step(self) -> None:
+        """Run one pass for all answers but the paused ones, and pass on what it brought."""
+        served = set()
+        for job, event in self._answers.step(self._paused):
+            if isinstance(event, Chunk):
+                served.add(job)
+                job.add(event)
+            else:
+                self._finish(job, event)
+        if served:
+            self._metrics.stepped(len(served))
+
+    def _finish(self, job: Job, error: Exception | None) -> None:
+        """End a running job, whose answer is whole if there is no error."""
+        now = time.perf_counter()
+        job.seconds = now - job.submitted
+        self._mean_seconds += 0.2 * (now - job.begun - self._mean_seconds)
+        del self._running[job]
+        self._report(job, error)
+        job.tell(error)
