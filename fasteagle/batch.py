@@ -6,10 +6,12 @@ where the kernels compute a row alike in any pass (our CPU kernels), else but fo
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Generator, Hashable
+import dataclasses
+import time
+from collections.abc import Callable, Collection, Generator, Hashable, Sequence
 from typing import Generic, TypeVar
 
+from fasteagle.decoding.context import common_prefix
 from fasteagle.decoding.runner import run_together
 from fasteagle.device import available_bytes
 from fasteagle.errors import FasteagleError
@@ -19,85 +21,148 @@ Key = TypeVar("Key", bound=Hashable)
 Item = TypeVar("Item")
 
 
+class NoRoomError(FasteagleError):
+    """Error where memory for another text is short while the others are written."""
+
+
+@dataclasses.dataclass
+class _Running(Generic[Item]):
+    """Answer under way: its engine, the generator of its items, the length that it may reach."""
+
+    engine: Engine
+    items: Generator[Item]
+    n_tokens: int
+
+
 class Batch(Generic[Key, Item]):
     """Up to `size` answers at once; they begin and end independently of each other.
 
-    The engines decode plainly: they have no drafter. An answer is a generator over its engine,
-    whose items are false where its cycle waits for a pass: see `Engine.generate`.
+    The first engine is the given one, others are made like it when they are first needed. An answer
+    is a generator over its engine, whose items are false where its cycle waits for a pass: see
+    `Engine.generate`.
     """
 
     def __init__(self, engine: Engine, size: int) -> None:
-        self._engine, self._size = engine, size
-        self._idle: list[Engine] = []  # made when they are first needed
-        self._running: dict[Key, tuple[Engine, Generator[Item]]] = {}
-        self._errors: deque[Exception] = deque()
+        self.size = size
+        self.engines = [engine]
+        self._running: dict[Key, _Running[Item]] = {}
+        # Seconds that decoding took more than prompts did meanwhile: prompts may take as long, so
+        # that answers under way keep half of their speed.
+        self._credit = 0.0
 
     @property
     def has_room(self) -> bool:
         """Return whether another answer may begin."""
-        return len(self._running) < self._size
-
-    @property
-    def is_empty(self) -> bool:
-        """Return whether no answer is under way, and no error left to raise."""
-        return not self._running and not self._errors
+        return len(self._running) < self.size
 
     @property
     def running(self) -> list[Key]:
         """Names of the answers that are under way, in the order in which they began."""
         return list(self._running)
 
-    def begin(self, key: Key, n_tokens: int, start: Callable[[Engine], Generator[Item]]) -> None:
+    def begin(
+        self,
+        key: Key,
+        prompt: Sequence[int],
+        n_tokens: int,
+        start: Callable[[Engine], Generator[Item]],
+    ) -> None:
         """Begin the answer that `start` returns; `step` names it `key`.
 
-        Its text has at most `n_tokens`. Raises `FasteagleError` where memory for them is short.
+        Its text, `prompt` included, has at most `n_tokens`. Raises `NoRoomError` where memory for
+        them is short.
         """
-        engine = self._engine
-        # Where caches must not move, an engine that is idle has its whole cache already.
-        n_slots = n_tokens if engine.on_cpu else 0 if self._idle else engine.cache.n_slots
-        needed = engine.cache.rows[:, :, :1].nbytes * n_slots
+        engine = self._engine_for(prompt)
+        self._check_memory(engine, n_tokens)
+        first = self.engines[0].drafter
+        if engine is not self.engines[0]:
+            engine.plain_rows = self.engines[0].plain_rows
+            if first is None or engine.drafter is None or engine.drafter.origin is not first.origin:
+                engine.use(None if first is None else first.sibling())
+        engine.runner.waits = True
+        self._running[key] = _Running(engine, start(engine), n_tokens)
+
+    def _engine_for(self, prompt: Sequence[int]) -> Engine:
+        """Return the idle engine that has computed most of `prompt`, or a new one."""
+        busy = [run.engine for run in self._running.values()]
+        idle = [engine for engine in self.engines if engine not in busy]
+        if not idle:
+            self.engines.append(self.engines[0].sibling())
+            return self.engines[-1]
+        return max(idle, key=lambda engine: common_prefix(engine.cached, prompt))
+
+    def _check_memory(self, engine: Engine, n_tokens: int) -> None:
+        """Raise `NoRoomError` unless all texts may reach their lengths."""
         free = available_bytes(engine.device)
-        if free is not None and needed > free:
-            raise FasteagleError(
-                f"a text of {n_tokens:,} tokens needs {needed / 2**30:.1f} GiB of KV cache, "
-                f"{free / 2**30:.1f} GiB free: lower --batch or --max-new-tokens"
+        if free is None:
+            return
+        needed = _missing_bytes(engine, n_tokens)
+        needed += sum(_missing_bytes(run.engine, run.n_tokens) for run in self._running.values())
+        if needed > free:
+            raise NoRoomError(
+                f"a text of {n_tokens:,} tokens and those under way need {needed / 2**30:.1f} GiB "
+                f"more of KV cache, {free / 2**30:.1f} GiB are free: ask for fewer tokens, "
+                "or fewer at once"
             )
-        own = self._idle.pop() if self._idle else engine.sibling()
-        own.runner.waits = True
-        self._running[key] = own, start(own)
 
-    def step(self) -> list[tuple[Key, Item | None]]:
-        """Run one pass; return what the answers yield until all wait again, None at their ends.
+    def step(self, paused: Collection[Key] = ()) -> list[tuple[Key, Item | Exception | None]]:
+        """Run one pass for all answers but the `paused` ones, and at most one part of a prompt.
 
-        An error of one answer ends it, and is raised by the next call: the others go on.
+        Returns what the answers yield until all wait again: None at an end, and where an answer
+        ended by an error, the error.
         """
-        if self._errors:
-            raise self._errors.popleft()
-        waiting = [engine.runner for engine, _ in self._running.values() if engine.runner.waiting]
-        if waiting:
-            run_together(waiting)
-        items: list[tuple[Key, Item | None]] = []
-        for key in self.running:
-            _, answer = self._running[key]
-            try:
-                while item := next(answer, None):
-                    items.append((key, item))
-            except Exception as error:
-                self.end(key)
-                self._errors.append(error)
-                continue
-            if item is None:
-                self.end(key)
-                items.append((key, None))
+        going = {key: run for key, run in self._running.items() if key not in paused}
+        decoding = {key: run for key, run in going.items() if run.engine.runner.waiting is not None}
+        begin = time.perf_counter()
+        if decoding:
+            run_together([run.engine.runner for run in decoding.values()])
+        items = [item for key in decoding for item in self._advance(key)]
+        prompts = [key for key in going if key not in decoding]
+        if not prompts:
+            self._credit = 0.0
+        elif not decoding:
+            items += self._advance(prompts[0])
+        else:
+            now = time.perf_counter()
+            self._credit += now - begin
+            if self._credit > 0:
+                items += self._advance(prompts[0])
+                self._credit -= time.perf_counter() - now
         return items
+
+    def _advance(self, key: Key) -> list[tuple[Key, Item | Exception | None]]:
+        """Return what an answer yields until it waits."""
+        items: list[tuple[Key, Item | Exception | None]] = []
+        answer = self._running[key].items
+        item: Item | None = None
+        try:
+            while item := next(answer, None):
+                items.append((key, item))
+        except Exception as error:
+            self.end(key)
+            return [*items, (key, error)]
+        except BaseException:
+            self.end(key)
+            raise
+        if item is None:
+            self.end(key)
+            items.append((key, None))
+        return items
+
+    def end(self, key: Key) -> None:
+        """End an answer; another one may begin in its place."""
+        run = self._running.pop(key)
+        run.items.close()
+        run.engine.runner.waits = False
 
     def close(self) -> None:
         """End all answers."""
         for key in self.running:
             self.end(key)
 
-    def end(self, key: Key) -> None:
-        """End an answer; another one may begin in its place."""
-        engine, answer = self._running.pop(key)
-        answer.close()
-        self._idle.append(engine)
+
+def _missing_bytes(engine: Engine, n_tokens: int) -> int:
+    """Return the bytes by which an engine's caches still grow for a text of `n_tokens`."""
+    # Where caches must not move, they have their full size from the beginning.
+    slots = max(0, n_tokens - engine.cache.n_slots) if engine.on_cpu else 0
+    return slots * sum(cache.rows[:, :, :1].nbytes for cache in engine.caches)

@@ -91,8 +91,8 @@ class Engine(Context):
         *,
         processor: LogitsProcessor | None = None,
         speculate: bool = True,
-        check: Callable[[], None] = lambda: None,
         is_last: Callable[[int], bool] = lambda token: False,
+        stats: Stats | None = None,
     ) -> Generator[list[int]]:
         """Yield newly committed tokens, cycle by cycle, up to and including an end-of-text token.
 
@@ -104,17 +104,18 @@ class Engine(Context):
 
         A beginning of `prompt` that the cache already holds is not computed again. Closing the
         generator, or an exception in it, leaves the engine ready for the next call. `processor`
-        changes logits before tokens are drawn; without `speculate` the drafter pauses; `check` is
-        called between the parts of a long prompt, and ends the answer by raising. Where memory is
-        short it raises `EngineError`, and the conversation is forgotten.
+        changes logits before tokens are drawn; without `speculate` the drafter pauses; `stats` is
+        filled on the way, and is `self.stats` then. Where memory is short it raises `EngineError`,
+        and the conversation is forgotten.
         """
         start = time.perf_counter()
         self.check_prompt(prompt)
-        self.stats = stats = Stats(prompt_tokens=len(prompt))
+        self.stats = stats = stats or Stats()
+        stats.prompt_tokens = len(prompt)
         kind = SamplingMode.of(params, self.model.config.vocab_size)
         processed = processor is not None
         unless_short(lambda: self._prepare(kind, params, processed), self._lost)
-        for filled in self.prefill_parts(prompt, check):
+        for filled in self.prefill_parts(prompt):
             if filled is None and self.runner.waits:
                 yield []
         assert filled is not None, "the last part is the result"

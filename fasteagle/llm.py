@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
 from pathlib import Path
 from typing import Literal, NamedTuple, Unpack, overload
 
-from fasteagle.answering.answer import Answer, AnswerRequest, Chunk, answer
+from fasteagle.answering.answer import Answer, AnswerRequest, Chunk
 from fasteagle.answering.background import Preparation
 from fasteagle.answering.grammar import GrammarCompiler
 from fasteagle.answering.keywords import AnswerKeywords, are_ids, check_text, listed, read_keywords
 from fasteagle.answering.known_texts import KnownTexts
 from fasteagle.answering.prefix_cache import PrefixCache
-from fasteagle.answering.several import answer_all
+from fasteagle.answering.several import Answers
 from fasteagle.compile.blocks import compile_now
+from fasteagle.decoding.stats import Stats
 from fasteagle.device import give_back
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
@@ -26,6 +26,7 @@ from fasteagle.loading.tokenizer import ChatTokenizer, Message
 from fasteagle.logits import TokenMask
 from fasteagle.options import (
     DEFAULT_MODEL,
+    MOST_AT_ONCE,
     AnswerOptions,
     DraftOptions,
     GrammarSpec,
@@ -35,7 +36,6 @@ from fasteagle.options import (
 )
 from fasteagle.quant.scheme import check_precision
 
-MOST_AT_ONCE = 8  # answers of a batch
 MOST_PENALTY = 2  # for presence and frequency; OpenAI's range
 
 
@@ -47,13 +47,13 @@ class Prompt(NamedTuple):
 
 
 class LLM:
-    """Loaded model: one engine and one sequence, whose KV cache the next call reuses.
+    """Loaded model, which answers; the next call reuses the KV cache of an earlier one.
 
     `texts` are the last conversations as they were generated, `prefix_cache` keeps their keys and
     values, `preparation` compiles and measures in the background.
 
-    Only one answer can be under way: a second one, from another thread or while a stream is not
-    read to its end, raises `FasteagleError` at once. It does not wait, because an abandoned stream
+    Up to `parallel` `answers` can be under way, in streams that are read in any order and by any
+    threads. One more raises `FasteagleError` at once. It does not wait, because an abandoned stream
     would make it wait for ever; the server has a queue for that.
     """
 
@@ -65,6 +65,7 @@ class LLM:
         prefix_cache_gb: float = 0.0,
         prefix_cache_on: str = "host",
         grammars: GrammarCompiler | None = None,
+        parallel: int = MOST_AT_ONCE,
     ) -> None:
         self.name, self.engine, self.tokenizer = name, engine, tokenizer
         self.preparation: Preparation | None = None
@@ -72,7 +73,9 @@ class LLM:
         self.prefix_cache = PrefixCache(int(prefix_cache_gb * 2**30), place)
         self.texts = KnownTexts(tokenizer)
         self._grammars = grammars or GrammarCompiler(tokenizer, engine.model.config.vocab_size)
-        self._turn = threading.Lock()
+        self.answers = Answers(
+            engine, tokenizer, parallel, self.prefix_cache, self.texts, self._answering
+        )
         self._closed = False
 
     def __enter__(self) -> LLM:
@@ -85,14 +88,26 @@ class LLM:
         """Free the memory and refuse later calls; raise while an answer is under way."""
         if self._closed:
             return
-        self._take_turn()
+        if self.answers.running:
+            raise FasteagleError("an answer is under way: read its stream to the end or close it")
+        self._closed = True
         if self.preparation is not None:
             self.preparation.join()
-        self._closed = True
-        self._turn.release()
-        for name in ("engine", "tokenizer", "preparation", "_grammars", "prefix_cache", "texts"):
+        for name in (
+            "engine",
+            "tokenizer",
+            "preparation",
+            "_grammars",
+            "prefix_cache",
+            "texts",
+            "answers",
+        ):
             delattr(self, name)
         give_back()
+
+    def _answering(self, params: SamplingParams) -> AbstractContextManager[None]:
+        """Hold off what measures the model while answers are under way."""
+        return self.preparation.answering(params) if self.preparation else nullcontext()
 
     def prepare(
         self, params: SamplingParams, *, quiet: bool, tune: bool = True, wait: bool = False
@@ -225,9 +240,8 @@ class LLM:
     ) -> list[Answer]:
         """Continue several texts, up to `size` of them at once, with one pass for all.
 
-        They are decoded plainly, without a drafter, which takes less time in total than one after
-        the other with it. With quantized weights on a CPU each answer is the one that `generate`
-        returns for its prompt, elsewhere but for rounding.
+        With quantized weights on a CPU each answer is the one that `generate` returns for its
+        prompt, elsewhere but for rounding.
         """
         ids = [self._ids(one) for one in listed("prompts", prompts)]
         return self._run_batch(ids, size, keywords)
@@ -235,28 +249,24 @@ class LLM:
     def _run_batch(
         self, prompts: Sequence[list[int]], size: int, keywords: AnswerKeywords
     ) -> list[Answer]:
-        if size not in range(1, MOST_AT_ONCE + 1):
-            raise FasteagleError(f"size {size!r} is out of range: use 1 .. {MOST_AT_ONCE}")
+        if size not in range(1, self.answers.size + 1):
+            raise FasteagleError(f"size {size!r} is out of range: use 1 .. {self.answers.size}")
         params, options, spec, more = read_keywords(keywords)
         requests = [self.made_request(ids, params, options, spec, **more) for ids in prompts]
         for request in requests:
             self.engine.check_prompt(request.prompt)
-        self._take_turn()
-        try:
-            with self.preparation.answering(params) if self.preparation else nullcontext():
-                return answer_all(self.engine, self.tokenizer, requests, size)
-        finally:
-            self._turn.release()
+        return self.answers.all(requests, size)
 
     def _run(
         self, prompt: list[int], stream: bool, keywords: AnswerKeywords, text: str | None = None
     ) -> Answer | Iterator[Chunk]:
         params, options, spec, more = read_keywords(keywords)
         request = self.made_request(prompt, params, options, spec, **more)
-        answering = self.stream(request, text=text)
+        stats = Stats()
+        answering = self.answers.stream(request, text, stats)
         if stream:
             return answering
-        return Answer.of(list(answering), self.engine.stats, request.params.seed)
+        return Answer.of(list(answering), stats, request.params.seed)
 
     def made_request(
         self,
@@ -294,39 +304,6 @@ class LLM:
     def grammar(self, spec: GrammarSpec) -> TokenMask:
         """Return the compiled grammar of an answer; other threads may call this."""
         return self._grammars.start(spec)
-
-    def stream(
-        self,
-        request: AnswerRequest,
-        check: Callable[[], None] = lambda: None,
-        text: str | None = None,
-    ) -> Generator[Chunk]:
-        """Answer `request`, chunk by chunk; `check` is called before every pass and may raise.
-
-        With the `text` of its prompt, a later text that begins with both reuses their tokens.
-        """
-        self._take_turn()
-        tokens: list[int] = []
-        try:
-            prepared = self.preparation
-            with prepared.answering(request.params) if prepared else nullcontext():
-                self.prefix_cache.turn_to(self.engine, request.prompt)
-                with closing(answer(self.engine, self.tokenizer, request, check)) as chunks:
-                    for chunk in chunks:
-                        tokens.extend(chunk.tokens)
-                        yield chunk
-        finally:
-            if text is not None and tokens:
-                self.texts.add(text, request.prompt, tokens)
-            self._turn.release()
-
-    def _take_turn(self) -> None:
-        self._check_open()
-        if not self._turn.acquire(blocking=False):
-            raise FasteagleError(
-                "an answer is under way, and one model holds one sequence: read that stream to its "
-                "end or close it first, or let `fasteagle serve` queue requests"
-            )
 
     def _check_open(self) -> None:
         if self._closed:
@@ -373,6 +350,7 @@ def open_llm(
     prefix_cache_on: str = "host",
     think: bool | None = None,
     form: GrammarSpec | None = None,
+    parallel: int = MOST_AT_ONCE,
 ) -> LLM:
     """Load the model with its drafter; refuse what cannot run before weights are read."""
     ServeOptions(prefix_cache=prefix_cache_gb)  # checks it
@@ -392,4 +370,12 @@ def open_llm(
     engine.compile_ahead()
     if model == DEFAULT_MODEL:
         notify(f"{model} is a small model for trying out, and often wrong: see `fasteagle models`")
-    return LLM(runtime.name, engine, runtime.tokenizer, prefix_cache_gb, prefix_cache_on, grammars)
+    return LLM(
+        runtime.name,
+        engine,
+        runtime.tokenizer,
+        prefix_cache_gb,
+        prefix_cache_on,
+        grammars,
+        parallel,
+    )

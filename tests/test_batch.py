@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fasteagle import batch
-from fasteagle.batch import Batch
-from fasteagle.errors import EngineError, FasteagleError
+from fasteagle.batch import Batch, NoRoomError
+from fasteagle.errors import EngineError
 from fasteagle.generate import Engine
 from fasteagle.loading.open import open_model
 from fasteagle.options import RuntimeOptions, SamplingParams
@@ -43,7 +43,7 @@ def together(engine: Engine, size: int, wanted) -> list[list[int]]:
     several, waiting = Batch(engine, size), list(enumerate(wanted))
     texts = {key: [] for key, _ in waiting}
     ended = set()
-    while waiting or not several.is_empty:
+    while waiting or several.running:
         while waiting and several.has_room:
             begin(several, *waiting.pop(0))
         for key, new in several.step():
@@ -56,7 +56,7 @@ def together(engine: Engine, size: int, wanted) -> list[list[int]]:
 def begin(several: Batch, key: int, job) -> None:
     prompt, params, limit = job
     several.begin(
-        key, len(prompt) + limit, lambda engine: engine.generate(prompt, params, limit, EOS)
+        key, prompt, len(prompt) + limit, lambda own: own.generate(prompt, params, limit, EOS)
     )
 
 
@@ -94,7 +94,7 @@ def test_any_company_leaves_a_text_as_it_is(seed, bits, native):
     choose.shuffle(left)
     given_up = set(left[:2])
     wanted = list(jobs(len(expected), engine.model.config.vocab_size))
-    while left or not several.is_empty:
+    while left or several.running:
         while left and several.has_room and choose.random() < 0.5:
             key = left.pop()
             texts[key] = []
@@ -123,18 +123,17 @@ def test_a_pass_that_fails_ends_each_answer_by_its_reason(monkeypatch):
     engine = Engine(random_target(tiny_config()), 128)
     several = Batch(engine, 2)
     for key in range(2):
-        several.begin(key, 64, lambda engine: engine.generate([9, 10], SamplingParams(), 20))
-    several.step()
+        begin(several, key, ([9, 10], SamplingParams(), 20))
+    while len(several.step()) < 2:
+        pass
 
     def fail(*arguments):
         raise RuntimeError("a broken pass")
 
     monkeypatch.setattr(type(engine.backend), "verify_together", fail)
-    assert several.step() == [] and not several.running and not several.is_empty
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="a broken pass"):
-            several.step()
-    assert several.is_empty
+    ended = dict(several.step())
+    assert list(ended) == [0, 1] and not several.running
+    assert all(str(error) == "a broken pass" for error in ended.values())
 
 
 def test_an_error_at_the_end_of_one_cycle_is_not_the_others():
@@ -153,16 +152,16 @@ def test_an_error_at_the_end_of_one_cycle_is_not_the_others():
     several, text = Batch(engine, 2), []
     begin(several, 0, ([9, 10], SamplingParams(), 12))
     several.begin(
-        1, 64, lambda own: own.generate([9, 10], SamplingParams(), 12, processor=Breaks())
+        1, [9], 64, lambda own: own.generate([9, 10], SamplingParams(), 12, processor=Breaks())
     )
-    for _ in range(2):
-        text += [token for key, new in several.step() if key == 0 for token in new]
-    with pytest.raises(RuntimeError, match="a broken processor"):
-        several.step()
-    assert several.running == [0]
-    while not several.is_empty:
-        text += [token for _, new in several.step() for token in new or []]
-    assert text == expected
+    errors = []
+    while several.running:
+        for key, new in several.step():
+            if key == 0:
+                text += new or []
+            elif isinstance(new, Exception):
+                errors.append(str(new))
+    assert text == expected and errors == ["a broken processor"]
 
 
 def test_caches_grow_with_the_longest_text():
@@ -183,9 +182,9 @@ def test_memory_that_is_not_there(monkeypatch):
     engine = Engine(random_target(tiny_config()), 512)
     monkeypatch.setattr(batch, "available_bytes", lambda device: 1000)
     several = Batch(engine, 2)
-    with pytest.raises(FasteagleError, match="a text of 305 tokens needs .* lower --batch"):
+    with pytest.raises(NoRoomError, match="a text of 305 tokens .* need .* fewer at once"):
         begin(several, 0, ([9] * 300, SamplingParams(), 5))
-    assert several.is_empty and several.has_room
+    assert not several.running and several.has_room
 
 
 def test_logits_that_are_not_finite():
@@ -193,10 +192,9 @@ def test_logits_that_are_not_finite():
     target.lm_head.weight.fill_(float("nan"))
     several = Batch(Engine(target, 64), 2)
     begin(several, 0, ([9, 10, 11], SamplingParams(), 5))
-    assert several.step() == []
-    with pytest.raises(EngineError, match="not finite in float32 at position 3"):
-        several.step()
-    assert several.is_empty
+    ((_, error),) = several.step()
+    assert "not finite in float32 at position 3" in str(error)
+    assert isinstance(error, EngineError) and not several.running
 
 
 @pytest.mark.real_model

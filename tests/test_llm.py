@@ -1,8 +1,9 @@
-"""The Python API: answers, streams, one at a time, and nothing heavy before `load`."""
+"""The Python API: answers, streams, several at once, and nothing heavy before `load`."""
 
 from __future__ import annotations
 
 import gc
+import random
 import subprocess
 import sys
 import threading
@@ -155,25 +156,78 @@ def test_an_unknown_keyword_is_a_type_error(llm):
         llm.chat("hello", temprature=1)
 
 
-def test_a_second_answer_meanwhile_is_refused(llm):
-    stream = llm.chat("hello", stream=True, max_new_tokens=50)
+def test_streams_in_any_order(llm):
+    questions = ["hello", "a b a b", "Why?", "one two one two"]
+    alone = [llm.chat(question, max_new_tokens=90).tokens for question in questions]
+    streams = [llm.chat(question, stream=True, max_new_tokens=90) for question in questions]
+    tokens = [[] for _ in questions]
+    choose = random.Random(1)
+    left = list(range(len(streams)))
+    next(streams[2])  # only 64 passes go on without its reader
+    tokens[3] = [token for chunk in streams.pop(3) for token in chunk.tokens]
+    streams[2].close()
+    streams[2] = llm.chat(questions[2], stream=True, max_new_tokens=90)
+    left.remove(3)
+    while left:
+        i = choose.choice(left)
+        chunk = next(streams[i], None)
+        if chunk is None:
+            left.remove(i)
+        else:
+            tokens[i] += chunk.tokens
+    assert tokens == alone
+    assert not llm.answers.running
+
+
+def test_an_answer_beside_an_open_stream(llm):
+    expected = llm.chat("hello", max_new_tokens=30).tokens
+    stream = llm.chat("a b", stream=True, max_new_tokens=50)
     next(stream)
-    errors = []
-
-    def other():
-        try:
-            llm.chat("hello")
-        except FasteagleError as error:
-            errors.append(str(error))
-
-    thread = threading.Thread(target=other)
+    tokens = []
+    thread = threading.Thread(
+        target=lambda: tokens.extend(llm.chat("hello", max_new_tokens=30).tokens)
+    )
     thread.start()
     thread.join()
-    assert len(errors) == 1 and "one model holds one sequence" in errors[0]
-    with pytest.raises(FasteagleError, match="close it first"):
-        llm.chat("hello")
-    stream.close()
-    assert llm.chat("hello", max_new_tokens=3).stats.new_tokens == 3
+    assert tokens == expected
+    more = [llm.chat("a b", stream=True, max_new_tokens=50) for _ in range(8)]
+    for one in more[1:]:
+        next(one)
+    with pytest.raises(FasteagleError, match="8 answers are under way, .* close it first"):
+        next(more[0])
+    for one in (stream, *more):
+        one.close()
+    assert llm.chat("hello", max_new_tokens=30).tokens == expected
+
+
+def test_an_interruption_ends_the_answers_under_way(llm, monkeypatch):
+    expected = llm.chat("hello", max_new_tokens=30).tokens
+    streams = [llm.chat("hello", stream=True, max_new_tokens=30) for _ in range(2)]
+    for stream in streams:
+        next(stream)
+
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(llm.engine.backend), "verify_together", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            list(streams[0])
+    with pytest.raises(FasteagleError, match="interrupted"):
+        list(streams[1])
+    assert not llm.answers.running
+    assert llm.chat("hello", max_new_tokens=30).tokens == expected
+
+
+def test_a_common_beginning_is_computed_once(llm):
+    text = "a b c d e f g h " * 8
+    alone = [llm.generate(text + end, max_new_tokens=12).tokens for end in ("x", "y", "z")]
+    for engine in llm.answers._batch.engines:
+        engine.restart()
+    several = llm.generate_batch([text + end for end in ("x", "y", "z")], max_new_tokens=12)
+    assert [one.tokens for one in several] == alone
+    cached = [one.stats.cached_tokens for one in several]
+    assert cached[0] == 0 and min(cached[1:]) > 100
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 3}, {"stop": ["e"]}], ids=str)
@@ -202,11 +256,6 @@ def test_what_a_batch_refuses(llm):
         llm.chat_batch(["hello", []])
     with pytest.raises(FasteagleError, match="the prompt is empty"):
         llm.generate_batch([[5], []])
-    stream = llm.chat("hello", stream=True, max_new_tokens=50)
-    next(stream)
-    with pytest.raises(FasteagleError, match="close it first"):
-        llm.chat_batch(["hello"])
-    stream.close()
 
 
 def test_closing(tiny_dir):

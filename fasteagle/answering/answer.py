@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 
 from fasteagle.answering.stream import Decoder, TextStream
 from fasteagle.decoding.stats import Stats
@@ -101,16 +101,13 @@ class _StopStrings:
 
 
 def answer(
-    engine: Engine,
-    decoder: Decoder,
-    request: AnswerRequest,
-    check: Callable[[], None] = lambda: None,
+    engine: Engine, decoder: Decoder, request: AnswerRequest, stats: Stats | None = None
 ) -> Generator[Chunk]:
-    """Yield the answer, one chunk for each pass; statistics are in `engine.stats`.
+    """Yield the answer, one chunk for each pass; `engine.stats`, or `stats`, are filled.
 
     Where the engine's runner waits, empty chunks are yielded too: see `Engine.generate`.
 
-    Closing the generator ends the answer. `check` is called before every pass and may raise.
+    Closing the generator ends the answer.
     """
     stops = _StopStrings(decoder, request) if request.answer.stop else None
     stream = TextStream(decoder)
@@ -128,15 +125,14 @@ def answer(
         request.eos_ids,
         processor=logits if logits.is_needed else None,
         speculate=request.speculate,
-        check=check,
         is_last=stops.push if stops is not None else lambda token: False,
+        stats=stats,
     )
     n_passes = n_logprobs = 0  # passes that drafted; log-probabilities yielded
     with contextlib.closing(cycles):
         for ids in cycles:
             if not ids:
                 yield Chunk("")
-                check()
                 continue
             stats = engine.stats
             drafted = len(stats.path_lengths) > n_passes
@@ -150,7 +146,6 @@ def answer(
             logprobs = tuple(logits.logprobs[n_logprobs:])
             n_logprobs += len(logprobs)
             yield Chunk(guessed + rest, tuple(ids), accepted, len(guessed), logprobs)
-            check()
     left = stream.finish() if stops is None else stops.stream.finish()
     if left:
         yield Chunk(left)

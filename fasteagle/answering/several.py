@@ -1,37 +1,191 @@
-"""Several answers at once, from token ids to whole answers."""
+"""Answers of one model that are under way, from token ids to text."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Generator, Sequence
-from contextlib import closing
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Hashable, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
 
 from fasteagle.answering.answer import Answer, AnswerRequest, Chunk, answer
+from fasteagle.answering.known_texts import KnownTexts
+from fasteagle.answering.prefix_cache import PrefixCache
 from fasteagle.answering.stream import Decoder
 from fasteagle.batch import Batch
+from fasteagle.decoding.stats import Stats
+from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
+from fasteagle.options import SamplingParams
+
+Event = Chunk | Exception | None  # None: the answer is whole; an error ended it
+MOST_UNREAD = 64  # chunks of a stream that wait to be read, from which its answer pauses
 
 
-def answer_all(
-    engine: Engine, decoder: Decoder, requests: Sequence[AnswerRequest], size: int
-) -> list[Answer]:
-    """Answer all requests, up to `size` of them at once, by engines like `engine`."""
-    answers: dict[int, Answer] = {}
+class Answers:
+    """Answers under way, up to `size` at once: `Batch`, with what a model keeps between answers.
 
-    def write(i: int, own: Engine) -> Generator[Chunk]:
-        chunks = []
-        for chunk in answer(own, decoder, requests[i]):
-            chunks.append(chunk)
-            yield chunk
-        answers[i] = Answer.of(chunks, own.stats, requests[i].params.seed)
+    One thread may `begin` and `step`, or any threads read `stream`s, but not both. `hold` is
+    entered while any answer is under way.
+    """
 
-    batch: Batch[int, Chunk] = Batch(engine, size)
-    with closing(batch):
-        waiting = iter(enumerate(requests))
-        while len(answers) < len(requests):
-            while batch.has_room and (following := next(waiting, None)):
-                i, request = following
-                n_tokens = len(request.prompt) + request.answer.max_new_tokens
-                batch.begin(i, min(n_tokens, engine.max_seq_len), functools.partial(write, i))
-            batch.step()
-    return [answers[i] for i in range(len(requests))]
+    def __init__(
+        self,
+        engine: Engine,
+        decoder: Decoder,
+        size: int,
+        prefix_cache: PrefixCache,
+        texts: KnownTexts,
+        hold: Callable[[SamplingParams], AbstractContextManager[None]],
+    ) -> None:
+        self._batch: Batch[Hashable, Chunk] = Batch(engine, size)
+        self._decoder, self._prefix_cache, self._texts = decoder, prefix_cache, texts
+        self._hold, self._held = hold, ExitStack()
+        self._lock = threading.Lock()
+        self._unread: dict[Hashable, deque[Event]] = {}  # of streams
+
+    @property
+    def size(self) -> int:
+        """Number of answers that may be under way at once."""
+        return self._batch.size
+
+    @property
+    def has_room(self) -> bool:
+        """Return whether another answer may begin."""
+        return self._batch.has_room
+
+    @property
+    def running(self) -> list[Hashable]:
+        """Names of the answers that are under way, in the order in which they began."""
+        return self._batch.running
+
+    def begin(
+        self,
+        key: Hashable,
+        request: AnswerRequest,
+        text: str | None = None,
+        stats: Stats | None = None,
+    ) -> None:
+        """Begin to answer `request`; `step` names the answer `key`, and fills `stats`.
+
+        With the `text` of its prompt, a later text that begins with both reuses their tokens.
+        Raises `NoRoomError` where memory for its text is short.
+        """
+        batch = self._batch
+
+        def chunks(engine: Engine) -> Generator[Chunk]:
+            tokens: list[int] = []
+            try:
+                others = [other for other in batch.engines if other is not engine]
+                self._prefix_cache.turn_to(engine, request.prompt, others)
+                with closing(answer(engine, self._decoder, request, stats)) as own:
+                    for chunk in own:
+                        tokens.extend(chunk.tokens)
+                        yield chunk
+            finally:
+                if text is not None and tokens:
+                    self._texts.add(text, request.prompt, tokens)
+
+        n_tokens = len(request.prompt) + request.answer.max_new_tokens
+        n_tokens = min(n_tokens, batch.engines[0].max_seq_len)
+        with self._holding():
+            if not batch.running:
+                self._held.enter_context(self._hold(request.params))
+            batch.begin(key, request.prompt, n_tokens, chunks)
+
+    def step(self, paused: Collection[Hashable] = ()) -> list[tuple[Hashable, Event]]:
+        """Run one pass for all answers but the `paused` ones; return what is new, in order."""
+        with self._holding():
+            return self._batch.step(paused)
+
+    def end(self, key: Hashable) -> None:
+        """End an answer early; do nothing if it has ended."""
+        with self._holding():
+            if key in self._batch.running:
+                self._batch.end(key)
+
+    @contextlib.contextmanager
+    def _holding(self) -> Generator[None]:
+        try:
+            yield
+        finally:
+            if not self._batch.running:
+                self._held.close()
+
+    def stream(
+        self, request: AnswerRequest, text: str | None = None, stats: Stats | None = None
+    ) -> Generator[Chunk]:
+        """Yield the chunks of an answer; other streams go on meanwhile.
+
+        Raises `FasteagleError` where too many answers are under way.
+        """
+        key = object()
+        try:
+            self._open(key, request, text, stats)
+            yield from self._read(key)
+        finally:
+            self._shut(key)
+
+    def all(self, requests: Sequence[AnswerRequest], size: int) -> list[Answer]:
+        """Answer all requests, up to `size` of them at once."""
+        stats = [Stats() for _ in requests]
+        chunks: list[list[Chunk]] = [[] for _ in requests]
+        waiting = deque(range(len(requests)))
+        reading: dict[int, Generator[Chunk]] = {}
+        keys = [object() for _ in requests]
+        try:
+            while waiting or reading:
+                while waiting and len(reading) < size and (self.has_room or not reading):
+                    i = waiting.popleft()
+                    self._open(keys[i], requests[i], None, stats[i])
+                    reading[i] = self._read(keys[i])
+                for i, reader in list(reading.items()):
+                    chunk = next(reader, None)
+                    if chunk is None:
+                        del reading[i]
+                        self._shut(keys[i])
+                    else:
+                        chunks[i].append(chunk)
+        finally:
+            for key in keys:
+                self._shut(key)
+        each = zip(chunks, stats, requests, strict=True)
+        return [Answer.of(own, stats, request.params.seed) for own, stats, request in each]
+
+    def _open(
+        self, key: Hashable, request: AnswerRequest, text: str | None, stats: Stats | None
+    ) -> None:
+        with self._lock:
+            if not self.has_room:
+                raise FasteagleError(
+                    f"{self.size} answers are under way, and no more run at once: read a stream to "
+                    "its end or close it first, or let `fasteagle serve` queue requests"
+                )
+            self.begin(key, request, text, stats)
+            self._unread[key] = deque()
+
+    def _read(self, key: Hashable) -> Generator[Chunk]:
+        unread = self._unread[key]
+        while True:
+            with self._lock:
+                while not unread:
+                    self._step_streams(key)
+            event = unread.popleft()
+            if event is None:
+                return
+            if isinstance(event, Exception):
+                raise event
+            yield event
+
+    def _step_streams(self, reader: Hashable) -> None:
+        """Run one pass for the streams whose readers are not far behind."""
+        if reader not in self.running:
+            raise FasteagleError("the answer was interrupted: ask again")
+        paused = {key for key, unread in self._unread.items() if len(unread) >= MOST_UNREAD}
+        for key, event in self.step(paused):
+            self._unread[key].append(event)
+
+    def _shut(self, key: Hashable) -> None:
+        with self._lock:
+            self.end(key)
+            self._unread.pop(key, None)

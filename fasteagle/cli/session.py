@@ -86,7 +86,7 @@ class ChatSession:
             prompt = self._fit()
             thought = ThoughtSplitter(opened_thought(prompt.text))
             request = self.llm.made_request(prompt.ids, self.params, self.answer, self.form)
-            with contextlib.closing(self.llm.stream(request, text=prompt.text)) as chunks:
+            with contextlib.closing(self.llm.answers.stream(request, prompt.text)) as chunks:
                 for chunk in chunks:
                     texts.append(chunk.text)
                     guess, rest = chunk.text[: chunk.n_guessed], chunk.text[chunk.n_guessed :]

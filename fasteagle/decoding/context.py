@@ -5,7 +5,7 @@ Shapes: T rows, D model dim, R auxiliary layers, F feature dim of the draft head
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -72,22 +72,20 @@ class Context:
         return PREFILL_CHUNK if self.on_cpu else PREFILL_CHUNK_CUDA
 
     @torch.no_grad()
-    def prefill(self, prompt: Sequence[int], check: Callable[[], None] = lambda: None) -> Prefilled:
+    def prefill(self, prompt: Sequence[int]) -> Prefilled:
         """Fill the cache with exactly `prompt`; show the drafter all of it but the last pair.
 
         Raises `EngineError` where memory is short.
         """
-        for filled in self.prefill_parts(prompt, check):
+        for filled in self.prefill_parts(prompt):
             if filled is not None:
                 return filled
         raise AssertionError("the last part is the result")
 
-    def prefill_parts(
-        self, prompt: Sequence[int], check: Callable[[], None] = lambda: None
-    ) -> Iterator[Prefilled | None]:
+    def prefill_parts(self, prompt: Sequence[int]) -> Iterator[Prefilled | None]:
         """Yield None between the passes of `prefill`, and at last its result."""
         where = f" of a prompt of {len(prompt):,}"
-        parts = self._prefill(prompt, check)
+        parts = self._prefill(prompt)
         while True:
             filled = unless_short(lambda: next(parts), lambda: self._out_of_memory(where))
             yield filled
@@ -109,9 +107,7 @@ class Context:
         )
         return EngineError(f"out of memory at token {len(self.cached):,}{where}: {fix}")
 
-    def _prefill(
-        self, prompt: Sequence[int], check: Callable[[], None]
-    ) -> Iterator[Prefilled | None]:
+    def _prefill(self, prompt: Sequence[int]) -> Iterator[Prefilled | None]:
         """Run `prefill_parts` without handling a lack of memory."""
         drafter = self.drafter
         reads = drafter is not None and drafter.reads_features
@@ -132,7 +128,6 @@ class Context:
         if drafter is not None and not begin:
             drafter.begin(prompt[0])
         for first, end in self._passes(begin, n_cached, len(prompt)):
-            check()
             before = self.cache.rows[:, :, first:n_cached].clone()  # empty but in the first pass
             normed, aux_states = self._run(prompt[first:end], first, self.state.aux_layers)
             self.cache.rows[:, :, first:n_cached] = before
@@ -235,14 +230,31 @@ class Context:
         self.cached.clear()
         self.shown = 0
 
+    @property
+    def caches(self) -> list[KVCache]:
+        """KV caches of the sequence: the target's, then the drafter's own."""
+        return [self.cache, *(() if self.drafter is None else self.drafter.caches)]
+
+    @torch.no_grad()
+    def take(self, tokens: Sequence[int], shown: int, rows: Sequence[Tensor]) -> None:
+        """Go on from other tokens, whose `rows` [2 L, G, n, E] of each cache are copied.
+
+        The drafter that filled them had seen `shown` of the tokens.
+        """
+        self.restart()
+        self.reserve(len(tokens))
+        for cache, own in zip(self.caches, rows, strict=True):
+            cache.rows[:, :, : len(tokens)].copy_(own)
+        self.cached[:] = tokens
+        self.shown = shown
+
     def _forget_everything(self) -> None:
         """Clear the caches: a NaN in a row past the text would spoil every later answer.
 
         Attention multiplies the rows that it does not see by zero, and zero times NaN is NaN.
         """
         self.restart()
-        own = [] if self.drafter is None else self.drafter.caches
-        for cache in (self.cache, *own):
+        for cache in self.caches:
             cache.clear()
 
     def reserve(self, n_tokens: int, rows: int = 0, width: int = 0) -> None:

@@ -21,6 +21,7 @@ from fasteagle.decoding.cycle import EAGER, Pieces, Proposal, decode_cycle, fini
 from fasteagle.decoding.together import verify_together
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.draft_head import DraftOps, HeadDrafter, RankingDrafter
+from fasteagle.errors import EngineError
 from fasteagle.logits import LogitsProcessor
 from fasteagle.model import CORE, EagleHead, Ops, Output, Target, as_mask
 from fasteagle.shapes import GatedChain
@@ -222,7 +223,7 @@ def run_together(runners: Sequence[Runner]) -> None:
     """Run the cycles that wait in `runners`, with one pass over the rows of all of them.
 
     Where the pass fails, each runner's `read` raises the reason; where the end of one cycle fails,
-    only the `read` of its own.
+    only the `read` of its own. An interruption is raised here.
     """
     backend = runners[0].backend
     launches = [launch for runner in runners if (launch := runner.waiting) is not None]
@@ -236,9 +237,12 @@ def run_together(runners: Sequence[Runner]) -> None:
         pairs = zip(runners, launches, strict=True)
         proposals = [runner.draft(launch) for runner, launch in pairs]
         outputs = backend.verify_together([runner.state for runner in runners], proposals)
-    except Exception as error:
+    except BaseException as error:
+        fault = error if isinstance(error, Exception) else EngineError("the pass was interrupted")
         for runner in runners:
-            runner.fail(error)
+            runner.fail(fault)
+        if fault is not error:
+            raise
         return
     for i, runner in enumerate(runners):
         try:

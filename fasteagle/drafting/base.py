@@ -49,6 +49,13 @@ class Drafter(Protocol):
     looks_up: bool  # whether it searches the text for earlier matches
 
     @property
+    def origin(self) -> Drafter:
+        """Return the drafter that this one is a copy of for another sequence, or itself."""
+
+    def sibling(self) -> Drafter:
+        """Return a copy for another sequence, with caches of its own."""
+
+    @property
     def may_skip_head(self) -> bool:
         """Return whether drafting may skip the draft head, decided in each cycle."""
 
@@ -105,6 +112,17 @@ class Controlled:
     aux_layers: tuple[int, ...] = ()
     always_proposes = True
     looks_up = False
+    _origin: Self | None = None
+
+    @property
+    def origin(self) -> Self:
+        return self if self._origin is None else self._origin
+
+    def sibling(self) -> Self:
+        """Return a copy for another sequence, with caches of its own."""
+        other = self.apart()
+        other._origin = self.origin
+        return other
 
     @property
     def may_skip_head(self) -> bool:

@@ -6,7 +6,7 @@ Shapes: W rows of the draft head in one step, D model dim, S draft cache slots, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -92,11 +92,19 @@ class HeadDrafter(RankingDrafter):
 
     def __init__(self, head: EagleHead, max_seq_len: int, noise: str) -> None:
         self.head, self.max_seq_len, self.noise = head, max_seq_len, noise
-        weight = head.block.mlp_norm.weight
-        self.cache = KVCache(head.config.block, 1, weight.dtype, weight.device)
+        self.cache = self._new_cache()
         self.target_ids = head.target_ids()
         self.aux_layers = head.config.aux_layers
         self._window = head.config.block.sliding_window
+
+    def _new_cache(self) -> KVCache:
+        weight = self.head.block.mlp_norm.weight
+        return KVCache(self.head.config.block, 1, weight.dtype, weight.device)
+
+    def sibling(self) -> Self:
+        other = super().sibling()
+        other.cache = self._new_cache()
+        return other
 
     @property
     def caches(self) -> list[KVCache]:

@@ -158,11 +158,6 @@ class Job:
         if self._timer is not None:
             self._timer.cancel()
 
-    def check(self) -> None:
-        """Raise `CancelledError` if the job is cancelled; called before every pass of the model."""
-        if self.cancelled.is_set():
-            raise CancelledError
-
 
 Group = tuple[Job, list[Chunk] | None]
 
@@ -301,6 +296,7 @@ class AnswerQueue:
         torch.set_num_threads(n_threads)
         configure()
         while self._wait():
+            self._end_cancelled()
             others_wait = not self._begin_waiting()
             self._pause(others_wait)
             if len(self._paused) < len(self._running):
@@ -316,6 +312,10 @@ class AnswerQueue:
                 self._changed.wait()
             return bool(self._running or self._waiting)
 
+    def _end_cancelled(self) -> None:
+        for job in [job for job in self._running if job.cancelled.is_set()]:
+            self._give_up(job, CancelledError())
+
     def _begin_waiting(self) -> bool:
         """Begin what waits while there is room, in its order; return whether nothing waits then."""
         while self._answers.has_room:
@@ -324,7 +324,7 @@ class AnswerQueue:
             assert job.request is not None, "only planned jobs are submitted"
             job.begun = time.perf_counter()
             try:
-                self._answers.begin(job, job.request, job.check, job.text, job.stats)
+                self._answers.begin(job, job.request, job.text, job.stats)
             except NoRoomError as error:
                 if self._answers.running:  # their ends bring memory
                     self._put_back(job)
@@ -367,14 +367,14 @@ class AnswerQueue:
         self._paused = [job for job in self._running if job.is_unread]
         slowest = max(self._paused, key=lambda job: job.stalled, default=None)
         if slowest and slowest.stalled > STALL_SECONDS and (others_wait or self._draining):
-            self._answers.end(slowest)
             self._paused.remove(slowest)
-            self._finish(slowest, StalledError())
+            self._give_up(slowest, StalledError())
 
     def _step(self) -> None:
         """Run one pass for all answers but the paused ones, and pass on what it brought."""
-        served = set()
+        served: set[Job] = set()
         for job, event in self._answers.step(self._paused):
+            assert isinstance(job, Job), "nothing else has begun"
             if isinstance(event, Chunk):
                 served.add(job)
                 job.add(event)
@@ -382,6 +382,10 @@ class AnswerQueue:
                 self._finish(job, event)
         if served:
             self._metrics.stepped(len(served))
+
+    def _give_up(self, job: Job, error: Exception) -> None:
+        self._answers.end(job)
+        self._finish(job, error)
 
     def _finish(self, job: Job, error: Exception | None) -> None:
         """End a running job, whose answer is whole if there is no error."""

@@ -35,6 +35,7 @@ class LocalModel:
         n_tokens = min(len(prompt) + request.max_new_tokens, self._engine.max_seq_len)
         self._batch.begin(
             number,
+            prompt,
             n_tokens,
             lambda engine: engine.generate(
                 prompt,
@@ -49,6 +50,8 @@ class LocalModel:
         replies: list[tuple[int, Reply | None]] = [(number, None) for number in self._without_room]
         self._without_room = []
         for number, new in self._batch.step():
+            if isinstance(new, Exception):
+                raise new
             if new is not None:
                 self._written[number] += new
                 continue

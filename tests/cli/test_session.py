@@ -123,7 +123,7 @@ def test_empty_question(session):
 
 
 def test_a_full_context_drops_the_oldest_turns_and_says_so(model, session):
-    session.llm.engine = Engine(model, 128)
+    session.llm = LLM("tiny", Engine(model, 128), session.llm.tokenizer)
     for i in range(8):
         answer(session, f"question number {i}")
     assert any("forgot the oldest turn" in remark for remark in session.remarks)
@@ -133,7 +133,7 @@ def test_a_full_context_drops_the_oldest_turns_and_says_so(model, session):
 
 
 def test_an_answer_that_fills_the_context_says_so(model, session):
-    session.llm.engine = Engine(model, 40)
+    session.llm = LLM("tiny", Engine(model, 40), session.llm.tokenizer)
     session.answer = AnswerOptions(max_new_tokens=200)
     session.llm.tokenizer.eos_ids = frozenset()
     answer(session, "twenty characters ok")
@@ -144,7 +144,7 @@ def test_an_answer_that_fills_the_context_says_so(model, session):
 
 
 def test_a_question_longer_than_the_context_is_refused_and_nothing_is_lost(model, session):
-    session.llm.engine = Engine(model, 64)
+    session.llm = LLM("tiny", Engine(model, 64), session.llm.tokenizer)
     answer(session, "hi")
     turns = list(session.turns)
     with pytest.raises(FasteagleError, match="leaves room for 63: shorten it"):

@@ -104,9 +104,11 @@ def test_several_texts_at_once(target):
     engine = eager_engine(target, 256)
     several = Batch(engine, 2)
     for key, prompt in enumerate([PROMPT, PROMPT[1:]]):
-        several.begin(key, 64, lambda engine, prompt=prompt: engine.generate(prompt, GREEDY, 12))
+        several.begin(
+            key, prompt, 64, lambda engine, prompt=prompt: engine.generate(prompt, GREEDY, 12)
+        )
     answers = {0: [], 1: []}
-    while not several.is_empty:
+    while several.running:
         for key, new in several.step():
             answers[key] += new or []
     assert answers[0] == answer(eager_engine(target, 256), 12)

@@ -19,8 +19,8 @@ pytest.importorskip("fastapi", reason="needs the extra [serve]")
 from tokenizers.pre_tokenizers import ByteLevel
 
 import fasteagle
+from fasteagle.answering import several
 from fasteagle.answering.answer import Chunk
-from fasteagle.decoding.stats import Stats
 from fasteagle.llm import LLM
 from fasteagle.options import AnswerOptions, Defaults, SamplingParams, ServeOptions
 from fasteagle.server import run as running
@@ -210,11 +210,10 @@ def plant(live, monkeypatch):
         tokenizer, vocab_size = live.llm.tokenizer, live.llm.engine.model.config.vocab_size
         end = min(tokenizer.eos_ids)
 
-        def stream(request, check=lambda: None, conversation=None):
+        def answer(engine, decoder, request, stats):
             wanted = [*tokenizer.encode(text), *[end] * request.answer.max_new_tokens]
-            stats = live.llm.engine.stats = Stats(prompt_tokens=len(request.prompt))
+            stats.prompt_tokens = len(request.prompt)
             while not stats.finish:
-                check()
                 token = wanted[stats.new_tokens]
                 if request.mask is not None:
                     allowed = request.mask.rows([0], [0], [True], vocab_size)[0]
@@ -226,8 +225,9 @@ def plant(live, monkeypatch):
                 elif stats.new_tokens == request.answer.max_new_tokens:
                     stats.finish = "length"
                 yield Chunk(tokenizer.decode([token]), (token,))
+                yield Chunk("")  # it waits for a pass
 
-        monkeypatch.setattr(live.llm, "stream", stream)
+        monkeypatch.setattr(several, "answer", answer)
 
     return set_text
 
@@ -284,11 +284,9 @@ def says(site, monkeypatch):
     """Lets the model say what a test wants, piece by piece, all but the first guessed."""
 
     def set_answer(text, size=7, wait=0.0):
-        def stream(request, check=lambda: None, conversation=None):
-            stats = site.llm.engine.stats
+        def answer(engine, decoder, request, stats):
             stats.__init__(prompt_tokens=3, finish="eos", ttft=0.01, decode_seconds=0.5)
             for i in range(0, len(text), size):
-                check()
                 time.sleep(wait)
                 part, first = text[i : i + size], i == 0
                 stats.new_tokens += 1 if first else 2
@@ -298,7 +296,8 @@ def says(site, monkeypatch):
                     stats.path_lengths.append(1)
                 n = 0 if first else len(part) // 2
                 yield Chunk(part, (1,) if first else (1, 2), int(not first), n)
+                yield Chunk("")  # it waits for a pass
 
-        monkeypatch.setattr(site.llm, "stream", stream)
+        monkeypatch.setattr(several, "answer", answer)
 
     return set_answer

@@ -14,6 +14,7 @@ import pytest
 
 from conftest import CHAT, LONG, SHORT, busy, deaf, failures, load, n_generated, serving, until
 from fasteagle.answering.answer import Chunk
+from fasteagle.generate import Engine
 from fasteagle.options import ServeOptions
 from fasteagle.server import run
 from fasteagle.server.queue import Job, TimedOutError, groups
@@ -111,17 +112,15 @@ def test_a_client_that_leaves_while_it_waits(live, slow):
 
 def test_a_long_prompt_can_be_left_too(live, monkeypatch):
     """Between the parts of a prefill; the next answer begins with what was computed."""
-    original, n_parts = live.llm.engine._run, []
+    original, n_parts = Engine._run, []
 
-    def run(ids, begin, aux_layers):
+    def run(engine, ids, begin, aux_layers):
         n_parts.append(len(ids))
         time.sleep(0.2)
-        return original(ids, begin, aux_layers)
+        return original(engine, ids, begin, aux_layers)
 
-    live.llm.engine.restart()
-    live.llm.prefix_cache.clear()
-    monkeypatch.setattr(live.llm.engine, "_run", run)
-    body = {"prompt": "word " * 400, "max_tokens": 2}
+    monkeypatch.setattr(Engine, "_run", run)
+    body = {"prompt": "left " * 400, "max_tokens": 2}
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{live.url}/v1/completions", json=body, timeout=0.3)
     until(lambda: live.server.queue.n_running == 0, 2.0)

@@ -109,7 +109,7 @@ def test_one_who_does_not_read_stands_still_alone(live, slow):
 def test_what_lacks_memory_waits_and_nobody_overtakes_it(live, slow, monkeypatch):
     free = threading.Event()
     queue = live.server.queue
-    with busy(live, 1) as ((running, _),), concurrent.futures.ThreadPoolExecutor(2) as pool:
+    with busy(live, 1) as _, concurrent.futures.ThreadPoolExecutor(2) as pool:
         monkeypatch.setattr(
             fasteagle.batch, "available_bytes", lambda device: 2**40 if free.is_set() else 0
         )
