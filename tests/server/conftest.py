@@ -234,7 +234,11 @@ def plant(live, monkeypatch):
 
 @pytest.fixture
 def slow(live, monkeypatch):
-    """Every pass takes a while: an answer of 1,900 tokens lasts as long as the test needs."""
+    slow_down(live, monkeypatch)
+
+
+def slow_down(live, monkeypatch):
+    """Let every pass take a while: an answer of 1,900 tokens lasts as long as a test needs."""
     original = live.llm.answers.step
 
     def step(*args):
