@@ -79,7 +79,7 @@ class Job:
         self.text: str | None = None  # of a conversation, for the tokens of its continuations
         self.stats = Stats()
         self.outcome = ""  # eos, stop, length or context, else why the answer is not whole
-        self.submitted = time.perf_counter() if beside is None else beside.submitted
+        self.submitted: float = time.perf_counter() if beside is None else beside.submitted
         self.begun = self.submitted
         self.first_token: float | None = None  # seconds after `submitted`
         self.seconds = 0.0  # from `submitted` to the end
