@@ -15,7 +15,7 @@ from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.ngram import NgramDrafter
-from fasteagle.drafting.policy import LONGEST, Thresholds
+from fasteagle.drafting.thresholds import LONGEST, Thresholds
 from fasteagle.model import Eagle3Head, EagleHead
 from fasteagle.quant.cpu_linear import BLOCK, NativeLinear
 from fasteagle.quant.cpu_tensors import CorpusIndex, HeadTensors

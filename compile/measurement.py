@@ -24,7 +24,7 @@ from fasteagle.drafting.draft_head import HeadDrafter
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.ngram import NgramDrafter
-from fasteagle.drafting.policy import LONGEST, Thresholds
+from fasteagle.drafting.thresholds import LONGEST, Thresholds
 from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode

@@ -24,7 +24,7 @@ from fasteagle.decoding.runner import Backend
 from fasteagle.device import cpu_field, device_name
 from fasteagle.drafting.draft_head import DraftOps
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.drafting.policy import Thresholds
+from fasteagle.drafting.thresholds import Thresholds
 from fasteagle.errors import FasteagleError, first_line, note
 from fasteagle.model import EagleHead, Output, Target
 from fasteagle.options import SamplingParams

@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 from fasteagle.decoding.context import common_prefix
 from fasteagle.decoding.runner import run_together
 from fasteagle.device import available_bytes
+from fasteagle.drafting.company import Company
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 
@@ -32,6 +33,7 @@ class _Running(Generic[Item]):
     engine: Engine
     items: Generator[Item]
     n_tokens: int
+    begun: bool = False  # whether its prompt is computed
 
 
 class Batch(Generic[Key, Item]):
@@ -49,6 +51,7 @@ class Batch(Generic[Key, Item]):
         # Seconds that decoding took more than prompts did meanwhile: prompts may take as long, so
         # that answers under way keep half of their speed.
         self._credit = 0.0
+        self._company = Company()
 
     @property
     def has_room(self) -> bool:
@@ -81,6 +84,7 @@ class Batch(Generic[Key, Item]):
                 engine.use(None if first is None else first.sibling())
         engine.runner.waits = True
         self._running[key] = _Running(engine, start(engine), n_tokens)
+        self._regroup()
 
     def _engine_for(self, prompt: Sequence[int]) -> Engine:
         """Return the idle engine that has computed most of `prompt`, or a new one."""
@@ -112,11 +116,14 @@ class Batch(Generic[Key, Item]):
         ended by an error, the error.
         """
         going = {key: run for key, run in self._running.items() if key not in paused}
-        decoding = {key: run for key, run in going.items() if run.engine.runner.waiting is not None}
+        decoding = {key: run for key, run in going.items() if run.begun}
         begin = time.perf_counter()
-        if decoding:
-            run_together([run.engine.runner for run in decoding.values()])
+        runners = [run.engine.runner for run in decoding.values()]
+        waiting = [runner for runner in runners if runner.waiting is not None]
+        if waiting:
+            run_together(waiting)
         items = [item for key in decoding for item in self._advance(key)]
+        self._company.end_pass(1e3 * (time.perf_counter() - begin))
         prompts = [key for key in going if key not in decoding]
         if not prompts:
             self._credit = 0.0
@@ -133,11 +140,12 @@ class Batch(Generic[Key, Item]):
     def _advance(self, key: Key) -> list[tuple[Key, Item | Exception | None]]:
         """Return what an answer yields until it waits."""
         items: list[tuple[Key, Item | Exception | None]] = []
-        answer = self._running[key].items
+        run = self._running[key]
         item: Item | None = None
         try:
-            while item := next(answer, None):
+            while item := next(run.items, None):
                 items.append((key, item))
+                run.begun = True
         except Exception as error:
             self.end(key)
             return [*items, (key, error)]
@@ -154,6 +162,24 @@ class Batch(Generic[Key, Item]):
         run = self._running.pop(key)
         run.items.close()
         run.engine.runner.waits = False
+        if run.engine.drafter is not None:
+            run.engine.drafter.company = None
+        self._regroup()
+
+    def _regroup(self) -> None:
+        """Let the drafters of several answers decide together, and that of one by itself."""
+        first = self.engines[0].drafter
+        if first is None:
+            return
+        self._company.policy = first.policy
+        shares = len(self._running) > 1 and first.tuning is not None
+        for run in self._running.values():
+            drafter = run.engine.drafter
+            if drafter is not None:
+                drafter.policy = first.policy
+                # Captured cycles have their passes for themselves.
+                together = shares and not run.engine.runner.fixed_addresses
+                drafter.company = self._company if together else None
 
     def close(self) -> None:
         """End all answers."""

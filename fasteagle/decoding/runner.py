@@ -147,13 +147,16 @@ class Runner:
     def draft(self, launch: Launch) -> Proposal:
         """Return the proposal of a cycle whose pass others share."""
         spec, drafter, _ = launch
-        return self.pieces(spec, drafter).draft(self.state, drafter, spec)
+        begin = time.perf_counter()
+        proposal = self.pieces(spec, drafter).draft(self.state, drafter, spec)
+        self._laps = [begin, time.perf_counter()]
+        return proposal
 
     def finish(self, launch: Launch, proposal: Proposal, output: Output) -> None:
         """End a cycle whose pass others shared."""
         spec, drafter, processor = launch
         finish(self.state, spec, proposal, output, self.pieces(spec, drafter), processor)
-        self._proposal, self._laps = proposal, []
+        self._proposal = proposal
 
     def fail(self, error: Exception) -> None:
         """Let `read` raise `error` instead of returning the result of a cycle."""
@@ -197,11 +200,10 @@ class Runner:
         *tokens, by_lookup, drafted = self.state.result.tolist()
         if not self._on_cpu:
             return Done(tokens, by_lookup, drafted, None, None)
-        seconds: tuple[float | None, float | None] = (None, None)  # of a pass that others shared
-        if self._laps:
-            begin, drafted_at, verified_at = self._laps  # no synchronization is needed on a CPU
-            seconds = drafted_at - begin, verified_at - drafted_at
+        begin, drafted_at, *verified_at = self._laps  # no synchronization is needed on a CPU
+        verify = verified_at[0] - drafted_at if verified_at else None  # None: others shared it
         proposal = self._proposal
+        seconds = drafted_at - begin, verify
         return Done(tokens, by_lookup, drafted, *seconds, proposal.extended, proposal.promised)
 
     def drop(self) -> None:

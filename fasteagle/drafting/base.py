@@ -15,8 +15,10 @@ from typing import Any, Protocol, Self
 
 from torch import Tensor
 
+from fasteagle.drafting.company import Company
 from fasteagle.drafting.ladder import Ranks
-from fasteagle.drafting.policy import Outcome, Policy, Thresholds
+from fasteagle.drafting.policy import Outcome, Policy
+from fasteagle.drafting.thresholds import Thresholds
 from fasteagle.model import KVCache
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import AnyShape
@@ -46,6 +48,7 @@ class Drafter(Protocol):
     always_proposes: bool  # whether every tree has a node besides the root
 
     policy: Policy | None  # chooses its trees while decoding, once costs are known
+    company: Company | None  # chooses them instead, while other sequences share the passes
     looks_up: bool  # whether it searches the text for earlier matches
 
     @property
@@ -107,6 +110,7 @@ class Controlled:
 
     shape: AnyShape
     policy: Policy | None = None
+    company: Company | None = None  # instead of the policy, while other sequences share the passes
     fixed_thresholds = Thresholds()  # of gated chains without a policy
     tuning: Tuning | None = None
     aux_layers: tuple[int, ...] = ()
@@ -143,27 +147,32 @@ class Controlled:
         return copy.copy(self)
 
     def next_shape(self) -> AnyShape | None:
-        return self.shape if self.policy is None else self.policy.next_shape
+        chooser = self._chooser
+        return self.shape if chooser is None else chooser.next_shape
+
+    @property
+    def _chooser(self) -> Policy | Company | None:
+        return self.policy if self.company is None else self.company
 
     @property
     def thresholds(self) -> Thresholds:
         """Path probabilities from which a gated chain continues."""
-        return self.fixed_thresholds if self.policy is None else self.policy.thresholds
+        return self.fixed_thresholds if self._chooser is None else self._chooser.thresholds
 
     @property
     def lookup_threshold(self) -> float:
         """Path probability from which a looked-up token of a gated chain is verified."""
         fixed = self.fixed_thresholds.verify[0]
-        return fixed if self.policy is None else self.policy.lookup_threshold
+        return fixed if self._chooser is None else self._chooser.lookup_threshold
 
     @property
     def head_gain(self) -> float | None:
         """Tokens that a looked-up chain must promise to skip the draft head; None: it pauses."""
-        return START_HEAD_GAIN if self.policy is None else self.policy.head_gain
+        return START_HEAD_GAIN if self._chooser is None else self._chooser.head_gain
 
     def shapes(self) -> Sequence[AnyShape]:
         return [self.shape] if self.policy is None else self.policy.shapes
 
     def learn(self, shape: AnyShape | None, outcome: Outcome) -> None:
-        if self.policy is not None:
-            self.policy.learn(shape, outcome)
+        if self._chooser is not None:
+            self._chooser.learn(shape, outcome)

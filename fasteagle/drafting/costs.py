@@ -84,10 +84,10 @@ class Costs:
         return cls(passes, first_level, level, other, plain_other, lookup, chain)
 
 
-def interpolated(table: dict[int, float], at: int) -> float:
+def interpolated(table: dict[int, float], at: float) -> float:
     """Interpolate linearly between the entries; return infinity past the last one."""
     if at in table:
-        return table[at]
+        return table[int(at)]
     keys = sorted(table)
     place = bisect_left(keys, at)
     if place == len(keys):
@@ -112,7 +112,7 @@ class Times:
         self._observed: Counter[int] = Counter()  # number of observations, by size
         self._weights: dict[int, list[float]] = {}  # of the table's entries, by observed size
 
-    def at(self, size: int) -> float:
+    def at(self, size: float) -> float:
         """Return interpolated milliseconds at `size`; past the last entry, those of that entry."""
         return interpolated(self._table, min(size, max(self._table)))
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fasteagle.drafting.draft_head import HeadDrafter, Prediction
-from fasteagle.drafting.policy import LONGEST, Thresholds
+from fasteagle.drafting.thresholds import LONGEST, Thresholds
 from fasteagle.errors import FasteagleError
 from fasteagle.model import EagleHead
 from fasteagle.sampling import SamplingMode, SamplingTensors

@@ -18,7 +18,8 @@ from torch import Tensor
 from fasteagle.drafting.draft_head import Prediction
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.lookup import Lookup
-from fasteagle.drafting.policy import LONGEST, MAX_CHAIN
+from fasteagle.drafting.policy import MAX_CHAIN
+from fasteagle.drafting.thresholds import LONGEST
 from fasteagle.model import EagleHead
 from fasteagle.shapes import FusedShape, GatedChain, TreeShape
 from fasteagle.state import CycleSpec, DecodeState

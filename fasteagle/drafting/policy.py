@@ -27,13 +27,13 @@ from typing import NamedTuple
 
 from fasteagle.drafting.costs import ROWS, Costs, Times
 from fasteagle.drafting.ladder import Ranks, expected
+from fasteagle.drafting.thresholds import LONGEST, MEMORY, Honesty, Thresholds, between
 from fasteagle.shapes import AnyShape, GatedChain
 
 ADVANTAGE = 1.02  # speed over plain decoding, below which drafting pauses
 DOUBT = 0.4  # tolerated relative error, divided by the square root of the observed cycles
 MARGIN = 1.03  # speed over the size in use that another size must promise
 EVERY = 4  # cycles between decisions
-MEMORY = 0.99  # factor on the weight of past cycles in the averages, each cycle
 FORGOTTEN = 0.25  # weight of earlier cycles in the averages after a pause
 INTERRUPTION = 4.0  # times the usual time; more is an interruption of the process
 PRIOR_CYCLES = 4.0  # weight of an expectation, in cycles
@@ -45,20 +45,10 @@ BLOCK, FEWEST = 8, 5  # plain passes of a block
 WARM = 2  # first passes of a block, which are not counted
 OPTIMISM = 0.8  # a block ends early where plain passes would not pay at this share of their time
 COPIED = 4  # accepted looked-up tokens in a cycle from which the text counts as copied
-NEXT_ACCEPTED = 0.65  # assumed acceptance rate of a further level's token
-LONGEST = 8  # tokens of a draft head's chain
 USUAL_CHAIN = 2  # verified tokens of a draft head's chain, on average
 REACH = 16  # tokens of a looked-up chain by default
-HONEST_TOKENS = 8.0  # weight of the draft head's own probabilities, in tokens
 MAX_CHAIN = max(ROWS) - 1  # tokens of a chain whose pass is timed
 LOOKED_UP = "looked up"  # key in `Policy.used`
-
-
-class Thresholds(NamedTuple):
-    """Path probabilities, by depth, from which a gated chain continues."""
-
-    verify: tuple[float, ...] = (0.15,) * LONGEST  # from which a token is verified
-    expand: tuple[float, ...] = (0.4,) * LONGEST  # from which a further level is drafted
 
 
 class Outcome(NamedTuple):
@@ -128,24 +118,6 @@ class Size:
         return (1 + self.tokens[copying].mean(factor)) / self.ms.mean(drift)
 
 
-class Honesty:
-    """Calibration of the draft head's chain: accepted over promised tokens, by depth."""
-
-    def __init__(self) -> None:
-        self._promised = [HONEST_TOKENS * 0.5] * LONGEST
-        self._accepted = list(self._promised)
-
-    def learn(self, promised: Sequence[float], accepted: int) -> None:
-        """Count a chain whose first `accepted` tokens were accepted."""
-        for depth, probability in enumerate(promised[:LONGEST]):
-            self._promised[depth] = MEMORY * self._promised[depth] + probability
-            self._accepted[depth] = MEMORY * self._accepted[depth] + (depth < accepted)
-
-    def ratio(self, depth: int) -> float:
-        """Return accepted over promised tokens at `depth`, which counts from 0."""
-        return min(2.0, max(0.25, self._accepted[depth] / self._promised[depth]))
-
-
 @dataclasses.dataclass
 class Pauses:
     """Schedule of drafting pauses."""
@@ -175,14 +147,14 @@ class Policy:
     ) -> None:
         self.costs, self.shapes = costs, list(shapes)
         self.used: Counter[AnyShape | str | None] = Counter()  # passes
-        self._head, self._lookup = head, lookup
+        self._head, self.looks_up = head, lookup
         self._sizes = {shape: Size(shape, costs, ranks) for shape in shapes}
         self._gated = any(isinstance(shape, GatedChain) for shape in shapes)
         self._passes = Times(costs.passes)
         self._levels = Times(costs.chain) if costs.chain else None
         self._plain: deque[float] = deque(maxlen=BLOCK)
         self._in_a_row = 0  # plain passes
-        self._honesty = Honesty()
+        self.honesty = Honesty()
         self._factor, self._drift = Average(1.0), Average(1.0)  # observed over expected
         self._copying = False
         self._since = 0  # cycles since the last decision
@@ -204,20 +176,16 @@ class Policy:
     @property
     def next_shape(self) -> AnyShape | None:
         """Shape of the next cycle's tree; None for a plain pass."""
-        if self._gated and self._lookup:
+        if self._gated and self.looks_up:
             return self.shapes[0]  # only the draft head pauses, also while plain passes are timed
         return None if self._block else self._shape
 
     def _set_prices(self) -> None:
         """Derive thresholds and head gain of gated chains from the current `speed`."""
         speed, row = self.speed, self._passes.slope(5)
-        level = 0.0 if self._levels is None else self._levels.slope(LONGEST)
-        ratios = [self._honesty.ratio(depth) for depth in range(LONGEST)]
-        verify = [_between(row * speed / ratio) for ratio in ratios]
-        expand = [_between((row + level) * speed / NEXT_ACCEPTED / ratio) for ratio in ratios]
-        self.thresholds = Thresholds(tuple(verify), tuple(map(max, verify, expand)))
+        self.thresholds = Thresholds.at(row * speed, self.level_ms * speed, self.honesty)
         # Looked-up chains are long, and with many rows each may cost more.
-        self.lookup_threshold = _between(self._passes.slope(self.shapes[0].rows) * speed)
+        self.lookup_threshold = between(self._passes.slope(self.shapes[0].rows) * speed)
         self.head_gain = None
         if self._head and self._shape is not None and not self._block:
             size = self._sizes[self._shape]
@@ -230,6 +198,20 @@ class Policy:
     def plain_ms(self) -> float:
         """Milliseconds of a plain cycle."""
         return median(self._plain) if self._plain else self.costs.plain
+
+    @property
+    def level_ms(self) -> float:
+        """Milliseconds of a further level of a gated chain."""
+        return 0.0 if self._levels is None else self._levels.slope(LONGEST)
+
+    def row_ms(self, rows: float, more: int) -> float:
+        """Return milliseconds per row of `more` rows in a pass that has `rows` without them."""
+        return max(0.0, self._passes.at(rows + more) - self._passes.at(rows)) / more
+
+    @property
+    def usual_tokens(self) -> float:
+        """Recently accepted tokens of the size that is tried first."""
+        return self._sizes[self.shapes[0]].tokens[False].mean(self.factor)
 
     @property
     def factor(self) -> float:
@@ -323,8 +305,12 @@ class Policy:
             ms = min(outcome.ms, INTERRUPTION * self._ms(size))
             self._drift.add(ms / size.ms.prior)
             size.ms.add(ms)
+        self.learn_head(outcome)
+
+    def learn_head(self, outcome: Outcome) -> None:
+        """Observe what a draft head's chain promised, and the time of its levels."""
         if outcome.promised:
-            self._honesty.learn(outcome.promised, outcome.accepted)
+            self.honesty.learn(outcome.promised, outcome.accepted)
         if outcome.extended and self._levels is not None and outcome.draft_ms is not None:
             self._levels.observe(min(outcome.drafted + 1, LONGEST), outcome.draft_ms)
 
@@ -384,10 +370,6 @@ class Policy:
         return ", ".join(
             f"{name(shape)} {100 * n / total:.0f} %" for shape, n in self.used.most_common()
         )
-
-
-def _between(probability: float) -> float:
-    return min(0.95, max(0.02, probability))
 
 
 def name(shape: AnyShape | str | None) -> str:

@@ -22,8 +22,9 @@ from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.ladder import NGRAM_RANKS, ranks_of
 from fasteagle.drafting.lookup import Corpus, Lookup
 from fasteagle.drafting.ngram import NGRAM_TOKENS, NgramDrafter
-from fasteagle.drafting.policy import LONGEST, MAX_CHAIN, REACH
+from fasteagle.drafting.policy import MAX_CHAIN, REACH
 from fasteagle.drafting.static_tree import StaticTreeDrafter, check_no_gaps, check_paths
+from fasteagle.drafting.thresholds import LONGEST
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.loading.entries import REGISTRY

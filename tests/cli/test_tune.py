@@ -12,7 +12,8 @@ from fasteagle.cli.tune import print_costs, print_sizes
 from fasteagle.compile.blocks import missing_compiler
 from fasteagle.drafting.costs import Costs
 from fasteagle.drafting.ladder import DEFAULT_RANKS
-from fasteagle.drafting.policy import LONGEST, Policy
+from fasteagle.drafting.policy import Policy
+from fasteagle.drafting.thresholds import LONGEST
 from fasteagle.paths import cache_dir
 from fasteagle.shapes import FusedShape, GatedChain
 from helpers import costs, save_tiny

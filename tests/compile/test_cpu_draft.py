@@ -11,7 +11,7 @@ from fasteagle.decoding.cycle import EAGER
 from fasteagle.decoding.runner import Backend
 from fasteagle.drafting.draft_head import DraftOps
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.drafting.policy import Thresholds
+from fasteagle.drafting.thresholds import Thresholds
 from fasteagle.generate import Engine
 from fasteagle.loading.source import quantize_head_, quantize_linear
 from fasteagle.model import Target

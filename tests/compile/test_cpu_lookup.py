@@ -19,7 +19,8 @@ from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.ladder import DEFAULT_RANKS
 from fasteagle.drafting.lookup import Corpus, Lookup, prior
 from fasteagle.drafting.ngram import NgramDrafter
-from fasteagle.drafting.policy import LONGEST, MAX_CHAIN, REACH, Policy
+from fasteagle.drafting.policy import MAX_CHAIN, REACH, Policy
+from fasteagle.drafting.thresholds import LONGEST
 from fasteagle.generate import Engine
 from fasteagle.loading.source import quantize_head_
 from fasteagle.options import SamplingParams

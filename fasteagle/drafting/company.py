@@ -1,0 +1,85 @@
+"""Drafting where several sequences share each pass, by the price of a sequence alone: see `policy`.
+
+A row and a level take time from all sequences: they are worth it while the tokens that they bring
+are above `speed` x their time, where `speed` is that of all sequences together.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from fasteagle.drafting.policy import FORGOTTEN, USUAL_CHAIN, Average, Outcome, Pauses, Policy
+from fasteagle.drafting.thresholds import Thresholds, between
+from fasteagle.shapes import AnyShape, GatedChain
+
+ROWS_AHEAD = 4  # further rows over which the price of one is taken
+
+
+class Company:
+    """Policy that the drafters of all sequences in a batch share; `end_pass` ends each pass.
+
+    `policy` is that of a sequence alone, with its measured costs; None: they are not known yet, and
+    only plain decoding is safe. Only gated chains are drafted. The draft head pauses while its
+    chains have brought less than their time.
+    """
+
+    def __init__(self) -> None:
+        self.policy: Policy | None = None
+        self.thresholds, self.lookup_threshold = Thresholds(), Thresholds().verify[0]
+        self.head_gain: float | None = None
+        self._pauses = Pauses()
+        self._gain: Average | None = None  # tokens of the draft head's chain over their worth
+        self._speed = self._row_ms = 0.0
+        self._n = self._tokens = 0  # of the pass that is under way
+        # By number of sequences: milliseconds and tokens of a pass.
+        self._ms: dict[int, Average] = defaultdict(lambda: Average(0.0, 0.0))
+        self._brought: dict[int, Average] = defaultdict(lambda: Average(0.0, 0.0))
+        self._width = Average(1.0)  # rows of one sequence
+
+    @property
+    def next_shape(self) -> AnyShape | None:
+        """Shape of the next tree of a sequence; None for a plain row."""
+        if self.policy is None or not isinstance(self.policy.shapes[0], GatedChain):
+            return None
+        drafts = self.policy.looks_up or self.head_gain is not None
+        return self.policy.shapes[0] if drafts else None
+
+    def learn(self, shape: AnyShape | None, outcome: Outcome) -> None:
+        """Observe the part of one sequence in a pass."""
+        self._n += 1
+        self._tokens += 1 + outcome.accepted
+        self._width.add(1 + outcome.drafted)
+        if self.policy is None or not outcome.extended or outcome.draft_ms is None:
+            return
+        self.policy.learn_head(outcome)
+        if self._gain is not None:
+            ms = outcome.draft_ms + outcome.drafted * self._row_ms
+            self._gain.add(outcome.accepted - ms * self._speed)
+        self._pauses.probing = max(0, self._pauses.probing - 1)
+        self._pauses.drafted += 1
+
+    def end_pass(self, ms: float) -> None:
+        """Observe that a pass, with all around it, took `ms`; set the prices of the next one."""
+        n, tokens, self._n, self._tokens = self._n, self._tokens, 0, 0
+        if n < 2 or self.policy is None:
+            return
+        self._ms[n].add(ms)
+        self._brought[n].add(tokens)
+        self._set_prices(self.policy, n)
+
+    def _set_prices(self, policy: Policy, n: int) -> None:
+        self._speed = self._brought[n].mean() / self._ms[n].mean()
+        self._row_ms = policy.row_ms(n * self._width.mean(), ROWS_AHEAD)
+        row, level = self._row_ms * self._speed, policy.level_ms * self._speed
+        self.thresholds = Thresholds.at(row, level, policy.honesty)
+        self.lookup_threshold = between(row)
+        if self._gain is None:
+            self._gain = Average(policy.usual_tokens - USUAL_CHAIN * (row + level))
+        if self._pauses.left:
+            self._pauses.left -= 1
+            if not self._pauses.left:
+                self._pauses.end()
+                self._gain.fade(FORGOTTEN)
+        elif not self._pauses.probing and self._gain.mean() <= 0:
+            self._pauses.begin()
+        self.head_gain = None if self._pauses.left else max(0.0, self._gain.mean())
