@@ -6,7 +6,7 @@ import asyncio
 import base64
 import hashlib
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from fasteagle.llm import LLM
 from fasteagle.options import Defaults, ServeOptions
 from fasteagle.server.failures import MISTAKE, add_errors
 from fasteagle.server.guard import Guard, error_body
+from fasteagle.server.job import CancelledError, Group, Job, StalledError, TimedOutError, groups
 from fasteagle.server.log import AccessLog, complain
 from fasteagle.server.metrics import Metrics
 from fasteagle.server.prepare import Plan, Planner
@@ -36,15 +37,7 @@ from fasteagle.server.protocol import (
     Sampled,
     TokenizeRequest,
 )
-from fasteagle.server.queue import (
-    AnswerQueue,
-    CancelledError,
-    Group,
-    Job,
-    StalledError,
-    TimedOutError,
-    groups,
-)
+from fasteagle.server.queue import AnswerQueue
 from fasteagle.server.replies import (
     ChatReply,
     Json,
@@ -112,7 +105,7 @@ class Server:
         arriving = groups(jobs)
         try:
             # Before the first chunk, what goes wrong still has a status of its own.
-            first = await unless_gone(request, first_of(arriving))
+            first = await unless_gone(request, anext(arriving))
             if body.stream:
                 usage = body.stream_options is not None and body.stream_options.include_usage
                 events = self._events(request, replies, first, arriving, usage, body.show_accepted)
@@ -242,10 +235,6 @@ def leave(jobs: Sequence[Job]) -> None:
         job.leave()
 
 
-async def first_of(arriving: AsyncIterator[Group]) -> Group:
-    return await anext(arriving)
-
-
 async def whole(
     jobs: Sequence[Job], first: Group, arriving: AsyncIterator[Group]
 ) -> list[list[Chunk]]:
@@ -256,15 +245,15 @@ async def whole(
     return list(answers.values())
 
 
-async def unless_gone(request: Request, wanted: Coroutine[Any, Any, Found]) -> Found:
+async def unless_gone(request: Request, wanted: Awaitable[Found]) -> Found:
     """Wait for `wanted`; raise `CancelledError` once the client has left."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    answer, left = asyncio.create_task(wanted), asyncio.create_task(gone())
-    tasks: list[asyncio.Task[Any]] = [answer, left]
+    answer, left = asyncio.ensure_future(wanted), asyncio.create_task(gone())
+    tasks: list[asyncio.Future[Any]] = [answer, left]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():

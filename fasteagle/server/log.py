@@ -13,8 +13,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fasteagle.errors import note
+from fasteagle.server.job import Job
 from fasteagle.server.metrics import Metrics
-from fasteagle.server.queue import Job
 
 HEADER = "x-request-id"
 GONE = 499  # nginx's status for a client that has left; nobody reads it

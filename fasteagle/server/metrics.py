@@ -17,7 +17,7 @@ from prometheus_client import (
 from fasteagle.options import MOST_AT_ONCE
 
 if TYPE_CHECKING:
-    from fasteagle.server.queue import Job
+    from fasteagle.server.job import Job
 
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
 TOKEN_SECONDS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5)

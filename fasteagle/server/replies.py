@@ -13,8 +13,8 @@ from fasteagle.answering.stream import END_THINK, THINK, ThoughtSplitter, overla
 from fasteagle.decoding.stats import Stats
 from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.logits import TokenLogprob
+from fasteagle.server.job import Job
 from fasteagle.server.prepare import Plan
-from fasteagle.server.queue import Job
 from fasteagle.server.tools import LLAMA3, Call, before_cut_call, parse_calls
 
 Json = dict[str, Any]

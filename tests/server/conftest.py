@@ -261,9 +261,9 @@ def browser():
 
 
 @pytest.fixture(scope="module")
-def site(loaded):
+def site(serve_dir):
     defaults = Defaults(SamplingParams(), AnswerOptions(40))
-    with serving(loaded, defaults=defaults) as found:
+    with serving(load(serve_dir, parallel=1), defaults=defaults) as found:
         yield found
 
 

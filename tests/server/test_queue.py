@@ -17,7 +17,7 @@ from fasteagle.answering.answer import Chunk
 from fasteagle.generate import Engine
 from fasteagle.options import ServeOptions
 from fasteagle.server import run
-from fasteagle.server.queue import Job, TimedOutError, groups
+from fasteagle.server.job import Job, TimedOutError, groups
 
 
 @pytest.fixture(scope="module", params=[1, 4], ids="parallel={}".format)
