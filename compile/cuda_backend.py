@@ -1,8 +1,8 @@
 """Backend of a CUDA device: fused blocks, tree attention and small kernels, replayed as graphs.
 
 The kernels' weights are built from the modules of a loaded model and of its draft heads. The core
-runs dense blocks, experts and blocks of odd sizes, with our attention; without Triton, or in a
-dtype without kernels, the core's operations are replayed.
+runs dense blocks and blocks of odd sizes, with our attention; without Triton, or in a dtype without
+kernels, the core's operations are replayed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from fasteagle.compile import cuda_ops, fixed_norm, int8_cache
-from fasteagle.compile.cuda_blocks import MAX_ROWS, MOST_UNNORMED, FusedBlocks, fits
+from fasteagle.compile.cuda_blocks import MAX_ROWS, MOST_UNNORMED, FusedBlocks, fits, obstacle
 from fasteagle.compile.fixed_norm import expect_normed_inputs, keep_sums_finite
 from fasteagle.compile.graphs import CapturedRunner, CudaGraphs
 from fasteagle.compile.tree_attention import OPS, has_kernel, has_triton
@@ -52,11 +52,12 @@ class CudaBackend(Backend):
         weight, int8 = model.norm.weight, kv == "int8"
         self._int8 = int8
         self._has_experts = model.config.moe is not None
-        # The core reads on the host which experts rows take, which no graph can.
-        self._replays = replays and weight.is_cuda and not self._has_experts
+        self._may_replay = replays and weight.is_cuda
         self._has_triton = has_triton()
         self._attends = self._has_kernel(model.config, weight)
-        self._fuses = self._attends and all(fits(block) for block in model.blocks)
+        obstacles = (obstacle(block) for block in model.blocks)
+        self._obstacle = next((reason for reason in obstacles if reason is not None), None)
+        self._fuses = self._attends and self._obstacle is None
         ops = int8_cache.OPS if int8 else CORE
         if self._attends:
             keep_sums_finite(model.blocks, "model")
@@ -96,6 +97,11 @@ class CudaBackend(Backend):
         if not self._has_triton or "commits" in self.left:
             return EAGER
         return Pieces(draft, EAGER.verify, finish)
+
+    @property
+    def _replays(self) -> bool:
+        # The core reads on the host which experts rows take, which no graph can.
+        return self._may_replay and (self._fuses or not self._has_experts)
 
     @property
     def leaves_blocks(self) -> bool:
@@ -143,8 +149,7 @@ class CudaBackend(Backend):
             what = "blocks by torch: no kernel for this dtype or head dim"
         elif self._fuses:
             what = "fused blocks and tree attention by Triton kernels"
-        elif self._has_experts:
-            what = "tree attention by Triton kernels, experts by the core"
         else:
-            what = "tree attention by Triton kernels, blocks by the core"
+            blocks = "experts" if self._has_experts else "blocks"
+            what = f"tree attention by Triton kernels, {blocks} by the core ({self._obstacle})"
         return f"{super().describe()}: {what}" + ", replayed" * self._replays

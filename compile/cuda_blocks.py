@@ -2,9 +2,11 @@
 
 A block of 4-bit weights is eight launches: norm, query-key-value, two of attention (the first with
 RoPE and the new keys), output, norm, gate and up, down. It takes one more where gate and up are
-split along K, and one where attention heads have norms or more than 128 columns. The partial sums
-of a split product are added up by the kernel that reads them. The core runs passes under a mask
-(prefill). The block of a draft head runs alone, between the layers of `EagleHead.forward`.
+split along K, one where attention heads have norms or more than 128 columns, one to choose experts,
+and two for a shared expert. The partial sums of a split product, and the results of a row's
+experts, are added up by the kernel that reads them. The core runs passes under a mask (prefill), in
+which experts have kernels too. The block of a draft head runs alone, between the layers of
+`EagleHead.forward`.
 
 Shapes: T rows, D model dim, E head dim, G KV heads, S cache slots.
 """
@@ -16,13 +18,22 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from fasteagle.compile.cuda_tensors import (
+    N_NUMBERS,
+    N_TENSORS,
+    BlockTensors,
+    PackedBlock,
+    formats_of,
+    packed,
+    tensors_of,
+)
 from fasteagle.compile.tree_attention import OPS
 from fasteagle.device import on_device_of
-from fasteagle.model import Block, Cast, MoE, Ops, RMSNorm, run_blocks
+from fasteagle.model import Block, MoE, Ops, RMSNorm
 from fasteagle.quant.cuda_linear import InterleavedLinear
-from fasteagle.quant.interleaved import InterleavedWeight
+from fasteagle.quant.interleaved import BLOCK_N
 from fasteagle.tree import TreeView
 
 MAX_ROWS = 64  # limit of the product kernels
@@ -35,7 +46,7 @@ MAX_ROWS = 64  # limit of the product kernels
 # own scales. The norms are checked when a model is loaded (`fixed_norm.keep_sums_finite`).
 MOST_UNNORMED = 511.75
 LARGEST_FEATURE = 65280.0  # in fp16 and in bf16; the next number of bf16 is infinite in fp16
-COLUMNS = 64  # a linear's inputs are a multiple of it
+COLUMNS = 64  # a linear's inputs are a multiple of it, and so are the columns of an expert
 
 
 class Rows(NamedTuple):
@@ -49,28 +60,6 @@ class Rows(NamedTuple):
     depths: Tensor
 
 
-class BlockTensors(NamedTuple):
-    """Tensors of one block that the kernels read; parts that it lacks are empty."""
-
-    attention_norm: Tensor
-    qkv: Tensor
-    qkv_params: Tensor
-    qkv_bias: Tensor
-    q_norm: Tensor
-    k_norm: Tensor
-    out: Tensor
-    out_params: Tensor
-    mlp_norm: Tensor
-    gate_up: Tensor
-    gate_up_params: Tensor
-    down: Tensor
-    down_params: Tensor
-
-
-N_TENSORS = len(BlockTensors._fields)
-N_NUMBERS = 16  # numbers that describe the four packed weights of a block
-
-
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """Settings that all blocks of a model share, and the window of its attention."""
@@ -78,22 +67,40 @@ class Settings:
     eps: float
     accumulate: str  # dtype of the sum within a group
     window: int  # 0: none
+    top_k: int  # experts of a row; 0: no block has experts
+    renormalizes: bool  # whether the weights of a row's experts are a softmax of their own
+    weight_scale: float  # factor of these weights
 
 
 def fits(block: Block) -> bool:
     """Return whether the CUDA kernels can run this block."""
+    return obstacle(block) is None
+
+
+def obstacle(block: Block) -> str | None:
+    """Return what of this block the CUDA kernels cannot run, or None."""
     attention, mlp = block.attention, block.mlp
-    linears = (attention.qkv, attention.out, mlp.gate_up, mlp.down)
-    if isinstance(mlp, MoE) or attention.norm_whole:
-        return False
-    return (
-        all(type(linear) is InterleavedLinear for linear in linears)
-        and all(linear.in_features % COLUMNS == 0 for linear in linears)
-        and all(linear.bias is None for linear in linears[1:])
-        and attention.head_dim % 4 == 0  # a row of int8 ends with a scale of four bytes
-        and 16 <= attention.head_dim <= 256
-        and isinstance(attention.q_norm, RMSNorm) == isinstance(attention.k_norm, RMSNorm)
-    )
+    layers = [mlp]
+    if isinstance(mlp, MoE) and mlp.shared is not None:
+        layers.append(mlp.shared)
+    others = [attention.out, *(linear for each in layers for linear in (each.gate_up, each.down))]
+    linears = [attention.qkv, *others]
+    if not all(type(linear) is InterleavedLinear for linear in linears):
+        return "weights that are not quantized, or in another order"
+    if not all(linear.in_features % COLUMNS == 0 for linear in linears):
+        return f"inputs that are no multiple of {COLUMNS}"
+    if not all(linear.bias is None for linear in others):
+        return "biases"
+    if isinstance(mlp, MoE) and mlp.gate_up.in_features % BLOCK_N:
+        return f"experts at a model dim that is no multiple of {BLOCK_N}"
+    if attention.norm_whole:
+        return "norms of whole queries and keys"
+    # A row of int8 ends with a scale of four bytes.
+    if attention.head_dim % 4 or not 16 <= attention.head_dim <= 256:
+        return f"attention heads of {attention.head_dim} columns"
+    if isinstance(attention.q_norm, RMSNorm) != isinstance(attention.k_norm, RMSNorm):
+        return "norms of queries or keys alone"
+    return None
 
 
 class FusedBlocks:
@@ -102,14 +109,13 @@ class FusedBlocks:
     def __init__(self, blocks: Sequence[Block], masked: Ops = OPS) -> None:
         """Collect the weights of `blocks`; the core runs passes under a mask, by ops `masked`."""
         assert all(fits(block) for block in blocks), "see fits"
-        for block in blocks:
-            block.mlp.gate_up.pair_halves()
         self._blocks, self._masked = blocks, masked
-        self._tensors = [tensor for block in blocks for tensor in _tensors(block)]
-        self._formats = [number for block in blocks for number in _formats(block)]
+        self._tensors = [tensor for block in blocks for tensor in tensors_of(block)]
+        self._formats = [number for block in blocks for number in formats_of(block)]
         self._index = {id(block): i for i, block in enumerate(blocks)}
         self._eps = blocks[0].mlp_norm.eps
         self.accumulate = blocks[0].attention.qkv.accumulate
+        self._routing = _routing(blocks)
 
     def run(
         self,
@@ -125,7 +131,7 @@ class FusedBlocks:
         """Return the residual stream [T, D] after `blocks`, which write into their `layers`."""
         if isinstance(view, Tensor) or x.shape[0] > MAX_ROWS:
             assert entry is None, "see run_alone"
-            return run_blocks(blocks, layers, x, cos, sin, slots, view, self._masked)
+            return self._run_many(blocks, layers, x, cos, sin, slots, view)
         first = self._index[id(blocks[0])]
         last = first + len(blocks)
         return fused_blocks(
@@ -138,7 +144,32 @@ class FusedBlocks:
             self._eps,
             self.accumulate,
             view.window or 0,
+            *self._routing,
         )
+
+    def _run_many(
+        self,
+        blocks: Sequence[Block],
+        layers: Sequence[tuple[Tensor, Tensor]],
+        x: Tensor,
+        *rows: Tensor | TreeView,
+    ) -> Tensor:
+        """Run the blocks by the core, but for experts, on which it would run one by one."""
+        for block, (k_cache, v_cache) in zip(blocks, layers, strict=True):
+            arguments = x, *rows, k_cache, v_cache, None, self._masked
+            if not isinstance(block.mlp, MoE):
+                x = block(*arguments)
+                continue
+            x, i = block.add_attention(*arguments), self._index[id(block)]
+            x = expert_layer(
+                x,
+                self._tensors[N_TENSORS * i : N_TENSORS * (i + 1)],
+                self._formats[N_NUMBERS * i : N_NUMBERS * (i + 1)],
+                self._eps,
+                self.accumulate,
+                *self._routing,
+            )
+        return x
 
     def run_alone(
         self,
@@ -162,41 +193,14 @@ class FusedBlocks:
         return y.clamp(-LARGEST_FEATURE, LARGEST_FEATURE)
 
 
-def _tensors(block: Block) -> BlockTensors:
-    attention, mlp = block.attention, block.mlp
-    bias = attention.qkv.bias
-    return BlockTensors(
-        attention_norm=_scale(block.attention_norm),
-        qkv=attention.qkv.words,
-        qkv_params=attention.qkv.params,
-        qkv_bias=torch.empty(0) if bias is None else bias.detach(),
-        q_norm=_scale(attention.q_norm),
-        k_norm=_scale(attention.k_norm),
-        out=attention.out.words,
-        out_params=attention.out.params,
-        mlp_norm=_scale(block.mlp_norm),
-        gate_up=mlp.gate_up.words,
-        gate_up_params=mlp.gate_up.params,
-        down=mlp.down.words,
-        down_params=mlp.down.params,
-    )
-
-
-def _formats(block: Block) -> list[int]:
-    """Return K, bits, group size and offsets of each linear."""
-    attention, mlp = block.attention, block.mlp
-    numbers = []
-    for linear in (attention.qkv, attention.out, mlp.gate_up, mlp.down):
-        bits, group_size, offsets = linear.format
-        numbers += [linear.in_features, bits, group_size, int(offsets)]
-    return numbers
-
-
-def _scale(norm: nn.Module) -> Tensor:
-    if isinstance(norm, RMSNorm):
-        return norm.weight.detach()
-    assert isinstance(norm, (Cast, nn.Identity)), "a block's norms are RMSNorm"
-    return torch.empty(0)
+def _routing(blocks: Sequence[Block]) -> tuple[int, bool, float]:
+    """Return the last three of the `Settings`, which all mixtures of experts in a model share."""
+    configs = [block.mlp.config for block in blocks if isinstance(block.mlp, MoE)]
+    if not configs:
+        return 0, False, 1.0
+    config = configs[0]
+    renormalizes = config.renormalize or config.score == "topk_softmax"
+    return config.top_k, renormalizes, config.scale
 
 
 @torch.library.custom_op("fasteagle::fused_blocks", mutates_args=("caches",), device_types="cuda")
@@ -210,13 +214,16 @@ def fused_blocks(
     eps: float,
     accumulate: str,
     window: int,
+    top_k: int,
+    renormalizes: bool,
+    weight_scale: float,
 ) -> Tensor:
     """Run blocks over the `Rows` of a tree, fp32 x [T, D]; see `FusedBlocks.run`.
 
     `entry`, in fp16, is what the attention of the first block reads instead of its normed input. A
     row's bits depend on the keys that it sees and on itself alone, not on the other rows.
     """
-    settings = Settings(eps, accumulate, window)
+    settings = Settings(eps, accumulate, window, top_k, renormalizes, weight_scale)
     with on_device_of(x):
         return launch_blocks(x, entry, Rows(*rows), caches, tensors, formats, settings)
 
@@ -224,6 +231,40 @@ def fused_blocks(
 @fused_blocks.register_fake
 def _fake(x: Tensor, *rest: object) -> Tensor:
     return torch.empty_like(x)
+
+
+@torch.library.custom_op("fasteagle::expert_layer", mutates_args=(), device_types="cuda")
+def expert_layer(
+    x: Tensor,
+    tensors: Sequence[Tensor],
+    formats: Sequence[int],
+    eps: float,
+    accumulate: str,
+    top_k: int,
+    renormalizes: bool,
+    weight_scale: float,
+) -> Tensor:
+    """Return fp32 x [T, D] plus the results of a block's norm and experts, for any T."""
+    settings = Settings(eps, accumulate, 0, top_k, renormalizes, weight_scale)
+    with on_device_of(x):
+        return launch_experts(x, tensors, formats, settings)
+
+
+@expert_layer.register_fake
+def _fake_layer(x: Tensor, *rest: object) -> Tensor:
+    return torch.empty_like(x)
+
+
+def launch_experts(
+    x: Tensor, tensors: Sequence[Tensor], formats: Sequence[int], settings: Settings
+) -> Tensor:
+    """Launch the kernels of `expert_layer`, for as many rows at a time as they take."""
+    from fasteagle.compile.kernels.block_kernels import add
+
+    own = BlockTensors(*tensors)
+    weights = packed(own, formats)
+    chunks = [run_experts(rows, None, own, weights, settings) for rows in x.split(MAX_ROWS)]
+    return torch.cat([add(*chunk) for chunk in chunks])
 
 
 def launch_blocks(
@@ -240,36 +281,23 @@ def launch_blocks(
 
     eps, parts, half = settings.eps, None, torch.float16
     for i in range(len(tensors) // N_TENSORS):
-        weights = BlockTensors(*tensors[N_TENSORS * i : N_TENSORS * (i + 1)])
-        qkv, out, gate_up, down = _packed(weights, formats[N_NUMBERS * i : N_NUMBERS * (i + 1)])
+        own = BlockTensors(*tensors[N_TENSORS * i : N_TENSORS * (i + 1)])
+        weights = packed(own, formats[N_NUMBERS * i : N_NUMBERS * (i + 1)])
         normed = entry
         if normed is None:
-            scale = _or_none(weights.attention_norm)
+            scale = _or_none(own.attention_norm)
             limit = 0.0 if scale is not None else MOST_UNNORMED
             x, normed = add_norm(x, parts, scale, eps, half, limit)
         k_cache, v_cache = caches[2 * i : 2 * i + 2]
-        parts = _attention(normed, weights, qkv, out, rows, k_cache, v_cache, settings)
-        x, normed = add_norm(x, parts, weights.mlp_norm, eps, half)
-        parts = _mlp(normed, gate_up, down, settings.accumulate)
+        parts = _attention(normed, own, weights, rows, k_cache, v_cache, settings)
+        if own.router.numel():
+            x, parts = run_experts(x, parts, own, weights, settings)
+        else:
+            x, normed = add_norm(x, parts, own.mlp_norm, eps, half)
+            parts = _mlp(normed, weights, settings.accumulate)
         entry = None
     assert parts is not None, "at least one block"
     return add(x, parts)
-
-
-def _packed(weights: BlockTensors, formats: Sequence[int]) -> list[InterleavedWeight]:
-    """Return the four weights; N is rounded up to whole blocks of columns that are not read."""
-    pairs = (
-        (weights.qkv, weights.qkv_params),
-        (weights.out, weights.out_params),
-        (weights.gate_up, weights.gate_up_params),
-        (weights.down, weights.down_params),
-    )
-    packed = []
-    for i, (words, params) in enumerate(pairs):
-        K, bits, group_size, offsets = formats[4 * i : 4 * i + 4]
-        N = words.shape[1]
-        packed.append(InterleavedWeight(words, params, N, K, bits, group_size, bool(offsets)))
-    return packed
 
 
 def _or_none(tensor: Tensor) -> Tensor | None:
@@ -278,9 +306,8 @@ def _or_none(tensor: Tensor) -> Tensor | None:
 
 def _attention(
     normed: Tensor,
-    weights: BlockTensors,
-    qkv: InterleavedWeight,
-    out: InterleavedWeight,
+    tensors: BlockTensors,
+    weights: PackedBlock,
     rows: Rows,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -291,32 +318,58 @@ def _attention(
     from fasteagle.quant import kernels
 
     view = TreeView(rows.seq_len, rows.paths, rows.depths, settings.window or None)
-    parts = kernels.partial_sums(normed, qkv, settings.accumulate)
+    parts = kernels.partial_sums(normed, weights.qkv, settings.accumulate)
     E = rows.cos.shape[2]
-    bias, q_norm = _or_none(weights.qkv_bias), _or_none(weights.q_norm)
+    bias, q_norm = _or_none(tensors.qkv_bias), _or_none(tensors.q_norm)
     new = tree_kernels.Unrotated(
-        parts, bias, rows.cos, rows.sin, rows.slots, out.K // E, weights.mlp_norm.dtype
+        parts, bias, rows.cos, rows.sin, rows.slots, weights.out.K // E, tensors.mlp_norm.dtype
     )
     # Norms of attention heads are sums, whose order must not depend on the block of rows.
     if q_norm is None and E <= tree_kernels.MAX_ROPE_DIM:
         y = tree_kernels.rope_attention(new, k_cache, v_cache, view, torch.float16)
     else:
-        norms = q_norm, _or_none(weights.k_norm)
+        norms = q_norm, _or_none(tensors.k_norm)
         q = block_kernels.rope(new, norms, k_cache, v_cache, settings.eps)
         y = tree_kernels.tree_attention(q, k_cache, v_cache, view, torch.float16)
-    return kernels.partial_sums(y, out, settings.accumulate)
+    return kernels.partial_sums(y, weights.out, settings.accumulate)
 
 
-def _mlp(
-    normed: Tensor, gate_up: InterleavedWeight, down: InterleavedWeight, accumulate: str
-) -> Tensor:
+def _mlp(normed: Tensor, weights: PackedBlock, accumulate: str) -> Tensor:
     """Return partial sums [S, T, D] of the feed-forward layer's addition to the residual stream."""
     from fasteagle.compile.kernels import block_kernels
     from fasteagle.quant import kernels
 
-    gated = kernels.gated(normed, gate_up, accumulate)
+    gated = kernels.gated(normed, weights.gate_up, accumulate)
     if gated is None:
-        parts = kernels.partial_sums(normed, gate_up, accumulate)
+        parts = kernels.partial_sums(normed, weights.gate_up, accumulate)
         gated = block_kernels.gate(parts, accumulate)
     values, scales = gated
-    return kernels.partial_sums(values, down, accumulate, scales)
+    return kernels.partial_sums(values, weights.down, accumulate, scales)
+
+
+def run_experts(
+    x: Tensor, parts: Tensor | None, tensors: BlockTensors, weights: PackedBlock, settings: Settings
+) -> tuple[Tensor, Tensor]:
+    """Return the residual stream x + the sum of `parts`, and its experts' results [k, T, D].
+
+    These are in the order of expert ids; behind them is the result of a shared expert. T is at most
+    `MAX_ROWS`.
+    """
+    from fasteagle.compile.kernels import expert_kernels
+
+    _, _, gate_up, down, shared_gate_up, shared_down = weights
+    accumulate, k, shares = settings.accumulate, settings.top_k, bool(shared_down.N)
+    x, normed, scores = expert_kernels.norm_scores(
+        x, parts, tensors.mlp_norm, tensors.router, settings.eps
+    )
+    n_expert = gate_up.N // (2 * down.K)
+    routing, shared = expert_kernels.route(
+        scores, n_expert, k, settings.renormalizes, settings.weight_scale, shares
+    )
+    results = x.new_empty(k + shares, *x.shape)
+    values, scales = expert_kernels.gated(normed, gate_up, routing, accumulate)
+    expert_kernels.weighted(values, scales, down, routing, accumulate, results[:k])
+    if shared is not None:
+        values, scales = expert_kernels.gated(normed, shared_gate_up, shared, accumulate)
+        expert_kernels.weighted(values, scales, shared_down, shared, accumulate, results[k:])
+    return x, results

@@ -325,9 +325,24 @@ class Block(nn.Module):
         entry: Tensor | None = None,
         ops: Ops = CORE,
     ) -> Tensor:
-        entry = ops.norm(self.attention_norm, x) if entry is None else entry
-        x = x + self.attention(entry, cos, sin, slots, mask, k_cache, v_cache, ops)
+        x = self.add_attention(x, cos, sin, slots, mask, k_cache, v_cache, entry, ops)
         return x + self.mlp(ops.norm(self.mlp_norm, x))
+
+    def add_attention(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        mask: Tensor | TreeView,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        entry: Tensor | None = None,
+        ops: Ops = CORE,
+    ) -> Tensor:
+        """Return `x + attention`, the residual stream before the feed-forward layer."""
+        entry = ops.norm(self.attention_norm, x) if entry is None else entry
+        return x + self.attention(entry, cos, sin, slots, mask, k_cache, v_cache, ops)
 
 
 def run_blocks(

@@ -30,7 +30,7 @@ class InterleavedLinear(KernelLinear):
         self.accumulate = accumulate
         self._in_range = False  # whether inputs are known to be small, as after a norm
         self._most = 0.0  # inputs are clamped to it; 0: they are scaled where needed
-        self._paired = False  # whether gate and up alternate in the outputs
+        self._paired = 0  # outputs of a unit within which gate and up alternate; 0: none do
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def sum_in_fp32(self) -> None:
@@ -41,17 +41,20 @@ class InterleavedLinear(KernelLinear):
         """Expect inputs within fp16 from now on, or clamp them to `most` if it is not 0."""
         self._in_range, self._most = not most, most
 
-    def pair_halves(self) -> None:
-        """Let the halves of the outputs (gate and up) alternate, so that one program has both.
+    def pair_halves(self, unit: int | None = None) -> None:
+        """Let the halves of each `unit` of outputs alternate, so that one program has both.
 
-        Results do not change.
+        Halves are gate and up, a unit is an expert, None means all outputs. Results do not change.
         """
+        unit = unit or self.out_features
         if self._paired:
+            assert self._paired == unit, "the halves were paired in other units"
             return
-        order = torch.arange(self.out_features, device=self.words.device).view(2, -1).T.flatten()
+        order = torch.arange(self.out_features, device=self.words.device)
+        order = order.view(-1, 2, unit // 2).transpose(1, 2).flatten()
         self.words = self.words[:, order].contiguous()
         self.params = self.params[:, order].contiguous()
-        self._paired = True
+        self._paired = unit
 
     def _product(self, x: Tensor) -> Tensor:
         scale = None
@@ -72,12 +75,13 @@ class InterleavedLinear(KernelLinear):
         )
         y = y if scale is None else y * scale
         if self._paired:
-            y = y.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+            y = y.unflatten(-1, (-1, self._paired // 2, 2)).transpose(-1, -2).flatten(-3)
         return y if self.bias is None else y + self.bias
 
     def rows(self, index: Tensor) -> Tensor:
-        if self._paired:
-            index = 2 * index - (index >= self.out_features // 2) * (self.out_features - 1)
+        if unit := self._paired:
+            within = index % unit
+            index = index + within - (within >= unit // 2) * (unit - 1)
         words, params = self.words[:, index], self.params[:, index]
         weight = InterleavedWeight(words, params, len(index), self.in_features, *self.format)
         return interleaved.dequantize(weight)

@@ -178,6 +178,74 @@ def card_of(device: torch.device) -> Card:
     return Card.of(properties.multi_processor_count, (properties.major, properties.minor))
 
 
+@triton.jit
+def product(
+    x_at,
+    words_at,
+    params_at,
+    scales_at,
+    first,
+    last,
+    Np,
+    stride_scales,
+    BITS: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FP16: tl.constexpr,
+    UNIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    ROW_SCALES: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    """Return fp32 sums [BLOCK_M, BLOCK_N] over the tiles `first` to `last` (exclusive).
+
+    `x_at` [BLOCK_M, 1] points to rows of x, `words_at` [1, BLOCK_N] and `params_at` [BLOCK_N] to
+    columns of the weight, `scales_at` [BLOCK_M, 1] to the rows' scales of the first span.
+    """
+    PLANES: tl.constexpr = 16 // BITS
+    ROWS: tl.constexpr = TILE // PLANES  # columns of w in a plane of a tile
+    SCALED: tl.constexpr = GROUP > 0 and not OFFSETS  # scales act on the sums of a group
+    ACC: tl.constexpr = tl.float16 if FP16 else tl.float32
+    WHOLE: tl.constexpr = GROUP if SCALED else TILE  # columns after which part is added to acc
+    FLUSH: tl.constexpr = min(WHOLE, SPAN) if ROW_SCALES else WHOLE
+    k = tl.arange(0, ROWS)
+    x_at = x_at + k[None, :]
+    words_at = words_at + k[:, None] * Np
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for tile in tl.range(first, last, num_stages=STAGES):
+        q = tl.load(words_at + tile * ROWS * Np)
+        part = tl.zeros((BLOCK_M, BLOCK_N), ACC)
+        scale = tl.zeros((BLOCK_N,), tl.float16)
+        second = scale
+        for j in tl.static_range(PLANES):
+            if GROUP > 0 and (j * ROWS) % GROUP == 0:
+                scale, second = group_params(
+                    params_at, tile, j, Np, second, BITS, TILE, GROUP, ROWS
+                )
+            x = tl.load(x_at + tile * TILE + j * ROWS)
+            w = plane_values(q, scale, second, j, BITS, OFFSETS, UNIT)
+            if FP16 or SCALED or ROW_SCALES:
+                part = tl.dot(x, w, part, out_dtype=ACC)
+            else:
+                acc = tl.dot(x, w, acc)
+            if (FP16 or SCALED or ROW_SCALES) and ((j + 1) * ROWS) % FLUSH == 0:
+                whole = part.to(tl.float32)
+                if ROW_SCALES:
+                    span = tile * (TILE // SPAN) + j * ROWS // SPAN
+                    whole *= tl.load(scales_at + span * stride_scales)
+                if SCALED:
+                    acc = tl.fma(whole, as_row(scale.to(tl.float32) / UNIT, acc), acc)
+                else:
+                    acc += whole
+                part = tl.zeros((BLOCK_M, BLOCK_N), ACC)
+    if GROUP == 0:
+        acc *= (tl.load(params_at).to(tl.float32, bitcast=True) / UNIT)[None, :]
+    return acc
+
+
 @triton.jit(do_not_specialize=["M", "tiles", "tiles_per_split"])
 def interleaved_kernel(
     x_ptr,
@@ -211,49 +279,33 @@ def interleaved_kernel(
     Rows of `out` have out_columns columns. Row blocks vary fastest, so that those after the first
     find the weights in the cache.
     """
-    PLANES: tl.constexpr = 16 // BITS
-    ROWS: tl.constexpr = TILE // PLANES  # columns of w in a plane of a tile
-    SCALED: tl.constexpr = GROUP > 0 and not OFFSETS  # scales act on the sums of a group
-    ACC: tl.constexpr = tl.float16 if FP16 else tl.float32
-    WHOLE: tl.constexpr = GROUP if SCALED else TILE  # columns after which part is added to acc
-    FLUSH: tl.constexpr = min(WHOLE, SPAN) if ROW_SCALES else WHOLE
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(2)
-    k = tl.arange(0, ROWS)
-    # Rows past M read the last one again: a mask would make the loads narrow and synchronous.
-    x_at = x_ptr + tl.minimum(row, M - 1) * Kp + k[None, :]
-    words_at = words_ptr + k[:, None] * Np + n[None, :]
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     first = split * tiles_per_split
-    for tile in tl.range(first, tl.minimum(first + tiles_per_split, tiles), num_stages=STAGES):
-        q = tl.load(words_at + tile * ROWS * Np)
-        part = tl.zeros((BLOCK_M, BLOCK_N), ACC)
-        scale = tl.zeros((BLOCK_N,), tl.float16)
-        second = scale
-        for j in tl.static_range(PLANES):
-            if GROUP > 0 and (j * ROWS) % GROUP == 0:
-                scale, second = group_params(
-                    params_ptr + n, tile, j, Np, second, BITS, TILE, GROUP, ROWS
-                )
-            x = tl.load(x_at + tile * TILE + j * ROWS)
-            w = plane_values(q, scale, second, j, BITS, OFFSETS, UNIT)
-            if FP16 or SCALED or ROW_SCALES:
-                part = tl.dot(x, w, part, out_dtype=ACC)
-            else:
-                acc = tl.dot(x, w, acc)
-            if (FP16 or SCALED or ROW_SCALES) and ((j + 1) * ROWS) % FLUSH == 0:
-                whole = part.to(tl.float32)
-                if ROW_SCALES:
-                    span = tile * (TILE // SPAN) + j * ROWS // SPAN
-                    whole *= tl.load(scales_ptr + span * M + tl.minimum(row, M - 1))
-                if SCALED:
-                    acc = tl.fma(whole, as_row(scale.to(tl.float32) / UNIT, acc), acc)
-                else:
-                    acc += whole
-                part = tl.zeros((BLOCK_M, BLOCK_N), ACC)
-    if GROUP == 0:
-        acc *= (tl.load(params_ptr + n).to(tl.float32, bitcast=True) / UNIT)[None, :]
+    # Rows past M read the last one again: a mask would make the loads narrow and synchronous.
+    read = tl.minimum(row, M - 1)
+    acc = product(
+        x_ptr + read * Kp,
+        words_ptr + n[None, :],
+        params_ptr + n,
+        scales_ptr + read,
+        first,
+        tl.minimum(first + tiles_per_split, tiles),
+        Np,
+        M,
+        BITS,
+        TILE,
+        GROUP,
+        OFFSETS,
+        BLOCK_M,
+        BLOCK_N,
+        FP16,
+        UNIT,
+        STAGES,
+        ROW_SCALES,
+        SPAN,
+    )
     if GATED:
         gate, up = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N // 2, 2)))
         values, scale = half_range(gate / (1.0 + tl.exp(-gate)) * up, EXPONENT)

@@ -9,11 +9,20 @@ import torch
 
 from fasteagle import batch
 from fasteagle.batch import Batch, NoRoomError
+from fasteagle.drafting.base import Tuning
+from fasteagle.drafting.costs import Costs
+from fasteagle.drafting.fused import FusedDrafter
+from fasteagle.drafting.ladder import DEFAULT_RANKS
+from fasteagle.drafting.policy import REACH, Policy
+from fasteagle.drafting.thresholds import LONGEST
 from fasteagle.errors import EngineError
 from fasteagle.generate import Engine
 from fasteagle.loading.open import open_model
+from fasteagle.loading.source import quantize_head_
 from fasteagle.options import RuntimeOptions, SamplingParams
-from helpers import random_target, tiny_config
+from fasteagle.quant.scheme import Scheme
+from fasteagle.shapes import GatedChain
+from helpers import random_head, random_target, tiny_config
 
 EOS = frozenset(range(0, 60, 12))
 CONFIGS = {
@@ -85,9 +94,10 @@ def test_with_quantized_weights(tiny_dir, kernels):
     "seed", [*range(20), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(20, 200))]
 )
 @pytest.mark.parametrize("bits", [4, 8])
-def test_any_company_leaves_a_text_as_it_is(seed, bits, native):
+def test_any_company_leaves_a_text_as_it_is(seed, bits, native, tmp_path):
     """Answers begin at any time, between any others, and some are given up."""
     engine, expected = native[bits]
+    engine.use(fused(engine, tmp_path) if seed % 2 else None)
     choose = random.Random(seed)
     size = choose.choice([1, 2, 3, 4, 8])
     several, left, texts = Batch(engine, size), list(range(len(expected))), {}
@@ -106,6 +116,21 @@ def test_any_company_leaves_a_text_as_it_is(seed, bits, native):
                 several.end(key)
                 texts[key] = expected[key]
     assert texts == dict(enumerate(expected))
+    if seed % 2 and size > 1:
+        drafters = [engine.drafter for engine in several.engines]
+        assert len({id(drafter.cache) for drafter in drafters}) == len(drafters)
+        assert all(drafter.company is None for drafter in drafters)
+
+
+def fused(engine: Engine, folder) -> FusedDrafter:
+    """A drafter of a random draft head and the lookup, whose policy has costs."""
+    head = random_head(engine.model)
+    quantize_head_(head, Scheme(8, head_bits=8), native=True)
+    drafter = FusedDrafter(head, GatedChain(REACH), engine.max_seq_len)
+    drafter.tuning = Tuning(folder / "costs.json", DEFAULT_RANKS)
+    costs = Costs({1: 4.0, 2: 4.1, 32: 5.6}, {}, {}, 0.1, 0.1, 0.02, {1: 0.01, LONGEST: 0.08})
+    drafter.policy = Policy(costs, DEFAULT_RANKS, [GatedChain(REACH)], head=True, lookup=True)
+    return drafter
 
 
 @pytest.fixture(scope="module")

@@ -20,12 +20,16 @@ from fasteagle.config import HeadConfig, ModelConfig, MoEConfig
 from fasteagle.errors import FasteagleError
 from fasteagle.quant.interleaved import BLOCK_N, Layout, layout_for
 from fasteagle.quant.scheme import Scheme, is_scheme_name, parse_scheme
-from fasteagle.quant.tiling import BY_CAPABILITY, Card, microseconds, tiling, weight_bytes
+from fasteagle.quant.tiling import BY_CAPABILITY, Card, cut_rows, microseconds, tiling, weight_bytes
 from fasteagle.shapes import AnyShape, FusedShape
 
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 # Launches of a captured cycle beside products and attention.
-BLOCK_SMALL = 2  # norms of a block
+BLOCK_SMALL = 2  # norms of a block; before experts the norm is part of the router
+ROUTER = 2  # of a layer of experts: norm and scores, then the choice
+EXPERT_ROWS = 16  # rows of an expert that one program multiplies
+CHOICE_US = 0.16  # of each expert that a row chooses: a maximum over a warp, which the next awaits
+WIDEST_ROTATED = 128  # columns of attention heads up to which attention itself rotates them
 PASS_SMALL = 4  # before and after the blocks
 LEVEL_SMALL = 7  # of a drafted level: norms, the tree's order, ranking
 DRAFT_SMALL = 5  # of a tree
@@ -150,6 +154,10 @@ class Part:
     def is_lm_head(self) -> bool:
         return "LM head" in self.name
 
+    @property
+    def is_experts(self) -> bool:
+        return "experts" in self.name
+
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
@@ -166,8 +174,17 @@ class Workload:
             *self._linears("linears of the blocks", config, rows),
             self._product("LM head", config.vocab_size, config.dim, rows),
             self._attention("tree attention", config, rows),
-            Part("norms, rest of the pass", config.n_layer * BLOCK_SMALL + PASS_SMALL),
+            Part("norms, rest of the pass", self._small_launches + PASS_SMALL),
         ]
+
+    @property
+    def _small_launches(self) -> int:
+        """Launches of the blocks that neither multiply nor attend: norms, RoPE where it is one."""
+        config = self.config
+        normed = config.qk_norm or config.qk_norm_whole
+        each = BLOCK_SMALL + (normed or config.head_dim > WIDEST_ROTATED)
+        with_experts = sum(map(config.has_experts, range(config.n_layer)))
+        return config.n_layer * each - with_experts
 
     def drafting(self, head: HeadConfig, tree: AnyShape) -> list[Part]:
         """Return the parts of drafting: a pass of the draft head for every level.
@@ -208,11 +225,10 @@ class Workload:
 
         One launch has the outputs of all these experts, over the rows that an expert has.
         """
-        D, distinct = config.dim, moe.distinct_experts(rows)
+        D, distinct, n_router = config.dim, moe.distinct_experts(rows), config.router_params
         each = -(-rows * moe.top_k // round(distinct))
-        router = Part("routers", launches, 4.0 * config.router_params, 2.0 * config.router_params)
         parts = [
-            router,
+            Part("routers", ROUTER * launches, 4.0 * n_router, 2.0 * n_router * rows),
             self._product("experts", round(distinct * 2 * moe.ffn_dim), D, each, launches),
             self._product("experts", round(distinct * D), moe.ffn_dim, each, launches),
         ]
@@ -292,13 +308,26 @@ class CapturedCycle:
         """Return the microseconds of all launches of a part."""
         if part.block is not None:
             return self._attention_us(part, part.block)
-        return part.launches * (self.product_us(part) if part.N else self.outlook.small)
+        if part.N:
+            return part.launches * self.product_us(part)
+        read = part.n_bytes / (1e3 * self.card.gb_s * self.outlook.reach)
+        moe, chosen = self.work.config.moe, 0.0
+        if part.name == "routers" and moe is not None:
+            chosen = CHOICE_US * moe.top_k * part.launches / ROUTER
+        return part.launches * self.outlook.small + read + chosen
 
     def product_us(self, part: Part) -> float:
-        """Return the microseconds of one launch, cut as the kernels cut it."""
+        """Return the microseconds of one launch, cut as the kernels cut it.
+
+        Products of experts are not split along K, and first read which expert is theirs.
+        """
         layout, size = self._layout(part), (part.N, part.K, part.rows)
-        fp16, cut = self.fp16 and not part.is_lm_head, tiling(layout, *size, self.card)
-        return microseconds(cut, layout, *size, self.outlook.of(self.card), fp16)
+        card, fp16 = self.outlook.of(self.card), self.fp16 and not part.is_lm_head
+        if part.is_experts:
+            cut = cut_rows(layout, part.rows, EXPERT_ROWS, split=1)
+            return card.latency_us + microseconds(cut, layout, *size, card, fp16)
+        cut = tiling(layout, *size, self.card)
+        return microseconds(cut, layout, *size, card, fp16)
 
     def share(self, part: Part) -> float:
         """Return the share of the data sheet's bandwidth that a product reaches."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections import Counter
 
 import pytest
 import torch
@@ -17,10 +18,12 @@ from fasteagle.bench.roofline import (
     DEVICES,
     OUTLOOKS,
     CapturedCycle,
+    Part,
     Storage,
     Workload,
     device_reported_as,
     limit,
+    predicted_speeds,
     storage_named,
 )
 from fasteagle.device import device_name
@@ -118,11 +121,41 @@ def test_more_rows_read_more_experts():
 
 def test_a_mixture_of_experts_on_a_3090():
     """Plain decoding far above the 140 tok/s that engines report, below the bandwidth's 450."""
-    work = Workload(QWEN_MOE, storage_named("int4", QWEN_MOE), 1000)
+    work = Workload(QWEN_MOE, storage_named("int4", QWEN_MOE), 1024)
     bound, what = limit(work.verifying(1), DEVICES["3090"])
     assert what == "memory"
-    predicted = CapturedCycle(DEVICES["3090"].card, work).ms(work.verifying(1))
-    assert 1000 / bound > 1000 / predicted > 250
+    cycle = CapturedCycle(DEVICES["3090"].card, work)
+    speeds = predicted_speeds(
+        cycle, head_shape("qwen3-30b-a3b", QWEN_MOE), TreeShape(3, 1, 3), 2.95
+    )
+    assert 1000 / bound > speeds.plain
+    assert (round(speeds.plain), round(speeds.drafted)) == (254, 386), "as docs/measuring.md says"
+
+
+def test_launches_of_a_mixture_of_experts():
+    """Each layer: scores, choice, gate and up, down; and two for a shared expert."""
+    work = Workload(QWEN_MOE, storage_named("int4", QWEN_MOE), 1000)
+    launches = Counter()
+    for part in work.verifying(4):
+        launches[part.name] += part.launches
+    assert launches["routers"] == launches["experts"] == 2 * 48
+    assert launches["norms, rest of the pass"] == 48 * 2 + 4, "a norm and RoPE"
+    moe = dataclasses.replace(QWEN_MOE.moe, shared_ffn_dim=768)
+    config = dataclasses.replace(QWEN_MOE, moe=moe, dense_blocks=(0,), qk_norm=False)
+    launches = Counter()
+    for part in dataclasses.replace(work, config=config).verifying(4):
+        launches[part.name] += part.launches
+    assert launches["shared experts"] == launches["experts"] == launches["routers"] == 2 * 47
+    assert launches["norms, rest of the pass"] == 2 * 48 - 47 + 4
+
+
+def test_products_of_experts_are_not_split_and_wait_for_their_expert():
+    cycle = CapturedCycle(DEVICES["3090"].card, Workload(LLAMA, storage_named("int4", LLAMA), 100))
+    part = Part("linears", 1, N=2048, K=4096, rows=1)
+    experts = dataclasses.replace(part, name="experts")
+    assert cycle.product_us(experts) > 1.2 * cycle.product_us(part)
+    routers = Part("routers", 2, n_bytes=1e6)
+    assert cycle.ms([routers]) > cycle.ms([Part("norms", 2)])
 
 
 @pytest.mark.parametrize("name", ["llama2-7b", "llama3-8b", "qwen3-8b"])

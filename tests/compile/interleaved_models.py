@@ -11,7 +11,7 @@ from torch import nn
 from fasteagle.compile import cuda_blocks
 from fasteagle.compile.cuda_backend import CudaBackend
 from fasteagle.compile.int8_cache import quantized_rows
-from fasteagle.config import ModelConfig
+from fasteagle.config import ModelConfig, MoEConfig
 from fasteagle.model import EagleHead, KVCache, Target, Transformer
 from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.quant.params import quantize_weight
@@ -28,6 +28,9 @@ CONFIGS = {
     "qwen2": SHAPE | dict(qkv_bias=True),
     "qwen3": SHAPE | dict(qk_norm=True),
     "wide heads": SHAPE | dict(head_dim=80, n_head=4),
+    "experts": SHAPE | dict(moe=MoEConfig(5, 2, 64, renormalize=True), dense_blocks=(0,)),
+    "shared expert": SHAPE
+    | dict(qk_norm=True, moe=MoEConfig(6, 3, 64, shared_ffn_dim=128, shared_gate=True)),
 }
 INT4 = Scheme(4, 64)
 SEQ_LEN = 70
@@ -36,7 +39,7 @@ SEQ_LEN = 70
 def pack_(module: nn.Module, scheme: Scheme, accumulate: str = "fp32") -> nn.Module:
     """Replace every `nn.Linear` inside by the linear of CUDA, which runs its reference on a CPU."""
     for name, child in list(module.named_children()):
-        if isinstance(child, nn.Linear):
+        if isinstance(child, nn.Linear) and name not in ("router", "shared_gate"):
             packed = quantize_weight(child.weight.detach().float(), scheme)
             setattr(module, name, InterleavedLinear(packed, child.bias, accumulate))
         else:
@@ -126,6 +129,12 @@ def launched(x, entry, rows, caches, tensors, formats, *settings) -> torch.Tenso
     """`fused_blocks` on any device."""
     rows, settings = cuda_blocks.Rows(*rows), cuda_blocks.Settings(*settings)
     return cuda_blocks.launch_blocks(x, entry, rows, caches, tensors, formats, settings)
+
+
+def launched_experts(x, tensors, formats, eps, accumulate, *routing) -> torch.Tensor:
+    """`expert_layer` on any device."""
+    settings = cuda_blocks.Settings(eps, accumulate, 0, *routing)
+    return cuda_blocks.launch_experts(x, tensors, formats, settings)
 
 
 class KernelBackend(CudaBackend):

@@ -14,10 +14,10 @@ from device_checks import check_cache_in_8_bits, check_order, check_step_of_head
 from fasteagle.config import MoEConfig
 from fasteagle.drafting.draft_head import top_children
 from fasteagle.model import CORE, RMSNorm, Target
+from fasteagle.quant.scheme import Scheme
 from helpers import random_target, tiny_config
 from interleaved_models import (
     CONFIGS,
-    INT4,
     SEQ_LEN,
     SHAPE,
     KernelBackend,
@@ -31,11 +31,11 @@ from interleaved_models import (
 pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
 
 from fasteagle.compile import cuda_backend, cuda_blocks, cuda_ops, fixed_norm, tree_attention
-from fasteagle.compile.kernels import block_kernels, tree_kernels
+from fasteagle.compile.kernels import block_kernels, expert_kernels, tree_kernels
 from fasteagle.quant import kernels
 
 
-@pytest.mark.parametrize("name", ["mha", "qwen3"])
+@pytest.mark.parametrize("name", ["mha", "qwen3", "shared expert"])
 def test_what_a_row_is_summed_by_does_not_depend_on_their_number(name, monkeypatch):
     """Warps and constants of every launch, but for rows of a block and buffers for loads."""
     launches = []
@@ -48,7 +48,7 @@ def test_what_a_row_is_summed_by_does_not_depend_on_their_number(name, monkeypat
             assert all(size >= 1 for size in grid)
             return lambda *args, **options: launches.append((self.name, options))
 
-    for module in (kernels, block_kernels, tree_kernels):
+    for module in (kernels, block_kernels, expert_kernels, tree_kernels):
         for kernel in [each for each in vars(module) if each.endswith("_kernel")]:
             monkeypatch.setattr(module, kernel, Kernel(kernel))
     monkeypatch.setattr(cuda_blocks, "fused_blocks", launched)
@@ -84,13 +84,32 @@ def by_the_core(x, scale, eps):
     return norm(x)
 
 
-def test_experts_and_norms_of_whole_rows_are_the_cores():
-    """Stacked experts would pass for one wide layer."""
-    fits = cuda_blocks.fits
-    assert fits(pack_(random_target(tiny_config(**SHAPE)), INT4).blocks[0])
-    for changes in (dict(moe=MoEConfig(1, 1, 192)), dict(qk_norm_whole=True)):
-        block = pack_(random_target(tiny_config(**SHAPE | changes)), INT4).blocks[0]
-        assert not fits(block), changes
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (dict(qk_norm_whole=True), "norms of whole queries and keys"),
+        (dict(moe=MoEConfig(4, 2, 64), qk_norm_whole=True), "norms of whole queries and keys"),
+        (dict(moe=MoEConfig(4, 2, 96)), "inputs that are no multiple of 64"),
+        (dict(moe=MoEConfig(4, 2, 64, shared_ffn_dim=96)), "inputs that are no multiple of 64"),
+        (dict(moe=MoEConfig(4, 2, 64), dim=192), "experts at a model dim that is no multiple of"),
+    ],
+)
+def test_what_blocks_are_left_to_the_core_for(changes, reason):
+    """Experts are replayed only if they are not: the core reads on the host which are chosen."""
+    model = random_target(tiny_config(**SHAPE | changes))
+    pack_(model.blocks, Scheme(4, 32))
+    backend = KernelBackend(model.half())
+    experts = "experts" if "moe" in changes else "blocks"
+    assert backend.leaves_blocks and backend.target.ops.run_blocks is None
+    assert f"{experts} by the core ({reason}" in backend.describe()
+
+
+def test_experts_are_replayed_while_the_kernels_run_them():
+    backend = KernelBackend(packed_target("experts")[0])
+    backend._may_replay = True  # as on a device
+    assert not backend.leaves_blocks and backend.describe().endswith(", replayed")
+    backend.leave("passes")
+    assert "replayed" not in backend.describe()
 
 
 def test_other_linears_keep_their_blocks():
@@ -110,7 +129,7 @@ def test_norms_of_blocks_that_are_not_fused(monkeypatch):
         return by_the_core(x, scale, eps)
 
     monkeypatch.setattr(fixed_norm, "rms_norm", normed)
-    monkeypatch.setattr(cuda_backend, "fits", lambda block: False)
+    monkeypatch.setattr(cuda_backend, "obstacle", lambda block: "odd sizes")
     model, dense = packed_target("qwen3")
     expected, _ = passed(Target(model, tree_attention.OPS), 5)
     assert KernelBackend(dense).target.ops.norm is CORE.norm

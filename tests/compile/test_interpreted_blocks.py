@@ -18,7 +18,7 @@ from fasteagle.compile.kernels import block_kernels, draft_kernels
 from fasteagle.drafting.draft_head import top_children
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.generate import Engine
-from fasteagle.model import KVCache, Target
+from fasteagle.model import KVCache, MoE, Target
 from fasteagle.options import SamplingParams
 from fasteagle.quant import kernels as quant_kernels
 from fasteagle.quant.cuda_linear import InterleavedLinear
@@ -65,6 +65,25 @@ def test_results_of_the_model(name, kind, scheme, accumulate):
     assert not cache.rows[:, :, SEQ_LEN + 9 :].any()
 
 
+@pytest.mark.parametrize("name", rest_slow(["experts", "shared expert"], 0))
+def test_experts_of_a_prompt(name, kernels_on_cpu):
+    """Seventy rows under a mask: experts run in two chunks, gate and up and down of each."""
+    model, dense = packed_target(name)
+    tokens, rows = torch.arange(70) % 50, torch.arange(70)
+    mask = torch.ones(70, 256).tril().bool()
+    results = []
+    for target, T in ((Target(dense), 70), (fused_target(model), 70), (fused_target(model), 66)):
+        cache = dataclasses.replace(target, cache_dtype=target.weight.dtype).new_cache(256)
+        x, _ = target.encode(tokens[:T], rows[:T], rows[:T], mask[:T], cache)
+        results.append(x)
+    expected, whole, part = results
+    close(whole, expected, 4e-3)
+    close(part, whole[:66], 1e-3)
+    layers = sum(isinstance(block.mlp, MoE) for block in model.blocks)
+    per_layer = 2 * 2 * (1 + (model.config.moe.shared_ffn_dim > 0))
+    assert kernels_on_cpu.launches["expert_kernel"] == 2 * layers * per_layer
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "accumulate"), [("gqa", "fp32"), ("qwen3", "fp32"), ("mha", "fp16")]
@@ -91,7 +110,7 @@ def test_blocks_that_do_not_fit_are_the_same_for_any_number_of_rows(monkeypatch)
     """Products block by block, as of sizes that do not fit, between norms in a fixed order."""
     model, dense = packed_target("qwen3")
     expected, _ = passed(Target(dense), 9, torch.float32)
-    monkeypatch.setattr(cuda_backend, "fits", lambda block: False)
+    monkeypatch.setattr(cuda_backend, "obstacle", lambda block: "odd sizes")
     backend = KernelBackend(model)
     assert backend.leaves_blocks
     target = backend.target

@@ -25,15 +25,17 @@ GREEDY, DRAWN = SamplingParams(), SamplingParams(0.8, seed=3)
 TREE, FUSED = TreeShape(2, 3, 5), FusedShape(2, 2, 6, 4)
 PASS = ("interleaved", "norm", "prefix", "finish")
 DRAFT = ("chunk", "merge", "rerank", "relations", "commit")
-KERNELS = {f"{name}_kernel" for name in PASS + DRAFT}
-# algorithm, shape, sampling, KV cache
+EXPERTS = ("score", "route", "expert")
+# algorithm, shape, sampling, KV cache, target
 CYCLES = [
-    ("eagle1", TREE, GREEDY, "auto"),
-    ("eagle1", TREE, DRAWN, "auto"),
-    ("eagle3", TREE, GREEDY, "auto"),
-    ("eagle3", TREE, DRAWN, "int8"),
-    ("eagle3", FUSED, GREEDY, "auto"),
-    ("eagle1", FUSED, DRAWN, "int8"),
+    ("eagle1", TREE, GREEDY, "auto", "gqa"),
+    ("eagle1", TREE, DRAWN, "auto", "gqa"),
+    ("eagle3", TREE, GREEDY, "auto", "gqa"),
+    ("eagle3", TREE, DRAWN, "int8", "gqa"),
+    ("eagle3", FUSED, GREEDY, "auto", "gqa"),
+    ("eagle1", FUSED, DRAWN, "int8", "gqa"),
+    ("eagle3", TREE, GREEDY, "auto", "shared expert"),
+    ("eagle1", FUSED, DRAWN, "int8", "shared expert"),
 ]
 # Who compiles the pieces; "aot_eager" only traces them: fake tensors, nothing written in place.
 COMPILED = [
@@ -46,9 +48,9 @@ COMPILED = [
 ]
 
 
-def made(algorithm: str, shape, kv: str = "auto"):
+def made(algorithm: str, shape, kv: str = "auto", name: str = "gqa"):
     """A backend over a tiny model, and a function that makes drafters for it."""
-    target, _ = packed_target("gqa", n_layer=1, vocab_size=64)
+    target, _ = packed_target(name, n_layer=1, vocab_size=64)
     packed = quantize_weight(target.lm_head.weight.float(), Scheme(8))
     target.lm_head = QuantizedLMHead(InterleavedLinear(packed, None))
     head, _ = packed_head(random_head(target, eagle3=eagle3_of(algorithm, target.config)))
@@ -63,15 +65,18 @@ def answer(backend, params, n: int, drafter=None):
     return text, engine.cache.rows[:, :, : len(engine.cached)].clone(), engine
 
 
-@pytest.mark.parametrize(("algorithm", "shape", "params", "kv"), rest_slow(CYCLES), ids=str)
-def test_text_and_cache_are_those_of_plain_decoding(kernels_on_cpu, algorithm, shape, params, kv):
+@pytest.mark.parametrize(("algorithm", "shape", "params", "kv", "name"), rest_slow(CYCLES), ids=str)
+def test_text_and_cache_are_those_of_plain_decoding(
+    kernels_on_cpu, algorithm, shape, params, kv, name
+):
     """Drafts are accepted, and keys and values are equal bit for bit."""
-    backend, drafter = made(algorithm, shape, kv)
+    backend, drafter = made(algorithm, shape, kv, name)
     text, cache, _ = answer(backend, params, 10)
     result, other_cache, engine = answer(backend, params, 10, drafter())
     assert result == text and torch.equal(other_cache, cache)
     assert engine.stats.drafted >= 10 and engine.stats.path_lengths
-    assert kernels_on_cpu.launches.keys() >= KERNELS
+    launched = PASS + DRAFT + (EXPERTS if backend.target.config.moe is not None else ())
+    assert kernels_on_cpu.launches.keys() >= {f"{kernel}_kernel" for kernel in launched}
 
 
 @pytest.mark.slow

@@ -9,11 +9,20 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
 
 import sass
-from fasteagle.compile.kernels import block_kernels, draft_kernels, order_kernels, tree_kernels
+from fasteagle.compile.kernels import (
+    block_kernels,
+    draft_kernels,
+    expert_kernels,
+    order_kernels,
+    tree_kernels,
+)
+from fasteagle.quant import kernels
+from fasteagle.quant.interleaved import InterleavedWeight
 
 pytestmark = pytest.mark.slow
 CARDS = {"sm_86": sass.SM_86, "sm_90": sass.GPUTarget("cuda", 90, 32)}
@@ -22,6 +31,11 @@ POINTERS = {
     **dict.fromkeys(("parts_ptr", "stats_ptr", "sums_ptr", "cos_ptr", "sin_ptr"), F32),
     **dict.fromkeys(("x_ptr", "total_ptr", "scales_ptr", "logits_ptr", "logp_ptr"), F32),
     **dict.fromkeys(("ids_ptr", "paths_ptr", "rows_ptr"), I32),
+    **dict.fromkeys(
+        ("scores_ptr", "router_ptr", "weights_ptr", "shared_weights_ptr", "out_scales_ptr"), F32
+    ),
+    **dict.fromkeys(("experts_ptr", "counts_ptr", "slots_ptr", "params_ptr"), I32),
+    **dict.fromkeys(("shared_experts_ptr", "shared_counts_ptr", "shared_slots_ptr"), I32),
     **dict.fromkeys(("seq_len_ptr", "depths_ptr", "slots_ptr", "start_ptr", "path_ptr"), I64),
     **dict.fromkeys(("best_ptr", "tokens_ptr", "parents_ptr", "root_ptr"), I64),
     **dict.fromkeys(("out_tokens_ptr", "out_parents_ptr", "out_places_ptr"), I64),
@@ -29,7 +43,7 @@ POINTERS = {
     **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "q_norm_ptr", "k_norm_ptr", "scale_ptr"), "*bf16"),
     **dict.fromkeys(("bias_ptr",), "*bf16"),
     **dict.fromkeys(("out_ptr",), "*fp16"),
-    **dict.fromkeys(("eps", "scale"), "fp32"),
+    **dict.fromkeys(("eps", "scale", "factor"), "fp32"),
 }
 
 
@@ -45,8 +59,8 @@ def rope(cache):
 
 
 def rerank(P_PAD, CHUNK):
-    types = {"scores_ptr": F32}
-    return order_kernels.rerank_kernel, types, dict(P_PAD=P_PAD, CHUNK=CHUNK), order_kernels.OPTIONS
+    constants = dict(P_PAD=P_PAD, CHUNK=CHUNK)
+    return order_kernels.rerank_kernel, {}, constants, order_kernels.OPTIONS
 
 
 def relations(T_PAD, ROUNDS):
@@ -57,6 +71,17 @@ def relations(T_PAD, ROUNDS):
 def commit(cache, E, E_PAD):
     constants = dict(E=E, E_PAD=E_PAD)
     return block_kernels.commit_kernel, {"rows_ptr": cache}, constants, block_kernels.ONE_WARP
+
+
+def scores(D):
+    constants = dict(SPLIT=3, BLOCK=D, SCORES=expert_kernels.SCORES)
+    return expert_kernels.score_kernel, {}, constants, expert_kernels.score_options(D)
+
+
+def route(X_PAD, TOP_K, shares):
+    constants = dict(TOP_K=TOP_K, X_PAD=X_PAD, ROWS=expert_kernels.ROUTE_ROWS)
+    constants |= dict(RENORMALIZES=not shares, SHARES=shares, GATED=shares)
+    return expert_kernels.route_kernel, {}, constants, expert_kernels.route_options(X_PAD)
 
 
 SMALL = {
@@ -90,6 +115,11 @@ SMALL = {
     "rerank of the default": rerank(128, 64),
     "relations": relations(64, 6),
     "relations of few rows": relations(16, 4),
+    "scores": scores(2048),
+    "scores, wide": scores(8192),
+    "route": route(128, 8, False),
+    "route of a shared expert": route(64, 4, True),
+    "route of many": route(512, 10, False),
 }
 
 
@@ -113,9 +143,48 @@ def test_small_kernels(name, card, tmp_path):
     compiled = build(SMALL[name], card)
     _, usage = sass.disassemble(compiled, tmp_path)
     assert usage.stack == usage.local == 0, "registers spill"
-    alone = name.startswith(("norm", "rerank", "relations"))  # few programs, or one
+    few = "norm", "rerank", "relations", "scores", "route"
+    alone = name.startswith(few)  # few programs, or one
     assert usage.registers <= (200 if alone else 170)
     assert usage.shared <= 32 * 1024
+    assert not re.search(r"\b(atom|red)\.", compiled.asm["ptx"]), "sums have a fixed order"
+
+
+# bits, group size (0: K), whether with offsets, sums within a group
+FORMATS = [
+    (4, 128, False, "fp16"),
+    (4, 64, False, "fp32"),
+    (4, 32, True, "fp16"),
+    (8, 0, False, "fp32"),
+    (8, 32, False, "fp16"),
+]
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("scaled", [False, True], ids=["gate and up", "down"])
+@pytest.mark.parametrize(("bits", "group", "offsets", "accumulate"), FORMATS)
+def test_expert_kernel(bits, group, offsets, accumulate, scaled, card, tmp_path):
+    """Three programs on a multiprocessor, and loads of gathered rows that nothing waits for."""
+    none, K = torch.empty(0), 768
+    weight = InterleavedWeight(none, none, 2048, K, bits, group or K, offsets)
+    constants = expert_kernels.constants(weight, accumulate, scaled)
+    types = POINTERS | {
+        "x_ptr": "*fp16",
+        "words_ptr": "*i16",
+        "out_ptr": F32 if scaled else "*fp16",
+    }
+    function = expert_kernels.expert_kernel
+    types = {n: t for n, t in types.items() if n in function.arg_names and n not in constants}
+    aligned = "N", "out_columns", "Np", "Kp"
+    compiled = sass.compile_kernel(
+        function, types, constants, kernels.OPTIONS, aligned, CARDS[card]
+    )
+    code, usage = sass.disassemble(compiled, tmp_path)
+    assert usage.stack == usage.local == 0, "registers spill"
+    assert usage.shared <= sass.TWO_PROGRAMS
+    assert usage.registers <= 170
+    counts = sass.opcodes(sass.main_loop(code))
+    assert counts["LDGSTS"] and counts["LDG"] == 0, "a load in the loop waits for memory"
     assert not re.search(r"\b(atom|red)\.", compiled.asm["ptx"]), "sums have a fixed order"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import random
 
 import pytest
 
@@ -17,95 +16,11 @@ from fasteagle.drafting.ladder import (
     ladder,
     ranks_of,
 )
-from fasteagle.drafting.policy import (
-    BLOCK,
-    LONGEST_PAUSE,
-    LOOKED_UP,
-    REACH,
-    Honesty,
-    Outcome,
-    Policy,
-    name,
-)
-from fasteagle.shapes import AnyShape, FusedShape, GatedChain, TreeShape
+from fasteagle.drafting.policy import BLOCK, LONGEST_PAUSE, LOOKED_UP, REACH, Outcome, Policy, name
+from fasteagle.drafting.thresholds import Honesty
+from fasteagle.shapes import FusedShape, GatedChain, TreeShape
 from helpers import ROWS, costs
-
-CHAIN = GatedChain(8)
-# Rows of a target pass and levels of a chain, in ms: a CPU whose memory is slow, and a quiet one.
-SLOW = Costs(
-    {1: 4.9, 2: 5.1, 4: 5.8, 8: 7.8, 16: 12.0, 32: 22.0}, {}, {}, 0.1, 0.05, 0.01, {1: 0.5, 8: 2.6}
-)
-QUIET = Costs(
-    {1: 2.5, 2: 3.1, 4: 4.5, 8: 8.0, 16: 14.6, 32: 29.0}, {}, {}, 0.1, 0.05, 0.01, {1: 0.5, 8: 2.6}
-)
-
-
-class Machine:
-    """Runs the cycles that a policy chooses, and counts tokens and milliseconds.
-
-    A draft head's token is right with probability `p` where the one before it is, and says so;
-    `boast` is what it says over what is true.
-    """
-
-    def __init__(self, true: Costs, p: float, seed: int = 0, boast: float = 1.0) -> None:
-        self.true, self.p, self.boast = true, p, boast
-        self.random = random.Random(seed)
-        self.tokens, self.ms, self.drafted = 0, 0.0, 0
-
-    def run(self, policy: Policy, tokens: int) -> float:
-        """Decode so many tokens; return tokens per ms over plain decoding's."""
-        self.tokens, self.ms = 0, 0.0
-        while self.tokens < tokens:
-            shape = policy.next_shape
-            outcome = self.plain() if shape is None else self.cycle(policy, shape)
-            policy.learn(shape, outcome)
-            self.tokens += 1 + outcome.accepted
-            assert outcome.ms is not None
-            self.ms += outcome.ms
-        return self.tokens / self.ms * self.true.plain
-
-    def noisy(self, ms: float) -> float:
-        return ms * self.random.uniform(0.95, 1.05) * (10 if self.random.random() < 0.002 else 1)
-
-    def plain(self) -> Outcome:
-        self.drafted = 0
-        return Outcome(ms=self.noisy(self.true.plain), verify_ms=self.noisy(self.true.passes[1]))
-
-    def accepted(self, n: int) -> int:
-        for depth in range(n):
-            if self.random.random() >= self.p:
-                return depth
-        return n
-
-    def cycle(self, policy: Policy, shape: AnyShape) -> Outcome:
-        if isinstance(shape, GatedChain):
-            return self.chain(policy)
-        ranks = tuple((self.p, 0.1) for _ in range(6))
-        mean = expected_of_head(shape, ranks, 1.0)
-        accepted = min(shape.depth, int(mean + self.random.random()))
-        return Outcome(accepted, 0, shape.nodes, True, ms=self.noisy(self.true.cycle(shape)))
-
-    def chain(self, policy: Policy) -> Outcome:
-        bounds, paths, path, levels = policy.thresholds, [], 1.0, 0
-        for depth in range(8):
-            levels += 1
-            # Sure of some tokens and not of others; on average p.
-            said = min(1.0, self.p + self.random.uniform(-0.3, 0.3))
-            path *= min(1.0, said * self.boast)
-            if path < bounds.verify[depth]:
-                break
-            paths.append(path)
-            if path < bounds.expand[depth]:
-                break
-        n = len(paths)
-        draft = self.noisy(self.true.draft(GatedChain(levels)))
-        verify = self.noisy(self.true.verify(1 + n))
-        ms = draft + verify + self.true.other
-        return Outcome(self.accepted(n), 0, n, True, paths, ms, draft, verify)
-
-
-def policy_of(table: Costs, *shapes: AnyShape, head: bool = True, lookup: bool = False) -> Policy:
-    return Policy(table, DEFAULT_RANKS, shapes or (CHAIN,), head=head, lookup=lookup)
+from simulated_machine import CHAIN, QUIET, SLOW, Machine, policy_of
 
 
 def slower(table: Costs, **factors: float) -> Costs:

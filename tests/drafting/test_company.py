@@ -1,0 +1,45 @@
+"""Drafting of several sequences that share passes, on simulated machines."""
+
+from __future__ import annotations
+
+import pytest
+
+from fasteagle.drafting.company import Company
+from fasteagle.shapes import TreeShape
+from simulated_machine import QUIET, SLOW, Machine, policy_of
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize(("true", "p"), [(QUIET, 0.3), (QUIET, 0.6), (SLOW, 0.2), (SLOW, 0.95)])
+def test_sequences_that_share_passes_are_not_slower_than_plain_ones(true, p, n):
+    speeds = []
+    for seed in range(3):
+        company = Company()
+        company.policy = policy_of(true)
+        Machine(true, p, seed).run_together(company, n, 400)
+        speeds.append(Machine(true, p, seed + 10).run_together(company, n, 1200))
+    assert sorted(speeds)[1] > 0.96
+    if (true, p) == (SLOW, 0.95):
+        assert sorted(speeds)[1] > 1.2
+
+
+def test_a_row_costs_more_among_others():
+    """What the same chain is worth alone, and to a sequence among others."""
+    shared, machine = [], Machine(QUIET, 0.5)
+    for n in (2, 8):
+        company = Company()
+        company.policy = policy_of(QUIET)
+        assert company.next_shape is None  # until a pass has shown what it costs
+        machine.run_together(company, n, 200)
+        shared.append(company)
+    alone = policy_of(QUIET).thresholds.verify[0]
+    assert alone < shared[0].thresholds.verify[0] < shared[1].thresholds.verify[0]
+    assert shared[1].head_gain is None and machine.drafted < 40
+
+
+def test_without_costs_nothing_is_drafted_among_others():
+    company = Company()
+    assert Machine(QUIET, 0.9).run_together(company, 4, 200) > 0.9
+    assert company.next_shape is None
+    company.policy = policy_of(QUIET, TreeShape(3, 2, 6))
+    assert company.next_shape is None  # trees are not priced

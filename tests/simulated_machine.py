@@ -1,0 +1,113 @@
+"""Machine whose times are known: it runs the cycles that a policy chooses."""
+
+from __future__ import annotations
+
+import random
+
+from fasteagle.drafting.company import Company
+from fasteagle.drafting.costs import Costs
+from fasteagle.drafting.ladder import DEFAULT_RANKS, expected_of_head
+from fasteagle.drafting.policy import Outcome, Policy
+from fasteagle.shapes import AnyShape, GatedChain
+
+CHAIN = GatedChain(8)
+# Rows of a target pass and levels of a chain, in ms: a CPU whose memory is slow, and a quiet one.
+SLOW = Costs(
+    {1: 4.9, 2: 5.1, 4: 5.8, 8: 7.8, 16: 12.0, 32: 22.0}, {}, {}, 0.1, 0.05, 0.01, {1: 0.5, 8: 2.6}
+)
+QUIET = Costs(
+    {1: 2.5, 2: 3.1, 4: 4.5, 8: 8.0, 16: 14.6, 32: 29.0}, {}, {}, 0.1, 0.05, 0.01, {1: 0.5, 8: 2.6}
+)
+
+
+class Machine:
+    """Runs the cycles that a policy chooses, and counts tokens and milliseconds.
+
+    A draft head's token is right with probability `p` where the one before it is, and says so;
+    `boast` is what it says over what is true.
+    """
+
+    def __init__(self, true: Costs, p: float, seed: int = 0, boast: float = 1.0) -> None:
+        self.true, self.p, self.boast = true, p, boast
+        self.random = random.Random(seed)
+        self.tokens, self.ms, self.drafted = 0, 0.0, 0
+
+    def run(self, policy: Policy, tokens: int) -> float:
+        """Decode so many tokens; return tokens per ms over plain decoding's."""
+        self.tokens, self.ms = 0, 0.0
+        while self.tokens < tokens:
+            shape = policy.next_shape
+            outcome = self.plain() if shape is None else self.cycle(policy, shape)
+            policy.learn(shape, outcome)
+            self.tokens += 1 + outcome.accepted
+            assert outcome.ms is not None
+            self.ms += outcome.ms
+        return self.tokens / self.ms * self.true.plain
+
+    def noisy(self, ms: float) -> float:
+        return ms * self.random.uniform(0.95, 1.05) * (10 if self.random.random() < 0.002 else 1)
+
+    def plain(self) -> Outcome:
+        self.drafted = 0
+        return Outcome(ms=self.noisy(self.true.plain), verify_ms=self.noisy(self.true.passes[1]))
+
+    def accepted(self, n: int) -> int:
+        for depth in range(n):
+            if self.random.random() >= self.p:
+                return depth
+        return n
+
+    def cycle(self, policy: Policy, shape: AnyShape) -> Outcome:
+        if isinstance(shape, GatedChain):
+            return self.chain(policy)
+        ranks = tuple((self.p, 0.1) for _ in range(6))
+        mean = expected_of_head(shape, ranks, 1.0)
+        accepted = min(shape.depth, int(mean + self.random.random()))
+        return Outcome(accepted, 0, shape.nodes, True, ms=self.noisy(self.true.cycle(shape)))
+
+    def drafted_chain(self, policy: Policy | Company) -> tuple[list[float], int]:
+        """Path probabilities of a chain that the policy's thresholds end, and its levels."""
+        bounds, paths, path, levels = policy.thresholds, [], 1.0, 0
+        for depth in range(8):
+            levels += 1
+            # Sure of some tokens and not of others; on average p.
+            said = min(1.0, self.p + self.random.uniform(-0.3, 0.3))
+            path *= min(1.0, said * self.boast)
+            if path < bounds.verify[depth]:
+                break
+            paths.append(path)
+            if path < bounds.expand[depth]:
+                break
+        return paths, levels
+
+    def chain(self, policy: Policy) -> Outcome:
+        paths, levels = self.drafted_chain(policy)
+        n = len(paths)
+        draft = self.noisy(self.true.draft(GatedChain(levels)))
+        verify = self.noisy(self.true.verify(1 + n))
+        ms = draft + verify + self.true.other
+        return Outcome(self.accepted(n), 0, n, True, paths, ms, draft, verify)
+
+    def run_together(self, company: Company, n: int, tokens: int) -> float:
+        """Decode so many tokens of `n` sequences; return tokens per ms over plain decoding's."""
+        written, spent, drafted = 0, 0.0, 0
+        while written < tokens:
+            rows, ms = n, self.true.other
+            for _ in range(n):
+                outcome, shape = Outcome(), company.next_shape
+                if shape is not None and company.head_gain is not None:
+                    paths, levels = self.drafted_chain(company)
+                    draft = self.noisy(self.true.draft(GatedChain(levels)))
+                    k, ms, drafted = len(paths), ms + draft, drafted + 1
+                    outcome = Outcome(self.accepted(k), 0, k, True, paths, draft_ms=draft)
+                company.learn(shape, outcome)
+                rows, written = rows + outcome.drafted, written + 1 + outcome.accepted
+            ms += self.noisy(self.true.verify(rows))
+            company.end_pass(ms)
+            spent += ms
+        self.drafted = drafted
+        return written / spent / (n / (self.true.verify(n) + self.true.other))
+
+
+def policy_of(table: Costs, *shapes: AnyShape, head: bool = True, lookup: bool = False) -> Policy:
+    return Policy(table, DEFAULT_RANKS, shapes or (CHAIN,), head=head, lookup=lookup)
