@@ -117,6 +117,7 @@ class AnswerQueue:
             if job not in self._waiting:
                 return
             self._waiting.remove(job)
+            self._lacks_memory = False  # the next one may need less
         self._report(job, CancelledError())
 
     def _report(self, job: Job, error: Exception | None) -> None:
