@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 from fasteagle.decoding.context import common_prefix
 from fasteagle.decoding.runner import run_together
-from fasteagle.device import available_bytes
+from fasteagle.device import available_bytes, unless_short
 from fasteagle.drafting.company import Company
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
@@ -91,7 +91,7 @@ class Batch(Generic[Key, Item]):
         busy = [run.engine for run in self._running.values()]
         idle = [engine for engine in self.engines if engine not in busy]
         if not idle:
-            self.engines.append(self.engines[0].sibling())
+            self.engines.append(unless_short(self.engines[0].sibling, _no_room))
             return self.engines[-1]
         return max(idle, key=lambda engine: common_prefix(engine.cached, prompt))
 
@@ -185,6 +185,10 @@ class Batch(Generic[Key, Item]):
         """End all answers."""
         for key in self.running:
             self.end(key)
+
+
+def _no_room() -> NoRoomError:
+    return NoRoomError("out of memory for the KV cache of another text: ask for fewer at once")
 
 
 def _missing_bytes(engine: Engine, n_tokens: int) -> int:

@@ -26,6 +26,7 @@ from fasteagle.loading.tokenizer import ChatTokenizer, Message
 from fasteagle.logits import TokenMask
 from fasteagle.options import (
     DEFAULT_MODEL,
+    MOST_AT_ONCE,
     AnswerOptions,
     DraftOptions,
     GrammarSpec,
@@ -35,7 +36,6 @@ from fasteagle.options import (
 )
 from fasteagle.quant.scheme import check_precision
 
-MOST_AT_ONCE = 8  # answers under way
 MOST_PENALTY = 2  # for presence and frequency; OpenAI's range
 
 

@@ -351,6 +351,7 @@ class DraftOptions:
 
 
 PREFIX_CACHE_PLACES = ("host", "device")
+MOST_AT_ONCE = 8  # answers of one model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -367,6 +368,9 @@ class ServeOptions:
     )
     allow_origin: tuple[str, ...] = option(
         (), "A web page that may use it, as https://example.org (repeatable)."
+    )
+    parallel: int = option(
+        4, "Requests answered at once, each with a KV cache of its own.", least=1, most=MOST_AT_ONCE
     )
     queue: int = option(64, "Requests that may wait; more are told to come back (429).", least=0)
     timeout: float = option(

@@ -45,6 +45,7 @@ def run_serve(
                 options.prefix_cache_on,
                 talk.think,
                 defaults.form,
+                parallel=options.parallel,
             )
         params = defaults.params
         if talk.compile_blocks:

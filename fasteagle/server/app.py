@@ -6,7 +6,7 @@ import asyncio
 import base64
 import hashlib
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from fasteagle.llm import LLM
 from fasteagle.options import Defaults, ServeOptions
 from fasteagle.server.failures import MISTAKE, add_errors
 from fasteagle.server.guard import Guard, error_body
+from fasteagle.server.job import CancelledError, Group, Job, StalledError, TimedOutError, groups
 from fasteagle.server.log import AccessLog, complain
 from fasteagle.server.metrics import Metrics
 from fasteagle.server.prepare import Plan, Planner
@@ -36,8 +37,16 @@ from fasteagle.server.protocol import (
     Sampled,
     TokenizeRequest,
 )
-from fasteagle.server.queue import AnswerQueue, CancelledError, Job, StalledError, TimedOutError
-from fasteagle.server.replies import ChatReply, Json, Reply, TextReply, sse
+from fasteagle.server.queue import AnswerQueue
+from fasteagle.server.replies import (
+    ChatReply,
+    Json,
+    Reply,
+    TextReply,
+    sse,
+    usage_event,
+    whole_reply,
+)
 
 SHORT_BYTES = 2**15  # of requests that one thread reads for all: a few milliseconds each
 LONG_THREADS = 8  # for what takes longer, grammars and long texts: one of each of a client's
@@ -80,29 +89,34 @@ class Server:
         """Queue a request, reply whole or by events, and end the answer if the client leaves."""
         self.check_model(body.model)
         make = self.planner.chat if isinstance(body, ChatRequest) else self.planner.completion
-        request.scope["record"].job = job = Job()
+        job = Job()
+        request.scope["record"].jobs = jobs = [job]
         plan: Plan = await self.planned(request, job, partial(make, body))  # type: ignore[arg-type]
         if plan.form is not None:
             plan = await self._aside(request, job, "grammar", partial(self.planner.compiled, plan))
         self.metrics.planned(time.perf_counter() - job.submitted)
-        job.request, job.text = plan.request, plan.text or None
-        self.queue.submit(job)
-        job.limit(self.options.timeout)
-        reply = reply_kind(self.name, self.llm.tokenizer, job, plan)
-        groups = job.groups()
+        jobs += [Job(beside=job) for _ in plan.answers[1:]]
+        for each, wanted in zip(jobs, plan.answers, strict=True):
+            each.request, each.text = wanted, plan.text or None
+        self.queue.submit(jobs)
+        for each in jobs:
+            each.limit(self.options.timeout)
+        replies = reply_kind.each(self.name, self.llm.tokenizer, jobs, plan)
+        arriving = groups(jobs)
         try:
             # Before the first chunk, what goes wrong still has a status of its own.
-            first = await unless_gone(request, first_of(groups))
+            first = await unless_gone(request, anext(arriving))
             if body.stream:
                 usage = body.stream_options is not None and body.stream_options.include_usage
-                events = self._events(request, reply, first, groups, usage, body.show_accepted)
-                return EventStream(events, job)
-            job.group_seconds = self.options.timeout
-            replies = [*first, *await unless_gone(request, rest(groups))]
+                events = self._events(request, replies, first, arriving, usage, body.show_accepted)
+                return EventStream(events, jobs)
+            for each in jobs:
+                each.group_seconds = self.options.timeout
+            answers = await unless_gone(request, whole(jobs, first, arriving))
         except BaseException:
-            job.leave()
+            leave(jobs)
             raise
-        return JSONResponse(reply.whole(replies))
+        return JSONResponse(whole_reply(replies, answers))
 
     async def planned(
         self, request: Request, job: Job, make: Callable[[], Found], answers: bool = True
@@ -172,23 +186,26 @@ class Server:
     async def _events(
         self,
         request: Request,
-        reply: Reply,
-        first: list[Chunk],
-        groups: AsyncIterator[list[Chunk]],
+        replies: Sequence[Reply],
+        first: Group,
+        arriving: AsyncIterator[Group],
         usage: bool,
         accepted: bool,
     ) -> AsyncIterator[str]:
-        def text_of(chunks: list[Chunk]) -> str:
+        of_job = {reply.job: reply for reply in replies}
+
+        def text_of(group: Group) -> str:
+            reply, chunks = of_job[group[0]], group[1]
+            if chunks is None:
+                return "".join(sse(event) for event in reply.last_parts())
             return "".join(sse(e) for chunk in chunks for e in reply.parts(chunk, accepted))
 
         try:
             yield text_of(first)
-            async for group in groups:
+            async for group in arriving:
                 yield text_of(group)
-            for event in reply.last_parts():
-                yield sse(event)
             if usage:
-                yield sse(reply.usage_event())
+                yield sse(usage_event(replies))
             yield "data: [DONE]\n\n"
         except (TimedOutError, StalledError, CancelledError, FasteagleError) as error:
             if isinstance(error, EngineError):
@@ -200,40 +217,43 @@ class Server:
 
 
 class EventStream(StreamingResponse):
-    """Stream that ends the answer with the connection, even before the first event is read."""
+    """Stream that ends its answers with the connection, even before the first event is read."""
 
-    def __init__(self, events: AsyncIterator[str], job: Job) -> None:
+    def __init__(self, events: AsyncIterator[str], jobs: Sequence[Job]) -> None:
         super().__init__(events, media_type="text/event-stream")
-        self._job = job
+        self._jobs = jobs
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._job.leave()
+            leave(self._jobs)
 
 
-async def first_of(groups: AsyncIterator[list[Chunk]]) -> list[Chunk]:
-    """Return the first group of chunks; empty where there is none at all."""
-    try:
-        return await groups.__anext__()
-    except StopAsyncIteration:
-        return []
+def leave(jobs: Sequence[Job]) -> None:
+    for job in jobs:
+        job.leave()
 
 
-async def rest(groups: AsyncIterator[list[Chunk]]) -> list[Chunk]:
-    return [chunk async for group in groups for chunk in group]
+async def whole(
+    jobs: Sequence[Job], first: Group, arriving: AsyncIterator[Group]
+) -> list[list[Chunk]]:
+    """Return the chunks of each answer, once all are there."""
+    answers: dict[Job, list[Chunk]] = {job: [] for job in jobs}
+    for job, chunks in [first, *[group async for group in arriving]]:
+        answers[job] += chunks or []
+    return list(answers.values())
 
 
-async def unless_gone(request: Request, wanted: Coroutine[Any, Any, Found]) -> Found:
+async def unless_gone(request: Request, wanted: Awaitable[Found]) -> Found:
     """Wait for `wanted`; raise `CancelledError` once the client has left."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    answer, left = asyncio.create_task(wanted), asyncio.create_task(gone())
-    tasks: list[asyncio.Task[Any]] = [answer, left]
+    answer, left = asyncio.ensure_future(wanted), asyncio.create_task(gone())
+    tasks: list[asyncio.Future[Any]] = [answer, left]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():

@@ -12,9 +12,10 @@ from starlette.responses import JSONResponse, Response
 
 from fasteagle.errors import EngineError, FasteagleError
 from fasteagle.server.guard import error_body
+from fasteagle.server.job import CancelledError, TimedOutError
 from fasteagle.server.log import GONE, complain
 from fasteagle.server.protocol import ChatRequest
-from fasteagle.server.queue import CancelledError, QueueFullError, ShuttingDownError, TimedOutError
+from fasteagle.server.queue import QueueFullError, ShuttingDownError
 
 MISTAKE = "the server has made a mistake; its log says more"
 

@@ -13,8 +13,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fasteagle.errors import note
+from fasteagle.server.job import Job
 from fasteagle.server.metrics import Metrics
-from fasteagle.server.queue import Job
 
 HEADER = "x-request-id"
 GONE = 499  # nginx's status for a client that has left; nobody reads it
@@ -28,7 +28,7 @@ class Record:
     id: str
     route: str
     status: int = GONE
-    job: Job | None = None
+    jobs: list[Job] = dataclasses.field(default_factory=list)
 
     @classmethod
     def of(cls, scope: Scope) -> Record:
@@ -45,10 +45,11 @@ class Record:
 
     @property
     def tokens(self) -> str:
-        """Tokens of the prompt and of the answer, as text."""
-        if self.job is None:
+        """Tokens of the prompt and of the answers, as text."""
+        if not self.jobs:
             return "-"
-        return f"{self.job.stats.prompt_tokens}+{self.job.stats.new_tokens}"
+        n_new = sum(job.stats.new_tokens for job in self.jobs)
+        return f"{self.jobs[0].stats.prompt_tokens}+{n_new}"
 
 
 class AccessLog:

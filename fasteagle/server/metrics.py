@@ -14,8 +14,10 @@ from prometheus_client import (
     generate_latest,
 )
 
+from fasteagle.options import MOST_AT_ONCE
+
 if TYPE_CHECKING:
-    from fasteagle.server.queue import Job
+    from fasteagle.server.job import Job
 
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
 TOKEN_SECONDS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5)
@@ -72,6 +74,13 @@ class Metrics:
             registry=self.registry,
             buckets=SECONDS,
         ).labels(model)
+        self._at_once = Histogram(
+            "fasteagle:answers_per_pass",
+            "Answers that one pass of the model went on with.",
+            ("model_name",),
+            registry=self.registry,
+            buckets=range(1, MOST_AT_ONCE + 1),
+        ).labels(model)
         ProcessCollector(registry=self.registry)
         self._running = Gauge(
             "vllm:num_requests_running", "", ("model_name",), registry=self.registry
@@ -91,6 +100,10 @@ class Metrics:
     def planned(self, seconds: float) -> None:
         """Count a request that is ready for the model `seconds` after it came."""
         self._planning.observe(seconds)
+
+    def stepped(self, n_answers: int) -> None:
+        """Count a pass of the model, which went on with so many answers."""
+        self._at_once.observe(n_answers)
 
     def answered(self, status: int) -> None:
         """Count a request that got an error."""

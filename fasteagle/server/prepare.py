@@ -26,6 +26,7 @@ from fasteagle.server.tools import ToolFormat, answer_grammar, takes_several_cal
 
 MOST_STOPS = 16
 MOST_STOP_CHARACTERS = 1000  # they are looked for at every token
+MOST_SEEDS = 2**63
 MOST_CHARACTERS_A_TOKEN = 16  # on average; English has 4 to 5, code up to 8
 
 
@@ -39,13 +40,13 @@ class BadParameterError(FasteagleError):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Request that can run.
+    """Request that can run: it wants an answer, or several to the same prompt.
 
     `text` is the rendered conversation, `opened` the thought that it begins. Where there is a
-    `form`, the request is whole only after `Planner.compiled`.
+    `form`, the answers have it only after `Planner.compiled`.
     """
 
-    request: AnswerRequest
+    answers: list[AnswerRequest]
     form: GrammarSpec | None = None
     text: str = ""
     opened: str = ""
@@ -99,22 +100,25 @@ class Planner:
         elif tools_form is not None and not takes_several_calls(self._llm.tokenizer):
             most_calls = 1  # the client could not send more back
         form = self._chat_form(body, tools_form, tools, most_calls)
-        request = self._request(body, self._llm.texts.encode(text), limit, n_top)
+        answers = self._answers(body, self._llm.texts.encode(text), limit, n_top)
         names = frozenset(tool.function.name for tool in body.tools or [])
-        return Plan(request, form, text, opened_thought(text), tools_form, names, most_calls)
+        return Plan(answers, form, text, opened_thought(text), tools_form, names, most_calls)
 
     def completion(self, body: CompletionRequest) -> Plan:
         """Return the plan of a text completion."""
         prompt = self.prompt_ids(body.prompt)
-        request = self._request(body, prompt, body.max_tokens, body.logprobs)
-        return Plan(request, self._form(body, self._defaults.form))
+        answers = self._answers(body, prompt, body.max_tokens, body.logprobs)
+        return Plan(answers, self._form(body, self._defaults.form))
 
     def compiled(self, plan: Plan) -> Plan:
         """Return the plan with its form compiled; takes seconds at most, in any thread."""
         assert plan.form is not None, "nothing else is compiled"
         try_grammar(plan.form.kind, plan.form.text)
-        request = dataclasses.replace(plan.request, mask=self._llm.grammar(plan.form))
-        return dataclasses.replace(plan, request=request)
+        answers = [
+            dataclasses.replace(answer, mask=self._llm.grammar(plan.form))
+            for answer in plan.answers
+        ]
+        return dataclasses.replace(plan, answers=answers)
 
     def tokenize(self, body: TokenizeRequest) -> list[int]:
         """Return token ids of a text, or of a conversation as the template writes it."""
@@ -183,9 +187,13 @@ class Planner:
             return body.reasoning_effort not in ("none", "minimal")
         return self._defaults.think
 
-    def _request(
+    def _answers(
         self, body: Sampled, prompt: list[int], max_tokens: int | None, n_top: int | None
-    ) -> AnswerRequest:
+    ) -> list[AnswerRequest]:
+        """Return the `n` answers that are wanted, which differ in their seeds."""
+        n, most = 1 if body.n is None else body.n, self._llm.answers.size
+        if not 1 <= n <= most:
+            raise BadParameterError("n", f"{n} is out of range: use 1 .. {most}, see --parallel")
         engine = self._llm.engine
         engine.check_prompt(prompt)
         if body.stream_options is not None and not body.stream:
@@ -205,7 +213,7 @@ class Planner:
             default.stop if stop is None else tuple(stop),
         )
         bias = {int(key): value for key, value in (body.logit_bias or {}).items()}
-        return self._llm.made_request(
+        first = self._llm.made_request(
             prompt,
             self._params(body),
             answer,
@@ -215,6 +223,11 @@ class Planner:
             presence_penalty=body.presence_penalty or 0.0,
             frequency_penalty=body.frequency_penalty or 0.0,
         )
+        seeds = [(first.params.seed + i) % MOST_SEEDS for i in range(n)]
+        return [
+            dataclasses.replace(first, params=dataclasses.replace(first.params, seed=seed))
+            for seed in seeds
+        ]
 
     def _params(self, body: Sampled) -> SamplingParams:
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")

@@ -100,7 +100,7 @@ class Sampled(Body):
     seed: int | None = None
     max_tokens: int | None = None
     stop: str | Many[str] | None = None
-    n: int | None = 1
+    n: int | None = Field(1, description="Answers to the same prompt, with seeds in turn.")
     logit_bias: dict[str, Any] | None = None  # numbers
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -118,13 +118,6 @@ class Sampled(Body):
     verbosity: str | None = Ignored
     speculate: bool = Field(True, description="False: decode plainly, to compare.")
     show_accepted: bool = Field(False, description="Tell in each chunk what was guessed right.")
-
-    @field_validator("n")
-    @classmethod
-    def _one(cls, n: int | None) -> int | None:
-        if n not in (1, None):
-            raise ValueError("only 1 is supported: one sequence runs at a time")
-        return n
 
     @field_validator("logit_bias")
     @classmethod
@@ -224,7 +217,7 @@ class CompletionRequest(Sampled):
     @classmethod
     def _best(cls, value: int | None) -> int | None:
         if value not in (1, None):
-            raise ValueError("only 1 is supported: one sequence runs at a time")
+            raise ValueError("only 1 is supported: no answers are chosen among, see n")
         return value
 
 

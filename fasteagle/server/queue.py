@@ -1,33 +1,25 @@
-"""Queue of requests that one thread answers, one at a time.
+"""Queue of requests that one thread answers, several at once.
 
-The engine holds one sequence, so a second answer at the same time would only make both slower.
-`Job` is the side of the event loop, `AnswerQueue` that of the thread.
+Answers begin and end between two passes of the model, which serve all of them.
 """
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Sequence
 
 import torch
 
-from fasteagle.answering.answer import AnswerRequest, Chunk
+from fasteagle.answering.answer import Chunk
+from fasteagle.batch import NoRoomError
 from fasteagle.compile.blocks import configure
-from fasteagle.decoding.stats import Stats
-from fasteagle.errors import FasteagleError
 from fasteagle.llm import LLM
+from fasteagle.server.job import CancelledError, Job, StalledError
 from fasteagle.server.metrics import Metrics
 
-# Chunks of one answer reach the event loop together, after so long at most. A pass of a small model
-# takes less, and waking the loop for each would take the cores from the next passes.
-GROUP_SECONDS = 0.025
-# Passes whose text waits to be written, beyond what the buffers of the connection hold. Decoding
-# stands still there until the client reads on, for this long in all if others wait for the model.
-MOST_UNWRITTEN = 64
-STALL_SECONDS = 0.25
+STALL_SECONDS = 0.25  # in all, for which an answer stands still for its client while others wait
 POLL_SECONDS = 0.05
 
 
@@ -46,134 +38,26 @@ class ShuttingDownError(Exception):
         super().__init__("the server is shutting down")
 
 
-class TimedOutError(Exception):
-    """Error of a request whose time is over."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(f"no complete answer within {seconds:g} seconds")
-
-
-class CancelledError(Exception):
-    """Error of a request whose client has left."""
-
-
-class StalledError(Exception):
-    """Error of a request whose client does not read its answer while others wait."""
-
-    def __init__(self) -> None:
-        super().__init__("the answer was not read while others waited for the model")
-
-
-class Job:
-    """One request: its answer arrives as chunks, then `stats` are complete.
-
-    `request` is known once it is planned; before that the job only holds a place in the queue.
-    """
-
-    def __init__(self) -> None:
-        self.request: AnswerRequest | None = None
-        self.text: str | None = None  # of a conversation, for the tokens of its continuations
-        self.stats = Stats()
-        self.outcome = ""  # eos, stop, length or context, else why the answer is not whole
-        self.submitted = time.perf_counter()
-        self.first_token: float | None = None  # seconds after `submitted`
-        self.seconds = 0.0  # from `submitted` to the end
-        self.cancelled = threading.Event()
-        self.on_leave: Callable[[Job], None] = lambda job: None
-        self._lock = threading.Lock()
-        self._loop = asyncio.get_running_loop()
-        self.group_seconds = GROUP_SECONDS  # longer where nobody reads before the end
-        self._group: list[Chunk] = []  # the thread's, not told yet
-        self._told = float("-inf")
-        self._n_told = self._n_taken = 0  # passes; each is counted by one thread only
-        self.stalled = 0.0  # seconds in which the model stood still for the client
-        self._events: asyncio.Queue[list[Chunk] | Exception | None] = asyncio.Queue()
-        self._timer: asyncio.TimerHandle | None = None
-
-    def limit(self, seconds: float) -> None:
-        """End the job with `TimedOutError` when `seconds` have passed since it came."""
-        left = self.submitted + seconds - time.perf_counter()
-        self._timer = self._loop.call_later(max(0.0, left), self._expire, seconds)
-
-    def end(self, outcome: str) -> bool:
-        """Set how the job ended, unless that is known already; return whether it was set."""
-        with self._lock:
-            if self.outcome:
-                return False
-            self.outcome = outcome
-            return True
-
-    def _expire(self, seconds: float) -> None:
-        if self.end("timeout"):  # else the answer is complete, only not read yet
-            self.cancelled.set()
-            self._events.put_nowait(TimedOutError(seconds))
-            self.on_leave(self)
-
-    def add(self, chunk: Chunk) -> None:
-        """Add a chunk, from the queue's thread; the first chunk is passed on at once."""
-        now = time.perf_counter()
-        if self.first_token is None:
-            self.first_token = now - self.submitted
-        self._group.append(chunk)
-        if now - self._told >= self.group_seconds:
-            self._tell_group()
-            self._told = now
-
-    def tell(self, event: Exception | None) -> None:
-        """Pass on how the answer ended, from the queue's thread: an error, or None."""
-        if self._group:
-            self._tell_group()
-        self._put(event)
-
-    def _tell_group(self) -> None:
-        group, self._group = self._group, []
-        self._n_told += len(group)
-        self._put(group)
-
-    @property
-    def is_unread(self) -> bool:
-        """Return whether the client is too far behind for another pass."""
-        return self._n_told - self._n_taken > MOST_UNWRITTEN and not self.cancelled.is_set()
-
-    def _put(self, event: list[Chunk] | Exception | None) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
-        except RuntimeError:  # the loop is closed: nobody is there any more
-            self.cancelled.set()
-
-    async def groups(self) -> AsyncIterator[list[Chunk]]:
-        """Yield the answer as it comes; leaving the loop early cancels the rest."""
-        try:
-            while (event := await self._events.get()) is not None:
-                if isinstance(event, Exception):
-                    raise event
-                self._n_taken += len(event)
-                yield event
-        finally:
-            self.leave()
-
-    def leave(self) -> None:
-        """Cancel the answer: nobody waits for it any more."""
-        self.cancelled.set()
-        self.on_leave(self)
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def check(self) -> None:
-        """Raise `CancelledError` if the job is cancelled; called before every pass of the model."""
-        if self.cancelled.is_set():
-            raise CancelledError
+OUTCOMES = {CancelledError: "cancelled", StalledError: "stalled", ShuttingDownError: "shutdown"}
 
 
 class AnswerQueue:
-    """Queue in which at most `limit` jobs wait or are planned; its thread ends with `stop`."""
+    """Queue in which at most `limit` jobs wait or are planned; its thread ends with `stop`.
+
+    The thread begins what waits, in the order in which it came, while there is a slot and memory;
+    runs one pass for all answers that are under way; and passes on what came of it.
+    """
 
     def __init__(self, llm: LLM, limit: int, metrics: Metrics) -> None:
-        self._llm, self._limit, self._metrics = llm, limit, metrics
+        self._answers, self._metrics = llm.answers, metrics
+        self._most = limit + llm.answers.size  # jobs that wait, are planned or run
         self._waiting: deque[Job] = deque()
         self._planning: set[Job] = set()
         self._changed = threading.Condition()
-        self._running: Job | None = None
+        self._running: dict[Job, None] = {}  # in the order in which they began
+        self._paused: list[Job] = []  # their clients do not read
+        self._looked = 0.0  # when they were looked for
+        self._lacks_memory = False  # for the next one, until an answer ends
         self._draining = self._stopped = False
         self._mean_seconds = 1.0  # of an answer, over the last ones
         n_threads = torch.get_num_threads()  # a new thread would begin with its own
@@ -186,7 +70,7 @@ class AnswerQueue:
 
     @property
     def n_running(self) -> int:
-        return int(self._running is not None)
+        return len(self._running)
 
     def admit(self, job: Job, answers: bool = True) -> None:
         """Give `job` a place while it is planned: `submit` or `release` must follow.
@@ -197,10 +81,11 @@ class AnswerQueue:
         with self._changed:
             self._check_open()
             n = len(self._planning) + (len(self._waiting) if answers else 0)
-            busy = answers and self._running is not None
-            if n + busy > self._limit:
+            n_running = len(self._running) if answers else 0
+            if n + n_running >= self._most:
                 self._metrics.refused("queue_full")
-                raise QueueFullError(n, max(1, round((n + busy) * self._mean_seconds)))
+                seconds = (n + n_running) * self._mean_seconds / self._answers.size
+                raise QueueFullError(n, max(1, round(seconds)))
             self._planning.add(job)
 
     def release(self, job: Job) -> None:
@@ -208,13 +93,17 @@ class AnswerQueue:
         with self._changed:
             self._planning.discard(job)
 
-    def submit(self, job: Job) -> None:
-        """Queue the planned `job` for its answer; raise `ShuttingDownError` if the server stops."""
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Queue the planned answers of a request, the first of which has a place.
+
+        Raises `ShuttingDownError` if the server stops.
+        """
         with self._changed:
-            self._planning.discard(job)
+            self._planning.discard(jobs[0])
             self._check_open()
-            job.on_leave = self._left
-            self._waiting.append(job)
+            for job in jobs:
+                job.on_leave = self._left
+            self._waiting.extend(jobs)
             self._changed.notify()
 
     def _check_open(self) -> None:
@@ -228,30 +117,34 @@ class AnswerQueue:
             if job not in self._waiting:
                 return
             self._waiting.remove(job)
-        self._report_unanswered(job, "cancelled")
+            self._lacks_memory = False  # the next one may need less
+        self._report(job, CancelledError())
 
-    def _report_unanswered(self, job: Job, outcome: str) -> None:
-        job.end(outcome)
+    def _report(self, job: Job, error: Exception | None) -> None:
+        """Note how `job` ended, unless that is known already."""
+        job.end(job.stats.finish if error is None else OUTCOMES.get(type(error), "error"))
         self._metrics.finished(job)
 
     def drain(self) -> None:
-        """Take nothing new and refuse the jobs that wait; the running answer goes on."""
+        """Take nothing new and refuse the jobs that wait; the running answers go on."""
         with self._changed:
             self._draining = True
-            for job in self._waiting:
-                self._report_unanswered(job, "shutdown")
-                job.tell(ShuttingDownError())
-            self._waiting.clear()
+            while self._waiting:
+                self._refuse(self._waiting.popleft())
             self._changed.notify()
 
+    def _refuse(self, job: Job) -> None:
+        error = ShuttingDownError()
+        self._report(job, error)
+        job.tell(error)
+
     def break_off(self) -> None:
-        """End the running answer within one cycle; take no lock: a signal handler may call this."""
-        running = self._running
-        if running is not None:
-            running.cancelled.set()
+        """End the running answers within one pass; take no lock: a signal handler may call this."""
+        for job in list(self._running):
+            job.cancelled.set()
 
     def stop(self, patience: float = 10.0) -> None:
-        """Take nothing new, end the running answer and the thread."""
+        """Take nothing new, end the running answers and the thread."""
         self.drain()
         with self._changed:
             self._stopped = True
@@ -259,62 +152,108 @@ class AnswerQueue:
             self._changed.notify()
         self._thread.join(patience)
 
-    def _next(self) -> Job | None:
-        with self._changed:
-            self._running = None
-            while not self._stopped:
-                while self._waiting:
-                    job = self._waiting.popleft()
-                    if not job.cancelled.is_set():
-                        self._running = job
-                        return job
-                    self._report_unanswered(job, "cancelled")
-                self._changed.wait()
-            return None
-
     def _work(self, n_threads: int) -> None:
         torch.set_num_threads(n_threads)
         configure()
-        while (job := self._next()) is not None:
-            begin = time.perf_counter()
-            self._metrics.started(begin - job.submitted)
-            event = self._answer(job)
-            now = time.perf_counter()
-            job.seconds = now - job.submitted
-            self._mean_seconds += 0.2 * (now - begin - self._mean_seconds)
-            self._metrics.finished(job)
-            job.tell(event)
+        while self._wait():
+            self._end_cancelled()
+            others_wait = not self._begin_waiting()
+            self._pause(others_wait)
+            if len(self._paused) < len(self._running):
+                self._step()
+            elif self._running:
+                with self._changed:
+                    self._changed.wait(POLL_SECONDS)
 
-    def _answer(self, job: Job) -> Exception | None:
-        """Answer the job; return the event that ends its chunks: an error, or None."""
-        assert job.request is not None, "only planned jobs are submitted"
-        try:
-            for chunk in self._llm.answers.stream(job.request, job.text, job.stats):
-                job.check()
-                job.add(chunk)
-                self._wait_for_reader(job)
-            job.end(job.stats.finish)
+    def _wait(self) -> bool:
+        """Wait for something to do; return False once there will be nothing any more."""
+        with self._changed:
+            while not (self._running or self._waiting or self._stopped):
+                self._changed.wait()
+            return bool(self._running or self._waiting)
+
+    def _end_cancelled(self) -> None:
+        for job in [job for job in self._running if job.cancelled.is_set()]:
+            self._give_up(job, CancelledError())
+
+    def _begin_waiting(self) -> bool:
+        """Begin what waits while there is room, in its order; return whether nothing waits then."""
+        while self._answers.has_room and not self._lacks_memory:
+            if (job := self._next()) is None:
+                return True
+            assert job.request is not None, "only planned jobs are submitted"
+            job.begun = time.perf_counter()
+            try:
+                self._answers.begin(job, job.request, job.text, job.stats)
+            except NoRoomError as error:
+                if not self._answers.running:
+                    self._finish(job, error)
+                    continue
+                self._put_back(job)
+                self._lacks_memory = True
+            except Exception as error:
+                self._finish(job, error)
+            else:
+                self._metrics.started(job.begun - job.submitted)
+        return not self._waiting
+
+    def _next(self) -> Job | None:
+        with self._changed:
+            while self._waiting:
+                job = self._waiting.popleft()
+                if not job.cancelled.is_set():
+                    self._running[job] = None
+                    return job
+                self._report(job, CancelledError())
             return None
-        except StalledError as error:
-            job.end("stalled")
-            return error
-        except CancelledError as error:
-            job.end("cancelled")
-            return error
-        except FasteagleError as error:
-            job.end("error")
-            return error
-        except Exception as error:  # one answer failed: the next one is tried all the same
-            job.end("error")
-            self._llm.engine.restart()
-            return error
 
-    def _wait_for_reader(self, job: Job) -> None:
-        """Stand still while the client does not read; raise `StalledError` once others wait."""
-        begin, before = time.perf_counter(), job.stalled
-        while job.is_unread:
-            with self._changed:
-                if job.stalled > STALL_SECONDS and (self._waiting or self._draining):
-                    raise StalledError
-                self._changed.wait(POLL_SECONDS)
-            job.stalled = before + time.perf_counter() - begin
+    def _put_back(self, job: Job) -> None:
+        """Let `job` wait again, as the next one."""
+        with self._changed:
+            del self._running[job]
+            if self._draining:
+                self._refuse(job)
+            else:
+                self._waiting.appendleft(job)
+
+    def _pause(self, others_wait: bool) -> None:
+        """Choose the answers that stand still in the next pass: their clients do not read.
+
+        Of those that have stood long enough, one is ended where others wait.
+        """
+        now = time.perf_counter()
+        for job in self._paused:
+            job.stalled += now - self._looked
+        self._looked = now
+        self._paused = [job for job in self._running if job.is_unread]
+        slowest = max(self._paused, key=lambda job: job.stalled, default=None)
+        if slowest and slowest.stalled > STALL_SECONDS and (others_wait or self._draining):
+            self._paused.remove(slowest)
+            self._give_up(slowest, StalledError())
+
+    def _step(self) -> None:
+        """Run one pass for all answers but the paused ones, and pass on what it brought."""
+        served: set[Job] = set()
+        for job, event in self._answers.step(self._paused):
+            assert isinstance(job, Job), "nothing else has begun"
+            if isinstance(event, Chunk):
+                served.add(job)
+                job.add(event)
+            else:
+                self._finish(job, event)
+        if served:
+            self._metrics.stepped(len(served))
+
+    def _give_up(self, job: Job, error: Exception) -> None:
+        self._answers.end(job)
+        self._finish(job, error)
+
+    def _finish(self, job: Job, error: Exception | None) -> None:
+        """End a running job, whose answer is whole if there is no error."""
+        now = time.perf_counter()
+        job.seconds = now - job.submitted
+        self._mean_seconds += 0.2 * (now - job.begun - self._mean_seconds)
+        del self._running[job]
+        self._lacks_memory = False
+        self._report(job, error)
+        job.tell(error)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Self
 
 from fasteagle.answering.answer import Chunk
 from fasteagle.answering.stream import END_THINK, THINK, ThoughtSplitter, overlap
 from fasteagle.decoding.stats import Stats
 from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.logits import TokenLogprob
+from fasteagle.server.job import Job
 from fasteagle.server.prepare import Plan
-from fasteagle.server.queue import Job
 from fasteagle.server.tools import LLAMA3, Call, before_cut_call, parse_calls
 
 Json = dict[str, Any]
@@ -97,26 +97,34 @@ class AnswerText:
 
 
 class Reply:
-    """Base of the replies to one request."""
+    """Base of the replies to a request; one that wants several answers has one for each."""
 
     kind = ""  # of the object, whole
     chunk_kind = ""
     prefix = ""  # of the id
 
-    def __init__(self, model: str, tokenizer: ChatTokenizer, job: Job, plan: Plan) -> None:
-        self.tokenizer, self.job, self.plan = tokenizer, job, plan
+    def __init__(
+        self, head: Json, index: int, tokenizer: ChatTokenizer, job: Job, plan: Plan
+    ) -> None:
+        self.tokenizer, self.job = tokenizer, job
+        self.request = plan.answers[index]
         self.text = AnswerText(plan)
-        self._head = {
-            "id": f"{self.prefix}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": model,
-        }
+        self._head, self._index = head, index
+
+    @classmethod
+    def each(
+        cls, model: str, tokenizer: ChatTokenizer, jobs: Sequence[Job], plan: Plan
+    ) -> list[Self]:
+        """Return a reply for each answer of a request; they have one id."""
+        name = f"{cls.prefix}-{uuid.uuid4().hex}"
+        head = {"id": name, "created": int(time.time()), "model": model}
+        return [cls(head, i, tokenizer, job, plan) for i, job in enumerate(jobs)]
 
     def envelope(self, kind: str, choices: list[Json]) -> Json:
         return {**self._head, "object": kind, "choices": choices}
 
     def choice(self, finish: str | None, logprobs: Json | None, **content: Any) -> Json:
-        return {"index": 0, **content, "logprobs": logprobs, "finish_reason": finish}
+        return {"index": self._index, **content, "logprobs": logprobs, "finish_reason": finish}
 
     @property
     def finish(self) -> str:
@@ -130,7 +138,7 @@ class Reply:
         return self.job.stats.finish not in ("eos", "stop")
 
     def whole(self, chunks: list[Chunk]) -> Json:
-        """Return the reply to a request that does not stream."""
+        """Return the choice of a request that does not stream."""
         raise NotImplementedError
 
     def parts(self, chunk: Chunk, accepted: bool) -> Iterator[Json]:
@@ -140,20 +148,6 @@ class Reply:
     def last_parts(self) -> Iterator[Json]:
         """Yield the events after the last chunk."""
         raise NotImplementedError
-
-    def usage_event(self) -> Json:
-        return {**self.envelope(self.chunk_kind, []), "usage": self.usage()}
-
-    def usage(self) -> Json:
-        stats = self.job.stats
-        return {
-            "prompt_tokens": stats.prompt_tokens,
-            "completion_tokens": stats.new_tokens,
-            "total_tokens": stats.prompt_tokens + stats.new_tokens,
-            "prompt_tokens_details": {"cached_tokens": stats.cached_tokens},
-            "speculation": speculation(stats),
-            "seed": self.plan.request.params.seed,
-        }
 
     def bare(self, token: int) -> Json:
         """Return a token as text and bytes; null where these are not known."""
@@ -166,6 +160,46 @@ def guessed(chunk: Chunk, n_characters: int) -> Json:
     """Return counts of a chunk: tokens, accepted draft tokens and their characters."""
     counts = {"tokens": len(chunk.tokens), "accepted": chunk.accepted, "characters": n_characters}
     return {"accepted": counts}
+
+
+def whole_reply(replies: Sequence[Reply], answers: Iterable[list[Chunk]]) -> Json:
+    """Return the reply to a request that does not stream, with the chunks of each answer."""
+    choices = [reply.whole(chunks) for reply, chunks in zip(replies, answers, strict=True)]
+    return {**replies[0].envelope(replies[0].kind, choices), "usage": usage(replies)}
+
+
+def usage_event(replies: Sequence[Reply]) -> Json:
+    """Return the last event of a stream, which has no choices."""
+    return {**replies[0].envelope(replies[0].chunk_kind, []), "usage": usage(replies)}
+
+
+def usage(replies: Sequence[Reply]) -> Json:
+    """Return the tokens of a request, whose prompt counts once."""
+    first, n_new = replies[0], sum(reply.job.stats.new_tokens for reply in replies)
+    n_prompt = first.job.stats.prompt_tokens
+    return {
+        "prompt_tokens": n_prompt,
+        "completion_tokens": n_new,
+        "total_tokens": n_prompt + n_new,
+        "prompt_tokens_details": {"cached_tokens": first.job.stats.cached_tokens},
+        "speculation": speculation(together([reply.job.stats for reply in replies])),
+        "seed": first.request.params.seed,
+    }
+
+
+def together(each: Sequence[Stats]) -> Stats:
+    """Return the statistics of answers that ran beside each other; rates are those of all.
+
+    Rates count the tokens after an answer's first, so that the sum counts one first token only.
+    """
+    return Stats(
+        new_tokens=1 + sum(max(0, stats.new_tokens - 1) for stats in each),
+        passes=sum(stats.passes for stats in each),
+        drafted=sum(stats.drafted for stats in each),
+        path_lengths=[length for stats in each for length in stats.path_lengths],
+        ttft=min(stats.ttft for stats in each),
+        decode_seconds=max(stats.decode_seconds for stats in each),
+    )
 
 
 def speculation(stats: Stats) -> Json:
@@ -195,8 +229,7 @@ class ChatReply(Reply):
         if self.text.calls:
             message |= {"content": content or None, "tool_calls": self._calls()}
         logprobs = self._logprobs([entry for chunk in chunks for entry in chunk.logprobs])
-        choice = self.choice(self.finish, logprobs, message=message)
-        return {**self.envelope(self.kind, [choice]), "usage": self.usage()}
+        return self.choice(self.finish, logprobs, message=message)
 
     def parts(self, chunk: Chunk, accepted: bool) -> Iterator[Json]:
         piece = self.text.push(chunk)
@@ -231,7 +264,7 @@ class ChatReply(Reply):
         ]
 
     def _logprobs(self, entries: Iterable[TokenLogprob]) -> Json | None:
-        if self.plan.request.n_top is None:
+        if self.request.n_top is None:
             return None
         return {
             "content": [
@@ -250,15 +283,12 @@ class TextReply(Reply):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
-    def __init__(self, model: str, tokenizer: ChatTokenizer, job: Job, plan: Plan) -> None:
-        super().__init__(model, tokenizer, job, plan)
-        self._offset = 0
+    _offset = 0
 
     def whole(self, chunks: list[Chunk]) -> Json:
         text = "".join(chunk.text for chunk in chunks)
         logprobs = self._logprobs([entry for chunk in chunks for entry in chunk.logprobs])
-        choice = self.choice(self.finish, logprobs, text=text)
-        return {**self.envelope(self.kind, [choice]), "usage": self.usage()}
+        return self.choice(self.finish, logprobs, text=text)
 
     def parts(self, chunk: Chunk, accepted: bool) -> Iterator[Json]:
         if not chunk.text and not chunk.logprobs and not accepted:
@@ -271,7 +301,7 @@ class TextReply(Reply):
         yield self.envelope(self.kind, [self.choice(self.finish, None, text="")])
 
     def _logprobs(self, entries: Iterable[TokenLogprob]) -> Json | None:
-        if self.plan.request.n_top is None:
+        if self.request.n_top is None:
             return None
         columns: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for entry in entries:

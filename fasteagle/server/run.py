@@ -1,4 +1,4 @@
-"""Running the server: its own socket, and an end that lets the running answer finish."""
+"""Running the server: its own socket, and an end that lets the running answers finish."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Protocol(H11Protocol):
 
 
 class GracefulServer(uvicorn.Server):
-    """Server whose first signal lets the running answer finish, and whose second does not."""
+    """Server whose first signal lets the running answers finish, and whose second does not."""
 
     def __init__(self, config: uvicorn.Config, server: Server, say: Callable[[str], None]) -> None:
         super().__init__(config)
@@ -133,7 +133,7 @@ class GracefulServer(uvicorn.Server):
             return
         self.should_exit = True
         if self._server.queue.n_running:
-            self._say("finishing the running answer; once more to end at once")
+            self._say("finishing the running answers; once more to end at once")
 
     def _force(self) -> None:
         self.force_exit = True
@@ -144,7 +144,7 @@ class GracefulServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     def _abort(self) -> None:
-        """End the connections that the running answer has not ended within its time."""
+        """End the connections that the running answers have not ended within their time."""
         for connection in list(self.server_state.connections):
             if connection.transport is not None:
                 connection.transport.abort()

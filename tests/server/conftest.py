@@ -19,9 +19,9 @@ pytest.importorskip("fastapi", reason="needs the extra [serve]")
 from tokenizers.pre_tokenizers import ByteLevel
 
 import fasteagle
+from fasteagle.answering import several
 from fasteagle.answering.answer import Chunk
-from fasteagle.answering.prefix_cache import PrefixCache
-from fasteagle.decoding.stats import Stats
+from fasteagle.llm import LLM
 from fasteagle.options import AnswerOptions, Defaults, SamplingParams, ServeOptions
 from fasteagle.server import run as running
 from fasteagle.server.app import Server
@@ -91,11 +91,20 @@ def until(condition, seconds=10.0):
         time.sleep(0.002)
 
 
+def number(live, pattern):
+    """A number of the metrics, whose name and labels have a pattern; 0 if it is not there."""
+    found = re.search(rf"^{pattern} (\S+)$", httpx.get(f"{live.url}/metrics").text, re.M)
+    return float(found[1]) if found else 0.0
+
+
 def failures(live, reason):
     """How many requests without a whole answer the metrics tell of."""
-    text = httpx.get(f"{live.url}/metrics").text
-    found = re.search(rf'^vllm:request_failed_total{{.*reason="{reason}"}} (\S+)$', text, re.M)
-    return float(found[1]) if found else 0.0
+    return number(live, f'vllm:request_failed_total{{.*reason="{reason}"}}')
+
+
+def n_generated(live):
+    """Tokens of all answers that have ended."""
+    return number(live, "vllm:generation_tokens_total{.*}")
 
 
 def deaf(port, **body):
@@ -108,6 +117,20 @@ def deaf(port, **body):
     found.sendall(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
     assert found.recv(100).startswith(b"HTTP/1.1 200")
     return found
+
+
+@contextlib.contextmanager
+def busy(live, n=None, **body):
+    """Long streams that have begun, in all slots or `n` of them: their replies and lines."""
+    with contextlib.ExitStack() as stack:
+        streams = []
+        for _ in range(n or live.llm.answers.size):
+            request = httpx.stream("POST", live.url + CHAT, json={**LONG, **body}, timeout=60)
+            reply = stack.enter_context(request)
+            lines = reply.iter_lines()
+            next(lines)
+            streams.append((reply, lines))
+        yield streams
 
 
 def ask(page, text="hello"):
@@ -163,11 +186,14 @@ def serve_dir(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("serve") / "tiny-model", max_position_embeddings=2048)
 
 
+def load(folder, parallel):
+    llm = fasteagle.load(str(folder), precision="fp32", drafter="ngram", max_seq_len=2048)
+    return LLM(llm.name, llm.engine, llm.tokenizer, prefix_cache_gb=0.25, parallel=parallel)
+
+
 @pytest.fixture(scope="session")
 def loaded(serve_dir):
-    llm = fasteagle.load(str(serve_dir), precision="fp32", drafter="ngram", max_seq_len=2048)
-    llm.prefix_cache = PrefixCache(2**28)
-    return llm
+    return load(serve_dir, parallel=4)
 
 
 @pytest.fixture(scope="session")
@@ -184,11 +210,10 @@ def plant(live, monkeypatch):
         tokenizer, vocab_size = live.llm.tokenizer, live.llm.engine.model.config.vocab_size
         end = min(tokenizer.eos_ids)
 
-        def stream(request, check=lambda: None, conversation=None):
+        def answer(engine, decoder, request, stats):
             wanted = [*tokenizer.encode(text), *[end] * request.answer.max_new_tokens]
-            stats = live.llm.engine.stats = Stats(prompt_tokens=len(request.prompt))
+            stats.prompt_tokens = len(request.prompt)
             while not stats.finish:
-                check()
                 token = wanted[stats.new_tokens]
                 if request.mask is not None:
                     allowed = request.mask.rows([0], [0], [True], vocab_size)[0]
@@ -200,22 +225,27 @@ def plant(live, monkeypatch):
                 elif stats.new_tokens == request.answer.max_new_tokens:
                     stats.finish = "length"
                 yield Chunk(tokenizer.decode([token]), (token,))
+                yield Chunk("")  # it waits for a pass
 
-        monkeypatch.setattr(live.llm, "stream", stream)
+        monkeypatch.setattr(several, "answer", answer)
 
     return set_text
 
 
 @pytest.fixture
 def slow(live, monkeypatch):
-    """Every pass takes a while: an answer of 1,900 tokens lasts as long as the test needs."""
-    original = live.llm.engine.runner.launch
+    slow_down(live, monkeypatch)
 
-    def launch(*args):
+
+def slow_down(live, monkeypatch):
+    """Let every pass take a while: an answer of 1,900 tokens lasts as long as a test needs."""
+    original = live.llm.answers.step
+
+    def step(*args):
         time.sleep(0.01)
-        original(*args)
+        return original(*args)
 
-    monkeypatch.setattr(live.llm.engine.runner, "launch", launch)
+    monkeypatch.setattr(live.llm.answers, "step", step)
 
 
 @pytest.fixture(scope="module")
@@ -231,9 +261,9 @@ def browser():
 
 
 @pytest.fixture(scope="module")
-def site(loaded):
+def site(serve_dir):
     defaults = Defaults(SamplingParams(), AnswerOptions(40))
-    with serving(loaded, defaults=defaults) as found:
+    with serving(load(serve_dir, parallel=1), defaults=defaults) as found:
         yield found
 
 
@@ -258,11 +288,9 @@ def says(site, monkeypatch):
     """Lets the model say what a test wants, piece by piece, all but the first guessed."""
 
     def set_answer(text, size=7, wait=0.0):
-        def stream(request, check=lambda: None, conversation=None):
-            stats = site.llm.engine.stats
+        def answer(engine, decoder, request, stats):
             stats.__init__(prompt_tokens=3, finish="eos", ttft=0.01, decode_seconds=0.5)
             for i in range(0, len(text), size):
-                check()
                 time.sleep(wait)
                 part, first = text[i : i + size], i == 0
                 stats.new_tokens += 1 if first else 2
@@ -272,7 +300,8 @@ def says(site, monkeypatch):
                     stats.path_lengths.append(1)
                 n = 0 if first else len(part) // 2
                 yield Chunk(part, (1,) if first else (1, 2), int(not first), n)
+                yield Chunk("")  # it waits for a pass
 
-        monkeypatch.setattr(site.llm, "stream", stream)
+        monkeypatch.setattr(several, "answer", answer)
 
     return set_answer

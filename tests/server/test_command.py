@@ -34,9 +34,22 @@ def test_the_seed_of_the_command_line(serve_dir, started, seed):
     planner = servers[0].planner
     body = {"messages": [{"role": "user", "content": "hello"}]}
     plans = [planner.chat(ChatRequest(**body)) for _ in range(3)]
-    seeds = {plan.request.params.seed for plan in plans}
+    seeds = {plan.answers[0].params.seed for plan in plans}
     assert seeds == {7} if seed else len(seeds) == 3
-    assert planner.chat(ChatRequest(**body, seed=5)).request.params.seed == 5
+    assert planner.chat(ChatRequest(**body, seed=5)).answers[0].params.seed == 5
+
+
+@pytest.mark.parametrize(
+    ("given", "n"), [((), 4), (("1",), 1), (("8",), 8), (("0",), 0), (("9",), 0)]
+)
+def test_how_many_at_once(serve_dir, started, given, n):
+    start, servers = started
+    done = start(serve_dir, *(("--parallel", *given) if given else ()))
+    if n:
+        assert servers[0].llm.answers.size == n
+    else:
+        assert done.exit_code == 2 and done.stderr.count("\n") == 1
+        assert f"parallel {given[0]} is out of range: use >= 1 and <= 8" in done.stderr
 
 
 @pytest.mark.parametrize("is_default", [True, False])

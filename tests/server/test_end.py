@@ -15,8 +15,10 @@ import time
 import httpx
 import pytest
 
-from conftest import CHAT, LONG, SHORT, deaf, failures, serving, until
+from conftest import CHAT, LONG, SHORT, busy, deaf, failures, serving, until
+from fasteagle.decoding.runner import Runner
 from fasteagle.errors import EngineError
+from fasteagle.generate import Engine
 from fasteagle.options import AnswerOptions, Defaults
 
 
@@ -24,7 +26,7 @@ def test_what_fails_in_the_engine_is_not_the_request(live, monkeypatch):
     def broken(*args, **kwargs):
         raise EngineError("out of memory at token 3")
 
-    monkeypatch.setattr(live.llm.engine, "prefill_parts", broken)
+    monkeypatch.setattr(Engine, "prefill_parts", broken)
     reply = httpx.post(live.url + CHAT, json=SHORT)
     assert reply.status_code == 500 and reply.json()["error"]["type"] == "server_error"
     assert "out of memory" in reply.json()["error"]["message"]
@@ -36,7 +38,7 @@ def test_memory_that_runs_out_is_the_servers_fault(live, monkeypatch, capfd):
 
     for stream, status in ((False, 500), (True, 200)):
         with monkeypatch.context() as patch:
-            patch.setattr(live.llm.engine.runner, "launch", short)
+            patch.setattr(Runner, "run", short)
             reply = httpx.post(live.url + CHAT, json={**SHORT, "stream": stream})
         assert reply.status_code == status and '"server_error"' in reply.text
         assert "out of memory at token" in reply.text and "[DONE]" not in reply.text
@@ -50,39 +52,32 @@ def test_an_answer_that_breaks_spoils_nothing(live, monkeypatch):
         raise RuntimeError("planted")
 
     with monkeypatch.context() as patch:
-        patch.setattr(live.llm.engine, "prefill_parts", broken)
+        patch.setattr(Engine, "prefill_parts", broken)
         reply = httpx.post(live.url + CHAT, json=SHORT)
     assert reply.status_code == 500 and "planted" not in reply.text
     with monkeypatch.context() as patch:  # after the first token the status is sent already
-        patch.setattr(live.llm.engine.runner, "launch", broken)
+        patch.setattr(Runner, "run", broken)
         reply = httpx.post(live.url + CHAT, json={**SHORT, "stream": True})
     assert reply.status_code == 200 and "planted" not in reply.text
     assert "has made a mistake" in reply.text and "[DONE]" not in reply.text
     assert httpx.post(live.url + CHAT, json=SHORT).status_code == 200
 
 
-def test_the_end_of_a_server_finishes_the_running_answer(loaded, monkeypatch):
-    original = loaded.engine.runner.launch
-
-    def launch(*args):
-        time.sleep(0.01)
-        original(*args)
-
-    monkeypatch.setattr(loaded.engine.runner, "launch", launch)
-    body = {**LONG, "max_tokens": 400}
-    with serving(loaded, defaults=Defaults(answer=AnswerOptions(4))) as found:
-        with httpx.stream("POST", found.url + CHAT, json=body, timeout=30) as running:
-            lines = running.iter_lines()
-            next(lines)
-            with concurrent.futures.ThreadPoolExecutor(1) as pool:
-                waiting = pool.submit(httpx.post, found.url + CHAT, json=SHORT, timeout=30)
-                until(lambda: found.server.queue.n_waiting == 1)
-                found.server.queue.drain()
-                assert waiting.result().status_code == 503
-                assert failures(found, "shutdown") == 1
-            assert httpx.post(found.url + CHAT, json=SHORT).status_code == 503
+def test_the_end_of_a_server_finishes_the_running_answers(live, loaded, slow):
+    with (
+        serving(loaded, defaults=Defaults(answer=AnswerOptions(4))) as found,
+        busy(found, max_tokens=400) as running,
+    ):
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(httpx.post, found.url + CHAT, json=SHORT, timeout=30)
+            until(lambda: found.server.queue.n_waiting == 1)
+            found.server.queue.drain()
+            assert waiting.result().status_code == 503
+            assert failures(found, "shutdown") == 1
+        assert httpx.post(found.url + CHAT, json=SHORT).status_code == 503
+        for _, lines in running:
             rest = [line for line in lines if line]
-        assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
+            assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
 
 
 SERVE = [sys.executable, "-m", "fasteagle", "serve", "--drafter", "ngram"]

@@ -1,4 +1,4 @@
-"""One answer at a time: waiting, leaving, limits of time and number, and the end of a server."""
+"""Waiting, leaving, limits of time and number, with one slot and with four."""
 
 from __future__ import annotations
 
@@ -12,11 +12,23 @@ import time
 import httpx
 import pytest
 
-from conftest import CHAT, LONG, SHORT, deaf, failures, serving, until
+from conftest import CHAT, LONG, SHORT, busy, deaf, failures, load, n_generated, serving, until
 from fasteagle.answering.answer import Chunk
+from fasteagle.generate import Engine
 from fasteagle.options import ServeOptions
 from fasteagle.server import run
-from fasteagle.server.queue import Job, TimedOutError
+from fasteagle.server.job import Job, TimedOutError, groups
+
+
+@pytest.fixture(scope="module", params=[1, 4], ids="parallel={}".format)
+def loaded(request, serve_dir):
+    return load(serve_dir, request.param)
+
+
+@pytest.fixture(scope="module")
+def live(loaded):
+    with serving(loaded) as found:
+        yield found
 
 
 def test_many_clients_get_their_own_answers(live):
@@ -36,6 +48,7 @@ def test_many_clients_get_their_own_answers(live):
 
 @pytest.mark.parametrize("n_read", [0, 1, 5])
 def test_a_client_that_leaves_ends_its_answer(live, slow, n_read):
+    before = n_generated(live)
     with httpx.stream("POST", live.url + CHAT, json=LONG) as reply:
         lines = reply.iter_lines()
         for _ in range(n_read):
@@ -46,7 +59,7 @@ def test_a_client_that_leaves_ends_its_answer(live, slow, n_read):
     seconds = time.monotonic() - left
     print(f"gone after {1e3 * seconds:.0f} ms")
     assert seconds < 0.5  # a pass takes 10 ms here, and the machine may be busy
-    assert live.llm.engine.stats.new_tokens < 1000
+    assert n_generated(live) - before < 1000
     assert httpx.post(live.url + CHAT, json=SHORT).status_code == 200
 
 
@@ -57,10 +70,10 @@ def test_a_client_that_leaves_before_the_first_event_is_read(live, slow):
     from fasteagle.server.app import EventStream
 
     class Asked:
-        left = False
+        left = 0
 
         def leave(self):
-            self.left = True
+            self.left += 1
 
     async def events():
         yield "never read"
@@ -74,44 +87,40 @@ def test_a_client_that_leaves_before_the_first_event_is_read(live, slow):
     job = Asked()
     scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
     with contextlib.suppress(OSError, ClientDisconnect):
-        asyncio.run(EventStream(events(), job)(scope, receive, broken))
-    assert job.left
+        asyncio.run(EventStream(events(), [job, job])(scope, receive, broken))
+    assert job.left == 2
 
 
 def test_a_client_that_does_not_stream_and_leaves(live, slow):
-    body = {**LONG, "stream": False}
+    before, body = n_generated(live), {**LONG, "stream": False}
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(live.url + CHAT, json=body, timeout=0.3)
     until(lambda: live.server.queue.n_running == 0, 0.5)
-    assert live.llm.engine.stats.new_tokens < 1000
+    assert n_generated(live) - before < 1000
 
 
 def test_a_client_that_leaves_while_it_waits(live, slow):
     before = failures(live, "cancelled")
-    with httpx.stream("POST", live.url + CHAT, json=LONG) as reply:
-        lines = reply.iter_lines()  # without a name it would be collected, and the reply closed
-        next(lines)
+    with busy(live):
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(live.url + CHAT, json=SHORT, timeout=0.2)
         until(lambda: live.server.queue.n_waiting == 0, 0.5)
-        assert live.server.queue.n_running == 1
+        assert live.server.queue.n_running == live.llm.answers.size
         assert failures(live, "cancelled") == before + 1  # while it still waits, not later
     until(lambda: live.server.queue.n_running == 0)
 
 
 def test_a_long_prompt_can_be_left_too(live, monkeypatch):
     """Between the parts of a prefill; the next answer begins with what was computed."""
-    original, n_parts = live.llm.engine._run, []
+    original, n_parts = Engine._run, []
 
-    def run(ids, begin, aux_layers):
+    def run(engine, ids, begin, aux_layers):
         n_parts.append(len(ids))
         time.sleep(0.2)
-        return original(ids, begin, aux_layers)
+        return original(engine, ids, begin, aux_layers)
 
-    live.llm.engine.restart()
-    live.llm.prefix_cache.clear()
-    monkeypatch.setattr(live.llm.engine, "_run", run)
-    body = {"prompt": "word " * 400, "max_tokens": 2}
+    monkeypatch.setattr(Engine, "_run", run)
+    body = {"prompt": "left " * 400, "max_tokens": 2}
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{live.url}/v1/completions", json=body, timeout=0.3)
     until(lambda: live.server.queue.n_running == 0, 2.0)
@@ -124,11 +133,9 @@ def test_a_long_prompt_can_be_left_too(live, monkeypatch):
 def test_too_many_are_told_when_to_come_back(loaded, slow):
     with (
         serving(loaded, ServeOptions(port=0, queue=2)) as small,
-        httpx.stream("POST", small.url + CHAT, json=LONG) as running,
+        busy(small) as running,
         concurrent.futures.ThreadPoolExecutor(2) as pool,
     ):
-        lines = running.iter_lines()
-        next(lines)
         ask = functools.partial(httpx.post, small.url + CHAT, json=SHORT, timeout=30)
         waiting = [pool.submit(ask) for _ in range(2)]
         until(lambda: small.server.queue.n_waiting == 2)
@@ -137,7 +144,7 @@ def test_too_many_are_told_when_to_come_back(loaded, slow):
         assert int(reply.headers["retry-after"]) >= 1
         assert reply.json()["error"]["type"] == "rate_limit_error"
         assert failures(small, "queue_full") == 1
-        running.close()
+        running[-1][0].close()  # one slot is enough for both
         assert [job.result().status_code for job in waiting] == [200, 200]
 
 
@@ -181,12 +188,16 @@ def test_a_client_that_does_not_read_is_dropped(loaded, monkeypatch):
 
 
 def test_a_client_that_does_not_read_holds_up_nobody(live, slow):
-    """The model stands still for it, unless others wait: then it learns why its answer ended."""
+    """Its slot stands still, unless others wait: then it learns why its answer ended."""
     before = failures(live, "stalled")
-    with contextlib.closing(deaf(live.port, speculate=False)) as client:
-        running = live.server.queue._running
-        until(lambda: running.stalled > 0.5, 30)
-        n_tokens = running.stats.new_tokens
+    with contextlib.ExitStack() as stack:
+        clients = [deaf(live.port, speculate=False) for _ in range(live.llm.answers.size)]
+        for client in clients:
+            stack.enter_context(contextlib.closing(client))
+        running = list(live.server.queue._running)
+        until(lambda: all(job.stalled > 0.5 for job in running), 30)
+        slowest = max(running, key=lambda job: job.stalled)
+        client, n_tokens = clients[running.index(slowest)], slowest.stats.new_tokens
         begin = time.monotonic()
         assert httpx.post(live.url + CHAT, json=SHORT).status_code == 200
         seconds = time.monotonic() - begin
@@ -202,7 +213,7 @@ def test_a_client_that_does_not_read_holds_up_nobody(live, slow):
 
 def test_a_client_that_reads_late_gets_its_whole_answer(live, slow):
     with contextlib.closing(deaf(live.port, speculate=False, max_tokens=300)) as client:
-        running = live.server.queue._running
+        (running,) = live.server.queue._running
         until(lambda: running.stalled > 0.1, 30)
         client.settimeout(10)
         text = b""
@@ -216,19 +227,19 @@ def test_chunks_come_in_groups_the_first_at_once(seconds, expected):
     """A loop that is woken for each pass of a small model takes the cores from the next ones."""
     chunks = [Chunk(str(i), (i,)) for i in range(6)]
 
-    async def groups():
+    async def told_groups():
         job = Job()
         job.group_seconds = seconds
         job.add(chunks[0])
-        first = await asyncio.wait_for(anext(found := job.groups()), 1.0)
-        assert first == chunks[:1] and job.first_token is not None
+        first = await asyncio.wait_for(anext(found := groups([job])), 1.0)
+        assert first == (job, chunks[:1]) and job.first_token is not None
         for chunk in chunks[1:]:
             job.add(chunk)
         job.tell(None)
         return [first, *[group async for group in found]]
 
-    told = asyncio.run(groups())
-    assert [chunk for group in told for chunk in group] == chunks
+    *told, end = [event for _, event in asyncio.run(told_groups())]
+    assert [chunk for group in told for chunk in group] == chunks and end is None
     assert len(told) == expected
 
 
@@ -239,7 +250,7 @@ def test_chunks_come_before_what_went_wrong():
         job.add(Chunk("b", (2,)))
         job.tell(TimedOutError(1.0))
         with pytest.raises(TimedOutError):
-            async for group in job.groups():
+            async for _, group in groups([job]):
                 seen += group
         return seen
 
@@ -253,7 +264,7 @@ def test_a_finished_answer_that_is_not_read_has_not_timed_out():
         job.end("length")
         job.tell(None)
         await asyncio.sleep(0.05)
-        assert [group async for group in job.groups()] == []
+        assert [group async for group in groups([job])] == [(job, None)]
         return job.outcome
 
     assert asyncio.run(outcome()) == "length"

@@ -34,7 +34,7 @@ def read(text, step=1000, form=None, is_cut=False, opened="", most_calls=None):
     """Read an answer that comes in steps: what is shown before its end, all of it, and the rest."""
     request = AnswerRequest([1], SamplingParams(), AnswerOptions(), frozenset())
     names = frozenset({"weather"})
-    plan = Plan(request, opened=opened, tools=form, tool_names=names, most_calls=most_calls)
+    plan = Plan([request], opened=opened, tools=form, tool_names=names, most_calls=most_calls)
     answer = AnswerText(plan)
     pieces = [answer.push(Chunk(text[i : i + step])) for i in range(0, len(text), step)]
     shown = "".join(piece.content for piece in pieces)

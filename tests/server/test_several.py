@@ -1,0 +1,229 @@
+"""Several answers at once: requests join and leave, and each text is the one that it is alone."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import functools
+import json
+import threading
+
+import httpx
+import openai
+import pytest
+import torch
+
+import fasteagle.batch
+from conftest import (
+    CHAT,
+    LETTER_ID,
+    SHORT,
+    busy,
+    deaf,
+    failures,
+    load,
+    number,
+    serving,
+    slow_down,
+    until,
+)
+from fasteagle.answering.grammar import GrammarMask
+from fasteagle.generate import Engine
+
+AT_ONCE = "fasteagle:answers_per_pass_{}"
+
+
+def body(text="hello", n=40, **more):
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": n, **more}
+
+
+def post(live, request, **options):
+    return httpx.post(live.url + CHAT, json=request, timeout=60, **options)
+
+
+def text_of(reply):
+    return reply.json()["choices"][0]["message"]["content"]
+
+
+def test_a_short_request_need_not_wait_for_a_long_one(live, slow):
+    with busy(live, 1) as ((_, lines),):
+        assert post(live, SHORT).status_code == 200
+        assert live.server.queue.n_running == 1
+        assert next(line for line in lines if line).startswith("data: {")
+
+
+def test_texts_are_those_that_they_are_alone(live, slow):
+    """Greedy, drawn, with penalties and of a form; they join and leave one after the other."""
+    requests = [
+        body("one two one two"),
+        body("one", temperature=1.0, seed=5, n=None, max_tokens=60),
+        body("of a form", guided_regex="[a-d ]{30,50}", max_tokens=30),
+        body("other", temperature=0.8, top_k=20, seed=1, repetition_penalty=1.2),
+        body("letters", logit_bias={str(LETTER_ID): 4}, presence_penalty=1.0),
+        body("one two one two", stop=["e"], max_tokens=70),
+    ]
+    alone = [text_of(post(live, request)) for request in requests]
+    several = number(live, AT_ONCE.format("count{.*}")), number(live, AT_ONCE.format("sum{.*}"))
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        replies = list(pool.map(functools.partial(post, live), requests))
+    assert [text_of(reply) for reply in replies] == alone
+    count = number(live, AT_ONCE.format("count{.*}")) - several[0]
+    assert number(live, AT_ONCE.format("sum{.*}")) - several[1] > 2 * count
+
+
+def test_sixteen_clients_in_the_order_in_which_they_come(live, slow, monkeypatch):
+    begun, original = [], live.llm.answers.begin
+
+    def begin(job, *args):
+        begun.append(job.request.params.seed)
+        original(job, *args)
+
+    monkeypatch.setattr(live.llm.answers, "begin", begin)
+    queue = live.server.queue
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        replies = []
+        for i in range(16):
+            request = body(f"ask {i}", 30, temperature=0.5, seed=i)
+            replies.append(pool.submit(post, live, request))
+            until(lambda i=i: len(begun) + len(queue._waiting) > i)
+            assert queue.n_running <= 4
+        assert {reply.result().status_code for reply in replies} == {200}
+    assert begun == list(range(16))
+
+
+def test_an_answer_that_breaks_leaves_the_others(live, slow, monkeypatch, capfd):
+    def broken(*args):
+        raise RuntimeError("planted")
+
+    expected = text_of(post(live, body("beside it", 60)))
+    monkeypatch.setattr(GrammarMask, "advance", broken)
+    with busy(live, 1) as ((_, lines),), concurrent.futures.ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(post, live, body("beside it", 60))
+        assert post(live, body(guided_regex="[ab]{20}")).status_code == 500
+        assert next(line for line in lines if line).startswith("data: {")
+        assert text_of(beside.result()) == expected
+    assert "planted" in capfd.readouterr().err
+
+
+def test_one_who_does_not_read_stands_still_alone(live, slow):
+    before = failures(live, "stalled")
+    with contextlib.closing(deaf(live.port, speculate=False, max_tokens=300)) as client:
+        (job,) = live.server.queue._running
+        until(lambda: job.stalled > 0.5, 30)
+        n_tokens = job.stats.new_tokens
+        assert post(live, body(n=30)).status_code == 200
+        assert job.stats.new_tokens == n_tokens and live.server.queue.n_running == 1
+        client.settimeout(10)
+        text = b""
+        while b"[DONE]" not in text[-30:]:
+            text += client.recv(2**20)
+    assert job.outcome == "length" and failures(live, "stalled") == before
+
+
+@pytest.fixture
+def fresh(serve_dir):
+    """A server whose KV caches have not grown yet."""
+    with serving(load(serve_dir, parallel=4)) as found:
+        yield found
+
+
+@pytest.fixture(params=["bytes", "cache"])
+def shorten(request, monkeypatch):
+    """Make memory for another text short, or for another cache at all, until an event is set."""
+    found, sibling = threading.Event(), Engine.sibling
+
+    def unless_short(engine):
+        if found.is_set():
+            return sibling(engine)
+        raise torch.OutOfMemoryError
+
+    def available(device):
+        return 2**40 if found.is_set() else 0
+
+    def shorten():
+        if request.param == "cache":
+            monkeypatch.setattr(Engine, "sibling", unless_short)
+        else:
+            monkeypatch.setattr(fasteagle.batch, "available_bytes", available)
+        return found
+
+    return shorten
+
+
+def test_what_lacks_memory_waits_and_nobody_overtakes_it(fresh, shorten, monkeypatch):
+    slow_down(fresh, monkeypatch)
+    live, queue = fresh, fresh.server.queue
+    with busy(live, 1) as ((running, _),), concurrent.futures.ThreadPoolExecutor(2) as pool:
+        free = shorten()
+        large = pool.submit(post, live, body(n=1900, logit_bias={str(LETTER_ID): 100}))
+        until(lambda: queue.n_waiting == 1)
+        small = pool.submit(post, live, SHORT)
+        until(lambda: queue.n_waiting == 2)
+        with pytest.raises(concurrent.futures.TimeoutError):
+            small.result(0.3)
+        assert queue.n_running == 1 and not large.done()
+        free.set()
+        running.close()
+        assert small.result().status_code == 200 and queue.n_running == 1
+        monkeypatch.undo()
+        assert large.result().status_code == 200
+
+
+def test_where_nothing_runs_a_lack_of_memory_is_told(fresh, monkeypatch):
+    monkeypatch.setattr(fasteagle.batch, "available_bytes", lambda device: 0)
+    reply = post(fresh, body(n=1900))
+    assert reply.status_code == 400 and "GiB" in reply.json()["error"]["message"]
+
+
+@pytest.fixture(scope="module")
+def client(live):
+    return openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.mark.parametrize("form", [{}, {"guided_regex": "[a-z ]{40}"}], ids=["free", "form"])
+@pytest.mark.parametrize("kind", ["chat", "text"])
+def test_several_answers_to_one_prompt(client, live, kind, form):
+    """Each is the one with its seed, whole and in a stream, where a choice is told by its index."""
+    given = {"model": live.server.name, "temperature": 1.0, "max_tokens": 12, "extra_body": form}
+
+    def ask(**more):
+        if kind == "text":
+            return client.completions.create(prompt="once", **given, **more)
+        messages = [{"role": "user", "content": "hello"}]
+        return client.chat.completions.create(messages=messages, **given, **more)
+
+    def text(choice):
+        return choice.text if kind == "text" else choice.message.content
+
+    singles = [ask(seed=seed) for seed in (7, 8, 9)]
+    expected = [text(reply.choices[0]) for reply in singles]
+    assert len(set(expected)) == 3
+    several = ask(seed=7, n=3)
+    assert [text(choice) for choice in several.choices] == expected
+    assert [choice.index for choice in several.choices] == [0, 1, 2]
+    usage = several.usage
+    assert usage.prompt_tokens == singles[0].usage.prompt_tokens
+    assert usage.completion_tokens == sum(reply.usage.completion_tokens for reply in singles)
+    assert usage.model_extra["seed"] == 7
+    events = list(ask(seed=7, n=3, stream=True, stream_options={"include_usage": True}))
+    texts, finishes = [""] * 3, []
+    for choice in (choice for event in events for choice in event.choices):
+        part = choice.text if kind == "text" else choice.delta.content
+        texts[choice.index] += part or ""
+        finishes += [(choice.index, choice.finish_reason)] if choice.finish_reason else []
+    assert texts == expected and len({event.id for event in events}) == 1
+    assert sorted(finishes) == [(i, c.finish_reason) for i, c in enumerate(several.choices)]
+    assert events[-1].usage.completion_tokens == usage.completion_tokens
+
+
+def test_several_answers_leave_with_their_client(live, slow):
+    request = {**body(n=1900, logit_bias={str(LETTER_ID): 100}), "n": 3, "stream": True}
+    with httpx.stream("POST", live.url + CHAT, json=request) as reply:
+        indices = set()
+        for line in reply.iter_lines():
+            if line:
+                indices.add(json.loads(line.removeprefix("data: "))["choices"][0]["index"])
+            if len(indices) == 3:
+                break
+        assert live.server.queue.n_running == 3
+    until(lambda: live.server.queue.n_running == 0, 0.5)
