@@ -17,6 +17,7 @@ from fasteagle.bench.roofline import (
     DEVICES,
     OUTLOOKS,
     CapturedCycle,
+    Outlook,
     Storage,
     Workload,
     device_reported_as,
@@ -170,6 +171,25 @@ def test_bandwidth_comes_from_the_data_sheet_where_there_is_one(monkeypatch):
 
 
 # A captured cycle
+
+
+@pytest.mark.parametrize(
+    ("model", "rows", "context", "steps"),
+    [
+        ("llama2-7b", 1, 15 * 256, 2),  # 16 splits at once, the tree's keys
+        ("llama2-7b", 1, 15 * 256 + 1, 3),
+        ("llama2-7b", 16, 1024, 2 * 512 / 328),  # waves of four programs on 82 multiprocessors
+        ("qwen3-8b", 1, 3 * 256, 2),  # four query heads of a KV head: four splits
+        ("qwen3-8b", 16, 3 * 256 + 1, 3),  # a program for each of 8 KV heads
+    ],
+)
+def test_waits_of_attention_by_hand(model, rows, context, steps):
+    config = preset(model)
+    load = Workload(config, storage_named("int4", config), context)
+    card = dataclasses.replace(RTX3090.card, gb_s=1e12, cache_gb_s=1e12)
+    parts = [part for part in load.verifying(rows) if part.block is not None]
+    waits = CapturedCycle(card, load, outlook=Outlook("waits", 1.0, 1.0, 0.0, 0.0)).ms(parts)
+    assert 1e3 * waits / config.n_layer == pytest.approx(1 + steps, rel=1e-3)
 
 
 def test_waves_of_programs_by_hand():
