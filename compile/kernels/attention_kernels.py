@@ -251,16 +251,20 @@ def finish_kernel(
     SUM_COLUMNS: tl.constexpr,
     INT8: tl.constexpr,
     BY_ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
-    """Compute the output of one tree row, up to 16 of its query heads at a time.
+    """Compute the output of one tree row, HEADS of its query heads at a time.
 
-    Goes through the row's splits in order: takes the state from the first kernel, if the split has
-    full committed blocks that the row sees, adds the blocks that are missing in it, and merges.
+    The 16 rows of a product are these heads for each of 16 / HEADS splits, which wait for memory
+    together: the first kernel's states, if the split has full committed blocks that the row sees,
+    and the blocks that are missing in them. Each of the 16 rows merges every 16 / HEADS-th split in
+    ascending order, and at the end the rows of a head are added up.
     """
     tree_row = tl.program_id(0)
     head = tl.program_id(1)
-    member = tl.program_id(2) * 16 + tl.arange(0, 16)  # of the group of query heads
-    row = member * T + tree_row
+    SPLITS: tl.constexpr = 16 // HEADS  # at a time
+    m = tl.arange(0, 16)
+    row = (tl.program_id(2) * HEADS + m % HEADS) * T + tree_row
     real = row < R
     e = tl.arange(0, E_PAD)
     n = tl.arange(0, BLOCK)
@@ -275,24 +279,25 @@ def finish_kernel(
     k_head = k_ptr + head.to(tl.int64) * stride_kg
     v_head = v_ptr + head.to(tl.int64) * stride_vg
     peak = tl.full((16,), float("-inf"), tl.float32)
-    total = tl.zeros((16, SUM_COLUMNS), tl.float32)
+    total = tl.zeros((16,), tl.float32)
     acc = tl.zeros((16, E_PAD), tl.float32)
-    for split in range(first // SPLIT, position // SPLIT + 1):
-        begin = split * SPLIT
-        end = tl.minimum(begin + SPLIT, done)
-        stored = row < tl.where(tl.maximum(begin, first) < end, R, 0)
+    STEP: tl.constexpr = SPLITS * SPLIT
+    for begin in range(first // STEP * STEP, position + 1, STEP):
+        split = begin // SPLIT + m // HEADS
+        end = tl.minimum(split * SPLIT + SPLIT, done)
+        stored = real & (tl.maximum(split * SPLIT, first) < end)
         at = (head * n_splits + split) * R + row
         part_peak = tl.load(stats_ptr + at, mask=stored, other=float("-inf"))
         totals_at = stats_ptr + tl.num_programs(1) * n_splits * R + at
         part_total = tl.load(totals_at, mask=stored, other=0.0)
-        part_total = tl.broadcast_to(part_total[:, None], total.shape)
+        part_total = tl.broadcast_to(part_total[:, None], (16, SUM_COLUMNS))
         part_acc = tl.load(
             parts_ptr + at.to(tl.int64)[:, None] * E + e[None, :],
             mask=stored[:, None] & (e < E)[None, :],
             other=0.0,
         )
         start = tl.maximum(tl.maximum(begin, done), first // BLOCK * BLOCK)
-        for block in range(start, tl.minimum(begin + SPLIT, position + 1), BLOCK):
+        for block in range(start, tl.minimum(begin + STEP, position + 1), BLOCK):
             key = block + n
             depth = key - seq_len
             seen = (key <= position) & (key >= first)
@@ -308,20 +313,28 @@ def finish_kernel(
                 mask = seen[:, None] & (e < E)[None, :]
                 k = tl.load(k_head + slot[:, None] * stride_ks + e[None, :], mask=mask, other=0.0)
                 v = tl.load(v_head + slot[:, None] * stride_vs + e[None, :], mask=mask, other=0.0)
+            visible = seen[None, :] & (split == block // SPLIT)[:, None]
             part_peak, part_total, part_acc = _attend_block(
-                q, k, v, part_peak, part_total, part_acc, seen[None, :], scale, True
+                q, k, v, part_peak, part_total, part_acc, visible, scale, True
             )
         new_peak = tl.maximum(peak, part_peak)
-        # -inf only in the padding rows of q: their output is dropped, and NaN would hide bugs.
         shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        old, new = tl.exp2(peak - shift)[:, None], tl.exp2(part_peak - shift)[:, None]
-        total = tl.fma(part_total, tl.broadcast_to(new, total.shape), total * old)
-        acc = tl.fma(part_acc, tl.broadcast_to(new, acc.shape), acc * old)
+        old, new = tl.exp2(peak - shift), tl.exp2(part_peak - shift)
+        total = tl.fma(tl.max(part_total, 1), new, total * old)  # all columns are equal
+        acc = tl.fma(part_acc, tl.broadcast_to(new[:, None], acc.shape), acc * old[:, None])
         peak = new_peak
-    out = acc / tl.max(total, 1)[:, None]
+    peaks = tl.reshape(peak, (SPLITS, HEADS))
+    weights = tl.exp2(peaks - tl.max(peaks, 0)[None, :])  # the last split is seen: never -inf
+    total = tl.sum(tl.reshape(total, (SPLITS, HEADS)) * weights, 0)
+    acc = tl.sum(tl.reshape(acc, (SPLITS, HEADS, E_PAD)) * weights[:, :, None], 0)
+    out = acc / total[:, None]
+    member = tl.program_id(2) * HEADS + tl.arange(0, HEADS)  # of the group of query heads
+    row = member * T + tree_row
     place = head * R + row  # of [G, group, T]
     if BY_ROWS:
         place = (tree_row * tl.num_programs(1) + head) * (R // T) + member  # of [T, G, group]
     tl.store(
-        out_ptr + place[:, None] * E + e[None, :], out.to(out_ptr.dtype.element_ty), mask=inside
+        out_ptr + place[:, None] * E + e[None, :],
+        out.to(out_ptr.dtype.element_ty),
+        mask=(row < R)[:, None] & (e < E)[None, :],
     )

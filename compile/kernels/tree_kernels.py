@@ -9,8 +9,10 @@ keys it gathers along the row's path, and the merge.
 A row's bits depend only on its own logical keys. Both kernels read them in the same blocks, in the
 same order, by the same function `_attend_block`. The threads that the compiler gives a row do not
 matter: maxima are exact, and every sum over keys or over E is a tensor core product by m16n8k16,
-added up in ascending order of K. For blocks of 64 rows Hopper would use another instruction, so
-they have 16 or 32. Operations are fused only where the code says so.
+added up in ascending order of K. The sum over splits is in the order that one compiled program has
+for every row; neither T nor the rest of the tree is among its constants. For blocks of 64 rows
+Hopper would use another instruction, so they have 16 or 32. Operations are fused only where the
+code says so.
 
 Shapes: T tree rows, G KV heads, R = group * T query rows of a KV head, E head dim, S cache slots.
 """
@@ -35,8 +37,6 @@ MIN_HEAD_DIM = 16
 MAX_HEAD_DIM = 256  # beyond it a program's sums do not fit into its registers
 MAX_ROPE_DIM = 128  # the same limit where `prefix_kernel` also rotates
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}  # fused only where the code says so
-# A row gathers one or two blocks; buffers for more would only cost registers and shared memory.
-FINISH_OPTIONS = OPTIONS | {"num_stages": 1}
 
 
 def key_block(E: int) -> int:
@@ -75,10 +75,20 @@ def prefix_constants(
 
 
 def finish_constants(
-    E: int, window: int | None, by_rows: bool = False, int8: bool = False
+    E: int, group: int, window: int | None, by_rows: bool = False, int8: bool = False
 ) -> dict[str, object]:
     """Return the compile-time constants of `finish_kernel`."""
-    return common_constants(E, window, int8) | {"BY_ROWS": by_rows}
+    rows = {"BY_ROWS": by_rows, "HEADS": min(16, triton.next_power_of_2(group))}
+    return common_constants(E, window, int8) | rows
+
+
+def finish_options(E: int, int8: bool = False) -> dict[str, int]:
+    """Return the options of `finish_kernel`: four programs on a multiprocessor, where they fit.
+
+    A row gathers few blocks: buffers for more would only cost registers and shared memory.
+    """
+    registers = {"maxnreg": 128} if E <= 128 and not int8 else {}
+    return OPTIONS | {"num_stages": 1} | registers
 
 
 def common_constants(E: int, window: int | None, int8: bool = False) -> dict[str, object]:
@@ -159,8 +169,8 @@ def _attention(
         T,
         P,
         n_splits,
-        **finish_constants(E, window, out_rows is not None, int8),
-        **FINISH_OPTIONS,
+        **finish_constants(E, group, window, out_rows is not None, int8),
+        **finish_options(E, int8),
     )
     return out
 

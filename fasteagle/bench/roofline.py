@@ -35,7 +35,8 @@ LEVEL_SMALL = 7  # of a drafted level: norms, the tree's order, ranking
 DRAFT_SMALL = 5  # of a tree
 FINISH_SMALL = 7  # accept and commit
 SPLIT_KEYS = 256  # keys of a split of attention
-RESIDENT = 3  # programs of the kernel that adds up splits, on a multiprocessor
+RESIDENT = 4  # programs of the kernel that merges splits, on a multiprocessor
+MERGED = 16  # splits times query heads of a KV head that a step of it merges
 
 
 @dataclasses.dataclass(frozen=True)
@@ -342,7 +343,8 @@ class CapturedCycle:
         """Return the microseconds of attention: a block launches splits of keys, then their sum.
 
         The cache is read once, the splits' states through the L2 cache, as are the partial sums of
-        the queries by every split. The second launch waits for one split after the other.
+        the queries by every split. The second launch waits for states, a number of splits at a
+        time, and for the tree's own keys.
         """
         card, size = self.outlook.of(self.card), part.rows * config.n_head
         layout = self.work.storage.layout(config.dim)
@@ -350,8 +352,12 @@ class CapturedCycle:
         splits = -(-self.work.context // SPLIT_KEYS) + 1  # the tree's own is the last
         states = (8.0 + 4.0 * n_parts) * size * config.head_dim * splits
         read = part.n_bytes / config.n_layer / (card.gb_s * card.reach) + states / card.cache_gb_s
-        waves = max(1.0, size / (RESIDENT * card.n_sm))
-        waiting = (1 + waves * splits) * card.latency_us
+        group = config.n_head // config.n_kv_head
+        heads = min(MERGED, 1 << (group - 1).bit_length())
+        steps = 1 + -(-splits * heads // MERGED)
+        programs = part.rows * config.n_kv_head * -(-group // MERGED)
+        waves = max(1.0, programs / (RESIDENT * card.n_sm))
+        waiting = (1 + waves * steps) * card.latency_us
         return config.n_layer * (2 * card.launch_us + waiting + read / 1e3)
 
 

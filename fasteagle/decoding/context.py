@@ -22,7 +22,9 @@ from fasteagle.tree import TreeView
 PREFILL_CHUNK = 256
 # CUDA dequantizes quantized weights once per chunk, which takes as long as some 60 rows of it.
 PREFILL_CHUNK_CUDA = 1024
-HEAD_CHUNK = 256  # pairs a draft head is shown at once: limits its attention scores
+# Pairs a draft head is shown at once: limits its attention scores, or in tree attention the states
+# of splits, 71 MB in the shape of 7B over 4,096 positions.
+HEAD_CHUNK = 256
 FEW_PAIRS = 8  # number of rows that a follow-up question may compute again
 MAX_TREE_ROWS = 64  # cache rows free past the context for tokens not yet committed
 
