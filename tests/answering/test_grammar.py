@@ -91,8 +91,9 @@ def run(engine, tokenizer, compiler, spec, params=SamplingParams(), n=60):  # no
     return answered(engine, tokenizer, params, n, mask=compiler.start(spec))
 
 
-@pytest.mark.parametrize("params", DRAWN, ids=str)
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.kind)
+@pytest.mark.parametrize(
+    ("spec", "params"), zip(SPECS, (*DRAWN, DRAWN[1]), strict=True), ids=lambda each: str(each)[:50]
+)
 def test_every_drafter_gives_the_tokens_of_plain_decoding(model, tokenizer, compiler, spec, params):
     expected, _ = run(Engine(model, 512), tokenizer, compiler, spec, params)
     unbound, _ = answered(Engine(model, 512), tokenizer, params)
