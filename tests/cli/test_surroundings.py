@@ -26,7 +26,6 @@ BEGUN = [
     ("<&- 2>&-", "-p hi", 0, ""),
     ("| true", "-p hi --quiet", 1, "^$"),
     ("", "-p hi --json-schema FIFO", 1, "^\nAborted!\n$"),
-    ("", "-p hi --temperature -1", 2, "^Error: temperature -1.0 is out of range: .*\n$"),
     ("", "-p hi --nope", 2, "^Error: No such option '--nope'.*\n$"),
     ("<&-", "", 2, "^Error: standard input is closed: give the prompt after -p\n$"),
     (">&-", "-p hi", 2, "^Error: standard output is closed"),

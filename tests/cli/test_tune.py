@@ -57,12 +57,3 @@ def test_the_costs_of_chains_are_printed(capsys):
     text = capsys.readouterr().out
     assert "draft, a chain, levels" in text and "1: 0.30  8: 1.70" in text
     assert "first level" not in text and "chain of 1 to 8" in text
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--tree-depth", 3], ["--drafter", "eagle-chain"], ["--no-spec"]]
-)
-def test_a_fixed_tree_has_nothing_to_tune(tiny_dir, arguments):
-    done = invoke("--model", tiny_dir, *arguments)
-    assert done.exit_code == 2 and "nothing to tune" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
