@@ -21,8 +21,10 @@ from click.testing import CliRunner
 from fasteagle.compile import blocks, precompile
 from fasteagle.loading import open as opening
 from fasteagle.loading import registry
+from fasteagle.loading.checkpoint import load_model, open_checkpoint
+from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.options import DEFAULT_MODEL
-from helpers import SCRIPTS, save_tiny, write_questions
+from helpers import SCRIPTS, random_target, save_tiny, tiny_config, write_questions
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -90,6 +92,28 @@ def two_threads() -> None:
 def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Hugging Face folder of a tiny Llama; do not write into it."""
     return save_tiny(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tiny_dir: Path):
+    return open_checkpoint(tiny_dir)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    """The tiny model in fp32, for texts of up to 512 tokens; do not write into it."""
+    return load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=512)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny_dir: Path):
+    return load_tokenizer(tiny_dir)
+
+
+@pytest.fixture(scope="module")
+def target():
+    """A tiny random target without files; do not write into it."""
+    return random_target(tiny_config())
 
 
 @pytest.fixture(scope="session")

@@ -43,11 +43,6 @@ DRAWN = (
 )
 
 
-@pytest.fixture(scope="module")
-def target() -> Transformer:
-    return random_target(tiny_config())
-
-
 @pytest.fixture(scope="module", params=["eagle1", "eagle3"])
 def head(request, target):
     return random_head(target, eagle3=eagle3_of(request.param, target.config))

@@ -13,15 +13,7 @@ from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
 from fasteagle.shapes import TreeShape
-from helpers import (
-    captured_engine,
-    costs,
-    generated,
-    random_head,
-    random_target,
-    tiny_config,
-    tuned_engine,
-)
+from helpers import captured_engine, costs, generated, random_head, tuned_engine
 
 GREEDY = SamplingParams()
 
@@ -48,11 +40,6 @@ def compiler(monkeypatch):
     made = NoCompiler()
     monkeypatch.setattr(background, "start_compiler", lambda engine, params: made)
     return made
-
-
-@pytest.fixture(scope="module")
-def target():
-    return random_target(tiny_config())
 
 
 @pytest.fixture

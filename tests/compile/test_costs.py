@@ -21,23 +21,9 @@ from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import FusedShape, GatedChain, TreeShape
-from helpers import (
-    captured_engine,
-    costs,
-    generated,
-    pairs,
-    random_head,
-    random_target,
-    tiny_config,
-    tuned_engine,
-)
+from helpers import captured_engine, costs, generated, pairs, random_head, tuned_engine
 
 GREEDY = SamplingParams()
-
-
-@pytest.fixture(scope="module")
-def target():
-    return random_target(tiny_config())
 
 
 @pytest.fixture

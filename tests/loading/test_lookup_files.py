@@ -8,13 +8,7 @@ from fasteagle.bench.row_spec import RowSpec
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import lookup_files
 from fasteagle.loading.lookup_files import read_documents
-from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.options import DraftOptions
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_dir):
-    return load_tokenizer(tiny_dir)
 
 
 def silent(line):
