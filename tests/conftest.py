@@ -18,7 +18,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from fasteagle.compile import blocks, precompile
+from fasteagle.bench import measure
+from fasteagle.compile import blocks, measurement, precompile
 from fasteagle.loading import open as opening
 from fasteagle.loading import registry
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
@@ -81,6 +82,14 @@ def card(request, monkeypatch):
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a person is told does not depend on how fast this machine opens a model."""
     monkeypatch.setattr(opening, "PATIENCE", 3600.0)
+
+
+@pytest.fixture(autouse=True)
+def brief_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every report of the benchmark measures this machine's memory, and many a chat its passes."""
+    monkeypatch.setattr(measure, "REPEATS", 1)
+    monkeypatch.setattr(measure, "SECONDS", 0.0)
+    monkeypatch.setattr(measurement, "MOST_ROUNDS", 1)
 
 
 @pytest.fixture(autouse=True)

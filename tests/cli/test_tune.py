@@ -23,8 +23,7 @@ def invoke(*arguments):
 
 
 @pytest.mark.skipif(missing_compiler() is not None, reason="no C++ compiler")
-def test_costs_and_plan_are_printed_and_kept(tiny_dir, monkeypatch, compiled):
-    monkeypatch.setattr("fasteagle.compile.measurement.MOST_ROUNDS", 1)
+def test_costs_and_plan_are_printed_and_kept(tiny_dir, compiled):
     done = invoke("--model", tiny_dir, "--max-seq-len", 256)
     assert done.exit_code == 0, done.output
     assert "target pass, rows" in done.stdout and "x plain" in done.stdout
@@ -34,8 +33,7 @@ def test_costs_and_plan_are_printed_and_kept(tiny_dir, monkeypatch, compiled):
     assert str(path) in done.stderr.replace("\n", "")
 
 
-def test_experts_of_a_mixture_are_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr("fasteagle.compile.measurement.MOST_ROUNDS", 1)
+def test_experts_of_a_mixture_are_counted(tmp_path):
     folder = save_tiny(tmp_path / "mixtral", "mixtral")
     done = invoke("--model", folder, "--int8", "--max-seq-len", 256)
     assert done.exit_code == 0, done.output
