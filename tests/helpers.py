@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from families import TINY_SHAPE, TINY_VOCAB, hf_class
 from fasteagle.config import Eagle3Config, HeadConfig, ModelConfig
@@ -88,6 +89,14 @@ def save_tiny(folder: Path, family: str = "llama3", **overrides) -> Path:
 def edit_json(path: Path, **changes) -> None:
     content = json.loads(path.read_text())
     path.write_text(json.dumps({**content, **changes}))
+
+
+def change_tensors(folder: Path, change) -> None:
+    """Do something with the tensors of a folder's one file."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def write_questions(path: Path, *questions: list[str]) -> Path:
