@@ -18,11 +18,14 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from fasteagle.compile import blocks, precompile
+from fasteagle.bench import measure
+from fasteagle.compile import blocks, measurement, precompile
 from fasteagle.loading import open as opening
 from fasteagle.loading import registry
+from fasteagle.loading.checkpoint import load_model, open_checkpoint
+from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.options import DEFAULT_MODEL
-from helpers import SCRIPTS, save_tiny, write_questions
+from helpers import SCRIPTS, random_target, save_tiny, tiny_config, write_questions
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -82,6 +85,14 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def brief_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every report of the benchmark measures this machine's memory, and many a chat its passes."""
+    monkeypatch.setattr(measure, "REPEATS", 1)
+    monkeypatch.setattr(measure, "SECONDS", 0.0)
+    monkeypatch.setattr(measurement, "MOST_ROUNDS", 1)
+
+
+@pytest.fixture(autouse=True)
 def two_threads() -> None:
     torch.set_num_threads(2)
 
@@ -90,6 +101,28 @@ def two_threads() -> None:
 def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Hugging Face folder of a tiny Llama; do not write into it."""
     return save_tiny(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tiny_dir: Path):
+    return open_checkpoint(tiny_dir)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    """The tiny model in fp32, for texts of up to 512 tokens; do not write into it."""
+    return load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=512)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny_dir: Path):
+    return load_tokenizer(tiny_dir)
+
+
+@pytest.fixture(scope="module")
+def target():
+    """A tiny random target without files; do not write into it."""
+    return random_target(tiny_config())
 
 
 @pytest.fixture(scope="session")

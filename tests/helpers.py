@@ -10,18 +10,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from families import TINY_SHAPE, TINY_VOCAB, hf_class
 from fasteagle.config import Eagle3Config, HeadConfig, ModelConfig
 from fasteagle.decoding.cycle import Proposal
 from fasteagle.decoding.runner import Backend
+from fasteagle.drafting.base import Tuning
 from fasteagle.drafting.costs import Costs
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.ladder import DEFAULT_RANKS
 from fasteagle.generate import Engine
 from fasteagle.model import EagleHead, KVCache, Output, Target, Transformer, make_head
 from fasteagle.options import SamplingParams
 from fasteagle.prompts import Conversation
 from fasteagle.sampling import SamplingMode, SamplingTensors
-from fasteagle.shapes import AnyShape
+from fasteagle.shapes import AnyShape, TreeShape
 from fasteagle.state import Committed, CycleSpec, DecodeState
 from fasteagle.training.options import TrainOptions
 from fasteagle.tree import DraftTree
@@ -85,6 +89,14 @@ def save_tiny(folder: Path, family: str = "llama3", **overrides) -> Path:
 def edit_json(path: Path, **changes) -> None:
     content = json.loads(path.read_text())
     path.write_text(json.dumps({**content, **changes}))
+
+
+def change_tensors(folder: Path, change) -> None:
+    """Do something with the tensors of a folder's one file."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def write_questions(path: Path, *questions: list[str]) -> Path:
@@ -324,6 +336,20 @@ def captured_engine(
     engine = Engine(target.model, max_seq_len, backend=ReplayingBackend(target, advice))
     engine.runner.ahead = ahead
     return engine
+
+
+def tuned_engine(target: Transformer, folder: Path, shape=TreeShape(3, 3, 8), made=Engine):  # noqa: B008
+    """An engine with a draft head whose costs are kept in `folder`."""
+    engine = made(target, 512)
+    drafter = EagleDrafter(random_head(target), shape, 512)
+    drafter.tuning = Tuning(folder / "costs.json", DEFAULT_RANKS)
+    engine.use(drafter)
+    return engine
+
+
+def generated(engine: Engine, n: int = 40) -> list[int]:
+    """A whole text, greedily."""
+    return [t for ids in engine.generate([5, 6, 7, 8], SamplingParams(), n) for t in ids]
 
 
 def eager_engine(target: Target, max_seq_len: int, drafter=None) -> Engine:

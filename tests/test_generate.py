@@ -23,12 +23,6 @@ SAMPLED = SamplingParams(0.9, top_p=0.95, repetition_penalty=1.2, seed=11)
 PROMPT = [5, 9, 200, 17, 33, 8, 120, 64]
 
 
-@pytest.fixture(scope="module")
-def model(tiny_dir):
-    checkpoint = open_checkpoint(tiny_dir)
-    return load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=512)
-
-
 @pytest.fixture
 def engine(model):
     return Engine(model, max_seq_len=512)

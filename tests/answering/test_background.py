@@ -9,13 +9,11 @@ import pytest
 from fasteagle.answering import background
 from fasteagle.answering.background import Preparation
 from fasteagle.compile import costs as tuner
-from fasteagle.drafting.base import Tuning
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.drafting.ladder import DEFAULT_RANKS
 from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
 from fasteagle.shapes import TreeShape
-from helpers import captured_engine, costs, random_head, random_target, tiny_config
+from helpers import captured_engine, costs, generated, random_head, tuned_engine
 
 GREEDY = SamplingParams()
 
@@ -42,23 +40,6 @@ def compiler(monkeypatch):
     made = NoCompiler()
     monkeypatch.setattr(background, "start_compiler", lambda engine, params: made)
     return made
-
-
-@pytest.fixture(scope="module")
-def target():
-    return random_target(tiny_config())
-
-
-def tuned_engine(target, tmp_path, made=Engine):
-    engine = made(target, 512)
-    drafter = EagleDrafter(random_head(target), TreeShape(3, 3, 8), 512)
-    drafter.tuning = Tuning(tmp_path / "costs.json", DEFAULT_RANKS)
-    engine.use(drafter)
-    return engine
-
-
-def generated(engine, n=40):
-    return [t for ids in engine.generate([5, 6, 7, 8], GREEDY, n) for t in ids]
 
 
 @pytest.fixture
@@ -109,7 +90,7 @@ def test_nothing_is_measured_while_an_answer_is_written(
 def test_on_a_device_that_replays_the_plan_is_captured_between_two_answers(
     target, tmp_path, compiler, eager_pieces
 ):
-    engine = tuned_engine(target, tmp_path, captured_engine)
+    engine = tuned_engine(target, tmp_path, made=captured_engine)
     tuner.store_costs(engine.drafter.tuning.path, engine, costs(), 1.0)
     preparation = Preparation(engine, quiet=True)
     preparation.join()

@@ -11,14 +11,9 @@ from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
 from fasteagle.shapes import TreeShape
-from helpers import captured_engine, eagle3_of, random_head, random_target, tiny_config
+from helpers import captured_engine, eagle3_of, random_head
 
 BYTES_OF_TOKEN = 2 * 2 * 2 * 8 * 4
-
-
-@pytest.fixture(scope="module")
-def target():
-    return random_target(tiny_config())
 
 
 def text(seed, n=100):

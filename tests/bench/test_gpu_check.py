@@ -98,7 +98,8 @@ def test_what_has_to_be_carried_is_packed_by_calls(check, monkeypatch, tmp_path)
     sizes = {call.name: sum(f.stat().st_size for f in call.iterdir()) for call in carried.iterdir()}
     assert sizes == {"1": 3 * 2**19, "2": 2**20}
     assert "model.gguf.2" in done.output and "gguf-1-any.whl" in done.output
-    whole = check.joined(list(carried.rglob("model.gguf.*")), tmp_path / "whole")
+    stages = importlib.import_module("gpu_stages")
+    whole = stages.joined(list(carried.rglob("model.gguf.*")), tmp_path / "whole")
     assert check.Path(whole).read_bytes() == model.read_bytes()
 
 

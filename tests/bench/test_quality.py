@@ -89,11 +89,5 @@ def test_the_command(folder, text, tmp_path):
     assert "| precision | scheme | perplexity | KL nats/token |" in done.stdout
     rows = json.loads((tmp_path / "e.json").read_text())["rows"]
     assert [row["scheme"] for row in rows] == ["unquantized", "int4-g32-minmax"]
-    for more, message in (
-        (("--tokens", 32), "tokens 32 do not fill one window of 64"),
-        (("--window", 4000, "--tokens", 4000), "fewer than one window of 4000"),
-        (("--precision", "int3"), "quantization 'int3'"),
-        (("--text", tmp_path / "none"), "cannot read"),
-    ):
-        done = run(*more)
-        assert done.exit_code == 2 and message in done.stderr, done.stderr
+    done = run("--window", 4000, "--tokens", 4000)
+    assert done.exit_code == 2 and "fewer than one window of 4000" in done.stderr

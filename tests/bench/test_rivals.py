@@ -37,11 +37,6 @@ DRAWN = [
 ]
 
 
-@pytest.fixture(scope="module")
-def target():
-    return random_target(tiny_config())
-
-
 def answer(engine, prompt=PROMPT, params=GREEDY, n=60):
     return [t for ids in engine.generate(prompt, params, n) for t in ids]
 

@@ -301,30 +301,3 @@ def test_the_script_writes_what_it_prints(script, tiny_dir, questions, tmp_path,
     capsys.readouterr()
     print_report(record, md=True)
     assert done.stdout == capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--rows", "egale"], "Error: unknown row 'egale'"),
-        (["--rows", "plain,medusa"], "add --medusa FILE"),
-        (["--precision", "int3"], "Error: unknown precision 'int3'"),
-        (["--int4", "--precision", "bf16"], "name all of them in --precision"),
-        (["--data", "/nowhere/q.jsonl"], "Error: cannot read /nowhere/q.jsonl"),
-        (["--limit", "0"], "limit 0"),
-        (["--batch", "1,9"], "Error: --batch 1,9 is no list of 1 .. 8: try 1,2,4,8"),
-        (["--batch", "two"], "Error: --batch two is no list"),
-        (["--max-new-tokens", "1"], "max-new-tokens 1"),
-        (["--load-format", "dummy", "--model", "lama2-7b"], "did you mean 'llama2-7b'"),
-        (["--temperature", "-1"], "Error: temperature -1"),
-        (["--simulate-tau", 3, "--model", "llama2-7b"], "add --load-format dummy"),
-        (["--simulate-tau", 9, "--load-format", "dummy", "--model", "llama2-7b"], "1 .. 4 tokens"),
-        (["--json", f"{__file__}/out.json"], "cannot write"),
-        (["--plot", f"{__file__}/out.png"], "cannot write"),
-    ],
-)
-def test_bad_input_to_the_script(script, monkeypatch, arguments, message):
-    monkeypatch.setattr("tokens_per_sec.run", lambda *args: pytest.fail("runs"))
-    result = script(*arguments)
-    assert result.exit_code == 2 and message in result.stderr and result.stdout == ""
-    assert result.stderr.count("\n") == 1

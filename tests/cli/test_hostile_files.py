@@ -10,17 +10,14 @@ from click.testing import CliRunner
 from fasteagle.cli import main as cli
 from fasteagle.errors import FasteagleError
 from fasteagle.prompts import read_conversations, read_questions
-from helpers import edit_json
+from helpers import change_tensors, edit_json
 
 END, WEIGHTS = "generation_config.json", "model.safetensors"
 
 
 def with_norm(folder, changed):
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(folder / WEIGHTS)
-    tensors["model.norm.weight"] = changed(tensors["model.norm.weight"])
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    name = "model.norm.weight"
+    change_tensors(folder, lambda tensors: tensors.update({name: changed(tensors[name])}))
 
 
 def empty_weights(folder):

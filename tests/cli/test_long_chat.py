@@ -38,7 +38,7 @@ def held() -> tuple[int, int, int]:
 def test_turns_at_a_full_context(tmp_path):
     target = random_target(tiny_config())
     engine = Engine(target, 300)
-    drafter = EagleDrafter(random_head(target), TreeShape(3, 3, 8), 300)
+    drafter = EagleDrafter(random_head(target), TreeShape(2, 2, 4), 300)
     drafter.tuning = Tuning(tmp_path / "costs.json", DEFAULT_RANKS)
     engine.use(drafter)
     assert compile_now(engine)

@@ -5,23 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-import torch
 
 from fasteagle.cli.session import ChatSession, format_stats
 from fasteagle.decoding.stats import Stats
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.llm import LLM
-from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.options import AnswerOptions, SamplingParams
 from helpers import TINY_VOCAB, Letters
-
-
-@pytest.fixture(scope="module")
-def model(tiny_dir):
-    checkpoint = open_checkpoint(tiny_dir)
-    return load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=512)
 
 
 @pytest.fixture

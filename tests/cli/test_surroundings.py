@@ -26,7 +26,6 @@ BEGUN = [
     ("<&- 2>&-", "-p hi", 0, ""),
     ("| true", "-p hi --quiet", 1, "^$"),
     ("", "-p hi --json-schema FIFO", 1, "^\nAborted!\n$"),
-    ("", "-p hi --temperature -1", 2, "^Error: temperature -1.0 is out of range: .*\n$"),
     ("", "-p hi --nope", 2, "^Error: No such option '--nope'.*\n$"),
     ("<&-", "", 2, "^Error: standard input is closed: give the prompt after -p\n$"),
     (">&-", "-p hi", 2, "^Error: standard output is closed"),
@@ -86,19 +85,13 @@ def test_said_to_the_person(tiny_dir, tmp_path):
     assert "2 tok (cut at max-new-tokens)" in done.stderr
 
 
-def test_a_hub_that_never_answers_costs_five_seconds(silent_hub, tmp_path):
-    """Besides the time that Python and torch need to start."""
-    seconds = []
-    for model, message in (("nope", "unknown model"), ("llama2-7b", "cannot fetch meta-llama/")):
-        command = [sys.executable, "-m", "fasteagle", "chat", "-p", "hi", "--model", model]
-        environment = {**os.environ, "HF_ENDPOINT": silent_hub, "HF_HUB_CACHE": str(tmp_path)}
-        begin = time.monotonic()
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        seconds.append(time.monotonic() - begin)
-        *before, error = done.stderr.splitlines()
-        assert (done.returncode, done.stdout) == (2, "") and message in error, done.stderr
-        assert len(before) <= 1 and all("of memory" in line for line in before)
-    assert seconds[1] - seconds[0] < 5
+def test_a_hub_that_never_answers_costs_five_seconds(silent_hub):
+    begin = time.monotonic()
+    done = CliRunner().invoke(cli.main, ["chat", "-p", "hi", "--model", "llama2-7b"])
+    assert time.monotonic() - begin < 7
+    *before, error = done.stderr.splitlines()
+    assert (done.exit_code, done.stdout) == (2, "") and "cannot fetch meta-llama/" in error
+    assert len(before) <= 1 and all("of memory" in line for line in before)
 
 
 def test_an_index_of_packages_that_never_answers(silent_hub, monkeypatch):

@@ -6,7 +6,6 @@ import re
 import shutil
 
 import pytest
-import torch
 from click.testing import CliRunner
 
 from fasteagle.cli import main as cli
@@ -14,7 +13,6 @@ from fasteagle.cli.session import ChatSession
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.generate import Engine
 from fasteagle.llm import LLM
-from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.options import AnswerOptions, SamplingParams
 from fasteagle.shapes import TreeShape
@@ -46,12 +44,6 @@ class Thinker(Letters):
     def render(self, turns, think=None) -> str:
         text = "".join(turn["content"].split("</think>")[-1] for turn in turns)
         return text + ("<think></think>" if think is False else self.opened)
-
-
-@pytest.fixture(scope="module")
-def model(tiny_dir):
-    checkpoint = open_checkpoint(tiny_dir)
-    return load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=512)
 
 
 def new_session(model, tokenizer, drafter=None):

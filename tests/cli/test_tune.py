@@ -24,8 +24,7 @@ def invoke(*arguments):
 
 
 @pytest.mark.skipif(missing_compiler() is not None, reason="no C++ compiler")
-def test_costs_and_plan_are_printed_and_kept(tiny_dir, monkeypatch, compiled):
-    monkeypatch.setattr("fasteagle.compile.measurement.MOST_ROUNDS", 1)
+def test_costs_and_plan_are_printed_and_kept(tiny_dir, compiled):
     done = invoke("--model", tiny_dir, "--max-seq-len", 256)
     assert done.exit_code == 0, done.output
     assert "target pass, rows" in done.stdout and "x plain" in done.stdout
@@ -35,8 +34,7 @@ def test_costs_and_plan_are_printed_and_kept(tiny_dir, monkeypatch, compiled):
     assert str(path) in done.stderr.replace("\n", "")
 
 
-def test_experts_of_a_mixture_are_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr("fasteagle.compile.measurement.MOST_ROUNDS", 1)
+def test_experts_of_a_mixture_are_counted(tmp_path):
     folder = save_tiny(tmp_path / "mixtral", "mixtral")
     done = invoke("--model", folder, "--int8", "--max-seq-len", 256)
     assert done.exit_code == 0, done.output
@@ -58,12 +56,3 @@ def test_the_costs_of_chains_are_printed(capsys):
     text = capsys.readouterr().out
     assert "draft, a chain, levels" in text and "1: 0.30  8: 1.70" in text
     assert "first level" not in text and "chain of 1 to 8" in text
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--tree-depth", 3], ["--drafter", "eagle-chain"], ["--no-spec"]]
-)
-def test_a_fixed_tree_has_nothing_to_tune(tiny_dir, arguments):
-    done = invoke("--model", tiny_dir, *arguments)
-    assert done.exit_code == 2 and "nothing to tune" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1

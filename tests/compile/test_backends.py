@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.static_tree import StaticTreeDrafter
 from fasteagle.generate import Engine
 from fasteagle.loading.source import quantize_head_
-from fasteagle.model import Target
+from fasteagle.model import Target, Transformer
 from fasteagle.options import SamplingParams
 from fasteagle.quant import cpu_build
 from fasteagle.quant.scheme import Scheme
@@ -44,32 +46,41 @@ BACKENDS = [
 ]
 DRAWN = [SamplingParams(), SamplingParams(0.8, seed=3)]
 # A token takes seconds in the interpreter, and compiling half a minute a case: test_cuda_blocks.py
-# and test_cycles.py have more of them.
-FEW_CASES = [("eagle1 tree", DRAWN[0]), ("eagle3 tree", DRAWN[1]), ("fused", DRAWN[0])]
+# and test_compiled_cycles.py, whose shapes these are, have more of them.
+TREE, FUSED = TreeShape(2, 2, 4), FusedShape(2, 2, 8, 6)
+FEW_CASES = {
+    "cuda": [("eagle1 tree", DRAWN[0]), ("eagle3 tree", DRAWN[1]), ("fused", DRAWN[0])],
+    "compiled": [("eagle3 tree", DRAWN[1])],
+}
 DRAFTERS = {
-    "eagle1 tree": ("eagle1", lambda head: EagleDrafter(head, TreeShape(2, 3, 5), 512)),
-    "eagle3 tree": ("eagle3", lambda head: EagleDrafter(head, TreeShape(2, 3, 5), 512)),
+    "eagle1 tree": ("eagle1", lambda head: EagleDrafter(head, TREE, 512)),
+    "eagle3 tree": ("eagle3", lambda head: EagleDrafter(head, TREE, 512)),
     "eagle1 chain": ("eagle1", lambda head: EagleDrafter(head, TreeShape(3, 1, 3), 512)),
     "static tree": ("eagle1", lambda head: StaticTreeDrafter(head, 512, ((0,), (1,), (0, 0)))),
-    "fused": ("eagle3", lambda head: FusedDrafter(head, FusedShape(2, 2, 6, 4), 512)),
+    "fused": ("eagle3", lambda head: FusedDrafter(head, FUSED, 512)),
     "ngram": (None, lambda head: NgramDrafter(4)),
 }
 
 
-def made(name: str, algorithm: str | None):
-    """A backend by name over a tiny model, and a draft head for it."""
+@functools.cache
+def model_of(name: str) -> Transformer:
+    """The tiny model that a backend runs; nothing writes into it."""
     if name.startswith("cpu"):
         cpu_build.load()
         config = tiny_config(**(MIXTRAL if name.endswith("experts") else SHAPE))
-        model = native_target(config, bits=8 if "int8" in name else 4)
+        return native_target(config, bits=8 if "int8" in name else 4)
+    if name == "cuda":
+        return packed_target("gqa", n_layer=1, vocab_size=64)[0]
+    return random_target(tiny_config(moe=MoEConfig(6, 2, 24) if "experts" in name else None))
+
+
+def made(name: str, algorithm: str | None):
+    """A backend by name over a tiny model, and a draft head for it."""
+    model = model_of(name)
+    if name.startswith("cpu"):
         backend: Backend = CpuBackend(model)
-    elif name == "cuda":
-        model, _ = packed_target("gqa", n_layer=1, vocab_size=64)
-        backend = KernelBackend(model)
     else:
-        moe = MoEConfig(6, 2, 24) if name == "eager experts" else None
-        model = random_target(tiny_config(moe=moe))
-        backend = Backend(Target(model))
+        backend = KernelBackend(model) if name == "cuda" else Backend(Target(model))
     if algorithm is None:
         return backend, None
     head = random_head(model, eagle3=eagle3_of(algorithm, model.config), rope_base=10000.0)
@@ -104,6 +115,13 @@ class Odd:
         pass
 
 
+@functools.cache
+def plain(name: str, params: SamplingParams, n: int, n_limited: int) -> tuple[list[int], list[int]]:
+    """What plain decoding answers, without a grammar and with one."""
+    engine = engine_of(made(name, None)[0], name, params)
+    return answer(engine, params, n), answer(engine, params, n_limited, processor=Odd())
+
+
 @pytest.fixture(params=BACKENDS)
 def name(request):
     if request.param == "cuda":
@@ -114,22 +132,20 @@ def name(request):
 @pytest.mark.parametrize("params", DRAWN, ids=str)
 @pytest.mark.parametrize("drafting", DRAFTERS)
 def test_drafting_changes_no_token(name, params, drafting):
-    if name in ("cuda", "compiled") and (drafting, params) not in FEW_CASES:
-        pytest.skip("takes long; test_cuda_blocks.py and test_cycles.py have more cases")
+    if (drafting, params) not in FEW_CASES.get(name, [(drafting, params)]):
+        pytest.skip("takes long; test_cuda_blocks.py and test_compiled_cycles.py have more cases")
     algorithm, make = DRAFTERS[drafting]
     backend, head = made(name, algorithm)
-    n = 5 if name == "cuda" else 30
-    expected = answer(engine_of(backend, name, params), params, n)
+    n, n_limited = (5, 2) if name == "cuda" else (30, 6)
+    expected, limited = plain(name, params, n, n_limited)
     engine = engine_of(backend, name, params, make(head))
     assert answer(engine, params, n) == expected
     assert name.startswith(backend.name) and backend.describe().startswith(
         f"backend {backend.name}"
     )
     assert engine.stats.drafted > 0 or drafting == "ngram"
-    n = 2 if name == "cuda" else 6
-    limited = answer(engine_of(backend, name, params), params, n, processor=Odd())
     assert all(token % 2 for token in limited)
-    assert answer(engine, params, n, processor=Odd()) == limited
+    assert answer(engine, params, n_limited, processor=Odd()) == limited
 
 
 def test_a_long_prompt(name):
@@ -137,7 +153,7 @@ def test_a_long_prompt(name):
     backend, head = made(name, "eagle1")
     n, prompt = (2, [5, 6, 7, 8] * 17) if name == "cuda" else (20, [5, 6, 7, 8] * 90)
     plain = engine_of(backend, name, DRAWN[0])
-    engine = engine_of(backend, name, DRAWN[0], EagleDrafter(head, TreeShape(2, 3, 5), 512))
+    engine = engine_of(backend, name, DRAWN[0], EagleDrafter(head, TREE, 512))
     for _ in range(2):
         expected = answer(plain, DRAWN[0], n, prompt)
         assert answer(engine, DRAWN[0], n, prompt) == expected

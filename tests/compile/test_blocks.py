@@ -14,15 +14,9 @@ from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.model import Target
 from fasteagle.options import SamplingParams
-from helpers import eagle3_of, random_head, save_tiny
+from helpers import save_tiny
 
-PROMPT = [5, 9, 200, 17, 33, 8, 120, 64]
-
-
-@pytest.fixture(scope="module")
-def model(tiny_dir):
-    checkpoint = open_checkpoint(tiny_dir)
-    return load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=512)
+PROMPT = [5, 9, 20, 17, 33, 8, 12, 44]
 
 
 def tokens(engine, prompt, n=40):
@@ -38,9 +32,8 @@ def no_recompiles():
 
 
 @pytest.mark.slow
-def test_compiled_equals_eager_and_nothing_recompiles(model, no_recompiles):
-    eager = Engine(model, 512)
-    fast = Engine(copy.deepcopy(model), 512)
+def test_compiled_equals_eager_and_nothing_recompiles(target, no_recompiles):
+    eager, fast = Engine(target, 512), Engine(target, 512)
     compiler = start_compiler(fast)
     compiler.wait()
     assert compiler.error is None and compiler.ready and compiler.seconds > 0
@@ -49,38 +42,9 @@ def test_compiled_equals_eager_and_nothing_recompiles(model, no_recompiles):
     # 1, 2, 5, 9, 100 and 256 rows; 256, 512 and 768 cache slots; every block of the model
     for n in (2, 5, 9, 100):
         assert tokens(fast, PROMPT * 40, 1) == tokens(eager, PROMPT * 40, 1)
-        assert tokens(fast, [n] * n) == tokens(eager, [n] * n)
+        assert tokens(fast, [7] * n) == tokens(eager, [7] * n)
     fast.plain_rows = 2
     assert tokens(fast, PROMPT * 30, 60) == tokens(eager, PROMPT * 30, 60)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("algorithm", "shape"), [("eagle3", (3, 4, 7)), ("eagle1", (3, 1, 3))])
-def test_a_long_chat_with_speculation_recompiles_nothing(model, no_recompiles, shape, algorithm):
-    """Twelve turns through every cache size up to the limit, compiled against eager."""
-
-    from fasteagle.drafting.eagle import EagleDrafter
-    from fasteagle.tree import TreeShape
-
-    def engine(compiled):
-        target = copy.deepcopy(model)
-        eagle3 = eagle3_of(algorithm, target.config)
-        head = random_head(target, rope_scaling=None, rope_base=10000.0, eagle3=eagle3)
-        made = Engine(target, 512, drafter=EagleDrafter(head, TreeShape(*shape), 512))
-        if compiled:
-            compiler = start_compiler(made)
-            compiler.wait()
-            assert compiler.apply(), compiler.error
-        return made
-
-    fast, slow = engine(True), engine(False)
-    torch.compiler.set_stance("fail_on_recompile")
-    text = list(PROMPT)
-    for turn in range(12):
-        out = tokens(fast, text, 30)
-        assert out == tokens(slow, text, 30)
-        text += [*out, turn, 7, 9]
-    assert len(fast.cached) > 380
 
 
 def test_the_compiling_thread_has_our_settings(model, monkeypatch):
@@ -96,7 +60,6 @@ def test_the_compiling_thread_has_our_settings(model, monkeypatch):
 
 @pytest.mark.slow
 def test_long_caches_are_warmed_up_too(no_recompiles, tmp_path):
-
     folder = save_tiny(tmp_path / "long", max_position_embeddings=8192, num_hidden_layers=1)
     model = load_model(open_checkpoint(folder), dtype=torch.float32, device="cpu", max_seq_len=6000)
     engine = Engine(model, 6000)

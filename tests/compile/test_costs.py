@@ -21,27 +21,14 @@ from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import FusedShape, GatedChain, TreeShape
-from helpers import captured_engine, costs, pairs, random_head, random_target, tiny_config
+from helpers import captured_engine, costs, generated, pairs, random_head, tuned_engine
 
 GREEDY = SamplingParams()
 
 
-@pytest.fixture(scope="module")
-def target():
-    return random_target(tiny_config())
-
-
 @pytest.fixture
 def engine(target, tmp_path):
-    made = Engine(target, 512)
-    drafter = EagleDrafter(random_head(target), TreeShape(3, 3, 8), 512)
-    drafter.tuning = Tuning(tmp_path / "costs.json", DEFAULT_RANKS)
-    made.use(drafter)
-    return made
-
-
-def generated(engine, n=40):
-    return [t for ids in engine.generate([5, 6, 7, 8], GREEDY, n) for t in ids]
+    return tuned_engine(target, tmp_path)
 
 
 def test_measuring_leaves_the_conversation_alone_and_is_kept(engine, target):
@@ -185,10 +172,8 @@ def test_a_table_that_does_not_fit_is_ignored_with_one_line(engine, damage):
 
 def test_a_table_without_chains_is_measured_anew_where_chains_are_drafted(target, tmp_path):
     """Interpolation in an empty table is impossible."""
-    engine = Engine(target, 512)
-    drafter = EagleDrafter(random_head(target), GatedChain(8), 512)
-    drafter.tuning = Tuning(tmp_path / "costs.json", DEFAULT_RANKS)
-    engine.use(drafter)
+    engine = tuned_engine(target, tmp_path, GatedChain(8))
+    drafter = engine.drafter
     store_costs(drafter.tuning.path, engine, costs(), 1.0)
     lines = []
     assert load_costs(drafter.tuning.path, engine, lines.append) is None
@@ -199,49 +184,33 @@ def test_a_table_without_chains_is_measured_anew_where_chains_are_drafted(target
     assert follow_costs(engine, drafter, chains).speed > 0
 
 
+def retuned(**changes):
+    return lambda drafter, engine: setattr(
+        drafter, "tuning", dataclasses.replace(drafter.tuning, **changes)
+    )
+
+
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("said", "change"),
     [
-        ({"head": "eagle3"}, "head eagle1, now eagle3"),
-        ({"corpus": True}, "corpus False, now True"),
-        ({}, "shape TreeShape, now GatedChain"),
+        ("head eagle1, now eagle3", retuned(head="eagle3")),
+        ("corpus False, now True", retuned(corpus=True)),
+        ("shape TreeShape, now GatedChain", lambda d, e: setattr(d, "shape", GatedChain(8))),
+        (
+            "kv float32, now bfloat16",
+            lambda d, e: setattr(e.cache, "rows", e.cache.rows.bfloat16()),
+        ),
+        ("threads 2, now 3", lambda d, e: torch.set_num_threads(3)),
     ],
 )
-def test_costs_of_another_drafter_are_not_used(engine, changes, said):
-    drafter = engine.drafter
-    drafter.tuning = dataclasses.replace(drafter.tuning, head="eagle1")
-    path = drafter.tuning.path
-    store_costs(path, engine, dataclasses.replace(costs(), chain={1: 0.5, 8: 3.0}), 1.0)
-    drafter.tuning = dataclasses.replace(drafter.tuning, **changes)
-    if not changes:
-        drafter.shape = GatedChain(8)
-    lines = []
-    assert load_costs(path, engine, lines.append) is None
-    assert said in lines[0]
-
-
-def test_costs_hold_for_one_precision_of_the_model_and_of_its_cache(engine):
+def test_costs_under_other_conditions_are_not_used(engine, said, change):
     assert conditions(engine).items() >= {"dtype": "float32", "kv": "float32"}.items()
-    engine.cache.rows = engine.cache.rows.bfloat16()
-    lines = []
-    path = engine.drafter.tuning.path
-    store_costs(path, engine, costs(), 1.0)
-    engine.cache.rows = engine.cache.rows.float()
-    assert load_costs(path, engine, lines.append) is None
-    assert "kv bfloat16, now float32" in lines[0]
-
-
-def test_another_thread_count_is_another_device(engine):
-    path = engine.drafter.tuning.path
-    store_costs(path, engine, costs(), 1.0)
-    threads = torch.get_num_threads()
-    lines = []
-    try:
-        torch.set_num_threads(threads + 1)
-        assert load_costs(path, engine, lines.append) is None
-    finally:
-        torch.set_num_threads(threads)
-    assert f"threads {threads}, now {threads + 1}" in lines[0]
+    drafter, lines = engine.drafter, []
+    drafter.tuning = dataclasses.replace(drafter.tuning, head="eagle1")
+    chains = dataclasses.replace(costs(), chain={1: 0.5, 8: 3.0})
+    store_costs(drafter.tuning.path, engine, chains, 1.0)
+    change(drafter, engine)
+    assert load_costs(drafter.tuning.path, engine, lines.append) is None and said in lines[0]
 
 
 def test_a_fixed_tree_is_not_tuned(target):
@@ -252,10 +221,7 @@ def test_a_fixed_tree_is_not_tuned(target):
 
 def test_captured_cycles_are_what_is_timed(target, tmp_path):
     """On a device that replays, every figure is that of a replay, and the answers stay the same."""
-    engine = captured_engine(target, 512)
-    drafter = EagleDrafter(random_head(target), TreeShape(3, 3, 8), 512)
-    drafter.tuning = Tuning(tmp_path / "costs.json", DEFAULT_RANKS)
-    engine.use(drafter)
+    engine = tuned_engine(target, tmp_path, made=captured_engine)
     expected = generated(Engine(target, 512), 60)
     assert generated(engine, 20) == expected[:20]
     held = list(engine.cached)

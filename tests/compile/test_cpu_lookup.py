@@ -123,6 +123,12 @@ def fused(target, corpus=None, reach=REACH):
     return FusedDrafter(head, GatedChain(reach), 256, lookup=Lookup(corpus=corpus))
 
 
+@pytest.fixture(scope="module")
+def target():
+    """A target that no test writes into."""
+    return native_target(tiny_config(**SHAPE))
+
+
 def engine_of(target, drafter=None) -> Engine:
     return Engine(target, 256, drafter=drafter, backend=CpuBackend(target))
 
@@ -149,8 +155,7 @@ def compiled_for(engine: Engine, params: SamplingParams) -> None:
 
 
 @pytest.mark.parametrize(("params", "planned", "compiled"), RUNS, ids=str)
-def test_text_stays_that_of_plain_decoding(params, planned, compiled):
-    target = native_target(tiny_config(**SHAPE))
+def test_text_stays_that_of_plain_decoding(target, params, planned, compiled):
     expected = answer(engine_of(target), params)
     drafter = fused(target)
     engine = engine_of(target, drafter)
@@ -170,8 +175,7 @@ def test_text_stays_that_of_plain_decoding(params, planned, compiled):
 
 
 @pytest.mark.parametrize("head", [False, True])
-def test_chains_are_measured_where_cycles_are_compiled(head, tmp_path):
-    target = native_target(tiny_config(**SHAPE))
+def test_chains_are_measured_where_cycles_are_compiled(target, head, tmp_path):
     drafter = fused(target) if head else NgramDrafter()
     drafter.shape = GatedChain(REACH)
     drafter.tuning = Tuning(tmp_path / "costs.json", DEFAULT_RANKS)
@@ -184,9 +188,8 @@ def test_chains_are_measured_where_cycles_are_compiled(head, tmp_path):
 
 
 @pytest.mark.parametrize(("params", "compiled"), [(PARAMS[0], True), (PARAMS[2], False)], ids=str)
-def test_another_number_of_nodes_and_back(params, compiled):
+def test_another_number_of_nodes_and_back(target, params, compiled):
     """`/spec N` for the default drafter: chains of the kernels that do not end early."""
-    target = native_target(tiny_config(**SHAPE))
     expected = answer(engine_of(target), params)
     drafter = fused(target)
     engine = engine_of(target, drafter)
@@ -200,8 +203,7 @@ def test_another_number_of_nodes_and_back(params, compiled):
         assert engine.backend.drafts(other, spec_of(other.shape))
 
 
-def test_a_chain_of_a_fixed_number_of_tokens():
-    target = native_target(tiny_config(**SHAPE))
+def test_a_chain_of_a_fixed_number_of_tokens(target):
     head = fused(target).head
     engine = engine_of(target, EagleDrafter(head, GatedChain(LONGEST), 512).resized(3))
     answer(engine, SamplingParams())
@@ -209,9 +211,8 @@ def test_a_chain_of_a_fixed_number_of_tokens():
 
 
 @pytest.mark.parametrize("reach", [3, REACH, MAX_CHAIN])
-def test_a_repetition_is_copied_without_the_draft_head(reach):
+def test_a_repetition_is_copied_without_the_draft_head(target, reach):
     """And the pairs that it has not seen are shown when it is needed again."""
-    target = native_target(tiny_config(**SHAPE))
     expected = answer(engine_of(target), SamplingParams(), 200)
     quoted = Corpus([[1, 2, 3, *expected[:150]]], "cpu")
     engine = engine_of(target, fused(target, quoted, reach))
@@ -221,8 +222,7 @@ def test_a_repetition_is_copied_without_the_draft_head(reach):
 
 
 @pytest.mark.parametrize(("params", "planned"), [(PARAMS[0], False), (PARAMS[2], True)], ids=str)
-def test_without_a_draft_head(params, planned):
-    target = native_target(tiny_config(**SHAPE))
+def test_without_a_draft_head(target, params, planned):
     expected = answer(engine_of(target), params, 150)
     quoted = Corpus([[1, 2, 3, *expected[:100]]], "cpu")
     for corpus in (None, quoted):
@@ -238,8 +238,7 @@ def test_without_a_draft_head(params, planned):
             assert "looked up" in drafter.policy.explain()
 
 
-def test_both_sources_are_used():
-    target = native_target(tiny_config(**SHAPE))
+def test_both_sources_are_used(target):
     drafter, draft = fused(target), NativeDraft()
     engine = engine_of(target, drafter)
     state, spec = engine.state, engine.spec(GatedChain(REACH), SamplingMode())
@@ -254,8 +253,7 @@ def test_both_sources_are_used():
     assert proposal.tree.sources.tolist() == [0] + [2] * (len(proposal.tree.tokens) - 1)
 
 
-def test_files_are_quoted():
-    target = native_target(tiny_config(**SHAPE))
+def test_files_are_quoted(target):
     corpus = Corpus([list(range(20, 50))], "cpu")
     drafter, draft = fused(target, corpus), NativeDraft()
     engine = engine_of(target, drafter)

@@ -43,6 +43,12 @@ def kernels():
     cpu_build.load()
 
 
+@pytest.fixture(scope="module")
+def target():
+    """A target that no test writes into."""
+    return native_target(tiny_config(**SHAPE))
+
+
 def random_tree(T: int, V: int, generator: torch.Generator, chain: bool = False) -> DraftTree:
     """The last rows are padding now and then."""
     parents = torch.zeros(T, dtype=torch.long)
@@ -110,8 +116,7 @@ def test_a_pass_of_several_sequences_has_the_bits_of_their_own(name, dtype):
             assert torch.equal(rows, alone[i].cache.rows)
 
 
-def test_sequences_that_do_not_fit_one_pass_are_refused():
-    target = native_target(tiny_config(**SHAPE))
+def test_sequences_that_do_not_fit_one_pass_are_refused(target):
     native = CpuBackend(target).pieces.verify._target
     trees = [random_tree(17, 60, torch.Generator().manual_seed(i)) for i in range(2)]
     states = [state_of(target, 5) for _ in trees]
@@ -146,8 +151,7 @@ def test_more_rows_than_one_call_takes():
     assert torch.equal(output.logits, EAGER.verify(two, target, proposal).logits)
 
 
-def test_what_cannot_be_read_is_refused():
-    target = native_target(tiny_config(**SHAPE))
+def test_what_cannot_be_read_is_refused(target):
     verify = CpuBackend(target).pieces.verify
     tree = random_tree(4, 60, torch.Generator().manual_seed(0))
     with pytest.raises(RuntimeError, match="slot 256 of 256"):
@@ -157,8 +161,7 @@ def test_what_cannot_be_read_is_refused():
         verify(state_of(target, 5), target, Proposal.of(wrong))
 
 
-def test_what_does_not_fit_the_pass_is_refused():
-    target = native_target(tiny_config(**SHAPE))
+def test_what_does_not_fit_the_pass_is_refused(target):
     native = CpuBackend(target).pieces.verify
     tree = random_tree(4, 60, torch.Generator().manual_seed(0))
     proposal = Proposal.of(tree)
@@ -193,8 +196,7 @@ def test_what_does_not_fit_the_pass_is_refused():
             run(**changes)
 
 
-def test_what_does_not_fit_the_end_of_a_cycle_is_refused():
-    target = native_target(tiny_config(**SHAPE))
+def test_what_does_not_fit_the_end_of_a_cycle_is_refused(target):
     state, T = state_of(target, 5), 4
     arguments = {"logits": torch.zeros(T, 60), "read": torch.zeros(T, 64)}
     tree = Tree(torch.zeros(T).long(), torch.zeros(T).long(), torch.ones(T).bool())
@@ -298,9 +300,8 @@ ENDS += [(case, DRAWN[i], wrong) for case in CASES for i in (0, 1) for wrong in 
 
 @pytest.mark.parametrize(("width", "aux_layers"), [(0, ()), (9, ()), (9, (0, 2))])
 @pytest.mark.parametrize(("case", "params", "wrong"), ENDS, ids=str)
-def test_the_end_of_a_cycle_leaves_the_same_state(case, width, wrong, aux_layers, params):
+def test_the_end_of_a_cycle_leaves_the_same_state(target, case, width, wrong, aux_layers, params):
     shape, rows, chain = case
-    target = native_target(tiny_config(**SHAPE))
     generator = torch.Generator().manual_seed(rows)
     counts = set()
     for attempt in range(8):
@@ -335,9 +336,8 @@ def test_the_end_of_a_cycle_leaves_the_same_state(case, width, wrong, aux_layers
         assert len(counts) > 1
 
 
-def test_tensors_of_a_state_may_be_replaced_between_two_cycles():
+def test_tensors_of_a_state_may_be_replaced_between_two_cycles(target):
     """The cache grows with the text, and another drafter reads other features."""
-    target = native_target(tiny_config(**SHAPE))
     generator = torch.Generator().manual_seed(0)
     shape, rows, _ = CASES[2]
     spec = CycleSpec(shape, rows, 9, SamplingMode())
@@ -378,9 +378,8 @@ def test_tensors_of_a_state_may_be_replaced_between_two_cycles():
     ],
     ids=str,
 )
-def test_drawn_tokens_are_those_of_sampling(V, spread, params):
+def test_drawn_tokens_are_those_of_sampling(target, V, spread, params):
     """For ties and tokens that a grammar forbids, too, and with any number of threads."""
-    target = native_target(tiny_config(**SHAPE))
     spec = CycleSpec(None, 1, 0, SamplingMode.of(params, V))
     generator = torch.Generator().manual_seed(V)
     drawn = set()
@@ -411,10 +410,9 @@ def test_drawn_tokens_are_those_of_sampling(V, spread, params):
 
 @pytest.mark.parametrize("params", DRAWN[1:5], ids=str)
 @pytest.mark.parametrize("largest", [3e38, -3e38])
-def test_scores_beyond_fp32_are_no_token(params, largest):
+def test_scores_beyond_fp32_are_no_token(target, params, largest):
     """A temperature below one makes infinities of finite logits."""
     params = dataclasses.replace(params, temperature=0.7)
-    target = native_target(tiny_config(**SHAPE))
     spec, state = CycleSpec(None, 1, 0, SamplingMode.of(params, 60)), state_of(target, 5)
     state.sampling.load(params)
     logits = torch.full((1, 60), largest)
@@ -422,8 +420,7 @@ def test_scores_beyond_fp32_are_no_token(params, largest):
     assert int(state.result[0]) == BAD_ROW
 
 
-def test_what_the_kernels_do_not_do_is_done_by_the_cycle():
-    target = native_target(tiny_config(**SHAPE))
+def test_what_the_kernels_do_not_do_is_done_by_the_cycle(target):
     params = SamplingParams(0.8, top_p=0.9, seed=3)
     penalty = SamplingParams(0.8, repetition_penalty=1.2)
     for drawn in (SamplingParams(), params, SamplingParams(repetition_penalty=1.2), penalty):

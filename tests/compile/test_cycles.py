@@ -35,11 +35,6 @@ DRAWN = [
 
 
 @pytest.fixture(scope="module")
-def target():
-    return random_target(tiny_config())
-
-
-@pytest.fixture(scope="module")
 def head(target):
     return random_head(target, eagle3=eagle3_of("eagle3", target.config))
 

@@ -82,9 +82,16 @@ TREES = [
 ]
 
 
-@pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("card", rest_slow([86, 90]), indirect=True)
-@pytest.mark.parametrize(("T", "seq_len", "group", "dtype", "window", "spread"), rest_slow(TREES))
+# Each with both kinds of caches on one card, and with one of them on the other.
+ON_CARDS = [(*tree, int8, 86) for tree in TREES for int8 in (False, True)]
+ON_CARDS += [(*tree, i % 2 == 0, 90) for i, tree in enumerate(TREES)]
+
+
+@pytest.mark.parametrize(
+    ("T", "seq_len", "group", "dtype", "window", "spread", "int8", "card"),
+    rest_slow(ON_CARDS, 2),
+    indirect=["card"],
+)
 def test_rows_have_the_bits_of_plain_decoding(T, seq_len, group, dtype, window, spread, int8):
     p = problem(T, seq_len, group=group, dtype=dtype, window=window, spread=spread)
     p = p.in_8_bits() if int8 else p

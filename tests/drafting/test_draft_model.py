@@ -30,11 +30,6 @@ DRAWN = [
 PROMPT = [5, 9, 20, 17, 33, 8, 12, 44]
 
 
-@pytest.fixture(scope="module")
-def target():
-    return random_target(tiny_config())
-
-
 def smaller(**changes):
     changes = {"n_layer": 1, "dim": 16, "n_head": 2, "n_kv_head": 1, **changes}
     return random_target(tiny_config(**changes), seed=5)

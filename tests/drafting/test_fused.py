@@ -16,7 +16,7 @@ from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import FusedShape, GatedChain, TreeShape, shape_of
 from fasteagle.state import CycleSpec
 from fasteagle.tree import HEAD, LOOKUP, Pool, ancestor_mask, rerank
-from helpers import drawing, eagle3_of, empty_state, pairs, random_head, random_target, tiny_config
+from helpers import drawing, eagle3_of, empty_state, pairs, random_head
 
 X = NOTHING
 BOTH = HEAD + LOOKUP
@@ -153,11 +153,6 @@ def random_pool(draw, k, levels):
 
 
 # The drafter
-
-
-@pytest.fixture(scope="module")
-def target():
-    return random_target(tiny_config())
 
 
 @pytest.fixture(scope="module", params=["eagle1", "eagle3"])

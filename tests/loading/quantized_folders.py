@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
@@ -227,15 +228,23 @@ def plain_tensors() -> dict[str, torch.Tensor]:
     return tensors
 
 
-def write_case(folder: Path, case: str) -> dict[str, Oracle]:
-    """A whole folder in the format `case`; returns what it holds by weight name."""
-    recipe, pack, settings = CASES[case]
+@functools.cache
+def packed_case(case: str) -> tuple[dict[str, torch.Tensor], dict[str, Oracle]]:
+    """Tensors of the format `case`, and what they hold by weight name; the loops are slow."""
+    recipe, pack, _ = CASES[case]
     tensors, oracles = plain_tensors(), {}
     for seed, (linear, (N, K)) in enumerate(LINEARS.items()):
         oracle = make(N, K, seed=seed, **{**recipe, "group": recipe.get("group", GROUP) or K})
         oracles[f"{linear}.weight"] = oracle
         tensors |= {f"{linear}.{part}": value for part, value in pack(oracle).items()}
+    return tensors, oracles
+
+
+def write_case(folder: Path, case: str) -> dict[str, Oracle]:
+    """A whole folder in the format `case`; returns what it holds by weight name."""
+    tensors, oracles = packed_case(case)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors")
+    settings = CASES[case][2]
     (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": settings}))
     return oracles

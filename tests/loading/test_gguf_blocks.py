@@ -164,7 +164,7 @@ def test_q4_k_m_of_every_family(tmp_path, family, architecture, cpu_kernels):
         assert (engine.backend.name == "cpu") == (cpu_kernels == "native")
         dense = load_model(prepared.checkpoint, dtype=torch.float32, device="cpu", max_seq_len=64)
         expected, logits = logits_of(dense), logits_of(model)
-    assert (logits - expected).norm() < 0.05 * expected.norm()
+        assert (logits - expected).norm() < 0.05 * expected.norm()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import check_complete, load_model, open_checkpoint
@@ -15,7 +15,7 @@ from fasteagle.loading.imported import QuantizedFolder, open_quantized
 from fasteagle.loading.names import expected_shapes
 from fasteagle.loading.tensors import SafetensorsFolder, fingerprint
 from fasteagle.quant.formats import WAY_OUT
-from helpers import edit_json
+from helpers import change_tensors, edit_json
 from quantized_folders import (
     CASES,
     CONFIG,
@@ -194,12 +194,6 @@ def test_quantize_config_json_fills_in(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(raw))
     opened = open_checkpoint(tmp_path)  # what every command opens a folder by
     assert torch.equal(opened.load(f"{Q_PROJ}.weight"), weight)
-
-
-def change_tensors(folder: Path, change) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
 
 
 def test_zero_biases_of_linears_without_bias_are_dropped(tmp_path):

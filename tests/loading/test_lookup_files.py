@@ -7,15 +7,8 @@ import pytest
 from fasteagle.bench.row_spec import RowSpec
 from fasteagle.errors import FasteagleError
 from fasteagle.loading import lookup_files
-from fasteagle.loading import open as opening
 from fasteagle.loading.lookup_files import read_documents
-from fasteagle.loading.tokenizer import load_tokenizer
 from fasteagle.options import DraftOptions
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_dir):
-    return load_tokenizer(tiny_dir)
 
 
 def silent(line):
@@ -98,22 +91,6 @@ def test_an_answer_with_files_is_the_same(chat, tmp_path, options):
     result = chat(*base, *options, "--lookup", files[0], "--lookup", files[1])
     assert result.exit_code == 0 and result.stdout == expected, result.stderr
     assert "tokens of files, 0.0 MB" in result.stderr
-
-
-def test_errors_come_before_the_weights(chat, tmp_path, monkeypatch):
-    monkeypatch.setattr(opening, "load_model", lambda *a, **k: pytest.fail("the target loaded"))
-    (tmp_path / "empty").touch()
-    result = chat("--lookup", tmp_path / "empty")
-    assert result.exit_code == 2 and "is empty" in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    "options", [["--drafter", "eagle"], ["--no-spec"], ["--tree", "tree.json"]], ids=str
-)
-def test_drafters_that_do_not_look_up(chat, options):
-    result = chat("--lookup", "a.txt", *options)
-    assert result.exit_code == 2 and "add --drafter fused or ngram" in result.stderr
 
 
 def test_auto_fuses_where_there_are_files(tmp_path):

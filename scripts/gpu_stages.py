@@ -1,0 +1,210 @@
+"""Stages of `gpu_check.py`: what a machine with a GPU is given to do, and in which order."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fasteagle.options import DEFAULT_MODEL
+
+ROOT = Path(__file__).resolve().parent.parent
+TREES = ("3/1/3", "4/3/7", "5/4/15", "5/4/23", "6/5/31")
+PACKAGES = "torchao", "gguf"
+CONTEXTS = {128: "llama2-7b", 1024: "llama2-7b", 3900: "llama2-7b", 16000: "llama3.1-8b"}
+DRY_CONTEXT = 16
+DRY = ("--model", "smollm2-135m", "--device", "cpu")
+DRY_ROWS = (
+    *(*DRY, "--cpu-kernels", "aten", "--no-compile", "--max-new-tokens", "4"),
+    *("--load-format", "dummy", "--rows", "plain,eagle@2/2/3", "--simulate-tau", "2"),
+    *("--max-seq-len", "256"),
+)
+DRY_KERNELS = (*DRY, "--linears", "out", "--kernels", "int4-g64,fp16", "--rows", "1,4")
+DRY_PROFILE = (*DRY, "--no-compile", "--cycles", "1", "--passes", "1,2", "--tree", "2/2/3")
+START = """
+import shutil, subprocess, torch
+from fasteagle.device import device_name, pick_device
+device = pick_device({device!r})
+print(device_name(device), "torch", torch.__version__, "CUDA", torch.version.cuda)
+if device.type == "cuda":
+    print(torch.cuda.get_device_properties(device))
+if shutil.which("nvidia-smi"):
+    subprocess.run(["nvidia-smi"], check=False)
+"""
+# Fused blocks run, and plain cycles are captured and replayed.
+FUSED = """
+from fasteagle.loading.open import open_dummy
+from fasteagle.options import RuntimeOptions, SamplingParams
+options = RuntimeOptions(device={device!r}, max_seq_len=256).at("int4")
+engine = open_dummy("smollm2-135m").prepared(options).engine()
+for prompt in (range(5, 40), range(5, 140)):
+    print([token for new in engine.generate(list(prompt), SamplingParams(), 8) for token in new])
+print(engine.backend.describe(), "| graphs:", getattr(engine.runner, "captured", None))
+assert engine.on_cpu or not engine.backend.leaves_blocks, "no fused blocks"
+"""
+CAPTURED = "assert engine.on_cpu or engine.runner.captured, engine.runner.error\n"
+# Answers go on while code is compiled and cycles are captured in the background.
+CHAT = """
+import time
+from fasteagle.llm import open_llm
+from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
+llm = open_llm({model!r}, RuntimeOptions(device={device!r}), DraftOptions(), print)
+llm.prepare(SamplingParams(), quiet=False)
+texts, busy, end = [], True, time.monotonic() + {seconds}
+while busy and time.monotonic() < end:
+    busy = llm.is_preparing
+    begin = time.perf_counter()
+    texts.append(llm.chat("Name the capitals of Europe.", max_new_tokens=64).text)
+    seconds = time.perf_counter() - begin
+    print(f"{{seconds:.2f}} s, preparing: {{busy}}, {{llm.engine.runner.error or 'no error'}}")
+print(len(texts), "answers,", len(set(texts)), "different;", texts[-1])
+assert llm.engine.runner.error is None, llm.engine.runner.error
+"""
+# Each tensor has memory of its own, so that an access beyond it is seen; no graph can be captured.
+SANITIZED = """
+import os, shutil, subprocess, sys
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+tool = shutil.which("compute-sanitizer")
+if tool is None:
+    sys.exit({missing})
+sys.exit(subprocess.run([tool, "--error-exitcode", "3", sys.executable, "-c", {code!r}]).returncode)
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """Command of one stage: words after `python`, with {out} and {json} for its results' places."""
+
+    name: str
+    what: str
+    words: Sequence[str]
+    dry_words: Sequence[str] = ()  # after the others on a dry run: the last of an option counts
+    minutes: float = 4.0  # at most
+    needed: bool = False  # the others have no meaning where this one fails
+    caches: str = "caches"  # folder of what compilers keep
+
+
+def rows_of(name: str, model: str, precision: str, rows: str, *more: str, **settings: Any) -> Stage:
+    """Return a stage of `tokens_per_sec.py` on random weights; tau 3.6 is EAGLE's on MT-bench."""
+    words = ["scripts/tokens_per_sec.py", "--model", model, "--load-format", "dummy"]
+    words += ["--precision", precision, "--rows", rows, "--limit", "1", "--md", "--save-outputs"]
+    words += ["--json", "{json}", *(("--simulate-tau", "3.6") if "eagle" in rows else ()), *more]
+    what = settings.pop("what", f"tokens per second of {model}, {precision}: {rows}")
+    return Stage(name, what, words, DRY_ROWS, **settings)
+
+
+def kernels_of(name: str, accumulate: str) -> Stage:
+    words = ["scripts/bench_kernels.py", "--model", "llama2-7b,vicuna-33b", "--md"]
+    words += ["--accumulate", accumulate, "--json", "{json}"]
+    return Stage(name, f"linears of 7B and 33B alone, sums in {accumulate}", words, DRY_KERNELS)
+
+
+def profile_of(name: str, model: str) -> Stage:
+    words = ["scripts/profile_cycle.py", "--model", model, "--json", "{json}"]
+    return Stage(name, f"passes and kernels of {model} int4, idle time", words, DRY_PROFILE)
+
+
+def context_of(n: int, model: str) -> Stage:
+    """Return a stage with a prompt of `n` tokens: time to the first one, and decoding after it."""
+    more = ["--data", f"{{out}}/prompt_{n}.jsonl", "--max-new-tokens", "64"]
+    what = f"prefill of {n:,} tokens and decoding after them, {model} int4"
+    more += ["--max-seq-len", str(n + 192)]
+    return rows_of(f"context_{n}", model, "int4", "plain,eagle@5/4/15", *more, what=what)
+
+
+def test_stages() -> list[Stage]:
+    """Return a stage for every file with tests marked gpu; captures, and last their leak test.
+
+    Files are chosen by their text: others may need packages that a borrowed machine lacks. Each
+    has a process of its own, which a broken device context does not outlive, and no other test
+    beside it takes memory.
+    """
+    pytest = ["-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-m", "gpu", "-v"]
+    files = [
+        path
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        if re.search(r"pytest\.mark\.gpu\b", path.read_text("utf-8"))
+    ]
+    capturing = [path for path in files if path.stem in ("test_graphs", "test_cycles")]
+    stages = [
+        Stage(
+            f"{'captures' if path in capturing else 'gpu_tests'}/{path.stem}",
+            f"tests marked gpu in {path.relative_to(ROOT)}",
+            [*pytest, "--tb=short", "-k", "not leak", str(path)],
+        )
+        for path in sorted(files, key=capturing.__contains__)
+    ]
+    leak = [*pytest, "--tb=short", "-k", "leak", *map(str, capturing)]
+    return [*stages, Stage("captures/leak", "memory after 150 captures", leak)]
+
+
+def all_stages(dry_run: bool, carried: Path) -> list[list[Stage]]:
+    """Return the groups of stages in order: the most informative come first.
+
+    A group takes about nine minutes on a card; time may run out.
+    """
+    device = "cpu" if dry_run else "cuda"
+    model = joined(sorted(carried.rglob("model.gguf.*")), carried / "model.gguf")
+    trees = ",".join(f"eagle@{tree}" for tree in TREES)
+    cold = ("--no-compile", "--max-new-tokens", "16")
+    fused, chat = FUSED.format(device=device), {"model": model, "device": device}
+    install = ["-m", "pip", "install", "--no-index", "--no-deps"]
+    wheels = [str(path) for path in sorted(carried.rglob("*.whl"))]
+    packages = [Stage("packages", ", ".join(PACKAGES), [*install, *wheels], minutes=2)]
+    ours = ["scripts/tokens_per_sec.py", "--model", model, "--device", "cuda", "--precision"]
+    ours += ["auto", "--rows", "plain,eagle,ngram,fused", "--md", "--json", "{json}"]
+    turns = ["-m", "pytest", "-o", "addopts=", "-v", "-k", "second_turn"]
+    missing = "0" if dry_run else "'compute-sanitizer is not installed'"
+    sanitized = SANITIZED.format(missing=missing, code=fused)
+    return [
+        [
+            Stage("start", "the device", ["-c", START.format(device=device)], (), 1, needed=True),
+            Stage(
+                "first", "one fused pass, one captured cycle", ["-c", fused + CAPTURED], minutes=3
+            ),
+            Stage("facts", "versions", ["-m", "torch.utils.collect_env"], minutes=1),
+            *(packages if wheels else []),
+            *test_stages(),
+        ],
+        [
+            kernels_of("kernels", "fp16"),
+            profile_of("profile_7b", "llama2-7b"),
+            profile_of("profile_33b", "vicuna-33b"),
+            rows_of("large_33b", "vicuna-33b", "int4", "plain,eagle@5/4/15,eagle@6/5/31"),
+        ],
+        [
+            Stage("two_turns", "bits of a second turn", [*turns, "tests/test_row_invariance.py"]),
+            rows_of("cold_start", "llama2-7b", "int4", "plain", *cold, caches="cold", minutes=3),
+            rows_of("warm_start", "llama2-7b", "int4", "plain", *cold, caches="cold", minutes=3),
+            Stage(
+                "chat",
+                "answers while code is compiled in the background",
+                ["-c", CHAT.format(**chat, seconds=20 if dry_run else 180)],
+                minutes=5,
+            ),
+            rows_of("speed_int4", "llama2-7b", "int4", f"plain,{trees},fused@5/4/15/8", minutes=8),
+        ],
+        [
+            *(context_of(n, model_of) for n, model_of in CONTEXTS.items()),
+            Stage("sanitizer", "compute-sanitizer over a fused pass", ["-c", sanitized]),
+            Stage("default_model", "real text and tau", ours, DRY_ROWS, minutes=6),
+            rows_of("large_70b", "llama2-70b", "int4", "plain,eagle@5/4/15,eagle@6/5/31"),
+            rows_of("speed_int8", "llama2-7b", "int8", "plain,eagle@5/4/15"),
+            rows_of("speed_bf16", "llama2-7b", "bf16", "hf,plain,eagle@5/4/15"),
+            rows_of("speed_kv8", "llama2-7b", "int4", "plain,eagle@5/4/15", "--kv", "int8"),
+            rows_of("gpt_fast", "llama2-7b", "int4", "plain,gpt-fast"),
+            kernels_of("kernels_fp32", "fp32"),
+        ],
+    ]
+
+
+def joined(parts: Sequence[Path], whole: Path) -> str:
+    """Return the default model's name, or the path of a file joined from `parts`."""
+    if not parts:
+        return DEFAULT_MODEL
+    with whole.open("wb") as file:
+        for part in sorted(parts, key=lambda path: path.name):
+            file.write(part.read_bytes())
+    return str(whole)
