@@ -16,6 +16,7 @@ from fasteagle.answering.known_texts import KnownTexts
 from fasteagle.answering.prefix_cache import PrefixCache
 from fasteagle.answering.several import Answers
 from fasteagle.compile.blocks import compile_now
+from fasteagle.compile.costs import tune_now
 from fasteagle.decoding.stats import Stats
 from fasteagle.device import give_back
 from fasteagle.errors import FasteagleError
@@ -327,17 +328,17 @@ def load(
     """Load a model by registry name, Hugging Face id, folder or .gguf file.
 
     The options are those of `fasteagle chat`; `tree` is auto or a JSON file. `compile` waits until
-    the model is compiled, which pays for more than a few answers. `prefix_cache_gb` keeps the last
-    conversations' keys and values in main memory. `notify` receives remarks for the user. Raises
-    `FasteagleError` with the value, the limit and the fix.
+    the model is compiled and its passes are timed, which pays for more than a few answers.
+    `prefix_cache_gb` keeps the last conversations' keys and values in main memory. `notify`
+    receives remarks for the user. Raises `FasteagleError` with the value, the limit and the fix.
     """
     check_precision(precision)
     runtime = RuntimeOptions(device=device, max_seq_len=max_seq_len, threads=threads)
     tree_file = None if tree == "auto" else str(Path(tree))
     draft = DraftOptions(drafter=drafter, head=head, tree_file=tree_file)
     llm = open_llm(model, runtime.at(precision), draft, notify, prefix_cache_gb)
-    if compile:
-        compile_now(llm.engine)
+    if compile and compile_now(llm.engine):
+        tune_now(llm.engine, notify, compiled=True)
     return llm
 
 

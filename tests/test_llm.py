@@ -258,6 +258,14 @@ def test_what_a_batch_refuses(llm):
         llm.generate_batch([[5], []])
 
 
+@pytest.mark.slow
+def test_a_compiled_model_knows_what_its_passes_cost(tiny_dir):
+    with fasteagle.load(str(tiny_dir), precision="int8", compile=True) as llm:
+        policy = llm.engine.drafter.policy
+        assert policy is not None and policy.costs.plain > 0
+        assert llm.chat("hello", max_new_tokens=5).tokens
+
+
 def test_closing(tiny_dir):
     llm = fasteagle.load(str(tiny_dir), precision="fp32", drafter="none")
     model = weakref.ref(llm.engine.model)
