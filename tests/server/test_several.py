@@ -7,6 +7,7 @@ import contextlib
 import functools
 import json
 import threading
+import time
 
 import httpx
 import openai
@@ -151,22 +152,32 @@ def shorten(request, monkeypatch):
 
 
 def test_what_lacks_memory_waits_and_nobody_overtakes_it(fresh, shorten, monkeypatch):
+    """Also where an answer ends that leaves too little."""
     slow_down(fresh, monkeypatch)
-    live, queue = fresh, fresh.server.queue
-    with busy(live, 1) as ((running, _),), concurrent.futures.ThreadPoolExecutor(2) as pool:
+    begun, begin, queue = [], fresh.llm.answers.begin, fresh.server.queue
+
+    def noted(job, *args):
+        begin(job, *args)
+        begun.append(job.request.answer.max_new_tokens)
+
+    with busy(fresh, 2) as (one, other), concurrent.futures.ThreadPoolExecutor(2) as pool:
+        monkeypatch.setattr(fresh.llm.answers, "begin", noted)
         free = shorten()
-        large = pool.submit(post, live, body(n=1900, logit_bias={str(LETTER_ID): 100}))
-        until(lambda: queue.n_waiting == 1)
-        small = pool.submit(post, live, SHORT)
-        until(lambda: queue.n_waiting == 2)
-        with pytest.raises(concurrent.futures.TimeoutError):
-            small.result(0.3)
-        assert queue.n_running == 1 and not large.done()
+        replies = []
+        for i, n in enumerate((1900, 4)):
+            request = body(n=n, logit_bias={str(LETTER_ID): 100})
+            replies.append(pool.submit(post, fresh, request))
+            until(lambda i=i: queue.n_waiting == i + 1)
+        time.sleep(0.2)
+        assert queue.n_running == 2 and not begun
+        one[0].close()
+        time.sleep(0.2)
         free.set()
-        running.close()
-        assert small.result().status_code == 200 and queue.n_running == 1
+        other[0].close()
+        until(lambda: len(begun) == 2)
         monkeypatch.undo()
-        assert large.result().status_code == 200
+        assert [reply.result().status_code for reply in replies] == [200, 200]
+    assert begun == [1900, 4]
 
 
 def test_where_nothing_runs_a_lack_of_memory_is_told(fresh, monkeypatch):
