@@ -13,6 +13,7 @@ from fasteagle.bench import roofline as roofline_module
 from fasteagle.bench.measure import memory_bandwidth
 from fasteagle.bench.roofline import (
     DEVICES,
+    FINISH_SMALL,
     OUTLOOKS,
     CapturedCycle,
     Outlook,
@@ -249,6 +250,52 @@ def test_sums_in_fp32_are_bound_by_the_tensor_cores_from_17_rows_on():
         products = [part for part in work().verifying(T) if part.N]
         ratio = fp32.ms(products) / fp16.ms(products)
         assert ratio > 1.2 if T == 32 else ratio < 1.1
+
+
+def test_sequences_share_a_pass_and_read_their_own_keys():
+    alone, four = work(), dataclasses.replace(work(), sequences=4)
+    tree = TreeShape(1, 7, 7)  # 8 rows
+    for one, of_all, kv in (
+        (alone.verifying(32), four.verifying(8), LLAMA.kv_bytes(1024)),
+        (alone.drafting(HEAD, tree), four.drafting(HEAD, tree), HEAD.block.kv_bytes(1024)),
+    ):
+        more = sum(part.n_bytes for part in of_all) - sum(part.n_bytes for part in one)
+        assert more == pytest.approx(3 * kv)
+        assert [part.launches for part in of_all] == [part.launches for part in one]
+    assert [part.rows for part in four.verifying(8)] == [part.rows for part in alone.verifying(32)]
+    rows = [[p.rows for p in load.drafting(HEAD, TREE)] for load in (alone, four)]
+    assert rows[1] == [4 * n for n in rows[0]]
+
+
+def test_dense_products_by_hand():
+    cycle = CapturedCycle(RTX3090.card, work("fp16"), fp16=False, outlook=OUTLOOKS[1])
+    product = Part("linears", 1, N=22016, K=4096, rows=1)
+    weights = 22016 * 4096
+    assert cycle.product_us(product) == pytest.approx(2 * weights / (936e3 * 0.87) + 1.3 + 0.9)
+    many = dataclasses.replace(product, rows=512)
+    for fp16, tflops in ((False, 71), (True, 142)):
+        us = dataclasses.replace(cycle, fp16=fp16).product_us(many)
+        assert us == pytest.approx(2 * weights * 512 / (tflops * 1e6), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("precision", "together", "in_turn"),
+    [("fp16", [2.81, 2.80, 2.79, 2.19], [2.81, 2.33, 1.79, 1.15]), ("int4", [2.61], [2.61])],
+)
+def test_drafts_of_several_sequences_on_a_3090(precision, together, in_turn):
+    """Table 7 of EAGLE-1 has 2.90, 2.87 and 2.76 for 1, 2 and 4 in fp16."""
+    sizes = (1, 2, 4, 8)[: len(together)]
+    loads = [dataclasses.replace(work(precision), sequences=n) for n in sizes]
+    cycles = [CapturedCycle(RTX3090.card, load, fp16=False) for load in loads]
+    speeds = [predicted_speeds(cycle, HEAD, TREE, 3.6) for cycle in cycles]
+    assert [s.drafted / s.plain for s in speeds] == pytest.approx(together, abs=0.01)
+    assert [s.in_turn / s.plain for s in speeds] == pytest.approx(in_turn, abs=0.01)
+    finish = cycles[0].ms([Part("accept and commit", FINISH_SMALL)])
+    for n, load, cycle, speed in zip(sizes, loads, cycles, speeds, strict=True):
+        drafting = n * cycle.ms(loads[0].drafting(HEAD, TREE))
+        ms = cycle.ms(load.verifying(16)) + drafting + finish
+        assert speed.in_turn == pytest.approx(3600 * n / ms)
+        assert speed.plain == pytest.approx(1000 * n / (cycle.ms(load.verifying(1)) + finish))
 
 
 @pytest.mark.parametrize(("name", "gb_s"), [("h100", 3350), ("h200", 4800)])

@@ -87,6 +87,25 @@ def test_the_table_has_every_size_on_every_card_with_the_memory(roofline):
     assert low < mid < high
 
 
+def test_batches_with_what_fits_the_card(roofline):
+    batch = "--batch", "1,8,9,16", "--context", 2048, "--precision", "fp16,int4"
+    done = roofline(*SEVEN_B, *batch)
+    assert done.exit_code == 0, done.stderr
+    fp16, fp16_fits, int4, int4_fits = done.stdout.strip().split("\n\n")
+    assert fp16_fits.startswith("predicted, total tok/s: fp16 on RTX 3090, tree 5, 4, 15 and tau")
+    assert fp16_fits.endswith("hold 8 sequences of 2,048 positions, 8 with a draft head")
+    assert int4_fits.endswith("hold 16 sequences of 2,048 positions, 15 with a draft head")
+    one, eight, nine, _ = [[c.strip() for c in x.split("|")[1:-1]] for x in fp16.splitlines()[2:]]
+    assert eight[:2] == ["8", "128"] and nine[2:] == ["does not fit", *["does not fit", "-"] * 2]
+    assert one[3:5] == one[5:], "one sequence has nobody to wait for"
+    plain, low, high = map(int, re.findall(r"\d+", eight[2]))
+    together, in_turn = (int(re.match(r"\d+", cell)[0]) for cell in (eight[3], eight[5]))
+    assert low < plain < high and in_turn < together
+    assert float(eight[4]) == pytest.approx(together / plain, abs=0.01)
+    sixteen = int4.splitlines()[-1]
+    assert re.fullmatch(r"\| 16 \| 256 \| \d+ \(.*\) \| does not fit \| - .*", sixteen)
+
+
 def row(name, **values):
     usual = {"precision": "int4", "tree": None, "dtype": "bf16", "scheme": "int4-g128-hqq"}
     usual |= {"lm_head_bits": 8, "plain_rows": None, "context": 99.6, "tau": 1.0, "tok_s": 5.0}
@@ -161,6 +180,13 @@ def test_a_record_of_another_machine_is_not_this_one(roofline, tmp_path):
         (["--terms"], "device 'this' is unknown"),
         (["--terms", "--precision", "bf16", "--device", "3090"], "quantized weights are predicted"),
         (["--table", "--device", "3090"], "--table has its own models and cards"),
+        (["--terms", "--table"], "give one of --terms, --table, --batch"),
+        (["--terms", "--tau", "7", "--device", "3090"], "tau 7 is out of range for eagle"),
+        (["--batch", "1,two", "--device", "3090"], "--batch 1,two is no list of sizes from 1 on"),
+        (["--batch", ",", "--device", "3090"], "is no list of sizes"),
+        (["--batch", "2"], "device 'this' is unknown"),
+        (["--batch", "2", "--rows", "plain", "--device", "3090"], "drop --measured, --rows"),
+        (["--batch", "2", "--precision", "fp32", "--device", "3090"], "are predicted, not fp32"),
     ],
 )
 def test_bad_input_to_the_command(roofline, arguments, message):
