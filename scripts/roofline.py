@@ -59,7 +59,7 @@ COLUMNS = (
     *("launches", "tau", "tok/s", "bound"),
 )
 MEASURED = ("verify ms measured", "draft ms measured", "tok/s measured")
-TREE_SIZES = {"tree_depth": 5, "tree_topk": 4, "tree_nodes": 15}  # of --terms and --table
+TREE_SIZES = {"tree_depth": 5, "tree_topk": 4, "tree_nodes": 15}  # of --terms, --table, --batch
 TABLE_MODELS = "llama2-7b", "llama2-13b", "vicuna-33b", "llama2-70b"
 TABLE_DEVICES = "3090", "4090", "h100", "h200"
 BATCH = (
@@ -308,10 +308,10 @@ def print_batches(
     """
     assert device.card is not None, "every named device has one"
     tree, tau, context = predicted_tree(settings), settings["tau"], settings["context"]
-    for precision in comma_list(settings["precision"]):
-        storage = storage_named(precision, config)
-        if storage.element_bytes != 2:
-            raise FasteagleError(f"batches in 16 bits and below are predicted, not {precision}")
+    storages = {name: storage_named(name, config) for name in comma_list(settings["precision"])}
+    if any(storage.element_bytes != 2 for storage in storages.values()):
+        raise FasteagleError("batches are predicted in 16 bits and below: drop fp32")
+    for precision, storage in storages.items():
         setting = Setting(storage.scheme or BF16, "auto", context)
         plain, drafting = (
             largest_batch(config, setting, device.gib * 2**30, of) for of in (None, head)

@@ -186,7 +186,7 @@ def test_a_record_of_another_machine_is_not_this_one(roofline, tmp_path):
         (["--batch", ",", "--device", "3090"], "is no list of sizes"),
         (["--batch", "2"], "device 'this' is unknown"),
         (["--batch", "2", "--rows", "plain", "--device", "3090"], "drop --measured, --rows"),
-        (["--batch", "2", "--precision", "fp32", "--device", "3090"], "are predicted, not fp32"),
+        (["--batch", "2", "--precision", "int4,fp32", "--device", "3090"], "below: drop fp32"),
     ],
 )
 def test_bad_input_to_the_command(roofline, arguments, message):
