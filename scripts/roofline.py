@@ -3,6 +3,7 @@
 python scripts/roofline.py --device 3090 --model llama2-7b --tau 3.6 --context 1024
 python scripts/roofline.py --device 3090 --model llama2-7b --tau 3.6 --terms   # int4, term by term
 python scripts/roofline.py --tau 3.6 --fp16-accumulate --table   # cards and sizes of models
+python scripts/roofline.py --device 3090 --model llama2-7b --tau 3.6 --batch 1,2,4,8   # at once
 python scripts/roofline.py --device this --measured record.json
 
 A record has its own model, rows, trees, tau and context. `int4` means the widest groups that fit
@@ -44,10 +45,11 @@ from fasteagle.device import device_name, pick_device
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import open_checkpoint
 from fasteagle.loading.heads.find import head_shape
-from fasteagle.loading.memory import Setting, needed_bytes
+from fasteagle.loading.memory import Setting, largest_batch, needed_bytes
 from fasteagle.loading.registry import REGISTRY, preset
 from fasteagle.loading.tensors import read_json
 from fasteagle.options import DEFAULT_MODEL, LM_HEAD_BITS, DraftOptions
+from fasteagle.quant.scheme import BF16
 from fasteagle.shapes import TreeShape, shape_of
 from fasteagle.tables import print_table
 
@@ -57,9 +59,13 @@ COLUMNS = (
     *("launches", "tau", "tok/s", "bound"),
 )
 MEASURED = ("verify ms measured", "draft ms measured", "tok/s measured")
-TREE_SIZES = {"tree_depth": 5, "tree_topk": 4, "tree_nodes": 15}  # of --terms and --table
+TREE_SIZES = {"tree_depth": 5, "tree_topk": 4, "tree_nodes": 15}  # of --terms, --table, --batch
 TABLE_MODELS = "llama2-7b", "llama2-13b", "vicuna-33b", "llama2-70b"
 TABLE_DEVICES = "3090", "4090", "h100", "h200"
+BATCH = (
+    *("batch", "rows of a pass", "plain tok/s", "drafted together", "x plain", "drafted in turn"),
+    "x plain",
+)
 COUNTS = (1, 8, 16, 32, 64)  # rows of the table of products
 
 
@@ -77,24 +83,34 @@ COUNTS = (1, 8, 16, 32, 64)  # rows of the table of products
 @click.option("--fp16-accumulate", is_flag=True, help="Tensor cores add up in fp16: 2 x on RTX.")
 @click.option("--terms", is_flag=True, help="A captured cycle, by product and launch.")
 @click.option("--table", is_flag=True, help="Captured cycles of 7B to 70B on four cards.")
+@click.option(
+    "--batch",
+    help="Comma list of sequences that share a captured pass: predicted total speeds, and how many "
+    "fit the card. Such passes are not built yet: today the answers of a card take turns.",
+)
 @click.option("--measured", "record", type=click.Path(path_type=Path), help="JSON of a benchmark.")
 def main(
     device: str,
     fp16_accumulate: bool,
     terms: bool,
     table: bool,
+    batch: str | None,
     record: Path | None,
     **settings: Any,
 ) -> None:
     """Predict tokens per second; see the module's docstring for examples."""
     source = click.get_current_context().get_parameter_source
     named = [n for n in settings if source(n) is not click.core.ParameterSource.DEFAULT]
-    if (terms or table) and (record or {"rows", "lm_head"} & set(named)):
+    captured = terms or table or batch is not None
+    if captured and (record or {"rows", "lm_head"} & set(named)):
         raise FasteagleError(
-            "--terms and --table predict an int8 LM head and eagle: drop --measured, --rows"
+            "--terms, --table and --batch predict an int8 LM head and eagle: drop --measured, "
+            "--rows, --lm-head"
         )
+    if terms + table + (batch is not None) > 1:
+        raise FasteagleError("each prints tables of its own: give one of --terms, --table, --batch")
     if table:
-        if terms or device != THIS or "model" in named:
+        if device != THIS or "model" in named:
             raise FasteagleError("--table has its own models and cards: drop --model, --device")
         print_predictions(fp16_accumulate, **settings)
         return
@@ -102,15 +118,21 @@ def main(
         drop = ", ".join(f"--{name.replace('_', '-')}" for name in named)
         raise FasteagleError(f"--measured brings its own conditions: drop {drop}")
     meta, rows = read_record(record) if record else ({}, [])
-    where = None if device == THIS and not terms else device_named(device)
+    where = None if device == THIS and not captured else device_named(device)
     model = meta.get("model", "") if record else settings["model"]
     path = Path(model).expanduser()
     is_file = model not in REGISTRY and path.exists()
     config = open_checkpoint(path).config if is_file else preset(model)
     head = head_shape(model, config)
-    if terms:
-        assert where is not None and where.card is not None, "every named device has one"
-        print_terms(where, config, head, fp16_accumulate, **settings)
+    if captured:
+        assert where is not None, "captured cycles are predicted for named devices"
+        if batch is None:
+            print_terms(where, config, head, fp16_accumulate, **settings)
+            return
+        sizes = [int(size) if size.isdecimal() else 0 for size in comma_list(batch)]
+        if not sizes or min(sizes) < 1:
+            raise FasteagleError(f"--batch {batch} is no list of sizes from 1 on: try 1,2,4,8")
+        print_batches(where, config, head, fp16_accumulate, sizes, **settings)
         return
     if not record:
         on_cpu = where is None and pick_device("auto").type == "cpu"
@@ -224,7 +246,10 @@ def quantized(config: ModelConfig, precision: str) -> Storage:
 
 
 def predicted_tree(settings: dict[str, Any]) -> TreeShape:
-    return TreeShape(*(settings[name] or usual for name, usual in TREE_SIZES.items()))
+    """Return the tree of captured cycles; raise `FasteagleError` for a tau it cannot give."""
+    tree = TreeShape(*(settings[name] or usual for name, usual in TREE_SIZES.items()))
+    check_tau(settings["tau"], RowSpec.parse("eagle"), tree)
+    return tree
 
 
 def print_terms(
@@ -265,6 +290,55 @@ def print_terms(
     )
 
 
+def spread(low: float, mid: float, high: float) -> str:
+    return f"{mid:.0f} ({low:.0f} to {high:.0f})"
+
+
+def print_batches(
+    device: Device,
+    config: ModelConfig,
+    head: HeadConfig,
+    fp16: bool,
+    sizes: list[int],
+    **settings: Any,
+) -> None:
+    """Print the predicted total speeds of several sequences at each precision, in Markdown.
+
+    Drafted together, the draft head's passes have the rows of all; in turn, it runs over each.
+    """
+    assert device.card is not None, "every named device has one"
+    tree, tau, context = predicted_tree(settings), settings["tau"], settings["context"]
+    storages = {name: storage_named(name, config) for name in comma_list(settings["precision"])}
+    if any(storage.element_bytes != 2 for storage in storages.values()):
+        raise FasteagleError("batches are predicted in 16 bits and below: drop fp32")
+    for precision, storage in storages.items():
+        setting = Setting(storage.scheme or BF16, "auto", context)
+        plain, drafting = (
+            largest_batch(config, setting, device.gib * 2**30, of) for of in (None, head)
+        )
+        lines: list[tuple[str, ...]] = []
+        for size in sizes:
+            work = Workload(config, storage, context, size)
+            low, mid, high = (
+                predicted_speeds(CapturedCycle(device.card, work, fp16, outlook), head, tree, tau)
+                for outlook in OUTLOOKS
+            )
+            cells = [
+                spread(low.plain, mid.plain, high.plain) if size <= plain else "does not fit",
+                *(spread(low.drafted, mid.drafted, high.drafted), f"{mid.drafted / mid.plain:.2f}"),
+                *(spread(low.in_turn, mid.in_turn, high.in_turn), f"{mid.in_turn / mid.plain:.2f}"),
+            ]
+            if size > drafting:
+                cells[1:] = ["does not fit", "-"] * 2
+            lines.append((f"{size}", f"{size * tree.rows}", *cells))
+        print_table(BATCH, lines, md=True)
+        print(
+            f"\npredicted, total tok/s: {precision} on {device.name}, tree {tree} and tau {tau:g} "
+            f"for each; {device.gib} GiB hold {plain} sequences of {context:,} positions, "
+            f"{drafting} with a draft head\n"
+        )
+
+
 def print_predictions(fp16: bool, **settings: Any) -> None:
     """Print the predicted speeds of models on cards that have the memory, in Markdown."""
     tree, tau = predicted_tree(settings), settings["tau"]
@@ -285,8 +359,8 @@ def print_predictions(fp16: bool, **settings: Any) -> None:
         lines.append(
             (
                 *(model, device.name),
-                f"{mid.plain:.0f} ({low.plain:.0f} to {high.plain:.0f})",
-                f"{mid.drafted:.0f} ({low.drafted:.0f} to {high.drafted:.0f})",
+                spread(low.plain, mid.plain, high.plain),
+                spread(low.drafted, mid.drafted, high.drafted),
                 *(f"{mid.cycle_ms:.2f}", f"{mid.ratio:.2f}"),
             )
         )

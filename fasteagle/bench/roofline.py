@@ -77,7 +77,7 @@ def device_named(name: str) -> Device:
     if key not in DEVICES:
         raise FasteagleError(
             f"device {name!r} is unknown: use {', '.join(DEVICES)}, or 'this' to measure this "
-            "machine (without --terms)"
+            "machine (without --terms, --batch)"
         )
     return DEVICES[key]
 
@@ -162,15 +162,19 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Model at one precision with `context` cached positions, whose parts are counted."""
+    """Model at one precision with `context` cached positions, whose parts are counted.
+
+    The rows of all sequences share every pass; each reads its own cache.
+    """
 
     config: ModelConfig
     storage: Storage
     context: int
+    sequences: int = 1
 
     def verifying(self, rows: int) -> list[Part]:
-        """Return the parts of a target pass over `rows` rows."""
-        config = self.config
+        """Return the parts of a target pass over `rows` rows of each sequence."""
+        config, rows = self.config, rows * self.sequences
         return [
             *self._linears("linears of the blocks", config, rows),
             self._product("LM head", config.vocab_size, config.dim, rows),
@@ -188,7 +192,7 @@ class Workload:
         return config.n_layer * each - with_experts
 
     def drafting(self, head: HeadConfig, tree: AnyShape) -> list[Part]:
-        """Return the parts of drafting: a pass of the draft head for every level.
+        """Return the parts of drafting for all: a pass of the draft head for every level.
 
         The first extends by the committed positions, padded to D + 1 rows, with logits for the
         last.
@@ -198,7 +202,8 @@ class Workload:
         block, is_eagle3 = head.block, head.eagle3 is not None
         name, parts = "draft head", []
         for level in range(max(1, levels)):
-            rows, logits = (frontier, frontier) if level else (tree.depth + 1, 1)
+            each = (frontier, frontier) if level else (tree.depth + 1, 1)
+            rows, logits = (n * self.sequences for n in each)
             if level == 0 or not is_eagle3:  # EAGLE-3's later levels read the head's own output
                 width = head.feature_dim if is_eagle3 else 2 * block.dim
                 parts.append(self._product(name, block.dim, width, rows))
@@ -246,7 +251,7 @@ class Workload:
     def _attention(self, name: str, config: ModelConfig, rows: int) -> Part:
         """Return attention of all blocks, two launches each: splits of the keys, and their sum."""
         flops = 4.0 * config.n_layer * config.n_head * config.head_dim * self.context * rows
-        n_bytes = config.kv_bytes(self.context, self.storage.element_bytes)
+        n_bytes = config.kv_bytes(self.sequences * self.context, self.storage.element_bytes)
         return Part(name, 2 * config.n_layer, n_bytes, flops, rows=rows, block=config)
 
 
@@ -320,10 +325,16 @@ class CapturedCycle:
     def product_us(self, part: Part) -> float:
         """Return the microseconds of one launch, cut as the kernels cut it.
 
-        Products of experts are not split along K, and first read which expert is theirs.
+        Products of experts are not split along K, and first read which expert is theirs. Dense
+        products, which a library cuts, take the longer of memory and tensor cores.
         """
-        layout, size = self._layout(part), (part.N, part.K, part.rows)
         card, fp16 = self.outlook.of(self.card), self.fp16 and not part.is_lm_head
+        if self.work.storage.scheme is None:
+            weights, macs = part.N * part.K, card.macs_fp16 if fp16 else card.macs_fp32
+            memory = self.work.storage.element_bytes * weights / (card.gb_s * card.reach)
+            products = weights * part.rows / (card.n_sm * macs * card.ghz)
+            return card.launch_us + card.latency_us + max(memory, products) / 1e3
+        layout, size = self._layout(part), (part.N, part.K, part.rows)
         if part.is_experts:
             cut = cut_rows(layout, part.rows, EXPERT_ROWS, split=1)
             return card.latency_us + microseconds(cut, layout, *size, card, fp16)
@@ -347,8 +358,10 @@ class CapturedCycle:
         time, and for the tree's own keys.
         """
         card, size = self.outlook.of(self.card), part.rows * config.n_head
-        layout = self.work.storage.layout(config.dim)
-        n_parts = tiling(layout, config.qkv_dim, config.dim, part.rows, self.card).split
+        n_parts = 1
+        if self.work.storage.scheme is not None:
+            layout = self.work.storage.layout(config.dim)
+            n_parts = tiling(layout, config.qkv_dim, config.dim, part.rows, self.card).split
         splits = -(-self.work.context // SPLIT_KEYS) + 1  # the tree's own is the last
         states = (8.0 + 4.0 * n_parts) * size * config.head_dim * splits
         read = part.n_bytes / config.n_layer / (card.gb_s * card.reach) + states / card.cache_gb_s
@@ -363,19 +376,22 @@ class CapturedCycle:
 
 @dataclasses.dataclass(frozen=True)
 class Speeds:
-    """Predicted tokens per second at one outlook, and milliseconds of the passes they come from."""
+    """Predicted tokens per second of all sequences, and milliseconds of the passes behind them."""
 
     plain: float
     drafted: float
+    in_turn: float  # the same, where the draft head runs over one sequence after another
     cycle_ms: float
     ratio: float  # of a pass over the tree and one over a row
 
 
 def predicted_speeds(cycle: CapturedCycle, head: HeadConfig, tree: AnyShape, tau: float) -> Speeds:
     """Return the speeds of greedy decoding without drafts, and with `tau` tokens per cycle."""
-    work = cycle.work
-    finish = Part("accept and commit", FINISH_SMALL)
+    work, n = cycle.work, cycle.work.sequences
+    alone = dataclasses.replace(work, sequences=1)
     one, rows = (cycle.ms(work.verifying(T)) for T in (1, tree.rows))
-    rest = cycle.ms([finish])
-    total = rows + cycle.ms(work.drafting(head, tree)) + rest
-    return Speeds(1e3 / (one + rest), 1e3 * tau / total, total, rows / one)
+    rest = cycle.ms([Part("accept and commit", FINISH_SMALL)])
+    together, each = (cycle.ms(load.drafting(head, tree)) for load in (work, alone))
+    total, in_turn = (rows + drafting + rest for drafting in (together, n * each))
+    plain, drafted, turns = (1e3 * n * t for t in (1 / (one + rest), tau / total, tau / in_turn))
+    return Speeds(plain, drafted, turns, total, rows / one)

@@ -9,6 +9,7 @@ of the text, and the memory of CUDA, its libraries and graphs (an estimate).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 from fasteagle.config import HeadConfig, ModelConfig
@@ -48,15 +49,20 @@ class Setting:
         return f"--precision {self.precision}{kv} --max-seq-len {self.context}"
 
 
-def needed_bytes(config: ModelConfig, setting: Setting, head: HeadConfig | None = None) -> int:
-    """Return the bytes of a card's memory that a model needs, with or without a draft head."""
+def needed_bytes(
+    config: ModelConfig, setting: Setting, head: HeadConfig | None = None, sequences: int = 1
+) -> int:
+    """Return the bytes of a card's memory that a model needs, with or without a draft head.
+
+    Each of the sequences has KV caches for the whole context.
+    """
     scheme, n_slots = setting.scheme, setting.context + TREE_SLOTS
     dense = scheme.bits == 16
     weights = 2 * config.params if dense else scheme.model_bytes(config)
     if head is not None:
         weights += scheme.draft_head_bytes(head)
     row = config.head_dim + INT8_SPARE if setting.kv == "int8" else 2 * config.head_dim
-    all_slots = n_slots + TRACED_SLOTS
+    all_slots = sequences * n_slots + TRACED_SLOTS
     cache = 2 * config.n_layer * config.n_kv_head * row * all_slots
     cache += 0 if head is None else head.block.kv_bytes(all_slots)
     scratch = 0 if dense else 2 * config.dim * max(2 * config.widest_ffn, config.qkv_dim)
@@ -65,8 +71,16 @@ def needed_bytes(config: ModelConfig, setting: Setting, head: HeadConfig | None 
     if setting.kv == "int8":  # of one block: keys in 16 bits, values in fp32, scaled, in 16 bits
         activations += n_slots * config.n_kv_head * config.head_dim * 12
     # One [T, H, E] in fp32 for each split.
-    parts = n_slots // SPLIT * TREE_ROWS * config.n_head * config.head_dim * 4
+    parts = sequences * (n_slots // SPLIT) * TREE_ROWS * config.n_head * config.head_dim * 4
     return weights + cache + scratch + max(activations, parts) + CUDA_BYTES
+
+
+def largest_batch(
+    config: ModelConfig, setting: Setting, n_bytes: int, head: HeadConfig | None = None
+) -> int:
+    """Return how many sequences fit in `n_bytes`, each with KV caches for the whole context."""
+    sizes = itertools.count(1)
+    return next(n for n in sizes if needed_bytes(config, setting, head, n) > n_bytes) - 1
 
 
 def schemes_of(config: ModelConfig) -> tuple[Scheme, ...]:

@@ -1,21 +1,19 @@
-"""Predicted times against figures worked out by hand, and the command that prints them."""
+"""Predicted times against figures worked out by hand."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import re
 from collections import Counter
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 from fasteagle.bench import measure as device_speed
 from fasteagle.bench import roofline as roofline_module
 from fasteagle.bench.measure import memory_bandwidth
 from fasteagle.bench.roofline import (
     DEVICES,
+    FINISH_SMALL,
     OUTLOOKS,
     CapturedCycle,
     Outlook,
@@ -27,14 +25,12 @@ from fasteagle.bench.roofline import (
     predicted_speeds,
     storage_named,
 )
-from fasteagle.device import device_name
 from fasteagle.loading.heads.find import head_shape
 from fasteagle.loading.registry import preset
 from fasteagle.quant.interleaved import layout_for
 from fasteagle.quant.scheme import Scheme, parse_scheme
 from fasteagle.quant.tiling import Card, Tiling, microseconds
 from fasteagle.shapes import StaticShape, TreeShape
-from helpers import SCRIPTS
 
 CPU = torch.device("cpu")
 LLAMA = preset("llama2-7b")
@@ -256,6 +252,52 @@ def test_sums_in_fp32_are_bound_by_the_tensor_cores_from_17_rows_on():
         assert ratio > 1.2 if T == 32 else ratio < 1.1
 
 
+def test_sequences_share_a_pass_and_read_their_own_keys():
+    alone, four = work(), dataclasses.replace(work(), sequences=4)
+    tree = TreeShape(1, 7, 7)  # 8 rows
+    for one, of_all, kv in (
+        (alone.verifying(32), four.verifying(8), LLAMA.kv_bytes(1024)),
+        (alone.drafting(HEAD, tree), four.drafting(HEAD, tree), HEAD.block.kv_bytes(1024)),
+    ):
+        more = sum(part.n_bytes for part in of_all) - sum(part.n_bytes for part in one)
+        assert more == pytest.approx(3 * kv)
+        assert [part.launches for part in of_all] == [part.launches for part in one]
+    assert [part.rows for part in four.verifying(8)] == [part.rows for part in alone.verifying(32)]
+    rows = [[p.rows for p in load.drafting(HEAD, TREE)] for load in (alone, four)]
+    assert rows[1] == [4 * n for n in rows[0]]
+
+
+def test_dense_products_by_hand():
+    cycle = CapturedCycle(RTX3090.card, work("fp16"), fp16=False, outlook=OUTLOOKS[1])
+    product = Part("linears", 1, N=22016, K=4096, rows=1)
+    weights = 22016 * 4096
+    assert cycle.product_us(product) == pytest.approx(2 * weights / (936e3 * 0.87) + 1.3 + 0.9)
+    many = dataclasses.replace(product, rows=512)
+    for fp16, tflops in ((False, 71), (True, 142)):
+        us = dataclasses.replace(cycle, fp16=fp16).product_us(many)
+        assert us == pytest.approx(2 * weights * 512 / (tflops * 1e6), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("precision", "together", "in_turn"),
+    [("fp16", [2.81, 2.80, 2.79, 2.19], [2.81, 2.33, 1.79, 1.15]), ("int4", [2.61], [2.61])],
+)
+def test_drafts_of_several_sequences_on_a_3090(precision, together, in_turn):
+    """Table 7 of EAGLE-1 has 2.90, 2.87 and 2.76 for 1, 2 and 4 in fp16."""
+    sizes = (1, 2, 4, 8)[: len(together)]
+    loads = [dataclasses.replace(work(precision), sequences=n) for n in sizes]
+    cycles = [CapturedCycle(RTX3090.card, load, fp16=False) for load in loads]
+    speeds = [predicted_speeds(cycle, HEAD, TREE, 3.6) for cycle in cycles]
+    assert [s.drafted / s.plain for s in speeds] == pytest.approx(together, abs=0.01)
+    assert [s.in_turn / s.plain for s in speeds] == pytest.approx(in_turn, abs=0.01)
+    finish = cycles[0].ms([Part("accept and commit", FINISH_SMALL)])
+    for n, load, cycle, speed in zip(sizes, loads, cycles, speeds, strict=True):
+        drafting = n * cycle.ms(loads[0].drafting(HEAD, TREE))
+        ms = cycle.ms(load.verifying(16)) + drafting + finish
+        assert speed.in_turn == pytest.approx(3600 * n / ms)
+        assert speed.plain == pytest.approx(1000 * n / (cycle.ms(load.verifying(1)) + finish))
+
+
 @pytest.mark.parametrize(("name", "gb_s"), [("h100", 3350), ("h200", 4800)])
 def test_cards_with_sums_of_one_speed(name, gb_s):
     """What the kernels take them for, with their own bandwidth; sums in fp32 cost no more there."""
@@ -265,82 +307,6 @@ def test_cards_with_sums_of_one_speed(name, gb_s):
     parts = work().verifying(16)
     fp16, fp32 = (CapturedCycle(card, work(), fp16=fp16).ms(parts) for fp16 in (True, False))
     assert fp16 == fp32 < CapturedCycle(RTX3090.card, work()).ms(parts)
-
-
-# The command
-
-
-def test_this_machine_is_measured():
-    for speed in (device_speed.read_bandwidth(2**24), device_speed.copy_bandwidth(CPU, 2**24)):
-        assert 0.1 < speed < 10_000
-    assert device_speed.matmul_rate(torch.float32, CPU) > 0
-
-
-@pytest.fixture
-def roofline(monkeypatch):
-    """Runs scripts/roofline.py in this process, on a machine of known speed."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import roofline
-
-    def measured(device, name):
-        return dataclasses.replace(RTX3090, name=f"this machine ({name})")
-
-    monkeypatch.setattr(roofline, "this_device", measured)
-    return lambda *args: CliRunner().invoke(roofline.main, [str(a) for a in args])
-
-
-def cells(result):
-    """Rows of the printed table by name and precision, each by its headings."""
-    assert result.exit_code == 0, result.stderr
-    headings, *lines = [re.split(r"  +", line.strip()) for line in result.stdout.splitlines()]
-    rows = [dict(zip(headings, line, strict=False)) for line in lines[:-1]]
-    return {(row["row"], row["precision"]): row for row in rows}
-
-
-SEVEN_B = ("--device", "RTX 3090", "--model", "llama2-7b", "--tau", 3.6)
-
-
-def test_the_command_prints_the_limits(roofline):
-    rows = "--rows", "hf,plain,eagle,eagle-chain,ngram", "--precision", "bf16,int4"
-    trees = "--tree-depth", 5, "--tree-topk", 4, "--tree-nodes", 15
-    table = cells(roofline(*SEVEN_B, *rows, *trees))
-    assert len(table) == 5 + 4 and ("hf", "int4") not in table
-    assert table["hf", "bf16"]["tok/s"] == table["plain", "bf16"]["tok/s"] == "68.1"
-    plain, eagle = table["plain", "int4"], table["eagle", "int4"]
-    assert (plain["tree"], plain["draft ms"], plain["context"]) == ("-", "-", "1,024")
-    assert eagle["tree"] == "5, 4, 15" and eagle["verify ms"].endswith("(T=16)")
-    ms = float(eagle["verify ms"].split()[0]) + float(eagle["draft ms"])
-    assert float(eagle["tok/s"]) == pytest.approx(3.6e3 / ms, rel=0.01)
-    assert table["ngram", "int4"]["draft ms"] == "-" and plain["bound"] == "memory"
-    # 2 FLOPs a weight and row, and those of attention.
-    flops = 2 * (LLAMA.linear_params + 32000 * 4096) + 4 * 32 * 4096 * 1024
-    assert float(plain["GFLOP"]) == pytest.approx(flops / 1e9, abs=0.5)
-
-
-def test_the_terms_add_up_to_the_speed_that_the_readme_names(roofline):
-    done = roofline(*SEVEN_B, "--fp16-accumulate", "--terms")
-    assert done.exit_code == 0, done.stderr
-    _, terms, predicted = done.stdout.strip().split("\n\n")
-    *parts, total = [line.split("|")[1:-1] for line in terms.splitlines()[2:]]
-    assert total[0].strip() == "cycle, tree 5, 4, 15"
-    assert sum(int(row[1]) for row in parts) == int(total[1])
-    assert int(total[1]) == 348, "as docs/how-it-works.md says"
-    for column in (3, 4, 5):
-        times = [float(row[column]) for row in parts]
-        assert sum(times) == pytest.approx(float(total[column]), abs=0.05)
-    assert predicted.startswith("predicted: 454 tok/s at tau 3.6 (411 to 491), plain 174 tok/s (")
-
-
-def test_the_table_has_every_size_on_every_card_with_the_memory(roofline):
-    done = roofline("--tau", 3.6, "--fp16-accumulate", "--table")
-    assert done.exit_code == 0, done.stderr
-    rows = [[c.strip() for c in line.split("|")[1:-1]] for line in done.stdout.splitlines()[2:]]
-    table = {(model, card): cells for model, card, *cells in rows}
-    assert len(table) == 16
-    without = {place for place, cells in table.items() if cells[0] == "does not fit"}
-    assert without == {("llama2-70b", "RTX 3090"), ("llama2-70b", "RTX 4090")}
-    mid, low, high = map(int, re.findall(r"\d+", table["llama2-7b", "RTX 3090"][1]))
-    assert low < mid < high
 
 
 def test_an_outlook_changes_times_and_no_tiling(monkeypatch):
@@ -357,83 +323,7 @@ def test_an_outlook_changes_times_and_no_tiling(monkeypatch):
     assert low > mid > high and set(cards) == {RTX3090.card}
 
 
-def row(name, **values):
-    usual = {"precision": "int4", "tree": None, "dtype": "bf16", "scheme": "int4-g128-hqq"}
-    usual |= {"lm_head_bits": 8, "plain_rows": None, "context": 99.6, "tau": 1.0, "tok_s": 5.0}
-    return {"name": name, **usual, **values}
-
-
-def record(path, *rows, **meta):
-    path.write_text(json.dumps({"meta": {"model": "llama2-7b", **meta}, "rows": rows}))
-    return "--measured", path
-
-
-def test_a_record_is_predicted_under_its_own_conditions(roofline, tmp_path):
-    tree = {"depth": 3, "topk": 3, "nodes": 8}
-    rows = [
-        row("hf", precision="bf16", scheme=None, lm_head_bits=None),
-        row("plain", plain_rows=2, verify_ms=9.0, draft_ms=0.0),
-        row("eagle", tree=tree, tau=2.0, tok_s=200.0, simulated=True, verify_ms=9.0, draft_ms=1.0),
-    ]
-    path = tmp_path / "r.json"
-    hf, plain, eagle = cells(roofline(*record(path, *rows), "--device", "3090")).values()
-    assert hf["verify ms measured"] == "-" and hf["tok/s measured"].startswith("5.00 (")
-    assert plain["verify ms"].endswith("(T=2)") and plain["draft ms measured"] == "-"
-    assert eagle["verify ms"].endswith("(T=9)") and eagle["context"] == "100"
-    assert eagle["tok/s measured"].endswith("*simulated*") and eagle["tau"] == "2.00"
-    times = 9.0 / float(eagle["verify ms"].split()[0])
-    shown = re.fullmatch(r"9.00 \((.*) x\)", eagle["verify ms measured"])
-    assert shown and float(shown[1]) == pytest.approx(times, abs=0.02)
-    del rows[1]["context"]
-    result = roofline(*record(path, *rows), "--device", "3090")
-    assert result.exit_code == 2 and "lacks 'context': it is of another version" in result.stderr
-
-
-def test_a_record_of_the_benchmark_has_what_is_read(
-    roofline, script, tiny_preset, questions, tmp_path
-):
-    path = tmp_path / "r.json"
-    words = "--rows plain,eagle-static --precision bf16 --load-format dummy --no-compile --limit 1"
-    words = [*words.split(), "--max-new-tokens", 6, "--data", questions, "--json", path]
-    done = script("--model", tiny_preset, *words)
-    assert done.exit_code == 0, done.stderr
-    table = cells(roofline("--measured", path, "--device", "3090"))
-    assert [name for name, _ in table] == ["plain", "eagle-static"]
-    assert all(" x)" in row["tok/s measured"] for row in table.values())
-
-
-def test_a_record_of_another_machine_is_not_this_one(roofline, tmp_path):
-    path = tmp_path / "r.json"
-    result = roofline(*record(path, row("plain"), device="Z80", threads=1))
-    assert result.exit_code == 2 and "the record is of Z80, this machine is" in result.stderr
-    here = record(path, row("plain"), device=device_name(CPU), threads=1)
-    assert list(cells(roofline(*here))) == [("plain", "int4")]
-    assert torch.get_num_threads() == 1
-    result = roofline(*record(path))
-    assert result.exit_code == 2 and "not a record of tokens_per_sec.py" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["--device", "3080"],
-            "device '3080' is unknown: use 3090, 3090ti, 4090, h100, h200, or 'this'",
-        ),
-        (["--tau", "9", "--device", "3090"], "tau 9 is out of range for eagle"),
-        (["--measured", "/nowhere.json"], "/nowhere.json: file is missing"),
-        (["--measured", "x.json", "--tau", "2"], "brings its own conditions: drop --tau"),
-        (["--model", "lama2-7b", "--device", "3090"], "did you mean 'llama2-7b'"),
-        (["--precision", "int3", "--device", "3090"], "unknown precision 'int3'"),
-        (["--rows", "egale", "--device", "3090"], "unknown row 'egale'"),
-        (["--precision", "int4-g48", "--device", "3090"], "group size 48"),
-        (["--terms", "--rows", "plain", "--device", "3090"], "drop --measured, --rows"),
-        (["--terms"], "device 'this' is unknown"),
-        (["--terms", "--precision", "bf16", "--device", "3090"], "quantized weights are predicted"),
-        (["--table", "--device", "3090"], "--table has its own models and cards"),
-    ],
-)
-def test_bad_input_to_the_command(roofline, arguments, message):
-    result = roofline(*arguments)
-    assert result.exit_code == 2 and message in result.stderr and result.stdout == ""
-    assert result.stderr.count("\n") == 1
+def test_this_machine_is_measured():
+    for speed in (device_speed.read_bandwidth(2**24), device_speed.copy_bandwidth(CPU, 2**24)):
+        assert 0.1 < speed < 10_000
+    assert device_speed.matmul_rate(torch.float32, CPU) > 0

@@ -1,4 +1,4 @@
-"""Tiny random targets whose blocks run in our CPU kernels."""
+"""Tiny random targets whose blocks run in our CPU kernels, with trees and states for them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import torch
 from fasteagle.compile.cpu_backend import CpuBackend, runs_on_cpu
 from fasteagle.config import MoEConfig
 from fasteagle.loading.source import has_native, quantize_, quantize_linear
-from fasteagle.model import Transformer
+from fasteagle.model import KVCache, Transformer
 from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.quant.scheme import Scheme
+from fasteagle.state import DecodeState
+from fasteagle.tree import DraftTree
 from helpers import random_target
 
 SHAPE = dict(dim=64, n_head=4, n_kv_head=2, head_dim=16, ffn_dim=96)
@@ -53,3 +55,24 @@ def native_target(config, bits: int = 4, dtype: torch.dtype = torch.float32) -> 
 
 def native_backend(config, bits: int = 4, dtype: torch.dtype = torch.float32) -> CpuBackend:
     return CpuBackend(native_target(config, bits, dtype))
+
+
+def random_tree(T: int, V: int, generator: torch.Generator, chain: bool = False) -> DraftTree:
+    """The last rows are padding now and then."""
+    parents = torch.zeros(T, dtype=torch.long)
+    for j in range(1, T):
+        parents[j] = j - 1 if chain else torch.randint(0, j, (1,), generator=generator)
+    valid = torch.arange(T) < T - int(torch.randint(0, min(T, 3), (1,), generator=generator))
+    tokens = torch.where(valid, torch.randint(0, V, (T,), generator=generator), 0)
+    parents = torch.where(valid, parents, 0)
+    return DraftTree(tokens, parents, valid)
+
+
+def state_of(target, seq_len: int, dtype=torch.float32, aux_layers=()) -> DecodeState:
+    cache = KVCache(target.config, 256, dtype, "cpu")
+    g = torch.Generator().manual_seed(seq_len)
+    cache.rows.copy_(torch.randn(cache.rows.shape, generator=g))
+    state = DecodeState(target, cache, 200)
+    state.read_aux_layers(aux_layers, target.config.dim)
+    state.seq_len.fill_(seq_len)
+    return state

@@ -242,10 +242,22 @@ BAD = [
     # What is no EAGLE head of ours, by its name.
     *((name, said(rope_scaling=YARN), f"nor llama3, {OTHERS}") for name in (E1, E3, SF, NV)),
     (SP, lambda r, s: r["transformer_layer_config"].update(rope_parameters=YARN), OTHERS),
-    (SF, said(parallel_drafting=True), rf"P-EAGLE\), {OTHERS}"),
-    (SP, put("mask_hidden", torch.ones(1)), "P-EAGLE"),
-    (SP, said(architectures=["DFlashDraftModel"]), rf"DFlash\), {OTHERS}"),
-    (E3, said(dflash_config={}), "DFlash"),
+    (
+        SF,
+        said(parallel_drafting=True),
+        rf"\(P-EAGLE, .* mask_hidden in place of features\), {OTHERS}",
+    ),
+    (
+        SP,
+        put("mask_hidden", torch.ones(1)),
+        "P-EAGLE, which needs one pass of the draft head for all depths",
+    ),
+    (
+        SP,
+        said(architectures=["DFlashDraftModel"]),
+        rf"\(DFlash, .* values of every layer\), {OTHERS}",
+    ),
+    (E3, said(dflash_config={}), "DFlash, which needs a block of mask tokens"),
     (E1, put("mtp.0.eh_proj.weight", torch.ones(2)), rf"MTP\), {OTHERS}"),
     (E1, said(medusa_num_heads=4), f"Medusa heads, {OTHERS}"),
     (SF, put("midlayer.self_attn.kv_a_proj_with_mqa.weight", torch.ones(2)), rf"MLA\), {OTHERS}"),

@@ -22,7 +22,7 @@ from fasteagle.loading import quantize as quantizing
 from fasteagle.loading.entries import REGISTRY
 from fasteagle.loading.heads.find import head_shape
 from fasteagle.loading.make_drafter import Drafting, plan_drafting
-from fasteagle.loading.memory import Setting, best_fit, needed_bytes, settings
+from fasteagle.loading.memory import Setting, best_fit, largest_batch, needed_bytes, settings
 from fasteagle.loading.open import OpenedModel, PreparedModel, open_model
 from fasteagle.loading.tensors import DummyCheckpoint
 from fasteagle.loading.tokenizer import DummyTokenizer
@@ -64,6 +64,17 @@ def test_the_parts_of_a_long_texts_attention():
         from fasteagle.compile.kernels import tree_kernels
 
         assert tree_kernels.SPLIT == memory.SPLIT
+
+
+def test_each_sequence_has_caches_of_its_own():
+    """0.5 MiB a token in the target, a 32nd more in the draft head."""
+    setting, head = Setting(BF16, "auto", 2048), head_shape("llama2-7b", LLAMA)
+    for of, layers in ((None, 32), (head, 33)):
+        one, two = (needed_bytes(LLAMA, setting, of, n) for n in (1, 2))
+        assert two - one == layers * 2 * 32 * 128 * 2 * (2048 + 320)
+        assert largest_batch(LLAMA, setting, one + 2 * (two - one), of) == 3
+        assert largest_batch(LLAMA, setting, one + 2 * (two - one) - 1, of) == 2
+        assert largest_batch(LLAMA, setting, one - 1, of) == 0
 
 
 def test_33b_at_int4_with_4k_tokens_fits_24_gib_with_a_small_cache():

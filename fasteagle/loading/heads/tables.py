@@ -177,10 +177,12 @@ def listed(layers: Iterable[int]) -> str:
 
 
 # Draft models that do not run here, with words in the names of their architectures, model types,
-# tensors, or keys of the config that are set
+# tensors, or keys of the config that are set; of methods akin to EAGLE, what they would need
 _REFUSED = {
-    "parallel drafting (P-EAGLE)": ("peagle", "mask_hidden", "parallel_drafting"),
-    "block diffusion (DFlash)": ("dflash",),
+    "parallel drafting (P-EAGLE, which needs one pass of the draft head for all depths, over mask "
+    "tokens with mask_hidden in place of features)": ("peagle", "mask_hidden", "parallel_drafting"),
+    "block diffusion (DFlash, which needs a block of mask tokens that attend both ways, and the "
+    "target's features as keys and values of every layer)": ("dflash",),
     "multi-token prediction layers (MTP)": ("mtp", "nextn", "eh_proj"),
     "Medusa heads": ("medusa",),
     "an MLP speculator": ("mlp_speculator",),

@@ -1,0 +1,261 @@
+"""Ends of cycles in our CPU kernels: the state that the eager pieces leave."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from fasteagle.compile.cpu_backend import CpuBackend
+from fasteagle.compile.cpu_pass import NativeFinish
+from fasteagle.decoding.cycle import EAGER, Proposal
+from fasteagle.decoding.runner import Backend
+from fasteagle.drafting.ngram import NgramDrafter
+from fasteagle.generate import Engine
+from fasteagle.model import Output
+from fasteagle.options import SamplingParams
+from fasteagle.quant import cpu_build
+from fasteagle.quant.cpu_tensors import Sampling, State, Tree
+from fasteagle.sampling import BAD_ROW, SamplingMode, draw
+from fasteagle.shapes import AnyShape, FusedShape, TreeShape
+from fasteagle.state import CycleSpec
+from fasteagle.tree import HEAD, LOOKUP, DraftTree
+from helpers import tiny_config
+from native_models import SHAPE, native_target, random_tree, state_of
+
+finish = NativeFinish()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels():
+    cpu_build.load()
+
+
+@pytest.fixture(scope="module")
+def target():
+    """A target that no test writes into."""
+    return native_target(tiny_config(**SHAPE))
+
+
+def test_what_does_not_fit_the_end_of_a_cycle_is_refused(target):
+    state, T = state_of(target, 5), 4
+    arguments = {"logits": torch.zeros(T, 60), "read": torch.zeros(T, 64)}
+    tree = Tree(torch.zeros(T).long(), torch.zeros(T).long(), torch.ones(T).bool())
+    memory = State(
+        seq_len=state.seq_len,
+        root=state.root,
+        count=state.count,
+        tokens=torch.zeros(9).long(),
+        features=torch.zeros(9, 64),
+        text=torch.zeros(99).long(),
+        result=torch.zeros(9).long(),
+        rows=state.cache.rows,
+    )
+
+    def run(arguments=arguments, tree=tree, memory=memory):
+        state.seq_len.fill_(5)
+        state.count.fill_(1)
+        torch.ops.fasteagle_cpu.finish_cycle(
+            **arguments,
+            tree=tree,
+            state=memory,
+            sampling=Sampling(),
+            depth=1,
+            in_place=False,
+            extends=True,
+            keeps=True,
+        )
+
+    run()
+    half, other = torch.zeros(T, 64).half(), torch.zeros(2)
+    for changes, message in (
+        ({"arguments": arguments | {"logits": torch.zeros(T * 60)}}, "a state and a tree"),
+        ({"arguments": arguments | {"read": half}}, "x in fp32 or bf16"),
+        ({"arguments": arguments | {"read": torch.zeros(T, 128)[:, ::2]}}, r"x is \[T, 64\]"),
+        ({"tree": tree._replace(tokens=torch.zeros(2 * T).long()[::2])}, "for each row"),
+        ({"tree": tree._replace(parents=tree.parents[:2])}, "for each row"),
+        ({"tree": tree._replace(valid=tree.valid[:2])}, "for each row"),
+        ({"tree": tree._replace(sources=tree.parents[:2])}, "for each row"),
+        ({"tree": tree[:3]}, "4 tensors: tokens parents valid sources"),
+        ({"memory": memory._replace(tokens=torch.zeros(1).long())}, "room for pairs"),
+        ({"memory": memory._replace(features=torch.zeros(9, 64).half())}, "x in fp32 or bf16"),
+        ({"memory": memory._replace(text=torch.zeros(198).long()[::2])}, "contiguous state"),
+        ({"memory": [*memory, other]}, "8 tensors: seq_len root count"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            run(**changes)
+
+
+def output_for(tree: DraftTree, target, generator, state, wrong: str) -> Output:
+    """Logits whose best tokens are often those of a child."""
+    T, V = len(tree.tokens), target.config.vocab_size
+    logits = torch.randn(T, V, generator=generator)
+    for j in range(1, T):
+        if torch.rand(1, generator=generator) < 0.7:
+            logits[tree.parents[j], tree.tokens[j]] = 9.0
+    if wrong:
+        logits[int(torch.randint(0, T, (1,), generator=generator)), 3] = float(wrong)
+    width = state.features.shape[1]
+    read = torch.randn(T, width, generator=generator).to(state.features.dtype)
+    return Output(logits, read, read.float() if state.aux_layers else None)
+
+
+DRAWN = [
+    SamplingParams(),
+    SamplingParams(0.9),
+    SamplingParams(0.9, top_k=5),
+    SamplingParams(1.2, top_p=0.8),
+    SamplingParams(0.7, top_k=7, top_p=0.9, min_p=0.05),
+    SamplingParams(repetition_penalty=1.3),
+    SamplingParams(1.1, top_p=0.9, repetition_penalty=0.8),
+]
+CASES: list[tuple[AnyShape | None, int, bool]] = [
+    (None, 1, False),
+    (TreeShape(4, 1, 4), 5, True),
+    (TreeShape(3, 3, 8), 9, False),
+    (TreeShape(8, 4, 20), 21, False),
+    (FusedShape(2, 2, 6, 8), 7, False),
+    (FusedShape(0, 1, 6, 8), 7, False),
+]
+
+
+ENDS = [(case, params, "") for case in CASES for params in DRAWN]
+ENDS += [(case, DRAWN[i], wrong) for case in CASES for i in (0, 1) for wrong in ("nan", "inf")]
+
+
+@pytest.mark.parametrize(("width", "aux_layers"), [(0, ()), (9, ()), (9, (0, 2))])
+@pytest.mark.parametrize(("case", "params", "wrong"), ENDS, ids=str)
+def test_the_end_of_a_cycle_leaves_the_same_state(target, case, width, wrong, aux_layers, params):
+    shape, rows, chain = case
+    generator = torch.Generator().manual_seed(rows)
+    counts = set()
+    for attempt in range(8):
+        tree = random_tree(rows, 60, generator, chain)
+        if shape is not None and int(Proposal.of(tree).depths.max()) > shape.depth:
+            continue
+        if isinstance(shape, FusedShape):
+            sources = torch.randint(1, (HEAD | LOOKUP) + 1, (rows,), generator=generator)
+            sources[0] = 0
+            tree = tree._replace(sources=sources)
+        spec = CycleSpec(shape, rows, width, SamplingMode.of(params, 60))
+        proposal = Proposal.of(tree)
+        states = [state_of(target, 40 + attempt, aux_layers=aux_layers) for _ in range(2)]
+        output = output_for(tree, target, generator, states[0], wrong)
+        for state, end in zip(states, (finish, EAGER.finish), strict=True):
+            state.count.fill_(3)
+            state.features.fill_(0.5)
+            state.seen[0, ::7] = True
+            state.sampling.load(dataclasses.replace(params, seed=attempt << 40 | 5))
+            end(state, spec, proposal, output)
+        one, two = states
+        for name in ("seq_len", "root", "count", "text", "result", "seen"):
+            assert torch.equal(getattr(one, name), getattr(two, name)), name
+        seen = int(one.count)
+        if width:  # what lies behind is padding
+            assert torch.equal(one.tokens[:seen], two.tokens[:seen])
+            assert torch.equal(one.features[:seen], two.features[:seen])
+        end_of_text = int(one.seq_len)
+        assert torch.equal(one.cache.rows[:, :, :end_of_text], two.cache.rows[:, :, :end_of_text])
+        counts.add(end_of_text - 40 - attempt)
+    if shape is not None and not wrong:
+        assert len(counts) > 1
+
+
+def test_tensors_of_a_state_may_be_replaced_between_two_cycles(target):
+    """The cache grows with the text, and another drafter reads other features."""
+    generator = torch.Generator().manual_seed(0)
+    shape, rows, _ = CASES[2]
+    spec = CycleSpec(shape, rows, 9, SamplingMode())
+    states = [state_of(target, 40) for _ in range(2)]
+    for layers in ((), (0, 2)):
+        for state in states:
+            state.read_aux_layers(layers, target.config.dim)
+            state.cache.resize(state.cache.n_slots + 256)
+        for _ in range(6):
+            tree = random_tree(rows, 60, generator, False)
+            if int(Proposal.of(tree).depths.max()) > shape.depth:
+                continue
+            output = output_for(tree, target, generator, states[0], "")
+            states[1].cache.rows.copy_(states[0].cache.rows)  # rows past the text may differ
+            for state, end in zip(states, (finish, EAGER.finish), strict=True):
+                state.count.zero_()
+                end(state, spec, Proposal.of(tree), output)
+            one, two = states
+            n, seen = int(one.seq_len), int(one.count)
+            assert n == int(two.seq_len) > 40
+            assert torch.equal(one.cache.rows[:, :, :n], two.cache.rows[:, :, :n])
+            assert torch.equal(one.features[:seen], two.features[:seen])
+
+
+@pytest.mark.parametrize("V", [61, 5003])
+@pytest.mark.parametrize("spread", [0.05, 3.0, 20.0])  # of the logits: from nearly all to one token
+@pytest.mark.parametrize(
+    "params",
+    [
+        *DRAWN[1:],
+        SamplingParams(1.0, top_p=0.001),
+        SamplingParams(1.0, top_p=0.9999),
+        SamplingParams(1.5, top_k=1),
+        SamplingParams(1.5, top_k=50),
+        SamplingParams(1.5, top_k=1500, min_p=0.3),
+        SamplingParams(100.0, top_k=1500),
+        SamplingParams(2.0, min_p=0.1),
+    ],
+    ids=str,
+)
+def test_drawn_tokens_are_those_of_sampling(target, V, spread, params):
+    """For ties and tokens that a grammar forbids, too, and with any number of threads."""
+    spec = CycleSpec(None, 1, 0, SamplingMode.of(params, V))
+    generator = torch.Generator().manual_seed(V)
+    drawn = set()
+    for attempt in range(6):
+        logits = spread * torch.randn(1, V, generator=generator)
+        if attempt % 3 == 1:
+            logits = (2 * logits).round() / 2  # ties
+        elif attempt % 3 == 2:
+            logits[0, torch.rand(V, generator=generator) < 0.9] = float("-inf")
+        state = state_of(target, 7 + attempt)
+        state.sampling.load(dataclasses.replace(params, seed=attempt))
+        position = state.seq_len + 1 + torch.zeros(1, dtype=torch.long)
+        seen = torch.zeros(1, V, dtype=torch.bool)
+        seen[0, :40:3] = True  # the root among them
+        expected = int(draw(logits, position, spec.kind, state.sampling, seen))
+        for threads in (torch.get_num_threads(), 1):
+            before = torch.get_num_threads()
+            state.seq_len.fill_(7 + attempt)
+            state.root.zero_()
+            state.seen = seen.clone()
+            torch.set_num_threads(threads)
+            finish(state, spec, Proposal.of(state.root_alone(1)), Output(logits, logits[:, :1]))
+            torch.set_num_threads(before)
+            assert int(state.root) == expected
+        drawn.add(expected)
+    assert len(drawn) > 1
+
+
+@pytest.mark.parametrize("params", DRAWN[1:5], ids=str)
+@pytest.mark.parametrize("largest", [3e38, -3e38])
+def test_scores_beyond_fp32_are_no_token(target, params, largest):
+    """A temperature below one makes infinities of finite logits."""
+    params = dataclasses.replace(params, temperature=0.7)
+    spec, state = CycleSpec(None, 1, 0, SamplingMode.of(params, 60)), state_of(target, 5)
+    state.sampling.load(params)
+    logits = torch.full((1, 60), largest)
+    finish(state, spec, Proposal.of(state.root_alone(1)), Output(logits, logits[:, :1]))
+    assert int(state.result[0]) == BAD_ROW
+
+
+def test_what_the_kernels_do_not_do_is_done_by_the_cycle(target):
+    params = SamplingParams(0.8, top_p=0.9, seed=3)
+    penalty = SamplingParams(0.8, repetition_penalty=1.2)
+    for drawn in (SamplingParams(), params, SamplingParams(repetition_penalty=1.2), penalty):
+        texts = []
+        for native in (False, True):
+            backend = CpuBackend(target)
+            if not native:
+                backend = Backend(backend.target)
+            engine = Engine(target, 200, drafter=NgramDrafter(4), backend=backend)
+            text = [t for new in engine.generate([1, 2, 3, 1, 2], drawn, 60) for t in new]
+            texts.append((text, engine.stats.path_lengths, engine.stats.drafted))
+        assert texts[0] == texts[1]
