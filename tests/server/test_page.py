@@ -333,7 +333,7 @@ def test_errors_are_shown(page, site):
 
 def test_by_keyboard_alone(page):
     # A browser gives the focus of `autofocus` with its next frame, not when the page is loaded.
-    page.wait_for_function("document.activeElement.id === 'question'")
+    page.locator("#question:focus").wait_for()
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.id") == "send"
     page.locator("#open").focus()
