@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from fasteagle.drafting.base import Tuning
 from fasteagle.drafting.costs import Costs
 from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.ladder import DEFAULT_RANKS
+from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.policy import REACH, Policy
 from fasteagle.drafting.thresholds import LONGEST
 from fasteagle.errors import EngineError
@@ -187,6 +189,18 @@ def test_an_error_at_the_end_of_one_cycle_is_not_the_others():
             elif isinstance(new, Exception):
                 errors.append(str(new))
     assert text == expected and errors == ["a broken processor"]
+
+
+def test_the_time_between_two_steps_is_not_that_of_a_cycle(monkeypatch):
+    engine = Engine(random_target(tiny_config()), 128, drafter=NgramDrafter())
+    ms = []
+    monkeypatch.setattr(engine.drafter, "learn", lambda shape, outcome: ms.append(outcome.ms))
+    several = Batch(engine, 2)
+    begin(several, 0, ([9, 10], SamplingParams(), 20))
+    while len(ms) < 3:
+        several.step()
+        time.sleep(0.2)
+    assert min(ms) < 150
 
 
 def test_caches_grow_with_the_longest_text():

@@ -158,6 +158,11 @@ class Runner:
         finish(self.state, spec, proposal, output, self.pieces(spec, drafter), processor)
         self._proposal = proposal
 
+    @property
+    def began(self) -> float:
+        """Time at which the last cycle that ran here began; 0 where it is not timed apart."""
+        return self._laps[0] if self._laps else 0.0
+
     def fail(self, error: Exception) -> None:
         """Let `read` raise `error` instead of returning the result of a cycle."""
         self._failure = error
