@@ -113,8 +113,16 @@ class Batch(Generic[Key, Item]):
         """Run one pass for all answers but the `paused` ones, and at most one part of a prompt.
 
         Returns what the answers yield until all wait again: None at an end, and where an answer
-        ended by an error, the error.
+        ended by an error, the error. An interruption ends all answers: what they have yielded in
+        this pass is lost.
         """
+        try:
+            return self._step(paused)
+        except BaseException:
+            self.close()
+            raise
+
+    def _step(self, paused: Collection[Key]) -> list[tuple[Key, Item | Exception | None]]:
         going = {key: run for key, run in self._running.items() if key not in paused}
         decoding = {key: run for key, run in going.items() if run.begun}
         begin = time.perf_counter()
@@ -149,9 +157,6 @@ class Batch(Generic[Key, Item]):
         except Exception as error:
             self.end(key)
             return [*items, (key, error)]
-        except BaseException:
-            self.end(key)
-            raise
         if item is None:
             self.end(key)
             items.append((key, None))
@@ -160,10 +165,10 @@ class Batch(Generic[Key, Item]):
     def end(self, key: Key) -> None:
         """End an answer; another one may begin in its place."""
         run = self._running.pop(key)
-        run.items.close()
         run.engine.runner.waits = False
         if run.engine.drafter is not None:
             run.engine.drafter.company = None
+        run.items.close()
         self._regroup()
 
     def _regroup(self) -> None:

@@ -13,7 +13,9 @@ import pytest
 
 import fasteagle
 from fasteagle import FasteagleError
+from fasteagle.decoding.runner import Backend, Runner
 from fasteagle.drafting.ngram import NgramDrafter
+from fasteagle.generate import Engine
 from helpers import TINY_VOCAB
 
 
@@ -200,21 +202,51 @@ def test_an_answer_beside_an_open_stream(llm):
     assert llm.chat("hello", max_new_tokens=30).tokens == expected
 
 
-def test_an_interruption_ends_the_answers_under_way(llm, monkeypatch):
+def test_the_garbage_collector_closes_a_stream_within_a_pass(llm, monkeypatch):
+    expected = llm.chat("hello", max_new_tokens=30).tokens
+    abandoned = [llm.chat("a b", stream=True, max_new_tokens=90)]
+    next(abandoned[0])
+    verify = Backend.verify_together
+
+    def collecting(*arguments):
+        abandoned.clear()  # nothing else refers to it
+        return verify(*arguments)
+
+    monkeypatch.setattr(Backend, "verify_together", collecting)
+    tokens = []
+    thread = threading.Thread(
+        target=lambda: tokens.extend(llm.chat("hello", max_new_tokens=30).tokens), daemon=True
+    )
+    thread.start()
+    thread.join(20)
+    assert tokens == expected and not thread.is_alive() and not llm.answers.running
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(Backend, "verify_together"), (Runner, "finish"), (Engine, "_record")]
+)
+def test_an_interruption_ends_the_answers_under_way(llm, monkeypatch, owner, name):
+    """None goes on without what it had in the interrupted pass."""
     expected = llm.chat("hello", max_new_tokens=30).tokens
     streams = [llm.chat("hello", stream=True, max_new_tokens=30) for _ in range(2)]
-    for stream in streams:
-        next(stream)
+    tokens = list(next(streams[1]).tokens)
+    next(streams[0])
+    usual, calls = getattr(owner, name), []
 
     def interrupt(*arguments):
-        raise KeyboardInterrupt
+        calls.append(arguments)
+        if len(calls) == 2 or owner is Backend:
+            raise KeyboardInterrupt
+        return usual(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(type(llm.engine.backend), "verify_together", interrupt)
+        patched.setattr(owner, name, interrupt)
         with pytest.raises(KeyboardInterrupt):
             list(streams[0])
     with pytest.raises(FasteagleError, match="interrupted"):
-        list(streams[1])
+        for chunk in streams[1]:
+            tokens += chunk.tokens
+    assert tokens == expected[: len(tokens)]
     assert not llm.answers.running
     assert llm.chat("hello", max_new_tokens=30).tokens == expected
 
