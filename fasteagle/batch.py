@@ -76,38 +76,46 @@ class Batch(Generic[Key, Item]):
         them is short.
         """
         engine = self._engine_for(prompt)
-        self._check_memory(engine, n_tokens)
         first = self.engines[0].drafter
         if engine is not self.engines[0]:
             engine.plain_rows = self.engines[0].plain_rows
             if first is None or engine.drafter is None or engine.drafter.origin is not first.origin:
                 engine.use(None if first is None else first.sibling())
+        self._make_room(engine, n_tokens)
         engine.runner.waits = True
         self._running[key] = _Running(engine, start(engine), n_tokens)
         self._regroup()
 
     def _engine_for(self, prompt: Sequence[int]) -> Engine:
         """Return the idle engine that has computed most of `prompt`, or a new one."""
-        busy = [run.engine for run in self._running.values()]
-        idle = [engine for engine in self.engines if engine not in busy]
-        if not idle:
+        if not (idle := self._idle()):
             self.engines.append(unless_short(self.engines[0].sibling, _no_room))
             return self.engines[-1]
         return max(idle, key=lambda engine: common_prefix(engine.cached, prompt))
 
-    def _check_memory(self, engine: Engine, n_tokens: int) -> None:
-        """Raise `NoRoomError` unless all texts may reach their lengths."""
-        free = available_bytes(engine.device)
-        if free is None:
-            return
+    def _idle(self) -> list[Engine]:
+        busy = [run.engine for run in self._running.values()]
+        return [engine for engine in self.engines if engine not in busy]
+
+    def _make_room(self, engine: Engine, n_tokens: int) -> None:
+        """Raise `NoRoomError` unless all texts may reach their lengths.
+
+        Where memory is short, idle engines give their caches back before, the largest first.
+        """
         needed = _missing_bytes(engine, n_tokens)
         needed += sum(_missing_bytes(run.engine, run.n_tokens) for run in self._running.values())
-        if needed > free:
-            raise NoRoomError(
-                f"a text of {n_tokens:,} tokens and those under way need {needed / 2**30:.1f} GiB "
-                f"more of KV cache, {free / 2**30:.1f} GiB are free: ask for fewer tokens, "
-                "or fewer at once"
-            )
+        idle = [other for other in self._idle() if other is not engine]
+        idle.sort(key=lambda other: other.cache.n_slots)
+        while (free := available_bytes(engine.device)) is not None and needed > free:
+            if not idle:
+                raise NoRoomError(
+                    f"a text of {n_tokens:,} tokens and those under way need "
+                    f"{needed / 2**30:.1f} GiB more of KV cache, {free / 2**30:.1f} GiB are free: "
+                    "ask for fewer tokens, or fewer at once"
+                )
+            largest = idle.pop()
+            largest.restart()
+            largest.reserve(1)
 
     def step(self, paused: Collection[Key] = ()) -> list[tuple[Key, Item | Exception | None]]:
         """Run one pass for all answers but the `paused` ones, and at most one part of a prompt.

@@ -226,6 +226,32 @@ def test_memory_that_is_not_there(monkeypatch):
     assert not several.running and several.has_room
 
 
+def test_idle_engines_give_their_memory_back(monkeypatch):
+    target = random_target(tiny_config())
+    target.init_rope(1024, "cpu")
+    engine = Engine(target, 1024)
+    jobs = [([9 + i] * n, SamplingParams(), 5) for i, n in enumerate((300, 300, 700))]
+    expected = alone(engine, jobs[2:])
+    engine.restart()
+    engine.reserve(1)
+    several, text = Batch(engine, 2), []
+    for key in range(2):
+        begin(several, key, jobs[key])
+    while several.running:
+        several.step()
+    caches = [own.cache for own in several.engines]
+    assert [cache.n_slots for cache in caches] == [512, 512]
+    slot = caches[0].rows[:, :, :1].nbytes
+    free = lambda device: (1030 - sum(cache.n_slots for cache in caches)) * slot  # noqa: E731
+    monkeypatch.setattr(batch, "available_bytes", free)
+    with pytest.raises(NoRoomError):
+        begin(several, 2, ([9] * 900, SamplingParams(), 5))
+    begin(several, 2, jobs[2])
+    while several.running:
+        text += [token for _, new in several.step() for token in new or []]
+    assert [text] == expected
+
+
 def test_logits_that_are_not_finite():
     target = random_target(tiny_config())
     target.lm_head.weight.fill_(float("nan"))
