@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 import fasteagle
 from fasteagle import FasteagleError
+from fasteagle.batch import Batch, NoRoomError
 from fasteagle.decoding.runner import Backend, Runner
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.generate import Engine
@@ -276,6 +278,28 @@ def test_several_answers_are_those_of_one_after_the_other(llm, options):
     assert ids[1].tokens == llm.generate([5, 6, 7], **options).tokens
     assert len(ids[1].logprobs) == len(ids[1].tokens)
     assert llm.chat_batch([]) == []
+
+
+def test_a_batch_takes_the_room_that_there_is(llm, monkeypatch):
+    """Two of the answers fit, whatever `size` is."""
+    begin, most = Batch.begin, []
+
+    def short(batch, *arguments):
+        if len(batch.running) == 2:
+            raise NoRoomError("too many")
+        begin(batch, *arguments)
+        most.append(len(batch.running))
+
+    questions = ["hello", "a b a b", "Why?", "one two"]
+    alone = [llm.chat(question, max_new_tokens=20).tokens for question in questions]
+    monkeypatch.setattr(Batch, "begin", short)
+    assert [one.tokens for one in llm.chat_batch(questions, max_new_tokens=20)] == alone
+    assert len(most) == 4 and max(most) == 2
+    stream = llm.chat("hello", stream=True)
+    with contextlib.closing(stream), contextlib.closing(llm.chat("Why?", stream=True)) as other:
+        assert next(stream) and next(other)
+        with pytest.raises(NoRoomError):
+            llm.chat_batch(["hello"])
 
 
 def test_what_a_batch_refuses(llm):

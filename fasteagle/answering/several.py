@@ -12,7 +12,7 @@ from fasteagle.answering.answer import Answer, AnswerRequest, Chunk, answer
 from fasteagle.answering.known_texts import KnownTexts
 from fasteagle.answering.prefix_cache import PrefixCache
 from fasteagle.answering.stream import Decoder
-from fasteagle.batch import Batch
+from fasteagle.batch import Batch, NoRoomError
 from fasteagle.decoding.stats import Stats
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
@@ -128,7 +128,7 @@ class Answers:
             self._close(key)
 
     def all(self, requests: Sequence[AnswerRequest], size: int) -> list[Answer]:
-        """Answer all requests, up to `size` of them at once."""
+        """Answer all requests, up to `size` of them at once, or as many as memory has room for."""
         stats = [Stats() for _ in requests]
         chunks: list[list[Chunk]] = [[] for _ in requests]
         waiting = deque(range(len(requests)))
@@ -137,9 +137,15 @@ class Answers:
         try:
             while waiting or reading:
                 while waiting and len(reading) < size and (self.has_room or not reading):
-                    i = waiting.popleft()
-                    self._open(keys[i], requests[i], None, stats[i])
-                    reading[i] = self._read(keys[i])
+                    i = waiting[0]
+                    try:
+                        self._open(keys[i], requests[i], None, stats[i])
+                    except NoRoomError:
+                        if not reading:
+                            raise
+                        size = len(reading)
+                        break
+                    reading[waiting.popleft()] = self._read(keys[i])
                 for i, reader in list(reading.items()):
                     chunk = next(reader, None)
                     if chunk is None:
