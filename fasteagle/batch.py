@@ -76,45 +76,61 @@ class Batch(Generic[Key, Item]):
         them is short.
         """
         engine = self._engine_for(prompt)
-        self._check_memory(engine, n_tokens)
         first = self.engines[0].drafter
         if engine is not self.engines[0]:
             engine.plain_rows = self.engines[0].plain_rows
             if first is None or engine.drafter is None or engine.drafter.origin is not first.origin:
                 engine.use(None if first is None else first.sibling())
+        self._make_room(engine, n_tokens)
         engine.runner.waits = True
         self._running[key] = _Running(engine, start(engine), n_tokens)
         self._regroup()
 
     def _engine_for(self, prompt: Sequence[int]) -> Engine:
         """Return the idle engine that has computed most of `prompt`, or a new one."""
-        busy = [run.engine for run in self._running.values()]
-        idle = [engine for engine in self.engines if engine not in busy]
-        if not idle:
+        if not (idle := self._idle()):
             self.engines.append(unless_short(self.engines[0].sibling, _no_room))
             return self.engines[-1]
         return max(idle, key=lambda engine: common_prefix(engine.cached, prompt))
 
-    def _check_memory(self, engine: Engine, n_tokens: int) -> None:
-        """Raise `NoRoomError` unless all texts may reach their lengths."""
-        free = available_bytes(engine.device)
-        if free is None:
-            return
+    def _idle(self) -> list[Engine]:
+        busy = [run.engine for run in self._running.values()]
+        return [engine for engine in self.engines if engine not in busy]
+
+    def _make_room(self, engine: Engine, n_tokens: int) -> None:
+        """Raise `NoRoomError` unless all texts may reach their lengths.
+
+        Where memory is short, idle engines give their caches back before, the largest first.
+        """
         needed = _missing_bytes(engine, n_tokens)
         needed += sum(_missing_bytes(run.engine, run.n_tokens) for run in self._running.values())
-        if needed > free:
-            raise NoRoomError(
-                f"a text of {n_tokens:,} tokens and those under way need {needed / 2**30:.1f} GiB "
-                f"more of KV cache, {free / 2**30:.1f} GiB are free: ask for fewer tokens, "
-                "or fewer at once"
-            )
+        idle = [other for other in self._idle() if other is not engine]
+        idle.sort(key=lambda other: other.cache.n_slots)
+        while (free := available_bytes(engine.device)) is not None and needed > free:
+            if not idle:
+                raise NoRoomError(
+                    f"a text of {n_tokens:,} tokens and those under way need "
+                    f"{needed / 2**30:.1f} GiB more of KV cache, {free / 2**30:.1f} GiB are free: "
+                    "ask for fewer tokens, or fewer at once"
+                )
+            largest = idle.pop()
+            largest.restart()
+            largest.reserve(1)
 
     def step(self, paused: Collection[Key] = ()) -> list[tuple[Key, Item | Exception | None]]:
         """Run one pass for all answers but the `paused` ones, and at most one part of a prompt.
 
         Returns what the answers yield until all wait again: None at an end, and where an answer
-        ended by an error, the error.
+        ended by an error, the error. An interruption ends all answers: what they have yielded in
+        this pass is lost.
         """
+        try:
+            return self._step(paused)
+        except BaseException:
+            self.close()
+            raise
+
+    def _step(self, paused: Collection[Key]) -> list[tuple[Key, Item | Exception | None]]:
         going = {key: run for key, run in self._running.items() if key not in paused}
         decoding = {key: run for key, run in going.items() if run.begun}
         begin = time.perf_counter()
@@ -149,9 +165,6 @@ class Batch(Generic[Key, Item]):
         except Exception as error:
             self.end(key)
             return [*items, (key, error)]
-        except BaseException:
-            self.end(key)
-            raise
         if item is None:
             self.end(key)
             items.append((key, None))
@@ -160,10 +173,10 @@ class Batch(Generic[Key, Item]):
     def end(self, key: Key) -> None:
         """End an answer; another one may begin in its place."""
         run = self._running.pop(key)
-        run.items.close()
         run.engine.runner.waits = False
         if run.engine.drafter is not None:
             run.engine.drafter.company = None
+        run.items.close()
         self._regroup()
 
     def _regroup(self) -> None:

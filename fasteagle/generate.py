@@ -198,7 +198,9 @@ class Engine(Context):
                 if self.runner.waits:
                     yield []
                 done = self.runner.read()
-                begin, last_read = max(begins.popleft(), last_read), time.perf_counter()
+                # A cycle may have waited long for its pass, while the last chunk was read.
+                begin = max(begins.popleft(), last_read, self.runner.began)
+                last_read = time.perf_counter()
                 # Otherwise a processor's time would count as the tree's.
                 ms = 1e3 * (last_read - begin) if processor is None else None
                 new = self._record(root, launched.popleft(), done, ms)

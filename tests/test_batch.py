@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from fasteagle.drafting.base import Tuning
 from fasteagle.drafting.costs import Costs
 from fasteagle.drafting.fused import FusedDrafter
 from fasteagle.drafting.ladder import DEFAULT_RANKS
+from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.drafting.policy import REACH, Policy
 from fasteagle.drafting.thresholds import LONGEST
 from fasteagle.errors import EngineError
@@ -189,6 +191,18 @@ def test_an_error_at_the_end_of_one_cycle_is_not_the_others():
     assert text == expected and errors == ["a broken processor"]
 
 
+def test_the_time_between_two_steps_is_not_that_of_a_cycle(monkeypatch):
+    engine = Engine(random_target(tiny_config()), 128, drafter=NgramDrafter())
+    ms = []
+    monkeypatch.setattr(engine.drafter, "learn", lambda shape, outcome: ms.append(outcome.ms))
+    several = Batch(engine, 2)
+    begin(several, 0, ([9, 10], SamplingParams(), 20))
+    while len(ms) < 3:
+        several.step()
+        time.sleep(0.2)
+    assert min(ms) < 150
+
+
 def test_caches_grow_with_the_longest_text():
     config = tiny_config(max_seq_len=512)
     engine = Engine(random_target(config), 512)
@@ -210,6 +224,32 @@ def test_memory_that_is_not_there(monkeypatch):
     with pytest.raises(NoRoomError, match="a text of 305 tokens .* need .* fewer at once"):
         begin(several, 0, ([9] * 300, SamplingParams(), 5))
     assert not several.running and several.has_room
+
+
+def test_idle_engines_give_their_memory_back(monkeypatch):
+    target = random_target(tiny_config())
+    target.init_rope(1024, "cpu")
+    engine = Engine(target, 1024)
+    jobs = [([9 + i] * n, SamplingParams(), 5) for i, n in enumerate((300, 300, 700))]
+    expected = alone(engine, jobs[2:])
+    engine.restart()
+    engine.reserve(1)
+    several, text = Batch(engine, 2), []
+    for key in range(2):
+        begin(several, key, jobs[key])
+    while several.running:
+        several.step()
+    caches = [own.cache for own in several.engines]
+    assert [cache.n_slots for cache in caches] == [512, 512]
+    slot = caches[0].rows[:, :, :1].nbytes
+    free = lambda device: (1030 - sum(cache.n_slots for cache in caches)) * slot  # noqa: E731
+    monkeypatch.setattr(batch, "available_bytes", free)
+    with pytest.raises(NoRoomError):
+        begin(several, 2, ([9] * 900, SamplingParams(), 5))
+    begin(several, 2, jobs[2])
+    while several.running:
+        text += [token for _, new in several.step() for token in new or []]
+    assert [text] == expected
 
 
 def test_logits_that_are_not_finite():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 import subprocess
@@ -13,7 +14,10 @@ import pytest
 
 import fasteagle
 from fasteagle import FasteagleError
+from fasteagle.batch import Batch, NoRoomError
+from fasteagle.decoding.runner import Backend, Runner
 from fasteagle.drafting.ngram import NgramDrafter
+from fasteagle.generate import Engine
 from helpers import TINY_VOCAB
 
 
@@ -200,21 +204,51 @@ def test_an_answer_beside_an_open_stream(llm):
     assert llm.chat("hello", max_new_tokens=30).tokens == expected
 
 
-def test_an_interruption_ends_the_answers_under_way(llm, monkeypatch):
+def test_the_garbage_collector_closes_a_stream_within_a_pass(llm, monkeypatch):
+    expected = llm.chat("hello", max_new_tokens=30).tokens
+    abandoned = [llm.chat("a b", stream=True, max_new_tokens=90)]
+    next(abandoned[0])
+    verify = Backend.verify_together
+
+    def collecting(*arguments):
+        abandoned.clear()  # nothing else refers to it
+        return verify(*arguments)
+
+    monkeypatch.setattr(Backend, "verify_together", collecting)
+    tokens = []
+    thread = threading.Thread(
+        target=lambda: tokens.extend(llm.chat("hello", max_new_tokens=30).tokens), daemon=True
+    )
+    thread.start()
+    thread.join(20)
+    assert tokens == expected and not thread.is_alive() and not llm.answers.running
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(Backend, "verify_together"), (Runner, "finish"), (Engine, "_record")]
+)
+def test_an_interruption_ends_the_answers_under_way(llm, monkeypatch, owner, name):
+    """None goes on without what it had in the interrupted pass."""
     expected = llm.chat("hello", max_new_tokens=30).tokens
     streams = [llm.chat("hello", stream=True, max_new_tokens=30) for _ in range(2)]
-    for stream in streams:
-        next(stream)
+    tokens = list(next(streams[1]).tokens)
+    next(streams[0])
+    usual, calls = getattr(owner, name), []
 
     def interrupt(*arguments):
-        raise KeyboardInterrupt
+        calls.append(arguments)
+        if len(calls) == 2 or owner is Backend:
+            raise KeyboardInterrupt
+        return usual(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(type(llm.engine.backend), "verify_together", interrupt)
+        patched.setattr(owner, name, interrupt)
         with pytest.raises(KeyboardInterrupt):
             list(streams[0])
     with pytest.raises(FasteagleError, match="interrupted"):
-        list(streams[1])
+        for chunk in streams[1]:
+            tokens += chunk.tokens
+    assert tokens == expected[: len(tokens)]
     assert not llm.answers.running
     assert llm.chat("hello", max_new_tokens=30).tokens == expected
 
@@ -244,6 +278,28 @@ def test_several_answers_are_those_of_one_after_the_other(llm, options):
     assert ids[1].tokens == llm.generate([5, 6, 7], **options).tokens
     assert len(ids[1].logprobs) == len(ids[1].tokens)
     assert llm.chat_batch([]) == []
+
+
+def test_a_batch_takes_the_room_that_there_is(llm, monkeypatch):
+    """Two of the answers fit, whatever `size` is."""
+    begin, most = Batch.begin, []
+
+    def short(batch, *arguments):
+        if len(batch.running) == 2:
+            raise NoRoomError("too many")
+        begin(batch, *arguments)
+        most.append(len(batch.running))
+
+    questions = ["hello", "a b a b", "Why?", "one two"]
+    alone = [llm.chat(question, max_new_tokens=20).tokens for question in questions]
+    monkeypatch.setattr(Batch, "begin", short)
+    assert [one.tokens for one in llm.chat_batch(questions, max_new_tokens=20)] == alone
+    assert len(most) == 4 and max(most) == 2
+    stream = llm.chat("hello", stream=True)
+    with contextlib.closing(stream), contextlib.closing(llm.chat("Why?", stream=True)) as other:
+        assert next(stream) and next(other)
+        with pytest.raises(NoRoomError):
+            llm.chat_batch(["hello"])
 
 
 def test_what_a_batch_refuses(llm):

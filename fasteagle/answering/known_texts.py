@@ -6,8 +6,6 @@ cache only by its own tokens, so a text that continues a known one keeps these t
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Sequence
 
 from fasteagle.loading.tokenizer import ChatTokenizer
@@ -20,13 +18,13 @@ class KnownTexts:
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._known: deque[tuple[str, list[int]]] = deque(maxlen=KNOWN_TEXTS)  # the newest first
-        self._lock = threading.Lock()
+        # The newest first. It is replaced, never changed, so that no lock is needed: the garbage
+        # collector may close a stream in the middle of `encode`, and that calls `add`.
+        self._known: tuple[tuple[str, list[int]], ...] = ()
 
     def encode(self, text: str) -> list[int]:
         """Return token ids of `text`; its longest known beginning keeps its tokens."""
-        with self._lock:
-            begins = [known for known in self._known if text.startswith(known[0])]
+        begins = [known for known in self._known if text.startswith(known[0])]
         if not begins:
             return self._tokenizer.encode(text)
         start, ids = max(begins, key=lambda known: len(known[0]))
@@ -34,5 +32,5 @@ class KnownTexts:
 
     def add(self, text: str, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """Store the `answer` that followed the `prompt` of `text`."""
-        with self._lock:
-            self._known.appendleft((text + self._tokenizer.raw(answer), [*prompt, *answer]))
+        known = text + self._tokenizer.raw(answer), [*prompt, *answer]
+        self._known = (known, *self._known)[:KNOWN_TEXTS]

@@ -12,7 +12,7 @@ from fasteagle.answering.answer import Answer, AnswerRequest, Chunk, answer
 from fasteagle.answering.known_texts import KnownTexts
 from fasteagle.answering.prefix_cache import PrefixCache
 from fasteagle.answering.stream import Decoder
-from fasteagle.batch import Batch
+from fasteagle.batch import Batch, NoRoomError
 from fasteagle.decoding.stats import Stats
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
@@ -43,6 +43,7 @@ class Answers:
         self._hold, self._held = hold, ExitStack()
         self._lock = threading.Lock()
         self._unread: dict[Hashable, deque[Event]] = {}  # of streams
+        self._shut: deque[Hashable] = deque()  # streams that are not read any more
 
     @property
     def size(self) -> int:
@@ -124,10 +125,10 @@ class Answers:
             self._open(key, request, text, stats)
             yield from self._read(key)
         finally:
-            self._shut(key)
+            self._close(key)
 
     def all(self, requests: Sequence[AnswerRequest], size: int) -> list[Answer]:
-        """Answer all requests, up to `size` of them at once."""
+        """Answer all requests, up to `size` of them at once, or as many as memory has room for."""
         stats = [Stats() for _ in requests]
         chunks: list[list[Chunk]] = [[] for _ in requests]
         waiting = deque(range(len(requests)))
@@ -136,26 +137,31 @@ class Answers:
         try:
             while waiting or reading:
                 while waiting and len(reading) < size and (self.has_room or not reading):
-                    i = waiting.popleft()
-                    self._open(keys[i], requests[i], None, stats[i])
-                    reading[i] = self._read(keys[i])
+                    i = waiting[0]
+                    try:
+                        self._open(keys[i], requests[i], None, stats[i])
+                    except NoRoomError:
+                        if not reading:
+                            raise
+                        size = len(reading)
+                        break
+                    reading[waiting.popleft()] = self._read(keys[i])
                 for i, reader in list(reading.items()):
                     chunk = next(reader, None)
                     if chunk is None:
                         del reading[i]
-                        self._shut(keys[i])
+                        self._close(keys[i])
                     else:
                         chunks[i].append(chunk)
         finally:
-            for key in keys:
-                self._shut(key)
+            self._close(*keys)
         each = zip(chunks, stats, requests, strict=True)
         return [Answer.of(own, stats, request.params.seed) for own, stats, request in each]
 
     def _open(
         self, key: Hashable, request: AnswerRequest, text: str | None, stats: Stats | None
     ) -> None:
-        with self._lock:
+        with self._turn():
             if not self.has_room:
                 raise FasteagleError(
                     f"{self.size} answers are under way, and no more run at once: read a stream to "
@@ -167,7 +173,7 @@ class Answers:
     def _read(self, key: Hashable) -> Generator[Chunk]:
         unread = self._unread[key]
         while True:
-            with self._lock:
+            with self._turn():
                 while not unread:
                     self._step_streams(key)
             event = unread.popleft()
@@ -185,7 +191,31 @@ class Answers:
         for key, event in self.step(paused):
             self._unread[key].append(event)
 
-    def _shut(self, key: Hashable) -> None:
-        with self._lock:
+    @contextlib.contextmanager
+    def _turn(self) -> Generator[None]:
+        """Let one thread at a time change what is under way, without streams that were closed."""
+        try:
+            with self._lock:
+                self._end_shut()
+                yield
+        finally:
+            self._close()
+
+    def _close(self, *keys: Hashable) -> None:
+        """End streams now, or where the lock is taken, when it is given back.
+
+        The garbage collector closes streams, in any thread and in the middle of a pass: waiting for
+        the lock there could be for ever.
+        """
+        self._shut.extend(keys)
+        while self._shut and self._lock.acquire(blocking=False):
+            try:
+                self._end_shut()
+            finally:
+                self._lock.release()
+
+    def _end_shut(self) -> None:
+        while self._shut:
+            key = self._shut.popleft()
             self.end(key)
             self._unread.pop(key, None)

@@ -21,7 +21,6 @@ from fasteagle.decoding.cycle import EAGER, Pieces, Proposal, decode_cycle, fini
 from fasteagle.decoding.together import verify_together
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.draft_head import DraftOps, HeadDrafter, RankingDrafter
-from fasteagle.errors import EngineError
 from fasteagle.logits import LogitsProcessor
 from fasteagle.model import CORE, EagleHead, Ops, Output, Target, as_mask
 from fasteagle.shapes import GatedChain
@@ -82,7 +81,7 @@ class Runner:
         self._on_cpu = state.root.device.type == "cpu"
         self._laps: list[float] = []  # before, between and after draft and verify
         self.waiting: Launch | None = None
-        self._failure: BaseException | None = None  # of a pass that was run together
+        self._failure: Exception | None = None  # of a pass that was run together
         self._proposal: Proposal
         self._plain: dict[int, Proposal] = {}  # by number of rows
 
@@ -158,6 +157,11 @@ class Runner:
         finish(self.state, spec, proposal, output, self.pieces(spec, drafter), processor)
         self._proposal = proposal
 
+    @property
+    def began(self) -> float:
+        """Time at which the last cycle that ran here began; 0 where it is not timed apart."""
+        return self._laps[0] if self._laps else 0.0
+
     def fail(self, error: Exception) -> None:
         """Let `read` raise `error` instead of returning the result of a cycle."""
         self._failure = error
@@ -225,7 +229,7 @@ def run_together(runners: Sequence[Runner]) -> None:
     """Run the cycles that wait in `runners`, with one pass over the rows of all of them.
 
     Where the pass fails, each runner's `read` raises the reason; where the end of one cycle fails,
-    only the `read` of its own. An interruption is raised here.
+    only the `read` of its own. An interruption is raised here, and no runner has a result then.
     """
     backend = runners[0].backend
     launches = [launch for runner in runners if (launch := runner.waiting) is not None]
@@ -239,12 +243,9 @@ def run_together(runners: Sequence[Runner]) -> None:
         pairs = zip(runners, launches, strict=True)
         proposals = [runner.draft(launch) for runner, launch in pairs]
         outputs = backend.verify_together([runner.state for runner in runners], proposals)
-    except BaseException as error:
-        fault = error if isinstance(error, Exception) else EngineError("the pass was interrupted")
+    except Exception as error:
         for runner in runners:
-            runner.fail(fault)
-        if fault is not error:
-            raise
+            runner.fail(error)
         return
     for i, runner in enumerate(runners):
         try:
