@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 import weakref
 
 import pytest
@@ -16,8 +17,10 @@ import fasteagle
 from fasteagle import FasteagleError
 from fasteagle.batch import Batch, NoRoomError
 from fasteagle.decoding.runner import Backend, Runner
+from fasteagle.decoding.stats import Stats
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.generate import Engine
+from fasteagle.options import AnswerOptions, SamplingParams
 from helpers import TINY_VOCAB
 
 
@@ -278,6 +281,17 @@ def test_several_answers_are_those_of_one_after_the_other(llm, options):
     assert ids[1].tokens == llm.generate([5, 6, 7], **options).tokens
     assert len(ids[1].logprobs) == len(ids[1].tokens)
     assert llm.chat_batch([]) == []
+
+
+def test_the_first_token_is_timed_from_the_beginning(llm):
+    params, options = SamplingParams(), AnswerOptions(3)
+    stats = [Stats() for _ in range(2)]
+    for key in range(2):
+        llm.answers.begin(key, llm.made_request([5, 6], params, options), stats=stats[key])
+    time.sleep(0.2)
+    while llm.answers.running:
+        llm.answers.step()
+    assert 0.2 < stats[0].ttft < stats[1].ttft
 
 
 def test_a_batch_takes_the_room_that_there_is(llm, monkeypatch):

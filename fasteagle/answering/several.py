@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Hashable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
@@ -72,7 +73,7 @@ class Answers:
         With the `text` of its prompt, a later text that begins with both reuses their tokens.
         Raises `NoRoomError` where memory for its text is short.
         """
-        batch = self._batch
+        batch, begun = self._batch, time.perf_counter()
 
         def chunks(engine: Engine) -> Generator[Chunk]:
             tokens: list[int] = []
@@ -81,6 +82,8 @@ class Answers:
                 self._prefix_cache.turn_to(engine, request.prompt, others)
                 with closing(answer(engine, self._decoder, request, stats)) as own:
                     for chunk in own:
+                        if chunk and not tokens:  # prompts of others came first
+                            engine.stats.ttft = time.perf_counter() - begun
                         tokens.extend(chunk.tokens)
                         yield chunk
             finally:

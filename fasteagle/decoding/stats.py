@@ -15,7 +15,7 @@ class Stats:
     passes: int = 0  # target passes after prefill
     drafted: int = 0  # verified nodes, without roots
     path_lengths: list[int] = dataclasses.field(default_factory=list)  # accepted tokens per pass
-    ttft: float = 0.0  # start to first token
+    ttft: float = 0.0  # start to first token, the prompts of answers before it included
     decode_seconds: float = 0.0  # first to last token
     cycle_seconds: list[float] = dataclasses.field(default_factory=list)  # chunk to chunk
     draft_seconds: float = 0.0
