@@ -234,7 +234,13 @@ class AnswerQueue:
     def _step(self) -> None:
         """Run one pass for all answers but the paused ones, and pass on what it brought."""
         served: set[Job] = set()
-        for job, event in self._answers.step(self._paused):
+        try:
+            events = self._answers.step(self._paused)
+        except Exception as error:  # of no single answer: it has ended all of them
+            for job in list(self._running):
+                self._finish(job, error)
+            return
+        for job, event in events:
             assert isinstance(job, Job), "nothing else has begun"
             if isinstance(event, Chunk):
                 served.add(job)

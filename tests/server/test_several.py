@@ -106,6 +106,17 @@ def test_an_answer_that_breaks_leaves_the_others(live, slow, monkeypatch, capfd)
     assert "planted" in capfd.readouterr().err
 
 
+def test_a_step_that_breaks_ends_its_answers_alone(live, slow, monkeypatch, capfd):
+    def broken(runners):
+        raise RuntimeError("planted")
+
+    with busy(live, 2) as streams, monkeypatch.context() as patched:
+        patched.setattr(fasteagle.batch, "run_together", broken)
+        assert all('"error"' in "".join(lines) for _, lines in streams)
+    assert post(live, SHORT).status_code == 200
+    assert "planted" in capfd.readouterr().err
+
+
 def test_one_who_does_not_read_stands_still_alone(live, slow):
     before = failures(live, "stalled")
     with contextlib.closing(deaf(live.port, speculate=False, max_tokens=300)) as client:
