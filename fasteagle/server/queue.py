@@ -237,8 +237,8 @@ class AnswerQueue:
         try:
             events = self._answers.step(self._paused)
         except Exception as error:  # of no single answer: it has ended all of them
-            for job in list(self._running):
-                self._finish(job, error)
+            for running in list(self._running):
+                self._finish(running, error)
             return
         for job, event in events:
             assert isinstance(job, Job), "nothing else has begun"
