@@ -26,6 +26,7 @@ from fasteagle.drafting.thresholds import Thresholds, between
 from fasteagle.shapes import AnyShape, GatedChain
 
 ROWS_AHEAD = 4  # further rows over which the price of one is taken
+LONGEST_REST = 96  # passes, in which a text that begins to copy would not be noticed
 
 
 class Speed:
@@ -57,7 +58,7 @@ class Company:
         self.thresholds, self.lookup_threshold = Thresholds(), Thresholds().verify[0]
         self.head_gain: float | None = None
         self._pauses = Pauses()  # of the draft head
-        self._rests = Pauses()  # of all drafting
+        self._rests = Pauses(longest=LONGEST_REST)  # of all drafting
         self._block = 0  # plain passes left of a block that times them
         self._until_block = self._distance = FIRST_DISTANCE  # drafted passes
         self._gain: Average | None = None  # tokens of the draft head's chain over their worth

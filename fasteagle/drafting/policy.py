@@ -126,13 +126,14 @@ class Pauses:
     left: int = 0  # passes left of this pause
     probing: int = PROBE  # least number of cycles before the next pause
     drafted: int = 0  # cycles since the last pause
+    longest: int = LONGEST_PAUSE
 
     def begin(self) -> None:
         """Begin a pause, twice as long as the last one unless drafting had settled."""
         if self.drafted > SETTLED:
             self.length = FIRST_PAUSE
         self.left, self.drafted = self.length, 0
-        self.length = min(2 * self.length, LONGEST_PAUSE)
+        self.length = min(2 * self.length, self.longest)
 
     def end(self) -> None:
         """End the pause: try to draft again."""
