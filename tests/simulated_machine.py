@@ -88,13 +88,17 @@ class Machine:
         ms = draft + verify + self.true.other
         return Outcome(self.accepted(n), 0, n, True, paths, ms, draft, verify)
 
-    def run_together(self, company: Company, n: int, tokens: int) -> float:
-        """Decode so many tokens of `n` sequences; return tokens per ms over plain decoding's."""
+    def run_together(self, company: Company, n: int, tokens: int, looking_ms: float = 0.0) -> float:
+        """Decode so many tokens of `n` sequences; return tokens per ms over plain decoding's.
+
+        Looking up, which finds nothing, takes `looking_ms` for each that may draft.
+        """
         written, spent, drafted = 0, 0.0, 0
         while written < tokens:
             rows, ms = n, self.true.other
             for _ in range(n):
                 outcome, shape = Outcome(), company.next_shape
+                ms += looking_ms if shape is not None else 0.0
                 if shape is not None and company.head_gain is not None:
                     paths, levels = self.drafted_chain(company)
                     draft = self.noisy(self.true.draft(GatedChain(levels)))

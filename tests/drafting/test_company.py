@@ -37,6 +37,18 @@ def test_a_row_costs_more_among_others():
     assert shared[1].head_gain is None and machine.drafted < 40
 
 
+def test_what_no_row_costs_counts_as_well():
+    """Looking up takes each sequence a tenth of a millisecond, for nothing."""
+    company = Company()
+    company.policy = policy_of(QUIET, lookup=True)
+    machine = Machine(QUIET, 0.2)
+    machine.run_together(company, 8, 2000, looking_ms=0.1)
+    assert machine.run_together(company, 8, 4000, looking_ms=0.1) > 0.94  # 0.02 are interruptions
+    company._rests.left = 0
+    while company.next_shape is None:  # it tries again
+        machine.run_together(company, 8, 8)
+
+
 def test_without_costs_nothing_is_drafted_among_others():
     company = Company()
     assert Machine(QUIET, 0.9).run_together(company, 4, 200) > 0.9
