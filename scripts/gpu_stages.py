@@ -61,6 +61,7 @@ while busy and time.monotonic() < end:
     print(f"{{seconds:.2f}} s, preparing: {{busy}}, {{llm.engine.runner.error or 'no error'}}")
 print(len(texts), "answers,", len(set(texts)), "different;", texts[-1])
 assert llm.engine.runner.error is None, llm.engine.runner.error
+llm.close()  # a thread that compiles may not be there when the interpreter ends
 """
 # Each tensor has memory of its own, so that an access beyond it is seen; no graph can be captured.
 SANITIZED = """
