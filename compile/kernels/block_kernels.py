@@ -177,6 +177,22 @@ def commit(rows: Tensor, start: Tensor, path: Tensor) -> None:
     )
 
 
+@triton.jit
+def sum_of_parts(parts_at, stride_split, n, D, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
+    """Return columns `n` of a row's parts, added up in their order; `parts_at` is the first's."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for split in tl.static_range(SPLIT):
+        total += tl.load(parts_at + split * stride_split + n, mask=n < D, other=0.0)
+    return total
+
+
+@triton.jit
+def normed(x, scale_ptr, n, D, eps):
+    """Return x / rms(x) * scale of one row, whose columns past D are zeros."""
+    x = x / tl.sqrt_rn(tl.sum(x * x, 0) / D + eps)
+    return x * tl.load(scale_ptr + n, mask=n < D, other=0.0).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["stride_split"])
 def norm_kernel(
     x_ptr,
@@ -200,16 +216,10 @@ def norm_kernel(
     n = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * stride_x + n, mask=n < D, other=0.0).to(tl.float32)
     if SPLIT > 0:
-        added = tl.zeros((BLOCK,), tl.float32)
-        for split in tl.static_range(SPLIT):
-            at = parts_ptr + split * stride_split + row * Np + n
-            added += tl.load(at, mask=n < D, other=0.0)
-        x += added
+        x += sum_of_parts(parts_ptr + row * Np, stride_split, n, D, SPLIT, BLOCK)
         tl.store(total_ptr + row * D + n, x, mask=n < D)
     if NORMED:
-        mean = tl.sum(x * x, 0) / D
-        x = x / tl.sqrt_rn(mean + eps)
-        x *= tl.load(scale_ptr + n, mask=n < D, other=0.0).to(tl.float32)
+        x = normed(x, scale_ptr, n, D, eps)
     if LIMIT > 0:
         x = tl.minimum(tl.maximum(x, -LIMIT), LIMIT)
     if STORED:

@@ -24,11 +24,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fasteagle.compile.kernels.block_kernels import normed, sum_of_parts
 from fasteagle.quant import kernels
 from fasteagle.quant.interleaved import BLOCK_N, InterleavedWeight
-from fasteagle.quant.kernels import SPAN, product
+from fasteagle.quant.kernels import SPAN, gated_halves, product
 from fasteagle.quant.tiling import cut_rows
-from fasteagle.quant.unpack_kernels import half_range
 
 BLOCK_M = 16  # rows of an expert in one program
 SCORES = 4  # experts of one program of `score_kernel`
@@ -222,22 +222,16 @@ def score_kernel(
     n = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * D + n, mask=n < D, other=0.0)
     if SPLIT > 0:
-        added = tl.zeros((BLOCK,), tl.float32)
-        for split in tl.static_range(SPLIT):
-            at = parts_ptr + split * stride_split + row * Np + n
-            added += tl.load(at, mask=n < D, other=0.0)
-        x += added
-    mean = tl.sum(x * x, 0) / D
-    normed = x / tl.sqrt_rn(mean + eps)
-    normed *= tl.load(scale_ptr + n, mask=n < D, other=0.0).to(tl.float32)
+        x += sum_of_parts(parts_ptr + row * Np, stride_split, n, D, SPLIT, BLOCK)
+    y = normed(x, scale_ptr, n, D, eps)
     if tl.program_id(1) == 0:
         if SPLIT > 0:
             tl.store(total_ptr + row * D + n, x, mask=n < D)
-        tl.store(out_ptr + row * D + n, normed.to(out_ptr.dtype.element_ty), mask=n < D)
+        tl.store(out_ptr + row * D + n, y.to(out_ptr.dtype.element_ty), mask=n < D)
     r = tl.program_id(1) * SCORES + tl.arange(0, SCORES)
     real = (r < R)[:, None] & (n < D)[None, :]
     weights = tl.load(router_ptr + r[:, None] * D + n[None, :], mask=real, other=0.0)
-    scores = tl.sum(weights * normed[None, :], 1)
+    scores = tl.sum(weights * y[None, :], 1)
     tl.store(scores_ptr + row * R + r, scores, mask=r < R)
 
 
@@ -379,8 +373,7 @@ def expert_kernel(
         SPAN,
     )
     if GATED:
-        gate, up = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N // 2, 2)))
-        values, scale = half_range(gate / (1.0 + tl.exp(-gate)) * up, EXPONENT)
+        values, scale = gated_halves(acc, EXPONENT)
         n = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
         at = out_ptr + slot[:, None] * out_columns + n[None, :]
         tl.store(at, values, mask=(i < count)[:, None])
