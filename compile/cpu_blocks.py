@@ -109,9 +109,8 @@ def expert_tensors(mlp: MLP | MoE) -> dict[str, Tensor]:
     if isinstance(mlp, MLP):
         return tensors
     config = mlp.config
-    renormalize = config.renormalize or config.score == "topk_softmax"
     tensors["router"] = mlp.router.weight.detach().float()
-    tensors["routing"] = torch.tensor([config.top_k, renormalize, config.scale]).double()
+    tensors["routing"] = torch.tensor([config.top_k, config.weighs_chosen, config.scale]).double()
     if mlp.shared is not None:
         tensors["shared_gate_up"] = mlp.shared.gate_up.packed
         tensors["shared_down"] = mlp.shared.down.packed

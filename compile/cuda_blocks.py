@@ -199,8 +199,7 @@ def _routing(blocks: Sequence[Block]) -> tuple[int, bool, float]:
     if not configs:
         return 0, False, 1.0
     config = configs[0]
-    renormalizes = config.renormalize or config.score == "topk_softmax"
-    return config.top_k, renormalizes, config.scale
+    return config.top_k, config.weighs_chosen, config.scale
 
 
 @torch.library.custom_op("fasteagle::fused_blocks", mutates_args=("caches",), device_types="cuda")

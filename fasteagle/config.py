@@ -44,6 +44,11 @@ class MoEConfig:
         assert 1 <= self.top_k <= self.n_expert, f"{self.top_k} experts: their reader checks it"
         assert self.score in SCORES, self.score
 
+    @property
+    def weighs_chosen(self) -> bool:
+        """Return whether weights are a softmax of the chosen experts' scores alone."""
+        return self.renormalize or self.score == "topk_softmax"
+
     def distinct_experts(self, rows: int) -> float:
         """Return how many experts `rows` rows take together, were each row's chosen at random."""
         return self.n_expert * (1 - (1 - self.top_k / self.n_expert) ** rows)

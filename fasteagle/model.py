@@ -255,7 +255,7 @@ class MoE(nn.Module):
         logits = F.linear(x.float(), self.router.weight.float())  # [T, X]
         best = logits.sort(dim=-1, descending=True, stable=True)
         chosen, ids = (part[:, : self.config.top_k] for part in best)
-        if self.config.score == "topk_softmax" or self.config.renormalize:
+        if self.config.weighs_chosen:
             weights = chosen.softmax(-1)
         else:
             weights = (chosen - logits.logsumexp(-1, keepdim=True)).exp()
