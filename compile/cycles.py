@@ -145,18 +145,14 @@ class CycleCompiler:
     def _scratch(self, n_slots: int) -> Drafter | None:
         """Return the drafter, with a separate cache of `n_slots` slots if it has a cache."""
         drafter = self._drafter
-        if isinstance(drafter, ModelDrafter):
-            drafter = drafter.apart()
-            drafter.cache.resize(n_slots)
-            return drafter
-        if not isinstance(drafter, HeadDrafter):
+        if not isinstance(drafter, ModelDrafter | HeadDrafter):
             return drafter
         scratch = drafter.apart()
-        self._engine.backend.adopt(scratch)
-        rows = drafter.cache.rows
-        scratch.cache = KVCache(drafter.head.config.block, n_slots, rows.dtype, rows.device)
-        for plane in _planes(scratch.cache):
-            torch._dynamo.mark_dynamic(plane, 1)
+        scratch.cache.resize(n_slots)
+        if isinstance(scratch, HeadDrafter):
+            self._engine.backend.adopt(scratch)
+            for plane in _planes(scratch.cache):
+                torch._dynamo.mark_dynamic(plane, 1)
         return scratch
 
 

@@ -143,7 +143,7 @@ class Controlled:
         return None
 
     def apart(self) -> Self:
-        """Return a copy of this drafter, whose runs do not change what this one has learned."""
+        """Return a copy whose runs change neither this one's caches nor what it has learned."""
         return copy.copy(self)
 
     def next_shape(self) -> AnyShape | None:

@@ -92,18 +92,16 @@ class HeadDrafter(RankingDrafter):
 
     def __init__(self, head: EagleHead, max_seq_len: int, noise: str) -> None:
         self.head, self.max_seq_len, self.noise = head, max_seq_len, noise
-        self.cache = self._new_cache()
+        weight = head.block.mlp_norm.weight
+        self.cache = KVCache(head.config.block, 1, weight.dtype, weight.device)
         self.target_ids = head.target_ids()
         self.aux_layers = head.config.aux_layers
         self._window = head.config.block.sliding_window
 
-    def _new_cache(self) -> KVCache:
-        weight = self.head.block.mlp_norm.weight
-        return KVCache(self.head.config.block, 1, weight.dtype, weight.device)
-
-    def sibling(self) -> Self:
-        other = super().sibling()
-        other.cache = self._new_cache()
+    def apart(self) -> Self:
+        other = super().apart()
+        rows = self.cache.rows
+        other.cache = KVCache(self.head.config.block, 1, rows.dtype, rows.device)
         return other
 
     @property
