@@ -91,8 +91,7 @@ class Company:
         if self._gain is not None:
             ms = outcome.draft_ms + outcome.drafted * self._row_ms
             self._gain.add(outcome.accepted - ms * self._speed)
-        self._pauses.probing = max(0, self._pauses.probing - 1)
-        self._pauses.drafted += 1
+        self._pauses.count()
 
     def end_pass(self, ms: float) -> None:
         """Observe that a pass, with all around it, took `ms`; set the prices of the next one."""
@@ -110,16 +109,13 @@ class Company:
         """Begin or end a rest from drafting, or a block of plain passes."""
         plain, drafting = self._speeds[n, False], self._speeds[n, True]
         if self._rests.left:
-            self._rests.left -= 1
-            if not self._rests.left:
-                self._rests.end()
+            if self._rests.wait():
                 for speed in (drafting.tokens, drafting.ms):
                     speed.fade(FORGOTTEN)
         elif self._block:
             self._block -= 1
         elif drafted:
-            self._rests.drafted += 1
-            self._rests.probing = max(0, self._rests.probing - 1)
+            self._rests.count()
             self._until_block -= 1
             if self._until_block <= 0:
                 self._distance = min(4 * self._distance, LONGEST_DISTANCE)
@@ -138,9 +134,7 @@ class Company:
         if self._gain is None:
             self._gain = Average(policy.usual_tokens - USUAL_CHAIN * (row + level))
         if self._pauses.left:
-            self._pauses.left -= 1
-            if not self._pauses.left:
-                self._pauses.end()
+            if self._pauses.wait():
                 self._gain.fade(FORGOTTEN)
         elif not self._pauses.probing and self._gain.mean() <= 0:
             self._pauses.begin()

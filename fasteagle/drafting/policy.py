@@ -135,9 +135,21 @@ class Pauses:
         self.left, self.drafted = self.length, 0
         self.length = min(2 * self.length, self.longest)
 
+    def wait(self) -> bool:
+        """Count a pass of the pause; return whether the pause has ended with it."""
+        self.left -= 1
+        if self.left <= 0:
+            self.end()
+        return not self.left
+
     def end(self) -> None:
         """End the pause: try to draft again."""
         self.left, self.probing = 0, PROBE
+
+    def count(self) -> None:
+        """Count a drafted cycle."""
+        self.drafted += 1
+        self.probing = max(0, self.probing - 1)
 
 
 class Policy:
@@ -318,8 +330,7 @@ class Policy:
     def _after_drafting(self) -> None:
         """Begin a block of plain passes, or decide again, where it is time for it."""
         self._since += 1
-        self._pauses.drafted += 1
-        self._pauses.probing = max(0, self._pauses.probing - 1)
+        self._pauses.count()
         self._until_block -= 1
         if self._until_block <= 0:
             self._distance = min(4 * self._distance, LONGEST_DISTANCE)
