@@ -208,4 +208,4 @@ def _missing_bytes(engine: Engine, n_tokens: int) -> int:
     """Return the bytes by which an engine's caches still grow for a text of `n_tokens`."""
     # Where caches must not move, they have their full size from the beginning.
     slots = max(0, n_tokens - engine.cache.n_slots) if engine.on_cpu else 0
-    return slots * sum(cache.rows[:, :, :1].nbytes for cache in engine.caches)
+    return slots * engine.slot_bytes

@@ -78,7 +78,7 @@ class PrefixCache:
 
     def _keep(self, engine: Engine) -> None:
         """Store the engine's sequence, or as much of its beginning as the limit allows."""
-        of_one = sum(cache.rows[:, :, :1].nbytes for cache in engine.caches)
+        of_one = engine.slot_bytes
         n = min(len(engine.cached), self.limit // of_one)
         if n <= FEW_TOKENS:
             return

@@ -83,7 +83,7 @@ def measure_sizes(
 def largest_batch(llm: LLM) -> str:
     """Return a line on how many texts of the full context fit into the memory that is free."""
     engine = llm.engine
-    each = engine.max_seq_len * sum(cache.rows[:, :, :1].nbytes for cache in engine.caches)
+    each = engine.max_seq_len * engine.slot_bytes
     line = f"a text of {engine.max_seq_len:,} tokens takes {each / 2**30:.2f} GiB of KV cache"
     free = available_bytes(engine.device)
     return line if free is None else f"{line}; memory is free for {free // each:,} of them"

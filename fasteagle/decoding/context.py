@@ -237,6 +237,11 @@ class Context:
         """KV caches of the sequence: the target's, then the drafter's own."""
         return [self.cache, *(() if self.drafter is None else self.drafter.caches)]
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes that one token takes in these caches."""
+        return sum(cache.rows[:, :, :1].nbytes for cache in self.caches)
+
     @torch.no_grad()
     def take(self, tokens: Sequence[int], shown: int, rows: Sequence[Tensor]) -> None:
         """Go on from other tokens, whose `rows` [2 L, G, n, E] of each cache are copied.

@@ -105,8 +105,7 @@ def _check_early(opened: OpenedModel, runtime: RuntimeOptions, options: Calibrat
 
 def _known_head(opened: OpenedModel, identity: str, options: CalibrateOptions) -> LoadedHead:
     """Return the draft head that chat would use; raise `FasteagleError` where there is none."""
-    own = own_layer(opened.checkpoint, opened.path)
-    place = find_head(None, opened.name, identity) or own
+    place = find_head(None, opened.name, identity) or own_layer(opened.checkpoint, opened.path)
     if place is None:
         raise FasteagleError(
             f"no draft head for {opened.name} to calibrate: give one with --head, or train one "
