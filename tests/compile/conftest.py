@@ -1,4 +1,4 @@
-"""One cache of compiled Triton kernels for a run of the tests."""
+"""Kernels for the tests of what runs them: our C++ ones, and Triton's with one cache a run."""
 
 from __future__ import annotations
 
@@ -21,3 +21,11 @@ def kernels_on_cpu(card, monkeypatch):
 
     monkeypatch.setattr(interleaved, "interleaved_linear", product)
     return card
+
+
+@pytest.fixture(scope="session")
+def cpu_kernels() -> None:
+    """Our C++ kernels, built and loaded."""
+    from fasteagle.quant import cpu_build
+
+    cpu_build.load()

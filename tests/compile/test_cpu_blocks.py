@@ -17,7 +17,6 @@ from fasteagle.generate import Engine
 from fasteagle.loading.source import quantize_, quantize_head_
 from fasteagle.model import KVCache, Target, Transformer, causal_mask
 from fasteagle.options import SamplingParams
-from fasteagle.quant import cpu_build
 from fasteagle.quant.cpu_linear import NativeLinear
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import TreeShape
@@ -25,10 +24,7 @@ from fasteagle.tree import TreeView, ancestor_mask, tree_paths
 from helpers import eagle3_of, random_head, random_target, rounded_activations, tiny_config
 from native_models import CONFIGS, SHAPE, native_backend, native_target
 
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels():
-    cpu_build.load()
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
 class Emulated(nn.Module):

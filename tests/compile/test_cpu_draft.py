@@ -16,13 +16,14 @@ from fasteagle.generate import Engine
 from fasteagle.loading.source import quantize_head_, quantize_linear
 from fasteagle.model import Target
 from fasteagle.options import SamplingParams
-from fasteagle.quant import cpu_build
 from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.quant.scheme import Scheme
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import GatedChain, TreeShape
 from helpers import eagle3_of, empty_state, random_head, random_target, spec_of, tiny_config
 from native_models import SHAPE
+
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 HEADS = {
     "eagle1": {},
@@ -62,11 +63,6 @@ class Drafting(Backend):
 
     def drafts(self, drafter, spec) -> bool:
         return self.native.runs(drafter, spec)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels():
-    cpu_build.load()
 
 
 def make(name, dtype=torch.float32, depth=6):

@@ -15,7 +15,6 @@ from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.generate import Engine
 from fasteagle.model import Output
 from fasteagle.options import SamplingParams
-from fasteagle.quant import cpu_build
 from fasteagle.quant.cpu_tensors import Sampling, State, Tree
 from fasteagle.sampling import BAD_ROW, SamplingMode, draw
 from fasteagle.shapes import AnyShape, FusedShape, TreeShape
@@ -24,12 +23,9 @@ from fasteagle.tree import HEAD, LOOKUP, DraftTree
 from helpers import tiny_config
 from native_models import SHAPE, native_target, random_tree, state_of
 
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
+
 finish = NativeFinish()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels():
-    cpu_build.load()
 
 
 @pytest.fixture(scope="module")

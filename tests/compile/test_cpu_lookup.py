@@ -24,19 +24,15 @@ from fasteagle.drafting.thresholds import LONGEST
 from fasteagle.generate import Engine
 from fasteagle.loading.source import quantize_head_
 from fasteagle.options import SamplingParams
-from fasteagle.quant import cpu_build
 from fasteagle.quant.scheme import Scheme
 from fasteagle.sampling import SamplingMode
 from fasteagle.shapes import GatedChain
 from helpers import random_head, spec_of, tiny_config
 from native_models import SHAPE, native_target
 
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
+
 PARAMS = [SamplingParams(), SamplingParams(0.7, seed=4), SamplingParams(0.8, top_p=0.9, seed=2)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels():
-    cpu_build.load()
 
 
 def looked_up(text: list[int], lookup: Lookup, keep: float = 0.0):

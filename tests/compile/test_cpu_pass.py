@@ -10,7 +10,6 @@ from fasteagle.compile.cpu_backend import CpuBackend
 from fasteagle.compile.cpu_pass import NativeFinish, why_not
 from fasteagle.decoding.cycle import EAGER, Proposal
 from fasteagle.loading.source import quantize_
-from fasteagle.quant import cpu_build
 from fasteagle.quant.cpu_tensors import (
     BlockTensors,
     CorpusIndex,
@@ -24,10 +23,7 @@ from fasteagle.quant.scheme import Scheme
 from helpers import random_target, tiny_config
 from native_models import CONFIGS, SHAPE, native_backend, native_target, random_tree, state_of
 
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels():
-    cpu_build.load()
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
 @pytest.fixture(scope="module")

@@ -17,17 +17,13 @@ from fasteagle.loading.open import open_model
 from fasteagle.loading.source import quantize_head_
 from fasteagle.model import Target
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
-from fasteagle.quant import cpu_build
 from fasteagle.quant.cpu_linear import NativeLinear
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import GatedChain
 from helpers import eagle3_of, random_head, spec_of, tiny_config
 from native_models import MIXTRAL, SHAPE, native_target
 
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels():
-    cpu_build.load()
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
 @pytest.fixture(autouse=True)
