@@ -6,15 +6,16 @@ The weights are packed once, from the modules of a loaded model and of its draft
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
 from fasteagle.compile import cpu_pass
 from fasteagle.compile.cpu_blocks import MAX_ROWS, NativeBlocks, fits
-from fasteagle.compile.cpu_draft import NativeDraft
+from fasteagle.compile.cpu_draft import NativeDraft, Text
 from fasteagle.decoding.cycle import EAGER, Pieces, Proposal
-from fasteagle.decoding.runner import Advice, Backend, under_mask
+from fasteagle.decoding.runner import Advice, Backend, Launch, Runner, under_mask
 from fasteagle.drafting.base import Drafter
 from fasteagle.model import EagleHead, Ops, Output, Target, Transformer
 from fasteagle.quant.cpu_linear import NativeNorm, in_huge_pages
@@ -49,6 +50,21 @@ class CpuBackend(Backend):
     @property
     def leaves_blocks(self) -> bool:
         return False
+
+    def draft_together(
+        self, runners: Sequence[Runner], launches: Sequence[Launch]
+    ) -> list[Proposal]:
+        ours = [i for i, (spec, drafter, _) in enumerate(launches) if self.drafts(drafter, spec)]
+        begin = time.perf_counter()
+        texts = [Text(runners[i].state, launches[i].drafter, launches[i].spec) for i in ours]
+        drafted, seconds = self._drafts.together(texts)
+        proposals = dict(zip(ours, drafted, strict=True))
+        for i, own in zip(ours, seconds, strict=True):
+            runners[i].drafted(begin, own)
+        return [
+            proposals[i] if i in proposals else runners[i].draft(launch)
+            for i, launch in enumerate(launches)
+        ]
 
     def verify_together(
         self, states: Sequence[DecodeState], proposals: Sequence[Proposal]

@@ -1,10 +1,15 @@
-"""Draft a confidence-gated chain of the draft head by one call of our CPU kernels.
+"""Draft confidence-gated chains of the draft head, of one text or several, by one kernel call.
 
 The reference is `EagleDrafter.propose`, which drafts all levels and drops tokens below the
 threshold.
 """
 
 from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +49,30 @@ def _linear(lm_head: nn.Module) -> nn.Module:
     return lm_head.linear if isinstance(lm_head, QuantizedLMHead) else lm_head
 
 
+class Text(NamedTuple):
+    """Text to draft for, and the variant of its cycle."""
+
+    state: DecodeState
+    drafter: Drafter | None
+    spec: CycleSpec
+
+    @property
+    def eagle(self) -> EagleDrafter:
+        """The drafter, which has a draft head."""
+        assert isinstance(self.drafter, EagleDrafter), "see NativeDraft.runs"
+        return self.drafter
+
+    @property
+    def rule(self) -> tuple[int, Thresholds]:
+        """Greatest depth of the draft head's chain, and the bounds that end it before."""
+        return min(self.spec.depth, LONGEST), self.eagle.thresholds
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether the draft head ranks tokens with the noise that the target draws with."""
+        return not self.spec.kind.greedy and self.eagle.noise == "shared"
+
+
 class NativeDraft:
     """Implementation of `Pieces.draft`: chains by the kernels, other shapes by the drafter.
 
@@ -65,16 +94,54 @@ class NativeDraft:
     def __call__(self, state: DecodeState, drafter: Drafter | None, spec: CycleSpec) -> Proposal:
         if not isinstance(spec.shape, GatedChain):
             return EAGER.draft(state, drafter, spec)
-        if isinstance(drafter, LOOKING_UP):
-            copied = look_up(state, drafter, spec.depth)
-            if copied is not None:
-                return self.proposal(state, copied, LOOKUP)
+        if (copied := self._copied(state, drafter, spec)) is not None:
+            return copied
         if not isinstance(drafter, EagleDrafter) or (native := self.of(drafter.head)) is None:
             return EAGER.draft(state, drafter, spec)
-        noisy = not spec.kind.greedy and drafter.noise == "shared"
-        depth = min(spec.depth, LONGEST)
-        bounds = drafter.thresholds
-        tokens, paths = native.draft(state, drafter, spec.width, depth, bounds, noisy)
+        [(tokens, paths)] = native.draft([Text(state, drafter, spec)])
+        return self._of_head(state, tokens, paths)
+
+    def together(self, texts: Sequence[Text]) -> tuple[list[Proposal], list[float]]:
+        """Return the proposal of each text, and the seconds of each.
+
+        All are chains that `runs` has allowed. Draft heads run once for all texts of one depth and
+        stopping rule, and their time is divided among these texts.
+        """
+        proposals: dict[int, Proposal] = {}
+        seconds = [0.0] * len(texts)
+        shared: dict[Any, list[int]] = defaultdict(list)
+        for i, text in enumerate(texts):
+            begin = time.perf_counter()
+            copied = self._copied(*text)
+            if copied is not None:
+                proposals[i] = copied
+            elif isinstance(text.drafter, EagleDrafter):
+                shared[text.drafter.head, text.rule].append(i)
+            else:
+                proposals[i] = EAGER.draft(*text)
+            seconds[i] = time.perf_counter() - begin
+        for (head, _), places in shared.items():
+            begin = time.perf_counter()
+            native = self.of(head)
+            assert native is not None, "see runs"
+            chains = native.draft([texts[i] for i in places])
+            for i, chain_of_head in zip(places, chains, strict=True):
+                proposals[i] = self._of_head(texts[i].state, *chain_of_head)
+            for i in places:
+                seconds[i] += (time.perf_counter() - begin) / len(places)
+        return [proposals[i] for i in range(len(texts))], seconds
+
+    def _copied(
+        self, state: DecodeState, drafter: Drafter | None, spec: CycleSpec
+    ) -> Proposal | None:
+        """Return the proposal of a looked-up chain; None if the draft head promises more."""
+        if not isinstance(drafter, LOOKING_UP):
+            return None
+        copied = look_up(state, drafter, spec.depth)
+        return None if copied is None else self.proposal(state, copied, LOOKUP)
+
+    def _of_head(self, state: DecodeState, tokens: Tensor, paths: Tensor) -> Proposal:
+        """Return the proposal of the draft head's chain."""
         promised = tuple(paths.tolist()[: len(tokens)])
         return self.proposal(state, tokens, HEAD)._replace(promised=promised)
 
@@ -155,31 +222,28 @@ class NativeChain:
             head.config.block.sliding_window or 0,
         )
 
-    def draft(
-        self,
-        state: DecodeState,
-        drafter: EagleDrafter,
-        width: int,
-        depth: int,
-        thresholds: Thresholds,
-        noisy: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """Draft at most `depth` tokens after the root, from at most `width` pending pairs.
+    def draft(self, texts: Sequence[Text]) -> list[tuple[Tensor, Tensor]]:
+        """Draft after the root of each text, from its pending pairs; all texts have one `rule`.
 
-        Returns the tokens, and their path probabilities, then that of the first token left out, if
-        there is one.
+        Returns the tokens of each, and their path probabilities, then that of the first token left
+        out, if there is one.
         """
-        new = state.committed(min(width, int(state.count)))
-        sampling = state.sampling
-        tokens, paths = self._head.draft(
-            new.tokens,
-            drafter.head.read(new.features),
-            new.count,
-            state.seq_len,
-            drafter.target_ids,
-            drafter.cache.layers[0],
-            *((sampling.temperature, sampling.seed) if noisy else (None, None)),
+        depth, thresholds = texts[0].rule
+        pairs, drafters = [], [text.eagle for text in texts]
+        for state, _, spec in texts:
+            pairs.append(state.committed(min(spec.width, int(state.count))))
+        noisy = [text.state.sampling if text.is_noisy else None for text in texts]
+        chains: list[tuple[Tensor, Tensor]] = self._head.draft(
+            [new.tokens for new in pairs],
+            [drafter.head.read(new.features) for drafter, new in zip(drafters, pairs, strict=True)],
+            [new.count for new in pairs],
+            [text.state.seq_len for text in texts],
+            drafters[0].target_ids,
+            [drafter.cache.layers[0][0] for drafter in drafters],
+            [drafter.cache.layers[0][1] for drafter in drafters],
+            [sampling and sampling.temperature for sampling in noisy],
+            [sampling and sampling.seed for sampling in noisy],
             depth,
             *thresholds,
         )
-        return tokens, paths
+        return chains

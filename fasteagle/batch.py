@@ -184,7 +184,7 @@ class Batch(Generic[Key, Item]):
         first = self.engines[0].drafter
         if first is None:
             return
-        self._company.policy = first.policy
+        self._company.follow(first.policy)
         shares = len(self._running) > 1 and first.tuning is not None
         for run in self._running.values():
             drafter = run.engine.drafter

@@ -148,8 +148,12 @@ class Runner:
         spec, drafter, _ = launch
         begin = time.perf_counter()
         proposal = self.pieces(spec, drafter).draft(self.state, drafter, spec)
-        self._laps = [begin, time.perf_counter()]
+        self.drafted(begin, time.perf_counter() - begin)
         return proposal
+
+    def drafted(self, begin: float, seconds: float) -> None:
+        """Note that a cycle whose pass others share began at `begin`, with its time to draft."""
+        self._laps = [begin, begin + seconds]
 
     def finish(self, launch: Launch, proposal: Proposal, output: Output) -> None:
         """End a cycle whose pass others shared."""
@@ -240,8 +244,7 @@ def run_together(runners: Sequence[Runner]) -> None:
         if len(runners) == 1:
             runners[0].run(launches[0])
             return
-        pairs = zip(runners, launches, strict=True)
-        proposals = [runner.draft(launch) for runner, launch in pairs]
+        proposals = backend.draft_together(runners, launches)
         outputs = backend.verify_together([runner.state for runner in runners], proposals)
     except Exception as error:
         for runner in runners:
@@ -288,6 +291,13 @@ class Backend:
     def drafts(self, drafter: Drafter | None, spec: CycleSpec) -> bool:
         """Return whether kernels run all drafting of a cycle, so that none of it is compiled."""
         return False
+
+    def draft_together(
+        self, runners: Sequence[Runner], launches: Sequence[Launch]
+    ) -> list[Proposal]:
+        """Return the proposal of each launched cycle, in order."""
+        pairs = zip(runners, launches, strict=True)
+        return [runner.draft(launch) for runner, launch in pairs]
 
     def verify_together(
         self, states: Sequence[DecodeState], proposals: Sequence[Proposal]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from fasteagle.drafting.costs import Times
 from fasteagle.drafting.policy import (
     BLOCK,
     FIRST_DISTANCE,
@@ -22,7 +23,7 @@ from fasteagle.drafting.policy import (
     Pauses,
     Policy,
 )
-from fasteagle.drafting.thresholds import Thresholds, between
+from fasteagle.drafting.thresholds import LONGEST, Thresholds, between
 from fasteagle.shapes import AnyShape, GatedChain
 
 ROWS_AHEAD = 4  # further rows over which the price of one is taken
@@ -55,6 +56,7 @@ class Company:
 
     def __init__(self) -> None:
         self.policy: Policy | None = None
+        self._levels: Times | None = None  # share of a sequence in the head's levels
         self.thresholds, self.lookup_threshold = Thresholds(), Thresholds().verify[0]
         self.head_gain: float | None = None
         self._pauses = Pauses()  # of the draft head
@@ -68,6 +70,14 @@ class Company:
         # By number of sequences, and whether they drafted.
         self._speeds: dict[tuple[int, bool], Speed] = defaultdict(Speed)
         self._width = Average(1.0)  # rows of one sequence
+
+    def follow(self, policy: Policy | None) -> None:
+        """Decide by the costs of `policy` from now on."""
+        if policy is not self.policy:
+            self._levels = None
+            if policy is not None and policy.costs.chain:
+                self._levels = Times(policy.costs.chain)
+        self.policy = policy
 
     @property
     def next_shape(self) -> AnyShape | None:
@@ -87,7 +97,10 @@ class Company:
         self._width.add(1 + outcome.drafted)
         if self.policy is None or not outcome.extended or outcome.draft_ms is None:
             return
-        self.policy.learn_head(outcome)
+        if outcome.promised:
+            self.policy.honesty.learn(outcome.promised, outcome.accepted)
+        if self._levels is not None:
+            self._levels.observe(min(outcome.drafted + 1, LONGEST), outcome.draft_ms)
         if self._gain is not None:
             ms = outcome.draft_ms + outcome.drafted * self._row_ms
             self._gain.add(outcome.accepted - ms * self._speed)
@@ -128,7 +141,8 @@ class Company:
         if not self._speed:
             return
         self._row_ms = policy.row_ms(n * self._width.mean(), ROWS_AHEAD)
-        row, level = self._row_ms * self._speed, policy.level_ms * self._speed
+        level_ms = 0.0 if self._levels is None else self._levels.slope(LONGEST)
+        row, level = self._row_ms * self._speed, level_ms * self._speed
         self.thresholds = Thresholds.at(row, level, policy.honesty)
         self.lookup_threshold = between(row)
         if self._gain is None:

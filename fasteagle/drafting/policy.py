@@ -318,10 +318,6 @@ class Policy:
             ms = min(outcome.ms, INTERRUPTION * self._ms(size))
             self._drift.add(ms / size.ms.prior)
             size.ms.add(ms)
-        self.learn_head(outcome)
-
-    def learn_head(self, outcome: Outcome) -> None:
-        """Observe what a draft head's chain promised, and the time of its levels."""
         if outcome.promised:
             self.honesty.learn(outcome.promised, outcome.accepted)
         if outcome.extended and self._levels is not None and outcome.draft_ms is not None:

@@ -1,4 +1,4 @@
-// Confidence-gated chain of tokens drafted by an EAGLE head in one call.
+// Confidence-gated chains of tokens drafted by an EAGLE head, after several texts in one call.
 //
 // Reference: `EagleDrafter.propose` in drafting/eagle.py, on a chain that `gated_chain` ends.
 
@@ -68,35 +68,62 @@ struct HeadWeights {
   Weight lm_head;
 };
 
-// Drafts a chain on all threads together; each thread tracks the state by itself.
+// Sequence to draft for: its last `n` pairs of token and feature, and what the head drafts after
+// them. A slot of its cache equals its RoPE position.
 template <class C>
-struct Chain {
+struct Text {
+  int64_t n, seq_len, S;
+  const int64_t* tokens;  // [n]
+  float *features, *last;  // [n, D]; [D]: that of the last row that was run
+  C *k, *v;
+  Noise noise;
+  int64_t* drafted;          // [depth]
+  std::vector<float> found;  // path probabilities
+};
+
+// Rows of a step: token, feature and slot of each.
+struct Entries {
+  int64_t tokens[MAX_ROWS], slots[MAX_ROWS];
+  const float* features[MAX_ROWS];
+
+  void set(int64_t row, int64_t token, const float* feature, int64_t slot) {
+    tokens[row] = token;
+    features[row] = feature;
+    slots[row] = slot;
+  }
+};
+
+// Drafts chains on all threads together; each thread tracks the state by itself.
+template <class C>
+struct Chains {
   const HeadWeights& head;
-  Pass<C> pass;  // of one level; the text's rows come first
-  Sequence<C> text;
+  Pass<C> pass;  // of one step
+  std::span<Text<C>> texts;
   const float *cos, *sin;  // tables of all positions
   const int64_t* target_ids;
-  float *features, *entry, *logits;  // [n, D], [rows, 2 D], [draft vocabulary]
-  const float* read;                 // the features of this step
+  float *turns, *entry, *logits;  // [2, rows, E], [rows, 2 D], [texts, draft vocabulary]
   Activations joined, said;
-  Best* bests;  // [threads]
-  int64_t seq_len;
-  Noise noise;
+  Best* bests;  // [threads, texts]
 
   float* x(int64_t row) const { return pass.x + row * pass.D; }
 
-  // Writes rows of tokens and features in the block's input format.
-  void enter(const Worker& me, const int64_t* tokens) {
-    const int64_t D = pass.D;
-    float* both = pass.own_scratch(me);
+  // Writes the rows in the block's input format, and their rotations.
+  void enter(const Worker& me, const Entries& rows) {
+    const int64_t D = pass.D, E = pass.heads.E;
+    float *both = pass.own_scratch(me), *cosines = turns, *sines = turns + MAX_ROWS * E;
+    pass.cos = cosines;
+    pass.sin = sines;
+    pass.slots = rows.slots;
     const auto [begin, end] = me.share(pass.T);
     for (int64_t t = begin; t < end; t++) {
+      std::copy_n(cos + rows.slots[t] * E, E, cosines + t * E);
+      std::copy_n(sin + rows.slots[t] * E, E, sines + t * E);
       float* out = head.eagle3 ? entry + t * 2 * D : both;
-      row_in_fp32(head.embedding, tokens[t], D, out);
+      row_in_fp32(head.embedding, rows.tokens[t], D, out);
       if (head.token_norm != nullptr) rms_norm(out, head.token_norm, D, pass.eps, out);
-      rms_norm(read + t * D, head.feature_norm, D, pass.eps, out + D);  // EAGLE-1 has none
+      rms_norm(rows.features[t], head.feature_norm, D, pass.eps, out + D);  // EAGLE-1 has none
       if (head.eagle3) {
-        const float* residual = head.normed_residual ? out + D : read + t * D;
+        const float* residual = head.normed_residual ? out + D : rows.features[t];
         std::copy(residual, residual + D, x(t));
       } else {
         joined.quantize_row(t, out, 2 * D);
@@ -108,37 +135,46 @@ struct Chain {
     me.team.barrier();
   }
 
-  // Returns the likeliest token after the last row, whose feature becomes row 0.
-  Best leave(const Worker& me) {
-    const int64_t D = pass.D, N = head.lm_head.h.N;
-    if (me.id == 0) {
-      float* row = x(pass.T - 1);
-      float* own = pass.own_scratch(me);
-      rms_norm(row, head.last_norm, D, pass.eps, own);  // EAGLE-1 has none
-      said.quantize_row(0, own, D);
-      const float* feature = head.normed_output ? own : row;
-      std::copy(feature, feature + D, features);
-    }
-    me.team.barrier();
-    products(me, head.lm_head, said, (uint8_t*)pass.own_scratch(me), 1, logits, N, false);
-    const auto [begin, end] = me.share(head.lm_head.column_blocks);
-    const int64_t last = std::min(end * COLUMNS, N);
-    if (noise.temperature > 0) noise.add(logits, target_ids, begin * COLUMNS, last);
-    bests[me.id] = Best::of(logits, begin * COLUMNS, last);
-    me.team.barrier();
-    Best best = bests[0];
-    for (int i = 1; i < me.size; i++) best.add(bests[i]);
-    return best;
+  // Takes row `row` of the pass as the last one of the text in place `place`.
+  void take(const Worker& me, int64_t row, int64_t place, float* last) {
+    float* own = pass.own_scratch(me);
+    rms_norm(x(row), head.last_norm, pass.D, pass.eps, own);  // EAGLE-1 has none
+    said.quantize_row(place, own, pass.D);
+    std::copy_n(head.normed_output ? own : x(row), pass.D, last);
   }
 
-  // Selects row `first` of the text and the rows after it; a slot equals its RoPE position.
-  void place(int64_t first, const int64_t* slots, const Visible* seen) {
-    const int64_t E = pass.heads.E;
-    pass.cos = cos + first * E;
-    pass.sin = sin + first * E;
-    pass.slots = slots;
-    text.seen = seen;
-    text.T = pass.T;
+  // Writes the likeliest token at this level, after the last row of each text that goes on.
+  void leave(const Worker& me, const std::vector<int>& going, int64_t level,
+             std::vector<Best>& best) {
+    const int64_t N = head.lm_head.h.N, n = going.size();
+    products(me, head.lm_head, said, (uint8_t*)pass.own_scratch(me), n, logits, N, false);
+    const auto [begin, end] = me.share(head.lm_head.column_blocks);
+    const int64_t first = begin * COLUMNS, last = std::min(end * COLUMNS, N);
+    for (int64_t i = 0; i < n; i++) {
+      Noise noise = texts[going[i]].noise;
+      noise.at(texts[going[i]].seq_len + level + 1);
+      if (noise.temperature > 0) noise.add(logits + i * N, target_ids, first, last);
+      bests[me.id * n + i] = Best::of(logits + i * N, first, last);
+    }
+    me.team.barrier();
+    for (int64_t i = 0; i < n; i++) {
+      best[i] = bests[i];
+      for (int id = 1; id < me.size; id++) best[i].add(bests[id * n + i]);
+    }
+  }
+
+  // Runs the block over the rows of `sequences`, whose memory for attention is set here.
+  void run(const Worker& me, const Entries& rows, std::vector<Sequence<C>>& sequences) {
+    float* parts = pass.parts;
+    pass.T = 0;
+    for (Sequence<C>& own : sequences) {
+      own.parts = parts;
+      parts += pass.heads.H * own.key_blocks * own.T * (pass.heads.E + 2);
+      pass.T += own.T;
+    }
+    pass.sequences = sequences;
+    enter(me, rows);
+    pass.block(me, head.block, head.eagle3);
   }
 };
 
@@ -162,57 +198,109 @@ inline Visible visible_text(int64_t first, int64_t rows, int64_t window) {
   return seen;
 }
 
-// Runs the draft head over the last `n` pairs, `MAX_ROWS` at a time, then drafts at most `depth`
-// tokens. A token with a path probability below `verify` is left out, and none is drafted after a
-// token below `expand` (bounds by depth). With a temperature, tokens are ranked with the noise that
-// the target will sample with. Returns the path probabilities, that of a token left out included.
+// Rows of one text in a step: pairs `first` .. `first + seen.length - 1`, or the token of a level.
+struct Share {
+  int text;
+  int64_t first, rows;
+  Visible seen;
+};
+
+// Returns the pairs of all texts in steps of at most `MAX_ROWS` rows.
 template <class C>
-std::vector<float> draft_chain(const Chain<C>& of_all, const int64_t* tokens, int64_t n,
-                               int64_t depth, const std::vector<float>& verify,
-                               const std::vector<float>& expand, int64_t* drafted) {
-  // Steps: the pairs, `MAX_ROWS` at a time, then one row for each further level.
-  std::vector<Visible> seen;
-  for (int64_t first = 0; first < n + depth - 1;) {
-    const int64_t rows = first < n ? std::min<int64_t>(MAX_ROWS, n - first) : 1;
-    seen.push_back(visible_text(of_all.seq_len - n + first, rows, of_all.head.window));
-    first += rows;
-  }
-  std::vector<int64_t> slots(n + depth - 1);
-  std::iota(slots.begin(), slots.end(), of_all.seq_len - n);
-  std::vector<float> found;
-  in_parallel([&](const Worker& me) {
-    Chain<C> chain = of_all;
-    int64_t own_token = 0;
-    float path = 1.0f;
-    const Visible* visible = seen.data();
-    const auto step = [&](int64_t first, int64_t rows, const int64_t* ids, const float* features) {
-      chain.pass.T = rows;
-      chain.read = features;
-      chain.place(chain.seq_len - n + first, slots.data() + first, visible++);
-      chain.enter(me, ids);
-      chain.pass.block(me, chain.head.block, chain.head.eagle3);
-    };
-    const auto show = [&](int64_t first, int64_t rows) {
-      step(first, rows, tokens + first, chain.features + first * chain.pass.D);
-    };
-    chain.pass.sequences = {&chain.text, 1};
-    int64_t shown = 0;
-    for (; n - shown > MAX_ROWS; shown += MAX_ROWS) show(shown, MAX_ROWS);
-    show(shown, n - shown);
-    for (int64_t level = 0; level < depth; level++) {
-      chain.noise.at(chain.seq_len + level + 1);
-      if (level) step(n + level - 1, 1, &own_token, chain.features);
-      const Best best = chain.leave(me);
-      path *= 1.0f / best.total;
-      own_token = chain.target_ids[best.index];
-      if (me.id == 0) {
-        found.push_back(path);
-        drafted[level] = own_token;
+std::vector<std::vector<Share>> steps_of(std::span<const Text<C>> texts, int64_t window) {
+  std::vector<std::vector<Share>> steps(1);
+  int64_t used = 0;
+  for (size_t i = 0; i < texts.size(); i++) {
+    const Text<C>& text = texts[i];
+    for (int64_t first = 0, rows; first < text.n; first += rows, used += rows) {
+      if (used == MAX_ROWS) {
+        steps.emplace_back();
+        used = 0;
       }
-      if (!(path >= at_depth(verify, level) && path >= at_depth(expand, level))) break;
+      rows = std::min(text.n - first, MAX_ROWS - used);
+      const int64_t slot = text.seq_len - text.n + first;
+      steps.back().push_back({int(i), first, rows, visible_text(slot, rows, window)});
+    }
+  }
+  return steps;
+}
+
+// Runs the draft head over the pairs of all texts, `MAX_ROWS` at a time, then drafts at most `depth`
+// tokens after each. A token with a path probability below `verify` is left out, and none is
+// drafted after a token below `expand` (bounds by depth). With a temperature, tokens are ranked
+// with the noise that the target will sample with. Writes the path probabilities, that of a token
+// left out included.
+template <class C>
+void draft_chains(const Chains<C>& of_all, int64_t depth, const std::vector<float>& verify,
+                  const std::vector<float>& expand) {
+  const std::span<Text<C>> texts = of_all.texts;
+  const int64_t window = of_all.head.window;
+  const auto steps = steps_of<C>(texts, window);
+  std::vector<std::vector<Visible>> seen(texts.size());  // by text and level
+  for (size_t i = 0; i < texts.size(); i++)
+    for (int64_t level = 1; level < depth; level++)
+      seen[i].push_back(visible_text(texts[i].seq_len + level - 1, 1, window));
+  in_parallel([&](const Worker& me) {
+    Chains<C> chains = of_all;
+    Entries rows;
+    std::vector<Sequence<C>> sequences;
+    std::vector<int> going(texts.size());
+    std::iota(going.begin(), going.end(), 0);
+    std::vector<Best> best(texts.size());
+    std::vector<int64_t> own_tokens(texts.size());
+    std::vector<float> paths(texts.size(), 1.0f);
+    const auto sequence = [&](const Text<C>& text, int64_t first, int64_t n, const Visible& keys) {
+      const int64_t key_blocks = (keys.length(n - 1) + KEYS - 1) / KEYS;
+      sequences.push_back({first, n, 0, text.S, key_blocks, &keys, nullptr, text.k, text.v});
+    };
+    for (const std::vector<Share>& step : steps) {
+      sequences.clear();
+      int64_t used = 0;
+      for (const Share& share : step) {
+        const Text<C>& text = texts[share.text];
+        sequence(text, used, share.rows, share.seen);
+        for (int64_t i = share.first; i < share.first + share.rows; i++)
+          rows.set(used++, text.tokens[i], text.features + i * chains.pass.D,
+                   text.seq_len - text.n + i);
+      }
+      chains.run(me, rows, sequences);
+      for (size_t i = 0; i < step.size(); i++) {
+        const Text<C>& text = texts[step[i].text];
+        if (step[i].first + step[i].rows == text.n && step[i].text % me.size == me.id)
+          chains.take(me, sequences[i].first + sequences[i].T - 1, step[i].text, text.last);
+      }
+      me.team.barrier();
+    }
+    for (int64_t level = 0; level < depth && !going.empty(); level++) {
+      if (level) {
+        sequences.clear();
+        for (const int i : going) {
+          const int64_t row = sequences.size();
+          sequence(texts[i], row, 1, seen[i][level - 1]);
+          rows.set(row, own_tokens[i], texts[i].last, texts[i].seq_len + level - 1);
+        }
+        chains.run(me, rows, sequences);
+        for (size_t place = me.id; place < going.size(); place += me.size)
+          chains.take(me, place, place, texts[going[place]].last);
+        me.team.barrier();
+      }
+      chains.leave(me, going, level, best);
+      size_t left = 0;
+      for (size_t place = 0; place < going.size(); place++) {
+        const int i = going[place];
+        paths[i] *= 1.0f / best[place].total;
+        own_tokens[i] = chains.target_ids[best[place].index];
+        if (me.id == 0) {
+          texts[i].found.push_back(paths[i]);
+          texts[i].drafted[level] = own_tokens[i];
+        }
+        const bool goes_on =
+            paths[i] >= at_depth(verify, level) && paths[i] >= at_depth(expand, level);
+        if (goes_on) going[left++] = i;
+      }
+      going.resize(left);
     }
   });
-  return found;
 }
 
 // A draft head whose weights are all packed.
@@ -256,57 +344,55 @@ struct Head : torch::CustomClassHolder {
     check_block(block_tensors, weights.block, heads, D, weights.eagle3 ? 2 * D : D);
   }
 
-  // Drafts at most `depth` tokens: see `draft_chain`. `tokens` [P], `features` [P, D]: pairs, of
-  // which the first `count` are new. Token i of the draft vocabulary is `target_ids[i]`. `caches`:
-  // keys and values. Returns the tokens with path probabilities of at least `verify`, and these
-  // probabilities, then that of the last token drafted if it is left out.
-  std::tuple<Tensor, Tensor> draft(Tensor tokens, Tensor features, Tensor count, Tensor seq_len,
-                                   Tensor target_ids, std::vector<Tensor> caches,
-                                   std::optional<Tensor> temperature, std::optional<Tensor> seed,
-                                   int64_t depth, std::vector<double> verify_,
-                                   std::vector<double> expand_) const {
+  // Drafts at most `depth` tokens after each of B texts: see `draft_chains`. `tokens` [P] and
+  // `features` [P, D] are the pairs of one, of which the first `count` are new. Token i of the draft
+  // vocabulary is `target_ids[i]`. `caches`: keys of each text, and values of each. `temperatures`
+  // and `seeds`: of texts that are drawn, else None. Returns the tokens of each text with path
+  // probabilities of at least `verify`, and these probabilities, then that of the last token drafted
+  // if it is left out.
+  std::vector<std::tuple<Tensor, Tensor>> draft(
+      std::vector<Tensor> tokens, std::vector<Tensor> features, std::vector<Tensor> counts,
+      std::vector<Tensor> seq_lens, Tensor target_ids, std::vector<Tensor> keys,
+      std::vector<Tensor> values, OptionalTensors temperatures, OptionalTensors seeds,
+      int64_t depth, std::vector<double> verify_, std::vector<double> expand_) const {
+    const size_t B = tokens.size();
+    TORCH_CHECK(B >= 1 && B <= MAX_ROWS && features.size() == B && counts.size() == B &&
+                    seq_lens.size() == B && keys.size() == B && values.size() == B &&
+                    temperatures.size() == B && seeds.size() == B,
+                "pairs, a cache and noise of each text");
     TORCH_CHECK(!verify_.empty() && !expand_.empty(), "bounds of path probabilities");
+    TORCH_CHECK(depth >= 1, "depth ", depth);
+    TORCH_CHECK(target_ids.is_contiguous() && target_ids.numel() == N, "a target id each");
     const std::vector<float> verify(verify_.begin(), verify_.end());
     const std::vector<float> expand(expand_.begin(), expand_.end());
-    const int64_t n = count.item<int64_t>(), past = seq_len.item<int64_t>();
-    TORCH_CHECK(caches.size() == 2, "keys and values");
-    check_caches(caches);
-    check_pairs(tokens, features, n, past);
-    const int64_t S = caches[0].size(1);
-    TORCH_CHECK(caches[0].size(0) == heads.G && caches[0].size(2) == heads.E, "cache");
-    TORCH_CHECK(depth >= 1 && past + depth - 1 <= S && past + depth - 1 <= tensors.cos.size(0),
-                "slots");
-    TORCH_CHECK(target_ids.is_contiguous() && target_ids.numel() == N, "a target id each");
-    TORCH_CHECK(temperature.has_value() == seed.has_value(), "a temperature and a seed");
-    Noise noise;
-    if (temperature.has_value()) {
-      noise.temperature = temperature->item<float>();
-      noise.seed = uint64_t(seed->item<int64_t>());
-    }
-    Tensor drafted = at::empty({depth}, tokens.options());
-    std::vector<float> found;
+    const auto type = keys[0].scalar_type();
+    TORCH_CHECK(type == at::kFloat || type == at::kBFloat16, "caches in bf16 or fp32");
+    Tensor drafted = at::empty({(int64_t)B, depth}, tokens[0].options());
     const auto run = [&](auto element) {
       using C = decltype(element);
+      std::vector<Text<C>> texts;
+      for (size_t i = 0; i < B; i++) {
+        TORCH_CHECK(keys[i].scalar_type() == type, "caches of one type");
+        texts.push_back(text_of<C>(tokens[i], features[i], counts[i], seq_lens[i], keys[i],
+                                   values[i], temperatures.get(i), seeds.get(i), depth));
+        texts.back().drafted = drafted.mutable_data_ptr<int64_t>() + i * depth;
+      }
       thread_local Scratch scratch;
-      Chain<C> chain = arranged<C>(scratch, features, n, past + depth, S);
-      chain.text.k = (C*)caches[0].data_ptr();
-      chain.text.v = (C*)caches[1].data_ptr();
-      chain.target_ids = target_ids.const_data_ptr<int64_t>();
-      chain.seq_len = past;
-      chain.noise = noise;
-      found = draft_chain(chain, tokens.const_data_ptr<int64_t>(), n, depth, verify, expand,
-                          drafted.mutable_data_ptr<int64_t>());
+      Chains<C> chains = arranged<C>(scratch, texts, features, depth);
+      chains.target_ids = target_ids.const_data_ptr<int64_t>();
+      draft_chains(chains, depth, verify, expand);
+      std::vector<std::vector<float>> found;
+      for (Text<C>& text : texts) found.push_back(std::move(text.found));
+      return found;
     };
-    if (caches[0].scalar_type() == at::kBFloat16) {
-      run(Bf16{});
-    } else {
-      TORCH_CHECK(caches[0].scalar_type() == at::kFloat, "caches in bf16 or fp32");
-      run(0.0f);
+    std::vector<std::tuple<Tensor, Tensor>> results;
+    for (const std::vector<float>& found : type == at::kFloat ? run(0.0f) : run(Bf16{})) {
+      const int64_t n = found.size(), likely = n - !(found.back() >= at_depth(verify, n - 1));
+      Tensor paths = at::empty({n}, drafted.options().dtype(at::kFloat));
+      std::copy(found.begin(), found.end(), paths.mutable_data_ptr<float>());
+      results.emplace_back(drafted[results.size()].slice(0, 0, likely), paths);
     }
-    const int64_t likely = found.size() - !(found.back() >= at_depth(verify, found.size() - 1));
-    Tensor paths = at::empty({(int64_t)found.size()}, drafted.options().dtype(at::kFloat));
-    std::copy(found.begin(), found.end(), paths.mutable_data_ptr<float>());
-    return {drafted.slice(0, 0, likely), paths};
+    return results;
   }
 
  private:
@@ -315,45 +401,72 @@ struct Head : torch::CustomClassHolder {
     return norm.const_data_ptr<float>();
   }
 
-  void check_pairs(const Tensor& tokens, const Tensor& features, int64_t n, int64_t past) const {
+  // Returns a text without its memory for features.
+  template <class C>
+  Text<C> text_of(const Tensor& tokens, const Tensor& features, const Tensor& count,
+                  const Tensor& seq_len, const Tensor& keys, const Tensor& values,
+                  const std::optional<Tensor>& temperature, const std::optional<Tensor>& seed,
+                  int64_t depth) const {
+    const int64_t n = count.item<int64_t>(), past = seq_len.item<int64_t>();
+    check_caches({keys, values});
+    TORCH_CHECK(keys.size(0) == heads.G && keys.size(2) == heads.E, "cache");
     TORCH_CHECK(n >= 1 && n <= tokens.numel() && n <= features.size(0) && n <= past, n, " pairs");
     TORCH_CHECK(tokens.is_contiguous(), "contiguous tokens");
     check_rows(features, D);
     const int64_t* ids = tokens.const_data_ptr<int64_t>();
     for (int64_t i = 0; i < n; i++)
       TORCH_CHECK(ids[i] >= 0 && ids[i] < tensors.embedding.size(0), "token ", ids[i]);
+    const int64_t S = keys.size(1), end = past + depth - 1;
+    TORCH_CHECK(end <= S && end <= tensors.cos.size(0), "slots");
+    TORCH_CHECK(temperature.has_value() == seed.has_value(), "a temperature and a seed");
+    Text<C> text{n, past, S, ids, nullptr, nullptr, (C*)keys.data_ptr(), (C*)values.data_ptr()};
+    if (temperature.has_value()) {
+      text.noise.temperature = temperature->item<float>();
+      text.noise.seed = uint64_t(seed->item<int64_t>());
+    }
+    return text;
   }
 
-  // Returns a chain with its memory, for `n` pairs and rows that see at most `longest` keys.
+  // Returns chains with their memory; `features` of each text are copied.
   template <class C>
-  Chain<C> arranged(Scratch& scratch, const Tensor& features, int64_t n, int64_t longest,
-                    int64_t S) const {
+  Chains<C> arranged(Scratch& scratch, std::vector<Text<C>>& texts,
+                     const std::vector<Tensor>& features, int64_t depth) const {
     const int threads = at::get_num_threads();
-    Chain<C> chain{weights};
-    Pass<C>& pass = chain.pass;
+    const int64_t B = texts.size(), E = heads.E;
+    int64_t n = 0, longest = 0;
+    for (const Text<C>& text : texts) {
+      n += text.n;
+      longest = std::max(longest, text.seq_len + depth);
+    }
+    Chains<C> chains{weights};
+    chains.texts = texts;
+    Pass<C>& pass = chains.pass;
     pass.heads = heads;
     pass.D = D;
     pass.eps = eps;
     pass.entry_dim = weights.eagle3 ? 2 * D : 0;
     const int64_t most = std::min<int64_t>(n, MAX_ROWS);
-    const size_t more = Activations::bytes(most, 2 * D) + Activations::bytes(1, D) +
-                        4 * size_t((n + 3 * most) * D + N) + sizeof(Best) * threads + 1024;
+    const size_t more = Activations::bytes(most, 2 * D) + Activations::bytes(B, D) +
+                        4 * size_t((n + B + 3 * most) * D + B * N + 2 * MAX_ROWS * E) +
+                        sizeof(Best) * threads * B + 1024;
     arrange(pass, scratch, {&weights.block, 1}, most, longest, more);
-    chain.text.S = S;
-    chain.text.key_blocks = pass.key_blocks;
-    chain.text.parts = pass.parts;
-    chain.joined = scratch.activations(most, 2 * D);
-    chain.said = scratch.activations(1, D);
+    chains.joined = scratch.activations(most, 2 * D);
+    chains.said = scratch.activations(B, D);
     pass.x = scratch.take<float>(most * D);
-    chain.features = scratch.take<float>(n * D);
-    chain.entry = scratch.take<float>(most * 2 * D);
-    chain.logits = scratch.take<float>(N);
-    chain.bests = scratch.take<Best>(threads);
-    pass.entry = weights.eagle3 ? chain.entry : nullptr;
-    chain.cos = tensors.cos.const_data_ptr<float>();
-    chain.sin = tensors.sin.const_data_ptr<float>();
-    for (int64_t t = 0; t < n; t++) row_in_fp32(features, t, D, chain.features + t * D);
-    return chain;
+    float *own = scratch.take<float>(n * D), *last = scratch.take<float>(B * D);
+    chains.turns = scratch.take<float>(2 * MAX_ROWS * E);
+    chains.entry = scratch.take<float>(most * 2 * D);
+    chains.logits = scratch.take<float>(B * N);
+    chains.bests = scratch.take<Best>(threads * B);
+    pass.entry = weights.eagle3 ? chains.entry : nullptr;
+    chains.cos = tensors.cos.const_data_ptr<float>();
+    chains.sin = tensors.sin.const_data_ptr<float>();
+    for (int64_t i = 0; i < B; i++, last += D) {
+      texts[i].features = own;
+      texts[i].last = last;
+      for (int64_t t = 0; t < texts[i].n; t++, own += D) row_in_fp32(features[i], t, D, own);
+    }
+    return chains;
   }
 };
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fasteagle.compile.cpu_backend import native_step
-from fasteagle.compile.cpu_draft import NativeDraft, can_draft
+from fasteagle.compile.cpu_draft import NativeDraft, Text, can_draft
 from fasteagle.decoding.cycle import EAGER
 from fasteagle.decoding.runner import Backend
 from fasteagle.drafting.draft_head import DraftOps
@@ -208,3 +208,61 @@ def test_text_stays_that_of_plain_decoding(algorithm, params):
         assert 0 < engine.stats.drafted < 5 * engine.stats.passes  # chains of several lengths
         passes.append(engine.stats.passes)
     assert passes[0] == passes[1]
+
+
+def sequences(name, pairs, dtype=torch.float32):
+    """Texts of several lengths for one draft head, half of them drawn, with caches of their own."""
+    target, drafter = make(name, dtype)
+    texts = []
+    for i, (length, count) in enumerate(pairs):
+        own = drafter.apart()
+        params = DRAWN[i % len(DRAWN)]
+        state = begin(target, own, length, count, params, seed=i)
+        spec = spec_of(GatedChain(6), 40, SamplingMode.of(params, 60))
+        texts.append(Text(state, own, spec))
+    return texts
+
+
+PAIRS = {
+    "few": [(5, 3), (70, 7), (1, 1), (131, 1)],
+    "more pairs than rows of a step": [(60, 25), (9, 9), (33, 20), (140, 30), (2, 2)],
+    "eight": [(8 * i + 3, i % 3 + 1) for i in range(8)],
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("pairs", PAIRS.values(), ids=PAIRS)
+def test_several_texts_draft_what_each_drafts_alone(name, pairs):
+    """The same tokens, path probabilities and keys, bit for bit."""
+    native = NativeDraft()
+    for rule in (even(0.0, 0.0), even(0.02, 0.04)):
+        alone, shared = sequences(name, pairs), sequences(name, pairs)
+        for text in (*alone, *shared):
+            text.drafter.rule = rule
+        expected = [native(*text) for text in alone]
+        proposals, seconds = native.together(shared)
+        for mine, own, text, other in zip(proposals, expected, shared, alone, strict=True):
+            assert mine.tree.tokens.tolist() == own.tree.tokens.tolist()
+            assert mine.promised == own.promised
+            assert mine.extended == own.extended
+            written = int(text.state.seq_len)
+            cache, reference = text.drafter.cache.rows, other.drafter.cache.rows
+            assert torch.equal(cache[:, :, :written], reference[:, :, :written])
+        assert min(seconds) > 0
+    assert len({len(proposal.depths) for proposal in proposals}) > 1 or name == "mtp"
+
+
+def test_texts_with_different_rules_are_drafted_by_their_own():
+    native, (one, two) = NativeDraft(), sequences("eagle1", [(20, 2), (20, 2)])
+    one.drafter.rule, two.drafter.rule = even(0.0, 0.0), even(2.0, 2.0)
+    proposals, _ = native.together([one, two])
+    assert [len(proposal.depths) for proposal in proposals] == [7, 1]
+
+
+def test_a_text_too_many_or_half_a_list_is_refused():
+    head = NativeDraft().of(make("eagle1")[1].head)._head
+    with pytest.raises(RuntimeError, match="of each text"):
+        head.draft([], [], [], [], torch.arange(30), [], [], [], [], 1, [0.0], [0.0])
+    with pytest.raises(RuntimeError, match="of each text"):
+        one = torch.ones(1, dtype=torch.long)
+        head.draft([one], [], [one], [one], torch.arange(30), [], [], [], [], 1, [0.0], [0.0])

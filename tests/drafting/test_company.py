@@ -15,7 +15,7 @@ def test_sequences_that_share_passes_are_not_slower_than_plain_ones(true, p, n):
     speeds = []
     for seed in range(3):
         company = Company()
-        company.policy = policy_of(true)
+        company.follow(policy_of(true))
         Machine(true, p, seed).run_together(company, n, 400)
         speeds.append(Machine(true, p, seed + 10).run_together(company, n, 1200))
     assert sorted(speeds)[1] > 0.96
@@ -28,7 +28,7 @@ def test_a_row_costs_more_among_others():
     shared, machine = [], Machine(QUIET, 0.5)
     for n in (2, 8):
         company = Company()
-        company.policy = policy_of(QUIET)
+        company.follow(policy_of(QUIET))
         assert company.next_shape is None  # until a pass has shown what it costs
         machine.run_together(company, n, 200)
         shared.append(company)
@@ -40,7 +40,7 @@ def test_a_row_costs_more_among_others():
 def test_what_no_row_costs_counts_as_well():
     """Looking up takes each sequence a tenth of a millisecond, for nothing."""
     company = Company()
-    company.policy = policy_of(QUIET, lookup=True)
+    company.follow(policy_of(QUIET, lookup=True))
     machine = Machine(QUIET, 0.2)
     machine.run_together(company, 8, 2000, looking_ms=0.1)
     assert machine.run_together(company, 8, 4000, looking_ms=0.1) > 0.94  # 0.02 are interruptions
@@ -53,5 +53,5 @@ def test_without_costs_nothing_is_drafted_among_others():
     company = Company()
     assert Machine(QUIET, 0.9).run_together(company, 4, 200) > 0.9
     assert company.next_shape is None
-    company.policy = policy_of(QUIET, TreeShape(3, 2, 6))
+    company.follow(policy_of(QUIET, TreeShape(3, 2, 6)))
     assert company.next_shape is None  # trees are not priced
