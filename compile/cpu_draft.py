@@ -98,7 +98,8 @@ class NativeDraft:
             return copied
         if not isinstance(drafter, EagleDrafter) or (native := self.of(drafter.head)) is None:
             return EAGER.draft(state, drafter, spec)
-        [(tokens, paths)] = native.draft([Text(state, drafter, spec)])
+        text = Text(state, drafter, spec)
+        [(tokens, paths)] = native.draft([text], *text.rule)
         return self._of_head(state, tokens, paths)
 
     def together(self, texts: Sequence[Text]) -> tuple[list[Proposal], list[float]]:
@@ -120,11 +121,11 @@ class NativeDraft:
             else:
                 proposals[i] = EAGER.draft(*text)
             seconds[i] = time.perf_counter() - begin
-        for (head, _), places in shared.items():
+        for (head, rule), places in shared.items():
             begin = time.perf_counter()
             native = self.of(head)
             assert native is not None, "see runs"
-            chains = native.draft([texts[i] for i in places])
+            chains = native.draft([texts[i] for i in places], *rule)
             for i, chain_of_head in zip(places, chains, strict=True):
                 proposals[i] = self._of_head(texts[i].state, *chain_of_head)
             for i in places:
@@ -222,13 +223,14 @@ class NativeChain:
             head.config.block.sliding_window or 0,
         )
 
-    def draft(self, texts: Sequence[Text]) -> list[tuple[Tensor, Tensor]]:
-        """Draft after the root of each text, from its pending pairs; all texts have one `rule`.
+    def draft(
+        self, texts: Sequence[Text], depth: int, thresholds: Thresholds
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Draft at most `depth` tokens after the root of each text, from its pending pairs.
 
         Returns the tokens of each, and their path probabilities, then that of the first token left
         out, if there is one.
         """
-        depth, thresholds = texts[0].rule
         pairs, drafters = [], [text.eagle for text in texts]
         for state, _, spec in texts:
             pairs.append(state.committed(min(spec.width, int(state.count))))

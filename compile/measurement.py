@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fasteagle.compile.cpu_draft import NativeChain, look_up
+from fasteagle.compile.cpu_draft import NativeChain, Text, look_up
 from fasteagle.decoding.cycle import EAGER, Proposal, decode_cycle
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.costs import ROWS, WIDTHS, Costs
@@ -131,11 +131,13 @@ class Measurement:
         if not isinstance(drafter, EagleDrafter):
             return 0.0
         shape = GatedChain(levels)
-        if not engine.backend.drafts(drafter, engine.spec(shape, self._kind)):
+        spec = engine.spec(shape, self._kind)
+        if not engine.backend.drafts(drafter, spec):
             return self.draft(shape)
         native, endless = NativeChain(drafter.head), Thresholds((0.0,), (0.0,))
         self.verify(1)  # see `draft`
-        work = functools.partial(native.draft, engine.state, drafter, 2, levels, endless)
+        text = Text(engine.state, drafter, dataclasses.replace(spec, width=2))
+        work = functools.partial(native.draft, [text], levels, endless)
         return self._timed(work, drafter.shape)
 
     def _look_up(self) -> float:
