@@ -22,6 +22,9 @@ namespace {
 
 constexpr int MAX_ROWS = 32;  // rows that go through the blocks together
 constexpr int KEYS = 64;      // keys of one block of attention
+constexpr int MAX_HEAD_DIM = 256;
+constexpr int WIDE = 4;                // vectors of keys, or of columns of values, at once
+constexpr int MOST = W == 16 ? 4 : 3;  // queries at once: their sums stay in registers
 
 // Keys that each row sees: slots 0 .. shared - 1, then slots of its own.
 struct Visible {
@@ -71,7 +74,7 @@ struct Visible {
 
 // Transposes the W x W matrix in v: after stage d, lanes and rows have exchanged bit d.
 template <int d, int... j>
-inline void exchange(VF* v, std::integer_sequence<int, j...>) {
+[[gnu::always_inline]] inline void exchange(VF* v, std::integer_sequence<int, j...>) {
 #pragma GCC unroll 16
   for (int i = 0; i < W; i++) {
     if (i & d) continue;
@@ -81,13 +84,33 @@ inline void exchange(VF* v, std::integer_sequence<int, j...>) {
   }
 }
 
-inline void transpose(VF* v) {
+[[gnu::always_inline]] inline void transpose(VF* v) {
   constexpr auto lanes = std::make_integer_sequence<int, W>();
   exchange<1>(v, lanes);
   exchange<2>(v, lanes);
   exchange<4>(v, lanes);
   if constexpr (W == 16) exchange<8>(v, lanes);
 }
+
+// Elements of 2 * W bf16 that lie in pairs: those at even or odd places.
+inline VF even_of_pairs(VF v) { return (VF)((VU)v << 16); }
+inline VF odd_of_pairs(VF v) { return (VF)((VU)v & 0xffff0000u); }
+
+// Turns 2 * W adjacent values into those at even places and those at odd places; `join` undoes it.
+template <int... j>
+[[gnu::always_inline]] inline void separate(VF& a, VF& b, std::integer_sequence<int, j...>) {
+  const VF even = __builtin_shuffle(a, b, (VI){2 * j...});
+  b = __builtin_shuffle(a, b, (VI){2 * j + 1 ...});
+  a = even;
+}
+template <int... j>
+[[gnu::always_inline]] inline void join(VF& a, VF& b, std::integer_sequence<int, j...>) {
+  const VF first = __builtin_shuffle(a, b, (VI){j / 2 + j % 2 * W...});
+  b = __builtin_shuffle(a, b, (VI){(W + j) / 2 + j % 2 * W...});
+  a = first;
+}
+inline void separate(VF& a, VF& b) { separate(a, b, std::make_integer_sequence<int, W>()); }
+inline void join(VF& a, VF& b) { join(a, b, std::make_integer_sequence<int, W>()); }
 
 struct Heads {
   int64_t H, G, E;
@@ -114,73 +137,86 @@ struct Attention {
   // i = t * group + head within the group
   const float* query(int64_t g, int64_t i) const { return q + (g * queries() + i) * heads.E; }
 
-  // Transposes keys `first` .. `first + n - 1` into `turned` [E, W]; the other columns are zeros.
-  void turned_keys(int64_t g, int64_t first, int64_t n, float* turned) const {
+  // Transposes keys `first` .. `first + n - 1`, W at most, into columns of `turned` [E, WIDE * W];
+  // further columns are zeros.
+  void turn(int64_t g, int64_t first, int64_t n, float* turned) const {
+    const C* keys = k + (g * S + first) * heads.E;
+    if (n == W) return turn([&](int i) { return keys + i * heads.E; }, turned);
+    static constexpr C NONE[MAX_HEAD_DIM] = {};
+    turn([&](int i) { return i < n ? keys + i * heads.E : NONE; }, turned);
+  }
+
+  // Transposes the keys `row(0)` .. `row(W - 1)`.
+  template <class F>
+  [[gnu::always_inline]] void turn(F row, float* turned) const {
+    constexpr int64_t STRIDE = WIDE * W;
     int64_t e = 0;
+    VF tile[W];
     if constexpr (std::is_same_v<C, Bf16>) {  // in pairs of elements
       for (; e + 2 * W <= heads.E; e += 2 * W) {
-        VF tile[W] = {};
-        for (int64_t i = 0; i < n; i++)
-          std::memcpy(&tile[i], k + (g * S + first + i) * heads.E + e, sizeof tile[i]);
+        for_each<W>([&](int i) { tile[i] = load((const float*)(row(i) + e)); });
         transpose(tile);
-        for (int i = 0; i < W; i++) {
-          store(turned + (e + 2 * i) * W, (VF)((VU)tile[i] << 16));
-          store(turned + (e + 2 * i + 1) * W, (VF)((VU)tile[i] & 0xffff0000u));
-        }
+        for_each<W>([&](int i) {
+          store(turned + (e + 2 * i) * STRIDE, even_of_pairs(tile[i]));
+          store(turned + (e + 2 * i + 1) * STRIDE, odd_of_pairs(tile[i]));
+        });
       }
     }
     for (; e < heads.E; e += W) {
-      VF tile[W] = {};
-      for (int64_t i = 0; i < n; i++) tile[i] = load(k + (g * S + first + i) * heads.E + e);
+      for_each<W>([&](int i) { tile[i] = load(row(i) + e); });
       transpose(tile);
-      for (int i = 0; i < W; i++) store(turned + (e + i) * W, tile[i]);
+      for_each<W>([&](int i) { store(turned + (e + i) * STRIDE, tile[i]); });
     }
   }
 
-  // Computes products of R queries with W keys, in four chains.
-  template <int R>
-  void scores(int64_t g, int64_t i, const float* turned, VF* out) const {
-    const float* x[R];
-    VF chains[R][4] = {};
-    for (int r = 0; r < R; r++) x[r] = query(g, i + r);
-    for (int64_t e = 0; e < heads.E; e += 4)
-      for (int c = 0; c < 4; c++) {
-        const VF keys = load(turned + (e + c) * W);
-        for (int r = 0; r < R; r++) chains[r][c] = fma(splat(x[r][e + c]), keys, chains[r][c]);
-      }
-    for (int r = 0; r < R; r++)
-      out[r] = (chains[r][0] + chains[r][1]) + (chains[r][2] + chains[r][3]);
+  // Writes products of R queries x [R, E] with N * W keys to `out`, whose rows are `width` apart.
+  // The elements are added in order. Not inlined, for then GCC keeps the sums in memory.
+  template <int R, int N>
+  [[gnu::noinline]] void scores(const float* x, const float* turned, float* out,
+                                int64_t width) const {
+    const int64_t E = heads.E;
+    VF sums[R][N] = {};
+    for (int64_t e = 0; e < E; e++, turned += WIDE * W) {
+      VF keys[N];
+      for_each<N>([&](int c) { keys[c] = load(turned + c * W); });
+      for_each<R>([&](int r) {
+        const VF element = splat(x[r * E + e]);
+        for_each<N>([&](int c) { sums[r][c] = fma(element, keys[c], sums[r][c]); });
+      });
+    }
+    for_each<R>(
+        [&](int r) { for_each<N>([&](int c) { store(out + r * width + c * W, sums[r][c]); }); });
   }
 
-  // Computes the scores of queries `from` .. `to` - 1 with W keys.
-  template <class F>
-  void some_scores(int64_t g, int64_t from, int64_t to, const float* turned, F take) const {
-    VF out[4];
-    for (int64_t i = from, n; i < to; i += n) {
-      n = std::min<int64_t>(4, to - i);
-      with_count<4>(n, [&](auto count) { scores<count>(g, i, turned, out); });
-      for (int64_t r = 0; r < n; r++) take(i + r, out[r]);
-    }
+  // Computes the scores of queries `from` .. `to` - 1 with the first `n` keys of `turned`, and with
+  // others until a vector is full.
+  void some_scores(int64_t g, int64_t from, int64_t to, const float* turned, int64_t n, float* out,
+                   int64_t width) const {
+    with_count<WIDE>((n + W - 1) / W, [&](auto vectors) {
+      for (int64_t i = from; i < to; i += MOST)
+        with_count<MOST>(to - i, [&](auto rows) {
+          scores<rows, vectors>(query(g, i), turned, out + i * width, width);
+        });
+    });
   }
 
   // Computes all queries of KV head g over keys of rank 64 * block .. 64 * block + 63.
   void unit(int64_t g, int64_t block, float* scratch) const {
     const int64_t group = heads.group(), E = heads.E, first = block * KEYS;
     const int64_t shared = std::clamp<int64_t>(seen->shared - first, 0, KEYS);
-    float* turned = scratch;                                      // [E, W]
-    float* s = turned + E * W + queries() * W;                    // [queries, KEYS]
+    float* turned = scratch;                                      // [E, WIDE * W]
+    float* s = turned + E * WIDE * W + queries() * W;             // [queries, KEYS]
     const char* values = (const char*)(v + (g * S + first) * E);  // wanted after the scores
     for (int64_t i = 0; i < shared * E * int64_t(sizeof(C)); i += 64)
       __builtin_prefetch(values + i);
-    std::fill(s, s + queries() * KEYS, -std::numeric_limits<float>::infinity());
-    for (int64_t at = 0; at < shared; at += W) {
-      const int64_t n = std::min<int64_t>(W, shared - at);
-      turned_keys(g, first + at, n, turned);
-      some_scores(g, 0, queries(), turned, [&](int64_t i, VF found) {
-        if (n == W) return store(s + i * KEYS + at, found);
-        for (int64_t j = 0; j < n; j++) s[i * KEYS + at + j] = found[j];
-      });
+    for (int64_t at = 0; at < shared; at += WIDE * W) {
+      const int64_t n = std::min<int64_t>(WIDE * W, shared - at);
+      for (int64_t i = 0; i < n; i += W)
+        turn(g, first + at + i, std::min<int64_t>(W, n - i), turned + i);
+      some_scores(g, 0, queries(), turned, n, s + at, KEYS);
     }
+    for (int64_t i = 0; i < queries(); i++)
+      std::fill(s + i * KEYS + shared, s + (i + 1) * KEYS, -std::numeric_limits<float>::infinity());
     own_scores(g, first, turned, s);
 
     for (int64_t i = 0; i < queries(); i++) softmax(s + i * KEYS, part(g, block, i));
@@ -216,7 +252,7 @@ struct Attention {
   // The keys of a tree's rows are adjacent; those of a batch's rows are separate for each row.
   void own_scores(int64_t g, int64_t first, float* turned, float* s) const {
     const int64_t group = heads.group();
-    float* all = turned + heads.E * W;  // [queries, W]
+    float* all = turned + heads.E * WIDE * W;  // [queries, W]
     Slots left[MAX_ROWS];
     for (int64_t t = 0; t < T; t++) left[t] = own_of(t, first);
     for (;;) {
@@ -228,11 +264,10 @@ struct Attention {
       const auto seen_by = [&](int64_t t) {
         return left[t].begin < left[t].end && *left[t].begin < slot + n;
       };
-      turned_keys(g, slot, n, turned);
+      turn(g, slot, n, turned);
       for (int64_t t = 0, end; t < T; t = end + 1) {
         for (end = t; end < T && seen_by(end);) end++;
-        some_scores(g, t * group, end * group, turned,
-                    [&](int64_t i, VF found) { store(all + i * W, found); });
+        some_scores(g, t * group, end * group, turned, W, all, W);
         for (; t < end; t++)
           for (const int64_t*& p = left[t].begin; seen_by(t); p++)
             for (int64_t i = t * group; i < (t + 1) * group; i++)
@@ -266,33 +301,50 @@ struct Attention {
   // Adds n values [n, E], weighted by p [queries, KEYS], to rows of `out`, which are `width` apart.
   void add_values(const float* p, const C* values, int64_t n, int64_t n_queries, float* out,
                   int64_t width) const {
-    for (int64_t i = 0; i < n_queries; i += 4, p += 4 * KEYS, out += 4 * width)
-      with_count<4>(n_queries - i, [&](auto count) {
-        add_values_of<count>(p, values, n, out, width);
+    if (n == 0) return;
+    for (int64_t i = 0; i < n_queries; i += MOST, p += MOST * KEYS, out += MOST * width)
+      with_count<MOST>(n_queries - i, [&](auto count) {
+        int64_t e = 0;
+        for (; e + WIDE * W <= heads.E; e += WIDE * W)
+          add_columns<count, WIDE>(p, values + e, n, out + e, width);
+        for (; e + 2 * W <= heads.E; e += 2 * W)
+          add_columns<count, 2>(p, values + e, n, out + e, width);
+        for (; e < heads.E; e += W) add_columns<count, 1>(p, values + e, n, out + e, width);
       });
   }
 
-  template <int R>
-  void add_values_of(const float* p, const C* values, int64_t n, float* out, int64_t width) const {
-    constexpr int WIDE = W == 16 ? 4 : 2;  // vectors of a row at once
-    int64_t e = 0;
-    for (; e + WIDE * W <= heads.E; e += WIDE * W)
-      add_columns<R, WIDE>(p, values + e, n, out + e, width);
-    for (; e < heads.E; e += W) add_columns<R, 1>(p, values + e, n, out + e, width);
-  }
-
+  // Adds N * W columns of n values to R rows. Pairs of bf16 are separated where there are two
+  // vectors of them: sums of even and odd columns are exchanged at the beginning and the end.
   template <int R, int N>
-  void add_columns(const float* p, const C* values, int64_t n, float* out, int64_t width) const {
+  [[gnu::noinline]] void add_columns(const float* p, const C* values, int64_t n, float* out,
+                                     int64_t width) const {
+    constexpr bool PAIRS = std::is_same_v<C, Bf16> && N % 2 == 0;
     VF acc[R][N];
-    for (int r = 0; r < R; r++)
-      for (int c = 0; c < N; c++) acc[r][c] = load(out + r * width + c * W);
-    for (int64_t j = 0; j < n; j++, values += heads.E)
-      for (int c = 0; c < N; c++) {
-        const VF value = load(values + c * W);
-        for (int r = 0; r < R; r++) acc[r][c] = fma(splat(p[r * KEYS + j]), value, acc[r][c]);
+    for_each<R>([&](int r) {
+      for_each<N>([&](int c) { acc[r][c] = load(out + r * width + c * W); });
+      if constexpr (PAIRS)
+        for_each<N / 2>([&](int c) { separate(acc[r][2 * c], acc[r][2 * c + 1]); });
+    });
+    for (int64_t j = 0; j < n; j++, values += heads.E) {
+      VF weight[R];
+      for_each<R>([&](int r) { weight[r] = splat(p[r * KEYS + j]); });
+      const auto add = [&](int c, VF value) {
+        for_each<R>([&](int r) { acc[r][c] = fma(weight[r], value, acc[r][c]); });
+      };
+      if constexpr (PAIRS) {
+        for_each<N / 2>([&](int c) {
+          const VF pairs = load((const float*)(values + 2 * c * W));
+          add(2 * c, even_of_pairs(pairs));
+          add(2 * c + 1, odd_of_pairs(pairs));
+        });
+      } else {
+        for_each<N>([&](int c) { add(c, load(values + c * W)); });
       }
-    for (int r = 0; r < R; r++)
-      for (int c = 0; c < N; c++) store(out + r * width + c * W, acc[r][c]);
+    }
+    for_each<R>([&](int r) {
+      if constexpr (PAIRS) for_each<N / 2>([&](int c) { join(acc[r][2 * c], acc[r][2 * c + 1]); });
+      for_each<N>([&](int c) { store(out + r * width + c * W, acc[r][c]); });
+    });
   }
 
   // Computes the result [E] of one query, adding up its blocks in order.

@@ -25,8 +25,6 @@
 
 namespace {
 
-constexpr int MAX_HEAD_DIM = 256;
-
 struct Block {
   const float *attention_norm, *q_norm, *k_norm, *mlp_norm;  // null if missing
   int64_t q_norm_dim;  // E, or H * E: then queries and keys of all heads are normed together
@@ -316,7 +314,7 @@ void arrange(Pass<C>& pass, Scratch& scratch, std::span<const Block> blocks, int
   const int64_t n_qkv = (H + 2 * heads.G) * E;
   pass.key_blocks = (longest + KEYS - 1) / KEYS;
   const int64_t n_parts = heads.G * pass.key_blocks * most * heads.group() * (E + 2);
-  const int64_t own = E * W + most * heads.group() * (W + KEYS);
+  const int64_t own = E * WIDE * W + most * heads.group() * (W + KEYS);
   const int threads = at::get_num_threads();
   int64_t F = 0;  // of dense blocks
   size_t of_experts = 0, own_experts = 0;

@@ -134,17 +134,6 @@ struct Dot {
 }
 #endif
 
-// Calls `f(0)`, `f(1)` .. `f(n - 1)` in order: a loop that is always unrolled.
-template <class F, int... r>
-[[gnu::always_inline]] inline void for_each(F f, std::integer_sequence<int, r...>) {
-  (f(r), ...);
-}
-
-template <int n, class F>
-[[gnu::always_inline]] inline void for_each(F f) {
-  for_each(f, std::make_integer_sequence<int, n>());
-}
-
 // Computes integer products of R rows of activations, 32 bytes each at `q`, with the W outputs of
 // one block at `line`, and passes them to `take` by row; `sums` correct for the bias of the
 // weights.

@@ -71,6 +71,17 @@ inline void with_count(int64_t n, F f) {
   f(std::integral_constant<int, MAX>());
 }
 
+// Calls `f(0)`, `f(1)` .. `f(n - 1)` in order: a loop that is always unrolled.
+template <class F, int... r>
+[[gnu::always_inline]] inline void for_each(F f, std::integer_sequence<int, r...>) {
+  (f(r), ...);
+}
+
+template <int n, class F>
+[[gnu::always_inline]] inline void for_each(F f) {
+  for_each(f, std::make_integer_sequence<int, n>());
+}
+
 template <class V>
 inline auto sum(V v) {
   if constexpr (W == 16) v += swapped<8>(v);
