@@ -232,14 +232,18 @@ struct Pass {
   }
 
   void attention(const Worker& me) {
-    // Interleaved over workers, since only the longest rows have the last blocks of keys.
-    int64_t i = me.id;
-    for (const Sequence<C>& sequence : sequences) {
-      const Attention<C> a = attention_of(sequence);
-      for (; i < heads.G * a.key_blocks; i += me.size)
-        a.unit(i % heads.G, i / heads.G, own_scratch(me));
-      i -= heads.G * a.key_blocks;
-    }
+    int64_t n = 0;  // units of all sequences
+    for (const Sequence<C>& sequence : sequences) n += heads.G * sequence.key_blocks;
+    me.each(n, [&](int64_t begin, int64_t end) {
+      for (const Sequence<C>& sequence : sequences) {
+        const Attention<C> a = attention_of(sequence);
+        const int64_t units = heads.G * a.key_blocks;
+        for (int64_t i = std::max<int64_t>(0, begin); i < std::min(end, units); i++)
+          a.unit(i % heads.G, i / heads.G, own_scratch(me));
+        begin -= units;
+        end -= units;
+      }
+    });
     me.end(Phase::attention);
     // Take as many attention heads together as fill blocks of 32.
     const int64_t E = heads.E, group = heads.group(), together = heads.together();
@@ -262,9 +266,10 @@ struct Pass {
     norm(me, w.mlp_norm);
     me.end(Phase::norms);
     const Choice choice(own, normed, T);
-    const auto [begin, end] = me.share(hidden.blocks);
-    for (int64_t block = begin; block < end; block++)
-      gated(w.gate_up, block, normed, choice, T, hidden);
+    me.each(hidden.blocks, [&](int64_t begin, int64_t end) {
+      for (int64_t block = begin; block < end; block++)
+        gated(w.gate_up, block, normed, choice, T, hidden);
+    });
     me.end(Phase::gate_up);
     products(me, w.down, hidden, own, T, x, D, true);
     me.end(Phase::down);

@@ -148,6 +148,7 @@ struct Chains {
              std::vector<Best>& best) {
     const int64_t N = head.lm_head.h.N, n = going.size();
     products(me, head.lm_head, said, (uint8_t*)pass.own_scratch(me), n, logits, N, false);
+    me.team.barrier();
     const auto [begin, end] = me.share(head.lm_head.column_blocks);
     const int64_t first = begin * COLUMNS, last = std::min(end * COLUMNS, N);
     for (int64_t i = 0; i < n; i++) {
@@ -225,9 +226,9 @@ std::vector<std::vector<Share>> steps_of(std::span<const Text<C>> texts, int64_t
   return steps;
 }
 
-// Runs the draft head over the pairs of all texts, `MAX_ROWS` at a time, then drafts at most `depth`
-// tokens after each. A token with a path probability below `verify` is left out, and none is
-// drafted after a token below `expand` (bounds by depth). With a temperature, tokens are ranked
+// Runs the draft head over the pairs of all texts, `MAX_ROWS` at a time, then drafts at most
+// `depth` tokens after each. A token with a path probability below `verify` is left out, and none
+// is drafted after a token below `expand` (bounds by depth). With a temperature, tokens are ranked
 // with the noise that the target will sample with. Writes the path probabilities, that of a token
 // left out included.
 template <class C>
@@ -345,11 +346,11 @@ struct Head : torch::CustomClassHolder {
   }
 
   // Drafts at most `depth` tokens after each of B texts: see `draft_chains`. `tokens` [P] and
-  // `features` [P, D] are the pairs of one, of which the first `count` are new. Token i of the draft
-  // vocabulary is `target_ids[i]`. `caches`: keys of each text, and values of each. `temperatures`
-  // and `seeds`: of texts that are drawn, else None. Returns the tokens of each text with path
-  // probabilities of at least `verify`, and these probabilities, then that of the last token drafted
-  // if it is left out.
+  // `features` [P, D] are the pairs of one, of which the first `count` are new. Token i of the
+  // draft vocabulary is `target_ids[i]`. `caches`: keys of each text, and values of each.
+  // `temperatures` and `seeds`: of texts that are drawn, else None. Returns the tokens of each text
+  // with path probabilities of at least `verify`, and these probabilities, then that of the last
+  // token drafted if it is left out.
   std::vector<std::tuple<Tensor, Tensor>> draft(
       std::vector<Tensor> tokens, std::vector<Tensor> features, std::vector<Tensor> counts,
       std::vector<Tensor> seq_lens, Tensor target_ids, std::vector<Tensor> keys,

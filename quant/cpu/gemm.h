@@ -176,13 +176,13 @@ inline void product(const Weight& w, int64_t column_block, const Activations& x,
   }
 }
 
-// Computes this worker's share of y [T, N] = x @ w.T, or of y += x @ w.T.
+// Computes a part of y [T, N] = x @ w.T, or of y += x @ w.T: all threads together compute all of
+// it.
 void products(const Worker& me, const Weight& w, const Activations& x, uint8_t* scratch, int64_t T,
               float* y, int64_t ldy, bool add) {
   const Choice choice(scratch, x, T);
-  const auto [begin, end] = me.share(w.column_blocks);
   alignas(64) float part[MAX_TILE * COLUMNS];
-  for (int64_t block = begin; block < end; block++) {
+  const auto multiply = [&](int64_t block) {
     const int64_t first = block * COLUMNS, n = std::min<int64_t>(COLUMNS, w.h.N - first);
     for (int64_t row = 0; row < T; row += MAX_TILE) {
       const int64_t rows = std::min<int64_t>(MAX_TILE, T - row);
@@ -197,7 +197,10 @@ void products(const Worker& me, const Weight& w, const Activations& x, uint8_t* 
         }
       }
     }
-  }
+  };
+  me.each(w.column_blocks, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; block++) multiply(block);
+  });
 }
 
 }  // namespace

@@ -76,7 +76,14 @@ struct Abandoned {};
 // The threads of one call. All of them come to every barrier, unless one fails.
 class Team {
  public:
+  static constexpr int MAX_SHARES = 64;  // threads whose work others may take
+
   explicit Team(int size) : size_(size) {}
+
+  // Returns the first of the next `step` items of thread `id`, counted from 0 after each barrier.
+  int64_t take(int id, int64_t step) {
+    return taken_[id].count.fetch_add(step, std::memory_order_relaxed);
+  }
 
   // Returns the mean total time at barriers of the threads that waited there.
   Clock::duration waited() const {
@@ -88,6 +95,8 @@ class Team {
     const int turn = turn_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
       arrived_.store(0, std::memory_order_relaxed);
+      for (int id = 0; id < std::min(size_, MAX_SHARES); id++)
+        taken_[id].count.store(0, std::memory_order_relaxed);
       turn_.store(turn + 1, std::memory_order_release);
       return;
     }
@@ -131,8 +140,13 @@ class Team {
 #endif
   }
 
+  struct alignas(64) Taken {
+    std::atomic<int64_t> count{0};
+  };
+
   const int size_;
   std::exception_ptr failure_;
+  Taken taken_[MAX_SHARES];
   std::atomic<bool> claimed_{false}, failed_{false};
   std::atomic<Clock::rep> waited_{0};
   alignas(64) std::atomic<int> arrived_{0};
@@ -185,7 +199,29 @@ struct Worker {
   struct Range {
     int64_t begin, end;
   };
-  Range share(int64_t n) const { return {n * id / size, n * (id + 1) / size}; }
+  Range share(int64_t n) const { return share_of(id, n); }
+
+  // Calls `f(begin, end)` for parts of 0 .. n - 1, each of which one thread takes: first those of
+  // its own share, in order, then what others have left of theirs, since threads are not equally
+  // fast. Between two barriers this is called once.
+  template <class F>
+  void each(int64_t n, F f) const {
+    if (size == 1 || size > Team::MAX_SHARES) return f(share(n).begin, share(n).end);
+    const int64_t step = std::max<int64_t>(1, n / (PARTS * size));
+    for (int turn = 0; turn < size; turn++) {
+      const int from = (id + turn) % size;
+      const auto [begin, end] = share_of(from, n);
+      for (int64_t at; (at = begin + team.take(from, step)) < end;)
+        f(at, std::min(at + step, end));
+    }
+  }
+
+ private:
+  static constexpr int64_t PARTS = 16;  // of a share: taking one costs a few nanoseconds
+
+  Range share_of(int which, int64_t n) const {
+    return {n * which / size, n * (which + 1) / size};
+  }
 };
 
 // Runs `work` on all threads but the spared ones, and rethrows an exception of them. Results do not

@@ -14,6 +14,7 @@ SOURCE = """
 #include "%s"
 
 #include <stdexcept>
+#include <thread>
 
 // Number of threads spared after a call with `size` threads that stood at barriers for some ms.
 extern "C" int learn(bool restart, int size, double waited_ms, double whole_ms) {
@@ -41,6 +42,25 @@ extern "C" int sum_of_ids(int thrower) {
     return -1;
   }
   return sum;
+}
+
+// Adds to each of `n` counts once in each round; thread `slow` sleeps at each part that it takes.
+// Returns how many parts of the last round the threads with other ids have taken.
+extern "C" int64_t count(int64_t n, int rounds, int slow, int32_t* counts) {
+  std::atomic<int64_t> others{0};
+  in_parallel([&](const Worker& me) {
+    for (int round = 0; round < rounds; round++) {
+      if (me.id == 0) others = 0;
+      me.team.barrier();
+      me.each(n, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++) counts[i]++;
+        if (me.id == slow) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        if (me.id != slow) others += end - begin;
+      });
+      me.team.barrier();
+    }
+  });
+  return others;
 }
 """
 
@@ -78,6 +98,27 @@ def test_a_failure_in_one_thread_reaches_the_caller(library, n):
         assert library.sum_of_ids(n) in {sum(range(size)) for size in range(1, n + 1)}
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("n_threads", [1, 2, 3])
+@pytest.mark.parametrize("n", [0, 1, 2, 7, 48, 1000])
+def test_every_part_of_the_work_is_taken_once(library, n, n_threads):
+    library.count.restype = ctypes.c_int64
+    counts = (ctypes.c_int32 * max(1, n))()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(n_threads)
+    try:
+        library.count(ctypes.c_int64(n), 50, -1, counts)
+    finally:
+        torch.set_num_threads(threads)
+    assert list(counts)[:n] == [50] * n
+
+
+def test_a_slow_threads_work_is_taken_by_others(library):
+    library.count.restype = ctypes.c_int64
+    counts = (ctypes.c_int32 * 64)()
+    assert library.count(ctypes.c_int64(64), 2, 1, counts) > 40
+    assert list(counts) == [2] * 64
 
 
 def test_a_thread_that_waits_its_turn_is_spared_and_tried_again(spared):
