@@ -337,8 +337,11 @@ def write_gguf(
     writer.add_expert_count(config.moe.n_expert)
     writer.add_expert_used_count(config.moe.top_k)
     for name, data in _gguf_tensors(config, tensors):
-        small = data.ndim == 1 or "ffn_gate_inp" in name
-        qtype = gguf.GGMLQuantizationType["F32" if small else kind]
+        qtype = gguf.GGMLQuantizationType[kind]
+        if data.ndim == 1 or "ffn_gate_inp" in name:
+            qtype = gguf.GGMLQuantizationType.F32
+        elif name in GLOBAL_NAMES and kind not in ("F32", "F16"):
+            qtype = gguf.GGMLQuantizationType.Q8_0
         writer.add_tensor(name, gguf.quants.quantize(data, qtype), raw_dtype=qtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
