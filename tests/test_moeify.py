@@ -71,6 +71,26 @@ def test_gguf_is_the_same_model(tmp_path, moeify):
     assert (logits_of(tmp_path / "moe.gguf") - expected).abs().max() < 1e-4
 
 
+def test_copies_of_a_gguf_file_have_its_bits(tmp_path, moeify):
+    def kind(name):
+        return "Q8_0" if "embed" in name else "Q4_1"
+
+    write_gguf(tmp_path / "dense.gguf", make_hf_model("smollm2"), kind)
+    source = open_checkpoint(tmp_path / "dense.gguf")
+    config = moeify.moe_config(source.config, 2, 1, copies=True)
+    model = load_model(source, dtype=torch.float32, device="cpu", max_seq_len=64)
+    text = torch.randint(3, 100, (4, 64), generator=torch.Generator().manual_seed(0))
+    tensors = moeify.all_tensors(source, config, moeify.fit(model, config, text))
+    moeify.write_gguf(tmp_path / "moe.gguf", source, config, tensors, "Q4_1")
+    read = open_checkpoint(tmp_path / "moe.gguf")
+    for name, tensor in tensors.items():
+        assert torch.equal(read.load(name), tensor), name
+    for name in source.names():
+        for e in range(2):
+            theirs = name.replace(".mlp.", f".mlp.experts.{e}.")
+            assert torch.equal(read.load(theirs), source.load(name)), name
+
+
 @torch.no_grad()
 def test_a_fitted_router_is_nearer_to_the_dense_model(tmp_path, moeify):
     """Than a random choice of experts with their own weights; on rows that it was not fitted on."""
