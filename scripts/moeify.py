@@ -13,8 +13,8 @@ are fitted one after the other, on the text as the blocks before them leave it. 
 experts and routers are then trained to predict what the dense model predicts (`distil.py`).
 
 With --copies every expert is the whole FFN, as in mixtures that were trained on from a dense model,
-and the router tells clusters of inputs apart. The weights of a row's experts add up to 1: it writes
-what the dense model writes, with the draft heads of that, and costs what a mixture costs.
+and the router tells clusters of inputs apart. The weights of a row's experts add up to 1: but
+for rounding it is the dense model, with the draft heads of that, and costs what a mixture costs.
 
 The text comes from `fasteagle generate-data`. The result is a Mixtral: a Hugging Face folder, and
 with --gguf a file of llama.cpp's layout.
