@@ -171,6 +171,18 @@ def test_training_brings_experts_nearer_to_the_dense_model(tmp_path, moeify):
     assert not any(p.requires_grad for layer in layers for p in layer.parameters())
 
 
+def test_the_script_fits_and_trains(tmp_path, moeify):
+    dense = save_tiny(tmp_path / "dense", "llama2")
+    data = write_answers(tmp_path / "data.jsonl", 40)
+    arguments = [str(tmp_path / "moe"), "--model", str(dense), "--top-k", "4"]
+    arguments += ["--data", str(data), "--tokens", "2048", "--steps", "10"]
+    done = CliRunner().invoke(moeify.main, arguments)
+    assert done.exit_code == 0, done.output
+    assert "step 10: " in done.output
+    assert open_checkpoint(tmp_path / "moe").config.moe.top_k == 4
+    assert logits_of(tmp_path / "moe").isfinite().all()
+
+
 def test_what_cannot_be_made_is_one_line(tmp_path, moeify):
     dense = str(save_tiny(tmp_path / "dense", "qwen2"))
     llama = str(save_tiny(tmp_path / "llama", "llama2"))
