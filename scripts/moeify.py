@@ -1,16 +1,23 @@
 """Write a dense Llama model as a mixture of experts: a real one, small enough for any machine.
 
 python scripts/moeify.py moe8/                                  # the same model again
-python scripts/moeify.py moe4/ --top-k 4 --text corpus.txt --gguf moe4.gguf
+python scripts/moeify.py moe6/ --top-k 6 --data answers.jsonl --steps 150
+python scripts/moeify.py copies/ --copies --top-k 2 --data answers.jsonl --gguf copies.gguf
 
 Every FFN is cut into experts of equal width. Where a row takes all of them, the router is zero, so
 that each has the weight 1 / experts, and the down projections are multiplied by the number of
 experts: the dense model again. Where it takes fewer, neurons that are active together become one
 expert, the router predicts from the block's input how much each expert adds, by least squares, and
 so do new down projections predict the dense FFN's output from the experts that are taken. Blocks
-are fitted one after the other, on the text as the blocks before them leave it.
+are fitted one after the other, on the text as the blocks before them leave it. With --steps all
+experts and routers are then trained to predict what the dense model predicts (`distil.py`).
 
-The result is a Mixtral: a Hugging Face folder, and with --gguf a file of llama.cpp's layout.
+With --copies every expert is the whole FFN, as in mixtures that were trained on from a dense model,
+and the router tells clusters of inputs apart. The weights of a row's experts add up to 1: but
+for rounding it is the dense model, with the draft heads of that, and costs what a mixture costs.
+
+The text comes from `fasteagle generate-data`. The result is a Mixtral: a Hugging Face folder, and
+with --gguf a file of llama.cpp's layout.
 """
 
 from __future__ import annotations
@@ -21,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import distil
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -35,12 +43,13 @@ from fasteagle.loading.gguf import BLOCK_NAMES, GLOBAL_NAMES, GGUFFile, rope_ord
 from fasteagle.loading.names import expected_shapes
 from fasteagle.loading.open import OpenedModel, open_model
 from fasteagle.loading.tensors import Checkpoint, save_tensors, write_json
-from fasteagle.model import MLP, MoE, Transformer, causal_mask
+from fasteagle.model import MLP, MoE, Transformer
 from fasteagle.options import DEFAULT_MODEL
 from fasteagle.paths import atomic_dir
+from fasteagle.prompts import read_conversations
 
-WINDOW = 512  # tokens of text that a row may see
 ROUNDS = 10  # of clustering
+MOST_ROWS = 4096  # of the text that clusters are made from
 RIDGE = 1e-3  # of the mean square of an input
 
 
@@ -49,10 +58,13 @@ RIDGE = 1e-3  # of the mean square of an input
 @click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Dense Llama model.")
 @click.option("--experts", default=8, show_default=True, type=click.IntRange(2, 256))
 @click.option("--top-k", type=click.IntRange(1, 256), help="Experts of a row.  [default: all]")
-@click.option("--text", type=FILE, help="Text to fit the router on; 50 KB and more.")
+@click.option("--copies", is_flag=True, help="Every expert is the whole FFN.")
+@click.option("--data", type=FILE, help="JSONL of generate-data, to fit the router on.")
 @click.option(
-    "--tokens", default=16384, show_default=True, type=click.IntRange(1024), help="Of it."
+    "--tokens", default=8192, show_default=True, type=click.IntRange(2048), help="Of it, to fit on."
 )
+@click.option("--steps", default=0, show_default=True, help="Of training, 1,024 tokens each.")
+@click.option("--lr", default=1e-3, show_default=True, help="Learning rate of that.")
 @click.option("--gguf", type=FILE, help="Write this file too; MODEL must be a GGUF file.")
 @click.option("--gguf-type", default="Q8_0", show_default=True, help="Type of its block linears.")
 def main(
@@ -60,85 +72,107 @@ def main(
     model: str,
     experts: int,
     top_k: int | None,
-    text: Path | None,
+    copies: bool,
+    data: Path | None,
     tokens: int,
+    steps: int,
+    lr: float,
     gguf: Path | None,
     gguf_type: str,
 ) -> None:
     """Write MODEL into the folder OUT as a mixture of EXPERTS experts, TOP_K of them for a row."""
     opened = open_model(model)
-    if gguf is not None and not isinstance(opened.checkpoint, GGUFFile):
+    checkpoint = opened.checkpoint
+    if gguf is not None and not isinstance(checkpoint, GGUFFile):
         raise FasteagleError(
             f"{model} is no GGUF file, whose tokenizer --gguf copies: leave it out"
         )
-    config = moe_config(opened.checkpoint.config, experts, top_k or experts)
-    ids: list[int] = []
-    if top_k is not None and top_k < experts:
-        if text is None:
-            raise FasteagleError("fewer experts than all need a router: give --text")
-        ids = opened.tokenizer.encode_document(text.read_text("utf-8"))[:tokens]
-        if len(ids) < 1024:
-            raise FasteagleError(f"{text} has {len(ids):,} tokens: give 1,024 or more")
-    tensors = converted(opened.checkpoint, config, ids)
+    top_k = top_k or experts
+    config = moe_config(checkpoint.config, experts, top_k, copies)
+    text = read_text(data, config, tokens, needed=top_k < experts or steps > 0)
+    model = load_model(
+        checkpoint, dtype=torch.float32, device="cpu", max_seq_len=distil.WINDOW
+    ).requires_grad_(False)
+    layers = fit(model, config, text[: tokens // distil.WINDOW])
+    if steps:
+        distil.distil(model, layers, text, steps, lr, tell)
+    tensors = all_tensors(checkpoint, config, layers)
     write_folder(out, opened, config, tensors)
     if gguf is not None:
-        assert isinstance(opened.checkpoint, GGUFFile), "checked above"
-        write_gguf(gguf, opened.checkpoint, config, tensors, gguf_type)
+        assert isinstance(checkpoint, GGUFFile), "checked above"
+        write_gguf(gguf, checkpoint, config, tensors, gguf_type)
 
 
-def moe_config(config: ModelConfig, experts: int, top_k: int) -> ModelConfig:
+def tell(step: int, loss: float) -> None:
+    """Print the divergence of some steps of training."""
+    if step % 10 == 0:
+        note(f"step {step}: {loss:.3f} nats a token from the dense model")
+
+
+def moe_config(config: ModelConfig, experts: int, top_k: int, copies: bool = False) -> ModelConfig:
     """Return the config of the mixture. Raises `FasteagleError` where it cannot be made."""
     if config.architecture != "LlamaForCausalLM":
         raise FasteagleError(f"{config.architecture}: only Llama models have a Mixtral of theirs")
     if config.rope_scaling or config.rope_freq_factors or config.rope_linear_factor != 1:
         raise FasteagleError("scaled RoPE is not written: choose another model")
-    if config.ffn_dim % experts or top_k > experts:
+    if (config.ffn_dim % experts and not copies) or top_k > experts:
         raise FasteagleError(
             f"{experts} experts do not divide an FFN of {config.ffn_dim:,}, or are fewer than "
             f"{top_k}: choose other numbers"
         )
-    moe = MoEConfig(
-        n_expert=experts, top_k=top_k, ffn_dim=config.ffn_dim // experts, renormalize=True
-    )
+    width = config.ffn_dim if copies else config.ffn_dim // experts
+    moe = MoEConfig(n_expert=experts, top_k=top_k, ffn_dim=width, renormalize=True)
     return dataclasses.replace(
         config, moe=moe, ffn_dim=dense_width(moe, config.dim), architecture="MixtralForCausalLM"
     )
 
 
+def read_text(data: Path | None, config: ModelConfig, tokens: int, needed: bool) -> Tensor:
+    """Return the windows of `data` [N, W], N = 0 where it is None and not `needed`."""
+    if data is None:
+        if needed:
+            raise FasteagleError("experts that are fitted or trained need text: give --data")
+        return torch.empty(0, distil.WINDOW, dtype=torch.long)
+    text = distil.windows(read_conversations(data, config.vocab_size, config.max_seq_len))
+    if text.numel() < tokens:
+        raise FasteagleError(f"{data} has {text.numel():,} tokens, and --tokens is {tokens:,}")
+    return text
+
+
 @torch.no_grad()
-def converted(checkpoint: Checkpoint, config: ModelConfig, ids: list[int]) -> dict[str, Tensor]:
-    """Return all tensors of the mixture by name; `ids` is text, not needed for all experts."""
+def fit(model: Transformer, config: ModelConfig, text: Tensor) -> list[MoE]:
+    """Return the mixture of each block, fitted on windows `text` [N, W] of the dense `model`."""
     moe = config.moe
     assert moe is not None, "see moe_config"
+    states = model.embedding(text).float()  # [N, W, D]
+    layers = []
+    for i, block in enumerate(model.blocks):
+        mlp = block.mlp
+        assert isinstance(mlp, MLP), "a dense model"
+        if len(text):
+            states = states + distil.attention(model, block, states)
+        x = block.mlp_norm(states).flatten(0, 1)
+        if moe.ffn_dim == mlp.down.in_features:
+            layers.append(copied(mlp, x, moe))
+        elif moe.top_k < moe.n_expert:
+            layers.append(fitted(mlp, x, moe))
+        else:
+            layers.append(cut(mlp, moe, torch.arange(mlp.down.in_features)))
+        if len(text):
+            states = states + distil.experts(layers[-1], x).view_as(states)
+            note(f"block {i + 1} of {config.n_layer}")
+    return layers
+
+
+def all_tensors(
+    checkpoint: Checkpoint, config: ModelConfig, layers: list[MoE]
+) -> dict[str, Tensor]:
+    """Return the tensors of the mixture by name: those of `checkpoint`, and of its `layers`."""
     new = expected_shapes(config)
     tensors = {name: checkpoint.load(name) for name in new if name in checkpoint.names()}
-    model = load_model(checkpoint, dtype=torch.float32, device="cpu", max_seq_len=WINDOW)
-    states = model.embedding(torch.tensor(ids, dtype=torch.long)).float()  # [N, D]
-    for i, block in enumerate(model.blocks):
-        assert isinstance(block.mlp, MLP), "a dense model"
-        if ids:
-            states = states + attention(model, i, states)
-            mixture = fitted(block.mlp, block.mlp_norm(states), moe)
-            states = states + mixture(block.mlp_norm(states))
-            note(f"block {i + 1} of {config.n_layer}")
-        else:
-            mixture = cut(block.mlp, moe, torch.arange(block.mlp.down.in_features))
-        tensors |= {f"model.layers.{i}.{name}": t for name, t in named(mixture)}
+    for i, layer in enumerate(layers):
+        tensors |= {f"model.layers.{i}.{name}": tensor for name, tensor in named(layer)}
     return {name: tensors[name].contiguous() for name in new}
-
-
-def attention(model: Transformer, i: int, states: Tensor) -> Tensor:
-    """Return what the attention of block `i` adds to `states` [N, D], in windows of the text."""
-    block, added = model.blocks[i], []
-    for part in states.split(WINDOW):
-        n = len(part)
-        cache = model.new_cache(n)
-        rows = torch.arange(n)
-        cos, sin = (table[:n].unsqueeze(1) for table in (model.rope_cos, model.rope_sin))
-        mask = causal_mask(0, n, cache.n_slots, None, "cpu")
-        entry = block.attention_norm(part)
-        added.append(block.attention(entry, cos, sin, rows, mask, *cache.layers[0]))
-    return torch.cat(added)
 
 
 def cut(mlp: MLP, config: MoEConfig, order: Tensor) -> MoE:
@@ -157,12 +191,26 @@ def cut(mlp: MLP, config: MoEConfig, order: Tensor) -> MoE:
     return moe
 
 
+def copied(mlp: MLP, x: Tensor, config: MoEConfig) -> MoE:
+    """Return experts that are all the MLP, and a router of clusters of inputs like x [N, D]."""
+    n_expert, dim = config.n_expert, x.shape[1]
+    layer = MoE(dim, config).requires_grad_(False)
+    layer.gate_up.weight.copy_(mlp.gate_up.weight.repeat(n_expert, 1))
+    layer.down.weight.copy_(mlp.down.weight.repeat(n_expert, 1))
+    x = x[: min(MOST_ROWS, len(x)) // n_expert * n_expert]
+    wanted = F.one_hot(clusters(F.normalize(x - x.mean(0), dim=1), n_expert), n_expert).float()
+    layer.router.weight.copy_(solve(x, n_expert * wanted - 1).T)
+    return layer
+
+
 def fitted(mlp: MLP, x: Tensor, config: MoEConfig) -> MoE:
     """Return experts of a dense MLP, and a router that chooses for inputs like x [N, D]."""
     n_expert, width, dim = config.n_expert, config.ffn_dim, x.shape[1]
     gate, up = mlp.gate_up(x).chunk(2, dim=-1)
     hidden = F.silu(gate) * up  # [N, F]
-    order = clusters(hidden * mlp.down.weight.norm(dim=0), n_expert)
+    active = (hidden[:MOST_ROWS] * mlp.down.weight.norm(dim=0)).abs()
+    groups = clusters(F.normalize(active.T.contiguous(), dim=1), n_expert)
+    order = groups.argsort(stable=True)
     moe = cut(mlp, config, order)
     hidden = hidden[:, order]
     down = moe.down.weight.view(n_expert, dim, width) / n_expert
@@ -186,31 +234,29 @@ def solve(x: Tensor, y: Tensor) -> Tensor:
     return torch.linalg.solve(square, x.T @ y)
 
 
-def clusters(active: Tensor, n_clusters: int) -> Tensor:
-    """Return the order of the neurons [F] that puts clusters of equal size one after the other.
+def clusters(points: Tensor, n_clusters: int) -> Tensor:
+    """Return the cluster [M] of each of the points [M, N] of length 1; clusters are equally large.
 
-    Neurons are near each other whose activity `active` [N, F] is large in the same rows.
+    Neurons are near each other that are active in the same rows.
     """
-    points = F.normalize(active.abs().T, dim=1)  # [F, N]
     size = len(points) // n_clusters
     centers = points[torch.arange(n_clusters) * size]
     groups = torch.empty(0)
     for _ in range(ROUNDS):
         groups = balanced(points @ centers.T, size)
-        centers = torch.stack([points[groups == c].mean(0) for c in range(n_clusters)])
-        centers = F.normalize(centers, dim=1)
-    return groups.argsort(stable=True)
+        centers = F.normalize(F.one_hot(groups, n_clusters).float().T @ points, dim=1)
+    return groups
 
 
 def balanced(likeness: Tensor, size: int) -> Tensor:
-    """Return the cluster [F] of each neuron, the likest pairs first, `size` neurons in each."""
+    """Return the cluster [M] of each point, the likest pairs first, `size` points in each."""
     n_clusters = likeness.shape[1]
     groups = [-1] * len(likeness)
     room = [size] * n_clusters
     for pair in likeness.flatten().argsort(descending=True, stable=True).tolist():
-        neuron, cluster = divmod(pair, n_clusters)
-        if groups[neuron] < 0 and room[cluster]:
-            groups[neuron] = cluster
+        point, cluster = divmod(pair, n_clusters)
+        if groups[point] < 0 and room[cluster]:
+            groups[point] = cluster
             room[cluster] -= 1
     return torch.tensor(groups)
 
@@ -291,8 +337,11 @@ def write_gguf(
     writer.add_expert_count(config.moe.n_expert)
     writer.add_expert_used_count(config.moe.top_k)
     for name, data in _gguf_tensors(config, tensors):
-        small = data.ndim == 1 or "ffn_gate_inp" in name
-        qtype = gguf.GGMLQuantizationType["F32" if small else kind]
+        qtype = gguf.GGMLQuantizationType[kind]
+        if data.ndim == 1 or "ffn_gate_inp" in name:
+            qtype = gguf.GGMLQuantizationType.F32
+        elif name in GLOBAL_NAMES and kind not in ("F32", "F16"):
+            qtype = gguf.GGMLQuantizationType.Q8_0
         writer.add_tensor(name, gguf.quants.quantize(data, qtype), raw_dtype=qtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from click.testing import CliRunner
@@ -28,6 +30,14 @@ def logits_of(path):
     return model(tokens, rows, rows, mask, model.new_cache(256)).logits
 
 
+def write_answers(path, n):
+    """Write `n` conversations of 64 tokens each."""
+    ids = torch.randint(3, 100, (n, 64), generator=torch.Generator().manual_seed(0))
+    lines = [json.dumps({"ids": row.tolist(), "prompt_len": 8}) for row in ids]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
 @pytest.mark.parametrize("family", ["llama2", "smollm2"])
 @torch.no_grad()
 def test_all_experts_are_the_dense_model(tmp_path, moeify, family):
@@ -49,7 +59,9 @@ def test_gguf_is_the_same_model(tmp_path, moeify):
     write_gguf(tmp_path / "dense.gguf", make_hf_model("smollm2"))
     source = open_checkpoint(tmp_path / "dense.gguf")
     config = moeify.moe_config(source.config, 4, 4)
-    tensors = moeify.converted(source, config, [])
+    model = load_model(source, dtype=torch.float32, device="cpu", max_seq_len=64)
+    layers = moeify.fit(model, config, torch.empty(0, 64, dtype=torch.long))
+    tensors = moeify.all_tensors(source, config, layers)
     moeify.write_gguf(tmp_path / "moe.gguf", source, config, tensors, "F32")
     read = open_checkpoint(tmp_path / "moe.gguf")
     assert read.config == config
@@ -57,6 +69,26 @@ def test_gguf_is_the_same_model(tmp_path, moeify):
         assert torch.equal(read.load(name), tensor), name
     expected = logits_of(tmp_path / "dense.gguf")
     assert (logits_of(tmp_path / "moe.gguf") - expected).abs().max() < 1e-4
+
+
+def test_copies_of_a_gguf_file_have_its_bits(tmp_path, moeify):
+    def kind(name):
+        return "Q8_0" if "embed" in name else "Q4_1"
+
+    write_gguf(tmp_path / "dense.gguf", make_hf_model("smollm2"), kind)
+    source = open_checkpoint(tmp_path / "dense.gguf")
+    config = moeify.moe_config(source.config, 2, 1, copies=True)
+    model = load_model(source, dtype=torch.float32, device="cpu", max_seq_len=64)
+    text = torch.randint(3, 100, (4, 64), generator=torch.Generator().manual_seed(0))
+    tensors = moeify.all_tensors(source, config, moeify.fit(model, config, text))
+    moeify.write_gguf(tmp_path / "moe.gguf", source, config, tensors, "Q4_1")
+    read = open_checkpoint(tmp_path / "moe.gguf")
+    for name, tensor in tensors.items():
+        assert torch.equal(read.load(name), tensor), name
+    for name in source.names():
+        for e in range(2):
+            theirs = name.replace(".mlp.", f".mlp.experts.{e}.")
+            assert torch.equal(read.load(theirs), source.load(name)), name
 
 
 @torch.no_grad()
@@ -78,13 +110,89 @@ def test_a_fitted_router_is_nearer_to_the_dense_model(tmp_path, moeify):
     assert (used > 0).all()
 
 
+@torch.no_grad()
+def test_copies_are_the_dense_model_whatever_is_taken(tmp_path, moeify):
+    dense = save_tiny(tmp_path / "dense", "llama2")
+    data = write_answers(tmp_path / "data.jsonl", 40)
+    arguments = [str(tmp_path / "moe"), "--model", str(dense), "--copies", "--top-k", "2"]
+    arguments += ["--experts", "4", "--data", str(data), "--tokens", "2048"]
+    done = CliRunner().invoke(moeify.main, arguments)
+    assert done.exit_code == 0, done.output
+    moe = open_checkpoint(tmp_path / "moe")
+    assert (moe.config.moe.n_expert, moe.config.moe.top_k, moe.config.moe.ffn_dim) == (4, 2, 96)
+    assert (logits_of(tmp_path / "moe") - logits_of(dense)).abs().max() < 1e-4
+    model = load_model(moe, dtype=torch.float32, device="cpu", max_seq_len=9)
+    for block in model.blocks:
+        used = block.mlp.route(torch.randn(2000, 64))[0].flatten().bincount(minlength=4)
+        assert (used > 200).all(), used
+
+
+@pytest.mark.parametrize("experts", [False, True])
+@torch.no_grad()
+def test_windows_side_by_side_are_the_model(tmp_path, moeify, experts):
+    import distil
+
+    dense = save_tiny(tmp_path / "dense", "llama2")
+    model = load_model(open_checkpoint(dense), dtype=torch.float32, device="cpu", max_seq_len=64)
+    if experts:  # of which a row takes some, with weights of their own
+        config = moeify.moe_config(model.config, 4, 2).moe
+        for block in model.blocks:
+            block.mlp = moeify.cut(block.mlp, config, torch.arange(96))
+            block.mlp.router.weight.normal_(generator=torch.Generator().manual_seed(0))
+    ids, rows = torch.arange(5, 45), torch.arange(40)
+    layers = [block.mlp for block in model.blocks]
+    states = distil.final_states(model, layers, torch.stack((ids, ids.flip(0))))[:40]
+    mask = causal_mask(0, 40, 256, None, "cpu")
+    expected = model(ids, rows, rows, mask, model.new_cache(256)).logits
+    assert (states @ model.lm_head.weight.T - expected).abs().max() < 1e-3
+
+
+def test_training_brings_experts_nearer_to_the_dense_model(tmp_path, moeify):
+    import distil
+
+    dense = open_checkpoint(save_tiny(tmp_path / "dense", "llama2"))
+    model = load_model(dense, dtype=torch.float32, device="cpu", max_seq_len=64)
+    model.requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randint(3, 100, (16, 64), generator=generator)
+    layers = moeify.fit(model, moeify.moe_config(dense.config, 8, 4), text)
+    before = [layer.router.weight.clone() for layer in layers]
+    lm_head = model.lm_head.weight
+    with torch.no_grad():
+        start = float(distil.divergence(model, layers, text, lm_head))
+    told = []
+    distil.distil(model, layers, text, 40, 3e-3, lambda step, loss: told.append(step))
+    with torch.no_grad():
+        end = float(distil.divergence(model, layers, text, lm_head))
+    assert told == list(range(1, 41))
+    assert end < 0.8 * start
+    for old, layer in zip(before, layers, strict=True):
+        assert not torch.equal(old, layer.router.weight)
+    assert not any(p.requires_grad for layer in layers for p in layer.parameters())
+
+
+def test_the_script_fits_and_trains(tmp_path, moeify):
+    dense = save_tiny(tmp_path / "dense", "llama2")
+    data = write_answers(tmp_path / "data.jsonl", 40)
+    arguments = [str(tmp_path / "moe"), "--model", str(dense), "--top-k", "4"]
+    arguments += ["--data", str(data), "--tokens", "2048", "--steps", "10"]
+    done = CliRunner().invoke(moeify.main, arguments)
+    assert done.exit_code == 0, done.output
+    assert "step 10: " in done.output
+    assert open_checkpoint(tmp_path / "moe").config.moe.top_k == 4
+    assert logits_of(tmp_path / "moe").isfinite().all()
+
+
 def test_what_cannot_be_made_is_one_line(tmp_path, moeify):
     dense = str(save_tiny(tmp_path / "dense", "qwen2"))
     llama = str(save_tiny(tmp_path / "llama", "llama2"))
+    data = str(write_answers(tmp_path / "data.jsonl", 8))
     for arguments, message in (
         (["--model", dense], "only Llama models"),
         (["--model", llama, "--experts", "7"], "7 experts do not divide an FFN of 96"),
-        (["--model", llama, "--top-k", "4"], "give --text"),
+        (["--model", llama, "--top-k", "4"], "give --data"),
+        (["--model", llama, "--top-k", "4", "--data", data], "has 512 tokens, and --tokens is"),
+        (["--model", llama, "--steps", "4"], "give --data"),
         (["--model", llama, "--gguf", str(tmp_path / "x.gguf")], "leave it out"),
     ):
         done = CliRunner().invoke(moeify.main, [str(tmp_path / "out"), *arguments])
