@@ -31,7 +31,7 @@ from fasteagle.compile.cuda_tensors import (
 )
 from fasteagle.compile.tree_attention import OPS
 from fasteagle.device import on_device_of
-from fasteagle.model import Block, MoE, Ops, RMSNorm
+from fasteagle.model import Block, MoE, Ops, RMSNorm, Visible
 from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.quant.interleaved import BLOCK_N
 from fasteagle.tree import TreeView
@@ -125,11 +125,11 @@ class FusedBlocks:
         cos: Tensor,
         sin: Tensor,
         slots: Tensor,
-        view: Tensor | TreeView,
+        view: Visible,
         entry: Tensor | None = None,
     ) -> Tensor:
         """Return the residual stream [T, D] after `blocks`, which write into their `layers`."""
-        if isinstance(view, Tensor) or x.shape[0] > MAX_ROWS:
+        if not isinstance(view, TreeView) or x.shape[0] > MAX_ROWS:
             assert entry is None, "see run_alone"
             return self._run_many(blocks, layers, x, cos, sin, slots, view)
         first = self._index[id(blocks[0])]
@@ -152,7 +152,7 @@ class FusedBlocks:
         blocks: Sequence[Block],
         layers: Sequence[tuple[Tensor, Tensor]],
         x: Tensor,
-        *rows: Tensor | TreeView,
+        *rows: Visible,
     ) -> Tensor:
         """Run the blocks by the core, but for experts, on which it would run one by one."""
         for block, (k_cache, v_cache) in zip(blocks, layers, strict=True):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,21 @@ class Output(NamedTuple):
     logits: Tensor  # [T, V]
     features: Tensor  # [T, D], after the final norm: input of the LM head (and of EAGLE-1/2)
     aux_states: Tensor | None = None  # [T, R * D], fp32, residual stream entering `aux_layers`
+
+
+class PromptView(NamedTuple):
+    """Cache slots that rows from the beginning of a text see: row j, in slot j, those up to j."""
+
+    rows: Tensor  # [T] their slots, 0 .. T - 1
+
+    def mask(self, n_slots: int) -> Tensor:
+        """Return the mask of this view over its keys, rounded up as far as there are slots."""
+        T = len(self.rows)
+        n_keys = min(round_up(T, KEY_BLOCK), n_slots)
+        return causal_mask(0, T, n_keys, None, self.rows.device)
+
+
+Visible: TypeAlias = Tensor | TreeView | PromptView  # cache slots that each row of a pass sees
 
 
 class KVCache:
@@ -143,8 +158,8 @@ def apply_norm(norm: nn.Module, x: Tensor) -> Tensor:
 class Ops(NamedTuple):
     """Operations of a pass that a backend may replace; the defaults are the core's.
 
-    `run_blocks` None is the function of that name. Where `views`, they take a `TreeView`
-    instead of a mask.
+    `run_blocks` None is the function of that name. Where `views`, they take a `TreeView` or a
+    `PromptView` instead of a mask.
     """
 
     attend: Callable[[Tensor, Tensor, Tensor, Any], Tensor] = attend
@@ -180,7 +195,7 @@ class Attention(nn.Module):
         cos: Tensor,
         sin: Tensor,
         slots: Tensor,
-        mask: Tensor | TreeView,
+        mask: Visible,
         k_cache: Tensor,
         v_cache: Tensor,
         ops: Ops = CORE,
@@ -319,7 +334,7 @@ class Block(nn.Module):
         cos: Tensor,
         sin: Tensor,
         slots: Tensor,
-        mask: Tensor | TreeView,
+        mask: Visible,
         k_cache: Tensor,
         v_cache: Tensor,
         entry: Tensor | None = None,
@@ -334,7 +349,7 @@ class Block(nn.Module):
         cos: Tensor,
         sin: Tensor,
         slots: Tensor,
-        mask: Tensor | TreeView,
+        mask: Visible,
         k_cache: Tensor,
         v_cache: Tensor,
         entry: Tensor | None = None,
@@ -352,7 +367,7 @@ def run_blocks(
     cos: Tensor,
     sin: Tensor,
     slots: Tensor,
-    mask: Tensor | TreeView,
+    mask: Visible,
     ops: Ops = CORE,
 ) -> Tensor:
     """Return the residual stream [T, D] after `blocks`, which write into their cache `layers`."""
@@ -361,9 +376,9 @@ def run_blocks(
     return x
 
 
-def as_mask(visible: Tensor | TreeView, n_slots: int) -> Tensor:
-    """Return `visible` as a mask [T, n_slots]."""
-    return visible.mask(n_slots) if isinstance(visible, TreeView) else visible
+def as_mask(visible: Visible, n_slots: int) -> Tensor:
+    """Return `visible` as a mask over the first of `n_slots` slots, [T, n_slots or fewer]."""
+    return visible if isinstance(visible, Tensor) else visible.mask(n_slots)
 
 
 class LMHead(nn.Linear):
@@ -419,7 +434,7 @@ class Transformer(nn.Module):
         tokens: Tensor,
         positions: Tensor,
         slots: Tensor,
-        visible: Tensor | TreeView,
+        visible: Visible,
         cache: KVCache,
         aux_layers: tuple[int, ...] = (),
         ops: Ops = CORE,
@@ -428,7 +443,7 @@ class Transformer(nn.Module):
 
         `positions` [T] feed RoPE only, `slots` [T] are the cache rows that are written, `visible`
         has the cache rows that each row sees, its own included: a mask (bool) over the first of
-        them or the view of a tree. `aux_layers` ascend.
+        them, or the view of a tree or of a prompt. `aux_layers` ascend.
         """
         visible = visible if ops.views else as_mask(visible, cache.n_slots)
         cos, sin = self.rope_cos[positions].unsqueeze(1), self.rope_sin[positions].unsqueeze(1)
@@ -460,7 +475,7 @@ class Transformer(nn.Module):
         tokens: Tensor,
         positions: Tensor,
         slots: Tensor,
-        visible: Tensor | TreeView,
+        visible: Visible,
         cache: KVCache,
         aux_layers: tuple[int, ...] = (),
         ops: Ops = CORE,
@@ -509,7 +524,7 @@ class Target:
         tokens: Tensor,
         positions: Tensor,
         slots: Tensor,
-        visible: Tensor | TreeView,
+        visible: Visible,
         cache: KVCache,
         aux_layers: tuple[int, ...] = (),
     ) -> tuple[Tensor, Tensor | None]:
@@ -521,7 +536,7 @@ class Target:
         tokens: Tensor,
         positions: Tensor,
         slots: Tensor,
-        visible: Tensor | TreeView,
+        visible: Visible,
         cache: KVCache,
         aux_layers: tuple[int, ...] = (),
     ) -> Output:
@@ -635,7 +650,7 @@ class EagleHead(nn.Module):
         features: Tensor,
         positions: Tensor,
         slots: Tensor,
-        visible: Tensor | TreeView,
+        visible: Visible,
         cache: KVCache,
         rows: Tensor | None = None,
         block: Callable[..., Tensor] | None = None,
