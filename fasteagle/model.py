@@ -155,6 +155,34 @@ def apply_norm(norm: nn.Module, x: Tensor) -> Tensor:
     return normed
 
 
+def place(
+    attention: Attention,
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    ops: Ops,
+) -> Tensor:
+    """Return queries [G, group * T, E] for `attend`; write keys and values into their slots.
+
+    `qkv` [T, (H + 2 G) E] is the product of `attention`, before norms of heads and RoPE.
+    """
+    T, G, E = qkv.shape[0], attention.n_kv_head, attention.head_dim
+    q, k, v = qkv.view(T, -1, E).split((attention.n_head, G, G), dim=1)  # [T, H or G, E]
+    if attention.norm_whole:
+        q = ops.norm(attention.q_norm, q.flatten(1)).view(T, -1, E)
+        k = ops.norm(attention.k_norm, k.flatten(1)).view(T, -1, E)
+    else:
+        q, k = ops.norm(attention.q_norm, q), ops.norm(attention.k_norm, k)
+    q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+    ops.write(k_cache, slots, k.transpose(0, 1))
+    ops.write(v_cache, slots, v.transpose(0, 1))
+    q = q.view(T, G, attention.n_head // G, E).permute(1, 2, 0, 3)
+    return q.reshape(G, attention.n_head // G * T, E)
+
+
 class Ops(NamedTuple):
     """Operations of a pass that a backend may replace; the defaults are the core's.
 
@@ -165,6 +193,7 @@ class Ops(NamedTuple):
     attend: Callable[[Tensor, Tensor, Tensor, Any], Tensor] = attend
     write: Callable[[Tensor, Tensor, Tensor], None] = write
     norm: Callable[[nn.Module, Tensor], Tensor] = apply_norm
+    place: Callable[..., Tensor] = place
     run_blocks: Callable[..., Tensor] | None = None
     views: bool = False
 
@@ -201,21 +230,9 @@ class Attention(nn.Module):
         ops: Ops = CORE,
     ) -> Tensor:
         T = x.shape[0]
-        heads = (self.n_head, self.n_kv_head, self.n_kv_head)
-        q, k, v = self.qkv(x).view(T, -1, self.head_dim).split(heads, dim=1)  # [T, H or G, E]
-        if self.norm_whole:
-            q = ops.norm(self.q_norm, q.flatten(1)).view(T, -1, self.head_dim)
-            k = ops.norm(self.k_norm, k.flatten(1)).view(T, -1, self.head_dim)
-        else:
-            q, k = ops.norm(self.q_norm, q), ops.norm(self.k_norm, k)
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        ops.write(k_cache, slots, k.transpose(0, 1))
-        ops.write(v_cache, slots, v.transpose(0, 1))
-        group = self.n_head // self.n_kv_head
-        q = q.view(T, self.n_kv_head, group, self.head_dim).permute(1, 2, 0, 3)
-        q = q.reshape(self.n_kv_head, group * T, self.head_dim)
+        q = ops.place(self, self.qkv(x), cos, sin, slots, k_cache, v_cache, ops)
         y = ops.attend(q, k_cache, v_cache, mask)  # [G, group * T, E]
-        y = y.view(self.n_kv_head, group, T, self.head_dim).permute(2, 0, 1, 3)
+        y = y.view(self.n_kv_head, -1, T, self.head_dim).permute(2, 0, 1, 3)
         return self.out(y.reshape(T, self.n_head * self.head_dim))
 
 

@@ -5,15 +5,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
 from device_checks import check_cache_in_8_bits, check_order, check_step_of_head
 from fasteagle.config import MoEConfig
 from fasteagle.drafting.draft_head import top_children
-from fasteagle.model import CORE, PromptView, RMSNorm, Target
+from fasteagle.model import CORE, RMSNorm, Target
 from fasteagle.quant.scheme import Scheme
 from helpers import random_target, tiny_config
 from interleaved_models import (
@@ -63,20 +61,6 @@ def test_what_a_row_is_summed_by_does_not_depend_on_their_number(name, monkeypat
             for kernel, made in launches
         ]
     assert lists[1] == lists[2] == lists[9] and lists[1]
-
-
-@pytest.mark.parametrize("masked", [True, False])
-def test_passes_over_a_prompt_are_the_cores(masked, monkeypatch):
-    model, _ = packed_target()
-    tokens, rows = torch.arange(5), torch.arange(5)
-    visible = torch.ones(5, 256).tril().bool() if masked else PromptView(rows)
-    monkeypatch.setattr(fixed_norm, "rms_norm", by_the_core)
-    results = []
-    before = Target(model, tree_attention.OPS)
-    for make in (lambda: before, lambda: fused_target(model)):
-        target = dataclasses.replace(make(), cache_dtype=torch.float16)
-        results.append(target.encode(tokens, rows, rows, visible, target.new_cache(256))[0])
-    assert torch.equal(*results)
 
 
 def by_the_core(x, scale, eps):
