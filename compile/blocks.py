@@ -28,7 +28,18 @@ from fasteagle.decoding.runner import Backend
 from fasteagle.drafting.draft_head import HeadDrafter
 from fasteagle.errors import first_line, note
 from fasteagle.generate import Engine
-from fasteagle.model import CORE, KEY_BLOCK, Block, EagleHead, Ops, Transformer, attend, run_blocks
+from fasteagle.model import (
+    CORE,
+    KEY_BLOCK,
+    Block,
+    EagleHead,
+    Ops,
+    PromptView,
+    Transformer,
+    Visible,
+    attend,
+    run_blocks,
+)
 from fasteagle.options import SamplingParams
 from fasteagle.paths import compiled_dir
 from fasteagle.quant import cpu_build
@@ -126,12 +137,18 @@ class BlockCompiler:
         blocks: Sequence[Block],
         layers: Sequence[tuple[Tensor, Tensor]],
         x: Tensor,
-        *rest: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        visible: Visible,
     ) -> Tensor:
+        if isinstance(visible, PromptView):  # no code is compiled for it
+            visible = visible.mask(layers[0][0].shape[1])
+        rows = cos, sin, slots, visible
         begin = 0
         for length in spans(len(blocks)):
             end = begin + length
-            x = self._compiled(blocks[begin:end], layers[begin:end], x, *rest, self._ops)
+            x = self._compiled(blocks[begin:end], layers[begin:end], x, *rows, self._ops)
             begin = end
         return x
 

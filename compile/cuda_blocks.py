@@ -4,8 +4,8 @@ A block of 4-bit weights is eight launches: norm, query-key-value, two of attent
 RoPE and the new keys), output, norm, gate and up, down. It takes one more where gate and up are
 split along K, one where attention heads have norms or more than 128 columns, one to choose experts,
 and two for a shared expert. The partial sums of a split product, and the results of a row's
-experts, are added up by the kernel that reads them. The core runs passes under a mask (prefill), in
-which experts have kernels too. The block of a draft head runs alone, between the layers of
+experts, are added up by the kernel that reads them. The core runs prompts, in which norms, RoPE and
+experts have kernels too. The block of a draft head runs alone, between the layers of
 `EagleHead.forward`.
 
 Shapes: T rows, D model dim, E head dim, G KV heads, S cache slots.
@@ -29,9 +29,10 @@ from fasteagle.compile.cuda_tensors import (
     packed,
     tensors_of,
 )
+from fasteagle.compile.fixed_norm import apply_norm
 from fasteagle.compile.tree_attention import OPS
 from fasteagle.device import on_device_of
-from fasteagle.model import Block, MoE, Ops, RMSNorm
+from fasteagle.model import Attention, Block, MoE, Ops, RMSNorm, Visible
 from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.quant.interleaved import BLOCK_N
 from fasteagle.tree import TreeView
@@ -107,9 +108,9 @@ class FusedBlocks:
     """Weights of blocks for the kernels: tensors of each and their formats, in two lists."""
 
     def __init__(self, blocks: Sequence[Block], masked: Ops = OPS) -> None:
-        """Collect the weights of `blocks`; the core runs passes under a mask, by ops `masked`."""
+        """Collect the weights of `blocks`; the core runs prompts, by ops `masked` and kernels."""
         assert all(fits(block) for block in blocks), "see fits"
-        self._blocks, self._masked = blocks, masked
+        self._blocks, self._masked = blocks, masked._replace(norm=apply_norm, place=place)
         self._tensors = [tensor for block in blocks for tensor in tensors_of(block)]
         self._formats = [number for block in blocks for number in formats_of(block)]
         self._index = {id(block): i for i, block in enumerate(blocks)}
@@ -125,11 +126,11 @@ class FusedBlocks:
         cos: Tensor,
         sin: Tensor,
         slots: Tensor,
-        view: Tensor | TreeView,
+        view: Visible,
         entry: Tensor | None = None,
     ) -> Tensor:
         """Return the residual stream [T, D] after `blocks`, which write into their `layers`."""
-        if isinstance(view, Tensor) or x.shape[0] > MAX_ROWS:
+        if not isinstance(view, TreeView) or x.shape[0] > MAX_ROWS:
             assert entry is None, "see run_alone"
             return self._run_many(blocks, layers, x, cos, sin, slots, view)
         first = self._index[id(blocks[0])]
@@ -152,7 +153,7 @@ class FusedBlocks:
         blocks: Sequence[Block],
         layers: Sequence[tuple[Tensor, Tensor]],
         x: Tensor,
-        *rows: Tensor | TreeView,
+        *rows: Visible,
     ) -> Tensor:
         """Run the blocks by the core, but for experts, on which it would run one by one."""
         for block, (k_cache, v_cache) in zip(blocks, layers, strict=True):
@@ -191,6 +192,28 @@ class FusedBlocks:
         entry = None if entry is None else entry.half()
         y = self.run(self._blocks, [(k_cache, v_cache)], x, *rows, entry)
         return y.clamp(-LARGEST_FEATURE, LARGEST_FEATURE)
+
+
+def place(
+    attention: Attention,
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    ops: Ops,
+) -> Tensor:
+    """Compute `model.place` in one launch, for blocks that fit."""
+    from fasteagle.compile.kernels.block_kernels import rope
+    from fasteagle.compile.kernels.tree_kernels import Unrotated
+
+    norms = attention.q_norm, attention.k_norm
+    scales = [norm.weight if isinstance(norm, RMSNorm) else None for norm in norms]
+    eps = norms[0].eps if isinstance(norms[0], RMSNorm) else 0.0
+    new = Unrotated(qkv[None], None, cos, sin, slots, attention.n_head, qkv.dtype)
+    with on_device_of(qkv):
+        return rope(new, (scales[0], scales[1]), k_cache, v_cache, eps)
 
 
 def _routing(blocks: Sequence[Block]) -> tuple[int, bool, float]:

@@ -168,21 +168,27 @@ def _n_bytes(linear: NativeLinear | InterleavedLinear) -> int:
 
 
 def _passes(backend: Backend) -> tuple[Tensor, Tensor]:
-    """Return the logits of a small tree after the same short text, by the backend and the core.
+    """Return features of a short text and logits of a small tree after it, by backend and core.
 
-    The text is read by the core: with random keys and values the rounding of activations alone
-    changes logits by half of their norm.
+    Before the tree the core reads the text: with random keys and values the rounding of activations
+    alone changes logits by half of their norm.
     """
     core, device = backend.core, _device(backend)
     state = _state(core)
     tokens, slots = torch.arange(PREFIX, device=device), torch.arange(PREFIX, device=device)
     mask = torch.ones(PREFIX, SLOTS, dtype=torch.bool, device=device).tril()
-    core.encode(tokens % core.config.vocab_size, slots, slots, mask, state.cache)
+    prompt = tokens % core.config.vocab_size, slots, slots, mask, state.cache
+    read = [target.encode(*prompt)[0].float() for target in (backend.target, core)]
     text, results = state.cache.rows.clone(), []
     for target, verify in ((backend.target, backend.pieces.verify), (core, EAGER.verify)):
         state.cache.rows.copy_(text)
         results.append(verify(state, target, _proposal(state)).logits.float())
-    return results[0], results[1]
+    scales = 1 / read[1].norm(), 1 / results[1].norm()  # each counts as much as the other
+    both = [
+        torch.cat([scale * rows.flatten() for scale, rows in zip(scales, pair, strict=True)])
+        for pair in zip(read, results, strict=True)
+    ]
+    return both[0], both[1]
 
 
 class _Endless(EagleDrafter):

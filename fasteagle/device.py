@@ -95,8 +95,8 @@ def _first_line(error: BaseException) -> str:
 
 
 def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Make the device of `tensor` the current one, on which Triton launches its kernels."""
-    return torch.cuda.device(tensor.device)
+    """Make the GPU of `tensor`, if it is on one, current: Triton launches its kernels there."""
+    return torch.cuda.device_of(tensor)
 
 
 def pick_dtype(name: str, device: torch.device, quantized: bool = False) -> str:

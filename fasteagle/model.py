@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,21 @@ class Output(NamedTuple):
     logits: Tensor  # [T, V]
     features: Tensor  # [T, D], after the final norm: input of the LM head (and of EAGLE-1/2)
     aux_states: Tensor | None = None  # [T, R * D], fp32, residual stream entering `aux_layers`
+
+
+class PromptView(NamedTuple):
+    """Cache slots that rows from the beginning of a text see: row j, in slot j, those up to j."""
+
+    rows: Tensor  # [T] their slots, 0 .. T - 1
+
+    def mask(self, n_slots: int) -> Tensor:
+        """Return the mask of this view over its keys, rounded up as far as there are slots."""
+        T = len(self.rows)
+        n_keys = min(round_up(T, KEY_BLOCK), n_slots)
+        return causal_mask(0, T, n_keys, None, self.rows.device)
+
+
+Visible: TypeAlias = Tensor | TreeView | PromptView  # cache slots that each row of a pass sees
 
 
 class KVCache:
@@ -140,16 +155,45 @@ def apply_norm(norm: nn.Module, x: Tensor) -> Tensor:
     return normed
 
 
+def place(
+    attention: Attention,
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    ops: Ops,
+) -> Tensor:
+    """Return queries [G, group * T, E] for `attend`; write keys and values into their slots.
+
+    `qkv` [T, (H + 2 G) E] is the product of `attention`, before norms of heads and RoPE.
+    """
+    T, G, E = qkv.shape[0], attention.n_kv_head, attention.head_dim
+    q, k, v = qkv.view(T, -1, E).split((attention.n_head, G, G), dim=1)  # [T, H or G, E]
+    if attention.norm_whole:
+        q = ops.norm(attention.q_norm, q.flatten(1)).view(T, -1, E)
+        k = ops.norm(attention.k_norm, k.flatten(1)).view(T, -1, E)
+    else:
+        q, k = ops.norm(attention.q_norm, q), ops.norm(attention.k_norm, k)
+    q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+    ops.write(k_cache, slots, k.transpose(0, 1))
+    ops.write(v_cache, slots, v.transpose(0, 1))
+    q = q.view(T, G, attention.n_head // G, E).permute(1, 2, 0, 3)
+    return q.reshape(G, attention.n_head // G * T, E)
+
+
 class Ops(NamedTuple):
     """Operations of a pass that a backend may replace; the defaults are the core's.
 
-    `run_blocks` None is the function of that name. Where `views`, they take a `TreeView`
-    instead of a mask.
+    `run_blocks` None is the function of that name. Where `views`, they take a `TreeView` or a
+    `PromptView` instead of a mask.
     """
 
     attend: Callable[[Tensor, Tensor, Tensor, Any], Tensor] = attend
     write: Callable[[Tensor, Tensor, Tensor], None] = write
     norm: Callable[[nn.Module, Tensor], Tensor] = apply_norm
+    place: Callable[..., Tensor] = place
     run_blocks: Callable[..., Tensor] | None = None
     views: bool = False
 
@@ -180,27 +224,15 @@ class Attention(nn.Module):
         cos: Tensor,
         sin: Tensor,
         slots: Tensor,
-        mask: Tensor | TreeView,
+        mask: Visible,
         k_cache: Tensor,
         v_cache: Tensor,
         ops: Ops = CORE,
     ) -> Tensor:
         T = x.shape[0]
-        heads = (self.n_head, self.n_kv_head, self.n_kv_head)
-        q, k, v = self.qkv(x).view(T, -1, self.head_dim).split(heads, dim=1)  # [T, H or G, E]
-        if self.norm_whole:
-            q = ops.norm(self.q_norm, q.flatten(1)).view(T, -1, self.head_dim)
-            k = ops.norm(self.k_norm, k.flatten(1)).view(T, -1, self.head_dim)
-        else:
-            q, k = ops.norm(self.q_norm, q), ops.norm(self.k_norm, k)
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        ops.write(k_cache, slots, k.transpose(0, 1))
-        ops.write(v_cache, slots, v.transpose(0, 1))
-        group = self.n_head // self.n_kv_head
-        q = q.view(T, self.n_kv_head, group, self.head_dim).permute(1, 2, 0, 3)
-        q = q.reshape(self.n_kv_head, group * T, self.head_dim)
+        q = ops.place(self, self.qkv(x), cos, sin, slots, k_cache, v_cache, ops)
         y = ops.attend(q, k_cache, v_cache, mask)  # [G, group * T, E]
-        y = y.view(self.n_kv_head, group, T, self.head_dim).permute(2, 0, 1, 3)
+        y = y.view(self.n_kv_head, -1, T, self.head_dim).permute(2, 0, 1, 3)
         return self.out(y.reshape(T, self.n_head * self.head_dim))
 
 
@@ -319,7 +351,7 @@ class Block(nn.Module):
         cos: Tensor,
         sin: Tensor,
         slots: Tensor,
-        mask: Tensor | TreeView,
+        mask: Visible,
         k_cache: Tensor,
         v_cache: Tensor,
         entry: Tensor | None = None,
@@ -334,7 +366,7 @@ class Block(nn.Module):
         cos: Tensor,
         sin: Tensor,
         slots: Tensor,
-        mask: Tensor | TreeView,
+        mask: Visible,
         k_cache: Tensor,
         v_cache: Tensor,
         entry: Tensor | None = None,
@@ -352,7 +384,7 @@ def run_blocks(
     cos: Tensor,
     sin: Tensor,
     slots: Tensor,
-    mask: Tensor | TreeView,
+    mask: Visible,
     ops: Ops = CORE,
 ) -> Tensor:
     """Return the residual stream [T, D] after `blocks`, which write into their cache `layers`."""
@@ -361,9 +393,9 @@ def run_blocks(
     return x
 
 
-def as_mask(visible: Tensor | TreeView, n_slots: int) -> Tensor:
-    """Return `visible` as a mask [T, n_slots]."""
-    return visible.mask(n_slots) if isinstance(visible, TreeView) else visible
+def as_mask(visible: Visible, n_slots: int) -> Tensor:
+    """Return `visible` as a mask over the first of `n_slots` slots, [T, n_slots or fewer]."""
+    return visible if isinstance(visible, Tensor) else visible.mask(n_slots)
 
 
 class LMHead(nn.Linear):
@@ -419,7 +451,7 @@ class Transformer(nn.Module):
         tokens: Tensor,
         positions: Tensor,
         slots: Tensor,
-        visible: Tensor | TreeView,
+        visible: Visible,
         cache: KVCache,
         aux_layers: tuple[int, ...] = (),
         ops: Ops = CORE,
@@ -428,7 +460,7 @@ class Transformer(nn.Module):
 
         `positions` [T] feed RoPE only, `slots` [T] are the cache rows that are written, `visible`
         has the cache rows that each row sees, its own included: a mask (bool) over the first of
-        them or the view of a tree. `aux_layers` ascend.
+        them, or the view of a tree or of a prompt. `aux_layers` ascend.
         """
         visible = visible if ops.views else as_mask(visible, cache.n_slots)
         cos, sin = self.rope_cos[positions].unsqueeze(1), self.rope_sin[positions].unsqueeze(1)
@@ -460,7 +492,7 @@ class Transformer(nn.Module):
         tokens: Tensor,
         positions: Tensor,
         slots: Tensor,
-        visible: Tensor | TreeView,
+        visible: Visible,
         cache: KVCache,
         aux_layers: tuple[int, ...] = (),
         ops: Ops = CORE,
@@ -509,7 +541,7 @@ class Target:
         tokens: Tensor,
         positions: Tensor,
         slots: Tensor,
-        visible: Tensor | TreeView,
+        visible: Visible,
         cache: KVCache,
         aux_layers: tuple[int, ...] = (),
     ) -> tuple[Tensor, Tensor | None]:
@@ -521,7 +553,7 @@ class Target:
         tokens: Tensor,
         positions: Tensor,
         slots: Tensor,
-        visible: Tensor | TreeView,
+        visible: Visible,
         cache: KVCache,
         aux_layers: tuple[int, ...] = (),
     ) -> Output:
@@ -635,7 +667,7 @@ class EagleHead(nn.Module):
         features: Tensor,
         positions: Tensor,
         slots: Tensor,
-        visible: Tensor | TreeView,
+        visible: Visible,
         cache: KVCache,
         rows: Tensor | None = None,
         block: Callable[..., Tensor] | None = None,

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from fasteagle.bench.rivals.ablation import ablated
 from fasteagle.decoding.cycle import decode_cycle
@@ -19,7 +20,7 @@ from fasteagle.generate import Engine
 from fasteagle.model import Transformer
 from fasteagle.options import SamplingParams
 from fasteagle.shapes import FusedShape, StaticShape, TreeShape
-from fasteagle.tree import DraftTree, TreeView, chain
+from fasteagle.tree import DraftTree, chain
 from helpers import (
     drawing,
     eagle3_of,
@@ -229,14 +230,20 @@ def test_draft_cache_holds_the_true_pairs(target, head):
         assert torch.allclose(a[:, :n], b[:, :n], atol=1e-4)
 
 
-def test_prompts_are_computed_alike_with_and_without_a_draft_head(target, head, monkeypatch):
-    """As on CUDA: cached rows stay as they are, and the same passes compute those after them."""
+@pytest.mark.parametrize("window", [None, 6, 300])
+def test_prompts_are_computed_alike_with_and_without_a_draft_head(window, monkeypatch):
+    """As on CUDA: cached rows stay as they are, and the same passes compute those after them.
+
+    The pass at the beginning has no mask unless a window cuts it, with and without a draft head.
+    """
+    target = random_target(tiny_config(sliding_window=window))
+    head = random_head(target, sliding_window=None)
     monkeypatch.setattr("fasteagle.decoding.context.PREFILL_CHUNK_CUDA", 300)
     passes = []
     encode = Transformer.encode
 
     def encoded(model, tokens, positions, slots, visible, *rest):
-        keys = "tree" if isinstance(visible, TreeView) else visible.shape[1]
+        keys = visible.shape[1] if isinstance(visible, Tensor) else type(visible).__name__
         passes.append((int(slots[0]), len(slots), keys))
         return encode(model, tokens, positions, slots, visible, *rest)
 
@@ -252,13 +259,19 @@ def test_prompts_are_computed_alike_with_and_without_a_draft_head(target, head, 
             assert torch.equal(engine.cache.rows[:, :, :n_same], rows)
             found.append([each for each in passes if each[0] >= n_same])
             assert torch.allclose(normed, Engine(target, 512).prefill(prompt)[0], atol=1e-4)
-        return found
+        engine.restart()
+        passes.clear()
+        engine.prefill(text + [7] * 400)
+        return [*found, passes.copy()]
 
     with mock.patch.object(Transformer, "encode", encoded):
         plain = prefilled(None)
         assert prefilled(EagleDrafter(head, TreeShape(3, 4, 7), 512)) == plain
     n = len(PROMPT) + 19
-    assert plain == [[(n, 300, 512), (n + 300, 101, 512)], [(20, 2, "tree")]]
+    *follow_ups, first_turn = plain
+    assert follow_ups == [[(n, 300, 512), (n + 300, 101, 512)], [(20, 2, "TreeView")]]
+    beginning = 512 if window == 6 else "PromptView"
+    assert first_turn == [(0, 300, beginning), (300, n + 101, 512)]
 
 
 def test_follow_ups_and_changed_histories(target, head):

@@ -52,7 +52,7 @@ def row_block(n_rows: int) -> int:
 class Unrotated(NamedTuple):
     """Queries, keys and values of a tree's rows before RoPE, and the slots they go to."""
 
-    parts: Tensor  # [S, T, Np] fp32, partial sums of the product
+    parts: Tensor  # [S, T, Np], partial sums of the product: fp32, or rounded ones if S is 1
     bias: Tensor | None  # [Np]
     cos: Tensor  # [T, 1, E]
     sin: Tensor  # [T, 1, E]

@@ -15,7 +15,16 @@ from fasteagle.decoding.runner import Backend, head_config
 from fasteagle.device import unless_short
 from fasteagle.drafting.base import Drafter
 from fasteagle.errors import EngineError
-from fasteagle.model import KEY_BLOCK, KVCache, Target, Transformer, causal_mask, round_up
+from fasteagle.model import (
+    KEY_BLOCK,
+    KVCache,
+    PromptView,
+    Target,
+    Transformer,
+    Visible,
+    causal_mask,
+    round_up,
+)
 from fasteagle.state import Committed, DecodeState
 from fasteagle.tree import TreeView
 
@@ -195,16 +204,19 @@ class Context:
         normed, aux_states = self.target.encode(tokens, rows, rows, visible, self.cache, aux_layers)
         return normed, None if aux_states is None else aux_states.to(normed.dtype)
 
-    def _visible(self, begin: int, T: int) -> Tensor | TreeView:
+    def _visible(self, begin: int, T: int) -> Visible:
         """Return what `T` rows of a prompt after `begin` cached rows see.
 
         A few rows on CUDA are a tree that is a chain: they run as fast as decoding does, with its
-        bits. Other rows read the keys up to their own, rounded up, where the cache has its full
-        size.
+        bits. Other rows need no mask at the beginning of a text; later they read the keys up to
+        their own, rounded up, where the cache has its full size. These three ways round
+        differently: only `begin` and `T` choose between them, which no drafter changes.
         """
         window, n_slots = self.model.config.sliding_window, self.cache.n_slots
         if self.on_cpu:
             return causal_mask(begin, T, n_slots, window, self.device)
+        if T > MAX_TREE_ROWS and not begin and (window is None or window >= T):
+            return PromptView(torch.arange(T, device=self.device))
         if T > MAX_TREE_ROWS:
             n_keys = min(round_up(begin + T, KEY_BLOCK), n_slots)
             return causal_mask(begin, T, n_keys, window, self.device)

@@ -12,7 +12,7 @@ from fasteagle.compile.blocks import start_compiler
 from fasteagle.decoding.runner import Backend
 from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
-from fasteagle.model import Target
+from fasteagle.model import PromptView, Target, causal_mask
 from fasteagle.options import SamplingParams
 from helpers import save_tiny
 
@@ -70,6 +70,16 @@ def test_long_caches_are_warmed_up_too(no_recompiles, tmp_path):
     engine.prefill(PROMPT * 600)  # 4,800 slots
     assert len(tokens(engine, PROMPT * 600, 4)) == 4
     assert len(tokens(engine, PROMPT, 4)) == 4
+
+
+def test_compiled_blocks_take_a_prompt_under_its_mask(model, monkeypatch):
+    compiler, seen = BlockCompiler(Backend(Target(model)), 512), []
+    monkeypatch.setattr(compiler, "_compiled", lambda *span: seen.append(span[6]) or span[2])
+    layers, rows = Target(model).new_cache(512).layers, torch.arange(70)
+    mask = causal_mask(0, 70, 256, None, "cpu")
+    for visible in (PromptView(rows), mask):
+        compiler._run_spans(list(model.blocks), layers, rows, rows, rows, rows, visible)
+    assert seen and all(torch.equal(each, mask) for each in seen)
 
 
 def test_without_a_compiler_the_model_stays_eager(model, monkeypatch):

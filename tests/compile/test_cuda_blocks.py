@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -63,19 +61,6 @@ def test_what_a_row_is_summed_by_does_not_depend_on_their_number(name, monkeypat
             for kernel, made in launches
         ]
     assert lists[1] == lists[2] == lists[9] and lists[1]
-
-
-def test_passes_under_a_mask_are_the_cores(monkeypatch):
-    model, _ = packed_target()
-    tokens, rows = torch.arange(5), torch.arange(5)
-    mask = torch.ones(5, 256).tril().bool()
-    monkeypatch.setattr(fixed_norm, "rms_norm", by_the_core)
-    results = []
-    before = Target(model, tree_attention.OPS)
-    for make in (lambda: before, lambda: fused_target(model)):
-        target = dataclasses.replace(make(), cache_dtype=torch.float16)
-        results.append(target.encode(tokens, rows, rows, mask, target.new_cache(256))[0])
-    assert torch.equal(*results)
 
 
 def by_the_core(x, scale, eps):

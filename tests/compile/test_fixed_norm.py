@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fasteagle.compile import fixed_norm
+from fasteagle.compile import cuda_blocks, fixed_norm
 from fasteagle.compile.fixed_norm import keep_sums_finite
 from fasteagle.loading import open as opening
 from fasteagle.loading import source
 from fasteagle.loading.heads.write import save_head
 from fasteagle.loading.make_drafter import Drafting
-from fasteagle.model import RMSNorm, causal_mask
+from fasteagle.model import RMSNorm, causal_mask, place
 from fasteagle.options import DraftOptions, RuntimeOptions
 from fasteagle.quant import cuda_linear
 from fasteagle.quant.cuda_linear import InterleavedLinear
@@ -59,7 +59,8 @@ def test_prompts_check_no_input_behind_a_norm(scale, checked):
     target, _ = packed_target()
     for block in target.blocks:
         block.mlp_norm.weight.data.fill_(scale)
-    fused = fused_target(target)
+    with mock.patch.object(cuda_blocks, "place", place):
+        fused = fused_target(target)
     ids, rows = torch.arange(70) % 40, torch.arange(70)
     check = mock.patch.object(cuda_linear, "in_half_range", side_effect=cuda_linear.in_half_range)
     with check as checks, mock.patch.object(fixed_norm, "rms_norm", normed):

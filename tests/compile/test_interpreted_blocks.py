@@ -14,11 +14,12 @@ pytest.importorskip("triton", reason="Triton is not installed (it comes with tor
 
 from device_checks import check_cache_in_8_bits, check_order, check_step_of_head, close, random_pool
 from fasteagle.compile import cuda_backend, cuda_ops
+from fasteagle.compile.int8_cache import dense_rows
 from fasteagle.compile.kernels import block_kernels, draft_kernels
 from fasteagle.drafting.draft_head import top_children
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.generate import Engine
-from fasteagle.model import KVCache, MoE, Target
+from fasteagle.model import KVCache, MoE, PromptView, Target, causal_mask
 from fasteagle.options import SamplingParams
 from fasteagle.quant import kernels as quant_kernels
 from fasteagle.quant.cuda_linear import InterleavedLinear
@@ -63,6 +64,34 @@ def test_results_of_the_model(name, kind, scheme, accumulate):
     close(cache.rows[:, :, here], dense_cache.rows[:, :, here], limit)
     assert torch.equal(cache.rows[:, :, :SEQ_LEN], dense_cache.rows[:, :, :SEQ_LEN].half())
     assert not cache.rows[:, :, SEQ_LEN + 9 :].any()
+
+
+@pytest.mark.parametrize(
+    ("name", "kv"),
+    rest_slow([("qwen3", "auto"), ("qwen2", "int8"), ("mha", "auto"), ("wide heads", "int8")]),
+)
+def test_a_prompt(name, kv, kernels_on_cpu):
+    """Seventy rows: norms and RoPE by kernels; a window needs a mask, the beginning none."""
+    model, dense = packed_target(name)
+    tokens, rows = torch.arange(70) % 50, torch.arange(70)
+    results = []
+    for target, visible in (
+        (Target(dense), causal_mask(0, 70, 256, None, "cpu")),
+        (fused_target(model, kv), causal_mask(0, 70, 256, None, "cpu")),
+        (fused_target(model, kv), PromptView(rows)),
+    ):
+        cache = target.new_cache(256)
+        x, _ = target.encode(tokens, rows, rows, visible, cache)
+        keys = dense_rows(cache.rows, torch.float32)
+        assert not keys[:, :, 70:].any()
+        results.append((x, keys[:, :, :70]))
+    limit = 2e-2 if kv == "int8" else 4e-3
+    for x, keys in results[1:]:
+        close(x, results[0][0], limit)
+        close(keys, results[0][1], limit)
+    layers = len(model.blocks)
+    assert kernels_on_cpu.launches["rope_kernel"] == 2 * layers
+    assert kernels_on_cpu.launches["norm_kernel"] == 2 * (2 * layers + 1)
 
 
 @pytest.mark.parametrize("name", rest_slow(["experts", "shared expert"], 0))

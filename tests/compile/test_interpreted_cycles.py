@@ -69,6 +69,30 @@ def test_text_and_cache_are_those_of_plain_decoding(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("algorithm", "params", "kv"), [("eagle1", GREEDY, "auto"), ("eagle3", DRAWN, "int8")], ids=str
+)
+def test_a_second_turn_is_that_of_plain_decoding(kernels_on_cpu, algorithm, params, kv):
+    """Text and cache, bit for bit, with prompts cut as on CUDA: one without a mask, then a tree."""
+    backend, drafter = made(algorithm, TREE, kv)
+
+    def talk(drafter=None):
+        engine = Engine(backend.target.model, 128, drafter=drafter, backend=backend)
+        engine.on_cpu = False
+        text = []
+        for turn in (PROMPT + PROMPT[:10], [9, 8, 7]):
+            text += turn
+            text += [t for ids in engine.generate(text, params, 6) for t in ids]
+        assert engine.stats.cached_tokens > 70
+        return text, engine.cache.rows[:, :, : len(engine.cached)].clone()
+
+    text, cache = talk()
+    assert kernels_on_cpu.launches["rope_kernel"] == 1, "the first turn; the second is a tree"
+    result, other_cache = talk(drafter())
+    assert result == text and torch.equal(other_cache, cache)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("algorithm", "params"), [("eagle1", DRAWN), ("eagle3", GREEDY)], ids=str)
 def test_compiled_pieces_do_what_eager_ones_do(kernels_on_cpu, monkeypatch, algorithm, params):
     """The same drafts are made and accepted, and keys and values are equal bit for bit."""

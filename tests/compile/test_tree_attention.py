@@ -15,6 +15,7 @@ from fasteagle.compile import int8_cache
 from fasteagle.compile.int8_cache import dense_rows, quantized_rows
 from fasteagle.compile.tree_attention import (
     attend,
+    causal_attention,
     fused_attention,
     prompt_attention,
     reference,
@@ -108,6 +109,36 @@ def test_op_in_a_full_graph_as_the_text_grows():
 
 
 @pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("group", [1, 3])
+def test_attention_at_the_beginning_of_a_text_needs_no_mask(group, int8, monkeypatch):
+    """What CUDA runs, and the CPU's own way, of 32 slots those with keys of 19 rows."""
+    T, S, G, E = 19, 32, 2, 16
+    q, k, v = torch.randn(G, group * T, E), torch.randn(G, S, E), torch.randn(G, S, E)
+    if int8:
+        k, v = quantized_rows(k), quantized_rows(v)
+    own_k, own_v = (dense_rows(cache[:, :T], q.dtype) for cache in (k, v))
+    expected = model.attend(q, own_k, own_v, model.causal_mask(0, T, T, None, "cpu"))
+    view = model.PromptView(torch.arange(T))
+    assert torch.equal(attend(q, k, v, view), expected)
+    options, attention = [], F.scaled_dot_product_attention
+
+    def recorded(*args, **kwargs):
+        options.append(kwargs)
+        return attention(*args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
+    torch.testing.assert_close(causal_attention(q, own_k, own_v), expected)
+    assert options == [{"is_causal": True}]
+
+
+@pytest.mark.parametrize("n_slots, n_keys", [(512, 256), (256, 256), (100, 100)])
+def test_mask_of_a_prompt(n_slots, n_keys):
+    """For those who take no view: over its own keys, rounded up as far as there are slots."""
+    mask = model.as_mask(model.PromptView(torch.arange(70)), n_slots)
+    assert torch.equal(mask, model.causal_mask(0, 70, n_keys, None, "cpu"))
+
+
+@pytest.mark.parametrize("int8", [False, True])
 def test_a_prompt_reads_the_keys_of_its_mask_alone(int8):
     """32 of 96 slots; those after them hold NaN."""
     generator = torch.Generator().manual_seed(0)
@@ -123,7 +154,7 @@ def test_a_prompt_reads_the_keys_of_its_mask_alone(int8):
 
 
 def test_prompts_do_without_the_kernels_of_cudnn(monkeypatch):
-    """In compiled code, too."""
+    """With a mask, in compiled code too, and without one."""
     q, k, v = (torch.randn(2, n, 16) for n in (15, 32, 32))
     arguments = q, k, v, model.causal_mask(20, 5, 32, None, "cpu")
     compiled = torch.compile(fused_attention, fullgraph=True, backend="eager")
@@ -137,7 +168,8 @@ def test_prompts_do_without_the_kernels_of_cudnn(monkeypatch):
     monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
     before = torch.backends.cuda.cudnn_sdp_enabled()
     fused_attention(*arguments)
-    assert used == [False] and torch.backends.cuda.cudnn_sdp_enabled() == before
+    causal_attention(q, q, q)
+    assert used == [False, False] and torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
 def test_shapes_are_checked_while_tracing():
