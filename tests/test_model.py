@@ -117,8 +117,8 @@ def test_commit_moves_rows_as_if_they_had_been_decoded_there(pair):
     ours(tail, torch.arange(9, 12), slots, mask, moved)
     moved.commit(torch.tensor(9), slots - 9)
     for (k, v), (k2, v2) in zip(straight.layers, moved.layers, strict=True):
-        assert torch.allclose(k[:, :12], k2[:, :12], atol=1e-5)
-        assert torch.allclose(v[:, :12], v2[:, :12], atol=1e-5)
+        assert torch.allclose(k[:, :12], k2[:, :12], atol=1e-3)
+        assert torch.allclose(v[:, :12], v2[:, :12], atol=1e-3)
 
 
 def test_resize_keeps_what_fits_also_after_an_interruption(monkeypatch):
