@@ -24,7 +24,7 @@ import click
 
 from fasteagle.prompts import json_lines
 
-SECOND_TURNS = 0.25  # share of conversations
+SECOND_TURNS = 0.35  # share of conversations
 SEEDED = "seeded"  # kind that needs seed tasks
 RECORD = "{name} bought {n(1, 40)} {goods} in {place} for ${n(2, 90)}."
 

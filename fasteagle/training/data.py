@@ -36,18 +36,24 @@ def choose_held_out(conversations: Sequence[Conversation], n: int) -> list[int]:
 
 
 def frequent_tokens(
-    conversations: Sequence[Conversation], size: int, prior: Sequence[int] = ()
+    conversations: Sequence[Conversation],
+    size: int,
+    prior: Sequence[int] = (),
+    among: Tensor | None = None,
 ) -> Tensor:
     """Return the `size` token ids most frequent in answers, ascending.
 
-    Where the text has too few, those of `prior` follow, then the lowest ids.
+    Where the text has too few, those of `prior` follow, then the lowest ids. `among` [n] are the
+    only ids there are, `size` or more of them, ascending; None: all.
     """
     counts: Counter[int] = Counter()
     for conversation in conversations:
         counts.update(conversation.ids[conversation.prompt_len :])
-    ranked = sorted(counts, key=lambda token: (-counts[token], token))[:size]
+    seen = counts.keys() if among is None else counts.keys() & set(among.tolist())
+    ranked = sorted(seen, key=lambda token: (-counts[token], token))[:size]
     chosen = set(ranked)
-    rest = itertools.chain(prior, range(size + len(chosen)))
+    lowest = range(size + len(chosen)) if among is None else among.tolist()
+    rest = itertools.chain(prior, lowest)
     fill = (token for token in rest if token not in chosen)
     while len(chosen) < size:
         chosen.add(next(fill))

@@ -78,7 +78,9 @@ class TrainOptions:
     batch_tokens: int = 4096
     steps: int = 2000
     warmup: int = 100
-    draft_vocab_size: int = 16384
+    draft_vocab_size: int | None = option(
+        None, "Tokens drafted, the most frequent.  [default: those of --init, or 16384]"
+    )
     loss_vocab_size: int = 8192  # of the draft vocabulary, its most frequent; drafting uses all
     init_scale: float = 0.02
     seed: int = 0

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from fasteagle.compile.blocks import compile_now
 from fasteagle.config import ModelConfig
@@ -34,6 +35,8 @@ from fasteagle.training.generate_data import write_text
 from fasteagle.training.options import DataOptions, TrainOptions, TrainRun
 from fasteagle.training.parallel import Ranks, join, local_device
 from fasteagle.training.train import Trainer, TrainingBar, head_header, new_head
+
+NEW_DRAFT_VOCAB = 16384  # of a head that begins from nothing
 
 
 def train_head(
@@ -62,7 +65,7 @@ def train_head(
     held_out = choose_held_out(conversations, run.held_out)
     training = [c for i, c in enumerate(conversations) if i not in set(held_out)]
     target = runtime.engine.model
-    draft_ids = frequent_tokens(training, min(options.draft_vocab_size, target.config.vocab_size))
+    draft_ids = _draft_ids(training, init, target.config.vocab_size, options)
     if init is None:
         head = new_head(target, draft_ids, options)
     else:
@@ -70,7 +73,7 @@ def train_head(
     loss_size = min(options.loss_vocab_size, len(draft_ids))
     if head.own_lm_head is not None:
         loss_size = len(draft_ids)  # all of its rows are trained
-    loss_ids, origin = frequent_tokens(training, loss_size), f"{text} {run.init}"
+    loss_ids, origin = frequent_tokens(training, loss_size, among=draft_ids), f"{text} {run.init}"
     trainer = Trainer(head, target, store, held_out, loss_ids, options, run.out, origin, ranks)
     if run.resume and trainer.resume() and ranks.is_first:
         note(f"continuing at step {trainer.step:,}")
@@ -133,6 +136,16 @@ def _init_head(config: ModelConfig, path: Path | None, options: TrainOptions) ->
     if head.config.aux_layers == aux_layers:
         option = "--borrow-lm-head" if borrows else "no --borrow-lm-head"
     raise FasteagleError(f"{path}: the head is of another kind: give {option}")
+
+
+def _draft_ids(
+    training: Sequence[Conversation], init: EagleHead | None, vocab_size: int, options: TrainOptions
+) -> Tensor:
+    """Return the ascending ids that the head drafts: of `init` where the options name no size."""
+    size = options.draft_vocab_size
+    if size is None and init is not None:
+        return init.target_ids().cpu()
+    return frequent_tokens(training, min(size or NEW_DRAFT_VOCAB, vocab_size))
 
 
 def _features(

@@ -64,6 +64,9 @@ def test_frequent_tokens_and_held_out():
     text = [Conversation([1, 2, 9, 9, 5, 5, 5], 2, i % 2 == 0) for i in range(10)]
     assert frequent_tokens(text, 2).tolist() == [5, 9]
     assert frequent_tokens(text, 4).tolist() == [0, 1, 5, 9]
+    among = torch.tensor([3, 4, 9, 12])
+    assert frequent_tokens(text, 1, among=among).tolist() == [9]
+    assert frequent_tokens(text, 3, among=among).tolist() == [3, 4, 9]
     assert choose_held_out(text, 3) == [0, 2, 6]
     assert len(set(choose_held_out(text, 8))) == 8
 

@@ -93,7 +93,7 @@ def test_prompts_of_every_kind(tmp_path, monkeypatch):
     assert len({tuple(json.loads(line)["turns"][:1]) for line in first}) == len(first) == 300
     maker = head_prompts.Maker([{"instruction": "Sing.", "input": "", "output": "la"}], 0)
     templates = [t for kind in maker.kinds for t in kind["templates"].strip().splitlines()]
-    assert len(maker.kinds) == 13 and len(templates) > 70
+    assert len(maker.kinds) == 23 and len(templates) > 150
     for template in templates:
         assert not set("{}") & set(maker.filled(template)), template
     maker.random = random.Random(0)

@@ -94,6 +94,24 @@ def test_an_eagle3_head_is_trained_and_drafts(tiny_dir, text_file, tmp_path, no_
     assert more.exit_code == 0, more.stderr
 
 
+def test_a_head_to_begin_from_keeps_its_draft_vocabulary(tiny_dir, text_file, tmp_path):
+    """Unless a size is given; the loss is over ids that it drafts."""
+    first, other = tmp_path / "first", write_random_text(tmp_path / "other.jsonl", 30, 25)
+    made = invoke(*command(tiny_dir, text_file, first, "--steps", 1, "--draft-vocab-size", 70))
+    assert made.exit_code == 0, made.stderr
+    config = open_checkpoint(tiny_dir).config
+    ids = load_head(first, config)[0].target_ids()
+    sizes = {"kept": (), "given": ("--draft-vocab-size", 90)}
+    for name, size in sizes.items():
+        out = tmp_path / name
+        more = ("train-head", "--model", tiny_dir, "--data", other, "--out", out, "--steps", 1)
+        more += ("--held-out", 4, "--init", first, "--loss-vocab-size", 60, *size)
+        done = invoke(*more)
+        assert done.exit_code == 0, done.stderr
+    assert torch.equal(load_head(tmp_path / "kept", config)[0].target_ids(), ids)
+    assert len(load_head(tmp_path / "given", config)[0].target_ids()) == 90
+
+
 @pytest.mark.slow
 def test_two_processes_train_what_one_does(tiny_dir, text_file, tmp_path):
     """Over gloo, from the same text."""
