@@ -14,7 +14,7 @@ from fasteagle.compile import cpu_pass
 from fasteagle.compile.cpu_blocks import MAX_ROWS, NativeBlocks, fits
 from fasteagle.compile.cpu_draft import NativeDraft
 from fasteagle.decoding.cycle import EAGER, Pieces, Proposal
-from fasteagle.decoding.runner import Advice, Backend, under_mask
+from fasteagle.decoding.runner import Advice, Backend, Capture, under_mask
 from fasteagle.drafting.base import Drafter
 from fasteagle.model import EagleHead, Ops, Output, Target, Transformer
 from fasteagle.quant.cpu_linear import NativeNorm, in_huge_pages
@@ -51,7 +51,10 @@ class CpuBackend(Backend):
         return False
 
     def verify_together(
-        self, states: Sequence[DecodeState], proposals: Sequence[Proposal]
+        self,
+        states: Sequence[DecodeState],
+        proposals: Sequence[Proposal],
+        capture: Capture | None = None,
     ) -> list[Output]:
         verify = self._pieces.verify
         if isinstance(verify, cpu_pass.NativePass):
