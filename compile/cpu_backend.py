@@ -15,7 +15,7 @@ from fasteagle.compile import cpu_pass
 from fasteagle.compile.cpu_blocks import MAX_ROWS, NativeBlocks, fits
 from fasteagle.compile.cpu_draft import NativeDraft, Text
 from fasteagle.decoding.cycle import EAGER, Pieces, Proposal
-from fasteagle.decoding.runner import Advice, Backend, Launch, Runner, under_mask
+from fasteagle.decoding.runner import Advice, Backend, Capture, Launch, Runner, under_mask
 from fasteagle.drafting.base import Drafter
 from fasteagle.model import EagleHead, Ops, Output, Target, Transformer
 from fasteagle.quant.cpu_linear import NativeNorm, in_huge_pages
@@ -67,7 +67,10 @@ class CpuBackend(Backend):
         ]
 
     def verify_together(
-        self, states: Sequence[DecodeState], proposals: Sequence[Proposal]
+        self,
+        states: Sequence[DecodeState],
+        proposals: Sequence[Proposal],
+        capture: Capture | None = None,
     ) -> list[Output]:
         verify = self._pieces.verify
         if isinstance(verify, cpu_pass.NativePass):

@@ -7,13 +7,13 @@ operations is several times slower than in a loop without them. References: `cyc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from fasteagle.compile.cpu_blocks import NativeBlocks
 from fasteagle.decoding.cycle import EAGER, Proposal
-from fasteagle.decoding.together import split
+from fasteagle.decoding.together import groups, split
 from fasteagle.model import Output, Target, Transformer
 from fasteagle.quant.cpu_linear import NativeLinear, NativeNorm
 from fasteagle.quant.cpu_tensors import Sampling, State, TargetTensors, Tree
@@ -78,7 +78,7 @@ class NativePass:
     ) -> list[Output]:
         """Return the output of each proposal, `MAX_ROWS` rows of them in a pass."""
         outputs: list[Output] = []
-        for begin, end in groups([len(proposal.depths) for proposal in proposals]):
+        for begin, end in groups([len(proposal.depths) for proposal in proposals], MAX_ROWS):
             own, trees = states[begin:end], proposals[begin:end]
             if end == begin + 1:
                 outputs.append(self(own[0], target, trees[0]))
@@ -96,17 +96,6 @@ class NativePass:
             output = Output(logits, features, aux_states if aux_layers else None)
             outputs += split(output, [len(proposal.depths) for proposal in trees])
         return outputs
-
-
-def groups(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield ranges of sequences whose rows fit into one pass; one that is larger is alone."""
-    begin = rows = 0
-    for i, size in enumerate(sizes):
-        if i > begin and rows + size > MAX_ROWS:
-            yield begin, i
-            begin, rows = i, 0
-        rows += size
-    yield begin, len(sizes)
 
 
 class NativeFinish:

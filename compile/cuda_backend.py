@@ -9,23 +9,26 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from fasteagle.compile import cuda_ops, fixed_norm, int8_cache
 from fasteagle.compile.cuda_blocks import MAX_ROWS, MOST_UNNORMED, FusedBlocks, fits, obstacle
+from fasteagle.compile.cuda_graphs import CudaGraphs
+from fasteagle.compile.cuda_pass import CudaPass
 from fasteagle.compile.fixed_norm import expect_normed_inputs, keep_sums_finite
-from fasteagle.compile.graphs import CapturedRunner, CudaGraphs
+from fasteagle.compile.graphs import CapturedRunner
 from fasteagle.compile.tree_attention import OPS, has_kernel, has_triton
 from fasteagle.config import ModelConfig
 from fasteagle.decoding import cycle
 from fasteagle.decoding.cycle import EAGER, Pieces, Proposal
-from fasteagle.decoding.runner import Advice, Backend, Runner, under_mask
+from fasteagle.decoding.runner import Advice, Backend, Capture, Runner, under_mask
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.draft_head import DraftOps, RankingDrafter
 from fasteagle.model import CORE, EagleHead, Ops, Output, Target, Transformer
 from fasteagle.quant.cuda_linear import InterleavedLinear
+from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.state import CycleSpec, DecodeState
 
 
@@ -65,6 +68,7 @@ class CudaBackend(Backend):
             ops = self._kernel_ops(model, OPS._replace(write=ops.write))
         super().__init__(int8_cache.over_int8(model, ops) if int8 else Target(model, ops), advice)
         self.name = "cuda"
+        self._pass = CudaPass(self.target) if self._fuses and _has_fixed_head(model) else None
 
     def _kernel_ops(self, model: Transformer, ops: Ops) -> Ops:
         """Return `ops` (with tree attention) plus our norms and fused blocks where they fit."""
@@ -91,6 +95,7 @@ class CudaBackend(Backend):
         if part in ("products", "passes"):
             self.left.add("passes")
             self.target, self._attends, self._fuses = self.core, False, False
+            self._pass = None
 
     @property
     def pieces(self) -> Pieces:
@@ -125,6 +130,23 @@ class CudaBackend(Backend):
             return super().runner(state)
         return CapturedRunner(self, state, CudaGraphs(state.root.device))
 
+    @property
+    def shares_passes(self) -> bool:
+        return self._pass is not None
+
+    def verify_together(
+        self,
+        states: Sequence[DecodeState],
+        proposals: Sequence[Proposal],
+        capture: Capture | None = None,
+    ) -> list[Output]:
+        if self._pass is None:
+            return super().verify_together(states, proposals)
+        outputs = self._pass(states, proposals, capture if self._replays else None)
+        if self._replays and not self._pass.is_captured:
+            self._pass = None  # replayed cycles that take turns are faster
+        return outputs
+
     def draft_ops(self, drafter: RankingDrafter) -> DraftOps:
         ops = super().draft_ops(drafter)
         if not self._has_triton or "commits" in self.left:
@@ -152,4 +174,12 @@ class CudaBackend(Backend):
         else:
             blocks = "experts" if self._has_experts else "blocks"
             what = f"tree attention by Triton kernels, {blocks} by the core ({self._obstacle})"
-        return f"{super().describe()}: {what}" + ", replayed" * self._replays
+        if self._replays:
+            what += ", replayed" + "; several answers take turns" * (self._pass is None)
+        return f"{super().describe()}: {what}"
+
+
+def _has_fixed_head(model: Transformer) -> bool:
+    """Return whether a row's logits do not depend on the number of rows."""
+    head = model.lm_head
+    return isinstance(head, QuantizedLMHead) and isinstance(head.linear, InterleavedLinear)

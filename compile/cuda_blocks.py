@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,10 +32,13 @@ from fasteagle.compile.cuda_tensors import (
 from fasteagle.compile.fixed_norm import apply_norm
 from fasteagle.compile.tree_attention import OPS
 from fasteagle.device import on_device_of
-from fasteagle.model import Attention, Block, MoE, Ops, RMSNorm, Visible
+from fasteagle.model import Attention, Block, MoE, Ops, PromptView, RMSNorm, Visible
 from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.quant.interleaved import BLOCK_N
 from fasteagle.tree import TreeView
+
+if TYPE_CHECKING:  # Triton exists with CUDA only
+    from fasteagle.compile.kernels.tree_kernels import Cache
 
 MAX_ROWS = 64  # limit of the product kernels
 # Limit of the residual stream that EAGLE-1/2's block reads, which no norm bounds: larger values are
@@ -121,7 +124,7 @@ class FusedBlocks:
     def run(
         self,
         blocks: Sequence[Block],
-        layers: Sequence[tuple[Tensor, Tensor]],
+        layers: Sequence[tuple[Cache, Cache]],
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
@@ -129,29 +132,32 @@ class FusedBlocks:
         view: Visible,
         entry: Tensor | None = None,
     ) -> Tensor:
-        """Return the residual stream [T, D] after `blocks`, which write into their `layers`."""
-        if not isinstance(view, TreeView) or x.shape[0] > MAX_ROWS:
+        """Return the residual stream [T, D] after `blocks`, which write into their `layers`.
+
+        Where these are the planes of several sequences, all rows are in one pass of up to
+        `MAX_ROWS`.
+        """
+        if isinstance(view, Tensor | PromptView) or x.shape[0] > MAX_ROWS:
             assert entry is None, "see run_alone"
             return self._run_many(blocks, layers, x, cos, sin, slots, view)
         first = self._index[id(blocks[0])]
         last = first + len(blocks)
-        return fused_blocks(
-            x,
-            entry,
-            [cos, sin, slots, view.seq_len, view.paths, view.depths],  # Rows
-            [cache for layer in layers for cache in layer],
-            self._tensors[N_TENSORS * first : N_TENSORS * last],
-            self._formats[N_NUMBERS * first : N_NUMBERS * last],
-            self._eps,
-            self.accumulate,
-            view.window or 0,
-            *self._routing,
-        )
+        rows = [cos, sin, slots, view.seq_len, view.paths, view.depths]
+        tensors = self._tensors[N_TENSORS * first : N_TENSORS * last]
+        formats = self._formats[N_NUMBERS * first : N_NUMBERS * last]
+        settings = self._eps, self.accumulate, view.window or 0, *self._routing
+        caches = [cache for layer in layers for cache in layer]
+        if not isinstance(caches[0], Tensor):  # an operator takes nothing but tensors
+            with torch.cuda.device_of(x):
+                return launch_blocks(
+                    x, entry, Rows(*rows), caches, tensors, formats, Settings(*settings)
+                )
+        return fused_blocks(x, entry, rows, caches, tensors, formats, *settings)
 
     def _run_many(
         self,
         blocks: Sequence[Block],
-        layers: Sequence[tuple[Tensor, Tensor]],
+        layers: Sequence[tuple[Cache, Cache]],
         x: Tensor,
         *rows: Visible,
     ) -> Tensor:
@@ -293,12 +299,12 @@ def launch_blocks(
     x: Tensor,
     entry: Tensor | None,
     rows: Rows,
-    caches: Sequence[Tensor],
+    caches: Sequence[Cache],
     tensors: Sequence[Tensor],
     formats: Sequence[int],
     settings: Settings,
 ) -> Tensor:
-    """Launch the kernels of `fused_blocks`."""
+    """Launch the kernels of `fused_blocks`, over caches of one sequence or of several."""
     from fasteagle.compile.kernels.block_kernels import add, add_norm  # Triton exists with CUDA
 
     eps, parts, half = settings.eps, None, torch.float16
@@ -331,8 +337,8 @@ def _attention(
     tensors: BlockTensors,
     weights: PackedBlock,
     rows: Rows,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
     settings: Settings,
 ) -> Tensor:
     """Return partial sums [S, T, D] of the attention layer's addition to the residual stream."""

@@ -1,24 +1,25 @@
 """Replay whole decode cycles as CUDA graphs, one graph for each variant of the cycle.
 
 `CapturedRunner` manages the graphs without any CUDA call; `CudaGraphs` captures them. The host only
-reads the result of a cycle, and by then the next cycle has been launched.
+reads the result of a cycle, and by then the next cycle has been launched, unless its pass is that
+of several sequences.
 """
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
+from fasteagle.compile.cuda_graphs import CudaGraphs, PinnedPlace
 from fasteagle.compile.precompile import compile_ahead
+from fasteagle.compile.split_cycles import SplitCycle, capture_split
 from fasteagle.decoding.cycle import Pieces, Proposal, decode_cycle
-from fasteagle.decoding.runner import Backend, Done, Runner, head_config
+from fasteagle.decoding.runner import Backend, Done, Launch, Runner, head_config
 from fasteagle.drafting.base import Drafter
 from fasteagle.errors import first_line, is_out_of_memory
 from fasteagle.logits import LogitsProcessor
@@ -29,111 +30,12 @@ from fasteagle.state import CycleSpec, DecodeState
 # Held during a capture, and during the first run of compiled code: compilation times code, and
 # timing waits for the whole device, which spoils a capture in another thread.
 COMPILING = threading.RLock()
-WARM_UPS = 3  # runs before capture: kernels compile, libraries choose, workspaces are made
+Captured = TypeVar("Captured")
 # Consecutive failures of a variant, with any code: each leaves a pool in torch's allocator of
 # page-locked memory.
 MOST_FAILURES = 4
 MOST_KINDS = 2  # sampling modes whose graphs are stored; the oldest is dropped
 TIMED_REPLAYS = 5
-
-
-class CudaGraphs:
-    """CUDA graphs that share one memory pool and are captured on one stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = torch.device("cuda", _index(device))
-        # One stream for all captures: the allocator stores blocks per stream, cuBLAS a workspace.
-        self._side = torch.cuda.Stream(self._device)
-        self._pool: Any = None
-        self._anchor: Callable[[], None] | None = None
-
-    def capture(self, step: Callable[[], None], restore: Callable[[], None]) -> Callable[[], None]:
-        """Return a function that runs `step` again; `restore` undoes the changes of a run.
-
-        After a failed capture the next one uses a new stream and a new pool.
-        """
-        side = self._side
-        side.wait_stream(torch.cuda.current_stream(self._device))
-        try:
-            with torch.cuda.stream(side):
-                for _ in range(WARM_UPS):
-                    step()
-                    restore()
-                if self._pool is None:
-                    self._open_pool()
-                return self._record(step)
-        finally:
-            torch.cuda.current_stream(self._device).wait_stream(side)
-
-    def _record(self, step: Callable[[], object]) -> Callable[[], None]:
-        torch.cuda.current_stream(self._device).synchronize()
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # Other threads may use the device at the same time: a chat prepares in the background.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            step()
-            graph.capture_end()
-        except BaseException:
-            with contextlib.suppress(RuntimeError):  # the capture is invalid, as expected
-                graph.capture_end()
-            self._close_pool()
-            raise
-        return graph.replay
-
-    def _open_pool(self) -> None:
-        """Begin a pool with a graph that is never replayed.
-
-        A pool lives as long as a graph uses it, and captures into it fail afterwards. For some time
-        no graph of a cycle may exist. `torch._inductor.cudagraph_trees` uses such a graph too.
-        """
-        self._pool = torch.cuda.graph_pool_handle()
-        cell = torch.zeros(1, device=self._device)
-        self._anchor = self._record(cell.zero_)
-
-    def _close_pool(self) -> None:
-        """End the allocation to the pool, which `capture_end` leaves on when it raises."""
-        with contextlib.suppress(RuntimeError):  # it may have ended already
-            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
-        self._pool = self._anchor = None
-        self._side = torch.cuda.Stream(self._device)  # the old one may be left in capture mode
-
-    def place(self, result: Tensor) -> PinnedPlace:
-        return PinnedPlace(result)
-
-    def synchronize(self) -> None:
-        torch.cuda.current_stream(self._device).synchronize()
-
-    def milliseconds(self, replay: Callable[[], None]) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.device(self._device):  # events and graph use its current stream
-            begin.record()
-            replay()
-            end.record()
-        end.synchronize()
-        return begin.elapsed_time(end)
-
-
-def _index(device: torch.device) -> int:
-    """Return the index of the device, or of the current device if it has none."""
-    return torch.cuda.current_device() if device.index is None else device.index
-
-
-class PinnedPlace:
-    """Page-locked memory that a result is copied to, with an event recorded after the copy."""
-
-    def __init__(self, result: Tensor) -> None:
-        self._host = torch.empty_like(result, device="cpu").pin_memory()
-        self._event = torch.cuda.Event()
-
-    def fill(self, result: Tensor) -> None:
-        """Begin to copy `result`, after the work launched so far."""
-        self._host.copy_(result, non_blocking=True)
-        self._event.record(torch.cuda.current_stream(result.device))
-
-    def read(self) -> list[int]:
-        """Wait for the copy and return its values."""
-        self._event.synchronize()
-        return self._host.tolist()
 
 
 # Replays a cycle. One that was captured for a processor of logits has two graphs: the processor,
@@ -142,7 +44,11 @@ Replay = Callable[[LogitsProcessor | None], None]
 
 
 class CapturedRunner(Runner):
-    """Runner that replays cycles; those that cannot be captured run without a graph (`error`)."""
+    """Runner that replays cycles; those that cannot be captured run without a graph (`error`).
+
+    A cycle is one graph. Where it `defers`, it is two: its draft and its end, around a pass that it
+    shares with the cycles of other engines, which is a graph too.
+    """
 
     ahead = 1
     fixed_addresses = True
@@ -151,6 +57,9 @@ class CapturedRunner(Runner):
         super().__init__(backend, state)
         self._graphs = graphs
         self._replays: dict[Any, Replay | None] = {}  # None: not captured
+        self._split: dict[Any, SplitCycle | None] = {}
+        self._drafted: SplitCycle | None = None  # has drafted for the cycle that is under way
+        self._alone = True  # whether the cycle that was launched last had a pass for itself
         self._failures: Counter[Any] = Counter()  # consecutive ones, by drafter and spec
         self._kinds: list[Any] = []
         self._rows_ahead: set[int] = set()  # numbers of rows whose kernels are compiled
@@ -201,8 +110,19 @@ class CapturedRunner(Runner):
         if len(self._kinds) > MOST_KINDS:
             oldest = self._kinds.pop(0)
             self._replays = {k: v for k, v in self._replays.items() if k[1].kind != oldest}
+            self._split = {k: v for k, v in self._split.items() if k[1].kind != oldest}
 
     def _captured(self, spec: CycleSpec, drafter: Drafter | None, processed: bool) -> Replay | None:
+        capture = self._capture_halves if processed else self._capture_whole
+        return self._attempt(spec, drafter, lambda restore: capture(spec, drafter, restore))
+
+    def _attempt(
+        self,
+        spec: CycleSpec,
+        drafter: Drafter | None,
+        capture: Callable[[Callable[[], None]], Captured],
+    ) -> Captured | None:
+        """Return what `capture` returns, which gets a function that restores the state, or None."""
         variant = drafter, spec
         # Multi-round sampling reads values on the host.
         if spec.accept is accept_sampled or self._failures[variant] >= MOST_FAILURES:
@@ -216,17 +136,19 @@ class CapturedRunner(Runner):
 
         try:
             with torch.no_grad():
-                capture = self._capture_halves if processed else self._capture_whole
-                return capture(spec, drafter, restore)
+                return capture(restore)
         except Exception as error:  # on any error the step itself still works
-            self.error = first_line(error, 200)
-            if is_out_of_memory(error) and (advice := self.backend.advised(head_config(drafter))):
-                self.error += f": {advice}"
-            if (n := self._failures[variant]) >= MOST_FAILURES:
-                self.error += f" (failed {n} times, not tried again)"
+            self._explain(error, drafter, variant)
             return None
         finally:
             restore()
+
+    def _explain(self, error: Exception, drafter: Drafter | None, variant: Any) -> None:
+        self.error = first_line(error, 200)
+        if is_out_of_memory(error) and (advice := self.backend.advised(head_config(drafter))):
+            self.error += f": {advice}"
+        if (n := self._failures[variant]) >= MOST_FAILURES:
+            self.error += f" (failed {n} times, not tried again)"
 
     def _capture_whole(
         self, spec: CycleSpec, drafter: Drafter | None, restore: Callable[[], None]
@@ -306,6 +228,7 @@ class CapturedRunner(Runner):
     def forget(self) -> None:
         """Drop all graphs because the model will run other code; counts of failures stay."""
         self._replays.clear()
+        self._split.clear()
         self._kinds.clear()
 
     def use_compiled(self, compiled: Mapping[tuple[Drafter | None, CycleSpec], Pieces]) -> None:
@@ -315,26 +238,77 @@ class CapturedRunner(Runner):
     def pieces(self, spec: CycleSpec, drafter: Drafter | None) -> Pieces:
         return self.compiled.get((drafter, spec), self.usual)
 
-    def launch(
-        self, spec: CycleSpec, drafter: Drafter | None, processor: LogitsProcessor | None = None
-    ) -> None:
+    @property
+    def defers(self) -> bool:
+        # A sequence alone is replayed as a whole, and launched ahead.
+        return self.waits and self.accompanied and self.backend.shares_passes
+
+    def run(self, launch: Launch) -> None:
+        spec, drafter, processor = launch
         replay = self._replays.get(self._key(spec, drafter, processor is not None))
         if replay is None:
             pieces = self.pieces(spec, drafter)
             decode_cycle(self.state, self.backend.target, drafter, spec, pieces, processor)
         else:
             replay(processor)
+        self._begin_to_read(alone=True)
+
+    def draft(self, launch: Launch) -> Proposal:
+        self._drafted = self._split_of(launch)
+        return super().draft(launch) if self._drafted is None else self._drafted.draft()
+
+    def finish(self, launch: Launch, proposal: Proposal, output: Output) -> None:
+        if (split := self._drafted) is None:
+            super().finish(launch, proposal, output)
+        else:
+            if launch.processor is not None:
+                logits = launch.processor(output.logits, proposal.tree)
+                output = output._replace(logits=logits)
+            split.read(output)
+            split.end()
+        self._begin_to_read(alone=False)
+
+    def _split_of(self, launch: Launch) -> SplitCycle | None:
+        """Return the captured parts of a cycle whose pass is shared, which may be captured now."""
+        spec, drafter, _ = launch
+        key = self._key(spec, drafter)
+        if key not in self._split:
+            state, target, pieces = self.state, self.backend.target, self.pieces(spec, drafter)
+
+            def capture(restore: Callable[[], None]) -> SplitCycle:
+                def own(step: Callable[[], None]) -> Callable[[], None]:
+                    return self._capture(step, restore, (drafter, spec))
+
+                return capture_split(state, target, drafter, spec, pieces, own)
+
+            self._split[key] = self._attempt(spec, drafter, capture)
+        return self._split[key]
+
+    def capture_pass(self, step: Callable[[], None], variant: Any) -> Callable[[], None] | None:
+        if self._failures[variant] >= MOST_FAILURES:
+            return None
+        try:
+            return self._capture(step, lambda: None, variant)  # it may run as often as it likes
+        except Exception as error:
+            self._explain(error, None, variant)
+            return None
+
+    def _begin_to_read(self, alone: bool) -> None:
+        self._alone = alone  # a shared one is read before the next one is launched
         place = self._free.popleft()
         place.fill(self.state.result)
         self._launched.append(place)
 
     def read(self) -> Done:
+        if self._failure is not None:
+            return super().read()
         place = self._launched.popleft()
         self._free.append(place)
         *tokens, by_lookup, drafted = place.read()
-        return Done(tokens, by_lookup, drafted, None, None)
+        return Done(tokens, by_lookup, drafted, None, None, alone=self._alone)
 
     def drop(self) -> None:
+        super().drop()
         self._free.extend(self._launched)
         self._launched.clear()
         self._graphs.synchronize()

@@ -1,7 +1,7 @@
 """Several answers of one model at once, with one pass of the target over the rows of all of them.
 
 Each answer has an engine of its own, so that its text is the one that it gets alone: bit for bit
-where the kernels compute a row alike in any pass (our CPU kernels), else but for rounding.
+where the kernels compute a row alike in any pass (our own), else but for rounding.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class Batch(Generic[Key, Item]):
     def end(self, key: Key) -> None:
         """End an answer; another one may begin in its place."""
         run = self._running.pop(key)
-        run.engine.runner.waits = False
+        run.engine.runner.waits = run.engine.runner.accompanied = False
         if run.engine.drafter is not None:
             run.engine.drafter.company = None
         run.items.close()
@@ -181,6 +181,8 @@ class Batch(Generic[Key, Item]):
 
     def _regroup(self) -> None:
         """Let the drafters of several answers decide together, and that of one by itself."""
+        for run in self._running.values():
+            run.engine.runner.accompanied = len(self._running) > 1
         first = self.engines[0].drafter
         if first is None:
             return
@@ -190,7 +192,7 @@ class Batch(Generic[Key, Item]):
             drafter = run.engine.drafter
             if drafter is not None:
                 drafter.policy = first.policy
-                # Captured cycles have their passes for themselves.
+                # Only chains that end by thresholds are priced together: no captured ones.
                 together = shares and not run.engine.runner.fixed_addresses
                 drafter.company = self._company if together else None
 

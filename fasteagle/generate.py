@@ -180,14 +180,16 @@ class Engine(Context):
         Yields an empty list where a cycle waits to be run.
 
         Where the runner works ahead, the next cycle is launched before the last one is read, and
-        its result is dropped if the answer ends there. A processor must see the last one first.
+        its result is dropped if the answer ends there. A processor must see the last one first, and
+        so must the host where cycles wait for those of others.
         """
         launched: deque[CycleSpec] = deque()
         begins: deque[float] = deque()
-        ahead = self.runner.ahead if processor is None else 0
         last_read = 0.0
         try:
             while True:
+                is_free = processor is None and not self.runner.defers
+                ahead = self.runner.ahead if is_free else 0
                 while len(launched) <= ahead:
                     spec = self._next_spec(kind, launched, speculate)
                     if spec is None:
@@ -202,7 +204,8 @@ class Engine(Context):
                 begin = max(begins.popleft(), last_read, self.runner.began)
                 last_read = time.perf_counter()
                 # Otherwise a processor's time would count as the tree's.
-                ms = 1e3 * (last_read - begin) if processor is None else None
+                is_timed = processor is None and done.alone
+                ms = 1e3 * (last_read - begin) if is_timed else None
                 new = self._record(root, launched.popleft(), done, ms)
                 root = new[-1]
                 yield new

@@ -44,6 +44,32 @@ for prompt in (range(5, 40), range(5, 140)):
 print(engine.backend.describe(), "| graphs:", getattr(engine.runner, "captured", None))
 assert engine.on_cpu or not engine.backend.leaves_blocks, "no fused blocks"
 """
+# Texts written beside each other, by passes that they share, are those written alone.
+SEVERAL = """
+from fasteagle.batch import Batch
+from fasteagle.drafting.ngram import NgramDrafter
+from fasteagle.loading.open import open_dummy
+from fasteagle.options import RuntimeOptions, SamplingParams
+options = RuntimeOptions(device={device!r}, max_seq_len=256).at("int4")
+engine = open_dummy("smollm2-135m").prepared(options).engine()
+ask = lambda own, i: own.generate([5, 6, 7] * (3 + i), SamplingParams(i % 2 * 0.8, seed=i), 24)
+for drafter in (None, NgramDrafter(4)):
+    engine.use(drafter)
+    alone = [[t for new in ask(engine, i) for t in new] for i in range(4)]
+    several, texts = Batch(engine, 4), [[] for _ in alone]
+    for i in range(4):
+        several.begin(i, [5], 64, lambda own, i=i: ask(own, i))
+    while several.running:
+        for i, new in several.step():
+            if isinstance(new, Exception):
+                raise new
+            texts[i] += new or []
+    assert texts == alone, (texts, alone)
+    errors = {{own.runner.error for own in several.engines}}
+    assert errors == {{None}}, errors
+assert engine.on_cpu or engine.backend.shares_passes, engine.backend.describe()
+print(len(texts), "texts as alone;", engine.backend.describe())
+"""
 CAPTURED = "assert engine.on_cpu or engine.runner.captured, engine.runner.error\n"
 # Answers go on while code is compiled and cycles are captured in the background.
 CHAT = """
@@ -164,6 +190,12 @@ def all_stages(dry_run: bool, carried: Path) -> list[list[Stage]]:
             Stage("start", "the device", ["-c", START.format(device=device)], (), 1, needed=True),
             Stage(
                 "first", "one fused pass, one captured cycle", ["-c", fused + CAPTURED], minutes=3
+            ),
+            Stage(
+                "several",
+                "several sequences in one captured pass",
+                ["-c", SEVERAL.format(device=device)],
+                minutes=3,
             ),
             Stage("facts", "versions", ["-m", "torch.utils.collect_env"], minutes=1),
             *(packages if wheels else []),

@@ -86,7 +86,7 @@ COUNTS = (1, 8, 16, 32, 64)  # rows of the table of products
 @click.option(
     "--batch",
     help="Comma list of sequences that share a captured pass: predicted total speeds, and how many "
-    "fit the card. Such passes are not built yet: today the answers of a card take turns.",
+    "fit the card. Draft heads run over one sequence after another: the last two columns.",
 )
 @click.option("--measured", "record", type=click.Path(path_type=Path), help="JSON of a benchmark.")
 def main(

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from fasteagle.compile.kernels.int8_kernels import int8_rows, write_rows
+from fasteagle.compile.kernels.sequence_kernels import BLOCK_FIELDS, keys_and_values
 
 
 @triton.jit
@@ -88,7 +89,7 @@ def _attend_block(q, k, v, peak, total, acc, visible, scale, MASKED: tl.constexp
     return new_peak, total, acc
 
 
-@triton.jit(do_not_specialize=["R", "T", "n_parts"])
+@triton.jit(do_not_specialize=["R", "T", "n_parts", "plane"])
 def prefix_kernel(
     q_ptr,
     k_ptr,
@@ -102,6 +103,7 @@ def prefix_kernel(
     cos_ptr,
     sin_ptr,
     slots_ptr,
+    blocks_ptr,
     stride_kg,
     stride_ks,
     stride_vg,
@@ -111,6 +113,7 @@ def prefix_kernel(
     T,
     Np,
     n_parts,
+    plane,
     E: tl.constexpr,
     E_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -122,6 +125,7 @@ def prefix_kernel(
     STAGES: tl.constexpr,
     ROPE: tl.constexpr,
     BIASED: tl.constexpr,
+    SHARED: tl.constexpr,
 ):
     """Compute the state of a block of query rows after the full committed blocks of one split.
 
@@ -132,6 +136,10 @@ def prefix_kernel(
     values. Each program rotates the queries it needs. One more program after those of the splits
     does no attention, but writes queries, keys and values for `finish_kernel`. No program of this
     kernel reads the slots that it writes, because they are not committed.
+
+    SHARED: the rows are those of several sequences (`sequence_kernels.Sequences`). `k` is then the
+    table with their caches, in which keys are plane `plane`, `seq_len` is [B], and `blocks` says
+    which rows of which sequence a program has.
     """
     head = tl.program_id(1)
     split = tl.program_id(2)
@@ -139,33 +147,49 @@ def prefix_kernel(
     group = R // T
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     e = tl.arange(0, E_PAD)
+    member, tree_row, real = row // T, row % T, row < R
+    new_row, is_new = row, row < T  # of keys and values that are written
+    k_head = k_ptr + head.to(tl.int64) * stride_kg
+    v_head = v_ptr + head.to(tl.int64) * stride_vg
+    if SHARED:
+        block_at = blocks_ptr + tl.program_id(0) * BLOCK_FIELDS
+        sequence = tl.load(block_at)
+        if sequence < 0:
+            return
+        first_row, n_rows = tl.load(block_at + 1), tl.load(block_at + 2)
+        own = tl.load(block_at + 3) + tl.arange(0, BLOCK_M)
+        member, tree_row, real = own // n_rows, first_row + own % n_rows, own < group * n_rows
+        new_row, is_new = first_row + own, own < n_rows
+        row = member * T + tree_row
+        dtype: tl.constexpr = tl.int8 if INT8 else q_ptr.dtype.element_ty
+        k_head, v_head = keys_and_values(k_ptr, sequence, plane, head, dtype)
+        seq_len_ptr += sequence
     if ROPE:
         n_splits -= 1
         if split == n_splits:
-            inside = (row < R)[:, None] & (e < E)[None, :]
-            column = (head * group + row // T) * E
+            inside = real[:, None] & (e < E)[None, :]
+            column = (head * group + member) * E
             q = _turned_rows(
-                sums_ptr, bias_ptr, cos_ptr, sin_ptr, row % T, column, row < R, T, Np,
+                sums_ptr, bias_ptr, cos_ptr, sin_ptr, tree_row, column, real, T, Np,
                 n_parts, E, E_PAD, BIASED, True,
             )  # fmt: skip
             q_at = q_ptr + (head * R + row)[:, None] * E + e[None, :]
             tl.store(q_at, q.to(q_ptr.dtype.element_ty), mask=inside)
-            own = row < T
             heads = tl.num_programs(1)
             column = (heads * group + head + row * 0) * E
-            slot = tl.load(slots_ptr + row, mask=own, other=0)
+            slot = tl.load(slots_ptr + new_row, mask=is_new, other=0)
             k = _turned_rows(
-                sums_ptr, bias_ptr, cos_ptr, sin_ptr, row, column, own, T, Np,
+                sums_ptr, bias_ptr, cos_ptr, sin_ptr, new_row, column, is_new, T, Np,
                 n_parts, E, E_PAD, BIASED, True,
             )  # fmt: skip
-            k_at = k_ptr + head.to(tl.int64) * stride_kg + slot * stride_ks
-            write_rows(k_at, e, own, k, q_ptr.dtype.element_ty, E, INT8)
+            k_at = k_head + slot * stride_ks
+            write_rows(k_at, e, is_new, k, q_ptr.dtype.element_ty, E, INT8)
             v = _turned_rows(
-                sums_ptr, bias_ptr, cos_ptr, sin_ptr, row, column + heads * E, own, T, Np,
+                sums_ptr, bias_ptr, cos_ptr, sin_ptr, new_row, column + heads * E, is_new, T, Np,
                 n_parts, E, E_PAD, BIASED, False,
             )  # fmt: skip
-            v_at = v_ptr + head.to(tl.int64) * stride_vg + slot * stride_vs
-            write_rows(v_at, e, own, v, q_ptr.dtype.element_ty, E, INT8)
+            v_at = v_head + slot * stride_vs
+            write_rows(v_at, e, is_new, v, q_ptr.dtype.element_ty, E, INT8)
             return
     seq_len = tl.load(seq_len_ptr).to(tl.int32)
     begin = split * SPLIT
@@ -176,24 +200,22 @@ def prefix_kernel(
         return
     n = tl.arange(0, BLOCK)
     if ROPE:
-        column = (head * group + row // T) * E
+        column = (head * group + member) * E
         q = _turned_rows(
-            sums_ptr, bias_ptr, cos_ptr, sin_ptr, row % T, column, row < R, T, Np,
+            sums_ptr, bias_ptr, cos_ptr, sin_ptr, tree_row, column, real, T, Np,
             n_parts, E, E_PAD, BIASED, True,
         )  # fmt: skip
         q = q.to(q_ptr.dtype.element_ty)
     else:
         q = tl.load(
             q_ptr + (head * R + row)[:, None] * E + e[None, :],
-            mask=(row < R)[:, None] & (e < E)[None, :],
+            mask=real[:, None] & (e < E)[None, :],
             other=0.0,
         )
     first = tl.zeros((BLOCK_M,), tl.int32)  # first position of the row's window
     if WINDOW > 0:
-        depth = tl.load(depths_ptr + row % T).to(tl.int32)
+        depth = tl.load(depths_ptr + tree_row).to(tl.int32)
         first = seq_len + depth - (WINDOW - 1)
-    k_head = k_ptr + head.to(tl.int64) * stride_kg
-    v_head = v_ptr + head.to(tl.int64) * stride_vg
     k_at = k_head + n[:, None] * stride_ks + e[None, :]
     v_at = v_head + n[:, None] * stride_vs + e[None, :]
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -216,14 +238,38 @@ def prefix_kernel(
     tl.store(
         parts_ptr + at.to(tl.int64)[:, None] * E + e[None, :],
         acc,
-        mask=(row < R)[:, None] & (e < E)[None, :],
+        mask=real[:, None] & (e < E)[None, :],
     )
-    tl.store(stats_ptr + at, peak, mask=row < R)
+    tl.store(stats_ptr + at, peak, mask=real)
     totals_at = stats_ptr + tl.num_programs(1) * n_splits * R + at
-    tl.store(totals_at, tl.max(total, 1), mask=row < R)  # all columns are equal
+    tl.store(totals_at, tl.max(total, 1), mask=real)  # all columns are equal
 
 
-@triton.jit(do_not_specialize=["R", "T", "P", "n_splits"])
+@triton.jit
+def _store_row(
+    out_ptr,
+    out,
+    tree_row,
+    head,
+    R,
+    T,
+    e,
+    E: tl.constexpr,
+    BY_ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """Store the output [HEADS, E_PAD] of some query heads of a tree row."""
+    member = tl.program_id(2) * HEADS + tl.arange(0, HEADS)  # of the group of query heads
+    row = member * T + tree_row
+    place = head * R + row  # of [G, group, T]
+    if BY_ROWS:
+        place = (tree_row * tl.num_programs(1) + head) * (R // T) + member  # of [T, G, group]
+    tl.store(
+        out_ptr + place[:, None] * E + e[None, :], out, mask=(row < R)[:, None] & (e < E)[None, :]
+    )
+
+
+@triton.jit(do_not_specialize=["R", "T", "P", "n_splits", "plane"])
 def finish_kernel(
     q_ptr,
     k_ptr,
@@ -234,6 +280,7 @@ def finish_kernel(
     stats_ptr,
     paths_ptr,
     out_ptr,
+    members_ptr,
     stride_kg,
     stride_ks,
     stride_vg,
@@ -243,6 +290,7 @@ def finish_kernel(
     T,
     P,
     n_splits,
+    plane,
     E: tl.constexpr,
     E_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -252,6 +300,7 @@ def finish_kernel(
     INT8: tl.constexpr,
     BY_ROWS: tl.constexpr,
     HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
 ):
     """Compute the output of one tree row, HEADS of its query heads at a time.
 
@@ -259,6 +308,9 @@ def finish_kernel(
     together: the first kernel's states, if the split has full committed blocks that the row sees,
     and the blocks that are missing in them. Each of the 16 rows merges every 16 / HEADS-th split in
     ascending order, and at the end the rows of a head are added up.
+
+    SHARED is as in `prefix_kernel`; `members` says which sequence a row belongs to. Rows of none
+    become 0.
     """
     tree_row = tl.program_id(0)
     head = tl.program_id(1)
@@ -269,6 +321,17 @@ def finish_kernel(
     e = tl.arange(0, E_PAD)
     n = tl.arange(0, BLOCK)
     inside = real[:, None] & (e < E)[None, :]
+    k_head = k_ptr + head.to(tl.int64) * stride_kg
+    v_head = v_ptr + head.to(tl.int64) * stride_vg
+    if SHARED:
+        sequence = tl.load(members_ptr + tree_row)
+        if sequence < 0:
+            none = tl.zeros((HEADS, E_PAD), out_ptr.dtype.element_ty)
+            _store_row(out_ptr, none, tree_row, head, R, T, e, E, BY_ROWS, HEADS)
+            return
+        dtype: tl.constexpr = tl.int8 if INT8 else q_ptr.dtype.element_ty
+        k_head, v_head = keys_and_values(k_ptr, sequence, plane, head, dtype)
+        seq_len_ptr += sequence
     seq_len = tl.load(seq_len_ptr).to(tl.int32)
     position = seq_len + tl.load(depths_ptr + tree_row).to(tl.int32)
     first = 0
@@ -276,8 +339,6 @@ def finish_kernel(
         first = tl.maximum(position - (WINDOW - 1), 0)
     done = seq_len // BLOCK * BLOCK  # the first kernel has computed all before it
     q = tl.load(q_ptr + (head * R + row)[:, None] * E + e[None, :], mask=inside, other=0.0)
-    k_head = k_ptr + head.to(tl.int64) * stride_kg
-    v_head = v_ptr + head.to(tl.int64) * stride_vg
     peak = tl.full((16,), float("-inf"), tl.float32)
     total = tl.zeros((16,), tl.float32)
     acc = tl.zeros((16, E_PAD), tl.float32)
@@ -328,13 +389,5 @@ def finish_kernel(
     total = tl.sum(tl.reshape(total, (SPLITS, HEADS)) * weights, 0)
     acc = tl.sum(tl.reshape(acc, (SPLITS, HEADS, E_PAD)) * weights[:, :, None], 0)
     out = acc / total[:, None]
-    member = tl.program_id(2) * HEADS + tl.arange(0, HEADS)  # of the group of query heads
-    row = member * T + tree_row
-    place = head * R + row  # of [G, group, T]
-    if BY_ROWS:
-        place = (tree_row * tl.num_programs(1) + head) * (R // T) + member  # of [T, G, group]
-    tl.store(
-        out_ptr + place[:, None] * E + e[None, :],
-        out.to(out_ptr.dtype.element_ty),
-        mask=(row < R)[:, None] & (e < E)[None, :],
-    )
+    out = out.to(out_ptr.dtype.element_ty)
+    _store_row(out_ptr, out, tree_row, head, R, T, e, E, BY_ROWS, HEADS)

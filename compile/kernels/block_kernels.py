@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fasteagle.compile.kernels.int8_kernels import UNIT, int8_values
-from fasteagle.compile.kernels.tree_kernels import Unrotated
+from fasteagle.compile.kernels.sequence_kernels import keys_and_values
+from fasteagle.compile.kernels.tree_kernels import Cache, Unrotated, cache_arguments
 from fasteagle.quant.interleaved import LARGEST_EXPONENT
 from fasteagle.quant.kernels import SPAN
 from fasteagle.quant.unpack_kernels import half_range
@@ -93,8 +94,8 @@ def add(x: Tensor, parts: Tensor) -> Tensor:
 def rope(
     new: Unrotated,
     norms: tuple[Tensor | None, Tensor | None],
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
     eps: float,
 ) -> Tensor:
     """Return rotated queries [G, H / G * M, E]; write keys and values to their slots.
@@ -103,8 +104,9 @@ def rope(
     """
     parts, bias, cos, sin, slots, n_head, dtype = new
     S, M, Np = parts.shape
-    G, E = len(k_cache), cos.shape[2]
+    G, E = k_cache.shape[0], cos.shape[2]
     q_norm, k_norm = norms
+    pointers, strides, plane, shared = cache_arguments(k_cache, v_cache)
     q = torch.empty(G, n_head // G * M, E, dtype=dtype, device=parts.device)
     rope_kernel[(M, n_head + 2 * G)](
         parts,
@@ -115,22 +117,23 @@ def rope(
         sin,
         slots,
         q,
-        k_cache,
-        v_cache,
+        *pointers,
+        slots if shared is None else shared.members,
         M,
         Np,
         M * Np,
         n_head,
         G,
-        *k_cache.stride()[:2],
-        *v_cache.stride()[:2],
+        *strides,
         eps,
+        plane,
         SPLIT=S,
         E=E,
         HALF=triton.next_power_of_2(E // 2),
         BIASED=bias is not None,
         NORMED=q_norm is not None,
         INT8=k_cache.dtype == torch.int8,
+        SHARED=shared is not None,
         **ONE_WARP,
     )
     return q
@@ -226,7 +229,7 @@ def norm_kernel(
         tl.store(out_ptr + row * D + n, x.to(out_ptr.dtype.element_ty), mask=n < D)
 
 
-@triton.jit(do_not_specialize=["M", "stride_split"])
+@triton.jit(do_not_specialize=["M", "stride_split", "plane"])
 def rope_kernel(
     parts_ptr,
     bias_ptr,
@@ -238,6 +241,7 @@ def rope_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    members_ptr,
     M,
     Np,
     stride_split,
@@ -248,16 +252,30 @@ def rope_kernel(
     stride_vg,
     stride_vs,
     eps,
+    plane,
     SPLIT: tl.constexpr,
     E: tl.constexpr,
     HALF: tl.constexpr,
     BIASED: tl.constexpr,
     NORMED: tl.constexpr,
     INT8: tl.constexpr,
+    SHARED: tl.constexpr,
 ):
-    """Compute one attention head of one row: queries first, then keys, then values."""
+    """Compute one attention head of one row: queries first, then keys, then values.
+
+    SHARED is as in `attention_kernels.finish_kernel`.
+    """
     row = tl.program_id(0)
     head = tl.program_id(1)
+    k_head = k_ptr + (head - n_head).to(tl.int64) * stride_kg
+    v_head = v_ptr + (head - n_head - G).to(tl.int64) * stride_vg
+    if SHARED:
+        sequence = tl.load(members_ptr + row)
+        if sequence < 0:
+            return
+        dtype: tl.constexpr = tl.int8 if INT8 else q_ptr.dtype.element_ty
+        kv_head = (head - n_head) % G
+        k_head, v_head = keys_and_values(k_ptr, sequence, plane, kv_head, dtype)
     e = tl.arange(0, HALF)
     real = e < E // 2
     first = tl.zeros((HALF,), tl.float32)
@@ -290,10 +308,7 @@ def rope_kernel(
         tl.store(q_at, first, mask=real)
         tl.store(q_at + E // 2, second, mask=real)
     else:
-        if head < n_head + G:
-            out = k_ptr + (head - n_head).to(tl.int64) * stride_kg + slot * stride_ks
-        else:
-            out = v_ptr + (head - n_head - G).to(tl.int64) * stride_vg + slot * stride_vs
+        out = k_head + slot * stride_ks if head < n_head + G else v_head + slot * stride_vs
         if INT8:
             lower, upper = first.to(tl.float32), second.to(tl.float32)
             most = tl.maximum(tl.max(tl.abs(lower), 0), tl.max(tl.abs(upper), 0))

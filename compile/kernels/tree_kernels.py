@@ -19,14 +19,16 @@ Shapes: T tree rows, G KV heads, R = group * T query rows of a KV head, E head d
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 import triton
 from torch import Tensor
 
 from fasteagle.compile.kernels.attention_kernels import finish_kernel, prefix_kernel
+from fasteagle.compile.kernels.sequence_kernels import Sequences
 from fasteagle.errors import FasteagleError
 from fasteagle.tree import TreeView
 
@@ -61,6 +63,40 @@ class Unrotated(NamedTuple):
     dtype: torch.dtype  # dtype of the products
 
 
+@dataclasses.dataclass(frozen=True)
+class SharedPlane:
+    """One plane of the caches of several sequences, which kernels find by their addresses.
+
+    All caches have G heads and rows of E elements in one dtype, and at most S slots.
+    """
+
+    sequences: Sequences
+    number: int  # of the plane; values come after their keys
+    shape: tuple[int, int, int]  # [G, S, E]
+    dtype: torch.dtype
+    row_block: int  # query rows of a block, as `sequences` has them
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the caches."""
+        return self.sequences.table.device
+
+
+Cache: TypeAlias = Tensor | SharedPlane  # keys or values [G, S, E] of one sequence, or of several
+
+
+def cache_arguments(
+    k_cache: Cache, v_cache: Cache
+) -> tuple[tuple[Tensor, Tensor], tuple[int, ...], int, Sequences | None]:
+    """Return arguments of the kernels: keys and values, their strides, plane, and sequences."""
+    if isinstance(k_cache, SharedPlane):
+        table, stride = k_cache.sequences.table, k_cache.shape[2]
+        return (table, table), (0, stride, 0, stride), k_cache.number, k_cache.sequences
+    assert isinstance(v_cache, Tensor), "both of one sequence, or both shared"
+    strides = *k_cache.stride()[:2], *v_cache.stride()[:2]
+    return (k_cache, v_cache), strides, 0, None
+
+
 def prefix_constants(
     E: int,
     n_rows: int,
@@ -68,17 +104,24 @@ def prefix_constants(
     int8: bool = False,
     rope: bool = False,
     biased: bool = False,
+    shared: bool = False,
 ) -> dict[str, object]:
     """Return the compile-time constants of `prefix_kernel`."""
     rows = {"BLOCK_M": row_block(n_rows), "STAGES": 2, "ROPE": rope, "BIASED": biased}
+    rows |= {"SHARED": shared}
     return common_constants(E, window, int8) | rows
 
 
 def finish_constants(
-    E: int, group: int, window: int | None, by_rows: bool = False, int8: bool = False
+    E: int,
+    group: int,
+    window: int | None,
+    by_rows: bool = False,
+    int8: bool = False,
+    shared: bool = False,
 ) -> dict[str, object]:
     """Return the compile-time constants of `finish_kernel`."""
-    rows = {"BY_ROWS": by_rows, "HEADS": min(16, triton.next_power_of_2(group))}
+    rows = {"BY_ROWS": by_rows, "HEADS": min(16, triton.next_power_of_2(group)), "SHARED": shared}
     return common_constants(E, window, int8) | rows
 
 
@@ -105,29 +148,30 @@ def common_constants(E: int, window: int | None, int8: bool = False) -> dict[str
 
 
 def tree_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, view: TreeView, out_rows: torch.dtype | None = None
+    q: Tensor, k_cache: Cache, v_cache: Cache, view: TreeView, out_rows: torch.dtype | None = None
 ) -> Tensor:
     """Compute `fasteagle.compile.tree_attention` on CUDA.
 
-    With `out_rows` the result is the input of the next product: [T, G * group * E] in that dtype.
-    Raises `FasteagleError` for a dtype, head_dim or window that no kernel is made for.
+    Over caches of several sequences, the view's `seq_len` is [B]. With `out_rows` the result is the
+    input of the next product: [T, G * group * E] in that dtype. Raises `FasteagleError` for a
+    dtype, head_dim or window that no kernel is made for.
     """
     return _attention(q.contiguous(), k_cache, v_cache, view, out_rows, None)
 
 
 def rope_attention(
-    new: Unrotated, k_cache: Tensor, v_cache: Tensor, view: TreeView, out_rows: torch.dtype
+    new: Unrotated, k_cache: Cache, v_cache: Cache, view: TreeView, out_rows: torch.dtype
 ) -> Tensor:
     """Compute RoPE, the new rows of the caches, and `tree_attention`, in two launches."""
-    G, T, E = len(k_cache), len(view.depths), new.cos.shape[2]
+    G, T, E = k_cache.shape[0], len(view.depths), new.cos.shape[2]
     q = torch.empty(G, new.n_head // G * T, E, dtype=new.dtype, device=k_cache.device)
     return _attention(q, k_cache, v_cache, view, out_rows, new)
 
 
 def _attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
     view: TreeView,
     out_rows: torch.dtype | None,
     new: Unrotated | None,
@@ -141,35 +185,42 @@ def _attention(
     int8 = k_cache.dtype == torch.int8
     shape = q.shape if out_rows is None else (T, G * group * E)
     usual = q.dtype if int8 else v_cache.dtype
+    caches, strides, plane, shared = cache_arguments(k_cache, v_cache)
+    block, n_blocks = row_block(R), triton.cdiv(R, row_block(R))
+    if isinstance(k_cache, SharedPlane):
+        block, n_blocks = k_cache.row_block, len(k_cache.sequences.blocks)
     out = torch.empty(shape, dtype=out_rows or usual, device=q.device)
     parts = q.new_empty(G, n_splits, R, E, dtype=torch.float32)
     stats = q.new_empty(2, G, n_splits, R, dtype=torch.float32)
     scale = math.log2(math.e) / math.sqrt(E)  # the exponentials are powers of two
-    strides = *k_cache.stride()[:2], *v_cache.stride()[:2]
-    common = q, k_cache, v_cache, seq_len, depths, parts, stats
+    common = q, *caches, seq_len, depths, parts, stats
     biased = new is not None and new.bias is not None
-    prefix_kernel[(triton.cdiv(R, row_block(R)), G, n_splits + (new is not None))](
+    prefix_kernel[(n_blocks, G, n_splits + (new is not None))](
         *common,
         *_pointers(new, q),
+        q if shared is None else shared.blocks,
         *strides,
         scale,
         R,
         T,
         *((0, 0) if new is None else (new.parts.shape[2], len(new.parts))),
-        **prefix_constants(E, R, window, int8, new is not None, biased),
+        plane,
+        **prefix_constants(E, block, window, int8, new is not None, biased, shared is not None),
         **OPTIONS,
     )
     finish_kernel[(T, G, triton.cdiv(group, 16))](
         *common,
         paths.contiguous(),
         out,
+        q if shared is None else shared.members,
         *strides,
         scale,
         R,
         T,
         P,
         n_splits,
-        **finish_constants(E, group, window, out_rows is not None, int8),
+        plane,
+        **finish_constants(E, group, window, out_rows is not None, int8, shared is not None),
         **finish_options(E, int8),
     )
     return out

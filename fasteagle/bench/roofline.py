@@ -31,6 +31,8 @@ EXPERT_ROWS = 16  # rows of an expert that one program multiplies
 CHOICE_US = 0.16  # of each expert that a row chooses: a maximum over a warp, which the next awaits
 WIDEST_ROTATED = 128  # columns of attention heads up to which attention itself rotates them
 PASS_SMALL = 4  # before and after the blocks
+GATHER_SMALL = 1  # of a pass that several sequences share: lays out their rows
+COPY_SMALL = 2  # of each of them: logits and features, for its own end
 LEVEL_SMALL = 7  # of a drafted level: norms, the tree's order, ranking
 DRAFT_SMALL = 5  # of a tree
 FINISH_SMALL = 7  # accept and commit
@@ -175,12 +177,19 @@ class Workload:
     def verifying(self, rows: int) -> list[Part]:
         """Return the parts of a target pass over `rows` rows of each sequence."""
         config, rows = self.config, rows * self.sequences
+        gather = GATHER_SMALL if self.sequences > 1 else 0
         return [
             *self._linears("linears of the blocks", config, rows),
             self._product("LM head", config.vocab_size, config.dim, rows),
             self._attention("tree attention", config, rows),
-            Part("norms, rest of the pass", self._small_launches + PASS_SMALL),
+            Part("norms, rest of the pass", self._small_launches + PASS_SMALL + gather),
         ]
+
+    @property
+    def finishing(self) -> Part:
+        """Accept and commit: each of several sequences has its own, and a copy of its output."""
+        n = self.sequences
+        return Part("accept and commit", n * FINISH_SMALL + (n * COPY_SMALL if n > 1 else 0))
 
     @property
     def _small_launches(self) -> int:
@@ -390,7 +399,7 @@ def predicted_speeds(cycle: CapturedCycle, head: HeadConfig, tree: AnyShape, tau
     work, n = cycle.work, cycle.work.sequences
     alone = dataclasses.replace(work, sequences=1)
     one, rows = (cycle.ms(work.verifying(T)) for T in (1, tree.rows))
-    rest = cycle.ms([Part("accept and commit", FINISH_SMALL)])
+    rest = cycle.ms([work.finishing])
     together, each = (cycle.ms(load.drafting(head, tree)) for load in (work, alone))
     total, in_turn = (rows + drafting + rest for drafting in (together, n * each))
     plain, drafted, turns = (1e3 * n * t for t in (1 / (one + rest), tau / total, tau / in_turn))

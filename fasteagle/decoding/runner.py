@@ -30,6 +30,8 @@ from fasteagle.tree import TreeView
 HeadBlocks = MutableMapping[EagleHead, Callable[..., Tensor]]
 Advice = Callable[[HeadConfig | None], str | None]
 Draft = Callable[[DecodeState, Drafter | None, CycleSpec], Proposal]
+# Captures a step, of a variant that the second argument names; None: it runs without a graph.
+Capture = Callable[[Callable[[], None], Any], Callable[[], None] | None]
 
 
 def may_be_shorter(drafter: Drafter, spec: CycleSpec) -> bool:
@@ -60,16 +62,18 @@ class Done(NamedTuple):
     verify_seconds: float | None
     extended: bool | None = None  # whether the drafter has seen the pending pairs; None: its spec
     promised: tuple[float, ...] = ()  # see `Proposal`
+    alone: bool = True  # False: its time was that of several sequences
 
 
 class Runner:
     """Runner that launches one cycle at a time; `read` waits for it.
 
     `compiled` are pieces to use for a drafter and a spec instead of the `usual` ones. Where the
-    runner `waits`, a launched cycle is `waiting` until `run_together` has run it.
+    runner `defers`, a launched cycle is `waiting` until `run_together` has run it.
     """
 
-    waits = False
+    waits = False  # whether the engine yields before it reads a cycle: others may run meanwhile
+    accompanied = False  # whether there are other engines whose cycles run beside
     ahead = 0  # cycles launched before the first one is read
     plain_rows = 1  # rows of a pass without a tree
     fixed_addresses = False  # whether caches must not move: they have their full size then
@@ -119,12 +123,17 @@ class Runner:
     def forget(self) -> None:
         """Discard what was prepared, because the model runs other code from now on."""
 
+    @property
+    def defers(self) -> bool:
+        """Return whether a launched cycle waits for `run_together`."""
+        return self.waits
+
     def launch(
         self, spec: CycleSpec, drafter: Drafter | None, processor: LogitsProcessor | None = None
     ) -> None:
         """Begin a cycle."""
         launch = Launch(spec, drafter, processor)
-        if self.waits:
+        if self.defers:
             self.waiting = launch
         else:
             self.run(launch)
@@ -160,6 +169,10 @@ class Runner:
         spec, drafter, processor = launch
         finish(self.state, spec, proposal, output, self.pieces(spec, drafter), processor)
         self._proposal = proposal
+
+    def capture_pass(self, step: Callable[[], None], variant: Any) -> Callable[[], None] | None:
+        """Return a function that replays a shared pass; None: it runs without a graph."""
+        return None
 
     @property
     def began(self) -> float:
@@ -229,6 +242,7 @@ class Runner:
         return 1e3 * (time.perf_counter() - begin)
 
 
+@torch.no_grad()
 def run_together(runners: Sequence[Runner]) -> None:
     """Run the cycles that wait in `runners`, with one pass over the rows of all of them.
 
@@ -245,7 +259,8 @@ def run_together(runners: Sequence[Runner]) -> None:
             runners[0].run(launches[0])
             return
         proposals = backend.draft_together(runners, launches)
-        outputs = backend.verify_together([runner.state for runner in runners], proposals)
+        states, capture = [runner.state for runner in runners], runners[0].capture_pass
+        outputs = backend.verify_together(states, proposals, capture)
     except Exception as error:
         for runner in runners:
             runner.fail(error)
@@ -299,10 +314,21 @@ class Backend:
         pairs = zip(runners, launches, strict=True)
         return [runner.draft(launch) for runner, launch in pairs]
 
+    @property
+    def shares_passes(self) -> bool:
+        """Return whether cycles that are replayed share their passes; others always do."""
+        return False
+
     def verify_together(
-        self, states: Sequence[DecodeState], proposals: Sequence[Proposal]
+        self,
+        states: Sequence[DecodeState],
+        proposals: Sequence[Proposal],
+        capture: Capture | None = None,
     ) -> list[Output]:
-        """Run the target once over the rows of all proposals; return the output of each."""
+        """Run the target once over the rows of all proposals; return the output of each.
+
+        A backend that replays its passes has them captured by `capture`.
+        """
         return verify_together(states, self.target, proposals)
 
     def draft_ops(self, drafter: RankingDrafter) -> DraftOps:

@@ -9,7 +9,7 @@ Shapes: B sequences, T rows of one of them, G KV heads, E head dim.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -62,6 +62,17 @@ def split(output: Output, sizes: Sequence[int]) -> list[Output]:
         return [Output(*rows) for rows in zip(logits, features, strict=True)]
     aux_states = output.aux_states.split(sizes)
     return [Output(*rows) for rows in zip(logits, features, aux_states, strict=True)]
+
+
+def groups(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """Yield ranges of sequences whose rows fit into a pass of `most`; a larger one is alone."""
+    begin = rows = 0
+    for i, size in enumerate(sizes):
+        if i > begin and rows + size > most:
+            yield begin, i
+            begin, rows = i, 0
+        rows += size
+    yield begin, len(sizes)
 
 
 def _shared(ops: Ops, sizes: list[int]) -> Ops:

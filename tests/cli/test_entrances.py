@@ -61,7 +61,7 @@ def counts(monkeypatch):
     monkeypatch.setattr(Transformer, "forward", counted_forward)
     monkeypatch.setattr(graphs, "decode_cycle", counted_cycle)
     monkeypatch.setattr(graphs.CapturedRunner, "launch", counted_launch)
-    monkeypatch.setattr(Runner, "launch", unreplayed)
+    monkeypatch.setattr(Runner, "run", unreplayed)
     return totals
 
 

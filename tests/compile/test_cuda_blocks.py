@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -12,6 +14,9 @@ from device_checks import check_cache_in_8_bits, check_order, check_step_of_head
 from fasteagle.config import MoEConfig
 from fasteagle.drafting.draft_head import top_children
 from fasteagle.model import CORE, RMSNorm, Target
+from fasteagle.quant.cuda_linear import InterleavedLinear
+from fasteagle.quant.linear import QuantizedLMHead
+from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme
 from helpers import random_target, tiny_config
 from interleaved_models import (
@@ -92,9 +97,32 @@ def test_what_blocks_are_left_to_the_core_for(changes, reason):
 def test_experts_are_replayed_while_the_kernels_run_them():
     backend = KernelBackend(packed_target("experts")[0])
     backend._may_replay = True  # as on a device
-    assert not backend.leaves_blocks and backend.describe().endswith(", replayed")
+    assert not backend.leaves_blocks and ", replayed" in backend.describe()
     backend.leave("passes")
     assert "replayed" not in backend.describe()
+
+
+@pytest.mark.parametrize("name", ["gqa", "experts"])
+def test_what_several_answers_share(name):
+    """A pass, where no row's bits depend on the others: the LM head must be quantized too."""
+    model, _ = packed_target(name, vocab_size=64)
+    for quantized in (False, True):
+        if quantized:
+            packed = quantize_weight(model.lm_head.weight.float(), Scheme(8))
+            model.lm_head = QuantizedLMHead(InterleavedLinear(packed, None))
+        backend = KernelBackend(model)
+        backend._may_replay = True  # as on a device
+        assert backend.shares_passes is quantized
+        turns = "replayed; several answers take turns"
+        assert backend.describe().endswith(", replayed" if quantized else turns)
+    backend._pass = mock.Mock(return_value=["outputs"], is_captured=True)
+    assert backend.verify_together([], []) == ["outputs"] and backend.shares_passes
+    backend._pass.is_captured = False
+    assert backend.verify_together([], []) == ["outputs"], "this one ran without a graph"
+    assert not backend.shares_passes and backend.describe().endswith(turns)
+    backend = KernelBackend(model)
+    backend.leave("passes")
+    assert not backend.shares_passes
 
 
 def test_other_linears_keep_their_blocks():

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from fake_cuda import FakeCuda
-from fasteagle.compile.graphs import COMPILING, CapturedRunner, CudaGraphs
+from fasteagle.compile.cuda_graphs import CudaGraphs
+from fasteagle.compile.graphs import COMPILING, CapturedRunner
 from fasteagle.decoding.cycle import EAGER
 from fasteagle.decoding.runner import Backend
 from fasteagle.drafting.ngram import NgramDrafter
@@ -251,7 +252,7 @@ def test_after_a_failed_capture_the_process_can_capture_again(gpu_subprocess):
     gpu_subprocess(
         """
         import torch
-        from fasteagle.compile.graphs import CudaGraphs
+        from fasteagle.compile.cuda_graphs import CudaGraphs
         x = torch.zeros(1, device="cuda")
         graphs = CudaGraphs(x.device)
         before = torch.cuda.current_stream()

@@ -30,6 +30,8 @@ class Card:
         self.capability = capability
         self.launches: Counter[str] = Counter()
         self.edit: Callable[[str], str] = lambda ptx: ptx
+        # Tensors that kernels may reach by addresses in memory, beside those they are given.
+        self.reachable: list[torch.Tensor] = []
         # What `torch.empty` made: its version then, and which bytes kernels have written.
         self.fresh: MutableMapping[torch.Tensor, tuple[int, np.ndarray]] = WeakTensorKeyDictionary()
 
@@ -57,7 +59,8 @@ class Card:
         types = kernel.src.signature.values()
         args = [arg for arg, type in zip(args, types, strict=True) if type != "constexpr"]
         program, code = _read(self.edit(kernel.asm["ptx"]))
-        spans = _spans([arg for arg in args if isinstance(arg, torch.Tensor) and arg.numel()])
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.numel()]
+        spans = _spans(tensors + self.reachable)
         memory = Memory("global memory", spans, program.narrowest("global"))
         self._exchange(memory, False)
         machine = Machine(program, (x, y, z), memory, kernel.metadata.shared)

@@ -1,0 +1,205 @@
+"""Run one pass of the target on CUDA over the rows of several sequences.
+
+The kernels find the tensors of a sequence by their addresses, in a table on the device, and every
+number that changes from pass to pass is read there too. So one captured pass serves any sequences:
+there is one for each number of rows and of sequences, both rounded up. A row has the bits that it
+has in a pass of its own sequence.
+
+Shapes: B sequences, M rows of a pass, G KV heads, group query heads of each, E head dim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fasteagle.compile.cuda_blocks import MAX_ROWS
+from fasteagle.decoding.cycle import EAGER, Proposal
+from fasteagle.decoding.runner import Capture
+from fasteagle.decoding.together import groups, split
+from fasteagle.model import Output, Target
+from fasteagle.state import DecodeState
+from fasteagle.tree import TreeView
+
+if TYPE_CHECKING:  # at run time only where Triton is: on CUDA
+    from fasteagle.compile.kernels.sequence_kernels import Sequences
+    from fasteagle.compile.kernels.tree_kernels import SharedPlane
+
+ROWS = (2, 4, 8, 16, 32, MAX_ROWS)  # of a pass, padding included
+SEQUENCES = (2, 4, 8)
+ALIGNMENT = 16  # bytes; the kernels load whole pieces of a key
+
+
+class Member(NamedTuple):
+    """Tensors of one sequence that a pass reads, and the cache that it writes."""
+
+    seq_len: Tensor  # 0-d
+    tokens: Tensor  # [T]
+    depths: Tensor  # [T]
+    paths: Tensor  # [T, P] int32
+    rows: Tensor  # [2 L, G, S, E], see `KVCache`
+
+    @classmethod
+    def of(cls, state: DecodeState, proposal: Proposal) -> Member:
+        own = proposal.tree.tokens, proposal.depths, proposal.paths
+        tokens, depths, paths = (each.contiguous() for each in own)
+        return cls(state.seq_len, tokens, depths, paths, state.cache.rows)
+
+    def numbers(self) -> list[int]:
+        """Return the fields of `sequence_kernels`, in their order."""
+        rows, (T, P) = self.rows, self.paths.shape
+        whole = self.seq_len, self.tokens, self.depths
+        assert {each.dtype for each in whole} == {torch.int64}, "as the kernels read them"
+        assert self.paths.dtype == torch.int32 and len(self.depths) == len(self.tokens) == T
+        assert rows.stride(2) == rows.shape[3] and rows.stride(3) == 1, "rows one after the other"
+        strides = (rows.stride(i) * rows.element_size() for i in (0, 1))
+        addresses = [each.data_ptr() for each in (*whole, self.paths)]
+        cache = rows.data_ptr(), *strides
+        assert not any(number % ALIGNMENT for number in cache), "whole pieces"
+        return [T, *addresses, P, *cache]
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedCache:
+    """Caches of several sequences, in place of a `KVCache`."""
+
+    layers: list[tuple[SharedPlane, SharedPlane]]
+
+    @classmethod
+    def of(cls, rows: Tensor, n_slots: int, sequences: Sequences, row_block: int) -> SharedCache:
+        """Return caches like `rows` [2 L, G, S, E], of up to `n_slots` slots."""
+        from fasteagle.compile.kernels.tree_kernels import SharedPlane
+
+        n_planes, G, _, E = rows.shape
+        planes = [
+            SharedPlane(sequences, i, (G, n_slots, E), rows.dtype, row_block)
+            for i in range(n_planes)
+        ]
+        return cls(list(zip(planes[::2], planes[1::2], strict=True)))
+
+
+class Shape(NamedTuple):
+    """Constants of a pass; all else is read on the device."""
+
+    rows: int
+    sequences: int
+    n_slots: int  # most slots of a cache
+    aux_layers: tuple[int, ...]
+
+
+class SharedPass:
+    """Pass of one shape: its tables and, after `run`, its output [M, ...]."""
+
+    output: Output
+
+    def __init__(self, target: Target, shape: Shape, rows: Tensor) -> None:
+        """Make the tables for caches like `rows`."""
+        from fasteagle.compile.kernels import sequence_kernels, tree_kernels
+
+        config = target.config
+        self._target, self._aux_layers = target, shape.aux_layers
+        self._group = config.n_head // config.n_kv_head
+        # Most blocks hold the rows of one sequence, which has its share of them.
+        self._block = tree_kernels.row_block(-(-shape.rows // shape.sequences) * self._group)
+        n_blocks = sequence_kernels.n_blocks(shape.rows, shape.sequences, self._group, self._block)
+        fields = int(sequence_kernels.FIELDS)
+        table = torch.zeros(shape.sequences, fields, dtype=torch.int64, device=rows.device)
+        self._sequences = sequence_kernels.empty(table, shape.rows, MAX_ROWS, n_blocks)
+        self._cache = SharedCache.of(rows, shape.n_slots, self._sequences, self._block)
+        self._numbers: list[list[int]] = []
+
+    def load(self, members: Sequence[Member]) -> None:
+        """Let the next run have these sequences; their tensors must live until it has ended."""
+        numbers = [member.numbers() for member in members]
+        if numbers == self._numbers:
+            return
+        self._numbers, table = numbers, self._sequences.table
+        none = [[0] * table.shape[1]] * (len(table) - len(numbers))
+        host = torch.tensor(numbers + none)
+        # From page-locked memory the host does not wait for what was launched before.
+        table.copy_(host.pin_memory() if table.is_cuda else host, non_blocking=True)
+
+    def run(self) -> None:
+        """Run the pass over the sequences that are loaded."""
+        from fasteagle.compile.kernels import sequence_kernels
+
+        own = self._sequences
+        with torch.cuda.device_of(own.table):
+            sequence_kernels.gather(own, self._group, self._block)
+        view = TreeView(own.seq_lens, own.paths, own.depths, self._target.config.sliding_window)
+        rows = own.tokens, own.positions, own.slots, view
+        self.output = self._target(*rows, self._cache, self._aux_layers)  # type: ignore[arg-type]
+
+
+class CudaPass:
+    """Passes over the rows of several sequences, one for each shape that was needed.
+
+    They are run by fused blocks: `target` must have them.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._passes: dict[Shape, tuple[SharedPass, Callable[[], None]]] = {}
+        self.is_captured = True  # False: a capture failed
+
+    def __call__(
+        self,
+        states: Sequence[DecodeState],
+        proposals: Sequence[Proposal],
+        capture: Capture | None = None,
+    ) -> list[Output]:
+        """Return the output of each proposal, up to `MAX_ROWS` rows of them in a pass.
+
+        Passes are replayed where `capture` is given and captures them. Outputs are views of memory
+        that the next call overwrites.
+        """
+        outputs: list[Output] = []
+        ranges = list(groups([len(proposal.depths) for proposal in proposals], MAX_ROWS))
+        for begin, end in ranges:
+            own, trees = states[begin:end], proposals[begin:end]
+            if len(trees[0].depths) > MAX_ROWS:
+                outputs.append(EAGER.verify(own[0], self._target, trees[0]))
+                continue
+            output = self._run(own, trees, capture)
+            if len(ranges) > 1:  # another one may have the same memory
+                output = Output(*(each if each is None else each.clone() for each in output))
+            outputs += split(output, [len(proposal.depths) for proposal in trees])
+        return outputs
+
+    def _run(
+        self, states: Sequence[DecodeState], proposals: Sequence[Proposal], capture: Capture | None
+    ) -> Output:
+        """Return the output of the rows of all proposals, one after the other."""
+        sizes = [len(proposal.depths) for proposal in proposals]
+        shape = Shape(
+            rows=_at_least(sum(sizes), ROWS),
+            sequences=_at_least(len(sizes), SEQUENCES),
+            n_slots=max(state.cache.n_slots for state in states),
+            aux_layers=states[0].aux_layers,
+        )
+        members = [Member.of(*pair) for pair in zip(states, proposals, strict=True)]
+        if shape in self._passes:
+            shared, run = self._passes[shape]
+            shared.load(members)
+            run()
+        else:
+            shared = SharedPass(self._target, shape, members[0].rows)
+            shared.load(members)
+            run = shared.run
+            if capture is not None:
+                replay = capture(shared.run, (None, shape))
+                self.is_captured = replay is not None
+                if replay is not None:
+                    self._passes[shape], run = (shared, replay), replay
+            run()
+        n_rows = sum(sizes)
+        return Output(*(each if each is None else each[:n_rows] for each in shared.output))
+
+
+def _at_least(n: int, steps: Sequence[int]) -> int:
+    """Return the smallest of `steps` that is no less than `n`."""
+    return next(step for step in steps if step >= n)

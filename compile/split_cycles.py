@@ -1,0 +1,77 @@
+"""Captured parts of a cycle before and after a pass that several sequences share.
+
+Shapes: T tree rows, V vocabulary, D model dim, R auxiliary layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from fasteagle.decoding.cycle import Pieces, Proposal
+from fasteagle.drafting.base import Drafter
+from fasteagle.model import Output, Target
+from fasteagle.state import CycleSpec, DecodeState
+
+# Captures a step and returns the function that replays it.
+Capture = Callable[[Callable[[], None]], Callable[[], None]]
+
+
+class SplitCycle(NamedTuple):
+    """Draft and end of one variant of the cycle; a graph reads and writes the same memory always.
+
+    `output` is what `end` reads, beside the last proposal.
+    """
+
+    output: Output
+    draft: Callable[[], Proposal]
+    end: Callable[[], None]
+
+    def read(self, output: Output) -> None:
+        """Copy the output of the pass, as far as the end of the cycle reads it."""
+        for own, new in zip(self.output, output, strict=True):
+            if own is not None and new is not None and own.numel():
+                own.copy_(new)
+
+
+def capture_split(
+    state: DecodeState,
+    target: Target,
+    drafter: Drafter | None,
+    spec: CycleSpec,
+    pieces: Pieces,
+    capture: Capture,
+) -> SplitCycle:
+    """Capture both parts of a cycle of `spec`.
+
+    Rows past the text change, in the cache too: the cycle has not begun yet.
+    """
+    proposal: Proposal
+
+    def draft() -> None:
+        nonlocal proposal
+        proposal = pieces.draft(state, drafter, spec)
+
+    begin = capture(draft)
+
+    def drafted() -> Proposal:
+        begin()
+        return proposal
+
+    drafted()  # values for the first runs of the end
+    output = _zeros(state, target, spec, len(proposal.depths))
+    end = capture(lambda: pieces.finish(state, spec, proposal, output))
+    return SplitCycle(output, drafted, end)
+
+
+def _zeros(state: DecodeState, target: Target, spec: CycleSpec, T: int) -> Output:
+    """Return memory for what the end of a cycle reads; features only where they are stored."""
+    weight, config = target.weight, target.config
+    logits = torch.zeros(T, config.vocab_size, device=weight.device)
+    width, n_aux = config.dim if spec.width else 0, len(state.aux_layers)
+    if not n_aux:
+        return Output(logits, weight.new_zeros(T, width))
+    aux_states = logits.new_zeros(T, n_aux * width)
+    return Output(logits, weight.new_zeros(T, 0), aux_states)

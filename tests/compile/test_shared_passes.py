@@ -1,0 +1,243 @@
+"""Replayed cycles of several sequences that share their passes, with a fake of CUDA's graphs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from fake_cuda import FakeCuda
+from fasteagle.batch import Batch
+from fasteagle.compile.cuda_graphs import CudaGraphs
+from fasteagle.compile.cuda_pass import ROWS, SEQUENCES, CudaPass, Shape
+from fasteagle.compile.graphs import CapturedRunner
+from fasteagle.decoding.cycle import EAGER
+from fasteagle.decoding.runner import Launch
+from fasteagle.drafting.eagle import EagleDrafter
+from fasteagle.drafting.ngram import NgramDrafter
+from fasteagle.generate import Engine
+from fasteagle.model import Output, Target
+from fasteagle.options import SamplingParams
+from fasteagle.shapes import TreeShape
+from helpers import random_head, random_target, tiny_config
+from replaying import FakePlace, ReplayingBackend
+
+GREEDY, DRAWN = SamplingParams(), SamplingParams(0.8, seed=3)
+PROMPTS = [[5, 6, 7, 8] * 4, [5, 6, 7] * 3, [9, 9, 9]]
+
+
+class Sharing(ReplayingBackend):
+    """Replays cycles; passes are shared, and run by the core."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
+        self.sizes: list[int] = []
+
+    shares_passes = True
+
+    def verify_together(self, states, proposals, capture=None):
+        self.sizes.append(len(states))
+        return super().verify_together(states, proposals)
+
+
+@pytest.fixture
+def engine():
+    target = random_target(tiny_config())
+    return Engine(target, 128, backend=Sharing(Target(target)))
+
+
+def drafters(target):
+    yield None
+    yield NgramDrafter(4)
+    yield EagleDrafter(random_head(target), TreeShape(2, 2, 4), 128)
+
+
+class Even:
+    """Processor that allows tokens of even ids only."""
+
+    def __call__(self, logits, tree):
+        return logits.masked_fill((torch.arange(logits.shape[1]) % 2).bool(), float("-inf"))
+
+    def accept(self, tokens):
+        pass
+
+
+def ask(engine: Engine, i: int):
+    processor = Even() if i == 2 else None
+    params = (GREEDY, DRAWN, GREEDY)[i]
+    return engine.generate(PROMPTS[i], params, 12 + 4 * i, processor=processor)
+
+
+def together(engine: Engine, keys=(0, 1, 2)) -> tuple[dict[int, list[int]], Batch]:
+    several, texts = Batch(engine, 3), {i: [] for i in keys}
+    for i in keys:
+        several.begin(i, PROMPTS[i], 64, lambda own, i=i: ask(own, i))
+    while several.running:
+        for i, new in several.step():
+            if isinstance(new, Exception):
+                raise new
+            texts[i] += new or []
+    return texts, several
+
+
+@pytest.mark.parametrize("kind", range(3))
+def test_texts_are_those_written_alone(engine, kind):
+    """Greedy, drawn, and with a processor between the pass and the end of a cycle."""
+    engine.use(list(drafters(engine.model))[kind])
+    expected = {i: [t for new in ask(engine, i) for t in new] for i in range(3)}
+    assert not engine.backend.sizes
+    texts, several = together(engine)
+    assert texts == expected and max(engine.backend.sizes) == 3
+    for own in several.engines:
+        assert any(own.runner._split.values()) and own.runner.error is None
+
+
+def test_one_alone_is_replayed_as_a_whole_and_ahead(engine):
+    """Until others come, and when they have left."""
+    launched = []
+    run = type(engine.runner).run
+
+    def counted(runner, launch):
+        launched.append(runner)
+        run(runner, launch)
+
+    with mock.patch.object(type(engine.runner), "run", counted):
+        together(engine, [0])
+        assert not engine.backend.sizes and len(launched) >= 12
+        assert not engine.runner._split
+        before = len(launched)
+        _, several = together(engine)
+        runner = several.engines[-1].runner
+    assert engine.backend.sizes and len(launched) > before, "the last one of three is alone"
+    assert not runner.waits and not runner.accompanied
+
+
+def test_parts_that_cannot_be_captured_run_without_a_graph(engine):
+    expected, _ = together(engine)
+    graphs = [engine.runner.graphs]
+    engine.runner.forget()
+    with mock.patch("replaying.FakeGraphs.capture", side_effect=RuntimeError("not permitted")):
+        texts, several = together(engine)
+    assert texts == expected and graphs
+    assert several.engines[0].runner.error.startswith("not permitted")
+    assert not any(several.engines[0].runner._split.values())
+
+
+def test_a_part_that_fails_leaves_the_state(engine):
+    """The end is captured before the pass has run: nothing of it may remain."""
+    runner = engine.runner
+    [*engine.generate(PROMPTS[0], GREEDY, 3)]
+    spec = engine.spec(None, next(iter(runner._kinds)))
+    before = [tensor.clone() for tensor in engine.state.advanced]
+    launch = Launch(spec, None, None)
+    assert runner._split_of(launch) is not None
+    assert all(map(torch.equal, engine.state.advanced, before))
+    runner.forget()
+    finish = mock.Mock(side_effect=RuntimeError("cannot be captured"))
+    with mock.patch.object(runner, "pieces", lambda *_: EAGER._replace(finish=finish)):
+        assert runner._split_of(launch) is None
+    assert finish.called and runner.error == "cannot be captured"
+    assert all(map(torch.equal, engine.state.advanced, before))
+
+
+def test_a_pass_that_fails_ends_the_answers_by_its_reason(engine):
+    error = RuntimeError("no such kernel")
+    several = Batch(engine, 3)
+    for i in range(2):
+        several.begin(i, PROMPTS[i], 64, lambda own, i=i: ask(own, i))
+    with mock.patch.object(Sharing, "verify_together", side_effect=error):
+        items = [item for _ in range(8) for item in several.step()]
+    assert [item for _, item in items if isinstance(item, Exception)] == [error, error]
+    assert not several.running
+    texts, _ = together(engine)
+    assert texts[0] == [t for new in ask(engine, 0) for t in new]
+
+
+def test_captures_of_passes_are_counted_like_those_of_cycles(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    target = random_target(tiny_config())
+    graphs = CudaGraphs(torch.device("cuda"))
+    graphs.place = lambda result: FakePlace()
+    state = Engine(target, 64).state
+    runner = CapturedRunner(Sharing(Target(target)), state, graphs)
+    cuda.refusing = 100
+    for refused in (2, 4, 4):
+        assert runner.capture_pass(lambda: None, (None, "shape")) is None
+        assert cuda.refused == refused and runner.error.startswith(cuda.reason)
+    cuda.refusing = 0
+    assert runner.capture_pass(lambda: None, (None, "another")) is not None
+
+
+class Passes(CudaPass):
+    """Counts and describes passes, which yield the number of the run."""
+
+    def __init__(self) -> None:
+        super().__init__(SimpleNamespace())
+        self.made: list[Shape] = []
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    made = Passes()
+
+    class Shared:
+        def __init__(self, target, shape, rows) -> None:
+            made.made.append(shape)
+            self.runs, self.shape = 0, shape
+
+        def load(self, members) -> None:
+            self.loaded = members
+
+        def run(self) -> None:
+            self.runs += 1
+            rows = torch.arange(self.shape.rows).unsqueeze(1) + 100 * self.runs
+            self.output = Output(rows, rows)
+
+    monkeypatch.setattr("fasteagle.compile.cuda_pass.SharedPass", Shared)
+    return made
+
+
+def sequences(sizes):
+    cache = SimpleNamespace(n_slots=256, rows=torch.zeros(1))
+    ints = torch.zeros((), dtype=torch.long)
+    states = [SimpleNamespace(seq_len=ints, cache=cache, aux_layers=()) for _ in sizes]
+    rows = [torch.zeros(n, dtype=torch.long) for n in sizes]
+    proposals = [
+        SimpleNamespace(tree=SimpleNamespace(tokens=row), depths=row, paths=row) for row in rows
+    ]
+    return states, proposals
+
+
+def test_a_pass_is_captured_once_for_rows_and_sequences_rounded_up(passes):
+    variants = []
+
+    def capture(step, variant):
+        variants.append(variant)
+        return step
+
+    for sizes in ([1, 1], [2, 1, 1], [1, 1, 2], [5, 8], [16, 1, 1, 1], [3, 4, 5, 1]):
+        outputs = passes(*sequences(sizes), capture)
+        assert [len(output.logits) for output in outputs] == sizes
+        first = int(outputs[0].logits[0])
+        together = torch.cat([output.logits for output in outputs])
+        assert together.flatten().tolist() == [*range(first, first + sum(sizes))]
+    assert [shape[:2] for shape in passes.made] == [(2, 2), (4, 4), (16, 2), (32, 4), (16, 4)]
+    assert len(variants) == 5 and passes.is_captured
+    assert {shape.rows for shape in passes.made} <= {*ROWS}
+    assert {shape.sequences for shape in passes.made} <= {*SEQUENCES}
+
+
+def test_more_rows_than_a_pass_takes_are_several_passes(passes):
+    """Of the same shape: the second one must not change what the first one has yielded."""
+    outputs = passes(*sequences([20, 20, 20, 20]), lambda step, variant: step)
+    assert [shape.rows for shape in passes.made] == [64, 32]
+    outputs = passes(*sequences([30, 30, 30, 30]), lambda step, variant: step)
+    firsts = [int(output.logits[0]) for output in outputs]
+    assert len({*firsts}) == 4 and [len(output.logits) for output in outputs] == [30] * 4
+
+
+def test_a_pass_that_is_not_captured_runs_and_says_so(passes):
+    outputs = passes(*sequences([2, 3]), lambda step, variant: None)
+    assert [len(output.logits) for output in outputs] == [2, 3] and not passes.is_captured
