@@ -15,7 +15,8 @@ from fasteagle.compile import cpu_pass
 from fasteagle.compile.cpu_blocks import MAX_ROWS, NativeBlocks, fits
 from fasteagle.compile.cpu_draft import NativeDraft, Text
 from fasteagle.decoding.cycle import EAGER, Pieces, Proposal
-from fasteagle.decoding.runner import Advice, Backend, Capture, Launch, Runner, under_mask
+from fasteagle.decoding.launch import Capture, Launch
+from fasteagle.decoding.runner import Advice, Backend, Runner, under_mask
 from fasteagle.drafting.base import Drafter
 from fasteagle.model import EagleHead, Ops, Output, Target, Transformer
 from fasteagle.quant.cpu_linear import NativeNorm, in_huge_pages

@@ -23,7 +23,8 @@ from fasteagle.compile.tree_attention import OPS, has_kernel, has_triton
 from fasteagle.config import ModelConfig
 from fasteagle.decoding import cycle
 from fasteagle.decoding.cycle import EAGER, Pieces, Proposal
-from fasteagle.decoding.runner import Advice, Backend, Capture, Runner, under_mask
+from fasteagle.decoding.launch import Capture
+from fasteagle.decoding.runner import Advice, Backend, Runner, under_mask
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.draft_head import DraftOps, RankingDrafter
 from fasteagle.model import CORE, EagleHead, Ops, Output, Target, Transformer

@@ -132,11 +132,7 @@ class FusedBlocks:
         view: Visible,
         entry: Tensor | None = None,
     ) -> Tensor:
-        """Return the residual stream [T, D] after `blocks`, which write into their `layers`.
-
-        Where these are the planes of several sequences, all rows are in one pass of up to
-        `MAX_ROWS`.
-        """
+        """Return the residual stream [T, D]; blocks write into `layers`, of one text or several."""
         if isinstance(view, Tensor | PromptView) or x.shape[0] > MAX_ROWS:
             assert entry is None, "see run_alone"
             return self._run_many(blocks, layers, x, cos, sin, slots, view)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fasteagle.compile.cuda_blocks import MAX_ROWS
 from fasteagle.decoding.cycle import EAGER, Proposal
-from fasteagle.decoding.runner import Capture
+from fasteagle.decoding.launch import Capture
 from fasteagle.decoding.together import groups, split
 from fasteagle.model import Output, Target
 from fasteagle.state import DecodeState

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fasteagle.compile.graphs import COMPILING
 from fasteagle.decoding.cycle import EAGER, Pieces, Proposal
-from fasteagle.decoding.runner import may_be_shorter
+from fasteagle.decoding.launch import may_be_shorter
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.draft_head import HeadDrafter
 from fasteagle.drafting.draft_model import ModelDrafter

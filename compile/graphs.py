@@ -19,7 +19,8 @@ from fasteagle.compile.cuda_graphs import CudaGraphs, PinnedPlace
 from fasteagle.compile.precompile import compile_ahead
 from fasteagle.compile.split_cycles import SplitCycle, capture_split
 from fasteagle.decoding.cycle import Pieces, Proposal, decode_cycle
-from fasteagle.decoding.runner import Backend, Done, Launch, Runner, head_config
+from fasteagle.decoding.launch import Done, Launch, head_config
+from fasteagle.decoding.runner import Backend, Runner
 from fasteagle.drafting.base import Drafter
 from fasteagle.errors import first_line, is_out_of_memory
 from fasteagle.logits import LogitsProcessor

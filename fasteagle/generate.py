@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fasteagle.decoding.context import MAX_TREE_ROWS, Context
-from fasteagle.decoding.runner import Backend, Done
+from fasteagle.decoding.launch import Done
+from fasteagle.decoding.runner import Backend
 from fasteagle.decoding.stats import Stats
 from fasteagle.device import unless_short
 from fasteagle.drafting.base import Drafter

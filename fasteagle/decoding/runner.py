@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,51 +18,18 @@ from torch import Tensor
 
 from fasteagle.config import HeadConfig
 from fasteagle.decoding.cycle import EAGER, Pieces, Proposal, decode_cycle, finish
+from fasteagle.decoding.launch import Capture, Done, Launch, may_be_shorter
 from fasteagle.decoding.together import verify_together
 from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.draft_head import DraftOps, HeadDrafter, RankingDrafter
 from fasteagle.logits import LogitsProcessor
 from fasteagle.model import CORE, EagleHead, Ops, Output, Target, as_mask
-from fasteagle.shapes import GatedChain
 from fasteagle.state import CycleSpec, DecodeState
 from fasteagle.tree import TreeView
 
 HeadBlocks = MutableMapping[EagleHead, Callable[..., Tensor]]
 Advice = Callable[[HeadConfig | None], str | None]
 Draft = Callable[[DecodeState, Drafter | None, CycleSpec], Proposal]
-# Captures a step, of a variant that the second argument names; None: it runs without a graph.
-Capture = Callable[[Callable[[], None], Any], Callable[[], None] | None]
-
-
-def may_be_shorter(drafter: Drafter, spec: CycleSpec) -> bool:
-    """Return whether proposals may end with padding, which CPUs leave out of the pass."""
-    return isinstance(spec.shape, GatedChain) or not (drafter.always_proposes and spec.extends)
-
-
-def head_config(drafter: Drafter | None) -> HeadConfig | None:
-    """Return the config of a drafter's draft head; None without one."""
-    return drafter.head.config if isinstance(drafter, HeadDrafter) else None
-
-
-class Launch(NamedTuple):
-    """Cycle to run."""
-
-    spec: CycleSpec
-    drafter: Drafter | None
-    processor: LogitsProcessor | None
-
-
-class Done(NamedTuple):
-    """Result of a cycle on the host."""
-
-    tokens: list[int]  # new tokens, then padding
-    by_lookup: int  # accepted tokens that it proposed; not set by trees of a single source
-    drafted: int  # tokens proposed
-    draft_seconds: float | None  # None: not timed apart
-    verify_seconds: float | None
-    extended: bool | None = None  # whether the drafter has seen the pending pairs; None: its spec
-    promised: tuple[float, ...] = ()  # see `Proposal`
-    alone: bool = True  # False: its time was that of several sequences
 
 
 class Runner:

@@ -14,7 +14,7 @@ from fasteagle.compile.cuda_graphs import CudaGraphs
 from fasteagle.compile.cuda_pass import ROWS, SEQUENCES, CudaPass, Shape
 from fasteagle.compile.graphs import CapturedRunner
 from fasteagle.decoding.cycle import EAGER
-from fasteagle.decoding.runner import Launch
+from fasteagle.decoding.launch import Launch
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.generate import Engine

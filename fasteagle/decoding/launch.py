@@ -1,0 +1,47 @@
+"""What a runner is given and returns: a cycle to launch, and its result on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from fasteagle.config import HeadConfig
+from fasteagle.drafting.base import Drafter
+from fasteagle.drafting.draft_head import HeadDrafter
+from fasteagle.logits import LogitsProcessor
+from fasteagle.shapes import GatedChain
+from fasteagle.state import CycleSpec
+
+# Captures a step, of a variant that the second argument names; None: it runs without a graph.
+Capture = Callable[[Callable[[], None], Any], Callable[[], None] | None]
+
+
+def may_be_shorter(drafter: Drafter, spec: CycleSpec) -> bool:
+    """Return whether proposals may end with padding, which CPUs leave out of the pass."""
+    return isinstance(spec.shape, GatedChain) or not (drafter.always_proposes and spec.extends)
+
+
+def head_config(drafter: Drafter | None) -> HeadConfig | None:
+    """Return the config of a drafter's draft head; None without one."""
+    return drafter.head.config if isinstance(drafter, HeadDrafter) else None
+
+
+class Launch(NamedTuple):
+    """Cycle to run."""
+
+    spec: CycleSpec
+    drafter: Drafter | None
+    processor: LogitsProcessor | None
+
+
+class Done(NamedTuple):
+    """Result of a cycle on the host."""
+
+    tokens: list[int]  # new tokens, then padding
+    by_lookup: int  # accepted tokens that it proposed; not set by trees of a single source
+    drafted: int  # tokens proposed
+    draft_seconds: float | None  # None: not timed apart
+    verify_seconds: float | None
+    extended: bool | None = None  # whether the drafter has seen the pending pairs; None: its spec
+    promised: tuple[float, ...] = ()  # see `Proposal`
+    alone: bool = True  # False: its time was that of several sequences
