@@ -128,8 +128,9 @@ class NativeDraft:
             chains = native.draft([texts[i] for i in places], *rule)
             for i, chain_of_head in zip(places, chains, strict=True):
                 proposals[i] = self._of_head(texts[i].state, *chain_of_head)
+            share = (time.perf_counter() - begin) / len(places)
             for i in places:
-                seconds[i] += (time.perf_counter() - begin) / len(places)
+                seconds[i] += share
         return [proposals[i] for i in range(len(texts))], seconds
 
     def _copied(
@@ -190,7 +191,7 @@ def look_up(state: DecodeState, drafter: FusedDrafter | NgramDrafter, reach: int
 
 
 class NativeChain:
-    """Weights of one draft head as the kernels read them; see `quant/cpu/chain.h`."""
+    """Weights of one draft head as the kernels read them; see `quant/cpu/head.h`."""
 
     def __init__(self, head: EagleHead) -> None:
         lm_head = _linear(head.lm_head)

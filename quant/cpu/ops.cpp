@@ -19,8 +19,8 @@
 #include <vector>
 
 #include "block.h"
-#include "chain.h"
 #include "cycle.h"
+#include "head.h"
 #include "lookup.h"
 #include "sampling.h"
 #include "target.h"
