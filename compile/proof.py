@@ -179,12 +179,14 @@ def _passes(backend: Backend) -> tuple[Tensor, Tensor]:
     tokens, slots = torch.arange(PREFIX, device=device), torch.arange(PREFIX, device=device)
     mask = torch.ones(PREFIX, SLOTS, dtype=torch.bool, device=device).tril()
     prompt = tokens % core.config.vocab_size, slots, slots, mask, state.cache
-    read = [target.encode(*prompt)[0].float() for target in (backend.target, core)]
+    on_cpu = device.type == "cpu"
+    readers = [core] if on_cpu else [backend.target, core]
+    read = [target.encode(*prompt)[0].float() for target in readers]
     text, results = state.cache.rows.clone(), []
     for target, verify in ((backend.target, backend.pieces.verify), (core, EAGER.verify)):
         state.cache.rows.copy_(text)
         results.append(verify(state, target, _proposal(state)).logits.float())
-    parts = [results] if device.type == "cpu" else [read, results]
+    parts = [results] if on_cpu else [read, results]
     own, reference = zip(*parts, strict=True)
     scales = [1 / rows.norm() for rows in reference]  # each part counts as much as the others
     return _joined(own, scales), _joined(reference, scales)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from fasteagle.drafting.costs import Times
 from fasteagle.drafting.policy import (
     BLOCK,
     FIRST_DISTANCE,
@@ -19,11 +18,12 @@ from fasteagle.drafting.policy import (
     USUAL_CHAIN,
     WARM,
     Average,
+    Levels,
     Outcome,
     Pauses,
     Policy,
 )
-from fasteagle.drafting.thresholds import LONGEST, Thresholds, between
+from fasteagle.drafting.thresholds import Thresholds, between
 from fasteagle.shapes import AnyShape, GatedChain
 
 ROWS_AHEAD = 4  # further rows over which the price of one is taken
@@ -56,7 +56,7 @@ class Company:
 
     def __init__(self) -> None:
         self.policy: Policy | None = None
-        self._levels: Times | None = None  # share of a sequence in the head's levels
+        self._levels: Levels  # a sequence's share of their time, while there is a policy
         self.thresholds, self.lookup_threshold = Thresholds(), Thresholds().verify[0]
         self.head_gain: float | None = None
         self._pauses = Pauses()  # of the draft head
@@ -73,10 +73,8 @@ class Company:
 
     def follow(self, policy: Policy | None) -> None:
         """Decide by the costs of `policy` from now on."""
-        if policy is not self.policy:
-            self._levels = None
-            if policy is not None and policy.costs.chain:
-                self._levels = Times(policy.costs.chain)
+        if policy is not None and policy is not self.policy:
+            self._levels = Levels(policy.costs)
         self.policy = policy
 
     @property
@@ -99,8 +97,7 @@ class Company:
             return
         if outcome.promised:
             self.policy.honesty.learn(outcome.promised, outcome.accepted)
-        if self._levels is not None:
-            self._levels.observe(min(outcome.drafted + 1, LONGEST), outcome.draft_ms)
+        self._levels.learn(outcome)
         if self._gain is not None:
             ms = outcome.draft_ms + outcome.drafted * self._row_ms
             self._gain.add(outcome.accepted - ms * self._speed)
@@ -141,8 +138,7 @@ class Company:
         if not self._speed:
             return
         self._row_ms = policy.row_ms(n * self._width.mean(), ROWS_AHEAD)
-        level_ms = 0.0 if self._levels is None else self._levels.slope(LONGEST)
-        row, level = self._row_ms * self._speed, level_ms * self._speed
+        row, level = self._row_ms * self._speed, self._levels.ms * self._speed
         self.thresholds = Thresholds.at(row, level, policy.honesty)
         self.lookup_threshold = between(row)
         if self._gain is None:

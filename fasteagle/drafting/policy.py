@@ -88,6 +88,23 @@ class Average:
         return total / (self.n + self._weight)
 
 
+class Levels:
+    """Milliseconds of the levels of a draft head's chain, corrected by those of the cycles."""
+
+    def __init__(self, costs: Costs) -> None:
+        self._times = Times(costs.chain) if costs.chain else None
+
+    def learn(self, outcome: Outcome) -> None:
+        """Observe a cycle."""
+        if outcome.extended and self._times is not None and outcome.draft_ms is not None:
+            self._times.observe(min(outcome.drafted + 1, LONGEST), outcome.draft_ms)
+
+    @property
+    def ms(self) -> float:
+        """Milliseconds of a further level; 0 where chains have no costs."""
+        return 0.0 if self._times is None else self._times.slope(LONGEST)
+
+
 class Size:
     """Shape of the ladder, with averages of its accepted tokens and its time."""
 
@@ -164,7 +181,7 @@ class Policy:
         self._sizes = {shape: Size(shape, costs, ranks) for shape in shapes}
         self._gated = any(isinstance(shape, GatedChain) for shape in shapes)
         self._passes = Times(costs.passes)
-        self._levels = Times(costs.chain) if costs.chain else None
+        self._levels = Levels(costs)
         self._plain: deque[float] = deque(maxlen=BLOCK)
         self._in_a_row = 0  # plain passes
         self.honesty = Honesty()
@@ -196,7 +213,7 @@ class Policy:
     def _set_prices(self) -> None:
         """Derive thresholds and head gain of gated chains from the current `speed`."""
         speed, row = self.speed, self._passes.slope(5)
-        self.thresholds = Thresholds.at(row * speed, self.level_ms * speed, self.honesty)
+        self.thresholds = Thresholds.at(row * speed, self._levels.ms * speed, self.honesty)
         # Looked-up chains are long, and with many rows each may cost more.
         self.lookup_threshold = between(self._passes.slope(self.shapes[0].rows) * speed)
         self.head_gain = None
@@ -211,11 +228,6 @@ class Policy:
     def plain_ms(self) -> float:
         """Milliseconds of a plain cycle."""
         return median(self._plain) if self._plain else self.costs.plain
-
-    @property
-    def level_ms(self) -> float:
-        """Milliseconds of a further level of a gated chain."""
-        return 0.0 if self._levels is None else self._levels.slope(LONGEST)
 
     def row_ms(self, rows: float, more: int) -> float:
         """Return milliseconds per row of `more` rows in a pass that has `rows` without them."""
@@ -320,8 +332,7 @@ class Policy:
             size.ms.add(ms)
         if outcome.promised:
             self.honesty.learn(outcome.promised, outcome.accepted)
-        if outcome.extended and self._levels is not None and outcome.draft_ms is not None:
-            self._levels.observe(min(outcome.drafted + 1, LONGEST), outcome.draft_ms)
+        self._levels.learn(outcome)
 
     def _after_drafting(self) -> None:
         """Begin a block of plain passes, or decide again, where it is time for it."""
