@@ -22,6 +22,7 @@ import click
 import torch
 
 from fasteagle.bench.measure import this_device
+from fasteagle.bench.predicted import predicted_speeds
 from fasteagle.bench.roofline import (
     DEVICES,
     ELEMENT_BYTES,
@@ -34,7 +35,6 @@ from fasteagle.bench.roofline import (
     Workload,
     device_named,
     limit,
-    predicted_speeds,
     storage_named,
 )
 from fasteagle.bench.row_spec import RowSpec, check_tau, parse_rows

@@ -8,14 +8,8 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from fasteagle.bench.roofline import (
-    DEVICES,
-    OUTLOOKS,
-    CapturedCycle,
-    Workload,
-    predicted_speeds,
-    storage_named,
-)
+from fasteagle.bench.predicted import predicted_speeds
+from fasteagle.bench.roofline import DEVICES, OUTLOOKS, CapturedCycle, Workload, storage_named
 from fasteagle.loading.heads.find import head_shape
 from fasteagle.loading.registry import preset
 from fasteagle.shapes import TreeShape

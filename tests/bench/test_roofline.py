@@ -11,6 +11,7 @@ import torch
 from fasteagle.bench import measure as device_speed
 from fasteagle.bench import roofline as roofline_module
 from fasteagle.bench.measure import memory_bandwidth
+from fasteagle.bench.predicted import predicted_speeds
 from fasteagle.bench.roofline import (
     DEVICES,
     FINISH_SMALL,
@@ -22,7 +23,6 @@ from fasteagle.bench.roofline import (
     Workload,
     device_reported_as,
     limit,
-    predicted_speeds,
     storage_named,
 )
 from fasteagle.loading.heads.find import head_shape
