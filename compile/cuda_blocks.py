@@ -4,8 +4,8 @@ A block of 4-bit weights is eight launches: norm, query-key-value, two of attent
 RoPE and the new keys), output, norm, gate and up, down. It takes one more where gate and up are
 split along K, one where attention heads have norms or more than 128 columns, one to choose experts,
 and two for a shared expert. The partial sums of a split product, and the results of a row's
-experts, are added up by the kernel that reads them. The core runs prompts, in which norms, RoPE and
-experts have kernels too. The block of a draft head runs alone, between the layers of
+experts, are added up by the kernel that reads them. The core runs prompts, in which norms, RoPE,
+SwiGLU and experts have kernels too. The block of a draft head runs alone, between the layers of
 `EagleHead.forward`.
 
 Shapes: T rows, D model dim, E head dim, G KV heads, S cache slots.
@@ -134,8 +134,7 @@ class FusedBlocks:
     ) -> Tensor:
         """Return the residual stream [T, D]; blocks write into `layers`, of one text or several."""
         if isinstance(view, Tensor | PromptView) or x.shape[0] > MAX_ROWS:
-            assert entry is None, "see run_alone"
-            return self._run_many(blocks, layers, x, cos, sin, slots, view)
+            return self._run_many(blocks, layers, x, cos, sin, slots, view, entry)
         first = self._index[id(blocks[0])]
         last = first + len(blocks)
         rows = [cos, sin, slots, view.seq_len, view.paths, view.depths]
@@ -155,15 +154,20 @@ class FusedBlocks:
         blocks: Sequence[Block],
         layers: Sequence[tuple[Cache, Cache]],
         x: Tensor,
-        *rows: Visible,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        view: Visible,
+        entry: Tensor | None,
     ) -> Tensor:
-        """Run the blocks by the core, but for experts, on which it would run one by one."""
+        """Run the blocks by the core, and their feed-forward layers by kernels."""
         for block, (k_cache, v_cache) in zip(blocks, layers, strict=True):
-            arguments = x, *rows, k_cache, v_cache, None, self._masked
+            x = block.add_attention(x, cos, sin, slots, view, k_cache, v_cache, entry, self._masked)
+            entry = None
             if not isinstance(block.mlp, MoE):
-                x = block(*arguments)
+                x = x + _feed_forward(block, x)
                 continue
-            x, i = block.add_attention(*arguments), self._index[id(block)]
+            i = self._index[id(block)]
             x = expert_layer(
                 x,
                 self._tensors[N_TENSORS * i : N_TENSORS * (i + 1)],
@@ -188,8 +192,7 @@ class FusedBlocks:
         """Run the single block of a draft head; see `Block.forward`."""
         rows = cos, sin, slots, visible
         if isinstance(visible, Tensor):
-            y: Tensor = self._blocks[0](x, *rows, k_cache, v_cache, entry, self._masked)
-            return y
+            return self.run(self._blocks, [(k_cache, v_cache)], x, *rows, entry)
         x = x.clamp(-LARGEST_FEATURE, LARGEST_FEATURE)  # no norm bounds it in EAGLE-1/2
         entry = None if entry is None else entry.half()
         y = self.run(self._blocks, [(k_cache, v_cache)], x, *rows, entry)
@@ -216,6 +219,18 @@ def place(
     new = Unrotated(qkv[None], None, cos, sin, slots, attention.n_head, qkv.dtype)
     with on_device_of(qkv):
         return rope(new, (scales[0], scales[1]), k_cache, v_cache, eps)
+
+
+def _feed_forward(block: Block, x: Tensor) -> Tensor:
+    """Return the feed-forward layer's addition [T, D] to x in fp32, for any number of rows."""
+    from fasteagle.compile.kernels import block_kernels
+
+    gate_up, down = block.mlp.gate_up, block.mlp.down
+    assert isinstance(gate_up, InterleavedLinear) and isinstance(down, InterleavedLinear)
+    sums = gate_up.in_order(apply_norm(block.mlp_norm, x))
+    with on_device_of(x):
+        values, scales = block_kernels.gate_rows(sums, down.accumulate)
+    return down.of_half(values, scales)
 
 
 def _routing(blocks: Sequence[Block]) -> tuple[int, bool, float]:

@@ -56,16 +56,18 @@ class InterleavedLinear(KernelLinear):
         self.params = self.params[:, order].contiguous()
         self._paired = unit
 
-    def _product(self, x: Tensor) -> Tensor:
-        scale = None
+    def in_order(self, x: Tensor) -> Tensor:
+        """Return the product [T, N] in fp32 without the bias; halves that are paired alternate."""
         if self._most:
-            half = x.clamp(-self._most, self._most).half()
-        elif self._in_range:
-            half = x.half()
-        else:
-            half, scale = in_half_range(x, self.accumulate)
+            return self.of_half(x.clamp(-self._most, self._most).half(), None)
+        if self._in_range:
+            return self.of_half(x.half(), None)
+        return self.of_half(*in_half_range(x, self.accumulate))
+
+    def of_half(self, x: Tensor, scale: Tensor | None) -> Tensor:
+        """Return the product of fp16 x [T, K], times `scale` [T, 1]; see `in_order`."""
         y = interleaved.interleaved_linear(
-            half,
+            x,
             self.words,
             self.params,
             self.out_features,
@@ -73,7 +75,10 @@ class InterleavedLinear(KernelLinear):
             *self.format,
             self.accumulate,
         )
-        y = y if scale is None else y * scale
+        return y if scale is None else y * scale
+
+    def _product(self, x: Tensor) -> Tensor:
+        y = self.in_order(x)
         if self._paired:
             y = y.unflatten(-1, (-1, self._paired // 2, 2)).transpose(-1, -2).flatten(-3)
         return y if self.bias is None else y + self.bias

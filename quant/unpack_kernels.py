@@ -105,9 +105,14 @@ def half_range(values, EXPONENT: tl.constexpr):
     Scales are powers of two, and 1 where the row's values are below 2^(EXPONENT + 1). NaN and inf
     are unchanged.
     """
-    peak = tl.max(tl.abs(values), 1).to(tl.int32, bitcast=True)
-    excess = ((peak >> 23) & 255) - 127 - EXPONENT
+    scale, shrink = range_scales(tl.max(tl.abs(values), 1), EXPONENT)
+    return (values * shrink[:, None]).to(tl.float16), scale
+
+
+@triton.jit
+def range_scales(largest, EXPONENT: tl.constexpr):
+    """Return the scales of `half_range` and their reciprocals, by the largest absolute values."""
+    excess = ((largest.to(tl.int32, bitcast=True) >> 23) & 255) - 127 - EXPONENT
     excess = tl.minimum(tl.maximum(excess, 0), 112)
     scale = ((excess + 127) << 23).to(tl.float32, bitcast=True)
-    shrink = ((127 - excess) << 23).to(tl.float32, bitcast=True)
-    return (values * shrink[:, None]).to(tl.float16), scale
+    return scale, ((127 - excess) << 23).to(tl.float32, bitcast=True)

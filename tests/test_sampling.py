@@ -121,6 +121,18 @@ def test_the_nucleus_does_not_depend_on_the_order_of_sums():
         assert torch.equal(torch.cat(alone), together)
 
 
+def test_min_p_does_not_depend_on_the_order_of_sums():
+    """It compares with the likeliest token of a row, which is the same in any order."""
+    logits = 3 * random_logits(16, 32003, seed=3)
+    params = SamplingParams(1.0, min_p=0.02)
+    together = process_logits(logits, params)
+    assert 16 < int(together.isfinite().sum()) < 16 * 3000
+    order = torch.randperm(32003, generator=torch.Generator().manual_seed(4))
+    assert torch.equal(process_logits(logits[:, order], params), together[:, order])
+    alone = [process_logits(row.unsqueeze(0), params) for row in logits]
+    assert torch.equal(torch.cat(alone), together)
+
+
 def test_noise_is_standard_gumbel():
     noise = gumbel_noise(1234, torch.arange(64), torch.arange(4096)).flatten().double()
     assert abs(noise.mean() - 0.57722) < 0.01

@@ -23,10 +23,11 @@ from fasteagle.compile.kernels.sequence_kernels import keys_and_values
 from fasteagle.compile.kernels.tree_kernels import Cache, Unrotated, cache_arguments
 from fasteagle.quant.interleaved import LARGEST_EXPONENT
 from fasteagle.quant.kernels import SPAN
-from fasteagle.quant.unpack_kernels import half_range
+from fasteagle.quant.unpack_kernels import half_range, range_scales
 
 ONE_WARP = {"num_warps": 1, "enable_fp_fusion": False}
 SPANS = 8  # spans of one program of `gate_kernel`
+CHUNK = 1024  # columns that a program of `gate_row_kernel` computes at a time
 
 
 def norm_options(D: int) -> dict[str, object]:
@@ -155,6 +156,24 @@ def gate(parts: Tensor, accumulate: str) -> tuple[Tensor, Tensor]:
         SPLIT=S,
         SPAN=SPAN,
         SPANS=SPANS,
+        EXPONENT=LARGEST_EXPONENT[accumulate],
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return out, scales
+
+
+def gate_rows(sums: Tensor, accumulate: str) -> tuple[Tensor, Tensor]:
+    """Compute `gate` of whole sums [M, 2 F], with one scale a row [M, 1] instead of one a span."""
+    M, F = sums.shape[0], sums.shape[1] // 2
+    out = torch.empty(M, F, dtype=torch.float16, device=sums.device)
+    scales = torch.empty(M, 1, dtype=torch.float32, device=sums.device)
+    gate_row_kernel[(M,)](
+        sums,
+        out,
+        scales,
+        F,
+        CHUNK=min(CHUNK, triton.next_power_of_2(F)),
         EXPONENT=LARGEST_EXPONENT[accumulate],
         num_warps=4,
         enable_fp_fusion=False,
@@ -349,6 +368,30 @@ def gate_kernel(
     values, scale = half_range(gates / (1.0 + tl.exp(-gates)) * ups, EXPONENT)
     tl.store(out_ptr + row * (Np // 2) + n, values, mask=real)
     tl.store(scales_ptr + span * M + row, scale, mask=span < Np // 2 // SPAN)
+
+
+@triton.jit
+def gated_chunk(sums_at, n, F):
+    """Return silu(gate) * up of columns `n` of a row, whose sums begin at `sums_at`."""
+    gates = tl.load(sums_at + 2 * n, mask=n < F, other=0.0)
+    ups = tl.load(sums_at + 2 * n + 1, mask=n < F, other=0.0)
+    return gates / (1.0 + tl.exp(-gates)) * ups
+
+
+@triton.jit
+def gate_row_kernel(sums_ptr, out_ptr, scales_ptr, F, CHUNK: tl.constexpr, EXPONENT: tl.constexpr):
+    """Compute one row: its largest value first, then all values by the scale for it."""
+    row = tl.program_id(0).to(tl.int64)
+    sums_at = sums_ptr + row * 2 * F
+    n = tl.arange(0, CHUNK)
+    largest = tl.zeros((CHUNK,), tl.float32)
+    for at in range(0, F, CHUNK):
+        largest = tl.maximum(largest, tl.abs(gated_chunk(sums_at, at + n, F)))
+    scale, shrink = range_scales(tl.max(largest, 0), EXPONENT)
+    for at in range(0, F, CHUNK):
+        values = gated_chunk(sums_at, at + n, F) * shrink
+        tl.store(out_ptr + row * F + at + n, values.to(tl.float16), mask=at + n < F)
+    tl.store(scales_ptr + row, scale)
 
 
 @triton.jit

@@ -91,7 +91,34 @@ def test_a_prompt(name, kv, kernels_on_cpu):
         close(keys, results[0][1], limit)
     layers = len(model.blocks)
     assert kernels_on_cpu.launches["rope_kernel"] == 2 * layers
+    assert kernels_on_cpu.launches["gate_row_kernel"] == 2 * layers
     assert kernels_on_cpu.launches["norm_kernel"] == 2 * (2 * layers + 1)
+
+
+@pytest.mark.parametrize("F", rest_slow([64, 1536 - 64], 1))
+def test_gate_of_a_prompt(F):
+    """Rows that fp16 holds have a scale of 1, larger ones a power of two; NaN and inf stay."""
+    generator = torch.Generator().manual_seed(1)
+    sums = torch.randn(5, 2 * F, generator=generator)
+    sums[1] *= 500.0
+    sums[2, -1] = 3e30
+    sums[2, -2] = 1.0
+    sums[3, 1] = float("nan")
+    sums[4, :2] = float("inf")
+    values, scales = block_kernels.gate_rows(sums, "fp32")
+    gate, up = sums[:, 0::2], sums[:, 1::2]
+    expected = torch.nn.functional.silu(gate) * up
+    assert values.dtype == torch.float16 and scales.shape == (5, 1)
+    assert values[4, 0] == float("inf")
+    for row in range(4):  # fp16 values of a row differ from its largest by 2^40 at most
+        atol = 1e-12 * float(expected[row].nan_to_num().abs().max())
+        close = {"rtol": 1e-3, "atol": max(atol, 1e-7), "equal_nan": True}
+        torch.testing.assert_close(values[row] * scales[row], expected[row], **close)
+    assert scales[0] == 1 and scales[3] == 1
+    largest = expected[:3].abs().amax(1) / scales[:3, 0]
+    assert (largest < 2**15).all() and (largest[1:] >= 2**14).all()
+    narrow, narrower = block_kernels.gate_rows(sums[:2], "fp16")
+    assert (narrow.abs() < 2**9).all() and narrower[1] > scales[1]
 
 
 @pytest.mark.parametrize("name", rest_slow(["experts", "shared expert"], 0))

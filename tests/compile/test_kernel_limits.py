@@ -108,6 +108,12 @@ SMALL = {
         dict(SPLIT=3, SPAN=64, SPANS=8, EXPONENT=8),
         dict(num_warps=4, enable_fp_fusion=False),
     ),
+    "gate of a prompt": (
+        block_kernels.gate_row_kernel,
+        {},
+        dict(CHUNK=block_kernels.CHUNK, EXPONENT=8),
+        dict(num_warps=4, enable_fp_fusion=False),
+    ),
     "commit": commit("*bf16", 128, 128),
     "commit of int8": commit("*i8", 144, 256),
     "chunk": (

@@ -221,6 +221,14 @@ def test_a_runner_compiles_ahead_once_for_each_number_of_rows(monkeypatch):
     assert numbers == [2, 2], "the second tree has as many rows as the first"
 
 
+def test_one_worker_a_core_up_to_a_limit(monkeypatch):
+    assert precompile.MOST_WORKERS == 2, "eight processes of tests share a machine"
+    monkeypatch.setattr(precompile, "MOST_WORKERS", 16)
+    for cores, workers in ((None, 1), (1, 1), (8, 8), (128, 16)):
+        monkeypatch.setattr(precompile.os, "cpu_count", lambda cores=cores: cores)
+        assert precompile.workers_here() == workers
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_second_pass_compiles_nothing(monkeypatch, tmp_path):
