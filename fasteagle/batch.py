@@ -192,9 +192,7 @@ class Batch(Generic[Key, Item]):
             drafter = run.engine.drafter
             if drafter is not None:
                 drafter.policy = first.policy
-                # Only chains that end by thresholds are priced together: no captured ones.
-                together = shares and not run.engine.runner.fixed_addresses
-                drafter.company = self._company if together else None
+                drafter.company = self._company if shares and run.engine.runner.defers else None
 
     def close(self) -> None:
         """End all answers."""

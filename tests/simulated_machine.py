@@ -18,6 +18,14 @@ SLOW = Costs(
 QUIET = Costs(
     {1: 2.5, 2: 3.1, 4: 4.5, 8: 8.0, 16: 14.6, 32: 29.0}, {}, {}, 0.1, 0.05, 0.01, {1: 0.5, 8: 2.6}
 )
+# A card: rows are cheap, and drafting is one small kernel after another.
+CARD = Costs(
+    {1: 6.5, 2: 6.6, 4: 6.7, 8: 6.9, 16: 7.4, 32: 8.9},
+    {1: 0.4, 2: 0.4, 4: 0.4, 8: 0.4},
+    {1: 0.3, 2: 0.3, 4: 0.3, 8: 0.3},
+    0.1,
+    0.05,
+)
 
 
 class Machine:
@@ -60,10 +68,12 @@ class Machine:
     def cycle(self, policy: Policy, shape: AnyShape) -> Outcome:
         if isinstance(shape, GatedChain):
             return self.chain(policy)
+        return self.tree(shape)._replace(ms=self.noisy(self.true.cycle(shape)))
+
+    def tree(self, shape: AnyShape) -> Outcome:
         ranks = tuple((self.p, 0.1) for _ in range(6))
         mean = expected_of_head(shape, ranks, 1.0)
-        accepted = min(shape.depth, int(mean + self.random.random()))
-        return Outcome(accepted, 0, shape.nodes, True, ms=self.noisy(self.true.cycle(shape)))
+        return Outcome(min(shape.depth, int(mean + self.random.random())), 0, shape.nodes, True)
 
     def drafted_chain(self, policy: Policy | Company) -> tuple[list[float], int]:
         """Path probabilities of a chain that the policy's thresholds end, and its levels."""
@@ -99,18 +109,26 @@ class Machine:
             for _ in range(n):
                 outcome, shape = Outcome(), company.next_shape
                 ms += looking_ms if shape is not None else 0.0
-                if shape is not None and company.head_gain is not None:
+                if shape is not None and not isinstance(shape, GatedChain):
+                    ms, drafted = ms + self.noisy(self.true.draft(shape)), drafted + 1
+                    outcome = self.tree(shape)
+                elif shape is not None and company.head_gain is not None:
                     paths, levels = self.drafted_chain(company)
                     draft = self.noisy(self.true.draft(GatedChain(levels)))
                     k, ms, drafted = len(paths), ms + draft, drafted + 1
                     outcome = Outcome(self.accepted(k), 0, k, True, paths, draft_ms=draft)
                 company.learn(shape, outcome)
                 rows, written = rows + outcome.drafted, written + 1 + outcome.accepted
-            ms += self.noisy(self.true.verify(rows))
+            ms += self.noisy(sum(map(self.true.verify, passes_of(rows))))
             company.end_pass(ms)
             spent += ms
         self.drafted = drafted
         return written / spent / (n / (self.true.verify(n) + self.true.other))
+
+
+def passes_of(rows: int) -> list[int]:
+    """Rows of the passes that so many rows take."""
+    return [32] * (rows // 32) + [rows % 32] * (rows % 32 > 0)
 
 
 def policy_of(table: Costs, *shapes: AnyShape, head: bool = True, lookup: bool = False) -> Policy:

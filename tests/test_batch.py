@@ -23,7 +23,7 @@ from fasteagle.loading.open import open_model
 from fasteagle.loading.source import quantize_head_
 from fasteagle.options import RuntimeOptions, SamplingParams
 from fasteagle.quant.scheme import Scheme
-from fasteagle.shapes import GatedChain
+from fasteagle.shapes import FusedShape, GatedChain
 from helpers import random_head, random_target, tiny_config
 
 EOS = frozenset(range(0, 60, 12))
@@ -122,6 +122,30 @@ def test_any_company_leaves_a_text_as_it_is(seed, bits, native, tmp_path):
         drafters = [engine.drafter for engine in several.engines]
         assert len({id(drafter.cache) for drafter in drafters}) == len(drafters)
         assert all(drafter.company is None for drafter in drafters)
+
+
+def test_trees_of_a_fixed_size_are_chosen_together(native, tmp_path):
+    """Rows cost nothing by these costs: first plain passes are timed, then all have trees."""
+    engine, expected = native[8]
+    sizes = [FusedShape(0, 1, 3, 3), FusedShape(2, 2, 5, 3)]
+    drafter = FusedDrafter(random_head(engine.model), sizes[0], engine.max_seq_len)
+    drafter.tuning = Tuning(tmp_path / "costs.json", DEFAULT_RANKS)
+    levels = {1: 0.01, 2: 0.01}
+    costs = Costs({1: 4.0, 2: 4.1, 32: 4.2}, levels, levels, 0.1, 0.1, 0.02)
+    drafter.policy = Policy(costs, DEFAULT_RANKS, sizes, head=True, lookup=True)
+    engine.use(drafter)
+    wanted = list(jobs(len(expected), engine.model.config.vocab_size))
+    several, texts, shapes = Batch(engine, 3), dict.fromkeys(range(9), ()), set()
+    left = list(enumerate(wanted))
+    while left or several.running:
+        while left and several.has_room:
+            begin(several, *left.pop(0))
+        if len(several.running) > 1:
+            shapes.add(drafter.next_shape())
+        for key, new in several.step():
+            texts[key] += tuple(new or ())
+    assert [list(text) for text in texts.values()] == expected
+    assert None in shapes and shapes & set(sizes)
 
 
 def fused(engine: Engine, folder) -> FusedDrafter:

@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 from fasteagle.drafting.costs import ROWS, Costs, Times
 from fasteagle.drafting.ladder import Ranks, expected
+from fasteagle.drafting.pauses import Pauses
 from fasteagle.drafting.thresholds import LONGEST, MEMORY, Honesty, Thresholds, between
 from fasteagle.shapes import AnyShape, GatedChain
 
@@ -37,9 +38,6 @@ EVERY = 4  # cycles between decisions
 FORGOTTEN = 0.25  # weight of earlier cycles in the averages after a pause
 INTERRUPTION = 4.0  # times the usual time; more is an interruption of the process
 PRIOR_CYCLES = 4.0  # weight of an expectation, in cycles
-PROBE = 8  # cycles of drafting before it may pause again
-FIRST_PAUSE, LONGEST_PAUSE = 24, 768  # passes
-SETTLED = 256  # cycles of drafting after which the next pause is short again
 FIRST_DISTANCE, LONGEST_DISTANCE = 8, 512  # drafted cycles between two blocks of plain passes
 BLOCK, FEWEST = 8, 5  # plain passes of a block
 WARM = 2  # first passes of a block, which are not counted
@@ -135,40 +133,6 @@ class Size:
         return (1 + self.tokens[copying].mean(factor)) / self.ms.mean(drift)
 
 
-@dataclasses.dataclass
-class Pauses:
-    """Schedule of drafting pauses."""
-
-    length: int = FIRST_PAUSE  # passes of the next pause
-    left: int = 0  # passes left of this pause
-    probing: int = PROBE  # least number of cycles before the next pause
-    drafted: int = 0  # cycles since the last pause
-    longest: int = LONGEST_PAUSE
-
-    def begin(self) -> None:
-        """Begin a pause, twice as long as the last one unless drafting had settled."""
-        if self.drafted > SETTLED:
-            self.length = FIRST_PAUSE
-        self.left, self.drafted = self.length, 0
-        self.length = min(2 * self.length, self.longest)
-
-    def wait(self) -> bool:
-        """Count a pass of the pause; return whether the pause has ended with it."""
-        self.left -= 1
-        if self.left <= 0:
-            self.end()
-        return not self.left
-
-    def end(self) -> None:
-        """End the pause: try to draft again."""
-        self.left, self.probing = 0, PROBE
-
-    def count(self) -> None:
-        """Count a drafted cycle."""
-        self.drafted += 1
-        self.probing = max(0, self.probing - 1)
-
-
 class Policy:
     """Policy of one drafter; `learn` must be called with every cycle, in order."""
 
@@ -179,7 +143,7 @@ class Policy:
         self.used: Counter[AnyShape | str | None] = Counter()  # passes
         self._head, self.looks_up = head, lookup
         self._sizes = {shape: Size(shape, costs, ranks) for shape in shapes}
-        self._gated = any(isinstance(shape, GatedChain) for shape in shapes)
+        self.is_gated = any(isinstance(shape, GatedChain) for shape in shapes)
         self._passes = Times(costs.passes)
         self._levels = Levels(costs)
         self._plain: deque[float] = deque(maxlen=BLOCK)
@@ -198,7 +162,7 @@ class Policy:
         self.thresholds, self.lookup_threshold = Thresholds(), Thresholds().verify[0]
         self.head_gain: float | None = None
         self._set_prices()
-        if head or not self._gated:  # chains of the lookup alone never pause
+        if head or not self.is_gated:  # chains of the lookup alone never pause
             self._draft()
 
     # Decisions for the next cycle
@@ -206,7 +170,7 @@ class Policy:
     @property
     def next_shape(self) -> AnyShape | None:
         """Shape of the next cycle's tree; None for a plain pass."""
-        if self._gated and self.looks_up:
+        if self.is_gated and self.looks_up:
             return self.shapes[0]  # only the draft head pauses, also while plain passes are timed
         return None if self._block else self._shape
 
@@ -233,10 +197,14 @@ class Policy:
         """Return milliseconds per row of `more` rows in a pass that has `rows` without them."""
         return max(0.0, self._passes.at(rows + more) - self._passes.at(rows)) / more
 
-    @property
-    def usual_tokens(self) -> float:
-        """Recently accepted tokens of the size that is tried first."""
-        return self._sizes[self.shapes[0]].tokens[False].mean(self.factor)
+    def pass_ms(self, rows: int) -> float:
+        """Return milliseconds of a pass of `rows` rows, or of several of the largest timed size."""
+        whole, rest = divmod(rows, most := max(self.costs.passes))
+        return whole * self._passes.at(most) + bool(rest) * self._passes.at(rest)
+
+    def accepted(self, shape: AnyShape) -> float:
+        """Return the tokens of a size that were accepted lately, in a cycle."""
+        return self._sizes[shape].tokens[False].mean(self.factor)
 
     @property
     def factor(self) -> float:
@@ -272,7 +240,7 @@ class Policy:
 
     def learn(self, shape: AnyShape | None, outcome: Outcome) -> None:
         """Observe a cycle that was launched with `shape`; None was a plain pass."""
-        counts = outcome.extended or not self._gated  # else only the lookup drafted, or nothing
+        counts = outcome.extended or not self.is_gated  # else only the lookup drafted, or nothing
         is_plain = shape is None or not (outcome.drafted or counts)
         looked_up = LOOKED_UP if outcome.drafted else None
         self.used[shape if shape is not None and counts else looked_up] += 1
@@ -289,7 +257,7 @@ class Policy:
             if self._since >= EVERY:
                 self._since = 0
                 self._set_prices()
-        self._copying = outcome.by_lookup >= COPIED and not self._gated
+        self._copying = outcome.by_lookup >= COPIED and not self.is_gated
 
     def _learn_plain(self, outcome: Outcome) -> None:
         if outcome.ms is not None and self._in_a_row > WARM:
@@ -302,7 +270,7 @@ class Policy:
             self._draft()
         elif self._shape is None:
             self._pauses.left -= 1
-            if self._pauses.left <= 0 and (self._head or not self._gated):
+            if self._pauses.left <= 0 and (self._head or not self.is_gated):
                 self._pauses.end()
                 for size in self._sizes.values():
                     size.forget()
@@ -370,7 +338,7 @@ class Policy:
                 f"policy: {name(self._shape)}, {self._ms(size):.1f} ms for {tokens:.2f} tokens, "
                 f"{rate:.0f} tok/s; {plain}"
             )
-        if self._gated:
+        if self.is_gated:
             row = self._passes.slope(5)
             line += f"; a row {row:.2f} ms, worth it from {row * self.speed:.2f} on"
         return f"{line} | used {self.shares()}" if self.used else line

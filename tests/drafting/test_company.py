@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from fasteagle.drafting.company import Company
 from fasteagle.shapes import TreeShape
-from simulated_machine import QUIET, SLOW, Machine, policy_of
+from simulated_machine import CARD, QUIET, SLOW, Machine, policy_of
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -53,5 +55,45 @@ def test_without_costs_nothing_is_drafted_among_others():
     company = Company()
     assert Machine(QUIET, 0.9).run_together(company, 4, 200) > 0.9
     assert company.next_shape is None
-    company.follow(policy_of(QUIET, TreeShape(3, 2, 6)))
-    assert company.next_shape is None  # trees are not priced
+
+
+SIZES = TreeShape(1, 1, 1), TreeShape(3, 1, 3), TreeShape(3, 2, 8), TreeShape(5, 4, 15)
+
+
+@pytest.mark.parametrize(("p", "least"), [(0.2, 0.95), (0.5, 0.95), (0.8, 1.12)])
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_sizes_that_are_fixed_before_a_pass_are_not_slower_than_plain_rows(n, p, least):
+    gains = []
+    for seed in range(3):
+        company, machine = Company(), Machine(CARD, p, seed)
+        company.follow(policy_of(CARD, *SIZES))
+        assert company.next_shape is None  # plain passes are timed first
+        machine.run_together(company, n, 1000)
+        gains.append(machine.run_together(company, n, 4000))
+    assert sorted(gains)[1] > least
+
+
+def test_sequences_among_more_others_have_smaller_trees():
+    sizes = []
+    for n in (2, 8):
+        company = Company()
+        company.follow(policy_of(CARD, *SIZES))
+        machine = Machine(CARD, 0.8)
+        machine.run_together(company, n, 3000)
+        while company.next_shape is None:
+            machine.run_together(company, n, 8)
+        sizes.append(company.next_shape)
+    assert sizes[0].rows > sizes[1].rows
+
+
+def test_drafting_that_takes_longer_than_was_measured_rests():
+    slow = dataclasses.replace(CARD, first_level={1: 3.0, 8: 4.0})
+    gains = []
+    for seed in range(3):
+        company, machine = Company(), Machine(slow, 0.5, seed)
+        company.follow(policy_of(CARD, *SIZES))
+        machine.run_together(company, 8, 4000)
+        gains.append(machine.run_together(company, 8, 8000))
+    assert sorted(gains)[1] > 0.94
+    while company.next_shape is None:  # it tries again
+        machine.run_together(company, 8, 8)

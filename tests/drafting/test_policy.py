@@ -16,7 +16,8 @@ from fasteagle.drafting.ladder import (
     ladder,
     ranks_of,
 )
-from fasteagle.drafting.policy import BLOCK, LONGEST_PAUSE, LOOKED_UP, REACH, Outcome, Policy, name
+from fasteagle.drafting.pauses import LONGEST_PAUSE
+from fasteagle.drafting.policy import BLOCK, LOOKED_UP, REACH, Outcome, Policy, name
 from fasteagle.drafting.thresholds import Honesty
 from fasteagle.shapes import FusedShape, GatedChain, TreeShape
 from helpers import ROWS, costs
