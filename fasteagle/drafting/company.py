@@ -44,8 +44,8 @@ class Speed:
 
     def add(self, accepted: int, ms: float) -> None:
         """Observe a pass."""
-        if usual := self._ms.mean() if self.is_known else 0.0:
-            ms = min(ms, INTERRUPTION * usual)
+        if self.is_known:
+            ms = min(ms, INTERRUPTION * self._ms.mean())
         self._accepted.add(accepted)
         self._ms.add(ms)
 

@@ -25,6 +25,7 @@ RANK_DECAY = 0.7  # factor on acceptance per rank past the measured ranks
 # Of looked-up tokens, where the text has an earlier match; text that repeats has much more.
 NGRAM_RANKS = ((0.35,), (0.6,), (0.7,))
 SURE = 0.97  # largest acceptance rate of a token
+LEAST = 0.05  # of the likeliest child
 DEPTHS = (1, 2, 3, 4, 5, 6)
 # A header records acceptance on text that the model wrote; questions of users have less: the
 # default draft head's first token is accepted for 0.50 of MT-bench, 0.69 of its held-out text.
@@ -47,7 +48,8 @@ def ranks_of(header: dict[str, Any] | None) -> Ranks:
     ranks = (header or {}).get("ranks")
     if not ranks:
         return DEFAULT_RANKS
-    return tuple(tuple(float(p) for p in level) for level in ranks)
+    # A head that was never right on a short text may be right on others.
+    return tuple((max(LEAST, float(first)), *map(float, more)) for first, *more in ranks)
 
 
 def ladder(costs: Costs, ranks: Ranks, shape: AnyShape, max_topk: int) -> list[AnyShape]:

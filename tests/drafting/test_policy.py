@@ -242,6 +242,14 @@ def test_a_drafter_without_a_head_has_chains_of_looked_up_tokens():
     assert ladder(SLOW, DEFAULT_RANKS, CHAIN, 8) == [CHAIN]
 
 
+@pytest.mark.parametrize("shape", [CHAIN, TreeShape(3, 2, 6)])
+def test_a_head_that_was_never_right_on_held_out_text_still_drafts(shape):
+    ranks = ranks_of({"ranks": [[0.0, 0.0], [0.0, 0.0]]})
+    policy = Policy(QUIET, ranks, [shape], head=True, lookup=False)
+    policy.learn(shape, Outcome(1, 0, 3, True, ms=5.0))
+    assert policy.factor > 1
+
+
 def test_what_a_tree_is_expected_to_bring():
     """By hand: two levels of two nodes, every path's probability."""
     ranks = ((0.5, 0.2), (0.6, 0.1))
