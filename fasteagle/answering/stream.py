@@ -86,7 +86,7 @@ class ThoughtSplitter:
         """Add text; return the parts that it completes, each with whether it is of the thought."""
         text, self._held = self._held + text, ""
         start = text.lstrip()
-        if self._may_begin and start:
+        if self._may_begin:
             if len(start) < len(THINK) and THINK.startswith(start):
                 self._held = text
                 return []

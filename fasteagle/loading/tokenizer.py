@@ -94,9 +94,20 @@ class ChatTokenizer:
         """Return the text of `ids` with special tokens written out."""
         return self._backend.decode(ids, skip_special_tokens=False)
 
+    def piece(self, token: int) -> str:
+        """Return the text of a token within a text: at its beginning some drop a blank."""
+        line, ids = self._line
+        return self.raw([*ids, token])[len(line) :]
+
+    @cached_property
+    def _line(self) -> tuple[str, list[int]]:
+        """Text and ids of a line's end."""
+        ids = self._backend.encode("\n", add_special_tokens=False)
+        return self.raw(ids), ids
+
     def token_bytes(self, token: int) -> bytes | None:
         """Return the bytes of a token, which may be a part of a character; None if not known."""
-        text = self.raw([token])
+        text = self.piece(token)
         if "\ufffd" not in text:
             return text.encode()
         name = self._backend.convert_ids_to_tokens(token)
@@ -215,6 +226,9 @@ class DummyTokenizer(ChatTokenizer):
 
     def raw(self, ids: Sequence[int]) -> str:
         return self.decode(ids)
+
+    def piece(self, token: int) -> str:
+        return self.raw([token])
 
     def token_bytes(self, token: int) -> bytes | None:
         return self.raw([token]).encode()

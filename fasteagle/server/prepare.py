@@ -99,7 +99,10 @@ class Planner:
             most_calls = 1
         elif tools_form is not None and not takes_several_calls(self._llm.tokenizer):
             most_calls = 1  # the client could not send more back
-        form = self._chat_form(body, tools_form, tools, most_calls)
+        form, may_think = self._chat_form(body, tools_form, tools, most_calls)
+        if not may_think and opened_thought(text):
+            # Of the form's first token on there is no room for a thought that the template begins.
+            text += f"\n{END_THINK}\n\n"
         answers = self._answers(body, self._llm.texts.encode(text), limit, n_top)
         names = frozenset(tool.function.name for tool in body.tools or [])
         return Plan(answers, form, text, opened_thought(text), tools_form, names, most_calls)
@@ -243,7 +246,8 @@ class Planner:
         form: ToolFormat | None,
         tools: list[dict[str, Any]],
         most: int | None,
-    ) -> GrammarSpec | None:
+    ) -> tuple[GrammarSpec | None, bool]:
+        """Return the form of an answer, and whether it may begin with a thought."""
         wanted_form = body.response_format
         default = self._defaults.form if wanted_form is None else None
         if wanted_form is not None and wanted_form.type == "json_object":
@@ -254,15 +258,15 @@ class Planner:
             default = GrammarSpec("json_schema", json.dumps(wanted_form.json_schema.schema_))
         spec = self._form(body, default)
         if form is None:
-            return spec
+            return spec, spec is None
         if body.tool_choice in (None, "auto"):
-            if spec is not None and spec.kind == "json_schema":
-                return answer_grammar(form, tools, most_calls=most, schema=json.loads(spec.text))
-            if spec is not None and spec.kind == "json_object":
-                return answer_grammar(form, tools, most_calls=most, schema={"type": "object"})
+            if spec is not None and spec.kind in ("json_schema", "json_object"):
+                is_any = spec.kind == "json_object"
+                schema = {"type": "object"} if is_any else json.loads(spec.text)
+                return answer_grammar(form, tools, most_calls=most, schema=schema), False
             if spec is None and any(tool["function"].get("strict") for tool in tools):
-                return answer_grammar(form, tools, most_calls=most)
-            return spec
+                return answer_grammar(form, tools, most_calls=most), True
+            return spec, spec is None
         if spec is not None:
             raise BadParameterError("tool_choice", "contradicts the form asked for")
         if isinstance(body.tool_choice, ChosenTool):
@@ -270,7 +274,7 @@ class Planner:
             tools = [tool for tool in tools if tool["function"]["name"] == name]
             if not tools:
                 raise BadParameterError("tool_choice", f"there is no tool {name!r} among tools")
-        return answer_grammar(form, tools, must_call=True)
+        return answer_grammar(form, tools, must_call=True), False
 
     def _form(self, body: Sampled, default: GrammarSpec | None) -> GrammarSpec | None:
         schema = body.guided_json
@@ -344,6 +348,7 @@ def _template_message(number: int, message: ChatMessage, template: str) -> dict[
 def _arguments(number: int, text: str) -> dict[str, Any]:
     try:
         arguments = parse_shallow_json(text or "{}")
+        json.dumps(arguments, ensure_ascii=False).encode()  # no halves of characters
     except ValueError:
         arguments = None
     if not isinstance(arguments, dict):

@@ -40,15 +40,18 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _with_one_unknown(cls, data: Any) -> Any:
-        """Drop unknown fields but the first, and those that are null.
+        """Drop unknown fields but the first, and those that are null and have a default.
 
         Clients send back whole messages with fields that they do not use.
         """
         if not isinstance(data, dict):
             return data
-        names = {field.alias or name for name, field in cls.model_fields.items()}
-        unknown = [key for key, value in data.items() if key not in names and value is not None]
-        return {key: value for key, value in data.items() if key in names or key in unknown[:1]}
+        fields = {field.alias or name: field for name, field in cls.model_fields.items()}
+        given = {key: value for key, value in data.items() if value is not None}
+        unknown = [key for key in given if key not in fields]
+        missing = {key: None for key in data if key in fields and fields[key].is_required()}
+        known = {key: value for key, value in given.items() if key in fields or key in unknown[:1]}
+        return missing | known
 
 
 class Body(Strict):

@@ -37,6 +37,8 @@ class AnswerText:
         self._form, self._names = plan.tools, plan.tool_names
         self._held = ""  # may be the beginning of a call, or is one
         self._in_call = False
+        self._may_call = True  # where a call has no mark: only blanks so far
+        self._begun_thought = False
         self._most_calls = plan.most_calls
         self.calls: list[Call] = []
         self.ends_in_call = False
@@ -66,8 +68,10 @@ class AnswerText:
         for text, is_thought in parts:
             if is_thought:
                 self._had_thought = True
-                reasoning += text.lstrip().removeprefix(THINK) if THINK in text else text
-                reasoning = reasoning.removesuffix(END_THINK)
+                if not self._begun_thought:
+                    text = text.lstrip().removeprefix(THINK) if THINK in text else text
+                self._begun_thought = self._begun_thought or bool(text.strip())
+                reasoning = (reasoning + text).removesuffix(END_THINK)
             else:
                 content += text
         if self._had_thought and content:
@@ -85,8 +89,9 @@ class AnswerText:
         opening = self._form.opening
         if self._form is LLAMA3:
             start = self._held.lstrip()
-            self._in_call = start.startswith(opening)
-            keep = len(self._held) if self._in_call or not start else 0
+            self._in_call = self._may_call and start.startswith(opening)
+            self._may_call = self._may_call and not start
+            keep = len(self._held) if self._in_call or self._may_call else 0
         else:
             at = self._held.find(opening)
             self._in_call = at >= 0
@@ -152,7 +157,7 @@ class Reply:
     def bare(self, token: int) -> Json:
         """Return a token as text and bytes; null where these are not known."""
         data = self.tokenizer.token_bytes(token)
-        text = self.tokenizer.raw([token])
+        text = self.tokenizer.piece(token)
         return {"token": text, "bytes": None if data is None else list(data)}
 
 
@@ -305,7 +310,7 @@ class TextReply(Reply):
             return None
         columns: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for entry in entries:
-            text = self.tokenizer.raw([entry.token])
+            text = self.tokenizer.piece(entry.token)
             columns["tokens"].append(self._name(entry.token))
             columns["token_logprobs"].append(entry.logprob)
             columns["top_logprobs"].append(self._by_name(entry.top))
@@ -315,7 +320,7 @@ class TextReply(Reply):
 
     def _name(self, token: int) -> str:
         """Return a token's text; for a part of a character, its bytes in OpenAI's form."""
-        text = self.tokenizer.raw([token])
+        text = self.tokenizer.piece(token)
         if "\ufffd" not in text:
             return text
         data = self.tokenizer.token_bytes(token)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -95,7 +96,7 @@ def takes_several_calls(tokenizer: ChatTokenizer) -> bool:
 def parse_calls(text: str, form: ToolFormat, names: Collection[str]) -> tuple[str, list[Call]]:
     """Return the remaining text, and the calls of tools `names` that were in it.
 
-    Text that only looks like a call stays text.
+    Text that only looks like a call stays text, also beside calls.
     """
     if form is HERMES:
         return _hermes_calls(text, names)
@@ -122,15 +123,38 @@ def _hermes_calls(text: str, names: Collection[str]) -> tuple[str, list[Call]]:
         if start < 0:
             left, at = left + text[at : end + len(END_CALL)], end + len(END_CALL)
             continue
-        call = _call(text[start + len(HERMES.opening) : end], HERMES, names)
+        call, close = _hermes_call(text, start, end, names)
         if call is None:  # the first mark may be one that the text only speaks of
             start = text.rfind(HERMES.opening, at, end)
-            call = _call(text[start + len(HERMES.opening) : end], HERMES, names)
+            call, close = _hermes_call(text, start, end, names)
         if call is None:
-            return text, []
+            left, at = left + text[at : end + len(END_CALL)], end + len(END_CALL)
+            continue
         calls.append(call)
-        left, at = left + text[at:start], end + len(END_CALL)
+        left, at = left + text[at:start], close + len(END_CALL)
     return ((left + text[at:]).strip(), calls) if calls else (text, [])
+
+
+def _hermes_call(
+    text: str, start: int, end: int, names: Collection[str]
+) -> tuple[Call | None, int]:
+    """Return the call whose opening mark is at `start`, and where its closing mark is.
+
+    That is at `end`, or behind where the JSON ends: a string in it may hold such a mark.
+    """
+    begin = start + len(HERMES.opening)
+    with contextlib.suppress(ValueError, RecursionError):
+        _, stop = json.JSONDecoder().raw_decode(text, _past_blanks(text, begin))
+        stop = _past_blanks(text, stop)
+        if text.startswith(END_CALL, stop):
+            end = stop
+    return _call(text[begin:end], HERMES, names), end
+
+
+def _past_blanks(text: str, at: int) -> int:
+    while at < len(text) and text[at].isspace():
+        at += 1
+    return at
 
 
 def _llama3_calls(text: str, names: Collection[str]) -> list[Call]:
@@ -167,7 +191,11 @@ def _call(text: str, form: ToolFormat, names: Collection[str]) -> Call | None:
     arguments = value.get(form.key, {} if form is HERMES else None)
     if not isinstance(arguments, dict):
         return None
-    return Call(value["name"], json.dumps(arguments, ensure_ascii=False))
+    try:
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        return None
+    return Call(value["name"], written.encode("utf-8", "replace").decode())
 
 
 def _parameters(function: dict[str, Any]) -> dict[str, Any]:

@@ -140,10 +140,14 @@ def test_a_thought_that_is_cut_short_is_closed(step):
     assert split("a", step, "<think>\n") == ("a", "<think>\na\n</think>\n\n")
 
 
-def test_blanks_before_a_thought_are_no_part_of_it():
+def test_blanks_before_a_thought_are_no_answer():
     splitter = ThoughtSplitter()
-    assert splitter.push("\n") == [("\n", False)]
-    assert splitter.push("<thi") == [] and splitter.push("nk>a") == [("<think>a", True)]
+    assert splitter.push("\n") == splitter.push("<thi") == []
+    assert splitter.push("nk>a") == [("\n<think>a", True)]
+    splitter = ThoughtSplitter()
+    assert splitter.push("\n") == [] and splitter.push("a") == [("\na", False)]
+    splitter = ThoughtSplitter()
+    assert splitter.push("\n") == [] and splitter.finish() == [("\n", False)]
 
 
 def test_a_prompt_can_open_the_thought():

@@ -335,3 +335,13 @@ def test_what_a_template_and_a_prompt_write_are_special_tokens(marked_backends):
     call = ["<tool_call>", "</tool_call>"]
     assert names == ["<|im_start|>", *thought, *call, "<|im_end|>", "<|im_start|>"]
     assert len(tokenizer.encode("<|im_end|>")) == len(tokenizer.encode_document("<|im_end|>")) == 1
+
+
+@pytest.mark.parametrize("kind", ["bytes", "pieces"])
+def test_the_pieces_of_a_text_join_to_it(marked_backends, kind):
+    """Also where a text's first blank is dropped: no word loses the one before it."""
+    tokenizer = ChatTokenizer(marked_backends[kind], frozenset(), None)
+    text = "Hello world!  a é</think> b"
+    ids = tokenizer.encode(text)
+    assert b"".join(tokenizer.token_bytes(token) for token in ids).decode().lstrip() == text
+    assert len({tokenizer.piece(token) for token in tokenizer.encode("a b")}) == 3

@@ -119,6 +119,7 @@ def goes_on(live):
         ({"guided_json": DEEP}, "guided_json"),
         ({"messages": [{**HELLO[0], "tool_call_id": "a"}]}, "messages.0.tool_call_id"),
         ({"messages": [call_with("{}")]}, "messages.0.tool_calls"),
+        ({"messages": [call_with(r'{"city": "\ud83d"}')]}, "messages.0.tool_calls"),
         (
             {"messages": [{"role": "assistant", "content": "x", "reasoning_content": "y"}]},
             "messages.0.reasoning_content",
@@ -374,3 +375,11 @@ def test_defaults_of_the_command_line(loaded):
 def test_an_error_message_is_json_whatever_is_in_it(live):
     reply = post(live, **{"ünknown\n\x00": 1})
     assert json.loads(reply.text)["error"]["param"].startswith("ünknown")
+
+
+def test_null_is_the_default(live):
+    """Clients that write every field send null in those that they do not use."""
+    names = ("stream", "speculate", "show_accepted", "n", "max_tokens", "tools", "stream_options")
+    body = {"messages": HELLO, **dict.fromkeys(names), "max_completion_tokens": 2}
+    assert post(live, **body).status_code == 200
+    assert_refused(post(live, **body | {"messages": None}), 400, "messages", param="messages")

@@ -60,6 +60,20 @@ def test_which_templates_can():
         ('<tool_call>{"name": "f", "arguments": 3}</tool_call>', HERMES, None, []),
         ('<tool_call>{"name": "f"', HERMES, None, []),
         ("no call", HERMES, None, []),
+        (
+            '<tool_call>\n{"name": "f", "arguments": {"a": "x </tool_call> y"}}\n</tool_call> z',
+            HERMES,
+            "z",
+            [("f", {"a": "x </tool_call> y"})],
+        ),
+        (
+            CALL + '<tool_call>{"name": "Anna"}</tool_call>' + CALL,
+            HERMES,
+            '<tool_call>{"name": "Anna"}</tool_call>',
+            [("weather", {"city": "Rome"})] * 2,
+        ),
+        (CALL.replace('"Rome"', r'"\ud83d"'), HERMES, "", [("weather", {"city": "?"})]),
+        (CALL.replace('"Rome"', "NaN"), HERMES, None, []),
         ('{"name": "f", "parameters": {"a": 1}}', LLAMA3, "", [("f", {"a": 1})]),
         (
             '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}',
@@ -112,6 +126,16 @@ def test_a_stream_shows_text_and_never_a_part_of_a_call(form, step):
             assert content.strip() == text.replace(call, "").strip()
         else:
             assert content == text and not answer.calls
+
+
+@pytest.mark.parametrize("step", [1, 3, 5, 7, 1000])
+def test_an_answer_that_begins_with_text_is_no_call_without_marks(step):
+    """However it is cut into pieces; and what `max_tokens` cuts of it stays."""
+    call = '{"name": "weather", "parameters": {"city": "Rome"}}'
+    for text in (f"Sure: {call}", 'JSON is\n{"name": "Bob", "age'):
+        for is_cut in (False, True):
+            shown, content, _, answer = read(text, step, LLAMA3, is_cut)
+            assert shown == content == text and not answer.calls
 
 
 @pytest.mark.parametrize("template", [QWEN, LLAMA], ids=["qwen", "llama"])
@@ -327,3 +351,35 @@ def test_thoughts_are_told_apart(step):
     ):
         _, content, reasoning, _ = read(text, step, opened=opened)
         assert content == "yes" and reasoning.strip() == "hm"
+    pieces = ["\n", "<think>", "\nThe mark", " <think>", " begins it.", "</think>", "\n\nyes"]
+    for cut in (pieces, ["".join(pieces)]):
+        request = AnswerRequest([1], SamplingParams(), AnswerOptions(), frozenset())
+        answer = AnswerText(Plan([request]))
+        parts = [*(answer.push(Chunk(piece)) for piece in cut), answer.finish()]
+        assert "".join(part.content for part in parts) == "yes"
+        assert "".join(part.reasoning for part in parts) == "\nThe mark <think> begins it."
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"tools": [WEATHER], "tool_choice": "required"},
+        {"tools": [WEATHER], "response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_object"}},
+        {"extra_body": {"guided_regex": "(yes|no)"}},
+    ],
+    ids=["call", "json or call", "json", "regex"],
+)
+def test_a_fixed_form_ends_the_thought_that_a_template_opens(client, live, monkeypatch, form):
+    """There is no room for one: what the grammar allows is the answer, not its thought."""
+    pytest.importorskip("llguidance")
+    opening = r"<|im_start|>assistant\n"
+    template = QWEN.replace(opening, opening + r"<think>\n")
+    assert template != QWEN
+    monkeypatch.setattr(live.llm.tokenizer, "_template", template)
+    messages = [{"role": "user", "content": "hello"}]
+    (choice,) = client.chat.completions.create(
+        model=live.server.name, messages=messages, max_tokens=60, temperature=1.0, seed=1, **form
+    ).choices
+    assert not getattr(choice.message, "reasoning_content", None)
+    assert choice.message.tool_calls or choice.message.content or choice.finish_reason == "length"
