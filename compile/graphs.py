@@ -70,8 +70,10 @@ class CapturedRunner(Runner):
 
     def adopt(self, drafter: Drafter) -> None:
         # Keys hold their drafter: keys of a replaced drafter would keep its draft head in memory.
-        failures = self._failures.items()
-        self._failures = Counter({key: n for key, n in failures if key[0] in (None, drafter)})
+        current = (None, drafter)
+        self._failures = Counter({k: n for k, n in self._failures.items() if k[0] in current})
+        self._replays = {k: replay for k, replay in self._replays.items() if k[0] in current}
+        self._split = {k: split for k, split in self._split.items() if k[0] in current}
         super().adopt(drafter)
 
     def _key(self, spec: CycleSpec, drafter: Drafter | None, processed: bool = False) -> Any:

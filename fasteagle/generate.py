@@ -7,6 +7,7 @@ turns are in `stream` and `answer`.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -73,6 +74,12 @@ class Engine(Context):
         deepest = 0 if drafter is None else max(shape.depth for shape in drafter.shapes())
         if deepest > MAX_DEPTH:
             raise FasteagleError(f"tree-depth {deepest} is out of range: use at most {MAX_DEPTH}")
+        rows = 0 if drafter is None else max(shape.rows for shape in drafter.shapes())
+        if self.fixed_slots is not None and rows >= self.fixed_slots:
+            raise FasteagleError(
+                f"tree-nodes {rows - 1:,} is out of range: max-seq-len {self.max_seq_len:,} leaves "
+                f"room for {self.fixed_slots - 2:,}"
+            )
         self.shown = 0  # the drafter may have seen another conversation
         self.drafter = drafter
         if drafter is not None:
@@ -128,23 +135,23 @@ class Engine(Context):
         new = [root]
         first = time.perf_counter()
         stats.ttft = first - start
-        cycles = self._cycles(new[-1], kind, processor, speculate)
-        while True:
-            emitted = self._until_end(new, max_new_tokens, eos_ids, is_last)
-            stats.new_tokens += len(emitted)
-            if processor is not None:
-                processor.accept(emitted)
-            elapsed = time.perf_counter() - first
-            if stats.passes:
-                stats.cycle_seconds.append(elapsed - stats.decode_seconds)
-            stats.decode_seconds = elapsed
-            yield emitted
-            if stats.finish:
-                cycles.close()
-                return
-            while not (new := unless_short(lambda: next(cycles), self._lost)):
-                yield []
-            stats.passes += 1
+        # Closed at any end, now: a traceback may hold them until another answer is under way.
+        with contextlib.closing(self._cycles(new[-1], kind, processor, speculate)) as cycles:
+            while True:
+                emitted = self._until_end(new, max_new_tokens, eos_ids, is_last)
+                stats.new_tokens += len(emitted)
+                if processor is not None:
+                    processor.accept(emitted)
+                elapsed = time.perf_counter() - first
+                if stats.passes:
+                    stats.cycle_seconds.append(elapsed - stats.decode_seconds)
+                stats.decode_seconds = elapsed
+                yield emitted
+                if stats.finish:
+                    return
+                while not (new := unless_short(lambda: next(cycles), self._lost)):
+                    yield []
+                stats.passes += 1
 
     def _first_token(
         self,
@@ -223,6 +230,8 @@ class Engine(Context):
         shape = None if drafter is None or not speculate else drafter.next_shape()
         reach = len(self.cached) + sum(spec.depth + 1 for spec in launched)
         spec = self.spec(shape, kind)
+        if self.fixed_slots is not None and reach + spec.rows > self.fixed_slots:
+            spec = self.spec(None, kind)  # a large tree, where the context ends
         if launched and not self._fits(reach, spec):
             return None
         if drafter is not None and drafter.reads_features:
@@ -306,9 +315,12 @@ class Engine(Context):
         drafter, specs = self.drafter, self._specs(kind)
         if not self.runner.needs(specs, drafter, processed):
             return
-        self.reserve(len(self.cached) + 1, max(spec.rows for spec in specs), MAX_DEPTH)
+        rows = max(spec.rows for spec in specs)
+        self.reserve(len(self.cached) + 1, rows, MAX_DEPTH)
         # Preparing runs cycles: after the text, where rows are free.
         free = min(len(self.cached) + 1, self.max_seq_len - 1)
+        if self.fixed_slots is not None:
+            free = min(free, self.fixed_slots - rows)
         del self.cached[free:]
         self.shown = min(self.shown, free)
         self.state.seq_len.fill_(free)

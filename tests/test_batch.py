@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 
@@ -213,6 +214,37 @@ def test_an_error_at_the_end_of_one_cycle_is_not_the_others():
             elif isinstance(new, Exception):
                 errors.append(str(new))
     assert text == expected and errors == ["a broken processor"]
+
+
+def test_an_answer_that_failed_changes_no_later_one():
+    """Its traceback holds the cycles, which end with it and not when it is dropped."""
+    engine = Engine(random_target(tiny_config()), 128)
+    job = [9, 10], SamplingParams(), 12
+    expected = alone(engine, [job])[0]
+
+    class Breaks:
+        def __call__(self, logits, tree):
+            return logits
+
+        def accept(self, tokens):
+            if len(held) == 2:
+                raise RuntimeError("a broken processor")
+            held.append(tokens)
+
+    several, held, text = Batch(engine, 2), [], []
+    several.begin(0, [9], 64, lambda own: own.generate(*job, processor=Breaks()))
+    while several.running:
+        for _, new in several.step():
+            if isinstance(new, Exception):
+                held.append(new)
+    begin(several, 1, job)
+    while several.running:
+        for _, new in several.step():
+            text += new or []
+        if len(text) > 3:
+            held.clear()
+            gc.collect()
+    assert text == expected
 
 
 def test_the_time_between_two_steps_is_not_that_of_a_cycle(monkeypatch):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from fasteagle.device import pick_device
 from fasteagle.errors import FasteagleError, note
 from fasteagle.loading.open import open_model
@@ -22,6 +24,8 @@ def run_quantize(model: str, options: RuntimeOptions, out: Path) -> None:
         raise FasteagleError(f"{out} is there already and not empty: give another -o")
     if not out.exists():
         require_writable(out)
+    if options.threads:
+        torch.set_num_threads(options.threads)
     opened = open_model(model)
     checkpoint = opened.checkpoint
     if checkpoint.scheme is not None:

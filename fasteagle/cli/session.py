@@ -71,11 +71,11 @@ class ChatSession:
         if self.turns[-1]["role"] == "assistant":
             self.turns.pop()
         self.params = dataclasses.replace(self.params, seed=(self.params.seed + 1) % 2**63)
-        n_turns = len(self.turns)
+        question = self.turns[-1]
         try:
             yield from self._answer()
         finally:
-            if len(self.turns) < n_turns:  # not one token came
+            if not any(turn is question for turn in self.turns):  # not one token came
                 self.turns, self.params = before
 
     def _answer(self) -> Generator[Piece]:

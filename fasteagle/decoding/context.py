@@ -169,9 +169,10 @@ class Context:
             part = after[at : at + HEAD_CHUNK]
             tokens = torch.tensor(part, device=self.device)
             count = torch.tensor([len(part)], device=self.device)
-            self.shown = begin + at + len(part)
+            end = begin + at + len(part)
             new = Committed(tokens, read[at : at + len(part)], count)
-            drafter.extend(new, torch.tensor(self.shown, device=self.device))
+            drafter.extend(new, torch.tensor(end, device=self.device))
+            self.shown = end  # not before: memory may be short for it
 
     def _show_pending(self, keep_last: bool = True) -> None:
         """Show the draft head the pairs that it has not seen, all or all but the last.
@@ -282,11 +283,16 @@ class Context:
 
         Caches grow with the text, unless the runner needs fixed addresses.
         """
-        grows = self.on_cpu and not self.runner.fixed_addresses
-        full = self.max_seq_len + MAX_TREE_ROWS
-        self.cache.resize(n_tokens + rows if grows else full)
+        full = self.fixed_slots
+        self.cache.resize(full or n_tokens + rows)
         if self.drafter is not None:
-            self.drafter.reserve(n_tokens + width if grows else full)
+            self.drafter.reserve(full or n_tokens + width)
+
+    @property
+    def fixed_slots(self) -> int | None:
+        """Number of slots that passes may use where caches do not grow with the text."""
+        grows = self.on_cpu and not self.runner.fixed_addresses
+        return None if grows else self.max_seq_len + MAX_TREE_ROWS
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -45,6 +45,16 @@ def test_turns_are_kept_and_cached(session):
     assert len(session.turns) == 4
 
 
+def test_a_retry_whose_oldest_turns_had_to_go_keeps_its_answer(session):
+    for i in range(12):
+        answer(session, f"question number {i}, which is long enough to fill the context soon")
+    session.answer = AnswerOptions(max_new_tokens=300)
+    n_turns, seed = len(session.turns), session.params.seed
+    text = "".join(piece.text for piece in session.retry())
+    assert len(session.turns) < n_turns and session.turns[-1]["content"] == text
+    assert session.params.seed == seed + 1
+
+
 def test_answer_equals_a_fresh_engine_on_the_rendered_conversation(session, model):
     """With a tokenizer that encodes an answer as it was drawn; random bytes would differ."""
     session.llm = LLM("letters", session.llm.engine, Letters(TINY_VOCAB))

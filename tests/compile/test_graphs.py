@@ -223,12 +223,15 @@ def test_failures_for_lack_of_memory_count_too(cuda, engine):
         engine.runner.forget()
 
 
-def test_failures_keep_no_drafter_that_was_replaced(cuda, engine):
-    cuda.refusing = 100
+@pytest.mark.parametrize("refusing", [0, 100])
+def test_no_drafter_that_was_replaced_is_kept(cuda, engine, refusing):
+    """Neither by the graphs of its cycles nor by their failures."""
+    cuda.refusing = refusing
     drafters = [NgramDrafter(4), NgramDrafter(4)]
     engine.use(drafters[0])
     engine.prepare(SamplingParams())
-    engine.runner.forget()
+    if refusing:
+        engine.runner.forget()
     seen = weakref.ref(drafters[0])
     engine.use(drafters[1])
     del drafters[0]
