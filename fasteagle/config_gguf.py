@@ -47,6 +47,13 @@ _KEYS = {
 }
 
 
+def linear_factor(fields: Fields, kind: str, metadata: Mapping[str, Any]) -> float:
+    """Return the factor of linear RoPE scaling, by its key or the former one; 0 stands for 1."""
+    keys = f"{kind}.rope.scaling.factor", f"{kind}.rope.scale_linear"
+    key = next((key for key in keys if key in fields), None)
+    return 1.0 if key is None or metadata[key] == 0 else fields.number(key)
+
+
 def from_gguf(
     metadata: Mapping[str, Any],
     *,
@@ -65,7 +72,7 @@ def from_gguf(
             f"{f' ({reason})' if reason else ''}; supported: {', '.join(_ARCHITECTURES)}"
         )
 
-    scaling = fields.text(f"{kind}.rope.scaling.type", "none")
+    scaling = fields.text(f"{kind}.rope.scaling.type", "linear")  # llama.cpp's default
     if scaling not in ("none", "linear"):
         raise FasteagleError(f"{source}: GGUF RoPE scaling {scaling!r} is not supported")
     required = ("dim", "n_head", "ffn_dim")
@@ -76,6 +83,10 @@ def from_gguf(
         f"{kind}.attention.layer_norm_rms_epsilon",
     )
     shape = read_shape(fields, {name: f"{kind}.{key}" for name, key in _KEYS.items()})
+    rotated = f"{kind}.rope.dimension_count"
+    if fields.width(rotated, shape["head_dim"]) != shape["head_dim"]:
+        must = f"{shape['head_dim']:,}, RoPE on a part of a head is not supported"
+        raise fields.error(rotated, must)
     n_factors = shape["head_dim"] // 2
     if rope_freq_factors is not None and len(rope_freq_factors) != n_factors:
         raise FasteagleError(
@@ -83,7 +94,6 @@ def from_gguf(
             f"is {n_factors:,}: fetch it again"
         )
     window = f"{kind}.attention.sliding_window"  # 0: none
-    linear = scaling == "linear"
     n_blocks = fields.integer(f"{kind}.block_count", most=MOST_LAYERS)
     architecture = _ARCHITECTURES[kind]
     has_experts = fields.integer(f"{kind}.expert_count", 0, least=0) > 0
@@ -99,7 +109,7 @@ def from_gguf(
         max_seq_len=fields.integer(f"{kind}.context_length"),
         norm_eps=fields.number(f"{kind}.attention.layer_norm_rms_epsilon", most=1),
         rope_base=fields.number(f"{kind}.rope.freq_base", 10000.0),
-        rope_linear_factor=fields.number(f"{kind}.rope.scaling.factor", 1.0) if linear else 1.0,
+        rope_linear_factor=linear_factor(fields, kind, metadata) if scaling == "linear" else 1.0,
         rope_freq_factors=rope_freq_factors,
         tie_embeddings=tied,
         qkv_bias=kind in ("qwen2", "qwen2moe"),

@@ -62,11 +62,23 @@ def head_from_hf(raw: Mapping[str, Any], source: str) -> HeadConfig:
     )
 
 
-def _common(fields: Fields, source: str, *required: str) -> tuple[Fields, dict[str, Any]]:
+# Values of transformers' classes where a file leaves a key out and they are not those of all.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "MistralForCausalLM": {"sliding_window": 4096},
+    "MixtralForCausalLM": {"rope_theta": 1e6, "rms_norm_eps": 1e-5},
+    "OlmoeForCausalLM": {"rms_norm_eps": 1e-5},
+}
+
+
+def _common(
+    fields: Fields, source: str, *required: str, own: Mapping[str, Any] | None = None
+) -> tuple[Fields, dict[str, Any]]:
     """Return the RoPE part of a Hugging Face config, and what models and draft heads share.
 
-    transformers 5 writes `rope_parameters`, older files `rope_scaling` and `rope_theta`.
+    transformers 5 writes `rope_parameters`, older files `rope_scaling` and `rope_theta`. `own` are
+    defaults of the architecture.
     """
+    own = own or {}
     fields.require("hidden_size", "num_attention_heads", "intermediate_size", *required)
     _refuse_unsupported(fields)
     has_parameters = not fields.part("rope_parameters").empty
@@ -75,7 +87,7 @@ def _common(fields: Fields, source: str, *required: str) -> tuple[Fields, dict[s
     return rope, {
         **read_shape(fields, _HF_KEYS),
         "vocab_size": fields.width("vocab_size"),
-        "norm_eps": fields.number("rms_norm_eps", 1e-6, most=1),
+        "norm_eps": fields.number("rms_norm_eps", own.get("rms_norm_eps", 1e-6), most=1),
         "rope_scaling": scaling,
         "rope_linear_factor": linear,
     }
@@ -92,24 +104,28 @@ def from_hf(raw: Mapping[str, Any], source: str) -> ModelConfig:
             f"{f' ({reason})' if reason else ''}; "
             f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
-    rope, common = _common(fields, source, "num_hidden_layers", "vocab_size")
+    own = _DEFAULTS.get(architecture, {})
+    rope, common = _common(fields, source, "num_hidden_layers", "vocab_size", own=own)
     n_layer = fields.integer("num_hidden_layers", most=MOST_LAYERS)
     if architecture in _EXPERT_WIDTHS:
         common |= _hf_experts(fields, architecture, n_layer)
-    windowed = architecture in ("MistralForCausalLM", "MixtralForCausalLM")
+    window = None
+    if architecture in ("MistralForCausalLM", "MixtralForCausalLM"):
+        wide = raw.get("sliding_window", own.get("sliding_window"))  # null: none
+        window = None if wide is None else fields.integer("sliding_window", wide)
     has_bias = architecture == "Qwen2MoeForCausalLM" and fields.flag("qkv_bias", True)
     return ModelConfig(
         **common,
         n_layer=n_layer,
         max_seq_len=fields.integer("max_position_embeddings", 2048),
-        rope_base=rope.number("rope_theta", fields.number("rope_theta", 10000.0)),
+        rope_base=rope.number(
+            "rope_theta", fields.number("rope_theta", own.get("rope_theta", 10000.0))
+        ),
         tie_embeddings=fields.flag("tie_word_embeddings"),
         qkv_bias=architecture in ("Qwen2ForCausalLM", MIMO) or has_bias,
         qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
         qk_norm_whole=architecture == "OlmoeForCausalLM",
-        sliding_window=fields.integer("sliding_window")
-        if windowed and "sliding_window" in fields
-        else None,
+        sliding_window=window,
         architecture=architecture,
     )
 

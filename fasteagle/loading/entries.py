@@ -14,6 +14,7 @@ from fasteagle.loading import hub
 from fasteagle.options import DEFAULT_MODEL
 
 VICUNA_TEMPLATE = (
+    "{{ bos_token }}"
     "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}"
     "{% set turns = messages[1:] %}{% else %}A chat between a curious user and an artificial "
     "intelligence assistant. The assistant gives helpful, detailed, and polite answers to the "

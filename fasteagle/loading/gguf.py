@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fasteagle.config import ModelConfig
-from fasteagle.config_fields import Fields
+from fasteagle.config_fields import MOST_EXPERTS, Fields
 from fasteagle.config_gguf import from_gguf, mtp_layers
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.gguf_index import GGUFTensor, read_index
@@ -194,7 +194,8 @@ def _matrices(name: str, tensor: GGUFTensor) -> dict[str, GGUFTensor]:
     """Return a tensor by its Hugging Face name; of a tensor [X, N, K] its experts one by one."""
     if name.endswith("shared_expert_gate.weight") and len(tensor.shape) == 1:
         return {name: dataclasses.replace(tensor, shape=(1, *tensor.shape))}
-    if len(tensor.shape) != 3 or ".mlp.experts." not in name:
+    has_experts = len(tensor.shape) == 3 and ".mlp.experts." in name
+    if not has_experts or tensor.shape[0] > MOST_EXPERTS:
         return {name: tensor}
     n_expert, n_bytes = tensor.shape[0], tensor.n_bytes // tensor.shape[0]
     before, after = name.split(".experts.")
@@ -210,6 +211,8 @@ def check_types(path: Path, tensors: Mapping[str, GGUFTensor]) -> None:
     """Raise `FasteagleError` for types we cannot read; `tensors` have llama.cpp's names."""
     for name, tensor in tensors.items():
         supported = ("F32",) if name == ROPE_FACTORS else SUPPORTED_TYPES
+        if len(tensor.shape) == 1 and name != ROPE_FACTORS:
+            supported = ("F32", "F16", "BF16")  # blocks are those of matrices
         if tensor.kind not in supported:
             raise FasteagleError(
                 f"{path}: tensor {hf_name(name)} has type {tensor.kind}; "

@@ -224,7 +224,8 @@ def _gptq_zero_offset(files: PartsFolder, settings: dict[str, Any]) -> int:
     v2 = gptq_format(Fields(settings, "quantization_config")) == "gptq_v2"
     sym = settings.get("sym", True)
     names = sorted(name for name in files.names() if name.endswith(".qzeros"))
-    if not names:
-        return 0 if v2 else 1  # the folder is incomplete, which `QuantizedFolder` reports
+    shape = files.shape(names[0]) if names else ()
+    if len(shape) != 2 or 0 in shape:
+        return 0 if v2 else 1  # the folder is damaged, which `QuantizedFolder` reports
     qzeros = files.load(names[0])
     return formats.gptq_zero_offset(qzeros, bits=settings["bits"], v2=v2, sym=sym)

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 
 from fasteagle.config import ModelConfig
+from fasteagle.config_fields import MOST_EXPERTS
 
 Shape = tuple[int, ...]
 Index = tuple[int | slice, ...]
@@ -124,12 +125,14 @@ def parts_of(name: str, shape: Shape) -> Iterator[tuple[str, Index]]:
     """Yield the expected names of what a file's tensor holds, each with its index in the tensor.
 
     A tensor [X, ., .] holds all experts, and one of `gate_up` or `input_linear` has its gate rows
-    before the up rows. The index of a whole tensor is ().
+    before the up rows. The index of a whole tensor is (), and one of more experts than a model has
+    counts as whole: a few bytes of a file may say that there are billions.
     """
     for pattern, new in _RENAMED:
         name = pattern.sub(new, name)
     match = _EXPERTS.fullmatch(name) if len(shape) == 3 else _SHARED.fullmatch(name)
-    if match is None or len(shape) not in (2, 3):
+    too_many = len(shape) == 3 and shape[0] > MOST_EXPERTS
+    if match is None or len(shape) not in (2, 3) or too_many:
         yield name, ()
         return
     mlp, what = match["mlp"], match["what"]

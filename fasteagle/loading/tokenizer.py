@@ -24,7 +24,7 @@ Message = Mapping[str, Any]  # {"role": "system" | "user" | "assistant", "conten
 # reserves it for use inside a program.
 LITERAL = "\ufdd0"
 MOST_JOINED = 4  # characters that a normalizer makes one of, as NFC does
-CONVERSION = 1  # version of converted GGUF tokenizers: a new number converts them again
+CONVERSION = 2  # version of converted GGUF tokenizers: a new number converts them again
 # GGUF names the splitting rule of a byte-level BPE instead of storing it.
 _DIGITS = "digits"
 _PRE_TOKENIZERS = {
@@ -43,12 +43,18 @@ class ChatTokenizer:
 
     def __init__(self, backend: Any, eos_ids: frozenset[int], template: str | None = None) -> None:
         self._backend = backend
-        self._template = template or backend.chat_template
+        own = backend.chat_template
+        self._with_tools: str | None = None  # template of its own, where files name several
+        if isinstance(own, dict):
+            self._with_tools = None if template else own.get("tool_use")
+            own = own.get("default") or next(iter(own.values()), None)
+        self._template = template or own
         self.eos_ids = eos_ids
 
     def save(self, folder: Path) -> None:
         """Write everything `load_tokenizer` needs into a folder."""
-        self._backend.chat_template = self._template
+        named = {"default": self._template, "tool_use": self._with_tools}
+        self._backend.chat_template = named if self._with_tools else self._template
         self._backend.save_pretrained(folder)
         ends = {"eos_token_id": sorted(self.eos_ids)}
         (folder / "generation_config.json").write_text(json.dumps(ends) + "\n")
@@ -64,7 +70,7 @@ class ChatTokenizer:
 
     def _continued(self, texts: list[str]) -> Iterator[list[int]]:
         """Yield token ids of texts inside words, which SentencePiece would begin with a blank."""
-        line = self._backend.encode("\n", add_special_tokens=False)
+        _, line = self._line
         lines = self._backend([f"\n{text}" for text in texts], add_special_tokens=False)
         for text, ids in zip(texts, lines["input_ids"], strict=True):
             if ids[: len(line)] == line:
@@ -132,7 +138,7 @@ class ChatTokenizer:
     @property
     def template(self) -> str:
         """Source of the chat template; empty where there is none."""
-        return self._template or ""
+        return self._with_tools or self._template or ""
 
     @property
     def has_thinking_switch(self) -> bool:
@@ -146,6 +152,12 @@ class ChatTokenizer:
                 f"think {'on' if think else 'off'}: this model's chat template has no thinking "
                 "switch (enable_thinking): leave it out, or choose a model that has one (qwen3-4b)"
             )
+
+    @cached_property
+    def _bos(self) -> str:
+        """BOS where the tokenizer adds it to a text; else an empty text."""
+        ids = self._backend.encode("", add_special_tokens=True)
+        return self._backend.bos_token if ids[:1] == [self._backend.bos_token_id] else ""
 
     @cached_property
     def _marks(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
@@ -175,20 +187,21 @@ class ChatTokenizer:
         """Return the conversation in the model's template, up to where its answer begins.
 
         `think` None leaves the choice to the template. A model without a template gets the
-        messages' text alone. Special tokens written inside a message or a tool are text, so that
-        nobody can end a turn from within it. Raises `FasteagleError` where the template refuses the
-        messages, for example an unsupported system prompt.
+        messages' text alone, after BOS where the tokenizer adds it. Special tokens written inside a
+        message or a tool are text, so that nobody can end a turn from within it. Raises
+        `FasteagleError` where the template refuses the messages, for example an unsupported system
+        prompt.
         """
         messages = [self._only_text(m) for m in messages]
         if not self._template:
-            return "\n".join(m["content"] for m in messages)
+            return self._bos + "\n".join(m["content"] for m in messages)
         switch: dict[str, Any] = {} if think is None else {"enable_thinking": think}
         if tools:
             switch["tools"] = [_marked(tool, self._marks[1]) for tool in tools]
         try:
             return self._backend.apply_chat_template(
                 messages,
-                chat_template=self._template,
+                chat_template=self._with_tools if tools and self._with_tools else self._template,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 **switch,
@@ -212,7 +225,8 @@ class DummyTokenizer(ChatTokenizer):
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._template = None
+        self._template = self._with_tools = None
+        self._bos = ""
         self.eos_ids = frozenset()
         self.most_characters = 4
 
@@ -361,3 +375,5 @@ def _set_pre_tokenizer(backend: Any, path: Path) -> None:
             ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     backend.backend_tokenizer.pre_tokenizer = Sequence(steps)
+    if name == "llama-bpe":  # a word that is a token is that token, also where no merge makes it
+        backend.backend_tokenizer.model.ignore_merges = True

@@ -72,7 +72,7 @@ def calibrate_head(model: str, runtime: RuntimeOptions, options: CalibrateOption
         f"calibrating {head.origin} to {prepared.name} at {scheme.name}: about "
         f"{options.minutes:g} minutes"
     )
-    out = options.out or cache_dir() / "heads" / identity
+    out = (options.out or cache_dir() / "heads" / identity).absolute()  # "." has no name
     folder = out.with_name(out.name + ".calibrating")
     work = Work(folder, _key(identity, scheme, head, options), options.resume, begun)
     target = Runtime(prepared.name, prepared.checkpoint, prepared.tokenizer, prepared.engine())

@@ -29,6 +29,7 @@ from fasteagle.model import EagleHead, apply_rope, causal_mask
 from fasteagle.training.data import Features
 from fasteagle.training.options import TrainOptions
 
+MOST_SEEDS = 1 << 63  # of a generator
 TINY = 1e-30  # least acceptance rate that has a logarithm
 
 
@@ -52,7 +53,7 @@ class Batch:
         features = self.features.float()
         if options.noise:
             for b, number in enumerate(self.numbers):
-                seed = (options.seed * 7919 + step) * 1_000_003 + number
+                seed = ((options.seed * 7919 + step) * 1_000_003 + number) % MOST_SEEDS
                 generator = torch.Generator(features.device).manual_seed(seed)
                 rows = features[b, : int(self.last[b]) + 1]
                 noise = torch.rand(rows.shape, generator=generator, device=rows.device)
@@ -91,7 +92,7 @@ def batches(store: Features, indices: list[int], options: TrainOptions) -> Itera
     """Yield batches of about `batch_tokens` tokens without end, of similar length, by the seed."""
     lengths = store.lengths
     for epoch in itertools.count():
-        generator = torch.Generator().manual_seed(options.seed * 1_000_003 + epoch)
+        generator = torch.Generator().manual_seed((options.seed * 1_000_003 + epoch) % MOST_SEEDS)
         jitter = torch.rand(len(indices), generator=generator).tolist()
         blurred = [lengths[i] + 60 * j for i, j in zip(indices, jitter, strict=True)]
         order = sorted(range(len(indices)), key=lambda i: blurred[i])

@@ -92,7 +92,12 @@ class TrainOptions:
                 object.__setattr__(self, name, value)
         _require_positive(self, "lr", "clip", "batch_tokens", "steps")
         _require_positive(self, "draft_vocab_size", "loss_vocab_size")
-        _require_positive(self, *_DEFAULTS[self.algorithm], or_zero=True)
+        _require_positive(self, *_DEFAULTS[self.algorithm], "weight_decay", or_zero=True)
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise FasteagleError(
+                    f"{name} {getattr(self, name)} is out of range: use 0 or more, below 1"
+                )
         if self.window is not None and self.window < LEAST_WINDOW:
             raise FasteagleError(f"window {self.window} is too small: use {LEAST_WINDOW} or more")
         if self.algorithm == "eagle1" and (self.tap_layers or self.borrow_lm_head):

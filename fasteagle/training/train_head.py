@@ -48,6 +48,14 @@ def train_head(
         raise FasteagleError(
             f"{run.out} holds an unfinished run: continue it with --resume, or give another --out"
         )
+    if run.resume and not state.exists() and (run.out / "training.json").exists():
+        raise FasteagleError(
+            f"{run.out} holds a finished run: train it further with --init, in another --out"
+        )
+    if runtime_options.backend == "torchao":
+        raise FasteagleError(
+            "a head is trained on weights that fasteagle quantizes: leave -torchao out"
+        )
     ranks = join()
     device = local_device()
     if device is not None and runtime_options.device == "auto":
@@ -60,7 +68,10 @@ def train_head(
     with ranks.first_alone():  # writes text, which the others then find
         conversations = _conversations(runtime, run, data)
     aux_layers = options.aux_layers_of(runtime.checkpoint.config.n_layer)
-    text = store_key(conversations, identity, aux_layers)
+    scheme = runtime.checkpoint.scheme
+    precision = "dense" if scheme is None else scheme.name
+    computed = f"{identity} {precision} {runtime.engine.dtype} {runtime_options.kv}"
+    text = store_key(conversations, computed, aux_layers)
     store = _features(runtime, conversations, run, aux_layers, text, ranks)
     held_out = choose_held_out(conversations, run.held_out)
     training = [c for i, c in enumerate(conversations) if i not in set(held_out)]
@@ -127,13 +138,16 @@ def _init_head(config: ModelConfig, path: Path | None, options: TrainOptions) ->
         return None
     head, _ = load_head(path, config, options.tap_layers)
     borrows = bool(aux_layers) and head.own_lm_head is None
-    if head.config.aux_layers == aux_layers and borrows == options.borrow_lm_head:
+    own = head.config.eagle3
+    norms = own is not None and own.aux_norm == "each" and own.norm_output
+    same = head.config.aux_layers == aux_layers and norms == (options.algorithm == "eagle3.1")
+    if same and borrows == options.borrow_lm_head:
         if options.window is not None:
             block = dataclasses.replace(head.config.block, sliding_window=options.window)
             head.config = dataclasses.replace(head.config, block=block)
         return head
     option = "its --algorithm and its --tap-layers"
-    if head.config.aux_layers == aux_layers:
+    if same:
         option = "--borrow-lm-head" if borrows else "no --borrow-lm-head"
     raise FasteagleError(f"{path}: the head is of another kind: give {option}")
 

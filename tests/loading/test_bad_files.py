@@ -7,10 +7,12 @@ import shutil
 
 import pytest
 import torch
+import transformers
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from fasteagle.cli import main as cli
+from fasteagle.config_hf import MIMO, SUPPORTED_ARCHITECTURES, from_hf
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
 from fasteagle.loading.heads.read import HEADER_KEY
@@ -130,6 +132,25 @@ def test_bad_files_cost_one_line(good, tmp_path, monkeypatch, file, written, mes
     assert done.exit_code == 2 and done.stdout == "", done.stderr
     assert done.stderr.startswith(f"Error: {folder / file}: {message}")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("architecture", SUPPORTED_ARCHITECTURES)
+def test_an_absent_key_has_the_value_of_the_class_of_transformers(architecture):
+    if architecture == MIMO:
+        pytest.skip("transformers has no class for it")
+    kind = getattr(transformers, architecture).config_class
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 4, "intermediate_size": 32, "vocab_size": 99}
+    experts = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
+    experts |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    raw = {"architectures": [architecture], **sizes, **(experts if "Mo" in architecture else {})}
+    raw |= experts if "Mixtral" in architecture or "Olmoe" in architecture else {}
+    config, ours = kind(**raw), from_hf(raw, "config.json")
+    rope = config.rope_parameters
+    assert ours.rope_base == rope["rope_theta"] and ours.norm_eps == config.rms_norm_eps
+    if architecture in ("MistralForCausalLM", "MixtralForCausalLM"):
+        assert ours.sliding_window == config.sliding_window
+        assert from_hf(raw | {"sliding_window": None}, "config.json").sliding_window is None
 
 
 def test_null_is_the_same_as_absent(good, tmp_path):

@@ -9,8 +9,9 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import load_model, open_checkpoint
-from fasteagle.loading.gguf import GGUFFile, hf_name
+from fasteagle.loading.gguf import GGUFFile, _matrices, check_types, hf_name
 from fasteagle.loading.gguf_index import GGUFTensor, read_index
+from fasteagle.loading.names import parts_of
 from fasteagle.model import KVCache, causal_mask
 from gguf_files import finish, gguf_name, write_gguf
 from helpers import TINY_VOCAB, make_hf_model
@@ -59,6 +60,25 @@ def test_config_is_read_from_the_metadata(tmp_path):
     assert (config.dim, config.n_layer, config.n_head, config.n_kv_head) == (64, 3, 4, 2)
     assert (config.head_dim, config.ffn_dim, config.vocab_size) == (32, 96, TINY_VOCAB)
     assert config.qk_norm and not config.qkv_bias and not config.tie_embeddings
+
+
+@pytest.mark.parametrize(
+    ("extra", "factor"),
+    [
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, 4.0),
+        ({"rope.scaling.factor": 4.0}, 4.0),  # linear is llama.cpp's default
+        ({"rope.scale_linear": 4.0}, 4.0),  # the former key
+        ({"rope.scaling.factor": 0.0}, 1.0),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, 1.0),
+        ({"rope.dimension_count": 16}, 1.0),
+    ],
+    ids=str,
+)
+def test_rope_is_scaled_as_llama_cpp_does(tmp_path, extra, factor):
+    path = tmp_path / "m.gguf"
+    named = {f"llama.{key}": value for key, value in extra.items()}
+    write_gguf(path, make_hf_model("llama2"), extra=named)
+    assert GGUFFile(path).config.rope_linear_factor == factor
 
 
 def test_rope_freq_factors_divide_the_frequencies(tmp_path):
@@ -187,6 +207,9 @@ def test_files_that_cannot_run(tmp_path):
     write_gguf(path, model, architecture="qwen3", extra={"qwen3.expert_count": 8})
     with pytest.raises(FasteagleError, match="'qwen3' with experts is not supported"):
         GGUFFile(path)
+    write_gguf(path, model, extra={"llama.rope.dimension_count": 8})
+    with pytest.raises(FasteagleError, match=r"dimension_count is 8: must be 16, RoPE on a part"):
+        GGUFFile(path)
     for data, kind, message in (
         (np.zeros((4, 8), np.float32), None, r"lacks .*llama\.attention\.head_count"),
         (np.zeros((4, 54), np.uint8), GGMLQuantizationType.TQ1_0, r"TQ1_0; supported: F32"),
@@ -209,3 +232,22 @@ def test_names_round_trip():
     for name in ("model.embed_tokens.weight", "model.layers.12.self_attn.o_proj.weight"):
         assert hf_name(gguf_name(name)) == name
     assert hf_name("blk.0.something.weight") == "blk.0.something.weight"
+
+
+def test_a_vector_in_blocks_is_refused(tmp_path):
+    writer = GGUFWriter(tmp_path / "m.gguf", "llama")
+    norm = np.zeros(34, np.uint8)  # 32 values as Q8_0
+    writer.add_tensor("output_norm.weight", norm, raw_dtype=GGMLQuantizationType.Q8_0)
+    finish(writer)
+    index = read_index(tmp_path / "m.gguf")
+    with pytest.raises(FasteagleError, match=r"type Q8_0; supported: F32, F16, BF16$"):
+        check_types(tmp_path / "m.gguf", index.tensors)
+
+
+def test_no_more_experts_are_listed_than_a_model_has():
+    many = GGUFTensor("F16", (10**9, 1, 1), 0, 2 * 10**9)
+    name = "model.layers.0.mlp.experts.up_proj.weight"
+    assert list(_matrices(name, many)) == [name]
+    stacked = "model.layers.0.mlp.experts.down_proj"
+    assert list(parts_of(stacked, (10**10, 0, 4))) == [(stacked, ())]
+    assert len(list(parts_of(stacked, (1024, 2, 4)))) == 1024

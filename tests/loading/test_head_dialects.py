@@ -91,7 +91,7 @@ def test_frequent_list_is_a_draft_vocabulary(target, tmp_path):
     torch.save([7, 3, 59, 0], tmp_path / "freq_4.pt")
     loaded, _ = load_head(tmp_path, CONFIG)
     assert loaded.target_ids().tolist() == [0, 3, 7, 59]
-    for wrong in (["a", "b"], {"a": 1}):
+    for wrong in (["a", "b"], {"a": 1}, [True, False]):
         torch.save(wrong, tmp_path / "freq_4.pt")
         with pytest.raises(FasteagleError, match="freq_4.pt: not a list of token ids"):
             load_head(tmp_path, CONFIG)

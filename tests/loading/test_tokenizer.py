@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import shutil
 import time
@@ -15,7 +16,7 @@ from gguf import GGUFWriter
 from fasteagle.cli.main import main
 from fasteagle.errors import FasteagleError
 from fasteagle.loading.entries import VICUNA_TEMPLATE
-from fasteagle.loading.tokenizer import ChatTokenizer, load_tokenizer
+from fasteagle.loading.tokenizer import ChatTokenizer, _set_pre_tokenizer, load_tokenizer
 from gguf_files import finish
 from helpers import THINKING_TEMPLATE, TINY_VOCAB, edit_json, make_hf_model, save_tokenizer
 
@@ -143,11 +144,12 @@ def test_sentencepiece_model_alone(tmp_path):
     assert tokenizer.decode(ids) == "the quick fox é"
     turns = [*USER, {"role": "assistant", "content": "Hello."}, *USER]
     text = tokenizer.render(turns)
-    assert text.startswith("A chat between a curious user")
+    assert text.startswith("<s>A chat between a curious user")
+    assert tokenizer.encode(text)[0] == 1  # BOS, which no caller adds
     assert text.endswith("USER: Hi ASSISTANT: Hello.</s> USER: Hi ASSISTANT:")
     assert 2 in tokenizer.encode(text)
     with_system = tokenizer.render([{"role": "system", "content": "Be brief."}, *USER])
-    assert with_system == "Be brief. USER: Hi ASSISTANT:"
+    assert with_system == "<s>Be brief. USER: Hi ASSISTANT:"
 
 
 def write_gguf_tokenizer(path, pre: str) -> None:
@@ -199,6 +201,46 @@ def test_gguf_splitting_rules(tmp_path, pre, pieces):
         assert "".join(texts) == " 123123" and len(texts) < 7
     else:
         assert texts == pieces
+
+
+def test_a_word_that_is_a_token_needs_no_merge(tmp_path):
+    """Llama 3's tokenizer looks a word up before it merges, and its GGUF files say so by name."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    for pre, n in (("llama-bpe", 1), ("qwen2", 3)):
+        path = tmp_path / f"{pre}.gguf"
+        write_gguf_tokenizer(path, pre)
+        words = {c: i for i, c in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "cde"])}
+        made = Tokenizer(models.BPE(words, []))
+        backend = PreTrainedTokenizerFast(tokenizer_object=made)
+        _set_pre_tokenizer(backend, path)
+        assert len(backend.encode("cde", add_special_tokens=False)) == n
+
+
+@pytest.mark.parametrize("layout", ["list", "files"])
+def test_several_templates_by_name(tmp_path, tiny_dir, layout):
+    """The default, and where there are tools that for tools; `save` writes both."""
+    for file in tiny_dir.iterdir():
+        if "token" in file.name or file.name == "config.json":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    templates = {"default": "plain {{ messages[0]['content'] }}", "tool_use": "with {{ tools }}"}
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    if layout == "list":
+        config["chat_template"] = [{"name": k, "template": v} for k, v in templates.items()]
+    else:
+        (tmp_path / "chat_template.jinja").write_text(templates["default"])
+        (tmp_path / "additional_chat_templates").mkdir()
+        more = tmp_path / "additional_chat_templates" / "tool_use.jinja"
+        more.write_text(templates["tool_use"])
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(tmp_path)
+    tokenizer.save(tmp_path / "saved")
+    for each in (tokenizer, load_tokenizer(tmp_path / "saved")):
+        assert each.render(USER) == "plain Hi" and not each.has_thinking_switch
+        assert each.render(USER, tools=[{"type": "function"}]).startswith("with [")
+        assert "tools" in each.template
 
 
 def test_gguf_template_special_tokens_and_cache(tmp_path, monkeypatch):
@@ -335,6 +377,18 @@ def test_what_a_template_and_a_prompt_write_are_special_tokens(marked_backends):
     call = ["<tool_call>", "</tool_call>"]
     assert names == ["<|im_start|>", *thought, *call, "<|im_end|>", "<|im_start|>"]
     assert len(tokenizer.encode("<|im_end|>")) == len(tokenizer.encode_document("<|im_end|>")) == 1
+
+
+def test_a_text_without_a_template_begins_as_the_tokenizer_begins_texts(marked_backends):
+    from tokenizers.processors import TemplateProcessing
+
+    backend = copy.deepcopy(marked_backends["bytes"])
+    assert ChatTokenizer(backend, frozenset(), None).render(USER) == "Hi"
+    backend.bos_token = "<s>"
+    bos = backend.bos_token_id
+    backend.backend_tokenizer.post_processor = TemplateProcessing("<s> $A", None, [("<s>", bos)])
+    tokenizer = ChatTokenizer(backend, frozenset(), None)
+    assert tokenizer.encode(tokenizer.render(USER)) == tokenizer.encode_document("Hi")
 
 
 @pytest.mark.parametrize("kind", ["bytes", "pieces"])

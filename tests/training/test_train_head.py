@@ -18,6 +18,7 @@ from fasteagle.cli import main as cli
 from fasteagle.loading.checkpoint import open_checkpoint
 from fasteagle.loading.heads.read import load_head
 from fasteagle.loading.tensors import fingerprint
+from fasteagle.paths import cache_dir
 from fasteagle.training.held_out import HeldOut
 from fasteagle.training.options import TrainOptions
 from fasteagle.training.train import TrainingBar
@@ -85,6 +86,7 @@ def test_an_eagle3_head_is_trained_and_drafts(tiny_dir, text_file, tmp_path, no_
     for options, missing in (
         ((), "give its --algorithm and its --tap-layers"),
         ((*kind, "--borrow-lm-head"), "give no --borrow-lm-head"),
+        (("--algorithm", "eagle3", *kind[2:]), "give its --algorithm and its --tap-layers"),
     ):
         other = invoke(*command(tiny_dir, text_file, tmp_path / "more", *begun, *options))
         assert other.exit_code == 2 and missing in other.stderr, other.stderr
@@ -156,6 +158,38 @@ def test_prompts_are_answered_and_trained_on(tiny_dir, tmp_path, no_compiler):
     assert done.exit_code == 0, done.stderr
     again = [json.loads(line) for line in (out / "text.jsonl").read_text().splitlines()]
     assert again == lines
+
+
+def test_features_of_another_precision_are_others(tiny_dir, text_file, tmp_path, no_compiler):
+    """They lie in the user cache by what computed them, not by the files alone."""
+    runs = ("--precision", "fp32"), ("--precision", "int8-aten"), ("--precision", "fp32")
+    found = []
+    for i, run in enumerate(runs):
+        train = command(tiny_dir, text_file, tmp_path / f"head{i}", "--steps", 1, *run)
+        done = invoke(*train)
+        assert done.exit_code == 0, done.stderr
+        found.append(set((cache_dir() / "features").iterdir()))
+    assert len(found[1]) == len(found[0]) + 1 and found[2] == found[1]
+    refused = invoke(*command(tiny_dir, text_file, tmp_path / "a", "--precision", "int8-torchao"))
+    assert refused.exit_code == 2 and "leave -torchao out" in refused.stderr
+
+
+def test_runs_that_cannot_go_on_say_so(tiny_dir, text_file, tmp_path, no_compiler):
+    out = tmp_path / "head"
+    train = command(tiny_dir, text_file, out, "--steps", 2)
+    done = invoke(*train, "--seed", 2**63 - 1)  # whose multiples no generator takes
+    assert done.exit_code == 0, done.stderr
+    before = (out / "model.safetensors").read_bytes()
+    again = invoke(*command(tiny_dir, text_file, out, "--steps", 1), "--resume")
+    assert again.exit_code == 2 and "holds a finished run" in again.stderr
+    assert (out / "model.safetensors").read_bytes() == before
+    more = command(tiny_dir, text_file, tmp_path / "more", "--init", out)
+    for wrong, message in (
+        (("--beta1", 1.5), "beta1 1.5 is out of range: use 0 or more, below 1"),
+        (("--weight-decay", -1), "weight-decay -1.0 is out of range"),
+    ):
+        refused = invoke(*more, *wrong)
+        assert refused.exit_code == 2 and message in refused.stderr
 
 
 def test_too_few_conversations(tiny_dir, text_file, tmp_path, no_compiler):

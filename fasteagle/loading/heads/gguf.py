@@ -120,7 +120,7 @@ def _config(path: Path, fields: Fields) -> dict[str, Any]:
     """Return the fields under the names of a `config.json`. Raises `FasteagleError`."""
     dim, n_head = fields.width(P + "embedding_length"), fields.width(P + "attention.head_count")
     head_dim = fields.width(P + "attention.key_length", max(1, dim // n_head))
-    scaling = fields.text(P + "rope.scaling.type", "none")
+    scaling = fields.text(P + "rope.scaling.type", "linear")  # llama.cpp's default
     if (
         scaling not in ("none", "linear")
         or fields.width(P + "rope.dimension_count", head_dim) != head_dim
@@ -141,7 +141,8 @@ def _config(path: Path, fields: Fields) -> dict[str, Any]:
     raw |= {key: fields.flag(P + key) for key in FLAGS}
     if scaling == "linear":
         factor = fields.number(P + "rope.scaling.factor", 1.0)
-        raw["rope_scaling"] = {"rope_type": "linear", "factor": factor}
+        if factor != 1:
+            raw["rope_scaling"] = {"rope_type": "linear", "factor": factor}
     if P + "context_length" in fields:
         raw["max_position_embeddings"] = fields.integer(P + "context_length")
     return raw

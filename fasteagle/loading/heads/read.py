@@ -300,9 +300,9 @@ def _read_state(folder: Path) -> tuple[State, Header | None]:
     if lists and MAP not in state:
         try:
             ids = torch.as_tensor(unpickled(lists[0])).flatten().sort().values
+            state[MAP] = ids - torch.arange(len(ids))
         except (TypeError, ValueError, RuntimeError) as error:
             raise FasteagleError(f"{lists[0]}: not a list of token ids: fetch it again") from error
-        state[MAP] = ids - torch.arange(len(ids))
     return state, header
 
 
