@@ -106,6 +106,14 @@ class TrainOptions:
             )
 
     @property
+    def recipe(self) -> str:
+        """Options that shape what a head learns, as the command line takes them."""
+        named = ("loss", "self_fed_steps", "noise", "ce_weight", "feature_weight", "window")
+        values = {name: getattr(self, name) for name in (*named, "lr", "batch_tokens", "seed")}
+        flags = {name.replace("_", "-"): v for name, v in values.items() if v is not None}
+        return " ".join(f"--{flag} {value}" for flag, value in flags.items())
+
+    @property
     def n_steps_ahead(self) -> int:
         """Steps of drafting that each row is trained for."""
         return 1 + (self.self_fed_steps or 0)

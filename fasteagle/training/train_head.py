@@ -194,7 +194,7 @@ def _finish(
     """Write the draft head, its header and the training curve; delete the optimizer's state."""
     held = trainer.history[-1]  # a run ends with an evaluation
     header = head_header(trainer.head, runtime, identity, n_tokens, held)
-    header["steps"] = trainer.step
+    header |= {"steps": trainer.step, "recipe": trainer.options.recipe}
     save_head(run.out, trainer.head, header, torch.bfloat16)
     record = {
         "header": header,

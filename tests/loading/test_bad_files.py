@@ -83,6 +83,7 @@ BAD = [
     (HEADER, {"ranks": [[0.5], [2]]}, "its header: ranks is [[0.5], [2]]: must be lists of"),
     (HEADER, {"ranks": [[0.5], []]}, "its header: ranks is [[0.5], []]: must be lists of"),
     (HEADER, {"head_scheme": 4}, "its header: head_scheme is 4: must be a text"),
+    (HEADER, {"scheme": 5}, "its header: scheme is 5: must be a text"),
     (HEADER, "[1]", "its header must be a JSON object"),
     (HEADER, "{", "its header cannot be read as JSON"),
     # Whole files

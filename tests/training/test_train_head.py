@@ -59,6 +59,9 @@ def test_the_command_survives_a_kill_and_writes_a_head(tiny_dir, text_file, tmp_
     head, header = load_head(out, checkpoint.config)
     assert header["target_fingerprint"] == fingerprint(checkpoint)
     assert header["draft_vocab_size"] == 128 == len(head.target_ids())
+    assert header["recipe"].startswith("--loss paper --self-fed-steps 0 --noise 0.1")
+    shown = invoke("inspect-head", out)
+    assert f"training          {header['recipe']}" in shown.stdout
     record = json.loads((out / "training.json").read_text())
     assert record["options"]["steps"] == 130
     assert [entry["step"] for entry in record["history"]] == [40, 80, 120, 130]

@@ -105,6 +105,8 @@ def _facts(source: HeadSource, aux_layers: tuple[int, ...] | None) -> dict[str, 
         "size": f"{params:,} parameters, {n_bytes / 1e6:,.1f} MB in {dtypes}",
         "header": header,
     }
+    if source.header is not None and (recipe := source.header.get("recipe")):
+        facts["training"] = recipe
     return facts if source.made_for is None else facts | {"made for": source.made_for}
 
 

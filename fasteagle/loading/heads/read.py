@@ -326,7 +326,7 @@ def _header(metadata: dict[str, str], where: str) -> Header | None:
     if not isinstance(header, dict):
         raise FasteagleError(f"{where} must be a JSON object: train or fetch the head again")
     fields = Fields(header, where)
-    for key in ("target_fingerprint", "head_scheme"):
+    for key in ("target", "target_fingerprint", "scheme", "head_scheme", "recipe"):
         fields.text(key, "")
     fields.shares("ranks")
     return header
