@@ -78,7 +78,11 @@ def workers_here() -> int:
 
 
 def compile_all(variants: Sequence[Variant], device: torch.device, workers: int) -> None:
-    """Compile `variants` for the current device; most of the work runs without the GIL."""
+    """Compile `variants` for the current device; most of the work runs without the GIL.
+
+    What fails beside others is tried again alone: Python below 3.11.5 fails now and then where
+    threads parse code at the same time (python/cpython#106905).
+    """
 
     def compile_one(variant: Variant) -> None:
         # A thread has a current device of its own, and Triton compiles for that one.
@@ -87,7 +91,10 @@ def compile_all(variants: Sequence[Variant], device: torch.device, workers: int)
             variant.function.preload(variant.specialization)
 
     with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(compile_one, variants))
+        done = [pool.submit(compile_one, variant) for variant in variants]
+    for variant, future in zip(variants, done, strict=True):
+        if future.exception() is not None:
+            compile_one(variant)
 
 
 def compile_ahead(

@@ -221,6 +221,23 @@ def test_a_runner_compiles_ahead_once_for_each_number_of_rows(monkeypatch):
     assert numbers == [2, 2], "the second tree has as many rows as the first"
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_what_fails_beside_others_is_compiled_alone(times):
+    class Function:
+        failures = times
+
+        def preload(self, specialization):
+            self.failures -= 1
+            if self.failures >= 0:
+                raise SystemError("AST constructor recursion depth mismatch")
+
+    variants = [precompile.Variant(Function(), ""), precompile.Variant(Function(), "")]
+    raises = pytest.raises(SystemError) if times == 2 else contextlib.nullcontext()
+    with raises:
+        compile_all(variants, torch.device("cpu"), 2)
+    assert times == 2 or [variant.function.failures for variant in variants] == [-1, -1]
+
+
 def test_one_worker_a_core_up_to_a_limit(monkeypatch):
     assert precompile.MOST_WORKERS == 2, "eight processes of tests share a machine"
     monkeypatch.setattr(precompile, "MOST_WORKERS", 16)
