@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from fasteagle.compile.cuda_prompts import feed_forward, place
 from fasteagle.compile.cuda_tensors import (
     N_NUMBERS,
     N_TENSORS,
@@ -32,7 +33,7 @@ from fasteagle.compile.cuda_tensors import (
 from fasteagle.compile.fixed_norm import apply_norm
 from fasteagle.compile.tree_attention import OPS
 from fasteagle.device import on_device_of
-from fasteagle.model import Attention, Block, MoE, Ops, PromptView, RMSNorm, Visible
+from fasteagle.model import Block, MoE, Ops, PromptView, RMSNorm, Visible
 from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.quant.interleaved import BLOCK_N
 from fasteagle.tree import TreeView
@@ -165,7 +166,7 @@ class FusedBlocks:
             x = block.add_attention(x, cos, sin, slots, view, k_cache, v_cache, entry, self._masked)
             entry = None
             if not isinstance(block.mlp, MoE):
-                x = x + _feed_forward(block, x)
+                x = x + feed_forward(block, x)
                 continue
             i = self._index[id(block)]
             x = expert_layer(
@@ -197,40 +198,6 @@ class FusedBlocks:
         entry = None if entry is None else entry.half()
         y = self.run(self._blocks, [(k_cache, v_cache)], x, *rows, entry)
         return y.clamp(-LARGEST_FEATURE, LARGEST_FEATURE)
-
-
-def place(
-    attention: Attention,
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    slots: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    ops: Ops,
-) -> Tensor:
-    """Compute `model.place` in one launch, for blocks that fit."""
-    from fasteagle.compile.kernels.block_kernels import rope
-    from fasteagle.compile.kernels.tree_kernels import Unrotated
-
-    norms = attention.q_norm, attention.k_norm
-    scales = [norm.weight if isinstance(norm, RMSNorm) else None for norm in norms]
-    eps = norms[0].eps if isinstance(norms[0], RMSNorm) else 0.0
-    new = Unrotated(qkv[None], None, cos, sin, slots, attention.n_head, qkv.dtype)
-    with on_device_of(qkv):
-        return rope(new, (scales[0], scales[1]), k_cache, v_cache, eps)
-
-
-def _feed_forward(block: Block, x: Tensor) -> Tensor:
-    """Return the feed-forward layer's addition [T, D] to x in fp32, for any number of rows."""
-    from fasteagle.compile.kernels import block_kernels
-
-    gate_up, down = block.mlp.gate_up, block.mlp.down
-    assert isinstance(gate_up, InterleavedLinear) and isinstance(down, InterleavedLinear)
-    sums = gate_up.in_order(apply_norm(block.mlp_norm, x))
-    with on_device_of(x):
-        values, scales = block_kernels.gate_rows(sums, down.accumulate)
-    return down.of_half(values, scales)
 
 
 def _routing(blocks: Sequence[Block]) -> tuple[int, bool, float]:
@@ -375,13 +342,13 @@ def _attention(
 
 def _mlp(normed: Tensor, weights: PackedBlock, accumulate: str) -> Tensor:
     """Return partial sums [S, T, D] of the feed-forward layer's addition to the residual stream."""
-    from fasteagle.compile.kernels import block_kernels
+    from fasteagle.compile.kernels import gate_kernels
     from fasteagle.quant import kernels
 
     gated = kernels.gated(normed, weights.gate_up, accumulate)
     if gated is None:
         parts = kernels.partial_sums(normed, weights.gate_up, accumulate)
-        gated = block_kernels.gate(parts, accumulate)
+        gated = gate_kernels.gate(parts, accumulate)
     values, scales = gated
     return kernels.partial_sums(values, weights.down, accumulate, scales)
 

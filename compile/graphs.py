@@ -70,10 +70,10 @@ class CapturedRunner(Runner):
 
     def adopt(self, drafter: Drafter) -> None:
         # Keys hold their drafter: keys of a replaced drafter would keep its draft head in memory.
-        current = (None, drafter)
-        self._failures = Counter({k: n for k, n in self._failures.items() if k[0] in current})
-        self._replays = {k: replay for k, replay in self._replays.items() if k[0] in current}
-        self._split = {k: split for k, split in self._split.items() if k[0] in current}
+        tables: list[dict[Any, Any]] = [self._failures, self._replays, self._split]
+        for table in tables:
+            for key in [key for key in table if key[0] not in (None, drafter)]:
+                del table[key]
         super().adopt(drafter)
 
     def _key(self, spec: CycleSpec, drafter: Drafter | None, processed: bool = False) -> Any:

@@ -47,7 +47,7 @@ _KEYS = {
 }
 
 
-def linear_factor(fields: Fields, kind: str, metadata: Mapping[str, Any]) -> float:
+def _linear_factor(fields: Fields, kind: str, metadata: Mapping[str, Any]) -> float:
     """Return the factor of linear RoPE scaling, by its key or the former one; 0 stands for 1."""
     keys = f"{kind}.rope.scaling.factor", f"{kind}.rope.scale_linear"
     key = next((key for key in keys if key in fields), None)
@@ -109,7 +109,7 @@ def from_gguf(
         max_seq_len=fields.integer(f"{kind}.context_length"),
         norm_eps=fields.number(f"{kind}.attention.layer_norm_rms_epsilon", most=1),
         rope_base=fields.number(f"{kind}.rope.freq_base", 10000.0),
-        rope_linear_factor=linear_factor(fields, kind, metadata) if scaling == "linear" else 1.0,
+        rope_linear_factor=_linear_factor(fields, kind, metadata) if scaling == "linear" else 1.0,
         rope_freq_factors=rope_freq_factors,
         tie_embeddings=tied,
         qkv_bias=kind in ("qwen2", "qwen2moe"),

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fasteagle.quant.interleaved import BLOCK_N, LARGEST_EXPONENT, InterleavedWeight
 from fasteagle.quant.tiling import Card, Tiling, tiling
-from fasteagle.quant.unpack_kernels import as_row, group_params, half_range, plane_values
+from fasteagle.quant.unpack_kernels import as_row, group_params, half_range, plane_values, swiglu
 
 MAX_ROWS = 64  # above this the weight is dequantized and cuBLAS multiplies
 SPAN = 64  # columns of an activation that share a scale: the output of one gated program
@@ -250,7 +250,7 @@ def product(
 def gated_halves(acc, EXPONENT: tl.constexpr):
     """Return silu(gate) * up, whose columns alternate in `acc`, in fp16, and scales of the rows."""
     gate, up = tl.split(tl.reshape(acc, (acc.shape[0], acc.shape[1] // 2, 2)))
-    return half_range(gate / (1.0 + tl.exp(-gate)) * up, EXPONENT)
+    return half_range(swiglu(gate, up), EXPONENT)
 
 
 @triton.jit(do_not_specialize=["M", "tiles", "tiles_per_split"])

@@ -99,6 +99,12 @@ def unpack_asm(bits, plane, mul):
 
 
 @triton.jit
+def swiglu(gate, up):
+    """Return silu(gate) * up."""
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
 def half_range(values, EXPONENT: tl.constexpr):
     """Return fp32 values [rows, span] scaled into fp16, and scales [rows] >= 1 that undo it.
 

@@ -181,17 +181,14 @@ class Company:
                 self._distance = min(4 * self._distance, LONGEST_DISTANCE)
                 self._until_block, self._block = self._distance, BLOCK
                 return
-        if policy.is_gated:
-            self._size = policy.shapes[0]
-        else:
-            self._choose_size(policy, n, drafted)
+        self._choose_size(policy, n, drafted)
         plain = self._speed_of(n, None)
         tries = not drafted or self._rests.probing
         if not tries and plain and self._speed_of(n, self._size) < plain:
             self._rests.begin()
 
     def _choose_size(self, policy: Policy, n: int, drafted: bool) -> None:
-        """Take the size with the most tokens per ms, now and then."""
+        """Take the size with the most tokens per ms, now and then; gated chains are one size."""
         self._since += drafted
         if self._size is not None and self._since < EVERY:
             return

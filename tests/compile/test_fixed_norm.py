@@ -57,9 +57,9 @@ def test_no_wider_sums_than_needed(capsys):
 def test_prompts_check_no_input_behind_a_norm(scale, checked, monkeypatch):
     """Such as 5,800 sqrt(128), beyond fp16; attention has no such limit, the gate scales itself."""
     pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
-    from fasteagle.compile.kernels import block_kernels
+    from fasteagle.compile.kernels import gate_kernels
 
-    monkeypatch.setattr(block_kernels, "gate_rows", gated)
+    monkeypatch.setattr(gate_kernels, "gate_rows", gated)
     target, _ = packed_target()
     for block in target.blocks:
         block.mlp_norm.weight.data.fill_(scale)

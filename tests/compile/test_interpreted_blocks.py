@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="Triton is not installed (it comes with tor
 from device_checks import check_cache_in_8_bits, check_order, check_step_of_head, close, random_pool
 from fasteagle.compile import cuda_backend, cuda_ops
 from fasteagle.compile.int8_cache import dense_rows
-from fasteagle.compile.kernels import block_kernels, draft_kernels
+from fasteagle.compile.kernels import block_kernels, draft_kernels, gate_kernels
 from fasteagle.drafting.draft_head import top_children
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.generate import Engine
@@ -105,7 +105,7 @@ def test_gate_of_a_prompt(F):
     sums[2, -2] = 1.0
     sums[3, 1] = float("nan")
     sums[4, :2] = float("inf")
-    values, scales = block_kernels.gate_rows(sums, "fp32")
+    values, scales = gate_kernels.gate_rows(sums, "fp32")
     gate, up = sums[:, 0::2], sums[:, 1::2]
     expected = torch.nn.functional.silu(gate) * up
     assert values.dtype == torch.float16 and scales.shape == (5, 1)
@@ -117,7 +117,7 @@ def test_gate_of_a_prompt(F):
     assert scales[0] == 1 and scales[3] == 1
     largest = expected[:3].abs().amax(1) / scales[:3, 0]
     assert (largest < 2**15).all() and (largest[1:] >= 2**14).all()
-    narrow, narrower = block_kernels.gate_rows(sums[:2], "fp16")
+    narrow, narrower = gate_kernels.gate_rows(sums[:2], "fp16")
     assert (narrow.abs() < 2**9).all() and narrower[1] > scales[1]
 
 
@@ -184,9 +184,9 @@ def test_split_products_and_a_separate_gate(monkeypatch, split):
     monkeypatch.setattr(
         quant_kernels, "tiling", lambda *args: dataclasses.replace(cut(*args), split=split)
     )
-    gate = block_kernels.gate
+    gate = gate_kernels.gate
     monkeypatch.setattr(
-        block_kernels, "gate", lambda parts, *rest: gates.append(len(parts)) or gate(parts, *rest)
+        gate_kernels, "gate", lambda parts, *rest: gates.append(len(parts)) or gate(parts, *rest)
     )
     model, dense = packed_target("mha", dim=512, ffn_dim=1024)
     expected, _ = passed(Target(dense), 3, torch.float32)
