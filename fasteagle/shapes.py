@@ -18,6 +18,15 @@ class Shape:
         return self.nodes + 1  # type: ignore[attr-defined]
 
 
+class HeadShape(Shape):
+    """Base class of shapes whose candidates are all the draft head's."""
+
+    @property
+    def levels(self) -> int:
+        """Number of levels that the draft head expands."""
+        return self.depth  # type: ignore[attr-defined]
+
+
 def _check_sizes(nodes: int, depth: int, pool: int, sizes: str) -> None:
     """Raise `FasteagleError` unless a tree of `depth` levels can have so many nodes."""
     if nodes > pool:
@@ -27,7 +36,7 @@ def _check_sizes(nodes: int, depth: int, pool: int, sizes: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class TreeShape(Shape):
+class TreeShape(HeadShape):
     """Shape of a dynamic tree: `depth` levels expand `topk` nodes each, `nodes` are verified.
 
     A chain has `topk` 1. Raises `FasteagleError` for sizes that do not fit each other.
@@ -54,7 +63,7 @@ class TreeShape(Shape):
 
 
 @dataclasses.dataclass(frozen=True)
-class GatedChain(Shape):
+class GatedChain(HeadShape):
     """Confidence-gated chain: at most `depth` tokens, ended by low path probability.
 
     The limits are `drafting.policy.Thresholds`. The host must read each level's result, which
@@ -76,7 +85,7 @@ class GatedChain(Shape):
 
 
 @dataclasses.dataclass(frozen=True)
-class StaticShape(Shape):
+class StaticShape(HeadShape):
     """Shape of a tree that is fixed beforehand: `nodes` on `depth` levels of varying widths."""
 
     depth: int

@@ -121,6 +121,10 @@ class Pool(NamedTuple):
     parents: Tensor  # [P] pool index, -1 for the root's children
     sources: Tensor | None = None  # [P] as in `DraftTree`
 
+    def of_text(self, i: int) -> Pool:
+        """Return the candidates of text i, of tensors [B, P]."""
+        return Pool(self.tokens[i], self.scores[i], self.parents[i])
+
 
 def rerank(pool: Pool, root: Tensor, n_nodes: int) -> DraftTree:
     """Return the `n_nodes` best candidates as a tree under `root` [1].

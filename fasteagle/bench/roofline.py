@@ -21,7 +21,7 @@ from fasteagle.errors import FasteagleError
 from fasteagle.quant.interleaved import BLOCK_N, Layout, layout_for
 from fasteagle.quant.scheme import Scheme, is_scheme_name, parse_scheme
 from fasteagle.quant.tiling import BY_CAPABILITY, Card, cut_rows, microseconds, tiling, weight_bytes
-from fasteagle.shapes import AnyShape, FusedShape
+from fasteagle.shapes import AnyShape
 
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 # Launches of a captured cycle beside products and attention.
@@ -207,7 +207,7 @@ class Workload:
         last.
         """
         frontier = tree.topk or -(-tree.nodes // tree.depth)  # static trees: about evenly
-        levels = tree.levels if isinstance(tree, FusedShape) else tree.depth
+        levels = tree.levels
         block, is_eagle3 = head.block, head.eagle3 is not None
         name, parts = "draft head", []
         for level in range(max(1, levels)):

@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections import Counter
 from typing import Any
 
-from fasteagle.shapes import AnyShape, FusedShape, GatedChain
+from fasteagle.shapes import AnyShape, GatedChain
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 24, 32)  # rows of the target passes that are timed
 WIDTHS = (1, 2, 3, 4, 6, 8)  # widths of the levels that are timed
@@ -53,11 +53,10 @@ class Costs:
         """Return the time of drafting; levels of a fused drafter were timed with its lookup."""
         if isinstance(shape, GatedChain):
             return interpolated(self.chain, shape.depth)
-        levels = shape.levels if isinstance(shape, FusedShape) else shape.depth
-        if not levels or not self.level:
+        if not shape.levels or not self.level:
             return self.lookup
         assert shape.topk is not None, "static trees are not tuned"
-        more = (levels - 1) * interpolated(self.level, shape.topk)
+        more = (shape.levels - 1) * interpolated(self.level, shape.topk)
         return interpolated(self.first_level, shape.topk) + more
 
     def cycle(self, shape: AnyShape) -> float:

@@ -1,6 +1,8 @@
 """Drafting with a draft head: its KV cache, the committed pairs, and one level of a tree.
 
-Shapes: W rows of the draft head in one step, D model dim, S draft cache slots, V draft vocabulary.
+Shapes: W rows of the draft head in one step, D model dim, S draft cache slots, V draft vocabulary,
+B texts that draft together: one, whose length may be 0-d, or several, whose rows lie one text after
+the other.
 """
 
 from __future__ import annotations
@@ -12,17 +14,17 @@ import torch
 from torch import Tensor
 
 from fasteagle.drafting.base import Controlled
-from fasteagle.model import EagleHead, KVCache
+from fasteagle.model import EagleHead, KVCache, as_mask
 from fasteagle.sampling import SamplingMode, SamplingTensors, gumbel_noise
 from fasteagle.state import Committed
 from fasteagle.tree import DraftTree, Pool, TreeView, rerank
 
 
 class Prediction(NamedTuple):
-    """Output of the draft head for the last position that it has seen."""
+    """Output of the draft head for the last position of each text that it has seen."""
 
-    logits: Tensor  # [1, V]
-    feature: Tensor  # [1, D]
+    logits: Tensor  # [B, V]
+    feature: Tensor  # [B, D]
 
 
 def top_children(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -76,9 +78,10 @@ class RankingDrafter(Controlled):
         """
         if kind.greedy or self.noise == "none":
             return logits
-        position = (seq_len + level).unsqueeze(0)
-        gumbel = gumbel_noise(sampling.seed, position, self.target_ids)
-        return logits.float() / sampling.temperature + gumbel
+        gumbel = gumbel_noise(sampling.seed, seq_len.view(-1) + level, self.target_ids)  # [B, V]
+        of_texts = logits.float().view(len(gumbel), -1, logits.shape[1])
+        scores = of_texts / sampling.temperature.view(-1, 1, 1) + gumbel.unsqueeze(1)
+        return scores.view(logits.shape)
 
     def child_scores(self, scores: Tensor, logp: Tensor) -> Tensor:
         """Return scores [k, k] of children: log path probabilities, never above the parent's."""
@@ -118,17 +121,18 @@ class HeadDrafter(RankingDrafter):
         self.cache.resize(n_tokens + self.tree_rows + deepest + 1)
 
     def extend(self, new: Committed, seq_len: Tensor) -> Prediction:
-        """Run the committed pairs through the draft head.
+        """Run the committed pairs through the draft head: as many rows of each text.
 
-        Rows past `count` are padding, whose cache rows are overwritten before they are read.
+        Rows past `count` [B] are padding, whose cache rows are overwritten before they are read.
         """
-        W, device = new.tokens.shape[0], seq_len.device
-        start, row = seq_len - new.count[0], torch.arange(W, device=device)
-        chain = row.to(torch.int32).expand(W, W).contiguous()
-        view = TreeView(start, chain, row, self._window)
-        last = new.count - 1
+        B = len(new.count)
+        W, device = len(new.tokens) // B, seq_len.device
+        start, row = seq_len - new.count.view(seq_len.shape), torch.arange(W, device=device)
+        chain = row.to(torch.int32).expand(W, W).repeat(B, 1)
+        view = TreeView(start, chain, row.repeat(B), self._window)
+        last = new.count - 1 + W * torch.arange(B, device=device)
         features = self.head.read(new.features)
-        rows = start + row
+        rows = (start.view(B, 1) + row).flatten()
         return Prediction(*self._run(new.tokens, features, rows, rows, view, self.cache, last))
 
     @property
@@ -146,11 +150,33 @@ class HeadDrafter(RankingDrafter):
     ) -> tuple[Tensor, Tensor]:
         """Return logits [W, V] and features [W, D] of one level's nodes `tokens` [W].
 
-        `seq_len` (0-d) counts the committed pairs in the cache. `paths` [W, level + 1] int32 has
-        the tree rows of each node's ancestors and, last, its own: `first` and the next ones. All
-        nodes of a level share a position, as in the public implementation.
+        `seq_len` (0-d or [B]) counts the committed pairs in the cache. `paths` [W, level + 1] int32
+        has the tree rows of each node's ancestors and, last, its own: `first` and the next ones.
+        All nodes of a level share a position, as in the public implementation.
         """
         view = TreeView(seq_len, paths, torch.full_like(tokens, level), self._window)
-        positions = torch.zeros_like(tokens) + seq_len + level
-        slots = seq_len + first + torch.arange(len(tokens), device=tokens.device)
+        starts = seq_len.view(-1, 1)
+        nodes = torch.arange(len(tokens) // len(starts), device=tokens.device)
+        positions = (starts + level).repeat(1, len(nodes)).flatten()
+        slots = (starts + first + nodes).flatten()
         return self._run(tokens, features, positions, slots, view, self.cache)
+
+
+def under_mask(block: Callable[..., Tensor], beyond: int = 0) -> Callable[..., Tensor]:
+    """Return the block of a draft head, with masks for views of more than `beyond` rows."""
+
+    def run(
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        visible: Tensor | TreeView,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        entry: Tensor | None = None,
+    ) -> Tensor:
+        if len(x) > beyond:
+            visible = as_mask(visible, k_cache.shape[1])
+        return block(x, cos, sin, slots, visible, k_cache, v_cache, entry)
+
+    return run

@@ -1,6 +1,7 @@
 """EAGLE-2's dynamic tree: expand by cumulative log-probability, rerank, take the best nodes.
 
-Shapes: W rows of the draft head in one step, D model dim, V draft vocabulary, k top-k, P pool.
+Shapes: W rows of the draft head in one step, D model dim, V draft vocabulary, k top-k, P pool, B
+texts that draft together (one here; several in `compile.cuda_draft`).
 """
 
 from __future__ import annotations
@@ -70,17 +71,17 @@ class EagleDrafter(HeadDrafter):
 
     def propose(self, prediction: Prediction, state: DecodeState, spec: CycleSpec) -> DraftTree:
         """Expand, then rerank; cut a gated chain at its thresholds instead."""
-        assert isinstance(spec.shape, (TreeShape, GatedChain)), "the engine asks for its shapes"
-        pool = self.expand(prediction, state, spec.kind, spec.shape.depth, spec.shape.topk)
+        shape = spec.shape
+        assert shape is not None and shape.topk is not None, "the engine asks for its shapes"
+        pool = expand(self, prediction, state, spec.kind, shape.levels, shape.topk)
+        return self.select(pool.of_text(0), state, spec)
+
+    def select(self, pool: Pool, state: DecodeState, spec: CycleSpec) -> DraftTree:
+        """Return a tree of `spec.shape` from the draft head's candidates."""
         if isinstance(spec.shape, GatedChain):
             return gated_chain(pool, state.root, self.thresholds)
+        assert isinstance(spec.shape, TreeShape), "the engine asks for its shapes"
         return self.rerank(pool, state.root, spec.shape.nodes)
-
-    def expand(
-        self, prediction: Prediction, state: DecodeState, kind: SamplingMode, depth: int, k: int
-    ) -> Pool:
-        """Expand levels, see the function `expand`."""
-        return expand(self, prediction, state, kind, depth, k)
 
 
 def gated_chain(pool: Pool, root: Tensor, thresholds: Thresholds) -> DraftTree:
@@ -91,6 +92,16 @@ def gated_chain(pool: Pool, root: Tensor, thresholds: Thresholds) -> DraftTree:
     valid = ((paths >= verify) & deeper).long().cumprod(0).bool()
     valid = torch.cat((torch.ones_like(valid[:1]), valid))
     return chain(torch.cat((root, pool.tokens)), valid)
+
+
+class Texts(Protocol):
+    """What drafting reads of one text or of several."""
+
+    @property
+    def seq_len(self) -> Tensor: ...  # 0-d, or [B]
+
+    @property
+    def sampling(self) -> SamplingTensors: ...
 
 
 class Expanding(Protocol):
@@ -123,40 +134,41 @@ class Expanding(Protocol):
 
 
 def expand(
-    drafter: Expanding,
-    prediction: Prediction,
-    state: DecodeState,
-    kind: SamplingMode,
-    depth: int,
-    k: int,
+    drafter: Expanding, prediction: Prediction, texts: Texts, kind: SamplingMode, depth: int, k: int
 ) -> Pool:
-    """Draft `depth` levels; the frontier of each level are the k best of its candidates."""
-    seq_len = state.seq_len
-    logits, features = prediction
-    logits = drafter.ranking_logits(logits, seq_len, 1, kind, state.sampling)
-    ids, logp = drafter.top_children(logits, k)  # [1, k]
-    tokens, scores = drafter.target_ids[ids[0]], logp[0]
-    features = features.expand(k, -1)
+    """Draft `depth` levels; the frontier of each level are the k best of its candidates.
+
+    `prediction` has a row for each text, and the pool [B, P] too.
+    """
+    seq_len, sampling = texts.seq_len, texts.sampling
+    logits, features = prediction  # [B, V], [B, D]
+    B, device = len(logits), logits.device
+    logits = drafter.ranking_logits(logits, seq_len, 1, kind, sampling)
+    ids, scores = drafter.top_children(logits, k)  # [B, k]
+    tokens = drafter.target_ids[ids]
+    features = features.repeat_interleave(k, 0)  # [B * k, D]
     all_tokens, all_scores = [tokens], [scores]
     all_parents = [torch.full_like(tokens, -1)]
-    frontier = torch.arange(k, device=tokens.device)  # pool index of each frontier node
-    own = torch.arange(k, dtype=torch.int32, device=tokens.device).unsqueeze(1)
+    frontier = torch.arange(k, device=device).expand(B, k)  # pool index of each frontier node
+    text = k * torch.arange(B, device=device).unsqueeze(1)  # first row of each text
+    own = torch.arange(k, dtype=torch.int32, device=device).repeat(B).unsqueeze(1)
     paths = own  # cache rows of the path, among the tree's rows in the draft cache
     for level in range(1, depth):
         below = (level - 1) * k  # tree rows in the draft cache so far
-        logits, features = drafter.step(tokens, features, seq_len, level - 1, paths, below)
-        logits = drafter.ranking_logits(logits, seq_len, level + 1, kind, state.sampling)
-        ids, logp = drafter.top_children(logits, k)  # [k, k]
-        child_scores = drafter.child_scores(scores.unsqueeze(1), logp).flatten()
-        child_tokens = drafter.target_ids[ids.flatten()]
-        first = k + (level - 1) * k * k
+        flat = tokens.flatten()  # [B * k]
+        logits, features = drafter.step(flat, features, seq_len, level - 1, paths, below)
+        logits = drafter.ranking_logits(logits, seq_len, level + 1, kind, sampling)
+        ids, logp = drafter.top_children(logits, k)  # [B * k, k]
+        child_scores = drafter.child_scores(scores.view(-1, 1), logp).view(B, -1)
+        child_tokens = drafter.target_ids[ids.view(B, -1)]
         all_tokens.append(child_tokens)
         all_scores.append(child_scores)
-        all_parents.append(frontier.repeat_interleave(k))
-        best = torch.sort(child_scores, descending=True, stable=True).indices[:k]
-        above = best // k
-        tokens, scores = child_tokens[best], child_scores[best]
+        all_parents.append(frontier.repeat_interleave(k, 1))
+        best = torch.sort(child_scores, dim=1, descending=True, stable=True).indices[:, :k]
+        tokens, scores = child_tokens.gather(1, best), child_scores.gather(1, best)
+        above = (text + best // k).flatten()
         features = features[above]
-        frontier = first + best
+        frontier = k + below * k + best
         paths = torch.cat((paths[above], level * k + own), dim=1)
-    return Pool(torch.cat(all_tokens), torch.cat(all_scores), torch.cat(all_parents))
+    columns = all_tokens, all_scores, all_parents
+    return Pool(*(torch.cat(parts, dim=1) for parts in columns))

@@ -86,14 +86,16 @@ class FusedDrafter(EagleDrafter):
     def propose(
         self, prediction: Prediction | None, state: DecodeState, spec: CycleSpec
     ) -> DraftTree:
-        """Look up, expand, merge, rerank."""
+        """Expand, if the draft head is run; then look up, merge, rerank."""
+        if prediction is not None:
+            return super().propose(prediction, state, spec)
+        none = state.root[:0]
+        return self.select(Pool(none, none.float(), none), state, spec)
+
+    def select(self, pool: Pool, state: DecodeState, spec: CycleSpec) -> DraftTree:
         shape = spec.shape
         assert isinstance(shape, FusedShape), "the engine asks for shapes of this drafter"
         tokens, logp = self.lookup.propose(state.text, state.seq_len, shape.reach)
-        none = tokens.new_zeros(0)
-        pool = Pool(none, none.float(), none)
-        if prediction is not None:
-            pool = self.expand(prediction, state, spec.kind, shape.levels, shape.topk)
         both = fuse(pool, shape.topk, shape.levels, tokens, logp)
         return self.rerank(both, state.root, shape.nodes)
 

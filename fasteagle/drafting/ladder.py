@@ -112,10 +112,9 @@ def expected_of_head(shape: AnyShape, ranks: Ranks, factor: float) -> float:
     A node counts if its whole path is accepted. The tree of a real cycle follows the draft head's
     own probabilities, which this average does not contain; observations correct it.
     """
-    levels = shape.levels if isinstance(shape, FusedShape) else shape.depth
-    if not levels or shape.topk is None:
+    if not shape.levels or shape.topk is None:
         return 0.0
-    return sum(best_nodes(shape.topk, levels, ranks, factor)[: shape.nodes])
+    return sum(best_nodes(shape.topk, shape.levels, ranks, factor)[: shape.nodes])
 
 
 @functools.cache

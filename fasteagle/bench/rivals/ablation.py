@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fasteagle.drafting.draft_head import Prediction
 from fasteagle.drafting.eagle import EagleDrafter
-from fasteagle.sampling import SamplingMode
-from fasteagle.state import DecodeState
-from fasteagle.tree import Pool
+from fasteagle.state import CycleSpec, DecodeState
+from fasteagle.tree import DraftTree, Pool
 
 
 class AblatedDrafter(EagleDrafter):
@@ -25,14 +23,11 @@ class AblatedDrafter(EagleDrafter):
     def child_scores(self, scores: Tensor, logp: Tensor) -> Tensor:
         return torch.minimum(logp if self.by_confidence else scores + logp, scores)
 
-    def expand(
-        self, prediction: Prediction, state: DecodeState, kind: SamplingMode, depth: int, k: int
-    ) -> Pool:
-        pool = super().expand(prediction, state, kind, depth, k)
-        if self.reranks:
-            return pool
-        order = torch.arange(len(pool.scores), 0, -1, device=pool.scores.device)
-        return pool._replace(scores=order)
+    def select(self, pool: Pool, state: DecodeState, spec: CycleSpec) -> DraftTree:
+        if not self.reranks:
+            order = torch.arange(len(pool.scores), 0, -1, device=pool.scores.device)
+            pool = pool._replace(scores=order)
+        return super().select(pool, state, spec)
 
 
 def ablated(drafter: EagleDrafter, by_confidence: bool, reranks: bool) -> EagleDrafter:

@@ -104,7 +104,7 @@ class MedusaDrafter(RankingDrafter):
         logits = self.target.lm_head(self.heads(prediction)[:, 0])  # [K, V]
         ranked = [
             self.ranking_logits(row, state.seq_len, level, spec.kind, state.sampling).flatten()
-            for level, row in enumerate(logits, 1)
+            for level, row in enumerate(logits.split(1), 1)
         ]
         best = torch.stack(ranked).topk(RANKS, dim=-1).indices  # [K, RANKS]
         rows = torch.cat((state.root, best[self._levels, self._ranks]))
