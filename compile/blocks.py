@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fasteagle.compile.cycles import CycleCompiler
-from fasteagle.compile.graphs import COMPILING
+from fasteagle.compile.graphs import compiling
 from fasteagle.decoding.context import MAX_TREE_ROWS
 from fasteagle.decoding.runner import Backend
 from fasteagle.drafting.draft_head import HeadDrafter
@@ -192,7 +192,7 @@ class BlockCompiler:
                 for head, run in self._heads.items():
                     block = head.block
                     rows = *self._inputs(block, T, S), *self._layer(block, S)
-                    with COMPILING:
+                    with compiling():
                         run(*rows, self._entry(block, T))
                 if not self._backend.leaves_blocks:
                     continue
@@ -215,7 +215,7 @@ class BlockCompiler:
         *rows, mask = self._inputs(blocks[0], T, S)
         seen = [mask, self._view(T)] if self._ops.views else [mask]
         for visible in seen:
-            with COMPILING:
+            with compiling():
                 self._compiled(blocks, layers, *rows, visible, self._ops)
 
     def _view(self, T: int) -> TreeView:

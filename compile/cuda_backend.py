@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fasteagle.compile import cuda_ops, fixed_norm, int8_cache
 from fasteagle.compile.cuda_blocks import MAX_ROWS, MOST_UNNORMED, FusedBlocks, fits, obstacle
+from fasteagle.compile.cuda_draft import CudaDraft
 from fasteagle.compile.cuda_graphs import CudaGraphs
 from fasteagle.compile.cuda_pass import CudaPass
 from fasteagle.compile.fixed_norm import expect_normed_inputs, keep_sums_finite
@@ -23,14 +24,16 @@ from fasteagle.compile.tree_attention import OPS, has_kernel, has_triton
 from fasteagle.config import ModelConfig
 from fasteagle.decoding import cycle
 from fasteagle.decoding.cycle import EAGER, Pieces, Proposal
-from fasteagle.decoding.launch import Capture
-from fasteagle.decoding.runner import Advice, Backend, Runner, under_mask
+from fasteagle.decoding.launch import Capture, Launch
+from fasteagle.decoding.runner import Advice, Backend, Runner
 from fasteagle.drafting.base import Drafter
-from fasteagle.drafting.draft_head import DraftOps, RankingDrafter
+from fasteagle.drafting.draft_head import DraftOps, RankingDrafter, under_mask
+from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.model import CORE, EagleHead, Ops, Output, Target, Transformer
 from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.quant.linear import QuantizedLMHead
 from fasteagle.state import CycleSpec, DecodeState
+from fasteagle.tree import Pool, relations
 
 
 def draft(state: DecodeState, drafter: Drafter | None, spec: CycleSpec) -> Proposal:
@@ -70,6 +73,7 @@ class CudaBackend(Backend):
         super().__init__(int8_cache.over_int8(model, ops) if int8 else Target(model, ops), advice)
         self.name = "cuda"
         self._pass = CudaPass(self.target) if self._fuses and _has_fixed_head(model) else None
+        self._draft: CudaDraft | None = None
 
     def _kernel_ops(self, model: Transformer, ops: Ops) -> Ops:
         """Return `ops` (with tree attention) plus our norms and fused blocks where they fit."""
@@ -97,6 +101,7 @@ class CudaBackend(Backend):
             self.left.add("passes")
             self.target, self._attends, self._fuses = self.core, False, False
             self._pass = None
+        self._draft = None  # it would run the kernels that it has
 
     @property
     def pieces(self) -> Pieces:
@@ -147,6 +152,46 @@ class CudaBackend(Backend):
         if self._replays and not self._pass.is_captured:
             self._pass = None  # replayed cycles that take turns are faster
         return outputs
+
+    def adopt(self, drafter: Drafter) -> None:
+        super().adopt(drafter)
+        if not isinstance(drafter, EagleDrafter) or not self.drafts_together(drafter.head):
+            self._draft = None
+        elif self._draft is None or self._draft.head is not drafter.head:
+            self._draft = CudaDraft(drafter.head)
+
+    def drafts_together(self, head: EagleHead) -> bool:
+        return self.shares_passes and self._attends_head(head) and fits(head.block)
+
+    def draft_together(
+        self, runners: Sequence[Runner], launches: Sequence[Launch]
+    ) -> list[Proposal]:
+        pools: dict[int, Pool] = {}
+        if self._draft is not None:
+            states = [runner.state for runner in runners]
+            capture = runners[0].capture_pass if self._replays else None
+            pools = self._draft(states, launches, capture)
+            if self._replays and not self._draft.is_captured:
+                self._draft = None
+        proposals = []
+        for i, (runner, launch) in enumerate(zip(runners, launches, strict=True)):
+            proposals.append(runner.draft(launch, pools.get(i)))
+        return proposals
+
+    def launch_shared(
+        self, state: DecodeState, drafter: Drafter | None, specs: Sequence[CycleSpec]
+    ) -> None:
+        """Launch the kernels of passes and drafting that several sequences share."""
+        if self._pass is not None:
+            self._pass.launch_all(state)
+        if self._draft is not None and isinstance(drafter, EagleDrafter):
+            self._draft.launch_all(state, drafter, specs)
+
+    def select(
+        self, pool: Pool, state: DecodeState, drafter: Drafter | None, spec: CycleSpec
+    ) -> Proposal:
+        relate = relations if self.pieces is EAGER else cuda_ops.relate
+        return cycle.select(pool, state, drafter, spec, relate)
 
     def draft_ops(self, drafter: RankingDrafter) -> DraftOps:
         ops = super().draft_ops(drafter)

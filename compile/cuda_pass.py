@@ -11,6 +11,7 @@ Shapes: B sequences, M rows of a pass, G KV heads, group query heads of each, E 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fasteagle.compile.cuda_blocks import MAX_ROWS
+from fasteagle.compile.split_cycles import lasting
 from fasteagle.decoding.cycle import EAGER, Proposal
 from fasteagle.decoding.launch import Capture
 from fasteagle.decoding.together import groups, split
@@ -51,16 +53,30 @@ class Member(NamedTuple):
 
     def numbers(self) -> list[int]:
         """Return the fields of `sequence_kernels`, in their order."""
-        rows, (T, P) = self.rows, self.paths.shape
+        T, P = self.paths.shape
         whole = self.seq_len, self.tokens, self.depths
         assert {each.dtype for each in whole} == {torch.int64}, "as the kernels read them"
         assert self.paths.dtype == torch.int32 and len(self.depths) == len(self.tokens) == T
-        assert rows.stride(2) == rows.shape[3] and rows.stride(3) == 1, "rows one after the other"
-        strides = (rows.stride(i) * rows.element_size() for i in (0, 1))
         addresses = [each.data_ptr() for each in (*whole, self.paths)]
-        cache = rows.data_ptr(), *strides
-        assert not any(number % ALIGNMENT for number in cache), "whole pieces"
-        return [T, *addresses, P, *cache]
+        return [T, *addresses, P, *cache_numbers(self.rows)]
+
+
+def cache_numbers(rows: Tensor) -> list[int]:
+    """Return the last fields of `sequence_kernels` for a cache's `rows` [2 L, G, S, E]."""
+    assert rows.stride(2) == rows.shape[3] and rows.stride(3) == 1, "rows one after the other"
+    numbers = [rows.data_ptr(), *(rows.stride(i) * rows.element_size() for i in (0, 1))]
+    assert not any(number % ALIGNMENT for number in numbers), "whole pieces"
+    return numbers
+
+
+def send(numbers: Sequence[Sequence[int]], into: Tensor, missing: int = 0) -> None:
+    """Copy rows of numbers into the first rows of a tensor, and `missing` into the others."""
+    width = into.shape[1]
+    assert all(len(row) == width for row in numbers)
+    rows = [*numbers, *[[missing] * width] * (len(into) - len(numbers))]
+    host = torch.tensor(rows, dtype=into.dtype)
+    # From page-locked memory the host does not wait for what was launched before.
+    into.copy_(host.pin_memory() if into.is_cuda else host, non_blocking=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,9 +108,7 @@ class Shape(NamedTuple):
 
 
 class SharedPass:
-    """Pass of one shape: its tables and, after `run`, its output [M, ...]."""
-
-    output: Output
+    """Pass of one shape, with its tables."""
 
     def __init__(self, target: Target, shape: Shape, rows: Tensor) -> None:
         """Make the tables for caches like `rows`."""
@@ -117,14 +131,11 @@ class SharedPass:
         numbers = [member.numbers() for member in members]
         if numbers == self._numbers:
             return
-        self._numbers, table = numbers, self._sequences.table
-        none = [[0] * table.shape[1]] * (len(table) - len(numbers))
-        host = torch.tensor(numbers + none)
-        # From page-locked memory the host does not wait for what was launched before.
-        table.copy_(host.pin_memory() if table.is_cuda else host, non_blocking=True)
+        self._numbers = numbers
+        send(numbers, self._sequences.table)
 
-    def run(self) -> None:
-        """Run the pass over the sequences that are loaded."""
+    def compute(self) -> Output:
+        """Run the pass over the sequences that are loaded; return its output [M, ...]."""
         from fasteagle.compile.kernels import sequence_kernels
 
         own = self._sequences
@@ -132,7 +143,7 @@ class SharedPass:
             sequence_kernels.gather(own, self._group, self._block)
         view = TreeView(own.seq_lens, own.paths, own.depths, self._target.config.sliding_window)
         rows = own.tokens, own.positions, own.slots, view
-        self.output = self._target(*rows, self._cache, self._aux_layers)  # type: ignore[arg-type]
+        return self._target(*rows, self._cache, self._aux_layers)  # type: ignore[arg-type]
 
 
 class CudaPass:
@@ -143,7 +154,7 @@ class CudaPass:
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._passes: dict[Shape, tuple[SharedPass, Callable[[], None]]] = {}
+        self._passes: dict[Shape, tuple[SharedPass, Callable[[], None], Output]] = {}
         self.is_captured = True  # False: a capture failed
 
     def __call__(
@@ -170,36 +181,47 @@ class CudaPass:
             outputs += split(output, [len(proposal.depths) for proposal in trees])
         return outputs
 
+    @torch.no_grad()
+    def launch_all(self, state: DecodeState) -> None:
+        """Run a pass of each shape over no sequences; only its launches matter."""
+        rest = state.cache.n_slots, state.aux_layers
+        for rows, n in itertools.product(ROWS, SEQUENCES):
+            if n <= rows:
+                SharedPass(self._target, Shape(rows, n, *rest), state.cache.rows).compute()
+
     def _run(
         self, states: Sequence[DecodeState], proposals: Sequence[Proposal], capture: Capture | None
     ) -> Output:
         """Return the output of the rows of all proposals, one after the other."""
         sizes = [len(proposal.depths) for proposal in proposals]
         shape = Shape(
-            rows=_at_least(sum(sizes), ROWS),
-            sequences=_at_least(len(sizes), SEQUENCES),
+            rows=at_least(sum(sizes), ROWS),
+            sequences=at_least(len(sizes), SEQUENCES),
             n_slots=max(state.cache.n_slots for state in states),
             aux_layers=states[0].aux_layers,
         )
         members = [Member.of(*pair) for pair in zip(states, proposals, strict=True)]
-        if shape in self._passes:
-            shared, run = self._passes[shape]
-            shared.load(members)
-            run()
-        else:
+        if shape not in self._passes:
             shared = SharedPass(self._target, shape, members[0].rows)
             shared.load(members)
-            run = shared.run
-            if capture is not None:
-                replay = capture(shared.run, (None, shape))
-                self.is_captured = replay is not None
-                if replay is not None:
-                    self._passes[shape], run = (shared, replay), replay
-            run()
-        n_rows = sum(sizes)
-        return Output(*(each if each is None else each[:n_rows] for each in shared.output))
+            if capture is None:
+                return _first_rows(shared.compute(), sum(sizes))
+            step, output = lasting(shared.compute)
+            replay = capture(step, (None, shape))
+            self.is_captured = replay is not None
+            if replay is None:
+                return _first_rows(output, sum(sizes))
+            self._passes[shape] = shared, replay, output
+        shared, replay, output = self._passes[shape]
+        shared.load(members)
+        replay()
+        return _first_rows(output, sum(sizes))
 
 
-def _at_least(n: int, steps: Sequence[int]) -> int:
+def _first_rows(output: Output, n: int) -> Output:
+    return Output(*(each if each is None else each[:n] for each in output))
+
+
+def at_least(n: int, steps: Sequence[int]) -> int:
     """Return the smallest of `steps` that is no less than `n`."""
     return next(step for step in steps if step >= n)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasteagle.compile.graphs import COMPILING
+from fasteagle.compile.graphs import compiling
 from fasteagle.decoding.cycle import EAGER, Pieces, Proposal
 from fasteagle.decoding.launch import may_be_shorter
 from fasteagle.drafting.base import Drafter
@@ -60,7 +60,7 @@ class CycleCompiler:
         """Compile for caches of any number of slots; `slots` are sizes that need different code."""
         for spec in self._specs:
             if (self._drafter, spec) not in self._engine.runner.compiled:
-                with COMPILING:
+                with compiling():
                     self._found[self._drafter, spec] = self._compiled(spec, slots)
 
     def apply(self) -> None:

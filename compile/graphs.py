@@ -7,30 +7,34 @@ of several sequences.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import threading
+import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from fasteagle.compile.cuda_graphs import CudaGraphs, PinnedPlace
-from fasteagle.compile.precompile import compile_ahead
+from fasteagle.compile.precompile import compile_ahead, compile_launches
 from fasteagle.compile.split_cycles import SplitCycle, capture_split
 from fasteagle.decoding.cycle import Pieces, Proposal, decode_cycle
 from fasteagle.decoding.launch import Done, Launch, head_config
-from fasteagle.decoding.runner import Backend, Runner
+from fasteagle.decoding.runner import Backend, Runner, drop_others
 from fasteagle.drafting.base import Drafter
 from fasteagle.errors import first_line, is_out_of_memory
 from fasteagle.logits import LogitsProcessor
 from fasteagle.model import Output
 from fasteagle.multi_round import accept_sampled
 from fasteagle.state import CycleSpec, DecodeState
+from fasteagle.tree import Pool
 
 # Held during a capture, and during the first run of compiled code: compilation times code, and
 # timing waits for the whole device, which spoils a capture in another thread.
 COMPILING = threading.RLock()
+GAP = 0.005  # seconds; a thread that takes a lock again at once leaves it to no other one
 Captured = TypeVar("Captured")
 # Consecutive failures of a variant, with any code: each leaves a pool in torch's allocator of
 # page-locked memory.
@@ -42,6 +46,14 @@ TIMED_REPLAYS = 5
 # Replays a cycle. One that was captured for a processor of logits has two graphs: the processor,
 # which reads the tree on the host, runs between them.
 Replay = Callable[[LogitsProcessor | None], None]
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Hold `COMPILING` for a part of a compilation, after the captures that wait for it."""
+    time.sleep(GAP)
+    with COMPILING:
+        yield
 
 
 class CapturedRunner(Runner):
@@ -69,12 +81,10 @@ class CapturedRunner(Runner):
         self._launched: deque[PinnedPlace] = deque()
 
     def adopt(self, drafter: Drafter) -> None:
-        # Keys hold their drafter: keys of a replaced drafter would keep its draft head in memory.
+        super().adopt(drafter)
         tables: list[dict[Any, Any]] = [self._failures, self._replays, self._split]
         for table in tables:
-            for key in [key for key in table if key[0] not in (None, drafter)]:
-                del table[key]
-        super().adopt(drafter)
+            drop_others(table, drafter)
 
     def _key(self, spec: CycleSpec, drafter: Drafter | None, processed: bool = False) -> Any:
         # A cache that has grown has another address, and its graphs are invalid.
@@ -91,7 +101,16 @@ class CapturedRunner(Runner):
     def prepare(
         self, specs: Sequence[CycleSpec], drafter: Drafter | None, processed: bool = False
     ) -> None:
-        """Capture the variants not captured yet; cycles run on the state, which is restored."""
+        """Capture the variants not captured yet; cycles run on the state, which is restored.
+
+        A compilation in another thread goes on after all of them.
+        """
+        with COMPILING:
+            self._prepare(specs, drafter, processed)
+
+    def _prepare(
+        self, specs: Sequence[CycleSpec], drafter: Drafter | None, processed: bool
+    ) -> None:
         self._make_room(specs[0].kind)
         self.compile_ahead(specs, drafter)
         for spec in specs:
@@ -105,6 +124,11 @@ class CapturedRunner(Runner):
             with COMPILING:  # it waits for the device
                 compile_ahead(self.backend, drafter, specs, self.state)
             self._rows_ahead |= rows
+
+    def compile_shared(self, specs: Sequence[CycleSpec], drafter: Drafter | None) -> None:
+        backend, device = self.backend, self.state.root.device
+        with COMPILING:
+            compile_launches(lambda: backend.launch_shared(self.state, drafter, specs), device)
 
     def _make_room(self, kind: object) -> None:
         if kind in self._kinds:
@@ -256,9 +280,13 @@ class CapturedRunner(Runner):
             replay(processor)
         self._begin_to_read(alone=True)
 
-    def draft(self, launch: Launch) -> Proposal:
-        self._drafted = self._split_of(launch)
-        return super().draft(launch) if self._drafted is None else self._drafted.draft()
+    def draft(self, launch: Launch, pool: Pool | None = None) -> Proposal:
+        self._drafted = split = self._split_of(launch, pool)
+        if split is None:
+            return super().draft(launch, pool)
+        if pool is not None:
+            split.read_pool(pool)
+        return split.draft()
 
     def finish(self, launch: Launch, proposal: Proposal, output: Output) -> None:
         if (split := self._drafted) is None:
@@ -271,18 +299,23 @@ class CapturedRunner(Runner):
             split.end()
         self._begin_to_read(alone=False)
 
-    def _split_of(self, launch: Launch) -> SplitCycle | None:
-        """Return the captured parts of a cycle whose pass is shared, which may be captured now."""
+    def _split_of(self, launch: Launch, pool: Pool | None = None) -> SplitCycle | None:
+        """Return the captured parts of a cycle whose pass is shared, which may be captured now.
+
+        They begin with the candidates of the draft head where `pool` has them.
+        """
         spec, drafter, _ = launch
-        key = self._key(spec, drafter)
+        key = *self._key(spec, drafter), pool is None
         if key not in self._split:
             state, target, pieces = self.state, self.backend.target, self.pieces(spec, drafter)
+            own_pool = None if pool is None else Pool(*(each.clone() for each in pool[:3]))
+            pieces = pieces._replace(draft=self._draft(spec, drafter, own_pool))
 
             def capture(restore: Callable[[], None]) -> SplitCycle:
                 def own(step: Callable[[], None]) -> Callable[[], None]:
                     return self._capture(step, restore, (drafter, spec))
 
-                return capture_split(state, target, drafter, spec, pieces, own)
+                return capture_split(state, target, drafter, spec, pieces, own, own_pool)
 
             self._split[key] = self._attempt(spec, drafter, capture)
         return self._split[key]

@@ -100,19 +100,27 @@ def compile_all(variants: Sequence[Variant], device: torch.device, workers: int)
 def compile_ahead(
     backend: Backend, drafter: Drafter | None, specs: Sequence[CycleSpec], state: DecodeState
 ) -> int:
-    """Compile the kernels that cycles of `specs` and prompts launch; return how many there are.
+    """Compile the kernels that cycles of `specs` and prompts launch; see `compile_launches`."""
+
+    def launch() -> None:
+        run_passes(backend.target, sorted({1, *TAIL_ROWS, *(spec.rows for spec in specs)}))
+        run_head(drafter, {spec.width for spec in specs if spec.width})
+        run_trees(drafter, specs, state, relate)
+        run_commits(backend.target, specs, move_rows)
+
+    return compile_launches(launch, backend.target.weight.device)
+
+
+def compile_launches(launch: Callable[[], None], device: torch.device) -> int:
+    """Compile the kernels that `launch` launches, which do not run; return how many there are.
 
     After a failure the kernels are compiled at their first launch, and a warning line says so.
     """
-    device = backend.target.weight.device
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return 0
     try:
         with collecting() as variants:
-            run_passes(backend.target, sorted({1, *TAIL_ROWS, *(spec.rows for spec in specs)}))
-            run_head(drafter, {spec.width for spec in specs if spec.width})
-            run_trees(drafter, specs, state, relate)
-            run_commits(backend.target, specs, move_rows)
+            launch()
         torch.cuda.synchronize(device)
         workers = workers_here()
         line = f"compiling {len(variants)} kernels, {workers} at a time ..."

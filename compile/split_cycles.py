@@ -6,28 +6,57 @@ Shapes: T tree rows, V vocabulary, D model dim, R auxiliary layers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fasteagle.decoding.cycle import Pieces, Proposal
 from fasteagle.drafting.base import Drafter
 from fasteagle.model import Output, Target
 from fasteagle.state import CycleSpec, DecodeState
+from fasteagle.tree import Pool
 
 # Captures a step and returns the function that replays it.
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
+Result = TypeVar("Result")
+
+
+def lasting(make: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
+    """Return a step that runs `make`, and a copy of its result, which each run of it renews.
+
+    `make` runs once before. Graphs of one pool use the same memory: what a graph has allocated may
+    be overwritten by the next replay of any other one, so a result that is read later must not lie
+    there.
+    """
+    own = tree_map_only(torch.Tensor, torch.clone, make())
+    places = [each for each in tree_leaves(own) if isinstance(each, torch.Tensor)]
+
+    def step() -> None:
+        new = [each for each in tree_leaves(make()) if isinstance(each, torch.Tensor)]
+        for place, tensor in zip(places, new, strict=True):
+            place.copy_(tensor)
+
+    return step, own
 
 
 class SplitCycle(NamedTuple):
     """Draft and end of one variant of the cycle; a graph reads and writes the same memory always.
 
-    `output` is what `end` reads, beside the last proposal.
+    `output` is what `end` reads, beside the last proposal. `pool` is what `draft` reads where the
+    draft head was run for several texts.
     """
 
     output: Output
     draft: Callable[[], Proposal]
     end: Callable[[], None]
+    pool: Pool | None = None
+
+    def read_pool(self, pool: Pool) -> None:
+        """Copy the candidates of the draft head."""
+        assert self.pool is not None, "captured for candidates"
+        for own, new in zip(self.pool[:3], pool[:3], strict=True):
+            own.copy_(new)
 
     def read(self, output: Output) -> None:
         """Copy the output of the pass, as far as the end of the cycle reads it."""
@@ -43,17 +72,13 @@ def capture_split(
     spec: CycleSpec,
     pieces: Pieces,
     capture: Capture,
+    pool: Pool | None = None,
 ) -> SplitCycle:
-    """Capture both parts of a cycle of `spec`.
+    """Capture both parts of a cycle of `spec`; `pool` is the memory of its candidates, if given.
 
     Rows past the text change, in the cache too: the cycle has not begun yet.
     """
-    proposal: Proposal
-
-    def draft() -> None:
-        nonlocal proposal
-        proposal = pieces.draft(state, drafter, spec)
-
+    draft, proposal = lasting(lambda: pieces.draft(state, drafter, spec))
     begin = capture(draft)
 
     def drafted() -> Proposal:
@@ -63,7 +88,7 @@ def capture_split(
     drafted()  # values for the first runs of the end
     output = _zeros(state, target, spec, len(proposal.depths))
     end = capture(lambda: pieces.finish(state, spec, proposal, output))
-    return SplitCycle(output, drafted, end)
+    return SplitCycle(output, drafted, end, pool)
 
 
 def _zeros(state: DecodeState, target: Target, spec: CycleSpec, T: int) -> Output:

@@ -15,6 +15,7 @@ from fasteagle.decoding.context import common_prefix
 from fasteagle.decoding.runner import run_together
 from fasteagle.device import available_bytes, unless_short
 from fasteagle.drafting.company import Company
+from fasteagle.drafting.draft_head import HeadDrafter
 from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 
@@ -52,6 +53,7 @@ class Batch(Generic[Key, Item]):
         # that answers under way keep half of their speed.
         self._credit = 0.0
         self._company = Company()
+        self._shared = False  # whether several answers have been under way
 
     @property
     def has_room(self) -> bool:
@@ -82,6 +84,9 @@ class Batch(Generic[Key, Item]):
             if first is None or engine.drafter is None or engine.drafter.origin is not first.origin:
                 engine.use(None if first is None else first.sibling())
         self._make_room(engine, n_tokens)
+        if self._running and not self._shared:
+            self._shared = True
+            self.engines[0].compile_shared()
         engine.runner.waits = True
         self._running[key] = _Running(engine, start(engine), n_tokens)
         self._regroup()
@@ -187,6 +192,9 @@ class Batch(Generic[Key, Item]):
         if first is None:
             return
         self._company.follow(first.policy)
+        head = first.head if isinstance(first, HeadDrafter) else None
+        own = self.engines[0].backend
+        self._company.drafts_together = head is not None and own.drafts_together(head)
         shares = len(self._running) > 1 and first.tuning is not None
         for run in self._running.values():
             drafter = run.engine.drafter

@@ -162,7 +162,8 @@ def short_of_memory(doing: str, device: torch.device, fix: Callable[[int], str])
 def give_back() -> None:
     """Free the memory of unused objects, those in reference cycles included."""
     gc.collect()
-    torch.cuda.empty_cache()
+    with contextlib.suppress(RuntimeError):  # refused while another thread captures a graph
+        torch.cuda.empty_cache()
 
 
 def available_bytes(device: torch.device | str) -> int | None:

@@ -67,7 +67,8 @@ class Engine(Context):
 
     @plain_rows.setter
     def plain_rows(self, rows: int) -> None:
-        self.runner.plain_rows = rows
+        # Replayed passes of one and of two rows read the same weights: noise would choose.
+        self.runner.plain_rows = 1 if self.runner.fixed_addresses else rows
 
     def use(self, drafter: Drafter | None) -> None:
         """Draft with `drafter` from the next answer on; None: decode plainly."""
@@ -305,6 +306,10 @@ class Engine(Context):
     def compile_ahead(self) -> None:
         """Let the runner compile its device's kernels now, not during the first answer."""
         self.runner.compile_ahead(self._specs(SamplingMode()), self.drafter)
+
+    def compile_shared(self) -> None:
+        """Let the runner compile what several answers share, before a second one begins."""
+        self.runner.compile_shared(self._specs(SamplingMode()), self.drafter)
 
     def _specs(self, kind: SamplingMode) -> list[CycleSpec]:
         """Return the variants of the cycle that answers of this sampling mode may need."""

@@ -47,16 +47,22 @@ assert engine.on_cpu or not engine.backend.leaves_blocks, "no fused blocks"
 # Texts written beside each other, by passes that they share, are those written alone.
 SEVERAL = """
 from fasteagle.batch import Batch
+from fasteagle.bench.row_spec import RowSpec
+from fasteagle.bench.simulate import dummy_drafter
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.loading.open import open_dummy
-from fasteagle.options import RuntimeOptions, SamplingParams
+from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
 options = RuntimeOptions(device={device!r}, max_seq_len=256).at("int4")
-engine = open_dummy("smollm2-135m").prepared(options).engine()
-ask = lambda own, i: own.generate([5, 6, 7] * (3 + i), SamplingParams(i % 2 * 0.8, seed=i), 24)
-for drafter in (None, NgramDrafter(4)):
+prepared = open_dummy("smollm2-135m").prepared(options)
+engine, draft = prepared.engine(), RowSpec.parse("eagle@3/2/5").draft_options(DraftOptions())
+eagle = dummy_drafter("smollm2-135m", engine, prepared.checkpoint, draft)
+several, prompt = Batch(engine, 4), [5, 6, 7]
+for drafter, t in ((None, 0), (None, 0.8), (NgramDrafter(4), 0), (eagle, 0), (eagle, 0.8)):
     engine.use(drafter)
+    params = [SamplingParams(0.8 if i == 1 else t, seed=i) for i in range(4)]
+    ask = lambda own, i: own.generate(prompt * (3 + i), params[i], 24)
     alone = [[t for new in ask(engine, i) for t in new] for i in range(4)]
-    several, texts = Batch(engine, 4), [[] for _ in alone]
+    texts = [[] for _ in alone]
     for i in range(4):
         several.begin(i, [5], 64, lambda own, i=i: ask(own, i))
     while several.running:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fasteagle.compile.graphs import CapturedRunner
 from fasteagle.decoding.runner import Backend
@@ -53,6 +55,55 @@ class FakeGraphs:
     def milliseconds(self, replay) -> float:
         replay()
         return 1.0
+
+
+class Allocating(TorchDispatchMode):
+    """Notes the tensors whose memory operations allocate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        before = {id_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for made in tree_leaves(out):
+            if isinstance(made, torch.Tensor) and id_of(made) not in before:
+                self.made.add(made)
+        return out
+
+
+def id_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class PooledGraphs(FakeGraphs):
+    """Graphs that overwrite what later ones of their pool have allocated, as they may on CUDA.
+
+    Memory that a graph frees in its capture is given to the graphs that are captured after it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watching = nullcontext
+        self.allocated: list[Allocating] = []
+        self.overwritten = 0
+
+    def capture(self, step, restore):
+        super().capture(step, restore)
+        own, number = Allocating(), len(self.allocated)
+        self.allocated.append(own)
+
+        def replay() -> None:
+            for later in self.allocated[number + 1 :]:
+                for tensor in later.made:
+                    tensor.fill_(True if tensor.dtype == torch.bool else -1)
+                    self.overwritten += 1
+            own.made.clear()
+            with own:
+                step()
+
+        return replay
 
 
 class FakePlace:

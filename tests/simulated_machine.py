@@ -105,12 +105,13 @@ class Machine:
         """
         written, spent, drafted = 0, 0.0, 0
         while written < tokens:
-            rows, ms = n, self.true.other
+            rows, ms = n, self.true.other + self.shared_draft(company, n)
             for _ in range(n):
                 outcome, shape = Outcome(), company.next_shape
                 ms += looking_ms if shape is not None else 0.0
                 if shape is not None and not isinstance(shape, GatedChain):
-                    ms, drafted = ms + self.noisy(self.true.draft(shape)), drafted + 1
+                    own = 0.0 if company.drafts_together else self.noisy(self.true.draft(shape))
+                    ms, drafted = ms + own, drafted + 1
                     outcome = self.tree(shape)
                 elif shape is not None and company.head_gain is not None:
                     paths, levels = self.drafted_chain(company)
@@ -124,6 +125,14 @@ class Machine:
             spent += ms
         self.drafted = drafted
         return written / spent / (n / (self.true.verify(n) + self.true.other))
+
+    def shared_draft(self, company: Company, n: int) -> float:
+        """Milliseconds of a run of the draft head for all of `n` sequences, if there is one."""
+        shape = company.next_shape
+        if not company.drafts_together or shape is None:
+            return 0.0
+        more = self.true.verify(n * shape.topk) / self.true.verify(shape.topk)
+        return self.noisy(self.true.draft(shape) * more)
 
 
 def passes_of(rows: int) -> list[int]:

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from fasteagle.drafting.base import Drafter
+from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.logits import LogitsProcessor
 from fasteagle.model import KVCache, Output, Target
 from fasteagle.sampling import draw
 from fasteagle.state import CycleSpec, DecodeState
-from fasteagle.tree import LOOKUP, DraftTree, Relations, TreeView, first_rows, relations
+from fasteagle.tree import LOOKUP, DraftTree, Pool, Relations, TreeView, first_rows, relations
 from fasteagle.verify import PAD, Accepted, accept, seen_rows
 
 
@@ -117,6 +118,18 @@ def draft(
         prediction = drafter.extend(state.committed(spec.width), state.seq_len)
     tree = drafter.propose(prediction, state, spec)
     return Proposal.of(tree, spec.extends, relate)
+
+
+def select(
+    pool: Pool,
+    state: DecodeState,
+    drafter: Drafter | None,
+    spec: CycleSpec,
+    relate: Callable[[Tensor, Tensor], Relations] = relations,
+) -> Proposal:
+    """End `draft` with candidates of the draft head that were drafted beside other texts'."""
+    assert isinstance(drafter, EagleDrafter), "only these select from candidates"
+    return Proposal.of(drafter.select(pool, state, spec), spec.extends, relate)
 
 
 def verify(state: DecodeState, target: Target, proposal: Proposal) -> Output:

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from fasteagle.config import HeadConfig
-from fasteagle.decoding.cycle import EAGER, Pieces, Proposal, decode_cycle, finish
+from fasteagle.decoding.cycle import EAGER, Pieces, Proposal, decode_cycle, finish, select
 from fasteagle.decoding.launch import Capture, Done, Launch, may_be_shorter
 from fasteagle.decoding.together import verify_together
 from fasteagle.drafting.base import Drafter
-from fasteagle.drafting.draft_head import DraftOps, HeadDrafter, RankingDrafter
+from fasteagle.drafting.draft_head import DraftOps, HeadDrafter, RankingDrafter, under_mask
 from fasteagle.logits import LogitsProcessor
-from fasteagle.model import CORE, EagleHead, Ops, Output, Target, as_mask
+from fasteagle.model import CORE, EagleHead, Ops, Output, Target
 from fasteagle.state import CycleSpec, DecodeState
-from fasteagle.tree import TreeView
+from fasteagle.tree import Pool
 
 HeadBlocks = MutableMapping[EagleHead, Callable[..., Tensor]]
 Advice = Callable[[HeadConfig | None], str | None]
@@ -63,6 +63,7 @@ class Runner:
 
     def adopt(self, drafter: Drafter) -> None:
         """Let a drafter, whose cycles come next, draft by the backend's operations."""
+        drop_others(self.compiled, drafter)
         self.backend.adopt(drafter)
 
     def use_compiled(self, compiled: Mapping[tuple[Drafter | None, CycleSpec], Pieces]) -> None:
@@ -78,6 +79,9 @@ class Runner:
 
     def compile_ahead(self, specs: Sequence[CycleSpec], drafter: Drafter | None) -> None:
         """Compile the device's kernels that prompts and cycles of these specs launch."""
+
+    def compile_shared(self, specs: Sequence[CycleSpec], drafter: Drafter | None) -> None:
+        """Compile the device's kernels that cycles of several engines share."""
 
     def prepare(
         self, specs: Sequence[CycleSpec], drafter: Drafter | None, processed: bool = False
@@ -119,13 +123,19 @@ class Runner:
             lambda: laps.append(time.perf_counter()),
         )
 
-    def draft(self, launch: Launch) -> Proposal:
-        """Return the proposal of a cycle whose pass others share."""
+    def draft(self, launch: Launch, pool: Pool | None = None) -> Proposal:
+        """Return the proposal of a cycle whose pass others share, from candidates if given."""
         spec, drafter, _ = launch
         begin = time.perf_counter()
-        proposal = self.pieces(spec, drafter).draft(self.state, drafter, spec)
+        proposal = self._draft(spec, drafter, pool)(self.state, drafter, spec)
         self.drafted(begin, time.perf_counter() - begin)
         return proposal
+
+    def _draft(self, spec: CycleSpec, drafter: Drafter | None, pool: Pool | None) -> Draft:
+        """Return the function that makes the proposal."""
+        if pool is None:
+            return self.pieces(spec, drafter).draft
+        return functools.partial(self.backend.select, pool)
 
     def drafted(self, begin: float, seconds: float) -> None:
         """Note that a cycle whose pass others share began at `begin`, with its time to draft."""
@@ -281,6 +291,21 @@ class Backend:
         pairs = zip(runners, launches, strict=True)
         return [runner.draft(launch) for runner, launch in pairs]
 
+    def drafts_together(self, head: EagleHead) -> bool:
+        """Return whether one run of a draft head serves the cycles of several engines."""
+        return False
+
+    def launch_shared(
+        self, state: DecodeState, drafter: Drafter | None, specs: Sequence[CycleSpec]
+    ) -> None:
+        """Launch what cycles of several engines share, so that it is compiled."""
+
+    def select(
+        self, pool: Pool, state: DecodeState, drafter: Drafter | None, spec: CycleSpec
+    ) -> Proposal:
+        """Return the proposal of a cycle from candidates of its draft head."""
+        return select(pool, state, drafter, spec)
+
     @property
     def shares_passes(self) -> bool:
         """Return whether cycles that are replayed share their passes; others always do."""
@@ -367,21 +392,7 @@ class Backend:
         return None
 
 
-def under_mask(block: Callable[..., Tensor], beyond: int = 0) -> Callable[..., Tensor]:
-    """Return the block of a draft head, with masks for views of more than `beyond` rows."""
-
-    def run(
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        slots: Tensor,
-        visible: Tensor | TreeView,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        entry: Tensor | None = None,
-    ) -> Tensor:
-        if len(x) > beyond:
-            visible = as_mask(visible, k_cache.shape[1])
-        return block(x, cos, sin, slots, visible, k_cache, v_cache, entry)
-
-    return run
+def drop_others(table: dict[Any, Any], drafter: Drafter) -> None:
+    """Drop what a table has of other drafters, whose draft heads its keys keep in memory."""
+    for key in [key for key in table if key[0] not in (None, drafter)]:
+        del table[key]

@@ -77,6 +77,7 @@ class Company:
 
     def __init__(self) -> None:
         self.policy: Policy | None = None
+        self.drafts_together = False  # whether a run of the draft head serves all sequences
         self._levels: Levels  # a sequence's share of their time, while there is a policy
         self.thresholds, self.lookup_threshold = Thresholds(), Thresholds().verify[0]
         self.head_gain: float | None = None
@@ -155,12 +156,19 @@ class Company:
         if (n, shape) not in self._speeds:
             policy, speed = self.policy, Speed(n)
             if shape is not None and policy is not None and not policy.is_gated:
-                # Each drafts for itself, before one pass over the rows of all.
-                apart = policy.costs.draft(shape) + policy.costs.other
-                ms = n * apart + policy.pass_ms(n * shape.rows)
+                ms = self._draft_ms(policy, n, shape) + n * policy.costs.other
+                ms += policy.pass_ms(n * shape.rows)
                 speed = Speed(n, n * policy.accepted(shape), ms)
             self._speeds[n, shape] = speed
         return self._speeds[n, shape]
+
+    def _draft_ms(self, policy: Policy, n: int, shape: AnyShape) -> float:
+        """Return the time that drafting is expected to take, before it was observed."""
+        ms = policy.costs.draft(shape)
+        if not self.drafts_together or shape.topk is None:
+            return n * ms
+        # A run over the rows of all costs more than one of a sequence as passes of the target do.
+        return ms * policy.pass_ms(n * shape.topk) / policy.pass_ms(shape.topk)
 
     def _speed_of(self, n: int, shape: AnyShape | None) -> float:
         return self._kind(n, shape).mean(self._factor.mean())

@@ -18,18 +18,27 @@ def triton_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def kernels_on_cpu(card, monkeypatch):
     """Backends of CUDA run on CPU tensors, by kernels that are interpreted."""
-    from fasteagle.compile.cuda_pass import Member
+    from fasteagle.compile import cuda_draft
+    from fasteagle.compile.cuda_pass import Member, cache_numbers
     from fasteagle.quant import interleaved
     from ptx.operators import product
 
     numbers = Member.numbers
 
+    def reach(*tensors) -> None:
+        card.reachable = [*card.reachable, *tensors][-MOST_REACHABLE:]
+
     def reached(member: Member) -> list[int]:
-        card.reachable = [*card.reachable, *member][-MOST_REACHABLE:]
+        reach(*member)
         return numbers(member)
+
+    def reached_cache(rows) -> list[int]:
+        reach(rows)
+        return cache_numbers(rows)
 
     monkeypatch.setattr(interleaved, "interleaved_linear", product)
     monkeypatch.setattr(Member, "numbers", reached)
+    monkeypatch.setattr(cuda_draft, "cache_numbers", reached_cache)
     return card
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from types import SimpleNamespace
 from unittest import mock
@@ -13,7 +14,7 @@ import torch
 
 from fake_cuda import FakeCuda
 from fasteagle.compile.cuda_graphs import CudaGraphs
-from fasteagle.compile.graphs import COMPILING, CapturedRunner
+from fasteagle.compile.graphs import COMPILING, CapturedRunner, compiling
 from fasteagle.decoding.cycle import EAGER
 from fasteagle.decoding.runner import Backend
 from fasteagle.drafting.ngram import NgramDrafter
@@ -202,6 +203,26 @@ def test_a_capture_waits_for_code_that_is_being_compiled(cuda, engine):
     assert engine.runner.captured == 1
 
 
+def test_an_answer_waits_for_one_part_of_a_compilation_only(cuda, engine):
+    begun = threading.Event()
+    ended = []
+
+    def compile_parts() -> None:
+        for _ in range(5):
+            with compiling():
+                begun.set()
+                time.sleep(0.1)
+            ended.append(time.perf_counter())
+
+    thread = threading.Thread(target=compile_parts)
+    thread.start()
+    begun.wait()
+    engine.prepare(SamplingParams())
+    prepared = time.perf_counter()
+    thread.join()
+    assert engine.runner.captured == 1 and prepared < ended[2]
+
+
 def test_a_cache_of_another_size_at_the_same_address_is_another(cuda, engine):
     spec = engine.spec(None, SamplingMode())
 
@@ -225,10 +246,12 @@ def test_failures_for_lack_of_memory_count_too(cuda, engine):
 
 @pytest.mark.parametrize("refusing", [0, 100])
 def test_no_drafter_that_was_replaced_is_kept(cuda, engine, refusing):
-    """Neither by the graphs of its cycles nor by their failures."""
+    """Neither by the graphs of its cycles, nor by their failures, nor by compiled code."""
     cuda.refusing = refusing
     drafters = [NgramDrafter(4), NgramDrafter(4)]
     engine.use(drafters[0])
+    spec = engine.spec(drafters[0].shape, SamplingMode())
+    engine.runner.use_compiled({(drafters[0], spec): EAGER})
     engine.prepare(SamplingParams())
     if refusing:
         engine.runner.forget()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -13,19 +13,24 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed (it comes with torch on Linux)")
 
+import triton
+
 from fasteagle import batch
 from fasteagle.batch import Batch
+from fasteagle.compile.cuda_draft import CudaDraft
 from fasteagle.compile.cuda_pass import CudaPass, Member, SharedCache
 from fasteagle.compile.graphs import CapturedRunner
 from fasteagle.compile.int8_cache import quantized_rows
 from fasteagle.compile.kernels import block_kernels, sequence_kernels, tree_kernels
+from fasteagle.compile.precompile import collecting
 from fasteagle.generate import Engine
 from fasteagle.options import SamplingParams
+from fasteagle.sampling import SamplingMode
 from fasteagle.tree import TreeView, relations
 from helpers import rest_slow
 from interleaved_models import KernelBackend
 from ptx.memory import Fault
-from replaying import FakeGraphs
+from replaying import PooledGraphs
 from test_interpreted_cycles import FUSED, PROMPT, TREE, made
 from tree_problems import random_parents
 
@@ -204,14 +209,14 @@ def test_a_planted_fault_is_seen(name, kernels_on_cpu):
         assert equal is not broken
 
 
-# drafting, shape, KV cache, target, number of texts, whether cycles are replayed
+# drafting, shape, KV cache, target, temperature of each text, whether cycles are replayed
 BATCHES = [
-    ("eagle1", TREE, "auto", "gqa", 2, True),
-    ("eagle1", TREE, "auto", "gqa", 3, False),
-    ("eagle3", FUSED, "int8", "gqa", 3, True),
-    ("eagle3", TREE, "auto", "shared expert", 3, False),
-    (None, None, "auto", "qwen3", 3, True),
-    ("eagle1", TREE, "auto", "window", 3, True),
+    ("eagle1", TREE, "auto", "gqa", (0, 0), True),
+    ("eagle1", TREE, "auto", "gqa", (0, 0.8, 0), False),
+    ("eagle3", FUSED, "int8", "gqa", (0.7, 0.8, 1.2), True),
+    ("eagle3", TREE, "auto", "shared expert", (0, 0.8, 0), False),
+    (None, None, "auto", "qwen3", (0, 0.8, 0), True),
+    ("eagle1", TREE, "auto", "window", (0.5, 0, 0), True),
 ]
 
 
@@ -221,18 +226,20 @@ class Replayed(KernelBackend):
     _replays = True
 
     def runner(self, state):
-        graphs = FakeGraphs()
-        graphs.watching = nullcontext
-        return CapturedRunner(self, state, graphs)
+        return CapturedRunner(self, state, PooledGraphs())
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "shape", "kv", "name", "n_jobs", "replayed"), rest_slow(BATCHES), ids=str
+    ("algorithm", "shape", "kv", "name", "temperatures", "replayed"), rest_slow(BATCHES), ids=str
 )
 def test_texts_and_caches_are_those_written_alone(
-    algorithm, shape, kv, name, n_jobs, replayed, kernels_on_cpu, monkeypatch
+    algorithm, shape, kv, name, temperatures, replayed, kernels_on_cpu, monkeypatch
 ):
-    """Greedy ones and a drawn one; passes are shared, and keys and values equal bit for bit."""
+    """Greedy or drawn; passes and runs of the draft head are shared.
+
+    Keys, values and trees are equal bit for bit to those of a text alone.
+    """
+    n_jobs = len(temperatures)
     backend, drafter = made(algorithm or "eagle1", shape or TREE, kv, name)
     backend = Replayed(backend.target.model, kv) if replayed else backend
     model = backend.target.model
@@ -240,23 +247,44 @@ def test_texts_and_caches_are_those_written_alone(
     def engine():
         return Engine(model, 128, drafter=drafter() if algorithm else None, backend=backend)
 
+    texts = [(PROMPT[:20], 9 if n_jobs > 2 else 4), (PROMPT[:9], 5), (PROMPT[3:5], 3)]
     jobs = [
-        (PROMPT[:20], SamplingParams(), 9 if n_jobs > 2 else 4),
-        (PROMPT[:9], SamplingParams(0.8, seed=3), 5),
-        (PROMPT[3:5], SamplingParams(), 3),
-    ][:n_jobs]
+        (prompt, SamplingParams(temperature, seed=3 + i), n)
+        for i, ((prompt, n), temperature) in enumerate(zip(texts, temperatures, strict=False))
+    ]
     expected = []
     for prompt, params, n in jobs:
         own = engine()
         text = [t for new in own.generate(prompt, params, n) for t in new]
         expected.append((text, own.cache.rows[:, :, : len(own.cached)].clone()))
-    shared = []
-    run = CudaPass._run
+    shared, drafted = [], []
+    run, draft = CudaPass._run, CudaDraft.__call__
     monkeypatch.setattr(CudaPass, "_run", lambda *args: shared.append(len(args[1])) or run(*args))
+
+    def compared(self, states, launches, capture=None):
+        pools = draft(self, states, launches, capture)
+        drafted.append(len(pools))
+        for i, pool in pools.items():
+            spec, drafter, _ = launches[i]
+            together = backend.select(pool, states[i], drafter, spec)
+            alone = backend.pieces.draft(states[i], drafter, spec)
+            assert torch.equal(together.tree.tokens, alone.tree.tokens)
+            assert torch.equal(together.tree.parents, alone.tree.parents)
+        return pools
+
+    monkeypatch.setattr(CudaDraft, "__call__", compared)
     # Prompts are computed one after the other, however long passes take here.
     ticks = itertools.count()
     monkeypatch.setattr(batch, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     several = Batch(engine(), 3)
+    first, missed = several.engines[0], []
+    with collecting() as ahead, mock.patch.object(type(kernels_on_cpu), "launch"):
+        backend.launch_shared(first.state, first.drafter, first._specs(SamplingMode()))
+
+    def note_missed(*, key, fn, **rest) -> None:
+        missed.extend({(fn.name, key)} - ahead.keys())
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note_missed)
     texts, caches = [[] for _ in jobs], [None] * n_jobs
     for i, (prompt, _, n) in enumerate(jobs):
         start = lambda own, i=i: jobs_of(own, *jobs[i], caches, i)  # noqa: E731
@@ -269,6 +297,10 @@ def test_texts_and_caches_are_those_written_alone(
     for text, cache, (wanted, rows) in zip(texts, caches, expected, strict=True):
         assert text == wanted and torch.equal(cache.view(torch.uint8), rows.view(torch.uint8))
     assert max(shared) == n_jobs and backend.shares_passes
+    # Greedy texts and drawn ones draft apart.
+    alike = max(sum(t > 0 for t in temperatures), sum(t == 0 for t in temperatures))
+    assert not algorithm or max(drafted) == alike
+    assert not missed, "what is shared was compiled ahead, the rest alone"
     if replayed:
         assert all(engine.runner.error is None for engine in several.engines)
 

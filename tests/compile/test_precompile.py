@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fasteagle.batch import Batch
 from fasteagle.compile import graphs, precompile
 from fasteagle.compile.backend import choose_backend
 from fasteagle.compile.precompile import (
@@ -219,6 +220,27 @@ def test_a_runner_compiles_ahead_once_for_each_number_of_rows(monkeypatch):
         engine.use(EagleDrafter(head, shape, 256))
         list(engine.generate(PROMPT, SamplingParams(), 4))
     assert numbers == [2, 2], "the second tree has as many rows as the first"
+
+
+def test_a_second_answer_compiles_what_both_share(monkeypatch):
+    """Once, and nothing while answers are alone."""
+    calls = []
+    own = type(captured_engine(random_target(tiny_config()), 64).runner)
+    monkeypatch.setattr(own, "compile_shared", lambda runner, *specs: calls.append(specs))
+    batch = Batch(captured_engine(random_target(tiny_config()), 256), 2)
+
+    def begin(key):
+        batch.begin(key, PROMPT, 64, lambda engine: engine.generate(PROMPT, SamplingParams(), 4))
+
+    for _ in range(2):
+        begin(0)
+        batch.end(0)
+    assert not calls
+    for _ in range(2):
+        begin(0)
+        begin(1)
+        batch.close()
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("times", [1, 2])

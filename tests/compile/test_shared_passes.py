@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from types import SimpleNamespace
 from unittest import mock
 
@@ -10,11 +12,14 @@ import torch
 
 from fake_cuda import FakeCuda
 from fasteagle.batch import Batch
+from fasteagle.compile import split_cycles
 from fasteagle.compile.cuda_graphs import CudaGraphs
 from fasteagle.compile.cuda_pass import ROWS, SEQUENCES, CudaPass, Shape
 from fasteagle.compile.graphs import CapturedRunner
 from fasteagle.decoding.cycle import EAGER
 from fasteagle.decoding.launch import Launch
+from fasteagle.decoding.runner import Backend
+from fasteagle.decoding.together import verify_together as together_of
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.ngram import NgramDrafter
 from fasteagle.generate import Engine
@@ -22,7 +27,7 @@ from fasteagle.model import Output, Target
 from fasteagle.options import SamplingParams
 from fasteagle.shapes import TreeShape
 from helpers import random_head, random_target, tiny_config
-from replaying import FakePlace, ReplayingBackend
+from replaying import FakePlace, PooledGraphs, ReplayingBackend
 
 GREEDY, DRAWN = SamplingParams(), SamplingParams(0.8, seed=3)
 PROMPTS = [[5, 6, 7, 8] * 4, [5, 6, 7] * 3, [9, 9, 9]]
@@ -92,6 +97,72 @@ def test_texts_are_those_written_alone(engine, kind):
     assert texts == expected and max(engine.backend.sizes) == 3
     for own in several.engines:
         assert any(own.runner._split.values()) and own.runner.error is None
+
+
+class Pooled(Backend):
+    """Replays cycles and passes, by graphs that overwrite each other's memory."""
+
+    shares_passes = True
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
+        self.passes = {}
+
+    def runner(self, state):
+        return CapturedRunner(self, state, PooledGraphs())
+
+    def verify_together(self, states, proposals, capture=None):
+        """Replay a pass for each set of sequences and of sizes."""
+        key = tuple((id(s), id(p.tree.tokens)) for s, p in zip(states, proposals, strict=True))
+        if key not in self.passes:
+            step, outputs = split_cycles.lasting(
+                lambda: together_of(states, self.target, proposals)
+            )
+            self.passes[key] = capture(step, (None, key)), outputs
+        replay, outputs = self.passes[key]
+        replay()
+        return outputs
+
+
+def in_memory_of_the_graph(make):
+    """A result as it is without `lasting`: where the graph has put it."""
+    cell = [make()]
+
+    class Last:
+        def __getattr__(self, name):
+            return getattr(cell[0], name)
+
+        def __getitem__(self, item):
+            return cell[0][item]
+
+    return lambda: cell.__setitem__(0, make()), Last()
+
+
+@pytest.mark.parametrize("lasts", [True, False])
+def test_no_replay_reads_what_another_may_have_overwritten(monkeypatch, lasts):
+    """Greedy answers, then drawn ones: parts are captured before the passes and after them."""
+    if not lasts:
+        monkeypatch.setattr(split_cycles, "lasting", in_memory_of_the_graph)
+    model = random_target(tiny_config())
+    engine = Engine(model, 128, backend=Pooled(Target(model)))
+    engine.use(EagleDrafter(random_head(model), TreeShape(2, 2, 4), 128))
+    several, equal = Batch(engine, 2), []
+    for params in (GREEDY, DRAWN, GREEDY):
+        expected = [[*engine.sibling().generate(PROMPTS[i], params, 12)] for i in range(2)]
+        texts = {0: [], 1: []}
+        for i in texts:
+            ask_for = functools.partial(Engine.generate, prompt=PROMPTS[i], params=params)
+            several.begin(i, PROMPTS[i], 64, functools.partial(ask_for, max_new_tokens=12))
+        while several.running:
+            for i, new in several.step():
+                texts[i] += new if isinstance(new, list) else []
+        equal.append(
+            texts
+            == {i: functools.reduce(operator.iadd, text, []) for i, text in enumerate(expected)}
+        )
+    overwritten = sum(own.runner._graphs.overwritten for own in several.engines)
+    assert all(own.runner.error is None for own in several.engines)
+    assert all(equal) == lasts and (overwritten == 0) == lasts
 
 
 def test_one_alone_is_replayed_as_a_whole_and_ahead(engine):
@@ -190,10 +261,10 @@ def passes(monkeypatch):
         def load(self, members) -> None:
             self.loaded = members
 
-        def run(self) -> None:
+        def compute(self) -> Output:
             self.runs += 1
             rows = torch.arange(self.shape.rows).unsqueeze(1) + 100 * self.runs
-            self.output = Output(rows, rows)
+            return Output(rows, rows)
 
     monkeypatch.setattr("fasteagle.compile.cuda_pass.SharedPass", Shared)
     return made

@@ -60,12 +60,24 @@ def test_without_costs_nothing_is_drafted_among_others():
 SIZES = TreeShape(1, 1, 1), TreeShape(3, 1, 3), TreeShape(3, 2, 8), TreeShape(5, 4, 15)
 
 
-@pytest.mark.parametrize(("p", "least"), [(0.2, 0.95), (0.5, 0.95), (0.8, 1.12)])
+@pytest.mark.parametrize(
+    ("together", "p", "least"),
+    [
+        (False, 0.2, 0.95),
+        (False, 0.5, 0.95),
+        (False, 0.8, 1.12),
+        (True, 0.2, 0.95),
+        (True, 0.5, 1.15),
+        (True, 0.8, 1.4),
+    ],
+)
 @pytest.mark.parametrize("n", [2, 4, 8])
-def test_sizes_that_are_fixed_before_a_pass_are_not_slower_than_plain_rows(n, p, least):
+def test_sizes_that_are_fixed_before_a_pass_are_not_slower_than_plain_rows(n, together, p, least):
+    """Each drafts for itself, or one run of the draft head serves all."""
     gains = []
     for seed in range(3):
         company, machine = Company(), Machine(CARD, p, seed)
+        company.drafts_together = together
         company.follow(policy_of(CARD, *SIZES))
         assert company.next_shape is None  # plain passes are timed first
         machine.run_together(company, n, 1000)
