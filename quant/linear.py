@@ -161,7 +161,7 @@ class QuantizedLMHead(nn.Module):
 
 
 class Permuted(nn.Module):
-    """Linear that permutes its inputs first (GPTQ's act-order)."""
+    """Linear or LM head that permutes its inputs first (GPTQ's act-order)."""
 
     columns: Tensor
 
@@ -172,6 +172,11 @@ class Permuted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x.index_select(-1, self.columns))
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Return rows [n, K] of the weight, inputs in the order of x."""
+        rows: Tensor = self.linear.rows(index)
+        return rows[..., self.columns.argsort()]
 
 
 class SideBySide(nn.Module):

@@ -99,7 +99,8 @@ class Linears:
         own = self.checkpoint.packed(name)
         # Only our kernels have groups at 8 bits, and a tied table may be asked for in other bits.
         if own is not None and (not tied or (self.native and own.bits == bits)):
-            return QuantizedLMHead(self._made(own, None))
+            made, order = QuantizedLMHead(self._made(own, None)), self.checkpoint.columns(name)
+            return made if order is None else Permuted(made, order.to(self.device))
         if bits == 16:
             return None
         table = load_floats(self.checkpoint, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from fasteagle.errors import FasteagleError
 from fasteagle.loading.checkpoint import check_complete, load_model, open_checkpoint
 from fasteagle.loading.imported import QuantizedFolder, open_quantized
 from fasteagle.loading.names import expected_shapes
+from fasteagle.loading.source import Linears
 from fasteagle.loading.tensors import SafetensorsFolder, fingerprint
+from fasteagle.quant import cpu_build
 from fasteagle.quant.formats import WAY_OUT
 from helpers import change_tensors, edit_json
 from quantized_folders import (
@@ -216,19 +219,35 @@ def test_zero_biases_that_the_model_has_are_kept(tmp_path):
     assert biases.keys() <= opened.names()
 
 
-def test_a_packed_lm_head(tmp_path):
-    write_case(tmp_path, "gptq")
-    oracle = make(64, 128, zeros=(1, 16), seed=99)
+@pytest.mark.parametrize("case", ["gptq", "gptq-act-order", "compressed-act-order"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_packed_lm_head(tmp_path, case, tied):
+    cpu_build.load()
+    write_case(tmp_path, case)
+    zeros = (1, 16) if case.startswith("gptq") else (0, 15)
+    oracle = make(64, 128, zeros=zeros, seed=99, act_order=case.endswith("act-order"))
+    parts = gptq_parts(oracle) if zeros[0] else compressed_parts(oracle, g_idx=True)
+    name = "model.embed_tokens" if tied else "lm_head"
 
     def change(tensors):
         del tensors["lm_head.weight"]
-        tensors |= {f"lm_head.{part}": value for part, value in gptq_parts(oracle).items()}
+        tensors.pop(f"{name}.weight", None)
+        tensors |= {f"{name}.{part}": value for part, value in parts.items()}
 
     change_tensors(tmp_path, change)
+    edit_json(tmp_path / "config.json", tie_word_embeddings=tied)
     opened = open_folder(tmp_path)
     check_complete(opened, "folder")
-    assert torch.equal(opened.packed("lm_head.weight").dequantize(), oracle.weight())
-    assert opened.scheme.head_bits == 4
+    assert torch.equal(opened.load(f"{name}.weight"), oracle.weight())
+    assert opened.scheme.head_bits == (16 if tied else 4)
+    x, index = torch.randn(3, 128), torch.tensor([5, 63])
+    expected = x @ oracle.weight().T
+    checkpoint = opened.run_in(dataclasses.replace(opened.scheme, head_bits=4))
+    for native, tolerance in ((False, 1e-5), (True, 0.02)):  # activations in 8 bits
+        lm_head = Linears(checkpoint, "cpu", torch.float32, native).lm_head()
+        if not tied or native:
+            assert (lm_head(x) - expected).norm() < tolerance * expected.norm()
+            assert torch.allclose(lm_head.rows(index), oracle.weight()[index])
 
 
 # Damage.
