@@ -1,8 +1,8 @@
 """Linears over quantized weights: each holds its weight once, in the layout of its kernel.
 
 On a CPU: our kernels (`cpu_linear`) if they are built. Without them ATen's int4 and int8 products
-in bf16; ATen has none in fp32, where the weight is dequantized once, exactly. On CUDA: our own
-kernels.
+in bf16, for the groups that it has; else, and in fp32, the weight is dequantized once. On CUDA: our
+own kernels.
 
 Shapes: T rows, N outputs, K inputs, G groups in a row.
 """
@@ -18,6 +18,9 @@ from fasteagle.model import sharpen
 from fasteagle.quant.cpu_linear import NativeLinear, fits
 from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.quant.packed import KernelLinear, PackedWeight
+
+ATEN_GROUPS = (256, 128, 64, 32)  # that the int4 product takes
+ATEN_INPUTS = 32  # the int8 product reads whole vectors, beyond the weight for other numbers
 
 
 def make_linear(
@@ -38,8 +41,11 @@ def make_linear(
     if native and fits(weight):
         return NativeLinear(weight, bias)
     if dtype == torch.bfloat16 and weight.bits == 4:
-        return Int4Linear(weight, bias)
-    if dtype == torch.bfloat16 and weight.group_size == weight.shape[1]:
+        group = next((size for size in ATEN_GROUPS if weight.group_size % size == 0), None)
+        if group is not None:
+            return Int4Linear(weight.in_groups_of(group), bias)
+    by_row = weight.bits == 8 and weight.group_size == weight.shape[1]
+    if dtype == torch.bfloat16 and by_row and weight.shape[1] % ATEN_INPUTS == 0:
         return Int8Linear(weight, bias)
     return dense_linear(weight, bias, dtype)
 
@@ -136,7 +142,8 @@ class QuantizedLMHead(nn.Module):
     """LM head with fp32 logits from a quantized linear; the highest are recomputed in fp32.
 
     `model.sharpen` recomputes them, only where single rows of the weight are cheap to read (8
-    bits). Our own kernels yield fp32 sums of fp16 or 8-bit inputs, which need no sharpening.
+    bits, or dense). Our own kernels yield fp32 sums of fp16 or 8-bit inputs, which need no
+    sharpening.
     """
 
     def __init__(self, linear: nn.Module) -> None:
@@ -150,9 +157,9 @@ class QuantizedLMHead(nn.Module):
         if isinstance(self.linear, KernelLinear):
             return self.linear.exact(x)
         logits = self.linear(x)
-        if logits.dtype == torch.float32 or not isinstance(self.linear, Int8Linear):
+        if logits.dtype == torch.float32 or not isinstance(self.linear, Int8Linear | nn.Linear):
             return logits.float()
-        return sharpen(logits, x, self.linear.rows)
+        return sharpen(logits, x, self.rows)
 
     def rows(self, index: Tensor) -> Tensor:
         """Return rows [n, K] of the weight."""

@@ -78,6 +78,16 @@ class PackedWeight:
         assert self.zeros is not None
         return scales, -self.zeros.float() * scales
 
+    def in_groups_of(self, group_size: int) -> PackedWeight:
+        """Return the same weight in groups of `group_size`, which must divide the present one."""
+        parts, rest = divmod(self.group_size, group_size)
+        assert not rest, f"{group_size} does not divide {self.group_size}"
+        if parts == 1:
+            return self
+        tensors = self.tensors()
+        split = {name: tensors[name].repeat_interleave(parts, 1) for name in tensors.keys() - {"q"}}
+        return dataclasses.replace(self, group_size=group_size, **split)
+
     def rows(self, index: Tensor | slice) -> PackedWeight:
         """Return the weight of the output rows at `index`."""
         return self._each(lambda tensor: tensor[index])

@@ -139,6 +139,46 @@ def test_modules_multiply_what_is_stored(scheme, n, rows):
     assert torch.allclose(dense(x.float()), exact, atol=1e-5)
 
 
+@pytest.mark.parametrize("method", ["minmax", "hqq"])
+@pytest.mark.parametrize(
+    ("k", "group", "runs_in"),
+    [
+        (192, 96, 32),
+        (1024, 512, 256),
+        (1024, 1024, 256),
+        (256, 256, 256),
+        (96, 0, 32),
+        (128, 16, None),
+        (80, 0, None),
+    ],
+)
+def test_int4_in_groups_that_aten_has_not(method, k, group, runs_in):
+    """Groups are split where that fits, else the weight is dense."""
+    quantized = quantize_weight(weight(41, k), Scheme(4, group, method))
+    module = make_linear(quantized, None, "cpu", torch.bfloat16)
+    assert getattr(module, "group_size", None) == runs_in
+    assert isinstance(module, nn.Linear if runs_in is None else Int4Linear)
+    x = torch.randn(3, k).bfloat16()
+    exact = x.float() @ quantized.dequantize().T
+    assert (module(x).float() - exact).norm() < 0.02 * exact.norm()
+    if runs_in is not None:
+        assert torch.equal(quantized.in_groups_of(runs_in).dequantize(), quantized.dequantize())
+
+
+@pytest.mark.parametrize(("k", "kind"), [(33, nn.Linear), (172, nn.Linear), (64, Int8Linear)])
+def test_int8_of_widths_that_aten_has_not(k, kind):
+    """ATen's product reads beyond the weight there."""
+    quantized = quantize_weight(weight(3, k), Scheme(8))
+    module = make_linear(quantized, None, "cpu", torch.bfloat16)
+    assert isinstance(module, kind)
+    x = torch.randn(5, k).bfloat16()
+    exact = x.float() @ quantized.dequantize().T
+    assert (module(x).float() - exact).norm() < 0.02 * exact.norm()
+    head = QuantizedLMHead(module)
+    exact = x.float() @ head.rows(torch.arange(3)).float().T
+    assert head(x).dtype == torch.float32 and torch.allclose(head(x), exact, atol=1e-5)
+
+
 def test_each_weight_is_held_once():
     """Bytes of a module's buffers: design's figures for int4, one byte a weight for int8."""
     for scheme, most in (
