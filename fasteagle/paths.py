@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
+import glob
 import os
 import shutil
 import tempfile
@@ -11,6 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from fasteagle.errors import FasteagleError, first_line, size_of
+
+PARTIAL = ".partial"  # ending of temporary folders
 
 
 def cache_dir() -> Path:
@@ -93,24 +97,82 @@ def require_writable(target: Path) -> None:
 
 
 @contextlib.contextmanager
-def atomic_dir(target: Path) -> Iterator[Path]:
+def atomic_dir(target: Path, *, shared: bool = False) -> Iterator[Path]:
     """Yield a temporary folder that becomes `target` on success and is removed otherwise.
 
-    An empty folder at `target` is replaced.
+    An empty folder at `target` is filled: it may be a mount, or where a shell is. Raises
+    `FasteagleError` for anything else there, but if `shared`, as caches are, another process that
+    was faster has made the same.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
+    target = Path(os.path.abspath(target))  # "." has neither a name nor a parent
+    fills = not shared and target.is_dir()
+    with _temporary(target if fills else target.parent, target.name) as temporary:
+        if not shared:
+            _require_empty(target, temporary)
         yield temporary
-        if target.exists() and any(
-            target.iterdir()
-        ):  # another process was faster: its result is equal
-            shutil.rmtree(temporary)
+        _flush(temporary)
+        if shared and target.is_dir() and any(target.iterdir()):
+            return
+        if not shared:
+            _require_empty(target, temporary)
+        if fills:
+            # An index last: with it a folder is complete.
+            parts = sorted(temporary.iterdir(), key=lambda part: part.name.endswith(".index.json"))
+            for part in parts:
+                os.replace(part, target / part.name)
         else:
+            temporary.chmod(0o777 & ~_umask())  # temporary folders are private
             os.replace(temporary, target)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+
+
+def _require_empty(target: Path, temporary: Path) -> None:
+    """Raise `FasteagleError` for anything at `target` but an empty folder, `temporary` aside."""
+    if not target.exists():
+        return
+    if not target.is_dir() or any(entry != temporary for entry in target.iterdir()):
+        raise FasteagleError(f"{target} is there already and not empty: choose another place")
+
+
+@contextlib.contextmanager
+def _temporary(place: Path, name: str) -> Iterator[Path]:
+    """Yield a new folder in `place`, locked so that other processes leave it, and remove it.
+
+    Those of processes that were killed go first.
+    """
+    place.mkdir(parents=True, exist_ok=True)
+    for old in place.glob(f".{glob.escape(name)}-*{PARTIAL}"):
+        with contextlib.suppress(OSError), _locked(old, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            shutil.rmtree(old)
+    with contextlib.ExitStack() as stack:
+        while True:
+            temporary = Path(tempfile.mkdtemp(prefix=f".{name}-", suffix=PARTIAL, dir=place))
+            stack.callback(shutil.rmtree, temporary, ignore_errors=True)
+            with contextlib.suppress(OSError):  # file systems without locks keep what was killed
+                stack.enter_context(_locked(temporary, fcntl.LOCK_SH))
+            if temporary.exists():  # else another process took it for an old one
+                break
+        yield temporary
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, kind: int) -> Iterator[None]:
+    """Lock a folder as `fcntl.flock` does; may raise `OSError`."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, kind)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _flush(folder: Path) -> None:
+    """Write a folder to the disk: a loss of power after its rename leaves no part of it."""
+    for path in (*folder.rglob("*"), folder):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 @contextlib.contextmanager

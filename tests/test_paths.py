@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
 from fasteagle import paths
+from fasteagle.errors import FasteagleError
 from fasteagle.paths import atomic_dir, cache_dir, compiled_dir, write_atomic
 
 
@@ -20,6 +24,73 @@ def test_atomic_writes(tmp_path, monkeypatch):
         (folder / "x").write_text("1")
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
     assert (tmp_path / "a").read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize("spelling", ["{}", "."])
+def test_a_folder_appears_whole_with_the_usual_permissions(tmp_path, monkeypatch, spelling, there):
+    target = tmp_path / "out"
+    if there or spelling == ".":
+        target.mkdir()
+        target.chmod(0o755)
+    monkeypatch.chdir(target if spelling == "." else tmp_path)
+    mask = os.umask(0o022)
+    try:
+        with atomic_dir(Path(spelling.format(target))) as folder:
+            for name in ("a.index.json", "b"):
+                (folder / name).write_text(name)
+            assert not (target / "b").exists()
+    finally:
+        os.umask(mask)
+    assert sorted(p.name for p in target.iterdir()) == ["a.index.json", "b"]
+    assert target.stat().st_mode & 0o777 == 0o755
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    if spelling == ".":
+        assert sorted(os.listdir(".")) == ["a.index.json", "b"], "a shell in it sees the files"
+
+
+@pytest.mark.parametrize("existed", [False, True])
+def test_a_result_is_not_thrown_away_in_silence(tmp_path, existed):
+    """Something came to the target in the meantime; only the same in a cache is welcome."""
+    target = tmp_path / "out"
+    if existed:
+        target.mkdir()
+    with (
+        pytest.raises(FasteagleError, match="out is there already and not empty"),
+        atomic_dir(target) as folder,
+    ):
+        (folder / "x").write_text("ours")
+        target.mkdir(exist_ok=True)
+        (target / "x").write_text("theirs")
+    with atomic_dir(target, shared=True) as folder:
+        (folder / "x").write_text("ours")
+    assert (target / "x").read_text() == "theirs"
+    assert [p.name for p in tmp_path.rglob("*")] == ["out", "x"]
+    with pytest.raises(FasteagleError, match="not empty"), atomic_dir(target):
+        pytest.fail("the work is not begun")
+
+
+def test_folders_of_killed_runs_go_and_those_of_others_stay(tmp_path):
+    code = f"""
+from pathlib import Path
+from fasteagle.paths import atomic_dir
+with atomic_dir(Path({str(tmp_path / "out")!r})) as folder:
+    (folder / "x").write_text("x" * 100)
+    print(folder, flush=True)
+    input()
+"""
+    user = tmp_path / ".out-original"
+    user.mkdir()
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, text=True, stdin=-1, stdout=-1) as process:
+        other = Path(process.stdout.readline().strip())
+        with atomic_dir(tmp_path / "out", shared=True):
+            assert (other / "x").exists()
+        (tmp_path / "out").rmdir()
+        process.kill()
+    assert (other / "x").exists()
+    with atomic_dir(tmp_path / "out") as folder:
+        assert {p for p in tmp_path.iterdir()} == {user, folder}
 
 
 def test_cache_follows_xdg(tmp_path, monkeypatch):

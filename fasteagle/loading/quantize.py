@@ -55,7 +55,7 @@ def with_scheme(
     folder = cache_dir() / "quantized" / f"{identity[:24]}-{scheme.name}"
     if not is_stored(folder):
         notify(f"quantizing to {scheme.name} (once; kept in the user cache) ...")
-        with atomic_dir(folder) as temporary:
+        with atomic_dir(folder, shared=True) as temporary:
             write_folder(temporary, checkpoint, scheme, device, notify)
     # The folder stores the LM head in 16 bits; its precision is chosen at load.
     return StoredFolder(folder).run_in(scheme)

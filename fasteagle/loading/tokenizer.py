@@ -337,7 +337,7 @@ def _converted_gguf(path: Path) -> Path:
         reason = _reason(error)
         raise FasteagleError(f"{path}: its tokenizer cannot be converted ({reason})") from error
     _set_pre_tokenizer(backend, path)
-    with atomic_dir(folder) as temporary:
+    with atomic_dir(folder, shared=True) as temporary:
         backend.save_pretrained(temporary)
     return folder
 

@@ -240,6 +240,16 @@ def test_command(target_dir, tmp_path):
     assert result.exit_code == 2 and "must be the name of a .gguf file" in result.stderr
 
 
+def test_an_empty_folder_where_the_shell_is_gets_filled(target_dir, tmp_path, monkeypatch):
+    saved(tmp_path / "ours", E3)
+    out = tmp_path / "out"
+    out.mkdir()
+    monkeypatch.chdir(out)
+    result = run(tmp_path / "ours", "--to", "specforge", "--model", target_dir, "-o", ".")
+    assert result.exit_code == 0, result.stderr
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
+
+
 def test_the_shipped_head_goes_out(tmp_path):
     result = run("smollm2-135m", "--to", "eagle", "-o", tmp_path / "out")
     assert result.exit_code == 0, result.stderr

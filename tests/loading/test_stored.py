@@ -78,6 +78,16 @@ def test_written_folders_load_back_bit_equal(folder, tmp_path, quant):
     assert chat.exit_code == 0 and "int" in chat.stderr, chat.output
 
 
+def test_an_empty_folder_where_the_shell_is_gets_filled(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = cli("quantize", folder, "--precision", "int4-g32", "-o", ".")
+    assert done.exit_code == 0 and "written to . (0 MB)" in done.stderr
+    assert fingerprint(StoredFolder(tmp_path)) and (tmp_path / "tokenizer.json").exists()
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    done = cli("quantize", folder, "--precision", "int4-g32", "-o", ".")
+    assert done.exit_code == 2 and "is there already and not empty" in done.stderr
+
+
 def test_the_second_start_does_not_quantize_again(folder):
     said: list[str] = []
     first = with_scheme(open_checkpoint(folder), "int4-g32", 8, said.append)

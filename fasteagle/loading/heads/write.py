@@ -230,7 +230,6 @@ def export_head(
             raw["speculators_config"]["verifier"] = verifier
     ids = target_ids(state.pop(MAP)) if config.eagle3 is None and MAP in state else None
     with atomic_dir(out) as folder:
-        folder.chmod(0o755)  # temporary folders are private
         _fill(folder, raw, state)
         if ids is not None:
             torch.save(ids.tolist(), folder / f"freq_{len(ids)}.pt")
