@@ -80,7 +80,7 @@ class GGUFFile(Checkpoint):
     """GGUF checkpoint. Raises `FasteagleError` for damaged files and for types we cannot read."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.files = path, [path]
         index = read_index(path)
         self.fields = index.fields
         parts = Fields(self.fields, str(path)).integer("split.count", 1, least=0)

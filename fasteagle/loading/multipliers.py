@@ -29,7 +29,7 @@ class MultipliedCheckpoint(Checkpoint):
     def __init__(self, inner: Checkpoint, multipliers: Multipliers) -> None:
         self.inner, self.multipliers = inner, multipliers
         self.config = dataclasses.replace(inner.config, tie_embeddings=False)
-        self.scheme = inner.scheme
+        self.files, self.scheme = inner.files, inner.scheme
 
     @property
     def own_scheme(self) -> Scheme | None:

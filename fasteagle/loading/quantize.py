@@ -6,6 +6,8 @@ Some checkpoints come quantized (GGUF, GPTQ, AWQ, our own folders) and run as th
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from torch import Tensor
 from fasteagle.device import short_of_memory, unless_short
 from fasteagle.errors import FasteagleError, with_progress
 from fasteagle.loading.names import expected_shapes, is_block_linear
-from fasteagle.loading.stored import StoredFolder, is_stored, save
+from fasteagle.loading.stored import StoredFolder, save
 from fasteagle.loading.tensors import (
     Checkpoint,
     DummyCheckpoint,
@@ -51,14 +53,39 @@ def with_scheme(
             kinds = ", ".join(checkpoint.widened)
             notify(f"{kinds} weights are converted: they run in 8 bits, 1.06 bytes each")
         return checkpoint.run_in(scheme)
-    identity = fingerprint(checkpoint)
-    folder = cache_dir() / "quantized" / f"{identity[:24]}-{scheme.name}"
-    if not is_stored(folder):
+    name = f"{fingerprint(checkpoint)[:24]}-{_source(checkpoint)[:12]}-{scheme.name}"
+    folder = cache_dir() / "quantized" / name
+    stored = _kept(folder, notify)
+    if stored is None:
         notify(f"quantizing to {scheme.name} (once; kept in the user cache) ...")
         with atomic_dir(folder, shared=True) as temporary:
             write_folder(temporary, checkpoint, scheme, device, notify)
+        stored = StoredFolder(folder)
     # The folder stores the LM head in 16 bits; its precision is chosen at load.
-    return StoredFolder(folder).run_in(scheme)
+    return stored.run_in(scheme)
+
+
+def _source(checkpoint: Checkpoint) -> str:
+    """Return a digest of the config and of the state of the files.
+
+    The fingerprint knows neither, and of a tensor only the first values.
+    """
+    states = [(stat.st_size, stat.st_mtime_ns) for stat in (f.stat() for f in checkpoint.files)]
+    return hashlib.sha256(repr((checkpoint.config, states)).encode()).hexdigest()
+
+
+def _kept(folder: Path, notify: Callable[[str], None]) -> StoredFolder | None:
+    """Return what an earlier start has kept, or None; a damaged folder is removed."""
+    if not folder.exists():
+        return None
+    try:
+        return StoredFolder(folder)
+    except FasteagleError as error:
+        notify(f"weights in the user cache are damaged and are made again ({error})")
+    if folder.is_symlink():  # into a cache that cannot be written
+        folder.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+    return None
 
 
 def scheme_for(checkpoint: Checkpoint, quant: str, head_bits: int) -> Scheme:

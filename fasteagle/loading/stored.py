@@ -90,11 +90,6 @@ def save(
     write_json({"weight_map": where}, folder / INDEX)
 
 
-def is_stored(folder: Path) -> bool:
-    """Return whether a folder is in our format and complete."""
-    return (folder / INDEX).exists() and (folder / "config.json").exists()
-
-
 class StoredFolder(SafetensorsFolder):
     """Folder written by `save`. Raises `FasteagleError` for damaged and for newer ones."""
 

@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +37,7 @@ class Checkpoint(abc.ABC):
     """Named tensors of one model; none of them is packed unless a subclass says so."""
 
     config: ModelConfig
+    files: Sequence[Path] = ()  # that hold the tensors
     scheme: Scheme | None = None  # in which its block linears run; None: dense
 
     @property
@@ -142,8 +144,9 @@ class SafetensorsFolder(Checkpoint):
 
     def __init__(self, path: Path, config: ModelConfig) -> None:
         self.path, self.config = path, config
+        self.files = _shards(path, "model.safetensors", "*.safetensors")
         self._stored: dict[str, tuple[Any, str, Index]] = {}  # file, name there, index
-        for file in _shards(path, "model.safetensors", "*.safetensors"):
+        for file in self.files:
             handle = open_safetensors(file)
             for stored in sorted(handle.keys()):
                 shape = handle.get_slice(stored).get_shape()
@@ -177,8 +180,9 @@ class TorchBinFolder(Checkpoint):
 
     def __init__(self, path: Path, config: ModelConfig) -> None:
         self.path, self.config = path, config
+        self.files = _shards(path, "pytorch_model.bin", "pytorch_model*.bin")
         self._tensors: dict[str, Tensor] = {}
-        for file in _shards(path, "pytorch_model.bin", "pytorch_model*.bin"):
+        for file in self.files:
             if not file.stat().st_size:
                 raise FasteagleError(f"{file} is empty: fetch the weights again")
             part = unpickled(file, mmap=True)

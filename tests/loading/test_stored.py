@@ -32,7 +32,7 @@ from fasteagle.quant.linear import Int4Linear, Int8Linear, QuantizedLMHead
 from fasteagle.quant.params import quantize_weight
 from fasteagle.quant.scheme import Scheme, parse_scheme
 from fasteagle.shapes import TreeShape
-from helpers import edit_json, random_head, save_tiny
+from helpers import change_tensors, edit_json, random_head, save_tiny
 
 PROMPT = [5, 9, 200, 17, 33, 8, 120, 64]
 
@@ -95,6 +95,71 @@ def test_the_second_start_does_not_quantize_again(folder):
     second = with_scheme(open_checkpoint(folder), "int4-g32", 16, said.append)
     assert len(said) == 1 and fingerprint(first) == fingerprint(second)
     assert first.scheme.head_bits == 8 and second.scheme.head_bits == 16
+
+
+@pytest.mark.parametrize("change", ["config", "weight", "nothing"])
+def test_a_changed_model_is_quantized_again(folder, tmp_path, change):
+    """Neither change shows in the fingerprint."""
+    model = shutil.copytree(folder, tmp_path / "model")
+    before = with_scheme(open_checkpoint(model), "int8")
+    name = "model.layers.1.mlp.down_proj.weight"
+    if change == "config":
+        edit_json(model / "config.json", rope_theta=1234.0, max_position_embeddings=99)
+    elif change == "weight":
+        change_tensors(model, lambda tensors: tensors[name][40:].neg_())
+    else:
+        model = model.rename(tmp_path / "moved")
+    said: list[str] = []
+    source = open_checkpoint(model)
+    after = with_scheme(source, "int8", 8, said.append)
+    assert fingerprint(before) == fingerprint(after) and after.config == source.config
+    assert (after.load(name) - source.load(name)).abs().max() < 0.01
+    assert len(said) == (change != "nothing")
+
+
+def lose_shard(stored):
+    (stored / "model-00001.safetensors").unlink()
+
+
+def truncate_shard(stored, length=5000):
+    """Replace the file: who has the old one mapped keeps it."""
+    shard = stored / "model-00001.safetensors"
+    content = shard.read_bytes()[:length]
+    shard.unlink()
+    shard.write_bytes(content)
+
+
+def empty_shard(stored):
+    truncate_shard(stored, 0)
+
+
+def empty_config(stored):
+    (stored / "config.json").write_text("")
+
+
+def lose_index(stored):
+    (stored / "model.safetensors.index.json").unlink()
+
+
+def lose_all(stored):
+    for path in stored.iterdir():
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    "damage", [lose_shard, empty_shard, truncate_shard, empty_config, lose_index, lose_all]
+)
+def test_damage_in_the_cache_is_repaired_once(folder, damage):
+    first = with_scheme(open_checkpoint(folder), "int8")
+    damage(first.path)
+    said: list[str] = []
+    for _ in range(2):
+        again = with_scheme(open_checkpoint(folder), "int8", 8, said.append)
+        assert fingerprint(again) == fingerprint(first)
+    assert len(said) == 2, said
+    assert said[0].startswith("weights in the user cache are damaged and are made again (")
+    assert said[1].startswith("quantizing to int8 (once")
+    assert len(list(first.path.parent.iterdir())) == 1
 
 
 def test_a_quantized_model_is_its_dequantized_twin(folder):
