@@ -25,6 +25,7 @@ from fasteagle.drafting.base import Drafter
 from fasteagle.drafting.costs import Costs
 from fasteagle.drafting.ladder import ladder
 from fasteagle.drafting.policy import Policy
+from fasteagle.errors import note, reason_of
 from fasteagle.generate import Engine
 from fasteagle.paths import write_atomic
 from fasteagle.sampling import SamplingMode
@@ -72,13 +73,19 @@ def load_costs(path: Path, engine: Engine, notify: Callable[[str], None]) -> Cos
         return None
 
 
-def store_costs(path: Path, engine: Engine, costs: Costs, seconds: float) -> None:
+def store_costs(
+    path: Path, engine: Engine, costs: Costs, seconds: float, notify: Callable[[str], None] = note
+) -> None:
+    """Store costs for these conditions; report where the disk takes none, for they serve now."""
     content = {
         "conditions": conditions(engine),
         "costs": costs.as_json(),
         "seconds": round(seconds, 2),
     }
-    write_atomic(path, (json.dumps(content, indent=1) + "\n").encode())
+    try:
+        write_atomic(path, (json.dumps(content, indent=1) + "\n").encode())
+    except OSError as error:
+        notify(f"tuner: {path} cannot be written ({reason_of(error)}): costs serve this start only")
 
 
 def tunable(engine: Engine) -> Drafter | None:
@@ -108,7 +115,7 @@ def costs_of(
     if costs is None:
         costs = Measurement(engine, drafter, gate=gate).run()
         seconds = time.perf_counter() - begin
-        store_costs(drafter.tuning.path, engine, costs, seconds)
+        store_costs(drafter.tuning.path, engine, costs, seconds, notify)
     if compiled:
         compiler = CycleCompiler(engine, kind or SamplingMode(), sizes_of(drafter, costs))
         compiler.compile()

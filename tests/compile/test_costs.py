@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import random
 
@@ -182,6 +183,18 @@ def test_a_table_without_chains_is_measured_anew_where_chains_are_drafted(target
     store_costs(drafter.tuning.path, engine, chains, 1.0)
     assert load_costs(drafter.tuning.path, engine, lines.append) == chains
     assert follow_costs(engine, drafter, chains).speed > 0
+
+
+def test_a_full_disk_loses_no_measured_costs(engine, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("fasteagle.compile.costs.write_atomic", full)
+    monkeypatch.setattr(Measurement, "run", lambda self: costs())
+    lines = []
+    policy, _ = tune_now(engine, lines.append)
+    assert policy.costs == costs() and len(lines) == 1
+    assert "cannot be written (No space left on device): costs serve this start only" in lines[0]
 
 
 def retuned(**changes):
