@@ -2,7 +2,8 @@
 
 At first use on a device each part computes a few rows by both. If a part differs by more than its
 tolerance, or raises, the core runs it on this device, and a line on stderr says so; with `strict`
-that is an error. The result is stored in the user cache, with all conditions that it depends on.
+that is an error. The result is stored in the user cache, with all conditions that it depends on,
+unless a part raised, whose reason may pass.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fasteagle.compile.tree_attention import has_triton
 from fasteagle.decoding.cycle import EAGER, Proposal
 from fasteagle.decoding.runner import Backend
 from fasteagle.device import cpu_field, device_name
 from fasteagle.drafting.draft_head import DraftOps
 from fasteagle.drafting.eagle import EagleDrafter
 from fasteagle.drafting.thresholds import Thresholds
-from fasteagle.errors import FasteagleError, first_line, note
+from fasteagle.errors import FasteagleError, first_line, is_out_of_memory, note, reason_of
 from fasteagle.model import EagleHead, Output, Target
 from fasteagle.options import SamplingParams
 from fasteagle.paths import cache_dir, write_atomic
+from fasteagle.quant import cpu_build
 from fasteagle.quant.cpu_linear import NativeLinear
 from fasteagle.quant.cuda_linear import InterleavedLinear
 from fasteagle.quant.linear import use_references
@@ -64,11 +67,8 @@ class Check:
     compute: Callable[[], tuple[Tensor, Tensor]]  # by the backend, by the core
 
     def failure(self) -> str | None:
-        """Return why the check fails, or None if it passes."""
-        try:
-            result, expected = (tensor.double() for tensor in self.compute())
-        except Exception as error:  # on any error of a kernel the core still answers
-            return first_line(error, 200)
+        """Return why the check fails, or None if it passes; raise what the part raises."""
+        result, expected = (tensor.double() for tensor in self.compute())
         off = float((result - expected).norm() / expected.norm().clamp(min=1e-30))
         return None if off <= self.tolerance else f"off by {off:.2g}, at most {self.tolerance:g}"
 
@@ -102,23 +102,38 @@ def _prove(
 ) -> None:
     """Run the checks unless a result is stored; products of `module` are torch's if they fail."""
     stamp = cache_dir() / "proofs" / f"{_digest(conditions)}.json"
-    failures = _stored(stamp)
+    failures, kept = _stored(stamp), f"; kept in {stamp}"
     if failures is None:
-        failures = {}
-        with torch.no_grad():
-            for check in checked():
-                reason = None if check.part in failures else check.failure()
-                if reason is not None:
-                    failures[check.part] = reason
-        write_atomic(stamp, (json.dumps(failures) + "\n").encode())
+        failures, raised = _failures(checked())
+        if raised or not _store(stamp, failures):
+            kept = ""
     for part, reason in failures.items():
         line = f"{part} of backend {backend.name} failed on {device_name(_device(backend))}"
+        line = f"{line} ({reason}{kept})"
         if strict:
-            raise FasteagleError(f"{line} ({reason}): leave out --strict to run it by torch")
-        note(f"warning: {line} ({reason}): run by torch instead")
+            raise FasteagleError(f"{line}: leave out --strict to run it by torch")
+        note(f"warning: {line}: run by torch instead")
         if part in ("products", "drafting"):
             use_references(module)
         backend.leave(part)
+
+
+def _failures(checks: Iterator[Check]) -> tuple[dict[str, str], bool]:
+    """Return why parts fail, and whether one raised; raise only where memory runs out."""
+    failures, raised = {}, False
+    with torch.no_grad():
+        for check in checks:
+            if check.part in failures:
+                continue
+            try:
+                reason = check.failure()
+            except Exception as error:  # on any other error of a kernel the core still answers
+                if is_out_of_memory(error):
+                    raise
+                reason, raised = first_line(error, 200), True
+            if reason is not None:
+                failures[check.part] = reason
+    return failures, raised
 
 
 def checks(backend: Backend) -> Iterator[Check]:
@@ -309,11 +324,24 @@ def _conditions(backend: Backend) -> dict[str, Any]:
         "cache": str(target.cache_dtype),
         "torch": torch.__version__,
         "sources": _sources(),
+        "kernels": _kernels(device),
         "device": device_name(device),
         "flags": cpu_field("flags", "Features")
         if device.type == "cpu"
         else torch.cuda.get_device_capability(device),
     }
+
+
+def _kernels(device: torch.device) -> str | None:
+    """Return by what kernels are compiled: Triton's version; on a CPU the name of the library."""
+    if device.type == "cpu":
+        return cpu_build.loaded()
+    if not has_triton():
+        return None
+    import triton  # which only CUDA needs
+
+    version: str = triton.__version__
+    return version
 
 
 def _linears(module: nn.Module) -> list[str]:
@@ -335,6 +363,16 @@ def _sources() -> str:
 
 def _digest(conditions: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _store(stamp: Path, failures: dict[str, str]) -> bool:
+    """Store the result of a proof; return whether that was possible."""
+    try:
+        write_atomic(stamp, (json.dumps(failures) + "\n").encode())
+    except OSError as error:
+        note(f"warning: kernels are checked again at the next start: {stamp}: {reason_of(error)}")
+        return False
+    return True
 
 
 def _stored(stamp: Path) -> dict[str, str] | None:

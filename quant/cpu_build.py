@@ -197,7 +197,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 _lock = threading.Lock()
-_loaded: dict[str, BuildError | None] = {}  # by namespace: why there are no kernels, or None
+_loaded: dict[str, Path | BuildError] = {}  # by namespace: the library, or why there is none
 
 
 def load(isa: Isa | None = None, namespace: str = NAMESPACE, notify: Notify | None = None) -> None:
@@ -209,13 +209,20 @@ def load(isa: Isa | None = None, namespace: str = NAMESPACE, notify: Notify | No
     with _lock:
         if namespace not in _loaded:
             try:
-                _load_library(build(isa or chosen(notify), namespace))
+                library = build(isa or chosen(notify), namespace)
+                _load_library(library)
                 _register_fakes(namespace)
-                _loaded[namespace] = None
+                _loaded[namespace] = library
             except (BuildError, OSError) as error:
                 _loaded[namespace] = BuildError(str(error))
-        if (failure := _loaded[namespace]) is not None:
+        if isinstance(failure := _loaded[namespace], BuildError):
             raise failure
+
+
+def loaded(namespace: str = NAMESPACE) -> str | None:
+    """Return the name of the loaded library, which tells how it was compiled; None without one."""
+    library = _loaded.get(namespace)
+    return library.name if isinstance(library, Path) else None
 
 
 def _load_library(path: Path) -> None:

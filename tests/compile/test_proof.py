@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 import torch
 
@@ -17,6 +19,8 @@ from fasteagle.loading.open import open_model
 from fasteagle.loading.source import quantize_head_
 from fasteagle.model import Target
 from fasteagle.options import DraftOptions, RuntimeOptions, SamplingParams
+from fasteagle.paths import cache_dir
+from fasteagle.quant import cpu_build
 from fasteagle.quant.cpu_linear import NativeLinear
 from fasteagle.quant.scheme import Scheme
 from fasteagle.shapes import GatedChain
@@ -69,6 +73,70 @@ def test_a_wrong_pass_is_the_cores(model, monkeypatch, capsys):
         assert line.count("\n") == 1
         assert "passes by torch" in backend.describe()
         assert answer(backend) == answer(Backend(Target(model)))
+
+
+def test_a_failure_names_the_file_that_keeps_it(model, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu_pass.NativePass, "__call__", wrong_pass)
+        for _ in range(2):  # computed, and stored
+            proof.prove(CpuBackend(model))
+            (stamp,) = (cache_dir() / "proofs").iterdir()
+            assert f"; kept in {stamp})" in capsys.readouterr().err
+    stamp.unlink()
+    proof.prove(CpuBackend(model), strict=True)
+
+
+def test_what_raises_is_tried_again_at_the_next_start(model, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu_pass.NativePass, "__call__", raising)
+        backend = CpuBackend(model)
+        proof.prove(backend)
+        assert backend.left == {"passes"} and "kept in" not in capsys.readouterr().err
+    backend = CpuBackend(model)
+    proof.prove(backend)
+    assert backend.left == set() and capsys.readouterr().err == ""
+
+
+def test_short_memory_is_no_failure_of_a_kernel(model, monkeypatch):
+    def short(*args):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096")
+
+    monkeypatch.setattr(cpu_pass.NativePass, "__call__", short)
+    backend = CpuBackend(model)
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        proof.prove(backend)
+    assert backend.left == set() and not (cache_dir() / "proofs").exists()
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_full_disk_costs_only_the_record(model, monkeypatch, capsys, wrong):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(proof, "write_atomic", full)
+    if wrong:
+        monkeypatch.setattr(cpu_pass.NativePass, "__call__", wrong_pass)
+    backend = CpuBackend(model)
+    proof.prove(backend)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("warning: kernels are checked again at the next start: ")
+    assert lines[0].endswith("No space left on device") and len(lines) == 1 + wrong
+    assert backend.left == ({"passes"} if wrong else set())
+
+
+def test_another_library_or_another_triton_is_proved_too(model, monkeypatch):
+    triton = pytest.importorskip("triton")
+    names = {cpu_build.library_path(isa).name for isa in cpu_build.runnable()}
+    assert cpu_build.loaded() in names
+    backend = CpuBackend(model)
+    digests = {proof._digest(proof._conditions(backend))}
+    monkeypatch.setattr(cpu_build, "loaded", lambda: "avx2-0123.so")
+    digests.add(proof._digest(proof._conditions(backend)))
+    assert len(digests) == 2
+    card = torch.device("cuda")
+    assert proof._kernels(card) == triton.__version__
+    monkeypatch.setattr(proof, "has_triton", lambda: False)
+    assert proof._kernels(card) is None
 
 
 @pytest.mark.parametrize("bits", [4, 8])
