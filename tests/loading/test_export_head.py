@@ -164,6 +164,14 @@ def test_an_empty_folder_stays_where_nothing_is_exported(tmp_path, has_head):
     assert out.is_dir()
 
 
+def test_a_window_is_left_out_of_the_official_layout(tmp_path):
+    saved(tmp_path / "ours", E1, block={"sliding_window": 64})
+    source = open_head(tmp_path / "ours")
+    [line] = export_head(source, "eagle", tmp_path / "out")
+    assert "window of 64 keys is left out" in line
+    assert "sliding_window" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
 BAD = [
     (E1, "specforge", {}, "SpecForge trains EAGLE-3 heads only, .*: export it --to eagle"),
     (E1, "speculators", {}, "reads EAGLE-1/2 heads no longer, .*: export it --to eagle"),

@@ -92,6 +92,7 @@ _EAGLE3_ONLY = {
     "speculators": "the speculators package reads EAGLE-1/2 heads no longer",
     "gguf": "llama.cpp runs EAGLE-3 heads only",
 }
+WINDOW = "a sliding window"
 _TRAITS = {  # of a head whose config has such a key
     "bias": "a bias in fc",
     "qkv_bias": "biases of q, k and v",
@@ -99,7 +100,7 @@ _TRAITS = {  # of a head whose config has such a key
     "fc_norm": "a norm for each auxiliary layer",
     "norm_before_fc": "one norm over all auxiliary layers",
     "norm_output": "a normed next feature",
-    "sliding_window": "a sliding window",
+    "sliding_window": WINDOW,
     "norm_before_residual": "a residual stream that begins normed",
 }
 
@@ -233,12 +234,23 @@ def export_head(
         _fill(folder, raw, state)
         if ids is not None:
             torch.save(ids.tolist(), folder / f"freq_{len(ids)}.pt")
-    if ids is None:
-        return []
-    return [
-        f"its {len(ids):,} draft tokens are the list freq_{len(ids)}.pt, which FR-Spec and "
-        "fasteagle read; other engines draft all tokens"
-    ]
+    return _remarks(config, ids, to)
+
+
+def _remarks(config: HeadConfig, ids: Tensor | None, to: str) -> list[str]:
+    """Return lines for the user: what other engines do not read in the exported files."""
+    lines, window = [], config.block.sliding_window
+    if ids is not None:
+        lines.append(
+            f"its {len(ids):,} draft tokens are the list freq_{len(ids)}.pt, which FR-Spec and "
+            "fasteagle read; other engines draft all tokens"
+        )
+    if window is not None and to == "eagle":
+        lines.append(
+            f"its window of {window:,} keys is left out, for which the layout has no field: other "
+            "engines draft with all keys"
+        )
+    return lines
 
 
 def check_exportable(config: HeadConfig, to: str, target: ModelConfig) -> None:
@@ -252,6 +264,8 @@ def check_exportable(config: HeadConfig, to: str, target: ModelConfig) -> None:
     if eagle1 and to != "eagle":
         raise FasteagleError(f"{_EAGLE3_ONLY[to]}, this is EAGLE-1/2: export it --to eagle")
     problems = unsayable(config, target, "eagle1" if eagle1 else to)
+    if eagle1 and WINDOW in problems:  # no other layout has it, and without it a head drafts too
+        problems.remove(WINDOW)
     if problems:
         layouts = () if eagle1 else EXPORT_FORMATS
         others = [layout for layout in layouts if not unsayable(config, target, layout)]
