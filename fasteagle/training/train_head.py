@@ -48,9 +48,10 @@ def train_head(
         raise FasteagleError(
             f"{run.out} holds an unfinished run: continue it with --resume, or give another --out"
         )
-    if run.resume and not state.exists() and (run.out / "training.json").exists():
+    finished = [run.out / name for name in ("training.json", "model.safetensors")]
+    if not state.exists() and any(path.exists() for path in finished):
         raise FasteagleError(
-            f"{run.out} holds a finished run: train it further with --init, in another --out"
+            f"{run.out} holds a finished head: give another --out, and --init to train it further"
         )
     if runtime_options.backend == "torchao":
         raise FasteagleError(

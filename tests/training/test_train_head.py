@@ -155,6 +155,8 @@ def test_prompts_are_answered_and_trained_on(tiny_dir, tmp_path, no_compiler):
     assert "12 conversations | " in done.stderr
     lines = [json.loads(line) for line in (out / "text.jsonl").read_text().splitlines()]
     assert [line["T"] for line in lines[:4]] == [0.0, 0.7, 0.0, 0.7]
+    for name in ("model.safetensors", "training.json"):
+        (out / name).unlink()  # else nothing is trained here
     # A last line that was cut off is written again, the others are kept.
     (out / "text.jsonl").write_text("\n".join(json.dumps(line) for line in lines)[:-5])
     done = invoke(*arguments)
@@ -183,8 +185,9 @@ def test_runs_that_cannot_go_on_say_so(tiny_dir, text_file, tmp_path, no_compile
     done = invoke(*train, "--seed", 2**63 - 1)  # whose multiples no generator takes
     assert done.exit_code == 0, done.stderr
     before = (out / "model.safetensors").read_bytes()
-    again = invoke(*command(tiny_dir, text_file, out, "--steps", 1), "--resume")
-    assert again.exit_code == 2 and "holds a finished run" in again.stderr
+    for more in ((), ("--resume",)):
+        again = invoke(*command(tiny_dir, text_file, out, "--steps", 1), *more)
+        assert again.exit_code == 2 and "finished head: give another --out" in again.stderr
     assert (out / "model.safetensors").read_bytes() == before
     more = command(tiny_dir, text_file, tmp_path / "more", "--init", out)
     for wrong, message in (
