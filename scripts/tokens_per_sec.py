@@ -15,16 +15,18 @@ is measured on a CPU and the data sheet's on a GPU we know; what a draft head re
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from fasteagle.bench.options import DEFAULT_ROWS, PRECISIONS, BenchOptions
 from fasteagle.bench.plot import check_plot, plot
-from fasteagle.bench.report import build_report, print_report
+from fasteagle.bench.report import build_report, metadata, print_report
 from fasteagle.bench.row_spec import ROW_NAMES
 from fasteagle.bench.run import run
 from fasteagle.bench.several import HEADINGS, largest_batch, measure_sizes
@@ -40,6 +42,9 @@ from fasteagle.prompts import Question, read_questions
 from fasteagle.tables import print_table
 
 DEFAULTS = BenchOptions()
+# Options of the rows, which --batch does not measure.
+OF_ROWS = ("rows", "medusa", "tree_value", "rerank", "load_format", "simulate_tau")
+OF_ROWS += ("save_outputs", "plot_path")
 
 
 @click.command(cls=Script)
@@ -101,6 +106,7 @@ def main(
 ) -> None:
     """Measure tokens per second; see the module's docstring for examples."""
     precisions = _precisions(precision, runtime_options)
+    sizes = None if batch is None else _sizes(batch)
     options = BenchOptions(model, comma_list(rows), precisions, **settings)
     if plot_path:
         check_plot(plot_path)
@@ -108,14 +114,16 @@ def main(
         require_writable(json_path)
     check_simulated(options, runtime_options, load_format == "dummy")
     questions = read_questions(options.data, options.limit)
-    if batch is not None:
-        several(_sizes(batch), options, runtime_options, questions, md)
+    if sizes is not None:
+        report = several(sizes, options, runtime_options, questions, md)
+        if json_path:
+            _write(json_path, report)
         return
     opened = open_dummy(model) if load_format == "dummy" else open_model(model, runtime_options)
     measured = run(options, runtime_options, opened, questions)
     report = build_report(measured, options, runtime_options, save_outputs)
     if json_path:
-        write_atomic(json_path, json.dumps(report, indent=1, default=str).encode())
+        _write(json_path, report)
     if plot_path:
         plot(report, plot_path)
     print_report(report, md)
@@ -127,19 +135,34 @@ def several(
     runtime_options: RuntimeOptions,
     questions: Sequence[Question],
     md: bool,
-) -> None:
-    """Print the total speed of several answers at once."""
+) -> dict[str, Any]:
+    """Print the total speed of several answers at once; return the record."""
+    records: list[dict[str, Any]] = []
     for precision in options.precisions:
         llm = open_llm(options.model, runtime_options.at(precision), options.draft, note)
         with llm:
             rows = measure_sizes(llm, questions, sizes, options)
-            print_table(HEADINGS, rows, md=md, title=None if md else precision)
+            cells = [row.cells() for row in rows]
+            print_table(HEADINGS, cells, md=md, title=None if md else precision)
             print(largest_batch(llm))
+        records += [{"precision": precision, **dataclasses.asdict(row)} for row in rows]
+    return {"meta": metadata(options, runtime_options), "rows": records}
+
+
+def _write(path: Path, report: dict[str, Any]) -> None:
+    write_atomic(path, json.dumps(report, indent=1, default=str).encode())
 
 
 def _sizes(names: str) -> list[int]:
+    """Return the sizes that --batch names; raise `FasteagleError`, also for options of rows."""
+    context = click.get_current_context()
+    for option in context.command.params:
+        name = option.name or ""
+        if name in OF_ROWS and context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            flag = (*option.opts, *option.secondary_opts)[-1]
+            raise FasteagleError(f"{flag} has no meaning with --batch: drop one")
     sizes = [int(name) if name.isdecimal() else 0 for name in comma_list(names)]
-    if not all(1 <= size <= MOST_AT_ONCE for size in sizes):
+    if not sizes or not all(1 <= size <= MOST_AT_ONCE for size in sizes):
         raise FasteagleError(f"--batch {names} is no list of 1 .. {MOST_AT_ONCE}: try 1,2,4,8")
     return sizes
 

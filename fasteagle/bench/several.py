@@ -31,28 +31,30 @@ class Size:
     """Measured speeds at one number of answers at once, in tokens per second."""
 
     n: int
+    n_texts: int
+    one: float = 0.0  # speed of plain decoding alone
     plain: list[float] = dataclasses.field(default_factory=list)
     drafting: list[float] = dataclasses.field(default_factory=list)
     same: int = 0  # texts that are those of plain decoding alone, in the last round
 
-    def cells(self, one: float, n_texts: int) -> tuple[str, ...]:
-        """Return the row of the table; `one` is the speed of plain decoding alone."""
+    def cells(self) -> tuple[str, ...]:
+        """Return the row of the table."""
         plain, drafting = statistics.median(self.plain), statistics.median(self.drafting)
         return (
             str(self.n),
             f"{plain:.1f}",
-            f"{plain / one:.2f}",
+            f"{plain / self.one:.2f}",
             f"{drafting:.1f}",
-            f"{drafting / one:.2f}",
+            f"{drafting / self.one:.2f}",
             f"{drafting / plain:.2f}",
-            f"{self.same} of {n_texts}",
+            f"{self.same} of {self.n_texts}",
         )
 
 
 def measure_sizes(
     llm: LLM, questions: Sequence[Question], sizes: Sequence[int], options: BenchOptions
-) -> list[tuple[str, ...]]:
-    """Return the rows of the table for these numbers of answers at once."""
+) -> list[Size]:
+    """Return the speeds at these numbers of answers at once."""
     kind = SamplingMode.of(options.params, llm.engine.model.config.vocab_size)
     if options.compile and compile_now(llm.engine, options.params):
         tune_now(llm.engine, note, kind, compiled=True)
@@ -66,8 +68,7 @@ def measure_sizes(
         ]
 
     expected = [answer.tokens for answer in llm.answers.all(requests(False), 1)]
-    measured = [Size(n) for n in sizes]
-    alone = Size(1)
+    alone, *measured = (Size(n, len(questions)) for n in (1, *sizes))
     todo = [size for _ in range(ROUNDS) for size in (alone, *measured)]
     for size in with_progress(todo, len(todo), "measured", "sizes", note, lambda: ""):
         for speculate, speeds in ((False, size.plain), (True, size.drafting)):
@@ -76,8 +77,9 @@ def measure_sizes(
             texts = [answer.tokens for answer in llm.answers.all(asked, size.n)]
             speeds.append(sum(map(len, texts)) / (time.perf_counter() - begin))
             size.same = sum(a == b for a, b in zip(texts, expected, strict=True))
-    one = statistics.median(alone.plain)
-    return [size.cells(one, len(questions)) for size in measured]
+    for size in measured:
+        size.one = statistics.median(alone.plain)
+    return measured
 
 
 def largest_batch(llm: LLM) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 from fasteagle.answering.several import Answers
 from fasteagle.bench import several
 
 
-def test_a_table_of_sizes(script, questions, tiny_dir, monkeypatch):
+def test_a_table_of_sizes(script, questions, tiny_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(several, "ROUNDS", 1)
     arguments = ["--model", tiny_dir, "--data", questions, "--precision", "fp32", "--md"]
+    arguments += ["--json", tmp_path / "record.json"]
     result = script(*arguments, "--batch", "1,2", "--max-new-tokens", 6, "--no-compile")
     assert result.exit_code == 0, result.stderr
     heading, _, *rows, memory = result.stdout.splitlines()
@@ -16,6 +19,13 @@ def test_a_table_of_sizes(script, questions, tiny_dir, monkeypatch):
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     assert [(row[0], row[-1]) for row in cells] == [("1", "3 of 3"), ("2", "3 of 3")]
     assert all(float(speed) > 0 for row in cells for speed in row[1:-1])
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert [(row["n"], row["same"], row["precision"]) for row in record["rows"]] == [
+        (1, 3, "fp32"),
+        (2, 3, "fp32"),
+    ]
+    assert f"{record['rows'][1]['plain'][0]:.1f}" == cells[1][1]
+    assert record["meta"]["max_new_tokens"] == 6
     assert "KV cache; memory is free for" in memory
 
 
