@@ -21,7 +21,7 @@ from fasteagle.device import available_bytes, pick_device, pick_dtype
 from fasteagle.errors import FasteagleError, note, with_progress
 from fasteagle.generate import Engine
 from fasteagle.loading.checkpoint import required_bytes
-from fasteagle.loading.open import PreparedModel, open_model
+from fasteagle.loading.open import OpenedModel, PreparedModel, open_model
 from fasteagle.loading.tokenizer import ChatTokenizer
 from fasteagle.options import RuntimeOptions
 from fasteagle.paths import require_writable, write_atomic
@@ -51,6 +51,7 @@ def evaluate(model: str, options: EvalOptions, runtime: RuntimeOptions) -> list[
     device = pick_device(runtime.device)  # before anything is fetched
     opened = open_model(model)
     windows = read_windows(options, opened.tokenizer)
+    runtime = _with_room(runtime, options.window, opened)
     need = sum(required_bytes(opened.checkpoint.config, torch.float32, options.window))
     free = available_bytes(device)
     dense = "fp32" if free is None or need * 1.1 < free else pick_dtype("auto", device)
@@ -64,6 +65,20 @@ def evaluate(model: str, options: EvalOptions, runtime: RuntimeOptions) -> list[
         qualities.append(_measure(precision, prepared, predictions, reference))
         note(f"{precision}: perplexity {qualities[-1].perplexity:.3f}, KL {qualities[-1].kl:.5f}")
     return qualities
+
+
+def _with_room(runtime: RuntimeOptions, window: int, opened: OpenedModel) -> RuntimeOptions:
+    """Return options whose context holds a window; raise `FasteagleError` if none can."""
+    limit = opened.checkpoint.config.max_seq_len
+    if runtime.max_seq_len is None:
+        longest = min(limit, max(window, runtime.DEFAULT_MAX_SEQ_LEN))
+        runtime = dataclasses.replace(runtime, max_seq_len=longest)
+    context = runtime.seq_len_for(limit, opened.name)
+    if window > context:
+        raise FasteagleError(
+            f"window {window:,} is more than the context of {opened.name}: use at most {context:,}"
+        )
+    return runtime
 
 
 def read_windows(options: EvalOptions, tokenizer: ChatTokenizer) -> list[list[int]]:

@@ -69,6 +69,16 @@ def test_against_transformers(folder, text, monkeypatch, capsys):
     assert exact.weight_gb > eight.weight_gb > four.weight_gb
 
 
+def test_a_window_may_be_the_whole_context(folder, text, monkeypatch):
+    """Also where that is longer than the context that chat takes by itself."""
+    monkeypatch.setattr(RuntimeOptions, "DEFAULT_MAX_SEQ_LEN", 16)
+    (quality, _) = evaluate(str(folder), EvalOptions(text, ("fp32",), 512, 512), RuntimeOptions())
+    ids = load_tokenizer(folder).encode(TEXT)[:512]
+    (probs,) = logits_of(open_checkpoint(folder), [ids])
+    nll = -probs.gather(1, torch.tensor(ids[1:])[:, None]).mean()
+    assert quality.perplexity == pytest.approx(math.exp(nll), rel=1e-4)
+
+
 class _plain:
     def __init__(self, checkpoint):
         self.config, self.names, self.load = checkpoint.config, checkpoint.names, checkpoint.load

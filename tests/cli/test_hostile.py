@@ -35,6 +35,8 @@ REFUSED = [
     (CHAT, "--quant-backend torchao", "is gone: use --precision int4-torchao"),
     (CHAT, "--precision auto-lm4", "-lm4 and -lm16 are parts of a quantized precision"),
     (CHAT, "--draft-model x --draft-precision int3", "3 bits have no kernel"),
+    (EVAL, "--tokens 600 --window 513", "window 513 is more than the context of"),
+    (EVAL, "--max-seq-len 16 --window 17", ": use at most 16"),
     (EVAL, "--precision int4,foo", "quantization 'foo' is unknown"),
     (CHAT, "--regex '('", "regex: "),
     (CHAT, "--think", "has no thinking switch"),
