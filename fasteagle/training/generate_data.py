@@ -44,7 +44,7 @@ def generate_data(
     def answerer() -> Answerer:
         if options.base_url is not None:
             name = options.served_model or model
-            return ServedModel(options.base_url, name, tokenizer, options.batch, api_key)
+            return ServedModel(options.base_url, name, tokenizer, api_key)
         assert prepared is not None, "made where no server is named"
         start = time.perf_counter()
         engine = prepared.engine()

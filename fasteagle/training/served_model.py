@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import queue
+import threading
 import time
 import urllib.error
 import urllib.request
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from fasteagle.errors import FasteagleError
@@ -28,15 +29,17 @@ HINTS = {
     404: ": check --base-url, and name the server's model with --served-model",
 }
 
+Outcome = dict[str, Any] | Exception | None  # None: no room for an answer
+
 
 class ServedModel:
-    """Model behind a server, which is sent up to `batch` requests at once.
+    """Model behind a server, which is sent all requests under way at once.
 
     Raises `FasteagleError` where the server cannot be reached, refuses, or goes on failing.
     """
 
     def __init__(
-        self, base_url: str, name: str, tokenizer: ChatTokenizer, batch: int, api_key: str | None
+        self, base_url: str, name: str, tokenizer: ChatTokenizer, api_key: str | None
     ) -> None:
         base = base_url.rstrip("/")
         self._url = (base if base.endswith("/v1") else f"{base}/v1") + "/chat/completions"
@@ -44,8 +47,7 @@ class ServedModel:
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._pool = ThreadPoolExecutor(batch)
-        self._running: dict[Future[dict[str, Any] | None], tuple[int, Request]] = {}
+        self._answered: queue.SimpleQueue[tuple[int, Request, Outcome]] = queue.SimpleQueue()
 
     def begin(self, number: int, request: Request) -> None:
         body = {
@@ -56,15 +58,23 @@ class ServedModel:
             "seed": request.params.seed,
             "max_tokens": request.max_new_tokens,
         }
-        self._running[self._pool.submit(self._post, body)] = (number, request)
+
+        def ask() -> None:
+            answer: Outcome
+            try:
+                answer = self._post(body)
+            except Exception as error:  # raised by `replies`
+                answer = error
+            self._answered.put((number, request, answer))
+
+        # The end of the process, by Ctrl-C or an error, waits for other threads but not for these.
+        threading.Thread(target=ask, daemon=True).start()
 
     def replies(self) -> list[tuple[int, Reply | None]]:
-        replies: list[tuple[int, Reply | None]] = []
-        for future in wait(self._running, return_when=FIRST_COMPLETED).done:
-            number, request = self._running.pop(future)
-            answer = future.result()
-            replies.append((number, None if answer is None else self._reply(request, answer)))
-        return replies
+        number, request, answer = self._answered.get()
+        if isinstance(answer, Exception):
+            raise answer
+        return [(number, None if answer is None else self._reply(request, answer))]
 
     def _reply(self, request: Request, answer: dict[str, Any]) -> Reply:
         try:

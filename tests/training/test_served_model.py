@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import http.server
 import json
+import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -218,3 +221,23 @@ def test_an_answer_without_text_is_dropped(stub, ask, tmp_path):
     done = ask(stub.url, "--batch", 1)
     assert done.exit_code == 0 and "1 empty answer" in done.stderr
     assert [line["id"] for line in lines(tmp_path)] == [1, 2]
+
+
+def test_ctrl_c_waits_for_no_answer(stub, ask, tiny_dir, tmp_path):
+    stub.delay = 60.0
+    code = (
+        "import signal\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in a background job
+        "from fasteagle.cli.main import main\n"
+        "main()"
+    )
+    files = ("--model", tiny_dir, "--prompts", ask.prompts, "--out", tmp_path / "text.jsonl")
+    words = [sys.executable, "-c", code, "generate-data", *files, "--base-url", stub.url]
+    with subprocess.Popen([str(word) for word in words], stderr=subprocess.PIPE) as process:
+        try:
+            while len(stub.bodies) < 3 and process.poll() is None:
+                time.sleep(0.02)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 1
+        finally:
+            process.kill()
