@@ -30,6 +30,8 @@ class DataFile:
         if path.exists() and path.stat().st_size:
             try:
                 begun = json.loads(beside.read_text("utf-8"))
+                if not isinstance(begun, dict):
+                    raise ValueError("no settings")
             except (OSError, ValueError) as error:
                 raise FasteagleError(
                     f"{path} is there, but not begun by generate-data ({beside.name} is missing "

@@ -46,6 +46,10 @@ class ServedModel:
         self._name, self._tokenizer = name, tokenizer
         self._headers = {"Content-Type": "application/json"}
         if api_key:
+            if not (api_key.isascii() and api_key.isprintable()):
+                raise FasteagleError(
+                    "the API key is no header: give one of ASCII characters, in one line"
+                )
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._answered: queue.SimpleQueue[tuple[int, Request, Outcome]] = queue.SimpleQueue()
 

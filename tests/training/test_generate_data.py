@@ -273,9 +273,12 @@ def test_what_is_refused_before_a_model_is_opened(arguments, message, tmp_path, 
 def test_files_of_others_are_not_written_to(model, prompts, tmp_path):
     out = tmp_path / "notes.txt"
     out.write_text("mine\n")
-    done = invoke("--model", model, "--out", out, "--prompts", prompts)
-    assert done.exit_code == 2 and "not begun by generate-data" in done.stderr
-    assert out.read_text() == "mine\n"
+    for settings in (None, "[]"):
+        if settings is not None:
+            (tmp_path / "notes.txt.settings.json").write_text(settings)
+        done = invoke("--model", model, "--out", out, "--prompts", prompts)
+        assert done.exit_code == 2 and "not begun by generate-data" in done.stderr
+        assert out.read_text() == "mine\n"
     text = tmp_path / "text.jsonl"
     generated(model, text, "--prompts", prompts)
     text.write_text('{"ids": [1, 2], "prompt_len": 1}\n')

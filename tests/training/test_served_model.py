@@ -206,6 +206,13 @@ def test_nobody_listens(stub, ask):
     assert done.exit_code == 2 and "cannot reach" in done.stderr
 
 
+@pytest.mark.parametrize("key", ["key\n", "k\u20acy"])
+def test_a_key_that_is_no_header(stub, ask, key):
+    done = ask(stub.url, "--api-key", key)
+    assert done.exit_code == 2 and "the API key is no header" in done.stderr, done.output
+    assert not stub.bodies
+
+
 def test_what_was_answered_before_an_error_is_kept(stub, ask, tmp_path):
     stub.plan = [None, None, (400, error("too long"))]
     assert ask(stub.url, "--batch", 1).exit_code == 2
