@@ -43,6 +43,7 @@ from fasteagle.training.train import Trainer, TrainingBar, head_header
 
 MIN_CONVERSATIONS = 24
 ANSWER_TOKENS = 256
+LEAST_TOKENS = MIN_CONVERSATIONS * ANSWER_TOKENS  # enough conversations, however long they are
 TEXT_SHARE = 0.5  # of the time
 FEWEST_STEPS = 20
 PROBED_STEPS = 6
@@ -97,8 +98,14 @@ def _check_early(opened: OpenedModel, runtime: RuntimeOptions, options: Calibrat
             f"draft-vocab {options.draft_vocab:,} is more than the model's {config.vocab_size:,} "
             "tokens: give fewer"
         )
+    longest = runtime.seq_len_for(config.max_seq_len, opened.name)
     if options.data is not None:
-        read_conversations(options.data, config.vocab_size, config.max_seq_len)
+        _require_enough(read_conversations(options.data, config.vocab_size, longest))
+    elif options.tokens < LEAST_TOKENS:
+        raise FasteagleError(
+            f"tokens {options.tokens:,} are too few for {MIN_CONVERSATIONS} conversations: use "
+            f"{LEAST_TOKENS:,} or more"
+        )
     if options.out is not None:
         require_writable(options.out / "config.json")
 
@@ -157,12 +164,16 @@ def _text(target: Runtime, options: CalibrateOptions, work: Work) -> list[Conver
         work.once("text", write)
     config, longest = target.checkpoint.config, target.engine.max_seq_len
     conversations = read_conversations(path, config.vocab_size, longest)
+    _require_enough(conversations)
+    return conversations
+
+
+def _require_enough(conversations: Sequence[Conversation]) -> None:
     if len(conversations) < MIN_CONVERSATIONS:
         raise FasteagleError(
             f"{len(conversations)} conversations are too few to calibrate on: give "
-            f"{MIN_CONVERSATIONS} or more, or a larger --tokens"
+            f"{MIN_CONVERSATIONS} or more"
         )
-    return conversations
 
 
 def _calibrate(

@@ -181,10 +181,6 @@ class CalibrateOptions:
     resume: bool = option(False, RESUME_TEXT)
 
     def __post_init__(self) -> None:
-        if self.tokens < 2_000:
-            raise FasteagleError(
-                f"tokens {self.tokens} are too few to learn from: use 2000 or more"
-            )
         if not 0 < self.minutes < 10_000:
             raise FasteagleError(f"minutes {self.minutes} is out of range: use more than 0")
         _require_positive(self, "steps", "draft_vocab")

@@ -131,7 +131,8 @@ REFUSED = [
     (TRAIN, "--data DIR/text --out /proc/none", "cannot write /proc/none/state.pt"),
     ("calibrate-head", "--precision bf16", "precision bf16 is not quantized, and heads are"),
     (CALIBRATE, "--head HEAD", "the head is for a width of 32, the model has 64"),
-    (CALIBRATE, "--tokens 10", "tokens 10 are too few"),
+    (CALIBRATE, "--tokens 6143", "tokens 6,143 are too few for 24 conversations: use 6,144"),
+    (CALIBRATE, "--data DIR/talk", "1 conversations are too few to calibrate on: give 24"),
     (CALIBRATE, "--minutes 0", "minutes 0.0 is out of range"),
     (CALIBRATE, "--steps 0", "steps 0 is out of range"),
     (CALIBRATE, "--draft-vocab 0", "draft-vocab 0 is out of range"),
@@ -246,6 +247,7 @@ def places(tmp_path_factory):
     (folder / "deep").write_text(f'start: r0\n{rules}r3000: "a"')
     (folder / "million").write_text('start: "x"~1000000')
     (folder / "one").write_text("{}")
+    (folder / "talk").write_text('{"ids": [1, 2, 3, 4], "prompt_len": 1}')
     (folder / "empty").touch()
     (folder / "tall.json").write_text(json.dumps([[0] * n for n in range(1, 65)]))
     (folder / "endless").write_text("start: start")
