@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fasteagle.errors import FasteagleError
 from fasteagle.generate import Engine
 from fasteagle.model import EagleHead, Transformer
 from fasteagle.training.data import Features
@@ -75,7 +76,7 @@ def evaluate(
 
     This is exact for text the target wrote greedily: the tokens fed are then those it would accept.
     The head has borrowed from the target. Of several processes each takes a part of the
-    conversations; all get the whole result.
+    conversations; all get the whole result. Raises `FasteagleError` for a head that diverged.
     """
     device = head.fc.weight.device
     ids = head.target_ids()
@@ -106,6 +107,10 @@ def evaluate(
             alpha = torch.minimum(p, q).sum(-1)[counted]
             variation[step, 0] += (1 - alpha).double().sum().item()
             variation[step, 1] += len(alpha)
+            if not variation[step, 0].isfinite():
+                raise FasteagleError(
+                    "the draft head predicts no finite numbers: train it with a lower --lr"
+                )
             confidence = q.gather(1, best_ranks)
             tenth = (confidence[alive] * TENTHS).long().clamp(max=TENTHS - 1).flatten().cpu()
             by_confidence[:, 0] += tenth.bincount(minlength=TENTHS)

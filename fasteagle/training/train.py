@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -202,18 +203,24 @@ class Trainer:
         total = torch.zeros((), device=device)
         if batch is not None:
             with autocast(device):
-                loss = head_loss(self.head, self._lm_rows, batch, options, self.step, counts)
-            if loss.requires_grad:
-                loss.backward()
-            total += loss.detach()
+                part = head_loss(self.head, self._lm_rows, batch, options, self.step, counts)
+            if part.requires_grad:
+                part.backward()
+            total += part.detach()
         trained = [p for p in self.head.parameters() if p.requires_grad]
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
         self.ranks.sum_([total, *gradients])
         for parameter, gradient in zip(trained, gradients, strict=True):
             parameter.grad = gradient
-        torch.nn.utils.clip_grad_norm_(trained, options.clip)
+        norm = torch.nn.utils.clip_grad_norm_(trained, options.clip)
+        loss = total.item()
+        if not math.isfinite(loss) or not norm.isfinite():  # a step would spoil all weights
+            raise FasteagleError(
+                f"the loss is not finite at step {self.step + 1:,}: give a lower --lr and another "
+                "--out"
+            )
         self.optimizer.step()
-        return total.item(), int(counts[0])
+        return loss, int(counts[0])
 
     def _stalled(self, patience: int) -> bool:
         scores = [entry["alphas"][0] for entry in self.history]

@@ -165,6 +165,21 @@ def test_a_checkpoint_that_is_none_costs_one_line(trainer, tmp_path):
         made.resume()
 
 
+def test_a_run_that_diverges_costs_one_line_and_keeps_its_checkpoint(trainer, tmp_path):
+    made = trainer(dataclasses.replace(OPTIONS, steps=9))
+    state = tmp_path / "run" / "state.pt"
+
+    def spoil(step, loss):
+        if step == 3:
+            made.head.fc.weight.data[0, 0] = float("nan")
+
+    with pytest.raises(FasteagleError, match="the loss is not finite at step 4: give a lower --lr"):
+        made.run(lambda entry: None, every=100, save_every=2, tick=spoil)
+    assert torch.load(state, weights_only=True)["step"] == 2
+    with pytest.raises(FasteagleError, match="the draft head predicts no finite numbers"):
+        made.evaluate()
+
+
 def test_training_stops_when_held_out_text_gains_nothing(trainer):
     made = trainer(dataclasses.replace(OPTIONS, lr=1e-12))
     made.run(lambda entry: None, every=2, patience=3)
