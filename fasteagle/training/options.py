@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any
 
 from fasteagle.config import checked_aux_layers, default_aux_layers
 from fasteagle.errors import FasteagleError
-from fasteagle.option_fields import option
+from fasteagle.option_fields import check, option
 from fasteagle.options import TAP_LAYERS_TEXT, SamplingParams
 
 ALGORITHMS = ("eagle1", "eagle3", "eagle3.1")
@@ -24,16 +23,6 @@ _DEFAULTS = {
 }
 _DEFAULTS["eagle3.1"] = _DEFAULTS["eagle3"]
 _ALONE = {"ce_weight": 1.0, "feature_weight": 0.0}
-
-
-def _require_positive(options: Any, *names: str, or_zero: bool = False) -> None:
-    """Raise `FasteagleError` for a field that is not above 0; None is a value not given."""
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and not (value > 0 or (or_zero and value == 0)):
-            least = ">= 0" if or_zero else "> 0"
-            flag = name.replace("_", "-")
-            raise FasteagleError(f"{flag} {value} is out of range: use {least}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +44,9 @@ class TrainOptions:
         False, "Leave an EAGLE-3 head the model's LM head rows: a smaller file."
     )
     window: int | None = option(
-        None, "Keys that the head sees, for long texts.  [default: all, or as --init does]"
+        None,
+        "Keys that the head sees, for long texts.  [default: all, or as --init does]",
+        least=LEAST_WINDOW,
     )
     loss: str = option(
         "paper",
@@ -63,43 +54,41 @@ class TrainOptions:
         "second as acceptance grows.",
         kind=LOSSES,
     )
-    lr: float = 3e-5
-    beta1: float = 0.9
-    beta2: float = 0.95
-    weight_decay: float = 0.0
-    clip: float = 0.5  # of the gradient's norm
-    noise: float | None = option(None, "Uniform, on the features.  [default: 0.1; EAGLE-3: 0]")
-    ce_weight: float | None = option(None, "Of the token loss.  [default: 0.1; EAGLE-3, LK: 1]")
-    feature_weight: float | None = option(None, "Of the feature loss.  [default: 1; else: 0]")
+    lr: float = option(3e-5, above=0, most=1)
+    beta1: float = option(0.9, least=0, below=1)
+    beta2: float = option(0.95, least=0, below=1)
+    weight_decay: float = option(0.0, least=0, most=1)
+    clip: float = option(0.5, above=0)  # of the gradient's norm
+    noise: float | None = option(
+        None, "Uniform, on the features.  [default: 0.1; EAGLE-3: 0]", least=0, below=math.inf
+    )
+    ce_weight: float | None = option(
+        None, "Of the token loss.  [default: 0.1; EAGLE-3, LK: 1]", least=0, below=math.inf
+    )
+    feature_weight: float | None = option(
+        None, "Of the feature loss.  [default: 1; else: 0]", least=0, below=math.inf
+    )
     self_fed_steps: int | None = option(
-        None, "Further steps on the head's own features.  [default: 0; EAGLE-3: 6]"
+        None, "Further steps on the head's own features.  [default: 0; EAGLE-3: 6]", least=0
     )
-    self_fed_decay: float = option(0.8, "Weight of each further step.")
-    batch_tokens: int = 4096
-    steps: int = 2000
-    warmup: int = 100
+    self_fed_decay: float = option(0.8, "Weight of each further step.", least=0, most=1)
+    batch_tokens: int = option(4096, least=1)
+    steps: int = option(2000, least=1)
+    warmup: int = option(100, least=0)
     draft_vocab_size: int | None = option(
-        None, "Tokens drafted, the most frequent.  [default: those of --init, or 16384]"
+        None, "Tokens drafted, the most frequent.  [default: those of --init, or 16384]", least=1
     )
-    loss_vocab_size: int = 8192  # of the draft vocabulary, its most frequent; drafting uses all
-    init_scale: float = 0.02
-    seed: int = 0
+    # Of the draft vocabulary, its most frequent; drafting uses all.
+    loss_vocab_size: int = option(8192, least=1)
+    init_scale: float = option(0.02, above=0, most=1)
+    seed: int = option(0, least=0, below=2**63)
 
     def __post_init__(self) -> None:
+        check(self)
         defaults = _DEFAULTS[self.algorithm] | (_ALONE if self.loss == "lk" else {})
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
-        _require_positive(self, "lr", "clip", "batch_tokens", "steps")
-        _require_positive(self, "draft_vocab_size", "loss_vocab_size")
-        _require_positive(self, *_DEFAULTS[self.algorithm], "weight_decay", or_zero=True)
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise FasteagleError(
-                    f"{name} {getattr(self, name)} is out of range: use 0 or more, below 1"
-                )
-        if self.window is not None and self.window < LEAST_WINDOW:
-            raise FasteagleError(f"window {self.window} is too small: use {LEAST_WINDOW} or more")
         if self.algorithm == "eagle1" and (self.tap_layers or self.borrow_lm_head):
             raise FasteagleError(
                 "--tap-layers and --borrow-lm-head are for EAGLE-3 heads: give --algorithm eagle3"
@@ -140,22 +129,22 @@ class TrainRun:
         (), "JSONL of token ids the model wrote itself (repeatable).", kind="file"
     )
     prompts: Path | None = option(None, PROMPTS_TEXT, kind="file")
-    answer_tokens: int = option(256, "Longest answer to those.")
+    answer_tokens: int = option(256, "Longest answer to those.", least=1)
     out: Path = option(text="Folder of the head.", kind="folder")
     resume: bool = option(False, RESUME_TEXT)
-    held_out: int = option(100, "Conversations to measure on.")
-    max_len: int = option(640, "Longer conversations are cut.")
-    every: int = option(200, "Steps between evaluations.")
+    held_out: int = option(100, "Conversations to measure on.", least=1)
+    max_len: int = option(640, "Longer conversations are cut.", least=1)
+    every: int = option(200, "Steps between evaluations.", least=1)
     init: Path | None = option(None, "Begin from this head.", kind="existing folder")
     features: str = option(
         "cached",
         "Keep the target's features on disk, or compute them for every batch.",
         kind=("cached", "live"),
     )
-    patience: int | None = option(None, "Stop after so many evaluations without gain.")
+    patience: int | None = option(None, "Stop after so many evaluations without gain.", least=1)
 
     def __post_init__(self) -> None:
-        _require_positive(self, "held_out", "max_len", "every", "answer_tokens", "patience")
+        check(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,20 +159,22 @@ class CalibrateOptions:
         kind="file",
     )
     draft_vocab: int | None = option(
-        None, "Draft so many tokens, those most frequent in the text.  [default: as the head does]"
+        None,
+        "Draft so many tokens, those most frequent in the text.  [default: as the head does]",
+        least=1,
     )
-    tokens: int = option(50_000, "Of text to write.")
-    minutes: float = option(30.0, "For text and training.")
-    steps: int | None = option(None, "Of training.  [default: as many as fit into --minutes]")
+    tokens: int = option(50_000, "Of text to write.", least=1)
+    minutes: float = option(30.0, "For text and training.", above=0, below=10_000)
+    steps: int | None = option(
+        None, "Of training.  [default: as many as fit into --minutes]", least=1
+    )
     out: Path | None = option(
         None, "Folder of the head.  [default: the user cache, where chat finds it]", kind="folder"
     )
     resume: bool = option(False, RESUME_TEXT)
 
     def __post_init__(self) -> None:
-        if not 0 < self.minutes < 10_000:
-            raise FasteagleError(f"minutes {self.minutes} is out of range: use more than 0")
-        _require_positive(self, "steps", "draft_vocab")
+        check(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -201,15 +192,15 @@ class DataOptions:
     )
     out: Path = option(text="JSONL to write; a run that was cut off goes on in it.", kind="file")
     count: int | None = option(
-        None, "Conversations, those dropped included.  [default: every prompt]"
+        None, "Conversations, those dropped included.  [default: every prompt]", least=1
     )
-    tokens: int | None = option(None, "Stop after so many tokens of answers.")
-    batch: int = option(8, "Conversations at a time.")
+    tokens: int | None = option(None, "Stop after so many tokens of answers.", least=1)
+    batch: int = option(8, "Conversations at a time.", least=1)
     temperature: tuple[str, ...] = option(
         ("0", "0.7"), "Of the conversations in turn.", kind="comma list"
     )
     top_p: float = 0.95
-    max_new_tokens: int = option(512, "Longest answer.")
+    max_new_tokens: int = option(512, "Longest answer.", least=1)
     seed: int = option(0, "Same seed, same text.")
     exclude: tuple[Path, ...] = option(
         (),
@@ -224,6 +215,7 @@ class DataOptions:
     served_model: str | None = option(None, "Name of the model there.  [default: --model]")
 
     def __post_init__(self) -> None:
+        check(self)
         sources = (self.prompts, self.self_written or None, self.seeds)
         n_sources = sum(source is not None for source in sources)
         if n_sources != 1:
@@ -231,7 +223,6 @@ class DataOptions:
             raise FasteagleError(f"--prompts, --self, --seeds {what}: give one of them")
         if self.prompts is None and self.count is None and self.tokens is None:
             raise FasteagleError("the model would write without end: give --count or --tokens")
-        _require_positive(self, "count", "tokens", "batch", "max_new_tokens")
         if not self.temperatures:
             raise FasteagleError("temperature is empty: give one, or several as 0,0.7")
         for temperature in self.temperatures:

@@ -63,7 +63,7 @@ def train_head(
         runtime_options = dataclasses.replace(runtime_options, device=device)
     opened = open_model(model, runtime_options)
     init = _init_head(opened.checkpoint.config, run.init, options)
-    data = _data(opened, runtime_options, run)
+    data = _data(opened, runtime_options, run, options.draft_vocab_size)
     runtime = opened.loaded(runtime_options)
     identity = fingerprint(runtime.checkpoint)
     with ranks.first_alone():  # writes text, which the others then find
@@ -99,12 +99,17 @@ def train_head(
 
 
 def _data(
-    opened: OpenedModel, runtime_options: RuntimeOptions, run: TrainRun
+    opened: OpenedModel, runtime_options: RuntimeOptions, run: TrainRun, draft_vocab: int | None
 ) -> list[Conversation]:
     """Return the text in --data; raise `FasteagleError` for errors seen before loading."""
     if not run.data and run.prompts is None:
         raise FasteagleError("nothing to train on: give --data, or --prompts to be answered now")
     config = opened.checkpoint.config
+    if draft_vocab is not None and draft_vocab > config.vocab_size:
+        raise FasteagleError(
+            f"draft-vocab-size {draft_vocab:,} is more than the model's {config.vocab_size:,} "
+            "tokens: give fewer"
+        )
     require_writable(run.out / "state.pt")
     if run.prompts is not None:
         read_questions(run.prompts, None)
@@ -160,7 +165,7 @@ def _draft_ids(
     size = options.draft_vocab_size
     if size is None and init is not None:
         return init.target_ids().cpu()
-    return frequent_tokens(training, min(size or NEW_DRAFT_VOCAB, vocab_size))
+    return frequent_tokens(training, size or min(NEW_DRAFT_VOCAB, vocab_size))
 
 
 def _features(

@@ -191,7 +191,7 @@ def test_runs_that_cannot_go_on_say_so(tiny_dir, text_file, tmp_path, no_compile
     assert (out / "model.safetensors").read_bytes() == before
     more = command(tiny_dir, text_file, tmp_path / "more", "--init", out)
     for wrong, message in (
-        (("--beta1", 1.5), "beta1 1.5 is out of range: use 0 or more, below 1"),
+        (("--beta1", 1.5), "beta1 1.5 is out of range: use >= 0 and < 1"),
         (("--weight-decay", -1), "weight-decay -1.0 is out of range"),
     ):
         refused = invoke(*more, *wrong)
