@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from numbers import Real
 from pathlib import Path
 from typing import Literal, NamedTuple, Unpack, overload
 
 from fasteagle.answering.answer import Answer, AnswerRequest, Chunk
 from fasteagle.answering.background import Preparation
 from fasteagle.answering.grammar import GrammarCompiler
-from fasteagle.answering.keywords import AnswerKeywords, are_ids, check_text, listed, read_keywords
+from fasteagle.answering.keywords import (
+    AnswerKeywords,
+    check_extras,
+    check_text,
+    checked_ids,
+    listed,
+    read_keywords,
+)
 from fasteagle.answering.known_texts import KnownTexts
 from fasteagle.answering.prefix_cache import PrefixCache
 from fasteagle.answering.several import Answers
@@ -36,8 +42,6 @@ from fasteagle.options import (
     ServeOptions,
 )
 from fasteagle.quant.scheme import check_precision
-
-MOST_PENALTY = 2  # for presence and frequency; OpenAI's range
 
 
 class Prompt(NamedTuple):
@@ -163,6 +167,9 @@ class LLM:
         self._check_open()
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
+        if not isinstance(messages, Iterable):
+            raise FasteagleError(f"messages {messages!r} is no text and no list of messages")
+        messages = list(messages)
         if not messages:
             raise FasteagleError("messages is empty: give at least one question")
         for message in messages:
@@ -214,10 +221,8 @@ class LLM:
         self._check_open()
         if isinstance(prompt, str):
             check_text("prompt", prompt)
-            prompt = self.tokenizer.encode_document(prompt)
-        elif isinstance(prompt, bytes) or not are_ids(prompt):
-            raise FasteagleError(f"prompt {prompt!r} is no text and no list of token ids")
-        return [int(token) for token in prompt]
+            return self.tokenizer.encode_document(prompt)
+        return checked_ids(prompt)
 
     def chat_batch(
         self,
@@ -285,21 +290,11 @@ class LLM:
         `penalties` are `presence_penalty` and `frequency_penalty`.
         """
         mask = None if spec is None else self.grammar(spec)
-        vocab_size = self.engine.model.config.vocab_size
-        for token in bias or {}:
-            if not 0 <= token < vocab_size:
-                raise FasteagleError(
-                    f"logit_bias: token id {token} is outside the vocabulary of {vocab_size:,}"
-                )
-        if n_top is not None and not 0 <= n_top <= vocab_size:
-            raise FasteagleError(f"top_logprobs {n_top} is out of range: use 0 .. {vocab_size}")
-        for name, value in penalties.items():
-            if not isinstance(value, Real) or not -MOST_PENALTY <= value <= MOST_PENALTY:
-                limits = f"-{MOST_PENALTY} .. {MOST_PENALTY}"
-                raise FasteagleError(f"{name} {value!r} is out of range: use {limits}")
-        eos_ids, bias = self.tokenizer.eos_ids, dict(bias or {})
+        bias = {} if bias is None else bias
+        check_extras(self.engine.model.config.vocab_size, bias, n_top, **penalties)
+        eos_ids = self.tokenizer.eos_ids
         return AnswerRequest(
-            prompt, params, options, eos_ids, bias, mask, n_top, speculate, **penalties
+            prompt, params, options, eos_ids, dict(bias), mask, n_top, speculate, **penalties
         )
 
     def grammar(self, spec: GrammarSpec) -> TokenMask:

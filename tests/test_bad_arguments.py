@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 import fasteagle
@@ -31,6 +33,19 @@ ASKED = [
     ("x", {"top_logprobs": -1}, "top_logprobs -1 is out of range"),
     ("x", {"presence_penalty": "hot"}, "presence_penalty 'hot' is out of range"),
     ("x", {"frequency_penalty": 2.1}, "frequency_penalty 2.1 is out of range: use -2 .. 2"),
+    ("x", {"logit_bias": {5.5: 1}}, "logit_bias: 5.5 is no token id"),
+    ("x", {"logit_bias": {"5": 1}}, "logit_bias: '5' is no token id"),
+    ("x", {"logit_bias": {5: "1"}}, "logit_bias '1' of token id 5 is out of range"),
+    ("x", {"logit_bias": {5: math.nan}}, "logit_bias nan of token id 5 is out of range"),
+    ("x", {"logit_bias": {5: math.inf}}, "logit_bias inf of token id 5 is out of range"),
+    ("x", {"logit_bias": {5: 1e300}}, "logit_bias 1e+300 of token id 5 is out of range"),
+    ("x", {"logit_bias": [5]}, "logit_bias [5] is no dictionary"),
+    ("x", {"top_logprobs": 2.5}, "top_logprobs 2.5 is not a whole number"),
+    ("x", {"top_logprobs": True}, "top_logprobs True is not a whole number"),
+    ("x", {"top_logprobs": "3"}, "top_logprobs '3' is not a whole number"),
+    ("x", {"presence_penalty": True}, "presence_penalty True is out of range"),
+    ("x", {"regex": 5}, "regex 5 is no text"),
+    ("x", {"json_schema": {"enum": {1}}}, "json_schema is not JSON: "),
     ("x", {"regex": "a", "grammar": "b"}, "regex and grammar contradict each other"),
     ("x", {"stop": [""]}, "a stop string is empty"),
     ("x", {"stop": 3}, "stop 3 is no text and no list of texts"),
@@ -38,9 +53,11 @@ ASKED = [
     ("\ud800", {}, "prompt holds '\\ud800', half of a character"),
     (b"x", {}, "prompt b'x' is no text and no list of token ids"),
     ([1.5], {}, "prompt [1.5] is no text and no list of token ids"),
+    ([True, False], {}, "prompt [True, False] is no text and no list of token ids"),
     (3, {}, "prompt 3 is no text and no list of token ids"),
     ([], {}, "the prompt is empty"),
     ({"messages": []}, {}, "messages is empty"),
+    ({"messages": 3}, {}, "messages 3 is no text and no list of messages"),
     ({"messages": "x"}, {"think": True}, "think on: this model's chat template has no thinking"),
     ({"messages": ["x"]}, {}, "messages: 'x' is no dictionary of role and content"),
     ({"messages": [{"role": "user", "content": 3}]}, {}, "content 3 is no text"),
@@ -69,3 +86,16 @@ def test_asking_from_python_names_the_argument(llm, prompt, keywords, message):
         else:
             llm.generate(prompt, **keywords)
     assert str(caught.value).startswith(message)
+
+
+def test_what_yields_ids_or_messages_is_read_once(llm):
+    ids, messages = [5, 6, 7], [{"role": "user", "content": "hi"}]
+    few = {"max_new_tokens": 4}
+    assert llm.generate(iter(ids), **few).tokens == llm.generate(ids, **few).tokens
+    assert llm.chat(iter(messages), **few).tokens == llm.chat(messages, **few).tokens
+
+
+def test_a_bias_of_minus_infinity_forbids_a_token(llm):
+    first = llm.generate("x", max_new_tokens=1).tokens[0]
+    other = llm.generate("x", max_new_tokens=1, logit_bias={first: -math.inf})
+    assert other.tokens != [first]

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, TypedDict, TypeVar
 
 from fasteagle.errors import FasteagleError
+from fasteagle.option_fields import require
 from fasteagle.options import AnswerOptions, GrammarSpec, SamplingParams, fresh_seed
 
+MOST_PENALTY = 2  # for presence and frequency; OpenAI's range
+MOST_BIAS = 1e30  # the sum with a logit stays finite in fp32 at any temperature
 Each = TypeVar("Each")
 
 
@@ -64,9 +68,44 @@ def read_keywords(
     return params, AnswerOptions(**ends), spec, more
 
 
-def are_ids(prompt: Any) -> bool:
-    """Return whether a prompt is a list of token ids."""
-    return isinstance(prompt, Iterable) and all(isinstance(token, Integral) for token in prompt)
+def check_extras(
+    vocab_size: int, bias: Mapping[int, float], n_top: int | None, **penalties: float
+) -> None:
+    """Raise `FasteagleError` for a bias, a number of tokens or penalties that cannot be."""
+    require(isinstance(bias, Mapping), f"logit_bias {bias!r} is no dictionary")
+    for token, amount in bias.items():
+        require(_is_number(token, Integral), f"logit_bias: {token!r} is no token id")
+        require(
+            0 <= token < vocab_size,
+            f"logit_bias: token id {token} is outside the vocabulary of {vocab_size:,}",
+        )
+        in_range = _is_number(amount, Real) and (-MOST_BIAS <= amount <= MOST_BIAS)
+        require(
+            in_range or amount == -math.inf,
+            f"logit_bias {amount!r} of token id {token} is out of range: use a number up to "
+            f"{MOST_BIAS:g}",
+        )
+    if n_top is not None:
+        require(_is_number(n_top, Integral), f"top_logprobs {n_top!r} is not a whole number")
+        limits = f"use 0 .. {vocab_size}"
+        require(0 <= n_top <= vocab_size, f"top_logprobs {n_top} is out of range: {limits}")
+    for name, value in penalties.items():
+        require(
+            _is_number(value, Real) and -MOST_PENALTY <= value <= MOST_PENALTY,
+            f"{name} {value!r} is out of range: use -{MOST_PENALTY} .. {MOST_PENALTY}",
+        )
+
+
+def checked_ids(prompt: Any) -> list[int]:
+    """Return the token ids that `prompt` holds or yields; raise `FasteagleError` for others."""
+    ids = list(prompt) if isinstance(prompt, Iterable) and not isinstance(prompt, bytes) else None
+    if ids is None or not all(_is_number(token, Integral) for token in ids):
+        raise FasteagleError(f"prompt {prompt!r} is no text and no list of token ids")
+    return [int(token) for token in ids]
+
+
+def _is_number(value: object, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def listed(name: str, value: Sequence[Each]) -> Sequence[Each]:
@@ -98,5 +137,11 @@ def _grammar_spec(keywords: dict[str, Any]) -> GrammarSpec | None:
         return None
     kind, value = specs[0]
     if kind != "json_schema":
+        check_text(kind, value)
         return GrammarSpec(kind, value)
-    return GrammarSpec("json_object") if value is True else GrammarSpec(kind, json.dumps(value))
+    if value is True:
+        return GrammarSpec("json_object")
+    try:
+        return GrammarSpec(kind, json.dumps(value))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise FasteagleError(f"json_schema is not JSON: {error}") from error
