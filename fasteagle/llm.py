@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Literal, NamedTuple, Unpack, overload
 
@@ -307,12 +308,12 @@ class LLM:
 
 
 def load(
-    model: str = DEFAULT_MODEL,
+    model: str | PathLike[str] = DEFAULT_MODEL,
     *,
     precision: str = "auto",
-    head: str | None = None,
+    head: str | PathLike[str] | None = None,
     drafter: str = "auto",
-    tree: str = "auto",
+    tree: str | PathLike[str] = "auto",
     device: str = "auto",
     max_seq_len: int | None = None,
     threads: int | None = None,
@@ -327,14 +328,23 @@ def load(
     `prefix_cache_gb` keeps the last conversations' keys and values in main memory. `notify`
     receives remarks for the user. Raises `FasteagleError` with the value, the limit and the fix.
     """
+    check_text("precision", precision)
     check_precision(precision)
     runtime = RuntimeOptions(device=device, max_seq_len=max_seq_len, threads=threads)
-    tree_file = None if tree == "auto" else str(Path(tree))
+    tree_file = None if tree == "auto" else str(Path(_name("tree", tree)))
+    head = None if head is None else _name("head", head)
     draft = DraftOptions(drafter=drafter, head=head, tree_file=tree_file)
-    llm = open_llm(model, runtime.at(precision), draft, notify, prefix_cache_gb)
+    llm = open_llm(_name("model", model), runtime.at(precision), draft, notify, prefix_cache_gb)
     if compile and compile_now(llm.engine):
         tune_now(llm.engine, notify, compiled=True)
     return llm
+
+
+def _name(what: str, value: str | PathLike[str]) -> str:
+    """Return a name or a path as text; raise `FasteagleError` if `value` is neither."""
+    if not isinstance(value, str | PathLike):
+        raise FasteagleError(f"{what} {value!r} is no name and no path")
+    return fspath(value)
 
 
 def open_llm(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,11 @@ from fasteagle.errors import FasteagleError
 LOADED = [
     ({"model": 3}, "model 3 is no name"),
     ({"model": ""}, "model '' is no name"),
+    ({"model": None}, "model None is no name and no path"),
+    ({"head": 3}, "head 3 is no name and no path"),
+    ({"head": Path("none")}, "head 'none': no such folder"),
+    ({"tree": None}, "tree None is no name and no path"),
+    ({"precision": None}, "precision None is no text"),
     ({"precision": "int3"}, "3 bits have no kernel"),
     ({"device": "cpu:7"}, "device 'cpu:7' is not supported"),
     ({"threads": "2"}, "threads '2' is not a whole number"),
@@ -68,7 +74,7 @@ ASKED = [
 @pytest.mark.parametrize(("keywords", "message"), LOADED, ids=str)
 def test_loading_from_python_names_the_argument(tiny_dir, keywords, message):
     with pytest.raises(FasteagleError) as caught:
-        fasteagle.load(**{"model": str(tiny_dir), **keywords})
+        fasteagle.load(**{"model": tiny_dir, **keywords})
     assert message in str(caught.value)
 
 
