@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from fasteagle import __version__
 from fasteagle.bench.options import EvalOptions
@@ -27,6 +28,7 @@ from fasteagle.cli.options import (
     groups,
     model_options,
 )
+from fasteagle.errors import FasteagleError
 from fasteagle.options import TAP_LAYERS_TEXT, DraftOptions, RuntimeOptions, ServeOptions
 from fasteagle.training.options import CalibrateOptions, DataOptions, TrainOptions, TrainRun
 
@@ -112,6 +114,9 @@ def quantize(name: str | None, model: str, runtime_options: RuntimeOptions, out:
     """Write model NAME's weights in the scheme of --int4, --int8 or --precision."""
     from fasteagle.cli.quantize import run_quantize
 
+    source = click.get_current_context().get_parameter_source("model")
+    if name is not None and source is not ParameterSource.DEFAULT:
+        raise FasteagleError(f"{name} and --model {model} contradict each other: give one")
     run_quantize(name or model, runtime_options, out)
 
 

@@ -264,7 +264,7 @@ model_options = groups(MODEL)
 TREE_SIZES = ("tree_depth", "tree_topk", "tree_nodes")
 UNUSED = {  # by drafter: what it does not read
     "none": (*TREE_SIZES, "head", "tap_layers", "lookup_depth"),
-    "ngram": (*TREE_SIZES, "tap_layers"),
+    "ngram": (*TREE_SIZES, "head", "tap_layers"),
     "eagle-static": TREE_SIZES,
     "eagle-chain": ("tree_topk", "tree_nodes"),
 }
